@@ -286,7 +286,6 @@ class Toy:
     writes: ClassVar[tuple[str, ...]] = (".toy",)
     runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = ""
-    float_way: ClassVar[str] = ""
     opened: ClassVar[list[object]] = []
 
     def __post_init__(self):

@@ -115,7 +115,7 @@ def _line(build: StoredBuild, engine: EngineRow, effort: str) -> EngineSummary:
         target=engine.target,
         verdict=engine.verdict,
         error=target.error if target else "",
-        speed_up=None if rival is None else model.speed_up(rival, engine),
+        speed_up=None if rival is None else model.speed_over(rival, engine),
         p50_ms=engine.latency.latency.p50 if engine.latency else None,
         size_bytes=engine.size_bytes,
         task=_task(engine),

@@ -40,7 +40,6 @@ from deploy.tuning.plan_file import (
     NOISE,
     RULE,
     TIME,
-    WHOLE,
     PlanFile,
     TargetPlan,
     read_plan,
@@ -53,7 +52,7 @@ _MOST_BYTES = 1 << 30  # of a report, which has a row for every tensor
 _LARGEST_SIZE = 1 << 63  # bytes of a file
 _WIDE = 60  # characters of a value in a message, and of an option's value
 _KEPT_ELSEWHERE = "is not here: it was kept elsewhere"
-_ORDER = (NOISE, TIME, CONSEQUENCE, WHOLE, RULE)
+_ORDER = (NOISE, TIME, CONSEQUENCE, RULE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from deploy.report.model import to_plain_object
 from deploy.report.screen import columns, entries, entry
 from deploy.report.tables import TRIAL_HEADS, trial_row
 from deploy.terminal import join_visible
-from deploy.tuning.plan_file import CONSEQUENCE, NOISE, RULE, TIME, WHOLE
+from deploy.tuning.plan_file import CONSEQUENCE, NOISE, RULE, TIME
 
 SCHEMA = "calib8-explanation/1"
 FEW = 10  # rows of a table unless all are asked for
@@ -19,7 +19,6 @@ _KINDS = {
     NOISE: "  by noise",
     TIME: "  by time",
     CONSEQUENCE: "  in between",
-    WHOLE: "  as a whole",
     RULE: "  by rule",
 }
 _ALL = "--all shows them"

@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 @base.measuring_option(
     "--duration",
     type=Real(min=0),
-    default=3.0,
-    help="Seconds of latency runs for each model; 0 skips them.",
+    help="Seconds of latency runs for each model; 0 skips them.  [default: 3, or 0 where --for"
+    " names another CPU]",
 )
 @tuning_options
 @base.calibration_option(
@@ -94,7 +94,7 @@ def build(
     float_model: Path | None,
     labels: Path | None,
     metric: str | None,
-    duration: float,
+    duration: float | None,
     tuning: SearchArguments,
     repairs: tuple[str, ...],
     targets: list[Target],
@@ -131,7 +131,8 @@ def build(
 
     calibration.refuse_ignored(targets)
     _refuse_unfed_float(model, images)
-    dataset, method = feed_of(images, calibration, targets)
+    tuned = tuning.search.effort > 0 and tuning.search.plan is None
+    dataset, method = feed_of(images, calibration, targets, tuned=tuned)
     options = BuildOptions(
         calibration=calibration.options(cache, method, images, scheduler=scheduler, resume=resume),
         targets=targets,

@@ -308,11 +308,16 @@ def _cluster(address: str, asked: dict[str, Any]) -> Cluster:
 
 
 def feed_of(
-    images: ImageArguments, calibration: CalibrationArguments, targets: Sequence[Target]
+    images: ImageArguments,
+    calibration: CalibrationArguments,
+    targets: Sequence[Target],
+    *,
+    tuned: bool = False,
 ) -> tuple[Dataset, Method | None]:
-    """(calibration samples, the search; None where none is asked for).
+    """(calibration samples, the method; None where none is asked for).
 
-    A calibrator's script feeds its own batches, and its kind of calibrator chooses the search.
+    A calibrator's script feeds its own batches. Its base class chooses the method, unless the
+    methods are `tuned`, that is compared by a search.
     """
     asked = calibration.method if calibration.asked else None
     if not images.script:
@@ -327,8 +332,17 @@ def feed_of(
     if asked is not None or idle or named is None:
         return dataset, asked
     method, why = named
+    if tuned:
+        script.notes = (_FREE.format(script=script, method=method.label),)
+        return dataset, None
     script.notes = (why,)
     return dataset, method
+
+
+_FREE = (
+    "{script} feeds the images, and the search chooses the method; --effort 0 keeps {method}, that"
+    " of its base class"
+)
 
 
 def script_cache_notes(dataset: Dataset, path: Path) -> list[str]:

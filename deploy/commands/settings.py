@@ -22,6 +22,7 @@ from deploy.commands import base
 from deploy.commands.base import GENERAL, Real, SectionedCommand, option
 from deploy.errors import ConfigError, did_you_mean
 from deploy.files.manifest import MANIFEST_NAME, SETTINGS
+from deploy.tuning import CPU_NAMES, PREFERENCES
 
 if TYPE_CHECKING:
     from deploy.report.verdict import Gates
@@ -182,6 +183,8 @@ def tuning_options(command: Command) -> Command:
         max_loss: float | None,
         min_speedup: float | None,
         accept: bool,
+        prefer: str,
+        cpu: str,
         **words: Any,
     ) -> None:
         from deploy.report.verdict import Gates
@@ -195,8 +198,9 @@ def tuning_options(command: Command) -> Command:
         search = Tuning(
             effort=DEFAULT_EFFORT if effort is None else effort,
             plan=plan,
-            min_speedup=1.0 if min_speedup is None else min_speedup,
             max_loss=max_loss,
+            prefer=prefer,
+            cpu=cpu,
         )
         gates = Gates(max_loss=max_loss, min_speedup=min_speedup, accept=accept)
         command(tuning=SearchArguments(search=search, gates=gates), **words)
@@ -220,16 +224,32 @@ def _options() -> list[Callable[[Command], Command]]:
             help="Plan of an earlier build to follow.  [default: the one in --out, if it fits]",
         ),
         base.search_option(
+            "--prefer",
+            type=click.Choice(PREFERENCES),
+            default=PREFERENCES[0],
+            help="What decides between int8 and float where both are good: speed; accuracy, which"
+            " weighs loss four times as much; size, which has most layers in int8.",
+        ),
+        base.search_option(
+            "--for",
+            "cpu",
+            type=click.Choice(CPU_NAMES),
+            default=CPU_NAMES[0],
+            help="CPU that will run the onnxruntime engine. For this one, time is measured; for"
+            " another, known ratios of its kernels decide, and latency is not measured unless"
+            " --duration is given.",
+        ),
+        base.search_option(
             "--max-loss",
             type=Real(0, 1),
             help="Largest loss of accuracy, or of agreement with FP32 (0.01 is one in a hundred);"
-            " an engine that loses more is unusable.",
+            " an engine that loses more is unusable (exit code 3).",
         ),
         base.search_option(
             "--min-speedup",
             type=Real(min=0),
             help="Least speed-up over FP32, on a GPU over its runtime's FP16; a slower engine is"
-            " unusable.",
+            " unusable (exit code 3).",
         ),
         base.search_option(
             "--accept", is_flag=True, help="Exit with code 0 even if an engine is unusable."

@@ -30,6 +30,9 @@ from deploy.terminal import timed_phase
 
 OVERHEAD_MS = 0.02  # jitter of the runtime itself: smaller differences do not count
 UNSTABLE_PERCENT = 2.5  # trtexec's limit for the coefficient of variance
+LEAST_GAIN = 1.05  # speed-up that an int8 engine must possibly reach to be worth its loss
+_STRETCHES = 10  # of the runs, whose ratios give the interval of a speed-up
+_TICK_MS = 1e-6  # a coarse clock may measure 0
 FEW = 20  # with fewer iterations even p95 is the slowest one
 
 Feeds = Sequence[Mapping[str, Array]]
@@ -117,6 +120,45 @@ class Latency:
         if not samples:
             del data["samples_ms"]
         return data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedUp:
+    """How many times as fast an engine is as another."""
+
+    ratio: float  # p50 over p50
+    low: float  # of its interval, which also holds the ratio of the fastest runs
+    high: float
+
+    @property
+    def words(self) -> str:
+        """Ratio and interval: "1.41x (1.38 to 1.45)"."""
+        return f"{self.ratio:.2f}x ({self.low:.2f} to {self.high:.2f})"
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether it may be a loss as well as a gain of 5 % or more."""
+        return self.low <= 1 and self.high >= LEAST_GAIN
+
+
+def speed_up(rival: Latency, own: Latency) -> SpeedUp:
+    """Compare the latency of two sessions that were measured together.
+
+    The runs are divided into ten stretches of time, each with the ratio of its medians; the
+    interval is that of the median of these ratios, without the outermost two (98 %). Where
+    one engine's runs wait more often for other programs, the fastest runs tell another ratio.
+    """
+    ratio = max(rival.latency.p50, _TICK_MS) / max(own.latency.p50, _TICK_MS)
+    stretches = min(_STRETCHES, len(rival.samples_ms), len(own.samples_ms))
+    medians = [
+        [float(np.median(part)) for part in np.array_split(one.samples_ms, stretches)]
+        for one in ((rival, own) if stretches else ())
+    ]
+    ratios = sorted(max(a, _TICK_MS) / max(b, _TICK_MS) for a, b in zip(*medians, strict=True))
+    inner = ratios[1:-1] if len(ratios) == _STRETCHES else ratios
+    fastest = max(rival.latency.min, _TICK_MS) / max(own.latency.min, _TICK_MS)
+    every = (ratio, fastest, *inner)
+    return SpeedUp(ratio=ratio, low=min(every), high=max(every))
 
 
 def percentile(ordered_ms: NDArray[np.float64], percent: int) -> float:

@@ -14,7 +14,8 @@ from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.output_errors import LEFT_DB
 from deploy.metrics.output_form import SliceAccuracy
 
-GOOD, DOUBTFUL, UNUSABLE, FLOAT = "good", "doubtful", "unusable", "stay in float"
+GOOD, DOUBTFUL, UNUSABLE, FLOAT = "good", "doubtful", "unusable", "keep FP32"
+FLOAT_MODEL = "the float model"  # subject of a reason that does not blame int8
 LEVELS = (GOOD, FLOAT, DOUBTFUL, UNUSABLE)  # the best first
 
 # (good up to, doubtful up to)
@@ -47,12 +48,12 @@ def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
     """Return the loss on the task; None if nothing measures it and no limit is given."""
     if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
         share = accuracy.top1_reference - accuracy.top1_candidate
-        words = f"{100 * share:.2f} points of top-1 lost"
+        words = f"top-1 {-100 * share:+.2f} points"
         return _lost(share, max_loss, _LABELLED, words)
     is_user_metric = accuracy.task is not None and accuracy.task.task == "metric"
     if accuracy.precision is not None and finds_objects(accuracy) and not is_user_metric:
         share = accuracy.precision.reference - accuracy.precision.candidate
-        words = f"{100 * share:.2f} points of mAP .50:.95 lost"
+        words = f"mAP .50:.95 {-100 * share:+.2f} points"
         return _lost(share, max_loss, _LABELLED, words)
     if accuracy.task is not None:
         return _lost(accuracy.task.lost, max_loss, _TASK, accuracy.task.words)
@@ -147,7 +148,7 @@ def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
         if usual is not None and usual >= _ALIKE:
             yield (
                 DOUBTFUL,
-                f"the float model gives one class to {100 * usual:.0f} % of its images; check the"
+                f"{FLOAT_MODEL} gives one class to {100 * usual:.0f} % of its images; check the"
                 " preprocessing, or judge on images of more classes",
             )
         return
@@ -156,14 +157,14 @@ def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
     if spread <= (1 - chance) / 2 and right <= chance + spread:
         yield (
             UNUSABLE,
-            f"the float model itself is wrong on its own images: top-1 {100 * right:.2f} % of"
+            f"{FLOAT_MODEL} itself is wrong on its own images: top-1 {100 * right:.2f} % of"
             f" {classes} classes, chance is {100 * chance:.3g} %; check --preprocess, --mean,"
             " --std, --color and the labels",
         )
     elif right < _SELDOM and chance < _SELDOM / 2:
         yield (
             DOUBTFUL,
-            f"the float model itself is seldom right on its own images: top-1 {100 * right:.2f} %"
+            f"{FLOAT_MODEL} itself is seldom right on its own images: top-1 {100 * right:.2f} %"
             f" of {classes} classes; check --preprocess, --mean, --std, --color and the labels",
         )
 
@@ -174,7 +175,7 @@ def _silent(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
     if accuracy.silent and not exact:
         yield (
             DOUBTFUL,
-            f"the float model finds nothing, or the same everywhere, in all {accuracy.samples}"
+            f"{FLOAT_MODEL} finds nothing, or the same everywhere, in all {accuracy.samples}"
             " samples, so that a loss by int8 would not show; check the inputs, or judge on"
             " samples that hold what it finds",
         )
@@ -187,7 +188,7 @@ def _blind(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
         return
     yield (
         UNUSABLE,
-        f"the float model itself finds next to none of the {precision.objects} objects:"
+        f"{FLOAT_MODEL} itself finds next to none of the {precision.objects} objects:"
         f" mAP .50 {100 * precision.reference_50:.2f} %; check --preprocess, --mean, --std,"
         " --color, and the boxes and categories of the labels",
     )

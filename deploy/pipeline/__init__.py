@@ -187,7 +187,7 @@ def build(
     until_stable: float | None = None,
     threads: int | None = None,
     float_nodes: Iterable[str] = (),
-    duration_s: float = 3.0,
+    duration_s: float | None = None,
     tuning: Tuning | None = None,
     gates: Gates | None = None,
     repairs: Sequence[str] | None = None,
@@ -214,6 +214,7 @@ def build(
         metric: "file.py:function" or a function (FP32 outputs, int8 outputs, label or None) ->
             number, more is better; called once a sample, its mean stands for the task's figure.
         duration_s: seconds of measuring a model; 0 leaves latency out, and time out of the search.
+            None is 3, or 0 where `tuning.cpu` names another CPU than this one.
         tuning: how much is searched for what stays float and for ranges, or the plan to obey.
         gates: what is demanded of the engines; their verdicts say whether it is met.
         repairs: names of `deploy.tuning.repairs.REPAIRS`, `all` or `none`, to be tried and kept
@@ -270,7 +271,14 @@ def build_with(
         results = _built(build, calibration, plans, stage)
         figures = _measured(build, calibration, results)
         report = write_report(
-            calibration, results, figures, stage, plans=plans, plan=plan, gates=build.options.gates
+            calibration,
+            results,
+            figures,
+            stage,
+            plans=plans,
+            plan=plan,
+            gates=build.options.gates,
+            settings=build.options.settings is not None,
         )
         _published(build, calibration, stage)
     return report

@@ -29,6 +29,7 @@ from deploy.metrics.precision import Annotations, GroundTruth
 from deploy.metrics.tasks import Metric, metric_of
 from deploy.report.verdict import Gates
 from deploy.targets import Target
+from deploy.tuning import THIS_CPU
 from deploy.tuning.search_options import DEFAULT_EFFORT, Tuning
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class BuildOptions:
     evaluation: Dataset | None = None
     labels: Sequence[int] | Annotations | str | None = None
     metric: str | Function | None = None
-    duration_s: float = 3.0
+    duration_s: float | None = None
     tuning: Tuning = field(default_factory=Tuning)
     gates: Gates = field(default_factory=Gates)
     repairs: Sequence[str] | None = None
@@ -174,8 +175,15 @@ def prepare_build(
         objects=objects,
         metric=metric,
         repairs=repairs,
-        duration_s=options.duration_s if dataset is not None else 0.0,
+        duration_s=_latency_seconds(options) if dataset is not None else 0.0,
     )
+
+
+def _latency_seconds(options: BuildOptions) -> float:
+    """Return how long latency is measured; by default not at all for another CPU than this."""
+    if options.duration_s is not None:
+        return options.duration_s
+    return 3.0 if options.tuning.cpu == THIS_CPU else 0.0
 
 
 def rereadable_model(

@@ -36,7 +36,7 @@ from deploy.report import (
 )
 from deploy.report.previews import box_rows, class_rows, pictures_part
 from deploy.report.report_rows import clip_rows, weight_rows
-from deploy.report.tables import PLAN
+from deploy.report.tables import OPTIONS, PLAN, REPORT
 from deploy.report.verdict import Gates, Verdict, verdict
 from deploy.targets import TARGETS
 from deploy.targets.base import BuildResult
@@ -64,7 +64,6 @@ _DOUBTFUL = (
     "the split of least cost would be doubtful, {}; so one of less noise was taken, which wins more"
     " of the task than it costs in time"
 )
-_WORTHLESS = "int8 wins nothing here that is worth its loss; {}"
 
 
 @phase("report")
@@ -77,9 +76,15 @@ def write_report(
     plans: Mapping[str, PlannedTarget],
     plan: Path | None,
     gates: Gates,
+    settings: bool,
 ) -> Report:
-    """Gather the report and write it as report.json, report.md and report.html."""
-    report = gather_report(calibrated, built, figures, stage, plans=plans, plan=plan, gates=gates)
+    """Gather the report and write it as report.json, report.md and report.html.
+
+    `settings`: whether the options of the command are written too.
+    """
+    report = gather_report(
+        calibrated, built, figures, stage, plans=plans, plan=plan, gates=gates, settings=settings
+    )
     write_pages(report, stage)
     return report
 
@@ -144,13 +149,16 @@ def gather_report(
     plans: Mapping[str, PlannedTarget] | None = None,
     plan: Path | None = None,
     gates: Gates | None = None,
+    settings: bool = False,
 ) -> Report:
     """Gather the report of a build."""
     settled = plans or {}
     loaded, feed = calibrated.loaded, calibrated.feed
     kept = {"calibration cache": _cache_now(calibrated, stage), PLAN: plan}
     common = {role: path for role, path in kept.items() if path is not None}
-    report_page = FileRow(role="report", path=str(stage.folder / "report.html"))
+    pages = [FileRow(role=REPORT, path=str(stage.folder / "report.html"))]
+    if settings:
+        pages.append(FileRow(role=OPTIONS, path=str(stage.folder / manifest.SETTINGS)))
     words = sorted({one.word for one in built}, reverse=True)
     names = ", ".join(result.target for result in built)
     return Report(
@@ -166,17 +174,10 @@ def gather_report(
             figures, built, gates or Gates(), stage, fed_wrong=bool(calibrated.doubts)
         ),
         machine=replace(this_machine(), devices=figures.devices),
-        files=(*file_rows(common, stage), report_page),
+        files=(*file_rows(common, stage), *pages),
         work=_work(calibrated, figures),
-        notes=(
-            *calibrated.doubts,
-            *calibrated.warnings,
-            *calibrated.resumed,
-            *feed.notes,
-            *calibrated.repairs,
-            *_troubles(calibrated),
-            *figures.notes,
-        ),
+        alerts=(*calibrated.doubts, *calibrated.warnings, *_troubles(calibrated)),
+        notes=(*calibrated.resumed, *feed.notes, *calibrated.repairs, *figures.notes),
     )
 
 
@@ -224,6 +225,7 @@ def engine_rows(
     for row in rows:
         if row.target in int8 and row.target not in failed and not row.baseline:
             own = int8[row.target]
+            row = model.with_speed(figures.engines, row)
             said = _verdict(row, figures.engines, int8=own, gates=gates, fed_wrong=fed_wrong)
             row = replace(row, verdict=said)
         judged.append(row)
@@ -245,12 +247,12 @@ def _verdict(
     judge = partial(verdict, accuracy=row.accuracy, int8=int8, gates=gates, fed_wrong=fed_wrong)
     if rival is None:
         wanted = "a float engine on its device" if row.on_device else "FP32"
-        return judge(speed_up=None, rival=wanted)
+        return judge(speed=None, rival=wanted)
     return judge(
-        speed_up=model.speed_up(rival, row),
+        speed=row.speed,
         slower_ms=math.inf if row.on_device else model.slower_ms(rival, row),
-        by_fastest=model.by_fastest(rival, row),
         rival="FP32" if rival.reference else rival.label,
+        where="device" if row.on_device else "CPU",
     )
 
 
@@ -339,8 +341,6 @@ def _of_search(plan: PlannedTarget | None) -> Iterator[str]:
         yield _UNUSABLE.format(plan.plan.unusable)
     if plan is not None and plan.plan.doubtful:
         yield _DOUBTFUL.format(plan.plan.doubtful)
-    if plan is not None and plan.plan.worthless:
-        yield _WORTHLESS.format(plan.plan.worthless)
     if plan is not None and plan.plan.failed:
         yield _FAILED.format(plan.plan.failed)
 

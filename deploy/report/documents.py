@@ -89,7 +89,7 @@ def _main_figures(report: Findings) -> Iterator[tuple[str, str]]:
         for rival in model.find_rivals(report.engines, engine):
             against = "the float model" if rival.reference else rival.label
             yield (
-                figures.ratio(model.speed_up(rival, engine)),
+                figures.ratio(model.speed_over(rival, engine)),
                 f"speed of {against}, {engine.label}",
             )
         if smaller is not None:

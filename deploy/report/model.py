@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from deploy.errors import ConfigError
 from deploy.machine import Machine
+from deploy.metrics.latency import SpeedUp, speed_up
 from deploy.metrics.levels import UNUSABLE
 from deploy.report.parts import (
     CalibrationPart,
@@ -25,8 +26,6 @@ from deploy.report.parts import (
     WorkPart,
 )
 from deploy.report.previews import DRAWN
-
-_APART = 1.5  # ratio of two speed-ups from which they disagree
 
 
 def find_rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[EngineRow, ...]:
@@ -45,7 +44,14 @@ def find_rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[Engine
     return tuple(reversed(of_target)) or tuple(references)
 
 
-def speed_up(rival: EngineRow, engine: EngineRow) -> float:
+def with_speed(engines: Iterable[EngineRow], engine: EngineRow) -> EngineRow:
+    """Return an engine's row with its speed beside the first of its rivals, if it has one."""
+    for rival in find_rivals(engines, engine)[:1]:
+        return replace(engine, speed=_speed_up(rival, engine))
+    return engine
+
+
+def speed_over(rival: EngineRow, engine: EngineRow) -> float:
     """Return the rival's p50 over the engine's; both must be measured."""
     return rival.p50_ms / engine.p50_ms
 
@@ -55,33 +61,9 @@ def slower_ms(rival: EngineRow, engine: EngineRow) -> float:
     return engine.p50_ms - rival.p50_ms
 
 
-def by_fastest(rival: EngineRow, engine: EngineRow) -> float | None:
-    """Return `speed_up` of the fastest runs if it disagrees with that of p50; else None.
-
-    A run that waits for other programs loses a whole time slice, however short it is. If most runs
-    of only one engine wait, p50 compares the waiting.
-    """
-    by_p50 = max(speed_up(rival, engine), 1e-6)
-    fastest = _fastest(rival) / _fastest(engine)
-    return fastest if max(by_p50 / fastest, fastest / by_p50) > _APART else None
-
-
-def doubt_note(engines: Iterable[EngineRow], engine: EngineRow) -> str:
-    """Return a note if the fastest runs disagree with p50; else ""."""
-    for rival in find_rivals(engines, engine)[:1]:
-        fastest = by_fastest(rival, engine)
-        if fastest is not None:
-            return (
-                f"by its fastest run {fastest:.2f}x, by p50 {speed_up(rival, engine):.2f}x as fast"
-                f" as {rival.label}: other programs ran, or the inputs differ in size; measure"
-                " again on a quiet machine"
-            )
-    return ""
-
-
-def _fastest(engine: EngineRow) -> float:
-    assert engine.latency is not None
-    return max(engine.latency.latency.min, 1e-6)  # a coarse clock may measure 0
+def _speed_up(rival: EngineRow, engine: EngineRow) -> SpeedUp:
+    assert rival.latency is not None and engine.latency is not None
+    return speed_up(rival.latency, engine.latency)
 
 
 SCHEMA = "calib8-report/2"  # 2: nodes, tensors and layers moved into their target
@@ -95,6 +77,7 @@ class Findings:
         targets: results per target, in the order requested.
         files: files written for no single target.
         seconds: step -> its duration.
+        alerts: notes that need an action; `notes` has all others.
     """
 
     title: str = "calib8"
@@ -107,6 +90,7 @@ class Findings:
     files: tuple[FileRow, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     work: WorkPart | None = None
+    alerts: tuple[str, ...] = ()  # those of `notes` that need an action
     notes: tuple[str, ...] = ()
 
     @property
@@ -148,7 +132,7 @@ class Findings:
         """Distinct sentences on the run, the targets, their engines and latency."""
         labels_of: dict[str, list[str]] = {}
         for engine in self.engines:
-            for text in _notes_on(engine, self.target_of(engine), self.engines):
+            for text in _notes_on(engine, self.target_of(engine)):
                 labels_of.setdefault(text, []).append(engine.label)
         measured = {engine.target for engine in self.engines if not engine.reference}
         for target in self.targets:
@@ -157,7 +141,7 @@ class Findings:
         prefixed = [
             f"{', '.join(dict.fromkeys(labels))}: {text}" for text, labels in labels_of.items()
         ]
-        return tuple(dict.fromkeys((*self.notes, *prefixed)))
+        return tuple(dict.fromkeys((*self.alerts, *self.notes, *prefixed)))
 
     def target_of(self, engine: EngineRow) -> TargetPart | None:
         """Return the target an engine was built for; None for a float engine."""
@@ -166,16 +150,13 @@ class Findings:
         return next((target for target in self.targets if target.name == engine.target), None)
 
 
-def _notes_on(
-    engine: EngineRow, target: TargetPart | None, engines: tuple[EngineRow, ...]
-) -> tuple[str, ...]:
+def _notes_on(engine: EngineRow, target: TargetPart | None) -> tuple[str, ...]:
     """Return all notes on one engine, the most serious first."""
     return (
         *(engine.accuracy.problems if engine.accuracy else ()),
         *_stand_in(engine, target),
         *engine.notes,
         *(target.notes if target else ()),
-        *filter(None, [doubt_note(engines, engine)]),
         *(engine.latency.warnings if engine.latency else ()),
     )
 

@@ -10,7 +10,7 @@ from calibrators.scales import Scale
 from deploy.calibration.sample_checks import HalvesAgreement
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.kernels import KernelTime
-from deploy.metrics.latency import Latency
+from deploy.metrics.latency import Latency, SpeedUp
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.report.figures import EngineLayersPart
 from deploy.report.previews import BoxRow, ClassRow, PicturesPart
@@ -185,6 +185,7 @@ class EngineRow:
     load_ms: float | None = None  # time from the file to a session ready to run
     threads: int | None = None
     latency: Latency | None = None
+    speed: SpeedUp | None = None  # beside the float engine that it is compared with
     # measurements by ascending batch; `latency` is that of the first
     sweep: tuple[BatchRow, ...] = ()
     kernels: tuple[KernelTime, ...] = ()  # time of each kernel, the slowest first

@@ -1,11 +1,18 @@
-"""The report as one screen of text: labels in the margin, texts and tables next to them."""
+"""The report as text: one screen of a build, or everything; labels in the margin.
+
+The screen of a build has what a user decides by: verdict, speed, size, task, what the images were
+taken for, the files to ship, warnings that need an action, and the next command. `verbose` prints
+all else, which is on the page too.
+"""
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import PurePath
 
-from deploy.metrics.levels import DOUBTFUL, UNUSABLE
+from deploy.metrics.levels import DOUBTFUL, FLOAT, UNUSABLE
 from deploy.report import figures
 from deploy.report.charts import sweep_table
 from deploy.report.figures import engine_layers_words, lost_groups
@@ -14,6 +21,8 @@ from deploy.report.parts import TargetPart
 from deploy.report.report_rows import FloatGroup, float_groups
 from deploy.report.tables import (
     KERNEL_HEADS,
+    OPTIONS,
+    REPORT,
     TRIAL_HEADS,
     built_targets,
     calibration_words,
@@ -27,6 +36,7 @@ from deploy.report.tables import (
     more_kernels,
     quantized_operators,
     search_words,
+    task_label,
     timed_engines,
     trial_row,
     work_words,
@@ -81,8 +91,11 @@ _MOST_KERNELS = 10
 def to_screen(report: Findings, *, verbose: bool = False) -> str:
     """Return plain text without colours, at most `WIDTH` columns if names allow.
 
-    `verbose`: include what was observed, reused and tried, and the cost of the run.
+    `verbose`: print everything, also of a build, and the cost of the run.
     """
+    if not verbose and any(engine.verdict for engine in report.engines):
+        lines = (report.title, *_verdicts(report), *_short_table(report), *_to_do(report))
+        return join_visible(lines) + "\n"
     blocks = (
         (report.title,),
         tuple(_verdicts(report)),
@@ -111,6 +124,76 @@ def _verdicts(report: Findings) -> Iterator[str]:
     judged = [(engine.label, engine.verdict) for engine in report.engines if engine.verdict]
     alone = len(judged) == 1
     yield from entries("Verdict", (v.words if alone else f"{e}: {v.words}" for e, v in judged))
+
+
+_SHORT = ("Size", "Latency p50", "Top-1", "mAP .50:.95")  # lines of the table of one screen
+_WITHOUT_TASK = ("Top-1 agreement", "SQNR", "SQNR, worst part")
+_MOST_ALERTS = 3
+# role of a script -> where it is to be run
+_DEVICE_SCRIPTS = {"script of trtexec": "on the GPU machine", "atc command": "where atc is"}
+
+
+def _short_table(report: Findings) -> Iterator[str]:
+    """Yield size, speed and the task's figures; the output error where there is no task."""
+    tasks = [task_label(e.accuracy) for e in report.engines if e.accuracy]
+    shown = [line for line in engine_lines(report) if line.label in (*_SHORT, *tasks)]
+    if len(shown) < _MOST_ALERTS:
+        shown += [line for line in engine_lines(report) if line.label in _WITHOUT_TASK]
+    heads = (" " * MARGIN, *(engine.label for engine in report.engines), "")
+    rows = [heads, *((line.label, *line.cells, f" {line.change}") for line in shown)]
+    yield from aligned(rows, (0, len(heads) - 1))
+
+
+def _to_do(report: Findings) -> Iterator[str]:
+    """Yield what was fed, what to ship, what to look at, and what to do next."""
+    if report.feed:
+        samples = figures.count(report.feed.samples, "sample")
+        taken = f": {report.feed.prepared}" if report.feed.prepared else ""
+        yield from entry("Images", f"{samples} from {report.feed.source}{taken}")
+    yield from entries("Failed", (f"{one.name}: {one.error}" for one in failures(report)))
+    shipped = [e.path for e in report.engines if e.path and not (e.reference or e.baseline)]
+    yield from entries("Ship", shipped)
+    yield from entries("Warning", report.alerts[:_MOST_ALERTS])
+    pages = [file.path for file in report.files if file.role == REPORT]
+    more = figures.count(len(report.warnings), "note")
+    yield from entries(
+        "Report", (f"{page}  (all figures and {more}; -v prints them)" for page in pages)
+    )
+    yield from entries("Next", dict.fromkeys(next_steps(report)))
+
+
+def next_steps(report: Findings) -> Iterator[str]:
+    """Yield one command for each engine of a build: what to do about its verdict."""
+    options = next((f.path for f in report.files if f.role == OPTIONS), None)
+    page = next((f.path for f in report.files if f.role == REPORT), None)
+    folder = "" if page is None else shlex.quote(str(PurePath(page).parent))
+    for target in report.targets:
+        for file in target.files:
+            if file.role in _DEVICE_SCRIPTS:
+                yield f"{_DEVICE_SCRIPTS[file.role]}: sh {shlex.quote(file.path)}"
+    for engine in report.engines:
+        built = report.target_of(engine)
+        if engine.verdict is None or built is None or engine.verdict.blames_float:
+            continue
+        again = None if options is None else f"calib8 build --config {shlex.quote(options)}"
+        timed = report.model and engine.path and engine.speed
+        bench = f"calib8 bench {_quoted(report)} --against {shlex.quote(engine.path or '')}"
+        if engine.verdict.level == UNUSABLE and again and built.search is None:
+            yield f"{again} --effort 1"
+        elif engine.verdict.level == UNUSABLE and again and not engine.verdict.gated:
+            yield f"{again} --prefer accuracy --effort 2"
+        elif engine.verdict.level in (DOUBTFUL, UNUSABLE) and folder:
+            yield f"calib8 explain {folder}"
+        elif engine.verdict.level == FLOAT and timed:
+            yield f"on the CPU that will run it: {bench}"
+        elif timed and engine.speed and engine.speed.is_noisy:
+            yield f"on a quiet machine: {bench} --duration 30"
+        elif timed:
+            yield f"{bench} --threads 1"
+
+
+def _quoted(report: Findings) -> str:
+    return shlex.quote(report.model.path if report.model else "")
 
 
 def _how(report: Findings) -> Iterator[str]:

@@ -13,6 +13,7 @@ from pathlib import PurePath
 from typing import TypeVar
 
 from deploy.metrics.accuracy import Accuracy
+from deploy.metrics.latency import FEW
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
 from deploy.report import figures, model
@@ -33,6 +34,7 @@ Part = TypeVar("Part")
 
 ACCURACY_HEADS = ("SQNR", "cosine", "worst cosine", "max abs error")
 LAYER_HEADS = ("tensor", "SQNR", "cosine")
+_P99_RUNS = 100  # with fewer, p99 is the slowest run
 
 
 def has_slices(accuracy: Accuracy) -> bool:
@@ -193,8 +195,11 @@ def _latency(report: Findings) -> Iterator[ComparisonLine]:
         yield _line("Batch", [e.sweep or None for e in report.engines], lambda x: str(x[0].batch))
     yield _line("Latency p50", parts, lambda x: ms(x.latency.p50), _faster(report))
     yield _line("Latency p90", parts, lambda x: ms(x.latency.p90))
-    yield _line("Latency p95", parts, lambda x: ms(x.latency.p95))
-    yield _line("Latency p99", parts, lambda x: ms(x.latency.p99))
+    runs = min((part.queries for part in parts if part), default=0)
+    if runs >= FEW:
+        yield _line("Latency p95", parts, lambda x: ms(x.latency.p95))
+    if runs >= _P99_RUNS:
+        yield _line("Latency p99", parts, lambda x: ms(x.latency.p99))
     yield _line("Latency mean", parts, lambda x: ms(x.latency.mean))
     yield _line("Variation", parts, lambda x: f"{x.latency.cv_percent:.3g} %")
     yield _line("Enqueue", parts, lambda x: ms(x.enqueue.p50 if x.enqueue else None))
@@ -275,14 +280,13 @@ def _faster(report: Findings) -> str:
     ((engine, rivals),) = compared
     words = []
     for rival in rivals:
-        factor = model.speed_up(rival, engine)
-        how = "faster" if factor >= 1 else "slower"
-        than = "" if rival.reference else f" than {rival.label}"
-        words.append(f"{figures.ratio(factor if factor >= 1 else 1 / factor)} {how}{than}")
+        first = engine.speed if rival is rivals[0] else None
+        speed = first.words if first else figures.ratio(model.speed_over(rival, engine))
+        words.append(speed if rival.reference else f"{speed} of {rival.label}")
     return ", ".join(words)
 
 
-PLAN = "plan"  # role of the plan among the report's files
+PLAN, OPTIONS, REPORT = "plan", "options", "report"  # roles of the report's files
 TRIAL_HEADS = ("tried whole", "SQNR", "time, FP32 = 1", "built")
 WEIGHT_HEADS = (
     "weight",

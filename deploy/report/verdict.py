@@ -1,4 +1,6 @@
-"""The verdict on each engine: good, doubtful, unusable or "stay in float", with reasons.
+"""The verdict on each engine: good, doubtful, unusable or "keep FP32", with reasons.
+
+The verdict recommends: an int8 engine is written whatever it says.
 
 Limits of the loss are in `deploy.metrics.levels`, which the search uses too; those of the speed are
 here. The user's limits (`Gates`) override both.
@@ -7,22 +9,20 @@ here. The user's limits (`Gates`) override both.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deploy.metrics.accuracy import Accuracy
-from deploy.metrics.latency import OVERHEAD_MS
+from deploy.metrics.latency import LEAST_GAIN, OVERHEAD_MS, SpeedUp
 from deploy.metrics.levels import (
     DOUBTFUL,
     FLOAT,
+    FLOAT_MODEL,
     GOOD,
     LEVELS,
     UNUSABLE,
     finds_objects,
     judge_accuracy,
 )
-
-_AS_FAST = 0.95  # speed-up over FP32 below which an engine counts as slower, not as noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,12 @@ class Verdict:
 
     level: str  # GOOD, DOUBTFUL, UNUSABLE or FLOAT
     reasons: tuple[str, ...]  # sentences, the most serious first
+    gated: bool = False  # whether a limit that the user set is missed
+
+    @property
+    def blames_float(self) -> bool:
+        """Whether the float model or its inputs are at fault, and not int8."""
+        return any(reason.startswith(FLOAT_MODEL) for reason in self.reasons)
 
     @property
     def words(self) -> str:
@@ -56,43 +62,46 @@ class Verdict:
 def verdict(
     *,
     accuracy: Accuracy | None,
-    speed_up: float | None,
+    speed: SpeedUp | None,
     int8: bool,
     gates: Gates,
     slower_ms: float = math.inf,
-    by_fastest: float | None = None,
     rival: str = "FP32",
+    where: str = "CPU",
     fed_wrong: bool = False,
 ) -> Verdict:
     """Judge one engine.
 
     Args:
         accuracy: against the float model; None if not measured.
-        speed_up: over its rival, by p50; None if one of them was not measured.
+        speed: beside its rival; None if one of them was not measured.
         int8: whether any of its nodes is quantized.
         gates: the user's limits.
         slower_ms: difference to its rival's p50 in ms; infinite if not measured.
-        by_fastest: speed-up of the fastest runs if it disagrees with p50; else None.
         rival: name of the float engine that its speed is compared with.
+        where: "CPU" or "device".
         fed_wrong: whether the images seem not to match the model's training data; ignored if
             there are labels.
     """
     findings = [] if accuracy is None else [*judge_accuracy(accuracy, gates.max_loss)]
     if fed_wrong and not _labelled(accuracy):
         findings.append(
-            (DOUBTFUL, "the model seems to be fed what it did not learn from, see the notes")
+            (DOUBTFUL, f"{FLOAT_MODEL} seems to be fed what it did not learn from, see the notes")
         )
-    if int8 or gates.min_speedup is not None:  # two float engines differ only by noise
-        findings += _of_speed(speed_up, slower_ms, by_fastest, gates, rival)
+    if gates.min_speedup is not None:
+        findings.append(_gated(speed, gates.min_speedup, rival))
+    elif int8 and speed is not None:  # two float engines differ only by noise
+        findings.append(_of_speed(speed, slower_ms, rival, where))
     if not int8:
-        why = "int8 wins nothing here that is worth its loss, so the float model was written"
-        findings.append((FLOAT, why))
+        findings.append((FLOAT, "no layer could be int8, the nodes say why"))
     if not findings:
         return Verdict(DOUBTFUL, ("nothing was measured of it",))
     level = max((level for level, _ in findings), key=LEVELS.index)
     ordered = sorted(findings, key=lambda entry: -LEVELS.index(entry[0]))
-    reasons = [why for at, why in ordered if at == level or at != GOOD]
-    return Verdict(level, tuple(dict.fromkeys(reasons)))
+    reasons = [why for at, why in ordered if at != GOOD or level in (GOOD, FLOAT)]
+    limited = gates.min_speedup is not None or gates.max_loss is not None
+    gated = limited and level == UNUSABLE
+    return Verdict(level, tuple(dict.fromkeys(reasons)), gated)
 
 
 def _labelled(accuracy: Accuracy | None) -> bool:
@@ -102,25 +111,22 @@ def _labelled(accuracy: Accuracy | None) -> bool:
     return accuracy.top1_reference is not None or finds_objects(accuracy)
 
 
-def _of_speed(
-    ratio: float | None, slower_ms: float, best: float | None, gates: Gates, rival: str
-) -> Iterator[tuple[str, str]]:
-    if ratio is None:
-        if gates.min_speedup is not None:
-            yield (
-                DOUBTFUL,
-                f"its speed, {gates.min_speedup:g} times that of {rival} at least, is not measured",
-            )
-        return
-    words = f"{ratio:.2f} times as fast as {rival}"
-    if best is not None:
-        words += f" by p50, {best:.2f} times by the fastest runs"
-    if gates.min_speedup is not None:
-        yield (GOOD if ratio >= gates.min_speedup else UNUSABLE), words
-    else:
-        slower = min(ratio, ratio if best is None else best)
-        fast = slower >= _AS_FAST or 0 < slower_ms < OVERHEAD_MS
-        yield (GOOD if fast else DOUBTFUL), words
+def _gated(speed: SpeedUp | None, least: float, rival: str) -> tuple[str, str]:
+    """Return what the user's own limit says of a speed."""
+    if speed is None:
+        return DOUBTFUL, f"its speed, {least:g}x that of {rival} at least, is not measured"
+    level = GOOD if speed.ratio >= least else UNUSABLE
+    return level, f"{speed.words} the speed of {rival}, at least {least:g}x is wanted"
+
+
+def _of_speed(speed: SpeedUp, slower_ms: float, rival: str, where: str) -> tuple[str, str]:
+    """Return what a speed says without a limit: a gain, none, or that noise hides it."""
+    words = f"{speed.words} the speed of {rival}"
+    if speed.low > 1:
+        return GOOD, words
+    if speed.high < LEAST_GAIN and not 0 < slower_ms < OVERHEAD_MS:
+        return FLOAT, f"int8 has {words} on this {where}"
+    return GOOD, f"{words}, which is too noisy to tell a gain"
 
 
 __all__ = ["DOUBTFUL", "FLOAT", "GOOD", "LEVELS", "UNUSABLE", "Gates", "Verdict", "verdict"]

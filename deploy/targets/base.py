@@ -194,15 +194,12 @@ class Target(Protocol):
             can use its latency.
         own_method: text: the algorithms that find this target's ranges whatever --method says; ""
             if --method decides.
-        float_way: text: how to build the float model, for a target that must have an int8 layer;
-            "" for other targets.
     """
 
     engines: ClassVar[tuple[str, ...]]
     writes: ClassVar[tuple[str, ...]]
     runs_here: ClassVar[bool]
     own_method: ClassVar[str]
-    float_way: ClassVar[str]
 
     @property
     def alternatives(self) -> tuple[str, ...]:

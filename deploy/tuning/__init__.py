@@ -5,3 +5,8 @@ prices and timing); `plan_file` reads and writes the plan; `repairs` changes the
 constants where that helps. Rooms above (report, pipeline, analysis) import it. No module
 knows a target by name: all go through `deploy.targets.base.Target`.
 """
+
+PREFERENCES = ("speed", "accuracy", "size")
+THIS_CPU = "this"
+# CPUs that may run the engine: this one, an unknown one, and those of `deploy.tuning.prices.CPUS`
+CPU_NAMES = (THIS_CPU, "any", "vnni", "avx2", "arm")

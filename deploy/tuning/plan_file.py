@@ -9,6 +9,7 @@
     [onnxruntime]
     made_from = "..."                what the choice depends on; equal ones are not searched again
     precision = "int8"               grid that it was chosen for; --plan obeys it on no other
+    timed_on = "AMD EPYC ..."        CPU whose times decided; the plan is searched anew on another
     method = "minmax"
     rounded = true                   weights rounded by output error
     float = { "/model.1/conv/Conv" = "alone in int8 it leaves 4.4 dB of output0[4:22]" }
@@ -43,16 +44,14 @@ SCHEMA = "calib8-plan/1"
 _SETTLED = re.compile(r"(.*): (-?(?:[0-9]+[.][0-9]+|inf)) dB(?: in .*)?")  # `settled`
 TIMED = "timed: "  # prefix of the trials that were timed next to the float model
 _KEYS = (
-    *("made_from", "precision", "settled", "unusable", "doubtful", "worthless", "failed"),
+    *("made_from", "precision", "timed_on", "settled", "unusable", "doubtful", "failed"),
     *("method", "rounded", "float", "methods", "tried"),
 )
 _ROUNDED = 0.06  # dB, largest difference of a figure with one decimal and the same with two
 
 # why a node is float
-NOISE, TIME, CONSEQUENCE, WHOLE, RULE = "noise", "time", "consequence", "whole", "rule"
+NOISE, TIME, CONSEQUENCE, RULE = "noise", "time", "consequence", "rule"
 BETWEEN = "to and fro would cost more than it wins"
-NOT_FASTER = "int8 as a whole is not faster, or not by enough"
-NOT_USABLE = "no split of the model in int8 is usable"
 NO_SUMS: Mapping[str, str] = MappingProxyType({})
 _NOISY, _SLOWER = "alone in ", "slower in int8"
 _DECIBEL = re.compile(r"leaves (-?(?:[0-9.]+|inf)) dB of")
@@ -70,15 +69,15 @@ class TargetPlan:
     settled: str = ""  # description of the trial that was built
     unusable: str = ""  # why the trial of least cost was not built; "" where it was
     doubtful: str = ""  # why the trial of least cost, though usable, was not built; "" where it was
-    # how to build the float model, where that should have been built but could not be; "" otherwise
-    worthless: str = ""
+    interrupted: bool = False  # whether the user ended the search; not in the file
+    timed_on: str = ""  # CPU whose times decided; "" where no time did
     # number of trials that could not run and why the first could not; "" where all ran
     failed: str = ""
     tried: tuple[Mapping[str, str | float], ...] = ()
 
     @property
     def taken(self) -> int | None:
-        """Index in `tried` of the trial that was built; None for the float model, or if unknown.
+        """Index in `tried` of the trial that was built; None if unknown.
 
         Of equal descriptions the last is taken: timed trials come after predicted ones.
         """
@@ -114,14 +113,14 @@ def _lines(plan: PlanFile) -> Iterator[str]:
         yield from ("", f"[{table}]", f"made_from = {toml.toml_value(target.made_from)}")
         if target.precision:
             yield f"precision = {toml.toml_value(target.precision)}"
+        if target.timed_on:
+            yield f"timed_on = {toml.toml_value(target.timed_on)}"
         if target.settled:
             yield f"settled = {toml.toml_value(target.settled)}"
         if target.unusable:
             yield f"unusable = {toml.toml_value(target.unusable)}"
         if target.doubtful:
             yield f"doubtful = {toml.toml_value(target.doubtful)}"
-        if target.worthless:
-            yield f"worthless = {toml.toml_value(target.worthless)}"
         if target.failed:
             yield f"failed = {toml.toml_value(target.failed)}"
         if target.choices.method is not None:
@@ -184,7 +183,7 @@ def _target(path: Path, name: str, table: object) -> TargetPlan:
         settled=_text(path, held, "settled"),
         unusable=_text(path, held, "unusable"),
         doubtful=_text(path, held, "doubtful"),
-        worthless=_text(path, held, "worthless"),
+        timed_on=_text(path, held, "timed_on"),
         failed=_text(path, held, "failed"),
         tried=tuple(_rows(path, held)),
     )
@@ -256,7 +255,6 @@ def float_reasons(
     refused: Collection[str] = (),
     *,
     sums: Mapping[str, str] = NO_SUMS,
-    otherwise: str = BETWEEN,
 ) -> dict[str, str]:
     """Return node in float -> reason, in the model's order.
 
@@ -268,12 +266,11 @@ def float_reasons(
         word: precision of the nodes that are not float.
         refused: units that cannot run in it.
         sums: units of Adds that stay float for their common loss -> the reason.
-        otherwise: reason of units with none of their own.
     """
     why = {
         unit: f"it cannot be run in {word}"
         if unit in refused
-        else sums.get(unit) or _noise(unit, found, word) or _time(unit, prices) or otherwise
+        else sums.get(unit) or _noise(unit, found, word) or _time(unit, prices) or BETWEEN
         for unit in units.members
         if unit in best.in_float
     }
@@ -281,13 +278,11 @@ def float_reasons(
 
 
 def reason_kind(reason: str) -> str:
-    """Return the kind of a reason: NOISE, TIME, CONSEQUENCE or WHOLE by the search, else RULE."""
+    """Return the kind of a reason: NOISE, TIME or CONSEQUENCE by the search, else RULE."""
     if reason.startswith(_NOISY):
         return NOISE
     if reason.startswith(_SLOWER):
         return TIME
-    if reason in (NOT_FASTER, NOT_USABLE):
-        return WHOLE
     return CONSEQUENCE if reason == BETWEEN else RULE
 
 

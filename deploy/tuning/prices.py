@@ -7,10 +7,11 @@ A unit is a group of nodes that change sides together: an int8 node with what is
     Conv -> Add -> Clip -> Mul(x, .)      one unit: in float a Hard-Sigmoid is the Conv's tail
 
 Prices are measured where the target runs on this machine: the kernels of the float and of the int8
-model, two profiles each, in turns. Elsewhere they are products of a layer, times 0.7 in int8:
-vendors state 0.5 of fp16, the bound of layers that only multiply; others wait for memory. The
-price of a conversion between int8 and float is unknown there and counts 0, so that a layer is float
-only for its loss.
+model, two profiles each, in turns. For a CPU that is named (`CPUS`) they are products of a layer,
+times the ratio of that CPU's kernels. Elsewhere they are products, times 0.7 in int8: vendors state
+0.5 of fp16, the bound of layers that only multiply; others wait for memory. The price of a
+conversion between int8 and float is unknown there and counts 0, so that a layer is float only for
+its loss.
 
 A tensor between the two sides adds the price of its conversion, and the split of least total price
 is a minimum cut, found exactly::
@@ -324,6 +325,29 @@ _INT8 = 0.7  # price of an int8 product, in float products, where it is not meas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CpuKernels:
+    """Time of ONNX Runtime's int8 kernels on a kind of CPU, as a share of its float kernels'."""
+
+    dense: float  # Conv with a kernel of several pixels
+    pointwise: float  # Conv of 1x1
+    depthwise: float
+    matrix: float  # Gemm, MatMul
+    other: float = 0.6
+    depthwise_product: float = 2.2  # time of a float product of a depthwise Conv, in dense ones
+    conversion: float = 20.0  # time of a value's conversion between int8 and float, in dense ones
+
+
+# `vnni` and `avx2` were measured on an EPYC 9005 with ONNX Runtime 1.23 (one thread, 32 to 256
+# channels, 14 to 112 pixels), `avx2` with the wider instructions hidden from ONNX Runtime. `arm` is
+# the bound of arithmetic, 16 products a SDOT and 4 a FMLA, with the losses of `vnni`.
+CPUS: Mapping[str, CpuKernels] = {
+    "vnni": CpuKernels(dense=0.28, pointwise=0.36, depthwise=1.5, matrix=0.5),
+    "avx2": CpuKernels(dense=0.53, pointwise=0.6, depthwise=1.5, matrix=0.7),
+    "arm": CpuKernels(dense=0.3, pointwise=0.4, depthwise=1.5, matrix=0.5),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
     """Prices of one model on one target: microseconds if measured, else products."""
 
@@ -375,24 +399,51 @@ def cheapest_float_units(
     return cheapest_split(by_unit, between, glue)
 
 
-def count_prices(model: onnx.ModelProto, units: Units, sample: Mapping[str, Array]) -> Prices:
-    """Return prices in products; one inference gives the size of each tensor."""
+def count_prices(
+    model: onnx.ModelProto,
+    units: Units,
+    sample: Mapping[str, Array],
+    cpu: CpuKernels | None = None,
+) -> Prices:
+    """Return prices in products; one inference gives the size of each tensor.
+
+    `cpu`: the CPU that is to run it, one of `CPUS`; None where it is not known.
+    """
     graph = Graph(model)
     nodes = {node.name: node for node in graph.nodes}
     outputs = {
         name: str(nodes[name].output[0]) for nodes_ in units.members.values() for name in nodes_
     }
-    sizes = _sizes(model, outputs.values(), sample)
-    products = {
-        unit: sum(sizes[outputs[name]] * _products(graph, nodes[name]) for name in members)
-        for unit, members in units.members.items()
-    }
+    sizes = _sizes(model, [*outputs.values(), *units.tensors], sample)
+
+    def price(name: str) -> tuple[float, float]:
+        """Return the price of a node in int8 and in float."""
+        count = sizes[outputs[name]] * _products(graph, nodes[name])
+        ratio, float32 = (_INT8, 1.0) if cpu is None else _kernel_prices(graph, nodes[name], cpu)
+        return ratio * float32 * count, float32 * count
+
+    pairs = {unit: [price(name) for name in members] for unit, members in units.members.items()}
+    turning = 0.0 if cpu is None else cpu.conversion
     return Prices(
-        units={unit: (_INT8 * count, count) for unit, count in products.items()},
-        turning=dict.fromkeys(units.tensors, 0.0),
+        units={
+            unit: (sum(q for q, _ in own), sum(f for _, f in own)) for unit, own in pairs.items()
+        },
+        turning={tensor: turning * sizes[tensor] for tensor in units.tensors},
         outside=0.0,
         measured=False,
     )
+
+
+def _kernel_prices(graph: Graph, node: onnx.NodeProto, cpu: CpuKernels) -> tuple[float, float]:
+    """Return (int8 over float, price of a float product) of a node on a CPU."""
+    weight = graph.initializers.get(node.input[1]) if node.op_type in WEIGHTED else None
+    if weight is None:
+        return cpu.other, 1.0
+    if node.op_type not in ("Conv", "ConvTranspose"):
+        return cpu.matrix, 1.0
+    if attributes(node).get("group", 1) == weight.dims[0] > 1 == weight.dims[1]:
+        return cpu.depthwise, cpu.depthwise_product
+    return (cpu.pointwise if math.prod(weight.dims[2:]) == 1 else cpu.dense), 1.0
 
 
 def measure_prices(

@@ -15,10 +15,10 @@ Steps::
     Adds in float, the layers in int8    -> whether they stay so, where time is not measured
     groups alone in int8, halved         -> noise of each layer
     kernels of both models, or products  -> price of each unit
-    least price + weight * noise         -> one split a weight, from "fastest" to "all in float"
+    least price + weight * noise         -> one split a weight, from "fastest" to "nearly float"
     the likely splits, tried             -> the split with the least cost
     other methods, for all tensors and for the noisiest groups -> ranges
-    float, plain int8 and likely splits, timed -> what is built
+    plain int8 and likely splits, timed where time is measured -> what is built
 
 The noisy layers are found by halving: each group runs alone in int8, the noisy ones are split::
 
@@ -57,6 +57,7 @@ _NEAR = 0.03  # loss, about 30 dB: below it no layer needs to be float
 _WEIGHTS = [2.0 ** (step / 2) for step in range(-12, 15)]  # of the float model's price
 _DEAREST = 100.0  # weight of noise at which time no longer matters
 _BETTER = 0.8  # share of a group's loss: another method must lose less than this
+_MOST = 0.5  # share of the layers in int8 that a split should have where time is not measured
 _WON = 0.1  # loss that Adds in float must save, worth a quarter of the time
 
 _TRIED = "tried in float"
@@ -168,7 +169,6 @@ class Search:
     effort: Effort
     weight: float = COMMON_WEIGHT  # weight of loss against time, see `COMMON_WEIGHT`
     rounded: bool | None = None  # whether trials have rounded weights; None without that repair
-    or_float: bool = True
     sums: frozenset[str] = frozenset()  # units of Adds without weights: the residual stream
     trials: list[Trial] = field(default_factory=list)  # the trials that ran, in order
     sensitivity: Sensitivity | None = None
@@ -220,9 +220,10 @@ class Search:
             self._measure_groups(base)
         return self._shares
 
-    def is_float(self, in_float: frozenset[str]) -> bool:
-        """Whether a split is the float model."""
-        return in_float >= frozenset(self.units.members)
+    def int8_share(self, in_float: frozenset[str]) -> float:
+        """Return the share of the layers that a split leaves in int8."""
+        kept = sum(layer not in in_float for layer in self.units.layers)
+        return kept / len(self.units.layers)
 
     def hold(self, loss: float) -> Trial:
         """Raise the weight of loss until the best trial loses at most this much of the task."""
@@ -299,14 +300,12 @@ class Search:
         plain = [trial for trial in self.trials if trial.in_float == self.refused]
         return min(plain, key=lambda trial: trial.cost(self.weight))
 
-    @property
-    def all_in_float(self) -> Trial:
-        """The float model as a trial."""
-        every = frozenset(self.units.members)
-        choices = self._with_float(NO_CHOICES, every)
-        return Trial(
-            what="float", in_float=every, choices=choices, noise=Noise({}), time=1.0, is_float=True
-        )
+    def fuller(self, than: Trial) -> Trial | None:
+        """Return the best trial with most layers in int8; None if `than` has them too."""
+        if self.int8_share(than.in_float) >= _MOST:
+            return None
+        most = [trial for trial in self.trials if self.int8_share(trial.in_float) >= _MOST]
+        return min(most, key=lambda trial: trial.cost(self.weight), default=None)
 
     def _try_int8(self) -> None:
         if self._try_all(f"all in {self.word}"):
@@ -416,7 +415,7 @@ class Search:
         pinned = self.refused | self.kept_sums.keys()
         cut = partial(cheapest_float_units, self.prices, self.units, noise, pinned=pinned)
         found = dict.fromkeys(cut(weight=weight) for weight in weights)
-        return [split for split in found if self.or_float or not self.is_float(split)]
+        return [split for split in found if self.int8_share(split)]
 
     def _expected_cost(self, in_float: frozenset[str]) -> float:
         noise = self.sensitivity.without(in_float) if self.sensitivity else Noise({})
@@ -431,7 +430,6 @@ class Search:
         what = (
             f"{layers} of {len(self.units.layers)} layers in float{self._method_text(base.choices)}"
         )
-        what = "all in float" if self.is_float(in_float) else what
         (trial,) = self._try([what], [in_float], [self._with_float(base.choices, in_float)])
         return trial
 
@@ -468,9 +466,7 @@ class Search:
             self._try([what], [base.in_float], [choices])
 
     def _others(self, base: Trial) -> list[Method | None]:
-        """Return the other methods of least loss with all in int8; nothing for the float model."""
-        if self.is_float(base.in_float):
-            return []
+        """Return the other methods of least loss with all in int8."""
         own = self._label(base.choices.method or self.methods[0])
         losses: dict[str, float] = {}
         for trial in self.trials:
@@ -518,7 +514,6 @@ class Search:
             choices=choices,
             noise=noise,
             time=self.time_of(in_float),
-            is_float=self.is_float(in_float),
         )
         self.trials.append(trial)
         return trial

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from calibrators.searches import COMPARABLE, DEFAULT_METHOD
 from deploy.errors import ConfigError
 from deploy.method import Choices
+from deploy.tuning import CPU_NAMES, PREFERENCES, THIS_CPU
 from deploy.tuning.probe import Noise
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class SearchBudget:
 
 
 COMMON_WEIGHT = 2.5  # default weight of loss against log(time)
+_ACCURATE_WEIGHT = 10.0  # the same where accuracy is preferred
 _LITTLE_CLIPPING = ("lp 3", "minmax")
 _UNSEEN = 0.02  # loss added for other methods: new inputs are clipped more than calibration images
 
@@ -96,7 +98,6 @@ class Trial:
     choices: Choices
     noise: Noise
     time: float  # predicted time, as a share of the float model's
-    is_float: bool = False  # whether it is the float model, which clips nothing
 
     @property
     def loss(self) -> float:
@@ -112,7 +113,7 @@ class Trial:
     def _caution(self) -> float:
         """Loss expected on inputs that did not calibrate."""
         method = self.choices.method.label if self.choices.method else DEFAULT_METHOD
-        return 0.0 if self.is_float or method in _LITTLE_CLIPPING else _UNSEEN
+        return 0.0 if method in _LITTLE_CLIPPING else _UNSEEN
 
     @property
     def mean(self) -> float:
@@ -134,22 +135,24 @@ class Tuning:
     Attributes:
         effort: 0 does not search, 3 searches as long as it finds something better.
         plan: a plan to obey instead of searching; None looks in the output folder.
-        min_speedup: below it, the target gets its float model.
         max_loss: largest loss of the task on the samples of the search; None sets no limit.
-        weight: weight of loss against time, see `COMMON_WEIGHT`.
+        prefer: one of `PREFERENCES`. "accuracy" weighs loss four times as much against time; "size"
+            has most layers in int8 whatever their time.
+        cpu: one of `CPU_NAMES`, the CPU that will run ONNX Runtime's engine. Time is measured for
+            "this" alone.
         timed: whether time measured on this machine may decide.
         fresh: search again even if there is a plan.
         metric: the user's metric, which replaces the task's own; None uses the task of the outputs.
 
     Raises:
-        ConfigError: an unknown effort, or a negative or infinite speed-up.
+        ConfigError: an unknown effort, preference or CPU.
     """
 
     effort: int = DEFAULT_EFFORT
     plan: Path | None = None
-    min_speedup: float = 1.0
     max_loss: float | None = None
-    weight: float = COMMON_WEIGHT
+    prefer: str = "speed"
+    cpu: str = THIS_CPU
     timed: bool = True
     fresh: bool = False
     metric: Metric | None = None
@@ -157,5 +160,19 @@ class Tuning:
     def __post_init__(self) -> None:
         if self.effort not in (0, *EFFORTS):
             raise ConfigError(f"an effort is 0 to {max(EFFORTS)}, got {self.effort}")
-        if not (math.isfinite(self.min_speedup) and self.min_speedup >= 0):
-            raise ConfigError(f"a speed-up must be 0 or more, got {self.min_speedup}")
+        for what, value, known in (
+            ("a preference", self.prefer, PREFERENCES),
+            ("a CPU", self.cpu, CPU_NAMES),
+        ):
+            if value not in known:
+                raise ConfigError(f"{what} is one of {', '.join(known)}, got {value!r}")
+
+    @property
+    def weight(self) -> float:
+        """Weight of loss against time, see `COMMON_WEIGHT`."""
+        return _ACCURATE_WEIGHT if self.prefer == "accuracy" else COMMON_WEIGHT
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether time on this machine decides, where the target runs on it."""
+        return self.timed and self.cpu == THIS_CPU and self.prefer != "size"

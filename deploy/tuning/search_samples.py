@@ -181,6 +181,11 @@ class ExpectedVerdict:
         """Why the engine loses too much of the task to be good; "" where it does not."""
         return self.lost.words if self.lost is not None and self.lost.level == DOUBTFUL else ""
 
+    @property
+    def good(self) -> bool:
+        """Whether it loses so little that its verdict would be good."""
+        return not (self.unusable or self.doubtful)
+
 
 class VerdictPredictor:
     """Predicts the verdict on models, and reports the samples that this takes."""

@@ -1,21 +1,21 @@
-"""Chooses the split to build: by time, then by the verdict's own limits.
+"""Chooses the split to build: by time where that is measured, then by the verdict's own limits.
 
-The likely splits are timed next to the float model, and the one of least cost is taken. The search
+A split always has a layer in int8: whether int8 is worth it is the report's to say. The likely
+splits are timed next to the float model where int8 is clearly faster on this CPU, and the one of
+least cost is taken; elsewhere one with most layers in int8 is preferred if it is good. The search
 measures noise in dB, the verdict counts boxes, classes and neighbours, so that split is then judged
 on the evaluation samples as its engine will be::
 
     least cost -> good?     -> built
-               -> unusable? -> the fastest of the quieter splits that is usable, timed -> built
-                               none is, or it is slower than float              -> float
+               -> unusable? -> the fastest of the quieter splits that is usable; none is: the first
                -> doubtful? -> of the quieter splits that keep some of int8's gain, the one of
                                least cost by time and loss of the task; if less than before -> built
 
 Most splits are clearly good on the first few of these samples, and the others are not run. When the
 budget of the search is spent, the best split so far is taken.
 
-The float model is timed as it would be written, which may be faster than the given file; a minimum
-speed-up refers to the given file. On a busy machine float may never have run undisturbed, and int8
-then seems to win more than its kernels do: times below that are corrected.
+On a busy machine float may never have run undisturbed, and int8 then seems to win more than its
+kernels do: times below that are corrected.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from deploy.metrics.latency import OVERHEAD_MS
 from deploy.tuning.plan_file import TIMED
 from deploy.tuning.search import Search
-from deploy.tuning.search_options import Trial, Tuning
+from deploy.tuning.search_options import Trial
 from deploy.tuning.timing import time_models
 
 if TYPE_CHECKING:
@@ -43,10 +42,9 @@ TimedRows = list[dict[str, str | float]]  # rows of what was timed, for the plan
 
 _TIMED = 3  # splits that are timed
 _KEPT_GAIN = 1 / 3  # share of log(speed-up) that a quieter split must keep if the first is doubtful
-LEAST_TIMED_US = 250.0  # float model: a smaller one takes mostly the runtime's own overhead
 _TIMED_WEIGHT = 1.5  # factor on the weight of loss where time was measured: its gain is certain
 _BELIEVED = 0.8  # share of the kernels' time: a measured time below it was disturbed in float
-_SLOWER = 1.02  # times float's time: int8 that is slower gains nothing
+_LEAST_GAIN = 0.02  # share of float's time that int8 must save for time to decide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,39 +65,33 @@ class ChosenSplit:
     told: TimedRows  # rows of what was timed
     unusable: str = ""  # why the trial of least cost would be unusable; "" where it is built
     doubtful: str = ""  # why it would be doubtful; "" where it is built or unusable
+    interrupted: bool = False  # whether it is the best of a search that the user ended
 
 
-def choose_split(search: Search, hooks: SplitHooks, *, or_float: bool) -> ChosenSplit:
-    """Choose what to build.
-
-    `or_float`: whether to build the float model where no split is usable.
-    """
+def choose_split(search: Search, hooks: SplitHooks) -> ChosenSplit:
+    """Choose what to build."""
     likely = search.likely(_TIMED)
     if search.best_without_float not in likely:
         likely.append(search.best_without_float)
     first, timed = hooks.choose(likely)
+    fuller = None if search.prices.measured else search.fuller(first)
+    if fuller is not None and hooks.judge(fuller).good:
+        return ChosenSplit(trial=fuller, told=timed)
     judgement = hooks.judge(first)
     choice = ChosenSplit(trial=first, told=timed)
     if judgement.unusable:
-        return _choose_usable(search, hooks, choice, judgement, or_float=or_float)
+        return _choose_usable(search, hooks, choice, judgement)
     return _choose_surer(search, hooks, choice, judgement) if judgement.doubtful else choice
 
 
 def _choose_usable(
-    search: Search,
-    hooks: SplitHooks,
-    first: ChosenSplit,
-    judgement: ExpectedVerdict,
-    *,
-    or_float: bool,
+    search: Search, hooks: SplitHooks, first: ChosenSplit, judgement: ExpectedVerdict
 ) -> ChosenSplit:
-    """Choose the fastest usable quieter split; else the float model, or the first trial."""
+    """Choose the fastest usable quieter split; else the first trial."""
     reason = judgement.unusable
     quiet = search.quieter(first.trial, lambda one: not hooks.judge(one).unusable, hooks.can_go_on)
     if quiet is None:
-        return replace(
-            first, trial=search.all_in_float if or_float else first.trial, unusable=reason
-        )
+        return replace(first, unusable=reason)
     best, timed = hooks.choose([quiet])
     return ChosenSplit(trial=best, told=[*first.told, *timed], unusable=reason)
 
@@ -129,7 +121,7 @@ def _promising(
     def good(trial: Trial) -> bool:
         one = hooks.judge(trial)
         judged.append((_cost(search, trial.time, one), trial, one))
-        return not (one.unusable or one.doubtful)
+        return one.good
 
     time = search.time_of(first.in_float)
     search.quieter(first, good, hooks.can_go_on, within=_slowest(time))
@@ -155,28 +147,40 @@ def choose_by_time(
     samples: Sequence[Mapping[str, Array]],
     *,
     written: Callable[[Trial], onnx.ModelProto],
-    given: onnx.ModelProto,
-    options: Tuning,
+    float32: onnx.ModelProto,
+    max_loss: float | None,
     threads: int,
 ) -> tuple[Trial, TimedRows]:
     """Time splits and the float model; return the trial to build and rows of what was timed.
 
+    Where the times differ by less than they spread, the likeliest is returned.
+
     `likely`: splits, the likeliest first. `written`: builds the model of a split as it would be
-    deployed.
+    deployed. `float32`: the float model as it would be deployed.
     """
-    models = [written(trial) for trial in (*likely, search.all_in_float)]
-    extra = [given] if options.min_speedup > 1 else []
-    times_ms = time_models([*models, *extra], samples, threads=threads)
-    times, float_ms = times_ms[: len(likely)], times_ms[len(likely)]
-    timed = _corrected(search, likely, [own / float_ms for own in times])
-    allowed = [
-        trial for trial in timed if options.max_loss is None or trial.loss <= options.max_loss
-    ]
+    *times, of_float = time_models(
+        [*(written(trial) for trial in likely), float32], samples, threads=threads
+    )
+    timed = _corrected(search, likely, [own.ms / of_float.ms for own in times])
+    allowed = [trial for trial in timed if max_loss is None or trial.loss <= max_loss]
     chosen = min(allowed or timed[:1], key=lambda trial: trial.cost(_TIMED_WEIGHT * search.weight))
-    slowest = max(_SLOWER, 1 + OVERHEAD_MS / max(float_ms, LEAST_TIMED_US / 1e3))
-    if extra:
-        slowest = min(slowest, times_ms[-1] / float_ms / options.min_speedup)
-    return (search.all_in_float if chosen.time > slowest else chosen), _timed_rows(timed)
+    spread = max(one.spread for one in (*times, of_float))
+    if abs(math.log(chosen.time / timed[0].time)) <= spread and timed[0] in allowed:
+        chosen = timed[0]
+    return chosen, _timed_rows(timed)
+
+
+def int8_is_faster(
+    int8: onnx.ModelProto,
+    float32: onnx.ModelProto,
+    samples: Sequence[Mapping[str, Array]],
+    *,
+    threads: int,
+) -> bool:
+    """Whether int8 is faster here by more than times of the same model differ."""
+    quick, of_float = time_models([int8, float32], samples, threads=threads)
+    gain = 1 - quick.ms / of_float.ms
+    return gain > max(_LEAST_GAIN, quick.spread, of_float.spread)
 
 
 def _corrected(search: Search, likely: Sequence[Trial], shares: Sequence[float]) -> list[Trial]:

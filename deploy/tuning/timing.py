@@ -166,16 +166,25 @@ def _longest_name(kernel: str, names: Mapping[str, str]) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class ModelTime:
+    """The quickest inference of a model."""
+
+    ms: float
+    spread: float  # of two halves of the rounds, how much the slower one is slower, as a share
+
+
 def time_models(
     models: Sequence[onnx.ModelProto], feeds: Sequence[Mapping[str, Array]], *, threads: int
-) -> list[float]:
-    """Return `quickest_ms` of each model, over rounds that repeat while one gets quicker.
+) -> list[ModelTime]:
+    """Return the time of each model, over rounds that repeat while one gets quicker.
 
     On a shared machine a few rounds may all be disturbed, one model's more than another's, and the
     choice of a split would depend on that. After a minute two rounds are enough: on a machine that
     is never calm a model of one second would take ten minutes.
     """
     best, calm, began = [math.inf] * len(models), 0, time.perf_counter()
+    rounds: list[list[float]] = []
     with phase("timing splits", _ROUNDS * len(models), "runs", about=True) as step:
         for done in range(_MOST_ROUNDS):
             late = time.perf_counter() - began > _PATIENCE
@@ -188,7 +197,14 @@ def time_models(
             quicker = any(new < _QUICKER * old for new, old in zip(taken, best, strict=True))
             calm = 0 if quicker else calm + 1
             best = list(map(min, best, taken))
-    return best
+            rounds.append(taken)
+    return [ModelTime(min(own), _spread(own)) for own in zip(*rounds, strict=True)]
+
+
+def _spread(rounds: Sequence[float]) -> float:
+    """Return by what share the best of every other round is slower than that of the rest."""
+    halves = min(rounds[::2]), min(rounds[1::2])
+    return max(halves) / min(halves) - 1
 
 
 def quickest_ms(

@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Any
 from deploy.errors import BackendError, ConfigError
 from deploy.graph.index import match_nodes
 from deploy.graph.plan import quantized_precision
+from deploy.machine import this_machine
 from deploy.method import NO_CHOICES, Choices, Method, comparable_methods
 from deploy.terminal import Step, phase
 from deploy.tuning.plan_file import (
-    BETWEEN,
-    NOT_FASTER,
-    NOT_USABLE,
     PlanFile,
     TargetPlan,
     float_reasons,
@@ -33,8 +31,10 @@ from deploy.tuning.plan_file import (
     write_plan,
 )
 from deploy.tuning.prices import (
+    CPUS,
     Prices,
     Units,
+    cheapest_float_units,
     count_prices,
     find_add_units,
     group_units,
@@ -61,12 +61,12 @@ from deploy.tuning.search_samples import (
     with_held_out_ranges,
 )
 from deploy.tuning.split_choice import (
-    LEAST_TIMED_US,
     ChosenSplit,
     SplitHooks,
     TimedRows,
     choose_by_time,
     choose_split,
+    int8_is_faster,
 )
 
 if TYPE_CHECKING:
@@ -84,7 +84,15 @@ _REPLANNED = (
     " --plan obeys a plan as it is"
 )
 _NO_TARGET = "the plan {} has no [{}], so nothing was chosen for it, and nothing was searched"
-_VERSION = 16  # raised when a search of the same input would give another plan
+_OTHER_CPU = (
+    "the plan of {} in the folder was timed on another CPU ({}), so it was searched anew; --plan"
+    " obeys a plan as it is"
+)
+_INTERRUPTED = (
+    "the search was interrupted: the best so far is built, and the next build searches anew"
+)
+_LEAST_TIMED_US = 250.0  # float model: a smaller one takes mostly the runtime's own overhead
+_VERSION = 17  # raised when a search of the same input would give another plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +122,8 @@ class SearchSetup:
 
     @property
     def clock(self) -> bool:
-        """Whether time measured on this machine decides."""
-        return self.target.runs_here and self.options.timed
+        """Whether time measured on this machine may decide."""
+        return self.target.runs_here and self.options.is_timed
 
 
 def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
@@ -144,17 +152,20 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         effort=setup.effort,
         weight=setup.options.weight,
         rounded=setup.rounded,
-        or_float=not setup.target.float_way,
         sums=find_add_units(setup.request.model, units),
     )
-    best = search.run()
-    if prober.unjudged is not None and best.noise.accuracy is None:
-        raise prober.unjudged  # a metric that fails on noisy trials only counts as a loss of all
-    if setup.options.max_loss is not None:
-        search.hold(setup.options.max_loss)
-    choice = _choose(setup, search, timed, allowance)
-    float_wins = choice.trial.cost(setup.options.weight) > 0  # the float model costs 0
-    return _target_plan(search, choice, setup.target.float_way if float_wins else ""), prober.tried
+    try:
+        best = search.run()
+        if prober.unjudged is not None and best.noise.accuracy is None:
+            raise prober.unjudged  # a metric that fails on noisy trials only is a loss of all
+        if setup.options.max_loss is not None:
+            search.hold(setup.options.max_loss)
+        choice = _choose(setup, search, timed, allowance)
+    except KeyboardInterrupt:
+        if not search.trials:
+            raise
+        choice = ChosenSplit(trial=search.best, told=[], interrupted=True)
+    return _target_plan(search, choice), prober.tried
 
 
 def _search_samples(setup: SearchSetup) -> Sequence[ReferenceSample]:
@@ -204,16 +215,40 @@ def make_prober(
 def _unit_prices(
     setup: SearchSetup, units: Units, samples: Sequence[Mapping[str, Array]]
 ) -> Prices:
-    """Return the price of every unit: time where this machine decides, else products."""
-    target, request = setup.target, setup.request
+    """Return the price of every unit: its time where int8 is clearly faster here, else products."""
+    request = setup.request
     if setup.clock:
-        all_float = Choices(float_nodes=dict.fromkeys(units.nodes(units.members), "timed in float"))
-        float32, int8 = (target.trial(request.adding(one)) for one in (all_float, NO_CHOICES))
         with suppress(BackendError):  # the search itself finds layers that cannot run
-            prices = measure_prices(request.model, float32, int8, units, samples)
-            if prices.total(units, frozenset(units.members)) >= LEAST_TIMED_US:
+            prices = _measured_prices(setup, units, samples)
+            if prices is not None:
                 return prices
-    return count_prices(request.model, units, samples[0])
+    cpu = CPUS.get(setup.options.cpu) if setup.target.runs_here else None
+    return count_prices(request.model, units, samples[0], cpu)
+
+
+def _measured_prices(
+    setup: SearchSetup, units: Units, samples: Sequence[Mapping[str, Array]]
+) -> Prices | None:
+    """Return times of the units; None if int8 is not clearly faster here.
+
+    A choice by such times would be chance, and the machine that builds may not be the one that
+    runs.
+    """
+    request = setup.request
+    float32, int8 = _with_float(setup, units, units.members), _with_float(setup, units, ())
+    prices = measure_prices(request.model, float32, int8, units, samples)
+    if prices.total(units, frozenset(units.members)) < _LEAST_TIMED_US:
+        return None
+    quickest = cheapest_float_units(prices, units, {}, weight=0.0)
+    split = _with_float(setup, units, quickest)
+    faster = int8_is_faster(split, float32, samples, threads=request.threads)
+    return prices if faster else None
+
+
+def _with_float(setup: SearchSetup, units: Units, in_float: Iterable[str]) -> onnx.ModelProto:
+    """Return the model with these units in float, as it would be deployed."""
+    choices = Choices(float_nodes=dict.fromkeys(units.nodes(in_float), "timed in float"))
+    return setup.target.trial(setup.request.adding(choices))
 
 
 def _methods(setup: SearchSetup) -> list[Method | None]:
@@ -234,15 +269,15 @@ def _choose(
     target, request = setup.target, setup.request
 
     def choose(likely: Sequence[Trial]) -> tuple[Trial, TimedRows]:
-        if not setup.clock:
+        if not search.prices.measured:
             return likely[0], []
         return choose_by_time(
             search,
             likely,
             samples,
             written=lambda trial: target.trial(request.adding(trial.choices)),
-            given=request.model,
-            options=setup.options,
+            float32=_with_float(setup, search.units, search.units.members),
+            max_loss=setup.options.max_loss,
             threads=request.threads,
         )
 
@@ -257,15 +292,13 @@ def _choose(
     another = setup.effort.samples + len(setup.judges.part)  # samples of one more judged trial
 
     def judge(chosen: Trial) -> ExpectedVerdict:
-        if search.is_float(chosen.in_float):
-            return ExpectedVerdict()
         return judging.of(setup.trial(setup.request.adding(chosen.choices)))
 
     hooks = SplitHooks(choose=choose, judge=judge, can_go_on=lambda: allowance.holds(another))
-    return choose_split(search, hooks, or_float=setup.clock)
+    return choose_split(search, hooks)
 
 
-def _target_plan(search: Search, choice: ChosenSplit, worthless: str) -> TargetPlan:
+def _target_plan(search: Search, choice: ChosenSplit) -> TargetPlan:
     """Return the plan of what is built."""
     units, word, trial = search.units, search.word, choice.trial
     float_nodes = float_reasons(
@@ -276,7 +309,6 @@ def _target_plan(search: Search, choice: ChosenSplit, worthless: str) -> TargetP
         word,
         search.refused,
         sums=search.kept_sums,
-        otherwise=_default_reason(choice),
     )
     return TargetPlan(
         choices=replace(trial.choices, float_nodes=float_nodes),
@@ -285,16 +317,16 @@ def _target_plan(search: Search, choice: ChosenSplit, worthless: str) -> TargetP
         tried=(*_trial_rows(search.trials), *choice.told),
         unusable=choice.unusable,
         doubtful=choice.doubtful,
-        worthless=worthless,
+        interrupted=choice.interrupted,
+        timed_on=_this_cpu() if search.prices.measured else "",
         failed=_failed(search.prober),
     )
 
 
-def _default_reason(choice: ChosenSplit) -> str:
-    """Return the reason of float units that have neither noise nor time against int8."""
-    if choice.trial.noise.parts:
-        return BETWEEN
-    return NOT_USABLE if choice.unusable else NOT_FASTER
+def _this_cpu() -> str:
+    """Return the name of this machine's CPU with its int8 instructions."""
+    machine = this_machine()
+    return ", ".join((machine.cpu, *machine.int8))
 
 
 def _failed(prober: Prober) -> str:
@@ -354,7 +386,9 @@ def plan_target(
     )
     digest = _made_from(target, request, options, method_asked, repairs)
     existing = known.targets.get(target.name)
-    if existing is not None and (options.plan is not None or existing.made_from == digest):
+    elsewhere = existing is not None and existing.timed_on not in ("", _this_cpu())
+    fits = existing is not None and existing.made_from == digest and not elsewhere
+    if existing is not None and (options.plan is not None or fits):
         _check_names(request, existing)
         _check_precision(target, request, existing)
         return PlannedTarget(plan=_with_common(existing, pinned), reused=True)
@@ -373,11 +407,16 @@ def plan_target(
     )
     with phase("trials", setup.effort.most * setup.effort.rounds, about=True) as step:
         searched_plan, probes = run_search(setup, step)
-    old = existing is not None and existing.made_from != ""
+    note = ""
+    if searched_plan.interrupted:
+        note, digest = _INTERRUPTED, ""
+    elif existing is not None and existing.made_from and not options.fresh:
+        moved = elsewhere and existing.made_from == digest
+        note = (_OTHER_CPU if moved else _REPLANNED).format(target.name, existing.timed_on)
     return PlannedTarget(
         plan=_with_common(replace(searched_plan, made_from=digest), pinned),
         probes=probes,
-        note=_REPLANNED.format(target.name) if old and not options.fresh else "",
+        note=note,
     )
 
 
@@ -458,10 +497,9 @@ def _made_from(
         "rounded": ROUNDING in repairs,
         "wish": [
             options.effort,
-            options.min_speedup,
+            options.prefer,
             options.max_loss,
-            options.weight,
-            options.timed and target.runs_here,
+            [options.is_timed, options.cpu] if target.runs_here else None,
         ],
     }
     if options.metric is not None:

@@ -149,7 +149,6 @@ class Ascend:
     )
     runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = "AMCT's own algorithms, which --ascend-config chooses"
-    float_way: ClassVar[str] = "build the float model with atc"
 
     @property
     def alternatives(self) -> tuple[str, ...]:
@@ -276,8 +275,8 @@ class Ascend:
         records = {name: one for name, one in calibrated.records.items() if name not in in_float}
         if not records:
             raise ConfigError(
-                "an Ascend build must leave a layer in int8, got all of them kept in float;"
-                f" {self.float_way}"
+                "an Ascend build must leave a layer in int8, got all of them kept in float; build"
+                " the float model with atc"
             )
         layers = quantize_layers(plan.model, plan.graph, records)
         config = disable_layers(config, tuple(in_float))

@@ -87,7 +87,6 @@ class OnnxRuntime:
     writes: ClassVar[tuple[str, ...]] = (".int8.onnx", ".float.onnx")
     runs_here: ClassVar[bool] = True
     own_method: ClassVar[str] = ""
-    float_way: ClassVar[str] = ""
     alternatives: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:

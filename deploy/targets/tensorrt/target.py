@@ -77,7 +77,6 @@ class TensorRT(TensorrtOptions):
     )
     runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = ""
-    float_way: ClassVar[str] = ""
     alternatives: ClassVar[tuple[str, ...]] = ()
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
