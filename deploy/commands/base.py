@@ -287,7 +287,7 @@ _SCREEN = Path("-")
 CommandFunction = Callable[..., None]
 
 verbose_option = general_option(
-    "-v", "--verbose", is_flag=True, help="Print counts: images decoded, inferences run."
+    "-v", "--verbose", is_flag=True, help="Print everything, with counts of images and inferences."
 )
 json_option = general_option(
     "--json",

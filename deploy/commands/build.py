@@ -126,7 +126,7 @@ def build(
     from deploy.commands.calibration_options import read_labels
     from deploy.pipeline import build_with
     from deploy.pipeline.build_options import BuildOptions
-    from deploy.report import to_json, to_screen
+    from deploy.report import to_json, to_markdown, to_screen
     from deploy.report.screen import serious_findings
 
     calibration.refuse_ignored(targets)
@@ -150,7 +150,7 @@ def build(
     report = build_with(
         model_from(model, shapes, weights), dataset if dataset.source else None, options
     )
-    say_lines(to_screen(report, verbose=calibration.verbose))
+    say_lines(to_markdown(report) if calibration.verbose else to_screen(report))
     for sentence in serious_findings(report) if is_text_suppressed() else ():
         say(f"calib8: {sentence}", err=True)
     put_json(json_path, lambda: to_json(report))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -202,12 +202,3 @@ def engine_layers_words(part: EngineLayersPart) -> str:
     if part.gained:
         texts.append(f"{len(part.gained)} more that the plan left in float")
     return f"{', '.join(texts)}; {count(part.reformats, 'reformat')}"
-
-
-def lost_groups(part: EngineLayersPart) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield (type, operator, nodes) of nodes planned as quantized that run in float."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for row in part.lost:
-        groups.setdefault((row.ran, row.op), []).append(row.node)
-    for (ran, op), nodes in sorted(groups.items(), key=lambda entry: -len(entry[1])):
-        yield ran, op, tuple(nodes)

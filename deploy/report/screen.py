@@ -1,8 +1,8 @@
 """The report as text: one screen of a build, or everything; labels in the margin.
 
 The screen of a build has what a user decides by: verdict, speed, size, task, what the images were
-taken for, the files to ship, warnings that need an action, and the next command. `verbose` prints
-all else, which is on the page too.
+taken for, the files to ship, warnings that need an action, and the next command. All else is on the
+page and in the Markdown text, which `-v` prints in its place.
 """
 
 from __future__ import annotations
@@ -15,31 +15,18 @@ from pathlib import PurePath
 from deploy.metrics.levels import DOUBTFUL, FLOAT, UNUSABLE
 from deploy.report import figures
 from deploy.report.charts import sweep_table
-from deploy.report.figures import engine_layers_words, lost_groups
 from deploy.report.model import Findings
-from deploy.report.parts import TargetPart
-from deploy.report.report_rows import FloatGroup, float_groups
 from deploy.report.tables import (
     KERNEL_HEADS,
     OPTIONS,
     REPORT,
-    TRIAL_HEADS,
-    built_targets,
-    calibration_words,
-    common_method,
-    coverage,
     engine_lines,
     failures,
-    group_words,
     kernel_rows,
     kind_table,
     more_kernels,
-    quantized_operators,
-    search_words,
     task_label,
     timed_engines,
-    trial_row,
-    work_words,
 )
 from deploy.terminal import join_visible
 
@@ -88,19 +75,14 @@ _MOST_NOTES = 8
 _MOST_KERNELS = 10
 
 
-def to_screen(report: Findings, *, verbose: bool = False) -> str:
-    """Return plain text without colours, at most `WIDTH` columns if names allow.
-
-    `verbose`: print everything, also of a build, and the cost of the run.
-    """
-    if not verbose and any(engine.verdict for engine in report.engines):
+def to_screen(report: Findings) -> str:
+    """Return plain text without colours, at most `WIDTH` columns if names allow."""
+    if any(engine.verdict for engine in report.engines):
         lines = (report.title, *_verdicts(report), *_short_table(report), *_to_do(report))
         return join_visible(lines) + "\n"
     blocks = (
         (report.title,),
-        tuple(_verdicts(report)),
-        tuple(_how(report)),
-        tuple(_cost(report)) if verbose else (),
+        tuple(_failed(report)),
         tuple(_table(report)),
         tuple(columns("Batches", *sweep_table(report.engines))),
         tuple(_kernels(report)),
@@ -150,14 +132,14 @@ def _to_do(report: Findings) -> Iterator[str]:
         samples = figures.count(report.feed.samples, "sample")
         taken = f": {report.feed.prepared}" if report.feed.prepared else ""
         yield from entry("Images", f"{samples} from {report.feed.source}{taken}")
-    yield from entries("Failed", (f"{one.name}: {one.error}" for one in failures(report)))
+    yield from _failed(report)
     shipped = [e.path for e in report.engines if e.path and not (e.reference or e.baseline)]
     yield from entries("Ship", shipped)
     yield from entries("Warning", report.alerts[:_MOST_ALERTS])
     pages = [file.path for file in report.files if file.role == REPORT]
     more = figures.count(len(report.warnings), "note")
     yield from entries(
-        "Report", (f"{page}  (all figures and {more}; -v prints them)" for page in pages)
+        "Report", (f"{page}  (all figures and {more}; -v prints it)" for page in pages)
     )
     yield from entries("Next", dict.fromkeys(next_steps(report)))
 
@@ -196,98 +178,8 @@ def _quoted(report: Findings) -> str:
     return shlex.quote(report.model.path if report.model else "")
 
 
-def _how(report: Findings) -> Iterator[str]:
-    for device in report.machine.devices if report.machine else ():
-        yield from entry("Device", device.words)
-    if report.feed:
-        skipped = f", {len(report.feed.skipped)} skipped" if report.feed.skipped else ""
-        samples = figures.count(report.feed.samples, "sample")
-        yield from entry("Feed", f"{samples} from {report.feed.source}{skipped}")
-        if report.feed.prepared:
-            yield from entry("  pictures", report.feed.prepared)
-    if report.calibration:
-        yield from entry("Calibration", calibration_words(report))
-        if report.calibration.agreement:
-            yield from entry("  ranges", report.calibration.agreement.words)
-    failed = (f"{one.name}: {one.error}" for one in failures(report))
-    yield from entries("Failed", failed)
-    yield from _searched(report)
-    yield from _coverage(report)
-    yield from _float(report)
-    yield from _ran(report)
-
-
-def _cost(report: Findings) -> Iterator[str]:
-    groups = report.calibration.groups if report.calibration else ()
-    yield from entries("Observed", map(group_words, groups))
-    if report.work:
-        yield from entry("Work", "; ".join(work_words(report.work)))
-    for target in report.targets:
-        yield from _tried(target, alone=len(report.targets) == 1)
-
-
-def _tried(target: TargetPart, *, alone: bool) -> Iterator[str]:
-    """Yield all candidates that were run as complete models."""
-    rows = [trial_row(trial) for trial in (target.search.tried if target.search else ())]
-    if rows:
-        name = TRIAL_HEADS[0] if alone else f"{TRIAL_HEADS[0]} for {target.name}"
-        yield from columns("Tried", [name, *TRIAL_HEADS[1:]], rows)
-
-
-def _searched(report: Findings) -> Iterator[str]:
-    """Yield the result of the search, a line per target."""
-    names = {t.name: "" if len(report.targets) == 1 else f"{t.name}: " for t in report.targets}
-    searches = [(names[t.name], t.search) for t in report.targets if t.search is not None]
-    yield from entries("Search", (f"{name}{search_words(one)}" for name, one in searches))
-
-
-def _coverage(report: Findings) -> Iterator[str]:
-    """Yield all operators of a single target; for several, a line each with its method."""
-    targets = built_targets(report)
-    alone = len(report.targets) == 1
-    width = max((len(target.name) for target in targets), default=0)
-    for number, target in enumerate(targets):
-        operators = quantized_operators(target, None if alone else _MOST_OPERATORS)
-        words = coverage(target) + (f" ({operators})" if operators else "")
-        if not alone:
-            show_method = operators and target.method and not common_method(report)
-            words = f"{target.name:<{width}}  {words}" + (
-                f", by {target.method}" if show_method else ""
-            )
-        yield from entry("" if number else "Coverage", words)
-
-
-def _float(report: Findings) -> Iterator[str]:
-    groups = float_groups(built_targets(report))
-    for group in groups[:_MOST_GROUPS]:
-        label = "float" if group.precision == "float32" else group.precision
-        where = _places(group, alone=len(report.targets) == 1)
-        reason = group.reason or "no reason given"
-        yield from entry(f"  {label}", f"{group.op} ({where}): {reason}")
-    if len(groups) > _MOST_GROUPS:
-        rest = {(g.op, name) for g in groups[_MOST_GROUPS:] for name in g.names}
-        more = figures.count(len(rest), "more float node")
-        yield from entry("", f"and {more}; the report has all")
-
-
-def _ran(report: Findings) -> Iterator[str]:
-    """Yield the comparison of the engines with their plan, and the nodes lost to float."""
-    for engine in report.engines:
-        words = engine_layers_words(engine.ran) if engine.ran else ""
-        if engine.ran and words:
-            yield from entry("Engine", words)
-            for precision, op, nodes in list(lost_groups(engine.ran))[:_MOST_GROUPS]:
-                where = nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes"
-                yield from entry(f"  {precision}", f"{op} ({where}): planned in {engine.ran.grid}")
-
-
-def _places(group: FloatGroup, *, alone: bool) -> str:
-    """Return the nodes, and their targets if there are several."""
-    words = []
-    for names, targets in group.places:
-        nodes = names[0] if len(names) == 1 else f"{len(names)} nodes"
-        words.append(nodes if alone else f"{nodes} on {', '.join(targets)}")
-    return "; ".join(words)
+def _failed(report: Findings) -> Iterator[str]:
+    yield from entries("Failed", (f"{one.name}: {one.error}" for one in failures(report)))
 
 
 def _table(report: Findings) -> Iterator[str]:
@@ -314,6 +206,8 @@ def _kernels(report: Findings) -> Iterator[str]:
 
 
 def _where(report: Findings) -> Iterator[str]:
+    for device in report.machine.devices if report.machine else ():
+        yield from entry("Device", device.words)
     if report.machine:
         int8 = ", ".join(report.machine.int8) or "no int8 dot product"
         threads = sorted({e.threads for e in report.engines if e.threads is not None})

@@ -56,6 +56,7 @@ _FARTHEST = 16.0  # limit of the factor between measured and summed power
 _NEAR = 0.03  # loss, about 30 dB: below it no layer needs to be float
 _WEIGHTS = [2.0 ** (step / 2) for step in range(-12, 15)]  # of the float model's price
 _DEAREST = 100.0  # weight of noise at which time no longer matters
+_QUIETER = 4.0  # factor on the weight of loss where the best split is not good
 _BETTER = 0.8  # share of a group's loss: another method must lose less than this
 _MOST = 0.5  # share of the layers in int8 that a split should have where time is not measured
 _WON = 0.1  # loss that Adds in float must save, worth a quarter of the time
@@ -188,7 +189,19 @@ class Search:
         if base.noise.worst < _NEAR:
             self._try_splits(base, {})
             return self.best
-        base = self._keep_sums_float(base)
+        return self._refine(self._keep_sums_float(base))
+
+    def quiet_down(self) -> None:
+        """Search on with more weight on loss, from what is best then.
+
+        A layer that drowns all others in noise hides which method is good for them, so the
+        methods are compared again where it is float.
+        """
+        self.weight *= _QUIETER
+        self._refine(self.best)
+
+    def _refine(self, base: Trial) -> Trial:
+        """Try splits and methods from a trial on, in rounds; return the best trial."""
         for _ in range(self.effort.rounds):
             before = self.best
             self._measure_groups(base)
@@ -252,6 +265,14 @@ class Search:
             self._measure_groups(than)
         splits = self._below(than.in_float, within)
         return self.first_usable(than, splits, usable, can_go_on)
+
+    def faster(
+        self, than: Trial, usable: Callable[[Trial], bool], can_go_on: Callable[[], bool]
+    ) -> Trial | None:
+        """Return the fastest usable split with the methods of a slower one; None without one."""
+        time = self.time_of(than.in_float)
+        splits = (split for split in self._splits(self._shares) if self.time_of(split) < time)
+        return self.first_usable(than, sorted(splits, key=self.time_of), usable, can_go_on)
 
     def first_usable(
         self,

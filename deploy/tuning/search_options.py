@@ -46,7 +46,7 @@ class Effort:
 
 EFFORTS: dict[int, Effort] = {
     1: Effort(
-        samples=8, few=2, groups=8, alone=24, whole=4, again=2, others=2, swaps=2, rounds=1,
+        samples=8, few=2, groups=8, alone=24, whole=4, again=2, others=2, swaps=2, rounds=2,
         calibrations=5,
     ),
     2: Effort(

@@ -7,6 +7,7 @@ measures noise in dB, the verdict counts boxes, classes and neighbours, so that 
 on the evaluation samples as its engine will be::
 
     least cost -> good?     -> built
+               -> not good? -> searched on with more weight on loss, and judged again
                -> unusable? -> the fastest of the quieter splits that is usable; none is: the first
                -> doubtful? -> of the quieter splits that keep some of int8's gain, the one of
                                least cost by time and loss of the task; if less than before -> built
@@ -70,18 +71,40 @@ class ChosenSplit:
 
 def choose_split(search: Search, hooks: SplitHooks) -> ChosenSplit:
     """Choose what to build."""
-    likely = search.likely(_TIMED)
-    if search.best_without_float not in likely:
-        likely.append(search.best_without_float)
-    first, timed = hooks.choose(likely)
-    fuller = None if search.prices.measured else search.fuller(first)
-    if fuller is not None and hooks.judge(fuller).good:
-        return ChosenSplit(trial=fuller, told=timed)
-    judgement = hooks.judge(first)
-    choice = ChosenSplit(trial=first, told=timed)
+    choice, judgement = _choose_likely(search, hooks, [search.best_without_float])
+    if not judgement.good and hooks.can_go_on():
+        search.quiet_down()
+        again, judged = _choose_likely(search, hooks, [choice.trial])
+        told = [*choice.told, *again.told]
+        if judged.good or (judgement.unusable and not judged.unusable):
+            choice, judgement = again, judged
+        choice = replace(choice, told=told)
+        if judged.good:
+            return _choose_faster(search, hooks, choice)
     if judgement.unusable:
         return _choose_usable(search, hooks, choice, judgement)
     return _choose_surer(search, hooks, choice, judgement) if judgement.doubtful else choice
+
+
+def _choose_likely(
+    search: Search, hooks: SplitHooks, more: Sequence[Trial]
+) -> tuple[ChosenSplit, ExpectedVerdict]:
+    """Choose among the likely trials and some more; return the choice and its verdict."""
+    likely = search.likely(_TIMED)
+    first, timed = hooks.choose([*likely, *(one for one in more if one not in likely)])
+    fuller = None if search.prices.measured else search.fuller(first)
+    if fuller is not None and (judged := hooks.judge(fuller)).good:
+        return ChosenSplit(trial=fuller, told=timed), judged
+    return ChosenSplit(trial=first, told=timed), hooks.judge(first)
+
+
+def _choose_faster(search: Search, hooks: SplitHooks, slow: ChosenSplit) -> ChosenSplit:
+    """Choose the fastest good split with the methods of a slower one."""
+    quick = search.faster(slow.trial, lambda one: hooks.judge(one).good, hooks.can_go_on)
+    if quick is None:
+        return slow
+    best, timed = hooks.choose([slow.trial, quick])
+    return replace(slow, trial=best if search.prices.measured else quick, told=[*slow.told, *timed])
 
 
 def _choose_usable(
