@@ -170,6 +170,7 @@ class Search:
     effort: Effort
     weight: float = COMMON_WEIGHT  # weight of loss against time, see `COMMON_WEIGHT`
     rounded: bool | None = None  # whether trials have rounded weights; None without that repair
+    can_refine: Callable[[], bool] = lambda: True  # whether the budget allows a further round
     sums: frozenset[str] = frozenset()  # units of Adds without weights: the residual stream
     trials: list[Trial] = field(default_factory=list)  # the trials that ran, in order
     sensitivity: Sensitivity | None = None
@@ -201,17 +202,22 @@ class Search:
         self._refine(self.best)
 
     def _refine(self, base: Trial) -> Trial:
-        """Try splits and methods from a trial on, in rounds; return the best trial."""
-        for _ in range(self.effort.rounds):
-            before = self.best
+        """Try splits and methods from a trial on, in rounds; return the best trial.
+
+        One more round follows where the last one found other methods: they change which layers are
+        noisy.
+        """
+        for done in range(1, self.effort.rounds + 2):
+            before, methods = self.best, _method_labels(base)
             self._measure_groups(base)
             self._try_splits(base, self._shares)
             self._try_methods(self.best)
             self._swap_methods(self.best)
-            if _method_labels(self.best) != _method_labels(base):
+            if _method_labels(self.best) != methods:
                 self._try_splits(self.best, self._shares, start=self.best.in_float)
             base = self.best
-            if base is before:
+            settled = done >= self.effort.rounds and _method_labels(base) == methods
+            if base is before or settled or not self.can_refine():
                 break
         return self.best
 

@@ -40,13 +40,21 @@ class Effort:
     @property
     def most(self) -> int:
         """Trials of one round, about."""
-        splits = self.whole + self.again
-        return self.alone + splits + self.others * (1 + self.swaps) + len(COMPARABLE)
+        return self.alone + self._complete + self.others * self.swaps + len(COMPARABLE)
+
+    @property
+    def round_samples(self) -> int:
+        """Samples that one round runs, at most."""
+        return self.few * (self.alone + self.others * self.swaps) + self.samples * self._complete
+
+    @property
+    def _complete(self) -> int:
+        return self.whole + self.again + self.others
 
 
 EFFORTS: dict[int, Effort] = {
     1: Effort(
-        samples=8, few=2, groups=8, alone=24, whole=4, again=2, others=2, swaps=2, rounds=2,
+        samples=8, few=2, groups=8, alone=24, whole=4, again=2, others=2, swaps=2, rounds=1,
         calibrations=5,
     ),
     2: Effort(

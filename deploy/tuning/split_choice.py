@@ -72,12 +72,14 @@ class ChosenSplit:
 def choose_split(search: Search, hooks: SplitHooks) -> ChosenSplit:
     """Choose what to build."""
     choice, judgement = _choose_likely(search, hooks, [search.best_without_float])
-    if not judgement.good and hooks.can_go_on():
+    if not judgement.good and search.can_refine():
         search.quiet_down()
         again, judged = _choose_likely(search, hooks, [choice.trial])
         told = [*choice.told, *again.told]
         if judged.good or (judgement.unusable and not judged.unusable):
-            choice, judgement = again, judged
+            doubtful = "" if judgement.unusable else judgement.doubtful
+            choice = replace(again, unusable=judgement.unusable, doubtful=doubtful)
+            judgement = judged
         choice = replace(choice, told=told)
         if judged.good:
             return _choose_faster(search, hooks, choice)
@@ -93,7 +95,7 @@ def _choose_likely(
     likely = search.likely(_TIMED)
     first, timed = hooks.choose([*likely, *(one for one in more if one not in likely)])
     fuller = None if search.prices.measured else search.fuller(first)
-    if fuller is not None and (judged := hooks.judge(fuller)).good:
+    if fuller is not None and hooks.can_go_on() and (judged := hooks.judge(fuller)).good:
         return ChosenSplit(trial=fuller, told=timed), judged
     return ChosenSplit(trial=first, told=timed), hooks.judge(first)
 

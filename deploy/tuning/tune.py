@@ -152,6 +152,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         effort=setup.effort,
         weight=setup.options.weight,
         rounded=setup.rounded,
+        can_refine=lambda: allowance.holds(setup.effort.round_samples + 2 * _one_judged(setup)),
         sums=find_add_units(setup.request.model, units),
     )
     try:
@@ -289,13 +290,18 @@ def _choose(
         metric=setup.options.metric,
         ran=allowance.spend,
     )
-    another = setup.effort.samples + len(setup.judges.part)  # samples of one more judged trial
+    another = _one_judged(setup)
 
     def judge(chosen: Trial) -> ExpectedVerdict:
         return judging.of(setup.trial(setup.request.adding(chosen.choices)))
 
     hooks = SplitHooks(choose=choose, judge=judge, can_go_on=lambda: allowance.holds(another))
     return choose_split(search, hooks)
+
+
+def _one_judged(setup: SearchSetup) -> int:
+    """Return the samples that one more judged trial runs."""
+    return setup.effort.samples + len(setup.judges.part)
 
 
 def _target_plan(search: Search, choice: ChosenSplit) -> TargetPlan:
