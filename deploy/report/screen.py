@@ -20,6 +20,9 @@ from deploy.report.tables import (
     KERNEL_HEADS,
     OPTIONS,
     REPORT,
+    built_targets,
+    calibration_words,
+    coverage,
     engine_lines,
     failures,
     kernel_rows,
@@ -69,8 +72,6 @@ def columns(label: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> 
         yield from (f"{'' if at else label:<{MARGIN}}{line}" for at, line in enumerate(lines))
 
 
-_MOST_GROUPS = 5
-_MOST_OPERATORS = 3  # listed per target if there are several
 _MOST_NOTES = 8
 _MOST_KERNELS = 10
 
@@ -108,7 +109,8 @@ def _verdicts(report: Findings) -> Iterator[str]:
     yield from entries("Verdict", (v.words if alone else f"{e}: {v.words}" for e, v in judged))
 
 
-_SHORT = ("Size", "Latency p50", "Top-1", "mAP .50:.95")  # lines of the table of one screen
+_SHORT = ("Size", "Latency p50")  # lines of the table of one screen
+_TASKS = ("Top-1", "mAP .50:.95")
 _WITHOUT_TASK = ("Top-1 agreement", "SQNR", "SQNR, worst part")
 _MOST_ALERTS = 3
 # role of a script -> where it is to be run
@@ -117,10 +119,11 @@ _DEVICE_SCRIPTS = {"script of trtexec": "on the GPU machine", "atc command": "wh
 
 def _short_table(report: Findings) -> Iterator[str]:
     """Yield size, speed and the task's figures; the output error where there is no task."""
-    tasks = [task_label(e.accuracy) for e in report.engines if e.accuracy]
-    shown = [line for line in engine_lines(report) if line.label in (*_SHORT, *tasks)]
-    if len(shown) < _MOST_ALERTS:
-        shown += [line for line in engine_lines(report) if line.label in _WITHOUT_TASK]
+    tasks = {*_TASKS, *(task_label(e.accuracy) for e in report.engines if e.accuracy)}
+    lines = engine_lines(report)
+    if not any(line.label in tasks for line in lines):
+        tasks |= {*_WITHOUT_TASK}
+    shown = [line for line in lines if line.label in {*_SHORT, *tasks}]
     heads = (" " * MARGIN, *(engine.label for engine in report.engines), "")
     rows = [heads, *((line.label, *line.cells, f" {line.change}") for line in shown)]
     yield from aligned(rows, (0, len(heads) - 1))
@@ -132,6 +135,12 @@ def _to_do(report: Findings) -> Iterator[str]:
         samples = figures.count(report.feed.samples, "sample")
         taken = f": {report.feed.prepared}" if report.feed.prepared else ""
         yield from entry("Images", f"{samples} from {report.feed.source}{taken}")
+    if report.calibration:
+        yield from entry("Calibration", calibration_words(report))
+    built = [(one.name, coverage(one)) for one in built_targets(report)]
+    alone = len(report.targets) == 1
+    layers = ", ".join(words if alone else f"{name} {words}" for name, words in built)
+    yield from entries("In int8", [layers] if layers else ())
     yield from _failed(report)
     shipped = [e.path for e in report.engines if e.path and not (e.reference or e.baseline)]
     yield from entries("Ship", shipped)
