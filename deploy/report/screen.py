@@ -15,6 +15,7 @@ from pathlib import PurePath
 from deploy.metrics.levels import DOUBTFUL, FLOAT, UNUSABLE
 from deploy.report import figures
 from deploy.report.charts import sweep_table
+from deploy.report.figures import engine_layers_words
 from deploy.report.model import Findings
 from deploy.report.tables import (
     KERNEL_HEADS,
@@ -131,6 +132,7 @@ def _short_table(report: Findings) -> Iterator[str]:
 
 def _to_do(report: Findings) -> Iterator[str]:
     """Yield what was fed, what to ship, what to look at, and what to do next."""
+    yield from _devices(report)
     if report.feed:
         samples = figures.count(report.feed.samples, "sample")
         taken = f": {report.feed.prepared}" if report.feed.prepared else ""
@@ -144,13 +146,20 @@ def _to_do(report: Findings) -> Iterator[str]:
     yield from _failed(report)
     shipped = [e.path for e in report.engines if e.path and not (e.reference or e.baseline)]
     yield from entries("Ship", shipped)
-    yield from entries("Warning", report.alerts[:_MOST_ALERTS])
+    yield from entries("Warning", (*_lost_layers(report), *report.alerts)[:_MOST_ALERTS])
     pages = [file.path for file in report.files if file.role == REPORT]
     more = figures.count(len(report.warnings), "note")
     yield from entries(
         "Report", (f"{page}  (all figures and {more}; -v prints it)" for page in pages)
     )
     yield from entries("Next", dict.fromkeys(next_steps(report)))
+
+
+def _lost_layers(report: Findings) -> Iterator[str]:
+    """Yield how an engine differs from its plan, if layers run in float against it."""
+    for engine in report.engines:
+        if engine.ran and engine.ran.lost:
+            yield f"{engine.label} runs {engine_layers_words(engine.ran)}"
 
 
 def next_steps(report: Findings) -> Iterator[str]:
@@ -214,9 +223,13 @@ def _kernels(report: Findings) -> Iterator[str]:
         yield from entry("", more) if more else ()
 
 
+def _devices(report: Findings) -> Iterator[str]:
+    devices = report.machine.devices if report.machine else ()
+    yield from entries("Device", (device.words for device in devices))
+
+
 def _where(report: Findings) -> Iterator[str]:
-    for device in report.machine.devices if report.machine else ():
-        yield from entry("Device", device.words)
+    yield from _devices(report)
     if report.machine:
         int8 = ", ".join(report.machine.int8) or "no int8 dot product"
         threads = sorted({e.threads for e in report.engines if e.threads is not None})
