@@ -140,7 +140,6 @@ table.tensors th:nth-child(2) { text-align: left; }
 table.engines th:last-child, table.engines td:last-child, table.words th, table.words td {
   text-align: left; }
 table.engines th { white-space: normal; }
-table.engines td:last-child { color: var(--good); }
 th button { font: inherit; color: inherit; background: none; border: 0; padding: 0; margin: 0;
   cursor: pointer; text-align: inherit; }
 th button:hover { text-decoration: underline; }

@@ -176,7 +176,7 @@ def next_steps(report: Findings) -> Iterator[str]:
         if engine.verdict is None or built is None or engine.verdict.blames_float:
             continue
         again = None if options is None else f"calib8 build --config {shlex.quote(options)}"
-        timed = report.model and engine.path and engine.speed
+        there = report.model and engine.path
         bench = f"calib8 bench {_quoted(report)} --against {shlex.quote(engine.path or '')}"
         if engine.verdict.level == UNUSABLE and again and built.search is None:
             yield f"{again} --effort 1"
@@ -184,11 +184,11 @@ def next_steps(report: Findings) -> Iterator[str]:
             yield f"{again} --prefer accuracy --effort 2"
         elif engine.verdict.level in (DOUBTFUL, UNUSABLE) and folder:
             yield f"calib8 explain {folder}"
-        elif engine.verdict.level == FLOAT and timed:
+        elif engine.verdict.level == FLOAT and there:
             yield f"on the CPU that will run it: {bench}"
-        elif timed and engine.speed and engine.speed.is_noisy:
+        elif there and engine.speed and engine.speed.is_noisy:
             yield f"on a quiet machine: {bench} --duration 30"
-        elif timed:
+        elif there:
             yield f"{bench} --threads 1"
 
 
