@@ -21,7 +21,7 @@ from deploy.cli import main
 from deploy.errors import BackendError
 from deploy.metrics.latency import Latency, Timing
 from deploy.runtimes.ort import OrtSession
-from deploy.tuning import prices, probe
+from deploy.tuning import prices, probe, split_choice
 from deploy.tuning import timing as clocks
 from deploy.tuning.plan_file import read_plan
 from deploy.tuning.timing import PAIRS, KernelTimes
@@ -566,6 +566,38 @@ def test_splits_are_timed_until_the_machine_is_calm(times, runs, best, monkeypat
     (found,) = clocks.time_models([onnx.ModelProto()], [{}], threads=1)
     assert found.ms == best
     assert len(list(left)) == len(times) - runs
+
+
+@pytest.mark.parametrize(
+    ("int8", "float32", "faster"),
+    [
+        ([8.0] * 4, [10.0] * 4, True),
+        ([9.9] * 4, [10.0] * 4, False),  # no more than clocks differ by
+        ([8.0, 9.9] * 2, [10.0] * 4, False),  # nor than the same model's times differ by
+    ],
+)
+def test_int8_is_faster_by_more_than_times_spread(int8, float32, faster, monkeypatch):
+    left = iter([ms for pair in zip(int8, float32, strict=True) for ms in pair])
+    monkeypatch.setattr(clocks, "quickest_ms", lambda *_, **__: next(left))
+    models = onnx.ModelProto(), onnx.ModelProto()
+    assert split_choice.int8_is_faster(*models, [{}], threads=1) == faster
+
+
+def test_ctrl_c_in_the_search_builds_the_best_so_far(build, tmp_path, monkeypatch):
+    def interrupted(prober, choices, noises=probe.Prober.noises):
+        if prober.tried > 3:
+            raise KeyboardInterrupt
+        return noises(prober, choices)
+
+    model = sound(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(probe.Prober, "noises", interrupted)
+        first = build(model)
+    assert first.code == 0 and (first.out / "sound.int8.onnx").exists()
+    assert "the search was interrupted" in (first.out / "report.md").read_text()
+    again = build(model)
+    assert again.plan.targets["onnxruntime"].made_from
+    assert "interrupted" not in (again.out / "report.md").read_text()
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(1.0, 12), (7.0, 5), (16.0, 2), (100.0, 2)])

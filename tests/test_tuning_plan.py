@@ -14,9 +14,11 @@ from deploy.errors import ConfigError
 from deploy.frontends import load
 from deploy.method import Choices, Method
 from deploy.targets import TARGETS
+from deploy.tuning import CPU_NAMES
 from deploy.tuning import prices as prices_module
 from deploy.tuning.plan_file import SCHEMA, PlanFile, TargetPlan, read_plan, write_plan
 from deploy.tuning.prices import (
+    CPUS,
     Prices,
     Units,
     cheapest_float_units,
@@ -371,6 +373,10 @@ def test_counted_prices_are_products_seven_tenths_of_them_in_int8_and_turning_is
         "/y": (0.7 * (512 * 16), 512 * 16),
     }
     assert set(found.turning.values()) == {0.0} and not found.measured
+    avx2 = count_prices(model, units, SAMPLE, CPUS["avx2"])
+    assert avx2.units["/a"] == (pytest.approx(0.53 * 1024 * 144), 1024 * 144)
+    assert avx2.units["/b"] == (pytest.approx(1.5 * 2.2 * 1024 * 9), pytest.approx(2.2 * 1024 * 9))
+    assert set(avx2.turning.values()) >= {20.0 * 1024} and {*CPUS} < {*CPU_NAMES}
 
 
 ROW = Units(
