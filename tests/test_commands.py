@@ -94,9 +94,10 @@ def told(monkeypatch, named_files):
         return SimpleNamespace(failed=seen.get("fails", False), unusable=False)
 
     monkeypatch.setattr("deploy.pipeline.build_with", record)
-    monkeypatch.setattr(
-        "deploy.report.to_screen", lambda report, *, verbose: seen.update(verbose=verbose) or ""
-    )
+    for name, is_all in (("to_screen", False), ("to_markdown", True)):
+        monkeypatch.setattr(
+            f"deploy.report.{name}", lambda report, is_all=is_all: seen.update(verbose=is_all) or ""
+        )
     return seen
 
 
@@ -161,8 +162,10 @@ def test_the_options_of_build_reach_the_pipeline(told, tmp_path, run):
     }
     run(*BUILD, "--preprocess", "imagenet", "--short-side", "300", "--refresh")
     assert told["preprocess"].short_side == 300 and told["cache"].refresh
-    run(*BUILD, "--trust-cache")
+    run(*BUILD, "--trust-cache", "--for", "avx2", "--prefer", "size")
     assert told["cache"].trust and told["method"] is None and not told["verbose"]
+    tuning = told["tuning"]
+    assert (tuning.cpu, tuning.prefer, told["duration_s"]) == ("avx2", "size", None)
     words = ("--target", "ascend,onnxruntime", "--method", "entropy")  # which one of them follows
     assert run(*BUILD, *words)[0] == 0 and told["method"].name == "entropy"
     told["fails"] = True  # a target
@@ -336,8 +339,9 @@ def test_a_toy_target_works_from_the_command_line(small_cnn, tmp_path, run):
     np.save(tmp_path / "x.npy", np.ones((2, 3, 16, 16), np.float32))
     feed = ("--images", tmp_path / "x.npy", "--target", "toy")
     words = ("--steps", "7", "--tag", "a", "--tag", "b", "--rate", "1", "--no-turbo")
-    out = run.ok("build", small_cnn, *feed, *words, "--out", tmp_path, "--duration", "0")
-    assert "7 steps, ('a', 'b')" in " ".join(out.split())
+    run.ok("build", small_cnn, *feed, *words, "--out", tmp_path, "--duration", "0")
+    (target,) = json.loads((tmp_path / "report.json").read_text())["targets"]
+    assert "7 steps, ('a', 'b')" in target["notes"]
     assert "on toy" in run.ok("inspect", small_cnn, "--target", "toy", "--steps", "2")
     assert "observations" in run.ok("calibrate", small_cnn, *feed, "-o", tmp_path / "t.cache")
     Toy.opened.clear()

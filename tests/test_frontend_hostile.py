@@ -405,7 +405,7 @@ def test_tensorrt_keeps_a_plugin_and_is_judged_before_it(build, domain):
     judged = {o["name"]: o["sqnr_db"] for o in engine["accuracy"]["outputs"]}
     assert set(judged) == {"boxes", "scores", "s"}
     assert min(judged[name] for name in ("boxes", "scores")) > 20
-    (note,) = [n for n in report["notes"] if n.startswith("Cut before")]
+    (note,) = [n for n in report["alerts"] if n.startswith("Cut before")]
     assert "EfficientNMS_TRT" in note and "evaluated on scores, boxes, s;" in note
     session = OrtSession.open(out / "net.tensorrt.part.onnx")
     assert [s.name for s in session.outputs] == ["scores", "boxes", "s"]

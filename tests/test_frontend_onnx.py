@@ -626,7 +626,8 @@ def test_such_a_model_is_calibrated_and_built_in_int8(how, tmp_path):
     words = ("--out", tmp_path / "out", "--duration", 0, "--effort", 0, "--accept")
     said = run_command("build", tmp_path / "net.onnx", "--images", tmp_path / "x.npy", *words)
     assert "calibrated anew" in said and "quantized already" not in said
-    assert "FP32 is the float model that net stands for" in " ".join(said.split())
+    notes = json.loads((tmp_path / "out" / "report.json").read_text())["notes"]
+    assert any("FP32 is the float model that net stands for" in note for note in notes)
     built = onnx.load(tmp_path / "out" / "net.int8.onnx")
     convs = [node for node in built.graph.node if node.op_type == "Conv"]
     made = {name: node for node in built.graph.node for name in node.output}

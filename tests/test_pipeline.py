@@ -19,7 +19,6 @@ from deploy.errors import CacheError, ConfigError
 from deploy.feed.preprocess import Preprocess
 from deploy.method import Method
 from deploy.pipeline import build, calibrate
-from deploy.tuning import timing
 from deploy.tuning.search_options import Tuning
 from tests.models import build_net, make_model, make_node, make_value, save_fixed_batch, save_net
 
@@ -171,7 +170,7 @@ def test_a_dead_tensor_is_told_and_its_nodes_stay_float(small_cnn, pictures, tmp
     report = build(tmp_path / "dead.onnx", pictures, preprocess=UNIT, out=tmp_path, duration_s=0)
     reasons = {n.name: n.reason for n in report.targets[0].nodes}
     assert reasons["Conv_c1"] == "r1 was 0 in every sample"
-    assert any("no scale for r1" in note for note in report.notes)
+    assert any("no scale for r1" in alert for alert in report.alerts)
     entries = trt_cache.parse((tmp_path / "dead.cache").read_bytes(), origin="cache").scales()
     assert entries["r1"] == 0
 
@@ -192,8 +191,8 @@ def test_dead_tensors_are_told_together(tmp_path, count, said):
     model = make_model(nodes, {"x": shape}, {"y": shape}, {"w": weight})
     x = np.random.default_rng(0).uniform(1, 2, (4, 1, 4, 4))
     out = build_net(model, x, tmp_path, "--target", "tensorrt", "--effort", 0, "--accept")
-    notes = json.loads((out / "report.json").read_text())["notes"]
-    assert [note for note in notes if "no scale" in note] == [f"no scale for {said} stay float"]
+    alerts = json.loads((out / "report.json").read_text())["alerts"]
+    assert [note for note in alerts if "no scale" in note] == [f"no scale for {said} stay float"]
 
 
 def test_targets_built_in_turn_share_one_cache(observe_small, tmp_path):
@@ -399,7 +398,7 @@ def test_another_parameter_changes_the_files_that_depend_on_it(
 @pytest.mark.slow
 def test_nodes_stay_float_on_every_target_and_the_report_says_what_each_used(run_small, tmp_path):
     words = ("--target", ALL, "--keep-float", "op:Gemm", "--keep-float", "Conv_c3", "--effort", 0)
-    said = run_small("build", *words, "--method", "minmax", "--out", tmp_path)
+    run_small("build", *words, "--method", "minmax", "--out", tmp_path)
     targets = {target["name"]: target for target in report(tmp_path)["targets"]}
     for target in targets.values():
         nodes = {node["name"]: node for node in target["nodes"]}
@@ -413,7 +412,7 @@ def test_nodes_stay_float_on_every_target_and_the_report_says_what_each_used(run
     assert fed["Conv_c3"] == "r2" and fed["Conv_c2"] != "r1"
     notes = " ".join(note for target in targets.values() for note in target.get("notes", ()))
     assert "--layerPrecisions=Conv_c3:fp16,Gemm_logits:fp16 --precisionConstraints=obey" in notes
-    assert "--int8 --fp16" in said and "Conv_c3:fp16" in said
+    assert "--int8 --fp16" in (tmp_path / "small_cnn_trtexec.sh").read_text()
     methods = {"onnxruntime": "minmax", "tensorrt": "minmax", "ascend": "AMCT's ARQ and IFMR"}
     assert {name: target["method"] for name, target in targets.items()} == methods
     for name, method in (("ascend", "ifmr"), ("onnxruntime", "minmax")):
@@ -459,8 +458,9 @@ def test_a_version_that_is_asked_for_is_written_on_reuse_too(run_small, tmp_path
 
 def test_the_report_says_which_options_a_target_was_given(run_small, tmp_path):
     words = "--target onnxruntime,tensorrt --int8-stem --rest fp32 --max-batch 4 --effort 0"
-    said = run_small("build", *words.split(), "--keep-float", "Conv_c2", "--out", tmp_path)
-    assert "--int8 " in said and "--fp16" not in said and "Conv_c2:fp32" in said  # for trtexec
+    run_small("build", *words.split(), "--keep-float", "Conv_c2", "--out", tmp_path)
+    script = (tmp_path / "small_cnn_trtexec.sh").read_text()
+    assert "--int8 " in script and "--fp16" not in script and "Conv_c2:fp32" in script
     found = {target["name"]: target.get("options") for target in report(tmp_path)["targets"]}
     assert found["onnxruntime"] == {"--int8-stem": ""}
     assert found["tensorrt"] == {"--rest": "fp32", "--max-batch": "4"}
@@ -526,21 +526,18 @@ def spectrum(path, change=lambda model: None):
 
 
 @pytest.fixture
-def float_file(run, tmp_path, monkeypatch):
-    """(model) -> the float file that is written, and the screen; int8 is slower than float."""
-
-    def quickest(ran, feeds, *, threads):
-        return 30.0 if any(node.op_type == "QuantizeLinear" for node in ran.graph.node) else 10.0
-
-    monkeypatch.setattr(timing, "quickest_ms", quickest)
+def float_file(run, tmp_path):
+    """(model) -> the float file that is written by a plan of floats alone, and the notes on it."""
+    plan = tmp_path / "float.toml"
+    plan.write_text('schema = "calib8-plan/1"\nfloat = ["*"]\n')
 
     def call(model):
         rows = np.random.default_rng(3).normal(size=(8, LONG)).astype(np.float32)
         np.save(tmp_path / "x.npy", rows)
         words = ("build", model, "--images", tmp_path / "x.npy", "--out", tmp_path / "o")
-        out = run.ok(*words, "--duration", 0.01)
+        run.ok(*words, "--duration", 0, "--plan", plan)
         (written,) = (tmp_path / "o").glob("*.float.onnx")
-        return written, " ".join(out.split())
+        return written, " ".join(report(tmp_path / "o")["targets"][0].get("notes", ()))
 
     return call
 
@@ -590,4 +587,4 @@ def test_one_that_runs_otherwise_or_becomes_no_larger_is_cleaned(
 ):
     written, said = float_file(spectrum(tmp_path / "spectrum.onnx", change))
     assert gone not in {node.op_type for node in onnx.load(written).graph.node}
-    assert "file that was given" not in said
+    assert "given file" not in said
