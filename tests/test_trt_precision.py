@@ -568,7 +568,9 @@ def test_a_float_rest_has_one_file_and_inspect_tells_what_would_be_in_fp8(
 ):
     code, out, _ = run(*command(wide_net, images, tmp_path, *FAST, "--rest", "fp32"))
     assert code == 0 and not (tmp_path / "net.tensorrt.typed.onnx").exists()
-    assert "--onnx=net.tensorrt.qdq.onnx --stronglyTyped" in " ".join(out.split())
+    (target,) = json.loads((tmp_path / "report.json").read_text("utf-8"))["targets"]
+    assert "--onnx=net.tensorrt.qdq.onnx --stronglyTyped" in " ".join(target["notes"])
+    assert f"on the GPU machine: sh {tmp_path}/net_trtexec.sh" in " ".join(out.split())
     code, out, _ = run("inspect", wide_net, "--target", "tensorrt", "--precision", "fp8")
     assert code == 0 and "7 fp8" in out and "fp8       4 Conv" not in out
     assert "too few channels (3) to be faster in fp8" in out
