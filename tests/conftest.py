@@ -17,7 +17,7 @@ import onnx
 import pytest
 from hypothesis.internal.conjecture import providers
 
-from tests.models import as_float32, make_model, parse_nodes, save_net
+from tests.models import as_float32, make_model, parse_nodes, read_markdown, save_net
 
 # Property tests have no limit of time and draw the same values in every run;
 # HYPOTHESIS_PROFILE=random draws others in each.
@@ -174,7 +174,7 @@ def refusal(run):
 
 @pytest.fixture
 def ascend_build(run, tmp_path):
-    """(model, images, configuration, words) -> what a build said, on one line, and its folder."""
+    """(model, images, configuration, words) -> what a build said and reports, and its folder."""
 
     def call(model, images, text, *words, suffix=".cfg", code=0, out="o"):
         config, folder = tmp_path / f"my{suffix}", tmp_path / out
@@ -183,7 +183,8 @@ def ascend_build(run, tmp_path):
         given = ("--images", images, *quick, "--ascend-config", config)
         found, said, err = run("build", model, *given, *words)
         assert found == code, err
-        return " ".join((said + err).split()), folder
+        told = read_markdown(folder) if (folder / "report.md").exists() else ""
+        return " ".join([*(said + err).split(), told]), folder
 
     return call
 

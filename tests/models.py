@@ -1,6 +1,8 @@
 """Small ONNX models for the tests: made, built and run in few words."""
 
+import html
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -121,3 +123,9 @@ def read_target(out):
     """Return what the report of a build for one target says of it."""
     (target,) = json.loads((out / "report.json").read_text())["targets"]
     return target
+
+
+def read_markdown(out) -> str:
+    """Return the Markdown report of a build on one line, without its escapes."""
+    text = re.sub(r"\\(.)", r"\1", (out / "report.md").read_text())
+    return " ".join(html.unescape(text).split())

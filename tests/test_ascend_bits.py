@@ -17,7 +17,7 @@ from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.float16 import find_float16_tensors, to_float16
 from deploy.targets.ascend.recipe import bit_width_notes
 from deploy.targets.ascend.record import read_record
-from tests.models import make_model, make_value
+from tests.models import make_model, make_value, read_markdown
 from tests.test_ascend_models import CASES as MODEL_CASES
 from tests.test_ascend_models import ulps
 from tests.vendor_models import save_net
@@ -47,9 +47,8 @@ def built(run, tmp_path_factory):
             words = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", out)
             images = ("--images", WIDTHS / "x.npy")
             code, said, err = run("build", model, *images, *words, "--ascend-config", config)
-            report = out / "report.md"
-            said += err + (report.read_text() if report.exists() else "")
-            BUILT[key] = code, " ".join(said.split()), out
+            told = read_markdown(out) if (out / "report.md").exists() else ""
+            BUILT[key] = code, " ".join([*(said + err).split(), told]), out
         return BUILT[key]
 
     return build
@@ -99,7 +98,7 @@ def test_a_build_is_amcts(case, built):
 def test_files_from_amcts_record_are_amcts(case, command, tmp_path):
     """Every tensor of the deploy model equal, packed weights and cut scales too."""
     words = ("-o", tmp_path, "--images", WIDTHS / "x.npy")
-    said = command("ascend", "deploy", FLOAT, WIDTHS / case / "record.txt", *words)
+    command("ascend", "deploy", FLOAT, WIDTHS / case / "record.txt", *words)
     mine = onnx.load(tmp_path / "float_deploy_model.onnx")
     amct = onnx.load(WIDTHS / case / "res_deploy_model.onnx")
     assert kinds(mine) == kinds(amct)
@@ -114,7 +113,8 @@ def test_files_from_amcts_record_are_amcts(case, command, tmp_path):
     reference = np.load(WIDTHS / case / "y.npy")
     for x, y in zip(X, reference, strict=True):
         np.testing.assert_allclose(fakes.run({"x": x[None]})["y"][0], y, rtol=1e-5, atol=1e-7)
-    assert "within 0 of the fake-quant model with AscendQuant's rounding" in said
+    told = read_markdown(tmp_path)
+    assert "within 0 of the fake-quant model with AscendQuant's rounding" in told
     out = command("ascend", "check", tmp_path / "float_deploy_model.onnx")
     grids = {"a16": "int8 and int16", "a16h": "int8 and int16", "a4w4": "int4"}
     assert out.endswith(f"7 layers in {grids.get(case, 'int8')}")
@@ -263,8 +263,9 @@ def test_sums_beyond_int32_are_told(command, tmp_path):
     np.save(tmp_path / "x.npy", x)
     record.write_text(entry("fc", act_type="INT16", scale_d=1 / 32767, scale_w=1 / 127))
     words = ("-o", tmp_path / "o", "--images", tmp_path / "x.npy")
-    said = command("ascend", "deploy", model, record, *words)
-    assert "reached 1.16 of int32's end, in fc, and are wrong wherever" in said
+    command("ascend", "deploy", model, record, *words)
+    told = read_markdown(tmp_path / "o")
+    assert "reached 1.16 of int32's end, in fc, and are wrong wherever" in told
     deployed = open_deploy(onnx.load(tmp_path / "o" / "wide_deploy_model.onnx"))
     np.testing.assert_allclose(deployed.run({"x": x})["y"], 600, rtol=1e-4)  # added in int64
 
@@ -320,14 +321,14 @@ F16, F32 = TensorProto.FLOAT16, TensorProto.FLOAT
 
 @pytest.fixture
 def files(command, tmp_path):
-    """(words of `calib8 ...`, the model first) -> what was said, deploy and fake-quant models."""
+    """(words of `calib8 ...`, the model first) -> the report, deploy and fake-quant models."""
 
     def make(before, model, *words, dtype=np.float16):
         np.save(tmp_path / "x.npy", HALF_X.astype(dtype))
         out = tmp_path / "o"
-        said = command(*before, model, *words, "--images", tmp_path / "x.npy", "--out", out)
+        command(*before, model, *words, "--images", tmp_path / "x.npy", "--out", out)
         ends = ("deploy_model.onnx", "fake_quant_model.onnx")
-        return said, *(out / f"{model.stem}_{end}" for end in ends)
+        return read_markdown(out), *(out / f"{model.stem}_{end}" for end in ends)
 
     return make
 
@@ -350,8 +351,8 @@ def dtypes(path):
 
 def test_a_record_of_amct_gives_its_files(files):
     """Integers and scales equal; conv1's bias was folded by AMCT there, here by the exporter."""
-    said, deploy, fake = files(("ascend", "deploy"), HALF, WIDTHS / "half" / "record.txt")
-    assert "7 layers (conv1, conv2, dw, ...) read and give float16, as in the file" in said
+    told, deploy, fake = files(("ascend", "deploy"), HALF, WIDTHS / "half" / "record.txt")
+    assert "7 layers (conv1, conv2, dw, ...) read and give float16, as in the file" in told
     assert set(dtypes(deploy).values()) == {1}
     mine, amct = onnx.load(deploy), onnx.load(WIDTHS / "half" / "res_deploy_model.onnx")
     assert [n.op_type for n in mine.graph.node] == [n.op_type for n in amct.graph.node]

@@ -18,7 +18,7 @@ from deploy.metrics.bench_inputs import random_feeds
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.record import read_record
-from tests.models import make_value, save_net
+from tests.models import make_value, read_markdown, save_net
 from tests.test_ascend_models import CASES, NAMES, float_model
 from tests.vendor_models import build_net
 
@@ -184,8 +184,9 @@ def test_an_edited_record_changes_its_layer_alone(small_cnn, built, done, data, 
     entries[0] = re.sub(r"scale_d: \S+", "scale_d: 0.5", entries[0])
     record = tmp_path / "edited.txt"
     record.write_text("# by hand\n" + entries[0] + "".join(entries[2:]))
-    said = done("deploy", small_cnn, record, "-o", tmp_path / "o", "--images", data)
-    assert f"{second}): the record has no scales for it" in said and "Cosine" in said
+    done("deploy", small_cnn, record, "-o", tmp_path / "o", "--images", data)
+    told = read_markdown(tmp_path / "o")
+    assert f"| {second} | the record has no scales for it" in told and "Cosine" in told
     made = [onnx.load(f / f"{stem}_deploy_model.onnx") for f in (built, tmp_path / "o")]
     before, after = map(named, made)
     assert set(before) - set(after) == {f"{second}.quant", f"{second}.dequant"}
@@ -238,8 +239,9 @@ def test_a_tensorrt_cache_gives_symmetric_scales(small_cnn, built, done, data, t
     cache = tmp_path / "c.cache"
     cache.write_text("".join(line for line in lines if not line.startswith("x: ")))
     words = ("-o", tmp_path / "o", "--images", data)
-    said = done("deploy", small_cnn, "--cache", cache, *words)
-    assert "3 of 4 layers, symmetric" in said and "Conv (Conv_c1): its input" in said
+    done("deploy", small_cnn, "--cache", cache, *words)
+    told = read_markdown(tmp_path / "o")
+    assert "3 of 4 layers, symmetric" in told and "| Conv | Conv_c1 | its input" in told
     found = read_record((tmp_path / "o" / f"{small_cnn.stem}_record.txt").read_text())
     bits = dict(line.strip().rsplit(": ", 1) for line in lines[1:])
     inputs = {n.name: n.input[0] for n in onnx.load(small_cnn).graph.node}
@@ -483,7 +485,7 @@ def two_convs(*, weight=lambda net: net.int8(INTEGERS, "v"), zero=MIDDLE, opset=
 
 @pytest.fixture
 def converted(done, tmp_path):
-    """(model, words) -> what `convert` said, the deploy model it made, and its record.
+    """(model, words) -> what `convert` said and reports, the deploy model, and its record.
 
     `apart`: how far that model in integers is from the model of pairs, over its largest output.
     """
@@ -498,7 +500,8 @@ def converted(done, tmp_path):
         for feed in random_feeds(OrtSession.open(given, threads=1).inputs, count=3):
             (a,), (b,) = reference.run(feed).values(), made.run(feed).values()
             apart = max(apart, float(np.abs(a - b).max() / np.abs(a).max()))
-        return SimpleNamespace(said=said, deploy=deploy, record=record, apart=apart)
+        told = read_markdown(out)
+        return SimpleNamespace(said=said, told=told, deploy=deploy, record=record, apart=apart)
 
     return convert
 
@@ -557,7 +560,8 @@ WRONG_AXIS = {"scale": [0.1] * 3, "zero": np.zeros(3, np.int8), "axis": 1}
 )
 def test_what_cannot_be_taken_over_stays_float_and_is_told(made, reason, converted):
     found = converted(two_convs(**made))
-    assert "1 of 2 layers" in found.said and reason in found.said and "(other)" in found.said
+    assert "1 of 2 layers" in found.said
+    assert re.search(rf"\| other \| [^|]*{re.escape(reason)}", found.told)
     assert weight_of(found, "other").dtype == np.float32
     assert found.apart < (0.01 if "scale" not in made else 2)
 

@@ -12,6 +12,7 @@ from deploy.targets.ascend.config import read_config
 from deploy.targets.ascend.layers import SHARED, find_layers, name_nodes
 from deploy.targets.ascend.preparation import make_default_plan, prepare_model
 from deploy.targets.ascend.record import read_record
+from tests.models import read_markdown
 from tests.vendor_models import build_net
 
 
@@ -48,14 +49,14 @@ def samples(count=8):
 
 @pytest.fixture
 def pictures_built(command, tmp_path):
-    """(model, target, effort) -> what a build of it said; the model and the files it wrote."""
+    """(model, target, effort) -> the report of its build; the model and the files it wrote."""
 
     def build(model, target="ascend", effort=0):
         onnx.save(model, tmp_path / "net.onnx")
         np.savez(tmp_path / "x.npz", **samples())
         words = ("--target", target, "--effort", effort, "--duration", 0, "--out", tmp_path / "o")
-        said = command("build", tmp_path / "net.onnx", "--images", tmp_path / "x.npz", *words)
-        return said, lambda ending: tmp_path / "o" / f"net{ending}"
+        command("build", tmp_path / "net.onnx", "--images", tmp_path / "x.npz", *words)
+        return read_markdown(tmp_path / "o"), lambda ending: tmp_path / "o" / f"net{ending}"
 
     return build
 

@@ -89,7 +89,7 @@ def test_the_inputs_named_are_quantized_and_their_nodes_are_float(kept):
     said, folder = kept("inputs")
     assert "4 of 10 nodes int8" in said and "within 0 of the fake-quant model" in said
     why = "it computes in float; by tensor_quantize its input is moved in int8"
-    assert f"Add (Add_a): {why}" in said
+    assert f"| Add | Add_a | {why}" in said
     nodes = nodes_of(folder / "small_cnn_deploy_model.onnx")
     for name, place in (("Add_a.1", 1), ("MaxPool_p.0", 0)):
         back = nodes[f"{name}.anti_quant"]
@@ -439,7 +439,7 @@ def named(*names, inner=""):
 
 def test_two_activations_are_float_unless_they_are_named(kept):
     said, folder = kept("plain")
-    assert "3 of 8 nodes int8 (MatMul 3)" in said
+    assert "3 of 8 nodes int8 | MatMul 3 |" in said
     assert "neither factor is a constant: int8 only where a configuration names it" in said
     assert "scores" not in config_of(folder)
     assert "scores.quant" not in nodes_of(folder / "net_deploy_model.onnx")
@@ -449,7 +449,7 @@ def test_two_activations_are_float_unless_they_are_named(kept):
 def test_two_activations_are_quantized_where_they_are_named(kept):
     """Both factors symmetric; the second's scale stands in the record where a weight's would."""
     said, folder = kept("matmuls")
-    assert "5 of 8 nodes int8 (MatMul 5)" in said and "within 0 of the fake-quant model" in said
+    assert "5 of 8 nodes int8 | MatMul 5 |" in said and "within 0 of the fake-quant model" in said
     assert "MatMuls of two activations in int8: 2. Huawei says that this gains on" in said
     config = config_of(folder)["scores"]
     assert config["quant_enable"] is True
@@ -481,9 +481,9 @@ def test_a_quant_config_names_them_too_and_keep_float_wins(built_matmul):
     layers = {name: {"quant_enable": True} for name in ("query", "scores")}
     text = json.dumps({"version": 1, "batch_num": 4, **layers})
     said, _ = built_matmul(text, suffix=".json")
-    assert "2 of 8 nodes int8 (MatMul 2)" in said
+    assert "2 of 8 nodes int8 | MatMul 2 |" in said
     said, folder = built_matmul(text, "--keep-float", "scores", suffix=".json")
-    assert "1 of 8 nodes int8 (MatMul 1)" in said
+    assert "1 of 8 nodes int8 | MatMul 1 |" in said
     assert config_of(folder)["scores"]["quant_enable"] is False
 
 

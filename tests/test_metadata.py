@@ -13,7 +13,7 @@ from deploy.feed.preprocess import PRESETS, Preprocess
 from deploy.frontends.metadata import read_metadata_preprocess
 from deploy.frontends.metadata.exporters import parse_operators
 from deploy.tensors import TensorSpec
-from tests.models import make_model, make_value, save_net
+from tests.models import make_model, make_value, read_markdown, save_net
 
 OPEN = ("n", 3, "h", "w")
 IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
@@ -310,13 +310,13 @@ QUICK = ("--effort", 0, "--duration", 0, "--accept")
 def test_the_first_screen_says_where_the_preset_came_from(yolo, pictures, tmp_path, command):
     words = "build", yolo, "--images", pictures, *QUICK, "--out"
     said = command(*words, tmp_path / "a")
-    assert "pictures yolo: rgb 16x16, letterbox" in said
+    assert f"20 samples from {pictures}: yolo: rgb 16x16, letterbox" in said
     assert "; from the model's metadata (Ultralytics 8.1.0, imgsz 16)" in said
     assert "metadata" not in command(*words, tmp_path / "b", "--preprocess", "yolo")
     caches = [(tmp_path / name / "yolo.cache").read_bytes() for name in "ab"]
     assert caches[0] == caches[1]
     said = command(*words, tmp_path / "b", "--preprocess", "imagenet")
-    assert "letterbox, anchor centre, pad 114" in said
+    assert "says resize letterbox, anchor centre, pad 114" in read_markdown(tmp_path / "b")
     assert "the preprocessing changed" in said  # and the cache is not used again
     assert "imgsz 16), but for pad" in command(*words, tmp_path / "c", "--pad", 3)
     built = onnx.load(tmp_path / "a" / "yolo.int8.onnx")

@@ -21,7 +21,7 @@ from deploy.feed.preprocess import Preprocess
 from deploy.feed.sampling import Choice, spread_evenly
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
-from tests.models import make_model, save_net
+from tests.models import make_model, read_markdown, save_net
 
 X = TensorSpec("x", "float32", ("batch", 3, 16, 16))
 STATE = TensorSpec("state", "float32", ("batch", 4))
@@ -70,9 +70,13 @@ def cached(run, small_cnn, tmp_path):
 
 @pytest.fixture
 def build(command, refusal, small_cnn, tmp_path):
-    """(*words) -> what a quick build of small_cnn prints, on one line; `fails`: its refusal."""
+    """(*words) -> what a quick build of small_cnn reports, on one line; `fails`: its refusal."""
     words = ("build", small_cnn, "--out", tmp_path / "o", *QUICK)
-    call = functools.partial(command, *words)
+
+    def call(*more):
+        command(*words, *more)
+        return read_markdown(tmp_path / "o")
+
     call.fails = functools.partial(refusal, *words)
     return call
 
@@ -267,7 +271,7 @@ def test_labels_by_folder(pictures, tmp_path, build):
     assert feed.labels == (0,) * 7 + (1,) * 7 + (2,) * 6
     assert "labels by folder: 3 classes, 0 is cat" in feed.notes
     words = "--images", pictures, "--labels", "folders"
-    assert re.search(r"Top-1 \d", build(*words, "--eval-images", tmp_path / "val"))
+    assert re.search(r"\| Top-1 \| \d", build(*words, "--eval-images", tmp_path / "val"))
     assert "evaluation images, got none" in build.fails(*words)
     assert "one folder per class" in build.fails(*words, "--eval-images", pictures)
 

@@ -27,7 +27,7 @@ from deploy.pipeline import build, calibrate
 from deploy.targets import TARGETS
 from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tuning.search_options import Tuning
-from tests.models import as_float32, make_model, save_net
+from tests.models import as_float32, make_model, read_markdown, save_net
 
 # --- A build is whole or not there: what a stop at any moment leaves, and who notices.
 UNIT = Preprocess(size=(16, 16))
@@ -247,12 +247,14 @@ def test_an_engine_of_an_earlier_build_that_stays_is_told(made, small_cnn, pictu
     out, _ = made
     words = ("build", small_cnn, "--images", pictures, "--size", "16x16", "--duration", 0)
     words += ("--accept", "--out", out)
-    assert "of an earlier one" not in command(*words, "--effort", 0)
+    command(*words, "--effort", 0)
+    assert "of an earlier one" not in read_markdown(out)
     plan = small_cnn.parent / "float.toml"
     plan.write_text('schema = "calib8-plan/1"\nfloat = ["*"]\n')
-    said = command(*words, "--plan", plan)
+    command(*words, "--plan", plan)
     assert (out / "small_cnn.int8.onnx").exists() and (out / "small_cnn.float.onnx").exists()
-    assert f"not of this build, but of an earlier one in {out}: small_cnn.int8.onnx" in said
+    told = f"not of this build, but of an earlier one in {out}: small_cnn.int8.onnx"
+    assert told in read_markdown(out)
 
 
 def test_files_of_another_model_stay_and_are_told_apart(made, small_cnn, pictures, run):
