@@ -256,8 +256,11 @@ def test_streams_of_onnx_models_share_the_cores(run, a, monkeypatch):
 
 def test_a_measurement_that_was_too_short_says_so(told, a):
     assert "10 iterations, so p95" in told(a)[1]
-    found = measure({"x": Still()}, [{}], warmup_ms=0, duration_s=0, min_iterations=FEW)["x"]
-    assert not any("iterations, so p95" in text for text in found.warnings)
+    for runs, shown in ((FEW - 1, []), (FEW, ["p95"]), (99, ["p95"]), (100, ["p95", "p99"])):
+        found = measure({"x": Still()}, [{}], warmup_ms=0, duration_s=0, min_iterations=runs)["x"]
+        assert any("iterations, so p95" in text for text in found.warnings) == (runs < FEW)
+        table = to_markdown(Report(engines=(EngineRow(label="x", latency=found),)))
+        assert re.findall(r"Latency (p9[59])", table) == shown
 
 
 # --- benchmark

@@ -108,7 +108,7 @@ def made(words="/model", *, engines=2, targets=1, tensors=40):
         report.EngineRow(
             label=f"{words} {i}", target=names[i % targets], path="m.onnx", size_bytes=3 << 20,
             load_ms=3.0, latency=latency(1.0 + 0.1 * i), accuracy=accuracy(words),
-            verdict=Verdict(LEVELS[i % 4], (f"2 of 7 boxes of {words} kept", "1.70 times as fast")),
+            verdict=Verdict(LEVELS[i % 4], (f"2 of 7 boxes of {words} kept", "1.70x (1.6 to 1.8)")),
         )
         for i in range(engines - 1)
     ]  # fmt: skip
