@@ -315,11 +315,8 @@ def _target(
         files=file_rows(built.files, stage),
         runnable=_final(built.runnable, stage),
         search=_search(plan),
-        notes=(
-            *(() if built.error else _of_search(plan)),
-            *built.notes,
-            *_left_over(calibrated.loaded.name, built.target, stage),
-        ),
+        alerts=tuple(_left_over(calibrated.loaded.name, built.target, stage)),
+        notes=(*(() if built.error else _of_search(plan)), *built.notes),
         error=error,
     )
 

@@ -128,6 +128,11 @@ class Findings:
         return (*(file for target in self.targets for file in target.files), *self.files)
 
     @property
+    def all_alerts(self) -> tuple[str, ...]:
+        """Notes that need an action, of the run and of each target."""
+        return (*self.alerts, *(f"{t.name}: {text}" for t in self.targets for text in t.alerts))
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """Distinct sentences on the run, the targets, their engines and latency."""
         labels_of: dict[str, list[str]] = {}
@@ -141,7 +146,7 @@ class Findings:
         prefixed = [
             f"{', '.join(dict.fromkeys(labels))}: {text}" for text, labels in labels_of.items()
         ]
-        return tuple(dict.fromkeys((*self.alerts, *self.notes, *prefixed)))
+        return tuple(dict.fromkeys((*self.all_alerts, *self.notes, *prefixed)))
 
     def target_of(self, engine: EngineRow) -> TargetPart | None:
         """Return the target an engine was built for; None for a float engine."""

@@ -258,6 +258,7 @@ class TargetPart:
     files: tuple[FileRow, ...] = ()
     runnable: str | None = None  # file with its numerics that ONNX Runtime can run; None without
     search: SearchPart | None = None  # the search before it was built; None without
+    alerts: tuple[str, ...] = ()  # notes that need an action
     notes: tuple[str, ...] = ()  # sentences on what was left out, with the command that does it
     error: str = ""  # why it failed, in one sentence; "" on success
 

@@ -84,7 +84,7 @@ def to_screen(report: Findings) -> str:
         return join_visible(lines) + "\n"
     blocks = (
         (report.title,),
-        tuple(_failed(report)),
+        (*_failed(report), *_layers(report)),
         tuple(_table(report)),
         tuple(columns("Batches", *sweep_table(report.engines))),
         tuple(_kernels(report)),
@@ -139,20 +139,25 @@ def _to_do(report: Findings) -> Iterator[str]:
         yield from entry("Images", f"{samples} from {report.feed.source}{taken}")
     if report.calibration:
         yield from entry("Calibration", calibration_words(report))
-    built = [(one.name, coverage(one)) for one in built_targets(report)]
-    alone = len(report.targets) == 1
-    layers = ", ".join(words if alone else f"{name} {words}" for name, words in built)
-    yield from entries("In int8", [layers] if layers else ())
+    yield from _layers(report)
     yield from _failed(report)
     shipped = [e.path for e in report.engines if e.path and not (e.reference or e.baseline)]
     yield from entries("Ship", shipped)
-    yield from entries("Warning", (*_lost_layers(report), *report.alerts)[:_MOST_ALERTS])
+    yield from entries("Warning", (*_lost_layers(report), *report.all_alerts)[:_MOST_ALERTS])
     pages = [file.path for file in report.files if file.role == REPORT]
     more = figures.count(len(report.warnings), "note")
     yield from entries(
         "Report", (f"{page}  (all figures and {more}; -v prints it)" for page in pages)
     )
     yield from entries("Next", dict.fromkeys(next_steps(report)))
+
+
+def _layers(report: Findings) -> Iterator[str]:
+    """Yield how many nodes of each target are int8."""
+    built = [(one.name, coverage(one)) for one in built_targets(report)]
+    alone = len(report.targets) == 1
+    layers = ", ".join(words if alone else f"{name} {words}" for name, words in built)
+    yield from entries("In int8", [layers] if layers else ())
 
 
 def _lost_layers(report: Findings) -> Iterator[str]:

@@ -86,14 +86,17 @@ def verdict(
     findings = [] if accuracy is None else [*judge_accuracy(accuracy, gates.max_loss)]
     if fed_wrong and not _labelled(accuracy):
         findings.append(
-            (DOUBTFUL, f"{FLOAT_MODEL} seems to be fed what it did not learn from, see the notes")
+            (
+                DOUBTFUL,
+                f"{FLOAT_MODEL} seems to be fed what it did not learn from, see the warnings",
+            )
         )
     if gates.min_speedup is not None:
         findings.append(_gated(speed, gates.min_speedup, rival))
     elif int8 and speed is not None:  # two float engines differ only by noise
         findings.append(_of_speed(speed, slower_ms, rival, where))
     if not int8:
-        findings.append((FLOAT, "no layer could be int8, the nodes say why"))
+        findings.append((FLOAT, "no layer could be int8, the report says why"))
     if not findings:
         return Verdict(DOUBTFUL, ("nothing was measured of it",))
     level = max((level for level, _ in findings), key=LEVELS.index)

@@ -194,10 +194,12 @@ def add_machine_flags(
 
 
 def trtexec_script(commands: Sequence[TrtexecCommand]) -> str:
-    """Return the body of a shell script that runs the command named by its argument."""
+    """Return the body of a shell script that runs the command named by its argument, or the first."""
     usable = [way for way in commands if way.words]
+    names = [f"''|{way.name}" for way in usable[:1]] + [way.name for way in usable[1:]]
     usage = "".join(f"echo '  {way.name}: {way.when}' >&2\n    " for way in usable)
-    cases = "".join(f"  {way.name}) exec {shlex.join(way.words)} ;;\n" for way in usable)
+    pairs = zip(names, usable, strict=True)
+    cases = "".join(f"  {name}) exec {shlex.join(way.words)} ;;\n" for name, way in pairs)
     return (
         f'# Builds the engine with the trtexec on the PATH.\ncase "${{1-}}" in\n{cases}'
         f"  *) echo 'give one of these:' >&2\n    {usage}exit 2 ;;\nesac"
