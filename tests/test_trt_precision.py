@@ -315,11 +315,12 @@ def test_the_script_runs_each_line_from_any_folder(lines, small_cnn, tmp_path):
         path = os.path.relpath(moved / "small_cnn_trtexec.sh", folder)
         typed, pairs = [TYPED], [PAIRS]
         plain = ["small_cnn.tensorrt.onnx", "small_cnn.tensorrt.cache"]
-        for way, names in (("cache", plain), ("qdq", pairs), ("typed", typed), ("11", typed)):
+        ways = {"cache": plain, "": plain, "qdq": pairs, "typed": typed, "11": typed}
+        for way, names in ways.items():
             given = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
-            done = subprocess.run(["sh", path, way], **given)
+            done = subprocess.run(["sh", path, *way.split()], **given)
             assert done.returncode == 0 and done.stdout.split() == names, done.stderr
-        done = subprocess.run(["sh", path], cwd=folder, capture_output=True, text=True)
+        done = subprocess.run(["sh", path, "help"], cwd=folder, capture_output=True, text=True)
         assert done.returncode == 2 and "11: with TensorRT 11" in done.stderr
 
 

@@ -194,7 +194,7 @@ def add_machine_flags(
 
 
 def trtexec_script(commands: Sequence[TrtexecCommand]) -> str:
-    """Return the body of a shell script that runs the command named by its argument, or the first."""
+    """Return the body of a shell script that runs the command it is given, by default the first."""
     usable = [way for way in commands if way.words]
     names = [f"''|{way.name}" for way in usable[:1]] + [way.name for way in usable[1:]]
     usage = "".join(f"echo '  {way.name}: {way.when}' >&2\n    " for way in usable)
