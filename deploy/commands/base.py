@@ -100,8 +100,8 @@ def add_options(command: Command, options: Sequence[Callable[..., Any]]) -> Comm
 MANY, SHOWN = 16, 12
 # The options that most people need, in the order of use.
 COMMON = """
---against --input --images --preprocess --target --out --eval-images --labels --ranges --epochs
---effort --keep-float --max-loss --min-speedup --accept --qdq --mode --method --runtime --batch
+--against --images --preprocess --target --for --prefer --out --eval-images --labels --ranges
+--epochs --effort --max-loss --min-speedup --accept --input --keep-float --qdq --mode --method --runtime --batch
 --streams --duration --profile --min-sqnr --every --strategy --all --model --cache --keep-rounding
 --bits --teacher --checkpoint --limit --soc --require-cache --refresh --resume --shard
 --ascend-config --trt-version --device --amp --threads --force --html --json
