@@ -48,12 +48,12 @@ def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
     """Return the loss on the task; None if nothing measures it and no limit is given."""
     if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
         share = accuracy.top1_reference - accuracy.top1_candidate
-        words = f"top-1 {-100 * share:+.2f} points"
+        words = f"top-1 {0.0 - 100 * share:+.2f} points"
         return _lost(share, max_loss, _LABELLED, words)
     is_user_metric = accuracy.task is not None and accuracy.task.task == "metric"
     if accuracy.precision is not None and finds_objects(accuracy) and not is_user_metric:
         share = accuracy.precision.reference - accuracy.precision.candidate
-        words = f"mAP .50:.95 {-100 * share:+.2f} points"
+        words = f"mAP .50:.95 {0.0 - 100 * share:+.2f} points"
         return _lost(share, max_loss, _LABELLED, words)
     if accuracy.task is not None:
         return _lost(accuracy.task.lost, max_loss, _TASK, accuracy.task.words)
