@@ -4,11 +4,14 @@ import base64
 import functools
 import json
 import re
+import runpy
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
 
 import cv2
 import numpy as np
@@ -19,13 +22,15 @@ from hypothesis import strategies as st
 from deploy.errors import ConfigError, FeedError
 from deploy.feed import headers, images, pixels, preprocess
 from deploy.feed.feed import open_feed
-from deploy.feed.images import call_and_capture, capture_decoder_output
+from deploy.feed.images import call_and_capture, capture_decoder_output, decode_image
 from deploy.feed.pixels import input_to_image, preprocess_image, resize_to_input
 from deploy.feed.preprocess import PRESETS, Preprocess, complete_preprocess, with_options
 from deploy.feed.sampling import spread_evenly
 from deploy.report import FeedPart, Report, to_html, to_json, to_markdown
 from deploy.report.previews import pictures_part, raster
+from deploy.targets.onnxruntime.run_script import run_program
 from deploy.tensors import TensorSpec
+from tests.models import make_model, save_net
 
 # --- preprocess
 OPEN = "size open; give a size, such as "
@@ -559,3 +564,32 @@ def test_names_of_pictures_are_escaped(pictures):
     assert "<script>alert" not in page and "\x1b" not in page and "&lt;script&gt;" in page
     json.dumps(to_json(report), allow_nan=False).encode()
     assert "data:" not in to_markdown(report)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"size": (20, 30), "color": "rgb", "mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4)},
+        {"size": (20, 30), "color": "grey", "interpolation": "area"},
+        {"size": (90, 80), "color": "bgr", "interpolation": "area", "layout": "nhwc"},
+        {"size": (32, 32), "color": "rgb", "resize": "letterbox", "pad": (114.0,)},
+        {"size": (48, 32), "color": "rgb", "resize": "letterbox", "anchor": "top-left"},
+        {"size": (24, 24), "color": "rgb", "resize": "short-side", "interpolation": "cubic"},
+        {"size": (24, 64), "color": "bgr", "resize": "fit-height", "pad": (1.0, 2.0, 3.0)},
+    ],
+)
+@pytest.mark.parametrize("shape", [(37, 51), (51, 37)])
+def test_the_program_of_a_build_feeds_what_calibrated(how, shape, tmp_path):
+    how = Preprocess(**{"layout": "nchw"} | how)
+    colors = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
+    path = str(tmp_path / "picture.png")
+    cv2.imwrite(path, colors)
+    engine = 'it\'s """ a.onnx'  # a file's name is not code
+    save_net(make_model("y = Relu (x)", {"x": [1]}, {"y": [1]}), tmp_path / engine)
+    text = run_program(engine, [TensorSpec("x", "float32", (1, 3, None, None))], how)
+    (tmp_path / "a_run.py").write_text(text)
+    with patch("sys.argv", ["a_run.py"]):
+        read = runpy.run_path(str(tmp_path / "a_run.py"))["read"]
+    data = Path(path).read_bytes()
+    wanted = preprocess_image(decode_image(data, path, grey=how.color == "grey"), how)
+    np.testing.assert_array_equal(read(path), wanted, strict=True)

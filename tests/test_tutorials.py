@@ -12,6 +12,7 @@ import math
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,10 +103,14 @@ def follow(text: str, run) -> None:
 
 
 def called(command: str, run) -> tuple[int, list[str]]:
-    """Exit code of a command and the lines that it said; `calib8` is that of this checkout."""
+    """Exit code of a command and the lines that it said; `calib8` is that of this checkout.
+
+    `python` is this one.
+    """
     if command.startswith("calib8 "):
         code, out, err = run(*shlex.split(command, comments=True)[1:])
         return code, (out + err).splitlines()
+    command = re.sub("^python ", f"{shlex.quote(sys.executable)} ", command)
     done = subprocess.run(
         ["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -101,10 +101,10 @@ MANY, SHOWN = 16, 12
 # The options that most people need, in the order of use.
 COMMON = """
 --against --images --preprocess --target --for --prefer --out --eval-images --labels --ranges
---epochs --effort --max-loss --min-speedup --accept --input --keep-float --qdq --mode --method --runtime --batch
---streams --duration --profile --min-sqnr --every --strategy --all --model --cache --keep-rounding
---bits --teacher --checkpoint --limit --soc --require-cache --refresh --resume --shard
---ascend-config --trt-version --device --amp --threads --force --html --json
+--epochs --effort --max-loss --min-speedup --accept --input --keep-float --qdq --mode --method
+--runtime --batch --streams --duration --profile --min-sqnr --every --strategy --all --model
+--cache --keep-rounding --bits --teacher --checkpoint --limit --soc --require-cache --refresh
+--resume --shard --ascend-config --trt-version --device --amp --threads --force --html --json
 """
 
 

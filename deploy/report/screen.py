@@ -116,6 +116,7 @@ _WITHOUT_TASK = ("Top-1 agreement", "SQNR", "SQNR, worst part")
 _MOST_ALERTS = 3
 # role of a script -> where it is to be run
 _DEVICE_SCRIPTS = {"script of trtexec": "on the GPU machine", "atc command": "where atc is"}
+_PROGRAM = "program that runs it"  # role of a file of ONNX Runtime's target
 
 
 def _short_table(report: Findings) -> Iterator[str]:
@@ -193,6 +194,8 @@ def next_steps(report: Findings) -> Iterator[str]:
             yield f"on the CPU that will run it: {bench}"
         elif there and engine.speed and engine.speed.is_noisy:
             yield f"on a quiet machine: {bench} --duration 30"
+        elif program := next((f.path for f in built.files if f.role == _PROGRAM), None):
+            yield f"python {shlex.quote(program)} PICTURE"
         elif there:
             yield f"{bench} --threads 1"
 

@@ -84,7 +84,7 @@ class OnnxRuntime:
     )
     name: str = "onnxruntime"
     engines: ClassVar[tuple[str, ...]] = (".onnx", ".ort")
-    writes: ClassVar[tuple[str, ...]] = (".int8.onnx", ".float.onnx")
+    writes: ClassVar[tuple[str, ...]] = (".int8.onnx", ".float.onnx", "_run.py")
     runs_here: ClassVar[bool] = True
     own_method: ClassVar[str] = ""
     alternatives: ClassVar[tuple[str, ...]] = ()
@@ -230,8 +230,13 @@ class OnnxRuntime:
         return _Paired(model, decisions, scales, request.model, read, plan)
 
     def build(self, request: BuildRequest) -> BuildResult:
-        """Write `<name>.int8.onnx`, or `<name>.float.onnx` if all nodes stay float."""
+        """Write `<name>.int8.onnx`, or `<name>.float.onnx` if all nodes stay float, and a program.
+
+        The program, `<name>_run.py`, runs it on pictures.
+        """
+        from deploy.feed.preprocess import Preprocess
         from deploy.targets.onnxruntime.dynamic import dynamic_weights
+        from deploy.targets.onnxruntime.run_script import run_program
         from deploy.targets.stored_weights import read_stored_weights
 
         paired = self._paired(request)
@@ -250,12 +255,18 @@ class OnnxRuntime:
         if given is not None:
             data, notes = given, (*notes, _GIVEN.format(times=len(data) / len(given)))
         path = request.folder / f"{request.name}.{kind}.onnx"
-        atomic.write_bytes(path, data)
+        files = {f"{kind} engine": atomic.write_bytes(path, data)}
+        fed = request.manifest.get("preprocess")
+        program = request.folder / f"{request.name}_run.py"
+        how = None if fed is None else Preprocess.from_json(fed)
+        text = run_program(path.name, request.subject.loaded.inputs, how)
+        if text is not None:
+            files["program that runs it"] = atomic.write_text(program, text)
         return BuildResult(
             target=self.name,
             engine=path,
             runnable=path,
-            files={f"{kind} engine": path},
+            files=files,
             decisions=decisions,
             method=request.chosen.chosen_by,
             ranges=paired.ranges,

@@ -1,0 +1,119 @@
+"""`X_run.py`: a program that runs the engine on pictures, with cv2, numpy and onnxruntime alone.
+
+It repeats the arithmetic of `deploy.feed.pixels` bit for bit, so that it feeds what calibrated. A
+model whose inputs are not one picture of a fixed size has no such program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deploy.feed.preprocess import Preprocess
+from deploy.tensors import TensorSpec
+
+# way of resizing -> the lines that give the (height, width) of the resized picture
+_SIZES = {
+    "stretch": "    return HEIGHT, WIDTH\n",
+    "letterbox": (
+        "    if WIDTH * rows <= HEIGHT * columns:\n"
+        "        return max(1, min(HEIGHT, (2 * rows * WIDTH + columns) // (2 * columns))), WIDTH\n"
+        "    return HEIGHT, max(1, min(WIDTH, (2 * columns * HEIGHT + rows) // (2 * rows)))\n"
+    ),
+    "short-side": (
+        "    if rows <= columns:\n"
+        "        return {short}, columns * {short} // rows\n"
+        "    return rows * {short} // columns, {short}\n"
+    ),
+    "fit-height": "    return HEIGHT, min(WIDTH, -(-HEIGHT * columns // rows))\n",
+}
+_PLACES = {
+    "centre": (
+        "    top, left = (HEIGHT - rows) // 2, (WIDTH - columns) // 2\n"
+        "    canvas[top : top + rows, left : left + columns] = picture\n"
+    ),
+    "top-left": "    canvas[:rows, :columns] = picture\n",
+    "crop": (
+        "    top, left = (rows - HEIGHT) // 2, (columns - WIDTH) // 2\n"
+        "    canvas[:] = picture[top : top + HEIGHT, left : left + WIDTH]\n"
+    ),
+}
+_FLAGS = {"nearest": "NEAREST", "linear": "LINEAR", "cubic": "CUBIC", "lanczos": "LANCZOS4"}
+_PROGRAM = '''\
+#!/usr/bin/env python3
+"""Run the int8 model in this folder on pictures: python THIS_FILE PICTURE ..."""
+
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import onnxruntime
+
+HEIGHT, WIDTH = {height}, {width}
+
+
+def resized_size(rows, columns):
+{sizes}
+
+def read(path):
+    """Return a picture as the model's input, as calib8 fed it."""
+    picture = cv2.imread(path, cv2.{flag})
+    if picture is None:
+        sys.exit(f"{{path}} is no picture that OpenCV reads")
+    rows, columns = size = resized_size(*picture.shape[:2])
+    kind = {kind}
+    if picture.shape[:2] != size:
+        picture = cv2.resize(picture, (columns, rows), interpolation=kind)
+    picture = picture.reshape(rows, columns, {channels}){order}
+    canvas = np.empty((HEIGHT, WIDTH, {channels}), np.float32)
+    canvas[:] = np.float32({pad})
+{place}    values = canvas * np.float32({scale})
+    values = (values - np.float32({mean})) / np.float32({std})
+    return values{layout}[np.newaxis].astype(np.{dtype})
+
+
+session = onnxruntime.InferenceSession(str(Path(__file__).with_name({engine})))
+for path in sys.argv[1:]:
+    outputs = session.run(None, {{{input}: read(path)}})
+    for output, values in zip(session.get_outputs(), outputs):
+        values = np.asarray(values)
+        told = f"{{values.dtype}} {{list(values.shape)}}"
+        if values.ndim == 2 and len(values) == 1 and values.shape[1] > 1:  # a score for each class
+            told = f"class {{values.argmax()}}, {{values.max():.4g}}"
+        print(path, output.name, told)
+'''
+
+
+def run_program(engine: str, inputs: Sequence[TensorSpec], how: Preprocess | None) -> str | None:
+    """Return the text of a program; None where the inputs are not one picture of a fixed size.
+
+    Args:
+        engine: file name of the engine, in the same folder.
+        inputs: the model's inputs.
+        how: the resolved preprocessing; None for arrays.
+    """
+    if how is None or len(inputs) != 1 or how.size is None or None in how.size:
+        return None
+    linear = "cv2.INTER_LINEAR"
+    kind = f"cv2.INTER_{_FLAGS.get(how.interpolation, 'AREA')}"
+    if how.interpolation == "area":  # enlarging by areas would repeat pixels
+        kind = f"{linear} if rows > picture.shape[0] or columns > picture.shape[1] else {kind}"
+    place = {"short-side": "crop", "letterbox": how.anchor}.get(how.resize, "top-left")
+    return _PROGRAM.format(
+        engine=ascii(engine),
+        height=how.box[0],
+        width=how.box[1],
+        sizes=_SIZES[how.resize].format(short=how.short),
+        flag="IMREAD_GRAYSCALE" if how.color == "grey" else "IMREAD_COLOR",
+        kind=kind,
+        channels=how.channels,
+        order="[:, :, ::-1]" if how.color == "rgb" else "",
+        pad=list(how.pad),
+        place=_PLACES[place],
+        scale=how.scale,
+        mean=list(how.mean),
+        std=list(how.std),
+        layout="" if how.layout == "nhwc" else ".transpose(2, 0, 1)",
+        dtype=inputs[0].dtype,
+        input=ascii(inputs[0].name),
+    )
