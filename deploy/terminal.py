@@ -26,6 +26,7 @@ any thread may call `step`.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -171,6 +172,7 @@ class Phase:
         done: steps done.
         aside: seconds in inner phases, which do not count for the time per step.
         told: whether a plain line was printed for it.
+        ends: the earliest end that was estimated, so that the time left only falls.
     """
 
     what: str
@@ -183,6 +185,7 @@ class Phase:
     done: int = 0
     aside: float = 0.0
     told: bool = False
+    ends: float = math.inf
 
     def share(self, now: float) -> float | None:
         """Return the fraction done, 0 to 1; None if unknown."""
@@ -191,12 +194,17 @@ class Phase:
         return min((now - self.began if self.timed else self.done) / self.total, 1.0)
 
     def words(self, now: float) -> str:
-        """Return steps and time left if known, else the time so far."""
+        """Return steps and time left if known, else the time so far.
+
+        The estimate never rises: a phase that lasts longer than estimated shows the time so far.
+        """
         taken, share = now - self.began, self.share(now)
         about, time, of = "about " if self.about else "", format_seconds(taken), ""
         if share and share < 1:
             stepping = taken - self.aside
-            time = f"{about}{format_seconds(stepping / share - stepping)} left"
+            self.ends = min(self.ends, now + stepping / share - stepping)
+            if self.ends > now:
+                time = f"{about}{format_seconds(self.ends - now)} left"
         if self.timed or not self.done or self.total is None:
             return time
         if not self.about or self.done < self.total:

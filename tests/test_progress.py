@@ -639,3 +639,12 @@ def test_a_model_for_atc_alone_is_told_what_runs_in_its_place(small_cnn, run, pi
     for command in (("build", path, "--images", pictures), ("inspect", path), ("bench", path)):
         err = run.fails(*command)
         assert "its fake-quant model" in err and "only Ascend's atc reads" in err
+
+
+def test_the_time_left_only_falls():
+    """As of a search that tries more than was estimated, or becomes slow."""
+    phase = Phase(what="trials", total=10, began=0.0)
+    phase.done = 5
+    assert phase.words(5.0) == "5 of 10, 5 s left"
+    assert phase.words(8.0) == "5 of 10, 2 s left"  # 8 s by the steps so far
+    assert phase.words(12.0) == "5 of 10, 12 s"
