@@ -18,7 +18,7 @@ from deploy import build
 from deploy.errors import ConfigError
 from deploy.machine import this_machine
 from deploy.metrics.accuracy import Accuracy
-from deploy.metrics.latency import Latency, Timing, speed_up
+from deploy.metrics.latency import Latency, SpeedUp, Timing, speed_up
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.report import (
     CalibrationPart,
@@ -49,6 +49,7 @@ from deploy.report.charts import latency_figure, range_bar
 from deploy.report.model import with_speed
 from deploy.report.page import POLICY, SCRIPT, STYLE
 from deploy.report.report_rows import float_groups, worst_first, worst_rows
+from deploy.report.screen import next_steps
 from deploy.report.verdict import Verdict
 from deploy.targets import OnnxRuntime
 from deploy.targets.base import BuildResult
@@ -287,6 +288,48 @@ def test_the_screen_shows_what_changed():
     assert len(text.splitlines()) <= 16 and "Ship          logits" in text
     assert "Next          calib8 bench logits --against logits" in text
     assert "entropy, calibrated anew in 1.5 s: logits" in to_markdown(full())
+
+
+@pytest.mark.parametrize(
+    ("verdict", "speed", "searched", "said"),
+    [
+        (Verdict("good", ()), (1.5, 1.4, 1.6), True, "calib8 bench m --against m --threads 1"),
+        (
+            Verdict("good", ()),
+            (1.5, 0.9, 2),
+            True,
+            "on a quiet machine: calib8 bench m --against m",
+        ),
+        (
+            Verdict("keep FP32", ()),
+            (0.9, 0.8, 1),
+            True,
+            "on the CPU that will run it: calib8 bench",
+        ),
+        (
+            Verdict("unusable", ()),
+            (2, 2, 2),
+            False,
+            "calib8 build --config o/calib8.toml --effort 1",
+        ),
+        (Verdict("doubtful", ()), (2, 2, 2), True, "calib8.toml --prefer accuracy --effort 2"),
+        (Verdict("unusable", (), gated=True), (2, 2, 2), True, "calib8 explain o"),
+        (Verdict("unusable", ("the float model is wrong",)), (2, 2, 2), True, ""),
+    ],
+)
+def test_every_verdict_has_a_next_step(verdict, speed, searched, said):
+    report = full("m")
+    (target,), (fp32, int8) = report.targets, report.engines
+    ratio, low, high = speed
+    row = dataclasses.replace(int8, verdict=verdict, speed=SpeedUp(ratio=ratio, low=low, high=high))
+    files = (
+        FileRow(role="report", path="o/report.html"),
+        FileRow(role="options", path="o/calib8.toml"),
+    )
+    target = target if searched else dataclasses.replace(target, search=None)
+    report = dataclasses.replace(report, targets=(target,), engines=(fp32, row), files=files)
+    (step,) = [*next_steps(report)] or [""]
+    assert said in step and bool(said) == bool(step)
 
 
 @pytest.mark.parametrize(

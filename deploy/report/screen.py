@@ -184,11 +184,11 @@ def next_steps(report: Findings) -> Iterator[str]:
         again = None if options is None else f"calib8 build --config {shlex.quote(options)}"
         there = report.model and engine.path
         bench = f"calib8 bench {_quoted(report)} --against {shlex.quote(engine.path or '')}"
-        if engine.verdict.level == UNUSABLE and again and built.search is None:
-            yield f"{again} --effort 1"
-        elif engine.verdict.level == UNUSABLE and again and not engine.verdict.gated:
-            yield f"{again} --prefer accuracy --effort 2"
-        elif engine.verdict.level in (DOUBTFUL, UNUSABLE) and folder:
+        lossy = engine.verdict.level in (DOUBTFUL, UNUSABLE)
+        if lossy and again and not engine.verdict.gated:
+            searched = built.search is not None
+            yield again + (" --prefer accuracy --effort 2" if searched else " --effort 1")
+        elif lossy and folder:
             yield f"calib8 explain {folder}"
         elif engine.verdict.level == FLOAT and there:
             yield f"on the CPU that will run it: {bench}"
