@@ -204,7 +204,7 @@ class Search:
     def _refine(self, base: Trial) -> Trial:
         """Try splits and methods from a trial on, in rounds; return the best trial.
 
-        One more round follows where the last one found other methods: they change which layers are
+        One more round follows where the last one found another method: it changes which layers are
         noisy.
         """
         for done in range(1, self.effort.rounds + 2):
@@ -216,7 +216,7 @@ class Search:
             if _method_labels(self.best) != methods:
                 self._try_splits(self.best, self._shares, start=self.best.in_float)
             base = self.best
-            settled = done >= self.effort.rounds and _method_labels(base) == methods
+            settled = done >= self.effort.rounds and _method_labels(base)[0] == methods[0]
             if base is before or settled or not self.can_refine():
                 break
         return self.best
