@@ -541,10 +541,10 @@ def test_pictures_are_kept_only_while_somebody_watches_them():
     assert found[19][1].shape == (256, 128, 3) and (found[19][1] == 19).all()
 
 
-def boxes(name="a.png", number=0):
+def boxes(name="a.png", number=0, **names):
     full = scene(*(row(10 * n) for n in range(8)))
     (example,) = tallied([(full, scene(*(row(10 * n) for n in range(1, 8)), row(200)))]).shown()
-    return box_rows([example], {number: (name, np.zeros((32, 320, 3), np.uint8))})
+    return box_rows([example], {number: (name, np.zeros((32, 320, 3), np.uint8))}, **names)
 
 
 def test_the_page_draws_what_was_kept_lost_and_new_as_vectors():
@@ -558,6 +558,8 @@ def test_the_page_draws_what_was_kept_lost_and_new_as_vectors():
     engines = tuple(EngineRow(label=label, boxes=boxes()) for label in ("a", "b"))
     page = to_html(Report(engines=engines))  # a picture stands once for several engines
     assert page.count("data:image/") == 1 and page.count('<use href="#look-0"/>') == 3
+    page = to_html(Report(engines=(EngineRow(label="int8", boxes=boxes(names={0: "a<b"})),)))
+    assert page.count(">a&lt;b 0.90</text>") == 16
     assert page.count('id="look-0"') == 1
 
 

@@ -10,7 +10,7 @@ from deploy.errors import ConfigError
 from deploy.feed.feed import open_feed
 from deploy.feed.model_preprocess import MetadataPreprocess, resolve_preprocess
 from deploy.feed.preprocess import PRESETS, Preprocess
-from deploy.frontends.metadata import read_metadata_preprocess
+from deploy.frontends.metadata import read_class_names, read_metadata_preprocess
 from deploy.frontends.metadata.exporters import parse_operators
 from deploy.tensors import TensorSpec
 from tests.models import make_model, make_value, read_markdown, save_net
@@ -341,3 +341,18 @@ def test_arrays_are_fed_as_they_are(yolo):
     spec = TensorSpec("x", "float32", ("batch", 3, 16, 16))
     feed = open_feed(np.zeros((2, 3, 16, 16), np.float32), [spec], carried=carried(**YOLO))
     assert feed.preprocess is None and feed.origin == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("{0: 'face', 2: 'hand'}", {0: "face", 2: "hand"}),
+        ("['face', 'hand']", {0: "face", 1: "hand"}),
+        ("{0: 1, 'a': 'b', 3: ''}", {}), ("__import__('os')", {}), ("(" * 9999, {}), ("3", {}),
+        ("", {}), (f"['{'x' * 70000}']", {}),
+    ],
+)  # fmt: skip
+def test_class_names_are_read_where_they_are_plain(text, names):
+    model = make_model("y = Relu (x)", {"x": [1]}, {"y": [1]})
+    model.metadata_props.add(key="names", value=text)
+    assert read_class_names(model) == names

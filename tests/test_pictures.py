@@ -586,10 +586,11 @@ def test_the_program_of_a_build_feeds_what_calibrated(how, shape, tmp_path):
     cv2.imwrite(path, colors)
     engine = 'it\'s """ a.onnx'  # a file's name is not code
     save_net(make_model("y = Relu (x)", {"x": [1]}, {"y": [1]}), tmp_path / engine)
-    text = run_program(engine, [TensorSpec("x", "float32", (1, 3, None, None))], how)
+    text = run_program(engine, [TensorSpec("x", "float32", (1, 3, None, None))], how, {0: engine})
     (tmp_path / "a_run.py").write_text(text)
     with patch("sys.argv", ["a_run.py"]):
-        read = runpy.run_path(str(tmp_path / "a_run.py"))["read"]
+        made = runpy.run_path(str(tmp_path / "a_run.py"))
+    assert made["CLASSES"] == {0: engine}
     data = Path(path).read_bytes()
     wanted = preprocess_image(decode_image(data, path, grey=how.color == "grey"), how)
-    np.testing.assert_array_equal(read(path), wanted, strict=True)
+    np.testing.assert_array_equal(made["read"](path), wanted, strict=True)

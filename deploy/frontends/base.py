@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,6 +108,7 @@ class LoadedModel:
         behind: nodes that ONNX Runtime does not know and all nodes downstream of them, which are
             not part of `model`; None without any.
         carried: preprocessing from the metadata in the file, or in a file next to it.
+        classes: class -> name from the metadata in the file.
         trained: data of a Q/DQ model's pairs, which were removed from `model`; None for a float
             model.
         restored: whether the original stores weights as integers that are float in `model`.
@@ -126,6 +127,7 @@ class LoadedModel:
     stamp: ModelStamp | None = None
     behind: CutOffNodes | None = None
     carried: MetadataPreprocess | None = None
+    classes: Mapping[int, str] = field(default_factory=dict)
     trained: QdqCalibration | None = None
     restored: bool = False
 

@@ -12,7 +12,7 @@ from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel, model_digest
 from deploy.frontends.fold import fold_constants, remove_identity
 from deploy.frontends.lift import drop_casts, lift_opset, restore_float_weights, widen_to_float32
-from deploy.frontends.metadata import read_metadata_preprocess
+from deploy.frontends.metadata import read_class_names, read_metadata_preprocess
 from deploy.frontends.onnx_reader import ModelStamp, read_model_and_stamp, refuse_external
 from deploy.frontends.plugins import CutOffNodes, cut_unknown_nodes
 from deploy.graph.edit import (
@@ -49,6 +49,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         path, model, stamp = _read(source)
         checks.check_names(model)
         digest, carried = model_digest(model), read_metadata_preprocess(model, path)
+        classes = read_class_names(model)
         stored = restore_float_weights(model)
         _check(model)
         shared, listed = _count_shared_names(model.graph), _count_fed_weights(model)
@@ -76,6 +77,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         stamp,
         behind,
         carried,
+        classes,
         restored=stored is not None,
     )
 

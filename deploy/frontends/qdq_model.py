@@ -51,7 +51,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
         ModelError: it cannot be read, or its pairs cannot serve as a calibration.
     """
     from deploy.frontends.base import model_digest
-    from deploy.frontends.metadata import read_metadata_preprocess
+    from deploy.frontends.metadata import read_class_names, read_metadata_preprocess
     from deploy.frontends.onnx_file import load_onnx
     from deploy.frontends.onnx_reader import read_model_and_stamp, refuse_external
 
@@ -82,6 +82,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
         digest=model_digest(original),
         stamp=stamp,
         carried=read_metadata_preprocess(original, path),
+        classes=read_class_names(original),
         notes=(*_notes(trained, several), *loaded.notes),
         trained=trained,
     )

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from deploy.calibration.fingerprint import feed_versions
@@ -171,7 +172,12 @@ def gather_report(
             for result in built
         ),
         engines=engine_rows(
-            figures, built, gates or Gates(), stage, fed_wrong=bool(calibrated.doubts)
+            figures,
+            built,
+            gates or Gates(),
+            stage,
+            fed_wrong=bool(calibrated.doubts),
+            classes=loaded.classes,
         ),
         machine=replace(this_machine(), devices=figures.devices),
         files=(*file_rows(common, stage), *pages),
@@ -215,10 +221,15 @@ def engine_rows(
     stage: Stage,
     *,
     fed_wrong: bool = False,
+    classes: Mapping[int, str] = MappingProxyType({}),
 ) -> tuple[EngineRow, ...]:
-    """The engines' rows, each with its verdict; float and failed engines have none."""
+    """The engines' rows, each with its verdict; float and failed engines have none.
+
+    `classes`: class -> name, for the boxes that are drawn.
+    """
     reference, *others = figures.engines
-    rows = [_with_examples(replace(row, path=_final(row.path, stage)), figures) for row in others]
+    final = [replace(row, path=_final(row.path, stage)) for row in others]
+    rows = [_with_examples(row, figures, classes) for row in final]
     int8 = {one.target: any(d.quantized for d in one.decisions) for one in built if not one.error}
     failed = figures.failed
     judged = [reference]
@@ -232,11 +243,11 @@ def engine_rows(
     return tuple(judged)
 
 
-def _with_examples(row: EngineRow, figures: Figures) -> EngineRow:
+def _with_examples(row: EngineRow, figures: Figures, classes: Mapping[int, str]) -> EngineRow:
     """The row of an int8 engine with example samples."""
     own = () if row.baseline else figures.examples.get(row.target, ())
     looks = figures.looks
-    return replace(row, boxes=box_rows(own, looks), changed=class_rows(own, looks))
+    return replace(row, boxes=box_rows(own, looks, classes), changed=class_rows(own, looks))
 
 
 def _verdict(

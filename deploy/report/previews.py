@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from deploy.metrics.tasks.evaluation_task import BoxExample, ClassExample, Examp
 from deploy.tensors import Array
 
 _QUALITY = 85  # JPEG quality
+_NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +82,10 @@ class PicturesPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnBox:
-    """A box relative to the picture (x1 y1 x2 y2), its class and score."""
+    """A box relative to the picture (x1 y1 x2 y2), its class by name or number, and its score."""
 
     corners: tuple[float, float, float, float]
-    kind: int
+    kind: str
     score: float
 
 
@@ -146,14 +148,16 @@ def pictures_part(views: Iterable[Preview], how: Preprocess | None) -> PicturesP
 
 
 def box_rows(
-    examples: Sequence[Example], looks: Mapping[int, tuple[str, Array]]
+    examples: Sequence[Example],
+    looks: Mapping[int, tuple[str, Array]],
+    names: Mapping[int, str] = _NO_NAMES,
 ) -> tuple[BoxRow, ...]:
     """Return rows of the box examples whose picture is available.
 
-    `looks`: index of a sample -> its name and picture, uint8 [h, w, 3].
+    `looks`: index of a sample -> its name and picture, uint8 [h, w, 3]. `names`: class -> name.
     """
     pictured = (one for one in examples if isinstance(one, BoxExample) and one.number in looks)
-    return tuple(_box_row(one, *looks[one.number]) for one in pictured)
+    return tuple(_box_row(one, *looks[one.number], names) for one in pictured)
 
 
 def class_rows(
@@ -175,15 +179,15 @@ def class_rows(
     )
 
 
-def _box_row(example: BoxExample, name: str, picture: Array) -> BoxRow:
+def _box_row(example: BoxExample, name: str, picture: Array, names: Mapping[int, str]) -> BoxRow:
     drawn = DrawnBoxes(
         number=example.number,
         picture=raster(picture),
         size=example.size,
-        kept=_boxes(example.kept, example.size),
-        found=_boxes(example.found, example.size),
-        lost=_boxes(example.lost, example.size),
-        new=_boxes(example.new, example.size),
+        kept=_boxes(example.kept, example.size, names),
+        found=_boxes(example.found, example.size, names),
+        lost=_boxes(example.lost, example.size, names),
+        new=_boxes(example.new, example.size, names),
     )
     return BoxRow(
         sample=printable_name(name),
@@ -195,12 +199,14 @@ def _box_row(example: BoxExample, name: str, picture: Array) -> BoxRow:
     )
 
 
-def _boxes(detections: Detections, size: tuple[int, int]) -> tuple[DrawnBox, ...]:
+def _boxes(
+    detections: Detections, size: tuple[int, int], names: Mapping[int, str]
+) -> tuple[DrawnBox, ...]:
     height, width = size
     return tuple(
         DrawnBox(
             corners=(x1 / width, y1 / height, x2 / width, y2 / height),
-            kind=int(kind),
+            kind=names.get(int(kind), str(int(kind))),
             score=float(score),
         )
         for (x1, y1, x2, y2), kind, score in zip(

@@ -424,7 +424,7 @@ def _box(box: DrawnBox, kind: str, width: float, height: float) -> str:
     return (
         f'<rect class="{kind}" x="{x1:.1f}" y="{y1:.1f}" width="{max(x2 - x1, 0):.1f}"'
         f' height="{max(y2 - y1, 0):.1f}"/>'
-        f'<text x="{x:.1f}" y="{y:.1f}">{box.kind} {box.score:.2f}</text>'
+        f'<text x="{x:.1f}" y="{y:.1f}">{escape(encodable(box.kind))} {box.score:.2f}</text>'
     )
 
 

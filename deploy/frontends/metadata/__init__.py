@@ -1,4 +1,4 @@
-"""Read the preprocessing that a model's metadata, or a file next to it, contains.
+"""Read the preprocessing that a model's metadata, or a file next to it, contains, and its classes.
 
 Metadata may come from anybody. Malformed, too large or partly unknown metadata is not used; a note
 says so, and the run continues.
@@ -6,6 +6,7 @@ says so, and the run continues.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     import onnx
 
 _OWN = "the model's metadata"
+_NAMES = "names"  # key of Ultralytics and YOLOv5: the text of a Python dict or list
+_LONGEST_NAMES = 1 << 16  # characters
 
 # (location, writer, reader); the first reader that finds its own data is used.
 READERS: tuple[tuple[str, str, Callable[[ModelMetadata], StoredPreprocess | None]], ...] = (
@@ -49,6 +52,19 @@ def read_metadata_preprocess(
         if result is not None:
             return MetadataPreprocess(f"{where} ({writer}{result.detail})", how=result.how)
     return None
+
+
+def read_class_names(model: onnx.ModelProto) -> dict[int, str]:
+    """Return class -> name from the model's metadata; nothing where it has none, or others."""
+    text = next((one.value for one in model.metadata_props if one.key == _NAMES), "")
+    try:
+        names = ast.literal_eval(text) if len(text) <= _LONGEST_NAMES else {}
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return {}
+    named = dict(enumerate(names)) if isinstance(names, list) else names
+    if not isinstance(named, dict):
+        return {}
+    return {k: v for k, v in named.items() if isinstance(k, int) and isinstance(v, str) and v}
 
 
 def _shape(model: onnx.ModelProto) -> tuple[int | None, ...]:

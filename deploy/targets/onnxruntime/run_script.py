@@ -6,7 +6,7 @@ model whose inputs are not one picture of a fixed size has no such program.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from deploy.feed.preprocess import Preprocess
 from deploy.tensors import TensorSpec
@@ -50,6 +50,7 @@ import numpy as np
 import onnxruntime
 
 HEIGHT, WIDTH = {height}, {width}
+CLASSES = {classes}  # class -> name
 
 
 def resized_size(rows, columns):
@@ -79,18 +80,25 @@ for path in sys.argv[1:]:
         values = np.asarray(values)
         told = f"{{values.dtype}} {{list(values.shape)}}"
         if values.ndim == 2 and len(values) == 1 and values.shape[1] > 1:  # a score for each class
-            told = f"class {{values.argmax()}}, {{values.max():.4g}}"
+            best = int(values.argmax())
+            told = f"class {{CLASSES.get(best, best)}}, {{values.max():.4g}}"
         print(path, output.name, told)
 '''
 
 
-def run_program(engine: str, inputs: Sequence[TensorSpec], how: Preprocess | None) -> str | None:
+def run_program(
+    engine: str,
+    inputs: Sequence[TensorSpec],
+    how: Preprocess | None,
+    classes: Mapping[int, str],
+) -> str | None:
     """Return the text of a program; None where the inputs are not one picture of a fixed size.
 
     Args:
         engine: file name of the engine, in the same folder.
         inputs: the model's inputs.
         how: the resolved preprocessing; None for arrays.
+        classes: class -> name; empty if unknown.
     """
     if how is None or len(inputs) != 1 or how.size is None or None in how.size:
         return None
@@ -101,6 +109,7 @@ def run_program(engine: str, inputs: Sequence[TensorSpec], how: Preprocess | Non
     place = {"short-side": "crop", "letterbox": how.anchor}.get(how.resize, "top-left")
     return _PROGRAM.format(
         engine=ascii(engine),
+        classes=ascii(dict(classes)),
         height=how.box[0],
         width=how.box[1],
         sizes=_SIZES[how.resize].format(short=how.short),

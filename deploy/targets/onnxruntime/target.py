@@ -259,7 +259,8 @@ class OnnxRuntime:
         fed = request.manifest.get("preprocess")
         program = request.folder / f"{request.name}_run.py"
         how = None if fed is None else Preprocess.from_json(fed)
-        text = run_program(path.name, request.subject.loaded.inputs, how)
+        loaded = request.subject.loaded
+        text = run_program(path.name, loaded.inputs, how, loaded.classes)
         if text is not None:
             files["program that runs it"] = atomic.write_text(program, text)
         return BuildResult(
