@@ -541,10 +541,10 @@ def test_pictures_are_kept_only_while_somebody_watches_them():
     assert found[19][1].shape == (256, 128, 3) and (found[19][1] == 19).all()
 
 
-def boxes(name="a.png", number=0, **names):
+def boxes(name="a.png", number=0, names=None):
     full = scene(*(row(10 * n) for n in range(8)))
     (example,) = tallied([(full, scene(*(row(10 * n) for n in range(1, 8)), row(200)))]).shown()
-    return box_rows([example], {number: (name, np.zeros((32, 320, 3), np.uint8))}, **names)
+    return box_rows([example], {number: (name, np.zeros((32, 320, 3), np.uint8))}, names or {})
 
 
 def test_the_page_draws_what_was_kept_lost_and_new_as_vectors():

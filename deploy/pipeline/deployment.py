@@ -134,7 +134,7 @@ def deploy(
             duration_s=0,
             threads=workers,
         )
-        return engine_rows(figures, [built], Gates(), stage)
+        return engine_rows(figures, [built], Gates(), stage, classes=loaded.classes)
 
     source = {"name": loaded.name, "sha256": loaded.digest}
     made = _Deployment(ascend, samples, subject, recipe, workers, rows)

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from deploy.calibration.fingerprint import feed_versions
@@ -220,8 +219,8 @@ def engine_rows(
     gates: Gates,
     stage: Stage,
     *,
+    classes: Mapping[int, str],
     fed_wrong: bool = False,
-    classes: Mapping[int, str] = MappingProxyType({}),
 ) -> tuple[EngineRow, ...]:
     """The engines' rows, each with its verdict; float and failed engines have none.
 

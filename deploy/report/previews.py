@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 
@@ -21,7 +20,6 @@ from deploy.metrics.tasks.evaluation_task import BoxExample, ClassExample, Examp
 from deploy.tensors import Array
 
 _QUALITY = 85  # JPEG quality
-_NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +148,7 @@ def pictures_part(views: Iterable[Preview], how: Preprocess | None) -> PicturesP
 def box_rows(
     examples: Sequence[Example],
     looks: Mapping[int, tuple[str, Array]],
-    names: Mapping[int, str] = _NO_NAMES,
+    names: Mapping[int, str],
 ) -> tuple[BoxRow, ...]:
     """Return rows of the box examples whose picture is available.
 

@@ -267,17 +267,18 @@ def _choose(
     allowance: SearchBudget,
 ) -> ChosenSplit:
     """Choose what to build among the trials."""
-    target, request = setup.target, setup.request
+    target, request, units = setup.target, setup.request, search.units
+    float32 = _with_float(setup, units, units.members) if search.prices.measured else None
 
     def choose(likely: Sequence[Trial]) -> tuple[Trial, TimedRows]:
-        if not search.prices.measured:
+        if float32 is None:
             return likely[0], []
         return choose_by_time(
             search,
             likely,
             samples,
             written=lambda trial: target.trial(request.adding(trial.choices)),
-            float32=_with_float(setup, search.units, search.units.members),
+            float32=float32,
             max_loss=setup.options.max_loss,
             threads=request.threads,
         )

@@ -102,10 +102,10 @@ def run_program(
     """
     if how is None or len(inputs) != 1 or how.size is None or None in how.size:
         return None
-    linear = "cv2.INTER_LINEAR"
     kind = f"cv2.INTER_{_FLAGS.get(how.interpolation, 'AREA')}"
     if how.interpolation == "area":  # enlarging by areas would repeat pixels
-        kind = f"{linear} if rows > picture.shape[0] or columns > picture.shape[1] else {kind}"
+        enlarged = "rows > picture.shape[0] or columns > picture.shape[1]"
+        kind = f"cv2.INTER_LINEAR if {enlarged} else {kind}"
     place = {"short-side": "crop", "letterbox": how.anchor}.get(how.resize, "top-left")
     return _PROGRAM.format(
         engine=ascii(engine),
