@@ -316,8 +316,8 @@ def feed_of(
 ) -> tuple[Dataset, Method | None]:
     """(calibration samples, the method; None where none is asked for).
 
-    A calibrator's script feeds its own batches. Its base class chooses the method, unless the
-    methods are `tuned`, that is compared by a search.
+    A calibrator's script feeds its own batches. Its base class chooses the method, unless a
+    search compares methods (`tuned`).
     """
     asked = calibration.method if calibration.asked else None
     if not images.script:

@@ -193,7 +193,7 @@ class Search:
         return self._refine(self._keep_sums_float(base))
 
     def quiet_down(self) -> None:
-        """Search on with more weight on loss, from what is best then.
+        """Continue from the best trial with more weight on loss.
 
         A layer that drowns all others in noise hides which method is good for them, so the
         methods are compared again where it is float.
@@ -328,7 +328,7 @@ class Search:
         return min(plain, key=lambda trial: trial.cost(self.weight))
 
     def fuller(self, than: Trial) -> Trial | None:
-        """Return the best trial with most layers in int8; None if `than` has them too."""
+        """Return the best trial with half of its layers or more in int8; None if `than` is one."""
         if self.int8_share(than.in_float) >= _MOST:
             return None
         most = [trial for trial in self.trials if self.int8_share(trial.in_float) >= _MOST]

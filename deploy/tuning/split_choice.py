@@ -1,10 +1,10 @@
 """Chooses the split to build: by time where that is measured, then by the verdict's own limits.
 
-A split always has a layer in int8: whether int8 is worth it is the report's to say. The likely
-splits are timed next to the float model where int8 is clearly faster on this CPU, and the one of
-least cost is taken; elsewhere one with most layers in int8 is preferred if it is good. The search
-measures noise in dB, the verdict counts boxes, classes and neighbours, so that split is then judged
-on the evaluation samples as its engine will be::
+A split always has a layer in int8; the report says whether int8 is worth it. Where int8 is clearly
+faster on this CPU, the likely splits are timed next to the float model, and the one of least cost
+is taken. Elsewhere a split with at least half of its layers in int8 is preferred if it is good. The
+search measures noise in dB, the verdict counts boxes, classes and neighbours, so that split is then
+judged on the evaluation samples as its engine will be::
 
     least cost -> good?     -> built
                -> not good? -> searched on with more weight on loss, and judged again

@@ -55,7 +55,7 @@ def read_metadata_preprocess(
 
 
 def read_class_names(model: onnx.ModelProto) -> dict[int, str]:
-    """Return class -> name from the model's metadata; nothing where it has none, or others."""
+    """Return class -> name from the model's metadata; empty if it has no such names."""
     text = next((one.value for one in model.metadata_props if one.key == _NAMES), "")
     try:
         names = ast.literal_eval(text) if len(text) <= _LONGEST_NAMES else {}
