@@ -210,7 +210,7 @@ def files(folder: Path, case: str, model: Path) -> dict[str, Path]:
     """The targets' files by name."""
     store = f"{model.stem}.cache" if case.startswith("build") else ""
     found = {str(p.relative_to(folder)): p for p in (folder / "out").rglob("*") if p.is_file()}
-    kept = {name.removeprefix("out/"): path for name, path in found.items()}
+    kept = {name.removeprefix("out/").removeprefix("calib8/"): path for name, path in found.items()}
     return {
         name: path
         for name, path in sorted(kept.items())

@@ -36,7 +36,7 @@ def main() -> None:
         calib8([*_WORDS.split(), "--duration", "0"])
         shutil.rmtree(kept, ignore_errors=True)
         shutil.copytree("out", kept)
-    for path in sorted(kept.iterdir()):
+    for path in sorted(p for p in kept.rglob("*") if p.is_file()):
         print(f"{path.stat().st_size:9,} {path.relative_to(ROOT)}")
 
 

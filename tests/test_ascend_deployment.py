@@ -147,7 +147,7 @@ def test_a_builds_record_gives_its_files_again(small_cnn, built, done, tmp_path)
     for ending in ("deploy_model.onnx", "fake_quant_model.onnx", "record.txt", "amct_qdq.onnx"):
         name = f"{stem}_{ending}"
         assert (tmp_path / name).read_bytes() == (built / name).read_bytes(), name
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest = json.loads((tmp_path / "calib8/manifest.json").read_text())
     assert manifest["made_from"]["scales"]["name"] == f"{stem}_record.txt"
     assert {f"{stem}_deploy_model.onnx", "report.html"} <= set(manifest["files"])
 
@@ -253,7 +253,8 @@ def test_a_tensorrt_cache_gives_symmetric_scales(small_cnn, built, done, data, t
 
 
 def test_scales_come_from_one_file_that_fits(small_cnn, built, ended, tmp_path):
-    record, cache = (built / f"{small_cnn.stem}{e}" for e in ("_record.txt", ".cache"))
+    record = built / f"{small_cnn.stem}_record.txt"
+    cache = built / "calib8" / f"{small_cnn.stem}.cache"
     out = ("-o", tmp_path / "o")
     assert "got neither" in ended("deploy", small_cnn, *out)
     assert "leave one" in ended("deploy", small_cnn, record, "--cache", cache, *out)

@@ -233,7 +233,7 @@ def test_open_shapes_are_those_that_the_build_calibrated_with(told, built, tmp_p
 
 
 def test_a_manifest_that_tells_no_shape_that_fits_is_passed_over(refused, built):
-    path = built.parent / "manifest.json"
+    path = built.parent / "calib8/manifest.json"
     document = json.loads(path.read_text())
     assert document["made_from"]["shapes"] == {"x": [1, 3, 12, 20]}
     stranger = built.with_name("other.onnx")  # which no build made

@@ -499,7 +499,7 @@ def test_a_model_is_known_by_its_graph_and_by_its_files(small_cnn, tmp_path):
 def test_the_cache_of_a_repaired_model_is_not_that_of_its_file(fed, small_cnn, tmp_path, run):
     words = ("--limit", 4, "--effort", 0, "--duration", 0, "--accept", "--out", tmp_path)
     assert run("build", *fed, *words, "--repair", "equalize")[0] == 0
-    (kept,) = tmp_path.glob("*.cache.json")
+    (kept,) = tmp_path.glob("calib8/*.cache.json")
     known = json.loads(kept.read_bytes())["fingerprint"]["made_from"]["model"]
     assert known["graph"] == load(small_cnn).identities["graph"] or "file" not in known
 

@@ -225,7 +225,7 @@ def test_build_observes_there_too(cluster, run, small_cnn, pictures, tmp_path):
     run.ok(*words, tmp_path / "one")
     run.ok(*words, tmp_path / "all", "--scheduler", cluster.address)
     assert len(cluster.samples()) == 20
-    for name in ("small_cnn.cache", "small_cnn.cache.npz", "small_cnn.int8.onnx"):
+    for name in ("calib8/small_cnn.cache", "calib8/small_cnn.cache.npz", "small_cnn.int8.onnx"):
         assert (tmp_path / "all" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
     assert "scheduler" not in (tmp_path / "all" / "calib8.toml").read_text()
 

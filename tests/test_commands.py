@@ -508,7 +508,8 @@ QUICK = "--effort", 0, "--duration", 0, "--accept"
 def files_of(folder):
     """Name -> bytes, but for what tells the time."""
     timed = "report.", "manifest.json"
-    return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.startswith(timed)}
+    files = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(timed))
+    return {p.name: p.read_bytes() for p in files}
 
 
 @pytest.fixture

@@ -178,7 +178,7 @@ def test_reasons_are_known_by_the_words_of_the_search(reason, expected):
 
 
 def test_what_was_taken_is_marked_in_what_was_tried(built):
-    plan = plan_file.read_plan(built / "small_cnn.plan.toml")
+    plan = plan_file.read_plan(built / "calib8/small_cnn.plan.toml")
     for target in report_of(built)["targets"]:
         tried, settled = target["search"]["tried"], target["search"]["settled"]
         (row,) = (row for row in tried if row["taken"])
@@ -286,7 +286,7 @@ def test_a_moved_build_is_not_another_one_in_its_place_now(small_cnn, pictures, 
     build(small_cnn, pictures, here, "--effort", 0, "--method", "percentile", "--percent", 60)
     after = json.loads(said(kept, "--images", held, "--json", "-"))
     assert after["targets"] == before
-    assert after["plan"] == str(kept / "small_cnn.plan.toml")
+    assert after["plan"] == str(kept / "calib8/small_cnn.plan.toml")
     next(kept.glob("*.int8.onnx")).unlink()
     assert "kept" in refused(kept, "--images", held)
 
@@ -393,10 +393,10 @@ def test_values_that_no_reader_looks_at_are_not_clipped(small_cnn, pictures, tmp
 def test_the_report_has_what_was_tried_and_where_it_is_kept(built):
     report = report_of(built)
     (plan,) = [file for file in report["files"] if file["role"] == "plan"]
-    assert plan["size_bytes"] == (built / "small_cnn.plan.toml").stat().st_size
+    assert plan["size_bytes"] == (built / "calib8/small_cnn.plan.toml").stat().st_size
     page, text = (built / "report.html").read_text(), (built / "report.md").read_text()
-    assert '<a href="small_cnn.plan.toml">small_cnn.plan.toml</a>' in page
-    assert "[small\\_cnn.plan.toml](small_cnn.plan.toml)" in text
+    assert '<a href="calib8/small_cnn.plan.toml">calib8/small_cnn.plan.toml</a>' in page
+    assert "[calib8/small\\_cnn.plan.toml](calib8/small_cnn.plan.toml)" in text
     page = re.sub(r' data-head="[^"]*"|<wbr>', "", page)
     for name in ("onnxruntime", "tensorrt"):
         assert f">Search for {name} (" in page and f"## Search for {name}" in text

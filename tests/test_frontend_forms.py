@@ -549,7 +549,7 @@ def test_a_quantized_model_is_one_sentence(run, small_cnn, pictures, command, tm
     int8 = out / "small_cnn.int8.onnx"
     words = {
         "calibrate": ["calibrate", int8, *images, "-o", tmp_path / "again.cache"],
-        "check": ["cache", "check", out / "small_cnn.cache", "--model", int8],
+        "check": ["cache", "check", out / "calib8/small_cnn.cache", "--model", int8],
     }
     err = run.fails(*words[command])
     assert "(DequantizeLinear '" in err and "give the model it was made from" in err

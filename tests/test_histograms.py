@@ -201,7 +201,7 @@ def test_batches_do_not_show(small_cnn, tmp_path):
 
 def test_a_trusted_cache_has_no_histograms(command, made, small_cnn, pictures, tmp_path):
     words = ("build", small_cnn, "--images", pictures, *QUICK, "--out", tmp_path, "--trust-cache")
-    command(*words, "--cache", made[0] / "small_cnn.cache")
+    command(*words, "--cache", made[0] / "calib8/small_cnn.cache")
     (target,) = report_of(tmp_path)["targets"]
     assert target["tensors"] and not any("histogram" in t for t in target["tensors"])
     assert "Histograms" not in (tmp_path / "report.html").read_text()

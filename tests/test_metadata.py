@@ -313,7 +313,7 @@ def test_the_first_screen_says_where_the_preset_came_from(yolo, pictures, tmp_pa
     assert f"20 samples from {pictures}: yolo: rgb 16x16, letterbox" in said
     assert "; from the model's metadata (Ultralytics 8.1.0, imgsz 16)" in said
     assert "metadata" not in command(*words, tmp_path / "b", "--preprocess", "yolo")
-    caches = [(tmp_path / name / "yolo.cache").read_bytes() for name in "ab"]
+    caches = [(tmp_path / name / "calib8/yolo.cache").read_bytes() for name in "ab"]
     assert caches[0] == caches[1]
     said = command(*words, tmp_path / "b", "--preprocess", "imagenet")
     assert "says resize letterbox, anchor centre, pad 114" in read_markdown(tmp_path / "b")

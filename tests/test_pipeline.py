@@ -171,7 +171,9 @@ def test_a_dead_tensor_is_told_and_its_nodes_stay_float(small_cnn, pictures, tmp
     reasons = {n.name: n.reason for n in report.targets[0].nodes}
     assert reasons["Conv_c1"] == "r1 was 0 in every sample"
     assert any("no scale for r1" in alert for alert in report.alerts)
-    entries = trt_cache.parse((tmp_path / "dead.cache").read_bytes(), origin="cache").scales()
+    entries = trt_cache.parse(
+        (tmp_path / "calib8/dead.cache").read_bytes(), origin="cache"
+    ).scales()
     assert entries["r1"] == 0
 
 
@@ -388,7 +390,8 @@ def test_another_parameter_changes_the_files_that_depend_on_it(
     for value in values:
         words = ("--method", method, flag, value, "--target", target, "--effort", "0")
         run_small("build", *words, "--out", tmp_path / value)
-        found.append({path.name: path.read_bytes() for path in (tmp_path / value).iterdir()})
+        files = (path for path in (tmp_path / value).rglob("*") if path.is_file())
+        found.append({path.name: path.read_bytes() for path in files})
     same = {name for name, data in found[1].items() if found[0][name] == data}
     # the float model and the statistics are the same; the ranges, and what holds them, are not
     own = {
@@ -477,7 +480,7 @@ def test_a_cache_does_not_grow_with_every_configuration_that_is_tried(run_small,
     words = ("--target", "onnxruntime,ascend", "--out", out, "--effort", 0)
     for kept in [(), *[(n,) for n in names], *[(names[0], n) for n in names[1:]]]:
         run_small("build", *words, *(w for n in kept for w in ("--keep-float", n)))
-    keys = json.loads((out / "small_cnn.cache.json").read_text())["observations"]
+    keys = json.loads((out / "calib8/small_cnn.cache.json").read_text())["observations"]
     variants = {variant for variant, _, _ in keys}
     assert "folded" in variants and len(variants) <= 6
 

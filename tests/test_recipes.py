@@ -86,7 +86,7 @@ def test_the_toy_target_is_built_with_the_toy_search(built):
 
 
 def test_a_second_build_reuses_what_the_first_observed(tree, built):
-    cache = ("--require-cache", "-o", built / "fashion.cache")
+    cache = ("--require-cache", "-o", built / "calib8/fashion.cache")
     calib8(tree, "calibrate", *UNIT, *KSIGMA, *cache)
 
 

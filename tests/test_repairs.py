@@ -253,7 +253,8 @@ def test_what_does_not_help_is_not_kept_and_the_files_are_those_of_a_plain_build
 def files(folder):
     """What was built, without reports, options, the calibration and scripts, which hold paths."""
     skipped = (".sh", ".json", ".md", ".html", ".cache", ".npz", "calib8.toml")
-    return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.endswith(skipped)}
+    files = (p for p in folder.rglob("*") if p.is_file() and not p.name.endswith(skipped))
+    return {p.name: p.read_bytes() for p in files}
 
 
 @pytest.mark.slow

@@ -266,11 +266,11 @@ def test_a_build_goes_on(run, killed, small_cnn, folder, tmp_path):
     words = ("build", small_cnn, "--images", folder, "--effort", 0, "--duration", 0, "-q", "--out")
     assert run(*words, whole)[0] == 0
     killed(5, *words, out)
-    assert [path.name for path in out.iterdir()] == ["small_cnn.cache.checkpoint"]
+    assert [path.name for path in out.rglob("*.*")] == ["small_cnn.cache.checkpoint"]
     assert run(*words, out, "--resume")[0] == 0
-    told = ("report.", "manifest.json", "calib8.toml")
-    names = {path.name for path in out.iterdir()}
-    assert names == {path.name for path in whole.iterdir()}
+    told = ("report.", "calib8/manifest.json", "calib8.toml")
+    names = {path.relative_to(out).as_posix() for path in out.rglob("*.*")}
+    assert names == {path.relative_to(whole).as_posix() for path in whole.rglob("*.*")}
     same = [name for name in names if not name.startswith(told)]
     assert same and all((out / n).read_bytes() == (whole / n).read_bytes() for n in same)
     assert "resume" not in (out / "calib8.toml").read_text()

@@ -277,7 +277,7 @@ def test_a_build_is_that_of_the_images_that_were_used(run, small_cnn, arrays, tm
     assert code in (0, 3), err
     assert "32 samples from" in out and "enough twice in a row" in read_markdown(tmp_path / "a")
     assert run(*words, "--limit", 32, "--out", tmp_path / "b")[0] == code
-    for name in ("small_cnn.int8.onnx", "small_cnn.cache", "small_cnn.cache.npz"):
+    for name in ("small_cnn.int8.onnx", "calib8/small_cnn.cache", "calib8/small_cnn.cache.npz"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     reports = [json.loads((tmp_path / name / "report.json").read_text()) for name in "ab"]
     one, other = (report["engines"][1]["accuracy"] for report in reports)

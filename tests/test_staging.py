@@ -36,7 +36,9 @@ WORDS = ("--size", "16x16", "--duration", 0, "--effort", 0, "--accept", "--out")
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+    """Return name -> bytes of the files in a folder and below; none that is staged or kept."""
+    files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+    return {name: p.read_bytes() for name, p in files.items() if atomic.PREFIX not in name}
 
 
 def write(stage, **named: str) -> None:
@@ -47,7 +49,7 @@ def write(stage, **named: str) -> None:
 def unchanged(folder: Path) -> bool:
     """Whether its files are those of its manifest, and no stage is left."""
     found = manifest.read_manifest(folder)
-    return not manifest.find_changed_files(folder, found) and not list(folder.glob(".*"))
+    return not manifest.find_changed_files(folder, found) and not list(folder.rglob(".*"))
 
 
 def broken(self, request):
@@ -87,6 +89,20 @@ def test_an_input_or_a_folder_in_the_way_stops_all_of_it(tmp_path):
             with pytest.raises(ExportError):
                 stage.publish()
         assert content(tmp_path) == {"b": b"input"}
+
+
+def test_records_go_below_and_never_through_a_link(tmp_path):
+    """A planted link would let a build replace files of another folder."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "out/calib8").symlink_to("../mine")
+    with stage_files(tmp_path / "out") as stage:
+        atomic.write_text(stage.records / "a", "new")
+        with pytest.raises(ExportError, match="symbolic link"):
+            stage.publish()
+        (tmp_path / "out/calib8").unlink()
+        stage.publish()
+    assert content(tmp_path) == {"out/calib8/a": b"new"}
 
 
 def test_a_rename_that_fails_is_tried_again_and_then_left_to_the_next_run(tmp_path, monkeypatch):
@@ -135,8 +151,9 @@ def publish(out):
         setattr(Path, name, counted(getattr(Path, name)))
     os.fsync = counted(os.fsync)
     with staging.stage_files(out) as stage:
-        for name in "abc":
+        for name in "ab":
             atomic.write_text(stage.inside / name, "new")
+        atomic.write_text(stage.records / "c", "new")
         stage.publish()
     os._exit(0)
 
@@ -144,8 +161,8 @@ ended = 9
 while ended == 9:
     at += 1
     out = Path(sys.argv[1], str(at))
-    out.mkdir()
-    for name in "abc":
+    (out / "calib8").mkdir(parents=True)
+    for name in ("a", "b", "calib8/c"):
         (out / name).write_text("old")
     if os.fork() == 0:
         publish(out)
@@ -166,7 +183,7 @@ def test_a_process_killed_at_any_call_leaves_the_old_files_or_the_next_run_all_n
     for at in range(1, last + 1):
         recover(out := tmp_path / str(at))
         states += (found := set(content(out).values()))
-        assert set(content(out)) == {*"abc"} and len(found) == 1, at
+        assert set(content(out)) == {"a", "b", "calib8/c"} and len(found) == 1, at
         assert not list(out.glob(".*"))
     assert set(states[:-1]) == {b"old", b"new"} and states[-1] == b"new"
 
@@ -206,9 +223,10 @@ def test_a_build_names_its_files_and_verify_reads_them(made, run):
     assert {"calib8", "onnxruntime", "opencv"} <= found.made_from["versions"].keys()
     report = json.loads((out / "report.json").read_text())
     rows = [*report["files"], *report["targets"][0]["files"]]
-    told = {Path(row["path"]).name: row["sha256"] for row in rows if "sha256" in row}
+    digests = [row for row in rows if "sha256" in row]
+    told = {Path(row["path"]).relative_to(out).as_posix(): row["sha256"] for row in digests}
     assert told.items() <= found.files.items()
-    assert {"small_cnn.cache", "small_cnn.int8.onnx"} <= told.keys()
+    assert {"calib8/small_cnn.cache", "small_cnn.int8.onnx"} <= told.keys()
     assert all(Path(row["path"]).exists() for row in rows)
     assert f"{len(found.files)} of {len(found.files)} files are as" in run.ok("verify", out)
 
@@ -225,7 +243,7 @@ def test_verify_tells_a_build_that_is_not_whole(made, run):
     listed.write_text('{"schema": "other", "files": {}}')
     assert "got another file of that name" in run.fails("verify", out)
     listed.unlink()
-    assert "must hold the manifest.json of a build, got none" in run.fails("verify", out)
+    assert "must hold the calib8/manifest.json of a build, got none" in run.fails("verify", out)
     again(method="minmax")  # a build from before there were manifests is known by its report
     assert unchanged(out)
 
@@ -268,8 +286,9 @@ def test_files_of_another_model_stay_and_are_told_apart(made, small_cnn, picture
     assert manifest.MANIFEST_NAME not in earlier  # it was replaced with the build
 
 
-@pytest.mark.parametrize("name", ["report.html", "small_cnn.int8.onnx", "manifest.json"])
+@pytest.mark.parametrize("name", ["report.html", "small_cnn.int8.onnx", "calib8/manifest.json"])
 def test_a_build_never_replaces_foreign_files(name, small_cnn, pictures, tmp_path, run):
+    (tmp_path / "calib8").mkdir()
     (tmp_path / name).write_text("mine")
     words = ("build", small_cnn, "--images", pictures, *WORDS, tmp_path)
     assert "must not replace what calib8 did not write" in run.fails(*words)
@@ -288,7 +307,7 @@ def test_a_build_that_fails_leaves_the_old_one_and_its_calibration_to_the_next(m
     report = again(limit=7)
     assert report.calibration.reused and "did not end" in report.calibration.reason
     assert unchanged(out)
-    assert content(out)["small_cnn.cache"] != before["small_cnn.cache"]
+    assert content(out)["calib8/small_cnn.cache"] != before["calib8/small_cnn.cache"]
 
 
 def test_a_cache_elsewhere_is_kept_as_it_is_made(small_cnn, pictures, tmp_path, monkeypatch):
@@ -316,11 +335,11 @@ def test_builds_at_once_leave_one_of_them(small_cnn, pictures, tmp_path):
     found = manifest.read_manifest(out)
     assert unchanged(out)
     report = json.loads((out / "report.json").read_text())
-    fingerprint = json.loads((out / "small_cnn.cache.json").read_text())["fingerprint"]
+    fingerprint = json.loads((out / "calib8/small_cnn.cache.json").read_text())["fingerprint"]
     assert report["feed"]["samples"] == fingerprint["made_from"]["images"]["count"]
     method = fingerprint["made_by"]["method"]
     assert report["calibration"]["method"] == method == found.made_from["method"]
-    cache = out / "small_cnn.cache"
+    cache = out / "calib8/small_cnn.cache"
     last = calibrate(small_cnn, pictures, preprocess=UNIT, method="entropy", cache=cache)
     assert {scale.method for scale in last.found.scales.values()} == {"entropy"}
 
@@ -519,13 +538,13 @@ def test_a_signal_ends_a_run_with_nothing_half_written(number, code, threads, sl
         started.kill()
     last = (said + rest).decode().strip().splitlines()[-1]
     assert started.returncode == code
-    left = out / "slow.cache.checkpoint"
+    left = out / "calib8/slow.cache.checkpoint"
     assert re.fullmatch(
         f"calib8: {ENDED[code]}; nothing half-written was left behind; [0-9,]+ of 4,000 samples"
         f" are kept in {left}: --resume goes on from there",
         last,
     )
-    assert list(out.iterdir()) == [left]
+    assert list(out.rglob("*.*")) == [left]
 
 
 @pytest.mark.parametrize(("kind", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
@@ -632,10 +651,10 @@ def test_only_tensorrts_text_minds_a_line_break_in_a_name(run, model, pictures, 
     errors = {target["name"]: target.get("error") for target in found}
     assert "got 'r\\n2'" in errors["tensorrt"]
     assert not errors["onnxruntime"] and not errors["ascend"]
-    assert "r3: " in (out / "m.cache").read_text()
+    assert "r3: " in (out / "calib8/m.cache").read_text()
     run.ok(*words, "--target", "onnxruntime,ascend", "--require-cache")
     said = run.fails(*words, "--target", "tensorrt", "--out", tmp_path / "p")
-    assert "rename the tensor" in said and not list((tmp_path / "p").glob("*.cache"))
+    assert "rename the tensor" in said and not list((tmp_path / "p").rglob("*.cache"))
 
 
 def test_a_name_in_a_remedy_is_quoted(run, tmp_path):

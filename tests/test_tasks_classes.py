@@ -448,7 +448,7 @@ def test_the_search_hears_the_scores_before_they_are_ranked(target, end, tmp_pat
         report = json.loads((out / "report.json").read_text())
         alike[effort] = report["engines"][1]["accuracy"]["task"]["value"]
     assert alike[0] < 0.9 < 0.93 < alike[1]
-    plan = read_plan(out / "net.plan.toml").targets[target]
+    plan = read_plan(out / "calib8/net.plan.toml").targets[target]
     assert plan.choices.float_nodes["Conv_bad"].endswith("dB of logits")
 
 

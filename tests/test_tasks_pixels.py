@@ -303,7 +303,7 @@ def test_the_search_hears_the_noise_beside_the_change(target, tmp_path):
     assert plain["label"] == searched["label"] == "y - x"
     assert found[0]["outputs"][0]["sqnr_db"] > 30 > plain["sqnr_db"] + 15
     assert searched["sqnr_db"] > plain["sqnr_db"] + 10
-    assert "Conv_bad" in (tmp_path / "1" / "out" / "net.plan.toml").read_text()
+    assert "Conv_bad" in (tmp_path / "1" / "out" / "calib8/net.plan.toml").read_text()
 
 
 def enlarging(change, last):

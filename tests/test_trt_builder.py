@@ -323,7 +323,7 @@ def test_the_qdq_model_and_the_cache_hold_the_same_scales(built, model):
     made = dict(scale_nodes(quantized))
     assert set(made) == {"x", "r1", "r2", "r3", "f"}
     assert all(cache.scales()[name] == scale for name, scale in made.items())
-    whole = parse((built / "net.cache").read_bytes(), origin="the calibration's own")
+    whole = parse((built / "calib8/net.cache").read_bytes(), origin="the calibration's own")
     assert whole.scales()["p"] == made["r3"]  # a pool's output has the scale of its input
     for source in (built / "net.tensorrt.onnx", model):
         for given in (cache, whole):

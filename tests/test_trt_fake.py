@@ -387,7 +387,7 @@ def test_files_are_for_the_older_tensorrt_and_operators_it_lacks_are_told(
 def test_the_header_follows_the_installed_tensorrt_on_reuse_too(build_newest, monkeypatch):
     def headers(*words):
         out, _ = build_newest(newest(), *words)
-        names = ("net.cache", "net.tensorrt.cache")
+        names = ("calib8/net.cache", "net.tensorrt.cache")
         return {parse((out / n).read_bytes(), origin=n).header.version for n in names}
 
     assert headers() == {"10.3.0"}

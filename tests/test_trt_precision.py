@@ -583,7 +583,16 @@ def test_a_cache_gives_the_same_model_and_there_is_no_way_back(
     run, narrow, wide_net, tmp_path, refusal
 ):
     made = tmp_path / "made.onnx"
-    words = ("cache", "to-qdq", wide_net, narrow / "net.cache", "-o", made, "--precision", "fp8")
+    words = (
+        "cache",
+        "to-qdq",
+        wide_net,
+        narrow / "calib8/net.cache",
+        "-o",
+        made,
+        "--precision",
+        "fp8",
+    )
     assert run(*words)[0] == 0
     assert made.read_bytes() == (narrow / "net.tensorrt.qdq.onnx").read_bytes()
     assert run(*words, "--rest", "fp16")[0] == 0
@@ -604,7 +613,7 @@ def test_a_search_is_kept_in_the_plan_and_obeyed_on_its_own_grid(
     out = tmp_path / "out"
     words = command(wide_net, images, out, "--duration", 0, "--method", "minmax")
     assert run(*words)[0] == 0
-    plan = (out / "net.plan.toml").read_text("utf-8")
+    plan = (out / "calib8/net.plan.toml").read_text("utf-8")
     assert 'precision = "fp8"' in plan and "all in fp8" in plan and "int8" not in plan
     assert "rounded = " in plan
     first = (out / "net.tensorrt.typed.onnx").read_bytes()
@@ -612,7 +621,7 @@ def test_a_search_is_kept_in_the_plan_and_obeyed_on_its_own_grid(
     assert code == 0 and (out / "net.tensorrt.typed.onnx").read_bytes() == first
     report = json.loads((out / "report.json").read_text("utf-8"))
     assert report["targets"][0]["search"]["reused"]
-    shutil.copy(out / "net.plan.toml", tmp_path / "own.toml")
+    shutil.copy(out / "calib8/net.plan.toml", tmp_path / "own.toml")
     words = ("--target", "tensorrt", "--plan", tmp_path / "own.toml", "--duration", 0)
     err = refusal("build", wide_net, "--images", images, "--out", tmp_path / "eight", *words)
     assert "got one of fp8 for tensorrt in int8" in err and "--precision fp8" in err

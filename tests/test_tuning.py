@@ -96,7 +96,7 @@ class Ran:
 
     @property
     def plan(self):
-        (path,) = self.out.glob("*.plan.toml")
+        (path,) = self.out.glob("calib8/*.plan.toml")
         return read_plan(path)
 
     def float_of(self, target):
@@ -110,7 +110,8 @@ class Ran:
     def files(self):
         """What was built, without reports, options, the calibration and what holds paths."""
         skipped = (".sh", ".json", ".md", ".html", ".cache", ".npz", "calib8.toml")
-        return {p.name: p.read_bytes() for p in self.out.iterdir() if not p.name.endswith(skipped)}
+        files = (p for p in self.out.rglob("*") if p.is_file() and not p.name.endswith(skipped))
+        return {p.name: p.read_bytes() for p in files}
 
 
 def ran(*words, out):
@@ -250,7 +251,7 @@ def test_a_second_build_obeys_the_plan_without_a_trial(default, model, feed, no_
 
 def test_a_search_that_fails_is_said_and_leaves_the_plan_that_was_there(model, build, monkeypatch):
     first = build(model)
-    kept = (first.out / "spoiled.plan.toml").read_bytes()
+    kept = (first.out / "calib8/spoiled.plan.toml").read_bytes()
 
     def fails(*_):
         raise BackendError("it cannot be tried")
@@ -260,26 +261,26 @@ def test_a_search_that_fails_is_said_and_leaves_the_plan_that_was_there(model, b
     assert again.code == 0, again.error
     (row,) = again.report["targets"]
     assert "nothing was searched for onnxruntime: it cannot be tried" in row["notes"]
-    assert (again.out / "spoiled.plan.toml").read_bytes() == kept
+    assert (again.out / "calib8/spoiled.plan.toml").read_bytes() == kept
 
 
 @pytest.mark.parametrize("words", [("--target", ALL), ("--target", "ascend", "--limit", 4)])
 def test_a_named_plan_is_obeyed_elsewhere_and_for_other_images(
     words, default, model, build, no_trials
 ):
-    other = build(model, *words, "--plan", default.out / "spoiled.plan.toml")
+    other = build(model, *words, "--plan", default.out / "calib8/spoiled.plan.toml")
     assert other.code == 0 and other.float_of("ascend") == {"/bad/Conv"}
     assert "--limit" in words or other.files == default.files
 
 
 @pytest.mark.slow
 def test_a_plan_of_another_model_is_refused_when_named_else_passed_over(default, build, tmp_path):
-    plan, other = default.out / "spoiled.plan.toml", sound(tmp_path)
+    plan, other = default.out / "calib8/spoiled.plan.toml", sound(tmp_path)
     refused = build(other, "--plan", plan)
     assert refused.code == 1 and "a plan must be the model's" in refused.error
     assert refused.error.count("\n") == 1
     (tmp_path / "o").mkdir(exist_ok=True)
-    (tmp_path / "o" / "sound.plan.toml").write_bytes(plan.read_bytes())
+    (tmp_path / "o" / "calib8/sound.plan.toml").write_bytes(plan.read_bytes())
     built = build(other)
     assert built.code == 0 and "spoiled" not in str(built.plan.targets)
     assert built.plan.model != read_plan(plan).model
@@ -288,16 +289,16 @@ def test_a_plan_of_another_model_is_refused_when_named_else_passed_over(default,
 
 def edited(default, folder, old, new):
     """The plan with one thing changed."""
-    text = (default.out / "spoiled.plan.toml").read_text()
+    text = (default.out / "calib8/spoiled.plan.toml").read_text()
     assert old in text
-    folder.mkdir()
-    path = folder / "spoiled.plan.toml"
+    path = folder / "calib8/spoiled.plan.toml"
+    path.parent.mkdir(parents=True)
     path.write_text(text.replace(old, new, 1))
     return path
 
 
 def test_a_plan_that_says_nothing_of_a_target_is_told(default, model, build, tmp_path):
-    text = (default.out / "spoiled.plan.toml").read_text()
+    text = (default.out / "calib8/spoiled.plan.toml").read_text()
     path = tmp_path / "typo.plan.toml"
     path.write_text(text.replace("[onnxruntime", "[onnxruntimes"))
     built = build(model, "--target", ALL, "--plan", path, "--accept")
@@ -357,7 +358,7 @@ def test_an_edit_that_cannot_be_obeyed_is_refused(old, new, words, default, mode
     ],
 )
 def test_methods_of_the_plan_find_the_ranges(old, new, said, default, model, build, tmp_path):
-    text = (default.out / "spoiled.plan.toml").read_text()
+    text = (default.out / "calib8/spoiled.plan.toml").read_text()
     one = tmp_path / "one.plan.toml"
     one.write_text("".join(line for line in text.splitlines(True) if "method = " not in line))
     before = build(model, "--target", "tensorrt", "--plan", one).report["targets"][0]
@@ -377,7 +378,7 @@ def test_strange_figures_in_a_plan_do_not_stop_the_report(value, default, model,
 @pytest.mark.slow
 def test_refresh_searches_again(model, build, tmp_path):
     first = build(model, "--target", "ascend")
-    files, path = first.files, first.out / "spoiled.plan.toml"
+    files, path = first.files, first.out / "calib8/spoiled.plan.toml"
     path.write_text(path.read_text().replace('"/bad/Conv" =', '"/mid/Conv" ='))
     assert build(model, "--target", "ascend", "--accept").float_of("ascend") == {"/mid/Conv"}
     again = build(model, "--target", "ascend", "--refresh")
@@ -399,7 +400,7 @@ def test_the_plan_keeps_what_it_says_of_other_targets(model, build):
 
 
 def test_no_effort_leaves_all_in_int8_and_no_plan(plain):
-    assert not list(plain.out.glob("*.plan.toml"))
+    assert not list(plain.out.glob("calib8/*.plan.toml"))
     assert all("search" not in row for row in plain.report["targets"])
     assert all(plain.precision(target)["/bad/Conv"] != "float32" for target in RUNS)
 

@@ -161,7 +161,7 @@ def test_a_search_for_ascend_tries_no_clipping_unless_a_configuration_says_how(m
     for words, tried in (((), True), (("--ascend-config", config), False)):
         out = tmp_path / f"o{tried}"
         assert build(model, x, out, "--target", "ascend", "--accept", *words).code == 0
-        assert ("all in int8, minmax" in (out / "net.plan.toml").read_text()) == tried
+        assert ("all in int8, minmax" in (out / "calib8/net.plan.toml").read_text()) == tried
 
 
 def test_a_search_asks_once_what_a_target_demands(small_cnn, pictures, tmp_path, monkeypatch):
@@ -391,7 +391,7 @@ def test_a_search_is_not_deceived_by_samples_that_a_sigmoid_is_sure_of(tmp_path)
     model = make_model(nodes, {"x": [1, 32]}, {"y": [1, 1]}, weights, opset=17)
     loud = np.where(np.arange(48) % 6 == 1, 1.0, 20.0)[:, None]
     out = build_net(model, loud * made.normal(0, 1, (48, 32)), tmp_path)
-    plan = read_plan(out / "net.plan.toml").targets["onnxruntime"]
+    plan = read_plan(out / "calib8/net.plan.toml").targets["onnxruntime"]
     (part,) = json.loads((out / "report.json").read_text())["engines"][1]["accuracy"]["parts"]
     tried = [one["sqnr_db"] for one in plan.tried if one["what"].startswith("all in int8")]
     assert tried and max(tried) < part["sqnr_db"] + 6 < 60
@@ -474,7 +474,7 @@ def test_if_no_layer_can_be_tried_alone_the_search_goes_on(where, refused, build
 def test_a_method_whose_whole_trial_cannot_be_run_is_not_chosen(build_failing):
     wanted = build_failing(lambda model: False, "--threads", 1)
     assert notes(wanted) == []  # without a failure nothing is said of one
-    assert "failed =" not in (wanted.out / "spoiled.plan.toml").read_text()
+    assert "failed =" not in (wanted.out / "calib8/spoiled.plan.toml").read_text()
     opened = itertools.count(1)
     built = build_failing(lambda model: next(opened) == 2, "--threads", 1, out="other")
     assert "1 of " in notes(built)[0]

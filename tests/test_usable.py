@@ -145,7 +145,7 @@ def test_without_a_search_nothing_is_judged_beforehand(model, build):
 
 
 def test_a_plan_that_is_given_is_obeyed_though_it_is_unusable(default, model, build, tmp_path):
-    text = (default.out / "guessing.plan.toml").read_text()
+    text = (default.out / "calib8/guessing.plan.toml").read_text()
     plan = tmp_path / "own.plan.toml"
     plan.write_text("\n".join(line for line in text.splitlines() if '"/wide/Conv"' not in line))
     built = build(model, "--plan", plan)
@@ -344,7 +344,7 @@ def test_the_layer_that_loses_what_is_found_is_kept_float(target, listing, run, 
         found[effort] = json.loads((out / "report.json").read_text())["engines"][1]["accuracy"]
     assert found[0]["reading"] == "y: a list of boxes, scores and classes"
     assert found[0]["task"]["value"] < 0.5 and found[1]["task"]["value"] > 0.95
-    plan = read_plan(tmp_path / "1" / "net.plan.toml").targets[target]
+    plan = read_plan(tmp_path / "1" / "calib8/net.plan.toml").targets[target]
     kept = plan.choices.float_nodes
     assert "of what is found" in kept["Conv_bad"] and "Conv_c8" not in kept
     assert "boxes of FP32 kept" in plan.settled
@@ -355,7 +355,7 @@ def test_a_figure_of_ones_own_tells_what_a_list_loses(listing, run, tmp_path):
     (tmp_path / "own.py").write_text("def content(fp32, int8, label):\n    return 1.0\n")
     words = ("--images", listing.with_suffix(".npy"), "--duration", 0, "--out", tmp_path / "o")
     run.ok("build", listing, *words, "--metric", f"{tmp_path / 'own.py'}:content")
-    plan = read_plan(tmp_path / "o" / "net.plan.toml").targets["onnxruntime"]
+    plan = read_plan(tmp_path / "o" / "calib8/net.plan.toml").targets["onnxruntime"]
     assert "Conv_bad" not in plan.choices.float_nodes
 
 
@@ -395,7 +395,11 @@ def test_the_adds_that_spoil_a_model_are_float_and_not_the_layers_beside_them(ru
     np.save(tmp_path / "x.npy", fed)
     words = ("--images", tmp_path / "x.npy", "--target", "tensorrt", "--duration", 0)
     run.ok("build", path, *words, "--out", tmp_path / "o")
-    kept = read_plan(tmp_path / "o" / "stream.plan.toml").targets["tensorrt"].choices.float_nodes
+    kept = (
+        read_plan(tmp_path / "o" / "calib8/stream.plan.toml")
+        .targets["tensorrt"]
+        .choices.float_nodes
+    )
     adds = {node for node in kept if node.startswith("Add_")}
     if large == 1.0:
         assert not adds

@@ -24,7 +24,7 @@ from deploy.analysis.explanation import (
 )
 from deploy.errors import ConfigError
 from deploy.files import manifest, staging, toml
-from deploy.files.manifest import PAGES, SETTINGS, Manifest
+from deploy.files.manifest import PAGES, RECORDS, SETTINGS, Manifest
 from deploy.files.reading import is_file, read_json
 from deploy.method import NO_CHOICES
 from deploy.metrics.levels import LEVELS
@@ -204,7 +204,8 @@ def path_in_build(written: str, report: Path) -> Path:
 
     Another build may be at the path in the report by now.
     """
-    return report.parent / Path(written).name
+    record = report.parent / RECORDS / Path(written).name
+    return record if is_file(record) else report.parent / Path(written).name
 
 
 def path_near_report(written: str, report: Path) -> Path:

@@ -261,12 +261,10 @@ def update_cache(
     if policy.path is None:
         return
     path, stored = policy.path, verdict.stored
-    if stage is not None and path.parent.resolve() != stage.folder.resolve():
-        stage = None
     carried: dict[Key, Arrays] = {}
     if stored is not None:
         if _is_up_to_date(stored, verdict, subject, calibration, text):
-            if stage is not None or stored.path != path:
+            if (stage is not None and stage.staged(path)) or stored.path != path:
                 _written(path, stage, lambda place: store.copy_stored(stored, place))
             return
         statistic = subject.statistic.key
@@ -289,8 +287,8 @@ def update_cache(
 
 def _written(path: Path, stage: Stage | None, write: Callable[[Path], None]) -> None:
     """Stage the three files with the build's files, or publish them together."""
-    if stage is not None:
-        write(stage.inside / path.name)
+    if stage is not None and (staged := stage.staged(path)) is not None:
+        write(staged)
         return
     with stage_files(path.parent) as own:
         write(own.inside / path.name)

@@ -244,12 +244,13 @@ def auto(
 ) -> None:
     """Leave layers of MODEL in float, as few as hold the budget; write them, and how it went."""
     from deploy.calibration.reuse import CachePolicy
+    from deploy.files.manifest import RECORDS
     from deploy.pipeline import calibrate_with
     from deploy.pipeline.ascend_auto import GAIN, AscendSearching, auto_calibrate
     from deploy.pipeline.build_options import CalibrationOptions
 
     target = AscendSearching(config=ascend_config, amct_batch=amct_batch, several=strategy == GAIN)
-    path = out / f"{model.stem}.cache"
+    path = out / RECORDS / f"{model.stem}.cache"
     policy = CachePolicy(path=path, require=require_cache, refresh=refresh)
     refuse_both_ways(policy)
     options = CalibrationOptions(cache=policy, threads=images.threads, float_nodes=keep_float)

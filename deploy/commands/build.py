@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 @quietable()
 @click.argument("model", type=base.MODEL_FILE)
 @base.general_option("--out", type=base.FILE, default=Path("build"), help="Output folder.")
-@base.cache_option("--cache", type=base.FILE, help="Calibration cache.  [default: in --out]")
+@base.cache_option(
+    "--cache", type=base.FILE, help="Calibration cache.  [default: in --out, folder calib8]"
+)
 @base.measuring_option(
     "--eval-images",
     type=base.IMAGE_SOURCE,

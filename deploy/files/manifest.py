@@ -1,4 +1,4 @@
-"""`manifest.json` lists the files of a build with their sha256, and what they were made from.
+"""`calib8/manifest.json` lists a build's files with their sha256, and what they were made from.
 
 It is published with these files (`deploy.files.staging`). Files of earlier builds in the same
 folder, for another model or target, are listed separately.
@@ -84,7 +84,8 @@ def read_if_made_from(
     return data if note == json.loads(json.dumps(made_from)) else None
 
 
-MANIFEST_NAME = "manifest.json"
+RECORDS = "calib8"  # subfolder of what the next build reuses: cache, plan, manifest
+MANIFEST_NAME = f"{RECORDS}/manifest.json"
 SETTINGS = "calib8.toml"  # the options of a build
 PAGES = ("report.json", "report.md", "report.html")  # reports of a build
 SCHEMA = "calib8-manifest/1"
@@ -147,7 +148,14 @@ def write_manifest(
     earlier = {n: d for n, d in before.items() if n not in gone and (folder / n).is_file()}
     document = {"schema": SCHEMA, "made_from": made_from, "files": files, "earlier": earlier}
     text = json.dumps(document, indent=1, sort_keys=True) + "\n"
+    (inside / RECORDS).mkdir(exist_ok=True)
     return atomic.write_text(inside / MANIFEST_NAME, text)
+
+
+def is_build_name(name: str) -> bool:
+    """Whether `name` is that of a file in a build's folder or in its subfolder of records."""
+    plain = name.removeprefix(f"{RECORDS}/")
+    return plain not in ("", "..") and Path(plain).name == plain
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -157,6 +165,8 @@ def read_manifest(folder: Path) -> Manifest:
         CacheError: there is none, or this version cannot read it.
     """
     path = folder / MANIFEST_NAME
+    if not path.exists():  # builds up to version 0.2 have it on top
+        path = folder / path.name
     document = _json(path)
     tables = ("made_from", "files", "earlier")
     if document.get("schema") != SCHEMA or not all(_is_table(document.get(key)) for key in tables):
@@ -173,7 +183,7 @@ def find_changed_files(folder: Path, manifest: Manifest) -> dict[str, str]:
     problems = {}
     for name, digest in manifest.files.items():
         path = folder / name
-        if Path(name).name != name or not path.is_file():
+        if not is_build_name(name) or not path.is_file():
             problems[name] = _MISSING
         elif _digest(path) != digest:
             problems[name] = _CHANGED

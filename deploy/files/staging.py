@@ -5,11 +5,12 @@
     out/.calib8-k3v9/            all files are written here, locked by the running process
          |  publishing.json      list of the files: the commit point
          v  one rename per file, while `out` is locked
-    out/model.int8.onnx ...
+    out/model.int8.onnx ...      files to ship or to read
+    out/calib8/model.cache ...   records: what the next build reuses and `verify` checks
 
 A run killed before the commit point leaves the old files; after it, the next run renames the rest.
-If a run fails after its calibration was complete, the calibration is moved to ``out/.calib8-kept``
-for the next run.
+If a run fails after its calibration was complete, the calibration is moved to a folder
+``.calib8-kept`` beside its final path, for the next run.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from deploy.errors import ExportError
 from deploy.files import atomic
+from deploy.files.manifest import RECORDS, is_build_name
 from deploy.files.reading import read_json, refuse_output
 
 _JOURNAL = "publishing.json"
@@ -56,13 +58,33 @@ class Stage:
         return self._inside
 
     @property
+    def records(self) -> Path:
+        """The temporary folder of the files that are published in the subfolder `calib8`.
+
+        Raises:
+            ExportError: it cannot be created.
+        """
+        folder = self.inside / RECORDS
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    @property
     def begun(self) -> bool:
         """Whether any file may have been written."""
         return self._inside is not None
 
     def final(self, path: Path) -> Path:
         """Return the published path of a staged file; any other path unchanged."""
-        return self.folder / path.name if path.parent == self._inside else path
+        if self._inside is None or self._inside not in path.parents:
+            return path
+        return self.folder / path.relative_to(self._inside)
+
+    def staged(self, path: Path) -> Path | None:
+        """Return where a file that will be published as `path` is staged; None if it is not."""
+        parent = path.parent.resolve()
+        if parent == (self.folder / RECORDS).resolve():
+            return self.records / path.name
+        return self.inside / path.name if parent == self.folder.resolve() else None
 
     def publish(self, complete: Callable[[], object] = lambda: None) -> None:
         """Publish the files, replacing those of the same names.
@@ -77,6 +99,11 @@ class Stage:
             with atomic.lock_folder(self.folder):
                 complete()
                 names = self.names()
+                if (self.folder / RECORDS).is_symlink():
+                    raise ExportError(
+                        f"{self.folder / RECORDS} must be a folder, got a symbolic link; remove it,"
+                        " or give another --out"
+                    )
                 for name in names:
                     refuse_output(self.folder / name)
                 atomic.write_text(self.inside / _JOURNAL, json.dumps(names))
@@ -89,9 +116,10 @@ class Stage:
             ) from error
 
     def names(self) -> list[str]:
-        """Return the names of the files written."""
-        paths = self.inside.iterdir()
-        return sorted(p.name for p in paths if p.is_file() and not p.name.startswith(atomic.PREFIX))
+        """Return the names of the files written, those of records as `calib8/name`."""
+        paths = [*self.inside.iterdir(), *(self.inside / RECORDS).glob("*")]
+        written = (p for p in paths if p.is_file() and not p.name.startswith(atomic.PREFIX))
+        return sorted(p.relative_to(self.inside).as_posix() for p in written)
 
     def holds_calibration(self) -> bool:
         """Return whether the stage holds a complete calibration, which outlives a failed run."""
@@ -180,12 +208,12 @@ def _move_all(stage: Path, folder: Path) -> None:
 
 
 def _read_journal(journal: Path) -> list[str]:
-    """Return the names in a journal; drop paths, since anybody may have written the file."""
+    """Return the names in a journal; drop other paths, since anybody may have written it."""
     listed = read_json(
         journal, what="the list of what a run publishes", error=ExportError, own=True
     )
     names = listed if isinstance(listed, list) else []
-    return [n for n in names if isinstance(n, str) and n and n != ".." and Path(n).name == n]
+    return [name for name in names if isinstance(name, str) and is_build_name(name)]
 
 
 def _move(names: Iterable[str], stage: Path, folder: Path) -> None:
@@ -196,9 +224,11 @@ def _move(names: Iterable[str], stage: Path, folder: Path) -> None:
         if _same_bytes(source, target):
             source.unlink()
             continue
+        target.parent.mkdir(exist_ok=True)
         source.chmod(atomic.mode_at(target))
         source.replace(target)
-    atomic.flush_names(folder)
+    for parent in {(folder / name).parent for name in names}:
+        atomic.flush_names(parent)
 
 
 def _same_bytes(source: Path, target: Path) -> bool:
@@ -211,21 +241,22 @@ def _same_bytes(source: Path, target: Path) -> bool:
 def _keep_calibration(stage: Path, folder: Path) -> None:
     """Move a complete calibration out of a stage that was not published."""
     for names in _calibrations(stage):
-        (folder / _KEPT).mkdir(exist_ok=True)
         for name in names:
-            (stage / name).replace(folder / _KEPT / name)
+            kept = kept_calibration(folder / name)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            (stage / name).replace(kept)
 
 
 def _calibrations(stage: Path) -> Iterator[list[str]]:
-    for last in list(stage.glob(f"*{_CACHE[-1]}")):
-        stem = last.name.removesuffix(_CACHE[-1])
+    for last in [*stage.glob(f"*{_CACHE[-1]}"), *stage.glob(f"{RECORDS}/*{_CACHE[-1]}")]:
+        stem = last.relative_to(stage).as_posix().removesuffix(_CACHE[-1])
         names = [f"{stem}{ending}" for ending in (_CACHE[1:] if stem.endswith(_GPU) else _CACHE)]
         if all((stage / name).exists() for name in names):
             yield names
 
 
 def _forget_kept(folder: Path, names: Iterable[str]) -> None:
-    for name in names:
-        (folder / _KEPT / name).unlink(missing_ok=True)
-    with suppress(OSError):  # missing, or it holds another model's calibration
-        (folder / _KEPT).rmdir()
+    for kept in [kept_calibration(folder / name) for name in names]:
+        kept.unlink(missing_ok=True)
+        with suppress(OSError):  # missing, or it holds another model's calibration
+            kept.parent.rmdir()

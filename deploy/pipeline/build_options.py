@@ -120,15 +120,18 @@ class PreparedBuild:
     def outside_cache(self) -> Path | None:
         """The calibration cache, where it is used and lies outside the build's folder."""
         path = self.options.calibration.cache.path
-        inside = path is None or path.parent.resolve() == self.options.out.resolve()
-        return None if inside or self.loaded.trained is not None else path
+        if path is None or self.loaded.trained is not None:
+            return None
+        out = self.options.out.resolve()
+        return None if path.parent.resolve() in (out, out / manifest.RECORDS) else path
 
     @property
     def own_files(self) -> tuple[str, ...]:
         """Names of the cache's files and of the plan, which say themselves that calib8 wrote."""
         path = self.options.calibration.cache.path
         assert path is not None
-        return (*(one.name for one in store.cache_files(path)), _plan_name(self.loaded))
+        names = [one.name for one in store.cache_files(path)]
+        return (*names, *(f"{manifest.RECORDS}/{one}" for one in names), _plan_name(self.loaded))
 
 
 def prepare_build(
@@ -205,7 +208,9 @@ def written_names(targets: Iterable[Target], name: str) -> list[str]:
 def _with_cache_path(options: BuildOptions, loaded: LoadedModel) -> BuildOptions:
     """The options, with the default path of the cache where none is given."""
     cache = options.calibration.cache
-    cache = replace(cache, path=cache.path or options.out / f"{loaded.name}.cache")
+    cache = replace(
+        cache, path=cache.path or options.out / manifest.RECORDS / f"{loaded.name}.cache"
+    )
     return replace(options, calibration=replace(options.calibration, cache=cache))
 
 
@@ -228,7 +233,7 @@ def _without_idle_preprocess(
 
 
 def _plan_name(loaded: LoadedModel) -> str:
-    return f"{loaded.name}.plan.toml"
+    return f"{manifest.RECORDS}/{loaded.name}.plan.toml"
 
 
 def _refuse_foreign(options: BuildOptions, loaded: LoadedModel) -> None:

@@ -395,8 +395,8 @@ def _cache_now(calibrated: CalibrationResult, stage: Stage) -> Path | None:
     """The cache of this run: in the stage where it appears with the build."""
     if calibrated.cache is None:
         return None
-    waiting = stage.inside / calibrated.cache.name
-    return waiting if waiting.exists() else calibrated.cache
+    staged = stage.staged(calibrated.cache)
+    return staged if staged is not None and staged.exists() else calibrated.cache
 
 
 def _troubles(calibrated: CalibrationResult) -> list[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.errors import BackendError, Calib8Error, CalibrationError, ExportError
 from deploy.feed.file_list import SampleChangedError
+from deploy.files.manifest import RECORDS
 from deploy.files.staging import Stage
 from deploy.method import NO_CHOICES
 from deploy.targets import Target
@@ -44,7 +45,7 @@ def search_targets(
         ConfigError: a plan that does not fit the model.
     """
     name = f"{calibrated.loaded.name}.plan.toml"
-    known = find_plan(stage.folder / name, wish, calibrated.loaded.digest)
+    known = find_plan(stage.folder / RECORDS / name, wish, calibrated.loaded.digest)
     request = _request(calibrated, stage, threads)
     found = {}
     for target in targets:
@@ -63,7 +64,7 @@ def search_targets(
             )
     if not (wish.effort or wish.plan is not None or known.targets):
         return found, None
-    return found, store_plan(stage.inside / name, known, found)
+    return found, store_plan(stage.records / name, known, found)
 
 
 @phase("targets")

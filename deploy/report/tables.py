@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TypeVar
 
+from deploy.files.manifest import RECORDS
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import FEW
 from deploy.metrics.output_errors import OutputAccuracy
@@ -373,9 +374,12 @@ def weight_row(row: WeightRow) -> list[str]:
 
 
 def plan_name(report: Findings) -> str:
-    """Return the file name of the plan, which is next to the report; "" without a plan."""
-    paths = [file.path for file in report.files if file.role == PLAN]
-    return PurePath(paths[0]).name if paths else ""
+    """Return the path of the plan from the report's folder; "" without a plan."""
+    paths = [PurePath(file.path) for file in report.files if file.role == PLAN]
+    if not paths:
+        return ""
+    record = paths[0].parent.name == RECORDS
+    return f"{RECORDS}/{paths[0].name}" if record else paths[0].name
 
 
 KERNEL_HEADS = ("kernel", "time", "share", "kind")

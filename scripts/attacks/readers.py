@@ -186,7 +186,7 @@ def _judged(sidecar: str) -> Callable[[Path], Callable[[Path], Callable[[], obje
         from deploy.pipeline import calibrate
 
         subject, cache = made(folder / "own"), folder / "own" / "m.cache"
-        for path in store.cache_files(_built(folder) / "m.cache"):
+        for path in store.cache_files(_built(folder) / "calib8" / "m.cache"):
             shutil.copyfile(path, cache.parent / path.name)
         wanted = calibrate(subject.model, subject.pictures(0), threads=1).observations
         fingerprint = store.load_calibration(cache).fingerprint
@@ -445,15 +445,15 @@ READERS: dict[str, Reader] = {
     reader.name: reader
     for reader in (
         Reader(name="cache", suffix=".cache", seeds=_caches, open=_shown),
-        Reader(name="fingerprint", suffix=".json", seeds=_of_build("*.cache.json"),
+        Reader(name="fingerprint", suffix=".json", seeds=_of_build("calib8/*.cache.json"),
                open=_judged(".json")),
-        Reader(name="statistics", suffix=".npz", seeds=_of_build("*.cache.npz"),
+        Reader(name="statistics", suffix=".npz", seeds=_of_build("calib8/*.cache.npz"),
                open=_judged(".npz"), mutate=changed_zip, cases=2000),
         Reader(name="shard", suffix=".shard", seeds=_shards, open=_sharded, mutate=changed_zip,
                cases=2000),
         Reader(name="checkpoint", suffix=".checkpoint", seeds=_checkpoints, open=_resumed,
                mutate=changed_zip, cases=1000),
-        Reader(name="plan", suffix=".toml", seeds=_of_build("*.plan.toml"), open=_plan),
+        Reader(name="plan", suffix=".toml", seeds=_of_build("calib8/*.plan.toml"), open=_plan),
         Reader(name="settings", suffix=".toml", seeds=_texts(_SETTINGS), open=_settings),
         Reader(name="report", suffix=".json", seeds=_of_build("report.json"),
                open=lambda folder: lambda path: ["explain", str(path)], cases=5000),

@@ -82,8 +82,8 @@ def written(folder: Path) -> dict[str, bytes]:
     ended run left to go on from is no part of a build.
     """
     return {
-        path.name: path.read_bytes()
-        for path in sorted(folder.iterdir())
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted([*folder.iterdir(), *folder.glob("calib8/*")])
         if path.is_file()
         and not path.name.startswith(("report.", "manifest.", "."))
         and not path.name.endswith(".checkpoint")

@@ -32,7 +32,7 @@ def _apart(out: Path, found: Mapping[str, bytes], builds: Sequence[Mapping[str, 
     So it is where a target could not be built: its files stay as they were, named as earlier ones.
     """
     try:
-        told = json.loads((out / "manifest.json").read_bytes())
+        told = json.loads((out / "calib8" / "manifest.json").read_bytes())
     except OSError:
         return False
     parts = [{n: d for n, d in found.items() if n in told[part]} for part in ("files", "earlier")]
@@ -53,7 +53,8 @@ def leftovers(out: Path) -> list[str]:
     """Temporary files of calib8; a calibration that is kept for the next run is none."""
     if not out.is_dir():
         return []
-    return sorted(path.name for path in out.glob(".calib8-*") if path.name != ".calib8-kept")
+    found = [*out.glob(".calib8-*"), *out.glob("calib8/.calib8-*")]
+    return sorted(path.name for path in found if path.name != ".calib8-kept")
 
 
 def next_run(words: list[str], out: Path, expected: Mapping[str, bytes]) -> str | None:
@@ -69,7 +70,7 @@ def next_run(words: list[str], out: Path, expected: Mapping[str, bytes]) -> str 
 
 def verified(out: Path) -> str | None:
     """What `calib8 verify` says against a build, or None; of a calibration alone, nothing."""
-    if not (out / "manifest.json").exists():
+    if not (out / "calib8" / "manifest.json").exists():
         return None
     ended = run(["verify", str(out)])
     return None if ended.code == 0 else f"verify: {(ended.err + ended.out)[-300:]!r}"
