@@ -41,9 +41,9 @@ PAIRS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _WARM = 1  # runs that do not count
 _RUNS = 4  # at least
 _SECONDS = 0.15  # at least
-_ROUNDS, _MOST_ROUNDS = 4, 12  # over all models, so that a disturbance hits only one round of each
+_ROUNDS, _MOST_ROUNDS = 4, 8  # over all models, so that a disturbance hits only one round of each
 _CALM = 3  # rounds without a quicker time, after which the machine was at its best
-_PATIENCE = 60.0  # seconds; runs this long average out short disturbances
+_PATIENCE = 15.0  # seconds; runs this long average out short disturbances
 _FEWEST = 2  # rounds of models slower than that
 _QUICKER = 0.98  # of the time before; a smaller gain is clock noise
 
@@ -180,8 +180,8 @@ def time_models(
     """Return the time of each model, over rounds that repeat while one gets quicker.
 
     On a shared machine a few rounds may all be disturbed, one model's more than another's, and the
-    choice of a split would depend on that. After a minute two rounds are enough: on a machine that
-    is never calm a model of one second would take ten minutes.
+    choice of a split would depend on that. After 15 s two rounds are enough: a search should not
+    take much longer than calibrating, also on a machine that is never calm.
     """
     best, calm, began = [math.inf] * len(models), 0, time.perf_counter()
     rounds: list[list[float]] = []
