@@ -105,6 +105,69 @@ def test_records_go_below_and_never_through_a_link(tmp_path):
     assert content(tmp_path) == {"out/calib8/a": b"new"}
 
 
+def precious(tmp_path, *names):
+    """A folder of the user's, elsewhere, and an output folder."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "out/calib8").mkdir(parents=True)
+    for name in names:
+        (tmp_path / "mine" / name).write_text("precious")
+    return tmp_path / "mine", tmp_path / "out"
+
+
+CACHE = ("x.cache", "x.cache.json", "x.cache.npz")
+
+
+@pytest.mark.parametrize("journal", [False, True])
+def test_a_link_that_is_called_like_a_stage_leads_nowhere(journal, tmp_path):
+    mine, out = precious(tmp_path, *CACHE, "notes.txt")
+    if journal:
+        (mine / "publishing.json").write_text('["notes.txt", "x.cache"]')
+    (out / ".calib8-x").symlink_to("../mine")
+    before = content(mine)
+    recover(out)
+    with stage_files(out) as stage:
+        write(stage, a="new")
+        stage.publish()
+    assert content(mine) == before and content(out) == {"a": b"new"}
+
+
+@pytest.mark.parametrize("where", [".calib8-kept", "calib8/.calib8-kept"])
+def test_a_link_that_is_called_like_a_kept_calibration_leads_nowhere(where, tmp_path):
+    mine, out = precious(tmp_path, *CACHE)
+    (out / where).symlink_to(mine)
+    before = content(mine)
+    for publish in (False, True):
+        with stage_files(out) as stage:
+            folder = stage.records if "/" in where else stage.inside
+            for name in CACHE:
+                atomic.write_text(folder / name, "new")
+            if publish:
+                stage.publish()
+    assert content(mine) == before
+    assert staging.read_kept_calibration((out / where).parent / "x.cache") is None
+
+
+def test_a_staged_link_is_not_moved_and_what_it_leads_to_is_as_it_was(tmp_path):
+    mine, out = precious(tmp_path, "a")
+    (mine / "a").chmod(0o600)
+    (out / ".calib8-x").mkdir()
+    (out / ".calib8-x/a").symlink_to(mine / "a")
+    (out / ".calib8-x/publishing.json").write_text('["a"]')
+    recover(out)
+    assert (mine / "a").stat().st_mode & 0o777 == 0o600 and not (out / "a").exists()
+
+
+def test_verify_changes_nothing_and_tells_files_of_two_builds(made, run):
+    out, _ = made
+    stage = out / ".calib8-x"
+    stage.mkdir()
+    (stage / "report.md").write_text("new")
+    (stage / "publishing.json").write_text('["report.md"]')
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert "got files of two" in run.fails("verify", out)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
 def test_a_rename_that_fails_is_tried_again_and_then_left_to_the_next_run(tmp_path, monkeypatch):
     whole, left = Path.replace, [1]
 

@@ -22,8 +22,8 @@ from deploy.analysis.explanation import (
     TargetExplanation,
     TensorAccuracy,
 )
-from deploy.errors import ConfigError
-from deploy.files import manifest, staging, toml
+from deploy.errors import CacheError, ConfigError
+from deploy.files import atomic, manifest, staging, toml
 from deploy.files.manifest import PAGES, RECORDS, SETTINGS, Manifest
 from deploy.files.reading import is_file, read_json
 from deploy.method import NO_CHOICES
@@ -97,13 +97,28 @@ class Verification:
 
 
 def verify(folder: Path | str) -> Verification:
-    """Compare the files in a build's folder with its manifest; finish a killed build first.
+    """Compare the files in a build's folder with its manifest; nothing is changed there.
 
     Raises:
-        CacheError: the folder has no manifest, or this version cannot read it.
+        CacheError: the folder has no manifest, this version cannot read it, or a run was killed
+            while it put its files there.
     """
     where = Path(folder)
-    staging.recover(where)
+    try:
+        with atomic.lock_folder(where):  # a run that puts its files there is waited for
+            return _verify(where)
+    except OSError as error:
+        raise CacheError(
+            f"{where} must be the folder of a build, got: {error.strerror or error}; check the path"
+        ) from error
+
+
+def _verify(where: Path) -> Verification:
+    if staging.is_mixed(where):
+        raise CacheError(
+            f"{where} must hold one build, got files of two: a run was killed while it put its"
+            " files there; the next build into it finishes that"
+        )
     written = manifest.read_manifest(where)
     other = written.cache is not None and manifest.cache_changed(*written.cache)
     return Verification(where, written, manifest.find_changed_files(where, written), other)

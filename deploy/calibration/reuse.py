@@ -136,9 +136,8 @@ def check_cache(
     listed = tuple(wanted)
     verdict = _judged(policy, fingerprint, listed, until)
     if verdict.missing and policy.path is not None and not policy.refresh:
-        kept = _judged(
-            replace(policy, path=staging.kept_calibration(policy.path)), fingerprint, listed, until
-        )
+        path = staging.read_kept_calibration(policy.path)
+        kept = _judged(replace(policy, path=path), fingerprint, listed, until) if path else verdict
         if len(kept.missing) < len(verdict.missing):
             verdict = replace(kept, reason=f"of a run that did not end: {kept.reason}")
     if verdict.missing and policy.require:

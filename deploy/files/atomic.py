@@ -160,12 +160,29 @@ def remove_leftovers(folder: Path) -> int:
     removed = 0
     for leftover in Path(folder).glob(f"{PREFIX}*"):
         try:
-            if leftover.is_file() and not is_claimed(leftover):
+            if is_own(leftover) and leftover.is_file() and not is_claimed(leftover):
                 leftover.unlink()
                 removed += 1
         except OSError:  # another process removed it first
             continue
     return removed
+
+
+def is_real_file(path: Path) -> bool:
+    """Whether `path` is a regular file, not a link to one."""
+    return path.is_file() and not path.is_symlink()
+
+
+def is_real_folder(path: Path) -> bool:
+    """Whether `path` is a folder, not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def is_own(path: Path) -> bool:
+    """Whether `path` belongs to this user and is not a link."""
+    with suppress(OSError):
+        return not path.is_symlink() and path.stat().st_uid == os.geteuid()
+    return False
 
 
 def flush_names(folder: Path) -> None:
@@ -191,6 +208,11 @@ def mode_at(path: Path) -> int:
 
 
 def _umask() -> int:
+    """Return the mask of this process; setting it to read it would be seen by other threads."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
     mask = os.umask(0)
     os.umask(mask)
     return mask

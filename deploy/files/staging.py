@@ -11,6 +11,9 @@
 A run killed before the commit point leaves the old files; after it, the next run renames the rest.
 If a run fails after its calibration was complete, the calibration is moved to a folder
 ``.calib8-kept`` beside its final path, for the next run.
+
+A folder may come from somebody else. Only real folders of this user with that prefix are taken for
+stages, so a link that is called so leads nowhere.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from deploy.errors import ExportError
 from deploy.files import atomic
 from deploy.files.manifest import RECORDS, is_build_name
 from deploy.files.reading import read_json, refuse_output
+from deploy.terminal import say_progress
 
 _JOURNAL = "publishing.json"
 _KEPT = f"{atomic.PREFIX}kept"
@@ -178,14 +182,34 @@ def recover(folder: Path) -> None:
         return
     with suppress(OSError), atomic.lock_folder(folder):  # a read-only folder stays as it is
         atomic.remove_leftovers(folder)
-        for stage in sorted(folder.glob(f"{atomic.PREFIX}*")):
-            if stage.is_dir() and stage.name != _KEPT and not atomic.is_claimed(stage):
-                _finish(stage, folder)
+        for stage in _dead_stages(folder):
+            _finish(stage, folder)
+        for stage in folder.glob(f"{atomic.PREFIX}*"):
+            if not atomic.is_own(stage):
+                say_progress(f"{stage} is a link or of another user, and is left alone")
+
+
+def is_mixed(folder: Path) -> bool:
+    """Whether a run was killed while it put its files into this folder, which changes nothing."""
+    return any((stage / _JOURNAL).exists() for stage in _dead_stages(folder))
 
 
 def kept_calibration(cache: Path) -> Path:
     """Return where a failed run's calibration for this cache is kept; it may not exist."""
     return cache.parent / _KEPT / cache.name
+
+
+def read_kept_calibration(cache: Path) -> Path | None:
+    """Return the calibration that a failed run of this user kept for this cache, if it exists."""
+    kept = kept_calibration(cache)
+    return kept if atomic.is_real_folder(kept.parent) and kept.exists() else None
+
+
+def _dead_stages(folder: Path) -> list[Path]:
+    """Return the stages of runs of this user that ended without cleaning up."""
+    stages = [path for path in folder.glob(f"{atomic.PREFIX}*") if path.name != _KEPT]
+    own = [path for path in stages if atomic.is_own(path) and path.is_dir()]
+    return sorted(path for path in own if not atomic.is_claimed(path))
 
 
 def _finish(stage: Path, folder: Path) -> None:
@@ -219,16 +243,26 @@ def _read_journal(journal: Path) -> list[str]:
 def _move(names: Iterable[str], stage: Path, folder: Path) -> None:
     for name in names:
         source, target = stage / name, folder / name
-        if not source.exists():  # moved by an earlier run
+        if not atomic.is_real_file(source):  # moved by an earlier run, or a link
             continue
         if _same_bytes(source, target):
             source.unlink()
             continue
-        target.parent.mkdir(exist_ok=True)
+        _make_folder(target.parent, folder)
         source.chmod(atomic.mode_at(target))
         source.replace(target)
     for parent in {(folder / name).parent for name in names}:
         atomic.flush_names(parent)
+
+
+def _make_folder(path: Path, top: Path) -> None:
+    """Make a folder below `top` unless it is there.
+
+    Raises:
+        FileExistsError: it is a file or a link, which may lead out of `top`.
+    """
+    if path != top and not atomic.is_real_folder(path):
+        path.mkdir()
 
 
 def _same_bytes(source: Path, target: Path) -> bool:
@@ -243,7 +277,8 @@ def _keep_calibration(stage: Path, folder: Path) -> None:
     for names in _calibrations(stage):
         for name in names:
             kept = kept_calibration(folder / name)
-            kept.parent.mkdir(parents=True, exist_ok=True)
+            _make_folder(kept.parent.parent, folder)
+            _make_folder(kept.parent, folder)
             (stage / name).replace(kept)
 
 
@@ -251,12 +286,14 @@ def _calibrations(stage: Path) -> Iterator[list[str]]:
     for last in [*stage.glob(f"*{_CACHE[-1]}"), *stage.glob(f"{RECORDS}/*{_CACHE[-1]}")]:
         stem = last.relative_to(stage).as_posix().removesuffix(_CACHE[-1])
         names = [f"{stem}{ending}" for ending in (_CACHE[1:] if stem.endswith(_GPU) else _CACHE)]
-        if all((stage / name).exists() for name in names):
+        if all(atomic.is_real_file(stage / name) for name in names):
             yield names
 
 
 def _forget_kept(folder: Path, names: Iterable[str]) -> None:
     for kept in [kept_calibration(folder / name) for name in names]:
+        if not atomic.is_real_folder(kept.parent):
+            continue
         kept.unlink(missing_ok=True)
         with suppress(OSError):  # missing, or it holds another model's calibration
             kept.parent.rmdir()

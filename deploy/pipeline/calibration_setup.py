@@ -35,6 +35,7 @@ from deploy.errors import Calib8Error, ConfigError, ModelError
 from deploy.feed.feed import Dataset
 from deploy.feed.preview import PREVIEW_COUNT
 from deploy.feed.samples import Feed
+from deploy.files.manifest import RECORDS
 from deploy.files.staging import Stage, recover
 from deploy.frontends import LoadedModel
 from deploy.graph.index import match_nodes
@@ -180,7 +181,8 @@ def _demands(
 def _refuse_foreign(policy: CachePolicy) -> None:
     """Finish or undo an interrupted write, then refuse to overwrite a file that is no cache."""
     if policy.path is not None and not (policy.trust or policy.require):
-        recover(policy.path.parent)
+        folder = policy.path.parent
+        recover(folder.parent if folder.name == RECORDS else folder)
         store.refuse_foreign(policy.path, force=policy.force)
 
 

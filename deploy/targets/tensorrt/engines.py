@@ -153,9 +153,8 @@ def load_gpu_cache(path: Path, fingerprint: Fingerprint) -> bytes | None:
 
     If there is none, the cache of a build that failed after its calibration is tried.
     """
-    caches = (
-        _read_matching(place, fingerprint) for place in (path, staging.kept_calibration(path))
-    )
+    places = (path, staging.read_kept_calibration(path))
+    caches = (_read_matching(place, fingerprint) for place in places if place is not None)
     return next((text for text in caches if text is not None), None)
 
 
