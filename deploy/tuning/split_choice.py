@@ -9,8 +9,9 @@ judged on the evaluation samples as its engine will be::
     least cost -> good?     -> built
                -> not good? -> searched on with more weight on loss, and judged again
                -> unusable? -> the fastest of the quieter splits that is usable; none is: the first
-               -> doubtful? -> of the quieter splits that keep some of int8's gain, the one of
-                               least cost by time and loss of the task; if less than before -> built
+               -> doubtful? -> of the quieter splits that keep some of int8's gain, the fastest
+                               good one; none is: the one of least cost by time and loss of the
+                               task, if less than before
 
 Most splits are clearly good on the first few of these samples, and the others are not run. When the
 budget of the search is spent, the best split so far is taken.
@@ -124,15 +125,19 @@ def _choose_usable(
 def _choose_surer(
     search: Search, hooks: SplitHooks, first: ChosenSplit, judgement: ExpectedVerdict
 ) -> ChosenSplit:
-    """Choose a quieter split that costs less by time and loss of the task, if there is one."""
+    """Choose a quieter split that is good or costs less by time and loss of the task, if any."""
     promising = _promising(search, hooks, first.trial, judgement)
     if promising is None:
         return first
     trial, judged = promising
     best, timed = hooks.choose([trial])
     timed = [*first.told, *timed]
-    wins = _cost(search, best.time, judged) < _cost(search, first.trial.time, judgement)
-    if not wins or best.time > _slowest(first.trial.time) or best.in_float != trial.in_float:
+    less = _cost(search, best.time, judged) < _cost(search, first.trial.time, judgement)
+    if (
+        not (judged.good or less)
+        or best.time > _slowest(first.trial.time)
+        or best.in_float != trial.in_float
+    ):
         return replace(first, told=timed)
     return ChosenSplit(trial=best, told=timed, doubtful=judgement.doubtful)
 
@@ -140,7 +145,10 @@ def _choose_surer(
 def _promising(
     search: Search, hooks: SplitHooks, first: Trial, judgement: ExpectedVerdict
 ) -> tuple[Trial, ExpectedVerdict] | None:
-    """Return the quieter split of least predicted cost, judged; None if the first costs less."""
+    """Return the fastest good quieter split, or that of least predicted cost, with its verdict.
+
+    None if the first costs less.
+    """
     judged: list[tuple[float, Trial, ExpectedVerdict]] = []
 
     def good(trial: Trial) -> bool:
@@ -149,7 +157,9 @@ def _promising(
         return one.good
 
     time = search.time_of(first.in_float)
-    search.quieter(first, good, hooks.can_go_on, within=_slowest(time))
+    fastest = search.quieter(first, good, hooks.can_go_on, within=_slowest(time))
+    if fastest is not None:
+        return next((trial, one) for _, trial, one in judged if trial is fastest)
     promised = _cost(search, time, judgement)
     least, trial, one = min(judged, key=itemgetter(0), default=(promised, first, judgement))
     return (trial, one) if least < promised else None
