@@ -1,7 +1,9 @@
 """The index and edits of an ONNX graph, and which nodes run in int8."""
 
+import re
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -12,16 +14,19 @@ from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.percentile import minmax
 from calibrators.scales import Scale, Scales
-from deploy.errors import ConfigError, ExportError
+from deploy.errors import ConfigError, ExportError, ModelError
 from deploy.frontends import load
 from deploy.graph import edit
+from deploy.graph.edit import _added_to, rename_added
 from deploy.graph.index import CachedGraph, Graph, attributes, match_nodes, match_patterns
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
 from deploy.graph.plan import ModelAnalysis, Plan, analyse, never_negative
+from deploy.pipeline import build
 from deploy.targets import TARGETS
 from deploy.targets.onnxruntime import qdq
 from deploy.targets.onnxruntime.qdq import WeightCache, write_qdq
 from deploy.tuning.prices import group_units
+from deploy.tuning.search_options import Tuning
 from tests.models import as_float32, make_model, make_node, make_value, parse_nodes, run_net
 
 # --- graph
@@ -561,3 +566,63 @@ def test_a_pattern_means_what_a_shell_means_in_the_models_order(names, pattern):
     else:
         with pytest.raises(ConfigError):
             match_patterns(known, [pattern])
+
+
+# --- Names of what is added are fresh: `rename_added` and its words.
+COLLIDING = {
+    "a scale": ("Mul(f, k)", {"k": "r/scale"}),
+    "a weight's integers": ("Conv(f, w3)", {"w3": "w2/quantized"}),
+    "an activation's integers": ("Relu(f)", {"f": "r/quantized"}),
+    "what Ascend runs": ("Relu(f)", {"d": "Conv_d.quant.exec.1.out"}),
+    "an output": ("Relu(f)", {"y": "r/dequantized"}),
+}
+
+
+@pytest.mark.parametrize("case", COLLIDING)
+def test_a_name_like_one_that_is_added_changes_no_figure(case, tmp_path):
+    expression, names = COLLIDING[case]
+    rng = np.random.default_rng(0)
+    shapes = {"w": (4, 1, 3, 3), "w2": (4, 4, 1, 1), "w3": (4, 4, 1, 1)}
+    arrays = {name: rng.normal(0, 0.3, shape) for name, shape in shapes.items()}
+    text = "c = Conv(x, w) r = Relu(c) d = Conv(r, w2) f = Relu(d) g = "
+    text += f"{expression} y = Relu(g)"
+    arrays |= {"k": np.array(0.004)}
+    arrays = {name: array for name, array in arrays.items() if name in text}
+    plain = make_model(text, {"x": [1, 1, 8, 8]}, {"y": None}, as_float32(arrays))
+    given = onnx.ModelProto.FromString(plain.SerializeToString())
+    for value in (*given.graph.initializer, *given.graph.output):
+        value.name = names.get(value.name, value.name)
+    for node in given.graph.node:
+        for own in (node.input, node.output):
+            own[:] = [names.get(name, name) for name in own]
+    samples = rng.normal(size=(4, 1, 1, 8, 8)).astype(np.float32)
+    figures = []
+    for model in (plain, given):
+        report = build(
+            model, [{"x": one} for one in samples], targets=["onnxruntime", "tensorrt", "ascend"],
+            out=tmp_path / str(len(figures)), duration_s=0, tuning=Tuning(effort=0),
+        )  # fmt: skip
+        assert not report.failed
+        engines = [engine for engine in report.engines if engine.verdict is not None]
+        figures.append([engine.accuracy.outputs[0].sqnr_db for engine in engines])
+    assert figures[0] == figures[1] and len(figures[0]) == 3
+
+
+def test_inputs_and_outputs_keep_their_names_or_are_refused():
+    model = make_model([("Relu", "x", "x/scale")], {"x": [1]}, {"x/scale": [1]})
+    with pytest.raises(ModelError, match="'x/scale' beside 'x'"):
+        rename_added(model.graph)
+
+
+def test_every_word_behind_a_name_that_is_added_is_known():
+    """Read from the code: f"{name}/word" and f"{name}.word" in what writes models."""
+    pattern = re.compile(r'f"\{[^"{}]+\}((?:[/.][A-Za-z_]+(?:\{[a-z]+\})?)+)"')
+    found = {}
+    for folder in ("targets", "graph"):
+        for path in (Path(qdq.__file__).parents[2] / folder).rglob("*.py"):
+            for text in pattern.findall(path.read_text()):
+                found[re.sub(r"\{[a-z]+\}", "", text)] = path.name
+    names = {"x", *(f"x{text}" for text in found)}
+    unknown = {text: where for text, where in found.items() if _added_to(f"x{text}", names) is None}
+    files = {".engine", ".gpu.cache", ".om", ".tensorrt"}
+    assert {t: w for t, w in unknown.items() if t not in files} == {} and len(found) > 60

@@ -21,6 +21,7 @@ from deploy.graph.edit import (
     drop_dead,
     drop_initializer_inputs,
     name_nodes,
+    rename_added,
     replace_field,
     sort_nodes,
 )
@@ -54,6 +55,8 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         _check(model)
         shared, listed = _count_shared_names(model.graph), _count_fed_weights(model)
         model, notes, widened, behind = _clean(model, fold_batchnorm)
+        if renamed := rename_added(model.graph):
+            notes.append(f"Renamed {', '.join(renamed)}: calib8 adds tensors of such names.")
         _check_cleaned(model)
     except ModelError as error:  # names in a broken model may hold line breaks and worse
         raise type(error)(_printable(str(error))) from error.__cause__

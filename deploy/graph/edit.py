@@ -17,11 +17,14 @@ Wherever readers of a tensor matter, subgraphs are searched too.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
+from itertools import accumulate
+from operator import or_
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.errors import ModelError
-from deploy.graph.index import find_read_tensors, has_no_subgraph, iter_reads, subgraphs
+from deploy.graph.index import all_nodes, find_read_tensors, has_no_subgraph, iter_reads, subgraphs
 
 if TYPE_CHECKING:
     import onnx
@@ -273,6 +276,80 @@ def name_nodes_by_place(graph: onnx.GraphProto) -> int:
             made += 1
         before.add(node.name)
     return made
+
+
+# last words of the names that calib8 adds, after the name of a tensor or node
+ADDED = frozenset((
+    "Add", "Cast", "Clip", "Constant", "DQ", "Product", "Q", "Scale", "anti_quant", "apart",
+    "as_it_was", "bias_quant", "cast", "centre", "centred", "cut", "data", "dequant",
+    "dequantize", "dequantized", "dqscale", "dynamic", "exec", "f", "factor", "fake_antiquant",
+    "fakedequant", "fakequant", "flat", "float", "gate", "gated", "high", "i", "in", "in_a_row",
+    "input", "kept", "larger", "lifted", "low", "moved", "mul", "of_a_row", "offset",
+    "offset_d", "offset_w", "ordered", "out", "over", "pads", "param", "part", "pooled",
+    "product", "quant", "quant_bias", "quantize", "quantized", "read", "repeated", "rounded",
+    "rows", "scale", "scale_d", "scale_w", "scaled", "shape", "shape_in_a_row", "shift",
+    "shifted", "sizes", "split", "sum", "tensor_balance_factor", "told", "turned", "whole",
+    "written", "wzero", "zero", "zero_point",
+))  # fmt: skip
+_BETWEEN = ("weight", "bias")  # also in names of models, so not enough alone
+
+
+def rename_added(graph: onnx.GraphProto) -> list[str]:
+    """Rename tensors and nodes that have the name of another one with a word of `ADDED` behind it.
+
+    A constant `T/scale` of the model would else be taken for the scale of its tensor `T`. Inputs
+    and outputs keep their names; then `T` gets another one.
+
+    Returns:
+        The names that were replaced.
+
+    Raises:
+        ModelError: both are inputs or outputs.
+    """
+    bodies = [graph, *(body for node in all_nodes(graph) for body in subgraphs(node))]
+    nodes = {node.name for body in bodies for node in body.node if node.name}
+    tensors = {name for body in bodies for name in _tensor_names(body)} - {""}
+    ends = {value.name for value in (*graph.input, *graph.output)}
+    taken = nodes | tensors
+    replaced = []
+    for name in sorted(taken):
+        stem = _added_to(name, taken)
+        if stem is None:
+            continue
+        replaced.append(stem if name in ends else name)
+        if replaced[-1] in ends:
+            raise ModelError(
+                f"a model's inputs and outputs must not be called like what is added to another"
+                f" one, got {name!r} beside {stem!r}; export it with other names"
+            )
+    new_name = {name: unique_name(f"{name}_own", taken) for name in replaced}
+    for body in bodies if new_name else ():
+        for node in body.node:
+            node.name = new_name.get(node.name, node.name)
+            for names in (node.input, node.output):
+                for place, name in enumerate(names):
+                    names[place] = new_name.get(name, name)
+        for value in (*body.input, *body.output, *body.value_info, *body.initializer):
+            value.name = new_name.get(value.name, value.name)
+    return replaced
+
+
+def _tensor_names(graph: onnx.GraphProto) -> Iterable[str]:
+    for value in (*graph.input, *graph.initializer):
+        yield value.name
+    for node in graph.node:
+        yield from node.output
+
+
+def _added_to(name: str, taken: Collection[str]) -> str | None:
+    """Return the name that this one is with words of `ADDED` behind it; None if there is none."""
+    for stem in accumulate(re.split("([/.])", name)):
+        words = re.split("[/.]", name[len(stem) + 1 :].rstrip("0123456789"))
+        own = [word in ADDED for word in words]
+        between = [word in _BETWEEN or word.isdigit() for word in words]
+        if stem in taken and any(own) and all(map(or_, own, between)):
+            return stem
+    return None
 
 
 def unique_name(wanted: str, taken: Collection[str]) -> str:

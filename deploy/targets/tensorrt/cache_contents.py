@@ -417,6 +417,8 @@ def split_gemms(model: onnx.ModelProto, split: Mapping[str, str]) -> onnx.ModelP
         if product is not None:
             bias, out = node.input.pop(), node.output[0]
             node.output[0] = product
-            nodes.append(helper.make_node("Add", [product, bias], [out], name=f"{node.name}/bias"))
+            nodes.append(
+                helper.make_node("Add", [product, bias], [out], name=f"{node.name}/bias/Add")
+            )
     replace_nodes(result.graph, nodes)
     return result
