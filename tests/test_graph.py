@@ -624,5 +624,5 @@ def test_every_word_behind_a_name_that_is_added_is_known():
                 found[re.sub(r"\{[a-z]+\}", "", text)] = path.name
     names = {"x", *(f"x{text}" for text in found)}
     unknown = {text: where for text, where in found.items() if _added_to(f"x{text}", names) is None}
-    files = {".engine", ".gpu.cache", ".om", ".tensorrt"}
+    files = {".engine", ".gpu.cache", ".om", ".tensorrt", ".weight"}
     assert {t: w for t, w in unknown.items() if t not in files} == {} and len(found) > 60
