@@ -7,7 +7,8 @@ search measures noise in dB, the verdict counts boxes, classes and neighbours, s
 judged on the evaluation samples as its engine will be::
 
     least cost -> good?     -> built
-               -> not good? -> searched on with more weight on loss, and judged again
+               -> not good? -> searched on with more weight on loss, and judged again; then the
+                               first good one of the next likely splits
                -> unusable? -> the fastest of the quieter splits that is usable; none is: the first
                -> doubtful? -> of the quieter splits that keep some of int8's gain, the fastest
                                good one; none is: the one of least cost by time and loss of the
@@ -84,6 +85,8 @@ def choose_split(search: Search, hooks: SplitHooks) -> ChosenSplit:
         choice = replace(choice, told=told)
         if judged.good:
             return _choose_faster(search, hooks, choice)
+    if not judgement.good:
+        choice, judgement = _choose_next(search, hooks, choice, judgement)
     if judgement.unusable:
         return _choose_usable(search, hooks, choice, judgement)
     return _choose_surer(search, hooks, choice, judgement) if judgement.doubtful else choice
@@ -99,6 +102,20 @@ def _choose_likely(
     if fuller is not None and hooks.can_go_on() and (judged := hooks.judge(fuller)).good:
         return ChosenSplit(trial=fuller, told=timed), judged
     return ChosenSplit(trial=first, told=timed), hooks.judge(first)
+
+
+def _choose_next(
+    search: Search, hooks: SplitHooks, first: ChosenSplit, judgement: ExpectedVerdict
+) -> tuple[ChosenSplit, ExpectedVerdict]:
+    """Choose the first good one of the other likely splits that keep some of int8's gain."""
+    slowest = _slowest(search.time_of(first.trial.in_float))
+    others = [one for one in search.likely(_TIMED + 1) if one.in_float != first.trial.in_float]
+    for trial in others:
+        if trial.time < slowest and hooks.can_go_on() and (judged := hooks.judge(trial)).good:
+            doubtful = "" if judgement.unusable else judgement.doubtful
+            chosen = replace(first, trial=trial, unusable=judgement.unusable, doubtful=doubtful)
+            return chosen, judged
+    return first, judgement
 
 
 def _choose_faster(search: Search, hooks: SplitHooks, slow: ChosenSplit) -> ChosenSplit:
