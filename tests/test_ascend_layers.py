@@ -5,14 +5,16 @@ import json
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
+from deploy.pipeline import build
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.config import read_config
 from deploy.targets.ascend.layers import SHARED, find_layers, name_nodes
 from deploy.targets.ascend.preparation import make_default_plan, prepare_model
 from deploy.targets.ascend.record import read_record
-from tests.models import read_markdown
+from deploy.tuning.search_options import Tuning
+from tests.models import as_float32, make_model, make_node, make_value, parse_nodes, read_markdown
 from tests.vendor_models import build_net
 
 
@@ -237,3 +239,32 @@ def test_a_cache_knows_the_batches(config, made, small_cnn):
     words = ("--amct-batch", 2, "--require-cache")
     _, _, err = made(small_cnn, 8, *words, config=text.replace("2", "4", 1), again=True)
     assert "cache must fit" in err
+
+
+def branch(text, output):
+    graph = parse_nodes(text)
+    return helper.make_graph(graph, output, [], [make_value(output, None)])
+
+
+@pytest.mark.parametrize("reader", ["output", "branch"])
+def test_a_weight_that_an_output_or_a_branch_reads_too_stays_as_it_is(reader, tmp_path):
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.normal(0, 0.3, (4, 1, 3, 3)), "k": rng.normal(0, 0.3, (4, 4, 1, 1))}
+    weights = {**as_float32(weights), "yes": np.array(True)}
+    nodes = parse_nodes("c = Conv(x, w) r = Relu(c) b = Conv(r, k)")
+    if reader == "branch":
+        two = {
+            "then_branch": branch("t = Conv(b, k)", "t"),
+            "else_branch": branch("e = Relu(b)", "e"),
+        }
+        nodes = [*nodes, make_node("If", "yes", "y", "if", **two)]
+    else:
+        nodes = [*nodes, *parse_nodes("y = Relu(b)")]
+    outputs = {"y": None, **({"k": None} if reader == "output" else {})}
+    model = make_model(nodes, {"x": [1, 1, 8, 8]}, outputs, weights)
+    samples = [{"x": rng.normal(size=(1, 1, 8, 8)).astype(np.float32)} for _ in range(4)]
+    targets = ["onnxruntime", "tensorrt", "ascend"]
+    report = build(
+        model, samples, targets=targets, out=tmp_path, duration_s=0, tuning=Tuning(effort=0)
+    )
+    assert not report.failed and not report.unusable

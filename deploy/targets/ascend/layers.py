@@ -293,7 +293,8 @@ def _refuse_weight(
     rank = len(weight.dims)
     if weight.data_type != 1:
         return "its weight must be float32"
-    if len(index.readers[node.input[1]]) > 1:
+    name = node.input[1]
+    if len(index.readers[name]) > 1 or name in index.captured or name in index.outputs:
         return SHARED
     if node.op_type == "Conv" and rank not in (3, 4, 5):
         return f"a Conv weight must be 3-D to 5-D, got {rank}-D"
