@@ -24,6 +24,7 @@ from deploy.graph.plan import analyse
 from deploy.pipeline import build
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.preparation import unfuse_batchnorms
+from deploy.tuning.search_options import Tuning
 from tests.models import (
     as_float32,
     build_net,
@@ -704,3 +705,40 @@ def test_a_build_of_a_model_with_bodies_leaves_an_engine_that_runs(model, rng, t
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "net.int8.onnx").exists()
+
+
+# --- Outputs and inner values of all kinds: judged right, or left out, which is said.
+SEQUENCE = helper.make_tensor_sequence_value_info("s", F32, None)
+TEXT = make_value("s", [1], TensorProto.STRING)
+ODD = {  # nodes after y = Conv(r, w2), output beside y, note in the report, words of the verdict
+    "text": ([("Identity", "label", "s")], TEXT, "not compared: s (str)", "good"),
+    "sequence": ([("SplitToSequence", "y", "s", {"axis": 1})], SEQUENCE, "s (sequence)", "good"),
+    "inner sequence": (
+        [("SplitToSequence", "y", "q", {"axis": 1}), ("ConcatFromSequence", "q", "s", {"axis": 1})],
+        make_value("s", None), "", "good",
+    ),
+    "empty": ([("Slice", "y zero zero", "s")], make_value("s", None), "", "good"),
+    "random": ([("RandomNormalLike", "y", "n"), ("Add", "y n", "s")], make_value("s", None),
+               "gives another s at each run", "unusable"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ODD)
+def test_an_output_of_any_kind_is_judged_or_left_out_on_every_target(form, rng, tmp_path):
+    after, output, note, word = ODD[form]
+    weights = as_float32({"w": rng.normal(0, 0.3, (4, 1, 3, 3)), "w2": rng.normal(0, 0.3, (4, 4))})
+    weights["w2"] = weights["w2"].reshape(4, 4, 1, 1)
+    weights["zero"] = np.array([0], np.int64)
+    tensors = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+    tensors.append(helper.make_tensor("label", TensorProto.STRING, [1], [b"cat"]))
+    nodes = [("Conv", "x w", "c"), ("Relu", "c", "r"), ("Conv", "r w2", "y"), *after]
+    outputs = [make_value("y", None), output]
+    model = make_model(nodes, {"x": [1, 1, 8, 8]}, outputs, tensors, opset=17)
+    samples = [{"x": rng.normal(size=(1, 1, 8, 8)).astype(np.float32)} for _ in range(4)]
+    report = build(
+        model, samples, targets=["onnxruntime", "tensorrt", "ascend"], out=tmp_path,
+        duration_s=0, tuning=Tuning(effort=0),
+    )  # fmt: skip
+    assert not report.failed and note in (tmp_path / "report.md").read_text().replace("\\", "")
+    verdicts = [engine.verdict.words for engine in report.engines if engine.verdict is not None]
+    assert len(verdicts) == 3 and all(word in one for one in verdicts), verdicts

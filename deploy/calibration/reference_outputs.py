@@ -21,6 +21,7 @@ import numpy as np
 
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.sample_reader import SampleCache
+from deploy.graph.index import all_nodes
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array, Session, TensorSpec
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1 << 30  # on disk; outputs beyond this are computed again
 _SAME = 1e-6  # noise / signal, 60 dB: largest difference after a repair of a float model
+_RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike")
+_DRAWS = frozenset((*_RANDOM, "Bernoulli", "Multinomial"))
 _NUMBERS = "biuf"  # kinds of arrays that are stored; text has no noise
 
 Sample = Mapping[str, Array]
@@ -94,6 +97,10 @@ class ReferenceOutputs:
         self.add(key, values)
         return values
 
+    def run_again(self, sample: Sample) -> Mapping[str, Array]:
+        """Return a sample's outputs, computed whatever is stored."""
+        return self._opened().run(sample)
+
     def _opened(self) -> Session:
         with self._using:
             if self._session is None:
@@ -130,6 +137,25 @@ def make_evaluation_set(feed: Feed, model: onnx.ModelProto, most: int) -> Evalua
     names = [value.name for value in model.graph.output]
     opened = partial(OrtSession.open, model, threads=1, spin=False)
     return EvaluationSet(part, ReferenceOutputs(opened, names, part.keys))
+
+
+def find_random_outputs(model: onnx.ModelProto, judges: EvaluationSet) -> str:
+    """Return a sentence on outputs that differ between two runs of the float model; "" if none.
+
+    It is run again only if it draws random numbers or has operators that ONNX does not define.
+    """
+    nodes = all_nodes(model.graph)
+    if not any(node.op_type in _DRAWS or node.domain not in ("", "ai.onnx") for node in nodes):
+        return ""
+    for sample, known in judges.heard(1):
+        again = judges.outputs.run_again(sample)
+        other = [name for name in known if not outputs_match({name: known[name]}, again)]
+        if other:
+            return (
+                f"the float model itself gives another {', '.join(other)} at each run: it draws"
+                " random numbers, which every figure of accuracy includes"
+            )
+    return ""
 
 
 def outputs_match(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:

@@ -343,9 +343,11 @@ def _specs(values: object) -> tuple[TensorSpec, ...]:
 
 
 def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
-    tensor = value.type.tensor_type
+    tensor, kind = value.type.tensor_type, value.type.WhichOneof("value") or "tensor_type"
     dims = tuple(_dimension(dim) for dim in tensor.shape.dim)
-    return TensorSpec(value.name, checks.type_name(tensor.elem_type), dims)
+    known = kind == "tensor_type"
+    dtype = checks.type_name(tensor.elem_type) if known else kind.removesuffix("_type")
+    return TensorSpec(value.name, dtype, dims)
 
 
 def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:

@@ -123,6 +123,9 @@ def dims(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...] | None:
     )
 
 
+_NO_TENSORS = ("sequence_type", "map_type", "optional_type", "sparse_tensor_type", "opaque_type")
+
+
 class Graph:
     """Index of the main graph of a model, as it was at construction.
 
@@ -158,8 +161,11 @@ class Graph:
 
     @cached_property
     def dtypes(self) -> dict[str, int]:
-        """Tensor -> ONNX element type, of the tensors that the model declares."""
-        return {name: v.type.tensor_type.elem_type for name, v in self._declared.items()}
+        """Value -> ONNX element type, of those that the model declares; -1 if it is no tensor."""
+        return {
+            name: -1 if v.type.WhichOneof("value") in _NO_TENSORS else v.type.tensor_type.elem_type
+            for name, v in self._declared.items()
+        }
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int | str | None, ...] | None]:

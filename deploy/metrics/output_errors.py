@@ -74,6 +74,7 @@ class RunningError:
     max_abs: float = 0.0
     not_finite: list[int] = field(default_factory=lambda: [0, 0])
     other_shape: int = 0
+    empty: int = 0
 
     def add(self, reference: Array, candidate: Array, batch: int) -> None:
         """Add one batch, row by row."""
@@ -82,6 +83,7 @@ class RunningError:
             self.other_shape += batch
             return
         if left.size == 0:  # nothing detected in this sample, by both
+            self.empty += batch
             return
         for one, other in zip(_rows(left, batch), _rows(right, batch), strict=True):
             self._add_row(one, other)
@@ -105,7 +107,8 @@ class RunningError:
 
     def result(self) -> OutputAccuracy:
         """Return the figures so far."""
-        broken = any(self.not_finite) or self.other_shape > 0 or self.samples == 0
+        nothing = self.samples == 0 and self.empty == 0
+        broken = any(self.not_finite) or self.other_shape > 0 or nothing
         mean, minimum = (math.nan, math.nan) if broken else self._cosines()
         return OutputAccuracy(
             name=self.name,

@@ -35,7 +35,11 @@ from deploy.calibration.observation import (
 )
 from deploy.calibration.one_pass import observe, schedule_observations
 from deploy.calibration.ranges import Ranges, read_foreign_ranges
-from deploy.calibration.reference_outputs import EvaluationSet, make_evaluation_set
+from deploy.calibration.reference_outputs import (
+    EvaluationSet,
+    find_random_outputs,
+    make_evaluation_set,
+)
 from deploy.calibration.reuse import (
     CacheDecision,
     CachePolicy,
@@ -353,6 +357,7 @@ def _calibrated(
 ) -> CalibrationResult:
     """The result of a run."""
     subject, feed, path = run.subject, run.feed, run.policy.path
+    random = find_random_outputs(subject.model, judges or run.judges) if run.judging else ""
     return CalibrationResult(
         subject=subject,
         images=run.images.name,
@@ -367,7 +372,11 @@ def _calibrated(
         runs=run.runs,
         notes=notes,
         doubts=tuple(check_feed_inputs(subject, feed)) if run.images.is_readable else (),
-        warnings=(*subject.loaded.cut, *_warnings(outliers, run.observations, feed)),
+        warnings=(
+            *subject.loaded.cut,
+            *_warnings(outliers, run.observations, feed),
+            *filter(None, (random,)),
+        ),
         cache=path,
         repairs=run.repairs,
         peaks=run.peaks,

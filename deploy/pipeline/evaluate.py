@@ -85,8 +85,9 @@ class InnerTensors:
         self.places: frozenset[int] = frozenset()
         if self._taps:
             tensors = dict.fromkeys(t for one in self._figures.values() for t in one.pairs)
-            self._names = [spec.name for spec in loaded.outputs]
             self._reference = open_single_thread(copy_with_outputs(loaded.model, tensors))
+            run = {spec.name for spec in self._reference.outputs}  # no sequences
+            self._names = [spec.name for spec in loaded.outputs if spec.name in run]
             few = min(LAYER_SAMPLES, samples)
             self.places = frozenset(1 + at * samples // few for at in range(few))
 

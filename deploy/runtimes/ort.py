@@ -219,6 +219,8 @@ class BoundSession:
     def __init__(
         self, session: onnxruntime.InferenceSession, like: Mapping[str, ArrayForm]
     ) -> None:
+        if any(dtype.hasobject for _, dtype in like.values()):
+            raise BackendError("outputs of text cannot be bound")
         self._session = session
         self._binding = session.io_binding()
         self.outputs = _allocate_outputs(like)
