@@ -7,8 +7,8 @@ them into stored integers with a grid of `calibrators.grids`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -49,43 +49,5 @@ class Scale:
         return affine_params(self.lo, self.hi, grid)
 
 
-class Scales(Mapping[str, Scale]):
-    """Tensor name -> `Scale`, in the model's order. Immutable; JSON in and out."""
-
-    def __init__(self, entries: Mapping[str, Scale]) -> None:
-        self._entries = dict(entries)
-
-    def __getitem__(self, name: str) -> Scale:
-        return self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def to_json(self) -> dict[str, dict[str, float | str]]:
-        """Return plain JSON types; floats round-trip exactly."""
-        return {name: asdict(scale) for name, scale in self._entries.items()}
-
-    @classmethod
-    def from_json(cls, data: object) -> Scales:
-        """Invert `to_json`.
-
-        Raises:
-            CalibrationError: a field is missing or of a wrong type.
-        """
-        if not isinstance(data, dict):
-            raise CalibrationError(f"scales must be a JSON object, got {type(data).__name__}")
-        return cls({str(name): _scale_from_json(name, entry) for name, entry in data.items()})
-
-
-def _scale_from_json(name: str, entry: object) -> Scale:
-    wanted = {f.name for f in fields(Scale)}
-    if not isinstance(entry, dict) or set(entry) != wanted:
-        got = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
-        raise CalibrationError(f"the scale of {name!r} needs exactly {sorted(wanted)}, got {got}")
-    numbers = {key: value for key, value in entry.items() if key != "method"}
-    if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in numbers.values()):
-        raise CalibrationError(f"the scale of {name!r} holds a value that is not a number")
-    return Scale(**{k: float(v) for k, v in numbers.items()}, method=str(entry["method"]))
+# Tensor name -> `Scale`, in the model's order
+Scales = Mapping[str, Scale]

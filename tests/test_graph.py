@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.percentile import minmax
-from calibrators.scales import Scale, Scales
+from calibrators.scales import Scale
 from deploy.errors import ConfigError, ExportError, ModelError
 from deploy.frontends import load
 from deploy.graph import edit
@@ -288,7 +288,7 @@ def calibrated(histograms, small_cnn):
     samples = [{"x": rng.normal(size=(1, 3, 16, 16)).astype(np.float32)} for _ in range(8)]
     tensors = {t for p in (ONNXRUNTIME, TENSORRT) for t in analyse(model, p).activations}
     found = histograms(model, sorted(tensors), samples)
-    return model, Scales({name: minmax(histogram) for name, histogram in found.items()}), samples
+    return model, {name: minmax(histogram) for name, histogram in found.items()}, samples
 
 
 @pytest.fixture(scope="module")
@@ -373,7 +373,7 @@ def test_names_of_outputs_and_inner_tensors_stay_and_a_missing_scale_is_named(qu
     assert [o.name for o in written.graph.output] == [o.name for o in model.graph.output]
     made = {name for n in written.graph.node for name in n.output}
     assert {p.tensor for p in plan.pairs} - {"x"} <= made
-    fewer = Scales({n: s for n, s in scales.items() if n != "x"})
+    fewer = {n: s for n, s in scales.items() if n != "x"}
     with pytest.raises(ExportError, match=r"1 have none \(x\)"):
         write_qdq(model, plan, fewer)
 

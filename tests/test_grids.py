@@ -1,7 +1,5 @@
 """Grids of integers and floats, and how a GPU's memory holds them."""
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -28,7 +26,7 @@ from calibrators.grids import (
     unsigned_grid,
     weight_scales,
 )
-from calibrators.scales import Scale, Scales
+from calibrators.scales import Scale
 from calibrators.tensorrt import BITS, from_device, host_type, to_device
 
 reals = st.floats(-1e6, 1e6, allow_nan=False, width=32)
@@ -121,16 +119,6 @@ def test_integers_are_stored_in_the_smallest_type_that_holds_them(make, sign):
 )  # fmt: skip
 def test_a_range_has_the_scale_of_its_grid(grid, ends, scale):
     assert scale_of(3.0, *ends).on(grid) == (np.float32(scale[0]), scale[1])
-
-
-def test_scales_come_back_from_json_and_from_nothing_else():
-    scales = Scales({"a": scale_of(3.0, -1.0, 3.0), "b": scale_of(0.1, 0.0, 0.1)})
-    held = scales.to_json()
-    assert Scales.from_json(json.loads(json.dumps(held))) == scales
-    more, less, text = ({**held["a"], "n": 1}, {"lo": 1.0}, {**held["a"], "lo": "1"})
-    for wrong in ([], {"a": []}, {"a": more}, {"a": less}, {"a": text}, {"a": text | {"lo": True}}):
-        with pytest.raises(CalibrationError, match=r"JSON object|needs exactly|not a number"):
-            Scales.from_json(wrong)
 
 
 @given(grids, sizes, sizes)

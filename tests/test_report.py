@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calibrators.scales import Scale, Scales
+from calibrators.scales import Scale
 from deploy import build
 from deploy.errors import ConfigError
 from deploy.machine import this_machine
@@ -96,7 +96,7 @@ def full(name="logits"):
         top1_agreement=0.99,
     )  # fmt: skip
     scale = Scale(lo=-1, hi=2, amax=2, observed_min=-1.5, observed_max=4, method="entropy")
-    (row,) = tensor_rows(Scales({name: scale}), clipped={name: 0.01}, layers=(output,))
+    (row,) = tensor_rows({name: scale}, clipped={name: 0.01}, layers=(output,))
     others = (RangeRow(method=name, lo=-1.5, hi=4),)
     seen = HistogramPart(start=-1.5, width=2.75, counts=(3, 1), others=others)
     weights = WeightRow(

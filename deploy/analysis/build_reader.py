@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from deploy.analysis.explanation import (
     ClippedRange,
     Explanation,
@@ -25,7 +23,7 @@ from deploy.analysis.explanation import (
 from deploy.errors import CacheError, ConfigError
 from deploy.files import atomic, manifest, staging, toml
 from deploy.files.manifest import PAGES, RECORDS, SETTINGS, Manifest
-from deploy.files.reading import is_file, read_json
+from deploy.files.reading import convert, is_file, read_json
 from deploy.method import NO_CHOICES
 from deploy.metrics.levels import LEVELS
 from deploy.metrics.output_errors import OutputAccuracy
@@ -50,6 +48,7 @@ from deploy.tuning.repairs import REPAIRS
 
 _MOST_BYTES = 1 << 30  # of a report, which has a row for every tensor
 _LARGEST_SIZE = 1 << 63  # bytes of a file
+_AGAIN = "build again with this calib8"
 _WIDE = 60  # characters of a value in a message, and of an option's value
 _KEPT_ELSEWHERE = "is not here: it was kept elsewhere"
 _ORDER = (NOISE, TIME, CONSEQUENCE, RULE)
@@ -149,10 +148,14 @@ def _report(path: Path) -> Report:
     schema = held.get("schema") if isinstance(held, dict) else None
     if schema != SCHEMA:
         raise _broken(path, f"a report must be of schema {SCHEMA}, got {repr(schema)[:_WIDE]}")
-    try:
-        report = msgspec.convert(held, Report, strict=False)  # numbers may be "inf" or "nan"
-    except ValueError as wrong:  # also a key that is not Unicode
-        raise _broken(path, f"a report must be as calib8 wrote it, got: {wrong}") from wrong
+    report = convert(
+        held,
+        Report,
+        rule=f"{path} must be {what}",
+        error=ConfigError,
+        way_out=_AGAIN,
+        strict=False,  # numbers may be "inf" or "nan"
+    )
     sizes = (*(e.size_bytes for e in report.engines), *(f.size_bytes for f in report.written))
     for size in sizes:
         if abs(size or 0) >= _LARGEST_SIZE:
@@ -168,7 +171,7 @@ def _report(path: Path) -> Report:
 
 
 def _broken(path: Path, message: str) -> ConfigError:
-    return ConfigError(f"{message} in {path}; build again with this calib8")
+    return ConfigError(f"{message} in {path}; {_AGAIN}")
 
 
 def _options(path: Path) -> dict[str, str] | None:

@@ -87,32 +87,20 @@ class Observation:
         return None if lead is None else Observation(self.variant, self.tensor, lead, self.whose)
 
 
-class ObservedStatistics(Mapping[Key, Recorder]):
+class ObservedStatistics(dict[Key, Recorder]):
     """Observation key -> recorder with its statistics, in the order of the observations."""
-
-    def __init__(self, recorders: Mapping[Key, Recorder]) -> None:
-        self._recorders = dict(recorders)
-
-    def __getitem__(self, key: Key) -> Recorder:
-        return self._recorders[key]
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._recorders)
-
-    def __len__(self) -> int:
-        return len(self._recorders)
 
     def of(self, observation: Observation) -> Recorder:
         """Return the recorder of one observation."""
-        return self._recorders[observation.key]
+        return self[observation.key]
 
     def missing(self, wanted: Iterable[Observation]) -> tuple[Observation, ...]:
         """Return the wanted observations that are missing, without duplicates."""
-        return tuple(dict.fromkeys(o for o in wanted if o.key not in self._recorders))
+        return tuple(dict.fromkeys(o for o in wanted if o.key not in self))
 
     def and_also(self, other: Mapping[Key, Recorder]) -> ObservedStatistics:
         """Return the union; `other` takes precedence."""
-        return ObservedStatistics({**self._recorders, **other})
+        return ObservedStatistics({**self, **other})
 
 
 def unique_observations(wanted: Mapping[str, Iterable[Observation]]) -> tuple[Observation, ...]:

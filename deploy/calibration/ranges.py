@@ -93,7 +93,7 @@ def read_foreign_ranges(
         name: NoScaleReason(f"has a {flaw} scale in {path.name}", infinite=flaw == "infinite")
         for name, flaw in flaws.items()
     }
-    return RangeSet(scales=Scales(scales), troubles=troubles)
+    return RangeSet(scales=scales, troubles=troubles)
 
 
 def _symmetric(amax: float, non_negative: bool, algorithm: str) -> Scale:
@@ -174,7 +174,7 @@ class Ranges:
                         why, infinite=bool(histogram.infinite)
                     )
                 step()
-        return RangeSet(scales=Scales(scales), troubles=troubles)
+        return RangeSet(scales=scales, troubles=troubles)
 
     def known(self, observation: Observation, *, symmetric: Grid | None = None) -> Scale | None:
         """Return the range of one tensor if it is cached; never searches."""

@@ -6,6 +6,7 @@ a budget of bytes::
     read_bytes, read_text      an entire file
     opened                     a file to be read in pieces
     read_json, from_json       values of JSON, up to `MOST_NESTING` brackets deep
+    convert                    values of JSON or TOML as a dataclass, checked by its fields' types
     refuse_irregular           for a library that opens a file by its path
     check_archive, array_header, read_array     zip archives and .npy arrays
 
@@ -37,7 +38,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from deploy.errors import Calib8Error, ExportError
 
@@ -155,6 +156,7 @@ def _state(path: Path | str) -> os.stat_result | None:
 
 
 FilePath = str | os.PathLike[str]
+T = TypeVar("T")
 
 MOST_BYTES = 16 << 30  # of a file that is read at once
 MOST_TEXT = 64 << 20  # of a text file
@@ -277,6 +279,36 @@ def from_json(
     except ValueError as wrong:  # an integer with thousands of digits
         reason = str(wrong)
     raise error(f"{rule}, got invalid JSON: {reason}; write it again")
+
+
+def convert(
+    held: Any,
+    kind: type[T],
+    *,
+    rule: str,
+    error: type[Calib8Error],
+    way_out: str = "write it again",
+    strict: bool = True,
+) -> T:
+    """Return values of JSON or TOML as `kind`, such as a dataclass; unknown keys are ignored.
+
+    Args:
+        held: the values.
+        kind: their type, by whose fields every value is checked.
+        rule: beginning of the error message: what they must be.
+        error: class of the error to raise.
+        way_out: end of the error message.
+        strict: False takes a text such as "nan" for a number too.
+
+    Raises:
+        error: names the first value of another type, and its place.
+    """
+    import msgspec
+
+    try:
+        return msgspec.convert(held, kind, strict=strict, str_keys=True)
+    except ValueError as wrong:  # also a key that is not Unicode
+        raise error(f"{rule}, got: {wrong}; {way_out}") from wrong
 
 
 def is_too_nested(text: str) -> bool:

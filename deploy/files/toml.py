@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*')
 _MOST_DOTS = 64
 
 
-def toml_value(value: str | float) -> str:
-    """Return a TOML string (the same as in JSON) or number."""
+def toml_value(value: str | float | Iterable[str]) -> str:
+    """Return a TOML string (the same as in JSON), number, truth value or list of strings."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value) if isinstance(value, int) else repr(float(value))
+    if isinstance(value, Iterable):
+        return f"[{', '.join(map(toml_value, value))}]"
+    return repr(value).lower() if isinstance(value, int) else repr(float(value))
 
 
 def toml_key(name: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from calibrators.scales import Scale, Scales
+from calibrators.scales import Scale
 from deploy.errors import ModelError
 from deploy.frontends.base import QdqCalibration
 from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
@@ -180,7 +180,7 @@ def _read_pairs(
     return QdqCalibration(
         model=model,
         name=name,
-        scales=Scales(spread_ranges(graph, scales)),
+        scales=spread_ranges(graph, scales),
         weights=weights,
         floats=why,
         written=written,

@@ -30,8 +30,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from deploy.errors import ConfigError, did_you_mean
 from deploy.files import atomic, toml
+from deploy.files.reading import convert
 from deploy.method import Choices, Method
 
 if TYPE_CHECKING:
@@ -43,10 +46,8 @@ if TYPE_CHECKING:
 SCHEMA = "calib8-plan/1"
 _SETTLED = re.compile(r"(.*): (-?(?:[0-9]+[.][0-9]+|inf)) dB(?: in .*)?")  # `settled`
 TIMED = "timed: "  # prefix of the trials that were timed next to the float model
-_KEYS = (
-    *("made_from", "precision", "timed_on", "settled", "unusable", "doubtful", "failed"),
-    *("method", "rounded", "float", "methods", "tried"),
-)
+_AGAIN = "build again without it"
+_TEXTS = ("precision", "timed_on", "settled", "unusable", "doubtful", "failed")
 _ROUNDED = 0.06  # dB, largest difference of a figure with one decimal and the same with two
 
 # why a node is float
@@ -107,30 +108,19 @@ def _lines(plan: PlanFile) -> Iterator[str]:
     yield "# or gets it with --plan; what you change in it is obeyed too."
     yield f"schema = {toml.toml_value(SCHEMA)}"
     yield f"model = {toml.toml_value(plan.model)}"
-    yield f"float = [{', '.join(map(toml.toml_value, plan.float_nodes))}]  # on every target"
+    yield f"float = {toml.toml_value(plan.float_nodes)}  # on every target"
     for name, target in plan.targets.items():
-        table = toml.toml_key(name)
+        table, choices = toml.toml_key(name), target.choices
         yield from ("", f"[{table}]", f"made_from = {toml.toml_value(target.made_from)}")
-        if target.precision:
-            yield f"precision = {toml.toml_value(target.precision)}"
-        if target.timed_on:
-            yield f"timed_on = {toml.toml_value(target.timed_on)}"
-        if target.settled:
-            yield f"settled = {toml.toml_value(target.settled)}"
-        if target.unusable:
-            yield f"unusable = {toml.toml_value(target.unusable)}"
-        if target.doubtful:
-            yield f"doubtful = {toml.toml_value(target.doubtful)}"
-        if target.failed:
-            yield f"failed = {toml.toml_value(target.failed)}"
-        if target.choices.method is not None:
-            yield f"method = {toml.toml_value(target.choices.method.label)}"
-        if target.choices.rounded is not None:
-            yield f"rounded = {str(target.choices.rounded).lower()}"
+        yield from _pairs({key: text for key in _TEXTS if (text := getattr(target, key))})
+        if choices.method is not None:
+            yield from _pairs({"method": choices.method.label})
+        if choices.rounded is not None:
+            yield from _pairs({"rounded": choices.rounded})
         yield from ("", f"[{table}.float]")
-        yield from _pairs(target.choices.float_nodes)
+        yield from _pairs(choices.float_nodes)
         yield from ("", f"[{table}.methods]")
-        yield from _pairs({t: method.label for t, method in target.choices.methods.items()})
+        yield from _pairs({tensor: method.label for tensor, method in choices.methods.items()})
         for trial in target.tried:
             yield from ("", f"[[{table}.tried]]")
             yield from _pairs(trial)
@@ -147,55 +137,68 @@ def read_plan(path: Path) -> PlanFile:
         ConfigError: it cannot be read, or is not a plan.
     """
     what = "a TOML file that calib8 wrote as a plan"
-    data = toml.read_toml(path, what=what, way_out="build again without it")
+    data = toml.read_toml(path, what=what, way_out=_AGAIN)
     if data.get("schema") != SCHEMA:
         raise ConfigError(
             f"a plan must begin with schema = {toml.toml_value(SCHEMA)}, got {path} with"
-            f" {data.get('schema')!r}; build again without it to have one made"
+            f" {data.get('schema')!r}; {_AGAIN} to have one made"
         )
-    known = {"schema", "model", "float"}
+    head = convert(data, _Head, rule=f"{path} must be {what}", error=ConfigError, way_out=_AGAIN)
+    known = {"schema", *_Head.__struct_encode_fields__}
     tables = {name: table for name, table in data.items() if name not in known}
     return PlanFile(
-        model=_text(path, data, "model"),
-        float_nodes=tuple(_texts(path, data, "float")),
+        model=head.model,
+        float_nodes=head.float_nodes,
         targets={name: _target(path, name, table) for name, table in tables.items()},
     )
 
 
+class _Head(msgspec.Struct):
+    model: str = ""
+    float_nodes: tuple[str, ...] = msgspec.field(name="float", default=())
+
+
+class _Table(msgspec.Struct):
+    """The table of a target."""
+
+    made_from: str = ""
+    precision: str = ""
+    timed_on: str = ""
+    settled: str = ""
+    unusable: str = ""
+    doubtful: str = ""
+    failed: str = ""
+    method: str = ""
+    rounded: bool | None = None
+    float_nodes: dict[str, str] = msgspec.field(name="float", default_factory=dict)
+    methods: dict[str, str] = msgspec.field(default_factory=dict)
+    tried: tuple[dict[str, Any], ...] = ()
+
+
 def _target(path: Path, name: str, table: object) -> TargetPlan:
-    held = _table(path, name, table)
-    for key in held:
-        if key not in _KEYS:
-            way = did_you_mean(key, _KEYS, f"it has {', '.join(_KEYS)}")
+    known = _Table.__struct_encode_fields__
+    for key in table if isinstance(table, dict) else ():
+        if key not in known:
+            way = did_you_mean(key, known, f"it has {', '.join(known)}")
             raise ConfigError(f"[{name}] of a plan has no {key!r}, got one in {path}; {way}")
-    method = _text(path, held, "method")
-    floats = _table(path, f"{name}.float", held.get("float", {}))
-    methods = _table(path, f"{name}.methods", held.get("methods", {}))
+    rule = f"[{name}] of {path} must be the plan of a target"
+    held = convert(table, _Table, rule=rule, error=ConfigError, way_out=_AGAIN)
     return TargetPlan(
         choices=Choices(
-            float_nodes={str(node): str(why) for node, why in floats.items()},
-            method=Method.labelled(method) if method else None,
-            rounded=_flag(path, held, "rounded"),
-            methods={str(tensor): Method.labelled(str(m)) for tensor, m in methods.items()},
+            float_nodes=held.float_nodes,
+            method=Method.labelled(held.method) if held.method else None,
+            rounded=held.rounded,
+            methods={tensor: Method.labelled(label) for tensor, label in held.methods.items()},
         ),
-        made_from=_text(path, held, "made_from"),
-        precision=_text(path, held, "precision"),
-        settled=_text(path, held, "settled"),
-        unusable=_text(path, held, "unusable"),
-        doubtful=_text(path, held, "doubtful"),
-        timed_on=_text(path, held, "timed_on"),
-        failed=_text(path, held, "failed"),
-        tried=tuple(_rows(path, held)),
+        made_from=held.made_from,
+        tried=tuple(map(_figures, held.tried)),
+        **{key: getattr(held, key) for key in _TEXTS},
     )
 
 
-def _rows(path: Path, table: Mapping[str, Any]) -> Iterator[dict[str, str | float]]:
-    """Yield the rows of `tried`, without values of types that calib8 does not write."""
-    rows = table.get("tried", [])
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"tried of a plan must be a list of tables, got {rows!r} in {path}")
-    for row in rows:
-        yield {key: kept for key, value in row.items() if (kept := _figure(value)) is not None}
+def _figures(row: Mapping[str, Any]) -> dict[str, str | float]:
+    """Return a row of `tried`, without values of types that calib8 does not write."""
+    return {key: kept for key, value in row.items() if (kept := _figure(value)) is not None}
 
 
 def _figure(value: object) -> str | float | None:
@@ -217,33 +220,6 @@ def _matches(tried: Mapping[str, str | float], what: str, db: str) -> bool:
         return False
     near = figure == float(db) or abs(figure - float(db)) <= _ROUNDED
     return words.removeprefix(TIMED) == what and near
-
-
-def _table(path: Path, name: str, value: object) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"[{name}] of a plan must be a table, got {value!r} in {path}")
-    return value
-
-
-def _text(path: Path, table: Mapping[str, Any], key: str) -> str:
-    value = table.get(key, "")
-    if not isinstance(value, str):
-        raise ConfigError(f"{key} of a plan must be a string, got {value!r} in {path}")
-    return value
-
-
-def _flag(path: Path, table: Mapping[str, Any], key: str) -> bool | None:
-    value = table.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise ConfigError(f"{key} of a plan must be true or false, got {value!r} in {path}")
-    return value
-
-
-def _texts(path: Path, table: Mapping[str, Any], key: str) -> list[str]:
-    value = table.get(key, [])
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise ConfigError(f"{key} of a plan must be a list of strings, got {value!r} in {path}")
-    return value
 
 
 def float_reasons(

@@ -73,7 +73,7 @@ class WeightCache:
 def write_qdq(
     model: onnx.ModelProto,
     plan: Plan,
-    scales: Mapping[str, Scale] | Scales,
+    scales: Scales,
     *,
     weight_bits: int = 8,
     storable: Callable[[Scales32], Scales32] = lambda scales: scales,
