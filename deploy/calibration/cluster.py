@@ -193,12 +193,7 @@ class ShardMerger:
                 f" ({error}); give a path that all machines share, or send them (--send images)"
             ) from error
         self._peaks.add_rows(shard.peaks, {place: place + 1 for place in share.places})
-        for key, part in shard.observed(self._wanted).items():
-            assert isinstance(part, Histogram)
-            if key in self._merged:
-                self._merged[key].merge(part)
-            else:
-                self._merged[key] = part
+        shards.merge_histograms(self._merged, shard.observed(self._wanted))
 
     def end(self, peaks: Peaks) -> ObservedStatistics:
         """Return the merged statistics of all pieces.

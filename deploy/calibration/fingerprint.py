@@ -20,10 +20,12 @@ import io
 import operator
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from calibrators.statistics import FORMAT, Arrays
@@ -45,7 +47,6 @@ _NAMES = {
 }
 _FROM = ("model", "images", "order", "preprocess", "decoder")
 _BY = ("program", "rule", "method", "numbers", "versions")
-_TEXTS = frozenset(("order", "program", "rule", "method"))
 _LIBRARY = "library"  # field of the decoder's name; the other fields describe its pixels
 _OLD = ("images", "method", "model", "order", "preprocess", "rule", "versions")  # up to schema 4
 _MOST_UNPACKED = 4 << 30  # bytes of all statistics; 10,000 histograms are 160 MB
@@ -102,16 +103,13 @@ class Fingerprint:
             CacheError: parts are missing or of a wrong type.
         """
         parts = {**_half(data, "made_from"), **_half(data, "made_by")} or _of_schema_4(data)
-        wanted = {*_FROM, *_BY}
-        sound = set(parts) == wanted and all(
-            isinstance(parts[key], str if key in _TEXTS else dict) for key in wanted
+        if set(parts) == {*_FROM, *_BY}:
+            with suppress(ValueError):
+                return msgspec.convert(parts, cls)
+        raise CacheError(
+            f"a fingerprint needs the parts {', '.join(_FROM)} of what it was made from and"
+            f" {', '.join(_BY)} of who made it"
         )
-        if not sound or not all(isinstance(one, str) for one in parts["model"].values()):
-            raise CacheError(
-                f"a fingerprint needs the parts {', '.join(_FROM)} of what it was made from and"
-                f" {', '.join(_BY)} of who made it"
-            )
-        return cls(**parts)
 
     def changes_since(self, old: Fingerprint) -> dict[str, str]:
         """Return part -> how it changed since `old`, as a clause; {} if nothing changed."""

@@ -24,13 +24,13 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from calibrators.errors import CalibrationError
+import msgspec
+
 from calibrators.histogram import Histogram
 from deploy.calibration.fingerprint import (
     CALIB8,
@@ -39,10 +39,10 @@ from deploy.calibration.fingerprint import (
     feed_versions,
     open_archive,
     pack_arrays,
-    unpack_arrays,
 )
 from deploy.calibration.observation import Key, Observation, ObservedStatistics
 from deploy.calibration.sample_checks import PeakRow, Peaks
+from deploy.calibration.store import BROKEN, StoredStatistics
 from deploy.errors import CacheError, ConfigError, FeedError
 from deploy.feed.file_list import RawSample
 from deploy.feed.samples import Feed
@@ -58,23 +58,10 @@ if TYPE_CHECKING:
 SCHEMA = "calib8-shard/1"
 _WHAT = "a shard of a calibration, as calib8 calibrate --shard writes it"
 _DOCUMENT, _STATISTICS = "shard.json", "statistics.npz"
-_BROKEN = (
-    ValueError,
-    TypeError,
-    LookupError,
-    OSError,
-    EOFError,
-    MemoryError,
-    RuntimeError,
-    ArithmeticError,
-    zipfile.BadZipFile,
-    zlib.error,
-    CalibrationError,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class Shard(StoredStatistics):
     """A shard as stored in its file.
 
     Attributes:
@@ -90,29 +77,12 @@ class Shard:
     digests: tuple[str, ...]
     skipped: Mapping[int, str]
     peaks: list[PeakRow]
-    keys: tuple[Key, ...]
-    path: Path
     counted: int | None
-    _packed: bytes
 
-    def observed(self, wanted: Iterable[Observation]) -> ObservedStatistics:
-        """Return the wanted observations that are stored.
-
-        Raises:
-            CacheError: the arrays of one are broken.
-        """
-        places = {key: place for place, key in enumerate(self.keys)}
-        statistics = {o.key: o.statistic for o in wanted if o.key in places}
-        try:
-            with open_archive(self._packed, self.path) as archive:
-                return ObservedStatistics(
-                    {
-                        k: one.restore(unpack_arrays(archive, places[k]))
-                        for k, one in statistics.items()
-                    }
-                )
-        except _BROKEN as error:
-            raise CacheError(f"{self.path} does not hold statistics: {error}") from error
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.archive
 
 
 def serialize_shard(
@@ -167,7 +137,7 @@ def parse_shard(raw: bytes, path: Path, *, what: str = _WHAT) -> Shard:
     try:
         with open_archive(raw, path) as archive:
             text, packed = archive.read(_DOCUMENT), archive.read(_STATISTICS)
-    except _BROKEN as error:
+    except BROKEN as error:
         raise CacheError(f"{rule}, got no such archive: {error}") from error
     document = from_json(text, rule=rule, error=CacheError)
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
@@ -176,7 +146,7 @@ def parse_shard(raw: bytes, path: Path, *, what: str = _WHAT) -> Shard:
         raise CacheError(f"{path} was changed after it was written; make it again")
     try:
         return _shard(document, path, packed)
-    except _BROKEN as error:
+    except BROKEN as error:
         raise CacheError(f"{rule}, got parts that do not fit: {error}") from error
 
 
@@ -200,38 +170,34 @@ def refuse_foreign(path: Path, *, force: bool) -> None:
 
 
 def _shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard:
-    share = Share(**document["share"])
+    share = msgspec.convert(document["share"], Share)
     made_from = Fingerprint.from_json(document["made_from"])
     if not {"kind", "batch", "skip_bad", "count", "names"} <= set(made_from.images):
         raise ValueError("it does not tell what images it is of")
-    skipped = {int(place): str(why) for place, why in document["skipped"].items()}
-    counted, read = document.get("counted"), len(document["digests"])
-    counted = None if counted is None else int(counted)
+    digests = msgspec.convert(document["digests"], tuple[str, ...])
+    skipped = msgspec.convert(document["skipped"], dict[int, str], str_keys=True)
+    counted: int | None = msgspec.convert(document.get("counted"), int | None)
+    read = len(digests)
     if read > len(share.places) or (counted is None and read < len(share.places)):
         raise ValueError(f"{read} digests of {len(share.places)} samples")
     own = set(share.places[:read])
     good = own - set(skipped)
     if not set(skipped) <= own or (counted is not None and not 0 < counted <= len(good)):
         raise ValueError(f"{counted} samples of {len(good)} good ones")
+    peaks = msgspec.convert(document["peaks"], list[PeakRow])
+    if any(place not in good for *_, largest in peaks for _, place in largest):
+        raise ValueError("peaks of samples that are not its own")
     return Shard(
         share=share,
         made_from=made_from,
-        digests=tuple(map(str, document["digests"])),
+        digests=digests,
         skipped=skipped,
-        peaks=[_row(row, good) for row in document["peaks"]],
-        keys=tuple((str(a), str(b), str(c)) for a, b, c in document["observations"]),
-        path=path,
+        peaks=peaks,
+        keys=msgspec.convert(document["observations"], tuple[Key, ...]),
+        archive=path,
         counted=counted,
-        _packed=packed,
+        packed=packed,
     )
-
-
-def _row(row: Any, good: set[int]) -> PeakRow:
-    variant, tensor, seen, listed = row
-    largest = tuple((float(amax), int(place)) for amax, place in listed)
-    if any(place not in good for _, place in largest):
-        raise ValueError("peaks of samples that are not its own")
-    return str(variant), str(tensor), int(seen), largest
 
 
 def _digest(document: Mapping[str, Any]) -> str:
@@ -288,6 +254,16 @@ def shard_fingerprint(
     return _made_from(model, images, form["preprocess"] or {})
 
 
+def merge_histograms(merged: dict[Key, Histogram], more: ObservedStatistics) -> None:
+    """Add the histograms of a shard to those of others."""
+    for key, part in more.items():
+        assert isinstance(part, Histogram)
+        if key in merged:
+            merged[key].merge(part)
+        else:
+            merged[key] = part
+
+
 class ShardSet:
     """All shards of one calibration, to be merged without running the model.
 
@@ -329,15 +305,10 @@ class ShardSet:
                     " targets and options that the shards were made for"
                 )
         numbers = {place: number for number, place in enumerate(self.feed.places, 1)}
-        merged: dict[Any, Histogram] = {}
+        merged: dict[Key, Histogram] = {}
         for shard in self._shards:
             peaks.add_rows(shard.peaks, numbers)
-            for key, part in shard.observed(listed).items():
-                assert isinstance(part, Histogram)
-                if key in merged:
-                    merged[key].merge(part)
-                else:
-                    merged[key] = part
+            merge_histograms(merged, shard.observed(listed))
         return ObservedStatistics(merged)
 
 

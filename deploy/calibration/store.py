@@ -16,10 +16,12 @@ import json
 import re
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from calibrators.errors import CalibrationError
 from calibrators.statistics import Arrays
@@ -34,10 +36,24 @@ from deploy.files.reading import from_json, open_regular_file, read_bytes, read_
 # 3: the JSON has its own digest; 4: the order of the images is a separate part; 5: the fingerprint
 # has two halves, inputs and programs, which C++ writes and reads too
 SCHEMA = 5
-_READ = (4, SCHEMA)
 _WHAT = "a file of a calibration"
 _MARK = "the fingerprint of a calibration"
 _MEMBER = re.compile(r"[0-9]+[.][A-Za-z_]+[.]npy")  # archive members that `pack_arrays` writes
+T = TypeVar("T")
+# what damaged archives and arrays raise; RuntimeError: encrypted, or an unknown compression
+BROKEN = (
+    ValueError,
+    TypeError,
+    LookupError,
+    OSError,
+    EOFError,
+    MemoryError,
+    RuntimeError,
+    ArithmeticError,
+    zipfile.BadZipFile,
+    zlib.error,
+    CalibrationError,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +71,16 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredCalibration:
-    """The three files as read: complete and consistent; the arrays are not parsed yet."""
+class StoredStatistics:
+    """Observations in an archive, whose arrays are not parsed yet.
 
-    text: bytes
-    fingerprint: Fingerprint
+    Attributes:
+        archive: the file that holds it.
+    """
+
     keys: tuple[Key, ...]
-    outliers: tuple[Outlier, ...]
-    until: StabilityRule | None
-    path: Path
-    _packed: bytes
-    _document: bytes
+    archive: Path
+    packed: bytes
 
     def observed(self, wanted: Iterable[Observation]) -> ObservedStatistics:
         """Return the wanted observations that are stored.
@@ -73,14 +88,35 @@ class StoredCalibration:
         Raises:
             CacheError: the arrays of one are broken.
         """
-        keys = set(self.keys)
-        statistics = {o.key: o.statistic for o in wanted if o.key in keys}
+        known = set(self.keys)
+        statistics = {o.key: o.statistic for o in wanted if o.key in known}
+        return ObservedStatistics(
+            self._read(statistics, lambda key, arrays: statistics[key].restore(arrays))
+        )
+
+    def carried(self, keys: Iterable[Key]) -> dict[Key, Arrays]:
+        """Return the arrays of some observations, to be written to another cache."""
+        return self._read(keys, lambda _, arrays: arrays)
+
+    def _read(self, keys: Iterable[Key], make: Callable[[Key, Arrays], T]) -> dict[Key, T]:
+        places = {key: place for place, key in enumerate(self.keys)}
         try:
-            return ObservedStatistics(
-                {key: statistics[key].restore(arrays) for key, arrays in self._arrays(statistics)}
-            )
-        except (ArithmeticError, LookupError, TypeError, ValueError, CalibrationError) as error:
-            raise self._broken(error) from error
+            with open_archive(self.packed, self.archive) as archive:
+                return {key: make(key, unpack_arrays(archive, places[key])) for key in keys}
+        except BROKEN as error:
+            raise CacheError(f"{self.archive} does not hold statistics: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredCalibration(StoredStatistics):
+    """The three files as read: complete and consistent."""
+
+    text: bytes
+    fingerprint: Fingerprint
+    outliers: tuple[Outlier, ...]
+    until: StabilityRule | None
+    path: Path
+    _document: bytes
 
     @property
     def count(self) -> int:
@@ -88,30 +124,24 @@ class StoredCalibration:
         count = self.fingerprint.images.get("count")
         return count if isinstance(count, int) else 0
 
-    def carried(self, keys: Iterable[Key]) -> dict[Key, Arrays]:
-        """Return the arrays of some observations, to be written to another cache."""
-        return dict(self._arrays(keys))
 
-    def _arrays(self, keys: Iterable[Key]) -> Iterator[tuple[Key, Arrays]]:
-        places = {key: place for place, key in enumerate(self.keys)}
-        try:
-            with open_archive(self._packed, self.path) as archive:
-                for key in keys:
-                    yield key, unpack_arrays(archive, places[key])
-        except (
-            ValueError,
-            KeyError,
-            OSError,
-            EOFError,
-            MemoryError,
-            RuntimeError,  # encrypted, or an unknown compression
-            zipfile.BadZipFile,
-            zlib.error,
-        ) as error:
-            raise self._broken(error) from error
+@dataclass(frozen=True, slots=True)
+class _Digests:
+    cache: str
+    statistics: str
+    this: str
 
-    def _broken(self, error: Exception) -> CacheError:
-        return CacheError(f"{sidecars(self.path)[1]} does not hold statistics: {error}")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Document:
+    """The JSON of a cache, in the forms that this version reads."""
+
+    schema: Literal[4, 5]
+    fingerprint: Any
+    observations: tuple[Key, ...]
+    outliers: tuple[tuple[str, str, tuple[str, ...], float], ...]
+    sha256: _Digests
+    until: StabilityRule | None = None
 
 
 def sidecars(path: Path) -> tuple[Path, Path]:
@@ -130,7 +160,7 @@ def copy_stored(stored: StoredCalibration, path: Path) -> None:
     Raises:
         ExportError: the folder is not writable.
     """
-    _write(path, stored.text, stored._packed, stored._document)
+    _write(path, stored.text, stored.packed, stored._document)
 
 
 def _write(path: Path, text: bytes, packed: bytes, document: bytes) -> None:
@@ -263,23 +293,23 @@ def load_calibration(path: Path) -> StoredCalibration:
     raw = read_cache_file(json_path)
     document = _document(raw, json_path)
     text, fingerprint = _text_of(path, document)
-    if not document["sha256"]["statistics"]:
+    if not document.sha256.statistics:
         raise CacheError(
             f"{path} was made by {fingerprint.by} and has no statistics next to it (--trust-cache"
             " uses it as it is)"
         )
     packed = read_cache_file(npz_path)
-    if sha256(packed) != document["sha256"]["statistics"]:
+    if sha256(packed) != document.sha256.statistics:
         raise CacheError(f"{npz_path} was changed after {json_path.name} was written")
-    keys = tuple((str(a), str(b), str(c)) for a, b, c in document["observations"])
     return StoredCalibration(
         text=text,
         fingerprint=fingerprint,
-        keys=keys,
-        outliers=_outliers(document["outliers"], json_path),
-        until=_until(document.get("until"), json_path),
+        keys=document.observations,
+        outliers=tuple(Outlier(*row) for row in document.outliers),
+        until=document.until,
         path=path,
-        _packed=packed,
+        archive=npz_path,
+        packed=packed,
         _document=raw,
     )
 
@@ -294,51 +324,24 @@ def read_cache_text(path: Path) -> tuple[bytes, Fingerprint]:
     return _text_of(path, _document(read_cache_file(json_path), json_path))
 
 
-def _text_of(path: Path, document: Mapping[str, Any]) -> tuple[bytes, Fingerprint]:
+def _text_of(path: Path, document: _Document) -> tuple[bytes, Fingerprint]:
     text = read_cache_file(path)
-    if sha256(text) != document["sha256"]["cache"]:
+    if sha256(text) != document.sha256.cache:
         raise CacheError(f"{path} was changed after {sidecars(path)[0].name} was written")
-    return text, Fingerprint.from_json(document["fingerprint"])
+    return text, Fingerprint.from_json(document.fingerprint)
 
 
-def _outliers(listed: object, path: Path) -> tuple[Outlier, ...]:
-    try:
-        return tuple(
-            Outlier(str(variant), str(tensor), tuple(map(str, digests)), float(times))
-            for variant, tensor, digests, times in listed  # type: ignore[attr-defined]
-        )
-    except (TypeError, ValueError, OverflowError) as error:
-        raise CacheError(f"{path} does not list outliers: {error}") from error
-
-
-def _until(held: object, path: Path) -> StabilityRule | None:
-    if held is None:
-        return None
-    try:
-        return StabilityRule(within=float(held["within"]), method=str(held["method"]))  # type: ignore[index]
-    except (TypeError, ValueError, KeyError, ConfigError) as error:
-        raise CacheError(f"{path} does not say until when it was observed: {error}") from error
-
-
-def _document(raw: bytes, path: Path) -> dict[str, Any]:
+def _document(raw: bytes, path: Path) -> _Document:
     document = from_json(raw, rule=f"{path} must be {_MARK}", error=CacheError)
     try:
-        observations = document["observations"]
-        complete = (
-            document["schema"] in _READ
-            and isinstance(observations, list)
-            and all(isinstance(key, list) and len(key) == 3 for key in observations)
-            and isinstance(document["sha256"], dict)
-            and {"cache", "statistics", "this"} <= set(document["sha256"])
-            and {"fingerprint", "outliers"} <= set(document)
-        )
-    except (ValueError, TypeError, KeyError):
-        complete = False
-    if not complete:
-        raise CacheError(f"{path} is not a fingerprint that this version of calib8 reads")
+        held = msgspec.convert(document, _Document)
+    except (ValueError, ConfigError) as error:
+        raise CacheError(
+            f"{path} is not a fingerprint that this version of calib8 reads: {error}"
+        ) from error
     if not _is_intact(raw, document):
         raise CacheError(f"{path} was changed after it was written")
-    return dict(document)
+    return held
 
 
 def read_cache_file(path: Path) -> bytes:
