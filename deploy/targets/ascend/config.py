@@ -14,7 +14,10 @@ from deploy.errors import ConfigError
 from deploy.files.reading import from_json
 from deploy.targets.ascend.config_keys import (
     ACTIVATION,
+    ADA,
     GLOBAL,
+    HFMG,
+    IFMR,
     INT16_LAYERS,
     LAYER,
     TENSOR,
@@ -35,6 +38,11 @@ from deploy.targets.ascend.config_keys import (
 )
 from deploy.targets.ascend.layers import TENSOR_QUANTIZE_OPS, Layer, LayerGraph
 from deploy.targets.ascend.proto import suggest_name
+
+_OF_CONFIG = (
+    *("version", "batch_num", "activation_offset", "do_fusion", "skip_fusion_layers"),
+    "fakequant_precision_mode",
+)
 
 
 def default_config(
@@ -196,37 +204,21 @@ def read_config(text: str, what: str = "the quant config") -> QuantConfig:
     if "version" not in data:
         raise ConfigError(f'{what} must hold "version": 1, got none')
     given = {k: check_value(k, v, GLOBAL[k]) for k, v in data.items() if k in GLOBAL}
-    names = given.get("skip_fusion_layers", [])
-    refuse_repeats(names, "skip_fusion_layers")
-    mode = given.get("fakequant_precision_mode")
-    return QuantConfig(
-        version=given["version"],
-        batch_num=given.get("batch_num", 1),
-        activation_offset=given.get("activation_offset", True),
-        do_fusion=given.get("do_fusion", True),
-        skip_fusion_layers=tuple(names),
-        fakequant_precision_mode=None if mode == "DEFAULT" else mode,
-        tensors=tuple(_in_tensor(one) for one in given.get("tensor_quantize", [])),
-        layers=layers,
-    )
+    refuse_repeats(given.get("skip_fusion_layers", []), "skip_fusion_layers")
+    if given.get("fakequant_precision_mode") == "DEFAULT":
+        del given["fakequant_precision_mode"]
+    tensors = tuple(map(_in_tensor, given.get("tensor_quantize", [])))
+    fields = {key: value for key, value in given.items() if key in _OF_CONFIG}
+    return QuantConfig(**fields, tensors=tensors, layers=layers)
 
 
 def write_config(config: QuantConfig) -> str:
     """Return the config as JSON text in AMCT's layout and order."""
-    data: dict[str, Any] = {
-        "version": config.version,
-        "batch_num": config.batch_num,
-        "activation_offset": config.activation_offset,
-        "do_fusion": config.do_fusion,
-        "skip_fusion_layers": list(config.skip_fusion_layers),
-    }
-    if config.fakequant_precision_mode:
-        data["fakequant_precision_mode"] = config.fakequant_precision_mode
+    data = _stated(config, *_OF_CONFIG)
     if config.tensors:
         data["tensor_quantize"] = [
             {
-                "layer_name": one.layer_name,
-                "input_index": one.input_index,
+                **_stated(one, "layer_name", "input_index"),
                 "activation_quant_params": _activation_json(one.activation),
             }
             for one in config.tensors
@@ -236,37 +228,25 @@ def write_config(config: QuantConfig) -> str:
     return json.dumps(data, indent=4, separators=(",", ":"), ensure_ascii=False)
 
 
+def _stated(values: object, *keys: str) -> dict[str, Any]:
+    """Return the fields of these names, in their order, without those that are None."""
+    return {key: value for key in keys if (value := getattr(values, key)) is not None}
+
+
 def _layer_json(layer: LayerConfig) -> dict[str, Any]:
-    wts = layer.weight
-    out: dict[str, Any] = {"quant_enable": layer.quant_enable}
-    if layer.dmq_balancer_param is not None:
-        out["dmq_balancer_param"] = layer.dmq_balancer_param
-    params = _activation_json(layer.activation)
-    weight: dict[str, Any] = {"num_bits": wts.num_bits}
-    if wts.channel_wise is not None:
-        weight["channel_wise"] = wts.channel_wise
-    weight["wts_algo"] = wts.wts_algo
-    if wts.wts_algo == "ada_quantize":
-        weight["num_iteration"] = wts.num_iteration
-        weight["reg_param"] = wts.reg_param
-        weight["beta_range"] = list(wts.beta_range)
-        weight["warm_start"] = wts.warm_start
-    return {**out, "activation_quant_params": params, "weight_quant_params": weight}
+    adaptive = ADA if layer.weight.wts_algo == "ada_quantize" else ()
+    return {
+        **_stated(layer, "quant_enable", "dmq_balancer_param"),
+        "activation_quant_params": _activation_json(layer.activation),
+        "weight_quant_params": _stated(
+            layer.weight, "num_bits", "channel_wise", "wts_algo", *adaptive
+        ),
+    }
 
 
 def _activation_json(act: ActivationParams) -> dict[str, Any]:
-    params: dict[str, Any] = {"num_bits": act.num_bits}
-    if act.act_algo == "ifmr":
-        params["max_percentile"] = act.max_percentile
-        params["min_percentile"] = act.min_percentile
-        params["search_range"] = list(act.search_range)
-        params["search_step"] = act.search_step
-    params["act_algo"] = act.act_algo
-    if act.asymmetric is not None:
-        params["asymmetric"] = act.asymmetric
-    if act.act_algo == "hfmg":
-        params["num_of_bins"] = act.num_of_bins
-    return params
+    before, after = (IFMR, ()) if act.act_algo == "ifmr" else ((), HFMG)
+    return _stated(act, "num_bits", *before, "act_algo", "asymmetric", *after)
 
 
 def _in_tensor(value: dict[str, Any]) -> TensorConfig:

@@ -166,7 +166,7 @@ LAYER = {
     "activation_quant_params": _Rule("dict", lambda v: True, "an object"),
     "weight_quant_params": _Rule("dict", lambda v: True, "an object"),
 }
-_IFMR = {
+IFMR = {
     "max_percentile": _PERCENTILE,
     "min_percentile": _PERCENTILE,
     "search_range": _Rule(
@@ -174,16 +174,16 @@ _IFMR = {
     ),
     "search_step": _Rule("float", lambda v: v > 0, "> 0"),
 }
-_HFMG = {"num_of_bins": _Rule("int", lambda v: v in NBINS, f"one of {list(NBINS)}")}
+HFMG = {"num_of_bins": _Rule("int", lambda v: v in NBINS, f"one of {list(NBINS)}")}
 ACTIVATION = {
     "num_bits": _Rule("int", lambda v: v in (4, 8, 16), "4, 8 or 16"),
     "act_algo": _Rule("str", lambda v: v in ("ifmr", "hfmg"), "'ifmr' or 'hfmg'"),
     "asymmetric": _ANY,
-    **_IFMR,
-    **_HFMG,
+    **IFMR,
+    **HFMG,
 }
 MOST_ITERATIONS = 1_000_000  # AMCT's default is 10000, which takes minutes a layer
-_ADA = {
+ADA = {
     "num_iteration": _Rule(
         "int", lambda v: 0 <= v <= MOST_ITERATIONS, f">= 0 and at most {MOST_ITERATIONS}"
     ),
@@ -199,7 +199,7 @@ WEIGHT = {
         "str", lambda v: v in ("arq_quantize", "ada_quantize"), "'arq_quantize' or 'ada_quantize'"
     ),
     "channel_wise": _ANY,
-    **_ADA,
+    **ADA,
 }
 
 _MOST_STEPS = 10_000  # scales tried in one search; AMCT's default is 60
@@ -212,14 +212,14 @@ def activation_from(given: Mapping[str, Any]) -> ActivationParams:
         ConfigError: keys of both IFMR and HFMG, a step longer than the range, or more than
             `_MOST_STEPS` steps.
     """
-    ifmr, hfmg = sorted(set(given) & set(_IFMR)), sorted(set(given) & set(_HFMG))
+    ifmr, hfmg = sorted(set(given) & set(IFMR)), sorted(set(given) & set(HFMG))
     algo = given.get("act_algo", "hfmg" if hfmg else "ifmr")
     if (ifmr and hfmg) or (ifmr and algo == "hfmg") or (hfmg and algo == "ifmr"):
         raise ConfigError(
             f"act_algo {algo!r} does not take keys of the other algorithm, got {ifmr + hfmg};"
-            f" IFMR has {sorted(_IFMR)}, HFMG has {sorted(_HFMG)}"
+            f" IFMR has {sorted(IFMR)}, HFMG has {sorted(HFMG)}"
         )
-    params = replace(ActivationParams(), **(_tuples(given) | {"act_algo": algo}))
+    params = replace(ActivationParams(), **{**given, "act_algo": algo})
     start, end = params.search_range
     step = params.search_step
     if algo == "ifmr" and step > end - start:
@@ -241,14 +241,10 @@ def weight_from(given: Mapping[str, Any]) -> WeightParams:
     Raises:
         ConfigError: keys of AdaRound without ada_quantize.
     """
-    ada = sorted(set(given) & set(_ADA))
+    ada = sorted(set(given) & set(ADA))
     if ada and given.get("wts_algo", "arq_quantize") == "arq_quantize":
         raise ConfigError(f"arq_quantize does not take {ada}; they belong to ada_quantize")
-    return replace(WeightParams(), **_tuples(given))
-
-
-def _tuples(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
+    return replace(WeightParams(), **given)
 
 
 def check_simple_keys(given: Mapping[str, Any], *, weight: bool) -> dict[str, Any]:
@@ -289,12 +285,12 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def check_value(key: str, value: Any, rule: _Rule) -> Any:
-    """Return the value if it has the type and range of its rule."""
+    """Return the value, a list as a tuple, if it has the type and range of its rule."""
     if not _TYPES[rule.type_](value):
         raise ConfigError(f"{key} must be of type {rule.type_}, got {json.dumps(value)[:80]}")
     if not rule.fits(value):
         raise ConfigError(f"{key} must be {rule.range_}, got {json.dumps(value)[:80]}")
-    return value
+    return tuple(value) if isinstance(value, list) else value
 
 
 def refuse_repeats(names: Any, where: str) -> None:

@@ -44,33 +44,16 @@ def _choice(oneof: str, *fields: tuple[str, int, str]) -> tuple[ProtoField, ...]
     return tuple(ProtoField(name, number, kind, oneof=oneof) for name, number, kind in fields)
 
 
+_INPUT_FORMATS = (
+    *("UNDEFINED", "YUV420SP_U8", "XRGB8888_U8", "RGB888_U8", "YUV400_U8", "NC1HWC0DI_FP16"),
+    *("NC1HWC0DI_S8", "ARGB8888_U8", "YUYV_U8", "YUV422SP_U8", "AYUV444_U8", "RAW10", "RAW12"),
+    *("RAW16", "RAW24", "RGB16", "RGB20", "RGB24", "RGB8_IR", "RGB16_IR", "RGB24_IR"),
+)
 ENUMS: dict[str, dict[str, int]] = {
     "FakequantPrecisionMode": {"FORCE_FP16_QUANT": 1},
     "DataType": {"INT8": 1, "INT16": 2},
     "AippMode": {"undefined": 0, "static": 1, "dynamic": 2},
-    "InputFormat": {
-        "UNDEFINED": 0,
-        "YUV420SP_U8": 1,
-        "XRGB8888_U8": 2,
-        "RGB888_U8": 3,
-        "YUV400_U8": 4,
-        "NC1HWC0DI_FP16": 5,
-        "NC1HWC0DI_S8": 6,
-        "ARGB8888_U8": 7,
-        "YUYV_U8": 8,
-        "YUV422SP_U8": 9,
-        "AYUV444_U8": 10,
-        "RAW10": 11,
-        "RAW12": 12,
-        "RAW16": 13,
-        "RAW24": 14,
-        "RGB16": 15,
-        "RGB20": 16,
-        "RGB24": 17,
-        "RGB8_IR": 18,
-        "RGB16_IR": 19,
-        "RGB24_IR": 20,
-    },
+    "InputFormat": {name: number for number, name in enumerate(_INPUT_FORMATS)},
     "MultiShapeMode": {"batch": 0, "resolution": 1},
     # without AMCT's UNDEFINED = 0, which it never writes: the name clashes with InputFormat's
     "AttrType": {"FLOAT": 1, "INT": 2, "STRING": 3, "FLOATS": 4, "INTS": 5, "STRINGS": 6},
