@@ -28,17 +28,13 @@ from deploy.feed.samples import Feed
 from deploy.frontends import LoadedModel
 from deploy.graph.placement import WEIGHTED
 from deploy.method import Choices, Method
-from deploy.metrics.bench_inputs import random_feeds
 
 if TYPE_CHECKING:
     import onnx
 
     from deploy.feed.feed import FeedSource
     from deploy.frontends.base import QdqCalibration
-    from deploy.tensors import Array
 
-RANDOM_SAMPLES = "random numbers"
-_TRIED = 2  # number of random samples
 _UNMEASURED = (
     "No images were given: neither accuracy nor speed was measured, and trial builds"
     " ran on random samples; --images measures both."
@@ -170,52 +166,6 @@ class QdqModelRanges(Ranges):
         missing = (o.tensor for o in observations if o.tensor not in scales)
         without = NoScaleReason(f"has no pair in {Path(self.trained.name).name}", unknown=True)
         return RangeSet(scales=scales, troubles=dict.fromkeys(missing, without))
-
-
-def make_subject(loaded: LoadedModel, feed: Feed, trt_version: str | None) -> CalibrationSubject:
-    """Return the subject of a model with a feed, without the model as the user gave it."""
-    return CalibrationSubject(
-        loaded=loaded,
-        samples=len(feed),
-        batch=feed.batch,
-        filled=feed.filled,
-        method=Method.of(),
-        trt_version=trt_version,
-    )
-
-
-def result_of_quantized(
-    trained: QdqCalibration,
-    subject: CalibrationSubject,
-    feed: Feed,
-    judges: EvaluationSet,
-    images: str,
-    failed: Mapping[str, str],
-) -> CalibrationResult:
-    """Return the ranges of a model's pairs as a calibration without any run."""
-    return CalibrationResult(
-        subject=subject,
-        images=images,
-        feed=feed,
-        ranges=QdqModelRanges(trained, subject),
-        judges=judges,
-        wanted={},
-        failed=failed,
-        observed_now=(),
-        reused=False,
-        reason="the model is quantized already, and its Q/DQ pairs give every range",
-        seconds=0.0,
-        runs={},
-    )
-
-
-def make_random_samples(loaded: LoadedModel) -> list[dict[str, Array]]:
-    """Return random samples for a run without images; they are not used for accuracy.
-
-    Raises:
-        ConfigError: a dimension is dynamic.
-    """
-    return random_feeds(loaded.inputs, count=_TRIED)
 
 
 def keep_float_layers(trained: QdqCalibration, loaded: LoadedModel) -> Choices:

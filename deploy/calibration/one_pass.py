@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from calibrators.histogram import BINS, Histogram
 from calibrators.statistics import BatchRecorder, Recorder
@@ -63,33 +63,13 @@ from deploy.terminal import phase
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.calibration.checkpoint import Checkpoint
+
 Progress = Callable[[], None]
 StopCallback = Callable[[int, ObservedStatistics, ObservedStatistics], bool]
 _Part = dict[Observation, Recorder]
 _VALUE = 4  # bytes of a float32
 _HISTOGRAM = 8 * (2 * BINS + 1)  # bytes of a histogram
-
-
-class StateKeeper(Protocol):
-    """Stores the state of a pass from time to time, and holds that of an interrupted one.
-
-    Attributes:
-        counted: number of samples in the state that it holds; 0 for none.
-    """
-
-    counted: int
-
-    def known(self, wanted: Iterable[Observation]) -> ObservedStatistics:
-        """Return the statistics of these samples; empty if there are none."""
-        ...
-
-    def due(self) -> bool:
-        """Whether it is time to store the state."""
-        ...
-
-    def keep(self, number: int, observed: ObservedStatistics) -> None:
-        """Store the statistics of the first `number` samples."""
-        ...
 
 
 def run_pass(
@@ -101,7 +81,7 @@ def run_pass(
     progress: Progress = lambda: None,
     runs: Counter[str],
     peaks: Peaks | None = None,
-    keeper: StateKeeper | None = None,
+    keeper: Checkpoint | None = None,
     keep: OutputCallback | None = None,
     halves: list[ObservedStatistics] | None = None,
     enough: StopCallback | None = None,
@@ -265,7 +245,7 @@ def alternate_halves(number: int) -> int:
     return number ^ ((number >> 1).bit_count() & 1)
 
 
-def _rest(keeper: StateKeeper, state: _Pass) -> Pause:
+def _rest(keeper: Checkpoint, state: _Pass) -> Pause:
     """Store the state when it is due and no samples wait for their batch to be complete."""
 
     def no_open_batch(number: int) -> bool:
@@ -307,7 +287,7 @@ def observe(
     progress: Progress = lambda: None,
     runs: Counter[str] | None = None,
     peaks: Peaks | None = None,
-    keeper: StateKeeper | None = None,
+    keeper: Checkpoint | None = None,
     keep: OutputCallback | None = None,
     halves: list[ObservedStatistics] | None = None,
     enough: StopCallback | None = None,

@@ -100,8 +100,8 @@ def _said(param: click.Parameter, value: Any) -> str:
     from deploy.files import toml
 
     if isinstance(value, list | tuple):
-        return f"[{', '.join(toml.toml_value(str(one)) for one in value)}]"
-    return str(value).lower() if isinstance(value, bool) else toml.toml_value(_number(param, value))
+        return toml.toml_value(map(str, value))
+    return toml.toml_value(value if isinstance(value, bool) else _number(param, value))
 
 
 def _is_text(value: Any) -> bool:

@@ -22,7 +22,7 @@ import bisect
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -219,6 +219,7 @@ class ArraySource:
     Attributes:
         ends: per item, the number of samples up to its end.
         called: names of the items; empty if they have none.
+        make: converts a sample of raw files to the input; None for arrays that fit as they are.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -228,6 +229,7 @@ class ArraySource:
     labels: tuple[int, ...] | None = None
     notes: tuple[str, ...] = ()
     called: tuple[str, ...] = ()
+    make: Callable[[Item], Item] | None = None
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
@@ -257,7 +259,10 @@ class ArraySource:
                 f"{self.called[where]} changed while calib8 ran; do not change it during a run"
             )
         sample = {s.name: _row(item[s.name], s, row, self.specs) for s in self.specs}
-        return RawSample(sample_digest(sample), lambda: _finite(sample, self.sample_name(index)))
+        make = self.make or (lambda finite: finite)
+        return RawSample(
+            sample_digest(sample), lambda: make(_finite(sample, self.sample_name(index)))
+        )
 
     def _place(self, index: int) -> tuple[int, int]:
         """Return the item of a sample and its row there."""

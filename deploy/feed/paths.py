@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,8 +19,8 @@ import numpy as np
 
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.array_files import is_array_file, is_raw_file
-from deploy.feed.arrays import ArraySource, count_samples
-from deploy.feed.file_list import FileList, RawSample
+from deploy.feed.arrays import ArraySource, Item, count_samples
+from deploy.feed.file_list import FileList
 from deploy.feed.images import (
     is_image,
     is_unsupported_image,
@@ -35,7 +35,7 @@ from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import Preprocess, describe
 from deploy.feed.sources import is_video
 from deploy.files.reading import read_json
-from deploy.tensors import Array, TensorSpec
+from deploy.tensors import TensorSpec
 
 _IN_PATTERNS = frozenset("*?[")
 _SOURCES = "a folder of images or arrays, a list file, a pattern such as 'photos/*.jpg', or a file"
@@ -275,41 +275,7 @@ def refuse_files_with_header(files: SourceFiles) -> None:
         )
 
 
-@dataclass(frozen=True)
-class ConvertedSource:
-    """Samples of raw files, converted to the input.
-
-    Attributes:
-        make: converts the values of a sample to the input's array.
-    """
-
-    source: ArraySource
-    name: str
-    make: Callable[[Array], Array]
-
-    @property
-    def labels(self) -> tuple[int, ...] | None:
-        """See `source`."""
-        return self.source.labels
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def sample_name(self, index: int) -> str:
-        """See `source`."""
-        return self.source.sample_name(index)
-
-    def told(self, index: int) -> str:
-        """See `source`."""
-        return self.source.told(index)
-
-    def load(self, index: int) -> RawSample:
-        """Return the values, hashed, and the function that converts them to the input."""
-        raw = self.source.load(index)
-        return RawSample(raw.digest, lambda: {self.name: self.make(raw.decode()[self.name])})
-
-
-def convert_arrays(source: ArraySource, spec: TensorSpec) -> ConvertedSource:
+def convert_arrays(source: ArraySource, spec: TensorSpec) -> ArraySource:
     """Convert samples to the input's dtype; only lossless widening is allowed.
 
     Raises:
@@ -320,10 +286,10 @@ def convert_arrays(source: ArraySource, spec: TensorSpec) -> ConvertedSource:
     widened = wanted if dtype.kind == wanted.kind and np.can_cast(dtype, wanted) else dtype
     example = np.broadcast_to(np.zeros((), widened), (1, *_sample_shape(file_spec)))
     count_samples({spec.name: example}, (spec,), f"each sample of {source.name}")
-    return ConvertedSource(source, spec.name, lambda values: values.astype(wanted, copy=False))
+    return replace(source, make=lambda one: {spec.name: one[spec.name].astype(wanted, copy=False)})
 
 
-def convert_images(source: ArraySource, spec: TensorSpec, how: Preprocess) -> ConvertedSource:
+def convert_images(source: ArraySource, spec: TensorSpec, how: Preprocess) -> ArraySource:
     """Preprocess samples that are images; `how` must be resolved.
 
     Raises:
@@ -336,11 +302,11 @@ def convert_images(source: ArraySource, spec: TensorSpec, how: Preprocess) -> Co
             f" {'x'.join(map(str, shape))} in {source.name}; give the shape of one (--raw-shape)"
         )
 
-    def make(values: Array) -> Array:
-        picture = to_opencv_channels(values.reshape(shape), how, source.name)
-        return preprocess_image(picture, how).astype(spec.dtype, copy=False)
+    def make(one: Item) -> Item:
+        picture = to_opencv_channels(one[spec.name].reshape(shape), how, source.name)
+        return {spec.name: preprocess_image(picture, how).astype(spec.dtype, copy=False)}
 
-    return ConvertedSource(source, spec.name, make)
+    return replace(source, make=make)
 
 
 def _sample_shape(spec: TensorSpec) -> tuple[int, ...]:

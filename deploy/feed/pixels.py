@@ -79,21 +79,9 @@ def resize_to_input(pixels: Array, how: Preprocess) -> tuple[Array, tuple[int, i
 
     `how` must be `with_image_size`.
     """
-    height, width = pixels.shape[:2]
-    out_h, out_w = how.box
-    if how.resize == "short-side":
-        resized = _resize(pixels, short_side_size((height, width), how.short), how)
-        top, left = (resized.shape[0] - out_h) // 2, (resized.shape[1] - out_w) // 2
-        return resized[top : top + out_h, left : left + out_w], (0, 0)
-    if how.resize == "letterbox":
-        inner_h, inner_w = letterbox_size((height, width), how.box)
-        free = (out_h - inner_h, out_w - inner_w)
-        corner = (free[0] // 2, free[1] // 2) if how.anchor == "centre" else (0, 0)
-        return _resize(pixels, (inner_h, inner_w), how), corner
-    if how.resize == "fit-height":
-        inner_w = min(out_w, -(-out_h * width // height))
-        return _resize(pixels, (out_h, inner_w), how), (0, 0)
-    return _resize(pixels, how.box, how), (0, 0)
+    size, (top, left) = _resized_geometry((pixels.shape[0], pixels.shape[1]), how)
+    resized = _resize(pixels, size, how)[max(-top, 0) :, max(-left, 0) :]
+    return resized[: how.box[0], : how.box[1]], (max(top, 0), max(left, 0))
 
 
 def short_side_size(size: Size, short: int) -> Size:

@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING
 
 from calibrators.searches import DEFAULT_METHOD
 from deploy.calibration import store
-from deploy.calibration.calibration_result import (
-    RANDOM_SAMPLES,
-    CalibrationResult,
-    make_random_samples,
-    make_subject,
-    result_of_quantized,
-)
+from deploy.calibration.calibration_result import CalibrationResult, QdqModelRanges
 from deploy.calibration.checkpoint import checkpoint_path
 from deploy.calibration.cluster_jobs import as_cluster
 from deploy.calibration.observation import CalibrationSubject, Observation, unique_observations
@@ -40,6 +34,7 @@ from deploy.files.staging import Stage, recover
 from deploy.frontends import LoadedModel
 from deploy.graph.index import match_nodes
 from deploy.method import Method
+from deploy.metrics.bench_inputs import random_feeds
 from deploy.pipeline.build_options import CalibrationOptions
 from deploy.pipeline.calibration_run import (
     CalibrationRun,
@@ -57,6 +52,8 @@ if TYPE_CHECKING:
     import onnx
 
     from deploy.frontends.base import QdqCalibration
+
+_TRIED = 2  # random samples for a Q/DQ model without images
 
 
 @phase("calibration")
@@ -151,14 +148,34 @@ def already_calibrated(
     Raises:
         Calib8Error: no target can be built for, or the images cannot be opened.
     """
-    opened = Dataset(source=make_random_samples(loaded)) if dataset is None else dataset
+    if dataset is None:  # random samples, which are not used for accuracy
+        opened, name = Dataset(source=random_feeds(loaded.inputs, count=_TRIED)), "random numbers"
+    else:
+        opened, name = dataset, source_name(dataset.source)
     feed = opened.open(loaded.inputs, carried=loaded.carried)
     feed.remember(0, CANDIDATES, PREVIEW_COUNT)
-    subject = make_subject(loaded, feed, trt_version or _builds_here(targets))
-    _, reasons = _demands(targets, subject)
-    name = RANDOM_SAMPLES if dataset is None else source_name(dataset.source)
-    return result_of_quantized(
-        trained, subject, feed, make_evaluation_set(feed, subject.model, CANDIDATES), name, reasons
+    subject = CalibrationSubject(
+        loaded=loaded,
+        samples=len(feed),
+        batch=feed.batch,
+        filled=feed.filled,
+        method=Method.of(),
+        trt_version=trt_version or _builds_here(targets),
+    )
+    _, failed = _demands(targets, subject)
+    return CalibrationResult(
+        subject=subject,
+        images=name,
+        feed=feed,
+        ranges=QdqModelRanges(trained, subject),
+        judges=make_evaluation_set(feed, subject.model, CANDIDATES),
+        wanted={},
+        failed=failed,
+        observed_now=(),
+        reused=False,
+        reason="the model is quantized already, and its Q/DQ pairs give every range",
+        seconds=0.0,
+        runs={},
     )
 
 

@@ -82,8 +82,36 @@ def write_report(
 
     `settings`: whether the options of the command are written too.
     """
-    report = gather_report(
-        calibrated, built, figures, stage, plans=plans, plan=plan, gates=gates, settings=settings
+    loaded, feed = calibrated.loaded, calibrated.feed
+    kept = {"calibration cache": _cache_now(calibrated, stage), PLAN: plan}
+    common = {role: path for role, path in kept.items() if path is not None}
+    pages = [FileRow(role=REPORT, path=str(stage.folder / "report.html"))]
+    if settings:
+        pages.append(FileRow(role=OPTIONS, path=str(stage.folder / manifest.SETTINGS)))
+    words = sorted({one.word for one in built}, reverse=True)
+    names = ", ".join(result.target for result in built)
+    report = Report(
+        title=f"calib8: {loaded.name} in {' and '.join(words)} for {names}",
+        model=model_part(loaded),
+        feed=feed_part(feed, calibrated.images),
+        calibration=_calibration(calibrated, built),
+        targets=tuple(
+            _target(calibrated, figures, result, plans.get(result.target), stage)
+            for result in built
+        ),
+        engines=engine_rows(
+            figures,
+            built,
+            gates,
+            stage,
+            fed_wrong=bool(calibrated.doubts),
+            classes=loaded.classes,
+        ),
+        machine=replace(this_machine(), devices=figures.devices),
+        files=(*file_rows(common, stage), *pages),
+        work=_work(calibrated, figures),
+        alerts=(*calibrated.doubts, *calibrated.warnings, *_troubles(calibrated)),
+        notes=(*calibrated.resumed, *feed.notes, *calibrated.repairs, *figures.notes),
     )
     write_pages(report, stage)
     return report
@@ -138,52 +166,6 @@ def publish_build(
         manifest.write_manifest(stage.inside, stage.folder, names, made_from)
 
     stage.publish(complete)
-
-
-def gather_report(
-    calibrated: CalibrationResult,
-    built: Sequence[BuildResult],
-    figures: Figures,
-    stage: Stage,
-    *,
-    plans: Mapping[str, PlannedTarget] | None = None,
-    plan: Path | None = None,
-    gates: Gates | None = None,
-    settings: bool = False,
-) -> Report:
-    """Gather the report of a build."""
-    settled = plans or {}
-    loaded, feed = calibrated.loaded, calibrated.feed
-    kept = {"calibration cache": _cache_now(calibrated, stage), PLAN: plan}
-    common = {role: path for role, path in kept.items() if path is not None}
-    pages = [FileRow(role=REPORT, path=str(stage.folder / "report.html"))]
-    if settings:
-        pages.append(FileRow(role=OPTIONS, path=str(stage.folder / manifest.SETTINGS)))
-    words = sorted({one.word for one in built}, reverse=True)
-    names = ", ".join(result.target for result in built)
-    return Report(
-        title=f"calib8: {loaded.name} in {' and '.join(words)} for {names}",
-        model=model_part(loaded),
-        feed=feed_part(feed, calibrated.images),
-        calibration=_calibration(calibrated, built),
-        targets=tuple(
-            _target(calibrated, figures, result, settled.get(result.target), stage)
-            for result in built
-        ),
-        engines=engine_rows(
-            figures,
-            built,
-            gates or Gates(),
-            stage,
-            fed_wrong=bool(calibrated.doubts),
-            classes=loaded.classes,
-        ),
-        machine=replace(this_machine(), devices=figures.devices),
-        files=(*file_rows(common, stage), *pages),
-        work=_work(calibrated, figures),
-        alerts=(*calibrated.doubts, *calibrated.warnings, *_troubles(calibrated)),
-        notes=(*calibrated.resumed, *feed.notes, *calibrated.repairs, *figures.notes),
-    )
 
 
 def model_part(loaded: LoadedModel) -> ModelPart:
