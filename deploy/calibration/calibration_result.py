@@ -8,7 +8,7 @@ A Q/DQ model needs no calibration: nothing is observed, its own scales are used:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -196,7 +196,8 @@ def find_reference_model(
                 f"--float names the float reference of a Q/DQ model, got it for {loaded.name},"
                 " which is a float model itself; leave it away"
             )
-        return loaded, tuple(_otherwise(loaded))
+        others = ((loaded.restored, _STORED), (loaded.widened, _WIDENED))
+        return loaded, tuple(words.format(loaded.name) for changed, words in others if changed)
     if images is None:
         if other is not None:
             raise ConfigError(
@@ -217,14 +218,6 @@ def find_reference_model(
                 f" {reference.source or reference.name}; name the model that it was made from"
             )
     return reference, (f"FP32 is {reference.source or reference.name}.",)
-
-
-def _otherwise(loaded: LoadedModel) -> Iterator[str]:
-    """Yield notes on the FP32 model if it is not the one in the file."""
-    if loaded.restored:
-        yield _STORED.format(loaded.name)
-    if loaded.widened:
-        yield _WIDENED.format(loaded.name)
 
 
 def refuse_calibration_options(trained: QdqCalibration, asked: Sequence[str]) -> None:

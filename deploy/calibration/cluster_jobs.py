@@ -180,12 +180,16 @@ def make_job(
         )
     model = "" if cluster.sends_model else _path_of(subject, listed)
     form = feed.form
+    forms = {} if model else {o.variant.key: o.variant for o in listed}
     return ClusterJob(
         key=f"calib8-{uuid.uuid4().hex}",
         versions=collect_versions(str(form["kind"])),
         model=model,
         digest=subject.loaded.digest,
-        held={} if model else _held(listed),
+        held={
+            key: bytes(one.make(ObservedStatistics()).SerializeToString(deterministic=True))
+            for key, one in forms.items()
+        },
         identities=subject.loaded.identities,
         taps=tuple(
             ObservationSpec(
@@ -218,18 +222,14 @@ def shared_paths(images: FeedSource) -> Paths:
         return replace(images, path=os.path.abspath(images.path))
     if isinstance(images, str | os.PathLike) and not is_loader_spec(os.fspath(images)):
         return os.path.abspath(images)
-    if isinstance(images, list | tuple) and (paths := _paths(images)):
-        return paths
+    if isinstance(images, list | tuple):
+        paths = tuple(os.path.abspath(o) for o in images if isinstance(o, str | os.PathLike))
+        if paths and len(paths) == len(images):
+            return paths
     raise ConfigError(
         "workers open the images by their path, got some that only this machine has (a loader, a"
         " calibrator or arrays in memory); send them (--send images)"
     )
-
-
-def _paths(images: Sequence[object]) -> tuple[str, ...]:
-    """Return absolute paths; empty if not all entries are paths."""
-    named = tuple(os.path.abspath(one) for one in images if isinstance(one, str | os.PathLike))
-    return named if len(named) == len(images) else ()
 
 
 def _path_of(subject: CalibrationSubject, wanted: Sequence[Observation]) -> str:
@@ -239,15 +239,6 @@ def _path_of(subject: CalibrationSubject, wanted: Sequence[Observation]) -> str:
     if source is None or not as_read or source.suffix.lower() != ".onnx":
         return ""
     return os.path.abspath(source)
-
-
-def _held(wanted: Sequence[Observation]) -> dict[str, bytes]:
-    """Return variant key -> bytes of its model."""
-    variants = {o.variant.key: o.variant for o in wanted}
-    return {
-        key: one.make(ObservedStatistics({})).SerializeToString(deterministic=True)
-        for key, one in variants.items()
-    }
 
 
 class JobCancelled(Exception):

@@ -98,7 +98,11 @@ def find_first_layer(model: onnx.ModelProto, name: str) -> FirstLayer | None:
             continue
         if node.op_type in _LAYERS and node.input[0] in reached:
             only = all(_read_only_by(graph, tensor, [*way, node]) for tensor in reached)
-            return _layer(graph, model, way, name, node) if only and len(way) <= _MOST else None
+            if not only or len(way) > _MOST:
+                return None
+            if node.op_type == "BatchNormalization":
+                return _normalised_layer(graph, model, way, name, node.input[0], node)
+            return _convolved(graph, model, [*way, node], name)
         if not _passes(graph, node, own):
             return None
         way.append(node)
@@ -120,14 +124,6 @@ def _read_only_by(graph: Graph, tensor: str, nodes: list[onnx.NodeProto]) -> boo
     readers = graph.readers.get(tensor, [])
     outside = tensor in graph.outputs or tensor in graph.captured
     return not outside and all(any(one is node for node in nodes) for one in readers)
-
-
-def _layer(
-    graph: Graph, model: onnx.ModelProto, way: list[onnx.NodeProto], name: str, node: onnx.NodeProto
-) -> FirstLayer | None:
-    if node.op_type == "BatchNormalization":
-        return _normalised_layer(graph, model, way, name, node.input[0], node)
-    return _convolved(graph, model, [*way, node], name)
 
 
 def _convolved(

@@ -45,7 +45,7 @@ from deploy.files import staging
 from deploy.files.staging import Stage, stage_files
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 _SEARCH = {"method", "rule"}  # parts that affect the search only, not the statistics
 _SOME = {"order"}  # parts that affect some observations only
@@ -333,23 +333,18 @@ def _plain_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
     names = [value.name for value in graph.input] + [n for node in graph.node for n in node.output]
     found = ranges.of(o for o in subject.histograms(names) if o.key in ranges.observed)
     minmax = all(scale.method == "minmax" for scale in found.scales.values())
-    scales = found.symmetric or _largest(ranges.observed)
+    scales = found.symmetric or {
+        tensor: symmetric_scale(max(-low, high))
+        for (_, tensor, _), recorder in ranges.observed.items()
+        if isinstance(recorder, HasExtremes)
+        for low, high in [recorder.extremes]
+    }
     cache = trt_cache.from_scales(
         {name: scale for name, scale in scales.items() if trt_cache.can_hold_name(name)},
         version=subject.trt_version or DEFAULT_TRT_VERSION,
         algorithm=trt_cache.MINMAX if minmax else trt_cache.ENTROPY2,
     )
     return trt_cache.dump(cache)
-
-
-def _largest(observed: ObservedStatistics) -> dict[str, np.float32]:
-    """Return tensor -> largest |x| / 127, of the recorders that hold extremes."""
-    return {
-        tensor: symmetric_scale(max(-low, high))
-        for (_, tensor, _), recorder in observed.items()
-        if isinstance(recorder, HasExtremes)
-        for low, high in [recorder.extremes]
-    }
 
 
 def cached_trt_version(policy: CachePolicy) -> str | None:

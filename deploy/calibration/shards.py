@@ -280,7 +280,11 @@ class ShardSet:
         loaded_shards = [load_shard(path) for path in paths]
         if not loaded_shards:
             raise CacheError("shards are to be merged, got none; name their files")
-        _refuse_checkpoints(loaded_shards)
+        if begun := next((shard for shard in loaded_shards if shard.counted is not None), None):
+            raise CacheError(
+                f"a shard that is merged must be whole, got {begun.path}, the checkpoint of a run"
+                " that did not end; go on with that run by --resume"
+            )
         _refuse_foreign(loaded_shards, loaded)
         self._shards = _in_order(loaded_shards)
         self.feed = _merged_feed(self._shards)
@@ -328,14 +332,6 @@ def _made_from(
         numbers=feed_versions(str(images["kind"])),  # programs included: they must match as well
         versions={},
     )
-
-
-def _refuse_checkpoints(loaded_shards: Sequence[Shard]) -> None:
-    if begun := next((shard for shard in loaded_shards if shard.counted is not None), None):
-        raise CacheError(
-            f"a shard that is merged must be whole, got {begun.path}, the checkpoint of a run that"
-            " did not end; go on with that run by --resume"
-        )
 
 
 def _refuse_foreign(loaded_shards: Sequence[Shard], loaded: LoadedModel) -> None:

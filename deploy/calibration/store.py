@@ -220,17 +220,14 @@ def _seal(digest: str) -> bytes:
     return f'"this": "{digest}"'.encode()
 
 
-def _own_digest(document: Mapping[str, Any]) -> str:
-    """Return the digest of schemas up to 4: sha256 of the JSON without this digest."""
-    others = {name: one for name, one in document["sha256"].items() if name != "this"}
-    return sha256(json.dumps({**document, "sha256": others}, sort_keys=True).encode())
-
-
 def _is_intact(raw: bytes, document: Mapping[str, Any]) -> bool:
     """Whether the JSON is unchanged since it was written."""
     digest = document["sha256"]["this"]
     if document["schema"] < SCHEMA:
-        return bool(digest == _own_digest(document))
+        # of schemas up to 4: sha256 of the JSON without this digest
+        others = {name: one for name, one in document["sha256"].items() if name != "this"}
+        whole = json.dumps({**document, "sha256": others}, sort_keys=True)
+        return bool(digest == sha256(whole.encode()))
     seal = _seal(str(digest))
     return raw.count(seal) == 1 and bool(digest == sha256(raw.replace(seal, _seal(""))))
 

@@ -292,7 +292,8 @@ def open_iterable(
         where = f"item {index} of {name}"
         arrays, extra = match_inputs(value, specs, where)
         ignored |= dict.fromkeys(extra)
-        item = {s.name: _with_batch(arrays[s.name], s) for s in specs}
+        alone = {s.name for s in specs if s.shape and arrays[s.name].ndim == len(s.shape) - 1}
+        item = {n: array[None] if n in alone else array for n, array in arrays.items()}
         counts.append(count_samples(item, specs, where))
         if store is not None:
             store.append(item)
@@ -391,19 +392,11 @@ def _transpose_hint(dims: tuple[int, ...], spec: TensorSpec) -> str:
 
 def _finite(sample: dict[str, Array], where: str) -> dict[str, Array]:
     for name, array in sample.items():
-        _check_finite(array, name, where)
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            bad = int((~np.isfinite(array)).sum())
+            # the caller that reads all samples adds the remedy
+            raise FeedError(f"{where} holds {bad} NaN or Inf values for the input {name!r}")
     return sample
-
-
-def _check_finite(array: Array, name: str, where: str) -> None:
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        bad = int((~np.isfinite(array)).sum())
-        # the caller that reads all samples adds the remedy
-        raise FeedError(f"{where} holds {bad} NaN or Inf values for the input {name!r}")
-
-
-def _with_batch(array: Array, spec: TensorSpec) -> Array:
-    return array[None] if spec.shape and array.ndim == len(spec.shape) - 1 else array
 
 
 class _ItemStore:

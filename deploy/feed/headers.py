@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _HOLE = bytes(64)
 _FIRST_SCAN = 20  # bytes before the first scan of any file
@@ -106,9 +106,14 @@ def read_image_size(data: bytes) -> Sides | None:
         return None
 
 
-def _png(data: bytes) -> Sides | None:
-    width, height = struct.unpack_from(">II", data, 16)
-    return width, height
+def _at(form: str, offset: int) -> Callable[[bytes], Sides]:
+    """Return a reader of (width, height) that stand side by side."""
+
+    def read(data: bytes) -> Sides:
+        width, height = struct.unpack_from(form, data, offset)
+        return width, height
+
+    return read
 
 
 def _jpeg(data: bytes) -> Sides | None:
@@ -139,11 +144,6 @@ def _bmp(data: bytes) -> Sides | None:
         return width, height
     width, height = struct.unpack_from("<ii", data, 18)
     return abs(width), abs(height)
-
-
-def _gif(data: bytes) -> Sides | None:
-    width, height = struct.unpack_from("<HH", data, 6)
-    return width, height
 
 
 def _tiff(data: bytes) -> Sides | None:
@@ -184,11 +184,11 @@ def _jp2_codestream(data: bytes) -> Sides | None:
 
 
 _KINDS = (
-    (b"\x89PNG\r\n\x1a\n", _png),
+    (b"\x89PNG\r\n\x1a\n", _at(">II", 16)),
     (b"\xff\xd8", _jpeg),
     (b"RIFF", _webp),
     (b"BM", _bmp),
-    (b"GIF8", _gif),
+    (b"GIF8", _at("<HH", 6)),
     (b"II*\0", _tiff),
     (b"MM\0*", _tiff),
     (b"II+\0", _tiff),

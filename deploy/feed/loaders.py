@@ -65,19 +65,16 @@ def call_loader(path: str) -> object | None:
         return None
     function = load_function(path, what="a loader", form=_FORM, error=FeedError)
     with wrap_user_errors(f"the loader {path}", error=FeedError):
-        return _not_none(function(), path)
+        result: object = function()
+    if result is None:
+        raise FeedError(f"the loader {path} must return a feed, got None; return or yield arrays")
+    return result
 
 
 def is_loader_spec(path: str) -> bool:
     """Return whether a path is of the form `loader.py:function`."""
     file, _, name = path.rpartition(":")
     return file.endswith(".py") and name.isidentifier() and not Path(path).exists()
-
-
-def _not_none(result: object, path: str) -> object:
-    if result is None:
-        raise FeedError(f"the loader {path} must return a feed, got None; return or yield arrays")
-    return result
 
 
 def _until_none(get_next: Callable[[], object], what: str) -> Iterator[object]:

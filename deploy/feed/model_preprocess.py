@@ -73,7 +73,9 @@ def resolve_preprocess(
             apply_user_options(default_preprocess(spec), options) if options else None, spec
         )
         return ResolvedPreprocess(how, notes=(*notes, *notes_added))
-    how, _ = complete_preprocess(apply_user_options(_without(model_how, options), options), spec)
+    if "size" in options:  # the model's short side is of its own size
+        model_how = dataclasses.replace(model_how, short_side=None)
+    how, _ = complete_preprocess(apply_user_options(model_how, options), spec)
     but = f", but for {join_words(list(options))}" if options else ""
     return ResolvedPreprocess(how, origin=f"{carried.source}{but}", notes=notes)
 
@@ -113,13 +115,6 @@ def _resolve_carried(
     if how.resize == "short-side":  # its crop is a fraction of its own size
         return None, (f"{carried.source} is not followed: {sizes}",)
     return how, (f"{carried.source} is followed but for its size: {sizes}",)
-
-
-def _without(model_how: Preprocess, options: Mapping[str, object]) -> Preprocess:
-    """Drop the model's short side if the user sets another size."""
-    if "size" in options:
-        return dataclasses.replace(model_how, short_side=None)
-    return model_how
 
 
 def _difference_note(

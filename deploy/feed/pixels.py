@@ -157,7 +157,10 @@ def input_to_image(values: Array, how: Preprocess | None) -> Array | None:
     if placed.shape[2] not in (1, 3):
         return None
     floats = placed.astype(np.float64)
-    pixels_float = _stretch_contrast(floats) if how is None else _undo_normalisation(floats, how)
+    if how is None:
+        pixels_float = _stretch_contrast(floats)
+    else:
+        pixels_float = (floats * np.asarray(how.std) + np.asarray(how.mean)) / how.scale
     pixels = np.clip(np.rint(np.nan_to_num(pixels_float)), 0, 255).astype(np.uint8)
     if pixels.shape[2] == 1:
         return np.repeat(pixels, 3, axis=2)
@@ -203,11 +206,6 @@ def layout_of(values: Array) -> str | None:
     if values.shape[1] in (1, 3):
         return "nchw"
     return "nhwc" if values.shape[3] in (1, 3) else None
-
-
-def _undo_normalisation(values: Array, how: Preprocess) -> Array:
-    back = values * np.asarray(how.std) + np.asarray(how.mean)
-    return np.asarray(back / how.scale)
 
 
 def _stretch_contrast(values: Array) -> Array:

@@ -201,8 +201,10 @@ def complete_preprocess(
             f"images need an input of 4 dimensions, got {describe(spec)};"
             " feed this model arrays from an .npy or .npz file"
         )
-    layout = chosen.layout or _layout_of(spec)
-    _, channels, height, width = _nchw(spec.shape, layout)
+    last = spec.shape[3] in (1, 3) and spec.shape[1] not in (1, 3)
+    layout = chosen.layout or ("nhwc" if last else "nchw")
+    order = (1, 2, 3) if layout == "nchw" else (3, 1, 2)
+    channels, height, width = (spec.shape[place] for place in order)
     color = chosen.color or ("grey" if channels == 1 else "rgb")
     if isinstance(channels, int) and channels != COLORS[color]:
         raise FeedError(
@@ -216,7 +218,11 @@ def complete_preprocess(
     except ConfigError as error:
         raise FeedError(f"{error} (the input is {describe(spec)})") from error
     _check_open_sides(resolved)
-    _check_crop(resolved)
+    if resolved.resize == "short-side" and resolved.short < max(resolved.box):
+        raise ConfigError(
+            f"short_side must reach the crop of {format_size(resolved.box)},"
+            f" got {resolved.short_side}; give {max(resolved.box)} or more"
+        )
     _check_mean(resolved)
     if asked is not None:
         return resolved, ()
@@ -289,14 +295,6 @@ def _check_open_sides(how: Preprocess) -> None:
         )
 
 
-def _check_crop(how: Preprocess) -> None:
-    if how.resize == "short-side" and how.short < max(how.box):
-        raise ConfigError(
-            f"short_side must reach the crop of {format_size(how.box)},"
-            f" got {how.short_side}; give {max(how.box)} or more"
-        )
-
-
 def _check_mean(how: Preprocess) -> None:
     """Refuse a mean of raw pixels if scaled pixels are fed: all inputs would be nearly equal."""
     top = 255 * how.scale
@@ -307,14 +305,6 @@ def _check_mean(how: Preprocess) -> None:
             f" got {','.join(f'{value:.6g}' for value in how.mean)}; give scale 1 if it is a mean"
             f" of raw pixels, or the mean of scaled ones, such as {scaled_mean}"
         )
-
-
-def _layout_of(spec: TensorSpec) -> str:
-    return "nhwc" if spec.shape[3] in (1, 3) and spec.shape[1] not in (1, 3) else "nchw"
-
-
-def _nchw(shape: tuple[int | str | None, ...], layout: str) -> tuple[int | str | None, ...]:
-    return shape if layout == "nchw" else (shape[0], shape[3], shape[1], shape[2])
 
 
 def _resolve_size(

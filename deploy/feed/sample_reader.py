@@ -224,7 +224,10 @@ def iterate_batches(
     reader: SampleReader, chosen: ChosenSamples, batch: int, without: range = range(0)
 ) -> Iterator[Sample]:
     """Yield samples whose first dimension is `batch`, except those at the places `without`."""
-    only = _all_but(chosen, batch, without) if without else None
+    only = None
+    if without:
+        left_out = list(chosen.good())[without.start * batch : without.stop * batch]
+        only = frozenset(chosen.indices).difference(left_out)
     if batch == 1:
         yield from (sample for _, sample in reader.walk(chosen, only=only))
         return
@@ -263,12 +266,6 @@ def refuse_batches(batch: int) -> None:
             "shards are of single samples, got a model with a fixed batch of"
             f" {batch}; export it with a batch that is open"
         )
-
-
-def _all_but(chosen: ChosenSamples, batch: int, without: range) -> frozenset[int]:
-    """Return the indices of all images or rows except those of the batches `without`."""
-    left_out = list(chosen.good())[without.start * batch : without.stop * batch]
-    return frozenset(chosen.indices).difference(left_out)
 
 
 def _concatenate(group: list[Sample]) -> Sample:

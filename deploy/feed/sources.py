@@ -260,7 +260,8 @@ class ImageSource:
         grey = self.how.color == "grey"
         pixels = images.decode_image(data, self.pictures.name(index), grey=grey)
         how = with_image_size(self.how, (pixels.shape[0], pixels.shape[1]), self.told(index))
-        return {self.spec.name: _cast(preprocess_image(pixels, how), self.spec.dtype)}
+        values = preprocess_image(pixels, how).astype(self.spec.dtype, copy=False)
+        return {self.spec.name: values}
 
 
 def check_present(pictures: Iterable[ImageFile], count: int, where: str) -> None:
@@ -304,10 +305,6 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
-
-
-def _cast(array: Array, dtype: str) -> Array:
-    return array if dtype == "float32" else array.astype(dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

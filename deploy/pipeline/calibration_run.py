@@ -68,7 +68,7 @@ from deploy.files.staging import Stage
 from deploy.frontends import LoadedModel
 from deploy.graph.plan import never_negative
 from deploy.targets import Target
-from deploy.targets.base import CacheText, WritesCache
+from deploy.targets.base import WritesCache
 from deploy.terminal import phase
 
 
@@ -322,8 +322,9 @@ def calibrate_run(
         judges = make_evaluation_set(feed, subject.model, run.judging)
     ranges = Ranges(seen.observed, subject.method, subject.reaches)
     agreement = watch.end(len(feed)) if verdict.missing else None
-    alone = [t for t in targets if t.name in run.wanted and feed.share is None]
-    own = _own_text(alone, subject, ranges)  # a shard has no cache text: merging writes it
+    # of the first target that has a form of its own; a shard has no text: merging writes it
+    alone = (t for t in targets if t.name in run.wanted and feed.share is None)
+    own = next((t.cache_text(subject, ranges) for t in alone if isinstance(t, WritesCache)), None)
     few: tuple[str, ...] = ()
     if run.until and verdict.missing and agreement is None:
         few = (f"whether samples are enough is told from 16 on: there were {len(feed)}",)
@@ -406,14 +407,6 @@ def _reached(verdict: CacheDecision, feed: Feed, watch: StabilityMonitor) -> int
         assert verdict.stored is not None
         return verdict.stored.count
     return feed.reached(watch.samples) if watch.stopped else feed.opened
-
-
-def _own_text(
-    targets: Iterable[Target], subject: CalibrationSubject, ranges: Ranges
-) -> CacheText | None:
-    """The cache in the form of the first target that has one of its own."""
-    writers = (target for target in targets if isinstance(target, WritesCache))
-    return next((target.cache_text(subject, ranges) for target in writers), None)
 
 
 def _warnings(

@@ -109,7 +109,12 @@ def write_report(
         ),
         machine=replace(this_machine(), devices=figures.devices),
         files=(*file_rows(common, stage), *pages),
-        work=_work(calibrated, figures),
+        work=WorkPart(
+            decodes=feed.decodes + figures.decodes,
+            calibration_runs=dict(calibrated.runs),
+            reference_runs=figures.reference_runs,
+            engine_runs=dict(figures.engine_runs),
+        ),
         alerts=(*calibrated.doubts, *calibrated.warnings, *_troubles(calibrated)),
         notes=(*calibrated.resumed, *feed.notes, *calibrated.repairs, *figures.notes),
     )
@@ -245,16 +250,6 @@ def _verdict(
         slower_ms=math.inf if row.on_device else model.slower_ms(rival, row),
         rival="FP32" if rival.reference else rival.label,
         where="device" if row.on_device else "CPU",
-    )
-
-
-def _work(calibrated: CalibrationResult, figures: Figures) -> WorkPart:
-    """Counts of decoded images and inferences."""
-    return WorkPart(
-        decodes=calibrated.feed.decodes + figures.decodes,
-        calibration_runs=dict(calibrated.runs),
-        reference_runs=figures.reference_runs,
-        engine_runs=dict(figures.engine_runs),
     )
 
 

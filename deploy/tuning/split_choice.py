@@ -213,13 +213,20 @@ def choose_by_time(
     *times, of_float = time_models(
         [*(written(trial) for trial in likely), float32], samples, threads=threads
     )
-    timed = _corrected(search, likely, [own.ms / of_float.ms for own in times])
+    lower = _BELIEVED * search.prices.too_dear(search.units)  # a time below it was disturbed
+    timed = [
+        replace(trial, time=max(own.ms / of_float.ms, lower * trial.time))
+        for trial, own in zip(likely, times, strict=True)
+    ]
     allowed = [trial for trial in timed if max_loss is None or trial.loss <= max_loss]
     chosen = min(allowed or timed[:1], key=lambda trial: trial.cost(_TIMED_WEIGHT * search.weight))
     spread = max(one.spread for one in (*times, of_float))
     if abs(math.log(chosen.time / timed[0].time)) <= spread and timed[0] in allowed:
         chosen = timed[0]
-    return chosen, _timed_rows(timed)
+    return chosen, [
+        {"what": f"{TIMED}{trial.what}", "sqnr_db": trial.noise.db, "time": trial.time}
+        for trial in timed
+    ]
 
 
 def int8_is_faster(
@@ -233,19 +240,3 @@ def int8_is_faster(
     quick, of_float = time_models([int8, float32], samples, threads=threads)
     gain = 1 - quick.ms / of_float.ms
     return gain > max(_LEAST_GAIN, quick.spread, of_float.spread)
-
-
-def _corrected(search: Search, likely: Sequence[Trial], shares: Sequence[float]) -> list[Trial]:
-    """Return the splits with measured times, as shares of float's, corrected for disturbance."""
-    lower = _BELIEVED * search.prices.too_dear(search.units)
-    return [
-        replace(trial, time=max(share, lower * trial.time))
-        for trial, share in zip(likely, shares, strict=True)
-    ]
-
-
-def _timed_rows(timed: Sequence[Trial]) -> TimedRows:
-    return [
-        {"what": f"{TIMED}{trial.what}", "sqnr_db": trial.noise.db, "time": trial.time}
-        for trial in timed
-    ]

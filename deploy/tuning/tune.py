@@ -317,11 +317,15 @@ def _target_plan(search: Search, choice: ChosenSplit) -> TargetPlan:
         search.refused,
         sums=search.kept_sums,
     )
+    tried: list[dict[str, str | float]] = [
+        {"what": one.what, "sqnr_db": round(one.noise.db, 2), "time": round(one.time, 4)}
+        for one in search.trials
+    ]
     return TargetPlan(
         choices=replace(trial.choices, float_nodes=float_nodes),
         precision=search.word,
         settled=_describe(trial),
-        tried=(*_trial_rows(search.trials), *choice.told),
+        tried=(*tried, *choice.told),
         unusable=choice.unusable,
         doubtful=choice.doubtful,
         interrupted=choice.interrupted,
@@ -352,13 +356,6 @@ def _describe(best: Trial) -> str:
         return f"{best.what}: {accuracy.task.words}"
     where = f" in {best.noise.part}" if len(best.noise.parts) > 1 else ""
     return f"{best.what}: {best.noise.db:.1f} dB{where}"
-
-
-def _trial_rows(trials: Sequence[Trial]) -> list[dict[str, str | float]]:
-    return [
-        {"what": trial.what, "sqnr_db": round(trial.noise.db, 2), "time": round(trial.time, 4)}
-        for trial in trials
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

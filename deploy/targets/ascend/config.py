@@ -224,24 +224,20 @@ def write_config(config: QuantConfig) -> str:
             for one in config.tensors
         ]
     for name in sorted(config.layers):
-        data[name] = _layer_json(config.layers[name])
+        layer = config.layers[name]
+        adaptive = ADA if layer.weight.wts_algo == "ada_quantize" else ()
+        weight = _stated(layer.weight, "num_bits", "channel_wise", "wts_algo", *adaptive)
+        data[name] = {
+            **_stated(layer, "quant_enable", "dmq_balancer_param"),
+            "activation_quant_params": _activation_json(layer.activation),
+            "weight_quant_params": weight,
+        }
     return json.dumps(data, indent=4, separators=(",", ":"), ensure_ascii=False)
 
 
 def _stated(values: object, *keys: str) -> dict[str, Any]:
     """Return the fields of these names, in their order, without those that are None."""
     return {key: value for key in keys if (value := getattr(values, key)) is not None}
-
-
-def _layer_json(layer: LayerConfig) -> dict[str, Any]:
-    adaptive = ADA if layer.weight.wts_algo == "ada_quantize" else ()
-    return {
-        **_stated(layer, "quant_enable", "dmq_balancer_param"),
-        "activation_quant_params": _activation_json(layer.activation),
-        "weight_quant_params": _stated(
-            layer.weight, "num_bits", "channel_wise", "wts_algo", *adaptive
-        ),
-    }
 
 
 def _activation_json(act: ActivationParams) -> dict[str, Any]:

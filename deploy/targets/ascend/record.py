@@ -98,13 +98,9 @@ def write_record(records: Mapping[str, LayerRecord]) -> str:
             value.op_data_type = "FLOAT16"
         if record.force_fp16:
             value.fakequant_precision_mode = _FORCED
-    return _rounded_comments(records) + print_text(message)
-
-
-def _rounded_comments(records: Mapping[str, LayerRecord]) -> str:
-    """Return comments that name the layers rounded by AdaRound."""
-    names = [name for name, record in records.items() if record.rounded is not None]
-    return "".join(f"{_ROUNDED}{json.dumps(name)}\n" for name in names)
+    rounded = [name for name, record in records.items() if record.rounded is not None]
+    comments = (f"{_ROUNDED}{json.dumps(name)}\n" for name in rounded)
+    return "".join(comments) + print_text(message)
 
 
 def read_adaround_layers(text: str) -> list[str]:
