@@ -105,11 +105,6 @@ class Cluster:
                 raise ConfigError(f"{name} must be {least} or more, got {value}")
 
     @property
-    def sends_model(self) -> bool:
-        """Whether the model is sent even if it has a file."""
-        return self.send in ("model", "all")
-
-    @property
     def sends_images(self) -> bool:
         """Whether the images are sent."""
         return self.send in ("images", "all")
@@ -178,7 +173,7 @@ def make_job(
             "a video's frames are read one after the other by one machine, got one for"
             " --scheduler; give the frames as images, or leave it away"
         )
-    model = "" if cluster.sends_model else _path_of(subject, listed)
+    model = "" if cluster.send in ("model", "all") else _path_of(subject, listed)
     form = feed.form
     forms = {} if model else {o.variant.key: o.variant for o in listed}
     return ClusterJob(

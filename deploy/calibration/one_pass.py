@@ -72,57 +72,6 @@ _VALUE = 4  # bytes of a float32
 _HISTOGRAM = 8 * (2 * BINS + 1)  # bytes of a histogram
 
 
-def run_pass(
-    observations: Sequence[Observation],
-    known: ObservedStatistics,
-    samples: Iterable[Sample],
-    *,
-    threads: int,
-    progress: Progress = lambda: None,
-    runs: Counter[str],
-    peaks: Peaks | None = None,
-    keeper: Checkpoint | None = None,
-    keep: OutputCallback | None = None,
-    halves: list[ObservedStatistics] | None = None,
-    enough: StopCallback | None = None,
-) -> ObservedStatistics:
-    """Record these observations; `known` must be enough to build their model variants.
-
-    Arguments and errors are those of `observe`.
-    """
-    if not observations:
-        return ObservedStatistics({})
-    split = halves is not None
-    state = _Pass(observations, known, threads, peaks, split=split, looked=enough is not None)
-    drawn = 0 if keeper is None else keeper.counted
-    if keeper is not None and drawn:
-        state.go_on(keeper.known(observations))
-    limit = sample_limit(observations)
-    ahead = islice(samples, None if limit is None else max(limit - drawn, 0))
-    rest = NO_PAUSE if keeper is None else _rest(keeper, state)
-
-    def work(worker: int, number: int, sample: Sample) -> list[Waiting]:
-        return state.work(worker, number, sample, keep)
-
-    def take(number: int, waiting: list[Waiting]) -> None:
-        state.take(number, waiting)
-        runs.update(line.key for line in state.lines if is_within_limit(line.limit, number))
-        progress()
-
-    while True:
-        stop = None if enough is None else next_check(drawn)
-        piece = ahead if stop is None else islice(ahead, stop - drawn)
-        drawn += run_in_order(piece, work, take, threads=threads, after=drawn, rest=rest)
-        if enough is None or drawn != stop or enough(drawn, *state.look()):
-            break
-    if drawn == 0:
-        raise FeedError("a calibration needs at least one sample, got none")
-    state.end()
-    if halves is not None:
-        halves += state.halves()
-    return state.whole()
-
-
 class _Pass:
     """State of a pass: the recorders, by worker."""
 
@@ -136,7 +85,7 @@ class _Pass:
         split: bool,
         looked: bool,
     ) -> None:
-        """Args beyond those of `run_pass`: split: record halves; looked: `look` will be called."""
+        """Args: known: enough to build the variants; split: halves; looked: `look` is called."""
         self.lines = make_runners(observations, known)
         self._observations = observations
         self._known = known
@@ -312,29 +261,46 @@ def observe(
         CalibrationError: a tensor held NaN (names it and the sample), or a variant cannot be made.
         BackendError: ONNX Runtime refused a model or a sample.
     """
-    before = known or ObservedStatistics({})
+    before, threads = known or ObservedStatistics({}), max(1, threads)
     counted: Counter[str] = Counter() if runs is None else runs
     plan = schedule_observations(wanted, before)
     feed = iter(samples)
     first = list(islice(feed, plan.first))
     if plan.early:
-        before = _prepared(plan.early, before, first, max(1, threads), counted)
-    counted_before = 0 if keeper is None else keeper.counted
-    found = run_pass(
-        plan.late,
-        before,
-        chain(first[counted_before:], feed),
-        threads=max(1, threads),
-        progress=progress,
-        runs=counted,
-        peaks=peaks,
-        keeper=keeper,
-        keep=keep,
-        halves=halves,
-        enough=enough,
-    )
-    keys = [o.key for o in plan.listed]
-    return ObservedStatistics({key: found[key] if key in found else before[key] for key in keys})
+        before = _prepared(plan.early, before, first, threads, counted)
+    if not plan.late:
+        return ObservedStatistics({o.key: before[o.key] for o in plan.listed})
+    split = halves is not None
+    state = _Pass(plan.late, before, threads, peaks, split=split, looked=enough is not None)
+    drawn = 0 if keeper is None else keeper.counted
+    if keeper is not None and drawn:
+        state.go_on(keeper.known(plan.late))
+    limit = sample_limit(plan.late)
+    left = None if limit is None else max(limit - drawn, 0)
+    ahead = islice(chain(first[drawn:], feed), left)
+    rest = NO_PAUSE if keeper is None else _rest(keeper, state)
+
+    def work(worker: int, number: int, sample: Sample) -> list[Waiting]:
+        return state.work(worker, number, sample, keep)
+
+    def take(number: int, waiting: list[Waiting]) -> None:
+        state.take(number, waiting)
+        counted.update(line.key for line in state.lines if is_within_limit(line.limit, number))
+        progress()
+
+    while True:
+        stop = None if enough is None else next_check(drawn)
+        piece = ahead if stop is None else islice(ahead, stop - drawn)
+        drawn += run_in_order(piece, work, take, threads=threads, after=drawn, rest=rest)
+        if enough is None or drawn != stop or enough(drawn, *state.look()):
+            break
+    if drawn == 0:
+        raise FeedError("a calibration needs at least one sample, got none")
+    state.end()
+    if halves is not None:
+        halves += state.halves()
+    known_now = {**before, **state.whole()}
+    return ObservedStatistics({o.key: known_now[o.key] for o in plan.listed})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,7 +353,7 @@ def _prepared(
             ready = [o for o in left if all(need.key in known for need in o.variant.needs)]
             # ordered statistics need no merge; the others here cannot be merged
             usable = threads if all(o.statistic.ordered for o in ready) else 1
-            known = known.and_also(run_pass(ready, known, first, threads=usable, runs=runs))
+            known = known.and_also(observe(ready, first, known=known, threads=usable, runs=runs))
             left = [o for o in left if o.key not in known]
     return known
 

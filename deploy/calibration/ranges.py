@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,6 +103,7 @@ def _symmetric(amax: float, non_negative: bool, algorithm: str) -> Scale:
     )
 
 
+@dataclass(eq=False, repr=False)
 class Ranges:
     """Clip ranges that one method finds in observed statistics; searched on demand and cached.
 
@@ -111,21 +112,13 @@ class Ranges:
         trusted: ranges of a foreign cache, which replace any search.
     """
 
-    def __init__(
-        self,
-        observed: ObservedStatistics,
-        method: Method,
-        reaches: Mapping[str, RangeLimits],
-        *,
-        trusted: RangeSet | None = None,
-    ) -> None:
-        self.observed = observed
-        self.method = method
-        self.reaches = reaches
-        self.trusted = trusted
-        self._own: Mapping[str, Method] = {}
-        self._found: dict[tuple[Key, str, Grid | None], Scale] = {}
-        self._made: dict[Hashable, Any] = {}
+    observed: ObservedStatistics
+    method: Method
+    reaches: Mapping[str, RangeLimits]
+    trusted: RangeSet | None = None
+    _own: Mapping[str, Method] = field(init=False, default_factory=dict)
+    _found: dict[tuple[Key, str, Grid | None], Scale] = field(init=False, default_factory=dict)
+    _made: dict[Hashable, Any] = field(init=False, default_factory=dict)
 
     def choosing(self, choices: Choices) -> Ranges:
         """Return ranges of the same observations under other methods; the results are shared."""

@@ -55,10 +55,17 @@ class ConfiguredCommand(SectionedCommand):
             ConfigError: the file cannot be read, has an unknown option, or a value of the wrong
                 type.
         """
-        typed = _given(self.make_parser(ctx).parse_args(list(args))[0])
-        file = typed.get("config")
-        held = {} if file is None else options_in(self, Path(str(file)))
-        ctx.default_map = held if file is None else _beside(Path(str(file))) | held
+        words = self.make_parser(ctx).parse_args(list(args))[0]
+        kinds = str, bool, list, tuple  # anything else is a placeholder of click
+        typed = {name: value for name, value in words.items() if isinstance(value, kinds)}
+        held: dict[str, Any] = {}
+        ctx.default_map = held
+        if "config" in typed:
+            file = Path(str(typed["config"]))
+            held = options_in(self, file)
+            # a build's own file is built again in its folder
+            own = (file.parent / MANIFEST_NAME).exists()
+            ctx.default_map = {"out": str(file.parent), **held} if own else held
         ctx.meta[_META] = {**held, **typed}
         return super().parse_args(ctx, args)
 
@@ -67,17 +74,6 @@ def settings_text() -> str:
     """The options of the running command, as a file that `--config` reads."""
     context = click.get_current_context()
     return "\n".join(_lines(context.command, context.meta[_META])) + "\n"
-
-
-def _beside(file: Path) -> dict[str, Any]:
-    """The default of --out: the folder of a build's own file, which is built again there."""
-    return {"out": str(file.parent)} if (file.parent / MANIFEST_NAME).exists() else {}
-
-
-def _given(words: Mapping[str, Any]) -> dict[str, Any]:
-    """Values on the command line by parameter name, without click's placeholders."""
-    kinds = str, bool, list, tuple
-    return {name: value for name, value in words.items() if isinstance(value, kinds)}
 
 
 def _lines(command: click.Command, asked: Mapping[str, Any]) -> Iterator[str]:

@@ -78,7 +78,7 @@ class Preprocess:
             _one_of("color", self.color, tuple(COLORS))
         if self.layout is not None:
             _one_of("layout", self.layout, LAYOUTS)
-        object.__setattr__(self, "size", _sides(self.size))
+        object.__setattr__(self, "size", _size("size", self.size, may_be_open=True))
         object.__setattr__(self, "default_size", _size("default_size", self.default_size))
         _side("multiple", self.multiple)
         if self.short_side is not None:
@@ -320,7 +320,6 @@ def _resolve_size(
                 f" {_examples(model_sides)} for sizes that depend on the image"
             )
         size = _size("size", sides)
-        assert size is not None
     for got, wanted in zip(size, model_sides, strict=True):
         if isinstance(wanted, int) and got != wanted:
             raise FeedError(
@@ -353,21 +352,13 @@ def _side(name: str, value: object) -> int:
     return value
 
 
-def _sides(value: Any) -> Sides | None:
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ConfigError(f"size must be (height, width), got {value!r}")
-    height, width = (None if side is None else _side("size", side) for side in value)
-    return height, width
-
-
-def _size(name: str, value: Any) -> Size | None:
+def _size(name: str, value: Any, *, may_be_open: bool = False) -> Any:
+    """Return (height, width), or None; a side may be open, which is None too."""
     if value is None:
         return None
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ConfigError(f"{name} must be (height, width), got {value!r}")
-    return _side(name, value[0]), _side(name, value[1])
+    return tuple(None if one is None and may_be_open else _side(name, one) for one in value)
 
 
 def _number(name: str, value: Any) -> float:

@@ -17,9 +17,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from deploy.errors import CacheError, ExportError
 from deploy.files import atomic
@@ -93,6 +96,9 @@ _MISSING, _CHANGED = "is missing", "was changed after it was written"
 _OURS = "calib8-"  # prefix of the schema of reports and manifests
 
 
+_Shapes = dict[str, tuple[Annotated[int, msgspec.Meta(gt=0)], ...]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """The manifest of a build.
@@ -110,23 +116,17 @@ class Manifest:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Input -> dimensions used for calibration; {} if the build did not store them."""
-        stored = self.made_from.get("shapes")
-        listed = stored.items() if isinstance(stored, dict) else ()
-        return {
-            str(name): tuple(dims)
-            for name, dims in listed
-            if isinstance(dims, list) and all(type(dim) is int and dim > 0 for dim in dims)
-        }
+        with suppress(ValueError):
+            return msgspec.convert(self.made_from.get("shapes"), _Shapes)
+        return {}
 
     @property
     def cache(self) -> tuple[Path, str] | None:
         """(path, sha256) of a calibration cache outside the folder; None without one."""
-        stored = self.made_from.get("cache")
-        entry = (
-            (stored.get("path"), stored.get("sha256")) if isinstance(stored, dict) else (None, None)
-        )
-        path, digest = entry
-        return (Path(path), digest) if isinstance(path, str) and isinstance(digest, str) else None
+        with suppress(ValueError, KeyError):
+            cache = msgspec.convert(self.made_from.get("cache"), dict[str, str])
+            return Path(cache["path"]), cache["sha256"]
+        return None
 
 
 def external_cache_entry(cache: Path) -> dict[str, str]:
@@ -168,14 +168,14 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.exists():  # builds up to version 0.2 have it on top
         path = folder / path.name
     document = _json(path)
-    tables = ("made_from", "files", "earlier")
-    if document.get("schema") != SCHEMA or not all(_is_table(document.get(key)) for key in tables):
-        got = "another file of that name" if path.exists() else "none"
-        raise CacheError(
-            f"{folder} must hold the {MANIFEST_NAME} of a build, got {got}; build into it with"
-            " `calib8 build --out`"
-        )
-    return Manifest(**{key: document[key] for key in tables})
+    with suppress(ValueError):
+        if document.get("schema") == SCHEMA:
+            return msgspec.convert(document, Manifest)
+    got = "another file of that name" if path.exists() else "none"
+    raise CacheError(
+        f"{folder} must hold the {MANIFEST_NAME} of a build, got {got}; build into it with"
+        " `calib8 build --out`"
+    )
 
 
 def find_changed_files(folder: Path, manifest: Manifest) -> dict[str, str]:
@@ -237,10 +237,6 @@ def _reported(folder: Path) -> set[str]:
 def _rows(value: object) -> list[dict[str, Any]]:
     listed = value if isinstance(value, list) else []
     return [row for row in listed if isinstance(row, dict)]
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
 def _json(path: Path) -> dict[str, Any]:

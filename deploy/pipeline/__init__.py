@@ -268,7 +268,15 @@ def build_with(
         calibration = _calibrated(build, stage)
         _refuse_broken_metric(build, calibration)
         plans, plan = _tuned(build, calibration, stage)
-        results = _built(build, calibration, plans, stage)
+        results = build_targets(
+            build.options.targets,
+            calibration,
+            stage,
+            build.options.calibration.workers,
+            plans,
+            repairs=build.repairs,
+            against=build.loaded.model if build.duration_s > 0 else None,
+        )
         figures = _measured(build, calibration, results)
         report = write_report(
             calibration,
@@ -347,24 +355,6 @@ def _tuned(
         method_asked=options.calibration.method is not None,
         repairs=build.repairs,
         threads=options.calibration.workers,
-    )
-
-
-def _built(
-    build: PreparedBuild,
-    calibration: CalibrationResult,
-    plans: dict[str, PlannedTarget],
-    stage: Stage,
-) -> list[BuildResult]:
-    """The files and the engine of each target."""
-    return build_targets(
-        build.options.targets,
-        calibration,
-        stage,
-        build.options.calibration.workers,
-        plans,
-        repairs=build.repairs,
-        against=build.loaded.model if build.duration_s > 0 else None,
     )
 
 

@@ -40,7 +40,12 @@ from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs
 from deploy.metrics.output_form import derive_form
 from deploy.runtimes.ort import OrtSession
 from deploy.tuning.float_activations import FloatActivations, downstream_model
-from deploy.tuning.search_samples import finite_sum_of_squares, slice_signals, sum_of_squares
+from deploy.tuning.search_samples import (
+    by_strength,
+    finite_sum_of_squares,
+    slice_signals,
+    sum_of_squares,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -334,10 +339,7 @@ def strongest_samples(
     form: OutputForm, outputs: Sequence[Mapping[str, Array]], most: int
 ) -> list[int]:
     """Return the indices of the samples of greatest signal, each slice normalized, in order."""
-    signals = slice_signals(form, outputs)
-    largest = signals.max(axis=0)
-    signal = (signals / np.where(largest > 0, largest, 1.0)).sum(axis=1)
-    return sorted(map(int, np.argsort(-signal, kind="stable")[:most]))
+    return sorted(map(int, by_strength(slice_signals(form, outputs))[:most]))
 
 
 def mean_powers(form: OutputForm, outputs: Sequence[Mapping[str, Array]]) -> list[float]:

@@ -84,6 +84,12 @@ def slice_signals(form: OutputForm, outputs: Iterable[Mapping[str, Array]]) -> N
     return np.asarray(np.where(probabilities, both[..., 1], both[..., 0]))
 
 
+def by_strength(signals: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Return the indices of the samples by their signal, each slice normalized, greatest first."""
+    largest = signals.max(axis=0)
+    return np.argsort(-(signals / np.where(largest > 0, largest, 1.0)).sum(axis=1), kind="stable")
+
+
 def finite_sum_of_squares(values: Array) -> float:
     """Return the sum of squares; 0 where it is not finite."""
     total = sum_of_squares(values)
@@ -159,9 +165,7 @@ def _selection(signals: NDArray[np.float64], most: int) -> frozenset[int]:
     count = len(signals)
     if count <= most:
         return frozenset(range(count))
-    largest = signals.max(axis=0)
-    strength = (signals / np.where(largest > 0, largest, 1.0)).sum(axis=1)
-    strongest = np.argsort(-strength, kind="stable")
+    strongest = by_strength(signals)
     chosen = {int(index) for index in strongest[: _STRONGEST_STEP * (most // 2) : _STRONGEST_STEP]}
     for index in map(int, sampling_order(count)):
         if len(chosen) < most:

@@ -238,18 +238,21 @@ def _set_fields(message: Any) -> dict[str, Any]:
     return found
 
 
+def _range(given: dict[str, Any], key: str, default: tuple[float, float]) -> dict[str, list[float]]:
+    """Return the key of a range whose ends are keys of their own here; {} without an end."""
+    ends = [given.pop(f"{key}_{end}", None) for end in ("start", "end")]
+    if ends == [None, None]:
+        return {}
+    return {key: [one if end is None else end for end, one in zip(ends, default, strict=True)]}
+
+
 def _activation(part: Any) -> ActivationParams:
     algo = part.WhichOneof("activations")
     given = _set_fields(getattr(part, algo))
     keys: dict[str, Any] = {"act_algo": "ifmr" if algo == "ifmr_quantize" else "hfmg"}
     if "dst_type" in given:
         keys["num_bits"] = _BITS[given.pop("dst_type")]
-    ends = (given.pop("search_range_start", None), given.pop("search_range_end", None))
-    if ends != (None, None):
-        defaults = ActivationParams().search_range
-        keys["search_range"] = [
-            default if end is None else end for end, default in zip(ends, defaults, strict=True)
-        ]
+    keys |= _range(given, "search_range", ActivationParams().search_range)
     return activation_from(check_simple_keys({**given, **keys}, weight=False))
 
 
@@ -259,12 +262,7 @@ def _weight(part: Any) -> WeightParams:
     keys: dict[str, Any] = {"wts_algo": algo}
     if "quant_bits" in given:
         keys["num_bits"] = given.pop("quant_bits")
-    ends = (given.pop("beta_range_start", None), given.pop("beta_range_end", None))
-    if ends != (None, None):
-        defaults = WeightParams().beta_range
-        keys["beta_range"] = [
-            default if end is None else end for end, default in zip(ends, defaults, strict=True)
-        ]
+    keys |= _range(given, "beta_range", WeightParams().beta_range)
     return weight_from(check_simple_keys({**given, **keys}, weight=True))
 
 

@@ -243,7 +243,13 @@ def repair_model(
             (form, builds.accuracies(form))
             for model in repair.before(subject.model, builds.samples, threads)
             if builds.float_db(model) >= _SAME_DB
-            for form in [_with_model(subject, name, model)]
+            for form in [
+                replace(
+                    subject,
+                    loaded=replace(subject.loaded, model=model),
+                    repairs=(*subject.repairs, name),
+                )
+            ]
         ]
         if not candidates:
             tried.append(_no_change(name))
@@ -265,13 +271,6 @@ def _can_build(target: Target, subject: CalibrationSubject) -> bool:
     except Calib8Error:
         return False
     return True
-
-
-def _with_model(
-    subject: CalibrationSubject, name: str, model: onnx.ModelProto
-) -> CalibrationSubject:
-    loaded = replace(subject.loaded, model=model)
-    return replace(subject, loaded=loaded, repairs=(*subject.repairs, name))
 
 
 def repair_notes(tried: Iterable[RepairResult]) -> list[str]:
