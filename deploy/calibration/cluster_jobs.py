@@ -296,7 +296,19 @@ def _observed(job: ClusterJob, share: Share, samples: Sequence[RemoteSample] | N
     models = _models(job)
     variants = {key: Variant(key, partial(_given, model)) for key, model in models.items()}
     wanted = [Observation(variants[t.variant], t.tensor, t.statistic, t.whose) for t in job.taps]
-    feed = _shared(job, share) if samples is None else _sent(job, share, samples)
+    if samples is None:
+        feed = _shared(job, share)
+    else:  # the images came with the task
+        feed = Feed(
+            RemoteSource(samples, job.specs, job.how),
+            range(len(samples)),
+            kind=job.kind,
+            batch=1,
+            preprocess=job.how,
+            skip_bad=job.skip_bad,
+            notes=(),
+            share=share,
+        )
     peaks = Peaks()
     observed = ObservedStatistics({})
     try:
@@ -357,20 +369,6 @@ def _shared(job: ClusterJob, share: Share) -> Feed:
             f" client, or other names; {way_out}"
         )
     return known[1].part(share)
-
-
-def _sent(job: ClusterJob, share: Share, samples: Sequence[RemoteSample]) -> Feed:
-    """Return a share whose images came with the task."""
-    return Feed(
-        RemoteSource(samples, job.specs, job.how),
-        range(len(samples)),
-        kind=job.kind,
-        batch=1,
-        preprocess=job.how,
-        skip_bad=job.skip_bad,
-        notes=(),
-        share=share,
-    )
 
 
 def _until_stopped(samples: Iterator[Sample], key: str) -> Iterator[Sample]:

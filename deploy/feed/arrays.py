@@ -22,7 +22,7 @@ import bisect
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -421,6 +421,3 @@ class _ItemStore:
 
     def __getitem__(self, index: int, /) -> Item:
         return {name: self._scratch.get(place) for name, place in self._places[index].items()}
-
-    def __iter__(self) -> Iterator[Item]:
-        return (self[i] for i in range(len(self)))

@@ -273,6 +273,11 @@ class CalibratorScript:
     def _attribute(self, name: str) -> Any:
         return self._call(getattr, self._calibrator, name, None)
 
+    def _told(self, name: str) -> Any:
+        """Return what a method says; None without it."""
+        method = self._attribute(name)
+        return None if method is None else self._call(method)
+
     def _batch_size(self) -> int:
         size = self._call(self._calibrator.get_batch_size)
         try:
@@ -284,15 +289,13 @@ class CalibratorScript:
         return count
 
     def _algorithm(self) -> str | None:
-        if (method := self._attribute("get_algorithm")) is None:
-            return None
-        value = self._call(method)
+        value = self._told("get_algorithm")
         return _WORDS.get(value) if isinstance(value, CalibrationAlgoType) else None
 
     def _quantile(self) -> float | None:
-        if (method := self._attribute("get_quantile")) is None:
+        if self._attribute("get_quantile") is None:
             return None
-        value = self._call(method)
+        value = self._told("get_quantile")
         if not isinstance(value, float | int) or not 0.5 < value <= 1:
             raise FeedError(
                 f"get_quantile of {self} must be over 0.5 and at most 1, got {value!r:.60}"
@@ -300,9 +303,7 @@ class CalibratorScript:
         return float(value)
 
     def _known(self) -> bytes | None:
-        if (method := self._attribute("read_calibration_cache")) is None:
-            return None
-        value = self._call(method)
+        value = self._told("read_calibration_cache")
         return bytes(value) if isinstance(value, bytes | bytearray | memoryview) else None
 
     def _batches(

@@ -76,17 +76,13 @@ class AscendSearching(Ascend):
         """Return search -> records of all layers, the default first; DMQ's of those it changes."""
         found = {how: self.searched(request, how)[1].records for how in self._searches}
         return {
-            how: {n: one for n, one in own.items() if not is_balanced(how) or _is_changed(one)}
+            how: {n: r for n, r in own.items() if not is_balanced(how) or (r.factors != 1).any()}
             for how, own in found.items()
         }
 
     @property
     def _searches(self) -> tuple[str, ...]:
         return SEARCHES if self.several and self.config is None else (CONFIGURED,)
-
-
-def _is_changed(record: LayerRecord) -> bool:
-    return bool(record.factors.size and (record.factors != 1).any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -198,7 +198,16 @@ class _Deployment:
         """Write the files, measure them, and move them into the folder together."""
         feed = self.inputs.feed(self.subject.loaded)
         with stage_files(out) as stage:
-            built = self.target.files(self.recipe, self.request(feed, stage))
+            request = BuildRequest(
+                subject=self.subject,
+                folder=stage.inside,
+                earlier=stage.folder,
+                ranges=Ranges(ObservedStatistics(), self.subject.method, {}),
+                feed=feed,
+                manifest=feed.manifest(),
+                threads=self.threads,
+            )
+            built = self.target.files(self.recipe, request)
             report = self.report(built, feed, stage, scales)
             write_pages(report, stage)
             data = read_bytes(scales, what="a file of scales", error=ConfigError)
@@ -211,18 +220,6 @@ class _Deployment:
             }
             publish_build(made_from, stage, replacing=None if force else ())
         return report
-
-    def request(self, feed: Feed, stage: Stage) -> BuildRequest:
-        """What the target's files are written from, in addition to the recipe."""
-        return BuildRequest(
-            subject=self.subject,
-            folder=stage.inside,
-            earlier=stage.folder,
-            ranges=Ranges(ObservedStatistics({}), self.subject.method, {}),
-            feed=feed,
-            manifest=feed.manifest(),
-            threads=self.threads,
-        )
 
     def report(self, built: BuildResult, feed: Feed, stage: Stage, scales: Path) -> Report:
         """The report on the files."""

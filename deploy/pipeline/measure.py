@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from deploy.calibration.reference_outputs import ReferenceOutputs, outputs_match
 from deploy.errors import BackendError, SdkMissingError
 from deploy.feed.evaluation import EvaluationSubset
-from deploy.graph.bounds import Bounds, find_bounds
+from deploy.graph.bounds import find_bounds
 from deploy.machine import AcceleratorInfo
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.kernels import find_devices, read_engine_layers
@@ -39,7 +39,6 @@ from deploy.tensors import Array, Samples, Session
 from deploy.terminal import phase
 
 if TYPE_CHECKING:
-    from calibrators.scales import Scale
     from deploy.frontends import LoadedModel
 
 _FEEDS = 8  # samples that the latency runs use in turn
@@ -258,24 +257,19 @@ def _lossy_layers(
     inside: InnerTensors, loaded: LoadedModel, built: Sequence[BuildResult]
 ) -> dict[str, tuple[OutputAccuracy, ...]]:
     """Target -> inner tensors whose figures show a loss."""
-    limits, found = find_bounds(loaded.model), inside.layers
-    clamped = {one.target: _clamped(limits, one.ranges) for one in built}
-    return {
-        name: tuple(layer for layer in found[name] if layer.name not in beyond)
-        for name, beyond in clamped.items()
-        if name in found
-    }
-
-
-def _clamped(limits: Mapping[str, Bounds], ranges: Mapping[str, Scale]) -> set[str]:
-    """Tensors clipped by design, where their readers cannot tell values apart."""
-    return {
-        name
-        for name, (low, high) in limits.items()
-        if (scale := ranges.get(name)) is None
-        or scale.observed_min < low
-        or scale.observed_max > high
-    }
+    limits, found, lossy = find_bounds(loaded.model), inside.layers, {}
+    for one in built:
+        clamped = {  # by design, where their readers cannot tell values apart
+            name
+            for name, (low, high) in limits.items()
+            if (scale := one.ranges.get(name)) is None
+            or scale.observed_min < low
+            or scale.observed_max > high
+        }
+        if one.target in found:
+            own = found[one.target]
+            lossy[one.target] = tuple(layer for layer in own if layer.name not in clamped)
+    return lossy
 
 
 def _alone(

@@ -253,28 +253,24 @@ def _verdict(
     )
 
 
-def _groups(calibrated: CalibrationResult) -> tuple[GroupRow, ...]:
-    """Observations by variant and statistic, and whether the cache held them."""
-    now = set(calibrated.observed_now)
-    observations = calibrated.observations
-    counted = Counter((o.variant.key, o.statistic.key, o not in now) for o in observations)
-    return tuple(
-        GroupRow(variant=variant, statistic=statistic, tensors=tensors, reused=reused)
-        for (variant, statistic, reused), tensors in counted.items()
-    )
-
-
 def _calibration(calibrated: CalibrationResult, built: Sequence[BuildResult]) -> CalibrationPart:
     asked = calibrated.ranges.chosen_by
     used = {result.method for result in built if result.method}
     by_model = calibrated.loaded.trained is not None
+    now = set(calibrated.observed_now)
+    # observations by variant and statistic, and whether the cache held them
+    wanted = calibrated.observations
+    counted = Counter((o.variant.key, o.statistic.key, o not in now) for o in wanted)
     return CalibrationPart(
         method=asked if asked in used or not used else "",
         reused=calibrated.reused,
         reason=calibrated.reason,
         seconds=None if calibrated.reused or by_model else calibrated.seconds,
         cache=str(calibrated.cache) if calibrated.cache else None,
-        groups=_groups(calibrated),
+        groups=tuple(
+            GroupRow(variant=variant, statistic=statistic, tensors=tensors, reused=reused)
+            for (variant, statistic, reused), tensors in counted.items()
+        ),
         by_model=by_model,
         agreement=calibrated.agreement,
     )
@@ -319,14 +315,18 @@ def _left_over(name: str, target: str, stage: Stage) -> Iterator[str]:
 
 def _of_search(plan: PlannedTarget | None) -> Iterator[str]:
     """Notes on how the plan came about."""
-    if plan is not None and plan.note:
+    if plan is None:
+        return
+    if plan.note:
         yield plan.note
-    if plan is not None and plan.plan.unusable:
-        yield _UNUSABLE.format(plan.plan.unusable)
-    if plan is not None and plan.plan.doubtful:
-        yield _DOUBTFUL.format(plan.plan.doubtful)
-    if plan is not None and plan.plan.failed:
-        yield _FAILED.format(plan.plan.failed)
+    own = plan.plan
+    for words, why in (
+        (_UNUSABLE, own.unusable),
+        (_DOUBTFUL, own.doubtful),
+        (_FAILED, own.failed),
+    ):
+        if why:
+            yield words.format(why)
 
 
 def _search(plan: PlannedTarget | None) -> SearchPart | None:

@@ -86,6 +86,8 @@ def build_targets(
     Raises:
         Calib8Error: every target failed.
     """
+    from deploy.tuning.repairs.apply import repair_notes, repair_request, repair_samples
+
     request = replace(_request(calibrated, stage, threads), against=against)
     results: list[BuildResult] = []
     errors: list[Calib8Error] = []
@@ -96,11 +98,11 @@ def build_targets(
         try:
             chosen = request.choosing(plans[target.name].plan.choices)
             with phase(target.name):
-                own, notes = _repaired(target, chosen, repairs)
+                samples = repair_samples(chosen.judges) if repairs else []
+                own, tried = repair_request(target, chosen, repairs, samples)
                 made = target.build(own)
-            results.append(
-                replace(made, options=changed_options(target), notes=(*notes, *made.notes))
-            )
+            notes = (*repair_notes(tried), *made.notes)
+            results.append(replace(made, options=changed_options(target), notes=notes))
         except SampleChangedError:
             raise
         except Calib8Error as error:
@@ -109,18 +111,6 @@ def build_targets(
     if errors and all(result.error for result in results):
         raise errors[0]
     return results
-
-
-def _repaired(
-    target: Target, request: BuildRequest, names: Sequence[str]
-) -> tuple[BuildRequest, list[str]]:
-    """(the request of one target with the repairs that help it, notes on all repairs tried)."""
-    from deploy.tuning.repairs.apply import repair_notes, repair_request, repair_samples
-
-    own, tried = repair_request(
-        target, request, names, repair_samples(request.judges) if names else []
-    )
-    return own, repair_notes(tried)
 
 
 def _request(calibrated: CalibrationResult, stage: Stage, threads: int) -> BuildRequest:

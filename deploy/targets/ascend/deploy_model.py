@@ -251,8 +251,13 @@ def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> on
         behind_bias=_behind_bias,
     )
     deploy = rewrite_layers(model, layers, form)
-    parameters = [_parameter(q) for q in layers.values() if q.layer.at is None]
-    deploy.graph.initializer.extend(parameters)
+    for q in layers.values():
+        if q.layer.at is None:
+            name, values = f"{q.layer.name}.dequant.param", pack_dequant_scales(q.dequant)
+            uint64 = onnx.TensorProto.UINT64
+            deploy.graph.initializer.append(
+                helper.make_tensor(name, uint64, [values.size], values.tolist())
+            )
     return deploy
 
 
@@ -333,13 +338,6 @@ def _anti_quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
         dtype=0,
     )
     return [node], f"{name}.output0"
-
-
-def _parameter(q: QuantLayer) -> onnx.TensorProto:
-    values = pack_dequant_scales(q.dequant)
-    return helper.make_tensor(
-        f"{q.layer.name}.dequant.param", onnx.TensorProto.UINT64, [values.size], values.tolist()
-    )
 
 
 def _weight(name: str, q: QuantLayer) -> onnx.TensorProto:

@@ -533,20 +533,13 @@ def compare_deploy_model(
         count += 1
         for tensor, name in wide.items():
             sums[name] = max(sums[name], float(np.abs(got.pop(tensor)).max()) / _END)
-        for name in _comparable(got, like_amct):
-            largest = float(np.abs(got[name]).max()) or 1.0
-            same = max(same, float(np.abs(got[name] - like_npu[name]).max()) / largest)
-            lowest = min(lowest, cosine(got[name], like_amct[name]))
+        for name, value in got.items():
+            if value.dtype.kind != "f" or not value.size or like_amct[name].shape != value.shape:
+                continue
+            largest = float(np.abs(value).max()) or 1.0
+            same = max(same, float(np.abs(value - like_npu[name]).max()) / largest)
+            lowest = min(lowest, cosine(value, like_amct[name]))
     return DeployComparison(samples=count, same_rounding=same, amct_cosine=lowest, sums=sums)
-
-
-def _comparable(got: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> list[str]:
-    """Return the float outputs that have the same shape in both."""
-    return [
-        name
-        for name, value in got.items()
-        if value.dtype.kind == "f" and value.size and other[name].shape == value.shape
-    ]
 
 
 def deploy_model_note(

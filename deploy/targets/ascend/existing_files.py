@@ -22,7 +22,7 @@ from deploy.files.reading import read_text
 from deploy.graph.index import Graph, attributes
 from deploy.targets.ascend.config import read_config, resolve_config
 from deploy.targets.ascend.config_keys import QuantConfig
-from deploy.targets.ascend.layers import LayerGraph
+from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.proto import parse_text
 from deploy.targets.ascend.recipe import Recipe
 from deploy.targets.ascend.simple_config import read_simple_config
@@ -313,39 +313,33 @@ def _bare(subject: CalibrationSubject, records: Mapping[str, LayerRecord]) -> tu
     """
     from deploy.targets.ascend.preparation import prepare_model
 
-    forms = [
-        _ModelWeights(*prepare_model(model)) for model in (subject.model, subject.unfolded.model)
-    ]
+    models = (prepare_model(model) for model in (subject.model, subject.unfolded.model))
+    forms = [(Graph(model), graph.layers) for model, graph in models]
     bare = []
     for name, record in records.items():
-        folded, unfolded = (form.distance(name, record) for form in forms)
+        folded, unfolded = (
+            _scale_distance(index, layers.get(name), record) for index, layers in forms
+        )
         if folded is not None and unfolded is not None and unfolded < folded:
             bare.append(name)
     return tuple(bare)
 
 
-class _ModelWeights:
-    """The weights of one form of a model."""
+def _scale_distance(index: Graph, layer: Layer | None, record: LayerRecord) -> float | None:
+    """Return the mean distance of a record's scales from ARQ's in octaves; None if unfit."""
+    from deploy.targets.ascend.quant_layer import balanced_weight, read_constant, to_rows
 
-    def __init__(self, model: onnx.ModelProto, graph: LayerGraph) -> None:
-        self.index, self.layers = Graph(model), graph.layers
-
-    def distance(self, name: str, record: LayerRecord) -> float | None:
-        """Return the mean distance of a record's scales from ARQ's in octaves; None if unfit."""
-        from deploy.targets.ascend.quant_layer import balanced_weight, read_constant, to_rows
-
-        layer = self.layers.get(name)
-        if layer is None or not layer.weight:
-            return None
-        weight = read_constant(self.index, layer.weight)
-        try:
-            rows = to_rows(balanced_weight(weight, layer, record.factors), layer)
-        except ValueError:  # DMQ factors for another number of channels
-            return None
-        scales, _ = arq(rows, bits=record.weight_bits, channel_wise=record.scale_w.size > 1)
-        if scales.size != record.scale_w.size:
-            return None
-        return float(np.abs(np.log2(record.scale_w / scales)).mean())
+    if layer is None or not layer.weight:
+        return None
+    weight = read_constant(index, layer.weight)
+    try:
+        rows = to_rows(balanced_weight(weight, layer, record.factors), layer)
+    except ValueError:  # DMQ factors for another number of channels
+        return None
+    scales, _ = arq(rows, bits=record.weight_bits, channel_wise=record.scale_w.size > 1)
+    if scales.size != record.scale_w.size:
+        return None
+    return float(np.abs(np.log2(record.scale_w / scales)).mean())
 
 
 def _check_types(

@@ -242,7 +242,7 @@ def repair_model(
         candidates = [
             (form, builds.accuracies(form))
             for model in repair.before(subject.model, builds.samples, threads)
-            if builds.float_db(model) >= _SAME_DB
+            if worst_sqnr_db(builds.judge.of(model, kernels=True)) >= _SAME_DB
             for form in [
                 replace(
                     subject,
@@ -297,11 +297,7 @@ class _TrialBuilds:
         self.samples = feed.first(max(2, _SAMPLES // 2 * len(feed) // max(feed.count, 1)))
         self._targets = list(targets)
         self._feed, self._folder, self._threads = feed, folder, threads
-        self._judge = SampleComparison(subject.model, self.samples, threads=threads)
-
-    def float_db(self, model: onnx.ModelProto) -> float:
-        """Return the SQNR of a float model's worst output slice against the original model."""
-        return worst_sqnr_db(self._judge.of(model, kernels=True))
+        self.judge = SampleComparison(subject.model, self.samples, threads=threads)
 
     def accuracies(self, subject: CalibrationSubject) -> dict[str, Accuracy]:
         """Return {target: accuracy of its int8 model}, without targets that fail on few samples.
@@ -316,7 +312,7 @@ class _TrialBuilds:
         for target in self._targets:
             try:
                 model = target.trial(self._request(target, few_samples))
-                accuracies[target.name] = self._judge.of(model, kernels=".onnx" in target.engines)
+                accuracies[target.name] = self.judge.of(model, kernels=".onnx" in target.engines)
             except Calib8Error as error:
                 errors.append(error)
         if accuracies:
