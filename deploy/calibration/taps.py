@@ -366,19 +366,14 @@ class VariantRunner:
             values = dict(self.tap.run(sample, callback))
             held.count(number, LocatedArrays(values[o.tensor] for o in self.counted))
         waiting = held.others(number, values)
-        if peaks is not None:
-            self._add_peaks(peaks, number, held, values)
-        return waiting
-
-    def _add_peaks(
-        self, peaks: Peaks, number: int, held: VariantRecorders, values: Mapping[str, Array]
-    ) -> None:
+        if peaks is None:
+            return waiting
         amaxes = {o.tensor: amax for o, amax in zip(self.counted, held.latest(), strict=True)}
-        amaxes |= {
-            name: largest_magnitude(value) for name, value in values.items() if name not in amaxes
-        }
+        others = {name: value for name, value in values.items() if name not in amaxes}
+        amaxes |= {name: largest_magnitude(value) for name, value in others.items()}
         for name, amax in amaxes.items():
             peaks.add((self.key, name), number, amax)
+        return waiting
 
 
 def make_runners(

@@ -49,7 +49,6 @@ _HEX_LINE = re.compile(rb".+: [0-9A-Fa-f]{1,8}")
 _RECORD = re.compile(rb"\s*record\s*\{")
 _UNPRINTABLE = re.compile(rb"[\x00-\x08\x0e-\x1f]")
 ENTROPY2 = "EntropyCalibration2"
-ENTROPY = "EntropyCalibration"
 MINMAX = "MinMaxCalibration"
 LEGACY = "LegacyCalibration"
 _HEADER = re.compile(r"TRT-([0-9]{4,6})-([A-Za-z]+[0-9]*)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -273,21 +273,6 @@ calibrator_script_option = base.image_option(
 )
 
 
-def image_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add required images and how they are read; the command gets them as `images`."""
-    return _image_options(command, scripts=False)
-
-
-def feed_options(command: Callable[..., None]) -> Callable[..., None]:
-    """As `image_options`, with --calibrator-script as the alternative."""
-    return _image_options(command, scripts=True)
-
-
-def build_options(command: Callable[..., None]) -> Callable[..., None]:
-    """As `feed_options`, for models that may need neither; see `refuse_unfed`."""
-    return _image_options(command, scripts=True, needed=False)
-
-
 def _image_options(
     command: Callable[..., None], *, scripts: bool, needed: bool = True
 ) -> Callable[..., None]:
@@ -318,6 +303,13 @@ def _image_options(
     )
     more = (calibrator_script_option, *STABLE, threads) if scripts else (threads,)
     return base.add_options(gathered, (*_options(f"{SOURCES}.", required=not scripts), *more))
+
+
+# Required images and how they are read, which a command gets as `images`; the same with
+# --calibrator-script as the alternative; for models that may need neither, see `refuse_unfed`.
+image_options = partial(_image_options, scripts=False)
+feed_options = partial(_image_options, scripts=True)
+build_options = partial(_image_options, scripts=True, needed=False)
 
 
 def _dataset(words: dict[str, Any], source: str) -> Dataset:

@@ -102,7 +102,14 @@ class SourceOpener:
         if files is not None and not files.arrays:
             return self._images(files)
         if isinstance(source, CalibratorScript):
-            return _as_arrays(self._handed_over(source))
+            if self.preprocess is not None:
+                raise ConfigError(
+                    f"a calibrator's batches are fed as they are, got preprocessing for {source};"
+                    " leave it away"
+                )
+            # it stops after the first samples if only a limit is set
+            most = None if self.choice.every else self.choice.most
+            return _as_arrays(source.source(self.specs, most))
         if files is None and self.preprocess is not None:
             return self._pictured(source)
         if self.preprocess is not None:
@@ -142,15 +149,6 @@ class SourceOpener:
         if self.preprocess is not None:
             raise ConfigError(_AS_THEY_ARE)
         return OpenedSource(source=convert_arrays(arrays, spec), kind="arrays", notes=arrays.notes)
-
-    def _handed_over(self, script: CalibratorScript) -> ArraySource:
-        """Read a calibrator's batches; stop after the first samples if only a limit is set."""
-        if self.preprocess is not None:
-            raise ConfigError(
-                f"a calibrator's batches are fed as they are, got preprocessing for {script}; leave"
-                " it away"
-            )
-        return script.source(self.specs, None if self.choice.every else self.choice.most)
 
     def _pictured(self, source: FeedSource) -> OpenedSource:
         """Preprocess images in memory while they are read once into a temporary file."""

@@ -174,11 +174,11 @@ class Feed:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user on how the samples were read; complete after one pass."""
-        skips, copies = _skip_note(list(self.skipped)), self._duplicate_note()
-        return (
-            *self._notes,
-            *filter(None, (skips, copies, last_batch_note(self.count, self.batch))),
-        )
+        bad, copies = self.skipped, self._duplicate_note()
+        more = f" (and {len(bad) - 3} more)" if len(bad) > 3 else ""
+        skips = f"{len(bad)} skipped: {'; '.join(bad[:3])}{more}" if bad else ""
+        own = (skips, copies, last_batch_note(self.count, self.batch))
+        return (*self._notes, *filter(None, own))
 
     def _duplicate_note(self) -> str:
         """Return a note on duplicate images; rows and frames are often equal, so none for them."""
@@ -445,12 +445,6 @@ class Feed:
         """Return sha256 (hex) -> name of every image or row; call after a pass or `manifest`."""
         names = map(self._source.told, self._chosen.indices)
         return dict(zip(self.seen, names, strict=True))
-
-
-def _skip_note(bad: Sequence[str]) -> str:
-    """Return a note on skipped samples with the first three reasons; empty without any."""
-    more = f" (and {len(bad) - 3} more)" if len(bad) > 3 else ""
-    return f"{len(bad)} skipped: {'; '.join(bad[:3])}{more}" if bad else ""
 
 
 __all__ = ["SAMPLES_IN_MEMORY", "Feed", "Sample"]

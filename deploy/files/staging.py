@@ -125,10 +125,6 @@ class Stage:
         written = (p for p in paths if p.is_file() and not p.name.startswith(atomic.PREFIX))
         return sorted(p.relative_to(self.inside).as_posix() for p in written)
 
-    def holds_calibration(self) -> bool:
-        """Return whether the stage holds a complete calibration, which outlives a failed run."""
-        return self._inside is not None and any(_calibrations(self._inside))
-
     def end(self) -> None:
         """Remove the temporary folder; keep a complete calibration for the next run."""
         if self._inside is None:
@@ -165,7 +161,7 @@ def stage_files(folder: Path) -> Iterator[Stage]:
     except Exception:
         raise
     except BaseException as ended:  # an interrupt: tell the user what is saved
-        if stage.holds_calibration():
+        if stage.begun and any(_calibrations(stage.inside)):  # which outlives a failed run
             ended.args = (*ended.args, f"the calibration is kept for the next build into {folder}")
         raise
     finally:

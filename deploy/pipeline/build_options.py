@@ -157,7 +157,10 @@ def prepare_build(
     if repairs is None:
         repairs = DEFAULT if options.tuning.effort else ()
     repairs = parse_repairs(repairs)
-    options = _with_cache_path(options, loaded)
+    cache = options.calibration.cache
+    path = cache.path or options.out / manifest.RECORDS / f"{loaded.name}.cache"
+    calibration = replace(options.calibration, cache=replace(cache, path=path))
+    options = replace(options, calibration=calibration)
     _refuse_foreign(options, loaded)
     dataset, evaluation = _without_idle_preprocess(dataset, evaluation, loaded)
     feed = None
@@ -167,6 +170,9 @@ def prepare_build(
         )
     objects = apply_labels(options.labels, feed)
     one_pass.refuse_full_disk(options.out, loaded.model, len(options.targets))
+    duration = options.duration_s
+    if duration is None:  # another CPU than this one is not measured
+        duration = 3.0 if options.tuning.cpu == THIS_CPU else 0.0
     return PreparedBuild(
         options=options,
         loaded=loaded,
@@ -178,15 +184,8 @@ def prepare_build(
         objects=objects,
         metric=metric,
         repairs=repairs,
-        duration_s=_latency_seconds(options) if dataset is not None else 0.0,
+        duration_s=duration if dataset is not None else 0.0,
     )
-
-
-def _latency_seconds(options: BuildOptions) -> float:
-    """Return how long latency is measured; by default not at all for another CPU than this."""
-    if options.duration_s is not None:
-        return options.duration_s
-    return 3.0 if options.tuning.cpu == THIS_CPU else 0.0
 
 
 def rereadable_model(
@@ -203,15 +202,6 @@ def written_names(targets: Iterable[Target], name: str) -> list[str]:
     """Names of the files that a build of a model may write, without its cache and plan."""
     endings = [ending for target in targets for ending in target.writes]
     return [manifest.MANIFEST_NAME, *manifest.PAGES, *(f"{name}{ending}" for ending in endings)]
-
-
-def _with_cache_path(options: BuildOptions, loaded: LoadedModel) -> BuildOptions:
-    """The options, with the default path of the cache where none is given."""
-    cache = options.calibration.cache
-    cache = replace(
-        cache, path=cache.path or options.out / manifest.RECORDS / f"{loaded.name}.cache"
-    )
-    return replace(options, calibration=replace(options.calibration, cache=cache))
 
 
 def _without_idle_preprocess(

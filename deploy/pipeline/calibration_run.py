@@ -232,7 +232,29 @@ def on_this_machine(run: CalibrationRun, verdict: CacheDecision, threads: int) -
         )
     elif run.checkpoint is not None and run.resume:
         remove_finished(run.checkpoint)
-    observed = _completed(run, verdict, plan.first, checkpoint, threads=threads)
+    observed = verdict.observed
+    if verdict.missing:
+        feed, watch, outputs = run.feed, run.watch, run.judges.outputs
+        counted = 0 if checkpoint is None else checkpoint.counted
+        with (
+            phase("observing", len(feed) - counted, "samples") as step,
+            nullcontext() if checkpoint is None else checkpoint.telling(),
+            feed.samples(without=range(plan.first, counted)) as samples,
+        ):
+            new = observe(
+                verdict.missing,
+                samples,
+                known=observed,
+                threads=threads,
+                progress=step,
+                runs=run.runs,
+                peaks=run.peaks,
+                keeper=checkpoint,
+                keep=lambda number, values: outputs.add(feed.key(number), values),
+                halves=None if counted else watch.halves,  # a checkpoint does not hold the halves
+                enough=watch.enough if watch.decides else None,
+            )
+        observed = observed.and_also(new)
     notes: tuple[str, ...] = ()
     if threads < run.threads:
         notes = (
@@ -240,40 +262,6 @@ def on_this_machine(run: CalibrationRun, verdict: CacheDecision, threads: int) -
             " more.",
         )
     return PassResult(observed=observed, notes=notes, checkpoint=checkpoint)
-
-
-def _completed(
-    run: CalibrationRun,
-    verdict: CacheDecision,
-    first: int,
-    checkpoint: Checkpoint | None,
-    *,
-    threads: int,
-) -> ObservedStatistics:
-    """What the cache holds, and what is observed now because the cache lacks it."""
-    if not verdict.missing:
-        return verdict.observed
-    feed, watch, outputs = run.feed, run.watch, run.judges.outputs
-    counted = 0 if checkpoint is None else checkpoint.counted
-    with (
-        phase("observing", len(feed) - counted, "samples") as step,
-        nullcontext() if checkpoint is None else checkpoint.telling(),
-        feed.samples(without=range(first, counted)) as samples,
-    ):
-        new = observe(
-            verdict.missing,
-            samples,
-            known=verdict.observed,
-            threads=threads,
-            progress=step,
-            runs=run.runs,
-            peaks=run.peaks,
-            keeper=checkpoint,
-            keep=lambda number, values: outputs.add(feed.key(number), values),
-            halves=None if counted else watch.halves,  # a checkpoint does not hold the halves
-            enough=watch.enough if watch.decides else None,
-        )
-    return verdict.observed.and_also(new)
 
 
 def take_trusted(run: CalibrationRun) -> CalibrationResult:
@@ -328,7 +316,13 @@ def calibrate_run(
     few: tuple[str, ...] = ()
     if run.until and verdict.missing and agreement is None:
         few = (f"whether samples are enough is told from 16 on: there were {len(feed)}",)
-    calibration = _stored(run, verdict, seen.observed)
+    known = verdict.stored if not verdict.missing else None
+    calibration = Calibration(
+        observed=seen.observed,
+        fingerprint=verdict.of_all(make_fingerprint(subject, feed.manifest())),
+        outliers=(*verdict.outliers, *identify_outliers(run.peaks, feed.digests)),
+        until=known.until if known else run.until,
+    )
     text = own.text if own else None
     update_cache(run.policy, subject, verdict, calibration, ranges, text=text, stage=stage)
     if seen.checkpoint is not None and run.policy.path is not None:
@@ -359,6 +353,9 @@ def _calibrated(
     """The result of a run."""
     subject, feed, path = run.subject, run.feed, run.policy.path
     random = find_random_outputs(subject.model, judges or run.judges) if run.judging else ""
+    places = {(o.variant.key, o.tensor) for o in run.observations}
+    own = [one for one in outliers if (one.variant, one.tensor) in places]
+    far = (describe_outliers(own, feed.called()),) if own else ()
     return CalibrationResult(
         subject=subject,
         images=run.images.name,
@@ -373,11 +370,7 @@ def _calibrated(
         runs=run.runs,
         notes=notes,
         doubts=tuple(check_feed_inputs(subject, feed)) if run.images.is_readable else (),
-        warnings=(
-            *subject.loaded.cut,
-            *_warnings(outliers, run.observations, feed),
-            *filter(None, (random,)),
-        ),
+        warnings=(*subject.loaded.cut, *far, *filter(None, (random,))),
         cache=path,
         repairs=run.repairs,
         peaks=run.peaks,
@@ -388,34 +381,12 @@ def _calibrated(
     )
 
 
-def _stored(
-    run: CalibrationRun, verdict: CacheDecision, observed: ObservedStatistics
-) -> Calibration:
-    """The calibration as it is stored."""
-    known = verdict.stored if not verdict.missing else None
-    return Calibration(
-        observed=observed,
-        fingerprint=verdict.of_all(make_fingerprint(run.subject, run.feed.manifest())),
-        outliers=(*verdict.outliers, *identify_outliers(run.peaks, run.feed.digests)),
-        until=known.until if known else run.until,
-    )
-
-
 def _reached(verdict: CacheDecision, feed: Feed, watch: StabilityMonitor) -> int:
     """Number of images that were observed, now or when the cache was made."""
     if not verdict.missing:
         assert verdict.stored is not None
         return verdict.stored.count
     return feed.reached(watch.samples) if watch.stopped else feed.opened
-
-
-def _warnings(
-    outliers: Iterable[Outlier], wanted: Iterable[Observation], feed: Feed
-) -> tuple[str, ...]:
-    """Warnings about samples that stand out in what this run wants."""
-    places = {(o.variant.key, o.tensor) for o in wanted}
-    own = [one for one in outliers if (one.variant, one.tensor) in places]
-    return (describe_outliers(own, feed.called()),) if own else ()
 
 
 def _resumed(checkpoint: Checkpoint | None, watch: StabilityMonitor) -> tuple[str, ...]:

@@ -117,7 +117,9 @@ def measure_engines(
     with phase("layers"):
         inside = InnerTensors(loaded, sound, engines, over.samples, speaks=same)
     opened = {name: one.session for name, one in timed.items() if one.session and one.judges}
-    candidates = find_candidates(sound, engines, opened, failed) | _alone(engines, sound)
+    candidates = find_candidates(sound, engines, opened, failed)
+    baselines = {label: engines.get(label) for result in sound for label in result.baselines}
+    candidates |= {n: Candidate(one, alone=True) for n, one in baselines.items() if one}
     judged = evaluate(reference, candidates, over, inside, threads=threads)
     failed |= judged.failed
     sessions = {
@@ -270,15 +272,6 @@ def _lossy_layers(
             own = found[one.target]
             lossy[one.target] = tuple(layer for layer in own if layer.name not in clamped)
     return lossy
-
-
-def _alone(
-    engines: Mapping[str, Session | None], built: Sequence[BuildResult]
-) -> dict[str, Candidate]:
-    """The baselines, evaluated like the engines of a device."""
-    labels = {label for result in built for label in result.baselines}
-    found = {label: engines.get(label) for label in labels}
-    return {n: Candidate(session, alone=True) for n, session in found.items() if session}
 
 
 def _latencies(

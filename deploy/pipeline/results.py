@@ -297,7 +297,14 @@ def _target(
         layers=layers,
         files=file_rows(built.files, stage),
         runnable=_final(built.runnable, stage),
-        search=_search(plan),
+        search=None
+        if plan is None or not plan.plan.tried
+        else SearchPart(
+            reused=plan.reused,
+            probes=plan.probes,
+            settled=plan.plan.settled,
+            tried=tuple(trial_rows(plan.plan)),
+        ),
         alerts=tuple(_left_over(calibrated.loaded.name, built.target, stage)),
         notes=(*(() if built.error else _of_search(plan)), *built.notes),
         error=error,
@@ -327,18 +334,6 @@ def _of_search(plan: PlannedTarget | None) -> Iterator[str]:
     ):
         if why:
             yield words.format(why)
-
-
-def _search(plan: PlannedTarget | None) -> SearchPart | None:
-    """What the search tried; None without a search."""
-    if plan is None or not plan.plan.tried:
-        return None
-    return SearchPart(
-        reused=plan.reused,
-        probes=plan.probes,
-        settled=plan.plan.settled,
-        tried=tuple(trial_rows(plan.plan)),
-    )
 
 
 def trial_rows(plan: TargetPlan) -> Iterator[TrialRow]:

@@ -191,14 +191,12 @@ def _target(path: Path, name: str, table: object) -> TargetPlan:
             methods={tensor: Method.labelled(label) for tensor, label in held.methods.items()},
         ),
         made_from=held.made_from,
-        tried=tuple(map(_figures, held.tried)),
+        tried=tuple(  # without values of types that calib8 does not write
+            {key: kept for key, value in row.items() if (kept := _figure(value)) is not None}
+            for row in held.tried
+        ),
         **{key: getattr(held, key) for key in _TEXTS},
     )
-
-
-def _figures(row: Mapping[str, Any]) -> dict[str, str | float]:
-    """Return a row of `tried`, without values of types that calib8 does not write."""
-    return {key: kept for key, value in row.items() if (kept := _figure(value)) is not None}
 
 
 def _figure(value: object) -> str | float | None:

@@ -317,6 +317,10 @@ def _target_plan(search: Search, choice: ChosenSplit) -> TargetPlan:
         search.refused,
         sums=search.kept_sums,
     )
+    failed, errors = "", search.prober.errors
+    if errors:
+        many = f"{len(errors)} of {search.prober.tried} trials"
+        failed = f"{many} could not be run; the first: {errors[0]}"
     tried: list[dict[str, str | float]] = [
         {"what": one.what, "sqnr_db": round(one.noise.db, 2), "time": round(one.time, 4)}
         for one in search.trials
@@ -330,7 +334,7 @@ def _target_plan(search: Search, choice: ChosenSplit) -> TargetPlan:
         doubtful=choice.doubtful,
         interrupted=choice.interrupted,
         timed_on=_this_cpu() if search.prices.measured else "",
-        failed=_failed(search.prober),
+        failed=failed,
     )
 
 
@@ -338,14 +342,6 @@ def _this_cpu() -> str:
     """Return the name of this machine's CPU with its int8 instructions."""
     machine = this_machine()
     return ", ".join((machine.cpu, *machine.int8))
-
-
-def _failed(prober: Prober) -> str:
-    """Return how many trials could not run and why the first could not; "" where all ran."""
-    failed = len(prober.errors)
-    if not failed:
-        return ""
-    return f"{failed} of {prober.tried} trials could not be run; the first: {prober.errors[0]}"
 
 
 def _describe(best: Trial) -> str:

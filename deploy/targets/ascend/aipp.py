@@ -86,8 +86,12 @@ def to_yuv(rgb: Bytes, standard: str) -> Bytes:
     luma, chroma, bias = _ranges(standard)
     r, g, b = (rgb[..., c].astype(np.float64) for c in range(3))
     y = red * r + (1 - red - blue) * g + blue * b
-    u, v = (_downsampled(c) for c in ((b - y) / (2 * (1 - blue)), (r - y) / (2 * (1 - red))))
     height, width = y.shape
+    four = (height // 2, 2, width // 2, 2)
+    u, v = (
+        chroma_plane.reshape(four).mean(axis=(1, 3))
+        for chroma_plane in ((b - y) / (2 * (1 - blue)), (r - y) / (2 * (1 - red)))
+    )
     planes = np.stack([u, v], axis=-1).reshape(height // 2, width) * chroma + 128
     out = np.concatenate([y * luma + bias, planes])
     return np.asarray(np.clip(np.rint(out), 0, 255), np.uint8)
@@ -97,11 +101,6 @@ def _ranges(standard: str) -> tuple[float, float, int]:
     """Return the shares of 255 that Y, and that U and V, span, and the lowest Y."""
     narrow = standard.endswith("narrow")
     return (219 / 255, 224 / 255, 16) if narrow else (1.0, 1.0, 0)
-
-
-def _downsampled(plane: NDArray[np.float64]) -> NDArray[np.float64]:
-    height, width = plane.shape
-    return np.asarray(plane.reshape(height // 2, 2, width // 2, 2).mean(axis=(1, 3)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,10 +275,11 @@ def run_aipp(op: Any, picture: Bytes) -> NDArray[np.float32]:
         pixels = pixels[top : top + op.crop_size_h, left : left + op.crop_size_w]
     if op.csc_switch:
         pixels = _converted(op, pixels)
-    channels = [
-        ((pixels[..., c] - mean).astype(np.float16) - np.float16(least)) * np.float16(factor)
-        for c, (mean, least, factor) in enumerate(_norms(op, pixels.shape[-1]))
-    ]
+    channels = []
+    for c in range(pixels.shape[-1]):
+        mean, least = getattr(op, f"mean_chn_{c}"), getattr(op, f"min_chn_{c}")
+        factor = np.float16(getattr(op, f"var_reci_chn_{c}")[0])
+        channels.append(((pixels[..., c] - mean).astype(np.float16) - np.float16(least)) * factor)
     return np.stack(channels).astype(np.float32)
 
 
@@ -346,17 +346,6 @@ def _converted(op: Any, pixels: NDArray[np.int32]) -> NDArray[np.int32]:
     bias = np.array([getattr(op, f"input_bias_{c}")[0] for c in range(3)])
     out = np.asarray(np.clip((pixels - bias) @ rows.T >> 8, 0, 255), np.int32)
     return out[..., :1] if not rows[1:].any() else out
-
-
-def _norms(op: Any, channels: int) -> list[tuple[int, float, float]]:
-    return [
-        (
-            getattr(op, f"mean_chn_{c}"),
-            getattr(op, f"min_chn_{c}"),
-            getattr(op, f"var_reci_chn_{c}")[0],
-        )
-        for c in range(channels)
-    ]
 
 
 def write_aipp_files(

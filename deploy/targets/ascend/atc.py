@@ -160,16 +160,6 @@ def atc_command(
     return [*command, *options.extra]
 
 
-def outside_file_notes(flags: Sequence[str]) -> list[str]:
-    """Return notes on files that the flags name, since they are not in the output folder."""
-    return [
-        f"the flag {flag} names a file outside this folder; take it along, and set its path in the"
-        " atc script"
-        for flag in flags
-        if _file_of(flag) is not None
-    ]
-
-
 def with_absolute_path(flag: str) -> str:
     """Return the flag with an absolute path, since atc runs in the output folder."""
     file = _file_of(flag)
@@ -180,11 +170,6 @@ def _file_of(flag: str) -> Path | None:
     """Return the file that a flag's value names, or None."""
     path = Path(flag.partition("=")[2])
     return path if path.is_file() else None
-
-
-def shell_line(command: Sequence[str]) -> str:
-    """Return the command as one shell line."""
-    return shlex.join(command)
 
 
 def write_compression_options(*, first_layer: bool) -> str:
@@ -253,7 +238,7 @@ def write_om(
         compression=names.get("compression options"),
     )
     path = request.folder / f"{request.name}_atc.sh"
-    files["atc command"] = write_script(path, f"exec {shell_line(command)}")
+    files["atc command"] = write_script(path, f"exec {shlex.join(command)}")
     if options.soc is None:
         why = "name the chip with --soc"
     elif which("atc") is None:
@@ -261,7 +246,7 @@ def write_om(
     else:
         why = ""
     if why:
-        return None, [*_one_size(span), f"No .om: {why}. The command: {shell_line(command)}"]
+        return None, [*_one_size(span), f"No .om: {why}. The command: {shlex.join(command)}"]
     engine = run_atc(command, request.folder / f"{request.name}.om")
     files["int8 engine"] = engine
     return engine, _one_size(span)
@@ -276,7 +261,13 @@ def write_readme(
     host: Sequence[str],
 ) -> None:
     """Write <model>_README.txt; `host` lists the steps that the user's program has to do."""
-    notes = [*host, *outside_file_notes(options.extra)]
+    notes = [*host]
+    notes += (
+        f"the flag {flag} names a file outside this folder; take it along, and set its path in the"
+        " atc script"
+        for flag in options.extra
+        if _file_of(flag) is not None
+    )
     text = readme_text(request.name, files, options, cann=cann, notes=notes)
     path = request.folder / f"{request.name}_README.txt"
     data = text.encode("utf-8", "surrogateescape")  # file names that are no valid UTF-8

@@ -293,11 +293,12 @@ def check_value(key: str, value: Any, rule: _Rule) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def refuse_repeats(names: Any, where: str) -> None:
-    """Refuse repeated names."""
+def refuse_repeats(names: Any, where: str) -> list[str]:
+    """Return the names; refuse repeated ones."""
     repeated = sorted({name for name in names if list(names).count(name) > 1})
     if repeated:
         raise ConfigError(f"{where} must name each once, got {repeated[:3]} repeated")
+    return list(names)
 
 
 INT16_LAYERS = "Conv and ConvTranspose with a 1-D or 2-D kernel, and Gemm"

@@ -128,7 +128,7 @@ def config_of(config: QuantConfig, chosen: Mapping[str, str]) -> QuantConfig:
         for name, one in config.layers.items()
     }
     tensors = (
-        replace(one, activation=_activation(one.activation, chosen[one.key]))
+        replace(one, activation=_RANGES[chosen[one.key]](one.activation))
         for one in config.tensors
         if one.key in chosen
     )
@@ -151,11 +151,7 @@ def search_plan(own: RecordPlan, how: str) -> RecordPlan:
 def _layer(one: LayerConfig, how: str) -> LayerConfig:
     if is_balanced(how):
         return replace(one, dmq_balancer_param=_BALANCED[how])
-    return replace(one, activation=_activation(one.activation, how))
-
-
-def _activation(one: ActivationParams, how: str) -> ActivationParams:
-    return _RANGES[how](one)
+    return replace(one, activation=_RANGES[how](one.activation))
 
 
 _WORTH_A_MUL = 0.5  # DMQ is one operator more on the NPU, so it must halve the error

@@ -64,7 +64,7 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
         batch_num=batch_num,
         activation_offset=_default(message, "activation_offset", True),
         do_fusion=_default(message, "do_fusion", True),
-        skip_fusion_layers=tuple(_once(message.skip_fusion_layers, "skip_fusion_layers")),
+        skip_fusion_layers=tuple(refuse_repeats(message.skip_fusion_layers, "skip_fusion_layers")),
         fakequant_precision_mode=(
             "FORCE_FP16_QUANT" if message.HasField("fakequant_precision_mode") else None
         ),
@@ -106,11 +106,6 @@ def _default(message: Any, name: str, value: bool) -> bool:
     return bool(getattr(message, name)) if message.HasField(name) else value
 
 
-def _once(names: Any, where: str) -> list[str]:
-    refuse_repeats(names, where)
-    return list(names)
-
-
 def _kinds(word: str) -> tuple[str, ...]:
     """Return the ONNX op types of a layer type in ONNX's or torch's vocabulary."""
     if word in TYPES:
@@ -125,14 +120,14 @@ def _kinds(word: str) -> tuple[str, ...]:
 
 def _skipped(message: Any, graph: LayerGraph) -> set[str]:
     skipped = set()
-    for name in _once(message.skip_layers, "skip_layers"):
+    for name in refuse_repeats(message.skip_layers, "skip_layers"):
         if name not in graph.layers and name not in graph.refused:
             raise ConfigError(
                 f"layer {name!r} of skip_layers does not exist in the model;"
                 f" {suggest_name(name, list(graph.layers))}"
             )
         skipped.add(name)
-    words = _once(message.skip_layer_types, "skip_layer_types")
+    words = refuse_repeats(message.skip_layer_types, "skip_layer_types")
     kinds = {kind for word in words for kind in _kinds(word)}
     left = {layer.kind for layer in graph.layers.values()} - kinds
     if kinds and graph.layers and not (left or message.tensor_quantize):
