@@ -301,7 +301,12 @@ def decode_image(data: bytes, name: str, *, grey: bool) -> Array:
     Raises:
         FeedError: the image is damaged, in a format that OpenCV does not read, or too large.
     """
-    _check_size(data, name)
+    size = read_image_size(data)
+    if size is not None and size[0] * size[1] > LARGEST_PICTURE:
+        raise FeedError(
+            f"image {printable_name(name)} must have at most {LARGEST_PICTURE:,} pixels, got"
+            f" {size[0]}x{size[1]}; give a smaller copy of it"
+        )
     fault = _fault(data)
     if fault is None:
         pixels, warnings = _decoded(data, grey)
@@ -315,15 +320,6 @@ def decode_image(data: bytes, name: str, *, grey: bool) -> Array:
             return out
         fault = ": ".join(("damaged or of an unknown format", *warnings[-1:]))
     raise FeedError(f"image {printable_name(name)} cannot be decoded ({len(data)} bytes, {fault})")
-
-
-def _check_size(data: bytes, name: str) -> None:
-    size = read_image_size(data)
-    if size is not None and size[0] * size[1] > LARGEST_PICTURE:
-        raise FeedError(
-            f"image {printable_name(name)} must have at most {LARGEST_PICTURE:,} pixels, got"
-            f" {size[0]}x{size[1]}; give a smaller copy of it"
-        )
 
 
 def _decoded(data: bytes, grey: bool) -> tuple[Array | None, list[str]]:

@@ -199,12 +199,10 @@ class Choice:
             notes.append(
                 f"{self.sample} of {len(places)} samples are used, drawn by lot (seed {self.seed})"
             )
-            places = sorted(sorted(places, key=self._random_key)[: self.sample])
+            # ranked by a digest: no library's generator can ever change the draw
+            digests = {p: hashlib.sha256(f"{self.seed}:{p}".encode()).digest() for p in places}
+            places = sorted(sorted(places, key=digests.__getitem__)[: self.sample])
         return places, notes
-
-    def _random_key(self, place: int) -> bytes:
-        """Rank places by a digest: no library's generator can ever change the draw."""
-        return hashlib.sha256(f"{self.seed}:{place}".encode()).digest()
 
 
 Limit = int | Choice | None

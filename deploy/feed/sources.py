@@ -332,23 +332,21 @@ class RemoteSample:
 
 def read_remote_samples(source: SampleSource, indices: Iterable[int]) -> list[RemoteSample]:
     """Read samples of a source now; a bad one is replaced by the reason why it is bad."""
-    return [_posted(source, index) for index in indices]
-
-
-def _posted(source: SampleSource, index: int) -> RemoteSample:
-    digest: bytes = UNREADABLE
-    held: bytes | dict[str, Array] | str
-    try:
-        if isinstance(source, ImageSource):
-            held = source.read(index)
-        else:
-            raw = source.load(index)
-            digest, held = raw.digest, raw.decode()
-    except FeedError as error:
-        held = str(error)
-    return RemoteSample(
-        name=source.sample_name(index), told=source.told(index), digest=digest, held=held
-    )
+    samples = []
+    for index in indices:
+        digest: bytes = UNREADABLE
+        held: bytes | dict[str, Array] | str
+        try:
+            if isinstance(source, ImageSource):
+                held = source.read(index)
+            else:
+                raw = source.load(index)
+                digest, held = raw.digest, raw.decode()
+        except FeedError as error:
+            held = str(error)
+        name, told = source.sample_name(index), source.told(index)
+        samples.append(RemoteSample(name=name, told=told, digest=digest, held=held))
+    return samples
 
 
 class RemoteSource:

@@ -110,8 +110,16 @@ def calibrate_loaded(
     until = None
     if options.until_stable is not None:
         until = StabilityRule(options.until_stable, subject.method.label)
-    if cluster is not None:
-        _refuse_cluster(options)
+    if cluster is not None and options.resume:
+        raise ConfigError(
+            "--resume goes on with a run of this machine, got --scheduler, which keeps no"
+            " checkpoint; leave one of them away"
+        )
+    if cluster is not None and options.until_stable is not None:
+        raise ConfigError(
+            "--until-stable looks at images one after the other, got --scheduler, whose workers"
+            " share all of them out; leave one of them away"
+        )
     run = CalibrationRun(
         subject=subject,
         images=source,
@@ -215,20 +223,6 @@ def _refuse_idle_method(
         f"a method is for targets that search by it, got {subject.method.label} for"
         f" {', '.join(wanted)} alone, which has searches of its own; leave the method away"
     )
-
-
-def _refuse_cluster(options: CalibrationOptions) -> None:
-    """Refuse options that the workers of a scheduler cannot follow."""
-    if options.resume:
-        raise ConfigError(
-            "--resume goes on with a run of this machine, got --scheduler, which keeps no"
-            " checkpoint; leave one of them away"
-        )
-    if options.until_stable is not None:
-        raise ConfigError(
-            "--until-stable looks at images one after the other, got --scheduler, whose workers"
-            " share all of them out; leave one of them away"
-        )
 
 
 def _checkpoint_path(options: CalibrationOptions) -> Path | None:

@@ -130,7 +130,15 @@ def measure_engines(
     latency = _latencies(sessions, calibration, duration_s)
     seen = _Results(timed, sessions, latency, judged.accuracy, failed, threads)
     devices = find_devices(sessions)
-    first = _first_row(loaded, seen, size=len(original), devices=bool(devices))
+    first = EngineRow(  # the float model runs on the CPU even if a device runs the others
+        label="FP32 on the CPU" if devices else "FP32",
+        reference=True,
+        path=str(loaded.source) if loaded.source else None,
+        size_bytes=len(original),
+        load_ms=timed["FP32"].load_ms,
+        threads=threads,
+        latency=latency.get("FP32"),
+    )
     rows = [row for result in built for row in _rows(result, seen, alone=len(built) == 1)]
     return Figures(
         engines=(first, *rows),
@@ -184,19 +192,6 @@ class _Results:
     accuracy: Mapping[str, Accuracy]
     failed: Mapping[str, str]
     threads: int | None
-
-
-def _first_row(loaded: LoadedModel, seen: _Results, *, size: int, devices: bool) -> EngineRow:
-    """The row of the float model, which runs on the CPU even if a device runs the others."""
-    return EngineRow(
-        label="FP32 on the CPU" if devices else "FP32",
-        reference=True,
-        path=str(loaded.source) if loaded.source else None,
-        size_bytes=size,
-        load_ms=seen.timed["FP32"].load_ms,
-        threads=seen.threads,
-        latency=seen.latency.get("FP32"),
-    )
 
 
 def _rows(built: BuildResult, seen: _Results, *, alone: bool) -> Iterator[EngineRow]:

@@ -100,12 +100,7 @@ def write_report(
             for result in built
         ),
         engines=engine_rows(
-            figures,
-            built,
-            gates,
-            stage,
-            fed_wrong=bool(calibrated.doubts),
-            classes=loaded.classes,
+            figures, built, gates, stage, fed_wrong=bool(calibrated.doubts), classes=loaded.classes
         ),
         machine=replace(this_machine(), devices=figures.devices),
         files=(*file_rows(common, stage), *pages),

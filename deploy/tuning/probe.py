@@ -199,7 +199,11 @@ class Prober:
 
     def noises(self, trials: Iterable[Choices]) -> list[Noise | None]:
         """Return the noise of several trials, run in parallel; None for one that could not run."""
-        return self._run([(one, _key(one)) for one in trials], self._noise_of, len(self._heard))
+
+        def noise_of(choices: Choices) -> Noise:
+            return self._measure(self._trial_model(choices), self._heard, judged=self._by_task)
+
+        return self._run([(one, _key(one)) for one in trials], noise_of, len(self._heard))
 
     def alone(self, trials: Sequence[Choices], int8: Sequence[Sequence[str]]) -> list[Noise | None]:
         """Return the noise of a few layers alone, on the few samples of greatest signal.
@@ -209,20 +213,15 @@ class Prober:
         `trials`: choices that keep everything else in float. `int8`: the int8 nodes of each trial.
         """
         if self._stored is None:
-            self._stored = self._store_values(int8)
+            chosen = strongest_samples(self._form, self._slices(self._heard), self._few_samples)
+            self._ran(self._few_samples)
+            heard = [self._heard[place] for place in chosen]
+            try:
+                self._stored = FloatActivations.of(self._request.model, int8, heard)
+            except Calib8Error as error:
+                self._stored = error
         work = partial(self._noise_alone, self._stored)
         return self._run([(one, ("alone", _key(one))) for one in trials], work, self._few_samples)
-
-    def _store_values(self, int8: Sequence[Sequence[str]]) -> FloatActivations | Calib8Error:
-        """Return the stored values that trials of few layers start from, or why there are none."""
-        chosen = strongest_samples(self._form, self._slices(self._heard), self._few_samples)
-        self._ran(self._few_samples)
-        try:
-            return FloatActivations.of(
-                self._request.model, int8, [self._heard[place] for place in chosen]
-            )
-        except Calib8Error as error:
-            return error
 
     def _run(
         self,
@@ -244,9 +243,6 @@ class Prober:
         noises = [result if isinstance(result, Noise) else None for result in results]
         self._known |= dict(zip(new, noises, strict=True))
         return [self._known[key] for _, key in trials]
-
-    def _noise_of(self, choices: Choices) -> Noise:
-        return self._measure(self._trial_model(choices), self._heard, judged=self._by_task)
 
     def _noise_alone(self, stored: FloatActivations | Calib8Error, choices: Choices) -> Noise:
         if isinstance(stored, Calib8Error):

@@ -325,7 +325,8 @@ def with_held_out_ranges(
     )  # shared by the targets
     try:
         wanted = seen[0].missing(unique_observations({target.name: target.demand(subject)}))
-        subtractable = [o for o in wanted if _can_subtract(ranges.observed, o)]
+        known = [o for o in wanted if o.key in ranges.observed and not o.variant.needs]
+        subtractable = [o for o in known if o.statistic == HistogramOf()]
         ran(len(judges) if subtractable else 0)
         seen[0] = seen[0].and_also(_subtracted(request, subtractable, judges))
         ran(left if len(subtractable) < len(wanted) else 0)
@@ -344,12 +345,6 @@ def with_held_out_ranges(
     except Calib8Error:  # a target that needs all samples, a tensor that only these have
         return request
     return replace(request, subject=subject, ranges=Ranges(seen[0], ranges.method, ranges.reaches))
-
-
-def _can_subtract(observed: ObservedStatistics, observation: Observation) -> bool:
-    """Whether an observation is a histogram that samples can be subtracted from."""
-    known = observation.key in observed and not observation.variant.needs
-    return known and observation.statistic == HistogramOf()
 
 
 def _subtracted(

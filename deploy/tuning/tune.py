@@ -23,13 +23,7 @@ from deploy.graph.plan import quantized_precision
 from deploy.machine import this_machine
 from deploy.method import NO_CHOICES, Choices, Method, comparable_methods
 from deploy.terminal import Step, phase
-from deploy.tuning.plan_file import (
-    PlanFile,
-    TargetPlan,
-    float_reasons,
-    read_plan,
-    write_plan,
-)
+from deploy.tuning.plan_file import PlanFile, TargetPlan, float_reasons, read_plan, write_plan
 from deploy.tuning.prices import (
     CPUS,
     Prices,
@@ -309,13 +303,7 @@ def _target_plan(search: Search, choice: ChosenSplit) -> TargetPlan:
     """Return the plan of what is built."""
     units, word, trial = search.units, search.word, choice.trial
     float_nodes = float_reasons(
-        trial,
-        units,
-        search.prices,
-        search.sensitivity,
-        word,
-        search.refused,
-        sums=search.kept_sums,
+        trial, units, search.prices, search.sensitivity, word, search.refused, sums=search.kept_sums
     )
     failed, errors = "", search.prober.errors
     if errors:

@@ -158,19 +158,15 @@ def _color(op: Any, how: Preprocess, source: AippSource) -> None:
     if source.yuv:
         op.input_format = 1
         op.rbuv_swap_switch = source.color == "nv21"
-        _conversion(op, source.standard, how.color)
+        rows, bias = csc_matrix(source.standard, how.color)
+        for r, row in enumerate(rows):
+            for c, value in enumerate(row):
+                getattr(op, f"matrix_r{r}c{c}").append(value)
+        for c, value in enumerate(bias):
+            getattr(op, f"input_bias_{c}").append(value)
         return
     op.input_format = 4 if grey else 3
     op.rbuv_swap_switch = not grey and source.color != how.color
-
-
-def _conversion(op: Any, standard: str, color: str) -> None:
-    rows, bias = csc_matrix(standard, color)
-    for r, row in enumerate(rows):
-        for c, value in enumerate(row):
-            getattr(op, f"matrix_r{r}c{c}").append(value)
-    for c, value in enumerate(bias):
-        getattr(op, f"input_bias_{c}").append(value)
 
 
 def _dynamic(op: Any, source: AippSource) -> Any:

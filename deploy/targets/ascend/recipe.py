@@ -90,19 +90,16 @@ def read_qdq_layers(index: Graph) -> tuple[dict[str, QdqLayerParams], dict[str, 
         if node.op_type not in TYPES:
             continue
         try:
-            taken[node.name] = _taken(node, index)
+            grid = _in_int8(input_grid(node, index))
+            weighted = node.op_type != "AveragePool"
+            taken[node.name] = QdqLayerParams(
+                scale_d=np.float32(grid.scale.reshape(-1)[0]),
+                offset_d=int(grid.offset.reshape(-1)[0]),
+                scale_w=_weight(node, index) if weighted else np.ones(1, np.float32),
+            )
         except UnfitError as error:
             why[node.name] = str(error)
     return taken, why
-
-
-def _taken(node: onnx.NodeProto, index: Graph) -> QdqLayerParams:
-    grid = _in_int8(input_grid(node, index))
-    return QdqLayerParams(
-        scale_d=np.float32(grid.scale.reshape(-1)[0]),
-        offset_d=int(grid.offset.reshape(-1)[0]),
-        scale_w=np.ones(1, np.float32) if node.op_type == "AveragePool" else _weight(node, index),
-    )
 
 
 def _weight(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32]:
