@@ -21,6 +21,7 @@ import onnx
 import pytest
 
 from deploy import terminal
+from deploy.calibration.sample_checks import Outlier
 from deploy.cli import main
 from deploy.errors import Calib8Error
 from deploy.pipeline import calibrate
@@ -381,7 +382,10 @@ def test_quiet_builds_in_silence(fed, quick, tmp_path, capfd, at_once):
 
 def test_warnings_are_said_all_the_same(fed, tmp_path, run, monkeypatch):
     said = "a picture stands out"
-    monkeypatch.setattr("deploy.pipeline.calibration_run._warnings", lambda *_: (said,))
+    run_of = "deploy.pipeline.calibration_run"
+    far = lambda peaks, _: [Outlier(*peaks.rows(range(99))[0][:2], (), 9.0)]  # noqa: E731
+    monkeypatch.setattr(f"{run_of}.identify_outliers", far)
+    monkeypatch.setattr(f"{run_of}.describe_outliers", lambda *_: said)
     assert run("calibrate", *fed, "-o", tmp_path / "c", "-q") == (0, "", f"{said}\n")
 
 

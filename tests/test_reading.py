@@ -365,7 +365,9 @@ def test_what_was_skipped_stays_skipped(photos):
 def test_a_cache_made_of_one_image_never_serves_another(small_cnn, photos, tmp_path, monkeypatch):
     given = {"preprocess": UNIT, "cache": tmp_path / "c"}
     calibrate(small_cnn, photos, **given)
-    between(monkeypatch, "deploy.pipeline.calibration_run._completed", lambda: swap(photos))
+    between(
+        monkeypatch, "deploy.pipeline.calibration_run.schedule_observations", lambda: swap(photos)
+    )
     with pytest.raises(FeedError, match=CHANGED):  # hashed to judge the cache, decoded later
         calibrate(small_cnn, photos, **given, method="legacy", targets=["tensorrt"])
 

@@ -19,14 +19,15 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from deploy.errors import CacheError, ExportError
 from deploy.files import atomic
-from deploy.files.reading import read_bytes, read_json
+from deploy.files.reading import convert, read_bytes, read_json
+
+_convert = partial(convert, rule="it must be what a build is", error=CacheError)
 
 
 def sha256(data: bytes) -> str:
@@ -96,9 +97,6 @@ _MISSING, _CHANGED = "is missing", "was changed after it was written"
 _OURS = "calib8-"  # prefix of the schema of reports and manifests
 
 
-_Shapes = dict[str, tuple[Annotated[int, msgspec.Meta(gt=0)], ...]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """The manifest of a build.
@@ -116,15 +114,16 @@ class Manifest:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Input -> dimensions used for calibration; {} if the build did not store them."""
-        with suppress(ValueError):
-            return msgspec.convert(self.made_from.get("shapes"), _Shapes)
+        with suppress(CacheError):
+            shapes = _convert(self.made_from.get("shapes"), dict[str, tuple[int, ...]])
+            return {name: dims for name, dims in shapes.items() if all(d > 0 for d in dims)}
         return {}
 
     @property
     def cache(self) -> tuple[Path, str] | None:
         """(path, sha256) of a calibration cache outside the folder; None without one."""
-        with suppress(ValueError, KeyError):
-            cache = msgspec.convert(self.made_from.get("cache"), dict[str, str])
+        with suppress(CacheError, KeyError):
+            cache = _convert(self.made_from.get("cache"), dict[str, str])
             return Path(cache["path"]), cache["sha256"]
         return None
 
@@ -168,9 +167,9 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.exists():  # builds up to version 0.2 have it on top
         path = folder / path.name
     document = _json(path)
-    with suppress(ValueError):
+    with suppress(CacheError):
         if document.get("schema") == SCHEMA:
-            return msgspec.convert(document, Manifest)
+            return _convert(document, Manifest)
     got = "another file of that name" if path.exists() else "none"
     raise CacheError(
         f"{folder} must hold the {MANIFEST_NAME} of a build, got {got}; build into it with"
