@@ -70,35 +70,13 @@ class Option:
         return ""
 
 
-def option(
-    default: Value,
-    *,
-    help: str,
-    flag: str | None = None,
-    choices: tuple[str, ...] = (),
-    metavar: str | None = None,
-    least: float | None = None,
-    most: float | None = None,
-    observes: bool = False,
-    places: bool = False,
-    runs: bool = False,
-) -> Value:
+def option(default: Value, *, help: str, **declared: Any) -> Value:
     """Declare a dataclass field that is an option; for the arguments see `Option`.
 
     The default `flag` is made of the field's name; a bool whose default is True also gets --no-.
     """
-    declared = Option(
-        flag=flag or "",
-        help=help,
-        choices=choices,
-        metavar=metavar,
-        least=least,
-        most=most,
-        observes=observes,
-        places=places,
-        runs=runs,
-    )
-    return dataclasses.field(default=default, metadata={_KEY: declared})
+    metadata = {_KEY: Option(help=help, **declared)}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def declared_options(target: type) -> tuple[Option, ...]:

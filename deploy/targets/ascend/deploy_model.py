@@ -298,17 +298,8 @@ def unpack_int4(packed: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
 
 
 def _quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
-    name = f"{q.layer.stem}.quant"
-    node = helper.make_node(
-        "AscendQuant",
-        [start],
-        [f"{name}.output0"],
-        name=name,
-        scale=float(q.scale),
-        offset=float(q.record.offset_d),
-        dst_type=f"INT{q.record.act_bits}",
-    )
-    return [node], f"{name}.output0"
+    kind = f"INT{q.record.act_bits}"
+    return _scaled("AscendQuant", "quant", q, start, scale=float(q.scale), dst_type=kind)
 
 
 def _dequant(q: QuantLayer, start: str, end: str) -> Nodes:
@@ -321,23 +312,16 @@ def _dequant(q: QuantLayer, start: str, end: str) -> Nodes:
 
 
 def _anti_quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
-    """Return AscendAntiQuant: (q - offset) * scale, in float32.
-
-    The operator adds its offset; ATC's parser inverts the sign.
-    """
     assert q.record.scale_d is not None
-    name = f"{q.layer.stem}.anti_quant"
-    node = helper.make_node(
-        "AscendAntiQuant",
-        [start],
-        [f"{name}.output0"],
-        name=name,
-        scale=float(q.record.scale_d),
-        offset=float(q.record.offset_d),
-        dst_type="INT8",
-        dtype=0,
-    )
-    return [node], f"{name}.output0"
+    scale = float(q.record.scale_d)
+    given = {"scale": scale, "dst_type": "INT8", "dtype": 0}
+    return _scaled("AscendAntiQuant", "anti_quant", q, start, **given)
+
+
+def _scaled(op: str, word: str, q: QuantLayer, start: str, **given: Any) -> tuple[Nodes, str]:
+    name, offset = f"{q.layer.stem}.{word}", float(q.record.offset_d)
+    end = f"{name}.output0"
+    return [helper.make_node(op, [start], [end], name=name, offset=offset, **given)], end
 
 
 def _weight(name: str, q: QuantLayer) -> onnx.TensorProto:

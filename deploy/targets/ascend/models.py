@@ -15,7 +15,7 @@ Source: MindStudio's msaccucmp, FusionRuleParser and QuantFilter.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,16 +117,16 @@ def _op(
         "type": kind,
         "input": list(inputs),
         "attr": [{"key": "_datadump_original_op_names", "value": {"list": names}}],
-        "output_desc": [
-            {
-                "attr": [
-                    {"key": "_datadump_origin_name", "value": {"s": output[0]}},
-                    {"key": "_datadump_origin_output_index", "value": {"i": output[1]}},
-                ]
-            }
-            for output in outputs
-            if output is not None
-        ],
+        "output_desc": [_output(*output) for output in outputs if output is not None],
+    }
+
+
+def _output(origin: str, index: int) -> dict[str, Any]:
+    return {
+        "attr": [
+            {"key": "_datadump_origin_name", "value": {"s": origin}},
+            {"key": "_datadump_origin_output_index", "value": {"i": index}},
+        ]
     }
 
 
@@ -161,40 +161,34 @@ def write_models(
     from deploy.targets.ascend.record import write_record
 
     loaded = subject.loaded
-
-    def contents() -> Iterator[tuple[str, str, bytes]]:
-        """Yield (role, ending of the name, content) of each file."""
-        if config is not None:
-            yield "quant config", "config.json", write_config(config).encode()
-        typed = {
-            name: replace(one, half=layers[name].layer.output in halves)
-            for name, one in records.items()
-        }
-        yield "record", "record.txt", write_record(typed).encode()
-        older = lower_for_cann(model, cann)
-        deploy, fake = deploy_model(older, layers), fake_quant_model(model, layers)
-        if halves:
-            deploy = to_float16(deploy, halves)
-            fake = to_float16(fake, halves, exact=[f"{name}.fakedequant.mul" for name in layers])
-        deploy = loaded.whole(deploy)
-        for role, ending, made in (
-            ("deploy model", "deploy_model.onnx", deploy),
-            ("fake-quant model", "fake_quant_model.onnx", fake),
-            ("Q/DQ model", "amct_qdq.onnx", loaded.whole(amct_qdq_model(older, layers))),
-        ):
-            yield role, ending, strip_metadata(made).SerializeToString(deterministic=True)
-        if shared or any(record.rounded is not None for record in records.values()):
-            modified = strip_metadata(loaded.whole(modified_model(model, layers)))
-            yield (
-                "modified model",
-                "modified_model.onnx",
-                modified.SerializeToString(deterministic=True),
-            )
-        original = subject.model if subject.original is None else subject.original
-        mapping = fusion_mapping(deploy, original, name=loaded.name)
-        yield "fusion mapping", "quant.json", mapping.encode()
-
+    contents: dict[str, tuple[str, bytes]] = {}  # role -> ending of the name, content
+    if config is not None:
+        contents["quant config"] = "config.json", write_config(config).encode()
+    typed = {
+        name: replace(one, half=layers[name].layer.output in halves)
+        for name, one in records.items()
+    }
+    contents["record"] = "record.txt", write_record(typed).encode()
+    older = lower_for_cann(model, cann)
+    deploy, fake = deploy_model(older, layers), fake_quant_model(model, layers)
+    if halves:
+        deploy = to_float16(deploy, halves)
+        fake = to_float16(fake, halves, exact=[f"{name}.fakedequant.mul" for name in layers])
+    deploy = loaded.whole(deploy)
+    models = {
+        "deploy model": ("deploy_model.onnx", deploy),
+        "fake-quant model": ("fake_quant_model.onnx", fake),
+        "Q/DQ model": ("amct_qdq.onnx", loaded.whole(amct_qdq_model(older, layers))),
+    }
+    if shared or any(record.rounded is not None for record in records.values()):
+        modified = loaded.whole(modified_model(model, layers))
+        models["modified model"] = "modified_model.onnx", modified
+    for role, (ending, made) in models.items():
+        contents[role] = ending, strip_metadata(made).SerializeToString(deterministic=True)
+    original = subject.model if subject.original is None else subject.original
+    mapping = fusion_mapping(deploy, original, name=loaded.name)
+    contents["fusion mapping"] = "quant.json", mapping.encode()
     return {
         role: atomic.write_bytes(folder / f"{loaded.name}_{ending}", data)
-        for role, ending, data in list(contents())
+        for role, (ending, data) in contents.items()
     }
