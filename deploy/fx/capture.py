@@ -33,9 +33,9 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from deploy.errors import ModelError, first_line
-from deploy.fx.device import device_of, quiet
+from deploy.fx.device import device_of, fixed_seed, quiet
 from deploy.fx.norms import sizes_of
-from deploy.fx.source import plain_copy
+from deploy.fx.source import plain_copy, tensor_of
 from deploy.fx.trace import explain_capture_failure, trace
 from deploy.terminal import phase
 
@@ -193,7 +193,7 @@ class _Lifter:
     def _tensor(self, node: fx.Node) -> fx.Node:
         name = self.tensors.get(node.name)
         if name is not None:
-            self.owned[name] = _attribute(self.model, name)
+            self.owned[name] = tensor_of(self.model, name)
         else:
             name = f"_tensor_constant{len([n for n in self.owned if n.startswith('_tensor')])}"
             self.owned[name] = self.program.constants[self.constants[node.name]].detach().clone()
@@ -223,7 +223,7 @@ class _Lifter:
 
     def _attribute_of(self, node: fx.Node) -> Any:
         name = self.tensors.get(node.name) if node.op == "placeholder" else None
-        return _attribute(self.model, name) if name is not None else None
+        return tensor_of(self.model, name) if name is not None else None
 
     def _add_layer(self, name: str, source: fx.Node, nodes: list[fx.Node]) -> None:
         self.owned[name] = self.model.get_submodule(name)
@@ -293,8 +293,8 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 def argument_names(model: nn.Module, count: int) -> list[str]:
     """Return names of the first `count` arguments of forward, `args_0`... for `*args`."""
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    parameters = inspect.signature(model.forward).parameters.values()
+    plain = [p.name for p in _positional(model)]
     variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
     return (plain + [f"{variadic}_{i}" for i in range(count)])[:count]
 
@@ -306,11 +306,6 @@ def _is_tensor(node: fx.Node) -> bool:
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.parameters()
     yield from module.buffers()
-
-
-def _attribute(model: nn.Module, name: str) -> torch.Tensor:
-    owner, _, attribute = name.rpartition(".")
-    return getattr(model.get_submodule(owner), attribute)  # type: ignore[no-any-return]
 
 
 TOLERANCE = 1e-4  # relative to the largest output
@@ -394,10 +389,8 @@ def check_capture(captured: nn.Module, model: nn.Module, inputs: Sequence[Any]) 
 
 def _run(model: nn.Module, inputs: Sequence[Any]) -> list[torch.Tensor]:
     """Return the output tensors of `model` for copies of the inputs, with a fixed random seed."""
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
     try:
-        with torch.no_grad():
+        with fixed_seed(), torch.no_grad():
             output = model(*copy.deepcopy(list(inputs)))
     except Exception as error:  # torch.export accepts some models that do not run
         shapes = [tuple(x.shape) for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
@@ -405,8 +398,6 @@ def _run(model: nn.Module, inputs: Sequence[Any]) -> list[torch.Tensor]:
             f"{type(model).__name__} must run for inputs {shapes}, got {type(error).__name__}:"
             f" {first_line(error)}"
         ) from error
-    finally:
-        torch.set_rng_state(state)
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
@@ -461,7 +452,7 @@ def _is_batch_dynamic(program: Any, inputs: Sequence[Any], widened: Any) -> bool
     signature = program.graph_signature
     state = {*signature.inputs_to_parameters, *signature.inputs_to_buffers}
     state |= {*signature.inputs_to_lifted_tensor_constants}
-    nodes = [n for n in program.graph.nodes if n.op == "placeholder" and n.name not in state]
+    nodes = [n for n in _placeholders(program.graph) if n.name not in state]
     for node, given, wide in zip(
         nodes, pytree.tree_leaves(tuple(inputs)), pytree.tree_leaves(widened), strict=True
     ):

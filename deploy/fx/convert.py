@@ -44,7 +44,7 @@ from deploy.fx.fakequant import (
 )
 from deploy.fx.fuse import called_module, called_once
 from deploy.fx.int8_layers import IntLayer, QatConvBn, QatLayer, WeightQuant, folded_layer
-from deploy.fx.trace import replace_submodule
+from deploy.fx.source import replace_submodule
 from deploy.graph.bounds import RangeLimits
 from deploy.terminal import phase
 
@@ -75,12 +75,17 @@ def insert_monitors(graph_module: fx.GraphModule, quant: FakeQuant, sources: Sou
         monitor = RangeMonitor(node.name, reach)
         name = f"watch_{quant.name}_{number}"
         graph_module.add_submodule(name, monitor)
-        after = node
-        if node.op == "placeholder":  # all placeholders must come first
-            after = [other for other in graph_module.graph.nodes if other.op == "placeholder"][-1]
-        with graph_module.graph.inserting_after(after):
-            graph_module.graph.call_module(name, (node,))
+        insert_call(graph_module, node, name)
         quant.watches.append(monitor)
+
+
+def insert_call(graph_module: fx.GraphModule, tensor: fx.Node, module: str) -> fx.Node:
+    """Insert a call of a module right after the tensor that it reads."""
+    after = tensor
+    if tensor.op == "placeholder":  # all placeholders must come first
+        after = [node for node in graph_module.graph.nodes if node.op == "placeholder"][-1]
+    with graph_module.graph.inserting_after(after):
+        return graph_module.graph.call_module(module, (tensor,))
 
 
 def widest_reach(reaches: Iterable[RangeLimits | None]) -> RangeLimits | None:
@@ -298,14 +303,19 @@ def _in_whole_batches(samples: Iterable[Any], size: int) -> Iterator[Any]:
         )
 
 
-def set_phase(prepared: nn.Module, *, observe: bool, quantize: bool) -> None:
-    """Switch all observers and all fake quantizers of a prepared model on or off."""
+def set_phase(
+    prepared: nn.Module, *, observe: bool, quantize: bool, weights: bool | None = None
+) -> None:
+    """Switch all observers and all fake quantizers of a prepared model on or off.
+
+    `weights`: whether weights are quantized; None goes by `quantize`.
+    """
     for module in prepared.modules():
         if isinstance(module, FakeQuant):
             module.observe, module.enabled = observe, quantize
             module.start_batch()
         elif isinstance(module, WeightQuant):
-            module.enabled = quantize
+            module.enabled = quantize if weights is None else weights
 
 
 def calibrate(
@@ -328,8 +338,7 @@ def calibrate(
     quants = [module for module in prepared.modules() if isinstance(module, FakeQuant)]
     for quant in quants:
         search.check(quant.grid)
-    set_phase(prepared, observe=False, quantize=False)
-    _set_weight_rounding(prepared, search.rounded_weights)
+    set_phase(prepared, observe=False, quantize=False, weights=search.rounded_weights)
     training = prepared.training
     prepared.eval()
     recorders, count = record_statistics(prepared, batches, search.statistic)
@@ -352,12 +361,6 @@ def _range(quant: FakeQuant, recorders: Recorders, search: ActivationSearch) -> 
             raise no_range_error(quant.name)
         ranges.append(search.on(recorders[source], quant.grid, source.reach))
     return widest_range(ranges, quant.grid)
-
-
-def _set_weight_rounding(prepared: nn.Module, enabled: bool) -> None:
-    for module in prepared.modules():
-        if isinstance(module, WeightQuant):
-            module.enabled = enabled
 
 
 def float_form(prepared: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ cannot convert down. The exported model is then cleaned up: output names, metada
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from deploy.fx.capture import at_least_two
 from deploy.fx.device import quiet
 from deploy.fx.fakequant import ExportedModule, FakeQuant, FixedQuant
 from deploy.fx.profile import largest_difference, largest_magnitude, tensors_of
-from deploy.fx.trace import failing_line
+from deploy.fx.trace import failing_line, root_cause
 from deploy.graph.edit import copy_message, drop_unread
 from deploy.graph.index import attributes
 from deploy.runtimes.ort import OrtSession
@@ -94,7 +94,11 @@ def _rename(graph: onnx.GraphProto, new: dict[str, str]) -> None:
     """Rename values everywhere; inner values whose name is needed get "_inner"."""
     inner = {name for node in graph.node for name in node.output} - {*new}
     displaced = {name: f"{name}_inner" for name in inner & {*new.values()}}
-    names = {**new, **displaced}
+    rename_tensors(graph, {**new, **displaced})
+
+
+def rename_tensors(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    """Rename tensors wherever a node or an output names them, in place."""
     for node in graph.node:
         for values in (node.input, node.output):
             values[:] = [names.get(name, name) for name in values]
@@ -159,27 +163,33 @@ def to_onnx(
     inputs = [at_least_two(x) if dynamic_batch else x for x in map(torch.clone, inputs)]
     batch = torch.export.Dim("batch")
     shapes = tuple({0: batch} for _ in inputs) if dynamic_batch else None
-    exportable = _exportable(model)
-    with quiet():
-        try:
-            program = torch.onnx.export(
-                exportable,
-                tuple(inputs),
-                None,
-                dynamo=True,
-                verbose=False,
-                opset_version=opset,
-                dynamic_shapes=shapes,
-            )
-        except Exception as error:  # torch.export and the exporter share no error class
-            raise ModelError(explain_export_failure(error, dynamic_batch)) from error
-    assert program is not None
+    try:
+        program = run_exporter(_exportable(model), tuple(inputs), shapes, opset)
+    except Exception as error:  # torch.export and the exporter share no error class
+        raise ModelError(explain_export_failure(error, dynamic_batch)) from error
     written = program.model_proto
     name_outputs(written, program.exported_program)
     _check_opset(written, opset)
     if dynamic_batch:
         _check_dynamic_batch(written)
     return clean_exported(written)
+
+
+def run_exporter(
+    model: nn.Module, inputs: tuple[Any, ...], shapes: Any, opset: int, *, optimize: bool = True
+) -> Any:
+    """Return the program that torch's exporter makes, which tells nothing; any error is its own."""
+    with quiet():
+        return torch.onnx.export(
+            model,
+            inputs,
+            None,
+            dynamo=True,
+            verbose=False,
+            opset_version=opset,
+            dynamic_shapes=shapes,
+            optimize=optimize,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,11 +320,10 @@ def _float32_error(model: nn.Module, inputs: Sequence[torch.Tensor]) -> float:
     doubled = [x.double() if x.is_floating_point() else x for x in inputs]
     try:
         with torch.no_grad():
-            exact = tensors_of(copy.deepcopy(model).double()(*doubled))
-            ours = tensors_of(model(*inputs))
+            exact, ours = copy.deepcopy(model).double()(*doubled), model(*inputs)
     except Exception:  # a forward with a fixed dtype may raise anything
         return 0.0
-    return max((largest_difference(a, b) for a, b in zip(ours, exact, strict=True)), default=0.0)
+    return largest_difference(ours, exact)
 
 
 def _varies(output: torch.Tensor) -> bool:
@@ -341,9 +350,7 @@ def _exportable(model: nn.Module) -> nn.Module:
 
 def explain_export_failure(error: Exception, dynamic_batch: bool) -> str:
     """Return one sentence on why torch.export or the exporter failed, with the user's line."""
-    root: BaseException = error
-    while root.__cause__ is not None:
-        root = root.__cause__
+    root = root_cause(error)
     where = failing_line(root) or failing_line(error)
     on_data = "DataDependent" in type(root).__name__
     fixed_batch = f"{FIXED_BATCH}, or " if dynamic_batch and not on_data else ""

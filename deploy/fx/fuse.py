@@ -46,8 +46,9 @@ from deploy.fx.norms import (
     path_to_layer,
     path_to_reader,
     readers_of,
+    refresh,
 )
-from deploy.fx.trace import replace_submodule
+from deploy.fx.source import replace_submodule
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -204,8 +205,7 @@ def called_module(graph_module: fx.GraphModule, node: object) -> nn.Module | Non
 
 def called_once(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether no other node calls the module of `node`."""
-    module = called_module(graph_module, node)
-    return sum(called_module(graph_module, n) is module for n in graph_module.graph.nodes) == 1
+    return len(_calls(graph_module, node)) == 1
 
 
 def is_relu(graph_module: fx.GraphModule, node: fx.Node) -> bool:
@@ -415,5 +415,4 @@ def _kind(module: nn.Module) -> str:
 
 def _clean(graph_module: fx.GraphModule) -> None:
     graph_module.delete_all_unused_submodules()
-    graph_module.graph.lint()
-    graph_module.recompile()
+    refresh(graph_module)

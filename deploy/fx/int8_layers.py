@@ -21,6 +21,8 @@ from calibrators.weights import PAIR_LIMIT, PAIR_ROUNDING, is_depthwise, pair_st
 from deploy.errors import CalibrationError, ExportError
 from deploy.fx.fakequant import DynamicQuant, ExportedModule, FixedQuant, lsq_round
 from deploy.fx.fuse import CONVS, TRANSPOSED, scale_outputs
+from deploy.fx.norms import trained_factors
+from deploy.fx.source import tensor_of
 from deploy.fx.trace import refuse_hooks
 
 
@@ -213,7 +215,7 @@ class QatConvBn(QatLayer):
     def folded(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias with the running statistics folded in."""
         layer: Any = self.layer
-        factor, shift = self._factors()
+        factor, shift = trained_factors(self.norm)
         bias = shift if layer.bias is None else layer.bias * factor + shift
         return scale_outputs(layer, layer.weight, factor), bias
 
@@ -222,7 +224,7 @@ class QatConvBn(QatLayer):
         if self.frozen or not self.training:
             return super().forward(x)
         layer: Any = self.layer
-        factor, _ = self._factors()
+        factor, _ = trained_factors(self.norm)
         factor = torch.where(factor.abs() > 1e-12, factor, 1e-12).detach()
         weight = self.weight_quant(scale_outputs(layer, layer.weight, factor))
         channels = (1, -1, *[1] * (weight.dim() - 2))
@@ -230,13 +232,6 @@ class QatConvBn(QatLayer):
         if layer.bias is not None:
             y = y + layer.bias.reshape(channels)
         return self.norm(y)
-
-    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        norm: Any = self.norm
-        gamma = norm.weight if norm.weight is not None else torch.ones_like(norm.running_mean)
-        beta = norm.bias if norm.bias is not None else torch.zeros_like(norm.running_mean)
-        factor = gamma / torch.sqrt(norm.running_var + norm.eps)
-        return factor, beta - norm.running_mean * factor
 
 
 def folded_layer(trained: QatLayer) -> nn.Module:
@@ -422,7 +417,7 @@ def _find_factors(converted: nn.Module) -> dict[int, bool]:
             constants = _constants(part.graph)
             for node in part.graph.nodes:
                 if node.op == "get_attr":
-                    tensor = id(_tensor(part, node))
+                    tensor = id(tensor_of(part, node.target))
                     factors[tensor] = factors.get(tensor, False) or _is_factor(node, constants)
     return factors
 
@@ -444,11 +439,6 @@ def _is_factor(node: fx.Node, constants: set[fx.Node]) -> bool:
     if any(product in name for product in _PRODUCTS for name in names):
         return True
     return any(_is_factor(user, constants) for user in calls if user in constants)
-
-
-def _tensor(part: fx.GraphModule, node: fx.Node) -> object:
-    owner, _, name = str(node.target).rpartition(".")
-    return getattr(part.get_submodule(owner), name)
 
 
 def refuse_unquantized(coverage: LayerCoverage) -> None:

@@ -35,8 +35,9 @@ from deploy.fx.norms import (
     is_norm,
     is_op,
     norm_factors,
+    refresh,
 )
-from deploy.fx.trace import replace_submodule
+from deploy.fx.source import replace_submodule, tensor_of
 
 CONVS: dict[Any, tuple[type[nn.Module], str]] = {
     torch.conv1d: (nn.Conv1d, "conv"),
@@ -65,8 +66,7 @@ def functions_to_modules(graph_module: fx.GraphModule) -> int:
             _to_norm(graph_module, node, made)
     graph_module.graph.eliminate_dead_code()
     _drop_unread(graph_module, made)
-    graph_module.graph.lint()
-    graph_module.recompile()
+    refresh(graph_module)
     return len(made)
 
 
@@ -99,7 +99,7 @@ def _is_product(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     matmul = node.target in PRODUCTS or (node.op == "call_method" and node.target == "matmul")
     if not matmul or len(node.args) != 2 or not _is_parameter(node.args[1]):
         return False
-    matrix = _attribute(graph_module, str(node.all_input_nodes[-1].target))
+    matrix = tensor_of(graph_module, str(node.all_input_nodes[-1].target))
     return matrix.dim() == 2 and matrix.is_floating_point() and not _is_parameter(node.args[0])
 
 
@@ -184,12 +184,12 @@ def _is_parameter(value: object) -> bool:
 def _module(graph_module: fx.GraphModule, kind: Any, options: dict[str, Any]) -> nn.Module:
     if kind is ChannelNorm:
         tensors = {
-            key: _attribute(graph_module, options[key]) if options[key] else None
+            key: tensor_of(graph_module, options[key]) if options[key] else None
             for key in ("weight", "bias", *STATISTICS)
         }
         return channel_norm(tensors, options).train(graph_module.training)
-    weight = _attribute(graph_module, options["weight"])
-    bias = _attribute(graph_module, options["bias"]) if options["bias"] else None
+    weight = tensor_of(graph_module, options["weight"])
+    bias = tensor_of(graph_module, options["bias"]) if options["bias"] else None
     has_bias = bias is not None
     if options.get("transposed"):
         is_trained = isinstance(weight, nn.Parameter) and weight.requires_grad
@@ -206,13 +206,6 @@ def _module(graph_module: fx.GraphModule, kind: Any, options: dict[str, Any]) ->
     module.register_parameter("weight", _parameter(weight))
     module.register_parameter("bias", _parameter(bias) if bias is not None else None)
     return module.train(graph_module.training)
-
-
-def _attribute(graph_module: fx.GraphModule, name: str) -> torch.Tensor:
-    value: Any = graph_module
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:

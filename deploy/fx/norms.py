@@ -36,6 +36,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from deploy.errors import ConfigError, ModelError, first_line
+from deploy.fx.source import tensor_of
 
 _LIKE = (torch.ops.aten.reshape_as.default, torch.ops.aten.view_as.default)
 _VIEWS = (torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, *_LIKE)
@@ -163,7 +164,7 @@ def replace_op(graph_module: fx.GraphModule, name: str, new: Callable[..., Any])
             replacement = graph_module.graph.call_function(new, node.args, dict(node.kwargs))
         node.replace_all_uses_with(replacement)
         graph_module.graph.erase_node(node)
-    _refresh(graph_module)
+    refresh(graph_module)
     return len(nodes)
 
 
@@ -183,7 +184,7 @@ def replace_pattern(
     matches = fx.replace_pattern(graph_module, normalized, fx.symbolic_trace(replacement))
     if not matches:
         raise ConfigError("the pattern is nowhere in the graph; `calib8 trace --table` shows it")
-    _refresh(graph_module)
+    refresh(graph_module)
     return len(matches)
 
 
@@ -196,7 +197,7 @@ def normalize(graph_module: fx.GraphModule) -> fx.GraphModule:
         for plain, _ in SPELLINGS.values():
             if node.op in ("call_function", "call_method") and node.target in plain:
                 node.op, node.target = "call_function", plain[0]
-    _refresh(graph_module)
+    refresh(graph_module)
     return graph_module
 
 
@@ -233,7 +234,8 @@ def _check_replaceable(node: fx.Node, name: str) -> None:
         raise ModelError(f"in-place {name} at {node.name} changes {source.name}, used elsewhere")
 
 
-def _refresh(graph_module: fx.GraphModule) -> None:
+def refresh(graph_module: fx.GraphModule) -> None:
+    """Check an edited graph, and make the module's code anew."""
     graph_module.graph.lint()
     graph_module.recompile()
 
@@ -288,10 +290,16 @@ def norm_factors(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (factor, shift), [C] each, of a norm in eval mode: y = x * factor + shift."""
     if isinstance(norm, FrozenNorm):
         return norm.factor, norm.shift
-    mean, variance = norm.running_mean, norm.running_var
-    gamma = norm.weight.detach() if norm.weight is not None else torch.ones_like(mean)
-    beta = norm.bias.detach() if norm.bias is not None else torch.zeros_like(mean)
-    factor = gamma / torch.sqrt(variance + norm.eps)
+    factor, shift = trained_factors(norm)
+    return factor.detach(), shift.detach()
+
+
+def trained_factors(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `norm_factors`, of a BatchNorm whose weight and bias gradients go on to."""
+    mean = norm.running_mean
+    gamma = norm.weight if norm.weight is not None else torch.ones_like(mean)
+    beta = norm.bias if norm.bias is not None else torch.zeros_like(mean)
+    factor = gamma / torch.sqrt(norm.running_var + norm.eps)
     return factor, beta - mean * factor
 
 
@@ -372,8 +380,7 @@ def _constants(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
     known: dict[fx.Node, Any] = {}
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
-            owner, _, name = str(node.target).rpartition(".")
-            value = getattr(graph_module.get_submodule(owner), name)
+            value = tensor_of(graph_module, node.target)
             if not isinstance(value, nn.Parameter):
                 known[node] = value
         elif _is_pure_call(node) and all(source in known for source in node.all_input_nodes):

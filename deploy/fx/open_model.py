@@ -30,7 +30,7 @@ from deploy.fx.model_inputs import (
     dict_input_note,
     example_inputs,
 )
-from deploy.fx.profile import NEAR, largest_difference, largest_magnitude, tensors_of
+from deploy.fx.profile import NEAR, largest_difference, largest_magnitude
 from deploy.fx.source import load_module, plain_copy, random_weights_note, user_code_line
 from deploy.terminal import phase
 
@@ -199,8 +199,7 @@ def _check_difference(
 ) -> float:
     with torch.no_grad():
         expected, got = model(*inputs), program.module()(*inputs)
-    pairs = zip(tensors_of(expected), tensors_of(got), strict=True)
-    largest = max((largest_difference(a, b) for a, b in pairs), default=0.0)
+    largest = largest_difference(expected, got)
     if not largest <= NEAR * largest_magnitude(expected):
         raise ExportError(
             "an exported model must compute what torch computes, got a largest difference of"

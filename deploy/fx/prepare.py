@@ -30,7 +30,7 @@ from torch.nn import functional
 from calibrators.grids import INT8, Grid
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.capture import as_inputs, graph_of, is_layer
-from deploy.fx.convert import CustomClasses, insert_monitors, widest_reach
+from deploy.fx.convert import CustomClasses, insert_call, insert_monitors, widest_reach
 from deploy.fx.device import device_of
 from deploy.fx.fakequant import DynamicQuant, FakeQuant
 from deploy.fx.fuse import (
@@ -53,10 +53,11 @@ from deploy.fx.int8_layers import (
     channel_axis,
     weight_quantizer,
 )
-from deploy.fx.norms import FrozenNorm, is_norm, propagate_shapes
-from deploy.fx.source import plain_copy
+from deploy.fx.norms import FrozenNorm, is_norm, propagate_shapes, refresh
+from deploy.fx.profile import eval_mode
+from deploy.fx.source import plain_copy, replace_submodule
 from deploy.fx.target_placement import GraphPlacement, QuantizationSite, place_quantizers
-from deploy.fx.trace import replace_submodule, submodule
+from deploy.fx.trace import submodule
 from deploy.targets import Target, find_target
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
@@ -88,8 +89,7 @@ def decompose_calls(graph_module: fx.GraphModule) -> None:
         function = _decomposition(graph_module, node)
         if function is not None:
             _replace(node, function)
-    graph_module.graph.lint()
-    graph_module.recompile()
+    refresh(graph_module)
 
 
 def _decomposition(graph_module: fx.GraphModule, node: fx.Node) -> Callable[..., Any] | None:
@@ -260,8 +260,7 @@ def prepare(
     _wrap_weights(graph_module, placed, bits, linear_only=mode == "dynamic")
     graph_module.meta[REASONS] = dict(placed.reasons)
     graph_module.delete_all_unused_submodules()
-    graph_module.graph.lint()
-    graph_module.recompile()
+    refresh(graph_module)
     return graph_module.to(device_of(graph_module))
 
 
@@ -353,17 +352,14 @@ def _check_skip(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
 
 def _run_once(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
     """Set the shapes of all nodes, in eval mode so that norm statistics do not change."""
-    training = [module for module in graph_module.modules() if module.training]
-    graph_module.eval()
     try:
-        propagate_shapes(graph_module, *inputs)
+        with eval_mode(graph_module):
+            propagate_shapes(graph_module, *inputs)
     except Exception as error:  # whatever a user's model raises
         shapes = [tuple(x.shape) for x in inputs]
         cause = error.__cause__ or error  # torch.fx wraps what the model raised
         first = str(cause).strip().splitlines() or [type(cause).__name__]
         raise ModelError(f"the model must run for inputs {shapes}, got: {first[0]}") from error
-    for module in training:
-        module.training = True
 
 
 def _insert_observers(
@@ -401,11 +397,7 @@ def _set_sources(
 def _insert(
     graph_module: fx.GraphModule, tensor: fx.Node, readers: set[fx.Node] | None, module: str
 ) -> None:
-    after = tensor
-    if tensor.op == "placeholder":  # all placeholders must come first
-        after = [node for node in graph_module.graph.nodes if node.op == "placeholder"][-1]
-    with graph_module.graph.inserting_after(after):
-        quantized = graph_module.graph.call_module(module, (tensor,))
+    quantized = insert_call(graph_module, tensor, module)
     for reader in list(tensor.users):
         if reader is not quantized and (readers is None or reader in readers):
             reader.replace_input_with(tensor, quantized)

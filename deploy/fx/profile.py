@@ -25,6 +25,7 @@ from deploy.errors import ModelError
 from deploy.fx.capture import as_inputs, graph_of
 from deploy.fx.device import fixed_seed
 from deploy.fx.fuse import called_module
+from deploy.fx.source import tensor_of
 from deploy.terminal import join_visible, phase
 
 COLUMNS = ("opcode", "name", "target", "args", "kwargs")
@@ -253,18 +254,10 @@ def compare_speed(
     turns = [(mean_seconds(before, inputs), mean_seconds(after, inputs)) for _ in range(rounds)]
     slow, fast = (min(times) for times in zip(*turns, strict=True))
     with torch.no_grad():
-        difference = max_difference(before(*inputs), after(*inputs))
+        difference = largest_difference(before(*inputs), after(*inputs))
     return (
         f"before {slow * 1e3:.2f} ms, after {fast * 1e3:.2f} ms: {slow / fast:.2f}x;"
         f" largest difference of the outputs {difference:.3g}"
-    )
-
-
-def max_difference(left: Any, right: Any) -> float:
-    """Return the largest absolute difference of two outputs: tensors, or containers of them."""
-    pairs = zip(tensors_of(left), tensors_of(right), strict=True)
-    return max(
-        (float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel()), default=0.0
     )
 
 
@@ -286,8 +279,7 @@ def _parameters(graph_module: fx.GraphModule) -> dict[fx.Node, int]:
         module = called_module(graph_module, node)
         read = list(module.parameters()) if module is not None else []
         if node.op == "get_attr":
-            owner, _, name = str(node.target).rpartition(".")
-            value = getattr(graph_module.get_submodule(owner), name)
+            value = tensor_of(graph_module, node.target)
             read = [value] if isinstance(value, nn.Parameter) else []
         counts[node] = sum(p.numel() for p in read if id(p) not in counted)
         counted |= {id(p) for p in read}
@@ -348,12 +340,17 @@ def check_same_outputs(
     return worst
 
 
-def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Return the largest absolute difference; equal infinities and two NaN count as 0."""
-    left, right = left.detach().cpu().double(), right.detach().cpu().double()
-    equal = (left == right) | (left.isnan() & right.isnan())
-    unequal = (left - right).abs()[~equal]
-    return float(unequal.max()) if unequal.numel() else 0.0
+def largest_difference(left: Any, right: Any) -> float:
+    """Return the largest absolute difference of two outputs: tensors, or containers of them.
+
+    Equal infinities and two NaN count as 0.
+    """
+    differences = [torch.zeros(1, dtype=torch.float64)]
+    for one, other in zip(tensors_of(left), tensors_of(right), strict=True):
+        a, b = one.detach().cpu().double(), other.detach().cpu().double()
+        equal = (a == b) | (a.isnan() & b.isnan())
+        differences.append((a - b).abs()[~equal])
+    return float(torch.cat(differences).max())
 
 
 def largest_magnitude(output: Any) -> float:
@@ -368,10 +365,7 @@ def _compare_outputs(
     """Run both; return (largest difference, largest output)."""
     with eval_mode(before), eval_mode(after), torch.no_grad():
         expected, got = _run(before, inputs), _run(after, inputs)
-    pairs = zip(tensors_of(expected), tensors_of(got), strict=True)
-    return max((largest_difference(a, b) for a, b in pairs), default=0.0), largest_magnitude(
-        expected
-    )
+    return largest_difference(expected, got), largest_magnitude(expected)
 
 
 def _run(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:

@@ -57,7 +57,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
         ) from error
     for name, module in list(own.named_modules()):
         if name and unwrap(module, name) is not module:
-            _replace(own, name, unwrap(module, name))
+            replace_submodule(own, name, unwrap(module, name))
     for module in own.modules():
         module._compiled_call_impl = None
         _compute_once(module)
@@ -144,9 +144,16 @@ def _unparametrize(module: nn.Module) -> None:
         module.register_parameter(tensor, nn.Parameter(value, requires_grad=trained[tensor]))
 
 
-def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
+def replace_submodule(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Replace the submodule `name` by `new`."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, new)
+
+
+def tensor_of(model: nn.Module, name: object) -> Any:
+    """Return the parameter, buffer or other attribute of a module with this qualified name."""
+    owner, _, attribute = str(name).rpartition(".")
+    return getattr(model.get_submodule(owner), attribute)
 
 
 # keys under which training scripts store the weights, the more specific ones first
@@ -285,10 +292,6 @@ def _check_package(package: str, spec: str) -> None:
         ) from error
 
 
-def _timm(name: str) -> Any:
-    return import_module("timm").create_model(name, pretrained=False)
-
-
 def _torchvision(name: str) -> Any:
     models = import_module("torchvision.models")
     builder = models.get_model_builder(name)
@@ -306,7 +309,11 @@ def _ultralytics(name: str) -> Any:
     return import_module("ultralytics").YOLO(name).model
 
 
-_MAKERS = {"timm": _timm, "torchvision": _torchvision, "ultralytics": _ultralytics}
+_MAKERS: dict[str, Callable[[str], Any]] = {
+    "timm": lambda name: import_module("timm").create_model(name, pretrained=False),
+    "torchvision": _torchvision,
+    "ultralytics": _ultralytics,
+}
 
 _EXPORTED = "give the module that the program was exported from"
 _PICKLED_CLASS = re.compile(r"(?:GLOBAL|class|type) ([A-Za-z_][\w]*\.[\w.]*\w)")

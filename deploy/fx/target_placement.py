@@ -35,10 +35,16 @@ from deploy.frontends.onnx_file import clean_model
 from deploy.fx.capture import at_least_two, has_batch
 from deploy.fx.convert import Sources
 from deploy.fx.device import quiet
-from deploy.fx.export import OPSET, clean_exported, explain_export_failure
+from deploy.fx.export import (
+    OPSET,
+    clean_exported,
+    explain_export_failure,
+    rename_tensors,
+    run_exporter,
+)
 from deploy.fx.fuse import called_module
 from deploy.fx.int8_layers import WEIGHTED, QatLayer, folded_layer
-from deploy.fx.trace import replace_submodule
+from deploy.fx.source import replace_submodule
 from deploy.graph.bounds import find_range_limits
 from deploy.graph.index import Graph
 from deploy.graph.plan import FLOAT_BY_USER
@@ -188,17 +194,7 @@ def _export(own: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
     first: Exception | None = None
     for dynamic in (shapes, None):
         try:
-            with quiet():
-                return torch.onnx.export(
-                    own,
-                    inputs,
-                    None,
-                    dynamo=True,
-                    verbose=False,
-                    opset_version=OPSET,
-                    dynamic_shapes=dynamic,
-                    optimize=False,
-                )
+            return run_exporter(own, inputs, dynamic, OPSET, optimize=False)
         except Exception as error:  # torch.export and the exporter share no error class
             first = first or error
     assert first is not None
@@ -237,12 +233,7 @@ def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) ->
             for index, name in enumerate(split.output):
                 if index in parts and not name.startswith(NODE_PREFIX) and name not in renamed:
                     renamed[name] = f"{NODE_PREFIX}{parts[index].name}"
-    for onnx_node in model.graph.node:
-        for names in (onnx_node.input, onnx_node.output):
-            for index, name in enumerate(names):
-                names[index] = renamed.get(name, name)
-    for value in (*model.graph.value_info, *model.graph.output):
-        value.name = renamed.get(value.name, value.name)
+    rename_tensors(model.graph, renamed)
 
 
 def _indexed(

@@ -25,7 +25,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from shlex import quote
-from types import FrameType
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from torch import fx, nn
 
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.model_inputs import input_names
-from deploy.fx.source import unwrap, user_code_line
+from deploy.fx.source import replace_submodule, unwrap, user_code_line
 
 Function = Callable[..., Any]
 
@@ -148,9 +147,7 @@ _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent
 
 def explain_capture_failure(error: BaseException, model: nn.Module) -> str:
     """Return one sentence on a failure: module, file and line, torch's message, and a remedy."""
-    root = error
-    while root.__cause__ is not None:
-        root = root.__cause__
+    root = root_cause(error)
     name = innermost_module(error, model) or innermost_module(root, model)
     module = type(model.get_submodule(name)).__name__ + (f" ({name})" if name else "")
     where = failing_line(root) or failing_line(error)
@@ -162,22 +159,22 @@ def explain_capture_failure(error: BaseException, model: nn.Module) -> str:
     )
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """Return the error from which `error` was raised, in however many steps."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def innermost_module(error: BaseException, model: nn.Module) -> str:
     """Return the name of the submodule in whose forward `error` was raised, "" for the model."""
     names = {id(module.__dict__): name for name, module in model.named_modules()}
     innermost_name = ""
-    for frame in _frames(error):
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):  # torch.export calls copies that share __dict__
             innermost_name = names.get(id(module.__dict__), innermost_name)
     return innermost_name
-
-
-def _frames(error: BaseException) -> Iterator[FrameType]:
-    entry = error.__traceback__
-    while entry is not None:
-        yield entry.tb_frame
-        entry = entry.tb_next
 
 
 def failing_line(error: BaseException) -> str:
@@ -290,12 +287,6 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
         children = ", ".join(child for child, _ in model.named_children()) or "none"
         raise ConfigError(f"no submodule {name!r} in the model; its children: {children}")
     return modules[name]
-
-
-def replace_submodule(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Replace the submodule `name` by `new`."""
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, new)
 
 
 def _check_leaves(model: nn.Module, texts: frozenset[str], classes: tuple[type, ...]) -> None:
