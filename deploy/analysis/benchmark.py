@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import onnx
+
 from deploy.errors import BackendError, ConfigError
 from deploy.feed.feed import Dataset, FeedSource, dataset_of, preprocessing_notes
 from deploy.feed.model_preprocess import MetadataPreprocess
@@ -320,7 +322,6 @@ def model_size(path: Path) -> int:
     Raises:
         ConfigError: the file does not exist.
     """
-    import onnx
     from onnx.external_data_helper import uses_external_data
 
     data = read_bytes(path, what="a model", error=ConfigError)

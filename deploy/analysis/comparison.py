@@ -11,9 +11,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from onnx import ModelProto, NodeProto
 
 from deploy.errors import BackendError, ConfigError
 from deploy.feed.feed import Dataset, FeedSource, dataset_of, preprocessing_notes
@@ -29,9 +29,6 @@ from deploy.runtimes.openvino import run_in_subprocess
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array, Samples
 from deploy.terminal import join_visible, phase, with_progress
-
-if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto
 
 RUNTIMES = ("onnxruntime", "openvino")
 MIN_SQNR_DB = 20.0

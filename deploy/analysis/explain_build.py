@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from onnx import ModelProto
 
 from deploy.analysis.build_reader import (
     by_sqnr,
@@ -33,6 +33,7 @@ from deploy.feed.feed import Dataset, FeedSource, dataset_of
 from deploy.feed.parallel import Sample, run_in_order
 from deploy.feed.paths import RawFiles
 from deploy.feed.preprocess import Preprocess, PreprocessRequest, apply_user_options
+from deploy.feed.samples import Feed
 from deploy.files import manifest
 from deploy.files.reading import is_file
 from deploy.frontends import LoadedModel, load_float_or_qdq
@@ -48,12 +49,6 @@ from deploy.metrics.slices import SAMPLES
 from deploy.runtimes.ort import OrtSession
 from deploy.terminal import phase, with_progress
 from deploy.tuning.repairs import REPAIRS
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
-
-    from deploy.feed.samples import Feed
-
 
 IMAGES, TENSORS, CHANNELS = 5, 5, 3  # shown: images, tensors, channels per tensor
 _SILENT = 1e-6  # share of a tensor's signal: a channel with less has nothing to lose

@@ -6,19 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import onnx
 
 from deploy.frontends import LoadedModel, load
 from deploy.graph.index import match_nodes
 from deploy.report import NodeRow, node_rows
-from deploy.targets import make_targets
+from deploy.targets import Target, make_targets
+from deploy.tensors import TensorSpec
 from deploy.terminal import join_visible
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.targets import Target
-    from deploy.tensors import TensorSpec
 
 _MOST = 24  # rows of nodes on one screen
 

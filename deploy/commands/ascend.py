@@ -39,7 +39,9 @@ from deploy.commands.image_options import (
 )
 from deploy.commands.model_options import Given, own_options
 from deploy.errors import ConfigError
+from deploy.files import atomic
 from deploy.targets import Ascend
+from deploy.targets.ascend.preparation import prepare_model
 from deploy.targets.options import declared_options
 from deploy.terminal import is_text_suppressed, say, say_lines
 
@@ -151,7 +153,6 @@ def ascend() -> None:
 )
 def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path | None) -> None:
     """Write the quant config of MODEL: JSON, or the simplified form where OUT ends in .cfg."""
-    from deploy.files import atomic
     from deploy.targets.ascend.config import default_config, write_config
     from deploy.targets.ascend.existing_files import read_any_config
     from deploy.targets.ascend.simple_config import write_simple_config
@@ -372,6 +373,5 @@ def convert_pairs(model: Path, keep_rounding: bool, where: Where) -> Report:
 
 def _layers(path: Path) -> tuple[onnx.ModelProto, LayerGraph]:
     from deploy.frontends import load
-    from deploy.targets.ascend.preparation import prepare_model
 
     return prepare_model(load(path).model)

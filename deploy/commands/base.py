@@ -7,6 +7,7 @@ that no command imports anything for it.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -350,7 +351,6 @@ def put_json(path: Path | None, make: Callable[[], object]) -> None:
     """
     if path is None:
         return
-    import json
 
     from deploy.files.atomic import write_text
 

@@ -13,6 +13,7 @@ from deploy.commands.base import parse_batches as batches_of
 from deploy.commands.image_options import input_options, parse_shape, shape_option
 from deploy.commands.model_options import Given, make_target, own_options
 from deploy.errors import ConfigError
+from deploy.files.atomic import write_text
 from deploy.terminal import say_lines
 
 if TYPE_CHECKING:
@@ -112,7 +113,6 @@ def bench(
       calib8 bench model.onnx --shape images:1x3x640x640 --threads 1 --html latency.html
     """  # noqa: D301 (click reads the backspace)
     from deploy.analysis.benchmark import bench as run
-    from deploy.files.atomic import write_text
     from deploy.report import to_html, to_json, to_screen
 
     if dataset is not None and (idle := base.given_flags("shapes", "seed")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,8 +48,6 @@ def cache() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def show(path: Path, as_json: bool) -> None:
     """Print the header and every entry of CACHE: scale, amax, flaw, tensor."""
-    import json
-
     from deploy.targets.tensorrt.cache_tools import read_cache
 
     read = read_cache(path)

@@ -21,7 +21,8 @@ from deploy.commands.base import (
 from deploy.commands.calibration_options import keep_float_option
 from deploy.commands.image_options import ImageArguments, image_options, input_options
 from deploy.commands.model_options import model_from, model_options, target_options
-from deploy.errors import ConfigError
+from deploy.errors import CacheError, ConfigError
+from deploy.files.atomic import write_text
 from deploy.files.reading import open_regular_file
 from deploy.terminal import say, say_lines
 
@@ -78,7 +79,6 @@ def inspect(
 
 def _inspect_cache(path: Path) -> None:
     from deploy.calibration import store, trt_cache
-    from deploy.errors import CacheError
 
     cache = trt_cache.parse(store.read_cache_file(path), origin=str(path))
     say(f"{path}: {cache.header.text}, {len(cache.entries)} tensors")
@@ -244,7 +244,6 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
     """  # noqa: D301 (click reads the backspace)
     from deploy import report as one
     from deploy.analysis import build_comparison
-    from deploy.files.atomic import write_text
 
     found = build_comparison.report(*folders)
     if isinstance(found, one.Report):

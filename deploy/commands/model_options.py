@@ -302,8 +302,6 @@ def _option(word: str, target: str, option: Option) -> Callable[[CommandFunction
 
 
 def _type(option: Option) -> click.ParamType[Any]:
-    from pathlib import Path
-
     if option.choices:
         return click.Choice(option.choices)
     if option.kind is int:

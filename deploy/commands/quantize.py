@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import click
 
 from deploy.commands import base
 from deploy.commands.base import json_option, put_json, quietable
 from deploy.commands.calibration_options import method_options
+from deploy.method import Method
 from deploy.terminal import say_lines
-
-if TYPE_CHECKING:
-    from deploy.method import Method
 
 GRID = "Grid"
 Number = TypeVar("Number", int, float)

@@ -5,21 +5,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from deploy.commands import base
 from deploy.commands.base import quietable
 from deploy.commands.calibration_options import method_options
-from deploy.commands.image_options import preprocess_options, raw_options
+from deploy.commands.image_options import preprocess_from, preprocess_options, raw_from, raw_options
 from deploy.commands.model_options import one_target, torch_inputs, torch_model, torch_options
+from deploy.errors import ConfigError
+from deploy.files.atomic import write_bytes
+from deploy.graph.index import match_patterns
+from deploy.method import Method
 from deploy.targets import TARGETS, Target
 from deploy.terminal import say, say_lines
-
-if TYPE_CHECKING:
-    from deploy.method import Method
 
 QDQ = "Quantization"  # section of options that need --qdq
 
@@ -96,9 +98,6 @@ def export(
     **preprocess: str | None,
 ) -> None:
     """Export MODEL (file.py:factory or timm:NAME), check it against torch, say how they agree."""
-    from deploy.commands.image_options import preprocess_from, raw_from
-    from deploy.errors import ConfigError
-    from deploy.files.atomic import write_bytes
     from deploy.fx import export as exports
     from deploy.fx.capture import argument_names
     from deploy.fx.device import find_device, move_tensors, refuse_meta
@@ -116,7 +115,6 @@ def export(
     from deploy.fx.prepare import target_of
     from deploy.fx.task import read_batches
     from deploy.fx.trace import submodule
-    from deploy.graph.index import match_patterns
 
     if not shapes and not sample:
         raise ConfigError("export runs the model and needs its --input shape, or a --sample")
@@ -233,10 +231,6 @@ def qat(
 
     --method with its parameters, --ranges and --epochs override those of the task.
     """  # noqa: D301 (click reads the backspace)
-    from dataclasses import replace
-
-    from deploy.errors import ConfigError
-    from deploy.files.atomic import write_bytes
     from deploy.fx import export as exports
     from deploy.fx.convert import float_form
     from deploy.fx.device import CPU, find_device, move_tensors, refuse_meta

@@ -13,6 +13,8 @@ import click
 from deploy.commands import base
 from deploy.commands.base import html_option, json_option, put_json, quietable, shows_progress
 from deploy.commands.model_options import leaf_option, torch_inputs, torch_model, torch_options
+from deploy.errors import ConfigError
+from deploy.files.atomic import write_text
 from deploy.terminal import say, say_lines
 
 
@@ -55,7 +57,6 @@ def trace(
 
     With --input or --sample, print the shapes of all nodes too.
     """
-    from deploy.errors import ConfigError
     from deploy.fx.norms import propagate_shapes, replace_op
     from deploy.fx.profile import format_columns, format_graph, graph_source
     from deploy.fx.source import wrap_user_errors
@@ -110,7 +111,6 @@ def fuse(
 
     With --input or --sample the model is traced by running it, else symbolically.
     """
-    from deploy.errors import ConfigError
     from deploy.fx.device import find_device, refuse_meta
     from deploy.fx.fuse import fuse as fuse_module
     from deploy.fx.open_model import check_suffix, write_fused
@@ -177,8 +177,6 @@ def profile(
     html_path: Path | None,
 ) -> None:
     """Run MODEL (file.py:factory or timm:NAME) and print what each node costs, slowest first."""
-    from deploy.errors import ConfigError
-    from deploy.files.atomic import write_text
     from deploy.fx.profile import COUNTED
     from deploy.fx.profile import profile as profile_model
     from deploy.fx.source import wrap_user_errors

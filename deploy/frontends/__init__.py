@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import onnx
 
 from deploy.errors import ModelError, QuantizedError
 from deploy.frontends.base import LoadedModel, Loader
+from deploy.frontends.checks import check_float
+from deploy.frontends.lift import restore_float_weights
 from deploy.frontends.onnx_file import load_onnx
+from deploy.frontends.onnx_reader import model_bytes, parse_model
 from deploy.frontends.torch_model import is_torch_spec, load_torch
 from deploy.terminal import phase
-
-if TYPE_CHECKING:
-    import onnx
 
 __all__ = ["FRONTENDS", "LoadedModel", "Loader", "is_quantized", "load", "load_float_or_qdq"]
 
@@ -57,10 +58,6 @@ def load_float_or_qdq(source: str | Path | onnx.ModelProto) -> LoadedModel:
 
 def is_quantized(path: Path) -> bool:
     """Return whether a file is a quantized ONNX model; False if it cannot be read."""
-    from deploy.frontends.checks import check_float
-    from deploy.frontends.lift import restore_float_weights
-    from deploy.frontends.onnx_reader import model_bytes, parse_model
-
     try:
         model = parse_model(model_bytes(path), str(path))
         restore_float_weights(model)

@@ -25,15 +25,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import numpy_helper
 
 from deploy.frontends.checks import to_array
 from deploy.graph.edit import replace_nodes, unique_name
 from deploy.graph.index import attributes, count_reads
-
-if TYPE_CHECKING:
-    import onnx
-    from numpy.typing import NDArray
-
 
 MOVES = frozenset({"Squeeze", "Transpose", "Unsqueeze"})
 
@@ -414,8 +412,6 @@ def _set(
     name: str,
 ) -> None:
     """Set an input of the layer to `array`; a tensor with other readers keeps its values."""
-    from onnx import numpy_helper
-
     if counts[name] != 1 or name not in weights:
         name = unique_name(name, {*weights, *counts})
         weights[name] = graph.initializer.add()

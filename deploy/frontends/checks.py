@@ -6,6 +6,8 @@ from collections.abc import MutableSequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ModelError, QuantizedError, first_line
 from deploy.graph.edit import copy_message
@@ -119,8 +121,6 @@ def _refuse_brain(what: str, dtype: str) -> None:
 
 def type_name(elem_type: int) -> str:
     """Return the numpy dtype name of an ONNX element type; 'unknown' if numpy has none."""
-    from onnx import TensorProto, helper
-
     if elem_type == TensorProto.STRING:
         return "str"
     try:
@@ -155,8 +155,6 @@ def to_array(tensor: onnx.TensorProto) -> NDArray[Any]:
     Raises:
         ModelError: the stored bytes do not fit the tensor's shape and type.
     """
-    from onnx import numpy_helper
-
     try:
         return np.asarray(numpy_helper.to_array(tensor))
     except (ValueError, TypeError, KeyError, OverflowError, MemoryError, NotImplementedError) as e:
@@ -168,8 +166,6 @@ def to_array(tensor: onnx.TensorProto) -> NDArray[Any]:
 
 def check_valid(model: onnx.ModelProto) -> None:
     """Run ONNX's checker on the model; unknown ranks, which it refuses, are accepted."""
-    import onnx
-
     checked = copy_message(model)
     for value in (*checked.graph.input, *checked.graph.output):
         if value.type.HasField("tensor_type"):

@@ -11,16 +11,13 @@ ONNX Runtime computes the values, so they equal those of the model bit for bit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import onnx
+from onnx import helper, numpy_helper, shape_inference
 
 from deploy.graph.edit import copy_message, rename_reads, replace_nodes
 from deploy.graph.index import attributes, count_reads, iter_reads, subgraphs
 from deploy.runtimes.ort import OrtSession
-
-if TYPE_CHECKING:
-    import onnx
 
 _DEFAULT = ("", "ai.onnx")
 _RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike")
@@ -62,8 +59,6 @@ def _values(
     shapes: dict[str, tuple[int, ...]],
 ) -> list[onnx.TensorProto] | None:
     """Return a node's outputs if they do not depend on the model's inputs; else None."""
-    from onnx import numpy_helper
-
     if node.op_type == "Constant":
         return _constant(node)
     # Some exporters write 0 for an unknown size.
@@ -79,8 +74,6 @@ def _values(
 
 def _constant(node: onnx.NodeProto) -> list[onnx.TensorProto] | None:
     """Return the tensor of a Constant node; None for a sparse tensor."""
-    from onnx import helper, numpy_helper
-
     if len(node.attribute) != 1 or len(node.output) != 1:
         return None
     attribute = node.attribute[0]
@@ -104,8 +97,6 @@ def _evaluate(
     model: onnx.ModelProto, node: onnx.NodeProto, inputs: list[onnx.TensorProto]
 ) -> list[onnx.TensorProto] | None:
     """Run one node on constant inputs in ONNX Runtime; None if that fails."""
-    from onnx import helper, numpy_helper, shape_inference
-
     names = [name for name in node.output if name]
     tiny = helper.make_model(
         helper.make_graph([copy_message(node)], "constant", [], [], inputs),

@@ -28,9 +28,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import defs, helper, numpy_helper, version_converter
 
 from deploy.errors import ModelError, first_line
 from deploy.frontends.checks import is_quantized_node, opset_of, to_array
@@ -50,11 +53,6 @@ from deploy.graph.index import (
     nested_nodes,
     subgraphs,
 )
-
-if TYPE_CHECKING:
-    import onnx
-    from numpy.typing import NDArray
-
 
 TARGET_OPSET = 13
 
@@ -137,8 +135,6 @@ def why_not_converted(model: onnx.ModelProto) -> str:
 
 
 def _convert(model: onnx.ModelProto) -> onnx.ModelProto:
-    from onnx import version_converter
-
     lifted = version_converter.convert_version(model, TARGET_OPSET)
     before = {name for node in model.graph.node for name in node.output if name}
     after = {name for node in lifted.graph.node for name in node.output if name}
@@ -150,8 +146,6 @@ def _convert(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def find_changed_operators(nodes: Iterable[onnx.NodeProto], own: int, opset: int) -> list[str]:
     """Return the default domain's operators in `nodes` that may differ in a newer opset."""
-    from onnx import defs
-
     same_meaning = set(_SAME_MEANING.split())
 
     def same(op_type: str) -> bool:
@@ -246,8 +240,6 @@ _END = "float16 end"  # doc_string of the casts at the ends, while they are inse
 
 
 def _insert_casts(graph: onnx.GraphProto) -> None:
-    from onnx import helper
-
     taken = {name for node in graph.node for name in (*node.input, *node.output)}
     taken |= {value.name for value in graph.input}
     made = {name for node in graph.node for name in node.output}
@@ -294,8 +286,6 @@ def _count(graph: onnx.GraphProto) -> int:
 
 
 def _widen_tensor(tensor: onnx.TensorProto) -> None:
-    from onnx import numpy_helper
-
     name = tensor.name
     tensor.CopyFrom(numpy_helper.from_array(to_array(tensor).astype(np.float32), name))
 
@@ -309,8 +299,6 @@ def restore_float_weights(model: onnx.ModelProto) -> str | None:
     Raises:
         ModelError: a constant's bytes do not fit its shape and type.
     """
-    from onnx import numpy_helper
-
     quantized = [node for node in all_nodes(model.graph) if is_quantized_node(node)]
     if not quantized or any(node.op_type != _DEQUANTIZE for node in quantized):
         return None

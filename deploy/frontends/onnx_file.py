@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import onnx
+from onnx import inliner, shape_inference
 
 from deploy.errors import BackendError, ModelError, first_line
 from deploy.frontends import checks
@@ -28,9 +30,6 @@ from deploy.graph.edit import (
 from deploy.graph.index import Graph, all_nodes, has_no_subgraph, subgraphs
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
-
-if TYPE_CHECKING:
-    import onnx
 
 _ROUNDS = 8  # folding a Shape creates new constants; real models need two rounds
 _OLDEST_IR = 7  # the IR of opset 13; IR 3 still lists weights as inputs
@@ -201,8 +200,6 @@ def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     Raises:
         ModelError: the functions are not valid.
     """
-    from onnx import inliner
-
     count = len(model.functions)
     try:
         inlined = inliner.inline_local_functions(model)
@@ -276,8 +273,6 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     Raises:
         ModelError: the shapes contradict each other.
     """
-    from onnx import shape_inference
-
     own = [copy_message(value) for value in model.graph.value_info]
     del model.graph.value_info[:]
     light = _without_values(model)

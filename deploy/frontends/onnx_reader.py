@@ -7,15 +7,13 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import onnx
 
 from deploy.errors import ModelError
 from deploy.files.manifest import sha256
 from deploy.files.reading import open_regular_file, read_bytes
 from deploy.graph.index import all_nodes, subgraphs
-
-if TYPE_CHECKING:
-    import onnx
 
 _LIMIT = 2**31 - 1  # bytes of one protobuf message
 
@@ -72,7 +70,6 @@ def read_model_and_stamp(path: Path) -> tuple[onnx.ModelProto, ModelStamp]:
 
 def parse_model(data: bytes, shown: str) -> onnx.ModelProto:
     """Parse the bytes of an ONNX model; `shown` is its name in messages."""
-    import onnx
     from google.protobuf.message import DecodeError
 
     _refuse_others(data, shown)
@@ -126,8 +123,6 @@ def _describe(data: bytes) -> str:
 
 
 def _external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    import onnx
-
     nodes = [node for graph in (model.graph, *model.functions) for node in all_nodes(graph)]
     graphs = [model.graph, *(body for node in nodes for body in subgraphs(node))]
     attributes = [attribute for node in nodes for attribute in node.attribute]
@@ -145,8 +140,6 @@ def _read_external(model: onnx.ModelProto, path: Path) -> str:
     Returns:
         sha256 (hex) of the data; "" without any.
     """
-    import onnx
-
     total = model.ByteSize()
     pieces: dict[tuple[bytes, int, int], bytes] = {}
     for tensor in _external_tensors(model):

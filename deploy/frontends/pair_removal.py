@@ -15,12 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
+from onnx import helper, numpy_helper
 
 from deploy.errors import ModelError
+from deploy.frontends import checks
+from deploy.frontends.fold import fold_constants, remove_identity
+from deploy.frontends.onnx_file import inline_functions
 from deploy.frontends.pairs import DQ, VALUE_KEEPING, PairGrid, Q, find_pair_grid
+from deploy.frontends.plugins import check_part_valid
 from deploy.graph.edit import (
     copy_message,
     drop_initializer_inputs,
@@ -31,9 +36,6 @@ from deploy.graph.edit import (
 )
 from deploy.graph.index import Graph, all_nodes, iter_reads
 from deploy.graph.placement import MOVES, POOLS, WEIGHTED
-
-if TYPE_CHECKING:
-    import onnx
 
 Nodes = list["onnx.NodeProto"]
 _OLDEST = 11  # since this opset the limits of Clip are inputs
@@ -61,11 +63,6 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
     Raises:
         ModelError: not a valid model, an opset before 11, or no pairs.
     """
-    from deploy.frontends import checks
-    from deploy.frontends.fold import remove_identity
-    from deploy.frontends.onnx_file import inline_functions
-    from deploy.frontends.plugins import check_part_valid
-
     checks.check_names(quantized)
     opset = checks.opset_of(quantized)
     if opset < _OLDEST:
@@ -100,8 +97,6 @@ def remove_pairs(
     Raises:
         ModelError: integer operators, or pairs that cannot be removed.
     """
-    from deploy.frontends.fold import fold_constants
-
     out = copy_message(model)
     work = _Stripper(out, taken, keep_rounding=keep_rounding)
     work.run()
@@ -158,8 +153,6 @@ class _Stripper:
 
     def _replace_pair(self, node: onnx.NodeProto) -> Nodes:
         """Return a pair's replacement: nothing, its rounding, or an Identity that keeps a name."""
-        from onnx import helper
-
         quantized_tensor, output = self.index.producer[node.input[0]].input[0], node.output[0]
         source = self.float_of.get(quantized_tensor, quantized_tensor)
         is_output = output in self.index.outputs
@@ -212,8 +205,6 @@ class _Stripper:
     def _chain(
         self, start: str, end: str, steps: Mapping[str, tuple[float, ...]], name: str
     ) -> Nodes:
-        from onnx import helper
-
         nodes: Nodes = []
         for place, (op, values) in enumerate(steps.items(), start=1):
             constants = [self._add_constant(f"{end}/{op}", value) for value in values]
@@ -248,8 +239,6 @@ class _Stripper:
         return name
 
     def _add_constant(self, wanted: str, value: float) -> str:
-        from onnx import numpy_helper
-
         name = self._new_name(wanted)
         self.graph.initializer.append(numpy_helper.from_array(np.asarray(value, np.float32), name))
         return name

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from onnx import helper
 
 from deploy.frontends.checks import to_array
 from deploy.graph.index import Graph, attributes
@@ -189,8 +190,6 @@ def _code_limits(dtype: np.dtype[Any]) -> tuple[int, int] | None:
 
 
 def _zero_points(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32]) -> NDArray[Any]:
-    from onnx import helper
-
     if len(node.input) > 2 and node.input[2]:
         if node.input[2] not in index.constants:
             raise UnfitError("its zero point is computed")

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import onnx
+from onnx import helper
 
 from deploy.errors import ExportError, ModelError
 from deploy.frontends.checks import check_valid, opset_of
@@ -29,9 +31,6 @@ from deploy.graph.edit import (
 from deploy.graph.index import Graph, all_nodes, iter_reads, subgraphs
 from deploy.graph.lowering import is_standard
 from deploy.graph.plan import FLOAT32, Decision
-
-if TYPE_CHECKING:
-    import onnx
 
 _KNOWN = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")
 
@@ -164,8 +163,6 @@ def cut_unknown_nodes(
 
 def _declare(model: onnx.ModelProto, strange: Iterable[onnx.NodeProto]) -> None:
     """Import domains that the file forgot to import; shape inference needs them."""
-    from onnx import helper
-
     domains = {entry.domain for entry in model.opset_import} | set(_KNOWN)
     for domain in dict.fromkeys(node.domain for node in strange if node.domain not in domains):
         model.opset_import.append(helper.make_opsetid(domain, 1))
@@ -217,8 +214,6 @@ def _reduce_to(
     index: Graph,
 ) -> None:
     """Reduce a model to `nodes`; add those of `wanted` that they produce to the outputs."""
-    from onnx import helper
-
     graph = model.graph
     produced = {name for node in nodes for name in node.output if name}
     outputs = [value for value in graph.output if value.name in produced]
@@ -256,8 +251,6 @@ def check_part_valid(model: onnx.ModelProto) -> None:
     Raises:
         ModelError: the model is not valid.
     """
-    from onnx import helper
-
     checked = copy_message(model)
     strange = [node for node in checked.graph.node if is_unknown_node(node)]
     for node in strange:

@@ -11,11 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
 
 from calibrators.scales import Scale
 from deploy.errors import ModelError
-from deploy.frontends.base import QdqCalibration
+from deploy.frontends.base import LoadedModel, QdqCalibration, model_digest
+from deploy.frontends.metadata import read_class_names, read_metadata_preprocess
+from deploy.frontends.onnx_file import load_onnx
+from deploy.frontends.onnx_reader import read_model_and_stamp, refuse_external
 from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
 from deploy.frontends.pairs import (
     DQ,
@@ -27,16 +33,10 @@ from deploy.frontends.pairs import (
     spread_ranges,
     weight_grid,
 )
-from deploy.graph.index import Graph
+from deploy.graph.edit import copy_message
+from deploy.graph.index import Graph, all_nodes
 from deploy.graph.placement import WEIGHTED
 from deploy.graph.plan import never_negative
-
-if TYPE_CHECKING:
-    import numpy as np
-    import onnx
-    from numpy.typing import NDArray
-
-    from deploy.frontends.base import LoadedModel
 
 _METHOD = "trained"
 _INTEGER_OPS = ("QLinear", "QGemm", "QAttention", "ConvInteger", "MatMulInteger", "DynamicQuant")
@@ -50,11 +50,6 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     Raises:
         ModelError: it cannot be read, or its pairs cannot serve as a calibration.
     """
-    from deploy.frontends.base import model_digest
-    from deploy.frontends.metadata import read_class_names, read_metadata_preprocess
-    from deploy.frontends.onnx_file import load_onnx
-    from deploy.frontends.onnx_reader import read_model_and_stamp, refuse_external
-
     path, stamp = None, None
     if isinstance(source, str | Path):
         path = Path(source)
@@ -94,9 +89,6 @@ def _with_onnx_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
     Raises:
         ModelError: the model has integer operators.
     """
-    from deploy.graph.edit import copy_message
-    from deploy.graph.index import all_nodes
-
     model = copy_message(original)
     for node in all_nodes(model.graph):
         if node.op_type.startswith(_INTEGER_OPS):

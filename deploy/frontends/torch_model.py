@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import onnx
 
 from deploy.errors import ConfigError, did_you_mean
 from deploy.files.usercode import is_library_model
 from deploy.frontends.base import LoadedModel
-
-if TYPE_CHECKING:
-    import onnx
 
 _SHAPE = re.compile(r"[1-9][0-9]*(x[1-9][0-9]*)*")
 _FLOATS = ("float32", "float16", "bfloat16", "float64")

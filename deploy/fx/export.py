@@ -10,12 +10,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx
 import torch
 from numpy.typing import NDArray
+from onnx import numpy_helper
 from torch import fx, nn
+from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from deploy.errors import BackendError, ExportError, ModelError, first_line
@@ -28,10 +31,6 @@ from deploy.graph.edit import copy_message, drop_unread
 from deploy.graph.index import attributes
 from deploy.runtimes.ort import OrtSession
 from deploy.terminal import phase
-
-if TYPE_CHECKING:
-    import onnx
-    from torch.export import ExportedProgram
 
 
 def clean_exported(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -122,8 +121,6 @@ def _is_global_pool(
     node: onnx.NodeProto, ranks: dict[str, int], constants: dict[str, onnx.TensorProto]
 ) -> bool:
     """Return whether a ReduceMean is the mean over H and W of [N, C, H, W] with keepdims."""
-    from onnx import numpy_helper
-
     keepdims = attributes(node).get("keepdims", 1)
     if len(node.input) != 2 or node.input[1] not in constants or not keepdims:
         return False

@@ -9,8 +9,8 @@ import io
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import onnx
 import torch
 from torch import nn
 
@@ -33,9 +33,6 @@ from deploy.fx.model_inputs import (
 from deploy.fx.profile import NEAR, largest_difference, largest_magnitude
 from deploy.fx.source import load_module, plain_copy, random_weights_note, user_code_line
 from deploy.terminal import phase
-
-if TYPE_CHECKING:
-    import onnx
 
 
 def export(

@@ -22,8 +22,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import onnx
 import torch
 from torch import fx, nn
 from torch.fx.passes.shape_prop import TensorMetadata
@@ -47,15 +48,9 @@ from deploy.fx.int8_layers import WEIGHTED, QatLayer, folded_layer
 from deploy.fx.source import replace_submodule
 from deploy.graph.bounds import find_range_limits
 from deploy.graph.index import Graph
-from deploy.graph.plan import FLOAT_BY_USER
+from deploy.graph.plan import FLOAT_BY_USER, Plan
+from deploy.targets import Target
 from deploy.terminal import phase
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.graph.plan import Plan
-    from deploy.targets import Target
-
 
 NODE_PREFIX = "fx/"  # prefix of node names in the ONNX model
 DOMAIN, MARKER = "calib8", "Named"

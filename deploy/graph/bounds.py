@@ -52,6 +52,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
+from onnx import numpy_helper
 
 from calibrators.rounding import ConvWindow
 from deploy.graph.index import Graph, attributes
@@ -396,8 +397,6 @@ def _vanishes(graph: Graph, node: onnx.NodeProto) -> str:
 
 def _largest_of(graph: Graph, name: str) -> float:
     """Return the largest |x| of a float constant; 0 for any other tensor."""
-    from onnx import numpy_helper
-
     constant = graph.initializers.get(name)
     if constant is None or constant.data_type != _FLOAT:
         return 0.0

@@ -51,7 +51,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import onnx
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from calibrators.grids import FP8, INT8, UINT8, Grid
 from deploy.graph.index import Graph, attributes
@@ -195,8 +195,6 @@ ASCEND = Placement(
 
 def is_global_mean(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether a ReduceMean is a GlobalAveragePool of an image, as torch exports it."""
-    from onnx import numpy_helper
-
     axes = attributes(node).get("axes")
     if axes is None and len(node.input) > 1 and node.input[1] in graph.initializers:
         axes = numpy_helper.to_array(graph.initializers[node.input[1]]).tolist()

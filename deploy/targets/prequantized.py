@@ -10,21 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 
 from deploy.errors import ConfigError
+from deploy.frontends.base import QdqCalibration
 from deploy.frontends.pairs import UnfitError, weight_grid
 from deploy.graph.index import Graph
 from deploy.graph.placement import WEIGHTED, Placement
 from deploy.graph.plan import FLOAT32, Decision
 from deploy.graph.refusal import find_shape_refusal
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.frontends.base import QdqCalibration
 
 _SHOWN = 3  # names in a sentence
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
@@ -22,9 +23,6 @@ from calibrators.grids import Grid, weight_scales
 from calibrators.weights import PAIR_LIMIT, PAIR_ROUNDING, is_depthwise, pair_scales, pair_sums
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import WEIGHTED
-
-if TYPE_CHECKING:
-    import onnx
 
 Float64Array = NDArray[np.float64]
 

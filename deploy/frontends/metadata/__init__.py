@@ -9,15 +9,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import onnx
 
 from deploy.errors import ConfigError
 from deploy.feed.model_preprocess import MetadataPreprocess
 from deploy.frontends.metadata import exporters, huggingface
 from deploy.frontends.metadata.values import LONGEST, ModelMetadata, StoredPreprocess
-
-if TYPE_CHECKING:
-    import onnx
 
 _OWN = "the model's metadata"
 _NAMES = "names"  # key of Ultralytics and YOLOv5: the text of a Python dict or list

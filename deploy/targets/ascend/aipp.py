@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,9 +40,7 @@ from deploy.feed.preprocess import Preprocess
 from deploy.files import atomic
 from deploy.targets.ascend.atc import AippSource, write_compression_options
 from deploy.targets.ascend.proto import message_class, parse_text, print_text
-
-if TYPE_CHECKING:
-    from deploy.targets.base import BuildRequest
+from deploy.targets.base import BuildRequest
 
 Bytes = NDArray[np.uint8]
 Matrix = tuple[tuple[int, int, int], ...]

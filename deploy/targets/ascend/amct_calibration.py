@@ -18,10 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
+from onnx import numpy_helper
 
 from calibrators.amct.arq import (
     arq,
@@ -50,6 +51,7 @@ from deploy.graph.edit import extract_output
 from deploy.graph.index import Graph
 from deploy.targets.ascend.config_keys import LayerConfig, QuantConfig
 from deploy.targets.ascend.layers import Layer, LayerGraph
+from deploy.targets.ascend.quant_layer import balanced_weight, from_rows, read_constant, to_rows
 from deploy.targets.ascend.record import (
     LayerRecord,
     clip_range,
@@ -69,10 +71,6 @@ from deploy.targets.ascend.weight_rounding import (
     weight_algorithms,
 )
 
-if TYPE_CHECKING:
-    import onnx
-
-
 Factors = Mapping[str, NDArray[np.float32]]
 Weights = dict[str, tuple[NDArray[np.float32], NDArray[np.int32]]]
 
@@ -91,10 +89,7 @@ def observation_model(
 
     AdaRound layers get the integers in `rounded`; those that are missing there stay float.
     """
-    from onnx import numpy_helper
-
     from deploy.targets.ascend.deploy_model import rewrite_inputs
-    from deploy.targets.ascend.quant_layer import balanced_weight, from_rows, read_constant, to_rows
 
     index, arrays = Graph(model), {}
     for name, layer in layers.items():
@@ -386,8 +381,6 @@ class RecordPlan:
         return self._arq
 
     def _factor(self, name: str, maxima: ChannelMax) -> NDArray[np.float32]:
-        from deploy.targets.ascend.quant_layer import read_constant
-
         layer = self.layers[name]
         weight = _weight_max(read_constant(self._index, layer.weight), layer)
         strength = self._entries[name].dmq_balancer_param
@@ -412,8 +405,6 @@ class RecordPlan:
 
     def _rows(self, layer: Layer, factors: Factors) -> NDArray[np.float32]:
         """Return a layer's weight times its DMQ factors, output channels first."""
-        from deploy.targets.ascend.quant_layer import balanced_weight, read_constant, to_rows
-
         weight = read_constant(self._index, layer.weight)
         return to_rows(balanced_weight(weight, layer, factors.get(layer.name, _NONE)), layer)
 

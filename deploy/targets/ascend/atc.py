@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from deploy.errors import BackendError, ConfigError
 from deploy.files import atomic
+from deploy.graph.edit import copy_message
 from deploy.targets.ascend.proto import message_class, print_text
 from deploy.targets.base import write_script
 from deploy.targets.shape_ranges import ShapeRange, sample_shape_range
@@ -406,7 +407,6 @@ def lower_for_cann(model: onnx.ModelProto, cann: str) -> onnx.ModelProto:
     Raises:
         ExportError: a node cannot be expressed in that opset.
     """
-    from deploy.graph.edit import copy_message
     from deploy.graph.lowering import lower_opset
 
     parser = PARSERS[cann]
@@ -417,8 +417,6 @@ def lower_for_cann(model: onnx.ModelProto, cann: str) -> onnx.ModelProto:
 
 def strip_metadata(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy without doc strings and metadata."""
-    from deploy.graph.edit import copy_message
-
     made = copy_message(model)
     for message in (made, *_inside(made)):
         for name in _PRIVATE:

@@ -29,15 +29,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calibrators.amct.hfmg import NBINS
 from deploy.errors import ConfigError
-from deploy.targets.ascend.layers import TENSOR_QUANTIZE_OPS, LayerGraph
+from deploy.targets.ascend.layers import TENSOR_QUANTIZE_OPS, Layer, LayerGraph
 from deploy.targets.ascend.proto import FOREIGN_KEYS, suggest_name
-
-if TYPE_CHECKING:
-    from deploy.targets.ascend.layers import Layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnx
@@ -37,7 +37,7 @@ from onnx import helper, numpy_helper
 
 from deploy.graph.edit import copy_message, drop_initializer_inputs, replace_nodes, update_tensors
 from deploy.graph.index import Graph
-from deploy.targets.ascend.layers import Layer
+from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.quant_layer import (
     Float32Array,
     QuantLayer,
@@ -47,9 +47,6 @@ from deploy.targets.ascend.quant_layer import (
     to_rows,
 )
 from deploy.targets.ascend.record import LayerRecord
-
-if TYPE_CHECKING:
-    from deploy.targets.ascend.layers import LayerGraph
 
 Nodes = list[onnx.NodeProto]
 Before = Callable[[QuantLayer, str], tuple[Nodes, str]]

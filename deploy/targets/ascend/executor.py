@@ -32,10 +32,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
+from onnx import helper, numpy_helper
 
 from calibrators.amct.arq import ascend_range
 from deploy.errors import ModelError
@@ -44,18 +46,15 @@ from deploy.graph.index import Graph, attributes
 from deploy.metrics.output_errors import cosine
 from deploy.targets.ascend.deploy_model import (
     PACKED,
+    deploy_model,
     packed_axis,
     unpack_dequant_scales,
     unpack_int4,
 )
 from deploy.targets.ascend.layers import TYPES
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.targets.ascend.quant_layer import QuantLayer
-    from deploy.targets.base import BuildRequest
-    from deploy.tensors import Session
+from deploy.targets.ascend.quant_layer import QuantLayer
+from deploy.targets.base import BuildRequest
+from deploy.tensors import Session
 
 SHIFT = 128  # from int8 to uint8
 _EXACT = 2**24  # float32 adds integers below this without rounding
@@ -92,8 +91,6 @@ class DeployConstants:
         Raises:
             ModelError: the model has no such constant.
         """
-        from onnx import numpy_helper
-
         if name not in self._existing:
             raise ModelError(f"the deploy model must have {name!r} as a constant, got none")
         return numpy_helper.to_array(self._existing[name])
@@ -298,8 +295,6 @@ def make_chain(
 
 def make_node(op: str, inputs: list[str], output: str, name: str) -> onnx.NodeProto:
     """Return a node with one output."""
-    from onnx import helper
-
     return helper.make_node(op, inputs, [output], name=name)
 
 
@@ -341,8 +336,6 @@ def open_deploy(
         ModelError: the model cannot be rewritten.
         BackendError: ONNX Runtime refuses it.
     """
-    from onnx import helper
-
     from deploy.runtimes.ort import OrtSession
 
     model = to_integer_model(model)
@@ -450,8 +443,6 @@ class _Rewriter:
 
     def finish(self, nodes: list[onnx.NodeProto]) -> None:
         """Write nodes and new constants into the graph, and drop unused constants."""
-        from onnx import numpy_helper
-
         self.graph.initializer.extend(
             numpy_helper.from_array(v, k) for k, v in self.constants.new.items()
         )
@@ -513,7 +504,6 @@ def compare_deploy_model(
         ModelError: the sums of a layer are too large to be exact.
     """
     from deploy.runtimes.ort import OrtSession
-    from deploy.targets.ascend.deploy_model import deploy_model
     from deploy.targets.ascend.fake_quant import fake_quant_model
 
     wide = {f"{n}_output0": n for n, q in layers.items() if q.record.act_bits == 16}

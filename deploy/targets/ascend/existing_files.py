@@ -15,14 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from onnx import numpy_helper
 
 from calibrators.amct.arq import arq
 from deploy.errors import CacheError, ConfigError, ModelError
 from deploy.files.reading import read_text
+from deploy.frontends.onnx_reader import read_model
 from deploy.graph.index import Graph, attributes
-from deploy.targets.ascend.config import read_config, resolve_config
+from deploy.graph.placement import ASCEND
+from deploy.targets.ascend.config import default_config, read_config, resolve_config
 from deploy.targets.ascend.config_keys import QuantConfig
 from deploy.targets.ascend.layers import Layer, LayerGraph
+from deploy.targets.ascend.preparation import disable_layers, prepare_model, unfuse_batchnorms
 from deploy.targets.ascend.proto import parse_text
 from deploy.targets.ascend.recipe import Recipe
 from deploy.targets.ascend.simple_config import read_simple_config
@@ -115,7 +119,6 @@ def check_deploy_model(path: Path) -> str:
     Raises:
         ModelError: not an ONNX file, no quantized layer, or an invalid one.
     """
-    from deploy.frontends.onnx_reader import read_model
     from deploy.targets.ascend.executor import malformed_as_model_error, to_integer_model
 
     model = read_model(path)
@@ -145,8 +148,6 @@ def _grids(model: onnx.ModelProto) -> str:
 
 def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> None:
     """Check the packed parameter of an AscendDequant (see `deploy_model`)."""
-    from onnx import numpy_helper
-
     from deploy.targets.ascend.deploy_model import unpack_dequant_scales
 
     parameter = constants.get(node.input[-1])
@@ -173,7 +174,6 @@ def recipe_from_record(
         ExportError: a scale or bias exceeds the limits of the hardware.
     """
     from deploy.targets.ascend.deploy_model import find_unrounded_layers
-    from deploy.targets.ascend.preparation import disable_layers
     from deploy.targets.ascend.quant_layer import quantize_layers
     from deploy.targets.ascend.record import (
         describe_ignored_entries,
@@ -234,10 +234,7 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
         ConfigError: the model has no layer that Ascend quantizes.
     """
     from deploy.calibration.observation import ObservedStatistics
-    from deploy.graph.placement import ASCEND
     from deploy.targets.ascend.amct_calibration import RecordPlan
-    from deploy.targets.ascend.config import default_config
-    from deploy.targets.ascend.preparation import prepare_model
     from deploy.targets.ascend.quant_layer import quantize_fitting
     from deploy.targets.ascend.record import LayerRecord
     from deploy.targets.tensorrt.cache_match import match_cache
@@ -291,8 +288,6 @@ def _formed(
     subject: CalibrationSubject, records: Mapping[str, LayerRecord], path: Path | None
 ) -> tuple[onnx.ModelProto, LayerGraph, QuantConfig | None, tuple[str, ...]]:
     """Return the model in the form of the record, its layers, the configuration, and `_bare`."""
-    from deploy.targets.ascend.preparation import prepare_model, unfuse_batchnorms
-
     model, graph = prepare_model(subject.model)
     config = None if path is None else read_any_config(path, graph)
     fusion = config or QuantConfig()
@@ -311,8 +306,6 @@ def _bare(subject: CalibrationSubject, records: Mapping[str, LayerRecord]) -> tu
     AMCT folds a BatchNormalization only into a Conv; calib8 also into ConvTranspose and Gemm, and
     constant Muls and Adds into all three. The scales show which tool made the record.
     """
-    from deploy.targets.ascend.preparation import prepare_model
-
     models = (prepare_model(model) for model in (subject.model, subject.unfolded.model))
     forms = [(Graph(model), graph.layers) for model, graph in models]
     bare = []

@@ -32,6 +32,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+from onnx import TensorProto, ValueInfoProto, helper
 
 from deploy.calibration.taps import Tap
 from deploy.errors import ConfigError
@@ -269,8 +270,6 @@ def _compared(
 
 def _twin(model: onnx.ModelProto, index: Graph, q: QuantLayer) -> OrtSession:
     """Return the int8 form of a layer by itself, with the Add of a MatMul's bias."""
-    from onnx import TensorProto, ValueInfoProto, helper
-
     wanted = {q.layer.node, q.layer.bias_add} - {""}
     nodes = [node for node in model.graph.node if node.name in wanted]
     read = {name for node in nodes for name in node.input}

@@ -22,16 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx
 
 from deploy.errors import ModelError
 from deploy.graph.edit import copy_message, name_nodes_by_place
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import ASCEND
 from deploy.graph.plan import WeightTarget
-
-if TYPE_CHECKING:
-    import onnx
 
 TYPES = tuple(sorted(ASCEND.heavy))
 # AMCT's torch package names layer types after torch.nn classes; both vocabularies are accepted.

@@ -29,13 +29,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from calibrators.amct.arq import arq
 from deploy.errors import ExportError
+from deploy.frontends import load
+from deploy.frontends.metadata import read_metadata_preprocess
 from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
 from deploy.frontends.pairs import PairGrid, UnfitError, input_grid, weight_grid
 from deploy.graph.bounds import find_float16_overflows
 from deploy.graph.index import Graph
 from deploy.targets.ascend.config_keys import summarize_layers
 from deploy.targets.ascend.layers import TYPES
+from deploy.targets.ascend.preparation import prepare_model
 
 if TYPE_CHECKING:
     import onnx
@@ -153,10 +157,6 @@ def recipe_from_qdq(
             removed.
         ExportError: Ascend cannot use the pairs of any layer.
     """
-    from deploy.frontends import load
-    from deploy.frontends.metadata import read_metadata_preprocess
-    from deploy.targets.ascend.preparation import prepare_model
-
     carried = read_metadata_preprocess(quantized, path)
     model = prepare_qdq_model(quantized)
     taken, why = read_qdq_layers(Graph(model))
@@ -223,7 +223,6 @@ def _record(
     params: QdqLayerParams, name: str, graph: LayerGraph, index: Graph
 ) -> tuple[LayerRecord, str]:
     """Return a layer's record, and why its weight is rounded again: `_MATRIX`, `_ROOM` or ""."""
-    from calibrators.amct.arq import arq
     from deploy.targets.ascend.quant_layer import read_constant, to_rows
     from deploy.targets.ascend.record import LayerRecord
 

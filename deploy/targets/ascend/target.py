@@ -27,6 +27,7 @@ from deploy.targets.ascend.atc import (
     PARSERS,
     STANDARDS,
     AippSource,
+    AtcOptions,
     parse_size,
     write_om,
     write_readme,
@@ -37,6 +38,7 @@ from deploy.targets.ascend.preparation import (
     decide_precisions,
     describe_algorithms,
     disable_layers,
+    find_weight_sharers,
     make_default_plan,
     prepare_model,
     unfuse_batchnorms,
@@ -163,8 +165,6 @@ class Ascend:
         self._atc()  # a wrong chip or flag is refused before the calibration
 
     def _atc(self) -> AtcOptions:
-        from deploy.targets.ascend.atc import AtcOptions
-
         return AtcOptions(soc=self.soc, extra=self.atc_flags)
 
     def _source(self) -> AippSource:
@@ -341,7 +341,6 @@ class Ascend:
         from deploy.targets.ascend.executor import deploy_model_note
         from deploy.targets.ascend.float16 import find_float16_tensors
         from deploy.targets.ascend.models import write_models
-        from deploy.targets.ascend.preparation import find_weight_sharers
         from deploy.targets.ascend.quant_layer import deployed_weights
         from deploy.targets.ascend.recipe import (
             bit_width_notes,

@@ -21,9 +21,9 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
 from threading import Event
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 
 from calibrators.amct.adaround import (
@@ -51,9 +51,6 @@ from deploy.targets.ascend.config_keys import QuantConfig, WeightParams
 from deploy.targets.ascend.layers import Layer
 from deploy.targets.ascend.quant_layer import read_constant, to_rows
 from deploy.terminal import Step, phase
-
-if TYPE_CHECKING:
-    import onnx
 
 MOST_SAMPLES = 64
 MOST_PLACES = 4096  # sampled positions of a layer

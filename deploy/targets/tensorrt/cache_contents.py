@@ -41,6 +41,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from onnx import helper
+
 from calibrators.percentile import QUANTILE
 from deploy.calibration import DEFAULT_TRT_VERSION, trt_cache
 from deploy.calibration.observation import (
@@ -405,8 +407,6 @@ def gemm_products(wanted: Iterable[CacheTensor], model: onnx.ModelProto) -> dict
 
 def split_gemms(model: onnx.ModelProto, split: Mapping[str, str]) -> onnx.ModelProto:
     """Return the model with each Gemm in `split` (see `gemm_products`) written as Gemm and Add."""
-    from onnx import helper
-
     if not split:
         return model
     result = copy_message(model)

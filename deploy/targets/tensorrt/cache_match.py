@@ -15,18 +15,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 
 from deploy.calibration.trt_cache import CalibrationCache
 from deploy.graph.index import Graph
 from deploy.graph.placement import TENSORRT, Placement
 from deploy.graph.plan import Plan, analyse, reasons_by_node
 from deploy.targets.tensorrt.cache_contents import CacheTensor, cache_tensors, scale_owners
-
-if TYPE_CHECKING:
-    import onnx
 
 _OLDEST = "6.0.1"  # version assumed for the legacy form, whose header has none
 

@@ -33,10 +33,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
+from onnx import helper, numpy_helper
 
 from calibrators.grids import INT8, quantize
 from calibrators.scales import Scale
@@ -56,10 +58,6 @@ from deploy.targets.tensorrt.float_types import (
     narrow_float_part,
     round_scales,
 )
-
-if TYPE_CHECKING:
-    import onnx
-
 
 _FP8_IR = 9  # first IR version of ONNX with float8 types
 Weights = Mapping[str, "NDArray[np.float32]"]
@@ -209,8 +207,6 @@ def _symmetric(scale: np.float32) -> Scale:
 
 def _keep_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -> None:
     """Replace int8 weights by the float weight and a QuantizeLinear, where it gives the same."""
-    from onnx import helper
-
     graph, index = quantized.graph, Graph(quantized)
     constants, floats = index.initializers, Graph(model).initializers
     quantizers = []
@@ -245,8 +241,6 @@ def _quantizes_to_stored(
     pair: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], weight: onnx.TensorProto
 ) -> bool:
     """Return whether QuantizeLinear of the float weight gives exactly the stored integers."""
-    from onnx import numpy_helper
-
     stored = numpy_helper.to_array(constants[pair.input[0]])
     scales = numpy_helper.to_array(constants[pair.input[1]])
     array = numpy_helper.to_array(weight)
@@ -415,8 +409,6 @@ class _PairRemover:
         return self.constants[name]
 
     def _add_constant(self, name: str, array: NDArray[np.float32]) -> str:
-        from onnx import numpy_helper
-
         if name in self.outputs:
             raise ExportError(f"an output of the model cannot be a constant, got {name!r}")
         self.graph.initializer.append(numpy_helper.from_array(array, name))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 
 from calibrators.percentile import QUANTILE
 from calibrators.tensorrt import CLASSES
@@ -22,7 +23,10 @@ from deploy.errors import CacheError, ModelError
 from deploy.files import atomic
 from deploy.files.manifest import sha256
 from deploy.files.reading import MOST_TEXT, read_bytes
+from deploy.frontends import load
 from deploy.frontends.base import model_digest
+from deploy.frontends.onnx_reader import read_model
+from deploy.graph.placement import TENSORRT_BY_GRID
 from deploy.method import Method
 from deploy.targets.tensorrt.trt_options import FP32, INT8
 
@@ -248,8 +252,6 @@ def cache_to_qdq(
         CacheError: most entries of the cache do not belong to the model.
         ExportError: the model cannot be converted to the opset that `rest` or fp8 needs.
     """
-    from deploy.frontends import load
-    from deploy.graph.placement import TENSORRT_BY_GRID
     from deploy.targets.tensorrt.cache_match import match_cache
     from deploy.targets.tensorrt.cache_qdq import to_qdq, to_typed
 
@@ -297,7 +299,6 @@ def qdq_to_cache(
         ModelError: the file cannot be read.
         ExportError: the model is not quantized, or in a way that a cache cannot express.
     """
-    from deploy.frontends.onnx_reader import read_model
     from deploy.targets.tensorrt.cache_qdq import from_qdq
 
     plain = from_qdq(read_model(Path(model)))
@@ -322,8 +323,6 @@ def dla_cache(
 
 def load_uncleaned_graph(model: Path | str | onnx.ModelProto | None) -> onnx.ModelProto | None:
     """Return the uncleaned graph without external weights; None if the file cannot be parsed."""
-    import onnx
-
     if model is None or isinstance(model, onnx.ModelProto):
         return model
     if Path(model).suffix.lower() != ".onnx":

@@ -14,12 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx
 
 from calibrators.tensorrt import ALGORITHMS, Callbacks, HostMemory, calibrator
 from deploy.calibration import store, trt_cache
 from deploy.calibration.fingerprint import TENSORRT, Fingerprint
 from deploy.calibration.observation import count_in_full_batches, full_batches, note_left_out
+from deploy.calibration.ranges import RangeSet
 from deploy.calibration.reuse import make_fingerprint
 from deploy.calibration.trt_cache import version_label
 from deploy.errors import BackendError, CacheError, ConfigError, ExportError, SdkMissingError
@@ -60,12 +63,6 @@ from deploy.targets.tensorrt.trtexec import (
     unsupported_operators,
 )
 from deploy.version import __version__
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.calibration.ranges import RangeSet
-
 
 LABELS = {FP32: "TensorRT FP32", FP16: "TensorRT FP16"}  # in the order of a report's columns
 

@@ -25,13 +25,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
+from onnx import defs, helper, numpy_helper, shape_inference, version_converter
 
 from deploy.errors import ExportError, first_line
 from deploy.files import atomic
+from deploy.frontends.base import QdqCalibration
 from deploy.frontends.checks import opset_of, to_array
 from deploy.frontends.lift import why_not_converted
 from deploy.frontends.pairs import DQ, Q
@@ -40,12 +42,6 @@ from deploy.graph.edit import copy_message, rebuild
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import MOVES
 from deploy.targets.tensorrt.trt_options import BF16, FP16, FP32
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.frontends.base import QdqCalibration
-
 
 OPSETS = {FP16: 19, BF16: 22}  # first opset in which scales and convolutions may have that type
 FP8_OPSET = 19  # first opset with fp8 pairs
@@ -110,8 +106,6 @@ def at_opset(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
     Raises:
         ExportError: the model cannot be converted.
     """
-    from onnx import version_converter
-
     opset = opset_of(model)
     if opset >= wanted:
         return model
@@ -141,8 +135,6 @@ def _lifted(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
 
 
 def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
-    from onnx import shape_inference
-
     return shape_inference.infer_shapes(model, strict_mode=True)
 
 
@@ -265,14 +257,10 @@ class _TypeConverter:
         return self.casts[name, wanted]
 
     def _cast(self, name: str, other: str, wanted: int) -> None:
-        from onnx import helper
-
         self.nodes.append(helper.make_node("Cast", [name], [other], f"{other}/Cast", to=wanted))
         self.types[other] = wanted
 
     def _add_constant(self, name: str, other: str) -> None:
-        from onnx import helper, numpy_helper
-
         kind = helper.tensor_dtype_to_np_dtype(self.narrow)
         values = _array(self.index.initializers[name]).astype(kind)
         self.model.graph.initializer.append(numpy_helper.from_array(values, other))
@@ -303,14 +291,10 @@ def _compute_type(node: onnx.NodeProto) -> str:
 
 
 def _schema(node: onnx.NodeProto) -> onnx.defs.OpSchema:
-    from onnx import defs
-
     return defs.get_schema(node.op_type, OPSETS[BF16])
 
 
 def _array(tensor: onnx.TensorProto) -> NDArray[np.generic]:
-    from onnx import numpy_helper
-
     return numpy_helper.to_array(tensor)
 
 
@@ -363,8 +347,6 @@ def trained_model(trained: QdqCalibration) -> onnx.ModelProto:
         for node in index.nodes
         if node.op_type == DQ and _is_int32(node, index)
     }
-    from onnx import numpy_helper
-
     model.graph.initializer.extend(
         numpy_helper.from_array(array, name) for name, array in biases.items()
     )
@@ -380,8 +362,6 @@ def narrow_trained_model(
     Raises:
         ExportError: as `narrow_float_part`.
     """
-    from onnx import numpy_helper
-
     rounded = copy_message(model)
     index = Graph(rounded)
     pairs = [node for node in index.nodes if node.op_type in (Q, DQ)]

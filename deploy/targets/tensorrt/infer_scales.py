@@ -46,20 +46,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 
 from deploy.frontends import checks
+from deploy.frontends.onnx_file import infer_shapes
 from deploy.graph.bounds import find_bounds
 from deploy.graph.edit import copy_message
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import MOVES, find_gates, resize_mode
 from deploy.targets.tensorrt.cache_contents import POOLS, trt_tensors
-
-if TYPE_CHECKING:
-    import onnx
-
 
 EQUAL, BOUND, GUESS = 0, 1, 2
 SURE = {EQUAL: "equal", BOUND: "bound", GUESS: "guess"}
@@ -290,8 +287,6 @@ def infer_missing_scales(
     Raises:
         ModelError: shapes in the model contradict each other.
     """
-    from deploy.frontends.onnx_file import infer_shapes
-
     typed = infer_shapes(copy_message(model))
     known = KnownRanges(typed, {name: _QMAX * float(scale) for name, scale in scales.items()})
     _apply_rules(known, (EQUAL, BOUND, GUESS) if guesses else (EQUAL, BOUND))

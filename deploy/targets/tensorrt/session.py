@@ -30,6 +30,7 @@ from calibrators.tensorrt import BITS, from_device, host_type, to_device
 from deploy.errors import BackendError, SdkMissingError
 from deploy.files.reading import read_bytes
 from deploy.machine import AcceleratorInfo
+from deploy.metrics.latency import DeviceTimes
 from deploy.targets.tensorrt.cuda import Cuda, DeviceBuffer
 from deploy.targets.tensorrt.inspector import layer_profiler, layers_of
 from deploy.targets.tensorrt.sdk import (
@@ -277,8 +278,6 @@ class TensorrtSession:
 
     def device_times(self) -> DeviceTimes:
         """Return the times of the last `run`, on the GPU's clock (enqueue on the host's)."""
-        from deploy.metrics.latency import DeviceTimes
-
         with self._cuda.current():
             spans = [self._cuda.between_ms(a, b) for a, b in pairwise(self._events)]
         h2d, compute, d2h = spans

@@ -15,11 +15,14 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import onnx
 
 from deploy.calibration.trt_cache import version_label
 from deploy.frontends.checks import opset_of
-from deploy.graph.index import all_nodes
+from deploy.graph.index import Graph, all_nodes, dims, runtime_inputs
+from deploy.targets.base import BuildRequest
+from deploy.targets.shape_ranges import sample_shape_range
 from deploy.targets.tensorrt.trt_options import (
     BF16,
     CACHE,
@@ -31,11 +34,6 @@ from deploy.targets.tensorrt.trt_options import (
     QDQ,
     TYPED,
 )
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.targets.base import BuildRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +286,6 @@ def float_layers(request: BuildRequest) -> dict[str, str]:
 
     Nodes with integer outputs are left out: they cannot run in int8.
     """
-    from deploy.graph.index import Graph
-
     graph = Graph(request.model)
     float_nodes = set(request.float_nodes)
     return {
@@ -317,9 +313,6 @@ def _join_types(types: Mapping[str, str]) -> str:
 
 def _shape_flags(request: BuildRequest) -> list[str]:
     """Return `--shapes` if an input is dynamic; min, opt and max shapes if the samples vary."""
-    from deploy.graph.index import dims, runtime_inputs
-    from deploy.targets.shape_ranges import sample_shape_range
-
     dynamic = [
         value.name
         for value in runtime_inputs(request.model.graph)
