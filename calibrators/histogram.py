@@ -42,7 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
-from calibrators.kernel import SCRATCH, CountingKernel, HistogramState, kernel
+from calibrators.kernel import SCRATCH, HistogramState, kernel
 
 BINS = 4096  # bins per side: two for each of TensorRT's 2048
 _CHUNK = 1 << 17  # values binned at a time, so that they fit in a core's cache
@@ -55,13 +55,6 @@ def range_for(amax: float) -> float:
     """Return the smallest power of two >= amax, in real units: the order-independent range."""
     mantissa, exponent = math.frexp(max(amax, _SMALLEST_RANGE))
     return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)
-
-
-def _tally(x: NDArray[np.float32], full_range: float) -> NDArray[np.int64]:
-    """Return the counts of trunc(x * BINS / full_range) + BINS: [2 * BINS + 1] int64."""
-    index = _index(x, full_range)
-    index += np.uint16(BINS)
-    return _counts(index, 2 * BINS + 1)
 
 
 def _tally_magnitudes(x: NDArray[np.float32], full_range: float) -> NDArray[np.int64]:
@@ -194,7 +187,16 @@ class Histogram(HistogramState):
         flat = as_kernel_array(x).reshape(-1)
         counter = kernel()
         if counter is not None:
-            self._observe_in_c(counter, flat)
+            nan = counter.observe(
+                counter.way,
+                ctypes.byref(self),
+                array_address(self.counts),
+                array_address(flat),
+                flat.size,
+                thread_tables(),
+            )
+            if nan:
+                raise nan_error(nan)
             return
         self.latest = 0.0
         for chunk in np.split(flat, range(_CHUNK, flat.size, _CHUNK)):
@@ -210,19 +212,6 @@ class Histogram(HistogramState):
             raise CalibrationError(
                 f"a histogram's range is 0 or at least {_SMALLEST_RANGE}, got {self.full_range}"
             )
-
-    def _observe_in_c(self, counter: CountingKernel, values: NDArray[np.float32]) -> None:
-        """Count all values with the kernel, as `_observe` does by chunk."""
-        nan = counter.observe(
-            counter.way,
-            ctypes.byref(self),
-            array_address(self.counts),
-            array_address(values),
-            values.size,
-            thread_tables(),
-        )
-        if nan:
-            raise nan_error(nan)
 
     def _observe(self, chunk: NDArray[np.float32]) -> None:
         """Count one chunk, which fits in a core's cache: extremes, range, counts."""
@@ -247,7 +236,9 @@ class Histogram(HistogramState):
         elif low >= 0:
             self.counts[BINS:] += _tally_magnitudes(chunk, self.full_range)
         else:
-            self.counts[:] += _tally(chunk, self.full_range)
+            index = _index(chunk, self.full_range)
+            index += np.uint16(BINS)
+            self.counts[:] += _counts(index, 2 * BINS + 1)
         if self.base is not None:  # TensorRT counts |x| == R one bin lower from the start
             self.counts[:] = close_range(self.counts)
 
@@ -409,21 +400,23 @@ class HistogramGroup:
         """
         counter = kernel()
         if counter is not None:
-            self._observe_in_c(counter, located)
+            done = self._done
+            nan = counter.observe_each(
+                counter.way,
+                len(self.histograms),
+                *self._rows,
+                *located.rows,
+                thread_tables(),
+                ctypes.byref(done),
+            )
+            if nan:
+                with _named(done.value):
+                    self.histograms[done.value].refuse_unsound()
+                    raise nan_error(nan)
             return
         for place, (one, x) in enumerate(zip(self.histograms, located.arrays, strict=True)):
             with _named(place):
                 one.observe(x)
-
-    def _observe_in_c(self, counter: CountingKernel, located: LocatedArrays) -> None:
-        count, done = len(self.histograms), self._done
-        nan = counter.observe_each(
-            counter.way, count, *self._rows, *located.rows, thread_tables(), ctypes.byref(done)
-        )
-        if nan:
-            with _named(done.value):
-                self.histograms[done.value].refuse_unsound()
-                raise nan_error(nan)
 
 
 @contextmanager

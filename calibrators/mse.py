@@ -208,6 +208,36 @@ class _Bins:
     ramps: Ramps | None  # the bins for the fast squared error; None for another grid or power
     width: float  # width of a bin, in real units
 
+    @classmethod
+    def of(
+        cls,
+        histogram: Histogram,
+        centres: FloatArray,
+        counts: NDArray[np.int64],
+        grid: Grid,
+        power: float,
+    ) -> _Bins:
+        """Return the occupied bins, without the one around 0, which clipping does not affect.
+
+        `counts`: [BINS] of |x|, or [2 * BINS - 1] of x.
+        """
+        inside = (counts > 0) & (np.abs(centres) > 0)
+        ramps = None
+        if power == 2 and grid.kind == "integer" and grid.bits <= _QUICK_BITS:
+            above, below = counts[-BINS:].copy(), np.zeros(BINS, np.int64)
+            if counts.size > BINS:
+                below[1:] = counts[BINS - 2 :: -1]
+                above[0] = 0
+            ramps = Ramps.of(above, below)
+        return cls(
+            centres=centres[inside],
+            counts=counts[inside],
+            grid=grid,
+            power=power,
+            ramps=ramps,
+            width=histogram.full_range / BINS,
+        )
+
     def best(self, lows: FloatArray, highs: FloatArray) -> int:
         """Return the index of the [K] range with the least error; the first on ties."""
         if (lows == lows[0]).all() and (highs == highs[0]).all():
@@ -296,35 +326,18 @@ def _clipped(
 
 def _symmetric(histogram: Histogram, grid: Grid, power: float) -> float:
     counts = histogram.magnitudes(BINS)
-    centres, held = _occupied((np.arange(BINS) + 0.5) * histogram.full_range / BINS, counts)
+    centres = (np.arange(BINS) + 0.5) * histogram.full_range / BINS
+    bins = _Bins.of(histogram, centres, counts, grid, power)
     highs = histogram.amax * _RATIOS
-    if not centres.size:
-        return histogram.amax
-    bins = _Bins(
-        centres=centres,
-        counts=held,
-        grid=grid,
-        power=power,
-        ramps=Ramps.of(counts, np.zeros_like(counts)) if _quick(grid, power) else None,
-        width=histogram.full_range / BINS,
-    )
-    return float(highs[bins.best(-highs, highs)])
+    return float(highs[bins.best(-highs, highs)]) if bins.counts.size else histogram.amax
 
 
 def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, float]:
-    edges, counts = histogram.edges(), histogram.signed()
-    centres, held = _occupied((edges[:-1] + edges[1:]) / 2, counts)
+    edges = histogram.edges()
+    bins = _Bins.of(histogram, (edges[:-1] + edges[1:]) / 2, histogram.signed(), grid, power)
     low, high = min(histogram.minimum, 0.0), max(histogram.maximum, 0.0)
-    if not centres.size:
+    if not bins.counts.size:
         return low, high
-    bins = _Bins(
-        centres=centres,
-        counts=held,
-        grid=grid,
-        power=power,
-        ramps=_sides(counts) if _quick(grid, power) else None,
-        width=histogram.full_range / BINS,
-    )
     lows, highs = low * _RATIOS, high * _RATIOS
     known: dict[tuple[str, float], float] = {}  # the second round often repeats the first
     for side in ("high", "low", "high", "low") if high >= -low else ("low", "high") * 2:
@@ -338,22 +351,3 @@ def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, floa
         else:
             low = known[side, other]
     return low, high
-
-
-def _quick(grid: Grid, power: float) -> bool:
-    return power == 2 and grid.kind == "integer" and grid.bits <= 8
-
-
-def _sides(counts: NDArray[np.int64]) -> Ramps:
-    """Return the ramps of [2 * BINS - 1] counts, without the bin around 0."""
-    above, below = counts[BINS - 1 :].copy(), counts[BINS - 1 :: -1].copy()
-    above[0] = below[0] = 0
-    return Ramps.of(above, below)
-
-
-def _occupied(
-    centres: FloatArray, counts: NDArray[np.int64]
-) -> tuple[FloatArray, NDArray[np.int64]]:
-    """Return the occupied bins, without the one around 0, which clipping does not affect."""
-    inside = (counts > 0) & (np.abs(centres) > 0)
-    return centres[inside], counts[inside]

@@ -26,7 +26,7 @@ the stride skips it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -131,18 +131,11 @@ def round_by_output(
     )
     error = integers - steps
     slope = np.ascontiguousarray(block_products(error, products) + damp[:, None, None] * error)
-    in_c = kernel()
-    if in_c is not None:
-        _sweep_in_c(in_c.round_rows, sweeps, (low, high), integers, slope, products, damp, fixed)
-        return integers
-    for _ in range(sweeps):
-        if not _sweep((low, high), integers, slope, products, damp, fixed):
-            break
+    _sweep(sweeps, (low, high), integers, slope, products, damp, fixed)
     return integers
 
 
-def _sweep_in_c(
-    round_rows: Callable[..., int],
+def _sweep(
     sweeps: int,
     ends: tuple[FloatArray, FloatArray],
     integers: FloatArray,
@@ -151,41 +144,38 @@ def _sweep_in_c(
     damp: FloatArray,
     fixed: NDArray[np.bool_],
 ) -> None:
-    """Run all sweeps with the C kernel, in place, group by group; arrays are C-contiguous."""
+    """Visit every weight, in place, until none changes. `slope` is (q - w) (H + damp).
+
+    All arrays but `products` and `fixed` are C-contiguous. The C kernel takes a group at a time.
+    """
+    low, high = ends
     _, rows, columns = integers.shape
-    low, high = ends
-    own = np.ascontiguousarray(products, np.float64)
-    held = np.ascontiguousarray(fixed).view(np.uint8)
-    for group, damped in enumerate(damp):
-        arrays = (low[group], high[group], integers[group], slope[group], own[group])
-        addresses = (array.ctypes.data for array in arrays)
-        round_rows(rows, columns, sweeps, *addresses, float(damped), held[group].ctypes.data)
-
-
-def _sweep(
-    ends: tuple[FloatArray, FloatArray],
-    integers: FloatArray,
-    slope: FloatArray,
-    products: FloatArray,
-    damp: FloatArray,
-    fixed: NDArray[np.bool_],
-) -> int:
-    """Visit every weight once, in place; return how many changed. `slope` is (q - w) (H + damp)."""
-    low, high = ends
-    moved = 0
-    for k in range(integers.shape[2]):
-        other = low[:, :, k] + high[:, :, k] - integers[:, :, k]
-        step = other - integers[:, :, k]
-        change = 2 * step * slope[:, :, k] + step * step * (products[:, k, k] + damp)[:, None]
-        group, row = np.nonzero((change < 0) & ~fixed[:, :, k])
-        if not group.size:
-            continue
-        by = step[group, row]
-        integers[group, row, k] = other[group, row]
-        slope[group, row] += by[:, None] * products[group, k]
-        slope[group, row, k] += by * damp[group]
-        moved += int(group.size)
-    return moved
+    in_c = kernel()
+    if in_c is not None:
+        own = np.ascontiguousarray(products, np.float64)
+        held = np.ascontiguousarray(fixed).view(np.uint8)
+        for g, damped in enumerate(damp):
+            arrays = (low[g], high[g], integers[g], slope[g], own[g])
+            addresses = (array.ctypes.data for array in arrays)
+            mask = held[g].ctypes.data
+            in_c.round_rows(rows, columns, sweeps, *addresses, float(damped), mask)
+        return
+    for _ in range(sweeps):
+        moved = False
+        for k in range(columns):
+            other = low[:, :, k] + high[:, :, k] - integers[:, :, k]
+            step = other - integers[:, :, k]
+            change = 2 * step * slope[:, :, k] + step * step * (products[:, k, k] + damp)[:, None]
+            group, row = np.nonzero((change < 0) & ~fixed[:, :, k])
+            if not group.size:
+                continue
+            by = step[group, row]
+            integers[group, row, k] = other[group, row]
+            slope[group, row] += by[:, None] * products[group, k]
+            slope[group, row, k] += by * damp[group]
+            moved = True
+        if not moved:
+            break
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from calibrators.errors import CalibrationError
@@ -75,28 +76,34 @@ def _as_a_histogram(params: Params) -> HistogramOf:
 class RangeSearch(Generic[P]):
     """A method to choose a clip range."""
 
-    # (statistics of one tensor, parameters) -> its clip range
-    function: Callable[[Histogram, P], Scale]
+    # (statistics of one tensor, parameters) -> its clip range; with `by_grid` also of two grids
+    function: Callable[..., Scale]
     params: type[P]
     help: str  # predicate of a sentence whose subject is the method's name
     # parameters -> statistic to record of every tensor
     statistic: Callable[[P], HistogramOf] = _as_a_histogram
-    # as `function`, with the symmetric grid of the threshold and the affine grid of the range (None
-    # for int8 and uint8); None if the grid does not matter
-    by_grid: Callable[[Histogram, P, Grid | None, Grid | None], Scale] | None = None
+    # whether the symmetric grid of the threshold and the affine grid of the range matter (None for
+    # int8 and uint8)
+    by_grid: bool = False
     integer: bool = False  # whether the method is defined for int8 only
 
 
-def _minmax(histogram: Histogram, params: Params) -> Scale:
-    from calibrators.percentile import minmax
+def _imported(module: str, name: str, *given: str) -> Callable[..., Scale]:
+    """Return a search by a function that is imported on first use.
 
-    return minmax(histogram)
+    `given`: parameters that the function takes. With `by_grid` it takes the two grids, too.
+    """
 
+    def search(histogram: Histogram, params: Params, *grids: Grid | None) -> Scale:
+        function = getattr(import_module(f"calibrators.{module}"), name)
+        taken = {parameter: getattr(params, parameter) for parameter in given}
+        for key, grid in zip(("symmetric", "affine"), grids, strict=False):
+            if grid is not None:
+                taken[key] = grid
+        scale: Scale = function(histogram, **taken)
+        return scale
 
-def _entropy(histogram: Histogram, params: Params) -> Scale:
-    from calibrators.entropy import entropy
-
-    return entropy(histogram)
+    return search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,21 +126,6 @@ class PercentileParams(Params):
             )
 
 
-def _percentile(histogram: Histogram, params: PercentileParams) -> Scale:
-    from calibrators.percentile import percentile
-
-    return percentile(histogram, percent=params.percent)
-
-
-def _mse(
-    histogram: Histogram, params: Params, symmetric: Grid | None = None, affine: Grid | None = None
-) -> Scale:
-    from calibrators.grids import INT8, UINT8
-    from calibrators.mse import mse
-
-    return mse(histogram, symmetric=symmetric or INT8, affine=affine or UINT8)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LpParams(Params):
     """Parameters of the Lp search.
@@ -151,18 +143,6 @@ class LpParams(Params):
     def __post_init__(self) -> None:
         if not isinstance(self.power, float | int) or not 1 <= self.power <= 16:
             raise CalibrationError(f"a power must be 1 to 16, got {self.power!r}")
-
-
-def _lp(
-    histogram: Histogram,
-    params: LpParams,
-    symmetric: Grid | None = None,
-    affine: Grid | None = None,
-) -> Scale:
-    from calibrators.grids import INT8, UINT8
-    from calibrators.mse import lp
-
-    return lp(histogram, power=params.power, symmetric=symmetric or INT8, affine=affine or UINT8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,33 +174,43 @@ def _of_the_first_batch(params: EntropyTensorrtParams) -> HistogramOf:
     return HistogramOf(first=params.batch_size)
 
 
-def _legacy(histogram: Histogram, params: Params) -> Scale:
-    from calibrators.percentile import legacy
-
-    return legacy(histogram)
-
-
 SEARCHES: dict[str, RangeSearch[Any]] = {
-    "minmax": RangeSearch(_minmax, Params, "keeps everything"),
+    "minmax": RangeSearch(_imported("percentile", "minmax"), Params, "keeps everything"),
     "entropy": RangeSearch(
-        _entropy, Params, "takes the least KL divergence, as TensorRT does", integer=True
+        _imported("entropy", "entropy"),
+        Params,
+        "takes the least KL divergence, as TensorRT does",
+        integer=True,
     ),
-    "percentile": RangeSearch(_percentile, PercentileParams, "leaves out a share of the values"),
+    "percentile": RangeSearch(
+        _imported("percentile", "percentile", "percent"),
+        PercentileParams,
+        "leaves out a share of the values",
+    ),
     "mse": RangeSearch(
-        _mse, Params, "takes the least squared error of the quantized values", by_grid=_mse
+        _imported("mse", "mse"),
+        Params,
+        "takes the least squared error of the quantized values",
+        by_grid=True,
     ),
     "lp": RangeSearch(
-        _lp, LpParams, "takes the least error to a higher power: clips less than mse", by_grid=_lp
+        _imported("mse", "lp", "power"),
+        LpParams,
+        "takes the least error to a higher power: clips less than mse",
+        by_grid=True,
     ),
     "entropy-tensorrt": RangeSearch(
-        _entropy,
+        _imported("entropy", "entropy"),
         EntropyTensorrtParams,
         "is entropy on TensorRT's own histogram, whose range starts with the first batch",
         _of_the_first_batch,
         integer=True,
     ),
     "legacy": RangeSearch(
-        _legacy, Params, "is TensorRT's legacy calibrator without its regression", integer=True
+        _imported("percentile", "legacy"),
+        Params,
+        "is TensorRT's legacy calibrator without its regression",
+        integer=True,
     ),
 }
 

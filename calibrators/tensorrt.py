@@ -32,12 +32,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
+from calibrators.grids import FP8, fp8_codes, round_to_grid
 
 Array = NDArray[Any]
 
 BITS = {"bfloat16": "uint16", "float8": "uint8"}  # types that numpy lacks -> type of their bits
-_SIGN8 = 1 << 7
-_NAN8 = _SIGN8 - 1
 # Name of the search -> TensorRT's class; name of the search -> algorithm in a cache's first line.
 CLASSES = {
     "entropy2": "IInt8EntropyCalibrator2",
@@ -73,7 +72,8 @@ def to_device(array: Array, dtype: str) -> Array:
     if dtype == "bfloat16":
         return _to_bfloat16(np.asarray(array, np.float32, order="C"))
     if dtype == "float8":
-        return _to_float8(np.asarray(array, np.float32, order="C"))
+        steps = round_to_grid(np.asarray(array, np.float32, order="C"), FP8)
+        return fp8_codes(np.clip(steps, FP8.qmin, FP8.qmax), FP8)
     wanted = np.dtype(dtype)
     if array.dtype == wanted:
         return np.asarray(array, order="C")
@@ -107,18 +107,6 @@ def _to_bfloat16(values: Array) -> Array:
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
-def _to_float8(values: Array) -> Array:
-    """Round float32 to E4M3, ties to even; saturates at 448."""
-    steps = _float8()[:_NAN8]
-    middles = (steps[:-1] + steps[1:]) / 2
-    sizes = np.abs(values)
-    below = np.searchsorted(middles, sizes, side="left")
-    tie = (below < middles.size) & (sizes == middles[np.minimum(below, middles.size - 1)])
-    codes = below + (tie & (below % 2 == 1))
-    signs = np.where(np.signbit(values), _SIGN8, 0)
-    return np.where(np.isnan(values), _NAN8, codes | signs).astype(np.uint8)
-
-
 @cache
 def _float8() -> Array:
     """Return the float32 value of every E4M3 code: 4 exponent bits, 3 mantissa bits, bias 7."""
@@ -126,8 +114,9 @@ def _float8() -> Array:
     exponent, mantissa = codes >> 3 & 15, codes & 7
     normal = np.ldexp(1 + mantissa / 8, exponent - 7)
     sizes = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
-    sizes[[_NAN8, _NAN8 | _SIGN8]] = np.nan
-    return np.where(codes & _SIGN8, -sizes, sizes).astype(np.float32)
+    sign = codes >> 7 == 1
+    sizes[codes - (sign << 7) == (1 << 7) - 1] = np.nan
+    return np.where(sign, -sizes, sizes).astype(np.float32)
 
 
 class DeviceMemory(Protocol):
@@ -320,29 +309,16 @@ def calibrator(
 
     if algorithm not in CLASSES:
         raise CalibrationError(f"TensorRT's calibrators are {sorted(CLASSES)}, got {algorithm!r}")
-    if not hasattr(trt, CLASSES[algorithm]):
+    base: Any = getattr(trt, CLASSES[algorithm], None)
+    if base is None:
         raise CalibrationError(
             f"TensorRT {trt.__version__} has no {CLASSES[algorithm]} (calibrators ended with"
             " 10.16); build from the Q/DQ model instead"
         )
-    made: Callbacks = _subclass(algorithm, quantile=quantile, cutoff=cutoff)(
-        feed, batches=batches, shapes=shapes, memory=memory, known=known, keep=keep
-    )
-    return made
-
-
-def _subclass(algorithm: str, *, quantile: float, cutoff: float) -> type[Callbacks]:
-    """Return the calibrator class for `algorithm`.
-
-    Each class calls TensorRT's `__init__` explicitly: otherwise the first callback segfaults.
-    """
-    import tensorrt as trt
-
-    base: Any = getattr(trt, CLASSES[algorithm])
 
     class Calibrator(Callbacks, base):
         def __init__(self, *args: Any, **options: Any) -> None:
-            base.__init__(self)
+            base.__init__(self)  # explicitly, otherwise the first callback segfaults
             Callbacks.__init__(self, *args, **options)
 
     class Legacy(Calibrator):
@@ -358,4 +334,6 @@ def _subclass(algorithm: str, *, quantile: float, cutoff: float) -> type[Callbac
         def write_histogram_cache(self, pointer: Any, length: int) -> None:
             return None
 
-    return Legacy if algorithm == "legacy" else Calibrator
+    return (Legacy if algorithm == "legacy" else Calibrator)(
+        feed, batches=batches, shapes=shapes, memory=memory, known=known, keep=keep
+    )

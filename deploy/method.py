@@ -112,10 +112,8 @@ class Method:
             affine: the grid for `lo` and `hi`, None for uint8.
         """
         row, params = SEARCHES[self.name], self.params
-        by_grid = row.by_grid
-        if by_grid is None or (symmetric is None and affine is None):
-            return lambda histogram: row.function(histogram, params)
-        return lambda histogram: by_grid(histogram, params, symmetric, affine)
+        grids = (symmetric, affine) if row.by_grid else ()
+        return lambda histogram: row.function(histogram, params, *grids)
 
 
 def comparable_methods(method: Method) -> list[Method]:

@@ -220,7 +220,7 @@ def test_transposed_channels_round_trip(group):
     weight = np.arange(8 * 3 * 2 * 2, dtype=np.float32).reshape(8, 3, 2, 2)
     first = arq.channels_first(weight, group)
     assert first.shape == (3 * group, 8 // group, 2, 2)
-    np.testing.assert_array_equal(arq.channels_back(first, group), weight)
+    np.testing.assert_array_equal(arq.channels_first(first, group), weight)
 
 
 @pytest.mark.parametrize("strength", [0.1, 0.9, float("nan")])

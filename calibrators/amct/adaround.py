@@ -230,17 +230,6 @@ class AdaProblem:
         )
 
 
-def adaround(
-    problem: AdaProblem, params: AdaParams, *, step: Callable[[], None] = lambda: None
-) -> NDArray[np.int8]:
-    """Return the integers of a layer's weight, int8 [G, M, K]; calls `step` every iteration.
-
-    Raises:
-        CalibrationError: squares of the outputs are not finite.
-    """
-    return join_blocks(problem, [round_block(part, params, step=step) for part in problem.blocks()])
-
-
 def join_blocks(problem: AdaProblem, parts: Sequence[NDArray[np.int8]]) -> NDArray[np.int8]:
     """Join the integers of `problem.blocks()` to [G, M, K]."""
     across = -(-problem.weight.shape[1] // TILE)
@@ -268,8 +257,12 @@ def round_block(
             slope += regularizer_slope(up, params.reg_param, beta_of(params, iteration))
         slope *= rise
         adam.step(alpha, slope)
-        if iteration % _LOOK == 0 or iteration == params.num_iteration - 1:
-            _check(adam.squares)
+        look = iteration % _LOOK == 0 or iteration == params.num_iteration - 1
+        if look and not np.isfinite(adam.squares).all():
+            raise CalibrationError(
+                "AdaRound's loss must be finite, got a layer whose outputs have squares that are"
+                " not"
+            )
         step()
     codes = tiles.rows(np.rint(low + alpha_heights(alpha)[0]))
     return np.asarray(np.clip(codes, _LOW, _HIGH), np.int8)
@@ -288,13 +281,6 @@ def round_to_nearest(problem: AdaProblem) -> NDArray[np.int8]:
     """Return the integers by rounding to nearest, [G, M, K]."""
     codes = np.rint(problem.weight / problem.scale)
     return np.asarray(np.clip(codes, _LOW, _HIGH), np.int8)
-
-
-def _check(squares: FloatArray) -> None:
-    if not np.isfinite(squares).all():
-        raise CalibrationError(
-            "AdaRound's loss must be finite, got a layer whose outputs have squares that are not"
-        )
 
 
 def initial_alpha(weight: FloatArray, scale: FloatArray) -> tuple[FloatArray, FloatArray]:

@@ -182,17 +182,13 @@ def arq_fake_quantize(
 
 
 def channels_first(weight: NDArray[np.generic], group: int) -> NDArray[np.generic]:
-    """Reorder a ConvTranspose weight [C_in, C_out / group, ...] to [C_out, C_in / group, ...]."""
+    """Reorder a ConvTranspose weight [C_in, C_out / group, ...] to [C_out, C_in / group, ...].
+
+    A second call reorders it back.
+    """
     c_in, c_out, *kernel = weight.shape
     split = weight.reshape(group, c_in // group, c_out, *kernel)
     return np.swapaxes(split, 1, 2).reshape(group * c_out, c_in // group, *kernel)
-
-
-def channels_back(weight: NDArray[np.generic], group: int) -> NDArray[np.generic]:
-    """Invert `channels_first`: [C_out, C_in / group, ...] to [C_in, C_out / group, ...]."""
-    c_out, c_in, *kernel = weight.shape
-    split = weight.reshape(group, c_out // group, c_in, *kernel)
-    return np.swapaxes(split, 1, 2).reshape(group * c_in, c_out // group, *kernel)
 
 
 def check_values(x: NDArray[np.generic], what: str) -> Float32Array:

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ModelError, QuantizedError, first_line
 from deploy.graph.edit import copy_message
-from deploy.graph.index import all_nodes
+from deploy.graph.index import all_nodes, opset_of
 
 if TYPE_CHECKING:
     import onnx
@@ -25,12 +25,6 @@ _QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
 _QUANTIZED_STARTS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulNBits")
 _QUANTIZED_DOMAINS = ("onnx.brevitas", "qonnx.custom_op.general", "finn.custom_op.general")
 _QUANTIZED_ENDS = ("Integer", "IntegerToFloat", "FloatBias")
-
-
-def opset_of(model: onnx.ModelProto) -> int:
-    """Return the version of the default operator set; 0 if the model does not import it."""
-    versions = [o.version for o in model.opset_import if o.domain in ("", "ai.onnx")]
-    return max(versions, default=0)
 
 
 def check_names(message: Message) -> None:

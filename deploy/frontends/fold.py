@@ -11,11 +11,13 @@ ONNX Runtime computes the values, so they equal those of the model bit for bit.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper, shape_inference
 
-from deploy.graph.edit import copy_message, rename_reads, replace_nodes
+from deploy.graph.edit import bypass, copy_message, replace_nodes
 from deploy.graph.index import attributes, count_reads, iter_reads, subgraphs
 from deploy.runtimes.ort import OrtSession
 
@@ -63,7 +65,9 @@ def _values(
         return _constant(node)
     # Some exporters write 0 for an unknown size.
     if node.op_type == "Shape" and all(shapes.get(node.input[0], (0,))):
-        array = np.array(_sliced_shape(node, shapes[node.input[0]]), np.int64)
+        shape, attrs = shapes[node.input[0]], attributes(node)
+        sizes = shape[attrs.get("start", 0) : attrs.get("end", len(shape))]
+        array = np.array(sizes, np.int64)
         return [numpy_helper.from_array(array, node.output[0])]
     if node.op_type in _NEVER or not node.input or any(True for _ in subgraphs(node)):
         return None
@@ -88,11 +92,6 @@ def _constant(node: onnx.NodeProto) -> list[onnx.TensorProto] | None:
     return [numpy_helper.from_array(np.asarray(value, dtype), node.output[0])]
 
 
-def _sliced_shape(node: onnx.NodeProto, shape: tuple[int, ...]) -> tuple[int, ...]:
-    attrs = attributes(node)
-    return shape[attrs.get("start", 0) : attrs.get("end", len(shape))]
-
-
 def _evaluate(
     model: onnx.ModelProto, node: onnx.NodeProto, inputs: list[onnx.TensorProto]
 ) -> list[onnx.TensorProto] | None:
@@ -105,8 +104,9 @@ def _evaluate(
     )
     try:
         shapes = static_shapes(shape_inference.infer_shapes(tiny, data_prop=True).graph)
-        room = max(_LARGEST, *(int(np.prod(t.dims, dtype=np.int64)) for t in inputs))
-        if any(name not in shapes or _elements(shapes[name]) > room for name in names):
+        # products of Python integers: a malicious shape must not overflow
+        room = max(_LARGEST, *(math.prod(t.dims) for t in inputs))
+        if any(name not in shapes or math.prod(shapes[name]) > room for name in names):
             return None
         tiny.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
         session = OrtSession.open(tiny, threads=1, optimize=False)
@@ -115,13 +115,6 @@ def _evaluate(
     except Exception:
         return None
     return [numpy_helper.from_array(arrays[name], name) for name in names]
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:  # Python integers: a malicious shape must not overflow
-        count *= size
-    return count
 
 
 def static_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
@@ -138,25 +131,9 @@ def static_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
 
 
 def remove_identity(graph: onnx.GraphProto) -> int:
-    """Remove Identity and inference-mode Dropout nodes, in place; return their number.
-
-    Their readers read their input instead. A node that produces a graph output stays, as the
-    output's name must stay.
-    """
-    outputs = {value.name for value in graph.output}
+    """Remove Identity and inference-mode Dropout nodes, in place; return their number."""
     counts = count_reads(graph)
-    new_name: dict[str, str] = {}
-    remaining = []
-    for node in graph.node:
-        if _is_identity(node, counts) and node.output[0] not in outputs:
-            new_name[node.output[0]] = new_name.get(node.input[0], node.input[0])
-        else:
-            remaining.append(node)
-    removed = len(graph.node) - len(remaining)
-    if removed:
-        rename_reads(remaining, new_name)
-        replace_nodes(graph, remaining)
-    return removed
+    return bypass(graph, lambda node: _is_identity(node, counts))
 
 
 def _is_identity(node: onnx.NodeProto, counts: dict[str, int]) -> bool:

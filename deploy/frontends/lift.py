@@ -36,21 +36,26 @@ from numpy.typing import NDArray
 from onnx import defs, helper, numpy_helper, version_converter
 
 from deploy.errors import ModelError, first_line
-from deploy.frontends.checks import is_quantized_node, opset_of, to_array
+from deploy.frontends.checks import is_quantized_node, to_array
 from deploy.graph.edit import (
+    bypass,
     drop_initializer_inputs,
     rebuild,
-    rename_reads,
+    rename_tensors,
     replace_field,
     replace_nodes,
+    set_opset,
     unique_name,
 )
 from deploy.graph.index import (
     Graph,
+    all_graphs,
     all_nodes,
+    all_tensors,
     attributes,
     find_read_tensors,
     nested_nodes,
+    opset_of,
     subgraphs,
 )
 
@@ -164,13 +169,6 @@ def find_changed_operators(nodes: Iterable[onnx.NodeProto], own: int, opset: int
     return sorted(op_type for op_type in used if not same(op_type))
 
 
-def set_opset(model: onnx.ModelProto, version: int) -> None:
-    """Set the imported version of the default operator set."""
-    for entry in model.opset_import:
-        if entry.domain in ("", "ai.onnx"):
-            entry.version = version
-
-
 _FLOAT, _HALF = 1, 10  # onnx.TensorProto
 _TYPED = {"to", "dtype"}  # attributes that hold an element type
 _LIMIT = 2**31 - 1  # bytes of one protobuf message
@@ -187,20 +185,20 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
     count = _count(graph)
     if not count and not ends:
         return None
-    if model.ByteSize() + sum(2 * math.prod(t.dims) for t in _tensors(graph)) > _LIMIT:
+    if model.ByteSize() + sum(2 * math.prod(t.dims) for t in _halves(graph)) > _LIMIT:
         raise ModelError(
             "weights must be below 2 GB in float32, the limit of one protobuf message, got"
             f" {model.ByteSize() / 2**30:.1f} GB of them in float16; use a smaller model"
         )
     _insert_casts(graph)
-    for tensor in _tensors(graph):
+    for tensor in _halves(graph):
         _widen_tensor(tensor)
     for node in all_nodes(graph):
         is_end_cast = node.op_type == "Cast" and node.doc_string == _END
         for attribute in node.attribute:
             if attribute.name in _TYPED and attribute.i == _HALF and not is_end_cast:
                 attribute.i = _FLOAT
-    for body in _bodies(graph):
+    for body in all_graphs(graph):
         declared = [*body.value_info, *(() if body is graph else (*body.input, *body.output))]
         for value in filter(_is_half, declared):
             value.type.tensor_type.elem_type = _FLOAT
@@ -221,19 +219,12 @@ def drop_casts(graph: onnx.GraphProto, types: dict[str, int]) -> int:
         graph: with sorted nodes.
         types: tensor -> its element type.
     """
-    outputs = {value.name for value in graph.output}
-    new_name: dict[str, str] = {}
-    remaining = []
-    for node in graph.node:
+
+    def idle(node: onnx.NodeProto) -> bool:
         present = types.get(node.input[0]) if node.op_type == "Cast" else None
-        if present and attributes(node).get("to") == present and node.output[0] not in outputs:
-            new_name[node.output[0]] = new_name.get(node.input[0], node.input[0])
-        else:
-            remaining.append(node)
-    if new_name:
-        rename_reads(remaining, new_name)
-        replace_nodes(graph, remaining)
-    return len(new_name)
+        return bool(present) and attributes(node).get("to") == present
+
+    return bypass(graph, idle)
 
 
 _END = "float16 end"  # doc_string of the casts at the ends, while they are inserted
@@ -253,10 +244,7 @@ def _insert_casts(graph: onnx.GraphProto) -> None:
             inner = new_name[value.name] = unique_name(f"{value.name}_float32", taken)
             last.append(helper.make_node("Cast", [inner], [value.name], value.name, _END, to=_HALF))
     nodes = list(graph.node)
-    rename_reads(nodes, new_name)
-    for node in nodes:
-        for position, name in enumerate(node.output):
-            node.output[position] = new_name.get(name, name)
+    rename_tensors(nodes, new_name)
     replace_nodes(graph, [*first, *nodes, *last])
 
 
@@ -264,25 +252,14 @@ def _is_half(value: onnx.ValueInfoProto) -> bool:
     return bool(value.type.tensor_type.elem_type == _HALF)
 
 
-def _bodies(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    yield graph
-    for node in all_nodes(graph):
-        yield from subgraphs(node)
-
-
-def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+def _halves(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
     """Yield every float16 constant, also in subgraphs and attributes."""
-    for body in _bodies(graph):
-        yield from (t for t in body.initializer if t.data_type == _HALF)
-    for node in all_nodes(graph):
-        for attribute in node.attribute:
-            tensors = [*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors]
-            yield from (t for t in tensors if t.data_type == _HALF)
+    return (tensor for tensor in all_tensors(graph) if tensor.data_type == _HALF)
 
 
 def _count(graph: onnx.GraphProto) -> int:
     typed = (a for node in all_nodes(graph) for a in node.attribute if a.name in _TYPED)
-    return sum(1 for _ in _tensors(graph)) + sum(1 for a in typed if a.i == _HALF)
+    return sum(1 for _ in _halves(graph)) + sum(1 for a in typed if a.i == _HALF)
 
 
 def _widen_tensor(tensor: onnx.TensorProto) -> None:

@@ -27,7 +27,7 @@ from deploy.graph.edit import (
     replace_field,
     sort_nodes,
 )
-from deploy.graph.index import Graph, all_nodes, has_no_subgraph, subgraphs
+from deploy.graph.index import Graph, all_graphs, has_no_subgraph, subgraphs
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
 
@@ -46,23 +46,28 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         ModelError: says what is wrong with the model and what to do.
     """
     try:
-        path, model, stamp = _read(source)
+        path, model, stamp = read_source(source)
         checks.check_names(model)
         digest, carried = model_digest(model), read_metadata_preprocess(model, path)
         classes = read_class_names(model)
         stored = restore_float_weights(model)
         _check(model)
-        shared, listed = _count_shared_names(model.graph), _count_fed_weights(model)
+        names = [node.name for node in model.graph.node if node.name]
+        shared, listed = len(names) - len(set(names)), _count_fed_weights(model)
         model, notes, widened, behind = _clean(model, fold_batchnorm)
         if renamed := rename_added(model.graph):
             notes.append(f"Renamed {', '.join(renamed)}: calib8 adds tensors of such names.")
-        _check_cleaned(model)
+        checks.check_valid(model)
+        checks.check_precision(model)
+        checks.check_weights(model)
+        _check_runs(model)
     except ModelError as error:  # names in a broken model may hold line breaks and worse
         raise type(error)(_printable(str(error))) from error.__cause__
     if stored:
         notes.insert(0, stored)
     name = path.stem if path else model.graph.name or "model"
-    inputs, outputs = _specs(model.graph.input), _specs(model.graph.output)
+    inputs = tuple(_spec(value) for value in model.graph.input)
+    outputs = tuple(_spec(value) for value in model.graph.output)
     if shared:
         notes.insert(0, f"Renamed {_count(shared, 'node')} whose name another node has.")
     return LoadedModel(
@@ -93,11 +98,6 @@ def clean_model(model: onnx.ModelProto) -> onnx.ModelProto:
     return _clean(copy_message(model), True)[0]
 
 
-def _count_shared_names(graph: onnx.GraphProto) -> int:
-    names = [node.name for node in graph.node if node.name]
-    return len(names) - len(set(names))
-
-
 def _count_fed_weights(model: onnx.ModelProto) -> int:
     """Count the weights that are also inputs and may be fed; none in IR 3, although all are."""
     if model.ir_version < _FEEDS_WEIGHTS:
@@ -106,9 +106,10 @@ def _count_fed_weights(model: onnx.ModelProto) -> int:
     return len(weights & {value.name for value in model.graph.input})
 
 
-def _read(
+def read_source(
     source: str | Path | onnx.ModelProto,
 ) -> tuple[Path | None, onnx.ModelProto, ModelStamp | None]:
+    """Return (file, model, stamp); (None, a copy, None) for a model in memory."""
     if isinstance(source, str | Path):
         return Path(source), *read_model_and_stamp(Path(source))
     if not hasattr(source, "SerializeToString"):
@@ -128,13 +129,6 @@ def _check(model: onnx.ModelProto) -> None:
     checks.check_float(model)
     for tensor in model.graph.initializer:
         checks.to_array(tensor)
-
-
-def _check_cleaned(model: onnx.ModelProto) -> None:
-    checks.check_valid(model)
-    checks.check_precision(model)
-    checks.check_weights(model)
-    _check_runs(model)
 
 
 def _clean(
@@ -186,8 +180,7 @@ def _open_sizes(graph: onnx.GraphProto) -> None:
 
     Old Paddle exports write -1, which shape inference would multiply. A size of 0 is valid.
     """
-    bodies = [graph, *(body for node in all_nodes(graph) for body in subgraphs(node))]
-    for body in bodies:
+    for body in all_graphs(graph):
         for value in (*body.input, *body.output, *body.value_info):
             for dim in value.type.tensor_type.shape.dim:
                 if dim.dim_value < 0:
@@ -317,24 +310,17 @@ def _check_runs(model: onnx.ModelProto) -> None:
     try:
         OrtSession.open(model, threads=1, optimize=False)
     except BackendError as error:
+        # onnxruntime's message without its error code and file names
+        text = first_line(error.__cause__ or error).removeprefix("[ONNXRuntimeError] : ")
+        reason = text.split(" : ", 2)[-1]
         raise ModelError(
-            f"onnxruntime must load the model, got: {_runtime_reason(error)}; export it again "
+            f"onnxruntime must load the model, got: {reason}; export it again "
             "with operators that onnxruntime has on the CPU"
         ) from error
 
 
-def _runtime_reason(error: BackendError) -> str:
-    """Return onnxruntime's message without its error code and file names."""
-    text = first_line(error.__cause__ or error).removeprefix("[ONNXRuntimeError] : ")
-    return text.split(" : ", 2)[-1]
-
-
 def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def _specs(values: object) -> tuple[TensorSpec, ...]:
-    return tuple(_spec(value) for value in values)  # type: ignore[attr-defined]
 
 
 def _spec(value: onnx.ValueInfoProto) -> TensorSpec:

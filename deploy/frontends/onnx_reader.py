@@ -13,7 +13,7 @@ import onnx
 from deploy.errors import ModelError
 from deploy.files.manifest import sha256
 from deploy.files.reading import open_regular_file, read_bytes
-from deploy.graph.index import all_nodes, subgraphs
+from deploy.graph.index import all_tensors
 
 _LIMIT = 2**31 - 1  # bytes of one protobuf message
 
@@ -123,15 +123,8 @@ def _describe(data: bytes) -> str:
 
 
 def _external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    nodes = [node for graph in (model.graph, *model.functions) for node in all_nodes(graph)]
-    graphs = [model.graph, *(body for node in nodes for body in subgraphs(node))]
-    attributes = [attribute for node in nodes for attribute in node.attribute]
-    tensors = (
-        *(tensor for graph in graphs for tensor in graph.initializer),
-        *(attribute.t for attribute in attributes if attribute.HasField("t")),
-        *(tensor for attribute in attributes for tensor in attribute.tensors),
-    )
-    yield from (t for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL)
+    tensors = (tensor for part in (model.graph, *model.functions) for tensor in all_tensors(part))
+    return (t for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL)
 
 
 def _read_external(model: onnx.ModelProto, path: Path) -> str:

@@ -32,9 +32,10 @@ from deploy.graph.edit import (
     name_nodes,
     rebuild,
     rename_reads,
+    rename_tensors,
     unique_name,
 )
-from deploy.graph.index import Graph, all_nodes, iter_reads
+from deploy.graph.index import Graph, all_nodes, iter_reads, opset_of
 from deploy.graph.placement import MOVES, POOLS, WEIGHTED
 
 Nodes = list["onnx.NodeProto"]
@@ -64,7 +65,7 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
         ModelError: not a valid model, an opset before 11, or no pairs.
     """
     checks.check_names(quantized)
-    opset = checks.opset_of(quantized)
+    opset = opset_of(quantized)
     if opset < _OLDEST:
         raise ModelError(
             f"a Q/DQ model must use ONNX opset {_OLDEST} or newer, got {opset}; export it again"
@@ -145,10 +146,7 @@ class _Stripper:
             nodes.append(node)
         rename_reads(nodes, self.float_of)
         self._name_weights()
-        rename_reads(nodes, self.renamed)
-        for node in nodes:
-            for place, name in enumerate(node.output):
-                node.output[place] = self.renamed.get(name, name)
+        rename_tensors(nodes, self.renamed)
         rebuild(self.graph, nodes)
 
     def _replace_pair(self, node: onnx.NodeProto) -> Nodes:

@@ -17,7 +17,7 @@ import onnx
 from onnx import helper
 
 from deploy.errors import ExportError, ModelError
-from deploy.frontends.checks import check_valid, opset_of
+from deploy.frontends.checks import check_valid
 from deploy.frontends.lift import find_changed_operators
 from deploy.graph.edit import (
     copy_message,
@@ -28,7 +28,7 @@ from deploy.graph.edit import (
     sort_nodes,
     unique_name,
 )
-from deploy.graph.index import Graph, all_nodes, iter_reads, subgraphs
+from deploy.graph.index import Graph, all_nodes, iter_reads, opset_of, subgraphs
 from deploy.graph.lowering import is_standard
 from deploy.graph.plan import FLOAT32, Decision
 
@@ -59,7 +59,14 @@ class CutOffNodes:
     def decisions(self) -> tuple[Decision, ...]:
         """One decision per node; all of them stay float."""
         return tuple(
-            Decision(node.name or node.output[0], node.op_type, FLOAT32, _reason(node))
+            Decision(
+                node.name or node.output[0],
+                node.op_type,
+                FLOAT32,
+                "onnxruntime does not know it"
+                if is_unknown_node(node)
+                else "behind a node that onnxruntime does not know",
+            )
             for node in self.nodes
         )
 
@@ -264,14 +271,6 @@ def describe_node(node: onnx.NodeProto) -> str:
     """Describe a node for messages: operator, domain, name."""
     domain = f" of the domain '{node.domain}'" if node.domain else ""
     return f"{node.op_type}{domain} ('{node.name or next(iter(node.output), '')}')"
-
-
-def _reason(node: onnx.NodeProto) -> str:
-    return (
-        "onnxruntime does not know it"
-        if is_unknown_node(node)
-        else "behind a node that onnxruntime does not know"
-    )
 
 
 def _count(nodes: Sequence[onnx.NodeProto]) -> str:

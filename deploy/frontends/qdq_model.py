@@ -20,8 +20,7 @@ from calibrators.scales import Scale
 from deploy.errors import ModelError
 from deploy.frontends.base import LoadedModel, QdqCalibration, model_digest
 from deploy.frontends.metadata import read_class_names, read_metadata_preprocess
-from deploy.frontends.onnx_file import load_onnx
-from deploy.frontends.onnx_reader import read_model_and_stamp, refuse_external
+from deploy.frontends.onnx_file import load_onnx, read_source
 from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
 from deploy.frontends.pairs import (
     DQ,
@@ -50,13 +49,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     Raises:
         ModelError: it cannot be read, or its pairs cannot serve as a calibration.
     """
-    path, stamp = None, None
-    if isinstance(source, str | Path):
-        path = Path(source)
-        original, stamp = read_model_and_stamp(path)
-    else:
-        original = source
-        refuse_external(original)
+    path, original, stamp = read_source(source)
     name = path.stem if path else original.graph.name or "model"
     model = prepare_qdq_model(_with_onnx_pairs(original))
     index = Graph(model)
@@ -69,7 +62,10 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
             " build the float model, whose other operators the files for TensorRT and Ascend keep"
         )
     trained = _read_pairs(model, str(path or name), index, loaded.model, plain.grids, stored)
-    several = sum(len(found) > 1 for found in _different_grids(plain.grids).values())
+    several = sum(
+        len({g.scale.tobytes() + g.zero.tobytes() + g.dtype.encode() for g in found}) > 1
+        for found in plain.grids.values()
+    )
     return replace(
         loaded,
         source=path,
@@ -179,14 +175,6 @@ def _read_pairs(
         grids=grids,
         stored=stored,
     )
-
-
-def _different_grids(grids: Mapping[str, tuple[PairGrid, ...]]) -> dict[str, set[bytes]]:
-    """Return tensor -> its different grids, as bytes."""
-    return {
-        tensor: {g.scale.tobytes() + g.zero.tobytes() + g.dtype.encode() for g in pair_grids}
-        for tensor, pair_grids in grids.items()
-    }
 
 
 def _widest_range(pair_grids: tuple[PairGrid, ...], positive: bool) -> Scale:

@@ -51,16 +51,13 @@ def parse_input(text: str) -> InputRequest:
     name, equals, rest = text.rpartition("=")
     shape, colon, dtype = rest.partition(":")
     if (equals and not name) or (colon and dtype not in DTYPES):
+        near = did_you_mean(dtype, DTYPES)
+        near = f"; {near}" if near else ""
         raise ConfigError(
             "an input is like 1x3x224x224, 1x128:int64 or mask=1x128, of a dtype of"
-            f" {', '.join(DTYPES)}, got {text!r}{_suggestion(dtype)}"
+            f" {', '.join(DTYPES)}, got {text!r}{near}"
         )
     return InputRequest(parse_shape(shape), dtype or None, name or None)
-
-
-def _suggestion(dtype: str) -> str:
-    way_out = did_you_mean(dtype, DTYPES)
-    return f"; {way_out}" if way_out else ""
 
 
 def load_torch(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> LoadedModel:

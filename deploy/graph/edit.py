@@ -18,13 +18,13 @@ Wherever readers of a tensor matter, subgraphs are searched too.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import accumulate
 from operator import or_
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.errors import ModelError
-from deploy.graph.index import all_nodes, find_read_tensors, has_no_subgraph, iter_reads, subgraphs
+from deploy.graph.index import all_graphs, find_read_tensors, has_no_subgraph, iter_reads, subgraphs
 
 if TYPE_CHECKING:
     import onnx
@@ -190,6 +190,41 @@ def rename_reads(nodes: Iterable[onnx.NodeProto], new_name: Mapping[str, str]) -
                 value.name = new_name.get(value.name, value.name)
 
 
+def rename_tensors(nodes: Iterable[onnx.NodeProto], new_name: Mapping[str, str]) -> None:
+    """Rename the tensors that nodes read, in subgraphs too, and those that they produce."""
+    rename_reads(nodes := list(nodes), new_name)
+    for node in nodes:
+        for position, name in enumerate(node.output):
+            node.output[position] = new_name.get(name, name)
+
+
+def bypass(graph: onnx.GraphProto, passes: Callable[[onnx.NodeProto], bool]) -> int:
+    """Remove nodes that only pass their input on, in place; return their number.
+
+    Their readers read their input instead. A node that produces a graph output stays, as the
+    output's name must stay.
+    """
+    outputs = {value.name for value in graph.output}
+    new_name: dict[str, str] = {}
+    remaining = []
+    for node in graph.node:
+        if passes(node) and node.output[0] not in outputs:
+            new_name[node.output[0]] = new_name.get(node.input[0], node.input[0])
+        else:
+            remaining.append(node)
+    if new_name:
+        rename_reads(remaining, new_name)
+        replace_nodes(graph, remaining)
+    return len(new_name)
+
+
+def set_opset(model: onnx.ModelProto, version: int) -> None:
+    """Set the imported version of the default operator set."""
+    for entry in model.opset_import:
+        if entry.domain in ("", "ai.onnx"):
+            entry.version = version
+
+
 def drop_dead(graph: onnx.GraphProto) -> int:
     """Remove nodes that no output needs, then unread constants; return the number of nodes."""
     needed = {value.name for value in graph.output}
@@ -306,7 +341,7 @@ def rename_added(graph: onnx.GraphProto) -> list[str]:
     Raises:
         ModelError: both are inputs or outputs.
     """
-    bodies = [graph, *(body for node in all_nodes(graph) for body in subgraphs(node))]
+    bodies = list(all_graphs(graph))
     nodes = {node.name for body in bodies for node in body.node if node.name}
     tensors = {name for body in bodies for name in _tensor_names(body)} - {""}
     ends = {value.name for value in (*graph.input, *graph.output)}

@@ -82,6 +82,30 @@ def all_nodes(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.Node
         yield from nested_nodes(node)
 
 
+def all_graphs(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[Any]:
+    """Yield the graph or function and all its subgraphs."""
+    yield graph
+    for node in all_nodes(graph):
+        yield from subgraphs(node)
+
+
+def all_tensors(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.TensorProto]:
+    """Yield every initializer and every tensor in an attribute, of all subgraphs too."""
+    for body in all_graphs(graph):
+        yield from getattr(body, "initializer", ())  # a function has none
+    for node in all_nodes(graph):
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+
+
+def opset_of(model: onnx.ModelProto) -> int:
+    """Return the version of the default operator set; 0 if the model does not import it."""
+    versions = [o.version for o in model.opset_import if o.domain in ("", "ai.onnx")]
+    return max(versions, default=0)
+
+
 def iter_reads(node: onnx.NodeProto) -> Iterator[str]:
     """Yield every tensor that a node reads, including those that its subgraphs capture."""
     yield from filter(None, node.input)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ExportError, first_line
-from deploy.graph.edit import copy_message, replace_nodes
-from deploy.graph.index import all_nodes, attributes, subgraphs
+from deploy.graph.edit import copy_message, replace_nodes, set_opset
+from deploy.graph.index import all_nodes, attributes, opset_of, subgraphs
 from deploy.graph.opset_downgrades import (
     DOWNGRADES,
     CannotLower,
@@ -252,8 +252,9 @@ def lower_opset(
     """
     from onnx import shape_inference
 
-    own = _opset(model)
-    if own <= opset and not any(node.op_type in without for node in _standard(model)):
+    own = opset_of(model)
+    standard = (node for node in all_nodes(model.graph) if node.domain in _DEFAULT)
+    if own <= opset and not any(node.op_type in without for node in standard):
         return LoweredModel(model, {})
     target = min(own, opset)
     if not OLDEST <= target <= own <= NEWEST:
@@ -265,9 +266,7 @@ def lower_opset(
     work = _Lowering(without)
     work.graph(made.graph, OpsetScope(own, target))
     del made.graph.value_info[:]
-    for entry in made.opset_import:
-        if entry.domain in _DEFAULT:
-            entry.version = target
+    set_opset(made, target)
     made.ir_version = min(made.ir_version, _ir_version(made))
     _check(made)
     return LoweredModel(made, dict(sorted(work.rewritten.items())))
@@ -341,14 +340,6 @@ def find_schema(op_type: str, opset: int) -> defs.OpSchema | None:
         return None
 
 
-def _standard(model: onnx.ModelProto) -> Iterable[onnx.NodeProto]:
-    return (node for node in all_nodes(model.graph) if node.domain in _DEFAULT)
-
-
-def _opset(model: onnx.ModelProto) -> int:
-    return max((o.version for o in model.opset_import if o.domain in _DEFAULT), default=0)
-
-
 def _ir_version(model: onnx.ModelProto) -> int:
     """Return the lowest IR version that allows the opsets of the model's standard domains."""
     from onnx import helper
@@ -377,6 +368,6 @@ def _check(model: onnx.ModelProto) -> None:
         shape_inference.infer_shapes(checked, check_type=True, strict_mode=True)
     except Exception as error:  # the C++ binding raises no specific class
         raise ExportError(
-            f"every node must have a form in opset {_opset(model)}, got: {first_line(error)};"
-            f" export the model with opset {_opset(model)}"
+            f"every node must have a form in opset {opset_of(model)}, got: {first_line(error)};"
+            f" export the model with opset {opset_of(model)}"
         ) from error

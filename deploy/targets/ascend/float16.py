@@ -21,7 +21,14 @@ import onnx
 from onnx import helper, numpy_helper
 
 from deploy.errors import ExportError
-from deploy.graph.edit import copy_message, rebuild, rename_reads, unique_name, update_tensors
+from deploy.graph.edit import (
+    copy_message,
+    rebuild,
+    rename_reads,
+    rename_tensors,
+    unique_name,
+    update_tensors,
+)
 from deploy.graph.index import Graph, attributes, iter_reads, subgraphs
 from deploy.graph.lowering import find_schema, is_standard
 
@@ -179,10 +186,7 @@ class _Narrowing:
         idle = [n for n in nodes if _is_cast(n, _HALF) and n.input[0] in self.half]
         renamed = {n.input[0]: n.output[0] for n in idle if n.input[0] in self.index.producer}
         rest = [n for n in nodes if not (_is_cast(n, _HALF) and n.input[0] in renamed)]
-        rename_reads(rest, renamed)
-        for node in rest:
-            for place, name in enumerate(node.output):
-                node.output[place] = renamed.get(name, name)
+        rename_tensors(rest, renamed)
         read = {name for node in rest for name in iter_reads(node)} | self.index.outputs
         return [n for n in rest if not (n.op_type == "Cast" and n.output[0] not in read)]
 

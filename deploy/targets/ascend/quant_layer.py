@@ -14,7 +14,6 @@ from calibrators.amct.arq import (
     arq_integers,
     ascend_range,
     ascend_s19,
-    channels_back,
     channels_first,
 )
 from deploy.errors import ExportError
@@ -141,7 +140,7 @@ def to_rows(weight: Float32Array, layer: Layer) -> Float32Array:
 def from_rows(rows: NDArray[np.floating], layer: Layer) -> Float32Array:
     """Invert `to_rows`."""
     if layer.kind == "ConvTranspose":
-        return np.ascontiguousarray(channels_back(rows, layer.group), np.float32)
+        return np.ascontiguousarray(channels_first(rows, layer.group), np.float32)
     if layer.kind == "MatMul" or (layer.kind == "Gemm" and not layer.trans_b):
         return np.ascontiguousarray(np.moveaxis(rows, 0, -1), np.float32)
     return np.ascontiguousarray(rows, np.float32)
@@ -209,7 +208,7 @@ def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArra
     if record.rounded is not None:
         integers = record.rounded.reshape(rows.shape)
     if layer.kind == "ConvTranspose":
-        return np.ascontiguousarray(channels_back(integers, layer.group), np.int8)
+        return np.ascontiguousarray(channels_first(integers, layer.group), np.int8)
     if layer.kind in ("Gemm", "MatMul"):
         return np.ascontiguousarray(np.moveaxis(integers, 0, -1))
     return integers

@@ -46,7 +46,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from deploy.graph.edit import copy_message, drop_dead, drop_unread, rename_reads, replace_nodes
+from deploy.graph.edit import copy_message, drop_dead, drop_unread, rename_tensors, replace_nodes
 from deploy.graph.index import PADDED_SUFFIX, Graph, attributes, padded_name
 from deploy.graph.placement import Gate
 from deploy.graph.refusal import Tile, tile_shape
@@ -264,10 +264,7 @@ def _widen(model: onnx.ModelProto, graph: Graph, region: _Region, channels: int)
             (group,) = (one for one in node.attribute if one.name == "group")
             group.i = channels + more
     new = {tensor: f"{tensor}{PADDED_SUFFIX}" for tensor in region.tensors}
-    rename_reads(graph.nodes, new)
-    for node in graph.nodes:
-        for place, name in enumerate(node.output):
-            node.output[place] = new.get(name, name)
+    rename_tensors(graph.nodes, new)
     known = [value for value in model.graph.value_info if value.name in new]
     for value in known:
         model.graph.value_info.remove(value)

@@ -32,10 +32,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from deploy.frontends.checks import opset_of
-from deploy.frontends.lift import set_opset
-from deploy.graph.edit import drop_dead, rebuild
-from deploy.graph.index import Graph, attributes
+from deploy.graph.edit import drop_dead, rebuild, set_opset
+from deploy.graph.index import Graph, attributes, opset_of
 from deploy.graph.placement import Gate, resize_mode
 from deploy.targets.onnxruntime.conv_rewrites import ReplacementNodes, RewriteContext
 

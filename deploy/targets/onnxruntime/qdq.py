@@ -30,10 +30,9 @@ from onnx import helper, numpy_helper
 from calibrators.grids import FP8, Grid, fp8_codes, quantize, quantize_weight, signed_grid
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
-from deploy.frontends.checks import opset_of
 from deploy.frontends.lift import TARGET_OPSET
 from deploy.graph.edit import copy_without_initializers, drop_dead, rebuild
-from deploy.graph.index import count_reads
+from deploy.graph.index import count_reads, opset_of
 from deploy.graph.placement import Gate
 from deploy.graph.plan import Plan, QdqPair, WeightTarget
 from deploy.targets.onnxruntime.uint8_gates import (

@@ -29,10 +29,9 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from deploy.frontends.checks import opset_of
 from deploy.frontends.lift import TARGET_OPSET
 from deploy.graph.edit import rebuild, replace_nodes
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import Graph, attributes, opset_of
 from deploy.graph.placement import averages_beyond_padding, is_global_mean
 from deploy.targets.onnxruntime.conv_rewrites import (
     RewriteContext,

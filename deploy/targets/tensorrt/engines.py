@@ -29,9 +29,8 @@ from deploy.errors import BackendError, CacheError, ConfigError, ExportError, Sd
 from deploy.files import atomic, staging
 from deploy.files.manifest import sha256
 from deploy.frontends.base import model_digest
-from deploy.frontends.checks import opset_of
 from deploy.frontends.onnx_reader import read_model_and_stamp
-from deploy.graph.index import dims, runtime_inputs
+from deploy.graph.index import dims, opset_of, runtime_inputs
 from deploy.graph.lowering import lower_opset
 from deploy.targets.base import BuildRequest
 from deploy.targets.shape_ranges import sample_shape_range

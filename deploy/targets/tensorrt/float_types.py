@@ -34,12 +34,12 @@ from onnx import defs, helper, numpy_helper, shape_inference, version_converter
 from deploy.errors import ExportError, first_line
 from deploy.files import atomic
 from deploy.frontends.base import QdqCalibration
-from deploy.frontends.checks import opset_of, to_array
+from deploy.frontends.checks import to_array
 from deploy.frontends.lift import why_not_converted
 from deploy.frontends.pairs import DQ, Q
 from deploy.graph.bounds import find_float16_overflows, float16_overflow
 from deploy.graph.edit import copy_message, rebuild
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import Graph, attributes, opset_of
 from deploy.graph.placement import MOVES
 from deploy.targets.tensorrt.trt_options import BF16, FP16, FP32
 

@@ -19,8 +19,7 @@ from pathlib import Path
 import onnx
 
 from deploy.calibration.trt_cache import version_label
-from deploy.frontends.checks import opset_of
-from deploy.graph.index import Graph, all_nodes, dims, runtime_inputs
+from deploy.graph.index import Graph, all_nodes, dims, opset_of, runtime_inputs
 from deploy.targets.base import BuildRequest
 from deploy.targets.shape_ranges import sample_shape_range
 from deploy.targets.tensorrt.trt_options import (
