@@ -114,9 +114,8 @@ def _float8() -> Array:
     exponent, mantissa = codes >> 3 & 15, codes & 7
     normal = np.ldexp(1 + mantissa / 8, exponent - 7)
     sizes = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
-    sign = codes >> 7 == 1
-    sizes[codes - (sign << 7) == (1 << 7) - 1] = np.nan
-    return np.where(sign, -sizes, sizes).astype(np.float32)
+    sizes[(exponent == 15) & (mantissa == 7)] = np.nan
+    return np.where(codes >> 7, -sizes, sizes).astype(np.float32)
 
 
 class DeviceMemory(Protocol):

@@ -255,7 +255,11 @@ def _target(
         nodes=len(target.nodes),
         kept=tuple(_float_groups(target.nodes)),
         layers=_losses(target.layers),
-        repairs=tuple(_repair_notes((*notes, *target.notes))),
+        repairs=tuple(
+            note
+            for note in (*notes, *target.notes)
+            if any(f"{repair.words}: " in note for repair in REPAIRS.values())
+        ),
         settled=settled,
         tried=tried,
         methods={tensor: method.label for tensor, method in own.choices.methods.items()},
@@ -311,12 +315,6 @@ def _float_groups(nodes: Iterable[NodeRow]) -> Iterator[FloatNodeGroup]:
             operators=tuple(dict.fromkeys(node.op for node in groups[key])),
             nodes=tuple(node.name for node in groups[key]),
         )
-
-
-def _repair_notes(notes: Iterable[str]) -> Iterator[str]:
-    """Return the notes on repairs, which begin with the repair's words."""
-    words = [repair.words for repair in REPAIRS.values()]
-    return (note for note in notes if any(f"{one}: " in note for one in words))
 
 
 def _clipped_ranges(target: TargetPart) -> list[ClippedRange]:

@@ -251,7 +251,7 @@ def explain(
     for one in chosen:
         if one.runnable is None:
             note = "no file of it can be run in ONNX Runtime"
-            explained.append(one.on(ImageResults(samples=0, notes=(note,))))
+            explained.append(replace(one, held=ImageResults(samples=0, notes=(note,))))
             continue
         with phase(one.name):
             held = run_images(
@@ -263,7 +263,7 @@ def explain(
                 threads=threads or default_threads(),
             )
         explained.append(
-            one.on(replace(held, notes=(*held.notes, *_model_note(explanation, loaded))))
+            replace(one, held=replace(held, notes=(*held.notes, *_model_note(explanation, loaded))))
         )
     return replace(explanation, targets=tuple(explained))
 

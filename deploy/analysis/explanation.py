@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 from deploy.report import TrialRow, figures
 from deploy.report.model import to_plain_object
@@ -108,10 +108,6 @@ class TargetExplanation:
     runnable: str | None = None  # file that ONNX Runtime can run with the target's numerics
     native: bool = False  # whether ONNX Runtime is the target
     held: ImageResults | None = None
-
-    def on(self, held: ImageResults) -> TargetExplanation:
-        """Return a copy with the results on images."""
-        return replace(self, held=held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -36,8 +36,10 @@ class Inspection:
 
     def text(self, *, everything: bool = False) -> str:
         """Return lines for a screen: nodes by operator and reason, or every node by its name."""
-        body = self._all_nodes() if everything else self._node_groups()
-        return join_visible([*self._head(), *body])
+        if not everything:
+            return join_visible([*self._head(), *self._node_groups()])
+        lines = (f"  {_word(n):5} {n.op:20} {n.name}  {n.reason}".rstrip() for n in self.nodes)
+        return join_visible([*self._head(), *lines])
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types; an open dimension is null or its name."""
@@ -59,10 +61,6 @@ class Inspection:
             yield f"  {word:6} {number:4} {op}{f': {reason}' if reason else ''}"
         if len(groups) > _MOST:
             yield f"  and {sum(number for _, number in groups[_MOST:])} nodes of other kinds"
-
-    def _all_nodes(self) -> Iterator[str]:
-        for node in self.nodes:
-            yield f"  {_word(node):5} {node.op:20} {node.name}  {node.reason}".rstrip()
 
 
 def inspect(

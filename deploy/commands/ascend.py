@@ -6,7 +6,6 @@ What `calib8 ascend deploy` and `calib8 ascend convert` share: where files go, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,28 +48,16 @@ if TYPE_CHECKING:
     import onnx
 
     from deploy.feed.feed import Dataset
-    from deploy.pipeline.deployment import TrialInputs
     from deploy.report import Report
     from deploy.targets.ascend.layers import LayerGraph
 
 _FILES = frozenset(option.flag for option in declared_options(Ascend) if not option.observes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
-    """What both commands take beside the scales."""
-
-    out: Path
-    target: Ascend
-    inputs: TrialInputs
-    threads: int | None
-    force: bool
-
-
 def where_options(command: Callable[..., Report]) -> Callable[..., None]:
     """Add where files go, what they are tried on, and Ascend's own options that do not calibrate.
 
-    The command gets them as `where`; the report that it returns is printed.
+    The command gets them as keyword arguments; the report that it returns is printed.
     """
 
     @wraps(command)
@@ -85,15 +72,9 @@ def where_options(command: Callable[..., Report]) -> Callable[..., None]:
                 f"{idle[0]} shapes made-up samples, and --images gives others; leave one of them"
                 " away"
             )
-        where = Where(
-            out=words.pop("out"),
-            target=Ascend(**given.get("ascend", {})),
-            inputs=TrialInputs(dataset=dataset, shapes=dict(map(parse_shape, shapes))),
-            threads=words.pop("threads"),
-            force=words.pop("force"),
-        )
         json_path = words.pop("json_path")
-        report = command(where=where, **words)
+        inputs = TrialInputs(dataset=dataset, shapes=dict(map(parse_shape, shapes)))
+        report = command(target=Ascend(**given.get("ascend", {})), inputs=inputs, **words)
         put_json(json_path, lambda: to_json(report))
         say_lines(to_screen(report))
 
@@ -308,7 +289,7 @@ def deploy_scales(
     record: Path | None,
     cache: Path | None,
     ascend_config: Path | None,
-    where: Where,
+    **where: Any,
 ) -> Report:
     """Write deploy and fake-quant models of MODEL by the scales of RECORD (AMCT's save_model).
 
@@ -323,17 +304,7 @@ def deploy_scales(
     """  # noqa: D301 (click reads the backspace)
     from deploy.pipeline.deployment import deploy
 
-    return deploy(
-        model,
-        record,
-        cache=cache,
-        config=ascend_config,
-        out=where.out,
-        target=where.target,
-        inputs=where.inputs,
-        threads=where.threads,
-        force=where.force,
-    )
+    return deploy(model, record, cache=cache, config=ascend_config, **where)
 
 
 @ascend.command("convert", cls=base.SectionedCommand, short_help="Files of a Q/DQ model.")
@@ -346,7 +317,7 @@ def deploy_scales(
     " without it four operators less for each such tensor, and a little farther from the model.",
 )
 @where_options
-def convert_pairs(model: Path, keep_rounding: bool, where: Where) -> Report:
+def convert_pairs(model: Path, keep_rounding: bool, **where: Any) -> Report:
     """Write deploy and fake-quant models of a Q/DQ model by its own scales.
 
     The model may be of calib8 qat or export --qdq, ONNX Runtime, ModelOpt or NNCF, trained for
@@ -360,15 +331,7 @@ def convert_pairs(model: Path, keep_rounding: bool, where: Where) -> Report:
     """  # noqa: D301 (click reads the backspace)
     from deploy.pipeline.deployment import convert
 
-    return convert(
-        model,
-        keep_rounding=keep_rounding,
-        out=where.out,
-        target=where.target,
-        inputs=where.inputs,
-        threads=where.threads,
-        force=where.force,
-    )
+    return convert(model, keep_rounding=keep_rounding, **where)
 
 
 def _layers(path: Path) -> tuple[onnx.ModelProto, LayerGraph]:

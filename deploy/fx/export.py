@@ -155,7 +155,8 @@ def to_onnx(
         ModelError: torch.export cannot follow the model, or the model fixes the batch.
         ExportError: the exporter cannot write this opset.
     """
-    refuse_prepared(model)
+    if any(isinstance(module, FakeQuant) for module in model.modules()):
+        raise ExportError("a prepared model must be converted before export: convert(prepared)")
     # copies, because the same tensor twice would become one input
     inputs = [at_least_two(x) if dynamic_batch else x for x in map(torch.clone, inputs)]
     batch = torch.export.Dim("batch")
@@ -328,12 +329,6 @@ def _varies(output: torch.Tensor) -> bool:
     if output.ndim and len(output) > 1:
         return bool((output != output[:1]).any())
     return bool((output != output.reshape(-1)[:1]).any())
-
-
-def refuse_prepared(model: nn.Module) -> None:
-    """Raise `ExportError` for a model that is prepared but not converted."""
-    if any(isinstance(module, FakeQuant) for module in model.modules()):
-        raise ExportError("a prepared model must be converted before export: convert(prepared)")
 
 
 def _exportable(model: nn.Module) -> nn.Module:

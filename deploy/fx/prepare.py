@@ -20,6 +20,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -242,7 +243,7 @@ def prepare(
     if norms == "train":
         _merge_norms(graph_module, bits, skip)
     _run_once(graph_module, inputs)
-    is_opaque = _OpaqueCalls(graph_module, [*leaves, *custom])
+    is_opaque = partial(_is_opaque, graph_module, [*leaves, *custom])
     decompose_calls(graph_module)
     _run_once(graph_module, inputs)
     placed = place_quantizers(
@@ -273,19 +274,15 @@ def target_of(target: str | Target) -> Target:
     return find_target(target)() if isinstance(target, str) else target
 
 
-class _OpaqueCalls:
-    """Predicate of `call_module` nodes that stay one node: leaves and unknown modules."""
-
-    def __init__(self, graph_module: fx.GraphModule, leaves: Sequence[str | type[nn.Module]]):
-        self.graph_module = graph_module
-        self.leaves = leaves
-
-    def __call__(self, node: fx.Node) -> bool:
-        module = called_module(self.graph_module, node)
-        assert module is not None
-        names = (str(node.target), type(module).__name__, type(module))
-        known = is_layer(module) or is_norm(module) or isinstance(module, (QatLayer, FrozenNorm))
-        return not known or any(leaf in names for leaf in self.leaves)
+def _is_opaque(
+    graph_module: fx.GraphModule, leaves: Sequence[str | type[nn.Module]], node: fx.Node
+) -> bool:
+    """Whether a `call_module` node stays one node: a leaf or an unknown module."""
+    module = called_module(graph_module, node)
+    assert module is not None
+    names = (str(node.target), type(module).__name__, type(module))
+    known = is_layer(module) or is_norm(module) or isinstance(module, (QatLayer, FrozenNorm))
+    return not known or any(leaf in names for leaf in leaves)
 
 
 def prepare_only(

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -392,7 +392,11 @@ def read_tensors(path: Path, *, own: bool = False) -> Any:
         with open_regular_file(
             path, what="a file of tensors", error=ModelError, most=MOST_BYTES, own=own
         ) as file:
-            _refuse_bomb(file, path)
+            if file.read(2) == b"PK":  # files of old torch versions are not zip archives
+                check_archive(
+                    file, path, what="a file of tensors", error=ModelError, most=MOST_BYTES
+                )
+            file.seek(0)
             with warnings.catch_warnings(action="ignore"):  # on TorchScript, reported below
                 return torch.load(file, map_location="cpu", weights_only=True)
     except Calib8Error:
@@ -438,13 +442,6 @@ def _describe(error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError | KeyError):
         return "what torch.save did not write"
     return f"{type(error).__name__}: {first[:200]}"
-
-
-def _refuse_bomb(file: IO[bytes], path: Path) -> None:
-    """Refuse a zip bomb; files of old torch versions are not zip archives."""
-    if file.read(2) == b"PK":
-        check_archive(file, path, what="a file of tensors", error=ModelError, most=MOST_BYTES)
-    file.seek(0)
 
 
 def user_code_line(error: BaseException) -> str:

@@ -47,11 +47,6 @@ class DeviceTimes:
     d2h_ms: float
     enqueue_ms: float
 
-    @property
-    def latency_ms(self) -> float:
-        """From the first byte sent to the last byte received."""
-        return self.h2d_ms + self.compute_ms + self.d2h_ms
-
 
 @runtime_checkable
 class DeviceSession(Protocol):
@@ -252,7 +247,8 @@ def _rounds(seconds: float, rounds: int) -> Iterator[int]:
 
 def _latency(host_ms: list[float], device: list[DeviceTimes], warmup_queries: int) -> Latency:
     seconds = sum(host_ms) / 1e3
-    samples = [times.latency_ms for times in device] or host_ms
+    # from the first byte sent to the last byte received
+    samples = [one.h2d_ms + one.compute_ms + one.d2h_ms for one in device] or host_ms
     timing = Timing.of(samples)
     return Latency(
         queries=len(samples),

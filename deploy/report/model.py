@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 from deploy.errors import ConfigError
 from deploy.machine import Machine
-from deploy.metrics.latency import SpeedUp, speed_up
+from deploy.metrics.latency import speed_up
 from deploy.metrics.levels import UNUSABLE
 from deploy.report.parts import (
     CalibrationPart,
@@ -47,7 +47,8 @@ def find_rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[Engine
 def with_speed(engines: Iterable[EngineRow], engine: EngineRow) -> EngineRow:
     """Return an engine's row with its speed beside the first of its rivals, if it has one."""
     for rival in find_rivals(engines, engine)[:1]:
-        return replace(engine, speed=_speed_up(rival, engine))
+        assert rival.latency is not None and engine.latency is not None
+        return replace(engine, speed=speed_up(rival.latency, engine.latency))
     return engine
 
 
@@ -59,11 +60,6 @@ def speed_over(rival: EngineRow, engine: EngineRow) -> float:
 def slower_ms(rival: EngineRow, engine: EngineRow) -> float:
     """Return by how many ms the engine's p50 exceeds its rival's."""
     return engine.p50_ms - rival.p50_ms
-
-
-def _speed_up(rival: EngineRow, engine: EngineRow) -> SpeedUp:
-    assert rival.latency is not None and engine.latency is not None
-    return speed_up(rival.latency, engine.latency)
 
 
 SCHEMA = "calib8-report/2"  # 2: nodes, tensors and layers moved into their target

@@ -21,6 +21,7 @@ from deploy.report.tables import (
     KERNEL_HEADS,
     OPTIONS,
     REPORT,
+    ComparisonLine,
     built_targets,
     calibration_words,
     coverage,
@@ -85,7 +86,7 @@ def to_screen(report: Findings) -> str:
     blocks = (
         (report.title,),
         (*_failed(report), *_layers(report)),
-        tuple(_table(report)),
+        tuple(_table(report, engine_lines(report))),
         tuple(columns("Batches", *sweep_table(report.engines))),
         tuple(_kernels(report)),
         tuple(_where(report)),
@@ -125,10 +126,7 @@ def _short_table(report: Findings) -> Iterator[str]:
     lines = engine_lines(report)
     if not any(line.label in tasks for line in lines):
         tasks |= {*_WITHOUT_TASK}
-    shown = [line for line in lines if line.label in {*_SHORT, *tasks}]
-    heads = (" " * MARGIN, *(engine.label for engine in report.engines), "")
-    rows = [heads, *((line.label, *line.cells, f" {line.change}") for line in shown)]
-    yield from aligned(rows, (0, len(heads) - 1))
+    yield from _table(report, [line for line in lines if line.label in {*_SHORT, *tasks}])
 
 
 def _to_do(report: Findings) -> Iterator[str]:
@@ -183,7 +181,8 @@ def next_steps(report: Findings) -> Iterator[str]:
             continue
         again = None if options is None else f"calib8 build --config {shlex.quote(options)}"
         there = report.model and engine.path
-        bench = f"calib8 bench {_quoted(report)} --against {shlex.quote(engine.path or '')}"
+        model = shlex.quote(report.model.path if report.model else "")
+        bench = f"calib8 bench {model} --against {shlex.quote(engine.path or '')}"
         lossy = engine.verdict.level in (DOUBTFUL, UNUSABLE)
         if lossy and again and not engine.verdict.gated:
             searched = built.search is not None
@@ -200,16 +199,11 @@ def next_steps(report: Findings) -> Iterator[str]:
             yield f"{bench} --threads 1"
 
 
-def _quoted(report: Findings) -> str:
-    return shlex.quote(report.model.path if report.model else "")
-
-
 def _failed(report: Findings) -> Iterator[str]:
     yield from entries("Failed", (f"{one.name}: {one.error}" for one in failures(report)))
 
 
-def _table(report: Findings) -> Iterator[str]:
-    lines = engine_lines(report)
+def _table(report: Findings, lines: Sequence[ComparisonLine]) -> Iterator[str]:
     if not lines:
         return
     heads = (" " * MARGIN, *(engine.label for engine in report.engines), "")

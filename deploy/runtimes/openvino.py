@@ -144,7 +144,10 @@ def _process_main(args: Sequence[str]) -> int:
     """Run a process of `run_in_subprocess`; args: model, threads, shapes, then file pairs."""
     path, threads, shapes, *files = args
     try:
-        shapes_given = _shapes(files[0]) if shapes == "closed" else None
+        shapes_given = None
+        if shapes == "closed":
+            with np.load(files[0], allow_pickle=False) as arrays:
+                shapes_given = {name: arrays[name].shape for name in arrays.files}
         session = OpenvinoSession.open(Path(path), threads=int(threads), shapes=shapes_given)
         for sample, result in zip(files[::2], files[1::2], strict=True):
             with np.load(sample, allow_pickle=False) as arrays:
@@ -155,11 +158,6 @@ def _process_main(args: Sequence[str]) -> int:
         print(error)
         return _REFUSED
     return 0
-
-
-def _shapes(sample: str) -> dict[str, tuple[int, ...]]:
-    with np.load(sample, allow_pickle=False) as arrays:
-        return {name: arrays[name].shape for name in arrays.files}
 
 
 def _openvino() -> Any:

@@ -175,8 +175,30 @@ class OrtSession(CpuSession):
         threads = usable_cores() if threads is None else threads
         source = model_source(model)
         int8_kernels = int8_kernels and not _is_fp8(model)
-        options = _options(
-            threads, optimize, spin, spin if keep is None else keep, int8_kernels, trace, saved
+        if threads < 1:
+            raise BackendError(f"threads must be 1 or more, got {threads}")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = _LOG_FATAL
+        if spin:  # but stop when the run ends, for other sessions' sake
+            options.add_session_config_entry("session.force_spinning_stop", "1")
+        else:
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.enable_cpu_mem_arena = spin if keep is None else keep
+        if not int8_kernels:
+            options.add_session_config_entry("session.disable_quant_qdq", "1")
+        if trace is not None:
+            options.enable_profiling = True
+            options.profile_file_prefix = str(trace)
+        if saved is not None:
+            options.optimized_model_filepath = str(saved)
+            entry = "session.optimized_model_external_initializers_"
+            options.add_session_config_entry(f"{entry}file_name", f"{saved.name}.data")
+            options.add_session_config_entry(f"{entry}min_size_in_bytes", str(_LARGE))
+        level = onnxruntime.GraphOptimizationLevel
+        options.graph_optimization_level = (
+            level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
         )
         try:
             session = _create_session(source, options, () if int8_kernels else _CLIP_DROPPERS)
@@ -328,43 +350,6 @@ def _read_bytes(path: Path | str) -> bytes:
             " move both files to such a path"
         )
     return data
-
-
-def _options(
-    threads: int,
-    optimize: bool,
-    spin: bool,
-    keep: bool,
-    int8_kernels: bool,
-    trace: Path | None,
-    saved: Path | None,
-) -> onnxruntime.SessionOptions:
-    import onnxruntime
-
-    if threads < 1:
-        raise BackendError(f"threads must be 1 or more, got {threads}")
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = _LOG_FATAL
-    if spin:  # but stop when the run ends, for other sessions' sake
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-    else:
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.enable_cpu_mem_arena = keep
-    if not int8_kernels:
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
-    if trace is not None:
-        options.enable_profiling = True
-        options.profile_file_prefix = str(trace)
-    if saved is not None:
-        options.optimized_model_filepath = str(saved)
-        entry = "session.optimized_model_external_initializers_"
-        options.add_session_config_entry(f"{entry}file_name", f"{saved.name}.data")
-        options.add_session_config_entry(f"{entry}min_size_in_bytes", str(_LARGE))
-    level = onnxruntime.GraphOptimizationLevel
-    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
-    return options
 
 
 def _is_tensor(node: onnxruntime.NodeArg) -> bool:

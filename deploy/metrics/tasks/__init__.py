@@ -54,12 +54,12 @@ def _by_best_class(seen: FirstSamples) -> EvaluationTask | None:
     """Try the scores without their ArgMax outputs, then all outputs, then the ArgMax alone."""
     best = evaluation_task.find_argmax_outputs(seen)
     drops = (best, (), set(best.values())) if best else ((),)
-    tasks = (_by_any(evaluation_task.drop_outputs(seen, dropped)) for dropped in drops)
-    return next((task for task in tasks if task is not None), None)
-
-
-def _by_any(seen: FirstSamples) -> EvaluationTask | None:
-    return next((task for find in TASKS.values() if (task := find(seen)) is not None), None)
+    for dropped in drops:
+        left = evaluation_task.drop_outputs(seen, dropped)
+        for find in TASKS.values():
+            if (task := find(left)) is not None:
+                return task
+    return None
 
 
 __all__ = [

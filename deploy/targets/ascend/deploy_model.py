@@ -54,10 +54,6 @@ After = Callable[[QuantLayer, str, str], Nodes]
 Store = Callable[[str, QuantLayer], onnx.TensorProto]
 
 
-def _unchanged(q: QuantLayer, bias: str) -> tuple[Nodes, str]:
-    return [], bias
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReplacement:
     """The functions that make one model's replacement of a float layer.
@@ -75,7 +71,7 @@ class LayerReplacement:
     back: Before
     weight: Store
     bias: Store
-    behind_bias: Before = _unchanged
+    behind_bias: Before = lambda layer, bias: ([], bias)
 
 
 def rewrite_layers(

@@ -306,8 +306,8 @@ def _bare(subject: CalibrationSubject, records: Mapping[str, LayerRecord]) -> tu
     AMCT folds a BatchNormalization only into a Conv; calib8 also into ConvTranspose and Gemm, and
     constant Muls and Adds into all three. The scales show which tool made the record.
     """
-    models = (prepare_model(model) for model in (subject.model, subject.unfolded.model))
-    forms = [(Graph(model), graph.layers) for model, graph in models]
+    prepared = map(prepare_model, (subject.model, subject.unfolded.model))
+    forms = [(Graph(model), graph.layers) for model, graph in prepared]
     bare = []
     for name, record in records.items():
         folded, unfolded = (

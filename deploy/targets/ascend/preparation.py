@@ -83,15 +83,6 @@ def find_weight_sharers(layers: Iterable[Layer], graph: LayerGraph) -> list[str]
     return [layer.name for layer in layers if layer.weight in shared]
 
 
-def with_original_weights(graph: LayerGraph) -> dict[str, Layer]:
-    """Return the layers, each with the weight that it reads in the original model."""
-    originals = graph.shared
-    return {
-        name: replace(layer, weight=originals.get(layer.weight, layer.weight))
-        for name, layer in graph.layers.items()
-    }
-
-
 def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
     """Return a copy with unique node names and unshared weights, and its layers."""
     from deploy.targets.ascend.layers import SHARED, find_layers, name_nodes
@@ -154,8 +145,11 @@ def make_default_plan(model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> P
 
     why = reasons_by_node(float_nodes)
     named, graph = prepare_model(model)
-    chosen = {
-        name: layer for name, layer in with_original_weights(graph).items() if name not in why
+    originals = graph.shared
+    chosen = {  # each with the weight that it reads in the original model
+        name: replace(layer, weight=originals.get(layer.weight, layer.weight))
+        for name, layer in graph.layers.items()
+        if name not in why
     }
     readers: dict[str, tuple[str, ...]] = {}
     for layer in chosen.values():

@@ -99,7 +99,7 @@ def write_record(records: Mapping[str, LayerRecord]) -> str:
         if record.force_fp16:
             value.fakequant_precision_mode = _FORCED
     rounded = [name for name, record in records.items() if record.rounded is not None]
-    comments = (f"{_ROUNDED}{json.dumps(name)}\n" for name in rounded)
+    comments = [f"{_ROUNDED}{json.dumps(name)}\n" for name in rounded]  # rounded by AdaRound
     return "".join(comments) + print_text(message)
 
 

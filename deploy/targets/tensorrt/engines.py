@@ -296,12 +296,6 @@ def _calibrator_from_data(
     )
 
 
-def unused_sample_notes(request: BuildRequest, settings: BuilderSettings) -> tuple[str, ...]:
-    """Return notes on samples that TensorRT's calibration leaves out: those of a partial batch."""
-    batch = _batch_size(request, _calibration_shapes(request, settings))
-    return note_left_out(len(request.feed), batch, filled=request.subject.filled)
-
-
 def _calibration_shapes(
     request: BuildRequest, settings: BuilderSettings
 ) -> dict[str, tuple[int, ...]]:
@@ -339,11 +333,6 @@ def lower_for_tensorrt(model: onnx.ModelProto, version: str) -> tuple[onnx.Model
     )
 
 
-def older_version(requested: str, own: str | None) -> str:
-    """Return the older of the requested TensorRT version and the installed one."""
-    return requested if own is None else min(requested, own, key=version_label)
-
-
 def typed_version(version: str, rest: str, *, fp8: bool = False) -> str:
     """Return the first TensorRT version, from `version` on, with strongly typed `rest` networks."""
     first = ParserRequirements(OPSETS.get(rest, 0)).first_reading(typed=True, fp8=fp8)
@@ -354,7 +343,8 @@ def lower_models(
     options: TensorrtOptions, models: Mapping[str, onnx.ModelProto], version: str
 ) -> tuple[dict[str, onnx.ModelProto], tuple[str, ...]]:
     """Lower each model to the oldest TensorRT that will read it; return (role -> model, notes)."""
-    oldest = older_version(version, sdk.cache_reader())
+    own = sdk.cache_reader()
+    oldest = version if own is None else min(version, own, key=version_label)
     result, notes = {}, []
     for role, model in models.items():
         fp8 = options.precision == FP8
@@ -407,7 +397,10 @@ def build_quantized_engine(
     ) | {"calibrator": options.calibrator}
     notes = _origin_notes(installed)
     if from_data:
-        notes = (*notes, *unused_sample_notes(request, settings))
+        # on the samples of a partial batch, which TensorRT's calibration leaves out
+        batch = _batch_size(request, _calibration_shapes(request, settings))
+        filled = request.subject.filled
+        notes = (*notes, *note_left_out(len(request.feed), batch, filled=filled))
     reused = builder.cached_engine(request.built_before(path.name), key)
     if reused is not None:
         note = "the engine was built before from the same files, on the same GPU"

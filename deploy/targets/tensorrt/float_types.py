@@ -123,19 +123,16 @@ def _lifted(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
     """Return a copy at opset `wanted` or newer, with inferred types."""
     model = at_opset(model, wanted)
     try:
-        lifted = _inferred(model)
+        lifted = shape_inference.infer_shapes(model, strict_mode=True)
     except Exception:  # onnx's C++ code has no error class of its own
         try:  # a wrong output shape in the file does not matter to runtimes
-            lifted = _inferred(_without_output_shapes(model))
+            open_outputs = _without_output_shapes(model)
+            lifted = shape_inference.infer_shapes(open_outputs, strict_mode=True)
         except Exception as error:
             reason = f"onnx says: {first_line(error)}"
             raise _unliftable(opset_of(model), wanted, reason) from error
     lifted.ir_version = max(lifted.ir_version, 9 if wanted < 21 else 10)
     return lifted
-
-
-def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
-    return shape_inference.infer_shapes(model, strict_mode=True)
 
 
 def _without_output_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -262,7 +259,7 @@ class _TypeConverter:
 
     def _add_constant(self, name: str, other: str) -> None:
         kind = helper.tensor_dtype_to_np_dtype(self.narrow)
-        values = _array(self.index.initializers[name]).astype(kind)
+        values = numpy_helper.to_array(self.index.initializers[name]).astype(kind)
         self.model.graph.initializer.append(numpy_helper.from_array(values, other))
         self.types[other] = self.narrow
 
@@ -292,10 +289,6 @@ def _compute_type(node: onnx.NodeProto) -> str:
 
 def _schema(node: onnx.NodeProto) -> onnx.defs.OpSchema:
     return defs.get_schema(node.op_type, OPSETS[BF16])
-
-
-def _array(tensor: onnx.TensorProto) -> NDArray[np.generic]:
-    return numpy_helper.to_array(tensor)
 
 
 def wide_layers(

@@ -302,7 +302,8 @@ class TensorRT(TensorrtOptions):
         trained = request.trained
         if trained is None:
             model = to_qdq(request.model, matched.plan, matched.scales)
-            return model, _match_notes(matched)
+            missing = (t for t in matched.tensors if not t.covered)
+            return model, tuple(f"no Q/DQ pair on {t.tensor}: it {t.reason}" for t in missing)
         if float_types.has_tensorrt_pairs(trained):
             return float_types.trained_model(trained), (unchanged_note(trained),)
         model = to_qdq(request.model, matched.plan, matched.scales, known=trained.weights)
@@ -352,8 +353,3 @@ class TensorRT(TensorrtOptions):
             request.model, largest_magnitudes(ranges), rest=self.rest, but=int8
         )
         return layers, [f"{name} stays in float32: {reason}" for name, reason in why.items()]
-
-
-def _match_notes(matched: CacheMatch) -> tuple[str, ...]:
-    missing = [t for t in matched.tensors if not t.covered]
-    return tuple(f"no Q/DQ pair on {t.tensor}: it {t.reason}" for t in missing)
