@@ -42,8 +42,8 @@ COMPARABLE: tuple[tuple[str, Mapping[str, float]], ...] = (
 class Params:
     """Parameters of a search without parameters; base class of all others.
 
-    A parameter is a field with a type (float, int, str or bool), a default, and a help sentence in
-    `metadata["help"]`. The constructor refuses invalid values.
+    A parameter is a field with a default of its type (float, int, str or bool), and a help sentence
+    in `metadata["help"]`. The constructor refuses invalid values.
     """
 
     @classmethod

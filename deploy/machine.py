@@ -84,11 +84,12 @@ class Machine:
 @lru_cache(maxsize=1)
 def this_machine() -> Machine:
     """Describe the machine this process runs on."""
-    cpu_info = _cpu_info()
+    name = _cpu_field("model name", "Model", "Hardware")
+    flags = _cpu_field("flags", "Features").split()
     return Machine(
-        cpu=_cpu_name(cpu_info),
+        cpu=name or platform.processor() or platform.machine() or "unknown",
         cores=usable_cores(),
-        int8=tuple(flag for flag in INT8_FLAGS if flag in _cpu_flags(cpu_info)),
+        int8=tuple(flag for flag in INT8_FLAGS if flag in flags),
         os=f"{platform.system()} {platform.release()} {platform.machine()}",
         versions=_versions(),
     )
@@ -129,27 +130,15 @@ def _limit(file: Path) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _cpu_info() -> str:
+def _cpu_field(*keys: str) -> str:
+    """Return the first value of these keys that the system tells of the CPU; "" without one."""
     try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
         return ""
-
-
-def _cpu_name(cpu_info: str) -> str:
-    for line in cpu_info.splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("model name", "Model", "Hardware") and value.strip():
-            return value.strip()
-    return platform.processor() or platform.machine() or "unknown"
-
-
-def _cpu_flags(cpu_info: str) -> frozenset[str]:
-    for line in cpu_info.splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
+    pairs = (line.partition(":") for line in text.splitlines())
+    values = (value.strip() for key, _, value in pairs if key.strip() in keys)
+    return next(filter(None, values), "")
 
 
 def _versions() -> dict[str, str]:

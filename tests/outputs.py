@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from deploy.metrics.accuracy import Comparison
 from deploy.metrics.output_form import derive_form
 from deploy.metrics.tasks.yolo import AnchorGrid
 
@@ -27,6 +28,14 @@ def figure(references, candidates, inputs=None):
     for one in zip(inputs, references, candidates, strict=True):
         tally.add(*one)
     return form, tally.result()
+
+
+def compare(reference, candidate, samples, *, labels=None, count=None):
+    """Run both sessions on the same samples and compare every output."""
+    comparison = Comparison(reference, candidate, labels=labels)
+    for feed in samples:
+        comparison.add(feed, reference.run(feed), candidate.run(feed), count=count)
+    return comparison.result()
 
 
 def same_task(outputs, inputs=None):

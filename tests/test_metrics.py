@@ -16,7 +16,7 @@ from deploy.errors import BackendError, ConfigError, FeedError
 from deploy.feed.feed import open_feed
 from deploy.frontends import load
 from deploy.graph.plan import Decision
-from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison, compare
+from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison
 from deploy.metrics.latency import SpeedUp
 from deploy.metrics.layerwise import shared_tensors
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
@@ -31,6 +31,7 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, build_net, make_model, make_value, save_net
+from tests.outputs import compare
 
 
 # --- accuracy

@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from deploy.errors import FeedError
-from deploy.metrics.accuracy import Accuracy, compare
+from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, judge_accuracy
 from deploy.metrics.output_form import SliceAccuracy, derive_form
 from deploy.metrics.tasks.embeddings import are_features, of_unit_length
@@ -27,7 +27,7 @@ from tests.models import (
     run_net,
     save_net,
 )
-from tests.outputs import fed, figure, rng, same_task, softmax
+from tests.outputs import compare, fed, figure, rng, same_task, softmax
 
 
 # --- Classes, embeddings and other vectors among a model's outputs.

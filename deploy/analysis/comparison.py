@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -129,37 +129,29 @@ def _json(one: TensorDifference) -> dict[str, object]:
     return {**made_by, **measured}
 
 
-class PairErrors:
-    """Accuracy of pairs of float tensors, accumulated sample by sample."""
+def _pair_errors(
+    pairs: Mapping[str, str], runs: Iterable[Sequence[Mapping[str, Array]]]
+) -> Figures:
+    """Return the accuracy of every pair of float tensors.
 
-    def __init__(self, pairs: Mapping[str, str]) -> None:
-        self._pairs = dict(pairs)
-        self._sums: TensorComparison | None = None
-
-    def add(
-        self, sample: Mapping[str, Array], left: Mapping[str, Array], right: Mapping[str, Array]
-    ) -> None:
-        """Add one sample: the tensors of the first and the second model, under its own names."""
-        if self._sums is None:
-            floats = {
+    `runs`: (inputs, tensors of the first model, tensors of the second one under its own names) of
+    each sample.
+    """
+    sums: TensorComparison | None = None
+    for number, (sample, left, right) in enumerate(runs):
+        if number == 0:
+            pairs = {
                 name: other
-                for name, other in self._pairs.items()
+                for name, other in pairs.items()
                 if name in left
                 and other in right  # sequences and maps are in neither
                 and np.issubdtype(left[name].dtype, np.floating)
             }
-            self._pairs = floats
-            if floats:
-                self._sums = TensorComparison(floats)
-        if self._sums is not None:
-            self._sums.add(sample, left, right)
-
-    def result(self) -> Figures:
-        """Return the accuracy of every pair of float tensors."""
-        if self._sums is None:
-            return {}
-        figures = zip(self._pairs, self._sums.result(), strict=True)
-        return {name: one for name, one in figures if not _empty(one)}
+            sums = TensorComparison(pairs) if pairs else None
+        if sums is not None:
+            sums.add(sample, left, right)
+    figures = {} if sums is None else dict(zip(pairs, sums.result(), strict=True))
+    return {name: one for name, one in figures.items() if not _empty(one)}
 
 
 def _empty(one: OutputAccuracy) -> bool:
@@ -238,12 +230,13 @@ class _Cuts:
             second, self._samples, self._folder, threads=self._threads, closed=closed
         )
         names = [value.name for value in second.graph.output]
-        sums = PairErrors(pairs)
-        for file, result in zip(self._samples, results, strict=True):
-            sample = _arrays(file)
-            values = _arrays(result).values()
-            sums.add(sample, left.run(sample), dict(zip(names, values, strict=True)))
-        return sums.result()
+
+        def runs() -> Iterator[tuple[Mapping[str, Array], ...]]:
+            for file, result in zip(self._samples, results, strict=True):
+                sample, values = _arrays(file), _arrays(result).values()
+                yield sample, left.run(sample), dict(zip(names, values, strict=True))
+
+        return _pair_errors(pairs, runs())
 
 
 def _is_open(model: ModelProto) -> bool:
@@ -415,12 +408,14 @@ def _compare_taps(
     """Compare all tensors in one pass, with those of one sample in memory at a time."""
     left = OrtSession.open(copy_with_outputs(first, pairs), threads=threads)
     right = OrtSession.open(copy_with_outputs(second, pairs.values()), threads=threads)
-    figures = PairErrors(pairs)
-    with phase("comparing", len(feed), "samples") as step, feed.samples() as samples:
-        for sample in samples:
-            figures.add(sample, left.run(sample), right.run(sample))
-            step()
-    return figures.result()
+
+    def runs() -> Iterator[tuple[Mapping[str, Array], ...]]:
+        with phase("comparing", len(feed), "samples") as step, feed.samples() as samples:
+            for sample in samples:
+                yield sample, left.run(sample), right.run(sample)
+                step()
+
+    return _pair_errors(pairs, runs())
 
 
 def _layer(name: str, makers: Mapping[str, NodeProto], figures: OutputAccuracy) -> TensorDifference:

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from calibrators.searches import DEFAULT_METHOD, SEARCHES
+from calibrators.searches import DEFAULT_METHOD, SEARCHES, parameters, searches_with
 from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import base
 from deploy.commands.base import verbose_option
@@ -34,56 +34,20 @@ if TYPE_CHECKING:
 Command = Callable[..., None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
-    """A parameter of one or more searches, and its help."""
-
-    name: str
-    kind: type
-    help: str
-    default: object
-    takers: tuple[str, ...]
-
-    @property
-    def flag(self) -> str:
-        """The flag on the command line."""
-        return f"--{self.name.replace('_', '-')}"
-
-
-def parameters() -> tuple[Parameter, ...]:
-    """The parameters of all searches, each name once."""
-    found: dict[str, tuple[type, Field[Any], list[str]]] = {}
-    for method, search in SEARCHES.items():
-        hints = get_type_hints(search.params)
-        for held in fields(search.params):
-            _, _, takers = found.setdefault(held.name, (hints[held.name], held, []))
-            takers.append(method)
-    return tuple(
-        Parameter(
-            name=name,
-            kind=kind,
-            help=held.metadata["help"],
-            default=held.default,
-            takers=tuple(takers),
-        )
-        for name, (kind, held, takers) in found.items()
-    )
-
-
 def method_options(command: Command) -> Command:
     """Add `--method` and its parameters; the command gets `method`, and `asked`: flags given."""
     known = parameters()
 
     @wraps(command)
     def gathered(method: str, **words: Any) -> None:
-        values = {p.name: words.pop(p.name) for p in known}
+        values = {name: words.pop(name) for name in known}
         chosen = Method.of(method, {k: v for k, v in values.items() if v is not None})
         asked = tuple(base.given_flags("method", *values))
         command(method=chosen, asked=asked, **words)
 
     wrapped: Command = gathered
-    for parameter in reversed(known):
-        wrapped = _option(parameter)(wrapped)
+    for name, parameter in known.items():  # the last search's first, as decorators are
+        wrapped = _option(name, parameter)(wrapped)
     said = (f"{name} {search.help}" for name, search in SEARCHES.items())
     return base.calibration_option(
         "--method",
@@ -93,15 +57,15 @@ def method_options(command: Command) -> Command:
     )(wrapped)
 
 
-def _option(parameter: Parameter) -> Callable[[Command], Command]:
-    flag = parameter.kind is bool
+def _option(name: str, parameter: Field[Any]) -> Callable[[Command], Command]:
+    kind = type(parameter.default)
     return base.calibration_option(
-        parameter.flag,
-        parameter.name,
-        type=None if flag else parameter.kind,
-        is_flag=flag,
+        f"--{name.replace('_', '-')}",
+        name,
+        type=None if kind is bool else kind,
+        is_flag=kind is bool,
         default=None,
-        help=f"{parameter.help} For --method {' and '.join(parameter.takers)}."
+        help=f"{parameter.metadata['help']} For --method {' and '.join(searches_with(name))}."
         f"  [default: {parameter.default}]",
     )
 

@@ -112,7 +112,6 @@ def export(
         measure_mode,
         quantize_model,
     )
-    from deploy.fx.prepare import target_of
     from deploy.fx.task import read_batches
     from deploy.fx.trace import submodule
 
@@ -157,16 +156,15 @@ def export(
         say(str(covered))
         if mode == "static":
             say(f"ranges by {search.label}")
-        kernels = target_of(target).runs_here
-        say(str(exports.compare_with_torch(exported, converted, batches, kernels=kernels)))
+        runs_here = target.runs_here
+        say(str(exports.compare_with_torch(exported, converted, batches, kernels=runs_here)))
         if left := norms_in_float(converted):
             say(left)
-        results = (
-            compare_modes(module, inputs, batches, target=target, search=search)
-            if all_modes
-            else []
-        )
-        say_lines(format_modes(results or [measure_mode(mode, module, converted, batches)]))
+        if all_modes:
+            results = compare_modes(module, inputs, batches, target=target, search=search)
+        else:
+            results = [measure_mode(mode, module, converted, batches)]
+        say_lines(format_modes(results))
         if scales:
             say_lines(format_scales(converted))
     write_bytes(out, exported.SerializeToString(deterministic=True))
@@ -238,7 +236,6 @@ def qat(
     from deploy.fx.int8_layers import measure_coverage, refuse_unquantized
     from deploy.fx.model_inputs import dict_input_note
     from deploy.fx.modes import format_modes, format_scales, measure_mode
-    from deploy.fx.prepare import target_of
     from deploy.fx.qat import Task, first_batches, train
     from deploy.fx.source import call_factory, load_module, wrap_user_errors
     from deploy.fx.task import order_inputs
@@ -278,8 +275,8 @@ def qat(
     if trained.end is not None:
         say(f"after training ({bits} bits): {trained.end:.4f}")
     exported = exports.to_onnx(trained.converted, move_tensors(list(task.inputs), CPU))
-    kernels = target_of(target).runs_here
-    say(str(exports.compare_with_torch(exported, trained.converted, batches, kernels=kernels)))
+    runs_here = target.runs_here
+    say(str(exports.compare_with_torch(exported, trained.converted, batches, kernels=runs_here)))
     if left := norms_in_float(trained.converted):
         say(left)
     result = measure_mode("qat", float_form(trained.prepared), trained.converted, batches)

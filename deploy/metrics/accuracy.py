@@ -6,7 +6,7 @@ NaN and Inf are never averaged away: they are reported in `Accuracy.problems`. F
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -17,21 +17,19 @@ from deploy.metrics.output_errors import (
     InputChanges,
     OutputAccuracy,
     RunningError,
-    cosine,
     output_json,
-    sqnr_db,
 )
 from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy, plain_json
 from deploy.metrics.precision import GroundTruth, MeanPrecision
 from deploy.metrics.rows import Top1, batch_length
 from deploy.metrics.tasks import Metric, TaskFigure
 from deploy.metrics.tasks.evaluation_task import Example
-from deploy.tensors import Array, HasOutputs, Session, TensorSpec
+from deploy.tensors import Array, HasOutputs, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """Result of `compare`.
+    """Result of a `Comparison`.
 
     Attributes:
         samples: samples compared (rows, not batches).
@@ -93,37 +91,6 @@ class Accuracy:
         }
 
 
-def compare(
-    reference: Session,
-    candidate: Session,
-    samples: Iterable[Mapping[str, Array]],
-    *,
-    labels: Sequence[int] | None = None,
-    count: int | None = None,
-    progress: Callable[[], None] = lambda: None,
-) -> Accuracy:
-    """Run both sessions on the same samples and compare every output.
-
-    Args:
-        reference: the float model.
-        candidate: the engine; its outputs must have the reference's names.
-        samples: one batch per item, read once; the first input gives the batch length.
-        labels: class of each sample in order, from 0.
-        count: number of samples, if the last batch was padded with others.
-        progress: called after every batch.
-
-    Raises:
-        ConfigError: outputs whose names differ.
-        FeedError: no sample, or labels that do not fit the samples or the classes.
-        BackendError: a session refused a sample.
-    """
-    comparison = Comparison(reference, candidate, labels=labels)
-    for feed in samples:
-        comparison.add(feed, reference.run(feed), candidate.run(feed), count=count)
-        progress()
-    return comparison.result()
-
-
 class Comparison:
     """Accumulates one candidate's figures against the reference, batch by batch."""
 
@@ -164,7 +131,13 @@ class Comparison:
         *,
         count: int | None = None,
     ) -> None:
-        """Add one batch's outputs; `count` as in `compare`.
+        """Add one batch's outputs.
+
+        Args:
+            feed: the inputs; the first one gives the batch length.
+            reference: outputs of the float model.
+            candidate: outputs of the engine.
+            count: number of samples of all batches, if the last one was padded with others.
 
         Raises:
             FeedError: labels that do not fit the samples or the classes.
@@ -318,15 +291,3 @@ def _first(outputs: Mapping[str, Array], rows: int, batch: int) -> dict[str, Arr
         name: value[:rows] if np.ndim(value) and value.shape[0] == batch else value
         for name, value in outputs.items()
     }
-
-
-__all__ = [
-    "Accuracy",
-    "Comparison",
-    "OutputAccuracy",
-    "SliceAccuracy",
-    "TensorComparison",
-    "compare",
-    "cosine",
-    "sqnr_db",
-]
