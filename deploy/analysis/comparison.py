@@ -30,7 +30,6 @@ from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array, Samples
 from deploy.terminal import join_visible, phase, with_progress
 
-RUNTIMES = ("onnxruntime", "openvino")
 MIN_SQNR_DB = 20.0
 Figures = dict[str, OutputAccuracy]  # tensor -> accuracy
 
@@ -324,7 +323,7 @@ def compare(
         first: the reference, run in ONNX Runtime.
         second: the other model; None is the first one again.
         images: as for `deploy.pipeline.build`.
-        runtime: runtime of the second model, one of `RUNTIMES`.
+        runtime: runtime of the second model, onnxruntime or openvino.
         min_sqnr_db: SQNR below which two tensors differ.
         every: in another runtime, compare every tensor; otherwise, if the outputs differ, only as
             many as it takes to find two neighbours of which the first agrees and the second does

@@ -28,6 +28,9 @@ _PARSER = click.option(
     type=click.Choice(["onnx", "caffe"]),
     help="TensorRT parser that named the tensors; by default guessed from the model.",
 )
+_VERBOSE = click.option(
+    "--verbose", is_flag=True, help="Print every entry and every tensor, with the reason."
+)
 
 
 @click.group()
@@ -146,9 +149,7 @@ def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> N
 @click.option("--trt-version", metavar="X.Y.Z", help="TensorRT version that will read it.")
 @_ALGORITHM
 @_PARSER
-@click.option(
-    "--verbose", is_flag=True, help="Print every entry and every tensor, with the reason."
-)
+@_VERBOSE
 @click.pass_context
 def check(
     context: click.Context,
@@ -209,9 +210,7 @@ def check(
     show_default=True,
     help="Type of the pairs; fp8 needs TensorRT 10.2 and an Ada or Hopper GPU or newer.",
 )
-@click.option(
-    "--verbose", is_flag=True, help="Print every entry and every tensor, with the reason."
-)
+@_VERBOSE
 def to_qdq(
     model: Path,
     path: Path,

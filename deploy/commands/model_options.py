@@ -244,9 +244,8 @@ def own_options(wanted: Callable[[Option], bool]) -> Callable[[CommandFunction],
             command(given=given, **words)
 
         wrapped: CommandFunction = gathered
-        for word, (target, option) in reversed(declared.items()):
-            wrapped = _option(word, target, option)(wrapped)
-        return wrapped
+        options = [_option(word, *of) for word, of in declared.items()]
+        return base.add_options(wrapped, options)
 
     return add
 

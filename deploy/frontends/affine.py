@@ -112,27 +112,18 @@ def find_source_layers(
     concat = producer if producer is not None and producer.op_type == "Concat" else None
     if concat is not None and readers[tensor] != 1:
         return None
-    ends = (tensor,) if concat is None else concat.input
-    candidates = [_layer_behind(end, makers, readers, layers) for end in ends]
-    parts = tuple(part for part in candidates if part is not None)
-    return JoinedLayers(parts, concat) if len(parts) == len(ends) > 0 else None
-
-
-def _layer_behind(
-    tensor: str,
-    makers: Mapping[str, onnx.NodeProto],
-    readers: Mapping[str, int],
-    layers: Sequence[str],
-) -> MovedLayer | None:
-    """Return the layer that produces a tensor, directly or through moves with one reader each."""
-    moves: list[onnx.NodeProto] = []
-    node = makers.get(tensor)
-    while node is not None and readers[node.output[0]] == 1 and node.op_type in MOVES:
-        moves.insert(0, node)
-        node = makers.get(node.input[0])
-    if node is None or node.op_type not in layers or readers[node.output[0]] != 1:
-        return None
-    return MovedLayer(node, tuple(moves))
+    parts = []
+    for end in (tensor,) if concat is None else concat.input:
+        # the layer, directly or behind moves with one reader each
+        moves: list[onnx.NodeProto] = []
+        node = makers.get(end)
+        while node is not None and readers[node.output[0]] == 1 and node.op_type in MOVES:
+            moves.insert(0, node)
+            node = makers.get(node.input[0])
+        if node is None or node.op_type not in layers or readers[node.output[0]] != 1:
+            return None
+        parts.append(MovedLayer(node, tuple(moves)))
+    return JoinedLayers(tuple(parts), concat) if parts else None
 
 
 def _axes_after(

@@ -99,7 +99,6 @@ _SHUFFLES = ("channelshuffle", "pixelshuffle")
 _LAYER_MODULES = {f"torch.nn.modules.{name}" for name in (*_LAYERS, *_NORMS, *_SHUFFLES)}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
-_SIZES = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def lift_program(

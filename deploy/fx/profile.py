@@ -228,30 +228,26 @@ def count_flops(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) ->
     return counter.flops
 
 
-def mean_seconds(
-    model: nn.Module, inputs: Sequence[torch.Tensor], *, warm_up: int = 10, runs: int = 20
-) -> float:
-    """Return the mean wall-clock seconds of a run of `model`, after `warm_up` untimed runs."""
+def mean_seconds(model: nn.Module, inputs: Sequence[torch.Tensor]) -> float:
+    """Return the mean wall-clock seconds of 20 runs of `model`, after 10 untimed ones."""
     with torch.no_grad():
-        for _ in range(warm_up):
+        for _ in range(10):
             model(*inputs)
         _wait_for_device()
         started = time.perf_counter()
-        for _ in range(runs):
+        for _ in range(20):
             model(*inputs)
         _wait_for_device()
-    return (time.perf_counter() - started) / runs
+    return (time.perf_counter() - started) / 20
 
 
 @phase("timing")
-def compare_speed(
-    before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor], *, rounds: int = 3
-) -> str:
+def compare_speed(before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor]) -> str:
     """Compare two models; return one sentence with mean times, ratio and largest difference.
 
     They are timed alternately, and the best round of each counts, so that other load affects both.
     """
-    turns = [(mean_seconds(before, inputs), mean_seconds(after, inputs)) for _ in range(rounds)]
+    turns = [(mean_seconds(before, inputs), mean_seconds(after, inputs)) for _ in range(3)]
     slow, fast = (min(times) for times in zip(*turns, strict=True))
     with torch.no_grad():
         difference = largest_difference(before(*inputs), after(*inputs))

@@ -121,11 +121,10 @@ def coverage(target: TargetPart) -> str:
     return f"{number} of {figures.count(len(target.nodes), 'node')} {first}{more}"
 
 
-def quantized_operators(target: TargetPart, most: int | None = None) -> str:
-    """Return the quantized operators with their number: "Conv 12, Add 3"; at most `most`."""
+def quantized_operators(target: TargetPart) -> str:
+    """Return the quantized operators with their number: "Conv 12, Add 3"."""
     counts = Counter(node.op for node in target.nodes if node.quantized).most_common()
-    words = [f"{op} {number}" for op, number in counts[:most]]
-    return ", ".join([*words, "..."] if len(words) < len(counts) else words)
+    return ", ".join(f"{op} {number}" for op, number in counts)
 
 
 def built_targets(report: Findings) -> tuple[TargetPart, ...]:

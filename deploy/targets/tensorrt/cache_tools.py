@@ -290,9 +290,7 @@ def _clip_limits(cache: CalibrationCache, matched: CacheMatch) -> dict[str, floa
     return {tensor: 127 * float(scales[name]) for tensor, name in entries if tensor is not None}
 
 
-def qdq_to_cache(
-    model: Path, *, version: str, algorithm: str = trt_cache.ENTROPY2
-) -> tuple[PlainModel, CalibrationCache]:
+def qdq_to_cache(model: Path, *, version: str) -> tuple[PlainModel, CalibrationCache]:
     """Return the float model of a Q/DQ model, and the cache with the scales of its pairs.
 
     Raises:
@@ -302,7 +300,7 @@ def qdq_to_cache(
     from deploy.targets.tensorrt.cache_qdq import from_qdq
 
     plain = from_qdq(read_model(Path(model)))
-    return plain, trt_cache.from_scales(plain.scales, version=version, algorithm=algorithm)
+    return plain, trt_cache.from_scales(plain.scales, version=version)
 
 
 def dla_cache(
