@@ -77,9 +77,10 @@ class CutOffNodes:
 
     def sentence(self, outputs: Iterable[str]) -> str:
         """Return the note for the user; `outputs` are those of the part before the cut."""
+        kept = "1 node" if len(self.nodes) == 1 else f"{len(self.nodes)} nodes"
         return (
             f"Cut before {self.stranger}, which onnxruntime does not know: calibrated and"
-            f" evaluated on {', '.join(outputs)}; {_count(self.nodes)} from there on kept as in the"
+            f" evaluated on {', '.join(outputs)}; {kept} from there on kept as in the"
             " file, for TensorRT and Ascend."
         )
 
@@ -271,7 +272,3 @@ def describe_node(node: onnx.NodeProto) -> str:
     """Describe a node for messages: operator, domain, name."""
     domain = f" of the domain '{node.domain}'" if node.domain else ""
     return f"{node.op_type}{domain} ('{node.name or next(iter(node.output), '')}')"
-
-
-def _count(nodes: Sequence[onnx.NodeProto]) -> str:
-    return "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
