@@ -142,19 +142,23 @@ def arq(
     *,
     bits: int = 8,
     channel_wise: bool = True,
+    with_offset: bool = False,
 ) -> tuple[Float32Array, IntArray]:
-    """Return (scale, offset) of a weight, each [C_out] or [1]; the hardware requires offset 0.
+    """Return (scale, offset) of a weight, each [C_out] or [1].
 
     Args:
         weight: [C_out, ...], float32 or float16 (see `channels_first` for ConvTranspose).
         bits: 4, 6, 7 or 8.
         channel_wise: one scale per output channel, else one per tensor.
+        with_offset: affine; the hardware requires offset 0, so deployments leave this off.
 
     Raises:
         CalibrationError: wrong dtype, NaN or Inf, no elements, or a scale that is not finite.
     """
     rows = check_values(weight, "weight").reshape(weight.shape[0] if channel_wise else 1, -1)
-    return ascend_scale_offset(rows.max(axis=1), rows.min(axis=1), with_offset=False, bits=bits)
+    return ascend_scale_offset(
+        rows.max(axis=1), rows.min(axis=1), with_offset=with_offset, bits=bits
+    )
 
 
 def arq_integers(
