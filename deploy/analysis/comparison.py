@@ -150,12 +150,7 @@ def _pair_errors(
         if sums is not None:
             sums.add(sample, left, right)
     figures = {} if sums is None else dict(zip(pairs, sums.result(), strict=True))
-    return {name: one for name, one in figures.items() if not _empty(one)}
-
-
-def _empty(one: OutputAccuracy) -> bool:
-    """Whether a tensor had no value in any sample, so that it cannot differ."""
-    return math.isnan(one.sqnr_db) and not any(one.not_finite) and not one.other_shape
+    return {name: one for name, one in figures.items() if not one.empty}
 
 
 class _Cuts:

@@ -56,6 +56,7 @@ class OutputAccuracy:
     not_finite: tuple[int, int] = (0, 0)
     other_shape: int = 0  # number of samples whose shapes differ (such as the number of detections)
     zeros: bool = False  # whether all values of both are 0, so that equality means nothing
+    empty: bool = False  # whether neither had a value in any sample
 
 
 @dataclass(slots=True)
@@ -119,6 +120,7 @@ class RunningError:
             not_finite=(self.not_finite[0], self.not_finite[1]),
             other_shape=self.other_shape,
             zeros=not broken and self.signal == self.noise == 0,
+            empty=not broken and self.samples == 0,
         )
 
     def _cosines(self) -> tuple[float, float]:
