@@ -373,6 +373,36 @@ def test_a_build_that_fails_leaves_the_old_one_and_its_calibration_to_the_next(m
     assert content(out)["calib8/small_cnn.cache"] != before["calib8/small_cnn.cache"]
 
 
+def targets_of(out):
+    return {one["name"]: one for one in json.loads((out / "report.json").read_text())["targets"]}
+
+
+@pytest.mark.parametrize("where", ["build", "open"])
+def test_a_target_that_fails_leaves_no_file_and_the_others_are_published(
+    where, small_cnn, pictures, tmp_path, run, monkeypatch
+):
+    """A file that no runtime opens was kept and listed, and `verify` vouched for it."""
+    monkeypatch.delenv("CALIB8_TRACEBACK", raising=False)
+    whole = getattr(OnnxRuntime, where)
+
+    def failing(self, *words, **named):
+        whole(self, *words, **named)  # its files are written
+        raise {"build": TypeError("int"), "open": BackendError("no engine")}[where]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OnnxRuntime, where, failing)
+        words = ("build", small_cnn, "--images", pictures, *WORDS, tmp_path, "--threads", 2)
+        words += ("--target", "onnxruntime,tensorrt", "--duration", 0.01)
+        assert run(*words)[0] == 1
+    found = targets_of(tmp_path)
+    assert found["onnxruntime"]["error"] and not found["onnxruntime"].get("files")
+    assert not found["tensorrt"].get("error") and found["tensorrt"]["files"]
+    assert not list(tmp_path.glob("*.int8.onnx")) and not list(tmp_path.glob("*_run.py"))
+    assert unchanged(tmp_path) and (tmp_path / "calib8/small_cnn.cache").exists()
+    if where == "build":
+        assert "TypeError: int" in (tmp_path / "calib8/small_cnn.log").read_text()
+
+
 def test_a_cache_elsewhere_is_kept_as_it_is_made(small_cnn, pictures, tmp_path, monkeypatch):
     monkeypatch.setattr(OnnxRuntime, "build", broken)
     cache = tmp_path / "caches" / "x.cache"

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -124,6 +124,12 @@ class Stage:
         paths = [*self.inside.iterdir(), *(self.inside / RECORDS).glob("*")]
         written = (p for p in paths if p.is_file() and not p.name.startswith(atomic.PREFIX))
         return sorted(p.relative_to(self.inside).as_posix() for p in written)
+
+    def discard_since(self, before: Collection[str]) -> None:
+        """Remove the files that are not among these names; a complete calibration stays."""
+        kept = {name for names in _calibrations(self.inside) for name in names}
+        for name in set(self.names()) - kept.union(before):
+            (self.inside / name).unlink()
 
     def end(self) -> None:
         """Remove the temporary folder; keep a complete calibration for the next run."""

@@ -41,7 +41,7 @@ from deploy.pipeline.build_options import (
     rereadable_model,
 )
 from deploy.pipeline.calibration_setup import already_calibrated, calibrate_loaded
-from deploy.pipeline.target_builds import build_targets, search_targets
+from deploy.pipeline.target_builds import build_targets, discard_failed, search_targets
 from deploy.report.verdict import Gates
 from deploy.targets import Target, make_targets
 from deploy.targets.base import BuildResult
@@ -278,6 +278,7 @@ def build_with(
             against=build.loaded.model if build.duration_s > 0 else None,
         )
         figures = _measured(build, calibration, results)
+        results = discard_failed(results, figures.failed, stage)
         report = write_report(
             calibration,
             results,

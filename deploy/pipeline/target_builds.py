@@ -1,11 +1,14 @@
 """Search what stays float on each target, and build every target.
 
-A target that fails becomes a row with its error; the others are built all the same.
+A target that fails becomes a row with its error and leaves no file; the others are built all the
+same. What nobody foresaw is such an error too, with its traceback in `calib8/<model>.log`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import traceback
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.errors import BackendError, Calib8Error, CalibrationError, ExportError
 from deploy.feed.file_list import SampleChangedError
+from deploy.files import atomic
 from deploy.files.manifest import RECORDS
 from deploy.files.staging import Stage
 from deploy.method import NO_CHOICES
@@ -56,11 +60,14 @@ def search_targets(
                 found[target.name] = plan_target(
                     target, request, wish, known, method_asked=method_asked, repairs=repairs
                 )
-        except (BackendError, CalibrationError, ExportError) as error:
+        except Exception as error:
+            why = _with_log(error, calibrated.loaded.name, stage)
+            if not isinstance(why, BackendError | CalibrationError | ExportError):
+                raise
             found[target.name] = PlannedTarget(
                 plan=TargetPlan(choices=NO_CHOICES),
                 searched=False,
-                note=f"nothing was searched for {target.name}: {error}",
+                note=f"nothing was searched for {target.name}: {why}",
             )
     if not (wish.effort or wish.plan is not None or known.targets):
         return found, None
@@ -95,6 +102,7 @@ def build_targets(
         if target.name in calibrated.failed:
             results.append(BuildResult(target=target.name, error=calibrated.failed[target.name]))
             continue
+        before = stage.names()
         try:
             chosen = request.choosing(plans[target.name].plan.choices)
             with phase(target.name):
@@ -105,12 +113,40 @@ def build_targets(
             results.append(replace(made, options=changed_options(target), notes=notes))
         except SampleChangedError:
             raise
-        except Calib8Error as error:
-            errors.append(error)
-            results.append(BuildResult(target=target.name, error=str(error)))
+        except Exception as error:
+            stage.discard_since(before)
+            errors.append(_with_log(error, calibrated.loaded.name, stage))
+            results.append(BuildResult(target=target.name, error=str(errors[-1])))
     if errors and all(result.error for result in results):
         raise errors[0]
     return results
+
+
+def _with_log(error: Exception, name: str, stage: Stage) -> Calib8Error:
+    """Return an error that nobody foresaw as one with a sentence; its traceback is in a file."""
+    if isinstance(error, Calib8Error):
+        return error
+    if os.environ.get("CALIB8_TRACEBACK"):
+        raise error
+    log = stage.folder / RECORDS / f"{name}.log"
+    atomic.write_text(log, "".join(traceback.format_exception(error)))
+    return BackendError(
+        f"a fault of calib8 itself ({type(error).__name__}: {error}); please report it with {log}"
+    )
+
+
+def discard_failed(
+    results: Sequence[BuildResult], failed: Collection[str], stage: Stage
+) -> list[BuildResult]:
+    """Remove the files of targets whose engine cannot be opened or run."""
+    kept = []
+    for result in results:
+        broken = result.target in failed and not result.error
+        if broken:
+            own = {path.name for path in result.files.values()}
+            stage.discard_since(set(stage.names()) - own)
+        kept.append(replace(result, engine=None, runnable=None, files={}) if broken else result)
+    return kept
 
 
 def _request(calibrated: CalibrationResult, stage: Stage, threads: int) -> BuildRequest:
