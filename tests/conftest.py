@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import hypothesis
@@ -17,6 +18,8 @@ import onnx
 import pytest
 from hypothesis.internal.conjecture import providers
 
+from deploy.graph.index import PROTOBUF, Graph
+from deploy.runtimes.ort import OrtSession
 from tests.models import as_float32, make_model, parse_nodes, read_markdown, save_net
 
 # Property tests have no limit of time and draw the same values in every run;
@@ -264,6 +267,32 @@ def tensorrt(monkeypatch):
 def untold(monkeypatch):
     """No test waits so long that progress would be told: a loaded machine is no other output."""
     monkeypatch.setattr("deploy.terminal.TICK_S", 1e6)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def messages_in_one_thread():
+    """A worker thread that reads a protobuf message without the lock fails its test.
+
+    Messages of protobuf may be used by one thread at a time; a suite once died of that.
+    """
+    whole, opened = Graph.__init__, OrtSession.open.__func__
+
+    def refuse():
+        worker = threading.current_thread().name.startswith("ThreadPoolExecutor")
+        assert not worker or PROTOBUF._is_owned(), "a model is read in a worker thread"
+
+    def init(self, *words, **named):
+        refuse()
+        whole(self, *words, **named)
+
+    def open_session(cls, model, **named):
+        if isinstance(model, onnx.ModelProto):
+            refuse()
+        return opened(cls, model, **named)
+
+    Graph.__init__, OrtSession.open = init, classmethod(open_session)
+    yield
+    Graph.__init__, OrtSession.open = whole, classmethod(opened)
 
 
 _ROOT = Path(__file__).resolve().parents[1]

@@ -419,7 +419,8 @@ def build_failing(tmp_path, monkeypatch):
         class Refusing(OrtSession):
             @classmethod
             def open(cls, model, **options):
-                if refused(model):
+                read = onnx.ModelProto.FromString(model) if isinstance(model, bytes) else model
+                if refused(read):
                     raise BackendError(WHY)
                 return super().open(model, **options)
 

@@ -18,6 +18,7 @@ a model with another one finds the naming rule here (`PADDED_SUFFIX`).
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -147,6 +148,7 @@ def dims(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...] | None:
     )
 
 
+PROTOBUF = threading.RLock()  # a worker thread holds it while it touches a protobuf message
 _NO_TENSORS = ("sequence_type", "map_type", "optional_type", "sparse_tensor_type", "opaque_type")
 
 

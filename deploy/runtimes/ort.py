@@ -174,7 +174,7 @@ class OrtSession(CpuSession):
 
         threads = usable_cores() if threads is None else threads
         source = model_source(model)
-        int8_kernels = int8_kernels and not _is_fp8(model)
+        int8_kernels = int8_kernels and not holds_fp8(model)
         if threads < 1:
             raise BackendError(f"threads must be 1 or more, got {threads}")
         options = onnxruntime.SessionOptions()
@@ -331,7 +331,7 @@ def model_source(model: Model) -> str | bytes:
     return model if isinstance(model, bytes) else bytes(model.SerializeToString())
 
 
-def _is_fp8(model: Model) -> bool:
+def holds_fp8(model: Model) -> bool:
     """Return whether a model in memory holds fp8 values; False for files and bytes."""
     if isinstance(model, Path | str | bytes):
         return False

@@ -35,10 +35,11 @@ from numpy.typing import NDArray
 
 from deploy.errors import Calib8Error, ConfigError
 from deploy.graph.edit import copy_with_outputs
+from deploy.graph.index import PROTOBUF
 from deploy.method import Choices
 from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs
 from deploy.metrics.output_form import derive_form
-from deploy.runtimes.ort import OrtSession
+from deploy.runtimes.ort import OrtSession, holds_fp8
 from deploy.tuning.float_activations import FloatActivations, downstream_model
 from deploy.tuning.search_samples import (
     by_strength,
@@ -201,7 +202,7 @@ class Prober:
         """Return the noise of several trials, run in parallel; None for one that could not run."""
 
         def noise_of(choices: Choices) -> Noise:
-            return self._measure(self._trial_model(choices), self._heard, judged=self._by_task)
+            return self._measure(self._opened(choices), self._heard, judged=self._by_task)
 
         return self._run([(one, _key(one)) for one in trials], noise_of, len(self._heard))
 
@@ -247,13 +248,15 @@ class Prober:
     def _noise_alone(self, stored: FloatActivations | Calib8Error, choices: Choices) -> Noise:
         if isinstance(stored, Calib8Error):
             raise stored
-        model = self._trial_model(choices)
-        same = stored.same(model)
+
+        def downstream(model: onnx.ModelProto) -> onnx.ModelProto:
+            return downstream_model(model, stored.same(model), stored.values)
+
         heard = [
             ({**sample, **values}, wanted)
             for (sample, wanted), values in zip(stored.heard, stored.values, strict=True)
         ]
-        return self._measure(downstream_model(model, same, stored.values), heard, judged=False)
+        return self._measure(self._opened(choices, downstream), heard, judged=False)
 
     def _attempt(self, work: Callable[[Choices], Noise], choices: Choices) -> Noise | Calib8Error:
         try:
@@ -263,16 +266,26 @@ class Prober:
         finally:
             self._progress()
 
-    def _trial_model(self, choices: Choices) -> onnx.ModelProto:
-        return self._trial(self._request.adding(choices))
+    def _opened(
+        self,
+        choices: Choices,
+        cut: Callable[[onnx.ModelProto], onnx.ModelProto] = lambda model: model,
+    ) -> OrtSession:
+        """Open a trial model.
+
+        protobuf's messages must not be used by several threads, so models are built one at a time.
+        """
+        with PROTOBUF:
+            model = cut(self._trial(self._request.adding(choices)))
+            kernels = self._kernels and not holds_fp8(model)
+            data = model.SerializeToString()
+            del model
+        return OrtSession.open(data, threads=1, spin=False, keep=True, int8_kernels=kernels)
 
     def _measure(
-        self, model: onnx.ModelProto, heard: Sequence[ReferenceSample], *, judged: bool
+        self, session: OrtSession, heard: Sequence[ReferenceSample], *, judged: bool
     ) -> Noise:
         """Return the noise of a model on samples, which may hold more tensors than it reads."""
-        session = OrtSession.open(
-            model, threads=1, spin=False, keep=True, int8_kernels=self._kernels
-        )
         inputs = [spec.name for spec in session.inputs]
         listed = not self._form.parts and self._form.task is not None
         figures = None
