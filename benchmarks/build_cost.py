@@ -1,7 +1,7 @@
 """CPU time and peak memory of one `build` for three targets, an older checkout beside this one.
 
     git worktree add /tmp/older e978d3c
-    python benchmarks/build_cost.py --old /tmp/older [--models demo efficientnet-lite0] [--rounds 3]
+    python benchmarks/build_cost.py --old /tmp/older [--models fashion ...] [--rounds 3]
 
 Both sides run the same command in a process of its own, in turns: first into an empty folder, then
 again, so that the second build finds the calibration of the first. No latency is measured
@@ -32,8 +32,8 @@ TARGETS = ("onnxruntime", "tensorrt", "ascend")
 PASSES = ("first build", "second build")
 
 
-def demo(count: int) -> list[str]:
-    """The bundled network and up to 100 images of it."""
+def fashion(count: int) -> list[str]:
+    """The bundled Fashion-MNIST network and up to 100 images of it."""
     data = checkouts.OWN / "datasets" / "fashion"
     words = [str(data / "fashion.onnx"), "--images", str(data / "calib.txt")]
     return [*words, "--mean", "0.5", "--std", "0.5", "--limit", str(count)]
@@ -48,7 +48,7 @@ def efficientnet(count: int) -> list[str]:
 
 
 MODELS: Mapping[str, Callable[[int], list[str]]] = {
-    "demo": demo,
+    "fashion": fashion,
     "efficientnet-lite0": efficientnet,
 }
 

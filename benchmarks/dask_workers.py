@@ -3,7 +3,9 @@
     pip install '.[dask]'
     python benchmarks/dask_workers.py [--images 100000] [--workers 1 2 4]
 
-The demo's network, of whose pictures as many are made by noise as are asked for (28 x 28, PNG).
+The bundled Fashion-MNIST network, of whose pictures as many are made by noise as are asked for
+(28 x 28, PNG).
+
 Scheduler and workers (one thread each) are processes of their own on this machine, started anew for
 each row; the client is `calib8 calibrate`. CPU time is user and system time of client and workers,
 memory the peak of each process; a worker's holds the libraries alone before its first piece. The
@@ -45,7 +47,7 @@ class Row:
 
 
 def pictures(folder: Path, count: int) -> list[str]:
-    """Names of the demo's own pictures, each again and again with noise of its own."""
+    """Names of its own pictures, each again and again with noise of its own."""
     rng = np.random.default_rng(5)
     own = [
         cv2.imread(str(p), cv2.IMREAD_GRAYSCALE) for p in sorted((DATA / "calib").rglob("*.png"))

@@ -1,4 +1,4 @@
-"""The demo network in PyTorch with its trained weights, and its training data.
+"""The bundled Fashion-MNIST network in PyTorch with its trained weights, and its training data.
 
 `benchmarks/fashion.py:make`, for any `calib8` command that takes a model in PyTorch. Input
 [N, 1, 28, 28] float32, (pixel / 255 - 0.5) / 0.5; output [N, 10] logits. The weights are those of
@@ -56,7 +56,7 @@ class Separable(nn.Module):
 
 
 class Fashion(nn.Module):
-    """The demo network, 57,690 parameters."""
+    """The bundled network, 57,690 parameters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ KINDS = {
     "pooling": ("MaxPool", "AveragePool", "GlobalAveragePool", "ReduceMean"),
 }
 HEAD = ["model", "tool", *KINDS, "in float where ModelOpt has int8"]
-NAMES = ("demo", "resnet-18", "efficientnet-lite0", "yolov8n-nudenet", "vit-s-focus")
+NAMES = ("fashion", "resnet-18", "efficientnet-lite0", "yolov8n-nudenet", "vit-s-focus")
 
 
 def placed(path: Path) -> dict[str, dict[str, bool]]:

