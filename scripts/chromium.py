@@ -46,6 +46,7 @@ _IN, _OUT = 3, 4  # where Chromium reads and writes the protocol
 _HIGH = 20  # no descriptor that is moved to 3 or 4 lies on the other's place
 _PATIENCE_S = 60.0  # for one answer
 _LONGEST_PX = 12000  # of a picture
+_MARGIN_PX = 12  # around a part of the page
 
 
 class Silent(RuntimeError):
@@ -137,6 +138,25 @@ class Page:
         clip["height"] = min(size["height"], most_px)
         shot = self.call(
             "Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True
+        )
+        return base64.b64decode(shot["data"])
+
+    def part(self, expression: str) -> bytes | None:
+        """The element that JavaScript finds, with a margin, as JPEG; None if there is none."""
+        where = f"(() => {{ const one = {expression}; return one?.getBoundingClientRect(); }})()"
+        box = self.value(f"JSON.stringify({where} ?? null)")
+        sides = json.loads(box)
+        if sides is None:
+            return None
+        scrolled = self.value("window.scrollY")
+        clip = {"x": sides["x"] - _MARGIN_PX, "y": sides["y"] + scrolled - _MARGIN_PX, "scale": 1}
+        clip |= {side: sides[side] + 2 * _MARGIN_PX for side in ("width", "height")}
+        shot = self.call(
+            "Page.captureScreenshot",
+            format="jpeg",
+            quality=85,
+            clip=clip,
+            captureBeyondViewport=True,
         )
         return base64.b64decode(shot["data"])
 
