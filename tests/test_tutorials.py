@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TUTORIALS = ["edge-cpu", "tensorrt-8", "nvidia-and-ascend"]
+TUTORIALS = ["edge-cpu", "tensorrt-8", "nvidia-and-ascend", "pytorch"]
 BLOCK = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 MEASURED = re.compile(r"\d[\d.,]* ?(?=(?:us|ms|s|x|/s|B|KiB|MiB|GiB|times)\b)")
 NUMBER = re.compile(r"\d+\.\d+")
@@ -73,6 +73,8 @@ def found(shown: list[str], said: list[str]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_what_a_page_shows_happens(page, run, tmp_path, monkeypatch, capfd):
+    if page.stem == "pytorch":
+        pytest.importorskip("torch", reason="this page needs torch: calib8[torch]")
     (tmp_path / "datasets").symlink_to(ROOT / "datasets")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
