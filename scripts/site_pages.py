@@ -58,8 +58,8 @@ def _command_list() -> str:
     return "\n".join(
         [
             "# Commands\n",
-            "What `calib8 COMMAND --help-all` says, made from the commands. Exit codes are"
-            " told in [What int8 loses](../../accuracy.md#the-verdict).\n",
+            "Each page has the text of `calib8 COMMAND --help-all`, with every option. Exit codes"
+            " are in [What int8 loses](../../accuracy.md#the-verdict).\n",
             "| command | |",
             "| --- | --- |",
             *rows,
@@ -122,7 +122,7 @@ def _names() -> str:
 
     Of a target only its options are for users; what it does with them is called by the pipeline.
     """
-    told = ["# Python", "The names of `calib8`, then those of `calib8.torch`."]
+    told = ["# Python", "Every function and class of `calib8`, then of `calib8.torch`."]
     targets = set(deploy.TARGETS.values())
     for value in (getattr(deploy, name) for name in deploy.__all__):
         if callable(value):
