@@ -1,4 +1,4 @@
-"""Every source that `docs/feeds.md` names has a test, and the test is there."""
+"""Every source of `docs/feeds.md` and every need of `docs/needs.md` has a test that is there."""
 
 import re
 from pathlib import Path
@@ -29,3 +29,14 @@ def test_the_words_around_the_tables_name_tests_that_are_there():
     for test in re.findall(r"`(?:test_\w+\.py::)?(test_\w+)`", TEXT):
         found = (path for path in TESTS.glob("test_*.py") if f"def {test}(" in path.read_text())
         assert any(found), test
+
+
+def test_every_need_has_its_test_or_is_not_met_yet():
+    text = (TESTS.parent / "docs" / "needs.md").read_text("utf-8")
+    rows = re.findall(r"^\| (\d+) \| (.*)", text, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == [*range(1, 26)]
+    for number, row in rows:
+        named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", row)
+        assert named or "not yet" in row, number
+        for file, test in named:
+            assert f"\ndef {test}(" in (TESTS / file).read_text("utf-8"), (file, test)
