@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "examples"
-WIDTH_PX, HEIGHT_PX = 960, 720  # of the picture of a report
+WIDTH_PX, HEIGHT_PX = 960, 720  # of the picture of a report; `picture_px` of a cell: its height
 
 
 def run_cells(path: Path, folder: Path) -> Iterator[tuple[str, object]]:
@@ -72,20 +72,24 @@ def store_outputs(path: Path) -> None:
                 cell["outputs"] += [{"output_type": "stream", "name": "stdout", "text": text}]
             if value is not None:
                 result = {"output_type": "execute_result", "execution_count": number}
-                cell["outputs"] += [result | {"data": show(value), "metadata": {}}]
+                height = cell["metadata"].get("picture_px", HEIGHT_PX)
+                cell["outputs"] += [result | {"data": show(value, height), "metadata": {}}]
     path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
-def show(value: object) -> dict[str, Any]:
-    """Return the forms of a value by media type: text, and a picture if it has a page."""
+def show(value: object, height: int) -> dict[str, Any]:
+    """Return the forms of a value by media type: text, and a picture if it has a page.
+
+    `height`: of the picture, in px.
+    """
     forms: dict[str, Any] = {"text/plain": repr(value).splitlines(keepends=True)}
     page = getattr(value, "_repr_html_", None)
     if page is not None:
-        forms["image/png"] = base64.b64encode(draw(page())).decode("ascii")
+        forms["image/png"] = base64.b64encode(draw(page(), height)).decode("ascii")
     return forms
 
 
-def draw(frame: str) -> bytes:
+def draw(frame: str, height: int) -> bytes:
     """Return the top of the page in `frame` (an <iframe> with the page as srcdoc) as PNG."""
     from chromium import browser  # beside this file
 
@@ -94,7 +98,7 @@ def draw(frame: str) -> bytes:
         file = Path(folder, "page.html")
         file.write_text(page, "utf-8")
         tab.show(file, width=WIDTH_PX)
-        return tab.picture(HEIGHT_PX)
+        return tab.picture(height)
 
 
 def main() -> None:
