@@ -25,7 +25,7 @@ from deploy.targets import TARGETS
 from deploy.targets.options import declared_options
 from deploy.tuning.search_options import DEFAULT_EFFORT, EFFORTS
 from scripts import notebooks, site_pages
-from tests.test_tutorials import alike
+from tests.test_tutorials import TUTORIALS, alike
 
 # --- What the packages hand on: every name in `__all__` is there, and importing costs little.
 ROOT = Path(__file__).resolve().parents[1]
@@ -231,6 +231,14 @@ def test_every_preset_method_and_target_option_is_in_its_table():
         rows = [line for line in pages[page].splitlines() if line.startswith("| `")]
         missing = [name for name in names if not any(f"`{name}" in row for row in rows)]
         assert not missing, f"docs/**/{page}.md has no row of {missing}"
+
+
+def test_the_home_has_three_commands_and_a_door_to_every_tutorial():
+    home = (ROOT / "docs" / "index.md").read_text("utf-8")
+    (commands,) = re.findall(r"^```sh\n(.*?)^```", home, re.DOTALL | re.MULTILINE)
+    assert len(commands.splitlines()) == 3
+    doors = re.findall(r"^- \*\*\[.+?\]\((.+?)\)\*\*$", home, re.MULTILINE)
+    assert sorted(doors) == sorted(f"tutorials/{name}.md" for name in TUTORIALS)
 
 
 def test_links_between_pages_lead_somewhere(made):
