@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ExportError, ModelError
-from deploy.frontends import load
+from deploy.frontends import load, onnx_file
 from deploy.frontends.affine import MovedLayer
 from deploy.graph.edit import copy_with_outputs
 from deploy.graph.lowering import lower_opset
@@ -742,3 +742,99 @@ def test_an_output_of_any_kind_is_judged_or_left_out_on_every_target(form, rng, 
     assert not report.failed and note in (tmp_path / "report.md").read_text().replace("\\", "")
     verdicts = [engine.verdict.words for engine in report.engines if engine.verdict is not None]
     assert len(verdicts) == 3 and all(word in one for one in verdicts), verdicts
+
+
+# --- The cleaned model computes what the given one does, and small files stay small.
+def with_function(slope, *, doubled=0):
+    """Conv and a function whose attribute has a default; `doubled`: functions that call twice."""
+    leaky = helper.make_node("LeakyRelu", ["a"], ["o"])
+    leaky.attribute.add(name="alpha", type=onnx.AttributeProto.FLOAT, ref_attr_name="slope")
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("my", 1)]
+    default = helper.make_attribute("slope", slope)
+    functions = [
+        helper.make_function("my", "F0", ["a"], ["o"], [leaky], opsets, attribute_protos=[default])
+    ]
+    for k in range(doubled):
+        calls = [
+            helper.make_node(f"F{k}", ["a"], ["b"], domain="my"),
+            helper.make_node(f"F{k}", ["b"], ["o"], domain="my"),
+        ]
+        functions.append(helper.make_function("my", f"F{k + 1}", ["a"], ["o"], calls, opsets))
+    call = helper.make_node(f"F{doubled}", ["c"], ["y"], "act", domain="my")
+    weights = as_float32({"w": np.random.default_rng(0).normal(0, 0.3, (4, 1, 3, 3))})
+    nodes = [make_node("Conv", "x w", "c", "conv"), call]
+    model = make_model(nodes, {"x": [1, 1, 8, 8]}, {"y": None}, weights, opset=17, ir=9)
+    model.opset_import.append(opsets[1])
+    model.functions.extend(functions)
+    return model
+
+
+def test_a_default_of_a_function_is_used_and_is_part_of_the_digest(rng):
+    x = rng.normal(size=(1, 1, 8, 8)).astype(np.float32)
+    digests = set()
+    for slope in (0.01, 5.0):
+        model = with_function(slope)
+        loaded = load(model)
+        (wanted,), (found,) = (run_net(one, x) for one in (model, loaded.model))
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+        digests.add(loaded.digest)
+    assert len(digests) == 2
+
+
+def test_functions_that_double_are_refused_by_their_number():
+    with pytest.raises(ModelError, match="at most 50,000 nodes"):
+        load(with_function(0.1, doubled=40))
+
+
+def test_values_of_a_concat_that_doubles_are_not_propagated(run, tmp_path):
+    nodes = [("Conv", "x w", "c")]
+    nodes += [("Concat", f"k{n} k{n}", f"k{n + 1}", {"axis": 0}) for n in range(30)]
+    nodes += [("ReduceSum", "k30", "s", {"keepdims": 0}), ("Add", "c s", "y")]
+    weights = {"w": np.ones((4, 1, 3, 3), np.float32), "k0": np.ones(16, np.float32)}
+    model = make_model(nodes, {"x": [1, 1, 8, 8]}, {"y": None}, weights)
+    run.ok("inspect", save_net(model, tmp_path / "net.onnx"))
+
+
+def test_a_step_of_cleaning_that_changes_the_model_is_an_error(rng, tmp_path, monkeypatch):
+    """onnx's converter once dropped how an old Resize rounds, and every file was 21 dB off."""
+    nodes = [("Conv", "x w", "c"), ("LeakyRelu", "c", "r", {"alpha": 0.5}), ("Conv", "r v", "y")]
+    shapes = {"w": (4, 1, 3, 3), "v": (4, 4, 1, 1)}
+    weights = as_float32({name: rng.normal(0, 0.3, shape) for name, shape in shapes.items()})
+    model = make_model(nodes, {"x": [1, 1, 8, 8]}, {"y": None}, weights)
+    samples = [{"x": rng.normal(size=(1, 1, 8, 8)).astype(np.float32)} for _ in range(4)]
+    named = {"duration_s": 0, "tuning": Tuning(effort=0), "targets": ["tensorrt"]}
+    assert not build(
+        save_net(model, tmp_path / "a.onnx"), samples, out=tmp_path / "o", **named
+    ).failed
+
+    def lossy(model, *words, whole=onnx_file.lift_opset):
+        for node in model.graph.node:
+            del node.attribute[:]
+        return whole(model, *words)
+
+    monkeypatch.setattr(onnx_file, "lift_opset", lossy)
+    with pytest.raises(ModelError, match="must compute what the given one does"):
+        build(tmp_path / "a.onnx", samples, out=tmp_path / "p", **named)
+    assert not (tmp_path / "p" / "a.tensorrt.onnx").exists()
+
+
+def test_data_of_a_sparse_tensor_counts_and_lies_beside_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    weights = as_float32({"w": np.ones((4, 1, 3, 3))})
+    model = make_model([("Conv", "x w", "c"), ("Add", "c sp", "y")], {"x": [1, 1, 8, 8]}, {"y": None},
+                       weights)  # fmt: skip
+    sparse = model.graph.sparse_initializer.add()
+    sparse.dims.extend([4, 1, 1])
+    sparse.values.CopyFrom(numpy_helper.from_array(np.array([3, 7], np.float32), "sp"))
+    sparse.values.ClearField("raw_data")
+    sparse.values.data_location = TensorProto.EXTERNAL
+    sparse.values.external_data.add(key="location", value="w.bin")
+    sparse.indices.CopyFrom(numpy_helper.from_array(np.array([0, 1]), ""))
+    (tmp_path / "m/net.onnx").write_bytes(model.SerializeToString())
+    (tmp_path / "w.bin").write_bytes(bytes(8))  # in the working folder: another's
+    digests = set()
+    for values in ([0, 0], [500, -700]):
+        (tmp_path / "m/w.bin").write_bytes(np.array(values, np.float32).tobytes())
+        digests.add(load("m/net.onnx").digest)
+    assert len(digests) == 2

@@ -214,6 +214,9 @@ def model_digest(model: onnx.ModelProto) -> str:
     for function in model.functions:
         tree.append([function.domain, function.name, list(function.input), list(function.output)])
         tree.append([_node(node) for node in function.node])
+        if function.attribute_proto:  # values of attributes that a call leaves out
+            defaults = sorted(function.attribute_proto, key=lambda attribute: attribute.name)
+            tree.append([part for attribute in defaults for part in _attribute(attribute)])
     state = hashlib.sha256()
     _hash_tree(state, tree)
     return state.hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import onnx
@@ -27,11 +28,20 @@ from deploy.graph.edit import (
     replace_field,
     sort_nodes,
 )
-from deploy.graph.index import Graph, all_graphs, has_no_subgraph, subgraphs
+from deploy.graph.index import (
+    Graph,
+    all_graphs,
+    all_nodes,
+    constant_nodes,
+    has_no_subgraph,
+    subgraphs,
+)
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
 
 _ROUNDS = 8  # folding a Shape creates new constants; real models need two rounds
+_MOST_NODES = 50_000  # after inlining; a kilobyte of functions can stand for billions
+_MOST_JOINED = 1 << 16  # elements of a Concat of constants whose values are propagated
 _OLDEST_IR = 7  # the IR of opset 13; IR 3 still lists weights as inputs
 _FEEDS_WEIGHTS = 4  # since this IR a weight that is also an input is only its default value
 _FLOAT = 1  # onnx.TensorProto.FLOAT
@@ -194,6 +204,17 @@ def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
         ModelError: the functions are not valid.
     """
     count = len(model.functions)
+    functions = {(function.domain, function.name): function for function in model.functions}
+    try:
+        nodes = _count_inlined(all_nodes(model.graph), functions, {})
+    except RecursionError:
+        nodes = _MOST_NODES + 1
+    if nodes > _MOST_NODES:
+        raise ModelError(
+            f"a model must have at most {_MOST_NODES:,} nodes with its functions inlined, got"
+            f" {nodes:.3g} or more; export it without functions that call each other many times"
+        )
+    _write_defaults(model, functions)
     try:
         inlined = inliner.inline_local_functions(model)
     except Exception as error:  # C++ behind a binding, without an error class
@@ -201,6 +222,38 @@ def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
             f"the model's functions must be valid ONNX, got: {first_line(error)}; export it again"
         ) from error
     return inlined, f"Inlined {_count(count, 'function')}."
+
+
+def _count_inlined(
+    nodes: Iterable[onnx.NodeProto],
+    functions: Mapping[tuple[str, str], onnx.FunctionProto],
+    known: dict[tuple[str, str], int],
+) -> int:
+    """Return the number of nodes after inlining; a function that calls itself counts as none."""
+    count = 0
+    for node in nodes:
+        key = (node.domain, node.op_type)
+        if key not in functions:
+            count += 1
+            continue
+        if key not in known:
+            known[key] = 0
+            known[key] = _count_inlined(all_nodes(functions[key]), functions, known)
+        count += known[key]
+    return count
+
+
+def _write_defaults(
+    model: onnx.ModelProto, functions: Mapping[tuple[str, str], onnx.FunctionProto]
+) -> None:
+    """Write default attributes of functions into the calls; onnx's inliner leaves them out."""
+    bodies = [model.graph, *model.functions]
+    for node in [node for body in bodies for node in all_nodes(body)]:
+        called = functions.get((node.domain, node.op_type))
+        given = {attribute.name for attribute in node.attribute}
+        for default in () if called is None else called.attribute_proto:
+            if default.name not in given:
+                node.attribute.add().CopyFrom(default)
 
 
 def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
@@ -270,7 +323,8 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     del model.graph.value_info[:]
     light = _without_values(model)
     try:
-        inferred = shape_inference.infer_shapes(light or model, data_prop=True)
+        small = _largest_joined(model.graph) <= _MOST_JOINED
+        inferred = shape_inference.infer_shapes(light or model, data_prop=small)
     except Exception as error:  # C++ behind a binding, without an error class
         raise ModelError(
             f"shapes of the model must fit together, got: {first_line(error)}; export it again"
@@ -284,6 +338,18 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     produced -= {value.name for value in inferred.graph.output}
     inferred.graph.value_info.extend(v for v in own if v.name in produced and v.name not in known)
     return inferred
+
+
+def _largest_joined(graph: onnx.GraphProto) -> int:
+    """Return the size of the largest Concat of constants; each may double the one before."""
+    sizes = {tensor.name: math.prod(tensor.dims) for tensor in graph.initializer}
+    sizes |= {name: math.prod(t.dims) for name, t in constant_nodes(graph.node).items()}
+    most = 0
+    for node in graph.node:
+        if node.op_type == "Concat" and all(name in sizes for name in node.input):
+            sizes[node.output[0]] = sum(sizes[name] for name in node.input)
+            most = max(most, sizes[node.output[0]])
+    return most
 
 
 def _without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:

@@ -91,14 +91,24 @@ def all_graphs(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[Any]:
 
 
 def all_tensors(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.TensorProto]:
-    """Yield every initializer and every tensor in an attribute, of all subgraphs too."""
+    """Yield every initializer and every tensor in an attribute, of all subgraphs too.
+
+    Of a sparse tensor these are its values and its indices.
+    """
+    sparse: list[onnx.SparseTensorProto] = []
     for body in all_graphs(graph):
         yield from getattr(body, "initializer", ())  # a function has none
+        sparse += getattr(body, "sparse_initializer", ())
     for node in all_nodes(graph):
         for attribute in node.attribute:
             if attribute.HasField("t"):
                 yield attribute.t
             yield from attribute.tensors
+            sparse += attribute.sparse_tensors
+            if attribute.HasField("sparse_tensor"):
+                sparse.append(attribute.sparse_tensor)
+    for tensor in sparse:
+        yield from (tensor.values, tensor.indices)
 
 
 def opset_of(model: onnx.ModelProto) -> int:

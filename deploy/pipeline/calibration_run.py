@@ -67,6 +67,7 @@ from deploy.feed.samples import Feed
 from deploy.files.staging import Stage
 from deploy.frontends import LoadedModel
 from deploy.graph.plan import never_negative
+from deploy.pipeline.evaluate import check_cleaned_model
 from deploy.targets import Target
 from deploy.targets.base import WritesCache
 from deploy.terminal import phase
@@ -316,6 +317,10 @@ def calibrate_run(
     few: tuple[str, ...] = ()
     if run.until and verdict.missing and agreement is None:
         few = (f"whether samples are enough is told from 16 on: there were {len(feed)}",)
+    warnings: tuple[str, ...] = ()
+    if run.judging:
+        doubt = find_random_outputs(subject.model, judges) or check_cleaned_model(subject, judges)
+        warnings = (doubt,) if doubt else ()
     known = verdict.stored if not verdict.missing else None
     calibration = Calibration(
         observed=seen.observed,
@@ -334,6 +339,7 @@ def calibrate_run(
         judges=judges,
         agreement=agreement,
         notes=(*seen.notes, *few, *(own.notes if own else ())),
+        warnings=warnings,
         outliers=calibration.outliers,
         checkpoint=seen.checkpoint,
     )
@@ -347,12 +353,12 @@ def _calibrated(
     judges: EvaluationSet | None = None,
     agreement: HalvesAgreement | None = None,
     notes: tuple[str, ...] = (),
+    warnings: tuple[str, ...] = (),
     outliers: Iterable[Outlier] = (),
     checkpoint: Checkpoint | None = None,
 ) -> CalibrationResult:
     """The result of a run."""
     subject, feed, path = run.subject, run.feed, run.policy.path
-    random = find_random_outputs(subject.model, judges or run.judges) if run.judging else ""
     places = {(o.variant.key, o.tensor) for o in run.observations}
     own = [one for one in outliers if (one.variant, one.tensor) in places]
     far = (describe_outliers(own, feed.called()),) if own else ()
@@ -370,7 +376,7 @@ def _calibrated(
         runs=run.runs,
         notes=notes,
         doubts=tuple(check_feed_inputs(subject, feed)) if run.images.is_readable else (),
-        warnings=(*subject.loaded.cut, *far, *filter(None, (random,))),
+        warnings=(*subject.loaded.cut, *far, *warnings),
         cache=path,
         repairs=run.repairs,
         peaks=run.peaks,

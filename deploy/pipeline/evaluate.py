@@ -12,24 +12,28 @@ float model runs only the samples whose outputs the calibration did not store::
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
-from deploy.calibration.reference_outputs import ReferenceOutputs
-from deploy.errors import BackendError
+import numpy as np
+
+from deploy.calibration.reference_outputs import EvaluationSet, ReferenceOutputs
+from deploy.errors import BackendError, ModelError
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.parallel import Sample, run_in_order
 from deploy.feed.preview import CandidateImages
 from deploy.frontends.base import read_model_file
 from deploy.frontends.onnx_reader import parse_model
 from deploy.graph.edit import copy_with_outputs, drop_initializer_inputs, name_nodes
+from deploy.graph.index import all_nodes
 from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison
 from deploy.metrics.layerwise import shared_tensors
-from deploy.metrics.output_errors import OutputAccuracy
+from deploy.metrics.output_errors import OutputAccuracy, sqnr_db
 from deploy.metrics.precision import GroundTruth
 from deploy.metrics.tasks import Metric
 from deploy.metrics.tasks.evaluation_task import Example
@@ -41,9 +45,14 @@ from deploy.terminal import phase
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.calibration.observation import CalibrationSubject
     from deploy.frontends import LoadedModel
 
 LAYER_SAMPLES = 4  # samples on which all inner tensors of both models are compared
+_ALIKE_DB, _ALIKE_HALF_DB = 40.0, 25.0  # least SQNR of a cleaned model; of a float16 one in float32
+_PICKS = frozenset(
+    ("ArgMax", "ArgMin", "Ceil", "Floor", "NonMaxSuppression", "NonZero", "Round", "TopK", "Unique")
+)
 CALIBRATION_SAMPLES = 100  # calibration images to evaluate on, without evaluation images
 
 
@@ -308,6 +317,66 @@ def evaluation_of(
     )
 
 
+def check_cleaned_model(subject: CalibrationSubject, judges: EvaluationSet) -> str:
+    """Compare the cleaned model with the given one on one sample, so that no step changed it.
+
+    Returns:
+        A warning where they differ and a node picks among values, which rounding may change too;
+        "" if they are alike, or if ONNX Runtime cannot run the given model.
+
+    Raises:
+        ModelError: they differ by more than rounding.
+    """
+    loaded, given = subject.loaded, subject.given
+    if loaded.trained is not None or loaded.restored or loaded.behind is not None:
+        return ""
+    try:
+        data = float_file(loaded) if given is None or isinstance(given, str | Path) else given
+        session = OrtSession.open(data, threads=1, spin=False)
+        worst = min(_differences(session, judges), default=(math.inf, ""))
+    except BackendError:  # FP32 itself is not run as it was given either
+        return ""
+    if worst[0] >= (_ALIKE_HALF_DB if loaded.widened else _ALIKE_DB):
+        return ""
+    said = (
+        f"the model must compute what the given one does after {loaded.name} was cleaned, got"
+        f" {worst[0]:.1f} dB in {worst[1]}; what was done: {' '.join(loaded.notes)}"
+    )
+    if any(node.op_type in _PICKS for node in all_nodes(loaded.model.graph)):
+        return said
+    raise ModelError(f"{said} Export the model again, in a newer opset if its is below 13")
+
+
+def _differences(session: OrtSession, judges: EvaluationSet) -> Iterator[tuple[float, str]]:
+    """Yield (dB, name) of each float output of the first sample."""
+    for sample, ours in judges.heard(1):
+        fed = {spec.name: sample[spec.name].astype(spec.dtype) for spec in session.inputs}
+        theirs = session.run(fed)
+        for name, value in theirs.items():
+            own = ours.get(name)
+            if value.dtype.kind == "f" and own is not None and own.shape == value.shape:
+                wanted = np.nan_to_num(value.astype(np.float64))
+                noise = np.nan_to_num(own.astype(np.float64)) - wanted
+                yield sqnr_db(float(np.vdot(wanted, wanted)), float(np.vdot(noise, noise))), name
+
+
+def float_file(loaded: LoadedModel) -> bytes:
+    """The user's file in a form that ONNX Runtime loads and optimizes; see `float_model`.
+
+    Raises:
+        ModelError: the file changed since.
+    """
+    data = read_model_file(loaded)
+    if not loaded.renamed and not loaded.listed:
+        return data
+    given = parse_model(data, str(loaded.source))
+    if loaded.renamed:
+        name_nodes(given.graph)
+    if loaded.listed:
+        drop_initializer_inputs(given.graph)
+    return bytes(given.SerializeToString())
+
+
 def float_model(loaded: LoadedModel) -> bytes:
     """The user's file as it was loaded, so that int8 is compared with what the user runs today.
 
@@ -325,12 +394,4 @@ def float_model(loaded: LoadedModel) -> bytes:
     taken = loaded.trained is not None or loaded.restored
     if loaded.widened or loaded.behind is not None or taken:
         return bytes(loaded.model.SerializeToString())
-    data = read_model_file(loaded)
-    if not loaded.renamed and not loaded.listed:
-        return data
-    given = parse_model(data, str(loaded.source))
-    if loaded.renamed:
-        name_nodes(given.graph)
-    if loaded.listed:
-        drop_initializer_inputs(given.graph)
-    return bytes(given.SerializeToString())
+    return float_file(loaded)
