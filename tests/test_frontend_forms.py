@@ -822,8 +822,8 @@ def test_data_of_a_sparse_tensor_counts_and_lies_beside_the_model(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m").mkdir()
     weights = as_float32({"w": np.ones((4, 1, 3, 3))})
-    model = make_model([("Conv", "x w", "c"), ("Add", "c sp", "y")], {"x": [1, 1, 8, 8]}, {"y": None},
-                       weights)  # fmt: skip
+    nodes = [("Conv", "x w", "c"), ("Add", "c sp", "y")]
+    model = make_model(nodes, {"x": [1, 1, 8, 8]}, {"y": None}, weights)
     sparse = model.graph.sparse_initializer.add()
     sparse.dims.extend([4, 1, 1])
     sparse.values.CopyFrom(numpy_helper.from_array(np.array([3, 7], np.float32), "sp"))
