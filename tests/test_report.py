@@ -53,9 +53,10 @@ from deploy.report.screen import next_steps
 from deploy.report.verdict import Verdict
 from deploy.targets import OnnxRuntime
 from deploy.targets.base import BuildResult
+from deploy.terminal import visible
 
 # --- report
-HOSTILE = "\x1b[31m\udcff<script>alert('x')</script>|`*_[a](b)&\"\n# no heading"
+HOSTILE = "\x1b[31m\u202e\udcff<script>alert('x')</script>|`*_[a](b)&\"\n# no heading"
 
 
 def latency_of(samples, **changes):
@@ -251,12 +252,14 @@ def test_the_page_is_whole_and_fetches_nothing():
 def test_hostile_names_stay_words_and_do_not_steer_the_terminal():
     page = Page(to_html(full(HOSTILE)))
     assert page.tags.count("script") == 1 and page.words.count(SCRIPT) == 1
-    written = HOSTILE.replace("\udcff", "?")
+    written = "\n".join(map(visible, HOSTILE.split("\n")))
     assert sum(written in words for words in page.words) >= 8
     text = to_markdown(full(HOSTILE))
     assert not re.search(r"^# no heading", text, re.MULTILINE)
     assert not [line for line in text.splitlines() if line[:1] == "|" and "<script>" in line]
     assert "\x1b" not in to_screen(full(HOSTILE))
+    for form in (to_html, to_markdown):
+        assert all(line.isprintable() for line in form(full(HOSTILE)).split("\n"))
     for form in (to_screen, to_markdown, to_html, lambda report: json.dumps(to_json(report))):
         form(full(HOSTILE)).encode("utf-8")
 

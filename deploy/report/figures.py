@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from deploy.metrics.kernels import EngineLayer
+from deploy.terminal import join_visible
 
 if TYPE_CHECKING:
     from deploy.graph.plan import Decision
@@ -103,8 +104,11 @@ def count(number: int, noun: str) -> str:
 
 
 def encodable(text: str) -> str:
-    """Replace lone surrogates, by which Python represents file names that are not UTF-8."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    """Make control characters, marks of direction and bytes that are not UTF-8 visible.
+
+    They could rewrite a terminal or a page that shows a tensor's or a file's name.
+    """
+    return join_visible(text.split("\n"))
 
 
 def nan_aware_min(values: Iterable[float]) -> float:
