@@ -73,6 +73,25 @@ def read(path):
     return values{layout}[np.newaxis].astype(np.{dtype})
 
 
+def find_boxes(values, path):
+    """Yield (class, score, left, top, right, bottom) of a YOLO's output, in pixels of the file."""
+    yolo_v8 = values.shape[1] == 4 + len(CLASSES)  # else a row has an objectness, as in YOLOv5
+    rows = values[0].T if yolo_v8 else values[0]
+    scores = rows[:, 4:] if yolo_v8 else rows[:, 5:] * rows[:, 4:5]
+    centre, size, best = rows[:, :2], rows[:, 2:4], scores.argmax(axis=1)
+    boxes = np.concatenate([centre - size / 2, size], axis=1)
+    if boxes.max() <= 2:  # relative to the input
+        boxes = boxes * [WIDTH, HEIGHT, WIDTH, HEIGHT]
+    high, wide = cv2.imread(path).shape[:2]
+    rows, columns = resized_size(high, wide)
+    top, left = {corner}
+    zoom = np.array([wide / columns, high / rows] * 2)
+    for place in cv2.dnn.NMSBoxesBatched(boxes, scores.max(axis=1), best, 0.25, 0.45):
+        corners = np.concatenate([boxes[place, :2], boxes[place, :2] + boxes[place, 2:]])
+        corners = (corners - [left, top, left, top]) * zoom
+        yield CLASSES[int(best[place])], float(scores[place].max()), *corners.round(1).tolist()
+
+
 session = onnxruntime.InferenceSession(str(Path(__file__).with_name({engine})))
 for path in sys.argv[1:]:
     outputs = session.run(None, {{{input}: read(path)}})
@@ -82,7 +101,12 @@ for path in sys.argv[1:]:
         if values.ndim == 2 and len(values) == 1 and values.shape[1] > 1:  # a score for each class
             best = int(values.argmax())
             told = f"class {{CLASSES.get(best, best)}}, {{values.max():.4g}}"
-        print(path, output.name, told)
+        sides = (values.shape[1], values.shape[2] - 1) if values.ndim == 3 else ()
+        if CLASSES and 4 + len(CLASSES) in sides:
+            for kind, score, *box in find_boxes(values, path):
+                print(path, output.name, f"{{kind}} {{score:.2f}} {{box}}")
+        else:
+            print(path, output.name, told)
 '''
 
 
@@ -119,6 +143,7 @@ def run_program(
         order="[:, :, ::-1]" if how.color == "rgb" else "",
         pad=list(how.pad),
         place=_PLACES[place],
+        corner="(HEIGHT - rows) // 2, (WIDTH - columns) // 2" if place != "top-left" else "0, 0",
         scale=how.scale,
         mean=list(how.mean),
         std=list(how.std),
