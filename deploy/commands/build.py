@@ -14,7 +14,6 @@ from deploy.commands.calibration_options import (
     calibration_options,
     cluster_options,
     feed_of,
-    read_labels,
     resume_option,
 )
 from deploy.commands.image_options import ImageArguments, build_options, refuse_unfed
@@ -126,6 +125,7 @@ def build(
       calib8 build --config build/calib8.toml --target tensorrt
       calib8 build model.onnx --images photos/ --quiet --json - | jq .engines
     """  # noqa: D301 (click reads the backspace)
+    from deploy.feed.evaluation import read_labels
     from deploy.pipeline import build_with
     from deploy.pipeline.build_options import BuildOptions
     from deploy.report import to_json, to_markdown, to_screen

@@ -18,7 +18,7 @@ from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import base
 from deploy.commands.base import verbose_option
 from deploy.commands.image_options import ImageArguments
-from deploy.errors import ConfigError, FeedError
+from deploy.errors import ConfigError
 from deploy.method import Method
 from deploy.terminal import is_text_suppressed, say
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from deploy.calibration.cluster_jobs import Cluster
     from deploy.calibration.reuse import CachePolicy
     from deploy.feed.feed import Dataset
-    from deploy.metrics.precision import Annotations
     from deploy.pipeline.build_options import CalibrationOptions
     from deploy.targets import Target
 
@@ -356,33 +355,3 @@ def print_calibration(
         say(f"calib8: {name} failed: {why}", err=True)
     if found.failed:
         click.get_current_context().exit(1)
-
-
-_DIGITS = 9  # at most, of a class number
-
-
-def read_labels(path: Path) -> tuple[int, ...] | Annotations | str:
-    """Read the annotations of a COCO json, or a class number at the end of each line.
-
-    Empty lines are skipped. "folders" is no file: images are labelled by their folders.
-
-    Raises:
-        FeedError: the file cannot be read, or a line does not end in a whole number >= 0.
-    """
-    from deploy.feed.evaluation import BY_FOLDER
-    from deploy.files.reading import read_text
-    from deploy.metrics.precision import read_coco
-
-    if str(path) == BY_FOLDER:
-        return BY_FOLDER
-    if path.suffix.lower() == ".json":
-        return read_coco(path)
-    lines = read_text(path, what="a text file of labels", error=FeedError).splitlines()
-    words = [(number, line.split()[-1]) for number, line in enumerate(lines, 1) if line.strip()]
-    for number, word in words:
-        if not word.isdecimal() or len(word) > _DIGITS:
-            raise FeedError(
-                f"a label is a class number, line {number} of {path} ends in {word[:40]!r}; number"
-                " the classes from 0, as the model's outputs are"
-            )
-    return tuple(int(word) for _, word in words)

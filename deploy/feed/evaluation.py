@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import overload
 
 import numpy as np
@@ -23,7 +24,8 @@ from deploy.feed.preprocess import Size, with_image_size
 from deploy.feed.samples import Feed
 from deploy.feed.sampling import spread_evenly
 from deploy.feed.sources import Sample
-from deploy.metrics.precision import Annotations, GroundTruth, Objects
+from deploy.files.reading import read_text
+from deploy.metrics.precision import Annotations, GroundTruth, Objects, read_coco
 from deploy.tensors import Array
 from deploy.terminal import phase
 
@@ -111,10 +113,35 @@ class EvaluationSubset:
 
 
 BY_FOLDER = "folders"
+_DIGITS = 9  # at most, of a class number
 _SCALED = (
     "{} of {} evaluation images differ in size, but not in shape, from the COCO json; their boxes"
     " were scaled accordingly"
 )
+
+
+def read_labels(path: Path | str) -> tuple[int, ...] | Annotations | str:
+    """Read the annotations of a COCO json, or a class number at the end of each line.
+
+    Empty lines are skipped. "folders" is no file: images are labelled by their folders.
+
+    Raises:
+        FeedError: the file cannot be read, or a line does not end in a whole number >= 0.
+    """
+    if str(path) == BY_FOLDER:
+        return BY_FOLDER
+    path = Path(path)
+    if path.suffix.lower() == ".json":
+        return read_coco(path)
+    lines = read_text(path, what="a text file of labels", error=FeedError).splitlines()
+    words = [(number, line.split()[-1]) for number, line in enumerate(lines, 1) if line.strip()]
+    for number, word in words:
+        if not word.isdecimal() or len(word) > _DIGITS:
+            raise FeedError(
+                f"a label is a class number, line {number} of {path} ends in {word[:40]!r}; number"
+                " the classes from 0, as the model's outputs are"
+            )
+    return tuple(int(word) for _, word in words)
 
 
 def apply_labels(
@@ -126,11 +153,6 @@ def apply_labels(
         ConfigError: there are no evaluation images, or they are no images.
         FeedError: an image is not annotated or has another shape, or the number of labels differs.
     """
-    if isinstance(labels, str) and labels != BY_FOLDER:
-        raise ConfigError(
-            f"labels are class numbers, annotations or {BY_FOLDER!r}, got {labels!r}; read a file"
-            " with deploy.metrics.precision.read_coco, or give the numbers"
-        )
     if labels is not None and evaluation is None:
         names = {Annotations: "annotations", str: "labels by folder"}
         raise ConfigError(

@@ -24,6 +24,7 @@ from deploy.calibration.calibration_result import CalibrationResult, keep_float_
 from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.reuse import CachePolicy, as_policy
 from deploy.calibration.shards import ShardSet
+from deploy.feed.evaluation import read_labels
 from deploy.feed.feed import Dataset, FeedSource, dataset_of
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.sampling import Limit
@@ -180,7 +181,7 @@ def build(
     preprocess: PreprocessRequest = None,
     cache: Path | str | CachePolicy | None = None,
     eval_images: FeedSource | None = None,
-    labels: Sequence[int] | Annotations | str | None = None,
+    labels: Sequence[int] | Annotations | str | Path | None = None,
     metric: str | Function | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
@@ -208,9 +209,9 @@ def build(
         float_model: what a Q/DQ model is judged beside; None takes its pairs out for that.
         out: folder of everything that is written; the cache too, where `cache` names none.
         eval_images: images for the accuracy figures; None takes the calibration images.
-        labels: class of every evaluation image, where its list does not give it; annotated objects
-            of `deploy.metrics.precision.read_coco`; or "folders", which numbers the folders of the
-            images.
+        labels: class of every evaluation image, where its list does not give it; the path of a
+            COCO json or of a text file with a class a line; or "folders", which numbers the folders
+            of the images.
         metric: "file.py:function" or a function (FP32 outputs, int8 outputs, label or None) ->
             number, more is better; called once a sample, its mean stands for the task's figure.
         duration_s: seconds of measuring a model; 0 leaves latency out, and time out of the search.
@@ -243,7 +244,7 @@ def build(
         out=Path(out),
         float_model=float_model,
         evaluation=evaluation,
-        labels=labels,
+        labels=read_labels(labels) if isinstance(labels, str | Path) else labels,
         metric=metric,
         duration_s=duration_s,
         tuning=tuning or Tuning(),

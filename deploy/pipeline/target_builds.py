@@ -60,6 +60,8 @@ def search_targets(
                 found[target.name] = plan_target(
                     target, request, wish, known, method_asked=method_asked, repairs=repairs
                 )
+        except (MemoryError, OSError):
+            raise
         except Exception as error:
             why = _with_log(error, calibrated.loaded.name, stage)
             if not isinstance(why, BackendError | CalibrationError | ExportError):
@@ -111,7 +113,7 @@ def build_targets(
                 made = target.build(own)
             notes = (*repair_notes(tried), *made.notes)
             results.append(replace(made, options=changed_options(target), notes=notes))
-        except SampleChangedError:
+        except (SampleChangedError, MemoryError, OSError):  # of the run, not of the target
             raise
         except Exception as error:
             stage.discard_since(before)
