@@ -77,6 +77,7 @@ OBEYED = {
     "AMCTConfig.batch_num": ("batch_num: 3", "batch_num", 3),
     "AMCTConfig.activation_offset": ("activation_offset: false", "activation_offset", False),
     "AMCTConfig.do_fusion": ("do_fusion: false", "do_fusion", False),
+    "AMCTConfig.joint_quant": ("joint_quant: false batch_num: 3", "batch_num", 3),
     "AMCTConfig.skip_layers": ('skip_layers: "conv1"', "conv1", None),
     "AMCTConfig.skip_layer_types": ('skip_layer_types: "Gemm"', "fc", None),
     "AMCTConfig.skip_fusion_layers": (
@@ -108,6 +109,7 @@ REFUSED = {
     "AMCTConfig.batch_num": ("batch_num: 5", "batch_num batches, 5, got 4"),
     "AMCTConfig.activation_offset": ("activation_offset: 7", "activation_offset"),
     "AMCTConfig.do_fusion": ("do_fusion: maybe", "do_fusion"),
+    "AMCTConfig.joint_quant": ("joint_quant: true", "remove the line"),
     "AMCTConfig.skip_layers": ('skip_layers: "conv9"', "did you mean"),
     "AMCTConfig.skip_layer_types": ('skip_layer_types: "Convolution"', "Convolution"),
     "AMCTConfig.skip_fusion_layers": ('skip_fusion_layers: "fc"', "takes Conv layers"),

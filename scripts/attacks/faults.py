@@ -118,9 +118,9 @@ def _wrong(
         return outcome.why
     elif point.call in _NOTHING_LEFT and (left := whole.leftovers(out)):
         return f"temporary files stay: {left}"
-    if point.act == "kill" and point.command == "calibrate":  # the next run finishes it
+    if point.act == "kill" or point.call == "rename":  # the next run finishes it
         return whole.mixed(out, old, new)
-    return whole.verified(out) or whole.torn(out, old, new)  # verify finishes it
+    return whole.verified(out) or whole.torn(out, old, new)
 
 
 PARTS = (

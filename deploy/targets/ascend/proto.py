@@ -71,7 +71,7 @@ _CALIBRATION: tuple[ProtoField, ...] = (
 MESSAGES: dict[str, tuple[ProtoField, ...]] = {
     "AMCTConfig": (
         *_one("uint32", batch_num=1),
-        *_one("bool", activation_offset=2, do_fusion=200),
+        *_one("bool", activation_offset=2, joint_quant=3, do_fusion=200),
         *_many("string", skip_layers=10, skip_layer_types=11, skip_fusion_layers=201),
         *_one("FakequantPrecisionMode", fakequant_precision_mode=21),
         *_one("CalibrationConfig", common_config=50),
@@ -199,7 +199,6 @@ MESSAGES: dict[str, tuple[ProtoField, ...]] = {
 
 # keys that are not in the simplified configuration -> the place they belong to
 FOREIGN_KEYS = {
-    "joint_quant": "a key of AMCT's binary packages",
     "nuq_config": "a key of AMCT's binary packages",
     "version": "a key of the quant config JSON",
     "conv_calibration_config": "an old key; write override_layer_types for Conv",

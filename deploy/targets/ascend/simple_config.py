@@ -39,6 +39,11 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
             range, algorithms that a layer does not support.
     """
     message = parse_text("AMCTConfig", text, what)
+    if message.joint_quant:
+        raise ConfigError(
+            f"{what} must not set joint_quant to true, which only AMCT's binary packages have;"
+            " remove the line"
+        )
     skipped = _skipped(message, graph)
     by_type = _by_type(message)
     by_name = _by_name(message, graph)
