@@ -540,7 +540,7 @@ def test_whole_numbers_are_fed_and_every_file_takes_them(run, tmp_path):
     assert "\ne: " in cache and "input_ids" not in cache
     (told, _) = json.loads((out / "report.json").read_text())["targets"]
     assert any("1 LayerNormalization" in n for n in told["notes"])
-    assert any("--shapes=input_ids:1x12,attention_mask:1x12" in n for n in told["notes"])
+    assert any("--maxShapes=input_ids:8x12,attention_mask:8x12" in n for n in told["notes"])
 
 
 @pytest.mark.parametrize("command", ["calibrate", "check"])

@@ -731,7 +731,7 @@ def test_names_run_nothing_when_a_printed_line_is_pasted(run, model, tmp_path):
         )
         words = done.stdout.splitlines()
         assert any(word.startswith("--onnx=m $(touch X).tensorrt") for word in words)
-        assert "--shapes=in;touch Y:1x3x16x16" in words
+        assert "--optShapes=in;touch Y:1x3x16x16" in words
     assert not (tmp_path / "X").exists() and not (tmp_path / "Y").exists()
 
 

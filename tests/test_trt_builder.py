@@ -310,7 +310,8 @@ def test_everything_but_the_engine_is_there_and_the_lines_name_it(built):
         words = shlex.split(line)
         named = dict(word[2:].split("=", 1) for word in words if "=" in word)
         assert (built / named["onnx"]).is_file()
-        assert named["shapes"] == "x:1x3x16x16"
+        assert named["minShapes"] == named["optShapes"] == "x:1x3x16x16"
+        assert named["maxShapes"] == "x:8x3x16x16"
         if "calib" in named:
             assert (built / named["calib"]).is_file()
     assert "--calib" in lines[0]

@@ -238,7 +238,14 @@ class TensorRT(TensorrtOptions):
         needs = {role: ParserRequirements.of(model) for role, model in models.items()}
         commands = add_machine_flags(
             trtexec_commands(
-                request, files, needs, version, rest=self.rest, precision=self.precision, wide=wide
+                request,
+                files,
+                needs,
+                version,
+                rest=self.rest,
+                precision=self.precision,
+                wide=wide,
+                max_batch=self.max_batch,
             ),
             device=self.device,
             plugins=self.plugins,

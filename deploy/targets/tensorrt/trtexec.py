@@ -22,6 +22,7 @@ from deploy.calibration.trt_cache import version_label
 from deploy.graph.index import Graph, all_nodes, dims, opset_of, runtime_inputs
 from deploy.targets.base import BuildRequest
 from deploy.targets.shape_ranges import sample_shape_range
+from deploy.targets.tensorrt.builder import profiles_for
 from deploy.targets.tensorrt.trt_options import (
     BF16,
     CACHE,
@@ -159,6 +160,7 @@ def trtexec_commands(
     rest: str = FP16,
     precision: str = INT8,
     wide: Collection[str] = (),
+    max_batch: int = 1,
 ) -> tuple[TrtexecCommand, ...]:
     """Return the commands that build the engine on a GPU machine with these files.
 
@@ -170,12 +172,18 @@ def trtexec_commands(
         rest: type of the layers that are not quantized.
         precision: int8 or fp8.
         wide: nodes that must run in float32 if TensorRT chooses the types.
+        max_batch: largest batch where the model leaves it open.
     """
-    strong = _strongly_typed(request, files, needs, precision)
-    if precision == FP8 or not features_of(version).calibrators:
-        return strong
-    weak = _weakly_typed(request, files, needs[QDQ], rest, wide)
-    return (_implicit(request, files, needs[FLOAT], version, rest, wide), *weak, *strong)
+    commands = _strongly_typed(request, files, needs, precision)
+    if precision != FP8 and features_of(version).calibrators:
+        weak = _weakly_typed(request, files, needs[QDQ], rest, wide)
+        own = _implicit(request, files, needs[FLOAT], version, rest, wide)
+        commands = (own, *weak, *commands)
+    shapes = _shape_flags(request, max_batch)
+    save = f"--saveEngine={request.name}.engine"
+    return tuple(
+        replace(way, words=(*way.words, *shapes, save)) if way.words else way for way in commands
+    )
 
 
 def add_machine_flags(
@@ -219,7 +227,7 @@ def _implicit(
         )
     types = ["--int8", *_float_types(rest), f"--calib={files[CACHE].name}"]
     float_types = dict.fromkeys(float_layers(request), rest)
-    words = _command(request, files[FLOAT], [*types, *_precision_flags(float_types, wide)])
+    words = _command(files[FLOAT], [*types, *_precision_flags(float_types, wide)])
     return TrtexecCommand("cache", f"on a GPU machine with TensorRT {version}", words)
 
 
@@ -238,7 +246,7 @@ def _weakly_typed(
     has_pairs = "QuantizeLinear" in needs.operators  # else --int8 makes trtexec invent ranges
     int8 = ["--int8"] if has_pairs else []
     types = [*int8, *_float_types(rest), *_precision_flags({}, wide)]
-    words = _command(request, files[QDQ], types)
+    words = _command(files[QDQ], types)
     return (TrtexecCommand("qdq", _until_10(oldest), words),)
 
 
@@ -256,16 +264,15 @@ def _strongly_typed(
         opset = needs[role].opset
         why = f"no TensorRT reads opset {opset} of {path.name}: export with an older one"
         return (TrtexecCommand("typed", why),)
-    last = TrtexecCommand("11", f"{where}with TensorRT 11", _command(request, path, []))
+    last = TrtexecCommand("11", f"{where}with TensorRT 11", _command(path, []))
     if version_label(since) >= version_label(_TYPED_ONLY):
         return (last,)
-    words = _command(request, path, ["--stronglyTyped"])
+    words = _command(path, ["--stronglyTyped"])
     return TrtexecCommand("typed", where + _until_10(since), words), last
 
 
-def _command(request: BuildRequest, model: Path, flags: Sequence[str]) -> tuple[str, ...]:
-    shapes, save = _shape_flags(request), f"--saveEngine={request.name}.engine"
-    return ("trtexec", f"--onnx={model.name}", *flags, *shapes, save)
+def _command(model: Path, flags: Sequence[str]) -> tuple[str, ...]:
+    return ("trtexec", f"--onnx={model.name}", *flags)
 
 
 def _float_types(rest: str) -> list[str]:
@@ -310,20 +317,21 @@ def _join_types(types: Mapping[str, str]) -> str:
     return ",".join(f"{name}:{kind}" for name, kind in types.items())
 
 
-def _shape_flags(request: BuildRequest) -> list[str]:
-    """Return `--shapes` if an input is dynamic; min, opt and max shapes if the samples vary."""
-    dynamic = [
-        value.name
-        for value in runtime_inputs(request.model.graph)
-        if not all(isinstance(size, int) for size in dims(value) or ())
-    ]
-    if not dynamic:
+def _shape_flags(request: BuildRequest, max_batch: int) -> list[str]:
+    """Return the shapes of dynamic inputs: min, opt and max, or `--shapes` if they are the same."""
+    shapes = {value.name: dims(value) or () for value in runtime_inputs(request.model.graph)}
+    if all(isinstance(size, int) for shape in shapes.values() for size in shape):
         return []
     span = sample_shape_range(request)
-    if not span.varies:
-        return [f"--shapes={_join_shapes(dynamic, span.usual)}"]
-    sides = {"min": span.least, "opt": span.usual, "max": span.most}
-    return [f"--{side}Shapes={_join_shapes(dynamic, shapes)}" for side, shapes in sides.items()]
+    profiles = profiles_for(shapes, span.usual, most_batch=max_batch, span=span)
+    sides = {
+        "min": {name: profile.least for name, profile in profiles.items()},
+        "opt": {name: profile.best for name, profile in profiles.items()},
+        "max": {name: profile.most for name, profile in profiles.items()},
+    }
+    if sides["min"] == sides["max"]:
+        return [f"--shapes={_join_shapes([*profiles], sides['opt'])}"]
+    return [f"--{side}Shapes={_join_shapes([*profiles], own)}" for side, own in sides.items()]
 
 
 def _join_shapes(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> str:
