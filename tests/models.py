@@ -105,7 +105,7 @@ def run_command(*words) -> str:
     from deploy.cli import cli
 
     done = CliRunner().invoke(cli, [str(word) for word in words])
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 0, done.output or done.exception
     return done.output
 
 

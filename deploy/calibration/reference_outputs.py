@@ -21,7 +21,7 @@ import numpy as np
 
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.sample_reader import SampleCache
-from deploy.graph.index import all_nodes
+from deploy.graph.index import PROTOBUF, all_nodes
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array, Session, TensorSpec
 
@@ -102,7 +102,7 @@ class ReferenceOutputs:
         return self._opened().run(sample)
 
     def _opened(self) -> Session:
-        with self._using:
+        with self._using, PROTOBUF:
             if self._session is None:
                 self._session = self._open()
             return self._session
