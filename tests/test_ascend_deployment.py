@@ -277,6 +277,7 @@ def test_ascends_options_and_pictures(small_cnn, built, pictures, done, ended, t
     feed = ("--images", pictures, "--size", "16x16", "--limit", 3)
     flags = ("--soc", "Ascend310P3", "--first-layer-int8", "--source-color", "nv12")
     flags += ("--csc", "bt709-narrow", "--source-size", "32x32", "--cann", "7.0")
+    flags += ("--resize", "short-side", "--short-side", 32)
     done(*words, *feed, *flags, "--aipp", "--atc-flag=--log=error")
     script = (tmp_path / "o" / f"{small_cnn.stem}_atc.sh").read_text()
     for part in ("--soc_version=Ascend310P3", "--log=error", "--insert_op_conf", "_compression"):

@@ -89,7 +89,8 @@ def test_the_om_gets_what_the_calibration_got(source, color, standard):
 
 
 def test_a_frame_is_cropped_at_even_places_and_a_wrong_standard_is_seen():
-    made = aipp.write_aipp(RGB, AippSource(color="nv12", size=(38, 54), standard="bt709-full"))
+    source = AippSource(color="nv12", size=(38, 54), standard="bt709-full")
+    made = aipp.write_aipp(replace(RGB, resize="short-side", short_side=40), source)
     assert (made.op.load_start_pos_h, made.op.load_start_pos_w) == (2, 2)
     frame = np.zeros((38, 54, 3), np.uint8)
     frame[2:34, 2:50] = picture()
@@ -134,6 +135,7 @@ def build_with_aipp(run, small_cnn, pictures, tmp_path):
 
 def test_the_command_writes_aipp_and_says_how_near_it_is(build_with_aipp, command, tmp_path):
     words = ("--source-color", "nv21", "--csc", "bt709-full", "--source-size", "20x24")
+    words += ("--resize", "short-side", "--short-side", 20)
     code, _, err = build_with_aipp(*words, "--first-layer-int8")
     assert code == 0, err
     text = (tmp_path / "small_cnn_compression.cfg").read_text()
@@ -168,6 +170,8 @@ def test_options_that_mean_nothing_are_refused(words, said, build_with_aipp):
     [
         ({"color": "grey"}, {"color": "bgr"}, "makes grey of grey pictures"),
         ({}, {"color": "nv12", "size": (33, 48)}, "even sides"),
+        ({"resize": "letterbox"}, {"size": (1280, 1280)}, "not how the images calibrated"),
+        ({"resize": "short-side", "short_side": 40}, {"size": (64, 64)}, "short side 40"),
         ({}, {"color": "nv12", "size": (30, 48)}, "does not enlarge"),
         ({"size": (224, 224)}, {"size": (100, 300)}, "does not enlarge"),
         ({"layout": "nhwc"}, {}, "NCHW"),

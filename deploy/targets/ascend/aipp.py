@@ -194,6 +194,14 @@ def _place(op: Any, how: Preprocess, source: AippSource) -> list[str]:
                 f"AIPP crops but does not enlarge, got a source of {height}x{width} for an input"
                 f" of {how.box[0]}x{how.box[1]}"
             )
+        crops = how.resize == "short-side" and min(height, width) <= how.short
+        if not (crops or source.dynamic):  # the program sets the crop of dynamic AIPP
+            fed = f"short side {how.short}" if how.resize == "short-side" else how.resize
+            raise ExportError(
+                f"AIPP crops the centre out of a picture of {height}x{width}, which is not how the"
+                f" images calibrated ({fed}, {how.box[0]}x{how.box[1]}); leave --source-size away,"
+                " and resize on the host or in DVPP"
+            )
         if source.yuv:  # U and V are shared by two rows and columns
             top, left = top // 2 * 2, left // 2 * 2
         fields |= {"crop": True, "load_start_pos_w": left, "load_start_pos_h": top}
