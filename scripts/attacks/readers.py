@@ -173,7 +173,7 @@ def _listed(folder: Path) -> Callable[[Path], Callable[[], object]]:
 
 
 def _labels(folder: Path) -> Callable[[Path], Callable[[], object]]:
-    from deploy.commands.calibration_options import read_labels
+    from deploy.feed.evaluation import read_labels
 
     return lambda path: partial(read_labels, path)
 
