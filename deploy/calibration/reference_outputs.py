@@ -21,7 +21,7 @@ import numpy as np
 
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.sample_reader import SampleCache
-from deploy.graph.index import PROTOBUF, all_nodes
+from deploy.graph.index import PROTOBUF, RANDOM, all_nodes
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array, Session, TensorSpec
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1 << 30  # on disk; outputs beyond this are computed again
 _SAME = 1e-6  # noise / signal, 60 dB: largest difference after a repair of a float model
-_RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike")
-_DRAWS = frozenset((*_RANDOM, "Bernoulli", "Multinomial"))
 _NUMBERS = "biuf"  # kinds of arrays that are stored; text has no noise
 
 Sample = Mapping[str, Array]
@@ -145,7 +143,7 @@ def find_random_outputs(model: onnx.ModelProto, judges: EvaluationSet) -> str:
     It is run again only if it draws random numbers or has operators that ONNX does not define.
     """
     nodes = all_nodes(model.graph)
-    if not any(node.op_type in _DRAWS or node.domain not in ("", "ai.onnx") for node in nodes):
+    if not any(node.op_type in RANDOM or node.domain not in ("", "ai.onnx") for node in nodes):
         return ""
     for sample, known in judges.heard(1):
         again = judges.outputs.run_again(sample)

@@ -164,7 +164,7 @@ def read_manifest(folder: Path) -> Manifest:
         CacheError: there is none, or this version cannot read it.
     """
     path = folder / MANIFEST_NAME
-    if not path.exists():  # builds up to version 0.2 have it on top
+    if not path.exists():  # older builds have it on top
         path = folder / path.name
     document = _json(path)
     with suppress(CacheError):

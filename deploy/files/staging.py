@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -125,10 +125,10 @@ class Stage:
         written = (p for p in paths if p.is_file() and not p.name.startswith(atomic.PREFIX))
         return sorted(p.relative_to(self.inside).as_posix() for p in written)
 
-    def discard_since(self, before: Collection[str]) -> None:
-        """Remove the files that are not among these names; a complete calibration stays."""
-        kept = {name for names in _calibrations(self.inside) for name in names}
-        for name in set(self.names()) - kept.union(before):
+    def discard(self, names: Iterable[str]) -> None:
+        """Remove the written files of these names; a complete calibration stays."""
+        kept = {name for calibration in _calibrations(self.inside) for name in calibration}
+        for name in set(names).intersection(self.names()) - kept:
             (self.inside / name).unlink()
 
     def end(self) -> None:
@@ -192,7 +192,7 @@ def recover(folder: Path) -> None:
 
 
 def is_mixed(folder: Path) -> bool:
-    """Whether a run was killed while it put its files into this folder, which changes nothing."""
+    """Whether a run was killed while it moved its files into this folder; nothing is changed."""
     return any((stage / _JOURNAL).exists() for stage in _dead_stages(folder))
 
 

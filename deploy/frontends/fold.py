@@ -18,12 +18,11 @@ import onnx
 from onnx import helper, numpy_helper, shape_inference
 
 from deploy.graph.edit import bypass, copy_message, replace_nodes
-from deploy.graph.index import attributes, count_reads, iter_reads, subgraphs
+from deploy.graph.index import RANDOM, attributes, count_reads, iter_reads, subgraphs
 from deploy.runtimes.ort import OrtSession
 
 _DEFAULT = ("", "ai.onnx")
-_RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike")
-_NEVER = (*_RANDOM, "Bernoulli", "Multinomial", "Constant", "Shape")
+_NEVER = (*RANDOM, "Constant", "Shape")
 # Folding must not make the file much larger: large results, such as of Expand or Tile, stay nodes.
 _LARGEST = 1 << 20  # elements
 

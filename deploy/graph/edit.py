@@ -354,8 +354,8 @@ def rename_added(graph: onnx.GraphProto) -> list[str]:
         replaced.append(stem if name in ends else name)
         if replaced[-1] in ends:
             raise ModelError(
-                f"a model's inputs and outputs must not be called like what is added to another"
-                f" one, got {name!r} beside {stem!r}; export it with other names"
+                f"an input or output must not have a name that calib8 adds for another one, got"
+                f" {name!r} beside {stem!r}; export the model with other names"
             )
     new_name = {name: unique_name(f"{name}_own", taken) for name in replaced}
     for body in bodies if new_name else ():

@@ -158,6 +158,10 @@ def dims(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...] | None:
     )
 
 
+RANDOM = (  # operators that draw random numbers
+    *("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike"),
+    *("Bernoulli", "Multinomial"),
+)
 PROTOBUF = threading.RLock()  # a worker thread holds it while it touches a protobuf message
 _NO_TENSORS = ("sequence_type", "map_type", "optional_type", "sparse_tensor_type", "opaque_type")
 

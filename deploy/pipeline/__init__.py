@@ -391,7 +391,7 @@ def _notes(build: PreparedBuild, calibration: CalibrationResult) -> list[str]:
     notes, tuning, evaluation = [], build.options.tuning, build.evaluation
     kinds = ("str", "sequence", "map", "optional")
     if left := [f"{s.name} ({s.dtype})" for s in build.loaded.outputs if s.dtype in kinds]:
-        notes.append(f"outputs that are no numbers are not compared: {', '.join(left)}")
+        notes.append(f"outputs that are not numbers are not compared: {', '.join(left)}")
     if build.metric is not None and build.is_labelled and tuning.effort and not tuning.plan:
         notes.append(
             f"the search went by the outputs' form, not by {build.metric.name}: its images are some"

@@ -131,7 +131,7 @@ class PreparedBuild:
         path = self.options.calibration.cache.path
         assert path is not None
         names = [one.name for one in store.cache_files(path)]
-        return (*names, *(f"{manifest.RECORDS}/{one}" for one in names), _plan_name(self.loaded))
+        return (*names, *(f"{manifest.RECORDS}/{one}" for one in names), plan_name(self.loaded))
 
 
 def prepare_build(
@@ -222,7 +222,8 @@ def _without_idle_preprocess(
     return dataset, evaluation
 
 
-def _plan_name(loaded: LoadedModel) -> str:
+def plan_name(loaded: LoadedModel) -> str:
+    """Return the path of a model's plan in the output folder."""
     return f"{manifest.RECORDS}/{loaded.name}.plan.toml"
 
 
@@ -233,7 +234,7 @@ def _refuse_foreign(options: BuildOptions, loaded: LoadedModel) -> None:
         return
     names = written_names(options.targets, loaded.name)
     if cache.refresh:  # else the plan is read, and must be one
-        names.append(_plan_name(loaded))
+        names.append(plan_name(loaded))
     if options.settings is not None:
         names.append(manifest.SETTINGS)
     manifest.refuse_foreign(options.out, names)

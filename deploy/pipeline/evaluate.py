@@ -344,7 +344,7 @@ def check_cleaned_model(subject: CalibrationSubject, judges: EvaluationSet) -> s
     )
     if any(node.op_type in _PICKS for node in all_nodes(loaded.model.graph)):
         return said
-    raise ModelError(f"{said} Export the model again, in a newer opset if its is below 13")
+    raise ModelError(f"{said} Export the model again, with opset 13 or newer")
 
 
 def _differences(session: OrtSession, judges: EvaluationSet) -> Iterator[tuple[float, str]]:

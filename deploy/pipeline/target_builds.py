@@ -1,7 +1,7 @@
 """Search what stays float on each target, and build every target.
 
 A target that fails becomes a row with its error and leaves no file; the others are built all the
-same. What nobody foresaw is such an error too, with its traceback in `calib8/<model>.log`.
+same. An unexpected exception is such an error too; its traceback is in `calib8/<model>.log`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from deploy.files import atomic
 from deploy.files.manifest import RECORDS
 from deploy.files.staging import Stage
 from deploy.method import NO_CHOICES
+from deploy.pipeline.build_options import plan_name
 from deploy.targets import Target
 from deploy.targets.base import BuildRequest, BuildResult
 from deploy.targets.options import changed_options
@@ -48,8 +49,8 @@ def search_targets(
     Raises:
         ConfigError: a plan that does not fit the model.
     """
-    name = f"{calibrated.loaded.name}.plan.toml"
-    known = find_plan(stage.folder / RECORDS / name, wish, calibrated.loaded.digest)
+    path = stage.folder / plan_name(calibrated.loaded)
+    known = find_plan(path, wish, calibrated.loaded.digest)
     request = _request(calibrated, stage, threads)
     found = {}
     for target in targets:
@@ -73,7 +74,7 @@ def search_targets(
             )
     if not (wish.effort or wish.plan is not None or known.targets):
         return found, None
-    return found, store_plan(stage.records / name, known, found)
+    return found, store_plan(stage.records / path.name, known, found)
 
 
 @phase("targets")
@@ -116,7 +117,7 @@ def build_targets(
         except (SampleChangedError, MemoryError, OSError):  # of the run, not of the target
             raise
         except Exception as error:
-            stage.discard_since(before)
+            stage.discard({*stage.names()}.difference(before))
             errors.append(_with_log(error, calibrated.loaded.name, stage))
             results.append(BuildResult(target=target.name, error=str(errors[-1])))
     if errors and all(result.error for result in results):
@@ -125,7 +126,7 @@ def build_targets(
 
 
 def _with_log(error: Exception, name: str, stage: Stage) -> Calib8Error:
-    """Return an error that nobody foresaw as one with a sentence; its traceback is in a file."""
+    """Return an unexpected exception as a BackendError, with its traceback in a log file."""
     if isinstance(error, Calib8Error):
         return error
     if os.environ.get("CALIB8_TRACEBACK"):
@@ -143,11 +144,10 @@ def discard_failed(
     """Remove the files of targets whose engine cannot be opened or run."""
     kept = []
     for result in results:
-        broken = result.target in failed and not result.error
-        if broken:
-            own = {path.name for path in result.files.values()}
-            stage.discard_since(set(stage.names()) - own)
-        kept.append(replace(result, engine=None, runnable=None, files={}) if broken else result)
+        if result.target in failed and not result.error:
+            stage.discard(path.name for path in result.files.values())
+            result = replace(result, engine=None, runnable=None, files={})
+        kept.append(result)
     return kept
 
 
