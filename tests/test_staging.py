@@ -251,10 +251,12 @@ def test_a_process_killed_at_any_call_leaves_the_old_files_or_the_next_run_all_n
     assert set(states[:-1]) == {b"old", b"new"} and states[-1] == b"new"
 
 
-def test_a_living_process_keeps_its_files(tmp_path):
+@pytest.mark.parametrize("where", ["", "calib8"])
+def test_a_living_process_keeps_its_files(where, tmp_path):
+    (folder := tmp_path / where).mkdir(exist_ok=True)
     with stage_files(tmp_path) as stage:
         write(stage, a="new")
-        handle, path = atomic.create_claimed_file(tmp_path, prefix=atomic.PREFIX)
+        handle, path = atomic.create_claimed_file(folder, prefix=atomic.PREFIX)
         recover(tmp_path)
         assert path.exists() and (stage.inside / "a").exists()
         os.close(handle)

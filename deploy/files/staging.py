@@ -180,10 +180,12 @@ def recover(folder: Path) -> None:
     Raises:
         ExportError: another process holds the folder.
     """
-    if not any(path.name != _KEPT for path in folder.glob(f"{atomic.PREFIX}*")):
+    places = [folder, *(p for p in [folder / RECORDS] if atomic.is_real_folder(p))]
+    if not any(p.name != _KEPT for place in places for p in place.glob(f"{atomic.PREFIX}*")):
         return
     with suppress(OSError), atomic.lock_folder(folder):  # a read-only folder stays as it is
-        atomic.remove_leftovers(folder)
+        for place in places:
+            atomic.remove_leftovers(place)
         for stage in _dead_stages(folder):
             _finish(stage, folder)
         for stage in folder.glob(f"{atomic.PREFIX}*"):

@@ -66,7 +66,7 @@ def _often() -> None:
 
 
 def _stays(out: Path) -> str | None:
-    left = sorted(path.name for path in out.glob("*.checkpoint"))
+    left = sorted(path.name for path in out.rglob("*.checkpoint"))
     return f"after the next run checkpoints stay: {left}" if left else None
 
 
