@@ -131,7 +131,7 @@ def test_of_a_tensor_that_both_kinds_read_both_are_right(ordinary):
 def test_nan_is_told_with_its_tensor():
     model, tensors = network((16,))
     bad = [{"x": np.full((1, 3, 9, 7), np.nan, np.float32)}]
-    with pytest.raises(CalibrationError, match=r"tensor conv0 of sample 1: .*NaN"):
+    with pytest.raises(CalibrationError, match=r"tensor conv0 of sample 0: .*NaN"):
         state(model, tensors, bad, HistogramOf())
 
 

@@ -26,8 +26,9 @@ from deploy.feed.arrays import TemporaryArrays
 from deploy.feed.feed import open_feed
 from deploy.feed.file_list import SampleChangedError
 from deploy.feed.parallel import SampleStream, prefetch
+from deploy.feed.paths import RawFiles
 from deploy.feed.preprocess import Preprocess, find_preset
-from deploy.feed.sampling import sampling_order, spread_evenly
+from deploy.feed.sampling import Choice, sampling_order, spread_evenly
 from deploy.frontends import load
 from deploy.tensors import TensorSpec
 from tests.models import make_model
@@ -386,10 +387,10 @@ def test_iterables_give_the_same_samples_however_they_are_cut(chunks):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (BATCH.astype(np.float64), r"dtype of the input .*\.astype\('float32'\)"),
+        (BATCH.astype(np.int64), r"dtype of the input .*\.astype\('float32'\)"),
         ((BATCH * 9).astype(np.uint8), "must be preprocessed first"),
         (BATCH[:, :, :8], "must fit the input 'image'"),
-        (BATCH.transpose(0, 2, 3, 1), r"turn it with \.transpose\(0, 3, 1, 2\)"),
+        (BATCH.transpose(0, 2, 1, 3), "must fit the input 'image'"),
         (BATCH[:0], "must give samples, got none"),
         ([None, "a string"], "array of numbers"),
         ([], "got none"),
@@ -398,6 +399,117 @@ def test_iterables_give_the_same_samples_however_they_are_cut(chunks):
 def test_wrong_arrays_are_told(value, message):
     with pytest.raises(FeedError, match=message):
         open_feed(value, [IMAGE])
+
+
+class Indexed:
+    """A dataset as torch knows it."""
+
+    def __len__(self):
+        return len(BATCH)
+
+    def __getitem__(self, index):
+        return BATCH[index], index
+
+
+@pytest.mark.parametrize("way", ["file", "folder", "raw", "list", "dataset"])
+@pytest.mark.parametrize("form", ["double", "half", "turned", "as it is"])
+def test_arrays_are_converted_where_that_is_unambiguous(way, form, tmp_path):
+    dtype = {"double": np.float64, "half": np.float16}.get(form, np.float32)
+    held = BATCH.transpose(0, 2, 3, 1) if form == "turned" else BATCH.astype(dtype)
+    want = BATCH.astype(dtype).astype(np.float32)
+    source = {"list": list(held), "dataset": Indexed()}.get(way, tmp_path / "held" / "x.npy")
+    if way == "dataset":
+        want = BATCH
+    elif way in ("file", "folder"):
+        source.parent.mkdir()
+        np.save(source, held)
+        source = source.parent if way == "folder" else source
+    elif way == "raw":
+        (tmp_path / "x.raw").write_bytes(held.tobytes())
+        source = RawFiles(tmp_path / "x.raw", shape=held.shape[1:], dtype=held.dtype.name)
+    feed = open_feed(source, [IMAGE])
+    assert np.array_equal(values(feed), want)
+    notes = sum("are converted" in note or "are turned" in note for note in feed.notes)
+    assert notes == (form != "as it is" and way != "dataset")
+    if way != "raw":
+        assert feed.manifest()["sha256"] == open_feed(want, [IMAGE]).manifest()["sha256"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "tiff", "pgm"])
+@pytest.mark.parametrize("scale", [1.0, 1 / 65535, 1 / 255])
+def test_grey_images_of_16_bits_keep_them_unless_they_are_divided_by_255(scale, suffix, tmp_path):
+    pixels = np.random.default_rng(3).integers(7000, 8200, (16, 20), np.uint16)
+    cv2.imwrite(str(tmp_path / f"x.{suffix}"), pixels)
+    feed = open_feed(
+        tmp_path, [images_of("n", 1, 16, 20)], preprocess=Preprocess(scale=scale, color="grey")
+    )
+    (batch,) = collect(feed)
+    held = pixels if scale != 1 / 255 else pixels >> 8
+    assert np.array_equal(batch["image"][0, 0], held.astype(np.float32) * np.float32(scale))
+    said = "go from 0 to 65535" if scale != 1 / 255 else "cut to the upper 8"
+    assert any(said in note for note in feed.notes)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tiff", "ppm"])
+def test_color_images_of_16_bits_are_cut_and_that_is_said(suffix, tmp_path):
+    pixels = np.random.default_rng(3).integers(0, 65535, (16, 20, 3), np.uint16)
+    cv2.imwrite(str(tmp_path / f"x.{suffix}"), pixels)
+    feed = open_feed(tmp_path, [IMAGE], preprocess=Preprocess(scale=1.0, color="bgr"))
+    (batch,) = collect(feed)
+    assert np.abs(batch["image"][0].transpose(1, 2, 0) - pixels / 257).max() < 1
+    assert "1 images have 16 bits a channel and are cut" in feed.notes[-1]
+
+
+def test_a_list_may_name_a_file_per_input(tmp_path):
+    specs = [TensorSpec(name, "float32", (None, 3)) for name in ("a", "b")]
+    rows = np.arange(18, dtype=np.float32).reshape(3, 2, 1, 3)
+    for number, (a, b) in enumerate(rows):
+        np.save(tmp_path / f"a{number}.npy", a)
+        np.save(tmp_path / f"b{number}.npy", b)
+    (tmp_path / "list.txt").write_text("".join(f"a{n}.npy b{n}.npy\n" for n in range(3)))
+    samples = collect(open_feed(tmp_path / "list.txt", specs))
+    assert all(np.array_equal(s["b"], rows[n, 1]) for n, s in enumerate(samples))
+    with pytest.raises(FeedError, match=r"one for each of \['a'\], got 2"):
+        open_feed(tmp_path / "list.txt", specs[:1])
+
+
+def test_a_loader_with_one_function_needs_no_name(tmp_path):
+    file = tmp_path / "loader.py"
+    file.write_text(
+        "import numpy as np\ndef load(rows=5):\n    yield np.ones((rows, 3, 16, 20), 'f4')\n"
+    )
+    assert len(open_feed(str(file), [IMAGE])) == 5
+    file.write_text(file.read_text() + "def other():\n    pass\n")
+    with pytest.raises(ConfigError, match=r"as loader.py:function, got .* it has load, other"):
+        open_feed(str(file), [IMAGE])
+    file.write_text("(")
+    with pytest.raises(FeedError, match=r"loader.py must run without error, got SyntaxError"):
+        open_feed(str(file), [IMAGE])
+
+
+def test_integers_are_converted_unless_one_does_not_fit():
+    spec = TensorSpec("ids", "int32", (None, 3))
+    rows = np.array([[1, 2, 3], [4, 5, 1 << 40]])
+    (sample,) = collect(open_feed(rows[:1], [spec]))
+    assert sample["ids"].dtype == np.int32 and sample["ids"].tolist() == [[1, 2, 3]]
+    with pytest.raises(FeedError, match="integers must fit the input"):
+        collect(open_feed(rows, [spec]))
+
+
+@pytest.mark.parametrize("most", [1, 3, 5])
+@pytest.mark.parametrize("stride", [None, 2])
+def test_what_may_never_end_is_read_to_its_limit(most, stride, monkeypatch):
+    def endless():
+        while True:
+            yield BATCH[:2]
+
+    monkeypatch.setattr("deploy.feed.arrays.MOST_SAMPLES", 30)
+    with pytest.raises(FeedError, match="must end, got 32 samples and no end; set a maximum"):
+        open_feed(endless, [IMAGE])
+    feed = open_feed(endless(), [IMAGE], limit=Choice(most=most, every=stride))
+    rows = np.tile(BATCH[:2], (5, 1, 1, 1))[:: stride or 1][:most]
+    assert np.array_equal(values(feed), rows)
+    assert len(open_feed([BATCH] * 7, [IMAGE])) == 35  # a list ends
 
 
 def test_nan_is_told_by_sample_and_input_or_skipped():

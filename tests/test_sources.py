@@ -462,8 +462,8 @@ def test_arrays_of_different_widths_from_python():
 def test_lists_of_numbers_are_arrays_and_name_their_dtype():
     _, samples = fed([[0.5, 1.0, 1.5, 2.0]], TensorSpec("x", "float64", ("n", 4)))
     assert samples[0]["x"].tolist() == [[0.5, 1.0, 1.5, 2.0]]
-    with pytest.raises(FeedError, match=r"float64 .*convert it with \.astype\('float32'\)"):
-        fed([{"x": one.tolist(), "label": 3} for one in BATCH])
+    _, samples = fed([{"x": one.tolist(), "label": 3} for one in BATCH])
+    assert np.array_equal(samples[0]["x"][0], BATCH[0])
 
 
 def test_several_inputs_by_their_order():
@@ -685,9 +685,9 @@ def test_raw_files_of_fewer_bits_are_widened_and_of_others_refused(tmp_path):
     folder = raw_folder(tmp_path, BATCH.astype("<f2"))
     _, samples = fed(RawFiles(folder, dtype="float16"))
     same(samples, BATCH.astype("<f2").astype(np.float32))
-    raw_folder(tmp_path, BATCH.astype("<f8"))
-    with pytest.raises(FeedError, match=r"must have the dtype of the input 'x' .*, got float64"):
-        fed(RawFiles(folder, dtype="float64"))
+    raw_folder(tmp_path, BATCH.astype("<i8"))
+    with pytest.raises(FeedError, match=r"must have the dtype of the input 'x' .*, got int64"):
+        fed(RawFiles(folder, dtype="int64"))
     with pytest.raises(FeedError, match=r"complete samples of the input 'x' float32 .*--raw-dtype"):
         fed(RawFiles(folder, shape=(3, 16, 17)), WIDE)
     with pytest.raises(FeedError, match=r"must fit the input 'x' .*, got float32 \[1, 3, 16, 8\]"):

@@ -426,8 +426,9 @@ def record(
 def name_tensor_and_sample(
     error: CalibrationError, observation: Observation, number: int
 ) -> CalibrationError:
-    """Return the error with the name of the tensor and the number of the sample."""
-    return explain_error(error, observation, f"tensor {observation.tensor} of sample {number}")
+    """Return the error with the name of the tensor and the sample's number, told from 0."""
+    where = f"tensor {observation.tensor} of sample {number - 1}"
+    return explain_error(error, observation, where)
 
 
 def explain_error(error: CalibrationError, observation: Observation, what: str) -> CalibrationError:

@@ -4,8 +4,8 @@ A file holds one or more samples of every input. For a model with several inputs
 hold one subfolder per input; files of the same name belong together::
 
     arrays/0001.npz        arrays/image/0001.npy     samples.txt:
-    arrays/0002.npz        arrays/image/0002.npy       0001.npy 3
-    ...                    arrays/state/0001.npy       0002.npy 5
+    arrays/0002.npz        arrays/image/0002.npy       0001.npy 3         (a label)
+    ...                    arrays/state/0001.npy       0002.npy s2.npy    (a file per input)
 
 Opening a folder reads the headers only; a file is read when its sample is needed.
 """
@@ -27,7 +27,13 @@ from typing import IO, Any
 import numpy as np
 
 from deploy.errors import FeedError, first_line
-from deploy.feed.arrays import ArraySource, Item, arrays_by_input, count_samples
+from deploy.feed.arrays import (
+    ArraySource,
+    Item,
+    arrays_by_input,
+    conversion_notes,
+    count_samples,
+)
 from deploy.feed.file_list import ImageFile
 from deploy.feed.images import printable_name
 from deploy.feed.preprocess import describe
@@ -75,7 +81,7 @@ def open_array_file(path: Path, specs: Specs) -> ArraySource:
         (count,),
         printable_name(path.name),
         contents.labels,
-        tuple(contents.notes),
+        (*contents.notes, *conversion_notes(contents.item, specs)),
     )
 
 
@@ -130,7 +136,7 @@ def open_array_files(
     Raises:
         FeedError: a file does not fit the inputs; with `skip_bad` only when the file is read.
     """
-    parts = [{"": one.path} for one in files]
+    parts = [_parts_of_line(one, specs) for one in files]
     source = _open_items(parts, [one.name for one in files], specs, name, skip_bad=skip_bad)
     given = [one.label for one in files]
     if None in given:
@@ -139,6 +145,20 @@ def open_array_files(
     counts = [end - start for start, end in pairwise(ends)]
     labels = tuple(int(v or 0) for v, n in zip(given, counts, strict=True) for _ in range(n))
     return replace(source, labels=labels)
+
+
+def _parts_of_line(one: ImageFile, specs: Specs) -> Mapping[str, Path]:
+    """Return the files of an item: one of all inputs, or one per input on a line of a list."""
+    names = one.name.split()
+    if len(names) == 1 or one.path.exists():
+        return {"": one.path}
+    if len(names) != len(specs):
+        raise FeedError(
+            f"{printable_name(one.name)} must name one file of all inputs or one for each of"
+            f" {[spec.name for spec in specs]}, got {len(names)}"
+        )
+    folder = Path(str(one.path).removesuffix(one.name))
+    return {spec.name: folder / name for spec, name in zip(specs, names, strict=True)}
 
 
 def open_array_folder(
@@ -197,6 +217,8 @@ def _open_items(
             if not skip_bad:
                 raise
             contents, count = ArrayFileContents({}), 1  # reading the item will report the error
+        else:
+            notes |= set(conversion_notes(contents.item, specs))
         counts.append(count)
         labels += contents.labels or ()
         notes |= {"compressed .npz files are unpacked into temporary files" for _ in contents.notes}

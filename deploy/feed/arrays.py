@@ -270,8 +270,16 @@ class ArraySource:
         return where, index - (self.ends[where - 1] if where else 0)
 
 
+MOST_SAMPLES = 100_000  # of something without a length, unless the user sets a limit
+
+
 def open_iterable(
-    source: Iterable[object], specs: tuple[TensorSpec, ...], *, name: str = "the iterable"
+    source: Iterable[object],
+    specs: tuple[TensorSpec, ...],
+    *,
+    name: str = "the iterable",
+    ends: bool = True,
+    limit: int | None = None,
 ) -> ArraySource:
     """Open an iterable of items with one or more samples each.
 
@@ -280,30 +288,49 @@ def open_iterable(
     since samples are needed twice: for their digest and for the run. Values that belong to no
     input, such as labels, are ignored; a note lists them.
 
+    `ends` says whether it is known to end, as what has a length does; else it is read up to the
+    first `limit` samples.
+
     Raises:
-        FeedError: an item does not fit the inputs, or there are no samples.
+        FeedError: an item does not fit the inputs, there are no samples, or no end of them.
     """
     counts: list[int] = []
     is_stored = not isinstance(source, list | tuple)
     store = _ItemStore() if is_stored else None
     items_read: list[Item] = []
     ignored: dict[str, None] = {}
+    converted: dict[str, None] = {}
+    most = None if ends else limit
+    total, first = 0, ""
     for index, value in enumerate(source):
         where = f"item {index} of {name}"
         arrays, extra = match_inputs(value, specs, where)
         ignored |= dict.fromkeys(extra)
         alone = {s.name for s in specs if s.shape and arrays[s.name].ndim == len(s.shape) - 1}
         item = {n: array[None] if n in alone else array for n, array in arrays.items()}
-        counts.append(count_samples(item, specs, where))
+        count = count_samples(item, specs, where)
+        converted |= dict.fromkeys(conversion_notes(item, specs))
+        counts.append(count if most is None else min(count, most - total))
+        total += counts[-1]
         if store is not None:
             store.append(item)
         else:
             items_read.append(item)
-    if not sum(counts):
+        if total == most:
+            first = "the first "
+            break
+        if most is None and not ends and total > MOST_SAMPLES:
+            raise FeedError(
+                f"{name} must end, got {total:,} samples and no end; set a maximum number of"
+                " samples (--limit), and the first ones are used"
+            )
+    if not total:
         raise FeedError(f"{name} must give samples, got none")
-    notes = [f"left out of the items, as no input has it: {', '.join(ignored)}"] if ignored else []
+    notes = list(converted)
+    if ignored:
+        notes.append(f"left out of the items, as no input has it: {', '.join(ignored)}")
     if is_stored:
-        notes.append(f"{name} was read once into a temporary file ({sum(counts)} samples)")
+        notes.append(f"{name} was read once into a temporary file ({first}{total} samples)")
     items: ItemSequence = store if store is not None else items_read
     return ArraySource(specs, items, tuple(accumulate(counts)), name, None, tuple(notes))
 
@@ -343,10 +370,12 @@ def has_batch_dimension(spec: TensorSpec, specs: Sequence[TensorSpec]) -> bool:
 
 def _row(array: Array, spec: TensorSpec, row: int, specs: tuple[TensorSpec, ...]) -> Array:
     if array.ndim > len(spec.shape):
-        return _native_copy(array[row]).reshape(array.shape[1:])
-    if has_batch_dimension(spec, specs):
-        return _native_copy(array[row : row + 1])
-    return _native_copy(array).reshape(array.shape)
+        values = _native_copy(array[row]).reshape(array.shape[1:])
+    elif has_batch_dimension(spec, specs):
+        values = _native_copy(array[row : row + 1])
+    else:
+        values = _native_copy(array).reshape(array.shape)
+    return fit_array(values, spec)
 
 
 def _native_copy(array: Array) -> Array:
@@ -357,9 +386,36 @@ def _native_copy(array: Array) -> Array:
     return np.array(array, array.dtype.newbyteorder("="), order="C")
 
 
+def fit_array(array: Array, spec: TensorSpec) -> Array:
+    """Convert a sample that `count_samples` accepted to the input's dtype and order of axes.
+
+    Raises:
+        FeedError: an integer is out of the input's range.
+    """
+    order = _turn(array.shape, spec)
+    turned = array if order is None else np.ascontiguousarray(array.transpose(order))
+    with np.errstate(over="ignore"):  # infinite values are refused later
+        values = turned.astype(spec.dtype, copy=False)
+    if values.dtype.kind == "i" and not np.array_equal(values, turned):
+        raise FeedError(f"integers must fit the input {describe(spec)}, got {turned.dtype} beyond")
+    return values
+
+
+def conversion_notes(item: Item, specs: Sequence[TensorSpec]) -> list[str]:
+    """Return a note for each input whose arrays need a conversion, see `fit_array`."""
+    notes = []
+    for spec in specs:
+        array = item[spec.name]
+        if array.dtype.name != spec.dtype:
+            notes.append(f"arrays of {spec.name} are converted from {array.dtype} to {spec.dtype}")
+        if order := _turn(array.shape[-len(spec.shape) :], spec):
+            notes.append(f"arrays of {spec.name} are turned by .transpose{order} to fit the input")
+    return notes
+
+
 def _check_array(array: Array, spec: TensorSpec, specs: tuple[TensorSpec, ...], where: str) -> None:
     got = f"{array.dtype} {list(array.shape)}"
-    if array.dtype.name != spec.dtype:
+    if not _is_convertible(array.dtype, np.dtype(spec.dtype)):
         hint = "; pixels of 0..255 must be preprocessed first" if array.dtype == np.uint8 else ""
         raise FeedError(
             f"{where} must have the dtype of the input {describe(spec)}, got {got};"
@@ -372,22 +428,36 @@ def _check_array(array: Array, spec: TensorSpec, specs: tuple[TensorSpec, ...], 
         not isinstance(want, int) or got == want or (at == 0 and batch and not stacked)
         for at, (got, want) in enumerate(zip(dims, spec.shape, strict=True))
     )
-    if not fits:
+    if not fits and _turn(dims, spec) is None:
         raise FeedError(
-            f"{where} must fit the input {describe(spec)}, got {got}{_transpose_hint(dims, spec)}"
+            f"{where} must fit the input {describe(spec)}, got {got}; give one array of this shape"
+            " per sample, or a batch of them"
         )
 
 
-def _transpose_hint(dims: tuple[int, ...], spec: TensorSpec) -> str:
-    if len(dims) == len(spec.shape) == 4:
-        for order in ((0, 3, 1, 2), (0, 2, 3, 1)):
-            turned = [dims[a] for a in order]
-            if all(
-                not isinstance(w, int) or t == w
-                for t, w in zip(turned[1:], spec.shape[1:], strict=True)
-            ):
-                return f"; turn it with .transpose{order}"
-    return "; give one array of this shape per sample, or a batch of them"
+def _is_convertible(have: np.dtype[Any], want: np.dtype[Any]) -> bool:
+    """Return whether values of one dtype stand for the same values of another."""
+    same = have.kind == want.kind
+    return (same and have.kind in "fi") or (same and np.can_cast(have, want))
+
+
+def _turn(dims: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...] | None:
+    """Return the axes that turn [N, H, W, C] into [N, C, H, W] or back; None to leave them.
+
+    Only a channel that is fixed and smaller than both sides tells the two orders apart.
+    """
+    wanted = spec.shape
+    if len(dims) != 4 or len(wanted) != 4:
+        return None
+    for at, source, order in ((1, 3, (0, 3, 1, 2)), (3, 1, (0, 2, 3, 1))):
+        turned = [dims[axis] for axis in order]
+        sides = [side for axis, side in enumerate(dims) if axis not in (0, source)]
+        fits = all(
+            not isinstance(w, int) or t == w for t, w in zip(turned[1:], wanted[1:], strict=True)
+        )
+        if fits and dims[at] != wanted[at] == dims[source] < min(sides):
+            return order
+    return None
 
 
 def _finite(sample: dict[str, Array], where: str) -> dict[str, Array]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, TypeVar
@@ -48,7 +48,6 @@ class CalibratorBatches:
         self._last_was_short = False
         self._short_batches: list[int] = []
         self._largest_batch = 0
-        self.samples = 0
 
     @property
     def where(self) -> str:
@@ -87,17 +86,8 @@ class CalibratorBatches:
             )
         pairs = zip(self._specs, pointers, strict=True)
         item = {spec.name: self._array(spec, pointer) for spec, pointer in pairs}
-        batched = [
-            item[s.name].shape[0] for s in self._specs if has_batch_dimension(s, self._specs)
-        ]
-        self.samples += batched[0] if batched else 1
         self._number += 1
         return item
-
-    def without(self, item: Item, last: int) -> Item:
-        """Return a batch without its last `last` samples."""
-        batched_names = {s.name for s in self._specs if has_batch_dimension(s, self._specs)}
-        return {n: a[: len(a) - last] if n in batched_names else a for n, a in item.items()}
 
     def _array(self, spec: TensorSpec, pointer: object) -> Array:
         address = _address(pointer)
@@ -192,7 +182,6 @@ def _address(pointer: object) -> int | None:
 
 
 T = TypeVar("T")
-MOST_SAMPLES = 1 << 16  # without a limit from the user
 _WORDS = {
     CalibrationAlgoType.ENTROPY_CALIBRATION_2: "entropy2",
     CalibrationAlgoType.ENTROPY_CALIBRATION: "entropy",
@@ -257,9 +246,10 @@ class CalibratorScript:
         if self._was_read:
             self._calibrator = self._call(self._make)
         self._was_read = True
-        notes = list(self.notes)
-        source = open_iterable(self._batches(specs, limit, notes), specs, name=str(self))
-        return replace(source, notes=(*notes, *source.notes))
+        batches = CalibratorBatches(str(self), self._stand_ins.memory, specs, self.batch)
+        items = iter(lambda: self._next(batches, specs), None)
+        source = open_iterable(items, specs, name=str(self), ends=False, limit=limit)
+        return replace(source, notes=(*self.notes, *batches.notes, *source.notes))
 
     def _call(self, function: Callable[..., T], *args: object) -> T:
         """Call the user's code; raise an invalid copy's error even if that code caught it."""
@@ -305,23 +295,6 @@ class CalibratorScript:
     def _known(self) -> bytes | None:
         value = self._told("read_calibration_cache")
         return bytes(value) if isinstance(value, bytes | bytearray | memoryview) else None
-
-    def _batches(
-        self, specs: tuple[TensorSpec, ...], limit: int | None, notes: list[str]
-    ) -> Iterator[Item]:
-        batches = CalibratorBatches(str(self), self._stand_ins.memory, specs, self.batch)
-        while (item := self._next(batches, specs)) is not None:
-            beyond = batches.samples - (MOST_SAMPLES if limit is None else limit)
-            if beyond >= 0 and limit is None:
-                raise FeedError(
-                    f"{self} must end with None or an empty list, got {batches.samples:,} samples"
-                    " and no end; set a maximum number of samples (--limit)"
-                )
-            yield batches.without(item, max(beyond, 0))
-            if beyond >= 0:
-                notes.append(f"the first {limit} samples of {self} are used (--limit)")
-                break
-        notes += batches.notes
 
     def _next(self, batches: CalibratorBatches, specs: tuple[TensorSpec, ...]) -> Item | None:
         self._stand_ins.memory.settle()

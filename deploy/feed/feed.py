@@ -107,9 +107,7 @@ class SourceOpener:
                     f"a calibrator's batches are fed as they are, got preprocessing for {source};"
                     " leave it away"
                 )
-            # it stops after the first samples if only a limit is set
-            most = None if self.choice.every else self.choice.most
-            return _as_arrays(source.source(self.specs, most))
+            return _as_arrays(source.source(self.specs, self.choice.reach))
         if files is None and self.preprocess is not None:
             return self._pictured(source)
         if self.preprocess is not None:
@@ -120,7 +118,8 @@ class SourceOpener:
         self, source: FeedSource, files: SourceFiles | None, specs: tuple[TensorSpec, ...]
     ) -> ArraySource:
         if files is None:
-            return open_iterable(iterate_items(source), specs)
+            items, ends = iterate_items(source)
+            return open_iterable(items, specs, ends=ends, limit=self.choice.reach)
         if files.folder is not None:
             return open_array_folder(files.folder, files.files, specs, skip_bad=self.skip_bad)
         if len(files.files) == 1 and files.files[0].label is None:
@@ -148,16 +147,14 @@ class SourceOpener:
             )
         if self.preprocess is not None:
             raise ConfigError(_AS_THEY_ARE)
-        return OpenedSource(source=convert_arrays(arrays, spec), kind="arrays", notes=arrays.notes)
+        return _as_arrays(convert_arrays(arrays, spec))
 
     def _pictured(self, source: FeedSource) -> OpenedSource:
         """Preprocess images in memory while they are read once into a temporary file."""
         resolved, dtype = self._how(), self.specs[0].dtype
-        ready = (
-            a.astype(dtype, copy=False)
-            for a in preprocess_items(iterate_items(source), resolved.how)
-        )
-        arrays = open_iterable(ready, self.specs)
+        items, ends = iterate_items(source)
+        ready = (a.astype(dtype, copy=False) for a in preprocess_items(items, resolved.how))
+        arrays = open_iterable(ready, self.specs, ends=ends, limit=self.choice.reach)
         return OpenedSource(
             source=arrays, kind="pictures in memory", notes=arrays.notes, settled=resolved
         )
@@ -240,8 +237,8 @@ def open_feed(
             from the model's metadata, else from its input; a note says which.
         carried: preprocessing from the model's metadata, `LoadedModel.carried`.
         skip_bad: skip unreadable images and arrays with NaN; `notes` lists them.
-        limit: maximum number of samples, spread evenly over the source (the first ones of a
-            calibrator); or a `Choice`.
+        limit: maximum number of samples, spread evenly over the source (the first ones of what has
+            no length: a calibrator, a generator); or a `Choice`.
         labels_by_folder: number the subfolders and use the numbers as class labels.
 
     Raises:

@@ -92,6 +92,7 @@ def _first_symbols(body: bytes) -> Iterator[tuple[int, int]]:
 Sides = tuple[int, int]
 
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # start-of-frame markers
+_TIFF_BITS = 258  # tag of the bits per channel
 _PNM = re.compile(rb"P[1-6](?:\s|#[^\n]*\n)+(\d{1,9})(?:\s|#[^\n]*\n)+(\d{1,9})\s")
 
 
@@ -104,6 +105,20 @@ def read_image_size(data: bytes) -> Sides | None:
         return _jp2_or_avif(data) if data[4:8] == b"ftyp" else None
     except (struct.error, IndexError):  # cut short: the decoder will report it
         return None
+
+
+def read_bit_depth(data: bytes) -> int:
+    """Return the bits of a channel as a PNG, TIFF or PNM states them; 8 for other files."""
+    try:
+        if data.startswith(b"\x89PNG"):
+            return data[24]
+        if data.startswith((b"II", b"MM")):
+            return _tiff_tags(data).get(_TIFF_BITS, 8)
+        match = _PNM.match(data[:4096])
+        largest = match and re.match(rb"(?:#[^\n]*\n|\s)*(\d{1,9})\s", data[match.end() :][:4096])
+        return 16 if data[1:2] in b"2356" and largest and int(largest[1]) > 255 else 8
+    except (struct.error, IndexError):
+        return 8
 
 
 def _at(form: str, offset: int) -> Callable[[bytes], Sides]:
@@ -147,7 +162,12 @@ def _bmp(data: bytes) -> Sides | None:
 
 
 def _tiff(data: bytes) -> Sides | None:
-    """Read tags 256 and 257 of the first directory, also of a BigTIFF."""
+    tags = _tiff_tags(data)
+    return (tags[256], tags[257]) if 256 in tags and 257 in tags else None
+
+
+def _tiff_tags(data: bytes) -> dict[int, int]:
+    """Read width, height and bits of the first directory, also of a BigTIFF."""
     order = "<" if data.startswith(b"II") else ">"
     big = struct.unpack_from(f"{order}H", data, 2)[0] == 43
     (at,) = struct.unpack_from(f"{order}{'Q' if big else 'I'}", data, 8 if big else 4)
@@ -156,11 +176,15 @@ def _tiff(data: bytes) -> Sides | None:
     tags: dict[int, int] = {}
     for place in range(min(count, 4096)):
         tag, kind = struct.unpack_from(f"{order}HH", data, first + place * length)
-        if tag in (256, 257):
+        if tag in (256, 257, _TIFF_BITS):
             form = {3: "H", 4: "I", 16: "Q"}.get(kind, "I")
             at_value = first + place * length + value
+            word = f"{order}{'Q' if big else 'I'}"
+            (values,) = struct.unpack_from(word, data, at_value - value + 4)
+            if tag == _TIFF_BITS and 2 * values > length - value:  # too many to stand here
+                (at_value,) = struct.unpack_from(word, data, at_value)
             tags[tag] = struct.unpack_from(f"{order}{form}", data, at_value)[0]
-    return (tags[256], tags[257]) if len(tags) == 2 else None
+    return tags
 
 
 def _pnm(data: bytes) -> Sides | None:

@@ -1,8 +1,8 @@
 """Find image files, read lists of them, decode them, and capture the decoder's warnings.
 
-Decoding is OpenCV's `imdecode` of the complete file: 8 bits per channel (16-bit images keep their
-upper byte), alpha dropped, grey repeated to three channels if color is needed, EXIF orientation
-applied, the first frame of an animation.
+Decoding is OpenCV's `imdecode` of the complete file: 8 bits per channel (of 16 bits the upper 8,
+unless all are asked for), alpha dropped, grey repeated to three channels if color is needed, EXIF
+orientation applied, the first frame of an animation.
 
 A damaged image is refused even if a decoder returns pixels. PNG has checksums, and libjpeg warns
 about a damaged JPEG. WebP has neither: libwebp refuses truncated data, other damage is invisible.
@@ -243,6 +243,8 @@ def walk_files(folder: Path, wanted: Callable[[str], bool]) -> list[str]:
 def read_list(path: Path) -> FileList:
     """Read a list file: one "path" or "path label" per line, paths relative to the list's folder.
 
+    A line may name one file per input, separated by spaces, as RKNN's dataset.txt does.
+
     UTF-8 with or without a byte order mark, LF or CRLF; empty lines and lines starting with
     ``#`` are skipped; paths may contain spaces. A line that is itself the path of a file has no
     label.
@@ -295,8 +297,10 @@ def read_image_file(picture: ImageFile) -> bytes:
     return data
 
 
-def decode_image(data: bytes, name: str, *, grey: bool) -> Array:
+def decode_image(data: bytes, name: str, *, grey: bool, deep: bool = False) -> Array:
     """Decode a file's bytes to uint8 [H, W, 3] BGR, or [H, W, 1] grey.
+
+    `deep` keeps all bits of a 16-bit image, as uint16.
 
     Raises:
         FeedError: the image is damaged, in a format that OpenCV does not read, or too large.
@@ -309,7 +313,7 @@ def decode_image(data: bytes, name: str, *, grey: bool) -> Array:
         )
     fault = _fault(data)
     if fault is None:
-        pixels, warnings = _decoded(data, grey)
+        pixels, warnings = _decoded(data, grey, deep and headers.read_bit_depth(data) == 16)
         if (damage := next(filter(_DAMAGE.search, warnings), None)) is not None:
             raise FeedError(
                 f"image {printable_name(name)} is damaged ({len(data)} bytes), its decoder says:"
@@ -322,9 +326,10 @@ def decode_image(data: bytes, name: str, *, grey: bool) -> Array:
     raise FeedError(f"image {printable_name(name)} cannot be decoded ({len(data)} bytes, {fault})")
 
 
-def _decoded(data: bytes, grey: bool) -> tuple[Array | None, list[str]]:
+def _decoded(data: bytes, grey: bool, deep: bool) -> tuple[Array | None, list[str]]:
     cv2 = opencv()
     flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
+    flag |= cv2.IMREAD_ANYDEPTH if deep else 0
 
     def imdecode() -> Array | None:
         try:
@@ -404,7 +409,7 @@ def _parse_line(listing: Path, number: int, line: str) -> tuple[str, int | None]
     name, token = parts
     if re.fullmatch(r"\d{1,9}", token, re.ASCII):
         return name, int(token)
-    if is_file(folder / name):
+    if is_file(folder / name) and not is_file(folder / token):
         raise FeedError(
             f"a label must be a whole number from 0, got {token!r} on line {number} of"
             f" {printable_name(str(listing))}; number the classes in the order of the model's"

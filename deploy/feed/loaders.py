@@ -1,30 +1,36 @@
 """Turn Python objects into an iterable of items: arrays, loaders, datasets, readers, functions.
 
 Objects are recognized by duck typing, so no framework is imported: loaders of torch and polygraphy
-and datasets of TensorFlow and Hugging Face are iterable, ONNX Runtime's calibration readers have
-`get_next`, and a function is called and returns one of these.
+and datasets of TensorFlow and Hugging Face are iterable, datasets of torch have a length and
+indices, ONNX Runtime's calibration readers have `get_next`, and a function is called and returns
+one of these.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from deploy.errors import FeedError
+from deploy.errors import ConfigError, FeedError
 from deploy.feed.arrays import as_array
 from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import Preprocess
+from deploy.files.reading import is_file, read_bytes
 from deploy.files.usercode import load_function, wrap_user_errors
 from deploy.tensors import Array
 
 _FORM = "loader.py:function"
+_LARGEST = 1 << 24  # bytes of a Python file
 
 
-def iterate_items(source: object) -> Iterable[Any]:
-    """Return the items of a Python object that serves as calibration data.
+def iterate_items(source: object) -> tuple[Iterable[Any], bool]:
+    """Return the items of a Python object that serves as calibration data; and whether they end.
+
+    Items of an object without a length, such as a generator, may not end.
 
     Raises:
         FeedError: the object yields no items.
@@ -33,16 +39,19 @@ def iterate_items(source: object) -> Iterable[Any]:
         with wrap_user_errors(f"making a {source.__name__}", error=FeedError):
             return iterate_items(source())
     if isinstance(source, Mapping):  # {input: all samples of it}
-        return [source]
+        return [source], True
     if hasattr(source, "__array__"):
-        return [as_array(source, "the feed")]
+        return [as_array(source, "the feed")], True
     if callable(getattr(source, "get_next", None)):
-        return _until_none(source.get_next, "get_next of the reader")  # type: ignore[attr-defined]
+        return _until_none(source.get_next, "get_next of the reader"), False  # type: ignore[attr-defined]
     if callable(getattr(source, "get_batch", None)):
         raise FeedError(
             f"a feed must give arrays, got the TensorRT calibrator {type(source).__name__}, which"
             " gives addresses; give the arrays it reads, or its script (--calibrator-script)"
         )
+    count = _length(source)
+    if not hasattr(source, "__iter__") and count is not None and hasattr(source, "__getitem__"):
+        return _iterate(map(source.__getitem__, range(count))), True  # a dataset of torch
     if isinstance(source, bytes) or not hasattr(source, "__iter__"):
         if callable(source):
             with wrap_user_errors("what gives the feed", error=FeedError):
@@ -51,18 +60,30 @@ def iterate_items(source: object) -> Iterable[Any]:
             f"a feed must be a path, an array, a mapping of arrays or something to iterate over,"
             f" got {type(source).__name__}"
         )
-    return _iterate(source) if not isinstance(source, list | tuple) else source
+    items = source if isinstance(source, list | tuple) else _iterate(source)
+    return items, count is not None
+
+
+def _length(source: object) -> int | None:
+    """Return the length of an object; None if it has none, as a loader over a stream."""
+    try:
+        return len(source)  # type: ignore[arg-type]
+    except Exception:  # the user's code
+        return None
 
 
 def call_loader(path: str) -> object | None:
     """Return what the function of `loader.py:function` returns; None for any other path.
 
+    A file that defines one public function or class needs no `:function`.
+
     Raises:
-        ConfigError: there is no such file or function.
+        ConfigError: there is no such file or function, or the file has several.
         FeedError: the function failed.
     """
     if not is_loader_spec(path):
         return None
+    path = path if is_function_spec(path) else f"{path}:{_only_definition(path)}"
     function = load_function(path, what="a loader", form=_FORM, error=FeedError)
     with wrap_user_errors(f"the loader {path}", error=FeedError):
         result: object = function()
@@ -72,9 +93,29 @@ def call_loader(path: str) -> object | None:
 
 
 def is_loader_spec(path: str) -> bool:
+    """Return whether a path is a Python file, with or without `:function`."""
+    return is_function_spec(path) or (path.endswith(".py") and is_file(Path(path)))
+
+
+def is_function_spec(path: str) -> bool:
     """Return whether a path is of the form `loader.py:function`."""
     file, _, name = path.rpartition(":")
     return file.endswith(".py") and name.isidentifier() and not Path(path).exists()
+
+
+def _only_definition(path: str) -> str:
+    """Return the name of the only public function or class that a Python file defines."""
+    source = read_bytes(Path(path), what="a loader", error=FeedError, most=_LARGEST)
+    with wrap_user_errors(path, error=FeedError):
+        body = ast.parse(source, path).body
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    names = [one.name for one in body if isinstance(one, kinds) and one.name[0] != "_"]
+    if len(names) != 1:
+        raise ConfigError(
+            f"a loader is given as {_FORM}, got {path} alone; it has"
+            f" {', '.join(names) or 'no function'}"
+        )
+    return names[0]
 
 
 def _until_none(get_next: Callable[[], object], what: str) -> Iterator[object]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.array_files import is_array_file, is_raw_file
-from deploy.feed.arrays import ArraySource, Item, count_samples
+from deploy.feed.arrays import ArraySource, Item, conversion_notes, count_samples, fit_array
 from deploy.feed.file_list import FileList
 from deploy.feed.images import (
     is_image,
@@ -276,17 +276,20 @@ def refuse_files_with_header(files: SourceFiles) -> None:
 
 
 def convert_arrays(source: ArraySource, spec: TensorSpec) -> ArraySource:
-    """Convert samples to the input's dtype; only lossless widening is allowed.
+    """Convert samples to the input's dtype, see `fit_array`.
 
     Raises:
         FeedError: the shape or dtype does not fit the input.
     """
     (file_spec,) = source.specs
-    dtype, wanted = np.dtype(file_spec.dtype), np.dtype(spec.dtype)
-    widened = wanted if dtype.kind == wanted.kind and np.can_cast(dtype, wanted) else dtype
-    example = np.broadcast_to(np.zeros((), widened), (1, *_sample_shape(file_spec)))
-    count_samples({spec.name: example}, (spec,), f"each sample of {source.name}")
-    return replace(source, make=lambda one: {spec.name: one[spec.name].astype(wanted, copy=False)})
+    example = np.broadcast_to(np.zeros((), file_spec.dtype), (1, *_sample_shape(file_spec)))
+    item = {spec.name: example}
+    count_samples(item, (spec,), f"each sample of {source.name}")
+    return replace(
+        source,
+        notes=(*source.notes, *conversion_notes(item, (spec,))),
+        make=lambda one: {spec.name: fit_array(one[spec.name], spec)},
+    )
 
 
 def convert_images(source: ArraySource, spec: TensorSpec, how: Preprocess) -> ArraySource:

@@ -45,7 +45,7 @@ from deploy.tensors import Array
 
 
 def preprocess_image(pixels: Array, how: Preprocess) -> Array:
-    """Convert uint8 [H, W, C] in BGR or grey to float32 [1, C, h, w] or [1, h, w, C].
+    """Convert uint8 or uint16 [H, W, C] in BGR or grey to float32 [1, C, h, w] or [1, h, w, C].
 
     `how` must be resolved; if it leaves a side to the image, `with_image_size` gives h and w. The
     result
@@ -161,7 +161,10 @@ def input_to_image(values: Array, how: Preprocess | None) -> Array | None:
         pixels_float = _stretch_contrast(floats)
     else:
         pixels_float = (floats * np.asarray(how.std) + np.asarray(how.mean)) / how.scale
-    pixels = np.clip(np.rint(np.nan_to_num(pixels_float)), 0, 255).astype(np.uint8)
+    pixels_float = np.nan_to_num(pixels_float)
+    if how is not None and how.deep and (top := pixels_float.max()) > 255:
+        pixels_float *= 255 / top  # 16 bits
+    pixels = np.clip(np.rint(pixels_float), 0, 255).astype(np.uint8)
     if pixels.shape[2] == 1:
         return np.repeat(pixels, 3, axis=2)
     rgb: Array = pixels[:, :, ::-1] if how is not None and how.color == "bgr" else pixels

@@ -49,7 +49,8 @@ class Preprocess:
         short_side: pixels; None is the longer side of `size` times 8/7 (256 for 224).
         interpolation: OpenCV's. "area" is used if both sides shrink, else "linear".
         color: "rgb", "bgr" or "grey"; None is grey for one channel and rgb for three.
-        scale: multiplier of a pixel of 0..255.
+        scale: multiplier of a pixel of 0..255; of 0..65535 in a 16-bit image that is fed as grey
+            with another scale than 1/255.
         mean, std: in scaled units, one value, or one per channel in the order of `color`.
         pad: the border, in pixel units (may be a fraction), one value or one per channel.
         anchor: where letterbox puts the image, "centre" or "top-left".
@@ -120,6 +121,11 @@ class Preprocess:
         if self.short_side is None and self.size is None:
             raise ConfigError("short_side follows from size, got neither; give one of them")
         return self.short_side or (max(self.box) * 8 + 3) // 7
+
+    @property
+    def deep(self) -> bool:
+        """Whether 16-bit images keep their 16 bits: grey ones that are not divided by 255."""
+        return self.color == "grey" and abs(self.scale * 255 - 1) > 1e-3
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types; floats survive exactly (repr round trip).
@@ -207,10 +213,13 @@ def complete_preprocess(
     channels, height, width = (spec.shape[place] for place in order)
     color = chosen.color or ("grey" if channels == 1 else "rgb")
     if isinstance(channels, int) and channels != COLORS[color]:
+        if channels in COLORS.values():
+            remedy = "give another color or layout, or feed arrays from an .npy file"
+        else:
+            remedy = "images have 1 or 3, so feed this model arrays from .npy files, or a layout"
         raise FeedError(
             f"{color} images have {COLORS[color]} channels, the input is {describe(spec)} with"
-            f" {channels} in {layout.upper()}; give another color or layout, or feed arrays from"
-            " an .npy file"
+            f" {channels} in {layout.upper()}; {remedy}"
         )
     size = _resolve_size(chosen, (height, width), spec)
     try:
@@ -297,7 +306,8 @@ def _check_open_sides(how: Preprocess) -> None:
 
 def _check_mean(how: Preprocess) -> None:
     """Refuse a mean of raw pixels if scaled pixels are fed: all inputs would be nearly equal."""
-    top = 255 * how.scale
+    is_deep = how.deep and (how.scale == 1 or how.scale < 0.5 / 255)
+    top = (65535 if is_deep else 255) * how.scale
     if max(how.mean) > top * (1 + 1e-6):
         scaled_mean = ",".join(f"{value * how.scale:.4g}" for value in how.mean)
         raise ConfigError(

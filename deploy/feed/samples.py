@@ -177,7 +177,8 @@ class Feed:
         bad, copies = self.skipped, self._duplicate_note()
         more = f" (and {len(bad) - 3} more)" if len(bad) > 3 else ""
         skips = f"{len(bad)} skipped: {'; '.join(bad[:3])}{more}" if bad else ""
-        own = (skips, copies, last_batch_note(self.count, self.batch))
+        depth = self._source.note if isinstance(self._source, ImageSource) else ""
+        own = (skips, copies, depth, last_batch_note(self.count, self.batch))
         return (*self._notes, *filter(None, own))
 
     def _duplicate_note(self) -> str:

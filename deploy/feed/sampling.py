@@ -147,7 +147,8 @@ class Choice:
     """A choice among the samples of a source.
 
     Attributes:
-        most: maximum number of samples, spread evenly over the source.
+        most: maximum number of samples, spread evenly over the source; the first ones of what has
+            no length, such as a generator.
         sample: maximum number of samples, drawn at random.
         seed: for `sample`; one seed always draws the same samples.
         every: use every N-th sample only, from the first on; None for each (one frame per second
@@ -181,6 +182,11 @@ class Choice:
                 "a shard is i/n with i from 1 to n, such as 2/3, got"
                 f" {self.shard[0]}/{self.shard[1]}"
             )
+
+    @property
+    def reach(self) -> int | None:
+        """How many first samples suffice for a source whose number of samples is not known."""
+        return None if self.most is None else (self.most - 1) * (self.every or 1) + 1
 
     def of(self, count: int, *, usual: int = 1) -> tuple[Sequence[int], list[str]]:
         """Return the chosen places among `count` samples, ascending, of all shards; and notes.

@@ -16,7 +16,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -32,7 +32,7 @@ from deploy.feed.file_list import (
     bytes_digest,
     sample_digest,
 )
-from deploy.feed.headers import jpeg_segments, read_image_size
+from deploy.feed.headers import jpeg_segments, read_bit_depth, read_image_size
 from deploy.feed.images import capture_decoder_output
 from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import INTEGER_DTYPES, Preprocess, Size, describe, with_image_size
@@ -211,6 +211,20 @@ class ImageSource:
     pictures: FileList
     spec: TensorSpec
     how: Preprocess
+    of_16_bits: set[int] = field(default_factory=set, init=False)  # indices, of those decoded
+
+    @property
+    def note(self) -> str:
+        """A note on images of 16 bits; "" without any."""
+        count = len(self.of_16_bits)
+        if not count:
+            return ""
+        if self.how.deep and self.spec.dtype != "uint8":
+            return f"{count} images have 16 bits a channel, so their pixels go from 0 to 65535"
+        return (
+            f"{count} images have 16 bits a channel and are cut to the upper 8; grey images keep"
+            " all if their scale is not 1/255, such as --scale 1 or 0.0000152590"
+        )
 
     @property
     def labels(self) -> tuple[int, ...] | None:
@@ -258,7 +272,10 @@ class ImageSource:
 
     def _decoded(self, index: int, data: bytes) -> dict[str, Array]:
         grey = self.how.color == "grey"
-        pixels = images.decode_image(data, self.pictures.name(index), grey=grey)
+        deep = self.how.deep and self.spec.dtype != "uint8"
+        pixels = images.decode_image(data, self.pictures.name(index), grey=grey, deep=deep)
+        if read_bit_depth(data) == 16:
+            self.of_16_bits.add(index)
         how = with_image_size(self.how, (pixels.shape[0], pixels.shape[1]), self.told(index))
         values = preprocess_image(pixels, how).astype(self.spec.dtype, copy=False)
         return {self.spec.name: values}
