@@ -571,6 +571,7 @@ def test_names_of_pictures_are_escaped(pictures):
     [
         {"size": (20, 30), "color": "rgb", "mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4)},
         {"size": (20, 30), "color": "grey", "interpolation": "area"},
+        {"size": (20, 30), "color": "grey", "scale": 1.0},
         {"size": (90, 80), "color": "bgr", "interpolation": "area", "layout": "nhwc"},
         {"size": (32, 32), "color": "rgb", "resize": "letterbox", "pad": (114.0,)},
         {"size": (48, 32), "color": "rgb", "resize": "letterbox", "anchor": "top-left"},
@@ -582,6 +583,8 @@ def test_names_of_pictures_are_escaped(pictures):
 def test_the_program_of_a_build_feeds_what_calibrated(how, shape, tmp_path):
     how = Preprocess(**{"layout": "nchw"} | how)
     colors = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
+    if how.deep:
+        colors = np.random.default_rng(0).integers(0, 65536, (*shape, 1), np.uint16)
     path = str(tmp_path / "picture.png")
     cv2.imwrite(path, colors)
     engine = 'it\'s """ a.onnx'  # a file's name is not code
@@ -592,5 +595,6 @@ def test_the_program_of_a_build_feeds_what_calibrated(how, shape, tmp_path):
         made = runpy.run_path(str(tmp_path / "a_run.py"))
     assert made["CLASSES"] == {0: engine}
     data = Path(path).read_bytes()
-    wanted = preprocess_image(decode_image(data, path, grey=how.color == "grey"), how)
+    grey = how.color == "grey"
+    wanted = preprocess_image(decode_image(data, path, grey=grey, deep=how.deep), how)
     np.testing.assert_array_equal(made["read"](path), wanted, strict=True)

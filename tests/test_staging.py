@@ -24,6 +24,7 @@ from deploy.files import atomic, manifest, staging
 from deploy.files.reading import add_input_file, guard_inputs, refuse_output
 from deploy.files.staging import recover, stage_files
 from deploy.pipeline import build, calibrate
+from deploy.pipeline.evaluate import InnerTensors
 from deploy.targets import TARGETS
 from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tuning.search_options import Tuning
@@ -379,20 +380,24 @@ def targets_of(out):
     return {one["name"]: one for one in json.loads((out / "report.json").read_text())["targets"]}
 
 
-@pytest.mark.parametrize("where", ["build", "open"])
+@pytest.mark.parametrize("where", ["build", "open", "measure"])
 def test_a_target_that_fails_leaves_no_file_and_the_others_are_published(
     where, small_cnn, pictures, tmp_path, run, monkeypatch
 ):
     """A file that no runtime opens was kept and listed, and `verify` vouched for it."""
     monkeypatch.delenv("CALIB8_TRACEBACK", raising=False)
-    whole = getattr(OnnxRuntime, where)
+    owner, name = (InnerTensors, "_tap") if where == "measure" else (OnnxRuntime, where)
+    whole = getattr(owner, name)
 
     def failing(self, *words, **named):
         whole(self, *words, **named)  # its files are written
-        raise {"build": TypeError("int"), "open": BackendError("no engine")}[where]
+        if where == "open":
+            raise BackendError("no engine")
+        if where == "build" or words[1].target == "onnxruntime":
+            raise TypeError("int")
 
     with monkeypatch.context() as patched:
-        patched.setattr(OnnxRuntime, where, failing)
+        patched.setattr(owner, name, failing)
         words = ("build", small_cnn, "--images", pictures, *WORDS, tmp_path, "--threads", 2)
         words += ("--target", "onnxruntime,tensorrt", "--duration", 0.01)
         assert run(*words)[0] == 1
@@ -401,7 +406,7 @@ def test_a_target_that_fails_leaves_no_file_and_the_others_are_published(
     assert not found["tensorrt"].get("error") and found["tensorrt"]["files"]
     assert not list(tmp_path.glob("*.int8.onnx")) and not list(tmp_path.glob("*_run.py"))
     assert unchanged(tmp_path) and (tmp_path / "calib8/small_cnn.cache").exists()
-    if where == "build":
+    if where != "open":
         assert "TypeError: int" in (tmp_path / "calib8/small_cnn.log").read_text()
 
 

@@ -1,6 +1,7 @@
 #include "calib8/feed.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -202,6 +203,7 @@ class ImageSource final : public Source {
 
  private:
   Sample decoded(const std::string& data, std::size_t index) const {
+    refuse_16_bits(data, index);
     const bool planes = how_.layout != Layout::kNhwc;
     const std::int64_t channels = how_.channels();
     const Size size = *how_.size;
@@ -212,6 +214,16 @@ class ImageSource final : public Source {
     const auto* bytes = reinterpret_cast<const char*>(values.data());
     tensor.bytes.assign(bytes, bytes + values.size() * sizeof(float));
     return {std::move(tensor)};
+  }
+
+  // Python feeds all bits of such a picture; the codecs here give the upper 8.
+  void refuse_16_bits(const std::string& data, std::size_t index) const {
+    const bool deep = how_.color == Color::kGrey && std::abs(how_.scale * 255 - 1) > 1e-3;
+    const bool png = data.size() > 24 && data.compare(0, 4, "\x89PNG") == 0;
+    if (!deep || !png || data[24] != 16) return;
+    throw FeedError(told(index) +
+                    " has 16 bits a pixel, which only calib8 for Python feeds; "
+                    "calibrate there, or give pictures of 8 bits");
   }
 
   std::vector<Picture> pictures_;

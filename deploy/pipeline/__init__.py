@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from deploy.calibration.calibration_result import CalibrationResult, keep_float_
 from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.reuse import CachePolicy, as_policy
 from deploy.calibration.shards import ShardSet
+from deploy.errors import Calib8Error
 from deploy.feed.evaluation import read_labels
 from deploy.feed.feed import Dataset, FeedSource, dataset_of
 from deploy.feed.preprocess import PreprocessRequest
@@ -42,7 +44,7 @@ from deploy.pipeline.build_options import (
     rereadable_model,
 )
 from deploy.pipeline.calibration_setup import already_calibrated, calibrate_loaded
-from deploy.pipeline.target_builds import build_targets, discard_failed, search_targets
+from deploy.pipeline.target_builds import build_targets, discard_failed, search_targets, with_log
 from deploy.report.verdict import Gates
 from deploy.targets import Target, make_targets
 from deploy.targets.base import BuildResult
@@ -278,7 +280,7 @@ def build_with(
             repairs=build.repairs,
             against=build.loaded.model if build.duration_s > 0 else None,
         )
-        figures = _measured(build, calibration, results)
+        figures = _measured(build, calibration, results, stage)
         results = discard_failed(results, figures.failed, stage)
         report = write_report(
             calibration,
@@ -361,9 +363,13 @@ def _tuned(
 
 
 def _measured(
-    build: PreparedBuild, calibration: CalibrationResult, results: list[BuildResult]
+    build: PreparedBuild, calibration: CalibrationResult, results: list[BuildResult], stage: Stage
 ) -> Figures:
-    """Speed and accuracy of the engines; without images nothing is measured."""
+    """Speed and accuracy of the engines; without images nothing is measured.
+
+    After an unexpected exception each target is measured alone, and those that raise again have
+    failed.
+    """
     from deploy.pipeline.measure import measure_engines, unmeasured_figures
 
     if build.dataset is None:
@@ -371,18 +377,36 @@ def _measured(
     else:
         ours = build.loaded.trained is None
         unchanged = not calibration.subject.repairs
-        figures = measure_engines(
+        measured = partial(
+            measure_engines,
             calibration.loaded if ours else build.reference,
-            build.options.targets,
-            results,
             calibration=calibration.judges.part,
             evaluation=build.evaluation,
             labels=build.objects,
             metric=build.metric,
             outputs=calibration.judges.outputs if ours and unchanged else None,
-            duration_s=build.duration_s,
             threads=build.options.calibration.workers,
         )
+        targets = build.options.targets
+        try:
+            figures = measured(targets, results, duration_s=build.duration_s)
+        except (Calib8Error, MemoryError, OSError):
+            raise
+        except Exception:
+            failed = {}
+            for target, result in zip(targets, results, strict=True):
+                try:
+                    measured([target], [result], duration_s=0)
+                except Exception as error:
+                    failed[target.name] = str(with_log(error, build.loaded.name, stage))
+            if not failed or len(failed) == len(targets):
+                raise
+            sound = [
+                BuildResult(target=r.target, error=failed[r.target]) if r.target in failed else r
+                for r in results
+            ]
+            figures = measured(targets, sound, duration_s=build.duration_s)
+            figures = replace(figures, failed={**figures.failed, **failed})
     return replace(figures, notes=(*build.notes, *figures.notes, *_notes(build, calibration)))
 
 

@@ -64,7 +64,7 @@ def search_targets(
         except (MemoryError, OSError):
             raise
         except Exception as error:
-            why = _with_log(error, calibrated.loaded.name, stage)
+            why = with_log(error, calibrated.loaded.name, stage)
             if not isinstance(why, BackendError | CalibrationError | ExportError):
                 raise
             found[target.name] = PlannedTarget(
@@ -118,14 +118,14 @@ def build_targets(
             raise
         except Exception as error:
             stage.discard({*stage.names()}.difference(before))
-            errors.append(_with_log(error, calibrated.loaded.name, stage))
+            errors.append(with_log(error, calibrated.loaded.name, stage))
             results.append(BuildResult(target=target.name, error=str(errors[-1])))
     if errors and all(result.error for result in results):
         raise errors[0]
     return results
 
 
-def _with_log(error: Exception, name: str, stage: Stage) -> Calib8Error:
+def with_log(error: Exception, name: str, stage: Stage) -> Calib8Error:
     """Return an unexpected exception as a BackendError, with its traceback in a log file."""
     if isinstance(error, Calib8Error):
         return error

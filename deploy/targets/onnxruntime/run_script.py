@@ -137,7 +137,9 @@ def run_program(
         height=how.box[0],
         width=how.box[1],
         sizes=_SIZES[how.resize].format(short=how.short),
-        flag="IMREAD_GRAYSCALE" if how.color == "grey" else "IMREAD_COLOR",
+        flag=("IMREAD_ANYDEPTH" if how.deep else "IMREAD_GRAYSCALE")
+        if how.color == "grey"
+        else "IMREAD_COLOR",
         kind=kind,
         channels=how.channels,
         order="[:, :, ::-1]" if how.color == "rgb" else "",
