@@ -19,7 +19,7 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.record import read_record
 from tests.models import make_value, read_markdown, save_net
-from tests.test_ascend_models import CASES, NAMES, float_model
+from tests.test_ascend_models import CASES, NAMES, float_model, ulps
 from tests.vendor_models import build_net
 
 FASHION = Path(__file__).parent.parent / "datasets" / "fashion"
@@ -109,6 +109,38 @@ def test_amcts_records_give_amcts_models(case, done, tmp_path):
                     same_array(values[0][a], values[1][b])
                     compared += 1
         assert compared > 15
+
+
+FORMS = [(case, "config.json") for case in NAMES]
+
+
+@pytest.mark.parametrize(("case", "form"), [*FORMS, ("small_mixed", "simple.cfg")])
+def test_a_configuration_alone_is_an_order(case, form, command, tmp_path):
+    """The search switched layers off that the configuration enables, and rounded weights anew."""
+    path = save_net(float_model(case), tmp_path / "m.onnx")
+    arrays = np.load(CASES / case / "io.npz")
+    fed = [arrays[name] for name in sorted(arrays.files) if re.fullmatch(r"in\d+", name)]
+    np.save(tmp_path / "x.npy", np.concatenate(fed))
+    words = ("build", path, "--images", tmp_path / "x.npy", "--target", "ascend", "--accept")
+    words += ("--amct-batch", len(fed[0]), "--ascend-config", CASES / case / form)
+    command(*words, "--duration", 0, "--out", tmp_path / "out")
+    if form == "config.json":
+        wanted = json.loads((CASES / case / "config.json").read_text())
+        assert json.loads((tmp_path / "out/m_config.json").read_text()) == wanted
+    found, wanted = (
+        read_record(one.read_text())
+        for one in (tmp_path / "out/m_record.txt", CASES / case / "record.txt")
+    )
+    assert list(found) == list(wanted)
+    for name, record in wanted.items():
+        assert found[name].offset_d == record.offset_d
+        assert ulps(found[name].scale_d, record.scale_d) <= 8
+        assert ulps(found[name].scale_w, record.scale_w) <= 8
+    if case == "small_mixed" and form == "config.json":
+        command(*words, "--effort", 1, "--duration", 0, "--out", tmp_path / "searched")
+        (target,) = json.loads((tmp_path / "searched/report.json").read_text())["targets"]
+        notes = target["notes"]
+        assert any("so the configuration of ascend is a start only" in note for note in notes)
 
 
 def ran(made):

@@ -133,7 +133,7 @@ def build(
 
     calibration.refuse_ignored(targets)
     _refuse_unfed_float(model, images)
-    tuned = tuning.search.effort > 0 and tuning.search.plan is None
+    tuned = tuning.search.level > 0 and tuning.search.plan is None
     dataset, method = feed_of(images, calibration, targets, tuned=tuned)
     options = BuildOptions(
         calibration=calibration.options(cache, method, images, scheduler=scheduler, resume=resume),

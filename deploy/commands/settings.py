@@ -184,7 +184,7 @@ def tuning_options(command: Command) -> Command:
         **words: Any,
     ) -> None:
         from deploy.report.verdict import Gates
-        from deploy.tuning.search_options import DEFAULT_EFFORT, Tuning
+        from deploy.tuning.search_options import Tuning
 
         if plan is not None and effort is not None:
             raise ConfigError(
@@ -192,7 +192,7 @@ def tuning_options(command: Command) -> Command:
                 " of them away"
             )
         search = Tuning(
-            effort=DEFAULT_EFFORT if effort is None else effort,
+            effort=effort,
             plan=plan,
             max_loss=max_loss,
             prefer=prefer,
@@ -211,7 +211,8 @@ def _options() -> list[Callable[[Command], Command]]:
             "--effort",
             type=click.IntRange(0, 3),
             help="Search effort for what stays float and which method finds each range: 0 searches"
-            " nothing, 3 goes on as long as it finds something.  [default: 1]",
+            " nothing, 3 goes on as long as it finds something.  [default: 1; 0 with"
+            " --ascend-config]",
         ),
         base.search_option(
             "--plan",

@@ -277,7 +277,7 @@ def build_with(
             stage,
             build.options.calibration.workers,
             plans,
-            repairs=build.repairs,
+            repairs=build.repairs_of,
             against=build.loaded.model if build.duration_s > 0 else None,
         )
         figures = _measured(build, calibration, results, stage)
@@ -357,7 +357,7 @@ def _tuned(
             metric=None if build.is_labelled else build.metric,
         ),
         method_asked=options.calibration.method is not None,
-        repairs=build.repairs,
+        repairs=build.repairs_of,
         threads=options.calibration.workers,
     )
 
@@ -416,7 +416,7 @@ def _notes(build: PreparedBuild, calibration: CalibrationResult) -> list[str]:
     kinds = ("str", "sequence", "map", "optional")
     if left := [f"{s.name} ({s.dtype})" for s in build.loaded.outputs if s.dtype in kinds]:
         notes.append(f"outputs that are not numbers are not compared: {', '.join(left)}")
-    if build.metric is not None and build.is_labelled and tuning.effort and not tuning.plan:
+    if build.metric is not None and build.is_labelled and tuning.level and not tuning.plan:
         notes.append(
             f"the search went by the outputs' form, not by {build.metric.name}: its images are some"
             " that calibrate, of which no labels are used"

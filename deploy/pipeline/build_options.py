@@ -105,10 +105,16 @@ class PreparedBuild:
         """The phases of the build, as its progress counts them."""
         tuning = self.options.tuning
         before = () if self.loaded.trained else ("calibration",)
-        search = ("search",) if tuning.effort and tuning.plan is None else ()
+        searched = any(tuning.for_target(one).level for one in self.options.targets)
+        search = ("search",) if searched and tuning.plan is None else ()
         accuracy = ("layers", "accuracy") if self.dataset is not None else ()
         latency = ("latency",) if self.duration_s > 0 else ()
         return (*before, *search, "targets", *accuracy, *latency, "report")
+
+    def repairs_of(self, target: Target) -> Sequence[str]:
+        """Return the repairs of a target; by default none where nothing is searched."""
+        is_searched = self.options.tuning.for_target(target).level > 0
+        return self.repairs if is_searched or self.options.repairs is not None else ()
 
     @property
     def is_labelled(self) -> bool:
@@ -155,7 +161,8 @@ def prepare_build(
         evaluation = evaluation or dataset
     repairs = options.repairs
     if repairs is None:
-        repairs = DEFAULT if options.tuning.effort else ()
+        searched = any(options.tuning.for_target(one).level for one in options.targets)
+        repairs = DEFAULT if searched else ()
     repairs = parse_repairs(repairs)
     cache = options.calibration.cache
     path = cache.path or options.out / manifest.RECORDS / f"{loaded.name}.cache"
@@ -267,7 +274,7 @@ def _idle_flags(images: object, options: BuildOptions) -> list[str]:
         "--trust-cache": calibration.cache.trust,
         "--refresh": calibration.cache.refresh,
         "--keep-float": bool(calibration.float_nodes),
-        "--effort": tuning.effort not in (0, DEFAULT_EFFORT),
+        "--effort": tuning.level not in (0, DEFAULT_EFFORT),
         "--plan": tuning.plan is not None,
         "--until-stable": calibration.until_stable is not None,
         "--repair": bool(repairs) and repairs != ("none",),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +41,7 @@ def search_targets(
     wish: Tuning,
     *,
     method_asked: bool,
-    repairs: Sequence[str],
+    repairs: Callable[[Target], Sequence[str]],
     threads: int,
 ) -> tuple[dict[str, PlannedTarget], Path | None]:
     """Return (target -> what stays float and how ranges are searched, the plan file).
@@ -58,8 +58,14 @@ def search_targets(
             continue
         try:
             with phase(target.name):
+                own = wish.for_target(target)
                 found[target.name] = plan_target(
-                    target, request, wish, known, method_asked=method_asked, repairs=repairs
+                    target,
+                    request,
+                    own,
+                    known,
+                    method_asked=method_asked,
+                    repairs=repairs(target),
                 )
         except (MemoryError, OSError):
             raise
@@ -72,7 +78,8 @@ def search_targets(
                 searched=False,
                 note=f"nothing was searched for {target.name}: {why}",
             )
-    if not (wish.effort or wish.plan is not None or known.targets):
+    searched = any(one.searched for one in found.values())
+    if not (searched or wish.plan is not None or known.targets):
         return found, None
     return found, store_plan(stage.records / path.name, known, found)
 
@@ -85,7 +92,7 @@ def build_targets(
     threads: int,
     plans: Mapping[str, PlannedTarget],
     *,
-    repairs: Sequence[str],
+    repairs: Callable[[Target], Sequence[str]],
     against: onnx.ModelProto | None,
 ) -> list[BuildResult]:
     """Build every target; a failed one becomes its error.
@@ -109,8 +116,9 @@ def build_targets(
         try:
             chosen = request.choosing(plans[target.name].plan.choices)
             with phase(target.name):
-                samples = repair_samples(chosen.judges) if repairs else []
-                own, tried = repair_request(target, chosen, repairs, samples)
+                names = repairs(target)
+                samples = repair_samples(chosen.judges) if names else []
+                own, tried = repair_request(target, chosen, names, samples)
                 made = target.build(own)
             notes = (*repair_notes(tried), *made.notes)
             results.append(replace(made, options=changed_options(target), notes=notes))

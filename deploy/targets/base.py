@@ -211,6 +211,11 @@ class Target(Protocol):
         """Name in the `TARGETS` table and on the command line."""
         ...
 
+    @property
+    def configured(self) -> bool:
+        """Whether the user gave a configuration of the vendor, which is followed as it is."""
+        ...
+
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the tensors that need a scale for this target, judged by the model alone."""
         ...

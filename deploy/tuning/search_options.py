@@ -8,7 +8,7 @@ is all noise costs 2.5, more than int8 ever wins.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from deploy.tuning.probe import Noise
 
 if TYPE_CHECKING:
     from deploy.metrics.tasks import Metric
+    from deploy.targets.base import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,8 @@ class Tuning:
     """Options of the search.
 
     Attributes:
-        effort: 0 does not search, 3 searches as long as it finds something better.
+        effort: 0 does not search, 3 searches as long as it finds something better. None is 1, or 0
+            for a target whose configuration the user gives (`Target.configured`).
         plan: a plan to obey instead of searching; None looks in the output folder.
         max_loss: largest loss of the task on the samples of the search; None sets no limit.
         prefer: one of `PREFERENCES`. "accuracy" weighs loss four times as much against time; "size"
@@ -156,7 +158,7 @@ class Tuning:
         ConfigError: an unknown effort, preference or CPU.
     """
 
-    effort: int = DEFAULT_EFFORT
+    effort: int | None = None
     plan: Path | None = None
     max_loss: float | None = None
     prefer: str = "speed"
@@ -166,7 +168,7 @@ class Tuning:
     metric: Metric | None = None
 
     def __post_init__(self) -> None:
-        if self.effort not in (0, *EFFORTS):
+        if self.level not in (0, *EFFORTS):
             raise ConfigError(f"an effort is 0 to {max(EFFORTS)}, got {self.effort}")
         for what, value, known in (
             ("a preference", self.prefer, PREFERENCES),
@@ -174,6 +176,16 @@ class Tuning:
         ):
             if value not in known:
                 raise ConfigError(f"{what} is one of {', '.join(known)}, got {value!r}")
+
+    @property
+    def level(self) -> int:
+        """The effort, or its default."""
+        return DEFAULT_EFFORT if self.effort is None else self.effort
+
+    def for_target(self, target: Target) -> Tuning:
+        """Return the options for one target: nothing is searched beyond its configuration."""
+        obeys = target.configured and self.effort is None and self.plan is None
+        return replace(self, effort=0) if obeys else self
 
     @property
     def weight(self) -> float:

@@ -77,6 +77,10 @@ _REPLANNED = (
     "the plan of {} in the folder was made with other images or options, so it was searched anew;"
     " --plan obeys a plan as it is"
 )
+_OVERRULED = (
+    "--effort was given, so the configuration of {} is a start only: {} nodes of it stay in float;"
+    " without --effort it is followed as it is"
+)
 _NO_TARGET = "the plan {} has no [{}], so nothing was chosen for it, and nothing was searched"
 _OTHER_CPU = (
     "the plan of {} in the folder was timed on another CPU ({}), so it was searched anew; --plan"
@@ -106,7 +110,7 @@ class SearchSetup:
     @property
     def effort(self) -> Effort:
         """How much the search tries."""
-        return EFFORTS[self.options.effort]
+        return EFFORTS[self.options.level]
 
     @property
     def judges(self) -> EvaluationSet:
@@ -380,7 +384,7 @@ def plan_target(
         _check_names(request, existing)
         _check_precision(target, request, existing)
         return PlannedTarget(plan=_with_common(existing, pinned), reused=True)
-    if options.effort == 0 or options.plan is not None:
+    if options.level == 0 or options.plan is not None:
         note = "" if options.plan is None else _NO_TARGET.format(options.plan, target.name)
         plan = TargetPlan(choices=Choices(float_nodes=pinned))
         return PlannedTarget(plan=plan, searched=False, note=note)
@@ -401,6 +405,9 @@ def plan_target(
     elif existing is not None and existing.made_from and not options.fresh:
         moved = elsewhere and existing.made_from == digest
         note = (_OTHER_CPU if moved else _REPLANNED).format(target.name, existing.timed_on)
+    elif target.configured:
+        count = len(set(searched_plan.choices.float_nodes).difference(pinned))
+        note = _OVERRULED.format(target.name, count)
     return PlannedTarget(
         plan=_with_common(replace(searched_plan, made_from=digest), pinned),
         probes=probes,
@@ -484,7 +491,7 @@ def _made_from(
         "float": sorted(request.subject.float_nodes),
         "rounded": ROUNDING in repairs,
         "wish": [
-            options.effort,
+            options.level,
             options.prefer,
             options.max_loss,
             [options.is_timed, options.cpu] if target.runs_here else None,

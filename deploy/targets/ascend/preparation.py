@@ -128,6 +128,16 @@ def unfuse_batchnorms(
     return prepare_model(model)
 
 
+def transposed_before_norm(model: onnx.ModelProto) -> list[str]:
+    """Return the ConvTranspose nodes before a BatchNormalization, which AMCT leaves apart."""
+    from deploy.frontends.affine import NORM
+
+    named, _ = prepare_model(model)
+    nodes = named.graph.node
+    outputs = {node.output[0]: node.name for node in nodes if node.op_type == "ConvTranspose"}
+    return [outputs[n.input[0]] for n in nodes if n.op_type == NORM and n.input[0] in outputs]
+
+
 def disable_layers(config: QuantConfig, float_nodes: tuple[str, ...]) -> QuantConfig:
     """Return the config without these layers, and without tensor_quantize of these nodes."""
     layers = {

@@ -41,6 +41,7 @@ from deploy.targets.ascend.preparation import (
     find_weight_sharers,
     make_default_plan,
     prepare_model,
+    transposed_before_norm,
     unfuse_batchnorms,
 )
 from deploy.targets.base import BuildRequest, BuildResult
@@ -157,7 +158,12 @@ class Ascend:
         """IFMR without clipping, if no configuration file sets the search."""
         from deploy.targets.ascend.layer_searches import UNCLIPPED_METHOD
 
-        return (UNCLIPPED_METHOD,) if self.config is None else ()
+        return () if self.configured else (UNCLIPPED_METHOD,)
+
+    @property
+    def configured(self) -> bool:
+        """Whether the user gave AMCT's configuration."""
+        return self.config is not None
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -422,10 +428,14 @@ class Ascend:
 
         model, graph = prepare_model(subject.model)
         config, base = self._config(graph, subject), FOLDED
-        if not config.do_fusion or config.skip_fusion_layers:
-            model, graph = unfuse_batchnorms(subject, config)
+        bare = []
+        if self.configured and not subject.repairs:  # which are of the folded weights
+            bare = transposed_before_norm(subject.unfolded.model)
+        if not config.do_fusion or config.skip_fusion_layers or bare:
+            model, graph = unfuse_batchnorms(subject, config, bare=bare)
             config = self._config(graph, subject)
-            base = f"unfused {', '.join(config.skip_fusion_layers) if config.do_fusion else 'all'}"
+            apart = [*config.skip_fusion_layers, *bare] if config.do_fusion else ["all"]
+            base = f"unfused {', '.join(apart)}"
         return RecordPlan(
             model=model,
             graph=graph,

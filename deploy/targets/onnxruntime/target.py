@@ -88,6 +88,7 @@ class OnnxRuntime:
     runs_here: ClassVar[bool] = True
     own_method: ClassVar[str] = ""
     alternatives: ClassVar[tuple[str, ...]] = ()
+    configured: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_options(self)

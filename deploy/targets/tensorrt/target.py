@@ -78,6 +78,7 @@ class TensorRT(TensorrtOptions):
     runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = ""
     alternatives: ClassVar[tuple[str, ...]] = ()
+    configured: ClassVar[bool] = False
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """List every float tensor: a TensorRT cache has all of them."""
