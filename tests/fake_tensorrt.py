@@ -109,7 +109,7 @@ float32, float16, int8, int32, bool = (
 if VERSION >= (9,):
     bfloat16, int64 = DataType.BF16, DataType.INT64
 _SOURCES = "CUBLAS CUBLAS_LT CUDNN EDGE_MASK_CONVOLUTIONS JIT_CONVOLUTIONS"
-TacticSource = _enum("TacticSource", ((8,), _SOURCES))
+TacticSource = _enum("TacticSource", ((8,), _SOURCES), gone="CUBLAS CUBLAS_LT CUDNN")
 MemoryPoolType = _enum("MemoryPoolType", ((8,), "WORKSPACE DLA_MANAGED_SRAM"))
 TensorIOMode = _enum("TensorIOMode", ((8,), "NONE INPUT OUTPUT"))
 TensorLocation = _enum("TensorLocation", ((8,), "DEVICE HOST"))
@@ -163,8 +163,15 @@ class ITensor:
 class ILayer:
     def __init__(self, node):
         self.name, self.node = node.name, node
-        self.precision, self.types = None, {}
-        self.num_outputs, self.set_output_type = len(node.output), self.types.__setitem__
+        self.types = {}
+        self.num_outputs = len(node.output)
+        if CALIBRATORS:
+            self.precision, self.set_output_type = None, self.types.__setitem__
+
+    def __setattr__(self, name, value):
+        if name == "precision" and not CALIBRATORS:
+            raise AttributeError("'ILayer' object has no attribute 'precision'")
+        super().__setattr__(name, value)
 
     def get_output(self, index):
         return types.SimpleNamespace(name=self.node.output[index])
@@ -288,6 +295,8 @@ class IBuilderConfig:
         return 0
 
     def set_calibration_profile(self, profile):
+        if not CALIBRATORS:
+            raise AttributeError("'IBuilderConfig' object has no 'set_calibration_profile'")
         self.calibration_profile = profile
         return True
 
@@ -563,12 +572,16 @@ class EngineInspector:
         assert format == LayerInformationFormat.JSON
         layers = self.engine.head["layers"]
         told = [_told(one) if self.engine.head["detailed"] else one["name"] for one in layers]
-        return json.dumps({"Layers": told, "Bindings": [name for name, *_ in self.engine.tensors]})
+        key = "Bindings" if VERSION < (11,) else "I/O Tensors"
+        return json.dumps({"Layers": told, key: [name for name, *_ in self.engine.tensors]})
 
 
 def _told(layer):
     form = f"Row major linear {_WORDS[layer['type']]} format"
     about = {"Location": "Device", "Dimensions": [], "Format/Datatype": form}
+    if VERSION >= (11,):
+        del about["Format/Datatype"]
+        about |= {"Format": "Row major linear", "Datatype": _WORDS[layer["type"]]}
     nodes = "" if layer["kind"] == "Reformat" else layer["name"]
     noted = "".join(f"[ONNX Layer: {name}]" for name in nodes.split(" + ") if name)
     return {

@@ -289,6 +289,7 @@ class Toy:
     writes: ClassVar[tuple[str, ...]] = (".toy",)
     runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = ""
+    configured: ClassVar[bool] = False
     opened: ClassVar[list[object]] = []
 
     def __post_init__(self):

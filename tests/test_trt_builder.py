@@ -391,7 +391,7 @@ def test_nodes_kept_in_float_are_bound_in_the_engine_from_the_cache(gpu, model, 
 
 @pytest.mark.slow
 def test_what_float16_does_not_hold_is_bound_in_engines_whose_types_tensorrt_chooses(
-    gpu, model, tmp_path
+    gpu, model, tmp_path, tensorrt, monkeypatch
 ):
     held = onnx.load(model)
     output = held.graph.output[0].name
@@ -405,6 +405,10 @@ def test_what_float16_does_not_hold_is_bound_in_engines_whose_types_tensorrt_cho
     assert gpu[-1][1].typed and not gpu[-1][1].wide_layers
     built_on(model, tmp_path / "wide", TensorRT(rest="fp32"))
     assert not gpu[-1][1].wide_layers
+    tensorrt("11.1.0")  # has no types to choose, nor a way to bind one
+    monkeypatch.setattr(engines, "_is_typed", lambda *_: False)
+    built_on(model, tmp_path / "eleven")
+    assert gpu[-1][0] == "net.tensorrt.qdq.onnx" and not gpu[-1][1].wide_layers
 
 
 def test_a_folder_of_stubs_is_not_taken_for_tensorrt(monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from deploy.metrics import latency as timing
 from deploy.metrics.kernels import EngineLayer
 from deploy.metrics.latency import DeviceTimes
 from deploy.pipeline import measure
-from deploy.report.figures import compare_with_plan, engine_layers_words
+from deploy.report.figures import compare_with_plan, engine_layers_words, quantized_layers
 from deploy.targets.tensorrt import builder, sdk, session
 from deploy.targets.tensorrt.inspector import parse_layers
 from deploy.targets.tensorrt.session import TensorrtSession
@@ -358,7 +359,9 @@ def test_the_inspectors_words_are_read():
         layer("i", "gemm", "FP8", Metadata="[ONNX Layer: i]\u001e[ONNX Layer: j]"),
         layer("Reformatting CopyNode for x", "Reformat", "Row major linear FP32", Metadata=""),
         layer("n", "NoOp", "Float"), layer("k", "Constant", ""),
-        layer("u", "Shuffle", "Row major linear UInt8 format"), layer("p", "PluginV2", "Unknown"),
+        layer("u", "Shuffle", "Row major linear UInt8 format"),
+        layer("t", "gemm", "") | {"Inputs": [{"Format": "Row major", "Datatype": "Int8"}]},
+        layer("p", "PluginV2", "Unknown"),
     ], "Bindings": ["x"]}))  # fmt: skip
     told = [(one.precision, one.nodes, one.reformat) for one in layers]
     assert told == [
@@ -369,6 +372,7 @@ def test_the_inspectors_words_are_read():
         ("fp8", ("i", "j"), False),
         ("float32", ("Reformatting CopyNode for x",), True),
         ("uint8", ("u",), False),
+        ("int8", ("t",), False),
         ("", ("p",), False),
     ]
     assert {parse_layers(one) for one in ('{"Layers": ["a", "b"]}', "no JSON", "[]")} == {()}
@@ -389,3 +393,6 @@ def test_nodes_are_told_apart_by_what_became_of_them():
     assert engine_layers_words(part) == words
     assert compare_with_plan((), plan) is None
     assert engine_layers_words(compare_with_plan(layers)) == ""
+    silent = compare_with_plan([replace(one, precision="") for one in layers], plan)
+    assert engine_layers_words(silent) == ""
+    assert quantized_layers(silent) == "the engine does not tell"

@@ -193,12 +193,14 @@ def _by_node(layers: Iterable[EngineLayer]) -> dict[str, str]:
 
 def quantized_layers(part: EngineLayersPart) -> str:
     """Return the number of quantized layers: "12 of 31"."""
+    if not part.precisions:
+        return "the engine does not tell"
     return f"{sum(part.precisions.get(grid, 0) for grid in _GRIDS)} of {part.layers}"
 
 
 def engine_layers_words(part: EngineLayersPart) -> str:
     """Return the comparison with the plan in one line; "" without a plan."""
-    if not part.planned:
+    if not part.planned or not part.precisions:
         return ""
     texts = [f"{part.as_planned} of {count(part.planned, 'planned node')} in {part.grid}"]
     if part.unnamed:

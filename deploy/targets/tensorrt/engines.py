@@ -385,7 +385,7 @@ def build_quantized_engine(
     cache_bytes = trt_cache.dump(trt_cache.relabel(cache, version=installed.release))
     from_data = options.calibrator is not None
     settings = replace(builder_settings(options, request), typed=typed)
-    if not typed:
+    if not typed and installed.calibrators:  # 11 takes every type from the model
         settings = replace(settings, wide_layers=wide)
     if implicit:  # in a Q/DQ model float nodes have no pair, so no binding is needed
         settings = replace(settings, float_layers=float_layers(request))

@@ -7,13 +7,14 @@ the format and type of its inputs and, since 8.6, the ONNX nodes that it runs::
                  "Inputs": [{"Name": "x", "Format/Datatype": "Row major Int8 format"}], ...,
                  "Metadata": "[ONNX Layer: /a/Conv][ONNX Layer: /a/Relu]"}, ...]}
 
-Other engines give names only, which are not used here. A layer's precision is the type of its first
-input, as in NVIDIA's Engine Explorer.
+TensorRT 11 has two keys, "Datatype" and "Format", in place of "Format/Datatype". Other engines give
+names only, which are not used here. A layer's precision is the type of its first input, as in
+NVIDIA's Engine Explorer.
 
 Sources: IEngineInspector, IProfiler and IExecutionContext.setProfiler in NvInferRuntime.h of 8.5 to
-11.1 (with a profiler set, each enqueue is synchronous and reports every layer in milliseconds);
+11.4 (with a profiler set, each enqueue is synchronous and reports every layer in milliseconds);
 trex/layer.py and trex/activations.py of NVIDIA/TensorRT's trt-engine-explorer, for the spelling of
-formats and types.
+formats and types; polygraphy/backend/trt/util.py of 0.53.6 for the keys of TensorRT 11.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def _layer(layer: Mapping[str, Any]) -> EngineLayer:
 def _precision(layer: Mapping[str, Any]) -> str:
     """Return the type of the first input, or of the first output if there are no inputs."""
     tensors = [*(layer.get("Inputs") or []), *(layer.get("Outputs") or [])]
-    text = str(tensors[0].get("Format/Datatype", "")) if tensors else ""
+    keys = ("Datatype", "Format/Datatype")
+    text = next((str(tensors[0][key]) for key in keys if tensors and key in tensors[0]), "")
     words = re.findall(r"[a-z0-9]+", text.lower())
     return next((_TYPES[word] for word in words if word in _TYPES), "")
 
