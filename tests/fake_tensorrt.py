@@ -113,6 +113,8 @@ TacticSource = _enum("TacticSource", ((8,), _SOURCES), gone="CUBLAS CUBLAS_LT CU
 MemoryPoolType = _enum("MemoryPoolType", ((8,), "WORKSPACE DLA_MANAGED_SRAM"))
 TensorIOMode = _enum("TensorIOMode", ((8,), "NONE INPUT OUTPUT"))
 TensorLocation = _enum("TensorLocation", ((8,), "DEVICE HOST"))
+_LEVELS = ((8, 6), "NONE AMPERE_PLUS"), ((10, 8), "SAME_COMPUTE_CAPABILITY")
+HardwareCompatibilityLevel = _enum("HardwareCompatibilityLevel", *_LEVELS)
 LayerInformationFormat = _enum("LayerInformationFormat", ((8,), "ONELINE JSON"))
 ProfilingVerbosity = _enum("ProfilingVerbosity", ((8,), "LAYER_NAMES_ONLY NONE DETAILED"))
 
@@ -280,6 +282,9 @@ class IBuilderConfig:
         self.chosen, self.sources, self.pools = {BuilderFlag.TF32}, 0b11111, {}
         self.int8_calibrator = self.profile = self.calibration_profile = self.timing = None
         self.profiling_verbosity = ProfilingVerbosity.LAYER_NAMES_ONLY
+        if VERSION >= (8, 6):
+            self.builder_optimization_level, self.max_aux_streams = 3, -1
+            self.hardware_compatibility_level = HardwareCompatibilityLevel.NONE
         self.set_memory_pool_limit = self.pools.__setitem__
 
     create_timing_cache = ITimingCache

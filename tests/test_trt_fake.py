@@ -105,6 +105,29 @@ def test_tensorrt_calibrates_in_float32_alone(tensorrt, build, tmp_path, version
     assert known == {cache.read_bytes()}
 
 
+def test_flags_of_trtexec_are_for_the_lines_and_the_engine_alike(
+    tensorrt, build, failing, tmp_path
+):
+    trt = tensorrt(TEN)
+    flags_given = ["--builderOptimizationLevel=5", "--versionCompatible", "--sparsity=enable"]
+    flags_given.append("--hardwareCompatibilityLevel=ampere+")
+    build(*(f"--trtexec-flag={flag}" for flag in flags_given))
+    config = trt.STORY.configs[0]
+    assert {"VERSION_COMPATIBLE", "SPARSE_WEIGHTS"} < flags(config)
+    assert config.builder_optimization_level == 5
+    assert config.hardware_compatibility_level == trt.HardwareCompatibilityLevel.AMPERE_PLUS
+    lines = (tmp_path / "out/small_cnn_trtexec.sh").read_text().splitlines()
+    assert all(" ".join(flags_given) in line for line in lines if "exec trtexec" in line)
+    for flag, why in [
+        ("--int8", "calib8 itself sets"), ("verbose", "must begin with --"),
+        ("--foo=1", "none of --refit"), ("--sparsity=force", "the value 'force'"),
+        ("--builderOptimizationLevel=high", "invalid literal"),
+    ]:  # fmt: skip
+        assert why in failing(f"--trtexec-flag={flag}")
+    tensorrt(EIGHT)
+    assert "TensorRT 8.5.3.1 must know what" in failing(f"--trtexec-flag={flags_given[0]}")
+
+
 def test_calibrators_and_gpus_that_are_not_there_are_refused(tensorrt, failing, monkeypatch):
     tensorrt(ELEVEN)
     err = failing("--calibrator", "entropy2")

@@ -76,6 +76,7 @@ class BuilderSettings:
     plugins: tuple[Path, ...] = ()
     timing_cache: Path | None = None  # timing cache file to write; it makes the next build faster
     known_timing: Path | None = None  # timing cache file to read; None to read `timing_cache`
+    flags: tuple[str, ...] = ()  # of trtexec, see `ENGINE_FLAGS`
     verbose: bool = False
 
 
@@ -289,9 +290,62 @@ def _set_flags(config: trt.IBuilderConfig, settings: BuilderSettings) -> None:
     if not settings.tf32:  # on by default
         config.clear_flag(trt.BuilderFlag.TF32)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for the engine inspector
+    for flag in settings.flags:
+        try:
+            _set_flag(config, flag)
+        except (AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"TensorRT {trt.__version__} must know what {flag} sets, got: {error}; leave the"
+                " flag out"
+            ) from error
     if settings.workspace_mib is not None:
         pool = trt.MemoryPoolType.WORKSPACE
         config.set_memory_pool_limit(pool, settings.workspace_mib << 20)
+
+
+# Flags of trtexec that the engine built here obeys, as sampleOptions.cpp and sampleEngines.cpp set
+# them -> the builder flag, or the attribute of the config.
+ENGINE_FLAGS = {
+    "--refit": "REFIT",
+    "--stripWeights": "STRIP_PLAN",
+    "--versionCompatible": "VERSION_COMPATIBLE",
+    "--sparsity": "SPARSE_WEIGHTS",
+    "--builderOptimizationLevel": "builder_optimization_level",
+    "--maxAuxStreams": "max_aux_streams",
+    "--hardwareCompatibilityLevel": "hardware_compatibility_level",
+}
+_LEVELS = {
+    "none": "NONE",
+    "ampere+": "AMPERE_PLUS",
+    "sameComputeCapability": "SAME_COMPUTE_CAPABILITY",
+}
+
+
+def _set_flag(config: trt.IBuilderConfig, flag: str) -> None:
+    """Set what a flag of trtexec means.
+
+    Raises:
+        AttributeError: this TensorRT does not have it.
+        ValueError: the value is not one of it.
+    """
+    import tensorrt as trt
+
+    name, _, value = flag.partition("=")
+    known = ENGINE_FLAGS.get(name)
+    if known is None:
+        raise ValueError("it is none of " + ", ".join(ENGINE_FLAGS))
+    if known.isupper():
+        if (name == "--sparsity" and value != "enable") or (name != "--sparsity" and value):
+            raise ValueError(f"the value {value!r}")
+        config.set_flag(getattr(trt.BuilderFlag, known))
+        return
+    getattr(config, known)  # refuses a setting of a newer TensorRT
+    if name == "--hardwareCompatibilityLevel":
+        if value not in _LEVELS:
+            raise ValueError(f"the value {value!r}, none of {', '.join(_LEVELS)}")
+        setattr(config, known, getattr(trt.HardwareCompatibilityLevel, _LEVELS[value]))
+    else:
+        setattr(config, known, int(value))
 
 
 def _bind_to_float(

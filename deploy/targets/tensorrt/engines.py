@@ -199,6 +199,7 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
         profiles=profiles_for(shapes, fed, most_batch=options.max_batch, span=span),
         values=_values(first_sample(request)),
         plugins=options.plugins,
+        flags=options.trtexec_flags,
         timing_cache=request.folder / _TIMING,
         known_timing=request.built_before(_TIMING),
     )

@@ -250,6 +250,7 @@ class TensorRT(TensorrtOptions):
             ),
             device=self.device,
             plugins=self.plugins,
+            flags=self.trtexec_flags,
         )
         path = request.folder / f"{request.name}_trtexec.sh"
         files["script of trtexec"] = write_script(path, trtexec_script(commands))

@@ -22,6 +22,11 @@ PLAIN = "TensorRT float model without repairs, to compare with"
 FLOAT_TYPED = "TensorRT float16 model, to compare with"
 PART = "Q/DQ model up to its plugins"
 NO_BASELINES, ALL_BASELINES = "none", f"{FP32},{FP16}"
+# Flags that follow from the model, the calibration and other options.
+_OWN_FLAGS = frozenset(
+    f"--{name}"
+    for name in ["onnx", "saveEngine", "int8", "fp16", "bf16", "fp8", "best", "calib", "stronglyTyped", "shapes", "minShapes", "optShapes", "maxShapes", "layerPrecisions", "layerOutputTypes", "precisionConstraints", "device", "plugins"]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,8 @@ class TensorrtOptions:
             "none".
         device: index of the GPU to build and run on.
         plugins: plugin libraries, loaded before a model is parsed or an engine is opened.
+        trtexec_flags: further flags of trtexec, "--name=value", for its lines and for the engine
+            built here, which knows those of `ENGINE_FLAGS`.
         parser: "onnx" or "caffe": which of TensorRT's parsers names the tensors of the calibration
             cache; None to guess from the model.
     """
@@ -102,6 +109,13 @@ class TensorrtOptions:
         help="Library of TensorRT plugins to load.",
         runs=True,
     )
+    trtexec_flags: tuple[str, ...] = option(
+        (),
+        flag="--trtexec-flag",
+        metavar="--NAME=VALUE",
+        help="A further flag of trtexec, such as --builderOptimizationLevel=5, for the engine built"
+        " here too.",
+    )
     parser: str | None = option(
         None,
         choices=("onnx", "caffe"),
@@ -112,6 +126,13 @@ class TensorrtOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
+        for flag in self.trtexec_flags:
+            name = flag.partition("=")[0]
+            if not name.startswith("--") or name in _OWN_FLAGS:
+                what = "is what calib8 itself sets" if name in _OWN_FLAGS else "must begin with --"
+                raise ConfigError(
+                    f"a flag of trtexec is a further one, --name=value, got {flag!r}, which {what}"
+                )
         if self.calibrator is not None and self.form == "qdq":
             raise ConfigError(
                 f"an engine from the Q/DQ model takes its scales from the model, got calibrator"

@@ -54,6 +54,7 @@ FEATURES = (
     TensorrtFeatures("10.2.0", 20, calibrators=True, typed=True, fp8=True),
     TensorrtFeatures("10.15.0", 24, calibrators=True, typed=True, fp8=True),
     TensorrtFeatures("11.0.0", 24, calibrators=False, typed=True, fp8=True),
+    TensorrtFeatures("11.5.0", 25, calibrators=False, typed=True, fp8=True),
 )
 # Version -> operators that its parser reads and older ones do not. No list was available between
 # 10.1 and 10.15, so operators that 10.1 does not read count as unsupported until 10.15.
@@ -187,14 +188,18 @@ def trtexec_commands(
 
 
 def add_machine_flags(
-    commands: Sequence[TrtexecCommand], *, device: int = 0, plugins: Sequence[Path] = ()
+    commands: Sequence[TrtexecCommand],
+    *,
+    device: int = 0,
+    plugins: Sequence[Path] = (),
+    flags: Sequence[str] = (),
 ) -> tuple[TrtexecCommand, ...]:
-    """Add the flags for the GPU and for plugin libraries to the commands.
+    """Add the flags for the GPU and for plugin libraries to the commands, and those of the user.
 
     `--plugins` is deprecated since 8.6, but every trtexec reads it, unlike its successor.
     """
     own = [f"--device={device}"] if device else []
-    own += [f"--plugins={path.resolve()}" for path in plugins]
+    own += [*(f"--plugins={path.resolve()}" for path in plugins), *flags]
     return tuple(replace(way, words=(*way.words, *own)) if way.words else way for way in commands)
 
 
@@ -264,7 +269,9 @@ def _strongly_typed(
         opset = needs[role].opset
         why = f"no TensorRT reads opset {opset} of {path.name}: export with an older one"
         return (TrtexecCommand("typed", why),)
-    last = TrtexecCommand("11", f"{where}with TensorRT 11", _command(path, []))
+    _, minor, _ = max(since, _TYPED_ONLY, key=version_label).split(".")
+    newest = "TensorRT 11" if minor == "0" else f"TensorRT 11 from 11.{minor} on"
+    last = TrtexecCommand("11", f"{where}with {newest}", _command(path, []))
     if version_label(since) >= version_label(_TYPED_ONLY):
         return (last,)
     words = _command(path, ["--stronglyTyped"])
