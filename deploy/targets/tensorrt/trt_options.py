@@ -23,9 +23,10 @@ FLOAT_TYPED = "TensorRT float16 model, to compare with"
 PART = "Q/DQ model up to its plugins"
 NO_BASELINES, ALL_BASELINES = "none", f"{FP32},{FP16}"
 # Flags that follow from the model, the calibration and other options.
-_OWN_FLAGS = frozenset(
-    f"--{name}"
-    for name in ["onnx", "saveEngine", "int8", "fp16", "bf16", "fp8", "best", "calib", "stronglyTyped", "shapes", "minShapes", "optShapes", "maxShapes", "layerPrecisions", "layerOutputTypes", "precisionConstraints", "device", "plugins"]
+_OWN_FLAGS = (
+    *("--onnx", "--saveEngine", "--int8", "--fp16", "--bf16", "--fp8", "--best", "--calib"),
+    *("--stronglyTyped", "--shapes", "--minShapes", "--optShapes", "--maxShapes", "--device"),
+    *("--layerPrecisions", "--layerOutputTypes", "--precisionConstraints", "--plugins"),
 )
 
 
