@@ -515,7 +515,10 @@ def test_pictures_of_nearly_one_colour_are_told():
 
 
 def test_inputs_that_are_no_pictures_and_layers_that_are_no_conv_say_nothing():
-    assert check_input_samples([{"x": np.zeros((1, 40), np.float32)}], None, network()) == []
+    rows = [{"x": np.arange(40, dtype=np.float32)[None], "rate": np.float32(3)}]
+    assert check_input_samples(rows, None, network()) == []
+    (said,) = check_input_samples([{**rows[0], "x": np.zeros((1, 40))}], None, network())
+    assert "1 samples that were looked at holds one value alone, such as 0" in said
     assert check_input_samples([], None, network()) == []
     assert check_input_samples(fed(RAW), RAW, network(norm=False, bias=False)) == []
     net = network()

@@ -326,7 +326,7 @@ def test_the_script_runs_each_line_from_any_folder(lines, small_cnn, tmp_path):
 
 def test_the_table_of_versions():
     first = [ParserRequirements(opset).first_reading() for opset in (13, 17, 18, 20, 21, 25)]
-    assert first == ["8.0.0", "8.4.0", "10.0.0", "10.0.0", "10.15.0", None]
+    assert first == ["8.0.0", "8.4.0", "10.0.0", "10.0.0", "10.15.0", "11.5.0"]
     assert ParserRequirements(13).first_reading(typed=True) == "10.0.0"
     norm = frozenset({"LayerNormalization", "Conv"})
     assert ParserRequirements(17, norm).first_reading() == "8.6.0"

@@ -325,6 +325,14 @@ def test_a_residual_add_behind_silu_gets_a_pair_on_its_skip_branch_alone(after, 
     assert pairs["as"] == ("b", "sum")  # one pair for the convolution and the Add
 
 
+@pytest.mark.parametrize("operands", ["d s", "s d"])
+def test_a_residual_add_of_two_convolutions_gets_its_pair_on_the_shortcut(operands, tmp_path):
+    block = "Conv x w -> a | Relu a -> r | Conv r w -> c | Relu c -> q | Conv q w -> d"
+    text = f"{block} | Conv r w -> s | Add {operands} -> sum | Relu sum -> u | Conv u w -> y"
+    why, pairs = placed(net(text, tmp_path))
+    assert why["sum"] == "" and "d" not in pairs and pairs["s"] == ("sum",)
+
+
 def test_an_add_stays_float_where_nobody_wants_int8_or_a_branch_is_kept_so(tmp_path):
     why, pairs = placed(net(f"{BOTTLENECK} | Softmax sum -> y", tmp_path))
     assert why["sum"] == "nothing after it runs in int8" and pairs["as"] == ("b",)

@@ -222,10 +222,15 @@ def check_input_samples(
 ) -> list[str]:
     """Return a warning on the first image input, as a list of one sentence; empty if it is fine.
 
+    Without an image input, all inputs together are checked for content.
+
     `model`: the model before cleaning, with its BatchNormalizations.
     """
     name = _picture_input(samples)
     if name is None:
+        full = [each for each, array in (samples[0] if samples else {}).items() if array.size > 1]
+        if full and all(_even(samples, each) for each in full):
+            return [_one_value(len(samples), float(np.ravel(samples[0][full[0]])[0]))]
         return []
     values = [sample[name] for sample in samples]
     warning = _flat(values, how)
@@ -264,17 +269,20 @@ def _flat(values: Sequence[Array], how: Preprocess | None) -> str:
     """Return a warning on samples without content, or ""."""
     ends = [(float(one.min()), float(one.max())) for one in values]
     if all(low == high for low, high in ends):
-        return (
-            f"each of {len(ends)} samples that were looked at holds one value alone, such as"
-            f" {ends[0][0]:g}; check the images and how they were made"
-        )
+        return _one_value(len(ends), ends[0][0])
     low, high = min(one[0] for one in ends), max(one[1] for one in ends)
     if how is None or (high - low) * max(how.std) / how.scale >= _FLAT:
         return ""
     return (
         f"the pixels of {len(ends)} images that were looked at differ by less than {_FLAT} of 255,"
-        " nearly one colour; of 16-bit pictures the upper byte alone is read, so spread their"
-        " values first"
+        " nearly one colour; check the images; of 16-bit color the upper byte alone is read"
+    )
+
+
+def _one_value(count: int, value: float) -> str:
+    return (
+        f"each of {count} samples that were looked at holds one value alone, such as {value:g};"
+        " check the images and how they were made"
     )
 
 

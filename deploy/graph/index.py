@@ -231,6 +231,15 @@ class Graph:
             ends |= found
         return frozenset(found)
 
+    @cached_property
+    def depths(self) -> dict[str, int]:
+        """Tensor -> number of nodes on the longest path to it."""
+        found: dict[str, int] = {}
+        for node in self.nodes:
+            depth = 1 + max((found.get(name, 0) for name in node.input), default=0)
+            found |= dict.fromkeys(node.output, depth)
+        return found
+
     def is_float(self, tensor: str) -> bool:
         """Whether a tensor is float32; True if its type is unknown."""
         if tensor in self.initializers:

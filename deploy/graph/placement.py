@@ -299,7 +299,11 @@ def add_concat_readers(graph: Graph, readers: dict[str, list[str]]) -> None:
 
 
 def int8_inputs(graph: Graph, node: onnx.NodeProto, heavy: Collection[str]) -> list[str]:
-    """Return the inputs that a node reads in int8: of a residual Add, only the unfused ones."""
+    """Return the inputs that a node reads in int8: of a residual Add, only the unfused ones.
+
+    Where a heavy node makes both inputs, the one on the longer path is fused: the main branch, not
+    the shortcut (as ModelOpt's partitioning does).
+    """
     names = graph.data_inputs(node)
     if node.op_type != "Add":
         return names
@@ -308,7 +312,8 @@ def int8_inputs(graph: Graph, node: onnx.NodeProto, heavy: Collection[str]) -> l
         for name in names
         if len(graph.readers[name]) == 1 and made_by_heavy(graph, name, heavy)
     ]
-    return [name for name in names if name not in fused[-1:]]
+    main = sorted(fused, key=lambda name: graph.depths.get(name, 0))[-1:]
+    return [name for name in names if name not in main]
 
 
 def made_by_heavy(graph: Graph, tensor: str, heavy: Collection[str]) -> bool:

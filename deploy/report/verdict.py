@@ -81,10 +81,10 @@ def verdict(
         rival: name of the float engine that its speed is compared with.
         where: "CPU" or "device".
         fed_wrong: whether the images seem not to match the model's training data; ignored if
-            there are labels.
+            labels show that the float model is mostly right.
     """
     findings = [] if accuracy is None else [*judge_accuracy(accuracy, gates.max_loss)]
-    if fed_wrong and not _labelled(accuracy):
+    if fed_wrong and not _mostly_right(accuracy):
         findings.append(
             (
                 DOUBTFUL,
@@ -107,11 +107,11 @@ def verdict(
     return Verdict(level, tuple(dict.fromkeys(reasons)), gated)
 
 
-def _labelled(accuracy: Accuracy | None) -> bool:
-    """Whether labels show how often the float model is right."""
+def _mostly_right(accuracy: Accuracy | None) -> bool:
+    """Whether labels show that the float model is right more often than wrong."""
     if accuracy is None:
         return False
-    return accuracy.top1_reference is not None or finds_objects(accuracy)
+    return (accuracy.top1_reference or 0.0) > 0.5 or finds_objects(accuracy)
 
 
 def _gated(speed: SpeedUp | None, least: float, rival: str) -> tuple[str, str]:
