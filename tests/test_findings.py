@@ -716,6 +716,36 @@ def compared(references, candidates, batch, form=None):
     return comparison.result()
 
 
+@pytest.mark.parametrize(
+    ("value", "gate"),
+    [("1 40", "1 40"), ("1 40 4", "1 40"), ("1 40 4", "1 40 1"), ("1 2 8 8", "1 1 8 8")],
+)
+def test_a_value_beside_a_score_of_its_cell_is_judged_where_it_counts(value, gate):
+    """A pitch where nobody speaks is arbitrary: 14 dB of it said nothing, and kept layers float."""
+    value, gate = ([int(side) for side in shape.split()] for shape in (value, gate))
+    rng = np.random.default_rng(0)
+
+    def outputs():
+        score = np.where(rng.random(gate) < 0.5, 0.001, 0.98)
+        return as_float32({"score": score, "pitch": rng.random(value) * 300})
+
+    references = [outputs() for _ in range(4)]
+    form = derive_form(references, inputs=[{"x": np.zeros((1, 3), np.float32)}] * 4)
+    assert [part.label for part in form.parts] == ["score", "pitch where score is high"]
+    one = references[0]
+    told = form.told(one, {}, one)["pitch"]
+    score = one["score"][..., None] if len(gate) < len(value) else one["score"]
+    closed = np.broadcast_to(score < 0.5, told.shape)
+    assert np.abs(told[closed]).max() < 1 and np.abs(told[~closed]).max() > 100
+
+
+def test_probabilities_of_a_value_do_not_weight_it():
+    rows = np.random.default_rng(0).normal(size=(4, 1, 40)).astype(np.float32) * 9
+    for shares in (1 / (1 + np.exp(-rows)), np.exp(rows) / np.exp(rows).sum(-1, keepdims=True)):
+        given = [{"y": row, "p": share} for row, share in zip(rows, shares, strict=True)]
+        assert not any(part.at for part in derive_form(given).parts)
+
+
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_the_worst_part_is_told_where_the_whole_output_looks_well(rng, batch):
     references = several(rng, corners(300), scores(18, 300)) * 2

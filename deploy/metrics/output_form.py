@@ -29,7 +29,13 @@ from deploy.metrics.output_errors import (
 )
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.metrics.rows import Outputs, batch_length, split_batch
-from deploy.metrics.slices import SAMPLES, OutputSlice, split_output, weight_by_scores
+from deploy.metrics.slices import (
+    SAMPLES,
+    OutputSlice,
+    find_gate,
+    split_output,
+    weight_by_scores,
+)
 from deploy.metrics.tasks import (
     EvaluationTask,
     FirstSamples,
@@ -124,6 +130,9 @@ def _parts(name: str, seen: FirstSamples) -> tuple[OutputSlice, ...]:
     fed = find_repeated_input(samples, seen.inputs)
     if fed:
         return (OutputSlice(output=name, less=fed),)
+    gate = find_gate(name, {each: seen.arrays(each) for each in seen.every})
+    if gate:
+        return (OutputSlice(output=name, at=gate),)
     if not np.issubdtype(samples[0].dtype, np.floating):  # class numbers or counts: no signal
         return ()
     return split_output(name, samples)

@@ -12,7 +12,7 @@ present one 0.5. So a gap in magnitude alone is no border; see `_gap`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ _SILENT = 0.01  # rows whose peak stays below it show no unit
 _VALUES = 16  # fewer values per row (as in [N, classes]) do not show its range
 _MOST_ROWS = 1024
 _TOLERANCE = 1e-3  # rounding of a probability
+_LOW = 0.2  # a gate is closed below it, and open above 1 - it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,18 +66,71 @@ class OutputSlice:
 
 
 def weight_by_scores(value: Array, scores: Array, *, raw: bool) -> Array:
-    """Return values of cells [N, C, H, W] times the best of their scores [N, K, H, W].
+    """Return values times the scores of their cells.
 
     Args:
-        value: returned unchanged if its grid is another.
+        value: [N, C, H, W] with scores [N, K, H, W], of which the best counts; or [N, A, K] with
+            [N, A]; or any shape to which the scores broadcast. Returned unchanged if none fits.
         scores: of the float model, whichever model the values are of.
         raw: whether the scores are logits, before the Sigmoid.
     """
-    best = scores.max(axis=1, keepdims=True)
-    if value.shape[:1] + value.shape[2:] != best.shape[:1] + best.shape[2:]:
+    best = scores.max(axis=1, keepdims=True) if scores.ndim == 4 else scores
+    best = best[..., None] if best.ndim == value.ndim - 1 else best
+    if best.ndim != value.ndim or any(
+        b not in (1, v) for b, v in zip(best.shape, value.shape, strict=True)
+    ):
         return value
     with np.errstate(over="ignore"):
         return np.asarray(value * (1 / (1 + np.exp(-best)) if raw else best))
+
+
+def find_gate(output: str, samples: Mapping[str, Sequence[Array]]) -> str:
+    """Return the output that says where values of `output` count; "" without one.
+
+    Such as a confidence beside a pitch, a score beside an offset or a visibility beside a landmark:
+    from 0 to 1, low in some cells and high in others, one for each cell. The values themselves
+    leave 0..1, so that it is clear which output weights the other.
+
+    `samples`: output -> its arrays for the first few samples.
+    """
+    values = samples[output]
+    if not _is_floating(values) or _within_unit(values) or any(one.ndim < 2 for one in values):
+        return ""
+    return next((n for n, gate in samples.items() if n != output and _gates(gate, values)), "")
+
+
+def _gates(gate: Sequence[Array], values: Sequence[Array]) -> bool:
+    if not _is_floating(gate) or not _within_unit(gate):
+        return False
+    cells = np.concatenate([one.ravel() for one in gate])
+    if cells.size < _VALUES or cells.min() > _LOW or cells.max() < 1 - _LOW:
+        return False
+    for own, value in zip(gate, values, strict=True):
+        shape = own.shape if own.ndim == value.ndim else (*own.shape, 1)
+        if len(shape) != value.ndim:
+            return False
+        others = [size for size, whole in zip(shape, value.shape, strict=True) if size != whole]
+        if others not in ([], [1]):  # one axis of channels at most
+            return False
+        if own.shape == value.shape and _is_activation(own, value):
+            return False
+    return True
+
+
+def _is_activation(own: Array, value: Array) -> bool:
+    """Whether an output is the Softmax or Sigmoid of another, not its gate."""
+    with np.errstate(over="ignore"):
+        sigmoid = 1 / (1 + np.exp(-value.astype(np.float64)))
+    shares = own.sum(axis=-1, dtype=np.float64)
+    return bool(np.allclose(own, sigmoid, atol=0.01) or np.allclose(shares, 1, atol=0.01))
+
+
+def _is_floating(samples: Sequence[Array]) -> bool:
+    return all(one.size > 0 and np.issubdtype(one.dtype, np.floating) for one in samples)
+
+
+def _within_unit(samples: Sequence[Array]) -> bool:
+    return all(one.min() >= -_TOLERANCE and one.max() <= 1 + _TOLERANCE for one in samples)
 
 
 def split_output(output: str, samples: Sequence[Array]) -> tuple[OutputSlice, ...]:
