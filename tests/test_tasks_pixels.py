@@ -196,6 +196,16 @@ def test_pictures_of_class_numbers_are_segmentation(shape, least, most, task):
     numbers = np.full(shape, least, np.int64)
     numbers[..., :8] = most
     assert same_task([{"y": numbers}] * 2, [fed((64, 64))] * 2) == task
+    cast = [{"y": numbers.astype(np.float32)}] * 2
+    assert same_task(cast, [fed((64, 64))] * 2) == task or most == 1
+
+
+def test_a_noisy_map_of_class_numbers_is_compared_as_classes():
+    rng = np.random.default_rng(0)
+    maps = [rng.integers(0, 5, (1, 64, 64)).astype(np.float32) for _ in range(4)]
+    changed = [np.where(rng.random(one.shape) < 0.1, 4 - one, one) for one in maps]
+    _, found = figure([{"y": m} for m in maps], [{"y": m} for m in changed], [fed((64, 64))] * 4)
+    assert "% of pixels of FP32's class" in found.words
 
 
 def test_peaks_of_heat_maps_within_a_pixel():

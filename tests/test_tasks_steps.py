@@ -493,7 +493,8 @@ def of(*counts):
 
 @pytest.mark.parametrize(("values", "are"), [
     ([1, 0], True), ([0.91, 0.09], True), ([0.9, 0.05], False), ([0.95, 0.1], False),
-    ([0.95, 0.95], False), ([0.05, 0.05], False), ([1.1, 0], False), ([1, -0.1], False),
+    ([0.95, 0.95], False), ([0.05, 0.05], False),
+    ([0.97, 0.4, 0.02, 0.99], True), ([1.1, 0], False), ([1, -0.1], False),
 ])  # fmt: skip
 def test_one_value_a_sample_is_a_probability_where_both_sides_are_seen(values, are):
     assert shares.are_switches([np.array([[value]]) for value in values]) == are
@@ -714,3 +715,14 @@ def test_what_only_looks_alike_stays():
     assert task_of(counts) is None
     places = drawn(4, 1, 4, wide=0.3)  # no shares of one whole, and no Sigmoid of the other
     assert task_of([{"a": one, "b": one * 1.01} for one in places]) is None
+
+
+def test_sorted_values_are_no_classes_and_a_signal_is_no_text(rng):
+    """TopK's values were a classifier of class 0 alone, and a Conv1d autoencoder read texts."""
+    falling = [-np.sort(-rng.random((1, 8)).astype(np.float32)) for _ in range(4)]
+    assert same_task([{"y": one} for one in falling], [fed((64, 64))] * 4) is None
+    signals = [rng.normal(size=(1, 16, 40)).astype(np.float32) ** 3 for _ in range(4)]
+    for one in signals:
+        one[..., 0] += 9
+    ears = [{"x": np.zeros((1, 2, 40), np.float32)}] * 4
+    assert same_task([{"y": one} for one in signals], ears) is None

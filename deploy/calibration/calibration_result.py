@@ -63,6 +63,7 @@ class CalibrationResult:
         runs: variant of the model -> number of inferences.
         doubts: signs that the images differ from the model's training data.
         warnings: unobserved parts of the model and suspicious ranges.
+        draws: whether the float model itself gives other outputs at each run.
         peaks: the largest samples of every tensor that was observed now.
         checkpoint: checkpoint of the run; the caller removes it once the result is stored.
         agreement: how far halves of the samples agree; None if no observation shows it.
@@ -83,6 +84,7 @@ class CalibrationResult:
     notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    draws: bool = False
     cache: Path | None = None
     repairs: tuple[str, ...] = ()
     peaks: Peaks = field(default_factory=Peaks, repr=False)

@@ -318,8 +318,9 @@ def calibrate_run(
     if run.until and verdict.missing and agreement is None:
         few = (f"whether samples are enough is told from 16 on: there were {len(feed)}",)
     warnings: tuple[str, ...] = ()
+    drawn = find_random_outputs(subject.model, judges) if run.judging else ""
     if run.judging:
-        doubt = find_random_outputs(subject.model, judges) or check_cleaned_model(subject, judges)
+        doubt = drawn or check_cleaned_model(subject, judges)
         warnings = (doubt,) if doubt else ()
     known = verdict.stored if not verdict.missing else None
     calibration = Calibration(
@@ -340,6 +341,7 @@ def calibrate_run(
         agreement=agreement,
         notes=(*seen.notes, *few, *(own.notes if own else ())),
         warnings=warnings,
+        draws=bool(drawn),
         outliers=calibration.outliers,
         checkpoint=seen.checkpoint,
     )
@@ -354,6 +356,7 @@ def _calibrated(
     agreement: HalvesAgreement | None = None,
     notes: tuple[str, ...] = (),
     warnings: tuple[str, ...] = (),
+    draws: bool = False,
     outliers: Iterable[Outlier] = (),
     checkpoint: Checkpoint | None = None,
 ) -> CalibrationResult:
@@ -377,6 +380,7 @@ def _calibrated(
         notes=notes,
         doubts=tuple(check_feed_inputs(subject, feed)) if run.images.is_readable else (),
         warnings=(*subject.loaded.cut, *far, *warnings),
+        draws=draws,
         cache=path,
         repairs=run.repairs,
         peaks=run.peaks,

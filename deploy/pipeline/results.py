@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -100,7 +100,13 @@ def write_report(
             for result in built
         ),
         engines=engine_rows(
-            figures, built, gates, stage, fed_wrong=bool(calibrated.doubts), classes=loaded.classes
+            figures,
+            built,
+            gates,
+            stage,
+            fed_wrong=bool(calibrated.doubts),
+            draws=calibrated.draws,
+            classes=loaded.classes,
         ),
         machine=replace(this_machine(), devices=figures.devices),
         files=(*file_rows(common, stage), *pages),
@@ -203,6 +209,7 @@ def engine_rows(
     *,
     classes: Mapping[int, str],
     fed_wrong: bool = False,
+    draws: bool = False,
 ) -> tuple[EngineRow, ...]:
     """The engines' rows, each with its verdict; float and failed engines have none.
 
@@ -211,6 +218,7 @@ def engine_rows(
     reference, *others = figures.engines
     final = [replace(row, path=_final(row.path, stage)) for row in others]
     rows = [_with_examples(row, figures, classes) for row in final]
+    judge = partial(verdict, gates=gates, fed_wrong=fed_wrong, draws=draws)
     int8 = {one.target: any(d.quantized for d in one.decisions) for one in built if not one.error}
     failed = figures.failed
     judged = [reference]
@@ -218,8 +226,7 @@ def engine_rows(
         if row.target in int8 and row.target not in failed and not row.baseline:
             own = int8[row.target]
             row = model.with_speed(figures.engines, row)
-            said = _verdict(row, figures.engines, int8=own, gates=gates, fed_wrong=fed_wrong)
-            row = replace(row, verdict=said)
+            row = replace(row, verdict=_verdict(row, figures.engines, judge, int8=own))
         judged.append(row)
     return tuple(judged)
 
@@ -232,11 +239,11 @@ def _with_examples(row: EngineRow, figures: Figures, classes: Mapping[int, str])
 
 
 def _verdict(
-    row: EngineRow, engines: Sequence[EngineRow], *, int8: bool, gates: Gates, fed_wrong: bool
+    row: EngineRow, engines: Sequence[EngineRow], judge: Callable[..., Verdict], *, int8: bool
 ) -> Verdict:
     """The verdict on one engine; its speed is compared with the first of its rivals."""
     rival = next(iter(model.find_rivals(engines, row)), None)
-    judge = partial(verdict, accuracy=row.accuracy, int8=int8, gates=gates, fed_wrong=fed_wrong)
+    judge = partial(judge, accuracy=row.accuracy, int8=int8)
     if rival is None:
         wanted = "a float engine on its device" if row.on_device else "FP32"
         return judge(speed=None, rival=wanted)

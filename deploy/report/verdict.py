@@ -69,6 +69,7 @@ def verdict(
     rival: str = "FP32",
     where: str = "CPU",
     fed_wrong: bool = False,
+    draws: bool = False,
 ) -> Verdict:
     """Judge one engine.
 
@@ -82,8 +83,13 @@ def verdict(
         where: "CPU" or "device".
         fed_wrong: whether the images seem not to match the model's training data; ignored if
             labels show that the float model is mostly right.
+        draws: whether the float model itself gives other outputs at each run, which no figure but
+            those of labels can tell from int8's loss.
     """
     findings = [] if accuracy is None else [*judge_accuracy(accuracy, gates.max_loss)]
+    if draws and (accuracy is None or accuracy.top1_reference is None):
+        why = f"{FLOAT_MODEL} itself draws random numbers, so what int8 loses cannot be told"
+        findings = [(DOUBTFUL, why)]
     if fed_wrong and not _mostly_right(accuracy):
         findings.append(
             (

@@ -45,6 +45,8 @@ _STEADY_STEPS = 0.25  # deviation of a step's mean logit, relative to that of it
 _HEADS = 0.5  # the same of several outputs, which must all hold such scores
 _CLEAR = 0.9  # share of steps that look like scores, at least
 _USUAL = 0.75  # share of steps in one class, at most: more may be a large dimension of a feature
+_DECIDED = 0.75  # share of single probabilities near 0 or 1, at least
+_CHANCE = 1e4  # rows are sorted by chance once in so many times, at most
 _BETWEEN = 0.25  # share of probabilities between 0.1 and 0.9, at most
 _UNDECIDED = 0.05  # share of probabilities between 0.3 and 0.7, at most, in several outputs
 _ON = 0.25  # share of them above 0.5, at most
@@ -95,13 +97,13 @@ def are_tracks(samples: Sequence[Array]) -> bool:
 
 
 def are_switches(samples: Sequence[Array]) -> bool:
-    """Whether each sample's single value is a probability near 0 or 1, both of which occur."""
+    """Whether each sample's single value is a probability, mostly near 0 or 1, on both sides."""
     if any(one.size != 1 or one.ndim < 2 for one in samples):
         return False
     values = np.concatenate([one.reshape(-1) for one in samples]).astype(np.float64)
     high, low = values > 0.9, values < 0.1
     within = values.min() >= -1e-6 and values.max() <= 1 + 1e-6
-    return bool(within and (high | low).all() and high.any() and low.any())
+    return bool(within and (high | low).mean() >= _DECIDED and high.any() and low.any())
 
 
 def are_decisions(outputs: Sequence[Sequence[Array]]) -> bool:
@@ -327,6 +329,8 @@ def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
         return False
     if any(len(row) != len(rows[0]) for row in rows):
         return False
+    if _are_sorted(rows):
+        return False
     if all(map(are_probabilities_or_logs, rows)):
         return True
     if len(rows[0]) < _FEW:  # a few numbers of one sign may be a place or a size
@@ -334,6 +338,12 @@ def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
             alone or mean_best_probability(np.stack(rows)) > _SURE
         )
     return bool(_stand_out(np.stack(rows)).all()) and not all(map(of_unit_length, rows))
+
+
+def _are_sorted(rows: Sequence[Floats]) -> bool:
+    """Whether each row falls from its first value on, as TopK's values do, more than by chance."""
+    by_chance = math.factorial(min(len(rows[0]), 20)) ** len(rows)
+    return by_chance > _CHANCE and all(bool((np.diff(row) <= 0).all()) for row in rows)
 
 
 def _about_zero(rows: Floats) -> bool:

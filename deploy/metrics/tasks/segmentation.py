@@ -58,8 +58,8 @@ class _PixelTally(TaskTally["Pixels"]):
 
     def _classes(self, value: Array) -> NDArray[np.int64]:
         none = self.task.classes
-        if np.issubdtype(value.dtype, np.integer):
-            numbers = value.reshape(-1).astype(np.int64)
+        if value.dtype.kind in "iu" or value.ndim == 3 or value.shape[1:2] == (1,):
+            numbers = np.nan_to_num(value.reshape(-1), nan=-1).astype(np.int64)
             return np.where((numbers < 0) | (numbers > none), none, numbers)
         value = _channels_first(value) if self.task.last else value
         if value.ndim != 4 or value.shape[1] != none:
@@ -109,7 +109,8 @@ def find_segmentation(seen: FirstSamples) -> Pixels | None:
         samples = seen.arrays(name)
         if all(map(_is_numbers, samples)) and all(map(_fits, samples, seen.inputs)):
             count = int(max(one.max() for one in samples)) + 1
-            if 2 <= count <= _MOST:
+            fewest = 3 if samples[0].dtype.kind == "f" else 2  # floats of 0 and 1 may be a picture
+            if fewest <= count <= _MOST:
                 return Pixels(name, count)
         if _are_classes(samples, seen.inputs) and (len(seen.names) == 1 or _several(samples)):
             return Pixels(name, samples[0].shape[1])
@@ -136,10 +137,11 @@ def _are_classes(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
 
 
 def _is_numbers(value: Array) -> bool:
-    """Whether it is class numbers [1, H, W] or [1, 1, H, W]."""
+    """Whether it is class numbers [1, H, W] or [1, 1, H, W], of integers or cast to floats."""
     flat = value.ndim == 3 or (value.ndim == 4 and value.shape[1] == 1)
-    whole = np.issubdtype(value.dtype, np.integer)
-    return bool(flat and whole and min(value.shape[-2:]) >= _SIDE and value.min() >= 0)
+    if not flat or min(value.shape[-2:]) < _SIDE or value.dtype.kind not in "iuf":
+        return False
+    return bool(value.min() >= 0 and (value.dtype.kind != "f" or (value == np.rint(value)).all()))
 
 
 def _is_scores(value: Array) -> bool:

@@ -317,9 +317,15 @@ def _are_tokens(seen: FirstSamples) -> bool:
 
 
 def _has_input_per_step(samples: Sequence[Array], seen: FirstSamples) -> bool:
-    """Whether there is an input vector per step: CTC has fewer steps than its input."""
+    """Whether there is an input vector per step, or a signal as long as a row of symbols.
+
+    CTC has fewer steps than its input, and no symbol for each of its values.
+    """
     return all(
-        any(one.ndim == 3 and one.shape[:2] == (1, len(steps)) for one in fed.values())
+        any(
+            one.ndim == 3 and (one.shape[:2] == (1, len(steps)) or one.shape[2] == steps.shape[1])
+            for one in fed.values()
+        )
         for steps, fed in zip(samples, seen.inputs, strict=True)
     )
 
