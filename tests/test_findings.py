@@ -739,6 +739,14 @@ def test_a_value_beside_a_score_of_its_cell_is_judged_where_it_counts(value, gat
     assert np.abs(told[closed]).max() < 1 and np.abs(told[~closed]).max() > 100
 
 
+def test_one_number_a_sample_is_judged_by_what_varies():
+    """Ages of 35 and a spread of 17: 29 dB of the whole may be 22 of what they say."""
+    ages = [{"age": np.float32([[age]])} for age in (12, 35, 60, 31)]
+    assert [part.label for part in derive_form(ages).parts] == ["age - its mean"]
+    about_zero = [{"age": np.float32([[age]])} for age in (-12, 35, 60, -31)]
+    assert [part.label for part in derive_form(about_zero).parts] == ["age"]
+
+
 def test_probabilities_of_a_value_do_not_weight_it():
     rows = np.random.default_rng(0).normal(size=(4, 1, 40)).astype(np.float32) * 9
     for shares in (1 / (1 + np.exp(-rows)), np.exp(rows) / np.exp(rows).sum(-1, keepdims=True)):

@@ -319,6 +319,7 @@ def _alike(value: Array, fed: Array) -> bool:
 
 USUAL = "its mean"
 _FEW = 32  # values per sample, at most, that are meaningful one by one
+_ONE_DB = 3.0  # a single number is judged by what varies where its mean is more than that
 
 
 def find_usual_values(samples: Sequence[Array]) -> Array | None:
@@ -333,7 +334,8 @@ def find_usual_values(samples: Sequence[Array]) -> Array | None:
         return None
     mean = values.mean(axis=0)
     signal, varies = float(np.square(values).sum()), float(np.square(values - mean).sum())
-    if varies > 0 and GIVEN_BACK_DB <= sqnr_db(signal, varies) <= ROUNDING_DB:
+    least = _ONE_DB if first.size == 1 else GIVEN_BACK_DB
+    if varies > 0 and least <= sqnr_db(signal, varies) <= ROUNDING_DB:
         return np.asarray(mean, np.float32)
     return None
 
