@@ -605,6 +605,34 @@ def test_a_calib8_toml_of_the_users_is_not_replaced(run, small_cnn, pictures, tm
     assert "must not replace" in error
 
 
+# --- Code that a file of another user names.
+@pytest.mark.parametrize("whose", ["theirs/c.toml", "theirs"])
+def test_code_that_another_user_names_needs_trust(whose, run, tmp_path, monkeypatch):
+    """Also for root, who may read every file."""
+    config, stat = tmp_path / "theirs" / "c.toml", os.stat
+    config.parent.mkdir()
+
+    def owned(path, *words, **more):
+        found = stat(path, *words, **more)
+        uid = found.st_uid + (path == tmp_path / whose)
+        return os.stat_result((*found[:4], uid, *found[5:]))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("deploy.commands.settings.os.stat", owned)
+    for key, value in {
+        "metric": "'m.py:score'", "images": "'l.py:make'", "eval-images": "'l.py:make'",
+        "calibrator-script": "'c.py:make'", "scheduler": "'tcp://x:1'", "plugin": "'a.so'",
+        "model": "'net.py:make'",
+    }.items():  # fmt: skip
+        config.write_text(f"[build]\n{key} = {value}\n")
+        error = run.fails("build", "--config", config)
+        assert f"--trust-config, got {key} = {value} in {config}" in error
+    for words in (["--trust-config"], ["none.onnx"]):  # the latter names another model
+        assert "trust-config" not in run("build", *words, "--config", config)[2]
+    monkeypatch.undo()
+    assert "trust-config" not in run("build", "--config", config)[2]
+
+
 # --- `calib8 doctor`: what is here, what is not, and what brings it.
 def found(run):
     code, out, err = run("doctor", "--json")

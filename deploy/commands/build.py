@@ -21,7 +21,7 @@ from deploy.commands.model_options import model_from, model_options, target_opti
 from deploy.commands.settings import (
     ConfiguredCommand,
     SearchArguments,
-    config_option,
+    config_options,
     settings_text,
     tuning_options,
 )
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 @base.measuring_option(
     "--eval-images",
     type=base.IMAGE_SOURCE,
-    metavar="PATH",
     help="Evaluation images, as --images; a list file may hold labels.",
 )
 @base.measuring_option(
@@ -80,7 +79,7 @@ if TYPE_CHECKING:
     help="Repairs to try, kept where they help: equalize, ranges, adaround, bias, all or none; a"
     " comma list, may be repeated. Default: adaround, none with --effort 0.",
 )
-@config_option
+@config_options
 @target_options(lambda option: True)
 @model_options
 @build_options

@@ -10,9 +10,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,20 +30,32 @@ if TYPE_CHECKING:
     from deploy.tuning.search_options import Tuning
 
 _HEAD = "# The options of a build: calib8 {} --config {}"
-_APART = frozenset(("config", "force", "resume", "help"))  # of one run only, never in a file
+# of one run only, never in a file
+_APART = frozenset(("config", "trust-config", "force", "resume", "help"))
 _UNSAID = frozenset(
     ("out", "threads", "verbose", "quiet", "json", "scheduler", "send", "pieces", "retries")
 )  # without effect on what is built, so not written
+_RUNS = frozenset(("plugin", "scheduler"))  # code that is no Python file: a library, dask's tasks
 _META = "calib8.asked"
 
-config_option = option(
-    "--config",
-    section=GENERAL,
-    type=base.FILE,
-    expose_value=False,
-    help=f"Read options from a TOML file, such as the {SETTINGS} of a build; options on the"
-    " command line override it.",
+_CONFIG = (
+    option(
+        "--config",
+        section=GENERAL,
+        type=base.FILE,
+        expose_value=False,
+        help=f"Read options from a TOML file, such as the {SETTINGS} of a build; options on the"
+        " command line override it.",
+    ),
+    option(
+        "--trust-config",
+        section=GENERAL,
+        is_flag=True,
+        expose_value=False,
+        help="Run the code that --config names although the file or its folder is another user's.",
+    ),
 )
+config_options = partial(base.add_options, options=_CONFIG)
 
 
 class ConfiguredCommand(SectionedCommand):
@@ -53,7 +66,7 @@ class ConfiguredCommand(SectionedCommand):
 
         Raises:
             ConfigError: the file cannot be read, has an unknown option, or a value of the wrong
-                type.
+                type; or it is another user's and names code.
         """
         words = self.make_parser(ctx).parse_args(list(args))[0]
         kinds = str, bool, list, tuple  # anything else is a placeholder of click
@@ -63,11 +76,29 @@ class ConfiguredCommand(SectionedCommand):
         if "config" in typed:
             file = Path(str(typed["config"]))
             held = options_in(self, file)
+            if "trust_config" not in typed:
+                _refuse_foreign_code(self, file, {k: v for k, v in held.items() if k not in typed})
             # a build's own file is built again in its folder
             own = (file.parent / MANIFEST_NAME).exists()
             ctx.default_map = {"out": str(file.parent), **held} if own else held
         ctx.meta[_META] = {**held, **typed}
         return super().parse_args(ctx, args)
+
+
+def _refuse_foreign_code(command: click.Command, file: Path, held: Mapping[str, Any]) -> None:
+    """Refuse to run code that a file names if it, or its folder, is not this user's."""
+    places = {one for path in (file.absolute(), file.resolve()) for one in (path, path.parent)}
+    if all(os.stat(place).st_uid == os.geteuid() for place in places):
+        return
+    for flag, param in _options_by_name(command).items():
+        value = held.get(param.name or "")
+        words = value if isinstance(value, list) else [str(value)]
+        code = [w for w in words if flag in _RUNS or w.rpartition(":")[0].endswith(".py")]
+        if value and code:
+            raise ConfigError(
+                f"code named in a file of another user runs only with --trust-config, got {flag} ="
+                f" {code[0]!r} in {file}; read that code first"
+            )
 
 
 def settings_text() -> str:
