@@ -419,6 +419,11 @@ def test_auto_command(small_cnn, data, tmp_path, run, command, refusal):
     assert "layers in int8" in command(*words, "--max-loss", 0.05, "--strategy", "binary-search")
     assert {RANKING, HISTORY, FINAL} <= {path.name for path in tmp_path.iterdir()}
     assert (tmp_path / f"{small_cnn.stem}_deploy_model.onnx").exists()
+    assert f"build of {small_cnn.stem} wrote them" in command("verify", tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / FINAL).write_text("mine")
+    assert "did not write" in refusal(*words[:-1], tmp_path / "mine", "--refresh")
+    assert [path.read_text() for path in (tmp_path / "mine").iterdir()] == ["mine"]
     ran = "inferences of the model weights fake-quantized"
     out = command(*words, "--keep-float", "op:Gemm", "--verbose")
     assert "decoded" in out and ran in out

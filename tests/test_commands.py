@@ -599,12 +599,6 @@ def test_a_name_that_is_no_text_is_left_to_be_typed(run, small_cnn, pictures, tm
     assert run("build", "--config", file, "--images", folder)[0] == 0
 
 
-def test_a_calib8_toml_of_the_users_is_not_replaced(run, small_cnn, pictures, tmp_path):
-    (tmp_path / "calib8.toml").write_text("# mine\n")
-    error = run.fails("build", small_cnn, "--images", pictures, "--out", tmp_path, *QUICK)
-    assert "must not replace" in error
-
-
 # --- Code that a file of another user names.
 @pytest.mark.parametrize("whose", ["theirs/c.toml", "theirs"])
 def test_code_that_another_user_names_needs_trust(whose, run, tmp_path, monkeypatch):
@@ -631,6 +625,96 @@ def test_code_that_another_user_names_needs_trust(whose, run, tmp_path, monkeypa
         assert "trust-config" not in run("build", *words, "--config", config)[2]
     monkeypatch.undo()
     assert "trust-config" not in run("build", "--config", config)[2]
+
+
+# --- Outputs over what calib8 did not write.
+# Options with a rule of their own, then those that are only read.
+OTHER_PATHS = {
+    "build --out", "build --cache", "calibrate --out", "merge --out", "qat --checkpoint",
+    "ascend auto --out", "ascend convert --out", "ascend deploy --out",
+    "build --labels", "build --config", "explain --model", "cache check --model",
+    "ascend check --model", "ascend config --from", "qat --teacher-weights",
+}  # fmt: skip
+OUTPUTS = [
+    (" ".join(words), param.opts[-1], number)
+    for words, command in commands()
+    for param in command.params
+    for number, kind in enumerate(getattr(param.type, "types", [param.type]))
+    if isinstance(kind, base.OutputFile)
+]
+
+
+def test_every_path_is_read_or_has_a_rule_of_what_it_replaces():
+    paths = {
+        f"{' '.join(words)} {param.opts[-1]}"
+        for words, command in commands()
+        for param in command.params
+        if isinstance(param, click.Option) and type(param.type) is click.Path
+    }
+    assert paths == OTHER_PATHS and len(OUTPUTS) > 20
+
+
+@pytest.mark.parametrize(("words", "flag", "number"), OUTPUTS)
+def test_an_output_never_replaces_a_text_of_the_users(words, flag, number, run, tmp_path):
+    """Refused while the words are parsed: the rest of the command is not even there."""
+    mine, files = tmp_path / "mine", [tmp_path / "a", tmp_path / "b"]
+    mine.write_text("precious\n")
+    files[number] = mine
+    given = files if words == "cache from-qdq" else [mine]
+    assert f"wrote, and none of a build, got {mine};" in run.fails(*words.split(), flag, *given)
+    assert mine.read_text() == "precious\n"
+
+
+@pytest.fixture(scope="module")
+def own(small_cnn, pictures, tmp_path_factory):
+    """A folder with a build, its cache and a Q/DQ model."""
+    out = tmp_path_factory.mktemp("own")
+    words = ("--target", "onnxruntime,tensorrt", "--effort", 0, "--duration", 0, "--accept")
+    main(["build", str(small_cnn), "--images", str(pictures), "--out", str(out), *map(str, words)])
+    return out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "inspect MODEL --json p", "quantize [1,2] --json p", "explain OUT --json p",
+        "report OUT OUT --json p --html q", "compare MODEL OUT/small_cnn.int8.onnx IMAGES --json p",
+        "bench MODEL --duration 0 --warmup 0 --json p --html q", "calibrate MODEL IMAGES --json p",
+        "build MODEL IMAGES --effort 0 --duration 0 --accept --json p", "ascend config MODEL -o p",
+        "ascend config MODEL -o p.cfg", "cache to-qdq MODEL OUT/small_cnn.tensorrt.cache -o p",
+        "cache from-qdq OUT/small_cnn.tensorrt.qdq.onnx -o p q",
+        "cache relabel OUT/small_cnn.tensorrt.cache --trt-version 10.5.0 -o p",
+        "cache merge OUT/small_cnn.tensorrt.cache -o p",
+    ],
+)  # fmt: skip
+def test_an_output_replaces_calib8s_own(
+    words, own, run, small_cnn, pictures, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    words = words.replace("MODEL", str(small_cnn)).replace("OUT", str(own))
+    words = words.replace("IMAGES", f"--images {pictures}").split()
+    outputs = [Path(one) for one in ("p", "q", "p.cfg") if one in words]
+    for one in outputs:
+        one.touch()  # as mktemp leaves it
+    for _ in range(2):
+        run.ok(*words)
+        assert all(one.stat().st_size for one in outputs)
+
+
+def test_an_output_is_no_other_output_and_no_file_of_a_build(
+    own, run, small_cnn, pictures, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    build = ("build", small_cnn, "--images", pictures, "--out", "o", *QUICK, "--force", "--json")
+    for name in ("small_cnn.int8.onnx", "report.json", "calib8/small_cnn.cache.json"):
+        assert "path of its own" in run.fails(*build, f"o/{name}")
+    Path("c.toml").write_text("[build]\njson = 'mine'\n")
+    Path("mine").write_text("precious")
+    assert "got mine;" in run.fails(*build[:-1], "--config", "c.toml")
+    assert "path of its own" in run.fails("bench", small_cnn, "--json", "p", "--html", "./p")
+    for name in ("report.json", "calib8/manifest.json", f"../{own.name}/report.json"):
+        assert "none of a build" in run.fails("inspect", small_cnn, "--json", own / name)
+    assert run.ok("verify", own) and sorted(os.listdir()) == ["c.toml", "mine"]
 
 
 # --- `calib8 doctor`: what is here, what is not, and what brings it.

@@ -434,13 +434,6 @@ def test_json_of_a_build_goes_to_a_file_too(quick, tmp_path, run):
     assert (tmp_path / "r.json").read_text() == (tmp_path / "out" / "report.json").read_text()
 
 
-def test_json_over_an_input_is_refused(small_cnn, fed, tmp_path, run):
-    model = shutil.copy(small_cnn, tmp_path / "m.onnx")
-    err = run.fails("calibrate", model, *fed[1:], "-o", tmp_path / "c", "--json", model)
-    assert "an output must not be an input" in err
-    assert model.read_bytes() == small_cnn.read_bytes()
-
-
 def test_json_of_other_commands(small_cnn, fed, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out = run.ok("bench", small_cnn, "--duration", 0, "--warmup", 0, "--json", "-")

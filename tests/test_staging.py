@@ -16,6 +16,7 @@ import onnx
 import pytest
 
 from deploy import cli
+from deploy.calibration import store
 from deploy.calibration.store import cache_files, sidecars
 from deploy.cli import Terminated
 from deploy.errors import BackendError, ExportError
@@ -352,7 +353,10 @@ def test_files_of_another_model_stay_and_are_told_apart(made, small_cnn, picture
     assert manifest.MANIFEST_NAME not in earlier  # it was replaced with the build
 
 
-@pytest.mark.parametrize("name", ["report.html", "small_cnn.int8.onnx", "calib8/manifest.json"])
+FOREIGN_NAMES = ["report.html", "small_cnn.int8.onnx", "calib8/manifest.json", "calib8.toml"]
+
+
+@pytest.mark.parametrize("name", FOREIGN_NAMES)
 def test_a_build_never_replaces_foreign_files(name, small_cnn, pictures, tmp_path, run):
     (tmp_path / "calib8").mkdir()
     (tmp_path / name).write_text("mine")
@@ -547,10 +551,8 @@ def test_force_replaces_foreign_files_and_any_run_a_crashs(run, model, pictures,
     assert cache.read_bytes() == whole
 
 
-def test_a_report_and_a_function_of_python_do_not_replace_the_model(run, model, pictures, tmp_path):
+def test_a_function_of_python_does_not_replace_the_model(model, pictures, tmp_path):
     before = model.read_bytes()
-    for kind in ("--json", "--html"):
-        assert INPUT in run.fails("bench", model, kind, model, "--duration", 0, "--warmup", 0)
     with pytest.raises(ExportError, match="must not be an input"):
         calibrate(model, pictures, cache=model)
     with pytest.raises(ExportError, match="must not be an input"):
@@ -564,6 +566,8 @@ def test_a_device_or_a_folder_is_never_replaced(make, tmp_path):
     make(path)
     with pytest.raises(ExportError, match="must be a file to write to"):
         atomic.write_text(path, "new")
+    with pytest.raises(ExportError, match="/ must be a file to write to, got a folder"):
+        store.refuse_foreign(Path("/"), force=False)
     with pytest.raises(ExportError, match="/dev/null must be a file to write to, got a device"):
         refuse_output("/dev/null")
 
@@ -575,6 +579,16 @@ def test_what_stands_in_dev_is_a_device_wherever_it_leads(tmp_path):
     with (tmp_path / "said").open("w") as file:
         done = subprocess.run(words, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, check=False)
     assert b"/dev/stdout must be a file to write to, got a device" in done.stderr
+
+
+def test_an_output_is_judged_again_before_it_is_replaced(tmp_path):
+    path = tmp_path / "a"
+    with guard_inputs():
+        manifest.name_output(path, "page")
+        path.write_text("mine")  # while the run works
+        with pytest.raises(ExportError, match="only a page that calib8 wrote"):
+            atomic.write_text(path, "new")
+    assert path.read_text() == "mine"
 
 
 def test_what_one_run_reads_another_may_write(tmp_path):

@@ -18,6 +18,7 @@ from torch import nn
 import calib8
 from deploy.cli import cli
 from deploy.errors import ConfigError, ModelError, SdkMissingError
+from deploy.files.manifest import name_output
 from deploy.frontends import load
 from deploy.frontends.torch_model import parse_shape
 from deploy.fx.convert import calibrate
@@ -209,6 +210,8 @@ def test_a_fused_model_is_written_and_agrees(tmp_path, refusal):
     for batch in (X, X[:1]):
         assert torch.allclose(program(batch), torch_training.parts()(batch), atol=1e-5)
     assert str(HERE).encode() not in data and str(tmp_path).encode() not in data
+    for made in ("f.onnx", "f.pt2"):
+        name_output(tmp_path / made, "model")  # calib8's own, which may be replaced
     for wrong, said in (
         (("-o", tmp_path / "f.pt"), "written as .onnx or .pt2"),
         (("--device", "meta", "--bench"), "needs values, and the meta device holds none"),
@@ -227,6 +230,7 @@ def test_a_profile_as_json_and_as_a_page(tmp_path, refusal):
     assert by["parts_0_conv"]["module"] == "parts.0.conv" and by["parts_0_conv"]["parameters"] == 84
     assert by["relu"]["module"] == "parts.0" and by["flatten"]["module"] == ""
     assert sum(node["flops"] for node in found["nodes"]) == found["flops"]
+    name_output(page, "page")
     text = page.read_text()
     assert "Time by module" in text and ">conv</text>" in text and "Content-Security" in text
     assert "style=" not in text and "onclick" not in text

@@ -292,8 +292,8 @@ def test_to_qdq_and_from_qdq(run, small_cnn, cache, tmp_path):
     qdq, plain, again = (tmp_path / name for name in ("q.onnx", "p.onnx", "p.cache"))
     run.ok("cache", "to-qdq", small_cnn, cache, "-o", qdq)
     as_they_are = ("--keep-batchnorm", "--own-concat-scales", "--parser", "onnx")
-    run.ok("cache", "to-qdq", small_cnn, cache, "-o", again, *as_they_are)
-    assert again.read_bytes() == qdq.read_bytes()  # it has no BatchNormalization and no Concat
+    run.ok("cache", "to-qdq", small_cnn, cache, "-o", plain, *as_they_are)
+    assert plain.read_bytes() == qdq.read_bytes()  # it has no BatchNormalization and no Concat
     run.ok("cache", "from-qdq", qdq, "-o", plain, again)
     scales = parse(cache.read_bytes(), origin="").scales()
     back = parse(again.read_bytes(), origin="").scales()

@@ -100,6 +100,7 @@ class ModelComparison:
         parting = self.parts_at
         return to_plain_object(
             {
+                "schema": "calib8-comparison/1",
                 "first": self.first,
                 "second": self.second,
                 "samples": self.samples,

@@ -43,7 +43,7 @@ class Inspection:
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types; an open dimension is null or its name."""
-        return asdict(self)
+        return {"schema": "calib8-inspection/1", **asdict(self)}
 
     def _head(self) -> Iterator[str]:
         counts = Counter(_word(node) for node in self.nodes)

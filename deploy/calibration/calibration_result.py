@@ -122,6 +122,7 @@ class CalibrationResult:
         """Return plain JSON types; a range is [lowest, highest] in real units."""
         scales = self.found.scales
         return {
+            "schema": "calib8-calibration/1",
             "cache": None if self.cache is None else str(self.cache),
             "images": {"source": self.images, "count": self.feed.count},
             "method": self.method.label,

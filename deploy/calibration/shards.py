@@ -48,7 +48,7 @@ from deploy.feed.file_list import RawSample
 from deploy.feed.samples import Feed
 from deploy.feed.sampling import Share
 from deploy.files import atomic
-from deploy.files.manifest import sha256
+from deploy.files.manifest import is_marked, sha256
 from deploy.files.reading import from_json, read_bytes, refuse_output
 
 if TYPE_CHECKING:
@@ -158,15 +158,11 @@ def refuse_foreign(path: Path, *, force: bool) -> None:
         CacheError: calib8 did not write it.
     """
     refuse_output(path)
-    if force or not path.exists() or not path.stat().st_size:
-        return
-    try:
-        load_shard(path)
-    except CacheError:
+    if path.exists() and not force and not is_marked(path, "shard"):
         raise CacheError(
             f"a shard must not replace what calib8 did not write, got {path}; name another file,"
             " or replace it with --force"
-        ) from None
+        )
 
 
 def _shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard:

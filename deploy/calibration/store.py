@@ -13,7 +13,6 @@ which include its own, no longer match.
 from __future__ import annotations
 
 import json
-import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -30,15 +29,14 @@ from deploy.calibration.observation import Key, Observation, ObservedStatistics
 from deploy.calibration.sample_checks import Outlier, StabilityRule
 from deploy.errors import CacheError, ConfigError
 from deploy.files import atomic
-from deploy.files.manifest import sha256
-from deploy.files.reading import from_json, open_regular_file, read_bytes, read_json, refuse_output
+from deploy.files.manifest import is_marked, sha256
+from deploy.files.reading import from_json, read_bytes, refuse_output
 
 # 3: the JSON has its own digest; 4: the order of the images is a separate part; 5: the fingerprint
 # has two halves, inputs and programs, which C++ writes and reads too
 SCHEMA = 5
 _WHAT = "a file of a calibration"
 _MARK = "the fingerprint of a calibration"
-_MEMBER = re.compile(r"[0-9]+[.][A-Za-z_]+[.]npy")  # archive members that `pack_arrays` writes
 T = TypeVar("T")
 # what damaged archives and arrays raise; RuntimeError: encrypted, or an unknown compression
 BROKEN = (
@@ -240,36 +238,15 @@ def refuse_foreign(path: Path, *, force: bool) -> None:
         CacheError: calib8 did not write it.
     """
     refuse_output(path)
-    there = [one for one in cache_files(path) if one.exists()]
-    for one in there:
+    for one in sidecars(path):
         refuse_output(one)
-    filled = [one for one in there if one.stat().st_size]
-    if filled and not force and not _ours(path):
+    filled = [one for one in cache_files(path) if one.exists() and one.stat().st_size]
+    marks = zip(sidecars(path), ("fingerprint", "statistics"), strict=True)  # a crash may leave one
+    if filled and not force and not any(is_marked(*mark) for mark in marks):
         raise CacheError(
             f"a cache must not replace what calib8 did not write, got {filled[0]}; name another"
             " file, take it as it is with --trust-cache, or replace it with --force"
         )
-
-
-def _ours(path: Path) -> bool:
-    """Whether calib8 wrote the JSON or the statistics of a cache; a crash may leave only one."""
-    json_path, npz_path = sidecars(path)
-    try:
-        if {"fingerprint", "schema"} <= set(
-            read_json(json_path, what=_MARK, error=CacheError, own=True)
-        ):
-            return True
-    except (CacheError, TypeError):
-        pass
-    try:
-        with (
-            open_regular_file(npz_path, what=_WHAT, error=CacheError, own=True) as file,
-            zipfile.ZipFile(file) as archive,
-        ):
-            names = archive.namelist()
-    except (CacheError, ValueError, NotImplementedError, zipfile.BadZipFile):
-        return False
-    return bool(names) and all(_MEMBER.fullmatch(name) for name in names)
 
 
 def _in_order(keys: Iterable[Key], calibration: Calibration) -> list[Key]:

@@ -13,16 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deploy.commands import base
-from deploy.commands.base import (
-    FILE,
-    THREADS,
-    Real,
-    json_option,
-    put_json,
-    quietable,
-    shows_progress,
-    verbose_option,
-)
+from deploy.commands.base import FILE, Real, json_option, put_json, quietable, shows_progress
 from deploy.commands.calibration_options import (
     keep_float_option,
     refresh_option,
@@ -89,11 +80,7 @@ _OPTIONS: Sequence[Callable[[Callable[..., None]], Callable[..., None]]] = (
     shape_option(),
     input_options("Run on these, and tell how far the outputs are from the model's"),
     own_options(lambda option: option.flag in _FILES),
-    base.general_option(
-        "--threads",
-        type=THREADS,
-        help="Worker threads; the files do not depend on it.  [default: up to 4 cores]",
-    ),
+    base.threads_option,
     base.general_option(
         "--force", is_flag=True, help="Write over files that calib8 did not write."
     ),
@@ -118,8 +105,8 @@ def ascend() -> None:
 @ascend.command(short_help="The default configuration of a model, to be edited.")
 @shows_progress
 @click.argument("model", type=FILE)
-@click.option(
-    "-o", "--out", type=FILE, required=True, help="File to write: quant.json, or a simplified .cfg."
+@base.out_option(
+    type=base.OutputFile("configuration"), help="File to write: quant.json, or a simplified .cfg."
 )
 @click.option(
     "--batch-num",
@@ -145,7 +132,9 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
         made = default_config(graph, batch_num=batch_num, activation_offset=not symmetric)
     else:
         made = read_any_config(source, graph)
-    text = write_simple_config(made) if out.suffix == ".cfg" else write_config(made)
+    text = write_config(made)
+    if out.suffix == ".cfg":
+        text = f"# calib8 ascend config\n{write_simple_config(made)}"
     atomic.write_text(out, text)
     moved = f", {len(made.tensors)} inputs moved in int8" if made.tensors else ""
     say(f"{out}: {len(made.enabled())} of {len(made.layers)} layers in int8{moved}")
@@ -188,7 +177,6 @@ def check(path: Path, model: Path | None) -> None:
 @base.measuring_option(
     "--eval-images",
     type=base.IMAGE_SOURCE,
-    metavar="PATH",
     help="Images to judge on; a list may hold labels.",
 )
 @base.measuring_option(
@@ -209,7 +197,7 @@ def check(path: Path, model: Path | None) -> None:
 @keep_float_option
 @require_cache_option
 @refresh_option
-@verbose_option
+@base.verbose_option
 def auto(
     model: Path,
     out: Path,
@@ -227,14 +215,17 @@ def auto(
     """Leave layers of MODEL in float, as few as hold the budget; write them, and how it went."""
     from deploy.calibration.reuse import CachePolicy
     from deploy.files.manifest import RECORDS
-    from deploy.pipeline import calibrate_with
-    from deploy.pipeline.ascend_auto import GAIN, AscendSearching, auto_calibrate
+    from deploy.pipeline import ascend_auto, calibrate_with
     from deploy.pipeline.build_options import CalibrationOptions
 
-    target = AscendSearching(config=ascend_config, amct_batch=amct_batch, several=strategy == GAIN)
+    several = strategy == ascend_auto.GAIN
+    target = ascend_auto.AscendSearching(
+        config=ascend_config, amct_batch=amct_batch, several=several
+    )
     path = out / RECORDS / f"{model.stem}.cache"
     policy = CachePolicy(path=path, require=require_cache, refresh=refresh)
     refuse_both_ways(policy)
+    ascend_auto.refuse_foreign_files(target, out, model.stem)
     options = CalibrationOptions(cache=policy, threads=images.threads, float_nodes=keep_float)
     found = calibrate_with(model, images.dataset, options, targets=[target])
     if verbose:
@@ -242,7 +233,7 @@ def auto(
     evaluation = found.feed
     if held := images.evaluation(eval_images):
         evaluation = held.open(found.loaded.inputs, carried=found.loaded.carried)
-    made = auto_calibrate(
+    made = ascend_auto.auto_calibrate(
         target,
         found,
         evaluation,

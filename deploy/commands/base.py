@@ -56,6 +56,27 @@ class InputPath(click.Path):
             return
 
 
+class OutputFile(click.Path):
+    """A file to write, of a kind in `deploy.files.manifest.MARKS`; - for JSON is the screen.
+
+    One that is there and that calib8 did not write is refused while the words are parsed.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(path_type=Path)
+        self.kind, self.name = kind, "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Convert to a path; ExportError as `deploy.files.manifest.name_output`."""
+        from deploy.files.manifest import name_output
+
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        screen = self.kind == "JSON file" and path == _SCREEN
+        if not screen and not (ctx and ctx.resilient_parsing):
+            name_output(path, self.kind)
+        return path
+
+
 INPUT = InputPath("a file")
 MODEL_FILE = InputPath("an ONNX file")
 BUILD_FOLDER = InputPath("the folder of a build")
@@ -89,6 +110,10 @@ search_option = partial(option, section=SEARCH)
 target_option = partial(option, section=TARGETS)
 measuring_option = partial(option, section=MEASURING)
 general_option = partial(option, section=GENERAL)
+
+
+# of a command without sections; needs type= and help=
+out_option = partial(click.option, "-o", "--out", required=True)
 
 
 def add_options(command: Command, options: Sequence[Callable[..., Any]]) -> Command:
@@ -293,12 +318,16 @@ verbose_option = general_option(
 json_option = general_option(
     "--json",
     "json_path",
-    type=click.Path(path_type=Path, allow_dash=True),
-    metavar="FILE",
+    type=OutputFile("JSON file"),
     help="Write the results as JSON; - prints it in place of the text.",
 )
 html_option = general_option(
-    "--html", "html_path", type=FILE, metavar="FILE", help="Write the results as an HTML page."
+    "--html", "html_path", type=OutputFile("page"), help="Write the results as an HTML page."
+)
+threads_option = general_option(
+    "--threads",
+    type=THREADS,
+    help="Worker threads; results do not depend on them.  [default: up to 4 cores]",
 )
 _quiet_option = general_option(
     "-q",

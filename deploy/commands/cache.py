@@ -10,7 +10,7 @@ import click
 
 from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import base
-from deploy.commands.base import FILE, shows_progress
+from deploy.commands.base import FILE, OutputFile, out_option, shows_progress
 from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from deploy.targets.tensorrt.cache_match import CacheMatch
     from deploy.targets.tensorrt.infer_scales import InferredScales
 
-_OUT = click.option("-o", "--out", type=FILE, required=True, metavar="FILE", help="File to write.")
 _ALGORITHMS = ("EntropyCalibration2", "MinMaxCalibration", "EntropyCalibration")
 _ALGORITHM = click.option(
     "--algorithm", type=click.Choice(_ALGORITHMS), help="Calibrator named in the first line."
@@ -95,7 +94,7 @@ def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
 
 @cache.command(short_help="The union of several caches.")
 @click.argument("paths", type=FILE, nargs=-1, required=True, metavar="CACHE...")
-@_OUT
+@out_option(type=OutputFile("cache"), help="File to write.")
 @click.option(
     "--on-conflict",
     type=click.Choice(["error", "first", "last", "max"]),
@@ -122,7 +121,7 @@ def merge(paths: tuple[Path, ...], out: Path, on_conflict: str) -> None:
     "--trt-version", required=True, metavar="X.Y.Z", help="TensorRT version that will read it."
 )
 @_ALGORITHM
-@_OUT
+@out_option(type=OutputFile("cache"), help="File to write.")
 def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> None:
     """Write CACHE under the first line of another TensorRT version or calibrator.
 
@@ -184,7 +183,7 @@ def check(
 @shows_progress
 @click.argument("model", type=FILE, metavar="MODEL.ONNX")
 @click.argument("path", type=FILE, metavar="CACHE")
-@_OUT
+@out_option(type=OutputFile("model"), help="File to write.")
 @click.option(
     "--keep-batchnorm",
     is_flag=True,
@@ -223,7 +222,7 @@ def to_qdq(
     verbose: bool,
 ) -> None:
     """Write MODEL.ONNX with the scales of CACHE in QuantizeLinear/DequantizeLinear pairs."""
-    from deploy.files.atomic import write_bytes
+    from deploy.files.manifest import write_model
     from deploy.targets.tensorrt import cache_tools
 
     quantized, matched = cache_tools.cache_to_qdq(
@@ -235,7 +234,7 @@ def to_qdq(
         rest=rest,
         precision=precision,
     )
-    write_bytes(out, quantized.SerializeToString(deterministic=True))
+    write_model(out, quantized)
     _print_match(matched, everything=verbose)
     say(f"{out}: {matched.covered} tensors quantized")
 
@@ -243,11 +242,8 @@ def to_qdq(
 @cache.command("from-qdq", short_help="Convert a Q/DQ model to a float model and a cache.")
 @shows_progress
 @click.argument("model", type=FILE, metavar="MODEL.QDQ.ONNX")
-@click.option(
-    "-o",
-    "--out",
-    type=(FILE, FILE),
-    required=True,
+@out_option(
+    type=(OutputFile("model"), OutputFile("cache")),
     metavar="PLAIN.ONNX PLAIN.CACHE",
     help="Files to write.",
 )
@@ -275,6 +271,7 @@ def from_qdq(
     """
     from deploy.calibration.trt_cache import dump
     from deploy.files.atomic import write_bytes
+    from deploy.files.manifest import write_model
     from deploy.targets.tensorrt import cache_tools, sdk
     from deploy.targets.tensorrt.cache_contents import trt_tensors
 
@@ -285,7 +282,7 @@ def from_qdq(
     found = None
     if dla:
         made, found = cache_tools.dla_cache(plain, version=version, guesses=not no_guesses)
-    write_bytes(out[0], plain.model.SerializeToString(deterministic=True))
+    write_model(out[0], plain.model)
     write_bytes(out[1], dump(made))
     say(f"{out[0]}: the float model")
     say(f"{out[1]}: {len(made.entries)} entries under {made.header.text}")

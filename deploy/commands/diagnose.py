@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import base
-from deploy.commands.base import (
-    THREADS,
-    Real,
-    html_option,
-    json_option,
-    put_json,
-    quietable,
-    shows_progress,
-)
+from deploy.commands.base import Real, html_option, json_option, put_json, quietable, shows_progress
 from deploy.commands.calibration_options import keep_float_option
 from deploy.commands.image_options import ImageArguments, image_options, input_options
 from deploy.commands.model_options import model_from, model_options, target_options
@@ -190,11 +182,7 @@ def compare(
     "Run the float model and the int8 models on these, and tell the images and the channels that"
     " lose most"
 )
-@base.image_option(
-    "--threads",
-    type=THREADS,
-    help="Worker threads; results do not depend on it.  [default: up to 4 cores]",
-)
+@base.threads_option
 @json_option
 def explain(
     folder: Path,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from deploy.commands import base
-from deploy.commands.base import THREADS, Real, complete_names_of
+from deploy.commands.base import Real, complete_names_of
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -296,13 +296,9 @@ def _image_options(
         )
         command(images=images, **words)
 
-    threads = base.general_option(
-        "--threads",
-        type=THREADS,
-        help="Worker threads; results do not depend on them.  [default: up to 4 cores]",
-    )
-    more = (calibrator_script_option, *STABLE, threads) if scripts else (threads,)
-    return base.add_options(gathered, (*_options(f"{SOURCES}.", required=not scripts), *more))
+    scripted = (calibrator_script_option, *STABLE) if scripts else ()
+    sources = _options(f"{SOURCES}.", required=not scripts)
+    return base.add_options(gathered, (*sources, *scripted, base.threads_option))
 
 
 # Required images and how they are read, which a command gets as `images`; the same with

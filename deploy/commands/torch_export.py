@@ -17,7 +17,7 @@ from deploy.commands.calibration_options import method_options
 from deploy.commands.image_options import preprocess_from, preprocess_options, raw_from, raw_options
 from deploy.commands.model_options import one_target, torch_inputs, torch_model, torch_options
 from deploy.errors import ConfigError
-from deploy.files.atomic import write_bytes
+from deploy.files.manifest import write_model
 from deploy.graph.index import match_patterns
 from deploy.method import Method
 from deploy.targets import TARGETS, Target
@@ -30,7 +30,7 @@ QDQ = "Quantization"  # section of options that need --qdq
 @quietable()
 @click.argument("model")
 @torch_options
-@base.general_option("-o", "--out", type=base.FILE, required=True, help="ONNX file to write.")
+@base.out_option(type=base.OutputFile("model"), help="ONNX file to write.")
 @base.general_option("--opset", default=18, type=int, help="Opset of the ONNX domain.")
 @base.general_option("--static-batch", is_flag=True, help="Keep the batch of --input fixed.")
 @base.general_option(
@@ -167,7 +167,7 @@ def export(
         say_lines(format_modes(results))
         if scales:
             say_lines(format_scales(converted))
-    write_bytes(out, exported.SerializeToString(deterministic=True))
+    write_model(out, exported)
     say(f"{out}: opset {opset}, {out.stat().st_size} bytes")
 
 
@@ -201,7 +201,7 @@ def export(
 )
 @click.option("--amp", is_flag=True, help="Train with torch.autocast in bfloat16.")
 @click.option("--scales", is_flag=True, help="Print every activation's scale and zero point.")
-@click.option("-o", "--out", type=base.FILE, required=True, help="ONNX file to write.")
+@base.out_option(type=base.OutputFile("model"), help="ONNX file to write.")
 @method_options
 def qat(
     script: str,
@@ -284,7 +284,7 @@ def qat(
     say("error and SQNR are of the trained model: its int8 form against its own weights in float")
     if scales:
         say_lines(format_scales(trained.converted))
-    write_bytes(out, exported.SerializeToString(deterministic=True))
+    write_model(out, exported)
     say(f"{out}: {out.stat().st_size} bytes")
 
 

@@ -93,8 +93,7 @@ def trace(
 @base.general_option(
     "-o",
     "--out",
-    type=base.FILE,
-    metavar="FILE",
+    type=base.OutputFile("model"),
     help="Write the fused model: .onnx, or .pt2 for torch.export.load.",
 )
 def fuse(

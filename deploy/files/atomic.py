@@ -131,10 +131,10 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
     An existing file's permissions are kept.
 
     Raises:
-        ExportError: the file cannot be written, or is an input, a folder or a device.
+        ExportError: the file cannot be written, or must stay (`deploy.files.reading`).
     """
     path = Path(path)
-    refuse_output(path)
+    refuse_output(path, named=True)
     try:
         mode = mode_at(path)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,16 +16,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deploy.errors import CacheError, ExportError
-from deploy.files import atomic
+from deploy.files import atomic, reading
 from deploy.files.reading import convert, read_bytes, read_json
+from deploy.version import __version__
+
+if TYPE_CHECKING:
+    import onnx
 
 _convert = partial(convert, rule="it must be what a build is", error=CacheError)
 
@@ -194,22 +200,81 @@ def cache_changed(path: Path, digest: str) -> bool:
     return path.is_file() and _digest(path) != digest
 
 
-def refuse_foreign(folder: Path, names: list[str]) -> None:
-    """Refuse to overwrite files that calib8 did not write.
+def refuse_foreign(folder: Path, names: list[str], *, force: bool | None) -> None:
+    """Refuse to overwrite files that calib8 did not write, or other outputs of this run.
+
+    `force`: overwrite the former; None where the command has no --force.
 
     Raises:
         ExportError: names the first such file.
     """
+    for name in names:
+        reading.refuse_output(folder / name)
     existing = [name for name in names if (folder / name).exists()]
-    if not existing:
+    if force or not existing:
         return
     known = {*_files_in_manifest(folder), *_reported(folder)}
     foreign = next((name for name in existing if name not in known), None)
     if foreign is not None:
+        way_out = "remove it" if force is None else "replace it with --force"
         raise ExportError(
             f"a build must not replace what calib8 did not write, got {folder / foreign}; give"
-            " another --out, or replace it with --force"
+            f" another --out, or {way_out}"
         )
+
+
+# Kind of file that is written where the user says -> how one by calib8 begins. Caches and AMCT's
+# configurations have no place for a mark: any in the form that calib8 writes counts.
+MARKS = {
+    "JSON file": rb'[\[\s]*{\s*"schema": "calib8-',
+    "page": rb'<!doctype html>.{,80}<meta name="generator" content="calib8',
+    "model": rb"\x08.\x12\x06calib8|PK\x03\x04.*/extra\w*/calib8",  # ONNX, or .pt2
+    "cache": rb"(TRT-\d{4,6}-\w+|0[0-9a-f]{32})\r?\n[^\n]+: [0-9A-Fa-f]{1,8}\s",
+    "configuration": rb'{\s*"version": ?1,\s*"batch_num": ?\d|# calib8 ascend config\n',
+    "fingerprint": rb'{\s*"fingerprint": ?{',
+    "statistics": rb"PK\x03\x04.{26}\d+\.[A-Za-z_]+\.npy",
+    "shard": rb"PK\x03\x04.{26}shard\.json",
+}
+_HEAD = 4096  # bytes at either end of a file, where its mark is
+
+
+def name_output(path: Path, kind: str) -> None:
+    """Remember a file that the user named as an output, of a kind in `MARKS`.
+
+    Raises:
+        ExportError: calib8 did not write the file that is there, or as another output or input.
+    """
+    reading.add_output(path, partial(_refuse_unmarked, path, kind))
+
+
+def is_marked(path: Path, kind: str) -> bool:
+    """Whether calib8 wrote a file of this kind, by both of its ends; or it is empty."""
+    with (
+        suppress(ExportError),
+        reading.open_regular_file(path, what="an output", error=ExportError, own=True) as file,
+    ):
+        ends = file.read(_HEAD)
+        file.seek(max(len(ends), os.fstat(file.fileno()).st_size - _HEAD))
+        ends += file.read(_HEAD)
+        return not ends or re.match(MARKS[kind], ends, re.DOTALL) is not None
+    return False
+
+
+def _refuse_unmarked(path: Path, kind: str) -> None:
+    parent = path.absolute().parent
+    folder = parent.parent if parent.name == RECORDS else parent
+    built = path.absolute().relative_to(folder).as_posix() in _files_in_manifest(folder)
+    if built or (path.exists() and not is_marked(path, kind)):
+        raise ExportError(
+            f"an output may replace only a {kind} that calib8 wrote, and none of a build, got"
+            f" {path}; give another path, or remove it"
+        )
+
+
+def write_model(path: Path, model: onnx.ModelProto) -> None:
+    """Write an ONNX model with calib8 as its producer; deterministic (`atomic.write_bytes`)."""
+    model.producer_name, model.producer_version = "calib8", __version__
+    atomic.write_bytes(path, model.SerializeToString(deterministic=True))
 
 
 def _files_in_manifest(folder: Path) -> dict[str, str]:

@@ -20,7 +20,8 @@ inputs, and `deploy.files.atomic` refuses to overwrite them::
     with guarded():
         is_read(model)        # remembered by device and inode, so another name does not hide it,
                               # while it exists: a new file may get the inode of a deleted one
-        refuse(output)        # ExportError: it is an input, a folder, or a device
+        add_output(page, ok)  # the user named it; `ok` raises if the file there is not calib8's
+        refuse(output)        # ExportError: it is an input, a folder, a device, or that page
 
 Outside of a run nothing is remembered: one run may write what another one reads.
 """
@@ -71,9 +72,10 @@ class _FileInodes:
 class _Inputs:
     files: dict[_Inode, str] = field(default_factory=dict)  # -> path
     file_lists: list[_FileInodes] = field(default_factory=list)
+    outputs: dict[str, Callable[[], None]] = field(default_factory=dict)  # named by the user
 
     def copy(self) -> _Inputs:
-        return _Inputs(dict(self.files), list(self.file_lists))
+        return _Inputs(dict(self.files), list(self.file_lists), self.outputs)
 
     def paths(self, inode: _Inode) -> Iterator[Path | str]:
         if inode in self.files:
@@ -119,12 +121,31 @@ def add_input_files(count: int, path: Callable[[int], Path]) -> None:
         inputs.file_lists.append(_FileInodes(count, path))
 
 
-def refuse_output(path: Path | str) -> None:
-    """Refuse to write over an input, a folder or a device.
+def add_output(path: Path | str, check: Callable[[], None]) -> None:
+    """Remember a file that the user named as an output of this run.
+
+    `check`: raises if the file that is there must stay; called now and before it is replaced.
+
+    Raises:
+        ExportError: see `refuse_output`.
+    """
+    refuse_output(path)
+    if (inputs := _INPUTS.get()) is not None:
+        inputs.outputs[_place(path)] = check
+    check()
+
+
+def refuse_output(path: Path | str, *, named: bool = False) -> None:
+    """Refuse to write over an input, a folder, a device, or another output that the user named.
+
+    `named`: it may be such an output, and is judged by its `check` (`add_output`).
 
     Raises:
         ExportError: `path` is one of these.
     """
+    check = (_INPUTS.get() or _Inputs()).outputs.get(_place(path))
+    if check is not None and not named:
+        raise ExportError(f"each output must have a path of its own, got {path} twice; change one")
     state = _state(path)
     if state is None:
         return
@@ -135,6 +156,14 @@ def refuse_output(path: Path | str) -> None:
         raise ExportError(
             f"an output must not be an input, got {path}, which this run reads; give another path"
         )
+    if check is not None:
+        check()
+
+
+def _place(path: Path | str) -> str:
+    """Return a file's name in its real folder: what a rename replaces."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.path.join(os.path.realpath(folder), name)
 
 
 def _is_input(inode: _Inode) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 
 from deploy.errors import ConfigError, ExportError, ModelError, first_line
 from deploy.files.atomic import write_bytes
+from deploy.files.manifest import write_model
 from deploy.frontends.base import LoadedModel
 from deploy.frontends.onnx_file import load_onnx
 from deploy.frontends.torch_model import missing_shape_error
@@ -33,6 +34,7 @@ from deploy.fx.model_inputs import (
 from deploy.fx.profile import NEAR, largest_difference, largest_magnitude
 from deploy.fx.source import load_module, plain_copy, random_weights_note, user_code_line
 from deploy.terminal import phase
+from deploy.version import __version__
 
 
 def export(
@@ -160,12 +162,12 @@ def write_fused(
     if path.suffix.lower() == ".onnx":
         exported = to_onnx(fused, inputs)
         sentence = str(check_float_export(exported, model, inputs))
-        write_bytes(path, exported.SerializeToString(deterministic=True))
+        write_model(path, exported)
         return sentence
     program = _export_program(fused, inputs)
     largest = _check_difference(program, model, inputs)
     data = io.BytesIO()
-    torch.export.save(program, data)
+    torch.export.save(program, data, extra_files={"calib8": __version__})
     write_bytes(path, data.getvalue())
     return f"the program against the model: largest difference {largest:.3g}"
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.calibration.reference_outputs import make_evaluation_set
-from deploy.files import atomic
+from deploy.files import atomic, manifest
+from deploy.files.staging import stage_files
+from deploy.pipeline.results import build_origin, publish_build
 from deploy.targets.ascend.atc import strip_metadata
 from deploy.targets.ascend.config import write_config
 from deploy.targets.ascend.float16 import find_float16_tensors
@@ -102,6 +104,13 @@ class AutoCalibration:
     written: tuple[Path, ...]
 
 
+def refuse_foreign_files(target: Ascend, folder: Path, name: str) -> None:
+    """Refuse a folder with files that `auto_calibrate` would replace (`refuse_foreign`)."""
+    own = (f"{name}{ending}" for ending in (*target.writes, REPAIRED))
+    names = [RANKING, HISTORY, FINAL, manifest.MANIFEST_NAME, *own]
+    manifest.refuse_foreign(folder, names, force=None)
+
+
 def auto_calibrate(
     target: AscendSearching,
     calibrated: CalibrationResult,
@@ -129,41 +138,44 @@ def auto_calibrate(
         ConfigError, CalibrationError, FeedError, ExportError: as the Ascend target's `build`.
     """
     feed, subject = calibrated.feed, calibrated.subject
-    request = BuildRequest(
-        subject=subject,
-        folder=folder,
-        ranges=calibrated.ranges,
-        feed=feed,
-        manifest=feed.manifest(),
-        judges=make_evaluation_set(feed, subject.model, _REPAIRING),
-        threads=threads,
-    )
-    plan, _, layers, _ = target.quantized(request)
-    records = target.records(request)
+    with stage_files(folder) as stage:
+        request = BuildRequest(
+            subject=subject,
+            folder=stage.inside,
+            ranges=calibrated.ranges,
+            feed=feed,
+            manifest=feed.manifest(),
+            judges=make_evaluation_set(feed, subject.model, _REPAIRING),
+            threads=threads,
+        )
+        plan, _, layers, _ = target.quantized(request)
+        records = target.records(request)
 
-    def nearest() -> dict[str, str]:
-        samples = list(feed.spread(_NEAREST))
-        return nearest_searches(plan.model, plan.graph, records, samples, threads=threads)
+        def nearest() -> dict[str, str]:
+            samples = list(feed.spread(_NEAREST))
+            return nearest_searches(plan.model, plan.graph, records, samples, threads=threads)
 
-    ranking: list[tuple[str, float]] = []
-    if strategy == BINARY:
-        with phase("ranking the layers"):
-            first = evaluation.first(_RANKED)
-            ranking = rank_layers(plan.model, layers, first, threads=threads)
-    search = BudgetSearch(
-        target=target,
-        request=request,
-        evaluation=evaluation,
-        max_loss=max_loss,
-        layers=tuple(plan.layers),
-        uncounted=[name for name, layer in plan.layers.items() if layer.at is not None],
-        searches=records,
-        everywhere=[how for how in records if not is_balanced(how)],
-        nearest=nearest,
-        say=say,
-        ranking=ranking,
-    )
-    return _written(target, search, search.run(), plan)
+        ranking: list[tuple[str, float]] = []
+        if strategy == BINARY:
+            with phase("ranking the layers"):
+                first = evaluation.first(_RANKED)
+                ranking = rank_layers(plan.model, layers, first, threads=threads)
+        search = BudgetSearch(
+            target=target,
+            request=request,
+            evaluation=evaluation,
+            max_loss=max_loss,
+            layers=tuple(plan.layers),
+            uncounted=[name for name, layer in plan.layers.items() if layer.at is not None],
+            searches=records,
+            everywhere=[how for how in records if not is_balanced(how)],
+            nearest=nearest,
+            say=say,
+            ranking=ranking,
+        )
+        made = _written(target, search, search.run(), plan)
+        publish_build(build_origin(calibrated, [target], None), stage, replacing=())
+    return replace(made, written=tuple(map(stage.final, made.written)))
 
 
 def _written(

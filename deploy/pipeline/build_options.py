@@ -235,16 +235,14 @@ def plan_name(loaded: LoadedModel) -> str:
 
 
 def _refuse_foreign(options: BuildOptions, loaded: LoadedModel) -> None:
-    """Refuse to overwrite files that no build wrote."""
+    """Refuse to overwrite files that no build wrote, or another output."""
     cache = options.calibration.cache
-    if cache.force:
-        return
     names = written_names(options.targets, loaded.name)
     if cache.refresh:  # else the plan is read, and must be one
         names.append(plan_name(loaded))
     if options.settings is not None:
         names.append(manifest.SETTINGS)
-    manifest.refuse_foreign(options.out, names)
+    manifest.refuse_foreign(options.out, names, force=cache.force)
 
 
 def _refuse_unmeasured(options: BuildOptions) -> None:

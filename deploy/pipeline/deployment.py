@@ -280,8 +280,7 @@ def _refuse_early(
             "AIPP is written from how pictures become inputs, got no pictures; give --images and"
             " their preprocessing"
         )
-    if not force:
-        manifest.refuse_foreign(out, written_names([target], name))
+    manifest.refuse_foreign(out, written_names([target], name), force=force)
 
 
 def _beside(

@@ -168,7 +168,7 @@ def publish_build(
         names = stage.names()
         if replacing is not None:
             others = [name for name in names if name not in replacing]
-            manifest.refuse_foreign(stage.folder, others)
+            manifest.refuse_foreign(stage.folder, others, force=False)
         manifest.write_manifest(stage.inside, stage.folder, names, made_from)
 
     stage.publish(complete)
