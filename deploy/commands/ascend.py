@@ -80,7 +80,7 @@ _OPTIONS: Sequence[Callable[[Callable[..., None]], Callable[..., None]]] = (
     shape_option(),
     input_options("Run on these, and tell how far the outputs are from the model's"),
     own_options(lambda option: option.flag in _FILES),
-    base.threads_option,
+    base.threads_option(section=base.GENERAL),
     base.general_option(
         "--force", is_flag=True, help="Write over files that calib8 did not write."
     ),

@@ -324,7 +324,8 @@ json_option = general_option(
 html_option = general_option(
     "--html", "html_path", type=OutputFile("page"), help="Write the results as an HTML page."
 )
-threads_option = general_option(
+threads_option = partial(
+    option,
     "--threads",
     type=THREADS,
     help="Worker threads; results do not depend on them.  [default: up to 4 cores]",

@@ -182,7 +182,7 @@ def compare(
     "Run the float model and the int8 models on these, and tell the images and the channels that"
     " lose most"
 )
-@base.threads_option
+@base.threads_option(section=base.IMAGES)
 @json_option
 def explain(
     folder: Path,

@@ -298,7 +298,8 @@ def _image_options(
 
     scripted = (calibrator_script_option, *STABLE) if scripts else ()
     sources = _options(f"{SOURCES}.", required=not scripts)
-    return base.add_options(gathered, (*sources, *scripted, base.threads_option))
+    threads = base.threads_option(section=base.GENERAL)
+    return base.add_options(gathered, (*sources, *scripted, threads))
 
 
 # Required images and how they are read, which a command gets as `images`; the same with
