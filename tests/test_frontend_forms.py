@@ -260,6 +260,106 @@ def test_the_count_and_the_version_of_the_file_are_told():
     assert not lower_opset(model, opset=22).rewritten
 
 
+# --- Models of opset 7 to 12: the same numbers in opset 13, wherever the node stands.
+PLACES = np.array([[[[0, 2, 1, 0, 3, 3, 1, 2]]]])
+OLD = {
+    **{
+        f"Resize-10 {mode} {scale}": net("Resize", F([1, 1, scale, scale]), opset=10, mode=mode)
+        for mode in ("nearest", "linear")
+        for scale in (2, 3, 1.5, 0.5, 0.25, 0.6, 1 / 3)
+    },
+    "Resize-10 both ways": net("Resize", F([1, 1, 0.5, 3]), opset=10, mode="nearest"),
+    "Upsample-7": net("Upsample", opset=7, scales=[1.0, 1.0, 2.0, 3.0]),
+    "Upsample-8": net("Upsample", opset=8, scales=[1.0, 1.0, 2.0, 3.0], mode="linear"),
+    "Upsample-9": net("Upsample", F([1, 1, 2, 2]), opset=9, mode="nearest"),
+    "Upsample-9 linear": net("Upsample", F([1, 1, 1.5, 4]), opset=9, mode="linear"),
+    "Clip-6": net("Clip", opset=8, min=-0.5, max=0.5),
+    "Clip-6 above": net("Clip", opset=10, max=0.5),
+    "Dropout-7": net("Dropout", opset=7, ratio=0.4),
+    "Dropout-10": net("Dropout", opset=11, ratio=0.4),
+    "BatchNormalization-7": net("BatchNormalization", *[F([1, 2, 3, 4])] * 4, opset=7, spatial=1),
+    "Pad-2": net("Pad", opset=10, pads=[0, 0, 1, 2] * 2, value=3.0),
+    "Slice-1": net("Slice", opset=9, starts=[1, -5], ends=[3, 9999], axes=[1, 3]),
+    "TopK-1": net("TopK", opset=9, outputs=2, k=3),
+    "Softmax-1": net("Softmax", opset=9),
+    "Softmax-11 of the last axis": net("Softmax", opset=12, axis=-1),
+    "LogSoftmax-11": net("LogSoftmax", opset=11, axis=2),
+    "Hardmax-11": net("Hardmax", opset=11, axis=-2),
+    "ReduceSum-1": net("ReduceSum", opset=12, axes=[1, 3], keepdims=0),
+    "ReduceSum-1 of all": net("ReduceSum", opset=7),
+    "Scatter": net("Scatter", PLACES, F([[[[5, 6, 7, 8, 9, 1, 2, 3]]]]), opset=9, axis=2),
+    "Split-2": net("Split", opset=12, outputs=2, axis=1, split=[1, 3]),
+    "Split-2 in halves": net("Split", opset=8, outputs=2, axis=1),
+    "Squeeze-1": net("Squeeze", opset=10, axes=[0]),
+    "Unsqueeze-1": net("Unsqueeze", opset=7, axes=[0, 3]),
+}
+
+
+def moved(model, where):
+    """The model with its one node at another place, where it must mean the same."""
+    (node,), graph = model.graph.node, model.graph
+    if where == "beside constants that are nodes":
+        held = [make_node("Constant", "", t.name, value=t) for t in graph.initializer]
+        del graph.initializer[:], graph.node[:]
+        graph.node.extend([*held, node])
+    elif where == "in the domain ai.onnx":
+        node.domain = model.opset_import[0].domain = "ai.onnx"
+    elif where == "in an If in an If":
+        ends = [onnx.ValueInfoProto(name=name) for name in node.output]
+        for name in ("inner", "outer"):
+            body = helper.make_graph([node], name, [], ends)
+            both = {"then_branch": body, "else_branch": body}
+            node = make_node("If", "yes", node.output, name=name, **both)
+        graph.initializer.append(numpy_helper.from_array(np.bool_(True), "yes"))
+        graph.node[0].CopyFrom(node)
+    return model
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["alone", "beside constants that are nodes", "in the domain ai.onnx", "in an If in an If"],
+)
+@pytest.mark.parametrize("what", OLD)
+def test_an_old_node_computes_in_opset_13_what_it_computed(what, where):
+    model = moved(onnx.ModelProto.FromString(OLD[what].SerializeToString()), where)
+    loaded = load(model)
+    onnx.checker.check_model(loaded.model, full_check=True)
+    assert [(o.domain, o.version) for o in loaded.model.opset_import] == [("", 13)]
+    (spec,) = loaded.inputs
+    x = np.random.default_rng(3).normal(size=spec.shape).astype(spec.dtype)
+    old = OrtSession.open(model, threads=1, optimize=False).run({"x": x})
+    new = OrtSession.open(loaded.model, threads=1, optimize=False).run({"x": x})
+    assert list(old) == list(new)
+    for name, value in old.items():
+        np.testing.assert_allclose(new[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_an_old_node_takes_no_name_that_is_taken():
+    model = net("Squeeze", opset=11, axes=[0])
+    model.graph.node[0].input[0] = "y0_axes"
+    model.graph.node.insert(0, make_node("Abs", "x", "y0_axes"))
+    (got,) = run_net(load(model).model, np.full(IMAGE, -2, F))
+    assert (got == 2).all()
+
+
+NO_NEW_FORM = {
+    "Resize": (net("Resize", F([1, 1, 0.6, 3]), opset=10, mode="nearest"), "shrinks one axis"),
+    "BatchNormalization": (net("BatchNormalization", *[F([1])] * 4, opset=7, spatial=0), "spatial"),
+    "Dropout": (net("Dropout", opset=9, outputs=2), "its mask is read"),
+}
+
+
+@pytest.mark.parametrize("what", NO_NEW_FORM)
+def test_an_old_node_without_a_new_form_is_named_with_its_opset(what):
+    model, reason = NO_NEW_FORM[what]
+    for value in model.graph.output:
+        value.CopyFrom(make_value(value.name, None))
+    node, opset = model.graph.node[0].op_type, model.opset_import[0].version
+    wanted = rf"opset {opset} is brought to 13, got {node} 'one'.*{reason}.*opset 13 or later"
+    with pytest.raises(ModelError, match=wanted):
+        load(model)
+
+
 # --- float16 models, and sizes that are not known: what is loaded, built, and fed.
 ENGINES = {
     "onnxruntime": ["net.int8.onnx"],

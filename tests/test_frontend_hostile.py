@@ -479,15 +479,19 @@ def test_what_stands_behind_is_lowered_or_not_lifted_and_that_is_said(build):
     assert any("ReduceMax of opset 13" in n for n in report["targets"][0]["notes"])
 
 
-def test_an_old_opset_is_lifted_where_what_stands_behind_allows_it(build):
+def test_what_stands_behind_is_lifted_too(build):
     model = detector(opset=11)
-    out, _, _ = build(model, "--target", "tensorrt")
-    assert onnx.load(out / "net.tensorrt.qdq.onnx").opset_import[0].version == 13
-    assert kept(out / "net.tensorrt.qdq.onnx", model) == ["EfficientNMS_TRT", "Cast"]
     with_node(model, "Squeeze", "out_boxes", "flat", axes=[0])
-    out, report, _ = build(model, "--target", "tensorrt", out="old")
-    assert onnx.load(out / "net.tensorrt.qdq.onnx").opset_import[0].version == 11
-    assert any("Left at opset 11" in n and "Squeeze" in n for n in report["model"]["notes"])
+    out, _, _ = build(model, "--target", "tensorrt")
+    written = onnx.load(out / "net.tensorrt.qdq.onnx")
+    assert written.opset_import[0].version == 13
+    assert kept(out / "net.tensorrt.qdq.onnx", model)[-1] == "Squeeze"
+    axes = written.graph.node[-1].input[1]
+    (made,) = [n for n in written.graph.node if axes in n.output]
+    assert numpy_helper.to_array(made.attribute[0].t).tolist() == [0]
+    with_node(model, "Softmax", "out_boxes", "soft", axis="last")
+    with pytest.raises(ModelError, match=r"got Softmax .* it is no valid node"):
+        load(model)
 
 
 def test_its_cache_is_made_checked_and_turned(run, pictures, tmp_path):
@@ -590,15 +594,3 @@ def test_what_stands_behind_is_not_put_into_an_opset_where_it_is_something_else(
     newer.opset_import[0].version = 19
     with pytest.raises(ExportError, match="got Split of opset 17, which opset 19 has in another"):
         loaded.whole(newer)
-
-
-@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
-def test_a_model_that_stays_below_opset_13_has_one_scale_a_weight(build, target):
-    """Without a plugin: a body that cannot be lifted keeps the model where it is."""
-    model = with_if(detector(opset=11), 4, node("Squeeze", "d", "q", axes=[0]))
-    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
-    out, report, _ = build(model, "--target", target)
-    assert any("Left at opset 11" in n for n in report["model"]["notes"])
-    (path,) = [p for p in out.iterdir() if p.name.endswith((".int8.onnx", ".qdq.onnx"))]
-    onnx.checker.check_model(path)
-    assert arrays(onnx.load(path).graph)["w2/scale"].shape == ()

@@ -432,14 +432,6 @@ def test_old_opsets_are_lifted_and_weights_leave_the_inputs(opset):
     assert any(note.startswith(f"Lifted from opset {opset} to 13") for note in loaded.notes)
 
 
-@pytest.mark.parametrize(("op", "version"), [("Relu", 13), ("Softmax", 11)])
-def test_subgraphs_are_lifted_only_where_every_operator_means_the_same(op, version):
-    loaded = load(if_model(op, op, "x", shape=[2, 3, 4], opset=11))
-    assert loaded.model.opset_import[0].version == version
-    left = any("Left at opset 11" in note and op in note for note in loaded.notes)
-    assert left is (version == 11)
-
-
 # ---------------------------------------------------------------- identity of a model
 
 

@@ -27,24 +27,28 @@ Source: ONNX operator DequantizeLinear-21.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import defs, helper, numpy_helper, version_converter
+from onnx import helper, numpy_helper
 
-from deploy.errors import ModelError, first_line
+from deploy.errors import ModelError
 from deploy.frontends.checks import is_quantized_node, to_array
+from deploy.frontends.plugins import CutOffNodes
 from deploy.graph.edit import (
     bypass,
+    copy_message,
     drop_initializer_inputs,
     rebuild,
     rename_tensors,
     replace_field,
     replace_nodes,
     set_opset,
+    tensor_names,
     unique_name,
 )
 from deploy.graph.index import (
@@ -54,119 +58,73 @@ from deploy.graph.index import (
     all_tensors,
     attributes,
     find_read_tensors,
-    nested_nodes,
     opset_of,
     subgraphs,
 )
+from deploy.graph.opset_forms import UPGRADES, CannotLower, OpsetScope
 
 TARGET_OPSET = 13
 
-# Operators with the same meaning, inputs and attributes in all of opset 7 to 13, although their
-# schema got a new number: only types were added.
-_SAME_MEANING = """
-    Abs Add And ArgMax ArgMin AveragePool Cast Ceil Compress Concat Constant ConstantOfShape
-    Conv ConvTranspose Cos DepthToSpace Div Elu Equal Erf Exp Expand Flatten Floor GRU Gather
-    GatherElements Gemm GlobalAveragePool GlobalMaxPool Greater HardSigmoid Identity If
-    InstanceNormalization IsNaN LRN LSTM LeakyRelu Less Log Loop MatMul Max MaxPool Mean Min Mod
-    Mul Neg NonZero Not OneHot Or PRelu Pow Range Reciprocal ReduceL1 ReduceL2 ReduceMax
-    ReduceMean ReduceMin ReduceProd Relu Reshape Shape Sigmoid Sign Sin Size SpaceToDepth Sqrt
-    Sub Sum Tan Tanh Tile Transpose Where Xor
-"""
-# Operators whose meaning last changed in this opset, up to opset 13.
-_SAME_SINCE = {
-    "BatchNormalization": 9,
-    "Clip": 11,
-    "Pad": 11,
-    "Resize": 11,
-    "Slice": 10,
-    "TopK": 11,
-}
-
-
-# Operators that got another form or meaning in this opset after 13.
-_OTHER_FORM = {
-    "DFT": 20, "GridSample": 20, "GroupNormalization": 21, "RoiAlign": 16, "Split": 18,
-    **dict.fromkeys(
-        ("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean",
-         "ReduceMin", "ReduceProd", "ReduceSumSquare"), 18,
-    ),
-}  # fmt: skip
-
 
 def lift_opset(
-    model: onnx.ModelProto, behind: Sequence[onnx.NodeProto] = ()
-) -> tuple[onnx.ModelProto, str | None]:
-    """Return the model at opset 13 or newer if possible, and a note.
+    model: onnx.ModelProto, behind: CutOffNodes | None = None
+) -> tuple[CutOffNodes | None, str | None]:
+    """Bring a model of opset 7 to 12 to opset 13, in place, and the nodes cut off from it.
 
-    onnx's converter does it if it can; it handles neither subgraphs nor custom domains. Then, or if
-    it fails, only the opset number is raised, provided that every operator in the model means the
-    same in opset 13; else the opset stays, and weights get one scale per tensor.
+    Nodes and tensors keep their names; what becomes an input is a Constant node.
 
     Args:
-        model: the model.
-        behind: nodes that were cut off and will be put back unchanged.
+        model: valid, with inferred types.
+        behind: the nodes that were cut off.
+
+    Returns:
+        `behind`, lifted, and a note; the note is None if there was nothing to lift.
+
+    Raises:
+        ModelError: a node has no form in opset 13 that computes the same.
     """
     opset = opset_of(model)
     if opset >= TARGET_OPSET:
-        return model, None
-    done = f"Lifted from opset {opset} to {TARGET_OPSET}, which per-channel scales need."
-    fixed = find_changed_operators(behind, opset, TARGET_OPSET)
-    reason = "" if fixed else why_not_converted(model)
-    if not (reason or fixed):
+        return behind, None
+    rest = onnx.ModelProto()
+    if behind is not None:
+        rest.graph.node.extend(behind.nodes)
+        rest.graph.initializer.extend(behind.constants)
+        rest.graph.output.extend(behind.outputs)
+        rest.opset_import.extend(behind.opsets)
+    both = [body for part in (model, rest) for body in all_graphs(part.graph)]
+    places = OpsetScope(opset, TARGET_OPSET, {n for body in both for n in tensor_names(body)})
+    for part in (model, rest):
+        _lift_graph(part.graph, places)
+        set_opset(part, TARGET_OPSET)
+    if behind is not None:
+        behind = replace(behind, nodes=tuple(rest.graph.node), opsets=tuple(rest.opset_import))
+    return behind, f"Lifted from opset {opset} to {TARGET_OPSET}, which per-channel scales need."
+
+
+def _lift_graph(graph: onnx.GraphProto, around: OpsetScope) -> None:
+    """Lift the nodes of a graph and of its subgraphs."""
+    places, read = around.inside(graph), find_read_tensors(graph)
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        for body in subgraphs(node):
+            _lift_graph(body, places)
+        since, lift = UPGRADES.get(node.op_type, (0, None))
+        if lift is None or places.own >= since or node.domain:
+            nodes.append(node)
+            continue
+        if node.op_type == "Dropout" and read.isdisjoint(node.output[1:]):
+            del node.output[1:]
         try:
-            return _convert(model), done
-        except Exception as error:  # C++ behind a binding, without an error class
-            reason = f"onnx's version converter says: {first_line(error)}"
-    changed = fixed or find_changed_operators(model.graph.node, opset, TARGET_OPSET)
-    if changed:
-        reason = reason or "nodes that onnxruntime does not know keep what is behind them as it is"
-        return model, (
-            f"Left at opset {opset}, so weights get one scale per tensor: {reason}, and "
-            f"{', '.join(changed)} changed on the way to opset {TARGET_OPSET}."
-        )
-    set_opset(model, TARGET_OPSET)
-    return model, done
-
-
-def why_not_converted(model: onnx.ModelProto) -> str:
-    """Return what onnx's version converter cannot handle in a model; "" if nothing."""
-    nodes = list(all_nodes(model.graph))
-    custom = sorted({node.domain for node in nodes} - {"", "ai.onnx"})
-    if custom:
-        return f"it has operators of the domain {', '.join(custom)}"
-    if any(True for node in nodes for _ in subgraphs(node)):
-        return "it has subgraphs"
-    return ""
-
-
-def _convert(model: onnx.ModelProto) -> onnx.ModelProto:
-    lifted = version_converter.convert_version(model, TARGET_OPSET)
-    before = {name for node in model.graph.node for name in node.output if name}
-    after = {name for node in lifted.graph.node for name in node.output if name}
-    missing = before - after
-    if missing:
-        raise ValueError(f"tensor '{min(missing)}' lost its name")
-    return lifted
-
-
-def find_changed_operators(nodes: Iterable[onnx.NodeProto], own: int, opset: int) -> list[str]:
-    """Return the default domain's operators in `nodes` that may differ in a newer opset."""
-    same_meaning = set(_SAME_MEANING.split())
-
-    def same(op_type: str) -> bool:
-        if own < _OTHER_FORM.get(op_type, 0) <= opset:
-            return False
-        if op_type in same_meaning or own >= _SAME_SINCE.get(op_type, TARGET_OPSET):
-            return True
-        try:
-            old = defs.get_schema(op_type, own, "").since_version
-            return old == defs.get_schema(op_type, TARGET_OPSET, "").since_version
-        except defs.SchemaError:
-            return not defs.has(op_type)  # not an ONNX operator
-
-    all_inner = (inner for node in nodes for inner in nested_nodes(node))
-    used = {node.op_type for node in all_inner if node.domain in ("", "ai.onnx")}
-    return sorted(op_type for op_type in used if not same(op_type))
+            nodes += lift(copy_message(node), places)
+        except (CannotLower, IndexError, KeyError, TypeError, ValueError) as error:
+            why = str(error) if isinstance(error, CannotLower) else "it is no valid node"
+            raise ModelError(
+                f"a model of opset {places.own} is brought to {TARGET_OPSET}, got {node.op_type}"
+                f" '{node.name}', which has no form there: {why}; export the model with opset"
+                f" {TARGET_OPSET} or later"
+            ) from error
+    replace_nodes(graph, nodes)
 
 
 _FLOAT, _HALF = 1, 10  # onnx.TensorProto

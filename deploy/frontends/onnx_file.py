@@ -23,6 +23,7 @@ from deploy.graph.edit import (
     copy_without_initializers,
     drop_dead,
     drop_initializer_inputs,
+    empty_default_domain,
     name_nodes,
     rename_added,
     replace_field,
@@ -60,6 +61,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         checks.check_names(model)
         digest, carried = model_digest(model), read_metadata_preprocess(model, path)
         classes = read_class_names(model)
+        empty_default_domain(model)
         stored = restore_float_weights(model)
         _check(model)
         names = [node.name for node in model.graph.node if node.name]
@@ -165,7 +167,7 @@ def _clean(
     checks.check_valid(model)
     if widened:
         drop_casts(model.graph, Graph(model).dtypes)
-    model, lifted = lift_opset(model, behind.nodes if behind is not None else ())
+    behind, lifted = lift_opset(model, behind)
     notes.append(lifted)
     model, done = _fold(model)
     notes += done

@@ -32,7 +32,7 @@ from deploy.frontends.pairs import (
     spread_ranges,
     weight_grid,
 )
-from deploy.graph.edit import copy_message
+from deploy.graph.edit import copy_message, empty_default_domain
 from deploy.graph.index import Graph, all_nodes
 from deploy.graph.placement import WEIGHTED
 from deploy.graph.plan import never_negative
@@ -86,6 +86,7 @@ def _with_onnx_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
         ModelError: the model has integer operators.
     """
     model = copy_message(original)
+    empty_default_domain(model)
     for node in all_nodes(model.graph):
         if node.op_type.startswith(_INTEGER_OPS):
             raise ModelError(

@@ -24,7 +24,14 @@ from operator import or_
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.errors import ModelError
-from deploy.graph.index import all_graphs, find_read_tensors, has_no_subgraph, iter_reads, subgraphs
+from deploy.graph.index import (
+    all_graphs,
+    all_nodes,
+    find_read_tensors,
+    has_no_subgraph,
+    iter_reads,
+    subgraphs,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -218,6 +225,21 @@ def bypass(graph: onnx.GraphProto, passes: Callable[[onnx.NodeProto], bool]) -> 
     return len(new_name)
 
 
+def empty_default_domain(model: onnx.ModelProto) -> None:
+    """Write the domain `ai.onnx` as the empty one, which is the same in ONNX, in place."""
+    for body in (model.graph, *model.functions):
+        for node in all_nodes(body):
+            if node.domain == "ai.onnx":
+                node.domain = ""
+    for part in (model, *model.functions):
+        named = [entry for entry in part.opset_import if entry.domain in ("", "ai.onnx")]
+        if any(entry.domain for entry in named):
+            named[0].version = max(entry.version for entry in named)
+            named[0].domain = ""
+            others = [entry for entry in part.opset_import if entry.domain not in ("", "ai.onnx")]
+            replace_field(part.opset_import, [named[0], *others])
+
+
 def set_opset(model: onnx.ModelProto, version: int) -> None:
     """Set the imported version of the default operator set."""
     for entry in model.opset_import:
@@ -343,7 +365,7 @@ def rename_added(graph: onnx.GraphProto) -> list[str]:
     """
     bodies = list(all_graphs(graph))
     nodes = {node.name for body in bodies for node in body.node if node.name}
-    tensors = {name for body in bodies for name in _tensor_names(body)} - {""}
+    tensors = {name for body in bodies for name in tensor_names(body)} - {""}
     ends = {value.name for value in (*graph.input, *graph.output)}
     taken = nodes | tensors
     replaced = []
@@ -369,7 +391,8 @@ def rename_added(graph: onnx.GraphProto) -> list[str]:
     return replaced
 
 
-def _tensor_names(graph: onnx.GraphProto) -> Iterable[str]:
+def tensor_names(graph: onnx.GraphProto) -> Iterable[str]:
+    """Yield the inputs, the constants and what the nodes of one graph make."""
     for value in (*graph.input, *graph.initializer):
         yield value.name
     for node in graph.node:

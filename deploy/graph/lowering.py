@@ -1,7 +1,7 @@
 """Opset lowering: convert a model to an older opset, for old parsers, with the same results.
 
 A node whose operator is the same in both opsets stays. An operator that differs takes its old form
-(`deploy.graph.opset_downgrades`); an operator that the old opset lacks is decomposed into others::
+(`deploy.graph.opset_forms`); an operator that the old opset lacks is decomposed into others::
 
     ReduceMean(x, axes) -> y            ==>   ReduceMean(x), axes as an attribute -> y
     LayerNormalization(x, s, b) -> y    ==>   ReduceMean, Sub, Pow, ... Mul, Add -> y
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from deploy.errors import ExportError, first_line
 from deploy.graph.edit import copy_message, replace_nodes, set_opset
 from deploy.graph.index import all_nodes, attributes, opset_of, subgraphs
-from deploy.graph.opset_downgrades import (
+from deploy.graph.opset_forms import (
     DOWNGRADES,
     CannotLower,
     OpsetScope,

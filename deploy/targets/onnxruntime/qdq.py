@@ -30,9 +30,8 @@ from onnx import helper, numpy_helper
 from calibrators.grids import FP8, Grid, fp8_codes, quantize, quantize_weight, signed_grid
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
-from deploy.frontends.lift import TARGET_OPSET
 from deploy.graph.edit import copy_without_initializers, drop_dead, rebuild
-from deploy.graph.index import count_reads, opset_of
+from deploy.graph.index import count_reads
 from deploy.graph.placement import Gate
 from deploy.graph.plan import Plan, QdqPair, WeightTarget
 from deploy.targets.onnxruntime.uint8_gates import (
@@ -82,8 +81,7 @@ def write_qdq(
     """Return a copy of the model with the plan's pairs.
 
     Args:
-        model: cleaned float model, opset 19 or later on an fp8 grid; before opset 13 each weight
-            gets one scale.
+        model: cleaned float model, opset 13 or later, or 19 on an fp8 grid.
         plan: result of `deploy.graph.plan.analyse` for the same model.
         scales: a `Scale` for each of `plan.activations`.
         weight_bits: 8 for the placement's grid, or 7 for CPUs whose int8 kernels saturate 16-bit
@@ -107,11 +105,9 @@ def write_qdq(
     read_counts = cache.of("read", lambda: count_reads(model.graph))
     out = copy_without_initializers(model, _replaced(plan, read_counts))
     writer = _QdqWriter(out, model, plan, scales, weight_bits, storable, known, cache)
-    per_channel = opset_of(model) >= TARGET_OPSET
     for weight in plan.weights:
         writer.gemm(weight)
-        shifted = writer.shifted(weight)
-        writer.weight(shifted if per_channel else replace(shifted, axis=None))
+        writer.weight(writer.shifted(weight))
     for pair in plan.pairs:
         writer.pair(pair)
     for gate in plan.gates:
@@ -167,7 +163,7 @@ class _QdqWriter:
         self.instead: dict[str, list[onnx.NodeProto]] = {}  # replaced node -> new nodes
         self.forms = GateWriter(self.constant, self.before)
         self.offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
-        self.clipped = _clipped(plan) if opset_of(model) >= TARGET_OPSET else {}
+        self.clipped = _clipped(plan)
         self.weights: dict[tuple[str, int | None, str | None], tuple[str, NDArray[np.float32]]] = {}
 
     def params(self, tensor: str) -> tuple[np.float32, int]:

@@ -29,9 +29,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from deploy.frontends.lift import TARGET_OPSET
 from deploy.graph.edit import rebuild, replace_nodes
-from deploy.graph.index import Graph, attributes, opset_of
+from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import averages_beyond_padding, is_global_mean
 from deploy.targets.onnxruntime.conv_rewrites import (
     RewriteContext,
@@ -49,13 +48,11 @@ class Rewrite:
     Attributes:
         apply: changes the model in place, or returns a changed copy.
         gain: the largest measured gain: time without it over time with it, or SQNR.
-        any_opset: whether models before opset 13 are rewritten too.
         of_kept: whether Q/DQ models that are kept as they are get it too.
     """
 
     apply: Callable[[onnx.ModelProto, RewriteContext], onnx.ModelProto | None]
     gain: str
-    any_opset: bool = False
     of_kept: bool = False
 
 
@@ -66,9 +63,8 @@ def apply_rewrites(model: onnx.ModelProto, context: RewriteContext) -> onnx.Mode
         model: with pairs; changed in place, unless it is kept.
         context: the model without pairs, and what stays float.
     """
-    is_lifted = opset_of(model) >= TARGET_OPSET
     for row in REWRITES:
-        if (row.of_kept or not context.is_kept) and (row.any_opset or is_lifted):
+        if row.of_kept or not context.is_kept:
             model = row.apply(model, context) or model
     return model
 
@@ -259,13 +255,13 @@ def _copy(node: onnx.NodeProto) -> onnx.NodeProto:
 
 
 REWRITES = (
-    Rewrite(write_means, "MobileNetV3-small of timm 1.16", any_opset=True),
-    Rewrite(keep_apart, "AveragePool with padding and ceil_mode 19.9 -> 33.1 dB", any_opset=True),
+    Rewrite(write_means, "MobileNetV3-small of timm 1.16"),
+    Rewrite(keep_apart, "AveragePool with padding and ceil_mode 19.9 -> 33.1 dB"),
     Rewrite(fuse_gates, "PP-OCR cls 1.30"),
     Rewrite(fix_averages, "AveragePool with ceil_mode 14.7 -> 35.3 dB"),
     Rewrite(write_softmax, "YOLOv8n 1.09"),
     Rewrite(write_upsampling, "ESPCN with Resize 1.18"),
     Rewrite(widen_depthwise, "PP-OCR cls 1.33"),
     Rewrite(pad_stems, "ShuffleNetV2 1.13"),
-    Rewrite(with_tiles, "PP-OCR det 1.06", any_opset=True, of_kept=True),
+    Rewrite(with_tiles, "PP-OCR det 1.06", of_kept=True),
 )

@@ -35,11 +35,10 @@ from deploy.errors import ExportError, first_line
 from deploy.files import atomic
 from deploy.frontends.base import QdqCalibration
 from deploy.frontends.checks import to_array
-from deploy.frontends.lift import why_not_converted
 from deploy.frontends.pairs import DQ, Q
 from deploy.graph.bounds import find_float16_overflows, float16_overflow
 from deploy.graph.edit import copy_message, rebuild
-from deploy.graph.index import Graph, attributes, opset_of
+from deploy.graph.index import Graph, all_nodes, attributes, opset_of, subgraphs
 from deploy.graph.placement import MOVES
 from deploy.targets.tensorrt.trt_options import BF16, FP16, FP32
 
@@ -109,7 +108,7 @@ def at_opset(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
     opset = opset_of(model)
     if opset >= wanted:
         return model
-    reason = why_not_converted(model)
+    reason = _why_not_converted(model)
     if reason:
         raise _unliftable(opset, wanted, reason)
     try:
@@ -117,6 +116,17 @@ def at_opset(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
     except Exception as error:  # onnx's C++ code has no error class of its own
         raise _unliftable(opset, wanted, f"onnx says: {first_line(error)}") from error
     return lifted
+
+
+def _why_not_converted(model: onnx.ModelProto) -> str:
+    """Return what onnx's version converter cannot handle in a model; "" if nothing."""
+    nodes = list(all_nodes(model.graph))
+    custom = sorted({node.domain for node in nodes} - {"", "ai.onnx"})
+    if custom:
+        return f"it has operators of the domain {', '.join(custom)}"
+    if any(True for node in nodes for _ in subgraphs(node)):
+        return "it has subgraphs"
+    return ""
 
 
 def _lifted(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:

@@ -1,7 +1,11 @@
-"""Downgrades of single ONNX operators to the form that an older opset has.
+"""Forms of single ONNX operators in older opsets (`DOWNGRADES`) and in opset 13 (`UPGRADES`).
 
 Newer forms take as an input what was an attribute (the axes of a Reduce), allow unequal slices
 (Split), take pads or scales of some axes only (Pad, Resize) or renamed values (GridSample).
+
+`UPGRADES` covers every operator whose form or meaning changed between opset 7 and 13. ONNX's own
+converter leaves out how a Resize of opset 10 rounds (onnx#8480), has no form of an Upsample, and
+handles neither subgraphs nor models with custom domains.
 
 Source: the schemas of ONNX, and their changelog (docs/Changelog.md of onnx).
 """
@@ -15,17 +19,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.graph.edit import unique_name
 from deploy.graph.index import attributes, constant_nodes, dims
 
 if TYPE_CHECKING:
     import onnx
     from onnx import defs
 
+_FLOAT = 1  # onnx.TensorProto
 _REDUCED = ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
 
 
 class CannotLower(Exception):
-    """A node has no older form; the message says why."""
+    """A node has no form in the other opset; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,8 @@ class OpsetScope:
 
     Attributes:
         own: opset of the nodes.
-        opset: opset to lower them to.
+        opset: opset to convert them to.
+        taken: names of tensors that exist, and those of new ones.
         constants: name -> tensor.
         dtypes: tensor -> ONNX element type.
         shapes: tensor -> sizes as in `deploy.graph.index.dims`.
@@ -42,6 +49,7 @@ class OpsetScope:
 
     own: int
     opset: int
+    taken: set[str] = field(default_factory=set)
     constants: Mapping[str, onnx.TensorProto] = field(default_factory=dict)
     dtypes: Mapping[str, int] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int | str | None, ...] | None] = field(default_factory=dict)
@@ -61,6 +69,12 @@ class OpsetScope:
             dtypes={**self.dtypes, **dtypes},
             shapes={**self.shapes, **shapes},
         )
+
+    def new_name(self, wanted: str) -> str:
+        """Return a name for a new tensor that no other one has."""
+        name = unique_name(wanted, self.taken)
+        self.taken.add(name)
+        return name
 
     def values(self, name: str, what: str) -> NDArray[Any]:
         """Return the values of a constant.
@@ -250,4 +264,139 @@ DOWNGRADES: dict[str, Callable[[onnx.NodeProto, OpsetScope], list[onnx.NodeProto
     "ScatterElements": _scatter,
     "ScatterND": _scatter,
     "Split": _split,
+}
+
+
+_Rule = Callable[["onnx.NodeProto", OpsetScope], list["onnx.NodeProto"]]
+
+
+def _move_to_inputs(*names: str) -> _Rule:
+    """Return a rule that moves these attributes to constant inputs, from the second input on."""
+
+    def move(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
+        from onnx import helper
+
+        given, made = attributes(node), []
+        del node.input[1:]
+        for name in names:
+            _drop(node, name)
+            if name not in given:
+                node.input.append("")
+                continue
+            values = np.array([given[name]] if name == "k" else given[name])
+            if values.dtype.kind == "f":
+                kind = places.dtypes.get(node.input[0]) or _FLOAT
+                values = values.astype(helper.tensor_dtype_to_np_dtype(kind))
+            node.input.append(places.new_name(f"{node.output[0]}_{name}"))
+            made.append(make_constant_node(node.input[-1], values))
+        while not node.input[-1]:
+            del node.input[-1]
+        return [*made, node]
+
+    return move
+
+
+def _new_resize(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
+    """Resize-10 and Upsample: the same places and rounding as attributes.
+
+    A Resize rounds up along an axis that it shrinks, and down along one that it enlarges, as ONNX's
+    tests of opset 10 and ONNX Runtime do.
+    """
+    from onnx import helper
+
+    given, made = attributes(node), []
+    if "scales" in given:  # Upsample-7
+        node.input.append(places.new_name(f"{node.output[0]}_scales"))
+        made.append(make_constant_node(node.input[1], np.array(given["scales"], np.float32)))
+        _drop(node, "scales")
+    rounding = "floor"
+    if node.op_type == "Resize" and node.input[1] in places.constants:
+        steps = 1 / places.values(node.input[1], "scales").astype(np.float64)
+        shrunk, enlarged = steps[steps > 1], (steps < 1).any()
+        rounding = "ceil" if shrunk.size and not enlarged else "floor"
+        nearest = given.get("mode", b"nearest") == b"nearest"
+        if nearest and enlarged and (shrunk != np.round(shrunk)).any():
+            raise CannotLower("it shrinks one axis and enlarges another")
+    node.op_type = "Resize"
+    node.input.insert(1, "")
+    words = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": rounding}
+    node.attribute.extend(helper.make_attribute(name, word) for name, word in words.items())
+    return [*made, node]
+
+
+def _new_softmax(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
+    """Softmax and its like: before opset 13 over all axes from `axis` on, as one."""
+    from onnx import helper
+
+    axis = attributes(node).get("axis", 1)
+    shape = places.shapes.get(node.input[0])
+    if shape is not None and -len(shape) <= axis < len(shape):
+        alone = all(size == 1 for size in shape[axis % len(shape) + 1 :])
+    else:
+        alone = axis == -1
+    _drop(node, "axis")
+    node.attribute.append(helper.make_attribute("axis", axis if alone else -1))
+    if alone:
+        return [node]
+    if axis < 0 and shape is None:
+        raise CannotLower(f"the shape of {node.input[0]} is not known")
+    source, out = str(node.input[0]), str(node.output[0])
+    flat, sizes, done = (places.new_name(f"{out}_{word}") for word in ("rows", "dims", "softmax"))
+    node.input[0], node.output[0] = flat, done
+    return [
+        helper.make_node("Shape", [source], [sizes], f"{node.name}_Shape"),
+        helper.make_node("Flatten", [source], [flat], f"{node.name}_Flatten", axis=axis),
+        node,
+        helper.make_node("Reshape", [done, sizes], [out], f"{node.name}_Reshape"),
+    ]
+
+
+def _new_norm(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
+    """BatchNormalization: before opset 9 it could have a mean for each place."""
+    if not attributes(node).get("spatial", 1):
+        raise CannotLower("it has spatial=0")
+    _drop(node, "spatial")
+    return [node]
+
+
+def _new_dropout(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
+    """Dropout: its ratio counts in training alone."""
+    if places.own < 10 and len(node.output) > 1:
+        raise CannotLower("its mask is read")
+    _drop(node, "ratio")
+    return [node]
+
+
+def _rename(op_type: str) -> _Rule:
+    def rename(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
+        node.op_type = op_type
+        return [node]
+
+    return rename
+
+
+def _refuse(reason: str) -> _Rule:
+    def refuse(_: onnx.NodeProto, __: OpsetScope) -> list[onnx.NodeProto]:
+        raise CannotLower(reason)
+
+    return refuse
+
+
+# Operator -> opset of its new form or meaning, and the function that returns it, as in `DOWNGRADES`
+UPGRADES: dict[str, tuple[int, _Rule]] = {
+    "BatchNormalization": (9, _new_norm),
+    "Clip": (11, _move_to_inputs("min", "max")),
+    "Dropout": (12, _new_dropout),
+    **dict.fromkeys(("Hardmax", "LogSoftmax", "Softmax"), (13, _new_softmax)),
+    "Pad": (11, _move_to_inputs("pads", "value")),
+    "ReduceSum": (13, _move_to_inputs("axes")),
+    "Resize": (11, _new_resize),
+    "Scan": (9, _refuse("it scans a batch of sequences")),
+    "Scatter": (11, _rename("ScatterElements")),
+    "Slice": (10, _move_to_inputs("starts", "ends", "axes")),
+    "Split": (13, _move_to_inputs("split")),
+    "Squeeze": (13, _move_to_inputs("axes")),
+    "TopK": (10, _move_to_inputs("k")),
+    "Unsqueeze": (13, _move_to_inputs("axes")),
+    "Upsample": (10, _new_resize),
 }
