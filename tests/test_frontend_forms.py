@@ -17,7 +17,8 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy.errors import ExportError, ModelError
 from deploy.frontends import load, onnx_file
 from deploy.frontends.affine import MovedLayer
-from deploy.graph.edit import copy_with_outputs
+from deploy.graph.edit import copy_message, copy_with_outputs
+from deploy.graph.index import all_nodes
 from deploy.graph.lowering import lower_opset
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
 from deploy.graph.plan import analyse
@@ -321,7 +322,7 @@ def moved(model, where):
 )
 @pytest.mark.parametrize("what", OLD)
 def test_an_old_node_computes_in_opset_13_what_it_computed(what, where):
-    model = moved(onnx.ModelProto.FromString(OLD[what].SerializeToString()), where)
+    model = moved(copy_message(OLD[what]), where)
     loaded = load(model)
     onnx.checker.check_model(loaded.model, full_check=True)
     assert [(o.domain, o.version) for o in loaded.model.opset_import] == [("", 13)]
@@ -358,6 +359,66 @@ def test_an_old_node_without_a_new_form_is_named_with_its_opset(what):
     wanted = rf"opset {opset} is brought to 13, got {node} 'one'.*{reason}.*opset 13 or later"
     with pytest.raises(ModelError, match=wanted):
         load(model)
+
+
+# --- A Resize of some axes is written over all axes: ONNX Runtime transposes it beside int8 layers.
+OPEN = ("n", 4, "h", "w")
+ROI, SIZES, SMALLER = F([0.1, 0.2, 0.8, 0.9]), I64([9, 12]), "not_smaller"
+RESIZES = {
+    "sizes": net("Resize", "", "", SIZES, opset=19, axes=[2, 3]),
+    "sizes of an open picture": net("Resize", "", "", SIZES, opset=19, axes=[2, 3], shape=OPEN),
+    "scales": net("Resize", "", F([2, 3]), opset=18, axes=[2, 3], shape=OPEN),
+    "axes in another order": net("Resize", "", "", SIZES, opset=18, axes=[3, 2], shape=OPEN),
+    "axes from the end": net("Resize", "", F([2, 3]), opset=18, axes=[-1, -2], mode="linear"),
+    "one axis": net("Resize", "", F([0.5]), opset=21, axes=[3], mode="linear", antialias=1),
+    "a region": net(
+        "Resize", ROI, "", SIZES, opset=19, axes=[2, 3], mode="linear",
+        coordinate_transformation_mode="tf_crop_and_resize",
+    ),
+    "the ratio of the sides": net(
+        "Resize", "", "", I64([12, 24]), opset=18, axes=[2, 3],
+        keep_aspect_ratio_policy="not_larger",
+    ),
+    "the ratio of all sides": net(
+        "Resize", "", "", I64([1, 4, 12, 8]), opset=18, keep_aspect_ratio_policy=SMALLER
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["alone", "in an If in an If"])
+@pytest.mark.parametrize("what", RESIZES)
+def test_a_resize_of_some_axes_becomes_one_of_all_axes(what, where):
+    model = moved(copy_message(RESIZES[what]), where)
+    loaded = load(model)
+    (resize,) = [n for n in all_nodes(loaded.model.graph) if n.op_type == "Resize"][:1]
+    assert not {"axes", "keep_aspect_ratio_policy"} & {a.name for a in resize.attribute}
+    x = np.random.default_rng(3).normal(size=IMAGE).astype(F)
+    for got, wanted in zip(run_net(loaded.model, x), run_net(model, x), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_ratio_that_no_scale_gives_stays():
+    model = net(
+        "Resize", "", "", I64([8, 8]), opset=18, axes=[2, 3], keep_aspect_ratio_policy=SMALLER
+    )
+    assert load(model).model.graph.node[0] == model.graph.node[0]
+
+
+def test_a_resize_of_some_axes_runs_beside_int8(tmp_path):
+    nodes = [
+        ("Conv", "x w", "c", {"pads": [1] * 4}),
+        ("Resize", ["c", "", "", "sizes"], "r", {"axes": [3, 2]}),
+        ("Conv", "r v", "y"),
+    ]
+    rng = np.random.default_rng(0)
+    held = as_float32({"w": rng.normal(size=(32, 32, 3, 3)), "v": rng.normal(size=(32, 32, 1, 1))})
+    ends = {"x": ["n", 32, 8, 8]}, {"y": None}
+    model = make_model(nodes, *ends, {**held, "sizes": I64([24, 16])}, opset=19, ir=9)
+    x = rng.normal(size=(4, 32, 8, 8)).astype(F)
+    out = build_net(model, x, tmp_path, "--effort", 0)
+    (got,), (wanted,) = run_net(out / "net.int8.onnx", x), run_net(model, x)
+    assert got.shape == (4, 32, 16, 24)
+    assert np.abs(got - wanted).max() < 0.05 * np.abs(wanted).max()
 
 
 # --- float16 models, and sizes that are not known: what is loaded, built, and fed.

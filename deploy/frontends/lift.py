@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -61,7 +62,7 @@ from deploy.graph.index import (
     opset_of,
     subgraphs,
 )
-from deploy.graph.opset_forms import UPGRADES, CannotLower, OpsetScope
+from deploy.graph.opset_forms import UPGRADES, CannotLower, OpsetScope, complete_resize
 
 TARGET_OPSET = 13
 
@@ -125,6 +126,35 @@ def _lift_graph(graph: onnx.GraphProto, around: OpsetScope) -> None:
                 f" {TARGET_OPSET} or later"
             ) from error
     replace_nodes(graph, nodes)
+
+
+def complete_resizes(model: onnx.ModelProto) -> str | None:
+    """Write each Resize of some axes over all axes, in place; return a note.
+
+    ONNX Runtime 1.32 transposes the input of such a node beside int8 layers, and not its sizes
+    (onnxruntime#28788). A Resize whose sizes cannot be computed stays.
+    """
+    opset, count = opset_of(model), 0
+    taken = {name for body in all_graphs(model.graph) for name in tensor_names(body)}
+
+    def complete(graph: onnx.GraphProto, around: OpsetScope) -> None:
+        nonlocal count
+        places = around.inside(graph)
+        nodes: list[onnx.NodeProto] = []
+        for node in graph.node:
+            for body in subgraphs(node):
+                complete(body, places)
+            made = [node]
+            if node.op_type == "Resize" and not node.domain:
+                with suppress(CannotLower):
+                    made = complete_resize(copy_message(node), places)
+            count += len(made) > 1
+            nodes += made if len(made) > 1 else [node]
+        replace_nodes(graph, nodes)
+
+    if any(node.op_type == "Resize" for node in all_nodes(model.graph)):
+        complete(model.graph, OpsetScope(opset, opset, taken))
+    return f"Wrote {count} Resize of some axes over all axes." if count else None
 
 
 _FLOAT, _HALF = 1, 10  # onnx.TensorProto

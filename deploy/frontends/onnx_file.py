@@ -14,7 +14,13 @@ from deploy.frontends import checks
 from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel, model_digest
 from deploy.frontends.fold import fold_constants, remove_identity
-from deploy.frontends.lift import drop_casts, lift_opset, restore_float_weights, widen_to_float32
+from deploy.frontends.lift import (
+    complete_resizes,
+    drop_casts,
+    lift_opset,
+    restore_float_weights,
+    widen_to_float32,
+)
 from deploy.frontends.metadata import read_class_names, read_metadata_preprocess
 from deploy.frontends.onnx_reader import ModelStamp, read_model_and_stamp, refuse_external
 from deploy.frontends.plugins import CutOffNodes, cut_unknown_nodes
@@ -169,6 +175,7 @@ def _clean(
         drop_casts(model.graph, Graph(model).dtypes)
     behind, lifted = lift_opset(model, behind)
     notes.append(lifted)
+    notes.append(complete_resizes(model))
     model, done = _fold(model)
     notes += done
     if fold_batchnorm:

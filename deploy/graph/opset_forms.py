@@ -198,25 +198,98 @@ def _pad(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
 
 def _resize(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
     """Resize: scales or sizes of all axes, as before opset 18."""
-    attrs = attributes(node)
-    if attrs.get("coordinate_transformation_mode") == b"half_pixel_symmetric" and places.opset < 19:
+    mode = attributes(node).get("coordinate_transformation_mode")
+    if mode == b"half_pixel_symmetric" and places.opset < 19:
         raise CannotLower("it resizes by half_pixel_symmetric")
-    if places.opset >= 18 or "axes" not in attrs:
+    return [node] if places.opset >= 18 else complete_resize(node, places)
+
+
+def complete_resize(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
+    """Return the nodes of a Resize over all axes in place of one of some axes; it may change.
+
+    Raises:
+        Cannot: sizes that keep the ratio of the sides need known shapes; the rank is unknown.
+    """
+    attrs, by_size = attributes(node), len(node.input) > 3 and node.input[3] != ""
+    keeps = by_size and attrs.get("keep_aspect_ratio_policy", b"stretch") != b"stretch"
+    if "axes" not in attrs and not keeps:
         return [node]
-    if len(node.input) > 1 and node.input[1]:
-        raise CannotLower("it resizes a region, by some axes only")
-    shape, axes = places.shape(node.input[0]), attrs["axes"]
-    at = 3 if len(node.input) > 3 else 2
-    given = places.values(node.input[at], "sizes" if at == 3 else "scales")
-    values = list(shape) if at == 3 else [1.0] * len(shape)
-    for axis, value in zip(axes, given.tolist(), strict=True):
-        values[axis] = value
-    if not all(isinstance(value, int | float) for value in values):
-        raise CannotLower(f"the sizes of {node.input[0]} are not known")
-    name = f"{node.output[0]}/{'sizes' if at == 3 else 'scales'}"
-    node.input[at] = name
+    shape = places.shape(node.input[0])
+    made: list[onnx.NodeProto] = []
+    axes = [axis % len(shape) for axis in attrs.get("axes", range(len(shape)))]
+    if keeps:
+        name = places.new_name(f"{node.output[0]}_ratio")
+        scales = _kept_ratio(node, places, [shape[axis] for axis in axes])
+        made.append(make_constant_node(name, scales))
+        del node.input[2:]
+        node.input.append(name)
+    at = len(node.input) - 1
+    source = str(node.input[0]) if at == 3 else np.ones(len(shape), np.float32)
+    made += _spread(node, at, axes, source, places)
+    if node.input[1]:  # from 0 to 1 along the other axes
+        places.values(node.input[1], "region")
+        ends = np.repeat([0, 1], len(shape))
+        both = [axis + end for end in (0, len(shape)) for axis in axes]
+        made += _spread(node, 1, both, ends.astype(np.float32), places)
     _drop(node, "axes")
-    return [make_constant_node(name, np.array(values, given.dtype)), node]
+    _drop(node, "keep_aspect_ratio_policy")
+    return [*made, node]
+
+
+def _kept_ratio(
+    node: onnx.NodeProto, places: OpsetScope, shape: list[int | str | None]
+) -> NDArray[np.float32]:
+    """Return the scales of a Resize by sizes that keeps the ratio of the sides."""
+    if not all(isinstance(size, int) for size in shape):
+        raise CannotLower(f"the sizes of {node.input[0]} are not known")
+    sides = np.array(shape, np.float32)
+    scales = places.values(node.input[3], "sizes").astype(np.float32) / sides
+    larger = attributes(node)["keep_aspect_ratio_policy"] == b"not_smaller"
+    scale = scales.max() if larger else scales.min()
+    if (np.floor(sides * scale) != np.round(sides * scale)).any():
+        raise CannotLower("no scale gives the sizes that keep the ratio of its sides")
+    return np.full(len(shape), scale)
+
+
+def _spread(
+    node: onnx.NodeProto,
+    at: int,
+    axes: list[int],
+    default: str | NDArray[Any],
+    places: OpsetScope,
+) -> list[onnx.NodeProto]:
+    """Make an input of some axes one of all axes; return the nodes that do it.
+
+    Args:
+        node: gets the new input.
+        at: place of the input.
+        axes: the axis of each of its values.
+        default: values of all axes, or a tensor of which they are the sizes.
+        places: the tensors.
+    """
+    from onnx import helper
+
+    name, given = places.new_name(f"{node.output[0]}_axes"), str(node.input[at])
+    known = places.shapes.get(default) if isinstance(default, str) else default.tolist()
+    node.input[at] = name
+    if given in places.constants and known is not None:
+        values = list(known)
+        for axis, value in zip(axes, places.values(given, "values").tolist(), strict=True):
+            values[axis] = value
+        if all(isinstance(value, int | float) for value in values):
+            dtype = places.values(given, "values").dtype
+            return [make_constant_node(name, np.array(values, dtype))]
+    whole, both, order = (places.new_name(f"{name}_{word}") for word in ("whole", "both", "order"))
+    size = len(known or ())
+    places_of = [size + axes.index(axis) if axis in axes else axis for axis in range(size)]
+    return [
+        helper.make_node("Shape", [default], [whole], f"{whole}/Shape")
+        if isinstance(default, str)
+        else make_constant_node(whole, default),
+        helper.make_node("Concat", [whole, given], [both], f"{both}/Concat", axis=0),
+        make_constant_node(order, np.array(places_of, np.int64)),
+        helper.make_node("Gather", [both, order], [name], f"{name}/Gather"),
+    ]
 
 
 def _reshape(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
