@@ -361,6 +361,46 @@ def test_an_old_node_without_a_new_form_is_named_with_its_opset(what):
         load(model)
 
 
+# --- Operators of newer opsets: types and shapes are known behind them.
+ONES, HALVES = F([1] * 4), F(np.full((8, 4), 0.5))
+NEWER = {
+    "GroupNormalization": net("GroupNormalization", ONES, ONES, opset=21, num_groups=2),
+    "MeanVarianceNormalization": net("MeanVarianceNormalization", opset=13, axes=[2, 3]),
+    "RMSNormalization": net("RMSNormalization", F([1] * 8), opset=23),
+    "Attention": net("Attention", "x", "x", opset=23),
+    "RotaryEmbedding": net("RotaryEmbedding", HALVES, HALVES, I64([range(6)]), opset=23),
+    "Swish": net("Swish", opset=24, alpha=1.5),
+    "TensorScatter": net("TensorScatter", np.ones((1, 4, 2, 8), F), I64([1]), opset=24),
+}
+
+
+@pytest.mark.parametrize("where", ["alone", "in an If in an If"])
+@pytest.mark.parametrize("what", NEWER)
+def test_the_type_behind_a_newer_operator_is_known(what, where):
+    loaded = load(moved(copy_message(NEWER[what]), where)).model
+    (value,) = loaded.graph.output
+    assert value.type.tensor_type.elem_type == F32
+    assert tuple(d.dim_value for d in value.type.tensor_type.shape.dim) == IMAGE
+    assert what in [node.op_type for node in all_nodes(loaded.graph)]
+
+
+def test_a_norm_of_groups_and_a_gelu_behind_it_are_written_for_every_target(tmp_path):
+    nodes = [
+        ("Conv", "x w", "c", {"pads": [1] * 4}),
+        ("GroupNormalization", "c one one", "n", {"num_groups": 2}),
+        ("Gelu", "n", "g"),
+        ("Conv", "g v", "y"),
+    ]
+    rng = np.random.default_rng(0)
+    held = as_float32({"w": rng.normal(size=(8, 3, 3, 3)), "v": rng.normal(size=(4, 8, 1, 1))})
+    held |= {"one": np.ones(8, F)}
+    model = make_model(nodes, {"x": ["n", 3, 8, 8]}, {"y": None}, held, opset=21, ir=10)
+    x = rng.normal(size=(4, 3, 8, 8)).astype(F)
+    out = build_net(model, x, tmp_path, "--effort", 0, "--target", "tensorrt,ascend")
+    names = {path.name for path in out.iterdir()}
+    assert {"net.tensorrt.typed.onnx", "net_fake_quant_model.onnx"} <= names
+
+
 # --- A Resize of some axes is written over all axes: ONNX Runtime transposes it beside int8 layers.
 OPEN = ("n", 4, "h", "w")
 ROI, SIZES, SMALLER = F([0.1, 0.2, 0.8, 0.9]), I64([9, 12]), "not_smaller"

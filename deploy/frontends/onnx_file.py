@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import onnx
-from onnx import inliner, shape_inference
+from onnx import inliner
 
 from deploy.errors import BackendError, ModelError, first_line
 from deploy.frontends import checks
@@ -30,6 +30,7 @@ from deploy.graph.edit import (
     drop_dead,
     drop_initializer_inputs,
     empty_default_domain,
+    infer_types,
     name_nodes,
     rename_added,
     replace_field,
@@ -333,7 +334,7 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     light = _without_values(model)
     try:
         small = _largest_joined(model.graph) <= _MOST_JOINED
-        inferred = shape_inference.infer_shapes(light or model, data_prop=small)
+        inferred = infer_types(light or model, data_prop=small)
     except Exception as error:  # C++ behind a binding, without an error class
         raise ModelError(
             f"shapes of the model must fit together, got: {first_line(error)}; export it again"

@@ -225,6 +225,27 @@ def bypass(graph: onnx.GraphProto, passes: Callable[[onnx.NodeProto], bool]) -> 
     return len(new_name)
 
 
+# Norms whose output is of the type and shape of their input, which ONNX 1.23 does not infer.
+_NORMS = frozenset(("GroupNormalization", "MeanVarianceNormalization"))
+
+
+def infer_types(model: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
+    """Return a copy with inferred types and shapes; `options` are those of ONNX's function."""
+    from onnx import shape_inference
+
+    types = [node.op_type for node in all_nodes(model.graph)]
+    norms = {at: op_type for at, op_type in enumerate(types) if op_type in _NORMS}
+    if not norms:
+        return shape_inference.infer_shapes(model, **options)
+    swapped = copy_message(model)
+    for at, node in enumerate(all_nodes(swapped.graph)):
+        node.op_type = "Identity" if at in norms else node.op_type
+    inferred = shape_inference.infer_shapes(swapped, **options)
+    for at, node in enumerate(all_nodes(inferred.graph)):
+        node.op_type = norms.get(at, node.op_type)
+    return inferred
+
+
 def empty_default_domain(model: onnx.ModelProto) -> None:
     """Write the domain `ai.onnx` as the empty one, which is the same in ONNX, in place."""
     for body in (model.graph, *model.functions):

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ExportError, first_line
-from deploy.graph.edit import copy_message, replace_nodes, set_opset
+from deploy.graph.edit import copy_message, infer_types, replace_nodes, set_opset
 from deploy.graph.index import all_nodes, attributes, opset_of, subgraphs
 from deploy.graph.opset_forms import (
     DOWNGRADES,
@@ -250,8 +250,6 @@ def lower_opset(
     Raises:
         ExportError: a node cannot be converted; names it and says why.
     """
-    from onnx import shape_inference
-
     own = opset_of(model)
     standard = (node for node in all_nodes(model.graph) if node.domain in _DEFAULT)
     if own <= opset and not any(node.op_type in without for node in standard):
@@ -262,7 +260,7 @@ def lower_opset(
             f"a model is lowered between opset {OLDEST} and {NEWEST}, got {own} for {opset};"
             f" export it with opset {opset}"
         )
-    made = shape_inference.infer_shapes(model, data_prop=True)
+    made = infer_types(model, data_prop=True)
     work = _Lowering(without)
     work.graph(made.graph, OpsetScope(own, target))
     del made.graph.value_info[:]

@@ -23,6 +23,7 @@ from onnx import helper, numpy_helper
 from deploy.errors import ExportError
 from deploy.graph.edit import (
     copy_message,
+    infer_types,
     rebuild,
     rename_reads,
     rename_tensors,
@@ -50,7 +51,7 @@ def find_float16_tensors(subject: CalibrationSubject) -> frozenset[str]:
     if original is None or any(list(subgraphs(node)) for node in subject.model.graph.node):
         return frozenset()
     try:
-        typed = onnx.shape_inference.infer_shapes(original)
+        typed = infer_types(original)
     except Exception:  # C++ errors of any type; then the written models stay float32
         return frozenset()
     declared = (*typed.graph.input, *typed.graph.output, *typed.graph.value_info)

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import defs, helper, numpy_helper, shape_inference, version_converter
+from onnx import defs, helper, numpy_helper, version_converter
 
 from deploy.errors import ExportError, first_line
 from deploy.files import atomic
@@ -37,7 +37,7 @@ from deploy.frontends.base import QdqCalibration
 from deploy.frontends.checks import to_array
 from deploy.frontends.pairs import DQ, Q
 from deploy.graph.bounds import find_float16_overflows, float16_overflow
-from deploy.graph.edit import copy_message, rebuild
+from deploy.graph.edit import copy_message, infer_types, rebuild
 from deploy.graph.index import Graph, all_nodes, attributes, opset_of, subgraphs
 from deploy.graph.placement import MOVES
 from deploy.targets.tensorrt.trt_options import BF16, FP16, FP32
@@ -133,11 +133,11 @@ def _lifted(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
     """Return a copy at opset `wanted` or newer, with inferred types."""
     model = at_opset(model, wanted)
     try:
-        lifted = shape_inference.infer_shapes(model, strict_mode=True)
+        lifted = infer_types(model, strict_mode=True)
     except Exception:  # onnx's C++ code has no error class of its own
         try:  # a wrong output shape in the file does not matter to runtimes
             open_outputs = _without_output_shapes(model)
-            lifted = shape_inference.infer_shapes(open_outputs, strict_mode=True)
+            lifted = infer_types(open_outputs, strict_mode=True)
         except Exception as error:
             reason = f"onnx says: {first_line(error)}"
             raise _unliftable(opset_of(model), wanted, reason) from error
