@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -399,6 +400,43 @@ def test_a_norm_of_groups_and_a_gelu_behind_it_are_written_for_every_target(tmp_
     out = build_net(model, x, tmp_path, "--effort", 0, "--target", "tensorrt,ascend")
     names = {path.name for path in out.iterdir()}
     assert {"net.tensorrt.typed.onnx", "net_fake_quant_model.onnx"} <= names
+
+
+def optimized(path, level, last):
+    """Convs and a last layer, as ONNX Runtime's optimizer stores them."""
+    rng = np.random.default_rng(1)
+    shapes = {"w": (16, 16, 3, 3), "v": (16, 16, 3, 3), "k": (16, 6)}
+    held = as_float32({name: rng.normal(0, 0.1, shape) for name, shape in shapes.items()})
+    text = f"""
+        c = Conv(x, w) r = LeakyRelu(c) d = Conv(r, v) s = Relu(d) g = GlobalAveragePool(s)
+        f = Flatten(g) {last}
+    """
+    model = make_model(text, {"x": ["n", 16, 8, 8]}, {"y": None}, held)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
+    options.optimized_model_filepath, options.log_severity_level = str(path), 3
+    ort.InferenceSession(model.SerializeToString(), options)
+    return path
+
+
+@pytest.mark.parametrize("level", ["ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"])
+def test_a_model_that_onnxruntime_optimized_is_named_as_one(level, tmp_path):
+    samples = [{"x": np.random.default_rng(3).normal(size=(1, 16, 8, 8)).astype(F)}] * 4
+    given = optimized(tmp_path / "net.onnx", level, "y = MatMul(f, k)")
+    (note,) = [n for n in load(given).notes if n.startswith("Optimized by ONNX Runtime: ")]
+    assert note.endswith("stay in float; give the model as exported.")
+    targets = ["onnxruntime", "tensorrt", "ascend"]
+    result = build(
+        given, samples, out=tmp_path / "o", duration_s=0, tuning=Tuning(effort=0), targets=targets
+    )
+    errors = [target.error or "" for target in result.targets]
+    said = "must know every operator, got a model that ONNX Runtime optimized"
+    assert [said in error for error in errors] == [False, True, True] and not errors[0]
+    nothing = optimized(tmp_path / "none.onnx", level, "y = Sigmoid(f)")
+    with pytest.raises(
+        ModelError, match=r"got one that ONNX Runtime optimized \(2 .* as exported$"
+    ):
+        load(nothing)
 
 
 # --- A Resize of some axes is written over all axes: ONNX Runtime transposes it beside int8 layers.

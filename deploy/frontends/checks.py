@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import MutableSequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.errors import ModelError, QuantizedError, first_line
+from deploy.errors import ExportError, ModelError, QuantizedError, first_line
 from deploy.graph.edit import copy_message
 from deploy.graph.index import all_nodes, opset_of
 
@@ -24,6 +25,8 @@ _ASCENDS = ("AscendQuant", "AscendDequant", "AscendAntiQuant", "AscendWeightQuan
 _QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
 _QUANTIZED_STARTS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulNBits")
 _QUANTIZED_DOMAINS = ("onnx.brevitas", "qonnx.custom_op.general", "finn.custom_op.general")
+_OPTIMIZED_DOMAINS = ("com.microsoft.nchwc", "com.ms.internal.nhwc")
+_OPTIMIZED = frozenset(("FusedConv", "FusedGemm", "FusedMatMul", "FusedMatMulActivation"))
 _QUANTIZED_ENDS = ("Integer", "IntegerToFloat", "FloatBias")
 
 
@@ -77,6 +80,43 @@ def is_quantized_node(node: onnx.NodeProto) -> bool:
         or op_type.startswith(_QUANTIZED_STARTS)
         or op_type.endswith(_QUANTIZED_ENDS)
     )
+
+
+def find_optimized_nodes(model: onnx.ModelProto) -> str:
+    """Return the nodes that only ONNX Runtime's optimizer makes, as text; "" if there are none."""
+    made = Counter(
+        node.op_type
+        for node in all_nodes(model.graph)
+        if node.domain.startswith(_OPTIMIZED_DOMAINS)
+        or (node.domain == "com.microsoft" and node.op_type in _OPTIMIZED)
+    )
+    return ", ".join(f"{number} {op_type}" for op_type, number in sorted(made.items()))
+
+
+def check_optimized(model: onnx.ModelProto) -> str | None:
+    """Refuse a model whose layers ONNX Runtime has fused; return a note if some are left."""
+    found = find_optimized_nodes(model)
+    left = any(n.op_type in WEIGHTED and not n.domain for n in all_nodes(model.graph))
+    if found and not left:
+        raise ModelError(
+            f"the model must be as it was exported, got one that ONNX Runtime optimized ({found}),"
+            " which leaves no node that can be int8; give the model as exported"
+        )
+    note = f"Optimized by ONNX Runtime: {found} stay in float; give the model as exported."
+    return note if found else None
+
+
+def refuse_optimized(model: onnx.ModelProto, target: str) -> None:
+    """Refuse a model that only ONNX Runtime reads.
+
+    Raises:
+        ExportError: it has nodes that ONNX Runtime's optimizer made.
+    """
+    if found := find_optimized_nodes(model):
+        raise ExportError(
+            f"{target} must know every operator, got a model that ONNX Runtime optimized ({found});"
+            " give the model as exported"
+        )
 
 
 def check_ends(model: onnx.ModelProto) -> None:

@@ -155,7 +155,7 @@ def _clean(
 ) -> tuple[onnx.ModelProto, list[str], bool, CutOffNodes | None]:
     """Return the cleaned model, notes, whether it was float16, and the part cut off."""
     model.ir_version = max(model.ir_version, _OLDEST_IR)
-    notes: list[str | None] = [_free_inputs(model.graph)]
+    notes = [checks.check_optimized(model), _free_inputs(model.graph)]
     _open_sizes(model.graph)
     if model.functions:
         model, note = inline_functions(model)

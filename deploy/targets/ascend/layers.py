@@ -194,7 +194,7 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
     for node in model.graph.node:
         if node.op_type in TENSOR_QUANTIZE_OPS:
             _offer_inputs(node, index, graph)
-        if node.op_type not in TYPES:
+        if node.op_type not in TYPES or node.domain not in ("", "ai.onnx"):
             continue
         layer = _layer_or_reason(node, index)
         if isinstance(layer, Layer):

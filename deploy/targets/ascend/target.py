@@ -224,6 +224,9 @@ class Ascend:
             ConfigError: the configuration breaks a rule, or the method is not one of AMCT's.
             FeedError: fewer batches than batch_num.
         """
+        from deploy.frontends.checks import refuse_optimized
+
+        refuse_optimized(subject.model, self.name)
         if subject.loaded.trained is not None:
             self._refuse_quantizing(subject.loaded.trained)
             return ()

@@ -95,9 +95,11 @@ class TensorRT(TensorrtOptions):
 
     def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
         """Return the observations to make: the method's statistic of every float tensor."""
+        from deploy.frontends.checks import refuse_optimized
         from deploy.targets.tensorrt import cache_contents
 
         self._check_machine()
+        refuse_optimized(subject.model, self.name)
         if subject.loaded.trained is not None:
             self._refuse_placement_options(subject.loaded.trained)
         cache_contents.refuse_names(subject.model)
