@@ -956,6 +956,15 @@ ODD = {  # nodes after y = Conv(r, w2), output beside y, note in the report, wor
         [("SplitToSequence", "y", "q", {"axis": 1}), ("ConcatFromSequence", "q", "s", {"axis": 1})],
         make_value("s", None), "", "good",
     ),
+    "inner text": (
+        [("Cast", "y", "q", {"to": TensorProto.STRING}), ("Cast", "q", "s", {"to": F32})],
+        make_value("s", None), "", "good",
+    ),
+    "inner optional of a sequence": (
+        [("SequenceConstruct", "y y", "q"), ("Optional", "q", "o"),
+         ("OptionalGetElement", "o", "g"), ("ConcatFromSequence", "g", "s", {"axis": 1})],
+        make_value("s", None), "", "good",
+    ),
     "empty": ([("Slice", "y zero zero", "s")], make_value("s", None), "", "good"),
     "random": ([("RandomNormalLike", "y", "n"), ("Add", "y n", "s")], make_value("s", None),
                "gives another s at each run", "doubtful: the float model itself draws"),

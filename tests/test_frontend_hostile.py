@@ -150,6 +150,14 @@ UNFIT = {
         model_of([make_node("ConcatFromSequence", "x", "y", axis=0)],
                  inputs=[helper.make_tensor_sequence_value_info("x", F32, None)]),
         "must be a tensor"),
+    "only a sequence": (
+        model_of([make_node("SplitToSequence", "x", "y", axis=0)],
+                 outputs=[helper.make_tensor_sequence_value_info("y", F32, None)]),
+        r"tensor of numbers, got text, sequences or maps alone \(y\)"),
+    "only text": (
+        model_of([make_node("Cast", "x", "y", to=TensorProto.STRING)],
+                 outputs=[make_value("y", None, TensorProto.STRING)]),
+        "tensor of numbers, got text"),
     "output of nothing": (relu(outputs=[value("z", 1)]), "'?z'?"),
     "read of nothing": (model_of([make_node("Relu", "q", "y")]), "q"),
     "made twice": (model_of([make_node("Relu", "x", "y")] * 2), "y"),

@@ -120,7 +120,7 @@ def refuse_optimized(model: onnx.ModelProto, target: str) -> None:
 
 
 def check_ends(model: onnx.ModelProto) -> None:
-    """Refuse graphs without inputs, outputs or nodes, and inputs that are not tensors."""
+    """Refuse graphs without inputs, nodes or outputs of numbers, and inputs that are no tensors."""
     graph = model.graph
     for what, values in (("input", graph.input), ("output", graph.output), ("node", graph.node)):
         if not values:
@@ -131,6 +131,19 @@ def check_ends(model: onnx.ModelProto) -> None:
                 f"every input must be a tensor, got a sequence or map for '{value.name}'; "
                 "export the part of the model that takes tensors"
             )
+    if not any(map(_may_be_numbers, graph.output)):
+        names = ", ".join(value.name for value in graph.output)
+        raise ModelError(
+            "at least one output must be a tensor of numbers, got text, sequences or maps alone"
+            f" ({names}); export the model with the tensor that they are made of as an output too"
+        )
+
+
+def _may_be_numbers(value: onnx.ValueInfoProto) -> bool:
+    kind = value.type.WhichOneof("value")
+    return kind is None or (
+        kind == "tensor_type" and value.type.tensor_type.elem_type != TensorProto.STRING
+    )
 
 
 def check_precision(model: onnx.ModelProto) -> None:
