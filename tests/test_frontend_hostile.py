@@ -14,7 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ExportError, ModelError
-from deploy.frontends import load
+from deploy.frontends import lift, load, onnx_reader
 from deploy.frontends.checks import check_valid
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import builder, engines, sdk
@@ -228,6 +228,16 @@ def test_external_data_outside_the_folder_is_not_opened(tmp_path, location):
 def test_external_data_with_impossible_numbers(tmp_path, entries):
     with pytest.raises(ModelError, match="must lie within its file"):
         load(external(tmp_path, **entries))
+
+
+def test_a_model_over_2_gb_is_refused_with_the_reason(tmp_path, monkeypatch):
+    path, wanted = external(tmp_path), r"below 2 GB.*, got .* one protobuf message, .* build parts"
+    monkeypatch.setattr(onnx_reader, "MESSAGE_LIMIT", path.stat().st_size + 100)
+    with pytest.raises(ModelError, match=wanted):
+        onnx_reader.read_model(path)
+    monkeypatch.setattr(lift, "MESSAGE_LIMIT", 100)
+    with pytest.raises(ModelError, match=rf"^a float16 model must be {wanted}"):
+        load(detector("", kind=F16, op="Concat"))
 
 
 def test_a_model_in_memory_with_external_data_is_refused(tmp_path):

@@ -39,6 +39,7 @@ from onnx import helper, numpy_helper
 
 from deploy.errors import ModelError
 from deploy.frontends.checks import is_quantized_node, to_array
+from deploy.frontends.onnx_reader import MESSAGE_LIMIT
 from deploy.frontends.plugins import CutOffNodes
 from deploy.graph.edit import (
     bypass,
@@ -159,7 +160,6 @@ def complete_resizes(model: onnx.ModelProto) -> str | None:
 
 _FLOAT, _HALF = 1, 10  # onnx.TensorProto
 _TYPED = {"to", "dtype"}  # attributes that hold an element type
-_LIMIT = 2**31 - 1  # bytes of one protobuf message
 
 
 def widen_to_float32(model: onnx.ModelProto) -> str | None:
@@ -173,10 +173,12 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
     count = _count(graph)
     if not count and not ends:
         return None
-    if model.ByteSize() + sum(2 * math.prod(t.dims) for t in _halves(graph)) > _LIMIT:
+    size = model.ByteSize() + sum(2 * math.prod(tensor.dims) for tensor in _halves(graph))
+    if size > MESSAGE_LIMIT:
         raise ModelError(
-            "weights must be below 2 GB in float32, the limit of one protobuf message, got"
-            f" {model.ByteSize() / 2**30:.1f} GB of them in float16; use a smaller model"
+            "a float16 model must be below 2 GB in float32, in which calib8 calibrates it, got"
+            f" {size / 2**30:.1f} GB; calib8 writes a model as one protobuf message, which holds no"
+            " more: build parts of the model"
         )
     _insert_casts(graph)
     for tensor in _halves(graph):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import onnx
 
@@ -15,7 +17,7 @@ from deploy.files.manifest import sha256
 from deploy.files.reading import open_regular_file, read_bytes
 from deploy.graph.index import all_tensors
 
-_LIMIT = 2**31 - 1  # bytes of one protobuf message
+MESSAGE_LIMIT = 2**31 - 1  # bytes of one protobuf message
 
 # (offset, magic bytes, kind of file, remedy)
 _SIGNS: tuple[tuple[int, bytes, str, str], ...] = (
@@ -104,7 +106,7 @@ def model_bytes(path: Path) -> bytes:
     Raises:
         ModelError: the file is not readable, or over 2 GB.
     """
-    return read_bytes(path, what="an ONNX file", error=ModelError, most=_LIMIT)
+    return read_bytes(path, what="an ONNX file", error=ModelError, most=MESSAGE_LIMIT)
 
 
 def _refuse_others(data: bytes, shown: str) -> None:
@@ -132,13 +134,25 @@ def _read_external(model: onnx.ModelProto, path: Path) -> str:
 
     Returns:
         sha256 (hex) of the data; "" without any.
+
+    Raises:
+        ModelError: they are over 2 GB, which is told before any is read.
     """
-    total = model.ByteSize()
+    tensors = list(_external_tensors(model))
+    entries = [{pair.key: pair.value for pair in tensor.external_data} for tensor in tensors]
+    named = [(tensor.name, entry) for tensor, entry in zip(tensors, entries, strict=True)]
+    total = model.ByteSize() + sum(_slice_of(path, *one)[2] for one in named)
+    if total > MESSAGE_LIMIT:
+        raise ModelError(
+            f"{path} with its external data must be below 2 GB, got {total / 2**30:.1f} GB; calib8"
+            " writes a model as one protobuf message, which holds no more: build parts of the model"
+        )
     pieces: dict[tuple[bytes, int, int], bytes] = {}
-    for tensor in _external_tensors(model):
-        entry = {pair.key: pair.value for pair in tensor.external_data}
-        offset, data = _slice_of(path, tensor.name, entry, _LIMIT - total)
-        total += len(data)
+    for tensor, entry in zip(tensors, entries, strict=True):
+        file, offset, length = _slice_of(path, tensor.name, entry)
+        with _open_external(file, tensor.name) as stream:
+            stream.seek(offset)
+            data = stream.read(length)
         key = (entry["location"].encode(), offset, len(data))
         pieces[key] = hashlib.sha256(data).digest()
         tensor.raw_data = data
@@ -156,30 +170,28 @@ def _digest_of(pieces: Mapping[tuple[bytes, int, int], bytes]) -> str:
     return state.hexdigest()
 
 
-def _slice_of(path: Path, name: str, entry: dict[str, str], room: int) -> tuple[int, bytes]:
-    """Return (offset, bytes) of one tensor's external data."""
+def _open_external(file: Path, name: str) -> AbstractContextManager[IO[bytes]]:
+    what = f"the external data of '{name}', beside the model"
+    return open_regular_file(file, what=what, error=ModelError)
+
+
+def _slice_of(path: Path, name: str, entry: dict[str, str]) -> tuple[Path, int, int]:
+    """Return (file, offset, length) of one tensor's external data."""
     location = entry.get("location", "")
     try:
         offset, length = int(entry.get("offset", 0)), int(entry.get("length", -1))
     except ValueError:
         offset, length = -1, -1
     file = _external_file(path, name, location)
-    with open_regular_file(
-        file, what=f"the external data of '{name}', beside the model", error=ModelError
-    ) as stream:
+    with _open_external(file, name) as stream:
         size = os.fstat(stream.fileno()).st_size
-        length = size - offset if length < 0 else length
-        if offset < 0 or length < 0 or offset + length > size:
-            raise ModelError(
-                f"external data of '{name}' must lie within its file, got bytes {offset} to "
-                f"{offset + length} of {size} in {file}; copy the file again, it may be truncated"
-            )
-        if length > room:
-            raise ModelError(
-                f"{path} with its external data must be below 2 GB, got more; use a smaller model"
-            )
-        stream.seek(offset)
-        return offset, stream.read(length)
+    length = size - offset if length < 0 else length
+    if offset < 0 or length < 0 or offset + length > size:
+        raise ModelError(
+            f"external data of '{name}' must lie within its file, got bytes {offset} to "
+            f"{offset + length} of {size} in {file}; copy the file again, it may be truncated"
+        )
+    return file, offset, length
 
 
 def _external_file(path: Path, name: str, location: str) -> Path:
