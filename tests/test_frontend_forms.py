@@ -385,6 +385,16 @@ def test_the_type_behind_a_newer_operator_is_known(what, where):
     assert what in [node.op_type for node in all_nodes(loaded.graph)]
 
 
+@pytest.mark.parametrize(("what", "opset"), [("Attention", 17), ("RotaryEmbedding", 18)])
+def test_an_operator_that_is_a_function_is_written_as_its_nodes(what, opset):
+    got = lower_opset(NEWER[what], opset=opset).model
+    assert what not in [node.op_type for node in got.graph.node]
+    assert len({node.name for node in got.graph.node} - {""}) == len(got.graph.node)
+    x = np.random.default_rng(3).normal(size=IMAGE).astype(F)
+    for own, wanted in zip(run_net(got, x), run_net(NEWER[what], x), strict=True):
+        np.testing.assert_allclose(own, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_a_norm_of_groups_and_a_gelu_behind_it_are_written_for_every_target(tmp_path):
     nodes = [
         ("Conv", "x w", "c", {"pads": [1] * 4}),

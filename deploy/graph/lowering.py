@@ -6,6 +6,8 @@ A node whose operator is the same in both opsets stays. An operator that differs
     ReduceMean(x, axes) -> y            ==>   ReduceMean(x), axes as an attribute -> y
     LayerNormalization(x, s, b) -> y    ==>   ReduceMean, Sub, Pow, ... Mul, Add -> y
 
+An operator that ONNX defines as a function (Attention) becomes that function's nodes.
+
 Norms and activations of opset 14 to 24 are decomposed as PyTorch writes them for older opsets,
 since parsers match that form when they fuse a norm. The last node keeps the name and the output.
 
@@ -30,7 +32,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ExportError, first_line
-from deploy.graph.edit import copy_message, infer_types, replace_nodes, set_opset
+from deploy.graph.edit import (
+    copy_message,
+    drop_dead,
+    infer_types,
+    name_nodes,
+    replace_nodes,
+    set_opset,
+)
 from deploy.graph.index import all_nodes, attributes, opset_of, subgraphs
 from deploy.graph.opset_forms import (
     DOWNGRADES,
@@ -260,7 +269,7 @@ def lower_opset(
             f"a model is lowered between opset {OLDEST} and {NEWEST}, got {own} for {opset};"
             f" export it with opset {opset}"
         )
-    made = infer_types(model, data_prop=True)
+    made = infer_types(_write_functions(model, target, without), data_prop=True)
     work = _Lowering(without)
     work.graph(made.graph, OpsetScope(own, target))
     del made.graph.value_info[:]
@@ -268,6 +277,34 @@ def lower_opset(
     made.ir_version = min(made.ir_version, _ir_version(made))
     _check(made)
     return LoweredModel(made, dict(sorted(work.rewritten.items())))
+
+
+def _write_functions(
+    model: onnx.ModelProto, opset: int, without: Collection[str]
+) -> onnx.ModelProto:
+    """Return the model with the functions that ONNX has for operators new since `opset`."""
+    from onnx import helper, inliner
+
+    own = opset_of(model)
+    wanted: set[tuple[str, str]] = set()
+    for node in all_nodes(model.graph):
+        schema = find_schema(node.op_type, own) if is_standard(node) else None
+        missing = node.op_type in without or find_schema(node.op_type, opset) is None
+        if schema is not None and missing and node.op_type not in _WRITERS:
+            wanted.add(("", node.op_type))
+    if not wanted:
+        return model
+    typed = infer_types(model, data_prop=True)
+    for tensor in typed.graph.initializer:  # the inliner asks for types of constants too
+        value = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        typed.graph.value_info.append(value)
+    try:
+        made = inliner.inline_selected_functions(typed, sorted(wanted), False, True)
+    except Exception:  # onnx before 1.20, or a type that is not known; then the node is refused
+        return model
+    drop_dead(made.graph)
+    name_nodes(made.graph)
+    return made
 
 
 class _Lowering:
