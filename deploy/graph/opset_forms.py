@@ -142,7 +142,7 @@ def make_constant_node(name: str, values: NDArray[Any]) -> onnx.NodeProto:
     from onnx import helper, numpy_helper
 
     tensor = numpy_helper.from_array(np.asarray(values), name)
-    return helper.make_node("Constant", [], [name], f"{name}/Constant", value=tensor)
+    return helper.make_node("Constant", [], [name], f"{name}_Constant", value=tensor)
 
 
 def _axes(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
@@ -283,12 +283,12 @@ def _spread(
     size = len(known or ())
     places_of = [size + axes.index(axis) if axis in axes else axis for axis in range(size)]
     return [
-        helper.make_node("Shape", [default], [whole], f"{whole}/Shape")
+        helper.make_node("Shape", [default], [whole], f"{whole}_Shape")
         if isinstance(default, str)
         else make_constant_node(whole, default),
-        helper.make_node("Concat", [whole, given], [both], f"{both}/Concat", axis=0),
+        helper.make_node("Concat", [whole, given], [both], f"{both}_Concat", axis=0),
         make_constant_node(order, np.array(places_of, np.int64)),
-        helper.make_node("Gather", [both, order], [name], f"{name}/Gather"),
+        helper.make_node("Gather", [both, order], [name], f"{name}_Gather"),
     ]
 
 
