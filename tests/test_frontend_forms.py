@@ -18,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy.errors import ExportError, ModelError
 from deploy.frontends import load, onnx_file
 from deploy.frontends.affine import MovedLayer
+from deploy.frontends.lift import raise_opset
 from deploy.graph.edit import copy_message, copy_with_outputs
 from deploy.graph.index import all_nodes
 from deploy.graph.lowering import lower_opset
@@ -335,6 +336,30 @@ def test_an_old_node_computes_in_opset_13_what_it_computed(what, where):
     assert list(old) == list(new)
     for name, value in old.items():
         np.testing.assert_allclose(new[name], value, rtol=1e-5, atol=1e-5)
+
+
+RAISED = {
+    **{f"Reduce{kind}": net(f"Reduce{kind}", opset=13, axes=[1, -1]) for kind in ("Mean", "L2")},
+    "ReduceMax of all": net("ReduceMax", opset=17, keepdims=0),
+    "Split": net("Split", opset=13, outputs=2, axis=1),
+    "Split by sizes": net("Split", I64([1, 3]), opset=13, outputs=2, axis=1),
+    "Split from opset 7 on": net("Split", opset=7, outputs=2, axis=3),
+    "RoiAlign": net("RoiAlign", F([[0, 1, 5, 4]]), I64([0]), opset=13, output_height=2),
+    "GridSample": net("GridSample", GRID, opset=16, mode="bicubic"),
+    "BatchNormalization": net("BatchNormalization", *[F([1, 2, 3, 4])] * 4, opset=9),
+}
+
+
+@pytest.mark.parametrize("where", ["alone", "in an If in an If"])
+@pytest.mark.parametrize("what", RAISED)
+def test_a_node_computes_the_same_in_a_newer_opset(what, where):
+    model = moved(copy_message(RAISED[what]), where)
+    newer = copy_message(model)
+    raise_opset(newer, 21)
+    onnx.checker.check_model(newer, full_check=True)
+    x = np.random.default_rng(3).normal(size=IMAGE).astype(F)
+    for got, wanted in zip(run_net(newer, x), run_net(model, x), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_an_old_node_takes_no_name_that_is_taken():

@@ -27,7 +27,7 @@ Source: ONNX operator DequantizeLinear-21.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -63,9 +63,10 @@ from deploy.graph.index import (
     opset_of,
     subgraphs,
 )
-from deploy.graph.opset_forms import UPGRADES, CannotLower, OpsetScope, complete_resize
+from deploy.graph.opset_forms import CannotLower, OpsetScope, changed_forms, complete_resize
 
 TARGET_OPSET = 13
+_TRAINED = ("BatchNormalization", "Dropout")  # outputs from the second on count in training alone
 
 
 def lift_opset(
@@ -94,14 +95,28 @@ def lift_opset(
         rest.graph.initializer.extend(behind.constants)
         rest.graph.output.extend(behind.outputs)
         rest.opset_import.extend(behind.opsets)
-    both = [body for part in (model, rest) for body in all_graphs(part.graph)]
-    places = OpsetScope(opset, TARGET_OPSET, {n for body in both for n in tensor_names(body)})
-    for part in (model, rest):
-        _lift_graph(part.graph, places)
-        set_opset(part, TARGET_OPSET)
+    _lift((model, rest), TARGET_OPSET)
     if behind is not None:
         behind = replace(behind, nodes=tuple(rest.graph.node), opsets=tuple(rest.opset_import))
     return behind, f"Lifted from opset {opset} to {TARGET_OPSET}, which per-channel scales need."
+
+
+def raise_opset(model: onnx.ModelProto, opset: int) -> None:
+    """Bring a model of opset 13 or newer to `opset`, 22 at most, subgraphs too, in place.
+
+    Raises:
+        ModelError: a node has no form there that computes the same.
+    """
+    _lift((model,), opset)
+
+
+def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
+    """Bring the parts of one model to `opset`; no new tensor has a name that one of them holds."""
+    graphs = [graph for part in parts for graph in all_graphs(part.graph)]
+    taken = {name for graph in graphs for name in tensor_names(graph)}
+    for part in parts:
+        _lift_graph(part.graph, OpsetScope(opset_of(part), opset, taken))
+        set_opset(part, opset)
 
 
 def _lift_graph(graph: onnx.GraphProto, around: OpsetScope) -> None:
@@ -111,21 +126,21 @@ def _lift_graph(graph: onnx.GraphProto, around: OpsetScope) -> None:
     for node in graph.node:
         for body in subgraphs(node):
             _lift_graph(body, places)
-        since, lift = UPGRADES.get(node.op_type, (0, None))
-        if lift is None or places.own >= since or node.domain:
-            nodes.append(node)
-            continue
-        if node.op_type == "Dropout" and read.isdisjoint(node.output[1:]):
+        rules = [] if node.domain else changed_forms(node.op_type, places.own, places.opset)
+        if rules and node.op_type in _TRAINED and read.isdisjoint(node.output[1:]):
             del node.output[1:]
+        made = [copy_message(node)] if rules else [node]
         try:
-            nodes += lift(copy_message(node), places)
+            for rule in rules:
+                made = [*made[:-1], *rule(made[-1], places)]
         except (CannotLower, IndexError, KeyError, TypeError, ValueError) as error:
             why = str(error) if isinstance(error, CannotLower) else "it is no valid node"
             raise ModelError(
-                f"a model of opset {places.own} is brought to {TARGET_OPSET}, got {node.op_type}"
+                f"a model of opset {places.own} is brought to {places.opset}, got {node.op_type}"
                 f" '{node.name}', which has no form there: {why}; export the model with opset"
-                f" {TARGET_OPSET} or later"
+                f" {places.opset} or later"
             ) from error
+        nodes += made
     replace_nodes(graph, nodes)
 
 

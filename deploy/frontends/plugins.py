@@ -29,17 +29,10 @@ from deploy.graph.edit import (
 )
 from deploy.graph.index import Graph, all_nodes, iter_reads, nested_nodes, opset_of, subgraphs
 from deploy.graph.lowering import is_standard
+from deploy.graph.opset_forms import changed_forms
 from deploy.graph.plan import FLOAT32, Decision
 
 _KNOWN = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")
-# Operators that got another form or meaning in this opset after 13.
-_OTHER_FORM = {
-    "DFT": 20, "GridSample": 20, "GroupNormalization": 21, "RoiAlign": 16, "Split": 18,
-    **dict.fromkeys(
-        ("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean",
-         "ReduceMin", "ReduceProd", "ReduceSumSquare"), 18,
-    ),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +118,14 @@ class CutOffNodes:
 
     def _refuse_opset(self, opset: int) -> None:
         own_opset = max((o.version for o in self.opsets if o.domain in _KNOWN[:2]), default=0)
-        other = _find_changed_operators(self.nodes, own_opset, opset) if own_opset < opset else []
+        inner = [one for node in self.nodes for one in nested_nodes(node) if not one.domain]
+        other = sorted({n.op_type for n in inner if changed_forms(n.op_type, own_opset, opset)})
         if other:
             raise ExportError(
                 f"nodes after {self.strange.op_type}, which ONNX Runtime does not know, are kept"
                 f" unchanged, got {', '.join(other)} of opset {own_opset}, which opset {opset} has"
                 f" in another form; export the model with opset {opset}"
             )
-
-
-def _find_changed_operators(nodes: Iterable[onnx.NodeProto], own: int, opset: int) -> list[str]:
-    """Return the default domain's operators in `nodes` that differ between two opsets from 13."""
-    all_inner = (inner for node in nodes for inner in nested_nodes(node))
-    used = {node.op_type for node in all_inner if node.domain in ("", "ai.onnx")}
-    return sorted(op_type for op_type in used if own < _OTHER_FORM.get(op_type, 0) <= opset)
 
 
 def cut_unknown_nodes(

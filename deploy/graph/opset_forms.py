@@ -1,9 +1,9 @@
-"""Forms of single ONNX operators in older opsets (`DOWNGRADES`) and in opset 13 (`UPGRADES`).
+"""Forms of single ONNX operators in older opsets (`DOWNGRADES`) and in newer ones (`UPGRADES`).
 
 Newer forms take as an input what was an attribute (the axes of a Reduce), allow unequal slices
 (Split), take pads or scales of some axes only (Pad, Resize) or renamed values (GridSample).
 
-`UPGRADES` covers every operator whose form or meaning changed between opset 7 and 13. ONNX's own
+`UPGRADES` covers every operator whose form or meaning changed between opset 7 and 22. ONNX's own
 converter leaves out how a Resize of opset 10 rounds (onnx#8480), has no form of an Upsample, and
 handles neither subgraphs nor models with custom domains.
 
@@ -455,21 +455,65 @@ def _refuse(reason: str) -> _Rule:
     return refuse
 
 
-# Operator -> opset of its new form or meaning, and the function that returns it, as in `DOWNGRADES`
-UPGRADES: dict[str, tuple[int, _Rule]] = {
-    "BatchNormalization": (9, _new_norm),
-    "Clip": (11, _move_to_inputs("min", "max")),
-    "Dropout": (12, _new_dropout),
-    **dict.fromkeys(("Hardmax", "LogSoftmax", "Softmax"), (13, _new_softmax)),
-    "Pad": (11, _move_to_inputs("pads", "value")),
-    "ReduceSum": (13, _move_to_inputs("axes")),
-    "Resize": (11, _new_resize),
-    "Scan": (9, _refuse("it scans a batch of sequences")),
-    "Scatter": (11, _rename("ScatterElements")),
-    "Slice": (10, _move_to_inputs("starts", "ends", "axes")),
-    "Split": (13, _move_to_inputs("split")),
-    "Squeeze": (13, _move_to_inputs("axes")),
-    "TopK": (10, _move_to_inputs("k")),
-    "Unsqueeze": (13, _move_to_inputs("axes")),
-    "Upsample": (10, _new_resize),
+def _trained_norm(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
+    """BatchNormalization: before opset 14 with outputs of training."""
+    if len(node.output) > 1:
+        raise CannotLower("its statistics are read")
+    return [node]
+
+
+def _counted_split(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
+    """Split: from opset 18 on it counts its outputs where it is given no sizes."""
+    from onnx import helper
+
+    if len(node.input) < 2:
+        node.attribute.append(helper.make_attribute("num_outputs", len(node.output)))
+    return [node]
+
+
+def _placed_roi_align(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
+    """RoiAlign: from opset 16 on with another default of the places of pixels."""
+    from onnx import helper
+
+    word = helper.make_attribute("coordinate_transformation_mode", "output_half_pixel")
+    node.attribute.append(word)
+    return [node]
+
+
+def _renamed_modes(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
+    """GridSample: from opset 20 on, the modes that it had have other names."""
+    for given in node.attribute:
+        if given.name == "mode":
+            given.s = {b"bilinear": b"linear", b"bicubic": b"cubic"}.get(given.s, given.s)
+    return [node]
+
+
+# Operator -> opset of each new form or meaning up to 22, and the function that returns it, as in
+# `DOWNGRADES`.
+UPGRADES: dict[str, tuple[tuple[int, _Rule], ...]] = {
+    "BatchNormalization": ((9, _new_norm), (14, _trained_norm)),
+    "Clip": ((11, _move_to_inputs("min", "max")),),
+    "DFT": ((20, _refuse("its axis is an input there")),),
+    "Dropout": ((12, _new_dropout),),
+    "GridSample": ((20, _renamed_modes),),
+    "GroupNormalization": ((21, _refuse("its scale is one a group")),),
+    **dict.fromkeys(("Hardmax", "LogSoftmax", "Softmax"), ((13, _new_softmax),)),
+    "Pad": ((11, _move_to_inputs("pads", "value")),),
+    **{f"Reduce{kind}": ((18, _move_to_inputs("axes")),) for kind in _REDUCED},
+    "ReduceSum": ((13, _move_to_inputs("axes")),),
+    "Resize": ((11, _new_resize),),
+    "RoiAlign": ((16, _placed_roi_align),),
+    "Scan": ((9, _refuse("it scans a batch of sequences")),),
+    "Scatter": ((11, _rename("ScatterElements")),),
+    "Slice": ((10, _move_to_inputs("starts", "ends", "axes")),),
+    "Split": ((13, _move_to_inputs("split")), (18, _counted_split)),
+    "Squeeze": ((13, _move_to_inputs("axes")),),
+    "TopK": ((10, _move_to_inputs("k")),),
+    "Unsqueeze": ((13, _move_to_inputs("axes")),),
+    "Upsample": ((10, _new_resize),),
 }
+
+
+def changed_forms(op_type: str, own: int, opset: int) -> list[_Rule]:
+    """Return the functions that bring an operator from opset `own` to a newer one, in order."""
+    return [rule for since, rule in UPGRADES.get(op_type, ()) if own < since <= opset]

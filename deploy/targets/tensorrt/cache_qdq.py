@@ -113,7 +113,7 @@ def to_typed(
         ExportError: as `to_qdq` and `narrow_float_part`.
     """
     ranges = _ranges(model, plan, scales, own_concat_scales)
-    if _is_fp8(plan):  # convert first: onnx's version converter may not support fp8 tensors
+    if _is_fp8(plan):
         model = at_opset(model, max(FP8_OPSET, OPSETS[rest]))
     quantized = write_qdq(
         model, plan, ranges, storable=partial(round_scales, rest=rest), known=known

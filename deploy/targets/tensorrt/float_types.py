@@ -29,16 +29,17 @@ from pathlib import Path
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import defs, helper, numpy_helper, version_converter
+from onnx import defs, helper, numpy_helper
 
-from deploy.errors import ExportError, first_line
+from deploy.errors import ExportError, ModelError, first_line
 from deploy.files import atomic
 from deploy.frontends.base import QdqCalibration
 from deploy.frontends.checks import to_array
+from deploy.frontends.lift import raise_opset
 from deploy.frontends.pairs import DQ, Q
 from deploy.graph.bounds import find_float16_overflows, float16_overflow
 from deploy.graph.edit import copy_message, infer_types, rebuild
-from deploy.graph.index import Graph, all_nodes, attributes, opset_of, subgraphs
+from deploy.graph.index import Graph, attributes, opset_of
 from deploy.graph.placement import MOVES
 from deploy.targets.tensorrt.trt_options import BF16, FP16, FP32
 
@@ -108,25 +109,12 @@ def at_opset(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
     opset = opset_of(model)
     if opset >= wanted:
         return model
-    reason = _why_not_converted(model)
-    if reason:
-        raise _unliftable(opset, wanted, reason)
+    lifted = copy_message(model)
     try:
-        lifted: onnx.ModelProto = version_converter.convert_version(model, wanted)
-    except Exception as error:  # onnx's C++ code has no error class of its own
-        raise _unliftable(opset, wanted, f"onnx says: {first_line(error)}") from error
+        raise_opset(lifted, wanted)
+    except ModelError as error:
+        raise ExportError(str(error)) from error
     return lifted
-
-
-def _why_not_converted(model: onnx.ModelProto) -> str:
-    """Return what onnx's version converter cannot handle in a model; "" if nothing."""
-    nodes = list(all_nodes(model.graph))
-    custom = sorted({node.domain for node in nodes} - {"", "ai.onnx"})
-    if custom:
-        return f"it has operators of the domain {', '.join(custom)}"
-    if any(True for node in nodes for _ in subgraphs(node)):
-        return "it has subgraphs"
-    return ""
 
 
 def _lifted(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
