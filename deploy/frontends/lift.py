@@ -1,6 +1,7 @@
 """Lift a model to opset 13, to float32, and to float weights.
 
 `lift_opset`: opset 7 to 12 becomes 13, the first in which DequantizeLinear has a scale per channel.
+`raise_opset` goes on from there. Operators whose form changed: `deploy.graph.opset_forms`.
 
 `widen_to_float32`: a float16 model becomes float32, in which int8 scales are measured and from
 which engines are built. Every float16 number is a float32 number, so weights and constants keep
@@ -27,7 +28,7 @@ Source: ONNX operator DequantizeLinear-21.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -114,22 +115,15 @@ def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
     """Bring the parts of one model to `opset`; no new tensor has a name that one of them holds."""
     graphs = [graph for part in parts for graph in all_graphs(part.graph)]
     taken = {name for graph in graphs for name in tensor_names(graph)}
-    for part in parts:
-        _lift_graph(part.graph, OpsetScope(opset_of(part), opset, taken))
-        set_opset(part, opset)
+    read = {name for graph in graphs for name in find_read_tensors(graph)}
 
-
-def _lift_graph(graph: onnx.GraphProto, around: OpsetScope) -> None:
-    """Lift the nodes of a graph and of its subgraphs."""
-    places, read = around.inside(graph), find_read_tensors(graph)
-    nodes: list[onnx.NodeProto] = []
-    for node in graph.node:
-        for body in subgraphs(node):
-            _lift_graph(body, places)
+    def lifted(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
         rules = [] if node.domain else changed_forms(node.op_type, places.own, places.opset)
-        if rules and node.op_type in _TRAINED and read.isdisjoint(node.output[1:]):
-            del node.output[1:]
-        made = [copy_message(node)] if rules else [node]
+        if not rules:
+            return [node]
+        made = [copy_message(node)]
+        if node.op_type in _TRAINED and read.isdisjoint(node.output[1:]):
+            del made[0].output[1:]
         try:
             for rule in rules:
                 made = [*made[:-1], *rule(made[-1], places)]
@@ -140,8 +134,11 @@ def _lift_graph(graph: onnx.GraphProto, around: OpsetScope) -> None:
                 f" '{node.name}', which has no form there: {why}; export the model with opset"
                 f" {places.opset} or later"
             ) from error
-        nodes += made
-    replace_nodes(graph, nodes)
+        return made
+
+    for part in parts:
+        _rewrite(part.graph, OpsetScope(opset_of(part), opset, taken), lifted)
+        set_opset(part, opset)
 
 
 def complete_resizes(model: onnx.ModelProto) -> str | None:
@@ -150,27 +147,36 @@ def complete_resizes(model: onnx.ModelProto) -> str | None:
     ONNX Runtime 1.32 transposes the input of such a node beside int8 layers, and not its sizes
     (onnxruntime#28788). A Resize whose sizes cannot be computed stays.
     """
-    opset, count = opset_of(model), 0
-    taken = {name for body in all_graphs(model.graph) for name in tensor_names(body)}
+    done: list[str] = []
 
-    def complete(graph: onnx.GraphProto, around: OpsetScope) -> None:
-        nonlocal count
-        places = around.inside(graph)
-        nodes: list[onnx.NodeProto] = []
-        for node in graph.node:
-            for body in subgraphs(node):
-                complete(body, places)
-            made = [node]
-            if node.op_type == "Resize" and not node.domain:
-                with suppress(CannotLower):
-                    made = complete_resize(copy_message(node), places)
-            count += len(made) > 1
-            nodes += made if len(made) > 1 else [node]
-        replace_nodes(graph, nodes)
+    def completed(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
+        if node.op_type == "Resize" and not node.domain:
+            with suppress(CannotLower):
+                made = complete_resize(copy_message(node), places)
+                if len(made) > 1:
+                    done.append(node.name)
+                    return made
+        return [node]
 
     if any(node.op_type == "Resize" for node in all_nodes(model.graph)):
-        complete(model.graph, OpsetScope(opset, opset, taken))
-    return f"Wrote {count} Resize of some axes over all axes." if count else None
+        taken = {name for body in all_graphs(model.graph) for name in tensor_names(body)}
+        _rewrite(model.graph, OpsetScope(opset_of(model), opset_of(model), taken), completed)
+    return f"Wrote {len(done)} Resize of some axes over all axes." if done else None
+
+
+def _rewrite(
+    graph: onnx.GraphProto,
+    around: OpsetScope,
+    form: Callable[[onnx.NodeProto, OpsetScope], list[onnx.NodeProto]],
+) -> None:
+    """Replace each node of a graph and of its subgraphs by the nodes that `form` returns."""
+    places = around.inside(graph)
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        for body in subgraphs(node):
+            _rewrite(body, places, form)
+        nodes += form(node, places)
+    replace_nodes(graph, nodes)
 
 
 _FLOAT, _HALF = 1, 10  # onnx.TensorProto
