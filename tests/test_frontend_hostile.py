@@ -150,6 +150,13 @@ UNFIT = {
         model_of([make_node("ConcatFromSequence", "x", "y", axis=0)],
                  inputs=[helper.make_tensor_sequence_value_info("x", F32, None)]),
         "must be a tensor"),
+    "axes without scales": (
+        model_of([make_node("Resize", ["x", "", "s"], "y", axes=[2])],
+                 [constant("s", np.float32([2, 2]))], opset=18),
+        "axes"),
+    "a scale of 0 in an old Resize": (
+        model_of([make_node("Resize", "x s", "y")], [constant("s", np.float32([1, 0]))], opset=10),
+        "a scale is not above 0"),
     "only a sequence": (
         model_of([make_node("SplitToSequence", "x", "y", axis=0)],
                  outputs=[helper.make_tensor_sequence_value_info("y", F32, None)]),

@@ -69,6 +69,8 @@ from deploy.graph.opset_forms import CannotLower, OpsetScope, changed_forms, com
 TARGET_OPSET = 13
 _TRAINED = ("BatchNormalization", "Dropout")  # outputs from the second on count in training alone
 
+_INVALID = (ArithmeticError, LookupError, TypeError, ValueError)  # of attributes that do not fit
+
 
 def lift_opset(
     model: onnx.ModelProto, behind: CutOffNodes | None = None
@@ -127,7 +129,7 @@ def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
         try:
             for rule in rules:
                 made = [*made[:-1], *rule(made[-1], places)]
-        except (CannotLower, IndexError, KeyError, TypeError, ValueError) as error:
+        except (CannotLower, *_INVALID) as error:
             why = str(error) if isinstance(error, CannotLower) else "it is no valid node"
             raise ModelError(
                 f"a model of opset {places.own} is brought to {places.opset}, got {node.op_type}"
@@ -151,7 +153,7 @@ def complete_resizes(model: onnx.ModelProto) -> str | None:
 
     def completed(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
         if node.op_type == "Resize" and not node.domain:
-            with suppress(CannotLower):
+            with suppress(CannotLower, *_INVALID):  # ONNX Runtime says what is wrong with it
                 made = complete_resize(copy_message(node), places)
                 if len(made) > 1:
                     done.append(node.name)

@@ -240,7 +240,7 @@ def _kept_ratio(
     node: onnx.NodeProto, places: OpsetScope, shape: list[int | str | None]
 ) -> NDArray[np.float32]:
     """Return the scales of a Resize by sizes that keeps the ratio of the sides."""
-    if not all(isinstance(size, int) for size in shape):
+    if not all(isinstance(size, int) and size > 0 for size in shape):
         raise CannotLower(f"the sizes of {node.input[0]} are not known")
     sides = np.array(shape, np.float32)
     scales = places.values(node.input[3], "sizes").astype(np.float32) / sides
@@ -384,7 +384,10 @@ def _new_resize(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto
         _drop(node, "scales")
     rounding = "floor"
     if node.op_type == "Resize" and node.input[1] in places.constants:
-        steps = 1 / places.values(node.input[1], "scales").astype(np.float64)
+        scales = places.values(node.input[1], "scales").astype(np.float64)
+        if not (scales > 0).all():
+            raise CannotLower("a scale is not above 0")
+        steps = 1 / scales
         shrunk, enlarged = steps[steps > 1], (steps < 1).any()
         rounding = "ceil" if shrunk.size and not enlarged else "floor"
         nearest = given.get("mode", b"nearest") == b"nearest"
