@@ -11,8 +11,10 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from typing import NoReturn
 
@@ -27,6 +29,10 @@ from deploy.version import __version__
 _OURS = ("calib8", "calibrators", "deploy")  # never reported as missing packages
 _NO_COMMAND = re.compile(r"No such command '([^']*)'")
 _ONE_MORE = re.compile(r"Got unexpected extra arguments? \((\S+?)[\s)]")
+
+_ENDING = frozenset((signal.SIGINT, signal.SIGTERM))
+_GRACE_S = 2.0  # so that inferences in progress can end, and their samples be counted
+_ORT = "deploy.runtimes.ort"  # imported only by commands that need it
 
 # name: (module:attribute, one line for `calib8 --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -102,7 +108,15 @@ class Terminated(BaseException):
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Raise `Terminated` on SIGTERM; only a main thread receives signals."""
+    """End a command on SIGINT and SIGTERM; only a main thread receives signals.
+
+    ::
+
+        signal --> Python's handler, as soon as no C code runs: KeyboardInterrupt or `Terminated`
+           |                                       ^
+           |--> a thread, after 2 s: inferences end|
+           '--> SIGINT: the system ends the process at the next one, whatever runs
+    """
 
     def end(number: int, frame: object) -> None:
         raise Terminated
@@ -112,13 +126,67 @@ def _terminable() -> Iterator[None]:
         return
     before = signal.signal(signal.SIGTERM, end)
     try:
-        yield
+        with _stop_inferences():
+            yield
     except Exception as error:
         if (stop_signal := _signal_behind(error)) is not None:
             raise stop_signal from error
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _stop_inferences() -> Iterator[None]:
+    """Stop inferences that last on after a signal, and let a second SIGINT end the process."""
+    if os.name != "posix":
+        yield
+        return
+    allow_one = _one_interrupt()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            numbers = os.read(reader, 64)
+            since = time.monotonic() - _GRACE_S
+            if _ENDING.isdisjoint(numbers) or over.wait(_GRACE_S) or _ORT not in sys.modules:
+                continue
+            if not sys.modules[_ORT].stop_runs(since):
+                allow_one()  # the command goes on, so the next interrupt is a first one again
+
+    watcher = threading.Thread(target=watch, name="calib8 signals", daemon=True)
+    watcher.start()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # a signal to a process that a user's loader forks is not one to this process
+    os.register_at_fork(after_in_child=lambda: over.is_set() or signal.set_wakeup_fd(-1))
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        over.set()
+        os.write(writer, b"\0")  # a process that the user's code forked may hold the pipe open
+        watcher.join()
+        os.close(writer)
+        os.close(reader)
+        if _ORT in sys.modules:
+            sys.modules[_ORT].continue_runs()
+        if (handler := signal.getsignal(signal.SIGINT)) is not None:
+            signal.signal(signal.SIGINT, handler)  # for more than one
+
+
+def _one_interrupt() -> Callable[[], object]:
+    """Let the system end the process at the second SIGINT; return what renews this (Linux only)."""
+    import ctypes
+
+    install = getattr(ctypes.CDLL(None), "sysv_signal", None)
+    if install is None:
+        return lambda: None
+    install.argtypes, install.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    allow_one = partial(install, signal.SIGINT, install(signal.SIGINT, None))
+    allow_one()
+    return allow_one
 
 
 def _signal_behind(error: BaseException) -> KeyboardInterrupt | Terminated | None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import sys
 import time
@@ -23,6 +24,7 @@ from deploy.metrics.kernels import KernelTime, time_kernels
 from deploy.metrics.latency import FEW, DeviceTimes, Timing, measure, percentile
 from deploy.report import Report, to_html, to_markdown, to_screen
 from deploy.report.parts import BatchRow, EngineRow
+from deploy.runtimes import ort
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, build_net, make_model, save_net
@@ -464,6 +466,24 @@ def test_a_run_waits_for_no_other_sessions_threads(monkeypatch):
     )
     OrtSession.open(make_model([("Relu", "x", "y")], {"x": [1]}, {"y": [1]}, opset=17))
     assert ("session.force_spinning_stop", "1") in entries
+
+
+def test_runs_and_loading_are_stopped_until_they_may_continue(monkeypatch):
+    model = make_model([("Relu", "x", "y")], {"x": [1]}, {"y": [1]}, opset=17)
+    feed = {"x": np.ones(1, np.float32)}
+    session, load = OrtSession.open(model), onnxruntime.InferenceSession
+    bound = session.bound({"y": ((1,), np.dtype(np.float32))})
+    monkeypatch.setattr(
+        onnxruntime, "InferenceSession", lambda *a, **k: (ort.stop_runs(math.inf), load(*a, **k))
+    )
+    try:
+        for work in (OrtSession.open, lambda _: session.run(feed), lambda _: bound.run(feed)):
+            with pytest.raises(KeyboardInterrupt):
+                work(model)
+    finally:
+        ort.continue_runs()
+    session.run(feed)
+    assert not ort.stop_runs(-math.inf)  # a signal before that
 
 
 def test_throughput_is_queries_over_a_sessions_own_time():

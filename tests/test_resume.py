@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibrators.statistics import HistogramOf
-from deploy import calibrate, merge
+from deploy import calibrate, cli, merge
 from deploy.calibration import checkpoint, shards
 from deploy.calibration.checkpoint import Checkpoint, checkpoint_path
 from deploy.calibration.shards import write_shard
@@ -116,6 +116,7 @@ def ended_at(sample, send, patched):
         finish(self)
         over.set()
 
+    patched.setattr(cli, "_GRACE_S", 300)  # for which an inference that was begun may last
     patched.setattr(VariantRunner, "run", heard)
     patched.setattr(_SharedIterator, "finish", finished)
     return ran

@@ -1,5 +1,6 @@
 """A build is complete or not there, and no output destroys other files."""
 
+import contextlib
 import functools
 import json
 import os
@@ -619,46 +620,115 @@ def slow(tmp_path):
     return save_net(model, tmp_path / "slow.onnx"), tmp_path / "x.npy"
 
 
+@pytest.fixture
+def endless(tmp_path):
+    """A model whose inference never ends, and an input."""
+    value = "float[n, 8, 8, 8]"
+    body = f"b (int64 i, bool c, {value} s) => (bool d, {value} t) {{ d = Not(f) t = Relu(s) }}"
+    weights = {"w1": np.ones((8, 3, 3, 3)), "w2": np.ones((8, 8, 3, 3))}
+    nodes = [("Conv", "x w1", "a"), ("Conv", "a w2", "b"), ("Not", "f", "c")]
+    nodes.append(("Loop", ["", "c", "b"], "endless", {"body": onnx.parser.parse_graph(body)}))
+    constants = {**as_float32(weights), "f": np.array(False)}
+    model = make_model(nodes, {"x": ["n", 3, 12, 12]}, {"endless": None}, constants, opset=17)
+    np.save(tmp_path / "x.npy", np.ones((4, 3, 12, 12), np.float32))
+    return save_net(model, tmp_path / "endless.onnx"), tmp_path / "x.npy"
+
+
 TELLING = """
+import sys
 from deploy import cli, terminal
+from deploy.runtimes.ort import CpuSession
 terminal.LASTING_S = terminal.TICK_S = terminal.EVERY_S = 0.01
+def say_and_run(session, feed, run=CpuSession.run):
+    print("runs", *(spec.name for spec in session.outputs), file=sys.stderr, flush=True)
+    return run(session, feed)
+CpuSession.run = say_and_run
+cli._GRACE_S = float(sys.argv.pop(1))
 cli.main()
 """
+HOLDING = """
+from ctypes import PyDLL
+from itertools import repeat
+def load():
+    yield sum(map(PyDLL(None).write, repeat(2), repeat(b"no end"), repeat(6)))
+"""  # C code alone runs from the first word on, and lets no other thread run
+
+
+@pytest.fixture
+def signalled(tmp_path):
+    """(model, data, a pattern of its screen, send, words) -> a build to which `send` sends.
+
+    `grace`: seconds in which inferences may end.
+    Gives its exit code, its last line, and its files.
+    """
+
+    def call(model, data, pattern, send, *words, grace=300):
+        out = tmp_path / "out"
+        words = ("-c", TELLING, grace, "build", model, "--images", data, "--out", out, *words)
+        started = subprocess.Popen(
+            [sys.executable, *map(str, words)],
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell ignores it
+        )
+        said = b""
+        try:
+            while not re.search(pattern, said):
+                piece = os.read(started.stderr.fileno(), 1000)
+                assert piece, said
+                said += piece
+            send(started)
+            _, rest = started.communicate(timeout=300)
+        finally:
+            started.kill()
+        last = (said + rest).decode().strip().splitlines()[-1]
+        return started.returncode, last, list(out.rglob("*.*"))
+
+    return call
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "threads"), [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)]
 )
-def test_a_signal_ends_a_run_with_nothing_half_written(number, code, threads, slow, tmp_path):
-    model, x = slow
-    out = tmp_path / "out"
-    words = ("-c", TELLING, "build", model, "--images", x, "--out", out, "--threads", threads)
-    started = subprocess.Popen(
-        [sys.executable, *map(str, words)],
-        stderr=subprocess.PIPE,
-        cwd=ROOT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell may ignore it
+def test_a_signal_ends_a_run_with_nothing_half_written(
+    number, code, threads, slow, signalled, tmp_path
+):
+    ended, last, files = signalled(
+        *slow, rb"observing: \d+ of", lambda run: run.send_signal(number), "--threads", threads
     )
-    said = b""
-    try:
-        while not re.search(rb"observing: \d+ of", said):
-            piece = os.read(started.stderr.fileno(), 1000)
-            assert piece, said
-            said += piece
-        started.send_signal(number)
-        _, rest = started.communicate(timeout=300)
-    finally:
-        started.kill()
-    last = (said + rest).decode().strip().splitlines()[-1]
-    assert started.returncode == code
-    left = out / "calib8/slow.cache.checkpoint"
+    left = tmp_path / "out/calib8/slow.cache.checkpoint"
+    assert ended == code
     assert re.fullmatch(
         f"calib8: {ENDED[code]}; nothing half-written was left behind; [0-9,]+ of 4,000 samples"
         f" are kept in {left}: --resume goes on from there",
         last,
     )
-    assert list(out.rglob("*.*")) == [left]
+    assert files == [left]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code", "threads"), [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)]
+)
+def test_a_signal_ends_an_inference_that_never_ends(number, code, threads, endless, signalled):
+    words = (*endless, b"runs .*endless", lambda run: run.send_signal(number))
+    ended, last, files = signalled(*words, "--threads", threads, grace=0.1)
+    assert (ended, files) == (code, [])
+    assert last == f"calib8: {ENDED[code]}; nothing half-written was left behind"
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_what_no_python_code_can_end(slow, signalled, tmp_path):
+    def insist(run):
+        for _ in range(3000):  # two that arrive together are one
+            run.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return run.wait(0.1)
+
+    (tmp_path / "loader.py").write_text(HOLDING)
+    loader = tmp_path / "loader.py:load"
+    assert signalled(slow[0], loader, b"no end", insist)[0] == -signal.SIGINT
 
 
 @pytest.mark.parametrize(("kind", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])

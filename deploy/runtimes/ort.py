@@ -48,6 +48,39 @@ ArrayForm = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
 
 _LOG_FATAL = 4  # errors arrive as exceptions; everything else would clutter the user's screen
 
+_SHARED: dict[str, onnxruntime.RunOptions] = {}  # one for every run, so that all can be stopped
+_LOADING: set[onnxruntime.SessionOptions] = set()
+_continued_at = -math.inf
+
+
+def _run_options() -> onnxruntime.RunOptions:
+    import onnxruntime
+
+    return _SHARED.setdefault("", onnxruntime.RunOptions())
+
+
+def stop_runs(since: float) -> bool:
+    """Stop every run, also later ones, and every session that loads; each raises KeyboardInterrupt.
+
+    Args:
+        since: time (`time.monotonic`) of a signal. If `continue_runs` was called later, nothing is
+            stopped, and False is returned.
+    """
+    if _continued_at > since:
+        return False
+    _run_options().terminate = True
+    for options in list(_LOADING):
+        if hasattr(options, "set_load_cancellation_flag"):  # not in older versions
+            options.set_load_cancellation_flag(True)
+    return True
+
+
+def continue_runs() -> None:
+    """Allow runs again after an interrupt that did not end the command."""
+    global _continued_at
+    _continued_at = time.monotonic()
+    _run_options().terminate = False
+
 
 def runtime_version() -> str:
     """Return "ONNX Runtime" and its version."""
@@ -77,6 +110,12 @@ def _create_session(
         if _OUTPUT_LOST not in str(error):
             raise
         return session([*without, _OUTPUT_LOSING_OPTIMIZER])
+
+
+def _raise_if_stopped(error: Exception) -> None:
+    """Raise KeyboardInterrupt for an error after `stop_runs`; the main thread raises its signal."""
+    if (options := _SHARED.get("")) is not None and options.terminate:
+        raise KeyboardInterrupt from error
 
 
 class CpuSession(ABC):
@@ -113,11 +152,17 @@ class CpuSession(ABC):
 
     @classmethod
     def run_error(cls, error: Exception) -> BackendError:
-        """Return the error of a run that fails."""
+        """Return the error of a run that fails.
+
+        Raises:
+            KeyboardInterrupt: `stop_runs` ended it.
+        """
+        _raise_if_stopped(error)
         return BackendError(f"{cls._runtime} could not run the model: {cls._sentence(error)}")
 
     @classmethod
     def _open_error(cls, model: Model, version: str, error: Exception) -> BackendError:
+        _raise_if_stopped(error)
         name = str(model) if isinstance(model, Path | str) else "the model"
         return BackendError(
             f"{name} must be a model that {cls._runtime} {version} can load,"
@@ -135,7 +180,8 @@ class OrtSession(CpuSession):
         self.inputs = [_spec(node) for node in session.get_inputs()]
         self.outputs = [_spec(node) for node in session.get_outputs() if _is_tensor(node)]
         self._session = session
-        self._infer = partial(session.run, [spec.name for spec in self.outputs])
+        names = [spec.name for spec in self.outputs]
+        self._infer = partial(session.run, names, run_options=_run_options())
 
     @classmethod
     def open(
@@ -200,10 +246,13 @@ class OrtSession(CpuSession):
         options.graph_optimization_level = (
             level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
         )
+        _LOADING.add(options)
         try:
             session = _create_session(source, options, () if int8_kernels else _CLIP_DROPPERS)
         except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
             raise cls._open_error(model, onnxruntime.__version__, error) from error
+        finally:
+            _LOADING.discard(options)
         return cls(session, threads=threads)
 
     def end_trace(self) -> str:
@@ -261,7 +310,7 @@ class BoundSession:
         try:
             for name, array in feed.items():
                 self._binding.bind_cpu_input(name, array)
-            self._session.run_with_iobinding(self._binding)
+            self._session.run_with_iobinding(self._binding, _run_options())
         except Exception as error:  # as above
             raise OrtSession.run_error(error) from error
         finally:

@@ -22,6 +22,7 @@ from deploy.graph.index import match_nodes
 from deploy.graph.plan import quantized_precision
 from deploy.machine import this_machine
 from deploy.method import NO_CHOICES, Choices, Method, comparable_methods
+from deploy.runtimes.ort import continue_runs
 from deploy.terminal import Step, phase
 from deploy.tuning.plan_file import PlanFile, TargetPlan, float_reasons, read_plan, write_plan
 from deploy.tuning.prices import (
@@ -163,6 +164,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     except KeyboardInterrupt:
         if not search.trials:
             raise
+        continue_runs()
         choice = ChosenSplit(trial=search.best, told=[], interrupted=True)
     return _target_plan(search, choice), prober.tried
 
