@@ -21,7 +21,7 @@ from typing import NoReturn
 import click
 
 from calibrators.errors import shortened
-from deploy.errors import Calib8Error, did_you_mean
+from deploy.errors import Calib8Error, Terminated, did_you_mean
 from deploy.files.reading import guard_inputs
 from deploy.terminal import say
 from deploy.version import __version__
@@ -100,10 +100,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Show, check and convert TensorRT calibration caches.",
     ),
 }
-
-
-class Terminated(BaseException):
-    """Raised on SIGTERM; ends a run like the user's interrupt."""
 
 
 @contextmanager

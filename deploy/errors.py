@@ -13,7 +13,7 @@
     `-- BackendError            a runtime refused to build or to run
         `-- SdkMissingError     the SDK or the device is not on this machine
 
-Every message states the rule, the value that breaks it, and the remedy.
+Every message states the rule, the value that breaks it, and the remedy. `Terminated` stands apart.
 """
 
 from collections.abc import Iterable
@@ -65,6 +65,10 @@ class BackendError(Calib8Error):
 
 class SdkMissingError(BackendError):
     """The SDK or the device that this step needs is not on this machine."""
+
+
+class Terminated(BaseException):
+    """Raised on SIGTERM; ends a run like the user's interrupt."""
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -317,6 +317,24 @@ def test_somebody_else_there_is_a_sentence(words, monkeypatch, small_cnn, pictur
             calibrate(small_cnn, pictures, scheduler=f"127.0.0.1:{server.getsockname()[1]}")
 
 
+@pytest.mark.slow
+def test_noise_there_is_one_line_until_the_process_ends(small_cnn, pictures):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        said = []
+
+        def answer():
+            said.append(server.accept()[0])  # stays open until the process has ended
+            said[0].sendall(b"\xff" * 4096)
+
+        threading.Thread(target=answer, daemon=True).start()
+        words = ["calibrate", small_cnn, "--images", pictures, "-q", "--scheduler"]
+        words.append(f"127.0.0.1:{server.getsockname()[1]}")
+        done = subprocess.run([sys.executable, "-m", "deploy", *words], capture_output=True)
+        said[0].close()
+    assert done.returncode == 1 and done.stderr.count(b"\n") == 1
+    assert b"a dask scheduler must answer at" in done.stderr
+
+
 def test_dask_missing_is_a_sentence(small_cnn, pictures, monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(SdkMissingError, match=r"pip install 'calib8\[dask\]'"):

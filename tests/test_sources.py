@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shutil
+import signal
 
 import cv2
 import numpy as np
@@ -346,6 +347,11 @@ def test_a_loader_of_the_users(kind, tmp_path, cached):
         ("return None", "must return a feed, got None"),
         ("return 5", "something to iterate over, got int"),
         ("yield 1 / 0", "got ZeroDivisionError"),
+        ("yield 1 if open('gone') else 2", "'gone' at"),
+        ("import os; os.chdir('/'); yield 0 if open('gone') else 1", "use absolute paths) at"),
+        ("raise GeneratorExit", "got GeneratorExit"),
+        ("raise BaseException('gone')", "got BaseException: gone"),
+        ("raise type('Odd', (Exception,), {'__str__': lambda e: 1 / 0})", "got Odd: an error with"),
         ("return iter([])", "must give samples, got none"),
     ],
 )
@@ -353,6 +359,30 @@ def test_a_loader_that_fails_is_one_sentence(body, message, tmp_path, run, small
     (tmp_path / "loader.py").write_text(f"def feed():\n    {body}\n")
     words = "calibrate", small_cnn, "--out", tmp_path / "c"
     assert message in run.fails(*words, "--images", f"{tmp_path}/loader.py:feed")
+
+
+@pytest.mark.parametrize("body", ["change()\n    return data", "yield data\n    change()"])
+def test_what_a_loader_changes_for_the_process_is_restored(
+    body, tmp_path, run, small_cnn, monkeypatch
+):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "loader.py").write_text(
+        "import os, signal, threading, numpy\n"
+        "data = numpy.full([2, 3, 16, 16], 1e-44, 'float32')\n"
+        "def change():\n"
+        "    os.chdir('there')\n"
+        "    numpy.seterr(all='raise')\n"
+        "    if threading.current_thread() is threading.main_thread():\n"
+        "        signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"def feed():\n    {body}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGINT), np.geterr()
+    words = ("--images", "loader.py:feed", "--duration", 0, "--effort", 0)
+    assert run("build", small_cnn, *words)[0] in (0, 3)
+    assert (signal.getsignal(signal.SIGINT), np.geterr()) == before
+    assert {path.name for path in tmp_path.iterdir()} >= {"build", "there", "loader.py"}
+    assert not [*(tmp_path / "there").iterdir()]
 
 
 # ---- what Python hands over -------------------------------------------------------------------

@@ -19,8 +19,7 @@ import pytest
 from deploy import cli
 from deploy.calibration import store
 from deploy.calibration.store import cache_files, sidecars
-from deploy.cli import Terminated
-from deploy.errors import BackendError, ExportError
+from deploy.errors import BackendError, ExportError, Terminated
 from deploy.feed.preprocess import Preprocess
 from deploy.files import atomic, manifest, staging
 from deploy.files.reading import add_input_file, guard_inputs, refuse_output

@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 import pytest
 
-from deploy.errors import FeedError
+from deploy.errors import ConfigError, FeedError
 from deploy.feed.file_list import ImageFile
 from deploy.feed.pixels import boxes_to_input, preprocess_image
 from deploy.feed.preprocess import Preprocess
@@ -159,6 +159,28 @@ def test_what_a_metric_does_to_its_arrays_is_no_other_engines_matter(build, smal
 )
 def test_what_is_wrong_with_a_metric_is_one_sentence(refused, small_cnn, score, name, rule):
     assert rule in refused(small_cnn, *SMALL, "--metric", score.parent / name)
+
+
+class Unread(float):
+    def __float__(self):
+        raise OSError("no disk")
+
+
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        ("1", "must return a finite number, got '1' from"),
+        (10**400, "must return a finite number, got 1000"),
+        ([10**5000], "metric .* must run without error, got ValueError"),  # Python prints no such
+        (np.ones(2), "must return a finite number, got array"),
+        (None, "must return a finite number, got None"),
+        (Unread(1), "metric .* must run without error, got OSError: no disk"),
+    ],
+)
+def test_a_metric_gives_a_number(value, rule):
+    tally = MetricTally(metric_of(lambda fp32, int8, label: value), labels=None)
+    with pytest.raises(ConfigError, match=rule):
+        tally.add({}, {}, {})
 
 
 def test_a_metric_takes_one_label_a_sample():

@@ -123,7 +123,14 @@ def _import() -> Any:
 
 def _opened(address: str) -> Client:
     def client() -> Client:
-        return _import().Client(address, timeout=CONNECT_S, set_as_default=False)
+        kind = _import().Client
+        made: Client = kind.__new__(kind)
+        try:
+            kind.__init__(made, address, timeout=CONNECT_S, set_as_default=False)
+        except BaseException:
+            made.status = "closed"  # or its __del__ would wait for the address once more
+            raise
+        return made
 
     try:
         with phase("scheduler"):

@@ -9,16 +9,20 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import signal
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from deploy.errors import Calib8Error, ConfigError
+import numpy as np
+
+from deploy.errors import Calib8Error, ConfigError, Terminated
 from deploy.files.reading import refuse_irregular
 
 # Libraries whose models are given as `package:name`: import name -> name for pip.
@@ -60,18 +64,75 @@ def load_function(spec: str, *, what: str, form: str, error: type[Calib8Error]) 
 def wrap_user_errors(
     what: str, *, error: type[Calib8Error], where: Callable[[BaseException], str] | None = None
 ) -> Iterator[None]:
-    """Raise any exception of the user's code as one `error` with its file and line."""
+    """Raise any exception of the user's code as one `error` with its file and line.
+
+    Afterwards the working folder, numpy's handling of errors, and the handlers of Ctrl-C and
+    SIGTERM are as they were.
+    """
     try:
-        yield
-    except Calib8Error:
+        with _SURROUNDINGS.restored(), np.errstate():
+            yield
+    except (Calib8Error, KeyboardInterrupt, Terminated):
         raise
-    except (Exception, SystemExit) as raised:
+    except BaseException as raised:  # also SystemExit and GeneratorExit
         line = (where or find_user_line)(raised)
-        message = (str(raised).strip().splitlines() or [""])[0][:300]
+        try:
+            message = (str(raised).strip().splitlines() or [""])[0][:300]
+        except Exception:  # from its own __str__
+            message = "an error without text"
+        if isinstance(raised, FileNotFoundError) and _SURROUNDINGS.moved:
+            message += " (os.chdir lasts until the function returns; use absolute paths)"
         raise error(
             f"{what} must run without error, got {type(raised).__name__}: {message}"
             + (f" at {line}" if line else "")
         ) from raised
+
+
+class _Surroundings:
+    """What a user's code may change for the process, in any thread.
+
+    Attributes:
+        moved: whether the code changed the working folder.
+    """
+
+    def __init__(self) -> None:
+        self.moved = False
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._folder: str | None = None  # before the first of the calls in progress
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the working folder and the signal handlers at the end."""
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        with self._lock:
+            if not self._calls:
+                self._folder = _working_folder()
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                if self._folder is not None and _working_folder() != self._folder:
+                    self.moved = True
+                    with suppress(OSError):  # it was removed
+                        os.chdir(self._folder)
+            if threading.current_thread() is threading.main_thread():
+                for number, handler in handlers.items():
+                    if handler is not None and signal.getsignal(number) is not handler:
+                        signal.signal(number, handler)
+
+
+_SURROUNDINGS = _Surroundings()
+
+
+def _working_folder() -> str | None:
+    """Return the working folder; None if it was removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
 
 
 def find_user_line(error: BaseException, *, besides: tuple[str, ...] = ()) -> str:

@@ -16,6 +16,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import SupportsFloat
 
 import numpy as np
 
@@ -88,16 +89,16 @@ class MetricTally:
 
     def _number(self, reference: Outputs, candidate: Outputs, label: int | None) -> float:
         with usercode.wrap_user_errors(f"the metric {self.metric.name}", error=ConfigError):
-            value = self.metric.function(_copies(reference), _copies(candidate), label)
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise ConfigError(
-                f"a metric must return a finite number, got {value!r:.60} from {self.metric.name}"
-                f" for sample {self.samples}"
-            )
+            value: object = self.metric.function(_copies(reference), _copies(candidate), label)
+            try:
+                number = float(value) if isinstance(value, SupportsFloat) else math.nan
+            except (TypeError, ValueError, OverflowError):
+                number = math.nan
+            if not math.isfinite(number):
+                raise ConfigError(
+                    f"a metric must return a finite number, got {value!r:.60} from"
+                    f" {self.metric.name} for sample {self.samples}"
+                )
         return number
 
     def result(self) -> TaskFigure | None:
