@@ -157,8 +157,12 @@ def _stop_inferences() -> Iterator[None]:
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     # a signal to a process that a user's loader forks is not one to this process
     os.register_at_fork(after_in_child=lambda: over.is_set() or signal.set_wakeup_fd(-1))
+    is_signalled = False
     try:
         yield
+    except BaseException as error:
+        is_signalled = _signal_behind(error) is not None
+        raise
     finally:
         signal.set_wakeup_fd(before)
         over.set()
@@ -166,8 +170,8 @@ def _stop_inferences() -> Iterator[None]:
         watcher.join()
         os.close(writer)
         os.close(reader)
-        if _ORT in sys.modules:
-            sys.modules[_ORT].continue_runs()
+        if (ort := sys.modules.get(_ORT)) is not None:  # or threads keep the process from ending
+            ort.abandon_runs() if is_signalled else ort.continue_runs()
         if (handler := signal.getsignal(signal.SIGINT)) is not None:
             signal.signal(signal.SIGINT, handler)  # for more than one
 

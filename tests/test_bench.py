@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from onnx import numpy_helper
 
 from deploy.analysis.benchmark import bench, model_size
-from deploy.errors import ConfigError
+from deploy.errors import BackendError, ConfigError
 from deploy.metrics.bench_inputs import random_feeds
 from deploy.metrics.kernels import KernelTime, time_kernels
 from deploy.metrics.latency import FEW, DeviceTimes, Timing, measure, percentile
@@ -484,6 +484,11 @@ def test_runs_and_loading_are_stopped_until_they_may_continue(monkeypatch):
         ort.continue_runs()
     session.run(feed)
     assert not ort.stop_runs(-math.inf)  # a signal before that
+    ort.abandon_runs()
+    with pytest.raises(BackendError, match="terminate"):
+        bound.run(feed)
+    monkeypatch.undo()
+    OrtSession.open(model).run(feed)
 
 
 def test_throughput_is_queries_over_a_sessions_own_time():

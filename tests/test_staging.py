@@ -730,6 +730,15 @@ def test_a_second_interrupt_ends_what_no_python_code_can_end(slow, signalled, tm
     assert signalled(slow[0], loader, b"no end", insist)[0] == -signal.SIGINT
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks beside threads
+def test_a_signal_to_a_forked_process_stops_nothing_here():
+    with cli._terminable():
+        child = os.fork()
+        if not child:
+            os._exit(signal.set_wakeup_fd(-1) != -1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 @pytest.mark.parametrize(("kind", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
 @pytest.mark.parametrize("deep", [1, 2])
 def test_a_signal_that_became_an_error_is_a_signal(kind, code, deep, run, monkeypatch):

@@ -68,11 +68,21 @@ def stop_runs(since: float) -> bool:
     """
     if _continued_at > since:
         return False
-    _run_options().terminate = True
+    _end_runs(_run_options())
+    return True
+
+
+def abandon_runs() -> None:
+    """Stop every run of the sessions opened so far, in threads that a signal left behind."""
+    if (options := _SHARED.pop("", None)) is not None:
+        _end_runs(options)
+
+
+def _end_runs(shared: onnxruntime.RunOptions) -> None:
+    shared.terminate = True
     for options in list(_LOADING):
         if hasattr(options, "set_load_cancellation_flag"):  # not in older versions
             options.set_load_cancellation_flag(True)
-    return True
 
 
 def continue_runs() -> None:
@@ -293,6 +303,7 @@ class BoundSession:
         if any(dtype.hasobject for _, dtype in like.values()):
             raise BackendError("outputs of text cannot be bound")
         self._session = session
+        self._options = _run_options()
         self._binding = session.io_binding()
         self.outputs = _allocate_outputs(like)
         try:
@@ -310,7 +321,7 @@ class BoundSession:
         try:
             for name, array in feed.items():
                 self._binding.bind_cpu_input(name, array)
-            self._session.run_with_iobinding(self._binding, _run_options())
+            self._session.run_with_iobinding(self._binding, self._options)
         except Exception as error:  # as above
             raise OrtSession.run_error(error) from error
         finally:
