@@ -83,7 +83,8 @@ def wrap_user_errors(
         if isinstance(raised, FileNotFoundError) and _SURROUNDINGS.moved:
             message += " (os.chdir lasts until the function returns; use absolute paths)"
         raise error(
-            f"{what} must run without error, got {type(raised).__name__}: {message}"
+            f"{what} must run without error, got {type(raised).__name__}"
+            + (f": {message}" if message else "")
             + (f" at {line}" if line else "")
         ) from raised
 
