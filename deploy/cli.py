@@ -108,10 +108,10 @@ def _terminable() -> Iterator[None]:
 
     ::
 
-        signal --> Python's handler, as soon as no C code runs: KeyboardInterrupt or `Terminated`
-           |                                       ^
-           |--> a thread, after 2 s: inferences end|
-           '--> SIGINT: the system ends the process at the next one, whatever runs
+        signal --> Python's handler, once C code returns: KeyboardInterrupt or `Terminated`
+          |                                        ^
+          |--> thread: after 2 s inferences return-'
+          '--> SIGINT: the next one ends the process, even inside C code that never returns
     """
 
     def end(number: int, frame: object) -> None:
