@@ -67,7 +67,7 @@ def wrap_user_errors(
     """Raise any exception of the user's code as one `error` with its file and line.
 
     Afterwards the working folder, numpy's handling of errors, and the handlers of Ctrl-C and
-    SIGTERM are as they were.
+    SIGTERM are as they were. A working folder that the code set is there in its next call.
     """
     try:
         with _SURROUNDINGS.restored(), np.errstate():
@@ -80,8 +80,6 @@ def wrap_user_errors(
             message = (str(raised).strip().splitlines() or [""])[0][:300]
         except Exception:  # from its own __str__
             message = "an error without text"
-        if isinstance(raised, FileNotFoundError) and _SURROUNDINGS.moved:
-            message += " (os.chdir lasts until the function returns; use absolute paths)"
         raise error(
             f"{what} must run without error, got {type(raised).__name__}"
             + (f": {message}" if message else "")
@@ -90,17 +88,13 @@ def wrap_user_errors(
 
 
 class _Surroundings:
-    """What a user's code may change for the process, in any thread.
-
-    Attributes:
-        moved: whether the code changed the working folder.
-    """
+    """What a user's code may change for the process, in any thread."""
 
     def __init__(self) -> None:
-        self.moved = False
         self._lock = threading.Lock()
         self._calls = 0
         self._folder: str | None = None  # before the first of the calls in progress
+        self._theirs: str | None = None  # that the code set
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -110,15 +104,15 @@ class _Surroundings:
             if not self._calls:
                 self._folder = _working_folder()
             self._calls += 1
+            _enter(self._theirs)
         try:
             yield
         finally:
             with self._lock:
                 self._calls -= 1
-                if self._folder is not None and _working_folder() != self._folder:
-                    self.moved = True
-                    with suppress(OSError):  # it was removed
-                        os.chdir(self._folder)
+                if self._folder is not None and (here := _working_folder()) != self._folder:
+                    self._theirs = here
+                    _enter(self._folder)
             if threading.current_thread() is threading.main_thread():
                 for number, handler in handlers.items():
                     if handler is not None and signal.getsignal(number) is not handler:
@@ -126,6 +120,12 @@ class _Surroundings:
 
 
 _SURROUNDINGS = _Surroundings()
+
+
+def _enter(folder: str | None) -> None:
+    if folder is not None:
+        with suppress(OSError):  # it was removed
+            os.chdir(folder)
 
 
 def _working_folder() -> str | None:
