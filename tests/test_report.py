@@ -289,19 +289,19 @@ def test_the_screen_shows_what_changed():
     text = to_screen(dataclasses.replace(full(), engines=engines))
     assert "2.00x (2.00 to 2.00)" in text and "4.00x smaller" in text and "-0.25 points" in text
     assert len(text.splitlines()) <= 16 and "Ship          logits" in text
-    assert "Next          calib8 bench logits --against logits" in text
+    assert "Next          calib8 bench logits --threads 1" in text  # the model was in memory
     assert "entropy, calibrated anew in 1.5 s: logits" in to_markdown(full())
 
 
 @pytest.mark.parametrize(
     ("verdict", "speed", "searched", "said"),
     [
-        (Verdict("good", ()), (1.5, 1.4, 1.6), True, "calib8 bench m --against m --threads 1"),
+        (Verdict("good", ()), (1.5, 1.4, 1.6), True, "bench m.onnx --against m.onnx --threads 1"),
         (
             Verdict("good", ()),
             (1.5, 0.9, 2),
             True,
-            "on a quiet machine: calib8 bench m --against m",
+            "on a quiet machine: calib8 bench m.onnx --against m.onnx",
         ),
         (
             Verdict("keep FP32", ()),
@@ -321,7 +321,7 @@ def test_the_screen_shows_what_changed():
     ],
 )
 def test_every_verdict_has_a_next_step(verdict, speed, searched, said):
-    report = full("m")
+    report = full("m.onnx")
     (target,), (fp32, int8) = report.targets, report.engines
     ratio, low, high = speed
     row = dataclasses.replace(int8, verdict=verdict, speed=SpeedUp(ratio=ratio, low=low, high=high))

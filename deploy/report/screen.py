@@ -181,8 +181,9 @@ def next_steps(report: Findings) -> Iterator[str]:
             continue
         again = None if options is None else f"calib8 build --config {shlex.quote(options)}"
         there = report.model and engine.path
-        model = shlex.quote(report.model.path if report.model else "")
-        bench = f"calib8 bench {model} --against {shlex.quote(engine.path or '')}"
+        model = report.model.path if report.model else ""  # a name if it was in memory
+        named = [*([model] if PurePath(model).suffix else ()), engine.path or ""]
+        bench = f"calib8 bench {' --against '.join(map(shlex.quote, named))}"
         lossy = engine.verdict.level in (DOUBTFUL, UNUSABLE)
         if lossy and again and not engine.verdict.gated:
             searched = built.search is not None
