@@ -86,11 +86,12 @@ def test_weights_that_are_computed_are_taken_as_they_are_now(kind):
     COMPUTED[kind](model)
     model.eval()
     (name,) = computed_weights(model)
-    wanted = model(X)
+    wanted, own_weight = model(X), model[0].__dict__.get("weight")
     for _ in range(2):  # a copy leaves nothing behind in the model
         own = plain_copy(model)
         assert not computed_weights(own) and name in dict(own.named_parameters())
         assert torch.allclose(own(X), wanted, atol=1e-6)
+        assert model[0].__dict__.get("weight") is own_weight
     assert torch.equal(model(X), wanted) and computed_weights(model)
     converted = quantize_model(model, [X], [(X,)], mode="static", target=STEM)
     assert measure_coverage(converted, model).quantized == ("0", "3")

@@ -44,10 +44,10 @@ def plain_copy(model: nn.Module) -> nn.Module:
     """Return a deep copy without wrappers, each weight a parameter, in the mode of the model.
 
     Raises:
-        ModelError: the model is TorchScript, or cannot be copied.
+        ModelError: see `unwrap`; or the model cannot be copied.
     """
     model = unwrap(model)
-    _detach_computed(model)
+    computed = _detach_computed(model)
     try:
         own = copy.deepcopy(model)
     except Exception as error:  # a user's module may hold anything
@@ -55,6 +55,9 @@ def plain_copy(model: nn.Module) -> nn.Module:
             f"a model must be copied before it is changed, got {type(error).__name__}:"
             f" {first_line(error)}; keep open files, locks and computed tensors out of its modules"
         ) from error
+    finally:
+        for module, name, value in computed:
+            setattr(module, name, value)
     for name, module in list(own.named_modules()):
         if name and unwrap(module, name) is not module:
             replace_submodule(own, name, unwrap(module, name))
@@ -68,10 +71,12 @@ def unwrap(model: nn.Module, name: str = "the model") -> nn.Module:
     """Return the model inside torch.compile and DataParallel wrappers; it shares the parameters.
 
     Raises:
-        ModelError: the model is TorchScript.
+        ModelError: the model is TorchScript, or no module.
     """
     while (inner := _wrapped(model)) is not None:
         model = inner
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{name} must be a torch.nn.Module, got {_kind_and_hint(model)}")
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError(
             f"a model must be Python code that can be followed, and {name} is TorchScript; give"
@@ -110,13 +115,14 @@ def _tensor_name(hook: Any) -> str:
     return str(name)
 
 
-def _detach_computed(model: nn.Module) -> None:
-    """Detach weights that hooks compute: tensors with a grad_fn cannot be deep-copied."""
-    for module in model.modules():
-        for hook in _weight_hooks(module):
-            with torch.no_grad():
-                value = getattr(module, _tensor_name(hook))
-                setattr(module, _tensor_name(hook), value.detach())
+def _detach_computed(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Detach weights that hooks compute, as a grad_fn cannot be deep-copied; return the weights."""
+    hooks = [(module, hook) for module in model.modules() for hook in _weight_hooks(module)]
+    names = [(module, _tensor_name(hook)) for module, hook in hooks]
+    computed = [(module, name, getattr(module, name)) for module, name in names]
+    for module, name, value in computed:
+        setattr(module, name, value.detach())
+    return computed
 
 
 def _compute_once(module: nn.Module) -> None:
@@ -354,9 +360,7 @@ def load_module(spec: str, weights: Path | None = None) -> nn.Module:
     """
     model = create_named_model(spec) if is_library_model(spec) else call_factory(spec)
     if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        hint = f"; {_EXPORTED}" if kind == "ExportedProgram" else ""
-        raise ModelError(f"{spec} must return a torch.nn.Module, got {kind}{hint}")
+        raise ModelError(f"{spec} must return a torch.nn.Module, got {_kind_and_hint(model)}")
     model = unwrap(model)
     if weights is not None:
         load_weights(model, weights)
@@ -364,6 +368,11 @@ def load_module(spec: str, weights: Path | None = None) -> nn.Module:
         return model.eval()
     except NotImplementedError as error:
         raise ModelError(f"{spec} must return a module with an eval mode; {_EXPORTED}") from error
+
+
+def _kind_and_hint(model: object) -> str:
+    kind = type(model).__name__
+    return f"{kind}; {_EXPORTED}" if kind == "ExportedProgram" else kind
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
