@@ -4,7 +4,7 @@
 >>> report = calib8.build("model.onnx", "photos/", out="build")
 >>> print(report)
 
-A model is a file or an `onnx.ModelProto`; `calib8.torch.export` makes one of a PyTorch module.
+A model is a file, an `onnx.ModelProto`, or a PyTorch module with a DataLoader as its images.
 
     build(model, images)      calibrate, build int8 engines, measure; returns a Report
     calibrate(model, images)  calibrate only; `cache=` names the file that keeps it

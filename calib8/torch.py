@@ -1,6 +1,6 @@
 """PyTorch: trace, fuse, profile, quantize, train and export a module in memory.
 
->>> model = calib8.torch.export(net, [x])  # float; calib8.build(model, images) makes it int8
+>>> model = calib8.torch.export(net, [x])  # float; calib8.build(net, loader) makes it int8
 >>> prepared = calib8.torch.prepare(net, [x], target="tensorrt")
 >>> calib8.torch.calibrate(prepared, batches)
 >>> model = calib8.torch.export(calib8.torch.convert(prepared), [x])  # with Q/DQ pairs

@@ -3,6 +3,9 @@
 
 import io
 import json
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +17,17 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
 
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import calib8
 from deploy.cli import cli
-from deploy.errors import ConfigError, ModelError, SdkMissingError
+from deploy.errors import ConfigError, FeedError, ModelError, SdkMissingError
 from deploy.files.manifest import name_output
 from deploy.frontends import load
 from deploy.frontends.torch_model import parse_shape
 from deploy.fx.convert import calibrate
 from deploy.fx.device import DeviceAdapter, device_of, find_device, move_tensors
-from deploy.fx.open_model import export_torch, open_torch
+from deploy.fx.open_model import export_torch, open_module, open_torch
 from deploy.fx.prepare import prepare
 from deploy.fx.profile import profile
 from deploy.fx.qat import train
@@ -320,18 +324,139 @@ def test_a_module_in_memory_is_exported_inspected_and_built(tmp_path):
     model = calib8.torch.export(net.half(), [x])  # in train mode, and in float16
     assert net.training and net.first.weight.dtype == torch.float16
     found = calib8.inspect(model)
-    assert found.inputs[0].shape[1:] == (3, 16, 16) and "InMemory" in repr(found)
+    assert found.inputs[0].shape[1:] == (3, 16, 16) and "in_memory" in repr(found)
     arrays = list(np.random.default_rng(0).normal(size=(8, 1, 3, 16, 16)).astype(np.float32))
     quick = {"duration_s": 0, "tuning": calib8.Tuning(effort=0)}
     report = calib8.build(model, arrays, out=tmp_path, **quick)
-    assert not report.failed and (tmp_path / "InMemory.int8.onnx").is_file()
+    assert not report.failed and (tmp_path / "in_memory.int8.onnx").is_file()
 
 
 def test_a_module_in_memory_is_refused_where_a_model_is_meant():
-    for take in (calib8.load, calib8.inspect):
-        for net in (InMemory(), trace(InMemory())):
-            with pytest.raises(ModelError, match=r"calib8\.torch\.export\(module, "):
-                take(net)
+    for net in (InMemory(), trace(InMemory())):
+        with pytest.raises(ModelError, match=r"calib8\.torch\.export\(module, "):
+            calib8.load(net)
+
+
+PIXELS = torch.from_numpy(np.random.default_rng(5).normal(size=(8, 3, 16, 16)).astype(np.float32))
+CLASSES = torch.arange(8) % 4
+
+
+def loader(*tensors):
+    return DataLoader(TensorDataset(*tensors), batch_size=4)
+
+
+def state(net):
+    tensors = [(t, t.clone(), t.requires_grad) for t in (*net.parameters(), *net.buffers())]
+    return tensors, [(type(one), one.training) for one in net.modules()]
+
+
+AGAIN = """
+import sys
+from tests.test_torch_commands import CLASSES, InMemory, PIXELS, calib8, loader, torch
+torch.manual_seed(0)
+quick = {"duration_s": 0, "tuning": calib8.Tuning(effort=0)}
+print(calib8.build(InMemory().eval(), loader(PIXELS, CLASSES), out=sys.argv[1], **quick))
+"""
+
+
+@pytest.mark.slow
+def test_a_module_and_a_loader_are_built_compared_and_explained_as_a_file_is(tmp_path):
+    torch.manual_seed(0)
+    net, data = InMemory(), loader(PIXELS, CLASSES)
+    net.first.weight.requires_grad_(False)
+    net.norm.eval()
+    tensors, modes = state(net)
+    quick = {"duration_s": 0, "tuning": calib8.Tuning(effort=0)}
+    text = repr(calib8.build(net, data, out=tmp_path, **quick))
+    now, modes_now = state(net)
+    assert modes_now == modes
+    for (tensor, before, graded), (other, _, graded_now) in zip(tensors, now, strict=True):
+        assert tensor is other and torch.equal(other, before) and graded == graded_now
+    assert "calib8: in_memory in int8" in text and "calibrated anew" in text
+    found = calib8.compare(net, tmp_path / "in_memory.int8.onnx", data)
+    assert found.first == "InMemory in onnxruntime" and found.outputs[0].figures.sqnr_db > 20
+    found = calib8.explain(tmp_path, images=data, model=net)
+    assert found.targets[0].held.samples == 8 and not found.targets[0].held.notes
+    command = [sys.executable, "-c", AGAIN, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, check=True)
+    assert "cache reused: model, images" in done.stdout  # one digest in every process
+    assert calib8.calibrate(net, PIXELS, cache=tmp_path / "calib8" / "in_memory.cache").reason
+
+
+@dataclass
+class Returned:
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("forward", "data", "inputs", "batch"),
+    [
+        (lambda net, x: net.own(x), [*PIXELS.numpy()], "x", "batch"),
+        (lambda net, x: net.own(x), iter([PIXELS]), "x", "batch"),
+        (lambda net, x: net.own(x), TensorDataset(PIXELS, CLASSES), "x", "batch"),
+        (lambda net, x: {"logits": net.own(x)}, PIXELS[:1], "x", "batch"),
+        (lambda net, x: Returned(net.own(x)), loader(PIXELS, CLASSES), "x", "batch"),
+        (lambda net, x: net.own(x.reshape(4, 3, 16, 16)), loader(PIXELS), "x", 4),
+        (lambda net, x, y, z=None: net.own(x * y), loader(PIXELS, PIXELS > 0, CLASSES), "x y",
+         "batch"),
+        (lambda net, x, labels=None: net.own(x), [{"labels": CLASSES, "x": PIXELS}], "x", "batch"),
+        (lambda net, item: net.own(item["x"]), [({"x": PIXELS, "label": CLASSES},)], "x", "batch"),
+    ],
+    ids=["samples", "iterator", "dataset", "dict", "class", "fixed", "several", "names", "keys"],
+)  # fmt: skip
+def test_the_first_item_of_a_loader_gives_the_inputs(forward, data, inputs, batch):
+    net = nn.DataParallel(module(forward, own=InMemory().eval()))
+    loaded, images = open_module(net, data)
+    assert [one.name for one in loaded.inputs] == inputs.split()
+    assert loaded.inputs[0].shape == (batch, 3, 16, 16) and loaded.name == "net"
+    assert any("fixes its batch, here to the 4" in note for note in loaded.notes) == (batch == 4)
+    if "logits" in str(forward.__code__.co_consts + forward.__code__.co_names):
+        assert loaded.outputs[0].name == "logits"
+    feed = calib8.calibrate(loaded, images).feed
+    assert feed.count == 8 or isinstance(data, torch.Tensor)
+
+
+def broken():
+    yield from ()
+    raise OSError("no disk")
+
+
+def branching(net, x):
+    return net.own(x) if x.sum() > 0 else net.own(-x)
+
+
+@pytest.mark.parametrize(
+    ("net", "data", "error", "said"),
+    [
+        (InMemory(), None, ConfigError, "a DataLoader, a batch or a list of tensors, got none"),
+        (InMemory(), "photos/", ConfigError, "a list of tensors, got files; give one after the"),
+        (InMemory(), DataLoader([]), FeedError, "must give samples, got none from a DataLoader"),
+        (InMemory(), broken, FeedError, "OSError: no disk at .*: raise OSError"),
+        (InMemory(), [("a.png", 1)], FeedError, "must be an array of numbers.*, got str"),
+        (module(lambda net, x, mask: x * mask), loader(PIXELS), FeedError,
+         "inputs of forward, x, mask, got 1; yield a tuple"),
+        (InMemory(), [{"labels": CLASSES}], FeedError, "the inputs of forward, x, got none; yield"),
+        (InMemory(), loader(PIXELS[:, :2]), ModelError,
+         r"run for inputs \[\(4, 2, 16, 16\)\].* at .*test_torch_commands.py:[0-9]+: return"),
+        (InMemory(), [{"image": PIXELS}], ModelError, "is given a dict of image in it: name its"),
+        (module(branching, own=InMemory()), [PIXELS], ModelError,
+         r"follow the model, got GuardOnData.* at .*test_torch_commands.py:[0-9]+: return net.own"),
+        (lambda: torch.jit.script(nn.ReLU()), [PIXELS], ModelError, "is TorchScript; give"),
+        (lambda: torch.export.export(nn.ReLU(), (PIXELS,)), [PIXELS], ModelError,
+         "must be a torch.nn.Module, got ExportedProgram; give the module that the program was"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_module_that_cannot_be_exported_is_refused_in_a_sentence(net, data, error, said):
+    net = net if isinstance(net, nn.Module) else net()
+    for take in (calib8.inspect, calib8.calibrate, lambda *both: calib8.compare(both[0], *both)):
+        with pytest.raises(error, match=said) as refused:
+            take(net, data)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(ConfigError, match="as its forward takes them, got preprocessing; leave"):
+        calib8.build(net, data, preprocess="imagenet")
 
 
 @pytest.mark.slow
@@ -343,5 +468,11 @@ def test_the_functions_of_torch_take_a_module_in_memory():
     assert report.norms_left == 0 and torch.allclose(fused(x), net(x), atol=1e-5)
     prepared = calib8.torch.prepare(net, x, target="tensorrt")
     assert calib8.torch.calibrate(prepared, [x]) == 1
+    data = loader(PIXELS, CLASSES)  # labels are left out
+    prepared = calib8.torch.prepare(net, data, target="tensorrt")
+    assert calib8.torch.calibrate(prepared, data) == 2
+    assert calib8.torch.profile(net, DataLoader([{"x": PIXELS[0]}]), runs=1).parameters
+    with pytest.raises(FeedError, match="in order, got a loader of image; give them as a list"):
+        calib8.torch.fuse(net, DataLoader([{"image": PIXELS[0]}]))
     exported = calib8.torch.export(calib8.torch.convert(prepared), x)
     assert "QuantizeLinear" in {node.op_type for node in exported.graph.node}

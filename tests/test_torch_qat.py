@@ -96,7 +96,7 @@ def task_of(model, **options):
 def test_training_makes_the_loss_fall_and_few_bits_better(small):
     before = {k: v.clone() for k, v in small.state_dict().items()}
     lines = []
-    task = task_of(small, epochs=6, batches=lambda epoch: blobs(0, count=20))
+    task = task_of(small, epochs=6, batches=[*blobs(0, count=20)])  # as a loader
     result = train(task, bits=2, report=lines.append)
     assert result.losses[-1] < result.losses[0]
     assert result.end > result.start + 0.03

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from onnx import ModelProto, NodeProto
@@ -19,7 +20,7 @@ from deploy.errors import BackendError, ConfigError
 from deploy.feed.feed import Dataset, FeedSource, dataset_of, preprocessing_notes
 from deploy.frontends.checks import type_name
 from deploy.frontends.metadata import read_metadata_preprocess
-from deploy.frontends.onnx_reader import read_model
+from deploy.frontends.onnx_file import read_source
 from deploy.graph.edit import copy_with_outputs, extract_output
 from deploy.metrics.accuracy import TensorComparison
 from deploy.metrics.layerwise import shared_by_name
@@ -29,6 +30,9 @@ from deploy.runtimes.openvino import run_in_subprocess
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array, Samples
 from deploy.terminal import join_visible, phase, with_progress
+
+if TYPE_CHECKING:
+    from torch import nn
 
 MIN_SQNR_DB = 20.0
 Figures = dict[str, OutputAccuracy]  # tensor -> accuracy
@@ -303,8 +307,8 @@ def _bisect(names: Sequence[str], agrees: Callable[[str], bool]) -> None:
 
 @with_progress
 def compare(
-    first: Path | str,
-    second: Path | str | None,
+    first: Path | str | ModelProto | nn.Module,
+    second: Path | str | ModelProto | nn.Module | None,
     images: FeedSource | Dataset,
     *,
     runtime: str = "onnxruntime",
@@ -316,7 +320,8 @@ def compare(
     """Compare two ONNX models, or one model in ONNX Runtime and in another runtime.
 
     Args:
-        first: the reference, run in ONNX Runtime.
+        first: the reference, run in ONNX Runtime; a file, a model in memory, or a PyTorch module,
+            which the first of the images exports.
         second: the other model; None is the first one again.
         images: as for `deploy.pipeline.build`.
         runtime: runtime of the second model, onnxruntime or openvino.
@@ -334,24 +339,30 @@ def compare(
         SdkMissingError: the runtime is not installed.
         BackendError: a runtime refused a complete model.
     """
+    from deploy.pipeline.build_options import open_torch_module, rereadable_model
+
     if second is None and runtime == "onnxruntime":
         raise ConfigError(
-            f"a comparison needs two models or two runtimes, got {first} in ONNX Runtime alone;"
-            " name a second model, or another runtime with --runtime"
+            f"a comparison needs two models or two runtimes, got {_named(first)} in ONNX Runtime"
+            " alone; name a second model, or another runtime with --runtime"
         )
-    ours = read_model(Path(first))
-    theirs = ours if second is None else read_model(Path(second))
+    dataset, models = dataset_of(images), list[ModelProto]()
+    for given in (first,) if second is None else (first, second):
+        opened, source = open_torch_module(given, dataset.source)
+        dataset, model = replace(dataset, source=source), rereadable_model(opened)
+        assert model is not None
+        models.append(read_source(model)[1])
+    ours, theirs = models[0], models[-1]
     session = OrtSession.open(ours, threads=threads)
     _refuse_other_inputs(ours, theirs)
-    feed = dataset_of(images).open(
-        session.inputs, carried=read_metadata_preprocess(ours, Path(first))
-    )
+    path = Path(first) if isinstance(first, str | Path) else None
+    feed = dataset.open(session.inputs, carried=read_metadata_preprocess(ours, path))
     outputs = [value.name for value in ours.graph.output]
     pairs = _pairs(ours, theirs, outputs)
     if not pairs:
         raise ConfigError(
-            f"models that are compared must have tensors of the same names, got none in {first}"
-            f" and {second}; compare a model with what was built from it"
+            f"models that are compared must have tensors of the same names, got none in"
+            f" {_named(first)} and {_named(second)}; compare a model with what was built from it"
         )
     by_cut_models = runtime != "onnxruntime"
     notes: list[str] = []
@@ -364,8 +375,8 @@ def compare(
     makers = {name: node for node in ours.graph.node for name in node.output}
     rows = {name: _layer(name, makers, one) for name, one in figures.items()}
     return ModelComparison(
-        first=f"{first} in onnxruntime",
-        second=f"{second or first} in {runtime}",
+        first=f"{_named(first)} in onnxruntime",
+        second=f"{_named(first if second is None else second)} in {runtime}",
         samples=feed.count,
         min_sqnr_db=min_sqnr_db,
         layers=tuple(row for name, row in rows.items() if name not in outputs),
@@ -374,6 +385,13 @@ def compare(
         looked=(len(figures), len(pairs)),
         notes=(*preprocessing_notes(feed), *_unshared_notes(ours, theirs), *notes),
     )
+
+
+def _named(model: object) -> str:
+    """Return a model's path, the name of its graph, or its class."""
+    if isinstance(model, ModelProto):
+        return model.graph.name
+    return str(model) if isinstance(model, str | Path) else type(model).__name__
 
 
 def _pairs(first: ModelProto, second: ModelProto, outputs: Sequence[str]) -> dict[str, str]:

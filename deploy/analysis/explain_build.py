@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,9 @@ from deploy.metrics.slices import SAMPLES
 from deploy.runtimes.ort import OrtSession
 from deploy.terminal import phase, with_progress
 from deploy.tuning.repairs import REPAIRS
+
+if TYPE_CHECKING:
+    from torch import nn
 
 IMAGES, TENSORS, CHANNELS = 5, 5, 3  # shown: images, tensors, channels per tensor
 _SILENT = 1e-6  # share of a tensor's signal: a channel with less has nothing to lose
@@ -220,7 +224,7 @@ def explain(
     *,
     target: str | None = None,
     images: FeedSource | Dataset | None = None,
-    model: Path | str | None = None,
+    model: Path | str | ModelProto | nn.Module | None = None,
     threads: int | None = None,
     progress: bool = False,
 ) -> Explanation:
@@ -231,7 +235,8 @@ def explain(
         target: name of one target; None explains all.
         images: run the float model and the int8 models on these, and report the worst images and
             channels.
-        model: the float model; None uses the one in the report.
+        model: the float model, a file or in memory, or the PyTorch module that was built; None
+            uses the one in the report.
         threads: samples that run in parallel; the result does not depend on it.
         progress: report progress on stderr, where it takes over two seconds.
 
@@ -239,12 +244,17 @@ def explain(
         ConfigError: no build, a broken report or plan, a target that the build does not have.
         ModelError, FeedError, BackendError: from running images.
     """
+    from deploy.pipeline.build_options import open_torch_module
+
     explanation = read_explanation(Path(folder))
     chosen = _select_targets(explanation, target)
     if images is None:
         return replace(explanation, targets=chosen)
-    loaded = _load_float_model(explanation, model)
     dataset = dataset_of(images)
+    if model is not None:
+        model, source = open_torch_module(model, dataset.source)
+        dataset = replace(dataset, source=source)
+    loaded = _load_float_model(explanation, model)
     preprocess = _merged(dataset.preprocess, _preprocess(explanation, dataset.source))
     feed = replace(dataset, preprocess=preprocess).open(loaded.inputs, carried=loaded.carried)
     explained = []
@@ -281,14 +291,18 @@ def _select_targets(explanation: Explanation, target: str | None) -> tuple[Targe
     return tuple(one for one in explanation.targets if one.name == target)
 
 
-def _load_float_model(explanation: Explanation, named: Path | str | None) -> LoadedModel:
+def _load_float_model(
+    explanation: Explanation, named: Path | str | ModelProto | LoadedModel | None
+) -> LoadedModel:
     """Load the float model.
 
     Raises:
         ConfigError: the report's model does not exist, or is not an ONNX file.
     """
+    if isinstance(named, LoadedModel):
+        return named
     if named is not None:
-        return load_float_or_qdq(Path(named))
+        return load_float_or_qdq(named)
     path = path_near_report(explanation.model, Path(explanation.report))
     if not is_file(path) or path.suffix.lower() != ".onnx":
         raise ConfigError(

@@ -6,15 +6,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx
 
+from deploy.feed.feed import FeedSource
 from deploy.frontends import LoadedModel, load
 from deploy.graph.index import match_nodes
 from deploy.report import NodeRow, node_rows
 from deploy.targets import Target, make_targets
 from deploy.tensors import TensorSpec
 from deploy.terminal import join_visible
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _MOST = 24  # rows of nodes on one screen
 
@@ -64,7 +69,8 @@ class Inspection:
 
 
 def inspect(
-    model: str | Path | onnx.ModelProto | LoadedModel,
+    model: str | Path | onnx.ModelProto | LoadedModel | nn.Module,
+    images: FeedSource | None = None,
     *,
     target: str | Target = "onnxruntime",
     float_nodes: Iterable[str] = (),
@@ -72,7 +78,8 @@ def inspect(
     """Apply a target's rules to a model, without a calibration.
 
     Args:
-        model: path of an ONNX file, or a model in memory, loaded or not.
+        model: path of an ONNX file, or a model in memory, loaded or not; or a PyTorch module.
+        images: of a PyTorch module, samples as for `deploy.pipeline.build`; the first exports it.
         target: name of a target in `TARGETS`, or a target with options.
         float_nodes: nodes to keep in float: names, patterns, `op:` types, `@` files.
 
@@ -80,7 +87,10 @@ def inspect(
         ModelError: the model cannot be read.
         ConfigError: no such target, or no node matches `float_nodes`.
     """
+    from deploy.pipeline.build_options import open_torch_module
+
     (backend,) = make_targets([target])
+    model, _ = open_torch_module(model, images)
     loaded = model if isinstance(model, LoadedModel) else load(model)
     kept = match_nodes(loaded.model, float_nodes)
     return Inspection(

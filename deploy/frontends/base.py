@@ -112,6 +112,7 @@ class LoadedModel:
         trained: data of a Q/DQ model's pairs, which were removed from `model`; None for a float
             model.
         restored: whether the original stores weights as integers that are float in `model`.
+        given: the original, if it was exported here from a PyTorch model; else None.
     """
 
     model: onnx.ModelProto
@@ -130,6 +131,7 @@ class LoadedModel:
     classes: Mapping[int, str] = field(default_factory=dict)
     trained: QdqCalibration | None = None
     restored: bool = False
+    given: onnx.ModelProto | None = None
 
     @property
     def identities(self) -> dict[str, str]:

@@ -135,7 +135,7 @@ def read_source(
         raise ModelError(
             "a model must be a path or an onnx.ModelProto, got an object of class"
             f" {type(source).__name__}; calib8.torch.export(module, [example_input]) makes one of a"
-            " PyTorch module"
+            " PyTorch module, and calib8.build(module, loader) exports it by itself"
         )
     model = copy_message(source)
     refuse_external(model)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import onnx
 
 from deploy.errors import ConfigError, did_you_mean
 from deploy.files.usercode import is_library_model
 from deploy.frontends.base import LoadedModel
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _SHAPE = re.compile(r"[1-9][0-9]*(x[1-9][0-9]*)*")
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
@@ -21,6 +25,13 @@ def is_torch_spec(source: object) -> bool:
     """Return whether `source` is `file.py:factory`, or a named model such as timm:resnet18."""
     path, _, name = str(source).rpartition(":")
     return (path.endswith(".py") and name.isidentifier()) or is_library_model(source)
+
+
+def is_torch_module(source: object) -> TypeGuard[nn.Module]:
+    """Return whether `source` is a module or an exported program; torch is not imported."""
+    torch = sys.modules.get("torch")
+    kinds = () if torch is None else (torch.nn.Module, torch.export.ExportedProgram)
+    return isinstance(source, kinds)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

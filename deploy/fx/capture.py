@@ -22,7 +22,7 @@ import copy
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -32,10 +32,11 @@ from torch.export import ExportedProgram
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from deploy.errors import ModelError, first_line
+from deploy.errors import FeedError, ModelError, first_line
 from deploy.fx.device import device_of, fixed_seed, quiet
+from deploy.fx.model_inputs import first_item, match_arguments, split_item
 from deploy.fx.norms import sizes_of
-from deploy.fx.source import plain_copy, tensor_of
+from deploy.fx.source import plain_copy, tensor_of, unwrap, user_code_line
 from deploy.fx.trace import explain_capture_failure, trace
 from deploy.terminal import phase
 
@@ -310,9 +311,36 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 TOLERANCE = 1e-4  # relative to the largest output
 
 
-def as_inputs(batch: Any) -> tuple[Any, ...]:
-    """Return a batch as the arguments of a forward."""
-    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
+    """Return a batch as the arguments of a forward, of a loader the inputs in its first item.
+
+    `model`: takes the inputs; None if `batch` is no loader.
+
+    Raises:
+        FeedError: the loader's first item does not hold the inputs of the model's forward.
+    """
+    if isinstance(batch, tuple | list):
+        return tuple(batch)
+    if model is None or isinstance(batch, torch.Tensor | Mapping):
+        return (batch,)
+    own = unwrap(model)
+    tensors, names = split_item(own, first_item(batch)[0])
+    if not names:
+        return tuple(tensors)
+    ordered, into = match_arguments(own, names)
+    if into is not None or ordered != argument_names(own, len(names)):
+        raise FeedError(
+            f"example inputs are the first arguments of {type(own).__name__}'s forward, in order,"
+            f" got a loader of {', '.join(names)}; give them as a list of tensors"
+        )
+    return tuple(tensors[names.index(name)] for name in ordered)
+
+
+def inputs_of_batch(batch: Any, model: nn.Module) -> tuple[Any, ...]:
+    """Return a batch as arguments, without the values after the last one that forward takes."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_all = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return as_inputs(batch)[: None if takes_all else len(_positional(model))]
 
 
 def graph_of(
@@ -334,7 +362,7 @@ def graph_of(
         return copy.deepcopy(model)
     if leaves or inputs is None:
         return trace(plain_copy(model), leaves=leaves)
-    inputs = as_inputs(inputs)
+    inputs = as_inputs(inputs, model)
     try:
         return capture(model, inputs)
     except ModelError:
@@ -344,7 +372,7 @@ def graph_of(
             pass
         else:
             if device_of(model).type != "meta":
-                _run(plain_copy(model).eval(), inputs)  # raises ModelError if it does not run
+                run_model(plain_copy(model).eval(), inputs)  # raises ModelError if it does not run
             return traced
         raise
 
@@ -375,7 +403,10 @@ def capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
 
 def check_capture(captured: nn.Module, model: nn.Module, inputs: Sequence[Any]) -> None:
     """Raise `ModelError` if `captured` gives other outputs than `model`."""
-    expected, got = (_run(module, inputs) for module in (model, captured))
+    expected, got = (
+        [x for x in pytree.tree_leaves(run_model(own, inputs)) if isinstance(x, torch.Tensor)]
+        for own in (model, captured)
+    )
     for value, reference in zip(got, expected, strict=True):
         largest = float(reference.double().abs().max()) if reference.numel() else 0.0
         bound = TOLERANCE * largest
@@ -386,18 +417,21 @@ def check_capture(captured: nn.Module, model: nn.Module, inputs: Sequence[Any]) 
             )
 
 
-def _run(model: nn.Module, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the output tensors of `model` for copies of the inputs, with a fixed random seed."""
+def run_model(model: nn.Module, inputs: Sequence[Any]) -> Any:
+    """Return the output of `model` for copies of the inputs, with a fixed random seed.
+
+    Raises:
+        ModelError: it does not run; the message names the user's file and line.
+    """
     try:
         with fixed_seed(), torch.no_grad():
-            output = model(*copy.deepcopy(list(inputs)))
+            return model(*copy.deepcopy(list(inputs)))
     except Exception as error:  # torch.export accepts some models that do not run
         shapes = [tuple(x.shape) for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
         raise ModelError(
             f"{type(model).__name__} must run for inputs {shapes}, got {type(error).__name__}:"
-            f" {first_line(error)}"
+            f" {first_line(error)}" + (f" at {where}" if (where := user_code_line(error)) else "")
         ) from error
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def _capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:

@@ -31,7 +31,7 @@ from torch.nn import functional
 
 from calibrators.statistics import Recorder, Statistic
 from deploy.errors import Calib8Error, CalibrationError, FeedError, ModelError, first_line
-from deploy.fx.capture import as_inputs
+from deploy.fx.capture import as_inputs, inputs_of_batch
 from deploy.fx.device import device_of, map_tensors, move_tensors
 from deploy.fx.fakequant import (
     BY_DEFAULT,
@@ -245,7 +245,7 @@ def _record_pass(
     try:
         with phase("calibration", total, "batches") as step, torch.no_grad():
             for batch in batches:
-                model(*move_tensors(as_inputs(batch), device))
+                model(*move_tensors(inputs_of_batch(batch, model), device))
                 count += 1
                 step()
     finally:
@@ -327,7 +327,8 @@ def calibrate(
 
     Args:
         prepared: a model from `deploy.fx.prepare`.
-        batches: each a tensor or a tuple of inputs, batch first; any batch size gives the same.
+        batches: each a tensor or a tuple of inputs, batch first, such as a DataLoader; values after
+            the last argument of forward (labels) are left out. Any batch size gives the same.
         search: from `deploy.fx.fakequant.search_for`.
 
     Raises:

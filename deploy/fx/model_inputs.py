@@ -13,8 +13,11 @@ from __future__ import annotations
 import inspect
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import wraps
 from inspect import Parameter
+from itertools import chain
 from keyword import iskeyword
 from pathlib import Path
 from typing import Any
@@ -24,11 +27,14 @@ import torch
 from torch import nn
 
 from deploy.errors import ConfigError, FeedError, did_you_mean
+from deploy.feed.arrays import as_array
+from deploy.feed.loaders import iterate_items
 from deploy.files.reading import check_archive, open_regular_file, read_array
 from deploy.tensors import Array
 
 _PLAIN = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+_NONE = Parameter.empty  # the default of an argument without one
 _TENSORS = (torch.Tensor, "torch.Tensor", "Tensor")  # annotations of an argument that is no dict
 
 
@@ -150,6 +156,90 @@ def _argument_names(model: nn.Module) -> list[str]:
 
 def _parameters(model: nn.Module) -> list[Parameter]:
     return list(inspect.signature(model.forward).parameters.values())
+
+
+def return_dict(model: nn.Module, output: object) -> None:
+    """Make a model whose `output` is a dataclass return a dict of its fields, in place.
+
+    torch.export knows no dataclass; the keys name the outputs. Fields that are None are left out.
+    """
+    if not is_dataclass(output) or isinstance(output, Mapping):
+        return
+    kind = type(model)
+    names = [one.name for one in fields(output) if getattr(output, one.name) is not None]
+
+    @wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        returned = kind.forward(self, *args, **kwargs)
+        return {name: getattr(returned, name) for name in names}
+
+    model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+
+_LABELS = ("label", "labels", "target", "targets")
+
+
+def first_item(source: Any) -> tuple[Any, Any]:
+    """Return the first item of a loader, a list or a batch, and a source that still has it.
+
+    Raises:
+        FeedError: there is none, or the loader failed; the message names the user's line.
+    """
+    if isinstance(source, torch.Tensor):
+        return source, source
+    iterator = iter(iterate_items(source)[0])
+    is_read_once = isinstance(source, Iterator) or hasattr(source, "get_next")
+    for first in iterator:
+        return first, chain([first], iterator) if is_read_once else source
+    raise FeedError(
+        f"the calibration data must give samples, got none from a {type(source).__name__}"
+    )
+
+
+def split_item(model: nn.Module, item: Any) -> tuple[list[torch.Tensor], list[str]]:
+    """Return the inputs in an item of a loader, on the CPU, and their names if it is a dict.
+
+    ::
+
+        tensor                    the first input
+        (tensor, ...)             the inputs that have no default, in order; labels follow them
+        {name: tensor}            the arguments of forward, without labels that have a default; or,
+        ({name: tensor}, ...)     if it names none, the keys of a dict that forward takes, without
+                                  labels
+
+    Raises:
+        FeedError: it has too few, or something else than arrays.
+    """
+    where, names = "the first item of the calibration data", list[str]()
+    value = item[0] if _is_series(item) and item and isinstance(item[0], Mapping) else item
+    parameters = {p.name: p for p in _parameters(model)}
+    needed = [p.name for p in parameters.values() if p.kind in _PLAIN and p.default is _NONE]
+    if isinstance(value, Mapping):
+        arrays = {str(name): one for name, one in value.items() if hasattr(one, "__array__")}
+        idle = {n for n in _LABELS if n in parameters and parameters[n].default is not _NONE}
+        taken = [name for name in arrays if name in parameters and name not in idle]
+        names = taken or [name for name in arrays if name not in _LABELS]
+        values = [arrays[name] for name in names]
+    else:
+        values = list(value) if _is_series(value) else [value]
+    if not values or (not names and len(values) < len(needed)):
+        raise FeedError(
+            f"{where} must hold the inputs of forward, {', '.join(needed or parameters)}, got"
+            f" {len(values) or 'none'}; yield a tuple of them, or a dict by these names"
+        )
+    takes_all = bool(names) or any(p.kind is Parameter.VAR_POSITIONAL for p in parameters.values())
+    values = values if takes_all else values[: len(needed) or 1]
+    return [_tensor(one, where) for one in values], names
+
+
+def _is_series(item: Any) -> bool:
+    return isinstance(item, tuple | list)
+
+
+def _tensor(value: Any, where: str) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    return torch.from_numpy(np.array(as_array(value, where)))
 
 
 _MOST_ARRAYS = 64

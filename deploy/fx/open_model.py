@@ -1,4 +1,4 @@
-"""Export a PyTorch model given as `file.py:factory` or by name, or write its fused form to a file.
+"""Export a PyTorch model given as module, `file.py:factory` or name, or write its fused form.
 
 A fused model is written as ONNX, or as a .pt2 file for torch.export.load.
 """
@@ -6,21 +6,27 @@ A fused model is written as ONNX, or as a .pt2 file for torch.export.load.
 from __future__ import annotations
 
 import io
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 import torch
 from torch import nn
 
 from deploy.errors import ConfigError, ExportError, ModelError, first_line
+from deploy.feed.calibrator import CalibratorScript
+from deploy.feed.feed import FeedSource
+from deploy.feed.paths import RawFiles
 from deploy.files.atomic import write_bytes
 from deploy.files.manifest import write_model
 from deploy.frontends.base import LoadedModel
 from deploy.frontends.onnx_file import load_onnx
 from deploy.frontends.torch_model import missing_shape_error
-from deploy.fx.capture import as_inputs, at_least_two
+from deploy.fx.capture import as_inputs, at_least_two, run_model
 from deploy.fx.device import quiet
 from deploy.fx.export import OPSET, check_float_export, to_onnx
 from deploy.fx.fakequant import ExportedModule
@@ -30,6 +36,9 @@ from deploy.fx.model_inputs import (
     convert_to_float32,
     dict_input_note,
     example_inputs,
+    first_item,
+    return_dict,
+    split_item,
 )
 from deploy.fx.profile import NEAR, largest_difference, largest_magnitude
 from deploy.fx.source import load_module, plain_copy, random_weights_note, user_code_line
@@ -48,7 +57,8 @@ def export(
 
     Args:
         model: any mode, not changed; float16 and the like become float32.
-        inputs: example inputs, positional; with dynamic_batch dimension 0 is the batch.
+        inputs: example inputs, positional, or a loader whose first item holds them; with
+            dynamic_batch dimension 0 is the batch.
         opset: of the default domain; all targets read 18.
         dynamic_batch: make the batch dynamic, named "batch".
 
@@ -57,16 +67,114 @@ def export(
         ExportError: a prepared model, another opset, or outputs that differ from torch's.
     """
     own = plain_copy(model).eval()
-    inputs = as_inputs(inputs)
-    if any(isinstance(module, ExportedModule) for module in own.modules()):
-        return to_onnx(own, inputs, opset=opset, dynamic_batch=dynamic_batch)
+    inputs = as_inputs(inputs, own)
     convert_to_float32(own)
-    tensors = tuple(x.float() if x.is_floating_point() else x for x in inputs)
-    fused = fuse_for_export(own, tensors)
-    exported = to_onnx(fused, tensors, opset=opset, dynamic_batch=dynamic_batch)
-    check_float_export(exported, own, tensors)
-    exported.graph.name = type(own).__name__  # that of the files of `build`
-    return exported
+    return _export_checked(own, _as_float32(inputs), opset=opset, dynamic_batch=dynamic_batch)[0]
+
+
+def _export_checked(
+    model: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    *,
+    opset: int = OPSET,
+    dynamic_batch: bool = True,
+) -> tuple[onnx.ModelProto, str | None]:
+    """Return the export of a float32 or converted model in eval mode, and a warning or None.
+
+    A float export is checked; the warning says that this proves nothing. The graph's name, which is
+    that of the files of `build`, is the class in snake case.
+    """
+    is_float = not _is_converted(model)
+    fused = fuse_for_export(model, inputs) if is_float else model
+    exported = to_onnx(fused, inputs, opset=opset, dynamic_batch=dynamic_batch)
+    warning = check_float_export(exported, model, inputs).untold if is_float else None
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(model).__name__)
+    exported.graph.name = words.lower().strip("_") or "model"
+    return exported, warning
+
+
+def _is_converted(model: nn.Module) -> bool:
+    return any(isinstance(module, ExportedModule) for module in model.modules())
+
+
+def _as_float32(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple(x.float() if x.is_floating_point() else x for x in inputs)
+
+
+@phase("exporting the PyTorch model")
+def open_module(
+    model: nn.Module, images: FeedSource | None
+) -> tuple[LoadedModel | onnx.ModelProto, Any]:
+    """Export a module in memory by its first calibration sample; return it and all the samples.
+
+    A module that `convert` made is returned with its Q/DQ pairs, not loaded.
+
+    Args:
+        model: any mode and device, not changed; float16 and the like become float32.
+        images: a DataLoader, a dataset, a batch, a list of tensors or any other iterable, as
+            `deploy.fx.model_inputs.split_item` reads its first item. The batch is dynamic, or, if
+            the model fixes it, that of this item.
+
+    Raises:
+        ConfigError: files, or other samples from which the inputs do not follow.
+        FeedError: no samples, or without the inputs.
+        ModelError: the module does not run on the sample, or torch.export cannot follow it.
+        ExportError: the outputs of ONNX Runtime and torch differ.
+    """
+    if images is None or isinstance(images, str | os.PathLike | RawFiles | CalibratorScript):
+        raise ConfigError(
+            "a PyTorch module is exported by a DataLoader, a batch or a list of tensors, got"
+            f" {'none' if images is None else 'files'}; give one after the module, or the model"
+            " that calib8.torch.export(module, [example_input]) makes"
+        )
+    own = plain_copy(model).eval().cpu()
+    item, images = first_item(images)
+    tensors, names = split_item(own, item)
+    order = accept_named_inputs(own, names or [None] * len(tensors))
+    messages = [convert_to_float32(own), dict_input_note(own)]
+    given = _as_float32([tensors[i] for i in order])
+    inputs, output = _runnable_inputs(own, given)
+    return_dict(own, output)
+    try:
+        exported, message = _export_checked(own, inputs)
+    except (ModelError, ExportError):
+        inputs = given if given[0].ndim == inputs[0].ndim else inputs
+        exported, message = _export_checked(own, inputs, dynamic_batch=False)
+        messages.append(
+            f"the model fixes its batch, here to the {len(inputs[0])} of the first item"
+        )
+    if _is_converted(own):
+        return exported, images
+    return _loaded(exported, type(own).__name__, [*messages, message]), images
+
+
+_DIMENSIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+
+
+def _runnable_inputs(
+    model: nn.Module, given: tuple[torch.Tensor, ...]
+) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """Return the inputs with a small batch, and the model's output for them.
+
+    They are a batch, or a single sample: a convolution takes both, so its dimensions decide.
+
+    Raises:
+        ModelError: the model runs for neither.
+    """
+    few = tuple(x[:2] if x.ndim else x for x in given)
+    one = tuple(x[None] for x in given)
+    convolved = {_DIMENSIONS.get(type(module)) for module in model.modules()}
+    is_sample = given[0].ndim - 1 in convolved
+    first: ModelError | None = None
+    for inputs in (one, few, given) if is_sample else (few, given, one):
+        try:
+            return inputs, run_model(model, inputs)
+        except ModelError as error:
+            first = error if first is None or inputs is given else first
+    assert first is not None
+    if (note := dict_input_note(model)) is None:
+        raise first
+    raise ModelError(f"{first}; {note}: name its keys as the arguments of forward") from first
 
 
 @phase("exporting the PyTorch model")
@@ -106,10 +214,8 @@ def export_torch(
         dict_input_note(model),
     ]
     examples = example_inputs(inputs, dtypes)
-    ordered = (examples[i] for i in order)
-    tensors = tuple(x.float() if x.is_floating_point() else x for x in ordered)
-    exported = to_onnx(fuse_for_export(model, tensors), tensors)
-    messages.append(check_float_export(exported, model, tensors).untold)
+    exported, message = _export_checked(model, _as_float32([examples[i] for i in order]))
+    messages.append(message)
     if notes is not None:
         notes += [message for message in messages if message]
     return exported
@@ -131,11 +237,15 @@ def open_torch(
     file, _, factory = spec.rpartition(":")
     notes = list[str]()
     exported = export_torch(spec, inputs, dtypes=dtypes, names=names, weights=weights, notes=notes)
+    loaded = _loaded(exported, f"{Path(file).name}:{factory}", notes)
+    return replace(loaded, name=f"{Path(file).stem}-{Path(factory).stem}")
+
+
+def _loaded(exported: onnx.ModelProto, source: str, notes: Sequence[str | None]) -> LoadedModel:
     loaded = load_onnx(exported, True)
-    origin = f"Exported by torch from {Path(file).name}:{factory} and checked against it."
-    name = f"{Path(file).stem}-{Path(factory).stem}"
-    sentences = (f"{note[0].upper()}{note[1:]}." for note in notes)
-    return replace(loaded, name=name, notes=(origin, *sentences, *loaded.notes))
+    origin = f"Exported by torch from {source} and checked against it."
+    sentences = (f"{note[0].upper()}{note[1:]}." for note in notes if note)
+    return replace(loaded, given=exported, notes=(origin, *sentences, *loaded.notes))
 
 
 SUFFIXES = (".onnx", ".pt2")

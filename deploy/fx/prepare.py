@@ -236,7 +236,7 @@ def prepare(
         ModelError: the model cannot be traced or run.
     """
     _check_options(mode, norms, momentum, bits)
-    custom, inputs = custom or {}, as_inputs(inputs)
+    custom, inputs = custom or {}, as_inputs(inputs, model)
     chosen = target_of(target)
     graph_module = _graph(model, inputs, [*leaves, *custom], norms)
     _check_skip(graph_module, skip)

@@ -196,7 +196,7 @@ def profile(
 
     `model`, `leaves`: as `deploy.fx.capture.graph_of` takes them.
     """
-    inputs = as_inputs(inputs)
+    inputs = as_inputs(inputs, model)
     graph_module = graph_of(model, inputs, leaves=leaves)
     timing = TimingInterpreter(graph_module)
     with torch.no_grad():

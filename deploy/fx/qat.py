@@ -237,7 +237,7 @@ def _prepared(task: Task, target: Target, bits: int) -> nn.Module:
 
 
 def _first_inputs(task: Task) -> Iterable[Any]:
-    return (inputs for inputs, _ in islice(iter(task.batches(0)), task.calibration_batches))
+    return (inputs for inputs, _ in islice(iter(task.batches_of(0)), task.calibration_batches))
 
 
 def _evaluate(task: Task, model: nn.Module) -> float | None:
@@ -277,7 +277,7 @@ def _run_epoch(
 ) -> float:
     total, count = 0.0, 0
     device = device_of(prepared)
-    for inputs, labels in task.batches(epoch):
+    for inputs, labels in task.batches_of(epoch):
         arguments = move_tensors(as_inputs(inputs), device)
         with torch.autocast(device.type, torch.bfloat16, enabled=task.amp):
             output = prepared(*arguments)

@@ -35,7 +35,7 @@ from deploy.tensors import TensorSpec
 
 RANGES = ("kept", "follow", "learned")
 
-Batches = Callable[[int], Iterable[tuple[Any, Any]]]
+Batches = Iterable[tuple[Any, Any]]
 
 
 @dataclass(kw_only=True)
@@ -46,8 +46,8 @@ class Task:
         model: a model trained in float.
         inputs: example inputs, batch first; or one dict of them, by forward's arguments or by the
             keys of the dict that is its only argument.
-        batches: epoch -> iterable of (inputs, label); inputs is a tensor, tuple or dict. The same
-            epoch gives the same batches.
+        batches: epoch -> iterable of (inputs, label), with the same batches each time; or a loader,
+            read once an epoch. inputs is a tensor, tuple or dict.
         loss: (output, label) -> scalar.
         evaluate: model -> a number to report, larger is better.
         calibration: () -> inputs for the calibration; by default the first `calibration_batches`
@@ -72,7 +72,7 @@ class Task:
 
     model: nn.Module
     inputs: Sequence[Any]
-    batches: Batches
+    batches: Callable[[int], Batches] | Batches
     loss: Callable[[Any, Any], torch.Tensor]
     evaluate: Callable[[nn.Module], float] | None = None
     calibration: Callable[[], Iterable[Any]] | None = None
@@ -95,6 +95,10 @@ class Task:
     method: Method | str | None = None
     ranges: str = "kept"
     amp: bool = False
+
+    def batches_of(self, epoch: int) -> Batches:
+        """Return the batches of an epoch."""
+        return self.batches(epoch) if callable(self.batches) else self.batches
 
 
 Tensors = tuple[torch.Tensor, ...]
@@ -125,7 +129,7 @@ def order_inputs(task: Task) -> Task:
         model=arguments.taken_by(task.model),
         teacher=None if task.teacher is None else arguments.taken_by(task.teacher),
         inputs=list(arguments.tensors(inputs[0])),
-        batches=lambda epoch: arguments.pairs(task.batches(epoch)),
+        batches=lambda epoch: arguments.pairs(task.batches_of(epoch)),
         calibration=samples and (lambda: (arguments.tensors(*as_inputs(x)) for x in samples())),
         evaluate=evaluate and (lambda model: evaluate(NamedInputsModel(model, arguments).eval())),
     )

@@ -40,6 +40,7 @@ from deploy.pipeline.build_options import (
     BuildOptions,
     CalibrationOptions,
     PreparedBuild,
+    open_torch_module,
     prepare_build,
     rereadable_model,
 )
@@ -56,6 +57,7 @@ from deploy.tuning.tune import PlannedTarget
 
 if TYPE_CHECKING:
     import onnx
+    from torch import nn
 
     from deploy.metrics.tasks.metric import Function
     from deploy.pipeline.measure import Figures
@@ -64,7 +66,7 @@ if TYPE_CHECKING:
 
 @with_progress
 def calibrate(
-    model: str | Path | onnx.ModelProto | LoadedModel,
+    model: str | Path | onnx.ModelProto | LoadedModel | nn.Module,
     images: FeedSource,
     *,
     targets: Sequence[str | Target] = ("onnxruntime",),
@@ -84,9 +86,11 @@ def calibrate(
     """Observe what the targets declare, or take it from a fitting cache.
 
     Args:
-        model: path of an ONNX file, or a model in memory, loaded or not.
+        model: path of an ONNX file, or a model in memory, loaded or not; or a PyTorch module,
+            which the first item of `images` exports.
         images: folder, list file, image, .npy, .npz, `RawFiles`, a `CalibratorScript`, or an
-            iterable of arrays or {input: array} dicts.
+            iterable of arrays or {input: array} dicts, such as a DataLoader, whose labels are left
+            out. Of a PyTorch module: no files.
         targets: names of `TARGETS`, or targets with options of their own.
         method: name of a search, or a `Method` with parameters; None is the default one.
         preprocess: how images become inputs, or some options of it by name; the rest is what the
@@ -120,6 +124,7 @@ def calibrate(
         resume=resume,
         checkpoint=None if checkpoint is None else Path(checkpoint),
     )
+    model, images = open_torch_module(model, images, preprocess)
     dataset = dataset_of(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     return calibrate_with(model, dataset, options, targets=make_targets(targets))
 
@@ -173,10 +178,10 @@ def merge(
 
 @with_progress
 def build(
-    model: str | Path | onnx.ModelProto | LoadedModel,
+    model: str | Path | onnx.ModelProto | LoadedModel | nn.Module,
     images: FeedSource | None = None,
     *,
-    float_model: str | Path | onnx.ModelProto | None = None,
+    float_model: str | Path | onnx.ModelProto | nn.Module | None = None,
     out: Path | str = "build",
     targets: Sequence[str | Target] = ("onnxruntime",),
     method: str | Method | None = None,
@@ -200,6 +205,11 @@ def build(
     progress: bool = False,
 ) -> Report:
     """Calibrate (or reuse a calibration), build every target, measure, and write the report.
+
+    `build(module, loader)` takes a PyTorch module as it is, in any mode and on any device, and does
+    not change it: a copy is exported by the first item of the loader (a tensor, a tuple that begins
+    with the inputs, or a dict by the names of forward's arguments) and checked against torch. The
+    files have the name of its class: small_net.int8.onnx of SmallNet.
 
     A target that fails is a row of the report with its sentence; the others are built all the same.
 
@@ -228,6 +238,10 @@ def build(
         Calib8Error: as `calibrate`; and what the targets raised where none could be built.
     """
     dataset, evaluation = None, None
+    model, images = open_torch_module(model, images, preprocess)
+    if float_model is not None:
+        opened, images = open_torch_module(float_model, images)
+        float_model = rereadable_model(opened)
     if images is not None:
         dataset = dataset_of(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     if eval_images is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from deploy.calibration import one_pass, store
 from deploy.calibration.calibration_result import find_reference_model, refuse_calibration_options
@@ -19,10 +19,12 @@ from deploy.calibration.reuse import CachePolicy
 from deploy.errors import ConfigError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.evaluation import BY_FOLDER, apply_labels
-from deploy.feed.feed import Dataset, is_array_source
+from deploy.feed.feed import Dataset, FeedSource, is_array_source
+from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import Feed
 from deploy.files import manifest
 from deploy.frontends import LoadedModel, load_float_or_qdq
+from deploy.frontends.torch_model import is_torch_module
 from deploy.machine import default_threads
 from deploy.method import Method
 from deploy.metrics.precision import Annotations, GroundTruth
@@ -34,8 +36,12 @@ from deploy.tuning.search_options import DEFAULT_EFFORT, Tuning
 
 if TYPE_CHECKING:
     import onnx
+    from torch import nn
 
     from deploy.metrics.tasks.metric import Function
+
+
+_Images = TypeVar("_Images", bound="FeedSource | None")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +201,30 @@ def prepare_build(
     )
 
 
+def open_torch_module(
+    model: str | Path | onnx.ModelProto | LoadedModel | nn.Module,
+    images: _Images,
+    preprocess: PreprocessRequest = None,
+) -> tuple[str | Path | onnx.ModelProto | LoadedModel, _Images]:
+    """Return both, a PyTorch module exported by the first of the images.
+
+    Raises:
+        ConfigError, FeedError, ModelError, ExportError: see `deploy.fx.open_model.open_module`.
+        ConfigError: images that have to be preprocessed for a module.
+    """
+    if not is_torch_module(model):
+        return model, images
+    if preprocess is not None:
+        raise ConfigError(
+            "a PyTorch module is exported by inputs as its forward takes them, got preprocessing;"
+            " leave it away, or give the model that calib8.torch.export(module, [example_input])"
+            " makes"
+        )
+    from deploy.fx.open_model import open_module
+
+    return open_module(model, images)
+
+
 def rereadable_model(
     model: str | Path | onnx.ModelProto | LoadedModel,
 ) -> str | Path | onnx.ModelProto | None:
@@ -202,7 +232,7 @@ def rereadable_model(
     if not isinstance(model, LoadedModel):
         return model
     onnx_file = model.source is not None and model.source.suffix.lower() == ".onnx"
-    return model.source if onnx_file else None
+    return model.source if onnx_file else model.given
 
 
 def written_names(targets: Iterable[Target], name: str) -> list[str]:
