@@ -78,11 +78,7 @@ class Method:
 
     @classmethod
     def labelled(cls, label: str) -> Method:
-        """Return the method of a label; parameters missing in it have their defaults.
-
-        Raises:
-            ConfigError: see `of`; or a parameter is no number.
-        """
+        """Return the method of a label; parameters missing in it have their defaults."""
         name, *values = label.split() or [""]
         parameters = _search_of(name).params.names()
         if len(values) > len(parameters):

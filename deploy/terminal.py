@@ -342,11 +342,8 @@ def phase(
 ) -> Iterator[Step]:
     """Show a phase's progress while the body runs; yield the function that counts a step.
 
-    Args:
-        what: name of the phase, a word or two.
-        total: number of steps; None if unknown.
-        unit: of the steps, in the plural.
-        about: whether `total` is an estimate.
+    `what`: name of the phase, a word or two. `total`: number of steps; None if unknown. `unit`: of
+    the steps, in the plural. `about`: whether `total` is an estimate.
     """
     teller = _TELLER.get()
     if teller is None:

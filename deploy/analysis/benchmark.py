@@ -394,11 +394,7 @@ def _output_notes(accuracy: Accuracy | None) -> tuple[str, ...]:
 def _both_runtimes(
     paths: Mapping[str, Path], runtimes: Mapping[str, SessionFactory]
 ) -> tuple[dict[str, Path], dict[str, SessionFactory]]:
-    """Return one engine in ONNX Runtime and in OpenVINO.
-
-    Raises:
-        ConfigError: there is a second engine, or it is not an ONNX model.
-    """
+    """Return one engine in ONNX Runtime and in OpenVINO."""
     (label, path), *others = paths.items()
     if others:
         raise ConfigError(

@@ -80,11 +80,7 @@ def report(*folders: Path | str) -> Report | BuildComparison:
 
 
 def compare_builds(builds: Sequence[StoredBuild]) -> BuildComparison:
-    """Compare builds.
-
-    Raises:
-        ConfigError: fewer than two.
-    """
+    """Compare builds."""
     if len(builds) < 2:
         raise ConfigError(f"two builds at least can be compared, got {len(builds)}; name another")
     return BuildComparison(

@@ -182,11 +182,7 @@ def keep_float_layers(trained: QdqCalibration, loaded: LoadedModel) -> Choices:
 def find_reference_model(
     loaded: LoadedModel, other: str | Path | onnx.ModelProto | None, images: FeedSource | None
 ) -> tuple[LoadedModel, tuple[str, ...]]:
-    """Return the float reference model, and notes on what it is.
-
-    Raises:
-        ConfigError: images are missing, or `other` is of no use or does not match the model.
-    """
+    """Return the float reference model, and notes on what it is."""
     from deploy.frontends import load
 
     if loaded.trained is None:

@@ -203,11 +203,7 @@ class ShardMerger:
         shards.merge_histograms(self._merged, shard.observed(self._wanted))
 
     def end(self, peaks: Peaks) -> ObservedStatistics:
-        """Return the merged statistics of all pieces.
-
-        Raises:
-            FeedError: all samples were skipped.
-        """
+        """Return the merged statistics of all pieces."""
         if not self._feed.count:
             raise FeedError(
                 f"at least one sample must be good, all {self._count} were skipped:"

@@ -162,11 +162,7 @@ def make_job(
     images: FeedSource,
     limit: Limit,
 ) -> ClusterJob:
-    """Return the job that makes these observations on the images of a feed.
-
-    Raises:
-        ConfigError: the images have no path and are not to be sent, or are a video.
-    """
+    """Return the job that makes these observations on the images of a feed."""
     listed = tuple(wanted)
     if feed.by_turns:
         raise ConfigError(
@@ -208,11 +204,7 @@ def collect_versions(kind: str) -> Versions:
 
 
 def shared_paths(images: FeedSource) -> Paths:
-    """Return the absolute paths of the images.
-
-    Raises:
-        ConfigError: the images have no path.
-    """
+    """Return the absolute paths of the images."""
     if isinstance(images, RawFiles):
         return replace(images, path=os.path.abspath(images.path))
     if isinstance(images, str | os.PathLike) and not is_loader_spec(os.fspath(images)):

@@ -157,9 +157,6 @@ def count_in_full_batches(samples: int, samples_a_batch: int, *, filled: int = 0
     """Return how many samples are in full batches.
 
     `filled`: number of repeated samples at the end, which fill the model's fixed batch.
-
-    Raises:
-        ConfigError: there is no full batch.
     """
     distinct = samples - filled
     if distinct < samples_a_batch:

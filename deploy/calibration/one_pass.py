@@ -362,9 +362,6 @@ def count_workers(wanted: Iterable[Observation], model: onnx.ModelProto, threads
     """Return how many workers fit into memory, at most `threads`.
 
     `model`: the cleaned model with shapes; tensors of other variants are not counted.
-
-    Raises:
-        CalibrationError: the observed tensors of one sample exceed the memory.
     """
     listed = list(wanted)
     memory = memory_bytes()

@@ -268,11 +268,7 @@ class ShardSet:
     """
 
     def __init__(self, paths: Sequence[Path], loaded: LoadedModel) -> None:
-        """Read the shards.
-
-        Raises:
-            CacheError: a shard is broken, missing, duplicate, or of another feed or model.
-        """
+        """Read the shards."""
         loaded_shards = [load_shard(path) for path in paths]
         if not loaded_shards:
             raise CacheError("shards are to be merged, got none; name their files")
@@ -290,11 +286,7 @@ class ShardSet:
         return f"{len(self._shards)} shards"
 
     def observed(self, wanted: Iterable[Observation], peaks: Peaks) -> ObservedStatistics:
-        """Return the merged statistics, as one run over all samples would give them.
-
-        Raises:
-            CacheError: a shard lacks an observation.
-        """
+        """Return the merged statistics, as one run over all samples would give them."""
         listed = tuple(wanted)
         for shard in self._shards:
             lacking = [o for o in listed if o.key not in shard.keys]

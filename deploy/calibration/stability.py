@@ -138,12 +138,7 @@ class StabilityMonitor:
 def refuse_until_stable(
     feed: Feed, wanted: Iterable[Observation], searched: Iterable[Observation], *, trusted: bool
 ) -> None:
-    """Refuse options that --until-stable cannot work with.
-
-    Raises:
-        ConfigError: a trusted cache, a shard, several images per sample, order-dependent
-            statistics, or nothing to search.
-    """
+    """Refuse options that --until-stable cannot work with."""
     if trusted:
         got = "--trust-cache, with which none is observed; leave one of them away"
     elif feed.share is not None:

@@ -192,11 +192,7 @@ class CalibrationCache:
 
 
 def version_label(version: str) -> int:
-    """Return the label of a version: 8.5.3 -> 8503, 10.14.1 -> 101401; drops a build number.
-
-    Raises:
-        CacheError: the version is not of the form X.Y.Z.
-    """
+    """Return the label of a version: 8.5.3 -> 8503, 10.14.1 -> 101401; drops a build number."""
     match = _VERSION.fullmatch(version.strip())
     if match is None:
         raise CacheError(f"a TensorRT version reads X.Y.Z, such as 8.5.3, got {version!r}")

@@ -148,13 +148,9 @@ def training_fingerprint(
 ) -> Fingerprints:
     """Return the fingerprint of a training: name of each part -> sha256 (hex).
 
-    Args:
-        model: the float model; its values are hashed.
-        prepared: the prepared model; its names and shapes are hashed, but not its ranges, which
-            may be rounded differently on another machine.
-        optimizer: its class and options are hashed.
-        teacher: its values are hashed.
-        settings: name -> value.
+    The values of the float models are hashed, and the optimizer's class and options. Of the
+    prepared model only names and shapes are: its ranges may be rounded differently on another
+    machine.
     """
     shapes = [(name, list(value.shape)) for name, value in prepared.state_dict().items()]
     groups = [

@@ -175,9 +175,6 @@ def replace_pattern(
 
     Graph and pattern are normalized first, so that `x + y` in the pattern also matches `x.add(y)`
     and `torch.add(x, y)`.
-
-    Raises:
-        ConfigError: the pattern does not match.
     """
     normalize(graph_module)
     normalized = normalize(fx.symbolic_trace(pattern))

@@ -65,11 +65,7 @@ BITS = (2, 3, 4, 5, 6, 7, 8)
 
 
 def at_bits(grid: Grid, bits: int) -> Grid:
-    """Return the 8-bit `grid` with fewer bits, stored in the same type.
-
-    Raises:
-        ConfigError: `bits` is not in `BITS`, or the grid is not of integers.
-    """
+    """Return the 8-bit `grid` with fewer bits, stored in the same type."""
     if bits not in BITS:
         raise ConfigError(f"bits are {BITS[0]} to {BITS[-1]}, got {bits}")
     if grid.kind != "integer":

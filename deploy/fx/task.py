@@ -109,9 +109,6 @@ def order_inputs(task: Task) -> Task:
 
     The new models share their modules with the task's models. `evaluate` still gets a model that is
     called like the task's.
-
-    Raises:
-        ConfigError: inputs of another kind, or names that a model's forward does not take.
     """
     inputs = list(task.inputs)
     if all(isinstance(one, torch.Tensor) for one in inputs):

@@ -59,11 +59,7 @@ def global_wrap(*functions: Function) -> Iterator[None]:
 
 
 def find_function(name: str) -> Function:
-    """Return the function named `len` or `package.module.function`.
-
-    Raises:
-        ConfigError: there is no such function.
-    """
+    """Return the function named `len` or `package.module.function`."""
     module, _, attribute = name.rpartition(".")
     try:
         function = getattr(import_module(module or "builtins"), attribute)
@@ -277,11 +273,7 @@ def trace(
 
 
 def submodule(model: nn.Module, name: str) -> nn.Module:
-    """Return the submodule with this qualified name.
-
-    Raises:
-        ConfigError: there is none; the message lists the model's children.
-    """
+    """Return the submodule with this qualified name."""
     modules = dict(model.named_modules())
     if not name or name not in modules:
         children = ", ".join(child for child, _ in model.named_children()) or "none"

@@ -34,10 +34,6 @@ def random_feeds(
 
     `shapes`: input name -> dimensions, for inputs with open dimensions. `batch`: first dimension of
     every input; None leaves it as it is.
-
-    Raises:
-        ConfigError: an open dimension without a shape, a shape that does not fit, a name that is
-            no input, a dtype that is no number, or `batch` for a model with a fixed batch.
     """
     shapes = shapes or {}
     unknown = sorted(set(shapes) - {spec.name for spec in inputs})
@@ -76,11 +72,7 @@ def stack_samples(samples: Sequence[Mapping[str, Array]], batch: int) -> list[di
 
 
 def refuse_fixed_batch(inputs: Iterable[TensorSpec]) -> None:
-    """Check that all inputs leave their first dimension open.
-
-    Raises:
-        ConfigError: an input with a fixed first dimension.
-    """
+    """Check that all inputs leave their first dimension open."""
     for spec in inputs:
         if not spec.shape or isinstance(spec.shape[0], int):
             raise ConfigError(

@@ -86,11 +86,7 @@ def time_kernels(
 
 
 def refuse_untimed(path: Path, session: Session) -> None:
-    """Check that the session's runtime can time kernels or layers.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check that the session's runtime can time kernels or layers."""
     if not isinstance(session, OrtSession | TimesLayers):
         raise ConfigError(
             "a profile is of ONNX Runtime's kernels or of TensorRT's layers, got another runtime"

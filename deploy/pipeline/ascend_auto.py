@@ -124,15 +124,9 @@ def auto_calibrate(
 ) -> AutoCalibration:
     """Search, and write the files.
 
-    Args:
-        target: the target that was calibrated for.
-        calibrated: its calibration.
-        evaluation: samples to evaluate on, with `labels` or without.
-        folder: output folder.
-        max_loss: largest loss, see `deploy.tuning.budget.loss_of`.
-        strategy: `GAIN`, or `BINARY`, which is AMCT's own rule.
-        threads: samples or trials that run in parallel.
-        say: called with sentences on the progress.
+    `evaluation`: samples to evaluate on, with `labels` or without. `max_loss`: largest loss, see
+    `deploy.tuning.budget.loss_of`. `strategy`: `GAIN`, or `BINARY`, which is AMCT's own rule.
+    `threads`: samples or trials that run in parallel. `say`: called with sentences on the progress.
 
     Raises:
         ConfigError, CalibrationError, FeedError, ExportError: as the Ascend target's `build`.

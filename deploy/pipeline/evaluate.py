@@ -323,9 +323,6 @@ def check_cleaned_model(subject: CalibrationSubject, judges: EvaluationSet) -> s
     Returns:
         A warning where they differ and a node picks among values, which rounding may change too;
         "" if they are alike, or if ONNX Runtime cannot run the given model.
-
-    Raises:
-        ModelError: they differ by more than rounding.
     """
     loaded, given = subject.loaded, subject.given
     if loaded.trained is not None or loaded.restored or loaded.behind is not None:

@@ -82,13 +82,9 @@ def _calls(
 ) -> dict[str, Any]:
     """Return name -> function of one of the two APIs.
 
-    Args:
-        memory: behind all pointers.
-        errors: the API's error codes; the first is success.
-        pointer: class of the allocated addresses.
-        prefix: of all names.
-        calls: names of the functions that allocate, free, copy, give a handle, do nothing, and
-            name an error.
+    `errors`: the API's error codes; the first is success. `pointer`: class of the allocated
+    addresses. `prefix`: of all names. `calls`: names of the functions that allocate, free, copy,
+    give a handle, do nothing, and name an error.
     """
     success = errors(0)
 

@@ -92,11 +92,7 @@ def array_bytes(value: object, size: int | None) -> CopySource:
 
 
 def read_process_memory(address: int, size: int) -> Bytes:
-    """Copy bytes from any address of this process.
-
-    Raises:
-        ValueError: some of them are not mapped.
-    """
+    """Copy bytes from any address of this process."""
     try:
         return _peek(address, size)
     except (OSError, OverflowError) as error:

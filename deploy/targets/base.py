@@ -71,11 +71,8 @@ class BuildRequest:
     def ranges_of(self, target: Target, *, symmetric: Grid | None = None) -> RangeSet:
         """Return the ranges of the tensors that a target demands, by the chosen methods.
 
-        The demand is computed once, however many builds are tried.
-
-        Args:
-            target: the target.
-            symmetric: grid of symmetric thresholds; None for int8.
+        The demand is computed once, however many builds are tried. `symmetric`: grid of symmetric
+        thresholds; None for int8.
         """
         subject = self.subject
         key = "demand", target.name, id(subject.model), subject.float_nodes, subject.method.label
@@ -288,11 +285,7 @@ class WritesCache(Protocol):
 def write_script(path: Path, body: str) -> Path:
     """Write a shell script that changes to its own folder first; return its path.
 
-    File names that are no valid UTF-8 keep their bytes.
-
-    Args:
-        path: path of the script.
-        body: shell commands, already quoted.
+    File names that are no valid UTF-8 keep their bytes. `body`: shell commands, already quoted.
 
     Raises:
         ExportError: the folder is not writable.

@@ -105,11 +105,7 @@ def changed_options(target: object) -> dict[str, str]:
 
 
 def check_options(target: object) -> None:
-    """Check a target's values against its options; call it in `__post_init__`.
-
-    Raises:
-        ConfigError: a value is not among the choices, or outside the limits.
-    """
+    """Check a target's values against its options; call it in `__post_init__`."""
     for declared in declared_options(type(target)):
         value = getattr(target, declared.name)
         for one in value if declared.repeat else () if value is None else (value,):

@@ -28,13 +28,7 @@ _SHOWN = 3  # names in a sentence
 def refuse_options(trained: QdqCalibration, target: str, given: dict[str, bool]) -> None:
     """Refuse target options that decide how a float model is quantized.
 
-    Args:
-        trained: the Q/DQ model.
-        target: name of the target.
-        given: flag -> whether it was given.
-
-    Raises:
-        ConfigError: such a flag was given.
+    `given`: flag -> whether it was given.
     """
     refused = next((flag for flag, is_given in given.items() if is_given), None)
     if refused is not None:
@@ -49,10 +43,8 @@ def qdq_decisions(
 ) -> tuple[Decision, ...]:
     """Return each node's precision if the Q/DQ model runs unchanged.
 
-    Args:
-        trained: the Q/DQ model.
-        model: the float model that was extracted from it.
-        placement: placement of a target whose kernels write integers.
+    `model`: the float model that was extracted from it. `placement`: that of a target whose
+    kernels write integers.
     """
     decisions = []
     graph = Graph(model)
@@ -87,12 +79,7 @@ def rewritten_notes(
 ) -> Iterator[str]:
     """Yield the notes for a Q/DQ model that is rewritten on another grid.
 
-    Args:
-        trained: the Q/DQ model.
-        written: the model written from it.
-        decisions: precisions of its nodes in `written`.
-        target: name of the target.
-        how: end of the sentence about the grid.
+    `decisions`: precisions of its nodes in `written`. `how`: end of the sentence about the grid.
     """
     yield f"{Path(trained.name).name} has activations in {trained.kinds}; {how}."
     lost = [

@@ -149,9 +149,7 @@ def read_stored_weights(
 ) -> tuple[StoredWeight, ...]:
     """Return the weights that a Q/DQ model reads through a DequantizeLinear, in node order.
 
-    Args:
-        model: Q/DQ model.
-        on_cpus: whether CPU kernels run the model.
+    `on_cpus`: whether CPU kernels run the model.
     """
     return tuple(_read(Graph(model), on_cpus))
 

@@ -232,14 +232,9 @@ def float_reasons(
 ) -> dict[str, str]:
     """Return node in float -> reason, in the model's order.
 
-    Args:
-        best: the trial that is built.
-        units: units of the model.
-        prices: their prices.
-        found: noise of the groups, each alone in int8.
-        word: precision of the nodes that are not float.
-        refused: units that cannot run in it.
-        sums: units of Adds that stay float for their common loss -> the reason.
+    `best`: the trial that is built. `found`: noise of the groups, each alone in int8. `word`:
+    precision of the nodes that are not float. `refused`: units that cannot run in it. `sums`: units
+    of Adds that stay float for their common loss -> the reason.
     """
     why = {
         unit: f"it cannot be run in {word}"

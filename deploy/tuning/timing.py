@@ -112,11 +112,8 @@ def attribute_kernels(
 ) -> KernelTimes:
     """Count kernel times to nodes of a model, or to other names, by the longest name prefix.
 
-    Args:
-        kernels: kernel -> time.
-        model: model whose nodes they came from.
-        others: further names that count for themselves.
-        layers: kernels that multiply with weights, whatever else they compute.
+    `others`: further names that count for themselves. `layers`: kernels that multiply with
+    weights, whatever else they compute.
     """
     names = {name: node.name for node in model.graph.node for name in (*node.output, node.name)}
     names |= {name: name for name in others}

@@ -418,11 +418,7 @@ def plan_target(
 
 
 def find_plan(path: Path, options: Tuning, digest: str) -> PlanFile:
-    """Read the plan to follow: `options.plan` if set, else the one in the output folder.
-
-    Raises:
-        ConfigError: the plan that was named cannot be read, or belongs to another model.
-    """
+    """Read the plan to follow: `options.plan` if set, else the one in the output folder."""
     if options.plan is not None:
         plan = read_plan(options.plan)
         if plan.model not in ("", digest):

@@ -205,11 +205,8 @@ class TaskTally(ABC, Generic[T]):
     ) -> TaskFigure | None:
         """Return the top-1 agreement; None if nothing is compared.
 
-        Args:
-            same: number of equal top-1 classes.
-            compared: number of FP32's top-1 classes.
-            among: top-5 agreement as text; "" to leave it out.
-            beside: outputs that the task does not cover.
+        `same`: number of equal ones among the `compared`. `among`: top-5 agreement as text; "" to
+        leave it out. `beside`: outputs that the task does not cover.
         """
         if not compared:
             return None

@@ -119,9 +119,6 @@ def write_aipp(how: Preprocess, source: AippSource | None = None) -> AippConfig:
     """Return the AIPP configuration of a resolved `Preprocess` (size, color and layout set).
 
     `source`: format of the .om's input images; None for RGB of the model's size.
-
-    Raises:
-        ExportError: AIPP cannot express the arithmetic, the layout or the crop.
     """
     source = source or AippSource()
     if how.size is None or None in how.size or how.color is None:

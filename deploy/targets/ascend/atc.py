@@ -81,11 +81,7 @@ class AtcOptions:
 
 
 def normalize_chip(typed: str) -> str:
-    """Return a chip's name as atc spells it; 'Ascend' and capitals are optional in `typed`.
-
-    Raises:
-        ConfigError: not a chip's name, which is three digits and a variant.
-    """
+    """Return a chip's name as atc spells it; 'Ascend' and capitals are optional in `typed`."""
     match = re.fullmatch(r"(?:ascend)?(\d{3}[\w-]{0,20})", typed, re.IGNORECASE | re.ASCII)
     if not match:
         raise ConfigError(
@@ -97,11 +93,7 @@ def normalize_chip(typed: str) -> str:
 
 
 def check_flag(flag: str) -> str:
-    """Return the name of an atc flag; refuse flags that a quantized model forbids.
-
-    Raises:
-        ConfigError: dynamic shapes, a precision mode without int8, or a flag that the build sets.
-    """
+    """Return the name of an atc flag; refuse flags that a quantized model forbids."""
     match = re.fullmatch(r"--([a-z0-9_]+)=(\S.*)", flag)
     if not match:
         raise ConfigError(f"an atc flag reads --name=value, got {flag!r}")
@@ -133,9 +125,6 @@ def atc_command(
 
     `output`: path of the .om without its suffix, which atc adds.
     `compression`: options file for int8 in the first layer; adds --enable_small_channel.
-
-    Raises:
-        ConfigError: a shape is not fixed.
     """
     for name, shape in shapes.items():
         if any(side < 1 for side in shape):
@@ -277,11 +266,7 @@ def write_readme(
 
 @phase("atc")
 def run_atc(command: list[str], engine: Path) -> Path:
-    """Run atc in the folder of `engine`, the .om that it writes; return that path.
-
-    Raises:
-        BackendError: atc failed, took over an hour, or wrote nothing.
-    """
+    """Run atc in the folder of `engine`, the .om that it writes; return that path."""
     try:
         done = subprocess.run(
             command,
@@ -355,11 +340,7 @@ class AippSource:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Return (height, width) of a text such as 720x1280.
-
-    Raises:
-        ConfigError: the text is not HxW.
-    """
+    """Return (height, width) of a text such as 720x1280."""
     match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text, re.ASCII)
     if not match:
         raise ConfigError(f"a source size reads HxW, such as 720x1280, got {text!r}")

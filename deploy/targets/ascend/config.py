@@ -48,11 +48,7 @@ _OF_CONFIG = (
 def default_config(
     graph: LayerGraph, *, batch_num: int = 1, activation_offset: bool = True
 ) -> QuantConfig:
-    """Return AMCT's create_quant_config result for a model, without a simplified configuration.
-
-    Raises:
-        ConfigError: the model has no layer that can be quantized.
-    """
+    """Return AMCT's create_quant_config result for a model, without a simplified configuration."""
     if not graph.layers:
         raise ConfigError(_no_layers(graph))
     config = QuantConfig(

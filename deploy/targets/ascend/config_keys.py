@@ -203,12 +203,7 @@ _MOST_STEPS = 10_000  # scales tried in one search; AMCT's default is 60
 
 
 def activation_from(given: Mapping[str, Any]) -> ActivationParams:
-    """Return the `ActivationParams` of checked activation_quant_params keys.
-
-    Raises:
-        ConfigError: keys of both IFMR and HFMG, a step longer than the range, or more than
-            `_MOST_STEPS` steps.
-    """
+    """Return the `ActivationParams` of checked activation_quant_params keys."""
     ifmr, hfmg = sorted(set(given) & set(IFMR)), sorted(set(given) & set(HFMG))
     algo = given.get("act_algo", "hfmg" if hfmg else "ifmr")
     if (ifmr and hfmg) or (ifmr and algo == "hfmg") or (hfmg and algo == "ifmr"):
@@ -233,11 +228,7 @@ def activation_from(given: Mapping[str, Any]) -> ActivationParams:
 
 
 def weight_from(given: Mapping[str, Any]) -> WeightParams:
-    """Return the `WeightParams` of checked weight_quant_params keys.
-
-    Raises:
-        ConfigError: keys of AdaRound without ada_quantize.
-    """
+    """Return the `WeightParams` of checked weight_quant_params keys."""
     ada = sorted(set(given) & set(ADA))
     if ada and given.get("wts_algo", "arq_quantize") == "arq_quantize":
         raise ConfigError(f"arq_quantize does not take {ada}; they belong to ada_quantize")
@@ -255,11 +246,7 @@ def check_simple_keys(given: Mapping[str, Any], *, weight: bool) -> dict[str, An
 
 
 def check_json_object(value: Any, table: dict[str, _Rule], where: str) -> dict[str, Any]:
-    """Return an object of the JSON after checking all its keys, types and ranges.
-
-    Raises:
-        ConfigError: an unknown key (the message suggests the nearest one), a wrong type or value.
-    """
+    """Return an object of the JSON after checking all its keys, types and ranges."""
     out = {}
     for key, entry in value.items():
         if key not in table:
@@ -350,11 +337,7 @@ def summarize_layers(names: Collection[str]) -> str:
 
 
 def resolve_tensors(config: QuantConfig, graph: LayerGraph) -> tuple[TensorConfig, ...]:
-    """Return the tensor_quantize entries with `asymmetric` set, by default to activation_offset.
-
-    Raises:
-        ConfigError: an input that the model lacks or that cannot be quantized by itself.
-    """
+    """Return the tensor_quantize entries with `asymmetric` set, by default to activation_offset."""
     counts = Counter(one.key for one in config.tensors)
     repeated = [key for key, times in counts.items() if times > 1]
     if repeated:
@@ -376,11 +359,7 @@ def _settled(one: TensorConfig, config: QuantConfig, graph: LayerGraph) -> Tenso
 
 
 def check_tensor_input(name: str, index: int, graph: LayerGraph) -> None:
-    """Refuse an input that cannot be quantized by itself.
-
-    Raises:
-        ConfigError: the node or input does not exist, has another type, or cannot be quantized.
-    """
+    """Refuse an input that cannot be quantized by itself."""
     op, key = graph.ops.get(name), f"{name}:{index}"
     if op is None:
         known = [node for node, kind in graph.ops.items() if kind in TENSOR_QUANTIZE_OPS]

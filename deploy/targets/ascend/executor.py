@@ -152,11 +152,7 @@ class IntegerLayerWriter:
     def convtranspose(
         self, node: onnx.NodeProto, codes: tuple[Uint8Part, ...]
     ) -> list[onnx.NodeProto]:
-        """Return float convolutions of the weight's two halves, whose sums are exact.
-
-        Raises:
-            ModelError: the sums may exceed 2^24.
-        """
+        """Return float convolutions of the weight's two halves, whose sums are exact."""
         weight = self.weight(node).astype(np.int32)
         if 255 * 15 * int(np.prod(weight.shape[2:])) * weight.shape[0] >= _EXACT:
             raise ModelError(
@@ -233,11 +229,7 @@ class IntegerLayerWriter:
         return nodes
 
     def bias(self, node: onnx.NodeProto, name: str, rank: int, *, int64: bool) -> str:
-        """Add the bias in the shape and type of the sums; return its name.
-
-        Raises:
-            ModelError: the bias is not int32.
-        """
+        """Add the bias in the shape and type of the sums; return its name."""
         maker = self.index.producer.get(name)
         cast = maker if self.is_bias(maker) else None
         values = self.constants.value(name if cast is None else cast.input[0])

@@ -179,11 +179,7 @@ class _Narrowing:
         node.input[place] = self.twins[key]
 
     def without_idle(self, nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
-        """Remove Casts of float16 to float16, whose inputs get the outputs' names, and unused ones.
-
-        Returns:
-            The remaining nodes.
-        """
+        """Return the nodes without unused Casts and those of float16, whose inputs are renamed."""
         idle = [n for n in nodes if _is_cast(n, _HALF) and n.input[0] in self.half]
         renamed = {n.input[0]: n.output[0] for n in idle if n.input[0] in self.index.producer}
         rest = [n for n in nodes if not (_is_cast(n, _HALF) and n.input[0] in renamed)]

@@ -75,9 +75,6 @@ def chosen_searches(plan: RecordPlan, choices: Choices) -> dict[str, str]:
     """Return the search of each layer that has another than the default.
 
     `Choices.searches` names it; a method of `Choices` is that without clipping, for IFMR.
-
-    Raises:
-        ConfigError: a method that is neither `UNCLIPPED_METHOD` nor AMCT's own.
     """
     for method in filter(None, (choices.method, *choices.methods.values())):
         if method.name != UNCLIPPED_METHOD:

@@ -175,11 +175,7 @@ def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def find_layers(model: onnx.ModelProto) -> LayerGraph:
-    """Find the layers of a float model whose nodes have unique names.
-
-    Raises:
-        ModelError: the model already holds quantization nodes.
-    """
+    """Find the layers of a float model whose nodes have unique names."""
     ops = {node.name: node.op_type for node in model.graph.node}
     present = sorted(
         {*AMCT_OPS, "QuantizeLinear", "DequantizeLinear", "FakeQuant"} & set(ops.values())

@@ -142,15 +142,12 @@ def write_models(
     halves: Collection[str] = (),
     shared: Collection[str] = (),
 ) -> dict[str, Path]:
-    """Write config, record, models and mapping; nothing is written if making one of them fails.
+    """Write config, record, models and mapping, or nothing if one fails; return role -> path.
 
     `config`: quant config of these layers; None writes none.
     `subject`: the model that `model` was made from; it has the files' stem, and the nodes that ONNX
     Runtime does not know, which are put back into the models for atc and AMCT.
     `shared`: layers that share their weight in the original model.
-
-    Returns:
-        Role -> path.
 
     Raises:
         ExportError: a file cannot be written, or a node cannot be expressed for this CANN.

@@ -250,11 +250,7 @@ def _describe(message: Any, fields: tuple[ProtoField, ...]) -> None:
 
 
 def parse_text(name: str, text: str, what: str) -> Message:
-    """Parse the text of file `what` as message `name`; of a field set twice the last value counts.
-
-    Raises:
-        ConfigError: the text does not parse; for an unknown field the message suggests the nearest.
-    """
+    """Parse the text of file `what` as message `name`; of a field set twice the last one counts."""
     from google.protobuf import text_format
 
     message: Message = message_class(name)()

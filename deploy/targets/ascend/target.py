@@ -340,12 +340,7 @@ class Ascend:
         return self.files(converted.recipe, replace(request, subject=subject))
 
     def files(self, recipe: Recipe, request: BuildRequest) -> BuildResult:
-        """Write the files of a recipe; errors as in `build`.
-
-        Args:
-            recipe: the layers and their scales.
-            request: output folder, and samples on which the deploy model is checked.
-        """
+        """Write the files of a recipe, and check them on the samples; errors as in `build`."""
         from deploy.targets.ascend.aipp import write_aipp_files
         from deploy.targets.ascend.executor import deploy_model_note
         from deploy.targets.ascend.float16 import find_float16_tensors
@@ -403,11 +398,7 @@ class Ascend:
         )
 
     def at_hand(self) -> str:
-        """Describe CANN's atc, which builds the .om; running it takes an NPU.
-
-        Raises:
-            SdkMissingError: atc is not on the PATH.
-        """
+        """Describe CANN's atc, which builds the .om; running it takes an NPU."""
         atc = which("atc")
         if atc is None:
             raise SdkMissingError(f"{NO_ATC}; install CANN's toolkit, source its set_env.sh")

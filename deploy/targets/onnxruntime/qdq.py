@@ -121,12 +121,7 @@ def write_qdq(
 
 
 def _replaced(plan: Plan, read_counts: Mapping[str, int]) -> set[str]:
-    """Return the float weights and biases that have no reader once they are integers.
-
-    Args:
-        plan: plan of the float model.
-        read_counts: tensor -> number of its readers in that model.
-    """
+    """Return the float weights and biases that have no reader once they are integers."""
     names = [weight.name for weight in plan.weights]
     if plan.placement.bias:
         names += [weight.bias for weight in plan.weights if weight.bias is not None]

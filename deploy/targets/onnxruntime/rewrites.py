@@ -57,12 +57,7 @@ class Rewrite:
 
 
 def apply_rewrites(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelProto:
-    """Apply the rows of `REWRITES` in their order.
-
-    Args:
-        model: with pairs; changed in place, unless it is kept.
-        context: the model without pairs, and what stays float.
-    """
+    """Apply the rows of `REWRITES` in their order; a model with pairs is changed in place."""
     for row in REWRITES:
         if row.of_kept or not context.is_kept:
             model = row.apply(model, context) or model

@@ -118,11 +118,8 @@ def run_program(
 ) -> str | None:
     """Return the text of a program; None where the inputs are not one picture of a fixed size.
 
-    Args:
-        engine: file name of the engine, in the same folder.
-        inputs: the model's inputs.
-        how: the resolved preprocessing; None for arrays.
-        classes: class -> name; empty if unknown.
+    `engine`: file name of the engine, in the same folder. `how`: the resolved preprocessing; None
+    for arrays. `classes`: class -> name; empty if unknown.
     """
     if how is None or len(inputs) != 1 or how.size is None or None in how.size:
         return None

@@ -145,11 +145,7 @@ class OnnxRuntime:
         )
 
     def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
-        """Return the method's statistic for every tensor that needs a scale.
-
-        Raises:
-            ExportError: the model has a node that ONNX Runtime does not know.
-        """
+        """Return the method's statistic for every tensor that needs a scale."""
         if subject.loaded.behind is not None:
             raise ExportError(
                 "onnxruntime must know every operator, got"

@@ -127,13 +127,10 @@ class GateWriter:
     ) -> list[onnx.NodeProto]:
         """Return the int8 nodes of a gate: the clip, a Mul and, if needed, an Add of the offset.
 
-        Args:
-            gate: the gate.
-            nodes: its float nodes, whose inputs are the outputs of the pairs upstream.
-            quantize: the QuantizeLinear of its output; its zero point may be replaced.
-            output_range: range of the gate's output.
-            shifted: float tensor source + shift if the layer upstream computes it, else "".
-            source: parameters of the source if its integers are clipped directly, else None.
+        `nodes`: its float nodes, whose inputs are the outputs of the pairs upstream. `quantize`:
+        the QuantizeLinear of its output; its zero point may be replaced. `shifted`: float tensor
+        source + shift if the layer upstream computes it, else "". `source`: parameters of the
+        source if its integers are clipped directly, else None.
         """
         read = {n.removesuffix("/dequantized"): n for node in nodes for n in node.input}
         if source is not None:

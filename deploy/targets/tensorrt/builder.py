@@ -190,9 +190,6 @@ def profiles_for(
 
     `fed`: input shapes that the engine is tuned for. `span`: smallest and largest shapes of all
     samples; None if all are as `fed`.
-
-    Raises:
-        ConfigError: `fed` does not fit a fixed dimension.
     """
     profiles = {}
     for name, shape in shapes.items():
@@ -351,11 +348,7 @@ def _set_flag(config: trt.IBuilderConfig, flag: str) -> None:
 def _bind_to_float(
     config: trt.IBuilderConfig, network: trt.INetworkDefinition, settings: BuilderSettings
 ) -> None:
-    """Bind `float_layers` to a float precision; TensorRT chooses that of the other layers.
-
-    Raises:
-        BackendError: the network has no layer for a node.
-    """
+    """Bind `float_layers` to a float precision; TensorRT chooses that of the other layers."""
     import tensorrt as trt
 
     config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)

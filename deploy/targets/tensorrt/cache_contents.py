@@ -342,11 +342,7 @@ def list_cache_entries(subject: CalibrationSubject, parser: str | None) -> list[
 
 
 def refuse_names(model: onnx.ModelProto) -> None:
-    """Refuse tensor names that a cache cannot hold, before anything is observed.
-
-    Raises:
-        ExportError: a tensor's name has a line break.
-    """
+    """Refuse tensor names that a cache cannot hold, before anything is observed."""
     names = [name for node in model.graph.node for name in node.output if name]
     for name in (*(value.name for value in model.graph.input), *names):
         if not trt_cache.can_hold_name(name):

@@ -59,12 +59,7 @@ def _is_stand_in(name: str) -> bool:
 
 
 def gpu(number: int = 0) -> Cuda:
-    """Return the GPU with this index, through the first binding that works.
-
-    Raises:
-        SdkMissingError: neither binding works, or there is no GPU; the message says why.
-        ConfigError: no GPU has this index.
-    """
+    """Return the GPU with this index, through the first binding that works."""
     failed = []
     for name, binding in (("cuda-python", cuda_python_binding), ("pycuda", pycuda_binding)):
         try:
@@ -130,11 +125,7 @@ def cache_reader() -> str | None:
 
 
 def import_tensorrt() -> Any:
-    """Import and return the module `tensorrt`.
-
-    Raises:
-        SdkMissingError: it is not installed, or cannot be loaded.
-    """
+    """Import and return the module `tensorrt`."""
     try:
         import tensorrt as trt
     except (ImportError, OSError) as error:
@@ -164,9 +155,6 @@ def dtype_of(data_type: trt.DataType) -> str:
     """Return the dtype name of a trt.DataType.
 
     `trt.nptype` is not used: that of 8.5 fails with newer numpy, and none supports bfloat16.
-
-    Raises:
-        BackendError: the type is packed, smaller than a byte.
     """
     name = str(data_type).rpartition(".")[2]
     if name in _DTYPES:
@@ -299,11 +287,7 @@ def record_log(*, verbose: bool = False) -> Iterator[LogRecorder]:
 
 
 def load_plugins(libraries: Iterable[Path]) -> None:
-    """Register TensorRT's plugins and those of each library, as trtexec does.
-
-    Raises:
-        ConfigError: a library cannot be loaded.
-    """
+    """Register TensorRT's plugins and those of each library, as trtexec does."""
     import tensorrt as trt
 
     trt.init_libnvinfer_plugins(process_logger(), "")

@@ -165,15 +165,9 @@ def trtexec_commands(
 ) -> tuple[TrtexecCommand, ...]:
     """Return the commands that build the engine on a GPU machine with these files.
 
-    Args:
-        request: the build.
-        files: role -> path.
-        needs: role of a model -> what its parser must support.
-        version: TensorRT that the cache is for, "X.Y.Z".
-        rest: type of the layers that are not quantized.
-        precision: int8 or fp8.
-        wide: nodes that must run in float32 if TensorRT chooses the types.
-        max_batch: largest batch where the model leaves it open.
+    `files`: role -> path. `needs`: role of a model -> what its parser must support. `version`:
+    TensorRT that the cache is for, "X.Y.Z". `rest`: type of the layers that are not quantized.
+    `wide`: nodes that must run in float32 if TensorRT chooses the types.
     """
     commands = _strongly_typed(request, files, needs, precision)
     if precision != FP8 and features_of(version).calibrators:

@@ -47,11 +47,7 @@ REPAIRS: dict[str, Repair] = {
 
 
 def parse_repairs(names: Iterable[str]) -> tuple[str, ...]:
-    """Parse repair names: comma lists, `all` or `none`; return them in the order of `REPAIRS`.
-
-    Raises:
-        ConfigError: an unknown name, or `none` together with others.
-    """
+    """Parse repair names: comma lists, `all` or `none`; return them in the order of `REPAIRS`."""
     given = [word.strip() for name in names for word in name.split(",")]
     if NONE in given and len(given) > 1:
         raise ConfigError(f"{NONE} must be the only repair, got {', '.join(given)}; leave it away")

@@ -190,11 +190,7 @@ def _with_digest(request: BuildRequest, reference: onnx.ModelProto) -> BuildRequ
 
 
 def refuse_model_repairs(names: Sequence[str]) -> None:
-    """Refuse before-repairs for a model whose ranges come from a trusted cache.
-
-    Raises:
-        ConfigError: a repair would change these ranges.
-    """
+    """Refuse before-repairs for a model whose ranges come from a trusted cache."""
     changing = [name for name in names if REPAIRS[name].before is not None]
     if changing:
         raise ConfigError(

@@ -358,13 +358,7 @@ class LayerQuantization:
 def read_quantization(
     graph: Graph, node: onnx.NodeProto, layer: WeightedLayer
 ) -> LayerQuantization | None:
-    """Read the quantization of a layer from an int8 model.
-
-    `graph`: the int8 model.
-
-    Returns:
-        None where the node does not run in integers, or in an unknown form.
-    """
+    """Read a layer's quantization from an int8 model; None if it runs in float or another form."""
     weight, source = graph.producer.get(node.input[1]), graph.producer.get(node.input[0])
     if source is None:
         return None
