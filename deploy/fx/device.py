@@ -139,15 +139,9 @@ def random_state() -> State:
 @contextmanager
 def fixed_seed() -> Iterator[None]:
     """Seed torch's generators inside the `with` block and restore them afterwards."""
-    cpu = torch.get_rng_state()
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    torch.manual_seed(0)
-    try:
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(0)
         yield
-    finally:
-        torch.set_rng_state(cpu)
-        for device, gpu_state in enumerate(gpus):
-            torch.cuda.set_rng_state(gpu_state, device)
 
 
 def restore_random_state(saved: State) -> None:

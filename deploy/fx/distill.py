@@ -36,11 +36,8 @@ def channel_wise_loss(
     student: torch.Tensor, teacher: torch.Tensor, temperature: float = 4.0
 ) -> torch.Tensor:
     """Return the channel-wise loss of [N, C, ...] maps of equal shape: a scalar, 0 if equal."""
-    channels = student.shape[0] * student.shape[1]
-    ours = functional.log_softmax(student.reshape(channels, -1) / temperature, dim=1)
-    theirs = functional.log_softmax(teacher.reshape(channels, -1) / temperature, dim=1)
-    divergence = functional.kl_div(ours, theirs, reduction="sum", log_target=True)
-    return divergence * temperature**2 / channels
+    rows = student.shape[0] * student.shape[1], -1
+    return logit_loss(student.reshape(rows), teacher.reshape(rows), temperature)
 
 
 def logit_loss(

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -109,53 +109,6 @@ class _LsqRound(torch.autograd.Function):
 OnGrid = tuple[np.float32, int]  # (scale, zero_point)
 
 
-class ActivationSearch(Protocol):
-    """A search for scale and zero point from the statistics of a tensor."""
-
-    @property
-    def label(self) -> str:
-        """Name with parameters, as `build` reports it."""
-        ...
-
-    @property
-    def statistic(self) -> Statistic:
-        """Statistic to record for every tensor."""
-        ...
-
-    @property
-    def rounded_weights(self) -> bool:
-        """Whether the weights are rounded while activations are recorded."""
-        ...
-
-    def check(self, grid: Grid) -> None:
-        """Raise `ConfigError` for a grid that the search is not defined for."""
-        ...
-
-    def on(self, recorder: Recorder, grid: Grid, reach: RangeLimits | None = None) -> OnGrid:
-        """Return (scale, zero_point) of a recorded tensor, its range clipped to `reach`."""
-        ...
-
-
-def search_for(target: str | Target, method: Method | str | None = None) -> ActivationSearch:
-    """Return the range search for a target.
-
-    `target`: a target of `deploy.targets`, or its name. `method`: a method of
-    `calibrators.searches`, such as "mse" or "percentile 99.9"; None for the default of `build` for
-    the target.
-
-    Raises:
-        ConfigError: there is no such target or method.
-    """
-    chosen = find_target(target) if isinstance(target, str) else target
-    if method is None:
-        return IfmrSearch() if chosen.own_method else BY_DEFAULT
-    requested = Method.labelled(method) if isinstance(method, str) else method
-    unbounded = (
-        chosen.name == "tensorrt" and requested.name in UNFOLDED_METHODS
-    )  # as TensorRT has them
-    return MethodSearch(requested, bounded=not unbounded)
-
-
 @dataclass(frozen=True, slots=True)
 class MethodSearch:
     """A search of `calibrators.searches.SEARCHES`."""
@@ -194,20 +147,13 @@ class MethodSearch:
         return scale_on_grid(*ends, grid)
 
 
-BY_DEFAULT: ActivationSearch = MethodSearch(Method.of())
-
-
 @dataclass(frozen=True, slots=True)
 class IfmrSearch:
     """AMCT's IFMR search of activation ranges, with AMCT's defaults."""
 
     rounded_weights: ClassVar[bool] = True  # AMCT rounds the weights before it calibrates
     label: ClassVar[str] = "AMCT's IFMR"
-
-    @property
-    def statistic(self) -> Statistic:
-        """Streaming histogram, of constant memory."""
-        return IfmrOf()
+    statistic: ClassVar[Statistic] = IfmrOf()  # of constant memory
 
     def check(self, grid: Grid) -> None:
         """Accept any grid."""
@@ -218,6 +164,30 @@ class IfmrSearch:
         params = IfmrParams(bits=grid.bits, with_offset=not grid.symmetric)
         result = ifmr_streaming(recorder, params)
         return result.scale, result.offset
+
+
+ActivationSearch = MethodSearch | IfmrSearch
+BY_DEFAULT: ActivationSearch = MethodSearch(Method.of())
+
+
+def search_for(target: str | Target, method: Method | str | None = None) -> ActivationSearch:
+    """Return the range search for a target.
+
+    `target`: a target of `deploy.targets`, or its name. `method`: a method of
+    `calibrators.searches`, such as "mse" or "percentile 99.9"; None for the default of `build` for
+    the target.
+
+    Raises:
+        ConfigError: there is no such target or method.
+    """
+    chosen = find_target(target) if isinstance(target, str) else target
+    if method is None:
+        return IfmrSearch() if chosen.own_method else BY_DEFAULT
+    requested = Method.labelled(method) if isinstance(method, str) else method
+    unbounded = (
+        chosen.name == "tensorrt" and requested.name in UNFOLDED_METHODS
+    )  # as TensorRT has them
+    return MethodSearch(requested, bounded=not unbounded)
 
 
 def widest_range(params: Sequence[OnGrid], grid: Grid) -> OnGrid:

@@ -112,8 +112,7 @@ def fold_batch_norms(
     refuse_train_mode(graph_module)
     report = FuseReport()
     fold_into_previous(graph_module, _norms(graph_module), report)
-    for merged in merge_branches(graph_module):
-        report.fused.append(("Branches", (merged.layer, merged.taken)))
+    report.fused += [("Branches", names) for names in merge_branches(graph_module)]
     for node in _norms(graph_module):
         _fold_ahead(graph_module, node, report)
     _clean(graph_module)

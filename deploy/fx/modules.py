@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import copy
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -212,21 +211,13 @@ def _parameter(tensor: torch.Tensor) -> nn.Parameter:
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class MergedBranch:
-    """A merged addition: the name of the remaining layer, and of the one merged into it."""
+def merge_branches(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
+    """Merge parallel branches, in place, and remove their additions or subtractions.
 
-    layer: str
-    taken: str
-
-
-def merge_branches(graph_module: fx.GraphModule) -> list[MergedBranch]:
-    """Merge parallel branches, in place; return one entry per removed addition or subtraction."""
-    merged = []
-    for node in list(graph_module.graph.nodes):
-        entry = None if _drop_zero(node) else _merge(graph_module, node)
-        if entry is not None:
-            merged.append(entry)
+    Return (name of the remaining layer, name of the one merged into it) for each.
+    """
+    nodes = (node for node in list(graph_module.graph.nodes) if not _drop_zero(node))
+    merged = [names for node in nodes if (names := _merge(graph_module, node)) is not None]
     graph_module.graph.eliminate_dead_code()
     return merged
 
@@ -242,7 +233,7 @@ def _drop_zero(node: fx.Node) -> bool:
     return True
 
 
-def _merge(graph_module: fx.GraphModule, node: fx.Node) -> MergedBranch | None:
+def _merge(graph_module: fx.GraphModule, node: fx.Node) -> tuple[str, str] | None:
     sign = 1 if is_op(node, "add") else -1 if is_op(node, "sub") else 0
     if not sign or node.kwargs or len(node.all_input_nodes) != 2 or len(node.args) != 2:
         return None
@@ -258,7 +249,7 @@ def _merge(graph_module: fx.GraphModule, node: fx.Node) -> MergedBranch | None:
     replace_submodule(graph_module, str(kept.target), layer)  # type: ignore[union-attr]
     node.replace_all_uses_with(kept)  # type: ignore[arg-type]
     graph_module.graph.erase_node(node)
-    return MergedBranch(str(kept.target), str(taken.target))  # type: ignore[union-attr]
+    return str(kept.target), str(taken.target)  # type: ignore[union-attr]
 
 
 def _branch(graph_module: fx.GraphModule, side: Any) -> Any:
