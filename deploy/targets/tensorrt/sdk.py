@@ -27,8 +27,8 @@ from deploy.files.reading import read_bytes
 from deploy.graph.index import Graph
 from deploy.graph.placement import TENSORRT
 from deploy.graph.plan import analyse
-from deploy.targets.tensorrt import cuda_python_binding, pycuda_binding
 from deploy.targets.tensorrt.cuda import Cuda
+from deploy.targets.tensorrt.cuda_bindings import BINDINGS
 
 if TYPE_CHECKING:
     import onnx
@@ -61,9 +61,11 @@ def _is_stand_in(name: str) -> bool:
 def gpu(number: int = 0) -> Cuda:
     """Return the GPU with this index, through the first binding that works."""
     failed = []
-    for name, binding in (("cuda-python", cuda_python_binding), ("pycuda", pycuda_binding)):
+    for name, (count_gpus, open_gpu) in BINDINGS.items():
         try:
-            count = binding.count_gpus()
+            count = count_gpus()
+            if count == 0:
+                raise SdkMissingError("no GPU")
         except (ImportError, OSError, SdkMissingError) as error:
             failed.append(f"{name}: {first_line(error)}")
             continue
@@ -71,8 +73,7 @@ def gpu(number: int = 0) -> Cuda:
             raise ConfigError(
                 f"a device is one of the {count} GPUs of this machine, counted from 0, got {number}"
             )
-        opened: Cuda = binding.open_gpu(number)
-        return opened
+        return open_gpu(number)
     raise SdkMissingError(
         f"an engine is built and run on an NVIDIA GPU by way of cuda-python or pycuda, and neither"
         f" works here ({'; '.join(failed)}); on a machine with a GPU and its driver: pip install"
