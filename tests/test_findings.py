@@ -27,9 +27,10 @@ from deploy.metrics.tasks.boxes import BoxDetection
 from deploy.metrics.tasks.classes import Classes
 from deploy.metrics.tasks.detections import Detections, scale_to_pixels
 from deploy.metrics.tasks.evaluation_task import MOST, ClassExample, ExampleSelection
-from deploy.report import EngineRow, Report, TargetPart, TrialRow, to_html, to_json, to_markdown
+from deploy.report import Report, to_html, to_json, to_markdown
 from deploy.report.blocks import block_html
 from deploy.report.charts import weight_strip
+from deploy.report.parts import EngineRow, TargetPart, TrialRow
 from deploy.report.previews import box_rows
 from deploy.report.report_rows import STRIPS, weight_rows
 from deploy.report.sections import trials

@@ -26,7 +26,8 @@ from deploy.feed.images import call_and_capture, capture_decoder_output, decode_
 from deploy.feed.pixels import input_to_image, preprocess_image, resize_to_input
 from deploy.feed.preprocess import PRESETS, Preprocess, complete_preprocess, with_options
 from deploy.feed.sampling import spread_evenly
-from deploy.report import FeedPart, Report, to_html, to_json, to_markdown
+from deploy.report import Report, to_html, to_json, to_markdown
+from deploy.report.parts import FeedPart
 from deploy.report.previews import pictures_part, raster
 from deploy.targets.onnxruntime.run_script import run_program
 from deploy.tensors import TensorSpec

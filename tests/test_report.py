@@ -20,7 +20,11 @@ from deploy.machine import this_machine
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency, SpeedUp, Timing, speed_up
 from deploy.metrics.output_errors import OutputAccuracy
-from deploy.report import (
+from deploy.report import Report, blocks, figures, to_html, to_json, to_markdown, to_screen
+from deploy.report.charts import latency_figure, range_bar
+from deploy.report.model import with_speed
+from deploy.report.page import POLICY, SCRIPT, STYLE
+from deploy.report.parts import (
     CalibrationPart,
     EngineRow,
     FeedPart,
@@ -30,24 +34,14 @@ from deploy.report import (
     ModelPart,
     NodeRow,
     RangeRow,
-    Report,
     SearchPart,
     TargetPart,
     TensorRow,
     TrialRow,
     WeightRow,
     WorkPart,
-    blocks,
-    figures,
     tensor_rows,
-    to_html,
-    to_json,
-    to_markdown,
-    to_screen,
 )
-from deploy.report.charts import latency_figure, range_bar
-from deploy.report.model import with_speed
-from deploy.report.page import POLICY, SCRIPT, STYLE
 from deploy.report.report_rows import float_groups, worst_first, worst_rows
 from deploy.report.screen import next_steps
 from deploy.report.verdict import Verdict

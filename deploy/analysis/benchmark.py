@@ -44,9 +44,9 @@ from deploy.metrics.kernels import (
     time_kernels,
 )
 from deploy.metrics.latency import Feeds, Latency, measure
-from deploy.report import EngineRow, Report, figures
+from deploy.report import Report, figures
 from deploy.report.figures import compare_with_plan
-from deploy.report.parts import BatchRow
+from deploy.report.parts import BatchRow, EngineRow
 from deploy.runtimes.openvino import OpenvinoSession
 from deploy.targets import TARGETS, OnnxRuntime, Target
 from deploy.targets.tensorrt.inspector import throughput

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from deploy.analysis.build_reader import StoredBuild, read_stored_build
 from deploy.errors import ConfigError
-from deploy.report import EngineRow, Report, figures, model
+from deploy.report import Report, figures, model
 from deploy.report.blocks import Bullets, Section, Table, block_html, sections_html
 from deploy.report.model import to_plain_object
 from deploy.report.page import page, verdicts
+from deploy.report.parts import EngineRow
 from deploy.report.screen import aligned, entries
 from deploy.report.tables import worst_figure
 from deploy.report.verdict import Verdict

@@ -29,8 +29,9 @@ from deploy.metrics.levels import LEVELS
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
 from deploy.pipeline.results import trial_rows
-from deploy.report import EngineRow, NodeRow, Report, TargetPart, TrialRow
+from deploy.report import Report
 from deploy.report.model import SCHEMA
+from deploy.report.parts import EngineRow, NodeRow, TargetPart, TrialRow
 from deploy.report.tables import PLAN
 from deploy.terminal import join_visible
 from deploy.tuning.plan_file import (

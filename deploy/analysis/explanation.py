@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from deploy.report import TrialRow, figures
+from deploy.report import figures
 from deploy.report.model import to_plain_object
+from deploy.report.parts import TrialRow
 from deploy.report.screen import columns, entries, entry
 from deploy.report.tables import TRIAL_HEADS, trial_row
 from deploy.terminal import join_visible

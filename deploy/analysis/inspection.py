@@ -13,7 +13,7 @@ import onnx
 from deploy.feed.feed import FeedSource
 from deploy.frontends import LoadedModel, load
 from deploy.graph.index import match_nodes
-from deploy.report import NodeRow, node_rows
+from deploy.report.parts import NodeRow, node_rows
 from deploy.targets import Target, make_targets
 from deploy.tensors import TensorSpec
 from deploy.terminal import join_visible

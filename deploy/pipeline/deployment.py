@@ -38,7 +38,8 @@ from deploy.pipeline.results import (
     publish_build,
     write_pages,
 )
-from deploy.report import EngineRow, Report, TargetPart, node_rows
+from deploy.report import Report
+from deploy.report.parts import EngineRow, TargetPart, node_rows
 from deploy.report.report_rows import weight_rows
 from deploy.report.verdict import Gates
 from deploy.runtimes.ort import OrtSession

@@ -31,8 +31,8 @@ from deploy.pipeline.evaluate import (
     float_model,
     open_single_thread,
 )
-from deploy.report import EngineRow
 from deploy.report.figures import compare_with_plan
+from deploy.report.parts import EngineRow
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult, Target
 from deploy.tensors import Array, Samples, Session

@@ -16,23 +16,19 @@ from deploy.feed.feed import describe_preprocessing
 from deploy.files import atomic, manifest
 from deploy.files.manifest import sha256
 from deploy.machine import this_machine
-from deploy.report import (
+from deploy.report import Report, model, to_html, to_json, to_markdown
+from deploy.report.parts import (
     CalibrationPart,
     EngineRow,
     FeedPart,
     FileRow,
     GroupRow,
     ModelPart,
-    Report,
     SearchPart,
     TargetPart,
     TrialRow,
     WorkPart,
-    model,
     node_rows,
-    to_html,
-    to_json,
-    to_markdown,
 )
 from deploy.report.previews import box_rows, class_rows, pictures_part
 from deploy.report.report_rows import clip_rows, weight_rows

@@ -6,48 +6,6 @@ which `documents` writes as a page and as Markdown; `Report` adds `repr` and the
 
 from deploy.report.documents import Report, to_html, to_markdown
 from deploy.report.model import to_json
-from deploy.report.parts import (
-    CalibrationPart,
-    EngineRow,
-    FeedPart,
-    FileRow,
-    GroupRow,
-    HistogramPart,
-    ModelPart,
-    NodeRow,
-    RangeRow,
-    SearchPart,
-    TargetPart,
-    TensorRow,
-    TrialRow,
-    WeightRow,
-    WorkPart,
-    node_rows,
-    tensor_rows,
-)
 from deploy.report.screen import to_screen
 
-__all__ = [
-    "CalibrationPart",
-    "EngineRow",
-    "FeedPart",
-    "FileRow",
-    "GroupRow",
-    "HistogramPart",
-    "ModelPart",
-    "NodeRow",
-    "RangeRow",
-    "Report",
-    "SearchPart",
-    "TargetPart",
-    "TensorRow",
-    "TrialRow",
-    "WeightRow",
-    "WorkPart",
-    "node_rows",
-    "tensor_rows",
-    "to_html",
-    "to_json",
-    "to_markdown",
-    "to_screen",
-]
+__all__ = ["Report", "to_html", "to_json", "to_markdown", "to_screen"]
