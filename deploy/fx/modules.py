@@ -241,7 +241,7 @@ def _merge(graph_module: fx.GraphModule, node: fx.Node) -> tuple[str, str] | Non
     left, right = sides
     if left is None or right is None or node.args[0].args[0] is not node.args[1].args[0]:  # type: ignore[union-attr]
         return None
-    keeper, other, first = _larger(node, left, right)
+    keeper, other, first = _larger(left, right)
     if keeper is None or not _fits(keeper, other):
         return None
     layer = _sum(keeper, other, 1 if first else sign, sign if first else 1)
@@ -266,7 +266,7 @@ def _branch(graph_module: fx.GraphModule, side: Any) -> Any:
     return module if is_norm(module) and getattr(module, "running_var", 0) is not None else None
 
 
-def _larger(node: fx.Node, left: Any, right: Any) -> tuple[Any, Any, bool]:
+def _larger(left: Any, right: Any) -> tuple[Any, Any, bool]:
     """Return (branch to keep, the other, whether the first is kept); (None, ...) for two norms."""
     sizes = [m.kernel_size if isinstance(m, nn.Conv2d) else (0, 0) for m in (left, right)]
     first = sizes[0] >= sizes[1]

@@ -145,7 +145,7 @@ class IntegerLayerWriter:
         """Return a float pool on integer values."""
         (part,) = codes
         centred = f"{node.name}.exec.centred"
-        before = self.centre(node, part, centred)
+        before = self.centre(part, centred)
         node.input[0] = centred
         return [*before, node]
 
@@ -165,7 +165,7 @@ class IntegerLayerWriter:
         sums: list[str] = []
         for place, part in enumerate(codes):
             centred = f"{name}.exec.centred{place}"
-            nodes += self.centre(node, part, centred)
+            nodes += self.centre(part, centred)
             for word, values, factor in (("low", low, 1), ("high", (weight - low) // 16, 16)):
                 word = f"{word}{place}"
                 kernel = self.constants.put(f"{name}.exec.{word}", values.astype(np.float32))
@@ -264,7 +264,7 @@ class IntegerLayerWriter:
             maker = next((m for m in makers if m is not None and m.op_type in TYPES), None)
         return [] if maker is None else [maker.name]
 
-    def centre(self, node: onnx.NodeProto, part: Uint8Part, end: str) -> list[onnx.NodeProto]:
+    def centre(self, part: Uint8Part, end: str) -> list[onnx.NodeProto]:
         """Return nodes that compute q - offset in float from a uint8 part."""
         cast = make_chain(f"{end}.in", part.tensor, f"{end}.u8", [], cast=1)
         shift = self.constants.put(f"{end}.shift", np.float32(part.zero))
@@ -425,7 +425,7 @@ class _Rewriter:
         scale = self.constants.put(f"{node.name}.exec.scale", np.float32(given["scale"]))
         centred = f"{node.name}.exec.centred"
         part = replace(parts[0], zero=int(given.get("offset", 0.0)) + SHIFT)
-        return [*self.layers.centre(node, part, centred), *self.scaled_float(node, centred, scale)]
+        return [*self.layers.centre(part, centred), *self.scaled_float(node, centred, scale)]
 
     def rank(self, producer: onnx.NodeProto | None) -> int:
         """Return the spatial rank of AscendDequant's input; its scale is per channel on axis 1."""

@@ -169,9 +169,9 @@ def trtexec_commands(
     TensorRT that the cache is for, "X.Y.Z". `rest`: type of the layers that are not quantized.
     `wide`: nodes that must run in float32 if TensorRT chooses the types.
     """
-    commands = _strongly_typed(request, files, needs, precision)
+    commands = _strongly_typed(files, needs, precision)
     if precision != FP8 and features_of(version).calibrators:
-        weak = _weakly_typed(request, files, needs[QDQ], rest, wide)
+        weak = _weakly_typed(files, needs[QDQ], rest, wide)
         own = _implicit(request, files, needs[FLOAT], version, rest, wide)
         commands = (own, *weak, *commands)
     shapes = _shape_flags(request, max_batch)
@@ -231,7 +231,6 @@ def _implicit(
 
 
 def _weakly_typed(
-    request: BuildRequest,
     files: Mapping[str, Path],
     needs: ParserRequirements,
     rest: str,
@@ -250,10 +249,7 @@ def _weakly_typed(
 
 
 def _strongly_typed(
-    request: BuildRequest,
-    files: Mapping[str, Path],
-    needs: Mapping[str, ParserRequirements],
-    precision: str,
+    files: Mapping[str, Path], needs: Mapping[str, ParserRequirements], precision: str
 ) -> tuple[TrtexecCommand, ...]:
     """Build in the types of the model."""
     role, fp8 = TYPED if TYPED in files else QDQ, precision == FP8

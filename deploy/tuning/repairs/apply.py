@@ -350,14 +350,8 @@ def _helps_all(now: Mapping[str, Accuracy], after: Mapping[str, Accuracy]) -> bo
 def _result(name: str, target: str, now: Accuracy, after: Accuracy, *, kept: bool) -> RepairResult:
     old, new = worst_sqnr_db(now), worst_sqnr_db(after)
     word = "kept" if kept else "not kept"
-    return RepairResult(
-        name=name,
-        target=target,
-        before_db=old,
-        after_db=new,
-        kept=kept,
-        sentence=f"{REPAIRS[name].words}: worst part {old:.1f} -> {new:.1f} dB, {word}",
-    )
+    sentence = f"{REPAIRS[name].words}: worst part {old:.1f} -> {new:.1f} dB, {word}"
+    return RepairResult(name=name, target=target, kept=kept, sentence=sentence)
 
 
 def _no_change(name: str, target: str = "", why: str = "nothing to repair") -> RepairResult:

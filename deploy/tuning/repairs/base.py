@@ -52,10 +52,6 @@ class RepairResult:
     target: str
     kept: bool
     sentence: str
-    # before_db, after_db: SQNR of the worst output slice without and with it; None where there was
-    # nothing to repair, or where it decides layer by layer
-    before_db: float | None = None
-    after_db: float | None = None
 
 
 def with_model(request: BuildRequest, model: onnx.ModelProto) -> BuildRequest:
