@@ -378,6 +378,14 @@ def test_a_custom_module_goes_from_float_to_observed_to_quantized():
     assert (converted(x) - model(x)).abs().max() < 0.1
 
 
+def test_a_custom_module_whose_output_is_not_quantized_averages_with_the_given_momentum():
+    parts = {"conv": nn.Conv2d(3, 4, 1), "nt": NonTraceable()}
+    model = module(lambda self, x: self.nt(self.conv(x)), **parts)
+    custom = {NonTraceable: ObservedNonTraceable}
+    prepared = prepare(model, [torch.randn(2, 3, 4, 4)], custom=custom, momentum=1)
+    assert prepared.nt.activation_post_process.momentum == 1
+
+
 @pytest.mark.parametrize("mode", ["dynamic", "weight-only"])
 def test_a_custom_module_of_dynamic_and_weight_only_needs_its_quantized_class_alone(mode):
     model, x = net(), torch.randn(2, 3, 4, 4)

@@ -426,10 +426,8 @@ def _swap_custom(
         new = observed.from_float(module)
         if not hasattr(new, "activation_post_process"):
             if node not in observers:
-                (site,) = _insert_observers(
-                    graph_module, [QuantizationSite(node, None, "")], grid, 0.05
-                ).items()
-                observers[node] = site[1]
+                site = QuantizationSite(node, None, "")
+                observers |= _insert_observers(graph_module, [site], grid, momentum)
             new.activation_post_process = observers[node]
         replace_submodule(graph_module, name, new)
 
