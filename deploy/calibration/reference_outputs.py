@@ -114,12 +114,7 @@ class EvaluationSet:
     outputs: ReferenceOutputs
 
     def heard(self, most: int) -> Iterator[tuple[Sample, Mapping[str, Array]]]:
-        """Yield (sample, its float outputs) of at most `most` samples, spread over all.
-
-        Raises:
-            FeedError: as the feed's samples.
-            BackendError: ONNX Runtime refused the model or a sample.
-        """
+        """Yield (sample, its float outputs) of at most `most` samples, spread over all."""
         return (
             (sample, self.outputs.of(key, sample))
             for key, sample in self.part.spread_with_keys(most)

@@ -214,11 +214,7 @@ def refuse_ordered(wanted: Iterable[Observation], what: str) -> None:
 
 
 def write_shard(found: CalibrationResult, path: Path) -> None:
-    """Write the result of a run over a shard.
-
-    Raises:
-        ExportError: the folder is not writable.
-    """
+    """Write the result of a run over a shard."""
     observed = found.ranges.observed
     data = make_shard(found.feed, found.loaded.identities, found.peaks, observed)
     atomic.write_bytes(path, data)

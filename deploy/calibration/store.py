@@ -153,11 +153,7 @@ def cache_files(path: Path) -> tuple[Path, ...]:
 
 
 def copy_stored(stored: StoredCalibration, path: Path) -> None:
-    """Write the three files as they were read.
-
-    Raises:
-        ExportError: the folder is not writable.
-    """
+    """Write the three files as they were read."""
     _write(path, stored.text, stored.packed, stored._document)
 
 
@@ -178,9 +174,6 @@ def save_calibration(
     """Write the three files.
 
     `carried`: arrays of further observations, from the previous cache.
-
-    Raises:
-        ExportError: the folder is not writable.
     """
     arrays = dict(carried or {})
     arrays |= {key: recorder.to_arrays() for key, recorder in calibration.observed.items()}

@@ -87,9 +87,6 @@ def open_tapped(
     """Open a model with these tensors as outputs.
 
     `in_any_order`: tensors whose values may come in any order; graph outputs never do.
-
-    Raises:
-        BackendError: ONNX Runtime cannot load the model.
     """
     exposed = copy_with_outputs(model, tensors)
     wanted = set(in_any_order).difference(o.name for o in model.graph.output)

@@ -65,9 +65,6 @@ def quantize_model(
         search: range search of static mode; None for the default of `build` for the target.
         only: submodule to quantize; None for the entire model.
         options: as for `prepare`.
-
-    Raises:
-        ConfigError, ModelError, CalibrationError: as prepare, calibrate and convert.
     """
     options |= {"target": target, "mode": mode}
     prepared: nn.Module

@@ -229,11 +229,7 @@ def open_torch(
     names: Sequence[str | None] = (),
     weights: Path | None = None,
 ) -> LoadedModel:
-    """Export with `export_torch` and load the result like any other ONNX model.
-
-    Raises:
-        SdkMissingError, ConfigError, ModelError, ExportError: as `export_torch`.
-    """
+    """Export with `export_torch` and load the result like any other ONNX model."""
     file, _, factory = spec.rpartition(":")
     notes = list[str]()
     exported = export_torch(spec, inputs, dtypes=dtypes, names=names, weights=weights, notes=notes)

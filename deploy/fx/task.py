@@ -225,9 +225,6 @@ def read_batches(
     """Read batches of the size of the example inputs, all into memory.
 
     `images`: a folder, list, image, .npy or .npz file. `names`: of the inputs, as in an .npz file.
-
-    Raises:
-        FeedError, ConfigError: as `open_feed`.
     """
     specs = [
         TensorSpec(name, str(x.dtype).removeprefix("torch."), (None, *x.shape[1:]))

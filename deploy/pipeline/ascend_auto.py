@@ -127,9 +127,6 @@ def auto_calibrate(
     `evaluation`: samples to evaluate on, with `labels` or without. `max_loss`: largest loss, see
     `deploy.tuning.budget.loss_of`. `strategy`: `GAIN`, or `BINARY`, which is AMCT's own rule.
     `threads`: samples or trials that run in parallel. `say`: called with sentences on the progress.
-
-    Raises:
-        ConfigError, CalibrationError, FeedError, ExportError: as the Ascend target's `build`.
     """
     feed, subject = calibrated.feed, calibrated.subject
     with stage_files(folder) as stage:

@@ -358,9 +358,6 @@ def run_profiled(
         folder: for the trace.
         threads: threads inside one operator.
         seconds: minimum duration, but at most 64 runs.
-
-    Raises:
-        BackendError: ONNX Runtime refused the model or a sample.
     """
     session = OrtSession.open(model, threads=threads, trace=folder / "trace")
     began, run = time.perf_counter(), 0

@@ -427,11 +427,7 @@ def find_ranked_scores(model: onnx.ModelProto) -> dict[str, str]:
 def replace_by_scores(
     model: onnx.ModelProto, heard: Sequence[ReferenceSample], *, every: bool, threads: int
 ) -> list[ReferenceSample]:
-    """Replace the float model's ranked outputs by the scores that they are made of.
-
-    Raises:
-        BackendError: ONNX Runtime refused the model or a sample.
-    """
+    """Replace the float model's ranked outputs by the scores that they are made of."""
     ends = find_ranked_scores(model)
     scores = list(dict.fromkeys(ends.values()))
     session = OrtSession.open(copy_with_outputs(model, scores), threads=threads, spin=False)

@@ -266,9 +266,6 @@ class GrowingComparison:
 
         `kernels`: whether ONNX Runtime's int8 kernels run the model. `labels`: class of each image,
         for top-1 accuracy on all samples.
-
-        Raises:
-            BackendError: ONNX Runtime refused the model.
         """
         self._session = OrtSession.open(
             model, threads=1, spin=False, keep=True, int8_kernels=kernels

@@ -83,9 +83,6 @@ def kernel_times(
     `made_from`: the float model, to whose nodes the time is counted; Q/DQ nodes count for
     themselves. `runs`: least number of runs, after two that do not count. `seconds`: least time; a
     small model runs more often.
-
-    Raises:
-        BackendError: ONNX Runtime refused the model or a sample.
     """
     with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
         trace = run_profiled(model, feeds, runs=runs + 2, folder=Path(folder), seconds=seconds)
@@ -210,9 +207,6 @@ def quickest_ms(
     """Return the milliseconds of the quickest inference.
 
     `model`: float or int8 model.
-
-    Raises:
-        BackendError: ONNX Runtime refused the model or a sample.
     """
     session = OrtSession.open(model, threads=threads)
     best, began, runs = float("inf"), time.perf_counter(), 0

@@ -108,9 +108,6 @@ def to_typed(
 
     For the other arguments and the result see `to_qdq` and
     `deploy.targets.tensorrt.float_types.narrow_float_part`.
-
-    Raises:
-        ExportError: as `to_qdq` and `narrow_float_part`.
     """
     ranges = _ranges(model, plan, scales, own_concat_scales)
     if _is_fp8(plan):

@@ -397,9 +397,6 @@ def write_cache_note(
 
     Returns:
         Path of the note; None if the ranges came from a file whose origin is unknown.
-
-    Raises:
-        ExportError: the folder is not writable.
     """
     if request.ranges.trusted is not None:
         return None

@@ -163,11 +163,7 @@ def _read_matching(path: Path, fingerprint: Fingerprint) -> bytes | None:
 
 
 def store_gpu_cache(path: Path, data: bytes, fingerprint: Fingerprint) -> Path:
-    """Write the cache, then its fingerprint.
-
-    Raises:
-        ExportError: the folder is not writable.
-    """
+    """Write the cache, then its fingerprint."""
     atomic.write_bytes(path, data)
     atomic.write_bytes(store.sidecars(path)[0], store.make_text_only_json(data, fingerprint))
     return path

@@ -348,11 +348,7 @@ def trained_model(trained: QdqCalibration) -> onnx.ModelProto:
 def narrow_trained_model(
     model: onnx.ModelProto, rest: str, largest: Mapping[str, float]
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """Apply `round_scales` to the user's Q/DQ model, then `narrow_float_part`.
-
-    Raises:
-        ExportError: as `narrow_float_part`.
-    """
+    """Apply `round_scales` to the user's Q/DQ model, then `narrow_float_part`."""
     rounded = copy_message(model)
     index = Graph(rounded)
     pairs = [node for node in index.nodes if node.op_type in (Q, DQ)]

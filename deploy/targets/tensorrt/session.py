@@ -290,9 +290,6 @@ class TensorrtSession:
 
         The profiler stays set and CUDA graphs stay off, so the session is slower afterwards. The
         kind is "" if the engine was built without layer details.
-
-        Raises:
-            BackendError: as `run`.
         """
         kinds = {layer.name: layer.kind for layer in self.layers()}
         self._graph = None

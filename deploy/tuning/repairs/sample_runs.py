@@ -40,9 +40,6 @@ def run_with_taps(
     """Run the model and return {tensor: take(sample number, tensor, value)} for each sample.
 
     A Q/DQ model is computed as written, in float between its Q/DQ pairs.
-
-    Raises:
-        BackendError: ONNX Runtime refused the model or a sample.
     """
     inputs = {value.name for value in model.graph.input}
     names = list(dict.fromkeys(tensors))
