@@ -93,18 +93,7 @@ def signed_grid(bits: int) -> Grid:
     Raises:
         CalibrationError: another number of bits.
     """
-    if not 2 <= bits <= 16:
-        raise CalibrationError(f"a signed integer grid has 2 to 16 bits, got {bits}")
-    half = 2 ** (bits - 1)
-    return Grid(
-        name=f"int{bits}",
-        bits=bits,
-        qmin=-half,
-        qmax=half - 1,
-        symmetric=True,
-        kind="integer",
-        dtype="int8" if bits <= 8 else "int16",
-    )
+    return _integer_grid(bits, signed=True)
 
 
 def unsigned_grid(bits: int) -> Grid:
@@ -113,16 +102,22 @@ def unsigned_grid(bits: int) -> Grid:
     Raises:
         CalibrationError: another number of bits.
     """
+    return _integer_grid(bits, signed=False)
+
+
+def _integer_grid(bits: int, *, signed: bool) -> Grid:
     if not 2 <= bits <= 16:
-        raise CalibrationError(f"an unsigned integer grid has 2 to 16 bits, got {bits}")
+        words = "a signed" if signed else "an unsigned"
+        raise CalibrationError(f"{words} integer grid has 2 to 16 bits, got {bits}")
+    name, lowest = ("int", -(2 ** (bits - 1))) if signed else ("uint", 0)
     return Grid(
-        name=f"uint{bits}",
+        name=f"{name}{bits}",
         bits=bits,
-        qmin=0,
-        qmax=2**bits - 1,
-        symmetric=False,
+        qmin=lowest,
+        qmax=lowest + 2**bits - 1,
+        symmetric=signed,
         kind="integer",
-        dtype="uint8" if bits <= 8 else "uint16",
+        dtype=f"{name}{8 if bits <= 8 else 16}",
     )
 
 
