@@ -1,24 +1,36 @@
-"""The CUDA calls that building and running an engine needs, independent of the Python binding.
+"""CUDA: the calls that building and running an engine needs, by cuda-python or by pycuda.
 
 ::
 
     sdk.gpu(0) --> Cuda    with cuda.current(): allocate, copy, record, wait
-                    '-- Buffer   device memory, freed with its last reference
+                    '-- DeviceBuffer   device memory, freed with its last reference
                          '-- CudaMemory   input batches for a calibrator
+
+`Cuda` is one GPU. All its methods but `current` and `free` must run inside `with cuda.current()`.
+Addresses are integers. A call that CUDA refuses is a `BackendError`, which quotes CUDA.
+
+Each call of cuda-python returns a tuple that starts with the error code. The module is
+`cuda.bindings.runtime` since 12.6; before it was `cuda.cudart`. Of pycuda, contexts are pushed and
+popped, since a leftover one aborts.
 """
 
 from __future__ import annotations
 
+import ctypes
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from math import prod
+from typing import Any
 
+import numpy as np
+
+from deploy.errors import BackendError, SdkMissingError
 from deploy.tensors import Array
 
-REFUSED = "CUDA must take every call, but refused one"
-WAY_OUT = "`nvidia-smi` shows the state of the GPU and what else holds its memory"
+_REFUSED = "CUDA must take every call, but refused one"
+_WAY_OUT = "`nvidia-smi` shows the state of the GPU and what else holds its memory"
 
 
 @dataclass(frozen=True)
@@ -29,78 +41,211 @@ class CudaStream:
     own: Any
 
 
-class Cuda(Protocol):
-    """One GPU. All methods but `current` and `free` must run inside `with cuda.current()`.
-
-    Addresses are integers.
-
-    Raises:
-        BackendError: a CUDA call failed; the message quotes CUDA's error.
-    """
-
-    @property
-    def name(self) -> str:
-        """Device name and compute capability, such as "NVIDIA H200 sm_90"."""
-        ...
-
-    @property
-    def newest(self) -> str:
-        """Newest CUDA version that the driver supports, such as "12.4"."""
-        ...
-
-    def current(self) -> AbstractContextManager[None]:
-        """Make this GPU the current device of the thread inside a `with` block."""
-        ...
-
-    def allocate(self, size: int) -> int:
-        """Allocate `size` bytes (at least 1) of device memory; return the address."""
-        ...
-
-    def free(self, address: int) -> None:
-        """Free device memory; from any thread, also outside of `current`."""
-        ...
-
-    def pinned(self, shape: Sequence[int], dtype: str) -> Array:
-        """Return an array in pinned (page-locked) host memory."""
-        ...
-
-    def copy_in(self, address: int, array: Array) -> None:
-        """Copy a C-contiguous array to the device, synchronously."""
-        ...
-
-    def copy_in_later(self, address: int, array: Array, stream: CudaStream) -> None:
-        """Queue a copy of a C-contiguous array to the device on a stream."""
-        ...
-
-    def copy_out_later(self, array: Array, address: int, stream: CudaStream) -> None:
-        """Queue a copy from the device into a C-contiguous array on a stream."""
-        ...
-
-    def stream(self) -> CudaStream:
-        """Create a stream."""
-        ...
-
-    def wait(self, stream: CudaStream) -> None:
-        """Wait until all work on the stream is done."""
-        ...
-
-    def event(self) -> Any:
-        """Create an event; it can be recorded repeatedly."""
-        ...
-
-    def record(self, event: Any, stream: CudaStream) -> None:
-        """Record an event on the stream."""
-        ...
-
-    def between_ms(self, first: Any, last: Any) -> float:
-        """Return the milliseconds between two recorded events, on the GPU's clock."""
-        ...
-
-
-def format_cuda_version(number: int) -> str:
+def _format_version(number: int) -> str:
     """Format CUDA's integer version: 12040 is "12.4"."""
     major, rest = divmod(number, 1000)
     return f"{major}.{rest // 10}"
+
+
+def _count_by_cuda_python() -> int:
+    code, gpus = _runtime().cudaGetDeviceCount()
+    if int(code) != 0:
+        raise SdkMissingError(_error_text(code))
+    return int(gpus)
+
+
+def _runtime() -> Any:
+    try:
+        from cuda.bindings import runtime
+    except ImportError:
+        from cuda import cudart as runtime
+    return runtime
+
+
+def _check(result: Sequence[Any]) -> Any:
+    """Return the value of a call, or None if it has none."""
+    code, *values = result
+    if int(code) != 0:
+        raise BackendError(f"{_REFUSED}: {_error_text(code)}; {_WAY_OUT}")
+    return values[0] if values else None
+
+
+def _error_text(code: Any) -> str:
+    _, text = _runtime().cudaGetErrorString(code)
+    return f"{text.decode() if isinstance(text, bytes) else text} ({int(code)})"
+
+
+@dataclass(frozen=True)
+class _Event:
+    """An event, destroyed with the last reference to this object."""
+
+    own: Any
+
+
+class _CudaPython:
+    """One GPU by cuda-python.
+
+    Attributes:
+        name: device name and compute capability, such as "NVIDIA H200 sm_90".
+        newest: newest CUDA version that the driver supports, such as "12.4".
+    """
+
+    def __init__(self, number: int) -> None:
+        self._rt = _runtime()
+        self._number = number
+        about = _check(self._rt.cudaGetDeviceProperties(number))
+        name = about.name.decode() if isinstance(about.name, bytes) else about.name
+        self.name = f"{name.rstrip(chr(0))} sm_{about.major}{about.minor}"
+        self.newest = _format_version(int(_check(self._rt.cudaDriverGetVersion())))
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Set the thread's device; restore the previous one at exit."""
+        before = _check(self._rt.cudaGetDevice())
+        _check(self._rt.cudaSetDevice(self._number))
+        try:
+            yield
+        finally:
+            _check(self._rt.cudaSetDevice(before))
+
+    def allocate(self, size: int) -> int:
+        """Allocate `size` bytes (at least 1) of device memory; return the address."""
+        return int(_check(self._rt.cudaMalloc(max(size, 1))))
+
+    def free(self, address: int) -> None:
+        """Free device memory; from any thread, also outside of `current`."""
+        with self.current():
+            _check(self._rt.cudaFree(address))
+
+    def pinned(self, shape: Sequence[int], dtype: str) -> Array:
+        """Return an array in page-locked host memory, freed with the last array that views it."""
+        count, element = prod(shape), np.dtype(dtype)
+        size = max(count, 1) * element.itemsize
+        address = int(_check(self._rt.cudaHostAlloc(size, 0)))
+        memory = (ctypes.c_uint8 * size).from_address(address)
+        weakref.finalize(memory, self._rt.cudaFreeHost, address).atexit = False
+        flat: Array = np.frombuffer(memoryview(memory), element)
+        return flat[:count].reshape(tuple(shape))
+
+    def copy_in(self, address: int, array: Array) -> None:
+        """Copy a C-contiguous array to the device, synchronously; the others queue their copy."""
+        kind = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
+        _check(self._rt.cudaMemcpy(address, array.ctypes.data, array.nbytes, kind))
+
+    def copy_in_later(self, address: int, array: Array, stream: CudaStream) -> None:
+        kind = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
+        size = array.nbytes
+        _check(self._rt.cudaMemcpyAsync(address, array.ctypes.data, size, kind, stream.own))
+
+    def copy_out_later(self, array: Array, address: int, stream: CudaStream) -> None:
+        kind = self._rt.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        size = array.nbytes
+        _check(self._rt.cudaMemcpyAsync(array.ctypes.data, address, size, kind, stream.own))
+
+    def stream(self) -> CudaStream:
+        own = _check(self._rt.cudaStreamCreate())
+        stream = CudaStream(int(own), own)
+        weakref.finalize(stream, self._rt.cudaStreamDestroy, own).atexit = False
+        return stream
+
+    def wait(self, stream: CudaStream) -> None:
+        _check(self._rt.cudaStreamSynchronize(stream.own))
+
+    def event(self) -> _Event:
+        event = _Event(_check(self._rt.cudaEventCreate()))
+        weakref.finalize(event, self._rt.cudaEventDestroy, event.own).atexit = False
+        return event
+
+    def record(self, event: _Event, stream: CudaStream) -> None:
+        _check(self._rt.cudaEventRecord(event.own, stream.own))
+
+    def between_ms(self, first: _Event, last: _Event) -> float:
+        """Return the milliseconds between two recorded events, on the GPU's clock."""
+        return float(_check(self._rt.cudaEventElapsedTime(first.own, last.own)))
+
+
+def _count_by_pycuda() -> int:
+    import pycuda.driver as cuda
+
+    try:
+        cuda.init()
+        return int(cuda.Device.count())
+    except cuda.Error as error:
+        raise SdkMissingError(str(error)) from error
+
+
+class _Pycuda:
+    """One GPU by pycuda, with the methods of `_CudaPython`."""
+
+    def __init__(self, number: int) -> None:
+        import pycuda.driver as cuda
+
+        self._cuda = cuda
+        device = cuda.Device(number)
+        major, minor = device.compute_capability()
+        self.name = f"{device.name()} sm_{major}{minor}"
+        self.newest = _format_version(cuda.get_driver_version())
+        self._context = device.retain_primary_context()
+        self._allocations: dict[int, Any] = {}  # address -> pycuda's object
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Push the primary context."""
+        self._context.push()
+        try:
+            yield
+        except self._cuda.Error as error:
+            raise BackendError(f"{_REFUSED}: {error}; {_WAY_OUT}") from error
+        finally:
+            self._context.pop()
+
+    def allocate(self, size: int) -> int:
+        allocation = self._cuda.mem_alloc(max(size, 1))
+        self._allocations[int(allocation)] = allocation
+        return int(allocation)
+
+    def free(self, address: int) -> None:
+        with self.current():
+            self._allocations.pop(address).free()
+
+    def pinned(self, shape: Sequence[int], dtype: str) -> Array:
+        """`pagelocked_empty`, which supports neither scalars nor empty arrays."""
+        flat: Array = self._cuda.pagelocked_empty((max(prod(shape), 1),), np.dtype(dtype))
+        return flat[: prod(shape)].reshape(tuple(shape))
+
+    def copy_in(self, address: int, array: Array) -> None:
+        self._cuda.memcpy_htod(self._allocations[address], array)
+
+    def copy_in_later(self, address: int, array: Array, stream: CudaStream) -> None:
+        self._cuda.memcpy_htod_async(self._allocations[address], array, stream.own)
+
+    def copy_out_later(self, array: Array, address: int, stream: CudaStream) -> None:
+        self._cuda.memcpy_dtoh_async(array, self._allocations[address], stream.own)
+
+    def stream(self) -> CudaStream:
+        own = self._cuda.Stream()
+        return CudaStream(int(own.handle), own)
+
+    def wait(self, stream: CudaStream) -> None:
+        stream.own.synchronize()
+
+    def event(self) -> Any:
+        return self._cuda.Event()
+
+    def record(self, event: Any, stream: CudaStream) -> None:
+        event.record(stream.own)
+
+    def between_ms(self, first: Any, last: Any) -> float:
+        return float(first.time_till(last))
+
+
+Cuda = _CudaPython | _Pycuda
+# package -> (function that counts the GPUs, class of one GPU). Counting raises ImportError or
+# OSError where the package is missing, SdkMissingError where CUDA does not start
+BINDINGS: Mapping[str, tuple[Callable[[], int], Callable[[int], Cuda]]] = {
+    "cuda-python": (_count_by_cuda_python, _CudaPython),
+    "pycuda": (_count_by_pycuda, _Pycuda),
+}
 
 
 class DeviceBuffer:

@@ -27,8 +27,7 @@ from deploy.files.reading import read_bytes
 from deploy.graph.index import Graph
 from deploy.graph.placement import TENSORRT
 from deploy.graph.plan import analyse
-from deploy.targets.tensorrt.cuda import Cuda
-from deploy.targets.tensorrt.cuda_bindings import BINDINGS
+from deploy.targets.tensorrt.cuda import BINDINGS, Cuda
 
 if TYPE_CHECKING:
     import onnx
