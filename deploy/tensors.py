@@ -1,4 +1,4 @@
-"""Basic types: arrays, tensor specs, and the protocols of sessions and samples."""
+"""Basic types: arrays, tensor specs, and the protocol of sessions."""
 
 from __future__ import annotations
 
@@ -56,51 +56,4 @@ class Session(Protocol):
         Raises:
             BackendError: the runtime refused the inputs.
         """
-        ...
-
-
-class Samples(Protocol):
-    """Calibration data as targets see it; each sample is {input name: array}."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def count(self) -> int:
-        """Number of images or array rows; the last sample of a fixed batch may repeat some."""
-        ...
-
-    @property
-    def labels(self) -> Sequence[int] | None:
-        """One class number per image, without known bad ones; None without labels."""
-        ...
-
-    @property
-    def names(self) -> Sequence[str]:
-        """One name per image or row, without known bad ones."""
-        ...
-
-    @property
-    def decodes(self) -> int:
-        """Number of images or rows read for a run so far."""
-        ...
-
-    @property
-    def one_size(self) -> bool:
-        """Whether all samples are known to have one shape before they are read."""
-        ...
-
-    def samples(self) -> Any:
-        """Return an iterator over the samples; may be called any number of times."""
-        ...
-
-    def first(self, most: int) -> Sequence[Mapping[str, Array]]:
-        """Return the first samples, at most `most`; they are cached."""
-        ...
-
-    def picture(self, sample: Mapping[str, Array]) -> Array | None:
-        """Return the model's view of one sample, uint8 [H, W, 3]; None if it is no image."""
-        ...
-
-    def spread(self, most: int) -> Any:
-        """Return an iterator over at most `most` samples, spread evenly."""
         ...

@@ -16,7 +16,6 @@ from onnx import numpy_helper
 from calibrators.histogram import Histogram
 from calibrators.mse import mse
 from calibrators.weights import PAIR_LIMIT, PAIR_ROUNDING
-from deploy.feed.preview import CandidateImages
 from deploy.graph.bounds import find_bounds, find_range_limits
 from deploy.graph.placement import TENSORRT
 from deploy.graph.plan import analyse
@@ -27,6 +26,7 @@ from deploy.metrics.tasks.boxes import BoxDetection
 from deploy.metrics.tasks.classes import Classes
 from deploy.metrics.tasks.detections import Detections, scale_to_pixels
 from deploy.metrics.tasks.evaluation_task import MOST, ClassExample, ExampleSelection
+from deploy.pipeline.evaluate import CandidateImages
 from deploy.report import Report, to_html, to_json, to_markdown
 from deploy.report.blocks import block_html
 from deploy.report.charts import weight_strip

@@ -18,6 +18,7 @@ from onnx import ModelProto, NodeProto
 
 from deploy.errors import BackendError, ConfigError
 from deploy.feed.feed import Dataset, FeedSource, dataset_of, preprocessing_notes
+from deploy.feed.samples import Feed
 from deploy.frontends.checks import type_name
 from deploy.frontends.metadata import read_metadata_preprocess
 from deploy.frontends.onnx_file import read_source
@@ -28,7 +29,7 @@ from deploy.metrics.output_errors import OutputAccuracy
 from deploy.report.model import to_plain_object
 from deploy.runtimes.openvino import run_in_subprocess
 from deploy.runtimes.ort import OrtSession
-from deploy.tensors import Array, Samples
+from deploy.tensors import Array
 from deploy.terminal import join_visible, phase, with_progress
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ def compare_cut_models(
     first: ModelProto,
     second: ModelProto,
     pairs: Mapping[str, str],
-    feed: Samples,
+    feed: Feed,
     threads: int | None,
     *,
     min_sqnr_db: float,
@@ -268,7 +269,7 @@ def compare_cut_models(
         with feed.samples() as samples:
             for number, sample in enumerate(samples):
                 files.append(folder / f"sample-{number}.npz")
-                np.savez(files[-1], **sample)
+                np.savez(files[-1], **sample)  # type: ignore[arg-type]
         cuts = _Cuts(first, second, files, folder=folder, threads=threads, min_sqnr_db=min_sqnr_db)
         outputs = {name: other for name, other in pairs.items() if name in ends}
         agree = cuts.whole(outputs)
@@ -415,7 +416,7 @@ def _compare_taps(
     first: ModelProto,
     second: ModelProto,
     pairs: Mapping[str, str],
-    feed: Samples,
+    feed: Feed,
     threads: int | None,
 ) -> Figures:
     """Compare all tensors in one pass, with those of one sample in memory at a time."""

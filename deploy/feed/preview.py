@@ -1,23 +1,18 @@
 """Previews: small images of samples, made during a pass so that nothing is decoded twice.
 
 `Previews` keeps two small images, before and after preprocessing, of samples chosen in advance.
-
-`CandidateImages` keeps an image of each sample that is a candidate for a report. Which samples are
-worth showing is known only after the pass, when they are gone; so after each sample the caller
-passes the current candidates, and images of all others are dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from deploy.errors import FeedError
 from deploy.feed.file_list import RawSample
 from deploy.feed.pixels import find_image, shrink_image
 from deploy.feed.preprocess import Preprocess
-from deploy.metrics.rows import batch_length, split_batch
-from deploy.tensors import Array, Samples
+from deploy.tensors import Array
 
 PREVIEW_COUNT = 4  # samples of a feed that a report shows
 
@@ -83,36 +78,3 @@ def _image_before(raw: RawSample) -> Array | None:
     except FeedError:
         return None
     return None if pixels is None else pixels[:, :, ::-1]
-
-
-_SIDE = 256  # pixels of the longer side; boxes are drawn on the image
-
-
-class CandidateImages:
-    """Images of the current candidate samples."""
-
-    def __init__(self, feed: Samples) -> None:
-        self._feed = feed
-        self._sample_count = 0
-        self._stored: dict[int, Array] = {}
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    def add(self, sample: Mapping[str, Array], watched: Collection[int]) -> None:
-        """Add the pass's next sample; drop images of samples that `watched` no longer has."""
-        batch = batch_length(sample)
-        start, self._sample_count = self._sample_count, self._sample_count + batch
-        self._stored = {n: picture for n, picture in self._stored.items() if n in watched}
-        wanted = [number for number in range(start, start + batch) if number in watched]
-        rows = split_batch(sample, batch) if wanted else []
-        for number in wanted:
-            picture = self._feed.picture(rows[number - start])
-            if picture is not None:
-                self._stored[number] = shrink_image(picture, _SIDE)
-
-    def of(self, numbers: Iterable[int]) -> dict[int, tuple[str, Array]]:
-        """Return sample number -> (name, image uint8 [h, w, 3] RGB)."""
-        names = self._feed.names
-        wanted = sorted(set(numbers) & self._stored.keys())
-        return {number: (names[number], self._stored[number]) for number in wanted}

@@ -15,7 +15,7 @@ import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
@@ -26,7 +26,7 @@ from deploy.calibration.reference_outputs import EvaluationSet, ReferenceOutputs
 from deploy.errors import BackendError, ModelError
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.parallel import Sample, run_in_order
-from deploy.feed.preview import CandidateImages
+from deploy.feed.pixels import shrink_image
 from deploy.frontends.base import read_model_file
 from deploy.frontends.onnx_reader import parse_model
 from deploy.graph.edit import copy_with_outputs, drop_initializer_inputs, name_nodes
@@ -35,17 +35,19 @@ from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison
 from deploy.metrics.layerwise import shared_tensors
 from deploy.metrics.output_errors import OutputAccuracy, sqnr_db
 from deploy.metrics.precision import GroundTruth
+from deploy.metrics.rows import batch_length, split_batch
 from deploy.metrics.tasks import Metric
 from deploy.metrics.tasks.evaluation_task import Example
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult
-from deploy.tensors import Array, Samples, Session
+from deploy.tensors import Array, Session
 from deploy.terminal import phase
 
 if TYPE_CHECKING:
     import onnx
 
     from deploy.calibration.observation import CalibrationSubject
+    from deploy.feed.samples import Feed
     from deploy.frontends import LoadedModel
 
 LAYER_SAMPLES = 4  # samples on which all inner tensors of both models are compared
@@ -266,7 +268,7 @@ class Evaluation:
         key: number of a sample in a pass, from 1 -> its key among stored outputs.
     """
 
-    feed: Samples
+    feed: Feed | EvaluationSubset
     samples: int
     most: int
     labels: Sequence[int] | GroundTruth | None
@@ -282,7 +284,7 @@ class Evaluation:
 class _Labels(Sequence[int]):
     """Labels of a feed's good images; bad images show only while they are read."""
 
-    def __init__(self, feed: Samples) -> None:
+    def __init__(self, feed: Feed | EvaluationSubset) -> None:
         self._feed = feed
 
     def __len__(self) -> int:
@@ -300,7 +302,7 @@ class _Labels(Sequence[int]):
 
 def evaluation_of(
     part: EvaluationSubset,
-    evaluation: Samples | None,
+    evaluation: Feed | EvaluationSubset | None,
     labels: Sequence[int] | GroundTruth | None,
     metric: Metric | None = None,
 ) -> Evaluation:
@@ -392,3 +394,40 @@ def float_model(loaded: LoadedModel) -> bytes:
     if loaded.widened or loaded.behind is not None or taken:
         return bytes(loaded.model.SerializeToString())
     return float_file(loaded)
+
+
+_SIDE = 256  # pixels of the longer side; boxes are drawn on the image
+
+
+class CandidateImages:
+    """Images of the samples that are candidates for a report.
+
+    Which samples are worth showing is known only after the pass, when they are gone; so after each
+    sample the caller passes the current candidates, and images of all others are dropped.
+    """
+
+    def __init__(self, feed: Feed | EvaluationSubset) -> None:
+        self._feed = feed
+        self._sample_count = 0
+        self._stored: dict[int, Array] = {}
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def add(self, sample: Mapping[str, Array], watched: Collection[int]) -> None:
+        """Add the pass's next sample; drop images of samples that `watched` no longer has."""
+        batch = batch_length(sample)
+        start, self._sample_count = self._sample_count, self._sample_count + batch
+        self._stored = {n: picture for n, picture in self._stored.items() if n in watched}
+        wanted = [number for number in range(start, start + batch) if number in watched]
+        rows = split_batch(sample, batch) if wanted else []
+        for number in wanted:
+            picture = self._feed.picture(rows[number - start])
+            if picture is not None:
+                self._stored[number] = shrink_image(picture, _SIDE)
+
+    def of(self, numbers: Iterable[int]) -> dict[int, tuple[str, Array]]:
+        """Return sample number -> (name, image uint8 [h, w, 3] RGB)."""
+        names = self._feed.names
+        wanted = sorted(set(numbers) & self._stored.keys())
+        return {number: (names[number], self._stored[number]) for number in wanted}

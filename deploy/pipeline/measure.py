@@ -35,10 +35,11 @@ from deploy.report.figures import compare_with_plan
 from deploy.report.parts import EngineRow
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult, Target
-from deploy.tensors import Array, Samples, Session
+from deploy.tensors import Array, Session
 from deploy.terminal import phase
 
 if TYPE_CHECKING:
+    from deploy.feed.samples import Feed
     from deploy.frontends import LoadedModel
 
 _FEEDS = 8  # samples that the latency runs use in turn
@@ -74,7 +75,7 @@ def measure_engines(
     built: Sequence[BuildResult],
     *,
     calibration: EvaluationSubset,
-    evaluation: Samples | None,
+    evaluation: Feed | EvaluationSubset | None,
     labels: Sequence[int] | GroundTruth | None,
     metric: Metric | None = None,
     outputs: ReferenceOutputs | None = None,
@@ -270,7 +271,7 @@ def _lossy_layers(
 
 
 def _latencies(
-    sessions: Mapping[str, Session], calibration: Samples, duration_s: float
+    sessions: Mapping[str, Session], calibration: Feed | EvaluationSubset, duration_s: float
 ) -> dict[str, Latency]:
     """Latency of all sessions; devices are timed separately, so that they do not cool down."""
     if duration_s <= 0:
@@ -313,7 +314,7 @@ def _same_model(
 
 def _notes(
     accuracy: Mapping[str, Accuracy],
-    evaluation: Samples | None,
+    evaluation: Feed | EvaluationSubset | None,
     calibration: EvaluationSubset,
     inside: int,
 ) -> tuple[str, ...]:

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from deploy.calibration.observation import CalibrationSubject, Observation
     from deploy.calibration.ranges import Ranges, RangeSet
     from deploy.calibration.reference_outputs import EvaluationSet
+    from deploy.feed.samples import Feed
     from deploy.frontends.base import QdqCalibration
     from deploy.graph.plan import Decision, FloatNodes, Plan
     from deploy.targets.stored_weights import StoredWeight
-    from deploy.tensors import Samples, Session
+    from deploy.tensors import Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class BuildRequest:
     subject: CalibrationSubject
     folder: Path
     ranges: Ranges
-    feed: Samples
+    feed: Feed
     manifest: Mapping[str, Any]
     earlier: Path | None = None
     threads: int = 1
