@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import onnx
 
@@ -52,15 +51,6 @@ from deploy.targets import TARGETS, OnnxRuntime, Target
 from deploy.targets.tensorrt.inspector import throughput
 from deploy.tensors import Session, TensorSpec
 from deploy.terminal import phase, timed_phase, with_progress
-
-
-class SessionFactory(Protocol):
-    """A target, or a runtime without a target."""
-
-    def open(self, engine: Path, *, threads: int | None = None) -> Session:
-        """Open a session of an engine file."""
-        ...
-
 
 _LOAD_BUDGET_MS = 200  # an engine is not loaded again after this much time
 
@@ -119,7 +109,7 @@ def bench(
         FeedError: images that do not fit.
     """
     paths = _paths(Path(engine), Path(against) if against is not None else None)
-    runtimes: dict[str, SessionFactory] = {
+    runtimes: dict[str, Target | _Openvino] = {
         label: _runtime(path, targets) for label, path in paths.items()
     }
     if runtime == "openvino":
@@ -196,7 +186,7 @@ def bench(
 
 @phase("loading")
 def open_timed(
-    path: Path, target: SessionFactory, *, threads: int | None = None
+    path: Path, target: Target | _Openvino, *, threads: int | None = None
 ) -> tuple[Session, float]:
     """Load an engine; return the session and the least of up to three load times in ms.
 
@@ -294,7 +284,7 @@ def _at(batch: int, found: Latency) -> BatchRow:
 
 def _streams(
     path: Path,
-    target: SessionFactory,
+    target: Target | _Openvino,
     count: int,
     feeds: Feeds,
     threads: int | None,
@@ -392,8 +382,8 @@ def _output_notes(accuracy: Accuracy | None) -> tuple[str, ...]:
 
 
 def _both_runtimes(
-    paths: Mapping[str, Path], runtimes: Mapping[str, SessionFactory]
-) -> tuple[dict[str, Path], dict[str, SessionFactory]]:
+    paths: Mapping[str, Path], runtimes: Mapping[str, Target | _Openvino]
+) -> tuple[dict[str, Path], dict[str, Target | _Openvino]]:
     """Return one engine in ONNX Runtime and in OpenVINO."""
     (label, path), *others = paths.items()
     if others:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from calibrators.histogram import Histogram
 from calibrators.scales import Scale
 from deploy.graph.bounds import UNLIMITED, RangeLimits
 from deploy.method import Choices, Method, comparable_methods
+from deploy.metrics.output_errors import OutputAccuracy
 from deploy.report.parts import (
     HistogramPart,
     RangeRow,
@@ -116,16 +117,7 @@ def _plain(counts: NDArray[np.integer]) -> tuple[int, ...]:
     return tuple(counts.tolist())
 
 
-class HasSqnr(Protocol):
-    """A row with an SQNR."""
-
-    @property
-    def sqnr_db(self) -> float | None:
-        """In dB; NaN if undefined, None if not measured."""
-        ...
-
-
-Row = TypeVar("Row", bound=HasSqnr)
+Row = TypeVar("Row", TensorRow, OutputAccuracy)
 
 
 def worst_first(rows: Iterable[Row]) -> list[Row]:
