@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -40,13 +41,13 @@ from deploy.metrics.tasks import (
     EvaluationTask,
     FirstSamples,
     Metric,
-    Tally,
     TaskFigure,
     recognise_task,
 )
 from deploy.metrics.tasks.boxes import BoxDetection
 from deploy.metrics.tasks.classes import Classes
-from deploy.metrics.tasks.evaluation_task import Example, SelectsExamples, find_states
+from deploy.metrics.tasks.evaluation_task import Example, TaskTally, find_states
+from deploy.metrics.tasks.metric import MetricTally
 from deploy.tensors import Array
 
 
@@ -185,8 +186,9 @@ class OutputTally:
         self._waiting: list[tuple[Outputs, Outputs, Outputs, int]] = []
         self._form = form
         self._errors: dict[OutputSlice, RunningError] = {}
-        self._tally: Tally | None = None
-        self._own: Tally | None = None  # the task's, which selects examples; counts if no metric
+        self._tally: TaskTally[Any] | MetricTally | None = None
+        # the task's, which selects examples; it counts if there is no metric
+        self._own: TaskTally[Any] | None = None
         if form is not None:
             self._begin(form)
 
@@ -274,12 +276,12 @@ class OutputTally:
         """Indices of the samples whose pictures `shown` may need."""
         if self._form is None:
             return frozenset(range(sum(one[3] for one in self._waiting)))
-        return self._own.watched if isinstance(self._own, SelectsExamples) else frozenset()
+        return frozenset() if self._own is None else self._own.watched
 
     def shown(self) -> tuple[Example, ...]:
         """Return a few samples where both models differ most, if the task selects any."""
         self._settle()
-        return self._own.shown() if isinstance(self._own, SelectsExamples) else ()
+        return () if self._own is None else self._own.shown()
 
     def precision(self) -> MeanPrecision | None:
         """Return mean average precision of both models, if annotated objects were given."""

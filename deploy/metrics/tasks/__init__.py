@@ -15,7 +15,7 @@ from deploy.metrics.tasks import (
     segmentation,
     sequences,
 )
-from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, Tally, TaskFigure
+from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure
 from deploy.metrics.tasks.metric import Metric, metric_of
 
 # Task -> its recogniser, tried in this order. Each must be certain from the values alone.
@@ -67,7 +67,6 @@ __all__ = [
     "EvaluationTask",
     "FirstSamples",
     "Metric",
-    "Tally",
     "TaskFigure",
     "metric_of",
     "recognise_task",

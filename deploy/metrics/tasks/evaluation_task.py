@@ -1,8 +1,8 @@
-"""Protocols and helpers shared by all tasks.
+"""Base classes and helpers shared by all tasks.
 
-A module of this package provides an `EvaluationTask`, a form of outputs, and its `Tally`, a running
-comparison of two models. Only numbers and boxes of a few samples are stored, so memory stays
-constant.
+A module of this package provides an `EvaluationTask`, a form of outputs, and its `TaskTally`, a
+running comparison of two models. Only numbers and boxes of a few samples are stored, so memory
+stays constant.
 
 Classifiers of scikit-learn, text and sound often output both scores and their Softmax or ArgMax;
 each recogniser expects only one of them.
@@ -14,7 +14,7 @@ import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -106,32 +106,6 @@ class TaskFigure:
         return (self.reference - self.value) / max(1.0, abs(self.reference))
 
 
-class Tally(Protocol):
-    """A running comparison in constant memory."""
-
-    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one sample: arrays with a batch of 1 (or none)."""
-        ...
-
-    def result(self) -> TaskFigure | None:
-        """Return the figure; None if the float model predicted nothing to compare with."""
-        ...
-
-
-@runtime_checkable
-class SelectsExamples(Protocol):
-    """A tally that selects a few samples to show."""
-
-    @property
-    def watched(self) -> frozenset[int]:
-        """Indices of the samples that `shown` may still return."""
-        ...
-
-    def shown(self) -> tuple[Example, ...]:
-        """Return the samples, those where both models differ most first."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class EvaluationTask(ABC):
     """A recognised task: a form of outputs."""
@@ -147,7 +121,7 @@ class EvaluationTask(ABC):
     def form(self) -> str:
         """How the outputs are interpreted, as text."""
 
-    def tally(self) -> Tally:
+    def tally(self) -> TaskTally[Any]:
         """Return a new, empty tally."""
         return self.tally_type(self)
 
@@ -157,7 +131,10 @@ T = TypeVar("T", bound=EvaluationTask)
 
 @dataclass(slots=True)
 class TaskTally(ABC, Generic[T]):
-    """A `Tally` of a task; in outputs with NaN or of another shape the candidate has nothing."""
+    """A running comparison in constant memory.
+
+    In outputs with NaN or of another shape the candidate has nothing.
+    """
 
     task: T
     samples: int = 0
@@ -173,6 +150,15 @@ class TaskTally(ABC, Generic[T]):
     @abstractmethod
     def result(self) -> TaskFigure | None:
         """Return the figure; None if the float model predicted nothing to compare with."""
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """Indices of the samples that `shown` may still return."""
+        return frozenset()
+
+    def shown(self) -> tuple[Example, ...]:
+        """Return a few samples to show, those where both models differ most first."""
+        return ()
 
     def figure(
         self, figure: str, value: float, count: str, words: str, beside: tuple[str, ...] = ()
