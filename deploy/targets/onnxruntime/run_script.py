@@ -7,6 +7,7 @@ model whose inputs are not one picture of a fixed size has no such program.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import resources
 
 from deploy.feed.preprocess import Preprocess
 from deploy.tensors import TensorSpec
@@ -38,76 +39,7 @@ _PLACES = {
     ),
 }
 _FLAGS = {"nearest": "NEAREST", "linear": "LINEAR", "cubic": "CUBIC", "lanczos": "LANCZOS4"}
-_PROGRAM = '''\
-#!/usr/bin/env python3
-"""Run the int8 model in this folder on pictures: python THIS_FILE PICTURE ..."""
-
-import sys
-from pathlib import Path
-
-import cv2
-import numpy as np
-import onnxruntime
-
-HEIGHT, WIDTH = {height}, {width}
-CLASSES = {classes}  # class -> name
-
-
-def resized_size(rows, columns):
-{sizes}
-
-def read(path):
-    """Return a picture as the model's input, as calib8 fed it."""
-    picture = cv2.imread(path, cv2.{flag})
-    if picture is None:
-        sys.exit(f"{{path}} is no picture that OpenCV reads")
-    rows, columns = size = resized_size(*picture.shape[:2])
-    kind = {kind}
-    if picture.shape[:2] != size:
-        picture = cv2.resize(picture, (columns, rows), interpolation=kind)
-    picture = picture.reshape(rows, columns, {channels}){order}
-    canvas = np.empty((HEIGHT, WIDTH, {channels}), np.float32)
-    canvas[:] = np.float32({pad})
-{place}    values = canvas * np.float32({scale})
-    values = (values - np.float32({mean})) / np.float32({std})
-    return values{layout}[np.newaxis].astype(np.{dtype})
-
-
-def find_boxes(values, path):
-    """Yield (class, score, left, top, right, bottom) of a YOLO's output, in pixels of the file."""
-    yolo_v8 = values.shape[1] == 4 + len(CLASSES)  # else a row has an objectness, as in YOLOv5
-    rows = values[0].T if yolo_v8 else values[0]
-    scores = rows[:, 4:] if yolo_v8 else rows[:, 5:] * rows[:, 4:5]
-    centre, size, best = rows[:, :2], rows[:, 2:4], scores.argmax(axis=1)
-    boxes = np.concatenate([centre - size / 2, size], axis=1)
-    if boxes.max() <= 2:  # relative to the input
-        boxes = boxes * [WIDTH, HEIGHT, WIDTH, HEIGHT]
-    high, wide = cv2.imread(path).shape[:2]
-    rows, columns = resized_size(high, wide)
-    top, left = {corner}
-    zoom = np.array([wide / columns, high / rows] * 2)
-    for place in cv2.dnn.NMSBoxesBatched(boxes, scores.max(axis=1), best, 0.25, 0.45):
-        corners = np.concatenate([boxes[place, :2], boxes[place, :2] + boxes[place, 2:]])
-        corners = (corners - [left, top, left, top]) * zoom
-        yield CLASSES[int(best[place])], float(scores[place].max()), *corners.round(1).tolist()
-
-
-session = onnxruntime.InferenceSession(str(Path(__file__).with_name({engine})))
-for path in sys.argv[1:]:
-    outputs = session.run(None, {{{input}: read(path)}})
-    for output, values in zip(session.get_outputs(), outputs):
-        values = np.asarray(values)
-        told = f"{{values.dtype}} {{list(values.shape)}}"
-        if values.ndim == 2 and len(values) == 1 and values.shape[1] > 1:  # a score for each class
-            best = int(values.argmax())
-            told = f"class {{CLASSES.get(best, best)}}, {{values.max():.4g}}"
-        sides = (values.shape[1], values.shape[2] - 1) if values.ndim == 3 else ()
-        if CLASSES and 4 + len(CLASSES) in sides:
-            for kind, score, *box in find_boxes(values, path):
-                print(path, output.name, f"{{kind}} {{score:.2f}} {{box}}")
-        else:
-            print(path, output.name, told)
-'''
+_PROGRAM = (resources.files(__package__) / "run_script.txt").read_text("utf-8")
 
 
 def run_program(
