@@ -32,8 +32,6 @@ Errors      Calib8Error, and one class for each kind of failure
 `help(calib8.build)` describes the arguments of one function.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import deploy

@@ -8,8 +8,6 @@
 `qat` trains a `Task`. Everything is imported when it is first used, and needs torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from deploy import lazy_names

@@ -4,8 +4,6 @@ This package knows no graphs and no files. Names are imported on first use, so t
 `calibrators.errors` stays cheap.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 

@@ -19,8 +19,6 @@ raw sums in Q, i up to 2048 inclusive, mid-bin threshold, last tie) established 
 calibration tables that TensorRT 7.2 wrote.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -9,8 +9,6 @@ available::
     otherwise, or CALIB8_COUNTING=opencv                           None
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Callable

@@ -31,8 +31,6 @@ Amer. Statist. Assoc. 73 (1978), for an exponential tail; its spread is estimate
 ends of those observations only.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -23,8 +23,6 @@ For a transposed convolution too: each tap of an output position reads one input
 the stride skips it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A `Scale` holds clip ranges in real units, independent of the target. The writer
 them into stored integers with a grid of `calibrators.grids`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -22,8 +22,6 @@ device. Source of E4M3 (float8 of TensorRT and ONNX): Micikevicius et al., FP8 f
 learning, arXiv 2209.05433, section 3; it has no infinity, and one NaN per sign.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol

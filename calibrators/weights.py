@@ -35,8 +35,6 @@ Source: MLAS of ONNX Runtime, GemmU8S8KernelAvx2; its documentation, "Quantize O
 `reduce_range`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

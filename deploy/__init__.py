@@ -6,8 +6,6 @@
 Every name is imported when first used, so that `import deploy` stays light.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module

@@ -4,8 +4,6 @@ Command modules hold arguments and printing, no logic. `--help` must answer in u
 so no command module imports anything heavy (onnx, onnxruntime, cv2, torch) at its top.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

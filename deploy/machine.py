@@ -1,7 +1,5 @@
 """Describe the machine of a measurement: a latency means nothing without it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -1,7 +1,5 @@
 """Basic types: arrays, tensor specs, and the protocol of sessions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -24,8 +24,6 @@ of MiB). The thread ends with the run, however that ends. Phases start and end i
 any thread may call `step`.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -39,8 +39,6 @@ cut off are added to the end bins, and the rest is merged into 255 levels and sp
 Source: graph_based ada_round/kl_divergence; compared with it in torch.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -16,8 +16,6 @@ batches, as in AMCT.
 Source: hicann/amct, graph_based custom_op/hfmg; measured on AMCT's own outputs.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Compares the engines and options of builds, as text, page and JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from html import escape

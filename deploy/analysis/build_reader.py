@@ -4,8 +4,6 @@ The JSON may have been edited: msgspec checks every value by its type in the rep
 Unknown keys are ignored.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """What is installed: versions, int8 instructions of the CPU, and what each target can do here."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -7,8 +7,6 @@
 With a given scale and zero point there is no search.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

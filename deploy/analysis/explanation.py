@@ -1,7 +1,5 @@
 """The explanation of a build (`explain`) as plain values, with its text and JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 

@@ -17,8 +17,6 @@ The text of the cache is the target's if it has its own form (TensorRT), else it
 of the cleaned model that was searched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

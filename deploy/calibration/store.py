@@ -10,8 +10,6 @@ They appear together (`deploy.files.staging`). If one of them is changed, the di
 which include its own, no longer match.
 """
 
-from __future__ import annotations
-
 import json
 import zipfile
 import zlib

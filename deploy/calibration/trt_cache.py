@@ -16,8 +16,6 @@ samples/common/sampleEngines.cpp; zero, infinity and the two label rules were fo
 TensorRT 5.1 to 10.14 wrote.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections import Counter

@@ -5,8 +5,6 @@ sections in the order of a user's work. Completion looks its names up only when 
 that no command imports anything for it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`calib8 quantize`: quantize given values; print scale, zero point, integers and error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar

@@ -3,8 +3,6 @@
 `calib8 qat`: train a PyTorch model for int8 and export it with Q/DQ.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

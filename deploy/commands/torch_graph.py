@@ -4,8 +4,6 @@
 `calib8 profile` prints time, FLOPs, MACs and parameters of each node.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

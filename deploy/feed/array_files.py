@@ -10,8 +10,6 @@ hold one subfolder per input; files of the same name belong together::
 Opening a folder reads the headers only; a file is read when its sample is needed.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -16,8 +16,6 @@ in memory, so the file has no headers: numpy parses headers as Python code, and 
 sometimes fails at that in several threads (python/cpython#106905).
 """
 
-from __future__ import annotations
-
 import bisect
 import tempfile
 import threading

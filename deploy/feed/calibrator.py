@@ -12,8 +12,6 @@ copied ones are read, whereas TensorRT reads the previous batch's samples after 
 The script runs once, when the source is opened; its arrays go to a temporary file.
 """
 
-from __future__ import annotations
-
 import inspect
 import operator
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@
 Labels are given, numbered by folder, or annotated objects in pixels of the model's input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

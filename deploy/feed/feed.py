@@ -13,8 +13,6 @@ Images are decoded in the background by one thread per core, 4 at most: a slow m
 for them, and slow decoding leaves no core idle.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -17,8 +17,6 @@ A pass collects the digests of all it decodes. A file is read for its digest alo
 digest is needed before the pass.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -12,8 +12,6 @@ data after them is in place again. No real image holds 64 zero bytes: that would
 blocks in which every coefficient is -1.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Callable, Iterator

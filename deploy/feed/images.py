@@ -22,8 +22,6 @@ Several threads decode at once, and a warning cannot be attributed to one of the
 every thread that was decoding then decodes its image again alone.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -6,8 +6,6 @@ indices, ONNX Runtime's calibration readers have `get_next`, and a function is c
 one of these.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path

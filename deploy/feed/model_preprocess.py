@@ -3,8 +3,6 @@
 Notes tell the user where they differ.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Raw files have no header: the user gives their shape and dtype. They hold arrays
     uint8 480x640x3     -> a float32 input           an image, preprocessed like an image file
 """
 
-from __future__ import annotations
-
 import glob
 import os
 from collections.abc import Sequence

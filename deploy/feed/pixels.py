@@ -29,8 +29,6 @@ Another version of OpenCV, or C++ with its own libraries (cpp/src/probe.cpp has 
 the same decoder if it gives the same pixels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 

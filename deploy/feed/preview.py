@@ -3,8 +3,6 @@
 `Previews` keeps two small images, before and after preprocessing, of samples chosen in advance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ If the model fixes its batch, the last batch is filled up with the first samples
     a b c | d e f | g + a b
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

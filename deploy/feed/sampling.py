@@ -28,8 +28,6 @@ Source: B. Burley, "Practical Hash-based Owen Scrambling", Journal of Computer G
 9-4 (2020), for van der Corput's sequence; its hash with N. Vegdahl's constants.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -10,8 +10,6 @@ decoded if its first bytes leave that open.
 Samples go to another machine as file bytes (images) or as arrays (all others).
 """
 
-from __future__ import annotations
-
 import os
 import struct
 import threading

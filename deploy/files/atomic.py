@@ -5,8 +5,6 @@ process however it ends. A file system without locks counts everything as locked
 its last write.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import tempfile

@@ -16,8 +16,6 @@ A folder may come from somebody else. Only real folders of this user with that p
 stages, so a link that is called so leads nowhere.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

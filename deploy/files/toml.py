@@ -1,7 +1,5 @@
 """Read and write TOML: plans, and the settings of a build."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

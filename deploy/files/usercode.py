@@ -4,8 +4,6 @@ The file is imported under a unique name, with its folder on `sys.path` during t
 it can import modules next to it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Load models: one module per source; each returns an ONNX model ready for graph analysis."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import onnx

@@ -9,8 +9,6 @@
 ONNX Runtime computes the values, so they equal those of the model bit for bit.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -25,8 +25,6 @@ quantizes activations carries its own ranges (`deploy.frontends.qdq_model`).
 Source: ONNX operator DequantizeLinear-21.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Load ONNX files: read, check, lift to opset 13, and clean without changing the outputs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path

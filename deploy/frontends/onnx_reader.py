@@ -1,7 +1,5 @@
 """Read an `onnx.ModelProto` with all its weights, or report what the file is instead."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator, Mapping

@@ -11,8 +11,6 @@ Clip stays if the pair replaced a Relu or Clip that the quantizer removed: then 
 although the pair's input may be negative. A tensor whose name went to its pair gets it back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ are put back into the files for the runtimes that know them::
           '------ cut model ------'           '------- behind -------'
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 

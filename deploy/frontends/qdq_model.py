@@ -6,8 +6,6 @@ float weights with a pair or integer weights before a DequantizeLinear, int32 bi
 nodes, omitted zero points, pairs of ONNX Runtime's own domain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -16,8 +16,6 @@ replaces a layer later would not run them. ATen operators in the tables below be
 function with the same arguments; all others stay ATen calls.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import operator

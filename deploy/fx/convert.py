@@ -17,8 +17,6 @@ one by one, as in `build`, and the first batch twice, once for the initial range
               statistic ........
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial

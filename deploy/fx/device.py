@@ -1,7 +1,5 @@
 """Devices, silenced output and random state of torch."""
 
-from __future__ import annotations
-
 import logging
 import random
 import sys

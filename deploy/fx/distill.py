@@ -11,8 +11,6 @@ Sources: C. Shu et al., 2021, "Channel-wise Knowledge Distillation for Dense Pre
 4-5; logits: G. Hinton et al., 2015, "Distilling the Knowledge in a Neural Network".
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ data-dependent `if`. The opset is checked afterwards, because the exporter keeps
 cannot convert down. The exported model is then cleaned up: output names, metadata, one operator.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

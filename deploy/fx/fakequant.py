@@ -37,8 +37,6 @@ Integer-Arithmetic-Only Inference", section 3; S. Esser et al., 2020, "Learned S
 Quantization", arXiv:1902.08153, equations 1 to 3 and 5, section 2.2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -20,8 +20,6 @@ running statistics. ONNX Runtime and torch.onnx fold BatchNorm too; it is done h
 scales of weights must be those of the folded weights.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence

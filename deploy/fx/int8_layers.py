@@ -5,8 +5,6 @@ training the scale may be learned (`deploy.fx.qat`). Scales may be limited so th
 saturates, as in `calibrators.weights`, but on torch tensors of any device.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ forward takes keywords or a dict accept that: the model gets a new class with su
     forward(self, batch)                         image, scale   called as forward({"image": ., ...})
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import zipfile

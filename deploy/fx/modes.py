@@ -10,8 +10,6 @@ qat             int8, trained with fake quantizers  fixed ranges (`calib8 qat`)
 ==============  ==================================  ===========================================
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ each channel to itself. Not merged: branches with other readers, or with differe
 or positions. Source: X. Ding et al., 2021, "RepVGG", section 3.3.
 """
 
-from __future__ import annotations
-
 import copy
 import operator
 from typing import Any

@@ -20,8 +20,6 @@ Other operations: `SPELLINGS` lists the operators, functions and methods of each
 `replace_pattern` edit a graph by them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import operator

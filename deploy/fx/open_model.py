@@ -3,8 +3,6 @@
 A fused model is written as ONNX, or as a .pt2 file for torch.export.load.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

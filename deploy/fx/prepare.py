@@ -14,8 +14,6 @@ calls that a runtime sees as several operators are decomposed first::
     Conv with non-zero padding      x -> pad -> Conv without padding
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence

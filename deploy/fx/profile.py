@@ -5,8 +5,6 @@ exactly; `COUNTED` states what. If two float32 forms of a model differ by more t
 largest output, both run in float64 and must agree to 1/1000000.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import time

@@ -11,8 +11,6 @@ Learned scales, of activations and weights, start from calibration; their gradie
 `deploy.fx.fakequant`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@
   parameters.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

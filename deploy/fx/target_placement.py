@@ -17,8 +17,6 @@ Before the model is optimized and cleaned, markers are removed and their inputs 
 So the name of a tensor gives its node; a tensor without such a name is inside a node.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

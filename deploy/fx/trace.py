@@ -12,8 +12,6 @@ would lose them. So forward hooks of layers are traced as separate nodes::
     conv with a forward hook (y -> 2 y)      becomes      conv -> mul
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

@@ -44,8 +44,6 @@ finite becomes 0. `find_float16_overflows` finds the nodes that must not compute
 Source: ONNX operators Clip-13, HardSigmoid-6, HardSwish-14 and Gelu-20.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

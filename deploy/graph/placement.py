@@ -44,8 +44,6 @@ Source: ONNX operators HardSigmoid-6 and HardSwish-14; A. Howard et al., "Search
 MobileNetV3", arXiv:1905.02244, section 5.2.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace

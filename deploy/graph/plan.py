@@ -13,8 +13,6 @@ into it, so the scale is that of the tail's output::
 A Hard-Swish, in any of its forms, counts as one node (see `deploy.graph.placement`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -7,8 +7,6 @@ pixels. It is then a Conv 1x1 that makes the pixels of the tile as channels, and
                    -> Conv 1x1 -> [n, k l m, h, w]   -> moved
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

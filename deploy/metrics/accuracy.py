@@ -4,8 +4,6 @@ NaN and Inf are never averaged away: they are reported in `Accuracy.problems`. F
 `deploy.metrics.output_errors`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 

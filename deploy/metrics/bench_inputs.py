@@ -1,7 +1,5 @@
 """Inputs for latency measurements: random tensors that fit the session's specs, or real images."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path

@@ -8,8 +8,6 @@ A runtime that builds for a device chooses the type that each layer computes in;
 calibration cache only requests types.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

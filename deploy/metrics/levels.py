@@ -4,8 +4,6 @@ The task's figures or the labels decide where there are any; else the worst outp
 user's `max_loss` overrides the limits below.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ every candidate: the figures must not depend on the candidate's values.
 Until then samples are buffered.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -9,8 +9,6 @@ so that memory does not grow with the images. Boxes with a score of 0.05 or less
 Annotation files: cocodataset.org, format-data, detection.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

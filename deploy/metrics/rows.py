@@ -9,8 +9,6 @@ falling values and indices, the indices are read, the best one first. With label
 may be read, if it is the only one that holds classes.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -10,8 +10,6 @@ Rows of one unit differ in magnitude too: the probability of an absent class is 
 present one 0.5. So a gap in magnitude alone is no border; see `_gap`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@
 A section that is open has the main results; the browser's own search finds folded ones too.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -35,8 +35,6 @@ Weights by channel::
 Batch sweep: p50 and throughput of engines by batch, as a table and a chart.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from html import escape

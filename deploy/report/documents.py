@@ -4,8 +4,6 @@ Both texts are made of the same `Section`s. The page's main results are open and
 speed, size, accuracy, worst layers. The rest is folded under headings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape

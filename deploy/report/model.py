@@ -4,8 +4,6 @@ An engine's speed is compared with its `find_rivals`, float engines of the same 
 the time of a float model on the CPU says nothing about int8 on a GPU.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace

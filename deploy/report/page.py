@@ -9,8 +9,6 @@ the script itself creates the buttons and boxes. The Content-Security-Policy all
 and this script, by hash, and no requests: a `style` attribute or `onclick` would not work.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Iterable

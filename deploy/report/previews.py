@@ -3,8 +3,6 @@
 Only the HTML page shows pictures; JSON contains names, counts and how the pictures were prepared.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

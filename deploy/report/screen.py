@@ -5,8 +5,6 @@ taken for, the files to ship, warnings that need an action, and the next command
 page and in the Markdown text, which `-v` prints in its place.
 """
 
-from __future__ import annotations
-
 import shlex
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence

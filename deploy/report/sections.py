@@ -11,8 +11,6 @@ Samples where the float model and an engine differ, with boxes drawn over the pi
 Each picture is in the page once, however many engines are drawn over it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from html import escape

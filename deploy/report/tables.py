@@ -4,8 +4,6 @@ Engines side by side, coverage of targets, the task's figure and output slices, 
 search as text, and kernels: the slowest first, and by kind for several engines.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

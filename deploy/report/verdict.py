@@ -6,8 +6,6 @@ Limits of the loss are in `deploy.metrics.levels`, which the search uses too; th
 here. The user's limits (`Gates`) override both.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

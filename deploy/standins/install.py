@@ -8,8 +8,6 @@ A calibrator's base class determines the calibration algorithm. Source: NVIDIA/T
 python/src/infer/pyInt8.cpp and python/packaging/bindings_wheel/__init__.py at 8.6.
 """
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import sys

@@ -15,8 +15,6 @@ Scripts often build their engine in the same file: `trt.Builder` in a function t
 every name exists, and only calling it raises an error.
 """
 
-from __future__ import annotations
-
 import bisect
 import ctypes
 import os

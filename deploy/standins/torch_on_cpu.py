@@ -6,8 +6,6 @@ in the memory. It intercepts every function of PyTorch that Python calls in this
 Source: torch.overrides.TorchFunctionMode; torch.utils._device does the same for another device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -12,8 +12,6 @@ The annotation gives the type of a value (bool, int, float, str, Path), whether 
 (`| None`) and whether the flag may be repeated (`tuple[..., ...]`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints

@@ -6,8 +6,6 @@ The model is kept if its activations are on the target's own grid, and rewritten
                          '-> Ascend: the same codes less 128                  the same real range
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 

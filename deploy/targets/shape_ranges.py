@@ -3,8 +3,6 @@
 A text or audio model accepts any length; its engine accepts only the shapes it was built for.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import Counter

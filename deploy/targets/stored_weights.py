@@ -7,8 +7,6 @@ the weights back from a written Q/DQ model, so the report shows what the files h
     one scale for all      |#######|  |###    |  |#      |      a small channel has few steps left
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

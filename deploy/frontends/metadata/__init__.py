@@ -4,8 +4,6 @@ Metadata may come from anybody. Malformed, too large or partly unknown metadata 
 says so, and the run continues.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from pathlib import Path

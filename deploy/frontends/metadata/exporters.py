@@ -20,8 +20,6 @@ since PP-OCRv3. (Layout models have class names there: words, not characters.)
 `Preprocess` section of `infer_cfg.yml` with PyYAML's `dump`; only that form of YAML is read here.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -15,8 +15,6 @@ the short side becomes floor(size / crop_pct), the center is cropped, pixels / 2
 torchvision writes metadata itself; metadata is read in case a script wrote the same names.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

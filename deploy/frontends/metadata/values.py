@@ -1,7 +1,5 @@
 """Read values from metadata: bounded and checked; errors are worded as the end of a sentence."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Recognition of a model's task from its outputs; one module per family of tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from deploy.metrics.tasks import (

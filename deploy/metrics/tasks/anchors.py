@@ -28,8 +28,6 @@ If boxes cannot be decoded, a detection is matched by its anchor and class.
 ========================  ======================================================================
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar

@@ -13,8 +13,6 @@ rows of two models are different boxes: only the column of scores is compared by
 if the length of the list varies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol

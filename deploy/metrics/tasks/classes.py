@@ -15,8 +15,6 @@ classes only, and those outputs are judged as without a task.
 The first half of the file recognises outputs that hold classes per step, for sequence tasks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ The vectors of the first 64 samples are stored; each one's nearest neighbour amo
 the float model's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ channels certainly holds sizes, in cells or in pixels, boxes are decoded; else a
 the same class has a peak in the same cell or a neighbour of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -12,8 +12,6 @@ of W x H pixels: the likelihood of each column and each row, in steps of 1 / r p
 are the same before and after a Softmax.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

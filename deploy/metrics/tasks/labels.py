@@ -8,8 +8,6 @@ one, classification covers it (`deploy.metrics.tasks.classes`).
 how often FP32's class is among the candidate's best k.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

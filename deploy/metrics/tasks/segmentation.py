@@ -16,8 +16,6 @@ are masks together, such as U2-Net's supervised stages (Qin et al. 2020). The fi
 the pixels above a threshold.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

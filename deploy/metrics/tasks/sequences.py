@@ -16,8 +16,6 @@ merged, blanks dropped. If blanks only follow the last symbol in every sample, e
 of a symbol, as in number plates, and repeats stay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

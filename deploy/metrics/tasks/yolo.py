@@ -21,8 +21,6 @@ after a Sigmoid. The model does not contain the sizes of the anchors, so boxes c
 detection is matched by its anchor and class.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

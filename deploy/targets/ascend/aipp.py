@@ -24,8 +24,6 @@ far the .om's input is from the calibration's.
 Source: hicann/ge, docs of atc, AIPP (configuration template, CSC, crop); ITU-R BT.601 and BT.709.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

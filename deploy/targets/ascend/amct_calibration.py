@@ -9,8 +9,6 @@ weights stay float unless AdaRound rounds them), and each algorithm gets `batch_
 A `RecordPlan` defines the observations for that, and computes the record from their statistics.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping

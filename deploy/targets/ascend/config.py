@@ -4,8 +4,6 @@ Value ranges and defaults are AMCT's. What AMCT refuses is refused here, before 
 The writer's output equals AMCT's byte for byte.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

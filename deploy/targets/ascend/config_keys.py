@@ -22,8 +22,6 @@ the quant config JSON, before the layers), AMCT's documentation the two node typ
 are calib8's.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

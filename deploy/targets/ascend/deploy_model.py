@@ -24,8 +24,6 @@ also written for layers with shared weights, which AMCT refuses; in it each laye
 Source: hicann/ge quant_host_cpu_op_common.h; measured on AMCT's own outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

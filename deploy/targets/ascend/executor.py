@@ -27,8 +27,6 @@ rounding, so it differs by one code for values exactly between two codes if the 
 code may also differ where x * scale + offset rounds in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

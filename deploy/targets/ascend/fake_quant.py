@@ -20,8 +20,6 @@ scale_w * scale_d, so that `convert` rounds them exactly. These stay in float in
 - layers with activations of 4 or 16 bits, which `convert` does not take.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 

@@ -18,8 +18,6 @@ its name, and an input of an Add or MaxPool (tensor_quantize), by '<node>:<index
     x -> AscendQuant -> int8 -> AscendAntiQuant -> Add, MaxPool      less to move; the node is float
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 Also here: the IFMR or HFMG search of a layer's activation scale, and the clip range of that scale.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping

@@ -5,8 +5,6 @@ algorithm is taken with all its parameters: a layer whose override names hfmg_qu
 from a common ifmr_quantize. Only `asymmetric` is inherited, between equal algorithms.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -14,8 +14,6 @@ Unlike AMCT, calib8 does not include a GELU that follows a layer in the error: t
 output is compared there, as with all activations that AMCT does not know.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass

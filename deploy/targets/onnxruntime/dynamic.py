@@ -12,8 +12,6 @@ MatMuls read x).
 Source: ONNX operators DynamicQuantizeLinear-11 and MatMulInteger-10.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import numpy as np

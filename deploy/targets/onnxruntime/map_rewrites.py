@@ -23,8 +23,6 @@ Source: ONNX operators Resize-13 (coordinate_transformation_mode, nearest_mode),
 HardSwish-14 and BatchNormalization-14.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -14,8 +14,6 @@ grid the stored values are FLOAT8E4M3FN, which the operators take from opset 19 
 Source: ONNX operators QuantizeLinear and DequantizeLinear, 13 and 19.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace

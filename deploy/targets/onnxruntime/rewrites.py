@@ -20,8 +20,6 @@ become integer kernels); ONNX operators AveragePool-11, GlobalAveragePool-1, Red
 Reshape-13 and Softmax-13.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ It repeats the arithmetic of `deploy.feed.pixels` bit for bit, so that it feeds 
 model whose inputs are not one picture of a fixed size has no such program.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib import resources
 

@@ -14,8 +14,6 @@ second rounding would.
 Source: ONNX operators QuantizeLinear-13 and DequantizeLinear-13.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@
 Every unused entry and every tensor to be quantized that is left without a scale gets a reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -27,8 +27,6 @@ per-channel activation scales, two scales for one tensor, integer model inputs o
 that compute on integers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial

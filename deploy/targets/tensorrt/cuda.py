@@ -14,8 +14,6 @@ Each call of cuda-python returns a tuple that starts with the error code. The mo
 popped, since a leftover one aborts.
 """
 
-from __future__ import annotations
-
 import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence

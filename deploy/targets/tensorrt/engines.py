@@ -9,8 +9,6 @@ in the format of the C++ `calib8-build`: TensorRT checks only version and calibr
 so a retrained model or other images would go unnoticed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

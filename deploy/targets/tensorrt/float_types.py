@@ -20,8 +20,6 @@ Source: ONNX operators QuantizeLinear-19 and DequantizeLinear-19 (type of the sc
 developer guide, "Strongly typed networks".
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -41,8 +41,6 @@ scale" from 3.13 on. The sum used here is a real range for every version. Source
 spec; naming.py for pools.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

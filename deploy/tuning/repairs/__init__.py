@@ -11,8 +11,6 @@ By default `adaround` is tried wherever there is a search: it costs a few calibr
 inference time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 
