@@ -1102,7 +1102,9 @@ def test_a_step_of_cleaning_that_changes_the_model_is_an_error(rng, tmp_path, mo
     assert not (tmp_path / "p" / "a.tensorrt.onnx").exists()
 
 
-def test_data_of_a_sparse_tensor_counts_and_lies_beside_the_model(tmp_path, monkeypatch):
+def test_a_sparse_constant_is_dense_has_data_beside_the_model_and_is_in_the_digest(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m").mkdir()
     weights = as_float32({"w": np.ones((4, 1, 3, 3))})
@@ -1120,5 +1122,29 @@ def test_data_of_a_sparse_tensor_counts_and_lies_beside_the_model(tmp_path, monk
     digests = set()
     for values in ([0, 0], [500, -700]):
         (tmp_path / "m/w.bin").write_bytes(np.array(values, np.float32).tobytes())
-        digests.add(load("m/net.onnx").digest)
+        loaded = load("m/net.onnx")
+        digests.add(loaded.digest)
     assert len(digests) == 2
+    (y,) = run_net(loaded.model, np.zeros((1, 1, 8, 8), np.float32))
+    assert y[0, :, 0, 0].tolist() == [500, -700, 0, 0]
+    assert not loaded.model.graph.sparse_initializer  # which no analysis knew
+
+
+@pytest.mark.parametrize(
+    ("shape", "indices", "value"),
+    [((4, 1, 1), [[0, 0, 0], [3, 0, 0]], [3, 0, 0, 7]), ((4, 1, 1), [1, 2], [0, 3, 7, 0]),
+     ((4, 1, 1), [0, 4], None), ((4, 1, 1), [-1, 0], None), ((1 << 20, 1 << 20), [0, 1], None)],
+)  # fmt: skip
+def test_a_sparse_value_is_written_densely_or_refused(shape, indices, value):
+    values = numpy_helper.from_array(np.array([3, 7], np.float32), "k")
+    sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(np.array(indices)), shape)
+    nodes = [("Constant", "", "k", {"sparse_value": sparse}), ("Conv", "x w", "c")]
+    nodes += [("Sigmoid", "c", "s"), ("Mul", "s k", "y")]
+    weights = as_float32({"w": np.ones((4, 1, 3, 3))})
+    model = make_model(nodes, {"x": [1, 1, 8, 8]}, {"y": None}, weights)
+    if value is None:
+        with pytest.raises(ModelError, match=r"constant .* must have indices|valid ONNX"):
+            load(model)
+    else:
+        (dense,) = (t for t in load(model).model.graph.initializer if t.name == "k")
+        assert numpy_helper.to_array(dense).ravel().tolist() == value

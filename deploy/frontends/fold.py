@@ -15,14 +15,17 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper, shape_inference
 
+from deploy.errors import ModelError, first_line
+from deploy.frontends.checks import to_array
 from deploy.graph.edit import bypass, copy_message, replace_nodes
-from deploy.graph.index import RANDOM, attributes, count_reads, iter_reads, subgraphs
+from deploy.graph.index import RANDOM, all_graphs, attributes, count_reads, iter_reads, subgraphs
 from deploy.runtimes.ort import OrtSession
 
 _DEFAULT = ("", "ai.onnx")
 _NEVER = (*RANDOM, "Constant", "Shape")
 # Folding must not make the file much larger: large results, such as of Expand or Tile, stay nodes.
 _LARGEST = 1 << 20  # elements
+_DENSEST = 1 << 26  # elements of a sparse constant
 
 
 def fold_constants(model: onnx.ModelProto) -> int:
@@ -51,6 +54,43 @@ def fold_constants(model: onnx.ModelProto) -> int:
     return folded
 
 
+def write_dense(graph: onnx.GraphProto) -> int:
+    """Turn sparse constants of the graph and its subgraphs into dense ones; return their number.
+
+    Raises:
+        ModelError: one has invalid indices or more than 2**26 elements.
+    """
+    count = 0
+    for body in all_graphs(graph):
+        body.initializer.extend(_dense(sparse) for sparse in body.sparse_initializer)
+        count += len(body.sparse_initializer)
+        body.ClearField("sparse_initializer")
+        for node in body.node:
+            for attribute in node.attribute:
+                if node.op_type == "Constant" and attribute.name == "sparse_value":
+                    dense = _dense(attribute.sparse_tensor)
+                    attribute.CopyFrom(helper.make_attribute("value", dense))
+                    count += 1
+    return count
+
+
+def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
+    shape, values, indices = tuple(sparse.dims), to_array(sparse.values), to_array(sparse.indices)
+    size = math.prod(shape) if min(shape, default=1) >= 0 else -1
+    try:
+        flat = np.ravel_multi_index(tuple(indices.T), shape) if indices.ndim == 2 else indices
+        if not (0 <= size <= _DENSEST and np.all((flat >= 0) & (flat < size))):
+            raise IndexError(f"{flat.size} indices in {shape}")
+        dense = np.zeros(size, values.dtype)
+        dense[flat] = values
+    except (IndexError, ValueError, TypeError) as error:
+        raise ModelError(
+            f"sparse constant '{sparse.values.name}' must have indices within its shape, and at"
+            f" most {_DENSEST:,} elements, got: {first_line(error)}; export it densely"
+        ) from error
+    return numpy_helper.from_array(dense.reshape(shape), sparse.values.name)
+
+
 def _values(
     model: onnx.ModelProto,
     node: onnx.NodeProto,
@@ -74,7 +114,7 @@ def _values(
 
 
 def _constant(node: onnx.NodeProto) -> list[onnx.TensorProto] | None:
-    """Return the tensor of a Constant node; None for a sparse tensor."""
+    """Return the tensor of a Constant node; None for text."""
     if len(node.attribute) != 1 or len(node.output) != 1:
         return None
     attribute = node.attribute[0]

@@ -11,7 +11,7 @@ from deploy.errors import BackendError, ModelError, first_line
 from deploy.frontends import checks
 from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel, model_digest
-from deploy.frontends.fold import fold_constants, remove_identity
+from deploy.frontends.fold import fold_constants, remove_identity, write_dense
 from deploy.frontends.lift import (
     complete_resizes,
     drop_casts,
@@ -159,6 +159,8 @@ def _clean(
         model, note = inline_functions(model)
         notes.append(note)
         checks.check_float(model)
+    if sparse := write_dense(model.graph):
+        notes.append(f"Wrote {_count(sparse, 'sparse constant')} densely.")
     checks.check_ends(model)
     behind = cut_unknown_nodes(model, infer_shapes)
     if behind is not None:
