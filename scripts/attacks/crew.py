@@ -182,4 +182,6 @@ def _crash(status: int, worker: _Worker) -> str:
     silent = worker.tally.silent_s
     if code == -signal.SIGKILL and silent > worker.job.part.limit_s:
         return f"hung for {silent:.0f} s"
+    if code == -signal.SIGXCPU:
+        return "hung in C code"
     return f"the process died: {'signal' if code < 0 else 'code'} {abs(code)}"

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 import resource
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts.attacks.inside import Screen, command, reading
 from scripts.attacks.mutate import mutated
-from scripts.attacks.outcome import FAILED, Ended, Outcome, judged
+from scripts.attacks.outcome import FAILED, Outcome, judged
 from scripts.attacks.part import Case, Part
 
 Mutate = Callable[[random.Random, bytes, bytes], bytes]
-_MEMORY = 2 << 30  # bytes beyond what a worker has: an input of some kilobytes needs no more
+_CPU_S = 60  # of a case: C code hears no alarm
 NO_MEMORY = b"memory did not suffice"
 
 
@@ -32,6 +33,7 @@ class Reader:
         cases: number of changed inputs. The short form tries the first third of them, the long
             form a hundred times as many.
         limit_s: of a case, which takes milliseconds; the machine may do other things as well.
+        memory: bytes beyond what a worker has: an input of some kilobytes needs no more.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Reader:
     mutate: Mutate = mutated
     cases: int = 10_000
     limit_s: float = 20
+    memory: int = 2 << 30
 
     @property
     def part(self) -> Part:
@@ -59,28 +62,29 @@ class Reader:
         seeds, ways = self.seeds(work), self.open(work)
         path = folder / f"case{self.suffix}"
         screen = Screen()
-        _starve()
+        _limit(resource.RLIMIT_AS, _pages() * resource.getpagesize() + self.memory)
 
         def case(rng: random.Random, number: int) -> Outcome:
             data = self.mutate(rng, rng.choice(seeds), rng.choice(seeds))
             path.write_bytes(data)
             way = ways(path)
+            _limit(resource.RLIMIT_CPU, int(time.process_time()) + _CPU_S)
             if isinstance(way, list):
                 ended = command(screen, way, limit_s=self.limit_s)
             else:
                 ended = reading(screen, way, limit_s=self.limit_s)
-            return _kept(ended, data)
+            outcome = judged(ended)
+            if NO_MEMORY in ended.err:
+                needed = f"{len(data)} bytes of input needed over {self.memory >> 30} GiB"
+                return Outcome(FAILED, needed, data)
+            return replace(outcome, kept=data) if outcome.word == FAILED else outcome
 
         return case
 
 
-def _kept(ended: Ended, data: bytes) -> Outcome:
-    outcome = judged(ended)
-    if NO_MEMORY in ended.err:
-        outcome = Outcome(FAILED, f"{len(data)} bytes of input needed over {_MEMORY >> 30} GiB")
-    return Outcome(outcome.word, outcome.why, data) if outcome.word == FAILED else outcome
+def _limit(kind: int, value: int) -> None:
+    resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
 
 
-def _starve() -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _MEMORY,) * 2)
+def _pages() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0])

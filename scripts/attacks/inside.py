@@ -64,10 +64,10 @@ def command(screen: Screen, words: list[str], *, limit_s: float) -> Ended:
 
 
 def reading(screen: Screen, read: Callable[[], object], *, limit_s: float) -> Ended:
-    """`read()` where a command would run, below calib8's `main`."""
+    """`read()` where a command would run, below calib8's `main`; it may give an exit code."""
 
-    def run(**_: object) -> None:
-        read()
+    def run(**_: object) -> object:
+        return read()
 
     with patch.object(cli.cli, "main", run):
         return _ended(screen, lambda: cli.main([]), limit_s)

@@ -17,6 +17,7 @@ from pathlib import Path
 SURVIVED, REFUSED, FAILED = "survived", "refused", "failed"
 # a line of progress, as deploy/terminal.py writes it into a pipe
 _TOLD = re.compile(r"calib8: .+ (\d+ s|\d+ min \d+ s|\d+ h \d+ min)( left)?")
+_TARGET = re.compile(r"calib8: (onnxruntime|tensorrt|ascend) failed: .+")
 _LONGEST = 8000  # letters of a sentence; names in it are cut by calib8 long before
 
 
@@ -55,7 +56,8 @@ def judged(ended: Ended, *, refusals: Collection[int] = (1, 2, 3)) -> Outcome:
         return Outcome(SURVIVED)
     said = (line for line in ended.err.decode().splitlines() if line)  # click ends a ^C's line
     lines = [line for line in said if not _TOLD.fullmatch(line)]
-    if len(lines) > 1 or (lines and not lines[0].startswith("calib8: ")):
+    targets = [found[1] for line in lines if (found := _TARGET.fullmatch(line))]
+    if len(lines) > max(1, len(set(targets))) or (lines and not lines[0].startswith("calib8: ")):
         return Outcome(FAILED, f"no one sentence but {len(lines)} lines: {_last(ended.err)}")
     if not lines and not ended.out:
         return Outcome(FAILED, f"exit code {ended.code} without a word")

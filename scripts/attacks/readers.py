@@ -17,7 +17,10 @@ from unittest.mock import patch
 
 import numpy as np
 
+from scripts.attacks import whole
 from scripts.attacks.archives import changed_png, changed_zip
+from scripts.attacks.fields import changed_fields
+from scripts.attacks.forms import forms
 from scripts.attacks.fuzz import Reader
 from scripts.attacks.options import option_texts, with_options
 from scripts.attacks.subject import TARGETS, made
@@ -329,6 +332,30 @@ def _model(folder: Path) -> Callable[[Path], Callable[[], object]]:
     return lambda path: partial(load, path)
 
 
+def _deployed(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    """A model, inspected; if that accepts it, built for every target."""
+    from deploy.commands.build import build
+    from deploy.commands.diagnose import inspect
+
+    subject, out = made(folder / "own"), folder / "out"
+
+    def read(path: Path) -> object:
+        if code := inspect.main([str(path)], standalone_mode=False):
+            return code
+        shutil.rmtree(out, ignore_errors=True)
+        _, _, *words = subject.build(0, out, "--limit", "4", "-q")
+        code = build.main([str(path), *words], standalone_mode=False)
+        assert not (left := whole.leftovers(out)), left
+        return code
+
+    return lambda path: partial(read, path)
+
+
+def _forms(folder: Path) -> list[bytes]:
+    """Models of many forms; the file beside one of them lies where the changed one will."""
+    return [*_onnx(folder), *_of_build("*.int8.onnx")(folder), *forms(folder.parent)]
+
+
 def _pairs(folder: Path) -> Callable[[Path], Callable[[], object]]:
     from deploy.frontends.onnx_reader import read_model
     from deploy.targets.ascend.recipe import recipe_from_qdq
@@ -473,6 +500,8 @@ READERS: dict[str, Reader] = {
         Reader(name="webp", suffix=".webp", seeds=_pictures(".webp"), open=_fed),
         Reader(name="bmp", suffix=".bmp", seeds=_pictures(".bmp"), open=_fed),
         Reader(name="onnx", suffix=".onnx", seeds=_onnx, open=_model, cases=2000),
+        Reader(name="fields", suffix=".onnx", seeds=_forms, open=_deployed, mutate=changed_fields,
+               cases=1000, limit_s=600, memory=1 << 30),
         Reader(name="qdq", suffix=".onnx", seeds=_of_build("*.int8.onnx"), open=_pairs,
                cases=2000),
         Reader(name="trained", suffix=".onnx", seeds=_of_build("*.int8.onnx"), open=_trained,
