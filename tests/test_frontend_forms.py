@@ -1001,6 +1001,7 @@ ODD = {  # nodes after y = Conv(r, w2), output beside y, note in the report, wor
          ("OptionalGetElement", "o", "g"), ("ConcatFromSequence", "g", "s", {"axis": 1})],
         make_value("s", None), "", "good",
     ),
+    "input": ([], make_value("x", None), "", "good"),
     "empty": ([("Slice", "y zero zero", "s")], make_value("s", None), "", "good"),
     "random": ([("RandomNormalLike", "y", "n"), ("Add", "y n", "s")], make_value("s", None),
                "gives another s at each run", "doubtful: the float model itself draws"),
