@@ -231,6 +231,18 @@ def test_external_data_outside_the_folder_is_not_opened(tmp_path, location):
         load(external(folder, location))
 
 
+@pytest.mark.parametrize(
+    ("location", "words"), [("w.bin", "must be valid ONNX"), ("../w.bin", "in the model's folder")]
+)
+def test_external_data_where_no_tensor_belongs_comes_from_the_folder(tmp_path, location, words):
+    model = onnx.load(external(tmp_path, location), load_external_data=False)
+    attribute = model.graph.node[0].attribute.add(name="i", type=onnx.AttributeProto.INT)
+    attribute.g.initializer.append(model.graph.initializer.pop())
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ModelError, match=words):
+        load(tmp_path / "m.onnx")
+
+
 @pytest.mark.parametrize("entries", [{"offset": "-4"}, {"length": "x"}, {"offset": "9" * 30}])
 def test_external_data_with_impossible_numbers(tmp_path, entries):
     with pytest.raises(ModelError, match="must lie within its file"):

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import onnx
 
 from deploy.errors import ModelError
 from deploy.files.manifest import sha256
 from deploy.files.reading import open_regular_file, read_bytes
-from deploy.graph.index import all_tensors
 
 MESSAGE_LIMIT = 2**31 - 1  # bytes of one protobuf message
 
@@ -122,9 +121,16 @@ def _describe(data: bytes) -> str:
     return "bytes that do not parse (not ONNX, or truncated)"
 
 
-def _external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    tensors = (tensor for part in (model.graph, *model.functions) for tensor in all_tensors(part))
-    return (t for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL)
+def _external_tensors(message: Any) -> Iterator[onnx.TensorProto]:
+    """Yield the tensors of a message with external data, also where no valid model has a tensor."""
+    if isinstance(message, onnx.TensorProto):
+        if message.data_location == onnx.TensorProto.EXTERNAL:
+            yield message
+        return
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for part in value if hasattr(value, "append") else (value,):
+                yield from _external_tensors(part)
 
 
 def _read_external(model: onnx.ModelProto, path: Path) -> str:
