@@ -47,6 +47,13 @@ def task_of_four(make):
     return same_task([{"y": make().astype(np.float32)} for _ in range(4)])
 
 
+def test_outputs_are_compared_with_each_other_only_where_they_are_few():
+    raw = [rng().standard_normal((1, 20)) * 4 for _ in range(4)]
+    for copies, task in ((63, "classes"), (64, None)):
+        outputs = [{"y": softmax(x), **{f"raw{n}": x for n in range(copies)}} for x in raw]
+        assert same_task(outputs) == task
+
+
 def test_logits_are_classes_and_other_vectors_are_not():
     made = rng()
 

@@ -16,6 +16,7 @@ from deploy.metrics.tasks import (
 from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure
 from deploy.metrics.tasks.metric import Metric, metric_of
 
+_MOST_OUTPUTS = 64  # of a model with a task: outputs are compared with each other
 # Task -> its recogniser, tried in this order. Each must be certain from the values alone.
 TASKS: dict[str, Callable[[FirstSamples], EvaluationTask | None]] = {
     "boxes": boxes.find_boxes,
@@ -34,12 +35,12 @@ TASKS: dict[str, Callable[[FirstSamples], EvaluationTask | None]] = {
 
 
 def recognise_task(seen: FirstSamples) -> EvaluationTask | None:
-    """Return the task of the outputs; None if no recogniser is certain.
+    """Return the task of the outputs; None if no recogniser is certain, or of over 64 outputs.
 
     Outputs that repeat others are left out. If no task fits the rest, states for the next call are
     left out too.
     """
-    if not seen.outputs:
+    if not seen.outputs or len(seen.names) > _MOST_OUTPUTS:
         return None
     distinct = evaluation_task.drop_outputs(seen, evaluation_task.find_logits(seen))
     task = _by_best_class(distinct)
