@@ -330,6 +330,16 @@ def test_a_contrib_operator_is_left_in_float():
     )
 
 
+@pytest.mark.parametrize("imported", [[("", 13)], [("ai.onnx", 13)], [("", 13), ("ai.onnx", 13)]])
+def test_the_long_name_of_the_standard_domain_is_the_short_one(imported):
+    model = model_of([make_node("Neg", "x", "y", domain="ai.onnx")])
+    del model.opset_import[:]
+    model.opset_import.extend(helper.make_opsetid(*entry) for entry in imported)
+    loaded = load(model).model
+    assert [node.domain for node in loaded.graph.node] == [""]
+    assert [(entry.domain, entry.version) for entry in loaded.opset_import] == [("", 13)]
+
+
 def test_random_and_huge_constants_stay_nodes():
     nodes = [
         make_node("ConstantOfShape", "shape", "big"),
