@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import onnx
 import pytest
 
+from scripts.attacks.fields import changed_fields
+from scripts.attacks.forms import forms
 from scripts.attacks.mutate import CHANGES, TOKENS, mutated
 from scripts.attacks.outcome import FAILED, REFUSED, SURVIVED, Ended, judged
 
@@ -164,6 +167,8 @@ def test_a_build_that_writes_in_place_is_found():
         (Ended(1, b"", b"calib8: 1/7 a: 1 min 3 s\n"), FAILED),
         (Ended(1, b"", b"bar |##|\r\ncalib8: error: what was got\n"), FAILED),
         (Ended(1, b"what differs\n"), REFUSED),
+        (Ended(1, b"", b"calib8: ascend failed: a\ncalib8: tensorrt: doubtful: b\n"), REFUSED),
+        (Ended(1, b"", b"calib8: ascend failed: a\ncalib8: ascend failed: b\n"), FAILED),
         (Ended(130, b"", b"calib8: interrupted\n"), FAILED),
         (Ended(70, b"", b"calib8: a fault\n"), FAILED),
         (Ended(1), FAILED),
@@ -180,7 +185,7 @@ def test_an_end_is_judged_by_what_a_user_sees(ended, word):
 
 
 @pytest.mark.slow
-def test_changes_come_from_the_seed_alone_and_use_every_way():
+def test_changes_come_from_the_seed_alone_and_use_every_way(tmp_path):
     data, other = bytes(range(256)), b'{"a": 1.5}'
 
     def some(seed):
@@ -188,6 +193,16 @@ def test_changes_come_from_the_seed_alone_and_use_every_way():
 
     assert some(1) == some(1) != some(2)
     assert len(set(some(1))) > 250 and any(token in one for one in some(1) for token in TOKENS[:9])
+    seeds = forms(tmp_path)
+
+    def models(seed):
+        numbers = (random.Random(f"{seed}/{n}") for n in range(100))
+        return [changed_fields(rng, rng.choice(seeds), rng.choice(seeds)) for rng in numbers]
+
+    assert models(1) == models(1) != models(2)
+    assert len(set(models(1)) - set(seeds)) > 80
+    for model in models(1):
+        onnx.ModelProto.FromString(model)
     for change in CHANGES:
         changed = {change(random.Random(n), json.dumps([1, 2.5]).encode(), other) for n in range(9)}
         assert len(changed) > 1, change

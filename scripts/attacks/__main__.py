@@ -22,7 +22,7 @@ _OWN = re.compile(r"[0-9]+|'[^']*'|/[^ ]*")  # what tells failures of one kind a
 
 def main(argv: Sequence[str] | None = None, *, parts: Mapping[str, Part] | None = None) -> int:
     """Attack, print the table; gives the exit code: 1 where anything failed."""
-    from scripts.attacks.parts import PARTS
+    from scripts.attacks.parts import PARTS, SKIPPED
 
     known = PARTS if parts is None else parts
     asked = _parser().parse_args(argv)
@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None, *, parts: Mapping[str, Part] | None 
         ended=lambda name, one: print(_row(name, one), file=sys.stderr, flush=True),
     )
     print(table(found))
+    for name, why in SKIPPED.items():
+        print(f"{name} was not tried: {why}")
     print(f"{time.monotonic() - started:.0f} s with {asked.workers} workers, seed {asked.seed}")
     failures = list(told(found, asked.seed, long=asked.long))
     print("\n".join(failures), end="\n" if failures else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +59,9 @@ _FORMS = {
         u = Upsample <mode = "nearest"> (l, up) d = Dropout <ratio = 0.5> (u)
         g = GlobalAveragePool (d) f = Flatten (g) y = Gemm (f, m, b5)""",
 }
-_OUTPUTS = {"detector": {"top": 1, "places": 7, "b": 1, "y": 1}, "sequences": {"y": 1, "z": 7}}
+_OUTPUTS = {
+    "detector": "float top, int64 places, float b, float y", "sequences": "float y, int64 z",
+}  # fmt: skip
 _INTEGERS = {
     "one": 1, "two": 2, "zero": 0, "zero1": [0], "one1": [1], "two1": [2], "three1": [3],
     "four": [0, 4, -1], "halves": [4, 4], "rows": [0, -1], "tokens": [0, 8, -1],
@@ -72,7 +74,9 @@ _FLOATS = {
 _DRAWN = {
     "w": (4, 3, 3, 3), "v": (4, 4, 1, 1), "m": (4, 5), "dw": (4, 1, 3, 3), "wt": (8, 8, 2, 2),
     "fc": (10, 144), "patch": (8, 3, 4, 4), "wq": (8, 8), "wk": (8, 8), "slope": (4, 1, 1),
-    "lw": (1, 24, 16), "lr": (1, 24, 6), "lk": (6, 3),
+    "lw": (1, 24, 16), "lr": (1, 24, 6), "lk": (6, 3), "long": (4, 3, 5), "cube": (4, 3, 2, 3, 3),
+    "flat": (768, 5), "left": (6, 16), "line": (16,), "deep": (1, 16, 5), "grouped": (4, 3, 2, 2),
+    "both": (2, 16, 16), "back": (2, 16, 4), "table": (300, 8),
 }  # fmt: skip
 _FUNCTIONS = (
     '<domain: "my", opset_import: ["": 17]> Act <slope: float = 0.1> (a) => (o)'
@@ -84,7 +88,7 @@ _FUNCTIONS = (
 
 def forms(folder: Path) -> list[bytes]:
     """The models as bytes; one of them has its weights in `w.bin` of the folder."""
-    made = {name: _made(name, text) for name, text in _FORMS.items()}
+    made = {n: model_of(text, _OUTPUTS.get(n, "float y"), name=n) for n, text in _FORMS.items()}
     made["functions"].functions.extend(parser.parse_function(text) for text in _FUNCTIONS)
     made["functions"].opset_import.append(helper.make_opsetid("my", 1))
     values = numpy_helper.from_array(np.array([3, 7], np.float32), "sp")
@@ -104,15 +108,28 @@ def forms(folder: Path) -> list[bytes]:
     return [one.SerializeToString() for one in (*typed, beside)]
 
 
-def _made(name: str, text: str) -> onnx.ModelProto:
-    graph = parser.parse_graph(f"{name} (float[n, 3, 16, 16] x) => (y) {{ {text} }}")
+def model_of(
+    text: str,
+    outputs: str = "float y",
+    *,
+    inputs: str = "float[n, 3, 16, 16] x",
+    constants: str = "",
+    name: str = "net",
+    opset: int = 17,
+    ir: int = 8,
+    domains: Sequence[str] = (),
+) -> onnx.ModelProto:
+    """A model of ONNX's text; weights are known by name, outputs have no shape."""
+    held = f"<{constants}> " if constants else ""
+    graph = parser.parse_graph(f"{name} ({inputs}) => ({outputs}) {held}{{ {text} }}")
     for number, node in enumerate(graph.node):
         node.name = f"{node.op_type}_{number}"
-    del graph.output[:]
-    for output, kind in _OUTPUTS.get(name, {"y": 1}).items():
-        graph.output.append(helper.make_tensor_value_info(output, kind, None))
-    graph.initializer.extend(_weights(set(re.findall(r"\w+", text))))
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    for output in (one for one in graph.output if one.type.HasField("tensor_type")):
+        output.type.tensor_type.ClearField("shape")
+    own = {held.name for held in graph.initializer} | {value.name for value in graph.input}
+    graph.initializer.extend(_weights(set(re.findall(r"\w+", text + outputs)) - own))
+    imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, 1) for d in domains)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=ir)
 
 
 def _weights(names: set[str]) -> Iterator[TensorProto]:

@@ -62,7 +62,7 @@ class Reader:
         seeds, ways = self.seeds(work), self.open(work)
         path = folder / f"case{self.suffix}"
         screen = Screen()
-        _limit(resource.RLIMIT_AS, _pages() * resource.getpagesize() + self.memory)
+        limit_memory(self.memory)
 
         def case(rng: random.Random, number: int) -> Outcome:
             data = self.mutate(rng, rng.choice(seeds), rng.choice(seeds))
@@ -82,9 +82,11 @@ class Reader:
         return case
 
 
+def limit_memory(more: int) -> None:
+    """So many bytes beyond what this process has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + more)
+
+
 def _limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
-
-
-def _pages() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0])

@@ -17,7 +17,7 @@ from pathlib import Path
 SURVIVED, REFUSED, FAILED = "survived", "refused", "failed"
 # a line of progress, as deploy/terminal.py writes it into a pipe
 _TOLD = re.compile(r"calib8: .+ (\d+ s|\d+ min \d+ s|\d+ h \d+ min)( left)?")
-_TARGET = re.compile(r"calib8: (onnxruntime|tensorrt|ascend) failed: .+")
+_TARGET = re.compile(r"calib8: (onnxruntime|tensorrt|ascend)( failed)?: .+")
 _LONGEST = 8000  # letters of a sentence; names in it are cut by calib8 long before
 
 
