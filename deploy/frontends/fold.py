@@ -25,7 +25,8 @@ _DEFAULT = ("", "ai.onnx")
 _NEVER = (*RANDOM, "Constant", "Shape")
 # Folding must not make the file much larger: large results, such as of Expand or Tile, stay nodes.
 _LARGEST = 1 << 20  # elements
-_DENSEST = 1 << 26  # elements of a sparse constant
+_DENSEST = 1 << 22  # elements of a sparse constant of few values
+_SPARSEST = 1000  # elements for each value of any other
 
 
 def fold_constants(model: onnx.ModelProto) -> int:
@@ -58,7 +59,7 @@ def write_dense(graph: onnx.GraphProto) -> int:
     """Turn sparse constants of the graph and its subgraphs into dense ones; return their number.
 
     Raises:
-        ModelError: one has invalid indices or more than 2**26 elements.
+        ModelError: one has invalid indices, or far more elements than values.
     """
     count = 0
     for body in all_graphs(graph):
@@ -77,16 +78,18 @@ def write_dense(graph: onnx.GraphProto) -> int:
 def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
     shape, values, indices = tuple(sparse.dims), to_array(sparse.values), to_array(sparse.indices)
     size = math.prod(shape) if min(shape, default=1) >= 0 else -1
+    most = max(_DENSEST, _SPARSEST * values.size)
     try:
         flat = np.ravel_multi_index(tuple(indices.T), shape) if indices.ndim == 2 else indices
-        if not (0 <= size <= _DENSEST and np.all((flat >= 0) & (flat < size))):
+        fit = flat.shape == values.shape and bool(np.all((flat >= 0) & (flat < size)))
+        if not (fit and size <= most):
             raise IndexError(f"{flat.size} indices in {shape}")
-        dense = np.zeros(size, values.dtype)
+        dense = np.full(size, b"" if values.dtype.hasobject else 0, values.dtype)
         dense[flat] = values
     except (IndexError, ValueError, TypeError) as error:
         raise ModelError(
             f"sparse constant '{sparse.values.name}' must have indices within its shape, and at"
-            f" most {_DENSEST:,} elements, got: {first_line(error)}; export it densely"
+            f" most {most:,} elements, got: {first_line(error)}; export it densely"
         ) from error
     return numpy_helper.from_array(dense.reshape(shape), sparse.values.name)
 
