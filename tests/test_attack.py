@@ -171,6 +171,7 @@ def test_a_build_that_writes_in_place_is_found():
         (Ended(1, b"", b"calib8: ascend failed: a\ncalib8: ascend failed: b\n"), FAILED),
         (Ended(130, b"", b"calib8: interrupted\n"), FAILED),
         (Ended(70, b"", b"calib8: a fault\n"), FAILED),
+        (Ended(1, b"", b"calib8: ascend failed: a fault of calib8 itself (KeyError)\n"), FAILED),
         (Ended(1), FAILED),
         (Ended(-11), FAILED),
         (Ended(1, b"", b"Error: of another\n"), FAILED),

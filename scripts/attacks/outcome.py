@@ -18,6 +18,7 @@ SURVIVED, REFUSED, FAILED = "survived", "refused", "failed"
 # a line of progress, as deploy/terminal.py writes it into a pipe
 _TOLD = re.compile(r"calib8: .+ (\d+ s|\d+ min \d+ s|\d+ h \d+ min)( left)?")
 _TARGET = re.compile(r"calib8: (onnxruntime|tensorrt|ascend)( failed)?: .+")
+_FAULT = b"a fault of calib8 itself"
 _LONGEST = 8000  # letters of a sentence; names in it are cut by calib8 long before
 
 
@@ -52,6 +53,8 @@ def judged(ended: Ended, *, refusals: Collection[int] = (1, 2, 3)) -> Outcome:
     for name, stream in (("stdout", ended.out), ("stderr", ended.err)):
         if (wrong := _unprintable(stream)) is not None:
             return Outcome(FAILED, f"{name} holds {wrong}: {_last(stream)}")
+        if _FAULT in stream:  # also of a target whose others are built
+            return Outcome(FAILED, f"{name} tells of a fault: {_last(stream)}")
     if ended.code == 0:
         return Outcome(SURVIVED)
     said = (line for line in ended.err.decode().splitlines() if line)  # click ends a ^C's line
