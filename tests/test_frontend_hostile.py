@@ -127,6 +127,14 @@ def with_function():
     return model
 
 
+def with_reference():
+    model = model_of([make_node("Cast", "x", "y")])
+    model.graph.node[0].attribute.add(
+        name="to", i=1, type=onnx.AttributeProto.INT, ref_attr_name="q"
+    )
+    return model
+
+
 BRAIN = helper.make_tensor("w", BF16, [4, 3, 1, 1], [1.0] * 12)
 UNFIT = {
     "opset 6": (relu(opset=6), "opset 7 or newer, got 6"),
@@ -137,6 +145,7 @@ UNFIT = {
     "contrib": (quantized("QLinearAdd", "com.microsoft"), "quantized already"),
     "custom op": (quantized("Twist", "my.domain"), "Twist of the domain 'my.domain'"),
     "unknown op": (quantized("Reluu"), "Reluu"),
+    "reference": (with_reference(), "must have a value, got 'to' of 'Cast'"),
     "function": (with_function(), "Twist of the domain 'odd'"),
     "no input": (relu(inputs=[], weights=[constant("x", np.float32([1]))]), "one input"),
     "no output": (relu(outputs=[]), "one output"),

@@ -120,8 +120,18 @@ def refuse_optimized(model: onnx.ModelProto, target: str) -> None:
 
 
 def check_ends(model: onnx.ModelProto) -> None:
-    """Refuse graphs without inputs, nodes or outputs of numbers, and inputs that are no tensors."""
+    """Refuse graphs without inputs, nodes or outputs of numbers, other inputs, and references.
+
+    Inputs must be tensors. Only within a function may an attribute refer to one of the caller's.
+    """
     graph = model.graph
+    for node in all_nodes(graph):
+        for attribute in node.attribute:
+            if attribute.ref_attr_name:
+                raise ModelError(
+                    f"attributes outside of functions must have a value, got '{attribute.name}' of"
+                    f" '{node.name or node.op_type}', which refers to another; export it again"
+                )
     for what, values in (("input", graph.input), ("output", graph.output), ("node", graph.node)):
         if not values:
             raise ModelError(f"the model must have at least one {what}, got none; export it again")

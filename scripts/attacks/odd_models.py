@@ -185,7 +185,7 @@ ODD: dict[str, tuple[Collection[int], Odd]] = {
         EITHER, _text(_R + "s = Slice (r, zero1, zero1, one1) k = Concat <axis = 1> (r, s) "
                       "y = Conv (k, v)")),
     "reference outside": (
-        EITHER, partial(_changed, _referring, _C + "r = LeakyRelu (c)" + _TAIL)),
+        REFUSED, partial(_changed, _referring, _C + "r = LeakyRelu (c)" + _TAIL)),
     "weight of no channels": (
         EITHER, _text(_R + "e = Conv (r, none) k = Concat <axis = 1> (e, r) y = Conv (k, v)",
                       constants="float[0, 4, 1, 1] none = {}")),
