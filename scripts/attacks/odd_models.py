@@ -151,7 +151,7 @@ ODD: dict[str, tuple[Collection[int], Odd]] = {
     "Clip computed": (
         BUILT, _text(_C + "t = ReduceMax <keepdims = 0> (x) r = Clip (c, , t)" + _TAIL)),
     "FusedConv": (
-        BUILT, _text('r = com.microsoft.FusedConv <activation = "Relu"> (x, w)' + _TAIL,
+        EITHER, _text('r = com.microsoft.FusedConv <activation = "Relu"> (x, w)' + _TAIL,
                      domains=["com.microsoft"])),
     "Gelu of Microsoft": (
         BUILT, _text(_C + "r = com.microsoft.Gelu (c)" + _TAIL, domains=["com.microsoft"])),
