@@ -1,6 +1,7 @@
 """Signals at random moments: SIGKILL leaves whole files, SIGINT and SIGTERM end a run in order.
 
-Every second run keeps a checkpoint between any two samples, and the next one goes on from it.
+Every fifth run is in an inference that does not end. Every second one of the others keeps a
+checkpoint between any two samples, and the next one goes on from it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from pathlib import Path
 
 from scripts.attacks import whole
 from scripts.attacks.children import run, start
+from scripts.attacks.forms import model_of
 from scripts.attacks.outcome import FAILED, REFUSED, SURVIVED, Ended, Outcome, judged
 from scripts.attacks.part import Case, Part
-from scripts.attacks.subject import made, reference
+from scripts.attacks.subject import Subject, made, reference
 
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+_ENDLESS = """c = Conv (x, w) l = Loop (, true, c) <
+    body = b (int64 i, bool ci, float[n, 4, 14, 14] s) => (bool co, float[n, 4, 14, 14] so)
+    { co = Identity (ci) so = Relu (s) }> y = Relu (l)"""
 _HANG_S = 60.0  # from the signal to the end, however busy the machine is
 
 
@@ -29,8 +34,14 @@ def _start(folder: Path, count: int) -> Case:
     lasts = time.monotonic() - began
     shutil.rmtree(out)
 
+    endless = Subject(folder / "subject" / "endless")
+    shutil.copytree(subject.folder / "b", endless.folder / "b")
+    endless.model.write_bytes(model_of(_ENDLESS).SerializeToString())
+
     def case(rng: random.Random, number: int) -> Outcome:
         shutil.copytree(folder / "build-0", out)
+        if number % 5 == 4:
+            return _endless(rng, endless.build(1, out), out, lasts, written[0])
         sent = rng.choice((signal.SIGKILL, signal.SIGINT, signal.SIGTERM))
         threads = rng.choice((1, 2))
         words = [*subject.build(1, out), "--threads", str(threads)]
@@ -56,6 +67,24 @@ def _start(folder: Path, count: int) -> Case:
             shutil.rmtree(out)
 
     return case
+
+
+def _endless(
+    rng: random.Random, words: list[str], out: Path, lasts: float, before: dict[str, bytes]
+) -> Outcome:
+    """A signal ends an inference that does not end by itself."""
+    sent = rng.choice((signal.SIGINT, signal.SIGTERM))
+    child = start(words)
+    child.wait_ready()
+    time.sleep((0.2 + rng.random()) * lasts)
+    child.send(sent)
+    began = time.monotonic()
+    ended = child.ended()
+    wrong = _wrong(sent, ended, time.monotonic() - began, out) or whole.torn(out, before)
+    if wrong:
+        return Outcome(FAILED, f"{sent.name} in an endless loop: {wrong}", out)
+    shutil.rmtree(out)
+    return Outcome(REFUSED)
 
 
 def _often() -> None:
