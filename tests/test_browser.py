@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy import report
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency, Timing
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
+from deploy.report import Report, parts, to_html
 from deploy.report.blocks import PRINTED
 from deploy.report.verdict import Verdict
 from scripts.chromium import browser, found
@@ -51,16 +51,16 @@ def accuracy(name):
     )  # fmt: skip
 
 
-FLOAT_ROW = report.EngineRow(label="FP32", reference=True)
-SEEN = report.HistogramPart(
+FLOAT_ROW = parts.EngineRow(label="FP32", reference=True)
+SEEN = parts.HistogramPart(
     start=-2.0, width=0.125, counts=tuple(range(64)),
-    others=(report.RangeRow(method="percentile-99.99", lo=-1.2345, hi=3.4567),) * 5,
+    others=(parts.RangeRow(method="percentile-99.99", lo=-1.2345, hi=3.4567),) * 5,
 )  # fmt: skip
 
 
 def weight(name, i):
     """A weight of many channels, drawn where it is one of the first."""
-    return report.WeightRow(
+    return parts.WeightRow(
         node=name, op="Conv", channels=1152, scales=1152 if i % 2 else 1, least=1.849e-05,
         median=0.05246, largest=21.15, ratio=1e6 / (i + 1), used=0.5432, dead=11,
         worst=(1070, 1074, 1135), strip=(0.001, 0.1, 21.15) * 32 if i < 6 else (),
@@ -71,7 +71,7 @@ def target(name, words, tensors):
     """A target of so many tensors; one in 10 without an SQNR, one NaN."""
     known = [None if i % 10 == 9 else math.nan if i == 4 else 60 - i % 50 for i in range(tensors)]
     rows = tuple(
-        report.TensorRow(
+        parts.TensorRow(
             name=f"{words}.{i % 22}/cv{i % 3}/conv_{i}_output_0", observed_min=-1.5 * i - 1,
             observed_max=4.25 + i, lo=-1.0, hi=2.0 + i, amax=2.0 + i, method="percentile",
             clipped=0.001 * (i % 40), sqnr_db=db, histogram=SEEN if i < 5 else None,
@@ -83,19 +83,19 @@ def target(name, words, tensors):
     layers = tuple(OutputAccuracy(name=row.name, sqnr_db=row.sqnr_db, **rest) for row in known)
     float_ops = ("Shape", "Unsqueeze", "ConstantOfShape", "Sigmoid", "Resize", "Softmax", "Add")
     nodes = tuple(
-        report.NodeRow(
+        parts.NodeRow(
             name=f"{words}/node_{i}", op=op if i % 3 else "Conv", reason=f"{op} of {words}",
             precision="float32" if i % 3 else "int8",
         )
         for i, op in zip(range(tensors), cycle(float_ops))
     )  # fmt: skip
-    trial = partial(report.TrialRow, time=0.5)
+    trial = partial(parts.TrialRow, time=0.5)
     tried = tuple(trial(what=f"{words} {i}", sqnr_db=30.0 - i, taken=not i) for i in range(4))
-    return report.TargetPart(
+    return parts.TargetPart(
         name=name, method="percentile", nodes=nodes, tensors=rows, layers=layers,
-        files=(report.FileRow(role="int8 engine", path=f"out/{words}.onnx", size_bytes=3 << 20),
-               report.FileRow(role="record", path=f"out/{words}.txt", size_bytes=900)),
-        search=report.SearchPart(reused=False, probes=4, settled=words, tried=tried),
+        files=(parts.FileRow(role="int8 engine", path=f"out/{words}.onnx", size_bytes=3 << 20),
+               parts.FileRow(role="record", path=f"out/{words}.txt", size_bytes=900)),
+        search=parts.SearchPart(reused=False, probes=4, settled=words, tried=tried),
         weights=tuple(weight(f"{words}/conv_{i}", i) for i in range(tensors // 2)), notes=(words,),
     )  # fmt: skip
 
@@ -105,33 +105,33 @@ def made(words="/model", *, engines=2, targets=1, tensors=40):
     names = [f"t{i}" if targets > 1 else "onnxruntime" for i in range(targets)]
     rows = [dataclasses.replace(FLOAT_ROW, size_bytes=12 << 20, latency=latency(2.0))]
     rows += [
-        report.EngineRow(
+        parts.EngineRow(
             label=f"{words} {i}", target=names[i % targets], path="m.onnx", size_bytes=3 << 20,
             load_ms=3.0, latency=latency(1.0 + 0.1 * i), accuracy=accuracy(words),
             verdict=Verdict(LEVELS[i % 4], (f"2 of 7 boxes of {words} kept", "1.70x (1.6 to 1.8)")),
         )
         for i in range(engines - 1)
     ]  # fmt: skip
-    return report.Report(
+    return Report(
         title=f"calib8: {words} in int8",
-        model=report.ModelPart(path=words, inputs=(f"{words} float32 [1,3,640,640]",)),
-        feed=report.FeedPart(source=words, samples=60, preprocess={"mean": [0.5], words: words}),
+        model=parts.ModelPart(path=words, inputs=(f"{words} float32 [1,3,640,640]",)),
+        feed=parts.FeedPart(source=words, samples=60, preprocess={"mean": [0.5], words: words}),
         targets=tuple(target(name, words, tensors) for name in names), engines=tuple(rows),
-        files=(report.FileRow(role="plan", path="out/m.plan.toml"),), notes=(words, "another"),
+        files=(parts.FileRow(role="plan", path="out/m.plan.toml"),), notes=(words, "another"),
     )  # fmt: skip
 
 
 def failed():
-    parts = (report.TargetPart(name="tensorrt", error="a cache must be writable, got none"),)
-    rows = (FLOAT_ROW, report.EngineRow(label="tensorrt", target="tensorrt"))
-    return dataclasses.replace(made(), targets=parts, engines=rows)
+    targets = (parts.TargetPart(name="tensorrt", error="a cache must be writable, got none"),)
+    rows = (FLOAT_ROW, parts.EngineRow(label="tensorrt", target="tensorrt"))
+    return dataclasses.replace(made(), targets=targets, engines=rows)
 
 
 MADE = {
     "plain": lambda: made(), "long": lambda: made(LONG),
     "hostile": lambda: made(HOSTILE, engines=5), "many engines": lambda: made(engines=9, targets=3),
     "failed": failed, "no engines": lambda: dataclasses.replace(made(), engines=()),
-    "empty": lambda: report.Report(title="nothing"),
+    "empty": lambda: Report(title="nothing"),
 }  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def show(page, tmp_path):
 
     def call(shown, *, width=1280, dark=False):
         path = tmp_path / "report.html"
-        path.write_text(report.to_html(shown), encoding="utf-8", newline="")
+        path.write_text(to_html(shown), encoding="utf-8", newline="")
         page.show(path, width=width, dark=dark)
         return page
 
@@ -352,7 +352,7 @@ def test_names_run_nothing_and_no_other_script_would(show, page, tmp_path):
     assert page.value("typeof bad") == "undefined" and page.faults == []
     path = tmp_path / "changed.html"
     other = "<script>var bad = 1</script><p onclick='bad = 1' style='color: red'>x</p></main>"
-    path.write_text(report.to_html(made()).replace("</main>", other), encoding="utf-8")
+    path.write_text(to_html(made()).replace("</main>", other), encoding="utf-8")
     page.show(path, width=1280)
     page.value("document.querySelector('p[onclick]').click()")
     assert page.value("typeof bad") == "undefined" and len(page.faults) >= 2
