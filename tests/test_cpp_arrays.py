@@ -9,7 +9,7 @@ import pytest
 
 from deploy.feed.feed import open_feed
 from deploy.tensors import TensorSpec
-from tests.test_cpp_parity import answer_of, ask_feed, outcome
+from tests.test_cpp_parity import answer_of, ask_feed, outcome, scale_of
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +42,40 @@ def theirs(cpp, out, source, specs, **options):
     out.unlink(missing_ok=True)
     answer = ask_feed(cpp, out, source, *specs, **options)
     return answer, out.read_bytes() if out.exists() and "error" not in answer else b""
+
+
+def test_a_functions_samples_are_those_of_the_same_arrays_in_files(cpp, tmp_path):
+    arrays = {"image": batch(), "state": batch("int64", (4, 2)), "scales": batch("float16", (3, 2))}
+    np.savez(tmp_path / "a.npz", **arrays)
+    fixed = [TensorSpec("image", "float32", (3, 3, 4, 5)), TensorSpec("state", "int64", (3, 2))]
+    for specs, limit in (([IMAGE, STATE, SCALES], None), ([IMAGE], None), (fixed, 2)):
+        np.savez(tmp_path / "a.npz", **{spec.name: arrays[spec.name] for spec in specs})
+        asked = {"limit": limit, "scales": True}
+        files, data = theirs(cpp, tmp_path / "o", tmp_path / "a.npz", specs, **asked)
+        memory, same = theirs(cpp, tmp_path / "o", tmp_path / "a.npz", specs, memory=True, **asked)
+        items = ({spec.name: arrays[spec.name] for spec in specs} for _ in range(1))
+        answer, wanted = ours(items, specs, limit=limit)
+        scales = memory.pop("scales")
+        said = json.dumps(memory).replace("the function", "the iterable")
+        assert json.loads(said) == answer and same == wanted
+        if limit:  # of the files spread evenly over all
+            continue
+        assert (memory["manifest"], scales, same) == (files["manifest"], files["scales"], data)
+        base = float(np.abs(arrays["image"][0]).max())
+        for name, found in scales["image"].items():
+            scale = scale_of(name, {}, list(arrays["image"]), base)
+            assert found == {key: getattr(scale, key) for key in found}, name
+
+
+def test_what_a_function_gives_wrong_is_told_in_the_words_for_a_generator(cpp, tmp_path):
+    to = {"name": IMAGE.name, "dtype": IMAGE.dtype, "shape": IMAGE.shape}
+    for array in (batch(shape=(4, 3, 4, 6)), batch(shape=(4, 4))):
+        np.save(tmp_path / "a.npy", array)
+        form = [TensorSpec("image", "float32", ("n", *array.shape[1:]))]
+        answer, _ = theirs(cpp, tmp_path / "o", tmp_path / "a.npy", form, memory=True, to=to)
+        answer = json.loads(json.dumps(answer).replace("the function", "the iterable"))
+        assert answer["message"].startswith("item 0 of the iterable must fit the input")
+        assert answer == ours(iter(np.split(array, 4)), [IMAGE])[0]
 
 
 @pytest.fixture

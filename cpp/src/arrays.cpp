@@ -159,15 +159,24 @@ std::string files_of(const Part& part, const Specs& specs) {
   return words;
 }
 
+// Where the values of an input are in the temporary file of what a function gave.
+struct Place {
+  std::uint64_t at;
+  std::vector<std::int64_t> shape;
+};
+
 class ArraySource final : public Source {
  public:
   Specs specs;
+  std::shared_ptr<PlacedFile> store;      // null where there are parts
+  std::vector<std::vector<Place>> items;  // in the store, each with its inputs in order
   std::vector<Part> parts;
   std::vector<std::size_t> ends;  // of each file, the samples up to its last
   std::string title;
   std::vector<std::string> called;  // of each file; empty where there is one alone
   std::vector<int> labels;          // empty where there are none
   bool unpacked = false;
+  bool cut = false;  // whether more than the store has may have come
 
   std::size_t size() const override { return ends.empty() ? 0 : ends.back(); }
 
@@ -198,6 +207,10 @@ class ArraySource final : public Source {
   }
 
   std::vector<std::string> notes() const override {
+    if (store) {
+      return {title + " was read once into a temporary file (" + (cut ? "the first " : "") +
+              std::to_string(size()) + " samples)"};
+    }
     if (!unpacked) return {};
     if (called.empty()) return {title + " is compressed and was unpacked into temporary files"};
     return {"compressed .npz files are unpacked into temporary files"};
@@ -217,7 +230,18 @@ class ArraySource final : public Source {
     return {where, index - (where > 0 ? ends[where - 1] : 0)};
   }
 
+  std::shared_ptr<const Held> stored(std::size_t where) const {
+    auto held = std::make_shared<Held>();
+    for (std::size_t k = 0; k < specs.size(); ++k) {
+      const Place& place = items[where][k];
+      npy::Header header = npy::of(specs[k].dtype, place.shape, UINT64_MAX);
+      held->arrays.emplace(specs[k].name, StoredArray(store, std::move(header), place.at));
+    }
+    return held;
+  }
+
   std::shared_ptr<const Held> opened(std::size_t where) const {
+    if (store) return stored(where);
     {
       const std::lock_guard lock(mutex_);
       if (held_ && last_ == where) return held_;
@@ -311,7 +335,96 @@ std::unique_ptr<Source> side_by_side(const std::vector<images::Picture>& files, 
   return sourced(parts, stems, specs, title, skip_bad);
 }
 
+// The tensor of each input. Throws FeedError: others are there.
+std::vector<const Tensor*> by_input(const Sample& sample, const Specs& specs,
+                                    const std::string& where) {
+  if (specs.size() == 1 && sample.size() == 1) return {&sample.front()};
+  std::vector<const Tensor*> found;
+  std::vector<std::string> wanted;
+  std::vector<std::string> got;
+  for (const TensorSpec& spec : specs) {
+    const auto named = [&spec](const Tensor& tensor) { return tensor.name == spec.name; };
+    const auto one = std::find_if(sample.begin(), sample.end(), named);
+    if (one != sample.end()) found.push_back(&*one);
+    wanted.push_back(spec.name);
+  }
+  if (found.size() == specs.size() && sample.size() == specs.size()) return found;
+  for (const Tensor& tensor : sample) got.push_back(tensor.name);
+  std::sort(got.begin(), got.end());
+  throw FeedError(where + " must name the inputs " + text::repr(wanted) + ", got " +
+                  text::repr(got) + "; name its arrays as the model does");
+}
+
+// Throws FeedError: the tensor has more or fewer bytes than its shape says.
+npy::Header header_of(const Tensor& tensor, const std::string& where) {
+  const std::uint64_t size = tensor.bytes.size();
+  try {
+    npy::Header header = npy::of(tensor.dtype, tensor.shape, size);
+    if (header.kind == 0 || header.bytes == size) return header;
+  } catch (const npy::Broken&) {  // too few
+  }
+  throw FeedError(where + " must hold as many bytes as its shape says, got " +
+                  std::to_string(size) + " for " + tensor.dtype + " " + npy::shown(tensor.shape) +
+                  "; fill Tensor::bytes");
+}
+
+// 100,000
+std::string grouped(std::size_t number) {
+  std::string digits = std::to_string(number);
+  for (std::size_t at = digits.size(); at > 3; at -= 3) digits.insert(at - 3, ",");
+  return digits;
+}
+
+constexpr std::size_t kMostSamples = 100'000;  // of a function without a limit
+
+// Appends what a function gave to the source. Throws FeedError: it does not fit the inputs.
+std::size_t keep_item(ArraySource& source, const Sample& sample) {
+  const Specs& specs = source.specs;
+  const std::string where = "item " + std::to_string(source.items.size()) + " of " + source.title;
+  const std::vector<const Tensor*> tensors = by_input(sample, specs, where);
+  std::uint64_t at = source.store->size();
+  Arrays arrays;
+  std::vector<Place> places;
+  for (std::size_t k = 0; k < specs.size(); ++k) {
+    npy::Header header = header_of(*tensors[k], where);
+    if (header.shape.size() + 1 == specs[k].shape.size()) {
+      header.shape.insert(header.shape.begin(), 1);
+    }
+    places.push_back({at, header.shape});
+    arrays.emplace(specs[k].name, StoredArray(source.store, std::move(header), at));
+    at += tensors[k]->bytes.size();
+  }
+  const std::size_t count = rows(arrays, specs, where);
+  if (count == 0) throw FeedError(where + " must hold samples, got none");
+  for (const Tensor* tensor : tensors) {
+    source.store->append({tensor->bytes.data(), tensor->bytes.size()});
+  }
+  source.items.push_back(std::move(places));
+  return count;
+}
+
 }  // namespace
+
+std::unique_ptr<Source> array_function(const NextSample& next, const Specs& specs,
+                                       const std::optional<std::size_t>& limit) {
+  auto source = std::make_unique<ArraySource>();
+  source->specs = specs;
+  source->title = "the function";
+  source->store = std::make_shared<PlacedFile>();
+  while (!limit || source->size() < *limit) {
+    const std::optional<Sample> sample = next();
+    if (!sample) break;
+    const std::size_t total = source->size() + keep_item(*source, *sample);
+    source->ends.push_back(std::min(total, limit.value_or(total)));
+    if (limit || total <= kMostSamples) continue;
+    throw FeedError(source->title + " must end, got " + grouped(total) +
+                    " samples and no end; set a maximum number of samples (FeedOptions::limit), and"
+                    " the first ones are used");
+  }
+  if (source->size() == 0) throw FeedError(source->title + " must give samples, got none");
+  source->cut = source->size() == limit;
+  return source;
+}
 
 std::int64_t fixed_batch(const Specs& specs) {
   std::optional<std::int64_t> only;

@@ -102,11 +102,15 @@ void check_present(const std::vector<Picture>& pictures, const std::string& titl
                   " (--skip-bad)");
 }
 
-std::vector<std::size_t> choose(std::size_t count, const std::optional<std::size_t>& limit,
-                                std::vector<std::string>& notes) {
+void check_limit(const std::optional<std::size_t>& limit) {
   if (limit && *limit < 1) {
     throw ConfigError("limit must be 1 or more, got 0; leave it away to use all");
   }
+}
+
+std::vector<std::size_t> choose(std::size_t count, const std::optional<std::size_t>& limit,
+                                std::vector<std::string>& notes) {
+  check_limit(limit);
   const std::size_t most = std::min(limit.value_or(count), count);
   if (most < count) {
     notes.push_back(std::to_string(most) + " of " + std::to_string(count) +
@@ -207,13 +211,11 @@ class ImageSource final : public Source {
     const bool planes = how_.layout != Layout::kNhwc;
     const std::int64_t channels = how_.channels();
     const Size size = *how_.size;
-    Tensor tensor{spec_.name, spec_.dtype, {1, size.height, size.width, channels}, {}};
-    if (planes) tensor.shape = {1, channels, size.height, size.width};
+    std::vector<std::int64_t> shape{1, size.height, size.width, channels};
+    if (planes) shape = {1, channels, size.height, size.width};
     const std::vector<float> values =
         apply(images::decode(data, pictures_[index].name, how_.color == Color::kGrey), how_);
-    const auto* bytes = reinterpret_cast<const char*>(values.data());
-    tensor.bytes.assign(bytes, bytes + values.size() * sizeof(float));
-    return {std::move(tensor)};
+    return {Tensor::of(spec_.name, std::move(shape), values)};
   }
 
   // Python feeds all bits of such a picture; the codecs here give the upper 8.
@@ -247,6 +249,21 @@ struct Feed::State {
   mutable std::mutex mutex;
   std::map<std::size_t, std::string> skipped;
   Seen seen;
+
+  State(const Specs& specs, const FeedOptions& options) : skip_bad(options.skip_bad) {
+    if (specs.empty()) {
+      throw FeedError("a model must have an input to be fed, got none; check the model");
+    }
+    for (const TensorSpec& spec : specs) inputs.push_back(spec.name);
+  }
+
+  void feed_arrays(std::unique_ptr<const Source> arrays, const Specs& specs,
+                   const FeedOptions& options) {
+    source = std::move(arrays);
+    notes = source->notes();
+    batch = batch_of(specs, options);
+    chosen = choose(source->size(), options.limit, notes);
+  }
 
   std::size_t count() const {
     const std::lock_guard lock(mutex);
@@ -373,6 +390,13 @@ Resolved resolved_for(const Specs& specs, const FeedOptions& options) {
 
 bool holds_arrays(const fs::path& source) { return hold_arrays(files_of(source)); }
 
+Tensor Tensor::of(std::string name, std::vector<std::int64_t> shape,
+                  const std::vector<float>& values) {
+  const auto* bytes = reinterpret_cast<const char*>(values.data());
+  return {std::move(name), "float32", std::move(shape),
+          std::vector<char>(bytes, bytes + values.size() * sizeof(float))};
+}
+
 const float* Tensor::floats() const {
   if (dtype == "float32") return reinterpret_cast<const float*>(bytes.data());
   throw ConfigError("values are read by their dtype, got " + dtype +
@@ -382,22 +406,28 @@ const float* Tensor::floats() const {
 Feed::Feed(const fs::path& source, const TensorSpec& spec, const FeedOptions& options)
     : Feed(source, Specs{spec}, options) {}
 
-Feed::Feed(const fs::path& source, const Specs& specs, const FeedOptions& options)
-    : state_(std::make_shared<State>()) {
-  if (specs.empty()) {
-    throw FeedError("a model must have an input to be fed, got none; check the model");
+Feed::Feed(const NextSample& next, const TensorSpec& spec, const FeedOptions& options)
+    : Feed(next, Specs{spec}, options) {}
+
+Feed::Feed(const NextSample& next, const Specs& specs, const FeedOptions& options)
+    : state_(std::make_shared<State>(specs, options)) {
+  check_limit(options.limit);
+  if (!next) throw ConfigError("a feed needs a function that gives samples, got an empty one");
+  if (options.preprocess) {
+    throw ConfigError(
+        "samples of a function are fed as they are, got preprocessing for them; leave it away");
   }
+  state_->feed_arrays(array_function(next, specs, options.limit), specs, options);
+}
+
+Feed::Feed(const fs::path& source, const Specs& specs, const FeedOptions& options)
+    : state_(std::make_shared<State>(specs, options)) {
   State& state = *state_;
   Files given = files_of(source);
   state.notes = given.notes;
   const std::size_t threads = threads_of(options);
-  state.skip_bad = options.skip_bad;
-  for (const TensorSpec& spec : specs) state.inputs.push_back(spec.name);
   if (hold_arrays(given)) {
-    state.source = arrays_of(given, specs, options);
-    state.notes = state.source->notes();
-    state.batch = batch_of(specs, options);
-    state.chosen = choose(state.source->size(), options.limit, state.notes);
+    state.feed_arrays(arrays_of(given, specs, options), specs, options);
     return;
   }
   Resolved resolved = resolved_for(specs, options);

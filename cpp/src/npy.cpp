@@ -199,6 +199,14 @@ Header parse(std::string_view head, std::uint64_t size) {
   return header;
 }
 
+Header of(const std::string& dtype, const std::vector<std::int64_t>& shape, std::uint64_t size) {
+  Header header;
+  set_dtype(header, descr_of(dtype));
+  header.shape = shape;
+  set_bytes(header, size);
+  return header;
+}
+
 std::string Header::describe() const {
   if (!swapped) return dtype + " " + shown(shape);
   return ">" + descr_of(dtype).substr(1) + " " + shown(shape);

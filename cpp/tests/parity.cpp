@@ -4,6 +4,7 @@
 #include <ctime>
 #include <fstream>
 #include <iostream>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "calib8/cache.hpp"
@@ -177,6 +178,41 @@ std::vector<TensorSpec> specs_of(const Json& ask) {
   return specs;
 }
 
+// The scales of every search over the float32 values of all samples, by input.
+Json scales_of(const Feed& feed) {
+  std::map<std::string, std::map<std::string, Histogram>> seen;
+  const auto stream = feed.samples();
+  while (const std::optional<Sample> sample = stream->next()) {
+    for (const Tensor& tensor : *sample) {
+      if (tensor.dtype != "float32") continue;
+      const std::size_t count = tensor.bytes.size() / sizeof(float);
+      for (const std::string& name : Search::names()) {
+        const Histogram empty = Search(name).start(tensor.floats(), count);
+        seen[tensor.name].try_emplace(name, empty).first->second.observe(tensor.floats(), count);
+      }
+    }
+  }
+  Json found = Json::object();
+  for (const auto& [tensor, histograms] : seen) {
+    for (const auto& [name, histogram] : histograms) {
+      found[tensor][name] = scale_json(Search(name).scale(histogram));
+    }
+  }
+  return found;
+}
+
+// The samples of files as a function gives them.
+NextSample in_memory(const Json& ask) {
+  const Feed files(ask["source"].get<std::string>(), specs_of(ask["spec"]), {});
+  std::vector<Sample> samples;
+  const auto stream = files.samples();
+  while (std::optional<Sample> sample = stream->next()) samples.push_back(std::move(*sample));
+  return [samples = std::move(samples), k = std::size_t{0}]() mutable -> std::optional<Sample> {
+    if (k == samples.size()) return std::nullopt;
+    return samples[k++];
+  };
+}
+
 // All samples to a file, and everything that the feed says of itself.
 Json feed(const Json& ask) {
   FeedOptions options;
@@ -187,7 +223,10 @@ Json feed(const Json& ask) {
   if (ask.contains("threads") && !ask["threads"].is_null()) {
     options.threads = ask["threads"].get<int>();
   }
-  const Feed opened(ask["source"].get<std::string>(), specs_of(ask["spec"]), options);
+  const bool memory = ask.value("memory", false);
+  const auto specs = specs_of(ask.contains("to") ? ask["to"] : ask["spec"]);
+  const Feed opened = memory ? Feed(in_memory(ask), specs, options)
+                             : Feed(ask["source"].get<std::string>(), specs, options);
   std::ofstream out(ask["out"].get<std::string>(), std::ios::binary);
   const auto stream = opened.samples();
   Json shapes = Json::array();
@@ -198,13 +237,15 @@ Json feed(const Json& ask) {
     }
   }
   const auto labels = opened.labels();
-  return {{"shapes", shapes},
-          {"size", opened.size()},
-          {"labels", labels ? Json(*labels) : Json()},
-          {"names", opened.names()},
-          {"skipped", opened.skipped()},
-          {"notes", opened.notes()},
-          {"manifest", Json::parse(opened.manifest())}};
+  Json found{{"shapes", shapes},
+             {"size", opened.size()},
+             {"labels", labels ? Json(*labels) : Json()},
+             {"names", opened.names()},
+             {"skipped", opened.skipped()},
+             {"notes", opened.notes()},
+             {"manifest", Json::parse(opened.manifest())}};
+  if (ask.value("scales", false)) found["scales"] = scales_of(opened);
+  return found;
 }
 
 void write_raw(const Json& ask, const void* data, std::size_t size) {

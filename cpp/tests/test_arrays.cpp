@@ -1,5 +1,7 @@
 // Arrays as a calibration is fed with them; tests/test_cpp_arrays.py compares the samples themselves.
+#include <cmath>
 #include <cstring>
+#include <stdexcept>
 
 #include "calib8/as_read.hpp"
 #include "calib8/calibration_job.hpp"
@@ -108,4 +110,112 @@ TEST_CASE("a file that becomes another one while it is read is told") {
   CHECK(stream->next());
   CHECK(stream->next());
   CHECK_THROWS_WITH(stream->next(), Catch::Contains("b changed while calib8 ran"));
+}
+
+namespace {
+
+// Gives the samples one after the other, then nothing.
+NextSample giving(std::vector<Sample> samples) {
+  return [samples = std::move(samples), k = std::size_t{0}]() mutable -> std::optional<Sample> {
+    if (k == samples.size()) return std::nullopt;
+    return samples[k++];
+  };
+}
+
+Sample pair(float x, std::int64_t id) {
+  const auto* bytes = reinterpret_cast<const char*>(&id);
+  return {{"ids", "int64", {1, 1}, {bytes, bytes + sizeof id}}, Tensor::of("x", {1, 2}, {x, 2})};
+}
+
+}  // namespace
+
+TEST_CASE("a function's samples are those of the same arrays in files") {
+  const Folder folder;
+  fill(folder);
+  std::vector<Sample> samples;
+  const auto files = Feed(folder.path(), kSpecs, {});
+  for (const auto stream = files.samples(); auto sample = stream->next();) {
+    samples.push_back({(*sample)[1], (*sample)[0]});  // in any order
+  }
+  const Feed feed(giving(samples), kSpecs, {});
+  CHECK(feed.manifest() == files.manifest());
+  CHECK(feed.notes() ==
+        std::vector<std::string>{"the function was read once into a temporary file (2 samples)"});
+  const auto stream = feed.samples();
+  for (const Sample& wanted : samples) {
+    const std::optional<Sample> sample = stream->next();
+    REQUIRE(sample);
+    CHECK((*sample)[0].bytes == wanted[1].bytes);
+    CHECK((*sample)[1].bytes == wanted[0].bytes);
+  }
+  CHECK_FALSE(stream->next());
+  CHECK(feed.names().back() == "sample 1 of the function");
+}
+
+TEST_CASE("a function gives single samples, batches, and what one input is called does not count") {
+  const TensorSpec spec{"x", "float32", {"n", 2}};
+  const Feed feed(giving({{Tensor::of("x", {2}, {1, 2})},
+                          {Tensor::of("y", {3, 2}, {1, 2, 3, 4, 5, 6})},
+                          {Tensor::of("", {2, 1, 2}, {7, 8, 9, 10})}}),
+                  spec, {});
+  CHECK(feed.size() == 6);
+  FeedOptions options;
+  options.limit = 3;
+  options.batch = 2;
+  const Feed few(giving({{Tensor::of("x", {4, 2}, {1, 2, 3, 4, 5, 6, 7, 8})}}), spec, options);
+  CHECK(few.size() == 2);
+  CHECK(few.notes()[0] == "the function was read once into a temporary file (the first 3 samples)");
+  CHECK(few.whole_batches().size() == 1);
+  const auto stream = few.samples();
+  const std::optional<Sample> sample = stream->next();
+  REQUIRE(sample);
+  CHECK(sample->front().shape == std::vector<std::int64_t>{2, 2});
+  CHECK(sample->front().floats()[3] == 4);
+}
+
+TEST_CASE("what a function gives wrong is told, and what it throws comes out as it is") {
+  const auto refused = [](std::vector<Sample> samples, const FeedOptions& options = {}) {
+    try {
+      const Feed feed(giving(std::move(samples)), kSpecs, options);
+      const auto stream = feed.samples();
+      while (stream->next()) continue;
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  CHECK(refused({}) == "the function must give samples, got none");
+  CHECK_THAT(refused({pair(1, 2), {pair(1, 2)[0]}}),
+             Catch::Contains("item 1 of the function must name the inputs ['x', 'ids'], got ['ids']"
+                             "; name its arrays as the model does"));
+  Sample wrong = pair(1, 2);
+  wrong[1].shape = {1, 3};
+  CHECK_THAT(refused({wrong}), Catch::Contains("as many bytes as its shape says, got 8"));
+  wrong[1] = Tensor::of("x", {1, 3}, {1, 2, 3});
+  CHECK_THAT(refused({wrong}), Catch::StartsWith("item 0 of the function must fit the input 'x'"));
+  wrong[1].dtype = "int32";
+  CHECK_THAT(refused({wrong}), Catch::Contains("must have the dtype of the input 'x' float32"));
+  wrong[1] = Tensor::of("x", {0, 2}, {});
+  wrong[0] = {"ids", "int64", {0, 1}, {}};
+  CHECK(refused({wrong}) == "item 0 of the function must hold samples, got none");
+  const std::vector<Sample> bad{pair(1, 2), pair(std::nanf(""), 3), pair(3, 4)};
+  CHECK_THAT(refused(bad),
+             Catch::StartsWith("sample 1 of the function holds 1 NaN or Inf values for the input"));
+  FeedOptions options;
+  options.skip_bad = true;
+  CHECK(refused(bad, options).empty());
+  options.preprocess = Preprocess();
+  CHECK_THAT(refused(bad, options), Catch::Contains("are fed as they are, got preprocessing"));
+  CHECK_THROWS_AS(Feed(NextSample(), kSpecs, {}), ConfigError);
+  const auto throwing = []() -> std::optional<Sample> { throw std::out_of_range("mine"); };
+  CHECK_THROWS_AS(Feed(throwing, kSpecs, {}), std::out_of_range);
+  const auto endless = []() -> std::optional<Sample> { return pair(1, 2); };
+  CHECK_THROWS_WITH(Feed(endless, kSpecs, {}),
+                    "the function must end, got 100,001 samples and no end; set a maximum number"
+                    " of samples (FeedOptions::limit), and the first ones are used");
+  options = {};
+  options.limit = 5;
+  CHECK(Feed(endless, kSpecs, options).size() == 5);
+  options.limit = 0;
+  CHECK_THROWS_AS(Feed(endless, kSpecs, options), ConfigError);
 }

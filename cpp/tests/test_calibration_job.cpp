@@ -57,6 +57,23 @@ TEST_CASE("all whole batches are taken and the written cache comes out") {
         " of 5 samples fill none and were left out");
 }
 
+TEST_CASE("batches that a function made in memory are taken") {
+  float value = 0;
+  const Feed feed(
+      [&value]() -> std::optional<Sample> {
+        if (value == 5) return std::nullopt;
+        return Sample{Tensor::of("image", {3, 16, 20}, std::vector<float>(960, value++))};
+      },
+      kSpec, {});
+  Engine engine;
+  CalibrationJob job(feed, engine.upload(), std::nullopt);
+  engine.calibrate(job, "image");
+  REQUIRE(engine.seen.size() == 2);
+  CHECK(engine.seen[1].front() == 2);
+  CHECK(engine.seen[1].back() == 3);
+  CHECK(job.check() == kCache);
+}
+
 TEST_CASE("fewer images than a batch are told before TensorRT starts") {
   const Folder folder;
   folder.picture("a.png", 16, 20, 1);

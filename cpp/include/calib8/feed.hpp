@@ -1,11 +1,18 @@
 // What a model is fed: images or arrays, one sample at a time, decoded beside the inference;
 // deploy/feed/feed.py. Sources: a folder, a list file ("path" or "path label") or one file, of images or
 // of arrays: .npy, .npz with one array an input, .bin and .raw without a header. Of several inputs a
-// folder may also have one folder an input, whose files go together by name.
+// folder may also have one folder an input, whose files go together by name. Or a function of the
+// program, which gives the samples that it made in memory:
+//
+//   const calib8::Feed feed([&]() -> std::optional<calib8::Sample> {
+//     if (k == frames.size()) return std::nullopt;
+//     return calib8::Sample{calib8::Tensor::of("image", {1, 3, 224, 224}, prepare(frames[k++]))};
+//   }, spec, {});
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -26,6 +33,10 @@ struct Tensor {
   std::vector<std::int64_t> shape;  // first dimension the batch, where the input has one
   std::vector<char> bytes;
 
+  // One of float32.
+  static Tensor of(std::string name, std::vector<std::int64_t> shape,
+                   const std::vector<float>& values);
+
   // The values of float32. Throws ConfigError: they are of another dtype.
   const float* floats() const;
 };
@@ -33,11 +44,16 @@ struct Tensor {
 // One sample: a tensor an input, in the order of the inputs.
 using Sample = std::vector<Tensor>;
 
+// Returns the next sample, or several as one batch: a tensor an input, with or without the batch
+// dimension. Returns nothing at the end.
+using NextSample = std::function<std::optional<Sample>()>;
+
 struct FeedOptions {
   std::optional<Preprocess> preprocess;  // none: taken from the input, and said in the notes; or
                                          // arrays are fed, which are fed as they are
   bool skip_bad = false;                 // go on without unreadable images and NaN
-  std::optional<std::size_t> limit;      // at most so many, spread evenly over all
+  std::optional<std::size_t> limit;      // at most so many, spread evenly over all; of a function,
+                                         // the first ones
   std::optional<int> batch;              // none: what the input fixes, or 1
   std::optional<int> threads;            // that decode; none: one a core, at most 4
 };
@@ -45,13 +61,19 @@ struct FeedOptions {
 // Whether a source is of arrays, not of images. Throws FeedError: it is neither, or both.
 bool holds_arrays(const std::filesystem::path& source);
 
-// A copy is of the same feed.
+// A copy is of the same feed. Thread-safe: any number of threads may read one feed, each from its own
+// samples() stream.
 class Feed {
  public:
   // Throws FeedError: nothing to feed, or it does not fit the inputs; ConfigError: wrong options.
   Feed(const std::filesystem::path& source, const std::vector<TensorSpec>& specs,
        const FeedOptions& options);
   Feed(const std::filesystem::path& source, const TensorSpec& spec, const FeedOptions& options);
+  // Reads the function here, once and to its end (or the first `limit` samples), into a temporary
+  // file. Samples are fed as they are, without preprocessing. Throws what the function throws;
+  // FeedError: a sample that does not fit the inputs, none, or 100,000 without a limit and no end.
+  Feed(const NextSample& next, const std::vector<TensorSpec>& specs, const FeedOptions& options);
+  Feed(const NextSample& next, const TensorSpec& spec, const FeedOptions& options);
 
   // A stream of samples in the feed's order, the same by any number of threads; of which each has
   // at most two pictures ahead. It outlives the feed safely.
