@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import json
 import re
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.errors import CalibrationError
 from calibrators.tensorrt import Callbacks, HostMemory
+from deploy.calibration import store
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.trt_cache import ENTROPY2, parse
@@ -401,6 +403,10 @@ def test_what_float16_does_not_hold_is_bound_in_engines_whose_types_tensorrt_cho
     onnx.save(held, model)
     built_on(model, tmp_path / "cache")
     assert not gpu[-1][1].typed and gpu[-1][1].wide_layers == {"/mul": "large"}
+    cache = tmp_path / "cache" / "net.tensorrt.cache"
+    note = json.loads(cache.with_name(cache.name + ".json").read_bytes())
+    assert note["float32_layers"] == {"/mul": "large"}  # for C++
+    assert store.read_cache_text(cache)[0] == cache.read_bytes()
     built_on(model, tmp_path / "typed", TensorRT(form="qdq"))
     assert gpu[-1][1].typed and not gpu[-1][1].wide_layers
     built_on(model, tmp_path / "wide", TensorRT(rest="fp32"))

@@ -191,10 +191,16 @@ def save_calibration(
     _write(path, text, packed, seal_json(document))
 
 
-def make_text_only_json(text: bytes, fingerprint: Fingerprint) -> bytes:
-    """Return the JSON of a cache without statistics, such as one that TensorRT wrote."""
+def make_text_only_json(
+    text: bytes, fingerprint: Fingerprint, *, float32_layers: Mapping[str, str] | None = None
+) -> bytes:
+    """Return the JSON of a cache without statistics, such as one that TensorRT wrote.
+
+    `float32_layers`: node -> its output tensor, of nodes that overflow float16; only C++ reads it.
+    """
     digests = {"cache": sha256(text), "statistics": ""}
-    parts = {"fingerprint": fingerprint.to_json(), "observations": [], "outliers": []}
+    parts: dict[str, Any] = {"fingerprint": fingerprint.to_json(), "observations": []}
+    parts |= {"outliers": []} | ({"float32_layers": float32_layers} if float32_layers else {})
     return seal_json({"schema": SCHEMA, **parts, "sha256": digests})
 
 

@@ -6,7 +6,7 @@ engine on a device without the calibration data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -391,9 +391,15 @@ def _largest_change(ratios: list[float | None], first: str) -> str:
 
 
 def write_cache_note(
-    request: BuildRequest, cache: Path, text: bytes, model: onnx.ModelProto
+    request: BuildRequest,
+    cache: Path,
+    text: bytes,
+    model: onnx.ModelProto,
+    wide: Mapping[str, str],
 ) -> Path | None:
     """Write the sidecar note of a cache: its model and what the calibration depended on.
+
+    `wide` is node -> output tensor of nodes that must run in float32; C++ binds them too.
 
     Returns:
         Path of the note; None if the ranges came from a file whose origin is unknown.
@@ -406,4 +412,5 @@ def write_cache_note(
         model={"graph": model_digest(model), "file": file},
         method=request.chosen.chosen_by,
     )
-    return atomic.write_bytes(store.sidecars(cache)[0], store.make_text_only_json(text, made))
+    note = store.make_text_only_json(text, made, float32_layers=wide)
+    return atomic.write_bytes(store.sidecars(cache)[0], note)

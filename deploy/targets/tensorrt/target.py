@@ -230,7 +230,7 @@ class TensorRT(TensorrtOptions):
             files[FLOAT] = write_model(stem, ".onnx", models[FLOAT])
             text = trt_cache.dump(cache)
             files[CACHE] = write_model(stem, ".cache", text)
-            note_path = write_cache_note(request, files[CACHE], text, models[FLOAT])
+            note_path = write_cache_note(request, files[CACHE], text, models[FLOAT], wide)
             files |= {} if note_path is None else {NOTE: note_path}
         files[QDQ] = write_model(stem, ".qdq.onnx", models[QDQ])
         if narrow is not None:
