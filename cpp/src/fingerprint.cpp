@@ -202,6 +202,16 @@ Json document_of(const std::string& text, const std::filesystem::path& beside) {
   return document;
 }
 
+Float32Layers float32_layers_in(const Json& document) {
+  Float32Layers layers;
+  const Json listed = field(document, "float32_layers");
+  if (!listed.is_object()) return layers;
+  for (const auto& [node, tensor] : listed.items()) {
+    if (tensor.is_string()) layers[node] = tensor.get<std::string>();
+  }
+  return layers;
+}
+
 }  // namespace
 
 std::string Fingerprint::to_json() const {
@@ -305,7 +315,7 @@ Kept read_kept(const std::filesystem::path& cache) {
   }
   try {
     const Json document = document_of(files::read(beside, files::kMostText), beside);
-    Kept kept{files::read(cache, files::kMostText), {}};
+    Kept kept{files::read(cache, files::kMostText), {}, float32_layers_in(document)};
     if (field(document["sha256"], "cache") != Sha256().update(kept.text).hex()) {
       throw CacheError(cache.string() + " was changed after " + beside.filename().string() +
                        " was written");

@@ -2,7 +2,7 @@
 #include "calib8/model_identity.hpp"
 #include "wire.hpp"
 
-// Fields by their numbers in onnx.proto (onnx/onnx, onnx/onnx.proto).
+// Fields and element types by their numbers in onnx.proto (onnx/onnx, onnx/onnx.proto).
 namespace calib8 {
 namespace {
 
@@ -20,6 +20,45 @@ std::string dtype_of(std::uint64_t type) {
     case 11: return "float64";
     default: return "";
   }
+}
+
+using Types = std::map<std::string_view, std::uint64_t>;
+
+// Element types of the graph's constants.
+Types constant_types(const std::vector<wire::Field>& graph) {
+  Types types;
+  for (const std::string_view bytes : wire::all(graph, 5)) {
+    const std::vector<wire::Field> tensor = wire::fields(bytes);
+    types[wire::text(tensor, 8)] = wire::number(tensor, 2);
+  }
+  for (const std::string_view bytes : wire::all(graph, 1)) {
+    const std::vector<wire::Field> node = wire::fields(bytes);
+    if (wire::text(node, 4) != "Constant") continue;
+    for (const std::string_view attribute : wire::all(node, 5)) {
+      const std::string_view value = wire::text(wire::fields(attribute), 5);
+      types[wire::text(node, 2)] = wire::number(wire::fields(value), 2);
+    }
+  }
+  return types;
+}
+
+bool has_typed_pair(const std::vector<wire::Field>& graph) {
+  const Types types = constant_types(graph);
+  const auto type_of = [&types](const std::vector<std::string_view>& inputs, std::size_t place) {
+    const auto found = place < inputs.size() ? types.find(inputs[place]) : types.end();
+    return found == types.end() ? 0 : found->second;
+  };
+  for (const std::string_view bytes : wire::all(graph, 1)) {
+    const std::vector<wire::Field> node = wire::fields(bytes);
+    const std::string_view operation = wire::text(node, 4);
+    if (operation != "QuantizeLinear" && operation != "DequantizeLinear") continue;
+    const std::vector<std::string_view> inputs = wire::all(node, 1);
+    const std::uint64_t scale = type_of(inputs, 1);
+    const std::uint64_t zero = type_of(inputs, 2);
+    if (scale == 10 || scale == 16 || (zero >= 17 && zero <= 20))
+      return true;  // half, bfloat, float8
+  }
+  return false;
 }
 
 }  // namespace
@@ -40,6 +79,15 @@ std::map<std::string, std::string> input_types(const std::filesystem::path& mode
     return {};
   }
   return types;
+}
+
+bool is_typed(const std::filesystem::path& onnx) {
+  try {
+    const std::string data = files::read(onnx);
+    return has_typed_pair(wire::fields(wire::text(wire::fields(data), 7)));
+  } catch (const wire::Broken&) {
+    return false;
+  }
 }
 
 }  // namespace calib8

@@ -1,6 +1,10 @@
 // TensorRT's calibrators through TensorRT's own interface; needs its headers only. Without a GPU the
 // copy to the device fails, and that must come out of check(), not out of the callback.
+#include <stdexcept>
+
+#include "calib8/cache.hpp"
 #include "calib8/errors.hpp"
+#include "calib8/trt/build.hpp"
 #include "calib8/trt/calibrator.hpp"
 #include "calib8/trt/logger.hpp"
 #include "catch.hpp"
@@ -95,6 +99,55 @@ TEST_CASE("batches go to the device, and a device that is missing is told after 
     CHECK_THROWS_AS(calibrator.check(), BackendError);
     CHECK_THROWS_WITH(calibrator.check(), Catch::Contains("CUDA could not reserve 7680 bytes"));
   }
+}
+
+namespace {
+
+// An ONNX model of one Relu, "image" float32 [2, 3, 16, 20].
+std::string relu_model() {
+  constexpr std::string_view kHex =
+      "08073a560a130a05696d6167651201791a0172220452656c751201675a1f0a05696d61676512160a140801"
+      "12100a0208020a0208030a0208100a020814621b0a017912160a14080112100a0208020a0208030a020810"
+      "0a02081442040a00100d";
+  std::string bytes;
+  for (std::size_t at = 0; at < kHex.size(); at += 2) {
+    bytes += static_cast<char>(std::stoi(std::string(kHex.substr(at, 2)), nullptr, 16));
+  }
+  return bytes;
+}
+
+// Gives `count` single samples, then nothing.
+NextSample frames(int count) {
+  return [count, k = 0]() mutable -> std::optional<Sample> {
+    if (k == count) return std::nullopt;
+    return Sample{
+        Tensor::of("image", {3, 16, 20}, std::vector<float>(960, static_cast<float>(++k)))};
+  };
+}
+
+}  // namespace
+
+TEST_CASE("an engine is calibrated and built with samples of a function") {
+  if (!has_gpu()) return;
+  const Folder folder;
+  folder.write("m.onnx", relu_model());
+  trt::Logger logger;
+  trt::CalibrateAndBuildOptions options;
+  const auto built = [&](NextSample samples, const std::string& images = "") {
+    options.samples = std::move(samples);
+    return trt::calibrate_and_build(folder / "m.onnx", images, folder / "m.cache", options, logger);
+  };
+  const trt::Built first = built(frames(5));
+  CHECK_FALSE(first.reused);
+  CHECK(first.feed->size() == 2);
+  CHECK(first.notes.back().find("the last 1 of 5 samples fill none") != std::string::npos);
+  CHECK(read_cache(folder / "m.cache").scales().front().first == "image");
+  CHECK(built(frames(5)).reused);
+  CHECK(built(nullptr).reused);  // nothing to compare but the model
+  CHECK_FALSE(built(frames(4)).reused);
+  CHECK_THROWS_WITH(built(frames(4), "photos"), Catch::Contains("got both with photos; give one"));
+  const auto broken = []() -> std::optional<Sample> { throw std::out_of_range("mine"); };
+  CHECK_THROWS_AS(built(broken), std::out_of_range);
 }
 
 #endif

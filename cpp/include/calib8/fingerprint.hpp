@@ -58,10 +58,14 @@ std::filesystem::path sidecar(const std::filesystem::path& cache);
 void save_calibration(const std::filesystem::path& cache, std::string_view text,
                       const Fingerprint& fingerprint);
 
+// Node -> its output tensor, of the nodes whose values overflow float16.
+using Float32Layers = std::map<std::string, std::string>;
+
 // A cache with what stands beside it.
 struct Kept {
   std::string text;
   Fingerprint fingerprint;
+  Float32Layers float32_layers;  // by a build of Python's calib8 with --rest fp16; else empty
 };
 
 // Throws CacheError: a file is missing or broken, or not of the same writing as the other.

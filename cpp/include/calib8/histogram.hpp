@@ -22,6 +22,7 @@
 CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
+// Not thread-safe: one thread at a time changes a histogram; give each thread its own and merge() them.
 class Histogram {
  public:
   static constexpr std::int64_t kBins = 4096;  // a side; twice TensorRT's 2048

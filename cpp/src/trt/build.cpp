@@ -31,6 +31,7 @@ struct Verdict {
   std::string method;
   std::string reason;
   std::vector<std::string> notes;
+  Float32Layers float32 = {};
 };
 
 int major_of(int label) { return std::stoi(label_to_version(label)); }
@@ -80,6 +81,10 @@ Verdict trusted(const fs::path& path, const std::vector<TensorSpec>& inputs,
                      "; it is another model's");
   }
   verdict.reason = path.string() + " is trusted as it is";
+  try {
+    verdict.float32 = read_kept(path).float32_layers;
+  } catch (const CacheError&) {  // nothing, or nothing of this cache, stands beside it
+  }
   return verdict;
 }
 
@@ -91,6 +96,7 @@ Verdict judged(const fs::path& path, const Fingerprint& now, const std::string& 
     if (!verdict.reason.empty()) return verdict;
     const std::string by = kept.fingerprint.by();
     verdict = labelled(path, std::move(kept.text), calibrator, false);
+    verdict.float32 = std::move(kept.float32_layers);
     if (verdict.text) {
       const bool seen = now.images != Fingerprint().images;
       verdict.reason = "the cache fits the " +
@@ -104,18 +110,29 @@ Verdict judged(const fs::path& path, const Fingerprint& now, const std::string& 
 }
 
 template <class Calibrator>
-std::string calibrated(Builder& builder, const CalibratorOptions& options) {
+std::string calibrated(Builder& builder, const CalibratorOptions& options,
+                       const Float32Layers& float32) {
   Calibrator calibrator(options);
-  return options.cache ? builder.build(calibrator) : builder.calibrate(calibrator);
+  return options.cache ? builder.build(calibrator, float32) : builder.calibrate(calibrator);
 }
 
 // The cache, where the options know none, else the engine that is built by it.
-std::string by_method(const std::string& method, Builder& builder,
-                      const CalibratorOptions& options) {
-  if (method == kEntropy) return calibrated<Int8EntropyCalibrator>(builder, options);
-  if (method == kMinMax) return calibrated<Int8MinMaxCalibrator>(builder, options);
-  if (method == kLegacy) return calibrated<Int8LegacyCalibrator>(builder, options);
-  return calibrated<Int8EntropyCalibrator2>(builder, options);
+std::string by_method(const std::string& method, Builder& builder, const CalibratorOptions& options,
+                      const Float32Layers& float32 = {}) {
+  if (method == kEntropy) return calibrated<Int8EntropyCalibrator>(builder, options, float32);
+  if (method == kMinMax) return calibrated<Int8MinMaxCalibrator>(builder, options, float32);
+  if (method == kLegacy) return calibrated<Int8LegacyCalibrator>(builder, options, float32);
+  return calibrated<Int8EntropyCalibrator2>(builder, options, float32);
+}
+
+// "2 nodes run in float32, since their values overflow float16: a, b"
+std::string note_of(const Float32Layers& float32) {
+  std::string names;
+  for (const auto& [node, tensor] : float32) names += (names.empty() ? "" : ", ") + node;
+  return std::to_string(float32.size()) +
+         (float32.size() == 1 ? " node runs in float32, since its"
+                              : " nodes run in float32, since their") +
+         " values overflow float16: " + names;
 }
 
 #endif
@@ -134,6 +151,13 @@ class Line {
 
   Built run() {
     if (builder_.has_qdq()) {
+#if NV_TENSORRT_MAJOR < 11
+      if (builder_.typed()) {
+        built_.notes.push_back(
+            "the network is strongly typed: each layer runs in the type that the model gives it,"
+            " and --rest has no effect");
+      }
+#endif
       built_.engine = engine({}, [this] { return builder_.build(); });
     } else {
       implicit();
@@ -148,21 +172,22 @@ class Line {
   }
 
   // All that an engine depends on.
-  std::string made_from(const std::string& cache) {
+  std::string made_from(const std::string& cache, const Float32Layers& float32) {
     const ModelIdentity& known = identity();
     const auto digest = [](const std::string& text) {
       return text.empty() ? std::string() : Sha256().update(text).hex();
     };
-    return Json{{"tensorrt", version()},         {"gpu", gpu_name()},
-                {"model_sha256", known.file},    {"weights_sha256", known.weights},
-                {"cache_sha256", digest(cache)}, {"settings", Json::parse(builder_.settings())}}
-        .dump();
+    Json from{{"tensorrt", version()},         {"gpu", gpu_name()},
+              {"model_sha256", known.file},    {"weights_sha256", known.weights},
+              {"cache_sha256", digest(cache)}, {"settings", Json::parse(builder_.settings())}};
+    if (!float32.empty()) from["float32_layers"] = float32;
+    return from.dump();
   }
 
   template <class Build>
-  std::string engine(const std::string& cache, Build build) {
+  std::string engine(const std::string& cache, Build build, const Float32Layers& float32 = {}) {
     if (options_.engine.empty()) return build();
-    const std::string from = made_from(cache);
+    const std::string from = made_from(cache, float32);
     if (!options_.rebuild) {
       if (auto known = fitting_engine(options_.engine, from)) {
         built_.engine_reused = true;
@@ -192,14 +217,18 @@ class Line {
     built_.method = verdict.text ? verdict.method : now.method;
     const std::string text = verdict.text ? *verdict.text : fresh(now);
     built_.notes.insert(built_.notes.end(), verdict.notes.begin(), verdict.notes.end());
-    built_.engine = engine(text, [&] {
+    Float32Layers float32;
+    if (verdict.text && options_.build.rest == Rest::kFp16) float32 = verdict.float32;
+    if (!float32.empty()) built_.notes.push_back(note_of(float32));
+    const auto build = [&] {
       CalibratorOptions known = calibrating();
       known.cache = text;
       const Header header = parse_cache(text, cache_.string()).header;
       known.quantile = header.quantile.value_or(known.quantile);
       known.regression_cutoff = header.cutoff.value_or(known.regression_cutoff);
-      return by_method(*built_.method, builder_, known);
-    });
+      return by_method(*built_.method, builder_, known, float32);
+    };
+    built_.engine = engine(text, build, float32);
     if (built_.feed) {
       for (const std::string& note : built_.feed->notes()) built_.notes.push_back(note);
     }
@@ -219,9 +248,15 @@ class Line {
     now.model = identity();
     now.method = asked_.empty() ? std::string(kEntropy2) : asked_;
     now.versions = Json{{"tensorrt", version()}, {"calib8", CALIB8_VERSION}}.dump();
-    if (images_.empty()) return now;
-    built_.feed =
-        std::make_shared<Feed>(Feed(images_, samples_of(), options_.feed).whole_batches());
+    if (images_.empty() && !options_.samples) return now;
+    if (options_.samples && !images_.empty()) {
+      throw ConfigError(
+          "a calibration has images or a function that gives samples, got both with " +
+          images_.string() + "; give one");
+    }
+    const Feed feed = options_.samples ? Feed(options_.samples, samples_of(), options_.feed)
+                                       : Feed(images_, samples_of(), options_.feed);
+    built_.feed = std::make_shared<Feed>(feed.whole_batches());
     now.rule = "whole batches of " + std::to_string(built_.feed->batch());
     return now;
   }
@@ -230,7 +265,7 @@ class Line {
   // the model's own types, which TensorRT may have narrowed.
   std::vector<TensorSpec> samples_of() const {
     std::vector<TensorSpec> specs = built_.inputs;
-    const bool arrays = holds_arrays(images_);
+    const bool arrays = options_.samples || holds_arrays(images_);
     const std::map<std::string, std::string> own =
         arrays ? input_types(model_) : std::map<std::string, std::string>();
     for (TensorSpec& spec : specs) {
@@ -251,7 +286,7 @@ class Line {
       throw CacheError("the cache must fit (--require-cache), but " + reason +
                        "; leave --require-cache away to calibrate anew");
     }
-    if (images_.empty()) {
+    if (!built_.feed) {
       throw CacheError(
           "a model without Q/DQ nodes is calibrated with images, got none, and no cache"
           " in their place: " +

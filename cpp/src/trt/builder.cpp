@@ -11,6 +11,7 @@
 #include "calib8/digest.hpp"
 #include "calib8/errors.hpp"
 #include "calib8/files.hpp"
+#include "calib8/model_identity.hpp"
 #include "calib8/text.hpp"
 #include "dims.hpp"
 #include "plugins.hpp"
@@ -22,9 +23,25 @@
 namespace calib8::trt {
 namespace {
 
-constexpr std::uint32_t network_flags() {
+// Whether TensorRT 10 is to take every type from the model, as it does from 11 on.
+bool wants_types([[maybe_unused]] const std::filesystem::path& onnx) {
+#if NV_TENSORRT_MAJOR == 10
+  try {
+    return is_typed(onnx);
+  } catch (const FeedError&) {  // the parser says it in TensorRT's words
+    return false;
+  }
+#else
+  return NV_TENSORRT_MAJOR > 10;
+#endif
+}
+
+std::uint32_t network_flags([[maybe_unused]] bool typed) {
+  using Flag = nvinfer1::NetworkDefinitionCreationFlag;
 #if NV_TENSORRT_MAJOR < 10
-  return 1U << static_cast<std::uint32_t>(nvinfer1::NetworkDefinitionCreationFlag::kEXPLICIT_BATCH);
+  return 1U << static_cast<std::uint32_t>(Flag::kEXPLICIT_BATCH);
+#elif NV_TENSORRT_MAJOR == 10
+  return typed ? 1U << static_cast<std::uint32_t>(Flag::kSTRONGLY_TYPED) : 0;
 #else
   return 0;
 #endif
@@ -93,6 +110,31 @@ void set_rest(nvinfer1::IBuilderConfig& config, Rest rest) {
   throw ConfigError("bf16 is for TensorRT from 10 on, got " + version() + "; take fp16 or fp32");
 #endif
 }
+
+// TensorRT does not name every layer after its node: it may be known by the tensor that it makes.
+bool is_listed(const nvinfer1::ILayer& layer, const Float32Layers& nodes) {
+  if (nodes.count(layer.getName()) > 0) return true;
+  for (std::int32_t k = 0; k < layer.getNbOutputs(); ++k) {
+    const std::string made_here = layer.getOutput(k)->getName();
+    const auto makes = [&made_here](const auto& one) { return one.second == made_here; };
+    if (std::any_of(nodes.begin(), nodes.end(), makes)) return true;
+  }
+  return false;
+}
+
+void bind_to_float32(nvinfer1::IBuilderConfig& config, const nvinfer1::INetworkDefinition& network,
+                     const Float32Layers& nodes) {
+  if (nodes.empty()) return;
+  config.setFlag(nvinfer1::BuilderFlag::kOBEY_PRECISION_CONSTRAINTS);
+  for (std::int32_t index = 0; index < network.getNbLayers(); ++index) {
+    nvinfer1::ILayer& layer = *network.getLayer(index);
+    if (!is_listed(layer, nodes)) continue;
+    layer.setPrecision(nvinfer1::DataType::kFLOAT);
+    for (std::int32_t k = 0; k < layer.getNbOutputs(); ++k) {
+      layer.setOutputType(k, nvinfer1::DataType::kFLOAT);
+    }
+  }
+}
 #endif
 
 }  // namespace
@@ -103,8 +145,9 @@ struct Builder::State {
         options(given),
         model(text::shown(onnx.string())),
         no_plugins(loaded(given, log)),
+        typed(wants_types(onnx)),
         builder(made(nvinfer1::createInferBuilder(log), log, "a builder")),
-        network(made(builder->createNetworkV2(network_flags()), log, "a network")),
+        network(made(builder->createNetworkV2(network_flags(typed)), log, "a network")),
         parser(made(nvonnxparser::createParser(*network, log), log, "an ONNX parser")) {
     constexpr auto kQuiet = static_cast<int>(nvinfer1::ILogger::Severity::kWARNING);
     if (!parser->parseFromFile(onnx.c_str(), kQuiet)) {
@@ -285,6 +328,7 @@ struct Builder::State {
   BuildOptions options;
   std::string model;
   std::string no_plugins;
+  bool typed;
   std::unique_ptr<nvinfer1::IBuilder> builder;
   std::unique_ptr<nvinfer1::INetworkDefinition> network;
   std::unique_ptr<nvonnxparser::IParser> parser;
@@ -321,6 +365,9 @@ std::string Builder::settings() const {
     told["min"][name] = shapes.min;
     told["max"][name] = shapes.max;
   }
+#if NV_TENSORRT_MAJOR == 10
+  if (state_->typed) told["typed"] = true;
+#endif
   if (given.dla) told["dla"] = *given.dla;
   for (const std::string& path : given.plugins) {
     told["plugins"].push_back(Sha256().update(files::read(path)).hex());
@@ -335,11 +382,13 @@ bool Builder::has_qdq() const {
   return false;
 }
 
+bool Builder::typed() const { return state_->typed; }
+
 #if NV_TENSORRT_MAJOR < 11
 // TensorRT swallows what a callback throws and stumbles over it: that is the reason, then come its
 // own words.
 std::string Builder::built_by(nvinfer1::IInt8Calibrator& calibrator, const CalibrationJob& job,
-                              bool float32_alone) {
+                              bool float32_alone, const Float32Layers& float32) {
   using nvinfer1::BuilderFlag;
   const auto config = state_->config();
   config->setFlag(BuilderFlag::kINT8);
@@ -347,6 +396,7 @@ std::string Builder::built_by(nvinfer1::IInt8Calibrator& calibrator, const Calib
     config->clearFlag(BuilderFlag::kTF32);
   } else {
     set_rest(*config, state_->options.rest);
+    if (state_->options.rest == Rest::kFp16) bind_to_float32(*config, *state_->network, float32);
     state_->use_dla(*config);
   }
   config->setInt8Calibrator(&calibrator);
@@ -367,9 +417,11 @@ std::string Builder::built_by(nvinfer1::IInt8Calibrator& calibrator, const Calib
 
 std::string Builder::build() {
   const auto config = state_->config();
-#if NV_TENSORRT_MAJOR < 11  // from 11 on every network is typed by its own nodes
-  if (has_qdq()) config->setFlag(nvinfer1::BuilderFlag::kINT8);
-  set_rest(*config, state_->options.rest);
+#if NV_TENSORRT_MAJOR < 11
+  if (!state_->typed) {
+    if (has_qdq()) config->setFlag(nvinfer1::BuilderFlag::kINT8);
+    set_rest(*config, state_->options.rest);
+  }
 #endif
   state_->use_dla(*config);
   state_->add_profile(*config, false);

@@ -44,11 +44,33 @@ class NetworkTensor final : public ITensor, public stubs::VTensor {
 
 class Layer final : public ILayer, public stubs::VLayer {
  public:
-  explicit Layer(LayerType type) : type_(type) { mLayer = this; }
+  explicit Layer(LayerType type, std::string name = "") : type_(type), name_(std::move(name)) {
+    mLayer = this;
+  }
   LayerType getType() const noexcept override { return type_; }
+  char const* getName() const noexcept override { return name_.c_str(); }
+  std::int32_t getNbOutputs() const noexcept override {
+    return static_cast<std::int32_t>(outputs.size());
+  }
+  ITensor* getOutput(std::int32_t index) const noexcept override {
+    return outputs.at(static_cast<std::size_t>(index)).get();
+  }
+#if NV_TENSORRT_MAJOR < 11
+  void setPrecision(DataType type) noexcept override { bind("computes ", type); }
+  void setOutputType(std::int32_t index, DataType type) noexcept override {
+    bind(("output " + std::to_string(index) + " ").c_str(), type);
+  }
+#endif
+
+  std::vector<std::unique_ptr<NetworkTensor>> outputs;
 
  private:
+  void bind(const char* what, DataType type) const {
+    trace("layer " + name_ + " " + what + (type == DataType::kFLOAT ? "float32" : "another type"));
+  }
+
   LayerType type_;
+  std::string name_;
 };
 
 class Network final : public INetworkDefinition, public stubs::VNetworkDefinition {
@@ -153,6 +175,7 @@ std::string flags_of(const Config& config) {
 #if NV_TENSORRT_MAJOR < 11
   if (config.has(BuilderFlag::kINT8)) words += " int8";
   if (config.has(BuilderFlag::kFP16)) words += " fp16";
+  if (config.has(BuilderFlag::kOBEY_PRECISION_CONSTRAINTS)) words += " obey";
 #if NV_TENSORRT_MAJOR >= 10
   if (config.has(BuilderFlag::kBF16)) words += " bf16";
 #endif
@@ -368,7 +391,11 @@ std::string words_of(const std::string& model) {
   for (const auto tensor : wire::all(graph, 5)) weights.insert(wire::text(wire::fields(tensor), 8));
   std::string words;
   for (const auto node : wire::all(graph, 1)) {
-    if (wire::text(wire::fields(node), 4) == "QuantizeLinear") words += "quantize\n";
+    const auto fields = wire::fields(node);
+    if (wire::text(fields, 4) == "QuantizeLinear") words += "quantize\n";
+    words += "layer\t" + std::string(wire::text(fields, 3));
+    for (const auto output : wire::all(fields, 2)) words += "\t" + std::string(output);
+    words += "\n";
   }
   for (const auto value : wire::all(graph, 11)) {
     if (weights.count(wire::text(wire::fields(value), 1)) == 0) words += value_line("input", value);
@@ -411,6 +438,8 @@ class Parser final : public parser_stubs::Parser {
     }
     if (line == "quantize") {
       network_.layers.push_back(std::make_unique<Layer>(LayerType::kQUANTIZE));
+    } else if (line.rfind("layer\t", 0) == 0) {
+      take_layer(line);
     } else if (is_tensor(line)) {
       Tensor tensor = from_line(line);
       if (tensor.is_input()) {
@@ -420,6 +449,18 @@ class Parser final : public parser_stubs::Parser {
       }
     }
     return true;
+  }
+
+  void take_layer(const std::string& line) {
+    std::istringstream words(line.substr(line.find('\t') + 1));
+    std::string word;
+    std::getline(words, word, '\t');
+    auto layer = std::make_unique<Layer>(LayerType::kIDENTITY, word);
+    while (std::getline(words, word, '\t')) {
+      layer->outputs.push_back(
+          std::make_unique<NetworkTensor>(Tensor{"output", word, "float32", {}}));
+    }
+    network_.layers.push_back(std::move(layer));
   }
 
   Network& network_;

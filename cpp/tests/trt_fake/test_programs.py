@@ -628,11 +628,39 @@ def test_images_and_preprocessing_are_compared_where_there_are_images(taken):
 
 
 @calibrating
-def test_the_files_of_a_python_build_are_taken_as_they_are(demo, tmp_path):
+def test_nodes_that_the_caches_note_lists_run_in_float32_beside_fp16(taken):
+    first, second = onnx.load(taken.path / "m.onnx").graph.node[:2]
+    note = taken.path / "p.cache.json"
+    document = json.loads(note.read_bytes())
+    listed = {first.name: "another", "no layer's": second.output[0], "gone": "gone"}
+    taken.built(*WITH, images=False)
+    note.write_bytes(store.seal_json(document | {"float32_layers": listed}))
+    for trust in ((), ("--trust-cache",)):
+        run = taken.built(*WITH, "--rebuild", *trust, images=False)
+        assert "build int8 fp16 obey tf32" in run.trace
+        assert [line for line in run.trace if line.startswith("layer ")] == [
+            f"layer {node.name} {what} float32"
+            for node in (first, second)
+            for what in ("computes", "output 0")
+        ]
+        said = "3 nodes run in float32, since their values overflow float16: "
+        assert said in " ".join(taken.report()["notes"])
+    assert store.read_cache_text(taken.path / "p.cache")[0] == taken.kept[0]  # as Python reads it
+    wide = taken.built(*WITH, "--rest", "fp32", images=False)
+    assert "build int8 tf32" in wide.trace and not any("layer " in one for one in wide.trace)
+    assert taken.built(*WITH, images=False).builds == 1
+    note.write_bytes(store.seal_json(document))  # another list is another engine
+    assert taken.built(*WITH, images=False).builds == 1
+
+
+@pytest.fixture(scope="module")
+def python_build(demo, tmp_path_factory):
+    """What Python's build of the demo's model writes for TensorRT."""
+    out = tmp_path_factory.mktemp("build") / "out"
     words = "build m.onnx --images list.txt --preprocess grey-half --target tensorrt"
     done = subprocess.run(
         [sys.executable, "-m", "deploy", *words.split(), *["--effort", "0", "--duration", "0"],
-         "--accept", "--out", tmp_path / "out"],
+         "--accept", "--out", out],
         cwd=demo,
         env=os.environ | {"PYTHONPATH": str(PHOTOS.parents[2])},
         capture_output=True,
@@ -640,6 +668,25 @@ def test_the_files_of_a_python_build_are_taken_as_they_are(demo, tmp_path):
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.mark.parametrize("kind", ["typed", "qdq"])
+def test_a_typed_model_is_a_strongly_typed_network(python_build, tmp_path, kind):
+    folder = Folder(tmp_path)
+    shutil.copy(python_build / f"m.tensorrt.{kind}.onnx", tmp_path / "model.onnx")
+    run = folder.built(images=False)
+    strong = MAJOR == 10 and kind == "typed"
+    flags = {8: 1, 10: 2 * strong, 11: 0}[MAJOR]  # explicit batch, strongly typed
+    assert f"network flags {flags}" in run.trace
+    assert ("build tf32" if strong or MAJOR == 11 else "build int8 fp16 tf32") in run.trace
+    assert strong == ("the network is strongly typed: " in run.out)
+    assert folder.built(images=False).builds == 0
+
+
+@calibrating
+def test_the_files_of_a_python_build_are_taken_as_they_are(python_build, tmp_path):
+    shutil.copytree(python_build, tmp_path / "out")
     cache = tmp_path / "out" / "m.tensorrt.cache"
     release = store.read_cache_text(cache)[0].decode()[4:].split("-")[0]  # 8503, 100300
     folder = Folder(tmp_path)

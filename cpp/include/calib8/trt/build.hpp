@@ -4,6 +4,8 @@
 //   const auto built = calib8::trt::calibrate_and_build("model.onnx", "photos/", "model.cache", {}, logger);
 //   calib8::files::write("model.engine", built.engine);
 //
+// Samples may come from memory instead: with `options.samples`, and "" for the images.
+//
 // The cache is used again while what it was made from fits: calib8's of another machine, TensorRT's own,
 // or that of an earlier call. Without images the model alone is compared.
 #pragma once
@@ -22,6 +24,7 @@ namespace calib8::trt {
 
 struct CalibrateAndBuildOptions {
   FeedOptions feed;
+  NextSample samples;  // gives calibration samples in place of images; calib8/feed.hpp
   BuildOptions build;
   // EntropyCalibration2, EntropyCalibration, MinMaxCalibration or LegacyCalibration; "": the cache's
   // own, where it is used, else the first of them.
@@ -47,11 +50,12 @@ struct Built {
   std::vector<std::string> notes;
 };
 
+// Not thread-safe for one cache or engine file; calls with other files and loggers may run in parallel.
 // The images, or arrays (calib8/feed.hpp tells which), are a folder, a list file or one file; empty where
-// there are none. The cache is written as
+// there are none. The cache's note may list layers that run in float32 (Kept::float32_layers). The cache is written as
 // soon as TensorRT has it, long before the engine is: a build that fails behind it has lost nothing.
 // Throws ConfigError, FeedError, CacheError (it must fit and does not), CalibrationError, ExportError,
-// BackendError.
+// BackendError; what `options.samples` throws.
 Built calibrate_and_build(const std::filesystem::path& model, const std::filesystem::path& images,
                           const std::filesystem::path& cache,
                           const CalibrateAndBuildOptions& options, Logger& logger);

@@ -10,13 +10,14 @@
 #include <string>
 #include <vector>
 
+#include "calib8/fingerprint.hpp"
 #include "calib8/preprocess.hpp"
 #include "calib8/trt/calibrator.hpp"
 #include "calib8/trt/logger.hpp"
 
 namespace calib8::trt {
 
-// What does not run in int8, until TensorRT 10; 11 has the model's own types. kBf16 is from 10 on.
+// What does not run in int8, until TensorRT 10; 11, and typed models in 10, have the model's own types. kBf16 is from 10 on.
 enum class Rest { kFp32, kFp16, kBf16 };
 
 using Shape = std::vector<std::int64_t>;
@@ -39,6 +40,7 @@ struct BuildOptions {
   std::vector<std::string> plugins;  // libraries of plugins, loaded before the model is read
 };
 
+// Not thread-safe: one thread at a time uses a builder; several builders may work in several threads.
 class Builder {
  public:
   // Parses the model, with TensorRT's plugins and the options' own loaded. Throws BackendError with
@@ -58,20 +60,27 @@ class Builder {
   // Whether the model holds QuantizeLinear nodes, which need no calibration.
   bool has_qdq() const;
 
+  // Whether the network is strongly typed: each layer runs in the type that the model gives it, and
+  // BuildOptions::rest has no effect. Always from TensorRT 11 on; until 9 never; in 10 where
+  // is_typed() of calib8/model_identity.hpp says so.
+  bool typed() const;
+
 #if NV_TENSORRT_MAJOR < 11
   // Has TensorRT calibrate, and gives its cache. It runs the network in float32 alone (fp16 and
   // TF32 would move the values that it sees), so what it builds on the way is thrown away.
   // Throws what a callback threw, CalibrationError, or BackendError with TensorRT's words.
   template <class Base>
   std::string calibrate(Calibrator<Base>& calibrator) {
-    built_by(calibrator, calibrator.job(), true);
+    built_by(calibrator, calibrator.job(), true, {});
     return calibrator.check();
   }
 
-  // Builds an int8 engine by the cache that the calibrator has. Throws as calibrate() does.
+  // Builds an int8 engine by the cache that the calibrator has. With Rest::kFp16 the layers of
+  // `float32`, which the cache's note lists (Kept::float32_layers), compute and output float32: their
+  // values overflow float16. Throws as calibrate() does.
   template <class Base>
-  std::string build(Calibrator<Base>& calibrator) {
-    return built_by(calibrator, calibrator.job(), false);
+  std::string build(Calibrator<Base>& calibrator, const Float32Layers& float32 = {}) {
+    return built_by(calibrator, calibrator.job(), false, float32);
   }
 #endif
   // Builds what the model says: int8 where it holds Q/DQ nodes, else float.
@@ -82,7 +91,7 @@ class Builder {
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
   std::string built_by(nvinfer1::IInt8Calibrator& calibrator, const CalibrationJob& job,
-                       bool float32_alone);
+                       bool float32_alone, const Float32Layers& float32);
 #pragma GCC diagnostic pop
 #endif
 

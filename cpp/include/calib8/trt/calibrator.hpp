@@ -1,4 +1,4 @@
-// TensorRT's int8 calibrators (up to TensorRT 10.16), fed with images or arrays:
+// TensorRT's int8 calibrators (up to TensorRT 10.16), fed with images, arrays or a function's samples:
 //
 //   calib8::trt::Int8EntropyCalibrator2 calibrator({feed});
 //   std::string cache = builder.calibrate(calibrator);     // calib8::trt::Builder, or, by hand:
