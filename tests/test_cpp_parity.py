@@ -513,6 +513,11 @@ def test_each_language_reads_what_the_other_keeps(cpp, small_cnn, pictures, tmp_
     saved = cpp("save", path=str(cache), text="TRT-8601-x\n", fingerprint=theirs.to_json())
     assert saved == {"saved": True}
     assert store.read_cache_text(cache) == (b"TRT-8601-x\n", theirs)
+    for layers in ({}, {"/exp": "e", "/mul": "m"}):
+        note = store.make_text_only_json(b"TRT-8601-x\n", theirs, float32_layers=layers)
+        side.write_bytes(note)
+        assert cpp("kept", path=str(cache)).get("float32_layers", {}) == layers
+        assert store.read_cache_text(cache) == (b"TRT-8601-x\n", theirs)
     side.write_text(side.read_text().replace("Entropy", "MinMax"))
     with pytest.raises(CacheError, match="was changed after it was written"):
         store.read_cache_text(cache)
@@ -559,6 +564,28 @@ def odd_model():
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("my", 1)]
     function = helper.make_function("my", "F", ["a"], ["b"], [odd], opsets)
     return helper.make_model(graph, opset_imports=opsets, functions=[function])
+
+
+def test_a_model_with_narrow_scales_is_a_typed_one(cpp, tmp_path):
+    from onnx import TensorProto as T
+    from onnx import helper
+
+    def is_typed(scale, zero=T.INT8, *, constant=False, weights_alone=False):
+        s, z = helper.make_tensor("s", scale, [], [1.0]), helper.make_tensor("z", zero, [], [0])
+        nodes = [helper.make_node("Constant", [], ["s"], value=s)] if constant else []
+        if not weights_alone:
+            nodes.append(helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]))
+        nodes.append(helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"]))
+        graph = helper.make_graph(nodes, "g", [], [], [z] if constant else [s, z])
+        onnx.save(helper.make_model(graph), tmp_path / "m.onnx")
+        return cpp("typed", path=str(tmp_path / "m.onnx"))["typed"]
+
+    assert not is_typed(T.FLOAT)
+    assert is_typed(T.FLOAT16) and is_typed(T.BFLOAT16) and is_typed(T.FLOAT, T.FLOAT8E4M3FN)
+    assert is_typed(T.FLOAT16, constant=True) and not is_typed(T.FLOAT, constant=True)
+    assert not is_typed(T.FLOAT16, weights_alone=True)
+    (tmp_path / "m.onnx").write_bytes(b"no ONNX")
+    assert cpp("typed", path=str(tmp_path / "m.onnx")) == {"typed": False}
 
 
 def identity_here(path):

@@ -48,17 +48,20 @@ bool has_typed_pair(const std::vector<wire::Field>& graph) {
     const auto found = place < inputs.size() ? types.find(inputs[place]) : types.end();
     return found == types.end() ? 0 : found->second;
   };
+  bool quantizes = false;  // weights alone need no type: TensorRT may still calibrate the rest
+  bool typed = false;
   for (const std::string_view bytes : wire::all(graph, 1)) {
     const std::vector<wire::Field> node = wire::fields(bytes);
     const std::string_view operation = wire::text(node, 4);
+    quantizes = quantizes || operation == "QuantizeLinear";
     if (operation != "QuantizeLinear" && operation != "DequantizeLinear") continue;
     const std::vector<std::string_view> inputs = wire::all(node, 1);
     const std::uint64_t scale = type_of(inputs, 1);
     const std::uint64_t zero = type_of(inputs, 2);
-    if (scale == 10 || scale == 16 || (zero >= 17 && zero <= 20))
-      return true;  // half, bfloat, float8
+    // half, bfloat16; the four of float8
+    typed = typed || scale == 10 || scale == 16 || (zero >= 17 && zero <= 20);
   }
-  return false;
+  return quantizes && typed;
 }
 
 }  // namespace

@@ -312,6 +312,7 @@ Json identity(const Json& ask) {
 Json kept(const Json& ask) {
   const Kept found = read_kept(ask["path"].get<std::string>());
   Json out{{"by", found.fingerprint.by()}, {"text", found.text}};
+  if (!found.float32_layers.empty()) out["float32_layers"] = found.float32_layers;
   if (ask.contains("now")) out["unfit"] = unfit(found, Fingerprint::from_json(ask["now"].dump()));
   return out;
 }
@@ -340,6 +341,7 @@ Json answer(const Json& ask) {
   if (op == "latency") return latency(ask);
   if (op == "changes") return changes(ask);
   if (op == "identity") return identity(ask);
+  if (op == "typed") return {{"typed", is_typed(ask["path"].get<std::string>())}};
   if (op == "decoder") return Json::parse(decoder());
   if (op == "kept") return kept(ask);
   if (op == "save") return save(ask);

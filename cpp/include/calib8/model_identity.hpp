@@ -32,9 +32,10 @@ ModelIdentity identity_of(const std::filesystem::path& onnx);
 // Empty where the file is no ONNX. Throws FeedError: it cannot be read.
 std::map<std::string, std::string> input_types(const std::filesystem::path& onnx);
 
-// Whether the model says in which type every layer runs, as Python's NAME.tensorrt.typed.onnx does: a
-// Q/DQ node has a scale of float16 or bfloat16, or a zero point of float8. TensorRT 10 builds it as a
-// strongly typed network. False where the file is no ONNX. Throws FeedError: it cannot be read.
+// Whether the model says in which type every layer runs, as Python's NAME.tensorrt.typed.onnx does: it
+// quantizes activations, and a Q/DQ node has a scale of float16 or bfloat16, or a zero point of
+// float8. TensorRT 10 builds it as a strongly typed network. False where the file is no ONNX. Throws
+// FeedError: it cannot be read.
 bool is_typed(const std::filesystem::path& onnx);
 
 }  // namespace calib8

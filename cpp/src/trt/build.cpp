@@ -128,7 +128,11 @@ std::string by_method(const std::string& method, Builder& builder, const Calibra
 // "2 nodes run in float32, since their values overflow float16: a, b"
 std::string note_of(const Float32Layers& float32) {
   std::string names;
-  for (const auto& [node, tensor] : float32) names += (names.empty() ? "" : ", ") + node;
+  std::size_t count = 0;
+  for (const auto& [node, tensor] : float32) {
+    if (++count <= 5) names += (names.empty() ? "" : ", ") + node;
+  }
+  if (count > 5) names += " and " + std::to_string(count - 5) + " more";
   return std::to_string(float32.size()) +
          (float32.size() == 1 ? " node runs in float32, since its"
                               : " nodes run in float32, since their") +

@@ -37,7 +37,7 @@ bool wants_types([[maybe_unused]] const std::filesystem::path& onnx) {
 }
 
 std::uint32_t network_flags([[maybe_unused]] bool typed) {
-  using Flag = nvinfer1::NetworkDefinitionCreationFlag;
+  using Flag [[maybe_unused]] = nvinfer1::NetworkDefinitionCreationFlag;
 #if NV_TENSORRT_MAJOR < 10
   return 1U << static_cast<std::uint32_t>(Flag::kEXPLICIT_BATCH);
 #elif NV_TENSORRT_MAJOR == 10
