@@ -35,7 +35,7 @@ constexpr const char* kHelp =
     "  --trust-cache         use the cache as it is, whatever it was made from; never written\n"
     "  --calibrator NAME     entropy2 (default, but for a cache's own), entropy, minmax or legacy\n"
     "  --rest TYPE           fp16 (default), bf16 or fp32: what does not run in int8; until\n"
-    "                        TensorRT 10, bf16 from 10 on\n"
+    "                        TensorRT 10, bf16 from 10 on; a typed model has its own types\n"
     "  --batch N             batch for a model that leaves it open (default 1)\n"
     "  --size HxW            height and width for a model that leaves them open\n"
     "  --opt-shapes NAME:DIMS  the shape of an input to tune and calibrate for, such as\n"
