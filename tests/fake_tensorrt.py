@@ -115,6 +115,7 @@ TensorIOMode = _enum("TensorIOMode", ((8,), "NONE INPUT OUTPUT"))
 TensorLocation = _enum("TensorLocation", ((8,), "DEVICE HOST"))
 _LEVELS = ((8, 6), "NONE AMPERE_PLUS"), ((10, 8), "SAME_COMPUTE_CAPABILITY")
 HardwareCompatibilityLevel = _enum("HardwareCompatibilityLevel", *_LEVELS)
+DeviceType = _enum("DeviceType", ((8,), "GPU DLA"))
 LayerInformationFormat = _enum("LayerInformationFormat", ((8,), "ONELINE JSON"))
 ProfilingVerbosity = _enum("ProfilingVerbosity", ((8,), "LAYER_NAMES_ONLY NONE DETAILED"))
 
@@ -321,6 +322,8 @@ class IBuilderConfig:
 
 
 class Builder:
+    num_DLA_cores = 0
+
     def __init__(self, logger):
         _takes(logger)
         if not cuda.GPUS:
@@ -550,6 +553,8 @@ def _with_reformats(layers, given):
 
 
 class Runtime:
+    num_DLA_cores = 2
+
     def __init__(self, logger):
         _takes(logger)
 

@@ -115,6 +115,7 @@ BUILD = ("build", "m.onnx", "--images", "p")
          TensorRT(rest="bf16", cuda_graph=True, calibrator="minmax", parser="caffe")),
         ("--target tensorrt --float-behind-concat --pair-behind-deconv",
          TensorRT(float_behind_concat=True, pair_behind_deconv=True)),
+        ("--target tensorrt --dla", TensorRT(dla=True)),
         ("--target ascend --soc Ascend310P3 --ascend-config q.cfg --exact-ifmr",
          Ascend(soc="Ascend310P3", config=Path("q.cfg"), exact=True)),
         ("--target ascend --aipp --source-color bgr --atc-flag=--log=error --atc-flag=--x=1",

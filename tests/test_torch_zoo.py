@@ -165,6 +165,7 @@ def test_export_quantizes_what_build_quantizes(command, built, tmp_path, images,
     [
         ("mobile", "onnxruntime", "--int8-stem"),
         ("pooled", "tensorrt", "--pair-behind-deconv"),
+        ("pooled", "tensorrt", "--dla"),
         ("joined", "tensorrt", "--float-behind-concat"),
     ],
 )

@@ -128,6 +128,29 @@ def test_flags_of_trtexec_are_for_the_lines_and_the_engine_alike(
     assert "TensorRT 8.5.3.1 must know what" in failing(f"--trtexec-flag={flags_given[0]}")
 
 
+@pytest.mark.parametrize(
+    ("version", "cores", "why"),
+    [
+        (TEN, 2, "a typed engine for DLA needs TensorRT 11.4.1 or newer, got 10.13.0.35"),
+        ("11.4.1.5", 0, "an engine for DLA needs a DLA core, and this machine has none"),
+        ("11.4.1.5", 2, ""),
+    ],
+)
+def test_an_engine_for_dla_needs_a_core_and_a_version(
+    tensorrt, build, command, tmp_path, monkeypatch, version, cores, why
+):
+    trt = tensorrt(version)
+    monkeypatch.setattr(trt.Builder, "num_DLA_cores", cores)
+    notes = " / ".join(build("--dla"))
+    assert f"no engine was built: {why}" in notes if why else "no engine" not in notes
+    if not why:
+        config = trt.STORY.configs[0]
+        assert config.default_device_type == trt.DeviceType.DLA and config.DLA_core == 0
+        assert flags(config) == {"TF32", "GPU_FALLBACK"}
+        assert [*map(list, config.profile.shapes["x"])] == 3 * [[1, 3, 16, 16]]
+        command(*bench(tmp_path))
+
+
 def test_calibrators_and_gpus_that_are_not_there_are_refused(tensorrt, failing, monkeypatch):
     tensorrt(ELEVEN)
     err = failing("--calibrator", "entropy2")

@@ -297,6 +297,18 @@ def test_where_tensorrt_chooses_types_what_float16_does_not_hold_is_bound_to_flo
     assert not [word for line in found for word in line if "layer" in word]
 
 
+@pytest.mark.parametrize(
+    ("version", "files"), [("10.7.0", ["small_cnn.tensorrt.onnx", TYPED]), ("10.8.0", [TYPED])]
+)
+def test_the_lines_for_dla_are_of_the_versions_that_have_it(lines, tmp_path, version, files):
+    found, text = lines(tmp_path, "--dla", "--trt-version", version)
+    assert [words[0] for words in found] == [f"--onnx={file}" for file in files]
+    for words in found:
+        assert {"--useDLACore=0", "--allowGPUFallback", "--shapes=x:1x3x16x16"} <= set(words)
+    assert "(JetPack 7.2.2 or newer) with TensorRT 11 from 11.4.1 on: trtexec" in text
+    assert "up to 10.7 DLA takes the cache, and 10.8 to 11.4.0 have no DLA" in text
+
+
 def test_the_script_runs_each_line_from_any_folder(lines, small_cnn, tmp_path):
     """A stand-in program named trtexec, which finds the files where it is called."""
     tool = tmp_path / "bin" / "trtexec"
@@ -323,7 +335,8 @@ def test_the_script_runs_each_line_from_any_folder(lines, small_cnn, tmp_path):
 def test_the_table_of_versions():
     first = [ParserRequirements(opset).first_reading() for opset in (13, 17, 18, 20, 21, 25)]
     assert first == ["8.0.0", "8.4.0", "10.0.0", "10.0.0", "10.15.0", "11.5.0"]
-    assert ParserRequirements(13).first_reading(typed=True) == "10.0.0"
+    assert ParserRequirements(13).first_reading("typed") == "10.0.0"
+    assert ParserRequirements(19).first_reading("typed", "dla") == "11.4.1"
     norm = frozenset({"LayerNormalization", "Conv"})
     assert ParserRequirements(17, norm).first_reading() == "8.6.0"
     assert ParserRequirements(13, frozenset({"Mish"})).unmet("9.3.0") == "it does not read Mish"
@@ -535,8 +548,8 @@ def test_the_cpu_computes_what_the_files_in_fp8_say(narrow, images):
     names = {path.name for path in narrow.iterdir()}
     assert {"net.tensorrt.qdq.onnx", "net.tensorrt.typed.onnx", "net_trtexec.sh"} <= names
     assert not {"net.tensorrt.onnx", "net.tensorrt.cache"} & names
-    assert ParserRequirements(19).first_reading(typed=True, fp8=True) == "10.2.0"
-    assert ParserRequirements(24).first_reading(typed=True, fp8=True) == "10.15.0"
+    assert ParserRequirements(19).first_reading("typed", "fp8") == "10.2.0"
+    assert ParserRequirements(24).first_reading("typed", "fp8") == "10.15.0"
     script = (narrow / "net_trtexec.sh").read_text("utf-8")
     assert "with TensorRT 10 from 10.2 on" in script and "cache)" not in script
 

@@ -24,6 +24,7 @@ from deploy.targets.tensorrt.cache_contents import trt_tensors
 from deploy.targets.tensorrt.cache_match import match_cache
 from deploy.targets.tensorrt.cache_qdq import concat_scales, from_qdq
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq, qdq_to_cache
+from deploy.targets.tensorrt.float_types import round_scales
 from deploy.targets.tensorrt.infer_scales import infer_missing_scales
 from deploy.tuning.search_options import Tuning
 from tests.vendor_models import build_net, parse_nodes, save_net, scale_nodes
@@ -293,7 +294,7 @@ def net(text, tmp_path, **attributes):
     shapes = {"w": (4, 4, 3, 3), "w2": (4, 8, 3, 3), "g": (5, 4), "t": (4, 4, 2, 2)}
     shapes |= {"m": (8, 8), "bias": (8,)}
     held = {name: rng.normal(size=shape) for name, shape in shapes.items()}
-    held["shape"] = np.array([4, 8, 8])
+    held |= {"shape": np.array([4, 8, 8]), "two": 2.0, "sizes": np.array([1, 4, 16, 16])}
     used = {name: held[name] for n in nodes for name in n.input if name in held}
     path = tmp_path / "net.onnx"
     return load(save_net(path, nodes, {"x": [1, 4, 8, 8]}, {"y": None}, used)).model
@@ -437,6 +438,84 @@ def test_a_transposed_convolution_can_have_a_pair_before_its_activation(tmp_path
     found = OrtSession.open(written).run(samples[0])["y"]
     exact = OrtSession.open(tmp_path / "net.onnx").run(samples[0])["y"]
     assert np.corrcoef(found.ravel(), exact.ravel())[0, 1] > 0.99
+
+
+def test_for_dla_every_tensor_has_a_pair_with_the_scale_of_the_cache(tmp_path):
+    path = tmp_path / "m.onnx"
+    onnx.save(residual(), path)
+    build(path, [FEED], out=tmp_path / "out", targets=[TensorRT(dla=True)], duration_s=0,
+          tuning=Tuning(effort=0))  # fmt: skip
+    stem = tmp_path / "out" / "m.tensorrt"
+    cache = parse(stem.with_suffix(".tensorrt.cache").read_bytes(), origin="").scales()
+    exact = OrtSession.open(path).run(FEED)["y"]
+    concat = {"body", "side_relu", "both"}
+    shared = max(cache[name] for name in concat)
+    for suffix, rest in (("qdq", "fp32"), ("typed", "fp16")):
+        written = stem.with_suffix(f".tensorrt.{suffix}.onnx")
+        model = onnx.load(written)
+        onnx.checker.check_model(model, full_check=True)
+        held = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+        makers = {name: n for n in model.graph.node for name in n.output}
+        pairs = {
+            n.input[0].removesuffix("/float"): held[n.input[1]].astype(np.float32)
+            for n in model.graph.node
+            if n.op_type == "QuantizeLinear" and n.input[0] not in held
+        }
+        assert list(pairs) == trt_tensors(load(path).model)
+        scales = cache | dict.fromkeys(concat, shared)
+        assert all(
+            scale == round_scales(np.atleast_1d(scales[name]), rest)[0]
+            for name, scale in pairs.items()
+        )
+        for n in model.graph.node:
+            if n.op_type in ("QuantizeLinear", "DequantizeLinear"):
+                continue
+            read = [name for name in n.input[:2] if name not in held]
+            assert {makers[name].op_type for name in read} == {"DequantizeLinear"}
+            if n.op_type == "Conv":
+                weight = makers[n.input[1]]
+                assert held[weight.input[1]].shape == (4,) and weight.attribute[0].i == 0
+        found = OrtSession.open(written, int8_kernels=False).run(FEED)["y"]
+        assert np.abs(found - exact).max() < 0.06 * np.abs(exact).max()
+    build(stem.with_suffix(".tensorrt.qdq.onnx"), [FEED], out=tmp_path / "again", duration_s=0,
+          targets=[TensorRT(dla=True)])  # fmt: skip
+    (again,) = (tmp_path / "again").glob("*.typed.onnx")
+    reads = {n.input[0] for n in onnx.load(again).graph.node if n.op_type == "QuantizeLinear"}
+    assert {name.removesuffix("/float") for name in reads} >= set(pairs)
+
+
+@pytest.mark.parametrize(
+    ("text", "attributes", "why"),
+    [
+        ("Softmax a -> y", {}, "Softmax is not run in int8 on DLA"),
+        ("MatMul a a -> y", {}, "DLA multiplies by constant matrices only"),
+        ("Reshape a shape -> r | Relu r -> y", {}, "DLA runs it on tensors [N, C, H, W] only"),
+        ("Concat a a -> y", {"y": {"axis": 2}}, "DLA concatenates channels only"),
+        ("Resize a _ _ sizes -> y", {"y": {"mode": "cubic"}}, "DLA has no cubic Resize"),
+        ("ConvTranspose a t -> y", {"y": {"pads": [1, 1, 0, 0]}},
+         "DLA runs a ConvTranspose without groups, dilations and pads only"),
+        ("Tanh a -> h | Mul h two -> y", {}, ""), ("Max a x -> y", {}, ""),
+        ("ConvTranspose a t -> y", {}, ""),
+    ],
+)  # fmt: skip
+def test_what_dla_cannot_run_stays_float(text, attributes, why, tmp_path):
+    model = net(f"Conv x w -> a | {text}", tmp_path, **attributes)
+    reasons, pairs = placed(model, TensorRT(dla=True).placement)
+    assert reasons["a"] == "" and reasons["y"] == why
+    assert {"x", "a"} <= set(pairs) and ("y" in pairs) == (why == "")
+
+
+@pytest.mark.parametrize(
+    ("options", "got"),
+    [
+        ({"precision": "fp8"}, "--precision fp8"), ({"form": "cache"}, "--engine-from cache"),
+        ({"rest": "bf16"}, "--rest bf16"), ({"calibrator": "minmax"}, "--calibrator"),
+        ({"float_behind_concat": True}, "--float-behind-concat"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_go_with_dla_are_refused(options, got):
+    with pytest.raises(ConfigError, match=f"got {got} with --dla; leave one of them out"):
+        TensorRT(dla=True, **options)
 
 
 FASHION = Path(__file__).parents[1] / "datasets" / "fashion"

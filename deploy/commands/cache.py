@@ -254,7 +254,9 @@ def to_qdq(
     f" {DEFAULT_TRT_VERSION}]",
 )
 @click.option(
-    "--dla", is_flag=True, help="Also infer the scales of tensors without a pair, which DLA needs."
+    "--dla",
+    is_flag=True,
+    help="Also infer the scales of tensors without a pair, which DLA needs (up to TensorRT 10.7).",
 )
 @click.option(
     "--no-guesses",

@@ -79,6 +79,7 @@ class Placement:
         glue: op types that pass int8 on.
         keeps_scale: op types whose output must have the input's scale.
         outputs: pairs after every int8 node (ONNX Runtime), else only on inputs (TensorRT).
+        everywhere: pairs on all inputs and outputs of every node that can run on the grid (DLA).
         bias: biases are int32 with a DequantizeLinear (ONNX Runtime), else float.
         gemms: a 2-D MatMul and the Add of its bias form one Gemm.
         checked: glue stays float if ONNX Runtime's integer kernel is missing or differs.
@@ -104,6 +105,7 @@ class Placement:
     keeps_scale: frozenset[str]
     outputs: bool
     bias: bool
+    everywhere: bool = False
     gemms: bool = False
     checked: bool = False
     weights: Grid = INT8
@@ -175,6 +177,19 @@ TENSORRT_FP8 = replace(
     least_channels={"Conv": 17, "Gemm": 16, "MatMul": 16},
     most_window=32,
     groups=False,
+)
+# DLA compiles a whole region as one node, which runs in int8 only if all its tensors have a scale:
+# ModelOpt 0.47 with --target_dla places pairs on all of them (NVIDIA/Model-Optimizer pull request
+# 1661). What DLA runs in int8, and that the tensors of a pool or Concat must have one scale: "DLA
+# Supported Layers and Restrictions" of TensorRT's developer guide.
+DLA = replace(
+    TENSORRT,
+    name="DLA",
+    everywhere=True,
+    glue=MOVES
+    | POOLS
+    | {"GlobalMaxPool", "Relu", "Clip", "LeakyRelu", "PRelu", "Sigmoid", "Tanh", "Abs"}
+    | {"Add", "Sub", "Mul", "Div", "Max", "Min", "Concat", "Resize", "BatchNormalization"},
 )
 TENSORRT_BY_GRID = {one.grid.name: one for one in (TENSORRT, TENSORRT_FP8)}
 # Layers that AMCT quantizes, and their grid; deploy.targets.ascend.layers has further conditions

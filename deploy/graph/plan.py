@@ -188,7 +188,8 @@ def analyse(
     why: dict[str, str] = {}
     for node in graph.nodes:
         why[node.name] = find_refusal(graph, node, placement, float_reasons, no_scale)
-    _drop_glue(graph, placement, why, no_scale)
+    if not placement.everywhere:
+        _drop_glue(graph, placement, why, no_scale)
     chosen = [n for n in graph.nodes if not why[n.name]]
     pairs = _pairs(graph, placement, chosen)
     int8_gates = tuple(gate for gate in found if not why[gate.name])
@@ -201,7 +202,9 @@ def analyse(
         gates=int8_gates,
         shifts=_shifts(known.graph, weights if placement.bias else (), int8_gates),
         gemms={name: add.name for name, add in gemms.items()},
-        numbers=tuple(n.name for n in chosen if has_constant_operand(graph, n)),
+        numbers=tuple(
+            n.name for n in chosen if placement.numbers and has_constant_operand(graph, n)
+        ),
         pads=tuple(n.name for n in chosen if n.op_type == "Pad"),
         weights=weights,
         owners=_owners(graph, placement, [p.tensor for p in pairs]),
@@ -357,6 +360,10 @@ def _passes_on(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool
 
 
 def _pairs(graph: Graph, placement: Placement, chosen: list[onnx.NodeProto]) -> tuple[QdqPair, ...]:
+    order = [*graph.inputs, *(o for n in graph.nodes for o in n.output)]
+    if placement.everywhere:
+        around = {n for node in chosen for n in (*graph.data_inputs(node), node.output[0])}
+        return tuple(QdqPair(name, None) for name in order if name in around)
     readers: dict[str, list[str]] = {}
     wanted = {name for node in chosen for name in graph.data_inputs(node)}
     for node in chosen:
@@ -376,9 +383,7 @@ def _pairs(graph: Graph, placement: Placement, chosen: list[onnx.NodeProto]) -> 
                 readers.setdefault(name, [])
     if not placement.outputs:
         add_concat_readers(graph, readers)
-    order = [*graph.inputs, *(o for n in graph.nodes for o in n.output)]
-    rank = {name: position for position, name in enumerate(order)}
-    names = sorted(readers, key=lambda name: rank[name])
+    names = [name for name in order if name in readers]
     return tuple(QdqPair(n, None if placement.outputs else tuple(readers[n])) for n in names)
 
 

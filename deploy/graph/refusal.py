@@ -15,6 +15,7 @@ import onnx
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import (
     GATE,
+    MOVES,
     Placement,
     averages_beyond_padding,
     has_constant_operand,
@@ -85,7 +86,10 @@ def find_refusal(
         thin = products < placement.thin and not _many_values(graph, node)
         if thin and not _pooled(graph, placement, node):
             return f"the first Conv has only {products} products a value, and is faster in float"
-    if has_constant_operand(graph, node) and not is_scalar_glue(graph, placement, node):
+    if placement.everywhere:
+        if reason := _dla_refusal(graph, node):
+            return reason
+    elif has_constant_operand(graph, node) and not is_scalar_glue(graph, placement, node):
         return "one of its operands is constant"
     if node.op_type == "Pad" and (reason := _pad_refusal(graph, node)):
         return reason
@@ -94,6 +98,7 @@ def find_refusal(
     if placement.checked and (reason := _kernel_refusal(node)):
         return f"{reason} on {placement.name}"
     tensors = [*graph.data_inputs(node), *([graph.tail(node)] if placement.outputs else [])]
+    tensors += node.output[:1] if placement.everywhere else ()
     for tensor in tensors:
         if not graph.is_float(tensor):
             return f"{tensor} is not float32"
@@ -103,6 +108,25 @@ def find_refusal(
         if placement.checked and tensor in graph.pushed:
             return f"{tensor} is moved and then read inside an If or Loop, {_FATAL}"
     return "" if graph.data_inputs(node) else "all its inputs are constant"
+
+
+def _dla_refusal(graph: Graph, node: onnx.NodeProto) -> str:
+    """Return why DLA does not run a node, whatever its sizes; "" if it may."""
+    given, read = attributes(node), graph.data_inputs(node)
+    if node.op_type == "MatMul" and len(read) > 1:
+        return "DLA multiplies by constant matrices only"
+    if node.op_type not in MOVES | {"Gemm", "MatMul"}:
+        ranks = {len(shape) for name in read if (shape := graph.shapes.get(name)) is not None}
+        if ranks - {4}:
+            return "DLA runs it on tensors [N, C, H, W] only"
+    if node.op_type == "Concat" and given.get("axis") not in (1, -3):
+        return "DLA concatenates channels only"
+    if node.op_type == "Resize" and resize_mode(node) == "cubic":
+        return "DLA has no cubic Resize"
+    spread = given.get("group", 1) != 1 or any(step != 1 for step in given.get("dilations", ()))
+    if node.op_type == "ConvTranspose" and (spread or any(given.get("pads", ()))):
+        return "DLA runs a ConvTranspose without groups, dilations and pads only"
+    return ""
 
 
 def _weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:

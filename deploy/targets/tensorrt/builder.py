@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from calibrators.errors import CalibrationError
 from calibrators.tensorrt import Callbacks
-from deploy.errors import BackendError, ConfigError
+from deploy.errors import BackendError, ConfigError, SdkMissingError
 from deploy.files import atomic, manifest
 from deploy.files.reading import read_bytes
 from deploy.targets.shape_ranges import Shape, ShapeRange
@@ -77,6 +77,7 @@ class BuilderSettings:
     timing_cache: Path | None = None  # timing cache file to write; it makes the next build faster
     known_timing: Path | None = None  # timing cache file to read; None to read `timing_cache`
     flags: tuple[str, ...] = ()  # of trtexec, see `ENGINE_FLAGS`
+    dla: bool = False  # run layers on DLA core 0, those that it cannot run on the GPU
     verbose: bool = False
 
 
@@ -182,6 +183,7 @@ def profiles_for(
     *,
     most_batch: int,
     span: ShapeRange | None = None,
+    fixed: bool = False,
 ) -> dict[str, InputShapeRange]:
     """Return a profile for each dynamic input.
 
@@ -189,22 +191,22 @@ def profiles_for(
     `most_batch`.
 
     `fed`: input shapes that the engine is tuned for. `span`: smallest and largest shapes of all
-    samples; None if all are as `fed`.
+    samples; None if all are as `fed`. `fixed`: accept the shapes of `fed` only, as DLA does.
     """
     profiles = {}
     for name, shape in shapes.items():
         opt = fed[name]
-        fixed = [isinstance(dim, int) and dim > 0 for dim in shape]
+        known = [isinstance(dim, int) and dim > 0 for dim in shape]
         if len(opt) != len(shape) or any(
-            f and dim != size for f, dim, size in zip(fixed, shape, opt, strict=True)
+            f and dim != size for f, dim, size in zip(known, shape, opt, strict=True)
         ):
             raise ConfigError(
                 f"data must fit the model's input, got {list(opt)} for {name!r} {list(shape)}"
             )
-        if all(fixed):
+        if all(known):
             continue
-        least, most = (opt, opt) if span is None else (span.least[name], span.most[name])
-        if not fixed[0]:
+        least, most = (opt, opt) if span is None or fixed else (span.least[name], span.most[name])
+        if not known[0] and not fixed:
             least, most = (1, *least[1:]), (max(most_batch, opt[0], most[0]), *most[1:])
         profiles[name] = InputShapeRange(least, opt, most)
     return profiles
@@ -260,6 +262,8 @@ def _create_config(
 ) -> trt.IBuilderConfig:
     config = builder.create_builder_config()
     _set_flags(config, settings)
+    if settings.dla:
+        _use_dla(builder, config)
     if settings.float_layers:
         _bind_to_float(config, network, settings)
     if settings.wide_layers:
@@ -298,6 +302,16 @@ def _set_flags(config: trt.IBuilderConfig, settings: BuilderSettings) -> None:
     if settings.workspace_mib is not None:
         pool = trt.MemoryPoolType.WORKSPACE
         config.set_memory_pool_limit(pool, settings.workspace_mib << 20)
+
+
+def _use_dla(builder: trt.Builder, config: trt.IBuilderConfig) -> None:
+    import tensorrt as trt
+
+    if not getattr(builder, "num_DLA_cores", 0):
+        raise SdkMissingError("an engine for DLA needs a DLA core, and this machine has none")
+    config.default_device_type = trt.DeviceType.DLA
+    config.DLA_core = 0
+    config.set_flag(trt.BuilderFlag.GPU_FALLBACK)
 
 
 # Flags of trtexec that the engine built here obeys, as sampleOptions.cpp and sampleEngines.cpp set

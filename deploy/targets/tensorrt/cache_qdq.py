@@ -145,10 +145,14 @@ def concat_scales(
 def concat_groups(
     model: onnx.ModelProto, plan: Plan, tensors: Collection[str]
 ) -> list[frozenset[str]]:
-    """Group `tensors` by the Concat they meet in; Concats with a common tensor form one group."""
+    """Group `tensors` by the Concat they meet in; Concats with a common tensor form one group.
+
+    For DLA a pool joins its input and output too: both must have the scale of the whole group.
+    """
+    joining = POOLS | {"Concat"} if plan.placement.everywhere else {"Concat"}
     groups: list[frozenset[str]] = []
     for node in model.graph.node:
-        if node.op_type != "Concat":
+        if node.op_type not in joining:
             continue
         group = frozenset(plan.owners.get(n, n) for n in [*node.input, *node.output])
         group &= frozenset(tensors)

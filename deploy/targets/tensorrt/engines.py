@@ -190,7 +190,9 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
         fp16=options.rest == FP16,
         bf16=options.rest == BF16,
         workspace_mib=options.workspace_mib,
-        profiles=profiles_for(shapes, fed, most_batch=options.max_batch, span=span),
+        profiles=profiles_for(
+            shapes, fed, most_batch=options.max_batch, span=span, fixed=options.dla
+        ),
         values=_values(first_sample(request)),
         plugins=options.plugins,
         flags=options.trtexec_flags,
@@ -328,9 +330,9 @@ def lower_for_tensorrt(model: onnx.ModelProto, version: str) -> tuple[onnx.Model
     )
 
 
-def typed_version(version: str, rest: str, *, fp8: bool = False) -> str:
-    """Return the first TensorRT version, from `version` on, with strongly typed `rest` networks."""
-    first = ParserRequirements(OPSETS.get(rest, 0)).first_reading(typed=True, fp8=fp8)
+def typed_version(version: str, rest: str, features: Iterable[str]) -> str:
+    """Return the first TensorRT version, from `version` on, with `rest` networks and `features`."""
+    first = ParserRequirements(OPSETS.get(rest, 0)).first_reading(*features)
     return version if first is None else max(version, first, key=version_label)
 
 
@@ -342,9 +344,8 @@ def lower_models(
     oldest = version if own is None else min(version, own, key=version_label)
     result, notes = {}, []
     for role, model in models.items():
-        fp8 = options.precision == FP8
-        strong = role == TYPED or fp8
-        reader = typed_version(oldest, options.rest, fp8=fp8) if strong else oldest
+        strong = role == TYPED or options.precision == FP8
+        reader = typed_version(oldest, options.rest, options.features) if strong else oldest
         result[role], note = lower_for_tensorrt(model, reader)
         notes.append(note)
     return result, tuple(dict.fromkeys(filter(None, notes)))
@@ -367,6 +368,10 @@ def build_quantized_engine(
             f"an engine in fp8 needs TensorRT 10.2 or newer, got {installed.version}; install one,"
             " or build with --precision int8"
         )
+    if options.dla and not features_of(installed.release).dla:
+        raise SdkMissingError(
+            f"a typed engine for DLA needs TensorRT 11.4.1 or newer, got {installed.version}"
+        )
     implicit = _is_implicit(options, installed, request)
     if not implicit and (options.form == "cache" or options.calibrator):
         raise ConfigError(
@@ -379,7 +384,7 @@ def build_quantized_engine(
     path = request.folder / f"{request.name}.engine"
     cache_bytes = trt_cache.dump(trt_cache.relabel(cache, version=installed.release))
     from_data = options.calibrator is not None
-    settings = replace(builder_settings(options, request), typed=typed)
+    settings = replace(builder_settings(options, request), typed=typed, dla=options.dla)
     if not typed and installed.calibrators:  # 11 takes every type from the model
         settings = replace(settings, wide_layers=wide)
     if implicit:  # in a Q/DQ model float nodes have no pair, so no binding is needed

@@ -1,7 +1,8 @@
 """Infer scales for tensors without a Q/DQ pair, as the calibration cache for DLA needs them.
 
-DLA runs a layer in int8 only if all of its inputs and outputs have a scale. A Q/DQ model has scales
-upstream of a Conv but not downstream of it; the others follow from the operators::
+DLA takes caches up to TensorRT 10.7, and runs a layer in int8 only if all of its inputs and outputs
+have a scale. A Q/DQ model has scales upstream of a Conv but not downstream of it; the others follow
+from the operators::
 
     pair on x   x -> Conv -> c -> Relu -> r   pair on r:  c as r (equal), Relu clips c anyway
     pair on s   c -> Add(s) -> a -> Relu -> r pair on r:  a as r (equal), c = a + s (bound)

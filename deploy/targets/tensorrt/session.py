@@ -236,6 +236,8 @@ class TensorrtSession:
         with cuda.current(), record_log() as log:
             load_plugins(plugins)
             runtime: trt.Runtime = start("Runtime", log, "start")
+            if getattr(runtime, "num_DLA_cores", 0):  # for an engine that runs on DLA
+                runtime.DLA_core = 0
             engine = runtime.deserialize_cuda_engine(data)
             if engine is None:
                 raise BackendError(

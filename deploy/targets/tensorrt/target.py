@@ -2,10 +2,11 @@
 
 Files that are written on any machine::
 
-    m.tensorrt.onnx      the cleaned float model          } together for 8.5 to 10.16 (and DLA):
-    m.tensorrt.cache     its calibration cache            } implicit quantization
+    m.tensorrt.onnx      the cleaned float model         } together for 8.5 to 10.16 (DLA: to 10.7):
+    m.tensorrt.cache     its calibration cache           } implicit quantization
     m.tensorrt.cache.json   the origin of the cache, for the C++ builder on a device
-    m.tensorrt.qdq.onnx  the symmetric Q/DQ model           for 8.5 to 11: explicit quantization
+    m.tensorrt.qdq.onnx  the symmetric Q/DQ model          for 8.5 to 11: explicit quantization
+    m.tensorrt.typed.onnx   the same, float16 elsewhere    for 10 and 11 (DLA: from 11.4.1, `--dla`)
     m.tensorrt.part.onnx the part of it that ONNX Runtime can run, if the model has plugins
 
 The Q/DQ model is made from the cache, so both have the same scales. An engine is built from the
@@ -48,6 +49,12 @@ if TYPE_CHECKING:
     from deploy.method import Method
     from deploy.targets.tensorrt.cache_match import CacheMatch
     from deploy.tensors import Session
+
+
+_DLA_NOTE = (
+    "the typed model is for DLA in TensorRT 11.4.1 or newer (JetPack 7.2.2 on Jetson AGX Orin): up"
+    " to 10.7 DLA takes the cache, and 10.8 to 11.4.0 have no DLA"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +244,7 @@ class TensorRT(TensorrtOptions):
             files[TYPED] = write_model(stem, ".typed.onnx", models[TYPED])
         if part is not None:
             files[PART] = write_model(stem, ".part.onnx", part)
-        notes = (*qdq_notes, *type_notes, *lowered)
+        notes = (*qdq_notes, *type_notes, *lowered, *((_DLA_NOTE,) if self.dla else ()))
         needs = {role: ParserRequirements.of(model) for role, model in models.items()}
         commands = add_machine_flags(
             trtexec_commands(
@@ -246,7 +253,7 @@ class TensorRT(TensorrtOptions):
                 needs,
                 version,
                 rest=self.rest,
-                precision=self.precision,
+                features=self.features,
                 wide=wide,
                 max_batch=self.max_batch,
             ),
@@ -298,7 +305,7 @@ class TensorRT(TensorrtOptions):
         """Return the role of the model to evaluate: the one TensorRT runs, if a CPU can run it."""
         from deploy.targets.tensorrt.trtexec import features_of
 
-        strong = self.precision == FP8 or features_of(version).typed
+        strong = self.precision == FP8 or self.dla or features_of(version).typed
         typed = self.rest == FP16 and TYPED in models and strong
         return TYPED if typed else QDQ  # ONNX Runtime has no bfloat16 convolutions
 

@@ -27,6 +27,7 @@ _OWN_FLAGS = (
     *("--onnx", "--saveEngine", "--int8", "--fp16", "--bf16", "--fp8", "--best", "--calib"),
     *("--stronglyTyped", "--shapes", "--minShapes", "--optShapes", "--maxShapes", "--device"),
     *("--layerPrecisions", "--layerOutputTypes", "--precisionConstraints", "--plugins"),
+    *("--useDLACore", "--allowGPUFallback"),
 )
 
 
@@ -47,6 +48,8 @@ class TensorrtOptions:
             with the same samples, in batches of `max_batch`; None to use calib8's ranges.
         float_behind_concat: keep the readers of a Concat of float tensors in float.
         pair_behind_deconv: put a pair also between a ConvTranspose and its activation.
+        dla: quantize every tensor around the layers that DLA can run, and build for DLA core 0 with
+            the GPU as fallback.
         baselines: float engines to build for the comparison of speed: "fp32,fp16", one of them, or
             "none".
         device: index of the GPU to build and run on.
@@ -95,6 +98,12 @@ class TensorrtOptions:
         " not fuse the two in int8.",
         places=True,
     )
+    dla: bool = option(
+        False,
+        help="Build for DLA (TensorRT 11.4.1 or newer; up to 10.7 with the cache): every tensor of"
+        " its layers gets a Q/DQ pair.",
+        places=True,
+    )
     baselines: str = option(
         ALL_BASELINES,
         choices=(ALL_BASELINES, FP32, FP16, NO_BASELINES),
@@ -134,6 +143,20 @@ class TensorrtOptions:
                 raise ConfigError(
                     f"a flag of trtexec is a further one, --name=value, got {flag!r}, which {what}"
                 )
+        not_for_dla = {
+            f"--precision {self.precision}": self.precision != INT8,
+            f"--rest {self.rest}": self.rest != FP16,
+            f"--engine-from {self.form}": self.form == "cache",
+            "--calibrator": self.calibrator is not None,
+            "--float-behind-concat": self.float_behind_concat,
+            "--pair-behind-deconv": self.pair_behind_deconv,
+        }
+        refused = next((flag for flag, given in not_for_dla.items() if given), None)
+        if self.dla and refused is not None:
+            raise ConfigError(
+                "a model for DLA has int8 pairs on all tensors and float16 elsewhere, got"
+                f" {refused} with --dla; leave one of them out"
+            )
         if self.calibrator is not None and self.form == "qdq":
             raise ConfigError(
                 f"an engine from the Q/DQ model takes its scales from the model, got calibrator"
@@ -157,10 +180,21 @@ class TensorrtOptions:
             )
 
     @property
+    def features(self) -> tuple[str, ...]:
+        """Fields of `TensorrtFeatures` that the typed model needs."""
+        return (
+            "typed",
+            *(["fp8"] if self.precision == FP8 else []),
+            *(["dla"] if self.dla else []),
+        )
+
+    @property
     def placement(self) -> Placement:
         """Placement of the Q/DQ pairs under these options."""
-        from deploy.graph.placement import TENSORRT_BY_GRID
+        from deploy.graph.placement import DLA, TENSORRT_BY_GRID
 
+        if self.dla:
+            return DLA
         parted = frozenset({"ConvTranspose"}) if self.pair_behind_deconv else frozenset()
         return replace(
             TENSORRT_BY_GRID[self.precision],

@@ -27,10 +27,8 @@ from deploy.targets.tensorrt.trt_options import (
     BF16,
     CACHE,
     FLOAT,
-    FP8,
     FP16,
     FP32,
-    INT8,
     QDQ,
     TYPED,
 )
@@ -45,6 +43,7 @@ class TensorrtFeatures:
     calibrators: bool  # whether it has int8 calibrators and reads their caches
     typed: bool
     fp8: bool = False  # whether strongly typed networks can have FP8 convolutions
+    dla: bool = False  # whether strongly typed networks run on DLA
 
 
 FEATURES = (
@@ -54,7 +53,8 @@ FEATURES = (
     TensorrtFeatures("10.2.0", 20, calibrators=True, typed=True, fp8=True),
     TensorrtFeatures("10.15.0", 24, calibrators=True, typed=True, fp8=True),
     TensorrtFeatures("11.0.0", 24, calibrators=False, typed=True, fp8=True),
-    TensorrtFeatures("11.5.0", 25, calibrators=False, typed=True, fp8=True),
+    TensorrtFeatures("11.4.1", 24, calibrators=False, typed=True, fp8=True, dla=True),
+    TensorrtFeatures("11.5.0", 25, calibrators=False, typed=True, fp8=True, dla=True),
 )
 # Version -> operators that its parser reads and older ones do not. No list was available between
 # 10.1 and 10.15, so operators that 10.1 does not read count as unsupported until 10.15.
@@ -121,19 +121,27 @@ class ParserRequirements:
         missing = sorted(self.operators & unsupported_operators(version))
         return f"it does not read {', '.join(missing)}" if missing else ""
 
-    def first_reading(self, *, typed: bool = False, fp8: bool = False) -> str | None:
-        """Return the first version that reads the model and has these features, or None."""
+    def first_reading(self, *features: str) -> str | None:
+        """Return the first version that reads the model and has these features, or None.
+
+        `features`: boolean fields of `TensorrtFeatures`.
+        """
         listed: Collection[str] = {*(one.since for one in FEATURES), *_NEW_OPERATORS}
         candidates = (
             version
             for version in sorted(listed, key=version_label)
-            if (features_of(version).typed or not typed) and (features_of(version).fp8 or not fp8)
+            if all(getattr(features_of(version), name) for name in features)
         )
         return next((version for version in candidates if not self.unmet(version)), None)
 
 
 _TYPED_ONLY = "11.0.0"  # first version whose trtexec has no precision flags
-_FP8_GPU = "on a GPU of Ada, Hopper or later, "
+_WHERE = {
+    "fp8": "on a GPU of Ada, Hopper or later, ",
+    "dla": "on a Jetson AGX Orin (JetPack 7.2.2 or newer) ",
+}
+_DLA_FLAGS = ("--useDLACore=0", "--allowGPUFallback")
+_NO_DLA = "10.8.0"  # first version whose DLA takes no cache: there is none again until 11.4.1
 _OLDEST = {FP16: "8.5.0", FP32: "8.5.0", BF16: "9.0.0"}  # first supported version with the type
 
 
@@ -159,7 +167,7 @@ def trtexec_commands(
     version: str,
     *,
     rest: str = FP16,
-    precision: str = INT8,
+    features: Collection[str] = ("typed",),
     wide: Collection[str] = (),
     max_batch: int = 1,
 ) -> tuple[TrtexecCommand, ...]:
@@ -167,14 +175,19 @@ def trtexec_commands(
 
     `files`: role -> path. `needs`: role of a model -> what its parser must support. `version`:
     TensorRT that the cache is for, "X.Y.Z". `rest`: type of the layers that are not quantized.
-    `wide`: nodes that must run in float32 if TensorRT chooses the types.
+    `features`: fields of `TensorrtFeatures` that the typed model needs; with "dla" it runs on DLA
+    core 0, as does the float model with the cache up to 10.7. `wide`: nodes that must run in
+    float32 if TensorRT chooses the types.
     """
-    commands = _strongly_typed(files, needs, precision)
-    if precision != FP8 and features_of(version).calibrators:
-        weak = _weakly_typed(files, needs[QDQ], rest, wide)
+    commands, dla = _strongly_typed(files, needs, features), "dla" in features
+    implicit = version_label(version) < version_label(_NO_DLA)
+    if not dla:
+        implicit = "fp8" not in features and features_of(version).calibrators
+    if implicit:
+        weak = () if dla else _weakly_typed(files, needs[QDQ], rest, wide)
         own = _implicit(request, files, needs[FLOAT], version, rest, wide)
         commands = (own, *weak, *commands)
-    shapes = _shape_flags(request, max_batch)
+    shapes = [*(_DLA_FLAGS if dla else ()), *_shape_flags(request, max_batch, dla=dla)]
     save = f"--saveEngine={request.name}.engine"
     return tuple(
         replace(way, words=(*way.words, *shapes, save)) if way.words else way for way in commands
@@ -249,18 +262,21 @@ def _weakly_typed(
 
 
 def _strongly_typed(
-    files: Mapping[str, Path], needs: Mapping[str, ParserRequirements], precision: str
+    files: Mapping[str, Path],
+    needs: Mapping[str, ParserRequirements],
+    features: Collection[str],
 ) -> tuple[TrtexecCommand, ...]:
     """Build in the types of the model."""
-    role, fp8 = TYPED if TYPED in files else QDQ, precision == FP8
-    path, where = files[role], _FP8_GPU if fp8 else ""
-    since = needs[role].first_reading(typed=True, fp8=fp8)
+    role = TYPED if TYPED in files else QDQ
+    path, where = files[role], "".join(_WHERE.get(name, "") for name in features)
+    since = needs[role].first_reading(*features)
     if since is None:
         opset = needs[role].opset
         why = f"no TensorRT reads opset {opset} of {path.name}: export with an older one"
         return (TrtexecCommand("typed", why),)
-    _, minor, _ = max(since, _TYPED_ONLY, key=version_label).split(".")
-    newest = "TensorRT 11" if minor == "0" else f"TensorRT 11 from 11.{minor} on"
+    first = max(since, _TYPED_ONLY, key=version_label)
+    on = f" from {first.removesuffix('.0')} on" if first != _TYPED_ONLY else ""
+    newest = f"TensorRT 11{on}"
     last = TrtexecCommand("11", f"{where}with {newest}", _command(path, []))
     if version_label(since) >= version_label(_TYPED_ONLY):
         return (last,)
@@ -314,13 +330,13 @@ def _join_types(types: Mapping[str, str]) -> str:
     return ",".join(f"{name}:{kind}" for name, kind in types.items())
 
 
-def _shape_flags(request: BuildRequest, max_batch: int) -> list[str]:
+def _shape_flags(request: BuildRequest, max_batch: int, *, dla: bool) -> list[str]:
     """Return the shapes of dynamic inputs: min, opt and max, or `--shapes` if they are the same."""
     shapes = {value.name: dims(value) or () for value in runtime_inputs(request.model.graph)}
     if all(isinstance(size, int) for shape in shapes.values() for size in shape):
         return []
     span = sample_shape_range(request)
-    profiles = profiles_for(shapes, span.usual, most_batch=max_batch, span=span)
+    profiles = profiles_for(shapes, span.usual, most_batch=max_batch, span=span, fixed=dla)
     sides = {
         "min": {name: profile.least for name, profile in profiles.items()},
         "opt": {name: profile.best for name, profile in profiles.items()},
