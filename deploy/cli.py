@@ -56,10 +56,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "deploy.commands.diagnose:report",
         "Compare builds, or print the report of one again.",
     ),
-    "verify": (
-        "deploy.commands.diagnose:verify",
-        "Check that a build is complete and unchanged.",
-    ),
+    "verify": ("deploy.commands.diagnose:verify", "Check that a build is complete and unchanged."),
     "inspect": (
         "deploy.commands.diagnose:inspect",
         "Which layers of a model would be quantized, and why not others; contents of a cache.",

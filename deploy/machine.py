@@ -16,10 +16,7 @@ from deploy.version import __version__
 INT8_FLAGS = ("avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
 
 # Files with a container's memory limit, in cgroup versions 2 and 1.
-_MEMORY_LIMITS = (
-    "/sys/fs/cgroup/memory.max",
-    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-)
+_MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 _PACKAGES = ("numpy", "onnx", "onnxruntime", "opencv-python-headless")
 

@@ -413,11 +413,7 @@ def _unshared_notes(first: ModelProto, second: ModelProto) -> Iterator[str]:
 
 
 def _compare_taps(
-    first: ModelProto,
-    second: ModelProto,
-    pairs: Mapping[str, str],
-    feed: Feed,
-    threads: int | None,
+    first: ModelProto, second: ModelProto, pairs: Mapping[str, str], feed: Feed, threads: int | None
 ) -> Figures:
     """Compare all tensors in one pass, with those of one sample in memory at a time."""
     left = OrtSession.open(copy_with_outputs(first, pairs), threads=threads)

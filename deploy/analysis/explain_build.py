@@ -16,12 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto
 
-from deploy.analysis.build_reader import (
-    by_sqnr,
-    path_in_build,
-    path_near_report,
-    read_explanation,
-)
+from deploy.analysis.build_reader import by_sqnr, path_in_build, path_near_report, read_explanation
 from deploy.analysis.explanation import (
     ChannelLoss,
     Explanation,

@@ -14,12 +14,7 @@ from deploy.tuning.plan_file import CONSEQUENCE, NOISE, RULE, TIME
 SCHEMA = "calib8-explanation/1"
 FEW = 10  # rows of a table unless all are asked for
 _NAMES = 3  # nodes listed for one reason
-_KINDS = {
-    NOISE: "  by noise",
-    TIME: "  by time",
-    CONSEQUENCE: "  in between",
-    RULE: "  by rule",
-}
+_KINDS = {NOISE: "  by noise", TIME: "  by time", CONSEQUENCE: "  in between", RULE: "  by rule"}
 _ALL = "--all shows them"
 
 

@@ -175,9 +175,7 @@ def check(path: Path, model: Path | None) -> None:
     help="Images of one of AMCT's batches, by which HFMG, DMQ and batch_num go.",
 )
 @base.measuring_option(
-    "--eval-images",
-    type=base.IMAGE_SOURCE,
-    help="Images to judge on; a list may hold labels.",
+    "--eval-images", type=base.IMAGE_SOURCE, help="Images to judge on; a list may hold labels."
 )
 @base.measuring_option(
     "--max-loss",
@@ -276,11 +274,7 @@ def auto(
 )
 @where_options
 def deploy_scales(
-    model: Path,
-    record: Path | None,
-    cache: Path | None,
-    ascend_config: Path | None,
-    **where: Any,
+    model: Path, record: Path | None, cache: Path | None, ascend_config: Path | None, **where: Any
 ) -> Report:
     """Write deploy and fake-quant models of MODEL by the scales of RECORD (AMCT's save_model).
 

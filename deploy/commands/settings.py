@@ -222,13 +222,7 @@ def tuning_options(command: Command) -> Command:
                 f"--plan is obeyed and nothing is searched, got --effort {effort} too; leave one"
                 " of them away"
             )
-        search = Tuning(
-            effort=effort,
-            plan=plan,
-            max_loss=max_loss,
-            prefer=prefer,
-            cpu=cpu,
-        )
+        search = Tuning(effort=effort, plan=plan, max_loss=max_loss, prefer=prefer, cpu=cpu)
         gates = Gates(max_loss=max_loss, min_speedup=min_speedup, accept=accept)
         command(tuning=SearchArguments(search=search, gates=gates), **words)
 

@@ -25,13 +25,7 @@ from typing import IO, Any
 import numpy as np
 
 from deploy.errors import FeedError, first_line
-from deploy.feed.arrays import (
-    ArraySource,
-    Item,
-    arrays_by_input,
-    conversion_notes,
-    count_samples,
-)
+from deploy.feed.arrays import ArraySource, Item, arrays_by_input, conversion_notes, count_samples
 from deploy.feed.file_list import ImageFile
 from deploy.feed.images import printable_name
 from deploy.feed.preprocess import describe

@@ -16,10 +16,7 @@ from deploy.terminal import phase
 __all__ = ["FRONTENDS", "LoadedModel", "Loader", "is_quantized", "load", "load_float_or_qdq"]
 
 # Kind of source -> loader. A kind is a file's suffix; "file.py:factory" is of kind ".py".
-FRONTENDS: dict[str, Loader] = {
-    ".onnx": load_onnx,
-    ".py": load_torch,
-}
+FRONTENDS: dict[str, Loader] = {".onnx": load_onnx, ".py": load_torch}
 
 
 @phase("model")

@@ -282,11 +282,7 @@ def _rename(
 
 
 def _affine(
-    node: onnx.NodeProto,
-    weights: dict[str, onnx.TensorProto],
-    channels: int,
-    axis: int,
-    rank: int,
+    node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], channels: int, axis: int, rank: int
 ) -> Affine | None:
     """Return scale and shift per channel of a tensor of `rank` with channels on `axis`."""
     if node.op_type == NORM:

@@ -215,10 +215,7 @@ def _copy_named(tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
 
 
 def _reduce_to(
-    model: onnx.ModelProto,
-    nodes: Sequence[onnx.NodeProto],
-    wanted: Iterable[str],
-    index: Graph,
+    model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], wanted: Iterable[str], index: Graph
 ) -> None:
     """Reduce a model to `nodes`; add those of `wanted` that they produce to the outputs."""
     graph = model.graph

@@ -252,11 +252,7 @@ def _kept_ratio(
 
 
 def _spread(
-    node: onnx.NodeProto,
-    at: int,
-    axes: list[int],
-    default: str | NDArray[Any],
-    places: OpsetScope,
+    node: onnx.NodeProto, at: int, axes: list[int], default: str | NDArray[Any], places: OpsetScope
 ) -> list[onnx.NodeProto]:
     """Make an input of some axes one of all axes; return the nodes that do it.
 

@@ -11,12 +11,7 @@ import numpy as np
 
 from deploy.errors import ConfigError, FeedError
 from deploy.graph.index import strip_padded_channels
-from deploy.metrics.output_errors import (
-    InputChanges,
-    OutputAccuracy,
-    RunningError,
-    output_json,
-)
+from deploy.metrics.output_errors import InputChanges, OutputAccuracy, RunningError, output_json
 from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy, plain_json
 from deploy.metrics.precision import GroundTruth, MeanPrecision
 from deploy.metrics.rows import Top1, batch_length

@@ -28,20 +28,8 @@ from deploy.metrics.output_errors import (
 )
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.metrics.rows import Outputs, batch_length, split_batch
-from deploy.metrics.slices import (
-    SAMPLES,
-    OutputSlice,
-    find_gate,
-    split_output,
-    weight_by_scores,
-)
-from deploy.metrics.tasks import (
-    EvaluationTask,
-    FirstSamples,
-    Metric,
-    TaskFigure,
-    recognise_task,
-)
+from deploy.metrics.slices import SAMPLES, OutputSlice, find_gate, split_output, weight_by_scores
+from deploy.metrics.tasks import EvaluationTask, FirstSamples, Metric, TaskFigure, recognise_task
 from deploy.metrics.tasks.boxes import BoxDetection
 from deploy.metrics.tasks.classes import Classes
 from deploy.metrics.tasks.evaluation_task import Example, TaskTally, find_states

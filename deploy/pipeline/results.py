@@ -325,11 +325,7 @@ def _of_search(plan: PlannedTarget | None) -> Iterator[str]:
     if plan.note:
         yield plan.note
     own = plan.plan
-    for words, why in (
-        (_UNUSABLE, own.unusable),
-        (_DOUBTFUL, own.doubtful),
-        (_FAILED, own.failed),
-    ):
+    for words, why in ((_UNUSABLE, own.unusable), (_DOUBTFUL, own.doubtful), (_FAILED, own.failed)):
         if why:
             yield words.format(why)
 

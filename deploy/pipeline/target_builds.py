@@ -60,12 +60,7 @@ def search_targets(
             with phase(target.name):
                 own = wish.for_target(target)
                 found[target.name] = plan_target(
-                    target,
-                    request,
-                    own,
-                    known,
-                    method_asked=method_asked,
-                    repairs=repairs(target),
+                    target, request, own, known, method_asked=method_asked, repairs=repairs(target)
                 )
         except (MemoryError, OSError):
             raise

@@ -144,9 +144,7 @@ def pictures_part(views: Iterable[Preview], how: Preprocess | None) -> PicturesP
 
 
 def box_rows(
-    examples: Sequence[Example],
-    looks: Mapping[int, tuple[str, Array]],
-    names: Mapping[int, str],
+    examples: Sequence[Example], looks: Mapping[int, tuple[str, Array]], names: Mapping[int, str]
 ) -> tuple[BoxRow, ...]:
     """Return rows of the box examples whose picture is available.
 

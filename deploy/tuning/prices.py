@@ -400,10 +400,7 @@ def cheapest_float_units(
 
 
 def count_prices(
-    model: onnx.ModelProto,
-    units: Units,
-    sample: Mapping[str, Array],
-    cpu: CpuKernels | None = None,
+    model: onnx.ModelProto, units: Units, sample: Mapping[str, Array], cpu: CpuKernels | None = None
 ) -> Prices:
     """Return prices in products; one inference gives the size of each tensor.
 

@@ -536,11 +536,7 @@ class Search:
             if trial.in_float == in_float and trial.choices == choices:
                 return trial
         trial = Trial(
-            what=what,
-            in_float=in_float,
-            choices=choices,
-            noise=noise,
-            time=self.time_of(in_float),
+            what=what, in_float=in_float, choices=choices, noise=noise, time=self.time_of(in_float)
         )
         self.trials.append(trial)
         return trial

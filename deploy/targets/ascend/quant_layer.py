@@ -10,12 +10,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from calibrators.amct.arq import (
-    arq_integers,
-    ascend_range,
-    ascend_s19,
-    channels_first,
-)
+from calibrators.amct.arq import arq_integers, ascend_range, ascend_s19, channels_first
 from deploy.errors import ExportError
 from deploy.graph.index import Graph
 from deploy.targets.ascend.layers import Layer, LayerGraph

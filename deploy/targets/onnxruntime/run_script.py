@@ -41,10 +41,7 @@ _PROGRAM = (resources.files(__package__) / "run_script.txt").read_text("utf-8")
 
 
 def run_program(
-    engine: str,
-    inputs: Sequence[TensorSpec],
-    how: Preprocess | None,
-    classes: Mapping[int, str],
+    engine: str, inputs: Sequence[TensorSpec], how: Preprocess | None, classes: Mapping[int, str]
 ) -> str | None:
     """Return the text of a program; None where the inputs are not one picture of a fixed size.
 

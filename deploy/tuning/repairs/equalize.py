@@ -102,10 +102,7 @@ def _equalized(
     graph, one = Graph(model), np.ones(1)
     arrays, biases = {}, []
     for layer in find_weighted_layers(model):
-        out, into = (
-            factors.get(layer.name, one),
-            factors.get(previous.get(layer.name, ""), one),
-        )
+        out, into = (factors.get(layer.name, one), factors.get(previous.get(layer.name, ""), one))
         if out is one and into is one:
             continue
         arrays[layer.weight] = layer.scaled(outputs=1 / out, inputs=into)
