@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from deploy.targets.ascend.config_keys import ACTIVATION, GLOBAL, LAYER, WEIGHT
-from deploy.targets.ascend.proto import MESSAGES
+from deploy.targets.ascend.proto import message_class
 from tests.vendor_models import save_net
 
 BLOCKS = {"ARQuantize": "arq_quantize", "ADAquantize": "ada_quantize"}
@@ -196,7 +196,11 @@ def test_a_wrong_value_of_the_simplified_form_is_told_before_any_pass(key, built
 
 
 def test_every_key_of_both_forms_has_its_test():
-    keys = {f"{name}.{field.name}" for name in CONFIGS for field in MESSAGES[name]}
+    keys = {
+        f"{name}.{field.name}"
+        for name in CONFIGS
+        for field in message_class(name).DESCRIPTOR.fields
+    }
     assert keys == set(REFUSED)
     assert {key for key in keys if key.partition(".")[0] not in INNER} == set(OBEYED)
     layer = {f"a.{key}" for key in ACTIVATION} | {f"w.{key}" for key in WEIGHT} | set(LAYER)
