@@ -32,69 +32,31 @@ _ENDING = frozenset((signal.SIGINT, signal.SIGTERM))
 _GRACE_S = 2.0  # so that inferences in progress can end, and their samples be counted
 _ORT = "deploy.runtimes.ort"  # imported only by commands that need it
 
-# name: (module:attribute, one line for `calib8 --help`)
-COMMANDS: dict[str, tuple[str, str]] = {
-    "build": (
-        "deploy.commands.build:build",
-        "Calibrate (or reuse a calibration), build int8, measure, report.",
-    ),
-    "calibrate": (
-        "deploy.commands.calibrate:calibrate",
-        "Calibrate only, and write the calibration cache.",
-    ),
-    "merge": ("deploy.commands.calibrate:merge", "Merge the shards of a calibration."),
-    "bench": ("deploy.commands.bench:bench", "Latency of one or two models, side by side."),
-    "compare": (
-        "deploy.commands.diagnose:compare",
-        "Find the tensors where two models, or two runtimes, differ.",
-    ),
-    "explain": (
-        "deploy.commands.diagnose:explain",
-        "Which layers of a build lose accuracy, why, and what was tried.",
-    ),
-    "report": (
-        "deploy.commands.diagnose:report",
-        "Compare builds, or print the report of one again.",
-    ),
-    "verify": ("deploy.commands.diagnose:verify", "Check that a build is complete and unchanged."),
-    "inspect": (
-        "deploy.commands.diagnose:inspect",
+# (module:name, one line for `calib8 --help`)
+_COMMANDS = (
+    ("build:build", "Calibrate (or reuse a calibration), build int8, measure, report."),
+    ("calibrate:calibrate", "Calibrate only, and write the calibration cache."),
+    ("calibrate:merge", "Merge the shards of a calibration."),
+    ("bench:bench", "Latency of one or two models, side by side."),
+    ("diagnose:compare", "Find the tensors where two models, or two runtimes, differ."),
+    ("diagnose:explain", "Which layers of a build lose accuracy, why, and what was tried."),
+    ("diagnose:report", "Compare builds, or print the report of one again."),
+    ("diagnose:verify", "Check that a build is complete and unchanged."),
+    (
+        "diagnose:inspect",
         "Which layers of a model would be quantized, and why not others; contents of a cache.",
     ),
-    "doctor": ("deploy.commands.diagnose:doctor", "What is installed here, and what is missing."),
-    "trace": (
-        "deploy.commands.torch_graph:trace",
-        "Print the graph of a PyTorch model, as table or code.",
-    ),
-    "profile": (
-        "deploy.commands.torch_graph:profile",
-        "Measure time, FLOPs and parameters of a PyTorch model, node by node.",
-    ),
-    "fuse": (
-        "deploy.commands.torch_graph:fuse",
-        "Fold BatchNorm and fuse ReLU in a PyTorch model.",
-    ),
-    "ascend": (
-        "deploy.commands.ascend:ascend",
-        "Create, check and search Ascend's configurations and records.",
-    ),
-    "qat": (
-        "deploy.commands.torch_export:qat",
-        "Train a PyTorch model for int8, and export it with Q/DQ.",
-    ),
-    "export": (
-        "deploy.commands.torch_export:export",
-        "Export a PyTorch model to ONNX, float or Q/DQ.",
-    ),
-    "quantize": (
-        "deploy.commands.quantize:quantize",
-        "Quantize values to integers: scale, zero point, int_repr and error.",
-    ),
-    "cache": (
-        "deploy.commands.cache:cache",
-        "Show, check and convert TensorRT calibration caches.",
-    ),
-}
+    ("diagnose:doctor", "What is installed here, and what is missing."),
+    ("torch_graph:trace", "Print the graph of a PyTorch model, as table or code."),
+    ("torch_graph:profile", "Measure time, FLOPs and parameters of a PyTorch model, node by node."),
+    ("torch_graph:fuse", "Fold BatchNorm and fuse ReLU in a PyTorch model."),
+    ("ascend:ascend", "Create, check and search Ascend's configurations and records."),
+    ("torch_export:qat", "Train a PyTorch model for int8, and export it with Q/DQ."),
+    ("torch_export:export", "Export a PyTorch model to ONNX, float or Q/DQ."),
+    ("quantize:quantize", "Quantize values to integers: scale, zero point, int_repr and error."),
+    ("cache:cache", "Show, check and convert TensorRT calibration caches."),
+)
+COMMANDS = {at.partition(":")[2]: (f"deploy.commands.{at}", line) for at, line in _COMMANDS}
 
 
 @contextmanager
