@@ -26,7 +26,7 @@ Source: ONNX operator DequantizeLinear-21.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -60,9 +60,14 @@ from deploy.graph.index import (
     attributes,
     find_read_tensors,
     opset_of,
-    subgraphs,
 )
-from deploy.graph.opset_forms import CannotLower, OpsetScope, changed_forms, complete_resize
+from deploy.graph.opset_forms import (
+    CannotLower,
+    OpsetScope,
+    changed_forms,
+    complete_resize,
+    rewrite_nodes,
+)
 
 TARGET_OPSET = 13
 _TRAINED = ("BatchNormalization", "Dropout")  # outputs from the second on count in training alone
@@ -137,7 +142,7 @@ def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
         return made
 
     for part in parts:
-        _rewrite(part.graph, OpsetScope(opset_of(part), opset, taken), lifted)
+        rewrite_nodes(part.graph, OpsetScope(opset_of(part), opset, taken), lifted)
         set_opset(part, opset)
 
 
@@ -160,23 +165,8 @@ def complete_resizes(model: onnx.ModelProto) -> str | None:
 
     if any(node.op_type == "Resize" for node in all_nodes(model.graph)):
         taken = {name for body in all_graphs(model.graph) for name in tensor_names(body)}
-        _rewrite(model.graph, OpsetScope(opset_of(model), opset_of(model), taken), completed)
+        rewrite_nodes(model.graph, OpsetScope(opset_of(model), opset_of(model), taken), completed)
     return f"Wrote {len(done)} Resize of some axes over all axes." if done else None
-
-
-def _rewrite(
-    graph: onnx.GraphProto,
-    around: OpsetScope,
-    form: Callable[[onnx.NodeProto, OpsetScope], list[onnx.NodeProto]],
-) -> None:
-    """Replace each node of a graph and of its subgraphs by the nodes that `form` returns."""
-    places = around.inside(graph)
-    nodes: list[onnx.NodeProto] = []
-    for node in graph.node:
-        for body in subgraphs(node):
-            _rewrite(body, places, form)
-        nodes += form(node, places)
-    replace_nodes(graph, nodes)
 
 
 _FLOAT, _HALF = 1, 10  # onnx.TensorProto

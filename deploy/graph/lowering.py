@@ -40,13 +40,14 @@ from deploy.graph.edit import (
     replace_nodes,
     set_opset,
 )
-from deploy.graph.index import all_nodes, attributes, opset_of, subgraphs
+from deploy.graph.index import all_nodes, attributes, opset_of
 from deploy.graph.opset_forms import (
     DOWNGRADES,
     CannotLower,
     OpsetScope,
     drop_new_attributes,
     make_constant_node,
+    rewrite_nodes,
 )
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def decompose_node(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodePr
     """Decompose a node into operators that every opset from 13 on has.
 
     Raises:
-        Cannot: no decomposition of the operator, or of this use of it, is known.
+        CannotLower: no decomposition of the operator, or of this use of it, is known.
     """
     if node.op_type not in _WRITERS:
         raise CannotLower("no other operators are known that compute it")
@@ -271,7 +272,7 @@ def lower_opset(
         )
     made = infer_types(_write_functions(model, target, without), data_prop=True)
     work = _Lowering(without)
-    work.graph(made.graph, OpsetScope(own, target))
+    rewrite_nodes(made.graph, OpsetScope(own, target), work.node)
     del made.graph.value_info[:]
     set_opset(made, target)
     made.ir_version = min(made.ir_version, _ir_version(made))
@@ -308,23 +309,14 @@ def _write_functions(
 
 
 class _Lowering:
-    """Lowers the graphs of one model and counts the changed nodes by operator."""
+    """Lowers the nodes of one model and counts the changed ones by operator."""
 
     def __init__(self, without: Collection[str]) -> None:
         self.without = without
         self.rewritten: Counter[str] = Counter()
 
-    def graph(self, graph: onnx.GraphProto, around: OpsetScope) -> None:
-        """Lower the nodes of a graph and of its subgraphs."""
-        places = around.inside(graph)
-        nodes: list[onnx.NodeProto] = []
-        for node in graph.node:
-            for body in subgraphs(node):
-                self.graph(body, places)
-            nodes += self._node(node, places)
-        replace_nodes(graph, nodes)
-
-    def _node(self, node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
+    def node(self, node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
+        """Return the nodes of a node's older form."""
         if not is_standard(node):
             return [node]
         try:

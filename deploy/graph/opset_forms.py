@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.graph.edit import unique_name
-from deploy.graph.index import attributes, constant_nodes, dims
+from deploy.graph.edit import replace_nodes, unique_name
+from deploy.graph.index import attributes, constant_nodes, dims, subgraphs
 
 if TYPE_CHECKING:
     import onnx
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _FLOAT = 1  # onnx.TensorProto
 _REDUCED = ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
+
+
+Form = Callable[["onnx.NodeProto", "OpsetScope"], list["onnx.NodeProto"]]  # may change the node
 
 
 class CannotLower(Exception):
@@ -80,7 +83,7 @@ class OpsetScope:
         """Return the values of a constant.
 
         Raises:
-            Cannot: the tensor is not constant.
+            CannotLower: the tensor is not constant.
         """
         from onnx import numpy_helper
 
@@ -92,7 +95,7 @@ class OpsetScope:
         """Return the element type of a tensor.
 
         Raises:
-            Cannot: the type is unknown.
+            CannotLower: the type is unknown.
         """
         known = self.dtypes.get(name, 0)
         if not known:
@@ -103,7 +106,7 @@ class OpsetScope:
         """Return the sizes of a tensor.
 
         Raises:
-            Cannot: the rank is unknown.
+            CannotLower: the rank is unknown.
         """
         known = self.shapes.get(name)
         if known is None:
@@ -111,11 +114,22 @@ class OpsetScope:
         return known
 
 
+def rewrite_nodes(graph: onnx.GraphProto, around: OpsetScope, form: Form) -> None:
+    """Replace each node of a graph and of its subgraphs by the nodes that `form` returns."""
+    places = around.inside(graph)
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        for body in subgraphs(node):
+            rewrite_nodes(body, places, form)
+        nodes += form(node, places)
+    replace_nodes(graph, nodes)
+
+
 def drop_new_attributes(node: onnx.NodeProto, own: defs.OpSchema, old: defs.OpSchema) -> None:
     """Remove the attributes that a node's old form does not have.
 
     Raises:
-        Cannot: one of them is not the default, or the node has more inputs or outputs.
+        CannotLower: one of them is not the default, or the node has more inputs or outputs.
     """
     if len(node.input) > old.max_input or len(node.output) > old.max_output:
         raise CannotLower("it has more inputs or outputs than its older form")
@@ -208,7 +222,7 @@ def complete_resize(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeP
     """Return the nodes of a Resize over all axes in place of one of some axes; it may change.
 
     Raises:
-        Cannot: sizes that keep the ratio of the sides need known shapes; the rank is unknown.
+        CannotLower: sizes that keep the ratio of the sides need known shapes; the rank is unknown.
     """
     attrs, by_size = attributes(node), len(node.input) > 3 and node.input[3] != ""
     keeps = by_size and attrs.get("keep_aspect_ratio_policy", b"stretch") != b"stretch"
@@ -310,10 +324,13 @@ def _grid_sample(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProt
         return [node]
     if len(places.shape(node.input[0])) != 4:
         raise CannotLower(f"{node.input[0]} is not an image")
-    words = {b"linear": b"bilinear", b"cubic": b"bicubic"}
+    return _with_mode(node, {b"linear": b"bilinear", b"cubic": b"bicubic"})
+
+
+def _with_mode(node: onnx.NodeProto, new: Mapping[bytes, bytes]) -> list[onnx.NodeProto]:
     for given in node.attribute:
         if given.name == "mode":
-            given.s = words.get(given.s, given.s)
+            given.s = new.get(given.s, given.s)
     return [node]
 
 
@@ -323,8 +340,8 @@ def _drop(node: onnx.NodeProto, name: str) -> None:
             node.attribute.remove(given)
 
 
-# Operator -> function that returns its older form, the node itself last; it may change its argument
-DOWNGRADES: dict[str, Callable[[onnx.NodeProto, OpsetScope], list[onnx.NodeProto]]] = {
+# Operator -> function that returns its older form, the node itself last
+DOWNGRADES: dict[str, Form] = {
     **{f"Reduce{kind}": _axes for kind in _REDUCED},
     "GridSample": _grid_sample,
     "Pad": _pad,
@@ -336,10 +353,7 @@ DOWNGRADES: dict[str, Callable[[onnx.NodeProto, OpsetScope], list[onnx.NodeProto
 }
 
 
-_Rule = Callable[["onnx.NodeProto", OpsetScope], list["onnx.NodeProto"]]
-
-
-def _move_to_inputs(*names: str) -> _Rule:
+def _move_to_inputs(*names: str) -> Form:
     """Return a rule that moves these attributes to constant inputs, from the second input on."""
 
     def move(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
@@ -439,7 +453,7 @@ def _new_dropout(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProt
     return [node]
 
 
-def _rename(op_type: str) -> _Rule:
+def _rename(op_type: str) -> Form:
     def rename(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
         node.op_type = op_type
         return [node]
@@ -447,7 +461,7 @@ def _rename(op_type: str) -> _Rule:
     return rename
 
 
-def _refuse(reason: str) -> _Rule:
+def _refuse(reason: str) -> Form:
     def refuse(_: onnx.NodeProto, __: OpsetScope) -> list[onnx.NodeProto]:
         raise CannotLower(reason)
 
@@ -481,15 +495,12 @@ def _placed_roi_align(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProt
 
 def _renamed_modes(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
     """GridSample: from opset 20 on, the modes that it had have other names."""
-    for given in node.attribute:
-        if given.name == "mode":
-            given.s = {b"bilinear": b"linear", b"bicubic": b"cubic"}.get(given.s, given.s)
-    return [node]
+    return _with_mode(node, {b"bilinear": b"linear", b"bicubic": b"cubic"})
 
 
 # Operator -> opset of each new form or meaning up to 22, and the function that returns it, as in
 # `DOWNGRADES`.
-UPGRADES: dict[str, tuple[tuple[int, _Rule], ...]] = {
+UPGRADES: dict[str, tuple[tuple[int, Form], ...]] = {
     "BatchNormalization": ((9, _new_norm), (14, _trained_norm)),
     "Clip": ((11, _move_to_inputs("min", "max")),),
     "DFT": ((20, _refuse("its axis is an input there")),),
@@ -513,6 +524,6 @@ UPGRADES: dict[str, tuple[tuple[int, _Rule], ...]] = {
 }
 
 
-def changed_forms(op_type: str, own: int, opset: int) -> list[_Rule]:
+def changed_forms(op_type: str, own: int, opset: int) -> list[Form]:
     """Return the functions that bring an operator from opset `own` to a newer one, in order."""
     return [rule for since, rule in UPGRADES.get(op_type, ()) if own < since <= opset]
