@@ -289,11 +289,7 @@ def _select_targets(explanation: Explanation, target: str | None) -> tuple[Targe
 def _load_float_model(
     explanation: Explanation, named: Path | str | ModelProto | LoadedModel | None
 ) -> LoadedModel:
-    """Load the float model.
-
-    Raises:
-        ConfigError: the report's model does not exist, or is not an ONNX file.
-    """
+    """Load the float model."""
     if isinstance(named, LoadedModel):
         return named
     if named is not None:
@@ -328,11 +324,7 @@ def _merged(preprocess: PreprocessRequest, known: Preprocess | None) -> Preproce
 
 
 def _preprocess(explanation: Explanation, images: FeedSource) -> Preprocess | None:
-    """Return the preprocessing of the build's images; None for arrays, or if the report has none.
-
-    Raises:
-        ConfigError: the report's preprocessing is invalid.
-    """
+    """Return the preprocessing of the images; None for arrays, or if the report has none."""
     if isinstance(images, RawFiles):
         arrays = images.dtype != "uint8"
     else:

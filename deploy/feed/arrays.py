@@ -377,10 +377,7 @@ def _row(array: Array, spec: TensorSpec, row: int, specs: tuple[TensorSpec, ...]
 
 
 def _native_copy(array: Array) -> Array:
-    """Copy to native byte order and C order.
-
-    The copy protects the sample from later changes to the file or to the caller's array.
-    """
+    """Copy to native byte and C order, so that later changes of the source do no harm."""
     return np.array(array, array.dtype.newbyteorder("="), order="C")
 
 

@@ -145,11 +145,7 @@ class CalibratorBatches:
     def _sample_count(
         self, spec: TensorSpec, window: AddressWindow, rows: int, unit: int, *, batched: bool
     ) -> int:
-        """Return the number of samples, of `unit` bytes each, at the address.
-
-        Raises:
-            FeedError: the bytes are no multiple of a sample, too many, or too few.
-        """
+        """Return the number of samples, of `unit` bytes each, at the address."""
         got = window.room if window.copied is None else window.copied
         wanted = rows * unit
         if got == wanted or (window.copied is None and got > wanted):

@@ -182,11 +182,7 @@ def place_ground_truth(annotations: Annotations, feed: Feed) -> GroundTruth:
 
 
 def _rescaled_sizes(annotations: Annotations, feed: Feed) -> dict[str, Size]:
-    """Return name -> size of the images whose size differs from their annotations.
-
-    Raises:
-        FeedError: an image has another shape, so the places of its boxes are unknown.
-    """
+    """Return name -> size of the images whose size differs from their annotations."""
     sizes: dict[str, Size] = {}
     with phase("sizes of the pictures", feed.count, "images") as step:
         for name, size in feed.sizes():

@@ -178,11 +178,7 @@ class SourceOpener:
         check_present((files.files[i] for i in own), len(own), files.name)
 
     def _how(self) -> ResolvedPreprocess:
-        """Return the preprocessing for the model's only input.
-
-        Raises:
-            FeedError: the model has several inputs, or its input does not take images.
-        """
+        """Return the preprocessing for the model's only input."""
         if len(self.specs) != 1:
             raise FeedError(
                 f"images feed one input, the model has {len(self.specs)}:"
@@ -199,11 +195,7 @@ def _as_arrays(arrays: ArraySource) -> OpenedSource:
 
 
 def _video(files: SourceFiles, spec: TensorSpec, how: Preprocess) -> VideoSource | None:
-    """Return the source if the only file is a video, None if no file is a video.
-
-    Raises:
-        FeedError: the video is one of several files or has a label.
-    """
+    """Return the source if the only file is a video, None if no file is a video."""
     films = [one for one in files.files if is_video(one.path)]
     if not films:
         return None

@@ -79,11 +79,7 @@ def resolve_preprocess(
 
 
 def _options(asked: object) -> Iterable[tuple[str, object]]:
-    """Return the user's options by name.
-
-    Raises:
-        ConfigError: they are no mapping.
-    """
+    """Return the user's options by name."""
     if asked is None:
         return ()
     if not isinstance(asked, Mapping):

@@ -264,12 +264,8 @@ def _rename(
 ) -> None:
     """Give the last node's output the folded node's name, and tensors before it new names.
 
-    Args:
-        joined: layers into which a node was folded.
-        last: output of that node.
-        counts: tensor -> number of readers; new names are added.
-        taken: names of all tensors; new names are added.
-        fresh: new names from earlier calls, which stay.
+    New names are added to `counts` (of readers) and `taken`; those in `fresh`, from earlier calls,
+    stay.
     """
     for node, after, place in joined.links():
         if node.output[0] not in fresh:

@@ -78,11 +78,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
 
 
 def _with_onnx_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy whose pairs of ONNX Runtime's domain are ONNX's, which mean the same.
-
-    Raises:
-        ModelError: the model has integer operators.
-    """
+    """Return a copy whose pairs of ONNX Runtime's domain are ONNX's, which mean the same."""
     model = copy_message(original)
     empty_default_domain(model)
     for node in all_nodes(model.graph):
@@ -98,11 +94,7 @@ def _with_onnx_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
-    """Check every pair, and yield the grids of those on constants.
-
-    Raises:
-        ModelError: an incomplete pair, or a grid that no target supports.
-    """
+    """Check every pair, and yield the grids of those on constants."""
     fixed = set(index.constants)
     for node in model.graph.node:
         if node.op_type not in (Q, DQ):

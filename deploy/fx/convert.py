@@ -155,10 +155,7 @@ def _converted(module: nn.Module, name: str, custom: CustomClasses) -> nn.Module
 
 
 def _round_biases(graph_module: fx.GraphModule) -> None:
-    """Round each bias to multiples of input scale times weight scale, as ONNX Runtime does.
-
-    Both then compute the same integers.
-    """
+    """Round each bias to multiples of input times weight scale, for ONNX Runtime's integers."""
     for node in graph_module.graph.nodes:
         layer = called_module(graph_module, node)
         if not isinstance(layer, IntLayer) or not called_once(graph_module, node):

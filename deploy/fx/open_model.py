@@ -155,9 +155,6 @@ def _runnable_inputs(
     """Return the inputs with a small batch, and the model's output for them.
 
     They are a batch, or a single sample: a convolution takes both, so its dimensions decide.
-
-    Raises:
-        ModelError: the model runs for neither.
     """
     few = tuple(x[:2] if x.ndim else x for x in given)
     one = tuple(x[None] for x in given)

@@ -63,11 +63,7 @@ _OTHER_MEANING = {"DFT": 20, "GroupNormalization": 21, "RoiAlign": 16}
 
 
 class _Decomposition:
-    """Builder of the nodes that replace one node.
-
-    Attributes:
-        places: opsets and tensors in scope.
-    """
+    """Builder of the nodes that replace one node, with the opsets and tensors in scope."""
 
     def __init__(self, node: onnx.NodeProto, places: OpsetScope) -> None:
         if len(node.output) != 1:

@@ -268,14 +268,9 @@ def _kept_ratio(
 def _spread(
     node: onnx.NodeProto, at: int, axes: list[int], default: str | NDArray[Any], places: OpsetScope
 ) -> list[onnx.NodeProto]:
-    """Make an input of some axes one of all axes; return the nodes that do it.
+    """Make a node's input `at`, of some `axes`, one of all axes; return the nodes that do it.
 
-    Args:
-        node: gets the new input.
-        at: place of the input.
-        axes: the axis of each of its values.
-        default: values of all axes, or a tensor of which they are the sizes.
-        places: the tensors.
+    `default`: values of all axes, or a tensor of which they are the sizes.
     """
     from onnx import helper
 

@@ -405,10 +405,7 @@ class Search:
     def _try_splits(
         self, base: Trial, noise: Mapping[str, float], *, start: frozenset[str] | None = None
     ) -> None:
-        """Try splits along the weights, from the most promising one to its neighbours.
-
-        Or from `start`, the split of the trial itself.
-        """
+        """Try splits along the weights, from the most promising one, or `start`, to neighbours."""
         splits = self._splits(noise)
         if not splits:
             return

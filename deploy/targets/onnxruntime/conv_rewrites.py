@@ -94,12 +94,7 @@ class _Stuck(Exception):
 
 @dataclass(slots=True)
 class _Region:
-    """Tensors and Convs that get more channels together.
-
-    Attributes:
-        tensors: names.
-        convs: name of a Conv -> itself and its ends.
-    """
+    """Names of tensors, and Convs by name with their ends, that get more channels together."""
 
     tensors: set[str] = field(default_factory=set)
     convs: dict[str, tuple[onnx.NodeProto, set[str]]] = field(default_factory=dict)
