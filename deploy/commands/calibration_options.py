@@ -205,12 +205,8 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 SECTION = "Many machines"
-SENDS = (
-    "nothing",
-    "model",
-    "images",
-    "all",
-)  # of `deploy.calibration.cluster_jobs`, repeated so that --help does not import it
+# of `deploy.calibration.cluster_jobs`, repeated so that --help does not import it
+SENDS = ("nothing", "model", "images", "all")
 
 _OPTIONS = (
     base.option(

@@ -25,41 +25,31 @@ PRESET_NAMES = (  # of `deploy.feed.preprocess`, repeated here so that --help im
     "raw, unit, grey-half, imagenet, minus-one-to-one, imagenet-tf, efficientnet-lite, yolo,"
     " picodet, ppocr-det, ppocr-rec or ppocr-cls"
 )
-PREPROCESS = (
-    ("--preprocess", "preset", f"Preset: how images become inputs: {PRESET_NAMES}."),
-    (
-        "--size",
-        "size",
-        "Input size as HxW; 48x* or native keep sides of each image. Default: the model's size.",
-    ),
-    (
-        "--multiple",
-        "multiple",
-        "Round the sides that --size leaves to the image to multiples of N.",
-    ),
-    ("--resize", "resize", "How to resize: stretch, letterbox, short-side or fit-height."),
-    ("--short-side", "short_side", "Short side in pixels before the centre crop."),
-    ("--interpolation", "interpolation", "OpenCV's: nearest, linear, cubic, area or lanczos."),
-    ("--color", "color", "Order of the channels: rgb, bgr or grey."),
-    ("--scale", "scale", "Factor for pixels of 0..255, such as 1/255."),
-    ("--mean", "mean", "Mean after scaling: one value, or one for each channel: 0.5,0.5,0.5."),
-    ("--std", "std", "Standard deviation after scaling, like --mean."),
-    ("--pad", "pad", "Letterbox border as a pixel value of 0..255."),
-    ("--layout", "layout", "Order of the axes: nchw or nhwc."),
-)
+PREPROCESS = {
+    "preset": f"Preset: how images become inputs: {PRESET_NAMES}.",
+    "size": "Input size as HxW; 48x* or native keep sides of each image. Default: the model's size.",
+    "multiple": "Round the sides that --size leaves to the image to multiples of N.",
+    "resize": "How to resize: stretch, letterbox, short-side or fit-height.",
+    "short_side": "Short side in pixels before the centre crop.",
+    "interpolation": "OpenCV's: nearest, linear, cubic, area or lanczos.",
+    "color": "Order of the channels: rgb, bgr or grey.",
+    "scale": "Factor for pixels of 0..255, such as 1/255.",
+    "mean": "Mean after scaling: one value, or one for each channel: 0.5,0.5,0.5.",
+    "std": "Standard deviation after scaling, like --mean.",
+    "pad": "Letterbox border as a pixel value of 0..255.",
+    "layout": "Order of the axes: nchw or nhwc.",
+}
 
 _NAMES = {
-    "preset": complete_names_of("deploy.feed.preprocess", "PRESETS"),
-    "resize": complete_names_of("deploy.feed.preprocess", "RESIZES"),
-    "interpolation": complete_names_of("deploy.feed.preprocess", "INTERPOLATIONS"),
-    "color": complete_names_of("deploy.feed.preprocess", "COLORS"),
-    "layout": complete_names_of("deploy.feed.preprocess", "LAYOUTS"),
+    name: complete_names_of("deploy.feed.preprocess", f"{name.upper()}S")
+    for name in ("preset", "resize", "interpolation", "color", "layout")
 }
 
 
 def preprocess_options(command: Command) -> Command:
     """Add the options of `preprocess`."""
-    for flag, name, text in reversed(PREPROCESS):
+    for name, text in reversed(PREPROCESS.items()):
+        flag = "--preprocess" if name == "preset" else f"--{name.replace('_', '-')}"
         command = base.image_option(flag, name, help=text, shell_complete=_NAMES.get(name))(command)
     return command
 
@@ -315,7 +305,7 @@ def _dataset(words: dict[str, Any], source: str) -> Dataset:
 
     return Dataset(
         source=raw_from(words, source),
-        preprocess=preprocess_from({name: words.pop(name) for _, name, _ in PREPROCESS}),
+        preprocess=preprocess_from({name: words.pop(name) for name in PREPROCESS}),
         skip_bad=words.pop("skip_bad"),
         limit=limit_from(words),
     )
