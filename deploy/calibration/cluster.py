@@ -47,11 +47,8 @@ CONNECT_S = 10.0  # timeout of the connection
 ANSWER_S = 30.0  # timeout of later calls, when the scheduler may be busy
 _CLOSE_S = 2.0  # timeout of closing
 _LOUD = ("distributed", "tornado", "asyncio")
-TIMEOUT_ERRORS = (
-    TimeoutError,
-    asyncio.TimeoutError,
-    FutureTimeout,
-)  # the same class since Python 3.11
+# the same class since Python 3.11
+TIMEOUT_ERRORS = (TimeoutError, asyncio.TimeoutError, FutureTimeout)
 T = TypeVar("T")
 WORKERS_S = 60.0  # how long a run waits for a first worker
 TICK_S = 1.0  # interval of polling the workers

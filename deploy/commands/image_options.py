@@ -27,7 +27,8 @@ PRESET_NAMES = (  # of `deploy.feed.preprocess`, repeated here so that --help im
 )
 PREPROCESS = {
     "preset": f"Preset: how images become inputs: {PRESET_NAMES}.",
-    "size": "Input size as HxW; 48x* or native keep sides of each image. Default: the model's size.",
+    "size": "Input size as HxW; 48x* or native keep sides of each image. Default: the model's"
+    " size.",
     "multiple": "Round the sides that --size leaves to the image to multiples of N.",
     "resize": "How to resize: stretch, letterbox, short-side or fit-height.",
     "short_side": "Short side in pixels before the centre crop.",

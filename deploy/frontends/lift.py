@@ -291,9 +291,7 @@ def restore_float_weights(model: onnx.ModelProto) -> str | None:
         weights.append(numpy_helper.from_array(values, node.output[0]))
     model.graph.initializer.extend(weights)
     rebuild(model.graph, [node for node in graph.nodes if node.op_type != _DEQUANTIZE])
-    read = find_read_tensors(
-        model.graph
-    )  # a weight may still be listed as an input without any reader
+    read = find_read_tensors(model.graph)  # a weight may still be listed as an input
     replace_field(model.graph.input, [value for value in model.graph.input if value.name in read])
     count = f"{len(weights)} weight{'s' * (len(weights) > 1)}"
     return f"Converted {count} from stored integers to float."

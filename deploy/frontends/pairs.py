@@ -204,9 +204,8 @@ def _zero_points(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32])
     return np.zeros(scale.shape, helper.tensor_dtype_to_np_dtype(kind))
 
 
-_RANGE_KEEPING = (
-    MOVES | CUTS | {"MaxPool", "Resize", "Cast"}
-)  # float16 models have casts at their ends
+# float16 models have casts at their ends
+_RANGE_KEEPING = MOVES | CUTS | {"MaxPool", "Resize", "Cast"}
 
 
 def spread_ranges(graph: Graph, scales: Mapping[str, Scale]) -> dict[str, Scale]:

@@ -182,10 +182,8 @@ def search_for(target: str | Target, method: Method | str | None = None) -> Acti
     if method is None:
         return IfmrSearch() if chosen.own_method else BY_DEFAULT
     requested = Method.labelled(method) if isinstance(method, str) else method
-    unbounded = (
-        chosen.name == "tensorrt" and requested.name in UNFOLDED_METHODS
-    )  # as TensorRT has them
-    return MethodSearch(requested, bounded=not unbounded)
+    as_tensorrt = chosen.name == "tensorrt" and requested.name in UNFOLDED_METHODS
+    return MethodSearch(requested, bounded=not as_tensorrt)
 
 
 def widest_range(params: Sequence[OnGrid], grid: Grid) -> OnGrid:

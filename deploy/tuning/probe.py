@@ -58,9 +58,8 @@ if TYPE_CHECKING:
 
 
 Powers = NDArray[np.float64]  # [samples]
-ReferenceSample = tuple[
-    Mapping[str, "Array"], Mapping[str, "Array"]
-]  # sample, outputs of the float model
+# sample, outputs of the float model
+ReferenceSample = tuple[Mapping[str, "Array"], Mapping[str, "Array"]]
 DETECTION_LIST = "what is found"
 _FULL_SIGNAL = 0.25  # share of the mean power, half the amplitude: a sample with more counts fully
 _NO_LOSS = 1e-12  # 120 dB: smaller losses count as none

@@ -317,9 +317,8 @@ def with_held_out_ranges(
     if ranges.trusted is not None or not 0 < left < MANY:
         return request
     subject = replace(request.subject, samples=left)
-    seen = ranges.once(
-        "without the judges", lambda: [ObservedStatistics({})]
-    )  # shared by the targets
+    # shared by the targets
+    seen = ranges.once("without the judges", lambda: [ObservedStatistics({})])
     try:
         wanted = seen[0].missing(unique_observations({target.name: target.demand(subject)}))
         known = [o for o in wanted if o.key in ranges.observed and not o.variant.needs]

@@ -84,9 +84,8 @@ class _Narrowing:
         self.opset = max(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
         self.exact = exact
         self.wanted = halves
-        self.half = {
-            v.name for v in model.graph.input if v.type.tensor_type.elem_type == _HALF
-        }  # float16 tensors so far
+        # float16 tensors so far
+        self.half = {v.name for v in model.graph.input if v.type.tensor_type.elem_type == _HALF}
         self.twins: dict[tuple[str, int], str] = {}  # (tensor, type) -> its cast to that type
         self.constants: dict[str, onnx.TensorProto] = {}
         self.names = {*self.index.producer, *self.index.constants, *self.index.inputs}

@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from deploy.targets.base import Target
     from deploy.tensors import Array
 
-EvaluationSample = tuple[
-    Sample, Mapping[str, "Array"]
-]  # a sample and the float model's outputs on it
+# a sample and the float model's outputs on it
+EvaluationSample = tuple[Sample, Mapping[str, "Array"]]
 
 _SAMPLES = 16  # half of them compute the after-repairs, half evaluate them
 _ENOUGH = 4  # samples; fewer are not split into halves
