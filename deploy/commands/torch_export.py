@@ -89,11 +89,9 @@ def export(
     only: str | None,
     scales: bool,
     all_modes: bool,
-    raw_shape: str | None,
-    raw_dtype: str | None,
     method: Method,
     asked: tuple[str, ...],
-    **preprocess: str | None,
+    **words: str | None,
 ) -> None:
     """Export MODEL (file.py:factory or timm:NAME), check it against torch, say how they agree."""
     from deploy.fx import export as exports
@@ -137,8 +135,8 @@ def export(
     else:
         if mode == "static" and not images:
             raise ConfigError("static ranges come from data: give --images, or another --mode")
-        how = preprocess_from(preprocess)
-        source = raw_from({"raw_shape": raw_shape, "raw_dtype": raw_dtype}, images or "")
+        source = raw_from(words, images or "")
+        how = preprocess_from(words)
         names = argument_names(module, len(inputs))
         batches = read_batches(source, inputs, names, how, limit) if images else [inputs]
         batches = move_tensors(batches, place)
