@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from importlib import resources
 from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -261,6 +262,11 @@ def open_regular_file(
             yield file
         except OSError as refused:
             raise error(_refused(path, what, refused)) from refused
+
+
+def read_package_text(package: str, name: str) -> str:
+    """Return the text of a file that calib8 ships inside a package."""
+    return (resources.files(package) / name).read_text("utf-8")
 
 
 def read_json(

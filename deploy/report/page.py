@@ -13,8 +13,8 @@ import base64
 import hashlib
 from collections.abc import Iterable
 from html import escape
-from importlib import resources
 
+from deploy.files.reading import read_package_text
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.report.blocks import PRINTED
 from deploy.report.figures import encodable
@@ -25,14 +25,13 @@ LONG = 250  # longer side of a drawing, in px
 
 _FILTERED = 12  # rows above which a table gets a filter box
 
-_SOURCES = resources.files(__package__)
 STYLE = f":root {{ --box: {BOX}px; --long: {LONG}px; }}\n" + (
-    (_SOURCES / "page.css").read_text("utf-8").replace("PRINTED", str(PRINTED + 1))
+    read_package_text(__package__, "page.css").replace("PRINTED", str(PRINTED + 1))
 )
 SCRIPT = f"""
 "use strict";
 const PRINTED = {PRINTED}, FILTERED = {_FILTERED};
-""" + (_SOURCES / "page.js").read_text("utf-8")
+""" + read_package_text(__package__, "page.js")
 
 
 def _hash(text: str) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from deploy.errors import ConfigError, did_you_mean
+from deploy.files.reading import read_package_text
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -38,7 +38,7 @@ def message_class(name: str) -> Any:
 def _pool() -> Any:
     from google.protobuf import descriptor_pb2, descriptor_pool
 
-    text = (resources.files(__package__) / "ascend.proto").read_text("utf-8")
+    text = read_package_text(__package__, "ascend.proto")
     file = descriptor_pb2.FileDescriptorProto(
         name="calib8/ascend.proto", package=_PACKAGE, syntax="proto2"
     )

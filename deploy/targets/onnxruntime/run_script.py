@@ -5,9 +5,9 @@ model whose inputs are not one picture of a fixed size has no such program.
 """
 
 from collections.abc import Mapping, Sequence
-from importlib import resources
 
 from deploy.feed.preprocess import Preprocess
+from deploy.files.reading import read_package_text
 from deploy.tensors import TensorSpec
 
 # way of resizing -> the lines that give the (height, width) of the resized picture
@@ -37,7 +37,7 @@ _PLACES = {
     ),
 }
 _FLAGS = {"nearest": "NEAREST", "linear": "LINEAR", "cubic": "CUBIC", "lanczos": "LANCZOS4"}
-_PROGRAM = (resources.files(__package__) / "run_script.txt").read_text("utf-8")
+_PROGRAM = read_package_text(__package__, "run_script.txt")
 
 
 def run_program(
