@@ -195,9 +195,8 @@ def ascend_build(run, tmp_path):
 @pytest.fixture
 def no_pass(monkeypatch):
     """A model that is run to be observed fails the test."""
-    monkeypatch.setattr(
-        "deploy.pipeline.calibration_run.observe", lambda *a, **k: pytest.fail("a pass")
-    )
+    observe = "deploy.pipeline.calibration_run.observe"
+    monkeypatch.setattr(observe, lambda *a, **k: pytest.fail("a pass"))
 
 
 @pytest.fixture(scope="session")
@@ -333,9 +332,8 @@ def _build_parity():
 @pytest.fixture(scope="module")
 def cpp():
     """(op, question) -> what the C++ library answers, by cpp/tests/parity.cpp."""
-    process = subprocess.Popen(
-        _build_parity(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen(_build_parity(), **pipes, text=True)
 
     def ask(op, **question):
         process.stdin.write(json.dumps({"op": op, **question}) + "\n")
