@@ -121,11 +121,9 @@ def algorithms():
         calib = make(batches(1), 1, name, quantile=0.99, cutoff=0.5)
         builder = Builder(calib)
         found[name] = {
-            "is_trt": isinstance(calib, getattr(trt, base)),
-            "cpp": builder.number(4),
-            "batch_size": builder.number(0),
-            "run": run_all(calib),
-        }
+            "is_trt": isinstance(calib, getattr(trt, base)), "cpp": builder.number(4),
+            "batch_size": builder.number(0), "run": run_all(calib),
+        }  # fmt: skip
         if name == "legacy":
             found[name]["legacy"] = [builder.number(place, ctypes.c_double) for place in (7, 8)]
             found[name]["histogram"] = builder.read(9)
@@ -148,23 +146,17 @@ USED = {
     "IBuilderConfig": "set_flag clear_flag get_tactic_sources set_tactic_sources"
     " add_optimization_profile set_calibration_profile int8_calibrator"
     " set_memory_pool_limit create_timing_cache set_timing_cache get_timing_cache",
-    "IOptimizationProfile": "set_shape set_shape_input",
-    "ITimingCache": "serialize",
-    "OnnxParser": "parse_from_file num_errors get_error",
-    "Runtime": "deserialize_cuda_engine",
+    "IOptimizationProfile": "set_shape set_shape_input", "ITimingCache": "serialize",
+    "OnnxParser": "parse_from_file num_errors get_error", "Runtime": "deserialize_cuda_engine",
     "ICudaEngine": "num_io_tensors get_tensor_name get_tensor_shape get_tensor_mode"
     " get_tensor_dtype get_tensor_location create_execution_context",
     "IExecutionContext": "set_input_shape get_tensor_shape set_tensor_address execute_async_v3"
     " set_output_allocator",
-    "IOutputAllocator": "reallocate_output notify_shape",
-    "BuilderFlag": "INT8 FP16 TF32",
-    "TacticSource": "CUBLAS CUBLAS_LT CUDNN",
-    "NetworkDefinitionCreationFlag": "EXPLICIT_BATCH",
-    "MemoryPoolType": "WORKSPACE",
-    "TensorIOMode": "INPUT",
-    "TensorLocation": "HOST",
+    "IOutputAllocator": "reallocate_output notify_shape", "BuilderFlag": "INT8 FP16 TF32",
+    "TacticSource": "CUBLAS CUBLAS_LT CUDNN", "NetworkDefinitionCreationFlag": "EXPLICIT_BATCH",
+    "MemoryPoolType": "WORKSPACE", "TensorIOMode": "INPUT", "TensorLocation": "HOST",
     "ITensor": "name shape dtype is_shape_tensor",
-}
+}  # fmt: skip
 
 
 def lacking():
@@ -194,11 +186,9 @@ def small_parts():
     types = [trt.float32, trt.float16, trt.int8, trt.int32, trt.bool]
     return {
         "dims": shape_of(trt.Dims([1, -1, 3])),
-        "dtypes": [dtype_of(data_type) for data_type in types],
-        "log": [kept.errors, kept.lines],
-        "one_logger": process_logger() is logger,
-        "stand_ins": stand_ins(),
-    }
+        "dtypes": [dtype_of(data_type) for data_type in types], "log": [kept.errors, kept.lines],
+        "one_logger": process_logger() is logger, "stand_ins": stand_ins(),
+    }  # fmt: skip
 
 
 def calibrations():
@@ -207,22 +197,18 @@ def calibrations():
     reused, unwritten = make(raising(), 2, known=known), make(batches(1), 1)
     Builder(unwritten).batch("data", "ids")
     return {
-        "whole": run_all(make(batches(3), 3)),
-        "longer_feed": run_all(make(batches(5), 3)),
-        "short": run_all(make(batches(2), 3)),
-        "empty": run_all(make([], 3)),
+        "whole": run_all(make(batches(3), 3)), "longer_feed": run_all(make(batches(5), 3)),
+        "short": run_all(make(batches(2), 3)), "empty": run_all(make([], 3)),
         "raises": run_all(make(raising(), 4)),
         "wrong_shape": run_all(make(batches(3, np.zeros((1, 3, 4, 4), np.float32)), 3)),
         "wrong_dtype": run_all(make(batches(3, np.zeros(SHAPE, np.float64)), 3)),
         "nan": run_all(make(batches(3, np.full(SHAPE, np.nan, np.float32)), 3)),
         "missing_name": run_all(make(batches(3), 3), "data", "mask"),
-        "no_cache_written": outcome(unwritten),
-        "reused": run_all(reused),
-        "reused_taken": reused.taken,
-        "refused": run_all(make([], 1, known=known), refuses=True),
+        "no_cache_written": outcome(unwritten), "reused": run_all(reused),
+        "reused_taken": reused.taken, "refused": run_all(make([], 1, known=known), refuses=True),
         "refused_but_fed": run_all(make(batches(2), 2, known=known), refuses=True),
         "unknown": unknown_algorithm(),
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
