@@ -484,13 +484,11 @@ def _plan(network, config, scales):
         )
     profile = config.profile or IOptimizationProfile()
     head = {
-        "version": __version__,
-        "gpu": cuda.GPUS[cuda.current()],
+        "version": __version__, "gpu": cuda.GPUS[cuda.current()],
         "inputs": [[t.name, t.shape, t.dtype.name, t.is_shape_tensor] for t in network.inputs],
-        "shapes": profile.shapes,
-        "layers": _layers(network, config, scales),
+        "shapes": profile.shapes, "layers": _layers(network, config, scales),
         "detailed": config.profiling_verbosity == ProfilingVerbosity.DETAILED,
-    }
+    }  # fmt: skip
     return json.dumps(head).encode() + b"\n" + network.model.SerializeToString()
 
 
