@@ -174,13 +174,10 @@ def test_values_that_are_not_finite_squared_are_told(iterations):
     assert len(steps) < 10  # not after all of them
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"strides": [2, 1], "pads": [1, 0, 2, 1], "group": 2},
-        {"strides": [3, 2], "pads": [0, 1, 1, 0], "output_padding": [1, 0], "dilations": [1, 2]},
-    ],
-)
+@pytest.mark.parametrize("given", [
+    {"strides": [2, 1], "pads": [1, 0, 2, 1], "group": 2},
+    {"strides": [3, 2], "pads": [0, 1, 1, 0], "output_padding": [1, 0], "dilations": [1, 2]},
+])  # fmt: skip
 def test_weights_times_patches_are_a_transposed_convolution(given):
     from deploy.graph.bounds import make_window
 
@@ -225,23 +222,15 @@ def model_of(nodes, weights, shape):
     return build_net(nodes, {"x": shape}, {"y": None}, as_float32(weights))
 
 
-@pytest.mark.parametrize(
-    ("behind", "kind", "slope"),
-    [
-        ([("Relu", "c", "y")], RELU, None),
-        ([("Sigmoid", "c", "y")], SIGMOID, None),
-        ([("Tanh", "c", "y")], TANH, None),
-        ([("LeakyRelu", "c", "y")], LEAKY, [[0.01]]),
-        ([("LeakyRelu", "c", "y", {"alpha": 0.25})], LEAKY, [[0.25]]),
-        ([("PRelu", "c half", "y")], LEAKY, [[0.5]]),
-        ([("PRelu", "c four", "y")], LEAKY, [[1, 2], [3, 4]]),
-        ([("PRelu", "c grid", "y")], NONE, None),
-        ([("Clip", "c zero six", "y")], RELU6, None),
-        ([("Clip", "c zero half", "y")], NONE, None),
-        ([("Neg", "c", "y")], NONE, None),
-        ([("Relu", "c", "r"), ("Add", "r c", "y")], NONE, None),
-    ],
-)
+@pytest.mark.parametrize(("behind", "kind", "slope"), [
+    ([("Relu", "c", "y")], RELU, None), ([("Sigmoid", "c", "y")], SIGMOID, None),
+    ([("Tanh", "c", "y")], TANH, None), ([("LeakyRelu", "c", "y")], LEAKY, [[0.01]]),
+    ([("LeakyRelu", "c", "y", {"alpha": 0.25})], LEAKY, [[0.25]]),
+    ([("PRelu", "c half", "y")], LEAKY, [[0.5]]),
+    ([("PRelu", "c four", "y")], LEAKY, [[1, 2], [3, 4]]), ([("PRelu", "c grid", "y")], NONE, None),
+    ([("Clip", "c zero six", "y")], RELU6, None), ([("Clip", "c zero half", "y")], NONE, None),
+    ([("Neg", "c", "y")], NONE, None), ([("Relu", "c", "r"), ("Add", "r c", "y")], NONE, None),
+])  # fmt: skip
 def test_the_activation_behind_a_layer_alone_is_part_of_its_loss(behind, kind, slope):
     weights = {"w": np.ones((4, 2, 1, 1)), "zero": 0, "six": 6, "half": 0.5}
     weights |= {"four": np.arange(1, 5).reshape(4, 1, 1), "grid": np.ones((4, 3, 3))}
@@ -267,8 +256,7 @@ def all_kinds(tmp_path_factory):
         ("ConvTranspose", "r2 w3 b3", "c3", "turned", {"strides": [2, 2], "group": 2}),
         ("Relu", "c3", "r3", "relu"),
         ("AveragePool", "r3", "p", "pool", {"kernel_shape": [2, 2], "strides": [2, 2]}),
-        ("Flatten", "p", "f", "flat"),
-        ("Gemm", "f w4 b4", "g", "fc", {"transB": 1}),
+        ("Flatten", "p", "f", "flat"), ("Gemm", "f w4 b4", "g", "fc", {"transB": 1}),
         ("Tanh", "g", "t", "tanh"), ("MatMul", "t w5", "m", "mm"), ("Add", "m b5", "y", "add"),
     ]  # fmt: skip
     shapes = {
@@ -344,9 +332,7 @@ def test_the_rounding_is_in_every_file(all_kinds, built):
     assert np.abs(codes["w3"].astype(int) - integers(plain)["w3"]).max() == 1
 
 
-def test_a_record_alone_does_not_hold_the_rounding_and_says_so(
-    all_kinds, built, command, tmp_path, refusal
-):
+def test_a_record_alone_does_not_hold_the_rounding(all_kinds, built, command, tmp_path, refusal):
     _, out = built(ada(100, "dmq_balancer { }"), out="ada")
     record, modified = out / "kinds_record.txt", out / "kinds_modified_model.onnx"
     said = command("ascend", "deploy", all_kinds, record, "-o", tmp_path / "a")
@@ -436,27 +422,21 @@ def test_repairs_leave_its_layers_as_they_are(built):
     assert (out / name).read_bytes() == (repaired / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("layers", "more", "wanted"),
-    [
-        (["pool"], {}, "AveragePool; give that layer arq_quantize"),
-        (LAYERS, {"num_bits": 7}, "rounds weights to 8 bits, got num_bits 7"),
-        (LAYERS, {"num_iteration": 10**7}, "at most 1000000"),
-        (LAYERS, {"channel_wise": True}, "channel_wise"),
-    ],
-)
+@pytest.mark.parametrize(("layers", "more", "wanted"), [
+    (["pool"], {}, "AveragePool; give that layer arq_quantize"),
+    (LAYERS, {"num_bits": 7}, "rounds weights to 8 bits, got num_bits 7"),
+    (LAYERS, {"num_iteration": 10**7}, "at most 1000000"),
+    (LAYERS, {"channel_wise": True}, "channel_wise"),
+])  # fmt: skip
 def test_what_it_cannot_round_is_told_before_any_pass(layers, more, wanted, built, no_pass):
     assert wanted in built(document(layers, **more), suffix=".json", code=1)[0]
 
 
-@pytest.mark.parametrize(
-    ("op", "more", "shape", "wanted"),
-    [
-        ("Conv", {}, [2, 3, 3], "a 1-D convolution"),
-        ("ConvTranspose", {"auto_pad": "SAME_UPPER"}, [3, 2, 3, 3], "auto_pad or output_shape"),
-        ("MatMul", {}, [3, 8, 2], "a 3-D weight"),
-    ],
-)
+@pytest.mark.parametrize(("op", "more", "shape", "wanted"), [
+    ("Conv", {}, [2, 3, 3], "a 1-D convolution"),
+    ("ConvTranspose", {"auto_pad": "SAME_UPPER"}, [3, 2, 3, 3], "auto_pad or output_shape"),
+    ("MatMul", {}, [3, 8, 2], "a 3-D weight"),
+])  # fmt: skip
 def test_convolutions_that_amct_does_not_round(op, more, shape, wanted, ascend_build, tmp_path):
     weight, sides = np.random.default_rng(0).normal(size=shape), [8] * (len(shape) - 2)
     path, images = tmp_path / "c.onnx", tmp_path / "x.npy"
