@@ -71,9 +71,7 @@ def test_the_command_says_what_it_chose(auto_small, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_config_that_it_leaves_builds_such_a_model(
-    auto_small, command, small_cnn, data, tmp_path
-):
+def test_the_config_it_leaves_builds_such_a_model(auto_small, command, small_cnn, data, tmp_path):
     auto_small(tmp_path / "a", "--max-loss", "0.00008")
     words = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", tmp_path / "b")
     config = ("--ascend-config", tmp_path / "a" / FINAL)
@@ -193,9 +191,7 @@ def test_dmq_must_halve_the_error_as_it_costs_an_operator():
     assert searches._best({"as configured": 1.0, "hfmg": 1.0}) == "as configured"
 
 
-def test_the_command_balances_and_corrects_before_it_leaves_a_layer(
-    auto, command, uneven, images, tmp_path
-):
+def test_the_command_balances_and_corrects_before_float(auto, command, uneven, images, tmp_path):
     """The corrected model and the record are what was judged."""
     said = auto(uneven, images, tmp_path, "--max-loss", "1e-4")
     assert "4 layers in int8, 0 in float" in said
@@ -212,9 +208,7 @@ def test_the_command_balances_and_corrects_before_it_leaves_a_layer(
     np.testing.assert_array_equal(found, outputs(tmp_path / "uneven_fake_quant_model.onnx", images))
 
 
-def test_a_budget_that_holds_needs_no_dmq_and_a_batch_is_that_of_dmq(
-    auto, uneven, images, tmp_path
-):
+def test_a_budget_that_holds_needs_no_dmq_and_a_batch_is_dmqs(auto, uneven, images, tmp_path):
     said = auto(uneven, images, tmp_path, "--max-loss", "0.5")
     assert "corrected" not in said and "DMQ" not in said
     assert not (tmp_path / "uneven_corrected.onnx").exists()
@@ -233,12 +227,10 @@ def coarse(tmp_path_factory):
     weights = {"w2": rng.uniform(-1, 1, size=(10, 192)) * np.logspace(0, -1.5, 10)[:, None]}
     weights |= {"w1": rng.normal(scale=0.3, size=(3, 3, 1, 1)), "b1": rng.normal(size=3)}
     nodes = [
-        ("Conv", "x w1 b1", "c", "first"),
-        ("HardSwish", "c", "h"),
-        ("AveragePool", "h", "p", "pool", {"kernel_shape": [1, 1]}),
-        ("Flatten", "p", "f"),
+        ("Conv", "x w1 b1", "c", "first"), ("HardSwish", "c", "h"),
+        ("AveragePool", "h", "p", "pool", {"kernel_shape": [1, 1]}), ("Flatten", "p", "f"),
         ("Gemm", "f w2 b2", "y", "fc", {"transB": 1}),
-    ]
+    ]  # fmt: skip
     weights["b2"] = np.zeros(10)
     path = tmp_path_factory.mktemp("coarse") / "coarse.onnx"
     save_net(path, nodes, {"x": ["n", 3, 8, 8]}, {"y": ["n", 10]}, weights, opset=14)
@@ -318,9 +310,7 @@ def test_weights_are_the_user_s_where_the_configuration_is(auto_coarse, tmp_path
 
 
 @pytest.mark.parametrize("needed", range(5))
-def test_the_shortest_prefix_of_amct_s_ranking_goes_to_float(
-    needed, auto_small, tmp_path, monkeypatch
-):
+def test_the_shortest_prefix_of_amcts_ranking_is_float(needed, auto_small, tmp_path, monkeypatch):
     asked = []
 
     def holds(search, trial):
