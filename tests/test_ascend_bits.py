@@ -183,23 +183,18 @@ def override(key, value, inner):
 IN_JSON = {"fc2": {"activation_quant_params": {"num_bits": 16}}, "conv1": {"quant_enable": True}}
 
 
-@pytest.mark.parametrize(
-    ("text", "suffix", "who"),
-    [
-        (override("layer_type", "AveragePool", INT16), ".cfg", "AveragePool in layer 'pool'"),
-        (override("layer_type", "Linear", INT16), ".cfg", "MatMul in layer 'fc2'"),
-        (override("layer_name", "fc2", INT16), ".cfg", "MatMul in layer 'fc2'"),
-        (json.dumps({"version": 1, "batch_num": 2, **IN_JSON}), ".json", "MatMul in layer 'fc2'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "suffix", "who"), [
+    (override("layer_type", "AveragePool", INT16), ".cfg", "AveragePool in layer 'pool'"),
+    (override("layer_type", "Linear", INT16), ".cfg", "MatMul in layer 'fc2'"),
+    (override("layer_name", "fc2", INT16), ".cfg", "MatMul in layer 'fc2'"),
+    (json.dumps({"version": 1, "batch_num": 2, **IN_JSON}), ".json", "MatMul in layer 'fc2'"),
+])  # fmt: skip
 def test_sixteen_bits_asked_for_by_name_are_refused(text, suffix, who, built, no_pass):
     said = "16-bit activations are for Conv and ConvTranspose with a 1-D or 2-D kernel, and Gemm"
     assert f"{said}, got {who}" in refused(built, text, suffix)
 
 
-def test_a_3d_convolution_takes_four_bit_weights_and_no_sixteen_bit_activations(
-    tmp_path, built, request, rng
-):
+def test_3d_convolutions_take_4_bit_weights_and_no_16_bit_inputs(tmp_path, built, request, rng):
     """A Conv with a 3-D kernel and two input channels."""
     nodes = [("Reshape", "x to", "v", "shape"), ("Conv", "v w", "y", "deep")]
     constants = {"w": rng.normal(size=(4, 2, 1, 3, 3)), "to": np.array([1, 2, 3, 4, 8])}
@@ -276,20 +271,17 @@ def entry(key, **fields):
     return f'record {{ key: "{key}" value {{ {text} }} }}'
 
 
-@pytest.mark.parametrize(
-    ("layer", "fields", "said"),
-    [
-        ("fc2", {"act_type": "INT16"}, "act_type INT16 is for Conv and ConvTranspose with"),
-        ("conv1", {"wts_type": "INT4"}, "with 3 input channels and 1 groups in layer 'conv1'"),
-        ("dw", {"wts_type": "INT4"}, "with 16 input channels and 16 groups in layer 'dw'"),
-        ("fc1", {"wts_type": "INT6"}, "wts_type INT6 is for Conv with a 2-D kernel, got Gemm"),
-        ("fc1", {"wts_type": "INT16"}, "wts_type must be one of INT4, INT6, INT7, INT8"),
-        ("fc1", {"dst_type": "INT16"}, "dst_type must be one of INT4, INT8, got 'INT16'"),
-        ("fc1", {"act_type": "INT4", "offset_d": 8}, "offset_d must be in [-8, 7] with 4 bits"),
-        ("fc1", {"fakequant_precision_mode": "FP8"}, "must be FORCE_FP16_QUANT or DEFAULT"),
-        ("fc1", {"scale_d": 1e-12, "act_type": "INT16"}, "1 / scale_d must be in [2^-14, 4.29"),
-    ],
-)
+@pytest.mark.parametrize(("layer", "fields", "said"), [
+    ("fc2", {"act_type": "INT16"}, "act_type INT16 is for Conv and ConvTranspose with"),
+    ("conv1", {"wts_type": "INT4"}, "with 3 input channels and 1 groups in layer 'conv1'"),
+    ("dw", {"wts_type": "INT4"}, "with 16 input channels and 16 groups in layer 'dw'"),
+    ("fc1", {"wts_type": "INT6"}, "wts_type INT6 is for Conv with a 2-D kernel, got Gemm"),
+    ("fc1", {"wts_type": "INT16"}, "wts_type must be one of INT4, INT6, INT7, INT8"),
+    ("fc1", {"dst_type": "INT16"}, "dst_type must be one of INT4, INT8, got 'INT16'"),
+    ("fc1", {"act_type": "INT4", "offset_d": 8}, "offset_d must be in [-8, 7] with 4 bits"),
+    ("fc1", {"fakequant_precision_mode": "FP8"}, "must be FORCE_FP16_QUANT or DEFAULT"),
+    ("fc1", {"scale_d": 1e-12, "act_type": "INT16"}, "1 / scale_d must be in [2^-14, 4.29"),
+])  # fmt: skip
 def test_a_record_that_no_layer_takes_is_one_sentence(layer, fields, said, refusal, tmp_path):
     record = tmp_path / "r.txt"
     record.write_text(entry(layer, **fields))
@@ -301,9 +293,8 @@ def test_a_record_that_no_layer_takes_is_one_sentence(layer, fields, said, refus
 
 def test_widths_of_a_record():
     types = {"eight": ("INT8", "INT8"), "wide": ("INT16", "INT8"), "four": ("INT4", "INT4")}
-    eight, wide, four = (
-        read_record(entry(name, act_type=a, wts_type=w)) for name, (a, w) in types.items()
-    )
+    texts = (entry(name, act_type=a, wts_type=w) for name, (a, w) in types.items())
+    eight, wide, four = map(read_record, texts)
     assert [*bit_width_notes(eight)] == []
     of_wide, _ = bit_width_notes(eight | wide)
     assert of_wide.startswith("Activations of 1 layer (wide) are of 16 bits, which atc takes")
@@ -388,10 +379,9 @@ def run_both(deploy, fake, x):
     return np.abs(a - b).max(), np.abs(b).max()
 
 
-@pytest.mark.parametrize(
-    ("model", "told", "words"),
-    [("float.onnx", "FLOAT16", "that of float16"), ("float16.onnx", "FLOAT32", "that of float32")],
-)
+@pytest.mark.parametrize(("model", "told", "words"), [
+    ("float.onnx", "FLOAT16", "that of float16"), ("float16.onnx", "FLOAT32", "that of float32"),
+])  # fmt: skip
 def test_a_record_of_other_floats_is_refused(model, told, words, refusal, tmp_path):
     text = (WIDTHS / "half" / "record.txt").read_text()
     record = tmp_path / "r.txt"
