@@ -152,35 +152,26 @@ def test_the_command_writes_aipp_and_says_how_near_it_is(build_with_aipp, comman
     assert "max_src_image_size: 768" in (tmp_path / "small_cnn_aipp.cfg").read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--csc", "bt709-full"), "csc is for YUV images"),
-        (("--source-size", "20"), "reads HxW"),
-        (("--source-color", "hsv"), "nv12"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (("--csc", "bt709-full"), "csc is for YUV images"), (("--source-size", "20"), "reads HxW"),
+    (("--source-color", "hsv"), "nv12"),
+])  # fmt: skip
 def test_options_that_mean_nothing_are_refused(words, said, build_with_aipp):
     code, _, err = build_with_aipp(*words)
     assert code != 0 and said in " ".join(err.split())
 
 
-@pytest.mark.parametrize(
-    ("changes", "options", "said"),
-    [
-        ({"color": "grey"}, {"color": "bgr"}, "makes grey of grey pictures"),
-        ({}, {"color": "nv12", "size": (33, 48)}, "even sides"),
-        ({"resize": "letterbox"}, {"size": (1280, 1280)}, "not how the images calibrated"),
-        ({"resize": "short-side", "short_side": 40}, {"size": (64, 64)}, "short side 40"),
-        ({}, {"color": "nv12", "size": (30, 48)}, "does not enlarge"),
-        ({"size": (224, 224)}, {"size": (100, 300)}, "does not enlarge"),
-        ({"layout": "nhwc"}, {}, "NCHW"),
-        ({"mean": (-0.5,)}, {}, "0 to 255"),
-        ({"mean": (2.0,)}, {}, "0 to 255"),
-        ({"scale": 1e-9}, {}, "float16|0 to 255"),
-        ({"size": (1, 1)}, {}, "sides"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "options", "said"), [
+    ({"color": "grey"}, {"color": "bgr"}, "makes grey of grey pictures"),
+    ({}, {"color": "nv12", "size": (33, 48)}, "even sides"),
+    ({"resize": "letterbox"}, {"size": (1280, 1280)}, "not how the images calibrated"),
+    ({"resize": "short-side", "short_side": 40}, {"size": (64, 64)}, "short side 40"),
+    ({}, {"color": "nv12", "size": (30, 48)}, "does not enlarge"),
+    ({"size": (224, 224)}, {"size": (100, 300)}, "does not enlarge"),
+    ({"layout": "nhwc"}, {}, "NCHW"), ({"mean": (-0.5,)}, {}, "0 to 255"),
+    ({"mean": (2.0,)}, {}, "0 to 255"), ({"scale": 1e-9}, {}, "float16|0 to 255"),
+    ({"size": (1, 1)}, {}, "sides"),
+])  # fmt: skip
 def test_what_aipp_does_not_do(changes, options, said):
     with pytest.raises(ExportError, match=said):
         aipp.write_aipp(replace(RGB, **changes), AippSource(**options))
@@ -195,14 +186,12 @@ def model(tmp_path_factory):
     nodes = [
         ("Conv", "x w1", "c1", "conv1", {"pads": [1] * 4}),
         ("BatchNormalization", ["c1", *(f"n1{k}" for k in "gbmv")], "b1"),
-        ("Relu", "b1", "r1", "relu1"),
-        ("LayerNormalization", "r1 lg", "l1", "norm", {"axis": -1}),
+        ("Relu", "b1", "r1", "relu1"), ("LayerNormalization", "r1 lg", "l1", "norm", {"axis": -1}),
         ("Conv", "l1 w2", "c2", "conv2", {"pads": [1] * 4}),
         ("BatchNormalization", ["c2", *(f"n2{k}" for k in "gbmv")], "b2", "bn2"),
-        ("Flatten", "b2", "f", "flatten"),
-        ("MatMul", "f w3", "m", "fc"),
+        ("Flatten", "b2", "f", "flatten"), ("MatMul", "f w3", "m", "fc"),
         ("Add", "m bias", "y", "plus"),
-    ]
+    ]  # fmt: skip
     shapes = {"w1": (4, 3, 3, 3), "w2": (4, 4, 3, 3), "w3": (256, 10), "lg": 8, "bias": 10}
     shapes |= {f"n{n}{k}": 4 for n in "12" for k in "gbmv"}
     rng = np.random.default_rng(0)
@@ -277,9 +266,8 @@ def value(entry, key):
 
 def test_the_mapping_tells_what_every_node_stands_for(folder):
     known = entries(folder / "net_quant.json")
-    originals = {
-        name: value(e, "original_op_names")["list"].get("s", []) for name, e in known.items()
-    }
+    told = {name: value(entry, "original_op_names") for name, entry in known.items()}
+    originals = {name: one["list"].get("s", []) for name, one in told.items()}
     assert originals["conv1"] == originals["conv1.dequant"] == ["conv1", "BatchNormalization_1"]
     assert originals["conv2.dequant"] == ["conv2", "bn2"]
     assert originals["conv1.quant"] == [] and originals["relu1"] == ["relu1"]
