@@ -14,6 +14,7 @@ from deploy.targets.ascend.layers import SHARED, find_layers, name_nodes
 from deploy.targets.ascend.preparation import make_default_plan, prepare_model
 from deploy.targets.ascend.record import read_record
 from deploy.tuning.search_options import Tuning
+from tests import models
 from tests.models import as_float32, make_model, make_node, make_value, parse_nodes, read_markdown
 from tests.vendor_models import build_net
 
@@ -130,9 +131,7 @@ def test_a_plan_knows_shared_weights_and_copies_that_are_too_large_are_not_made(
     assert {graph.refused[f"{word}/conv"] for word in ("left", "right")} == {SHARED}
 
 
-def test_a_trained_model_of_pairs_keeps_its_layers_of_one_weight_in_int8(
-    pictures_built, command, tmp_path
-):
+def test_a_trained_model_of_pairs_keeps_layers_of_one_weight(pictures_built, command, tmp_path):
     _, made = pictures_built(two_pictures(), target="tensorrt")
     command("ascend", "convert", made(".tensorrt.qdq.onnx"), "--out", tmp_path / "again")
     (made,) = (tmp_path / "again").glob("*_deploy_model.onnx")
@@ -146,12 +145,7 @@ DMQ = "common_config { ifmr_quantize { } dmq_balancer { migration_strength: 0.5 
 @pytest.fixture(scope="module")
 def fixed(small_cnn, tmp_path_factory):
     """The same model with a batch of 4."""
-    model = onnx.load(small_cnn)
-    for value in (*model.graph.input, *model.graph.output):
-        value.type.tensor_type.shape.dim[0].dim_value = 4
-    path = tmp_path_factory.mktemp("fixed") / "small_cnn.onnx"
-    onnx.save(model, path)
-    return path
+    return models.save_fixed_batch(small_cnn, tmp_path_factory.mktemp("fixed") / "small_cnn.onnx")
 
 
 @pytest.fixture
@@ -264,7 +258,6 @@ def test_a_weight_that_an_output_or_a_branch_reads_too_stays_as_it_is(reader, tm
     model = make_model(nodes, {"x": [1, 1, 8, 8]}, outputs, weights)
     samples = [{"x": rng.normal(size=(1, 1, 8, 8)).astype(np.float32)} for _ in range(4)]
     targets = ["onnxruntime", "tensorrt", "ascend"]
-    report = build(
-        model, samples, targets=targets, out=tmp_path, duration_s=0, tuning=Tuning(effort=0)
-    )
+    quick = {"duration_s": 0, "tuning": Tuning(effort=0)}
+    report = build(model, samples, targets=targets, out=tmp_path, **quick)
     assert not report.failed and not report.unusable
