@@ -250,9 +250,7 @@ EDITS = {  # what stands behind a key of the record, and what takes its place
 
 
 @pytest.mark.parametrize("key", EDITS)
-def test_a_wrong_record_of_an_input_or_of_two_activations_is_refused(
-    key, kept, small_cnn, files, refusal, tmp_path
-):
+def test_a_wrong_record_of_inputs_is_refused(key, kept, small_cnn, files, refusal, tmp_path):
     place, old, new, said = EDITS[key]
     name, model = ("matmuls", files) if place == "scores" else ("inputs", small_cnn)
     _, folder = kept(name)
@@ -285,13 +283,11 @@ WRONG = {
     "a number": ([{"layer_name": 3, "input_index": 0}], "layer_name must be of type str"),
     "an unknown key": (
         [{"layer_name": "Add_a", "input_index": 0, "activation": {}}],
-        "unknown key 'activation' in tensor_quantize; did you mean 'activation_quant_params'",
-    ),
+        "unknown key 'activation' in tensor_quantize; did you mean 'activation_quant_params'"),
     "two algorithms": (
         [{"layer_name": "Add_a", "input_index": 0,
           "activation_quant_params": {"act_algo": "hfmg", "search_step": 0.1}}],
-        "does not take keys of the other algorithm",
-    ),
+        "does not take keys of the other algorithm"),
 }  # fmt: skip
 
 
@@ -405,10 +401,9 @@ def attention():
     rng = np.random.default_rng(3)
     nodes = [
         ("MatMul", "x wq", "q", "query"), ("MatMul", "x wk", "k", "key"),
-        ("Transpose", "k", "kt", "turn", {"perm": [0, 1, 3, 2]}),
-        ("MatMul", "q kt", "s", "scores"), ("Softmax", "s", "p", "soft", {"axis": -1}),
-        ("MatMul", "x wv", "m", "value"), ("Add", "m bv", "v", "value_bias"),
-        ("MatMul", "p v", "y", "context"),
+        ("Transpose", "k", "kt", "turn", {"perm": [0, 1, 3, 2]}), ("MatMul", "q kt", "s", "scores"),
+        ("Softmax", "s", "p", "soft", {"axis": -1}), ("MatMul", "x wv", "m", "value"),
+        ("Add", "m bv", "v", "value_bias"), ("MatMul", "p v", "y", "context"),
     ]  # fmt: skip
     a_head, shape = (HEADS, WIDE, WIDE), ["N", HEADS, TOKENS, WIDE]
     shapes = {"wq": a_head, "wk": (WIDE, WIDE), "wv": a_head, "bv": (WIDE,)}
@@ -487,25 +482,18 @@ def test_a_quant_config_names_them_too_and_keep_float_wins(built_matmul):
     assert config_of(folder)["scores"]["quant_enable"] is False
 
 
-@pytest.mark.parametrize(
-    ("name", "inner", "said"),
-    [
-        ("scores", "ifmr_quantize { asymmetric: true }", "of two activations takes symmetric"),
-        ("scores", "dmq_balancer { }", "dmq_balancer_param does not apply"),
-        (
-            "scores", "ifmr_quantize { dst_type: INT16 }",
-            "a MatMul of two activations takes 8-bit activations, got 16 bits",
-        ),
-        ("scores", "arq_quantize { channel_wise: true }", "must be false for layer type MatMul"),
-        ("score", "", "does not exist in the model; did you mean 'scores'"),
-        ("soft", "", "of override_layer_configs of type Softmax cannot be quantized"),
-        ("value_bias", "", "cannot be quantized, but for its inputs, by tensor_quantize"),
-        ("value_bias:0", "", "does not exist in the model"),
-    ],
-)  # fmt: skip
-def test_a_matmul_that_does_not_fit_is_told_before_any_pass(
-    name, inner, said, built_matmul, no_pass
-):
+@pytest.mark.parametrize(("name", "inner", "said"), [
+    ("scores", "ifmr_quantize { asymmetric: true }", "of two activations takes symmetric"),
+    ("scores", "dmq_balancer { }", "dmq_balancer_param does not apply"),
+    ("scores", "ifmr_quantize { dst_type: INT16 }",
+     "a MatMul of two activations takes 8-bit activations, got 16 bits"),
+    ("scores", "arq_quantize { channel_wise: true }", "must be false for layer type MatMul"),
+    ("score", "", "does not exist in the model; did you mean 'scores'"),
+    ("soft", "", "of override_layer_configs of type Softmax cannot be quantized"),
+    ("value_bias", "", "cannot be quantized, but for its inputs, by tensor_quantize"),
+    ("value_bias:0", "", "does not exist in the model"),
+])  # fmt: skip
+def test_a_matmul_that_does_not_fit_is_told_before_a_pass(name, inner, said, built_matmul, no_pass):
     refused(built_matmul, named(name, inner=inner), said)
 
 
@@ -579,18 +567,11 @@ def test_integers_and_floats_agree_for_any_shape(heads, rows, inner, columns, co
     assert np.abs(got - feed["x"] @ weight).max() <= error
 
 
-@pytest.mark.parametrize(
-    ("op", "shape", "kind", "offered"),
-    [
-        ("MatMul", [1, 4, 4], TensorProto.FLOAT, True),
-        ("MatMul", [4], TensorProto.FLOAT, False),
-        ("MatMul", [1, 4, 4], TensorProto.INT32, False),
-        ("Gemm", [4, 4], TensorProto.FLOAT, False),
-    ],
-)
-def test_two_activations_are_offered_where_a_matmul_multiplies_float_matrices(
-    op, shape, kind, offered
-):
+@pytest.mark.parametrize(("op", "shape", "kind", "offered"), [
+    ("MatMul", [1, 4, 4], TensorProto.FLOAT, True), ("MatMul", [4], TensorProto.FLOAT, False),
+    ("MatMul", [1, 4, 4], TensorProto.INT32, False), ("Gemm", [4, 4], TensorProto.FLOAT, False),
+])  # fmt: skip
+def test_two_activations_are_offered_where_a_matmul_takes_float_matrices(op, shape, kind, offered):
     inputs = dict.fromkeys("ab", (kind, shape))
     found = find_layers(build_net([(op, "a b", "y", "m")], inputs, {"y": (kind, None)}, opset=17))
     assert list(found.offered) == ["m"] * offered and "m" in found.refused
