@@ -157,30 +157,23 @@ def test_a_build_that_writes_in_place_is_found():
     assert tried == 3 and failed > 0 and done.returncode == 1, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("ended", "word"),
-    [
-        (Ended(0), SURVIVED),
-        (Ended(0, b"a table\n\xc3\xa9\n"), SURVIVED),
-        (Ended(1, b"", b"calib8: error: a rule, what was got\n"), REFUSED),
-        (Ended(1, b"", b"calib8: 1/7 a: 3 s left\ncalib8: error: what was got\n"), REFUSED),
-        (Ended(1, b"", b"calib8: 1/7 a: 1 min 3 s\n"), FAILED),
-        (Ended(1, b"", b"bar |##|\r\ncalib8: error: what was got\n"), FAILED),
-        (Ended(1, b"what differs\n"), REFUSED),
-        (Ended(1, b"", b"calib8: ascend failed: a\ncalib8: tensorrt: doubtful: b\n"), REFUSED),
-        (Ended(1, b"", b"calib8: ascend failed: a\ncalib8: ascend failed: b\n"), FAILED),
-        (Ended(130, b"", b"calib8: interrupted\n"), FAILED),
-        (Ended(70, b"", b"calib8: a fault\n"), FAILED),
-        (Ended(1, b"", b"calib8: ascend failed: a fault of calib8 itself (KeyError)\n"), FAILED),
-        (Ended(1), FAILED),
-        (Ended(-11), FAILED),
-        (Ended(1, b"", b"Error: of another\n"), FAILED),
-        (Ended(1, b"", b"calib8: one\ncalib8: two\n"), FAILED),
-        (Ended(0, b"\x9b1m"), FAILED),
-        (Ended(0, "\u202e".encode()), FAILED),
-        (Ended(1, b"", b"calib8: error: " + b"n" * 9000), FAILED),
-    ],
-)
+@pytest.mark.parametrize(("ended", "word"), [
+    (Ended(0), SURVIVED), (Ended(0, b"a table\n\xc3\xa9\n"), SURVIVED),
+    (Ended(1, b"", b"calib8: error: a rule, what was got\n"), REFUSED),
+    (Ended(1, b"", b"calib8: 1/7 a: 3 s left\ncalib8: error: what was got\n"), REFUSED),
+    (Ended(1, b"", b"calib8: 1/7 a: 1 min 3 s\n"), FAILED),
+    (Ended(1, b"", b"bar |##|\r\ncalib8: error: what was got\n"), FAILED),
+    (Ended(1, b"what differs\n"), REFUSED),
+    (Ended(1, b"", b"calib8: ascend failed: a\ncalib8: tensorrt: doubtful: b\n"), REFUSED),
+    (Ended(1, b"", b"calib8: ascend failed: a\ncalib8: ascend failed: b\n"), FAILED),
+    (Ended(130, b"", b"calib8: interrupted\n"), FAILED),
+    (Ended(70, b"", b"calib8: a fault\n"), FAILED),
+    (Ended(1, b"", b"calib8: ascend failed: a fault of calib8 itself (KeyError)\n"), FAILED),
+    (Ended(1), FAILED), (Ended(-11), FAILED), (Ended(1, b"", b"Error: of another\n"), FAILED),
+    (Ended(1, b"", b"calib8: one\ncalib8: two\n"), FAILED), (Ended(0, b"\x9b1m"), FAILED),
+    (Ended(0, "\u202e".encode()), FAILED),
+    (Ended(1, b"", b"calib8: error: " + b"n" * 9000), FAILED),
+])  # fmt: skip
 def test_an_end_is_judged_by_what_a_user_sees(ended, word):
     assert judged(ended).word == word
 
