@@ -42,9 +42,8 @@ def latency(ms):
 
 def accuracy(name):
     figures = {"sqnr_db": 12.5, "cosine_mean": 0.99, "cosine_min": 0.9, "max_abs_error": 200.9}
-    parts = tuple(
-        SliceAccuracy(output=name, label=f"{name}[{at}]", **figures) for at in ("0:4", "4:22")
-    )
+    labels = (f"{name}[{at}]" for at in ("0:4", "4:22"))
+    parts = tuple(SliceAccuracy(output=name, label=label, **figures) for label in labels)
     return Accuracy(
         samples=60, outputs=(OutputAccuracy(name=name, **figures),), top1_reference=0.9225,
         top1_candidate=0.92, top1_agreement=0.99, parts=parts, problems=(f"{name} holds NaN",),
@@ -74,8 +73,7 @@ def target(name, words, tensors):
         parts.TensorRow(
             name=f"{words}.{i % 22}/cv{i % 3}/conv_{i}_output_0", observed_min=-1.5 * i - 1,
             observed_max=4.25 + i, lo=-1.0, hi=2.0 + i, amax=2.0 + i, method="percentile",
-            clipped=0.001 * (i % 40), sqnr_db=db, histogram=SEEN if i < 5 else None,
-        )
+            clipped=0.001 * (i % 40), sqnr_db=db, histogram=SEEN if i < 5 else None)
         for i, db in enumerate(known)
     )  # fmt: skip
     rest = {"cosine_mean": 0.99, "cosine_min": 0.9, "max_abs_error": 1.0}
@@ -85,8 +83,7 @@ def target(name, words, tensors):
     nodes = tuple(
         parts.NodeRow(
             name=f"{words}/node_{i}", op=op if i % 3 else "Conv", reason=f"{op} of {words}",
-            precision="float32" if i % 3 else "int8",
-        )
+            precision="float32" if i % 3 else "int8")
         for i, op in zip(range(tensors), cycle(float_ops))
     )  # fmt: skip
     trial = partial(parts.TrialRow, time=0.5)
@@ -108,8 +105,7 @@ def made(words="/model", *, engines=2, targets=1, tensors=40):
         parts.EngineRow(
             label=f"{words} {i}", target=names[i % targets], path="m.onnx", size_bytes=3 << 20,
             load_ms=3.0, latency=latency(1.0 + 0.1 * i), accuracy=accuracy(words),
-            verdict=Verdict(LEVELS[i % 4], (f"2 of 7 boxes of {words} kept", "1.70x (1.6 to 1.8)")),
-        )
+            verdict=Verdict(LEVELS[i % 4], (f"2 of 7 boxes of {words} kept", "1.70x (1.6 to 1.8)")))
         for i in range(engines - 1)
     ]  # fmt: skip
     return Report(
