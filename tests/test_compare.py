@@ -22,7 +22,7 @@ from deploy.graph.edit import extract_output
 from deploy.method import NO_CHOICES
 from deploy.report import to_json
 from deploy.tuning import plan_file
-from tests.models import as_float32, make_model, parse_nodes, run_command, save_net
+from tests.models import make_model, parse_nodes, run_command, save_fixed_batch, save_net
 
 
 # --- `calib8 explain`: what loses what where, and what was tried.
@@ -241,10 +241,8 @@ def test_the_number_of_threads_changes_nothing(built, held):
 
 
 def test_what_fills_a_fixed_batch_up_is_no_image(small_cnn, held, pictures, tmp_path):
-    model = onnx.load(small_cnn)
-    for value in (*model.graph.input, *model.graph.output):
-        value.type.tensor_type.shape.dim[0].dim_value = 4
-    build(save_net(model, tmp_path / "four.onnx"), pictures, tmp_path / "o", "--effort", 0)
+    model = save_fixed_batch(small_cnn, tmp_path / "four.onnx")
+    build(model, pictures, tmp_path / "o", "--effort", 0)
     (target,) = told(tmp_path / "o", "--images", held)
     assert target["held"]["samples"] == 6
     assert len(set([image["name"] for image in target["held"]["images"]])) == 5
@@ -352,9 +350,7 @@ def test_a_broken_report_is_one_sentence(tmp_path, junk):
     refused(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "how", [{"mean": [10**400]}, {"mean": "x"}, {"colour": "rgb"}, {"std": {}}]
-)
+@pytest.mark.parametrize("how", [{"mean": [10**400]}, {"mean": "x"}, {"hue": "rgb"}, {"std": {}}])
 def test_preprocessing_that_is_none_is_one_sentence(copied, held, how):
     refused(copied(lambda report: report["feed"].update(preprocess=how)), "--images", held)
 
@@ -417,7 +413,7 @@ CHAIN = "a = Relu (x) b = Mul (a, factor) c = Add (b, one) y = Neg (c)"
 
 
 def save(path, nodes=CHAIN, *, factor=1.0, out="y", x="x", **weights):
-    weights |= as_float32({"factor": factor, "one": 1})
+    weights |= {"factor": np.float32(factor), "one": np.float32(1)}
     return save_net(make_model(nodes, {x: ["n", 4]}, {out: ["n", 4]}, weights), path)
 
 
@@ -558,10 +554,7 @@ def test_the_node_is_found_where_another_runtime_parts(tmp_path, a, images, foun
 def test_what_closed_dimensions_change_is_told(a, found, openvino):
     (note,) = found(a, *IN_OPENVINO)["notes"]
     assert "open dimensions closed" in note
-    model = onnx.load(a)
-    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
-    onnx.save(model, a)
-    assert found(a, *IN_OPENVINO)["notes"] == []
+    assert found(save_fixed_batch(a, a, 1), *IN_OPENVINO)["notes"] == []
 
 
 def test_runtimes_whose_outputs_agree_are_not_cut(tmp_path, found, openvino):
@@ -608,11 +601,9 @@ SCHEMA = "calib8-report/2"
 @pytest.fixture(scope="module")
 def built_builds(small_cnn, pictures, tmp_path_factory):
     """Two builds of one model by two methods, through the command; folder -> its screen."""
-    folders = tmp_path_factory.mktemp("builds")
+    made = tmp_path_factory.mktemp("builds")
     return {
-        folders / name: build(
-            small_cnn, pictures, folders / name, "--method", method, "--effort", 0
-        )
+        made / name: build(small_cnn, pictures, made / name, "--method", method, "--effort", 0)
         for name, method in (("a", "minmax"), ("b", "mse"))
     }
 
@@ -641,14 +632,6 @@ def latency(p50):
             "throughput_qps": 9.0, "latency": timing, "host": timing}  # fmt: skip
 
 
-def timed(folder, *p50):
-    """The same build with latencies."""
-    held = report_of(folder)
-    for engine, ms in zip(held["engines"], p50, strict=True):
-        engine["latency"] = latency(ms)
-    return store_report(folder, held)
-
-
 def test_one_build_shows_its_screen_again_and_is_read_back_as_written(run, built_builds):
     for folder, screen in built_builds.items():
         assert run("report", folder) == (0, screen, "")
@@ -658,7 +641,10 @@ def test_one_build_shows_its_screen_again_and_is_read_back_as_written(run, built
 
 def test_builds_stand_side_by_side(run, built_builds, changed):
     a, b = built_builds
-    fast = timed(changed("title", "x"), 3.0, 1.5)
+    held = report_of(fast := changed("title", "x"))
+    for engine, ms in zip(held["engines"], (3.0, 1.5), strict=True):
+        engine["latency"] = latency(ms)
+    store_report(fast, held)
     out = run.ok("report", a, b, fast)
     lines = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith("/")}
     assert lines[str(a)][1:3] == ["onnxruntime", "doubtful"]
@@ -666,9 +652,8 @@ def test_builds_stand_side_by_side(run, built_builds, changed):
     assert lines[str(b)][-5:-2] == ["10", "of", "10"]
     assert lines[str(fast)][3:6] == ["2.00x", "1.50", "ms"]
     assert f"{b}, onnxruntime: doubtful: " in " ".join(out.split())
-    assert "3 builds compared" in out and "They differ" not in out.replace(
-        "They differ   repair", ""
-    )
+    assert "3 builds compared" in out
+    assert "They differ" not in out.replace("They differ   repair", "")
 
 
 def test_what_builds_differ_in_is_told(run, built_builds, changed):
