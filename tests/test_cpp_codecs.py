@@ -116,20 +116,17 @@ def test_four_inks_agree(differs, grey):
 
 
 # ---- which way up ---------------------------------------------------------------------------
-
 SIGN = b"Exif\0\0"
 XMP = b"http://ns.adobe.com/xap/1.0/\0<x/>"
 
 
 UPRIGHT = {
-    "after XMP": [XMP, SIGN + block(turned(6))],
-    "before XMP": [SIGN + block(turned(5)), XMP],
+    "after XMP": [XMP, SIGN + block(turned(6))], "before XMP": [SIGN + block(turned(5)), XMP],
     "the first of two": [SIGN + block(turned(3)), SIGN + block(turned(6))],
     "the first is broken": [SIGN + b"zz", SIGN + block(turned(6))],
     "the first is empty": [SIGN, SIGN + block(turned(8))],
     "the first does not tell": [SIGN + block((271, 2, 3, 0)), SIGN + block(turned(7))],
-    "without its sign": [b"abcdef" + block(turned(6))],
-    "cut": [SIGN + block(turned(6))[:20]],
+    "without its sign": [b"abcdef" + block(turned(6))], "cut": [SIGN + block(turned(6))[:20]],
     "more fields than there are": [SIGN + block(turned(6))[:8] + b"\5" + block(turned(6))[9:]],
     "behind a text outside": [SIGN + block((271, 2, 100, 5000), turned(6))],
     "behind a text inside": [SIGN + block((271, 2, 8, 12), turned(6))],
@@ -137,11 +134,10 @@ UPRIGHT = {
     "behind a fraction outside": [SIGN + block((282, 5, 1, 5000), turned(6))],
     "behind six outside": [SIGN + block((532, 5, 6, 8), turned(6))],
     "behind a field nobody reads": [SIGN + block((315, 2, 100, 5000), turned(6))],
-    "twice": [SIGN + block(turned(4), turned(6))],
-    "of no meaning": [SIGN + block(turned(77))],
+    "twice": [SIGN + block(turned(4), turned(6))], "of no meaning": [SIGN + block(turned(77))],
     "high byte first": [SIGN + block(turned(2, ">"), order=">")],
     "of another mark": [SIGN + b"II+\0" + block(turned(6))[4:]],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", UPRIGHT)
