@@ -52,15 +52,12 @@ def answer_of(feed, shapes):
     notes = [note for note in feed.notes if "have 16 bits" not in note]
     return {
         "shapes": shapes, "size": len(feed),
-        "labels": list(feed.labels) if feed.labels is not None else None,
-        "names": list(feed.names), "skipped": list(feed.skipped), "notes": notes,
-        "manifest": feed.manifest(),
+        "labels": list(feed.labels) if feed.labels is not None else None, "names": list(feed.names),
+        "skipped": list(feed.skipped), "notes": notes, "manifest": feed.manifest(),
     }  # fmt: skip
 
 
 # ---- batches --------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def photos(cpp, tmp_path_factory):
     """100 pictures of all kinds: sizes, formats, grey, alpha, 16 bits, noise and smooth."""
@@ -157,26 +154,18 @@ def test_lists_and_bad_images_are_told_in_the_same_words(cpp, photos, tmp_path):
     good = sorted(p for p in photos.rglob("*") if p.suffix == ".png")[0]
     jpeg = sorted(p for p in photos.rglob("*") if p.suffix == ".jpg")[0]
     for name, data in {
-        "a b.png": good.read_bytes(),
-        "c.jpg": jpeg.read_bytes(),
-        "cut.jpg": jpeg.read_bytes()[:-40],
-        "cut.png": good.read_bytes()[:-40],
+        "a b.png": good.read_bytes(), "c.jpg": jpeg.read_bytes(),
+        "cut.jpg": jpeg.read_bytes()[:-40], "cut.png": good.read_bytes()[:-40],
         "crc.png": good.read_bytes()[:-20] + b"x" + good.read_bytes()[-19:],
-        "empty.png": b"",
-        "text.png": b"hello",
-    }.items():
+        "empty.png": b"", "text.png": b"hello",
+    }.items():  # fmt: skip
         (tmp_path / name).write_bytes(data)
     contents = [
-        b"\xef\xbb\xbfa b.png 3\r\nc.jpg 0\r\n",
-        b"# nothing\n",
-        b"a b.png\nc.jpg 1\n",
-        b"c.jpg dog\n",
-        b"nowhere.png\n  nor here.png 7\n",
-        b"\xff\xfe",
+        b"\xef\xbb\xbfa b.png 3\r\nc.jpg 0\r\n", b"# nothing\n", b"a b.png\nc.jpg 1\n",
+        b"c.jpg dog\n", b"nowhere.png\n  nor here.png 7\n", b"\xff\xfe",
         *(f"{name}\n".encode() for name in ("cut.jpg", "cut.png", "crc.png", "empty.png")),
-        b"text.png\nc.jpg\n",
-        "c.jpg 1\ncaf\xe9.png 2\n".encode(),
-    ]
+        b"text.png\nc.jpg\n", "c.jpg 1\ncaf\xe9.png 2\n".encode(),
+    ]  # fmt: skip
     for index, content in enumerate(contents):
         listing = tmp_path / f"list{index}.txt"
         listing.write_bytes(content)
@@ -222,8 +211,6 @@ def test_presets_and_wrong_options_agree(cpp):
 
 
 # ---- histograms and the search --------------------------------------------------------------
-
-
 def tensors():
     rng = np.random.default_rng(3)
     normal = rng.standard_normal(200_000).astype(np.float32)
@@ -306,16 +293,13 @@ def values_of_all_kinds(count):
     """Tensors of 1 to 3000 values: smooth, one-sided, with heavy tails, on few values, constant."""
     rng = np.random.default_rng(17)
     kinds = [
-        lambda n: rng.standard_normal(n),
-        lambda n: np.maximum(rng.standard_normal(n), 0),
-        lambda n: -np.abs(rng.standard_cauchy(n)),
-        lambda n: rng.integers(-5, 6, n) * 0.1,
-        lambda n: np.round(rng.standard_normal(n) * 4) / 4,
-        lambda n: rng.uniform(-1, 1, n) ** 9,
+        lambda n: rng.standard_normal(n), lambda n: np.maximum(rng.standard_normal(n), 0),
+        lambda n: -np.abs(rng.standard_cauchy(n)), lambda n: rng.integers(-5, 6, n) * 0.1,
+        lambda n: np.round(rng.standard_normal(n) * 4) / 4, lambda n: rng.uniform(-1, 1, n) ** 9,
         lambda n: rng.choice([-1.0, 0.0, 0.5, 127.0, 128.0], n),
         lambda n: np.full(n, rng.choice([-2.5, 0.0, -0.0, 1e-38, 3e38])),
         lambda n: rng.standard_normal(n) * 10.0 ** rng.uniform(-44, 36),
-    ]
+    ]  # fmt: skip
     for index in range(count):
         size = int(10 ** rng.uniform(0, 3.5))
         yield kinds[index % len(kinds)](size).astype(np.float32)
@@ -335,8 +319,6 @@ def test_every_search_finds_the_same_to_the_bit(cpp, tmp_path):
 
 
 # ---- caches ---------------------------------------------------------------------------------
-
-
 def python_cache(path, origin):
     data = Path(path).read_bytes()
     cache = trt_cache.parse(data, origin=origin)
@@ -345,13 +327,11 @@ def python_cache(path, origin):
         return name.encode("utf-8", "surrogateescape").hex()
 
     return {
-        "label": cache.header.label,
-        "algorithm": cache.header.algorithm,
+        "label": cache.header.label, "algorithm": cache.header.algorithm,
         "round_trip": trt_cache.dump(cache) == data,
         "entries": [[coded(e.name), e.bits, e.flaw] for e in cache.entries],
-        "duplicates": [coded(name) for name in cache.duplicates()],
-        "unique": len(cache.scales()),
-    }
+        "duplicates": [coded(name) for name in cache.duplicates()], "unique": len(cache.scales()),
+    }  # fmt: skip
 
 
 def agree_on(cpp, path):
@@ -440,8 +420,6 @@ def test_relabelled_caches_are_byte_equal(cpp):
 
 
 # ---- fingerprints and latency ---------------------------------------------------------------
-
-
 def halves(**parts):
     made_from = {"model": {"graph": "a" * 64}, "order": "e" * 64}
     made_from["images"] = {"count": 3, "skip_bad": False, "sha256": "b" * 64}
@@ -458,23 +436,17 @@ def test_changes_of_a_fingerprint_are_told_in_the_same_words(cpp):
     old = halves()
     decoder = old["made_from"]["decoder"]
     for part, value in [
-        ("method", "minmax"),
-        ("model", {"graph": "c" * 64}),
+        ("method", "minmax"), ("model", {"graph": "c" * 64}), ("model", {"file": "c" * 64}),
         ("model", {"graph": "a" * 64, "file": "c" * 64}),
-        ("model", {"file": "c" * 64}),
         ("images", {"count": 4, "skip_bad": True, "sha256": "d" * 64}),
         ("preprocess", {"mean": [0.485, 1e-7], "size": [224, 224], "color": "bgr"}),
-        ("order", "f" * 64),
-        ("preprocess", {}),
-        ("decoder", {}),
+        ("order", "f" * 64), ("preprocess", {}), ("decoder", {}),
         ("decoder", {**decoder, "library": "libjpeg-turbo 2.1.5"}),
-        ("decoder", {**decoder, "png": "3"}),
+        ("decoder", {**decoder, "png": "3"}), ("versions", {"tensorrt": "10.3.0"}),
         ("decoder", {"decoding": 1, "library": "OpenCV 4.6.0"}),
-        ("numbers", {"frontend": 2, "parser": "it's"}),
-        ("versions", {"tensorrt": "10.3.0"}),
-        ("program", "TensorRT"),
+        ("numbers", {"frontend": 2, "parser": "it's"}), ("program", "TensorRT"),
         ("rule", "whole batches of 8"),
-    ]:
+    ]:  # fmt: skip
         now = halves(**{part: value})
         ours = Fingerprint.from_json(now).changes_since(Fingerprint.from_json(old))
         assert cpp("changes", now=now, old=old) == {"changes": ours, "same": True}
@@ -682,8 +654,6 @@ def test_latency_has_the_same_form_and_figures(cpp, count):
 
 
 # ---- the command line tool ------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def tool(calib8_cache):
     def call(*words):
