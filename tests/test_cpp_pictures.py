@@ -28,8 +28,6 @@ def encoded(suffix, pixels=PHOTO, *options):
 
 
 # ---- files that OpenCV does not write -------------------------------------------------------
-
-
 def png_chunk(kind, body):
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
@@ -255,8 +253,6 @@ def test_animations_that_are_broken_are_no_pictures(theirs):
 
 
 # ---- damage ---------------------------------------------------------------------------------
-
-
 def zeroed(data, share, count=400):
     at = int(len(data) * share)
     return data[:at] + bytes(count) + data[at + count :]
@@ -363,8 +359,7 @@ def test_decoders_print_nothing(calib8_cache, tmp_path):
     (folder / "cut.pgm").write_bytes(KINDS["pgm 16 bits"][:200])
     (folder / "good.jpg").write_bytes(KINDS["jpeg of another revision"])
     command = [
-        *calib8_cache, "feed", folder, "--input", "x:1x3x8x8", "--skip-bad", "-o",
-        tmp_path / "out",
+        *calib8_cache, "feed", folder, "--input", "x:1x3x8x8", "--skip-bad", "-o", tmp_path / "out",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -372,7 +367,6 @@ def test_decoders_print_nothing(calib8_cache, tmp_path):
 
 
 # ---- lists ----------------------------------------------------------------------------------
-
 SPACES = [chr(code) for code in range(0x3001) if chr(code).isspace()]
 
 
