@@ -19,9 +19,8 @@ def test_the_index_is_the_one_that_tensorrt_chose(name):
     assert search_bins(np.load(LENET)[name].astype(np.int64)) == INDICES[name]
 
 
-histograms = hnp.arrays(
-    np.int64, BINS, elements=st.one_of(st.just(0), st.integers(0, 10_000)), fill=st.just(0)
-)
+counts = st.one_of(st.just(0), st.integers(0, 10_000))
+histograms = hnp.arrays(np.int64, BINS, elements=counts, fill=st.just(0))
 
 
 @pytest.mark.slow
