@@ -91,16 +91,14 @@ def net(op, shape, channels=6, **attributes):
     weight = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     weight.reshape(-1)[0] = 9
     x = {"Gemm": ["n", 6], "MatMul": ["n", 6]}.get(op, ["n", channels, 8, 8])
-    return make_model(
-        [make_node(op, "x w", "y", name="node", **attributes)], {"x": x}, {"y": None}, {"w": weight}
-    ), weight
+    nodes = [make_node(op, "x w", "y", name="node", **attributes)]
+    return make_model(nodes, {"x": x}, {"y": None}, {"w": weight}), weight
 
 
 def stored_weight(model):
     plan = analyse(model, TENSORRT)
-    (found,) = read_stored_weights(
-        to_qdq(model, plan, dict.fromkeys(plan.activations, np.float32(0.1)))
-    )
+    scales = dict.fromkeys(plan.activations, np.float32(0.1))
+    (found,) = read_stored_weights(to_qdq(model, plan, scales))
     return found
 
 
@@ -219,19 +217,11 @@ def sigmoid(t):
     return 1 / (1 + np.exp(-t))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "function", "span"),
-    [
-        ("y = Sigmoid (t)", sigmoid, 1),
-        ("y = Tanh (t)", np.tanh, 2),
-        ("s = Sigmoid (t) y = Mul (t, s)", lambda t: t * sigmoid(t), 0.278),
-        (
-            "y = Gelu (t)",
-            lambda t: 0.5 * t * (1 + np.vectorize(math.erf)(t / math.sqrt(2))),
-            0.170,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "function", "span"), [
+    ("y = Sigmoid (t)", sigmoid, 1), ("y = Tanh (t)", np.tanh, 2),
+    ("s = Sigmoid (t) y = Mul (t, s)", lambda t: t * sigmoid(t), 0.278),
+    ("y = Gelu (t)", lambda t: 0.5 * t * (1 + np.vectorize(math.erf)(t / math.sqrt(2))), 0.170),
+])  # fmt: skip
 def test_what_is_lost_beyond_a_bound_is_less_than_half_a_step_of_8_bits(nodes, function, span):
     t = np.linspace(-40, 40, 8001)
     low, high = find_bounds(model(nodes))["t"]
@@ -253,58 +243,36 @@ def model(nodes):
 ERF_AND_ONE = "d = Div (t, root) e = Erf (d) a = Add (e, one)"
 
 
-@pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [
-        ("a = Add (t, three) c = Clip (a, zero, six) m = Mul (t, c) y = Div (m, six)", (-3, None)),
-        ("y = HardSwish (t)", (-3, None)),
-        ("y = Relu (t)", (0, None)),
-        ("y = Clip (t, zero, six)", (0, 6)),
-        ("s = HardSigmoid (t) y = Mul (t, s)", (-2.5, None)),
-        ("y = HardSigmoid <alpha = 0.25> (t)", (-2, 2)),
-        ("y = Sigmoid (t)", (-8, 8)),
-        ("y = Tanh (t)", (-4, 4)),
-        ("s = Sigmoid (t) y = Mul (t, s)", (-10, None)),
-        ("h = Mul (t, half) s = Sigmoid (h) y = Mul (t, s)", (-20, None)),
-        ("s = Sigmoid (t) y = Pow (s, two)", (-8, 8)),
-        ("s = Sigmoid (t) y = Pow (s, one)", (-8, 8)),
-        (f"{ERF_AND_ONE} m = Mul (t, a) y = Mul (m, half)", (-3 * math.sqrt(2), None)),
-        (f"{ERF_AND_ONE} h = Mul (t, half) y = Mul (h, a)", (-3 * math.sqrt(2), None)),
-        ("m = Mul (t, two) a = Add (m, six) y = Sigmoid (a)", (-7, 1)),
-        ("m = Sub (t, three) a = Div (m, down) y = Sigmoid (a)", (-13, 19)),
-        ("r = Relu (t) y = Sigmoid (r)", (0, 8)),
-        (
-            "r = Reshape (t, shape) c = Concat <axis = 0> (r, r) m = Transpose (c) y = Sigmoid (m)",
-            (-8, 8),
-        ),
-        (
-            "a, b, c = Split (t) k = Sigmoid (a) l = Tanh (b) y = Concat <axis = 0> (k, l)",
-            (-8, 8),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "expected"), [
+    ("a = Add (t, three) c = Clip (a, zero, six) m = Mul (t, c) y = Div (m, six)", (-3, None)),
+    ("y = HardSwish (t)", (-3, None)), ("y = Relu (t)", (0, None)),
+    ("y = Clip (t, zero, six)", (0, 6)), ("s = HardSigmoid (t) y = Mul (t, s)", (-2.5, None)),
+    ("y = HardSigmoid <alpha = 0.25> (t)", (-2, 2)), ("y = Sigmoid (t)", (-8, 8)),
+    ("y = Tanh (t)", (-4, 4)), ("s = Sigmoid (t) y = Mul (t, s)", (-10, None)),
+    ("h = Mul (t, half) s = Sigmoid (h) y = Mul (t, s)", (-20, None)),
+    ("s = Sigmoid (t) y = Pow (s, two)", (-8, 8)), ("s = Sigmoid (t) y = Pow (s, one)", (-8, 8)),
+    (f"{ERF_AND_ONE} m = Mul (t, a) y = Mul (m, half)", (-3 * math.sqrt(2), None)),
+    (f"{ERF_AND_ONE} h = Mul (t, half) y = Mul (h, a)", (-3 * math.sqrt(2), None)),
+    ("m = Mul (t, two) a = Add (m, six) y = Sigmoid (a)", (-7, 1)),
+    ("m = Sub (t, three) a = Div (m, down) y = Sigmoid (a)", (-13, 19)),
+    ("r = Relu (t) y = Sigmoid (r)", (0, 8)),
+    ("r = Reshape (t, shape) c = Concat <axis = 0> (r, r) m = Transpose (c) y = Sigmoid (m)",
+     (-8, 8)),
+    ("a, b, c = Split (t) k = Sigmoid (a) l = Tanh (b) y = Concat <axis = 0> (k, l)", (-8, 8)),
+])  # fmt: skip
 def test_known_readers(nodes, expected):
     low, high = expected
     bounds = (low, math.inf if high is None else high)
     assert find_bounds(model(nodes))["t"] == pytest.approx(bounds)
 
 
-@pytest.mark.parametrize(
-    "nodes",
-    [
-        "s = Sigmoid (t) y = Log (s)",
-        "s = Sigmoid (t) r = Reshape (s, shape) y = Div (x, r)",
-        "s = Sigmoid (t) y = Pow (s, half)",
-        "y = Softmax (t)",
-        "s = Sigmoid (x) y = Mul (t, s)",
-        "a, b = Split (t) y = Sigmoid (a) z = Sin (b)",
-        "y = Reshape (t, shape) s = Sigmoid (y)",
-        "m = AveragePool (t) y = Sigmoid (m)",
-        "r = Relu (t) y = Add (t, r)",
-        "y = Add (t, t)",
-        "y = Neg (t) r = Relu (y)",  # leaves the model
-    ],
-)
+@pytest.mark.parametrize("nodes", [
+    "s = Sigmoid (t) y = Log (s)", "s = Sigmoid (t) r = Reshape (s, shape) y = Div (x, r)",
+    "s = Sigmoid (t) y = Pow (s, half)", "y = Softmax (t)", "s = Sigmoid (x) y = Mul (t, s)",
+    "a, b = Split (t) y = Sigmoid (a) z = Sin (b)", "y = Reshape (t, shape) s = Sigmoid (y)",
+    "m = AveragePool (t) y = Sigmoid (m)", "r = Relu (t) y = Add (t, r)", "y = Add (t, t)",
+    "y = Neg (t) r = Relu (y)",  # leaves the model
+])  # fmt: skip
 def test_any_other_reader_keeps_every_value(nodes):
     assert not find_bounds(model(nodes)).keys() & {"t", "y"}
 
@@ -370,25 +338,18 @@ def test_a_followed_tensor_keeps_its_bounds():
     assert range_limits("y = Sigmoid (t)", "yt")["t"] == (-math.inf, math.inf, 8)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "scores"),
-    [
-        # scores may be scaled and multiplied by scores
-        ("s = Sigmoid (t) y = Mul (s, two)", True),
-        ("s = Sigmoid (t) r = Sigmoid (x) u = Transpose (r) y = Mul (s, u)", True),
-        ("s = Sigmoid (t) y = Mul (s, s)", True),
-        ("s = Sigmoid (t) y = ReduceMax (s)", True),
-        # gates, and what layers read on from, are none
-        ("s = Sigmoid (t) y = Mul (t, s)", False),
-        ("s = Sigmoid (t) y = Mul (s, x)", False),
-        ("s = Sigmoid (t) u = Transpose (s) y = Mul (u, x)", False),
-        ("s = Sigmoid (t) y = Conv (s, w)", False),
-        ("s = Sigmoid (t) n = Neg (s) y = Conv (n, w)", False),
-        ("y = Tanh (t)", False),
-        ("y = Softmax (t)", False),
-        ("m = Mul (t, two) y = Exp (m)", False),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "scores"), [
+    # scores may be scaled and multiplied by scores
+    ("s = Sigmoid (t) y = Mul (s, two)", True),
+    ("s = Sigmoid (t) r = Sigmoid (x) u = Transpose (r) y = Mul (s, u)", True),
+    ("s = Sigmoid (t) y = Mul (s, s)", True), ("s = Sigmoid (t) y = ReduceMax (s)", True),
+    # gates, and what layers read on from, are none
+    ("s = Sigmoid (t) y = Mul (t, s)", False), ("s = Sigmoid (t) y = Mul (s, x)", False),
+    ("s = Sigmoid (t) u = Transpose (s) y = Mul (u, x)", False),
+    ("s = Sigmoid (t) y = Conv (s, w)", False),
+    ("s = Sigmoid (t) n = Neg (s) y = Conv (n, w)", False), ("y = Tanh (t)", False),
+    ("y = Softmax (t)", False), ("m = Mul (t, two) y = Exp (m)", False),
+])  # fmt: skip
 def test_scores_are_followed_and_gates_are_not(nodes, scores):
     found = followed(nodes)
     assert "t" in found if scores else not found
@@ -413,9 +374,7 @@ def test_scores_that_no_image_held_are_not_cut_off(tmp_path, method):
     rng = np.random.default_rng(5)
     few = pictures_of(40, rng)
     out = build_net(model, few, tmp_path, "--int8-stem", "--effort", 0, "--method", method)
-    whole, small = (
-        ort.InferenceSession(path) for path in (tmp_path / "net.onnx", out / "net.int8.onnx")
-    )
+    whole, small = map(ort.InferenceSession, (tmp_path / "net.onnx", out / "net.int8.onnx"))
     red = pictures_of(1, rng)
     red[0, 0, 12, 12] = 18.5 / 24  # a logit of 2.5
     want, got = (one.run(None, {"x": red})[0][0, 0, 12, 12] for one in (whole, small))
@@ -464,14 +423,12 @@ def test_boxes_that_are_drawn_are_those_that_are_counted():
         (full, scene(*(row(10 * n, kind=1) for n in range(8)))),  # all of another class
     ]
     tally = tallied(pairs)
-    figure, shown = tally.result(), tally.shown()
+    told, shown = tally.result(), tally.shown()
     assert [one.number for one in shown] == [3, 0, 2, 1]  # what differs most first
     kept = sum(len(one.kept.scores) for one in shown)
     new = sum(len(one.new.scores) for one in shown)
     lost = sum(len(one.lost.scores) for one in shown)
-    assert (
-        figure.words == f"{kept} of {kept + lost} boxes of FP32 kept, {new} new (score above 0.25)"
-    )
+    assert told.words == f"{kept} of {kept + lost} boxes of FP32 kept, {new} new (score above 0.25)"
     assert all(len(one.kept.scores) == len(one.found.scores) for one in shown)
     np.testing.assert_allclose(shown[1].lost.boxes[:, 0], [50, 60, 70])
 
@@ -627,9 +584,8 @@ def numbers(classes, anchors):
 
 def several(rng, *makers):
     """Four samples of rows below each other."""
-    return [
-        np.concatenate([make(rng) for make in makers], axis=1).astype(np.float32) for _ in range(4)
-    ]
+    made = ([make(rng) for make in makers] for _ in range(4))
+    return [np.concatenate(rows, axis=1).astype(np.float32) for rows in made]
 
 
 def labels(samples):
@@ -672,15 +628,12 @@ def test_one_odd_channel_of_a_feature_map_is_no_part(rng, place, size):
 FAINT = np.array([1.0, 0.9, 1e-6, 1e-7, 0.8, 1e-6]).reshape(1, 6, 1)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda rng: rng.uniform(0, 1, (1, 6, 500)) * FAINT, id="absent classes"),
-        pytest.param(lambda rng: rng.standard_normal((1, 21, 40, 40)) * 5, id="logits"),
-        pytest.param(lambda rng: np.array([[900.0, 800, 700, 0.2, 0.3]]), id="a vector"),
-        pytest.param(lambda rng: np.full((1, 22, 300), np.nan, np.float32), id="nan"),
-    ],
-)
+@pytest.mark.parametrize("make", [
+    pytest.param(lambda rng: rng.uniform(0, 1, (1, 6, 500)) * FAINT, id="absent classes"),
+    pytest.param(lambda rng: rng.standard_normal((1, 21, 40, 40)) * 5, id="logits"),
+    pytest.param(lambda rng: np.array([[900.0, 800, 700, 0.2, 0.3]]), id="a vector"),
+    pytest.param(lambda rng: np.full((1, 22, 300), np.nan, np.float32), id="nan"),
+])  # fmt: skip
 def test_values_without_ranges_of_their_own_are_one_part(rng, make):
     assert labels([make(rng) for _ in range(4)]) == ["y"]
 
@@ -689,9 +642,8 @@ def test_the_form_does_not_depend_on_the_batch(rng):
     samples = several(rng, corners(300), scores(18, 300))
     odd = [s * 0 for s in samples]  # never looked at: the first four decide
     fed = np.zeros((8, 3, 64, 64), np.float32)
-    alone = derive_form(
-        [{"y": s} for s in samples + odd], inputs=[{"x": fed[i : i + 1]} for i in range(8)]
-    )
+    inputs = [{"x": fed[i : i + 1]} for i in range(8)]
+    alone = derive_form([{"y": s} for s in samples + odd], inputs=inputs)
     together = derive_form([{"y": np.concatenate(samples + odd)}], inputs=[{"x": fed}])
     assert alone == together and len(alone.parts) == 2
 
@@ -717,10 +669,9 @@ def compared(references, candidates, batch, form=None):
     return comparison.result()
 
 
-@pytest.mark.parametrize(
-    ("value", "gate"),
-    [("1 40", "1 40"), ("1 40 4", "1 40"), ("1 40 4", "1 40 1"), ("1 2 8 8", "1 1 8 8")],
-)
+@pytest.mark.parametrize(("value", "gate"), [
+    ("1 40", "1 40"), ("1 40 4", "1 40"), ("1 40 4", "1 40 1"), ("1 2 8 8", "1 1 8 8"),
+])  # fmt: skip
 def test_a_value_beside_a_score_of_its_cell_is_judged_where_it_counts(value, gate):
     """A pitch where nobody speaks is arbitrary: 14 dB of it said nothing, and kept layers float."""
     value, gate = ([int(side) for side in shape.split()] for shape in (value, gate))
