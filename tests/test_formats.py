@@ -92,6 +92,5 @@ def test_the_plan_of_any_version_is_obeyed(kept, small_cnn, pictures, tmp_path, 
     words = ("--images", pictures, "--out", tmp_path / "out", "--duration", 0, "--accept")
     run.ok("build", model, *words, "--plan", kept / "m.plan.toml")
     digest = json.loads((kept / "m.cache.json").read_bytes())["fingerprint"]["model"]
-    assert (
-        read_plan(tmp_path / "out" / "calib8/m.plan.toml").model == digest
-    )  # plans name their model
+    plan = read_plan(tmp_path / "out" / "calib8/m.plan.toml")
+    assert plan.model == digest  # plans name their model
