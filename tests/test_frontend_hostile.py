@@ -61,11 +61,8 @@ def relu(**options):
 
 
 def conv(weight, kind=F32):
-    ends = {
-        "inputs": [value("x", 1, 3, 8, 8, dtype=kind)],
-        "outputs": [make_value("y", None, kind)],
-    }
-    return model_of([make_node("Conv", "x w", "y")], [weight], **ends)
+    inputs, outputs = [value("x", 1, 3, 8, 8, dtype=kind)], [make_value("y", None, kind)]
+    return model_of([make_node("Conv", "x w", "y")], [weight], inputs=inputs, outputs=outputs)
 
 
 def filled(number):
@@ -73,7 +70,6 @@ def filled(number):
 
 
 # ---------------------------------------------------------------- files that are no ONNX model
-
 WHOLE = small().SerializeToString()
 FILES = {
     "empty": (b"", "empty file"), "text": (b"hello, this is a text file\n" * 40, "text file"),
@@ -110,8 +106,6 @@ def test_paths_that_are_no_readable_file_and_a_torch_checkpoint(tmp_path):
 
 
 # ---------------------------------------------------------------- models that are not for us
-
-
 def quantized(op_type, domain=""):
     node = make_node(op_type, "x", "y", name="q", domain=domain)
     return model_of([node], domains=[domain] if domain else [])
@@ -129,9 +123,8 @@ def with_function():
 
 def with_reference():
     model = model_of([make_node("Cast", "x", "y")])
-    model.graph.node[0].attribute.add(
-        name="to", i=1, type=onnx.AttributeProto.INT, ref_attr_name="q"
-    )
+    whole = {"name": "to", "i": 1, "type": onnx.AttributeProto.INT}
+    model.graph.node[0].attribute.add(**whole, ref_attr_name="q")
     return model
 
 
@@ -199,13 +192,9 @@ def test_an_infinite_mask_constant_is_fine():
 
 
 # ---------------------------------------------------------------- external data
-
-
 def external(folder, location="w.bin", **entries):
-    model = small()
-    onnx.save(
-        model, folder / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0
-    )
+    beside = {"location": "w.bin", "size_threshold": 0}
+    onnx.save(small(), folder / "m.onnx", save_as_external_data=True, **beside)
     stored = onnx.load(folder / "m.onnx", load_external_data=False)
     for tensor in stored.graph.initializer:
         for pair in tensor.external_data:
@@ -275,8 +264,6 @@ def test_a_model_in_memory_with_external_data_is_refused(tmp_path):
 
 
 # ---------------------------------------------------------------- mutations
-
-
 def survives(source):
     """Load or ModelError of one line; anything else fails the test."""
     try:
@@ -353,8 +340,6 @@ def test_no_disturbed_graph_gives_a_traceback(capfd):
 
 
 # ---------------- nodes that ONNX Runtime does not know: calibrated up to them, kept as they are
-
-
 def node(op, reads, made, **given):
     return make_node(op, reads, made, name=f"/{op}_{made.split()[0]}", **given)
 
@@ -584,9 +569,8 @@ def test_an_engine_is_timed_and_judged_by_the_part_before_its_plugins(build, mon
     here = sdk.Sdk("10.13.0.35", calibrators=True, gpu="Some GPU sm_90")
     monkeypatch.setattr(sdk, "find_sdk", lambda device=0: here)
     monkeypatch.setattr(engines, "gpu", lambda device: None)
-    monkeypatch.setattr(
-        builder, "build_engine", lambda *a, **k: builder.BuiltEngine(b"plan", (), b"")
-    )
+    built = builder.BuiltEngine(b"plan", (), b"")
+    monkeypatch.setattr(builder, "build_engine", lambda *a, **k: built)
     monkeypatch.setattr(engines, "calibrator_from_cache", lambda asked, known: None)
     monkeypatch.setattr(TensorrtSession, "open", lambda *a, **k: Whole())
     _, report, _ = build(detector(), "--target", "tensorrt", "--duration", 0.05)
