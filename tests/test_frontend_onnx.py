@@ -20,7 +20,7 @@ from deploy.frontends.onnx_file import _without_values, infer_shapes
 from deploy.frontends.onnx_reader import parse_model
 from deploy.graph.index import all_nodes
 from deploy.pipeline.evaluate import float_model
-from tests.models import make_model, make_node, make_value, run_command, save_net
+from tests.models import make_model, make_node, make_value, parse_nodes, run_command, save_net
 
 
 def floats(name, *shape):
@@ -32,13 +32,9 @@ def ints(name, *values):
     return numpy_helper.from_array(np.array(values, np.int64), name)
 
 
-def float_output(name):
-    return make_value(name, None)
-
-
 def model_of(nodes, weights=(), *, inputs=None, outputs=None, **versions):
     inputs = inputs or [make_value("x", ["n", 3, 8, 8])]
-    outputs = outputs or [float_output(nodes[-1].output[0])]
+    outputs = outputs or [make_value(nodes[-1].output[0], None)]
     return make_model(nodes, inputs, outputs, weights, **versions)
 
 
@@ -75,8 +71,6 @@ def check_same(model, tolerance=1e-5):
 
 
 # ---------------------------------------------------------------- folding
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", ["Conv", "ConvTranspose", "grouped", "Gemm", "GemmT"])
 def test_batchnorm_folds_into_the_layer_and_keeps_its_own_output_name(kind, bias):
@@ -88,9 +82,8 @@ def test_batchnorm_folds_into_the_layer_and_keeps_its_own_output_name(kind, bias
         inputs = [make_value("x", ["n", 4, 6, 6])]
         attributes = {"group": 2} if kind != "Conv" else {}
         op = "Conv" if kind in ("Conv", "grouped") else "ConvTranspose"
-        weight = floats(
-            "w", *{"Conv": (6, 4, 3, 3), "grouped": (6, 2, 3, 3)}.get(kind, (4, 3, 3, 3))
-        )
+        sides = {"Conv": (6, 4, 3, 3), "grouped": (6, 2, 3, 3)}
+        weight = floats("w", *sides.get(kind, (4, 3, 3, 3)))
     weights = [weight, floats("b", 6)] if bias else [weight]
     layer = make_node(op, ["x", *(w.name for w in weights)], "c", **attributes)
     bn, parameters = norm("bn", "c", "y", 6, epsilon=1e-3)
@@ -107,7 +100,7 @@ def test_batchnorm_stays_where_its_input_is_needed_elsewhere():
     bn, parameters = norm("bn", "c", "y", 4)
     weights = [floats("w", 4, 3, 1, 1), *parameters]
     two_users = model_of([conv, bn, make_node("Add", "c y", "z")], weights)
-    is_output = model_of([conv, bn], weights, outputs=[float_output(n) for n in ("c", "y")])
+    is_output = model_of([conv, bn], weights, outputs=[make_value(n, None) for n in ("c", "y")])
     for model in (two_users, is_output):
         loaded = load(model)
         assert "BatchNormalization" in types(loaded.model)
@@ -127,15 +120,11 @@ PER_COLUMN = np.random.default_rng(8).uniform(0.5, 2, 8).astype(np.float32)
 
 
 @pytest.mark.parametrize("layer", ["Conv", "ConvTranspose"])
-@pytest.mark.parametrize(
-    ("op", "constant", "folds"),
-    [
-        ("Mul", np.float32(0.7), True), ("Mul", PER_CHANNEL, True), ("Div", PER_CHANNEL, True),
-        ("Add", PER_CHANNEL[0], True), ("Sub", np.float32([[0.3]]), True),
-        ("Add", PER_COLUMN, False), ("Mul", PER_CHANNEL[None], False),
-        ("Div", np.float32(0), False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("op", "constant", "folds"), [
+    ("Mul", np.float32(0.7), True), ("Mul", PER_CHANNEL, True), ("Div", PER_CHANNEL, True),
+    ("Add", PER_CHANNEL[0], True), ("Sub", np.float32([[0.3]]), True), ("Add", PER_COLUMN, False),
+    ("Mul", PER_CHANNEL[None], False), ("Div", np.float32(0), False),
+])  # fmt: skip
 def test_a_constant_per_channel_folds_and_any_other_stays(layer, op, constant, folds):
     nodes = [make_node(layer, "x w", "c"), make_node(op, "c k", "y")]
     inputs = [make_value("x", ["n", 4, 8, 8])]
@@ -164,18 +153,12 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("moves", "shape", "folds"),
-    [
-        ("channels last", (4,), True),
-        ("channels last", (1, 1, 1, 4), True),
-        ("channels last", (8, 1, 1), False),  # along another axis
-        ("a side of one taken out", (4, 1), True),
-        ("a side of one taken out", (8,), False),
-        ("put back elsewhere", (4, 1, 1), True),
-        ("turned after that", (4,), True),
-    ],
-)
+@pytest.mark.parametrize(("moves", "shape", "folds"), [
+    ("channels last", (4,), True), ("channels last", (1, 1, 1, 4), True),
+    ("channels last", (8, 1, 1), False),  # along another axis
+    ("a side of one taken out", (4, 1), True), ("a side of one taken out", (8,), False),
+    ("put back elsewhere", (4, 1, 1), True), ("turned after that", (4,), True),
+])  # fmt: skip
 @pytest.mark.parametrize("op", ["Add", "Mul"])
 def test_what_stands_behind_nodes_that_only_move_values_is_folded_too(moves, shape, folds, op):
     nodes, weights = [make_node("Conv", "x w", "c")], [floats("w", 4, 3, 1, 8)]
@@ -192,10 +175,8 @@ def test_what_stands_behind_nodes_that_only_move_values_is_folded_too(moves, sha
 
 
 def test_what_another_node_reads_too_is_not_folded_through_a_move():
-    nodes = [
-        make_node("Conv", "x w", "c"), make_node("Transpose", "c", "t", perm=[0, 2, 3, 1]),
-        make_node("Add", "t k", "a"), make_node("Mul", "a t", "y"),
-    ]  # fmt: skip
+    moved = "c = Conv (x, w) t = Transpose <perm = [0, 2, 3, 1]> (c)"
+    nodes = parse_nodes(f"{moved} a = Add (t, k) y = Mul (a, t)")
     loaded = load(model_of(nodes, [floats("w", 4, 3, 1, 1), floats("k", 4)]))
     assert types(loaded.model) == ["Conv", "Transpose", "Add", "Mul"]
 
@@ -223,17 +204,13 @@ def joined(kinds, *, axis=1, behind="bn", turned=False):
     return model_of([*nodes, make_node("Relu", "a", "y")], weights)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "given", "folds"),
-    [
-        (["Conv", "Conv"], {}, True),  # YOLOv5's BottleneckCSP, MixNet
-        (["Conv", "ConvTranspose", "Conv"], {}, True),
-        (["Conv", "Conv"], {"behind": "Mul"}, True),
-        (["Conv", "Conv"], {"behind": "Mul", "turned": True, "axis": -1}, True),
-        (["Conv", "MaxPool"], {}, False),  # the half that has no weights would stay as it was
-        (["Conv", "Conv"], {"axis": 2}, False),  # one below the other: both have all channels
-    ],
-)
+@pytest.mark.parametrize(("kinds", "given", "folds"), [
+    (["Conv", "Conv"], {}, True),  # YOLOv5's BottleneckCSP, MixNet
+    (["Conv", "ConvTranspose", "Conv"], {}, True), (["Conv", "Conv"], {"behind": "Mul"}, True),
+    (["Conv", "Conv"], {"behind": "Mul", "turned": True, "axis": -1}, True),
+    (["Conv", "MaxPool"], {}, False),  # the half that has no weights would stay as it was
+    (["Conv", "Conv"], {"axis": 2}, False),  # one below the other: both have all channels
+])  # fmt: skip
 def test_what_stands_behind_layers_side_by_side_is_folded_into_each(kinds, given, folds):
     loaded = check_same(joined(kinds, **given))
     assert bool(set(types(loaded.model)) & {"BatchNormalization", "Mul"}) is not folds
@@ -245,7 +222,7 @@ def test_what_stands_behind_layers_side_by_side_is_folded_into_each(kinds, given
 
 def test_layers_side_by_side_of_which_one_is_read_elsewhere_keep_what_stands_behind():
     model = joined(["Conv", "Conv"])
-    model.graph.output.append(float_output("c1"))
+    model.graph.output.append(make_value("c1", None))
     assert "BatchNormalization" in types(load(model).model)
 
 
@@ -278,31 +255,25 @@ def test_batchnorm_with_a_negative_variance_is_left_alone():
 
 
 def test_pads_computed_from_constants_become_one_constant():
-    nodes = [
-        make_node("Constant", "", "four", value_ints=[4]),
-        make_node("ConstantOfShape", "four", "zeros", value=ints("v", 0)),
-        make_node("Constant", "", "given", value=ints("g", 0, 1, 0, 1)),
-        make_node("Concat", "given zeros", "all", axis=0),
-        make_node("Reshape", "all shape", "pairs"),
-        make_node("Slice", "pairs minus end axis minus", "back"),
-        make_node("Transpose", "back", "turned", perm=[1, 0]),
-        make_node("Reshape", "turned minus", "flat"),
-        make_node("Cast", "flat", "pads", to=TensorProto.INT64),
-        make_node("Pad", "x pads", "y", mode="constant"),
-    ]
+    nodes = parse_nodes(f"""
+        four = Constant <value_ints = [4]> ()
+        zeros = ConstantOfShape <value = int64[1] {{0}}> (four)
+        given = Constant <value = int64[4] {{0, 1, 0, 1}}> ()
+        all = Concat <axis = 0> (given, zeros) pairs = Reshape (all, shape)
+        back = Slice (pairs, minus, end, axis, minus)
+        turned = Transpose <perm = [1, 0]> (back) flat = Reshape (turned, minus)
+        pads = Cast <to = {TensorProto.INT64}> (flat) y = Pad <mode = "constant"> (x, pads)
+    """)
     weights = [ints("shape", -1, 2), ints("end", -(2**62)), ints("axis", 0), ints("minus", -1)]
     loaded = check_same(model_of(nodes, weights), 0)
     assert types(loaded.model) == ["Pad"]
     assert "Folded 9 constant nodes." in loaded.notes
 
 
-@pytest.mark.parametrize(
-    ("size", "known", "left"),
-    [
-        (1, 1, ["Reshape"]), ("n", "n", ["Shape", "Reshape"]),
-        (0, None, ["Shape", "Reshape"]),  # the exporter did not know it
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("size", "known", "left"), [
+    (1, 1, ["Reshape"]), ("n", "n", ["Shape", "Reshape"]),
+    (0, None, ["Shape", "Reshape"]),  # the exporter did not know it
+])  # fmt: skip
 def test_shape_of_a_static_input_is_a_constant_and_of_a_dynamic_one_is_not(size, known, left):
     nodes = [make_node("Shape", "x", "s"), make_node("Reshape", "x s", "y")]
     loaded = load(model_of(nodes, inputs=[make_value("x", [size, 3, 8, 8])]))
@@ -311,9 +282,8 @@ def test_shape_of_a_static_input_is_a_constant_and_of_a_dynamic_one_is_not(size,
 
 def test_local_functions_are_replaced_by_their_nodes():
     body = [make_node("Mul", "a a", "m"), make_node("Relu", "m", "b")]
-    function = helper.make_function(
-        "own", "Squared", ["a"], ["b"], body, [helper.make_opsetid("", 13)]
-    )
+    opsets = [helper.make_opsetid("", 13)]
+    function = helper.make_function("own", "Squared", ["a"], ["b"], body, opsets)
     nodes = [make_node("Squared", "x", "c", domain="own"), make_node("Neg", "c", "y")]
     model = model_of(nodes, domains=["own"])
     model.functions.append(function)
@@ -324,10 +294,8 @@ def test_local_functions_are_replaced_by_their_nodes():
 
 def test_a_contrib_operator_is_left_in_float():
     node = make_node("Gelu", "x", "y", domain="com.microsoft")
-    loaded = load(model_of([node], domains=["com.microsoft"]))
-    assert loaded.notes == (
-        "Left in float: 1 com.microsoft.Gelu (not of the standard operator set).",
-    )
+    (note,) = load(model_of([node], domains=["com.microsoft"])).notes
+    assert note == "Left in float: 1 com.microsoft.Gelu (not of the standard operator set)."
 
 
 @pytest.mark.parametrize("imported", [[("", 13)], [("ai.onnx", 13)], [("", 13), ("ai.onnx", 13)]])
@@ -341,13 +309,10 @@ def test_the_long_name_of_the_standard_domain_is_the_short_one(imported):
 
 
 def test_random_and_huge_constants_stay_nodes():
-    nodes = [
-        make_node("ConstantOfShape", "shape", "big"),
-        make_node("ReduceMax", "big", "m", keepdims=0),
-        make_node("RandomUniform", "", "r", shape=[1]),
-        make_node("Add", "m r", "s"),
-        make_node("Add", "x s", "y"),
-    ]
+    nodes = parse_nodes(
+        "big = ConstantOfShape (shape) m = ReduceMax <keepdims = 0> (big)"
+        "r = RandomUniform <shape = [1]> () s = Add (m, r) y = Add (x, s)"
+    )
     left = types(load(model_of(nodes, [ints("shape", 2**40)])).model)
     assert left[0] == "ConstantOfShape" and "RandomUniform" in left
 
@@ -367,11 +332,10 @@ def test_a_cast_to_the_type_that_is_there_goes_and_what_is_behind_it_is_folded()
 
 
 def test_identity_and_dropout_go_and_graph_outputs_keep_their_names():
-    nodes = [
-        make_node("Identity", "w", "w2"), make_node("Conv", "x w2", "c"),
-        make_node("Identity", "c", "c2"), make_node("Dropout", "c2", "c3"),
-        make_node("Relu", "c3", "r"), make_node("Identity", "r", "y"),
-    ]  # fmt: skip
+    nodes = parse_nodes(
+        "w2 = Identity (w) c = Conv (x, w2) c2 = Identity (c) c3 = Dropout (c2)"
+        "r = Relu (c3) y = Identity (r)"
+    )
     loaded = check_same(model_of(nodes, [floats("w", 4, 3, 1, 1)]), 0)
     assert types(loaded.model) == ["Conv", "Relu", "Identity"]
     assert [o.name for o in loaded.outputs] == ["y"]
@@ -380,7 +344,7 @@ def test_identity_and_dropout_go_and_graph_outputs_keep_their_names():
 def if_model(then, otherwise, source, *before, shape, **versions):
     """An If of two nodes that read `source`, behind the nodes `before`."""
     bodies = [
-        helper.make_graph([make_node(op, source, [name])], name, [], [float_output(name)])
+        helper.make_graph([make_node(op, source, [name])], name, [], [make_value(name, None)])
         for op, name in ((then, "t"), (otherwise, "e"))
     ]
     choose = make_node("If", "flag", "y", then_branch=bodies[0], else_branch=bodies[1])
@@ -406,7 +370,7 @@ def test_dead_nodes_and_unread_weights_go():
 
 def test_nodes_in_a_wrong_order_are_sorted_and_a_cycle_is_refused():
     a, b = make_node("Relu", "x", "a"), make_node("Neg", "a", "y")
-    outputs = [float_output("y")]
+    outputs = [make_value("y", None)]
     assert types(load(model_of([b, a], outputs=outputs)).model) == ["Relu", "Neg"]
     loop = make_node("Add", "x y", "a")
     with pytest.raises(ModelError, match="cycle"):
@@ -424,15 +388,9 @@ def test_node_names_are_unique_and_made_from_the_output():
 
 
 # ---------------------------------------------------------------- lifting
-
-
 @pytest.mark.parametrize("opset", [7, 9, 11, 12])
 def test_old_opsets_are_lifted_and_weights_leave_the_inputs(opset):
-    nodes = [
-        make_node("Conv", "x w", "c"),
-        make_node("Softmax", "c", "s"),
-        make_node("Unsqueeze", "s", "y", axes=[0]),
-    ]
+    nodes = parse_nodes("c = Conv (x, w) s = Softmax (c) y = Unsqueeze <axes = [0]> (s)")
     inputs = [make_value("x", [2, 3, 8, 8]), make_value("w", [4, 3, 1, 1])]
     model = model_of(nodes, [floats("w", 4, 3, 1, 1)], inputs=inputs, opset=opset, ir=3)
     loaded = check_same(model, 1e-7)
@@ -443,8 +401,6 @@ def test_old_opsets_are_lifted_and_weights_leave_the_inputs(opset):
 
 
 # ---------------------------------------------------------------- identity of a model
-
-
 def small():
     return model_of([make_node("Conv", "x w b", "y")], [floats("w", 4, 3, 3, 3), floats("b", 4)])
 
@@ -522,8 +478,6 @@ def test_shapes_are_the_same_without_the_values_of_large_weights(least, small_cn
 
 
 # ---------------- weights that a file lists as inputs: FP32 is timed as with constants
-
-
 @pytest.fixture
 def listing(small_cnn, tmp_path):
     """small_cnn with its weights among the inputs, as PyTorch wrote them into IR 4."""
@@ -533,9 +487,8 @@ def listing(small_cnn, tmp_path):
 def listed_in(version, source, path):
     model = onnx.load(source)
     model.ir_version = version
-    model.graph.input.extend(
-        make_value(one.name, one.dims, one.data_type) for one in model.graph.initializer
-    )
+    held = model.graph.initializer
+    model.graph.input.extend(make_value(one.name, one.dims, one.data_type) for one in held)
     return save_net(model, path)
 
 
@@ -582,7 +535,6 @@ def test_the_report_says_so(listing, small_cnn, pictures, tmp_path):
 
 
 # ---------------- models whose weights alone are integers: float models, calibrated as such
-
 X = np.random.default_rng(1).normal(size=(24, 16, 8, 8)).astype(np.float32)
 
 
