@@ -97,8 +97,7 @@ def test_a_thin_first_conv_before_a_max_pool_is_not_left_float(activation):
         for last in (f"{LAYER}(m, v)", "Sin(m)")
         for nodes in [f"c = {LAYER}(x, w, b) {activation} {POOL} y = {last}"]
     )
-    assert set(int8.values()) == {""}
-    assert "only 27 products" in alone["Conv_c"]
+    assert set(int8.values()) == {""} and "only 27 products" in alone["Conv_c"]
 
 
 def test_silu_and_an_add_of_one_number_run_in_int8_and_one_of_many_does_not():
@@ -125,8 +124,7 @@ def test_tensorrt_quantizes_the_skip_branch_of_a_residual_add():
 def test_moving_nodes_share_the_scale_of_what_they_move():
     nodes = f"c = {LAYER}(x, w, b) r = Relu(c) {POOL} f = Flatten(m) y = Gemm(f, g)"
     plan = analyse(make(nodes, {**CONV, "g": (64, 10)}), ONNXRUNTIME)
-    assert dict(plan.owners) == {"m": "r", "f": "r"}
-    assert plan.activations == ("x", "r")
+    assert dict(plan.owners) == {"m": "r", "f": "r"} and plan.activations == ("x", "r")
     assert [(w.name, w.axis) for w in plan.weights] == [("w", 0), ("g", 1)]
 
 
@@ -142,8 +140,7 @@ def test_moving_nodes_share_the_scale_of_what_they_move():
 def test_what_stays_float_says_why(node, weights, reason):
     shape = (8, 8) if "Gemm" in node else (1, 4, 8, 8)
     plan = analyse(make(node, weights, shape=shape), ONNXRUNTIME)
-    assert reason in plan.decisions[0].reason
-    assert plan.pairs == () and plan.weights == ()
+    assert reason in plan.decisions[0].reason and plan.pairs == () and plan.weights == ()
 
 
 def test_a_tensor_without_a_scale_makes_its_nodes_float():
@@ -159,16 +156,13 @@ def test_never_negative_follows_pools_and_reshapes():
     assert never_negative(make(nodes, {})) == {"r", "p", "f"}
 
 
-both_placements = pytest.mark.parametrize(
-    "placement", [ONNXRUNTIME, TENSORRT], ids=lambda p: p.name
-)
+each_placement = pytest.mark.parametrize("placement", [ONNXRUNTIME, TENSORRT], ids=lambda p: p.name)
 
 
-@both_placements
+@each_placement
 def test_a_decision_carries_the_grid_of_its_placement(placement):
     model = make(f"c = {LAYER}(x, w, b) r = Relu(c) y = Erf(r)", CONV)
-    decisions = analyse(model, placement).decisions
-    grid = placement.grid.name
+    decisions, grid = analyse(model, placement).decisions, placement.grid.name
     assert [d.precision for d in decisions] == [grid, grid, "float32"]
     assert all(d.int8 == d.quantized == (not d.reason) for d in decisions)
 
@@ -276,8 +270,7 @@ def test_an_index_of_what_nobody_changes_says_what_any_index_says(model):
         assert still.tail(node) == graph.tail(node)
     for number in range(50):  # nodes of no graph, each where the one before it lay
         node = make_node("Add", f"in{number} w", f"out{number}")
-        assert still.data_inputs(node) == [f"in{number}"]
-        assert still.tail(node) == f"out{number}"
+        assert still.data_inputs(node) == [f"in{number}"] and still.tail(node) == f"out{number}"
 
 
 # --- qdq
@@ -303,7 +296,7 @@ def constants(model) -> dict[str, np.ndarray]:
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
 
 
-@both_placements
+@each_placement
 def test_the_quantized_model_is_valid_and_close(calibrated, placement):
     model, scales, samples = calibrated
     before = model.SerializeToString(deterministic=True)
@@ -317,7 +310,7 @@ def test_the_quantized_model_is_valid_and_close(calibrated, placement):
     assert 0 < noise < 10 ** (-25 / 10)
 
 
-@both_placements
+@each_placement
 def test_weights_that_were_stored_before_are_not_rounded_again(calibrated, placement, monkeypatch):
     model, scales, _ = calibrated
     wider = {name: replace(scales[name], lo=2 * scales[name].lo, hi=2 * scales[name].hi)
@@ -373,9 +366,8 @@ def test_names_of_outputs_and_inner_tensors_stay_and_a_missing_scale_is_named(qu
     assert [o.name for o in written.graph.output] == [o.name for o in model.graph.output]
     made = {name for n in written.graph.node for name in n.output}
     assert {p.tensor for p in plan.pairs} - {"x"} <= made
-    fewer = {n: s for n, s in scales.items() if n != "x"}
     with pytest.raises(ExportError, match=r"1 have none \(x\)"):
-        write_qdq(model, plan, fewer)
+        write_qdq(model, plan, {n: s for n, s in scales.items() if n != "x"})
 
 
 def test_a_bias_beyond_int32_widens_its_weight_scale(small_cnn):
@@ -470,8 +462,7 @@ def test_borders_are_edges_inlets_and_outlets():
         conv("s", "y"),
     )  # fmt: skip
     edges = {("/c1", "/c3", "c1"), ("/c2", "/s", "c2"), ("/c3", "/s", "c3"), ("/s", "/y", "s")}
-    assert set(found.edges) == edges
-    assert set(found.inlets) == {("/c1", "x"), ("/c2", "e")}
+    assert set(found.edges) == edges and set(found.inlets) == {("/c1", "x"), ("/c2", "e")}
     assert set(found.outlets) == {("/c1", "c1"), ("/y", "y")}
     assert set(found.tensors) == {"c1", "c2", "c3", "s", "x", "e", "y"}
     assert set(found.around(["/c2"])) == {"c2", "e"}
@@ -501,20 +492,15 @@ NET = make_model([(op, "x", "y", {"name": name}) for name, op in NODES.items()],
 @pytest.mark.parametrize(
     ("patterns", "found"),
     [
-        ((), ()),
-        (("/a/act", "/b/conv"), ("/b/conv", "/a/act")),  # the model's order
-        (("/a/*",), ("/a/conv", "/a/act")),
-        (("/a/*", "/*/conv"), ("/b/conv", "/a/conv", "/a/act")),
-        (("/?/act",), ("/a/act",)),
-        (("op:Sigmoid",), ("/a/act",)),
+        ((), ()), (("/a/act", "/b/conv"), ("/b/conv", "/a/act")),  # the model's order
+        (("/a/*",), ("/a/conv", "/a/act")), (("/a/*", "/*/conv"), ("/b/conv", "/a/conv", "/a/act")),
+        (("/?/act",), ("/a/act",)), (("op:Sigmoid",), ("/a/act",)),
         (("op:Sig*", "op:Gemm"), ("/a/act", "conv[0]")),
         (("conv[0]",), ("conv[0]",)),  # a name before its reading as a pattern
-        (("conv[01]",), ("conv0",)),
-        (("conv[[]*",), ("conv[0]",)),
-        (("op:Conv",), ("op:Conv",)),
+        (("conv[01]",), ("conv0",)), (("conv[[]*",), ("conv[0]",)), (("op:Conv",), ("op:Conv",)),
         (("@home",), ("@home",)),
     ],
-)
+)  # fmt: skip
 def test_names_patterns_and_types(patterns, found):
     assert match_nodes(NET, patterns) == found
 
@@ -609,9 +595,8 @@ def test_a_name_like_one_that_is_added_changes_no_figure(case, tmp_path):
 
 
 def test_inputs_and_outputs_keep_their_names_or_are_refused():
-    model = make_model([("Relu", "x", "x/scale")], {"x": [1]}, {"x/scale": [1]})
     with pytest.raises(ModelError, match="'x/scale' beside 'x'"):
-        rename_added(model.graph)
+        rename_added(make_model([("Relu", "x", "x/scale")], {"x": [1]}, {"x/scale": [1]}).graph)
 
 
 def test_every_word_behind_a_name_that_is_added_is_known():
