@@ -83,19 +83,14 @@ def scale_of(amax, lo=None, hi=None):
 def test_the_table_names_each_grid_and_its_ends():
     assert all(name == grid.name for name, grid in GRIDS.items())
     assert {name: (grid.bits, grid.qmin, grid.qmax) for name, grid in GRIDS.items()} == {
-        "int4": (4, -8, 7),
-        "int8": (8, -128, 127),
-        "int16": (16, -32768, 32767),
-        "uint8": (8, 0, 255),
-        "uint16": (16, 0, 65535),
-        "fp8": (8, -448, 448),
+        "int4": (4, -8, 7), "int8": (8, -128, 127), "int16": (16, -32768, 32767),
+        "uint8": (8, 0, 255), "uint16": (16, 0, 65535), "fp8": (8, -448, 448),
         "float16": (16, -65504, 65504),
         "bfloat16": (16, -3.3895313892515355e38, 3.3895313892515355e38),
         "float32": (32, -3.4028234663852886e38, 3.4028234663852886e38),
-    }
-    assert (
-        signed_grid(8) == INT8 and unsigned_grid(8) == UINT8 and FLOAT16.qmax == np.finfo("f2").max
-    )
+    }  # fmt: skip
+    assert signed_grid(8) == INT8 and unsigned_grid(8) == UINT8
+    assert FLOAT16.qmax == np.finfo("f2").max
 
 
 @pytest.mark.parametrize(("make", "sign"), [(signed_grid, ""), (unsigned_grid, "u")])
