@@ -175,9 +175,7 @@ def test_marks_are_what_the_other_searches_find(made):
     assert not any("others" in t["histogram"] for t in ascend["tensors"])  # AMCT's own searches
 
 
-def test_threads_do_not_show_and_a_reused_cache_tells_the_same(
-    run, made, small_cnn, pictures, tmp_path
-):
+def test_threads_do_not_show_and_a_reused_cache_tells_it(run, made, small_cnn, pictures, tmp_path):
     _, report = made
     words = ("build", small_cnn, "--images", pictures, *QUICK, *TARGETS, "--out", tmp_path)
     for reused in (False, True):
@@ -229,13 +227,11 @@ def test_a_page_of_two_hundred_tensors_is_small(made):
     weight = report["targets"][0]["weights"][0] | {"worst": (100, 200, 300)}
     rows = tuple(
         row(
-            name=f"/backbone/stage.{n // 10}/block.{n % 10}/conv/Conv_output_0",
-            sqnr_db=20.0 + n,
-            clipped=0.001,
-            histogram=part if n < report_rows.WORST else None,
+            name=f"/backbone/stage.{n // 10}/block.{n % 10}/conv/Conv_output_0", sqnr_db=20.0 + n,
+            clipped=0.001, histogram=part if n < report_rows.WORST else None,
         )
         for n in range(200)
-    )
+    )  # fmt: skip
     strip = tuple(0.1234 + n / 1000 for n in range(96))
     weights = tuple(
         parts.WeightRow(**weight | {"node": row.name, "strip": strip if n < 6 else ()})
@@ -243,5 +239,4 @@ def test_a_page_of_two_hundred_tensors_is_small(made):
     )
     target = parts.TargetPart(name="onnxruntime", tensors=rows, weights=weights)
     page = to_html(Report(targets=(target,)))
-    assert page.count('class="hist"') == report_rows.WORST
-    assert len(page.encode()) < 450_000
+    assert page.count('class="hist"') == report_rows.WORST and len(page.encode()) < 450_000
