@@ -63,10 +63,9 @@ BETWEEN = {
     "where": ([("Where", "k d d", "e")], {"k": np.eye(16, dtype=bool)}),
 }
 DENSE = {
-    "one bias a column": (["b1", "b2"], []),
-    "of two axes": (["c1", "c2"], []),
+    "one bias a column": (["b1", "b2"], []), "of two axes": (["c1", "c2"], []),
     "a number": (["one", "one"], ["Add", "Add", "Relu"]),
-}
+}  # fmt: skip
 
 
 def built(nodes, constants, shape, folder, *options):
@@ -158,8 +157,7 @@ def test_a_matmul_of_rows_adds_its_bias_in_integers(name, tmp_path):
 
 def test_a_bias_that_is_to_stay_float_is_added_in_float(tmp_path):
     constants = {"w": np.random.default_rng(1).normal(size=(64, 10)), "b": np.arange(10.0)}
-    nodes = [("MatMul", "x w", "m"), ("Add", "m b", "y")]
-    engine, *_ = built(nodes, constants, (64,), tmp_path)
+    engine, *_ = built([("MatMul", "x w", "m"), ("Add", "m b", "y")], constants, (64,), tmp_path)
     images = ("--images", tmp_path / "x.npy", "--duration", 0, "--effort", 0)
     words = (*images, "--accept", "--keep-float", "Add_y", "--out", tmp_path / "kept")
     run_command("build", tmp_path / "net.onnx", *words)
