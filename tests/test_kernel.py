@@ -79,8 +79,7 @@ def agree(ways, batches, base=None):
 
 
 def hostile():
-    rng = np.random.default_rng(5)
-    normal = rng.standard_normal(3 * CHUNK + 77).astype(np.float32)
+    normal = np.random.default_rng(5).standard_normal(3 * CHUNK + 77).astype(np.float32)
     yield "nothing", [[], [1.0], []]
     yield "zeros", [[0.0], [-0.0, 0.0], np.zeros(9000), [-0.0]]
     yield "signless", [[-0.0, 0.0] * 40, [0.0, -0.0] * 40]
@@ -120,8 +119,7 @@ def test_every_way_counts_what_numpy_counts(ways, base):
 
 
 def test_any_form_of_array_is_counted_alike(ways):
-    rng = np.random.default_rng(1)
-    values = rng.standard_normal((3, 40, 50)).astype(np.float32)
+    values = np.random.default_rng(1).standard_normal((3, 40, 50)).astype(np.float32)
     locked = values.copy()
     locked.flags.writeable = False
     odd = np.frombuffer(b"x" + values.tobytes(), np.float32, offset=1)
