@@ -28,12 +28,11 @@ def model_of(*nodes):
         ("/c1_output_0_nchwc", "/c1"),  # its output's name, and what the optimizer added
         ("/c1_token_19", "/c1"),
         ("/c1/conv/Conv_token_3", "/c1/conv/Conv"),  # the longest of two that fit
-        ("/c1/other/Conv_token_3", "/c1"),
-        ("fused /c1/conv/Conv", "/c1/conv/Conv"),
+        ("/c1/other/Conv_token_3", "/c1"), ("fused /c1/conv/Conv", "/c1/conv/Conv"),
         ("logits", "/fc/Gemm"),
         *((of_none, "") for of_none in ("/c10_token_3", "/c12", "ReorderOutput_token_3", "")),
     ],
-)
+)  # fmt: skip
 def test_a_kernel_belongs_to_the_longest_name_at_its_beginning_in_whole_words(kernel, node):
     outputs = {"/c1": "/c1_output_0", "/c1/conv/Conv": "/c1/conv/y", "/fc/Gemm": "logits"}
     times = attribute_kernels({kernel: 5.0}, model_of(*outputs.items()))
@@ -54,13 +53,10 @@ def test_pairs_and_nodes_without_a_name_take_no_kernel_of_others():
 def turned_model():
     """Conv, Transpose, Relu and back; an Add of what two Convs give."""
     nodes = [
-        ("Conv", "x w", "c", "/c"),
-        ("Transpose", "c", "t", "/t", {"perm": [0, 2, 3, 1]}),
-        ("Relu", "t", "r", "/r"),
-        ("Transpose", "r", "u", "/u", {"perm": [0, 3, 1, 2]}),
-        ("Conv", "u w", "d", "/d"),
-        ("Add", "d u", "y", "/a"),
-    ]
+        ("Conv", "x w", "c", "/c"), ("Transpose", "c", "t", "/t", {"perm": [0, 2, 3, 1]}),
+        ("Relu", "t", "r", "/r"), ("Transpose", "r", "u", "/u", {"perm": [0, 3, 1, 2]}),
+        ("Conv", "u w", "d", "/d"), ("Add", "d u", "y", "/a"),
+    ]  # fmt: skip
     shape, weight = [1, 16, 64, 64], np.random.default_rng(0).normal(size=(16, 16, 1, 1))
     return build_net(nodes, {"x": shape}, {"y": shape}, {"w": weight}, opset=17)
 
@@ -68,13 +64,11 @@ def turned_model():
 @pytest.mark.parametrize(
     ("kernel", "kind", "node"),
     [
-        ("/r_nchwc", "Conv", "/c"),
-        ("r_nchwc", "FusedConv", "/c"),
-        ("/r_token_1", "Relu", "/r"),
+        ("/r_nchwc", "Conv", "/c"), ("r_nchwc", "FusedConv", "/c"), ("/r_token_1", "Relu", "/r"),
         ("/d_nchwc", "Conv", "/d"),
         ("/a_nchwc", "Conv", "/a"),  # either of two
     ],
-)
+)  # fmt: skip
 def test_a_layer_that_took_the_name_of_what_is_behind_it_has_its_own_time(kernel, kind, node):
     layers = [kernel] if "Conv" in kind else []
     times = attribute_kernels({kernel: 5.0}, turned_model(), layers=layers)
@@ -172,8 +166,7 @@ def test_a_real_profile_of_an_int8_model_counts_pairs_and_layers_apart(small_cnn
     feed = [np.ones((1, 3, 16, 16), np.float32) * step for step in (1, 2)]
     build(small_cnn, feed, out=tmp_path, duration_s=0, tuning=Tuning(effort=0))
     int8 = onnx.load(tmp_path / "small_cnn.int8.onnx")
-    model = load(small_cnn).model
-    times = kernel_times(int8, [{"x": feed[0]}], made_from=model, runs=2)
+    times = kernel_times(int8, [{"x": feed[0]}], made_from=load(small_cnn).model, runs=2)
     pairs = {node.name for node in int8.graph.node if node.op_type in timing.PAIRS}
     assert pairs and pairs < set(times.nodes)
     assert any(times.nodes[name] > 0 for name in pairs)
