@@ -76,8 +76,7 @@ def listed(wrong) -> str:
 
 
 def in_another_process(*words) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", *words], cwd=ROOT, capture_output=True, text=True)
 
 
 def setup() -> configparser.ConfigParser:
