@@ -67,10 +67,9 @@ def test_openvinos_model_info():
     given = {
         "model_info__mean_values": "123.675 116.28 103.53",
         "model_info__scale_values": "58.395 57.12 57.375",
-        "model_info__resize_type": "fit_to_window_letterbox",
-        "model_info__pad_value": "114",
+        "model_info__resize_type": "fit_to_window_letterbox", "model_info__pad_value": "114",
         "model_info__reverse_input_channels": "True",
-    }
+    }  # fmt: skip
     found = how(carried(**given), ("n", 3, 64, 64))
     assert (found.resize, found.anchor, found.pad) == ("letterbox", "centre", (114.0,))
     assert (found.scale, found.mean[0], found.std[2], found.color) == (1, 123.675, 57.375, "rgb")
@@ -259,9 +258,8 @@ def test_hostile_metadata_is_a_note(text, tmp_path):
         *(YOLO | {key: text} for key in ("author", "task", "imgsz", "version", "channels")),
         *({f"model_info__{key}": text} for key in ("mean_values", "scale_values", "pad_value")),
         *({"mean": "0.5", "std": "0.5"} | {key: text} for key in ("mean", "std", "crop_pct")),
-        {"pretrained_cfg": text},
-        {"character": text},
-    ]
+        {"pretrained_cfg": text}, {"character": text},
+    ]  # fmt: skip
     for name in ("preprocessor_config.json", "config.json", "infer_cfg.yml"):
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
@@ -330,8 +328,7 @@ def test_the_other_commands_follow_it_too(yolo, pictures, tmp_path, command):
     engine = out / "yolo.int8.onnx"
     cache = "calibrate", yolo, "--out", tmp_path / "c.cache"
     for words in (cache, ("bench", engine, "--duration", 0), ("compare", yolo, engine)):
-        said = command(*words, "--images", pictures)
-        assert "from the model's metadata (Ultralytics" in said
+        assert "from the model's metadata (Ultralytics" in command(*words, "--images", pictures)
     report = json.loads((out / "report.json").read_text())
     assert report["feed"]["preprocess"]["resize"] == "letterbox"
     command("explain", out, "--images", pictures, "--limit", 2, "--pad", 3)
