@@ -343,10 +343,7 @@ def test_the_level_of_a_verdict(found, how, level):
 
 @pytest.mark.parametrize(("lost", "level"), LOSSES)
 def test_labels_decide_before_the_task(lost, level):
-    one = accuracy(
-        task=task(0.1), top1_reference=0.9, top1_candidate=0.9 - lost, classes=10, favourite=0.2
-    )
-    found = judged(one)
+    found = judged(replace(LABELLED, task=task(0.1), top1_candidate=0.9 - lost))
     assert found.level == level and f"top-1 {-100 * lost:+.2f} points" in found.words
 
 
@@ -370,8 +367,7 @@ def test_a_float_model_that_guesses_was_fed_something_else(right, classes, sampl
     found = judged(
         accuracy(samples=samples, top1_reference=right, top1_candidate=right, classes=classes)
     )
-    assert found.level == level
-    assert ("chance is" in found.words) == (level == UNUSABLE)
+    assert found.level == level and ("chance is" in found.words) == (level == UNUSABLE)
     assert ("check --preprocess" in found.words) == (level != GOOD)
 
 
@@ -401,8 +397,7 @@ def test_a_detector_that_finds_nothing_of_what_is_annotated_proves_nothing(sampl
     assert "did not learn from" not in judged(seen, fed_wrong=True).words
     for right, is_said in ((0.34, True), (0.92, False)):  # raw pixels fed to a net of 10 classes
         labelled = accuracy(top1_reference=right, top1_candidate=right, samples=200)
-        words = judged(labelled, fed_wrong=True).words
-        assert ("did not learn from" in words) == is_said
+        assert ("did not learn from" in judged(labelled, fed_wrong=True).words) == is_said
 
 
 @pytest.mark.parametrize(
@@ -616,9 +611,8 @@ def two_branches(outputs):
 def test_an_output_that_the_optimizer_loses_is_there(capfd):
     """ONNX Runtime 1.32 does not load it: `a` is an output, and part of the joined kernel."""
     x = np.random.default_rng(1).normal(size=(1, 8, 16, 16)).astype(np.float32)
-    model = two_branches(["y", "a"])
     plain, found = (
-        OrtSession.open(model, threads=1, optimize=optimize).run({"x": x})
+        OrtSession.open(two_branches(["y", "a"]), threads=1, optimize=optimize).run({"x": x})
         for optimize in (False, True)
     )
     assert {"y", "a"} == set(found)
