@@ -333,16 +333,14 @@ def test_what_is_no_experiment_is_said(run, tmp_path):
         ((VALUES, "--scale", "1,2"), "give --axis, or one of each"),
         ((VALUES, "--axis", "4"), "one of 1 dimensions, got 4"),
         *(((text,), "values are a JSON array of numbers") for text in ("[1, [2]]", "[]", '["a"]')),
-        (("3.5",), "write it as '[3.5]'"),
-        (("-1, 2",), "write it as '[-1, 2]'"),
-        (("-7", "--scale", "1"), "write it as '[-7]'"),
-        (("-1x",), "No such option"),
+        (("3.5",), "write it as '[3.5]'"), (("-1, 2",), "write it as '[-1, 2]'"),
+        (("-7", "--scale", "1"), "write it as '[-7]'"), (("-1x",), "No such option"),
         (("[1e39, 1]",), "1 of 2 values infinite in float32"),
         (("[1, -Infinity]",), "1 of 2 values infinite in float32"),
         (("absent.npy",), "absent.npy must be an .npy file"),
         ((tmp_path / "c.npy",), "must be a sound .npy file"),
         ((VALUES, "-q"), "--quiet goes with --json"),
-    ):
+    ):  # fmt: skip
         code, _, err = run("quantize", *words)
         assert code in (1, 2) and message in err, (words, err)
     with pytest.raises(CalibrationError, match="NaN"):
