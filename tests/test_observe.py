@@ -52,8 +52,7 @@ def test_what_is_observed_together_is_what_each_observes_alone(model, samples):
 def test_the_first_batch_sets_tensorrts_range(histograms, model, samples):
     statistics = histograms(model, analyse(model, ONNXRUNTIME).activations, samples, first=5)
     first = max(float(np.abs(s["x"]).max()) for s in samples[:5])
-    ratio = statistics["x"].full_range / first
-    assert statistics["x"].base == first and ratio in (1.0, 2.0)
+    assert statistics["x"].base == first and statistics["x"].full_range / first in (1.0, 2.0)
     assert statistics["x"].total == sum(s["x"].size for s in samples)
 
 
