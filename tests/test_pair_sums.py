@@ -64,9 +64,7 @@ def test_sums_and_scales_of_known_weights():
 
 
 weights = st.integers(0, 2**32 - 1).map(
-    lambda seed: np.random.default_rng(seed).standard_t(
-        3, size=(3, 1 + seed % 7, 1 + seed // 7 % 3, 2)
-    )
+    lambda seed: np.random.default_rng(seed).standard_t(3, (3, 1 + seed % 7, 1 + seed // 7 % 3, 2))
 )
 
 
@@ -106,10 +104,9 @@ def network(group=1, channels=8):
         "w": rng.uniform(0.8, 1.0, size=(16, channels // group, 3, 3)),
     }
     nodes = [
-        ("Conv", "x v", "a", "first", {"pads": [1] * 4}),
-        ("Relu", "a", "b", "relu"),
+        ("Conv", "x v", "a", "first", {"pads": [1] * 4}), ("Relu", "a", "b", "relu"),
         ("Conv", "b w", "y", "last", {"pads": [1] * 4, "group": group}),
-    ]
+    ]  # fmt: skip
     return build_net(nodes, {"x": ["n", 3, 12, 12]}, {"y": ["n", 16, 12, 12]}, held, opset=17)
 
 
@@ -117,8 +114,7 @@ def network(group=1, channels=8):
 def test_rounded_weights_keep_their_scale_and_fit(fits):
     model = network()
     layer = find_weighted_layers(model)[1]
-    rng = np.random.default_rng(5)
-    inputs = np.abs(rng.normal(size=(1, 8 * 9, 400))).astype(np.float32)
+    inputs = np.abs(np.random.default_rng(5).normal(size=(1, 8 * 9, 400))).astype(np.float32)
     scales = pair_scales(layer.array, weight_scales(layer.array, 0))
     wide = scales.astype(np.float64).reshape(-1, 1, 1, 1)
     found = round_weight(layer, wide, inputs, fits_pairs=fits)
