@@ -62,8 +62,7 @@ def test_the_arithmetic_is_three_separate_float32_roundings():
     how = ready(size=(40, 60), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     image = noise()
     got = preprocess_image(image, how)
-    assert got.shape == (1, 3, 40, 60)
-    assert got.dtype == np.float32
+    assert got.shape == (1, 3, 40, 60) and got.dtype == np.float32
     for channel, bgr in enumerate((2, 1, 0)):
         for y, x in ((0, 0), (7, 13), (39, 59)):
             value = arithmetic(image[y, x, bgr], how.mean[channel], how.std[channel])
@@ -93,21 +92,18 @@ def test_letterbox_keeps_the_aspect_and_pads_through_the_same_arithmetic(layout,
 def test_text_lines_are_fitted_to_the_height_and_padded_with_exact_zero():
     how, _ = complete_preprocess(PRESETS["ppocr-rec"], spec("n", 3, 48, "w"))
     out = preprocess_image(np.full((24, 50, 3), 255, np.uint8), how)[0]
-    assert out.shape == (3, 48, 320)
-    assert np.all(out[:, :, :100] == 1)
+    assert out.shape == (3, 48, 320) and np.all(out[:, :, :100] == 1)
     assert np.all(out[:, :, 100:] == 0)
     assert resize_to_input(np.zeros((10, 500, 3), np.uint8), how)[0].shape == (48, 320, 3)
 
 
 def test_imagenet_resizes_256_and_crops_the_centre_224():
     how, notes = complete_preprocess(PRESETS["imagenet"], spec(1, 3, 224, 224))
-    assert notes == ()
-    assert how.short == 256
+    assert notes == () and how.short == 256
     image = noise(300, 500)
     placed, corner = resize_to_input(image, how)
     whole = cv2.resize(image, (426, 256), interpolation=cv2.INTER_AREA)
-    assert corner == (0, 0)
-    assert np.array_equal(placed, whole[16:240, 101:325])
+    assert corner == (0, 0) and np.array_equal(placed, whole[16:240, 101:325])
 
 
 @pytest.mark.parametrize(("side", "equal"), [(10, True), (100, False)])
@@ -120,8 +116,7 @@ def test_area_becomes_linear_where_a_side_grows(side, equal):
 @given(side, side, side, side)
 def test_letterbox_touches_the_box_and_stays_inside(height, width, box_h, box_w):
     inner = pixels.letterbox_size((height, width), (box_h, box_w))
-    assert 1 <= inner[0] <= box_h
-    assert 1 <= inner[1] <= box_w
+    assert 1 <= inner[0] <= box_h and 1 <= inner[1] <= box_w
     assert inner[0] == box_h or inner[1] == box_w
     ratio = min(box_h / height, box_w / width)
     assert abs(inner[0] - max(1, height * ratio)) <= 0.5 + 1e-6
@@ -157,16 +152,14 @@ def test_presets_survive_json_and_resolve_against_a_model(name):
     assert Preprocess.from_json(json.loads(json.dumps(how.to_json()))) == how
     channels = 1 if how.color == "grey" else 3
     resolved, notes = complete_preprocess(how, spec("n", channels, 64, 96))
-    assert resolved.size == (64, 96)
-    assert notes == ()
+    assert resolved.size == (64, 96) and notes == ()
     assert complete_preprocess(resolved, spec("n", channels, 64, 96))[0] == resolved
 
 
 def test_without_any_option_the_model_decides_and_the_note_says_so():
     how, notes = complete_preprocess(None, spec(1, 1, 28, 28))
     assert (how.color, how.size, how.layout, how.scale) == ("grey", (28, 28), "nchw", 1 / 255)
-    assert "28x28" in notes[0]
-    assert "grey" in notes[0]
+    assert "28x28" in notes[0] and "grey" in notes[0]
     how, _ = complete_preprocess(None, spec(None, 224, 200, 3))
     assert (how.color, how.size, how.layout) == ("rgb", (224, 200), "nhwc")
 
@@ -240,17 +233,15 @@ def test_a_mean_that_no_scaled_pixel_reaches_is_refused(scale, mean, way_out):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--mean 127.5 --std 127.5", "give scale 1"),
-        ("--mean 127.5 --std 127.5 --scale 1", None),
+        ("--mean 127.5 --std 127.5", "give scale 1"), ("--mean 127.5 --std 127.5 --scale 1", None),
         ("--short-side 16", "short_side is for resize short-side, got it with resize stretch"),
         ("--resize letterbox --short-side 16", "got it with resize letterbox; give resize short-"),
         ("--pad 114", "pad is for resize letterbox and fit-height, got it with resize stretch"),
         ("--preprocess imagenet --pad 114", "got it with resize short-side; give resize letterbox"),
         ("--preprocess imagenet --short-side 16", None),
-        ("--resize short-side --short-side 16", None),
-        ("--resize letterbox --pad 114", None),
+        ("--resize short-side --short-side 16", None), ("--resize letterbox --pad 114", None),
     ],
-)
+)  # fmt: skip
 def test_options_of_the_command(words, message, small_cnn, pictures, tmp_path, run):
     asked = ("calibrate", small_cnn, "--images", pictures, "--out", tmp_path / "c", *words.split())
     assert message in run.fails(*asked) if message else run.ok(*asked)
@@ -388,7 +379,7 @@ def test_words_are_those_of_the_picture_whoever_decodes_beside_it(capfd):
         ("Warning: unknown JFIF revision number 7.01", False),
         ("libpng warning: iCCP: known incorrect sRGB profile", False),
     ],
-)
+)  # fmt: skip
 def test_which_words_mean_damage(monkeypatch, words, damage):
     monkeypatch.setattr(images, "call_and_capture", lambda decode: (decode(), [words]))
     with pytest.raises(FeedError, match=words) if damage else nullcontext():
@@ -506,8 +497,7 @@ def test_a_picture_is_encoded_in_the_shorter_way_and_the_same_each_time():
     assert raster(rough) == raster(rough.copy())
     head, data = raster(flat).uri.split(",")
     assert head == "data:image/png;base64"
-    decoded = decoding(base64.b64decode(data))()
-    np.testing.assert_array_equal(decoded, flat)
+    np.testing.assert_array_equal(decoding(base64.b64decode(data))(), flat)
 
 
 def looked_at(folder, count=4, **options):
@@ -523,8 +513,7 @@ def test_views_are_taken_as_samples_go_by_and_nothing_is_decoded_for_them(pictur
         pass
     assert feed.decodes == 20
     views = feed.views()
-    assert feed.decodes == 20
-    assert [view.name for view in views] == SHOWN
+    assert feed.decodes == 20 and [view.name for view in views] == SHOWN
     assert all(view.given.shape == (18, 20, 3) and view.size == (16, 16) for view in views)
     np.testing.assert_array_equal(views[0].given, cv2.imread(str(pictures / SHOWN[0]))[:, :, ::-1])
     assert [v.fed.tolist() for v in late.views()] == [v.fed.tolist() for v in views]
@@ -549,8 +538,7 @@ def test_a_build_shows_the_same_pictures_with_any_threads(run, small_cnn, pictur
     assert "What the model sees" in pages[0] and "18x20 fed as 16x16" in pages[0]
     assert sum(map(len, uris[0])) < 150_000
     told = json.loads((tmp_path / "1" / "report.json").read_text())["feed"]["pictures"]
-    assert told["samples"] == SHOWN
-    assert "scale, mean, std" in told["how"]
+    assert told["samples"] == SHOWN and "scale, mean, std" in told["how"]
     for name in ("report.json", "report.md"):
         assert "data:image" not in (tmp_path / "1" / name).read_text()
 
