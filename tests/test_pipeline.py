@@ -80,8 +80,7 @@ def test_another_method_does_not_run_the_model(observe_small, calibrated, tmp_pa
     observe_small(method="entropy", cache=fresh)
     request.getfixturevalue("no_pass")
     again = observe_small(method="entropy", cache=cache)
-    assert "the model was not run" in again.reason
-    assert files(cache) == files(fresh)
+    assert "the model was not run" in again.reason and files(cache) == files(fresh)
 
 
 def test_one_weight_one_image_or_the_mean_makes_it_stale(small_cnn, pictures, calibrated, tmp_path):
@@ -100,8 +99,7 @@ def test_one_weight_one_image_or_the_mean_makes_it_stale(small_cnn, pictures, ca
     weight = numpy_helper.to_array(tensor).copy()
     weight.flat[0] = np.nextafter(weight.flat[0], np.float32(np.inf))
     tensor.CopyFrom(numpy_helper.from_array(weight, tensor.name))
-    changed = save_net(model, tmp_path / "changed.onnx")
-    assert "weights or graph" in stale(changed, pictures, UNIT)
+    assert "weights or graph" in stale(save_net(model, tmp_path / "changed.onnx"), pictures, UNIT)
     copied = shutil.copytree(pictures, tmp_path / "copied")
     first = copied / "00.png"
     first.write_bytes(first.read_bytes() + b"\0")
@@ -171,10 +169,8 @@ def test_a_dead_tensor_is_told_and_its_nodes_stay_float(small_cnn, pictures, tmp
     reasons = {n.name: n.reason for n in report.targets[0].nodes}
     assert reasons["Conv_c1"] == "r1 was 0 in every sample"
     assert any("no scale for r1" in alert for alert in report.alerts)
-    entries = trt_cache.parse(
-        (tmp_path / "calib8/dead.cache").read_bytes(), origin="cache"
-    ).scales()
-    assert entries["r1"] == 0
+    data = (tmp_path / "calib8/dead.cache").read_bytes()
+    assert trt_cache.parse(data, origin="cache").scales()["r1"] == 0
 
 
 @pytest.mark.parametrize(
@@ -200,18 +196,15 @@ def test_dead_tensors_are_told_together(tmp_path, count, said):
 def test_targets_built_in_turn_share_one_cache(observe_small, tmp_path):
     calls = ["onnxruntime", "tensorrt", "onnxruntime", "tensorrt"]
     found = [observe_small(targets=[target], cache=tmp_path / "m.cache") for target in calls]
-    assert [f.reused for f in found] == [False, False, True, True]
-    assert "lacks" in found[1].reason
+    assert [f.reused for f in found] == [False, False, True, True] and "lacks" in found[1].reason
 
 
 def test_arrays_and_dicts_are_a_feed_too(small_cnn, tmp_path):
     arrays = np.random.default_rng(5).normal(size=(6, 3, 16, 16)).astype(np.float32)
     one = calibrate(small_cnn, arrays)
-    two = calibrate(small_cnn, ({"x": a[None]} for a in arrays))
-    assert one.found.scales == two.found.scales
+    assert one.found.scales == calibrate(small_cnn, ({"x": a[None]} for a in arrays)).found.scales
     np.save(tmp_path / "a.npy", arrays)
-    three = calibrate(small_cnn, tmp_path / "a.npy")
-    assert three.found.scales == one.found.scales
+    assert calibrate(small_cnn, tmp_path / "a.npy").found.scales == one.found.scales
 
 
 def test_a_fixed_batch_judges_every_image_once(small_cnn, tmp_path):
@@ -222,8 +215,7 @@ def test_a_fixed_batch_judges_every_image_once(small_cnn, tmp_path):
         build(model, arrays, **words, out=tmp_path / name).engines[1].accuracy
         for name, model in models.items()
     )
-    assert one.samples == other.samples == 10
-    assert one.top1_reference == other.top1_reference
+    assert one.samples == other.samples == 10 and one.top1_reference == other.top1_reference
     assert one.top1_agreement == pytest.approx(other.top1_agreement, abs=0.11)
 
 
@@ -231,8 +223,7 @@ def test_a_batch_size_counts_images_where_the_model_fixes_its_batch(small_cnn, t
     arrays = np.random.default_rng(6).normal(size=(12, 3, 16, 16)).astype(np.float32)
     arrays[4] *= 100  # in the second group of four, so not in the first batch
     method = Method.of("entropy-tensorrt", {"batch_size": 4})
-    model = save_fixed_batch(small_cnn, tmp_path / "four.onnx")
-    found = calibrate(model, arrays, method=method)
+    found = calibrate(save_fixed_batch(small_cnn, tmp_path / "four.onnx"), arrays, method=method)
     (histogram,) = (found.ranges.histogram(o) for o in found.searched if o.tensor == "x")
     assert histogram.base == float(np.abs(arrays[:4]).max())
 
@@ -291,10 +282,8 @@ def run_small(run, small_cnn, pictures):
     """A command on the small network and its pictures -> all that it prints, on one line."""
 
     def call(command, *words, code=0):
-        more = ("--duration", 0) if command == "build" else ()
-        found, out, error = run(
-            command, small_cnn, "--images", pictures, "--size", "16x16", *words, *more
-        )
+        more = ("--size", "16x16", *(("--duration", 0) if command == "build" else ()))
+        found, out, error = run(command, small_cnn, "--images", pictures, *words, *more)
         assert found == code, error
         return " ".join((out + error).split())
 
@@ -356,8 +345,7 @@ def test_an_added_target_observes_only_its_own(run_small, tmp_path):
 def test_another_method_runs_the_model_only_for_another_statistic(run_small, tmp_path):
     runs = {}
     for method in ("mse", "minmax", "entropy-tensorrt", "legacy", "mse"):
-        words = ("--target", ALL, "--out", tmp_path, "--method", method, "--effort", 0)
-        run_small("build", *words)
+        run_small("build", "--target", ALL, "--out", tmp_path, "--method", method, "--effort", 0)
         runs[method] = work(tmp_path)["calibration"]
     # 20 of the cleaned model, 20 of the model as TensorRT reads it, one more each for the range
     assert runs == {"mse": 0, "minmax": 0, "entropy-tensorrt": 42, "legacy": 20}
@@ -374,17 +362,14 @@ def test_what_calibrate_keeps_is_what_build_requires(run_small, tmp_path, target
     kept = files(cache)
     built = ("--cache", cache, "--require-cache", "--out", tmp_path / "o", "--effort", 0)
     assert "cache reused" in run_small("build", *words, *built)
-    assert work(tmp_path / "o")["calibration"] == 0
-    assert files(cache) == kept
+    assert work(tmp_path / "o")["calibration"] == 0 and files(cache) == kept
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
 @pytest.mark.parametrize(
     "changed", [("percentile", "--percent", "99.99", "95"), ("lp", "--power", "3", "1.2")]
 )
-def test_another_parameter_changes_the_files_that_depend_on_it(
-    run_small, tmp_path, target, changed
-):
+def test_another_parameter_changes_the_files_that_need_it(run_small, tmp_path, target, changed):
     method, flag, *values = changed
     found = []
     for value in values:
@@ -588,9 +573,7 @@ def hold_table(model):
         (hold_table, "Identity"),  # cleaning makes the file no larger
     ],
 )
-def test_one_that_runs_otherwise_or_becomes_no_larger_is_cleaned(
-    float_file, tmp_path, change, gone
-):
+def test_one_that_runs_otherwise_or_grows_no_larger_is_cleaned(float_file, tmp_path, change, gone):
     written, said = float_file(spectrum(tmp_path / "spectrum.onnx", change))
     assert gone not in {node.op_type for node in onnx.load(written).graph.node}
     assert "given file" not in said
