@@ -158,7 +158,7 @@ def test_inner_phases_are_told_in_the_outer_ones_and_cost_them_no_time(plain):
         (Phase(what="a", total=10, began=0, timed=True), 0, "2 s left"),
         (Phase(what="a", total=6, began=0, timed=True), 0, "8 s"),
     ],
-)
+)  # fmt: skip
 def test_time_left_is_told_where_it_is_known(one, done, words):
     one.done = done
     assert one.words(8.0) == words
@@ -194,8 +194,7 @@ def test_a_single_long_call_is_told_of_and_the_thread_ends_with_it(monkeypatch, 
 
     monkeypatch.setattr("deploy.terminal.say", told)
     with show_progress(), phase("a call"):
-        assert len(tellers()) == 1
-        assert heard.wait(300)
+        assert len(tellers()) == 1 and heard.wait(300)
     assert not tellers() and LINE.fullmatch(said[0])
     assert said[0].startswith("calib8: a call: ")
 
@@ -205,8 +204,7 @@ def test_an_error_ends_it_and_takes_the_line_away(error, screen, at_once):
     shown = screen()
     with pytest.raises(error), show_progress(), phase("a call"):
         raise error
-    assert not tellers()
-    assert shown().endswith("a call: 0 s\r\x1b[K")
+    assert not tellers() and shown().endswith("a call: 0 s\r\x1b[K")
 
 
 def test_nobody_reading_stderr_stops_the_telling_alone(monkeypatch, ticking):
@@ -245,8 +243,7 @@ def test_python_is_silent_unless_asked(small_cnn, pictures, capfd, at_once):
     assert capfd.readouterr() == ("", "")
     calibrate(small_cnn, images, progress=True)
     out, err = capfd.readouterr()
-    assert "calib8: calibration: observing" in err and out == ""
-    assert not tellers()
+    assert "calib8: calibration: observing" in err and out == "" and not tellers()
 
 
 # --- Through the command.
@@ -312,8 +309,7 @@ def test_an_interrupt_tells_that_the_calibration_is_kept(quick, monkeypatch, cap
         assert ended(*quick) == 130
     last = capfd.readouterr().err.splitlines()[-1]
     kept = f"the calibration is kept for the next build into {quick[-1]}"
-    assert last.endswith(f"left behind; {kept}")
-    assert ended(*quick) == 0
+    assert last.endswith(f"left behind; {kept}") and ended(*quick) == 0
     assert "cache reused" in capfd.readouterr().out
 
 
@@ -364,14 +360,12 @@ def test_a_build_tells_of_all_that_it_does(fed, tmp_path, seen, monkeypatch, cap
             "trials", "ranges", "observing without the judges", "timing kernels",
             "loading the engines"} <= set(seen)  # fmt: skip
     seen.clear()
-    assert ended(*words) == 0
-    assert "hashing" in seen and "observing" not in seen
+    assert ended(*words) == 0 and "hashing" in seen and "observing" not in seen
 
 
 # --- --quiet, --verbose, --json.
 def test_quiet_builds_in_silence(fed, quick, tmp_path, capfd, at_once):
-    assert ended(*quick, "--quiet") == 0
-    assert capfd.readouterr() == ("", "")
+    assert ended(*quick, "--quiet") == 0 and capfd.readouterr() == ("", "")
     assert (tmp_path / "out" / "report.json").exists()
     assert "quiet" not in (tmp_path / "out" / "calib8.toml").read_text("utf-8")
     assert ended("calibrate", *fed, "-o", tmp_path / "c", "-q") == 0
@@ -409,10 +403,9 @@ def test_quiet_and_verbose_exclude_each_other(run):
     [
         (("inspect", "m.onnx"), "--json"),
         (("compare", "m.onnx", "n.onnx", "--images", "p"), "--json"),
-        (("explain", "build"), "--json"),
-        (("bench", "m.onnx"), "--json or --html"),
+        (("explain", "build"), "--json"), (("bench", "m.onnx"), "--json or --html"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.usefixtures("named_files")
 def test_quiet_is_refused_where_nothing_is_left_to_tell(words, files, run):
     assert f"--quiet goes with {files}, which was not given" in run.fails(*words, "--quiet")
@@ -421,16 +414,14 @@ def test_quiet_is_refused_where_nothing_is_left_to_tell(words, files, run):
 def test_json_of_a_build_stands_alone_on_stdout(quick, tmp_path, capfd, at_once):
     assert ended(*quick, "--json", "-") == 0
     out, err = capfd.readouterr()
-    report = tmp_path / "out" / "report.json"
-    assert json.loads(out) == json.loads(report.read_text("utf-8"))
+    assert json.loads(out) == json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))
     assert all(LINE.fullmatch(line) for line in err.splitlines())
     assert "json" not in (tmp_path / "out" / "calib8.toml").read_text("utf-8")
     assert not Path("-").exists()
 
 
 def test_json_of_a_build_goes_to_a_file_too(quick, tmp_path, run):
-    out = run.ok(*quick, "--json", tmp_path / "r.json")
-    assert out.startswith("calib8: small_cnn in int8")
+    assert run.ok(*quick, "--json", tmp_path / "r.json").startswith("calib8: small_cnn in int8")
     assert (tmp_path / "r.json").read_text() == (tmp_path / "out" / "report.json").read_text()
 
 
@@ -443,8 +434,7 @@ def test_json_of_other_commands(small_cnn, fed, run, tmp_path, monkeypatch):
     )
     assert [one["target"] for one in found] == ["onnxruntime", "ascend"]
     assert {"name", "op", "precision", "reason"} <= set(found[0]["nodes"][0])
-    assert found[0]["inputs"][0]["name"] == "x"
-    assert not list(tmp_path.iterdir())
+    assert found[0]["inputs"][0]["name"] == "x" and not list(tmp_path.iterdir())
     code, out, err = run("calibrate", *fed, "-o", tmp_path / "c", "--json", "-")
     found = json.loads(out)
     assert (code, err) == (0, "") and found["images"]["count"] == 4 and not found["reused"]
@@ -561,8 +551,7 @@ def test_names_in_a_model_steer_no_command(hostile, fed, said, tmp_path):
     words = ("--target", "onnxruntime,ascend", "--duration", 0, "--effort", 0, "--accept")
     assert said("build", hostile, *feed, *words, "--out", out, "--verbose")[0] == 0
     engine = next(out.glob("*.int8.onnx"))
-    assert said("inspect", hostile, "--all")[0] == 0
-    assert said("explain", out, "--all")[0] == 0
+    assert said("inspect", hostile, "--all")[0] == 0 and said("explain", out, "--all")[0] == 0
     assert said("compare", hostile, engine, *feed)[0] == 0
     assert said("bench", hostile, "--against", engine, "--duration", 0, "--warmup", 0)[0] == 0
     assert said("ascend", "config", hostile, "-o", out / "q.json")[0] == 0
@@ -577,8 +566,7 @@ def test_names_in_a_cache_steer_no_command(small_cnn, said, tmp_path):
         (tmp_path / f"{number}.cache").write_text(text, newline="")
     a, b = tmp_path / "0.cache", tmp_path / "1.cache"
     assert "\\x1b[31m" in said("cache", "show", a)[1]
-    assert "\\x1b[31m" in said("cache", "diff", a, b)[1]
-    assert "\\x1b[31m" in said("inspect", a)[1]
+    assert "\\x1b[31m" in said("cache", "diff", a, b)[1] and "\\x1b[31m" in said("inspect", a)[1]
     said("cache", "check", a, "--model", small_cnn, "--verbose")
     assert "\\x1b[31m" in said("cache", "merge", a, b, "-o", tmp_path / "c")[2]
 
