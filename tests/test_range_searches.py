@@ -77,11 +77,10 @@ def test_a_parameter_out_of_range_is_refused(params, given, said):
 @settings(max_examples=15)
 def test_mse_is_no_worse_than_any_other_search(seed):
     x = sample(seed).astype(np.float32)
-    h = observed(x)
     for grid in (INT8, UINT8):
         losses = {}
         for name in SEARCHES:
-            scale, zero = searched(name, h).on(grid)
+            scale, zero = searched(name, observed(x)).on(grid)
             back = dequantize(quantize(x, scale, zero, grid), scale, zero)
             losses[name] = float(np.mean((back - x) ** 2, dtype=np.float64))
         assert losses["mse"] <= min(losses.values()) * 1.1  # a candidate step, and bins for values
@@ -112,8 +111,7 @@ def test_a_higher_power_clips_less_and_the_second_is_mse(seed):
     found = [lp(h, power=power) for power in (2, 3, 16)]
     assert (found[0].lo, found[0].hi, found[0].amax) == (squared.lo, squared.hi, squared.amax)
     # between neighbours of one error the minimum may jump, by a few hundredths of the range
-    assert found[0].amax <= found[1].amax * 1.1
-    assert found[1].amax <= found[2].amax * 1.1
+    assert found[0].amax <= found[1].amax * 1.1 and found[1].amax <= found[2].amax * 1.1
     assert found[2].amax >= 0.5 * h.amax
 
 
@@ -235,5 +233,4 @@ def test_room_lowers_no_end_and_goes_no_further_than_asked(values, most):
     if histogram.amax == 0:
         return
     plain = minmax(histogram)
-    roomy = extend_by_tail(plain, histogram, most)
-    assert plain.hi <= roomy.hi <= max(plain.hi, most)
+    assert plain.hi <= extend_by_tail(plain, histogram, most).hi <= max(plain.hi, most)
