@@ -325,8 +325,7 @@ def test_a_whole_build_reads_each_image_once(small_cnn, photos, tmp_path, reads)
 def test_digests_of_the_pass_are_those_of_a_reading_beforehand(photos):
     early, late = (open_feed(photos, [IMAGE], preprocess=UNIT) for _ in range(2))
     before = early.manifest()
-    assert len(read_whole(late)) == 20
-    assert late.manifest() == before
+    assert len(read_whole(late)) == 20 and late.manifest() == before
 
 
 # ---- changed meanwhile ----------------------------------------------------------------------
@@ -365,9 +364,8 @@ def test_what_was_skipped_stays_skipped(photos):
 def test_a_cache_made_of_one_image_never_serves_another(small_cnn, photos, tmp_path, monkeypatch):
     given = {"preprocess": UNIT, "cache": tmp_path / "c"}
     calibrate(small_cnn, photos, **given)
-    between(
-        monkeypatch, "deploy.pipeline.calibration_run.schedule_observations", lambda: swap(photos)
-    )
+    step = "deploy.pipeline.calibration_run.schedule_observations"
+    between(monkeypatch, step, lambda: swap(photos))
     with pytest.raises(FeedError, match=CHANGED):  # hashed to judge the cache, decoded later
         calibrate(small_cnn, photos, **given, method="legacy", targets=["tensorrt"])
 
