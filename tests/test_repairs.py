@@ -85,8 +85,7 @@ def lopsided(folder):
 def unread(folder):
     """A channel of rare great values that the next layer hardly reads."""
     rng = np.random.default_rng(5)
-    w1 = rng.normal(0, 0.2, (16, 3, 3, 3))
-    w2 = rng.normal(0, 0.3, (8, 16, 1, 1))
+    w1, w2 = rng.normal(0, 0.2, (16, 3, 3, 3)), rng.normal(0, 0.3, (8, 16, 1, 1))
     b1 = rng.normal(0, 0.1, 16)
     w1[0], b1[0], w2[:, 0] = 40, -750, 1e-5
     nodes = "c1 = Conv <PADS> (x, w1, b1) r1 = Relu(c1) y = Conv(r1, w2)"
@@ -483,8 +482,7 @@ def test_targets_write_the_integers_that_were_chosen(seed, kind, turned):
     nearest = np.rint(steps)
     damp = 0.2 * np.trace(products[0]) / 18 * np.eye(18)
     before, after = (output_error(steps, q, products + damp).sum() for q in (nearest, got))
-    assert after <= before * (1 + 1e-4)
-    assert after < before or (got == nearest).all()
+    assert after <= before * (1 + 1e-4) and (after < before or (got == nearest).all())
     if kind == "Conv":  # AMCT's own scales, of 128 steps where the least value is the extreme
         own, offset = arq(weight)
         ascend = round_weight(layer, own.reshape(-1, 1, 1, 1).astype(np.float64), inputs).weight
@@ -495,11 +493,9 @@ def test_targets_write_the_integers_that_were_chosen(seed, kind, turned):
 
 
 def test_a_mean_that_samples_do_not_agree_on_is_not_trusted():
-    rng = np.random.default_rng(1)
-    differences = np.stack([np.full(50, 0.3), rng.normal(0, 1, 50)], axis=1)
+    differences = np.stack([np.full(50, 0.3), np.random.default_rng(1).normal(0, 1, 50)], axis=1)
     steady, noise = shrunk_mean(differences)
-    assert steady == pytest.approx(0.3)
-    assert abs(noise) < 0.5 * abs(differences[:, 1].mean())
+    assert steady == pytest.approx(0.3) and abs(noise) < 0.5 * abs(differences[:, 1].mean())
     assert shrunk_mean(np.zeros((3, 2))).tolist() == [0, 0]
 
 
