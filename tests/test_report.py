@@ -20,28 +20,10 @@ from deploy.machine import this_machine
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency, SpeedUp, Timing, speed_up
 from deploy.metrics.output_errors import OutputAccuracy
-from deploy.report import Report, blocks, figures, to_html, to_json, to_markdown, to_screen
+from deploy.report import Report, blocks, figures, parts, to_html, to_json, to_markdown, to_screen
 from deploy.report.charts import latency_figure, range_bar
 from deploy.report.model import with_speed
 from deploy.report.page import POLICY, SCRIPT, STYLE
-from deploy.report.parts import (
-    CalibrationPart,
-    EngineRow,
-    FeedPart,
-    FileRow,
-    GroupRow,
-    HistogramPart,
-    ModelPart,
-    NodeRow,
-    RangeRow,
-    SearchPart,
-    TargetPart,
-    TensorRow,
-    TrialRow,
-    WeightRow,
-    WorkPart,
-    tensor_rows,
-)
 from deploy.report.report_rows import float_groups, worst_first, worst_rows
 from deploy.report.screen import next_steps
 from deploy.report.verdict import Verdict
@@ -74,14 +56,14 @@ def errors(name, sqnr_db, cosine=0.9, cosine_min=0.8, largest=1.0):
 
 
 def tensor(name, sqnr_db=None, lo=-1, hi=1):
-    return TensorRow(
+    return parts.TensorRow(
         name=name, observed_min=lo, observed_max=hi, lo=lo, hi=hi, amax=1, method="mse",
         sqnr_db=sqnr_db,
     )  # fmt: skip
 
 
 def float_node(name, op, reason, precision="float32"):
-    return NodeRow(name=name, op=op, precision=precision, reason=reason)
+    return parts.NodeRow(name=name, op=op, precision=precision, reason=reason)
 
 
 def full(name="logits"):
@@ -91,38 +73,40 @@ def full(name="logits"):
         top1_agreement=0.99,
     )  # fmt: skip
     scale = Scale(lo=-1, hi=2, amax=2, observed_min=-1.5, observed_max=4, method="entropy")
-    (row,) = tensor_rows({name: scale}, clipped={name: 0.01}, layers=(output,))
-    others = (RangeRow(method=name, lo=-1.5, hi=4),)
-    seen = HistogramPart(start=-1.5, width=2.75, counts=(3, 1), others=others)
-    weights = WeightRow(
+    (row,) = parts.tensor_rows({name: scale}, clipped={name: 0.01}, layers=(output,))
+    others = (parts.RangeRow(method=name, lo=-1.5, hi=4),)
+    seen = parts.HistogramPart(start=-1.5, width=2.75, counts=(3, 1), others=others)
+    weights = parts.WeightRow(
         node=name, op="Conv", channels=2, scales=1, least=0.5, median=1.25, largest=2.0,
         ratio=4.0, used=0.25, dead=0, worst=(0, 1), strip=(0.5, 2.0),
     )  # fmt: skip
-    trial = TrialRow(what=name, sqnr_db=math.inf, time=0.5, taken=True)
-    target = TargetPart(
+    trial = parts.TrialRow(what=name, sqnr_db=math.inf, time=0.5, taken=True)
+    target = parts.TargetPart(
         name="onnxruntime", method="entropy", weights=(weights,), layers=(output,),
-        nodes=(NodeRow(name="c", op="Conv"), float_node(name, "Softmax", name)),
+        nodes=(parts.NodeRow(name="c", op="Conv"), float_node(name, "Softmax", name)),
         tensors=(dataclasses.replace(row, histogram=seen),),
-        files=(FileRow(role=name, path=name, size_bytes=1000),),
-        search=SearchPart(reused=False, probes=3, settled=name, tried=(trial,)),
+        files=(parts.FileRow(role=name, path=name, size_bytes=1000),),
+        search=parts.SearchPart(reused=False, probes=3, settled=name, tried=(trial,)),
         notes=(f"{name} is noted",),
     )  # fmt: skip
-    group = GroupRow(variant=name, statistic="histogram", tensors=2, reused=False)
+    group = parts.GroupRow(variant=name, statistic="histogram", tensors=2, reused=False)
     return Report(
         title=f"{name} in int8",
-        model=ModelPart(path=name, size_bytes=4000, inputs=(f"{name} float32 [N,3]",)),
-        feed=FeedPart(source=name, samples=100, preprocess={name: [0.5]}, skipped=(name,)),
-        calibration=CalibrationPart(method="entropy", reason=name, seconds=1.5, groups=(group,)),
+        model=parts.ModelPart(path=name, size_bytes=4000, inputs=(f"{name} float32 [N,3]",)),
+        feed=parts.FeedPart(source=name, samples=100, preprocess={name: [0.5]}, skipped=(name,)),
+        calibration=parts.CalibrationPart(
+            method="entropy", reason=name, seconds=1.5, groups=(group,)
+        ),
         targets=(target,),
         engines=(
-            EngineRow(label="FP32", reference=True, size_bytes=4000, latency=latency(2.0)),
-            EngineRow(label=f"int8 {name}", path=name, size_bytes=1000, latency=latency(1.0),
-                      accuracy=accuracy, threads=2, load_ms=3.0),
+            parts.EngineRow(label="FP32", reference=True, size_bytes=4000, latency=latency(2.0)),
+            parts.EngineRow(label=f"int8 {name}", path=name, size_bytes=1000, latency=latency(1.0),
+                            accuracy=accuracy, threads=2, load_ms=3.0),
         ),
         machine=this_machine(),
-        files=(FileRow(role="report", path=name), FileRow(role="plan", path=name)),
+        files=(parts.FileRow(role="report", path=name), parts.FileRow(role="plan", path=name)),
         seconds={"observe": 1.0},
-        work=WorkPart(
+        work=parts.WorkPart(
             decodes=500, calibration_runs={name: 100}, reference_runs=400,
             engine_runs={"onnxruntime": 400},
         ),
@@ -130,8 +114,8 @@ def full(name="logits"):
     )  # fmt: skip
 
 
-def of_one(**parts):
-    return Report(targets=(TargetPart(name="onnxruntime", **parts),))
+def of_one(**more):
+    return Report(targets=(parts.TargetPart(name="onnxruntime", **more),))
 
 
 def of_three():
@@ -143,27 +127,27 @@ def of_three():
     relu = float_node("r", "Relu", "the node before it is float")
     add = float_node("a", "Add", "the chip has none")
     targets = (
-        TargetPart(
+        parts.TargetPart(
             name="onnxruntime", method="mse",
-            nodes=(*(NodeRow(name=f"n{op}", op=op) for op in "VWXYZ"), relu),
-            tensors=tensor_rows({"t": ranges["t"]}),
-            files=(FileRow(role="int8 engine", path="m.int8.onnx"),),
+            nodes=(*(parts.NodeRow(name=f"n{op}", op=op) for op in "VWXYZ"), relu),
+            tensors=parts.tensor_rows({"t": ranges["t"]}),
+            files=(parts.FileRow(role="int8 engine", path="m.int8.onnx"),),
         ),
-        TargetPart(
-            name="ascend", method="ARQ and IFMR", nodes=(NodeRow(name="c", op="Conv"), add, relu),
-            tensors=tensor_rows({"u": ranges["u"]}),
-            files=(FileRow(role="record", path="m_record.txt"),), notes=("set --soc",),
+        parts.TargetPart(
+            name="ascend", method="ARQ and IFMR", tensors=parts.tensor_rows({"u": ranges["u"]}),
+            nodes=(parts.NodeRow(name="c", op="Conv"), add, relu),
+            files=(parts.FileRow(role="record", path="m_record.txt"),), notes=("set --soc",),
         ),
-        TargetPart(name="tensorrt", error="a cache must be writable, got <none>"),
+        parts.TargetPart(name="tensorrt", error="a cache must be writable, got <none>"),
     )  # fmt: skip
     judged = full().engines[1].accuracy
     engines = (
-        EngineRow(label="FP32", reference=True, size_bytes=4000),
-        EngineRow(label="onnxruntime", path="m.int8.onnx", size_bytes=1000, accuracy=judged),
-        EngineRow(label="ascend", target="ascend", accuracy=judged),
-        EngineRow(label="tensorrt", target="tensorrt"),
+        parts.EngineRow(label="FP32", reference=True, size_bytes=4000),
+        parts.EngineRow(label="onnxruntime", path="m.int8.onnx", size_bytes=1000, accuracy=judged),
+        parts.EngineRow(label="ascend", target="ascend", accuracy=judged),
+        parts.EngineRow(label="tensorrt", target="tensorrt"),
     )
-    mse = CalibrationPart(method="mse")
+    mse = parts.CalibrationPart(method="mse")
     return Report(title="three", targets=targets, engines=engines, calibration=mse)
 
 
@@ -205,7 +189,9 @@ def test_json_has_a_schema_and_only_json_types():
     assert json.loads(text)["engines"][1]["accuracy"]["outputs"][0]["sqnr_db"] == "inf"
     assert json.loads(text)["targets"][0]["tensors"][0]["clipped"] == 0.01
     assert "samples_ms" not in text
-    feed = FeedPart(source="s", samples=1, preprocess={"mean": np.float32(0.5), "at": Path("a/b")})
+    feed = parts.FeedPart(
+        source="s", samples=1, preprocess={"mean": np.float32(0.5), "at": Path("a/b")}
+    )
     plain = to_json(Report(feed=feed))["feed"]["preprocess"]
     assert json.loads(json.dumps(plain)) == plain == {"mean": 0.5, "at": "a/b"}
 
@@ -213,8 +199,7 @@ def test_json_has_a_schema_and_only_json_types():
 def test_an_empty_report_has_every_form():
     report = Report(title="nothing")
     assert to_json(report) == {"schema": "calib8-report/2", "title": "nothing"}
-    assert to_screen(report) == "nothing\n"
-    assert to_markdown(report) == "# nothing\n"
+    assert to_screen(report) == "nothing\n" and to_markdown(report) == "# nothing\n"
     assert Page(to_html(report)).words.count("nothing") == 2
 
 
@@ -291,38 +276,24 @@ def test_the_screen_shows_what_changed():
     ("verdict", "speed", "searched", "said"),
     [
         (Verdict("good", ()), (1.5, 1.4, 1.6), True, "bench m.onnx --against m.onnx --threads 1"),
-        (
-            Verdict("good", ()),
-            (1.5, 0.9, 2),
-            True,
-            "on a quiet machine: calib8 bench m.onnx --against m.onnx",
-        ),
-        (
-            Verdict("keep FP32", ()),
-            (0.9, 0.8, 1),
-            True,
-            "on the CPU that will run it: calib8 bench",
-        ),
-        (
-            Verdict("unusable", ()),
-            (2, 2, 2),
-            False,
-            "calib8 build --config o/calib8.toml --effort 1",
-        ),
+        (Verdict("good", ()), (1.5, 0.9, 2), True,
+         "on a quiet machine: calib8 bench m.onnx --against m.onnx"),
+        (Verdict("keep FP32", ()), (0.9, 0.8, 1), True,
+         "on the CPU that will run it: calib8 bench"),
+        (Verdict("unusable", ()), (2, 2, 2), False,
+         "calib8 build --config o/calib8.toml --effort 1"),
         (Verdict("doubtful", ()), (2, 2, 2), True, "calib8.toml --prefer accuracy --effort 2"),
         (Verdict("unusable", (), gated=True), (2, 2, 2), True, "calib8 explain o"),
         (Verdict("unusable", ("the float model is wrong",)), (2, 2, 2), True, ""),
     ],
-)
+)  # fmt: skip
 def test_every_verdict_has_a_next_step(verdict, speed, searched, said):
     report = full("m.onnx")
     (target,), (fp32, int8) = report.targets, report.engines
     ratio, low, high = speed
     row = dataclasses.replace(int8, verdict=verdict, speed=SpeedUp(ratio=ratio, low=low, high=high))
-    files = (
-        FileRow(role="report", path="o/report.html"),
-        FileRow(role="options", path="o/calib8.toml"),
-    )
+    paths = {"report": "o/report.html", "options": "o/calib8.toml"}
+    files = tuple(parts.FileRow(role=role, path=path) for role, path in paths.items())
     target = target if searched else dataclasses.replace(target, search=None)
     report = dataclasses.replace(report, targets=(target,), engines=(fp32, row), files=files)
     (step,) = [*next_steps(report)] or [""]
@@ -376,15 +347,14 @@ def test_a_target_that_failed_is_a_row_with_its_sentence():
 
 def test_precisions_are_told_apart():
     nodes = (
-        *(NodeRow(name=f"c{i}", op="Conv") for i in range(2)),
-        NodeRow(name="g", op="Gemm", precision="int16"),
+        *(parts.NodeRow(name=f"c{i}", op="Conv") for i in range(2)),
+        parts.NodeRow(name="g", op="Gemm", precision="int16"),
         float_node("s", "Softmax", "no kernel", "float16"),
     )
     assert [node.quantized for node in nodes] == [True, True, True, False]
     text = to_markdown(of_one(nodes=nodes))
     assert "| 2 of 4 nodes int8, 1 int16 | Conv 2, Gemm 1 |" in text
-    assert "| Softmax | s | no kernel |" in text
-    assert "3 / 4" in to_html(of_one(nodes=nodes))
+    assert "| Softmax | s | no kernel |" in text and "3 / 4" in to_html(of_one(nodes=nodes))
 
 
 def test_what_a_run_cost_is_told_when_asked():
@@ -395,21 +365,19 @@ def test_what_a_run_cost_is_told_when_asked():
     assert "- 400 reference inferences\n- 400 engine inferences (onnxruntime 400)" in text
     assert "Observed: logits, histogram: 2 tensors, observed anew" in text
     assert to_json(report)["work"] == {
-        "decodes": 500,
-        "calibration_runs": {"logits": 100},
-        "reference_runs": 400,
-        "engine_runs": {"onnxruntime": 400},
-    }
+        "decodes": 500, "calibration_runs": {"logits": 100},
+        "reference_runs": 400, "engine_runs": {"onnxruntime": 400},
+    }  # fmt: skip
     assert "\n## Work\n" in to_markdown(report)
     assert '<details>\n<summary><h2 id="work">Work</h2></summary>' in to_html(report)
 
 
 def test_a_cache_that_was_reused_in_part_says_so():
     groups = tuple(
-        GroupRow(variant=v, statistic="histogram", tensors=1, reused=v == "folded")
+        parts.GroupRow(variant=v, statistic="histogram", tensors=1, reused=v == "folded")
         for v in ("folded", "unfolded")
     )
-    part = CalibrationPart(method="mse", groups=groups, reason="ascend is new")
+    part = parts.CalibrationPart(method="mse", groups=groups, reason="ascend is new")
     text = to_markdown(Report(calibration=part))
     assert "mse, cache reused in part: ascend is new" in text
     assert "folded, histogram: 1 tensor, reused" in text
@@ -427,9 +395,9 @@ def test_a_prompt_shows_the_screen_and_a_notebook_the_page_in_a_frame_of_its_own
 
 def test_an_engine_is_found_by_its_target_or_its_label():
     rows = [
-        EngineRow(label="FP32", reference=True),
-        EngineRow(label="FP16", target="tensorrt", baseline=True),
-        EngineRow(label="int8", target="tensorrt"),
+        parts.EngineRow(label="FP32", reference=True),
+        parts.EngineRow(label="FP16", target="tensorrt", baseline=True),
+        parts.EngineRow(label="int8", target="tensorrt"),
     ]
     report = Report(engines=tuple(rows))
     assert [report.engine(name) for name in ("FP32", "FP16", "int8")] == rows
@@ -440,8 +408,7 @@ def test_an_engine_is_found_by_its_target_or_its_label():
 
 def test_showing_a_report_never_fails():
     broken = Report(title="broken", engines=(None,))
-    assert "Report" in repr(broken)
-    assert broken._repr_html_().startswith("<pre>&lt;")
+    assert "Report" in repr(broken) and broken._repr_html_().startswith("<pre>&lt;")
 
 
 class Narrow(OnnxRuntime):
@@ -504,8 +471,8 @@ def test_the_worst_of_several_engines_is_named():
         return dataclasses.replace(full().engines[1].accuracy, top1_candidate=share)
 
     engines = (
-        EngineRow(label="FP32", reference=True),
-        *(EngineRow(label=str(s), accuracy=accuracy(s)) for s in (0.93, 0.9, 0.92)),
+        parts.EngineRow(label="FP32", reference=True),
+        *(parts.EngineRow(label=str(s), accuracy=accuracy(s)) for s in (0.93, 0.9, 0.92)),
     )
     assert "worst -2.25 points" in to_screen(Report(engines=engines))
 
@@ -514,7 +481,9 @@ def test_warnings_are_said_once_and_tell_of_accuracy_without_an_engine():
     report = Report(notes=("same", "same"), engines=full().engines)
     assert report.warnings == ("same", "FP32, int8 logits: unstable")
     judged = full().engines[1].accuracy
-    engines = [EngineRow(label=s, accuracy=judged, path=p) for s, p in (("a", "a.om"), ("b", None))]
+    engines = [
+        parts.EngineRow(label=s, accuracy=judged, path=p) for s, p in (("a", "a.om"), ("b", None))
+    ]
     (said,) = Report(engines=tuple(engines)).warnings
     assert said.startswith("b: not run on its device")
 
@@ -534,8 +503,8 @@ def test_a_speed_has_the_interval_of_ten_stretches_of_time():
 def test_the_latency_figure_counts_what_it_leaves_out():
     text = latency_figure(full().engines)
     assert "2 slower iterations not drawn" in text and text.count("<path") == 2
-    assert latency_figure([EngineRow(label="unmeasured")]) == ""
-    assert "NaN" not in latency_figure([EngineRow(label="one", latency=latency_of((1.0,)))])
+    assert latency_figure([parts.EngineRow(label="unmeasured")]) == ""
+    assert "NaN" not in latency_figure([parts.EngineRow(label="one", latency=latency_of((1.0,)))])
 
 
 @pytest.mark.parametrize("ends", [(0.0, 0.0), (math.nan, 1.0), (-math.inf, 1.0)])
@@ -562,7 +531,7 @@ def test_milliseconds_keep_three_digits_and_sizes_are_in_binary_units(figure, va
 @pytest.mark.parametrize("values", [(math.nan, 30.0), (30.0, math.nan)])
 def test_nan_of_one_output_is_not_hidden_by_another(values):
     outputs = tuple(errors(str(v), v, v, v, v) for v in values)
-    engine = EngineRow(label="int8", accuracy=Accuracy(samples=1, outputs=outputs))
+    engine = parts.EngineRow(label="int8", accuracy=Accuracy(samples=1, outputs=outputs))
     assert to_screen(Report(engines=(engine,))).count("NaN") == 3
 
 
@@ -582,7 +551,7 @@ def test_the_worst_come_first_and_the_unknown_last():
 
 def test_worst_layers_of_several_targets_are_told_apart():
     layers = tuple(errors(f"l{i}", float(i)) for i in range(20))
-    targets = tuple(TargetPart(name=name, layers=layers) for name in ("x", "y"))
+    targets = tuple(parts.TargetPart(name=name, layers=layers) for name in ("x", "y"))
     for count, most in ((1, 10), (2, 5)):
         page = to_html(Report(targets=targets[:count]))
         (shown,) = re.findall(r'id="worst-layers".*?</section>', page, re.DOTALL)
@@ -599,8 +568,7 @@ def test_float_nodes_stand_by_what_they_cost():
         float_node("c", "Conv", "alone in int8 it leaves 30.0 dB of y"),
         float_node("d", "Conv", "alone in int8 it leaves 12.5 dB of y"),
     ]
-    report = of_one(nodes=tuple(rows))
-    groups = float_groups(report.targets)
+    groups = float_groups(of_one(nodes=tuple(rows)).targets)
     assert [group.names[0] for group in groups] == ["d", "c", "m", "r0", "s0", "u0"]
     assert groups[-1].reason == "a tensor of it is not float32" and len(groups[-1].names) == 5
 
@@ -653,8 +621,8 @@ def test_the_p50_is_the_figure_of_speed():
     one = latency_of(samples, latency=timing, host=timing)
     slow = dataclasses.replace(one, latency=dataclasses.replace(timing, p50=2.0, median=9.0))
     rows = (
-        EngineRow(label="FP32", reference=True, latency=slow),
-        EngineRow(label="q", latency=one),
+        parts.EngineRow(label="FP32", reference=True, latency=slow),
+        parts.EngineRow(label="q", latency=one),
     )
     assert "2.00x" in to_screen(Report(engines=rows))
     figure = latency_figure(rows)
@@ -664,6 +632,6 @@ def test_the_p50_is_the_figure_of_speed():
 
 def test_many_engines_have_letters_of_their_own():
     one = latency_of(tuple(1.0 + 0.01 * i for i in range(20)))
-    figure = latency_figure([EngineRow(label=f"e{i}", latency=one) for i in range(28)])
+    figure = latency_figure([parts.EngineRow(label=f"e{i}", latency=one) for i in range(28)])
     letters = re.findall(r'<i class="c\d">(\w+)</i>', figure)
     assert len(set(letters)) == 28 and letters[:2] == ["A", "B"] and letters[-1] == "BB"
