@@ -195,15 +195,12 @@ def test_a_killed_run_goes_on_to_the_same_bytes(way, run, killed, small_cnn, fol
     assert not cache.exists() and checkpoint_path(cache).exists()
     killed(11, *go_on, "--resume")  # and once more
     assert shards.load_shard(checkpoint_path(cache)).counted >= 11
-    assert run(*go_on, "--resume")[0] == 0
-    assert contents(cache) == contents(whole)
+    assert run(*go_on, "--resume")[0] == 0 and contents(cache) == contents(whole)
     assert not checkpoint_path(cache).exists()
 
 
 @pytest.mark.parametrize("samples", [1, 4, 5])
-def test_a_fixed_batch_with_a_filled_one_goes_on(
-    samples, run, killed, small_cnn, pictures, tmp_path
-):
+def test_a_fixed_batch_and_a_filled_one_go_on(samples, run, killed, small_cnn, pictures, tmp_path):
     folder = shutil.copytree(pictures, tmp_path / "pictures")
     model = save_fixed_batch(small_cnn, tmp_path / "four.onnx")
     spoil(folder)  # 17 are left: 4 batches, and one picture with three of the first ones
@@ -258,8 +255,7 @@ def test_what_no_checkpoint_holds_is_said(run, often, interrupted, words, tmp_pa
     words = (*words, *in_files(more, tmp_path))
     code, (said,), _ = interrupted(2, signal.SIGINT, *words)
     assert code == 130 and "starts over, since no checkpoint holds 'all values" in said
-    assert not checkpoint_path(tmp_path / "m.cache").exists()
-    assert run(*words, "--resume")[0] == 0
+    assert not checkpoint_path(tmp_path / "m.cache").exists() and run(*words, "--resume")[0] == 0
 
 
 def test_a_build_goes_on(run, killed, small_cnn, folder, tmp_path):
@@ -339,10 +335,8 @@ def other_version(tmp_path):
         ("it is of histogram of 'c2' too", None, ("--keep-float", "*c2")),
         ("a version changed (calib8 0.0.1 -> ", other_version, ()),
     ],
-)
-def test_a_foreign_checkpoint_is_named_with_what_differs(
-    said, change, more, run, left, words, tmp_path
-):
+)  # fmt: skip
+def test_a_foreign_checkpoint_tells_what_differs(said, change, more, run, left, words, tmp_path):
     if change:
         change(tmp_path)
     before = left.read_bytes()
@@ -358,9 +352,7 @@ def test_another_search_of_the_same_histograms_goes_on(run, left, words, tmp_pat
     assert contents(tmp_path / "m.cache") == cache
 
 
-def test_a_new_run_names_the_checkpoint_and_spares_it_at_first(
-    run, killed, interrupted, words, tmp_path
-):
+def test_a_new_run_names_the_checkpoint_and_spares_it(run, killed, interrupted, words, tmp_path):
     killed(9, *words)
     left = checkpoint_path(tmp_path / "m.cache")
     before = left.read_bytes()
@@ -380,9 +372,7 @@ def test_without_a_checkpoint_the_run_begins_anew_and_says_so(run, words, tmp_pa
     assert any("m.cache.checkpoint is not there to go on from" in one for one in notes)
 
 
-def test_a_run_that_went_on_tells_of_no_halves_and_leaves_no_checkpoint(
-    run, state, left, words, tmp_path
-):
+def test_a_run_that_went_on_tells_of_no_halves(run, state, left, words, tmp_path):
     told = tmp_path / "found.json"
     assert run(*words, "--resume", "--json", told)[0] == 0 and not left.exists()
     found = json.loads(told.read_text())
@@ -515,13 +505,11 @@ def test_shards_in_any_order_give_the_bytes_of_one_run(run, shard, observed, sma
     run(*observed, *TARGETS, "-o", whole)
     for order in itertools.permutations([shard(number, 3, *TARGETS) for number in (1, 2, 3)]):
         out = run.ok("merge", small_cnn, *order, *TARGETS, "-o", merged, "--refresh")
-        assert "of 20 images" in out
-        assert contents(merged) == contents(whole)
+        assert "of 20 images" in out and contents(merged) == contents(whole)
 
 
 def test_build_uses_a_merged_cache_without_observing(run, shard, observed, small_cnn, tmp_path):
-    parts = [shard(number, 2) for number in (1, 2)]
-    run("merge", small_cnn, *parts, "-o", tmp_path / "m.cache")
+    run("merge", small_cnn, *[shard(number, 2) for number in (1, 2)], "-o", tmp_path / "m.cache")
     words = ("--require-cache", "--effort", 0, "--duration", 0, "--out", tmp_path / "out")
     run.ok("build", *observed[1:], "--cache", tmp_path / "m.cache", *words)
 
@@ -581,9 +569,7 @@ def renamed_image(tmp_path):
         (r"the model \(weights or graph\) changed", (), other_model),
     ],
 )
-def test_a_foreign_shard_is_named_with_what_differs(
-    said, words, change, run, shard, small_cnn, pictures, tmp_path
-):
+def test_a_foreign_shard_is_named(said, words, change, run, shard, small_cnn, pictures, tmp_path):
     images = shutil.copytree(pictures, tmp_path / "pictures")
     model = shutil.copy(small_cnn, tmp_path / "small_cnn.onnx")
     if change:
@@ -611,9 +597,7 @@ def test_a_shard_for_other_targets_is_named(run, shard, small_cnn, tmp_path):
         *((f"1/2 {flag}", flag) for flag in ("--refresh", "--require-cache", "--trust-cache")),
     ],
 )  # fmt: skip
-def test_what_gives_no_shard_is_refused_before_anything_is_run(
-    words, said, run, observed, tmp_path
-):
+def test_what_gives_no_shard_is_refused_before_any_run(words, said, run, observed, tmp_path):
     err = run.fails(*observed, *f"--shard={words}".split(), "-o", tmp_path / "s")
     assert re.search(said, err) and not (tmp_path / "s").exists()
 
