@@ -82,8 +82,7 @@ def test_a_picture_in_int8_gets_four_channels(inner, outer, window, twice, tmp_p
     assert seen(found) == 4 and counted(found.graph.node, "Pad") == 1
     monkeypatch.setattr("deploy.targets.onnxruntime.conv_rewrites._LEAST", 1000)
     plain = engine(built(model, tmp_path / "plain", "--effort", 0))
-    assert seen(plain) == inner
-    assert ran(found) == ran(plain)
+    assert seen(plain) == inner and ran(found) == ran(plain)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def test_a_picture_in_int8_gets_four_channels(inner, outer, window, twice, tmp_p
         ({"inner": 3, "outer": 8}, ("--int8-stem",)),  # a small layer
         ({"inner": 3, "outer": 32}, ("--keep-float", "stem")),
     ],
-)
+)  # fmt: skip
 def test_others_stay_as_they_are(given, words, tmp_path):
     found = engine(built(net(**given), tmp_path / "net", "--effort", 0, *words))
     assert seen(found) == given["inner"] and counted(found.graph.node, "Pad") == 0
@@ -148,13 +147,11 @@ def inverted(channels: int, *, squeeze: str = "", end: str = "project", window: 
         shape = (outer, inner // group, window, window)
         weights[f"{name}_w"] = rng.normal(0, 1 / np.sqrt(np.prod(shape[1:])), shape)
         weights[f"{name}_b"] = rng.normal(0, 0.1, outer)
-        read = f"{source} {name}_w {name}_b"
-        return add("Conv", read, name, group=group, pads=[window // 2] * 4)
+        return add("Conv", f"{source} {name}_w {name}_b", name, group=group, pads=[window // 2] * 4)
 
     into = add("Relu", conv("x", "stem", 8, 8, 3), "stem_relu")
     wide = add("Relu", conv(into, "expand", channels, 8), "expand_relu")
-    deep = conv(wide, "deep", channels, channels, window, channels)
-    own = add("Relu", deep, "deep_relu")
+    own = add("Relu", conv(wide, "deep", channels, channels, window, channels), "deep_relu")
     if squeeze:
         mean = add(squeeze, own, "mean", **{"axes": [2, 3]} if squeeze == "ReduceMean" else {})
         less = add("Relu", conv(mean, "squeeze", 8, channels), "less")
@@ -162,8 +159,7 @@ def inverted(channels: int, *, squeeze: str = "", end: str = "project", window: 
         own = add("Mul", f"{own} {gate}", "gated")
     read = [own] if end == "output" else []
     if end == "concat":
-        both = add("Concat", f"{own} {own}", "both", axis=1)
-        last = conv(both, "project", 8, 2 * channels)
+        last = conv(add("Concat", f"{own} {own}", "both", axis=1), "project", 8, 2 * channels)
     elif end == "dense":
         last = conv(own, "project", 256, channels, 3)
     else:
@@ -198,8 +194,7 @@ def test_the_channels_of_a_slow_layer_are_filled_up(channels, wide, squeeze, tmp
     assert groups(found) == wide
     monkeypatch.setattr("deploy.targets.onnxruntime.conv_rewrites._AT_ONCE", 1)
     plain = engine(built(model, tmp_path / "plain", "--effort", "0"))
-    assert groups(plain) == channels
-    assert ran(found) == ran(plain)
+    assert groups(plain) == channels and ran(found) == ran(plain)
 
 
 @pytest.mark.parametrize(
@@ -268,11 +263,10 @@ def test_compare_and_explain_read_it(fives, tmp_path, run):
 # --- ConvTransposes whose windows lie side by side, in int8: what is written, what stays float.
 SIDE_BY_SIDE = {
     "square": ((16, 12, 2, 2), {"strides": [2, 2]}),
-    "oblong": ((16, 12, 2, 3), {"strides": [2, 3]}),
-    "row": ((16, 12, 1, 4), {"strides": [1, 4]}),
+    "oblong": ((16, 12, 2, 3), {"strides": [2, 3]}), "row": ((16, 12, 1, 4), {"strides": [1, 4]}),
     "one channel": ((16, 1, 2, 2), {"strides": [2, 2], "pads": [0] * 4, "group": 1}),
     "said": ((16, 12, 2, 2), {"strides": [2, 2], "kernel_shape": [2, 2], "dilations": [1, 1]}),
-}
+}  # fmt: skip
 OTHER = {
     "cut off": ((16, 12, 2, 2), {"strides": [2, 2], "pads": [1, 0, 0, 1]}),
     "wider": ((16, 12, 2, 2), {"strides": [2, 2], "output_padding": [1, 1]}),
@@ -283,10 +277,9 @@ OTHER = {
     "in groups": ((16, 6, 2, 2), {"strides": [2, 2], "group": 2}),
     "said how": ((16, 12, 2, 2), {"strides": [2, 2], "auto_pad": "SAME_UPPER"}),
     "of one size": ((16, 12, 2, 2), {"strides": [2, 2], "output_shape": [11, 9]}),
-    "of one pixel": ((16, 12, 1, 1), {}),
-    "of a line": ((16, 12, 2), {"strides": [2]}),
+    "of one pixel": ((16, 12, 1, 1), {}), "of a line": ((16, 12, 2), {"strides": [2]}),
     "of a volume": ((16, 12, 2, 2, 2), {"strides": [2, 2, 2]}),
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -323,12 +316,11 @@ def network(shape, given, *, relu=True, bias=True, end="Conv", sizes=(6, 5), lop
         held["w"] = (rng.integers(-20, 21, shape) + 0.45) / 126  # the steps of a pair
         held["w"][0], held["w"][1] = 1, 0
     nodes = [
-        ("Conv", "x v", "a", {"pads": [1] * 2 * rank}),
-        ("Relu", "a", "t"),
+        ("Conv", "x v", "a", {"pads": [1] * 2 * rank}), ("Relu", "a", "t"),
         ("ConvTranspose", ["t", "w", *["b"] * bias], "c" if relu else "y", {"name": "up", **given}),
         *[("Relu", "c", "y", {"name": "relu"})] * relu,
         (end, ["y", *["u"] * (end == "Conv")], ["out"]),
-    ]
+    ]  # fmt: skip
     return make_model(nodes, {"x": ["n", 16, *sizes]}, {"out": None}, as_float32(held))
 
 
@@ -516,9 +508,7 @@ def upsampled(tmp_path):
 
 @pytest.mark.parametrize("sizes", [(6, 5), ("h", "w")], ids=["fixed", "open"])
 @pytest.mark.parametrize(("factors", "given"), REPEATING)
-def test_a_repeating_resize_is_written_as_copies(
-    factors, given, sizes, upsampled, tmp_path, kernels
-):
+def test_a_repeating_resize_becomes_copies(factors, given, sizes, upsampled, tmp_path, kernels):
     engine = upsampled(factors, given, sizes)
     assert counted(engine.graph.node, "Resize") == 0
     before, after, got = tensors(engine, ["t/quantized", "y/quantized", "out"], tmp_path)
@@ -559,7 +549,6 @@ def test_pairs_are_of_one_grid_by_their_numbers_however_stored(scale, left):
     ends = [helper.make_tensor_value_info(n, TensorProto.UINT8, s) for n, s in sizes.items()]
     scales = numpy_helper.from_array(np.array([1, 1, 2, 2], np.float32), "scales")
     model = make_model(nodes, ends[:1], ends[1:], [*numbers, scales])
-    seen = helper.make_tensor_value_info("t", TensorProto.FLOAT, sizes["q"])
-    model.graph.value_info.append(seen)
+    model.graph.value_info.append(helper.make_tensor_value_info("t", TensorProto.FLOAT, sizes["q"]))
     write_upsampling(model, RewriteContext(like=Graph(model)))
     assert counted(model.graph.node, "Resize") == left
