@@ -43,19 +43,14 @@ FORMS = {
     "shifted down": f"s = {DOWN}(t) y = Mul(s, t)",
     "halved and shifted": "h = HardSwish(t) m = Mul(h, half) y = Add(half, m)",
     "shifted the other way": "h = HardSwish(t) y = Add(h, minus)",
-    "squeeze-excite": (
-        f"p = GlobalAveragePool(t) g = Conv(p, v, b) s = {SQUEEZE}(g) y = Mul(t, s)"
-    ),
+    "squeeze-excite": f"p = GlobalAveragePool(t) g = Conv(p, v, b) s = {SQUEEZE}(g) y = Mul(t, s)",
 }
 # shift, top, gain and offset of the gates that have other ones than a hard swish
 NUMBERS_OF = {
-    "div before the mul, then halved": (3, 6, 1 / 12, 0),
-    "slope of a fifth": (2.5, 5, 1 / 5, 0),
-    "shifted down": (-1, 4, 1 / 4, 0),
-    "halved and shifted": (3, 6, 1 / 12, 0.5),
-    "shifted the other way": (3, 6, 1 / 6, -0.3),
-    "squeeze-excite": (2.5, 5, 1 / 5, 0),
-}
+    "div before the mul, then halved": (3, 6, 1 / 12, 0), "slope of a fifth": (2.5, 5, 1 / 5, 0),
+    "shifted down": (-1, 4, 1 / 4, 0), "halved and shifted": (3, 6, 1 / 12, 0.5),
+    "shifted the other way": (3, 6, 1 / 6, -0.3), "squeeze-excite": (2.5, 5, 1 / 5, 0),
+}  # fmt: skip
 
 
 def network(nodes, *, ends=("Conv", "Conv"), outputs=("out",)) -> onnx.ModelProto:
@@ -218,8 +213,7 @@ def test_a_gate_beside_float_stays_float(form, ends):
 @pytest.mark.parametrize("kept", ["Add_a", "Clip_c", "Mul_m", "Div_y"])
 def test_one_node_kept_float_keeps_the_gate_float(kept):
     found = precisions(network(FORMS["div last"]), float_nodes=[kept])
-    own = {found[node.name] for node in parse_nodes(FORMS["div last"])}
-    assert own == {"kept float as asked"}
+    assert {found[node.name] for node in parse_nodes(FORMS["div last"])} == {"kept float as asked"}
 
 
 def test_only_the_ends_of_a_gate_are_observed():
@@ -238,7 +232,7 @@ def test_only_the_ends_of_a_gate_are_observed():
         ("s = HardSigmoid(t) y = Mul(s, s)", ("out",)),
         ("s = HardSigmoid <beta = 0.0> (t) y = Mul(t, s)", ("out",)),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_a_gate_is_left_alone(nodes, outputs, tmp_path):
     model = network(nodes, outputs=outputs)
     assert "y" not in {gate.output for gate in find_gates(Graph(load(model).model))}
@@ -360,10 +354,9 @@ def net(*, keepdims: int, axes=(2, 3), opset: int = 17, behind: str = "") -> onn
     rng = np.random.default_rng(7)
     held = {
         "w": rng.normal(scale=0.3, size=(16, 16, 3, 3)),
-        "v": rng.normal(scale=0.5, size=(16, 16, 1, 1)),
-        "g": rng.normal(size=(16, 10)),
+        "v": rng.normal(scale=0.5, size=(16, 16, 1, 1)), "g": rng.normal(size=(16, 10)),
         "b": rng.normal(size=10),
-    }
+    }  # fmt: skip
     where = {"axes": list(axes)} if opset < 18 else {}
     mean = ("ReduceMean", "r" if opset < 18 else "r axes", "m", {"keepdims": keepdims, **where})
     last = "y = Conv <pads = [1, 1, 1, 1]> (p, w)"
