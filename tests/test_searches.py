@@ -7,16 +7,9 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 import numpy as np
 import pytest
 
-from calibrators import SEARCHES, Histogram
+from calibrators import SEARCHES, Histogram, searches
 from calibrators.errors import CalibrationError
 from calibrators.percentile import minmax, percentile
-from calibrators.searches import (
-    DEFAULT_METHOD,
-    EntropyTensorrtParams,
-    Params,
-    PercentileParams,
-    RangeSearch,
-)
 from deploy.errors import ConfigError
 from deploy.method import Method
 
@@ -26,12 +19,13 @@ def test_every_parameter_has_a_default_and_says_what_it_is(name):
     row = SEARCHES[name]
     assert row.help and row.params() == row.params()
     for parameter in fields(row.params):
-        assert parameter.default is not MISSING
-        assert parameter.metadata["help"].endswith(".")
+        assert parameter.default is not MISSING and parameter.metadata["help"].endswith(".")
 
 
 def test_a_method_has_its_default_search_and_takes_no_others_parameters():
-    assert Method.of() == Method.of(DEFAULT_METHOD) == Method("mse", SEARCHES["mse"].params())
+    assert (
+        Method.of() == Method.of(searches.DEFAULT_METHOD) == Method("mse", SEARCHES["mse"].params())
+    )
     assert Method.of("percentile", {"percent": None}) == Method.of("percentile")
     h = Histogram()
     h.observe(np.random.default_rng(0).normal(size=5000).astype(np.float32))
@@ -41,22 +35,21 @@ def test_a_method_has_its_default_search_and_takes_no_others_parameters():
     assert legacy.symmetric == percentile(h, percent=0.999999 * 100).symmetric
     assert legacy.method == "legacy"
     with pytest.raises(ConfigError, match="mse takes Params, got PercentileParams"):
-        Method("mse", PercentileParams())
+        Method("mse", searches.PercentileParams())
     with pytest.raises(CalibrationError, match="batch size"):
-        EntropyTensorrtParams(batch_size=-1)
+        searches.EntropyTensorrtParams(batch_size=-1)
 
 
 @pytest.mark.parametrize(
     ("name", "given", "label", "statistic"),
     [
-        ("mse", {}, "mse", "histogram"),
-        ("percentile", {}, "percentile 99.99", "histogram"),
+        ("mse", {}, "mse", "histogram"), ("percentile", {}, "percentile 99.99", "histogram"),
         ("percentile", {"percent": 99.0}, "percentile 99", "histogram"),
         ("percentile", {"percent": 99.99999}, "percentile 99.99999", "histogram"),
         ("entropy-tensorrt", {}, "entropy-tensorrt", "histogram, first batch of 1"),
         ("entropy-tensorrt", {"batch_size": 8}, "entropy-tensorrt", "histogram, first batch of 8"),
     ],
-)
+)  # fmt: skip
 def test_label_and_statistic_are_those_of_the_fingerprint(name, given, label, statistic):
     method = Method.of(name, given)
     assert (method.label, method.statistic.key) == (label, statistic)
@@ -86,7 +79,7 @@ def test_words_that_do_not_go_together_are_refused(name, given, told):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShareParams(Params):
+class ShareParams(searches.Params):
     share: float = field(default=0.5, metadata={"help": "Share of the range to keep."})
 
 
@@ -96,10 +89,8 @@ def shared(histogram, params):
 
 
 @pytest.mark.slow
-def test_a_new_row_is_all_that_a_search_with_a_parameter_needs(
-    small_cnn, pictures, tmp_path, monkeypatch, command
-):
-    row = RangeSearch(shared, ShareParams, "keeps a share of the range")
+def test_a_new_row_is_all_that_a_search_needs(small_cnn, pictures, tmp_path, monkeypatch, command):
+    row = searches.RangeSearch(shared, ShareParams, "keeps a share of the range")
     monkeypatch.setitem(SEARCHES, "share", row)
     for name in ("build", "calibrate"):  # made anew from the table
         monkeypatch.delitem(sys.modules, f"deploy.commands.{name}", raising=False)
@@ -108,8 +99,7 @@ def test_a_new_row_is_all_that_a_search_with_a_parameter_needs(
     out, images = tmp_path / "out", ("--images", pictures, "--preprocess", "unit")
     words = ("--method", "share", "--share", 0.25, "--out", out, "--duration", 0, "--effort", 0)
     command("build", small_cnn, *images, *words)
-    written = json.loads((out / "report.json").read_text())
-    assert written["calibration"]["method"] == "share 0.25"
+    assert json.loads((out / "report.json").read_text())["calibration"]["method"] == "share 0.25"
     cache = tmp_path / "share.cache"
     given = ("calibrate", small_cnn, *images, "--method", "share", "-o", cache)
     assert "share 0.5" in command(*given)
