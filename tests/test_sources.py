@@ -106,8 +106,7 @@ def test_a_list_of_stacked_files_with_labels_and_a_change_meanwhile(tmp_path):
     (tmp_path / "list.txt").write_text("a.npy 7\nb.npy 2\n")
     feed, samples = fed(tmp_path / "list.txt")
     same(samples)
-    assert feed.labels == (7, 7, 7, 7, 2, 2)
-    assert feed.names[0] == "sample 0 of a.npy"
+    assert feed.labels == (7, 7, 7, 7, 2, 2) and feed.names[0] == "sample 0 of a.npy"
     feed = open_feed([tmp_path / "a.npy", tmp_path / "b.npy"], [X])
     np.save(tmp_path / "a.npy", BATCH[:2])
     changed = pytest.raises(SampleChangedError, match=r"a\.npy changed while calib8 ran")
@@ -201,8 +200,7 @@ def test_labels_without_evaluation_images_are_refused_or_told(pictures, tmp_path
     labels, listed = tmp_path / "labels.txt", tmp_path / "list.txt"
     labels.write_text("1\n" * 20)
     listed.write_text("".join(f"{path} 1\n" for path in sorted(pictures.iterdir())))
-    err = build.fails("--images", pictures, "--labels", labels)
-    assert "got none; give --eval-images" in err
+    assert "got none; give --eval-images" in build.fails("--images", pictures, "--labels", labels)
     assert "are not used; --eval-images" in build("--images", listed)
     assert "are not used" not in build("--images", pictures, "--eval-images", listed)
 
@@ -232,8 +230,7 @@ def test_evaluation_images_that_calibrated_too_are_told(pictures, tmp_path, buil
     others, alone = tmp_path / "others", tmp_path / "alone"
     others.mkdir()
     for number, path in enumerate(sorted(pictures.iterdir())):
-        pixels = cv2.imread(str(path))
-        cv2.imwrite(str(others / f"renamed{number}.png"), 255 - pixels)
+        cv2.imwrite(str(others / f"renamed{number}.png"), 255 - cv2.imread(str(path)))
         if number < 7:
             shutil.copy(path, others / f"renamed{number}.png")
     few = sum(place < 7 for place in spread_evenly(range(20), 10))
@@ -259,8 +256,7 @@ def test_copies_of_images_are_told(pictures, tmp_path, build):
         shutil.copy(path, train / f"again{number}.png")
         shutil.copy(path, val / f"again{number}.png")
     out = build(*words)
-    assert "3 of the 23 images are copies" in out
-    assert "2 of the 7 images are copies" in out
+    assert "3 of the 23 images are copies" in out and "2 of the 7 images are copies" in out
     assert "7 of the 7 evaluation images" in out  # and not 5
 
 
@@ -303,8 +299,7 @@ def test_a_video_is_fed_frame_by_frame(tmp_path, command, small_cnn):
 # ---- which of them ----------------------------------------------------------------------------
 def test_a_lot_by_its_seed_and_every_so_manieth(pictures, tmp_path, run, small_cnn):
     drawn = [open_feed(pictures, [X], limit=Choice(sample=6, seed=s)).names for s in (0, 0, 1)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert len(set(drawn[0])) == 6
+    assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) == 6
     assert list(drawn[0]) == sorted(drawn[0])
     words = "calibrate", small_cnn, "--images", pictures, "--out", tmp_path / "a.cache", "--force"
     out = run.ok(*words, "--sample", 6, "--sample-seed", 1)
@@ -346,14 +341,13 @@ def test_a_loader_of_the_users(kind, tmp_path, cached):
         ("raise ValueError('no disk')", "got ValueError: no disk"),
         ("return None", "must return a feed, got None"),
         ("return 5", "something to iterate over, got int"),
-        ("yield 1 / 0", "got ZeroDivisionError"),
-        ("yield 1 if open('gone') else 2", "'gone' at"),
+        ("yield 1 / 0", "got ZeroDivisionError"), ("yield 1 if open('gone') else 2", "'gone' at"),
         ("raise GeneratorExit", "got GeneratorExit"),
         ("raise BaseException('gone')", "got BaseException: gone"),
         ("raise type('Odd', (Exception,), {'__str__': lambda e: 1 / 0})", "got Odd: an error with"),
         ("return iter([])", "must give samples, got none"),
     ],
-)
+)  # fmt: skip
 def test_a_loader_that_fails_is_one_sentence(body, message, tmp_path, run, small_cnn):
     (tmp_path / "loader.py").write_text(f"def feed():\n    {body}\n")
     words = "calibrate", small_cnn, "--out", tmp_path / "c"
@@ -447,10 +441,6 @@ class FeedDicts:
         return map(self.__getitem__, range(len(BATCH)))
 
 
-def yielding():
-    yield from BATCH
-
-
 LABELS = np.arange(6)
 
 
@@ -467,7 +457,7 @@ LABELS = np.arange(6)
         pytest.param(lambda: iter(BATCH), "", id="a function"),
         pytest.param(OwnReader(), "", id="get_next"),
         pytest.param(OwnReader, "", id="a class of readers"),
-        pytest.param(yielding, "", id="a function that yields"),
+        pytest.param(lambda: (yield from BATCH), "", id="a function that yields"),
         pytest.param(lambda: {"x": BATCH}, "", id="a function that gives a mapping"),
         pytest.param(Batched(), "number 2", id="a dataset of TensorFlow's"),
         pytest.param(Rows(), "'label'", id="a dataset of Hugging Face's"),
@@ -510,17 +500,15 @@ def test_several_inputs_by_their_order():
         (5, "something to iterate over, got int"),
         (None, "something to iterate over, got NoneType"),
         (b"bytes", "something to iterate over, got bytes"),
-        (
-            type("Trt", (), {"get_batch": lambda self, names: None})(),
-            "got the TensorRT calibrator Trt, which gives addresses",
-        ),
+        (type("Trt", (), {"get_batch": lambda self, names: None})(),
+         "got the TensorRT calibrator Trt, which gives addresses"),
         (lambda: 5, "something to iterate over, got int"),
         ([(BATCH, BATCH)], "must distinguish its inputs from its other values"),
         ([{"y": BATCH}], r"must name the inputs \['x'\], got \['y'\]"),
         ([object()], "must be an array of numbers, .* got object"),
         ([()], "must be an array of numbers|must hold the inputs"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_understood_is_named_by_its_type(source, message):
     with pytest.raises(FeedError, match=message):
         fed(source)
@@ -533,14 +521,13 @@ PICTURES = np.random.default_rng(9).integers(0, 256, (5, 16, 16, 3), np.uint8)
 @pytest.mark.parametrize(
     "source",
     [
-        pytest.param(PICTURES, id="stacked"),
-        pytest.param(list(PICTURES), id="listed"),
+        pytest.param(PICTURES, id="stacked"), pytest.param(list(PICTURES), id="listed"),
         pytest.param([(one, 3) for one in PICTURES], id="with a label"),
         pytest.param([{"image": one, "label": 3} for one in PICTURES], id="rows of a dataset"),
         pytest.param(lambda: iter(PICTURES), id="a function"),
         pytest.param([Tensor(one) for one in PICTURES], id="tensors"),
     ],
-)
+)  # fmt: skip
 def test_pictures_in_memory_are_preprocessed_as_files(source, tmp_path):
     for number, one in enumerate(PICTURES):
         cv2.imwrite(str(tmp_path / f"{number}.png"), one[:, :, ::-1])
@@ -591,12 +578,10 @@ def wide(tmp_path):
         ({"size": (None, 32)}, [(16, 32), (32, 32), (76, 32), (16, 32)]),
         ({"size": (None, None)}, [(20, 40), (33, 33), (50, 21), (20, 40)]),
         ({"size": (None, None), "multiple": 16}, [(16, 48), (32, 32), (48, 16), (16, 48)]),
-        (
-            {"size": (10, None), "multiple": 8, "resize": "fit-height"},
-            [(10, 24), (10, 16), (10, 8), (10, 24)],
-        ),
+        ({"size": (10, None), "multiple": 8, "resize": "fit-height"},
+         [(10, 24), (10, 16), (10, 8), (10, 24)]),
     ],
-)
+)  # fmt: skip
 def test_sides_are_each_pictures_own(how, wanted, sizes):
     _, samples = fed(sizes, WIDE, preprocess=how)
     assert [one["x"].shape[2:] for one in samples] == wanted
