@@ -69,13 +69,11 @@ def test_files_appear_together_and_equal_ones_stay_as_old_as_they_are(tmp_path):
         stage.publish(lambda: write(stage, last="last"))
     assert content(tmp_path) == {"a": b"new", "same": b"same", "b": b"b", "last": b"last"}
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
-    assert (tmp_path / "same").stat().st_mtime == 1
-    assert not list(tmp_path.glob(".*"))
+    assert (tmp_path / "same").stat().st_mtime == 1 and not list(tmp_path.glob(".*"))
 
 
 def test_what_is_not_published_is_gone_and_so_is_a_folder_made_for_it(tmp_path):
-    out = tmp_path / "x" / "out"
-    with pytest.raises(KeyError), stage_files(out) as stage:
+    with pytest.raises(KeyError), stage_files(tmp_path / "x" / "out") as stage:
         write(stage, a="new")
         raise KeyError
     assert not (tmp_path / "x").exists()
@@ -285,8 +283,7 @@ def test_a_build_names_its_files_and_verify_reads_them(made, run):
     out, _ = made
     found = manifest.read_manifest(out)
     assert {*content(out)} == {*found.files, manifest.MANIFEST_NAME}
-    assert {*content(out)} > {*manifest.PAGES, "small_cnn.int8.onnx"}
-    assert unchanged(out)
+    assert {*content(out)} > {*manifest.PAGES, "small_cnn.int8.onnx"} and unchanged(out)
     assert {"calib8", "onnxruntime", "opencv"} <= found.made_from["versions"].keys()
     report = json.loads((out / "report.json").read_text())
     rows = [*report["files"], *report["targets"][0]["files"]]
@@ -380,14 +377,8 @@ def test_a_build_that_fails_leaves_the_old_one_and_its_calibration_to_the_next(m
     assert content(out)["calib8/small_cnn.cache"] != before["calib8/small_cnn.cache"]
 
 
-def targets_of(out):
-    return {one["name"]: one for one in json.loads((out / "report.json").read_text())["targets"]}
-
-
 @pytest.mark.parametrize("where", ["build", "open", "measure"])
-def test_a_target_that_fails_leaves_no_file_and_the_others_are_published(
-    where, small_cnn, pictures, tmp_path, run, monkeypatch
-):
+def test_a_target_that_fails_leaves_no_file(where, small_cnn, pictures, tmp_path, run, monkeypatch):
     """A file that no runtime opens was kept and listed, and `verify` vouched for it."""
     monkeypatch.delenv("CALIB8_TRACEBACK", raising=False)
     owner, name = (InnerTensors, "_tap") if where == "measure" else (OnnxRuntime, where)
@@ -405,7 +396,8 @@ def test_a_target_that_fails_leaves_no_file_and_the_others_are_published(
         words = ("build", small_cnn, "--images", pictures, *WORDS, tmp_path, "--threads", 2)
         words += ("--target", "onnxruntime,tensorrt", "--duration", 0.01)
         assert run(*words)[0] == 1
-    found = targets_of(tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    found = {target["name"]: target for target in report["targets"]}
     assert found["onnxruntime"]["error"] and not found["onnxruntime"].get("files")
     assert not found["tensorrt"].get("error") and found["tensorrt"]["files"]
     assert not list(tmp_path.glob("*.int8.onnx")) and not list(tmp_path.glob("*_run.py"))
@@ -476,6 +468,7 @@ ROOT = Path(__file__).parent.parent
 INPUT = "an output must not be an input"
 PLACES = ("model", "photo", "text", "foreign cache", "fifo")
 ENDED = {130: "interrupted", 143: "terminated"}
+SIGNALS = [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)]  # the code of each, and threads
 FOREIGN = b"TRT-100300-EntropyCalibration2\nimages: 3c010a14\n"
 
 
@@ -687,12 +680,8 @@ def signalled(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code", "threads"), [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)]
-)
-def test_a_signal_ends_a_run_with_nothing_half_written(
-    number, code, threads, slow, signalled, tmp_path
-):
+@pytest.mark.parametrize(("number", "code", "threads"), SIGNALS)
+def test_a_signal_leaves_nothing_half_written(number, code, threads, slow, signalled, tmp_path):
     ended, last, files = signalled(
         *slow, rb"observing: \d+ of", lambda run: run.send_signal(number), "--threads", threads
     )
@@ -707,9 +696,7 @@ def test_a_signal_ends_a_run_with_nothing_half_written(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code", "threads"), [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)]
-)
+@pytest.mark.parametrize(("number", "code", "threads"), SIGNALS)
 def test_a_signal_ends_an_inference_that_never_ends(number, code, threads, endless, signalled):
     words = (*endless, b"runs .*endless", lambda run: run.send_signal(number))
     ended, last, files = signalled(*words, "--threads", threads, grace=0.1)
@@ -726,8 +713,7 @@ def test_a_second_interrupt_ends_what_no_python_code_can_end(slow, signalled, tm
                 return run.wait(0.1)
 
     (tmp_path / "loader.py").write_text(HOLDING)
-    loader = tmp_path / "loader.py:load"
-    assert signalled(slow[0], loader, b"no end", insist)[0] == -signal.SIGINT
+    assert signalled(slow[0], tmp_path / "loader.py:load", b"no end", insist)[0] == -signal.SIGINT
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks beside threads
@@ -752,8 +738,7 @@ def test_a_signal_that_became_an_error_is_a_signal(kind, code, deep, run, monkey
             raise ValueError("a second one") from error
 
     monkeypatch.setattr(cli.cli, "main", command)
-    said = f"calib8: {ENDED[code]}; nothing half-written was left behind\n"
-    assert run()[::2] == (code, said)
+    assert run()[::2] == (code, f"calib8: {ENDED[code]}; nothing half-written was left behind\n")
 
 
 def test_a_sentence_that_quotes_a_file_has_a_gap_and_the_way_out(run, model, pictures, tmp_path):
