@@ -245,10 +245,9 @@ def anything(made):
         "share": lambda shape: made.uniform(0, 1, shape),
         "whole": lambda shape: made.integers(0, 20, shape),
         "flag": lambda shape: made.uniform(0, 1, shape) > 0.5,
-        "nan": lambda shape: np.full(shape, np.nan),
-        "zero": np.zeros,
+        "nan": lambda shape: np.full(shape, np.nan), "zero": np.zeros,
         "large": lambda shape: made.uniform(0, 640, shape),
-    }
+    }  # fmt: skip
     varies = made.random() < 0.2
 
     def one(shape, kind):
@@ -293,8 +292,7 @@ def test_no_outputs_make_it_fail(seed):
             continue
         tally = form.task.tally()
         for one in references:
-            other = {name: spoiled(value) for name, value in one.items()}
-            tally.add(fed((64, 64)), one, other)
+            tally.add(fed((64, 64)), one, {name: spoiled(value) for name, value in one.items()})
         found = tally.result()
         assert found is None or 0 <= found.value <= 1 or found.task == "embeddings"
 
@@ -421,15 +419,11 @@ def spoiled(end):
     }  # fmt: skip
     weights["w2"][:, 0] = 0
     ranked, outputs = {
-        "ArgMax": (
-            "raw = ArgMax <axis = 1, keepdims = 0> (logits) class = Cast <to = 6> (raw)",
-            {"class": TensorProto.INT32},
-        ),
-        "TopK": (
-            "values, places = TopK (logits, k)",
-            {"values": TensorProto.FLOAT, "places": TensorProto.INT64},
-        ),
-    }[end]
+        "ArgMax": ("raw = ArgMax <axis = 1, keepdims = 0> (logits) class = Cast <to = 6> (raw)",
+                   {"class": TensorProto.INT32}),
+        "TopK": ("values, places = TopK (logits, k)",
+                 {"values": TensorProto.FLOAT, "places": TensorProto.INT64}),
+    }[end]  # fmt: skip
     nodes = f"""
         a = Conv <pads = [1, 1, 1, 1]> (x, w1) t = Tanh (a) m = Mul (t, size)
         bad = Conv (m, w2) r = Relu (bad)
