@@ -258,17 +258,11 @@ TWO_CONVS = """
 def changing(change, nodes, shapes, **weights):
     rng = np.random.default_rng(2)
     weights |= {
-        "w1": 0.3 * rng.normal(size=(8, 3, 3, 3)),
-        "w2": change * rng.normal(size=(3, 8, 3, 3)),
+        "w1": 0.3 * rng.normal(size=(8, 3, 3, 3)), "w2": change * rng.normal(size=(3, 8, 3, 3)),
         "w3": np.eye(3)[:, :, None, None],
-    }
+    }  # fmt: skip
     ends = ({name: shape} for name, shape in zip("xy", shapes, strict=True))
     return make_model(nodes, *ends, as_float32(weights))
-
-
-def retouching(change):
-    """x plus so much of what two Convs make of it, through a Conv that leaves it as it is."""
-    return changing(change, TWO_CONVS.format("x", "y"), [[1, 3, 32, 32]] * 2)
 
 
 def denoiser():
@@ -337,14 +331,15 @@ def test_what_super_resolution_adds_must_be_left(change, level, last, tmp_path):
     samples = np.stack(smooth).reshape(24, 3, 32, 32)
     samples = np.moveaxis(samples, 1, 3) if last else samples
     said = int8_of(enlarging(change, last), samples, tmp_path, "--effort", 0)["verdict"]
-    assert said["level"] == level
-    assert ("x itself, resized" in str(said)) == (level == "doubtful")
+    assert said["level"] == level and ("x itself, resized" in str(said)) == (level == "doubtful")
 
 
 @pytest.mark.parametrize(("change", "level"), [(0.0004, "doubtful"), (0.01, "good")])
 def test_a_change_that_int8_is_too_coarse_for_is_doubtful(change, level, tmp_path):
     samples = np.random.default_rng(1).uniform(-1, 1, (24, 3, 32, 32))
-    said = int8_of(retouching(change), samples, tmp_path, "--effort", 0)["verdict"]
+    # x plus so much of what two Convs make of it, through a Conv that leaves it as it is
+    model = changing(change, TWO_CONVS.format("x", "y"), [[1, 3, 32, 32]] * 2)
+    said = int8_of(model, samples, tmp_path, "--effort", 0)["verdict"]
     assert said["level"] == level
     assert ("what the model changes of x in y" in str(said)) == (level == "doubtful")
 
@@ -369,8 +364,7 @@ def test_what_a_softmax_gives(shares, kind):
 
 
 def test_what_is_none(shares):
-    assert not are_probabilities(np.log(shares))
-    assert not are_probabilities_or_logs(shares * 1.02)
+    assert not are_probabilities(np.log(shares)) and not are_probabilities_or_logs(shares * 1.02)
     assert not are_probabilities_or_logs(np.log(shares) + 0.02)
     # the power of a large raw score would be infinite, which numpy warns of
     assert not are_probabilities_or_logs(np.array([[-3.0, 5000.0]], np.float32))
