@@ -81,8 +81,7 @@ def test_other_pairs_are_no_points():
     pairs = [outputs(n) for n in range(4)]
     turned = [{"a": one["y"], "b": one["x"]} for one in pairs]  # their order tells nothing
     assert figure(turned, turned, SIZE)[0].outputs == ("b", "a")
-    assert task_of(pairs, SIZE) == "key points"
-    assert task_of(pairs, (64, 64)) is None
+    assert task_of(pairs, SIZE) == "key points" and task_of(pairs, (64, 64)) is None
     assert task_of([{"x": one["x"]} for one in pairs], SIZE) != "key points"
     flat = np.random.default_rng(1)
     even = [{k: flat.uniform(0, 1, v.shape) for k, v in one.items()} for one in pairs]
@@ -167,8 +166,7 @@ def test_points_that_fp32_is_not_sure_of_do_not_count():
 
 
 def flagged(number, *probabilities):
-    named = {f"p{n}": np.float32([[p]]) for n, p in enumerate(probabilities)}
-    return {**output(number), **named}
+    return {**output(number), **{f"p{n}": np.float32([[p]]) for n, p in enumerate(probabilities)}}
 
 
 def test_what_else_is_told_of_a_sample_must_be_told_alike():
@@ -239,17 +237,15 @@ def screen(folder, outputs="y"):
     """What a build of 24 points prints; beside another output they are numbers about 0."""
     rng = np.random.default_rng(0)
     held = {
-        "w": rng.normal(0, 0.3, (16, 3, 3, 3)),
-        "v": rng.normal(0, 0.01, (2 * MESH, 16)),
+        "w": rng.normal(0, 0.3, (16, 3, 3, 3)), "v": rng.normal(0, 0.01, (2 * MESH, 16)),
         "b": line(1).reshape(-1) - (SIDE / 2 if "z" in outputs else 0),
-    }
+    }  # fmt: skip
     nodes = """
         c = Conv <pads = [1, 1, 1, 1]> (x, w) r = Relu (c) g = GlobalAveragePool (r)
         f = Flatten (g) y = Gemm <transB = 1> (f, v, b)
     """
     nodes += "z = Sigmoid (g)" if "z" in outputs else ""
-    inputs = {"x": ["n", 3, *PICTURE]}
-    model = make_model(nodes, inputs, dict.fromkeys(outputs), as_float32(held))
+    model = make_model(nodes, {"x": ["n", 3, *PICTURE]}, dict.fromkeys(outputs), as_float32(held))
     x = np.random.default_rng(1).uniform(0, 1, (24, 3, *PICTURE)).astype(np.float32)
     np.save(folder / "x.npy", x)
     words = ("--out", folder / "out", "--duration", 0, "--effort", 0, "--accept")
@@ -363,9 +359,7 @@ def pictures_of_turned(glare):
     (saved_turned, pictures_of_turned, 64, "scores: scores of anchors, boxes by corners",
      "boxes of FP32 kept"),
 ])  # fmt: skip
-def test_a_build_counts_what_is_kept(
-    save, pictures, total, form, said, judged_build, tmp_path, glare
-):
+def test_a_build_counts_kept_ones(save, pictures, total, form, said, judged_build, tmp_path, glare):
     code, out, told = judged_build(save(tmp_path / "m.onnx"), pictures(glare))
     task = told["task"]
     assert task["form"] == form
@@ -432,8 +426,7 @@ def test_objects_that_change_their_size_or_class_are_lost():
     references = [outputs_centres(n) for n in range(8)]
     small = [outputs_centres(n, wide=5) for n in range(8)]
     turned = [{**one, "hm": np.roll(one["hm"], 1, axis=1)} for one in references]
-    broken = [{k: v * np.nan for k, v in one.items()} for one in references]
-    for others in (small, turned, broken):
+    for others in (small, turned, [{k: v * np.nan for k, v in one.items()} for one in references]):
         assert figure(references, others, LARGE)[1].value == 0
 
 
@@ -492,8 +485,7 @@ def test_other_maps_are_no_centres():
     def task(change, size=LARGE):
         return task_of([{**one, **change(one)} for one in maps], size)
 
-    assert task(lambda one: {}) == "boxes"
-    assert task(lambda one: {}, (640, 640)) != "boxes"
+    assert task(lambda one: {}) == "boxes" and task(lambda one: {}, (640, 640)) != "boxes"
     assert task_of([{"hm": one["hm"]} for one in maps], LARGE) != "boxes"
     assert task(lambda one: {name: one[name][..., 1:] for name in ("reg", "wh")}) != "boxes"
     assert task(lambda one: {"points": one["hm"]}) != "boxes"  # two maps that may be it
@@ -527,7 +519,6 @@ def test_a_build_counts_the_objects(judged_build, tmp_path, glare):
     task = told["task"]
     assert code == 0 and task["task"] == "boxes"
     assert task["form"] == "hm: centres of 2 classes, sizes in wh"
-    assert (task["value"] == 1) == (glare == 1)
-    assert "boxes of FP32 kept" in out
+    assert (task["value"] == 1) == (glare == 1) and "boxes of FP32 kept" in out
     labels = {one["label"] for one in told["parts"]}
     assert labels == {"hm", "wh where hm is high", "reg where hm is high"}
