@@ -58,8 +58,7 @@ def test_slots_of_a_number_plate_keep_their_repeats():
     assert form.task.form == "y: text of 36 symbols, blank 36, one a slot" and same.value == 1
     fewer = [plate(1, 5, 5, 30), *references[1:]]  # one 1 of two is lost
     assert figure(references, fewer)[1].words == "3 of 4 texts as FP32's, 1 edits in 17 symbols"
-    assert edit_distance([1, 2, 3], []) == 3
-    assert edit_distance([1, 2, 3, 4], [2, 3, 5, 4]) == 2
+    assert edit_distance([1, 2, 3], []) == 3 and edit_distance([1, 2, 3, 4], [2, 3, 5, 4]) == 2
 
 
 SPELLED = {
@@ -457,8 +456,7 @@ def of_six_scores(path, nodes, **kinds):
     nodes = f"c1 = Conv (x, w1) g1 = GlobalAveragePool (c1) f1 = Flatten (g1) {nodes}"
     outputs = [make_value(name, None, kind) for name, kind in kinds.items()]
     weights = as_float32({"w1": made.normal(size=(CLASSES, FEATURES, 5)), "zero": 0}) | {"k": [3]}
-    inputs = {"x": [1, FEATURES, STEPS]}
-    return save_net(make_model(nodes, inputs, outputs, weights), path)
+    return save_net(make_model(nodes, {"x": [1, FEATURES, STEPS]}, outputs, weights), path)
 
 
 def best_few(path):
@@ -533,8 +531,7 @@ def test_values_of_steps_are_raw_scores_where_the_two_sides_of_0_are_apart(value
 ])  # fmt: skip
 def test_decisions_are_a_few_probabilities_above_a_half_in_several_outputs(values, are):
     output = [values.reshape(1, -1, 10)]  # 8 steps, or 7
-    assert shares.are_decisions([output, output]) == are
-    assert not shares.are_decisions([output])
+    assert shares.are_decisions([output, output]) == are and not shares.are_decisions([output])
     assert not shares.are_decisions([output, [np.concatenate(output * 2, axis=1)]])
 
 
