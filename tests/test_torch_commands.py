@@ -205,8 +205,7 @@ def test_a_fused_model_is_written_and_agrees(tmp_path, refusal):
     words = ("fuse", *PARTS, "--leaf", "parts.1")
     shown = run_command(*words, "-o", tmp_path / "f.onnx")
     assert "Conv+BN+ReLU: 1 fused" in shown and "in batches of 2 and 3" in shown
-    operators = [node.op_type for node in onnx.load(tmp_path / "f.onnx").graph.node]
-    assert operators.count("Conv") == 2
+    assert [node.op_type for node in onnx.load(tmp_path / "f.onnx").graph.node].count("Conv") == 2
     shown = run_command(*words[:-2], "-o", tmp_path / "f.pt2")
     assert "Conv+BN+ReLU: 2 fused" in shown and "the program against the model" in shown
     data = (tmp_path / "f.pt2").read_bytes()
@@ -281,8 +280,7 @@ def test_results_are_brought_back_and_a_graph_without_modules_is_profiled():
 
     adapted = DeviceAdapter(module(asks, layer=nn.Linear(2, 2, device="meta")))
     assert adapted(torch.zeros(1, 2))["y"].device.type == "cpu"
-    plain = trace(module(lambda self, x: x + 1))
-    found = profile(plain, [X], warm_up=0, runs=1)
+    found = profile(trace(module(lambda self, x: x + 1)), [X], warm_up=0, runs=1)
     assert {node.module for node in found.nodes} == {""} and found.parameters == 0
 
 
