@@ -3,6 +3,7 @@
 
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,7 @@ from deploy.feed.preprocess import Preprocess
 from deploy.files.usercode import MODEL_LIBRARIES
 from deploy.frontends import load
 from deploy.frontends.torch_model import is_torch_spec, parse_input
-from deploy.fx.model_inputs import (
-    accept_named_inputs,
-    dict_input_note,
-    example_inputs,
-    floating_dtype,
-    read_sample,
-)
+from deploy.fx import model_inputs
 from deploy.fx.open_model import open_torch
 from deploy.fx.source import _MAKERS, load_module, load_weights
 from deploy.tensors import TensorSpec
@@ -51,8 +46,7 @@ def test_a_data_loader(labels):
     data = torch.utils.data.TensorDataset(*tensors)
     feed, seen = fed(torch.utils.data.DataLoader(data, batch_size=4))
     assert np.array_equal(seen, BATCH)
-    left = "left out of the items, as no input has it: number 2"
-    assert (left in feed.notes) == labels
+    assert ("left out of the items, as no input has it: number 2" in feed.notes) == labels
 
 
 def test_tensors_with_a_gradient_and_pictures_of_uint8():
@@ -137,13 +131,13 @@ def test_an_input_has_a_shape_a_dtype_and_values_that_fit():
         with pytest.raises(ConfigError, match=said):
             parse_input(wrong)
     shapes, dtypes = [(2, 50)] * 5, [None, "int64", "uint8", "bool", "float16"]
-    real, ids, pixels, mask, half = example_inputs(shapes, dtypes, floating=torch.float64)
+    make = partial(model_inputs.example_inputs, shapes, dtypes, floating=torch.float64)
+    real, ids, pixels, mask, half = make()
     assert real.dtype == torch.float64 and half.dtype == torch.float16 and mask.dtype == torch.bool
     assert set(ids.unique().tolist()) == {0, 1} and pixels.max() > 100
-    again = example_inputs(shapes, dtypes, floating=torch.float64)
-    assert all(map(torch.equal, again, (real, ids, pixels, mask, half)))
-    assert floating_dtype(nn.Linear(1, 1).half()) == torch.float16
-    assert floating_dtype(nn.ReLU()) == torch.float32
+    assert all(map(torch.equal, make(), (real, ids, pixels, mask, half)))
+    assert model_inputs.floating_dtype(nn.Linear(1, 1).half()) == torch.float16
+    assert model_inputs.floating_dtype(nn.ReLU()) == torch.float32
 
 
 @pytest.mark.slow
@@ -171,7 +165,7 @@ def test_a_sample_is_read_by_names_by_numbers_or_alone(nets, tmp_path, refusal):
         (np.savez, (), {"mask": mask, "ids": ids}), (np.savez_compressed, (ids, mask), {}),
     ):  # fmt: skip
         write(path, *arrays, **named)
-        read = read_sample(path, model)
+        read = model_inputs.read_sample(path, model)
         assert np.array_equal(read[0], ids) and np.array_equal(read[1], mask)
     assert "(3, 2, 3)" in run_command("trace", f"{nets}:plain_words", "--sample", path)
     np.save(tmp_path / "x.npy", np.zeros((2, 3, 8, 8), np.float32))
@@ -182,15 +176,15 @@ def test_a_sample_is_read_by_names_by_numbers_or_alone(nets, tmp_path, refusal):
         run_command(command, f"{nets}:conv", "--sample", tmp_path / "x.npy", *words)
     np.savez(path, words=ids, other=mask)
     with pytest.raises(FeedError, match=r"\(ids, mask\), .*got words, other; .*arr_0, arr_1"):
-        read_sample(path, model)
+        model_inputs.read_sample(path, model)
     np.save(tmp_path / "o.npy", np.array([{}]), allow_pickle=True)
     np.save(tmp_path / "c.npy", np.array(["text"]))
     (tmp_path / "b.npz").write_bytes(b"PK")
     for name in ("o.npy", "c.npy", "b.npz", "absent.npy"):
         with pytest.raises(FeedError, match=name):
-            read_sample(tmp_path / name, model)
+            model_inputs.read_sample(tmp_path / name, model)
     with pytest.raises(ConfigError, match=r"an \.npy or \.npz file"):
-        read_sample(tmp_path / "x.pt", model)
+        model_inputs.read_sample(tmp_path / "x.pt", model)
     assert "got both" in refusal("trace", f"{nets}:conv", "--input", "1x3x8x8", "--sample", path)
 
 
@@ -221,15 +215,13 @@ def test_checkpoints_hold_their_weights_somewhere_and_under_prefixes(tmp_path):
 
     path = tmp_path / "w.pt"
     for kept in (
-        {"state_dict": state, "epoch": 3},
-        {"model": under("module."), "optimizer": {"state": {}}},
-        {"checkpoint": 1, "model": {"state_dict": under("_orig_mod.module.")}},
-        under("net."),
+        {"state_dict": state, "epoch": 3}, {"model": under("module."), "optimizer": {"state": {}}},
+        {"checkpoint": 1, "model": {"state_dict": under("_orig_mod.module.")}}, under("net."),
         {"checkpoint": {"weights": state}, "optimizer": {"state": {0: {"step": state["0.bias"]}}}},
         {"ema": under("module."), "epoch": 3},
         {"state_dict": {**under("model."), "criterion.weight": torch.ones(3)}},
         {**under("module."), "n_averaged": torch.ones(1)},
-    ):
+    ):  # fmt: skip
         torch.save(kept, path)
         nn.init.zeros_(model[0].weight)
         load_weights(model, path)
@@ -239,11 +231,9 @@ def test_checkpoints_hold_their_weights_somewhere_and_under_prefixes(tmp_path):
         ({"params": state, "params_ema": state}, "several under 'params' and 'params_ema'"),
         (under("student.") | under("teacher."), "this model's weights"),
         ({"state_dict": state, "args": Namespace()}, "an object of argparse.Namespace"),
-        (model, "an object of torch.nn.modules"),
-        ({}, "got nothing"),
-        (under("a.") | state, "this model's weights"),
-        ([1], "got list"),
-    ):
+        (model, "an object of torch.nn.modules"), ({}, "got nothing"),
+        (under("a.") | state, "this model's weights"), ([1], "got list"),
+    ):  # fmt: skip
         torch.save(kept, path)
         with pytest.raises(ModelError, match=said):
             load_weights(model, path)
@@ -355,12 +345,10 @@ OPEN = ("--input", "scale=1", "--input", "image=1x3x8x8")
 def test_every_command_takes_inputs_by_name(nets, command, tmp_path, name, inputs):
     spec, out = f"{nets}:{name}", tmp_path / "n.onnx"
     for word, *more in (
-        ("trace",),
-        ("trace", "--code"),
-        ("profile", "--runs", 1, "--warm-up", 0),
+        ("trace",), ("trace", "--code"), ("profile", "--runs", 1, "--warm-up", 0),
         ("fuse", "-o", tmp_path / "n.pt2"),
         ("export", "--qdq", "--mode", "weight-only", "--int8-stem", "-o", out),
-    ):
+    ):  # fmt: skip
         said = command(word, spec, *inputs, *more)
         assert ("a dict of image_rgb, scale" in said) is (name == "pair")
 
@@ -377,9 +365,7 @@ def test_every_command_takes_inputs_by_name(nets, command, tmp_path, name, input
         ("open_ended", OPEN, ["scale", "image"], ["image_out", "total"]),  # an input's name too
     ],
 )  # fmt: skip
-def test_an_exported_model_keeps_the_names_of_inputs_and_of_outputs_in_a_dict(
-    nets, tmp_path, name, inputs, named, given
-):
+def test_an_exported_model_keeps_its_inputs_and_outputs(nets, tmp_path, name, inputs, named, given):
     out = tmp_path / "n.onnx"
     run_command("export", f"{nets}:{name}", *inputs, "-o", out)
     session = session_of(out)
@@ -407,14 +393,14 @@ def test_a_sample_gives_keywords_and_the_keys_of_a_dict(nets, tmp_path):
     np.savez(path, mask=mask.numpy(), ids=ids.numpy())
     assert "(2, 3, 8)" in run_command("trace", spec, "--sample", path)
     model, own = load_module(spec), load_module(spec)
-    read = model(*read_sample(path, model))
+    read = model(*model_inputs.read_sample(path, model))
     assert torch.equal(read["scores"], own(ids, mask=mask)["scores"])
     np.savez(path, **{"image.rgb": np.zeros((1, 3, 8, 8), "f4"), "scale": np.ones(1, "f4")})
     said = run_command("export", f"{nets}:pair", "--sample", path, "-o", tmp_path / "o.onnx")
     assert "a dict of" in said
     np.savez(path, mask=mask.numpy())
     with pytest.raises(FeedError, match=r"s.npz does .* forward\(ids, kinds=None, mask="):
-        read_sample(path, load_module(spec))
+        model_inputs.read_sample(path, load_module(spec))
 
 
 @pytest.mark.slow
@@ -434,13 +420,12 @@ def test_named_inputs_are_calibrated_and_built(nets, command, tmp_path):
         ("words", ["ids", "ids"], "got ids twice"),
         ("words", ["ids", None], "before those with one, got ids, no name"),
         ("words", [None, None, None, None, "x"], "are the first arguments"),
-        ("one", ["image"], r"forward\(x\)"),
-        ("pair", ["batch", "scale"], "the keys of a dict"),
+        ("one", ["image"], r"forward\(x\)"), ("pair", ["batch", "scale"], "the keys of a dict"),
     ],
-)
+)  # fmt: skip
 def test_names_that_fit_nothing_are_refused(nets, refusal, name, names, said):
     with pytest.raises(ConfigError, match=said):
-        accept_named_inputs(load_module(f"{nets}:{name}"), names)
+        model_inputs.accept_named_inputs(load_module(f"{nets}:{name}"), names)
     words = [w for n in names for w in ("--input", f"{n}=1x2" if n else "1x2")]
     err = refusal("profile", f"{nets}:{name}", *words)
     assert "forward" in err or "twice" in err
@@ -449,9 +434,9 @@ def test_names_that_fit_nothing_are_refused(nets, refusal, name, names, said):
 def test_only_a_model_that_leaves_something_out_is_changed(nets):
     model = load_module(f"{nets}:words")
     kind = type(model)
-    assert accept_named_inputs(model, [None, None]) == [0, 1]
-    assert accept_named_inputs(model, ["mask", "bias", "ids", "kinds"]) == [2, 3, 0, 1]
-    assert type(model) is kind and dict_input_note(model) is None
-    accept_named_inputs(model, ["ids", "bias"])
+    assert model_inputs.accept_named_inputs(model, [None, None]) == [0, 1]
+    assert model_inputs.accept_named_inputs(model, ["mask", "bias", "ids", "kinds"]) == [2, 3, 0, 1]
+    assert type(model) is kind and model_inputs.dict_input_note(model) is None
+    model_inputs.accept_named_inputs(model, ["ids", "bias"])
     assert type(model) is not kind and type(model).__name__ == "Words"
     assert "words.weight" in dict(model.named_parameters())
