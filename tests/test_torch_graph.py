@@ -60,13 +60,11 @@ def example():
 def test_a_captured_model_is_the_model_at_any_batch(name, example):
     model = getattr(torch_shapes, name)()
     captured = capture(model, [example])
-    names = dict(model.named_parameters())
-    assert set(dict(captured.named_parameters())) == set(names)
+    assert set(dict(captured.named_parameters())) == set(dict(model.named_parameters()))
     for batch in (example, torch.randn(3, 3, 32, 32)):
         # attention has a quick form
         assert largest_difference(captured(batch), model(batch)) < 1e-6
-    assert type(captured(example)) is type(model(example))
-    assert count_flops(captured, [example])
+    assert type(captured(example)) is type(model(example)) and count_flops(captured, [example])
 
 
 def test_layers_are_nodes_of_their_own_name_and_counted(example):
@@ -107,10 +105,8 @@ def test_what_train_mode_changes_still_changes():
 def test_inputs_and_outputs_in_containers_and_one_tensor_for_two_inputs():
     def both(self, pair, named, *more):
         total = sum(named.values()) + sum(more)
-        return {
-            "sum": pair[0] + pair[1] * total,
-            "rows": [row * 2 for row in pair[0].unbind(1)],
-        }
+        rows = [row * 2 for row in pair[0].unbind(1)]
+        return {"sum": pair[0] + pair[1] * total, "rows": rows}
 
     def inputs(n):
         return [(torch.rand(n, 2), torch.rand(n, 2)), {"k": torch.rand(n, 2)}, torch.ones(n, 2)]
@@ -125,8 +121,7 @@ def test_inputs_and_outputs_in_containers_and_one_tensor_for_two_inputs():
     parts = {"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}
     model, x = module(lambda self, x, y: self.a(x) + self.b(y), **parts), torch.randn(4, 3)
     assert torch.allclose(capture(model, [x, x])(x, 5 * x), model(x, 5 * x))
-    exported = to_onnx(model, [x, x])
-    assert compare_with_torch(exported, model, [(x, 5 * x)]).max_difference < 1e-5
+    assert compare_with_torch(to_onnx(model, [x, x]), model, [(x, 5 * x)]).max_difference < 1e-5
 
 
 def test_models_of_a_fixed_batch_and_changes_in_place_are_captured():
@@ -310,8 +305,7 @@ def test_a_traced_model_is_the_model_and_prints_its_code(run, command):
     shown = run.ok("trace", RESNET, "--input", "1x3x64x64")
     assert "call_module    layer1_0_conv1         layer1.0.conv1" in shown
     assert "(1, 64, 2, 2)" in shown
-    replaced = command("trace", RESNET, "--code", "--leaf", "Block")
-    assert 'getattr(self.layer1, "0")' in replaced
+    assert 'getattr(self.layer1, "0")' in command("trace", RESNET, "--code", "--leaf", "Block")
 
 
 def test_the_table_shows_six_opcodes_and_no_address():
@@ -342,26 +336,20 @@ def test_every_spelling_of_add_is_replaced():
 
     traced = trace(module(pairs))
     count = replace_pattern(traced, lambda a, b: torch.relu(a + b), lambda a, b: torch.mul(a, b))
-    assert count == 3
-    assert traced(torch.tensor(3.0), torch.tensor(4.0)).item() == 12.0
+    assert count == 3 and traced(torch.tensor(3.0), torch.tensor(4.0)).item() == 12.0
     with pytest.raises(ConfigError, match="nowhere"):
         replace_pattern(traced, lambda a: torch.sigmoid(a), lambda a: a)
-
-
-def in_place(self, x):
-    y = x * 2
-    return y.add_(1) + y
 
 
 @pytest.mark.parametrize(
     ("forward", "op", "said"),
     [
         (lambda self, x: torch.add(x, x, alpha=2), "add", "alpha"),
-        (in_place, "add", "used elsewhere"),
+        (lambda self, x: (y := x * 2).add_(1) + y, "add", "used elsewhere"),
         (lambda self, x: torch.add(x, x), "mul", "has no mul"),
         (lambda self, x: torch.add(x, x), "conv", "an operation is one of"),
     ],
-)
+)  # fmt: skip
 def test_an_operation_that_cannot_be_replaced_is_named(forward, op, said):
     with pytest.raises((ModelError, ConfigError), match=said):
         replace_op(trace(module(forward)), op, torch.mul)
@@ -392,8 +380,7 @@ def test_wrapped_functions_must_exist_and_come_back(tmp_path):
         assert builtins.len is not before[0]
         assert len([1, 2]) == 2  # untraced arguments still reach the real function
         raise RuntimeError("inside")
-    assert (builtins.len, json.decoder.scanstring) == before
-    assert find_function("len") is len
+    assert (builtins.len, json.decoder.scanstring) == before and find_function("len") is len
     assert find_function("math.sqrt") is math.sqrt
     for name in ("no_such_function", "math.nothing", "nowhere.f", "math.pi", ""):
         with pytest.raises(ConfigError, match="--wrap"):
@@ -456,11 +443,10 @@ def test_only_a_submodule_is_traced_and_leaves_must_exist():
     [
         ("def make():\n    return 3\n", "must return a torch.nn.Module, got int"),
         ("def make():\n    raise ValueError('bad luck')\n", r"bad luck at .*net\.py:2"),
-        ("def make(:\n", "SyntaxError"),
-        ("import sys\nsys.exit(3)\n", "SystemExit"),
+        ("def make(:\n", "SyntaxError"), ("import sys\nsys.exit(3)\n", "SystemExit"),
         ("made = 1\n", "no function 'make'"),
     ],
-)
+)  # fmt: skip
 def test_a_broken_users_file_is_one_sentence(tmp_path, text, said):
     source = tmp_path / "net.py"
     source.write_text(text)
@@ -549,11 +535,10 @@ def test_what_cannot_be_folded_is_left_alone_with_its_reason():
     folded, report = fold_batch_norms(model)
     assert report.fused == []
     assert dict(report.skipped) == {
-        "bn1": "the output of two_users has 2 users",
-        "bn2": "twice is called at several places",
+        "bn1": "the output of two_users has 2 users", "bn2": "twice is called at several places",
         "bn3": "twice is called at several places",
         "no_statistics": "it keeps no running statistics",
-    }
+    }  # fmt: skip
     x = torch.randn(2, 3, 4, 4)
     assert torch.equal(folded(x), model(x))
 
@@ -589,8 +574,7 @@ def test_profile_counts_resnet18_exactly_and_times_every_node(monkeypatch):
     monkeypatch.setattr("deploy.fx.profile.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     traced = trace(load_module(f"{HERE / 'resnet18.py'}:make"))
     result = profile(traced, [torch.randn(1, 3, 224, 224)], warm_up=1, runs=2)
-    assert result.flops == 3_628_146_688
-    assert result.macs == 1_814_073_344
+    assert result.flops == 3_628_146_688 and result.macs == 1_814_073_344
     assert sum(node.parameters for node in result.nodes) == 11_689_512
     count, times = len(result.nodes), [node.seconds for node in result.nodes]
     assert times == [1.5 * count + place for place in range(1, count + 1)]
