@@ -9,8 +9,8 @@ NO_TORCH = "import sys; sys.modules['torch'] = None; "
 UNTOLD = "import deploy.terminal; deploy.terminal.TICK_S = 1e6; "  # however slow the machine is
 
 
-def run(code):
-    command = [sys.executable, "-c", NO_TORCH + code]
+def run(code, without=NO_TORCH):
+    command = [sys.executable, "-c", without + code]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
 
@@ -31,17 +31,9 @@ def test_a_torch_command_names_the_extra():
 
 
 def test_help_needs_no_torch_and_torch_ao_is_never_imported():
-    code = "from deploy.cli import main; main(['--help'])"
-    assert run(code).returncode == 0
+    assert run("from deploy.cli import main; main(['--help'])").returncode == 0
     loaded = "import sys; from deploy.cli import cli; cli.get_command(None, 'trace');"
-    done = subprocess.run(
-        [sys.executable, "-c", loaded + "print('torch' in sys.modules)"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    )
-    assert done.stdout == "False\n"
+    assert run(loaded + "print('torch' in sys.modules)", without="").stdout == "False\n"
     for source in [*(ROOT / "deploy").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         text = source.read_text()
         assert "torch.ao" not in text and "torch.quantization" not in text, source
