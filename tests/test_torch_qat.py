@@ -17,14 +17,7 @@ torch = pytest.importorskip("torch", reason="the torch front end needs torch: ca
 
 from torch import nn
 
-from deploy.errors import (
-    CacheError,
-    CalibrationError,
-    ConfigError,
-    ExportError,
-    FeedError,
-    ModelError,
-)
+from deploy import errors
 from deploy.fx.convert import calibrate, convert, scale_table
 from deploy.fx.distill import Distiller, channel_wise_loss, logit_loss
 from deploy.fx.export import compare_with_torch, to_onnx
@@ -98,8 +91,7 @@ def test_training_makes_the_loss_fall_and_few_bits_better(small):
     lines = []
     task = task_of(small, epochs=6, batches=[*blobs(0, count=20)])  # as a loader
     result = train(task, bits=2, report=lines.append)
-    assert result.losses[-1] < result.losses[0]
-    assert result.end > result.start + 0.03
+    assert result.losses[-1] < result.losses[0] and result.end > result.start + 0.03
     assert lines[0] == "ranges by mse, kept" and len(lines) == 8
     assert lines[1].startswith("before training (PTQ, 2 bits)")
     assert all(torch.equal(v, before[k]) for k, v in small.state_dict().items())
@@ -108,8 +100,7 @@ def test_training_makes_the_loss_fall_and_few_bits_better(small):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
 def test_8_bits_keep_the_accuracy_on_every_grid(small, target):
-    result = train(task_of(small, epochs=1), target=target)
-    assert result.end >= accuracy(small) - 0.02
+    assert train(task_of(small, epochs=1), target=target).end >= accuracy(small) - 0.02
 
 
 @pytest.mark.slow
@@ -119,23 +110,23 @@ def test_ranges_stay_while_training_unless_they_are_to_follow(small):
         for epochs, ranges in ((0, "kept"), (2, "kept"), (2, "follow"))
     )
     assert scale_table(start) == scale_table(end) != scale_table(followed)
-    with pytest.raises(ConfigError, match="one of kept, follow, learned, got 'mse'; what finds"):
+    with pytest.raises(
+        errors.ConfigError, match="one of kept, follow, learned, got 'mse'; what finds"
+    ):
         train(task_of(small, ranges="mse"))
-    with pytest.raises(ConfigError, match=r"a method is one of minmax, .* got 'best'"):
+    with pytest.raises(errors.ConfigError, match=r"a method is one of minmax, .* got 'best'"):
         train(task_of(small, method="best"))
 
 
 @pytest.mark.slow
 def test_only_a_submodule_is_trained_and_norms_fold_into_the_export(small):
     result = train(task_of(small, epochs=1, only="features"))
-    assert type(result.converted.head) is nn.Linear
-    assert result.end >= accuracy(small) - 0.02
+    assert type(result.converted.head) is nn.Linear and result.end >= accuracy(small) - 0.02
     result = train(task_of(small, epochs=3, norms="train"), bits=8)
     assert result.end >= accuracy(small) - 0.03
     exported = to_onnx(result.converted, [torch.zeros(2, 1, 8, 8)])
     assert not {"BatchNormalization", "Div"} & {node.op_type for node in exported.graph.node}
-    batches = [(x,) for x, _ in blobs(0)]
-    found = compare_with_torch(exported, result.converted, batches)
+    found = compare_with_torch(exported, result.converted, [(x,) for x, _ in blobs(0)])
     assert found.argmax >= 0.999 and found.codes <= 1.0
 
 
@@ -143,15 +134,15 @@ def test_only_a_submodule_is_trained_and_norms_fold_into_the_export(small):
 def test_a_checkpoint_that_does_not_fit_is_refused(small, tmp_path):
     path, one = tmp_path / "qat.pt", task_of(small, epochs=1)
     train(one, checkpoint=path)
-    with pytest.raises(CacheError, match="is of another form of the model, target;"):
+    with pytest.raises(errors.CacheError, match="is of another form of the model, target;"):
         train(one, target="tensorrt", checkpoint=path)
     whole = path.read_bytes()
     for broken in (b"", b"not a checkpoint", whole[: len(whole) // 2]):
         path.write_bytes(broken)
-        with pytest.raises(CacheError, match="remove it to start anew"):
+        with pytest.raises(errors.CacheError, match="remove it to start anew"):
             train(one, checkpoint=path)
     torch.save({"epoch": 1}, path)
-    with pytest.raises(CacheError, match="must be a checkpoint"):
+    with pytest.raises(errors.CacheError, match="must be a checkpoint"):
         train(one, checkpoint=path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["qat.pt"]
 
@@ -160,11 +151,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused(small, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"loss": lambda output, label: output.sum() * float("nan")}, CalibrationError,
+        ({"loss": lambda output, label: output.sum() * float("nan")}, errors.CalibrationError,
          "must stay finite, got nan in epoch 1"),
-        ({"batches": lambda epoch: [], "calibration": lambda: [torch.zeros(1, 1, 8, 8)]}, FeedError,
-         "none in epoch 1"),
-        ({"batches": lambda epoch: []}, FeedError, "at least one batch"),
+        ({"batches": lambda epoch: [], "calibration": lambda: [torch.zeros(1, 1, 8, 8)]},
+         errors.FeedError, "none in epoch 1"),
+        ({"batches": lambda epoch: []}, errors.FeedError, "at least one batch"),
     ],
 )  # fmt: skip
 def test_a_loss_that_is_no_number_and_empty_epochs_are_said(small, options, error, said):
@@ -215,10 +206,10 @@ def test_a_teacher_of_another_form_needs_pairs_of_layers(small):
     distiller = Distiller(prepared, nn.Sequential(wide, nn.Flatten(), nn.Linear(256, 4)),
                           [("features.4", "0.1")])  # fmt: skip
     assert float(distiller.loss((x,), prepared(x)).detach()) > 0
-    with pytest.raises(ConfigError, match="teacher has no module 'nowhere'"):
+    with pytest.raises(errors.ConfigError, match="teacher has no module 'nowhere'"):
         Distiller(prepared, wide, [("features.4", "nowhere")])
     other = Distiller(prepared, nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
-    with pytest.raises(ModelError, match="equal shapes"):
+    with pytest.raises(errors.ModelError, match="equal shapes"):
         other.loss((x,), prepared(x))
 
 
@@ -266,13 +257,15 @@ def test_the_exporter_never_falls_back_in_silence():
     def branch(self, x):
         return x * 2 if x.sum() > 0 else x - 1
 
-    with pytest.raises(ModelError, match=r"test_torch_qat\.py:\d+: return x \* 2 if"):
+    with pytest.raises(errors.ModelError, match=r"test_torch_qat\.py:\d+: return x \* 2 if"):
         to_onnx(module(branch), [torch.ones(2, 3)])
     fixed = module(lambda self, x: x.reshape(2, 3) * 2)
-    with pytest.raises(ModelError, match="--static-batch"):
+    with pytest.raises(errors.ModelError, match="--static-batch"):
         to_onnx(fixed, [torch.ones(2, 3)])
     assert to_onnx(fixed, [torch.ones(2, 3)], dynamic_batch=False).graph.node
-    with pytest.raises(ExportError, match="cannot be written at opset 17: torch's exporter kept"):
+    with pytest.raises(
+        errors.ExportError, match="cannot be written at opset 17: torch's exporter kept"
+    ):
         to_onnx(nn.Sequential(nn.AdaptiveAvgPool2d(1)), [torch.ones(2, 3, 4, 4)], opset=17)
 
 
@@ -333,10 +326,8 @@ def test_a_trained_model_decides_on_the_npu_as_in_onnxruntime(target, tmp_path, 
     command("qat", f"{__file__}:demo", "--target", target, *stem, "-o", path)
     fed = ("--images", HERE.parent / "datasets" / "fashion" / "eval.txt")
     fed += ("--mean", "0.5", "--std", "0.5")
-    done = command("ascend", "convert", path, "-o", tmp_path / "o", *fed)
-    assert "12 of 12 layers" in done
-    report = json.loads((tmp_path / "o" / "report.json").read_text())
-    accuracy = report["engines"][1]["accuracy"]
+    assert "12 of 12 layers" in command("ascend", "convert", path, "-o", tmp_path / "o", *fed)
+    accuracy = json.loads((tmp_path / "o" / "report.json").read_text())["engines"][1]["accuracy"]
     assert accuracy["samples"] == 400
     # pixels of the demo lie at exact halves of a step, which the NPU rounds after its offset
     assert accuracy["top1_agreement"] >= (0.999 if target == "ascend" else 0.995)
@@ -506,9 +497,9 @@ def test_resuming_ends_as_the_unbroken_training_does(options, tmp_path):
     for name, value in whole.converted.state_dict().items():
         assert torch.equal(value, resumed.converted.state_dict()[name]), name
     other = "learned" if "ranges" in options else "kept"
-    with pytest.raises(CacheError, match="is of another form of the model, kind of ranges;"):
+    with pytest.raises(errors.CacheError, match="is of another form of the model, kind of ranges;"):
         trained(path, ranges=other)
-    with pytest.raises(CacheError, match="is of another method of ranges;"):
+    with pytest.raises(errors.CacheError, match="is of another method of ranges;"):
         trained(path, method="minmax")
 
 
@@ -553,7 +544,7 @@ def test_a_scale_is_never_negative_nor_lost():
                        (0, "must stay a positive number, got 0 of")):  # fmt: skip
         with torch.no_grad():
             first.fill_(lost)
-        with pytest.raises(CalibrationError, match=said):
+        with pytest.raises(errors.CalibrationError, match=said):
             clamp_scales(scales, copy_scales(scales))
 
 
