@@ -185,8 +185,7 @@ def test_grids_of_the_targets_do_not_depend_on_the_run(made, resnet, batches):
 @pytest.mark.slow
 def test_weights_are_the_calibrators_own(resnet, batches):
     prepared = calibrated(resnet, batches)
-    converted = convert(prepared)
-    layer = converted.get_submodule("layer1.0.conv1")
+    layer = convert(prepared).get_submodule("layer1.0.conv1")
     assert isinstance(layer, IntLayer) and layer.weight_int.dtype == torch.int8
     weight = prepared.get_submodule("layer1.0.conv1").layer.weight.detach().numpy()
     scales = pair_scales(weight, weight_scales(weight, 0))
@@ -231,8 +230,7 @@ def test_ema_follows_its_formula():
     quant = FakeQuant(UINT8, "t", momentum=0.25)
     for hi in (4.0, 8.0):
         quant.update(torch.tensor([0.0, hi]))
-    assert float(quant.hi) == 5.0
-    assert float(quant.scale) == pytest.approx(5 / 255)
+    assert float(quant.hi) == 5.0 and float(quant.scale) == pytest.approx(5 / 255)
 
 
 @pytest.mark.slow
@@ -280,8 +278,7 @@ def test_each_mode_has_its_size_and_error(resnet, batches):
     assert results["static"].ratio > 3.4 and results["weight-only"].ratio > 3.4
     assert 1.0 < results["dynamic"].ratio < 1.1  # one small Linear
     for mode in ("weight-only", "dynamic", "static"):
-        assert results[mode].sqnr_db > 20
-        assert 0 < results[mode].max_error < 0.01
+        assert results[mode].sqnr_db > 20 and 0 < results[mode].max_error < 0.01
     assert results["static"].sqnr_db < results["dynamic"].sqnr_db
     heading = format_modes(list(results.values())).splitlines()[0]
     assert heading.split() == ["Mode", "Bytes", "Smaller", "Max", "error", "SQNR", "dB"]
@@ -297,8 +294,7 @@ def test_modes_export_and_agree(mode, operator):
     batches = [(torch.randn(4, 3, 8, 8),)]
     converted = quantize_model(model, batches[0], batches, mode=mode)
     exported = to_onnx(converted, batches[0])
-    assert operators(exported)[operator] >= 1
-    assert operators(exported)["QuantizeLinear"] == 0
+    assert operators(exported)[operator] >= 1 and operators(exported)["QuantizeLinear"] == 0
     found = compare_with_torch(exported, converted, batches, optimized=False)
     assert found.argmax == 1.0 and found.max_difference < 1e-5
 
@@ -399,8 +395,7 @@ def test_a_custom_module_of_dynamic_and_weight_only_needs_its_quantized_class_al
 def test_a_leaf_stays_whole_in_float_and_exact():
     model, x = net(), torch.randn(2, 3, 4, 4)
     prepared = calibrated(model, [(x,)], leaves=["nt"])
-    assert type(prepared.nt) is NonTraceable
-    assert (prepared(x) - model(x)).abs().max() < 0.1
+    assert type(prepared.nt) is NonTraceable and (prepared(x) - model(x)).abs().max() < 0.1
 
 
 @pytest.mark.slow
@@ -433,8 +428,7 @@ def test_norms_trained_with_their_layer_fold_exactly():
     calibrate(prepared, [x])
     before = layer.norm.running_mean.clone()
     prepared.train()(x)
-    assert not torch.equal(layer.norm.running_mean, before)
-    assert freeze_norms(prepared) == 1
+    assert not torch.equal(layer.norm.running_mean, before) and freeze_norms(prepared) == 1
     before = layer.norm.running_mean.clone()
     frozen = prepared(x)
     assert torch.equal(layer.norm.running_mean, before)
@@ -448,21 +442,16 @@ def test_norms_trained_with_their_layer_fold_exactly():
 @pytest.mark.slow
 def test_grouped_and_transposed_layers():
     model = nn.Sequential(
-        nn.Conv2d(4, 8, 3, padding=1, groups=4, padding_mode="reflect"),
-        nn.ReLU(),
+        nn.Conv2d(4, 8, 3, padding=1, groups=4, padding_mode="reflect"), nn.ReLU(),
         nn.ConvTranspose2d(8, 6, 3, stride=2, output_padding=1),
-        nn.ConvTranspose2d(6, 4, 3, groups=2),
-        nn.Flatten(),
-        nn.Linear(4 * 20 * 20, 5),
-    ).eval()
+        nn.ConvTranspose2d(6, 4, 3, groups=2), nn.Flatten(), nn.Linear(4 * 20 * 20, 5),
+    ).eval()  # fmt: skip
     x = torch.randn(2, 4, 8, 8)
     converted = convert(calibrated(model, [(x,)], target="tensorrt"))
     assert converted.get_submodule("2").weight_scale.shape == (6,)
     assert converted.get_submodule("3").weight_scale.shape == (1,)
-    exported = to_onnx(converted, [x])
-    found = compare_with_torch(exported, converted, [[x]], optimized=False)
-    assert found.codes <= 1.0
-    assert (converted(x) - model(x)).abs().max() < 0.1
+    found = compare_with_torch(to_onnx(converted, [x]), converted, [[x]], optimized=False)
+    assert found.codes <= 1.0 and (converted(x) - model(x)).abs().max() < 0.1
 
 
 @pytest.mark.slow
