@@ -71,10 +71,9 @@ def gated():
 
 
 GIVEN = {
-    "percentile": ("--percent", "99.5"),
-    "lp": ("--power", "2.4"),
+    "percentile": ("--percent", "99.5"), "lp": ("--power", "2.4"),
     "entropy-tensorrt": ("--batch-size", "4"),
-}
+}  # fmt: skip
 
 
 def images(count=17):
@@ -121,8 +120,7 @@ def test_export_and_build_find_the_same_scales(folder, method):
     words = ("--method", method, *GIVEN.get(method, ()))
     ours, shown = exported(folder, *words)
     assert f"ranges by {method}" in shown
-    theirs = pairs(built(folder, ".int8.onnx", *words))
-    assert ours == theirs and len(ours) == 4
+    assert ours == pairs(built(folder, ".int8.onnx", *words)) and len(ours) == 4
 
 
 @pytest.mark.slow
@@ -200,8 +198,7 @@ def test_the_default_is_that_of_build_for_every_target():
     for name, target in TARGETS.items():
         assert bool(target.own_method) == isinstance(search_for(name), IfmrSearch)
     own = search_params(LayerConfig(activation=ActivationParams(asymmetric=True)))
-    assert own == IfmrParams(with_offset=True)
-    assert search_for("onnxruntime").label == "mse"
+    assert own == IfmrParams(with_offset=True) and search_for("onnxruntime").label == "mse"
     assert search_for("ascend", "percentile 99.5").label == "percentile 99.5"
     with pytest.raises(ConfigError, match=r"a method is one of minmax, .*, got 'ema'"):
         search_for("onnxruntime", "ema")
