@@ -47,17 +47,10 @@ def net():
     return with_statistics(nn.Sequential(*layers))
 
 
-def doubled(module, inputs, output):
-    return output * 2
-
-
-def one_more(module, inputs, named):
-    return (inputs[0] + 1,), named
-
-
 def test_hooks_of_layers_and_leaves_are_part_of_the_graph():
     model = net()
-    model[0].register_forward_hook(doubled)
+    model[0].register_forward_hook(lambda module, inputs, output: output * 2)
+    one_more = lambda module, inputs, named: ((inputs[0] + 1,), named)  # noqa: E731
     model[3].register_forward_pre_hook(one_more, with_kwargs=True)
     wanted = model(X)
     for made in (trace(model), prepare(model, [X]), fuse(model)[0]):
@@ -67,7 +60,7 @@ def test_hooks_of_layers_and_leaves_are_part_of_the_graph():
         QatLayer(model[0], WeightQuant(0))
 
     part = module(lambda self, x: x.clamp(min=0))
-    part.register_forward_hook(doubled)
+    part.register_forward_hook(lambda module, inputs, output: output * 2)
     model = nn.Sequential(part, nn.ReLU())
     assert torch.equal(trace(model, leaves=[type(part)])(X), model(X))
 
@@ -173,14 +166,13 @@ def task_of(model, **options):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ("weights", "another float weights;"),
-        ("teacher", "another teacher;"),
+        ("weights", "another float weights;"), ("teacher", "another teacher;"),
         ({"optimizer": partial(torch.optim.SGD, lr=0.5)}, "another optimizer;"),
         ({"clip_gradient": 2.0}, "another limit of gradients;"),
         ({"distil_weight": 2.0}, "another distillation;"),
         ({"skip": ["3"]}, "another form of the model;"),
     ],
-)
+)  # fmt: skip
 def test_a_checkpoint_of_another_training_is_refused(tmp_path, changed, said):
     path, model, options = tmp_path / "qat.pt", net(), {}
     train(task_of(model), checkpoint=path)
@@ -299,8 +291,7 @@ def test_an_export_that_fails_shows_a_sentence_and_no_graph(tmp_path, run):
 
 def test_a_trained_model_is_measured_against_its_own_weights():
     result = train(task_of(net(), epochs=2))
-    found = measure_mode("qat", float_form(result.prepared), result.converted, [(X,)])
-    assert found.sqnr_db > 25
+    assert measure_mode("qat", float_form(result.prepared), result.converted, [(X,)]).sqnr_db > 25
     zero = tiny(0.0)
     assert "all 0" in format_modes([measure_mode("float", zero, zero, [(X,)])])
 
@@ -410,10 +401,9 @@ def test_norms_that_stay_say_why():
     model, x = moved(), torch.randn(3, 16, 6)
     found, report = fold_batch_norms(model, [x])
     assert report.norms_left == 3 and dict(report.skipped) == {
-        "bn": "a view after linear moves its channels",
-        "one": "twice is called at several places",
+        "bn": "a view after linear moves its channels", "one": "twice is called at several places",
         "two": "twice is called at several places",
-    }
+    }  # fmt: skip
     for ours, theirs in zip(found(x), model(x), strict=True):
         assert torch.equal(ours, theirs)
     torch.manual_seed(0)
