@@ -158,8 +158,7 @@ def test_samples_by_name_and_in_tuples_train_resume_and_export(run, tmp_path, mo
     ],
 )
 def test_samples_with_other_names_than_the_inputs_are_refused(refusal, tmp_path, name, said):
-    words = ("--int8-stem", "-o", tmp_path / "n.onnx")
-    assert said in refusal("qat", f"{__file__}:{name}", *words)
+    assert said in refusal("qat", f"{__file__}:{name}", "--int8-stem", "-o", tmp_path / "n.onnx")
 
 
 def test_a_call_is_read_as_the_users_forward_would():
