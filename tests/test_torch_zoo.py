@@ -40,17 +40,14 @@ MEAN = "ReduceMean"  # over a picture, which `build` writes as a GlobalAveragePo
 PAIRS = {"QuantizeLinear", "DequantizeLinear"}
 
 WRITTEN = {
-    "onnxruntime": ".int8.onnx",
-    "tensorrt": ".tensorrt.qdq.onnx",
-    "ascend": "_amct_qdq.onnx",
-}
+    "onnxruntime": ".int8.onnx", "tensorrt": ".tensorrt.qdq.onnx", "ascend": "_amct_qdq.onnx",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     path = tmp_path_factory.mktemp("images") / "x.npy"
-    made = np.random.default_rng(0).normal(size=(4, 3, 32, 32))
-    np.save(path, made.astype(np.float32))
+    np.save(path, np.random.default_rng(0).normal(size=(4, 3, 32, 32)).astype(np.float32))
     return path
 
 
@@ -152,8 +149,7 @@ def test_export_quantizes_what_build_quantizes(command, built, tmp_path, images,
     found, wanted = (rows(path, net, target) for path in (ours, theirs))
     if target == "onnxruntime":  # a ConvTranspose that makes tiles is a Conv and copies there
         found = [("Conv", *row[1:]) if row[0] == "ConvTranspose" else row for row in found]
-    assert found == wanted
-    assert any(weights for _, _, weights, _ in wanted)
+    assert found == wanted and any(weights for _, _, weights, _ in wanted)
     first_is_float = net in ("mobile", "detector", "joined") and target == "onnxruntime"
     assert ("the first Conv has only 27 products" in said) == first_is_float
     assert net != "parameters" or "int8: 4 of 4 layers with weights" in said
@@ -163,15 +159,11 @@ def test_export_quantizes_what_build_quantizes(command, built, tmp_path, images,
 @pytest.mark.parametrize(
     ("net", "target", "option"),
     [
-        ("mobile", "onnxruntime", "--int8-stem"),
-        ("pooled", "tensorrt", "--pair-behind-deconv"),
-        ("pooled", "tensorrt", "--dla"),
-        ("joined", "tensorrt", "--float-behind-concat"),
+        ("mobile", "onnxruntime", "--int8-stem"), ("pooled", "tensorrt", "--pair-behind-deconv"),
+        ("pooled", "tensorrt", "--dla"), ("joined", "tensorrt", "--float-behind-concat"),
     ],
-)
-def test_export_takes_the_targets_options_that_place(
-    command, built, tmp_path, images, net, target, option
-):
+)  # fmt: skip
+def test_export_takes_options_that_place(command, built, tmp_path, images, net, target, option):
     (theirs,) = built(net, option).glob(f"*{WRITTEN[target]}")
     ours = tmp_path / "ours.onnx"
     words = ("--qdq", "--images", images, "--target", target, option, "-o", ours)
@@ -197,8 +189,7 @@ def test_what_the_graph_has_no_tensor_or_layer_for_stays_float():
     x = torch.randn(2, 4, 8)
     prepared = prepare(whole, [x], target="tensorrt")
     quants = {n.args[0].name: n for n in prepared.graph.nodes if str(n.target).startswith("quant_")}
-    read = {user.name for quant in quants.values() for user in quant.users}
-    assert read == {"inside", "out"}
+    assert {user.name for quant in quants.values() for user in quant.users} == {"inside", "out"}
     calibrate(prepared, [x])
     converted = convert(prepared)
     found = measure_coverage(converted, whole)
