@@ -29,10 +29,9 @@ def made(small_cnn, data, tmp_path_factory):
     """The Q/DQ models that calib8 makes of a float one, one a target."""
     out = tmp_path_factory.mktemp("made")
     files = {
-        "onnxruntime": "small_cnn.int8.onnx",
-        "tensorrt": "small_cnn.tensorrt.qdq.onnx",
+        "onnxruntime": "small_cnn.int8.onnx", "tensorrt": "small_cnn.tensorrt.qdq.onnx",
         "ascend": "small_cnn_amct_qdq.onnx",
-    }
+    }  # fmt: skip
     words = ("--images", data, "--out", out, "--duration", 0, "--effort", 0, *ALL)
     run_command("build", small_cnn, *words)
     return {target: out / file for target, file in files.items()}
@@ -50,8 +49,7 @@ def built(run, data, tmp_path):
         fed, out = ("--images", data) if images else (), tmp_path / "out"
         run.ok("build", as_path(model, tmp_path), *fed, "--out", out, "--duration", 0, *words)
         report = json.loads((out / "report.json").read_text())
-        notes = {one["name"]: " ".join(one["notes"]) for one in report["targets"]}
-        return out, report, notes
+        return out, report, {one["name"]: " ".join(one["notes"]) for one in report["targets"]}
 
     return call
 
@@ -257,8 +255,7 @@ def test_options_of_a_target_that_quantize_are_refused(refused, made, target, wo
 def test_float_is_of_a_quantized_model_with_the_same_ends(refused, made, small_cnn, detector):
     assert "leave it away" in refused(small_cnn, "--float", small_cnn)
     assert "must have the outputs" in refused(made["onnxruntime"], "--float", detector)
-    alone = refused(made["onnxruntime"], "--float", small_cnn, images=False)
-    assert "give --images too" in alone
+    assert "give --images too" in refused(made["onnxruntime"], "--float", small_cnn, images=False)
     assert "quantized already" in refused(made["onnxruntime"], "--float", made["onnxruntime"])
 
 
