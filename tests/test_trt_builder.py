@@ -203,8 +203,7 @@ def test_every_build_has_the_same_logger_and_its_own_words(fake):
     fake.does = speaks
     with record_log() as all_along:
         logs = [build_engine(MODEL, BuilderSettings()).log for _ in range(2)]
-    assert logs == [("by the way",)] * 2
-    assert all_along.lines == ["by the way"] * 2
+    assert logs == [("by the way",)] * 2 and all_along.lines == ["by the way"] * 2
     assert len({id(logger) for logger in fake.loggers}) == 1
     fake.loggers[0].log(ERROR, "to nobody")
     assert all_along.errors == []
@@ -268,8 +267,7 @@ def model(small_cnn, tmp_path):
     """The small CNN, and the index of its largest output."""
     net = onnx.load(small_cnn)
     net.graph.node.append(helper.make_node("ArgMax", ["logits"], ["best"], "best", axis=1))
-    info = helper.make_tensor_value_info("best", TensorProto.INT64, ["batch", 1])
-    net.graph.output.append(info)
+    net.graph.output.append(helper.make_tensor_value_info("best", TensorProto.INT64, ["batch", 1]))
     return save_onnx(net, tmp_path / "net.onnx")
 
 
@@ -303,21 +301,18 @@ def test_everything_but_the_engine_is_there_and_the_lines_name_it(built):
     cache = parse((built / "net.tensorrt.cache").read_bytes(), origin="made")
     assert (cache.header.version, cache.header.algorithm) == ("10.3.0", ENTROPY2)
     tensors = {"x", "c1", "r1", "c2", "a", "r2", "c3", "r3", "p", "f", "logits"}
-    assert tensors <= set(cache.scales())
-    assert cache.scales()["p"] == cache.scales()["r3"]
+    assert tensors <= set(cache.scales()) and cache.scales()["p"] == cache.scales()["r3"]
     report = (built / "report.json").read_text()
     lines = [re.sub(r'".*', "", part) for part in report.split("trtexec ")[1:]]
     assert len(lines) >= 3
     for line in lines[:3]:
-        words = shlex.split(line)
-        named = dict(word[2:].split("=", 1) for word in words if "=" in word)
+        named = dict(word[2:].split("=", 1) for word in shlex.split(line) if "=" in word)
         assert (built / named["onnx"]).is_file()
         assert named["minShapes"] == named["optShapes"] == "x:1x3x16x16"
         assert named["maxShapes"] == "x:8x3x16x16"
         if "calib" in named:
             assert (built / named["calib"]).is_file()
-    assert "--calib" in lines[0]
-    assert not any("--int8" in line for line in lines[2:3])
+    assert "--calib" in lines[0] and not any("--int8" in line for line in lines[2:3])
 
 
 def test_the_qdq_model_and_the_cache_hold_the_same_scales(built, model):
@@ -334,9 +329,7 @@ def test_the_qdq_model_and_the_cache_hold_the_same_scales(built, model):
             assert dict(scale_nodes(again)) == made
 
 
-def test_without_tensorrt_nodes_kept_in_float_and_versions_are_as_asked(
-    model, tmp_path, monkeypatch
-):
+def test_without_tensorrt_float_nodes_and_versions_are_as_asked(model, tmp_path, monkeypatch):
     monkeypatch.setattr(sdk, "find_sdk", no_engine)
     out = tmp_path / "kept"
     notes = built_on(model, out, float_nodes=("Gemm_logits",))
@@ -392,9 +385,7 @@ def test_nodes_kept_in_float_are_bound_in_the_engine_from_the_cache(gpu, model, 
 
 
 @pytest.mark.slow
-def test_what_float16_does_not_hold_is_bound_in_engines_whose_types_tensorrt_chooses(
-    gpu, model, tmp_path, tensorrt, monkeypatch
-):
+def test_what_float16_cannot_hold_is_bound_in_engines(gpu, model, tmp_path, tensorrt, monkeypatch):
     held = onnx.load(model)
     output = held.graph.output[0].name
     held.graph.initializer.append(numpy_helper.from_array(np.float32(1e5), "much"))
@@ -426,8 +417,7 @@ def test_a_folder_of_stubs_is_not_taken_for_tensorrt(monkeypatch):
 def test_profiles_open_the_batch_and_fix_the_rest():
     shapes = {"x": ("n", 3, None, 8), "fixed": (1, 4), "m": (2, "len")}
     fed = {"x": (2, 3, 6, 8), "fixed": (1, 4), "m": (2, 7)}
-    profiles = builder.profiles_for(shapes, fed, most_batch=8)
-    assert profiles == {
+    assert builder.profiles_for(shapes, fed, most_batch=8) == {
         "x": InputShapeRange((1, 3, 6, 8), (2, 3, 6, 8), (8, 3, 6, 8)),
         "m": InputShapeRange((2, 7), (2, 7), (2, 7)),
     }
@@ -489,21 +479,16 @@ def test_warnings_and_missing_scales_become_notes(model):
     assert {item.tensor for item in judged if item.harmful} == {"x", "r1", "f", "p"}
     assert [item.harmful for item in judged] == sorted((i.harmful for i in judged), reverse=True)
     why = {item.tensor: item.reason for item in judged}
-    assert "constant" in why["b4_output"]
-    assert "index" in why["best"]
-    assert "output of the model" in why["logits"]
-    assert "fused" in why["c1"]
+    assert "constant" in why["b4_output"] and "index" in why["best"]
+    assert "output of the model" in why["logits"] and "fused" in why["c1"]
     lines = [LOG.format(name) for name in ("x", "b4_output", "logits")]
     notes = engines._log_notes(lines, net)
-    assert len(notes) == 2
-    assert notes[0].startswith("TensorRT has no scale for x")
-    assert notes[1].startswith("TensorRT warned of 2 more")
-    assert engines._log_notes([], net) == ()
+    assert len(notes) == 2 and notes[0].startswith("TensorRT has no scale for x")
+    assert notes[1].startswith("TensorRT warned of 2 more") and engines._log_notes([], net) == ()
     kept = LogRecorder(least=3)
     for severity, message in enumerate(["internal", "error", "warning", "info", "verbose"]):
         kept.keep(severity, 1, message)
-    assert kept.errors == ["internal", "error"]
-    assert kept.warnings == ["warning"]
+    assert kept.errors == ["internal", "error"] and kept.warnings == ["warning"]
     assert kept.lines == ["internal", "error", "warning", "info"]
 
 
