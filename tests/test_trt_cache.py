@@ -29,8 +29,7 @@ scale_bits = st.integers(0, 0x7F800000)
 def test_real_caches_round_trip_byte_for_byte_and_are_written_anew(path):
     data = path.read_bytes()
     cache = parse(data, origin=path.name)
-    assert dump(cache) == data
-    assert len(cache.entries) == len(data.splitlines()) - 1
+    assert dump(cache) == data and len(cache.entries) == len(data.splitlines()) - 1
     header = cache.header
     if header.label is not None:
         assert dump(trt_cache.relabel(cache, version=str(header.version))) == data
@@ -76,10 +75,8 @@ def test_scales_survive_the_text(entries, version, algorithm):
 @settings(max_examples=60)
 @given(
     st.lists(st.tuples(names, st.integers(0, 2**32 - 1)), min_size=1, max_size=6),
-    st.sampled_from(["\n", "\r\n"]),
-    st.booleans(),
-    st.booleans(),
-)
+    st.sampled_from(["\n", "\r\n"]), st.booleans(), st.booleans(),
+)  # fmt: skip
 def test_odd_but_readable_text_round_trips(entries, end, final, upper):
     lines = [f"{name}: {bits:{'08X' if upper else '08x'}}" for name, bits in entries]
     text = end.join(["TRT-8503-EntropyCalibration2", *lines]) + (end if final else "")
@@ -115,8 +112,7 @@ def test_every_truncation_is_refused_or_ends_at_a_whole_entry():
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (b"", "is empty"),
-        (b"TRT-8503-EntropyCalibration2\n", "cut off"),
+        (b"", "is empty"), (b"TRT-8503-EntropyCalibration2\n", "cut off"),
         (b"TRT-8503-Ent", "damaged first line|cut off|starts with a line"),
         (b"data: 3c008912\n", "no header"),
         (b"TRT-8503-EntropyCalibration2\ndata 3c008912\n", "line 2"),
@@ -124,19 +120,14 @@ def test_every_truncation_is_refused_or_ends_at_a_whole_entry():
         (b"TRT-8503-EntropyCalibration2\ndata: 0.0079\n", "line 2"),
         (b"TRT-8503-EntropyCalibration2\ndata: 3c008912\n\n", "line 3"),
         (b"TRT-8503-EntropyCalibration2\n: 3c008912\n", "line 2"),
-        (b"\xef\xbb\xbf" + SMALL, "byte order mark"),
-        (SMALL.decode().encode("utf-16"), "UTF-16"),
-        (b"\x80\x04\x95\x00\x00", "pickle"),
-        (b"\x93NUMPY\x01\x00", "numpy"),
+        (b"\xef\xbb\xbf" + SMALL, "byte order mark"), (SMALL.decode().encode("utf-16"), "UTF-16"),
+        (b"\x80\x04\x95\x00\x00", "pickle"), (b"\x93NUMPY\x01\x00", "numpy"),
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
-        (b"<!DOCTYPE html><html>", "web page"),
-        (b'record {\n  key: "conv1"\n', "AMCT"),
-        (b"ptrt\x00\x00\x00\x00", "engine"),
-        (b"\x00" * 300, "binary"),
-        (b"conv1 1.5\n", "onnxruntime"),
-        (b"hello\n", "no known calibration tool"),
+        (b"<!DOCTYPE html><html>", "web page"), (b'record {\n  key: "conv1"\n', "AMCT"),
+        (b"ptrt\x00\x00\x00\x00", "engine"), (b"\x00" * 300, "binary"),
+        (b"conv1 1.5\n", "onnxruntime"), (b"hello\n", "no known calibration tool"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_cache_is_refused_with_its_likely_origin(data, told):
     with pytest.raises(CacheError, match=told) as caught:
         parse(data, origin="some.cache")
@@ -147,16 +138,14 @@ def test_flaws_duplicates_legacy_headers_and_other_files():
     text = b"TRT-8503-EntropyCalibration2\na: 0\nb: 7f800000\nc: ffc00000\nd: bf800000\na: 0\n"
     cache = parse(text, origin="memory")
     assert cache.flaws() == {"a": "zero", "b": "inf", "c": "NaN", "d": "negative"}
-    assert cache.duplicates() == ["a"]
-    assert dump(cache) == text
+    assert cache.duplicates() == ["a"] and dump(cache) == text
     assert cache.scales()["b"] == np.inf
     cache = parse(b"TRT-8503-EntropyCalibration2\na: 1\na: 2\n", origin="memory")
     with pytest.raises(CacheError, match="one tensor has one scale"):
         cache.scales()
     cache = parse(b"03ff00000000000003feffffde7210be9\ndata: 3c008102\n", origin="memory")
     assert (cache.header.cutoff, cache.header.quantile) == (1.0, 0.999999)
-    assert cache.header.label is None
-    assert cache.header.algorithm == LEGACY
+    assert cache.header.label is None and cache.header.algorithm == LEGACY
     assert trt_cache.relabel(cache, version="8.5.3") == cache
     moved = trt_cache.relabel(cache, version="8.5.3", algorithm=ENTROPY2)
     assert dump(moved).startswith(b"TRT-8503-EntropyCalibration2\n")
@@ -189,13 +178,11 @@ def test_what_is_no_version_is_refused(version):
 @pytest.mark.parametrize(
     ("scales", "told"),
     [
-        ({}, "at least one"),
-        ({"a": np.float32("nan")}, "zero or more"),
-        ({"a\nb": np.float32(1)}, "line break"),
-        ({"a": np.float32(-1)}, "zero or more"),
+        ({}, "at least one"), ({"a": np.float32("nan")}, "zero or more"),
+        ({"a\nb": np.float32(1)}, "line break"), ({"a": np.float32(-1)}, "zero or more"),
         ({"": np.float32(1)}, "not empty"),
     ],
-)
+)  # fmt: skip
 def test_scales_that_no_cache_can_hold_are_refused(scales, told):
     with pytest.raises(CacheError, match=told):
         from_scales(scales, version="8.5.3")
@@ -219,8 +206,7 @@ def cache(calibrate, tmp_path):
 @NEEDS_SHARED
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
 def test_real_caches_pass_show_check_and_relabel(path, run, tmp_path):
-    shown = run.ok("cache", "show", path)
-    assert len(shown.splitlines()) == len(path.read_bytes().splitlines())
+    assert len(run.ok("cache", "show", path).splitlines()) == len(path.read_bytes().splitlines())
     json.loads(run.ok("cache", "show", "--json", path))
     run.ok("cache", "check", path)
     there, back = tmp_path / "there", tmp_path / "back"
@@ -267,11 +253,10 @@ def test_a_fitting_cache_is_reused_and_a_stale_one_is_not(calibrate, tmp_path):
     ("method", "header"),
     [
         ("entropy-tensorrt", "TRT-100300-EntropyCalibration2"),
-        ("entropy", "TRT-100300-EntropyCalibration2"),
-        ("minmax", "TRT-100300-MinMaxCalibration"),
+        ("entropy", "TRT-100300-EntropyCalibration2"), ("minmax", "TRT-100300-MinMaxCalibration"),
         ("legacy", "03ff00000000000003feffffde7210be9"),
     ],
-)
+)  # fmt: skip
 def test_calibrators_have_their_own_headers(calibrate, tmp_path, method, header):
     calibrate("--method", method)
     assert (tmp_path / "m.cache").read_text().splitlines()[0] == header
@@ -332,8 +317,7 @@ def test_merge_wants_agreement_or_a_rule(run, tmp_path):
     a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"
     a.write_bytes(head + b"x: 3c008912\ny: 3c008912\n")
     b.write_bytes(head + b"y: 3d008912\nz: 3c008912\n")
-    assert "--on-conflict" in run.fails("cache", "merge", a, b, "-o", out)
-    assert not out.exists()
+    assert "--on-conflict" in run.fails("cache", "merge", a, b, "-o", out) and not out.exists()
     for rule, digits in (("first", b"3c"), ("last", b"3d"), ("max", b"3d")):
         run.ok("cache", "merge", a, b, "-o", out, "--on-conflict", rule)
         assert out.read_bytes() == head + b"x: 3c008912\ny: %b008912\nz: 3c008912\n" % digits
@@ -346,17 +330,12 @@ def test_broken_caches_end_in_one_sentence(data, run, small_cnn, tmp_path):
     broken, out = tmp_path / "broken.cache", tmp_path / "out"
     broken.write_bytes(data)
     for words in (
-        ("show", broken),
-        ("check", broken),
-        ("diff", broken, broken),
-        ("merge", broken, "-o", out),
+        ("show", broken), ("check", broken), ("diff", broken, broken), ("merge", broken, "-o", out),
         ("relabel", broken, "--trt-version", "8.5.3", "-o", out),
-        ("to-qdq", small_cnn, broken, "-o", out),
-        ("show", tmp_path / "missing"),
-        ("show", tmp_path),
-        ("from-qdq", broken, "-o", out, out),
+        ("to-qdq", small_cnn, broken, "-o", out), ("show", tmp_path / "missing"),
+        ("show", tmp_path), ("from-qdq", broken, "-o", out, out),
         ("from-qdq", small_cnn, "-o", out, out),
-    ):
+    ):  # fmt: skip
         error = run.fails("cache", *words)
         assert error.startswith("calib8: error: ") and error.count("\n") == 1
         assert not out.exists()
