@@ -21,6 +21,7 @@ from deploy.method import Method
 from deploy.pipeline import calibrate
 from deploy.targets.tensorrt import cache_contents
 from deploy.targets.tensorrt.cache_contents import cache_tensors, likely_parser
+from tests.models import save_fixed_batch
 from tests.vendor_models import build_net, parse_nodes
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt"
@@ -120,12 +121,10 @@ def test_tensors_of_a_cache_of_10(made):
     every = ["x", "c", "n", "r", "dead", "mask", "kept", "p", "f", "/y/gemm_output", "y"]
     assert list(scales) == every
     assert scales["n"] == np.float32(2) * scales["c"] or abs(scales["n"] / scales["c"] - 2) < 1e-3
-    assert scales["p"] == scales["kept"]
-    assert scales["dead"] == 0
+    assert scales["p"] == scales["kept"] and scales["dead"] == 0
     assert np.isinf(scales["mask"])
     found = made(batch_size=2)
-    products = found.statistics["/y/gemm_output"]
-    outputs = found.statistics["y"]
+    products, outputs = found.statistics["/y/gemm_output"], found.statistics["y"]
     assert np.isclose(outputs.maximum - products.maximum, 1, atol=1e-5)
     assert np.isclose(outputs.minimum - products.minimum, 1, atol=1e-5)
     searched = [name for name in every if name not in ("c", "/y/gemm_output")]
@@ -172,9 +171,8 @@ def vgg16():
     attributes = {
         "Conv": {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]},
         "MaxPool": {"kernel_shape": [2, 2], "strides": [2, 2]},
-        "AveragePool": {"kernel_shape": [1, 1]},
-        "Gemm": {"transB": 1},
-    }
+        "AveragePool": {"kernel_shape": [1, 1]}, "Gemm": {"transB": 1},
+    }  # fmt: skip
     names = ["input.1", *map(str, range(33, 71))]
     texts, weights = [], {}
     for op, source, out in zip(ops, names[:-1], names[1:], strict=True):
@@ -231,12 +229,8 @@ def test_casts_share_a_scale_and_indices_are_not_listed():
     nodes = parse_nodes(text, i={"axis": 1})
     weights = {"w": np.ones((4, 3, 1, 1)), "s": np.ones(4)}
     original = build_net(nodes, {"x": [1, 3, 2, 2]}, {"i": (TensorProto.INT64, None)}, weights)
-    assert cache_contents.trt_tensors(load(original, fold_batchnorm=False).model) == [
-        "x",
-        "c",
-        "n",
-        "r",
-    ]
+    listed = cache_contents.trt_tensors(load(original, fold_batchnorm=False).model)
+    assert listed == ["x", "c", "n", "r"]
 
 
 MODELS = Path(os.environ.get("CALIB8_MODELS") or Path.home() / ".cache" / "calib8-models")
@@ -249,19 +243,16 @@ YOLO = MODELS / "nudenet-3.4.2" / "nudenet" / "320n.onnx"
 def test_yolov8n_has_the_names_that_tensorrt_10_14_wrote(stem):
     """Another YOLOv8n than the caches' own: the layers before the head are the same."""
     real = parse((SHARED / "caches" / f"{stem}_entropy2.cache").read_bytes(), origin=stem)
-    original = onnx.load(YOLO)
-    wanted = tensors_of(original, "10.14.1")
+    wanted = tensors_of(onnx.load(YOLO), "10.14.1")
 
     def body(names):
         return {name for name in names if name.startswith("/model.") and "/model.22" not in name}
 
     scales = real.scales()
-    assert body(list(scales)) == body([t.name for t in wanted])
-    assert len(body(list(scales))) > 150
+    assert body(list(scales)) == body([t.name for t in wanted]) and len(body(list(scales))) > 150
     assert "/model.22/dfl/Softmax_output" in {t.name for t in wanted} & set(scales)
     pools = [t for t in wanted if t.shares in scales and t.name in scales]
-    assert pools
-    assert all(scales[t.name] == scales[str(t.shares)] for t in pools)
+    assert pools and all(scales[t.name] == scales[str(t.shares)] for t in pools)
 
 
 def test_the_rest_is_left_out_and_said():
@@ -270,8 +261,7 @@ def test_the_rest_is_left_out_and_said():
     assert [batch["x"][:, 0].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]]
     assert batches[0]["k"] == 7
     assert (count_in_full_batches(7, 3), count_in_full_batches(6, 3)) == (6, 6)
-    assert note_left_out(6, 3) == ()
-    assert "the last 1 of 7 samples" in note_left_out(7, 3)[0]
+    assert note_left_out(6, 3) == () and "the last 1 of 7 samples" in note_left_out(7, 3)[0]
     with pytest.raises(ConfigError, match="got 2 samples for batches of 3"):
         count_in_full_batches(2, 3)
     assert count_in_full_batches(3, 1, filled=1) == 2
@@ -284,8 +274,7 @@ def test_the_rest_is_left_out_and_said():
     assert next(batches)["x"].shape == (2, 2)
     with pytest.raises(ConfigError, match=r"one shape, got samples of \(1, 3\) and \(1, 4\)"):
         next(batches)
-    keys = {HistogramOf(8).key, HistogramOf(8, 16).key, HistogramOf(8, 24).key}
-    assert len(keys) == 3
+    assert len({HistogramOf(8).key, HistogramOf(8, 16).key, HistogramOf(8, 24).key}) == 3
 
 
 @pytest.fixture
@@ -324,15 +313,10 @@ def calibrated(run, words, tmp_path):
     return call
 
 
-def test_whole_batches_alone_are_observed_fixed_or_asked_for(
-    calibrated, command, words, small_cnn, tmp_path
-):
+def test_whole_batches_alone_are_observed(calibrated, command, words, small_cnn, tmp_path):
     scales = calibrated(20, "--batch-size", 8)[3]
     fixed, own = tmp_path / "fixed.onnx", tmp_path / "own.cache"
-    model = onnx.load(small_cnn)
-    for value in (*model.graph.input, *model.graph.output):
-        value.type.tensor_type.shape.dim[0].dim_value = 8
-    onnx.save(model, fixed)
+    save_fixed_batch(small_cnn, fixed, batch=8)
     out = command(*words(20, "--batch-size", 8, "-o", own, model=fixed))
     assert "the last 1 of 3 samples fill none and were left out" in out
     assert own.read_bytes() == scales
@@ -340,8 +324,7 @@ def test_whole_batches_alone_are_observed_fixed_or_asked_for(
     assert code == 0 and "the last 4 of 20 samples" in " ".join(out.split())
     code, out, _, fewer = calibrated(16, "--batch-size", 8)
     assert code == 0 and "fill none" not in out
-    assert cache == fewer
-    assert cache != calibrated(20, "--batch-size", 5)[3]
+    assert cache == fewer and cache != calibrated(20, "--batch-size", 5)[3]
     code, _, err, _ = calibrated(20, "--batch-size", 21)
     assert code == 1 and "got 20 samples for batches of 21" in err
 
@@ -353,9 +336,7 @@ def test_a_calibration_of_whole_batches_is_used_again(command, words, tmp_path):
 
 
 @pytest.mark.slow
-def test_tensorrts_calibrator_gets_the_same_batches(
-    tensorrt, command, refusal, small_cnn, listed, tmp_path
-):
+def test_tensorrt_gets_the_same_batches(tensorrt, command, refusal, small_cnn, listed, tmp_path):
     trt = tensorrt("8.5.3.1")
     words = ["build", small_cnn, "--preprocess", "unit", "--effort", 0, "--duration", 0]
     words += ["--target", "tensorrt", "--calibrator", "minmax"]
@@ -368,10 +349,8 @@ def test_tensorrts_calibrator_gets_the_same_batches(
         return " ".join(report["targets"][0]["notes"]), cache.read_bytes()
 
     said, cache = built(20)
-    assert "the last 4 of 20 samples" in said
-    assert trt.STORY.configs[0].int8_calibrator.taken == 2
+    assert "the last 4 of 20 samples" in said and trt.STORY.configs[0].int8_calibrator.taken == 2
     said, fewer = built(16)
-    assert "fill none" not in said
-    assert cache == fewer
+    assert "fill none" not in said and cache == fewer
     err = refusal(*words, "--images", listed(6), "--out", tmp_path / "few")
     assert "got 6 samples for batches of 8" in err
