@@ -58,8 +58,7 @@ def bench(folder):
 def test_an_engine_is_built_used_again_and_measured(tensorrt, build, command, tmp_path, version):
     trt = tensorrt(version)
     assert any(f"TensorRT {version} on Fake H200" in note for note in build())
-    assert any("built before" in note for note in build())
-    assert len(trt.STORY.configs) == 1
+    assert any("built before" in note for note in build()) and len(trt.STORY.configs) == 1
     (cache,) = tmp_path.glob("out/*.tensorrt.cache")  # for the version that builds, on reuse too
     assert cache.read_text().startswith(LABELS[version])
     command(*bench(tmp_path))
@@ -94,8 +93,7 @@ def test_tensorrt_calibrates_in_float32_alone(tensorrt, build, tmp_path, version
     trt = tensorrt(version)
     build("--calibrator", calibrator)
     calibrating, building = trt.STORY.configs
-    assert flags(calibrating) == {"INT8"}
-    assert flags(building) == {"INT8", "FP16", "TF32"}
+    assert flags(calibrating) == {"INT8"} and flags(building) == {"INT8", "FP16", "TF32"}
     (cache,) = tmp_path.glob("out/*.gpu.cache")
     assert cache.read_text().startswith(LABELS[version])
     build("--calibrator", calibrator, "--workspace", 64, "--rest", "fp32")
@@ -105,9 +103,7 @@ def test_tensorrt_calibrates_in_float32_alone(tensorrt, build, tmp_path, version
     assert known == {cache.read_bytes()}
 
 
-def test_flags_of_trtexec_are_for_the_lines_and_the_engine_alike(
-    tensorrt, build, failing, tmp_path
-):
+def test_flags_of_trtexec_are_for_lines_and_engine_alike(tensorrt, build, failing, tmp_path):
     trt = tensorrt(TEN)
     flags_given = ["--builderOptimizationLevel=5", "--versionCompatible", "--sparsity=enable"]
     flags_given.append("--hardwareCompatibilityLevel=ampere+")
@@ -153,8 +149,7 @@ def test_an_engine_for_dla_needs_a_core_and_a_version(
 
 def test_calibrators_and_gpus_that_are_not_there_are_refused(tensorrt, failing, monkeypatch):
     tensorrt(ELEVEN)
-    err = failing("--calibrator", "entropy2")
-    assert "needs a TensorRT with calibrators, got 11.1.0" in err
+    assert "needs a TensorRT with calibrators, got 11.1.0" in failing("--calibrator", "entropy2")
     tensorrt(TEN)
     monkeypatch.setattr("deploy.pipeline.calibration_run.observe", None)
     assert "one of the 2 GPUs of this machine, counted from 0, got 2" in failing("--device", 2)
@@ -183,8 +178,7 @@ def test_an_engine_runs_in_a_graph_and_in_streams(tensorrt, build, command, tmp_
 def test_a_profile_is_of_the_engines_layers(tensorrt, build, command, tmp_path, version, options):
     tensorrt(version)
     build()
-    measure = (*bench(tmp_path), "--profile", *options)
-    out = command(*measure, "--json", tmp_path / "r.json")
+    out = command(*bench(tmp_path), "--profile", *options, "--json", tmp_path / "r.json")
     ((found,),) = [json.loads((tmp_path / "r.json").read_text())["engines"]]
     times = [kernel["ms"] for kernel in found["kernels"]]
     assert times == [float(n) for n in range(len(times), 0, -1)]  # as the fake tells them
@@ -196,14 +190,11 @@ def test_a_profile_is_of_the_engines_layers(tensorrt, build, command, tmp_path, 
 def test_a_gpu_is_chosen_for_building_and_running(tensorrt, build, command, refusal, tmp_path):
     trt = tensorrt(TEN, "cuda-python")
     assert any("on Fake L4" in note for note in build("--device", 1))
-    assert trt.STORY.devices == [1]
-    assert set(trt.STORY.runs) <= {1}
+    assert trt.STORY.devices == [1] and set(trt.STORY.runs) <= {1}
     measure = bench(tmp_path)
     command(*measure, "--device", 1, "--streams", 2)
-    assert set(trt.STORY.runs) == {1}
-    assert "incompatible device: Fake L4" in refusal(*measure)
-    assert any("on Fake H200" in note for note in build())
-    assert trt.STORY.devices == [1, 0]
+    assert set(trt.STORY.runs) == {1} and "incompatible device: Fake L4" in refusal(*measure)
+    assert any("on Fake H200" in note for note in build()) and trt.STORY.devices == [1, 0]
     assert any("built before" in note for note in build())
 
 
@@ -216,9 +207,7 @@ def test_without_a_gpu_the_lines_say_on_which_to_build(tensorrt, build, tmp_path
 
 
 @pytest.mark.slow
-def test_libraries_of_plugins_are_loaded_and_part_of_the_engine(
-    tensorrt, build, run, refusal, failing, tmp_path, library
-):
+def test_plugins_are_part_of_an_engine(tensorrt, build, run, refusal, failing, tmp_path, library):
     trt = tensorrt(TEN)
     build("--plugin", library)
     assert hasattr(ctypes.CDLL(None), "FancyPluginCreator")
@@ -237,9 +226,7 @@ def test_libraries_of_plugins_are_loaded_and_part_of_the_engine(
 
 
 @pytest.mark.slow
-def test_a_build_that_fails_behind_its_calibration_has_lost_nothing(
-    tensorrt, failing, command, words, tmp_path
-):
+def test_a_build_that_fails_late_has_lost_nothing(tensorrt, failing, command, words, tmp_path):
     trt = tensorrt(EIGHT)
     trt.STORY.behind.append("Error Code 10: no implementation found")
     assert "no implementation found" in failing("--calibrator", "entropy2")
@@ -260,9 +247,7 @@ def test_what_has_no_scale_is_told(tensorrt, build):
     assert [note for note in said if "1 more tensors without a scale" in note]
 
 
-def test_batches_are_those_of_the_profile_and_one_logger_is_everywhere(
-    tensorrt, build, run, tmp_path, command, refusal
-):
+def test_batches_fit_profiles_and_one_logger_is_used(tensorrt, build, tmp_path, command, refusal):
     trt = tensorrt(TEN)
     build()
     command(*bench(tmp_path))
@@ -294,9 +279,7 @@ def sentences(path, rng, length, width):
 
 
 @pytest.mark.parametrize(("version", "dtype"), [(EIGHT, "INT32"), (TEN, "INT64")])
-def test_a_calibration_reads_whole_numbers_in_the_networks_type(
-    tensorrt, fed, tmp_path, version, dtype
-):
+def test_whole_numbers_are_read_in_the_networks_type(tensorrt, fed, tmp_path, version, dtype):
     trt, rng = tensorrt(version), np.random.default_rng(3)
     model = sentences(tmp_path, rng, 4, 16)
     np.save(tmp_path / "ids.npy", rng.integers(0, 9, (8, 4)))
@@ -327,8 +310,7 @@ def test_an_engine_takes_every_length_that_samples_had(tensorrt, fed, tmp_path):
     for number, length in enumerate((3, 11, 4, 5)):
         np.save(tmp_path / "rows" / f"{number}.npy", rng.integers(0, 9, (1, length)))
     out = fed(model, tmp_path / "rows")
-    profile = trt.STORY.configs[0].profile.shapes
-    assert profile == {"ids": ((1, 3), (1, 4), (2, 11))}
+    assert trt.STORY.configs[0].profile.shapes == {"ids": ((1, 3), (1, 4), (2, 11))}
     lines = (out / "words_trtexec.sh").read_text()
     assert "--minShapes=ids:1x3 --optShapes=ids:1x4 --maxShapes=ids:2x11 " in lines
 
@@ -382,11 +364,9 @@ def test_models_are_written_as_the_asked_version_reads_them(build_newest):
         assert not ops & {"Gelu", "LayerNormalization"} and {"Erf", "HardSwish"} <= ops
         reduced = [n for n in model.graph.node if n.op_type == "ReduceMean"]
         assert all(len(n.input) == 1 for n in reduced)
-        got = OrtSession.open(model).run(x)["y"]
-        assert np.abs(got - want).max() <= most * np.abs(want).max()
+        assert np.abs(OrtSession.open(model).run(x)["y"] - want).max() <= most * np.abs(want).max()
     written = "for TensorRT 8.5.3 the model is written in opset 17, got 20: 1 Gelu, 1 LayerNorm"
-    assert written in notes
-    assert "with TensorRT 8.5.3: trtexec --onnx=net.tensorrt.onnx" in notes
+    assert written in notes and "with TensorRT 8.5.3: trtexec --onnx=net.tensorrt.onnx" in notes
     assert "with any TensorRT from 8.5 to 10: trtexec --onnx=net.tensorrt.qdq.onnx" in notes
     assert opset(out / "net.tensorrt.typed.onnx") == 20  # the first with typed networks reads it
 
@@ -415,9 +395,7 @@ def test_a_version_is_not_told_to_read_what_it_cannot(build_newest):
     assert opset(out / "net.tensorrt.onnx") == 20
 
 
-def test_files_are_for_the_older_tensorrt_and_operators_it_lacks_are_told(
-    build_newest, monkeypatch
-):
+def test_files_are_for_the_older_tensorrt_and_what_it_lacks_is_told(build_newest, monkeypatch):
     model = newest()
     model.graph.node.extend(parse_nodes("Unique m -> u"))
     model.graph.output.extend(values({"u": ["k"]}))
@@ -437,19 +415,15 @@ def test_the_header_follows_the_installed_tensorrt_on_reuse_too(build_newest, mo
         return {parse((out / n).read_bytes(), origin=n).header.version for n in names}
 
     assert headers() == {"10.3.0"}
-    observe = "deploy.pipeline.calibration_run.observe"
-    monkeypatch.setattr(observe, None)  # nothing is calibrated again
+    monkeypatch.setattr("deploy.pipeline.calibration_run.observe", None)  # nothing is run again
     monkeypatch.setattr(sdk, "cache_reader", lambda: "8.6.1")
-    assert headers() == {"8.6.1"}
-    assert headers("--trt-version", "9.2.0") == {"9.2.0"}
+    assert headers() == {"8.6.1"} and headers("--trt-version", "9.2.0") == {"9.2.0"}
     assert headers() == {"8.6.1"}
     monkeypatch.setattr(sdk, "cache_reader", lambda: None)
     assert headers() == {"8.6.1"}  # as the cache that is used again
 
 
-def test_a_cache_taken_out_of_a_model_is_for_the_installed_tensorrt_too(
-    build_newest, command, tmp_path, monkeypatch
-):
+def test_a_models_cache_is_for_this_tensorrt_too(build_newest, command, tmp_path, monkeypatch):
     out, _ = build_newest(newest(), "--trt-version", "10.3.0")
 
     def header(*words):
