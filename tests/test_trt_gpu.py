@@ -79,8 +79,7 @@ def test_caches_are_held_against_each_other_entry_by_entry():
     finding = gpu_check.Finding("minmax")
     stranger = from_scales({"made up": np.float32(1), "t0": np.float32(1)}, version="8.5.3")
     gpu_check._hold(finding, moved(0), stranger)
-    assert finding.only_ours == ["made up"]
-    assert "made up" in finding.wrong[0]
+    assert finding.only_ours == ["made up"] and "made up" in finding.wrong[0]
     assert finding.entries == 1
     gpu_check._hold(finding, moved(0), from_scales({"a": np.float32(1)}, version="8.5.3"))
     assert finding.wrong[-1] == "no name is in both caches"
@@ -106,8 +105,7 @@ def test_the_median_is_judged_and_every_difference_printed(capsys):
     assert "median scale is 0.110% off" in finding.wrong[0]
     legacy = gpu_check.Finding("legacy")
     gpu_check._hold(legacy, moved(0), moved(0.5, *most))
-    assert legacy.median == pytest.approx(0.5)
-    assert legacy.wrong == []
+    assert legacy.median == pytest.approx(0.5) and legacy.wrong == []
 
 
 def test_what_fails_in_one_engine_leaves_the_others_their_figures(tmp_path, monkeypatch):
@@ -130,10 +128,8 @@ def test_what_fails_in_one_engine_leaves_the_others_their_figures(tmp_path, monk
     making = {"fp32": plan, "entropy2": fails, "Q/DQ": plan}
     fp32, entropy2, qdq, graph = gpu_check.check(case(), making, tmp_path)
     for finding in (fp32, qdq, graph):
-        assert finding.cosine == pytest.approx(1)
-        assert finding.same_top1 == 1
-        assert finding.latency is not None
-        assert finding.wrong == []
+        assert finding.cosine == pytest.approx(1) and finding.same_top1 == 1
+        assert finding.latency is not None and finding.wrong == []
     assert entropy2.wrong == ["BackendError: TensorRT could not build it"]
     assert "| entropy2 |  | 25.0000% |" in gpu_check.table([entropy2])
     assert json.dumps([gpu_check._json(f) for f in (fp32, entropy2)])
@@ -148,8 +144,7 @@ def test_the_table_has_a_line_for_each_engine_and_what_is_wrong():
     fine = gpu_check.Finding("entropy2", equal=7, entries=7, cosine=0.999, latency=latency)
     bad = gpu_check.Finding("Q/DQ", cosine=0.5, wrong=["an output's cosine is 0.5000"])
     lines = gpu_check.table([fine, bad]).splitlines()
-    assert len(lines) == 6
-    assert lines[2].count("|") == lines[0].count("|")
+    assert len(lines) == 6 and lines[2].count("|") == lines[0].count("|")
     assert lines[-1] == "- Q/DQ: an output's cosine is 0.5000"
 
 
