@@ -41,10 +41,8 @@ def test_each_calibrator_is_tensorrts_own(seen, name, number):
 def test_tensorrt_reads_the_bytes_of_the_feed_or_a_known_cache(seen):
     assert seen["bytes_seen"] is True
     assert seen["whole"] == "ok TRT-8503-EntropyCalibration2\ndata: 3c008912\n"
-    assert seen["longer_feed"] == seen["whole"]
-    assert seen["reused"].startswith("ok ")
-    assert seen["reused_taken"] == 0
-    assert seen["refused_but_fed"] == seen["whole"]
+    assert seen["longer_feed"] == seen["whole"] and seen["reused"].startswith("ok ")
+    assert seen["reused_taken"] == 0 and seen["refused_but_fed"] == seen["whole"]
     assert seen["algorithms"]["legacy"]["legacy"] == [0.99, 0.5]
     assert seen["algorithms"]["legacy"]["histogram"] is None
 
@@ -52,18 +50,15 @@ def test_tensorrt_reads_the_bytes_of_the_feed_or_a_known_cache(seen):
 @pytest.mark.parametrize(
     ("case", "told"),
     [
-        ("short", "got 2 of 3"),
-        ("empty", "got 0 of 3"),
+        ("short", "got 2 of 3"), ("empty", "got 0 of 3"),
         ("raises", "OSError: the disk with the images went away"),
         ("wrong_shape", "OPT shape [2, 3, 4, 4] only, got [1, 3, 4, 4] in batch 1"),
         ("wrong_dtype", "got float64 for 'data' in batch 1"),
-        ("nan", "NaN or Inf in 'data' of batch 1"),
-        ("missing_name", "without 'mask'"),
-        ("no_cache_written", "wrote no cache"),
-        ("refused", "must take the known cache"),
+        ("nan", "NaN or Inf in 'data' of batch 1"), ("missing_name", "without 'mask'"),
+        ("no_cache_written", "wrote no cache"), ("refused", "must take the known cache"),
         ("unknown", "got 'kl'"),
     ],
-)
+)  # fmt: skip
 def test_what_tensorrt_would_swallow_is_raised(seen, case, told):
     assert told in seen[case]
 
@@ -73,12 +68,10 @@ def test_8_5_has_all_that_is_called_here(seen):
     parts = seen["small_parts"]
     assert parts["dims"] == [1, -1, 3]
     assert parts["dtypes"] == ["float32", "float16", "int8", "int32", "bool"]
-    assert parts["log"] == [["wrong"], ["wrong", "said"]]
-    assert parts["one_logger"]
+    assert parts["log"] == [["wrong"], ["wrong", "said"]] and parts["one_logger"]
     assert parts["stand_ins"] == ["CUBLAS", "CUBLAS_LT", "CUDNN"]
     told = seen["without_gpu"]
     failed = "could not make a builder on this machine: " in told
     assert told == "built" or (failed and "CUDA initialization failure" in told)
     version, level = seen["opencv"]
-    assert version.startswith("4.")
-    assert level == 0
+    assert version.startswith("4.") and level == 0
