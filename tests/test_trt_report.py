@@ -203,8 +203,7 @@ def test_speed_is_held_against_tensorrt_and_stages_stand_in_every_form(tensorrt,
     assert "1.67x</b><span>speed of TensorRT FP16, int8" in made.html
     assert made.html.count('class="wide"') == 2  # an axis for the CPU, one for the GPU
     assert "speed of FP32" not in made.md + made.html + made.said
-    stages = {"Enqueue": "0.125 ms", "H2D": "0.300 ms", "D2H": "0.200 ms"}
-    for label, value in stages.items():
+    for label, value in {"Enqueue": "0.125 ms", "H2D": "0.300 ms", "D2H": "0.200 ms"}.items():
         assert line(made, label)[:4] == ["-", value, value, value]
         assert f"<td>{label}</td>" in made.html and label not in made.said
     assert line(made, "GPU compute")[:4] == ["-", "4.00 ms", "2.00 ms", "1.00 ms"]
@@ -221,9 +220,7 @@ def test_speed_is_held_against_tensorrt_and_stages_stand_in_every_form(tensorrt,
         (2, ("--baselines", "none"), 0, "its speed, 2x that of a float engine on its device at"),
     ],
 )
-def test_a_demanded_speed_is_over_float16_of_the_same_gpu(
-    tensorrt, build, asked, options, code, said
-):
+def test_a_demanded_speed_is_over_float16_of_its_gpu(tensorrt, build, asked, options, code, said):
     tensorrt(TEN)
     made = build("--min-speedup", asked, "--max-loss", 1, *options)
     reasons = made.rows["int8"]["verdict"]["reasons"]
@@ -327,9 +324,8 @@ def test_the_plan_stands_beside_what_the_engine_runs(tensorrt, build, version):
     assert "<td>Add_a</td><td>Add</td><td>int8</td><td>float16</td>" in cells
     assert line(made, "Quantized layers")[1:4] == [
         f"0 of {made.rows['TensorRT FP32']['ran']['layers']}",
-        f"0 of {made.rows['TensorRT FP16']['ran']['layers']}",
-        f"4 of {ran['layers']}",
-    ]
+        f"0 of {made.rows['TensorRT FP16']['ran']['layers']}", f"4 of {ran['layers']}",
+    ]  # fmt: skip
     assert line(made, "Reformats")[3] == str(ran["reformats"]) != "0"
 
 
@@ -363,18 +359,12 @@ def test_the_inspectors_words_are_read():
         layer("t", "gemm", "") | {"Inputs": [{"Format": "Row major", "Datatype": "Int8"}]},
         layer("p", "PluginV2", "Unknown"),
     ], "Bindings": ["x"]}))  # fmt: skip
-    told = [(one.precision, one.nodes, one.reformat) for one in layers]
-    assert told == [
-        ("int8", ("w", "Q_1", "/a/Conv", "/b/Add"), False),
-        ("float16", ("c", "d", "e"), False),
-        ("bfloat16", ("s", "m"), False),
-        ("float16", ("g[0]/MatMul", "h"), False),
-        ("fp8", ("i", "j"), False),
-        ("float32", ("Reformatting CopyNode for x",), True),
-        ("uint8", ("u",), False),
-        ("int8", ("t",), False),
-        ("", ("p",), False),
-    ]
+    assert [(one.precision, one.nodes, one.reformat) for one in layers] == [
+        ("int8", ("w", "Q_1", "/a/Conv", "/b/Add"), False), ("float16", ("c", "d", "e"), False),
+        ("bfloat16", ("s", "m"), False), ("float16", ("g[0]/MatMul", "h"), False),
+        ("fp8", ("i", "j"), False), ("float32", ("Reformatting CopyNode for x",), True),
+        ("uint8", ("u",), False), ("int8", ("t",), False), ("", ("p",), False),
+    ]  # fmt: skip
     assert {parse_layers(one) for one in ('{"Layers": ["a", "b"]}', "no JSON", "[]")} == {()}
 
 
@@ -390,8 +380,7 @@ def test_nodes_are_told_apart_by_what_became_of_them():
     assert part.layers == 4 and part.reformats == 1
     words = "1 of 3 planned nodes in int8, 1 that no layer names"
     words += ", 1 more that the plan left in float; 1 reformat"
-    assert engine_layers_words(part) == words
-    assert compare_with_plan((), plan) is None
+    assert engine_layers_words(part) == words and compare_with_plan((), plan) is None
     assert engine_layers_words(compare_with_plan(layers)) == ""
     silent = compare_with_plan([replace(one, precision="") for one in layers], plan)
     assert engine_layers_words(silent) == ""
