@@ -53,8 +53,7 @@ def refused(run, pictures, tmp_path):
 def test_boxes_and_the_worst_part_lead_the_report(accuracy, detector, tmp_path):
     found, out = accuracy(detector)
     lines = {line[:16].strip(): line for line in out.splitlines()}
-    assert found["task"]["task"] == "boxes"
-    assert found["task"]["count"] in lines["Boxes kept"]
+    assert found["task"]["task"] == "boxes" and found["task"]["count"] in lines["Boxes kept"]
     assert "SQNR, worst part" not in lines  # one screen has the figures of the task
     assert [part["label"] for part in found["parts"]].count("y[4:6]") == 1
     assert found["parts"][0]["sqnr_db"] <= found["parts"][1]["sqnr_db"]
@@ -73,8 +72,7 @@ def test_a_classifier_has_its_lines_as_ever(accuracy, small_cnn, tmp_path):
     found, out = accuracy(small_cnn, *SMALL)
     text = (tmp_path / "o" / "report.md").read_text()
     assert "Top-1 agreement" in out and "Top-1 agreement" in text
-    assert "SQNR, worst part" not in text
-    assert found["task"]["task"] == "classes"
+    assert "SQNR, worst part" not in text and found["task"]["task"] == "classes"
 
 
 SCORE = """
@@ -153,10 +151,9 @@ def test_what_a_metric_does_to_its_arrays_is_no_other_engines_matter(build, smal
         ("own.py:word", "must return a finite number, got 'well'"),
         ("own.py:silent", "must return a finite number, got nan"),
         ("own.py:scor", "has no function 'scor'; it has broken, score, silent, word"),
-        ("gone.py:score", "nothing there"),
-        ("own.py", "given as file.py:function"),
+        ("gone.py:score", "nothing there"), ("own.py", "given as file.py:function"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_with_a_metric_is_one_sentence(refused, small_cnn, score, name, rule):
     assert rule in refused(small_cnn, *SMALL, "--metric", score.parent / name)
 
@@ -214,11 +211,9 @@ def annotations(detector, pictures, tmp_path):
             box += [w * width / SIDE, h * height / SIDE]
             kind = 3 + 4 * int(rows[4:, column].argmax())  # categories 3 and 7
             objects.append({"image_id": number, "bbox": box, "category_id": kind})
-    categories = [{"id": 7, "name": "b"}, {"id": 3, "name": "a"}]
+    kinds = [{"id": 7, "name": "b"}, {"id": 3, "name": "a"}]
     path = tmp_path / "objects.json"
-    path.write_text(
-        json.dumps({"images": images, "annotations": objects, "categories": categories})
-    )
+    path.write_text(json.dumps({"images": images, "annotations": objects, "categories": kinds}))
     return path
 
 
@@ -228,9 +223,7 @@ def labelled(pictures, annotations):
 
 
 @pytest.mark.slow
-def test_objects_of_a_coco_json_give_both_precisions(
-    accuracy, detector, labelled, annotations, tmp_path
-):
+def test_a_coco_json_gives_both_precisions(accuracy, detector, labelled, annotations, tmp_path):
     found, out = accuracy(detector, *labelled)
     found = found["precision"]
     # the model's own suppression leaves out some that the annotations have
@@ -295,11 +288,10 @@ def test_annotations_of_others_are_refused(refused, detector, small_cnn, labelle
     known = {"annotations": [a for a in data["annotations"] if a["image_id"] != 19]}
     more = {"categories": [*data["categories"], {"id": 900, "name": "c"}]}
     for change, why in [
-        (fewer, "COCO json"),
-        (fewer | known, "'19.png' is not"),
+        (fewer, "COCO json"), (fewer | known, "'19.png' is not"),
         (known | more, "3 categories and 2 classes (y: boxes by centre"),
         (known | more, "list all that it learned as categories, or leave the labels out"),
-    ]:
+    ]:  # fmt: skip
         annotations.write_text(json.dumps(data | change))
         assert why in refused(detector, *labelled)
     for text in ("[1, 2", "[]", '{"images": [{}], "annotations": [], "categories": []}', "7"):
@@ -316,30 +308,24 @@ def resaved(pictures, folder, change):
 
 
 @pytest.mark.slow
-def test_pictures_of_another_size_than_annotated_have_their_boxes_scaled(
-    build, detector, pictures, annotations, tmp_path
-):
+def test_boxes_are_scaled_to_other_pictures(build, detector, pictures, annotations, tmp_path):
     """Three times as large they are the same for the model, which reads 32 x 32 of them."""
     larger = resaved(pictures, tmp_path / "x3", lambda one: one.repeat(3, 0).repeat(3, 1))
     words = ("--resize", "letterbox", "--labels", annotations, "--eval-images")
     precisions = []
     for folder in (pictures, larger):
         _, _, report = build(detector, *words, folder)
-        found = report["engines"][1]["accuracy"]
-        precisions.append(found["precision"]["reference_50"])
+        precisions.append(report["engines"][1]["accuracy"]["precision"]["reference_50"])
         said = "20 of 20 evaluation images differ in size, but not in shape, from the COCO json"
         assert any(said in note for note in report["notes"]) == (folder == larger)
     assert precisions[1] == pytest.approx(precisions[0], abs=0.1) and precisions[1] > 0.3
 
 
-def test_pictures_of_another_shape_than_annotated_are_refused(
-    refused, detector, pictures, annotations, tmp_path
-):
+def test_pictures_of_another_shape_are_refused(refused, detector, pictures, annotations, tmp_path):
     words = (detector, "--labels", annotations, "--eval-images")
     cut = resaved(pictures, tmp_path / "cut", lambda one: one[:, :9])
     assert "of 9x18 and 20x18 in the COCO json; give the images that were" in refused(*words, cut)
-    turned = resaved(pictures, tmp_path / "turned", np.rot90)
-    said = refused(*words, turned)
+    said = refused(*words, resaved(pictures, tmp_path / "turned", np.rot90))
     assert "of 18x20 and 20x18 in the COCO json; save it as it is displayed" in said
     data = json.loads(annotations.read_text())
     data["images"][0]["width"] = 0
