@@ -173,8 +173,7 @@ def sqnr(model, path, feed):
 @pytest.mark.parametrize("target", RUNS)
 def test_the_layer_that_spoils_the_output_is_kept_float_and_no_other(target, default):
     assert default.code == 0
-    layers = {name for name in default.float_of(target) if name.endswith("/Conv")}
-    assert layers == {"/bad/Conv"}
+    assert {name for name in default.float_of(target) if name.endswith("/Conv")} == {"/bad/Conv"}
     why = default.plan.targets[target].choices.float_nodes["/bad/Conv"]
     assert why.startswith("alone in int8 it leaves") and why.endswith("dB of y")
     assert " -0.0 dB" not in why
@@ -200,8 +199,7 @@ def test_among_samples_of_several_sizes_too_the_layer_that_spoils_the_output_is_
 @pytest.mark.parametrize("target", RUNS)
 def test_the_files_are_far_better_than_without_a_search(target, default, plain, model, feed):
     assert plain.code == 3  # unusable
-    name = RUNS[target]
-    before, after = (sqnr(model, one.out / name, feed) for one in (plain, default))
+    before, after = (sqnr(model, one.out / RUNS[target], feed) for one in (plain, default))
     assert after > 25 and after > before + 15
 
 
@@ -221,8 +219,7 @@ def test_the_line_for_trtexec_names_the_layer(default, plain):
     for one, named in ((default, True), (plain, False)):
         (row,) = (row for row in one.report["targets"] if row["name"] == "tensorrt")
         (line,) = (note for note in row["notes"] if "--calib=" in note)
-        assert ("--layerPrecisions=/bad/Conv:fp16" in line) == named
-        assert "/mid/Conv" not in line
+        assert ("--layerPrecisions=/bad/Conv:fp16" in line) == named and "/mid/Conv" not in line
 
 
 def test_the_record_and_the_models_of_ascend_have_no_entry_for_the_layer(default, plain):
@@ -250,8 +247,7 @@ def test_a_second_build_obeys_the_plan_without_a_trial(default, model, feed, no_
 
 
 def test_a_search_that_fails_is_said_and_leaves_the_plan_that_was_there(model, build, monkeypatch):
-    first = build(model)
-    kept = (first.out / "calib8/spoiled.plan.toml").read_bytes()
+    kept = (build(model).out / "calib8/spoiled.plan.toml").read_bytes()
 
     def fails(*_):
         raise BackendError("it cannot be tried")
@@ -265,9 +261,7 @@ def test_a_search_that_fails_is_said_and_leaves_the_plan_that_was_there(model, b
 
 
 @pytest.mark.parametrize("words", [("--target", ALL), ("--target", "ascend", "--limit", 4)])
-def test_a_named_plan_is_obeyed_elsewhere_and_for_other_images(
-    words, default, model, build, no_trials
-):
+def test_a_named_plan_is_obeyed_for_other_images_too(words, default, model, build, no_trials):
     other = build(model, *words, "--plan", default.out / "calib8/spoiled.plan.toml")
     assert other.code == 0 and other.float_of("ascend") == {"/bad/Conv"}
     assert "--limit" in words or other.files == default.files
@@ -527,8 +521,7 @@ def test_what_is_not_timed_is_the_same_whatever_the_clock_says(timed):
 
 
 def test_a_plan_of_another_cpu_is_searched_anew(timed, monkeypatch):
-    first = timed(int8=SLOW_B)
-    assert first.plan.targets["onnxruntime"].timed_on
+    assert timed(int8=SLOW_B).plan.targets["onnxruntime"].timed_on
     monkeypatch.setattr("deploy.tuning.tune._this_cpu", lambda: "another")
     again = timed()
     assert "timed on another CPU" in (again.out / "report.md").read_text()
@@ -544,13 +537,11 @@ def test_nothing_is_timed_for_another_cpu(cpu, timed):
 def test_a_clock_is_believed_if_int8_takes_less_than_its_prices(timed, monkeypatch):
     monkeypatch.setattr(prices, "_LEAST_US", 1.0)  # of turning each value: 10 times what int8 wins
     monkeypatch.setattr(prices, "_MOST_US", 1.0)
-    built = timed(models=MODELS | {"found": 5.0, "all in int8": 2.0})
-    assert not built.float_of("onnxruntime")
+    assert not timed(models=MODELS | {"found": 5.0, "all in int8": 2.0}).float_of("onnxruntime")
 
 
 def test_what_time_settled_is_built_again_whatever_the_clock_says(timed):
-    first = timed(int8=SLOW_B).files
-    assert timed().files == first
+    assert timed().files == timed(int8=SLOW_B).files
 
 
 @pytest.mark.parametrize(
@@ -565,8 +556,7 @@ def test_splits_are_timed_until_the_machine_is_calm(times, runs, best, monkeypat
     left = iter(times)
     monkeypatch.setattr(clocks, "quickest_ms", lambda *_, **__: next(left))
     (found,) = clocks.time_models([onnx.ModelProto()], [{}], threads=1)
-    assert found.ms == best
-    assert len(list(left)) == len(times) - runs
+    assert found.ms == best and len(list(left)) == len(times) - runs
 
 
 @pytest.mark.parametrize(
