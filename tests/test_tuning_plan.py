@@ -335,11 +335,9 @@ def test_a_unit_that_takes_next_to_no_time_does_not_change_sides_for_it(monkeypa
         ({"x/Q": 0.3}, 0.2, 0.5 / 1024),  # 16 x 8 x 8 values of x
         ({"x/Q": 0.3, "a/Q": 0.7}, 0.0, 1 / 2048),
         ({"x/Q": 0.3, "a/Q": 0.0}, 0.0, 0.3 / 1024),  # folded away: turns nothing
-        ({"x/Q": 90.0}, 0.0, 1.0e-3),
-        ({"x/Q": 0.001}, 0.0, 0.1e-3),
-        ({}, 5.0, 0.1e-3),
+        ({"x/Q": 90.0}, 0.0, 1.0e-3), ({"x/Q": 0.001}, 0.0, 0.1e-3), ({}, 5.0, 0.1e-3),
     ],
-)
+)  # fmt: skip
 def test_turning_costs_by_the_value_within_limits(monkeypatch, priced, pairs, rest, rate):
     found = timed(monkeypatch, priced, int8=(1, 1, 1), floats=(9, 9, 9), rest=rest, pairs=pairs)
     assert found.turning["x"] - found.turning["y"] == pytest.approx(512 * rate)  # of 1024 and 512
@@ -401,8 +399,7 @@ def test_the_price_of_a_split_counts_every_border_once():
 
 def test_the_cheapest_split_weighs_time_turning_and_noise():
     assert cheapest_float_units(row(), ROW, {}, weight=0) == frozenset()
-    slow = row(b=(13.0, 10.0))
-    assert cheapest_float_units(slow, ROW, {}, weight=0) == {"b"}  # wins 3, turns 2
+    assert cheapest_float_units(row(b=(13.0, 10.0)), ROW, {}, weight=0) == {"b"}  # wins 3, turns 2
     assert cheapest_float_units(row(turning=2.0, b=(13.0, 10.0)), ROW, {}, weight=0) == frozenset()
     assert cheapest_float_units(row(), ROW, {"b": 1.0}, weight=10) == frozenset()
     assert cheapest_float_units(row(), ROW, {"b": 1.0}, weight=12) == {"b"}
