@@ -158,8 +158,7 @@ def test_a_search_for_ascend_tries_no_clipping_unless_a_configuration_says_how(m
     config = tmp_path / "own.cfg"
     config.write_text("batch_num: 20\n")
     x = images(20)
-    ordered = ("--ascend-config", config, "--effort", 1)
-    for words, tried in (((), True), (ordered, False)):
+    for words, tried in (((), True), (("--ascend-config", config, "--effort", 1), False)):
         out = tmp_path / f"o{tried}"
         assert build(model, x, out, "--target", "ascend", "--accept", *words).code == 0
         assert ("all in int8, minmax" in (out / "calib8/net.plan.toml").read_text()) == tried
@@ -247,8 +246,7 @@ def test_no_more_are_taken_than_asked_and_each_once(count, most):
 
 
 def test_of_a_long_feed_only_some_are_run_and_they_reach_to_its_end():
-    loaded = doubling()
-    feed = open_feed([np.full((1, 4), at, np.float32) for at in range(500)], loaded.inputs)
+    feed = open_feed([np.full((1, 4), at, np.float32) for at in range(500)], doubling().inputs)
     spread = [int(sample["x"][0, 0]) for sample in feed.spread(search_samples.CANDIDATES)]
     assert len(spread) == search_samples.CANDIDATES and spread == sorted(spread)
     assert np.diff([0, *spread, 500]).max() <= 2 * 500 / search_samples.CANDIDATES
@@ -266,8 +264,7 @@ def test_every_sample_counts_alike_in_what_a_part_loses_and_noises_add_up_by_par
     total = noise(a=[0.1, 0.3], b=[0.2, 0.2]).plus(noise(a=[0.3, 0.1]))
     assert total.part == "a" and total.db == pytest.approx(-10 * math.log10(0.4))
     assert total.parts["a"] == pytest.approx([0.4, 0.4])
-    assert total.parts["b"] == pytest.approx([0.2, 0.2])
-    assert total.mean < total.worst
+    assert total.parts["b"] == pytest.approx([0.2, 0.2]) and total.mean < total.worst
 
 
 def test_what_is_lost_is_held_against_what_is_said_and_not_against_the_number_of_samples():
@@ -312,15 +309,13 @@ def test_a_layer_that_loses_next_to_nothing_is_not_float_for_its_noise(power, by
     found = Sensitivity({("one",): noise(a=[power]), ("other",): noise(a=[power])})
     units = SimpleNamespace(members={"one": ["/one"], "other": ["/other"]})
     prices = SimpleNamespace(units={"one": (3.0, 2.0), "other": (3.0, 2.0)}, measured=False)
-    best = SimpleNamespace(in_float={"one", "other"})
-    said = float_reasons(best, units, prices, found, "int8")
+    said = float_reasons(SimpleNamespace(in_float={"one", "other"}), units, prices, found, "int8")
     expected = "alone in int8 it leaves 30.0 dB of a" if by_noise else BETWEEN
     assert said == {"/one": expected, "/other": expected}
 
 
 def fake_request(model, choices=NO_CHOICES):
-    adding = partial(fake_request, model)
-    return SimpleNamespace(model=model, choices=choices, adding=adding)
+    return SimpleNamespace(model=model, choices=choices, adding=partial(fake_request, model))
 
 
 class FakeTarget:
@@ -579,9 +574,7 @@ def never_usable(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_default_search_costs_five_calibrations_at_most(
-    target, search_deep, runs, never_usable, monkeypatch
-):
+def test_a_search_costs_five_calibrations(target, search_deep, runs, never_usable, monkeypatch):
     counted, of = [], SearchBudget.of
     monkeypatch.setattr(SearchBudget, "of", lambda *a: counted.append(of(*a)) or counted[-1])
     (row,) = search_deep("--target", target).report["targets"]
@@ -594,9 +587,7 @@ def test_the_default_search_costs_five_calibrations_at_most(
 
 
 @pytest.mark.slow
-def test_no_further_split_is_judged_where_the_search_has_cost_what_it_may(
-    search_deep, runs, never_usable, monkeypatch
-):
+def test_no_split_is_judged_where_all_is_spent(search_deep, runs, never_usable, monkeypatch):
     """Of three calibrations the trials take half, and the judging of the first choice one."""
     monkeypatch.setitem(EFFORTS, 1, replace(EFFORTS[1], calibrations=3))
     built = search_deep()
