@@ -128,9 +128,7 @@ def test_what_was_tried_is_told_once(default, surer):
     ("net", "first", "targets", "was"),
     [("model", "default", ALL, "unusable"), ("narrow", "surer", GRIDS, "doubtful")],
 )
-def test_a_second_build_obeys_the_plan_and_judges_nothing(
-    net, first, targets, was, build, request, monkeypatch, tmp_path
-):
+def test_a_second_build_obeys_plan(net, first, targets, was, build, request, monkeypatch, tmp_path):
     net, first = map(request.getfixturevalue, (net, first))
     monkeypatch.setattr(search_samples, "GrowingComparison", None)  # whoever calls it fails
     again = build(net, "--target", targets, out=shutil.copytree(first.out, tmp_path / "o"))
@@ -164,8 +162,7 @@ def test_a_float_model_that_says_no_numbers_is_told_and_not_searched_for(model, 
     broken.graph.node.append(make_node("Sqrt", "y", "z", name="/z/Sqrt"))
     broken.graph.output[0].name = "z"
     built = build(save_net(broken, tmp_path / "guessing.onnx"))
-    assert built.code == 3 and "NaN" in screen(built)
-    assert not chosen(built)[0].unusable
+    assert built.code == 3 and "NaN" in screen(built) and not chosen(built)[0].unusable
 
 
 def alone(folder, feed, share):
@@ -204,8 +201,7 @@ def surer(narrow, feed, tmp_path_factory):
 @pytest.mark.parametrize("target", GRIDS.split(","))
 def test_a_doubtful_engine_gives_way_to_a_good_one_that_is_worth_it(target, surer, narrow, build):
     assert level(build(narrow, "--target", target, "--effort", 0), target) == "doubtful"
-    assert level(surer, target) == "good"
-    assert "/wide/Conv" in chosen(surer, target)[1]
+    assert level(surer, target) == "good" and "/wide/Conv" in chosen(surer, target)[1]
 
 
 @pytest.mark.parametrize(("target", "kept"), [("tensorrt", 33), ("ascend", 31)])
@@ -324,9 +320,8 @@ def listing(tmp_path_factory):
         "y = Compress <axis = 0> (own, keep)"
     )
     path = tmp_path_factory.mktemp("listing") / "net.onnx"
-    model = make_model(
-        nodes, {"x": [1, 3, SIDE, SIDE]}, {"y": ["found", 6]}, as_float32(floats) | wholes
-    )
+    ends = {"x": [1, 3, SIDE, SIDE]}, {"y": ["found", 6]}
+    model = make_model(nodes, *ends, as_float32(floats) | wholes)
     onnx.save(model, path)
     np.save(path.with_suffix(".npy"), made.uniform(0, 1, (24, 3, SIDE, SIDE)).astype(np.float32))
     return path
@@ -380,8 +375,7 @@ def stream(large) -> onnx.ModelProto:
             f"b{n} = {same}(r{n}, v{n}) s{n + 1} = Add(s{n}, b{n})"
         )
     nodes = parse_nodes(f"{nodes} n = Mul(s{BLOCKS}, back) y = Conv(n, wy)")
-    whole = {"zero": [0], "four": [4], "one": [1]}
-    weights = as_float32(held) | whole
+    weights = as_float32(held) | {"zero": [0], "four": [4], "one": [1]}
     return make_model(nodes, {"x": ["N", 3, 12, 12]}, {"y": None}, weights, opset=17)
 
 
