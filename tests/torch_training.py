@@ -39,12 +39,9 @@ def batches(epoch, channels=1):
 
 def task(epochs, model=net, channels=1):
     return Task(
-        model=model(),
-        inputs=[torch.zeros(2, channels, 8, 8)],
-        batches=partial(batches, channels=channels),
-        loss=nn.functional.cross_entropy,
-        epochs=epochs,
-    )
+        model=model(), inputs=[torch.zeros(2, channels, 8, 8)], epochs=epochs,
+        batches=partial(batches, channels=channels), loss=nn.functional.cross_entropy,
+    )  # fmt: skip
 
 
 once, twice, of_parts = partial(task, 1), partial(task, 2), partial(task, 1, parts, 3)
@@ -77,9 +74,6 @@ def detection():
         if isinstance(one, ConvAct):
             nn.init.kaiming_normal_(one.conv.weight)  # so that values stay as large as they are
     return Task(
-        model=model.eval(),
-        inputs=[torch.zeros(2, 3, 32, 32)],
-        batches=boxes,
-        loss=nn.functional.mse_loss,
-        epochs=4,
-    )
+        model=model.eval(), inputs=[torch.zeros(2, 3, 32, 32)], batches=boxes,
+        loss=nn.functional.mse_loss, epochs=4,
+    )  # fmt: skip
