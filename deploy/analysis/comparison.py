@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -269,7 +270,10 @@ def compare_cut_models(
         with feed.samples() as samples:
             for number, sample in enumerate(samples):
                 files.append(folder / f"sample-{number}.npz")
-                np.savez(files[-1], **sample)  # type: ignore[arg-type]
+                with zipfile.ZipFile(files[-1], "w") as archive:  # savez keeps names of its own
+                    for name, array in sample.items():
+                        with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                            np.lib.format.write_array(file, np.asarray(array))
         cuts = _Cuts(first, second, files, folder=folder, threads=threads, min_sqnr_db=min_sqnr_db)
         outputs = {name: other for name, other in pairs.items() if name in ends}
         agree = cuts.whole(outputs)
