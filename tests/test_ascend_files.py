@@ -13,7 +13,8 @@ import onnx
 import pytest
 
 from deploy.errors import ExportError
-from deploy.feed.preprocess import Preprocess
+from deploy.feed.pixels import preprocess_image, resize_to_input
+from deploy.feed.preprocess import RESIZES, Preprocess
 from deploy.targets.ascend import aipp
 from deploy.targets.ascend.atc import COLORS, STANDARDS, AippSource, strip_metadata
 from deploy.targets.ascend.executor import open_deploy
@@ -86,6 +87,32 @@ def test_the_om_gets_what_the_calibration_got(source, color, standard):
         made = aipp.write_aipp(how, replace(given, color={"nv12": "nv21", "nv21": "nv12"}[source]))
         swapped = aipp.measure_aipp_error(made, how, given, {"x": wanted[None]})
         assert swapped is not None and swapped > 3 * error
+
+
+@pytest.mark.parametrize("size", [None, (40, 60), (64, 96)])
+@pytest.mark.parametrize("resize", RESIZES)
+@pytest.mark.parametrize("source", COLORS)
+@pytest.mark.parametrize("color", ["rgb", "bgr", "grey"])
+def test_the_host_and_aipp_together_feed_what_calibrated(color, source, resize, size):
+    how = replace(RGB, color=color, resize=resize, mean=(0.4,), std=(0.3,))
+    how = replace(how, short_side=40) if resize == "short-side" else how
+    try:
+        made = aipp.write_aipp(how, given := AippSource(color=source, size=size))
+    except ExportError:
+        assert size == (64, 96) or (size and resize != "short-side") or color == "grey"
+        return
+    light, tint = picture(80, 120)[..., :1] // 2, cv2.resize(picture()[:4, :6], (120, 80)) // 2
+    bgr = (light + tint)[..., ::-1]  # a tint that changes slowly survives 4:2:0
+    pixels = cv2.cvtColor(bgr, cv2.COLOR_BGR2GRAY)[..., None] if color == "grey" else bgr
+    wanted = preprocess_image(pixels, how)[0]
+    whole = how if size is None else replace(how, size=size, resize="stretch")
+    placed, (top, left) = resize_to_input(pixels, whole)
+    frame = np.zeros((*whole.box, placed.shape[2]), np.uint8)
+    frame[top : top + placed.shape[0], left : left + placed.shape[1]] = placed
+    rgb = np.repeat(frame, 3, axis=2) if color == "grey" else frame[..., ::-1]
+    fed = aipp.run_aipp(made.op, aipp._as_source(rgb, how, given))
+    far = np.abs(fed - wanted) * how.std[0] / how.scale  # in pixel units
+    assert far.mean() <= 2 if given.yuv else far.max() <= 2
 
 
 def test_a_frame_is_cropped_at_even_places_and_a_wrong_standard_is_seen():

@@ -25,7 +25,6 @@ from deploy.tuning import plan_file
 from tests.models import make_model, parse_nodes, run_command, save_fixed_batch, save_net
 
 
-# --- `calib8 explain`: what loses what where, and what was tried.
 def explained(*words):
     return CliRunner().invoke(cli, ["explain", *map(str, words)])
 
@@ -408,7 +407,6 @@ def test_verbose_tells_what_was_tried(small_cnn, pictures, built, tmp_path):
         assert ("## Search for tensorrt" in screen and "| tried whole |" in screen) == shown
 
 
-# --- compare
 CHAIN = "a = Relu (x) b = Mul (a, factor) c = Add (b, one) y = Neg (c)"
 
 
@@ -596,7 +594,6 @@ def test_a_cut_holds_what_its_tensor_needs_and_no_more(a):
     assert len(model.graph.node) == 4
 
 
-# --- builds
 SCHEMA = "calib8-report/2"
 
 

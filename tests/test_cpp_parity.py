@@ -57,7 +57,6 @@ def answer_of(feed, shapes):
     }  # fmt: skip
 
 
-# ---- batches --------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def photos(cpp, tmp_path_factory):
     """100 pictures of all kinds: sizes, formats, grey, alpha, 16 bits, noise and smooth."""
@@ -210,7 +209,6 @@ def test_presets_and_wrong_options_agree(cpp):
         assert cpp("preprocess", options=given) == ours, given
 
 
-# ---- histograms and the search --------------------------------------------------------------
 def tensors():
     rng = np.random.default_rng(3)
     normal = rng.standard_normal(200_000).astype(np.float32)
@@ -318,7 +316,6 @@ def test_every_search_finds_the_same_to_the_bit(cpp, tmp_path):
             assert {key: repr(value) for key, value in found.items()} == ours, (name, row[:10])
 
 
-# ---- caches ---------------------------------------------------------------------------------
 def python_cache(path, origin):
     data = Path(path).read_bytes()
     cache = trt_cache.parse(data, origin=origin)
@@ -419,7 +416,6 @@ def test_relabelled_caches_are_byte_equal(cpp):
         assert cpp("relabel", **asked) == outcome(relabelled, **asked)
 
 
-# ---- fingerprints and latency ---------------------------------------------------------------
 def halves(**parts):
     made_from = {"model": {"graph": "a" * 64}, "order": "e" * 64}
     made_from["images"] = {"count": 3, "skip_bad": False, "sha256": "b" * 64}
@@ -653,7 +649,6 @@ def test_latency_has_the_same_form_and_figures(cpp, count):
     assert theirs["queries"] == found["queries"] == count
 
 
-# ---- the command line tool ------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def tool(calib8_cache):
     def call(*words):

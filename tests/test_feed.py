@@ -33,7 +33,6 @@ from deploy.frontends import load
 from deploy.tensors import TensorSpec
 from tests.models import make_model
 
-# --- feed
 IMAGE = TensorSpec("image", "float32", ("n", 3, 16, 20))
 RAW = find_preset("raw")
 
@@ -73,7 +72,6 @@ def threads():
     return [t for t in threading.enumerate() if t.name == "calib8-feed"]
 
 
-# ---- images ---------------------------------------------------------------------------------
 def test_a_folder_is_read_recursively_sorted_and_any_case(photos):
     feed = open_feed(photos, [IMAGE])
     assert feed.names == ("a.JPG", "b.png", "e f.Png", "sub/c.jpeg", "sub/deep/d.bmp")
@@ -159,7 +157,6 @@ def test_uint8_and_float16_inputs(photos):
         open_feed(photos, [images_of(1, 3, 16, 20, dtype="int64")])
 
 
-# ---- what is told ---------------------------------------------------------------------------
 def test_broken_images_are_told_by_name_or_skipped_and_stderr_stays_quiet(photos, capfd):
     good, jpeg = ((photos / name).read_bytes() for name in ("b.png", "a.JPG"))
     half = len(good) // 2
@@ -260,7 +257,6 @@ def test_a_file_name_that_is_no_utf8_is_shown_and_fed(tmp_path):
         collect(open_feed(tmp_path, [IMAGE]))
 
 
-# ---- limit, batch, manifest -----------------------------------------------------------------
 def test_a_limit_is_spread_over_the_folder(photos):
     feed = open_feed(photos, [IMAGE], limit=2)
     assert feed.names == ("a.JPG", "e f.Png")
@@ -315,7 +311,6 @@ def test_the_manifest_follows_the_bytes_the_order_and_the_options(photos):
     assert there != back  # the order tells which stand together
 
 
-# ---- arrays ---------------------------------------------------------------------------------
 BATCH = np.random.default_rng(0).standard_normal((5, 3, 16, 20)).astype(np.float32)
 
 
@@ -532,7 +527,6 @@ def test_arrays_that_hold_objects_or_do_not_agree_are_told(tmp_path):
             open_feed(tmp_path / name, specs)
 
 
-# ---- the stream -----------------------------------------------------------------------------
 def test_several_workers_share_one_stream_and_miss_nothing():
     feed = open_feed([np.full((1, 3, 16, 20), i, np.float32) for i in range(200)], [IMAGE])
 
@@ -640,7 +634,6 @@ def test_arrays_mean_what_they_say_in_any_byte_order_and_layout(way, dtype, orde
     np.testing.assert_array_equal(np.concatenate(got), x)
 
 
-# --- Pictures are decoded by several threads; what comes of them is that of one.
 INPUT = (TensorSpec("x", "float32", (1, 3, 16, 16)),)
 
 
@@ -723,7 +716,6 @@ def test_a_bad_or_changed_picture_is_told_in_its_turn(monkeypatch, folder):
         decoded(folder)
 
 
-# --- Which samples are taken where not all are: from all over, in step with nothing in the feed.
 @given(st.integers(0, 3000))
 @example(10**6)
 def test_every_place_comes_once(count):
@@ -753,7 +745,6 @@ def test_neighbours_are_of_different_halves(number):
     assert alternate_halves(number) ^ alternate_halves(number ^ 1) == 1
 
 
-# --- through the command ----------------------------------------------------------------------
 @pytest.fixture
 def taking_turns(tmp_path):
     """200 samples, one quiet and one eight times as loud in turns; their model tells which."""

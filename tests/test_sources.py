@@ -82,7 +82,6 @@ def build(command, refusal, small_cnn, tmp_path):
     return call
 
 
-# ---- files of arrays ------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["npy", "npz", "bin", "raw"])
 @pytest.mark.parametrize("form", ["folder", "list", "pattern", "paths"])
 def test_files_of_arrays_feed_as_one_stacked_file(kind, form, tmp_path, cached):
@@ -177,7 +176,6 @@ def test_images_and_arrays_together(tmp_path, pictures):
         fed(sorted(folder.iterdir()))
 
 
-# ---- images -----------------------------------------------------------------------------------
 def test_a_pattern_of_images_is_the_folder(pictures, cached, tmp_path, run, small_cnn):
     assert cached(pictures) == cached(pictures / "*.png")
     words = "calibrate", small_cnn, "--out", tmp_path / "c.cache"
@@ -296,7 +294,6 @@ def test_a_video_is_fed_frame_by_frame(tmp_path, command, small_cnn):
         fed(tmp_path / "broken.mp4")
 
 
-# ---- which of them ----------------------------------------------------------------------------
 def test_a_lot_by_its_seed_and_every_so_manieth(pictures, tmp_path, run, small_cnn):
     drawn = [open_feed(pictures, [X], limit=Choice(sample=6, seed=s)).names for s in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) == 6
@@ -311,7 +308,6 @@ def test_a_lot_by_its_seed_and_every_so_manieth(pictures, tmp_path, run, small_c
     assert "every 3rd of 20 samples is used" in feed.notes
 
 
-# ---- loader.py:function -----------------------------------------------------------------------
 LOADERS = {
     "arrays": "def feed():\n    return [a for a in data]",
     "generator": "def feed():\n    for a in data:\n        yield a, 3",
@@ -380,7 +376,6 @@ def test_what_a_loader_changes_for_the_process_is_restored(
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["here"]
 
 
-# ---- what Python hands over -------------------------------------------------------------------
 class Tensor:
     """What a framework's tensor can do."""
 
@@ -514,7 +509,6 @@ def test_what_is_not_understood_is_named_by_its_type(source, message):
         fed(source)
 
 
-# ---- pictures in memory -----------------------------------------------------------------------
 PICTURES = np.random.default_rng(9).integers(0, 256, (5, 16, 16, 3), np.uint8)
 
 
@@ -543,7 +537,6 @@ def test_pictures_in_memory_of_wrong_channels_are_told():
         fed([PICTURES[0].transpose(2, 0, 1)], preprocess=UNIT)
 
 
-# ---- sizes of each picture's own --------------------------------------------------------------
 WIDE = TensorSpec("x", "float32", ("batch", 3, "h", "w"))
 
 
@@ -675,7 +668,6 @@ def test_arrays_of_different_sizes_in_files(tmp_path, wide, cached, rng):
     cached(folder, *each, model=wide)  # each batch is of one shape
 
 
-# ---- files without a header -------------------------------------------------------------------
 def raw_folder(tmp_path, arrays, suffix="bin"):
     folder = tmp_path / "raw"
     folder.mkdir(exist_ok=True)
