@@ -4,7 +4,7 @@ A file is read only if it is a regular file (reading a pipe blocks, a device is 
 a budget of bytes::
 
     read_bytes, read_text      an entire file
-    opened                     a file to be read in pieces
+    open_regular_file          a file to be read in pieces
     read_json, from_json       values of JSON, up to `MOST_NESTING` brackets deep
     convert                    values of JSON or TOML as a dataclass, checked by its fields' types
     refuse_irregular           for a library that opens a file by its path
@@ -17,11 +17,11 @@ judged by their headers before anything is unpacked.
 A run (a command, or a call of `calibrate` or `build`) remembers the files that it reads, its
 inputs, and `deploy.files.atomic` refuses to overwrite them::
 
-    with guarded():
-        is_read(model)        # remembered by device and inode, so another name does not hide it,
-                              # while it exists: a new file may get the inode of a deleted one
-        add_output(page, ok)  # the user named it; `ok` raises if the file there is not calib8's
-        refuse(output)        # ExportError: it is an input, a folder, a device, or that page
+    with guard_inputs():
+        add_input_file(model)  # remembered by device and inode, so another name does not hide it,
+                               # while it exists: a new file may get the inode of a deleted one
+        add_output(page, ok)   # the user named it; `ok` raises if the file there is not calib8's
+        refuse_output(output)  # ExportError: it is an input, a folder, a device, or that page
 
 Outside of a run nothing is remembered: one run may write what another one reads.
 """
