@@ -39,7 +39,6 @@ from deploy.targets.tensorrt.cache_qdq import to_qdq
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, build_net, make_model, make_node, run_net
 
-# --- Stored weights by channel, and what a search tried, as a report tells them.
 QUICK = ("--effort", 0, "--duration", 0, "--accept")
 
 
@@ -212,7 +211,6 @@ def test_a_channel_uses_the_grid_by_its_largest_weight_or_pair():
     assert dataclasses.replace(weight, pairs=np.array([PAIR_LIMIT + 1])).saturates
 
 
-# --- saturation
 def sigmoid(t):
     return 1 / (1 + np.exp(-t))
 
@@ -311,7 +309,6 @@ def test_scores_of_logits_with_a_long_tail_stay_right(tmp_path):
         assert np.abs(want - got).max() < 0.1 < 0.3 < np.ptp(want[0, 0])
 
 
-# --- reach
 CONSTANTS = as_float32({"two": 2, "w": np.ones((4, 4, 1, 1))})
 
 
@@ -382,7 +379,6 @@ def test_scores_that_no_image_held_are_not_cut_off(tmp_path, method):
     assert sure < 0.6 < 0.9 < want and got == pytest.approx(want, abs=0.03)
 
 
-# --- Samples where FP32 and an engine differ: which are kept, and how the page draws them.
 HOSTILE = "<script>alert('x')</script>&\"\udcff"
 
 
@@ -569,7 +565,6 @@ def test_a_build_of_a_classifier_tells_the_samples_that_change(run, small_cnn, t
     assert "Samples of another class in int8" in page
 
 
-# --- Parts of outputs: rows with a unit of their own, found from the float model's data alone.
 def corners(anchors, side=640):
     return lambda rng: rng.uniform(0, side, (1, 4, anchors))
 

@@ -3,8 +3,10 @@
 import base64
 import functools
 import json
+import os
 import re
 import runpy
+import subprocess
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +35,6 @@ from deploy.targets.onnxruntime.run_script import run_program
 from deploy.tensors import TensorSpec
 from tests.models import make_model, save_net
 
-# --- preprocess
 OPEN = "size open; give a size, such as "
 side, sizes = st.integers(1, 5000), st.tuples(st.integers(1, 64), st.integers(1, 64))
 
@@ -247,7 +248,6 @@ def test_options_of_the_command(words, message, small_cnn, pictures, tmp_path, r
     assert message in run.fails(*asked) if message else run.ok(*asked)
 
 
-# --- Pictures that are damaged or too large, and what their decoders say of it.
 IMAGE = TensorSpec("x", "float32", ("n", 3, 16, 16))
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
 PHOTO = cv2.resize(NOISE, (600, 400), interpolation=cv2.INTER_CUBIC)
@@ -282,7 +282,6 @@ def fed(folder, data: bytes, suffix: str = ".jpg", **options):
         return feed, list(samples)
 
 
-# ---- damage ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", [JPEG, PROGRESSIVE, RESTARTS], ids=["baseline", "multi", "rst"])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_a_jpeg_damaged_inside_is_told_in_its_decoders_words(tmp_path, capfd, kind, share):
@@ -348,14 +347,26 @@ def test_words_that_tell_of_no_pixels_refuse_nothing(tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_only_decoders_are_overheard_and_asked_once(capfd):
-    with capture_decoder_output() as said:
-        print("a progress bar", file=sys.stderr, flush=True)
-    assert said == [] and "a progress bar" in capfd.readouterr().err
-    decode, calls = decoding(JPEG[:1000] + b"\xff\xd9"), []
-    decode()
-    assert "Corrupt JPEG data" in capfd.readouterr().err  # afterwards the screen is as it was
-    assert call_and_capture(lambda: (calls.append(1), decode()))[1] and len(calls) == 1
+ALONE = """
+import sys
+import cv2, numpy
+from deploy.feed.images import call_and_capture, capture_decoder_output
+data, calls = numpy.fromfile(sys.argv[1], "uint8"), []
+with capture_decoder_output() as said:
+    print("a progress bar", file=sys.stderr, flush=True)
+assert said == []
+cv2.imdecode(data, 1)
+assert call_and_capture(lambda: (calls.append(1), cv2.imdecode(data, 1)))[1] and len(calls) == 1
+"""  # in a process of its own, where no thread of an earlier test still decodes
+
+
+def test_only_decoders_are_overheard_and_asked_once(tmp_path):
+    (tmp_path / "cut.jpg").write_bytes(JPEG[:1000] + b"\xff\xd9")
+    words = [sys.executable, "-c", ALONE, tmp_path / "cut.jpg"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "a progress bar" in done.stderr, done.stderr
+    assert done.stderr.count("Corrupt JPEG data") == 1  # afterwards the screen is as it was
 
 
 def test_words_are_those_of_the_picture_whoever_decodes_beside_it(capfd):
@@ -386,7 +397,6 @@ def test_which_words_mean_damage(monkeypatch, words, damage):
         images.decode_image(JPEG, "it.jpg", grey=False)
 
 
-# ---- size -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["png", "jpg", "webp", "bmp", "tiff", "ppm", "pgm", "jp2", "avif"])
 @pytest.mark.parametrize("size", [(37, 21), (600, 400)])
 def test_sides_are_read_from_the_header(kind, size):
@@ -429,7 +439,6 @@ def test_a_vast_file_is_refused_before_it_is_read(tmp_path):
     assert "at most 1 GB" in feed.notes[-1]
 
 
-# --- Pictures of the feed in the report: what the model sees, taken back to pixels.
 SHOWN = [f"{place:02}.png" for place in spread_evenly(range(20), 4)]
 HOSTILE = "\x1b[31m\udcff<script>alert('x')</script>|`*_[a](b)&\".png"
 

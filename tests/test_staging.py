@@ -31,7 +31,6 @@ from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tuning.search_options import Tuning
 from tests.models import as_float32, make_model, read_markdown, save_net
 
-# --- A build is whole or not there: what a stop at any moment leaves, and who notices.
 UNIT = Preprocess(size=(16, 16))
 QUICK = {"preprocess": UNIT, "duration_s": 0, "tuning": Tuning(effort=0)}
 WORDS = ("--size", "16x16", "--duration", 0, "--effort", 0, "--accept", "--out")
@@ -463,7 +462,6 @@ def test_a_journal_that_somebody_put_there_moves_nothing_out_of_its_folder(tmp_p
     assert (folder / "a").read_text() == "a" and not (folder / ".calib8-x").exists()
 
 
-# --- No output ever destroys what calib8 did not make; a signal ends a run in order.
 ROOT = Path(__file__).parent.parent
 INPUT = "an output must not be an input"
 PLACES = ("model", "photo", "text", "foreign cache", "fifo")
