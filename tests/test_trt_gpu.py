@@ -62,7 +62,8 @@ def case():
 def test_tensorrt_gets_whole_batches_of_what_our_own_search_sees():
     batches = list(case().batches())
     assert [batch["image"].shape for batch in batches] == [(10, 1, 28, 28)] * 2
-    fed = np.concatenate([sample["image"] for sample in islice(case().feed.samples(), 20)])
+    with case().feed.samples() as samples:
+        fed = np.concatenate([sample["image"] for sample in islice(samples, 20)])
     assert np.array_equal(np.concatenate([batch["image"] for batch in batches]), fed)
     profile = case().settings(1).profiles["image"]
     assert profile == InputShapeRange((1, 1, 28, 28), (1, 1, 28, 28), (10, 1, 28, 28))
