@@ -391,7 +391,7 @@ def fit_array(array: Array, spec: TensorSpec) -> Array:
     turned = array if order is None else np.ascontiguousarray(array.transpose(order))
     with np.errstate(over="ignore"):  # infinite values are refused later
         values = turned.astype(spec.dtype, copy=False)
-    if values.dtype.kind == "i" and not np.array_equal(values, turned):
+    if values is not turned and values.dtype.kind == "i" and not np.array_equal(values, turned):
         raise FeedError(f"integers must fit the input {describe(spec)}, got {turned.dtype} beyond")
     return values
 

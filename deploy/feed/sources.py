@@ -212,12 +212,17 @@ class ImageSource:
     of_16_bits: set[int] = field(default_factory=set, init=False)  # indices, of those decoded
 
     @property
+    def _deep(self) -> bool:
+        """Whether all 16 bits are fed."""
+        return self.how.deep and self.spec.dtype != "uint8"
+
+    @property
     def note(self) -> str:
         """A note on images of 16 bits; "" without any."""
         count = len(self.of_16_bits)
         if not count:
             return ""
-        if self.how.deep and self.spec.dtype != "uint8":
+        if self._deep:
             return f"{count} images have 16 bits a channel, so their pixels go from 0 to 65535"
         return (
             f"{count} images have 16 bits a channel and are cut to the upper 8; grey images keep"
@@ -270,8 +275,7 @@ class ImageSource:
 
     def _decoded(self, index: int, data: bytes) -> dict[str, Array]:
         grey = self.how.color == "grey"
-        deep = self.how.deep and self.spec.dtype != "uint8"
-        pixels = images.decode_image(data, self.pictures.name(index), grey=grey, deep=deep)
+        pixels = images.decode_image(data, self.pictures.name(index), grey=grey, deep=self._deep)
         if read_bit_depth(data) == 16:
             self.of_16_bits.add(index)
         how = with_image_size(self.how, (pixels.shape[0], pixels.shape[1]), self.told(index))

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import onnx
-from onnx import helper, inliner
+from onnx import inliner
 
 from deploy.errors import BackendError, ModelError, first_line
 from deploy.frontends import checks
@@ -66,7 +66,6 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         checks.check_names(model)
         digest, carried = model_digest(model), read_metadata_preprocess(model, path)
         classes = read_class_names(model)
-        empty_default_domain(model)
         stored = restore_float_weights(model)
         _check(model)
         names = [node.name for node in model.graph.node if node.name]
@@ -129,7 +128,7 @@ def read_source(
     """Return (file, model, stamp); (None, a copy, None) for a model in memory."""
     if isinstance(source, str | Path):
         model, stamp = read_model_and_stamp(Path(source))
-        _shorten_domain(model)
+        empty_default_domain(model)
         return Path(source), model, stamp
     if not hasattr(source, "SerializeToString"):
         raise ModelError(
@@ -139,22 +138,8 @@ def read_source(
         )
     model = copy_message(source)
     refuse_external(model)
-    _shorten_domain(model)
+    empty_default_domain(model)
     return None, model, None
-
-
-def _shorten_domain(model: onnx.ModelProto) -> None:
-    """Write the standard's domain as "", which "ai.onnx" equals except to onnx's inference."""
-    for part in (model.graph, *model.functions):
-        for node in all_nodes(part):
-            if node.domain == "ai.onnx":
-                node.domain = ""
-    for part in (model, *model.functions):
-        versions = {entry.domain: entry.version for entry in part.opset_import}
-        if "ai.onnx" in versions:
-            versions[""] = max(versions.pop("ai.onnx"), versions.get("", 0))
-            del part.opset_import[:]
-            part.opset_import.extend(map(helper.make_opsetid, versions, versions.values()))
 
 
 def _check(model: onnx.ModelProto) -> None:

@@ -30,7 +30,7 @@ from deploy.frontends.pairs import (
     spread_ranges,
     weight_grid,
 )
-from deploy.graph.edit import copy_message, empty_default_domain
+from deploy.graph.edit import copy_message
 from deploy.graph.index import Graph, all_nodes
 from deploy.graph.placement import WEIGHTED
 from deploy.graph.plan import never_negative
@@ -80,7 +80,6 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
 def _with_onnx_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy whose pairs of ONNX Runtime's domain are ONNX's, which mean the same."""
     model = copy_message(original)
-    empty_default_domain(model)
     for node in all_nodes(model.graph):
         if node.op_type.startswith(_INTEGER_OPS):
             raise ModelError(

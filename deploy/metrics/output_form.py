@@ -28,7 +28,13 @@ from deploy.metrics.output_errors import (
 )
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.metrics.rows import Outputs, batch_length, split_batch
-from deploy.metrics.slices import SAMPLES, OutputSlice, find_gate, split_output, weight_by_scores
+from deploy.metrics.slices import (
+    SAMPLES,
+    OutputSlice,
+    find_cell_scores,
+    split_output,
+    weight_by_scores,
+)
 from deploy.metrics.tasks import EvaluationTask, FirstSamples, Metric, TaskFigure, recognise_task
 from deploy.metrics.tasks.boxes import BoxDetection
 from deploy.metrics.tasks.classes import Classes
@@ -84,12 +90,13 @@ def derive_form(
     task_parts: Mapping[str, tuple[OutputSlice, ...]] = {} if task is None else task.parts
     names = list(reference_outputs[0])
     usual = dict(_usual(samples, task))
+    scored = find_cell_scores({name: first.arrays(name) for name in first.every})
     by_name = {
         name: (OutputSlice(output=name, less=USUAL),)
         if name in usual
         else task_parts[name]
         if name in task_parts
-        else _parts(name, first)
+        else _parts(name, first, scored)
         for name in names
     }
     parts = tuple(part for name in names for part in by_name[name])
@@ -110,16 +117,16 @@ def _usual(seen: FirstSamples, task: EvaluationTask | None) -> Iterator[tuple[st
             yield name, mean
 
 
-def _parts(name: str, seen: FirstSamples) -> tuple[OutputSlice, ...]:
+def _parts(name: str, seen: FirstSamples, scored: Mapping[str, str]) -> tuple[OutputSlice, ...]:
+    """Return the slices of an output; `scored`: see `find_cell_scores`."""
     if name not in seen.every:
         return (OutputSlice(output=name),)
     samples = seen.arrays(name)
     fed = find_repeated_input(samples, seen.inputs)
     if fed:
         return (OutputSlice(output=name, less=fed),)
-    gate = find_gate(name, {each: seen.arrays(each) for each in seen.every})
-    if gate:
-        return (OutputSlice(output=name, at=gate),)
+    if name in scored:
+        return (OutputSlice(output=name, at=scored[name]),)
     if not np.issubdtype(samples[0].dtype, np.floating):  # class numbers or counts: no signal
         return ()
     return split_output(name, samples)

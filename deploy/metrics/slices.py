@@ -24,7 +24,7 @@ _SILENT = 0.01  # rows whose peak stays below it show no unit
 _VALUES = 16  # fewer values per row (as in [N, classes]) do not show its range
 _MOST_ROWS = 1024
 _TOLERANCE = 1e-3  # rounding of a probability
-_LOW = 0.2  # a gate is closed below it, and open above 1 - it
+_LOW = 0.2  # scores below it are low, above 1 - it high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,28 +82,36 @@ def weight_by_scores(value: Array, scores: Array, *, raw: bool) -> Array:
         return np.asarray(value * (1 / (1 + np.exp(-best)) if raw else best))
 
 
-def find_gate(output: str, samples: Mapping[str, Sequence[Array]]) -> str:
-    """Return the output that says where values of `output` count; "" without one.
+def find_cell_scores(samples: Mapping[str, Sequence[Array]]) -> dict[str, str]:
+    """Return outputs of values that count in some cells -> the output of these cells' scores.
 
-    Such as a confidence beside a pitch, a score beside an offset or a visibility beside a landmark:
-    from 0 to 1, low in some cells and high in others, one for each cell. The values themselves
+    Such as a pitch -> its confidence, an offset -> its score, a landmark -> its visibility. Scores
+    go from 0 to 1, low in some cells and high in others, one for each cell. The values themselves
     leave 0..1, so that it is clear which output weights the other.
 
     `samples`: output -> its arrays for the first few samples.
     """
-    values = samples[output]
-    if not _is_floating(values) or _within_unit(values) or any(one.ndim < 2 for one in values):
-        return ""
-    return next((n for n, gate in samples.items() if n != output and _gates(gate, values)), "")
+    floating = {name: arrays for name, arrays in samples.items() if _is_floating(arrays)}
+    unit = {name: arrays for name, arrays in floating.items() if _within_unit(arrays)}
+    scores = {name: arrays for name, arrays in unit.items() if _spread_out(arrays)}
+    found = {}
+    for name, values in floating.items():
+        if name not in unit and all(one.ndim >= 2 for one in values):
+            weighting = (other for other, arrays in scores.items() if _fit_cells(arrays, values))
+            found[name] = next(weighting, "")
+    return {name: other for name, other in found.items() if other}
 
 
-def _gates(gate: Sequence[Array], values: Sequence[Array]) -> bool:
-    if not _is_floating(gate) or not _within_unit(gate):
-        return False
-    cells = np.concatenate([one.ravel() for one in gate])
-    if cells.size < _VALUES or cells.min() > _LOW or cells.max() < 1 - _LOW:
-        return False
-    for own, value in zip(gate, values, strict=True):
+def _spread_out(scores: Sequence[Array]) -> bool:
+    """Whether there are enough cells, low and high ones."""
+    size = sum(one.size for one in scores)
+    low, high = min(one.min() for one in scores), max(one.max() for one in scores)
+    return bool(size >= _VALUES and low <= _LOW and high >= 1 - _LOW)
+
+
+def _fit_cells(scores: Sequence[Array], values: Sequence[Array]) -> bool:
+    """Whether there is one score for each cell of the values, not made of the value itself."""
+    for own, value in zip(scores, values, strict=True):
         shape = own.shape if own.ndim == value.ndim else (*own.shape, 1)
         if len(shape) != value.ndim:
             return False
@@ -116,7 +124,7 @@ def _gates(gate: Sequence[Array], values: Sequence[Array]) -> bool:
 
 
 def _is_activation(own: Array, value: Array) -> bool:
-    """Whether an output is the Softmax or Sigmoid of another, not its gate."""
+    """Whether an output is the Softmax or Sigmoid of another."""
     with np.errstate(over="ignore"):
         sigmoid = 1 / (1 + np.exp(-value.astype(np.float64)))
     shares = own.sum(axis=-1, dtype=np.float64)

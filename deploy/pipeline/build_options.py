@@ -80,6 +80,11 @@ class BuildOptions:
     repairs: Sequence[str] | None = None
     settings: str | None = None
 
+    @property
+    def searches(self) -> bool:
+        """Whether anything is searched for a target, unless a plan is given."""
+        return any(self.tuning.for_target(target).level > 0 for target in self.targets)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedBuild:
@@ -111,8 +116,7 @@ class PreparedBuild:
         """The phases of the build, as its progress counts them."""
         tuning = self.options.tuning
         before = () if self.loaded.trained else ("calibration",)
-        searched = any(tuning.for_target(one).level for one in self.options.targets)
-        search = ("search",) if searched and tuning.plan is None else ()
+        search = ("search",) if self.options.searches and tuning.plan is None else ()
         accuracy = ("layers", "accuracy") if self.dataset is not None else ()
         latency = ("latency",) if self.duration_s > 0 else ()
         return (*before, *search, "targets", *accuracy, *latency, "report")
@@ -167,8 +171,7 @@ def prepare_build(
         evaluation = evaluation or dataset
     repairs = options.repairs
     if repairs is None:
-        searched = any(options.tuning.for_target(one).level for one in options.targets)
-        repairs = DEFAULT if searched else ()
+        repairs = DEFAULT if options.searches else ()
     repairs = parse_repairs(repairs)
     cache = options.calibration.cache
     path = cache.path or options.out / manifest.RECORDS / f"{loaded.name}.cache"

@@ -37,7 +37,6 @@ _PLACES = {
     ),
 }
 _FLAGS = {"nearest": "NEAREST", "linear": "LINEAR", "cubic": "CUBIC", "lanczos": "LANCZOS4"}
-_PROGRAM = read_package_text(__package__, "run_script.txt")
 
 
 def run_program(
@@ -55,7 +54,7 @@ def run_program(
         enlarged = "rows > picture.shape[0] or columns > picture.shape[1]"
         kind = f"cv2.INTER_LINEAR if {enlarged} else {kind}"
     place = {"short-side": "crop", "letterbox": how.anchor}.get(how.resize, "top-left")
-    return _PROGRAM.format(
+    return read_package_text(__package__, "run_script.txt").format(
         engine=ascii(engine),
         classes=ascii(dict(classes)),
         height=how.box[0],
