@@ -275,7 +275,7 @@ def _flat(values: Sequence[Array], how: Preprocess | None) -> str:
         return ""
     return (
         f"the pixels of {len(ends)} images that were looked at differ by less than {_FLAT} of 255,"
-        " nearly one colour; check the images; of 16-bit color the upper byte alone is read"
+        " nearly one colour; check the images (of 16-bit color images only the upper byte is read)"
     )
 
 

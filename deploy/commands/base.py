@@ -55,7 +55,7 @@ class InputPath(click.Path):
 
 
 class OutputFile(click.Path):
-    """A file to write, of a kind in `deploy.files.manifest.MARKS`; - for JSON is the screen.
+    """A file to write, of a kind in `deploy.files.manifest.MARKS`; `-` prints JSON to the screen.
 
     One that is there and that calib8 did not write is refused while the words are parsed.
     """
