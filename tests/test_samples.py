@@ -520,6 +520,9 @@ def test_inputs_that_are_no_pictures_and_layers_that_are_no_conv_say_nothing():
     assert find_first_layer(net, "other") is None
     net.graph.output.append(onnx.ValueInfoProto(name="c"))
     assert find_first_layer(net, "x") is None  # somebody else reads the Conv as well
+    foreign = network()  # a node of another domain may be named like a standard one
+    foreign.graph.node[1].domain, foreign.graph.node[1].input[1:] = "my", []
+    assert find_first_layer(foreign, "x") is None
     far = network()
     far.graph.initializer[0].data_location = TensorProto.EXTERNAL
     assert find_first_layer(far, "x") is None

@@ -42,6 +42,7 @@ from deploy.feed.samples import Feed
 from deploy.frontends.base import read_graph
 from deploy.graph.edit import copy_message, name_nodes
 from deploy.graph.index import Graph
+from deploy.graph.lowering import is_standard
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
 
@@ -96,6 +97,8 @@ def find_first_layer(model: onnx.ModelProto, name: str) -> FirstLayer | None:
         own = [tensor for tensor in dict.fromkeys(node.input) if tensor in reached]
         if not own:
             continue
+        if not is_standard(node):
+            return None
         if node.op_type in _LAYERS and node.input[0] in reached:
             only = all(_read_only_by(graph, tensor, [*way, node]) for tensor in reached)
             if not only or len(way) > _MOST:
@@ -132,7 +135,7 @@ def _convolved(
     """Return the layer of a Conv: with the BatchNormalization after it, or with its bias."""
     conv = way[-1]
     after = graph.only_reader(conv.output[0])
-    if after is not None and after.op_type == "BatchNormalization":
+    if after is not None and after.op_type == "BatchNormalization" and is_standard(after):
         return _normalised_layer(graph, model, way, name, conv.output[0], after)
     bias = _values(graph, conv.input[2]) if len(conv.input) > 2 and conv.input[2] else None
     part = _part(graph, model, way, name, conv.output[0])
