@@ -33,6 +33,7 @@ from deploy.targets.ascend.proto import parse_text
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord
 from deploy.tuning.search_options import Tuning
+from tests.models import as_float32, make_model, parse_nodes
 from tests.test_ascend_models import CASES, NAMES
 from tests.vendor_models import build_net, calibrate_amct
 
@@ -425,3 +426,25 @@ def test_auto_command(small_cnn, data, tmp_path, run, command, refusal):
     assert ran in command(*words, "--refresh", "--verbose")
     assert "leave one of them away" in refusal(*words, "--refresh", "--require-cache")
     assert run(*words, "--method", "mse")[0] == 2  # Ascend's own searches are AMCT's
+
+
+@pytest.mark.parametrize(("bright", "code"), [(4, 0), (0, 1)])
+def test_a_second_stage_that_gets_no_rows(bright, code, run, tmp_path):
+    """A sample without rows adds no value; where no sample has any, Ascend's row alone fails."""
+    nodes = parse_nodes(
+        "p = Conv(x, w) r = Relu(p) m = ReduceMax <axes = [1, 2, 3], keepdims = 0> (x)"
+        "k = Greater(m, one) c = Compress <axis = 0> (r, k) y = Conv(c, v) z = Conv(r, v)"
+    )
+    rng = np.random.default_rng(2)
+    weights = as_float32({"w": rng.normal(size=(4, 3, 3, 3)), "v": rng.normal(size=(2, 4, 1, 1))})
+    ends = {"x": ["n", 3, 8, 8]}, {"y": ["k", 2, 6, 6], "z": ["n", 2, 6, 6]}
+    onnx.save(make_model(nodes, *ends, weights | {"one": np.float32(1)}), tmp_path / "m.onnx")
+    images = rng.uniform(0, 0.9, (8, 3, 8, 8)).astype(np.float32)
+    images[:bright] *= 3
+    np.save(tmp_path / "x.npy", images)
+    words = "--target", "onnxruntime,ascend", "--effort", 0, "--duration", 0
+    words += "--images", tmp_path / "x.npy", "--out", tmp_path / "o"
+    found, said, err = run("build", tmp_path / "m.onnx", *words)
+    assert found == code and (tmp_path / "o/m.int8.onnx").exists(), err or said
+    assert (tmp_path / "o/m_deploy_model.onnx").exists() == (not code)
+    assert code == 0 or "'Conv_y': the activation to be quantized must not be empty" in said

@@ -8,6 +8,7 @@ sample decides. They are held until the layer is rounded; only the result is sto
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -103,7 +104,8 @@ class AllValues:
     @property
     def extremes(self) -> tuple[float, float]:
         """Least and greatest value, in real units."""
-        return float(min(p.min() for p in self._kept)), float(max(p.max() for p in self._kept))
+        least = min((float(part.min()) for part in self._kept), default=math.inf)
+        return least, max((float(part.max()) for part in self._kept), default=-math.inf)
 
     @property
     def dead(self) -> bool:
@@ -112,7 +114,7 @@ class AllValues:
 
     def search(self, params: IfmrParams) -> AscendScale:
         """Run AMCT's search."""
-        return ifmr(np.concatenate(self._kept), params)
+        return ifmr(np.concatenate([*self._kept, np.zeros(0, np.float32)]), params)
 
     def to_arrays(self) -> Arrays:
         """Return {}: see `AllValuesOf.restore`."""

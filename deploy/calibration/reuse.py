@@ -336,6 +336,7 @@ def _plain_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
         for (_, tensor, _), recorder in ranges.observed.items()
         if isinstance(recorder, HasExtremes)
         for low, high in [recorder.extremes]
+        if low <= high  # else it never got a value
     }
     cache = trt_cache.from_scales(
         {name: scale for name, scale in scales.items() if trt_cache.can_hold_name(name)},

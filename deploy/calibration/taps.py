@@ -409,13 +409,14 @@ def is_within_limit(limit: int | None, number: int) -> bool:
 def record(
     recorder: Recorder, observation: Observation, number: int, value: NDArray[np.float32]
 ) -> None:
-    """Record a tensor's values of one sample.
+    """Record a tensor's values of one sample, if it has any.
 
     Raises:
         CalibrationError: the recorder refuses them, such as NaN; names tensor and sample.
     """
     try:
-        recorder.observe(value)
+        if value.size:
+            recorder.observe(value)
     except CalibrationError as error:
         raise name_tensor_and_sample(error, observation, number) from error
 
