@@ -91,6 +91,15 @@ def test_executor_equals_fake_quant(small):
     assert found.amct_cosine > 0.999 and "within" in found.sentence()
 
 
+def test_results_that_overflow_alike_are_the_same():
+    ends, weight = ({"x": [1, 2]}, {"y": [1, 2]}), np.float32([[3e38, 1], [3e38, 1]])
+    model = build_net([("MatMul", "x w", "y", "mm")], *ends, {"w": weight})
+    record = LayerRecord(scale_d=np.float32(1), offset_d=0, scale_w=np.float32([3e38 / 127]))
+    layers = quantize_layers(model, find_layers(model), {"mm": record})
+    found = compare_deploy_model(model, layers, [{"x": np.float32([[2, 2]])}])
+    assert found.same_rounding == 0
+
+
 def test_rounding_differs_at_halves_only():
     """offset -3, x / scale = 0.5: AMCT's fake-quant model rounds to 0 - 3, the NPU -2.5 to -2."""
     ends = {"x": [1, 2]}, {"y": [1, 2]}

@@ -24,7 +24,7 @@ from deploy.errors import CacheError, Calib8Error
 from deploy.feed.feed import open_feed
 from deploy.feed.preprocess import PRESETS, Preprocess
 from deploy.frontends.base import model_digest
-from deploy.frontends.checks import check_names
+from deploy.frontends.checks import check_fields
 from deploy.frontends.onnx_reader import read_model_and_stamp
 from deploy.metrics.latency import DeviceTimes, measure
 from deploy.pipeline import calibrate
@@ -558,7 +558,7 @@ def test_a_model_with_narrow_scales_is_a_typed_one(cpp, tmp_path):
 
 def identity_here(path):
     model, stamp = read_model_and_stamp(path)
-    check_names(model)
+    check_fields(model)
     return {"graph": model_digest(model), "file": stamp.file, "weights": stamp.weights}
 
 

@@ -105,7 +105,6 @@ def test_paths_that_are_no_readable_file_and_a_torch_checkpoint(tmp_path):
             load(tmp_path / name)
 
 
-# ---------------------------------------------------------------- models that are not for us
 def quantized(op_type, domain=""):
     node = make_node(op_type, "x", "y", name="q", domain=domain)
     return model_of([node], domains=[domain] if domain else [])
@@ -128,6 +127,7 @@ def with_reference():
     return model
 
 
+NEGATIVE = TensorProto(name="w", dims=[-4, 3, 1, 1], data_type=F32, float_data=[1.0] * 12)
 BRAIN = helper.make_tensor("w", BF16, [4, 3, 1, 1], [1.0] * 12)
 UNFIT = {
     "opset 6": (relu(opset=6), "opset 7 or newer, got 6"),
@@ -145,6 +145,7 @@ UNFIT = {
     "no node": (model_of([], outputs=[value("x", 1)]), "one node"),
     "NaN": (conv(filled(np.float32(np.nan))), "NaN in 'w' "),
     "Inf": (conv(filled(np.float32(np.inf))), "infinity"),
+    "negative size": (conv(NEGATIVE), r"0 or more, got \[-4, 3, 1, 1\] for 'w'"),
     "bfloat16 weight": (conv(BRAIN, BF16), "bfloat16"),
     "bfloat16 input": (
         relu(inputs=[value("x", 1, dtype=BF16)], outputs=[value("y", 1, dtype=BF16)]), "bfloat16"),

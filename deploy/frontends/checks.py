@@ -30,13 +30,22 @@ _OPTIMIZED = frozenset(("FusedConv", "FusedGemm", "FusedMatMul", "FusedMatMulAct
 _QUANTIZED_ENDS = ("Integer", "IntegerToFloat", "FloatBias")
 
 
-def check_names(message: Message) -> None:
-    """Refuse names that are not UTF-8: protobuf returns bytes for them instead of text."""
+def check_fields(message: Message) -> None:
+    """Refuse names that are not UTF-8, for which protobuf returns bytes, and negative sizes.
+
+    ONNX's shape inference ends the process at a constant of negative size.
+    """
+    sizes = list(getattr(message, "dims", ()))  # of a tensor, dense or sparse
+    if min(sizes, default=0) < 0:
+        raise ModelError(
+            f"sizes of a constant must be 0 or more, got {sizes} for"
+            f" '{getattr(message, 'name', '')}'; export the model again"
+        )
     for field, value in message.ListFields():
         parts = value if isinstance(value, MutableSequence) else [value]
         if field.message_type:
             for part in parts:
-                check_names(part)
+                check_fields(part)
         elif field.type == field.TYPE_STRING and field.name != "doc_string":
             for part in parts:
                 if isinstance(part, bytes):

@@ -63,7 +63,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
     """
     try:
         path, model, stamp = read_source(source)
-        checks.check_names(model)
+        checks.check_fields(model)
         digest, carried = model_digest(model), read_metadata_preprocess(model, path)
         classes = read_class_names(model)
         stored = restore_float_weights(model)

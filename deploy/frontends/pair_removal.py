@@ -62,7 +62,7 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
     Raises:
         ModelError: not a valid model, an opset before 11, or no pairs.
     """
-    checks.check_names(quantized)
+    checks.check_fields(quantized)
     opset = opset_of(quantized)
     if opset < _OLDEST:
         raise ModelError(

@@ -274,7 +274,7 @@ def from_qdq(quantized: onnx.ModelProto) -> PlainModel:
         ModelError: the model is not valid.
         ExportError: the model has no pairs, or a quantization that a cache cannot express.
     """
-    checks.check_names(quantized)
+    checks.check_fields(quantized)
     check_part_valid(quantized)
     return _PairRemover(copy_message(quantized)).run()
 
