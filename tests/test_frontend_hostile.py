@@ -174,6 +174,12 @@ UNFIT = {
     "shapes": (
         model_of([make_node("MatMul", "x w", "y")], [constant("w", np.ones((5, 4), np.float32))]),
         "Incompatible dimensions"),
+    "kernel above the image": (
+        model_of([make_node("MaxPool", "x", "p", kernel_shape=[99, 99]),
+                  make_node("Slice", "p zero one two", "y")],
+                 [constant("zero", np.int64([0])), constant("one", np.int64([1])),
+                  constant("two", np.int64([2]))]),
+        "a Slice of a tensor of the shape"),
     "double": (conv(filled(1.0), F64), "onnxruntime must load the model"),  # which has no kernel
 }  # fmt: skip
 

@@ -2,15 +2,13 @@
 
 Contract of every edit in this project:
 
-* A function from model to model leaves its argument unchanged: it works on a copy (`copy_message`)
-with
-  all weights, metadata, functions and opset imports.
+* A function from model to model leaves its argument unchanged: it works on a copy
+  (`copy_message`) with all weights, metadata, functions and opset imports.
 * A function that takes a graph changes it in place and returns a count or nothing; only the owner
   of the graph calls it.
 * Tensors and nodes keep their names, except for what the function's name says.
 * `replace_field` copies the values before it empties the field, so they may be elements of the
-field.
-  `replace_nodes` does not copy the nodes that stay, it only reorders them.
+  field. `replace_nodes` does not copy the nodes that stay, it only reorders them.
 
 Wherever readers of a tensor matter, subgraphs are searched too.
 """
@@ -19,6 +17,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from functools import cache, partial
 from itertools import accumulate
 from operator import or_
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -233,6 +233,7 @@ def infer_types(model: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
     """Return a copy with inferred types and shapes; `options` are those of ONNX's function."""
     from onnx import shape_inference
 
+    _guard_slices()
     types = [node.op_type for node in all_nodes(model.graph)]
     norms = {at: op_type for at, op_type in enumerate(types) if op_type in _NORMS}
     if not norms:
@@ -244,6 +245,34 @@ def infer_types(model: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
     for at, node in enumerate(all_nodes(inferred.graph)):
         node.op_type = norms.get(at, node.op_type)
     return inferred
+
+
+@cache
+def _guard_slices() -> None:
+    """Have ONNX's inference refuse a Slice of a negative size, at which it would end the process.
+
+    A size gets negative where a kernel, a cut or a negative padding is larger than its input.
+    ONNX's C++ limits the indices to 0..size and asserts that this is a range.
+    """
+    from onnx import defs, shape_inference
+
+    error = shape_inference.InferenceError
+
+    def guarded(infer: Callable[[Any], None], context: Any) -> None:
+        given = context.get_input_type(0)
+        sizes = [] if given is None else [dim.dim_value for dim in given.tensor_type.shape.dim]
+        if min(sizes, default=0) < 0:
+            raise error(f"a Slice of a tensor of the shape {sizes}")
+        with suppress(error):  # ONNX itself goes on without a type that it could not infer
+            infer(context)
+
+    if hasattr(defs.OpSchema, "set_type_and_shape_inference_function"):  # ONNX 1.18
+        for version in (1, 10, 11, 13):
+            schema = defs.get_schema("Slice", version)
+            own = schema.get_type_and_shape_inference_function()
+            schema.set_type_and_shape_inference_function(partial(guarded, own))
+            defs.deregister_schema("Slice", version, "")
+            defs.register_schema(schema)
 
 
 def empty_default_domain(model: onnx.ModelProto) -> None:
