@@ -295,11 +295,11 @@ def messages_in_one_thread():
 
 
 _ROOT = Path(__file__).resolve().parents[1]
-# The build of the C++ half that is compared: a preset of cpp/CMakePresets.json, with the decoders
-# CALIB8_CPP_CODECS (opencv or plain) in place of the preset's. CALIB8_CPP_RUNNER is the emulator
-# that runs its programs, where they are for another machine.
+# The build of the C++ half that is compared: a preset of cpp/CMakePresets.json, with its component
+# images or without (CALIB8_CPP_IMAGES=ON or OFF). CALIB8_CPP_RUNNER is the emulator that runs its
+# programs, where they are for another machine.
 _PRESET = os.environ.get("CALIB8_CPP_PRESET", "quick")
-_CODECS = os.environ.get("CALIB8_CPP_CODECS", "")
+_IMAGES = os.environ.get("CALIB8_CPP_IMAGES", "")
 _RUNNER = os.environ.get("CALIB8_CPP_RUNNER", "").split()
 _BUILD = _ROOT / "build" / f"cpp-{_PRESET}"
 
@@ -316,8 +316,8 @@ def _build_parity():
     _BUILD.mkdir(parents=True, exist_ok=True)
     with (_BUILD / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one of several test processes builds
-        codecs = [f"-DCALIB8_CODECS={_CODECS}"] if _CODECS else []
-        configure = _in_cpp("cmake", "--preset", _PRESET, *codecs)
+        images = [f"-DCALIB8_IMAGES={_IMAGES}"] if _IMAGES else []
+        configure = _in_cpp("cmake", "--preset", _PRESET, *images)
         if configure.returncode and "configuration file provided by" in configure.stderr:
             package = configure.stderr.split("provided by", 1)[1].split('"')[1]
             pytest.skip(f"the C++ library needs {package}, which is not installed")
@@ -342,7 +342,7 @@ def cpp():
         assert line, f"the C++ program ended on {op} {question}"
         return json.loads(line)
 
-    ask.reads_all = ask("decoder")["library"].startswith("OpenCV")  # or JPEG, PNG and WebP alone
+    ask.reads_images = "library" in ask("decoder")
     yield ask
     process.stdin.close()
     process.wait(300)

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import zipfile
 
 import numpy as np
 import pytest
@@ -167,14 +166,13 @@ def test_folders_lists_and_labels(agree, tmp_path):
 def test_several_inputs(agree, tmp_path):
     specs = [IMAGE, STATE, SCALES]
     arrays = {"image": batch(), "state": batch("int64", (4, 2)), "scales": batch("float16", (3, 2))}
-    for save in (np.savez, np.savez_compressed):
-        save(tmp_path / "a.npz", **arrays)
-        assert agree(tmp_path / "a.npz", *specs)["size"] == 4
+    np.savez(tmp_path / "a.npz", **arrays)
+    assert agree(tmp_path / "a.npz", *specs)["size"] == 4
     folder = tmp_path / "side"
     for name, array in arrays.items():
         (folder / name).mkdir(parents=True)
         np.save(folder / name / "0.npy", array)
-        np.savez_compressed(folder / name / "1.npz", anything=array)
+        np.savez(folder / name / "1.npz", anything=array)
     assert agree(folder, *specs)["size"] == 8
     (folder / "state" / "1.npz").unlink()
     assert "files of the same names" in agree(folder, *specs)["message"]
@@ -182,6 +180,15 @@ def test_several_inputs(agree, tmp_path):
     assert "exactly the inputs" in agree(folder / "state" / "0.npy", *specs)["message"]
     np.savez(tmp_path / "few.npz", **arrays | {"state": batch("int64", (3, 2))})
     assert "equally many samples" in agree(tmp_path / "few.npz", *specs)["message"]
+
+
+def test_a_compressed_archive_is_refused_in_one_sentence(cpp, tmp_path):
+    np.savez_compressed(tmp_path / "a.npz", image=batch())
+    answer, _ = theirs(cpp, tmp_path / "out.f", tmp_path / "a.npz", [IMAGE])
+    assert answer["message"] == (
+        f"{tmp_path}/a.npz cannot be read as plain numpy arrays: it is compressed, which only"
+        " calib8 for Python reads; write it with numpy.save or numpy.savez"
+    )
 
 
 def test_the_tool_writes_arrays(calib8_cache, tmp_path):
@@ -237,9 +244,8 @@ def damaged(good, rng):
 def test_damaged_files_are_read_alike_or_refused(cpp, tmp_path):
     np.save(tmp_path / "a.npy", batch())
     np.savez(tmp_path / "b.npz", image=batch())
-    np.savez_compressed(tmp_path / "c.npz", image=batch())
     rng = np.random.default_rng(5)
-    for name in ("a.npy", "b.npz", "c.npz"):
+    for name in ("a.npy", "b.npz"):
         good = (tmp_path / name).read_bytes()
         for _ in range(100):
             (tmp_path / name).write_bytes(damaged(good, rng))
@@ -263,11 +269,3 @@ def test_files_that_tell_of_more_than_they_hold(agree, cpp, tmp_path):
         answer, _ = theirs(cpp, tmp_path / "out.f", path, [IMAGE])
         assert answer["message"].startswith(f"{path} cannot be read as plain numpy arrays: ")
         assert ours(path, [IMAGE])[0]["error"] == answer["error"]
-    with zipfile.ZipFile(tmp_path / "bomb.npz", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("image.npy", good[:128] + bytes(1 << 20))
-    packed = bytearray((tmp_path / "bomb.npz").read_bytes())
-    at = packed.rfind(b"PK\x01\x02") + 24
-    packed[at : at + 4] = (1000).to_bytes(4, "little")  # unpacks to more than it tells
-    (tmp_path / "bomb.npz").write_bytes(packed)
-    answer, _ = theirs(cpp, tmp_path / "out.f", tmp_path / "bomb.npz", [IMAGE])
-    assert "more than it tells of" in answer["message"]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 from dataclasses import replace
 from itertools import product
@@ -60,7 +61,8 @@ def answer_of(feed, shapes):
 @pytest.fixture(scope="module")
 def photos(cpp, tmp_path_factory):
     """100 pictures of all kinds: sizes, formats, grey, alpha, 16 bits, noise and smooth."""
-    bitmap, last = (".bmp", ".tiff") if cpp.reads_all else (".webp", ".webp")
+    if not cpp.reads_images:
+        pytest.skip("this C++ library was built without OpenCV")
     folder = tmp_path_factory.mktemp("photos")
     rng = np.random.default_rng(7)
     for index in range(100):
@@ -68,7 +70,7 @@ def photos(cpp, tmp_path_factory):
         channels = [3, 3, 3, 1, 4][index % 5]
         small = rng.integers(0, 256, (max(2, height // 9), max(2, width // 9), channels))
         image = cv2.resize(small.astype(np.uint8), (width, height), interpolation=cv2.INTER_CUBIC)
-        suffix = [".jpg", ".png", bitmap, ".PNG", ".jpeg", last][index % 6]
+        suffix = [".jpg", ".png", ".bmp", ".PNG", ".jpeg", ".tiff"][index % 6]
         if index % 12 == 1:
             image = image.astype(np.uint16) * 257
         if suffix in (".jpg", ".jpeg", ".bmp") and image.ndim == 3 and image.shape[2] == 4:
@@ -103,13 +105,14 @@ def steps_apart(ours, theirs, how):
     return np.abs(ours.astype(np.float64) - theirs) / step.astype(np.float64).reshape(axis)
 
 
-def test_grey_pictures_whose_16_bits_count_are_refused(cpp, tmp_path):
-    pixels = np.full((56, 64), 7000, np.uint16)
-    cv2.imwrite(str(tmp_path / "deep.png"), pixels)
+@pytest.mark.parametrize("suffix", [".png", ".pgm", ".tiff"])
+def test_grey_pictures_whose_16_bits_count_are_refused(cpp, photos, tmp_path, suffix):
+    cv2.imwrite(str(tmp_path / f"deep{suffix}"), np.full((56, 64), 7000, np.uint16))
     spec = TensorSpec("image", "float32", ("n", 1, 56, 64))
     asked = {"preset": "unit", "options": {"scale": 1.0}}
     answer = ask_feed(cpp, tmp_path / "out", tmp_path, spec, **asked)
-    assert "has 16 bits a pixel, which only calib8 for Python feeds" in answer["message"]
+    told = "has more than 8 bits a pixel, which only calib8 for Python feeds"
+    assert told in answer["message"]
     assert ask_feed(cpp, tmp_path / "out", tmp_path, spec, preset="unit")["size"] == 1
 
 
@@ -132,7 +135,7 @@ def test_batches_agree(cpp, photos, tmp_path, name):
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("color", ["rgb", "bgr", "grey"])
-def test_arithmetic_is_bit_equal_where_nothing_is_resized(cpp, tmp_path, color, layout):
+def test_arithmetic_is_bit_equal_where_nothing_is_resized(cpp, photos, tmp_path, color, layout):
     rng = np.random.default_rng(1)
     for index in range(3):
         pixels = rng.integers(0, 256, (40, 48, 3), np.uint8)
@@ -147,6 +150,13 @@ def test_arithmetic_is_bit_equal_where_nothing_is_resized(cpp, tmp_path, color, 
     answer = ask_feed(cpp, tmp_path / "b.f32", tmp_path, spec, options=how.to_json())
     assert (tmp_path / "b.f32").read_bytes() == ours.tobytes()
     assert answer == answer_of(feed, [[2, *dims]] * 2) and len(feed) == 2
+
+
+def by_opencv(answer):
+    """An answer without why a PNG cannot be decoded, which C++ has from OpenCV's decoder."""
+    return re.sub(
+        r"(png cannot be decoded \(\d+ bytes), [^)]*\)", r"\1)", json.dumps(answer, sort_keys=True)
+    )
 
 
 def test_lists_and_bad_images_are_told_in_the_same_words(cpp, photos, tmp_path):
@@ -170,7 +180,7 @@ def test_lists_and_bad_images_are_told_in_the_same_words(cpp, photos, tmp_path):
         listing.write_bytes(content)
         for skip_bad in (False, True):
             answer = ask_feed(cpp, tmp_path / "x", listing, SPEC, skip_bad=skip_bad)
-            assert answer == outcome(fed, listing, skip_bad=skip_bad), content
+            assert by_opencv(answer) == by_opencv(outcome(fed, listing, skip_bad=skip_bad)), content
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -456,7 +466,7 @@ def test_changes_of_a_fingerprint_are_told_in_the_same_words(cpp):
     assert cpp("changes", now=now, old=older["fingerprint"]) == {"changes": {}, "same": True}
 
 
-def test_the_decoder_is_known_by_what_it_makes_of_pictures(cpp):
+def test_the_decoder_is_known_by_what_it_makes_of_pictures(cpp, photos):
     ours, theirs = fingerprint.decoder_identity("images"), cpp("decoder")
     ours.pop("library"), theirs.pop("library")
     assert theirs == ours and {"jpeg", "png", "webp", "resize"} < set(ours)

@@ -16,12 +16,11 @@ set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
 set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
 set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
 set(CMAKE_FIND_ROOT_PATH_MODE_PACKAGE ONLY)
-# headers of one architecture (jconfig.h), which a native compiler finds by itself
+# headers of one architecture (openssl/configuration.h), which a native compiler finds by itself
 set(own_headers "-isystem ${root}/usr/include/aarch64-linux-gnu")
 set(CMAKE_C_FLAGS_INIT ${own_headers})
 set(CMAKE_CXX_FLAGS_INIT ${own_headers})
-# zlib still lies in /lib there
-set(own_libraries ${root}/usr/lib/aarch64-linux-gnu:${root}/lib/aarch64-linux-gnu)
+set(own_libraries ${root}/usr/lib/aarch64-linux-gnu)
 set(CMAKE_EXE_LINKER_FLAGS_INIT "-Wl,-rpath-link,${own_libraries}")
 set(CMAKE_CROSSCOMPILING_EMULATOR
   qemu-aarch64 -L /usr/aarch64-linux-gnu -E LD_LIBRARY_PATH=${own_libraries})

@@ -21,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::size_t kMostEntries = std::size_t{1} << 12U;  // arrays of an .npz: one an input
-constexpr std::uint64_t kMostUnpacked = std::uint64_t{16} << 30U;
+constexpr std::uint64_t kMostBytes = std::uint64_t{16} << 30U;
 
 std::string reason(int code) { return std::generic_category().message(code); }
 
@@ -65,34 +65,14 @@ std::string without_suffix(const std::string& name) {
   return has ? name.substr(0, name.size() - 4) : name;
 }
 
-// An entry that is compressed, unpacked into a file without a name, not into memory.
-StoredArray unpacked(const zip::ReadAt& read, const zip::Entry& entry) {
-  auto file = std::make_shared<PlacedFile>();
-  zip::inflate(read, entry, [&file](std::string_view piece) { file->append(piece); });
-  return array_at(file, 0, entry.size);
-}
-
-void check_room(const std::vector<zip::Entry>& entries) {
-  std::uint64_t needed = 0;
-  for (const zip::Entry& entry : entries) {
-    const std::uint64_t left = kMostUnpacked - needed;
-    if (entry.size > left) throw zip::Broken("it holds more than 16 GB");
-    needed += entry.size;
-  }
-}
-
-Arrays load_npz(const fs::path& path, bool& compressed) {
+Arrays load_npz(const fs::path& path) {
   const auto file = std::make_shared<const PlacedFile>(path);
   const zip::ReadAt read = [&file](std::uint64_t at, std::size_t size) {
     return file->read(at, size);
   };
   Arrays arrays;
-  const std::vector<zip::Entry> entries = zip::entries(read, file->size(), kMostEntries);
-  check_room(entries);
-  for (const zip::Entry& entry : entries) {
-    compressed = compressed || entry.deflated;
-    put(arrays, without_suffix(entry.name),
-        entry.deflated ? unpacked(read, entry) : array_at(file, entry.begin, entry.size));
+  for (const zip::Entry& entry : zip::entries(read, file->size(), kMostEntries)) {
+    put(arrays, without_suffix(entry.name), array_at(file, entry.begin, entry.size));
   }
   return arrays;
 }
@@ -122,7 +102,7 @@ npy::Header header_of(const std::string& name, const TensorSpec& spec) {
   header.shape.push_back(0);
   for (std::size_t k = 1; k < spec.shape.size(); ++k) {
     const std::int64_t side = spec.shape[k].size.value_or(0);
-    told = told && side > 0 && one <= kMostUnpacked / static_cast<std::uint64_t>(side);
+    told = told && side > 0 && one <= kMostBytes / static_cast<std::uint64_t>(side);
     one *= static_cast<std::uint64_t>(side);
     header.shape.push_back(side);
   }
@@ -345,7 +325,7 @@ Held read_arrays(const fs::path& path, const std::vector<TensorSpec>& specs) {
   Held held;
   check_opens(path);
   try {
-    held.arrays = kind == ".npz"   ? load_npz(path, held.unpacked)
+    held.arrays = kind == ".npz"   ? load_npz(path)
                   : kind == ".npy" ? load_npy(path)
                                    : load_raw(path, specs);
   } catch (const npy::Broken& error) {

@@ -71,7 +71,6 @@ using Arrays = std::map<std::string, StoredArray>;
 struct Held {
   Arrays arrays;  // by input
   std::optional<std::vector<int>> labels;
-  bool unpacked = false;  // whether it was compressed
 };
 
 // Whether the suffix, in any case, is one that is read as arrays.

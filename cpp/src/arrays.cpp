@@ -143,7 +143,6 @@ std::shared_ptr<const Held> held_of(const Part& part, const Specs& specs) {
   auto held = std::make_shared<Held>();
   for (const TensorSpec& spec : specs) {
     Held one = read_arrays(part.at(spec.name), {spec});
-    held->unpacked = held->unpacked || one.unpacked;
     held->arrays.merge(one.arrays);
   }
   return held;
@@ -175,8 +174,7 @@ class ArraySource final : public Source {
   std::string title;
   std::vector<std::string> called;  // of each file; empty where there is one alone
   std::vector<int> labels;          // empty where there are none
-  bool unpacked = false;
-  bool cut = false;  // whether more than the store has may have come
+  bool cut = false;                 // whether more than the store has may have come
 
   std::size_t size() const override { return ends.empty() ? 0 : ends.back(); }
 
@@ -207,13 +205,9 @@ class ArraySource final : public Source {
   }
 
   std::vector<std::string> notes() const override {
-    if (store) {
-      return {title + " was read once into a temporary file (" + (cut ? "the first " : "") +
-              std::to_string(size()) + " samples)"};
-    }
-    if (!unpacked) return {};
-    if (called.empty()) return {title + " is compressed and was unpacked into temporary files"};
-    return {"compressed .npz files are unpacked into temporary files"};
+    if (!store) return {};
+    return {title + " was read once into a temporary file (" + (cut ? "the first " : "") +
+            std::to_string(size()) + " samples)"};
   }
 
   // The file that was opened last stays open: its samples are read one after the other.
@@ -277,7 +271,6 @@ std::shared_ptr<const Held> count_in(ArraySource& source, const Part& part) {
   if (held->labels) {
     source.labels.insert(source.labels.end(), held->labels->begin(), held->labels->end());
   }
-  source.unpacked = source.unpacked || held->unpacked;
   return held;
 }
 

@@ -9,15 +9,7 @@ namespace calib8::bytes {
 // The bytes end before the number does.
 struct CutShort {};
 
-// The `size` bytes from `at` on, at most 8, the highest first. Throws CutShort.
-inline std::uint64_t big(std::string_view data, std::size_t at, std::size_t size) {
-  if (at > data.size() || size > data.size() - at) throw CutShort();
-  std::uint64_t value = 0;
-  for (const char c : data.substr(at, size)) value = (value << 8U) | static_cast<unsigned char>(c);
-  return value;
-}
-
-// The same, the lowest first.
+// The `size` bytes from `at` on, at most 8, the lowest first. Throws CutShort.
 inline std::uint64_t little(std::string_view data, std::size_t at, std::size_t size) {
   if (at > data.size() || size > data.size() - at) throw CutShort();
   std::uint64_t value = 0;

@@ -1,52 +1,57 @@
-// One picture's bytes to pixels.
+// One picture's bytes to pixels, by OpenCV; no_images.cpp stands in its place where that is left out.
 #include <algorithm>
 #include <cstdint>
+#include <limits>
+#include <new>
+#include <opencv2/core/utility.hpp>
+#include <opencv2/core/utils/logger.hpp>
+#include <opencv2/imgcodecs.hpp>
 
 #include "calib8/errors.hpp"
 #include "calib8/images.hpp"
 #include "calib8/text.hpp"
-#include "codec.hpp"
-#include "exif.hpp"
-#include "headers.hpp"
 #include "jpeg.hpp"
-#include "png_chunks.hpp"
-#include "webp.hpp"
+#include "overheard.hpp"
 
 namespace calib8::images {
 namespace {
 
-using std::string_view_literals::operator""sv;
-
-constexpr std::string_view kJpeg = "\xff\xd8"sv;
 constexpr std::int64_t kLargestPicture = std::int64_t{1} << 28U;  // pixels: 768 MB when decoded
 
-std::string fault(std::string_view data) {
-  if (data.substr(0, png_chunks::kSign.size()) == png_chunks::kSign) return png_chunks::fault(data);
-  if (data.substr(0, kJpeg.size()) == kJpeg) return jpeg::fault(data);
-  return {};
+// One thread, no messages of OpenCV on stderr, and none of Intel's IPP, with which pixels would
+// depend on how OpenCV was built.
+void settle_opencv() {
+  static const bool kOnce = [] {
+    cv::setNumThreads(1);
+    cv::utils::logging::setLogLevel(cv::utils::logging::LOG_LEVEL_SILENT);
+    return true;
+  }();
+  static_cast<void>(kOnce);
+  cv::ipp::setUseIPP(false);  // a setting of the calling thread only
 }
 
-// A picture on its canvas, black where it does not reach; empty where it does not fit on it.
-Pixels placed(const Pixels& pixels, const webp::First& first) {
-  if (first.left > first.canvas_width - pixels.width) return {};
-  if (first.top > first.canvas_height - pixels.height) return {};
-  Pixels canvas(first.canvas_height, first.canvas_width, pixels.channels);
-  for (int y = 0; y < pixels.height; ++y) {
-    std::copy_n(pixels.row(y), pixels.row_bytes(),
-                canvas.row(first.top + y) + first.left * pixels.channels);
-  }
-  return canvas;
-}
+struct Decoded {
+  cv::Mat mat;                    // empty where it is no picture
+  std::vector<std::string> said;  // by the decoder, a line each
+  bool too_large = false;
+};
 
-// Of an animated WebP the first picture, which OpenCV gives from 4.11 on only. Turned here, since
-// OpenCV does not with a WebP before 4.11, nor with a JPEG whose EXIF block has XMP before it.
-codec::Decoded decoded(std::string_view data, bool grey) {
-  const auto first = webp::first_picture(data);
-  codec::Decoded made = codec::decode(first ? std::string_view(first->still) : data, grey);
-  if (first && !made.pixels.data.empty()) made.pixels = placed(made.pixels, *first);
-  if (!made.pixels.data.empty()) {
-    made.pixels = exif::turned(std::move(made.pixels), exif::told(data));
+Decoded decoded(std::string_view data, int flags) {
+  Decoded made;
+  if (data.empty() || data.size() > std::numeric_limits<int>::max()) return made;
+  settle_opencv();
+  // OpenCV takes no const matrix header; imdecode only reads.
+  auto* bytes = const_cast<char*>(data.data());
+  const cv::Mat raw(1, static_cast<int>(data.size()), CV_8UC1, bytes);
+  const Overheard ear;
+  try {
+    made.mat = cv::imdecode(raw, flags);
+    made.too_large = static_cast<std::int64_t>(made.mat.total()) > kLargestPicture;
+  } catch (const cv::Exception& error) {  // OpenCV's own limit is of 2^30 pixels
+    made.too_large = error.err.find("CV_IO_MAX_IMAGE") != std::string::npos;
+  } catch (const std::bad_alloc&) {
   }
+  made.said = ear.lines();
   return made;
 }
 
@@ -60,15 +65,6 @@ bool is_damage(const std::string& words) {
          has("Inconsistent progression");
 }
 
-void check_size(std::string_view data, const std::string& name) {
-  const auto found = headers::sides(data);
-  const bool empty = !found || found->height <= 0;
-  if (empty || found->width <= kLargestPicture / found->height) return;
-  throw FeedError("image " + text::shown(name) + " must have at most 268,435,456 pixels, got " +
-                  std::to_string(found->width) + "x" + std::to_string(found->height) +
-                  "; give a smaller copy of it");
-}
-
 [[noreturn]] void refuse(std::string_view data, const std::string& name, const std::string& why) {
   throw FeedError("image " + text::shown(name) + " cannot be decoded (" +
                   std::to_string(data.size()) + " bytes, " + why + ")");
@@ -76,21 +72,40 @@ void check_size(std::string_view data, const std::string& name) {
 
 }  // namespace
 
-Pixels decode(std::string_view data, const std::string& name, bool grey) {
-  check_size(data, name);
-  const std::string found = fault(data);
+Pixels decode(std::string_view data, const std::string& name, bool grey, bool deep) {
+  const std::string found = jpeg::fault(data);
   if (!found.empty()) refuse(data, name, found);
-  codec::Decoded made = decoded(data, grey);
+  const int flags =
+      (grey ? cv::IMREAD_GRAYSCALE : cv::IMREAD_COLOR) | (deep ? cv::IMREAD_ANYDEPTH : 0);
+  const Decoded made = decoded(data, flags);
+  const cv::Mat& mat = made.mat;
+  if (made.too_large) {
+    throw FeedError(
+        "image " + text::shown(name) + " must have at most 268,435,456 pixels" +
+        (mat.empty() ? "" : ", got " + std::to_string(mat.cols) + "x" + std::to_string(mat.rows)) +
+        "; give a smaller copy of it");
+  }
   for (const std::string& words : made.said) {
     if (!is_damage(words)) continue;
     throw FeedError("image " + text::shown(name) + " is damaged (" + std::to_string(data.size()) +
                     " bytes), its decoder says: " + words);
   }
-  if (!made.pixels.data.empty()) return std::move(made.pixels);
-  refuse(data, name,
-         "damaged or of an unknown format" + (made.said.empty() ? "" : ": " + made.said.back()));
+  if (mat.empty()) {
+    refuse(data, name,
+           "damaged or of an unknown format" + (made.said.empty() ? "" : ": " + made.said.back()));
+  }
+  if (mat.depth() != CV_8U) {
+    throw FeedError("image " + text::shown(name) +
+                    " has more than 8 bits a pixel, which only calib8 for Python feeds; "
+                    "calibrate there, or give pictures of 8 bits");
+  }
+  Pixels pixels(mat.rows, mat.cols, mat.channels());
+  for (int y = 0; y < mat.rows; ++y) {
+    std::copy_n(mat.ptr<std::uint8_t>(y), pixels.row_bytes(), pixels.row(y));
+  }
+  return pixels;
 }
 
-std::string decoder_version() { return codec::version(); }
+std::string decoder_version() { return "OpenCV " + cv::getVersionString(); }
 
 }  // namespace calib8::images

@@ -207,25 +207,16 @@ class ImageSource final : public Source {
 
  private:
   Sample decoded(const std::string& data, std::size_t index) const {
-    refuse_16_bits(data, index);
     const bool planes = how_.layout != Layout::kNhwc;
     const std::int64_t channels = how_.channels();
     const Size size = *how_.size;
     std::vector<std::int64_t> shape{1, size.height, size.width, channels};
     if (planes) shape = {1, channels, size.height, size.width};
-    const std::vector<float> values =
-        apply(images::decode(data, pictures_[index].name, how_.color == Color::kGrey), how_);
-    return {Tensor::of(spec_.name, std::move(shape), values)};
-  }
-
-  // Python feeds all bits of such a picture; the codecs here give the upper 8.
-  void refuse_16_bits(const std::string& data, std::size_t index) const {
-    const bool deep = how_.color == Color::kGrey && std::abs(how_.scale * 255 - 1) > 1e-3;
-    const bool png = data.size() > 24 && data.compare(0, 4, "\x89PNG") == 0;
-    if (!deep || !png || data[24] != 16) return;
-    throw FeedError(told(index) +
-                    " has 16 bits a pixel, which only calib8 for Python feeds; "
-                    "calibrate there, or give pictures of 8 bits");
+    const bool grey = how_.color == Color::kGrey;
+    const bool deep =
+        grey && std::abs(how_.scale * 255 - 1) > 1e-3;  // as in Python: all bits count
+    const Pixels pixels = images::decode(data, pictures_[index].name, grey, deep);
+    return {Tensor::of(spec_.name, std::move(shape), apply(pixels, how_))};
   }
 
   std::vector<Picture> pictures_;
@@ -430,6 +421,7 @@ Feed::Feed(const fs::path& source, const Specs& specs, const FeedOptions& option
     state.feed_arrays(arrays_of(given, specs, options), specs, options);
     return;
   }
+  (void)images::decoder_version();  // throws where this calib8 decodes none
   Resolved resolved = resolved_for(specs, options);
   state.notes.insert(state.notes.end(), resolved.notes.begin(), resolved.notes.end());
   state.batch = batch_of(specs, options);

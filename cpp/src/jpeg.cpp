@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <vector>
 
 namespace calib8::jpeg {
 namespace {
@@ -14,12 +15,39 @@ constexpr unsigned char kStartOfScan = 0xDA;
 constexpr unsigned char kEnd = 0xD9;
 constexpr unsigned char kTables = 0xC4;
 
+struct Segment {
+  unsigned char marker = 0;
+  std::size_t at = 0;     // where it stands
+  std::string_view body;  // one that is cut short is shorter than it says
+};
+
 unsigned char at(std::string_view bytes, std::size_t place) {
   return static_cast<unsigned char>(bytes[place]);
 }
 
 // Markers without a length.
 bool bare(unsigned char marker) { return marker == 0x01 || (marker >= 0xD0 && marker <= 0xD8); }
+
+// Every segment up to the first scan's, given last.
+std::vector<Segment> segments(std::string_view data) {
+  std::vector<Segment> found;
+  for (std::size_t place = 2; place + 4 <= data.size();) {
+    const unsigned char marker = at(data, place + 1);
+    if (at(data, place) != 0xFF || marker == 0xFF || marker == 0x00) {
+      ++place;  // padding, or bytes that are no marker
+      continue;
+    }
+    if (bare(marker)) {
+      place += 2;
+      continue;
+    }
+    const std::size_t length = at(data, place + 2) * std::size_t{256} + at(data, place + 3);
+    found.push_back({marker, place, data.substr(place + 4, std::max<std::size_t>(length, 2) - 2)});
+    if (marker == kStartOfScan || marker == kEnd) break;
+    place += 2 + length;
+  }
+  return found;
+}
 
 std::string_view hole() {
   static constexpr std::array<char, kHoleBytes> kZeros{};
@@ -66,27 +94,8 @@ bool holed(std::string_view data) {
 
 }  // namespace
 
-std::vector<Segment> segments(std::string_view data) {
-  std::vector<Segment> found;
-  for (std::size_t place = 2; place + 4 <= data.size();) {
-    const unsigned char marker = at(data, place + 1);
-    if (at(data, place) != 0xFF || marker == 0xFF || marker == 0x00) {
-      ++place;  // padding, or bytes that are no marker
-      continue;
-    }
-    if (bare(marker)) {
-      place += 2;
-      continue;
-    }
-    const std::size_t length = at(data, place + 2) * std::size_t{256} + at(data, place + 3);
-    found.push_back({marker, place, data.substr(place + 4, std::max<std::size_t>(length, 2) - 2)});
-    if (marker == kStartOfScan || marker == kEnd) break;
-    place += 2 + length;
-  }
-  return found;
-}
-
 std::string fault(std::string_view data) {
+  if (data.substr(0, 2) != "\xff\xd8"sv) return {};
   const std::size_t scan = data.rfind("\xff\xda"sv);
   const std::size_t end = data.rfind("\xff\xd9"sv);
   if (scan == std::string_view::npos || end == std::string_view::npos || end < scan) {

@@ -1,9 +1,6 @@
 #include "zip.hpp"
 
-#include <zlib.h>
-
 #include <algorithm>
-#include <memory>
 
 #include "bytes.hpp"
 
@@ -16,7 +13,6 @@ constexpr std::uint64_t kEnd = 22;          // bytes of the end of the table of 
 constexpr std::uint64_t kComment = 0xFFFF;  // at most, behind it
 constexpr std::uint64_t kRow = 46;          // of the table, without names
 constexpr std::uint64_t kMostListing = std::uint64_t{128} << 20U;
-constexpr std::size_t kPiece = std::size_t{1} << 18U;
 constexpr std::uint64_t kIn64 = 0xFFFFFFFF;  // "see the fields of 64 bits"
 
 struct Listing {
@@ -48,7 +44,7 @@ Listing listing_of(const ReadAt& read, std::uint64_t size) {
 }
 
 // The fields that did not fit into 32 bits, in their order.
-void take_64(Entry& entry, std::uint64_t& header, std::string_view extra) {
+void take_64(std::initializer_list<std::uint64_t*> fields, std::string_view extra) {
   while (extra.size() >= 4) {
     const std::uint64_t id = little(extra, 0, 2);
     const std::uint64_t length = little(extra, 2, 2);
@@ -56,7 +52,7 @@ void take_64(Entry& entry, std::uint64_t& header, std::string_view extra) {
     extra.remove_prefix(std::min<std::size_t>(extra.size(), 4 + length));
     if (id != 1) continue;
     std::size_t at = 0;
-    for (std::uint64_t* field : {&entry.size, &entry.packed, &header}) {
+    for (std::uint64_t* field : fields) {
       if (*field != kIn64) continue;
       *field = little(own, at, 8);
       at += 8;
@@ -81,31 +77,18 @@ Entry entry_of(const ReadAt& read, std::uint64_t size, std::string_view row) {
   Entry entry;
   const std::uint64_t method = little(row, 10, 2);
   if ((little(row, 8, 2) & 1U) != 0) throw Broken("it is encrypted");
-  if (method != 0 && method != 8) throw Broken("it is compressed by another method than deflate");
-  entry.deflated = method == 8;
-  entry.crc = static_cast<std::uint32_t>(little(row, 16, 4));
-  entry.packed = little(row, 20, 4);
+  if (method != 0) throw Broken("it is compressed, which only calib8 for Python reads");
+  std::uint64_t packed = little(row, 20, 4);
   entry.size = little(row, 24, 4);
   std::uint64_t header = little(row, 42, 4);
   const std::uint64_t name = little(row, 28, 2);
   entry.name = bytes::piece(row, kRow, name);
-  take_64(entry, header, bytes::piece(row, kRow + name, little(row, 30, 2)));
+  take_64({&entry.size, &packed, &header}, bytes::piece(row, kRow + name, little(row, 30, 2)));
   entry.begin = data_of(read, size, header, entry.name);
-  if (entry.begin > size || size - entry.begin < entry.packed) throw Broken("it is cut short");
-  if (!entry.deflated && entry.packed != entry.size)
-    throw Broken("its sizes contradict each other");
+  if (entry.begin > size || size - entry.begin < packed) throw Broken("it is cut short");
+  if (packed != entry.size) throw Broken("its sizes contradict each other");
   return entry;
 }
-
-struct Stream {
-  Stream() {
-    if (inflateInit2(&state, -MAX_WBITS) != Z_OK) throw Broken("zlib has no memory");
-  }
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
-  ~Stream() { inflateEnd(&state); }
-  z_stream state{};
-};
 
 }  // namespace
 
@@ -132,37 +115,6 @@ std::vector<Entry> entries(const ReadAt& read, std::uint64_t size, std::size_t m
   } catch (const bytes::CutShort&) {
     throw Broken("its table of contents is damaged");
   }
-}
-
-void inflate(const ReadAt& read, const Entry& entry,
-             const std::function<void(std::string_view)>& take) {
-  Stream stream;
-  std::string out(kPiece, '\0');
-  std::uint64_t taken = 0;
-  std::uint64_t given = 0;
-  uLong crc = crc32(0, nullptr, 0);
-  int state = Z_OK;
-  while (state != Z_STREAM_END && taken < entry.packed) {
-    std::string in =
-        read(entry.begin + taken, std::min<std::uint64_t>(kPiece, entry.packed - taken));
-    taken += in.size();
-    stream.state.next_in = reinterpret_cast<Bytef*>(in.data());
-    stream.state.avail_in = static_cast<uInt>(in.size());
-    do {
-      stream.state.next_out = reinterpret_cast<Bytef*>(out.data());
-      stream.state.avail_out = static_cast<uInt>(out.size());
-      state = ::inflate(&stream.state, Z_NO_FLUSH);
-      if (state != Z_OK && state != Z_STREAM_END && state != Z_BUF_ERROR) {
-        throw Broken("what is compressed in it is damaged");
-      }
-      const std::size_t count = out.size() - stream.state.avail_out;
-      given += count;
-      if (given > entry.size) throw Broken("it holds more than it tells of");
-      crc = crc32(crc, reinterpret_cast<const Bytef*>(out.data()), static_cast<uInt>(count));
-      take({out.data(), count});
-    } while (state == Z_OK && stream.state.avail_out == 0);
-  }
-  if (given != entry.size || crc != entry.crc) throw Broken("what is compressed in it is damaged");
 }
 
 }  // namespace calib8::zip

@@ -59,18 +59,6 @@ TEST_CASE("a range is of a number") {
   CHECK(range_for(3) == 4);
 }
 
-TEST_CASE("a batch is a number of pictures that can be") {
-  const Folder folder;
-  folder.picture("a.png", 16, 20, 9);
-  for (const std::int64_t batch : {std::int64_t{1} << 33U, std::int64_t{0}, std::int64_t{-1}}) {
-    const TensorSpec spec{"image", "float32", {batch, 3, 16, 20}};
-    CHECK_THROWS_AS(Feed(folder.path(), spec, {}), ConfigError);
-  }
-  const std::int64_t large = (std::int64_t{1} << 32U) + 16;
-  CHECK_THROWS_WITH(Feed(folder.path(), {"x", "float32", {1, 3, large, 20}}, {}),
-                    Catch::Contains("must fit the input"));
-}
-
 TEST_CASE("a shape is of any integers") {
   const std::size_t height = 16;
   const long long width = 20;
@@ -79,14 +67,12 @@ TEST_CASE("a shape is of any integers") {
 }
 
 TEST_CASE("a picture is of the size and the channels that are said") {
-  const Folder folder;
-  const std::string png = folder.picture("a.png", 4, 4, 9);
   Preprocess how;
-  CHECK_THROWS_AS(apply(images::decode(png, "a.png", false), how), ConfigError);
+  CHECK_THROWS_AS(apply(Pixels(4, 4, 3), how), ConfigError);
   how.size = Size{4, 4};
   how.color = Color::kGrey;
-  CHECK_THROWS_AS(apply(images::decode(png, "a.png", false), how), FeedError);
-  CHECK(apply(images::decode(png, "a.png", true), how).size() == 16);
+  CHECK_THROWS_AS(apply(Pixels(4, 4, 3), how), FeedError);
+  CHECK(apply(Pixels(4, 4, 1), how).size() == 16);
 }
 
 TEST_CASE("a percentile is of samples") {

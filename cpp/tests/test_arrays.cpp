@@ -14,18 +14,6 @@ using namespace calib8;
 
 namespace {
 
-// An .npy file, as numpy.save writes it.
-template <class Value>
-std::string npy(const std::string& descr, const std::string& shape,
-                const std::vector<Value>& values) {
-  const std::string head =
-      "{'descr': '" + descr + "', 'fortran_order': False, 'shape': " + shape + ", }\n";
-  std::string data("\x93NUMPY\x01\0", 8);
-  data += {static_cast<char>(head.size()), '\0'};
-  return data + head +
-         std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(Value));
-}
-
 const std::vector<TensorSpec> kSpecs{{"x", "float32", {1, 2}}, {"ids", "int64", {1, 1}}};
 
 void fill(const Folder& folder) {

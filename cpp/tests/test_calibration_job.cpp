@@ -1,3 +1,4 @@
+#include <cmath>
 #include <cstring>
 
 #include "calib8/calibration_job.hpp"
@@ -44,7 +45,8 @@ Feed feed_of(const Folder& folder) { return Feed(folder.path(), kSpec, {}); }
 
 TEST_CASE("all whole batches are taken and the written cache comes out") {
   const Folder folder;
-  for (int k = 0; k < 5; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, 40 * k);
+  for (int k = 0; k < 5; ++k)
+    folder.sample(std::to_string(k) + ".npy", 0.1F * static_cast<float>(k));
   Engine engine;
   CalibrationJob job(feed_of(folder), engine.upload(), std::nullopt);
   CHECK(job.batch() == 2);
@@ -74,9 +76,9 @@ TEST_CASE("batches that a function made in memory are taken") {
   CHECK(job.check() == kCache);
 }
 
-TEST_CASE("fewer images than a batch are told before TensorRT starts") {
+TEST_CASE("fewer samples than a batch are told before TensorRT starts") {
   const Folder folder;
-  folder.picture("a.png", 16, 20, 1);
+  folder.sample("a.npy", 1);
   Engine engine;
   const Feed feed = feed_of(folder);
   CHECK_THROWS_WITH(CalibrationJob(feed, engine.upload(), std::nullopt),
@@ -84,10 +86,10 @@ TEST_CASE("fewer images than a batch are told before TensorRT starts") {
   CHECK(CalibrationJob(feed, engine.upload(), kCache).check() == kCache);
 }
 
-TEST_CASE("bad images that leave no whole batch are told after the build") {
+TEST_CASE("bad files that leave no whole batch are told after the build") {
   const Folder folder;
-  folder.picture("a.png", 16, 20, 1);
-  folder.write("b.png", "no picture");
+  folder.sample("a.npy", 1);
+  folder.write("b.npy", "no array");
   Engine engine;
   FeedOptions options;
   options.skip_bad = true;
@@ -98,7 +100,8 @@ TEST_CASE("bad images that leave no whole batch are told after the build") {
 
 TEST_CASE("a new cache is kept at once, and is there for a second build") {
   const Folder folder;
-  for (int k = 0; k < 4; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, 40 * k);
+  for (int k = 0; k < 4; ++k)
+    folder.sample(std::to_string(k) + ".npy", 0.1F * static_cast<float>(k));
   Engine engine;
   std::string kept;
   const auto keep = [&kept](const std::string& cache) { kept = cache; };
@@ -120,7 +123,8 @@ TEST_CASE("a new cache is kept at once, and is there for a second build") {
 
 TEST_CASE("a known cache that TensorRT refuses is told, and no batch is given in its place") {
   const Folder folder;
-  for (int k = 0; k < 4; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, 40 * k);
+  for (int k = 0; k < 4; ++k)
+    folder.sample(std::to_string(k) + ".npy", 0.1F * static_cast<float>(k));
   Engine engine;
   CalibrationJob job(feed_of(folder), engine.upload(), kCache);
   const char* name = "image";
@@ -129,9 +133,9 @@ TEST_CASE("a known cache that TensorRT refuses is told, and no batch is given in
   CHECK_THROWS_WITH(job.check(), Catch::Contains("refused it and asked for batches"));
 }
 
-TEST_CASE("a known cache is handed over and no image is read") {
+TEST_CASE("a known cache is handed over and no sample is read") {
   const Folder folder;
-  folder.write("bad.png", "no picture");
+  folder.sample("a.npy", std::nanf(""));
   Engine engine;
   CalibrationJob job(feed_of(folder), engine.upload(), kCache);
   engine.calibrate(job, "image");
@@ -141,15 +145,15 @@ TEST_CASE("a known cache is handed over and no image is read") {
 
 TEST_CASE("what goes wrong inside a callback is thrown after the build") {
   const Folder folder;
-  folder.picture("a.png", 16, 20, 1);
-  folder.picture("b.png", 16, 20, 1);
+  folder.sample("a.npy", 1);
+  folder.sample("b.npy", 1);
   Engine engine;
-  SECTION("a bad image") {
-    folder.write("c.png", "no picture");
-    folder.picture("d.png", 16, 20, 1);
+  SECTION("a bad sample") {
+    folder.sample("c.npy", std::nanf(""));
+    folder.sample("d.npy", 1);
     CalibrationJob job(feed_of(folder), engine.upload(), std::nullopt);
     engine.calibrate(job, "image");
-    CHECK_THROWS_WITH(job.check(), Catch::Contains("image c.png cannot be decoded"));
+    CHECK_THROWS_WITH(job.check(), Catch::Contains("c.npy holds 960 NaN or Inf values"));
   }
   SECTION("an upload that fails") {
     const auto refuse = [](const Tensor&) -> void* { throw BackendError("out of memory"); };
@@ -166,7 +170,8 @@ TEST_CASE("what goes wrong inside a callback is thrown after the build") {
 
 TEST_CASE("a calibration that stops early or writes nothing is told") {
   const Folder folder;
-  for (int k = 0; k < 5; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, 40 * k);
+  for (int k = 0; k < 5; ++k)
+    folder.sample(std::to_string(k) + ".npy", 0.1F * static_cast<float>(k));
   Engine engine;
   CalibrationJob early(feed_of(folder), engine.upload(), std::nullopt);
   engine.calibrate(early, "image", 1);
@@ -181,7 +186,7 @@ TEST_CASE("a calibration that stops early or writes nothing is told") {
 
 TEST_CASE("a cache is used again only while its fingerprint fits") {
   const Folder folder;
-  folder.picture("a.png", 16, 20, 1);
+  folder.sample("a.npy", 1);
   const Feed feed(folder.path(), kSpec, {});
   Fingerprint now;
   now.model.file = std::string(64, 'a');

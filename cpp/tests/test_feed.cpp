@@ -50,8 +50,8 @@ TEST_CASE("a folder is read recursively, sorted, any case, hidden files passed o
 
 TEST_CASE("a list with labels, and a bad image skipped or told") {
   const Folder folder;
-  const std::string png = folder.picture("a b.png", 30, 40, 10);
-  folder.write("bad.png", png.substr(0, png.size() - 20));
+  const std::string data = folder.picture("a b.png", 30, 40, 10);
+  folder.write("bad.png", data.substr(0, data.size() - 20));
   folder.write("list.txt", "\xEF\xBB\xBF# c\r\na b.png 3\r\nbad.png 1\r\n");
   const Feed strict(folder / "list.txt", kSpec, {});
   CHECK_THROWS_WITH(all(strict), Catch::Contains("image bad.png cannot be decoded") &&
@@ -63,7 +63,8 @@ TEST_CASE("a list with labels, and a bad image skipped or told") {
   CHECK(feed.labels() == std::vector<int>{3});
   CHECK(feed.size() == 1);
   CHECK(feed.notes().back() == "1 skipped: image bad.png cannot be decoded (" +
-                                   std::to_string(png.size() - 20) + " bytes, cut short)");
+                                   std::to_string(data.size() - 20) +
+                                   " bytes, damaged or of an unknown format)");
 }
 
 TEST_CASE("a fixed batch is filled with the first samples") {
@@ -144,9 +145,9 @@ TEST_CASE("samples, notes and errors do not depend on the number of threads") {
   const Folder folder;
   for (int k = 10; k < 40; ++k) {
     const std::string name = std::to_string(k) + ".png";
-    const std::string png = folder.picture(name, k, 60 - k, 6 * k);
+    const std::string data = folder.picture(name, k, 60 - k, 6 * k);
     if (k % 6 == 5)
-      folder.write(name, png.substr(0, png.size() - 20 - static_cast<std::size_t>(k)));
+      folder.write(name, data.substr(0, data.size() - 20 - static_cast<std::size_t>(k)));
   }
   FeedOptions options;
   options.batch = 4;
@@ -203,4 +204,16 @@ TEST_CASE("leaving a stream early, and a feed that goes before its stream") {
     stream = feed.samples();
   }
   CHECK(stream->next());
+}
+
+TEST_CASE("a batch is a number of pictures that can be") {
+  const Folder folder;
+  folder.picture("a.png", 16, 20, 9);
+  for (const std::int64_t batch : {std::int64_t{1} << 33U, std::int64_t{0}, std::int64_t{-1}}) {
+    const TensorSpec spec{"image", "float32", {batch, 3, 16, 20}};
+    CHECK_THROWS_AS(Feed(folder.path(), spec, {}), ConfigError);
+  }
+  const std::int64_t large = (std::int64_t{1} << 32U) + 16;
+  CHECK_THROWS_WITH(Feed(folder.path(), {"x", "float32", {1, 3, large, 20}}, {}),
+                    Catch::Contains("must fit the input"));
 }

@@ -60,7 +60,7 @@ void check_algorithm(const Folder& folder, nvinfer1::CalibrationAlgoType wanted)
 
 TEST_CASE("the four calibrators are what TensorRT takes them for") {
   const Folder folder;
-  folder.picture("a.png", 16, 20, 9);
+  folder.sample("a.npy", 9);
   using Algorithm = nvinfer1::CalibrationAlgoType;
   check_algorithm<trt::Int8EntropyCalibrator>(folder, Algorithm::kENTROPY_CALIBRATION);
   check_algorithm<trt::Int8EntropyCalibrator2>(folder, Algorithm::kENTROPY_CALIBRATION_2);
@@ -80,7 +80,7 @@ static_assert(!std::is_move_constructible_v<trt::Int8EntropyCalibrator2>,
 
 TEST_CASE("batches go to the device, and a device that is missing is told after the build") {
   const Folder folder;
-  for (const char* name : {"a.png", "b.png", "c.png"}) folder.picture(name, 16, 20, 9);
+  for (const char* name : {"a.npy", "b.npy", "c.npy"}) folder.sample(name, 9);
   trt::Int8EntropyCalibrator2 calibrator(options_of(folder, std::nullopt));
   nvinfer1::IInt8Calibrator& seen_by_tensorrt = calibrator;
   std::size_t length = 1;
@@ -91,7 +91,7 @@ TEST_CASE("batches go to the device, and a device that is missing is told after 
   int batches = 0;
   while (seen_by_tensorrt.getBatch(&binding, &name, 1)) ++batches;
   if (has_gpu()) {
-    CHECK(batches == 1);  // the third picture makes no whole batch
+    CHECK(batches == 1);  // the third sample makes no whole batch
     seen_by_tensorrt.writeCalibrationCache(kCache.data(), kCache.size());
     CHECK(calibrator.check() == kCache);
   } else {

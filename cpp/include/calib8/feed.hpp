@@ -1,8 +1,9 @@
 // What a model is fed: images or arrays, one sample at a time, decoded beside the inference;
-// deploy/feed/feed.py. Sources: a folder, a list file ("path" or "path label") or one file, of images or
-// of arrays: .npy, .npz with one array an input, .bin and .raw without a header. Of several inputs a
-// folder may also have one folder an input, whose files go together by name. Or a function of the
-// program, which gives the samples that it made in memory:
+// deploy/feed/feed.py. Sources: a folder, a list file ("path" or "path label") or one file, of images
+// (where calib8 was built with OpenCV) or of arrays: .npy, .npz with one array an input (not
+// compressed), .bin and .raw without a header. Of several inputs a folder may also have one folder an
+// input, whose files go together by name. Or a function of the program, which gives the samples that
+// it made in memory:
 //
 //   const calib8::Feed feed([&]() -> std::optional<calib8::Sample> {
 //     if (k == frames.size()) return std::nullopt;
@@ -65,7 +66,8 @@ bool holds_arrays(const std::filesystem::path& source);
 // samples() stream.
 class Feed {
  public:
-  // Throws FeedError: nothing to feed, or it does not fit the inputs; ConfigError: wrong options.
+  // Throws FeedError: nothing to feed, or it does not fit the inputs; ConfigError: wrong options, or
+  // images, and this calib8 was built without OpenCV.
   Feed(const std::filesystem::path& source, const std::vector<TensorSpec>& specs,
        const FeedOptions& options);
   Feed(const std::filesystem::path& source, const TensorSpec& spec, const FeedOptions& options);

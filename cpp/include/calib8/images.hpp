@@ -1,9 +1,8 @@
 // Pictures on disk: finding them, reading a list of them, decoding one; deploy/feed/images.py.
 //
-// Decoding is OpenCV's imdecode of the whole file, or done by libjpeg-turbo, libpng and libwebp to
-// the same pixels (CALIB8_CODECS=plain, which reads these kinds alone): 8 bits per channel (16-bit pictures keep their
+// Decoding is OpenCV's imdecode of the whole file: 8 bits per channel (16-bit pictures keep their
 // upper byte), alpha dropped, grey repeated to three channels where colour is asked for, EXIF
-// orientation applied, the first picture of an animation.
+// orientation applied. A calib8 that was built without OpenCV (CALIB8_IMAGES=OFF) decodes nothing.
 #pragma once
 
 #include <filesystem>
@@ -42,11 +41,13 @@ std::vector<Picture> read_list(const std::filesystem::path& path);
 // The whole file. Throws FeedError: it is missing, unreadable or empty.
 std::string read(const Picture& picture);
 
-// File bytes -> uint8 BGR, or one channel. Throws FeedError: no whole picture of a kind read here.
-Pixels decode(std::string_view data, const std::string& name, bool grey);
+// File bytes -> uint8 BGR, or one channel. Throws FeedError: no whole picture of a kind that OpenCV
+// reads, over 2^28 pixels, or, where all bits count (`deep`), more than 8 a pixel; ConfigError: this
+// calib8 was built without OpenCV.
+Pixels decode(std::string_view data, const std::string& name, bool grey, bool deep = false);
 
-// What decodes, with its version: the pixels of a picture may change with it.
-// "OpenCV 4.6.0", or "libjpeg-turbo 2.1.5, libpng 1.6.39, libwebp 1.2.4".
+// What decodes, with its version, such as "OpenCV 4.6.0": the pixels of a picture may change with
+// it. Throws ConfigError: this calib8 was built without OpenCV.
 std::string decoder_version();
 
 }  // namespace calib8::images

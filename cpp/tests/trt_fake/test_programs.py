@@ -729,7 +729,7 @@ def arrays(folder, count=5, **others):
     """An .npz of samples of the image, and of other inputs."""
     rng = np.random.default_rng(3)
     image = rng.normal(size=(count, 1, 28, 28)).astype(np.float32)
-    np.savez_compressed(folder.path / "a.npz", image=image, **others)
+    np.savez(folder.path / "a.npz", image=image, **others)
     return image
 
 
