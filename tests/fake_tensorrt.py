@@ -272,7 +272,7 @@ class IOptimizationProfile:
 
 class ITimingCache:
     def __init__(self, data):
-        self.data = data or b"timing"
+        self.data = data or b"timing\0"
 
     def serialize(self):
         return IHostMemory(self.data)
@@ -315,7 +315,7 @@ class IBuilderConfig:
 
     def set_timing_cache(self, cache, ignore_mismatch):
         self.timing = cache
-        return True
+        return cache.data.startswith(b"timing\0")  # not one of another version
 
     def get_timing_cache(self):
         return self.timing

@@ -120,8 +120,25 @@ def test_flags_of_trtexec_are_for_lines_and_engine_alike(tensorrt, build, failin
         ("--builderOptimizationLevel=high", "invalid literal"),
     ]:  # fmt: skip
         assert why in failing(f"--trtexec-flag={flag}")
+    assert "calib8 itself sets" in failing("--trtexec-flag=--timingCacheFile=t")
     tensorrt(EIGHT)
     assert "TensorRT 8.5.3.1 must know what" in failing(f"--trtexec-flag={flags_given[0]}")
+
+
+def test_timings_are_in_the_file_that_is_named(tensorrt, build, tmp_path):
+    trt, path = tensorrt(TEN), tmp_path / "of all/builds"
+    for rest, before in (("fp16", None), ("fp32", b"timing\0+"), ("bf16", b"another version's\0")):
+        if before is not None:
+            path.write_bytes(before)
+        notes = build("--timing-cache", path, "--rest", rest)
+        known = before is None or before.startswith(b"timing")
+        assert path.read_bytes() == (before or b"timing\0")
+        assert trt.STORY.configs[-1].timing.data == (before if before and known else b"timing\0")
+        refused = f"{path} is not a timing cache of TensorRT {TEN} on this GPU: it was neither used"
+        assert any(note.startswith(refused) for note in notes) != known
+    assert not list(tmp_path.glob("out/*.timing"))
+    script = (tmp_path / "out/small_cnn_trtexec.sh").read_text()
+    assert script.count(f"'--timingCacheFile={path}'") == script.count("exec trtexec") > 2
 
 
 @pytest.mark.parametrize(

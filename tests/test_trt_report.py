@@ -98,7 +98,7 @@ def test_each_engine_knows_the_timings_of_those_before(tensorrt, build, tmp_path
     longer = lambda cache: trt.IHostMemory(cache.data + b"+")  # noqa: E731
     monkeypatch.setattr(trt.ITimingCache, "serialize", longer)
     build()
-    assert (tmp_path / "out/tensorrt.timing").read_bytes() == b"timing+++"
+    assert (tmp_path / "out/tensorrt.timing").read_bytes() == b"timing\0+++"
 
 
 @pytest.mark.parametrize(("version", "options"), [(ELEVEN, ()), (TEN, ("--engine-from", "qdq"))])

@@ -259,6 +259,7 @@ class TensorRT(TensorrtOptions):
             ),
             device=self.device,
             plugins=self.plugins,
+            timing_cache=self.timing_cache,
             flags=self.trtexec_flags,
         )
         path = request.folder / f"{request.name}_trtexec.sh"
@@ -269,7 +270,7 @@ class TensorRT(TensorrtOptions):
             engine, engine_notes = build_quantized_engine(self, request, files, cache, wide)
             files["TensorRT engine"] = engine
             baselines = build_float_engines(self, request, files, ranges, version)
-            notes += (*engine_notes, *baselines.notes)
+            notes += tuple(dict.fromkeys((*engine_notes, *baselines.notes)))
         except SdkMissingError as error:
             sentences = (command.sentence for command in commands)
             notes += (f"no engine was built: {error}", *sentences)

@@ -199,14 +199,17 @@ def add_machine_flags(
     *,
     device: int = 0,
     plugins: Sequence[Path] = (),
+    timing_cache: Path | None = None,
     flags: Sequence[str] = (),
 ) -> tuple[TrtexecCommand, ...]:
-    """Add the flags for the GPU and for plugin libraries to the commands, and those of the user.
+    """Add the flags for GPU, plugin libraries and timing cache to the commands, and the user's.
 
     `--plugins` is deprecated since 8.6, but every trtexec reads it, unlike its successor.
     """
     own = [f"--device={device}"] if device else []
-    own += [*(f"--plugins={path.resolve()}" for path in plugins), *flags]
+    own += [f"--plugins={path.resolve()}" for path in plugins]
+    own += [f"--timingCacheFile={timing_cache.resolve()}"] if timing_cache is not None else []
+    own += flags
     return tuple(replace(way, words=(*way.words, *own)) if way.words else way for way in commands)
 
 
