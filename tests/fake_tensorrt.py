@@ -547,6 +547,10 @@ def _layers(network, config, scales):
                 "type": "INT8" if int8 else _held_in(network, node, rest),
             }
         )
+    if getattr(config, "default_device_type", None) == DeviceType.DLA:
+        ends = [layers[0] | {"outputs": layers[-1]["outputs"], "kind": "DLA"}]
+        ends[0]["name"] = f"{{ForeignNode[{layers[0]['name']}...{layers[-1]['name']}]}}"
+        layers = ends
     return _with_reformats(layers, graph.input[0].name)
 
 
@@ -620,7 +624,7 @@ def _told(layer):
     if VERSION >= (11,):
         del about["Format/Datatype"]
         about |= {"Format": "Row major linear", "Datatype": _WORDS[layer["type"]]}
-    nodes = "" if layer["kind"] == "Reformat" else layer["name"]
+    nodes = "" if layer["kind"] in ("DLA", "Reformat") else layer["name"]
     noted = "".join(f"[ONNX Layer: {name}]" for name in nodes.split(" + ") if name)
     return {
         **({"Metadata": noted} if VERSION >= (8, 6) else {}),

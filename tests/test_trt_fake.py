@@ -161,7 +161,9 @@ def test_an_engine_for_dla_needs_a_core_and_a_version(
         assert config.default_device_type == trt.DeviceType.DLA and config.DLA_core == 0
         assert flags(config) == {"TF32", "GPU_FALLBACK"}
         assert [*map(list, config.profile.shapes["x"])] == 3 * [[1, 3, 16, 16]]
-        command(*bench(tmp_path))
+        words = "planned nodes inside 1 DLA loadable, whose types the engine does not tell; "
+        assert words in (tmp_path / "out/report.md").read_text()
+        assert "the engine does not tell" in command(*bench(tmp_path))
 
 
 def test_calibrators_and_gpus_that_are_not_there_are_refused(tensorrt, failing, monkeypatch):
