@@ -316,7 +316,7 @@ class AippSource:
     """Format of the input images of an .om with AIPP.
 
     Attributes:
-        size: (height, width) if AIPP crops the center; None for the model's input size.
+        size: (height, width) of the frames; None for the model's input size.
         dynamic: the program that runs the .om sets all AIPP parameters at every inference.
     """
 
