@@ -15,7 +15,6 @@ from deploy.calibration.store import read_cache_text
 from deploy.calibration.trt_cache import parse
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
-from deploy.targets.tensorrt.sdk import cache_reader
 from tests.vendor_models import build_net, parse_nodes, save_net, values
 
 EIGHT, TEN, ELEVEN = "8.5.3.1", "10.13.0.35", "11.1.0"
@@ -63,12 +62,6 @@ def test_an_engine_is_built_used_again_and_measured(tensorrt, build, command, tm
     assert cache.read_text().startswith(LABELS[version])
     command(*bench(tmp_path))
     assert trt.STORY.runs
-
-
-@pytest.mark.parametrize(("version", "reads"), [(EIGHT, "8.5.3"), (TEN, "10.13.0"), (ELEVEN, None)])
-def test_caches_are_of_the_version_that_reads_them(tensorrt, version, reads):
-    tensorrt(version)
-    assert cache_reader() == reads
 
 
 @pytest.fixture

@@ -35,28 +35,18 @@ def run(version, *words, given=""):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     if version != EIGHT:
         env |= {"PYTHONPATH": f"{ROOT}:{folder}", "LD_LIBRARY_PATH": str(folder)}
-    command = [str(PYTHONS[version]), *words]
-    options = {"capture_output": True, "text": True, "timeout": 600, "check": False}
-    done = subprocess.run(command, env=env, input=given, **options)
+    command, options = [str(PYTHONS[version]), *words], {"capture_output": True, "timeout": 600}
+    done = subprocess.run(command, env=env, input=given, text=True, check=False, **options)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
 
-LACKING = """
-import json, operator, sys, tensorrt
-def is_there(name):
-    try:
-        operator.attrgetter(name)(tensorrt)
-    except AttributeError:
-        return False
-    return True
-print(json.dumps([name for name in json.load(sys.stdin) if not is_there(name)]))
-"""
-
-
 def lacking(version, names):
     """The dotted names that this TensorRT has not."""
-    return set(run(version, "-c", LACKING, given=json.dumps(sorted(names))))
+    program = """import functools, json, sys, tensorrt as trt
+find = lambda name: functools.reduce(lambda o, n: getattr(o, n, None), name.split("."), trt)
+print(json.dumps([name for name in json.load(sys.stdin) if find(name) is None]))"""
+    return set(run(version, "-c", program, given=json.dumps(sorted(names))))
 
 
 def used():

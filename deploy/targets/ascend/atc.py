@@ -46,17 +46,9 @@ _REFUSED = {
     "op_select_implmode": ("high_precision", "high_precision_for_all"),
 }
 _SET_BY_BUILD = (
-    "framework",
-    "model",
-    "output",
-    "soc_version",
-    "input_shape",
-    "input_format",
-    "insert_op_conf",
-    "enable_small_channel",
-    "compression_optimize_conf",
-    "mode",
-)
+    "framework", "model", "output", "soc_version", "input_shape", "input_format", "insert_op_conf",
+    "enable_small_channel", "compression_optimize_conf", "mode",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

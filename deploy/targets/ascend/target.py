@@ -141,19 +141,10 @@ class Ascend:
     name: str = "ascend"
     engines: ClassVar[tuple[str, ...]] = (".om",)
     writes: ClassVar[tuple[str, ...]] = (
-        "_config.json",
-        "_quant.json",
-        "_record.txt",
-        "_deploy_model.onnx",
-        "_fake_quant_model.onnx",
-        "_modified_model.onnx",
-        "_amct_qdq.onnx",
-        "_aipp.cfg",
-        "_compression.cfg",
-        "_atc.sh",
-        "_README.txt",
-        ".om",
-    )
+        "_config.json", "_quant.json", "_record.txt", "_deploy_model.onnx",
+        "_fake_quant_model.onnx", "_modified_model.onnx", "_amct_qdq.onnx", "_aipp.cfg",
+        "_compression.cfg", "_atc.sh", "_README.txt", ".om",
+    )  # fmt: skip
     runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = "AMCT's own algorithms, which --ascend-config chooses"
 

@@ -83,13 +83,8 @@ def _layer(layer: Mapping[str, Any]) -> EngineLayer:
     metadata, foreign = str(layer.get("Metadata", "")), _FOREIGN.fullmatch(name)
     nodes = _nodes(foreign[1] if foreign else name, metadata)
     if foreign is None:
-        return EngineLayer(
-            name=name,
-            kind=kind,
-            precision=_precision(layer),
-            nodes=nodes,
-            reformat=kind == _REFORMAT,
-        )
+        own, precision = kind == _REFORMAT, _precision(layer)
+        return EngineLayer(name=name, kind=kind, precision=precision, nodes=nodes, reformat=own)
     first, dots, last = foreign[1].partition("...")
     if not dots or _NODE.search(metadata):
         return EngineLayer(name=name, kind=kind, nodes=nodes, block=kind)

@@ -64,24 +64,11 @@ class TensorRT(TensorrtOptions):
     name: str = "tensorrt"
     engines: ClassVar[tuple[str, ...]] = (".engine", ".plan")
     writes: ClassVar[tuple[str, ...]] = (
-        ".tensorrt.onnx",
-        ".tensorrt.cache",
-        ".tensorrt.cache.json",
-        ".tensorrt.qdq.onnx",
-        ".tensorrt.typed.onnx",
-        ".tensorrt.part.onnx",
-        "_trtexec.sh",
-        ".engine",
-        ".engine.json",
-        ".fp32.engine",
-        ".fp32.engine.json",
-        ".tensorrt.fp32.onnx",
-        ".tensorrt.fp16.onnx",
-        ".fp16.engine",
-        ".fp16.engine.json",
-        ".gpu.cache",
-        ".gpu.cache.json",
-    )
+        ".tensorrt.onnx", ".tensorrt.cache", ".tensorrt.cache.json", ".tensorrt.qdq.onnx",
+        ".tensorrt.typed.onnx", ".tensorrt.part.onnx", "_trtexec.sh", ".engine", ".engine.json",
+        ".fp32.engine", ".fp32.engine.json", ".tensorrt.fp32.onnx", ".tensorrt.fp16.onnx",
+        ".fp16.engine", ".fp16.engine.json", ".gpu.cache", ".gpu.cache.json",
+    )  # fmt: skip
     runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = ""
     alternatives: ClassVar[tuple[str, ...]] = ()

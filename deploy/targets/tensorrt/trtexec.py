@@ -23,15 +23,7 @@ from deploy.graph.index import Graph, all_nodes, dims, opset_of, runtime_inputs
 from deploy.targets.base import BuildRequest
 from deploy.targets.shape_ranges import sample_shape_range
 from deploy.targets.tensorrt.builder import profiles_for
-from deploy.targets.tensorrt.trt_options import (
-    BF16,
-    CACHE,
-    FLOAT,
-    FP16,
-    FP32,
-    QDQ,
-    TYPED,
-)
+from deploy.targets.tensorrt.trt_options import BF16, CACHE, FLOAT, FP16, FP32, QDQ, TYPED
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,10 +239,7 @@ def _implicit(
 
 
 def _weakly_typed(
-    files: Mapping[str, Path],
-    needs: ParserRequirements,
-    rest: str,
-    wide: Collection[str],
+    files: Mapping[str, Path], needs: ParserRequirements, rest: str, wide: Collection[str]
 ) -> tuple[TrtexecCommand, ...]:
     """Build from the Q/DQ model; TensorRT chooses the types of float layers."""
     since = needs.first_reading()
@@ -265,9 +254,7 @@ def _weakly_typed(
 
 
 def _strongly_typed(
-    files: Mapping[str, Path],
-    needs: Mapping[str, ParserRequirements],
-    features: Collection[str],
+    files: Mapping[str, Path], needs: Mapping[str, ParserRequirements], features: Collection[str]
 ) -> tuple[TrtexecCommand, ...]:
     """Build in the types of the model."""
     role = TYPED if TYPED in files else QDQ
