@@ -96,7 +96,8 @@ def main(arguments: list[str] | None = None) -> int:
     except SdkMissingError as error:
         print(f"nothing to check on: {error}")
         return 77
-    inputs, batch = load(given.model, fold_batchnorm=False).inputs, given.batch_size
+    inputs = load(given.model, fold_batchnorm=False).inputs
+    batch = inputs[0].shape[0] if isinstance(inputs[0].shape[0], int) else given.batch_size
     whole = open_feed(given.images, inputs, limit=given.limit).count // batch * batch
     feed = open_feed(given.images, inputs, limit=whole)  # whole batches, as TensorRT calibrates
     title = f"{describe_device(here, sdk.gpu(0)).words}; {given.model.name}, {whole} images"
@@ -149,8 +150,7 @@ def check(case: Case, making: Mapping[str, Maker]) -> list[Finding]:
             least = min(output.cosine_mean for output in finding.accuracy.outputs)
             if not least >= COSINE:  # NaN is wrong too
                 finding.wrong.append(f"the mean cosine is {least:.4f}, {COSINE} is demanded")
-    fine = {name: sessions[name] for name in sessions if findings[name].accuracy}
-    timing = Finding("time")
+    fine, timing = {n: s for n, s in sessions.items() if findings[n].accuracy}, Finding("time")
     with _noted(timing):
         for name, latency in (measure(fine, samples[:8]) if fine else {}).items():
             findings[name].ms = latency.latency.p50
@@ -180,9 +180,9 @@ def _float_engine(case: Case, finding: Finding, *, fp16: bool, typed: bool) -> b
 
 def _built(case: Case, target: TensorRT, method: Method | None, finding: Finding) -> bytes:
     """Return the engine of `calib8 build`."""
-    folder, quick = case.out / finding.name, {"duration_s": 0, "tuning": Tuning(effort=0)}
-    data = {"limit": case.feed.count, "method": method}
-    report = build(case.path, case.images, out=folder, targets=[target], **data, **quick)
+    folder, how = case.out / finding.name, {"limit": case.feed.count, "method": method}
+    how |= {"targets": [target], "duration_s": 0, "tuning": Tuning(effort=0)}
+    report = build(case.path, case.images, out=folder, **how)
     print(*(n for n in report.targets[0].notes if n.startswith("TensorRT has no scale")), sep="\n")
     if not (engine := folder / f"{case.path.stem}.engine").exists():
         raise BackendError("; ".join(report.targets[0].notes))
@@ -226,8 +226,8 @@ def hold(finding: Finding, theirs: CalibrationCache, ours: CalibrationCache) -> 
     if not off:
         raise BackendError("no name is in both caches")
     median, worst = statistics.median(off.values()), max(off, key=lambda name: off[name])
-    equal = f"{sum(v <= EQUAL for v in off.values())} of {len(off)} equal"
-    finding.scales = f"{equal}, median {median:.4%}, {off[worst]:.3%} {worst}"
+    equal = sum(v <= EQUAL for v in off.values())
+    finding.scales = f"{equal} of {len(off)} equal, median {median:.4%}, {off[worst]:.3%} {worst}"
     if finding.name in ("entropy2", "minmax") and median > MEDIAN:
         finding.wrong.append(f"the median scale is {median:.3%} off, {MEDIAN:.1%} is allowed")
 
