@@ -22,17 +22,9 @@ from difflib import get_close_matches
 from calibrators.errors import Calib8Error, CalibrationError
 
 __all__ = [
-    "BackendError",
-    "CacheError",
-    "Calib8Error",
-    "CalibrationError",
-    "ConfigError",
-    "ExportError",
-    "FeedError",
-    "ModelError",
-    "QuantizedError",
-    "SdkMissingError",
-]
+    "BackendError", "CacheError", "Calib8Error", "CalibrationError", "ConfigError", "ExportError",
+    "FeedError", "ModelError", "QuantizedError", "SdkMissingError",
+]  # fmt: skip
 
 
 class ModelError(Calib8Error):

@@ -1,10 +1,11 @@
 """Drive calib8's calibrators as TensorRT does: through the C++ virtual functions, without a GPU.
 
-Run by `test_trt_real.py` with the Python that has tensorrt 8.5.3.1; prints one JSON object. What
-libnvinfer's builder would do on a GPU is done here by ctypes on the object's own table of virtual
-functions, so that the real bindings stand in between, with all they swallow. The order of the table
-is that of NvInfer.h 8.5: getBatchSize, getBatch, readCalibrationCache, writeCalibrationCache,
-getAlgorithm, two destructors, then the four of the legacy calibrator.
+Run by `test_trt_real.py` with a Python that has TensorRT's real bindings; prints one JSON object.
+What libnvinfer's builder would do on a GPU is done here by ctypes on the object's own table of
+virtual functions, so that the real bindings stand in between, with all they swallow. The order of
+the table is that of NvInfer.h 8.5: getBatchSize, getBatch, readCalibrationCache,
+writeCalibrationCache, getAlgorithm, two destructors, then the four of the legacy calibrator. 10 has
+getAPILanguage, getInterfaceInfo and the destructors first.
 """
 
 import ctypes
@@ -21,11 +22,15 @@ from calibrators.tensorrt import CLASSES, HostMemory, calibrator
 from deploy.errors import BackendError
 from deploy.feed.images import opencv
 from deploy.targets.tensorrt.builder import BuilderSettings, build_engine
+from deploy.targets.tensorrt.builder import _network_flags as network_flags
+from deploy.targets.tensorrt.inspector import layer_profiler
 from deploy.targets.tensorrt.sdk import dtype_of, process_logger, record_log, shape_of, stand_ins
+from deploy.targets.tensorrt.session import output_allocator
 from tests.models import make_model, save_net
 
 SHAPE = (2, 3, 4, 4)
 SHAPES = {"data": SHAPE, "ids": (3,)}
+EIGHT = trt.__version__.startswith("8.")
 
 
 class Builder:
@@ -35,10 +40,11 @@ class Builder:
         # CPython object head (16 bytes), then pybind11's pointer to the C++ object.
         self.this = ctypes.c_void_p.from_address(id(calib) + 16).value
         table = ctypes.c_void_p.from_address(self.this).value
-        self.functions = (ctypes.c_void_p * 11).from_address(table)
+        self.functions = (ctypes.c_void_p * 13).from_address(table)
 
     def _call(self, index, result, *types):
-        return ctypes.CFUNCTYPE(result, ctypes.c_void_p, *types)(self.functions[index])
+        place = index if EIGHT else index + 4 if index < 5 else index + 2
+        return ctypes.CFUNCTYPE(result, ctypes.c_void_p, *types)(self.functions[place])
 
     def number(self, index, kind=ctypes.c_int):
         return self._call(index, kind)(self.this)
@@ -138,33 +144,6 @@ def unknown_algorithm():
     return "accepted"
 
 
-# What `deploy.targets.tensorrt` calls on TensorRT's objects; none can be made without a GPU.
-USED = {
-    "Builder": "create_network create_builder_config create_optimization_profile"
-    " build_serialized_network",
-    "INetworkDefinition": "get_input num_inputs get_layer num_layers",
-    "IBuilderConfig": "set_flag clear_flag get_tactic_sources set_tactic_sources"
-    " add_optimization_profile set_calibration_profile int8_calibrator"
-    " set_memory_pool_limit create_timing_cache set_timing_cache get_timing_cache",
-    "IOptimizationProfile": "set_shape set_shape_input", "ITimingCache": "serialize",
-    "OnnxParser": "parse_from_file num_errors get_error", "Runtime": "deserialize_cuda_engine",
-    "ICudaEngine": "num_io_tensors get_tensor_name get_tensor_shape get_tensor_mode"
-    " get_tensor_dtype get_tensor_location create_execution_context",
-    "IExecutionContext": "set_input_shape get_tensor_shape set_tensor_address execute_async_v3"
-    " set_output_allocator",
-    "IOutputAllocator": "reallocate_output notify_shape", "BuilderFlag": "INT8 FP16 TF32",
-    "TacticSource": "CUBLAS CUBLAS_LT CUDNN", "NetworkDefinitionCreationFlag": "EXPLICIT_BATCH",
-    "MemoryPoolType": "WORKSPACE", "TensorIOMode": "INPUT", "TensorLocation": "HOST",
-    "ITensor": "name shape dtype is_shape_tensor",
-}  # fmt: skip
-
-
-def lacking():
-    """Of `USED`, what this TensorRT does not have."""
-    used = [(owner, name) for owner, names in USED.items() for name in names.split()]
-    return [f"{owner}.{name}" for owner, name in used if not hasattr(getattr(trt, owner), name)]
-
-
 def without_gpu():
     """What the builder says where there is no driver; "built" where there is one."""
     model = make_model([("Relu", "x", "y")], {"x": [1, 2]}, {"y": [1, 2]})
@@ -183,12 +162,25 @@ def small_parts():
         for level, text in ((levels.ERROR, "wrong"), (levels.INFO, "said"), (levels.VERBOSE, "-")):
             logger.log(level, text)
         trt.init_libnvinfer_plugins(logger, "")
-    types = [trt.float32, trt.float16, trt.int8, trt.int32, trt.bool]
+    profiler, times = layer_profiler()
+    profiler.report_layer_time("a", 1.0)
+    allocator = output_allocator(None)
+    allocator.notify_shape("x", trt.Dims([1, 2]))
+    typed, flags = network_flags(typed=True), trt.NetworkDefinitionCreationFlag.__members__
     return {
-        "dims": shape_of(trt.Dims([1, -1, 3])),
-        "dtypes": [dtype_of(data_type) for data_type in types], "log": [kept.errors, kept.lines],
-        "one_logger": process_logger() is logger, "stand_ins": stand_ins(),
+        "dims": shape_of(trt.Dims([1, -1, 3])), "times": times, "shape": allocator.shape,
+        "dtypes": {name: dtype(one) for name, one in trt.DataType.__members__.items()},
+        "log": [kept.errors, kept.lines], "one_logger": process_logger() is logger,
+        "stand_ins": stand_ins(),
+        "typed": [name for name, flag in flags.items() if typed >> int(flag) & 1],
     }  # fmt: skip
+
+
+def dtype(data_type):
+    try:
+        return dtype_of(data_type)
+    except BackendError:  # not of whole bytes
+        return None
 
 
 def calibrations():
@@ -212,8 +204,9 @@ def calibrations():
 
 
 if __name__ == "__main__":
-    seen = {"version": trt.__version__, "algorithms": algorithms(), "bytes_seen": bytes_seen()}
-    seen |= {"lacking": lacking(), "without_gpu": without_gpu(), "small_parts": small_parts()}
-    # OpenCV's version in this environment, and the log level that the feed leaves it at
-    seen["opencv"] = [opencv().__version__, opencv().getLogLevel()]
-    json.dump(seen | calibrations(), sys.stdout)
+    seen = {"version": trt.__version__, "without_gpu": without_gpu(), "small_parts": small_parts()}
+    if EIGHT:  # OpenCV's version in that environment, and the log level that the feed leaves it at
+        seen["opencv"] = [opencv().__version__, opencv().getLogLevel()]
+    if hasattr(trt, "IInt8Calibrator"):
+        seen |= {"algorithms": algorithms(), "bytes_seen": bytes_seen(), **calibrations()}
+    json.dump(seen, sys.stdout)

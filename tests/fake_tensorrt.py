@@ -1,9 +1,10 @@
 """TensorRT for tests: its names of one version, on host memory, ONNX Runtime inside.
 
 The names are those of the version in FAKE_TENSORRT (8.5.3.1, 10.13.0.35, 11.1.0 and what lies
-between): what a version lacks is not here either. `STORY` says what TensorRT is to do, and keeps
-what was asked of it. What the real one answers with a fault (an address that is no memory of the
-engine's device, a calibrator of another class) is an error here.
+between): what a version lacks is not here either, which `test_trt_real.py` holds against the real
+bindings. `STORY` says what TensorRT is to do, and keeps what was asked of it. What the real one
+answers with a fault (an address that is no memory of the engine's device, a calibrator of another
+class) is an error here.
 
 Sources: NVIDIA/TensorRT python/src/infer at 8.5.3, 10.16 and 11.0, and the docstrings of the
 8.5.3.1 wheel and of tensorrt-stubs 10.13.
@@ -28,6 +29,11 @@ __version__ = os.environ.get("FAKE_TENSORRT", "10.13.0.35")
 VERSION = tuple(int(part) for part in __version__.split("."))
 CALIBRATORS = VERSION < (11,)
 OPSETS = ((10, 15), 24), ((10,), 20), ((9,), 19), ((8, 4), 17), ((0,), 13)
+# Names that only tests look at; TensorRT has none of them.
+STATE = (
+    "Story STORY word chosen sources pools profile calibration_profile timing model inputs layers"
+    " types typed"
+)
 
 
 class Story:
@@ -114,7 +120,8 @@ MemoryPoolType = _enum("MemoryPoolType", ((8,), "WORKSPACE DLA_MANAGED_SRAM"))
 TensorIOMode = _enum("TensorIOMode", ((8,), "NONE INPUT OUTPUT"))
 TensorLocation = _enum("TensorLocation", ((8,), "DEVICE HOST"))
 _LEVELS = ((8, 6), "NONE AMPERE_PLUS"), ((10, 8), "SAME_COMPUTE_CAPABILITY")
-HardwareCompatibilityLevel = _enum("HardwareCompatibilityLevel", *_LEVELS)
+if VERSION >= (8, 6):
+    HardwareCompatibilityLevel = _enum("HardwareCompatibilityLevel", *_LEVELS)
 DeviceType = _enum("DeviceType", ((8,), "GPU DLA"))
 LayerInformationFormat = _enum("LayerInformationFormat", ((8,), "ONELINE JSON"))
 ProfilingVerbosity = _enum("ProfilingVerbosity", ((8,), "LAYER_NAMES_ONLY NONE DETAILED"))
@@ -156,6 +163,8 @@ def _type(elem_type):
 
 
 class ITensor:
+    __slots__ = "dtype", "is_shape_tensor", "name", "shape"
+
     def __init__(self, info, *, is_shape_tensor=False):
         kind = info.type.tensor_type
         dims = [d.dim_value if d.HasField("dim_value") else -1 for d in kind.shape.dim]
@@ -164,26 +173,29 @@ class ITensor:
 
 
 class ILayer:
+    __slots__ = "name", "num_outputs", "types", "_node", *(("precision",) if CALIBRATORS else ())
+
     def __init__(self, node):
-        self.name, self.node = node.name, node
+        self.name, self._node = node.name, node
         self.types = {}
         self.num_outputs = len(node.output)
         if CALIBRATORS:
-            self.precision, self.set_output_type = None, self.types.__setitem__
+            self.precision = None
 
-    def __setattr__(self, name, value):
-        if name == "precision" and not CALIBRATORS:
-            raise AttributeError("'ILayer' object has no attribute 'precision'")
-        super().__setattr__(name, value)
+    if CALIBRATORS:
+
+        def set_output_type(self, index, dtype):
+            self.types[index] = dtype
 
     def get_output(self, index):
-        return types.SimpleNamespace(name=self.node.output[index])
+        return types.SimpleNamespace(name=self._node.output[index])
 
 
 class INetworkDefinition:
+    __slots__ = "_flags", "inputs", "layers", "model"
+
     def __init__(self, flags=0):
-        self.flags = flags
-        self.model: onnx.ModelProto
+        self._flags = flags
         self.inputs = []
         self.layers = []
 
@@ -196,12 +208,12 @@ class INetworkDefinition:
     def get_layer(self, index):
         return self.layers[index]
 
-    def has(self, name):
+    def _has(self, name):
         """Whether it was created with a flag."""
         flag = getattr(NetworkDefinitionCreationFlag, name, None)
-        return flag is not None and self.flags >> int(flag) & 1 == 1
+        return flag is not None and self._flags >> int(flag) & 1 == 1
 
-    typed = property(lambda self: not CALIBRATORS or self.has("STRONGLY_TYPED"))
+    typed = property(lambda self: not CALIBRATORS or self._has("STRONGLY_TYPED"))
 
 
 def _plugin(op):
@@ -222,7 +234,7 @@ class OnnxParser:
     def parse_from_file(self, path):
         model = onnx.load(path)
         self.errors = [*STORY.parser, *_unread(model)]
-        if not CALIBRATORS or VERSION >= (10,) or self.network.has("EXPLICIT_BATCH"):
+        if not CALIBRATORS or VERSION >= (10,) or self.network._has("EXPLICIT_BATCH"):
             self._fill(model)
         else:
             self.errors.append("This version of the parser only supports explicit batch")
@@ -270,25 +282,39 @@ class IOptimizationProfile:
         self.values[input] = (tuple(min), tuple(opt), tuple(max))
 
 
+_SINCE_8_6 = "builder_optimization_level", "max_aux_streams", "hardware_compatibility_level"
+
+
 class ITimingCache:
     def __init__(self, data):
-        self.data = data or b"timing"
+        self.data = data or b"timing\0"
 
     def serialize(self):
         return IHostMemory(self.data)
 
 
 class IBuilderConfig:
+    __slots__ = (
+        "chosen", "sources", "pools", "profile", "calibration_profile", "timing",
+        "profiling_verbosity", "default_device_type", "DLA_core",
+        *(("int8_calibrator",) if CALIBRATORS else ()),
+        *(_SINCE_8_6 if VERSION >= (8, 6) else ()),
+    )  # fmt: skip
+
     def __init__(self):
         self.chosen, self.sources, self.pools = {BuilderFlag.TF32}, 0b11111, {}
-        self.int8_calibrator = self.profile = self.calibration_profile = self.timing = None
+        self.profile = self.calibration_profile = self.timing = None
         self.profiling_verbosity = ProfilingVerbosity.LAYER_NAMES_ONLY
+        if CALIBRATORS:
+            self.int8_calibrator = None
         if VERSION >= (8, 6):
             self.builder_optimization_level, self.max_aux_streams = 3, -1
             self.hardware_compatibility_level = HardwareCompatibilityLevel.NONE
-        self.set_memory_pool_limit = self.pools.__setitem__
 
     create_timing_cache = ITimingCache
+
+    def set_memory_pool_limit(self, pool, pool_size):
+        self.pools[pool] = pool_size
 
     def set_flag(self, flag):
         self.chosen.add(BuilderFlag(flag))
@@ -300,11 +326,11 @@ class IBuilderConfig:
         self.profile = profile
         return 0
 
-    def set_calibration_profile(self, profile):
-        if not CALIBRATORS:
-            raise AttributeError("'IBuilderConfig' object has no 'set_calibration_profile'")
-        self.calibration_profile = profile
-        return True
+    if CALIBRATORS:
+
+        def set_calibration_profile(self, profile):
+            self.calibration_profile = profile
+            return True
 
     def get_tactic_sources(self):
         return self.sources
@@ -315,7 +341,7 @@ class IBuilderConfig:
 
     def set_timing_cache(self, cache, ignore_mismatch):
         self.timing = cache
-        return True
+        return cache.data.startswith(b"timing\0")  # not one of another version
 
     def get_timing_cache(self):
         return self.timing
@@ -341,7 +367,8 @@ class Builder:
         STORY.devices.append(cuda.current())
         wrong = _unprofiled(network, config)
         scales = {}
-        if not wrong and config.int8_calibrator is not None and not _explicit(network.model):
+        calibrator = getattr(config, "int8_calibrator", None)
+        if not wrong and calibrator is not None and not _explicit(network.model):
             scales, wrong = _calibrated(network, config)
             wrong = [*wrong, *STORY.behind]
         if wrong:
@@ -501,14 +528,15 @@ def _layers(network, config, scales):
     rest = "HALF" if "FP16" in chosen else "BF16" if "BF16" in chosen else "FLOAT"
     layers = []
     for layer in network.layers:
-        node = layer.node
+        node = layer._node
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
             continue
         if node.op_type == "Relu" and layers and layers[-1]["outputs"] == [node.input[0]]:
             layers[-1]["name"] += f" + {node.name}"
             layers[-1]["outputs"] = list(node.output)
             continue
-        scaled = node.input[0] in scales and "INT8" in chosen and layer.precision is None
+        scaled = node.input[0] in scales and "INT8" in chosen
+        scaled = scaled and layer.precision is None  # only where there are calibrators
         int8 = node.op_type in _ON_INT8 and (scaled or node.input[0] in dequantized)
         layers.append(
             {
@@ -519,6 +547,10 @@ def _layers(network, config, scales):
                 "type": "INT8" if int8 else _held_in(network, node, rest),
             }
         )
+    if getattr(config, "default_device_type", None) == DeviceType.DLA:
+        ends = [layers[0] | {"outputs": layers[-1]["outputs"], "kind": "DLA"}]
+        ends[0]["name"] = f"{{ForeignNode[{layers[0]['name']}...{layers[-1]['name']}]}}"
+        layers = ends
     return _with_reformats(layers, graph.input[0].name)
 
 
@@ -573,6 +605,8 @@ class Runtime:
 
 
 class EngineInspector:
+    execution_context: Any = None
+
     def __init__(self, engine):
         self.engine = engine
 
@@ -590,7 +624,7 @@ def _told(layer):
     if VERSION >= (11,):
         del about["Format/Datatype"]
         about |= {"Format": "Row major linear", "Datatype": _WORDS[layer["type"]]}
-    nodes = "" if layer["kind"] == "Reformat" else layer["name"]
+    nodes = "" if layer["kind"] in ("DLA", "Reformat") else layer["name"]
     noted = "".join(f"[ONNX Layer: {name}]" for name in nodes.split(" + ") if name)
     return {
         **({"Metadata": noted} if VERSION >= (8, 6) else {}),

@@ -89,25 +89,29 @@ def test_the_om_gets_what_the_calibration_got(source, color, standard):
         assert swapped is not None and swapped > 3 * error
 
 
-@pytest.mark.parametrize("size", [None, (40, 60), (64, 96)])
+@pytest.mark.parametrize("size", [None, (40, 60), (64, 96), (40, 120), (24, 36)])
 @pytest.mark.parametrize("resize", RESIZES)
 @pytest.mark.parametrize("source", COLORS)
 @pytest.mark.parametrize("color", ["rgb", "bgr", "grey"])
 def test_the_host_and_aipp_together_feed_what_calibrated(color, source, resize, size):
     how = replace(RGB, color=color, resize=resize, mean=(0.4,), std=(0.3,))
     how = replace(how, short_side=40) if resize == "short-side" else how
-    try:
-        made = aipp.write_aipp(how, given := AippSource(color=source, size=size))
-    except ExportError:
-        assert size == (64, 96) or (size and resize != "short-side") or color == "grey"
-        return
+    if (source, color) == ("bgr", "grey"):
+        return  # refused: test_what_aipp_does_not_do
+    made = aipp.write_aipp(how, given := AippSource(color=source, size=size))
     light, tint = picture(80, 120)[..., :1] // 2, cv2.resize(picture()[:4, :6], (120, 80)) // 2
-    bgr = (light + tint)[..., ::-1]  # a tint that changes slowly survives 4:2:0
+    bgr = cv2.resize((light + tint)[..., ::-1], (size or (80, 120))[::-1])
     pixels = cv2.cvtColor(bgr, cv2.COLOR_BGR2GRAY)[..., None] if color == "grey" else bgr
-    wanted = preprocess_image(pixels, how)[0]
-    whole = how if size is None else replace(how, size=size, resize="stretch")
-    placed, (top, left) = resize_to_input(pixels, whole)
-    frame = np.zeros((*whole.box, placed.shape[2]), np.uint8)
+    wanted = preprocess_image(pixels, how)[0]  # a tint that changes slowly survives 4:2:0
+    placed, (top, left), box = pixels, (0, 0), pixels.shape[:2]
+    if size is None:
+        (placed, (top, left)), box = resize_to_input(pixels, how), how.box
+    elif plan := made.plan:
+        (top, left), box = plan.corner, plan.stored
+        placed = cv2.resize(pixels, plan.resized[::-1]).reshape(*plan.resized, -1)
+        placed = placed[max(-top, 0) :, max(-left, 0) :][: box[0], : box[1]]
+        top, left = max(top, 0), max(left, 0)
+    frame = np.zeros((*box, placed.shape[2]), np.uint8)
     frame[top : top + placed.shape[0], left : left + placed.shape[1]] = placed
     rgb = np.repeat(frame, 3, axis=2) if color == "grey" else frame[..., ::-1]
     fed = aipp.run_aipp(made.op, aipp._as_source(rgb, how, given))
@@ -191,10 +195,7 @@ def test_options_that_mean_nothing_are_refused(words, said, build_with_aipp):
 @pytest.mark.parametrize(("changes", "options", "said"), [
     ({"color": "grey"}, {"color": "bgr"}, "makes grey of grey pictures"),
     ({}, {"color": "nv12", "size": (33, 48)}, "even sides"),
-    ({"resize": "letterbox"}, {"size": (1280, 1280)}, "not how the images calibrated"),
-    ({"resize": "short-side", "short_side": 40}, {"size": (64, 64)}, "short side 40"),
-    ({}, {"color": "nv12", "size": (30, 48)}, "does not enlarge"),
-    ({"size": (224, 224)}, {"size": (100, 300)}, "does not enlarge"),
+    ({}, {"color": "nv12", "size": (30, 48), "dynamic": True}, "does not enlarge"),
     ({"layout": "nhwc"}, {}, "NCHW"), ({"mean": (-0.5,)}, {}, "0 to 255"),
     ({"mean": (2.0,)}, {}, "0 to 255"), ({"scale": 1e-9}, {}, "float16|0 to 255"),
     ({"size": (1, 1)}, {}, "sides"),
@@ -202,6 +203,37 @@ def test_options_that_mean_nothing_are_refused(words, said, build_with_aipp):
 def test_what_aipp_does_not_do(changes, options, said):
     with pytest.raises(ExportError, match=said):
         aipp.write_aipp(replace(RGB, **changes), AippSource(**options))
+
+
+YOLO = {"size": (320, 320), "resize": "letterbox", "pad": (114.0,)}
+ODD = {"size": (299, 299), "resize": "short-side", "short_side": 341}
+NV12, RGB888 = {"color": "nv12"}, {}
+
+
+EVEN = (
+    ": DVPP needs even sides and rows, and columns of a multiple of 16 for pasting; undo DVPP's"
+    " values in the results."
+)
+
+
+@pytest.mark.parametrize(("changes", "options", "size", "said"), [
+    (YOLO, NV12, (1080, 1920), "DVPP (height x width): resize 1080x1920 to 180x320 (linear), paste"
+     " at row 70, column 0 of 320x320 filled with Y 114, U 128, V 128."),
+    (YOLO, NV12, (1920, 1080), "DVPP (height x width): resize 1920x1080 to 320x180 (linear), paste"
+     " at row 0, column 64 of 320x320 filled with Y 114, U 128, V 128. The calibration resized to"
+     f" 320x180 and pasted at row 0, column 70{EVEN}"),
+    (YOLO, RGB888, (1920, 1080), "The host (height x width): resize 1920x1080 to 320x180 (linear),"
+     " paste at row 0, column 70 of 320x320 filled with rgb 114."),
+    (ODD, NV12, (720, 1280), "DVPP (height x width): resize 720x1280 to 342x606 (linear), crop"
+     " 300x300 at row 20, column 152. It is 300x304 in memory; AIPP crops the upper left 299x299."
+     f" The calibration resized to 341x606 and cropped at row 21, column 153{EVEN}"),
+    ({}, RGB888, (16, 24), "The host (height x width): resize 16x24 to 32x48 (linear)."),
+])  # fmt: skip
+def test_what_dvpp_or_the_host_does_is_said_with_sizes(changes, options, size, said):
+    how, given = replace(RGB, **changes), AippSource(size=size, **options)
+    made = aipp.write_aipp(how, given)
+    assert made.host[0] == said and (made.op.src_image_size_w % 16 == 0 or not given.yuv)
+    assert made.op.crop == (made.plan.stored != how.box)
 
 
 SECRET = "/home/someone/secret/train.py"

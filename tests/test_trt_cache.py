@@ -217,28 +217,6 @@ def test_real_caches_pass_show_check_and_relabel(path, run, tmp_path):
     assert back.read_bytes() == path.read_bytes()
 
 
-@NEEDS_SHARED
-@pytest.mark.parametrize("command", ["show", "check"])
-def test_onnxruntimes_table_is_refused(command, run):
-    err = run.fails("cache", command, SHARED / "caches" / "NOT_TRT_ort_resnet50.cache")
-    assert "onnxruntime's own calibration table" in err
-
-
-@NEEDS_SHARED
-def test_lenet_from_the_command_line(run, tmp_path):
-    images = np.load(SHARED / "lenet" / "images.npz")["images"].astype(np.float32)[:, None]
-    np.save(tmp_path / "x.npy", images / np.float32(255))
-    out = tmp_path / "lenet.cache"
-    words = ["--target", "tensorrt", "--trt-version", "7.2.2", "-o", out]
-    words += ["--method", "entropy-tensorrt", "--batch-size", "50"]
-    run.ok("calibrate", SHARED / "lenet" / "lenet.onnx", "--images", tmp_path / "x.npy", *words)
-    made = parse(out.read_bytes(), origin="made")
-    real = parse((SHARED / "lenet" / "table.cache").read_bytes(), origin="real")
-    assert made.header == real.header
-    assert [e.name for e in made.entries] == [e.name for e in real.entries]
-    assert max(abs(a.bits - b.bits) for a, b in zip(made.entries, real.entries, strict=True)) <= 8
-
-
 def test_a_fitting_cache_is_reused_and_a_stale_one_is_not(calibrate, tmp_path):
     cache, rule = tmp_path / "m.cache", ("--method", "entropy-tensorrt")
     assert "written" in calibrate(*rule)

@@ -15,7 +15,6 @@ from deploy.calibration.store import read_cache_text
 from deploy.calibration.trt_cache import parse
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
-from deploy.targets.tensorrt.sdk import cache_reader
 from tests.vendor_models import build_net, parse_nodes, save_net, values
 
 EIGHT, TEN, ELEVEN = "8.5.3.1", "10.13.0.35", "11.1.0"
@@ -63,12 +62,6 @@ def test_an_engine_is_built_used_again_and_measured(tensorrt, build, command, tm
     assert cache.read_text().startswith(LABELS[version])
     command(*bench(tmp_path))
     assert trt.STORY.runs
-
-
-@pytest.mark.parametrize(("version", "reads"), [(EIGHT, "8.5.3"), (TEN, "10.13.0"), (ELEVEN, None)])
-def test_caches_are_of_the_version_that_reads_them(tensorrt, version, reads):
-    tensorrt(version)
-    assert cache_reader() == reads
 
 
 @pytest.fixture
@@ -120,8 +113,25 @@ def test_flags_of_trtexec_are_for_lines_and_engine_alike(tensorrt, build, failin
         ("--builderOptimizationLevel=high", "invalid literal"),
     ]:  # fmt: skip
         assert why in failing(f"--trtexec-flag={flag}")
+    assert "calib8 itself sets" in failing("--trtexec-flag=--timingCacheFile=t")
     tensorrt(EIGHT)
     assert "TensorRT 8.5.3.1 must know what" in failing(f"--trtexec-flag={flags_given[0]}")
+
+
+def test_timings_are_in_the_file_that_is_named(tensorrt, build, tmp_path):
+    trt, path = tensorrt(TEN), tmp_path / "of all/builds"
+    for rest, before in (("fp16", None), ("fp32", b"timing\0+"), ("bf16", b"another version's\0")):
+        if before is not None:
+            path.write_bytes(before)
+        notes = build("--timing-cache", path, "--rest", rest)
+        known = before is None or before.startswith(b"timing")
+        assert path.read_bytes() == (before or b"timing\0")
+        assert trt.STORY.configs[-1].timing.data == (before if before and known else b"timing\0")
+        refused = f"{path} is not a timing cache of TensorRT {TEN} on this GPU: it was neither used"
+        assert any(note.startswith(refused) for note in notes) != known
+    assert not list(tmp_path.glob("out/*.timing"))
+    script = (tmp_path / "out/small_cnn_trtexec.sh").read_text()
+    assert script.count(f"'--timingCacheFile={path}'") == script.count("exec trtexec") > 2
 
 
 @pytest.mark.parametrize(
@@ -144,7 +154,9 @@ def test_an_engine_for_dla_needs_a_core_and_a_version(
         assert config.default_device_type == trt.DeviceType.DLA and config.DLA_core == 0
         assert flags(config) == {"TF32", "GPU_FALLBACK"}
         assert [*map(list, config.profile.shapes["x"])] == 3 * [[1, 3, 16, 16]]
-        command(*bench(tmp_path))
+        words = "planned nodes inside 1 DLA loadable, whose types the engine does not tell; "
+        assert words in (tmp_path / "out/report.md").read_text()
+        assert "the engine does not tell" in command(*bench(tmp_path))
 
 
 def test_calibrators_and_gpus_that_are_not_there_are_refused(tensorrt, failing, monkeypatch):

@@ -592,16 +592,8 @@ def test_a_cache_gives_the_same_model_and_there_is_no_way_back(
     run, narrow, wide_net, tmp_path, refusal
 ):
     made = tmp_path / "made.onnx"
-    words = (
-        "cache",
-        "to-qdq",
-        wide_net,
-        narrow / "calib8/net.cache",
-        "-o",
-        made,
-        "--precision",
-        "fp8",
-    )
+    words = ("to-qdq", wide_net, narrow / "calib8/net.cache", "-o", made, "--precision", "fp8")
+    words = ("cache", *words)
     assert run(*words)[0] == 0
     model = onnx.load(made)
     assert model.producer_name == "calib8"  # by which the next -o knows it

@@ -314,12 +314,10 @@ BOTTLENECK = f"{BLOCK} | {silu('c', 'cs')} | Add as cs -> sum"
 @pytest.mark.parametrize(
     "after",
     [
-        "Conv sum w -> y",
-        "MaxPool sum -> p | Conv p w -> y",
+        "Conv sum w -> y", "MaxPool sum -> p | Conv p w -> y",
         "GlobalAveragePool sum -> p | Flatten p -> f | Gemm f g -> y",
     ],
-    ids=["Conv", "MaxPool", "the last pool"],
-)
+)  # fmt: skip
 def test_a_residual_add_behind_silu_gets_a_pair_on_its_skip_branch_alone(after, tmp_path):
     why, pairs = placed(net(f"{BOTTLENECK} | {after}", tmp_path))
     assert why["sum"] == "" and "cs" not in pairs
@@ -378,14 +376,11 @@ GEMM = "Flatten p -> f | Gemm f g -> y"
 @pytest.mark.parametrize(
     ("pool", "attributes"),
     [
-        ("GlobalAveragePool", {}),
-        ("AveragePool", {"kernel_shape": [8, 8]}),
-        ("MaxPool", {"kernel_shape": [8, 8]}),
-        ("ReduceMean", {"axes": [2, 3]}),
+        ("GlobalAveragePool", {}), ("AveragePool", {"kernel_shape": [8, 8]}),
+        ("MaxPool", {"kernel_shape": [8, 8]}), ("ReduceMean", {"axes": [2, 3]}),
         ("ReduceMean", {"axes": [-1, -2]}),
     ],
-    ids=["global", "average", "max", "mean", "mean from behind"],
-)
+)  # fmt: skip
 def test_a_pool_between_int8_nodes_reads_and_writes_int8(pool, attributes, tmp_path):
     why, pairs = placed(net(f"{STEM} | {pool} as -> p | {GEMM}", tmp_path, p=attributes))
     assert why["p"] == "" and pairs["as"] == ("p",) and pairs["f"] == ("y",)
@@ -583,11 +578,8 @@ def test_a_small_efficientnet_gets_every_scale_but_its_logits(efficient, run, tm
     same = {"se1": "se2", "c4": "a4", "both": "small", "pool": "a2", "c5": "a5"}
     assert all(dla[name] == dla[other] for name, other in same.items())
     assert dla["c4"] == full["a4"] and dla["se1"] == full["se2"]
-    assert (
-        dla["mean"] == full["mean"] == full["a5"]
-        and dla["flat"] == full["flat"]
-        and "guesses" in said
-    )
+    assert dla["mean"] == full["mean"] == full["a5"] and dla["flat"] == full["flat"]
+    assert "guesses" in said
     bounds = ("se4", "a1.s", "sum", "c3", "a4", "se3")
     assert all(dla[name] >= np.float32(0.999) * full[name] for name in bounds)
     assert dla["se4"] == dla["a1.s"] == np.float32(1 / 127)
@@ -595,9 +587,8 @@ def test_a_small_efficientnet_gets_every_scale_but_its_logits(efficient, run, tm
 
 def test_the_demo_gets_every_scale_but_its_logits(run, tmp_path):
     model = next(FASHION.glob("*.onnx"))
-    full, pairs, dla, said = there_and_back(
-        run, model, FASHION / "calib.txt", tmp_path, "--limit", "8"
-    )
+    given = (run, model, FASHION / "calib.txt", tmp_path, "--limit", "8")
+    full, pairs, dla, said = there_and_back(*given)
     missing = set(full) - set(dla)
     assert len(missing) == 1 and said.rstrip().endswith(next(iter(missing)))
     assert len(pairs) < len(dla) and "guesses" not in said

@@ -1,43 +1,110 @@
-"""The calibrators against TensorRT 8.5.3.1 itself, in the environment of scripts/trt_env.sh."""
+"""The real bindings of TensorRT 8.5.3.1, 10.16.1.11 and 11.4.0.106, without a GPU.
 
+8.5.3.1 is complete, in the environment of scripts/trt_env.sh; of the others scripts/trt_bindings.sh
+has the bindings alone.
+"""
+
+import ast
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from calibrators.tensorrt import CLASSES
+from deploy.targets.tensorrt import builder
+
 ROOT = Path(__file__).parents[1]
-CACHE_HOME = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-ENV = Path(os.environ.get("CALIB8_TRT_ENV", CACHE_HOME / "calib8" / "trt-8.5.3.1"))
-PYTHON = ENV / "bin" / "python"
+HOME = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "calib8"
+BINDINGS = Path(os.environ.get("CALIB8_TRT_BINDINGS", HOME / "trt-bindings"))
+EIGHT, TEN, ELEVEN = "8.5.3.1", "10.16.1.11", "11.4.0.106"
+PYTHONS = dict.fromkeys((TEN, ELEVEN), Path(sys.executable))
+PYTHONS[EIGHT] = Path(os.environ.get("CALIB8_TRT_ENV", HOME / f"trt-{EIGHT}")) / "bin" / "python"
+# Names that our code reaches only where a TensorRT has them.
+GONE = {f"BuilderFlag.{one}" for one in ("FP16", "INT8", "BF16", "OBEY_PRECISION_CONSTRAINTS")}
+GONE |= {*CLASSES.values()}
 
-pytestmark = pytest.mark.skipif(
-    not PYTHON.exists(),
-    reason=f"no TensorRT 8.5.3.1 at {ENV}; scripts/trt_env.sh makes it (Python 3.10, 550 MB)",
-)
 
-
-@pytest.fixture(scope="module")
-def seen():
-    """What the driver saw, as JSON; one process for all tests."""
-    command = [str(PYTHON), str(ROOT / "tests" / "drive_trt.py")]
+def run(version, *words, given=""):
+    """What a program prints, as JSON, in the Python with the real bindings of a version."""
+    folder = BINDINGS / version if version != EIGHT else PYTHONS[EIGHT].parent
+    if not folder.exists():
+        pytest.skip(f"no TensorRT {version}: scripts/trt_env.sh and trt_bindings.sh make them")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    if version != EIGHT:
+        env |= {"PYTHONPATH": f"{ROOT}:{folder}", "LD_LIBRARY_PATH": str(folder)}
+    command, options = [str(PYTHONS[version]), *words], {"capture_output": True, "timeout": 600}
+    done = subprocess.run(command, env=env, input=given, text=True, check=False, **options)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
 
+def lacking(version, names):
+    """The dotted names that this TensorRT has not."""
+    program = """import functools, json, sys, tensorrt as trt
+find = lambda name: functools.reduce(lambda o, n: getattr(o, n, None), name.split("."), trt)
+print(json.dumps([name for name in json.load(sys.stdin) if find(name) is None]))"""
+    return set(run(version, "-c", program, given=json.dumps(sorted(names))))
+
+
+def used():
+    """The dotted names of TensorRT in our code and its tables."""
+    files = [*(ROOT / "deploy").rglob("*.py"), *(ROOT / "calibrators").rglob("*.py")]
+    trees = [ast.parse(text) for text in map(Path.read_text, files) if "import tensorrt" in text]
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    names = {text[4:] for text in map(ast.unparse, nodes) if text.startswith("trt.")}
+    flags = {"INT8", "FP16", "BF16", *builder.ENGINE_FLAGS.values()}
+    names |= {f"{'BuilderFlag' if f.isupper() else 'IBuilderConfig'}.{f}" for f in flags}
+    names |= {f"HardwareCompatibilityLevel.{one}" for one in builder._LEVELS.values()}
+    return names | set(CLASSES.values())
+
+
+@pytest.mark.parametrize(("version", "gone"), [(TEN, set()), (ELEVEN, GONE)])
+def test_every_name_in_our_code_is_one_of_tensorrt(version, gone):
+    names = used()
+    assert {"ILogger.Severity", "Dims", "BuilderFlag.TF32", *GONE} <= names
+    assert lacking(version, names) == gone
+
+
+def offered(fake):
+    """The dotted names of the fake, but for those that only tests look at."""
+    for name, value in vars(fake).items():
+        if name[0] == "_" or getattr(value, "__module__", "") != fake.__name__:
+            continue
+        inside = getattr(value, "__members__", vars(value) if isinstance(value, type) else ())
+        yield name
+        yield from (f"{name}.{one}" for one in inside if one[0] != "_")
+
+
+@pytest.mark.parametrize("version", [EIGHT, TEN, ELEVEN])
+def test_the_fake_has_only_what_is_tensorrts_own(version, tensorrt):
+    fake = tensorrt(version)
+    names = {name for name in offered(fake) if not {*name.split(".")} & {*fake.STATE.split()}}
+    assert len(names) > 80 and lacking(version, names) == set()
+
+
+@pytest.fixture(scope="module")
+def seen(request):
+    """What the driver saw; one process for all tests of a version."""
+    return run(request.param, str(ROOT / "tests" / "drive_trt.py"))
+
+
+calibrating = pytest.mark.parametrize("seen", [EIGHT, TEN], indirect=True)
+
+
+@calibrating
 @pytest.mark.parametrize(
     ("name", "number"), [("legacy", 0), ("entropy", 1), ("entropy2", 2), ("minmax", 3)]
 )
 def test_each_calibrator_is_tensorrts_own(seen, name, number):
-    assert seen["version"] == "8.5.3.1"
     found = seen["algorithms"][name]
     assert found["is_trt"] and (found["cpp"], found["batch_size"]) == (number, 1)
     assert found["run"].startswith("ok TRT-8503-")
 
 
+@calibrating
 def test_tensorrt_reads_the_bytes_of_the_feed_or_a_known_cache(seen):
     assert seen["bytes_seen"] is True
     assert seen["whole"] == "ok TRT-8503-EntropyCalibration2\ndata: 3c008912\n"
@@ -47,6 +114,7 @@ def test_tensorrt_reads_the_bytes_of_the_feed_or_a_known_cache(seen):
     assert seen["algorithms"]["legacy"]["histogram"] is None
 
 
+@calibrating
 @pytest.mark.parametrize(
     ("case", "told"),
     [
@@ -63,15 +131,19 @@ def test_what_tensorrt_would_swallow_is_raised(seen, case, told):
     assert told in seen[case]
 
 
-def test_8_5_has_all_that_is_called_here(seen):
-    assert seen["lacking"] == []
-    parts = seen["small_parts"]
+@pytest.mark.parametrize("seen", [EIGHT, TEN, ELEVEN], indirect=True)
+def test_the_parts_that_need_no_gpu_answer(seen):
+    eight, parts = seen["version"] == EIGHT, seen["small_parts"]
     assert parts["dims"] == [1, -1, 3]
-    assert parts["dtypes"] == ["float32", "float16", "int8", "int32", "bool"]
+    dtypes = {"FLOAT": "float32", "HALF": "float16", "INT8": "int8", "INT32": "int32"}
+    assert dtypes.items() <= parts["dtypes"].items()
+    assert eight or {"BF16": "bfloat16", "INT4": None}.items() <= parts["dtypes"].items()
+    assert parts["times"] == [["a", 1.0]] and parts["shape"] == [1, 2]
+    assert ("STRONGLY_TYPED" in parts["typed"]) != eight
     assert parts["log"] == [["wrong"], ["wrong", "said"]] and parts["one_logger"]
-    assert parts["stand_ins"] == ["CUBLAS", "CUBLAS_LT", "CUDNN"]
+    assert parts["stand_ins"] == ["CUBLAS", "CUBLAS_LT", "CUDNN"][: 3 * eight]
     told = seen["without_gpu"]
     failed = "could not make a builder on this machine: " in told
-    assert told == "built" or (failed and "CUDA initialization failure" in told)
-    version, level = seen["opencv"]
-    assert version.startswith("4.") and level == 0
+    why = "CUDA initialization failure" if eight else "factory function returned nullptr"
+    assert (told == "built" and eight) or (failed and why in told)
+    assert not eight or (seen["opencv"][0].startswith("4.") and seen["opencv"][1] == 0)

@@ -98,7 +98,7 @@ def test_each_engine_knows_the_timings_of_those_before(tensorrt, build, tmp_path
     longer = lambda cache: trt.IHostMemory(cache.data + b"+")  # noqa: E731
     monkeypatch.setattr(trt.ITimingCache, "serialize", longer)
     build()
-    assert (tmp_path / "out/tensorrt.timing").read_bytes() == b"timing+++"
+    assert (tmp_path / "out/tensorrt.timing").read_bytes() == b"timing\0+++"
 
 
 @pytest.mark.parametrize(("version", "options"), [(ELEVEN, ()), (TEN, ("--engine-from", "qdq"))])
@@ -358,13 +358,19 @@ def test_the_inspectors_words_are_read():
         layer("u", "Shuffle", "Row major linear UInt8 format"),
         layer("t", "gemm", "") | {"Inputs": [{"Format": "Row major", "Datatype": "Int8"}]},
         layer("p", "PluginV2", "Unknown"),
+        layer("{ForeignNode[/a/Conv.../b/Add + r]}", "DLA", "Int8"),
+        layer("{ForeignNode[c]}", "DLA", ""),
+        layer("{ForeignNode[d...f]}", "Myelin", "Half", Metadata="[ONNX Layer: d][ONNX Layer: f]"),
     ], "Bindings": ["x"]}))  # fmt: skip
     assert [(one.precision, one.nodes, one.reformat) for one in layers] == [
         ("int8", ("w", "Q_1", "/a/Conv", "/b/Add"), False), ("float16", ("c", "d", "e"), False),
         ("bfloat16", ("s", "m"), False), ("float16", ("g[0]/MatMul", "h"), False),
         ("fp8", ("i", "j"), False), ("float32", ("Reformatting CopyNode for x",), True),
         ("uint8", ("u",), False), ("int8", ("t",), False), ("", ("p",), False),
+        ("", (), False), ("", ("c",), False), ("", ("d", "f"), False),
     ]  # fmt: skip
+    blocks = [(one.block, one.ends) for one in layers[-3:]]
+    assert blocks == [("DLA", ("/a/Conv", "r")), ("DLA", None), ("Myelin", None)]
     assert {parse_layers(one) for one in ('{"Layers": ["a", "b"]}', "no JSON", "[]")} == {()}
 
 
@@ -382,6 +388,18 @@ def test_nodes_are_told_apart_by_what_became_of_them():
     words += ", 1 more that the plan left in float; 1 reformat"
     assert engine_layers_words(part) == words and compare_with_plan((), plan) is None
     assert engine_layers_words(compare_with_plan(layers)) == ""
+    blocks = [replace(layers[0], block="DLA", precision="", nodes=(), ends=("a", "r"))]
+    part = compare_with_plan([*blocks, *layers[1:3]], plan)  # b in float16, p in int8
+    assert (part.as_planned, part.inside, part.unnamed) == (0, ("a", "r"), ())
+    words = "0 of 1 planned node in int8, 2 inside 1 DLA loadable, whose types the engine does not"
+    assert engine_layers_words(part).startswith(f"{words} tell, 1 more that the plan left in float")
+    assert quantized_layers(part) == "1 of 2, and 1 DLA loadable"
+    blocks = [*blocks, replace(blocks[0], ends=("b", "b_QuantizeLinear"))]
+    part = compare_with_plan(blocks, plan)
+    words = "3 planned nodes inside 2 DLA loadables, whose types the engine does not tell"
+    assert engine_layers_words(part) == f"{words}; 0 reformats"
+    assert part.inside == ("a", "r", "b")
+    assert quantized_layers(part) == "the engine does not tell"
     silent = compare_with_plan([replace(one, precision="") for one in layers], plan)
     assert engine_layers_words(silent) == ""
     assert quantized_layers(silent) == "the engine does not tell"

@@ -38,18 +38,9 @@ _MARK = "the fingerprint of a calibration"
 T = TypeVar("T")
 # what damaged archives and arrays raise; RuntimeError: encrypted, or an unknown compression
 BROKEN = (
-    ValueError,
-    TypeError,
-    LookupError,
-    OSError,
-    EOFError,
-    MemoryError,
-    RuntimeError,
-    ArithmeticError,
-    zipfile.BadZipFile,
-    zlib.error,
-    CalibrationError,
-)
+    ValueError, TypeError, LookupError, OSError, EOFError, MemoryError, RuntimeError,
+    ArithmeticError, zipfile.BadZipFile, zlib.error, CalibrationError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -307,6 +307,8 @@ def _type(option: Option) -> click.ParamType[Any]:
         return click.IntRange(_whole(option.least), _whole(option.most))
     if option.kind is float:
         return Real(option.least, option.most)
+    if option.writes:
+        return base.OutputFile(option.writes)
     return base.INPUT if option.kind is Path else click.STRING
 
 

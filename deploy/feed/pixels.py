@@ -77,7 +77,7 @@ def resize_to_input(pixels: Array, how: Preprocess) -> tuple[Array, tuple[int, i
 
     `how` must be `with_image_size`.
     """
-    size, (top, left) = _resized_geometry((pixels.shape[0], pixels.shape[1]), how)
+    size, (top, left) = resized_geometry((pixels.shape[0], pixels.shape[1]), how)
     resized = _resize(pixels, size, how)[max(-top, 0) :, max(-left, 0) :]
     return resized[: how.box[0], : how.box[1]], (max(top, 0), max(left, 0))
 
@@ -222,13 +222,13 @@ def boxes_to_input(boxes: NDArray[np.float64], size: Size, how: Preprocess) -> N
 
     `how` must be resolved.
     """
-    (rows, columns), (top, left) = _resized_geometry(size, with_image_size(how, size))
+    (rows, columns), (top, left) = resized_geometry(size, with_image_size(how, size))
     across, down = columns / size[1], rows / size[0]
     shift = np.array([left, top, left, top], np.float64)
     return np.asarray(boxes * np.array([across, down, across, down]) + shift)
 
 
-def _resized_geometry(size: Size, how: Preprocess) -> tuple[Size, tuple[int, int]]:
+def resized_geometry(size: Size, how: Preprocess) -> tuple[Size, tuple[int, int]]:
     """Return the image's size after resizing, and the (top, left) of its corner in the input."""
     height, width = how.box
     if how.resize == "short-side":

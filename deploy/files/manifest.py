@@ -224,7 +224,8 @@ def refuse_foreign(folder: Path, names: list[str], *, force: bool | None) -> Non
 
 
 # Kind of file that is written where the user says -> how one by calib8 begins. Caches and AMCT's
-# configurations have no place for a mark: any in the form that calib8 writes counts.
+# configurations have no place for a mark: any in the form that calib8 writes counts. TensorRT
+# itself judges a timing cache (`deploy.targets.tensorrt.builder`), here it must not be text.
 MARKS = {
     "JSON file": rb'[\[\s]*{\s*"schema": "calib8-',
     "page": rb'<!doctype html>.{,80}<meta name="generator" content="calib8',
@@ -234,6 +235,7 @@ MARKS = {
     "fingerprint": rb'{\s*"fingerprint": ?{',
     "statistics": rb"PK\x03\x04.{26}\d+\.[A-Za-z_]+\.npy",
     "shard": rb"PK\x03\x04.{26}shard\.json",
+    "timing cache": rb".*\x00",
 }
 _HEAD = 4096  # bytes at either end of a file, where its mark is
 

@@ -44,15 +44,8 @@ _PARTS = ("cat", "stack", "chunk", "split")
 _CONVS = tuple(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3))
 _TORCH = (*_ARITHMETIC, *_SHAPES, *_PARTS, *_CONVS, "relu", "sigmoid", "tanh", "batch_norm")
 _ACTIVATIONS = (
-    "silu",
-    "gelu",
-    "hardswish",
-    "hardsigmoid",
-    "hardtanh",
-    "relu6",
-    "leaky_relu",
-    "elu",
-)
+    "silu", "gelu", "hardswish", "hardsigmoid", "hardtanh", "relu6", "leaky_relu", "elu",
+)  # fmt: skip
 _POOLS = ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d")
 _OTHERS = ("linear", "pad", "dropout", "scaled_dot_product_attention")
 _FUNCTIONAL = (*_ACTIVATIONS, *_POOLS, *_OTHERS)

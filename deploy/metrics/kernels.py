@@ -126,6 +126,10 @@ class EngineLayer:
     # dtype of its first input, which it computes in, such as "int8" or "float16"; "" if unknown
     precision: str = ""
     nodes: tuple[str, ...] = ()  # names of the model's nodes it runs, as far as known
+    # "DLA" or "Myelin" for a block that another compiler made of many nodes, whose types it does
+    # not tell
+    block: str = ""
+    ends: tuple[str, str] | None = None  # first and last node of a block, if only these are known
     # whether it only changes the type or layout of a tensor for the next layer
     reformat: bool = False
 

@@ -135,13 +135,15 @@ class NodeDeviation:
 class EngineLayersPart:
     """Layers of an engine, as reported by its runtime."""
 
-    layers: int  # number of computing layers, each of several nodes
+    layers: int  # number of computing layers, each of several nodes, without blocks
     # type -> number of computing layers
     precisions: Mapping[str, int] = field(default_factory=dict)
     reformats: int = 0  # number of layers that only change type or layout
     planned: int | None = None  # number of nodes planned as quantized; None without a plan
     grid: str | None = None  # type they were planned in
     unnamed: tuple[str, ...] = ()  # those that no layer names, because they were fused or removed
+    inside: tuple[str, ...] = ()  # those in blocks, whose types the engine does not tell
+    blocks: str = ""  # such as "2 DLA loadables"
     lost: tuple[NodeDeviation, ...] = ()  # those that run in float
     gained: tuple[NodeDeviation, ...] = ()  # nodes planned in float that run quantized
 
@@ -153,7 +155,7 @@ class EngineLayersPart:
     @property
     def as_planned(self) -> int:
         """Number of planned nodes that run quantized."""
-        return (self.planned or 0) - len(self.unnamed) - len(self.lost)
+        return (self.planned or 0) - len(self.unnamed) - len(self.inside) - len(self.lost)
 
 
 def compare_with_plan(
@@ -169,13 +171,19 @@ def compare_with_plan(
     rows = [NodeDeviation(node=d.node, op=d.op_type, planned=d.precision, ran=types[d.node])
             for d in decisions if d.node in types]  # fmt: skip
     on_grid = {d.node for d in quantized}
+    blocks = [layer for layer in work if layer.block]
+    kinds = Counter("DLA loadable" if b.block == "DLA" else f"{b.block} block" for b in blocks)
+    known = [d.node for d in decisions if d.node not in types]
+    inside = {node for block in blocks for node in _inside(block, known)} & on_grid
     return EngineLayersPart(
-        layers=len(work),
+        layers=len(work) - len(blocks),
         precisions=dict(Counter(layer.precision for layer in work if layer.precision)),
         reformats=len(layers) - len(work),
         planned=len(quantized) if decisions else None,
         grid=" or ".join(sorted({d.precision for d in quantized})) or None,
-        unnamed=tuple(d.node for d in quantized if d.node not in types),
+        unnamed=tuple(d.node for d in quantized if d.node not in {*types, *inside}),
+        inside=tuple(d.node for d in quantized if d.node in inside),
+        blocks=" and ".join(count(number, kind) for kind, number in kinds.items()),
         lost=tuple(r for r in rows if r.node in on_grid and r.ran not in _GRIDS),
         gained=tuple(r for r in rows if r.node not in on_grid and r.ran in _GRIDS),
     )
@@ -191,18 +199,35 @@ def _by_node(layers: Iterable[EngineLayer]) -> dict[str, str]:
     return types
 
 
+def _inside(block: EngineLayer, nodes: Sequence[str]) -> Sequence[str]:
+    """Return the nodes of a block; `nodes`, in the model's order, are those of no other layer.
+
+    An end that is no node of the plan, such as a QuantizeLinear, bounds nothing.
+    """
+    if block.ends is None:
+        return block.nodes
+    first, last = (nodes.index(end) if end in nodes else None for end in block.ends)
+    return nodes[first : None if last is None else last + 1]
+
+
 def quantized_layers(part: EngineLayersPart) -> str:
     """Return the number of quantized layers: "12 of 31"."""
     if not part.precisions:
         return "the engine does not tell"
-    return f"{sum(part.precisions.get(grid, 0) for grid in _GRIDS)} of {part.layers}"
+    quantized = sum(part.precisions.get(grid, 0) for grid in _GRIDS)
+    return f"{quantized} of {part.layers}{f', and {part.blocks}' if part.blocks else ''}"
 
 
 def engine_layers_words(part: EngineLayersPart) -> str:
     """Return the comparison with the plan in one line; "" without a plan."""
-    if not part.planned or not part.precisions:
+    if not part.planned or not (part.precisions or part.blocks):
         return ""
-    texts = [f"{part.as_planned} of {count(part.planned, 'planned node')} in {part.grid}"]
+    outside, inside, texts = part.planned - len(part.inside), len(part.inside), []
+    if outside:
+        texts.append(f"{part.as_planned} of {count(outside, 'planned node')} in {part.grid}")
+    if inside:
+        noun = str(inside) if outside else count(inside, "planned node")
+        texts.append(f"{noun} inside {part.blocks}, whose types the engine does not tell")
     if part.unnamed:
         texts.append(f"{len(part.unnamed)} that no layer names")
     if part.gained:

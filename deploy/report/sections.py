@@ -438,23 +438,6 @@ def _changed(row: ClassRow, label: str) -> str:
 
 # In the order of the report. A new section is a function that yields it, and its entry here.
 SECTIONS: tuple[Callable[[Findings], Sections], ...] = (
-    _engines,
-    _batches,
-    _kernels,
-    _accuracy,
-    _examples,
-    _worst,
-    _histograms,
-    _views,
-    _notes,
-    _setup,
-    _search,
-    _nodes,
-    _engine_layers,
-    tensors,
-    _layers,
-    _weights,
-    _machine,
-    _files,
-    _work,
-)
+    _engines, _batches, _kernels, _accuracy, _examples, _worst, _histograms, _views, _notes, _setup,
+    _search, _nodes, _engine_layers, tensors, _layers, _weights, _machine, _files, _work,
+)  # fmt: skip

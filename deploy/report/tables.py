@@ -287,17 +287,8 @@ def _faster(report: Findings) -> str:
 PLAN, OPTIONS, REPORT = "plan", "options", "report"  # roles of the report's files
 TRIAL_HEADS = ("tried whole", "SQNR", "time, FP32 = 1", "built")
 WEIGHT_HEADS = (
-    "weight",
-    "channels",
-    "scales",
-    "dead",
-    "used",
-    "ratio",
-    "least",
-    "median",
-    "largest",
-    "worst",
-)
+    "weight", "channels", "scales", "dead", "used", "ratio", "least", "median", "largest", "worst",
+)  # fmt: skip
 
 
 def target_suffix(report: Findings, name: str, joint: str = " of ") -> str:

@@ -40,6 +40,8 @@ class Option:
         observes: changes which tensors are observed, or how; `calibrate` has the option too.
         places: changes which nodes run in int8; `inspect` has the option too.
         runs: changes how a built engine runs; `bench` has the option too.
+        writes: kind, in `deploy.files.manifest.MARKS`, of the file that is written there; "" for a
+            path that is only read.
     """
 
     name: str = ""
@@ -55,6 +57,7 @@ class Option:
     observes: bool = False
     places: bool = False
     runs: bool = False
+    writes: str = ""
 
     def flaw(self, value: object) -> str:
         """Return the rule that a single value breaks, or ""."""

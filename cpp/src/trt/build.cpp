@@ -189,8 +189,15 @@ class Line {
   }
 
   template <class Build>
+  std::string noted(Build build) {
+    std::string fresh = build();
+    if (!builder_.note().empty()) built_.notes.push_back(builder_.note());
+    return fresh;
+  }
+
+  template <class Build>
   std::string engine(const std::string& cache, Build build, const Float32Layers& float32 = {}) {
-    if (options_.engine.empty()) return build();
+    if (options_.engine.empty()) return noted(build);
     const std::string from = made_from(cache, float32);
     if (!options_.rebuild) {
       if (auto known = fitting_engine(options_.engine, from)) {
@@ -201,7 +208,7 @@ class Line {
         return *known;
       }
     }
-    std::string fresh = build();
+    std::string fresh = noted(build);
     keep_engine(options_.engine, fresh, from);
     return fresh;
   }

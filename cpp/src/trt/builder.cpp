@@ -287,8 +287,8 @@ struct Builder::State {
                        " leaves dimensions open; give --size HxW and --batch N, or its shapes");
   }
 
-  // The timings that an earlier build wrote, where there is a file and it is of this GPU and version.
-  std::unique_ptr<nvinfer1::ITimingCache> timings(nvinfer1::IBuilderConfig& config) const {
+  // The timings that an earlier build wrote, where there is a file and TensorRT takes it.
+  std::unique_ptr<nvinfer1::ITimingCache> timings(nvinfer1::IBuilderConfig& config) {
     if (options.timing_cache.empty()) return nullptr;
     std::string known;
     std::error_code failed;
@@ -297,17 +297,18 @@ struct Builder::State {
     }
     std::unique_ptr<nvinfer1::ITimingCache> cache(
         config.createTimingCache(known.data(), known.size()));
-    if (!cache || !config.setTimingCache(*cache, false)) {
+    refused = !cache || !config.setTimingCache(*cache, false);
+    if (refused) {
       cache = made(config.createTimingCache(nullptr, 0), logger, "a timing cache");
       config.setTimingCache(*cache, false);
     }
     return cache;
   }
 
-  std::string built(nvinfer1::IBuilderConfig& config) const {
+  std::string built(nvinfer1::IBuilderConfig& config) {
     const auto known = timings(config);
     std::string plan = serialized(config);
-    if (known) {
+    if (known && !refused) {
       const std::unique_ptr<nvinfer1::IHostMemory> fresh(config.getTimingCache()->serialize());
       if (fresh) {
         files::write(options.timing_cache,
@@ -328,6 +329,7 @@ struct Builder::State {
   BuildOptions options;
   std::string model;
   std::string no_plugins;
+  bool refused = false;  // the file of timings
   bool typed;
   std::unique_ptr<nvinfer1::IBuilder> builder;
   std::unique_ptr<nvinfer1::INetworkDefinition> network;
@@ -383,6 +385,12 @@ bool Builder::has_qdq() const {
 }
 
 bool Builder::typed() const { return state_->typed; }
+
+std::string Builder::note() const {
+  if (!state_->refused) return "";
+  return state_->options.timing_cache + " is not a timing cache of TensorRT " + version() +
+         " on this GPU: it was neither used nor changed; give another file";
+}
 
 #if NV_TENSORRT_MAJOR < 11
 // TensorRT swallows what a callback throws and stumbles over it: that is the reason, then come its

@@ -479,6 +479,8 @@ def test_timings_are_used_and_added_to(folder):
     (folder.path / "t").write_text("of another GPU")
     run = folder.built("--timing-cache", "t", "--rebuild", images=False)
     assert [line for line in run.trace if "timings" in line] == ["timings refused", "timings ''"]
+    assert "t is not a timing cache of TensorRT" in " ".join(folder.report()["notes"])
+    assert (folder.path / "t").read_text() == "of another GPU"
 
 
 def test_memory_and_dla_are_asked_for(folder):

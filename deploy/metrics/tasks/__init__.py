@@ -62,11 +62,6 @@ def _by_best_class(seen: FirstSamples) -> EvaluationTask | None:
 
 
 __all__ = [
-    "TASKS",
-    "EvaluationTask",
-    "FirstSamples",
-    "Metric",
-    "TaskFigure",
-    "metric_of",
+    "TASKS", "EvaluationTask", "FirstSamples", "Metric", "TaskFigure", "metric_of",
     "recognise_task",
-]
+]  # fmt: skip

@@ -6,7 +6,9 @@ AIPP takes a uint8 image from a camera or DVPP, and computes, in this order::
 
 Calibration computed ``(pixel * scale - mean) / std``, so mean_chn + min_chn = mean / scale and
 var_reci_chn = scale / std. mean_chn is an integer; min_chn holds the fraction in float16. AIPP
-cannot resize or letterbox: that is left to the host, or to DVPP's VPC on the device.
+cannot resize or letterbox: that is left to the host, or to DVPP's VPC on the device. VPC resizes by
+1/32 to 16, writes YUV420SP of even sides in rows of a multiple of 16 pixels, and pastes at even
+rows and at columns that are multiples of 16.
 
 YUV to RGB uses integer factors of 1/256::
 
@@ -21,7 +23,8 @@ JPEG is BT.601 full.)
 products are shifted right by 8 and clipped to 0..255, then float16. With it a build measures how
 far the .om's input is from the calibration's.
 
-Source: hicann/ge, docs of atc, AIPP (configuration template, CSC, crop); ITU-R BT.601 and BT.709.
+Source: hicann/ge, docs of atc, AIPP (configuration template, CSC, crop); ITU-R BT.601 and BT.709;
+CANN's docs of acldvppVpcResizeAsync, hi_vpc_crop_resize_paste_region and of VPC's alignment.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,8 +36,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ExportError
-from deploy.feed.pixels import input_to_image, layout_of
-from deploy.feed.preprocess import Preprocess
+from deploy.feed.pixels import input_to_image, layout_of, resized_geometry
+from deploy.feed.preprocess import Preprocess, Size, format_size
 from deploy.files import atomic
 from deploy.targets.ascend.atc import AippSource, write_compression_options
 from deploy.targets.ascend.proto import message_class, parse_text, print_text
@@ -106,11 +109,23 @@ class AippConfig:
     Attributes:
         op: the parameters, an AippOpParams; for dynamic AIPP, those that the host has to set.
         host: sentences: the steps left to the host, and the error of AIPP's arithmetic.
+        plan: how a frame of the source size becomes AIPP's picture, if AIPP cannot crop it.
     """
 
     text: str
     op: Any
     host: tuple[str, ...]
+    plan: "FramePlan | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class FramePlan:
+    """Sizes before AIPP, as (height, width)."""
+
+    frame: Size
+    resized: Size
+    corner: Size  # (row, column) in the model's input where it is pasted, or cropped if negative
+    stored: Size  # in memory; the model's input is the upper left part
 
 
 def write_aipp(how: Preprocess, source: AippSource | None = None) -> AippConfig:
@@ -127,7 +142,8 @@ def write_aipp(how: Preprocess, source: AippSource | None = None) -> AippConfig:
     op.aipp_mode = 1
     op.related_input_rank = 0
     _color(op, how, source)
-    host = [*_place(op, how, source), _input_words(how, source)]
+    plan = _plan(how, source)
+    host = [_place(op, how, source, plan), _input_words(op, how, source)]
     host += _arithmetic(op, how, 1 if how.color == "grey" else _CHANNELS)
     written = op
     if source.dynamic:
@@ -138,7 +154,7 @@ def write_aipp(how: Preprocess, source: AippSource | None = None) -> AippConfig:
     message.aipp_op.append(written)
     text = print_text(message)
     parse_text("InsertNewOps", text, "the AIPP configuration")
-    return AippConfig(text=text, op=op, host=tuple(host))
+    return AippConfig(text=text, op=op, host=tuple(host), plan=plan)
 
 
 def _color(op: Any, how: Preprocess, source: AippSource) -> None:
@@ -173,29 +189,79 @@ def _dynamic(op: Any, source: AippSource) -> Any:
     return dynamic
 
 
-def _place(op: Any, how: Preprocess, source: AippSource) -> list[str]:
-    """Set sizes and crop; return the resize step that is left to the host."""
-    height, width = source.size or how.box
+def _plan(how: Preprocess, source: AippSource) -> FramePlan | None:
+    """Return the steps before AIPP; None if AIPP crops, or takes pictures of the input's size."""
+    frame, box = source.size or how.box, how.box
+    larger = frame[0] >= box[0] and frame[1] >= box[1]
+    crops = how.resize == "short-side" and min(frame) <= how.short
+    if frame == box or source.dynamic or (larger and crops):
+        return None
+    (height, width), (top, left) = resized_geometry(frame, how)
+    if not source.yuv:
+        return FramePlan(frame, (height, width), (top, left), box)
+    column = left // 16 * 16 if left > 0 else int(left / 2) * 2
+    even = (_round_up(height, 2), _round_up(width, 2))
+    stored = (_round_up(box[0], 2), _round_up(box[1], 16))
+    return FramePlan(frame, even, (int(top / 2) * 2, column), stored)
+
+
+def _round_up(side: int, unit: int) -> int:
+    return -(-side // unit) * unit
+
+
+def _plan_words(plan: FramePlan, how: Preprocess, source: AippSource) -> str:
+    """Return the plan, of the host or of DVPP, in words with all sizes."""
+    frame, resized, stored = map(format_size, (plan.frame, plan.resized, plan.stored))
+    (row, column), (size, place) = plan.corner, resized_geometry(plan.frame, how)
+    unit = 2 if source.yuv else 1
+    made = format_size((_round_up(how.box[0], unit), _round_up(how.box[1], unit)))
+    words = f"resize {frame} to {resized} ({how.interpolation})"
+    if min(place) < 0:
+        words += f", crop {made} at row {-row}, column {-column}"
+    elif how.resize in ("letterbox", "fit-height"):
+        words += f", paste at row {row}, column {column} of {made} filled with"
+        words += f" {_fill(how, source)}"
+    words = f"{'DVPP' if source.yuv else 'The host'} (height x width): {words}."
+    if plan.stored != how.box:
+        words += f" It is {stored} in memory; AIPP crops the upper left {format_size(how.box)}."
+    if (size, place) != (plan.resized, plan.corner):
+        done = "cropped" if min(place) < 0 else "pasted"
+        words += (
+            f" The calibration resized to {format_size(size)} and {done} at row {abs(place[0])},"
+            f" column {abs(place[1])}: DVPP needs even sides and rows, and columns of a multiple of"
+            " 16 for pasting; undo DVPP's values in the results."
+        )
+    return words
+
+
+def _fill(how: Preprocess, source: AippSource) -> str:
+    """Return the border's color in the format of the .om's input."""
+    border = np.asarray(np.rint(how.pad), np.uint8)
+    if not source.yuv:
+        return f"{how.color} {', '.join(map(str, border))}"
+    rgb = np.broadcast_to(border[::-1] if how.color == "bgr" else border, (2, 2, 3))
+    y, u, v = to_yuv(rgb, source.standard).ravel()[[0, 4, 5]]
+    return f"Y {y}, U {u}, V {v}"
+
+
+def _place(op: Any, how: Preprocess, source: AippSource, plan: FramePlan | None) -> str:
+    """Set sizes and crop; return the steps that are left to the host."""
+    height, width = plan.stored if plan else source.size or how.box
     for word, side in (("width", width), ("height", height)):
         if not _SIDES[0] <= side <= _SIDES[1]:
             raise ExportError(f"AIPP takes sides of {_SIDES[0]} to {_SIDES[1]}, got {word} {side}")
-        if source.yuv and side % 2:
-            raise ExportError(f"AIPP takes YUV pictures of even sides, got {word} {side}")
+    odd = [side for side in (*(source.size or ()), height, width) if side % 2]
+    if source.yuv and odd:
+        raise ExportError(f"YUV pictures have even sides, got one of {odd[0]}")
     fields = {"src_image_size_w": width, "src_image_size_h": height}
     if (height, width) != how.box:
         top, left = (height - how.box[0]) // 2, (width - how.box[1]) // 2
-        if top < 0 or left < 0:
+        if plan:
+            top = left = 0
+        if top < 0 or left < 0:  # the program sets the crop of dynamic AIPP
             raise ExportError(
                 f"AIPP crops but does not enlarge, got a source of {height}x{width} for an input"
                 f" of {how.box[0]}x{how.box[1]}"
-            )
-        crops = how.resize == "short-side" and min(height, width) <= how.short
-        if not (crops or source.dynamic):  # the program sets the crop of dynamic AIPP
-            fed = f"short side {how.short}" if how.resize == "short-side" else how.resize
-            raise ExportError(
-                f"AIPP crops the centre out of a picture of {height}x{width}, which is not how the"
-                f" images calibrated ({fed}, {how.box[0]}x{how.box[1]}); leave --source-size away,"
-                " and resize on the host or in DVPP"
             )
         if source.yuv:  # U and V are shared by two rows and columns
             top, left = top // 2 * 2, left // 2 * 2
@@ -203,19 +269,21 @@ def _place(op: Any, how: Preprocess, source: AippSource) -> list[str]:
         fields |= {"crop_size_w": how.box[1], "crop_size_h": how.box[0]}
     for name, value in fields.items():
         setattr(op, name, value)
+    if plan:
+        return _plan_words(plan, how, source)
     step = {
         "stretch": "stretch the picture",
         "letterbox": f"letterbox the picture (border {how.pad[0]:g})",
         "short-side": "resize the short side and crop the centre",
         "fit-height": f"fit the height and pad on the right ({how.pad[0]:g})",
     }[how.resize]
-    return [
+    return (
         f"On the host, or in DVPP: {step} to {height}x{width}, {how.interpolation}; AIPP cannot"
         " resize."
-    ]
+    )
 
 
-def _input_words(how: Preprocess, source: AippSource) -> str:
+def _input_words(op: Any, how: Preprocess, source: AippSource) -> str:
     if source.yuv:
         order = "U before V" if source.color == "nv12" else "V before U"
         kind = (
@@ -225,7 +293,8 @@ def _input_words(how: Preprocess, source: AippSource) -> str:
         kind = "grey (YUV400_U8)"
     else:
         kind = f"{source.color.upper()} packed, height x width x 3"
-    return f"The .om's input becomes uint8, {kind}."
+    size = f"{op.src_image_size_h}x{op.src_image_size_w}"
+    return f"The .om's input becomes uint8, {size} pixels, {kind}."
 
 
 def _arithmetic(op: Any, how: Preprocess, channels: int) -> list[str]:

@@ -46,17 +46,9 @@ _REFUSED = {
     "op_select_implmode": ("high_precision", "high_precision_for_all"),
 }
 _SET_BY_BUILD = (
-    "framework",
-    "model",
-    "output",
-    "soc_version",
-    "input_shape",
-    "input_format",
-    "insert_op_conf",
-    "enable_small_channel",
-    "compression_optimize_conf",
-    "mode",
-)
+    "framework", "model", "output", "soc_version", "input_shape", "input_format", "insert_op_conf",
+    "enable_small_channel", "compression_optimize_conf", "mode",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,7 +308,7 @@ class AippSource:
     """Format of the input images of an .om with AIPP.
 
     Attributes:
-        size: (height, width) if AIPP crops the center; None for the model's input size.
+        size: (height, width) of the frames; None for the model's input size.
         dynamic: the program that runs the .om sets all AIPP parameters at every inference.
     """
 

@@ -72,7 +72,8 @@ class Ascend:
             default over all calibration samples.
         aipp: put the preprocessing into the .om if AIPP can express it.
         source_color: format of the .om's input images: "rgb", "bgr", "nv12" or "nv21".
-        source_size: "HxW" of these images, if AIPP crops the center.
+        source_size: "HxW" of the frames, if AIPP crops the center, or to be told how they are
+            resized before AIPP.
         csc: color standard of nv12 and nv21, one of `deploy.targets.ascend.atc.STANDARDS`.
         dynamic_aipp: the program on the device sets AIPP's parameters.
         first_layer_int8: run AIPP and the first convolution fused in int8.
@@ -115,7 +116,10 @@ class Ascend:
         help="Input images of the .om with AIPP: packed, or YUV420SP from a camera or DVPP.",
     )
     source_size: str | None = option(
-        None, metavar="HxW", help="Size of these images, if AIPP crops their center."
+        None,
+        metavar="HxW",
+        help="Size of the frames: AIPP crops their center if the calibration did, else the report"
+        " says how DVPP or the host resizes them.",
     )
     csc: str | None = option(
         None, choices=STANDARDS, help="Color standard of nv12 and nv21; default: bt601-narrow."
@@ -137,19 +141,10 @@ class Ascend:
     name: str = "ascend"
     engines: ClassVar[tuple[str, ...]] = (".om",)
     writes: ClassVar[tuple[str, ...]] = (
-        "_config.json",
-        "_quant.json",
-        "_record.txt",
-        "_deploy_model.onnx",
-        "_fake_quant_model.onnx",
-        "_modified_model.onnx",
-        "_amct_qdq.onnx",
-        "_aipp.cfg",
-        "_compression.cfg",
-        "_atc.sh",
-        "_README.txt",
-        ".om",
-    )
+        "_config.json", "_quant.json", "_record.txt", "_deploy_model.onnx",
+        "_fake_quant_model.onnx", "_modified_model.onnx", "_amct_qdq.onnx", "_aipp.cfg",
+        "_compression.cfg", "_atc.sh", "_README.txt", ".om",
+    )  # fmt: skip
     runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = "AMCT's own algorithms, which --ascend-config chooses"
 

@@ -74,7 +74,9 @@ class BuilderSettings:
     # integer input -> its values, for inputs that shapes may depend on
     values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     plugins: tuple[Path, ...] = ()
-    timing_cache: Path | None = None  # timing cache file to write; it makes the next build faster
+    # timing cache file to write, which makes the next build faster; left as it is if TensorRT
+    # refuses it as a timing cache
+    timing_cache: Path | None = None
     known_timing: Path | None = None  # timing cache file to read; None to read `timing_cache`
     flags: tuple[str, ...] = ()  # of trtexec, see `ENGINE_FLAGS`
     dla: bool = False  # run layers on DLA core 0, those that it cannot run on the GPU
@@ -83,11 +85,12 @@ class BuilderSettings:
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """A serialized engine, TensorRT's log lines, and the calibration cache used, if any."""
+    """A serialized engine, TensorRT's log lines, the calibration cache used, if any, and notes."""
 
     plan: bytes
     log: tuple[str, ...]
     cache: bytes | None
+    notes: tuple[str, ...] = ()
 
 
 @phase("TensorRT builds")
@@ -120,12 +123,12 @@ def build_engine(
         network = builder.create_network(_network_flags(typed=settings.typed))
         _parse(network, model, log)
         config = _create_config(builder, network, settings, calibrator)
-        timing = _set_timing_cache(config, settings.known_timing or settings.timing_cache)
+        refused = _set_timing_cache(config, settings)
         plan = builder.build_serialized_network(network, config)
     cache = _used_cache(calibrator, log, model, built=plan is not None)
-    if timing is not None and settings.timing_cache is not None:
+    if settings.timing_cache is not None and not refused:
         atomic.write_bytes(settings.timing_cache, bytes(config.get_timing_cache().serialize()))
-    return BuiltEngine(bytes(plan), tuple(log.lines), cache)
+    return BuiltEngine(bytes(plan), tuple(log.lines), cache, (refused,) if refused else ())
 
 
 def calibrate(
@@ -457,14 +460,26 @@ def _create_profile(
     return profile
 
 
-def _set_timing_cache(config: trt.IBuilderConfig, path: Path | None) -> trt.ITimingCache | None:
+def _set_timing_cache(config: trt.IBuilderConfig, settings: BuilderSettings) -> str:
+    """Give TensorRT the timings of earlier builds.
+
+    Return a note if it refuses the file that the new ones would replace, else "".
+    """
+    import tensorrt as trt
+
+    path = settings.known_timing or settings.timing_cache
     if path is None:
-        return None
+        return ""
     stored = b""
     if path.exists():
         stored = read_bytes(path, what="a timing cache", error=BackendError, own=True)
     cache = config.create_timing_cache(stored)
-    if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
-        cache = config.create_timing_cache(b"")  # made on another GPU or version: start empty
-        config.set_timing_cache(cache, ignore_mismatch=False)
-    return cache
+    if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
+        return ""
+    config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
+    if path != settings.timing_cache:
+        return ""
+    return (
+        f"{path} is not a timing cache of TensorRT {trt.__version__} on this GPU: it was neither"
+        " used nor changed; give another file"
+    )

@@ -174,47 +174,35 @@ def _flaw_text(names: list[str], kind: str) -> str:
 def _header_findings(
     cache: CalibrationCache, version: str | None, algorithm: str | None
 ) -> list[CacheFinding]:
-    header = cache.header
-    findings = []
+    header, texts = cache.header, []
     if version is not None and header.label not in (None, trt_cache.version_label(version)):
-        findings.append(
-            CacheFinding(
-                f"TensorRT {version} ignores a cache of {header.version} and calibrates anew, with"
-                f" nothing but a log line; run: calib8 cache relabel --trt-version {version}",
-                harmful=True,
-            )
+        texts.append(
+            f"TensorRT {version} ignores a cache of {header.version} and calibrates anew, with"
+            f" nothing but a log line; run: calib8 cache relabel --trt-version {version}"
         )
     if algorithm is not None and header.algorithm != algorithm:
-        findings.append(
-            CacheFinding(
-                f"a calibrator of {algorithm} ignores a cache of {header.algorithm}; run:"
-                f" calib8 cache relabel --algorithm {algorithm}",
-                harmful=True,
-            )
+        texts.append(
+            f"a calibrator of {algorithm} ignores a cache of {header.algorithm}; run:"
+            f" calib8 cache relabel --algorithm {algorithm}"
         )
-    return findings
+    return [CacheFinding(text, harmful=True) for text in texts]
 
 
 def _match_findings(matched: CacheMatch) -> list[CacheFinding]:
     missing = [t for t in matched.tensors if not t.covered]
-    findings = [
-        CacheFinding(
-            f"{matched.covered} of {len(matched.tensors)} tensors to be quantized have a scale,"
-            f" from {matched.used} of {len(matched.entries)} entries",
-            harmful=False,
-        )
-    ]
+    text = (
+        f"{matched.covered} of {len(matched.tensors)} tensors to be quantized have a scale,"
+        f" from {matched.used} of {len(matched.entries)} entries"
+    )
+    findings = [CacheFinding(text, harmful=False)]
     findings += [CacheFinding(f"{t.tensor}: {t.reason}", harmful=True) for t in missing]
-    foreign = _foreign(matched)
-    if foreign:
+    if foreign := _foreign(matched):
         names = ", ".join(e.name for e in foreign[:3])
-        findings.append(
-            CacheFinding(
-                f"{len(foreign)} entries are of tensors that the model does not have ({names}):"
-                " was the cache made from another model?",
-                harmful=len(foreign) == len(matched.entries),
-            )
+        text = (
+            f"{len(foreign)} entries are of tensors that the model does not have ({names}):"
+            " was the cache made from another model?"
         )
+        findings.append(CacheFinding(text, harmful=len(foreign) == len(matched.entries)))
     return findings
 
 
@@ -391,11 +379,7 @@ def _largest_change(ratios: list[float | None], first: str) -> str:
 
 
 def write_cache_note(
-    request: BuildRequest,
-    cache: Path,
-    text: bytes,
-    model: onnx.ModelProto,
-    wide: Mapping[str, str],
+    request: BuildRequest, cache: Path, text: bytes, model: onnx.ModelProto, wide: Mapping[str, str]
 ) -> Path | None:
     """Write the sidecar note of a cache: its model and what the calibration depended on.
 

@@ -101,7 +101,9 @@ def build_baselines(
             if by_type and name == FP16:
                 source, own = _write_float16(request, against, largest), replace(plain, typed=True)
                 files[FLOAT_TYPED] = source
-            engines[LABELS[name]] = _build_baseline(request, installed, cuda, own, source, name)
+            path, told = _build_baseline(request, installed, cuda, own, source, name)
+            engines[LABELS[name]] = path
+            notes += told
             files[f"{LABELS[name]} engine, to compare with"] = engines[LABELS[name]]
         except (BackendError, ExportError) as error:
             notes.append(f"no {LABELS[name]} engine was built to compare with: {error}")
@@ -124,15 +126,16 @@ def _build_baseline(
     settings: BuilderSettings,
     source: Path,
     name: str,
-) -> Path:
+) -> tuple[Path, tuple[str, ...]]:
     path = request.folder / f"{request.name}.{name}.engine"
     key = builder.engine_key(
         installed, settings, model_sha256=sha256(source.read_bytes()), cache_sha256=None
     )
-    plan = builder.cached_engine(request.built_before(path.name), key)
-    if plan is None:
-        plan = builder.build_engine(source, _with_timings(settings), cuda=cuda).plan
-    return builder.store_engine(path, plan, key)
+    reused = builder.cached_engine(request.built_before(path.name), key)
+    if reused is not None:
+        return builder.store_engine(path, reused, key), ()
+    engine = builder.build_engine(source, _with_timings(settings), cuda=cuda)
+    return builder.store_engine(path, engine.plan, key), engine.notes
 
 
 def _with_timings(settings: BuilderSettings) -> BuilderSettings:
@@ -196,8 +199,8 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
         values=_values(first_sample(request)),
         plugins=options.plugins,
         flags=options.trtexec_flags,
-        timing_cache=request.folder / _TIMING,
-        known_timing=request.built_before(_TIMING),
+        timing_cache=options.timing_cache or request.folder / _TIMING,
+        known_timing=None if options.timing_cache else request.built_before(_TIMING),
     )
 
 
@@ -411,7 +414,7 @@ def build_quantized_engine(
     if implicit:
         calibrator = calibrator_from_cache(options, cache_bytes)
     engine = builder.build_engine(source, settings, calibrator=calibrator, cuda=cuda)
-    notes = (*notes, *_log_notes(engine.log, request.model))
+    notes = (*notes, *engine.notes, *_log_notes(engine.log, request.model))
     return builder.store_engine(path, engine.plan, key), notes
 
 

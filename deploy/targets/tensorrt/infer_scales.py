@@ -66,14 +66,8 @@ _SAME = MOVES | {"Identity", "Dropout", "Expand", "Tile", "DepthToSpace", "Space
 _MAXIMA = frozenset({"MaxPool", "GlobalMaxPool"})
 _CUTS = frozenset({"Relu", "Clip", "Slice", "Split", "Gather", "Resize nearest", "Pad"})
 _SMALLER = _CUTS | {
-    "Abs",
-    "LeakyRelu",
-    "ReduceMean",
-    "ReduceMax",
-    "HardSwish",
-    "Gelu",
-    "Resize linear",
-}
+    "Abs", "LeakyRelu", "ReduceMean", "ReduceMax", "HardSwish", "Gelu", "Resize linear",
+}  # fmt: skip
 _ONES = frozenset({"Sigmoid", "HardSigmoid", "Softmax", "Tanh", "Erf"})
 _MEANS = frozenset({"LeakyRelu", "AveragePool", "GlobalAveragePool", "ReduceMean", "Resize linear"})
 _SUMS = frozenset({"Add", "Sub", "Sum"})

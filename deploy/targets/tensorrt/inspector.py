@@ -9,7 +9,8 @@ the format and type of its inputs and, since 8.6, the ONNX nodes that it runs::
 
 TensorRT 11 has two keys, "Datatype" and "Format", in place of "Format/Datatype". Other engines give
 names only, which are not used here. A layer's precision is the type of its first input, as in
-NVIDIA's Engine Explorer.
+NVIDIA's Engine Explorer. What DLA or Myelin compiled is one layer, "{ForeignNode[first...last]}",
+and its inputs say nothing of the types inside.
 
 Sources: IEngineInspector, IProfiler and IExecutionContext.setProfiler in NvInferRuntime.h of 8.5 to
 11.4 (with a profiler set, each enqueue is synchronous and reports every layer in milliseconds);
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 _NODE = re.compile(r"\[ONNX Layer: (.+?)\](?=\[|[\x1e\x1f]|\s*$)")
 _FUSED = re.compile(r" \+ | \|\| |, |\bPWN\(|[()]")
+_FOREIGN = re.compile(r"\{ForeignNode\[(.+)\]\}")  # of one node, or "first...last"
 _IDLE = frozenset({"Constant", "NoOp"})  # kinds that compute nothing
 _REFORMAT = "Reformat"
 # Spellings of a type, in lower case, in the inspector's "Format/Datatype" -> its name.
@@ -78,13 +80,16 @@ def parse_layers(text: str) -> tuple[EngineLayer, ...]:
 
 def _layer(layer: Mapping[str, Any]) -> EngineLayer:
     name, kind = str(layer.get("Name", "")), str(layer.get("LayerType", ""))
-    return EngineLayer(
-        name=name,
-        kind=kind,
-        precision=_precision(layer),
-        nodes=_nodes(name, str(layer.get("Metadata", ""))),
-        reformat=kind == _REFORMAT,
-    )
+    metadata, foreign = str(layer.get("Metadata", "")), _FOREIGN.fullmatch(name)
+    nodes = _nodes(foreign[1] if foreign else name, metadata)
+    if foreign is None:
+        own, precision = kind == _REFORMAT, _precision(layer)
+        return EngineLayer(name=name, kind=kind, precision=precision, nodes=nodes, reformat=own)
+    first, dots, last = foreign[1].partition("...")
+    if not dots or _NODE.search(metadata):
+        return EngineLayer(name=name, kind=kind, nodes=nodes, block=kind)
+    ends = _nodes(first, "")[0], _nodes(last, "")[-1]
+    return EngineLayer(name=name, kind=kind, block=kind, ends=ends)
 
 
 def _precision(layer: Mapping[str, Any]) -> str:

@@ -64,24 +64,11 @@ class TensorRT(TensorrtOptions):
     name: str = "tensorrt"
     engines: ClassVar[tuple[str, ...]] = (".engine", ".plan")
     writes: ClassVar[tuple[str, ...]] = (
-        ".tensorrt.onnx",
-        ".tensorrt.cache",
-        ".tensorrt.cache.json",
-        ".tensorrt.qdq.onnx",
-        ".tensorrt.typed.onnx",
-        ".tensorrt.part.onnx",
-        "_trtexec.sh",
-        ".engine",
-        ".engine.json",
-        ".fp32.engine",
-        ".fp32.engine.json",
-        ".tensorrt.fp32.onnx",
-        ".tensorrt.fp16.onnx",
-        ".fp16.engine",
-        ".fp16.engine.json",
-        ".gpu.cache",
-        ".gpu.cache.json",
-    )
+        ".tensorrt.onnx", ".tensorrt.cache", ".tensorrt.cache.json", ".tensorrt.qdq.onnx",
+        ".tensorrt.typed.onnx", ".tensorrt.part.onnx", "_trtexec.sh", ".engine", ".engine.json",
+        ".fp32.engine", ".fp32.engine.json", ".tensorrt.fp32.onnx", ".tensorrt.fp16.onnx",
+        ".fp16.engine", ".fp16.engine.json", ".gpu.cache", ".gpu.cache.json",
+    )  # fmt: skip
     runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = ""
     alternatives: ClassVar[tuple[str, ...]] = ()
@@ -259,6 +246,7 @@ class TensorRT(TensorrtOptions):
             ),
             device=self.device,
             plugins=self.plugins,
+            timing_cache=self.timing_cache,
             flags=self.trtexec_flags,
         )
         path = request.folder / f"{request.name}_trtexec.sh"
@@ -269,7 +257,7 @@ class TensorRT(TensorrtOptions):
             engine, engine_notes = build_quantized_engine(self, request, files, cache, wide)
             files["TensorRT engine"] = engine
             baselines = build_float_engines(self, request, files, ranges, version)
-            notes += (*engine_notes, *baselines.notes)
+            notes += tuple(dict.fromkeys((*engine_notes, *baselines.notes)))
         except SdkMissingError as error:
             sentences = (command.sentence for command in commands)
             notes += (f"no engine was built: {error}", *sentences)

@@ -27,7 +27,7 @@ _OWN_FLAGS = (
     *("--onnx", "--saveEngine", "--int8", "--fp16", "--bf16", "--fp8", "--best", "--calib"),
     *("--stronglyTyped", "--shapes", "--minShapes", "--optShapes", "--maxShapes", "--device"),
     *("--layerPrecisions", "--layerOutputTypes", "--precisionConstraints", "--plugins"),
-    *("--useDLACore", "--allowGPUFallback"),
+    *("--useDLACore", "--allowGPUFallback", "--timingCacheFile"),
 )
 
 
@@ -54,6 +54,8 @@ class TensorrtOptions:
             "none".
         device: index of the GPU to build and run on.
         plugins: plugin libraries, loaded before a model is parsed or an engine is opened.
+        timing_cache: file of TensorRT's tactic timings, to read and to add to; None for one of the
+            build. A file that TensorRT refuses as such is left as it is, with a note.
         trtexec_flags: further flags of trtexec, "--name=value", for its lines and for the engine
             built here, which knows those of `ENGINE_FLAGS`.
         parser: "onnx" or "caffe": which of TensorRT's parsers names the tensors of the calibration
@@ -118,6 +120,13 @@ class TensorrtOptions:
         metavar="LIBRARY",
         help="Library of TensorRT plugins to load.",
         runs=True,
+    )
+    timing_cache: Path | None = option(
+        None,
+        metavar="FILE",
+        help="File of TensorRT's tactic timings to read and to add to, for faster builds."
+        "  [default: one of the build]",
+        writes="timing cache",
     )
     trtexec_flags: tuple[str, ...] = option(
         (),

@@ -23,15 +23,7 @@ from deploy.graph.index import Graph, all_nodes, dims, opset_of, runtime_inputs
 from deploy.targets.base import BuildRequest
 from deploy.targets.shape_ranges import sample_shape_range
 from deploy.targets.tensorrt.builder import profiles_for
-from deploy.targets.tensorrt.trt_options import (
-    BF16,
-    CACHE,
-    FLOAT,
-    FP16,
-    FP32,
-    QDQ,
-    TYPED,
-)
+from deploy.targets.tensorrt.trt_options import BF16, CACHE, FLOAT, FP16, FP32, QDQ, TYPED
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +191,17 @@ def add_machine_flags(
     *,
     device: int = 0,
     plugins: Sequence[Path] = (),
+    timing_cache: Path | None = None,
     flags: Sequence[str] = (),
 ) -> tuple[TrtexecCommand, ...]:
-    """Add the flags for the GPU and for plugin libraries to the commands, and those of the user.
+    """Add the flags for GPU, plugin libraries and timing cache to the commands, and the user's.
 
     `--plugins` is deprecated since 8.6, but every trtexec reads it, unlike its successor.
     """
     own = [f"--device={device}"] if device else []
-    own += [*(f"--plugins={path.resolve()}" for path in plugins), *flags]
+    own += [f"--plugins={path.resolve()}" for path in plugins]
+    own += [f"--timingCacheFile={timing_cache.resolve()}"] if timing_cache is not None else []
+    own += flags
     return tuple(replace(way, words=(*way.words, *own)) if way.words else way for way in commands)
 
 
@@ -244,10 +239,7 @@ def _implicit(
 
 
 def _weakly_typed(
-    files: Mapping[str, Path],
-    needs: ParserRequirements,
-    rest: str,
-    wide: Collection[str],
+    files: Mapping[str, Path], needs: ParserRequirements, rest: str, wide: Collection[str]
 ) -> tuple[TrtexecCommand, ...]:
     """Build from the Q/DQ model; TensorRT chooses the types of float layers."""
     since = needs.first_reading()
@@ -262,9 +254,7 @@ def _weakly_typed(
 
 
 def _strongly_typed(
-    files: Mapping[str, Path],
-    needs: Mapping[str, ParserRequirements],
-    features: Collection[str],
+    files: Mapping[str, Path], needs: Mapping[str, ParserRequirements], features: Collection[str]
 ) -> tuple[TrtexecCommand, ...]:
     """Build in the types of the model."""
     role = TYPED if TYPED in files else QDQ

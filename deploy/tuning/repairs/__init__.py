@@ -57,12 +57,5 @@ def parse_repairs(names: Iterable[str]) -> tuple[str, ...]:
 
 
 __all__ = [
-    "ALL",
-    "DEFAULT",
-    "NONE",
-    "REPAIRS",
-    "ROUNDING",
-    "Repair",
-    "RepairResult",
-    "parse_repairs",
-]
+    "ALL", "DEFAULT", "NONE", "REPAIRS", "ROUNDING", "Repair", "RepairResult", "parse_repairs",
+]  # fmt: skip

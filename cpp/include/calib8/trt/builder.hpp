@@ -35,7 +35,7 @@ struct BuildOptions {
   std::map<std::string, Shapes> shapes;  // input -> its shapes, where it leaves dimensions open
   Rest rest = Rest::kFp16;
   std::size_t workspace_bytes = 0;   // 0: TensorRT's own limit, all of the GPU's memory
-  std::string timing_cache;          // a file of tactic timings to use and to write; "": none
+  std::string timing_cache;          // a file of tactic timings to use and to add to; "": none
   std::optional<int> dla;            // the core to run on, with the GPU for what it cannot
   std::vector<std::string> plugins;  // libraries of plugins, loaded before the model is read
 };
@@ -85,6 +85,9 @@ class Builder {
 #endif
   // Builds what the model says: int8 where it holds Q/DQ nodes, else float.
   std::string build();
+
+  // "" or, after a build, that TensorRT refused the file of timings, which then stays as it was.
+  std::string note() const;
 
  private:
 #if NV_TENSORRT_MAJOR < 11
