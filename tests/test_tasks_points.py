@@ -339,6 +339,21 @@ def saved_turned(path):
     return save_net(make_model(nodes, {"x": ["n", 3, *LARGE]}, outputs, weights), path)
 
 
+def saved_faces(path):
+    """One class, [N, A], beside offsets of a box and a key point from each cell."""
+    far = np.random.default_rng(0).normal(0, 0.05, (6, 3, STRIDE, STRIDE))
+    nodes = """
+        c1 = Conv <strides = [8, 8]> (x, w1, b1) r1 = Reshape (c1, flat) scores = Sigmoid (r1)
+        c2 = Conv <strides = [8, 8]> (x, w2) r2 = Reshape (c2, six)
+        t2 = Transpose <perm = [0, 2, 1]> (r2) boxes = Add (t2, usual)
+    """
+    spot = np.full((1, 3, STRIDE, STRIDE), 12 / STRIDE**2) * [[[[1]], [[1]], [[0]]]]
+    weights = as_float32({"w1": spot, "b1": [-6], "w2": far, "usual": [0, 0, 12, 12, 2, 2]})
+    weights |= {"flat": [-1, COUNT], "six": [-1, 6, COUNT]}
+    outputs = {"boxes": ["n", COUNT, 6], "scores": ["n", COUNT]}
+    return save_net(make_model(nodes, {"x": ["n", 3, *LARGE]}, outputs, weights), path)
+
+
 def pictures_of_turned(glare):
     made = np.random.default_rng(1)
     pictures = made.uniform(0, 0.1, (16, 3, *LARGE)).astype(np.float32)
@@ -357,6 +372,8 @@ def pictures_of_turned(glare):
     (saved_posed, pictures_of_posed, 32,
      "y: boxes by centre and 1 classes, 2 key points an anchor", "boxes of FP32 kept"),
     (saved_turned, pictures_of_turned, 64, "scores: scores of anchors, boxes by corners",
+     "boxes of FP32 kept"),
+    (saved_faces, pictures_of_turned, 64, "scores: scores of anchors, boxes by offset",
      "boxes of FP32 kept"),
 ])  # fmt: skip
 def test_a_build_counts_kept_ones(save, pictures, total, form, said, judged_build, tmp_path, glare):
