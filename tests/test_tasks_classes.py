@@ -359,7 +359,9 @@ def test_labels_of_a_model_that_ranks_its_classes(ranking, judged, said, outputs
     assert found["classes"] == (10 if "logits" in outputs else 1 + max(*said, *wrong))
 
 
-@pytest.mark.parametrize(("outputs", "k"), [("values places", 3), ("best", 1), ("most best", 1)])
+@pytest.mark.parametrize(
+    ("outputs", "k"), [("values places", 3), ("places", 3), ("best", 1), ("most best", 1)]
+)
 def test_without_labels_the_places_tell_how_many_are_alike(ranking, judged, outputs, k):
     _, out, found = judged(ranking(outputs, k), None)
     name = "best" if "best" in outputs else "places"
@@ -368,6 +370,41 @@ def test_without_labels_the_places_tell_how_many_are_alike(ranking, judged, outp
     assert found["task"]["value"] == found["top1_agreement"] > 0.5
     assert f"of {SAMPLES} best classes as FP32's" in out
     assert all(part["output"] != "places" for part in found["parts"])
+
+
+def test_integers_are_equal_or_not_and_selected_rows_come_in_any_order():
+    """A class next to another is as wrong as any, though its number has 60 dB."""
+    made = np.random.default_rng(0)
+    numbers = [{"y": made.integers(900, 999, (1, 40))} for _ in range(8)]
+    form, found = figure(numbers, [{"y": one["y"] + (np.arange(40) < 4)} for one in numbers])
+    assert not form.parts and found.value == 0.9
+    assert found.words == "288 of 320 indices of FP32 kept, 32 new"
+    rows = [{"y": np.stack([[0] * n, range(n), range(n)], axis=1)} for n in range(2, 10)]
+    _, found = figure(rows, [{"y": one["y"][:0:-1]} for one in rows])
+    assert found.words == "36 of 44 indices of FP32 kept, 0 new"
+    silence = [{"y": np.where(np.arange(40) < n + 1, 7, 0)[None]} for n in range(8)]
+    _, found = figure(silence, [{"y": one["y"] * 0} for one in silence])
+    assert found.value == 0 and "without 0, the usual one" in found.words
+    assert figure([{"y": np.zeros((1, 9), int)}] * 8, numbers)[1] is None
+
+
+def test_a_set_of_the_best_counts_a_fifth_of_its_first():
+    best = [{"y": made.permutation(50)[None, :5]} for made in map(np.random.default_rng, range(8))]
+    form, found = figure(best, [{"y": np.where(np.arange(5), 60, one["y"])} for one in best])
+    assert form.task.name == "classes" and found.value == pytest.approx(1 - 0.8 / 5)
+    assert (
+        found.words == "8 of 8 best classes as FP32's, 8 among the best 5, 20.0 % of these the same"
+    )
+    assert figure(best, [{"y": one["y"][:, ::-1]} for one in best])[1].value == 0
+
+
+def test_a_class_without_a_picture_and_one_beside_numbers_are_compared_too():
+    sound, made = {"x": np.zeros((1, 1, 99), np.float32)}, np.random.default_rng(0)
+    classes = [{"y": np.array([n])} for n in range(8)]
+    assert figure(classes, classes, [sound] * 8)[0].task.name == "classes"
+    beside = [{**one, "far": np.float32(made.normal(0, 1, (1, 7, 5, 2)))} for one in classes]
+    form, found = figure(beside, beside, [sound] * 8)
+    assert form.task.name == "indices" and found.beside == ("far",)
 
 
 @pytest.fixture

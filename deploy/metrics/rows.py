@@ -254,7 +254,8 @@ class Top1:
         first = next(iter(outputs))
         self.several = len(outputs) > 1
         indices = find_indices(outputs, first, batch)
-        self.places |= indices is not None
+        lone = not self.several and are_indices(outputs[first], batch)
+        self.places |= indices is not None or lone
         self.name = indices or first
         if (
             indices

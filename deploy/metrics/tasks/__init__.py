@@ -45,8 +45,8 @@ def recognise_task(seen: FirstSamples) -> EvaluationTask | None:
     distinct = evaluation_task.drop_outputs(seen, evaluation_task.find_logits(seen))
     task = _by_best_class(distinct)
     if task is None and (states_out := evaluation_task.find_states(seen)):
-        return _by_best_class(evaluation_task.drop_outputs(distinct, states_out))
-    return task
+        task = _by_best_class(evaluation_task.drop_outputs(distinct, states_out))
+    return task or labels.find_integers(distinct)
 
 
 def _by_best_class(seen: FirstSamples) -> EvaluationTask | None:
