@@ -392,12 +392,15 @@ def test_a_detector_that_finds_nothing_of_what_is_annotated_proves_nothing(sampl
     found = judged(one)
     assert found.level == level
     assert ("finds next to none of the 40 objects" in found.words) == (level == UNUSABLE)
-    assert "did not learn from" in judged(one, fed_wrong=True).words
+    doubts = ("each is 0; check them",)
+    assert "inputs are in question: each is 0" in judged(one, doubts=doubts).words
     seen = replace(one, precision=precise(0.4, 0.4))
-    assert "did not learn from" not in judged(seen, fed_wrong=True).words
+    assert "each is 0" not in judged(seen, doubts=doubts).words
     for right, is_said in ((0.34, True), (0.92, False)):  # raw pixels fed to a net of 10 classes
         labelled = accuracy(top1_reference=right, top1_candidate=right, samples=200)
-        assert ("did not learn from" in judged(labelled, fed_wrong=True).words) == is_said
+        assert ("inputs are in question" in judged(labelled, doubts=doubts).words) == is_said
+    first = judged(accuracy(top1_agreement=0.9, task=task(0.9)), doubts=doubts).reasons
+    assert first == ("the float model's inputs are in question: each is 0", "9 of 10 boxes kept")
 
 
 @pytest.mark.parametrize(

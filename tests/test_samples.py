@@ -477,7 +477,7 @@ def test_a_build_that_feeds_a_sliced_stem_shares_in_place_of_pixels_says_so(run,
         text = report.read_text()
         assert ("calibration data is too small" in text) == ("(c)" in text) == odd
         (found,) = (one["verdict"] for one in json.loads(text)["engines"] if one.get("verdict"))
-        assert ("what it did not learn from" in " ".join(found["reasons"])) == odd
+        assert ("the float model's inputs are in question: " in found["reasons"][0]) == odd
 
 
 @pytest.mark.parametrize("how", [HALF, None])
@@ -486,6 +486,22 @@ def test_samples_of_one_value_are_told(how):
     (said,) = check_input_samples(flat, how, network())
     assert "one value alone, such as 0.5" in said
     assert check_input_samples([*flat, *fed(HALF)], how, network(norm=False)) == []
+
+
+@pytest.mark.parametrize(("rows", "few"), [
+    ([0] * 16, True), ([0, 1, 2], True), ([0, 1, 2, 3] * 4, True), ([*range(4)], False),
+    ([*range(8)] * 4, False), ([*range(4)] * 1 + [0, 1, 2], False),
+])  # fmt: skip
+def test_too_few_different_samples_are_doubtful(run, small_cnn, tmp_path, rows, few):
+    made = np.random.default_rng(0).normal(size=(8, 3, 16, 16)).astype(np.float32)
+    np.save(tmp_path / "x.npy", made[rows])
+    asked = ("--images", tmp_path / "x.npy", "--duration", 0, "--effort", 0, "--out", tmp_path)
+    run.ok("build", small_cnn, *asked, "--accept")
+    report = json.loads((tmp_path / "report.json").read_text())
+    verdict = report["engines"][1]["verdict"]
+    said = f"{len(rows)} calibration samples, {len({*rows})} of them different, are too few"
+    assert (verdict["level"] == "doubtful" and said in verdict["reasons"][0]) == few
+    assert any(said in alert for alert in report.get("alerts", [])) == few
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -514,6 +530,10 @@ def test_inputs_that_are_no_pictures_and_layers_that_are_no_conv_say_nothing():
     assert check_input_samples(rows, None, network()) == []
     (said,) = check_input_samples([{**rows[0], "x": np.zeros((1, 40))}], None, network())
     assert "1 samples that were looked at holds one value alone, such as 0" in said
+    tokens = {"ids": np.zeros((1, 9), np.int64), "mask": np.arange(9)[None] // 5}
+    (said,) = check_input_samples([tokens], None, network())
+    assert "one value alone, such as 0;" in said
+    assert check_input_samples([{**tokens, "ids": tokens["mask"]}], None, network()) == []
     assert check_input_samples([], None, network()) == []
     assert check_input_samples(fed(RAW), RAW, network(norm=False, bias=False)) == []
     net = network()
