@@ -122,9 +122,7 @@ def _evidence(
     how = ", as set by --task" if is_set else ""
     if task is None:
         return f"no task{how}" if how else ""
-    single = getattr(task, "output", "")
-    known = (single,) if single else getattr(task, "outputs", seen.every)
-    own = [name for name in seen.every if name in known]
+    own = [name for name in seen.every if name in (task.covered or seen.every)]
     whole = {n: tuple(p for p in slices[n] if p.axis) or (OutputSlice(output=n),) for n in own}
     listed = [_describe(part, seen.arrays(name)) for name in own for part in whole[name]]
     more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""

@@ -90,7 +90,9 @@ def verdict(
         why = f"{FLOAT_MODEL} itself draws random numbers, so what int8 loses cannot be told"
         findings = [(DOUBTFUL, why)]
     if not _mostly_right(accuracy):
-        whys = (f"{FLOAT_MODEL}'s inputs are in question: {one.partition(';')[0]}" for one in doubts)
+        whys = (
+            f"{FLOAT_MODEL}'s inputs are in question: {one.partition(';')[0]}" for one in doubts
+        )
         findings = [*((DOUBTFUL, why) for why in whys), *findings]
     if gates.min_speedup is not None:
         findings.append(_gated(speed, gates.min_speedup, rival))

@@ -1,9 +1,9 @@
 """Recognition of a model's task from its outputs; one module per family of tasks."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from deploy.errors import ConfigError
 from deploy.metrics.rows import is_floating
@@ -23,95 +23,76 @@ from deploy.metrics.tasks.metric import Function, Metric, metric_of
 
 _MOST_OUTPUTS = 64  # of a model with a task: outputs are compared with each other
 NO_TASK = ("none", "values")  # names that leave the task out, so that values are compared
-_Finder = Callable[[FirstSamples], EvaluationTask | None]
-_Sides = tuple[int, ...]
+_VECTORS, _MAPS = (2, 3, 4), (4,)  # numbers of dimensions; of a vector all but the second are 1
 
 
 class TaskRow(NamedTuple):
-    """How a task is recognised, and what it is made of where the user says so.
+    """How a task is recognised, and what the user's word makes of outputs that may be of it.
 
-    `finders`: each must be certain from the values alone. `wants`: the outputs of the task, as
-    text. `fit`: the task of a floating-point output with this name and shape, some of whose values
-    may be raw, outside 0..1; None for another shape.
+    `finders`: each must be certain from the values alone. `wants`: the outputs, as text. `ranks`,
+    `make`: dimensions, and name, shape and whether a floating-point output has raw values, outside
+    0..1, -> the task, or a false value for another shape.
     """
 
-    finders: tuple[_Finder, ...]
+    finders: Sequence[Callable[[FirstSamples], EvaluationTask | None]]
     wants: str
-    fit: Callable[[str, _Sides, bool], EvaluationTask | None] = lambda name, shape, raw: None
+    ranks: Sequence[int] = ()
+    make: Callable[[str, tuple[int, ...], bool], EvaluationTask | bool] = lambda n, s, raw: False
 
 
-def _vector(make: Callable[[str, int, bool], EvaluationTask], least: int = 2) -> Any:
-    """Return a `fit` of outputs with one vector per sample of at least so many numbers."""
-    return lambda name, shape, raw: (
-        make(name, shape[1], raw) if shape[1:2] == (max(math.prod(shape), least),) else None
-    )
-
-
-def _map(make: Callable[[str, _Sides], EvaluationTask]) -> Any:
-    """Return a `fit` of outputs [N, K, H, W]."""
-    return lambda name, shape, raw: make(name, shape) if len(shape) == 4 else None
-
-
-def _fit_points(name: str, shape: _Sides, raw: bool) -> EvaluationTask | None:
-    numbers = shape[-1] if shape[-1:] in ((2,), (3,), (4,), (5,)) else 2
+def _fit_points(name: str, shape: tuple[int, ...], raw: bool) -> EvaluationTask | bool:
+    numbers = shape[-1] if 2 <= shape[-1] <= 5 else 2
     count, left = divmod(math.prod(shape), numbers)
-    fits = len(shape) > 1 and not left
-    return keypoints.Points({name: numbers}, frozenset(), (), count) if fits else None
+    return left == 0 and keypoints.Points({name: numbers}, frozenset(), (), count)
 
 
-def _fit_steps(name: str, shape: _Sides, raw: bool) -> EvaluationTask | None:
+def _fit_steps(name: str, shape: tuple[int, ...], raw: bool) -> EvaluationTask:
     if len(shape) == 3 and min(shape[1:]) > 1:
         return sequences.Steps((name,), (shape[2],), 2)
-    return sequences.Steps((name,), (2,), None, raw) if len(shape) in (2, 3) else None
-
-
-def _fit_text(name: str, shape: _Sides, raw: bool) -> EvaluationTask | None:
-    fits = len(shape) == 3 and 1 in shape[:2] and shape[2] > 10
-    return sequences.Text(name, shape[2], 0) if fits else None
+    return sequences.Steps((name,), (2,), None, raw)
 
 
 # Task, as the user may set it -> its row. Recognisers are tried in this order.
 TASKS: dict[str, TaskRow] = {
-    "boxes": TaskRow((boxes.find_boxes,), "boxes and scores in a form of docs/accuracy.md"),
-    "text": TaskRow((sequences.find_text,), "[N, T, C] scores of 11 symbols or more", _fit_text),
+    "boxes": TaskRow([boxes.find_boxes], "boxes and scores in a form of docs/accuracy.md"),
+    "text": TaskRow(
+        [sequences.find_text], "[N, T, C] scores of 11 symbols or more", (3,),
+        lambda n, s, raw: 1 in s[:2] and s[2] > 10 and sequences.Text(n, s[2], 0),
+    ),
     "segmentation": TaskRow(
-        (segmentation.find_segmentation,),
-        "[N, C, H, W] or [N, H, W, C] scores, or class numbers [N, H, W]",
-        _map(lambda n, s: segmentation.Pixels(n, min(s[1], s[3]), last=s[3] < s[1])),
+        [segmentation.find_segmentation], "[N, C, H, W] or [N, H, W, C] scores, or class numbers",
+        _MAPS, lambda n, s, raw: segmentation.Pixels(n, min(s[1], s[3]), last=s[3] < s[1]),
     ),
     "masks": TaskRow(
-        (segmentation.find_masks,),
-        "maps [N, K, H, W]",
-        _map(lambda name, shape: segmentation.MaskMaps((name,))),
+        [segmentation.find_masks], "maps [N, K, H, W]", _MAPS,
+        lambda n, s, raw: segmentation.MaskMaps((n,)),
     ),
     "heatmaps": TaskRow(
-        (heatmaps.find_heatmaps,),
-        "heat maps [N, K, H, W]",
-        _map(lambda name, shape: heatmaps.HeatMaps(name, shape[1])),
+        [heatmaps.find_heatmaps], "heat maps [N, K, H, W]", _MAPS,
+        lambda n, s, raw: heatmaps.HeatMaps(n, s[1]),
     ),
     "keypoints": TaskRow(
-        (keypoints.find_simcc, keypoints.find_keypoints),
-        "points [N, K, 2] or [N, K p]",
-        _fit_points,
+        [keypoints.find_simcc, keypoints.find_keypoints], "points [N, K, 2] or [N, K p]",
+        _VECTORS, _fit_points,
     ),
     "labels": TaskRow(
-        (labels.find_labels,), "a score a label, [N, C] of 4 or more", _vector(labels.Labels, 4)
+        [labels.find_labels], "a score a label, [N, C] of 4 or more", _VECTORS,
+        lambda n, s, raw: s[1] == math.prod(s) > 3 and labels.Labels(n, s[1], raw),
     ),
     "classes": TaskRow(
-        (labels.find_ranked, classes.find_classes),
-        "a score a class, [N, C], or indices of the best classes",
-        _vector(lambda name, count, raw: classes.Classes((name,), (count,))),
+        [labels.find_ranked, classes.find_classes],
+        "a score a class, [N, C], or indices of the best classes", _VECTORS,
+        lambda n, s, raw: s[1] == math.prod(s) > 1 and classes.Classes((n,), (s[1],)),
     ),
     "embeddings": TaskRow(
-        (embeddings.find_embeddings,),
-        "a vector [N, D]",
-        _vector(lambda name, length, raw: embeddings.Embeddings(name, length)),
+        [embeddings.find_embeddings], "a vector [N, D]", _VECTORS,
+        lambda n, s, raw: s[1] == math.prod(s) > 1 and embeddings.Embeddings(n, s[1]),
     ),
     "steps": TaskRow(
-        (sequences.find_steps,), "[N, T, C] scores, or one a step, [N, T]", _fit_steps
+        [sequences.find_steps], "[N, T, C] scores, or one a step, [N, T]", (2, 3), _fit_steps
     ),
-    "indices": TaskRow((labels.find_integers,), "int32 or int64 outputs"),
-}
+    "indices": TaskRow([labels.find_integers], "int32 or int64 outputs"),
+}  # fmt: skip
 
 
 def judge_of(metric: str | Function | None, task: str | None) -> Metric | None:
@@ -160,7 +141,8 @@ def _fitted(row: TaskRow, seen: FirstSamples) -> EvaluationTask | None:
         values = seen.arrays(name)
         if all(map(is_floating, values)):
             raw = any(one.min() < 0 or one.max() > 1 for one in values)
-            fitted += [task] if (task := row.fit(name, values[0].shape, raw)) else []
+            fits = values[0].ndim in row.ranks and row.make(name, values[0].shape, raw)
+            fitted += [fits] if isinstance(fits, EvaluationTask) else []
     heads = [task for task in fitted if isinstance(task, classes.Classes)]
     if heads:
         names, counts = zip(*((task.outputs[0], task.counts[0]) for task in heads), strict=True)

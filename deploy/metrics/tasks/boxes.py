@@ -182,26 +182,21 @@ class Decoder(Protocol):
     @property
     def form(self) -> str:
         """How the outputs are interpreted."""
-        ...
 
     @property
     def parts(self) -> Mapping[str, tuple[OutputSlice, ...]]:
         """Output -> its slices; see `EvaluationTask`."""
-        ...
 
     @property
     def placed(self) -> bool:
         """Whether boxes are decoded to places in the picture, not only matched by anchor."""
-        ...
 
     @property
     def classes(self) -> int | None:
         """Number of classes; None if the outputs do not show it."""
-        ...
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
         """Return all boxes above the lowest threshold; None for other shapes."""
-        ...
 
 
 # Tried in this order; each must be certain.

@@ -116,10 +116,17 @@ class EvaluationTask(ABC):
     # slices is not compared value by value, such as a list of detections in varying order
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict, kw_only=True)
 
+    reads: ClassVar[str] = ""  # how the outputs are interpreted, with fields of the task
+
     @property
-    @abstractmethod
+    def covered(self) -> tuple[str, ...]:
+        """The outputs of the task; none where a decoder chooses them."""
+        return (self.output,) if hasattr(self, "output") else (*getattr(self, "outputs", ()),)
+
+    @property
     def form(self) -> str:
         """How the outputs are interpreted, as text."""
+        return f"{', '.join(self.covered)}: {self.reads.format(self)}"
 
     def tally(self) -> TaskTally[Any]:
         """Return a new, empty tally."""

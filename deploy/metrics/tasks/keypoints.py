@@ -82,12 +82,8 @@ class Points(EvaluationTask):
     flags: tuple[str, ...]  # outputs of one probability
     count: int
     name = "key points"
+    reads = "{0.count} key points"
     tally_type = _PointTally
-
-    @property
-    def form(self) -> str:
-        """How the outputs are interpreted."""
-        return f"{', '.join(self.outputs)}: {self.count} key points"
 
 
 def find_keypoints(seen: FirstSamples) -> Points | None:
@@ -219,12 +215,8 @@ class SimccPoints(EvaluationTask):
     count: int
     fine: float  # steps per pixel
     name = "key points"
+    reads = "columns and rows of {0.count} key points"
     tally_type = _AxisTally
-
-    @property
-    def form(self) -> str:
-        """How the outputs are interpreted."""
-        return f"{', '.join(self.outputs)}: columns and rows of {self.count} key points"
 
 
 def find_simcc(seen: FirstSamples) -> SimccPoints | None:

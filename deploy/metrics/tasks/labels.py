@@ -241,12 +241,8 @@ class Indices(EvaluationTask):
     outputs: Mapping[str, bool]  # output -> whether its rows are in any order
     beside: tuple[str, ...]  # other outputs
     name = "indices"
+    reads = "class numbers or indices"
     tally_type = _IndexTally
-
-    @property
-    def form(self) -> str:
-        """How the outputs are interpreted."""
-        return f"{', '.join(self.outputs)}: class numbers or indices"
 
 
 def find_integers(seen: FirstSamples) -> Indices | None:

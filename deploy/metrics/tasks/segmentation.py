@@ -93,12 +93,8 @@ class Pixels(EvaluationTask):
     classes: int
     last: bool = False  # whether classes are the last dimension
     name = "segmentation"
+    reads = "{0.classes} classes a pixel"
     tally_type = _PixelTally
-
-    @property
-    def form(self) -> str:
-        """How the output is interpreted."""
-        return f"{self.output}: {self.classes} classes a pixel"
 
 
 def find_segmentation(seen: FirstSamples) -> Pixels | None:
