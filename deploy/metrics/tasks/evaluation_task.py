@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from deploy.metrics.rows import Floats, Outputs
+from deploy.metrics.rows import Floats, Outputs, is_floating
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.detections import Detections
 from deploy.tensors import Array
@@ -310,7 +310,7 @@ def find_logits(seen: FirstSamples) -> frozenset[str]:
 
     The other one of each pair is used: its values are known to be probabilities.
     """
-    names = [name for name in seen.names if all(map(_is_floating, seen.arrays(name)))]
+    names = [name for name in seen.names if all(map(is_floating, seen.arrays(name)))]
     logits: set[str] = set()
     for raw in names:
         others = (name for name in names if name != raw and name not in logits)
@@ -328,7 +328,7 @@ def find_argmax_outputs(seen: FirstSamples) -> dict[str, str]:
             scores = (
                 other
                 for other in seen.names
-                if all(map(_is_floating, seen.arrays(other)))
+                if all(map(is_floating, seen.arrays(other)))
                 and _are_argmax(places, seen.arrays(other))
             )
             source = next(scores, None)
@@ -337,16 +337,10 @@ def find_argmax_outputs(seen: FirstSamples) -> dict[str, str]:
     return argmax_of
 
 
-def _is_floating(value: Array) -> bool:
-    return bool(np.issubdtype(value.dtype, np.floating) and value.size)
-
-
 def _is_activated(raw: Sequence[Array], others: Sequence[Array]) -> bool:
     """Whether `others` are the same Softmax, LogSoftmax or Sigmoid of `raw` in every sample."""
     pairs = list(zip(raw, others, strict=True))
     if any(one.shape != other.shape or one.size < 2 for one, other in pairs):
-        return False
-    if not all(np.isfinite(one).all() for pair in pairs for one in pair):
         return False
     axes = (axis for axis, size in enumerate(raw[0].shape) if size > 1)
     functions: list[str | int] = ["sigmoid", *axes]
