@@ -33,7 +33,6 @@ from deploy.tensors import TensorSpec
 from tests.models import as_float32, make_model, make_node, make_value, read_markdown, save_net
 from tests.test_calibrator_script import PYCUDA, written
 
-# --- Enough images? What halves of them say, and a run that ends where they agree.
 COUNT = 100
 
 
@@ -321,7 +320,6 @@ def test_a_cache_that_does_not_say_how_is_broken(calibrated, tmp_path):
             store.load_calibration(tmp_path / "a.cache")
 
 
-# --- What is fed, held against what the model's first layer learned from.
 FASHION = Path(__file__).parent.parent / "datasets" / "fashion"
 HALF = Preprocess(size=(16, 16), color="rgb", mean=(0.5,), std=(0.5,), layout="nchw")
 
@@ -559,7 +557,6 @@ def test_the_demo_without_mean_and_std_is_told_by_its_norm(command, tmp_path, wo
     assert (said in (tmp_path / "report.html").read_text()) == odd
 
 
-# --- Samples that stand far above the others are named, with the tensor.
 SMALL = Preprocess(size=(16, 16))
 ROWS = np.random.default_rng(5).standard_normal((24, 3, 16, 16)).astype(np.float32)
 ODD = ROWS.copy()
@@ -656,7 +653,6 @@ def test_ordinary_feeds_hear_nothing(small_cnn, pictures):
     assert calibrate(small_cnn, list(ROWS)).warnings == ()
 
 
-# --- Samples of several lengths: what an engine that is built for fixed ones is built for.
 @pytest.mark.parametrize("lengths", [(20, 31, 24, 26), (20, 20, 20, 20)])
 def test_an_om_is_made_for_the_largest_sample_and_takes_no_other(lengths, run, tmp_path):
     made = np.random.default_rng(4)

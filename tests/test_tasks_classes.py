@@ -30,7 +30,6 @@ from tests.models import (
 from tests.outputs import compare, fed, figure, rng, same_task, softmax
 
 
-# --- Classes, embeddings and other vectors among a model's outputs.
 def test_equal_best_classes_are_counted():
     made = rng()
     references = [{"y": softmax(made.standard_normal((1, 20)) * 4)} for _ in range(10)]
@@ -297,7 +296,6 @@ def test_no_outputs_make_it_fail(seed):
         assert found is None or 0 <= found.value <= 1 or found.task == "embeddings"
 
 
-# --- Models that rank their classes themselves, by TopK or ArgMax, judged by labels and without.
 SAMPLES = 24
 ROWS = np.random.default_rng(3).normal(size=(SAMPLES, 3, 16, 16)).astype(np.float32)
 
@@ -396,6 +394,25 @@ def test_a_set_of_the_best_counts_a_fifth_of_its_first():
         found.words == "8 of 8 best classes as FP32's, 8 among the best 5, 20.0 % of these the same"
     )
     assert figure(best, [{"y": one["y"][:, ::-1]} for one in best])[1].value == 0
+
+
+@pytest.mark.parametrize(("task", "shape", "words"), [
+    ("text", (1, 9, 12), "text of 11 symbols, blank 0"), ("labels", (1, 6), "raw scores of 6"),
+    ("segmentation", (1, 4, 9, 9), "4 classes a pixel"), ("masks", (1, 2, 9, 9), "a map of 0 to 1"),
+    ("segmentation", (1, 9, 9, 4), "4 classes a pixel"), ("classes", (1, 6), "6 classes"),
+    ("heatmaps", (1, 3, 9, 9), "3 heat maps"), ("keypoints", (1, 7, 3), "7 key points"),
+    ("keypoints", (1, 8), "4 key points"), ("embeddings", (1, 40), "embeddings of 40 numbers"),
+    ("steps", (1, 9, 5), "5 classes a step"), ("steps", (1, 9, 1), "raw scores of steps"),
+])  # fmt: skip
+def test_a_task_that_is_set_takes_outputs_of_its_shape(task, shape, words):
+    made = np.random.default_rng(0)
+    outputs = [{"y": made.normal(0, 2, shape).astype(np.float32)} for _ in range(8)]
+    found = derive_form(outputs, inputs=[fed()] * 8, task=task).task
+    same, lost = found.tally(), found.tally()
+    for one in outputs:
+        same.add(fed(), one, one)
+        lost.add(fed(), one, {"y": one["y"][..., :1] * np.nan})
+    assert f"y: {words}" in found.form and same.result().value == 1 and lost.result().value < 0.5
 
 
 def test_a_class_without_a_picture_and_one_beside_numbers_are_compared_too():
@@ -505,7 +522,6 @@ def test_a_figure_of_ones_own_gets_what_the_model_ranked(tmp_path):
     build_net(spoiled("ArgMax"), LONGER, tmp_path, "--metric", f"{own}:same", "--max-loss", 0.03)
 
 
-# --- Several labels at once: a tagger's are counted, where its best one alone was before.
 LABELS, SIDE = 12, 32
 
 
@@ -624,7 +640,6 @@ def test_a_build_counts_the_labels(judged_build, tmp_path, glare):
     assert "Top-1 agreement" not in out and told["top1_agreement"] is None
 
 
-# --- Several heads: classes beside numbers that they tell nothing of, and heads of raw scores.
 FED = {"x": np.zeros((1, 3, 24, 24), np.float32)}
 
 
@@ -711,7 +726,6 @@ def test_what_the_classes_do_not_tell_is_judged_by_its_noise(db, beside, level):
     assert level == GOOD or "in the worst part, box" in found[level]
 
 
-# --- Outputs that stand out as classes do and are none: a picture's features, a film's cuts.
 def features(path):
     """64 channels behind a ReLU, of which few are far above 0."""
     made = np.random.default_rng(1)

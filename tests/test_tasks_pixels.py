@@ -12,7 +12,6 @@ from tests.models import as_float32, build_net, make_model
 from tests.outputs import fed, figure, peaked, rng, same_task, softmax
 
 
-# --- Segmentation, masks and heat maps among a model's outputs.
 def smooth(classes, number, side=32):
     """Scores of each class: the one of the nearest of a few places wins."""
     places = np.random.default_rng(number).uniform(0, side, (classes, 2))
@@ -245,9 +244,6 @@ def test_most_heat_maps_have_their_peak(lower, heat):
     assert tally.result().count == f"{4 - lower} of {2 * (4 - lower)}"
 
 
-# --- Models that give their input back but for a small change, through the command.
-
-
 # Two Convs change a picture, and a third one leaves it as it is.
 TWO_CONVS = """
     a = Conv <pads = [1, 1, 1, 1]> ({0}, w1) r = Relu (a)
@@ -344,7 +340,6 @@ def test_a_change_that_int8_is_too_coarse_for_is_doubtful(change, level, tmp_pat
     assert ("what the model changes of x in y" in str(said)) == (level == "doubtful")
 
 
-# --- Shares of a whole are known as such: beside rounding, and from their logarithms.
 @pytest.fixture
 def shares():
     power = np.exp(np.random.default_rng(0).normal(size=(7, 5)))

@@ -14,7 +14,6 @@ from tests.models import as_float32, make_model, make_value, run_command, save_n
 from tests.outputs import fed, same_task
 from tests.outputs import figure as outputs_figure
 
-# --- Key points by the columns and rows they are in, as RTMPose tells them.
 SIZE, POINTS = (64, 48), 6  # height, width of the picture
 
 
@@ -113,7 +112,6 @@ def pictures_of_points(glare):
     return pictures
 
 
-# --- Key points as numbers, in pixels and in shares of the picture.
 SIDE, MESH = 64, 24
 PICTURE = (SIDE, SIDE)
 
@@ -263,7 +261,6 @@ def test_the_screen_tells_key_points_and_no_classes(tmp_path):
     assert "Top-1" not in said and "dB in the worst part" in said
 
 
-# --- Boxes with key points, as of YOLO's pose form, through the command.
 LARGE, STRIDES = (96, 128), (8, 16)  # height, width of a larger picture
 GRID = AnchorGrid(STRIDES, 1, False)
 WIDE = 24  # of every box
@@ -315,7 +312,6 @@ def pictures_of_posed(glare):
     return pictures
 
 
-# --- A detector whose scores lie across, [N, C, A] beside boxes [N, A, 4], through the command.
 STRIDE, CLASSES = 8, 2
 CELLS = (LARGE[0] // STRIDE, LARGE[1] // STRIDE)
 COUNT = CELLS[0] * CELLS[1]
@@ -394,7 +390,6 @@ def test_a_build_counts_kept_ones(save, pictures, total, form, said, judged_buil
     assert (task["value"] == 1, code) == ((True, 0) if glare == 1 else (False, 3))
 
 
-# --- Objects as peaks of a heat map beside maps of their sizes, as CenterNet has them.
 CELL = 4  # pixels of a cell
 GRID_CELLS = (LARGE[0] // CELL, LARGE[1] // CELL)
 
