@@ -162,13 +162,4 @@ def _by_best_class(seen: FirstSamples, rows: Iterable[TaskRow]) -> EvaluationTas
     return None
 
 
-__all__ = [
-    "TASKS",
-    "EvaluationTask",
-    "FirstSamples",
-    "Metric",
-    "TaskFigure",
-    "judge_of",
-    "metric_of",
-    "recognise_task",
-]
+__all__ = ["TASKS", "EvaluationTask", "FirstSamples", "Metric", "TaskFigure", "judge_of"]

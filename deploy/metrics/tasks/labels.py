@@ -172,25 +172,14 @@ class Ranked(EvaluationTask):
 def find_ranked(seen: FirstSamples) -> Ranked | None:
     """Recognise TopK's outputs, or one class, with or without its score."""
     names = seen.names
-    places = _places(seen, names)
-    if places is None:
+    places = (
+        {find_indices(one, names[0], 1) for one in seen.outputs} if len(names) == 2 else {*names}
+    )
+    name = places.pop() if len(places) == 1 else None
+    if name is None or not all(_is_one(one) or are_indices(one, 1) for one in seen.arrays(name)):
         return None
-    count = seen.arrays(places)[0].size
-    if count == 1 and not all(map(_is_one, seen.arrays(places))):
-        return None
-    others = {name: (OutputSlice(output=name),) for name in names if name != places}
-    return Ranked(places, count, parts={places: (), **others})
-
-
-def _places(seen: FirstSamples, names: Sequence[str]) -> str | None:
-    """Return the output of indices: TopK's in each sample, or the only output."""
-    if len(names) == 1:
-        alone = all(value.size == 1 or are_indices(value, 1) for value in seen.arrays(names[0]))
-        return names[0] if alone else None
-    if len(names) != 2:
-        return None
-    outputs = {find_indices(one, names[0], 1) for one in seen.outputs}
-    return outputs.pop() if len(outputs) == 1 else None
+    others = {other: (OutputSlice(output=other),) for other in names if other != name}
+    return Ranked(name, seen.arrays(name)[0].size, parts={name: (), **others})
 
 
 def _is_one(value: Array) -> bool:
@@ -211,15 +200,13 @@ class _IndexTally(TaskTally["Indices"]):
         for name, listed in self.task.outputs.items():
             left, right = (np.atleast_1d(one[name]) for one in (reference, candidate))
             if listed:
-                rows, others = (Counter(map(tuple, _as_rows(one))) for one in (left, right))
-                sizes = (sum(one.values()) for one in (rows, others, rows & others))
-                self.counts += np.array([*sizes])
+                rows, others = (Counter(map(str, one.tolist())) for one in (left, right))
+                self.counts += np.array([len(left), len(right), (rows & others).total()])
                 continue
             alike = left == right if left.shape == right.shape else np.zeros(left.shape, bool)
             self.counts += np.array([left.size, right.size, np.count_nonzero(alike)])
-            for counter, values in ((self.own, left), (self.both, left[alike])):
-                found = np.unique(values, return_counts=True)
-                counter.update(dict(zip(*(one.tolist() for one in found), strict=True)))
+            self.own.update(left.ravel().tolist())
+            self.both.update(left[alike].tolist())
 
     def result(self) -> TaskFigure | None:
         """Return Dice's coefficient; None if FP32 gives nothing, or one value at every place."""
@@ -267,7 +254,3 @@ def _are_whole(value: Array) -> bool:
 def _is_selection(value: Array) -> bool:
     """Whether it is [n, 3], as NonMaxSuppression gives image, class and box."""
     return value.ndim == 2 and value.shape[1] == 3 and len(value) != 1
-
-
-def _as_rows(value: Array) -> list[list[int]]:
-    return value.reshape(len(value), value.size // max(len(value), 1)).tolist()
