@@ -357,18 +357,13 @@ def test_masks_of_a_box_are_kept_with_it(turned, stride):
         assert figure(references, changed(references, output1=change))[1].value == 0
 
 
-def blaze(
-    number, *, columns=16, lost=0, floor=-4.0, sized=False, moved=0.0, flat=False, shares=False
-):
-    """Offsets of boxes and key points from anchors, beside a score of each.
-
-    `sized`: offsets in pixels, with a width and a height of 20; `moved`: of every place, in them.
-    """
+def blaze(number, *, columns=16, lost=0, floor=-4.0, moved=None, flat=False, shares=False):
+    """Offsets from anchors beside a score of each; moved in pixels, boxes are 20 x 20 of them."""
     made = np.random.default_rng(number)
     scores = made.normal(floor, 0.5, (1, 896, 1))
     scores[0, made.choice(896, 6, replace=False)[lost:]] = 3
     offsets = made.normal(0, 20, (1, 896, columns))
-    if sized:
+    if moved is not None:
         offsets[..., 2:4] = 20
         offsets += np.where(np.isin(np.arange(columns), (2, 3)), 0, moved)
     scores = 1 / (1 + np.exp(-scores)) if shares else scores
@@ -396,17 +391,16 @@ def test_boxes_with_key_points_are_matched_by_anchor(how):
 @pytest.mark.parametrize("how", SCORES)
 def test_offsets_with_a_size_say_whether_the_box_of_an_anchor_is_kept(how, moved, kept):
     """A move by 4 leaves an IoU of 0.47, or key points off by more than a tenth of 20."""
-    references = [blaze(n, sized=True, **how) for n in range(8)]
-    form, found = figure(references, [blaze(n, sized=True, moved=moved, **how) for n in range(8)])
+    references = [blaze(n, moved=0, **how) for n in range(8)]
+    form, found = figure(references, [blaze(n, moved=moved, **how) for n in range(8)])
     assert "of anchors, boxes by offset" in form.task.form and found.value == kept
     assert not form.task.decoder.placed  # no place in the picture is known
-    assert [part.label for part in form.parts if part.at] == [
-        "regressors where classificators is high"
+    assert [p.at for p in form.parts if p.output == "regressors"] == ["classificators"]
+    split = {1: np.s_[:, :512], 2: np.s_[:, 512:]}
+    levels = [
+        {k + str(n): v[split[n]] for n in split for k, v in one.items()} for one in references
     ]
-    two = [{f"{k}_{n}": v for n in (1, 2) for k, v in blaze(n + s, sized=True, **how).items()}
-           for s in range(8)]  # fmt: skip
-    halves = [{k: v[:, : 512 if k[-1] == "1" else 384] for k, v in one.items()} for one in two]
-    assert same_task(halves) == "boxes"
+    assert same_task(levels) == "boxes"
 
 
 def test_a_turned_box_is_kept_where_its_corners_are():

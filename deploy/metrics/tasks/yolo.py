@@ -143,13 +143,9 @@ class DenseDecoder:
     @property
     def parts(self) -> Mapping[str, tuple[OutputSlice, ...]]:
         """Boxes, scores, and the rows after them."""
-        borders = (0, 4, 4 + self.scores, self.rows)
-        spans = [(a, b) for a, b in itertools.pairwise(borders) if b > a]
-        return {
-            self.output: tuple(
-                OutputSlice(output=self.output, axis=self.axis, start=a, stop=b) for a, b in spans
-            )
-        }
+        spans = itertools.pairwise((0, 4, 4 + self.scores, self.rows))
+        one = OutputSlice(output=self.output, axis=self.axis)
+        return {self.output: tuple(replace(one, start=a, stop=b) for a, b in spans if b > a)}
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
         """Return all boxes of one sample."""
