@@ -54,7 +54,7 @@ def _fit_steps(name: str, shape: tuple[int, ...], raw: bool) -> EvaluationTask:
 
 # Task, as the user may set it -> its row. Recognisers are tried in this order.
 TASKS: dict[str, TaskRow] = {
-    "boxes": TaskRow([boxes.find_boxes], "boxes and scores in a form of docs/accuracy.md"),
+    "boxes": TaskRow([boxes.find_boxes], "boxes and scores in the form of a known detector"),
     "text": TaskRow(
         [sequences.find_text], "[N, T, C] scores of 11 symbols or more", (3,),
         lambda n, s, raw: 1 in s[:2] and s[2] > 10 and sequences.Text(n, s[2], 0),
