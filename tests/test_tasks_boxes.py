@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from deploy.metrics.output_form import derive_form
 from deploy.metrics.tasks import detections
 from deploy.metrics.tasks.detections import Detections, match_detections, suppress_overlaps
 from tests import outputs as forms
@@ -384,7 +385,11 @@ def test_boxes_with_key_points_are_matched_by_anchor(how):
     assert found.words.startswith("32 of 48 boxes of FP32 kept, 0 new")
     other = {"columns": 17}, {"floor": 0.0}  # no pairs of places; scores that are sure of much
     for wrong in other:
-        assert same_task([blaze(n, **how, **wrong) for n in range(8)]) != "boxes"
+        outputs = [blaze(n, **how, **wrong) for n in range(8)]
+        assert same_task(outputs) != "boxes"
+        task = derive_form(outputs, inputs=[fed()] * 8, task="boxes").task
+        assert "of anchors, boxes matched by anchor" in task.form and task.covered == ()
+        assert ("sigmoid" in task.form) != ("shares" in how)
 
 
 @pytest.mark.parametrize(("moved", "kept"), [(1.0, 1), (4.0, 0), (30.0, 0)])

@@ -54,7 +54,7 @@ def _fit_steps(name: str, shape: tuple[int, ...], raw: bool) -> EvaluationTask:
 
 # Task, as the user may set it -> its row. Recognisers are tried in this order.
 TASKS: dict[str, TaskRow] = {
-    "boxes": TaskRow([boxes.find_boxes], "boxes and scores in the form of a known detector"),
+    "boxes": TaskRow([boxes.find_boxes], "[N, A, 4] or wider beside scores [N, A, C]"),
     "text": TaskRow(
         [sequences.find_text], "[N, T, C] scores of 11 symbols or more", (3,),
         lambda n, s, raw: 1 in s[:2] and s[2] > 10 and sequences.Text(n, s[2], 0),
@@ -136,6 +136,8 @@ def recognise_task(seen: FirstSamples, task: str = "") -> EvaluationTask | None:
 
 def _fitted(row: TaskRow, seen: FirstSamples) -> EvaluationTask | None:
     """Return the task of the largest output that fits; of classes, of all that do."""
+    if row is TASKS["boxes"]:
+        return boxes.fit_boxes(seen)
     fitted = []
     for name in sorted(seen.names, key=lambda name: -seen.outputs[0][name].size):
         values = seen.arrays(name)

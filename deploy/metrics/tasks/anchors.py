@@ -30,6 +30,7 @@ If boxes cannot be decoded, a detection is matched by its anchor and class.
 ========================  ======================================================================
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -231,6 +232,21 @@ def find_anchors(seen: FirstSamples) -> AnchorDecoder | None:
             own = OutputSlice(output=one.boxes, at=one.scores, raw=bool(activation[0]))
             parts |= {one.boxes: (own,), one.scores: (OutputSlice(output=one.scores),)}
     return AnchorDecoder(levels, *activation, coding, count, maps, turned, raw, parts)
+
+
+def fit_anchors(seen: FirstSamples) -> AnchorDecoder | None:
+    """Return boxes matched by anchor of two outputs with equally many rows; None without such."""
+    turned = find_transposed(seen)
+    tables = [arrange_anchors(one, maps=False, turned=turned) for one in seen.outputs]
+    rows = FirstSamples(seen.inputs, tables)
+    sides = {n: one.shape for n in rows.names if (one := to_table(tables[0][n])) is not None}
+    shares = {name: _is_share(_stacked(name, rows)) for name in sides}
+    for boxes, scores in itertools.permutations(sorted(sides, key=lambda name: shares[name]), 2):
+        if sides[boxes][0] == sides[scores][0] and sides[boxes][1] >= 4:
+            activation, count = "" if shares[scores] else "sigmoid", sides[scores][1]
+            levels = (LevelOutputs(scores, boxes),)
+            return AnchorDecoder(levels, activation, None, "", count, turned=turned)
+    return None
 
 
 def _by_offset(rows: Floats, shares: Floats) -> Detections:

@@ -261,6 +261,12 @@ class BoxDetection(EvaluationTask):
         return self.decoder.form
 
 
+def fit_boxes(seen: FirstSamples) -> BoxDetection | None:
+    """Return boxes of outputs that need not be a detector's for certain."""
+    decoder = anchors.fit_anchors(seen)
+    return None if decoder is None else BoxDetection(decoder)
+
+
 def find_boxes(seen: FirstSamples) -> BoxDetection | None:
     """Recognise outputs that hold boxes in a known form.
 
