@@ -40,11 +40,9 @@ class Recorder(Protocol):
         Raises:
             CalibrationError: the statistic does not allow a value, such as NaN.
         """
-        ...
 
     def to_arrays(self) -> Arrays:
         """Return plain 1-D arrays from which `Statistic.restore` makes an equal recorder."""
-        ...
 
 
 @runtime_checkable
@@ -54,7 +52,6 @@ class HasExtremes(Protocol):
     @property
     def extremes(self) -> tuple[float, float]:
         """(least, greatest) value in real units."""
-        ...
 
 
 @runtime_checkable
@@ -69,7 +66,6 @@ class BatchRecorder(Protocol):
         Raises:
             CalibrationError: as `Recorder.observe`.
         """
-        ...
 
 
 class Statistic(Protocol):
@@ -78,26 +74,21 @@ class Statistic(Protocol):
     @property
     def key(self) -> str:
         """Name with all parameters; equal keys record equal numbers."""
-        ...
 
     @property
     def ordered(self) -> bool:
         """Whether the numbers depend on the order of the data."""
-        ...
 
     @property
     def samples(self) -> int | None:
         """Number of samples to record, from the first; None for all."""
-        ...
 
     @property
     def lead(self) -> Statistic | None:
         """Statistic of the first samples that this one needs before it starts, or None."""
-        ...
 
     def recorder(self, lead: Recorder | None) -> Recorder:
         """Return an empty recorder; `lead` is the recorder of the statistic `lead`."""
-        ...
 
     def restore(self, arrays: Arrays) -> Recorder:
         """Invert `to_arrays`.
@@ -105,7 +96,6 @@ class Statistic(Protocol):
         Raises:
             CalibrationError: arrays are missing, of a wrong shape, or inconsistent.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

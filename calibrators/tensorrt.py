@@ -121,11 +121,9 @@ class DeviceMemory(Protocol):
 
     def put(self, name: str, array: Array) -> int:
         """Copy a C-contiguous array to the buffer of `name`; return the buffer's address."""
-        ...
 
     def free(self) -> None:
         """Release every buffer."""
-        ...
 
 
 class HostMemory:

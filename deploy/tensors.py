@@ -27,7 +27,6 @@ class HasOutputs(Protocol):
     @property
     def outputs(self) -> Sequence[TensorSpec]:
         """Specs of the outputs, in the model's order."""
-        ...
 
 
 class Session(Protocol):
@@ -36,17 +35,14 @@ class Session(Protocol):
     @property
     def threads(self) -> int:
         """Host threads of one inference."""
-        ...
 
     @property
     def inputs(self) -> Sequence[TensorSpec]:
         """Specs of the inputs, in the engine's order."""
-        ...
 
     @property
     def outputs(self) -> Sequence[TensorSpec]:
         """Specs of the outputs, in the engine's order."""
-        ...
 
     def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
         """Run one inference: input name -> array in, output name -> array out.
@@ -54,4 +50,3 @@ class Session(Protocol):
         Raises:
             BackendError: the runtime refused the inputs.
         """
-        ...

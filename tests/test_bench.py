@@ -29,7 +29,6 @@ from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, build_net, make_model, save_net
 
-# --- `calib8 bench` beyond two latencies: batches, kernels, shapes of the build, streams.
 QUICK = ("--duration", 0, "--warmup", 0, "--threads", 1)
 
 
@@ -72,7 +71,6 @@ def shapes_run(monkeypatch):
     return seen
 
 
-# ---- batches --------------------------------------------------------------------------------
 def test_each_batch_is_measured_and_the_smallest_is_the_headline(told, a, tmp_path, shapes_run):
     engines, out = told(saved(tmp_path / "b.onnx"), "--against", a, "--batch", "4,1,2,4")
     assert [[row["batch"] for row in engine["sweep"]] for engine in engines] == [[1, 2, 4]] * 2
@@ -153,7 +151,6 @@ def test_every_form_has_the_batches_and_marks_the_best_of_each():
     assert "Throughput by batch" not in page and "best: " in page
 
 
-# ---- kernels --------------------------------------------------------------------------------
 def test_a_profile_tells_every_kernel_the_slowest_first(told, small_cnn):
     (engine,), out = told(small_cnn, "--profile")
     times = [kernel["ms"] for kernel in engine["kernels"]]
@@ -206,7 +203,6 @@ def test_kernels_without_a_kind_are_told_one_by_one():
     assert "\n### b\n" in to_markdown(Report(engines=rows))
 
 
-# ---- shapes of the build --------------------------------------------------------------------
 @pytest.fixture
 def built(tmp_path):
     """A build of a model whose height and width are open, calibrated at 12x20."""
@@ -242,7 +238,6 @@ def test_a_manifest_that_tells_no_shape_that_fits_is_passed_over(refused, built)
         assert "give it, e.g. --shape" in refused(built)
 
 
-# ---- streams and time -----------------------------------------------------------------------
 def test_streams_of_onnx_models_share_the_cores(run, a, monkeypatch):
     monkeypatch.setattr("deploy.analysis.benchmark.usable_cores", lambda: 6)
     words = ("bench", a, "--streams", 3, "--duration", 0, "--warmup", 0)
@@ -259,7 +254,6 @@ def test_a_measurement_that_was_too_short_says_so(told, a):
         assert re.findall(r"Latency (p9[59])", table) == shown
 
 
-# --- benchmark
 def test_two_models_side_by_side(a, tmp_path):
     b = saved(tmp_path / "b.onnx", "y = Neg (x)")
     first, second = bench(b, against=a, threads=1, warmup_ms=0, duration_s=0).engines
@@ -340,11 +334,14 @@ def test_images_are_what_is_run_and_tell_how_far_two_models_are_apart(told, tmp_
     assert sqnr == ["inf", pytest.approx(-6.02, 1e-3)]
     assert "output 'z': -6.0 dB" in " ".join(out.split())
     assert "SQNR" not in told(a, "--images", held)[1]  # one model is timed alone
+    (_, second), _ = told(b, "--against", a, "--images", held, "--task", "none")
+    assert second["accuracy"]["why"] == "no task, as set by --task"
 
 
 def test_options_that_images_leave_no_room_for_are_refused(refused, a, held):
     assert "--seed shapes random inputs" in refused(a, "--images", held, "--seed", 1)
     assert "--limit goes with --images" in refused(a, "--limit", 1)
+    assert "judged on --images, against another" in refused(a, "--images", held, "--task", "steps")
     assert "--size goes with --images" in refused(a, "--size", "4x4")
 
 
@@ -378,7 +375,6 @@ def test_the_real_openvino_computes_the_same(tmp_path, held):
     assert all(o.sqnr_db > 100 for o in report.engines[1].accuracy.outputs)
 
 
-# --- latency
 FEEDS = [{"x": np.zeros(1, np.float32)}, {"x": np.ones(1, np.float32)}]
 
 

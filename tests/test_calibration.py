@@ -46,7 +46,6 @@ from deploy.tensors import TensorSpec
 from deploy.tuning import search_options
 from tests.models import as_float32, make_model, make_node, make_value, save_net
 
-# --- Outputs in memory that is used again: the numbers of ordinary runs, whatever the shapes.
 IMAGES = {"x": ["n", 3, "h", "w"]}
 MEAN = [("Relu", "x", "relu"), ("GlobalAveragePool", "relu", "mean"), ("Sub", "relu mean", "y")]
 PLAIN = make_model(MEAN, IMAGES, {"y": None, "mean": None}, opset=17, ir=9)
@@ -164,7 +163,6 @@ def test_memory_of_the_first_run_is_given_back_once(monkeypatch):
     trim_memory()  # where the allocator cannot be told, nothing is given back
 
 
-# --- Arrays in a temporary file, and arrays that several threads read at once.
 @pytest.mark.parametrize("array", [
     np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(6, dtype=">i4").reshape(2, 3).T,
     np.empty((0, 3), np.float16), np.array(2.5), np.array([True, False]), np.array(["a", "word"]),
@@ -234,7 +232,6 @@ def test_threads_that_read_at_once_do_not_disturb_each_other(way, tmp_path, rest
         assert list(pool.map(work, reads)) == [None] * 4
 
 
-# --- reread
 RANGES = st.tuples(st.floats(0.01, 50), st.floats(0.01, 50))
 
 
@@ -266,7 +263,6 @@ def test_an_offset_is_a_whole_number_of_steps(ends, offset):
     assert 0 <= got.zero + got.steps <= 255
 
 
-# --- What is clearly impossible is told before it is begun, and numbers are numbers.
 @pytest.fixture
 def fed(small_cnn, pictures):
     """The words of a model and its pictures."""
@@ -374,7 +370,6 @@ def test_inputs_that_no_memory_holds_are_not_made_up(batch, run, small_cnn, memo
     assert "must fit into the memory" in run.fails("bench", small_cnn, *words)
 
 
-# --- stamped
 MADE_FROM = {"model": "a", "batch": 8, "shape": (1, 3)}
 
 
@@ -411,7 +406,6 @@ def test_what_was_changed_or_parted_since_is_not_believed(tmp_path):
         manifest.read_with_note(path)
 
 
-# --- What a calibration was made from, compared; and who made it, told.
 GOLDEN = Path(__file__).parent / "golden" / "formats" / "0.1.0" / "m.cache.json"
 DECODER = {"decoding": 1, "library": "OpenCV 5.0.0", "jpeg": "ab", "resize": "cd"}
 MADE = Fingerprint(
@@ -523,7 +517,6 @@ def test_the_command_says_whose_a_cache_is(fed, tmp_path, run):
     assert "calib8 0.1.0 by mse" in run.ok("inspect", tmp_path / "c")
 
 
-# --- Float outputs of the samples that judge: kept while observing, run where they are not.
 @pytest.fixture
 def model(tmp_path):
     """Conv, BatchNormalization, Relu, Conv: what is observed is another graph than the file's."""

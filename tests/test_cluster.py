@@ -296,7 +296,6 @@ def test_a_damaged_picture_and_too_many_pieces_are_told(cluster, refused, pictur
     assert "got 21 shards of 20" in refused("--pieces", 21)
 
 
-# ---- what needs no cluster -------------------------------------------------------------------
 @pytest.mark.parametrize("words", [b"", b"HTTP/1.0 400 Bad Request\r\n\r\n"])
 def test_somebody_else_there_is_a_sentence(words, monkeypatch, small_cnn, pictures):
     monkeypatch.setattr(clusters, "CONNECT_S", 0.3)

@@ -34,7 +34,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# --- Every option of every command has its help and section, and reaches its place or is refused.
 MADE = ("build", "calibrate", "inspect", "bench")  # commands that are made from the tables
 
 
@@ -82,7 +81,6 @@ def test_every_option_stands_in_one_section_in_the_order_of_work(name, run):
     assert titles[-1] == "General"
 
 
-# --- What reaches the pipeline.
 @pytest.fixture
 def told(monkeypatch, named_files):
     """What `build` and `calibrate` of the pipeline were called with."""
@@ -169,7 +167,6 @@ def test_the_options_of_build_reach_the_pipeline(told, tmp_path, run):
     assert run(*BUILD)[0] == 1
 
 
-# --- What is refused.
 @pytest.mark.parametrize(("words", "said"), [
     ("--percent 99", "percent"),
     ("--method mse --batch-size 4", "--batch-size belongs to --method entropy-tensorrt"),
@@ -233,7 +230,6 @@ def test_a_value_that_breaks_an_options_rule_is_refused_from_python_too(target, 
         target(**options)
 
 
-# --- Through the commands.
 def test_keep_float_takes_patterns_in_every_command(small_cnn, pictures, tmp_path, run):
     (tmp_path / "float.txt").write_text("# the head\nop:Gemm\n")
     words = ("--keep-float", "Conv_c[12]", "--keep-float", f"@{tmp_path / 'float.txt'}")
@@ -261,7 +257,6 @@ def test_options_that_this_input_has_no_use_for_are_refused(small_cnn, tmp_path,
     assert ".engine, .plan" in run.fails(*words, "--cuda-graph")
 
 
-# --- A new target.
 @dataclass(frozen=True, kw_only=True)
 class Toy:
     """A target as CONTRIBUTING tells to write it."""
@@ -357,7 +352,6 @@ def test_one_flag_of_two_options_is_refused(toy, monkeypatch, run):
     assert "--soc in Target ascend and in Target toy" in run.fails(*BUILD)
 
 
-# --- cli
 ROOT = Path(__file__).parent.parent
 
 
@@ -450,7 +444,6 @@ def test_inspect_judges_a_model_by_every_target(small_cnn, target, run):
     assert "tensors need a scale" in said and f"{word} Conv" in said
 
 
-# --- What a shell completes of `calib8 ...`.
 def completed(*words, begun=""):
     shell = ShellComplete(cli, {}, "calib8", "_CALIB8_COMPLETE")
     return [item.value for item in shell.get_completions(list(words), begun)]
@@ -474,7 +467,6 @@ def test_the_script_of_a_shell(monkeypatch, run):
     assert "#compdef calib8" in run.ok()
 
 
-# --- `build --config`: a build leaves its options as TOML, which repeats it; flags stand before.
 QUICK = "--effort", 0, "--duration", 0, "--accept"
 
 
@@ -568,7 +560,6 @@ def test_a_name_that_is_no_text_is_left_to_be_typed(run, small_cnn, pictures, tm
     assert run("build", "--config", file, "--images", folder)[0] == 0
 
 
-# --- Code that a file of another user names.
 @pytest.mark.parametrize("whose", ["theirs/c.toml", "theirs"])
 def test_code_that_another_user_names_needs_trust(whose, run, tmp_path, monkeypatch):
     """Also for root, who may read every file."""
@@ -681,7 +672,6 @@ def test_an_output_is_no_other_output_and_no_file_of_a_build(
     assert run.ok("verify", own) and sorted(os.listdir()) == ["c.toml", "mine"]
 
 
-# --- `calib8 doctor`: what is here, what is not, and what brings it.
 def found(run):
     code, out, err = run("doctor", "--json")
     assert code == 0 and not err
@@ -725,7 +715,6 @@ def test_a_missing_package_says_what_it_is_for(run, monkeypatch):
     assert "pip install '.[torch]'" in found(run)["torch"]["words"]
 
 
-# --- `--help` shows what most need, and a path that is not there is told before all else.
 def test_the_help_of_a_command_with_many_options_shows_a_dozen_and_help_all_the_rest(run):
     for words, command in commands():
         every = [one for one in command.params if isinstance(one, click.Option)]

@@ -40,7 +40,6 @@ from tests.models import (
 )
 from tests.vendor_models import fetch_model
 
-# --- Models at an older operator set: the same numbers, and a sentence where that cannot be.
 F16, F32 = TensorProto.FLOAT16, TensorProto.FLOAT
 IMAGE = (1, 4, 6, 8)
 
@@ -257,7 +256,6 @@ def test_the_count_and_the_version_of_the_file_are_told():
     assert not lower_opset(model, opset=22).rewritten
 
 
-# --- Models of opset 7 to 12: the same numbers in opset 13, wherever the node stands.
 PLACES = np.array([[[[0, 2, 1, 0, 3, 3, 1, 2]]]])
 OLD = {
     **{
@@ -371,7 +369,6 @@ def test_an_old_node_without_a_new_form_is_named_with_its_opset(what):
         load(model)
 
 
-# --- Operators of newer opsets: types and shapes are known behind them.
 ONES, HALVES = F([1] * 4), F(np.full((8, 4), 0.5))
 NEWER = {
     "GroupNormalization": net("GroupNormalization", ONES, ONES, opset=21, num_groups=2),
@@ -453,7 +450,6 @@ def test_a_model_that_onnxruntime_optimized_is_named_as_one(level, tmp_path):
         load(nothing)
 
 
-# --- A Resize of some axes is written over all axes: ONNX Runtime transposes it beside int8 layers.
 OPEN = ("n", 4, "h", "w")
 ROI, SIZES, SMALLER = F([0.1, 0.2, 0.8, 0.9]), I64([9, 12]), "not_smaller"
 RESIZES = {
@@ -507,7 +503,6 @@ def test_a_resize_of_some_axes_runs_beside_int8(tmp_path):
     assert np.abs(got - wanted).max() < 0.05 * np.abs(wanted).max()
 
 
-# --- float16 models, and sizes that are not known: what is loaded, built, and fed.
 ENGINES = {
     "onnxruntime": ["net.int8.onnx"],
     "tensorrt": ["net.tensorrt.onnx", "net.tensorrt.qdq.onnx", "net.tensorrt.typed.onnx"],
@@ -625,7 +620,6 @@ def test_a_size_of_0_is_one_as_in_onnxruntime():
         load(flattened(0))
 
 
-# --- Real models: every tensor that the cleaned model keeps has its name and its values.
 PADDLE = ("rapidocr-onnxruntime", "1.4.4", "rapidocr_onnxruntime/models/")
 QONNX = ("qonnx", "1.0.0", "qonnx/data/onnx/")
 
@@ -742,7 +736,6 @@ def test_a_model_with_nothing_to_quantize_ends_in_one_sentence(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# --- Models of other types through the command: whole numbers as inputs, integers inside.
 def attention() -> onnx.ModelProto:
     """One layer of attention over input_ids and attention_mask, int64 as exporters write them."""
     rng = np.random.default_rng(0)
@@ -801,7 +794,6 @@ def test_a_quantized_model_is_one_sentence(run, small_cnn, pictures, command, tm
     assert "(DequantizeLinear '" in err and "give the model it was made from" in err
 
 
-# --- Where a layer's channels are behind nodes that only move values.
 CONV = make_node("Conv", "x w", "c", name="conv")
 
 
@@ -941,7 +933,6 @@ def test_a_build_of_a_model_with_bodies_leaves_an_engine_that_runs(model, rng, t
     assert (tmp_path / "out" / "net.int8.onnx").exists()
 
 
-# --- Outputs and inner values of all kinds: judged right, or left out, which is said.
 SEQUENCE = helper.make_tensor_sequence_value_info("s", F32, None)
 TEXT = make_value("s", [1], TensorProto.STRING)
 ODD = {  # nodes after y = Conv(r, w2), output beside y, note in the report, words of the verdict
@@ -985,7 +976,6 @@ def test_an_output_of_any_kind_is_judged_or_left_out_on_every_target(form, rng, 
     assert len(verdicts) == 3 and all(word in one for one in verdicts), verdicts
 
 
-# --- The cleaned model computes what the given one does, and small files stay small.
 def with_function(slope, *, doubled=0):
     """Conv and a function whose attribute has a default; `doubled`: functions that call twice."""
     leaky = helper.make_node("LeakyRelu", ["a"], ["o"])

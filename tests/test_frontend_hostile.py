@@ -69,7 +69,6 @@ def filled(number):
     return constant("w", np.full((4, 3, 1, 1), number))
 
 
-# ---------------------------------------------------------------- files that are no ONNX model
 WHOLE = small().SerializeToString()
 FILES = {
     "empty": (b"", "empty file"), "text": (b"hello, this is a text file\n" * 40, "text file"),
@@ -198,7 +197,6 @@ def test_an_infinite_mask_constant_is_fine():
     assert load(model_of([node], [constant("floor", np.float32(-np.inf))])).notes == ()
 
 
-# ---------------------------------------------------------------- external data
 def external(folder, location="w.bin", **entries):
     beside = {"location": "w.bin", "size_threshold": 0}
     onnx.save(small(), folder / "m.onnx", save_as_external_data=True, **beside)
@@ -270,7 +268,6 @@ def test_a_model_in_memory_with_external_data_is_refused(tmp_path):
         load(model)
 
 
-# ---------------------------------------------------------------- mutations
 def survives(source):
     """Load or ModelError of one line; anything else fails the test."""
     try:
@@ -346,7 +343,6 @@ def test_no_disturbed_graph_gives_a_traceback(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-# ---------------- nodes that ONNX Runtime does not know: calibrated up to them, kept as they are
 def node(op, reads, made, **given):
     return make_node(op, reads, made, name=f"/{op}_{made.split()[0]}", **given)
 

@@ -70,7 +70,6 @@ def check_same(model, tolerance=1e-5):
     return loaded
 
 
-# ---------------------------------------------------------------- folding
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", ["Conv", "ConvTranspose", "grouped", "Gemm", "GemmT"])
 def test_batchnorm_folds_into_the_layer_and_keeps_its_own_output_name(kind, bias):
@@ -387,7 +386,6 @@ def test_node_names_are_unique_and_made_from_the_output():
     assert names == ["Relu_a", "same", "same_1"]
 
 
-# ---------------------------------------------------------------- lifting
 @pytest.mark.parametrize("opset", [7, 9, 11, 12])
 def test_old_opsets_are_lifted_and_weights_leave_the_inputs(opset):
     nodes = parse_nodes("c = Conv (x, w) s = Softmax (c) y = Unsqueeze <axes = [0]> (s)")
@@ -400,7 +398,6 @@ def test_old_opsets_are_lifted_and_weights_leave_the_inputs(opset):
     assert any(note.startswith(f"Lifted from opset {opset} to 13") for note in loaded.notes)
 
 
-# ---------------------------------------------------------------- identity of a model
 def small():
     return model_of([make_node("Conv", "x w b", "y")], [floats("w", 4, 3, 3, 3), floats("b", 4)])
 
@@ -477,7 +474,6 @@ def test_shapes_are_the_same_without_the_values_of_large_weights(least, small_cn
     assert found == wanted
 
 
-# ---------------- weights that a file lists as inputs: FP32 is timed as with constants
 @pytest.fixture
 def listing(small_cnn, tmp_path):
     """small_cnn with its weights among the inputs, as PyTorch wrote them into IR 4."""
@@ -534,7 +530,6 @@ def test_the_report_says_so(listing, small_cnn, pictures, tmp_path):
     assert notes(small_cnn) == []
 
 
-# ---------------- models whose weights alone are integers: float models, calibrated as such
 X = np.random.default_rng(1).normal(size=(24, 16, 8, 8)).astype(np.float32)
 
 

@@ -29,7 +29,6 @@ from deploy.tuning.prices import group_units
 from deploy.tuning.search_options import Tuning
 from tests.models import as_float32, make_model, make_node, make_value, parse_nodes, run_net
 
-# --- graph
 LAYER = "Conv <pads = [1, 1, 1, 1]>"
 POOL = "m = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (r)"
 
@@ -167,7 +166,6 @@ def test_a_decision_carries_the_grid_of_its_placement(placement):
     assert all(d.int8 == d.quantized == (not d.reason) for d in decisions)
 
 
-# --- The contract of edits on a model: what is left alone, what keeps its name.
 def tensor(name: str) -> onnx.TensorProto:
     return numpy_helper.from_array(np.ones(2, np.float32), name)
 
@@ -273,7 +271,6 @@ def test_an_index_of_what_nobody_changes_says_what_any_index_says(model):
         assert still.data_inputs(node) == [f"in{number}"] and still.tail(node) == f"out{number}"
 
 
-# --- qdq
 @pytest.fixture(scope="module")
 def calibrated(histograms, small_cnn):
     model = load(small_cnn).model
@@ -406,7 +403,6 @@ def test_tensorrt_pairs_are_symmetric_with_zero_point_0(calibrated):
     assert not [value for value in held.values() if value.dtype == np.int32]
 
 
-# --- What changes sides alone: layers with their tails, gates with what makes them.
 CONSTANTS = {"three": 3.0, "zero": 0.0, "six": 6.0}
 WEIGHT = np.full((16, 16, 3, 3), 0.01)
 
@@ -476,7 +472,6 @@ def test_what_is_float_anyway_is_in_no_unit():
     assert found.outlets == (("/c1", "c1"), ("/y", "y")) and ("/y", "c2") in found.inlets
 
 
-# --- Which nodes `--keep-float` means: names, patterns, types, files.
 NAMES = st.lists(
     st.text(st.sampled_from("abc/[]*?!.@:#op0"), min_size=1, max_size=8), min_size=1, unique=True
 )
@@ -554,7 +549,6 @@ def test_a_pattern_means_what_a_shell_means_in_the_models_order(names, pattern):
             match_patterns(known, [pattern])
 
 
-# --- Names of what is added are fresh: `rename_added` and its words.
 COLLIDING = {
     "a scale": ("Mul(f, k)", {"k": "r/scale"}),
     "a weight's integers": ("Conv(f, w3)", {"w3": "w2/quantized"}),

@@ -37,7 +37,6 @@ def how(said, shape=OPEN, asked=None):
     return resolve_preprocess(asked, said, TensorSpec("x", "float32", shape)).how
 
 
-# ---- the exporters ----------------------------------------------------------------------------
 @pytest.mark.parametrize("task", ["detect", "segment", "pose", "obb"])
 def test_ultralytics_boxes_are_letterboxed(task):
     said = carried(**(YOLO | {"task": task, "description": "Ultralytics YOLOv8n model"}))
@@ -207,7 +206,6 @@ def test_characters_of_a_recogniser_are_not_names_of_classes():
     assert carried(character="\n".join(["text", "title", "figure"] * 9)) is None
 
 
-# ---- what is made of it -----------------------------------------------------------------------
 def test_what_is_asked_stands_before_what_is_carried():
     spec = TensorSpec("x", "float32", OPEN)
     said = carried(**YOLO)
@@ -294,7 +292,6 @@ def test_what_is_no_file_or_too_large_beside_the_model(tmp_path):
     assert "at most 256 KiB" in carried(path=tmp_path / "net.onnx").reason
 
 
-# ---- through the command ----------------------------------------------------------------------
 @pytest.fixture
 def yolo(small_cnn, tmp_path):
     """The small network as Ultralytics exports."""

@@ -34,7 +34,6 @@ from tests.models import as_float32, build_net, make_model, make_value, save_net
 from tests.outputs import compare
 
 
-# --- accuracy
 class Scored:
     """A session that computes y = f(x) in numpy."""
 
@@ -204,7 +203,6 @@ def test_sqnr_and_cosine_at_the_ends():
     assert np.isnan(cosine(a, a * np.nan))
 
 
-# --- Mean average precision against cases worked out by hand.
 ONE = np.array([[0.0, 0, 10, 10]])
 TWO = np.array([[0.0, 0, 10, 10], [20, 20, 30, 30]])
 
@@ -257,7 +255,6 @@ def test_mean_average_precision_by_hand(case):
     assert precision(*images) == (pytest.approx(mean), pytest.approx(at_50))
 
 
-# --- The verdict on an engine, at its limits.
 def part(db=40.0, *, cosine=0.999, label="y"):
     return SliceAccuracy(
         label=label, output="y", sqnr_db=db, cosine_mean=cosine, cosine_min=cosine, max_abs_error=1
@@ -392,12 +389,15 @@ def test_a_detector_that_finds_nothing_of_what_is_annotated_proves_nothing(sampl
     found = judged(one)
     assert found.level == level
     assert ("finds next to none of the 40 objects" in found.words) == (level == UNUSABLE)
-    assert "did not learn from" in judged(one, fed_wrong=True).words
+    doubts = ("each is 0; check them",)
+    assert "inputs are in question: each is 0" in judged(one, doubts=doubts).words
     seen = replace(one, precision=precise(0.4, 0.4))
-    assert "did not learn from" not in judged(seen, fed_wrong=True).words
+    assert "each is 0" not in judged(seen, doubts=doubts).words
     for right, is_said in ((0.34, True), (0.92, False)):  # raw pixels fed to a net of 10 classes
         labelled = accuracy(top1_reference=right, top1_candidate=right, samples=200)
-        assert ("did not learn from" in judged(labelled, fed_wrong=True).words) == is_said
+        assert ("inputs are in question" in judged(labelled, doubts=doubts).words) == is_said
+    first = judged(accuracy(top1_agreement=0.9, task=task(0.9)), doubts=doubts).reasons
+    assert first == ("the float model's inputs are in question: each is 0", "9 of 10 boxes kept")
 
 
 @pytest.mark.parametrize(
@@ -503,7 +503,6 @@ def test_the_worst_figure_of_a_changed_input_is_that_of_the_change():
     assert not compared(0.03, 0.03, cut=1).doubts
 
 
-# --- layerwise
 STEP = 0.25
 IN_INT8 = Decision("relu", "Relu", "int8")
 
@@ -547,7 +546,6 @@ def test_a_few_samples_all_over_the_feed_are_looked_into(tmp_path):
     assert places == {1: [1], 3: [1, 2, 3], 100: [1, 26, 51, 76]} and LAYER_SAMPLES == 4
 
 
-# --- ort session
 def one_node(op="Relu", dtype=TensorProto.FLOAT):
     x, y = (make_value(name, ("n", 3), dtype) for name in "xy")
     return make_model([(op, "x", "y")], [x], [y], opset=17, ir=9)

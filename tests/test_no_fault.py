@@ -196,7 +196,6 @@ def test_names_as_long_as_a_protobuf_allows_are_no_fault(small_cnn, run, tmp_pat
     run.ok("inspect", save_net(model, tmp_path / "m.onnx"), "--all")
 
 
-# --- Paths that are no UTF-8, and models with one name for several nodes: through every command.
 QUICK = ("--duration", 0.02, "--effort", 0, "--accept")
 
 
@@ -273,7 +272,6 @@ def test_nodes_that_share_a_name_are_renamed_and_said(small_cnn, x, tmp_path, ru
     assert note in json.dumps(report) and note in run.ok("inspect", path)
 
 
-# --- `calib8 quantize`: torch's own numbers by hand, and ranges that are searched.
 VALUES = "[-1, 0, 1, 2]"
 
 

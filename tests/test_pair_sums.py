@@ -35,7 +35,6 @@ def by_place(weight):
     return np.moveaxis(weight, 1, -1).reshape(len(weight), -1)
 
 
-# --- the rule
 @pytest.mark.parametrize(
     ("shape", "pairs"),
     [
@@ -95,7 +94,6 @@ def test_a_channel_loses_no_more_than_its_pairs_ask_for(weight):
     assert np.all((largest > 125.9) | (amax > 126.9))
 
 
-# --- rounding by output
 def network(group=1, channels=8):
     """Conv, Relu, Conv, whose weights of one sign meet in pairs."""
     rng = np.random.default_rng(4)
@@ -134,7 +132,6 @@ def test_what_stays_is_little():
     assert tight_pair_mask(steps).any(axis=(1, 2, 3)).tolist() == tight.any(axis=1).tolist()
 
 
-# --- through the command
 @pytest.fixture
 def built(command, tmp_path):
     """(model, words) -> the int8 model, its notes."""

@@ -272,7 +272,6 @@ def test_the_whole_line_finds_the_indices_that_tensorrt_found():
     assert {n: search_bins(h.magnitudes(2048)) for n, h in histograms.items()} == INDICES
 
 
-# --- One line for every target, through the command: what is observed, kept, reused, told.
 ALL = "onnxruntime,tensorrt,ascend"
 METHODS = ["minmax", "mse", "percentile", "entropy", "entropy-tensorrt", "legacy"]
 
@@ -496,7 +495,6 @@ def test_ranges_of_a_trusted_cache_are_said_to_be_its_own(run_small, tmp_path):
     assert not (out / "small_cnn.tensorrt.cache.json").exists()  # nobody knows of what
 
 
-# --- The file of a model that stays in float: cleaned, but never much larger than the one given.
 LONG = 256
 
 

@@ -28,7 +28,6 @@ from deploy.pipeline import calibrate
 from deploy.terminal import Phase, phase, show_progress
 from tests.models import make_node, read_markdown, save_net
 
-# --- What a command tells while it runs, where, and when it keeps silent.
 ROOT = Path(__file__).parent.parent
 LINE = re.compile(r"calib8: .+ (\d+ s|\d+ min \d+ s|\d+ h \d+ min)( left)?")
 
@@ -93,7 +92,6 @@ def screen(monkeypatch):
     os.close(master)
 
 
-# --- What is told when, by a clock of our own.
 @pytest.fixture
 def plain(capsys):
     """(seconds) -> lines of a teller off a terminal at these moments, and the teller."""
@@ -172,7 +170,6 @@ def test_times_are_said_as_a_person_says_them(seconds, words):
     assert terminal.format_seconds(seconds) == words
 
 
-# --- The thread.
 def tellers():
     return [one for one in threading.enumerate() if one.name == "calib8 progress"]
 
@@ -246,7 +243,6 @@ def test_python_is_silent_unless_asked(small_cnn, pictures, capfd, at_once):
     assert "calib8: calibration: observing" in err and out == "" and not tellers()
 
 
-# --- Through the command.
 def test_a_terminal_gets_one_line_that_goes_away(fed, tmp_path, screen, at_once, capfd):
     shown = screen()
     assert ended("calibrate", *fed, "-o", tmp_path / "c") == 0
@@ -363,7 +359,6 @@ def test_a_build_tells_of_all_that_it_does(fed, tmp_path, seen, monkeypatch, cap
     assert ended(*words) == 0 and "hashing" in seen and "observing" not in seen
 
 
-# --- --quiet, --verbose, --json.
 def test_quiet_builds_in_silence(fed, quick, tmp_path, capfd, at_once):
     assert ended(*quick, "--quiet") == 0 and capfd.readouterr() == ("", "")
     assert (tmp_path / "out" / "report.json").exists()
@@ -466,7 +461,6 @@ def test_letters_that_stderr_cannot_show_are_no_fault(monkeypatch):
     assert b"|####" in held.buffer.getvalue() and b"\\u" not in held.buffer.getvalue()
 
 
-# --- What a terminal is shown: nothing from a file steers it.
 HOSTILE = "a\x1b[31m\x07\x9b1m\u202e\u2066\rb\nVerdict  good\x00\u2028c"
 
 
@@ -579,7 +573,6 @@ def test_labels_and_lists_steer_nothing(small_cnn, pictures, said, tmp_path):
     assert said("build", small_cnn, "--images", tmp_path / "x.npz", "--out", tmp_path / "o")[0]
 
 
-# --- What a new user types or feeds first, and is told a way on, through the command.
 def test_pictures_of_kinds_that_are_not_read_are_told(quick, pictures, run, tmp_path):
     """As a phone saves them: the others of the folder are used, and none left are refused."""
     phone = shutil.copytree(pictures, tmp_path / "phone")

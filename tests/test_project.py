@@ -27,7 +27,6 @@ from deploy.tuning.search_options import DEFAULT_EFFORT, EFFORTS
 from scripts import notebooks, site_pages
 from tests.test_tutorials import TUTORIALS, alike
 
-# --- What the packages hand on: every name in `__all__` is there, and importing costs little.
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = sorted(
     ".".join(path.parent.relative_to(ROOT).parts)
@@ -128,7 +127,6 @@ def test_the_documented_efforts_are_those_of_the_search():
     assert f"| {DEFAULT_EFFORT} (default) |" in page
 
 
-# --- The notebooks of examples/: their cells run in order and give the outputs that they store.
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
@@ -166,7 +164,6 @@ def test_a_notebook_stores_a_report_and_no_path_of_a_machine(path):
     assert 2 <= len(NOTEBOOKS) <= 4
 
 
-# --- The pages of the site that are made from the code, and its menu.
 @pytest.fixture(scope="module")
 def made() -> dict[str, str]:
     return site_pages.pages()
@@ -242,7 +239,6 @@ def test_links_between_pages_lead_somewhere(made):
             assert end.exists() or str(end.relative_to(docs)) in made, f"{page}: {link}"
 
 
-# --- The bill of materials: its form, and that equal wheels give equal bytes.
 SCRIPT = ROOT / "scripts" / "sbom.py"
 METADATA = """Metadata-Version: 2.4
 Name: Calib8.Test
@@ -303,7 +299,6 @@ def test_what_cannot_be_listed_is_refused(tmp_path, text):
     assert ("must be installed" if text else "a wheel has one METADATA") in done.stderr
 
 
-# --- The face: every command is a function of its name, and help fits two screens.
 OF_TORCH = {"trace", "profile", "fuse", "qat", "export"}
 
 

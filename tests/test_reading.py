@@ -40,7 +40,6 @@ from deploy.targets.ascend.target import Ascend
 from deploy.tensors import TensorSpec
 from deploy.tuning.search_options import Tuning
 
-# --- The one door through which bytes of files come in, and archives of arrays.
 PLAN = {"what": "a plan", "error": ConfigError}
 ROOT = Path(__file__).parent.parent
 DEEP = reading.MOST_NESTING + 1
@@ -304,7 +303,6 @@ def files_of(cache: Path) -> list[bytes]:
     return [path.read_bytes() for path in cache_files(cache)]
 
 
-# ---- read once ------------------------------------------------------------------------------
 def test_where_no_cache_is_judged_each_image_is_read_once(small_cnn, photos, tmp_path, reads):
     cache, made = tmp_path / "c", []
     for kept in (cache, CachePolicy(path=cache, refresh=True)):
@@ -328,7 +326,6 @@ def test_digests_of_the_pass_are_those_of_a_reading_beforehand(photos):
     assert len(read_whole(late)) == 20 and late.manifest() == before
 
 
-# ---- changed meanwhile ----------------------------------------------------------------------
 CHANGED = r"11\.png changed while calib8 ran.*run again"
 
 
@@ -410,7 +407,6 @@ def test_arrays_are_copied_and_held_to_it(small_cnn):
         read_whole(feed)
 
 
-# ---- order, names, folder or list -----------------------------------------------------------
 @pytest.fixture
 def turned(photos) -> Path:
     """A list of the same pictures under other names, in another order."""
@@ -489,7 +485,6 @@ def test_another_decoder_is_told_and_arrays_have_none(again, photos, monkeypatch
     assert again(list(ROWS), cache="r").reused
 
 
-# ---- the model ------------------------------------------------------------------------------
 BESIDE = {"save_as_external_data": True, "location": "m.bin", "size_threshold": 0}
 
 
@@ -543,7 +538,6 @@ def test_the_float_model_is_the_file_with_all_its_weights(model, pictures, tmp_p
     assert engine.accuracy.outputs[0].sqnr_db > 20
 
 
-# --- Names, inodes and digests of very many images, in about the bytes that they have.
 MOST = 130  # bytes an image, of which the name has 12; half a kilobyte and more were taken once
 
 

@@ -31,7 +31,6 @@ from deploy.targets import OnnxRuntime
 from deploy.targets.base import BuildResult
 from deploy.terminal import visible
 
-# --- report
 HOSTILE = "\x1b[31m\u202e\udcff<script>alert('x')</script>|`*_[a](b)&\"\n# no heading"
 
 
@@ -535,7 +534,6 @@ def test_nan_of_one_output_is_not_hidden_by_another(values):
     assert to_screen(Report(engines=(engine,))).count("NaN") == 3
 
 
-# --- The order of the page and its pieces; tests/test_browser.py looks at the whole.
 def test_the_worst_come_first_and_the_unknown_last():
     known = {"a": 30.0, "b": None, "c": math.nan, "d": 9.5, "e": math.inf, "f": 9.5}
     rows = tuple(tensor(name, sqnr_db) for name, sqnr_db in known.items())

@@ -34,7 +34,6 @@ from deploy.feed.parallel import _SharedIterator
 from deploy.feed.sampling import Choice, share_of
 from tests.models import save_fixed_batch, save_net
 
-# --- A calibration that was ended at any moment goes on with --resume, to the same bytes.
 HFMG = "batch_num: 3\ncommon_config { hfmg_quantize { num_of_bins: 1024 } }\n"
 DMQ = "batch_num: 16\ncommon_config { ifmr_quantize {} dmq_balancer { migration_strength: 0.5 } }\n"
 TRT = ("--target", "tensorrt", "--method", "entropy-tensorrt", "--batch-size")
@@ -477,7 +476,6 @@ def test_kill_9_at_any_write(run, small_cnn, tmp_path):
     assert contents(tmp_path / "m.cache") == contents(tmp_path / "whole.cache")
 
 
-# --- Shards: parts of a calibration that are observed apart and merged to the bytes of one run.
 TARGETS = ("--target", "onnxruntime,tensorrt", "--trt-version", "8.6.1")
 
 

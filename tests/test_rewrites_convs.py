@@ -17,7 +17,6 @@ from deploy.targets.onnxruntime.map_rewrites import write_upsampling
 from deploy.tuning.timing import attribute_kernels
 from tests.models import as_float32, build_net, make_model, make_node, read_target, run_net
 
-# --- First Convs of pictures: a fourth channel of zeros in int8, and which of them are in int8.
 SIDE = 16
 INT8 = "net.int8.onnx"
 PADS = {"pads": [1] * 4}
@@ -131,7 +130,6 @@ def test_a_first_conv_of_many_values_is_in_int8(inner, outer, stride, in_float):
     assert not any(one.reason for one in every.decisions)
 
 
-# --- Depthwise int8 Convs in multiples of 16 channels: where, and that all else keeps its bits.
 EDGE = 12
 
 
@@ -260,7 +258,6 @@ def test_compare_and_explain_read_it(fives, tmp_path, run):
         assert "deep_relu_y" in said or "nowhere" in said, said
 
 
-# --- ConvTransposes whose windows lie side by side, in int8: what is written, what stays float.
 SIDE_BY_SIDE = {
     "square": ((16, 12, 2, 2), {"strides": [2, 2]}),
     "oblong": ((16, 12, 2, 3), {"strides": [2, 3]}), "row": ((16, 12, 1, 4), {"strides": [1, 4]}),
@@ -469,7 +466,6 @@ def test_another_layer_between_pairs_of_a_model_is_called_float(tiled_net, tmp_p
     assert up["precision"] == "float32" and up["reason"].startswith("it has no int8 kernel")
 
 
-# --- Nearest upsampling in int8: what is written for it, that it repeats, and that layouts stay.
 FLOOR = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
 ASYMMETRIC = {"coordinate_transformation_mode": "asymmetric"}
 REPEATING = [

@@ -21,7 +21,6 @@ from tests.models import as_float32, build_net, make_model, parse_nodes, read_ta
 
 INT8 = "net.int8.onnx"
 
-# --- gates
 NUMBERS = {"two_and_half": 2.5, "three": 3.0, "zero": 0.0, "six": 6.0, "sixth": 1 / 6, "half": 0.5,
            "minus": -0.3, "little": 0.004}  # fmt: skip
 PADS = {"pads": [1, 1, 1, 1]}
@@ -348,7 +347,6 @@ def test_what_is_an_operator_already_stays_as_it_is():
     assert gates_fused(model) == model
 
 
-# --- Means over a picture run in the integer kernel of the pool that they are.
 def net(*, keepdims: int, axes=(2, 3), opset: int = 17, behind: str = "") -> onnx.ModelProto:
     """x -> Conv -> r -> mean m: of a squeeze-excite where it keeps its axes, else before a Gemm."""
     rng = np.random.default_rng(7)
@@ -419,7 +417,6 @@ def test_a_mean_over_other_axes_is_no_pool(axes, tmp_path, kernels):
     assert "ReduceMean" in kernels(engine) and sqnr(engine, tmp_path) > 25
 
 
-# --- Softmax over channels: what is written for it, and that not a bit of it changes.
 IN_A_ROW = [((2, 3, 4, 5), 1), ((2, 3, 4, 5), -3), ((2, 3, 4, 5), 0), ((1, 2, 3, 4, 5), 2)]
 AS_IT_IS = [((2, 3, 4, 5), 2), ((2, 3, 4, 5), -1), ((2, 3, 4), 1), ((2, 3), 0)]
 
@@ -471,7 +468,6 @@ def test_what_is_built_has_the_quick_form_between_int8_layers(effort, tmp_path):
     assert np.corrcoef(wanted, found)[0, 1] > 0.99
 
 
-# --- Pad and Slice between int8: what runs on the integers, and that zeros stay zeros.
 def network_pad(middle, constants):
     """x -> Conv -> t, of which zero is not the lowest value -> the nodes -> y -> Conv -> out."""
     rng = np.random.default_rng(5)
@@ -518,7 +514,6 @@ def test_a_pad_with_anything_but_zeros_stays_float(node, constants):
     assert pad.reason == "it pads with a value other than 0" and plan.pads == ()
 
 
-# --- `--dynamic-matmul`: scales found anew for each input.
 def attention() -> onnx.ModelProto:
     """One head over x [n, 12, 32]: scores of Q and K, Softmax, V, a projection, a skip."""
     rng = np.random.default_rng(2)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from deploy.metrics.output_form import derive_form
 from deploy.metrics.tasks import detections
 from deploy.metrics.tasks.detections import Detections, match_detections, suppress_overlaps
 from tests import outputs as forms
@@ -357,24 +358,54 @@ def test_masks_of_a_box_are_kept_with_it(turned, stride):
         assert figure(references, changed(references, output1=change))[1].value == 0
 
 
-def blaze(number, *, columns=16, lost=0, floor=-4.0):
-    """Offsets of boxes and key points from anchors, beside a raw score of each."""
+def blaze(number, *, columns=16, lost=0, floor=-4.0, moved=None, flat=False, shares=False):
+    """Offsets from anchors beside a score of each; moved in pixels, boxes are 20 x 20 of them."""
     made = np.random.default_rng(number)
     scores = made.normal(floor, 0.5, (1, 896, 1))
     scores[0, made.choice(896, 6, replace=False)[lost:]] = 3
     offsets = made.normal(0, 20, (1, 896, columns))
+    if moved is not None:
+        offsets[..., 2:4] = 20
+        offsets += np.where(np.isin(np.arange(columns), (2, 3)), 0, moved)
+    scores = 1 / (1 + np.exp(-scores)) if shares else scores
+    scores = scores[..., 0] if flat else scores
     return {"regressors": np.float32(offsets), "classificators": np.float32(scores)}
 
 
-def test_boxes_with_key_points_are_matched_by_anchor():
-    references = [blaze(n) for n in range(8)]
+SCORES = [{}, {"shares": True}, {"shares": True, "flat": True}, {"flat": True}]
+
+
+@pytest.mark.parametrize("how", SCORES)
+def test_boxes_with_key_points_are_matched_by_anchor(how):
+    references = [blaze(n, **how) for n in range(8)]
     form, same = figure(references, references)
-    assert "sigmoid of anchors, boxes matched by anchor" in form.task.form and same.value == 1
-    _, found = figure(references, [blaze(n, lost=2) for n in range(8)])
+    assert "of anchors, boxes matched by anchor" in form.task.form and same.value == 1
+    assert ("sigmoid" in form.task.form) != ("shares" in how)
+    _, found = figure(references, [blaze(n, lost=2, **how) for n in range(8)])
     assert found.words.startswith("32 of 48 boxes of FP32 kept, 0 new")
     other = {"columns": 17}, {"floor": 0.0}  # no pairs of places; scores that are sure of much
-    for how in other:
-        assert same_task([blaze(n, **how) for n in range(8)]) != "boxes"
+    for wrong in other:
+        outputs = [blaze(n, **how, **wrong) for n in range(8)]
+        assert same_task(outputs) != "boxes"
+        task = derive_form(outputs, inputs=[fed()] * 8, task="boxes").task
+        assert "of anchors, boxes matched by anchor" in task.form and task.covered == ()
+        assert ("sigmoid" in task.form) != ("shares" in how)
+
+
+@pytest.mark.parametrize(("moved", "kept"), [(1.0, 1), (4.0, 0), (30.0, 0)])
+@pytest.mark.parametrize("how", SCORES)
+def test_offsets_with_a_size_say_whether_the_box_of_an_anchor_is_kept(how, moved, kept):
+    """A move by 4 leaves an IoU of 0.47, or key points off by more than a tenth of 20."""
+    references = [blaze(n, moved=0, **how) for n in range(8)]
+    form, found = figure(references, [blaze(n, moved=moved, **how) for n in range(8)])
+    assert "of anchors, boxes by offset" in form.task.form and found.value == kept
+    assert not form.task.decoder.placed  # no place in the picture is known
+    assert [p.at for p in form.parts if p.output == "regressors"] == ["classificators"]
+    split = {1: np.s_[:, :512], 2: np.s_[:, 512:]}
+    levels = [
+        {k + str(n): v[split[n]] for n in split for k, v in one.items()} for one in references
+    ]
+    assert same_task(levels) == "boxes"
 
 
 def test_a_turned_box_is_kept_where_its_corners_are():

@@ -30,7 +30,6 @@ from tests.models import (
 from tests.outputs import compare, fed, figure, rng, same_task, softmax
 
 
-# --- Classes, embeddings and other vectors among a model's outputs.
 def test_equal_best_classes_are_counted():
     made = rng()
     references = [{"y": softmax(made.standard_normal((1, 20)) * 4)} for _ in range(10)]
@@ -297,7 +296,6 @@ def test_no_outputs_make_it_fail(seed):
         assert found is None or 0 <= found.value <= 1 or found.task == "embeddings"
 
 
-# --- Models that rank their classes themselves, by TopK or ArgMax, judged by labels and without.
 SAMPLES = 24
 ROWS = np.random.default_rng(3).normal(size=(SAMPLES, 3, 16, 16)).astype(np.float32)
 
@@ -359,7 +357,9 @@ def test_labels_of_a_model_that_ranks_its_classes(ranking, judged, said, outputs
     assert found["classes"] == (10 if "logits" in outputs else 1 + max(*said, *wrong))
 
 
-@pytest.mark.parametrize(("outputs", "k"), [("values places", 3), ("best", 1), ("most best", 1)])
+@pytest.mark.parametrize(
+    ("outputs", "k"), [("values places", 3), ("places", 3), ("best", 1), ("most best", 1)]
+)
 def test_without_labels_the_places_tell_how_many_are_alike(ranking, judged, outputs, k):
     _, out, found = judged(ranking(outputs, k), None)
     name = "best" if "best" in outputs else "places"
@@ -368,6 +368,58 @@ def test_without_labels_the_places_tell_how_many_are_alike(ranking, judged, outp
     assert found["task"]["value"] == found["top1_agreement"] > 0.5
     assert f"of {SAMPLES} best classes as FP32's" in out
     assert all(part["output"] != "places" for part in found["parts"])
+
+
+def test_integers_are_equal_or_not_and_selected_rows_come_in_any_order():
+    """A class next to another is as wrong as any, though its number has 60 dB."""
+    made = np.random.default_rng(0)
+    numbers = [{"y": made.integers(900, 999, (1, 40))} for _ in range(8)]
+    form, found = figure(numbers, [{"y": one["y"] + (np.arange(40) < 4)} for one in numbers])
+    assert not form.parts and found.value == 0.9
+    assert found.words == "288 of 320 indices of FP32 kept, 32 new"
+    rows = [{"y": np.stack([[0] * n, range(n), range(n)], axis=1)} for n in range(2, 10)]
+    _, found = figure(rows, [{"y": one["y"][:0:-1]} for one in rows])
+    assert found.words == "36 of 44 indices of FP32 kept, 0 new"
+    silence = [{"y": np.where(np.arange(40) < n + 1, 7, 0)[None]} for n in range(8)]
+    _, found = figure(silence, [{"y": one["y"] * 0} for one in silence])
+    assert found.value == 0 and "without 0, the usual one" in found.words
+    assert figure([{"y": np.zeros((1, 9), int)}] * 8, numbers)[1] is None
+
+
+def test_a_set_of_the_best_counts_a_fifth_of_its_first():
+    best = [{"y": made.permutation(50)[None, :5]} for made in map(np.random.default_rng, range(8))]
+    form, found = figure(best, [{"y": np.where(np.arange(5), 60, one["y"])} for one in best])
+    assert form.task.name == "classes" and found.value == pytest.approx(1 - 0.8 / 5)
+    assert found.words.endswith("FP32's, 8 among the best 5, 20.0 % of these the same")
+    assert figure(best, [{"y": one["y"][:, ::-1]} for one in best])[1].value == 0
+
+
+@pytest.mark.parametrize(("task", "shape", "words"), [
+    ("text", (1, 9, 12), "text of 11 symbols, blank 0"), ("labels", (1, 6), "raw scores of 6"),
+    ("segmentation", (1, 4, 9, 9), "4 classes a pixel"), ("masks", (1, 2, 9, 9), "a map of 0 to 1"),
+    ("segmentation", (1, 9, 9, 4), "4 classes a pixel"), ("classes", (1, 6), "6 classes"),
+    ("heatmaps", (1, 3, 9, 9), "3 heat maps"), ("keypoints", (1, 7, 3), "7 key points"),
+    ("keypoints", (1, 8), "4 key points"), ("embeddings", (1, 40), "embeddings of 40 numbers"),
+    ("steps", (1, 9, 5), "5 classes a step"), ("steps", (1, 9, 1), "raw scores of steps"),
+])  # fmt: skip
+def test_a_task_that_is_set_takes_outputs_of_its_shape(task, shape, words):
+    made = np.random.default_rng(0)
+    outputs = [{"y": made.normal(0, 2, shape).astype(np.float32)} for _ in range(8)]
+    found = derive_form(outputs, inputs=[fed()] * 8, task=task).task
+    same, lost = found.tally(), found.tally()
+    for one in outputs:
+        same.add(fed(), one, one)
+        lost.add(fed(), one, {"y": one["y"][..., :1] * np.nan})
+    assert f"y: {words}" in found.form and same.result().value == 1 and lost.result().value < 0.5
+
+
+def test_a_class_without_a_picture_and_one_beside_numbers_are_compared_too():
+    sound, made = {"x": np.zeros((1, 1, 99), np.float32)}, np.random.default_rng(0)
+    classes = [{"y": np.array([n])} for n in range(8)]
+    assert figure(classes, classes, [sound] * 8)[0].task.name == "classes"
+    beside = [{**one, "far": np.float32(made.normal(0, 1, (1, 7, 5, 2)))} for one in classes]
+    form, found = figure(beside, beside, [sound] * 8)
+    assert form.task.name == "indices" and found.beside == ("far",)
 
 
 @pytest.fixture
@@ -468,7 +520,6 @@ def test_a_figure_of_ones_own_gets_what_the_model_ranked(tmp_path):
     build_net(spoiled("ArgMax"), LONGER, tmp_path, "--metric", f"{own}:same", "--max-loss", 0.03)
 
 
-# --- Several labels at once: a tagger's are counted, where its best one alone was before.
 LABELS, SIDE = 12, 32
 
 
@@ -587,7 +638,6 @@ def test_a_build_counts_the_labels(judged_build, tmp_path, glare):
     assert "Top-1 agreement" not in out and told["top1_agreement"] is None
 
 
-# --- Several heads: classes beside numbers that they tell nothing of, and heads of raw scores.
 FED = {"x": np.zeros((1, 3, 24, 24), np.float32)}
 
 
@@ -674,7 +724,6 @@ def test_what_the_classes_do_not_tell_is_judged_by_its_noise(db, beside, level):
     assert level == GOOD or "in the worst part, box" in found[level]
 
 
-# --- Outputs that stand out as classes do and are none: a picture's features, a film's cuts.
 def features(path):
     """64 channels behind a ReLU, of which few are far above 0."""
     made = np.random.default_rng(1)

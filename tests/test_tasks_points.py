@@ -4,16 +4,16 @@ import json
 
 import numpy as np
 import pytest
+from onnx import TensorProto
 
 from deploy.metrics.accuracy import Comparison, StoredOutputs
 from deploy.metrics.output_form import derive_form
 from deploy.metrics.slices import OutputSlice, weight_by_scores
 from deploy.metrics.tasks.yolo import AnchorGrid
-from tests.models import as_float32, make_model, run_command, save_net
+from tests.models import as_float32, make_model, make_value, run_command, save_net
 from tests.outputs import fed, same_task
 from tests.outputs import figure as outputs_figure
 
-# --- Key points by the columns and rows they are in, as RTMPose tells them.
 SIZE, POINTS = (64, 48), 6  # height, width of the picture
 
 
@@ -112,7 +112,6 @@ def pictures_of_points(glare):
     return pictures
 
 
-# --- Key points as numbers, in pixels and in shares of the picture.
 SIDE, MESH = 64, 24
 PICTURE = (SIDE, SIDE)
 
@@ -262,7 +261,6 @@ def test_the_screen_tells_key_points_and_no_classes(tmp_path):
     assert "Top-1" not in said and "dB in the worst part" in said
 
 
-# --- Boxes with key points, as of YOLO's pose form, through the command.
 LARGE, STRIDES = (96, 128), (8, 16)  # height, width of a larger picture
 GRID = AnchorGrid(STRIDES, 1, False)
 WIDE = 24  # of every box
@@ -314,13 +312,12 @@ def pictures_of_posed(glare):
     return pictures
 
 
-# --- A detector whose scores lie across, [N, C, A] beside boxes [N, A, 4], through the command.
 STRIDE, CLASSES = 8, 2
 CELLS = (LARGE[0] // STRIDE, LARGE[1] // STRIDE)
 COUNT = CELLS[0] * CELLS[1]
 
 
-def saved_turned(path):
+def saved_turned(path, end="", ends=None):
     """Bright cells, red and green, are objects of two classes, a little larger than their cells."""
     spots = np.zeros((CLASSES, 3, STRIDE, STRIDE))
     spots[0, 0] = spots[1, 1] = 12 / STRIDE**2
@@ -328,14 +325,36 @@ def saved_turned(path):
     rows, columns = np.divmod(np.arange(COUNT), CELLS[1])
     low = np.stack([columns, rows], axis=1) * STRIDE
     places = np.concatenate([low - 2, low + STRIDE + 2], axis=1)[None]
-    nodes = """
+    nodes = f"""
         c1 = Conv <strides = [8, 8]> (x, w1, b1) r1 = Reshape (c1, across) scores = Sigmoid (r1)
         c2 = Conv <strides = [8, 8]> (x, w2) r2 = Reshape (c2, four)
-        t2 = Transpose <perm = [0, 2, 1]> (r2) boxes = Add (t2, places)
+        t2 = Transpose <perm = [0, 2, 1]> (r2) boxes = Add (t2, places) {end}
     """
     weights = as_float32({"w1": spots, "b1": [-6] * CLASSES, "w2": far, "places": places})
     weights |= {"across": [-1, CLASSES, COUNT], "four": [-1, 4, COUNT]}
-    outputs = {"boxes": ["n", COUNT, 4], "scores": ["n", CLASSES, COUNT]}
+    weights |= {"most": [20], "half": np.float32(0.5)}
+    outputs = ends or {"boxes": ["n", COUNT, 4], "scores": ["n", CLASSES, COUNT]}
+    return save_net(make_model(nodes, {"x": ["n", 3, *LARGE]}, outputs, weights), path)
+
+
+def saved_selected(path):
+    """The same boxes with their own non-maximum suppression, of which only the indices are left."""
+    end = "rows = NonMaxSuppression (boxes, scores, most, half, half)"
+    return saved_turned(path, end, [make_value("rows", ["many", 3], TensorProto.INT64)])
+
+
+def saved_faces(path):
+    """One class, [N, A], beside offsets of a box and a key point from each cell."""
+    far = np.random.default_rng(0).normal(0, 0.05, (6, 3, STRIDE, STRIDE))
+    nodes = """
+        c1 = Conv <strides = [8, 8]> (x, w1, b1) r1 = Reshape (c1, flat) scores = Sigmoid (r1)
+        c2 = Conv <strides = [8, 8]> (x, w2) r2 = Reshape (c2, six)
+        t2 = Transpose <perm = [0, 2, 1]> (r2) boxes = Add (t2, usual)
+    """
+    spot = np.full((1, 3, STRIDE, STRIDE), 12 / STRIDE**2) * [[[[1]], [[1]], [[0]]]]
+    weights = as_float32({"w1": spot, "b1": [-6], "w2": far, "usual": [0, 0, 12, 12, 2, 2]})
+    weights |= {"flat": [-1, COUNT], "six": [-1, 6, COUNT]}
+    outputs = {"boxes": ["n", COUNT, 6], "scores": ["n", COUNT]}
     return save_net(make_model(nodes, {"x": ["n", 3, *LARGE]}, outputs, weights), path)
 
 
@@ -358,6 +377,10 @@ def pictures_of_turned(glare):
      "y: boxes by centre and 1 classes, 2 key points an anchor", "boxes of FP32 kept"),
     (saved_turned, pictures_of_turned, 64, "scores: scores of anchors, boxes by corners",
      "boxes of FP32 kept"),
+    (saved_faces, pictures_of_turned, 64, "scores: scores of anchors, boxes by offset",
+     "boxes of FP32 kept"),
+    (saved_selected, pictures_of_turned, 64, "rows: class numbers or indices",
+     "indices of FP32 kept"),
 ])  # fmt: skip
 def test_a_build_counts_kept_ones(save, pictures, total, form, said, judged_build, tmp_path, glare):
     code, out, told = judged_build(save(tmp_path / "m.onnx"), pictures(glare))
@@ -367,7 +390,6 @@ def test_a_build_counts_kept_ones(save, pictures, total, form, said, judged_buil
     assert (task["value"] == 1, code) == ((True, 0) if glare == 1 else (False, 3))
 
 
-# --- Objects as peaks of a heat map beside maps of their sizes, as CenterNet has them.
 CELL = 4  # pixels of a cell
 GRID_CELLS = (LARGE[0] // CELL, LARGE[1] // CELL)
 

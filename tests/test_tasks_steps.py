@@ -17,7 +17,6 @@ from tests.models import as_float32, make_model, make_value, run_command, save_n
 from tests.outputs import fed, figure, framed, rng, same_task, softmax, spoken, steps
 
 
-# --- Text and classes of steps among a model's outputs.
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("blank", [0, 29])
@@ -286,7 +285,6 @@ def test_pictures_and_spectra_are_no_steps():
     assert same_task([{"y": picture}] * 4, [fed((64, 64))] * 4) is None
 
 
-# --- Sequence models through the command, where a class for each step decides.
 STEPS, FEATURES, CLASSES = 50, 8, 6
 
 
@@ -567,7 +565,6 @@ def test_the_share_of_the_best_class_is_a_softmaxs():
     assert shares.mean_best_probability(np.log([[3, 1], [1, 1]])) == pytest.approx((0.75 + 0.5) / 2)
 
 
-# --- Recurrent models, whose states the next call is fed: their task, and what is told of it.
 IN, STATE, OUT = 8, 16, 5
 
 
@@ -624,7 +621,6 @@ def test_pictures_and_what_is_fed_alone_are_no_states():
     assert found == {"hn": "h", "cn": "c"}
 
 
-# --- Outputs that repeat another: a class beside scores, scores beside their Softmax.
 INPUTS, KINDS, LONG = 12, 4, 30
 
 

@@ -304,7 +304,6 @@ def test_training_in_bfloat16_and_on_a_named_device(tmp_path):
     assert "against its own weights in float" in shown
 
 
-# --- A module in memory, by the functions of `calib8.torch`.
 class InMemory(nn.Module):
     def __init__(self):
         super().__init__()

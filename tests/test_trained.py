@@ -269,7 +269,6 @@ def test_what_is_measured_on_images_needs_some(flag, refused, made, data, tmp_pa
     assert f"{flag} is of what is measured on images" in said and "give --images too" in said
 
 
-# --- spellings
 _RNG = np.random.default_rng(8)  # of these alone
 W1 = _RNG.normal(size=(8, 3, 3, 3)).astype(np.float32) * 0.2
 W2 = _RNG.normal(size=(4, 8, 3, 3)).astype(np.float32) * 0.2

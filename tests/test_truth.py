@@ -7,11 +7,13 @@ import cv2
 import numpy as np
 import pytest
 
+import calib8
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.file_list import ImageFile
 from deploy.feed.pixels import boxes_to_input, preprocess_image
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.sources import decoded_size
+from deploy.metrics import output_form
 from deploy.metrics.precision import read_coco
 from deploy.metrics.tasks.metric import MetricTally, metric_of
 from deploy.runtimes.ort import OrtSession
@@ -113,6 +115,49 @@ def test_a_metric_of_ones_own_decides(accuracy, small_cnn, pictures, score, tmp_
     assert task["task"] == "metric" and task["reference"] == 7.5 and task["figure"] == "score"
     (line,) = [line for line in out.splitlines() if line.startswith("Score")]
     assert line.split()[1:] == ["7.5", task["count"]]
+
+
+def test_the_report_says_by_what_a_task_was_recognised(accuracy, small_cnn, tmp_path):
+    found, out = accuracy(small_cnn, "--effort", 0)
+    assert found["why"].startswith("classes: logits [N, 10] of ") and "classes: l" not in out
+    assert found["why"].endswith(", beside no other output")
+    pages = [(tmp_path / "o" / page).read_text() for page in ("report.md", "report.html")]
+    verbose = accuracy(small_cnn, "--effort", 0, "-v")[1]
+    assert all("classes: logits" in text for text in (*pages, verbose))
+
+
+def test_a_task_that_is_set_holds_for_the_search_and_the_verdict(
+    accuracy, small_cnn, tmp_path, monkeypatch, run, pictures
+):
+    asked, recognise = set(), output_form.recognise_task
+
+    def spy(seen, task=""):
+        asked.add(task)
+        return recognise(seen, task)
+
+    monkeypatch.setattr(output_form, "recognise_task", spy)
+    found, out = accuracy(small_cnn, "--task", "embeddings")
+    assert asked == {"embeddings"} and "Neighbours alike" in out
+    assert found["why"].startswith("embeddings, as set by --task: logits [N, 10] of ")
+    assert found["top1_agreement"] is None
+    run.ok("build", "--config", tmp_path / "o" / "calib8.toml")
+    assert asked == {"embeddings"}
+    found, out = accuracy(small_cnn, "--task", "none")
+    assert asked == {"embeddings", "none"} and found["task"] is None and "SQNR" in out
+    report = calib8.build(small_cnn, pictures, out=tmp_path / "p", task="values", duration_s=0)
+    assert report.engines[1].accuracy.task is None
+
+
+@pytest.mark.parametrize(("task", "rule"), [
+    ("cats", "a task is one of boxes, text, segmentation, masks, heatmaps, keypoints, labels,"
+             " classes, embeddings, steps, indices, none, got 'cats'"),
+    ("boxes", "the task boxes needs [N, A, 4] or wider beside scores [N, A, C], got logits"),
+    ("text", "the task text needs [N, T, C] scores of 11 symbols or more, got logits [1, 10]; set"
+             " another, or none to compare values"),
+    ("indices", "the task indices needs int32 or int64 outputs, got logits [1, 10]"),
+])  # fmt: skip
+def test_a_task_that_does_not_fit_is_refused_in_one_sentence(refused, small_cnn, task, rule):
+    assert rule in refused(small_cnn, "--task", task)
 
 
 def test_a_metric_of_percent_is_judged_by_the_share_that_is_lost(build, small_cnn, score):

@@ -32,7 +32,6 @@ from deploy.tuning.search import Sensitivity, measure_sensitivity
 from deploy.tuning.timing import KernelTimes
 from tests.models import make_model, make_node
 
-# --- The plan file: what is written is read again, and what is no plan is refused in a sentence.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 STRANGE = st.sampled_from(
     ['"', "\\", "'", "\n", "\r\n", "\t", "\x00", "\x7f", "\x85", "\u2028", "a.b", "a b", "", "ü/层",
@@ -145,7 +144,6 @@ def test_a_plan_that_is_not_there_and_a_folder_are_refused(tmp_path):
             read_plan(place)
 
 
-# --- The cheapest split, against every split there is.
 PRICE = st.integers(0, 6)
 
 
@@ -207,7 +205,6 @@ def test_a_chain_of_thousands_of_units_is_split_exactly():
     assert cheapest_split(prices, between) == frozenset(range(0, 3000, 100))
 
 
-# --- Noisy layers are found by halving groups.
 def noise(**powers):
     """The same power in both samples."""
     return Noise({part: np.full(2, power) for part, power in powers.items()})
@@ -283,7 +280,6 @@ def test_the_sum_is_scaled_to_what_was_seen_to_be_lost():
     assert found.scaled(frozenset("ab"), noise(y=0.01)) == found
 
 
-# --- What units cost on either side, measured or counted.
 SAMPLE = {"x": np.ones((1, 16, 8, 8), np.float32)}
 
 

@@ -39,7 +39,6 @@ from tests.models import as_float32, build_net, make_model, make_node
 from tests.test_tuning import SAME, ran, save_feed, saved, spoiled
 
 
-# --- What a search makes of inputs that it has not seen: ranges without its own samples, caution.
 @pytest.fixture
 def model(tmp_path):
     rng = np.random.default_rng(0)
@@ -172,7 +171,6 @@ def test_a_search_asks_once_what_a_target_demands(small_cnn, pictures, tmp_path,
     assert len(asked) <= report.targets[0].search.probes + 1
 
 
-# --- The few samples that a search looks at, and what a trial on them is worth.
 def doubling():
     """x [batch, 4] -> y = 2 x."""
     nodes = [make_node("MatMul", "x w", "y", name="/y")]
@@ -597,7 +595,6 @@ def test_no_split_is_judged_where_all_is_spent(search_deep, runs, never_usable, 
     assert "would be unusable" in " ".join(row["notes"])
 
 
-# --- The cut of a trial model: only what is behind an int8 layer is run, and it gives the same.
 SAMPLES = [{"x": x} for x in np.random.default_rng(0).normal(size=(2, 1, 4)).astype(np.float32)]
 
 

@@ -287,7 +287,6 @@ def test_samples_are_asked_until_more_would_hardly_say_anything_else(few, asked,
     assert len(given) == asked and found.lost.words == given[-1]
 
 
-# --- Detectors that give a list of boxes: the search goes by what they find.
 SIDE, ANCHORS = 32, 20
 
 
@@ -354,7 +353,6 @@ def test_a_figure_of_ones_own_tells_what_a_list_loses(listing, run, tmp_path):
     assert "Conv_bad" not in plan.choices.float_nodes
 
 
-# --- A stream of Adds that int8 spoils, beside layers that it does not: transformers on TensorRT.
 LARGE = 300.0  # times what the other half of the channels holds
 BLOCKS = 3
 

@@ -43,6 +43,7 @@ from deploy.metrics.kernels import (
     time_kernels,
 )
 from deploy.metrics.latency import Feeds, Latency, measure
+from deploy.metrics.tasks import Metric, judge_of
 from deploy.report import Report, figures
 from deploy.report.figures import compare_with_plan
 from deploy.report.parts import BatchRow, EngineRow
@@ -70,6 +71,7 @@ def bench(
     batches: Sequence[int] = (),
     profile: bool = False,
     runtime: str = "onnxruntime",
+    task: str | None = None,
     images: FeedSource | Dataset | None = None,
     preprocess: PreprocessRequest = None,
     limit: Limit = None,
@@ -92,6 +94,7 @@ def bench(
         batches: measure each of these batch sizes; other figures are those of the smallest.
         profile: also time each kernel, in separate runs.
         runtime: "openvino" runs the engine in OpenVINO too, next to ONNX Runtime.
+        task: name of the outputs' task, as for `deploy.pipeline.build`.
         images: inputs, as for `deploy.pipeline.build`; the outputs of the second session are
             compared with those of the first. None uses random inputs.
         preprocess: preprocessing of images, or some of its options; the others come from the
@@ -114,6 +117,9 @@ def bench(
     }
     if runtime == "openvino":
         paths, runtimes = _both_runtimes(paths, runtimes)
+    judge = judge_of(None, task)
+    if judge is not None and (images is None or len(paths) < 2):
+        raise ConfigError("a task is judged on --images, against another model; give both")
     for target in targets:
         if target not in runtimes.values():
             raise ConfigError(
@@ -138,7 +144,7 @@ def bench(
         carried = next(filter(None, map(_carried, paths.values())), None)
         feed = dataset.open(specs, carried=carried)
         feeds = _image_feeds(feed)
-        accuracies = _accuracy(sessions, feed)
+        accuracies = _accuracy(sessions, feed, judge)
         notes = preprocessing_notes(feed)
     sizes: list[int | None] = [*sorted(set(batches))] or [None]
     latencies = {
@@ -358,12 +364,14 @@ def _shared_inputs(sessions: Mapping[str, Session]) -> Sequence[TensorSpec]:
     return sessions[first].inputs
 
 
-def _accuracy(sessions: Mapping[str, Session], feed: Feed) -> dict[str, Accuracy]:
+def _accuracy(
+    sessions: Mapping[str, Session], feed: Feed, judge: Metric | None
+) -> dict[str, Accuracy]:
     """Return the accuracy of the second session against the first."""
     if len(sessions) < 2:
         return {}
     left, right = sessions.values()
-    comparison = Comparison(left, right)
+    comparison = Comparison(left, right, metric=judge)
     with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
         for sample in samples:
             comparison.add(sample, left.run(sample), right.run(sample), count=feed.count)

@@ -56,6 +56,7 @@ _JOINING = frozenset({"Concat"})
 _LAYERS = frozenset({"BatchNormalization", "Conv"})
 _MOST = 16  # nodes before the layer
 _EXTERNAL = 1  # TensorProto.DataLocation
+_FEWEST = 4  # different samples, at least; twice as many where most are copies
 _FLAT = 16  # of 255; pixels of a flat image differ by less
 _ANOTHER_UNIT = 10.0  # ratio of spreads, or distance of means in deviations
 _FAINT = 1 / 32  # lowest plausible ratio of spreads
@@ -201,14 +202,24 @@ class _Moments:
 
 
 def check_feed_inputs(subject: CalibrationSubject, feed: Feed) -> list[str]:
-    """Return `check_input_samples` of the samples that a report shows; no others are read.
+    """Return `check_input_samples` of the samples that a report shows, and a doubt of few samples.
 
     Raises:
         FeedError: a sample cannot be read.
         ModelError: the model's file changed since it was loaded.
     """
     samples = list(feed.spread(max(1, PREVIEW_COUNT // feed.batch)))
-    return check_input_samples(samples, feed.preprocess, _as_given(subject))
+    return [*check_input_samples(samples, feed.preprocess, _as_given(subject)), *_few(feed)]
+
+
+def _few(feed: Feed) -> Iterator[str]:
+    """Yield a doubt where too few samples are different."""
+    different = feed.count - feed.copies
+    if different < _FEWEST or (different < 2 * _FEWEST and feed.copies >= different):
+        yield (
+            f"{feed.count} calibration samples, {different} of them different, are too few for"
+            " ranges that hold for others; calibrate with more"
+        )
 
 
 def _as_given(subject: CalibrationSubject) -> onnx.ModelProto:
@@ -231,9 +242,11 @@ def check_input_samples(
     """
     name = _picture_input(samples)
     if name is None:
-        full = [each for each, array in (samples[0] if samples else {}).items() if array.size > 1]
-        if full and all(_even(samples, each) for each in full):
-            return [_one_value(len(samples), float(np.ravel(samples[0][full[0]])[0]))]
+        full = {n: a for n, a in (samples[0] if samples else {}).items() if a.size > 1}
+        flat = [each for each in full if _even(samples, each)]
+        masks = {each for each in full if flat and _is_mask(samples, each, full[flat[0]])}
+        if flat and {*flat} | masks == {*full}:
+            return [_one_value(len(samples), float(np.ravel(full[flat[0]])[0]))]
         return []
     values = [sample[name] for sample in samples]
     warning = _flat(values, how)
@@ -260,6 +273,13 @@ def _idle(samples: Sequence[Mapping[str, Array]], name: str) -> bool:
     size = samples[0][name].size
     larger = [each for each, array in samples[0].items() if array.size > size]
     return _even(samples, name) and not all(_even(samples, each) for each in larger)
+
+
+def _is_mask(samples: Sequence[Mapping[str, Array]], name: str, tokens: Array) -> bool:
+    """Whether an input says which tokens count, by 0 and 1."""
+    values = [sample[name] for sample in samples]
+    alike = values[0].shape == tokens.shape and tokens.dtype.kind in "iu"
+    return alike and all(one.dtype.kind in "iub" and {*np.unique(one)} <= {0, 1} for one in values)
 
 
 def _even(samples: Sequence[Mapping[str, Array]], name: str) -> bool:

@@ -271,6 +271,15 @@ def _completed(
     return [CompletionItem(f"{before}{comma}{name}") for name in left]
 
 
+task_option = measuring_option(
+    "--task",
+    metavar="NAME",
+    shell_complete=complete_names_of("deploy.metrics.tasks", "TASKS", "none"),
+    help="Task of the outputs, if it is not the one that is recognised: boxes, classes, labels,"
+    " ..., or none to compare values.",
+)
+
+
 def given_flags(*names: str) -> list[str]:
     """Flags of these options that the user gave; without names, of all options."""
     return [_flag(option) for option in _given() if option.name in names or not names]

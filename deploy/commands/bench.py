@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     help="Tell what each kernel takes too, the slowest first, and of two models what each kind"
     " takes; in runs of their own.",
 )
+@base.task_option
 @json_option
 @html_option
 @input_options("Run on these in place of random inputs, and tell how far the outputs are apart")
@@ -95,6 +96,7 @@ def bench(
     streams: int,
     batches: tuple[int, ...],
     profile: bool,
+    task: str | None,
     dataset: Dataset | None,
     json_path: Path | None,
     html_path: Path | None,
@@ -132,6 +134,7 @@ def bench(
         streams=streams,
         batches=batches,
         profile=profile,
+        task=task,
         runtime=runtime,
         images=dataset,
     )

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     help="Your own metric: (FP32 outputs, int8 outputs, label or None) of a sample -> number,"
     " more is better; the report shows the mean.",
 )
+@base.task_option
 @base.measuring_option(
     "--duration",
     type=Real(min=0),
@@ -95,6 +96,7 @@ def build(
     float_model: Path | None,
     labels: Path | None,
     metric: str | None,
+    task: str | None,
     duration: float | None,
     tuning: SearchArguments,
     repairs: tuple[str, ...],
@@ -142,6 +144,7 @@ def build(
         evaluation=images.evaluation(eval_images),
         labels=read_labels(labels) if labels else None,
         metric=metric,
+        task=task,
         duration_s=duration,
         tuning=tuning.search,
         gates=tuning.gates,

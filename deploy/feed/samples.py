@@ -181,10 +181,15 @@ class Feed:
         own = (skips, copies, depth, last_batch_note(self.count, self.batch))
         return (*self._notes, *filter(None, own))
 
+    @property
+    def copies(self) -> int:
+        """Number of images or rows that equal another one; complete after a pass."""
+        return self._reader.seen.copies(self._chosen.good())
+
     def _duplicate_note(self) -> str:
         """Return a note on duplicate images; rows and frames are often equal, so none for them."""
         pictures = isinstance(self._source, ImageSource)
-        copies = self._reader.seen.copies(self._chosen.good()) if pictures else 0
+        copies = self.copies if pictures else 0
         are = "is a copy of another and counts" if copies == 1 else "are copies of others and count"
         return f"{copies} of the {self.count} images {are} once more" if copies else ""
 

@@ -46,21 +46,17 @@ class SampleSource(Protocol):
     @property
     def labels(self) -> tuple[int, ...] | None:
         """One class number per sample; None without labels."""
-        ...
 
     def __len__(self) -> int: ...
 
     def sample_name(self, index: int) -> str:
         """Return the sample's name."""
-        ...
 
     def told(self, index: int) -> str:
         """Return the sample's name for messages."""
-        ...
 
     def load(self, index: int) -> RawSample:
         """Read the sample without decoding it."""
-        ...
 
 
 SUFFIXES = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"))

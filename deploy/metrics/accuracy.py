@@ -5,19 +5,22 @@ NaN and Inf are never averaged away: they are reported in `Accuracy.problems`. F
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
 from deploy.graph.index import strip_padded_channels
-from deploy.metrics.output_errors import InputChanges, OutputAccuracy, RunningError, output_json
-from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy, plain_json
+from deploy.metrics.output_errors import InputChanges, OutputAccuracy, RunningError, plain_json
+from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy
 from deploy.metrics.precision import GroundTruth, MeanPrecision
 from deploy.metrics.rows import Top1, batch_length
 from deploy.metrics.tasks import Metric, TaskFigure
+from deploy.metrics.tasks.classes import Classes
 from deploy.metrics.tasks.evaluation_task import Example
 from deploy.tensors import Array, HasOutputs, TensorSpec
+
+_NOT_WRITTEN = ("doubts", "silent", "carried")  # fields of `Accuracy` that JSON leaves out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,7 @@ class Accuracy:
             scores counts the distinct ones seen, labels included.
         favourite: share of the samples that the reference gives to its most frequent class.
         reading: how the outputs were interpreted, or that they were not recognised.
+        why: the task, and the shapes and values of the outputs that show it.
         carried: state outputs -> the inputs of the next call that take them.
         parts: one entry per output slice, the worst (lowest SQNR) first.
         precision: mean average precision of both models, if annotated objects were given.
@@ -58,6 +62,7 @@ class Accuracy:
     task: TaskFigure | None = None
     precision: MeanPrecision | None = None
     reading: str = ""
+    why: str = ""
     silent: bool = False
     carried: Mapping[str, str] = field(default_factory=dict)
 
@@ -68,20 +73,8 @@ class Accuracy:
 
     def to_json(self) -> dict[str, object]:
         """Plain JSON types; numbers JSON has no word for become "inf" or "nan"."""
-        return {
-            "samples": self.samples,
-            "outputs": [output_json(output) for output in self.outputs],
-            "top1_reference": self.top1_reference,
-            "top1_candidate": self.top1_candidate,
-            "top1_agreement": self.top1_agreement,
-            "classes": self.classes,
-            "favourite": self.favourite,
-            "problems": list(self.problems),
-            "reading": self.reading,
-            "parts": [plain_json(part) for part in self.parts],
-            "task": None if self.task is None else plain_json(self.task),
-            "precision": None if self.precision is None else asdict(self.precision),
-        }
+        names = (one.name for one in fields(self) if one.name not in _NOT_WRITTEN)
+        return {name: plain_json(getattr(self, name)) for name in names}
 
 
 class Comparison:
@@ -99,8 +92,8 @@ class Comparison:
         """Start with no samples.
 
         `labels`: classes of the samples, or annotated objects for a detector. `form`: slices and
-        task of the outputs; None derives them from the first samples. `metric`: the user's metric,
-        which replaces the task's; class labels are passed to it.
+        task of the outputs; None derives them from the first samples. `metric`: what the user set
+        in place of the task's figure or of the task; class labels are passed to it.
 
         Raises:
             ConfigError: outputs whose names differ.
@@ -109,7 +102,7 @@ class Comparison:
         self._errors = {name: RunningError(name) for name in self._names}
         objects = labels if isinstance(labels, GroundTruth) else None
         classes = None if isinstance(labels, GroundTruth) else labels
-        top1_labels = classes if metric is None else None
+        top1_labels = classes if metric is None or metric.function is None else None
         self._top1 = Top1(top1_labels)
         several = len(self._names) > 1 and top1_labels is not None
         self._heads = {name: Top1(top1_labels, name) for name in self._names if several}
@@ -169,9 +162,16 @@ class Comparison:
         if self._top1.samples == 0:
             raise FeedError("a comparison needs at least one sample, got none")
         outputs = tuple(error.result() for error in self._errors.values())
-        task = self._truth.task()
-        kind = "beside others" if task is not None and task.beside else self._truth.kind
-        top1 = self._heads.get(self._truth.classes, self._top1).result(kind)
+        figure, form = self._truth.task(), self._truth.form
+        task = form.task
+        kind = (
+            "beside others" if figure is not None and figure.beside else task.name if task else ""
+        )
+        first = task.outputs[0] if isinstance(task, Classes) else ""
+        top1 = self._heads.get(first, self._top1).result(kind)
+        lists = (
+            frozenset(n for n, parts in task.parts.items() if not parts) if task else frozenset()
+        )
         return Accuracy(
             samples=self._top1.samples,
             outputs=outputs,
@@ -181,12 +181,13 @@ class Comparison:
             classes=top1.classes,
             favourite=top1.favourite,
             parts=self._truth.parts(outputs),
-            task=task,
+            task=figure,
             precision=self._truth.precision(),
             reading=self._truth.reading(),
+            why=form.why,
             silent=self._truth.silent,
-            carried=self._truth.carried,
-            problems=tuple(_problems(outputs, self._top1.samples, self._truth.lists)),
+            carried=form.carried,
+            problems=tuple(_problems(outputs, self._top1.samples, lists)),
             doubts=tuple(self._changes.lost()),
         )
 

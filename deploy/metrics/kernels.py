@@ -47,7 +47,6 @@ class TimesLayers(Protocol):
 
         Timing hooks stay active, so do not measure the session's latency afterwards.
         """
-        ...
 
 
 @phase("kernels")
@@ -141,11 +140,9 @@ class ReportsLayers(Protocol):
     @property
     def device(self) -> AcceleratorInfo:
         """The device it runs on."""
-        ...
 
     def layers(self) -> tuple[EngineLayer, ...]:
         """Return the engine's layers in execution order; empty if the engine has no such data."""
-        ...
 
 
 def find_devices(sessions: Mapping[str, Session]) -> tuple[AcceleratorInfo, ...]:

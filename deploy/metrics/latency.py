@@ -54,7 +54,6 @@ class DeviceSession(Protocol):
 
     def device_times(self) -> DeviceTimes:
         """Return the times of the last `run`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 
 import cv2
 import numpy as np
@@ -38,6 +38,7 @@ import numpy as np
 from deploy.metrics.rows import Outputs, is_floating
 from deploy.tensors import Array
 
+_NOT_WRITTEN = ("zeros", "empty")  # fields that JSON leaves out
 _BLOCK = 1 << 13  # values of a row summed at a time; for more, BLAS wakes its threads
 
 
@@ -191,17 +192,14 @@ def _rows(value: Array, batch: int) -> Array:
     return value.reshape(rows, -1)
 
 
-def output_json(output: OutputAccuracy) -> dict[str, object]:
-    """Return plain JSON types."""
-    return {
-        "name": output.name,
-        "sqnr_db": json_number(output.sqnr_db),
-        "cosine_mean": json_number(output.cosine_mean),
-        "cosine_min": json_number(output.cosine_min),
-        "max_abs_error": json_number(output.max_abs_error),
-        "not_finite": list(output.not_finite),
-        "other_shape": output.other_shape,
-    }
+def plain_json(value: object) -> object:
+    """Return plain JSON types of figures: dataclasses, sequences and numbers."""
+    if is_dataclass(value):
+        names = (one.name for one in fields(value) if one.name not in _NOT_WRITTEN)
+        return {name: plain_json(getattr(value, name)) for name in names}
+    if isinstance(value, tuple | list):
+        return [plain_json(one) for one in value]
+    return json_number(value) if isinstance(value, float) else value
 
 
 def json_number(value: float) -> float | str:

@@ -10,7 +10,7 @@ Until then samples are buffered.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from deploy.metrics.output_errors import (
     RunningError,
     find_repeated_input,
     find_usual_values,
-    json_number,
     subtract_input,
     subtract_usual,
 )
@@ -37,10 +36,12 @@ from deploy.metrics.slices import (
 )
 from deploy.metrics.tasks import EvaluationTask, FirstSamples, Metric, TaskFigure, recognise_task
 from deploy.metrics.tasks.boxes import BoxDetection
-from deploy.metrics.tasks.classes import Classes
 from deploy.metrics.tasks.evaluation_task import Example, TaskTally, find_states
 from deploy.metrics.tasks.metric import MetricTally
 from deploy.tensors import Array
+
+_NAMED = 4  # slices that a sentence lists
+_UNIT = 1e-3  # rounding of a probability
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class OutputForm:
     carried: Mapping[str, str] = field(default_factory=dict)
     # outputs that deviate little from their mean -> that mean
     usual: Mapping[str, Array] = field(default_factory=dict)
+    why: str = ""  # the task, and the shapes and values of the outputs that show it
 
     def told(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
         """Return outputs ready to be sliced: minus an input or mean, or weighted by scores."""
@@ -74,22 +76,25 @@ class OutputForm:
 
 
 def derive_form(
-    reference_outputs: Sequence[Outputs], *, inputs: Sequence[Outputs] = ()
+    reference_outputs: Sequence[Outputs], *, inputs: Sequence[Outputs] = (), task: str = ""
 ) -> OutputForm:
     """Return the form, derived from the first samples.
 
     `reference_outputs`: the float model's outputs, one mapping per sample or batch. `inputs`: their
     inputs; without them each mapping is one sample, and tasks that need the picture's size are not
-    recognised.
+    recognised. `task`: the name of the user's task.
+
+    Raises:
+        ConfigError: the outputs do not fit the user's task.
     """
     samples = _seen(reference_outputs, inputs)
     first = FirstSamples(samples.inputs[:SAMPLES], samples.outputs[:SAMPLES])
     if not first.outputs:
         return OutputForm()
-    task = recognise_task(first)
-    task_parts: Mapping[str, tuple[OutputSlice, ...]] = {} if task is None else task.parts
+    found = recognise_task(first, task)
+    task_parts: Mapping[str, tuple[OutputSlice, ...]] = {} if found is None else found.parts
     names = list(reference_outputs[0])
-    usual = dict(_usual(samples, task))
+    usual = dict(_usual(samples, found))
     scored = find_cell_scores({name: first.arrays(name) for name in first.every})
     by_name = {
         name: (OutputSlice(output=name, less=USUAL),)
@@ -100,9 +105,44 @@ def derive_form(
         for name in names
     }
     parts = tuple(part for name in names for part in by_name[name])
-    if not parts and task is None:
+    if not parts and found is None:
         parts = tuple(OutputSlice(output=name) for name in names)
-    return OutputForm(parts, task, find_states(first), usual)
+    why = _evidence(found, first, by_name, is_set=task != "")
+    return OutputForm(parts, found, find_states(first), usual, why)
+
+
+def _evidence(
+    task: EvaluationTask | None,
+    seen: FirstSamples,
+    slices: Mapping[str, tuple[OutputSlice, ...]],
+    *,
+    is_set: bool,
+) -> str:
+    """Return why outputs are of a task: the shapes and values of these outputs, as text."""
+    how = ", as set by --task" if is_set else ""
+    if task is None:
+        return f"no task{how}" if how else ""
+    own = [name for name in seen.every if name in (task.covered or seen.every)]
+    whole = {n: tuple(p for p in slices[n] if p.axis) or (OutputSlice(output=n),) for n in own}
+    listed = [_describe(part, seen.arrays(name)) for name in own for part in whole[name]]
+    more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
+    others = ", ".join(name for name in seen.every if name not in own) or "no other output"
+    tail = f", beside {others}" if len(own) == 1 or len(own) < len(seen.every) else ""
+    return f"{task.name}{how}: {', '.join(listed[:_NAMED])}{more}{tail}"
+
+
+def _describe(part: OutputSlice, values: Sequence[Array]) -> str:
+    """Return a slice's label, shape and range of values, such as `scores [N, 896] in 0..1`."""
+    rows = [part.of(value) for value in values]
+    shapes = [set(side) for side in zip(*(one.shape for one in rows), strict=False)]
+    sides = [str(*side) if len(side) == 1 else "?" for side in shapes]
+    sides[:1] = ["N"] if sides[:1] == ["1"] else sides[:1]
+    finite = np.concatenate([one[np.isfinite(one)].reshape(-1) for one in rows])
+    low, high = (float(f(finite)) if finite.size else 0.0 for f in (np.min, np.max))
+    unit = low >= -_UNIT and high <= 1 + _UNIT
+    ends = "in 0..1" if unit else f"of {low:.3g} to {high:.3g}"
+    what = "whole numbers " if finite.dtype.kind in "iu" else ""
+    return f"{part.label} [{', '.join(sides)}] {what}{ends}"
 
 
 def _usual(seen: FirstSamples, task: EvaluationTask | None) -> Iterator[tuple[str, Array]]:
@@ -176,6 +216,7 @@ class OutputTally:
         self._objects = objects
         self._precision: PrecisionTally | None = None
         self._metric = None if metric is None else metric.tally(labels)
+        self._task = "" if metric is None else metric.task
         self._waiting: list[tuple[Outputs, Outputs, Outputs, int]] = []
         self._form = form
         self._errors: dict[OutputSlice, RunningError] = {}
@@ -219,31 +260,9 @@ class OutputTally:
         )
 
     @property
-    def lists(self) -> frozenset[str]:
-        """Outputs whose values are not compared, so that their length may differ."""
-        task = self._settle().task
-        return (
-            frozenset()
-            if task is None
-            else frozenset(n for n, parts in task.parts.items() if not parts)
-        )
-
-    @property
-    def carried(self) -> Mapping[str, str]:
-        """State outputs -> the inputs of the next call that take them."""
-        return self._settle().carried
-
-    @property
-    def kind(self) -> str:
-        """Name of the task; "" if not recognised."""
-        task = self._settle().task
-        return "" if task is None else task.name
-
-    @property
-    def classes(self) -> str:
-        """The (first) classification output; "" if none is known."""
-        task = self._settle().task
-        return task.outputs[0] if isinstance(task, Classes) else ""
+    def form(self) -> OutputForm:
+        """Slices and task of the outputs."""
+        return self._settle()
 
     def reading(self) -> str:
         """Return how the outputs were interpreted, as text."""
@@ -286,7 +305,7 @@ class OutputTally:
         if self._form is None:
             buffered, self._waiting = self._waiting, []
             self._form = derive_form(
-                [one[1] for one in buffered], inputs=[one[0] for one in buffered]
+                [one[1] for one in buffered], inputs=[one[0] for one in buffered], task=self._task
             )
             self._begin(self._form)
             for inputs, reference, candidate, batch in buffered:
@@ -318,9 +337,3 @@ class OutputTally:
             for sample in zip(*rows, strict=True):
                 for tally in tallies:
                     tally.add(*sample)
-
-
-def plain_json(figures: SliceAccuracy | TaskFigure) -> dict[str, object]:
-    """Return plain JSON types."""
-    items = asdict(figures).items()
-    return {key: json_number(value) if isinstance(value, float) else value for key, value in items}

@@ -136,7 +136,7 @@ _MOST = 100  # boxes per image
 _SUPPRESS = 0.65  # IoU of non-maximum suppression
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MeanPrecision:
     """mAP of both models, 0 to 1, over IoU .50:.95 and at .50; `objects` is their number."""
 
@@ -278,12 +278,5 @@ class PrecisionTally:
         """Return both models' figures; None if there are no objects."""
         if not self.reference.objects:
             return None
-        reference, reference_50 = self.reference.result()
-        candidate, candidate_50 = self.candidate.result()
-        return MeanPrecision(
-            reference=reference,
-            candidate=candidate,
-            reference_50=reference_50,
-            candidate_50=candidate_50,
-            objects=self.reference.objects,
-        )
+        (own, own_50), (other, other_50) = self.reference.result(), self.candidate.result()
+        return MeanPrecision(own, other, own_50, other_50, self.reference.objects)

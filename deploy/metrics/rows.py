@@ -103,6 +103,12 @@ def is_floating(value: Array) -> bool:
     return bool(np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())
 
 
+def correlate(one: Floats, other: Floats) -> float:
+    """Return the correlation of two vectors; 0 if one is constant."""
+    one, other = one - one.mean(), other - other.mean()
+    return float(one @ other) / max(float(np.linalg.norm(one) * np.linalg.norm(other)), 1e-30)
+
+
 def to_shares(scores: Array, *, raw: bool = True) -> Floats:
     """Return probabilities: of `raw` logits by the Sigmoid, of others unchanged."""
     with np.errstate(over="ignore"):
@@ -254,7 +260,8 @@ class Top1:
         first = next(iter(outputs))
         self.several = len(outputs) > 1
         indices = find_indices(outputs, first, batch)
-        self.places |= indices is not None
+        lone = not self.several and are_indices(outputs[first], batch)
+        self.places |= indices is not None or lone
         self.name = indices or first
         if (
             indices

@@ -91,8 +91,16 @@ def find_cell_scores(samples: Mapping[str, Sequence[Array]]) -> dict[str, str]:
 
     `samples`: output -> its arrays for the first few samples.
     """
-    floating = {name: arrays for name, arrays in samples.items() if _is_floating(arrays)}
-    unit = {name: arrays for name, arrays in floating.items() if _within_unit(arrays)}
+    floating = {
+        name: arrays
+        for name, arrays in samples.items()
+        if all(one.size and np.issubdtype(one.dtype, np.floating) for one in arrays)
+    }
+    unit = {
+        name: arrays
+        for name, arrays in floating.items()
+        if all(one.min() >= -_TOLERANCE and one.max() <= 1 + _TOLERANCE for one in arrays)
+    }
     scores = {name: arrays for name, arrays in unit.items() if _spread_out(arrays)}
     found = {}
     for name, values in floating.items():
@@ -129,14 +137,6 @@ def _is_activation(own: Array, value: Array) -> bool:
         sigmoid = 1 / (1 + np.exp(-value.astype(np.float64)))
     shares = own.sum(axis=-1, dtype=np.float64)
     return bool(np.allclose(own, sigmoid, atol=0.01) or np.allclose(shares, 1, atol=0.01))
-
-
-def _is_floating(samples: Sequence[Array]) -> bool:
-    return all(one.size > 0 and np.issubdtype(one.dtype, np.floating) for one in samples)
-
-
-def _within_unit(samples: Sequence[Array]) -> bool:
-    return all(one.min() >= -_TOLERANCE and one.max() <= 1 + _TOLERANCE for one in samples)
 
 
 def split_output(output: str, samples: Sequence[Array]) -> tuple[OutputSlice, ...]:

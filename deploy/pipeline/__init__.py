@@ -190,6 +190,7 @@ def build(
     eval_images: FeedSource | None = None,
     labels: Sequence[int] | Annotations | str | Path | None = None,
     metric: str | Function | None = None,
+    task: str | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
     until_stable: float | None = None,
@@ -226,6 +227,8 @@ def build(
             of the images.
         metric: "file.py:function" or a function (FP32 outputs, int8 outputs, label or None) ->
             number, more is better; called once a sample, its mean stands for the task's figure.
+        task: name of the outputs' task (`deploy.metrics.tasks.TASKS`), or "none" to compare values;
+            None recognises it.
         duration_s: seconds of measuring a model; 0 leaves latency out, and time out of the search.
             None is 3, or 0 where `tuning.cpu` names another CPU than this one.
         tuning: how much is searched for what stays float and for ranges, or the plan to obey.
@@ -262,6 +265,7 @@ def build(
         evaluation=evaluation,
         labels=read_labels(labels) if isinstance(labels, str | Path) else labels,
         metric=metric,
+        task=task,
         duration_s=duration_s,
         tuning=tuning or Tuning(),
         gates=gates or Gates(),
@@ -337,7 +341,7 @@ def _calibrated(build: PreparedBuild, stage: Stage) -> CalibrationResult:
 
 
 def _refuse_broken_metric(build: PreparedBuild, calibration: CalibrationResult) -> None:
-    """Refuse a user's metric that fails on the float model itself, before all is built."""
+    """Refuse a user's metric or task that fails on the float model itself, before all is built."""
     from deploy.metrics.accuracy import Comparison, StoredOutputs
     from deploy.metrics.rows import batch_length
 
@@ -368,7 +372,7 @@ def _tuned(
             options.tuning,
             timed=build.duration_s > 0,
             fresh=options.calibration.cache.refresh,
-            metric=None if build.is_labelled else build.metric,
+            metric=build.search_metric,
         ),
         method_asked=options.calibration.method is not None,
         repairs=build.repairs_of,
@@ -441,7 +445,8 @@ def _notes(build: PreparedBuild, calibration: CalibrationResult) -> list[str]:
     kinds = ("str", "sequence", "map", "optional")
     if left := [f"{s.name} ({s.dtype})" for s in build.loaded.outputs if s.dtype in kinds]:
         notes.append(f"outputs that are not numbers are not compared: {', '.join(left)}")
-    if build.metric is not None and build.is_labelled and tuning.level and not tuning.plan:
+    own = build.metric is not None and build.metric.function is not None
+    if build.metric and own and build.is_labelled and tuning.level and not tuning.plan:
         notes.append(
             f"the search went by the outputs' form, not by {build.metric.name}: its images are some"
             " that calibrate, of which no labels are used"

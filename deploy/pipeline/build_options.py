@@ -28,7 +28,7 @@ from deploy.frontends.torch_model import is_torch_module
 from deploy.machine import default_threads
 from deploy.method import Method
 from deploy.metrics.precision import Annotations, GroundTruth
-from deploy.metrics.tasks import Metric, metric_of
+from deploy.metrics.tasks import Metric, judge_of
 from deploy.report.verdict import Gates
 from deploy.targets import Target
 from deploy.tuning import THIS_CPU
@@ -74,6 +74,7 @@ class BuildOptions:
     evaluation: Dataset | None = None
     labels: Sequence[int] | Annotations | str | None = None
     metric: str | Function | None = None
+    task: str | None = None
     duration_s: float | None = None
     tuning: Tuning = field(default_factory=Tuning)
     gates: Gates = field(default_factory=Gates)
@@ -133,6 +134,13 @@ class PreparedBuild:
         return self.objects is not None or own is not None
 
     @property
+    def search_metric(self) -> Metric | None:
+        """What a search judges by: the task alone where a metric would need labels."""
+        if self.metric is None or not self.is_labelled:
+            return self.metric
+        return Metric(None, task=self.metric.task) if self.metric.task else None
+
+    @property
     def outside_cache(self) -> Path | None:
         """The calibration cache, where it is used and lies outside the build's folder."""
         path = self.options.calibration.cache.path
@@ -158,7 +166,7 @@ def prepare_build(
     """Load the model, open the evaluation images, check the options of `deploy.pipeline.build`."""
     from deploy.tuning.repairs import DEFAULT, parse_repairs
 
-    metric = None if options.metric is None else metric_of(options.metric)
+    metric = judge_of(options.metric, options.task)
     loaded = model if isinstance(model, LoadedModel) else load_float_or_qdq(model)
     images = None if dataset is None else dataset.source
     reference, notes = find_reference_model(loaded, options.float_model, images)
@@ -284,6 +292,7 @@ def _refuse_unmeasured(options: BuildOptions) -> None:
         "--eval-images": options.evaluation,
         "--labels": options.labels,
         "--metric": options.metric,
+        "--task": options.task,
     }
     for flag, value in asked.items():
         if value is not None:

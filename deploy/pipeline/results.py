@@ -100,7 +100,7 @@ def write_report(
             built,
             gates,
             stage,
-            fed_wrong=bool(calibrated.doubts),
+            doubts=calibrated.doubts,
             draws=calibrated.draws,
             classes=loaded.classes,
         ),
@@ -204,7 +204,7 @@ def engine_rows(
     stage: Stage,
     *,
     classes: Mapping[int, str],
-    fed_wrong: bool = False,
+    doubts: Sequence[str] = (),
     draws: bool = False,
 ) -> tuple[EngineRow, ...]:
     """The engines' rows, each with its verdict; float and failed engines have none.
@@ -214,7 +214,7 @@ def engine_rows(
     reference, *others = figures.engines
     final = [replace(row, path=_final(row.path, stage)) for row in others]
     rows = [_with_examples(row, figures, classes) for row in final]
-    judge = partial(verdict, gates=gates, fed_wrong=fed_wrong, draws=draws)
+    judge = partial(verdict, gates=gates, doubts=doubts, draws=draws)
     int8 = {one.target: any(d.quantized for d in one.decisions) for one in built if not one.error}
     failed = figures.failed
     judged = [reference]

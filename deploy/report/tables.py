@@ -90,8 +90,9 @@ def layer_row(layer: OutputAccuracy) -> list[str]:
 
 
 def accuracy_notes(accuracy: Accuracy) -> tuple[str, ...]:
-    """Return the task's figure as text, and how the outputs were interpreted."""
-    return tuple(filter(None, (accuracy.task.words if accuracy.task else "", accuracy.reading)))
+    """Return the task's figure as text, how the outputs were interpreted, and by what."""
+    words = accuracy.task.words if accuracy.task else ""
+    return tuple(filter(None, (words, accuracy.reading, accuracy.why)))
 
 
 @dataclass(frozen=True, slots=True)

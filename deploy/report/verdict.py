@@ -7,6 +7,7 @@ here. The user's limits (`Gates`) override both.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deploy.metrics.accuracy import Accuracy
@@ -66,7 +67,7 @@ def verdict(
     slower_ms: float = math.inf,
     rival: str = "FP32",
     where: str = "CPU",
-    fed_wrong: bool = False,
+    doubts: Sequence[str] = (),
     draws: bool = False,
 ) -> Verdict:
     """Judge one engine.
@@ -79,8 +80,8 @@ def verdict(
         slower_ms: difference to its rival's p50 in ms; infinite if not measured.
         rival: name of the float engine that its speed is compared with.
         where: "CPU" or "device".
-        fed_wrong: whether the images seem not to match the model's training data; ignored if
-            labels show that the float model is mostly right.
+        doubts: sentences on calibration data that is no good or not what the model learned from;
+            ignored if labels show that the float model is mostly right.
         draws: whether the float model itself gives other outputs at each run, which no figure but
             those of labels can tell from int8's loss.
     """
@@ -88,13 +89,11 @@ def verdict(
     if draws and (accuracy is None or accuracy.top1_reference is None):
         why = f"{FLOAT_MODEL} itself draws random numbers, so what int8 loses cannot be told"
         findings = [(DOUBTFUL, why)]
-    if fed_wrong and not _mostly_right(accuracy):
-        findings.append(
-            (
-                DOUBTFUL,
-                f"{FLOAT_MODEL} seems to be fed what it did not learn from, see the warnings",
-            )
+    if not _mostly_right(accuracy):
+        whys = (
+            f"{FLOAT_MODEL}'s inputs are in question: {one.partition(';')[0]}" for one in doubts
         )
+        findings = [*((DOUBTFUL, why) for why in whys), *findings]
     if gates.min_speedup is not None:
         findings.append(_gated(speed, gates.min_speedup, rival))
     elif int8 and speed is not None:  # two float engines differ only by noise

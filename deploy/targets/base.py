@@ -202,21 +202,17 @@ class Target(Protocol):
     @property
     def alternatives(self) -> tuple[str, ...]:
         """Names of `SEARCHES` that may replace `own_method`."""
-        ...
 
     @property
     def name(self) -> str:
         """Name in the `TARGETS` table and on the command line."""
-        ...
 
     @property
     def configured(self) -> bool:
         """Whether the user gave a configuration of the vendor, which is followed as it is."""
-        ...
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the tensors that need a scale for this target, judged by the model alone."""
-        ...
 
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
         """Decide each node's precision, with a reason for float, and place the Q/DQ pairs.
@@ -225,7 +221,6 @@ class Target(Protocol):
             model: cleaned model.
             float_nodes: nodes to keep in float, with a reason if the user did not ask for it.
         """
-        ...
 
     def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
         """Return the observations that `build` needs.
@@ -233,7 +228,6 @@ class Target(Protocol):
         Raises:
             ConfigError: an option or configuration contradicts the model or the method.
         """
-        ...
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the int8 model with this target's numerics for ONNX Runtime; write nothing.
@@ -241,7 +235,6 @@ class Target(Protocol):
         Raises:
             ExportError, CalibrationError: as `build`.
         """
-        ...
 
     def build(self, request: BuildRequest) -> BuildResult:
         """Write all files that this machine can make, and the engine if the SDK is installed.
@@ -250,7 +243,6 @@ class Target(Protocol):
             BackendError: the SDK is installed and failed.
             ExportError: a format cannot express the model.
         """
-        ...
 
     def at_hand(self) -> str:
         """Describe the SDK that builds and runs engines on this machine.
@@ -258,7 +250,6 @@ class Target(Protocol):
         Raises:
             SdkMissingError: it is missing; the message says what, and how to get it.
         """
-        ...
 
     def open(self, engine: Path, *, threads: int | None = None) -> Session:
         """Load a built engine.
@@ -267,7 +258,6 @@ class Target(Protocol):
             SdkMissingError: the runtime or device is not on this machine.
             BackendError: the runtime refused the engine.
         """
-        ...
 
 
 @runtime_checkable
@@ -276,11 +266,9 @@ class WritesCache(Protocol):
 
     def cache_version(self) -> str | None:
         """Return "X.Y.Z" of the TensorRT installed here, which reads the cache; None without."""
-        ...
 
     def cache_text(self, subject: CalibrationSubject, ranges: Ranges) -> CacheText:
         """Return the cache in TensorRT's format."""
-        ...
 
 
 def write_script(path: Path, body: str) -> Path:

@@ -153,7 +153,7 @@ class Prober:
         threads: trials that run in parallel.
         few: number of samples for trials of a few layers; None for all.
         by_task: whether to measure the task or the metric too, which a limit of loss needs.
-        metric: the user's metric, which replaces the task's own.
+        metric: the user's metric or task.
         progress: called after each trial.
         ran: called with the number of samples that are run.
 
@@ -189,7 +189,8 @@ class Prober:
         self._metric_lock = Lock()  # a user's metric need not be thread-safe
         self._known: dict[object, Noise | None] = {}
         outputs = [wanted for _, wanted in heard]
-        self._form = derive_form(outputs, inputs=[sample for sample, _ in heard])
+        task = "" if metric is None else metric.task
+        self._form = derive_form(outputs, inputs=[sample for sample, _ in heard], task=task)
         self._mean_powers = mean_powers(self._form, self._slices(self._heard))
         self._stored: FloatActivations | Calib8Error | None = None
         self._stopped = False
@@ -323,7 +324,7 @@ class Prober:
         found: Mapping[str, Array],
     ) -> Comparison | None:
         """Add one sample to the comparison; return None, a loss of all, if the metric fails."""
-        if self._metric is None:
+        if self._metric is None or self._metric.function is None:
             figures.add(sample, wanted, found)
             return figures
         with self._metric_lock:

@@ -152,7 +152,7 @@ class Tuning:
             "this" alone.
         timed: whether time measured on this machine may decide.
         fresh: search again even if there is a plan.
-        metric: the user's metric, which replaces the task's own; None uses the task of the outputs.
+        metric: the user's metric or task; None uses the task of the outputs.
 
     Raises:
         ConfigError: an unknown effort, preference or CPU.

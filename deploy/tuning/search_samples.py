@@ -127,12 +127,15 @@ def enough_samples(judges: EvaluationSet) -> int:
     return _MOST_VALUES // max(_size(first), 1)
 
 
-def select_samples(judges: EvaluationSet, most: int) -> list[tuple[Sample, Outputs]]:
+def select_samples(
+    judges: EvaluationSet, most: int, task: str = ""
+) -> list[tuple[Sample, Outputs]]:
     """Select at most `most` samples; return them with the float model's outputs, in feed order.
 
-    The candidates are read twice, so that only the selected ones are in memory.
+    The candidates are read twice, so that only the selected ones are in memory. `task`: the name
+    of the user's task.
     """
-    chosen = _selection(_slice_signals(judges.heard(CANDIDATES)), most)
+    chosen = _selection(_slice_signals(judges.heard(CANDIDATES), task), most)
     return [heard for place, heard in enumerate(judges.heard(CANDIDATES)) if place in chosen]
 
 
@@ -150,11 +153,12 @@ def _size(sample: Sample) -> int:
     return sum(value.size for value in sample.values())
 
 
-def _slice_signals(heard: Iterable[tuple[Sample, Outputs]]) -> NDArray[np.float64]:
+def _slice_signals(heard: Iterable[tuple[Sample, Outputs]], task: str) -> NDArray[np.float64]:
     """Return the signal of every slice in every sample, [samples, slices]."""
     samples = iter(heard)
     first = list(islice(samples, SAMPLES))
-    form = derive_form([outputs for _, outputs in first], inputs=[sample for sample, _ in first])
+    fed, outputs_of_first = zip(*first, strict=True)
+    form = derive_form(outputs_of_first, inputs=fed, task=task)
     return slice_signals(
         form, (form.told(outputs, sample, outputs) for sample, outputs in chain(first, samples))
     )

@@ -174,7 +174,8 @@ def _search_samples(setup: SearchSetup) -> Sequence[ReferenceSample]:
     request, judges = setup.request, setup.judges
     few = min(setup.effort.samples, len(request.feed) // _SHARE, enough_samples(judges))
     few = max(_LEAST_SAMPLES, few)
-    return request.ranges.once((select_samples, few), lambda: select_samples(judges, few))
+    task = "" if setup.options.metric is None else setup.options.metric.task
+    return request.ranges.once((select_samples, few), lambda: select_samples(judges, few, task))
 
 
 def make_prober(
@@ -496,6 +497,7 @@ def _made_from(
         ],
     }
     if options.metric is not None:
-        parts["metric"] = [options.metric.name, options.metric.digest]
+        task = (options.metric.task,) * (options.metric.task != "")
+        parts["metric"] = [options.metric.name, options.metric.digest, *task]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

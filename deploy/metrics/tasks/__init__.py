@@ -1,7 +1,12 @@
 """Recognition of a model's task from its outputs; one module per family of tasks."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
+from deploy.errors import ConfigError
+from deploy.metrics.rows import is_floating
 from deploy.metrics.tasks import (
     boxes,
     classes,
@@ -14,54 +19,149 @@ from deploy.metrics.tasks import (
     sequences,
 )
 from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure
-from deploy.metrics.tasks.metric import Metric, metric_of
+from deploy.metrics.tasks.metric import Function, Metric, metric_of
 
 _MOST_OUTPUTS = 64  # of a model with a task: outputs are compared with each other
-# Task -> its recogniser, tried in this order. Each must be certain from the values alone.
-TASKS: dict[str, Callable[[FirstSamples], EvaluationTask | None]] = {
-    "boxes": boxes.find_boxes,
-    "text": sequences.find_text,
-    "segmentation": segmentation.find_segmentation,
-    "masks": segmentation.find_masks,
-    "heat maps": heatmaps.find_heatmaps,
-    "key points by axes": keypoints.find_simcc,
-    "key points": keypoints.find_keypoints,
-    "labels": labels.find_labels,
-    "ranked classes": labels.find_ranked,
-    "classes": classes.find_classes,
-    "embeddings": embeddings.find_embeddings,
-    "steps": sequences.find_steps,
-}
+NO_TASK = ("none", "values")  # names that leave the task out, so that values are compared
+_VECTORS, _MAPS = (2, 3, 4), (4,)  # numbers of dimensions; of a vector all but the second are 1
 
 
-def recognise_task(seen: FirstSamples) -> EvaluationTask | None:
+class TaskRow(NamedTuple):
+    """How a task is recognised, and what the user's word makes of outputs that may be of it.
+
+    `finders`: each must be certain from the values alone. `wants`: the outputs, as text. `ranks`,
+    `make`: dimensions, and name, shape and whether a floating-point output has raw values, outside
+    0..1, -> the task, or a false value for another shape.
+    """
+
+    finders: Sequence[Callable[[FirstSamples], EvaluationTask | None]]
+    wants: str
+    ranks: Sequence[int] = ()
+    make: Callable[[str, tuple[int, ...], bool], EvaluationTask | bool] = lambda n, s, raw: False
+
+
+def _fit_points(name: str, shape: tuple[int, ...], raw: bool) -> EvaluationTask | bool:
+    numbers = shape[-1] if 2 <= shape[-1] <= 5 else 2
+    count, left = divmod(math.prod(shape), numbers)
+    return left == 0 and keypoints.Points({name: numbers}, frozenset(), (), count)
+
+
+def _fit_steps(name: str, shape: tuple[int, ...], raw: bool) -> EvaluationTask:
+    if len(shape) == 3 and min(shape[1:]) > 1:
+        return sequences.Steps((name,), (shape[2],), 2)
+    return sequences.Steps((name,), (2,), None, raw)
+
+
+# Task, as the user may set it -> its row. Recognisers are tried in this order.
+TASKS: dict[str, TaskRow] = {
+    "boxes": TaskRow([boxes.find_boxes], "[N, A, 4] or wider beside scores [N, A, C]"),
+    "text": TaskRow(
+        [sequences.find_text], "[N, T, C] scores of 11 symbols or more", (3,),
+        lambda n, s, raw: 1 in s[:2] and s[2] > 10 and sequences.Text(n, s[2], 0),
+    ),
+    "segmentation": TaskRow(
+        [segmentation.find_segmentation], "[N, C, H, W] or [N, H, W, C] scores, or class numbers",
+        _MAPS, lambda n, s, raw: segmentation.Pixels(n, min(s[1], s[3]), last=s[3] < s[1]),
+    ),
+    "masks": TaskRow(
+        [segmentation.find_masks], "maps [N, K, H, W]", _MAPS,
+        lambda n, s, raw: segmentation.MaskMaps((n,)),
+    ),
+    "heatmaps": TaskRow(
+        [heatmaps.find_heatmaps], "heat maps [N, K, H, W]", _MAPS,
+        lambda n, s, raw: heatmaps.HeatMaps(n, s[1]),
+    ),
+    "keypoints": TaskRow(
+        [keypoints.find_simcc, keypoints.find_keypoints], "points [N, K, 2] or [N, K p]",
+        _VECTORS, _fit_points,
+    ),
+    "labels": TaskRow(
+        [labels.find_labels], "a score a label, [N, C] of 4 or more", _VECTORS,
+        lambda n, s, raw: s[1] == math.prod(s) > 3 and labels.Labels(n, s[1], raw),
+    ),
+    "classes": TaskRow(
+        [labels.find_ranked, classes.find_classes],
+        "a score a class, [N, C], or indices of the best classes", _VECTORS,
+        lambda n, s, raw: s[1] == math.prod(s) > 1 and classes.Classes((n,), (s[1],)),
+    ),
+    "embeddings": TaskRow(
+        [embeddings.find_embeddings], "a vector [N, D]", _VECTORS,
+        lambda n, s, raw: s[1] == math.prod(s) > 1 and embeddings.Embeddings(n, s[1]),
+    ),
+    "steps": TaskRow(
+        [sequences.find_steps], "[N, T, C] scores, or one a step, [N, T]", (2, 3), _fit_steps
+    ),
+    "indices": TaskRow([labels.find_integers], "int32 or int64 outputs"),
+}  # fmt: skip
+
+
+def judge_of(metric: str | Function | None, task: str | None) -> Metric | None:
+    """Return what the user set to judge by; None for nothing.
+
+    Raises:
+        ConfigError: no such metric or task.
+    """
+    if task is not None and task not in (*TASKS, *NO_TASK):
+        raise ConfigError(f"a task is one of {', '.join((*TASKS, NO_TASK[0]))}, got {task!r}")
+    own = Metric(None) if metric is None else metric_of(metric)
+    return None if metric is None and task is None else replace(own, task=task or "")
+
+
+def recognise_task(seen: FirstSamples, task: str = "") -> EvaluationTask | None:
     """Return the task of the outputs; None if no recogniser is certain, or of over 64 outputs.
 
     Outputs that repeat others are left out. If no task fits the rest, states for the next call are
-    left out too.
+    left out too. `task`: a name of `TASKS` or `NO_TASK` that the user set.
+
+    Raises:
+        ConfigError: the outputs do not fit the user's task.
     """
-    if not seen.outputs or len(seen.names) > _MOST_OUTPUTS:
+    if not seen.outputs or task in NO_TASK or (not task and len(seen.names) > _MOST_OUTPUTS):
         return None
+    rows = [TASKS[task]] if task else [row for name, row in TASKS.items() if name != "indices"]
     distinct = evaluation_task.drop_outputs(seen, evaluation_task.find_logits(seen))
-    task = _by_best_class(distinct)
-    if task is None and (states_out := evaluation_task.find_states(seen)):
-        return _by_best_class(evaluation_task.drop_outputs(distinct, states_out))
-    return task
+    found = _by_best_class(distinct, rows)
+    if found is None and (states_out := evaluation_task.find_states(seen)):
+        found = _by_best_class(evaluation_task.drop_outputs(distinct, states_out), rows)
+    if not task:
+        return found or labels.find_integers(distinct)
+    if (found := found or _fitted(rows[0], distinct)) is None:
+        got = ", ".join(f"{name} {[*seen.outputs[0][name].shape]}" for name in seen.every[:4])
+        raise ConfigError(
+            f"the task {task} needs {rows[0].wants}, got {got}; set another, or none to compare"
+            " values"
+        )
+    return found
 
 
-def _by_best_class(seen: FirstSamples) -> EvaluationTask | None:
+def _fitted(row: TaskRow, seen: FirstSamples) -> EvaluationTask | None:
+    """Return the task of the largest output that fits; of classes, of all that do."""
+    if row is TASKS["boxes"]:
+        return boxes.fit_boxes(seen)
+    fitted = []
+    for name in sorted(seen.names, key=lambda name: -seen.outputs[0][name].size):
+        values = seen.arrays(name)
+        if all(map(is_floating, values)):
+            raw = any(one.min() < 0 or one.max() > 1 for one in values)
+            fits = values[0].ndim in row.ranks and row.make(name, values[0].shape, raw)
+            fitted += [fits] if isinstance(fits, EvaluationTask) else []
+    heads = [task for task in fitted if isinstance(task, classes.Classes)]
+    if heads:
+        names, counts = zip(*((task.outputs[0], task.counts[0]) for task in heads), strict=True)
+        return classes.Classes(names, counts, tuple(n for n in seen.names if n not in names))
+    return fitted[0] if fitted else None
+
+
+def _by_best_class(seen: FirstSamples, rows: Iterable[TaskRow]) -> EvaluationTask | None:
     """Try the scores without their ArgMax outputs, then all outputs, then the ArgMax alone."""
     best = evaluation_task.find_argmax_outputs(seen)
     drops = (best, (), set(best.values())) if best else ((),)
     for dropped in drops:
         left = evaluation_task.drop_outputs(seen, dropped)
-        for find in TASKS.values():
+        for find in (find for row in rows for find in row.finders):
             if (task := find(left)) is not None:
                 return task
     return None
 
 
-__all__ = [
-    "TASKS", "EvaluationTask", "FirstSamples", "Metric", "TaskFigure", "metric_of",
-    "recognise_task",
-]  # fmt: skip
+__all__ = ["TASKS", "EvaluationTask", "FirstSamples", "Metric", "TaskFigure", "judge_of"]

@@ -14,7 +14,9 @@ boxes [A, 4 (m + 1)]    distributions of the four distances from an anchor's cel
                         (Li et al. 2020, Generalized Focal Loss): PicoDet, NanoDet, and the heads of
                         YOLO v6 and v8 before concatenation; both may be maps [C, H, W]
 boxes [A, 4 + 2 K]      offsets of boxes and their key points from anchors that the outputs do not
-                        contain (Bazarevsky et al. 2019, BlazeFace), with one logit as the score
+                        contain (Bazarevsky et al. 2019, BlazeFace), with one score [A, 1] or [A].
+                        With positive sizes they are pixels, centre and size: an anchor moves the
+                        boxes of both models alike, so those of one anchor are compared
 ======================  ========================================================================
 
 If boxes cannot be decoded, a detection is matched by its anchor and class.
@@ -28,6 +30,7 @@ If boxes cannot be decoded, a detection is matched by its anchor and class.
 ========================  ======================================================================
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -53,16 +56,23 @@ _LARGEST = 1 << 16  # cells of a level, at most
 def arrange_anchors(outputs: Outputs, *, maps: bool, turned: frozenset[str]) -> dict[str, Array]:
     """Bring all outputs into the layout of one row per anchor."""
     rows = _unrolled(outputs) if maps else dict(outputs)
-    transposed = {name: rows[name].swapaxes(1, 2) for name in turned if rows[name].ndim == 3}
+    transposed = {
+        name: rows[name].swapaxes(1, 2) if rows[name].ndim == 3 else rows[name][..., None]
+        for name in turned
+        if rows[name].ndim in (2, 3)
+    }
     return {**rows, **transposed}
 
 
 def find_transposed(seen: FirstSamples) -> frozenset[str]:
-    """Return outputs [1, C, A] that accompany boxes [1, A, 4] or [1, 4, A]."""
+    """Return outputs [1, C, A] that accompany boxes [1, A, 4] or [1, 4, A], and [1, A] of those."""
     shapes = {name: seen.outputs[0][name].shape for name in seen.names}
     flat = {name: shape for name, shape in shapes.items() if len(shape) == 3 and shape[0] == 1}
     lengths = {max(shape) for shape in flat.values() if 4 in shape[1:]}
-    return frozenset(n for n, (_, rows, last) in flat.items() if last in lengths and rows < last)
+    rows = {shape[1] for shape in flat.values()} if len(flat) * 2 == len(shapes) else set()
+    scores = (n for n, shape in shapes.items() if len(shape) == 2 and {*shape} - {1} <= rows)
+    turned = (n for n, (_, high, last) in flat.items() if last in lengths and high < last)
+    return frozenset((*turned, *scores))
 
 
 def are_cells(seen: FirstSamples) -> bool:
@@ -102,6 +112,9 @@ _BINS = 4  # of a distribution, at least
 _WINS = 0.8  # share of anchors won by the background, at least
 _IDLE = 0.1  # best probability of an anchor without an object, at most
 _BELOW = 0.9  # share of anchors without an object (best logit below 0), at least
+_OFFSET = "offset"  # coding of a centre and a size in pixels, relative to an anchor
+_FIRING = 1e-3  # share of anchors that see an object, at most
+_WIDEST = 64  # numbers of a box with its key points, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +138,8 @@ class AnchorDecoder:
     levels: tuple[LevelOutputs, ...]  # one pair per level
     activation: str  # missing activation of the scores: "", "sigmoid" or "softmax"
     background: int | None  # class of the background; None without
-    coding: str  # "corners", "centre", "distribution", or "" if boxes cannot be decoded
+    # "corners", "centre", "distribution", "offset", or "" if boxes cannot be decoded
+    coding: str
     classes: int  # number of classes without the background
     maps: bool = False  # whether the outputs are maps, one cell per anchor
     turned: frozenset[str] = frozenset()  # outputs whose last dimension is the anchors
@@ -134,8 +148,8 @@ class AnchorDecoder:
 
     @property
     def placed(self) -> bool:
-        """Whether the boxes' coding is known."""
-        return bool(self.coding)
+        """Whether the boxes' coding is known, and no anchor is missing."""
+        return self.coding not in ("", _OFFSET)
 
     @property
     def form(self) -> str:
@@ -154,7 +168,7 @@ class AnchorDecoder:
         tables = [
             (a, b)
             for a, b in zip(scores, boxes, strict=True)
-            if _paired(a, b, columns, bins=bool(self.coding))
+            if _paired(a, b, columns, bins=self.placed)
         ]
         if len(tables) != len(self.levels):
             return None
@@ -164,6 +178,9 @@ class AnchorDecoder:
             if gates is None or gates.shape != (len(shares), 1):
                 return None
             shares = shares * gates
+        if self.coding == _OFFSET:
+            table = np.concatenate([rows for _, rows in tables if rows is not None])
+            return _by_offset(table, shares)
         if not self.coding:
             return detections_by_anchor(shares)
         size = image_size(inputs)
@@ -209,7 +226,34 @@ def find_anchors(seen: FirstSamples) -> AnchorDecoder | None:
     count = seen.outputs[0][levels[0].scores].shape[-1] - (activation[1] is not None)
     coding = "" if maps and coding != "distribution" else coding
     raw = not all(_is_share(_stacked(name, seen)) for name in gated)
-    return AnchorDecoder(levels, *activation, coding, count, maps, turned, raw)
+    parts: dict[str, tuple[OutputSlice, ...]] = {}
+    if not maps and coding in ("", _OFFSET) and activation[0] != "softmax" and count == 1:
+        for one in levels:
+            own = OutputSlice(output=one.boxes, at=one.scores, raw=bool(activation[0]))
+            parts |= {one.boxes: (own,), one.scores: (OutputSlice(output=one.scores),)}
+    return AnchorDecoder(levels, *activation, coding, count, maps, turned, raw, parts)
+
+
+def fit_anchors(seen: FirstSamples) -> AnchorDecoder | None:
+    """Return boxes matched by anchor of two outputs with equally many rows; None without such."""
+    turned = find_transposed(seen)
+    tables = [arrange_anchors(one, maps=False, turned=turned) for one in seen.outputs]
+    rows = FirstSamples(seen.inputs, tables)
+    sides = {n: one.shape for n in rows.names if (one := to_table(tables[0][n])) is not None}
+    shares = {name: _is_share(_stacked(name, rows)) for name in sides}
+    for boxes, scores in itertools.permutations(sorted(sides, key=lambda name: shares[name]), 2):
+        if sides[boxes][0] == sides[scores][0] and sides[boxes][1] >= 4:
+            activation, count = "" if shares[scores] else "sigmoid", sides[scores][1]
+            levels = (LevelOutputs(scores, boxes),)
+            return AnchorDecoder(levels, activation, None, "", count, turned=turned)
+    return None
+
+
+def _by_offset(rows: Floats, shares: Floats) -> Detections:
+    """Return boxes and key points relative to their anchors, each anchor as a class of its own."""
+    points = rows[:, 4:].reshape(len(rows), -1, 2)
+    anchors = np.arange(len(rows), dtype=np.int64)
+    return Detections.of(to_corners(rows[:, :4]), shares[:, 0], anchors, points)
 
 
 def _gates(levels: Sequence[LevelOutputs], outputs: Outputs, *, raw: bool) -> Floats | None:
@@ -251,7 +295,8 @@ def _pair(names: Sequence[str], seen: FirstSamples) -> LevelOutputs | None:
         fitting = [] if size is None else list(find_grids(shapes[names[0]][-2], size, 1))
         grid = next((one for one in fitting if one.anchors == 1), None)
         boxes = [name for name in boxes if not _is_share(_stacked(name, seen))]
-        if grid is None:
+        if grid is None or not boxes:
+            grid = None
             boxes = _with_points(names, seen)
     if len(boxes) != 1:
         return None
@@ -267,14 +312,15 @@ def _pair(names: Sequence[str], seen: FirstSamples) -> LevelOutputs | None:
 
 
 def _with_points(names: Sequence[str], seen: FirstSamples) -> list[str]:
-    """Return the output of boxes with key points, if the only other one is one logit per anchor."""
-    wide = [n for n in names if (size := seen.outputs[0][n].shape[-1]) > 4 and not size % 2]
+    """Return the output of boxes with key points, if the only other one is a score per anchor."""
+    sizes = {name: seen.outputs[0][name].shape[-1] for name in names}
+    wide = [name for name, size in sizes.items() if 4 < size <= _WIDEST and not size % 2]
     others = [name for name in names if name not in wide]
     pictures = all(image_size(fed) is not None for fed in seen.inputs)
-    if not pictures or len(wide) != 1 or len(others) != 1 or len(names) != len(seen.names):
+    if not pictures or len(wide) != 1 or [sizes[name] for name in others] != [1]:
         return []
     scores = _stacked(others[0], seen)
-    return wide if scores.shape[1] == 1 and scores.min() < 0 and _detects_little(scores) else []
+    return wide if (_is_share(scores) or scores.min() < 0) and _detects_little(scores) else []
 
 
 def _is_share(rows: Floats) -> bool:
@@ -315,7 +361,9 @@ def _coding(levels: list[Floats], pairs: Sequence[LevelOutputs], seen: FirstSamp
     if not np.isfinite(rows).all():
         return None
     if rows.shape[1] != 4:  # boxes and key points
-        return ""
+        scores = np.concatenate([_stacked(pair.scores, seen) for pair in pairs])
+        sizes = rows[scores[:, 0] >= np.quantile(scores[:, 0], 1 - _FIRING), 2:4]
+        return _OFFSET if sizes.min() > 1 and scores.shape[1] == 1 else ""
     if np.mean(np.all(rows[:, 2:] >= rows[:, :2], axis=1)) > 0.99:
         return "corners"
     inside = rows.min() >= -0.05 and rows.max() <= 1.05

@@ -182,26 +182,21 @@ class Decoder(Protocol):
     @property
     def form(self) -> str:
         """How the outputs are interpreted."""
-        ...
 
     @property
     def parts(self) -> Mapping[str, tuple[OutputSlice, ...]]:
         """Output -> its slices; see `EvaluationTask`."""
-        ...
 
     @property
     def placed(self) -> bool:
         """Whether boxes are decoded to places in the picture, not only matched by anchor."""
-        ...
 
     @property
     def classes(self) -> int | None:
         """Number of classes; None if the outputs do not show it."""
-        ...
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
         """Return all boxes above the lowest threshold; None for other shapes."""
-        ...
 
 
 # Tried in this order; each must be certain.
@@ -264,6 +259,12 @@ class BoxDetection(EvaluationTask):
     def form(self) -> str:
         """How the outputs are interpreted."""
         return self.decoder.form
+
+
+def fit_boxes(seen: FirstSamples) -> BoxDetection | None:
+    """Return boxes of outputs that need not be a detector's for certain."""
+    decoder = anchors.fit_anchors(seen)
+    return None if decoder is None else BoxDetection(decoder)
 
 
 def find_boxes(seen: FirstSamples) -> BoxDetection | None:

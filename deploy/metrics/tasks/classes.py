@@ -1,16 +1,11 @@
 """Classification: how often the candidate's top-1 class is the float model's.
 
 `find_classes` recognises scores [N, C] per sample. Probabilities (rows that sum to 1) and their
-logarithms are certain. Logits are accepted if the best one stands out as no direction of an
-embedding does; or if there are few, they exceed a Tanh's range, and their mean hardly changes from
-sample to sample, as training moves one score up and others down. Very few (`_ANGLES`) may be angles
-of a pose, each with a usual value: there one must stand off from the rest, or move against it.
-Several outputs of few logits each, such as the characters of a licence plate, must all be confident
-of their class. Other vectors (coordinates, embeddings, features) are rejected, and so are
-probabilities of steps, several of which are near 1 at once, or [N, T, 1].
-
-Probabilities may come with other numbers, such as a face's box or its age: the figure covers the
-classes only, and those outputs are judged as without a task.
+logarithms are certain, also beside other numbers, which are judged as without a task. Logits are
+accepted if the best one stands out as no direction of an embedding does; or if there are few, they
+exceed a Tanh's range, and their mean hardly changes from sample to sample. Very few (`_ANGLES`) may
+be angles of a pose: there one must stand off from the rest, or move against it. Several outputs of
+few logits each, such as the characters of a licence plate, must all be confident of their class.
 
 The first half of the file recognises outputs that hold classes per step, for sequence tasks.
 """

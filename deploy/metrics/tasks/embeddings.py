@@ -71,12 +71,8 @@ class Embeddings(EvaluationTask):
     output: str
     length: int
     name = "embeddings"
+    reads = "embeddings of {0.length} numbers"
     tally_type = _EmbeddingTally
-
-    @property
-    def form(self) -> str:
-        """How the output is interpreted."""
-        return f"{self.output}: embeddings of {self.length} numbers"
 
 
 def find_embeddings(seen: FirstSamples) -> Embeddings | None:

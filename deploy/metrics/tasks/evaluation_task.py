@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from deploy.metrics.rows import Floats, Outputs
+from deploy.metrics.rows import Floats, Outputs, is_floating
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.detections import Detections
 from deploy.tensors import Array
@@ -116,10 +116,17 @@ class EvaluationTask(ABC):
     # slices is not compared value by value, such as a list of detections in varying order
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict, kw_only=True)
 
+    reads: ClassVar[str] = ""  # how the outputs are interpreted, with fields of the task
+
     @property
-    @abstractmethod
+    def covered(self) -> tuple[str, ...]:
+        """The outputs of the task; none where a decoder chooses them."""
+        return (self.output,) if hasattr(self, "output") else (*getattr(self, "outputs", ()),)
+
+    @property
     def form(self) -> str:
         """How the outputs are interpreted, as text."""
+        return f"{', '.join(self.covered)}: {self.reads.format(self)}"
 
     def tally(self) -> TaskTally[Any]:
         """Return a new, empty tally."""
@@ -303,7 +310,7 @@ def find_logits(seen: FirstSamples) -> frozenset[str]:
 
     The other one of each pair is used: its values are known to be probabilities.
     """
-    names = [name for name in seen.names if all(map(_is_floating, seen.arrays(name)))]
+    names = [name for name in seen.names if all(map(is_floating, seen.arrays(name)))]
     logits: set[str] = set()
     for raw in names:
         others = (name for name in names if name != raw and name not in logits)
@@ -321,7 +328,7 @@ def find_argmax_outputs(seen: FirstSamples) -> dict[str, str]:
             scores = (
                 other
                 for other in seen.names
-                if all(map(_is_floating, seen.arrays(other)))
+                if all(map(is_floating, seen.arrays(other)))
                 and _are_argmax(places, seen.arrays(other))
             )
             source = next(scores, None)
@@ -330,16 +337,10 @@ def find_argmax_outputs(seen: FirstSamples) -> dict[str, str]:
     return argmax_of
 
 
-def _is_floating(value: Array) -> bool:
-    return bool(np.issubdtype(value.dtype, np.floating) and value.size)
-
-
 def _is_activated(raw: Sequence[Array], others: Sequence[Array]) -> bool:
     """Whether `others` are the same Softmax, LogSoftmax or Sigmoid of `raw` in every sample."""
     pairs = list(zip(raw, others, strict=True))
     if any(one.shape != other.shape or one.size < 2 for one, other in pairs):
-        return False
-    if not all(np.isfinite(one).all() for pair in pairs for one in pair):
         return False
     axes = (axis for axis, size in enumerate(raw[0].shape) if size > 1)
     functions: list[str | int] = ["sigmoid", *axes]

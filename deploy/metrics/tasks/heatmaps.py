@@ -55,12 +55,8 @@ class HeatMaps(EvaluationTask):
     output: str
     count: int
     name = "heat maps"
+    reads = "{0.count} heat maps"
     tally_type = _HeatTally
-
-    @property
-    def form(self) -> str:
-        """How the output is interpreted."""
-        return f"{self.output}: {self.count} heat maps"
 
 
 def find_heatmaps(seen: FirstSamples) -> HeatMaps | None:

@@ -1,11 +1,10 @@
 """Key points of faces, hands and bodies as coordinates, or as distributions over two axes.
 
 `find_keypoints` (MediaPipe, MoveNet, PFLD): [N, K p], or [N, K, p] with more dimensions of 1. Each
-point has two coordinates, in pixels or relative to the picture, and up to three more numbers, such
-as depth or confidence. In a flat output points are told from other numbers by their order: each is
-near the one before. Other outputs of one probability say whether an object is present, or which
-hand it is: if int8 decides differently, all points of the sample are lost; their exact values are
-not compared. With a single such output, samples below 0.5 do not count.
+point has two coordinates, in pixels or relative to the picture, and up to three more numbers. In a
+flat output each point is near the one before. Other outputs of one probability say whether an
+object is present, or which hand it is: if int8 decides differently, all points of the sample are
+lost. With a single such output, samples below 0.5 do not count.
 
 `find_simcc`: SimCC (Li et al. 2022), RTMPose. Two outputs [N, K, r W] and [N, K, r H] for a picture
 of W x H pixels: the likelihood of each column and each row, in steps of 1 / r pixels. Their peaks
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deploy.metrics.rows import Floats, Outputs, image_size, is_floating
+from deploy.metrics.rows import Floats, Outputs, correlate, image_size, is_floating
 from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
 from deploy.tensors import Array
 
@@ -82,12 +81,8 @@ class Points(EvaluationTask):
     flags: tuple[str, ...]  # outputs of one probability
     count: int
     name = "key points"
+    reads = "{0.count} key points"
     tally_type = _PointTally
-
-    @property
-    def form(self) -> str:
-        """How the outputs are interpreted."""
-        return f"{', '.join(self.outputs)}: {self.count} key points"
 
 
 def find_keypoints(seen: FirstSamples) -> Points | None:
@@ -125,17 +120,11 @@ def _of_flat(samples: Sequence[Array], size: tuple[int, int]) -> int | None:
     fitting = [n for n in _NUMBERS if vectors[0].size % n == 0 and vectors[0].size >= n * _FLAT]
     if not fitting:
         return None
-    order = {n: float(np.mean([_correlation(v[n:], v[:-n]) for v in vectors])) for n in fitting}
+    order = {n: float(np.mean([correlate(v[n:], v[:-n]) for v in vectors])) for n in fitting}
     best = max(order.values())
     numbers = next(n for n in fitting if order[n] >= best - _ALIKE)
     inside = best > _IN_ORDER and _lie_inside(_rows(samples, numbers), size, flat=True)
     return numbers if inside else None
-
-
-def _correlation(one: Floats, other: Floats) -> float:
-    """Correlation of two vectors; 0 if one is constant."""
-    one, other = one - one.mean(), other - other.mean()
-    return float(one @ other) / max(float(np.linalg.norm(one) * np.linalg.norm(other)), 1e-30)
 
 
 def _rows(samples: Sequence[Array], numbers: int) -> Floats:
@@ -219,12 +208,8 @@ class SimccPoints(EvaluationTask):
     count: int
     fine: float  # steps per pixel
     name = "key points"
+    reads = "columns and rows of {0.count} key points"
     tally_type = _AxisTally
-
-    @property
-    def form(self) -> str:
-        """How the outputs are interpreted."""
-        return f"{', '.join(self.outputs)}: columns and rows of {self.count} key points"
 
 
 def find_simcc(seen: FirstSamples) -> SimccPoints | None:

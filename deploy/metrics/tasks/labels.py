@@ -4,16 +4,30 @@
 below 0, whereas those of a Softmax are centred at 0. Some samples must have several above 0.5: with
 one, classification covers it (`deploy.metrics.tasks.classes`).
 
-`find_ranked`: TopK's values and indices, or ArgMax's index. The figure is the top-1 agreement, and
-how often FP32's class is among the candidate's best k.
+`find_ranked`: TopK's values and indices, its indices alone, or ArgMax's index. The figure is the
+top-1 agreement; words say how often FP32's class is among the candidate's best k, and how much of
+the best k is the same. The last of k are near ties, so a set counts a fifth.
+
+`find_integers`: other class numbers and indices, such as those that NonMaxSuppression selects. They
+are equal or not, at the same place or, in lists of varying length, as rows in any order.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from deploy.metrics.rows import Floats, Outputs, find_indices, image_size, sums_to_one, to_shares
+from deploy.metrics.rows import (
+    Floats,
+    Outputs,
+    are_indices,
+    find_indices,
+    image_size,
+    sums_to_one,
+    to_shares,
+)
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.classes import are_raw_tracks, are_tracks
 from deploy.metrics.tasks.evaluation_task import (
@@ -29,6 +43,10 @@ _FEWEST = 4  # number of labels, at least
 _BETWEEN = 0.25  # share of probabilities between 0.1 and 0.9, at most
 _OFF = 0.5  # share of them below 0.1, at least
 _BELOW = 0.75  # distance of the mean logit below 0, in standard deviations, at least
+_SETS = 5.0  # loss of the best k's set that counts as much as one of top-1
+_USUAL = 0.75  # share of FP32's integers of one value above which only the others are counted
+_BYTES = 4  # of an index, at least
+_PADDED = -1  # integers that fill a list up
 _ENOUGH = ((0.5, 20), (0.3, 5), (0.1, 5))  # threshold, FP32 labels required to use it
 
 
@@ -117,20 +135,22 @@ class _RankedTally(TaskTally["Ranked"]):
 
     first: int = 0
     among: int = 0
+    shared: float = 0.0  # sum over the samples of the share of FP32's best k
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        reference_classes, candidate_classes = (
-            np.asarray(one[self.task.output], np.int64).reshape(-1)
-            for one in (reference, candidate)
-        )
-        if reference_classes.size and candidate_classes.size:
-            self.first += int(reference_classes[0] == candidate_classes[0])
-            self.among += int(reference_classes[0] in candidate_classes)
+        left, right = (one[self.task.output].reshape(-1) for one in (reference, candidate))
+        if left.size and right.size:
+            self.first += int(left[0] == right[0])
+            self.among += int(left[0] in right)
+            self.shared += len({*left.tolist()} & {*right.tolist()}) / left.size
 
     def result(self) -> TaskFigure | None:
-        k = self.task.count
-        among = f"{self.among} among the best {k}" if k > 1 else ""
-        return self.top1(self.first, self.samples, among)
+        k, shared = self.task.count, self.shared / max(self.samples, 1)
+        among = f"{self.among} among the best {k}, {100 * shared:.1f} % of these the same"
+        found = self.top1(self.first, self.samples, among if k > 1 else "")
+        if found is None or k == 1:
+            return found
+        return replace(found, value=min(found.value, 1 - (1 - shared) / _SETS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,31 +170,87 @@ class Ranked(EvaluationTask):
 
 
 def find_ranked(seen: FirstSamples) -> Ranked | None:
-    """Recognise TopK's two outputs; for pictures also one class, with or without its score."""
+    """Recognise TopK's outputs, or one class, with or without its score."""
     names = seen.names
-    places = _places(seen, names)
-    if places is None:
+    places = (
+        {find_indices(one, names[0], 1) for one in seen.outputs} if len(names) == 2 else {*names}
+    )
+    name = places.pop() if len(places) == 1 else None
+    if name is None or not all(_is_one(one) or are_indices(one, 1) for one in seen.arrays(name)):
         return None
-    count = seen.arrays(places)[0].size
-    pictures = any(image_size(fed) is not None for fed in seen.inputs)
-    if count == 1 and not (pictures and all(map(_is_one, seen.arrays(places)))):
-        return None
-    others = {name: (OutputSlice(output=name),) for name in names if name != places}
-    parts = {places: (), **others} if others else {places: (OutputSlice(output=places),)}
-    return Ranked(places, count, parts=parts)
-
-
-def _places(seen: FirstSamples, names: Sequence[str]) -> str | None:
-    """Return the output of indices: TopK's in each sample, or the only output if of one number."""
-    if len(names) == 1 and all(value.size == 1 for value in seen.arrays(names[0])):
-        return names[0]
-    if len(names) != 2:
-        return None
-    outputs = {find_indices(one, names[0], 1) for one in seen.outputs}
-    return outputs.pop() if len(outputs) == 1 else None
+    others = {other: (OutputSlice(output=other),) for other in names if other != name}
+    return Ranked(name, seen.arrays(name)[0].size, parts={name: (), **others})
 
 
 def _is_one(value: Array) -> bool:
     """Whether it is one integer, [1] or [1, 1], that may be a class."""
     whole = value.dtype.kind in "iu" and value.ndim > 0
     return whole and value.size == 1 and int(value.reshape(-1)[0]) >= 0
+
+
+@dataclass(slots=True)
+class _IndexTally(TaskTally["Indices"]):
+    """Counts integers: FP32's, the candidate's, both's; of places FP32's and both's by value."""
+
+    counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(3, np.int64))
+    own: Counter[int] = field(default_factory=Counter)
+    both: Counter[int] = field(default_factory=Counter)
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        for name, listed in self.task.outputs.items():
+            left, right = (np.atleast_1d(one[name]) for one in (reference, candidate))
+            if listed:
+                rows, others = (Counter(map(str, one.tolist())) for one in (left, right))
+                self.counts += np.array([len(left), len(right), (rows & others).total()])
+                continue
+            alike = left == right if left.shape == right.shape else np.zeros(left.shape, bool)
+            self.counts += np.array([left.size, right.size, np.count_nonzero(alike)])
+            self.own.update(left.ravel().tolist())
+            self.both.update(left[alike].tolist())
+
+    def result(self) -> TaskFigure | None:
+        """Return Dice's coefficient; None if FP32 gives nothing, or one value at every place."""
+        ((usual, most),) = self.own.most_common(1) or [(0, 0)]
+        if self.counts[0] == most:
+            return None
+        often = most > _USUAL * self.counts[0]
+        left, right, both = (int(n) for n in self.counts - often * self.both[usual])
+        but = f", without {usual}, the usual one, where both have it" if often else ""
+        count, new = f"{both} of {left}", right - both
+        value, words = 2 * both / (left + right), f"{count} indices of FP32 kept, {new} new{but}"
+        return self.figure("indices kept", value, count, words, self.task.beside)
+
+
+@dataclass(frozen=True, slots=True)
+class Indices(EvaluationTask):
+    """Class numbers, or indices of what is selected."""
+
+    outputs: Mapping[str, bool]  # output -> whether its rows are in any order
+    beside: tuple[str, ...]  # other outputs
+    name = "indices"
+    reads = "class numbers or indices"
+    tally_type = _IndexTally
+
+
+def find_integers(seen: FirstSamples) -> Indices | None:
+    """Recognise integers from 0 on; beside other outputs they must differ from sample to sample."""
+    whole = {name: seen.arrays(name) for name in seen.every}
+    whole = {name: values for name, values in whole.items() if all(map(_are_whole, values))}
+    beside = tuple(name for name in seen.every if name not in whole)
+    outputs = {
+        name: len({one.shape for one in values}) > 1 or all(map(_is_selection, values))
+        for name, values in whole.items()
+        if not beside or len({one.tobytes() for one in values}) > 1
+    }
+    return Indices(outputs, beside, parts=dict.fromkeys(outputs, ())) if outputs else None
+
+
+def _are_whole(value: Array) -> bool:
+    """Whether it may hold class numbers or indices."""
+    whole = value.dtype.kind in "iu" and value.dtype.itemsize >= _BYTES and value.ndim > 0
+    return bool(whole and (not value.size or value.min() >= _PADDED))
+
+
+def _is_selection(value: Array) -> bool:
+    """Whether it is [n, 3], as NonMaxSuppression gives image, class and box."""
+    return value.ndim == 2 and value.shape[1] == 3 and len(value) != 1

@@ -31,15 +31,16 @@ Function = Callable[[Outputs, Outputs, int | None], float]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A user's metric."""
+    """What the user set to judge by: a function, the name of a task, or both."""
 
-    function: Function
-    name: str  # `file.py:function` or the function's name
+    function: Function | None
+    name: str = ""  # `file.py:function` or the function's name
     digest: str = ""  # SHA-256 of the file; "" for a function object
+    task: str = ""  # "" for the task that the outputs show
 
-    def tally(self, labels: Sequence[int] | None) -> MetricTally:
-        """Return a new tally of the metric."""
-        return MetricTally(self, labels)
+    def tally(self, labels: Sequence[int] | None) -> MetricTally | None:
+        """Return a new tally of the function; None without one."""
+        return None if self.function is None else MetricTally(self, labels)
 
 
 def metric_of(given: str | Function) -> Metric:
@@ -88,6 +89,7 @@ class MetricTally:
         self.others += self._number(reference, candidate, label)
 
     def _number(self, reference: Outputs, candidate: Outputs, label: int | None) -> float:
+        assert self.metric.function is not None
         with usercode.wrap_user_errors(f"the metric {self.metric.name}", error=ConfigError):
             value: object = self.metric.function(_copies(reference), _copies(candidate), label)
             try:

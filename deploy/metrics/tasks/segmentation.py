@@ -1,19 +1,14 @@
 """Segmentation: a class per pixel, or masks of single things.
 
-`find_segmentation`: [N, C, H, W] or [N, H, W, C] scores, or the class numbers. Probabilities that
-sum to 1 per pixel are certain. Logits are accepted if their best class is the same for nearly all
-neighbours, in a picture not much smaller than the input; the channels of a feature map are not.
-Training moves one score of a pixel up and others down, so that their mean hardly changes from pixel
-to pixel, and the best one is above 0: channels of an optical flow or a picture change
-independently, and without objects all logits of masks or peaks are below 0. If all pixels have one
-class, other outputs take precedence: a detector's map of kinds is background wherever it is unsure.
+`find_segmentation`: [N, C, H, W] or [N, H, W, C] scores, or class numbers. Probabilities that sum
+to 1 per pixel are certain. Logits are accepted if neighbours share their best class, in a picture
+not much smaller than the input, and the pixels' mean hardly changes: training moves one score up
+and others down, channels of an optical flow or a picture change independently. If all pixels have
+one class, other outputs take precedence: a detector's map of kinds is mostly background.
 
-`find_masks`: values of 0 to 1 per pixel, such as masks, text regions or saliency. [N, 1, H, W],
-[N, H, W, 1] or a few channels of either; most values are near 0 or 1 (those of a picture or depth
-map are between), some are well above 0, and they do not correlate with the input picture, as a
-sharpened page would. Channels [N, C, H, W] that sum to 1 are classes. Several outputs of one shape
-are masks together, such as U2-Net's supervised stages (Qin et al. 2020). The figure is the IoU of
-the pixels above a threshold.
+`find_masks`: values of 0 to 1 per pixel, such as masks, text regions or saliency, in a few channels
+that do not sum to 1: most near 0 or 1, some well above 0, and unlike the input picture. Several
+outputs of one shape are masks together, such as U2-Net's supervised stages (Qin et al. 2020).
 """
 
 from collections.abc import Sequence
@@ -93,12 +88,8 @@ class Pixels(EvaluationTask):
     classes: int
     last: bool = False  # whether classes are the last dimension
     name = "segmentation"
+    reads = "{0.classes} classes a pixel"
     tally_type = _PixelTally
-
-    @property
-    def form(self) -> str:
-        """How the output is interpreted."""
-        return f"{self.output}: {self.classes} classes a pixel"
 
 
 def find_segmentation(seen: FirstSamples) -> Pixels | None:

@@ -1,19 +1,17 @@
 """Sequences: a class per step (voice activity, taggers), or text by CTC.
 
 `find_steps`: [N, T, C] or [N, C, T] probabilities or log-probabilities that sum to 1 per step, or
-logits that look like a classifier's: confident of their best class, with a mean that hardly changes
-from step to step. Also independent probabilities [N, T], [N, T, 1] or [N, T, C], which may be
-labels of a picture as well; several outputs [N, T, K] of the same steps, such as notes and their
-onsets; and a single step [N, 1], such as a wake word: all count as classes by the side of 0.5.
-Logits [N, T] or [N, T, 1] count by the side of 0. Several outputs may each have a class for the
-same steps, such as the diacritics of a letter.
+logits that are confident of their best class, with a mean that hardly changes from step to step.
+Also independent probabilities [N, T], [N, T, 1] or [N, T, C], several outputs [N, T, K] of them,
+such as notes and their onsets, and a single step [N, 1], such as a wake word: all count as classes
+by the side of 0.5, and logits [N, T] or [N, T, 1] by the side of 0. Several outputs may each have a
+class for the same steps, such as the diacritics of a letter.
 
 `find_text`: CTC (Graves et al. 2006), a symbol or the blank per step, [N, T, C] or [T, N, C]. The
 blank is the first or the last symbol, the most frequent one, and stands between symbols: if it is
-absent for long, as silence is during speech, or if the inputs are token ids or one vector per step,
-the outputs are classes of steps. Texts are decoded greedily: best symbol of each step, repeats
-merged, blanks dropped. If blanks only follow the last symbol in every sample, each step is the slot
-of a symbol, as in number plates, and repeats stay.
+absent for long, or if the inputs are token ids or one vector per step, these are steps. Texts are
+decoded greedily: repeats merged, blanks dropped. If blanks only follow the last symbol in every
+sample, each step is the slot of a symbol, as in number plates, and repeats stay.
 """
 
 from collections.abc import Sequence

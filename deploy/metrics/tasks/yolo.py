@@ -29,7 +29,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Floats, Outputs, image_size, to_shares
+from deploy.metrics.rows import Floats, Outputs, correlate, image_size, to_shares
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.detections import (
     LOWEST,
@@ -143,13 +143,9 @@ class DenseDecoder:
     @property
     def parts(self) -> Mapping[str, tuple[OutputSlice, ...]]:
         """Boxes, scores, and the rows after them."""
-        borders = (0, 4, 4 + self.scores, self.rows)
-        spans = [(a, b) for a, b in itertools.pairwise(borders) if b > a]
-        return {
-            self.output: tuple(
-                OutputSlice(output=self.output, axis=self.axis, start=a, stop=b) for a, b in spans
-            )
-        }
+        spans = itertools.pairwise((0, 4, 4 + self.scores, self.rows))
+        one = OutputSlice(output=self.output, axis=self.axis)
+        return {self.output: tuple(replace(one, start=a, stop=b) for a, b in spans if b > a)}
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
         """Return all boxes of one sample."""
@@ -282,7 +278,7 @@ def _lie_at_anchors(places: Floats, sizes: Sequence[tuple[int, int]], grid: Anch
     """Whether x and y [2, A] of all samples correlate with their anchors'."""
     cells = [grid.cells(size) for size in sizes]
     centres = np.concatenate([(c + 0.5) * s[:, None] for c, s in cells]).T
-    along = (_correlation(one, other) for one, other in zip(places, centres, strict=True))
+    along = (correlate(one, other) for one, other in zip(places, centres, strict=True))
     return min(along) > _AT_ANCHORS
 
 
@@ -334,12 +330,6 @@ def _coding(
 
 def _mostly(true: Array) -> bool:
     return bool(np.mean(true) >= _NEARLY_ALL)
-
-
-def _correlation(one: Floats, other: Floats) -> float:
-    if one.std() == 0 or other.std() == 0:
-        return 0.0
-    return float(np.corrcoef(one, other)[0, 1])
 
 
 def _out_of_cells(boxes: Floats, cells: Floats, stride: Floats) -> Floats:
