@@ -175,7 +175,7 @@ class OnnxRuntime:
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the engine itself."""
-        return self._paired(request).engine()
+        return self._paired(request).engine(request.cpu)
 
     def _paired(self, request: BuildRequest) -> _Paired:
         """Return the model with its pairs, before the rewrites for fast kernels."""
@@ -240,7 +240,7 @@ class OnnxRuntime:
         decisions, weights = paired.decisions, read_stored_weights(paired.model, on_cpus=True)
         kind = "int8" if any(d.quantized for d in decisions) else "float"
         plain = paired.model.SerializeToString(deterministic=True) if kind == "float" else b""
-        model = paired.engine()
+        model = paired.engine(request.cpu)
         weights = (*weights, *dynamic_weights(model))
         notes = (
             *self._notes(decisions, weights),
@@ -352,9 +352,10 @@ class _Paired:
     read: ModelAnalysis
     plan: Plan | None = None
 
-    def engine(self) -> onnx.ModelProto:
-        """The model, rewritten for ONNX Runtime's kernels."""
-        from deploy.targets.onnxruntime.conv_rewrites import RewriteContext
+    def engine(self, cpu: str) -> onnx.ModelProto:
+        """The model, rewritten for ONNX Runtime's kernels on a CPU of `BuildRequest.cpu`."""
+        from deploy.runtimes.ort import cpu_kind
+        from deploy.targets.onnxruntime.conv_rewrites import KERNELS, RewriteContext
         from deploy.targets.onnxruntime.rewrites import apply_rewrites
 
         gates = () if self.plan is None else self.plan.gates
@@ -363,5 +364,6 @@ class _Paired:
             float_nodes=frozenset(d.node for d in self.decisions if not d.quantized),
             float_gates=tuple(gate for gate in self.read.gates if gate not in gates),
             is_kept=self.plan is None,
+            kernels=KERNELS.get(cpu_kind() if cpu == "this" else cpu, KERNELS["avx2"]),
         )
         return apply_rewrites(self.model, context)
