@@ -331,7 +331,7 @@ def test_random_and_huge_constants_stay_nodes():
     ],
 )
 def test_a_constant_stays_a_node_where_its_value_is_larger(nodes, left):
-    weights = [ints("sizes", 32, 32, 3, 3), ints("few", 1, 32, 1, 1), floats("one", 1)]
+    weights = [ints("sizes", 32, 32, 3, 3), ints("few", 1, 32, 3, 3), floats("one", 1)]
     weights.append(numpy_helper.from_array(np.ones((32, 32, 3, 3), np.int8), "bytes"))
     weights.append(floats("w", 32, 32, 3, 3))
     inputs = [make_value("x", [32, 32, 3, 3])]

@@ -31,7 +31,7 @@ _NEVER = (*RANDOM, "Constant", "Shape")
 _LARGEST = 1 << 20  # elements
 _DENSEST = 1 << 22  # elements of a sparse constant of few values
 _SPARSEST = 1000  # elements for each value of any other
-_LITTLE = 1 << 10  # bytes that a folded constant may add to the file
+_LITTLE = 1 << 12  # bytes that a folded constant may add to the file: 1024 channels
 _INT8 = 4  # times as small as float32
 
 
