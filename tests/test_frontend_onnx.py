@@ -19,6 +19,8 @@ from deploy.frontends.affine import fold_affine
 from deploy.frontends.onnx_file import _without_values, infer_shapes
 from deploy.frontends.onnx_reader import parse_model
 from deploy.graph.index import all_nodes
+from deploy.graph.placement import ONNXRUNTIME
+from deploy.graph.plan import analyse
 from deploy.pipeline.evaluate import float_model
 from tests.models import make_model, make_node, make_value, parse_nodes, run_command, save_net
 
@@ -314,6 +316,29 @@ def test_random_and_huge_constants_stay_nodes():
     )
     left = types(load(model_of(nodes, [ints("shape", 2**40)])).model)
     assert left[0] == "ConstantOfShape" and "RandomUniform" in left
+
+
+@pytest.mark.parametrize(
+    ("nodes", "left"),
+    [
+        ("t = Expand (one, sizes) y = Add (x, t)", ["Expand", "Add"]),
+        ("t = Cast <to = 1> (bytes) y = Add (x, t)", ["Cast", "Add"]),
+        ("v = Expand (one, sizes) y = Conv (x, v)", ["Expand", "Conv"]),
+        ("v = Cast <to = 1> (bytes) y = Conv (x, v)", ["Conv"]),  # int8 is smaller
+        ("v = Mul (w, one) y = Conv (x, v)", ["Conv"]),  # as large as what it replaces
+        ("v = Transpose <perm = [1, 0, 2, 3]> (w) c = Conv (x, v) y = Add (c, w)", ["Conv", "Add"]),
+        ("t = Expand (one, few) y = Add (x, t)", ["Add"]),
+    ],
+)
+def test_a_constant_stays_a_node_where_its_value_is_larger(nodes, left):
+    weights = [ints("sizes", 32, 32, 3, 3), ints("few", 1, 32, 3, 3), floats("one", 1)]
+    weights.append(numpy_helper.from_array(np.ones((32, 32, 3, 3), np.int8), "bytes"))
+    weights.append(floats("w", 32, 32, 3, 3))
+    inputs = [make_value("x", [32, 32, 3, 3])]
+    loaded = check_same(model_of(parse_nodes(nodes), weights, inputs=inputs), 1e-3)
+    assert types(loaded.model) == left
+    plan = analyse(loaded.model, ONNXRUNTIME)
+    assert not {"t", "v"}.intersection(plan.activations)
 
 
 def test_a_cast_to_the_type_that_is_there_goes_and_what_is_behind_it_is_folded():

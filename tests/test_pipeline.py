@@ -20,7 +20,7 @@ from deploy.feed.preprocess import Preprocess
 from deploy.method import Method
 from deploy.pipeline import build, calibrate
 from deploy.tuning.search_options import Tuning
-from tests.models import build_net, make_model, make_node, make_value, save_fixed_batch, save_net
+from tests.models import build_net, make_model, parse_nodes, save_fixed_batch, save_net
 
 UNIT = Preprocess(size=(16, 16))
 
@@ -496,82 +496,49 @@ def test_ranges_of_a_trusted_cache_are_said_to_be_its_own(run_small, tmp_path):
 
 
 LONG = 256
+TABLE = "angles = Mul (times, tones) table = Cos (angles)"
+LAYERS = "c = Conv (x, w) m = Mul (c, grid) r = Relu (m) y = Conv (r, v)"
+KINDS = {
+    "spectrum": f"{TABLE} s = MatMul (x, table) r = Relu (s) y = MatMul (r, wide)",
+    "windows": f"{TABLE} windows = Unsqueeze (table, one) s = Conv (x, windows) y = Conv (s, long)",
+    "numbers": f"row = Range (zero, many, half) grid = Reshape (row, sizes) {LAYERS}",
+    "expanded": f"grid = Expand (half, sizes) {LAYERS}",
+    "tiled": f"grid = Tile (line, often) {LAYERS}",
+    "filled": f"zeros = ConstantOfShape (sizes) grid = Add (zeros, half) {LAYERS}",
+    "shared": "a = Conv (x, w) b = Conv (a, v, b1) c = Conv (b, v, b2) d = Conv (c, v, b3)"
+    "e = Conv (d, v, b4) f = Conv (e, v, b5) y = Conv (f, v, b6)",
+    "tiny": "a = Conv (x, u) b = Conv (a, u) c = Conv (b, u) y = Conv (c, u)",
+}
+SHAPES = {"spectrum": ["n", LONG], "windows": ["n", 1, LONG]}
+WEIGHTS = {
+    "u": (4, 4, 1, 1),
+    "w": (32, 4, 1, 1),
+    "v": (32, 32, 3, 3),
+    "wide": (LONG, 16),
+    "long": (64, LONG, 1),
+}
+CONSTANTS = {
+    "times": np.arange(LONG)[:, None], "tones": np.linspace(0, 0.1, LONG)[None], "half": 0.5,
+    "zero": 0, "many": 16384, "line": np.linspace(0, 1, 32).reshape(1, 1, 1, 32),
+    **{f"b{place}": np.full(32, 4.0**place) for place in range(1, 7)},
+}  # fmt: skip
+NUMBERS = {"one": [1], "sizes": [1, 32, 32, 32], "often": [1, 32, 32, 1]}
 
 
-def spectrum(path, change=lambda model: None):
-    """Sound -> a spectrum by a table of cosines, which the model makes of two vectors."""
-    nodes = [
-        ("Mul", "times tones", "angles"), ("Cos", "angles", "table"), ("MatMul", "x table", "s"),
-        ("Identity", "s", "same"), ("Relu", "same", "y"),
-    ]  # fmt: skip
-    weights = {
-        "three": np.float32(3), "zero": np.float32(0), "six": np.float32(6),
-        "times": np.arange(LONG, dtype=np.float32)[:, None],
-        "tones": np.linspace(0, 0.1, LONG, dtype=np.float32)[None],
-    }  # fmt: skip
-    model = make_model(nodes, {"x": ["n", LONG]}, {"y": ["n", LONG]}, weights)
-    change(model)
-    return save_net(model, path)
-
-
-@pytest.fixture
-def float_file(run, tmp_path):
-    """(model) -> the float file that is written by a plan of floats alone, and the notes on it."""
-    plan = tmp_path / "float.toml"
-    plan.write_text('schema = "calib8-plan/1"\nfloat = ["*"]\n')
-
-    def call(model):
-        rows = np.random.default_rng(3).normal(size=(8, LONG)).astype(np.float32)
-        np.save(tmp_path / "x.npy", rows)
-        words = ("build", model, "--images", tmp_path / "x.npy", "--out", tmp_path / "o")
-        run.ok(*words, "--duration", 0, "--plan", plan)
-        (written,) = (tmp_path / "o").glob("*.float.onnx")
-        return written, " ".join(report(tmp_path / "o")["targets"][0].get("notes", ()))
-
-    return call
-
-
-def test_a_model_that_computes_its_tables_stays_as_small_as_it_is(float_file, tmp_path):
-    model = spectrum(tmp_path / "spectrum.onnx")
-    written, said = float_file(model)
-    assert written.read_bytes() == model.read_bytes()
-    assert "float engine is the given file" in said
-
-
-def add_gate(model):
-    model.graph.node[-1].CopyFrom(make_node("Add", "same three", "moved", name="moved"))
-    model.graph.node.extend([
-        make_node("Clip", "moved zero six", "cut", name="cut"),
-        make_node("Mul", "same cut", "gated", name="gated"),
-        make_node("Div", "gated six", "y", name="sixth"),
-    ])  # fmt: skip
-
-
-def share_names(model):
-    for node in model.graph.node:
-        node.name = "same"
-
-
-def list_weights(model):
-    model.graph.input.append(make_value("tones", [1, LONG]))
-
-
-def hold_table(model):
-    table = np.cos(np.outer(np.arange(LONG), np.linspace(0, 0.1, LONG))).astype(np.float32)
-    del model.graph.node[:2], model.graph.initializer[:]
-    model.graph.initializer.append(numpy_helper.from_array(table, "table"))
-
-
-@pytest.mark.parametrize(
-    ("change", "gone"),
-    [
-        (add_gate, "Clip"),  # a gate becomes one kernel
-        (share_names, "Cos"),  # ONNX Runtime loads no nodes that share a name
-        (list_weights, "Cos"),  # and computes slower with weights that are inputs
-        (hold_table, "Identity"),  # cleaning makes the file no larger
-    ],
-)
-def test_one_that_runs_otherwise_or_grows_no_larger_is_cleaned(float_file, tmp_path, change, gone):
-    written, said = float_file(spectrum(tmp_path / "spectrum.onnx", change))
-    assert gone not in {node.op_type for node in onnx.load(written).graph.node}
-    assert "given file" not in said
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_int8_file_is_larger_than_the_model(kind, tmp_path):
+    rng, nodes = np.random.default_rng(3), parse_nodes(KINDS[kind])
+    held = CONSTANTS | {name: rng.normal(0, 0.1, shape) for name, shape in WEIGHTS.items()}
+    held = {k: np.float32(v) for k, v in held.items()} | {k: np.int64(NUMBERS[k]) for k in NUMBERS}
+    held = {name: held[name] for node in nodes for name in node.input if name in held}
+    shape = SHAPES.get(kind, ["n", 4, 32, 32])
+    model = make_model(nodes, {"x": shape}, {"y": None}, held)
+    words = [word for name in ("onnxruntime", "tensorrt", "ascend") for word in ("--target", name)]
+    x = rng.normal(size=(8, *shape[1:]))
+    out = build_net(model, x, tmp_path, "--effort", 0, "--accept", *words)
+    names = ["net.int8.onnx", "net.tensorrt.typed.onnx", "net_deploy_model.onnx"]
+    if kind == "shared":
+        names.pop()  # AMCT copies a weight for each layer
+    nodes_and_names = 600 * len(nodes) if kind == "tiny" else 0  # hardly any weights to win by
+    largest = max((out / name).stat().st_size for name in names)
+    assert largest <= model.ByteSize() + nodes_and_names

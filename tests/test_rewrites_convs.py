@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -11,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy.graph.index import Graph
 from deploy.graph.placement import ONNXRUNTIME
 from deploy.graph.plan import analyse
+from deploy.runtimes.ort import OrtSession, cpu_kind
 from deploy.targets.onnxruntime import conv_rewrites, rewrites
 from deploy.targets.onnxruntime.conv_rewrites import RewriteContext
 from deploy.targets.onnxruntime.map_rewrites import write_upsampling
@@ -73,15 +75,35 @@ def ran(model: onnx.ModelProto) -> list[bytes]:
     return [value.tobytes() for value in run_net(model, x)]
 
 
-@pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.parametrize(("inner", "outer", "window"), [(3, 32, 3), (1, 32, 3), (2, 24, 5)])
-def test_a_picture_in_int8_gets_four_channels(inner, outer, window, twice, tmp_path, monkeypatch):
-    model = net(inner, outer, window=window, twice=twice)
-    found = engine(built(model, tmp_path / "four", "--effort", 0))
-    assert seen(found) == 4 and counted(found.graph.node, "Pad") == 1
-    monkeypatch.setattr("deploy.targets.onnxruntime.conv_rewrites._LEAST", 1000)
-    plain = engine(built(model, tmp_path / "plain", "--effort", 0))
-    assert seen(plain) == inner and ran(found) == ran(plain)
+@pytest.mark.parametrize(
+    ("inner", "outer", "window", "padded"),
+    [
+        (3, 32, 3, "vnni avx2 arm any"), (3, 32, 7, ""), (3, 96, 3, "vnni"), (2, 24, 5, "vnni"),
+        (1, 64, 3, "vnni"), (1, 64, 7, ""), (1, 16, 3, ""),
+    ],
+)  # fmt: skip
+def test_a_picture_gets_four_channels_where_its_kernel_is_faster(
+    inner, outer, window, padded, tmp_path
+):
+    """By the kernels of the CPU that runs it, whatever CPU builds."""
+    model = net(inner, outer, window=window, twice=outer == 24)
+    found = {
+        cpu: engine(built(model, tmp_path / cpu, "--effort", 0, "--for", cpu))
+        for cpu in ("vnni", "avx2", "arm", "any", cpu_kind())
+    }
+    assert {cpu for cpu, one in found.items() if seen(one) == 4} == set(padded.split())
+    assert all(counted(m.graph.node, "Pad") == (seen(m) == 4) for m in found.values())
+    assert len({tuple(ran(one)) for one in found.values()}) == 1
+    here = built(model, tmp_path / "here", "--effort", 0)
+    assert engine(here) == found[cpu_kind()]
+
+
+@pytest.mark.parametrize(("sums", "kind"), [(255 * 127 * 64, "vnni"), (32767 * 32, "avx2")])
+def test_the_kind_of_cpu_is_what_its_kernels_do(sums, kind, monkeypatch):
+    ran = SimpleNamespace(run=lambda feed: {"y": np.full((1, 16), sums)})
+    monkeypatch.setattr(OrtSession, "open", lambda model, **options: ran)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert cpu_kind.__wrapped__() == kind
 
 
 @pytest.mark.parametrize(
@@ -111,7 +133,7 @@ def test_a_layer_may_be_called_as_what_it_makes(tmp_path):
     weights = {name: rng.normal(0, 0.2, shape) for name, shape in shapes.items()}
     weights |= {"least": 0, "most": 6}
     model = make_model(nodes, {"x": ["n", 3, SIDE, SIDE]}, {"y": None}, as_float32(weights))
-    found = engine(built(model, tmp_path / "net", "--effort", 0))
+    found = engine(built(model, tmp_path / "net", *VNNI))
     assert seen(found) == 4 and "stem/wide" in [name for n in found.graph.node for name in n.output]
 
 
@@ -119,7 +141,7 @@ def test_a_layer_may_be_called_as_what_it_makes(tmp_path):
     ("inner", "outer", "stride", "in_float"),
     [
         (3, 32, 1, False), (3, 24, 1, False), (3, 16, 1, True), (3, 24, 2, False), (3, 16, 2, True),
-        (1, 32, 1, False), (1, 32, 2, True),
+        (1, 32, 1, True), (1, 32, 2, True), (1, 64, 1, False),
     ],
 )  # fmt: skip
 def test_a_first_conv_of_many_values_is_in_int8(inner, outer, stride, in_float):
@@ -131,6 +153,7 @@ def test_a_first_conv_of_many_values_is_in_int8(inner, outer, stride, in_float):
 
 
 EDGE = 12
+VNNI = ("--effort", "0", "--for", "vnni")
 
 
 def inverted(channels: int, *, squeeze: str = "", end: str = "project", window: int = 3):
@@ -179,17 +202,21 @@ def groups(model: onnx.ModelProto) -> int:
 @pytest.fixture
 def fives(tmp_path) -> Path:
     """The build of a network whose depthwise layer has 24 channels and a window of 5."""
-    return built(inverted(24, window=5), tmp_path / "net", "--effort", "0")
+    return built(inverted(24, window=5), tmp_path / "net", *VNNI)
 
 
 @pytest.mark.parametrize("squeeze", ["", "GlobalAveragePool", "ReduceMean"])
 @pytest.mark.parametrize(
-    ("channels", "wide"), [(24, 32), (40, 48), (72, 80), (20, 32), (32, 32), (48, 48)]
+    ("channels", "wide", "avx2"),
+    [(24, 32, 24), (40, 48, 48), (72, 80, 80), (20, 32, 20), (32, 32, 32), (48, 48, 48)],
 )
-def test_the_channels_of_a_slow_layer_are_filled_up(channels, wide, squeeze, tmp_path, monkeypatch):
+def test_the_channels_of_a_slow_layer_are_filled_up_where_that_pays(
+    channels, wide, avx2, squeeze, tmp_path, monkeypatch
+):
     model = inverted(channels, squeeze=squeeze, end="residual")
-    found = engine(built(model, tmp_path / "wide", "--effort", "0"))
-    assert groups(found) == wide
+    found = engine(built(model, tmp_path / "wide", *VNNI))
+    other = engine(built(model, tmp_path / "avx2", "--effort", "0", "--for", "avx2"))
+    assert (groups(found), groups(other)) == (wide, avx2)
     monkeypatch.setattr("deploy.targets.onnxruntime.conv_rewrites._AT_ONCE", 1)
     plain = engine(built(model, tmp_path / "plain", "--effort", "0"))
     assert groups(plain) == channels and ran(found) == ran(plain)
@@ -214,7 +241,7 @@ def test_layers_in_float_around_it_get_wider_too_and_keep_their_own_weights(tmp_
     model = inverted(24, window=5)
     plan = tmp_path / "all.plan.toml"  # leaves all else in int8
     plan.write_text('schema = "calib8-plan/1"\nfloat = []\n\n[onnxruntime]\nprecision = "int8"\n')
-    words = ("--keep-float", "expand", "--keep-float", "project", "--plan", plan)
+    words = ("--keep-float", "expand", "--keep-float", "project", "--plan", plan, *VNNI[2:])
     found = engine(built(model, tmp_path / "net", *words))
     assert groups(found) == 32
     held, own = constants(found), constants(model)
@@ -240,7 +267,7 @@ def test_the_search_gives_float_layers_back_their_weights(tmp_path, monkeypatch)
     real = output_rounding._give_back
     monkeypatch.setattr(output_rounding, "_give_back", give_back)
     monkeypatch.setattr("deploy.tuning.search._NEAR", 0.0)  # layers are looked at alone, too
-    built(inverted(24, window=5), tmp_path / "net", "--effort", "1")
+    built(inverted(24, window=5), tmp_path / "net", "--effort", "1", *VNNI[2:])
     assert seen and all(seen)
 
 

@@ -6,10 +6,13 @@
     Shape(x) -- Slice -- Concat -- Cast -- Pad      ==>     and of Cast  ---- Pad
     x --------------------------------------'               x ---------------'
 
-ONNX Runtime computes the values, so they equal those of the model bit for bit.
+ONNX Runtime computes the values, so they equal those of the model bit for bit. Nodes are put back
+where the file would be larger without them (tables of sines, an expanded number).
 """
 
 import math
+from collections import Counter
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import onnx
@@ -19,6 +22,7 @@ from deploy.errors import ModelError, first_line
 from deploy.frontends.checks import to_array
 from deploy.graph.edit import bypass, copy_message, replace_nodes
 from deploy.graph.index import RANDOM, all_graphs, attributes, count_reads, iter_reads, subgraphs
+from deploy.graph.placement import WEIGHTED
 from deploy.runtimes.ort import OrtSession
 
 _DEFAULT = ("", "ai.onnx")
@@ -27,13 +31,16 @@ _NEVER = (*RANDOM, "Constant", "Shape")
 _LARGEST = 1 << 20  # elements
 _DENSEST = 1 << 22  # elements of a sparse constant of few values
 _SPARSEST = 1000  # elements for each value of any other
+_LITTLE = 1 << 12  # bytes that a folded constant may add to the file: 1024 channels
+_INT8 = 4  # times as small as float32
 
 
-def fold_constants(model: onnx.ModelProto) -> int:
+def fold_constants(model: onnx.ModelProto, folded: dict[str, onnx.NodeProto]) -> int:
     """Turn constant nodes of the main graph into initializers, in place; return their number.
 
     Nodes stay if they are random, have subgraphs, are of a custom domain, produce a graph output,
-    or produce more than 2**20 elements (and more than they read).
+    or produce more than 2**20 elements (and more than they read). `folded` gets the others, by
+    their outputs.
     """
     graph = model.graph
     shapes = static_shapes(graph)
@@ -49,10 +56,55 @@ def fold_constants(model: onnx.ModelProto) -> int:
         else:
             constants.update({tensor.name: tensor for tensor in values})
             graph.initializer.extend(values)
-    folded = len(graph.node) - len(remaining)
-    if folded:
+            folded |= dict.fromkeys(node.output, copy_message(node))
+    count = len(graph.node) - len(remaining)
+    if count:
         replace_nodes(graph, remaining)
-    return folded
+    return count
+
+
+def unfold_large(graph: onnx.GraphProto, folded: Mapping[str, onnx.NodeProto]) -> int:
+    """Put folded nodes back whose result makes the file larger; return their number.
+
+    A weight counts as int8, beside all that it is computed from. The constants that folded nodes
+    read must still be there.
+    """
+    sizes = {tensor.name: tensor.ByteSize() for tensor in graph.initializer}
+    reads = count_reads(graph)
+    stored = {*reads}
+    weights = Counter(node.input[1] for node in graph.node if node.op_type in WEIGHTED)
+    back: set[str] = set()
+    for name in [name for name in folded if name in stored and sizes[name] > _LITTLE]:
+        is_weight = weights[name] == reads[name]
+        whole, size = (set(), sizes[name] // _INT8) if is_weight else (stored, sizes[name])
+        nodes, leaves = _recipe(name, folded, whole - {name})
+        freed = sum(folded[node].ByteSize() for node in nodes) + sum(sizes[leaf] for leaf in leaves)
+        if nodes and size > freed + _LITTLE:
+            back |= nodes
+            stored = (stored | leaves | nodes) - {name}
+    if back:
+        replace_nodes(graph, [*(folded[name] for name in folded if name in back), *graph.node])
+        for place in reversed(range(len(graph.initializer))):
+            if graph.initializer[place].name in back:
+                del graph.initializer[place]
+    return len(back)
+
+
+def _recipe(
+    name: str, folded: Mapping[str, onnx.NodeProto], stored: Collection[str]
+) -> tuple[set[str], set[str]]:
+    """Return what computes a constant: (results of folded nodes, constants), without the stored."""
+    made, leaves, waiting = set[str](), set[str](), [name]
+    for tensor in waiting:
+        node = folded.get(tensor)
+        if tensor in stored or tensor in made:
+            continue
+        if node is None or node.op_type in ("Constant", "Shape") or len(node.output) > 1:
+            leaves.add(tensor)
+        else:
+            made.add(tensor)
+            waiting += iter_reads(node)
+    return made, leaves
 
 
 def write_dense(graph: onnx.GraphProto) -> int:

@@ -11,7 +11,7 @@ from deploy.errors import BackendError, ModelError, first_line
 from deploy.frontends import checks
 from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel, model_digest
-from deploy.frontends.fold import fold_constants, remove_identity, write_dense
+from deploy.frontends.fold import fold_constants, remove_identity, unfold_large, write_dense
 from deploy.frontends.lift import (
     complete_resizes,
     drop_casts,
@@ -270,19 +270,22 @@ def _write_defaults(
 
 def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     constants = identities = casts = 0
+    nodes: dict[str, onnx.NodeProto] = {}
     model = infer_shapes(model)
     for _ in range(_ROUNDS):
         identities += (removed := remove_identity(model.graph))
-        constants += (folded := fold_constants(model))
+        constants += (folded := fold_constants(model, nodes))
         casts += (idle := drop_casts(model.graph, Graph(model).dtypes))
         if not folded and not removed and not idle:
             break
         model = infer_shapes(model)
+    constants -= (computed := unfold_large(model.graph, nodes))
     dead = drop_dead(model.graph)
     return model, [
         sentence
         for count, sentence in (
             (constants, f"Folded {_count(constants, 'constant node')}."),
+            (computed, f"Left {_count(computed, 'constant node')} whose results are larger."),
             (identities, f"Removed {_count(identities, 'Identity or Dropout node')}."),
             (casts, f"Removed {_count(casts, 'cast')} to the type that the tensor has."),
             (dead, f"Removed {_count(dead, 'node')} that no output needs."),

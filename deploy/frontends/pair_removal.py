@@ -99,7 +99,7 @@ def remove_pairs(
     out = copy_message(model)
     work = _Stripper(out, taken, keep_rounding=keep_rounding)
     work.run()
-    fold_constants(out)
+    fold_constants(out, {})
     remaining = next((node for node in all_nodes(out.graph) if node.op_type in (Q, DQ)), None)
     if remaining is not None:
         raise ModelError(

@@ -232,6 +232,16 @@ class Graph:
         return frozenset(found)
 
     @cached_property
+    def computed(self) -> frozenset[str]:
+        """Tensors that nodes compute from constants alone."""
+        found: set[str] = set()
+        for node in self.nodes:
+            fixed = (name in self.initializers or name in found for name in iter_reads(node))
+            if node.op_type not in RANDOM and all(fixed):
+                found.update(node.output)
+        return frozenset(found)
+
+    @cached_property
     def depths(self) -> dict[str, int]:
         """Tensor -> number of nodes on the longest path to it."""
         found: dict[str, int] = {}

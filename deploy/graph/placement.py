@@ -89,7 +89,8 @@ class Placement:
         float_behind_concat: readers of a Concat stay float unless int8 nodes make all its inputs.
         parted: op types with a pair between them and their tail.
         thin: a Conv on a model input with fewer products per output value than this stays float,
-            unless a MaxPool follows or it makes many values of each input value.
+            and one on a picture of one channel, unless a MaxPool follows or it makes many values of
+            each input value.
         least_channels: op type -> layers with fewer input or output channels stay float.
         most_window: a Conv with a window of more elements stays float; 0 for no limit.
         groups: whether a Conv may have groups.

@@ -29,6 +29,11 @@ Tile = tuple[int, int]
 _ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
 _FLOAT = onnx.TensorProto.FLOAT
 _MANY_CHANNELS = 24  # output channels of a first Conv
+# the same over one channel, also of products: with fewer the int8 kernel, which gathers every
+# window, takes longer (float over int8, windows of 3 to 7: 16 channels 0.51 to 0.84, 32 channels
+# 0.66 to 1.02, 64 channels 0.88 to 1.40 with AVX512-VNNI; 0.70 to 0.84, 0.87 to 0.93 and 1.03 to
+# 1.09 with AVX2)
+_MANY_OF_GREY = 64
 _COLOURED = 27  # products per output value of a 3x3 window over three colours
 # ONNX Runtime moves the DequantizeLinear past data movement and then looks for the body's tensor
 # among the inputs of the If (1.31, 1.32): an assertion that no caller can catch.
@@ -79,11 +84,15 @@ def find_refusal(
         return f"{node.op_type} is not run in {placement.word} on {placement.name}"
     if node.name in kept:
         return kept[node.name]
+    if any(graph.is_float(name) for name in graph.computed.intersection(node.input)):
+        return "one of its operands is computed from constants"
     if node.op_type in placement.heavy and (reason := _weight_refusal(graph, node, placement)):
         return reason
     if node.op_type == "Conv" and _fed(graph, node.input[0]):
-        products = math.prod(graph.initializers[node.input[1]].dims[1:])
+        outputs, inputs, *window = graph.initializers[node.input[1]].dims
+        products, grey = math.prod(window) * inputs, inputs == 1 and len(window) > 1
         thin = products < placement.thin and not _many_values(graph, node)
+        thin |= placement.thin > 0 and grey and max(outputs, products) < _MANY_OF_GREY
         if thin and not _pooled(graph, placement, node):
             return f"the first Conv has only {products} products a value, and is faster in float"
     if placement.everywhere:
@@ -218,8 +227,7 @@ def _many_values(graph: Graph, node: onnx.NodeProto) -> bool:
 
     Float values have to be written, transposed and quantized, which costs more than the products
     (float and int8 in ms, 224x224: 3 to 32 channels 2.3 and 1.5, to 64 channels 6.0 and 3.3; with
-    stride 2 and the next layer 0.49 and 0.42; 640x640 with a SiLU 7.2 and 5.5). With stride 2 over
-    a single channel float is faster (0.13 and 0.17).
+    stride 2 and the next layer 0.49 and 0.42; 640x640 with a SiLU 7.2 and 5.5).
     """
     outputs, *window = graph.initializers[node.input[1]].dims
     steps = set(attributes(node).get("strides", [1]))

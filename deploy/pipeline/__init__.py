@@ -297,6 +297,7 @@ def build_with(
             plans,
             repairs=build.repairs_of,
             against=build.loaded.model if build.duration_s > 0 else None,
+            cpu=build.options.tuning.cpu,
         )
         figures = _measured(build, calibration, results, stage)
         results = discard_failed(results, figures.failed, stage)

@@ -51,7 +51,7 @@ def search_targets(
     """
     path = stage.folder / plan_name(calibrated.loaded)
     known = find_plan(path, wish, calibrated.loaded.digest)
-    request = _request(calibrated, stage, threads)
+    request = _request(calibrated, stage, threads, wish.cpu)
     found = {}
     for target in targets:
         if target.name in calibrated.failed:
@@ -89,18 +89,20 @@ def build_targets(
     *,
     repairs: Callable[[Target], Sequence[str]],
     against: onnx.ModelProto | None,
+    cpu: str,
 ) -> list[BuildResult]:
     """Build every target; a failed one becomes its error.
 
     Args beyond those of `deploy.pipeline.build`:
         against: the model without repairs, if speed is measured.
+        cpu: one of `deploy.tuning.CPU_NAMES`.
 
     Raises:
         Calib8Error: every target failed.
     """
     from deploy.tuning.repairs.apply import repair_notes, repair_request, repair_samples
 
-    request = replace(_request(calibrated, stage, threads), against=against)
+    request = replace(_request(calibrated, stage, threads, cpu), against=against)
     results: list[BuildResult] = []
     errors: list[Calib8Error] = []
     for target in targets:
@@ -154,7 +156,7 @@ def discard_failed(
     return kept
 
 
-def _request(calibrated: CalibrationResult, stage: Stage, threads: int) -> BuildRequest:
+def _request(calibrated: CalibrationResult, stage: Stage, threads: int, cpu: str) -> BuildRequest:
     return BuildRequest(
         subject=calibrated.subject,
         folder=stage.inside,
@@ -164,4 +166,5 @@ def _request(calibrated: CalibrationResult, stage: Stage, threads: int) -> Build
         manifest=calibrated.feed.manifest(),
         judges=calibrated.judges,
         threads=threads,
+        cpu=cpu,
     )

@@ -40,6 +40,7 @@ class BuildRequest:
         choices: decisions for this target beyond what the user asked for.
         judges: evaluation samples of the search, with the float model's outputs; None without a
             search.
+        cpu: one of `deploy.tuning.CPU_NAMES`, the CPU that will run ONNX Runtime's engine.
         against: cleaned float model without repairs, for the float engines of the speed
             comparison; None where speed is not measured.
     """
@@ -53,6 +54,7 @@ class BuildRequest:
     threads: int = 1
     choices: Choices = NO_CHOICES
     judges: EvaluationSet | None = None
+    cpu: str = "this"
     against: onnx.ModelProto | None = None
 
     def choosing(self, choices: Choices) -> BuildRequest:

@@ -1,18 +1,19 @@
 """Rewrites of int8 Convs for ONNX Runtime's kernels: stems, depthwise Convs, ConvTransposes.
 
-**Stems** get a fourth channel. The kernel gathers each window a pixel at a time, and a pixel of
-three bytes takes longer than one of four (3x3 over 224x224 to 32 channels: 365 us, 182 with the
-fourth). The picture gets channels of real zeros, for which the weights are 0::
+**Stems** get a fourth channel. The kernel gathers each window a row at a time, and rows of 3, 6, 9
+or 15 bytes take longer than those of 12 or 20 (3x3 over 224x224 to 32 channels: 357 us, 246 with
+the fourth). The picture gets channels of real zeros, for which the weights are 0::
 
     Q -> DQ -> Conv [32, 3, 3, 3]      Q -> Pad -> DQ -> Conv [32, 4, 3, 3]
 
-A window of one pixel gathers nothing, few output channels are not worth the Pad, and a Conv over
-one axis (sound) is slower with it.
+Wider rows gain nothing, nor does a window of one pixel; few output channels are not worth the Pad,
+and a Conv over one axis (sound) is slower with it. Without VNNI the products with zeros cost more
+than they gain where there are many of them (`KERNELS`).
 
 **Depthwise Convs** get a multiple of 16 channels, which the kernel takes at a time. With any other
-number the layer takes twice as long, and four times if it is no multiple of 8 either (5x5 over
-28x28: 240 channels 155 us, 232 of them 301). Channels of zeros are appended from the layers that
-make them to those that read them, whose weights for them are 0::
+number the layer takes up to three times as long (5x5 over 28x28: 240 channels 77 us, 232 of them
+240; without VNNI 162 and 238). Channels of zeros are appended from the layers that make them to
+those that read them, whose weights for them are 0::
 
     Conv [88, 24, 1, 1] -> Relu -> depthwise Conv [88, 1, 3, 3] -> Relu -> Conv [24, 88, 1, 1]
     Conv [96, 24, 1, 1] -> Relu -> depthwise Conv [96, 1, 3, 3] -> Relu -> Conv [24, 96, 1, 1]
@@ -52,11 +53,6 @@ from deploy.graph.placement import Gate
 from deploy.graph.refusal import Tile, tile_shape
 
 _AT_ONCE = 16
-# extra cost of a product over a kernel of 16 channels, by the channels beyond a multiple of 16
-_SLOW = {0: 1.0, 8: 1.0}
-_SLOWEST = 3.0
-# cost of a product in a dense layer, int8 and float, relative to a depthwise one
-_DENSE = {True: 1 / 6, False: 1 / 2}
 _WINS = 1.5  # the gain must be this many times the cost
 # operators on each channel alone, finite at 0
 _ALONE = frozenset(
@@ -72,6 +68,28 @@ _OUT, _IN, _BOTH = "out", "in", "both"  # ends of a Conv that get more channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConvKernels:
+    """What decides between forms of an int8 Conv on a kind of CPU.
+
+    Times are those of a product, in depthwise products of a multiple of 16 channels.
+    """
+
+    zeros: float  # most products with zeros that a stem gets for an output pixel
+    eight: float  # extra time of a depthwise product with 8 channels beyond a multiple of 16
+    uneven: float  # and with any other number beyond
+    int8: float  # time in a dense layer
+    float32: float
+
+
+# `benchmarks/int8_kernels.py` on an EPYC 9005 with ONNX Runtime 1.32 (one thread), `avx2` with the
+# wider instructions hidden from it. Other kinds of CPU take `avx2`, which gains least.
+KERNELS = {
+    "vnni": ConvKernels(zeros=math.inf, eight=1.8, uneven=2.4, int8=1 / 8, float32=1 / 3),
+    "avx2": ConvKernels(zeros=576, eight=0.5, uneven=0.8, int8=1 / 5, float32=1 / 3),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteContext:
     """What the rewrites of one model know.
 
@@ -80,12 +98,14 @@ class RewriteContext:
         float_nodes: names of the nodes that stay float.
         float_gates: gates of `like` that stay float.
         is_kept: whether the model is a Q/DQ model that the user gave, kept as it is.
+        kernels: those of the CPU that runs it.
     """
 
     like: Graph
     float_nodes: frozenset[str] = frozenset()
     float_gates: tuple[Gate, ...] = ()
     is_kept: bool = False
+    kernels: ConvKernels = KERNELS["avx2"]
 
 
 class _Stuck(Exception):
@@ -116,7 +136,7 @@ def widen_depthwise(model: onnx.ModelProto, context: RewriteContext) -> None:
         except _Stuck:
             continue
         done |= set(region.convs)
-        if _pays(graph, context.like, region, _groups(node)):
+        if _pays(graph, context, region, _groups(node)):
             _widen(model, graph, region, _groups(node))
     drop_unread(model.graph)
 
@@ -222,9 +242,10 @@ def _ends(graph: Graph, node: onnx.NodeProto, tensor: str, channels: int) -> set
     return ends
 
 
-def _pays(graph: Graph, like: Graph, region: _Region, channels: int) -> bool:
+def _pays(graph: Graph, context: RewriteContext, region: _Region, channels: int) -> bool:
     """Whether the depthwise Convs gain enough."""
-    more = -channels % _AT_ONCE
+    more, like, kernels = -channels % _AT_ONCE, context.like, context.kernels
+    slow = kernels.eight if channels % _AT_ONCE == 8 else kernels.uneven
     won = lost = 0.0
     places = {node.name: _places(like.shapes.get(node.output[0])) for node in like.nodes}
     for node, ends in region.convs.values():
@@ -233,10 +254,10 @@ def _pays(graph: Graph, like: Graph, region: _Region, channels: int) -> bool:
         int8 = integers_of(graph, node) is not None
         products = np.prod(weight.dims) / channels * places.get(node.name, 1)
         if _BOTH in ends:
-            won += int8 * products * channels * _SLOW.get(channels % _AT_ONCE, _SLOWEST)
+            won += int8 * products * channels * slow
             lost += products * more
         else:
-            lost += len(ends) * products * more * _DENSE[int8]
+            lost += len(ends) * products * more * (kernels.int8 if int8 else kernels.float32)
     return bool(won > _WINS * lost)
 
 
@@ -290,20 +311,23 @@ def wider(
 
 _STEM_CHANNELS = 4
 _LEAST = 16  # output channels
+_WIDEST = 5  # columns of a window
 
 
 def pad_stems(model: onnx.ModelProto, context: RewriteContext) -> None:
-    """Give the int8 Convs of fewer than four channels four."""
-    like = context.like
-    if not any(_is_stem(node, like.initializers.get(node.input[1])) for node in _convs(like)):
-        return
-    graph = Graph(model)
+    """Give the int8 Convs of fewer than four channels four, where that is faster."""
+    like, most = context.like, context.kernels.zeros
+    stems = {
+        node.name for node in like.nodes if node.op_type == "Conv" and _gains(like, node, most)
+    }
+    graph = Graph(model) if stems else like
     before: dict[str, list[onnx.NodeProto]] = {}
-    for node in _convs(graph):
-        pair = _pair(graph, node)
-        if pair is not None:
-            weight = graph.initializers[graph.producer[node.input[1]].input[0]]
-            more = -weight.dims[1] % _STEM_CHANNELS
+    for node in (node for node in graph.nodes if node.name in stems):
+        weight, pair = integers_of(graph, node), graph.producer.get(node.input[0])
+        if weight is None or pair is None or pair.op_type != "DequantizeLinear":
+            continue
+        if all(graph.number(name) is not None for name in pair.input[1:]):
+            more = _STEM_CHANNELS - weight.dims[1]
             wider(model, graph, node, 1, [1], more)
             before[node.name] = _padded(model, node, pair, len(weight.dims), more)
     if before:
@@ -312,25 +336,16 @@ def pad_stems(model: onnx.ModelProto, context: RewriteContext) -> None:
         drop_dead(model.graph)  # the pairs that nobody reads any more
 
 
-def _convs(graph: Graph) -> list[onnx.NodeProto]:
-    return [node for node in graph.nodes if node.op_type == "Conv"]
-
-
-def _is_stem(node: onnx.NodeProto, weight: onnx.TensorProto | None) -> bool:
-    """Whether a Conv over pictures with this weight gains by a fourth channel."""
+def _gains(graph: Graph, node: onnx.NodeProto, most: float) -> bool:
+    """Whether a Conv over pictures gains by a fourth channel of at most so many products."""
+    weight = graph.initializers.get(node.input[1])
     if weight is None or attributes(node).get("group", 1) != 1:
         return False
     outer, inner, *window = weight.dims
-    is_picture = len(window) > 1
-    return is_picture and inner < _STEM_CHANNELS and outer >= _LEAST and math.prod(window) > 1
-
-
-def _pair(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
-    """The DequantizeLinear that a Conv reads, if the Conv gains by a fourth channel."""
-    weight, pair = integers_of(graph, node), graph.producer.get(node.input[0])
-    if pair is None or pair.op_type != "DequantizeLinear" or not _is_stem(node, weight):
-        return None
-    return pair if all(graph.number(name) is not None for name in pair.input[1:]) else None
+    places, more = math.prod(window), _STEM_CHANNELS - inner
+    if len(window) < 2 or places < 2 or window[-1] > _WIDEST:
+        return False
+    return bool(more > 0 and outer >= _LEAST and more * places * outer <= most)
 
 
 def _padded(

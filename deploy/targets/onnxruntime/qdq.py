@@ -157,7 +157,7 @@ class _QdqWriter:
         self.forms = GateWriter(self.constant, self.before)
         self.offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
         self.clipped = _clipped(plan)
-        self.weights: dict[tuple[str, int | None, str | None], tuple[str, NDArray[np.float32]]] = {}
+        self.weights: dict[tuple[str, int | None, bool, bytes], str] = {}
 
     def params(self, tensor: str) -> tuple[np.float32, int]:
         """Return (scale, zero_point) of a tensor, or of the owner whose scale it shares."""
@@ -235,11 +235,7 @@ class _QdqWriter:
     def weight(self, target: WeightTarget) -> None:
         """Store one weight and its bias as integers, each read through a DequantizeLinear."""
         node = self.nodes[target.node]
-        key = (target.name, target.axis, target.bias if self.plan.placement.bias else None)
-        if key not in self.weights:
-            self.weights[key] = self._weight(node, target)
-        name, scales = self.weights[key]
-        node.input[1] = name
+        node.input[1], scales = self._weight(node, target)
         if self.plan.placement.bias and target.bias in self.initializers:
             node.input[2] = self._bias(node, str(target.bias), scales)
 
@@ -260,6 +256,9 @@ class _QdqWriter:
         if self.plan.placement.bias and target.bias in self.initializers:
             bias = numpy_helper.to_array(self.initializers[str(target.bias)])
             scales = _room_for_bias(scales, bias, self._input_scale(node))
+        key = (target.name, target.axis, target.node in self.known, scales.tobytes())
+        if key in self.weights:
+            return self.weights[key], scales
         if target.node in self.known:  # a trained weight may use the lowest integer, -128
             array = numpy_helper.to_array(tensor)
             shape = [-1 if place == target.axis else 1 for place in range(array.ndim)]
@@ -273,7 +272,8 @@ class _QdqWriter:
             )
         suffix = "" if not any(key[0] == target.name for key in self.weights) else f"/{node.name}"
         name = f"{target.name}{suffix}"
-        return self._dequantized(name, integers, scales, target.axis, grid), scales
+        self.weights[key] = self._dequantized(name, integers, scales, target.axis, grid)
+        return self.weights[key], scales
 
     def _bias(self, node: onnx.NodeProto, bias: str, weight: NDArray[np.float32]) -> str:
         array = numpy_helper.to_array(self.initializers[bias]).reshape(-1)

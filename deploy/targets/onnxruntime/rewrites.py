@@ -9,11 +9,12 @@ A rewrite puts operators with a fast (or correct) kernel in place of others and 
     write_softmax     Softmax over [n, c, h, w]   -> over [n, c, h w]
     write_upsampling  nearest Resize              -> Tile of whole pixels
     widen_depthwise   depthwise Conv              -> the same with a multiple of 16 channels
-    pad_stems         first Conv of 3 channels    -> the same with 4
+    pad_stems         first Conv of 3 channels    -> the same with 4, by the CPU
     with_tiles        ConvTranspose without overlap -> Conv of one pixel and copies
 
 Each stays because a model of `benchmarks/real_models.py` or `mobile_nets.py` gains at least 3 % of
-its time or 0.5 dB by it; `gain` in `REWRITES` holds the figure (one thread, AVX512-VNNI).
+its time or 0.5 dB by it; `gain` in `REWRITES` holds the figure (one thread, AVX512-VNNI). On a CPU
+without VNNI `pad_stems` and `widen_depthwise` gain less or lose, so they ask its kernels.
 
 Source: onnxruntime 1.32, qdq_selector_action_transformer.cc and qdq_propagation.cc (which nodes
 become integer kernels); ONNX operators AveragePool-11, GlobalAveragePool-1, ReduceMean-18,

@@ -32,12 +32,6 @@ _ANEW = (
     "ONNX Runtime's are uint8: the same codes 128 higher, and where a tensor of zero point 0 is"
     " never negative, all 255 steps over the same real range"
 )
-_LARGER = 1.25  # cleaned float model / given file: above this size ratio the given file is used
-_GIVEN = (
-    "the float engine is the given file, unchanged: with its constant subgraphs folded it would be"
-    " {times:.1f} times as large"
-)
-
 _SATURATES = (
     "x86 CPUs without VNNI{here} add two products in 16 bits and can saturate in {count} layer{s}"
     " of the int8 model, since {why}"
@@ -175,7 +169,7 @@ class OnnxRuntime:
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the engine itself."""
-        return self._paired(request).engine()
+        return self._paired(request).engine(request.cpu)
 
     def _paired(self, request: BuildRequest) -> _Paired:
         """Return the model with its pairs, before the rewrites for fast kernels."""
@@ -239,18 +233,13 @@ class OnnxRuntime:
         paired = self._paired(request)
         decisions, weights = paired.decisions, read_stored_weights(paired.model, on_cpus=True)
         kind = "int8" if any(d.quantized for d in decisions) else "float"
-        plain = paired.model.SerializeToString(deterministic=True) if kind == "float" else b""
-        model = paired.engine()
+        model = paired.engine(request.cpu)
         weights = (*weights, *dynamic_weights(model))
         notes = (
             *self._notes(decisions, weights),
             *self._of_trained(request, paired.model, decisions),
         )
         data = model.SerializeToString(deterministic=True)
-        # a model with rewrites for faster kernels is worth its size
-        given = _smaller(request, len(data)) if data == plain else None
-        if given is not None:
-            data, notes = given, (*notes, _GIVEN.format(times=len(data) / len(given)))
         path = request.folder / f"{request.name}.{kind}.onnx"
         files = {f"{kind} engine": atomic.write_bytes(path, data)}
         fed = request.manifest.get("preprocess")
@@ -292,14 +281,13 @@ class OnnxRuntime:
     def _notes(
         self, decisions: tuple[Decision, ...], weights: tuple[StoredWeight, ...]
     ) -> tuple[str, ...]:
-        from deploy.machine import this_machine
+        from deploy.runtimes.ort import cpu_kind
 
         int8 = any(d.quantized for d in decisions)
         notes = [] if int8 else ["the entire model stays in float; the nodes say why"]
         count = sum(one.saturates for one in weights)
         if count:
-            machine = this_machine()
-            here = ", of which this is one," if "x86" in machine.os and not machine.int8 else ""
+            here = ", of which this is one," if cpu_kind() == "avx2" else ""
             why = _ASKED if self.full_weights else _TRAINED
             notes.append(_SATURATES.format(here=here, count=count, s="s" * (count > 1), why=why))
         return tuple(notes)
@@ -315,21 +303,6 @@ class OnnxRuntime:
         from deploy.runtimes.ort import OrtSession
 
         return OrtSession.open(engine, threads=threads)
-
-
-def _smaller(request: BuildRequest, size: int) -> bytes | None:
-    """Return the given file's bytes if they are much fewer than `size`, the cleaned model's.
-
-    None if ONNX Runtime would run that file slower, in another type, or not at all.
-    """
-    from deploy.frontends.base import read_model_file
-
-    loaded = request.subject.loaded
-    changed = loaded.widened or loaded.restored or loaded.renamed or loaded.listed
-    if changed or loaded.source is None or loaded.stamp is None or request.trained is not None:
-        return None
-    given = read_model_file(loaded)
-    return given if len(given) * _LARGER < size else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,9 +325,10 @@ class _Paired:
     read: ModelAnalysis
     plan: Plan | None = None
 
-    def engine(self) -> onnx.ModelProto:
-        """The model, rewritten for ONNX Runtime's kernels."""
-        from deploy.targets.onnxruntime.conv_rewrites import RewriteContext
+    def engine(self, cpu: str) -> onnx.ModelProto:
+        """The model, rewritten for ONNX Runtime's kernels on a CPU of `BuildRequest.cpu`."""
+        from deploy.runtimes.ort import cpu_kind
+        from deploy.targets.onnxruntime.conv_rewrites import KERNELS, RewriteContext
         from deploy.targets.onnxruntime.rewrites import apply_rewrites
 
         gates = () if self.plan is None else self.plan.gates
@@ -363,5 +337,6 @@ class _Paired:
             float_nodes=frozenset(d.node for d in self.decisions if not d.quantized),
             float_gates=tuple(gate for gate in self.read.gates if gate not in gates),
             is_kept=self.plan is None,
+            kernels=KERNELS.get(cpu_kind() if cpu == "this" else cpu, KERNELS["avx2"]),
         )
         return apply_rewrites(self.model, context)
