@@ -197,6 +197,14 @@ def test_an_infinite_mask_constant_is_fine():
     assert load(model_of([node], [constant("floor", np.float32(-np.inf))])).notes == ()
 
 
+@pytest.mark.parametrize(
+    ("stored", "shape"),
+    [(["b", 3, 8, 8], ("b", 3, 8, 8)), ([7], ("n", 3, 8, 8)), ([1, 3, 8, 9], ("n", 3, 8, 8))],
+)
+def test_the_shape_of_an_output_is_the_inferred_one_where_the_stored_contradicts(stored, shape):
+    assert load(relu(outputs=[value("y", *stored)])).outputs[0].shape == shape
+
+
 def external(folder, location="w.bin", **entries):
     beside = {"location": "w.bin", "size_threshold": 0}
     onnx.save(small(), folder / "m.onnx", save_as_external_data=True, **beside)

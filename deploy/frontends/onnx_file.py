@@ -172,7 +172,7 @@ def _clean(
     if sort_nodes(model.graph):
         notes.append("Put the nodes into the order in which they run.")
     name_nodes(model.graph)
-    model = infer_shapes(model)  # also fills in the types of outputs
+    model = _infer_outputs(model)
     checks.check_valid(model)
     if widened:
         drop_casts(model.graph, Graph(model).dtypes)
@@ -353,6 +353,31 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     produced -= {value.name for value in inferred.graph.output}
     inferred.graph.value_info.extend(v for v in own if v.name in produced and v.name not in known)
     return inferred
+
+
+def _infer_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Infer shapes and types, those of outputs too, whose shapes in the file may be wrong."""
+    own = [copy_message(value.type.tensor_type) for value in model.graph.output]
+    for value in model.graph.output:
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.ClearField("shape")
+    model = infer_shapes(model)
+    for value, stored in zip(model.graph.output, own, strict=True):
+        inferred = value.type.tensor_type
+        if stored.HasField("shape") and _fits(stored.shape, inferred):
+            inferred.shape.CopyFrom(stored.shape)
+    return model
+
+
+def _fits(shape: onnx.TensorShapeProto, inferred: onnx.TypeProto.Tensor) -> bool:
+    """Whether a stored shape contradicts no inferred size."""
+    if not inferred.HasField("shape"):
+        return True
+    pairs = [
+        (a.dim_value, b.dim_value) for a, b in zip(shape.dim, inferred.shape.dim, strict=False)
+    ]
+    same_rank = len(shape.dim) == len(inferred.shape.dim)
+    return same_rank and all(a == b or 0 in (a, b) for a, b in pairs)
 
 
 def _largest_joined(graph: onnx.GraphProto) -> int:
