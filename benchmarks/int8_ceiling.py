@@ -1,10 +1,12 @@
 """What int8 can win here: calib8's choice beside everything in int8, by it and by its peers.
 
-    python benchmarks/int8_ceiling.py NAME [NAME ...] [--threads 2] [--rounds 40]
+    python benchmarks/int8_ceiling.py NAME [NAME ...] [--threads 2] [--rounds 40] [--oracle 12]
 
 Two figures a model. "kernels" is the sum of the least time of each kernel under ONNX Runtime's
 profiler in one thread, which what else runs on a machine disturbs least. "least run" is the
-shortest of all runs, a few of each model in turns, at the threads that were asked for.
+shortest of all runs, a few of each model in turns, at the threads that were asked for. `--oracle`
+adds calib8's best splits by the held-back samples themselves (best_split.py), which bound what any
+choice of layers can reach.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
+import numpy as np  # noqa: E402
 import peers  # noqa: E402
+from best_split import best_splits  # noqa: E402
 from cases import cases  # noqa: E402
 from model_feeds import Sample  # noqa: E402
 from task_scores import worst_part_db  # noqa: E402
@@ -38,7 +42,8 @@ FORMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "ORT, int8 and int8": ("ort-all", ("--signs", "ss")),
     "NNCF": ("nncf", ()),
 }
-HEAD = ["model", "form", "int8", "worst dB", "kernels", "of FP32", "least run", "of FP32"]
+HEAD = ["model", "form", "int8", "task", "worst dB"]
+HEAD += ["kernels", "of FP32", "least run", "of FP32"]
 _PROFILED = 30  # runs under the profiler, of which two do not count
 _BURST = 5  # runs of one model before it is another one's turn
 
@@ -72,7 +77,16 @@ def least_ms(
 def run(name: str, folder: Path, asked: argparse.Namespace) -> list[list[str]]:
     """One model in every form that can be made."""
     trial = Trial(name=name, case=cases()[name], folder=folder, threads=asked.threads)
-    engines, told = {"FP32": trial.model}, {"FP32": ["", ""]}
+    engines, told = {"FP32": trial.model}, {"FP32": ["", "", ""]}
+    score = None if trial.case.score is None else trial.case.score(trial.folder)
+
+    def add(form: str, engine: Path) -> None:
+        small, every = peers.layers_in_int8(engine)
+        own = trial.outputs(engine)
+        worst, _ = worst_part_db(own, trial.reference)
+        task = "" if score is None else f"{score(own, trial.reference):.3f}"
+        engines[form], told[form] = engine, [f"{small} of {every}", task, f"{worst:.1f}"]
+
     for number, form in enumerate(asked.forms):
         tool, words = FORMS[form]
         out = folder / f"{name}-{number}"
@@ -80,9 +94,14 @@ def run(name: str, folder: Path, asked: argparse.Namespace) -> list[list[str]]:
         if made.engine is None:
             print(f"{name} | {form} | {made.says}", flush=True)
             continue
-        small, every = peers.layers_in_int8(made.engine)
-        worst, _ = worst_part_db(trial.outputs(made.engine), trial.reference)
-        engines[form], told[form] = made.engine, [f"{small} of {every}", f"{worst:.1f}"]
+        add(form, made.engine)
+    if asked.oracle:
+        (plan,) = (folder / f"{name}-0" / "calib8").glob("*.plan.toml")
+        arrays = (np.load(file) for file in sorted(trial.calibration.glob("*.npz")))
+        samples = [{key: one[key] for key in one.files} for one in arrays]
+        for form, engine, _ in best_splits(trial, samples, plan, asked.oracle):
+            add(form, engine)
+            print(name, form, *told[form], sep=" | ", flush=True)
     feed = trial.held[0]
     kernels = {form: kernels_ms(path, feed) for form, path in engines.items()}
     least = least_ms(engines, feed, asked.threads, asked.rounds)
@@ -109,6 +128,7 @@ def main() -> int:
     parser.add_argument("--forms", nargs="+", choices=[*FORMS], default=[*FORMS][:-1])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--oracle", type=int, default=0, help="layers to choose for float, at most")
     parser.add_argument("--out", type=Path, default=None, help="folder to keep everything in")
     parser.add_argument("--venvs", type=Path, default=peers.environments())
     asked = parser.parse_args()

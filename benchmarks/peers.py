@@ -41,6 +41,7 @@ TOOLS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "calib8": ("calib8", ()),
     "ort": ("ort", ()),  # Conv, Gemm and MatMul alone
     "ort-all": ("ort", ("--ops",)),  # whatever the quantizer knows, its own default
+    "ort-reduce": ("ort", ("--ops", "--reduce-range")),  # the same with 7 bits for weights
     "nncf": ("nncf", ()),
     "modelopt": ("modelopt", ()),  # for TensorRT alone: it quantizes on a signed grid
 }

@@ -211,7 +211,7 @@ class BudgetSearch:
         what = f"{len(kept)} layers in int8"
         with phase(what):
             comparison = GrowingComparison(
-                self._builder.trial(self.request.choosing(trial.choices)),
+                [self._builder.trial(self.request.choosing(trial.choices))],
                 self._judges,
                 kernels=self.target.runs_here,
                 labels=self.evaluation.labels,

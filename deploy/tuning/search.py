@@ -43,7 +43,7 @@ from deploy.errors import BackendError
 from deploy.method import NO_CHOICES, Choices, Method
 from deploy.tuning.prices import Prices, Units, cheapest_float_units
 from deploy.tuning.probe import Noise, Prober
-from deploy.tuning.search_options import COMMON_WEIGHT, Effort, Trial
+from deploy.tuning.search_options import COMMON_WEIGHT, Effort, Trial, clips
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,6 +60,8 @@ _QUIETER = 4.0  # factor on the weight of loss where the best split is not good
 _BETTER = 0.8  # share of a group's loss: another method must lose less than this
 _MOST = 0.5  # share of the layers in int8 that a split should have where time is not measured
 _WON = 0.1  # loss that Adds in float must save, worth a quarter of the time
+
+_CLEARLY_DB = 1.0  # gain on held-back samples that a method which clips needs
 
 _TRIED = "tried in float"
 
@@ -173,6 +175,7 @@ class Search:
     can_refine: Callable[[], bool] = lambda: True  # whether the budget allows a further round
     sums: frozenset[str] = frozenset()  # units of Adds without weights: the residual stream
     trials: list[Trial] = field(default_factory=list)  # the trials that ran, in order
+    settled: str = ""  # label of the method that held-back samples chose; "" while it is open
     sensitivity: Sensitivity | None = None
     refused: frozenset[str] = frozenset()  # layers that stay float since they cannot run otherwise
     # those of `sums` that stay float for their common loss, and the reason
@@ -191,6 +194,26 @@ class Search:
             self._try_splits(base, {})
             return self.best
         return self._refine(self._keep_sums_float(base))
+
+    def settle_method(self, held_back_db: Callable[[Trial], float]) -> None:
+        """Take the best method of those that clip, or of those that do not, for the best split.
+
+        What a range clips is rare, so the few samples of a trial may not show it.
+
+        `held_back_db`: returns the SQNR of a trial's worst slice on samples that gave no range.
+        """
+        best = self.best
+        clipping = clips(best.choices.method)
+        rivals = [m for m in self._others(best, len(self.methods)) if clips(m) != clipping]
+        if not rivals:
+            return
+        tried = self._try_methods(best, rivals[: self.effort.others])
+        rival = min(filter(None, tried), key=lambda trial: trial.noise.worst, default=best)
+        if rival is best or (not clipping and rival.noise.worst >= best.noise.worst):
+            return
+        gain = held_back_db(rival) - held_back_db(best)
+        winner = rival if gain > (0.0 if clipping else _CLEARLY_DB) else best
+        self.settled = self._label(winner.choices.method or self.methods[0])
 
     def quiet_down(self) -> None:
         """Continue from the best trial with more weight on loss.
@@ -211,7 +234,7 @@ class Search:
             before, methods = self.best, _method_labels(base)
             self._measure_groups(base)
             self._try_splits(base, self._shares)
-            self._try_methods(self.best)
+            self._try_methods(self.best, self._others(self.best, self.effort.others))
             self._swap_methods(self.best)
             if _method_labels(self.best) != methods:
                 self._try_splits(self.best, self._shares, start=self.best.in_float)
@@ -312,26 +335,32 @@ class Search:
     @property
     def best(self) -> Trial:
         """The trial of least cost, the first of equals."""
-        return min(self.trials, key=lambda trial: trial.cost(self.weight))
+        return min(self._eligible, key=lambda trial: trial.cost(self.weight))
+
+    @property
+    def _eligible(self) -> list[Trial]:
+        """The trials of the settled method; all while it is open."""
+        own = [(self._label(one.choices.method or self.methods[0]), one) for one in self.trials]
+        return [trial for label, trial in own if self.settled in ("", label)]
 
     def likely(self, most: int) -> list[Trial]:
         """Return the best trials of different splits, the best first."""
         by_split: dict[frozenset[str], Trial] = {}
-        for trial in sorted(self.trials, key=lambda trial: trial.cost(self.weight)):
+        for trial in sorted(self._eligible, key=lambda trial: trial.cost(self.weight)):
             by_split.setdefault(trial.in_float, trial)
         return list(by_split.values())[:most]
 
     @property
     def best_without_float(self) -> Trial:
         """The best trial with no unit in float but those that cannot run otherwise."""
-        plain = [trial for trial in self.trials if trial.in_float == self.refused]
+        plain = [trial for trial in self._eligible if trial.in_float == self.refused]
         return min(plain, key=lambda trial: trial.cost(self.weight))
 
     def fuller(self, than: Trial) -> Trial | None:
         """Return the best trial with half of its layers or more in int8; None if `than` is one."""
         if self.int8_share(than.in_float) >= _MOST:
             return None
-        most = [trial for trial in self.trials if self.int8_share(trial.in_float) >= _MOST]
+        most = [trial for trial in self._eligible if self.int8_share(trial.in_float) >= _MOST]
         return min(most, key=lambda trial: trial.cost(self.weight), default=None)
 
     def _try_int8(self) -> None:
@@ -457,18 +486,18 @@ class Search:
         (trial,) = self._try([what], [in_float], [self._with_float(base.choices, in_float)])
         return trial
 
-    def _try_methods(self, base: Trial) -> None:
-        """Try the same split with every other method."""
-        others = self._others(base)
+    def _try_methods(self, base: Trial, others: Sequence[Method | None]) -> list[Trial | None]:
+        """Try the same split with other methods."""
         methods = [None if method is self.methods[0] else method for method in others]
         choices = [replace(base.choices, method=method, methods={}) for method in methods]
         names = [base.what.partition(",")[0] + self._method_text(one) for one in choices]
-        self._try(names, [base.in_float] * len(others), choices)
+        return self._try(names, [base.in_float] * len(others), choices)
 
     def _swap_methods(self, base: Trial) -> None:
         """Try another method for the tensors of the noisiest groups that stay in int8."""
         assert self.sensitivity is not None
-        others = [method for method in self._others(base) if method is not None]
+        listed = self._others(base, self.effort.others)
+        others = [method for method in listed if method is not None]
         in_int8 = {g: n for g, n in self.sensitivity.groups.items() if not base.in_float & set(g)}
         worst = sorted(in_int8, key=lambda group: -in_int8[group].worst)[: self.effort.swaps]
         swapped: dict[str, Method] = dict(base.choices.methods)
@@ -489,8 +518,10 @@ class Search:
             what = base.what.partition(",")[0] + self._method_text(choices)
             self._try([what], [base.in_float], [choices])
 
-    def _others(self, base: Trial) -> list[Method | None]:
-        """Return the other methods of least loss with all in int8."""
+    def _others(self, base: Trial, most: int) -> list[Method | None]:
+        """Return the other methods of least loss with all in int8; none once one is settled."""
+        if self.settled:
+            return []
         own = self._label(base.choices.method or self.methods[0])
         losses: dict[str, float] = {}
         for trial in self.trials:
@@ -500,7 +531,7 @@ class Search:
         runnable = [method for method in self.methods if self._label(method) in losses]
         others = [method for method in runnable if self._label(method) != own]
         best = sorted(others, key=lambda method: losses[self._label(method)])
-        return best[: self.effort.others]
+        return best[:most]
 
     def _label(self, method: Method | None) -> str:
         return method.label if method else self.own

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from calibrators.searches import COMPARABLE, DEFAULT_METHOD
 from deploy.errors import ConfigError
-from deploy.method import Choices
+from deploy.method import Choices, Method
 from deploy.tuning import CPU_NAMES, PREFERENCES, THIS_CPU
 from deploy.tuning.probe import Noise
 
@@ -95,7 +95,8 @@ class SearchBudget:
 COMMON_WEIGHT = 2.5  # default weight of loss against log(time)
 _ACCURATE_WEIGHT = 10.0  # the same where accuracy is preferred
 _LITTLE_CLIPPING = ("lp 3", "minmax")
-_UNSEEN = 0.02  # loss added for other methods: new inputs are clipped more than calibration images
+# loss added for other methods, until held-back samples decide: new inputs are clipped more
+_UNSEEN = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +122,7 @@ class Trial:
     @property
     def _caution(self) -> float:
         """Loss expected on inputs that did not calibrate."""
-        method = self.choices.method.label if self.choices.method else DEFAULT_METHOD
-        return 0.0 if method in _LITTLE_CLIPPING else _UNSEEN
+        return _UNSEEN if clips(self.choices.method) else 0.0
 
     @property
     def mean(self) -> float:
@@ -132,6 +132,11 @@ class Trial:
     def cost(self, weight: float) -> float:
         """Return log(time) + weight * (loss of the worst slice + caution)."""
         return math.log(max(self.time, 1e-6)) + weight * (self.noise.worst + self._caution)
+
+
+def clips(method: Method | None) -> bool:
+    """Whether a range method clips more than a few values."""
+    return (method.label if method else DEFAULT_METHOD) not in _LITTLE_CLIPPING
 
 
 DEFAULT_EFFORT = 1

@@ -19,7 +19,8 @@ halving it (verdict "unusable") would change the verdict.
 
 Ranges. What a range clips is rare in the images that calibrate, and a search that measures on these
 images finds that clipping costs nothing. So where the images are few, the ranges of the trials are
-made without the samples of the search::
+made without the samples of the search. Between the best method that clips and the best that does
+not, more samples decide: half of them run with ranges of the other half, and the other way round::
 
     calibration images  o o x o o o x o ...      x: measure the noise of every trial
                         o o   o o o   o          source of the trial's ranges
@@ -43,7 +44,7 @@ from numpy.typing import NDArray
 from calibrators.histogram import Histogram
 from calibrators.statistics import HistogramOf, Recorder
 from deploy.calibration.observation import Key, Observation, ObservedStatistics, unique_observations
-from deploy.calibration.one_pass import observe
+from deploy.calibration.one_pass import alternate_halves, observe
 from deploy.calibration.ranges import Ranges
 from deploy.errors import BackendError, Calib8Error
 from deploy.feed.file_list import SampleChangedError
@@ -62,12 +63,14 @@ if TYPE_CHECKING:
     import onnx
 
     from deploy.calibration.reference_outputs import EvaluationSet
+    from deploy.feed.evaluation import EvaluationSubset
     from deploy.metrics.tasks import Metric
     from deploy.targets.base import BuildRequest, Target
 
 
 CANDIDATES = 48  # evaluation samples to select from
 MANY = 128  # samples from which on a few make no difference
+_HALVED = 40  # samples, at least, half of which can give ranges
 _STRONGEST_STEP = 2  # every second one of the strongest: the very first would dominate
 _MOST_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
 
@@ -233,7 +236,7 @@ class VerdictPredictor:
 
     def _judged(self, model: onnx.ModelProto) -> Iterator[Accuracy]:
         """Yield the accuracy on a few samples, then on all; each sample runs once."""
-        comparison = GrowingComparison(model, self._judges, self._metric, kernels=self._kernels)
+        comparison = GrowingComparison([model], self._judges, self._metric, kernels=self._kernels)
         count = len(self._judges.part)
         for most in dict.fromkeys((min(CANDIDATES, count), count)):
             before = len(comparison.keys)
@@ -253,27 +256,31 @@ def _is_certain(levels: Mapping[str, str], accuracy: Accuracy, lost: TaskLoss | 
 class GrowingComparison:
     """Comparison of a model with the float one on a growing number of evaluation samples.
 
+    Of two models the second runs the samples of `second_half`, the first all others.
+
     Attributes:
         keys: keys of the samples that were run.
     """
 
     def __init__(
         self,
-        model: onnx.ModelProto,
+        models: Sequence[onnx.ModelProto],
         judges: EvaluationSet,
         metric: Metric | None = None,
         *,
         kernels: bool,
         labels: Sequence[int] | None = None,
     ) -> None:
-        """Load the model.
+        """Load the models.
 
-        `kernels`: whether ONNX Runtime's int8 kernels run the model. `labels`: class of each image,
+        `kernels`: whether ONNX Runtime's int8 kernels run them. `labels`: class of each image,
         for top-1 accuracy on all samples.
         """
-        self._session = OrtSession.open(
-            model, threads=1, spin=False, keep=True, int8_kernels=kernels
-        )
+        self._sessions = [
+            OrtSession.open(model, threads=1, spin=False, keep=True, int8_kernels=kernels)
+            for model in models
+        ]
+        self._second = second_half(judges.part) if len(models) > 1 else frozenset()
         self._judges, self._metric, self._labels = judges, metric, labels
         self._comparison: Comparison | None = None
         self.keys: list[int] = []
@@ -295,15 +302,50 @@ class GrowingComparison:
             yield sample
 
     def _work(self, _: int, number: int, sample: Sample) -> Sequence[Mapping[str, Array]]:
-        wanted = self._judges.outputs.of(self.keys[number - 1], sample)
-        return sample, wanted, self._session.run(sample)
+        key = self.keys[number - 1]
+        session = self._sessions[key in self._second]
+        return sample, self._judges.outputs.of(key, sample), session.run(sample)
 
     def _take(self, _: int, ran: Sequence[Mapping[str, Array]]) -> None:
         if self._comparison is None:
             self._comparison = Comparison(
-                self._judges.outputs, self._session, labels=self._labels, metric=self._metric
+                self._judges.outputs, self._sessions[0], labels=self._labels, metric=self._metric
             )
         self._comparison.add(*ran, count=self._judges.part.count)
+
+
+def second_half(part: EvaluationSubset) -> frozenset[int]:
+    """Return the keys of every other evaluation sample, in step with no period of the feed."""
+    return frozenset(key for at, key in enumerate(part.keys) if alternate_halves(at) & 1)
+
+
+def halved_requests(
+    target: Target, request: BuildRequest, ran: Callable[[int], None]
+) -> list[BuildRequest]:
+    """Return two requests: ranges of the second half of the evaluation samples, and of all others.
+
+    The request alone where half of the samples is too little for ranges, or if the statistics
+    cannot be subtracted. `ran` as in `with_held_out_ranges`.
+    """
+    assert request.judges is not None
+    ranges, second = request.ranges, second_half(request.judges.part)
+    enough = ranges.trusted is None and len(request.feed) >= _HALVED
+    wanted = unique_observations({target.name: target.demand(request.subject)})
+    known = all(o.key in ranges.observed and not o.variant.needs for o in wanted)
+    if not (enough and known and all(o.statistic == HistogramOf() for o in wanted)):
+        return [request]
+    halves = ranges.once("halves", lambda: [ObservedStatistics({})])  # shared by the targets
+    new = halves[0].missing(wanted)
+    ran(len(second) if new else 0)
+    samples = (sample for _, sample in request.feed.keyed(second))
+    if new:
+        halves[0] = halves[0].and_also(observe(new, samples, threads=request.threads))
+    own = {o.key: _histogram(halves[0], o) for o in wanted}
+    rest = {o.key: ranges.histogram(o).without(own[o.key]) for o in wanted}
+    return [
+        replace(request, ranges=Ranges(ObservedStatistics(one), ranges.method, ranges.reaches))
+        for one in (own, rest)
+    ]
 
 
 def with_held_out_ranges(

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,9 +50,12 @@ from deploy.tuning.repairs.apply import trial_builder
 from deploy.tuning.search import Search
 from deploy.tuning.search_options import EFFORTS, Effort, SearchBudget, Trial, Tuning
 from deploy.tuning.search_samples import (
+    CANDIDATES,
     ExpectedVerdict,
+    GrowingComparison,
     VerdictPredictor,
     enough_samples,
+    halved_requests,
     same_shape_samples,
     select_samples,
     with_held_out_ranges,
@@ -158,6 +163,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         best = search.run()
         if prober.unjudged is not None and best.noise.accuracy is None:
             raise prober.unjudged  # a metric that fails on noisy trials only is a loss of all
+        search.settle_method(partial(_held_back_db, setup, allowance.spend))
         if setup.options.max_loss is not None:
             search.hold(setup.options.max_loss)
         choice = _choose(setup, search, timed, allowance)
@@ -299,6 +305,16 @@ def _choose(
 
     hooks = SplitHooks(choose=choose, judge=judge, can_go_on=lambda: allowance.holds(another))
     return choose_split(search, hooks)
+
+
+def _held_back_db(setup: SearchSetup, ran: Callable[[int], None], trial: Trial) -> float:
+    """Return the SQNR in dB of a trial's worst slice on evaluation samples, by held-back ranges."""
+    halves = halved_requests(setup.target, setup.request, ran)
+    models = [setup.trial(one.adding(trial.choices)) for one in halves]
+    comparison = GrowingComparison(models, setup.judges, kernels=setup.target.runs_here)
+    worst = comparison.on(CANDIDATES // 3, threads=setup.request.threads).worst
+    ran(len(comparison.keys))
+    return math.inf if worst is None else worst.sqnr_db
 
 
 def _one_judged(setup: SearchSetup) -> int:
