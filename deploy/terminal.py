@@ -104,11 +104,6 @@ def terminal_columns() -> int:
     return (width or _COLUMNS) - 1
 
 
-def can_encode(text: str) -> bool:
-    """Return whether the encoding of stderr has these characters."""
-    return _encodable(text, err=True) == text
-
-
 def draw(line: str) -> None:
     """Draw a progress line over the previous one; an empty line removes it."""
     with _PEN:
@@ -392,7 +387,7 @@ def _bar(phases: Sequence[Phase], now: float) -> str:
     if share is None:
         return f"{where}: {words}"[:columns]
     form = f"{{desc}}: {{percentage:3.0f}}%|{{bar}}| {words}"
-    plain = not can_encode("█")
+    plain = _encodable("█", err=True) != "█"
     line = tqdm.format_meter(share, 1, 1, ncols=columns, prefix=where, bar_format=form, ascii=plain)
     return str(line)[:columns]
 

@@ -200,7 +200,10 @@ def read_explanation(folder: Path) -> Explanation:
     """
     build = read_stored_build(folder)
     report = build.report
-    plan_path = _plan_path(build)
+    named = [file.path for file in report.files if file.role == PLAN]
+    plan_path = path_in_build(named[0], build.path) if named else None
+    if plan_path is not None and not is_file(plan_path):
+        plan_path = None
     plan = PlanFile() if plan_path is None else read_plan(plan_path)
     engines = {e.target: e for e in report.engines if not (e.reference or e.baseline)}
     return Explanation(
@@ -229,12 +232,6 @@ def path_near_report(written: str, report: Path) -> Path:
     """Return the path of a file outside the build: as in the report, or in the report's folder."""
     path = Path(written)
     return path if os.path.exists(path) else report.parent / path.name
-
-
-def _plan_path(build: StoredBuild) -> Path | None:
-    named = [file.path for file in build.report.files if file.role == PLAN]
-    path = path_in_build(named[0], build.path) if named else None
-    return path if path is not None and is_file(path) else None
 
 
 def _target(

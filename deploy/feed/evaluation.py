@@ -160,25 +160,15 @@ def apply_labels(
     if evaluation is None or labels is None or isinstance(labels, str):
         return None
     if isinstance(labels, Annotations):
-        return place_ground_truth(labels, evaluation)
+        if evaluation.preprocess is None:
+            raise ConfigError("annotations of boxes are for pictures, got arrays; give image files")
+        for name in evaluation.names:
+            labels.of(name)
+        sizes = _rescaled_sizes(labels, evaluation)
+        notes = (_SCALED.format(len(sizes), evaluation.count),) if sizes else ()
+        return GroundTruth(ObjectsInInput(labels, evaluation, sizes), labels.categories, notes)
     evaluation.label(labels)
     return None
-
-
-def place_ground_truth(annotations: Annotations, feed: Feed) -> GroundTruth:
-    """Return the objects of each sample.
-
-    Raises:
-        ConfigError: the feed is not of images.
-        FeedError: an image is not annotated, or its shape differs from its annotations.
-    """
-    if feed.preprocess is None:
-        raise ConfigError("annotations of boxes are for pictures, got arrays; give image files")
-    for name in feed.names:
-        annotations.of(name)
-    sizes = _rescaled_sizes(annotations, feed)
-    notes = (_SCALED.format(len(sizes), feed.count),) if sizes else ()
-    return GroundTruth(ObjectsInInput(annotations, feed, sizes), annotations.categories, notes)
 
 
 def _rescaled_sizes(annotations: Annotations, feed: Feed) -> dict[str, Size]:

@@ -143,7 +143,14 @@ class _Stripper:
                 self.positive.update(node.output)
             nodes.append(node)
         rename_reads(nodes, self.float_of)
-        self._name_weights()
+        # quantized weights and biases are named after their layer, not after their pair
+        for node in self.index.nodes:
+            if node.op_type not in WEIGHTED:
+                continue
+            for name, word in zip(node.input[1:], ("weight", "bias"), strict=False):
+                is_computed = name in self.fixed and name not in self.index.constants
+                if is_computed and self.index.only_reader(name) is not None:
+                    self.renamed[name] = self._new_name(f"{node.name}.{word}")
         rename_tensors(nodes, self.renamed)
         rebuild(self.graph, nodes)
 
@@ -209,16 +216,6 @@ class _Stripper:
             nodes.append(node)
             start = output
         return nodes
-
-    def _name_weights(self) -> None:
-        """Name quantized weights and biases after their layer, not after their pair."""
-        for node in self.index.nodes:
-            if node.op_type not in WEIGHTED:
-                continue
-            for name, word in zip(node.input[1:], ("weight", "bias"), strict=False):
-                is_computed = name in self.fixed and name not in self.index.constants
-                if is_computed and self.index.only_reader(name) is not None:
-                    self.renamed[name] = self._new_name(f"{node.name}.{word}")
 
     def _can_be_renamed(self, source: str) -> bool:
         """Return whether a tensor may take the name of an output."""

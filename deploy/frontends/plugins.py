@@ -71,7 +71,9 @@ class CutOffNodes:
     @property
     def stranger(self) -> str:
         """Text for the first node that ONNX Runtime does not know."""
-        return describe_node(self.strange)
+        node = self.strange
+        domain = f" of the domain '{node.domain}'" if node.domain else ""
+        return f"{node.op_type}{domain} ('{node.name or next(iter(node.output), '')}')"
 
     def sentence(self, outputs: Iterable[str]) -> str:
         """Return the note for the user; `outputs` are those of the part before the cut."""
@@ -141,7 +143,10 @@ def cut_unknown_nodes(
     strange = [node for node in model.graph.node if is_unknown_node(node)]
     if not strange:
         return None
-    _declare(model, strange)
+    # shape inference needs the domains that the file forgot to import
+    domains = {entry.domain for entry in model.opset_import} | set(_KNOWN)
+    for domain in dict.fromkeys(node.domain for node in strange if node.domain not in domains):
+        model.opset_import.append(helper.make_opsetid(domain, 1))
     sort_nodes(model.graph)
     index = Graph(infer(model))
     cut_places = _add_constant_nodes(index, _downstream(model.graph.node))
@@ -166,13 +171,6 @@ def cut_unknown_nodes(
             " operators"
         )
     return behind
-
-
-def _declare(model: onnx.ModelProto, strange: Iterable[onnx.NodeProto]) -> None:
-    """Import domains that the file forgot to import; shape inference needs them."""
-    domains = {entry.domain for entry in model.opset_import} | set(_KNOWN)
-    for domain in dict.fromkeys(node.domain for node in strange if node.domain not in domains):
-        model.opset_import.append(helper.make_opsetid(domain, 1))
 
 
 def _downstream(nodes: Iterable[onnx.NodeProto]) -> set[int]:
@@ -262,9 +260,3 @@ def check_part_valid(model: onnx.ModelProto) -> None:
     if strange:
         checked.opset_import.append(helper.make_opsetid("strange", 1))
     check_valid(checked)
-
-
-def describe_node(node: onnx.NodeProto) -> str:
-    """Describe a node for messages: operator, domain, name."""
-    domain = f" of the domain '{node.domain}'" if node.domain else ""
-    return f"{node.op_type}{domain} ('{node.name or next(iter(node.output), '')}')"

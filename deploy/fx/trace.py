@@ -18,7 +18,7 @@ import os
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -110,13 +110,6 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[
         yield
     finally:
         del module.forward
-
-
-def remove_hooks(graph_module: fx.GraphModule, names: Iterable[str]) -> None:
-    """Replace modules whose hooks are nodes by copies without hooks; they share the parameters."""
-    for name in sorted(names):
-        module = _without_hooks(graph_module.get_submodule(name))
-        replace_submodule(graph_module, name, module)
 
 
 def refuse_hooks(module: nn.Module, what: str) -> None:
@@ -257,7 +250,16 @@ def trace(
     model = unwrap(model)
     classes = tuple(leaf for leaf in leaves if isinstance(leaf, type))
     texts = frozenset(leaf for leaf in leaves if isinstance(leaf, str))
-    _check_leaves(model, texts, classes)
+    known = set()
+    for name, module in model.named_modules():
+        known |= {name, type(module).__name__}
+        known |= {kind.__name__ for kind in classes if isinstance(module, kind)}
+    missing = sorted((texts | {kind.__name__ for kind in classes}) - known)
+    if missing:
+        raise ConfigError(
+            f"a leaf must name a module or a class of the model, got {', '.join(missing)};"
+            f" its modules: {', '.join(sorted(name for name, _ in model.named_modules() if name))}"
+        )
     tracer = LeafTracer(texts, classes)
     try:
         with global_wrap(*wrap):
@@ -265,7 +267,9 @@ def trace(
     except Exception as error:  # whatever the user's forward raises on symbolic values
         raise ModelError(_explain(error, model, tracer)) from error
     graph_module = fx.GraphModule(model, graph, type(model).__name__)
-    remove_hooks(graph_module, tracer.unhooked)
+    for name in sorted(tracer.unhooked):  # hooks that are nodes now; copies share the parameters
+        module = _without_hooks(graph_module.get_submodule(name))
+        replace_submodule(graph_module, name, module)
     graph_module.graph.lint()
     return graph_module
 
@@ -277,19 +281,6 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
         children = ", ".join(child for child, _ in model.named_children()) or "none"
         raise ConfigError(f"no submodule {name!r} in the model; its children: {children}")
     return modules[name]
-
-
-def _check_leaves(model: nn.Module, texts: frozenset[str], classes: tuple[type, ...]) -> None:
-    known = set()
-    for name, module in model.named_modules():
-        known |= {name, type(module).__name__}
-        known |= {kind.__name__ for kind in classes if isinstance(module, kind)}
-    missing = sorted((texts | {kind.__name__ for kind in classes}) - known)
-    if missing:
-        raise ConfigError(
-            f"a leaf must name a module or a class of the model, got {', '.join(missing)};"
-            f" its modules: {', '.join(sorted(name for name, _ in model.named_modules() if name))}"
-        )
 
 
 def _explain(error: Exception, model: nn.Module, tracer: LeafTracer) -> str:

@@ -15,7 +15,7 @@ observes and searches nothing then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -412,7 +412,12 @@ def _measured(
         except (Calib8Error, MemoryError, OSError):
             raise
         except Exception:
-            failed = _find_failing(measured, build, results, stage)
+            failed = {}  # each target by itself, to find those that fail
+            for target, result in zip(build.options.targets, results, strict=True):
+                try:
+                    measured([target], [result], duration_s=0)
+                except Exception as error:
+                    failed[target.name] = str(with_log(error, build.loaded.name, stage))
             if not failed or len(failed) == len(targets):
                 raise
             sound = [
@@ -422,22 +427,6 @@ def _measured(
             figures = measured(targets, sound, duration_s=build.duration_s)
             figures = replace(figures, failed={**figures.failed, **failed})
     return replace(figures, notes=(*build.notes, *figures.notes, *_notes(build, calibration)))
-
-
-def _find_failing(
-    measured: Callable[..., Figures],
-    build: PreparedBuild,
-    results: Sequence[BuildResult],
-    stage: Stage,
-) -> dict[str, str]:
-    """Measure each target alone; return target -> what it raises, of those that raise."""
-    failed = {}
-    for target, result in zip(build.options.targets, results, strict=True):
-        try:
-            measured([target], [result], duration_s=0)
-        except Exception as error:
-            failed[target.name] = str(with_log(error, build.loaded.name, stage))
-    return failed
 
 
 def _notes(build: PreparedBuild, calibration: CalibrationResult) -> list[str]:

@@ -266,7 +266,13 @@ def _create_config(
     config = builder.create_builder_config()
     _set_flags(config, settings)
     if settings.dla:
-        _use_dla(builder, config)
+        import tensorrt as trt
+
+        if not getattr(builder, "num_DLA_cores", 0):
+            raise SdkMissingError("an engine for DLA needs a DLA core, and this machine has none")
+        config.default_device_type = trt.DeviceType.DLA
+        config.DLA_core = 0
+        config.set_flag(trt.BuilderFlag.GPU_FALLBACK)
     if settings.float_layers:
         _bind_to_float(config, network, settings)
     if settings.wide_layers:
@@ -305,16 +311,6 @@ def _set_flags(config: trt.IBuilderConfig, settings: BuilderSettings) -> None:
     if settings.workspace_mib is not None:
         pool = trt.MemoryPoolType.WORKSPACE
         config.set_memory_pool_limit(pool, settings.workspace_mib << 20)
-
-
-def _use_dla(builder: trt.Builder, config: trt.IBuilderConfig) -> None:
-    import tensorrt as trt
-
-    if not getattr(builder, "num_DLA_cores", 0):
-        raise SdkMissingError("an engine for DLA needs a DLA core, and this machine has none")
-    config.default_device_type = trt.DeviceType.DLA
-    config.DLA_core = 0
-    config.set_flag(trt.BuilderFlag.GPU_FALLBACK)
 
 
 # Flags of trtexec that the engine built here obeys, as sampleOptions.cpp and sampleEngines.cpp set

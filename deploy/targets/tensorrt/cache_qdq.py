@@ -213,8 +213,10 @@ def _keep_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -> N
         pair = index.producer.get(node.input[1])
         if pair is None or pair.op_type != "DequantizeLinear" or pair.input[0] not in constants:
             continue
-        name = _float_weight(pair.input[0], floats)
-        if name is None or not _quantizes_to_stored(pair, constants, floats[name]):
+        name = pair.input[0].removesuffix("/quantized")  # <weight> or <weight>/<node>
+        while name and name not in floats:
+            name = name.rpartition("/")[0]
+        if not name or not _quantizes_to_stored(pair, constants, floats[name]):
             continue
         stored = pair.input[0]
         quantizer = helper.make_node(
@@ -226,14 +228,6 @@ def _keep_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -> N
             graph.initializer.append(floats[name])
             constants[name] = floats[name]
     replace_nodes(graph, [*quantizers, *graph.node])
-
-
-def _float_weight(stored: str, floats: Mapping[str, onnx.TensorProto]) -> str | None:
-    """Return the float weight of "<weight>/quantized" or "<weight>/<node>/quantized"."""
-    name = stored.removesuffix("/quantized")
-    while name and name not in floats:
-        name = name.rpartition("/")[0]
-    return name or None
 
 
 def _quantizes_to_stored(

@@ -122,27 +122,18 @@ def _lifted(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
         lifted = infer_types(model, strict_mode=True)
     except Exception:  # onnx's C++ code has no error class of its own
         try:  # a wrong output shape in the file does not matter to runtimes
-            open_outputs = _without_output_shapes(model)
+            open_outputs = copy_message(model)
+            for value in open_outputs.graph.output:
+                value.type.tensor_type.ClearField("shape")
             lifted = infer_types(open_outputs, strict_mode=True)
         except Exception as error:
-            reason = f"onnx says: {first_line(error)}"
-            raise _unliftable(opset_of(model), wanted, reason) from error
+            raise ExportError(
+                f"a typed model must be of opset {wanted} with all types known, got opset"
+                f" {opset_of(model)} that cannot be brought there (onnx says:"
+                f" {first_line(error)}); export the model with opset {wanted} or newer"
+            ) from error
     lifted.ir_version = max(lifted.ir_version, 9 if wanted < 21 else 10)
     return lifted
-
-
-def _without_output_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    bare = copy_message(model)
-    for value in bare.graph.output:
-        value.type.tensor_type.ClearField("shape")
-    return bare
-
-
-def _unliftable(opset: int, wanted: int, reason: str) -> ExportError:
-    return ExportError(
-        f"a typed model must be of opset {wanted} with all types known, got opset {opset} that"
-        f" cannot be brought there ({reason}); export the model with opset {wanted} or newer"
-    )
 
 
 @dataclass

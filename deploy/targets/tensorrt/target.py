@@ -90,9 +90,12 @@ class TensorRT(TensorrtOptions):
     def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
         """Return the observations to make: the method's statistic of every float tensor."""
         from deploy.frontends.checks import refuse_optimized
-        from deploy.targets.tensorrt import cache_contents
+        from deploy.targets.tensorrt import cache_contents, sdk
 
-        self._check_machine()
+        sdk.plugin_digests(self.plugins)
+        if self.device:
+            with suppress(SdkMissingError):  # without TensorRT the engine is built elsewhere
+                sdk.find_sdk(self.device)
         refuse_optimized(subject.model, self.name)
         if subject.loaded.trained is not None:
             self._refuse_placement_options(subject.loaded.trained)
@@ -101,15 +104,6 @@ class TensorRT(TensorrtOptions):
         self._check_nodes(subject)
         own = cache_contents.tensorrt_observations(subject, self.parser)
         return subject.histograms(self.wanted(subject.model, ())) if own is None else own
-
-    def _check_machine(self) -> None:
-        """Refuse a plugin library or a GPU that does not exist, before anything is run."""
-        from deploy.targets.tensorrt import sdk
-
-        sdk.plugin_digests(self.plugins)
-        if self.device:
-            with suppress(SdkMissingError):  # without TensorRT the engine is built elsewhere
-                sdk.find_sdk(self.device)
 
     def _refuse_placement_options(self, trained: QdqCalibration) -> None:
         """Refuse options on how to quantize a float model; a trained one has its own pairs."""
