@@ -90,11 +90,6 @@ def say_data(text: str) -> None:
     _put(join_visible(text.removesuffix("\n").split("\n")) + "\n", err=False)
 
 
-def can_redraw() -> bool:
-    """Return whether stderr is a terminal on which a line can be redrawn."""
-    return bool(sys.stderr and sys.stderr.isatty()) and os.environ.get("TERM") != "dumb"
-
-
 def terminal_columns() -> int:
     """Return the maximum length of a progress line: a full-width one would wrap."""
     try:
@@ -294,7 +289,9 @@ def show_progress(asked: bool = True) -> Iterator[None]:
     if not asked or _TELLER.get() is not None:
         yield
         return
-    teller = ProgressReporter(drawn=can_redraw())
+    teller = ProgressReporter(
+        drawn=bool(sys.stderr and sys.stderr.isatty()) and os.environ.get("TERM") != "dumb"
+    )
     token = _TELLER.set(teller)
     teller.begin()
     try:

@@ -104,22 +104,18 @@ def verify(folder: Path | str) -> Verification:
     where = Path(folder)
     try:
         with atomic.lock_folder(where):  # a run that puts its files there is waited for
-            return _verify(where)
+            if staging.is_mixed(where):
+                raise CacheError(
+                    f"{where} must hold one build, got files of two: a run was killed while it put"
+                    " its files there; the next build into it finishes that"
+                )
+            written = manifest.read_manifest(where)
+            other = written.cache is not None and manifest.cache_changed(*written.cache)
+            return Verification(where, written, manifest.find_changed_files(where, written), other)
     except OSError as error:
         raise CacheError(
             f"{where} must be the folder of a build, got: {error.strerror or error}; check the path"
         ) from error
-
-
-def _verify(where: Path) -> Verification:
-    if staging.is_mixed(where):
-        raise CacheError(
-            f"{where} must hold one build, got files of two: a run was killed while it put its"
-            " files there; the next build into it finishes that"
-        )
-    written = manifest.read_manifest(where)
-    other = written.cache is not None and manifest.cache_changed(*written.cache)
-    return Verification(where, written, manifest.find_changed_files(where, written), other)
 
 
 def read_stored_build(folder: Path | str) -> StoredBuild:
@@ -241,6 +237,16 @@ def _target(
     accuracy = engine.accuracy if engine else None
     own = plan.targets.get(target.name, TargetPlan(choices=NO_CHOICES))
     settled, tried = _chosen_and_tried(target, own)
+    clipped = [
+        ClippedRange(
+            tensor=row.name,
+            share=row.clipped,
+            seen=(row.observed_min, row.observed_max),
+            kept=(row.lo, row.hi),
+        )
+        for row in target.tensors
+        if row.clipped is not None and row.clipped > 0
+    ]
     return TargetExplanation(
         name=target.name,
         error=target.error,
@@ -259,7 +265,7 @@ def _target(
         settled=settled,
         tried=tried,
         methods={tensor: method.label for tensor, method in own.choices.methods.items()},
-        clipped=tuple(_clipped_ranges(target)),
+        clipped=tuple(sorted(clipped, key=lambda one: -one.share)),
         runnable=target.runnable or None,
         native=engine is not None and bool(target.runnable) and engine.path == target.runnable,
     )
@@ -311,17 +317,3 @@ def _float_groups(nodes: Iterable[NodeRow]) -> Iterator[FloatNodeGroup]:
             operators=tuple(dict.fromkeys(node.op for node in groups[key])),
             nodes=tuple(node.name for node in groups[key]),
         )
-
-
-def _clipped_ranges(target: TargetPart) -> list[ClippedRange]:
-    clipped = [
-        ClippedRange(
-            tensor=row.name,
-            share=row.clipped,
-            seen=(row.observed_min, row.observed_max),
-            kept=(row.lo, row.hi),
-        )
-        for row in target.tensors
-        if row.clipped is not None and row.clipped > 0
-    ]
-    return sorted(clipped, key=lambda one: -one.share)

@@ -81,7 +81,14 @@ def resolve_files(path: Path) -> SourceFiles:
         return _in_folder(path)
     if not path.exists():
         if _IN_PATTERNS & set(str(path)):
-            return _matching(path)
+            names = sorted(glob.iglob(str(path), recursive=True), key=os.fsencode)
+            usable = [name for name in names if is_image(name) or is_array_file(name)]
+            if not usable:
+                raise FeedError(
+                    f"the pattern {printable_name(str(path))} must match images or arrays, got none"
+                    f" of {len(names)} files; ** stands for any folders"
+                )
+            return SourceFiles(FileList("", usable), printable_name(str(path)))
         raise FeedError(f"{printable_name(str(path))} does not exist; give {_SOURCES}")
     if is_image(path) or is_array_file(path) or is_video(path):
         return SourceFiles(FileList(path.parent, [path.name]), printable_name(path.name))
@@ -159,17 +166,6 @@ def _unsupported(names: Sequence[str]) -> str:
     """Describe images in unsupported formats, and how to feed them."""
     count = "1 picture" if len(names) == 1 else f"{len(names)} pictures"
     return f"{count} in unsupported formats ({join_suffixes(names)}); save them as .jpg or .png"
-
-
-def _matching(pattern: Path) -> SourceFiles:
-    names = sorted(glob.iglob(str(pattern), recursive=True), key=os.fsencode)
-    usable = [name for name in names if is_image(name) or is_array_file(name)]
-    if not usable:
-        raise FeedError(
-            f"the pattern {printable_name(str(pattern))} must match images or arrays, got none of"
-            f" {len(names)} files; ** stands for any folders"
-        )
-    return SourceFiles(FileList("", usable), printable_name(str(pattern)))
 
 
 def _in_coco(path: Path) -> SourceFiles:

@@ -135,7 +135,9 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
                 layer = called_module(part, node)
                 if not isinstance(layer, IntLayer) or not called_once(part, node):
                     continue
-                source = _before_padding(part, node.args[0])
+                source = node.args[0]
+                while isinstance(source, fx.Node) and _is_zero_pad(part, source):
+                    source = source.all_input_nodes[0]  # a zero is exact on every grid
                 quant = called_module(part, source)
                 if isinstance(quant, FixedQuant):
                     layer.round_bias(quant.scale)
@@ -155,13 +157,6 @@ def _converted(module: nn.Module, name: str, custom: CustomClasses) -> nn.Module
         return None
     int8 = isinstance(module.weight_quant, WeightQuant)
     return IntLayer(module, name) if int8 else folded_layer(module)
-
-
-def _before_padding(graph_module: fx.GraphModule, tensor: Any) -> Any:
-    """Return the tensor before any zero padding, which is exact on every grid."""
-    while isinstance(tensor, fx.Node) and _is_zero_pad(graph_module, tensor):
-        tensor = tensor.all_input_nodes[0]
-    return tensor
 
 
 def _is_zero_pad(graph_module: fx.GraphModule, node: fx.Node) -> bool:

@@ -266,7 +266,15 @@ def write_fused(
         write_model(path, exported)
         return sentence
     program = _export_program(fused, inputs)
-    largest = _check_difference(program, model, inputs)
+    with torch.no_grad():
+        expected, got = model(*inputs), program.module()(*inputs)
+    largest = largest_difference(expected, got)
+    if not largest <= NEAR * largest_magnitude(expected):
+        raise ExportError(
+            "an exported model must compute what torch computes, got a largest difference of"
+            f" {largest:.3g} (largest output {largest_magnitude(expected):.3g}); report it with"
+            " the model"
+        )
     data = io.BytesIO()
     torch.export.save(program, data, extra_files={"calib8": __version__})
     write_bytes(path, data.getvalue())
@@ -292,18 +300,3 @@ def _export_program(
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # has paths of this machine
     return program
-
-
-def _check_difference(
-    program: torch.export.ExportedProgram, model: nn.Module, inputs: Sequence[torch.Tensor]
-) -> float:
-    with torch.no_grad():
-        expected, got = model(*inputs), program.module()(*inputs)
-    largest = largest_difference(expected, got)
-    if not largest <= NEAR * largest_magnitude(expected):
-        raise ExportError(
-            "an exported model must compute what torch computes, got a largest difference of"
-            f" {largest:.3g} (largest output {largest_magnitude(expected):.3g}); report it with"
-            " the model"
-        )
-    return largest

@@ -248,7 +248,19 @@ def create_named_model(spec: str) -> Any:
         ModelError: the package cannot create it; the message quotes its error.
     """
     package, _, name = spec.partition(":")
-    _check_package(package, spec)
+    if find_spec(package) is None:
+        raise SdkMissingError(
+            f"{spec} is a model of {package}, which is not installed:"
+            f" pip install {usercode.MODEL_LIBRARIES[package]}"
+        )
+    try:
+        import_module(package)
+    except Exception as error:  # a build for another torch version may raise anything
+        raise SdkMissingError(
+            f"{spec} needs {package}, which is installed and cannot be imported here:"
+            f" {type(error).__name__}: {first_line(error)}; install the one made for torch"
+            f" {torch.__version__}"
+        ) from error
     try:
         with fixed_seed():
             return _MAKERS[package](name)
@@ -269,22 +281,6 @@ def random_weights_note(spec: object, weights: object) -> str | None:
         f"the weights of {spec} are random: its structure and speed are real, its outputs mean"
         " nothing; --weights FILE loads trained weights"
     )
-
-
-def _check_package(package: str, spec: str) -> None:
-    if find_spec(package) is None:
-        raise SdkMissingError(
-            f"{spec} is a model of {package}, which is not installed:"
-            f" pip install {usercode.MODEL_LIBRARIES[package]}"
-        )
-    try:
-        import_module(package)
-    except Exception as error:  # a build for another torch version may raise anything
-        raise SdkMissingError(
-            f"{spec} needs {package}, which is installed and cannot be imported here:"
-            f" {type(error).__name__}: {first_line(error)}; install the one made for torch"
-            f" {torch.__version__}"
-        ) from error
 
 
 def _torchvision(name: str) -> Any:

@@ -312,7 +312,12 @@ def place_quantizers(
         for node, homes in exported.homes.items()
         if any(name in skip for name in _layers(graph_module, exported, homes))
     }
-    plan = _expressible_plan(graph_module, exported, target, kept)
+    for _ in range(_ROUNDS):  # until every node in int8 has a tensor or layer in the graph
+        plan = target.plan(exported.model, kept)
+        unmapped = dict(_unmapped(graph_module, exported, plan))
+        if not unmapped.keys() - kept.keys():
+            break
+        kept |= unmapped
     groups = _groups(exported.model, plan, share)
 
     def layers(node: str) -> Iterator[str]:
@@ -327,19 +332,6 @@ def place_quantizers(
         reasons={n: d.reason.replace(NODE_PREFIX, "") for d in heavy for n in layers(d.node)},
         fits_pairs=plan.placement.fits_pairs,
     )
-
-
-def _expressible_plan(
-    graph_module: fx.GraphModule, exported: ExportedGraph, target: Target, kept: dict[str, str]
-) -> Plan:
-    """Return the target's plan; nodes without a tensor or layer in the graph stay in float."""
-    for _ in range(_ROUNDS):
-        plan = target.plan(exported.model, kept)
-        unmapped = dict(_unmapped(graph_module, exported, plan))
-        if not unmapped.keys() - kept.keys():
-            break
-        kept |= unmapped
-    return plan
 
 
 def _unmapped(

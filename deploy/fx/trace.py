@@ -121,13 +121,6 @@ def refuse_hooks(module: nn.Module, what: str) -> None:
         )
 
 
-def _without_hooks(module: nn.Module) -> nn.Module:
-    copied = copy.copy(module)
-    for name in _HOOKS:
-        setattr(copied, name, OrderedDict())
-    return copied
-
-
 # with a separator at the end, since torchvision is in the same folder as torch
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
 
@@ -268,8 +261,10 @@ def trace(
         raise ModelError(_explain(error, model, tracer)) from error
     graph_module = fx.GraphModule(model, graph, type(model).__name__)
     for name in sorted(tracer.unhooked):  # hooks that are nodes now; copies share the parameters
-        module = _without_hooks(graph_module.get_submodule(name))
-        replace_submodule(graph_module, name, module)
+        copied = copy.copy(graph_module.get_submodule(name))
+        for hook in _HOOKS:
+            setattr(copied, hook, OrderedDict())
+        replace_submodule(graph_module, name, copied)
     graph_module.graph.lint()
     return graph_module
 

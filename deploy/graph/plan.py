@@ -338,12 +338,7 @@ def _made_and_wanted(
             made.update(node.output)
             if wanted.intersection(node.output):
                 wanted.add(graph.tail(node))
-    _pass_on(graph, placement, made, wanted)
-    return made, wanted
-
-
-def _pass_on(graph: Graph, placement: Placement, made: set[str], wanted: set[str]) -> None:
-    """Propagate `made` forwards and `wanted` backwards through float nodes that pass int8 on."""
+    # propagate `made` forwards and `wanted` backwards through float nodes that pass int8 on
     between = [node for node in graph.nodes if _passes_on(graph, placement, node)]
     for node in between:
         if all(name in made for name in graph.data_inputs(node)):
@@ -351,6 +346,7 @@ def _pass_on(graph: Graph, placement: Placement, made: set[str], wanted: set[str
     for node in reversed(between):
         if wanted.intersection(node.output):
             wanted.update(graph.data_inputs(node))
+    return made, wanted
 
 
 def _passes_on(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:

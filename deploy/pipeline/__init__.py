@@ -282,7 +282,7 @@ def build_with(
     options: BuildOptions,
 ) -> Report:
     """`build` with its options as one value."""
-    from deploy.pipeline.results import write_report
+    from deploy.pipeline.results import build_origin, publish_build, write_report
 
     build = prepare_build(model, dataset, options)
     with number_phases(*build.steps), stage_files(build.options.out) as stage:
@@ -311,7 +311,12 @@ def build_with(
             gates=build.options.gates,
             settings=build.options.settings is not None,
         )
-        _published(build, calibration, stage)
+        options = build.options
+        if options.settings is not None:
+            atomic.write_text(stage.inside / manifest.SETTINGS, options.settings)
+        replacing = None if options.calibration.cache.force else build.own_files
+        origin = build_origin(calibration, options.targets, build.outside_cache)
+        publish_build(origin, stage, replacing=replacing)
     return report
 
 
@@ -451,18 +456,6 @@ def _notes(build: PreparedBuild, calibration: CalibrationResult) -> list[str]:
             " better on these than on others"
         )
     return notes
-
-
-def _published(build: PreparedBuild, calibration: CalibrationResult, stage: Stage) -> None:
-    """Move all files into the folder at once."""
-    from deploy.pipeline.results import build_origin, publish_build
-
-    options = build.options
-    if options.settings is not None:
-        atomic.write_text(stage.inside / manifest.SETTINGS, options.settings)
-    replacing = None if options.calibration.cache.force else build.own_files
-    origin = build_origin(calibration, options.targets, build.outside_cache)
-    publish_build(origin, stage, replacing=replacing)
 
 
 __all__ = ["CachePolicy", "CalibrationResult", "Tuning", "build", "calibrate", "merge"]

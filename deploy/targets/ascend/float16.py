@@ -174,7 +174,13 @@ class _Narrowing:
             if constant is None:
                 yield self.to(name, twin, dtype)
             else:
-                self.constants[twin] = _narrow(constant, twin)
+                values = numpy_helper.to_array(constant)
+                if (largest := np.abs(values).max(initial=0)) > _MOST:
+                    raise ExportError(
+                        f"a float16 model's constants must be within {_MOST:g}, got {largest:g} in"
+                        f" {constant.name!r}; give the model in float32"
+                    )
+                self.constants[twin] = numpy_helper.from_array(values.astype(np.float16), twin)
         node.input[place] = self.twins[key]
 
     def without_idle(self, nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
@@ -227,13 +233,3 @@ def _set_dtype(node: onnx.NodeProto) -> None:
 
 def _is_cast(node: onnx.NodeProto, dtype: int) -> bool:
     return node.op_type == "Cast" and attributes(node)["to"] == dtype
-
-
-def _narrow(constant: onnx.TensorProto, name: str) -> onnx.TensorProto:
-    values = numpy_helper.to_array(constant)
-    if np.abs(values).max(initial=0) > _MOST:
-        raise ExportError(
-            f"a float16 model's constants must be within {_MOST:g}, got {np.abs(values).max():g} in"
-            f" {constant.name!r}; give the model in float32"
-        )
-    return numpy_helper.from_array(values.astype(np.float16), name)

@@ -166,7 +166,14 @@ class _TypeConverter:
 
     def _add_node(self, node: onnx.NodeProto) -> None:
         if node.op_type in _PAIR:
-            self._add_pair_node(node)
+            # the scale's type: of Q that of its input, of DQ that which its readers need
+            quantizes = node.op_type == "QuantizeLinear"
+            narrow = not quantizes and self._has_narrow_reader(node.output[0])
+            kind = self.types[node.input[0]] if quantizes else (self.narrow if narrow else _FLOAT)
+            node.input[1] = self._as_type(node.input[1], kind)
+            self.nodes.append(node)
+            if not quantizes:
+                self.types[node.output[0]] = kind
             return
         wide = self._stays_wide(node)
         for index in _typed_inputs(node):
@@ -206,16 +213,6 @@ class _TypeConverter:
         if reason:
             self.kept[node.name] = reason
         return bool(reason)
-
-    def _add_pair_node(self, node: onnx.NodeProto) -> None:
-        """Set the scale's type: of Q that of its input, of DQ that which its readers need."""
-        quantizes = node.op_type == "QuantizeLinear"
-        narrow = not quantizes and self._has_narrow_reader(node.output[0])
-        kind = self.types[node.input[0]] if quantizes else (self.narrow if narrow else _FLOAT)
-        node.input[1] = self._as_type(node.input[1], kind)
-        self.nodes.append(node)
-        if not quantizes:
-            self.types[node.output[0]] = kind
 
     def _has_narrow_reader(self, name: str) -> bool:
         if name in self.index.outputs or name in self.index.captured:
