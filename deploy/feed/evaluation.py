@@ -164,26 +164,20 @@ def apply_labels(
             raise ConfigError("annotations of boxes are for pictures, got arrays; give image files")
         for name in evaluation.names:
             labels.of(name)
-        sizes = _rescaled_sizes(labels, evaluation)
+        sizes: dict[str, Size] = {}  # of the images whose size differs from their annotations
+        with phase("sizes of the pictures", evaluation.count, "images") as step:
+            for name, size in evaluation.sizes():
+                step()
+                annotated = labels.of(name).size
+                if size is None or size == annotated:
+                    continue
+                if abs(size[0] * annotated[1] - size[1] * annotated[0]) > max(*size, *annotated):
+                    raise FeedError(_other_shape(name, size, annotated))
+                sizes[name] = size
         notes = (_SCALED.format(len(sizes), evaluation.count),) if sizes else ()
         return GroundTruth(ObjectsInInput(labels, evaluation, sizes), labels.categories, notes)
     evaluation.label(labels)
     return None
-
-
-def _rescaled_sizes(annotations: Annotations, feed: Feed) -> dict[str, Size]:
-    """Return name -> size of the images whose size differs from their annotations."""
-    sizes: dict[str, Size] = {}
-    with phase("sizes of the pictures", feed.count, "images") as step:
-        for name, size in feed.sizes():
-            step()
-            annotated = annotations.of(name).size
-            if size is None or size == annotated:
-                continue
-            if abs(size[0] * annotated[1] - size[1] * annotated[0]) > max(*size, *annotated):
-                raise FeedError(_other_shape(name, size, annotated))
-            sizes[name] = size
-    return sizes
 
 
 def _other_shape(name: str, size: Size, annotated: Size) -> str:

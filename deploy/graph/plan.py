@@ -189,7 +189,15 @@ def analyse(
     for node in graph.nodes:
         why[node.name] = find_refusal(graph, node, placement, float_reasons, no_scale)
     if not placement.everywhere:
-        _drop_glue(graph, placement, why, no_scale)
+        # refuse nodes that gain nothing in int8; refusing one node can strand another
+        changed = True
+        while changed:
+            changed = False
+            made, wanted = _made_and_wanted(graph, placement, why)
+            for node in graph.nodes:
+                if not why[node.name]:
+                    why[node.name] = _stranded(graph, placement, node, why, made, wanted)
+                    changed = changed or bool(why[node.name])
     chosen = [n for n in graph.nodes if not why[n.name]]
     pairs = _pairs(graph, placement, chosen)
     int8_gates = tuple(gate for gate in found if not why[gate.name])
@@ -278,23 +286,6 @@ def _decisions(
         precision = FLOAT32 if reason else placement.grid.name
         found.append(Decision(node.name, node.op_type, precision, reason))
     return tuple(found)
-
-
-def _drop_glue(
-    graph: Graph, placement: Placement, why: dict[str, str], no_scale: Mapping[str, str]
-) -> None:
-    """Refuse glue unless all its inputs are int8 and a node downstream wants int8.
-
-    Refusing one node can strand another, so this repeats until nothing changes.
-    """
-    changed = True
-    while changed:
-        changed = False
-        made, wanted = _made_and_wanted(graph, placement, why)
-        for node in graph.nodes:
-            if not why[node.name]:
-                why[node.name] = _stranded(graph, placement, node, why, made, wanted)
-                changed = changed or bool(why[node.name])
 
 
 def _stranded(

@@ -125,7 +125,18 @@ def build_engine(
         config = _create_config(builder, network, settings, calibrator)
         refused = _set_timing_cache(config, settings)
         plan = builder.build_serialized_network(network, config)
-    cache = _used_cache(calibrator, log, model, built=plan is not None)
+    # an exception from a callback comes first: TensorRT swallows it and then fails for lack of
+    # data; its own messages come next, also where it failed before requesting a batch
+    if calibrator is not None and calibrator.error is not None:
+        raise calibrator.error
+    begun = calibrator is not None and (plan is not None or calibrator.asked > 0)
+    trouble = calibrator.trouble() if calibrator is not None and begun else ""
+    if plan is None:
+        more = f"; {trouble}" if trouble else ""
+        raise BackendError(f"TensorRT could not build {model.name}: {log.words()}{more}")
+    if trouble:
+        raise CalibrationError(f"{trouble}; TensorRT said: {log.words()}")
+    cache = calibrator.check() if calibrator is not None else None
     if settings.timing_cache is not None and not refused:
         atomic.write_bytes(settings.timing_cache, bytes(config.get_timing_cache().serialize()))
     return BuiltEngine(bytes(plan), tuple(log.lines), cache, (refused,) if refused else ())
@@ -213,26 +224,6 @@ def profiles_for(
             least, most = (1, *least[1:]), (max(most_batch, opt[0], most[0]), *most[1:])
         profiles[name] = InputShapeRange(least, opt, most)
     return profiles
-
-
-def _used_cache(
-    calibrator: Callbacks | None, log: LogRecorder, model: Path, *, built: bool
-) -> bytes | None:
-    """Return the calibrator's cache, or raise what went wrong in the build.
-
-    An exception from a callback comes first: TensorRT swallows it and then fails for lack of data.
-    TensorRT's own messages come next, also where it failed before requesting a batch.
-    """
-    if calibrator is not None and calibrator.error is not None:
-        raise calibrator.error
-    begun = calibrator is not None and calibrator.asked > 0
-    trouble = calibrator.trouble() if calibrator is not None and (built or begun) else ""
-    if not built:
-        more = f"; {trouble}" if trouble else ""
-        raise BackendError(f"TensorRT could not build {model.name}: {log.words()}{more}")
-    if trouble:
-        raise CalibrationError(f"{trouble}; TensorRT said: {log.words()}")
-    return calibrator.check() if calibrator is not None else None
 
 
 def _network_flags(*, typed: bool) -> int:
