@@ -98,7 +98,18 @@ def resolve_files(path: Path) -> SourceFiles:
             " or .png"
         )
     if path.suffix.lower() == ".json":
-        return _in_coco(path)
+        data = read_json(path, what="COCO annotations", error=FeedError)
+        images = data.get("images") if isinstance(data, dict) else None
+        file_names = [one.get("file_name") for one in images or () if isinstance(one, dict)]
+        names = [name for name in file_names if isinstance(name, str) and name and "\0" not in name]
+        if not names or len(names) < len(file_names):
+            raise FeedError(
+                f"{printable_name(str(path))} must be COCO annotations with `images` that have a"
+                " `file_name`, got others; give a folder or a list file"
+            )
+        inside = path.parent / "images"
+        base = inside if (inside / names[0]).exists() else path.parent
+        return SourceFiles(FileList(base, names), printable_name(str(path)))
     return SourceFiles(read_list(path), printable_name(str(path)))
 
 
@@ -166,22 +177,6 @@ def _unsupported(names: Sequence[str]) -> str:
     """Describe images in unsupported formats, and how to feed them."""
     count = "1 picture" if len(names) == 1 else f"{len(names)} pictures"
     return f"{count} in unsupported formats ({join_suffixes(names)}); save them as .jpg or .png"
-
-
-def _in_coco(path: Path) -> SourceFiles:
-    """Return the images of a COCO json, in its folder or in a folder `images` there."""
-    data = read_json(path, what="COCO annotations", error=FeedError)
-    images = data.get("images") if isinstance(data, dict) else None
-    file_names = [one.get("file_name") for one in images or () if isinstance(one, dict)]
-    names = [name for name in file_names if isinstance(name, str) and name and "\0" not in name]
-    if not names or len(names) < len(file_names):
-        raise FeedError(
-            f"{printable_name(str(path))} must be COCO annotations with `images` that have a"
-            " `file_name`, got others; give a folder or a list file"
-        )
-    inside = path.parent / "images"
-    base = inside if (inside / names[0]).exists() else path.parent
-    return SourceFiles(FileList(base, names), printable_name(str(path)))
 
 
 DTYPES = (

@@ -94,17 +94,7 @@ class CutOffNodes:
         whole = copy_message(model)
         graph = whole.graph
         nodes = [copy_message(node) for node in self.nodes]
-        self._put_constants(graph, nodes)
-        declared = {value.name: copy_message(value) for value in (*graph.input, *graph.output)}
-        replace_nodes(graph, [*graph.node, *nodes])
-        replace_field(graph.input, [declared.get(value.name, value) for value in self.inputs])
-        replace_field(graph.output, [declared.get(value.name, value) for value in self.outputs])
-        domains = {entry.domain for entry in whole.opset_import}
-        whole.opset_import.extend(o for o in self.opsets if o.domain not in domains)
-        return whole
-
-    def _put_constants(self, graph: onnx.GraphProto, nodes: list[onnx.NodeProto]) -> None:
-        """Add the nodes' constants, under another name if one was changed in `graph`."""
+        # the nodes' constants, under another name if one was changed in `graph`
         taken = {tensor.name: tensor for tensor in graph.initializer}
         names = {name for node in graph.node for name in (*node.input, *node.output)} | set(taken)
         for tensor in self.constants:
@@ -115,6 +105,13 @@ class CutOffNodes:
                 new.name = unique_name(f"{tensor.name}/kept", names)
                 rename_reads(nodes, {tensor.name: new.name})
             graph.initializer.append(new)
+        declared = {value.name: copy_message(value) for value in (*graph.input, *graph.output)}
+        replace_nodes(graph, [*graph.node, *nodes])
+        replace_field(graph.input, [declared.get(value.name, value) for value in self.inputs])
+        replace_field(graph.output, [declared.get(value.name, value) for value in self.outputs])
+        domains = {entry.domain for entry in whole.opset_import}
+        whole.opset_import.extend(o for o in self.opsets if o.domain not in domains)
+        return whole
 
     def _refuse_opset(self, opset: int) -> None:
         own_opset = max((o.version for o in self.opsets if o.domain in _KNOWN[:2]), default=0)

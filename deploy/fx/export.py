@@ -44,7 +44,15 @@ def clean_exported(model: onnx.ModelProto) -> onnx.ModelProto:
         holder.ClearField("doc_string")
     for value in (*graph.input, *graph.output):
         del value.metadata_props[:]
-    _restore_global_pools(graph)
+    values = (*graph.input, *graph.value_info, *graph.output)
+    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values}
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "ReduceMean" and _is_global_pool(node, ranks, constants):
+            node.op_type = "GlobalAveragePool"
+            del node.input[1:]
+            del node.attribute[:]
+    drop_unread(graph)
     return result
 
 
@@ -101,18 +109,6 @@ def rename_tensors(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
             values[:] = [names.get(name, name) for name in values]
     for value in (*graph.output, *graph.value_info):
         value.name = names.get(value.name, value.name)
-
-
-def _restore_global_pools(graph: onnx.GraphProto) -> None:
-    values = (*graph.input, *graph.value_info, *graph.output)
-    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values}
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    for node in graph.node:
-        if node.op_type == "ReduceMean" and _is_global_pool(node, ranks, constants):
-            node.op_type = "GlobalAveragePool"
-            del node.input[1:]
-            del node.attribute[:]
-    drop_unread(graph)
 
 
 def _is_global_pool(

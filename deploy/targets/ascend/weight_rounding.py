@@ -253,25 +253,34 @@ def round_layer(
         statistic = step.inputs.statistic
         assert isinstance(statistic, RoundedWeightsOf)
         scale = kl_scale(weight, channel_wise=statistic.scales > 1)
-        grouped = weight.reshape(statistic.shape)
-        groups, rows, _ = grouped.shape
-        scales = np.broadcast_to(scale, groups * rows) if scale.size == 1 else scale
-        outputs = targets.taken()
-        problem = AdaProblem(
-            weight=grouped,
-            scale=np.asarray(scales, np.float32).reshape(groups, rows, 1),
-            inputs=rounded.taken(),
-            targets=outputs.reshape(len(outputs), groups, rows),
-            bias=step.bias,
-            activation=step.activation,
-            share=targets.share,
-        )
+        problem = _problem(step, weight.reshape(statistic.shape), scale, rounded, targets)
         steps = len(problem.blocks()) * step.params.num_iteration
         with phase(f"AdaRound {place}", steps, "steps") as progress:
             integers = join_blocks(problem, _search_blocks(problem, step.params, progress))
         errors = output_error(problem, round_to_nearest(problem)), output_error(problem, integers)
         rounded.keep(integers, scale, errors)
     return rounded
+
+
+def _problem(
+    step: AdaStep,
+    weight: Float32Array,
+    scale: Float32Array,
+    rounded: RoundedWeights,
+    targets: Targets,
+) -> AdaProblem:
+    groups, rows, _ = weight.shape
+    scales = np.broadcast_to(scale, groups * rows) if scale.size == 1 else scale
+    outputs = targets.taken()
+    return AdaProblem(
+        weight=weight,
+        scale=np.asarray(scales, np.float32).reshape(groups, rows, 1),
+        inputs=rounded.taken(),
+        targets=outputs.reshape(len(outputs), groups, rows),
+        bias=step.bias,
+        activation=step.activation,
+        share=targets.share,
+    )
 
 
 def _search_blocks(

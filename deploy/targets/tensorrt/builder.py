@@ -254,11 +254,11 @@ def _create_config(
     settings: BuilderSettings,
     calibrator: Callbacks | None,
 ) -> trt.IBuilderConfig:
+    import tensorrt as trt
+
     config = builder.create_builder_config()
     _set_flags(config, settings)
     if settings.dla:
-        import tensorrt as trt
-
         if not getattr(builder, "num_DLA_cores", 0):
             raise SdkMissingError("an engine for DLA needs a DLA core, and this machine has none")
         config.default_device_type = trt.DeviceType.DLA
@@ -266,8 +266,12 @@ def _create_config(
         config.set_flag(trt.BuilderFlag.GPU_FALLBACK)
     if settings.float_layers:
         _bind_to_float(config, network, settings)
-    if settings.wide_layers:
-        _bind_to_float32(config, network, settings.wide_layers)
+    if settings.wide_layers:  # float32 overrides an earlier float precision
+        config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
+        for layer, _ in _find_layers(network, settings.wide_layers):
+            layer.precision = trt.float32
+            for index in range(layer.num_outputs):
+                layer.set_output_type(index, trt.float32)
     _disable_tactics(config, stand_ins())
     profile = _create_profile(builder, network, settings)
     if profile is not None:
@@ -368,19 +372,6 @@ def _bind_to_float(
             f"a node to keep in float must be a layer of TensorRT's network, {missing[0]!r} is"
             " none; build from the Q/DQ model (--engine-from qdq), or leave it out"
         )
-
-
-def _bind_to_float32(
-    config: trt.IBuilderConfig, network: trt.INetworkDefinition, nodes: Mapping[str, str]
-) -> None:
-    """Bind layers and their outputs to float32, overriding an earlier float precision."""
-    import tensorrt as trt
-
-    config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
-    for layer, _ in _find_layers(network, nodes):
-        layer.precision = trt.float32
-        for index in range(layer.num_outputs):
-            layer.set_output_type(index, trt.float32)
 
 
 def _find_layers(

@@ -48,7 +48,6 @@ from deploy.calibration import DEFAULT_TRT_VERSION, trt_cache
 from deploy.calibration.observation import (
     CalibrationSubject,
     Observation,
-    ObservedStatistics,
     Variant,
     note_left_out,
 )
@@ -311,11 +310,7 @@ def tensorrt_observations(
     listed = list_cache_entries(subject, parser)
     split = gemm_products(listed, subject.unfolded.model)
     key = "as TensorRT reads it" + (", Gemm products apart" if split else "")
-
-    def make(_: ObservedStatistics) -> onnx.ModelProto:
-        return split_gemms(subject.unfolded.model, split)
-
-    variant = Variant(key, make)
+    variant = Variant(key, lambda _: split_gemms(subject.unfolded.model, split))
     sources = dict.fromkeys(t.source for t in listed if t.shares is None)
     return tuple(Observation(variant, source, subject.statistic) for source in sources)
 
