@@ -235,7 +235,9 @@ def main(argv: list[str] | None = None) -> None:
         where = f" {error.filename}" if error.filename else ""
         _end(f"the system refused{where}: {error.strerror or error}; fix that and run again")
     except Exception as error:
-        if (package := _missing_package(error)) is not None:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        package = (missing or "").partition(".")[0]
+        if package and package not in _OURS:
             _end(
                 f"calib8 needs the package {package}, which is not installed here; install calib8"
                 " with pip, or activate the environment that has it"
@@ -248,13 +250,6 @@ def main(argv: list[str] | None = None) -> None:
             err=True,
         )
         sys.exit(70)
-
-
-def _missing_package(error: Exception) -> str | None:
-    """Return the third-party package that is missing; None for another error."""
-    name = error.name if isinstance(error, ModuleNotFoundError) else None
-    package = (name or "").partition(".")[0]
-    return package if package and package not in _OURS else None
 
 
 def _print_ended(how: str, stop: BaseException) -> None:

@@ -90,11 +90,6 @@ def say_data(text: str) -> None:
     _put(join_visible(text.removesuffix("\n").split("\n")) + "\n", err=False)
 
 
-def can_redraw() -> bool:
-    """Return whether stderr is a terminal on which a line can be redrawn."""
-    return bool(sys.stderr and sys.stderr.isatty()) and os.environ.get("TERM") != "dumb"
-
-
 def terminal_columns() -> int:
     """Return the maximum length of a progress line: a full-width one would wrap."""
     try:
@@ -102,11 +97,6 @@ def terminal_columns() -> int:
     except (OSError, ValueError):
         width = 0
     return (width or _COLUMNS) - 1
-
-
-def can_encode(text: str) -> bool:
-    """Return whether the encoding of stderr has these characters."""
-    return _encodable(text, err=True) == text
 
 
 def draw(line: str) -> None:
@@ -299,7 +289,9 @@ def show_progress(asked: bool = True) -> Iterator[None]:
     if not asked or _TELLER.get() is not None:
         yield
         return
-    teller = ProgressReporter(drawn=can_redraw())
+    teller = ProgressReporter(
+        drawn=bool(sys.stderr and sys.stderr.isatty()) and os.environ.get("TERM") != "dumb"
+    )
     token = _TELLER.set(teller)
     teller.begin()
     try:
@@ -392,7 +384,7 @@ def _bar(phases: Sequence[Phase], now: float) -> str:
     if share is None:
         return f"{where}: {words}"[:columns]
     form = f"{{desc}}: {{percentage:3.0f}}%|{{bar}}| {words}"
-    plain = not can_encode("█")
+    plain = _encodable("█", err=True) != "█"
     line = tqdm.format_meter(share, 1, 1, ncols=columns, prefix=where, bar_format=form, ascii=plain)
     return str(line)[:columns]
 

@@ -126,7 +126,10 @@ def ifmr(x: NDArray[np.floating], params: IfmrParams | None = None) -> AscendSca
     lo = kth_value(data, params.min_percentile, smallest=True)
     hi = kth_value(data, params.max_percentile, smallest=False)
     candidates = candidates_of(np.float32(hi), np.float32(lo), params)
-    if _needs_float32(data, params):
+    # AMCT's float32 loss may overflow, underflow or be mostly rounding error
+    extreme = max(abs(float(data[0])), abs(float(data[-1])))
+    plain = extreme > 1e-12 and extreme * extreme * data.size < 1e37
+    if data.size < _SMALL or params.bits > 8 or not plain:
         losses = np.array([loss32(data, candidates, i) for i in range(candidates.hi.size)])
     else:
         losses = _refined(data, candidates, _sorted_losses(data, candidates))
@@ -179,13 +182,6 @@ def candidates_of(hi: np.float32, lo: np.float32, params: IfmrParams) -> Candida
             " within the search; leave this layer in float"
         )
     return Candidates(bottoms, tops, scales)
-
-
-def _needs_float32(data: Float32Array, params: IfmrParams) -> bool:
-    """Whether AMCT's float32 loss may overflow, underflow or be mostly rounding error."""
-    extreme = max(abs(float(data[0])), abs(float(data[-1])))
-    plain = extreme > 1e-12 and extreme * extreme * data.size < 1e37
-    return data.size < _SMALL or params.bits > 8 or not plain
 
 
 def loss32(data: Float32Array, candidates: Candidates, i: int) -> np.float32:

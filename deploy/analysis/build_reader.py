@@ -104,22 +104,18 @@ def verify(folder: Path | str) -> Verification:
     where = Path(folder)
     try:
         with atomic.lock_folder(where):  # a run that puts its files there is waited for
-            return _verify(where)
+            if staging.is_mixed(where):
+                raise CacheError(
+                    f"{where} must hold one build, got files of two: a run was killed while it put"
+                    " its files there; the next build into it finishes that"
+                )
+            written = manifest.read_manifest(where)
+            other = written.cache is not None and manifest.cache_changed(*written.cache)
+            return Verification(where, written, manifest.find_changed_files(where, written), other)
     except OSError as error:
         raise CacheError(
             f"{where} must be the folder of a build, got: {error.strerror or error}; check the path"
         ) from error
-
-
-def _verify(where: Path) -> Verification:
-    if staging.is_mixed(where):
-        raise CacheError(
-            f"{where} must hold one build, got files of two: a run was killed while it put its"
-            " files there; the next build into it finishes that"
-        )
-    written = manifest.read_manifest(where)
-    other = written.cache is not None and manifest.cache_changed(*written.cache)
-    return Verification(where, written, manifest.find_changed_files(where, written), other)
 
 
 def read_stored_build(folder: Path | str) -> StoredBuild:
@@ -200,7 +196,10 @@ def read_explanation(folder: Path) -> Explanation:
     """
     build = read_stored_build(folder)
     report = build.report
-    plan_path = _plan_path(build)
+    named = [file.path for file in report.files if file.role == PLAN]
+    plan_path = path_in_build(named[0], build.path) if named else None
+    if plan_path is not None and not is_file(plan_path):
+        plan_path = None
     plan = PlanFile() if plan_path is None else read_plan(plan_path)
     engines = {e.target: e for e in report.engines if not (e.reference or e.baseline)}
     return Explanation(
@@ -231,12 +230,6 @@ def path_near_report(written: str, report: Path) -> Path:
     return path if os.path.exists(path) else report.parent / path.name
 
 
-def _plan_path(build: StoredBuild) -> Path | None:
-    named = [file.path for file in build.report.files if file.role == PLAN]
-    path = path_in_build(named[0], build.path) if named else None
-    return path if path is not None and is_file(path) else None
-
-
 def _target(
     target: TargetPart, engine: EngineRow | None, plan: PlanFile, notes: tuple[str, ...]
 ) -> TargetExplanation:
@@ -244,6 +237,16 @@ def _target(
     accuracy = engine.accuracy if engine else None
     own = plan.targets.get(target.name, TargetPlan(choices=NO_CHOICES))
     settled, tried = _chosen_and_tried(target, own)
+    clipped = [
+        ClippedRange(
+            tensor=row.name,
+            share=row.clipped,
+            seen=(row.observed_min, row.observed_max),
+            kept=(row.lo, row.hi),
+        )
+        for row in target.tensors
+        if row.clipped is not None and row.clipped > 0
+    ]
     return TargetExplanation(
         name=target.name,
         error=target.error,
@@ -262,7 +265,7 @@ def _target(
         settled=settled,
         tried=tried,
         methods={tensor: method.label for tensor, method in own.choices.methods.items()},
-        clipped=tuple(_clipped_ranges(target)),
+        clipped=tuple(sorted(clipped, key=lambda one: -one.share)),
         runnable=target.runnable or None,
         native=engine is not None and bool(target.runnable) and engine.path == target.runnable,
     )
@@ -314,17 +317,3 @@ def _float_groups(nodes: Iterable[NodeRow]) -> Iterator[FloatNodeGroup]:
             operators=tuple(dict.fromkeys(node.op for node in groups[key])),
             nodes=tuple(node.name for node in groups[key]),
         )
-
-
-def _clipped_ranges(target: TargetPart) -> list[ClippedRange]:
-    clipped = [
-        ClippedRange(
-            tensor=row.name,
-            share=row.clipped,
-            seen=(row.observed_min, row.observed_max),
-            kept=(row.lo, row.hi),
-        )
-        for row in target.tensors
-        if row.clipped is not None and row.clipped > 0
-    ]
-    return sorted(clipped, key=lambda one: -one.share)

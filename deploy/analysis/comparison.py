@@ -203,7 +203,8 @@ class _Cuts:
 
     def close(self, outputs: Mapping[str, str]) -> None:
         """Add a note on the effect of fixing the model's open dimensions, if it has any."""
-        if not _is_open(self._models[1]):
+        shapes = (value.type.tensor_type.shape for value in self._models[1].graph.input)
+        if all(dim.HasField("dim_value") for shape in shapes for dim in shape.dim):
             return
         try:
             figures = self._compare(*self._models, outputs, closed=True)
@@ -238,12 +239,6 @@ class _Cuts:
                 yield sample, left.run(sample), dict(zip(names, values, strict=True))
 
         return _pair_errors(pairs, runs())
-
-
-def _is_open(model: ModelProto) -> bool:
-    """Whether an input has an open dimension."""
-    dims = (d for value in model.graph.input for d in value.type.tensor_type.shape.dim)
-    return any(not dim.HasField("dim_value") for dim in dims)
 
 
 def _arrays(file: Path) -> dict[str, Array]:

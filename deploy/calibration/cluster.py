@@ -420,16 +420,12 @@ class ClusterRun:
                 continue
             share = self._running.pop(future)
             if isinstance(found, cluster_jobs.PieceFailure):
-                self._retry(share, found)
+                if not found.may_pass or self._tries[share] >= self._cluster.retries:
+                    raise found.error
+                self._tries[share] += 1
+                self._submit(share)
             else:
                 yield share, worker, found
-
-    def _retry(self, share: Share, failure: cluster_jobs.PieceFailure) -> None:
-        """Submit a failed piece again."""
-        if not failure.may_pass or self._tries[share] >= self._cluster.retries:
-            raise failure.error
-        self._tries[share] += 1
-        self._submit(share)
 
     def _result(self, future: Future) -> tuple[str, bytes | cluster_jobs.PieceFailure]:
         share = self._running[future]

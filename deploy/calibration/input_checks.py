@@ -240,9 +240,15 @@ def check_input_samples(
 
     `model`: the model before cleaning, with its BatchNormalizations.
     """
-    name = _picture_input(samples)
+    first = samples[0] if samples else {}
+    pictures = (
+        name
+        for name, array in first.items()
+        if layout_of(array) is not None and all(one[name].size for one in samples)
+    )
+    name = next((name for name in pictures if not _idle(samples, name)), None)
     if name is None:
-        full = {n: a for n, a in (samples[0] if samples else {}).items() if a.size > 1}
+        full = {n: a for n, a in first.items() if a.size > 1}
         flat = [each for each in full if _even(samples, each)]
         masks = {each for each in full if flat and _is_mask(samples, each, full[flat[0]])}
         if flat and {*flat} | masks == {*full}:
@@ -258,14 +264,6 @@ def check_input_samples(
         except BackendError:  # the layer cannot run alone
             return []
     return [warning] if warning else []
-
-
-def _picture_input(samples: Sequence[Mapping[str, Array]]) -> str | None:
-    """Return the name of the first image input, with 1 or 3 channels."""
-    first = samples[0] if samples else {}
-    known = (name for name, array in first.items() if layout_of(array) is not None)
-    full = (name for name in known if all(one[name].size for one in samples))
-    return next((name for name in full if not _idle(samples, name)), None)
 
 
 def _idle(samples: Sequence[Mapping[str, Array]], name: str) -> bool:

@@ -323,20 +323,15 @@ def schedule_observations(
 ) -> ObservationSchedule:
     """Return the schedule of `observe` for the observations that are not in `known`."""
     listed = known.missing(with_needs(wanted, known))
-    early = _early(listed, known)
+    needs = [need for o in listed for need in o.variant.needs]
+    leads = [o.lead for o in listed if o.lead is not None]
+    early = known.missing(with_needs((*needs, *leads), known))  # on the first samples
     return ObservationSchedule(
         listed=listed,
         early=early,
         late=tuple(o for o in listed if o not in early),
         first=max((o.statistic.samples or 0 for o in early), default=0),
     )
-
-
-def _early(listed: Iterable[Observation], known: ObservedStatistics) -> tuple[Observation, ...]:
-    """Return what must be recorded on the first samples before the pass, needs first."""
-    needs = [need for o in listed for need in o.variant.needs]
-    leads = [o.lead for o in listed if o.lead is not None]
-    return known.missing(with_needs((*needs, *leads), known))
 
 
 def _prepared(

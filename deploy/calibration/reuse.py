@@ -204,7 +204,12 @@ def _judged(
     except CacheError as error:
         return recompute(str(error))
     missing = observed.missing(with_needs(wanted, observed))
-    reason = _reason(path, stored, changes, missing) + _made_with(stored.fingerprint, now)
+    others = {**stored.fingerprint.versions, "decoder": stored.fingerprint.decoder.get("library")}
+    here = {**now.versions, "decoder": now.decoder.get("library")}
+    words = [f"{name} {old}" for name, old in others.items() if old not in (None, here.get(name))]
+    reason = _reason(path, stored, changes, missing) + (
+        f"; it was made with {', '.join(words)}" if words else ""
+    )
     if missing and until is not None:
         return recompute(f"{reason}; what is observed until it is stable is observed at once")
     how = "" if until is None else f"; it was observed {until}"
@@ -232,14 +237,6 @@ def _reason(
     return "model, images, preprocessing, method and versions are the same"
 
 
-def _made_with(made: Fingerprint, now: Fingerprint) -> str:
-    """Return the other versions that made the cache, as the end of a sentence."""
-    others = {**made.versions, "decoder": made.decoder.get("library")}
-    here = {**now.versions, "decoder": now.decoder.get("library")}
-    words = [f"{name} {old}" for name, old in others.items() if old not in (None, here.get(name))]
-    return f"; it was made with {', '.join(words)}" if words else ""
-
-
 def update_cache(
     policy: CachePolicy,
     subject: CalibrationSubject,
@@ -260,7 +257,13 @@ def update_cache(
     path, stored = policy.path, verdict.stored
     carried: dict[Key, Arrays] = {}
     if stored is not None:
-        if _is_up_to_date(stored, verdict, subject, calibration, text):
+        header = trt_cache.parse(stored.text, origin="the cache").header
+        if (
+            not verdict.missing
+            and stored.fingerprint == calibration.fingerprint
+            and subject.trt_version in (None, header.version)
+            and text in (None, stored.text)
+        ):  # the files are up to date
             if (stage is not None and stage.staged(path)) or stored.path != path:
                 _written(path, stage, lambda place: store.copy_stored(stored, place))
             return
@@ -302,23 +305,6 @@ def _carried(keys: Iterable[Key], known: ObservedStatistics) -> list[Key]:
     variants = [v for v in dict.fromkeys(key[0] for key in others) if v != FOLDED]
     retained = {FOLDED, *variants[-_MOST_VARIANTS:], *(key[0] for key in known)}
     return [key for key in others if key[0] in retained]
-
-
-def _is_up_to_date(
-    stored: store.StoredCalibration,
-    verdict: CacheDecision,
-    subject: CalibrationSubject,
-    calibration: Calibration,
-    text: bytes | None,
-) -> bool:
-    """Whether the files are up to date: the same observations, method, version and text."""
-    header = trt_cache.parse(stored.text, origin="the cache").header
-    return (
-        not verdict.missing
-        and stored.fingerprint == calibration.fingerprint
-        and (subject.trt_version in (None, header.version))
-        and (text is None or text == stored.text)
-    )
 
 
 def _plain_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:

@@ -35,17 +35,6 @@ _QUIET = 2  # points in a row at which the halves must agree
 ScalesByKey = Mapping[Key, Scale]
 
 
-def search_scales(ranges: Ranges, observations: Iterable[Observation]) -> ScalesByKey:
-    """Return observation key -> clip range, of the observations that have one."""
-    listed = list(observations)
-    by_key: dict[Key, Scale] = {}
-    for variant in dict.fromkeys(o.variant for o in listed):
-        own = {o.tensor: o for o in listed if o.variant == variant}
-        scales = ranges.of(own.values()).scales
-        by_key |= {own[tensor].key: scale for tensor, scale in scales.items()}
-    return by_key
-
-
 def range_difference(one: Scale | None, other: Scale | None) -> float:
     """Return the difference as a share of the wider range; 1 if only one half has a range."""
     if one is None or other is None:
@@ -129,7 +118,12 @@ class StabilityMonitor:
 
     def _in(self, observed: ObservedStatistics) -> ScalesByKey:
         known = [o for o in self._searched if o.key in observed]
-        return search_scales(self._ranges(observed), known)
+        ranges, by_key = self._ranges(observed), dict[Key, Scale]()
+        for variant in dict.fromkeys(o.variant for o in known):
+            own = {o.tensor: o for o in known if o.variant == variant}
+            scales = ranges.of(own.values()).scales
+            by_key |= {own[tensor].key: scale for tensor, scale in scales.items()}
+        return by_key
 
     def _between(self, one: ScalesByKey, other: ScalesByKey, samples: int) -> HalvesAgreement:
         return compare_halves(one, other, samples=samples, within=self._within)

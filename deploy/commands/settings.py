@@ -117,7 +117,9 @@ def _lines(command: click.Command, asked: Mapping[str, Any]) -> Iterator[str]:
         if param.name not in asked or flag in _APART | _UNSAID:
             continue
         value = asked[param.name]
-        if _is_text(value):
+        # file names may hold bytes that UTF-8 cannot encode
+        words = value if isinstance(value, list | tuple) else [value]
+        if not any(0xD800 <= ord(c) <= 0xDFFF for word in words for c in str(word)):
             yield f"{toml.toml_key(flag)} = {_said(param, value)}"
         else:
             yield f"# {flag} has a name that is no text: it must be typed"
@@ -129,12 +131,6 @@ def _said(param: click.Parameter, value: Any) -> str:
     if isinstance(value, list | tuple):
         return toml.toml_value(map(str, value))
     return toml.toml_value(value if isinstance(value, bool) else _number(param, value))
-
-
-def _is_text(value: Any) -> bool:
-    """Whether UTF-8 can encode a value; file names may hold other bytes."""
-    words = value if isinstance(value, list | tuple) else [value]
-    return not any(0xD800 <= ord(c) <= 0xDFFF for word in words for c in str(word))
 
 
 def _number(param: click.Parameter, value: Any) -> str | float:

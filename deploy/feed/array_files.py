@@ -303,7 +303,14 @@ def _load_npz(path: Path, notes: list[str]) -> dict[str, Array]:
                     arrays[key] = _map_entry(path, raw, info)
                 else:
                     compressed.append(info)
-            _refuse_without_room(compressed, path)
+            needed = sum(info.file_size for info in compressed)
+            folder = tempfile.gettempdir()
+            if needed > (free := shutil.disk_usage(folder).free):
+                raise FeedError(
+                    f"{printable_name(str(path))} needs {format_bytes(needed)} of room in {folder}"
+                    f" to be unpacked, got {format_bytes(free)}; write it with numpy.savez, which"
+                    " needs no unpacking"
+                )
             for info in compressed:
                 with archive.open(info) as stream:
                     arrays[info.filename.removesuffix(".npy")] = _unpacked(stream, info.file_size)
@@ -312,18 +319,6 @@ def _load_npz(path: Path, notes: list[str]) -> dict[str, Array]:
             f"{printable_name(path.name)} is compressed and was unpacked into temporary files"
         )
     return arrays
-
-
-def _refuse_without_room(entries: Sequence[zipfile.ZipInfo], path: Path) -> None:
-    """Raise if the temporary folder has no room for the unpacked entries."""
-    needed = sum(info.file_size for info in entries)
-    folder = tempfile.gettempdir()
-    if needed > (free := shutil.disk_usage(folder).free):
-        raise FeedError(
-            f"{printable_name(str(path))} needs {format_bytes(needed)} of room in {folder} to be"
-            " unpacked, got"
-            f" {format_bytes(free)}; write it with numpy.savez, which needs no unpacking"
-        )
 
 
 def _unpacked(stream: IO[bytes], room: int) -> Array:

@@ -223,7 +223,8 @@ class CalibratorScript:
                     f" {type(self._calibrator).__name__} without {method}; return the calibrator"
                 )
         self.batch = self._batch_size()
-        self.algorithm = self._algorithm()
+        value = self._told("get_algorithm")
+        self.algorithm = _WORDS.get(value) if isinstance(value, CalibrationAlgoType) else None
         self.quantile = self._quantile() if self.algorithm == "legacy" else None
         self.known = self._known()
 
@@ -271,10 +272,6 @@ class CalibratorScript:
         if count < 1:
             raise FeedError(f"get_batch_size of {self} must give 1 or more, got {size!r:.60}")
         return count
-
-    def _algorithm(self) -> str | None:
-        value = self._told("get_algorithm")
-        return _WORDS.get(value) if isinstance(value, CalibrationAlgoType) else None
 
     def _quantile(self) -> float | None:
         if self._attribute("get_quantile") is None:

@@ -160,40 +160,24 @@ def apply_labels(
     if evaluation is None or labels is None or isinstance(labels, str):
         return None
     if isinstance(labels, Annotations):
-        return place_ground_truth(labels, evaluation)
+        if evaluation.preprocess is None:
+            raise ConfigError("annotations of boxes are for pictures, got arrays; give image files")
+        for name in evaluation.names:
+            labels.of(name)
+        sizes: dict[str, Size] = {}  # of the images whose size differs from their annotations
+        with phase("sizes of the pictures", evaluation.count, "images") as step:
+            for name, size in evaluation.sizes():
+                step()
+                annotated = labels.of(name).size
+                if size is None or size == annotated:
+                    continue
+                if abs(size[0] * annotated[1] - size[1] * annotated[0]) > max(*size, *annotated):
+                    raise FeedError(_other_shape(name, size, annotated))
+                sizes[name] = size
+        notes = (_SCALED.format(len(sizes), evaluation.count),) if sizes else ()
+        return GroundTruth(ObjectsInInput(labels, evaluation, sizes), labels.categories, notes)
     evaluation.label(labels)
     return None
-
-
-def place_ground_truth(annotations: Annotations, feed: Feed) -> GroundTruth:
-    """Return the objects of each sample.
-
-    Raises:
-        ConfigError: the feed is not of images.
-        FeedError: an image is not annotated, or its shape differs from its annotations.
-    """
-    if feed.preprocess is None:
-        raise ConfigError("annotations of boxes are for pictures, got arrays; give image files")
-    for name in feed.names:
-        annotations.of(name)
-    sizes = _rescaled_sizes(annotations, feed)
-    notes = (_SCALED.format(len(sizes), feed.count),) if sizes else ()
-    return GroundTruth(ObjectsInInput(annotations, feed, sizes), annotations.categories, notes)
-
-
-def _rescaled_sizes(annotations: Annotations, feed: Feed) -> dict[str, Size]:
-    """Return name -> size of the images whose size differs from their annotations."""
-    sizes: dict[str, Size] = {}
-    with phase("sizes of the pictures", feed.count, "images") as step:
-        for name, size in feed.sizes():
-            step()
-            annotated = annotations.of(name).size
-            if size is None or size == annotated:
-                continue
-            if abs(size[0] * annotated[1] - size[1] * annotated[0]) > max(*size, *annotated):
-                raise FeedError(_other_shape(name, size, annotated))
-            sizes[name] = size
-    return sizes
 
 
 def _other_shape(name: str, size: Size, annotated: Size) -> str:

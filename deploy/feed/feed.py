@@ -107,7 +107,13 @@ class SourceOpener:
                 )
             return _as_arrays(source.source(self.specs, self.choice.reach))
         if files is None and self.preprocess is not None:
-            return self._pictured(source)
+            resolved, dtype = self._how(), self.specs[0].dtype
+            items, ends = iterate_items(source)
+            ready = (a.astype(dtype, copy=False) for a in preprocess_items(items, resolved.how))
+            arrays = open_iterable(ready, self.specs, ends=ends, limit=self.choice.reach)
+            return OpenedSource(
+                source=arrays, kind="pictures in memory", notes=arrays.notes, settled=resolved
+            )
         if self.preprocess is not None:
             raise ConfigError(_AS_THEY_ARE)
         return _as_arrays(self._arrays(source, files, self.specs))
@@ -147,22 +153,14 @@ class SourceOpener:
             raise ConfigError(_AS_THEY_ARE)
         return _as_arrays(convert_arrays(arrays, spec))
 
-    def _pictured(self, source: FeedSource) -> OpenedSource:
-        """Preprocess images in memory while they are read once into a temporary file."""
-        resolved, dtype = self._how(), self.specs[0].dtype
-        items, ends = iterate_items(source)
-        ready = (a.astype(dtype, copy=False) for a in preprocess_items(items, resolved.how))
-        arrays = open_iterable(ready, self.specs, ends=ends, limit=self.choice.reach)
-        return OpenedSource(
-            source=arrays, kind="pictures in memory", notes=arrays.notes, settled=resolved
-        )
-
     def _images(self, files: SourceFiles) -> OpenedSource:
         add_input_files(len(files.files), files.files.path)
         resolved = self._how()
         video = _video(files, self.specs[0], resolved.how)
         if video is None and not self.skip_bad:
-            self._check_own_present(files)
+            number, of = self.choice.shard or (1, 1)
+            own = self.choice.of(len(files.files))[0][number - 1 :: of]
+            check_present((files.files[i] for i in own), len(own), files.name)
         return OpenedSource(
             source=video or ImageSource(files.files, self.specs[0], resolved.how),
             kind="images",
@@ -170,12 +168,6 @@ class SourceOpener:
             settled=resolved,
             usual=video.a_second if video else 1,
         )
-
-    def _check_own_present(self, files: SourceFiles) -> None:
-        """Raise if chosen files (of this shard only) are missing."""
-        number, of = self.choice.shard or (1, 1)
-        own = self.choice.of(len(files.files))[0][number - 1 :: of]
-        check_present((files.files[i] for i in own), len(own), files.name)
 
     def _how(self) -> ResolvedPreprocess:
         """Return the preprocessing for the model's only input."""

@@ -418,21 +418,17 @@ def _parse_line(listing: Path, number: int, line: str) -> tuple[str, int | None]
 
 def _fault(data: bytes) -> str | None:
     if data.startswith(_PNG):
-        return _png_fault(data)
+        # check the chunks here, since libpng reports damage on stderr only
+        at, view = len(_PNG), memoryview(data)
+        while at + 12 <= len(data):
+            length = int.from_bytes(view[at : at + 4], "big")
+            end = at + 12 + length
+            if end > len(data):
+                return "cut short"
+            if zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
+                return "damaged: a checksum does not fit"
+            if data[at + 4 : at + 8] == b"IEND":
+                return None
+            at = end
+        return "cut short"
     return headers.find_jpeg_damage(data) if data.startswith(b"\xff\xd8") else None
-
-
-def _png_fault(data: bytes) -> str | None:
-    """Check the chunks of a PNG here, since libpng reports damage on stderr only."""
-    at, view = len(_PNG), memoryview(data)
-    while at + 12 <= len(data):
-        length = int.from_bytes(view[at : at + 4], "big")
-        end = at + 12 + length
-        if end > len(data):
-            return "cut short"
-        if zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
-            return "damaged: a checksum does not fit"
-        if data[at + 4 : at + 8] == b"IEND":
-            return None
-        at = end
-    return "cut short"

@@ -81,7 +81,14 @@ def resolve_files(path: Path) -> SourceFiles:
         return _in_folder(path)
     if not path.exists():
         if _IN_PATTERNS & set(str(path)):
-            return _matching(path)
+            names = sorted(glob.iglob(str(path), recursive=True), key=os.fsencode)
+            usable = [name for name in names if is_image(name) or is_array_file(name)]
+            if not usable:
+                raise FeedError(
+                    f"the pattern {printable_name(str(path))} must match images or arrays, got none"
+                    f" of {len(names)} files; ** stands for any folders"
+                )
+            return SourceFiles(FileList("", usable), printable_name(str(path)))
         raise FeedError(f"{printable_name(str(path))} does not exist; give {_SOURCES}")
     if is_image(path) or is_array_file(path) or is_video(path):
         return SourceFiles(FileList(path.parent, [path.name]), printable_name(path.name))
@@ -91,7 +98,18 @@ def resolve_files(path: Path) -> SourceFiles:
             " or .png"
         )
     if path.suffix.lower() == ".json":
-        return _in_coco(path)
+        data = read_json(path, what="COCO annotations", error=FeedError)
+        images = data.get("images") if isinstance(data, dict) else None
+        file_names = [one.get("file_name") for one in images or () if isinstance(one, dict)]
+        names = [name for name in file_names if isinstance(name, str) and name and "\0" not in name]
+        if not names or len(names) < len(file_names):
+            raise FeedError(
+                f"{printable_name(str(path))} must be COCO annotations with `images` that have a"
+                " `file_name`, got others; give a folder or a list file"
+            )
+        inside = path.parent / "images"
+        base = inside if (inside / names[0]).exists() else path.parent
+        return SourceFiles(FileList(base, names), printable_name(str(path)))
     return SourceFiles(read_list(path), printable_name(str(path)))
 
 
@@ -159,33 +177,6 @@ def _unsupported(names: Sequence[str]) -> str:
     """Describe images in unsupported formats, and how to feed them."""
     count = "1 picture" if len(names) == 1 else f"{len(names)} pictures"
     return f"{count} in unsupported formats ({join_suffixes(names)}); save them as .jpg or .png"
-
-
-def _matching(pattern: Path) -> SourceFiles:
-    names = sorted(glob.iglob(str(pattern), recursive=True), key=os.fsencode)
-    usable = [name for name in names if is_image(name) or is_array_file(name)]
-    if not usable:
-        raise FeedError(
-            f"the pattern {printable_name(str(pattern))} must match images or arrays, got none of"
-            f" {len(names)} files; ** stands for any folders"
-        )
-    return SourceFiles(FileList("", usable), printable_name(str(pattern)))
-
-
-def _in_coco(path: Path) -> SourceFiles:
-    """Return the images of a COCO json, in its folder or in a folder `images` there."""
-    data = read_json(path, what="COCO annotations", error=FeedError)
-    images = data.get("images") if isinstance(data, dict) else None
-    file_names = [one.get("file_name") for one in images or () if isinstance(one, dict)]
-    names = [name for name in file_names if isinstance(name, str) and name and "\0" not in name]
-    if not names or len(names) < len(file_names):
-        raise FeedError(
-            f"{printable_name(str(path))} must be COCO annotations with `images` that have a"
-            " `file_name`, got others; give a folder or a list file"
-        )
-    inside = path.parent / "images"
-    base = inside if (inside / names[0]).exists() else path.parent
-    return SourceFiles(FileList(base, names), printable_name(str(path)))
 
 
 DTYPES = (

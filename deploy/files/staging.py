@@ -110,7 +110,12 @@ class Stage:
                     refuse_output(self.folder / name)
                 atomic.write_text(self.inside / _JOURNAL, json.dumps(names))
                 _move_all(self.inside, self.folder)
-                _forget_kept(self.folder, names)
+                for kept in [kept_calibration(self.folder / name) for name in names]:
+                    if not atomic.is_real_folder(kept.parent):
+                        continue
+                    kept.unlink(missing_ok=True)
+                    with suppress(OSError):  # missing, or it holds another model's calibration
+                        kept.parent.rmdir()
         except OSError as error:
             raise ExportError(
                 f"{self.folder} must take the files of the run, got: {error.strerror or error};"
@@ -219,27 +224,28 @@ def _finish(stage: Path, folder: Path) -> None:
     if (stage / _JOURNAL).exists():
         _move_all(stage, folder)
     else:
-        _keep_calibration(stage, folder)
+        for names in _calibrations(stage):
+            for name in names:
+                kept = kept_calibration(folder / name)
+                _make_folder(kept.parent.parent, folder)
+                _make_folder(kept.parent, folder)
+                (stage / name).replace(kept)
     shutil.rmtree(stage, ignore_errors=True)
 
 
 def _move_all(stage: Path, folder: Path) -> None:
     """Rename the files in the journal; retry once if the system refuses."""
-    names = _read_journal(stage / _JOURNAL)
+    listed = read_json(
+        stage / _JOURNAL, what="the list of what a run publishes", error=ExportError, own=True
+    )
+    # no other paths, since anybody may have written the journal
+    listed = listed if isinstance(listed, list) else []
+    names = [name for name in listed if isinstance(name, str) and is_build_name(name)]
     try:
         _move(names, stage, folder)
     except OSError:
         _move(names, stage, folder)
     (stage / _JOURNAL).unlink()
-
-
-def _read_journal(journal: Path) -> list[str]:
-    """Return the names in a journal; drop other paths, since anybody may have written it."""
-    listed = read_json(
-        journal, what="the list of what a run publishes", error=ExportError, own=True
-    )
-    names = listed if isinstance(listed, list) else []
-    return [name for name in names if isinstance(name, str) and is_build_name(name)]
 
 
 def _move(names: Iterable[str], stage: Path, folder: Path) -> None:
@@ -274,28 +280,9 @@ def _same_bytes(source: Path, target: Path) -> bool:
     return target.read_bytes() == source.read_bytes()
 
 
-def _keep_calibration(stage: Path, folder: Path) -> None:
-    """Move a complete calibration out of a stage that was not published."""
-    for names in _calibrations(stage):
-        for name in names:
-            kept = kept_calibration(folder / name)
-            _make_folder(kept.parent.parent, folder)
-            _make_folder(kept.parent, folder)
-            (stage / name).replace(kept)
-
-
 def _calibrations(stage: Path) -> Iterator[list[str]]:
     for last in [*stage.glob(f"*{_CACHE[-1]}"), *stage.glob(f"{RECORDS}/*{_CACHE[-1]}")]:
         stem = last.relative_to(stage).as_posix().removesuffix(_CACHE[-1])
         names = [f"{stem}{ending}" for ending in (_CACHE[1:] if stem.endswith(_GPU) else _CACHE)]
         if all(atomic.is_real_file(stage / name) for name in names):
             yield names
-
-
-def _forget_kept(folder: Path, names: Iterable[str]) -> None:
-    for kept in [kept_calibration(folder / name) for name in names]:
-        if not atomic.is_real_folder(kept.parent):
-            continue
-        kept.unlink(missing_ok=True)
-        with suppress(OSError):  # missing, or it holds another model's calibration
-            kept.parent.rmdir()

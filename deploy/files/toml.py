@@ -46,18 +46,12 @@ def read_toml(path: Path, *, what: str, way_out: str) -> dict[str, Any]:
         ConfigError: the file cannot be read, or is no TOML.
     """
     text = read_text(path, what=what, error=ConfigError, own=True)
-    if _has_deep_key(text):
+    # Python's TOML parser takes minutes for a deeply dotted key, which a string of several lines
+    # could hide; calib8 writes no such string
+    plain = _QUOTED.sub("k", text)
+    if '"""' in text or any(line.count(".") > _MOST_DOTS for line in plain.split("\n")):
         raise ConfigError(f"{path} must be {what}, got keys of over {_MOST_DOTS} dots; {way_out}")
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} must be {what}, got: {error}; {way_out}") from error
-
-
-def _has_deep_key(text: str) -> bool:
-    """Return whether a dotted key is so deep that Python's TOML parser would take minutes.
-
-    Multi-line strings count too, since they could hide such a key; calib8 does not write any.
-    """
-    plain = _QUOTED.sub("k", text)
-    return '"""' in text or any(line.count(".") > _MOST_DOTS for line in plain.split("\n"))

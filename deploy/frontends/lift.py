@@ -193,7 +193,8 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
         )
     _insert_casts(graph)
     for tensor in _halves(graph):
-        _widen_tensor(tensor)
+        name = tensor.name
+        tensor.CopyFrom(numpy_helper.from_array(to_array(tensor).astype(np.float32), name))
     for node in all_nodes(graph):
         is_end_cast = node.op_type == "Cast" and node.doc_string == _END
         for attribute in node.attribute:
@@ -261,11 +262,6 @@ def _halves(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 def _count(graph: onnx.GraphProto) -> int:
     typed = (a for node in all_nodes(graph) for a in node.attribute if a.name in _TYPED)
     return sum(1 for _ in _halves(graph)) + sum(1 for a in typed if a.i == _HALF)
-
-
-def _widen_tensor(tensor: onnx.TensorProto) -> None:
-    name = tensor.name
-    tensor.CopyFrom(numpy_helper.from_array(to_array(tensor).astype(np.float32), name))
 
 
 _DEQUANTIZE = "DequantizeLinear"

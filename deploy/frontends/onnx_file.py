@@ -156,7 +156,12 @@ def _clean(
     """Return the cleaned model, notes, whether it was float16, and the part cut off."""
     model.ir_version = max(model.ir_version, _OLDEST_IR)
     notes = [checks.check_optimized(model), _free_inputs(model.graph)]
-    _open_sizes(model.graph)
+    # old Paddle exports write sizes of -1, which shape inference would multiply; 0 is valid
+    for body in all_graphs(model.graph):
+        for value in (*body.input, *body.output, *body.value_info):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_value < 0:
+                    dim.ClearField("dim_value")
     if model.functions:
         model, note = inline_functions(model)
         notes.append(note)
@@ -197,18 +202,6 @@ def _free_inputs(graph: onnx.GraphProto) -> str | None:
     return f"Removed {_count(removed, 'weight')} from the list of inputs; they are constants now."
 
 
-def _open_sizes(graph: onnx.GraphProto) -> None:
-    """Remove sizes below 0, so that they are unknown, as in ONNX Runtime.
-
-    Old Paddle exports write -1, which shape inference would multiply. A size of 0 is valid.
-    """
-    for body in all_graphs(graph):
-        for value in (*body.input, *body.output, *body.value_info):
-            for dim in value.type.tensor_type.shape.dim:
-                if dim.dim_value < 0:
-                    dim.ClearField("dim_value")
-
-
 def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     """Return the model with its functions inlined, and a note.
 
@@ -226,7 +219,14 @@ def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
             f"a model must have at most {_MOST_NODES:,} nodes with its functions inlined, got"
             f" {nodes:.3g} or more; export it without functions that call each other many times"
         )
-    _write_defaults(model, functions)
+    # onnx's inliner leaves out the default attributes of functions: write them into the calls
+    bodies = [model.graph, *model.functions]
+    for node in [node for body in bodies for node in all_nodes(body)]:
+        called = functions.get((node.domain, node.op_type))
+        given = {attribute.name for attribute in node.attribute}
+        for default in () if called is None else called.attribute_proto:
+            if default.name not in given:
+                node.attribute.add().CopyFrom(default)
     try:
         inlined = inliner.inline_local_functions(model)
     except Exception as error:  # C++ behind a binding, without an error class
@@ -253,19 +253,6 @@ def _count_inlined(
             known[key] = _count_inlined(all_nodes(functions[key]), functions, known)
         count += known[key]
     return count
-
-
-def _write_defaults(
-    model: onnx.ModelProto, functions: Mapping[tuple[str, str], onnx.FunctionProto]
-) -> None:
-    """Write default attributes of functions into the calls; onnx's inliner leaves them out."""
-    bodies = [model.graph, *model.functions]
-    for node in [node for body in bodies for node in all_nodes(body)]:
-        called = functions.get((node.domain, node.op_type))
-        given = {attribute.name for attribute in node.attribute}
-        for default in () if called is None else called.attribute_proto:
-            if default.name not in given:
-                node.attribute.add().CopyFrom(default)
 
 
 def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:

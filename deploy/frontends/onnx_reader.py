@@ -186,7 +186,14 @@ def _slice_of(path: Path, name: str, entry: dict[str, str]) -> tuple[Path, int, 
         offset, length = int(entry.get("offset", 0)), int(entry.get("length", -1))
     except ValueError:
         offset, length = -1, -1
-    file = _external_file(path, name, location)
+    folder = Path(os.path.realpath(path.parent))
+    # Links are resolved first: a link out of the folder would escape it like "..".
+    file = Path(os.path.realpath(folder / location)) if "\0" not in location else folder
+    if not location or Path(location).is_absolute() or folder not in file.parents:
+        raise ModelError(
+            f"external data of '{name}' must lie in the model's folder, got {location!a}; "
+            "put the file itself, not a link to it, beside the model and save its relative location"
+        )
     with _open_external(file, name) as stream:
         size = os.fstat(stream.fileno()).st_size
     length = size - offset if length < 0 else length
@@ -196,15 +203,3 @@ def _slice_of(path: Path, name: str, entry: dict[str, str]) -> tuple[Path, int, 
             f"{offset + length} of {size} in {file}; copy the file again, it may be truncated"
         )
     return file, offset, length
-
-
-def _external_file(path: Path, name: str, location: str) -> Path:
-    folder = Path(os.path.realpath(path.parent))
-    # Links are resolved first: a link out of the folder would escape it like "..".
-    file = Path(os.path.realpath(folder / location)) if "\0" not in location else folder
-    if not location or Path(location).is_absolute() or folder not in file.parents:
-        raise ModelError(
-            f"external data of '{name}' must lie in the model's folder, got {location!a}; "
-            "put the file itself, not a link to it, beside the model and save its relative location"
-        )
-    return file

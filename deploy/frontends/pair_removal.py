@@ -116,7 +116,18 @@ class _Stripper:
         self, model: onnx.ModelProto, taken: Collection[str], *, keep_rounding: bool
     ) -> None:
         self.graph, self.index, self.keep_rounding = model.graph, Graph(model), keep_rounding
-        self.int8_names = _int8_nodes(self.index, taken)
+        # int8 layers, and nodes that pass values on to them only
+        names = {node.name for node in self.index.nodes if node.name in taken}
+        for node in reversed(self.index.nodes):
+            if node.op_type not in VALUE_KEEPING:
+                continue
+            output = node.output[0]
+            is_needed = output in self.index.outputs or output in self.index.captured
+            readers = self.index.readers.get(output, [])
+            only = all(n.name in names and n.input[0] == output for n in readers)
+            if readers and not is_needed and only:
+                names.add(node.name)
+        self.int8_names = names
         self.loose = 0
         self.grids: dict[str, list[PairGrid]] = {}  # float tensor -> grids of its pairs
         self.fixed = set(self.index.constants)  # tensors that do not depend on the inputs
@@ -143,7 +154,14 @@ class _Stripper:
                 self.positive.update(node.output)
             nodes.append(node)
         rename_reads(nodes, self.float_of)
-        self._name_weights()
+        # quantized weights and biases are named after their layer, not after their pair
+        for node in self.index.nodes:
+            if node.op_type not in WEIGHTED:
+                continue
+            for name, word in zip(node.input[1:], ("weight", "bias"), strict=False):
+                is_computed = name in self.fixed and name not in self.index.constants
+                if is_computed and self.index.only_reader(name) is not None:
+                    self.renamed[name] = self._new_name(f"{node.name}.{word}")
         rename_tensors(nodes, self.renamed)
         rebuild(self.graph, nodes)
 
@@ -210,16 +228,6 @@ class _Stripper:
             start = output
         return nodes
 
-    def _name_weights(self) -> None:
-        """Name quantized weights and biases after their layer, not after their pair."""
-        for node in self.index.nodes:
-            if node.op_type not in WEIGHTED:
-                continue
-            for name, word in zip(node.input[1:], ("weight", "bias"), strict=False):
-                is_computed = name in self.fixed and name not in self.index.constants
-                if is_computed and self.index.only_reader(name) is not None:
-                    self.renamed[name] = self._new_name(f"{node.name}.{word}")
-
     def _can_be_renamed(self, source: str) -> bool:
         """Return whether a tensor may take the name of an output."""
         return (
@@ -260,18 +268,3 @@ class _Stripper:
                 "a Q/DQ model computes in float between QuantizeLinear and DequantizeLinear, but"
                 f" {output!r} is read by {others[0]}; export the model in the Q/DQ form"
             )
-
-
-def _int8_nodes(index: Graph, taken: Collection[str]) -> set[str]:
-    """Return the names of int8 layers, and of nodes that pass values on to them only."""
-    names = {node.name for node in index.nodes if node.name in taken}
-    for node in reversed(index.nodes):
-        if node.op_type not in VALUE_KEEPING:
-            continue
-        output = node.output[0]
-        is_needed = output in index.outputs or output in index.captured
-        readers = index.readers.get(output, [])
-        only = all(n.name in names and n.input[0] == output for n in readers)
-        if readers and not is_needed and only:
-            names.add(node.name)
-    return names

@@ -71,7 +71,9 @@ class CutOffNodes:
     @property
     def stranger(self) -> str:
         """Text for the first node that ONNX Runtime does not know."""
-        return describe_node(self.strange)
+        node = self.strange
+        domain = f" of the domain '{node.domain}'" if node.domain else ""
+        return f"{node.op_type}{domain} ('{node.name or next(iter(node.output), '')}')"
 
     def sentence(self, outputs: Iterable[str]) -> str:
         """Return the note for the user; `outputs` are those of the part before the cut."""
@@ -92,17 +94,7 @@ class CutOffNodes:
         whole = copy_message(model)
         graph = whole.graph
         nodes = [copy_message(node) for node in self.nodes]
-        self._put_constants(graph, nodes)
-        declared = {value.name: copy_message(value) for value in (*graph.input, *graph.output)}
-        replace_nodes(graph, [*graph.node, *nodes])
-        replace_field(graph.input, [declared.get(value.name, value) for value in self.inputs])
-        replace_field(graph.output, [declared.get(value.name, value) for value in self.outputs])
-        domains = {entry.domain for entry in whole.opset_import}
-        whole.opset_import.extend(o for o in self.opsets if o.domain not in domains)
-        return whole
-
-    def _put_constants(self, graph: onnx.GraphProto, nodes: list[onnx.NodeProto]) -> None:
-        """Add the nodes' constants, under another name if one was changed in `graph`."""
+        # the nodes' constants, under another name if one was changed in `graph`
         taken = {tensor.name: tensor for tensor in graph.initializer}
         names = {name for node in graph.node for name in (*node.input, *node.output)} | set(taken)
         for tensor in self.constants:
@@ -113,6 +105,13 @@ class CutOffNodes:
                 new.name = unique_name(f"{tensor.name}/kept", names)
                 rename_reads(nodes, {tensor.name: new.name})
             graph.initializer.append(new)
+        declared = {value.name: copy_message(value) for value in (*graph.input, *graph.output)}
+        replace_nodes(graph, [*graph.node, *nodes])
+        replace_field(graph.input, [declared.get(value.name, value) for value in self.inputs])
+        replace_field(graph.output, [declared.get(value.name, value) for value in self.outputs])
+        domains = {entry.domain for entry in whole.opset_import}
+        whole.opset_import.extend(o for o in self.opsets if o.domain not in domains)
+        return whole
 
     def _refuse_opset(self, opset: int) -> None:
         own_opset = max((o.version for o in self.opsets if o.domain in _KNOWN[:2]), default=0)
@@ -141,7 +140,10 @@ def cut_unknown_nodes(
     strange = [node for node in model.graph.node if is_unknown_node(node)]
     if not strange:
         return None
-    _declare(model, strange)
+    # shape inference needs the domains that the file forgot to import
+    domains = {entry.domain for entry in model.opset_import} | set(_KNOWN)
+    for domain in dict.fromkeys(node.domain for node in strange if node.domain not in domains):
+        model.opset_import.append(helper.make_opsetid(domain, 1))
     sort_nodes(model.graph)
     index = Graph(infer(model))
     cut_places = _add_constant_nodes(index, _downstream(model.graph.node))
@@ -166,13 +168,6 @@ def cut_unknown_nodes(
             " operators"
         )
     return behind
-
-
-def _declare(model: onnx.ModelProto, strange: Iterable[onnx.NodeProto]) -> None:
-    """Import domains that the file forgot to import; shape inference needs them."""
-    domains = {entry.domain for entry in model.opset_import} | set(_KNOWN)
-    for domain in dict.fromkeys(node.domain for node in strange if node.domain not in domains):
-        model.opset_import.append(helper.make_opsetid(domain, 1))
 
 
 def _downstream(nodes: Iterable[onnx.NodeProto]) -> set[int]:
@@ -262,9 +257,3 @@ def check_part_valid(model: onnx.ModelProto) -> None:
     if strange:
         checked.opset_import.append(helper.make_opsetid("strange", 1))
     check_valid(checked)
-
-
-def describe_node(node: onnx.NodeProto) -> str:
-    """Describe a node for messages: operator, domain, name."""
-    domain = f" of the domain '{node.domain}'" if node.domain else ""
-    return f"{node.op_type}{domain} ('{node.name or next(iter(node.output), '')}')"

@@ -111,7 +111,15 @@ def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
             raise _refused(node, "it has a scale a channel")
         if not grid.bits8:
             raise _refused(node, f"it is quantized to {grid.dtype}")
-        _check_partner(node, grid, index)
+        maker = index.producer.get(node.input[0])
+        if node.op_type == Q:
+            readers = index.readers.get(node.output[0], [])
+            if not any(reader.op_type == DQ for reader in readers):
+                raise _refused(node, "no DequantizeLinear reads it")
+        elif maker is None or maker.op_type != Q:
+            raise _refused(node, "no QuantizeLinear stands before it")
+        elif not _grid(maker, index).same(grid):
+            raise _refused(node, "the QuantizeLinear before it has another scale or zero point")
 
 
 def _grid(node: onnx.NodeProto, index: Graph) -> PairGrid:
@@ -119,19 +127,6 @@ def _grid(node: onnx.NodeProto, index: Graph) -> PairGrid:
         return read_pair_grid(node, index)
     except UnfitError as error:
         raise _refused(node, str(error)) from error
-
-
-def _check_partner(node: onnx.NodeProto, grid: PairGrid, index: Graph) -> None:
-    """Refuse half a pair, and a pair whose halves have different grids."""
-    maker = index.producer.get(node.input[0])
-    if node.op_type == Q:
-        readers = index.readers.get(node.output[0], [])
-        if not any(reader.op_type == DQ for reader in readers):
-            raise _refused(node, "no DequantizeLinear reads it")
-    elif maker is None or maker.op_type != Q:
-        raise _refused(node, "no QuantizeLinear stands before it")
-    elif not _grid(maker, index).same(grid):
-        raise _refused(node, "the QuantizeLinear before it has another scale or zero point")
 
 
 def _refused(node: onnx.NodeProto, got: str) -> ModelError:
@@ -193,8 +188,9 @@ def _read_layers(
     by_name = {node.name: node for node in index.nodes}
     for node in graph.nodes:
         pair_node = by_name.get(node.name)
-        if _is_int8_tail(node, graph, why):
-            continue
+        head = graph.producer.get(node.input[0]) if node.op_type in _TAILS else None
+        if head is not None and head.name not in why and graph.tail(head) == node.output[0]:
+            continue  # the Relu or Clip after a node that runs in int8
         try:
             if pair_node is None:  # a Clip inserted for a pair
                 raise UnfitError("it stands for the limits of a pair")
@@ -218,12 +214,6 @@ def _weight_scales(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32] | 
         input_grid(node, index, 1)  # a MatMul of two activations
         return None
     return scales if grid.bits8 and not grid.offset.any() else None
-
-
-def _is_int8_tail(node: onnx.NodeProto, graph: Graph, why: Mapping[str, str]) -> bool:
-    """Return whether a node is the Relu or Clip after a node that runs in int8."""
-    head = graph.producer.get(node.input[0]) if node.op_type in _TAILS else None
-    return head is not None and head.name not in why and graph.tail(head) == node.output[0]
 
 
 def _check_pairs_around(node: onnx.NodeProto, index: Graph, written: frozenset[str]) -> None:

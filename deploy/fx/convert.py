@@ -96,15 +96,6 @@ def widest_reach(reaches: Iterable[RangeLimits | None]) -> RangeLimits | None:
     return RangeLimits(min(floors), max(ceilings), max(followed))
 
 
-def remove_monitors(graph_module: fx.GraphModule) -> None:
-    """Remove all `RangeMonitor` modules."""
-    for node in list(graph_module.graph.nodes):
-        if isinstance(called_module(graph_module, node), RangeMonitor):
-            graph_module.graph.erase_node(node)
-    graph_module.delete_all_unused_submodules()
-    graph_module.recompile()
-
-
 _PADDING = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)  # ZeroPad is a ConstantPad
 CustomClasses = Mapping[type[nn.Module], type[nn.Module]]
 
@@ -134,8 +125,22 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
                 replace_submodule(converted, name, new)
     for part in converted.modules():
         if isinstance(part, fx.GraphModule):
-            remove_monitors(part)
-            _round_biases(part)
+            for node in list(part.graph.nodes):
+                if isinstance(called_module(part, node), RangeMonitor):
+                    part.graph.erase_node(node)
+            part.delete_all_unused_submodules()
+            part.recompile()
+            # round each bias to multiples of input times weight scale, for ONNX Runtime's integers
+            for node in part.graph.nodes:
+                layer = called_module(part, node)
+                if not isinstance(layer, IntLayer) or not called_once(part, node):
+                    continue
+                source = node.args[0]
+                while isinstance(source, fx.Node) and _is_zero_pad(part, source):
+                    source = source.all_input_nodes[0]  # a zero is exact on every grid
+                quant = called_module(part, source)
+                if isinstance(quant, FixedQuant):
+                    layer.round_bias(quant.scale)
     return converted
 
 
@@ -152,25 +157,6 @@ def _converted(module: nn.Module, name: str, custom: CustomClasses) -> nn.Module
         return None
     int8 = isinstance(module.weight_quant, WeightQuant)
     return IntLayer(module, name) if int8 else folded_layer(module)
-
-
-def _round_biases(graph_module: fx.GraphModule) -> None:
-    """Round each bias to multiples of input times weight scale, for ONNX Runtime's integers."""
-    for node in graph_module.graph.nodes:
-        layer = called_module(graph_module, node)
-        if not isinstance(layer, IntLayer) or not called_once(graph_module, node):
-            continue
-        source = _before_padding(graph_module, node.args[0])
-        quant = called_module(graph_module, source)
-        if isinstance(quant, FixedQuant):
-            layer.round_bias(quant.scale)
-
-
-def _before_padding(graph_module: fx.GraphModule, tensor: Any) -> Any:
-    """Return the tensor before any zero padding, which is exact on every grid."""
-    while isinstance(tensor, fx.Node) and _is_zero_pad(graph_module, tensor):
-        tensor = tensor.all_input_nodes[0]
-    return tensor
 
 
 def _is_zero_pad(graph_module: fx.GraphModule, node: fx.Node) -> bool:

@@ -44,7 +44,15 @@ def clean_exported(model: onnx.ModelProto) -> onnx.ModelProto:
         holder.ClearField("doc_string")
     for value in (*graph.input, *graph.output):
         del value.metadata_props[:]
-    _restore_global_pools(graph)
+    values = (*graph.input, *graph.value_info, *graph.output)
+    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values}
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "ReduceMean" and _is_global_pool(node, ranks, constants):
+            node.op_type = "GlobalAveragePool"
+            del node.input[1:]
+            del node.attribute[:]
+    drop_unread(graph)
     return result
 
 
@@ -103,18 +111,6 @@ def rename_tensors(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
         value.name = names.get(value.name, value.name)
 
 
-def _restore_global_pools(graph: onnx.GraphProto) -> None:
-    values = (*graph.input, *graph.value_info, *graph.output)
-    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values}
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    for node in graph.node:
-        if node.op_type == "ReduceMean" and _is_global_pool(node, ranks, constants):
-            node.op_type = "GlobalAveragePool"
-            del node.input[1:]
-            del node.attribute[:]
-    drop_unread(graph)
-
-
 def _is_global_pool(
     node: onnx.NodeProto, ranks: dict[str, int], constants: dict[str, onnx.TensorProto]
 ) -> bool:
@@ -165,9 +161,20 @@ def to_onnx(
         raise ModelError(explain_export_failure(error, dynamic_batch)) from error
     written = program.model_proto
     name_outputs(written, program.exported_program)
-    _check_opset(written, opset)
+    got = {entry.domain: entry.version for entry in written.opset_import}.get("", 0)
+    if got != opset:
+        raise ExportError(
+            f"this model cannot be written at opset {opset}: torch's exporter kept {got};"
+            f" ask for {got}, or use operators that opset {opset} has"
+        )
     if dynamic_batch:
-        _check_dynamic_batch(written)
+        for value in written.graph.input:
+            first = value.type.tensor_type.shape.dim[0]
+            if not first.dim_param:
+                raise ModelError(
+                    f"the batch must stay open, and the model fixes it to {first.dim_value} in"
+                    f" {value.name!r}; {FIXED_BATCH}, or take the batch from the input's shape"
+                )
     return clean_exported(written)
 
 
@@ -263,7 +270,8 @@ def compare_with_torch(
         hits = _same_argmax(ours[-1].cpu().numpy(), theirs[-1].numpy())
         same, rows, outputs = same + int(hits.sum()), rows + len(hits), len(ours)
         samples += len(batch[0]) if batch[0].ndim else 1
-    step = _last_scale(model)
+    quants = [module for module in model.modules() if isinstance(module, FixedQuant)]
+    step = float(quants[-1].scale) if quants else 0.0
     codes = worst / step if step and outputs == 1 else None
     sizes = tuple(sorted({len(batch[0]) for batch in batches if batch[0].ndim}))
     telling = varied.get(True, varied.get(False, False))
@@ -284,7 +292,8 @@ def check_float_export(
         ExportError: they differ by more, or the file does not run with another batch size.
     """
     batches = [tuple(inputs)]
-    if _has_dynamic_batch(exported):
+    shapes = [value.type.tensor_type.shape.dim for value in exported.graph.input]
+    if all(dims and dims[0].dim_param for dims in shapes):
         batches.append(with_more_samples(inputs))
     try:
         agreement = compare_with_torch(exported, model, batches)
@@ -344,43 +353,14 @@ def explain_export_failure(error: Exception, dynamic_batch: bool) -> str:
     where = failing_line(root) or failing_line(error)
     on_data = "DataDependent" in type(root).__name__
     fixed_batch = f"{FIXED_BATCH}, or " if dynamic_batch and not on_data else ""
+    lines = [line.strip() for line in str(root).splitlines() if line.strip()]
+    # the second line too if the first is a heading
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_line(root)
     return (
         f"torch.export must be able to follow the model, got {type(root).__name__}:"
-        f" {_summary(root)}" + (f" at {where}" if where else "") + f"; {fixed_batch}rewrite what"
+        f" {text[:300]}" + (f" at {where}" if where else "") + f"; {fixed_batch}rewrite what"
         " depends on data"
     )
-
-
-def _summary(error: BaseException) -> str:
-    """Return the first line of torch's message, with the second if the first is a heading."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_line(error)
-    return text[:300]
-
-
-def _has_dynamic_batch(model: onnx.ModelProto) -> bool:
-    shapes = [value.type.tensor_type.shape.dim for value in model.graph.input]
-    return all(dims and dims[0].dim_param for dims in shapes)
-
-
-def _check_dynamic_batch(model: onnx.ModelProto) -> None:
-    """Raise `ModelError` if the exporter silently kept a batch that the model fixes."""
-    for value in model.graph.input:
-        first = value.type.tensor_type.shape.dim[0]
-        if not first.dim_param:
-            raise ModelError(
-                f"the batch must stay open, and the model fixes it to {first.dim_value} in"
-                f" {value.name!r}; {FIXED_BATCH}, or take the batch from the input's shape"
-            )
-
-
-def _check_opset(model: onnx.ModelProto, opset: int) -> None:
-    got = {entry.domain: entry.version for entry in model.opset_import}.get("", 0)
-    if got != opset:
-        raise ExportError(
-            f"this model cannot be written at opset {opset}: torch's exporter kept {got};"
-            f" ask for {got}, or use operators that opset {opset} has"
-        )
 
 
 def _same_argmax(left: NDArray[Any], right: NDArray[Any]) -> NDArray[np.bool_]:
@@ -388,8 +368,3 @@ def _same_argmax(left: NDArray[Any], right: NDArray[Any]) -> NDArray[np.bool_]:
     if left.ndim < 2:
         return np.asarray(left.argmax() == right.argmax()).reshape(1)
     return np.asarray(left.argmax(1) == right.argmax(1)).reshape(-1)
-
-
-def _last_scale(model: nn.Module) -> float:
-    quants = [module for module in model.modules() if isinstance(module, FixedQuant)]
-    return float(quants[-1].scale) if quants else 0.0

@@ -92,7 +92,12 @@ def fuse(
         ModelError: the model cannot be captured, or is in train mode.
     """
     graph_module, report = fold_batch_norms(model, inputs)
-    fuse_relus(graph_module, report)
+    removed: set[fx.Node] = set()
+    for node in list(graph_module.graph.nodes):
+        if node not in removed and is_relu(graph_module, node):
+            removed |= _fuse_relu(graph_module, node, report)
+    report.skipped = list(dict.fromkeys(report.skipped))
+    _clean(graph_module)
     return graph_module, report
 
 
@@ -107,7 +112,11 @@ def fold_batch_norms(
     """
     graph_module = graph_of(model, inputs)
     layers_to_modules(graph_module)
-    refuse_train_mode(graph_module)
+    for name, module in graph_module.named_modules():
+        if is_norm(module) and module.training and not isinstance(module, FrozenNorm):
+            raise ModelError(
+                f"folding needs eval mode, got {name} in train mode; call model.eval() first"
+            )
     report = FuseReport()
     fold_into_previous(graph_module, _norms(graph_module), report)
     report.fused += [("Branches", names) for names in merge_branches(graph_module)]
@@ -172,25 +181,6 @@ def fuse_for_export(model: nn.Module, inputs: Sequence[Any] | None = None) -> nn
     except ModelError:  # the export reports why the model cannot be followed
         return model
     return folded if report.counts().keys() - {"Conv+BN", "ConvTranspose+BN"} else model
-
-
-def fuse_relus(graph_module: fx.GraphModule, report: FuseReport) -> None:
-    """Fuse each ReLU with the Conv, Linear or BatchNorm that only it reads; in place."""
-    removed: set[fx.Node] = set()
-    for node in list(graph_module.graph.nodes):
-        if node not in removed and is_relu(graph_module, node):
-            removed |= _fuse_relu(graph_module, node, report)
-    report.skipped = list(dict.fromkeys(report.skipped))
-    _clean(graph_module)
-
-
-def refuse_train_mode(model: nn.Module) -> None:
-    """Raise `ModelError` if a BatchNorm of the model is in train mode."""
-    for name, module in model.named_modules():
-        if is_norm(module) and module.training and not isinstance(module, FrozenNorm):
-            raise ModelError(
-                f"folding needs eval mode, got {name} in train mode; call model.eval() first"
-            )
 
 
 def called_module(graph_module: fx.GraphModule, node: object) -> nn.Module | None:

@@ -256,7 +256,8 @@ class IntLayer(ExportedModule):
             raise CalibrationError(f"a weight must be finite, got NaN or Inf in {name}")
         quant = trained.weight_quant
         self.axis = quant.axis
-        self.layer = _without_weight(trained.layer)
+        self.layer = copy.copy(trained.layer)
+        self.layer._parameters = dict.fromkeys(trained.layer._parameters)
         self.register_buffer("weight_scale", quant.scales(weight))
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self.register_buffer("weight_int", self._integers(quant, weight))
@@ -319,13 +320,6 @@ class IntLayer(ExportedModule):
         return scale.reshape(shape if self.axis is not None else [1] * dims)
 
 
-def _without_weight(layer: nn.Module) -> nn.Module:
-    """Return a copy of `layer` with its options and without parameters."""
-    bare = copy.copy(layer)
-    bare._parameters = dict.fromkeys(layer._parameters)
-    return bare
-
-
 REASONS = "why in float"  # key in GraphModule.meta: layer -> why it stays in float
 _MOST_NAMED = 8  # layers in a message
 # substrings of the names of functions whose operands are weights
@@ -375,7 +369,14 @@ def measure_coverage(
     kinds = {name: type(module) for name, module in model.named_modules()}
     quantized, left, inside = list[str](), list[tuple[str, str]](), tuple[str, ...]()
     activations, reasons = 0, dict[str, str]()
-    factors = _find_factors(converted)
+    factors = dict[int, bool]()  # id of a tensor that a graph reads directly -> is it a weight
+    for part in converted.modules():
+        if isinstance(part, fx.GraphModule):
+            constants = _constants(part.graph)
+            for node in part.graph.nodes:
+                if node.op == "get_attr":
+                    tensor = id(tensor_of(part, node.target))
+                    factors[tensor] = factors.get(tensor, False) or _is_factor(node, constants)
     for name, module in converted.named_modules():
         if isinstance(module, fx.GraphModule):
             part_reasons = module.meta.get(REASONS, {})
@@ -405,19 +406,6 @@ def _in_float(
     if kind.__module__.startswith("torch.nn.") or any(id(p) not in factors for _, p in weights):
         return [(name or "the model itself", kind.__name__)]
     return [(f"{name}.{own}".lstrip("."), "Parameter") for own, _ in weights]
-
-
-def _find_factors(converted: nn.Module) -> dict[int, bool]:
-    """Map the id of each tensor that a graph reads directly to whether it is a weight."""
-    factors = dict[int, bool]()
-    for part in converted.modules():
-        if isinstance(part, fx.GraphModule):
-            constants = _constants(part.graph)
-            for node in part.graph.nodes:
-                if node.op == "get_attr":
-                    tensor = id(tensor_of(part, node.target))
-                    factors[tensor] = factors.get(tensor, False) or _is_factor(node, constants)
-    return factors
 
 
 def _constants(graph: fx.Graph) -> set[fx.Node]:

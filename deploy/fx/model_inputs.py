@@ -50,7 +50,17 @@ def accept_named_inputs(model: nn.Module, names: Sequence[str | None]) -> list[i
     """
     if not any(names):
         return list(range(len(names)))
-    complete = _with_positional(model, names)
+    plain = [p.name for p in _parameters(model) if p.kind in _PLAIN]
+    count = next(i for i, name in enumerate(names) if name is not None)
+    if None in names[count:] or len(plain) < count:
+        raise ConfigError(
+            "inputs without a name are the first arguments of forward, in order and before those"
+            f" with one, got {', '.join(name or 'no name' for name in names)} for"
+            f" forward({', '.join(plain)})"
+        )
+    complete = [*plain[:count], *(name for name in names if name is not None)]
+    if twice := sorted({name for name in complete if complete.count(name) > 1}):
+        raise ConfigError(f"input names must be unique, got {', '.join(twice)} twice")
     ordered, into = match_arguments(model, complete)
     if ordered != _argument_names(model):  # arguments with defaults may be left out
         model.__class__ = make_named_class(type(model), ordered, into=into)
@@ -80,22 +90,6 @@ def dict_input_note(model: nn.Module) -> str | None:
         return None
     keys = ", ".join(input_names(model) or ())
     return f"forward takes one argument, {into}, and is given a dict of {keys} in it"
-
-
-def _with_positional(model: nn.Module, names: Sequence[str | None]) -> list[str]:
-    """Replace each None by the name of the argument at its position."""
-    plain = [p.name for p in _parameters(model) if p.kind in _PLAIN]
-    count = next(i for i, name in enumerate(names) if name is not None)
-    if None in names[count:] or len(plain) < count:
-        raise ConfigError(
-            "inputs without a name are the first arguments of forward, in order and before those"
-            f" with one, got {', '.join(name or 'no name' for name in names)} for"
-            f" forward({', '.join(plain)})"
-        )
-    complete = [*plain[:count], *(name for name in names if name is not None)]
-    if twice := sorted({name for name in complete if complete.count(name) > 1}):
-        raise ConfigError(f"input names must be unique, got {', '.join(twice)} twice")
-    return complete
 
 
 def _dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:

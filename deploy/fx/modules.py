@@ -58,17 +58,13 @@ def functions_to_modules(graph_module: fx.GraphModule) -> int:
         if node.op == "call_function" and node.target in CONVS:
             _to_module(graph_module, node, made)
         elif _is_product(graph_module, node):
-            _to_linear(graph_module, node, made)
+            source, weight = node.all_input_nodes
+            options = {"weight": weight.target, "bias": None, "transposed": True}
+            _call(graph_module, node, source, nn.Linear, _name(weight, "linear"), options, made)
         elif batch_norm_arguments(node) is not None:
             _to_norm(graph_module, node, made)
     graph_module.graph.eliminate_dead_code()
-    _drop_unread(graph_module, made)
-    refresh(graph_module)
-    return len(made)
-
-
-def _drop_unread(graph_module: fx.GraphModule, made: dict[str, dict[str, Any]]) -> None:
-    """Delete parameters that only the new modules use: they would be stored twice."""
+    # parameters that only the new modules use would be stored twice
     read = {node.target for node in graph_module.graph.nodes if node.op == "get_attr"}
     called = {node.target for node in graph_module.graph.nodes if node.op == "call_module"}
     keys = ("weight", "bias", *STATISTICS)
@@ -77,6 +73,8 @@ def _drop_unread(graph_module: fx.GraphModule, made: dict[str, dict[str, Any]]) 
         owner, _, attribute = str(name).rpartition(".")
         if owner not in called:
             delattr(graph_module.get_submodule(owner), attribute)
+    refresh(graph_module)
+    return len(made)
 
 
 def _to_module(
@@ -98,14 +96,6 @@ def _is_product(graph_module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     matrix = tensor_of(graph_module, str(node.all_input_nodes[-1].target))
     return matrix.dim() == 2 and matrix.is_floating_point() and not _is_parameter(node.args[0])
-
-
-def _to_linear(
-    graph_module: fx.GraphModule, node: fx.Node, made: dict[str, dict[str, Any]]
-) -> None:
-    source, weight = node.all_input_nodes
-    options = {"weight": weight.target, "bias": None, "transposed": True}
-    _call(graph_module, node, source, nn.Linear, _name(weight, "linear"), options, made)
 
 
 def _to_norm(graph_module: fx.GraphModule, node: fx.Node, made: dict[str, dict[str, Any]]) -> None:

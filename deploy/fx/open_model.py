@@ -265,17 +265,6 @@ def write_fused(
         sentence = str(check_float_export(exported, model, inputs))
         write_model(path, exported)
         return sentence
-    program = _export_program(fused, inputs)
-    largest = _check_difference(program, model, inputs)
-    data = io.BytesIO()
-    torch.export.save(program, data, extra_files={"calib8": __version__})
-    write_bytes(path, data.getvalue())
-    return f"the program against the model: largest difference {largest:.3g}"
-
-
-def _export_program(
-    fused: nn.Module, inputs: Sequence[torch.Tensor]
-) -> torch.export.ExportedProgram:
     batch = torch.export.Dim("batch")
     repeated = tuple(map(at_least_two, inputs))
     shapes = tuple({0: batch} for _ in repeated)
@@ -291,12 +280,6 @@ def _export_program(
         ) from error
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # has paths of this machine
-    return program
-
-
-def _check_difference(
-    program: torch.export.ExportedProgram, model: nn.Module, inputs: Sequence[torch.Tensor]
-) -> float:
     with torch.no_grad():
         expected, got = model(*inputs), program.module()(*inputs)
     largest = largest_difference(expected, got)
@@ -306,4 +289,7 @@ def _check_difference(
             f" {largest:.3g} (largest output {largest_magnitude(expected):.3g}); report it with"
             " the model"
         )
-    return largest
+    data = io.BytesIO()
+    torch.export.save(program, data, extra_files={"calib8": __version__})
+    write_bytes(path, data.getvalue())
+    return f"the program against the model: largest difference {largest:.3g}"

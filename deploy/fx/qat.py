@@ -133,7 +133,20 @@ def train(
     learned = learn_scales(prepared) if task.ranges == "learned" else {}
     optimizer = task.optimizer([p for p in prepared.parameters() if p.requires_grad])
     rates = [group["lr"] for group in optimizer.param_groups]
-    mark = _marks(task, prepared, optimizer, chosen, bits, search.label)
+    settings = {
+        "target": (chosen.name, changed_options(chosen)),
+        "number of bits": bits,
+        "number of epochs": task.epochs,
+        "handling of norms": task.norms,
+        "kind of ranges": task.ranges,
+        "method of ranges": search.label,
+        "distillation": (list(task.distil), task.distil_weight),
+        "limit of gradients": task.clip_gradient,
+        "precision": task.amp,
+    }
+    mark = distill.training_fingerprint(  # without the data
+        task.model, prepared, optimizer, teacher=task.teacher, settings=settings
+    )
     first, losses = 0, list[float]()
     if checkpoint is not None and checkpoint.exists():
         first, losses = distill.load_checkpoint(checkpoint, mark, prepared, optimizer)
@@ -177,32 +190,6 @@ def _on_device(task: Task, device: torch.device | None) -> Task:
     model = plain_copy(task.model).to(device)
     return replace(
         task, model=model, teacher=teacher, inputs=move_tensors(list(task.inputs), device)
-    )
-
-
-def _marks(
-    task: Task,
-    prepared: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    target: Target,
-    bits: int,
-    method: str,
-) -> distill.Fingerprints:
-    """Return the fingerprint that a checkpoint must have for resuming; it excludes the data."""
-    settings = {
-        "target": (target.name, changed_options(target)),
-        "number of bits": bits,
-        "number of epochs": task.epochs,
-        "handling of norms": task.norms,
-        "kind of ranges": task.ranges,
-        "method of ranges": method,
-        "distillation": (list(task.distil), task.distil_weight),
-        "limit of gradients": task.clip_gradient,
-        "precision": task.amp,
-    }
-    teacher = task.teacher
-    return distill.training_fingerprint(
-        task.model, prepared, optimizer, teacher=teacher, settings=settings
     )
 
 

@@ -45,7 +45,12 @@ def plain_copy(model: nn.Module) -> nn.Module:
         ModelError: see `unwrap`; or the model cannot be copied.
     """
     model = unwrap(model)
-    computed = _detach_computed(model)
+    # detach weights that hooks compute, as a grad_fn cannot be deep-copied
+    hooks = [(module, hook) for module in model.modules() for hook in _weight_hooks(module)]
+    names = [(module, _tensor_name(hook)) for module, hook in hooks]
+    computed = [(module, name, getattr(module, name)) for module, name in names]
+    for module, name, value in computed:
+        setattr(module, name, value.detach())
     try:
         own = copy.deepcopy(model)
     except Exception as error:  # a user's module may hold anything
@@ -113,16 +118,6 @@ def _tensor_name(hook: Any) -> str:
     return str(name)
 
 
-def _detach_computed(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Detach weights that hooks compute, as a grad_fn cannot be deep-copied; return the weights."""
-    hooks = [(module, hook) for module in model.modules() for hook in _weight_hooks(module)]
-    names = [(module, _tensor_name(hook)) for module, hook in hooks]
-    computed = [(module, name, getattr(module, name)) for module, name in names]
-    for module, name, value in computed:
-        setattr(module, name, value.detach())
-    return computed
-
-
 def _compute_once(module: nn.Module) -> None:
     """Replace each computed weight by a parameter with its present value."""
     for hook in _weight_hooks(module):
@@ -133,19 +128,15 @@ def _compute_once(module: nn.Module) -> None:
         else:
             prune.remove(module, _tensor_name(hook))
     if parametrize.is_parametrized(module):
-        _unparametrize(module)
-
-
-def _unparametrize(module: nn.Module) -> None:
-    """As torch's `remove_parametrizations`, but without changing the class that copies share."""
-    computed: Any = module.parametrizations
-    computed.eval()  # a spectral norm in train mode updates itself with each access
-    values = {tensor: getattr(module, tensor).detach().clone() for tensor in computed}
-    trained = {t: any(p.requires_grad for p in computed[t].parameters()) for t in computed}
-    del module._modules["parametrizations"]
-    module.__class__ = type(module).__bases__[0]
-    for tensor, value in values.items():
-        module.register_parameter(tensor, nn.Parameter(value, requires_grad=trained[tensor]))
+        # as torch's `remove_parametrizations`, without changing the class that copies share
+        computed: Any = module.parametrizations
+        computed.eval()  # a spectral norm in train mode updates itself with each access
+        values = {tensor: getattr(module, tensor).detach().clone() for tensor in computed}
+        trained = {t: any(p.requires_grad for p in computed[t].parameters()) for t in computed}
+        del module._modules["parametrizations"]
+        module.__class__ = type(module).__bases__[0]
+        for tensor, value in values.items():
+            module.register_parameter(tensor, nn.Parameter(value, requires_grad=trained[tensor]))
 
 
 def replace_submodule(model: nn.Module, name: str, new: nn.Module) -> None:
@@ -257,7 +248,19 @@ def create_named_model(spec: str) -> Any:
         ModelError: the package cannot create it; the message quotes its error.
     """
     package, _, name = spec.partition(":")
-    _check_package(package, spec)
+    if find_spec(package) is None:
+        raise SdkMissingError(
+            f"{spec} is a model of {package}, which is not installed:"
+            f" pip install {usercode.MODEL_LIBRARIES[package]}"
+        )
+    try:
+        import_module(package)
+    except Exception as error:  # a build for another torch version may raise anything
+        raise SdkMissingError(
+            f"{spec} needs {package}, which is installed and cannot be imported here:"
+            f" {type(error).__name__}: {first_line(error)}; install the one made for torch"
+            f" {torch.__version__}"
+        ) from error
     try:
         with fixed_seed():
             return _MAKERS[package](name)
@@ -278,22 +281,6 @@ def random_weights_note(spec: object, weights: object) -> str | None:
         f"the weights of {spec} are random: its structure and speed are real, its outputs mean"
         " nothing; --weights FILE loads trained weights"
     )
-
-
-def _check_package(package: str, spec: str) -> None:
-    if find_spec(package) is None:
-        raise SdkMissingError(
-            f"{spec} is a model of {package}, which is not installed:"
-            f" pip install {usercode.MODEL_LIBRARIES[package]}"
-        )
-    try:
-        import_module(package)
-    except Exception as error:  # a build for another torch version may raise anything
-        raise SdkMissingError(
-            f"{spec} needs {package}, which is installed and cannot be imported here:"
-            f" {type(error).__name__}: {first_line(error)}; install the one made for torch"
-            f" {torch.__version__}"
-        ) from error
 
 
 def _torchvision(name: str) -> Any:

@@ -83,8 +83,20 @@ def export_named(
         ModelError: torch.export cannot follow the graph.
     """
     own = _in_float(graph_module)
-    _replace_opaque(own, is_opaque)
-    _insert_markers(own)
+    for node in own.graph.nodes:
+        if node.op == "call_module" and is_opaque(node):
+            name = f"stand_in_{node.name}"
+            own.add_submodule(name, OpaqueStandIn(node.meta.get("tensor_meta"), _batch(node)))
+            node.target = name
+    own.delete_all_unused_submodules()
+    placeholders = [node for node in own.graph.nodes if node.op == "placeholder"]
+    for node in list(own.graph.nodes):
+        if node.op in ("output", "get_attr") or not is_float(node):
+            continue
+        with own.graph.inserting_after(placeholders[-1] if node.op == "placeholder" else node):
+            marker = own.graph.call_function(emit_marker, (node, node.name))
+        node.replace_all_uses_with(marker, delete_user_cb=lambda user, one=marker: user is not one)
+    own.recompile()
     program = _export(own, pytree.tree_map(_on_cpu, tuple(inputs)))
     same = _remove_markers(program.model)
     with quiet():
@@ -141,15 +153,6 @@ class OpaqueStandIn(nn.Module):
         return pytree.tree_map(one, self.outputs, is_leaf=lambda m: isinstance(m, TensorMetadata))
 
 
-def _replace_opaque(own: fx.GraphModule, is_opaque: Callable[[fx.Node], bool]) -> None:
-    for node in own.graph.nodes:
-        if node.op == "call_module" and is_opaque(node):
-            name = f"stand_in_{node.name}"
-            own.add_submodule(name, OpaqueStandIn(node.meta.get("tensor_meta"), _batch(node)))
-            node.target = name
-    own.delete_all_unused_submodules()
-
-
 def _batch(node: fx.Node) -> int | None:
     metas = [source.meta.get("tensor_meta") for source in node.all_input_nodes]
     shapes = [meta.shape for meta in metas if isinstance(meta, TensorMetadata)]
@@ -161,17 +164,6 @@ def emit_marker(x: torch.Tensor, name: str) -> torch.Tensor:
     return torch.onnx.ops.symbolic(
         f"{DOMAIN}::{MARKER}", (x,), {"name": name}, dtype=x.dtype, shape=x.shape, version=1
     )
-
-
-def _insert_markers(own: fx.GraphModule) -> None:
-    inputs = [node for node in own.graph.nodes if node.op == "placeholder"]
-    for node in list(own.graph.nodes):
-        if node.op in ("output", "get_attr") or not is_float(node):
-            continue
-        with own.graph.inserting_after(inputs[-1] if node.op == "placeholder" else node):
-            marked = own.graph.call_function(emit_marker, (node, node.name))
-        node.replace_all_uses_with(marked, delete_user_cb=lambda user, own=marked: user is not own)
-    own.recompile()
 
 
 def is_float(node: fx.Node) -> bool:
@@ -320,7 +312,12 @@ def place_quantizers(
         for node, homes in exported.homes.items()
         if any(name in skip for name in _layers(graph_module, exported, homes))
     }
-    plan = _expressible_plan(graph_module, exported, target, kept)
+    for _ in range(_ROUNDS):  # until every node in int8 has a tensor or layer in the graph
+        plan = target.plan(exported.model, kept)
+        unmapped = dict(_unmapped(graph_module, exported, plan))
+        if not unmapped.keys() - kept.keys():
+            break
+        kept |= unmapped
     groups = _groups(exported.model, plan, share)
 
     def layers(node: str) -> Iterator[str]:
@@ -335,19 +332,6 @@ def place_quantizers(
         reasons={n: d.reason.replace(NODE_PREFIX, "") for d in heavy for n in layers(d.node)},
         fits_pairs=plan.placement.fits_pairs,
     )
-
-
-def _expressible_plan(
-    graph_module: fx.GraphModule, exported: ExportedGraph, target: Target, kept: dict[str, str]
-) -> Plan:
-    """Return the target's plan; nodes without a tensor or layer in the graph stay in float."""
-    for _ in range(_ROUNDS):
-        plan = target.plan(exported.model, kept)
-        unmapped = dict(_unmapped(graph_module, exported, plan))
-        if not unmapped.keys() - kept.keys():
-            break
-        kept |= unmapped
-    return plan
 
 
 def _unmapped(

@@ -18,7 +18,7 @@ import os
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -112,13 +112,6 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[
         del module.forward
 
 
-def remove_hooks(graph_module: fx.GraphModule, names: Iterable[str]) -> None:
-    """Replace modules whose hooks are nodes by copies without hooks; they share the parameters."""
-    for name in sorted(names):
-        module = _without_hooks(graph_module.get_submodule(name))
-        replace_submodule(graph_module, name, module)
-
-
 def refuse_hooks(module: nn.Module, what: str) -> None:
     """Raise `ModelError` if the module has a forward hook."""
     if has_hooks(module):
@@ -126,13 +119,6 @@ def refuse_hooks(module: nn.Module, what: str) -> None:
             f"{what} must not have a forward hook, got one; do in the model's forward what the"
             " hook does, or remove it (handle.remove())"
         )
-
-
-def _without_hooks(module: nn.Module) -> nn.Module:
-    copied = copy.copy(module)
-    for name in _HOOKS:
-        setattr(copied, name, OrderedDict())
-    return copied
 
 
 # with a separator at the end, since torchvision is in the same folder as torch
@@ -257,7 +243,16 @@ def trace(
     model = unwrap(model)
     classes = tuple(leaf for leaf in leaves if isinstance(leaf, type))
     texts = frozenset(leaf for leaf in leaves if isinstance(leaf, str))
-    _check_leaves(model, texts, classes)
+    known = set()
+    for name, module in model.named_modules():
+        known |= {name, type(module).__name__}
+        known |= {kind.__name__ for kind in classes if isinstance(module, kind)}
+    missing = sorted((texts | {kind.__name__ for kind in classes}) - known)
+    if missing:
+        raise ConfigError(
+            f"a leaf must name a module or a class of the model, got {', '.join(missing)};"
+            f" its modules: {', '.join(sorted(name for name, _ in model.named_modules() if name))}"
+        )
     tracer = LeafTracer(texts, classes)
     try:
         with global_wrap(*wrap):
@@ -265,7 +260,11 @@ def trace(
     except Exception as error:  # whatever the user's forward raises on symbolic values
         raise ModelError(_explain(error, model, tracer)) from error
     graph_module = fx.GraphModule(model, graph, type(model).__name__)
-    remove_hooks(graph_module, tracer.unhooked)
+    for name in sorted(tracer.unhooked):  # hooks that are nodes now; copies share the parameters
+        copied = copy.copy(graph_module.get_submodule(name))
+        for hook in _HOOKS:
+            setattr(copied, hook, OrderedDict())
+        replace_submodule(graph_module, name, copied)
     graph_module.graph.lint()
     return graph_module
 
@@ -277,19 +276,6 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
         children = ", ".join(child for child, _ in model.named_children()) or "none"
         raise ConfigError(f"no submodule {name!r} in the model; its children: {children}")
     return modules[name]
-
-
-def _check_leaves(model: nn.Module, texts: frozenset[str], classes: tuple[type, ...]) -> None:
-    known = set()
-    for name, module in model.named_modules():
-        known |= {name, type(module).__name__}
-        known |= {kind.__name__ for kind in classes if isinstance(module, kind)}
-    missing = sorted((texts | {kind.__name__ for kind in classes}) - known)
-    if missing:
-        raise ConfigError(
-            f"a leaf must name a module or a class of the model, got {', '.join(missing)};"
-            f" its modules: {', '.join(sorted(name for name, _ in model.named_modules() if name))}"
-        )
 
 
 def _explain(error: Exception, model: nn.Module, tracer: LeafTracer) -> str:

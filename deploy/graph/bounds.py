@@ -282,7 +282,10 @@ def find_range_limits(model: onnx.ModelProto) -> dict[str, RangeLimits]:
 
 def _logits(graph: Graph) -> set[str]:
     """Return the inputs of score Sigmoids, traced back through nodes that only move values."""
-    read_on = _before_weights(graph)
+    read_on: set[str] = set()  # what a weighted node is computed from
+    for node in reversed(graph.nodes):
+        if node.op_type in WEIGHTED or not read_on.isdisjoint(node.output):
+            read_on.update(node.input)
     waiting = [
         str(node.input[0])
         for node in graph.nodes
@@ -294,15 +297,6 @@ def _logits(graph: Graph) -> set[str]:
         if name not in found:
             found.add(name)
             waiting += _handed_on(graph.producer.get(name))
-    return found
-
-
-def _before_weights(graph: Graph) -> set[str]:
-    """Return the tensors upstream of a layer with weights."""
-    found: set[str] = set()
-    for node in reversed(graph.nodes):
-        if node.op_type in WEIGHTED or not found.isdisjoint(node.output):
-            found.update(node.input)
     return found
 
 

@@ -215,19 +215,6 @@ _WRITERS: dict[str, Callable[[_Decomposition], None]] = {
 }
 
 
-def decompose_node(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-    """Decompose a node into operators that every opset from 13 on has.
-
-    Raises:
-        CannotLower: no decomposition of the operator, or of this use of it, is known.
-    """
-    if node.op_type not in _WRITERS:
-        raise CannotLower("no other operators are known that compute it")
-    made = _Decomposition(node, places)
-    _WRITERS[node.op_type](made)
-    return made.done()
-
-
 @dataclass(frozen=True, slots=True)
 class LoweredModel:
     """A model lowered to an older opset.
@@ -331,7 +318,11 @@ class _Lowering:
         own = find_schema(node.op_type, places.own)
         old = find_schema(node.op_type, places.opset)
         if old is None or node.op_type in self.without or _other_meaning(node.op_type, places):
-            return decompose_node(node, places)
+            if node.op_type not in _WRITERS:
+                raise CannotLower("no other operators are known that compute it")
+            decomposition = _Decomposition(node, places)
+            _WRITERS[node.op_type](decomposition)
+            return decomposition.done()
         if own is None or own.since_version == old.since_version:
             return [node]
         form = DOWNGRADES.get(node.op_type)

@@ -411,24 +411,20 @@ def _started(graph: Graph, node: onnx.NodeProto) -> Gate | None:
             nodes=(node.name,), source=x, factor=x, output=y, shift=3.0, top=6.0, gain=1 / 6
         )
     if node.op_type == "HardSigmoid":
-        return _hard_sigmoid(node)
+        given = attributes(node)
+        alpha, beta = float(given.get("alpha", 0.2)), float(given.get("beta", 0.5))
+        if alpha <= 0 or beta == 0:
+            return None
+        return Gate(
+            nodes=(node.name,),
+            source=str(node.input[0]),
+            factor="",
+            output=str(node.output[0]),
+            shift=beta / alpha,
+            top=1 / alpha,
+            gain=alpha,
+        )
     return _written_out(graph, node) if node.op_type == "Add" else None
-
-
-def _hard_sigmoid(node: onnx.NodeProto) -> Gate | None:
-    given = attributes(node)
-    alpha, beta = float(given.get("alpha", 0.2)), float(given.get("beta", 0.5))
-    if alpha <= 0 or beta == 0:
-        return None
-    return Gate(
-        nodes=(node.name,),
-        source=str(node.input[0]),
-        factor="",
-        output=str(node.output[0]),
-        shift=beta / alpha,
-        top=1 / alpha,
-        gain=alpha,
-    )
 
 
 def _written_out(graph: Graph, add: onnx.NodeProto) -> Gate | None:

@@ -189,7 +189,15 @@ def analyse(
     for node in graph.nodes:
         why[node.name] = find_refusal(graph, node, placement, float_reasons, no_scale)
     if not placement.everywhere:
-        _drop_glue(graph, placement, why, no_scale)
+        # refuse nodes that gain nothing in int8; refusing one node can strand another
+        changed = True
+        while changed:
+            changed = False
+            made, wanted = _made_and_wanted(graph, placement, why)
+            for node in graph.nodes:
+                if not why[node.name]:
+                    why[node.name] = _stranded(graph, placement, node, why, made, wanted)
+                    changed = changed or bool(why[node.name])
     chosen = [n for n in graph.nodes if not why[n.name]]
     pairs = _pairs(graph, placement, chosen)
     int8_gates = tuple(gate for gate in found if not why[gate.name])
@@ -280,23 +288,6 @@ def _decisions(
     return tuple(found)
 
 
-def _drop_glue(
-    graph: Graph, placement: Placement, why: dict[str, str], no_scale: Mapping[str, str]
-) -> None:
-    """Refuse glue unless all its inputs are int8 and a node downstream wants int8.
-
-    Refusing one node can strand another, so this repeats until nothing changes.
-    """
-    changed = True
-    while changed:
-        changed = False
-        made, wanted = _made_and_wanted(graph, placement, why)
-        for node in graph.nodes:
-            if not why[node.name]:
-                why[node.name] = _stranded(graph, placement, node, why, made, wanted)
-                changed = changed or bool(why[node.name])
-
-
 def _stranded(
     graph: Graph,
     placement: Placement,
@@ -338,12 +329,7 @@ def _made_and_wanted(
             made.update(node.output)
             if wanted.intersection(node.output):
                 wanted.add(graph.tail(node))
-    _pass_on(graph, placement, made, wanted)
-    return made, wanted
-
-
-def _pass_on(graph: Graph, placement: Placement, made: set[str], wanted: set[str]) -> None:
-    """Propagate `made` forwards and `wanted` backwards through float nodes that pass int8 on."""
+    # propagate `made` forwards and `wanted` backwards through float nodes that pass int8 on
     between = [node for node in graph.nodes if _passes_on(graph, placement, node)]
     for node in between:
         if all(name in made for name in graph.data_inputs(node)):
@@ -351,6 +337,7 @@ def _pass_on(graph: Graph, placement: Placement, made: set[str], wanted: set[str
     for node in reversed(between):
         if wanted.intersection(node.output):
             wanted.update(graph.data_inputs(node))
+    return made, wanted
 
 
 def _passes_on(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:

@@ -98,7 +98,14 @@ class Comparison:
         Raises:
             ConfigError: outputs whose names differ.
         """
-        self._names = _common_outputs(reference, candidate)
+        names = [spec.name for spec in reference.outputs if spec.dtype != "str"]
+        others = {spec.name for spec in candidate.outputs}
+        if not names or set(names) - others:
+            raise ConfigError(
+                f"both models must have the same outputs, got {names} and {sorted(others)};"
+                " compare an engine with the model it was built from"
+            )
+        self._names = names
         self._errors = {name: RunningError(name) for name in self._names}
         objects = labels if isinstance(labels, GroundTruth) else None
         classes = None if isinstance(labels, GroundTruth) else labels
@@ -266,17 +273,6 @@ def _problems(
                 f"output {output.name!r} has another shape in the int8 engine"
                 f" in {output.other_shape} of {samples} samples"
             )
-
-
-def _common_outputs(reference: HasOutputs, candidate: HasOutputs) -> list[str]:
-    names = [spec.name for spec in reference.outputs if spec.dtype != "str"]
-    others = {spec.name for spec in candidate.outputs}
-    if not names or set(names) - others:
-        raise ConfigError(
-            f"both models must have the same outputs, got {names} and {sorted(others)};"
-            " compare an engine with the model it was built from"
-        )
-    return names
 
 
 def _first(outputs: Mapping[str, Array], rows: int, batch: int) -> dict[str, Array]:

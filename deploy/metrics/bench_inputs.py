@@ -42,7 +42,13 @@ def random_feeds(
     if batch is not None:
         refuse_fixed_batch(inputs)
         sizes = {name: _of_batch(name, dims, batch) for name, dims in sizes.items()}
-    _refuse_too_much(count * 4 * sum(map(prod, sizes.values())))
+    needed = count * 4 * sum(map(prod, sizes.values()))
+    memory = memory_bytes()
+    if memory is not None and needed > memory:
+        raise ConfigError(
+            f"random inputs must fit into the memory, got {format_bytes(needed)} of them and a"
+            f" machine of {format_bytes(memory)}; give a smaller --shape or --batch"
+        )
     random = np.random.default_rng(seed)
     return [
         {spec.name: _values(spec, sizes[spec.name], random) for spec in inputs}
@@ -114,16 +120,6 @@ def _of_batch(name: str, dims: tuple[int, ...], batch: int) -> tuple[int, ...]:
             f" {name}:{'x'.join(map(str, dims))}; write 1 there, or leave --batch away"
         )
     return (batch, *dims[1:])
-
-
-def _refuse_too_much(needed: int) -> None:
-    """Refuse `needed` bytes of inputs if they exceed the machine's memory."""
-    memory = memory_bytes()
-    if memory is not None and needed > memory:
-        raise ConfigError(
-            f"random inputs must fit into the memory, got {format_bytes(needed)} of them and a"
-            f" machine of {format_bytes(memory)}; give a smaller --shape or --batch"
-        )
 
 
 def _shape(spec: TensorSpec, given: Sequence[int] | None) -> tuple[int, ...]:

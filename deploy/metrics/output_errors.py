@@ -199,12 +199,7 @@ def plain_json(value: object) -> object:
         return {name: plain_json(getattr(value, name)) for name in names}
     if isinstance(value, tuple | list):
         return [plain_json(one) for one in value]
-    return json_number(value) if isinstance(value, float) else value
-
-
-def json_number(value: float) -> float | str:
-    """Return a JSON number, or "inf", "-inf" or "nan"."""
-    return value if math.isfinite(value) else str(value)
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _PICTURE = 4  # dimensions of a picture

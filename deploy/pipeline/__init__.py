@@ -15,7 +15,7 @@ observes and searches nothing then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -282,7 +282,7 @@ def build_with(
     options: BuildOptions,
 ) -> Report:
     """`build` with its options as one value."""
-    from deploy.pipeline.results import write_report
+    from deploy.pipeline.results import build_origin, publish_build, write_report
 
     build = prepare_build(model, dataset, options)
     with number_phases(*build.steps), stage_files(build.options.out) as stage:
@@ -311,7 +311,12 @@ def build_with(
             gates=build.options.gates,
             settings=build.options.settings is not None,
         )
-        _published(build, calibration, stage)
+        options = build.options
+        if options.settings is not None:
+            atomic.write_text(stage.inside / manifest.SETTINGS, options.settings)
+        replacing = None if options.calibration.cache.force else build.own_files
+        origin = build_origin(calibration, options.targets, build.outside_cache)
+        publish_build(origin, stage, replacing=replacing)
     return report
 
 
@@ -412,7 +417,12 @@ def _measured(
         except (Calib8Error, MemoryError, OSError):
             raise
         except Exception:
-            failed = _find_failing(measured, build, results, stage)
+            failed = {}  # each target by itself, to find those that fail
+            for target, result in zip(build.options.targets, results, strict=True):
+                try:
+                    measured([target], [result], duration_s=0)
+                except Exception as error:
+                    failed[target.name] = str(with_log(error, build.loaded.name, stage))
             if not failed or len(failed) == len(targets):
                 raise
             sound = [
@@ -422,22 +432,6 @@ def _measured(
             figures = measured(targets, sound, duration_s=build.duration_s)
             figures = replace(figures, failed={**figures.failed, **failed})
     return replace(figures, notes=(*build.notes, *figures.notes, *_notes(build, calibration)))
-
-
-def _find_failing(
-    measured: Callable[..., Figures],
-    build: PreparedBuild,
-    results: Sequence[BuildResult],
-    stage: Stage,
-) -> dict[str, str]:
-    """Measure each target alone; return target -> what it raises, of those that raise."""
-    failed = {}
-    for target, result in zip(build.options.targets, results, strict=True):
-        try:
-            measured([target], [result], duration_s=0)
-        except Exception as error:
-            failed[target.name] = str(with_log(error, build.loaded.name, stage))
-    return failed
 
 
 def _notes(build: PreparedBuild, calibration: CalibrationResult) -> list[str]:
@@ -462,18 +456,6 @@ def _notes(build: PreparedBuild, calibration: CalibrationResult) -> list[str]:
             " better on these than on others"
         )
     return notes
-
-
-def _published(build: PreparedBuild, calibration: CalibrationResult, stage: Stage) -> None:
-    """Move all files into the folder at once."""
-    from deploy.pipeline.results import build_origin, publish_build
-
-    options = build.options
-    if options.settings is not None:
-        atomic.write_text(stage.inside / manifest.SETTINGS, options.settings)
-    replacing = None if options.calibration.cache.force else build.own_files
-    origin = build_origin(calibration, options.targets, build.outside_cache)
-    publish_build(origin, stage, replacing=replacing)
 
 
 __all__ = ["CachePolicy", "CalibrationResult", "Tuning", "build", "calibrate", "merge"]

@@ -165,8 +165,14 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
     curves = "".join(_curve(values, lo, hi, colour) for colour, _, values in drawn)
     marks, legend = [], []
     for place, (colour, engine, _) in enumerate(drawn):
-        letter = _letter(place)
-        marks.append(_mark(letter, engine.p50_ms, lo, hi, colour, place))
+        over, at = divmod(place, len(ascii_uppercase))
+        letter = ascii_uppercase[at] * (over + 1)  # A to Z, then AA to ZZ
+        x = f"{100 * _share(engine.p50_ms, lo, hi):.2f}%"
+        y = 12 + 14 * (place % _LEVELS)
+        marks.append(
+            f'<line class="median {colour}" x1="{x}" x2="{x}" y1="{y + 3}" y2="{_FLOOR}"/>'
+            f'<text class="tick name {colour}" x="{x}" y="{y}">{letter}</text>'
+        )
         label = f"{escape(engine.label)} <b>p50 {figures.milliseconds(engine.p50_ms)}</b>"
         legend.append(f'<li><i class="{colour}">{letter}</i> {label}</li>')
     return (
@@ -177,12 +183,6 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
         f' viewBox="0 0 {_ACROSS} {_FLOOR - _TOP}">{curves}</svg>'
         f"{''.join(marks)}{_unit(beyond)}</svg>"
     )
-
-
-def _letter(place: int) -> str:
-    """Return A to Z, then AA to ZZ, and so on."""
-    over, at = divmod(place, len(ascii_uppercase))
-    return ascii_uppercase[at] * (over + 1)
 
 
 def _axis_ends(samples: Sequence[tuple[float, Float64Array]]) -> tuple[float, float]:
@@ -241,16 +241,6 @@ def _curve(values: Float64Array, lo: float, hi: float, colour: str) -> str:
     return f'<path class="area {colour}" d="{"".join(points)}"/>'
 
 
-def _mark(letter: str, p50: float, lo: float, hi: float, colour: str, place: int) -> str:
-    """Draw a line at the p50, and its letter on top."""
-    x = f"{100 * _share(p50, lo, hi):.2f}%"
-    y = 12 + 14 * (place % _LEVELS)
-    return (
-        f'<line class="median {colour}" x1="{x}" x2="{x}" y1="{y + 3}" y2="{_FLOOR}"/>'
-        f'<text class="tick name {colour}" x="{x}" y="{y}">{letter}</text>'
-    )
-
-
 _HIST_WIDTH, _HIST_HEIGHT, _HIST_TOP, _HIST_FLOOR = 320, 104, 14, 86
 _SIDE = 6  # margin beside the axis
 _HIST_ROOM = 0.3  # a clip line further outside the observed range, relative to it, is not drawn
@@ -281,7 +271,13 @@ def _span(lo: float, hi: float) -> str:
 
 def histogram(row: TensorRow, part: HistogramPart) -> str:
     """Draw one tensor's bars with the ends of its range; "" if they are not finite."""
-    axis = _bars_axis(row)
+    # the axis holds the observed values, zero, and the ends of the range unless they are far
+    left, right = min(row.observed_min, 0.0), max(row.observed_max, 0.0)
+    far = _HIST_ROOM * (right - left)
+    lo, hi = max(row.lo, left - far), min(row.hi, right + far)
+    lo = min(left, lo) if lo == row.lo else left
+    hi = max(right, hi) if hi == row.hi else right
+    axis = (lo, hi) if hi > lo else (lo - 1.0, hi + 1.0)
     if not all(map(math.isfinite, axis)):
         return ""
 
@@ -307,16 +303,6 @@ def histogram(row: TensorRow, part: HistogramPart) -> str:
     return drawing(
         _HIST_WIDTH, _HIST_HEIGHT, label, "".join(body), "hist", desc=_description(row, part)
     )
-
-
-def _bars_axis(row: TensorRow) -> tuple[float, float]:
-    """Return the axis: observed values, zero, and the ends of the range unless they are far."""
-    left, right = min(row.observed_min, 0.0), max(row.observed_max, 0.0)
-    far = _HIST_ROOM * (right - left)
-    lo, hi = max(row.lo, left - far), min(row.hi, right + far)
-    lo = min(left, lo) if lo == row.lo else left
-    hi = max(right, hi) if hi == row.hi else right
-    return (lo, hi) if hi > lo else (lo - 1.0, hi + 1.0)  # all values are zero
 
 
 def _inside(ends: tuple[float, float], axis: tuple[float, float]) -> Iterator[float]:

@@ -165,7 +165,11 @@ def compare_with_plan(
     if not layers:
         return None
     work = [layer for layer in layers if not layer.reformat]
-    types = _by_node(work)
+    types: dict[str, str] = {}  # a node of several layers is quantized if one of them is
+    for layer in work:
+        for node in layer.nodes if layer.precision else ():
+            if types.get(node) not in _GRIDS:
+                types[node] = layer.precision
     decisions = list(plan)
     quantized = [d for d in decisions if d.quantized]
     rows = [NodeDeviation(node=d.node, op=d.op_type, planned=d.precision, ran=types[d.node])
@@ -187,16 +191,6 @@ def compare_with_plan(
         lost=tuple(r for r in rows if r.node in on_grid and r.ran not in _GRIDS),
         gained=tuple(r for r in rows if r.node not in on_grid and r.ran in _GRIDS),
     )
-
-
-def _by_node(layers: Iterable[EngineLayer]) -> dict[str, str]:
-    """Return node -> its type; a node of several layers is quantized if one of them is."""
-    types: dict[str, str] = {}
-    for layer in layers:
-        for node in layer.nodes if layer.precision else ():
-            if types.get(node) not in _GRIDS:
-                types[node] = layer.precision
-    return types
 
 
 def _inside(block: EngineLayer, nodes: Sequence[str]) -> Sequence[str]:

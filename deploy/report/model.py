@@ -131,7 +131,14 @@ class Findings:
         """Distinct sentences on the run, the targets, their engines and latency."""
         labels_of: dict[str, list[str]] = {}
         for engine in self.engines:
-            for text in _notes_on(engine, self.target_of(engine)):
+            target = self.target_of(engine)
+            for text in (
+                *(engine.accuracy.problems if engine.accuracy else ()),
+                *_stand_in(engine, target),
+                *engine.notes,
+                *(target.notes if target else ()),
+                *(engine.latency.warnings if engine.latency else ()),
+            ):
                 labels_of.setdefault(text, []).append(engine.label)
         measured = {engine.target for engine in self.engines if not engine.reference}
         for target in self.targets:
@@ -147,17 +154,6 @@ class Findings:
         if engine.reference or engine.baseline:
             return None
         return next((target for target in self.targets if target.name == engine.target), None)
-
-
-def _notes_on(engine: EngineRow, target: TargetPart | None) -> tuple[str, ...]:
-    """Return all notes on one engine, the most serious first."""
-    return (
-        *(engine.accuracy.problems if engine.accuracy else ()),
-        *_stand_in(engine, target),
-        *engine.notes,
-        *(target.notes if target else ()),
-        *(engine.latency.warnings if engine.latency else ()),
-    )
 
 
 def _stand_in(engine: EngineRow, target: TargetPart | None) -> tuple[str, ...]:

@@ -326,7 +326,14 @@ class BoundSession:
         self._session = session
         self._options = _run_options()
         self._binding = session.io_binding()
-        self.outputs = _allocate_outputs(like)
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in like.items()}
+        # one block of memory, each array aligned to a cache line
+        block = np.empty(sum(size + _LINE for size in sizes.values()) + _LINE, np.uint8)
+        at = -block.ctypes.data % _LINE
+        self.outputs: dict[str, Array] = {}
+        for name, (shape, dtype) in like.items():
+            self.outputs[name] = block[at : at + sizes[name]].view(dtype).reshape(shape)
+            at += sizes[name] + -sizes[name] % _LINE
         try:
             for name, x in self.outputs.items():
                 self._binding.bind_output(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
@@ -349,18 +356,6 @@ class BoundSession:
             raise OrtSession.run_error(error) from error
         finally:
             self._binding.clear_binding_inputs()  # or they would replace inputs missing next time
-
-
-def _allocate_outputs(like: Mapping[str, ArrayForm]) -> dict[str, Array]:
-    """Allocate arrays in one block of memory, each aligned to a cache line."""
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in like.items()}
-    block = np.empty(sum(size + _LINE for size in sizes.values()) + _LINE, np.uint8)
-    at = -block.ctypes.data % _LINE
-    arrays = {}
-    for name, (shape, dtype) in like.items():
-        arrays[name] = block[at : at + sizes[name]].view(dtype).reshape(shape)
-        at += sizes[name] + -sizes[name] % _LINE
-    return arrays
 
 
 def run_profiled(

@@ -180,7 +180,10 @@ class AnchorDecoder:
             shares = shares * gates
         if self.coding == _OFFSET:
             table = np.concatenate([rows for _, rows in tables if rows is not None])
-            return _by_offset(table, shares)
+            points = table[:, 4:].reshape(len(table), -1, 2)
+            anchors = np.arange(len(table), dtype=np.int64)
+            # each anchor is a class of its own
+            return Detections.of(to_corners(table[:, :4]), shares[:, 0], anchors, points)
         if not self.coding:
             return detections_by_anchor(shares)
         size = image_size(inputs)
@@ -247,13 +250,6 @@ def fit_anchors(seen: FirstSamples) -> AnchorDecoder | None:
             levels = (LevelOutputs(scores, boxes),)
             return AnchorDecoder(levels, activation, None, "", count, turned=turned)
     return None
-
-
-def _by_offset(rows: Floats, shares: Floats) -> Detections:
-    """Return boxes and key points relative to their anchors, each anchor as a class of its own."""
-    points = rows[:, 4:].reshape(len(rows), -1, 2)
-    anchors = np.arange(len(rows), dtype=np.int64)
-    return Detections.of(to_corners(rows[:, :4]), shares[:, 0], anchors, points)
 
 
 def _gates(levels: Sequence[LevelOutputs], outputs: Outputs, *, raw: bool) -> Floats | None:

@@ -13,7 +13,7 @@ rows of two models are different boxes: only the column of scores is compared by
 if the length of the list varies.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -229,7 +229,21 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
             own, others = left.above(threshold), right.above(threshold)
             self.count(threshold, len(own.scores), len(others.scores), len(pairs))
             if size is not None:
-                example = _example(self.samples - 1, size, threshold, own, others, pairs)
+                rows, columns = (
+                    np.array([pair[side] for pair in pairs], np.int64) for side in (0, 1)
+                )
+                lost = np.setdiff1d(np.arange(len(own.scores)), rows)
+                new = np.setdiff1d(np.arange(len(others.scores)), columns)
+                own, others = scale_to_pixels(own, size), scale_to_pixels(others, size)
+                example = BoxExample(
+                    number=self.samples - 1,
+                    size=size,
+                    threshold=threshold,
+                    kept=own.at(rows),
+                    found=others.at(columns),
+                    lost=own.at(lost),
+                    new=others.at(new),
+                )
                 differs = len(example.lost.scores) + len(example.new.scores)
                 self.examples[threshold].offer(example, differs=differs, says=len(pairs))
 
@@ -280,27 +294,3 @@ def find_boxes(seen: FirstSamples) -> BoxDetection | None:
         if recognised is not None:
             return BoxDetection(recognised, parts=recognised.parts)
     return None
-
-
-def _example(
-    number: int,
-    size: tuple[int, int],
-    threshold: float,
-    own: Detections,
-    others: Detections,
-    pairs: Sequence[tuple[int, int]],
-) -> BoxExample:
-    """Sort one sample's boxes into kept, lost and new ones."""
-    rows, columns = (np.array([pair[side] for pair in pairs], np.int64) for side in (0, 1))
-    lost = np.setdiff1d(np.arange(len(own.scores)), rows)
-    new = np.setdiff1d(np.arange(len(others.scores)), columns)
-    own, others = scale_to_pixels(own, size), scale_to_pixels(others, size)
-    return BoxExample(
-        number=number,
-        size=size,
-        threshold=threshold,
-        kept=own.at(rows),
-        found=others.at(columns),
-        lost=own.at(lost),
-        new=others.at(new),
-    )

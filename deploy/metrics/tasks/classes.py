@@ -322,8 +322,9 @@ def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
         return False
     if any(len(row) != len(rows[0]) for row in rows):
         return False
-    if _are_sorted(rows):
-        return False
+    by_chance = math.factorial(min(len(rows[0]), 20)) ** len(rows)
+    if by_chance > _CHANCE and all(bool((np.diff(row) <= 0).all()) for row in rows):
+        return False  # every row falls, as TopK's values do, more than by chance
     if all(map(are_probabilities_or_logs, rows)):
         return True
     if len(rows[0]) < _FEW:  # a few numbers of one sign may be a place or a size
@@ -331,12 +332,6 @@ def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
             alone or mean_best_probability(np.stack(rows)) > _SURE
         )
     return bool(_stand_out(np.stack(rows)).all()) and not all(map(of_unit_length, rows))
-
-
-def _are_sorted(rows: Sequence[Floats]) -> bool:
-    """Whether each row falls from its first value on, as TopK's values do, more than by chance."""
-    by_chance = math.factorial(min(len(rows[0]), 20)) ** len(rows)
-    return by_chance > _CHANCE and all(bool((np.diff(row) <= 0).all()) for row in rows)
 
 
 def _about_zero(rows: Floats) -> bool:

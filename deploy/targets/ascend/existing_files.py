@@ -75,7 +75,10 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
         config = read_config(text, str(path))
         config = resolve_config(config, graph) if graph else config
         return f"a sound quant config, {_wanted(config)}"
-    key = _first_key(text)
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    first = next((line for line in lines if line), "")
+    word = re.match(r"\w+", first)
+    key = word[0] if word else ""
     if key in ("record", "prune_record"):
         records, ignored = read_record(text, str(path)), describe_ignored_entries(text, str(path))
         if graph is not None:
@@ -103,14 +106,6 @@ def _wanted(config: QuantConfig) -> str:
 def _count(layers: int, inputs: int, grid: str = "int8") -> str:
     """Describe the number of quantized layers and inputs."""
     return f"{layers} layers in {grid}" + (f", {inputs} inputs moved in int8" if inputs else "")
-
-
-def _first_key(text: str) -> str:
-    """Return the first key of protobuf text after comments, or ""."""
-    lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    first = next((line for line in lines if line), "")
-    key = re.match(r"\w+", first)
-    return key[0] if key else ""
 
 
 def check_deploy_model(path: Path) -> str:

@@ -94,8 +94,24 @@ class _Narrowing:
     def run(self) -> None:
         """Set the types of all nodes' tensors, then drop unused casts and constants."""
         nodes = [new for node in self.graph.node for new in self.node(node)]
-        nodes = self.without_idle(nodes)
-        self.rename_constants(nodes)
+        # drop unused Casts, and those of float16, whose inputs are renamed
+        idle = [n for n in nodes if _is_cast(n, _HALF) and n.input[0] in self.half]
+        renamed = {n.input[0]: n.output[0] for n in idle if n.input[0] in self.index.producer}
+        rest = [n for n in nodes if not (_is_cast(n, _HALF) and n.input[0] in renamed)]
+        rename_tensors(rest, renamed)
+        read = {name for node in rest for name in iter_reads(node)} | self.index.outputs
+        nodes = [n for n in rest if not (n.op_type == "Cast" and n.output[0] not in read)]
+        # restore the names of constants that are read only in float16
+        read = {name for node in nodes for name in iter_reads(node)}
+        originals = {
+            twin: name
+            for (name, _), twin in self.twins.items()
+            if twin in self.constants and name in self.index.initializers and name not in read
+        }
+        rename_reads(nodes, originals)
+        for twin, name in originals.items():
+            self.constants[name] = self.constants.pop(twin)
+            self.constants[name].name = name
         update_tensors(self.graph.initializer, self.constants)
         rebuild(self.graph, nodes)
 
@@ -174,30 +190,14 @@ class _Narrowing:
             if constant is None:
                 yield self.to(name, twin, dtype)
             else:
-                self.constants[twin] = _narrow(constant, twin)
+                values = numpy_helper.to_array(constant)
+                if (largest := np.abs(values).max(initial=0)) > _MOST:
+                    raise ExportError(
+                        f"a float16 model's constants must be within {_MOST:g}, got {largest:g} in"
+                        f" {constant.name!r}; give the model in float32"
+                    )
+                self.constants[twin] = numpy_helper.from_array(values.astype(np.float16), twin)
         node.input[place] = self.twins[key]
-
-    def without_idle(self, nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
-        """Return the nodes without unused Casts and those of float16, whose inputs are renamed."""
-        idle = [n for n in nodes if _is_cast(n, _HALF) and n.input[0] in self.half]
-        renamed = {n.input[0]: n.output[0] for n in idle if n.input[0] in self.index.producer}
-        rest = [n for n in nodes if not (_is_cast(n, _HALF) and n.input[0] in renamed)]
-        rename_tensors(rest, renamed)
-        read = {name for node in rest for name in iter_reads(node)} | self.index.outputs
-        return [n for n in rest if not (n.op_type == "Cast" and n.output[0] not in read)]
-
-    def rename_constants(self, nodes: list[onnx.NodeProto]) -> None:
-        """Restore the names of constants that are read only in float16."""
-        read = {name for node in nodes for name in iter_reads(node)}
-        originals = {
-            twin: name
-            for (name, _), twin in self.twins.items()
-            if twin in self.constants and name in self.index.initializers and name not in read
-        }
-        rename_reads(nodes, originals)
-        for twin, name in originals.items():
-            self.constants[name] = self.constants.pop(twin)
-            self.constants[name].name = name
 
     def to(self, start: str, end: str, dtype: int) -> onnx.NodeProto:
         """Return a Cast, named after its output; a Cast of the file may already have that name."""
@@ -227,13 +227,3 @@ def _set_dtype(node: onnx.NodeProto) -> None:
 
 def _is_cast(node: onnx.NodeProto, dtype: int) -> bool:
     return node.op_type == "Cast" and attributes(node)["to"] == dtype
-
-
-def _narrow(constant: onnx.TensorProto, name: str) -> onnx.TensorProto:
-    values = numpy_helper.to_array(constant)
-    if np.abs(values).max(initial=0) > _MOST:
-        raise ExportError(
-            f"a float16 model's constants must be within {_MOST:g}, got {np.abs(values).max():g} in"
-            f" {constant.name!r}; give the model in float32"
-        )
-    return numpy_helper.from_array(values.astype(np.float16), name)

@@ -37,35 +37,6 @@ _MOST = 1 << 29  # bytes of copied float32 weights; an ONNX file holds 2 GiB
 _MOVED = "it computes in float; by tensor_quantize its input is moved in int8"
 
 
-def unshare_weights(model: onnx.ModelProto, nodes: Collection[str]) -> dict[str, str]:
-    """Copy shared weights in place, so that each of these nodes has its own.
-
-    All nodes that share a weight get a copy, or none does if the copies would be too large, as for
-    a cell unrolled over hundreds of steps.
-
-    `nodes`: names of the nodes whose second input is a shared weight.
-
-    Returns:
-        Name of a new weight -> the weight that it copies.
-    """
-    index, readers = Graph(model), count_reads(model.graph)
-    sharing = [node for node in model.graph.node if node.name in nodes]
-    affordable = _affordable(Counter(node.input[1] for node in sharing), index.constants)
-    used_names = {*readers, *index.constants, *index.producer}
-    copies: dict[str, str] = {}
-    for node in sharing:
-        shared = node.input[1]
-        if shared not in affordable or readers[shared] < 2:
-            continue
-        tensor = copy_message(index.constants[shared])
-        tensor.name = unique_name(f"{node.name}.weight", used_names)
-        model.graph.initializer.append(tensor)
-        used_names.add(tensor.name)
-        readers[shared] -= 1
-        node.input[1], copies[tensor.name] = tensor.name, shared
-    return copies
-
-
 def _affordable(copies: Mapping[str, int], constants: Mapping[str, onnx.TensorProto]) -> set[str]:
     """Return the weights of `copies`, weight -> number, that fit into `_MOST`, smallest first."""
     bytes_of = {name: 4 * math.prod(constants[name].dims) * copies[name] for name in copies}
@@ -92,7 +63,23 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
     shared = {name for name, reason in graph.refused.items() if reason == SHARED}
     if not shared:
         return named, graph
-    copies = unshare_weights(named, shared)
+    # copy a shared weight for each node, or for none if the copies would be too large, as for a
+    # cell unrolled over hundreds of steps
+    index, readers = Graph(named), count_reads(named.graph)
+    sharing = [node for node in named.graph.node if node.name in shared]
+    affordable = _affordable(Counter(node.input[1] for node in sharing), index.constants)
+    used_names = {*readers, *index.constants, *index.producer}
+    copies: dict[str, str] = {}  # name of a new weight -> the weight that it copies
+    for node in sharing:
+        weight = node.input[1]
+        if weight not in affordable or readers[weight] < 2:
+            continue
+        tensor = copy_message(index.constants[weight])
+        tensor.name = unique_name(f"{node.name}.weight", used_names)
+        named.graph.initializer.append(tensor)
+        used_names.add(tensor.name)
+        readers[weight] -= 1
+        node.input[1], copies[tensor.name] = tensor.name, weight
     return named, replace(find_layers(named), shared=copies)
 
 

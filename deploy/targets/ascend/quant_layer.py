@@ -152,12 +152,27 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     channels = record.factors.size
     shape = (1, channels, *[1] * layer.rank)
     inverse = (np.float32(1) / record.factors).reshape(shape) if channels else None
-    dequant = dequant_scales(record)
+    assert record.scale_d is not None
+    scale_w = record.scale_w if record.scale_w.size else np.ones(1, np.float32)
+    dequant = np.asarray(scale_w * record.scale_d, np.float32)
     stored = read_constant(index, layer.weight) if layer.weight else None
     weight = None if stored is None else _integers(stored, layer, record)
     bias = quantize_bias(read_constant(index, layer.bias), dequant) if layer.bias else None
     if weight is not None and record.act_bits < 16:
-        _check_sums(weight, bias, layer, record.act_bits)
+        # with all codes at their extreme; of 16-bit activations, where nearly every layer could
+        # overflow, `deploy.targets.ascend.executor` measures the sums
+        low, high = ascend_range(record.act_bits)
+        rows = np.abs(weight.astype(np.float64))
+        if layer.kind in ("Gemm", "MatMul"):
+            sums = rows.sum(axis=-2)  # [C_out], for each matrix of a 3-D weight
+        else:
+            first = channels_first(rows, layer.group) if layer.kind == "ConvTranspose" else rows
+            sums = first.reshape(first.shape[0], -1).sum(axis=1)
+        worst = float(
+            (sums * (high - low) + (0 if bias is None else np.abs(bias.astype(np.float64)))).max()
+        )
+        if worst > np.iinfo(np.int32).max:
+            raise ExportError(f"sums of products must fit int32, got up to {worst:.3g}")
     return QuantLayer(
         layer=layer,
         record=record,
@@ -207,35 +222,6 @@ def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArra
     if layer.kind in ("Gemm", "MatMul"):
         return np.ascontiguousarray(np.moveaxis(integers, 0, -1))
     return integers
-
-
-def _check_sums(
-    weight: NDArray[np.int8], bias: NDArray[np.int32] | None, layer: Layer, bits: int
-) -> None:
-    """Refuse a layer whose sums may overflow int32, with all codes at their extreme.
-
-    With 16-bit activations nearly every layer could; `deploy.targets.ascend.executor` measures
-    these.
-    """
-    low, high = ascend_range(bits)
-    rows = np.abs(weight.astype(np.float64))
-    if layer.kind in ("Gemm", "MatMul"):
-        sums = rows.sum(axis=-2)  # [C_out], for each matrix of a 3-D weight
-    else:
-        first = channels_first(rows, layer.group) if layer.kind == "ConvTranspose" else rows
-        sums = first.reshape(first.shape[0], -1).sum(axis=1)
-    worst = float(
-        (sums * (high - low) + (0 if bias is None else np.abs(bias.astype(np.float64)))).max()
-    )
-    if worst > np.iinfo(np.int32).max:
-        raise ExportError(f"sums of products must fit int32, got up to {worst:.3g}")
-
-
-def dequant_scales(record: LayerRecord) -> Float32Array:
-    """Return the real value of 1 in a layer's sums: scale_w * scale_d, float32 [C_out] or [1]."""
-    assert record.scale_d is not None
-    scale_w = record.scale_w if record.scale_w.size else np.ones(1, np.float32)
-    return np.asarray(scale_w * record.scale_d, np.float32)
 
 
 def quantize_bias(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32]:

@@ -167,7 +167,13 @@ def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
     known = graph.known
     for name, record in records.items():
         if record.tensor:
-            _check_tensor(name, graph)
+            node, _, place = name.rpartition(":")
+            if not (node and place.isdecimal()):
+                raise ConfigError(
+                    "a record with is_tensor_quantize must be of an input, '<layer>:<index>', got"
+                    f" {name!r}; take the key out of a layer's record"
+                )
+            check_tensor_input(node, int(place), graph)
         elif name in graph.refused and name not in graph.offered:
             raise ConfigError(f"layer {name!r} cannot be quantized: {graph.refused[name]}")
         elif name not in known:
@@ -203,16 +209,6 @@ def _check_widths(name: str, record: LayerRecord, layer: Layer) -> None:
         )
 
 
-def _check_tensor(name: str, graph: LayerGraph) -> None:
-    node, _, place = name.rpartition(":")
-    if not (node and place.isdecimal()):
-        raise ConfigError(
-            "a record with is_tensor_quantize must be of an input, '<layer>:<index>', got"
-            f" {name!r}; take the key out of a layer's record"
-        )
-    check_tensor_input(node, int(place), graph)
-
-
 def _check_weights(name: str, record: LayerRecord, layer: Layer) -> None:
     count = record.scale_w.size
     if layer.at is not None:
@@ -245,7 +241,18 @@ def _layer(value: Any) -> LayerRecord:
     if value.HasField("scale_d") != value.HasField("offset_d"):
         raise ConfigError("scale_d and offset_d must come together, got one of them")
     _check_scales([*scale_w.tolist(), *([value.scale_d] if value.HasField("scale_d") else [])])
-    act_bits, weight_bits = _widths(value)
+    if value.shift_bit:
+        raise ConfigError("shift_bit is not supported, got one; delete it")
+    bits = {key: _width(key, getattr(value, key), known) for key, known in _WIDTHS.items()}
+    if value.fakequant_precision_mode not in ("", "DEFAULT", "UNSET", _FORCED):
+        raise ConfigError(
+            f"fakequant_precision_mode must be {_FORCED} or DEFAULT, got"
+            f" {value.fakequant_precision_mode!r}"
+        )
+    if value.op_data_type not in _HALF:
+        raise ConfigError(f"op_data_type must be FLOAT32 or FLOAT16, got {value.op_data_type!r}")
+    both = bits["dst_type"]
+    act_bits, weight_bits = both or bits["act_type"] or 8, both or bits["wts_type"] or 8
     low, high = ascend_range(act_bits)
     if not low <= value.offset_d <= high:
         raise ConfigError(
@@ -273,22 +280,6 @@ def _check_scales(scales: Iterable[float]) -> None:
     for scale in scales:
         if not (math.isfinite(scale) and _SMALLEST <= scale <= 1 / _SMALLEST):
             raise ConfigError(f"a scale must be in [2.22e-16, 4.5e15], got {scale}")
-
-
-def _widths(value: Any) -> tuple[int, int]:
-    """Return the bits of activations and of weights; dst_type, if given, sets both."""
-    if value.shift_bit:
-        raise ConfigError("shift_bit is not supported, got one; delete it")
-    bits = {key: _width(key, getattr(value, key), known) for key, known in _WIDTHS.items()}
-    if value.fakequant_precision_mode not in ("", "DEFAULT", "UNSET", _FORCED):
-        raise ConfigError(
-            f"fakequant_precision_mode must be {_FORCED} or DEFAULT, got"
-            f" {value.fakequant_precision_mode!r}"
-        )
-    if value.op_data_type not in _HALF:
-        raise ConfigError(f"op_data_type must be FLOAT32 or FLOAT16, got {value.op_data_type!r}")
-    both = bits["dst_type"]
-    return both or bits["act_type"] or 8, both or bits["wts_type"] or 8
 
 
 def _width(key: str, kind: str, known: tuple[int, ...]) -> int:

@@ -223,7 +223,14 @@ class Ascend:
 
         refuse_optimized(subject.model, self.name)
         if subject.loaded.trained is not None:
-            self._refuse_quantizing(subject.loaded.trained)
+            from deploy.targets.prequantized import refuse_options
+
+            given = {
+                "--ascend-config": self.config is not None,
+                "--exact-ifmr": self.exact,
+                "--amct-batch": self.amct_batch is not None,
+            }
+            refuse_options(subject.loaded.trained, self.name, given)
             return ()
         return self.record_plan(subject).observations
 
@@ -312,17 +319,6 @@ class Ascend:
             notes=tuple(calibration_notes(calibrated, plan)),
         )
         return self.files(recipe, request)
-
-    def _refuse_quantizing(self, trained: QdqCalibration) -> None:
-        """Refuse options that decide how a float model is quantized."""
-        from deploy.targets.prequantized import refuse_options
-
-        given = {
-            "--ascend-config": self.config is not None,
-            "--exact-ifmr": self.exact,
-            "--amct-batch": self.amct_batch is not None,
-        }
-        refuse_options(trained, self.name, given)
 
     def _of_trained(self, trained: QdqCalibration, request: BuildRequest) -> BuildResult:
         """Write the files of a Q/DQ model with the scales of its own pairs."""

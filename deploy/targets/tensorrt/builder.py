@@ -125,7 +125,18 @@ def build_engine(
         config = _create_config(builder, network, settings, calibrator)
         refused = _set_timing_cache(config, settings)
         plan = builder.build_serialized_network(network, config)
-    cache = _used_cache(calibrator, log, model, built=plan is not None)
+    # an exception from a callback comes first: TensorRT swallows it and then fails for lack of
+    # data; its own messages come next, also where it failed before requesting a batch
+    if calibrator is not None and calibrator.error is not None:
+        raise calibrator.error
+    begun = calibrator is not None and (plan is not None or calibrator.asked > 0)
+    trouble = calibrator.trouble() if calibrator is not None and begun else ""
+    if plan is None:
+        more = f"; {trouble}" if trouble else ""
+        raise BackendError(f"TensorRT could not build {model.name}: {log.words()}{more}")
+    if trouble:
+        raise CalibrationError(f"{trouble}; TensorRT said: {log.words()}")
+    cache = calibrator.check() if calibrator is not None else None
     if settings.timing_cache is not None and not refused:
         atomic.write_bytes(settings.timing_cache, bytes(config.get_timing_cache().serialize()))
     return BuiltEngine(bytes(plan), tuple(log.lines), cache, (refused,) if refused else ())
@@ -215,26 +226,6 @@ def profiles_for(
     return profiles
 
 
-def _used_cache(
-    calibrator: Callbacks | None, log: LogRecorder, model: Path, *, built: bool
-) -> bytes | None:
-    """Return the calibrator's cache, or raise what went wrong in the build.
-
-    An exception from a callback comes first: TensorRT swallows it and then fails for lack of data.
-    TensorRT's own messages come next, also where it failed before requesting a batch.
-    """
-    if calibrator is not None and calibrator.error is not None:
-        raise calibrator.error
-    begun = calibrator is not None and calibrator.asked > 0
-    trouble = calibrator.trouble() if calibrator is not None and (built or begun) else ""
-    if not built:
-        more = f"; {trouble}" if trouble else ""
-        raise BackendError(f"TensorRT could not build {model.name}: {log.words()}{more}")
-    if trouble:
-        raise CalibrationError(f"{trouble}; TensorRT said: {log.words()}")
-    return calibrator.check() if calibrator is not None else None
-
-
 def _network_flags(*, typed: bool) -> int:
     """Return the creation flags: explicit batch (a no-op in 10, gone in 11) and strong typing.
 
@@ -263,14 +254,24 @@ def _create_config(
     settings: BuilderSettings,
     calibrator: Callbacks | None,
 ) -> trt.IBuilderConfig:
+    import tensorrt as trt
+
     config = builder.create_builder_config()
     _set_flags(config, settings)
     if settings.dla:
-        _use_dla(builder, config)
+        if not getattr(builder, "num_DLA_cores", 0):
+            raise SdkMissingError("an engine for DLA needs a DLA core, and this machine has none")
+        config.default_device_type = trt.DeviceType.DLA
+        config.DLA_core = 0
+        config.set_flag(trt.BuilderFlag.GPU_FALLBACK)
     if settings.float_layers:
         _bind_to_float(config, network, settings)
-    if settings.wide_layers:
-        _bind_to_float32(config, network, settings.wide_layers)
+    if settings.wide_layers:  # float32 overrides an earlier float precision
+        config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
+        for layer, _ in _find_layers(network, settings.wide_layers):
+            layer.precision = trt.float32
+            for index in range(layer.num_outputs):
+                layer.set_output_type(index, trt.float32)
     _disable_tactics(config, stand_ins())
     profile = _create_profile(builder, network, settings)
     if profile is not None:
@@ -305,16 +306,6 @@ def _set_flags(config: trt.IBuilderConfig, settings: BuilderSettings) -> None:
     if settings.workspace_mib is not None:
         pool = trt.MemoryPoolType.WORKSPACE
         config.set_memory_pool_limit(pool, settings.workspace_mib << 20)
-
-
-def _use_dla(builder: trt.Builder, config: trt.IBuilderConfig) -> None:
-    import tensorrt as trt
-
-    if not getattr(builder, "num_DLA_cores", 0):
-        raise SdkMissingError("an engine for DLA needs a DLA core, and this machine has none")
-    config.default_device_type = trt.DeviceType.DLA
-    config.DLA_core = 0
-    config.set_flag(trt.BuilderFlag.GPU_FALLBACK)
 
 
 # Flags of trtexec that the engine built here obeys, as sampleOptions.cpp and sampleEngines.cpp set
@@ -381,19 +372,6 @@ def _bind_to_float(
             f"a node to keep in float must be a layer of TensorRT's network, {missing[0]!r} is"
             " none; build from the Q/DQ model (--engine-from qdq), or leave it out"
         )
-
-
-def _bind_to_float32(
-    config: trt.IBuilderConfig, network: trt.INetworkDefinition, nodes: Mapping[str, str]
-) -> None:
-    """Bind layers and their outputs to float32, overriding an earlier float precision."""
-    import tensorrt as trt
-
-    config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
-    for layer, _ in _find_layers(network, nodes):
-        layer.precision = trt.float32
-        for index in range(layer.num_outputs):
-            layer.set_output_type(index, trt.float32)
 
 
 def _find_layers(

@@ -48,7 +48,6 @@ from deploy.calibration import DEFAULT_TRT_VERSION, trt_cache
 from deploy.calibration.observation import (
     CalibrationSubject,
     Observation,
-    ObservedStatistics,
     Variant,
     note_left_out,
 )
@@ -160,14 +159,6 @@ def unnamed_layer_output(index: int, word: str) -> str:
     return f"(Unnamed Layer* {index}) [{word}]_output"
 
 
-def inner_tensor_name(name: str, output: str) -> str:
-    """Return TensorRT's name, from version 10, for the output of the first layer of node `name`.
-
-    For a Gemm that is the product before the bias, for a Softmax the result before its reshape.
-    """
-    return f"{name or f'node_of_{output}'}_output"
-
-
 def _onnx_tensors(model: onnx.ModelProto, read: onnx.ModelProto, label: int) -> list[CacheTensor]:
     """List the entries by the ONNX parser, which reads the uncleaned model `read`."""
     graph, listed = Graph(model), trt_tensors(model)
@@ -191,7 +182,8 @@ def _inner_tensors(
 ) -> list[CacheTensor]:
     """List the tensors that the parser creates inside a Gemm or Softmax, if their name is known."""
     if label >= 100000:
-        inner = inner_tensor_name(name, node.output[0])
+        # of a Gemm the product before the bias, of a Softmax the result before its reshape
+        inner = f"{name or f'node_of_{node.output[0]}'}_output"
         if node.op_type == "Softmax":
             return [CacheTensor(inner, node.output[0])]
         return [CacheTensor(inner, inner)] if len(node.input) > 2 and node.input[2] else []
@@ -254,18 +246,12 @@ def _removed_copies(original: onnx.ModelProto, present: Collection[str]) -> dict
     """Map the outputs of no-op nodes that cleaning removed to the equal tensor."""
     copies: dict[str, str] = {}
     for node in original.graph.node:
-        if _is_noop(node) and node.output[0] not in present:
+        to_float = node.op_type == "Cast" and attributes(node).get("to") == _FLOAT
+        if (node.op_type in _SAME or to_float) and node.output[0] not in present:
             source = copies.get(node.input[0], node.input[0])
             if source in present:
                 copies[node.output[0]] = source
     return copies
-
-
-def _is_noop(node: onnx.NodeProto) -> bool:
-    """Return whether a node does not change float tensors."""
-    return node.op_type in _SAME or (
-        node.op_type == "Cast" and attributes(node).get("to") == _FLOAT
-    )
 
 
 def cache_of(model: onnx.ModelProto, ranges: RangeSet, version: str) -> trt_cache.CalibrationCache:
@@ -324,11 +310,7 @@ def tensorrt_observations(
     listed = list_cache_entries(subject, parser)
     split = gemm_products(listed, subject.unfolded.model)
     key = "as TensorRT reads it" + (", Gemm products apart" if split else "")
-
-    def make(_: ObservedStatistics) -> onnx.ModelProto:
-        return split_gemms(subject.unfolded.model, split)
-
-    variant = Variant(key, make)
+    variant = Variant(key, lambda _: split_gemms(subject.unfolded.model, split))
     sources = dict.fromkeys(t.source for t in listed if t.shares is None)
     return tuple(Observation(variant, source, subject.statistic) for source in sources)
 

@@ -213,8 +213,10 @@ def _keep_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -> N
         pair = index.producer.get(node.input[1])
         if pair is None or pair.op_type != "DequantizeLinear" or pair.input[0] not in constants:
             continue
-        name = _float_weight(pair.input[0], floats)
-        if name is None or not _quantizes_to_stored(pair, constants, floats[name]):
+        name = pair.input[0].removesuffix("/quantized")  # <weight> or <weight>/<node>
+        while name and name not in floats:
+            name = name.rpartition("/")[0]
+        if not name or not _quantizes_to_stored(pair, constants, floats[name]):
             continue
         stored = pair.input[0]
         quantizer = helper.make_node(
@@ -226,14 +228,6 @@ def _keep_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -> N
             graph.initializer.append(floats[name])
             constants[name] = floats[name]
     replace_nodes(graph, [*quantizers, *graph.node])
-
-
-def _float_weight(stored: str, floats: Mapping[str, onnx.TensorProto]) -> str | None:
-    """Return the float weight of "<weight>/quantized" or "<weight>/<node>/quantized"."""
-    name = stored.removesuffix("/quantized")
-    while name and name not in floats:
-        name = name.rpartition("/")[0]
-    return name or None
 
 
 def _quantizes_to_stored(
@@ -303,7 +297,22 @@ class _PairRemover:
                 "a Q/DQ model holds QuantizeLinear and DequantizeLinear nodes, got none; this model"
                 " is plain already"
             )
-        self._rewire()
+        # drop the pairs, connect their readers to the float tensors, drop unread constants
+        kept = [node for node in self.graph.node if node.op_type not in (_Q, _DQ)]
+        quants = [n for n in self.graph.node if n.op_type == _Q]
+        read = {name for node in self.graph.node if node.op_type == _DQ for name in node.input}
+        for node in (n for n in quants if n.input[0] not in self.constants):
+            if node.output[0] not in read:
+                raise ExportError(
+                    f"a DequantizeLinear follows each QuantizeLinear, got none after {node.name!r}"
+                )
+        for node in kept:
+            for index, name in enumerate(node.input):
+                node.input[index] = self._final_name(name)
+            for index, name in enumerate(node.output):
+                node.output[index] = self.renamed.get(name, name)
+        used = {name for node in kept for name in iter_reads(node)} | self.outputs
+        rebuild(self.graph, (n for n in kept if n.op_type != "Constant" or n.output[0] in used))
         order = [v.name for v in self.graph.input] + [o for n in self.graph.node for o in n.output]
         scales = {name: self.scales[name] for name in order if name in self.scales}
         return PlainModel(self.model, scales, tuple(self.weights))
@@ -412,24 +421,6 @@ class _PairRemover:
             raise ExportError(f"an output of the model cannot be a constant, got {name!r}")
         self.graph.initializer.append(numpy_helper.from_array(array, name))
         return name
-
-    def _rewire(self) -> None:
-        """Drop the pairs, connect their readers to the float tensors, drop unread constants."""
-        kept = [node for node in self.graph.node if node.op_type not in (_Q, _DQ)]
-        quants = [n for n in self.graph.node if n.op_type == _Q]
-        read = {name for node in self.graph.node if node.op_type == _DQ for name in node.input}
-        for node in (n for n in quants if n.input[0] not in self.constants):
-            if node.output[0] not in read:
-                raise ExportError(
-                    f"a DequantizeLinear follows each QuantizeLinear, got none after {node.name!r}"
-                )
-        for node in kept:
-            for index, name in enumerate(node.input):
-                node.input[index] = self._final_name(name)
-            for index, name in enumerate(node.output):
-                node.output[index] = self.renamed.get(name, name)
-        used = {name for node in kept for name in iter_reads(node)} | self.outputs
-        rebuild(self.graph, (n for n in kept if n.op_type != "Constant" or n.output[0] in used))
 
     def _final_name(self, name: str) -> str:
         name = self.replaced.get(name, name)

@@ -266,16 +266,11 @@ def cache_to_qdq(
     parts = loaded.model, matched.plan, matched.scales
     if rest == FP32:
         return loaded.whole(to_qdq(*parts, own_concat_scales=own_concat_scales)), matched
-    largest = _clip_limits(cache, matched)
-    typed, _ = to_typed(*parts, rest=rest, largest=largest, own_concat_scales=own_concat_scales)
-    return loaded.whole(typed), matched
-
-
-def _clip_limits(cache: CalibrationCache, matched: CacheMatch) -> dict[str, float]:
-    """Return tensor -> the largest |x| within its clip range."""
     scales = cache.scales()
     entries = ((entry.tensor, entry.name) for entry in matched.entries)
-    return {tensor: 127 * float(scales[name]) for tensor, name in entries if tensor is not None}
+    largest = {tensor: 127 * float(scales[name]) for tensor, name in entries if tensor is not None}
+    typed, _ = to_typed(*parts, rest=rest, largest=largest, own_concat_scales=own_concat_scales)
+    return loaded.whole(typed), matched
 
 
 def qdq_to_cache(model: Path, *, version: str) -> tuple[PlainModel, CalibrationCache]:

@@ -9,7 +9,7 @@ in the format of the C++ `calib8-build`: TensorRT checks only version and calibr
 so a retrained model or other images would go unnoticed.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,10 @@ def build_baselines(
         try:
             source, own = model, replace(plain, fp16=name == FP16)
             if by_type and name == FP16:
-                source, own = _write_float16(request, against, largest), replace(plain, typed=True)
+                narrow, _ = narrow_float_part(against, FP16, largest)
+                stem = request.folder / f"{request.name}.tensorrt"
+                source = write_model(stem, f".{FP16}.onnx", request.whole(narrow))
+                own = replace(plain, typed=True)
                 files[FLOAT_TYPED] = source
             path, told = _build_baseline(request, installed, cuda, own, source, name)
             engines[LABELS[name]] = path
@@ -108,15 +111,6 @@ def build_baselines(
         except (BackendError, ExportError) as error:
             notes.append(f"no {LABELS[name]} engine was built to compare with: {error}")
     return Baselines(engines=engines, files=files, notes=tuple(notes))
-
-
-def _write_float16(
-    request: BuildRequest, against: onnx.ModelProto, largest: Mapping[str, float]
-) -> Path:
-    """Write the float model in float16, nodes that overflow it in float32."""
-    narrow, _ = narrow_float_part(against, FP16, largest)
-    stem = request.folder / f"{request.name}.tensorrt"
-    return write_model(stem, f".{FP16}.onnx", request.whole(narrow))
 
 
 def _build_baseline(
@@ -134,15 +128,10 @@ def _build_baseline(
     reused = builder.cached_engine(request.built_before(path.name), key)
     if reused is not None:
         return builder.store_engine(path, reused, key), ()
-    engine = builder.build_engine(source, _with_timings(settings), cuda=cuda)
-    return builder.store_engine(path, engine.plan, key), engine.notes
-
-
-def _with_timings(settings: BuilderSettings) -> BuilderSettings:
-    """Read the timing cache of an engine built earlier in this build, if there is one."""
     current = settings.timing_cache
     timing = current if current is not None and current.exists() else settings.known_timing
-    return replace(settings, known_timing=timing)
+    engine = builder.build_engine(source, replace(settings, known_timing=timing), cuda=cuda)
+    return builder.store_engine(path, engine.plan, key), engine.notes
 
 
 def load_gpu_cache(path: Path, fingerprint: Fingerprint) -> bytes | None:
@@ -230,31 +219,12 @@ def calibrate_on_gpu(
 ) -> bytes:
     """Calibrate with TensorRT on the GPU, or reuse its cache of the same data."""
     name = f"{request.name}.gpu.cache"
-    batch = _batch_size(request, _calibration_shapes(request, settings))
-    origin = _calibration_fingerprint(options, request, source, version, batch)
-    stored = load_gpu_cache(request.built_before(name), origin)
-    if stored is not None:
-        store_gpu_cache(request.folder / name, stored, origin)
-        return stored
-
-    def keep(text: bytes) -> None:  # at once, so that a build which fails later can reuse it
-        store_gpu_cache(request.folder / name, text, origin)
-
-    return builder.calibrate(
-        source, settings, _calibrator_from_data(options, request, settings, cuda, keep), cuda=cuda
-    )
-
-
-def _calibration_fingerprint(
-    options: TensorrtOptions, request: BuildRequest, source: Path, version: str, batch: int
-) -> Fingerprint:
-    """Return the fingerprint of a calibration by TensorRT on the GPU.
-
-    It names the ONNX file that TensorRT reads, so that on a device model and cache are enough.
-    """
+    shapes = _calibration_shapes(request, settings)
+    batch = _batch_size(request, shapes)
+    # names the ONNX file that TensorRT reads, so that on a device model and cache are enough
     model, stamp = read_model_and_stamp(source)
     weights = {"weights": stamp.weights} if stamp.weights else {}
-    return replace(
+    origin = replace(
         make_fingerprint(request.subject, request.manifest),
         model={"graph": model_digest(model), "file": stamp.file, **weights},
         program=TENSORRT,
@@ -264,36 +234,34 @@ def _calibration_fingerprint(
         versions={"tensorrt": version, "calib8": __version__}
         | ({"plugins": plugin_digests(options.plugins)} if options.plugins else {}),
     )
+    stored = load_gpu_cache(request.built_before(name), origin)
+    if stored is not None:
+        store_gpu_cache(request.folder / name, stored, origin)
+        return stored
+
+    def keep(text: bytes) -> None:  # at once, so that a build which fails later can reuse it
+        store_gpu_cache(request.folder / name, text, origin)
+
+    used = count_in_full_batches(len(request.feed), batch, filled=request.subject.filled)
+    return builder.calibrate(
+        source,
+        settings,
+        calibrator(
+            str(options.calibrator),
+            full_batches(request.feed.samples(), batch),
+            batches=used // batch,
+            shapes=shapes,
+            memory=CudaMemory(cuda),
+            keep=keep,
+        ),
+        cuda=cuda,
+    )
 
 
 def calibrator_from_cache(options: TensorrtOptions, known: bytes) -> Callbacks:
     """Return a calibrator with a cache and no data; it reports if TensorRT refuses the cache."""
     name = options.calibrator or "entropy2"
     return calibrator(name, (), batches=1, shapes={}, memory=HostMemory(), known=known)
-
-
-def _calibrator_from_data(
-    options: TensorrtOptions,
-    request: BuildRequest,
-    settings: BuilderSettings,
-    cuda: Cuda,
-    keep: Callable[[bytes], None],
-) -> Callbacks:
-    """Return a calibrator that feeds the samples to TensorRT on the GPU.
-
-    `keep` is called with the bytes of the new cache.
-    """
-    shapes = _calibration_shapes(request, settings)
-    batch = _batch_size(request, shapes)
-    used = count_in_full_batches(len(request.feed), batch, filled=request.subject.filled)
-    return calibrator(
-        str(options.calibrator),
-        full_batches(request.feed.samples(), batch),
-        batches=used // batch,
-        shapes=shapes,
-        memory=CudaMemory(cuda),
-        keep=keep,
-    )
 
 
 def _calibration_shapes(

@@ -122,27 +122,18 @@ def _lifted(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
         lifted = infer_types(model, strict_mode=True)
     except Exception:  # onnx's C++ code has no error class of its own
         try:  # a wrong output shape in the file does not matter to runtimes
-            open_outputs = _without_output_shapes(model)
+            open_outputs = copy_message(model)
+            for value in open_outputs.graph.output:
+                value.type.tensor_type.ClearField("shape")
             lifted = infer_types(open_outputs, strict_mode=True)
         except Exception as error:
-            reason = f"onnx says: {first_line(error)}"
-            raise _unliftable(opset_of(model), wanted, reason) from error
+            raise ExportError(
+                f"a typed model must be of opset {wanted} with all types known, got opset"
+                f" {opset_of(model)} that cannot be brought there (onnx says:"
+                f" {first_line(error)}); export the model with opset {wanted} or newer"
+            ) from error
     lifted.ir_version = max(lifted.ir_version, 9 if wanted < 21 else 10)
     return lifted
-
-
-def _without_output_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    bare = copy_message(model)
-    for value in bare.graph.output:
-        value.type.tensor_type.ClearField("shape")
-    return bare
-
-
-def _unliftable(opset: int, wanted: int, reason: str) -> ExportError:
-    return ExportError(
-        f"a typed model must be of opset {wanted} with all types known, got opset {opset} that"
-        f" cannot be brought there ({reason}); export the model with opset {wanted} or newer"
-    )
 
 
 @dataclass
@@ -175,7 +166,14 @@ class _TypeConverter:
 
     def _add_node(self, node: onnx.NodeProto) -> None:
         if node.op_type in _PAIR:
-            self._add_pair_node(node)
+            # the scale's type: of Q that of its input, of DQ that which its readers need
+            quantizes = node.op_type == "QuantizeLinear"
+            narrow = not quantizes and self._has_narrow_reader(node.output[0])
+            kind = self.types[node.input[0]] if quantizes else (self.narrow if narrow else _FLOAT)
+            node.input[1] = self._as_type(node.input[1], kind)
+            self.nodes.append(node)
+            if not quantizes:
+                self.types[node.output[0]] = kind
             return
         wide = self._stays_wide(node)
         for index in _typed_inputs(node):
@@ -215,16 +213,6 @@ class _TypeConverter:
         if reason:
             self.kept[node.name] = reason
         return bool(reason)
-
-    def _add_pair_node(self, node: onnx.NodeProto) -> None:
-        """Set the scale's type: of Q that of its input, of DQ that which its readers need."""
-        quantizes = node.op_type == "QuantizeLinear"
-        narrow = not quantizes and self._has_narrow_reader(node.output[0])
-        kind = self.types[node.input[0]] if quantizes else (self.narrow if narrow else _FLOAT)
-        node.input[1] = self._as_type(node.input[1], kind)
-        self.nodes.append(node)
-        if not quantizes:
-            self.types[node.output[0]] = kind
 
     def _has_narrow_reader(self, name: str) -> bool:
         if name in self.index.outputs or name in self.index.captured:

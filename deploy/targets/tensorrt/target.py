@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from deploy.calibration import trt_cache
     from deploy.calibration.observation import CalibrationSubject, Observation
     from deploy.calibration.ranges import Ranges, RangeSet
-    from deploy.frontends.base import QdqCalibration
     from deploy.graph.plan import FloatNodes, Plan
     from deploy.method import Method
     from deploy.targets.tensorrt.cache_match import CacheMatch
@@ -90,38 +89,34 @@ class TensorRT(TensorrtOptions):
     def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
         """Return the observations to make: the method's statistic of every float tensor."""
         from deploy.frontends.checks import refuse_optimized
-        from deploy.targets.tensorrt import cache_contents
-
-        self._check_machine()
-        refuse_optimized(subject.model, self.name)
-        if subject.loaded.trained is not None:
-            self._refuse_placement_options(subject.loaded.trained)
-        cache_contents.refuse_names(subject.model)
-        self._check_methods(subject.method)
-        self._check_nodes(subject)
-        own = cache_contents.tensorrt_observations(subject, self.parser)
-        return subject.histograms(self.wanted(subject.model, ())) if own is None else own
-
-    def _check_machine(self) -> None:
-        """Refuse a plugin library or a GPU that does not exist, before anything is run."""
-        from deploy.targets.tensorrt import sdk
+        from deploy.targets.tensorrt import cache_contents, sdk
 
         sdk.plugin_digests(self.plugins)
         if self.device:
             with suppress(SdkMissingError):  # without TensorRT the engine is built elsewhere
                 sdk.find_sdk(self.device)
+        refuse_optimized(subject.model, self.name)
+        if subject.loaded.trained is not None:
+            from deploy.targets.prequantized import refuse_options
 
-    def _refuse_placement_options(self, trained: QdqCalibration) -> None:
-        """Refuse options on how to quantize a float model; a trained one has its own pairs."""
-        from deploy.targets.prequantized import refuse_options
-
-        options = {
-            "--precision fp8": self.precision == FP8,
-            "--calibrator": self.calibrator is not None,
-            "--float-behind-concat": self.float_behind_concat,
-            "--pair-behind-deconv": self.pair_behind_deconv,
-        }
-        refuse_options(trained, self.name, options)
+            options = {
+                "--precision fp8": self.precision == FP8,
+                "--calibrator": self.calibrator is not None,
+                "--float-behind-concat": self.float_behind_concat,
+                "--pair-behind-deconv": self.pair_behind_deconv,
+            }
+            refuse_options(subject.loaded.trained, self.name, options)
+        cache_contents.refuse_names(subject.model)
+        self._check_methods(subject.method)
+        decisions = self.plan(subject.model, subject.float_nodes).decisions
+        if self.precision == FP8 and not any(one.quantized for one in decisions):
+            raise ModelError(
+                f"at least one node of the model must be able to run in fp8, got none in"
+                f" {subject.loaded.name}; `calib8 inspect --target tensorrt --precision fp8` says"
+                " why; --precision int8 has fewer conditions"
+            )
+        own = cache_contents.tensorrt_observations(subject, self.parser)
+        return subject.histograms(self.wanted(subject.model, ())) if own is None else own
 
     def cache_version(self) -> str | None:
         """Return the installed TensorRT's version if it reads caches."""
@@ -172,16 +167,6 @@ class TensorRT(TensorrtOptions):
             raise ConfigError(
                 f"--precision fp8 takes a method that is defined for its grid, got {integer[0]},"
                 " which is TensorRT's for int8; take mse, lp, minmax or percentile"
-            )
-
-    def _check_nodes(self, subject: CalibrationSubject) -> None:
-        """Refuse a model without any node that can run in fp8."""
-        decisions = self.plan(subject.model, subject.float_nodes).decisions
-        if self.precision == FP8 and not any(one.quantized for one in decisions):
-            raise ModelError(
-                f"at least one node of the model must be able to run in fp8, got none in"
-                f" {subject.loaded.name}; `calib8 inspect --target tensorrt --precision fp8` says"
-                " why; --precision int8 has fewer conditions"
             )
 
     def build(self, request: BuildRequest) -> BuildResult:
