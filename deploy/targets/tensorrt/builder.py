@@ -124,7 +124,7 @@ def build_engine(
         _parse(network, model, log)
         config = _create_config(builder, network, settings, calibrator)
         refused = _set_timing_cache(config, settings)
-        plan = builder.build_serialized_network(network, config)
+        plan = cast("trt.IHostMemory | None", builder.build_serialized_network(network, config))
     # an exception from a callback comes first: TensorRT swallows it and then fails for lack of
     # data; its own messages come next, also where it failed before requesting a batch
     if calibrator is not None and calibrator.error is not None:
