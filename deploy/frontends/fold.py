@@ -20,7 +20,7 @@ from onnx import helper, numpy_helper, shape_inference
 
 from deploy.errors import ModelError, first_line
 from deploy.frontends.checks import to_array
-from deploy.graph.edit import bypass, copy_message, replace_nodes
+from deploy.graph.edit import bypass, copy_message, drop_initializers, replace_nodes
 from deploy.graph.index import RANDOM, all_graphs, attributes, count_reads, iter_reads, subgraphs
 from deploy.graph.placement import WEIGHTED
 from deploy.runtimes.ort import OrtSession
@@ -84,9 +84,7 @@ def unfold_large(graph: onnx.GraphProto, folded: Mapping[str, onnx.NodeProto]) -
             stored = (stored | leaves | nodes) - {name}
     if back:
         replace_nodes(graph, [*(folded[name] for name in folded if name in back), *graph.node])
-        for place in reversed(range(len(graph.initializer))):
-            if graph.initializer[place].name in back:
-                del graph.initializer[place]
+        drop_initializers(graph, back)
     return len(back)
 
 

@@ -272,7 +272,10 @@ def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
         sentence
         for count, sentence in (
             (constants, f"Folded {_count(constants, 'constant node')}."),
-            (computed, f"Left {_count(computed, 'constant node')} whose results are larger."),
+            (
+                computed,
+                f"Kept {_count(computed, 'constant node')}, whose stored results would be larger.",
+            ),
             (identities, f"Removed {_count(identities, 'Identity or Dropout node')}."),
             (casts, f"Removed {_count(casts, 'cast')} to the type that the tensor has."),
             (dead, f"Removed {_count(dead, 'node')} that no output needs."),

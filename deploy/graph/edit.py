@@ -251,8 +251,8 @@ def infer_types(model: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
 def _guard_slices() -> None:
     """Have ONNX's inference refuse a Slice of a negative size, at which it would end the process.
 
-    A size gets negative where a kernel, a cut or a negative padding is larger than its input.
-    ONNX's C++ limits the indices to 0..size and asserts that this is a range.
+    A size becomes negative where a kernel, a cut or a negative padding is larger than its input.
+    ONNX's C++ clamps the indices to 0..size, and asserts that size is at least 0.
     """
     from onnx import defs, shape_inference
 
@@ -315,9 +315,13 @@ def drop_dead(graph: onnx.GraphProto) -> int:
 
 def drop_unread(graph: onnx.GraphProto) -> None:
     """Remove initializers that no node reads and that are no graph output."""
-    read = find_read_tensors(graph)
-    unread = [at for at, tensor in enumerate(graph.initializer) if tensor.name not in read]
-    for at in reversed(unread):  # one by one: copying those that stay would copy all weights
+    drop_initializers(graph, {one.name for one in graph.initializer} - find_read_tensors(graph))
+
+
+def drop_initializers(graph: onnx.GraphProto, names: Collection[str]) -> None:
+    """Remove the initializers of these names."""
+    dropped = [at for at, tensor in enumerate(graph.initializer) if tensor.name in names]
+    for at in reversed(dropped):  # one by one: copying those that stay would copy all weights
         del graph.initializer[at]
 
 

@@ -106,8 +106,9 @@ def find_cell_scores(samples: Mapping[str, Sequence[Array]]) -> dict[str, str]:
     for name, values in floating.items():
         if name not in unit and all(one.ndim >= 2 for one in values):
             weighting = (other for other, arrays in scores.items() if _fit_cells(arrays, values))
-            found[name] = next(weighting, "")
-    return {name: other for name, other in found.items() if other}
+            if other := next(weighting, ""):
+                found[name] = other
+    return found
 
 
 def _spread_out(scores: Sequence[Array]) -> bool:

@@ -315,7 +315,7 @@ class GrowingComparison:
 
 
 def second_half(part: EvaluationSubset) -> frozenset[int]:
-    """Return the keys of every other evaluation sample, in step with no period of the feed."""
+    """Return the keys of half of the evaluation samples; repetition in the feed does not matter."""
     return frozenset(key for at, key in enumerate(part.keys) if alternate_halves(at) & 1)
 
 
@@ -340,11 +340,10 @@ def halved_requests(
     samples = (sample for _, sample in request.feed.keyed(second))
     if new:
         halves[0] = halves[0].and_also(observe(new, samples, threads=request.threads))
-    own = {o.key: _histogram(halves[0], o) for o in wanted}
-    rest = {o.key: ranges.histogram(o).without(own[o.key]) for o in wanted}
+    rest = ObservedStatistics(_subtracted(ranges, wanted, halves[0]))
     return [
-        replace(request, ranges=Ranges(ObservedStatistics(one), ranges.method, ranges.reaches))
-        for one in (own, rest)
+        replace(request, ranges=Ranges(one, ranges.method, ranges.reaches))
+        for one in (halves[0], rest)
     ]
 
 
@@ -370,7 +369,9 @@ def with_held_out_ranges(
         known = [o for o in wanted if o.key in ranges.observed and not o.variant.needs]
         subtractable = [o for o in known if o.statistic == HistogramOf()]
         ran(len(judges) if subtractable else 0)
-        seen[0] = seen[0].and_also(_subtracted(request, subtractable, judges))
+        if subtractable:
+            own = observe(subtractable, judges, threads=request.threads)
+            seen[0] = seen[0].and_also(_subtracted(ranges, subtractable, own))
         ran(left if len(subtractable) < len(wanted) else 0)
         with phase("observing without the judges", left, "samples") as step:
             seen[0] = seen[0].and_also(
@@ -390,13 +391,9 @@ def with_held_out_ranges(
 
 
 def _subtracted(
-    request: BuildRequest, counted: Sequence[Observation], judges: Sequence[Sample]
+    ranges: Ranges, counted: Sequence[Observation], own: ObservedStatistics
 ) -> dict[Key, Recorder]:
-    """Return the histograms of all samples minus those of `judges`."""
-    if not counted:
-        return {}
-    own = observe(counted, judges, threads=request.threads)
-    ranges = request.ranges
+    """Return the histograms of all samples minus those of some."""
     return {o.key: ranges.histogram(o).without(_histogram(own, o)) for o in counted}
 
 

@@ -27,11 +27,12 @@ _VECTORS, _MAPS = (2, 3, 4), (4,)  # numbers of dimensions; of a vector all but 
 
 
 class TaskRow(NamedTuple):
-    """How a task is recognised, and what the user's word makes of outputs that may be of it.
+    """How a task is recognised, and how it is made where the user sets it.
 
-    `finders`: each must be certain from the values alone. `wants`: the outputs, as text. `ranks`,
-    `make`: dimensions, and name, shape and whether a floating-point output has raw values, outside
-    0..1, -> the task, or a false value for another shape.
+    `finders`: recognise the task from the values; each returns None unless it is certain. `wants`:
+    the outputs that the task needs, as text. `ranks`: numbers of dimensions of an output that may
+    be of the task. `make`: name and shape of a floating-point output, and whether it has values
+    outside 0..1 -> the task; a false value if the shape does not fit.
     """
 
     finders: Sequence[Callable[[FirstSamples], EvaluationTask | None]]
