@@ -138,7 +138,7 @@ def check(case: Case, making: Mapping[str, Maker]) -> list[Finding]:
                 atomic.write_bytes(path, making[name](finding))
             sessions[name] = TensorrtSession.open(path, cuda_graph=name == GRAPH)
             print(f"{name}: built", flush=True)  # TensorRT may yet end the process in a later one
-    reference, samples = OrtSession.open(case.path, threads=4), case.feed.first(256)
+    reference, samples = OrtSession.open(case.path, threads=4), [*case.feed.spread(256)]
     wanted = [reference.run(sample) for sample in samples]
     for name, session in sessions.items():
         finding, comparison = findings[name], Comparison(reference, session)
@@ -185,7 +185,7 @@ def _built(case: Case, target: TensorRT, method: Method | None, finding: Finding
     report = build(case.path, case.images, out=folder, **how)
     print(*(n for n in report.targets[0].notes if n.startswith("TensorRT has no scale")), sep="\n")
     if not (engine := folder / f"{case.path.stem}.engine").exists():
-        raise BackendError("; ".join(report.targets[0].notes))
+        raise BackendError(report.targets[0].error or "; ".join(report.targets[0].notes))
     return engine.read_bytes()
 
 

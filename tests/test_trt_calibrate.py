@@ -24,7 +24,8 @@ from deploy.targets.tensorrt.cache_contents import cache_tensors, likely_parser
 from tests.models import save_fixed_batch
 from tests.vendor_models import build_net, parse_nodes
 
-SHARED = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt"
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared" / "golden" / "tensorrt"
 NEEDS_SHARED = pytest.mark.skipif(not SHARED.exists(), reason=f"no golden files at {SHARED}")
 LENET = SHARED / "lenet"
 
@@ -86,6 +87,25 @@ def test_lenets_cache_is_tensorrts(tmp_path):
     assert legacy.cache.scales()["data"] == np.float32(1 / 127)
 
 
+@pytest.mark.parametrize("name", ["entropy2", "minmax"])
+def test_a_classifiers_cache_is_that_of_tensorrt_on_a_gpu(name, tmp_path):
+    """TensorRT 8.5.3 wrote them on an H200; Python's calibrators and C++'s gave the same bytes.
+
+    Our minmax observes the fused model: a Conv before a Relu gets the Relu's range.
+    """
+    golden = ROOT / "tests" / "golden" / "tensorrt" / f"fashion_{name}.cache"
+    theirs = parse(golden.read_bytes(), origin=golden.name).scales()
+    own = {"entropy2": ("entropy-tensorrt", {"batch_size": 10}), "minmax": ("minmax", None)}[name]
+    fashion = ROOT / "datasets" / "fashion"
+    images, method = str(fashion / "calib"), Method.of(*own)
+    ours = made_of(fashion / "fashion.onnx", images, tmp_path, "8.5.3", method).cache.scales()
+    unnamed = {n for n in theirs if n.startswith("(Unnamed Layer* ")}  # inside the Gemm
+    assert list(ours) == [n for n in theirs if n not in unnamed] and len(unnamed) == 4
+    off = {n for n, scale in ours.items() if abs(scale / theirs[n] - 1) > 1e-5}
+    fused = {"/stem/stem.0/Conv_output_0", "/r1/a/a.0/Conv_output_0"}
+    assert off == (fused if name == "minmax" else set())
+
+
 def residual():
     """Conv + BatchNormalization, a dead branch, a mask with infinity, a Gemm."""
     rng = np.random.default_rng(3)
@@ -121,7 +141,7 @@ def test_tensors_of_a_cache_of_10(made):
     every = ["x", "c", "n", "r", "dead", "mask", "kept", "p", "f", "/y/gemm_output", "y"]
     assert list(scales) == every
     assert scales["n"] == np.float32(2) * scales["c"] or abs(scales["n"] / scales["c"] - 2) < 1e-3
-    assert scales["p"] == scales["kept"] and scales["dead"] == 0
+    assert scales["p"] == scales["f"] < scales["kept"] and scales["dead"] == 0
     assert np.isinf(scales["mask"])
     found = made(batch_size=2)
     products, outputs = found.statistics["/y/gemm_output"], found.statistics["y"]

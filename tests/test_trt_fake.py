@@ -42,9 +42,15 @@ def build(command, words, tmp_path):
 
 
 @pytest.fixture
-def failing(refusal, words):
-    """(options) -> the sentence that ends a build."""
-    return lambda *options: refusal(*words("failed", *options))
+def failing(run, words):
+    """(options) -> what a build says whose engine fails."""
+
+    def build(*options):
+        code, *said = run(*words("failed", *options))
+        assert code in (1, 2)
+        return " ".join(" ".join(said).split())
+
+    return build
 
 
 def bench(folder):
@@ -176,6 +182,18 @@ def test_what_the_parser_refuses_is_said_in_its_words(tensorrt, run, failing, wo
     assert "importReduceMean" in failing()
 
 
+@pytest.mark.parametrize("part", ["Builder", "Runtime"])
+def test_files_for_another_machine_stay(tensorrt, failing, monkeypatch, tmp_path, part):
+    def broken(*_):  # what the bindings raise where the driver does not fit
+        raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    monkeypatch.setattr(tensorrt(EIGHT), part, broken)
+    assert "on this machine: pybind11::init()" in failing()
+    left = [path.name.split(".", 1)[1] for path in (tmp_path / "failed").glob("small_cnn.*")]
+    onnx = [f"tensorrt.{form}onnx" for form in ("", "qdq.", "typed.")]
+    assert sorted(left) == ["tensorrt.cache", "tensorrt.cache.json", *onnx]
+
+
 @pytest.mark.parametrize("options", [["--cuda-graph"], ["--streams", 2]])
 def test_an_engine_runs_in_a_graph_and_in_streams(tensorrt, build, command, tmp_path, options):
     trt = tensorrt(TEN)
@@ -242,7 +260,7 @@ def test_a_build_that_fails_late_has_lost_nothing(tensorrt, failing, command, wo
     trt = tensorrt(EIGHT)
     trt.STORY.behind.append("Error Code 10: no implementation found")
     assert "no implementation found" in failing("--calibrator", "entropy2")
-    assert len(trt.STORY.configs) == 1 and not list((tmp_path / "failed").glob("*.gpu.cache"))
+    assert len(trt.STORY.configs) == 1 and list((tmp_path / "failed").glob("*.tensorrt.cache"))
     trt.STORY.behind.clear()
     command(*words("failed", "--calibrator", "entropy2"))
     assert [flags(config) for config in trt.STORY.configs[1:]] == [{"INT8", "FP16", "TF32"}]

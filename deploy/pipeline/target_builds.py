@@ -1,7 +1,8 @@
 """Search what stays float on each target, and build every target.
 
-A target that fails becomes a row with its error and leaves no file; the others are built all the
-same. An unexpected exception is such an error too; its traceback is in `calib8/<model>.log`.
+A target that fails becomes a row with its error; the others are built all the same. If only its
+engine fails, the files for another machine stay. An unexpected exception is such an error too; its
+traceback is in `calib8/<model>.log`.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def build_targets(
         cpu: one of `deploy.tuning.CPU_NAMES`.
 
     Raises:
-        Calib8Error: every target failed.
+        Calib8Error: every target failed, and none left a file.
     """
     from deploy.tuning.repairs.apply import repair_notes, repair_request, repair_samples
 
@@ -125,7 +126,7 @@ def build_targets(
             stage.discard({*stage.names()}.difference(before))
             errors.append(with_log(error, calibrated.loaded.name, stage))
             results.append(BuildResult(target=target.name, error=str(errors[-1])))
-    if errors and all(result.error for result in results):
+    if errors and all(result.error and not result.files for result in results):
         raise errors[0]
     return results
 
@@ -146,12 +147,19 @@ def with_log(error: Exception, name: str, stage: Stage) -> Calib8Error:
 def discard_failed(
     results: Sequence[BuildResult], failed: Collection[str], stage: Stage
 ) -> list[BuildResult]:
-    """Remove the files of targets whose engine cannot be opened or run."""
+    """Remove engines that cannot be opened or run; files for another machine stay."""
     kept = []
     for result in results:
         if result.target in failed and not result.error:
-            stage.discard(path.name for path in result.files.values())
-            result = replace(result, engine=None, runnable=None, files={})
+            engines = {path for path in (result.engine, *result.baselines.values()) if path}
+            stays = (
+                {}
+                if result.engine in (None, result.runnable)
+                else {role: path for role, path in result.files.items() if path not in engines}
+            )
+            gone = {*engines, *result.files.values()}.difference(stays.values())
+            stage.discard(name for path in gone for name in (path.name, f"{path.name}.json"))
+            result = replace(result, engine=None, runnable=None, baselines={}, files=stays)
         kept.append(result)
     return kept
 

@@ -160,7 +160,7 @@ class BuildResult:
         ranges: tensor -> its range in these files.
         weights: the quantized weights as these files hold them.
         notes: sentences for the user: steps that were left out, and the command that does each.
-        error: one sentence on why the target failed; "" if it did not.
+        error: one sentence on why the target or only its engine failed; "" if it did not.
     """
 
     target: str
@@ -241,8 +241,9 @@ class Target(Protocol):
     def build(self, request: BuildRequest) -> BuildResult:
         """Write all files that this machine can make, and the engine if the SDK is installed.
 
+        Where the SDK fails, `error` says so and the other files stay.
+
         Raises:
-            BackendError: the SDK is installed and failed.
             ExportError: a format cannot express the model.
         """
 

@@ -198,16 +198,14 @@ _ATC_SECONDS = 3600
 
 def write_om(
     request: BuildRequest, files: dict[str, Path], options: AtcOptions
-) -> tuple[Path | None, list[str]]:
+) -> tuple[Path | None, list[str], str]:
     """Write the atc script and, if atc is installed and the chip known, the .om.
 
     Both are added to `files`.
 
     Returns:
-        (path of the .om or None, notes); without an .om, one note has the command.
-
-    Raises:
-        BackendError: atc is installed and failed.
+        (path of the .om or None, notes, why atc failed or ""); without atc, one note has the
+        command.
     """
     span = sample_shape_range(request)
     names = {role: Path(path.name) for role, path in files.items()}  # relative: folders move
@@ -228,10 +226,14 @@ def write_om(
     else:
         why = ""
     if why:
-        return None, [*_one_size(span), f"No .om: {why}. The command: {shlex.join(command)}"]
-    engine = run_atc(command, request.folder / f"{request.name}.om")
+        note = f"No .om: {why}. The command: {shlex.join(command)}"
+        return None, [*_one_size(span), note], ""
+    try:
+        engine = run_atc(command, request.folder / f"{request.name}.om")
+    except BackendError as error:
+        return None, _one_size(span), str(error)
     files["int8 engine"] = engine
-    return engine, _one_size(span)
+    return engine, _one_size(span), ""
 
 
 def write_readme(

@@ -371,12 +371,12 @@ class Ascend:
             host = write_aipp_files(
                 request, files, self._source(), first_layer_int8=self.first_layer_int8
             )
-        engine, atc_notes = write_om(request, files, self._atc())
+        engine, atc_notes, failure = write_om(request, files, self._atc())
         write_readme(request, files, self._atc(), cann=self.cann, host=host)
         return BuildResult(
             target=self.name,
             engine=engine,
-            runnable=files["fake-quant model"],
+            runnable=None if failure else files["fake-quant model"],
             files=files,
             decisions=(
                 *decide_precisions(recipe.model, recipe.graph, recipe.records, recipe.why),
@@ -386,6 +386,7 @@ class Ascend:
             ranges=recipe.ranges,
             weights=deployed_weights(recipe.layers),
             notes=(*notes, *host, *atc_notes),
+            error=failure,
         )
 
     def at_hand(self) -> str:

@@ -13,8 +13,9 @@ have their ONNX names, except those that the parser creates inside one ONNX node
 
 The number is the layer's index in the network, so all preceding layers must be counted. If the
 number of layers of a preceding operator is not known, the tensor is left out: TensorRT then prints
-a harmless "missing scale" warning, since the tensor is inside one node. Outputs of pools have the
-scale of the pool's input; their own values are not observed.
+a harmless "missing scale" warning, since the tensor is inside one node. The output of a Pooling
+layer has the scale of its input; its own values are not observed. A global pool of the ONNX parser
+is a Reduce layer, which has its own.
 
 Two methods reproduce TensorRT's own calibrators. They observe every tensor that TensorRT's parser
 names, in ONNX Runtime on the CPU, with BatchNormalization not folded::
@@ -29,8 +30,8 @@ so they share observations with other targets.
 
 Sources: onnx/onnx-tensorrt, builtin_op_importers.cpp at release/7.2.1 to 8.2 (Gemm) and
 onnxOpImporters.cpp at 10.1; caches written by TensorRT 7.2.1 (VGG16, layer counts), 7.2.2 (LeNet
-by the Caffe parser, pooling), 10.3.0, 10.10.0 (Gemm and Softmax) and 10.14.1 (YOLOv8n: all of its
-backbone and neck, pooling).
+by the Caffe parser, pooling), 8.5.3 (a classifier with a global pool), 10.3.0 (global pool),
+10.10.0 (Gemm and Softmax) and 10.14.1 (YOLOv8n: all of its backbone and neck, pooling).
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ if TYPE_CHECKING:
 
 
 ONNX, CAFFE = "onnx", "caffe"
-POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"})
+POOLING_LAYERS = frozenset({"MaxPool", "AveragePool"})  # by the ONNX parser
+_CAFFE_POOLS = POOLING_LAYERS | {"GlobalAveragePool", "GlobalMaxPool"}
 _SAME = frozenset({"Identity", "Dropout"})
 _FLOAT = 1
 # ONNX operator -> TensorRT's name for the single layer that it becomes.
@@ -162,7 +164,7 @@ def unnamed_layer_output(index: int, word: str) -> str:
 def _onnx_tensors(model: onnx.ModelProto, read: onnx.ModelProto, label: int) -> list[CacheTensor]:
     """List the entries by the ONNX parser, which reads the uncleaned model `read`."""
     graph, listed = Graph(model), trt_tensors(model)
-    present, pool_inputs = set(listed), _pool_inputs(graph)
+    present, pool_inputs = set(listed), _pool_inputs(graph, POOLING_LAYERS)
     names = {node.output[0]: node.name for node in read.graph.node if node.output}
     layers = _layer_indices(read, label)
     tensors = [CacheTensor(n, n) for n in listed if n not in graph.producer]
@@ -219,7 +221,7 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
     before it, which is listed by its index.
     """
     graph, listed = Graph(model), trt_tensors(model)
-    present, pool_inputs = set(listed), _pool_inputs(graph)
+    present, pool_inputs = set(listed), _pool_inputs(graph, _CAFFE_POOLS)
     tensors = [CacheTensor(n, n) for n in listed if n not in graph.producer]
     layers: int | None = 0
     for node in graph.nodes:
@@ -237,9 +239,9 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
     return tensors
 
 
-def _pool_inputs(graph: Graph) -> dict[str, str]:
+def _pool_inputs(graph: Graph, pools: Collection[str]) -> dict[str, str]:
     """Map the output of each pool to its input."""
-    return {n.output[0]: n.input[0] for n in graph.nodes if n.op_type in POOLS}
+    return {n.output[0]: n.input[0] for n in graph.nodes if n.op_type in pools}
 
 
 def _removed_copies(original: onnx.ModelProto, present: Collection[str]) -> dict[str, str]:

@@ -48,7 +48,7 @@ from deploy.graph.index import Graph, attributes, iter_reads
 from deploy.graph.placement import TENSORRT
 from deploy.graph.plan import Plan
 from deploy.targets.onnxruntime.qdq import write_qdq
-from deploy.targets.tensorrt.cache_contents import POOLS
+from deploy.targets.tensorrt.cache_contents import POOLING_LAYERS
 from deploy.targets.tensorrt.float_types import (
     FP8_OPSET,
     OPSETS,
@@ -147,9 +147,9 @@ def concat_groups(
 ) -> list[frozenset[str]]:
     """Group `tensors` by the Concat they meet in; Concats with a common tensor form one group.
 
-    For DLA a pool joins its input and output too: both must have the scale of the whole group.
+    For DLA a Pooling layer joins its input and output too: both have the scale of the group.
     """
-    joining = POOLS | {"Concat"} if plan.placement.everywhere else {"Concat"}
+    joining = POOLING_LAYERS | {"Concat"} if plan.placement.everywhere else {"Concat"}
     groups: list[frozenset[str]] = []
     for node in model.graph.node:
         if node.op_type not in joining:
@@ -191,7 +191,7 @@ def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
 
 def _before_pools(graph: Graph, tensor: str) -> str:
     """Return the tensor upstream of any pools: the one whose scale `tensor` has in a cache."""
-    while (maker := graph.producer.get(tensor)) is not None and maker.op_type in POOLS:
+    while (maker := graph.producer.get(tensor)) is not None and maker.op_type in POOLING_LAYERS:
         tensor = str(maker.input[0])
     return tensor
 

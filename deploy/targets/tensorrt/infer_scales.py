@@ -14,12 +14,12 @@ Let [t] be the largest |x| within the scale of tensor t. A rule is exact (equal)
 level  tensor                             [t]
 =====  =================================  ========================================================
 equal  in or out of Reshape, Transpose..  as on the other side
-equal  output of a pool                   as its input, as in TensorRT's own caches;
-                                          the input of a MaxPool: as its output
+equal  output of MaxPool, AveragePool     as the input; the input of a MaxPool: as its output
 equal  input of Relu, Clip, Slice, Split, as the output: larger values are clipped there anyway
        Gather, nearest Resize, Pad
 equal  Mul, Div with a constant c         times or divided by |c|
-bound  outputs of these, Abs, LeakyRelu   as the input, at most the bounds of a Clip
+bound  outputs of these, Abs, LeakyRelu,  as the input, at most the bounds of a Clip
+       global pools
 bound  output of Sigmoid, Softmax, Tanh.. 1
 bound  input of Sigmoid, Tanh, ...        where the operator saturates (`deploy.graph.bounds`)
 bound  Concat                             output: the largest input; input: as the output
@@ -38,8 +38,8 @@ of a Conv or Gemm that is a model output, or read by an operator not listed, get
 
 NVIDIA's qdq-translator (NVIDIA/Deep-Learning-Accelerator-SW, tools/qdq-translator) has similar
 rules for some operators, but gives a Conv before an Add the scale 1.0, which DLA reads as "no
-scale" from 3.13 on. The sum used here is a real range for every version. Sources: ONNX operator
-spec; naming.py for pools.
+scale" from 3.13 on. The sum used here is a real range for every version. Source: ONNX operator
+spec.
 """
 
 import math
@@ -55,7 +55,7 @@ from deploy.graph.bounds import find_bounds
 from deploy.graph.edit import copy_message
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import MOVES, find_gates, resize_mode
-from deploy.targets.tensorrt.cache_contents import POOLS, trt_tensors
+from deploy.targets.tensorrt.cache_contents import POOLING_LAYERS, trt_tensors
 
 EQUAL, BOUND, GUESS = 0, 1, 2
 SURE = {EQUAL: "equal", BOUND: "bound", GUESS: "guess"}
@@ -66,7 +66,8 @@ _SAME = MOVES | {"Identity", "Dropout", "Expand", "Tile", "DepthToSpace", "Space
 _MAXIMA = frozenset({"MaxPool", "GlobalMaxPool"})
 _CUTS = frozenset({"Relu", "Clip", "Slice", "Split", "Gather", "Resize nearest", "Pad"})
 _SMALLER = _CUTS | {
-    "Abs", "LeakyRelu", "ReduceMean", "ReduceMax", "HardSwish", "Gelu", "Resize linear",
+    "Abs", "LeakyRelu", "GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "ReduceMax",
+    "HardSwish", "Gelu", "Resize linear",
 }  # fmt: skip
 _ONES = frozenset({"Sigmoid", "HardSigmoid", "Softmax", "Tanh", "Erf"})
 _MEANS = frozenset({"LeakyRelu", "AveragePool", "GlobalAveragePool", "ReduceMean", "Resize linear"})
@@ -116,7 +117,7 @@ def range_from_inputs(known: KnownRanges, name: str) -> Range | None:
     if not ranges or len(ranges) < len(operands):
         return _clip_limit(known, node), BOUND
     amaxes, sure = [amax for amax, _ in ranges], max(level for _, level in ranges)
-    if op in _SAME | POOLS:
+    if op in _SAME | POOLING_LAYERS:
         return amaxes[0], sure
     if op in _SMALLER and _shrinks(known, node):
         return min(amaxes[0], _clip_limit(known, node)), max(sure, BOUND)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from deploy.errors import ConfigError, ExportError, ModelError, SdkMissingError
+from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
 from deploy.targets.base import BuildRequest, BuildResult, CacheText, write_script
 from deploy.targets.tensorrt.trt_options import (
     CACHE,
@@ -236,20 +236,21 @@ class TensorRT(TensorrtOptions):
         )
         path = request.folder / f"{request.name}_trtexec.sh"
         files["script of trtexec"] = write_script(path, trtexec_script(commands))
-        engine = None
-        baselines = Baselines()
+        engine, baselines, failure = None, Baselines(), ""
         try:
             engine, engine_notes = build_quantized_engine(self, request, files, cache, wide)
             files["TensorRT engine"] = engine
             baselines = build_float_engines(self, request, files, ranges, version)
             notes += tuple(dict.fromkeys((*engine_notes, *baselines.notes)))
-        except SdkMissingError as error:
-            sentences = (command.sentence for command in commands)
-            notes += (f"no engine was built: {error}", *sentences)
+        except BackendError as error:
+            missing = isinstance(error, SdkMissingError)
+            failure = "" if missing else str(error)
+            notes += (f"no engine was built: {error}",) if missing else ()
+            notes += tuple(command.sentence for command in commands)
         return BuildResult(
             target=self.name,
             engine=engine,
-            runnable=files[evaluated if part is None else PART],
+            runnable=None if failure else files[evaluated if part is None else PART],
             baselines=baselines.engines,
             files={**files, **baselines.files},
             decisions=(*matched.plan.decisions, *request.kept),
@@ -257,6 +258,7 @@ class TensorRT(TensorrtOptions):
             ranges=cache_ranges(request.model, ranges, version),
             weights=weights,
             notes=notes,
+            error=failure,
         )
 
     def at_hand(self) -> str:
