@@ -1,12 +1,13 @@
 """The first run on an NVIDIA GPU: builds, checks and times what users get, as a table for the docs.
 
-    python -m benchmarks.gpu_check [--model MODEL --images PATH] [--out FOLDER]
+    python -m benchmarks.gpu_check [--model MODEL --images PATH] [--only ROW,...] [--out FOLDER]
 
 Rows: TensorRT's FP32 and FP16; what `calib8 build` makes (int8 and FP8 typed; up to TensorRT 10 by
 the cache), also by `trtexec` from the script of the build, where it is on the PATH; and, up to 10,
 `--calibrator` with each of TensorRT's own, its cache held against ours entry by entry. Each row is
-a try of its own: what fails is one sentence. The table is written to FOLDER/gpu_check.md too. Exit
-code 1 if a row failed or is not as it should be, 77 where there is no GPU to check on.
+a try of its own: what fails is one sentence. FOLDER/gpu_check.md has the table from the first row
+on: a build takes up to a minute. Exit code 1 if a row failed or is not as it should be, 77 where
+there is no GPU to check on.
 """
 
 import argparse
@@ -68,6 +69,11 @@ class Case:
     batch: int
     out: Path
     feed: Feed
+    title: str
+
+    def store(self, findings: Sequence["Finding"]) -> None:
+        """Write the table of the findings so far."""
+        atomic.write_text(self.out / "gpu_check.md", f"{self.title}\n\n{table(findings)}\n")
 
 
 @dataclass
@@ -89,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--images", default=str(FASHION / "calib"))
     parser.add_argument("--batch-size", type=int, default=10)
     parser.add_argument("--limit", type=int)
+    parser.add_argument("--only", default="", help="names of rows, with commas between them")
     parser.add_argument("--out", type=Path, default=Path("gpu_check"))
     given = parser.parse_args(arguments)
     try:
@@ -101,10 +108,11 @@ def main(arguments: list[str] | None = None) -> int:
     whole = open_feed(given.images, inputs, limit=given.limit).count // batch * batch
     feed = open_feed(given.images, inputs, limit=whole)  # whole batches, as TensorRT calibrates
     title = f"{describe_device(here, sdk.gpu(0)).words}; {given.model.name}, {whole} images"
-    case = Case(given.model, given.images, batch, given.out, feed)
-    findings = check(case, makers(case, here))
+    case = Case(given.model, given.images, batch, given.out, feed, title)
+    making = makers(case, here)
+    only = given.only.split(",") if given.only else making
+    findings = check(case, {name: making[name] for name in only})
     print(title, table(findings), sep="\n\n")
-    atomic.write_text(case.out / "gpu_check.md", f"{title}\n\n{table(findings)}\n")
     return 1 if any(finding.wrong for finding in findings) else 0
 
 
@@ -129,6 +137,8 @@ def makers(case: Case, here: sdk.Sdk) -> dict[str, Maker]:
 def check(case: Case, making: Mapping[str, Maker]) -> list[Finding]:
     """Make, run and time every engine; what fails is said, and the others go on."""
     findings = {name: Finding(name) for name in (*making, *([GRAPH] if TYPED in making else []))}
+    reference, samples = OrtSession.open(case.path, threads=4), [*case.feed.spread(256)]
+    wanted = [reference.run(sample) for sample in samples]
     sessions: dict[str, Session] = {}
     for name, finding in findings.items():
         path = case.out / f"{TYPED if name == GRAPH else name}.engine"
@@ -136,25 +146,24 @@ def check(case: Case, making: Mapping[str, Maker]) -> list[Finding]:
             if name != GRAPH:
                 path.unlink(missing_ok=True)  # of an earlier check
                 atomic.write_bytes(path, making[name](finding))
-            sessions[name] = TensorrtSession.open(path, cuda_graph=name == GRAPH)
-            print(f"{name}: built", flush=True)  # TensorRT may yet end the process in a later one
-    reference, samples = OrtSession.open(case.path, threads=4), [*case.feed.spread(256)]
-    wanted = [reference.run(sample) for sample in samples]
-    for name, session in sessions.items():
-        finding, comparison = findings[name], Comparison(reference, session)
-        with _noted(finding):
+            session = TensorrtSession.open(path, cuda_graph=name == GRAPH)
+            comparison = Comparison(reference, session)
             for sample, outputs in zip(samples, wanted, strict=True):
                 comparison.add(sample, outputs, session.run(sample))
-            finding.accuracy = comparison.result()
+            finding.accuracy, sessions[name] = comparison.result(), session
             finding.wrong += finding.accuracy.problems
             least = min(output.cosine_mean for output in finding.accuracy.outputs)
             if not least >= COSINE:  # NaN is wrong too
                 finding.wrong.append(f"the mean cosine is {least:.4f}, {COSINE} is demanded")
-    fine, timing = {n: s for n, s in sessions.items() if findings[n].accuracy}, Finding("time")
+        # TensorRT may yet end the process in a later one
+        case.store([one for one in findings.values() if one.accuracy or one.wrong])
+    timing = Finding("time")
     with _noted(timing):
-        for name, latency in (measure(fine, samples[:8]) if fine else {}).items():
+        for name, latency in (measure(sessions, samples[:8]) if sessions else {}).items():
             findings[name].ms = latency.latency.p50
-    return [*findings.values(), *([timing] if timing.wrong else [])]
+    found = [*findings.values(), *([timing] if timing.wrong else [])]
+    case.store(found)
+    return found
 
 
 @contextmanager
