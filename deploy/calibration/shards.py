@@ -150,7 +150,7 @@ def parse_shard(raw: bytes, path: Path, *, what: str = _WHAT) -> Shard:
         raise CacheError(f"{rule}, got parts that do not fit: {error}") from error
 
 
-def refuse_foreign(path: Path, *, force: bool) -> None:
+def refuse_foreign_shard(path: Path, *, force: bool) -> None:
     """Refuse a path for a shard that another file occupies, before anything is run.
 
     Raises:

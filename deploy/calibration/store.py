@@ -218,7 +218,7 @@ def _is_intact(raw: bytes, document: Mapping[str, Any]) -> bool:
     return raw.count(seal) == 1 and bool(digest == sha256(raw.replace(seal, _seal(""))))
 
 
-def refuse_foreign(path: Path, *, force: bool) -> None:
+def refuse_foreign_cache(path: Path, *, force: bool) -> None:
     """Refuse a path for a cache that another file occupies, before anything is run.
 
     Raises:

@@ -208,7 +208,7 @@ def _refuse_foreign(policy: CachePolicy) -> None:
     if policy.path is not None and not (policy.trust or policy.require):
         folder = policy.path.parent
         recover(folder.parent if folder.name == RECORDS else folder)
-        store.refuse_foreign(policy.path, force=policy.force)
+        store.refuse_foreign_cache(policy.path, force=policy.force)
 
 
 def _refuse_idle_method(

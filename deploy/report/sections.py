@@ -180,7 +180,7 @@ def _setup(report: Findings) -> Sections:
 
 def _search(report: Findings) -> Sections:
     """Yield the trials of each target's search, with a link to the plan file."""
-    plan = tables.plan_name(report)
+    plan = tables.plan_path(report)
     for target in report.targets:
         if target.search is not None:
             kept = " It is kept in" if plan else ""

@@ -362,7 +362,7 @@ def weight_row(row: WeightRow) -> list[str]:
     ]
 
 
-def plan_name(report: Findings) -> str:
+def plan_path(report: Findings) -> str:
     """Return the path of the plan from the report's folder; "" without a plan."""
     paths = [PurePath(file.path) for file in report.files if file.role == PLAN]
     if not paths:
