@@ -136,7 +136,8 @@ def test_a_task_that_is_set_holds_for_the_search_and_the_verdict(
         return recognise(seen, task)
 
     monkeypatch.setattr(output_form, "recognise_task", spy)
-    found, out = accuracy(small_cnn, "--task", "embeddings")
+    found, out = accuracy(small_cnn, "--task", "embeddings", "--repair", "all")
+    calib8.explain(tmp_path / "o", images=pictures)
     assert asked == {"embeddings"} and "Neighbours alike" in out
     assert found["why"].startswith("embeddings, as set by --task: logits [N, 10] of ")
     assert found["top1_agreement"] is None

@@ -254,6 +254,7 @@ def _target(
         reasons=verdict.reasons if verdict else (),
         parts=_losses((accuracy.parts or accuracy.outputs) if accuracy else ()),
         task=accuracy.task.words if accuracy and accuracy.task else "",
+        set_task=accuracy.set_task if accuracy else "",
         nodes=len(target.nodes),
         kept=tuple(_float_groups(target.nodes)),
         layers=_losses(target.layers),

@@ -62,12 +62,13 @@ def run_images(
     *,
     native: bool,
     threads: int,
+    task: str = "",
 ) -> ImageResults:
     """Run images on one target; return the worst images and channels.
 
     `layers`: inner tensors, the worst first; channels are measured in the first few. `native`:
     whether ONNX Runtime is the target, so that its int8 kernels are used. `threads`: samples that
-    run in parallel; the result does not depend on it.
+    run in parallel; the result does not depend on it. `task`: name of the task that the user set.
 
     Raises:
         ConfigError: the file belongs to another model.
@@ -83,7 +84,8 @@ def run_images(
     names = [spec.name for spec in loaded.outputs if spec.dtype != "str"]
     _check_outputs(names, candidate, runnable)
     first = feed.first(SAMPLES)
-    form = derive_form([_only(left.run(sample), names) for sample in first], inputs=first)
+    outputs = [_only(left.run(sample), names) for sample in first]
+    form = derive_form(outputs, inputs=first, task=task)
     images = _Images(form)
     channels = {name: ChannelSums() for name in pairs}
 
@@ -266,6 +268,7 @@ def explain(
                 feed,
                 native=one.native,
                 threads=threads or default_threads(),
+                task=one.set_task,
             )
         explained.append(
             replace(one, held=replace(held, notes=(*held.notes, *_model_note(explanation, loaded))))

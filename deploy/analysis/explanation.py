@@ -89,6 +89,7 @@ class TargetExplanation:
     reasons: tuple[str, ...] = ()
     parts: tuple[TensorAccuracy, ...] = ()  # output slices, the worst first
     task: str = ""  # figure of the task as text; "" without one
+    set_task: str = ""  # name of the task that the user set for the build
     nodes: int = 0  # number of nodes of the model as this target runs it
     # groups of float nodes: by noise, then time, consequence, rules
     kept: tuple[FloatNodeGroup, ...] = ()

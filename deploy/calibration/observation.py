@@ -189,6 +189,7 @@ class CalibrationSubject:
         given: the model from the user: a path, or a model in memory; None if only the cleaned
             model is available.
         repairs: repairs that changed the cleaned model's weights since it was read.
+        task: name of the outputs' task that the user set, by which repairs are compared.
     """
 
     loaded: LoadedModel
@@ -200,6 +201,7 @@ class CalibrationSubject:
     trt_version: str | None = None
     given: str | Path | onnx.ModelProto | None = field(default=None, repr=False)
     repairs: tuple[str, ...] = ()
+    task: str = ""
 
     @property
     def model(self) -> onnx.ModelProto:

@@ -41,6 +41,7 @@ class Accuracy:
         favourite: share of the samples that the reference gives to its most frequent class.
         reading: how the outputs were interpreted, or that they were not recognised.
         why: the task, and the shapes and values of the outputs that show it.
+        set_task: name of the task that the user set.
         carried: state outputs -> the inputs of the next call that take them.
         parts: one entry per output slice, the worst (lowest SQNR) first.
         precision: mean average precision of both models, if annotated objects were given.
@@ -63,6 +64,7 @@ class Accuracy:
     precision: MeanPrecision | None = None
     reading: str = ""
     why: str = ""
+    set_task: str = ""
     silent: bool = False
     carried: Mapping[str, str] = field(default_factory=dict)
 
@@ -192,6 +194,7 @@ class Comparison:
             precision=self._truth.precision(),
             reading=self._truth.reading(),
             why=form.why,
+            set_task=form.set_task,
             silent=self._truth.silent,
             carried=form.carried,
             problems=tuple(_problems(outputs, self._top1.samples, lists)),

@@ -55,6 +55,7 @@ class OutputForm:
     # outputs that deviate little from their mean -> that mean
     usual: Mapping[str, Array] = field(default_factory=dict)
     why: str = ""  # the task, and the shapes and values of the outputs that show it
+    set_task: str = ""  # name of the task that the user set
 
     def told(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
         """Return outputs ready to be sliced: minus an input or mean, or weighted by scores."""
@@ -108,7 +109,7 @@ def derive_form(
     if not parts and found is None:
         parts = tuple(OutputSlice(output=name) for name in names)
     why = _evidence(found, first, by_name, is_set=task != "")
-    return OutputForm(parts, found, find_states(first), usual, why)
+    return OutputForm(parts, found, find_states(first), usual, why, task)
 
 
 def _evidence(

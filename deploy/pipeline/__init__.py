@@ -342,6 +342,7 @@ def _calibrated(build: PreparedBuild, stage: Stage) -> CalibrationResult:
         targets=options.targets,
         judging=CALIBRATION_SAMPLES if build.evaluation is None else CANDIDATES,
         repairs=build.repairs,
+        task=options.task or "",
         stage=stage,
     )
 

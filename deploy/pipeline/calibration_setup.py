@@ -66,6 +66,7 @@ def calibrate_loaded(
     targets: Sequence[Target],
     judging: int,
     repairs: Sequence[str] = (),
+    task: str = "",
     stage: Stage | None = None,
 ) -> CalibrationResult:
     """Calibrate a model that is loaded; `deploy.pipeline.calibrate` describes the options.
@@ -88,6 +89,7 @@ def calibrate_loaded(
         batch=feed.batch,
         filled=feed.filled,
         method=asked if isinstance(asked, Method) else Method.of(asked or DEFAULT_METHOD),
+        task=task,
         float_nodes=match_nodes(loaded.model, options.float_nodes),
         trt_version=policy.trt_version or _builds_here(targets) or cached_trt_version(policy),
     )

@@ -155,7 +155,7 @@ class _AfterTrials:
     ) -> None:
         samples, outputs = zip(*(heard[1::2] if len(heard) >= _ENOUGH else heard), strict=True)
         self._judge = SampleComparison(
-            request.model, samples, threads=request.threads, said=outputs
+            request.subject, samples, threads=request.threads, said=outputs
         )
         self._making = making
         self._last: tuple[BuildRequest, Accuracy] | None = None
@@ -292,7 +292,7 @@ class _TrialBuilds:
         self.samples = feed.first(max(2, _SAMPLES // 2 * len(feed) // max(feed.count, 1)))
         self._targets = list(targets)
         self._feed, self._folder, self._threads = feed, folder, threads
-        self.judge = SampleComparison(subject.model, self.samples, threads=threads)
+        self.judge = SampleComparison(subject, self.samples, threads=threads)
 
     def accuracies(self, subject: CalibrationSubject) -> dict[str, Accuracy]:
         """Return {target: accuracy of its int8 model}, without targets that fail on few samples.

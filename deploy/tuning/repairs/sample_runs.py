@@ -18,12 +18,15 @@ from deploy.feed.parallel import Sample, run_in_order
 from deploy.graph.bounds import make_window
 from deploy.graph.edit import copy_with_outputs
 from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs
+from deploy.metrics.output_form import derive_form
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
 from deploy.tuning.repairs.repair_layers import FloatArray, WeightedLayer
 
 if TYPE_CHECKING:
     import onnx
+
+    from deploy.calibration.observation import CalibrationSubject
 
 
 TapResult = TypeVar("TapResult")
@@ -82,7 +85,7 @@ class SampleComparison:
 
     def __init__(
         self,
-        reference: onnx.ModelProto,
+        subject: CalibrationSubject,
         samples: Sequence[Sample],
         *,
         threads: int,
@@ -90,9 +93,9 @@ class SampleComparison:
     ) -> None:
         self._samples, self._threads = samples, threads
         if said is None:
-            session = OrtSession.open(reference, threads=1, spin=False, keep=True)
+            session = OrtSession.open(subject.model, threads=1, spin=False, keep=True)
             said = _ran(session, samples, threads)
-        self._outputs = said
+        self._outputs, self._form = said, derive_form(said, inputs=samples, task=subject.task)
 
     def of(self, model: onnx.ModelProto, *, kernels: bool) -> Accuracy:
         """Return the accuracy of a model; `kernels` allows ONNX Runtime's int8 kernels.
@@ -101,7 +104,7 @@ class SampleComparison:
             BackendError: ONNX Runtime refused the model or a sample.
         """
         session = OrtSession.open(model, threads=1, spin=False, keep=True, int8_kernels=kernels)
-        comparison = Comparison(StoredOutputs(self._outputs[0]), session)
+        comparison = Comparison(StoredOutputs(self._outputs[0]), session, form=self._form)
         outputs = _ran(session, self._samples, self._threads)
         for sample, reference, candidate in zip(self._samples, self._outputs, outputs, strict=True):
             comparison.add(sample, reference, candidate)
