@@ -350,8 +350,8 @@ def test_labels_decide_before_the_task(lost, level):
         (0.0875, 10, 400, UNUSABLE),  # chance is 10 % and its spread 1.5 points
         (0.145, 10, 400, UNUSABLE),  # three spreads are not surely better than chance
         (0.146, 10, 400, DOUBTFUL),  # no guess, and still wrong in six of seven
-        (0.24, 10, 400, DOUBTFUL),
-        (0.25, 10, 400, GOOD),
+        (0.49, 10, 400, DOUBTFUL),  # of 92 % with the right mean and std
+        (0.5, 10, 400, GOOD),
         (0.0875, 10, 19, GOOD),  # too few to tell
         (0.02, 1000, 400, DOUBTFUL),
         (0.05, 1000, 20, DOUBTFUL),  # an ImageNet model with the wrong scale
@@ -393,6 +393,10 @@ def test_a_detector_that_finds_nothing_of_what_is_annotated_proves_nothing(sampl
     assert "inputs are in question: each is 0" in judged(one, doubts=doubts).words
     seen = replace(one, precision=precise(0.4, 0.4))
     assert "each is 0" not in judged(seen, doubts=doubts).words
+    assert judged(accuracy(task=task(0.1)), doubts=doubts).reasons == (
+        "the float model's inputs are in question: each is 0",
+        "9 of 10 boxes kept",
+    )  # unusable
     for right, is_said in ((0.34, True), (0.92, False)):  # raw pixels fed to a net of 10 classes
         labelled = accuracy(top1_reference=right, top1_candidate=right, samples=200)
         assert ("inputs are in question" in judged(labelled, doubts=doubts).words) == is_said

@@ -380,10 +380,14 @@ def test_a_batchnormalization_tells_the_mean_and_std_that_it_learned_with():
 
 
 def test_arrays_of_another_unit_are_told_without_a_guess_which():
-    for samples in (fed(RAW), [{"x": one["x"] / 1000} for one in fed(HALF)]):
+    for less, scale in ((20, 1), (0, 1 / 9e4)):
+        samples = [{"x": (one["x"] - less) * np.float32(scale)} for one in fed(RAW)]
         (said,) = check_input_samples(samples, None, network())
         assert "has another unit" in said and "how the arrays were made" in said
-    assert check_input_samples(fed(UNIT), None, network()) == []  # other images may explain as much
+    (said,) = check_input_samples(fed(UNIT), None, network())
+    assert "does not match the training data, but pixels / 255 with mean 0.5" in said
+    odd = [{"x": one["x"] * 2 + 0.5} for one in fed(UNIT)]  # other images may explain as much
+    assert check_input_samples(odd, None, network()) == []
 
 
 def test_a_model_that_normalises_by_itself_is_fed_pixels_as_they_are():
@@ -419,8 +423,30 @@ def test_a_bias_tells_pixels_that_are_not_normalised_and_what_hardly_counts():
     assert "pixels of 0 to 255" in check_input_samples(fed(RAW), None, net)[0]
     (said,) = check_input_samples([{"x": one["x"] / 255} for one in fed(UNIT)], None, net)
     assert "calibration data is too small" in said
-    wide = [{"x": one["x"] * 200 - 7.5} for one in fed(UNIT)]  # no pixels, whatever they are
+    for less in (0.5, 7.5, 120):  # resized in float, or a mean alone
+        (said,) = check_input_samples([{"x": one["x"] - less} for one in fed(RAW)], None, net)
+        assert f"values of {0 - less:g} to " in said
+    wide = [{"x": one["x"] / 5 - 7.5} for one in fed(RAW)]  # no pixels, whatever they are
     assert check_input_samples(wide, None, net) == []
+
+
+@pytest.mark.parametrize("odd", ["x", "right", "sound", "vector", ""])
+def test_every_input_is_compared_with_its_own_norm(odd):
+    shapes = {"x": [1, 1, 8, 8], "right": [1, 1, 8, 8], "sound": [1, 400], "vector": [1, 2]}
+    held = as_float32({"one": [1], "zero": [0], "w": [[1], [1]]}) | {"at": np.array([1])}
+    before = {"sound": ("Unsqueeze", "sound at", "s"), "vector": ("Gemm", "vector w", "v")}
+    nodes = [*before.values()]
+    for name in shapes:
+        read = before[name][2] if name in before else name
+        nodes.append(("BatchNormalization", f"{read} one zero zero one", f"{name}/n"))
+    net = make_model(nodes, shapes, {f"{name}/n": None for name in shapes}, held)
+    random = np.random.default_rng(0)
+    rows = [
+        {k: random.normal(size=v).astype(np.float32) for k, v in shapes.items()} for _ in "4444"
+    ]
+    rows = [{k: v * 1000 if k == odd else v for k, v in row.items()} for row in rows]
+    said = check_input_samples(rows, None, net)
+    assert len(said) == (odd != "") and all("has another unit" in one for one in said)
 
 
 def space_to_depth():
@@ -484,20 +510,26 @@ def test_samples_of_one_value_are_told(how):
     (said,) = check_input_samples(flat, how, network())
     assert "one value alone, such as 0.5" in said
     assert check_input_samples([*flat, *fed(HALF)], how, network(norm=False)) == []
+    nearly = [{"x": one["x"] + 1e-4 * fed(HALF)[0]["x"]} for one in flat]
+    assert "one value alone, such as 0.5" in check_input_samples(nearly, how, network())[0]
 
 
 @pytest.mark.parametrize(("rows", "few"), [
     ([0] * 16, True), ([0, 1, 2], True), ([0, 1, 2, 3] * 4, True), ([*range(4)], False),
-    ([*range(8)] * 4, False), ([0, 1, 2, 3, 0, 1, 2], False),
+    ([*range(8)] * 4, False), ([0, 1, 2, 3, 0, 1, 2], False), (None, True),
 ])  # fmt: skip
 def test_too_few_different_samples_are_doubtful(run, small_cnn, tmp_path, rows, few):
     made = np.random.default_rng(0).normal(size=(8, 3, 16, 16)).astype(np.float32)
-    np.save(tmp_path / "x.npy", made[rows])
+    # None: a scene of a camera that does not move
+    fed = made[rows] if rows else made[:1] + 0.01 * made
+    np.save(tmp_path / "x.npy", fed)
     asked = ("--images", tmp_path / "x.npy", "--duration", 0, "--effort", 0, "--out", tmp_path)
     run.ok("build", small_cnn, *asked, "--accept")
     report = json.loads((tmp_path / "report.json").read_text())
     found = report["engines"][1]["verdict"]
-    said = f"{len(rows)} calibration samples, {len({*rows})} of them different, are too few"
+    said = "the 4 samples that were looked at hardly differ"
+    if rows:
+        said = f"{len(rows)} calibration samples, {len({*rows})} of them different, are too few"
     assert (found["level"] == "doubtful" and said in found["reasons"][0]) == few
     assert any(said in alert for alert in report.get("alerts", [])) == few
 

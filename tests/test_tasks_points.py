@@ -236,7 +236,7 @@ def screen(folder, outputs="y"):
     """What a build of 24 points prints; beside another output they are numbers about 0."""
     rng = np.random.default_rng(0)
     held = {
-        "w": rng.normal(0, 0.3, (16, 3, 3, 3)), "v": rng.normal(0, 0.01, (2 * MESH, 16)),
+        "w": rng.normal(0, 0.3, (16, 3, 3, 3)), "v": rng.normal(0, 0.1, (2 * MESH, 16)),
         "b": line(1).reshape(-1) - (SIDE / 2 if "z" in outputs else 0),
     }  # fmt: skip
     nodes = """
@@ -246,6 +246,7 @@ def screen(folder, outputs="y"):
     nodes += "z = Sigmoid (g)" if "z" in outputs else ""
     model = make_model(nodes, {"x": ["n", 3, *PICTURE]}, dict.fromkeys(outputs), as_float32(held))
     x = np.random.default_rng(1).uniform(0, 1, (24, 3, *PICTURE)).astype(np.float32)
+    x *= np.linspace(0.1, 1, 24, dtype=np.float32).reshape(24, 1, 1, 1)
     np.save(folder / "x.npy", x)
     words = ("--out", folder / "out", "--duration", 0, "--effort", 0, "--accept")
     model = save_net(model, folder / "net.onnx")

@@ -26,7 +26,7 @@ The first layer is extracted from the model::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,7 @@ from deploy.frontends.base import read_graph
 from deploy.graph.edit import copy_message, name_nodes
 from deploy.graph.index import Graph
 from deploy.graph.lowering import is_standard
+from deploy.metrics.rows import is_floating
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
 
@@ -51,9 +52,9 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 _PASSED = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Pad", "Sub", "Transpose"})
-_MOVING = frozenset({"Reshape", "Slice", "SpaceToDepth"})  # every second row: YOLOX's first nodes
+_MOVING = frozenset({"Reshape", "Slice", "SpaceToDepth", "Unsqueeze"})  # YOLOX slices rows
 _JOINING = frozenset({"Concat"})
-_LAYERS = frozenset({"BatchNormalization", "Conv"})
+_LAYERS = frozenset({"BatchNormalization", "Conv", "Gemm"})
 _MOST = 16  # nodes before the layer
 _EXTERNAL = 1  # TensorProto.DataLocation
 _FEWEST = 4  # different samples, at least; twice as many where most are copies
@@ -62,8 +63,10 @@ _ANOTHER_UNIT = 10.0  # ratio of spreads, or distance of means in deviations
 _FAINT = 1 / 32  # lowest plausible ratio of spreads
 _FAR, _NEAR, _TIMES = 0.3, 0.1, 10.0  # distance of a misfit and of a fit, and their least ratio
 _OVER_BIAS, _UNDER_BIAS = 30.0, 0.02  # docs/feeds.md lists the ratios of real models
-_PIXELS = 64.0  # integers with a maximum of this or more are pixels
-_USUAL = ("raw", "unit", "minus-one-to-one", "imagenet")  # presets that differ in mean and std
+_PIXELS = 64.0  # integers and colors with a maximum of this or more are not scaled
+_STEPS = 255  # of int8
+_EVEN, _LARGE = 1e-3, 256  # variation next to a constant, of inputs of so many values
+_USUAL = ("unit", "minus-one-to-one", "imagenet", "raw")  # presets that differ in mean and std
 _DEAD = 1e-6  # of the median variance; channels with less are ignored
 
 
@@ -138,7 +141,8 @@ def _convolved(
     after = graph.only_reader(conv.output[0])
     if after is not None and after.op_type == "BatchNormalization" and is_standard(after):
         return _normalised_layer(graph, model, way, name, conv.output[0], after)
-    bias = _values(graph, conv.input[2]) if len(conv.input) > 2 and conv.input[2] else None
+    has_bias = conv.op_type == "Conv" and len(conv.input) > 2 and conv.input[2]
+    bias = _values(graph, conv.input[2]) if has_bias else None
     part = _part(graph, model, way, name, conv.output[0])
     if part is None or bias is None:
         return None
@@ -209,17 +213,36 @@ def check_feed_inputs(subject: CalibrationSubject, feed: Feed) -> list[str]:
         ModelError: the model's file changed since it was loaded.
     """
     samples = list(feed.spread(max(1, PREVIEW_COUNT // feed.batch)))
-    return [*check_input_samples(samples, feed.preprocess, _as_given(subject)), *_few(feed)]
+    odd = check_input_samples(samples, feed.preprocess, _as_given(subject))
+    return [*odd, *_few(feed, samples)]
 
 
-def _few(feed: Feed) -> Iterator[str]:
-    """Yield a doubt where too few samples are different."""
+def _few(feed: Feed, samples: Sequence[Mapping[str, Array]]) -> Iterator[str]:
+    """Yield a doubt where too few samples are different, or some of them hardly differ."""
     different = feed.count - feed.copies
     if different < _FEWEST or (different < 2 * _FEWEST and feed.copies >= different):
         yield (
             f"{feed.count} calibration samples, {different} of them different, are too few for"
             " ranges that hold for others; calibrate with more"
         )
+    elif len(samples) > 1 and all(_nearly(samples[0], one) for one in samples[1:]):
+        yield (
+            f"the {len(samples)} samples that were looked at hardly differ; calibrate with others"
+        )
+
+
+def _nearly(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
+    """Whether two samples are the same but for noise below a step of int8."""
+    large = False
+    for name, value in one.items():
+        if value.shape == other[name].shape and is_floating(value) and value.size >= _LARGE:
+            large = True
+            noise = np.square(value.astype(np.float64) - other[name]).mean()
+            if np.sqrt(noise) * _STEPS >= np.ptp(value):
+                return False
+        elif not np.array_equal(value, other[name]):
+            return False
+    return large
 
 
 def _as_given(subject: CalibrationSubject) -> onnx.ModelProto:
@@ -234,36 +257,32 @@ def _as_given(subject: CalibrationSubject) -> onnx.ModelProto:
 def check_input_samples(
     samples: Sequence[Mapping[str, Array]], how: Preprocess | None, model: onnx.ModelProto
 ) -> list[str]:
-    """Return a warning on the first image input, as a list of one sentence; empty if it is fine.
+    """Return a warning on the first odd input, as a list of one sentence; empty if all are fine.
 
     Without an image input, all inputs together are checked for content.
 
     `model`: the model before cleaning, with its BatchNormalizations.
     """
     first = samples[0] if samples else {}
-    pictures = (
-        name
-        for name, array in first.items()
-        if layout_of(array) is not None and all(one[name].size for one in samples)
-    )
-    name = next((name for name in pictures if not _idle(samples, name)), None)
-    if name is None:
-        full = {n: a for n, a in first.items() if a.size > 1}
-        flat = [each for each in full if _even(samples, each)]
-        masks = {each for each in full if flat and _is_mask(samples, each, full[flat[0]])}
-        if flat and {*flat} | masks == {*full}:
-            return [_one_value(len(samples), float(np.ravel(full[flat[0]])[0]))]
-        return []
-    values = [sample[name] for sample in samples]
-    warning = _flat(values, how)
-    layer = None if warning else find_first_layer(model, name)
-    if layer is not None:
-        try:
-            with np.errstate(all="ignore"):  # an overflow gives no warning
-                warning = _by_layer(layer, name, values, how)
-        except BackendError:  # the layer cannot run alone
-            return []
-    return [warning] if warning else []
+    full = {n: a for n, a in first.items() if a.size > 1 and all(one[n].size for one in samples)}
+    busy = [n for n in full if layout_of(full[n]) is not None and not _idle(samples, n)]
+    flat = [] if busy else [each for each in full if _even(samples, each)]
+    masks = {each for each in full if flat and _is_mask(samples, each, full[flat[0]])}
+    if flat and {*flat} | masks == {*full}:
+        return [_one_value(len(samples), float(np.ravel(full[flat[0]])[0]))]
+    for name in full:
+        values = [sample[name] for sample in samples]
+        warning = _flat(values, how) if name in busy else ""
+        layer = None if warning or name in flat else find_first_layer(model, name)
+        if layer is not None:
+            try:
+                with np.errstate(all="ignore"):  # an overflow gives no warning
+                    warning = _by_layer(layer, name, values, how)
+            except BackendError:  # the layer cannot run alone
+                continue
+        if warning:
+            return [warning]
+    return []
 
 
 def _idle(samples: Sequence[Mapping[str, Array]], name: str) -> bool:
@@ -282,21 +301,26 @@ def _is_mask(samples: Sequence[Mapping[str, Array]], name: str, tokens: Array) -
 
 def _even(samples: Sequence[Mapping[str, Array]], name: str) -> bool:
     """Whether an input is constant in each sample."""
-    rows = (np.ravel(sample[name]) for sample in samples)
-    return all(bool((row == row[:1]).all()) for row in rows)
+    return all(_is_even(sample[name]) for sample in samples)
+
+
+def _is_even(values: Array) -> bool:
+    """Whether an array holds one value, or many values that hardly differ from it."""
+    low, high = _ends([values]) if values.size else (0.0, 0.0)
+    return high - low <= (_EVEN * max(abs(low), abs(high)) if values.size >= _LARGE else 0)
 
 
 def _flat(values: Sequence[Array], how: Preprocess | None) -> str:
     """Return a warning on samples without content, or ""."""
-    ends = [(float(one.min()), float(one.max())) for one in values]
-    if all(low == high for low, high in ends):
-        return _one_value(len(ends), ends[0][0])
-    low, high = min(one[0] for one in ends), max(one[1] for one in ends)
+    if all(map(_is_even, values)):
+        return _one_value(len(values), float(np.ravel(values[0])[0]))
+    low, high = _ends(values)
     if how is None or (high - low) * max(how.std) / how.scale >= _FLAT:
         return ""
     return (
-        f"the pixels of {len(ends)} images that were looked at differ by less than {_FLAT} of 255,"
-        " nearly one colour; check the images (of 16-bit color images only the upper byte is read)"
+        f"the pixels of {len(values)} images that were looked at differ by less than {_FLAT} of"
+        " 255, nearly one colour; check the images (of 16-bit color images only the upper byte is"
+        " read)"
     )
 
 
@@ -333,7 +357,7 @@ def _compare_with_training(
     if here.mean.shape != training.mean.shape or not (training.variance > 0).any():
         return ""
     fed = _distance(here, training)
-    for words, turned in _by_presets(values, how) if fed > _FAR else ():
+    for words, turned in _by_presets(values, how or _guessed(values)) if fed > _FAR else ():
         other = _distance(through(turned), training)
         if other < min(_NEAR, fed / _TIMES):
             return (
@@ -361,22 +385,22 @@ def _compare_with_bias(layer: FirstLayer, here: _Moments, values: Sequence[Array
     if usual == 0 or not np.isfinite(made):
         return ""
     ratio = made / usual
-    if ratio < _UNDER_BIAS:
+    if ratio < _UNDER_BIAS and values[0].ndim == 4:
         return (
             "the calibration data is too small: the outputs of the model's first Conv"
             f" vary by {_round(ratio)} times the Conv's own bias"
         )
-    if ratio > _OVER_BIAS and all(map(_whole_pixels, values)):
+    low, high = _ends(values)
+    whole = all(np.array_equal(one, np.rint(one)) for one in values)
+    pixels = low >= 0 and high <= 255
+    picture = layout_of(values[0]) is not None and (pixels or 3 in values[0].shape[1::2])
+    if ratio > _OVER_BIAS and max(-low, high) >= _PIXELS and (whole or picture):
+        what = "pixels of 0 to 255 as they are" if pixels else f"values of {low:.4g} to {high:.4g}"
         return (
-            "the calibration data are pixels of 0 to 255 as they are; the model's first Conv makes"
+            f"the calibration data are {what}; the model's first Conv makes"
             f" {_round(ratio)} times its own bias of them, like one trained on smaller values"
         )
     return ""
-
-
-def _whole_pixels(array: Array) -> bool:
-    low, high = float(array.min()), float(array.max())
-    return low >= 0 and _PIXELS <= high <= 255 and bool(np.array_equal(array, np.rint(array)))
 
 
 def _by_presets(
@@ -392,6 +416,23 @@ def _by_presets(
                 f" {_listed(other.std, other.scale)}"
             )
             yield words, (_normalised(one, how, other) for one in values)
+
+
+def _guessed(values: Sequence[Array]) -> Preprocess | None:
+    """Return the preset of the fewest values that arrays of pictures may have, if any."""
+    layout, (low, high) = layout_of(values[0]), _ends(values)
+    color = "rgb" if 3 in values[0].shape[1::2] else "grey"
+    for one in (PRESETS[name] for name in _USUAL) if layout else ():
+        sides = zip(one.mean, one.std, strict=True)
+        pixels = [(end * one.scale - m) / s for m, s in sides for end in (0, 255)]
+        fits = min(pixels) - _NEAR <= low and high <= max(pixels) + _NEAR
+        if fits and (color == "rgb" or len(one.mean) == 1):
+            return replace(one, layout=layout, color=color)
+    return None
+
+
+def _ends(values: Sequence[Array]) -> tuple[float, float]:
+    return min(float(one.min()) for one in values), max(float(one.max()) for one in values)
 
 
 def _listed(values: Sequence[float], scale: float) -> str:

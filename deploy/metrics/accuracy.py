@@ -11,7 +11,13 @@ import numpy as np
 
 from deploy.errors import ConfigError, FeedError
 from deploy.graph.index import strip_padded_channels
-from deploy.metrics.output_errors import InputChanges, OutputAccuracy, RunningError, plain_json
+from deploy.metrics.output_errors import (
+    AlikeOutputs,
+    InputChanges,
+    OutputAccuracy,
+    RunningError,
+    plain_json,
+)
 from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy
 from deploy.metrics.precision import GroundTruth, MeanPrecision
 from deploy.metrics.rows import Top1, batch_length
@@ -20,7 +26,7 @@ from deploy.metrics.tasks.classes import Classes
 from deploy.metrics.tasks.evaluation_task import Example
 from deploy.tensors import Array, HasOutputs, TensorSpec
 
-_NOT_WRITTEN = ("doubts", "silent", "carried")  # fields of `Accuracy` that JSON leaves out
+_NOT_WRITTEN = ("alike", "doubts", "silent", "carried")  # fields of `Accuracy` that JSON leaves out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +54,7 @@ class Accuracy:
         task: agreement of both models on the task; None if the task was not recognised or the
             reference predicts next to nothing.
         silent: whether the task was recognised, but the reference predicts next to nothing.
+        alike: whether the reference's floating-point outputs hardly differ between samples.
     """
 
     samples: int
@@ -66,6 +73,7 @@ class Accuracy:
     why: str = ""
     set_task: str = ""
     silent: bool = False
+    alike: bool = False
     carried: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -115,7 +123,7 @@ class Comparison:
         self._top1 = Top1(top1_labels)
         several = len(self._names) > 1 and top1_labels is not None
         self._heads = {name: Top1(top1_labels, name) for name in self._names if several}
-        self._changes = InputChanges()
+        self._changes, self._alike = InputChanges(), AlikeOutputs()
         self._truth = OutputTally(form, metric=metric, labels=classes, objects=objects)
 
     def add(
@@ -151,6 +159,7 @@ class Comparison:
         for head in self._heads.values():
             head.add(left, right, batch, at_once=False)
         self._changes.add(inputs, left, right)
+        self._alike.add(left, batch)
         self._truth.add(inputs, left, right, batch)
 
     @property
@@ -196,6 +205,7 @@ class Comparison:
             why=form.why,
             set_task=form.set_task,
             silent=self._truth.silent,
+            alike=self._alike.alike,
             carried=form.carried,
             problems=tuple(_problems(outputs, self._top1.samples, lists)),
             doubts=tuple(self._changes.lost()),

@@ -22,11 +22,12 @@ _TASK = 0.05, 0.25  # share of the float model's predictions that int8 loses
 _PART_DB = 15.0, 5.0  # SQNR of the worst slice, if the task is unknown (at least)
 _LOST_DB = 0.0  # a slice with more noise than signal is never good
 _ROUNDING = 1e-9  # in floating point 1 - 0.99 is more than 0.01
+_FEW = 4  # samples that may not all have the same outputs
 _ENOUGH = 20  # samples needed to tell accuracy from chance
 _ALIKE = (
     0.95  # share of samples in one class, by the float model, from which the inputs are suspect
 )
-_SELDOM = 0.25  # top-1 of the float model below which the model is weak or its inputs are wrong
+_SELDOM = 0.5  # top-1 of the float model below which the model is weak or its inputs are wrong
 _FINDS = 0.01  # mAP .50 of the float model below which it finds next to nothing
 
 
@@ -82,11 +83,7 @@ def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple
     `max_loss`: lost accuracy or share of the task that the user allows; None uses the limits above.
     """
     yield from ((UNUSABLE, problem) for problem in accuracy.problems)
-    if accuracy.outputs and all(output.zeros for output in accuracy.outputs):
-        why = "the outputs are 0 in every sample, so equal ones prove nothing; load trained weights"
-        yield DOUBTFUL, why
-    yield from _by_chance(accuracy)
-    yield from _blind(accuracy)
+    yield from question_reference(accuracy)
     lost = measure_loss(accuracy, max_loss)
     if lost is not None:
         yield lost.level, lost.words
@@ -102,6 +99,21 @@ def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple
         if worst.less:
             (output,) = (one for one in accuracy.outputs if one.name == worst.output)
             yield _of_db(output.sqnr_db, f"{output.sqnr_db:.1f} dB in {output.name}", judged=judged)
+
+
+def question_reference(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
+    """Yield (level, reason) for all that puts the float model or its inputs in question."""
+    if accuracy.outputs and all(output.zeros for output in accuracy.outputs):
+        why = "the outputs are 0 in every sample, so equal ones prove nothing; load trained weights"
+        yield DOUBTFUL, why
+    elif accuracy.alike and accuracy.samples >= _FEW:
+        yield (
+            DOUBTFUL,
+            f"{FLOAT_MODEL} gives nearly the same outputs for all {accuracy.samples} samples;"
+            " check the inputs, or judge on samples that differ",
+        )
+    yield from _by_chance(accuracy)
+    yield from _blind(accuracy)
 
 
 def _worst_uncovered(accuracy: Accuracy) -> SliceAccuracy | None:

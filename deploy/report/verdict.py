@@ -21,6 +21,7 @@ from deploy.metrics.levels import (
     UNUSABLE,
     finds_objects,
     judge_accuracy,
+    question_reference,
 )
 
 
@@ -89,11 +90,13 @@ def verdict(
     if draws and (accuracy is None or accuracy.top1_reference is None):
         why = f"{FLOAT_MODEL} itself draws random numbers, so what int8 loses cannot be told"
         findings = [(DOUBTFUL, why)]
+    causes = [] if accuracy is None or draws else [*question_reference(accuracy)]
     if not _mostly_right(accuracy):
         whys = (
             f"{FLOAT_MODEL}'s inputs are in question: {one.partition(';')[0]}" for one in doubts
         )
-        findings = [*((DOUBTFUL, why) for why in whys), *findings]
+        causes = [*((DOUBTFUL, why) for why in whys), *causes]
+        findings = [*causes, *findings]
     if gates.min_speedup is not None:
         findings.append(_gated(speed, gates.min_speedup, rival))
     elif int8 and speed is not None:  # two float engines differ only by noise
@@ -103,7 +106,7 @@ def verdict(
     if not findings:
         return Verdict(DOUBTFUL, ("nothing was measured of it",))
     level = max((level for level, _ in findings), key=LEVELS.index)
-    ordered = sorted(findings, key=lambda entry: -LEVELS.index(entry[0]))
+    ordered = [*causes, *sorted(findings, key=lambda entry: -LEVELS.index(entry[0]))]
     reasons = [why for at, why in ordered if at != GOOD or level in (GOOD, FLOAT)]
     limited = gates.min_speedup is not None or gates.max_loss is not None
     gated = limited and level == UNUSABLE
