@@ -507,6 +507,7 @@ KINDS = {
     "filled": f"zeros = ConstantOfShape (sizes) grid = Add (zeros, half) {LAYERS}",
     "shared": "a = Conv (x, w) b = Conv (a, v, b1) c = Conv (b, v, b2) d = Conv (c, v, b3)"
     "e = Conv (d, v, b4) f = Conv (e, v, b5) y = Conv (f, v, b6)",
+    "halves": "h = Cast <to = 10> (x) b = Add (h, grid16) c = Conv (b, w16) y = Cast <to = 1> (c)",
     "tiny": "a = Conv (x, u) b = Conv (a, u) c = Conv (b, u) y = Conv (c, u)",
 }
 SHAPES = {"spectrum": ["n", LONG], "windows": ["n", 1, LONG]}
@@ -520,6 +521,8 @@ WEIGHTS = {
 CONSTANTS = {
     "times": np.arange(LONG)[:, None], "tones": np.linspace(0, 0.1, LONG)[None], "half": 0.5,
     "zero": 0, "many": 16384, "line": np.linspace(0, 1, 32).reshape(1, 1, 1, 32),
+    "grid16": np.random.default_rng(0).normal(size=(4, 32, 32)),
+    "w16": np.linspace(-1, 1, 1152).reshape(32, 4, 3, 3),
     **{f"b{place}": np.full(32, 4.0**place) for place in range(1, 7)},
 }  # fmt: skip
 NUMBERS = {"one": [1], "sizes": [1, 32, 32, 32], "often": [1, 32, 32, 1]}
@@ -529,7 +532,8 @@ NUMBERS = {"one": [1], "sizes": [1, 32, 32, 32], "often": [1, 32, 32, 1]}
 def test_no_int8_file_is_larger_than_the_model(kind, tmp_path):
     rng, nodes = np.random.default_rng(3), parse_nodes(KINDS[kind])
     held = CONSTANTS | {name: rng.normal(0, 0.1, shape) for name, shape in WEIGHTS.items()}
-    held = {k: np.float32(v) for k, v in held.items()} | {k: np.int64(NUMBERS[k]) for k in NUMBERS}
+    held = {k: (np.float16 if "16" in k else np.float32)(v) for k, v in held.items()}
+    held |= {k: np.int64(NUMBERS[k]) for k in NUMBERS}
     held = {name: held[name] for node in nodes for name in node.input if name in held}
     shape = SHAPES.get(kind, ["n", 4, 32, 32])
     model = make_model(nodes, {"x": shape}, {"y": None}, held)
@@ -537,8 +541,8 @@ def test_no_int8_file_is_larger_than_the_model(kind, tmp_path):
     x = rng.normal(size=(8, *shape[1:]))
     out = build_net(model, x, tmp_path, "--effort", 0, "--accept", *words)
     names = ["net.int8.onnx", "net.tensorrt.typed.onnx", "net_deploy_model.onnx"]
-    if kind == "shared":
-        names.pop()  # AMCT copies a weight for each layer
+    if kind in ("shared", "halves"):
+        names.pop()  # AMCT copies a weight for each layer, and knows float32 alone
     nodes_and_names = 600 * len(nodes) if kind == "tiny" else 0  # hardly any weights to win by
     largest = max((out / name).stat().st_size for name in names)
     assert largest <= model.ByteSize() + nodes_and_names

@@ -21,6 +21,7 @@ become integer kernels); ONNX operators AveragePool-11, GlobalAveragePool-1, Red
 Reshape-13 and Softmax-13.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,9 @@ from deploy.targets.onnxruntime.conv_rewrites import (
     with_tiles,
 )
 from deploy.targets.onnxruntime.map_rewrites import fuse_gates, write_upsampling
+
+
+_MANY = 1 << 10  # values of a constant that float16 may store
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,23 @@ def apply_rewrites(model: onnx.ModelProto, context: RewriteContext) -> onnx.Mode
         if row.of_kept or not context.is_kept:
             model = row.apply(model, context) or model
     return model
+
+
+def store_halves(graph: onnx.GraphProto) -> None:
+    """Store the large float32 constants that float16 holds exactly as float16, in place.
+
+    ONNX Runtime computes the Cast behind each once, when it loads the file.
+    """
+    casts = []
+    for tensor in graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) >= _MANY:
+            values = numpy_helper.to_array(tensor)
+            with np.errstate(over="ignore", invalid="ignore"):
+                halves = values.astype(np.float16)
+            if np.array_equal(halves, values):
+                casts.append(helper.make_node("Cast", [f"{tensor.name}/half"], [tensor.name], to=1))
+                tensor.CopyFrom(numpy_helper.from_array(halves, f"{tensor.name}/half"))
+    replace_nodes(graph, [*casts, *graph.node])
 
 
 _FLAT = "calib8/flat"  # shape [0, -1]: 0 keeps the first dimension

@@ -227,6 +227,7 @@ class OnnxRuntime:
         """
         from deploy.feed.preprocess import Preprocess
         from deploy.targets.onnxruntime.dynamic import dynamic_weights
+        from deploy.targets.onnxruntime.rewrites import store_halves
         from deploy.targets.onnxruntime.run_script import run_program
         from deploy.targets.stored_weights import read_stored_weights
 
@@ -234,6 +235,8 @@ class OnnxRuntime:
         decisions, weights = paired.decisions, read_stored_weights(paired.model, on_cpus=True)
         kind = "int8" if any(d.quantized for d in decisions) else "float"
         model = paired.engine(request.cpu)
+        if paired.plan is not None:  # else the user's own
+            store_halves(model.graph)
         weights = (*weights, *dynamic_weights(model))
         notes = (
             *self._notes(decisions, weights),
