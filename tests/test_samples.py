@@ -527,7 +527,7 @@ def test_too_few_different_samples_are_doubtful(run, small_cnn, tmp_path, rows, 
     run.ok("build", small_cnn, *asked, "--accept")
     report = json.loads((tmp_path / "report.json").read_text())
     found = report["engines"][1]["verdict"]
-    said = "the 4 samples that were looked at hardly differ"
+    said = "4 samples that were looked at hardly differ"
     if rows:
         said = f"{len(rows)} calibration samples, {len({*rows})} of them different, are too few"
     assert (found["level"] == "doubtful" and said in found["reasons"][0]) == few

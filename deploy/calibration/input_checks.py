@@ -11,16 +11,9 @@ looks fine. Without labels, three checks are possible:
       d = (v / s2 + (m' - m)^2 / s2 - 1 - ln(v / s2)) / 2
 
   A spread of ten times, or a mean ten deviations off, means another unit. Smaller differences may
-  come from other images than in training, so images are also normalized by the usual presets, and
-  one is suggested if it fits (d below 0.1) and the actual preprocessing does not (d above 0.3 and
-  ten times as far);
+  come from other images than in training, so images are also normalized by the usual presets;
 * a first Conv with a bias but no BatchNormalization: if its products are thousands of times the
   bias, or negligible next to it, the input has another unit than in training.
-
-The first layer is extracted from the model::
-
-    input -> [Sub, Div, Transpose, ...] -> Conv -> BatchNormalization
-                                            bias    mean and variance of each channel in training
 """
 
 from __future__ import annotations
@@ -141,8 +134,8 @@ def _convolved(
     after = graph.only_reader(conv.output[0])
     if after is not None and after.op_type == "BatchNormalization" and is_standard(after):
         return _normalised_layer(graph, model, way, name, conv.output[0], after)
-    has_bias = conv.op_type == "Conv" and len(conv.input) > 2 and conv.input[2]
-    bias = _values(graph, conv.input[2]) if has_bias else None
+    third = conv.input[2] if len(conv.input) > 2 and conv.op_type == "Conv" else ""
+    bias = _values(graph, third)
     part = _part(graph, model, way, name, conv.output[0])
     if part is None or bias is None:
         return None
@@ -226,23 +219,18 @@ def _few(feed: Feed, samples: Sequence[Mapping[str, Array]]) -> Iterator[str]:
             " ranges that hold for others; calibrate with more"
         )
     elif len(samples) > 1 and all(_nearly(samples[0], one) for one in samples[1:]):
-        yield (
-            f"the {len(samples)} samples that were looked at hardly differ; calibrate with others"
-        )
+        yield f"{len(samples)} samples that were looked at hardly differ; calibrate with others"
 
 
 def _nearly(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
     """Whether two samples are the same but for noise below a step of int8."""
-    large = False
-    for name, value in one.items():
-        if value.shape == other[name].shape and is_floating(value) and value.size >= _LARGE:
-            large = True
-            noise = np.square(value.astype(np.float64) - other[name]).mean()
-            if np.sqrt(noise) * _STEPS >= np.ptp(value):
-                return False
-        elif not np.array_equal(value, other[name]):
-            return False
-    return large
+    large = {n for n, value in one.items() if is_floating(value) and value.size >= _LARGE}
+    return large != set() and all(
+        np.linalg.norm(value - other[n]) * _STEPS < np.ptp(value) * np.sqrt(value.size)
+        if n in large and value.shape == other[n].shape
+        else np.array_equal(value, other[n])
+        for n, value in one.items()
+    )
 
 
 def _as_given(subject: CalibrationSubject) -> onnx.ModelProto:

@@ -11,16 +11,10 @@ import numpy as np
 
 from deploy.errors import ConfigError, FeedError
 from deploy.graph.index import strip_padded_channels
-from deploy.metrics.output_errors import (
-    AlikeOutputs,
-    InputChanges,
-    OutputAccuracy,
-    RunningError,
-    plain_json,
-)
+from deploy.metrics.output_errors import InputChanges, OutputAccuracy, RunningError, plain_json
 from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy
 from deploy.metrics.precision import GroundTruth, MeanPrecision
-from deploy.metrics.rows import Top1, batch_length
+from deploy.metrics.rows import AlikeOutputs, Top1, batch_length
 from deploy.metrics.tasks import Metric, TaskFigure
 from deploy.metrics.tasks.classes import Classes
 from deploy.metrics.tasks.evaluation_task import Example

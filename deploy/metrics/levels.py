@@ -107,11 +107,8 @@ def question_reference(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
         why = "the outputs are 0 in every sample, so equal ones prove nothing; load trained weights"
         yield DOUBTFUL, why
     elif accuracy.alike and accuracy.samples >= _FEW:
-        yield (
-            DOUBTFUL,
-            f"{FLOAT_MODEL} gives nearly the same outputs for all {accuracy.samples} samples;"
-            " check the inputs, or judge on samples that differ",
-        )
+        why = f"{FLOAT_MODEL} gives nearly the same outputs for all {accuracy.samples} samples"
+        yield DOUBTFUL, f"{why}; check the inputs, or judge on samples that differ"
     yield from _by_chance(accuracy)
     yield from _blind(accuracy)
 

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 import cv2
 import numpy as np
 
-from deploy.metrics.rows import Outputs, is_floating, split_batch
+from deploy.metrics.rows import Outputs, is_floating
 from deploy.tensors import Array
 
 _NOT_WRITTEN = ("zeros", "empty")  # fields that JSON leaves out
@@ -237,7 +237,6 @@ def _bicubic(fed: Array, shape: tuple[int, ...], *, channels_last: bool) -> Arra
 
 GIVEN_BACK_DB = 15.0  # SQNR of the bare input or mean from which it would be judged good
 ROUNDING_DB = 60.0  # from here on the change is only rounding
-_VARIATION = 1e-3  # of an output, next to the output of another sample
 LEFT_DB = 5.0  # SQNR of the change below which it is mostly noise
 
 
@@ -309,37 +308,6 @@ def subtract_input(value: Array, fed: Array) -> Array:
 def _alike(value: Array, fed: Array) -> bool:
     floating = all(np.issubdtype(one.dtype, np.floating) for one in (value, fed))
     return floating and value.ndim >= _PICTURE and value.shape == fed.shape
-
-
-@dataclass(slots=True)
-class AlikeOutputs:
-    """Whether the floating-point outputs hardly differ from those of the first sample.
-
-    Attributes:
-        alike: False without floating-point outputs, or before the first sample.
-    """
-
-    alike: bool = False
-    _first: Outputs = field(default_factory=dict)
-
-    def add(self, outputs: Outputs, batch: int) -> None:
-        """Add one batch; nothing is computed once a sample differs."""
-        for row in split_batch(outputs, batch) if self.alike or not self._first else ():
-            floats = {name: value for name, value in row.items() if is_floating(value)}
-            if not self._first:
-                self._first = {name: one.astype(np.float64) for name, one in floats.items()}
-                self.alike = bool(floats)
-            elif any(
-                _differ(self._first[name], floats[name]) for name in {*floats} & {*self._first}
-            ):
-                self.alike = False
-
-
-def _differ(first: Array, other: Array) -> bool:
-    if first.shape != other.shape:
-        return True
-    with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.linalg.norm(other - first) > _VARIATION * np.linalg.norm(first))
 
 
 USUAL = "its mean"

@@ -12,7 +12,7 @@ may be read, if it is the only one that holds classes.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from deploy.tensors import Array
 
 Outputs = Mapping[str, Array]
 Floats = NDArray[np.float64]
+_VARIATION = 1e-3  # of an output, next to that of another sample
 
 
 def batch_length(feed: Outputs) -> int:
@@ -44,6 +45,29 @@ def split_batch(arrays: Outputs, batch: int) -> list[dict[str, Array]]:
         for row, sample in enumerate(samples if axis is not None else ()):
             sample[name] = value[row : row + 1] if axis == 0 else value[:, row : row + 1]
     return samples
+
+
+@dataclass(slots=True)
+class AlikeOutputs:
+    """Whether floating-point outputs hardly differ from those of the first sample (`alike`)."""
+
+    alike: bool = True
+    _first: Outputs = field(default_factory=dict)
+
+    def add(self, outputs: Outputs, batch: int) -> None:
+        """Add one batch; nothing is computed once a sample differs."""
+        for row in split_batch(outputs, batch) if self.alike else ():
+            floats = {n: value.astype(np.float64) for n, value in row.items() if is_floating(value)}
+            self._first = self._first or floats
+            pairs = [(self._first[n], floats[n]) for n in floats if n in self._first]
+            self.alike = self.alike and pairs != [] and not any(_differ(*pair) for pair in pairs)
+
+
+def _differ(first: Floats, other: Floats) -> bool:
+    if first.shape != other.shape:
+        return True
+    with np.errstate(over="ignore", invalid="ignore"):
+        return not np.linalg.norm(other - first) <= _VARIATION * np.linalg.norm(first)
 
 
 def image_size(feed: Outputs) -> tuple[int, int] | None:

@@ -40,7 +40,6 @@ from deploy.targets.onnxruntime.conv_rewrites import (
 )
 from deploy.targets.onnxruntime.map_rewrites import fuse_gates, write_upsampling
 
-
 _MANY = 1 << 10  # values of a constant that float16 may store
 
 
