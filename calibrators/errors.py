@@ -22,6 +22,4 @@ class CalibrationError(Calib8Error):
 
 def shortened(text: str) -> str:
     """Return a text, or its beginning and end if it is longer than `_LONGEST` characters."""
-    if len(text) <= _LONGEST:
-        return text
-    return f"{text[: _LONGEST - _END]} ... {text[-_END:]}"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - _END]} ... {text[-_END:]}"

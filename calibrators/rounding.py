@@ -121,8 +121,7 @@ def round_by_output(
         )
     if not (np.isfinite(steps).all() and np.isfinite(products).all()):
         raise CalibrationError("weights and products must be finite, got NaN or Inf")
-    own = np.einsum("gkk->gk", products)
-    damp = _DAMP * own.mean(axis=1)
+    damp = _DAMP * np.einsum("gkk->gk", products).mean(axis=1)
     integers, low, high = (
         np.ascontiguousarray(round_to_grid(steps, grid, to), np.float64)
         for to in (np.rint, np.floor, np.ceil)

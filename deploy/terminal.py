@@ -395,6 +395,4 @@ def format_seconds(seconds: float) -> str:
     if total < 60:
         return f"{total} s"
     minutes, rest = divmod(total, 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -309,8 +309,7 @@ def values_of_all_kinds(count):
         lambda n: rng.standard_normal(n) * 10.0 ** rng.uniform(-44, 36),
     ]  # fmt: skip
     for index in range(count):
-        size = int(10 ** rng.uniform(0, 3.5))
-        yield kinds[index % len(kinds)](size).astype(np.float32)
+        yield kinds[index % len(kinds)](int(10 ** rng.uniform(0, 3.5))).astype(np.float32)
 
 
 def test_every_search_finds_the_same_to_the_bit(cpp, tmp_path):

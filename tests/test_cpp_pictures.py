@@ -258,8 +258,7 @@ def resizes():
     rng = np.random.default_rng(4)
     for index in range(40):
         height, width = (int(v) for v in rng.integers(1, 90 if index % 5 else 400, 2))
-        channels = (1, 3)[index % 2]
-        pixels = rng.integers(0, 256, (height, width, channels), np.uint8)
+        pixels = rng.integers(0, 256, (height, width, (1, 3)[index % 2]), np.uint8)
         if index % 4 == 1:
             pixels = (pixels // 128) * np.uint8(255)
         if index % 4 == 2:

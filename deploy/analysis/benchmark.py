@@ -137,21 +137,28 @@ def bench(
     if images is None:
         recalled = read_calibration_shapes(paths.values(), specs)
         taken = {name: dims for name, dims in recalled.items() if name not in (shapes or {})}
-        notes = tuple(map(_shape_note, taken, taken.values()))
-        feeds = _random_feeds(specs, {**taken, **(shapes or {})}, seed)
+        notes = tuple(
+            f"input {name!r} is open: {'x'.join(map(str, dims))}, as in the calibration of the"
+            " build next to it; --shape sets another"
+            for name, dims in taken.items()
+        )
+        feeds: Callable[..., Feeds] = partial(
+            random_feeds, specs, shapes={**taken, **(shapes or {})}, seed=seed
+        )
     else:
         dataset = dataset_of(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
         carried = next(filter(None, map(_carried, paths.values())), None)
         feed = dataset.open(specs, carried=carried)
-        feeds = _image_feeds(feed)
+        feeds = partial(_image_feeds, feed)
         accuracies = _accuracy(sessions, feed, judge)
         notes = preprocessing_notes(feed)
     sizes: list[int | None] = [*sorted(set(batches))] or [None]
     latencies = {
-        batch: _measured(sessions, feeds(batch), batch, warmup_ms, duration_s) for batch in sizes
+        batch: _measured(sessions, feeds(batch=batch), batch, warmup_ms, duration_s)
+        for batch in sizes
     }
     smallest = next(iter(latencies))
-    smallest_feeds = feeds(smallest)
+    smallest_feeds = feeds(batch=smallest)
     kernels = {
         label: time_kernels(
             path,
@@ -247,24 +254,11 @@ def _check(
             refuse_untimed(paths[label], session)
 
 
-def _random_feeds(
-    specs: Sequence[TensorSpec], shapes: Shapes, seed: int
-) -> Callable[[int | None], Feeds]:
-    return lambda batch: random_feeds(specs, shapes=shapes, batch=batch, seed=seed)
-
-
-def _image_feeds(feed: Feed) -> Callable[[int | None], Feeds]:
+def _image_feeds(feed: Feed, *, batch: int | None) -> Feeds:
     """Return the first images, single or stacked to a batch."""
-    return lambda batch: (
-        feed.first(FEEDS) if batch is None else stack_samples(feed.first(SAMPLES_IN_MEMORY), batch)
-    )
-
-
-def _shape_note(name: str, dims: Sequence[int]) -> str:
-    return (
-        f"input {name!r} is open: {'x'.join(map(str, dims))}, as in the calibration of the build"
-        " next to it; --shape sets another"
-    )
+    if batch is None:
+        return feed.first(FEEDS)
+    return stack_samples(feed.first(SAMPLES_IN_MEMORY), batch)
 
 
 def _measured(

@@ -174,8 +174,7 @@ def _options(path: Path) -> dict[str, str] | None:
     if not is_file(path):
         return None
     what = "the options of a build, as calib8 wrote them"
-    tables = toml.read_toml(path, what=what, way_out="build again")
-    table = tables.get("build", {})
+    table = toml.read_toml(path, what=what, way_out="build again").get("build", {})
     return (
         {name: _as_text(value) for name, value in table.items()} if isinstance(table, dict) else {}
     )

@@ -85,8 +85,7 @@ def run_images(
     _check_outputs(names, candidate, runnable)
     first = feed.first(SAMPLES)
     outputs = [_only(left.run(sample), names) for sample in first]
-    form = derive_form(outputs, inputs=first, task=task)
-    images = _Images(form)
+    images = _Images(derive_form(outputs, inputs=first, task=task))
     channels = {name: ChannelSums() for name in pairs}
 
     def work(_: int, __: int, sample: Sample) -> tuple[Sample, Outputs, Outputs]:

@@ -241,8 +241,7 @@ def observe_on(
     gathering = ShardMerger(wanted, feed, job.identities)
     with connect_client(cluster.address) as client:
         run = ClusterRun(client, job, cluster, feed)
-        threads = run.muster()
-        of = _pieces(cluster, feed, everything, sum(threads.values()))
+        of = _pieces(cluster, feed, everything, sum(run.muster().values()))
         first = feed.share_of((1, of))
         try:
             with phase("observing", everything.count, "samples") as step:

@@ -57,7 +57,6 @@ _FAINT = 1 / 32  # lowest plausible ratio of spreads
 _FAR, _NEAR, _TIMES = 0.3, 0.1, 10.0  # distance of a misfit and of a fit, and their least ratio
 _OVER_BIAS, _UNDER_BIAS = 30.0, 0.02  # docs/feeds.md lists the ratios of real models
 _PIXELS = 64.0  # integers and colors with a maximum of this or more are not scaled
-_STEPS = 255  # of int8
 _EVEN, _LARGE = 1e-3, 256  # variation next to a constant, of inputs of so many values
 _USUAL = ("unit", "minus-one-to-one", "imagenet", "raw")  # presets that differ in mean and std
 _DEAD = 1e-6  # of the median variance; channels with less are ignored
@@ -134,8 +133,7 @@ def _convolved(
     after = graph.only_reader(conv.output[0])
     if after is not None and after.op_type == "BatchNormalization" and is_standard(after):
         return _normalised_layer(graph, model, way, name, conv.output[0], after)
-    third = conv.input[2] if len(conv.input) > 2 and conv.op_type == "Conv" else ""
-    bias = _values(graph, third)
+    bias = _values(graph, conv.input[2]) if conv.op_type == "Conv" and conv.input[2:] else None
     part = _part(graph, model, way, name, conv.output[0])
     if part is None or bias is None:
         return None
@@ -226,7 +224,7 @@ def _nearly(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
     """Whether two samples are the same but for noise below a step of int8."""
     large = {n for n, value in one.items() if is_floating(value) and value.size >= _LARGE}
     return large != set() and all(
-        np.linalg.norm(value - other[n]) * _STEPS < np.ptp(value) * np.sqrt(value.size)
+        np.linalg.norm(value - other[n]) * 255 < np.ptp(value) * np.sqrt(value.size)
         if n in large and value.shape == other[n].shape
         else np.array_equal(value, other[n])
         for n, value in one.items()

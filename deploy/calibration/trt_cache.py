@@ -60,9 +60,7 @@ def likely_origin(data: bytes) -> str:
     for magic, clause in _MAGIC:
         if data.startswith(magic):
             return clause
-    if _UNPRINTABLE.search(data[:4096]):
-        return _binary_origin(data)
-    return _text_origin(data)
+    return _binary_origin(data) if _UNPRINTABLE.search(data[:4096]) else _text_origin(data)
 
 
 def _binary_origin(data: bytes) -> str:

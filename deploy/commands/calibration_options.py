@@ -41,8 +41,7 @@ def method_options(command: Command) -> Command:
     def gathered(method: str, **words: Any) -> None:
         values = {name: words.pop(name) for name in known}
         chosen = Method.of(method, {k: v for k, v in values.items() if v is not None})
-        asked = tuple(base.given_flags("method", *values))
-        command(method=chosen, asked=asked, **words)
+        command(method=chosen, asked=tuple(base.given_flags("method", *values)), **words)
 
     wrapped: Command = gathered
     for name, parameter in known.items():  # the last search's first, as decorators are

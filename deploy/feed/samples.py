@@ -188,8 +188,7 @@ class Feed:
 
     def _duplicate_note(self) -> str:
         """Return a note on duplicate images; rows and frames are often equal, so none for them."""
-        pictures = isinstance(self._source, ImageSource)
-        copies = self.copies if pictures else 0
+        copies = self.copies if isinstance(self._source, ImageSource) else 0
         are = "is a copy of another and counts" if copies == 1 else "are copies of others and count"
         return f"{copies} of the {self.count} images {are} once more" if copies else ""
 

@@ -150,7 +150,9 @@ def refuse_output(path: Path | str, *, named: bool = False) -> None:
     state = _state(path)
     if state is None:
         return
-    if not stat.S_ISREG(state.st_mode) or _is_in_dev(path):
+    # directly in /dev; /dev/stdout may lead to a plain file
+    in_dev = os.path.realpath(os.path.dirname(os.path.abspath(path))) == "/dev"
+    if not stat.S_ISREG(state.st_mode) or in_dev:
         kind = "a folder" if stat.S_ISDIR(state.st_mode) else "a device"
         raise ExportError(f"{path} must be a file to write to, got {kind}; give another path")
     if _is_input((state.st_dev, state.st_ino)):
@@ -171,11 +173,6 @@ def _is_input(inode: _Inode) -> bool:
     """Return whether an input still has this inode; a new file may reuse a deleted input's."""
     states = map(_state, (_INPUTS.get() or _Inputs()).paths(inode))
     return any(state and (state.st_dev, state.st_ino) == inode for state in states)
-
-
-def _is_in_dev(path: Path | str) -> bool:
-    """Return whether a path is directly in /dev; /dev/stdout may lead to a plain file."""
-    return os.path.realpath(os.path.dirname(os.path.abspath(path))) == "/dev"
 
 
 def _state(path: Path | str) -> os.stat_result | None:

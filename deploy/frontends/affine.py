@@ -283,8 +283,7 @@ def _affine(
     """Return scale and shift per channel of a tensor of `rank` with channels on `axis`."""
     if node.op_type == NORM:
         return _norm_affine(node, weights, channels) if axis == 1 else None
-    name = next(n for n in reversed(node.input) if n in weights)
-    array = _constant(weights, name)
+    array = _constant(weights, next(n for n in reversed(node.input) if n in weights))
     values = None if array is None else _per_channel(array.astype(np.float64), channels, axis, rank)
     if values is None:
         return None

@@ -157,8 +157,7 @@ def _values(
     if node.op_type == "Shape" and all(shapes.get(node.input[0], (0,))):
         shape, attrs = shapes[node.input[0]], attributes(node)
         sizes = shape[attrs.get("start", 0) : attrs.get("end", len(shape))]
-        array = np.array(sizes, np.int64)
-        return [numpy_helper.from_array(array, node.output[0])]
+        return [numpy_helper.from_array(np.array(sizes, np.int64), node.output[0])]
     if node.op_type in _NEVER or not node.input or any(True for _ in subgraphs(node)):
         return None
     if any(name not in constants for name in iter_reads(node)):
@@ -199,8 +198,7 @@ def _evaluate(
         if any(name not in shapes or math.prod(shapes[name]) > room for name in names):
             return None
         tiny.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
-        session = OrtSession.open(tiny, threads=1, optimize=False)
-        arrays = session.run({})
+        arrays = OrtSession.open(tiny, threads=1, optimize=False).run({})
     # Both libraries raise many kinds of errors; the node stays whatever the error is.
     except Exception:
         return None

@@ -78,7 +78,8 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         checks.check_weights(model)
         _check_runs(model)
     except ModelError as error:  # names in a broken model may hold line breaks and worse
-        raise type(error)(_printable(str(error))) from error.__cause__
+        words = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error))
+        raise type(error)(words) from error.__cause__
     if stored:
         notes.insert(0, stored)
     name = path.stem if path else model.graph.name or "model"
@@ -413,10 +414,6 @@ def _check_runs(model: onnx.ModelProto) -> None:
             f"onnxruntime must load the model, got: {reason}; export it again "
             "with operators that onnxruntime has on the CPU"
         ) from error
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _spec(value: onnx.ValueInfoProto) -> TensorSpec:

@@ -148,7 +148,8 @@ def _read_pairs(
     graph, positive = Graph(plain), never_negative(plain)
     known = {t for node in plain.graph.node for t in node.output} | set(graph.inputs)
     grids = {tensor: found for tensor, found in grids.items() if tensor in known}
-    scales = {tensor: _widest_range(found, tensor in positive) for tensor, found in grids.items()}
+    ranges = {t: [_range(one, t in positive) for one in found] for t, found in grids.items()}
+    scales = {t: max(found, key=lambda one: one.hi - one.lo) for t, found in ranges.items()}
     weights, why, written = _read_layers(index, graph)
     return QdqCalibration(
         model=model,
@@ -160,11 +161,6 @@ def _read_pairs(
         grids=grids,
         stored=stored,
     )
-
-
-def _widest_range(pair_grids: tuple[PairGrid, ...], positive: bool) -> Scale:
-    """Return the range of a tensor's pair, the widest if it has several."""
-    return max((_range(grid, positive) for grid in pair_grids), key=lambda one: one.hi - one.lo)
 
 
 def _range(grid: PairGrid, positive: bool) -> Scale:

@@ -155,8 +155,7 @@ class _Lifter:
                 self._add_layer(name.partition("@")[0], source, layer_nodes)
 
     def add_outputs(self) -> None:
-        output = self.program.graph.output_node()
-        values = fx.node.map_arg(output.args[0], self._value)
+        values = fx.node.map_arg(self.program.graph.output_node().args[0], self._value)
         spec = self.program.call_spec.out_spec
         assert spec is not None
         returned = pytree.tree_unflatten(values, spec)

@@ -218,7 +218,9 @@ def _record_pass(
     model: nn.Module, batches: Iterable[Any], make: Callable[[nn.Module], Recorder]
 ) -> tuple[Recorders, int]:
     recorders: Recorders = {}
-    observed_modules = [module for module in model.modules() if _gives_range(module)]
+    monitors = (RangeMonitor, FakeQuant)
+    found = [module for module in model.modules() if isinstance(module, monitors)]
+    observed_modules = [one for one in found if isinstance(one, RangeMonitor) or not one.watches]
     hook = partial(_record, recorders, make)
     hooks = [module.register_forward_pre_hook(hook) for module in observed_modules]
     count, device = 0, device_of(model)
@@ -233,12 +235,6 @@ def _record_pass(
         for handle in hooks:
             handle.remove()
     return recorders, count
-
-
-def _gives_range(module: nn.Module) -> bool:
-    return isinstance(module, RangeMonitor) or (
-        isinstance(module, FakeQuant) and not module.watches
-    )
 
 
 def _record(

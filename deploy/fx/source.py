@@ -284,8 +284,7 @@ def random_weights_note(spec: object, weights: object) -> str | None:
 
 
 def _torchvision(name: str) -> Any:
-    models = import_module("torchvision.models")
-    builder = models.get_model_builder(name)
+    builder = import_module("torchvision.models").get_model_builder(name)
     # None for each, because a detector would download the weights of its backbone
     options = set(inspect.signature(builder).parameters) & {"weights", "weights_backbone"}
     return builder(**dict.fromkeys(options))

@@ -429,7 +429,9 @@ def _edges_to(
     A node that only the reader reads, such as padding that became part of its convolution, is
     quantized before it.
     """
-    for source in filter(_has_floats, reader.all_input_nodes):
+    for source in reader.all_input_nodes:
+        if not is_float(source) and not isinstance(source.meta.get("tensor_meta"), tuple | list):
+            continue  # a size
         source_tensor = exported.tensors.get(source)
         if source_tensor is None:
             upstream = list(_edges_to(exported, tensor, source))
@@ -438,8 +440,3 @@ def _edges_to(
         elif source_tensor == tensor:
             first = [n for n in source.all_input_nodes if exported.tensors.get(n) == tensor]
             yield (first[0], source) if first and len(source.users) == 1 else (source, reader)
-
-
-def _has_floats(node: fx.Node) -> bool:
-    """Return whether a node outputs floats or several tensors, not sizes."""
-    return is_float(node) or isinstance(node.meta.get("tensor_meta"), tuple | list)

@@ -333,8 +333,7 @@ class _Lowering:
 
 
 def _other_meaning(op_type: str, places: OpsetScope) -> bool:
-    since = _OTHER_MEANING.get(op_type, OLDEST)
-    return places.opset < since <= places.own
+    return places.opset < _OTHER_MEANING.get(op_type, OLDEST) <= places.own
 
 
 def is_standard(node: onnx.NodeProto) -> bool:

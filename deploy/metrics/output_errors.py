@@ -181,9 +181,7 @@ class _Sums:
 def _cosine(left: float, right: float, product: float) -> float:
     """Cosine from the sums of squares and products; 1 if both are zero, 0 if only one is."""
     norms = math.sqrt(left) * math.sqrt(right)
-    if norms == 0:
-        return float(left == right)
-    return min(max(product / norms, -1.0), 1.0)
+    return float(left == right) if norms == 0 else min(max(product / norms, -1.0), 1.0)
 
 
 def _rows(value: Array, batch: int) -> Array:

@@ -60,14 +60,11 @@ class AlikeOutputs:
             floats = {n: value.astype(np.float64) for n, value in row.items() if is_floating(value)}
             self._first = self._first or floats
             pairs = [(self._first[n], floats[n]) for n in floats if n in self._first]
-            self.alike = self.alike and pairs != [] and not any(_differ(*pair) for pair in pairs)
-
-
-def _differ(first: Floats, other: Floats) -> bool:
-    if first.shape != other.shape:
-        return True
-    with np.errstate(over="ignore", invalid="ignore"):
-        return not np.linalg.norm(other - first) <= _VARIATION * np.linalg.norm(first)
+            differ = any(
+                a.shape != b.shape or np.linalg.norm(a - b) > _VARIATION * np.linalg.norm(a)
+                for a, b in pairs
+            )
+            self.alike = self.alike and pairs != [] and not differ
 
 
 def image_size(feed: Outputs) -> tuple[int, int] | None:

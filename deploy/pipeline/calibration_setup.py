@@ -137,9 +137,7 @@ def calibrate_loaded(
         resume=options.resume,
         repairs=tuple(repair_notes(tried)),
     )
-    if policy.trust:
-        return take_trusted(run)
-    return calibrate_run(run, targets=targets, stage=stage)
+    return take_trusted(run) if policy.trust else calibrate_run(run, targets=targets, stage=stage)
 
 
 def already_calibrated(

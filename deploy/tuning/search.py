@@ -530,8 +530,7 @@ class Search:
                 losses[method] = min(trial.mean, losses.get(method, math.inf))
         runnable = [method for method in self.methods if self._label(method) in losses]
         others = [method for method in runnable if self._label(method) != own]
-        best = sorted(others, key=lambda method: losses[self._label(method)])
-        return best[:most]
+        return sorted(others, key=lambda method: losses[self._label(method)])[:most]
 
     def _label(self, method: Method | None) -> str:
         return method.label if method else self.own

@@ -256,9 +256,7 @@ def _gates(levels: Sequence[LevelOutputs], outputs: Outputs, *, raw: bool) -> Fl
     """Return the factors of all anchors' scores, [A, 1]; None if a level has no fitting output."""
     columns = [to_table(outputs[pair.gate]) for pair in levels]
     gates = [one for one in columns if one is not None]
-    if len(gates) != len(columns):
-        return None
-    return to_shares(np.concatenate(gates), raw=raw)
+    return None if len(gates) != len(columns) else to_shares(np.concatenate(gates), raw=raw)
 
 
 def _stacked(name: str, seen: FirstSamples) -> Floats:

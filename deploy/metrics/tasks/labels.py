@@ -238,7 +238,9 @@ def find_integers(seen: FirstSamples) -> Indices | None:
     whole = {name: values for name, values in whole.items() if all(map(_are_whole, values))}
     beside = tuple(name for name in seen.every if name not in whole)
     outputs = {
-        name: len({one.shape for one in values}) > 1 or all(map(_is_selection, values))
+        # of several shapes, or [n, 3] as NonMaxSuppression gives image, class and box
+        name: len({one.shape for one in values}) > 1
+        or all(one.ndim == 2 and one.shape[1] == 3 and len(one) != 1 for one in values)
         for name, values in whole.items()
         if not beside or len({one.tobytes() for one in values}) > 1
     }
@@ -249,8 +251,3 @@ def _are_whole(value: Array) -> bool:
     """Whether it may hold class numbers or indices."""
     whole = value.dtype.kind in "iu" and value.dtype.itemsize >= _BYTES and value.ndim > 0
     return bool(whole and (not value.size or value.min() >= _PADDED))
-
-
-def _is_selection(value: Array) -> bool:
-    """Whether it is [n, 3], as NonMaxSuppression gives image, class and box."""
-    return value.ndim == 2 and value.shape[1] == 3 and len(value) != 1

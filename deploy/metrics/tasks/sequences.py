@@ -146,9 +146,7 @@ def find_steps(seen: FirstSamples) -> Steps | None:
     if len(non_states) == 1 and are_switches(seen.arrays(non_states[0])):
         return Steps(tuple(non_states), (2,), None)
     tasks = [task for name in floating if (task := _read(name, seen, alone=len(floating) == 1))]
-    if len(tasks) != 1 or _has_companion(tasks[0], floating, seen):
-        return None
-    return tasks[0]
+    return None if len(tasks) != 1 or _has_companion(tasks[0], floating, seen) else tasks[0]
 
 
 def _read(name: str, seen: FirstSamples, *, alone: bool) -> Steps | None:

@@ -374,7 +374,12 @@ def find_yolo_maps(seen: FirstSamples) -> LevelMapDecoder | None:
     """Recognise levels if every output is one."""
     if len(seen.names) < _LEVELS or len(seen.names) != len(seen.every):
         return None
-    fits = [_is_level(name, seen) for name in seen.names]
+    sizes = [*map(image_size, seen.inputs)]
+    fits = [  # cells of a stride
+        size is not None and value.shape[2:4] in _cells(size)
+        for name in seen.names
+        for value, size in zip(seen.arrays(name), sizes, strict=True)
+    ]
     rows = [_anchors(value) for name in seen.names for value in seen.arrays(name)]
     levels = [one for one in rows if one is not None]
     if not all(fits) or len(levels) != len(rows) or len({one.shape[1] for one in levels}) != 1:
@@ -383,14 +388,6 @@ def find_yolo_maps(seen: FirstSamples) -> LevelMapDecoder | None:
         if all(_detects_little(one, raw=raw) for one in levels):
             return LevelMapDecoder(tuple(seen.names), levels[0].shape[1] - 5, raw)
     return None
-
-
-def _is_level(name: str, seen: FirstSamples) -> bool:
-    """Whether its cells are those of a stride, in every sample."""
-    return all(
-        size is not None and value.shape[2:4] in _cells(size)
-        for value, size in zip(seen.arrays(name), map(image_size, seen.inputs), strict=True)
-    )
 
 
 def _cells(size: tuple[int, int]) -> Sequence[tuple[int, int]]:

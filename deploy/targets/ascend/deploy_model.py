@@ -157,8 +157,7 @@ class _Surgery:
     def leave(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
         """Return the nodes after the layer, or after the Add of a MatMul's bias."""
         if node.name in self.biases:
-            place = list(node.input).index(q.layer.bias)
-            node.input[place] = self.biases[node.name]
+            node.input[list(node.input).index(q.layer.bias)] = self.biases[node.name]
         output = node.output[0]
         node.output[0] = f"{q.layer.name}_output0"
         return self.form.after(q, node.output[0], output)
@@ -304,8 +303,7 @@ def _dequant(q: QuantLayer, start: str, end: str) -> Nodes:
 
 def _anti_quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
     assert q.record.scale_d is not None
-    scale = float(q.record.scale_d)
-    given = {"scale": scale, "dst_type": "INT8", "dtype": 0}
+    given = {"scale": float(q.record.scale_d), "dst_type": "INT8", "dtype": 0}
     return _scaled("AscendAntiQuant", "anti_quant", q, start, **given)
 
 

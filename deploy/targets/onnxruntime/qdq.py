@@ -285,8 +285,7 @@ class _QdqWriter:
         return self._dequantized(f"{bias}/{node.name}", integers, scales, axis)
 
     def _input_scale(self, node: onnx.NodeProto) -> np.float32:
-        name = str(node.input[0]).removesuffix("/dequantized")
-        return self.params(name)[0]
+        return self.params(str(node.input[0]).removesuffix("/dequantized"))[0]
 
     def _dequantized(
         self,

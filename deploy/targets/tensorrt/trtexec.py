@@ -249,8 +249,7 @@ def _weakly_typed(
     has_pairs = "QuantizeLinear" in needs.operators  # else --int8 makes trtexec invent ranges
     int8 = ["--int8"] if has_pairs else []
     types = [*int8, *_float_types(rest), *_precision_flags({}, wide)]
-    words = _command(files[QDQ], types)
-    return (TrtexecCommand("qdq", _until_10(oldest), words),)
+    return (TrtexecCommand("qdq", _until_10(oldest), _command(files[QDQ], types)),)
 
 
 def _strongly_typed(

@@ -77,7 +77,10 @@ def _making(
 ) -> Iterator[RepairInput]:
     """Split the samples: every other one computes the repairs, some of the rest evaluate them."""
     layers, enough = len(find_weighted_layers(request.model)), len(samples) >= _ENOUGH
-    used = samples[0::2][: _most_samples(samples)] if enough else samples
+    used = samples
+    if enough:  # those that give enough patches for their size
+        values = sum(value.size for value in samples[0].values())
+        used = samples[0::2][: max(2, _VALUES // max(values, 1))]
     with phase("weights", layers, "layers", about=True) as step:
         yield RepairInput(
             target=target,
@@ -87,11 +90,6 @@ def _making(
             threads=request.threads,
             progress=step,
         )
-
-
-def _most_samples(samples: Sequence[Sample]) -> int:
-    """Return how many samples give enough patches for their size."""
-    return max(2, _VALUES // max(sum(value.size for value in samples[0].values()), 1))
 
 
 def repair_request(
@@ -250,7 +248,9 @@ def repair_model(
             tried.append(_no_change(name))
             continue
         candidate, after = max(candidates, key=lambda one: _gain(now, one[1]))
-        kept = set(now) <= set(after) and _helps_all(now, after)
+        # some target gains and none loses
+        kept = set(now) <= set(after) and not any(harms(now[t], after[t]) for t in now)
+        kept = kept and any(helps(now[t], after[t], least=_CLEARLY_DB) for t in now)
         tried += [_result(name, t, now[t], after[t], kept=kept) for t in now if t in after]
         if kept:
             subject, now = candidate, after
@@ -337,13 +337,6 @@ def _gain(now: Mapping[str, Accuracy], after: Mapping[str, Accuracy]) -> float:
     """Return the gain of the worst output slice in dB, averaged over the targets."""
     gains = [worst_sqnr_db(after[t]) - worst_sqnr_db(now[t]) for t in now if t in after]
     return -math.inf if any(math.isnan(gain) for gain in gains) else sum(gains) / len(gains)
-
-
-def _helps_all(now: Mapping[str, Accuracy], after: Mapping[str, Accuracy]) -> bool:
-    """Whether some target gains and none loses."""
-    return any(helps(now[t], after[t], least=_CLEARLY_DB) for t in now) and not any(
-        harms(now[t], after[t]) for t in now
-    )
 
 
 def _result(name: str, target: str, now: Accuracy, after: Accuracy, *, kept: bool) -> RepairResult:

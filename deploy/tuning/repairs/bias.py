@@ -84,8 +84,7 @@ def _correct_each(request: BuildRequest, making: RepairInput) -> BuildRequest | 
         expected = _mean_out(plain[layer.name].rows, patches)
         stored = replace(layer, array=np.asarray(how.weights(layer), np.float32))
         actual = _mean_out(stored.rows, [how.inputs(one) for one in patches])
-        change = shrunk_mean(expected - actual)
-        biases.append((layer, layer.bias_of(graph) + change))
+        biases.append((layer, layer.bias_of(graph) + shrunk_mean(expected - actual)))
     return with_model(request, with_biases(request.model, biases)) if biases else None
 
 
