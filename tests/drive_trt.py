@@ -65,8 +65,7 @@ class Builder:
 
     def write(self, data):
         memory = ctypes.create_string_buffer(data, len(data))
-        put = self._call(3, None, ctypes.c_void_p, ctypes.c_size_t)
-        put(self.this, memory, len(data))
+        self._call(3, None, ctypes.c_void_p, ctypes.c_size_t)(self.this, memory, len(data))
         ctypes.memset(memory, 0, len(data))  # TensorRT's memory does not outlive the call
 
 

@@ -360,10 +360,6 @@ def end_capture(stream):
     return handle(works)
 
 
-def instantiate(graph, flags=0):
-    return handle(list(thing(graph)))
-
-
 def launch(graph, stream):
     for work in thing(graph):
         thing(stream).put(work)
@@ -395,7 +391,7 @@ class Libcuda:
     cuStreamBeginCapture_v2 = staticmethod(lambda s, mode: begin_capture(s.value, mode) or 0)
     cuStreamEndCapture = staticmethod(lambda s, graph: _into(graph, end_capture(s.value)))
     cuGraphInstantiateWithFlags = staticmethod(
-        lambda made, graph, flags: _into(made, instantiate(graph.value))
+        lambda made, graph, flags: _into(made, handle(list(thing(graph.value))))
     )
     cuGraphLaunch = staticmethod(lambda graph, s: launch(graph.value, s.value) or 0)
     cuGraphDestroy = cuGraphExecDestroy = staticmethod(lambda graph: _forget(graph.value) or 0)

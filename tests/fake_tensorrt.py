@@ -216,11 +216,6 @@ class INetworkDefinition:
     typed = property(lambda self: not CALIBRATORS or self._has("STRONGLY_TYPED"))
 
 
-def _plugin(op):
-    """Whether a loaded library has this plugin."""
-    return hasattr(ctypes.CDLL(None), f"{op}PluginCreator")
-
-
 class OnnxParser:
     def __init__(self, network, logger):
         _takes(logger)
@@ -263,7 +258,8 @@ def _unread(model):
         " (checkFallbackPluginImporter): INVALID_NODE: creator && \"Plugin not found, are the"
         ' plugin name, version, and namespace correct?"'
         for place, node in enumerate(model.graph.node)
-        if node.domain not in ("", "ai.onnx") and not _plugin(node.op_type)
+        if node.domain not in ("", "ai.onnx")
+        and not hasattr(ctypes.CDLL(None), f"{node.op_type}PluginCreator")
     ]  # fmt: skip
 
 
@@ -368,7 +364,8 @@ class Builder:
         wrong = _unprofiled(network, config)
         scales = {}
         calibrator = getattr(config, "int8_calibrator", None)
-        if not wrong and calibrator is not None and not _explicit(network.model):
+        explicit = any(node.op_type == "DequantizeLinear" for node in network.model.graph.node)
+        if not wrong and calibrator is not None and not explicit:
             scales, wrong = _calibrated(network, config)
             wrong = [*wrong, *STORY.behind]
         if wrong:
@@ -390,10 +387,6 @@ def _unprofiled(network, config):
     if network.typed and narrow:
         wrong.append(f"API Usage Error ({narrow[0]} is set on a strongly typed network)")
     return wrong
-
-
-def _explicit(model):
-    return any(node.op_type == "DequantizeLinear" for node in model.graph.node)
 
 
 def _label():
@@ -420,8 +413,7 @@ def _calibrated(network, config):
             for tensor, address in zip(network.inputs, addresses, strict=True)
         }
         for name, values in run(feed).items():
-            seen = float(np.abs(values).max(initial=0))
-            largest[name] = max(largest.get(name, 0), seen)
+            largest[name] = max(largest.get(name, 0), float(np.abs(values).max(initial=0)))
         taken += 1
     if not taken:
         return {}, ["Calibration failure occurred with no scaling factors detected"]

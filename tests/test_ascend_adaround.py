@@ -100,8 +100,7 @@ def test_the_places_of_an_iteration_are_all_or_drawn():
     rng = np.random.default_rng(0)
     for places, drawn in ((6, False), (100_000, True)):
         shapes = ((1, 2, 3), (1, 2, 1), (1, 2), (places, 1, 3))  # weight, scale, bias, inputs
-        tiles = amct.Tiles.of(*(np.ones(shape, np.float32) for shape in shapes))
-        got = tiles.draw(rng)
+        got = amct.Tiles.of(*(np.ones(shape, np.float32) for shape in shapes)).draw(rng)
         assert got.size == np.unique(got).size <= places and 0 <= got.min() <= got.max() < places
         assert (got.size < places) == drawn == (not np.array_equal(got, np.arange(got.size)))
 

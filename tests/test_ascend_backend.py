@@ -55,8 +55,7 @@ def run_integers(model, feed):
 def calibrated(model, feed, **options):
     """The layers of a model, quantized with what AMCT finds on one sample."""
     graph = find_layers(model)
-    config = default_config(graph, **options)
-    records = calibrate_amct(model, graph, [feed], config).records
+    records = calibrate_amct(model, graph, [feed], default_config(graph, **options)).records
     return quantize_layers(model, graph, records)
 
 

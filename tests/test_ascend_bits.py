@@ -138,8 +138,7 @@ def test_weights_are_of_8_bits_in_layers_that_take_no_fewer(built):
     assert bits == {"conv1": 8, "dw": 8, "up": 4}
     _, said, _ = built(CASES["w6"])
     assert "The weights of 3 layers (fc1, fc2, up) have 8 bits, not 6" in said
-    text = 'skip_layers: "dw" common_config { arq_quantize { quant_bits: 4 } }'
-    _, said, _ = built(text)
+    _, said, _ = built('skip_layers: "dw" common_config { arq_quantize { quant_bits: 4 } }')
     assert "The weights of 1 layer (conv1) have 8 bits, not 4" in said
 
 

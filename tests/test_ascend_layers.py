@@ -45,8 +45,7 @@ def computed(model, fed):
 
 
 def samples(count=8):
-    rng = np.random.default_rng(1)
-    left = rng.normal(size=(count, 3, 8, 8)).astype(np.float32)
+    left = np.random.default_rng(1).normal(size=(count, 3, 8, 8)).astype(np.float32)
     return {"left": left, "right": (left * 0.2).astype(np.float32)}
 
 
@@ -236,8 +235,7 @@ def test_a_cache_knows_the_batches(config, made, small_cnn):
 
 
 def branch(text, output):
-    graph = parse_nodes(text)
-    return helper.make_graph(graph, output, [], [make_value(output, None)])
+    return helper.make_graph(parse_nodes(text), output, [], [make_value(output, None)])
 
 
 @pytest.mark.parametrize("reader", ["output", "branch"])

@@ -160,8 +160,7 @@ def test_a_profile_tells_every_kernel_the_slowest_first(told, small_cnn):
 
 
 def test_a_profile_of_two_models_is_by_kind(told, a, tmp_path):
-    b = saved(tmp_path / "b.onnx", "y = Neg (x)")
-    _, out = told(b, "--against", a, "--profile")
+    _, out = told(saved(tmp_path / "b.onnx", "y = Neg (x)"), "--against", a, "--profile")
     assert re.search(r"^Kernels +a.onnx +b.onnx +kind$", out, re.MULTILINE)
     assert re.search(r"ms in 1 +-  Relu$", out, re.M) and re.search(r"- .*ms in 1  Neg$", out, re.M)
 

@@ -18,8 +18,7 @@ SCALES = TensorSpec("scales", "float16", (3, 2))
 
 
 def batch(dtype="float32", shape=(4, 3, 4, 5), seed=1):
-    rng = np.random.default_rng(seed)
-    return (rng.normal(size=shape) * 50).astype(dtype)
+    return (np.random.default_rng(seed).normal(size=shape) * 50).astype(dtype)
 
 
 def ours(source, specs, **options):

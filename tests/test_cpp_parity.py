@@ -630,8 +630,7 @@ def test_no_other_model_is_taken_for_it(cpp, tmp_path):
 
 @pytest.mark.parametrize("count", [1, 2, 10, 1001])
 def test_latency_has_the_same_form_and_figures(cpp, count):
-    rng = np.random.default_rng(count)
-    device = rng.gamma(4.0, 0.3, (count, 4)) * [0.1, 1, 0.1, 0.3]
+    device = np.random.default_rng(count).gamma(4.0, 0.3, (count, 4)) * [0.1, 1, 0.1, 0.3]
 
     class Timed:
         inputs = outputs = ()

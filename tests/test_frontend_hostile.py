@@ -379,8 +379,7 @@ def detector(domain="TRT", *, opset=13, kind=F32, op="EfficientNMS_TRT") -> onnx
 def with_if(model, last, body):
     """The model with an If of the node `body` in both branches, which is all that it gives."""
     del model.graph.node[last:]
-    made = make_value(body.output[0], None)
-    branch = helper.make_graph([body], "body", [], [made])
+    branch = helper.make_graph([body], "body", [], [make_value(body.output[0], None)])
     both = {"then_branch": branch, "else_branch": branch}
     model.graph.node.append(make_node("If", "yes", "y", name="if", **both))
     model.graph.initializer.append(constant("yes", np.bool_(True)))

@@ -186,8 +186,7 @@ def test_fp8_takes_the_nearest_code_and_saturates():
 )
 @given(st.lists(st.floats(-1e39, 1e39), min_size=1), st.integers(-140, 0))
 def test_floats_round_as_ml_dtypes_does(grid, theirs, values, power):
-    types = pytest.importorskip("ml_dtypes")
-    dtype = getattr(types, theirs, None) or np.dtype(theirs)
+    dtype = getattr(pytest.importorskip("ml_dtypes"), theirs, None) or np.dtype(theirs)
     with np.errstate(over="ignore", under="ignore"):
         x = (np.array(values) * 2.0**power).astype(np.float32)
         inside = np.clip(x, grid.qmin, grid.qmax)  # theirs gives NaN or infinity beyond

@@ -393,15 +393,12 @@ def test_a_detector_that_finds_nothing_of_what_is_annotated_proves_nothing(sampl
     assert "inputs are in question: each is 0" in judged(one, doubts=doubts).words
     seen = replace(one, precision=precise(0.4, 0.4))
     assert "each is 0" not in judged(seen, doubts=doubts).words
-    assert judged(accuracy(task=task(0.1)), doubts=doubts).reasons == (
-        "the float model's inputs are in question: each is 0",
-        "9 of 10 boxes kept",
-    )  # unusable
     for right, is_said in ((0.34, True), (0.92, False)):  # raw pixels fed to a net of 10 classes
         labelled = accuracy(top1_reference=right, top1_candidate=right, samples=200)
         assert ("inputs are in question" in judged(labelled, doubts=doubts).words) == is_said
-    first = judged(accuracy(top1_agreement=0.9, task=task(0.9)), doubts=doubts).reasons
-    assert first == ("the float model's inputs are in question: each is 0", "9 of 10 boxes kept")
+    for kept in (0.9, 0.1):  # unusable
+        first = judged(accuracy(top1_agreement=0.9, task=task(kept)), doubts=doubts).reasons
+        assert "inputs are in question: each is 0" in first[0] and "9 of 10" in first[1]
 
 
 @pytest.mark.parametrize(

@@ -174,8 +174,7 @@ def test_calibrators_and_gpus_that_are_not_there_are_refused(tensorrt, failing, 
 
 
 def test_what_the_parser_refuses_is_said_in_its_words(tensorrt, run, failing, words, tmp_path):
-    trt = tensorrt(TEN)
-    trt.STORY.parser.append("In node 91 (importReduceMean): UNSUPPORTED_NODE")
+    tensorrt(TEN).STORY.parser.append("In node 91 (importReduceMean): UNSUPPORTED_NODE")
     code, out, _ = run(*words("out", "--target", "tensorrt,onnxruntime"))
     assert code == 1 and "importReduceMean" in " ".join(out.split())
     assert list(tmp_path.glob("out/*.int8.onnx"))  # the other target is built all the same

@@ -83,8 +83,7 @@ def test_an_output_that_the_file_calls_another_shape_is_no_hindrance(
     tmp_path, small_cnn, pictures, quantized
 ):
     model = onnx.load(small_cnn)
-    said = model.graph.output[0].type.tensor_type
-    said.shape.dim.add().dim_param = "steps"
+    model.graph.output[0].type.tensor_type.shape.dim.add().dim_param = "steps"
     model.graph.ClearField("value_info")
     onnx.save(model, tmp_path / "small_cnn.onnx")
     built(tmp_path / "small_cnn.onnx", pictures, tmp_path / "out")
@@ -133,8 +132,7 @@ def net(text, weights, outputs="y", **attributes):
 @pytest.mark.parametrize("rest", ["fp16", "bf16"])
 def test_what_needs_float32_keeps_it_and_is_cast_once(rest):
     text = "MatMul x w -> a | Softmax a -> s | Exp a -> e | Mul s e -> m | Relu m -> y"
-    model = net(text, {"w": np.eye(4)})
-    made, kept = narrow_float_part(model, rest, {})
+    made, kept = narrow_float_part(net(text, {"w": np.eye(4)}), rest, {})
     narrow = kinds(made)
     assert not kept and narrow["softmax"] == narrow["exp"] == FLOAT
     assert narrow["matmul"] == narrow["mul"] != FLOAT
@@ -637,8 +635,7 @@ def test_weights_rounded_by_output_are_never_worse_than_the_nearest(seed):
     rng = np.random.default_rng(seed)
     steps = (rng.normal(size=(2, 5, 12)) * 10 ** rng.uniform(-2, 2)).clip(-448, 448)
     products = gram(rng.normal(size=(2, 12, 40)).astype(np.float32) + 0.5)
-    fixed = np.zeros(steps.shape, bool)
-    made = round_by_output(steps, products, fixed=fixed, grid=FP8)
+    made = round_by_output(steps, products, fixed=np.zeros(steps.shape, bool), grid=FP8)
     near = round_to_grid(steps, FP8)
     ends = [round_to_grid(steps, FP8, to) for to in (np.floor, np.ceil)]
     assert ((made == ends[0]) | (made == ends[1])).all() and (made != near).any()
@@ -648,8 +645,7 @@ def test_weights_rounded_by_output_are_never_worse_than_the_nearest(seed):
 
 def test_repairs_see_the_grid_and_each_can_be_tried(run, wide_net, images, tmp_path, narrow):
     model = onnx.load(narrow / "net.tensorrt.qdq.onnx")
-    layers = find_weighted_layers(load(wide_net).model)
-    found = read_all_quantizations(model, layers)
+    found = read_all_quantizations(model, find_weighted_layers(load(wide_net).model))
     assert set(found) == {"/c2", "/c3", "/c4", "/y"}
     for layer, how in found.values():
         assert how.grid == FP8 and (how.low, how.high) == (-448, 448)

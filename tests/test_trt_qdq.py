@@ -337,8 +337,7 @@ def test_an_add_stays_float_where_nobody_wants_int8_or_a_branch_is_kept_so(tmp_p
     assert why["sum"] == "nothing after it runs in int8" and pairs["as"] == ("b",)
     why, _ = placed(net(f"{BLOCK} | Exp c -> e | Add as e -> sum | Conv sum w -> y", tmp_path))
     assert why["sum"] == "an input of it is not int8"
-    model = net(f"{BOTTLENECK} | Conv sum w -> y", tmp_path)
-    why, pairs = placed(model, float_nodes=["c"])
+    why, pairs = placed(net(f"{BOTTLENECK} | Conv sum w -> y", tmp_path), float_nodes=["c"])
     assert why["sum"] == "an input of it is not int8" and pairs["as"] == ("b",)
     assert not ONNXRUNTIME.passes
     assert TENSORRT.passes > {"Sigmoid", "Mul", "Concat", "GlobalAveragePool"}

@@ -320,8 +320,7 @@ def listing(tmp_path_factory):
     )
     path = tmp_path_factory.mktemp("listing") / "net.onnx"
     ends = {"x": [1, 3, SIDE, SIDE]}, {"y": ["found", 6]}
-    model = make_model(nodes, *ends, as_float32(floats) | wholes)
-    onnx.save(model, path)
+    onnx.save(make_model(nodes, *ends, as_float32(floats) | wholes), path)
     np.save(path.with_suffix(".npy"), made.uniform(0, 1, (24, 3, SIDE, SIDE)).astype(np.float32))
     return path
 

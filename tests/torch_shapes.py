@@ -124,8 +124,7 @@ class Inverted(nn.Module):
         self.project, self.bn3 = nn.Conv2d(24, width, 1, bias=False), BatchNormAct2d(width, Plain)
 
     def forward(self, x):
-        y = self.bn2(self.deep(self.bn1(self.expand(x))))
-        return self.bn3(self.project(y)) + x
+        return self.bn3(self.project(self.bn2(self.deep(self.bn1(self.expand(x)))))) + x
 
 
 class Plain(nn.Identity):

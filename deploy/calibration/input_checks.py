@@ -222,9 +222,9 @@ def _few(feed: Feed, samples: Sequence[Mapping[str, Array]]) -> Iterator[str]:
 
 def _nearly(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
     """Whether two samples are the same but for noise below a step of int8."""
-    large = {n for n, value in one.items() if is_floating(value) and value.size >= _LARGE}
-    return large != set() and all(
-        np.linalg.norm(value - other[n]) * 255 < np.ptp(value) * np.sqrt(value.size)
+    large = {n: np.float64(v) for n, v in one.items() if is_floating(v) and v.size >= _LARGE}
+    return large != {} and all(
+        np.square(large[n] - other[n]).mean() * 255**2 < np.ptp(large[n]) ** 2
         if n in large and value.shape == other[n].shape
         else np.array_equal(value, other[n])
         for n, value in one.items()
