@@ -235,7 +235,7 @@ class OnnxRuntime:
         decisions, weights = paired.decisions, read_stored_weights(paired.model, on_cpus=True)
         kind = "int8" if any(d.quantized for d in decisions) else "float"
         model = paired.engine(request.cpu)
-        if paired.plan is not None:  # else the user's own
+        if request.subject.loaded.widened:
             store_halves(model.graph)
         weights = (*weights, *dynamic_weights(model))
         notes = (
