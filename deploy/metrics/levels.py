@@ -171,7 +171,7 @@ def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
     elif right < _SELDOM and chance < _SELDOM / 2:
         yield (
             DOUBTFUL,
-            f"{FLOAT_MODEL} itself is seldom right on its own images: top-1 {100 * right:.2f} %"
+            f"{FLOAT_MODEL} itself is mostly wrong on its own images: top-1 {100 * right:.2f} %"
             f" of {classes} classes; check --preprocess, --mean, --std, --color and the labels",
         )
 
