@@ -127,15 +127,12 @@ def test_moving_nodes_share_the_scale_of_what_they_move():
     assert [(w.name, w.axis) for w in plan.weights] == [("w", 0), ("g", 1)]
 
 
-@pytest.mark.parametrize(
-    ("node", "weights", "reason"),
-    [
-        ("y = Conv(x, x)", {}, "its weights are not constant"),
-        ("y = Gemm <alpha = 2.0> (x, g)", {"g": (8, 3)}, "alpha or beta"),
-        ("y = MatMul(g, x)", {"g": (8, 8)}, "first factor"),
-        ("y = Sin(x)", {}, "Sin is not run in int8 on onnxruntime"),
-    ],
-)
+@pytest.mark.parametrize(("node", "weights", "reason"), [
+    ("y = Conv(x, x)", {}, "its weights are not constant"),
+    ("y = Gemm <alpha = 2.0> (x, g)", {"g": (8, 3)}, "alpha or beta"),
+    ("y = MatMul(g, x)", {"g": (8, 8)}, "first factor"),
+    ("y = Sin(x)", {}, "Sin is not run in int8 on onnxruntime"),
+])  # fmt: skip
 def test_what_stays_float_says_why(node, weights, reason):
     shape = (8, 8) if "Gemm" in node else (1, 4, 8, 8)
     plan = analyse(make(node, weights, shape=shape), ONNXRUNTIME)

@@ -289,10 +289,9 @@ def test_an_unknown_task_is_judged_by_its_worst_part(db, level):
     assert found.level == level and "scores" in found.words
 
 
-@pytest.mark.parametrize(
-    ("value", "level"),
-    [(0.95, GOOD), (0.949, DOUBTFUL), (0.75, DOUBTFUL), (0.749, UNUSABLE), (math.nan, UNUSABLE)],
-)
+@pytest.mark.parametrize(("value", "level"), [
+    (0.95, GOOD), (0.949, DOUBTFUL), (0.75, DOUBTFUL), (0.749, UNUSABLE), (math.nan, UNUSABLE),
+])  # fmt: skip
 def test_a_task_is_judged_by_what_is_lost_of_it(value, level):
     found = judged(accuracy(part(6), task=task(value)))
     assert found.level == level and "9 of 10 boxes kept" in found.words
@@ -468,10 +467,9 @@ def compared(change, error, *, shape=(1, 3, 16, 16), cut=0):
     return comparison.result()
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "level"),
-    [(0.03, 0.03, DOUBTFUL), (0.03, 0.003, GOOD), (0.5, 0.03, GOOD), (0.1, 0.9, UNUSABLE)],
-)
+@pytest.mark.parametrize(("change", "error", "level"), [
+    (0.03, 0.03, DOUBTFUL), (0.03, 0.003, GOOD), (0.5, 0.03, GOOD), (0.1, 0.9, UNUSABLE),
+])  # fmt: skip
 def test_what_is_left_of_a_small_change_of_the_input_is_judged(change, error, level):
     found = judged(compared(change, error))
     assert found.level == level

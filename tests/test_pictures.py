@@ -219,10 +219,9 @@ def test_options_that_contradict_the_model_are_told(how, target, message):
         complete_preprocess(how, target)
 
 
-@pytest.mark.parametrize(
-    ("scale", "mean", "way_out"),
-    [(1 / 255, (127.5,), "scale 1 .* such as 0.5$"), (1 / 127.5, (103.9, 116.8, 123.7), "0 to 2,")],
-)
+@pytest.mark.parametrize(("scale", "mean", "way_out"), [
+    (1 / 255, (127.5,), "scale 1 .* such as 0.5$"), (1 / 127.5, (103.9, 116.8, 123.7), "0 to 2,"),
+])  # fmt: skip
 def test_a_mean_that_no_scaled_pixel_reaches_is_refused(scale, mean, way_out):
     how = Preprocess(scale=scale, mean=mean)
     with pytest.raises(ConfigError, match=f"mean is taken from scaled pixels.*{way_out}"):
@@ -564,19 +563,16 @@ def test_names_of_pictures_are_escaped(pictures):
     assert "data:" not in to_markdown(report)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"size": (20, 30), "color": "rgb", "mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4)},
-        {"size": (20, 30), "color": "grey", "interpolation": "area"},
-        {"size": (20, 30), "color": "grey", "scale": 1.0},
-        {"size": (90, 80), "color": "bgr", "interpolation": "area", "layout": "nhwc"},
-        {"size": (32, 32), "color": "rgb", "resize": "letterbox", "pad": (114.0,)},
-        {"size": (48, 32), "color": "rgb", "resize": "letterbox", "anchor": "top-left"},
-        {"size": (24, 24), "color": "rgb", "resize": "short-side", "interpolation": "cubic"},
-        {"size": (24, 64), "color": "bgr", "resize": "fit-height", "pad": (1.0, 2.0, 3.0)},
-    ],
-)
+@pytest.mark.parametrize("how", [
+    {"size": (20, 30), "color": "rgb", "mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4)},
+    {"size": (20, 30), "color": "grey", "interpolation": "area"},
+    {"size": (20, 30), "color": "grey", "scale": 1.0},
+    {"size": (90, 80), "color": "bgr", "interpolation": "area", "layout": "nhwc"},
+    {"size": (32, 32), "color": "rgb", "resize": "letterbox", "pad": (114.0,)},
+    {"size": (48, 32), "color": "rgb", "resize": "letterbox", "anchor": "top-left"},
+    {"size": (24, 24), "color": "rgb", "resize": "short-side", "interpolation": "cubic"},
+    {"size": (24, 64), "color": "bgr", "resize": "fit-height", "pad": (1.0, 2.0, 3.0)},
+])  # fmt: skip
 @pytest.mark.parametrize("shape", [(37, 51), (51, 37)])
 def test_the_program_of_a_build_feeds_what_calibrated(how, shape, tmp_path):
     how = Preprocess(**{"layout": "nchw"} | how)

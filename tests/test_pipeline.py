@@ -173,14 +173,11 @@ def test_a_dead_tensor_is_told_and_its_nodes_stay_float(small_cnn, pictures, tmp
     assert trt_cache.parse(data, origin="cache").scales()["r1"] == 0
 
 
-@pytest.mark.parametrize(
-    ("count", "said"),
-    [
-        (1, "r0: it was 0 in every sample; its nodes"),
-        (2, "r0, r1: each was 0 in every sample; their nodes"),
-        (5, "r0, r1, r2 and 2 more: each was 0 in every sample; their nodes"),
-    ],
-)
+@pytest.mark.parametrize(("count", "said"), [
+    (1, "r0: it was 0 in every sample; its nodes"),
+    (2, "r0, r1: each was 0 in every sample; their nodes"),
+    (5, "r0, r1, r2 and 2 more: each was 0 in every sample; their nodes"),
+])  # fmt: skip
 def test_dead_tensors_are_told_together(tmp_path, count, said):
     dead = [f"r{place}" for place in range(count)]
     nodes = [("Conv", "x w", "c"), *(("Relu", "c", name) for name in dead)]
@@ -238,15 +235,12 @@ def test_a_bad_evaluation_image_is_skipped_with_its_label(build_small, pictures,
     assert report.engines[1].accuracy.top1_reference is not None
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"float_nodes": ["Conv_c22"]}, "did you mean 'Conv_c2'"),
-        ({"targets": ["onnx"]}, "a target is one of"),
-        ({"targets": ["tensorrt", "tensorrt"]}, "'tensorrt' twice"),
-        ({"method": "kl"}, "a method is one of"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ({"float_nodes": ["Conv_c22"]}, "did you mean 'Conv_c2'"),
+    ({"targets": ["onnx"]}, "a target is one of"),
+    ({"targets": ["tensorrt", "tensorrt"]}, "'tensorrt' twice"),
+    ({"method": "kl"}, "a method is one of"),
+])  # fmt: skip
 def test_words_that_name_nothing_are_told(observe_small, options, said):
     with pytest.raises(ConfigError, match=said):
         observe_small(**options)
@@ -350,10 +344,9 @@ def test_another_method_runs_the_model_only_for_another_statistic(run_small, tmp
     assert runs == {"mse": 0, "minmax": 0, "entropy-tensorrt": 42, "legacy": 20}
 
 
-@pytest.mark.parametrize(
-    ("target", "method"),
-    [("ascend", None), *((t, m) for t in ("onnxruntime", "tensorrt") for m in METHODS)],
-)
+@pytest.mark.parametrize(("target", "method"), [
+    ("ascend", None), *((t, m) for t in ("onnxruntime", "tensorrt") for m in METHODS),
+])  # fmt: skip
 def test_what_calibrate_keeps_is_what_build_requires(run_small, tmp_path, target, method):
     cache = tmp_path / "c.cache"
     words = ("--target", target, *(("--method", method) if method else ()))

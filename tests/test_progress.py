@@ -162,10 +162,9 @@ def test_time_left_is_told_where_it_is_known(one, done, words):
     assert one.words(8.0) == words
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.4, "0 s"), (31, "31 s"), (59.7, "1 min 0 s"), (125, "2 min 5 s"), (3790, "1 h 3 min")],
-)
+@pytest.mark.parametrize(("seconds", "words"), [
+    (0.4, "0 s"), (31, "31 s"), (59.7, "1 min 0 s"), (125, "2 min 5 s"), (3790, "1 h 3 min"),
+])  # fmt: skip
 def test_times_are_said_as_a_person_says_them(seconds, words):
     assert terminal.format_seconds(seconds) == words
 

@@ -146,14 +146,11 @@ def of_shape(text):
     return header(b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + text + b",)}\n")
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        *(of_shape(b"1000000000000, 9") + bytes(99), of_shape(b"-1") + bytes(4)),
-        *(of_shape(b"4") + bytes(8), npy(np.array([print], object))),
-        *(b"\x93NUMPY\x09\x00", b"", b"PK"),
-    ],
-)
+@pytest.mark.parametrize("data", [
+    *(of_shape(b"1000000000000, 9") + bytes(99), of_shape(b"-1") + bytes(4)),
+    *(of_shape(b"4") + bytes(8), npy(np.array([print], object))),
+    *(b"\x93NUMPY\x09\x00", b"", b"PK"),
+])  # fmt: skip
 def test_an_array_is_no_larger_than_its_bytes(data):
     with pytest.raises(ValueError):
         reading.read_array(io.BytesIO(data), len(data))
@@ -377,14 +374,10 @@ def test_evaluation_images_are_held_to_it_too(small_cnn, photos, pictures, tmp_p
         build(small_cnn, pictures, out=tmp_path / "o", eval_images=photos, **QUICK)
 
 
-@pytest.mark.parametrize(
-    ("where", "named"),
-    [
-        ("deploy.tuning.search_samples.observe", {"tuning": Tuning()}),
-        (f"{Ascend.__module__}.Ascend.build", {"targets": ["onnxruntime", "ascend"]}),
-    ],
-    ids=["the search does not pass over it", "it is no failure of one target"],
-)
+@pytest.mark.parametrize(("where", "named"), [
+    ("deploy.tuning.search_samples.observe", {"tuning": Tuning()}),
+    (f"{Ascend.__module__}.Ascend.build", {"targets": ["onnxruntime", "ascend"]}),
+], ids=["the search does not pass over it", "it is no failure of one target"])  # fmt: skip
 def test_a_change_ends_a_build(where, named, small_cnn, pictures, tmp_path, monkeypatch):
     def of_changed(*_, **__):
         raise SampleChangedError("image 11.png changed while calib8 ran; run again")

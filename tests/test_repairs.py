@@ -272,14 +272,11 @@ def test_every_repair_gives_the_same_bytes_again_and_with_any_number_of_threads(
     assert files(tmp_path / "one") == files(tmp_path / "three") and files(tmp_path / "one")
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--target", "tensorrt", "--method", "entropy-tensorrt"), "cannot use repaired weights"),
-        (("--target", "tensorrt", "--method", "legacy"), "got repair equalize"),
-        (("--trust-cache",), "a trusted cache holds the ranges of the model as it is"),
-    ],
-)
+@pytest.mark.parametrize(("words", "sentence"), [
+    (("--target", "tensorrt", "--method", "entropy-tensorrt"), "cannot use repaired weights"),
+    (("--target", "tensorrt", "--method", "legacy"), "got repair equalize"),
+    (("--trust-cache",), "a trusted cache holds the ranges of the model as it is"),
+])  # fmt: skip
 def test_readers_of_the_file_refuse_repairs_before_observing(words, sentence, tmp_path, built):
     assert sentence in built.refused(uneven(tmp_path), *words, "--repair", "equalize")
 
@@ -426,10 +423,9 @@ CONVS = [
 TRANSPOSED = [{}, {"strides": [2, 1], "pads": [1, 0, 0, 1], "output_padding": [1, 0]}, {"group": 2}]
 
 
-@pytest.mark.parametrize(
-    ("kind", "given_"),
-    [*(("Conv", one) for one in CONVS), *(("ConvTranspose", one) for one in TRANSPOSED)],
-)
+@pytest.mark.parametrize(("kind", "given_"), [
+    *(("Conv", one) for one in CONVS), *(("ConvTranspose", one) for one in TRANSPOSED),
+])  # fmt: skip
 def test_weights_times_patches_are_the_layer(kind, given_):
     rng = np.random.default_rng(7)
     first, second = (4, 6) if kind == "ConvTranspose" else (6, 4)

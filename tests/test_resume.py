@@ -540,14 +540,11 @@ def test_only_the_pictures_of_the_shard_must_be_there(run, shard, small_cnn, pic
     assert "gone.png" in run.fails("calibrate", small_cnn, *words)
 
 
-@pytest.mark.parametrize(
-    ("parts", "said"),
-    [
-        ([(2, 4), (3, 4)], ["got 2 of 4; missing: 1/4, 4/4"]),
-        ([(1, 2), (1, 2, "again.shard")], ["got 1/2 twice", "again.shard"]),
-        ([(1, 2), (2, 3)], ["1/2", "2/3"]),
-    ],
-)
+@pytest.mark.parametrize(("parts", "said"), [
+    ([(2, 4), (3, 4)], ["got 2 of 4; missing: 1/4, 4/4"]),
+    ([(1, 2), (1, 2, "again.shard")], ["got 1/2 twice", "again.shard"]),
+    ([(1, 2), (2, 3)], ["1/2", "2/3"]),
+])  # fmt: skip
 def test_a_set_of_shards_that_is_not_one_is_named(parts, said, run, shard, small_cnn, tmp_path):
     paths = [shard(number, of, name="".join(name)) for number, of, *name in parts]
     err = run.fails("merge", small_cnn, *paths, "-o", tmp_path / "m.cache")

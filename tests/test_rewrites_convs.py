@@ -206,10 +206,9 @@ def fives(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("squeeze", ["", "GlobalAveragePool", "ReduceMean"])
-@pytest.mark.parametrize(
-    ("channels", "wide", "avx2"),
-    [(24, 32, 24), (40, 48, 48), (72, 80, 80), (20, 32, 20), (32, 32, 32), (48, 48, 48)],
-)
+@pytest.mark.parametrize(("channels", "wide", "avx2"), [
+    (24, 32, 24), (40, 48, 48), (72, 80, 80), (20, 32, 20), (32, 32, 32), (48, 48, 48),
+])  # fmt: skip
 def test_the_channels_of_a_slow_layer_are_filled_up_where_that_pays(
     channels, wide, avx2, squeeze, tmp_path, monkeypatch
 ):

@@ -125,11 +125,9 @@ def smaller(model: onnx.ModelProto, times: float) -> onnx.ModelProto:
     return model
 
 
-@pytest.mark.parametrize(
-    ("times", "kernel"),
-    [(1.0, "Clip"), (0.25, ""), (0.05, "QLinearAdd")],
-    ids=["clipped", "within the clip", "far from its lower end"],
-)
+@pytest.mark.parametrize(("times", "kernel"), [
+    (1.0, "Clip"), (0.25, ""), (0.05, "QLinearAdd"),
+], ids=["clipped", "within the clip", "far from its lower end"])  # fmt: skip
 def test_what_a_gate_reads_depends_on_the_range_of_its_source(times, kernel, tmp_path, kernels):
     model = smaller(network(FORMS["hard swish"]), times)
     engine = built(model, tmp_path, "--effort", "0")
@@ -263,10 +261,9 @@ def test_gates_of_one_model_share_their_numbers(tmp_path, kernels):
     assert len([t for t in engine.graph.initializer if t.name.startswith("calib8/number/")]) == 3
 
 
-@pytest.mark.parametrize(
-    ("op", "value", "kernel"),
-    [("Add", 3.0, "QLinearAdd"), ("Add", -0.7, "QLinearAdd"), ("Mul", -1.3, "QLinearMul")],
-)
+@pytest.mark.parametrize(("op", "value", "kernel"), [
+    ("Add", 3.0, "QLinearAdd"), ("Add", -0.7, "QLinearAdd"), ("Mul", -1.3, "QLinearMul"),
+])  # fmt: skip
 def test_one_number_between_int8_is_held_exactly_in_int8(op, value, kernel, tmp_path, kernels):
     pool = "p = MaxPool <kernel_shape = [2, 2]> (t)"  # else it is folded into the Conv
     model = network(f"{pool} y = {op}(p, number)")
@@ -501,13 +498,10 @@ def test_between_int8_it_runs_on_integers(kind, tmp_path, kernels):
     assert 10 * np.log10((want**2).sum() / ((want - got) ** 2).sum()) > 30
 
 
-@pytest.mark.parametrize(
-    ("node", "constants"),
-    [
-        ('y = Pad <mode = "reflect"> (t, p)', SPATIAL),
-        ("y = Pad(t, p, one)", {**SPATIAL, "one": np.float32(1)}),
-    ],
-)
+@pytest.mark.parametrize(("node", "constants"), [
+    ('y = Pad <mode = "reflect"> (t, p)', SPATIAL),
+    ("y = Pad(t, p, one)", {**SPATIAL, "one": np.float32(1)}),
+])  # fmt: skip
 def test_a_pad_with_anything_but_zeros_stays_float(node, constants):
     plan = analyse(load(network_pad(node, constants)).model, ONNXRUNTIME)
     (pad,) = [d for d in plan.decisions if d.op_type == "Pad"]

@@ -233,17 +233,14 @@ def test_what_stands_out_is_named_as_without(calibrated, arrays, tmp_path):
         assert f"int8 steps: sample {place} of x.npy" in out
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--stable-within 0.1", "give --until-stable too"),
-        ("--until-stable --stable-within 1.5", "over 0 and below 1, got 1.5"),
-        ("--until-stable --shard 1/2", "shard 1/2"),
-        ("--until-stable --target ascend", "defined by the order of all images"),
-        ("--until-stable --target tensorrt --method entropy-tensorrt", "the order of all images"),
-        ("--until-stable --trust-cache", "--trust-cache"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ("--stable-within 0.1", "give --until-stable too"),
+    ("--until-stable --stable-within 1.5", "over 0 and below 1, got 1.5"),
+    ("--until-stable --shard 1/2", "shard 1/2"),
+    ("--until-stable --target ascend", "defined by the order of all images"),
+    ("--until-stable --target tensorrt --method entropy-tensorrt", "the order of all images"),
+    ("--until-stable --trust-cache", "--trust-cache"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(words, said, calibrated):
     assert said in calibrated.fails("a.cache", *words.split())
 
@@ -470,13 +467,9 @@ def test_a_constant_may_stand_before_what_it_scales_or_shifts(reader):
     assert found is not None and found.node == "c"
 
 
-@pytest.mark.parametrize(
-    ("op", "reads", "place"),
-    [
-        *(("Relu", name, 11) for name in ("r10", "p01", "j")),
-        *(("Conv", "p00 v", n) for n in (2, 11)),
-    ],
-)
+@pytest.mark.parametrize(("op", "reads", "place"), [
+    *(("Relu", name, 11) for name in ("r10", "p01", "j")), *(("Conv", "p00 v", n) for n in (2, 11)),
+])  # fmt: skip
 def test_slices_that_something_else_reads_too_are_no_way_to_the_first_conv(op, reads, place):
     net = space_to_depth()
     assert find_first_layer(net, "x") is not None and len(net.graph.node) == 11

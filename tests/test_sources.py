@@ -152,14 +152,11 @@ def test_broken_files_of_arrays_are_told_or_skipped(tmp_path, run, small_cnn):
     run.ok(*words, "--skip-bad")
 
 
-@pytest.mark.parametrize(
-    ("size", "spec", "message"),
-    [
-        (100, X, r"complete samples of the input 'x' .*, 3,072 bytes each, got 100 bytes"),
-        (0, X, "got 0 bytes"),
-        (3072, TensorSpec("x", "float32", ("n", 3, "h", 16)), "must state its shape"),
-    ],
-)
+@pytest.mark.parametrize(("size", "spec", "message"), [
+    (100, X, r"complete samples of the input 'x' .*, 3,072 bytes each, got 100 bytes"),
+    (0, X, "got 0 bytes"),
+    (3072, TensorSpec("x", "float32", ("n", 3, "h", 16)), "must state its shape"),
+])  # fmt: skip
 def test_values_without_a_header_must_fit(size, spec, message, tmp_path):
     (tmp_path / "a.bin").write_bytes(bytes(size))
     with pytest.raises(FeedError, match=message):
@@ -439,26 +436,23 @@ class FeedDicts:
 LABELS = np.arange(6)
 
 
-@pytest.mark.parametrize(
-    ("source", "left"),
-    [
-        pytest.param(BATCH, "", id="an array"),
-        pytest.param(Tensor(BATCH, needs_grad=True), "", id="a tensor"),
-        pytest.param({"x": BATCH}, "", id="stacked by name"),
-        pytest.param([(BATCH[:4], LABELS[:4]), (BATCH[4:], LABELS[4:])], "number 2", id="loader"),
-        pytest.param([[Tensor(one[None])] for one in BATCH], "", id="a loader of one tensor"),
-        pytest.param(({"x": b[None], "y": 1} for b in BATCH), "'y'", id="mappings with a label"),
-        pytest.param([({"x": b[None]}, 1) for b in BATCH], "number 2", id="(mapping, label)"),
-        pytest.param(lambda: iter(BATCH), "", id="a function"),
-        pytest.param(OwnReader(), "", id="get_next"),
-        pytest.param(OwnReader, "", id="a class of readers"),
-        pytest.param(lambda: (yield from BATCH), "", id="a function that yields"),
-        pytest.param(lambda: {"x": BATCH}, "", id="a function that gives a mapping"),
-        pytest.param(Batched(), "number 2", id="a dataset of TensorFlow's"),
-        pytest.param(Rows(), "'label'", id="a dataset of Hugging Face's"),
-        pytest.param(FeedDicts(), "", id="a loader of polygraphy's"),
-    ],
-)
+@pytest.mark.parametrize(("source", "left"), [
+    pytest.param(BATCH, "", id="an array"),
+    pytest.param(Tensor(BATCH, needs_grad=True), "", id="a tensor"),
+    pytest.param({"x": BATCH}, "", id="stacked by name"),
+    pytest.param([(BATCH[:4], LABELS[:4]), (BATCH[4:], LABELS[4:])], "number 2", id="loader"),
+    pytest.param([[Tensor(one[None])] for one in BATCH], "", id="a loader of one tensor"),
+    pytest.param(({"x": b[None], "y": 1} for b in BATCH), "'y'", id="mappings with a label"),
+    pytest.param([({"x": b[None]}, 1) for b in BATCH], "number 2", id="(mapping, label)"),
+    pytest.param(lambda: iter(BATCH), "", id="a function"),
+    pytest.param(OwnReader(), "", id="get_next"),
+    pytest.param(OwnReader, "", id="a class of readers"),
+    pytest.param(lambda: (yield from BATCH), "", id="a function that yields"),
+    pytest.param(lambda: {"x": BATCH}, "", id="a function that gives a mapping"),
+    pytest.param(Batched(), "number 2", id="a dataset of TensorFlow's"),
+    pytest.param(Rows(), "'label'", id="a dataset of Hugging Face's"),
+    pytest.param(FeedDicts(), "", id="a loader of polygraphy's"),
+])  # fmt: skip
 def test_what_python_hands_over(source, left):
     feed, samples = fed(source)
     same(samples)
@@ -596,19 +590,16 @@ def test_sizes_of_their_own_through_the_command(sizes, wide, tmp_path, command):
     command("explain", tmp_path / "a", "--images", sizes)  # as the report says
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--size 24x* --resize letterbox", "go with resize stretch, or with fit-height"),
-        ("--size native --resize fit-height", "got fit-height to *x*; give another resize"),
-        ("--size 24x24 --multiple 8", "a multiple is for sides that depend on the image, got 8"),
-        ("--multiple 8", "leaves its size open; give a size, such as 224x224, or 224x* or native"),
-        ("--size native --multiple 0", "multiple must be whole pixels, 1 to 16384, got 0"),
-        ("--size 24", "a size reads HxW, such as 224x224, 48x* or native, got '24'"),
-        ("--size 1x* --resize stretch", None),
-        ("--size 16000x*", "at most 16384 pixels, got 16000x32000 for image 0.png of 20x40"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("--size 24x* --resize letterbox", "go with resize stretch, or with fit-height"),
+    ("--size native --resize fit-height", "got fit-height to *x*; give another resize"),
+    ("--size 24x24 --multiple 8", "a multiple is for sides that depend on the image, got 8"),
+    ("--multiple 8", "leaves its size open; give a size, such as 224x224, or 224x* or native"),
+    ("--size native --multiple 0", "multiple must be whole pixels, 1 to 16384, got 0"),
+    ("--size 24", "a size reads HxW, such as 224x224, 48x* or native, got '24'"),
+    ("--size 1x* --resize stretch", None),
+    ("--size 16000x*", "at most 16384 pixels, got 16000x32000 for image 0.png of 20x40"),
+])  # fmt: skip
 def test_sizes_that_mean_nothing(words, message, sizes, wide, tmp_path, run):
     asked = ("calibrate", wide, "--images", sizes, "--out", tmp_path / "c.cache", *words.split())
     assert message in run.fails(*asked) if message else run(*asked)[0] == 0
@@ -726,16 +717,13 @@ def test_raw_pictures_are_preprocessed_as_files(tmp_path, small_cnn, command):
     command(*build, tmp_path / "p", "--eval-images", tmp_path / "*.png")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--raw-shape 1x3x16x16", "a raw shape and dtype apply to .bin and .raw files, got 00.png"),
-        ("--raw-dtype uint8", "which have their own; leave them out"),
-        ("--raw-dtype complex64", "a raw dtype must be one of float32, float16"),
-        ("--raw-shape 1x3xq", "--raw-shape takes whole numbers, got 'q'"),
-        ("--raw-shape 0x3", "a raw shape must have 1 to 8 sides of 1 or more, got [0, 3]"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("--raw-shape 1x3x16x16", "a raw shape and dtype apply to .bin and .raw files, got 00.png"),
+    ("--raw-dtype uint8", "which have their own; leave them out"),
+    ("--raw-dtype complex64", "a raw dtype must be one of float32, float16"),
+    ("--raw-shape 1x3xq", "--raw-shape takes whole numbers, got 'q'"),
+    ("--raw-shape 0x3", "a raw shape must have 1 to 8 sides of 1 or more, got [0, 3]"),
+])  # fmt: skip
 def test_a_form_of_raw_files_for_others(words, message, small_cnn, pictures, tmp_path, run):
     feed = "--images", pictures, "--out", tmp_path / "c"
     assert message in run.fails("calibrate", small_cnn, *feed, *words.split())

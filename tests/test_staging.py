@@ -490,10 +490,9 @@ def test_a_calibration_over_its_model_is_refused(way, run, model, pictures, tmp_
     assert model.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("command", "what"),
-    [("build", "labels"), *((c, what) for c in ("build", "calibrate") for what in PLACES)],
-)
+@pytest.mark.parametrize(("command", "what"), [
+    ("build", "labels"), *((c, what) for c in ("build", "calibrate") for what in PLACES),
+])  # fmt: skip
 def test_a_cache_replaces_no_foreign_file(command, what, run, model, pictures, tmp_path):
     photos = shutil.copytree(pictures, tmp_path / "photos")
     victim = {"model": model, "photo": next(photos.iterdir())}.get(what, tmp_path / "victim")

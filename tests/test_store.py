@@ -147,10 +147,9 @@ def test_arrays_of_another_statistic_are_told(tmp_path, statistic):
         store.load_calibration(tmp_path / "c").observed([observation(statistic)])
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [[], {}, {"schema": 1}, {"schema": 2, "observations": 3}, {"schema": 2, "observations": [[1]]}],
-)
+@pytest.mark.parametrize("wrong", [
+    [], {}, {"schema": 1}, {"schema": 2, "observations": 3}, {"schema": 2, "observations": [[1]]},
+])  # fmt: skip
 def test_a_sidecar_of_another_form_is_told(tmp_path, wrong):
     kept(tmp_path / "c", ONE)
     store.sidecars(tmp_path / "c")[0].write_text(json.dumps(wrong))

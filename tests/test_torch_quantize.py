@@ -285,10 +285,9 @@ def test_each_mode_has_its_size_and_error(resnet, batches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "operator"),
-    [("weight-only", "DequantizeLinear"), ("dynamic", "DynamicQuantizeLinear")],
-)
+@pytest.mark.parametrize(("mode", "operator"), [
+    ("weight-only", "DequantizeLinear"), ("dynamic", "DynamicQuantizeLinear"),
+])  # fmt: skip
 def test_modes_export_and_agree(mode, operator):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)).eval()
     batches = [(torch.randn(4, 3, 8, 8),)]

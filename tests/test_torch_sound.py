@@ -469,14 +469,11 @@ def of_program():
     return program().module()
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("mixed", "Sequential must run for inputs [(2, 8)], got RuntimeError: mat1 and mat2 must"),
-        ("program", "got ExportedProgram; give the module that the program was exported from"),
-        ("of_program", "a module with an eval mode; give the module that the program was exported"),
-    ],
-)
+@pytest.mark.parametrize(("name", "said"), [
+    ("mixed", "Sequential must run for inputs [(2, 8)], got RuntimeError: mat1 and mat2 must"),
+    ("program", "got ExportedProgram; give the module that the program was exported from"),
+    ("of_program", "a module with an eval mode; give the module that the program was exported"),
+])  # fmt: skip
 def test_what_is_no_model_is_named(tmp_path, name, said, refusal):
     words = (f"{__file__}:{name}", "--input", "2x8")
     for more in (("fuse", *words), ("export", *words, "-o", tmp_path / "n.onnx", "--qdq",

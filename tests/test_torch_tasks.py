@@ -150,13 +150,10 @@ def test_samples_by_name_and_in_tuples_train_resume_and_export(run, tmp_path, mo
     assert broken.read_bytes() == whole.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("more", "has the names of its inputs, image, scale, got scale, image, label; leave other"),
-        ("nested", "tensors, or one dict of tensors, got tuple; give each"),
-    ],
-)
+@pytest.mark.parametrize(("name", "said"), [
+    ("more", "has the names of its inputs, image, scale, got scale, image, label; leave other"),
+    ("nested", "tensors, or one dict of tensors, got tuple; give each"),
+])  # fmt: skip
 def test_samples_with_other_names_than_the_inputs_are_refused(refusal, tmp_path, name, said):
     assert said in refusal("qat", f"{__file__}:{name}", "--int8-stem", "-o", tmp_path / "n.onnx")
 

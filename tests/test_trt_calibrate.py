@@ -155,14 +155,10 @@ FEED = list(samples())
 OWN_OF_2 = Method.of("entropy-tensorrt", {"batch_size": 2})
 
 
-@pytest.mark.parametrize(
-    ("method", "feeds", "threads"),
-    [
-        pytest.param(Method.of("entropy"), [FEED, FEED[::-1]], [1, 2], marks=pytest.mark.slow),
-        (OWN_OF_2, [FEED], [1, 2, 3]),
-    ],
-    ids=["entropy", "TensorRT's own"],
-)
+@pytest.mark.parametrize(("method", "feeds", "threads"), [
+    pytest.param(Method.of("entropy"), [FEED, FEED[::-1]], [1, 2], marks=pytest.mark.slow),
+    (OWN_OF_2, [FEED], [1, 2, 3]),
+], ids=["entropy", "TensorRT's own"])  # fmt: skip
 def test_caches_do_not_depend_on_threads_nor_entropys_on_order(tmp_path, method, feeds, threads):
     texts = {
         dump(made_of(residual(), feed, tmp_path, "8.5.3", method, count).cache)

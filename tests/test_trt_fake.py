@@ -140,14 +140,11 @@ def test_timings_are_in_the_file_that_is_named(tensorrt, build, tmp_path):
     assert script.count(f"'--timingCacheFile={path}'") == script.count("exec trtexec") > 2
 
 
-@pytest.mark.parametrize(
-    ("version", "cores", "why"),
-    [
-        (TEN, 2, "a typed engine for DLA needs TensorRT 11.4.1 or newer, got 10.13.0.35"),
-        ("11.4.1.5", 0, "an engine for DLA needs a DLA core, and this machine has none"),
-        ("11.4.1.5", 2, ""),
-    ],
-)
+@pytest.mark.parametrize(("version", "cores", "why"), [
+    (TEN, 2, "a typed engine for DLA needs TensorRT 11.4.1 or newer, got 10.13.0.35"),
+    ("11.4.1.5", 0, "an engine for DLA needs a DLA core, and this machine has none"),
+    ("11.4.1.5", 2, ""),
+])  # fmt: skip
 def test_an_engine_for_dla_needs_a_core_and_a_version(
     tensorrt, build, command, tmp_path, monkeypatch, version, cores, why
 ):

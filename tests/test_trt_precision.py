@@ -664,15 +664,11 @@ def test_repairs_see_the_grid_and_each_can_be_tried(run, wide_net, images, tmp_p
 SEARCHES = ["entropy", "entropy-tensorrt", "legacy"]
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        *((("--method", name), f"got {name}, which is TensorRT's for int8") for name in SEARCHES),
-        (("--engine-from", "cache"), "are for int8, got --engine-from"),
-        (("--calibrator", "entropy2"), "are for int8, got --calibrator"),
-    ],
-    ids=lambda words: words[1] if isinstance(words, tuple) else "",
-)
+@pytest.mark.parametrize(("words", "told"), [
+    *((("--method", name), f"got {name}, which is TensorRT's for int8") for name in SEARCHES),
+    (("--engine-from", "cache"), "are for int8, got --engine-from"),
+    (("--calibrator", "entropy2"), "are for int8, got --calibrator"),
+], ids=lambda words: words[1] if isinstance(words, tuple) else "")  # fmt: skip
 def test_what_is_for_int8_is_refused_beside_fp8(refusal, wide_net, images, tmp_path, words, told):
     assert told in refusal(*command(wide_net, images, tmp_path / "out", *words))
     assert not (tmp_path / "out").exists()

@@ -218,21 +218,16 @@ def test_a_smallest_qdq_model_and_a_cache_of_none_of_its_tensors():
 EIGHTS = {"w": np.ones((2, 3), np.int8), "ws": np.ones(5), "wz": np.zeros(5, np.int8)}
 
 
-@pytest.mark.parametrize(
-    ("model", "told"),
-    [
-        (qdq_model(zero=np.uint8(3)), "uint8 with zero-point 3"),
-        (qdq_model(zero=np.int8(5)), "zero-point 5"),
-        (qdq_model(scale=[0.1, 0.2, 0.3], zero=np.zeros(3, np.int8)), "one a channel"),
-        (qdq_model(second=0.2), "must be equal"),
-        (qdq_model(scale=0.0), "positive and finite"),
-        (qdq_model(scale=np.nan), "positive and finite"),
-        (qdq_model(text=INTEGER, w=np.ones((3, 3), np.int8)), "integer operator QLinearMatMul"),
-        (qdq_model(text=LONE), "follows its QuantizeLinear"),
-        (qdq_model(text=WEIGHT, **EIGHTS), "5 on axis 0"),
-        (residual(), "plain already"),
-    ],
-)
+@pytest.mark.parametrize(("model", "told"), [
+    (qdq_model(zero=np.uint8(3)), "uint8 with zero-point 3"),
+    (qdq_model(zero=np.int8(5)), "zero-point 5"),
+    (qdq_model(scale=[0.1, 0.2, 0.3], zero=np.zeros(3, np.int8)), "one a channel"),
+    (qdq_model(second=0.2), "must be equal"), (qdq_model(scale=0.0), "positive and finite"),
+    (qdq_model(scale=np.nan), "positive and finite"),
+    (qdq_model(text=INTEGER, w=np.ones((3, 3), np.int8)), "integer operator QLinearMatMul"),
+    (qdq_model(text=LONE), "follows its QuantizeLinear"),
+    (qdq_model(text=WEIGHT, **EIGHTS), "5 on axis 0"), (residual(), "plain already"),
+])  # fmt: skip
 def test_what_a_cache_cannot_say_is_refused(model, told):
     with pytest.raises(ExportError, match=told):
         from_qdq(model)

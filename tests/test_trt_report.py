@@ -211,15 +211,12 @@ def test_speed_is_held_against_tensorrt_and_stages_stand_in_every_form(tensorrt,
     assert (latency["h2d"]["median"], latency["enqueue"]["median"]) == (0.3, 0.125)
 
 
-@pytest.mark.parametrize(
-    ("asked", "options", "code", "said"),
-    [
-        (1.5, (), 0, "1.67x (1.67 to 1.67) the speed of TensorRT FP16, at least 1.5x is wanted"),
-        (2, (), 3, "1.67x (1.67 to 1.67) the speed of TensorRT FP16, at least 2x is wanted"),
-        (2, ("--baselines", "fp32"), 0, "3.00x (3.00 to 3.00) the speed of TensorRT FP32, "),
-        (2, ("--baselines", "none"), 0, "its speed, 2x that of a float engine on its device at"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "options", "code", "said"), [
+    (1.5, (), 0, "1.67x (1.67 to 1.67) the speed of TensorRT FP16, at least 1.5x is wanted"),
+    (2, (), 3, "1.67x (1.67 to 1.67) the speed of TensorRT FP16, at least 2x is wanted"),
+    (2, ("--baselines", "fp32"), 0, "3.00x (3.00 to 3.00) the speed of TensorRT FP32, "),
+    (2, ("--baselines", "none"), 0, "its speed, 2x that of a float engine on its device at"),
+])  # fmt: skip
 def test_a_demanded_speed_is_over_float16_of_its_gpu(tensorrt, build, asked, options, code, said):
     tensorrt(TEN)
     made = build("--min-speedup", asked, "--max-loss", 1, *options)

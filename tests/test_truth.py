@@ -288,18 +288,15 @@ def test_a_coco_json_gives_both_precisions(accuracy, detector, labelled, annotat
     assert worse["precision"]["reference_50"] < found["reference_50"]
 
 
-@pytest.mark.parametrize(
-    ("broken", "why"),
-    [
-        ({"bbox": [1, 2, -3, 4]}, "a bbox of '00.png' that is no x, y, width and height"),
-        ({"bbox": [1, 2, float("nan"), 4]}, "a bbox of '00.png'"),
-        ({"bbox": [1, 2, float("inf"), 4]}, "a bbox of '00.png'"),
-        ({"bbox": [1, 2, 0, -0.5]}, "a bbox of '00.png'"),
-        ({"category_id": 5}, "a category_id that no category has, 5"),
-        ({"image_id": 99}, "an image_id that no image has, 99"),
-        ({}, "'00.png' is several images there"),
-    ],
-)
+@pytest.mark.parametrize(("broken", "why"), [
+    ({"bbox": [1, 2, -3, 4]}, "a bbox of '00.png' that is no x, y, width and height"),
+    ({"bbox": [1, 2, float("nan"), 4]}, "a bbox of '00.png'"),
+    ({"bbox": [1, 2, float("inf"), 4]}, "a bbox of '00.png'"),
+    ({"bbox": [1, 2, 0, -0.5]}, "a bbox of '00.png'"),
+    ({"category_id": 5}, "a category_id that no category has, 5"),
+    ({"image_id": 99}, "an image_id that no image has, 99"),
+    ({}, "'00.png' is several images there"),
+])  # fmt: skip
 def test_objects_that_cannot_be_are_refused(broken, why, refused, detector, labelled, annotations):
     """Counted as they stand they would lower the precision of both models in silence."""
     data = json.loads(annotations.read_text())

@@ -327,30 +327,24 @@ def test_a_layer_that_a_user_takes_out_of_the_plan_runs_in_int8(default, model, 
     assert built.precision("onnxruntime")["/bad/Conv"] != "float32"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        ("float = []", 'float = ["/nowhere/*"]', "must be in the model, got '/nowhere/*'"),
-        ('"/bad/Conv" =', '"/nowhere/Conv" =', "got '/nowhere/Conv'"),
-        ('"/bad/Conv" =', '"/bad\\nConv" =', "a plan must name nodes of the model"),
-        ("[onnxruntime.methods]", '[onnxruntime.methods]\nr9 = "mse"', "name tensors of the model"),
-        ("settled =", "setled =", "[onnxruntime] of a plan has no 'setled'"),
-        ("[onnxruntime]", "[onnxruntime", "must be a TOML file"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "words"), [
+    ("float = []", 'float = ["/nowhere/*"]', "must be in the model, got '/nowhere/*'"),
+    ('"/bad/Conv" =', '"/nowhere/Conv" =', "got '/nowhere/Conv'"),
+    ('"/bad/Conv" =', '"/bad\\nConv" =', "a plan must name nodes of the model"),
+    ("[onnxruntime.methods]", '[onnxruntime.methods]\nr9 = "mse"', "name tensors of the model"),
+    ("settled =", "setled =", "[onnxruntime] of a plan has no 'setled'"),
+    ("[onnxruntime]", "[onnxruntime", "must be a TOML file"),
+])  # fmt: skip
 def test_an_edit_that_cannot_be_obeyed_is_refused(old, new, words, default, model, build, tmp_path):
     refused = build(model, "--plan", edited(default, tmp_path / "p", old, new))
     assert refused.code == 1 and words in refused.error
     assert refused.error.startswith("calib8: error: ") and refused.error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("\n[tensorrt.float]", 'method = "minmax"\n[tensorrt.float]', "minmax"),
-        ("[tensorrt.methods]", '[tensorrt.methods]\nr2 = "minmax"', "mse (minmax for 1 tensor)"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "said"), [
+    ("\n[tensorrt.float]", 'method = "minmax"\n[tensorrt.float]', "minmax"),
+    ("[tensorrt.methods]", '[tensorrt.methods]\nr2 = "minmax"', "mse (minmax for 1 tensor)"),
+])  # fmt: skip
 def test_methods_of_the_plan_find_the_ranges(old, new, said, default, model, build, tmp_path):
     text = (default.out / "calib8/spoiled.plan.toml").read_text()
     one = tmp_path / "one.plan.toml"
