@@ -952,6 +952,11 @@ ODD = {  # nodes after y = Conv(r, w2), output beside y, note in the report, wor
     "empty": ([("Slice", "y zero zero", "s")], make_value("s", None), "", "good"),
     "random": ([("RandomNormalLike", "y", "n"), ("Add", "y n", "s")], make_value("s", None),
                "gives another s at each run", "doubtful: the float model itself draws"),
+    "dropout": ([("Dropout", "y half yes", "s")], make_value("s", None),
+                "gives another s at each run", "doubtful: the float model itself draws"),
+    "hardly random": (  # good with these numbers, so good without them
+        [("RandomUniformLike", "y", "n", {"high": 0.001}), ("Add", "y n", "s")],
+        make_value("s", None), "gives another s at each run", "good"),
 }  # fmt: skip
 
 
@@ -960,7 +965,7 @@ def test_an_output_of_any_kind_is_judged_or_left_out_on_every_target(form, rng, 
     after, output, note, word = ODD[form]
     weights = as_float32({"w": rng.normal(0, 0.3, (4, 1, 3, 3)), "w2": rng.normal(0, 0.3, (4, 4))})
     weights["w2"] = weights["w2"].reshape(4, 4, 1, 1)
-    weights["zero"] = np.array([0], np.int64)
+    weights |= {"zero": np.array([0], np.int64), "half": np.float32(0.5), "yes": np.array(True)}
     tensors = [numpy_helper.from_array(array, name) for name, array in weights.items()]
     tensors.append(helper.make_tensor("label", TensorProto.STRING, [1], [b"cat"]))
     nodes = [("Conv", "x w", "c"), ("Relu", "c", "r"), ("Conv", "r w2", "y"), *after]

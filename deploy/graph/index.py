@@ -158,9 +158,9 @@ def dims(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...] | None:
     )
 
 
-RANDOM = (  # operators that draw random numbers
+RANDOM = (  # operators that draw random numbers, Dropout in training alone
     *("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike"),
-    *("Bernoulli", "Multinomial"),
+    *("Bernoulli", "Multinomial", "Dropout"),
 )
 PROTOBUF = threading.RLock()  # a worker thread holds it while it touches a protobuf message
 _NO_TENSORS = ("sequence_type", "map_type", "optional_type", "sparse_tensor_type", "opaque_type")

@@ -84,10 +84,12 @@ def verdict(
         doubts: sentences on calibration data that is no good or not what the model learned from;
             ignored if labels show that the float model is mostly right.
         draws: whether the float model itself gives other outputs at each run, which no figure but
-            those of labels can tell from int8's loss.
+            those of labels can tell from int8's loss. Good figures are so without them too.
     """
     findings = [] if accuracy is None else [*judge_accuracy(accuracy, gates.max_loss)]
-    if draws and (accuracy is None or accuracy.top1_reference is None):
+    # if these are good with the random numbers, they are without
+    good = findings and all(level == GOOD for level, _ in findings)
+    if draws and not good and (accuracy is None or accuracy.top1_reference is None):
         why = f"{FLOAT_MODEL} itself draws random numbers, so what int8 loses cannot be told"
         findings = [(DOUBTFUL, why)]
     causes = [] if accuracy is None or draws else [*question_reference(accuracy)]
