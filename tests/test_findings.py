@@ -664,34 +664,69 @@ def compared(references, candidates, batch, form=None):
     return comparison.result()
 
 
-@pytest.mark.parametrize(("value", "gate"), [
-    ("1 40", "1 40"), ("1 40 4", "1 40"), ("1 40 4", "1 40 1"), ("1 2 8 8", "1 1 8 8"),
+@pytest.mark.parametrize("how", ["", "logits", "unit", "few"])
+@pytest.mark.parametrize(("value", "gate", "cells"), [
+    ("1 40", "1 40", "1 40"), ("1 40", "1 1 40", "1 40"), ("1 40 1", "1 40", "1 40 1"),
+    ("1 40 4", "1 40", "1 40 1"), ("1 4 40", "1 40", "1 1 40"), ("1 40 4", "1 40 1", "1 40 1"),
+    ("1 2 8 8", "1 1 8 8", "1 1 8 8"), ("1 2 8 8", "1 8 8", "1 1 8 8"),
+    ("1 8 8 2", "1 8 8 1", "1 8 8 1"),
 ])  # fmt: skip
-def test_a_value_beside_a_score_of_its_cell_is_judged_where_it_counts(value, gate):
+def test_a_value_beside_a_score_of_its_cell_is_judged_where_it_counts(value, gate, cells, how):
     """A pitch where nobody speaks is arbitrary: 14 dB of it said nothing, and kept layers float."""
-    value, gate = ([int(side) for side in shape.split()] for shape in (value, gate))
+    value, gate, cells = ([int(side) for side in one.split()] for one in (value, gate, cells))
+    low, high = (-7, 4) if how == "logits" else (0.001, 0.98)
+    usual = {"unit": 0.5, "few": 200}.get(how, 0)  # of few numbers the mean could be subtracted
     rng = np.random.default_rng(0)
 
-    def outputs():
-        score = np.where(rng.random(gate) < 0.5, 0.001, 0.98)
-        return as_float32({"score": score, "pitch": rng.random(value) * 300})
+    def outputs(share=0.5):
+        pitch = usual + (rng.random(value) - (how != "")) * (0.3 if how == "unit" else 300 - usual)
+        return as_float32({"score": np.where(rng.random(gate) < share, low, high), "pitch": pitch})
 
-    references = [outputs() for _ in range(4)]
+    references = [outputs(), outputs(0), outputs(), outputs()]  # in one all count
     form = derive_form(references, inputs=[{"x": np.zeros((1, 3), np.float32)}] * 4)
     assert [part.label for part in form.parts] == ["score", "pitch where score is high"]
     one = references[0]
-    told = form.told(one, {}, one)["pitch"]
-    score = one["score"][..., None] if len(gate) < len(value) else one["score"]
-    closed = np.broadcast_to(score < 0.5, told.shape)
-    assert np.abs(told[closed]).max() < 1 and np.abs(told[~closed]).max() > 100
+    told = form.told(one, {}, one)["pitch"] / one["pitch"]
+    closed = np.broadcast_to(one["score"].reshape(cells) < 0.5, told.shape)
+    assert np.abs(told[closed]).max() < 0.01 and np.abs(told[~closed]).min() > 0.9
+
+
+def test_what_a_task_reads_counts_everywhere(rng):
+    blocks = rng.integers(0, 5, (4, 4, 4)).repeat(8, axis=1).repeat(8, axis=2)
+    maps = 9 * np.eye(5)[blocks].transpose(0, 3, 1, 2)[:, None] - 1.8
+    edges = rng.integers(0, 2, (4, 1, 1, 32, 32))
+    outputs = [as_float32({"y": y, "edge": edge}) for y, edge in zip(maps, edges, strict=True)]
+    form = derive_form(outputs, inputs=[{"x": np.zeros((1, 3, 32, 32), np.float32)}] * 4)
+    assert form.task.name == "segmentation" and [one.label for one in form.parts] == ["y", "edge"]
+
+
+def test_two_signals_and_two_numbers_a_sample_do_not_weight_each_other():
+    time = np.arange(64) / 9
+    waves = [{"y": 9 * np.sin(time + n)[None], "z": 9 * np.cos(2 * time)[None]} for n in range(4)]
+    assert [part.label for part in derive_form(waves).parts] == ["y", "z"]
+    faces = [{"age": np.array([[30 + n]]), "of": np.array([[n % 2.0]])} for n in range(32)]
+    form = derive_form([as_float32(one) for one in faces])
+    assert [part.label for part in form.parts] == ["age - its mean", "of"]
+    assert form.why == "steps: of [N, 1] in 0..1, beside age" and form.task.beside == ("age",)
 
 
 def test_one_number_a_sample_is_judged_by_what_varies():
     """Ages of 35 and a spread of 17: 29 dB of the whole may be 22 of what they say."""
     ages = [{"age": np.float32([[age]])} for age in (12, 35, 60, 31)]
     assert [part.label for part in derive_form(ages).parts] == ["age - its mean"]
+    two = [{"y": np.float32([[20 + n % 5, 55 + 9 * n]])} for n in range(4)]
+    assert [part.label for part in derive_form(two).parts] == ["y - its mean"]
     about_zero = [{"age": np.float32([[age]])} for age in (-12, 35, 60, -31)]
     assert [part.label for part in derive_form(about_zero).parts] == ["age"]
+    for ends, label in (
+        ((0.5, 0.7), "y - its mean"),
+        ((0.02, 0.03), "y - its mean"),
+        ((0.9, 1), "y"),
+    ):
+        shares = [{"y": np.float32([one])} for one in np.linspace(*ends, 16)]
+        assert [part.label for part in derive_form(shares).parts] == [label]
+        few = "y" if ends[0] < 0.1 else label  # so far no event was seen
+        assert [part.label for part in derive_form(shares[:4]).parts] == [few]
 
 
 def test_probabilities_of_a_value_do_not_weight_it():

@@ -145,10 +145,9 @@ def ended(number, layout=(0, 4, 5), columns=6, pad=4):
     return rows
 
 
-@pytest.mark.parametrize(
-    ("layout", "columns"),
-    [((0, 4, 5), 6), ((0, 5, 4), 6), ((2, 1, 0), 6), ((1, 6, 5), 7), ((3, 2, 1), 7)],
-)
+@pytest.mark.parametrize(("layout", "columns"), [
+    ((0, 4, 5), 6), ((0, 5, 4), 6), ((2, 1, 0), 6), ((1, 6, 5), 7), ((3, 2, 1), 7),
+])  # fmt: skip
 def test_lists_after_suppression_are_boxes_and_only_their_scores_are_compared(layout, columns):
     references = [{"out": ended(n, layout, columns)[None]} for n in range(4)]
     candidates = [{"out": one["out"].copy()} for one in references]
@@ -406,6 +405,8 @@ def test_offsets_with_a_size_say_whether_the_box_of_an_anchor_is_kept(how, moved
         {k + str(n): v[split[n]] for n in split for k, v in one.items()} for one in references
     ]
     assert same_task(levels) == "boxes"
+    few = [{**one, "regressors": one["regressors"][..., :4].swapaxes(1, 2)} for one in references]
+    assert same_task(few) == "boxes"
 
 
 def test_a_turned_box_is_kept_where_its_corners_are():

@@ -10,6 +10,7 @@ from onnx import TensorProto, numpy_helper
 from deploy.errors import FeedError
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, judge_accuracy
+from deploy.metrics.output_errors import USUAL, OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy, derive_form
 from deploy.metrics.tasks.embeddings import are_features, of_unit_length
 from deploy.metrics.tasks.evaluation_task import TaskFigure
@@ -592,7 +593,10 @@ def test_labels_are_several_of_a_sample_and_seldom_in_between(counts, labels):
 
 @pytest.mark.parametrize(("on", "labels"), [((2, 2), True), ((2, 1), False), ((3, 1), True)])
 def test_raw_labels_are_several_in_the_mean(on, labels):
-    assert (task_of([scores(n, on=count) for n, count in enumerate(on)]) == "labels") == labels
+    """A Softmax's scores may all be far below 0, and some above it; one of them wins."""
+    rows = [scores(n, on=count) for n, count in enumerate(on)]
+    assert (task_of(rows) == "labels") == labels
+    assert task_of([np.where(row == row.max(), 9, row) for row in rows]) == "classes"
 
 
 def test_one_class_a_sample_is_no_label():
@@ -704,9 +708,15 @@ def test_labels_are_of_the_output_that_tells_classes():
         compare(Heads(), Heads(), [{"x": one[None]} for one in x], labels=wrong)
 
 
-def part(output, db):
+def part(output, db, **more):
     return SliceAccuracy(
-        label=output, output=output, sqnr_db=db, cosine_mean=1, cosine_min=1, max_abs_error=0
+        label=output,
+        output=output,
+        sqnr_db=db,
+        cosine_mean=1,
+        cosine_min=1,
+        max_abs_error=0,
+        **more,
     )
 
 
@@ -722,6 +732,16 @@ def test_what_the_classes_do_not_tell_is_judged_by_its_noise(db, beside, level):
     found = dict(judge_accuracy(Accuracy(samples=9, outputs=(), parts=parts, task=task), None))
     assert set(found) == {level, GOOD}
     assert level == GOOD or "in the worst part, box" in found[level]
+
+
+@pytest.mark.parametrize(("less", "db", "level"), [
+    (USUAL, 15, GOOD), (USUAL, 14, DOUBTFUL), (USUAL, 3, DOUBTFUL), ("x", 5, GOOD),
+])  # fmt: skip
+def test_numbers_say_as_much_with_an_offset_as_without(less, db, level):
+    """A third of what varies was lost, and called good since the mean was large."""
+    whole = OutputAccuracy(name="age", sqnr_db=30, cosine_mean=1, cosine_min=1, max_abs_error=0)
+    figures = Accuracy(samples=9, outputs=(whole,), parts=(part("age", db, less=less),))
+    assert {*dict(judge_accuracy(figures, None))} == {level, GOOD}
 
 
 def features(path):

@@ -21,10 +21,9 @@ def smooth(classes, number, side=32):
     return (scores - scores.mean(axis=0))[None].astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ("form", "last"),
-    [("raw", False), ("raw", True), ("shares", False), ("shares", True), ("numbers", False)],
-)
+@pytest.mark.parametrize(("form", "last"), [
+    ("raw", False), ("raw", True), ("shares", False), ("shares", True), ("numbers", False),
+])  # fmt: skip
 def test_classes_of_pixels(form, last):
     def output(number):
         raw = smooth(5, number)
@@ -203,8 +202,8 @@ def test_a_noisy_map_of_class_numbers_is_compared_as_classes():
     rng = np.random.default_rng(0)
     maps = [rng.integers(0, 5, (1, 64, 64)).astype(np.float32) for _ in range(4)]
     changed = [np.where(rng.random(one.shape) < 0.1, 4 - one, one) for one in maps]
-    _, found = figure([{"y": m} for m in maps], [{"y": m} for m in changed], [fed((64, 64))] * 4)
-    assert "% of pixels of FP32's class" in found.words
+    form, found = figure([{"y": m} for m in maps], [{"y": m} for m in changed], [fed((64, 64))] * 4)
+    assert "% of pixels of FP32's class" in found.words and not form.parts
 
 
 def test_peaks_of_heat_maps_within_a_pixel():

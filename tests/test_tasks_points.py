@@ -162,6 +162,14 @@ def test_points_that_fp32_is_not_sure_of_do_not_count():
     for one, other in zip(references, far, strict=True):
         other["y"][..., 8:, :2] = one["y"][..., 8:, :2]
     assert figure(references, far, PICTURE)[1].count == "64 of 64"
+    for raw in False, True:  # and in another output
+        sure = np.float32([[-5, 4] if raw else [0.05, 0.9]]).repeat((8, MESH - 8), axis=1)
+        apart = [
+            [{"y": one["y"][..., :2], "sure": sure} for one in side] for side in (references, far)
+        ]
+        assert figure(*apart, PICTURE)[1].count == "64 of 64"
+        lost = [{**one, "sure": sure * 0 - 5 * raw} for one in apart[0]]
+        assert figure(apart[0], lost, PICTURE)[1].count == "0 of 64"
 
 
 def flagged(number, *probabilities):
@@ -436,10 +444,9 @@ def test_peaks_are_objects_of_the_sizes_beside_them(raw, classes):
     assert np.abs(boxes - [x - wide, y - tall, x + wide, y + tall]).max(axis=1).min() < 1e-3
 
 
-@pytest.mark.parametrize(
-    ("stride", "boxes"),
-    [(1, False), (2, True), (3, False), (4, True), (8, True), (9, False), (16, False)],
-)
+@pytest.mark.parametrize(("stride", "boxes"), [
+    (1, False), (2, True), (3, False), (4, True), (8, True), (9, False), (16, False),
+])  # fmt: skip
 def test_cells_are_of_two_four_or_eight_pixels(stride, boxes):
     size = (GRID_CELLS[0] * stride, GRID_CELLS[1] * stride)
     assert (task_of([outputs_centres(n) for n in range(4)], size) == "boxes") == boxes

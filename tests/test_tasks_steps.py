@@ -104,6 +104,13 @@ def test_long_stretches_without_the_first_class_are_no_text(classes):
     assert same_task(short) == "text"
     long = [{"y": softmax(framed(spoken(n, classes), classes))[None]} for n in range(4)]
     assert same_task(long) == "steps"
+    for run, task in (3, "text"), (4, "steps"):  # of one symbol
+        best = np.repeat([0, 3, 0, 4, 5] * 4, run)
+        assert same_task([{"y": framed(best, classes)[None]}] * 4) == task
+    sure = [{"kind": np.zeros((1, 40), int) + n, "sure": softmax(framed([0, 1] * 20)).max(1)[None]}
+            for n in range(4)]  # fmt: skip
+    sure[0]["sure"][0, :9] = 0.4
+    assert same_task(sure) == "indices"  # sure says nothing by its side of 0.5
 
 
 @pytest.mark.parametrize(
@@ -133,13 +140,10 @@ def test_what_is_carried_to_the_next_call_is_no_reason_against_steps():
 SOUND = [{"sound": np.zeros((1, 800), np.float32)}] * 4
 
 
-@pytest.mark.parametrize(
-    ("raw", "shape"),
-    [
-        *((False, shape) for shape in [(1, 50), (1, 50, 1), (1, 1, 50), (50,), (1, 25, 2)]),
-        *((True, shape) for shape in [(1, 50), (1, 50, 1), (50,), (1, 12)]),
-    ],
-)
+@pytest.mark.parametrize(("raw", "shape"), [
+    *((False, shape) for shape in [(1, 50), (1, 50, 1), (1, 1, 50), (50,), (1, 25, 2)]),
+    *((True, shape) for shape in [(1, 50), (1, 50, 1), (50,), (1, 12)]),
+])  # fmt: skip
 def test_values_of_steps_are_compared_by_their_side(shape, raw):
     count, made = int(np.prod(shape)), rng()
     high, low, other = (4.0, -6.0, -3) if raw else (0.97, 0.02, 0.4)
@@ -491,9 +495,11 @@ def of(*counts):
     ([1, 0], True), ([0.91, 0.09], True), ([0.9, 0.05], False), ([0.95, 0.1], False),
     ([0.95, 0.95], False), ([0.05, 0.05], False),
     ([0.97, 0.4, 0.02, 0.99], True), ([1.1, 0], False), ([1, -0.1], False),
+    ([0.95, 0.05, 0.4, 0.6] * 4, True), ([0.95, 0.05, 0.4, 0.6] * 3, False),
 ])  # fmt: skip
 def test_one_value_a_sample_is_a_probability_where_both_sides_are_seen(values, are):
-    assert shares.are_switches([np.array([[value]]) for value in values]) == are
+    for shape in (1, 1), (1,):
+        assert shares.are_switches([np.full(shape, value) for value in values]) == are
     assert not shares.are_switches([np.array([[value, value]]) for value in values])
 
 
@@ -652,13 +658,10 @@ def frames_echoes(path):
     return save_net(model, path), made.normal(size=(24, INPUTS, LONG))
 
 
-@pytest.mark.parametrize(
-    ("model", "form", "said"),
-    [
-        (table, "probabilities: 4 classes", "best classes as FP32's"),
-        (frames_echoes, "probs: 4 classes a step", "steps of FP32's class"),
-    ],
-)
+@pytest.mark.parametrize(("model", "form", "said"), [
+    (table, "probabilities: 4 classes", "best classes as FP32's"),
+    (frames_echoes, "probs: 4 classes a step", "steps of FP32's class"),
+])  # fmt: skip
 def test_classes_decide_where_they_are_said_twice(model, form, said, judged_build, tmp_path):
     path, rows = model(tmp_path / "m.onnx")
     _, out, told = judged_build(path, np.float32(rows))
@@ -677,16 +680,13 @@ def task_of(outputs, picture=False):
 
 
 @pytest.mark.parametrize("picture", [False, True])
-@pytest.mark.parametrize(
-    "said",
-    [
-        lambda raw: {"label": raw.argmax(1), "p": softmax(raw, -1)},
-        lambda raw: {"p": softmax(raw, -1), "label": raw.argmax(1)[:, None]},
-        lambda raw: {"raw": raw, "p": softmax(raw, -1)},
-        lambda raw: {"p": np.log(softmax(raw, -1)), "raw": raw},
-        lambda raw: {"p": softmax(raw, -1), "raw": raw, "label": raw.argmax(1)},
-    ],
-)
+@pytest.mark.parametrize("said", [
+    lambda raw: {"label": raw.argmax(1), "p": softmax(raw, -1)},
+    lambda raw: {"p": softmax(raw, -1), "label": raw.argmax(1)[:, None]},
+    lambda raw: {"raw": raw, "p": softmax(raw, -1)},
+    lambda raw: {"p": np.log(softmax(raw, -1)), "raw": raw},
+    lambda raw: {"p": softmax(raw, -1), "raw": raw, "label": raw.argmax(1)},
+])  # fmt: skip
 def test_one_of_them_is_the_task_and_the_rest_is_not_beside_it(said, picture):
     task = task_of([said(raw) for raw in drawn(4, 1, 12)], picture)
     assert task is not None and task.name == "classes"
@@ -713,7 +713,11 @@ def test_what_only_looks_alike_stays():
 def test_sorted_values_are_no_classes_and_a_signal_is_no_text(rng):
     """TopK's values were a classifier of class 0 alone, and a Conv1d autoencoder read texts."""
     falling = [-np.sort(-rng.random((1, 8)).astype(np.float32)) for _ in range(4)]
-    assert same_task([{"y": one} for one in falling], [fed((64, 64))] * 4) is None
+    for rows in falling, [one[:, ::-1] for one in falling], [20 * one - 15 for one in falling]:
+        assert same_task([{"y": one} for one in rows], [fed((64, 64))] * 4) is None
+    for best in (9, 1, -2), (0.8, 0.15, 0.05):  # that may be by chance, and all that a model sees
+        few = [{"y": np.float32([best]) + n / 9999} for n in range(32)]
+        assert same_task(few) == (None if best[0] > 1 else "classes") and same_task(few[:4])
     signals = [rng.normal(size=(1, 16, 40)).astype(np.float32) ** 3 for _ in range(4)]
     for one in signals:
         one[..., 0] += 9

@@ -189,7 +189,9 @@ def chosen(count, most, *, loud=()):
     for at, row in enumerate(rows):
         row[0, 0] = at  # by which it is known again
     judges = make_evaluation_set(open_feed(rows, loaded.inputs), loaded.model, 500)
-    return [int(sample["x"][0, 0]) for sample, _ in search_samples.select_samples(judges, most)]
+    heard, form = search_samples.select_samples(judges, most)
+    assert [part.output for part in form.parts] == ["y"]
+    return [int(sample["x"][0, 0]) for sample, _ in heard]
 
 
 def test_samples_in_which_the_model_says_most_are_looked_at_and_others_from_all_over():
@@ -360,7 +362,9 @@ def test_each_choice_is_tried_once_and_one_that_cannot_be_built_is_no_choice():
 
 def test_what_is_tried_alone_is_run_on_the_loudest_samples_and_kept_apart():
     target, request = FakeTarget(), fake_request(doubling().model)
-    prober = probe.Prober(target.trial, request, doubled(1, 3, 2), runs_here=True, threads=1, few=2)
+    prober = probe.Prober(
+        target.trial, request, doubled(1, -3, 2), runs_here=True, threads=1, few=2
+    )
     off = Choices(method=Method.of("minmax"))
     (whole,), (alone,) = prober.noises([off]), prober.alone([off], [["/y"]])
     assert whole.parts["y"].shape == (3,) and alone.parts["y"] == pytest.approx([0.25, 0.25])

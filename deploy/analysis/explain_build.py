@@ -41,7 +41,7 @@ from deploy.metrics.layerwise import shared_tensors
 from deploy.metrics.output_errors import RunningError, sqnr_db
 from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.metrics.rows import Outputs, batch_length, split_batch
-from deploy.metrics.slices import SAMPLES
+from deploy.metrics.slices import form_samples
 from deploy.runtimes.ort import OrtSession
 from deploy.terminal import phase, with_progress
 from deploy.tuning.repairs import REPAIRS
@@ -83,7 +83,8 @@ def run_images(
     right = _session(copy_with_outputs(candidate, pairs.values()), native=native)
     names = [spec.name for spec in loaded.outputs if spec.dtype != "str"]
     _check_outputs(names, candidate, runnable)
-    first = feed.first(SAMPLES)
+    (one,) = feed.first(1)
+    first = feed.first(form_samples(_only(left.run(one), names)))
     outputs = [_only(left.run(sample), names) for sample in first]
     images = _Images(derive_form(outputs, inputs=first, task=task))
     channels = {name: ChannelSums() for name in pairs}

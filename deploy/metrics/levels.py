@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deploy.metrics.accuracy import Accuracy
-from deploy.metrics.output_errors import LEFT_DB
+from deploy.metrics.output_errors import LEFT_DB, USUAL
 from deploy.metrics.output_form import SliceAccuracy
 
 GOOD, DOUBTFUL, UNUSABLE, FLOAT = "good", "doubtful", "unusable", "keep FP32"
@@ -122,7 +122,9 @@ def _worst_uncovered(accuracy: Accuracy) -> SliceAccuracy | None:
 def _of_part(part: SliceAccuracy, *, judged: bool) -> tuple[str, str]:
     words = f"{part.sqnr_db:.1f} dB in the worst part, {part.label}"
     if part.less and not judged:
-        return (GOOD if part.sqnr_db >= LEFT_DB else DOUBTFUL), words
+        # numbers say as much with an offset as without
+        least = _PART_DB[0] if part.less == USUAL else LEFT_DB
+        return (GOOD if part.sqnr_db >= least else DOUBTFUL), words
     return _of_db(part.sqnr_db, words, judged=judged)
 
 

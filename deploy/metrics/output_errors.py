@@ -35,7 +35,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 import cv2
 import numpy as np
 
-from deploy.metrics.rows import Outputs, is_floating
+from deploy.metrics.rows import Outputs, are_relative, is_floating
+from deploy.metrics.slices import OF_FEW
 from deploy.tensors import Array
 
 _NOT_WRITTEN = ("zeros", "empty")  # fields that JSON leaves out
@@ -310,7 +311,7 @@ def _alike(value: Array, fed: Array) -> bool:
 
 USUAL = "its mean"
 _FEW = 32  # values per sample, at most, that are meaningful one by one
-_ONE_DB = 3.0  # a single number is judged by what varies where its mean is more than that
+_FEW_DB = 3.0  # the same of very few, whose mean is known from more samples
 
 
 def find_usual_values(samples: Sequence[Array]) -> Array | None:
@@ -321,11 +322,12 @@ def find_usual_values(samples: Sequence[Array]) -> Array | None:
     if any(one.shape != first.shape or not is_floating(one) for one in samples):
         return None
     values = np.stack(samples).astype(np.float64)
-    if values.min() >= 0 and values.max() <= 1:  # probabilities near 1 deviate little anyway
-        return None
+    unit = values.min() >= 0 and values.max() <= 1
+    if unit and not are_relative(values.reshape(len(samples), -1)):
+        return None  # probabilities near 1 deviate little anyway
     mean = values.mean(axis=0)
     signal, varies = float(np.square(values).sum()), float(np.square(values - mean).sum())
-    least = _ONE_DB if first.size == 1 else GIVEN_BACK_DB
+    least = _FEW_DB if first.size <= OF_FEW else GIVEN_BACK_DB
     if varies > 0 and least <= sqnr_db(signal, varies) <= ROUNDING_DB:
         return np.asarray(mean, np.float32)
     return None

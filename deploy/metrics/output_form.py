@@ -3,7 +3,7 @@
 One SQNR per output lets boxes of 0..640 hide scores of 0..1, and no SQNR says how many boxes are
 lost. So each output is split into slices, and its task is recognised.
 
-The form is derived from the float model's first four samples, whatever the batch, and holds for
+The form is derived from the float model's first samples (`form_samples`), and holds for
 every candidate: the figures must not depend on the candidate's values.
 Until then samples are buffered.
 """
@@ -28,15 +28,16 @@ from deploy.metrics.output_errors import (
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.metrics.rows import Outputs, batch_length, split_batch
 from deploy.metrics.slices import (
-    SAMPLES,
     OutputSlice,
     find_cell_scores,
+    form_samples,
     split_output,
     weight_by_scores,
 )
 from deploy.metrics.tasks import EvaluationTask, FirstSamples, Metric, TaskFigure, recognise_task
 from deploy.metrics.tasks.boxes import BoxDetection
 from deploy.metrics.tasks.evaluation_task import Example, TaskTally, find_states
+from deploy.metrics.tasks.keypoints import Points
 from deploy.metrics.tasks.metric import MetricTally
 from deploy.tensors import Array
 
@@ -89,17 +90,20 @@ def derive_form(
         ConfigError: the outputs do not fit the user's task.
     """
     samples = _seen(reference_outputs, inputs)
-    first = FirstSamples(samples.inputs[:SAMPLES], samples.outputs[:SAMPLES])
-    if not first.outputs:
+    if not samples.outputs:
         return OutputForm()
+    count = form_samples(samples.outputs[0])
+    first = FirstSamples(samples.inputs[:count], samples.outputs[:count])
     found = recognise_task(first, task)
     task_parts: Mapping[str, tuple[OutputSlice, ...]] = {} if found is None else found.parts
     names = list(reference_outputs[0])
     usual = dict(_usual(samples, found))
-    scored = find_cell_scores({name: first.arrays(name) for name in first.every})
+    own = () if found is None or isinstance(found, Points) else found.covered
+    scored = find_cell_scores({name: samples.arrays(name) for name in first.every})
+    scored = {name: at for name, at in scored.items() if name not in own}  # scores count everywhere
     by_name = {
         name: (OutputSlice(output=name, less=USUAL),)
-        if name in usual
+        if name in usual and name not in scored
         else task_parts[name]
         if name in task_parts
         else _parts(name, first, scored)
@@ -158,7 +162,9 @@ def _usual(seen: FirstSamples, task: EvaluationTask | None) -> Iterator[tuple[st
             yield name, mean
 
 
-def _parts(name: str, seen: FirstSamples, scored: Mapping[str, str]) -> tuple[OutputSlice, ...]:
+def _parts(
+    name: str, seen: FirstSamples, scored: Mapping[str, tuple[str, bool]]
+) -> tuple[OutputSlice, ...]:
     """Return the slices of an output; `scored`: see `find_cell_scores`."""
     if name not in seen.every:
         return (OutputSlice(output=name),)
@@ -167,7 +173,8 @@ def _parts(name: str, seen: FirstSamples, scored: Mapping[str, str]) -> tuple[Ou
     if fed:
         return (OutputSlice(output=name, less=fed),)
     if name in scored:
-        return (OutputSlice(output=name, at=scored[name]),)
+        at, raw = scored[name]
+        return (OutputSlice(output=name, at=at, raw=raw),)
     if not np.issubdtype(samples[0].dtype, np.floating):  # class numbers or counts: no signal
         return ()
     return split_output(name, samples)
@@ -233,7 +240,7 @@ class OutputTally:
             self._count(inputs, reference, candidate, batch)
             return
         self._waiting.append((inputs, reference, candidate, batch))
-        if sum(one[3] for one in self._waiting) >= SAMPLES:
+        if sum(one[3] for one in self._waiting) >= form_samples(reference, batch):
             self._settle()
 
     def parts(self, outputs: Sequence[OutputAccuracy]) -> tuple[SliceAccuracy, ...]:

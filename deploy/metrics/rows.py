@@ -100,7 +100,8 @@ def are_probabilities_or_logs(values: Array) -> bool:
 
 _SHARE = 1.01  # upper limit of a probability, with rounding
 _PLACE = 4  # minimum bytes of an index
-_BETWEEN = 0.5  # least share of values in 0.1..0.9 among relative coordinates
+_MANY = 16  # samples whose single value is always small, so that it is no probability of an event
+_BETWEEN, _MOSTLY = 0.5, 0.75  # least share of values in 0.1..0.9 among relative ones
 
 
 def are_regression_values(scores: Array, batch: int) -> bool:
@@ -114,8 +115,18 @@ def are_regression_values(scores: Array, batch: int) -> bool:
         return False
     if rows.min() > 0 and rows.max(axis=1).min() > _SHARE:
         return True
-    between = np.mean((rows > 0.1) & (rows < 0.9), axis=1).min() >= _BETWEEN
-    sums_to_1 = sums_to_one(rows).any()
+    return are_relative(rows)
+
+
+def are_relative(rows: Array) -> bool:
+    """Whether [N, C] lies in 0..1, most of each row not near 0 or 1, and no row sums to 1.
+
+    Of single values, three quarters of all rows; near 0 may be many of them, a ratio.
+    """
+    single = rows.shape[1] == 1
+    middle = (rows < 0.9) & ((rows > 0.1) | (single and len(rows) >= _MANY))
+    between = middle.mean() >= _MOSTLY if single else middle.mean(axis=1).min() >= _BETWEEN
+    sums_to_1 = not single and sums_to_one(rows).any()
     return bool(rows.min() >= 0 and rows.max() <= _SHARE and between and not sums_to_1)
 
 
@@ -137,9 +148,25 @@ def to_shares(scores: Array, *, raw: bool = True) -> Floats:
 
 
 def are_ranked(scores: Array, batch: int) -> bool:
-    """Whether each row of [N, C >= 3] descends, as TopK's values do."""
-    rows = scores.reshape(batch, -1)
-    return bool(rows.shape[1] > 2 and (np.diff(rows, axis=1) <= 0).all())
+    """Whether all rows of [N, C >= 3] descend, or all ascend, as TopK's values do."""
+    steps = np.diff(scores.reshape(batch, -1), axis=1)
+    return bool(steps.shape[1] > 1 and ((steps <= 0).all() or (steps >= 0).all()))
+
+
+_CHANCE = 1e4  # rows are sorted by chance once in so many times, at most
+_LONG = 5  # values of a row that are hardly in order if the model sees the same in every sample
+
+
+def are_sorted(rows: Sequence[Array]) -> bool:
+    """Whether rows of one length are sorted, as TopK's values are, more than by chance.
+
+    A few probabilities that sum to 1 may be in the same order in every sample.
+    """
+    stacked, size = np.stack(rows), rows[0].size
+    by_chance = math.factorial(min(size, 20)) ** len(rows) <= _CHANCE
+    return are_ranked(stacked, len(rows)) and not (
+        by_chance or (size < _LONG and sums_to_one(stacked).all())
+    )
 
 
 def are_indices(numbers: Array, batch: int) -> bool:

@@ -16,15 +16,29 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.metrics.rows import is_floating, to_shares
 from deploy.tensors import Array
 
-SAMPLES = 4  # samples from which the form of the outputs is derived, whatever the batch
+_SAMPLES, _MORE_SAMPLES = 4, 32  # see `form_samples`
+OF_FEW = 4  # values of an output, at most, that need more samples
 _FACTOR = 8.0  # least ratio between every row of the larger unit and any of the smaller
 _SILENT = 0.01  # rows whose peak stays below it show no unit
 _VALUES = 16  # fewer values per row (as in [N, classes]) do not show its range
 _MOST_ROWS = 1024
 _TOLERANCE = 1e-3  # rounding of a probability
 _LOW = 0.2  # scores below it are low, above 1 - it high
+_DECIDED = 0.75  # share of scores near 0 or 1 beside values of 0..1, at least
+_APART = 5.0  # distance of positive and negative logits, in their own deviations, at least
+_LARGEST = 40.0  # magnitude of a logit, at most: more is another unit
+
+
+def form_samples(outputs: Mapping[str, Array], batch: int = 1) -> int:
+    """Return how many samples the form of these outputs is derived from, whatever the batch.
+
+    Few values need more: a probability is known by values near 0 and near 1, a row as sorted.
+    """
+    few = all(one.size <= OF_FEW * batch for one in outputs.values())
+    return _MORE_SAMPLES if few else _SAMPLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,75 +81,106 @@ def weight_by_scores(value: Array, scores: Array, *, raw: bool) -> Array:
     """Return values times the scores of their cells.
 
     Args:
-        value: [N, C, H, W] with scores [N, K, H, W], of which the best counts; or [N, A, K] with
-            [N, A]; or any shape to which the scores broadcast. Returned unchanged if none fits.
+        value: [N, C, H, W] with scores [N, K, H, W], of which the best counts; or values and scores
+            of the same cells, see `_cells`. Returned unchanged if none fits.
         scores: of the float model, whichever model the values are of.
         raw: whether the scores are logits, before the Sigmoid.
     """
-    best = scores.max(axis=1, keepdims=True) if scores.ndim == 4 else scores
-    best = best[..., None] if best.ndim == value.ndim - 1 else best
-    if best.ndim != value.ndim or any(
-        b not in (1, v) for b, v in zip(best.shape, value.shape, strict=True)
-    ):
+    cells = _cells(scores.shape, value.shape)
+    if cells is None and scores.ndim == 4:
+        scores = scores.max(axis=1, keepdims=True)
+        cells = _cells(scores.shape, value.shape)
+    if cells is None:
         return value
-    with np.errstate(over="ignore"):
-        return np.asarray(value * (1 / (1 + np.exp(-best)) if raw else best))
+    return np.asarray(value * to_shares(scores.reshape(cells), raw=raw))
 
 
-def find_cell_scores(samples: Mapping[str, Sequence[Array]]) -> dict[str, str]:
+def _cells(scores: tuple[int, ...], values: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape in which scores broadcast to values of the same cells; None if none fits.
+
+    Sides of 1 do not matter, and the values may have one more axis, their channels: [N, T] with
+    [N, 1, T], [N, A, 4] with [N, A] or [N, A, 1], [N, C, H, W] with [N, 1, H, W] or [N, H, W].
+    """
+    if scores[:1] != values[:1]:
+        return None
+    sides = [side for side in scores[1:] if side != 1]
+    for channels in (None, *reversed(range(1, len(values)))):
+        shape = (*(1 if axis == channels else side for axis, side in enumerate(values)),)
+        if [side for side in shape[1:] if side != 1] == sides:
+            return shape
+    return None
+
+
+def find_cell_scores(samples: Mapping[str, Sequence[Array]]) -> dict[str, tuple[str, bool]]:
     """Return outputs of values that count in some cells -> the output of these cells' scores.
 
-    Such as a pitch -> its confidence, an offset -> its score, a landmark -> its visibility. Scores
-    go from 0 to 1, low in some cells and high in others, one for each cell. The values themselves
-    leave 0..1, so that it is clear which output weights the other.
+    Such as a pitch -> its confidence, an offset -> its score, a landmark -> its visibility, and
+    whether the scores are logits. Scores go from 0 to 1, low in some cells and high in others, one
+    for each cell; logits have two groups, apart from each other, on both sides of 0. The values
+    themselves leave 0..1, so that it is clear which output weights the other; or most of them are
+    in between, and scores are fewer, or most are near 0 or 1.
 
     `samples`: output -> its arrays for the first few samples.
     """
     floating = {
-        name: arrays
+        name: np.concatenate([one.reshape(-1) for one in arrays]).astype(np.float64)
         for name, arrays in samples.items()
-        if all(one.size and np.issubdtype(one.dtype, np.floating) for one in arrays)
+        if all(one.size and is_floating(one) for one in arrays)
     }
-    unit = {
-        name: arrays
-        for name, arrays in floating.items()
-        if all(one.min() >= -_TOLERANCE and one.max() <= 1 + _TOLERANCE for one in arrays)
-    }
-    scores = {name: arrays for name, arrays in unit.items() if _spread_out(arrays)}
-    found = {}
+    unit = [
+        name
+        for name, values in floating.items()
+        if values.min() >= -_TOLERANCE and values.max() <= 1 + _TOLERANCE
+    ]
+    raw = [name for name in floating if name not in unit and _are_logits(floating[name])]
+    shares = {name: to_shares(floating[name], raw=name in raw) for name in (*unit, *raw)}
+    found: dict[str, tuple[str, bool]] = {}
     for name, values in floating.items():
-        if name not in unit and all(one.ndim >= 2 for one in values):
-            weighting = (other for other, arrays in scores.items() if _fit_cells(arrays, values))
-            if other := next(weighting, ""):
-                found[name] = other
+        between = name in unit and _ends(values) < 0.5
+        for other in shares if between or name not in unit else ():
+            apart = other not in (name, *(raw if name in raw else ()))
+            fewer = shares[other].size < values.size
+            decided = not between or fewer or _ends(shares[other]) >= _DECIDED
+            weights = apart and decided and _spread_out(shares[other])
+            if weights and _fit_cells(samples[other], samples[name]):
+                found.setdefault(name, (other, other in raw))
     return found
 
 
-def _spread_out(scores: Sequence[Array]) -> bool:
+def _ends(shares: Array) -> float:
+    """Return how many probabilities are near 0 or 1."""
+    return float(np.mean((shares < 0.1) | (shares > 0.9)))
+
+
+def _spread_out(scores: Array) -> bool:
     """Whether there are enough cells, low and high ones."""
-    size = sum(one.size for one in scores)
-    low, high = min(one.min() for one in scores), max(one.max() for one in scores)
-    return bool(size >= _VALUES and low <= _LOW and high >= 1 - _LOW)
+    return bool(scores.size >= _VALUES and scores.min() <= _LOW and scores.max() >= 1 - _LOW)
+
+
+def _are_logits(values: Array) -> bool:
+    """Whether values are two groups, one on each side of 0, apart by more than each spreads."""
+    positive, negative = values[values > 0], values[values <= 0]
+    if not positive.size or not negative.size or np.abs(values).max() > _LARGEST:
+        return False
+    spread = np.sqrt(
+        (positive.size * positive.var() + negative.size * negative.var()) / values.size
+    )
+    return bool(positive.mean() - negative.mean() > _APART * spread)
 
 
 def _fit_cells(scores: Sequence[Array], values: Sequence[Array]) -> bool:
     """Whether there is one score for each cell of the values, not made of the value itself."""
-    for own, value in zip(scores, values, strict=True):
-        shape = own.shape if own.ndim == value.ndim else (*own.shape, 1)
-        if len(shape) != value.ndim:
-            return False
-        others = [size for size, whole in zip(shape, value.shape, strict=True) if size != whole]
-        if others not in ([], [1]):  # one axis of channels at most
-            return False
-        if own.shape == value.shape and _is_activation(own, value):
-            return False
-    return True
+    pairs = [*zip(scores, values, strict=True)]
+    same = all(own.size == value.size for own, value in pairs)
+    fit = all(own.size > 1 < value.ndim and _cells(own.shape, value.shape) for own, value in pairs)
+    return fit and not (
+        same and all(_is_activation(own.reshape(value.shape), value) for own, value in pairs)
+    )
 
 
 def _is_activation(own: Array, value: Array) -> bool:
     """Whether an output is the Softmax or Sigmoid of another."""
-    with np.errstate(over="ignore"):
-        sigmoid = 1 / (1 + np.exp(-value.astype(np.float64)))
+    sigmoid = to_shares(value.astype(np.float64), raw=True)
     shares = own.sum(axis=-1, dtype=np.float64)
     return bool(np.allclose(own, sigmoid, atol=0.01) or np.allclose(shares, 1, atol=0.01))
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from deploy.calibration.reference_outputs import EvaluationSet
     from deploy.feed.samples import Feed
     from deploy.metrics.accuracy import Accuracy
+    from deploy.metrics.output_form import OutputForm
     from deploy.targets.base import BuildRequest, Target
     from deploy.terminal import Step
     from deploy.tuning.probe import ReferenceSample
@@ -75,6 +76,7 @@ class BudgetSearch:
     repairs: tuple[RepairResult, ...] = ()
     _judges: EvaluationSet = field(init=False)
     _heard: Sequence[ReferenceSample] = field(init=False)
+    _form: OutputForm = field(init=False)
     _builder: RepairedBuilder = field(init=False)
     _losses: dict[frozenset[str], float] = field(init=False, default_factory=dict)
 
@@ -84,7 +86,7 @@ class BudgetSearch:
         self._judges = make_evaluation_set(feed, self.request.model, feed.count)
         with phase("running the float model"):
             most = max(min(_SAMPLES, enough_samples(self._judges)), 1)
-            self._heard = select_samples(self._judges, most)
+            self._heard, self._form = select_samples(self._judges, most)
 
     def run(self) -> BuildRequest | None:
         """Return the request that holds the budget; None if only float holds it.
@@ -134,7 +136,7 @@ class BudgetSearch:
         return Search(
             units=Units(members=members, edges=(), inlets=(), outlets=(), layers=(*members,)),
             prices=Prices(units=prices, turning={}, outside=0.0, measured=False),
-            prober=make_prober(setup, self._heard, step, SearchBudget(math.inf)),
+            prober=make_prober(setup, self._heard, self._form, step, SearchBudget(math.inf)),
             methods=[None],
             effort=EFFORTS[_EFFORT],
         )

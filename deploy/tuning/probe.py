@@ -149,6 +149,7 @@ class Prober:
         trial: builds the trial model of a request.
         request: build request; its choices are replaced in each trial.
         heard: samples with the float model's outputs.
+        form: slices and task of the outputs; None derives them from the samples.
         runs_here: whether ONNX Runtime's int8 kernels run the trials.
         threads: trials that run in parallel.
         few: number of samples for trials of a few layers; None for all.
@@ -168,6 +169,7 @@ class Prober:
         request: BuildRequest,
         heard: Sequence[ReferenceSample],
         *,
+        form: OutputForm | None = None,
         runs_here: bool,
         threads: int,
         few: int | None = None,
@@ -188,9 +190,9 @@ class Prober:
         self._metric = metric
         self._metric_lock = Lock()  # a user's metric need not be thread-safe
         self._known: dict[object, Noise | None] = {}
-        outputs = [wanted for _, wanted in heard]
+        fed, outputs = zip(*heard, strict=True)
         task = "" if metric is None else metric.task
-        self._form = derive_form(outputs, inputs=[sample for sample, _ in heard], task=task)
+        self._form = form or derive_form(outputs, inputs=fed, task=task)
         self._mean_powers = mean_powers(self._form, self._slices(self._heard))
         self._stored: FloatActivations | Calib8Error | None = None
         self._stopped = False

@@ -54,7 +54,7 @@ from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, TaskLoss, judge_accuracy, measure_loss
 from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.metrics.rows import Outputs, are_probabilities
-from deploy.metrics.slices import SAMPLES
+from deploy.metrics.slices import form_samples
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
 from deploy.terminal import phase
@@ -132,14 +132,16 @@ def enough_samples(judges: EvaluationSet) -> int:
 
 def select_samples(
     judges: EvaluationSet, most: int, task: str = ""
-) -> list[tuple[Sample, Outputs]]:
-    """Select at most `most` samples; return them with the float model's outputs, in feed order.
+) -> tuple[list[tuple[Sample, Outputs]], OutputForm]:
+    """Select at most `most` samples; return them with the float model's outputs, and their form.
 
-    The candidates are read twice, so that only the selected ones are in memory. `task`: the name
-    of the user's task.
+    They are in feed order. The candidates are read twice, so that only the selected ones are in
+    memory; the form is that of the candidates, since the selected ones are extreme. `task`: the
+    name of the user's task.
     """
-    chosen = _selection(_slice_signals(judges.heard(CANDIDATES), task), most)
-    return [heard for place, heard in enumerate(judges.heard(CANDIDATES)) if place in chosen]
+    signals, form = _slice_signals(judges.heard(CANDIDATES), task)
+    chosen = _selection(signals, most)
+    return [one for place, one in enumerate(judges.heard(CANDIDATES)) if place in chosen], form
 
 
 def same_shape_samples(samples: Sequence[Sample]) -> list[Sample]:
@@ -156,15 +158,17 @@ def _size(sample: Sample) -> int:
     return sum(value.size for value in sample.values())
 
 
-def _slice_signals(heard: Iterable[tuple[Sample, Outputs]], task: str) -> NDArray[np.float64]:
-    """Return the signal of every slice in every sample, [samples, slices]."""
+def _slice_signals(
+    heard: Iterable[tuple[Sample, Outputs]], task: str
+) -> tuple[NDArray[np.float64], OutputForm]:
+    """Return the signal of every slice in every sample, [samples, slices], and their form."""
     samples = iter(heard)
-    first = list(islice(samples, SAMPLES))
+    first = list(islice(samples, 1))
+    first += islice(samples, form_samples(first[0][1]) - 1)
     fed, outputs_of_first = zip(*first, strict=True)
     form = derive_form(outputs_of_first, inputs=fed, task=task)
-    return slice_signals(
-        form, (form.told(outputs, sample, outputs) for sample, outputs in chain(first, samples))
-    )
+    told = (form.told(outputs, sample, outputs) for sample, outputs in chain(first, samples))
+    return slice_signals(form, told), form
 
 
 def _selection(signals: NDArray[np.float64], most: int) -> frozenset[int]:
@@ -186,6 +190,7 @@ class ExpectedVerdict:
 
     unusable: str = ""  # why it would be unusable; "" where it would not
     lost: TaskLoss | None = None  # loss of the task; None where it is not measured
+    noisy: str = ""  # why the engine would be doubtful where no task is measured
 
     @property
     def doubtful(self) -> str:
@@ -196,6 +201,11 @@ class ExpectedVerdict:
     def good(self) -> bool:
         """Whether it loses so little that its verdict would be good."""
         return not (self.unusable or self.doubtful)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it is good, also by the worst slice."""
+        return self.good and not self.noisy
 
 
 class VerdictPredictor:
@@ -232,7 +242,8 @@ class VerdictPredictor:
                     break
         except BackendError:  # reported when the engine is built
             return ExpectedVerdict()
-        return ExpectedVerdict(unusable=levels.get(UNUSABLE, ""), lost=lost)
+        noisy = levels.get(DOUBTFUL, "") if lost is None else ""
+        return ExpectedVerdict(unusable=levels.get(UNUSABLE, ""), lost=lost, noisy=noisy)
 
     def _judged(self, model: onnx.ModelProto) -> Iterator[Accuracy]:
         """Yield the accuracy on a few samples, then on all; each sample runs once."""

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     import onnx
 
     from deploy.calibration.reference_outputs import EvaluationSet
+    from deploy.metrics.output_form import OutputForm
     from deploy.targets.base import BuildRequest, Target
     from deploy.tensors import Array
 
@@ -142,9 +143,9 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     units = group_units(setup.request.model, decisions)
     if not units.layers:
         return TargetPlan(choices=NO_CHOICES), 0
-    samples = _search_samples(setup)
+    samples, form = _search_samples(setup)
     allowance = SearchBudget.of(setup.effort.calibrations, len(setup.request.feed))
-    prober = make_prober(setup, samples, step, allowance)
+    prober = make_prober(setup, samples, form, step, allowance)
     timed = same_shape_samples([sample for sample, _ in samples])
     search = Search(
         units=units,
@@ -175,8 +176,11 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     return _target_plan(search, choice), prober.tried
 
 
-def _search_samples(setup: SearchSetup) -> Sequence[ReferenceSample]:
-    """Return the samples of every trial with the float model's outputs; the targets share them."""
+def _search_samples(setup: SearchSetup) -> tuple[Sequence[ReferenceSample], OutputForm]:
+    """Return the samples of every trial with the float model's outputs, and the form of these.
+
+    The targets share them.
+    """
     request, judges = setup.request, setup.judges
     few = min(setup.effort.samples, len(request.feed) // _SHARE, enough_samples(judges))
     few = max(_LEAST_SAMPLES, few)
@@ -185,7 +189,11 @@ def _search_samples(setup: SearchSetup) -> Sequence[ReferenceSample]:
 
 
 def make_prober(
-    setup: SearchSetup, heard: Sequence[ReferenceSample], step: Step, allowance: SearchBudget
+    setup: SearchSetup,
+    heard: Sequence[ReferenceSample],
+    form: OutputForm | None,
+    step: Step,
+    allowance: SearchBudget,
 ) -> Prober:
     """Return the prober of a search on some samples, of which the float model's outputs are known.
 
@@ -199,6 +207,7 @@ def make_prober(
         allowance.spend(few)
         keep_outputs, threads = setup.options.metric is not None, setup.request.threads
         heard = replace_by_scores(model, heard, every=keep_outputs, threads=threads)
+        form = None  # of the scores, that of the samples themselves
 
         def trial(request: BuildRequest) -> onnx.ModelProto:
             return add_score_outputs(setup.trial(request), ends)
@@ -209,6 +218,7 @@ def make_prober(
         trial,
         request,
         heard,
+        form=form,
         runs_here=setup.target.runs_here,
         threads=setup.request.threads,
         few=max(min(_LEAST_SAMPLES, few), few * effort.few // effort.samples),

@@ -69,7 +69,8 @@ def find_transposed(seen: FirstSamples) -> frozenset[str]:
     shapes = {name: seen.outputs[0][name].shape for name in seen.names}
     flat = {name: shape for name, shape in shapes.items() if len(shape) == 3 and shape[0] == 1}
     lengths = {max(shape) for shape in flat.values() if 4 in shape[1:]}
-    rows = {shape[1] for shape in flat.values()} if len(flat) * 2 == len(shapes) else set()
+    sides = {side for shape in flat.values() for side in (shape[1], max(shape))}
+    rows = sides if len(flat) * 2 == len(shapes) else set()
     scores = (n for n, shape in shapes.items() if len(shape) == 2 and {*shape} - {1} <= rows)
     turned = (n for n, (_, high, last) in flat.items() if last in lengths and high < last)
     return frozenset((*turned, *scores))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Floats, Outputs, are_probabilities_or_logs, image_size
+from deploy.metrics.rows import Floats, Outputs, are_probabilities_or_logs, are_sorted, image_size
 from deploy.metrics.tasks.embeddings import are_features, of_unit_length
 from deploy.metrics.tasks.evaluation_task import (
     ClassExample,
@@ -39,7 +39,7 @@ _HEADS = 0.5  # the same of several outputs, which must all hold such scores
 _CLEAR = 0.9  # share of steps that look like scores, at least
 _USUAL = 0.75  # share of steps in one class, at most: more may be a large dimension of a feature
 _DECIDED = 0.75  # share of single probabilities near 0 or 1, at least
-_CHANCE = 1e4  # rows are sorted by chance once in so many times, at most
+_MANY, _HALF = 16, 0.5  # the same of so many or more: a share of an even spread is seldom so high
 _BETWEEN = 0.25  # share of probabilities between 0.1 and 0.9, at most
 _UNDECIDED = 0.05  # share of probabilities between 0.3 and 0.7, at most, in several outputs
 _ON = 0.25  # share of them above 0.5, at most
@@ -91,12 +91,13 @@ def are_tracks(samples: Sequence[Array]) -> bool:
 
 def are_switches(samples: Sequence[Array]) -> bool:
     """Whether each sample's single value is a probability, mostly near 0 or 1, on both sides."""
-    if any(one.size != 1 or one.ndim < 2 for one in samples):
+    if any(one.size != 1 or not one.ndim for one in samples):
         return False
     values = np.concatenate([one.reshape(-1) for one in samples]).astype(np.float64)
     high, low = values > 0.9, values < 0.1
     within = values.min() >= -1e-6 and values.max() <= 1 + 1e-6
-    return bool(within and (high | low).mean() >= _DECIDED and high.any() and low.any())
+    least = _DECIDED if len(samples) < _MANY else _HALF
+    return bool(within and (high | low).mean() >= least and high.any() and low.any())
 
 
 def are_decisions(outputs: Sequence[Sequence[Array]]) -> bool:
@@ -322,9 +323,8 @@ def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
         return False
     if any(len(row) != len(rows[0]) for row in rows):
         return False
-    by_chance = math.factorial(min(len(rows[0]), 20)) ** len(rows)
-    if by_chance > _CHANCE and all(bool((np.diff(row) <= 0).all()) for row in rows):
-        return False  # every row falls, as TopK's values do, more than by chance
+    if are_sorted(rows):
+        return False
     if all(map(are_probabilities_or_logs, rows)):
         return True
     if len(rows[0]) < _FEW:  # a few numbers of one sign may be a place or a size

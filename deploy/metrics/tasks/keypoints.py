@@ -4,7 +4,8 @@
 point has two coordinates, in pixels or relative to the picture, and up to three more numbers. In a
 flat output each point is near the one before. Other outputs of one probability say whether an
 object is present, or which hand it is: if int8 decides differently, all points of the sample are
-lost. With a single such output, samples below 0.5 do not count.
+lost. With a single such output, samples below 0.5 do not count. Nor do points that are not visible,
+by a third number or by another output of one score a point.
 
 `find_simcc`: SimCC (Li et al. 2022), RTMPose. Two outputs [N, K, r W] and [N, K, r H] for a picture
 of W x H pixels: the likelihood of each column and each row, in steps of 1 / r pixels. Their peaks
@@ -12,11 +13,12 @@ are the same before and after a Softmax.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from deploy.metrics.rows import Floats, Outputs, correlate, image_size, is_floating
+from deploy.metrics.rows import Floats, Outputs, correlate, image_size, is_floating, to_shares
+from deploy.metrics.slices import find_cell_scores
 from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
 from deploy.tensors import Array
 
@@ -51,21 +53,35 @@ class _PointTally(TaskTally["Points"]):
         ):
             return
         for name, numbers in self.task.outputs.items():
-            count, near = self._near(name, numbers, reference[name], candidate[name])
+            count, near = self._near(name, numbers, reference, candidate)
             self.points += count
             self.kept += near if reference_flags == candidate_flags else 0
 
-    def _near(self, name: str, numbers: int, own: Array, other: Array) -> tuple[int, int]:
-        """Return the number of FP32's present points, and of the candidate's near them."""
-        left = own.reshape(-1, numbers).astype(np.float64)
-        present = left[:, 2] > _SURE if name in self.task.scored else np.ones(len(left), bool)
-        if not present.any() or other.shape != own.shape or not np.isfinite(other).all():
+    def _near(self, name: str, numbers: int, own: Outputs, other: Outputs) -> tuple[int, int]:
+        """Return the number of FP32's present points, and of the candidate's near them.
+
+        These must not be far from present either.
+        """
+        left = own[name].reshape(-1, numbers).astype(np.float64)
+        present = self._scores(name, left, own) > _SURE
+        if other[name].shape != own[name].shape or not np.isfinite(other[name]).all():
             return int(present.sum()), 0
-        right = other.reshape(left.shape).astype(np.float64)
-        places = left[present, :2]
-        extent = float(np.ptp(places, axis=0).max())
-        distance = np.linalg.norm(places - right[present, :2], axis=1)
-        return int(present.sum()), int((distance <= _NEAR * extent).sum())
+        right = other[name].reshape(left.shape).astype(np.float64)
+        places = left[:, :2]
+        # a few do not show how large the object is
+        spanned = places[present] if present.sum() >= _FEWEST else places
+        extent = float(np.ptp(spanned, axis=0).max())
+        distance = np.linalg.norm(places - right[:, :2], axis=1)
+        also = self._scores(name, right, other) > _SURE / 2
+        return int(present.sum()), int((present & also & (distance <= _NEAR * extent)).sum())
+
+    def _scores(self, name: str, points: Floats, outputs: Outputs) -> Floats:
+        """Return the confidence of each point: its third number, another output's, or 1."""
+        if name in self.task.scored:
+            return points[:, 2]
+        beside, raw = self.task.visible.get(name, ("", False))
+        given = outputs.get(beside, np.ones(0)).reshape(-1)
+        return to_shares(given, raw=raw) if given.size == len(points) else np.ones(len(points))
 
     def result(self) -> TaskFigure | None:
         within = f"within {100 * _NEAR:g} % of their extent"
@@ -80,6 +96,8 @@ class Points(EvaluationTask):
     scored: frozenset[str]  # outputs whose third number per point is its confidence
     flags: tuple[str, ...]  # outputs of one probability
     count: int
+    # output of points -> the output of their visibilities, and whether these are logits
+    visible: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
     name = "key points"
     reads = "{0.count} key points"
     tally_type = _PointTally
@@ -90,14 +108,16 @@ def find_keypoints(seen: FirstSamples) -> Points | None:
     sizes = [size for fed in seen.inputs if (size := image_size(fed)) is not None]
     if not sizes or len(sizes) != len(seen.outputs):
         return None
-    numbers_of = {name: _numbers(seen.arrays(name), sizes) for name in seen.names}
+    visible = find_cell_scores({name: seen.arrays(name) for name in seen.names})
+    others = [name for name in seen.names if name not in dict(visible.values())]
+    numbers_of = {name: _numbers(seen.arrays(name), sizes) for name in others}
     points = {name: numbers for name, numbers in numbers_of.items() if numbers}
     if not points:
         return None
     scored = frozenset(name for name in points if _has_scores(seen.arrays(name), points[name]))
     flags = tuple(name for name in seen.names if all(map(_is_share, seen.arrays(name))))
     count = sum(seen.arrays(name)[0].size // numbers for name, numbers in points.items())
-    return Points(points, scored, flags, count, parts=dict.fromkeys(flags, ()))
+    return Points(points, scored, flags, count, visible, parts=dict.fromkeys(flags, ()))
 
 
 def _numbers(samples: Sequence[Array], sizes: Sequence[tuple[int, int]]) -> int | None:

@@ -23,13 +23,14 @@ from deploy.metrics.rows import (
     Floats,
     Outputs,
     are_indices,
+    are_sorted,
     find_indices,
     image_size,
     sums_to_one,
     to_shares,
 )
 from deploy.metrics.slices import OutputSlice
-from deploy.metrics.tasks.classes import are_raw_tracks, are_tracks
+from deploy.metrics.tasks.classes import are_raw_tracks, are_tracks, mean_best_probability
 from deploy.metrics.tasks.evaluation_task import (
     EvaluationTask,
     FirstSamples,
@@ -43,6 +44,7 @@ _FEWEST = 4  # number of labels, at least
 _BETWEEN = 0.25  # share of probabilities between 0.1 and 0.9, at most
 _OFF = 0.5  # share of them below 0.1, at least
 _BELOW = 0.75  # distance of the mean logit below 0, in standard deviations, at least
+_ONE_CLASS = 0.8  # probability of the best of raw labels by a Softmax, at most
 _SETS = 5.0  # a wrong share of the best k's set counts as much as a fifth of it in top-1
 _USUAL = 0.75  # share of FP32's integers of one value above which only the others are counted
 _BYTES = 4  # of an index, at least
@@ -95,7 +97,7 @@ def find_labels(seen: FirstSamples) -> Labels | None:
     (name,) = seen.names
     samples = seen.arrays(name)
     rows = [row for one in samples if (row := _vector(one)) is not None]
-    if len(rows) != len(samples) or len({row.size for row in rows}) != 1:
+    if len(rows) != len(samples) or len({row.size for row in rows}) != 1 or are_sorted(rows):
         return None
     pictures = any(image_size(fed) is not None for fed in seen.inputs)
     if not pictures and (are_tracks(samples) or are_raw_tracks(samples)):  # may be steps
@@ -120,6 +122,8 @@ def _are_labels(rows: Sequence[Floats], *, raw: bool) -> bool:
     if not raw and all(map(sums_to_one, shares)):
         return False
     if raw and max(float(row.mean() / max(row.std(), 1e-30)) for row in rows) > -_BELOW:
+        return False
+    if raw and mean_best_probability(np.stack(rows)) > _ONE_CLASS:
         return False
     values = np.stack(shares)
     on = np.count_nonzero(values > 0.5, axis=1)

@@ -100,7 +100,7 @@ def find_segmentation(seen: FirstSamples) -> Pixels | None:
             count = int(max(one.max() for one in samples)) + 1
             fewest = 3 if samples[0].dtype.kind == "f" else 2  # floats of 0 and 1 may be a picture
             if fewest <= count <= _MOST:
-                return Pixels(name, count)
+                return Pixels(name, count, parts={name: ()})
         if _are_classes(samples, seen.inputs) and (len(seen.names) == 1 or _several(samples)):
             return Pixels(name, samples[0].shape[1])
         channels_first = [_channels_first(one) for one in samples if one.ndim == 4]

@@ -9,9 +9,10 @@ class for the same steps, such as the diacritics of a letter.
 
 `find_text`: CTC (Graves et al. 2006), a symbol or the blank per step, [N, T, C] or [T, N, C]. The
 blank is the first or the last symbol, the most frequent one, and stands between symbols: if it is
-absent for long, or if the inputs are token ids or one vector per step, these are steps. Texts are
-decoded greedily: repeats merged, blanks dropped. If blanks only follow the last symbol in every
-sample, each step is the slot of a symbol, as in number plates, and repeats stay.
+absent for long, if a symbol lasts for more than three steps on average, or if the inputs are token
+ids or one vector per step, these are steps. Texts are decoded greedily: repeats merged, blanks
+dropped. If blanks only follow the last symbol in every sample, each step is the slot of a symbol,
+as in number plates, and repeats stay.
 """
 
 from collections.abc import Sequence
@@ -99,7 +100,7 @@ class _StepTally(TaskTally["Steps"]):
                 f"{others} of {counted}",
             )
             words += f", {count} of those that are not in both models of {_usual(usual)}"
-        return self.figure(figure, value, count, words + worst)
+        return self.figure(figure, value, count, words + worst, self.task.beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class Steps(EvaluationTask):
     classes: tuple[int, ...]
     axis: int | None  # dimension of the classes, 1 or 2; None for independent probabilities
     raw: bool = False  # whether these are logits, before the Sigmoid
+    beside: tuple[str, ...] = ()  # other outputs, of numbers, which the task does not cover
     name = "steps"
     tally_type = _StepTally
 
@@ -143,9 +145,13 @@ def find_steps(seen: FirstSamples) -> Steps | None:
         return Steps(
             tuple(non_states), tuple(seen.arrays(name)[0].shape[2] for name in non_states), 2
         )
-    if len(non_states) == 1 and are_switches(seen.arrays(non_states[0])):
-        return Steps(tuple(non_states), (2,), None)
+    switches = tuple(name for name in non_states if are_switches(seen.arrays(name)))
+    numbers = tuple(name for name in non_states if name not in switches)
+    if switches and all(one.size == max(one.shape) for n in numbers for one in seen.arrays(n)):
+        return Steps(switches, (2,) * len(switches), None, beside=numbers)
     tasks = [task for name in floating if (task := _read(name, seen, alone=len(floating) == 1))]
+    if not tasks and (symbols := _find_symbols(seen)):  # runs of one class are too long for text
+        return Steps((symbols[0].output,), (symbols[0].symbols,), 2)
     return None if len(tasks) != 1 or _has_companion(tasks[0], floating, seen) else tasks[0]
 
 
@@ -156,6 +162,9 @@ def _read(name: str, seen: FirstSamples, *, alone: bool) -> Steps | None:
         return Steps((name,), (samples[0].shape[axis],), axis)
     flat = all(max(one.shape, default=0) == one.size for one in samples)
     pictures = any(image_size(fed) is not None for fed in seen.inputs)
+    # beside a class number for each step it is how sure that one is
+    others = (seen.outputs[0][other].size for other in seen.names if other != name)
+    alone = alone and samples[0].size not in others
     tracks = alone and (flat or not pictures) and are_tracks(samples)  # others may be masks
     raw = alone and not pictures and are_raw_tracks(samples)
     return Steps((name,), (2,), None, raw) if tracks or raw else None
@@ -200,6 +209,7 @@ _SYMBOLS = 11  # at least
 _BLANKS = 0.2  # share of blank steps, at least
 _TOKENS = 4  # token ids of an input, at least
 _AWAY = 16  # mean length of runs without the blank, at most
+_LONGEST = 3  # mean length of runs of one symbol, at most: CTC's symbols are peaks
 
 
 @dataclass(slots=True)
@@ -248,6 +258,12 @@ class Text(EvaluationTask):
 
 def find_text(seen: FirstSamples) -> Text | None:
     """Recognise text if the only output is such a sequence."""
+    text, longest = _find_symbols(seen) or (None, 0)
+    return text if longest <= _LONGEST else None
+
+
+def _find_symbols(seen: FirstSamples) -> tuple[Text, float] | None:
+    """Return the text, and the mean length of runs of one symbol, if steps have a blank."""
     if len(seen.names) != 1:
         return None
     (name,) = seen.names
@@ -255,22 +271,17 @@ def find_text(seen: FirstSamples) -> Text | None:
     valid = [one for one in steps if one is not None]
     if len(valid) != len(steps) or len({one.shape[1] for one in valid}) != 1:
         return None
-    if not all(map(are_probabilities_or_logs, valid)) and not all(
-        _are_logits(one) for one in valid
-    ):
+    if not all(map(are_probabilities_or_logs, valid)) and not all(map(_are_logits, valid)):
         return None
     counts = np.bincount(np.concatenate([one.argmax(axis=1) for one in valid]))
     blank, symbols = int(counts.argmax()), valid[0].shape[1]
     if blank not in (0, symbols - 1) or counts[blank] < _BLANKS * counts.sum():
         return None
-    if (
-        np.count_nonzero(counts) < 2
-        or _symbol_run(valid, blank) > _AWAY
-        or _are_tokens(seen)
-        or _has_input_per_step(valid, seen)
-    ):
+    away, longest = _symbol_runs(valid, blank)
+    few = np.count_nonzero(counts) < 2 or away > _AWAY
+    if few or _are_tokens(seen) or _has_input_per_step(valid, seen):
         return None
-    return Text(name, symbols, blank, not all(_ends(one, blank) for one in valid))
+    return Text(name, symbols, blank, not all(_ends(one, blank) for one in valid)), longest
 
 
 def _steps(value: Array) -> Array | None:
@@ -291,14 +302,12 @@ def _are_logits(steps: Array) -> bool:
     return bool(mixed and sizes.max() < 8 * sizes.min())
 
 
-def _symbol_run(samples: Sequence[Array], blank: int) -> float:
-    """Return the mean length of runs of symbols between blanks."""
-    spans = steps = 0
-    for sample in samples:
-        symbol = np.concatenate([[False], sample.argmax(axis=1) != blank])
-        steps += int(symbol.sum())
-        spans += int((symbol[1:] & ~symbol[:-1]).sum())
-    return steps / max(spans, 1)
+def _symbol_runs(samples: Sequence[Array], blank: int) -> tuple[float, float]:
+    """Return the mean length of runs of symbols between blanks, and of runs of one symbol."""
+    best = np.concatenate([[blank, *one.argmax(axis=1)] for one in samples])
+    symbol, begins = best[1:] != blank, best[1:] != best[:-1]
+    spans, runs = ((symbol & begins & also).sum() for also in (best[:-1] == blank, True))
+    return symbol.sum() / max(spans, 1), symbol.sum() / max(runs, 1)
 
 
 def _are_tokens(seen: FirstSamples) -> bool:
