@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -13,6 +14,7 @@ from deploy.metrics.tasks import TaskFigure
 from deploy.runtimes.ort import OrtSession
 from deploy.tuning import search_samples
 from deploy.tuning.plan_file import read_plan
+from deploy.tuning.split_choice import SplitHooks, _choose_likely
 from tests.models import as_float32, make_model, make_node, parse_nodes, save_net
 from tests.test_tuning import ran, saved
 
@@ -124,10 +126,9 @@ def test_what_was_tried_is_told_once(default, surer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("net", "first", "targets", "was"),
-    [("model", "default", ALL, "unusable"), ("narrow", "surer", GRIDS, "doubtful")],
-)
+@pytest.mark.parametrize(("net", "first", "targets", "was"), [
+    ("model", "default", ALL, "unusable"), ("narrow", "surer", GRIDS, "doubtful"),
+])  # fmt: skip
 def test_a_second_build_obeys_plan(net, first, targets, was, build, request, monkeypatch, tmp_path):
     net, first = map(request.getfixturevalue, (net, first))
     monkeypatch.setattr(search_samples, "GrowingComparison", None)  # whoever calls it fails
@@ -285,6 +286,23 @@ def test_samples_are_asked_until_more_would_hardly_say_anything_else(few, asked,
     )
     found = judge.of(None)
     assert len(given) == asked and found.lost.words == given[-1]
+
+
+@pytest.mark.parametrize(("fuller", "first", "built"), [
+    ({}, {}, "fuller"), ({"noisy": "9 dB"}, {}, "first"), ({"unusable": "3 dB"}, {}, "first"),
+    ({"noisy": "9 dB"}, {"noisy": "12 dB"}, "fuller"),
+])  # fmt: skip
+def test_half_in_int8_is_preferred_if_it_is_good_or_nothing_is(fuller, first, built):
+    given = {"fuller": fuller, "first": first}
+    found = {name: search_samples.ExpectedVerdict(**one) for name, one in given.items()}
+    prices = SimpleNamespace(measured=False)
+    search = SimpleNamespace(
+        prices=prices, likely=lambda n: ["first"], fuller=lambda n: "fuller", faster=lambda *_: None
+    )
+    judges = {"judge": found.__getitem__, "can_go_on": lambda: True}
+    hooks = SplitHooks(choose=lambda trials: (trials[0], []), **judges)
+    chosen, judged = _choose_likely(search, hooks, [])
+    assert chosen.trial == built and judged == found[built]
 
 
 SIDE, ANCHORS = 32, 20

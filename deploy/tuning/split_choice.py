@@ -99,9 +99,12 @@ def _choose_likely(
     likely = search.likely(_TIMED)
     first, timed = hooks.choose([*likely, *(one for one in more if one not in likely)])
     fuller = None if search.prices.measured else search.fuller(first)
-    if fuller is not None and hooks.can_go_on() and (judged := hooks.judge(fuller)).good:
-        return ChosenSplit(trial=fuller, told=timed), judged
-    return ChosenSplit(trial=first, told=timed), hooks.judge(first)
+    if fuller is None or not hooks.can_go_on() or not (judged := hooks.judge(fuller)).good:
+        return ChosenSplit(trial=first, told=timed), hooks.judge(first)
+    if judged.noisy and hooks.can_go_on() and (own := hooks.judge(first)).quiet:
+        quick = search.faster(first, lambda one: hooks.judge(one).quiet, hooks.can_go_on)
+        return ChosenSplit(trial=quick or first, told=timed), own
+    return ChosenSplit(trial=fuller, told=timed), judged
 
 
 def _choose_next(
