@@ -38,7 +38,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Floats, Outputs, image_size, sums_to_one, to_shares
+from deploy.metrics.rows import Floats, Outputs, correlate, image_size, sums_to_one, to_shares
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.detections import (
     LOWEST,
@@ -115,6 +115,7 @@ _IDLE = 0.1  # best probability of an anchor without an object, at most
 _BELOW = 0.9  # share of anchors without an object (best logit below 0), at least
 _OFFSET = "offset"  # coding of a centre and a size in pixels, relative to an anchor
 _FIRING = 1e-3  # share of anchors that see an object, at most
+_TOGETHER = 0.3  # correlation of two corners of the boxes, at least
 _WIDEST = 64  # numbers of a box with its key points, at most
 
 
@@ -359,7 +360,9 @@ def _coding(levels: list[Floats], pairs: Sequence[LevelOutputs], seen: FirstSamp
         scores = np.concatenate([_stacked(pair.scores, seen) for pair in pairs])
         sizes = rows[scores[:, 0] >= np.quantile(scores[:, 0], 1 - _FIRING), 2:4]
         return _OFFSET if sizes.min() > 1 and scores.shape[1] == 1 else ""
-    if np.mean(np.all(rows[:, 2:] >= rows[:, :2], axis=1)) > 0.99:
+    # corners move together, offsets from an anchor and sizes do not
+    together = all(correlate(rows[:, k], rows[:, k + 2]) > _TOGETHER for k in (0, 1))
+    if together and np.mean(np.all(rows[:, 2:] >= rows[:, :2], axis=1)) > 0.99:
         return "corners"
     inside = rows.min() >= -0.05 and rows.max() <= 1.05
     if len(pairs) == 1 and inside and len(rows) <= 4 * _QUERIES:
