@@ -718,14 +718,10 @@ def test_one_number_a_sample_is_judged_by_what_varies():
     assert [part.label for part in derive_form(two).parts] == ["y - its mean"]
     about_zero = [{"age": np.float32([[age]])} for age in (-12, 35, 60, -31)]
     assert [part.label for part in derive_form(about_zero).parts] == ["age"]
-    for ends, label in (
-        ((0.5, 0.7), "y - its mean"),
-        ((0.02, 0.03), "y - its mean"),
-        ((0.9, 1), "y"),
-    ):
-        shares = [{"y": np.float32([one])} for one in np.linspace(*ends, 16)]
+    for low, high, label in (0.5, 0.7, "y - its mean"), (0.02, 0.03, "y - its mean"), (0.9, 1, "y"):
+        shares = [{"y": np.float32([one])} for one in np.linspace(low, high, 16)]
         assert [part.label for part in derive_form(shares).parts] == [label]
-        few = "y" if ends[0] < 0.1 else label  # so far no event was seen
+        few = "y" if low < 0.1 else label  # so far no event was seen
         assert [part.label for part in derive_form(shares[:4]).parts] == [few]
 
 

@@ -197,10 +197,9 @@ def test_an_infinite_mask_constant_is_fine():
     assert load(model_of([node], [constant("floor", np.float32(-np.inf))])).notes == ()
 
 
-@pytest.mark.parametrize(
-    ("stored", "shape"),
-    [(["b", 3, 8, 8], ("b", 3, 8, 8)), ([7], ("n", 3, 8, 8)), ([1, 3, 8, 9], ("n", 3, 8, 8))],
-)
+@pytest.mark.parametrize(("stored", "shape"), [
+    (["b", 3, 8, 8], ("b", 3, 8, 8)), ([7], ("n", 3, 8, 8)), ([1, 3, 8, 9], ("n", 3, 8, 8)),
+])  # fmt: skip
 def test_the_shape_of_an_output_is_the_inferred_one_where_the_stored_contradicts(stored, shape):
     assert load(relu(outputs=[value("y", *stored)])).outputs[0].shape == shape
 

@@ -407,6 +407,7 @@ def test_offsets_with_a_size_say_whether_the_box_of_an_anchor_is_kept(how, moved
     assert same_task(levels) == "boxes"
     few = [{**one, "regressors": one["regressors"][..., :4].swapaxes(1, 2)} for one in references]
     assert same_task(few) == "boxes"
+    assert "boxes by offset" in figure(references, references, [fed((224, 256))] * 8)[0].task.form
     near = np.float32([0.1, 0.1, 1, 1])
     few = [{**one, "regressors": one["regressors"][..., :4] * near} for one in references]
     assert "boxes matched by anchor" in figure(few, few)[0].task.form  # these are no corners

@@ -116,6 +116,7 @@ _BELOW = 0.9  # share of anchors without an object (best logit below 0), at leas
 _OFFSET = "offset"  # coding of a centre and a size in pixels, relative to an anchor
 _FIRING = 1e-3  # share of anchors that see an object, at most
 _TOGETHER = 0.3  # correlation of two corners of the boxes, at least
+_PIXELS = 4  # of a box's sides, at least, where columns may be logits of a distribution
 _WIDEST = 64  # numbers of a box with its key points, at most
 
 
@@ -291,9 +292,10 @@ def _pair(names: Sequence[str], seen: FirstSamples) -> LevelOutputs | None:
         fitting = [] if size is None else list(find_grids(shapes[names[0]][-2], size, 1))
         grid = next((one for one in fitting if one.anchors == 1), None)
         boxes = [name for name in boxes if not _is_share(_stacked(name, seen))]
-        if grid is None or not boxes:
-            grid = None
-            boxes = _with_points(names, seen)
+        points = _with_points(names, seen)
+        tables = [_stacked(name, seen) for name in sorted(names, key=lambda name: name in points)]
+        if grid is None or not boxes or (points and _least_size(*tables[::-1]) > _PIXELS):
+            grid, boxes = None, points
     if len(boxes) != 1:
         return None
     others = [name for name in names if name != boxes[0]]
@@ -358,8 +360,7 @@ def _coding(levels: list[Floats], pairs: Sequence[LevelOutputs], seen: FirstSamp
         return None
     if rows.shape[1] != 4:  # boxes and key points
         scores = np.concatenate([_stacked(pair.scores, seen) for pair in pairs])
-        sizes = rows[scores[:, 0] >= np.quantile(scores[:, 0], 1 - _FIRING), 2:4]
-        return _OFFSET if sizes.min() > 1 and scores.shape[1] == 1 else ""
+        return _OFFSET if _least_size(rows, scores) > 1 and scores.shape[1] == 1 else ""
     # corners move together, offsets from an anchor and sizes do not
     together = all(correlate(rows[:, k], rows[:, k + 2]) > _TOGETHER for k in (0, 1))
     if together and np.mean(np.all(rows[:, 2:] >= rows[:, :2], axis=1)) > 0.99:
@@ -368,6 +369,11 @@ def _coding(levels: list[Floats], pairs: Sequence[LevelOutputs], seen: FirstSamp
     if len(pairs) == 1 and inside and len(rows) <= 4 * _QUERIES:
         return "centre"
     return "centre" if len(pairs) == 1 and _at_anchors(rows, seen) else ""
+
+
+def _least_size(boxes: Floats, scores: Floats) -> float:
+    """Return the least width or height of the boxes [A, 4 + 2 K] with the highest scores."""
+    return float(boxes[scores[:, 0] >= np.quantile(scores[:, 0], 1 - _FIRING), 2:4].min())
 
 
 def _at_anchors(rows: Floats, seen: FirstSamples) -> bool:
