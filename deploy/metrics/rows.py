@@ -99,6 +99,8 @@ def are_probabilities_or_logs(values: Array) -> bool:
 
 
 _SHARE = 1.01  # upper limit of a probability, with rounding
+_APART = 5.0  # distance of positive and negative logits, in their own deviations, at least
+_RAW = 40.0  # magnitude of a logit, at most: more is another unit
 _PLACE = 4  # minimum bytes of an index
 _MANY = 16  # samples whose single value is always small, so that it is no probability of an event
 _BETWEEN, _MOSTLY = 0.5, 0.75  # least share of values in 0.1..0.9 among relative ones
@@ -119,9 +121,9 @@ def are_regression_values(scores: Array, batch: int) -> bool:
 
 
 def are_relative(rows: Array) -> bool:
-    """Whether [N, C] lies in 0..1, most of each row not near 0 or 1, and no row sums to 1.
+    """Whether [N, C] lies in 0..1, most of it not near 0 or 1, and no row sums to 1.
 
-    Of single values, three quarters of all rows; near 0 may be many of them, a ratio.
+    Many single values may be near 0: a ratio.
     """
     single = rows.shape[1] == 1
     middle = (rows < 0.9) & ((rows > 0.1) | (single and len(rows) >= _MANY))
@@ -139,6 +141,16 @@ def correlate(one: Floats, other: Floats) -> float:
     """Return the correlation of two vectors; 0 if one is constant."""
     one, other = one - one.mean(), other - other.mean()
     return float(one @ other) / max(float(np.linalg.norm(one) * np.linalg.norm(other)), 1e-30)
+
+
+def are_two_sided(values: Floats, least: int) -> bool:
+    """Whether logits are two groups apart, of `least` or more, one on each side of 0."""
+    positive, negative = values[values > 0], values[values <= 0]
+    few = min(positive.size, negative.size) < least
+    if few or values.min() >= 0 or np.abs(values).max() > _RAW:  # a Sigmoid may underflow to 0
+        return False
+    squares = positive.size * positive.var() + negative.size * negative.var()
+    return bool(positive.mean() - negative.mean() > _APART * math.sqrt(squares / values.size))
 
 
 def to_shares(scores: Array, *, raw: bool = True) -> Floats:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import is_floating, to_shares
+from deploy.metrics.rows import are_two_sided, is_floating, to_shares
 from deploy.tensors import Array
 
 _SAMPLES, _MORE_SAMPLES = 4, 32  # see `form_samples`
@@ -28,8 +28,6 @@ _MOST_ROWS = 1024
 _TOLERANCE = 1e-3  # rounding of a probability
 _LOW = 0.2  # scores below it are low, above 1 - it high
 _DECIDED = 0.75  # share of scores near 0 or 1 beside values of 0..1, at least
-_APART = 5.0  # distance of positive and negative logits, in their own deviations, at least
-_LARGEST = 40.0  # magnitude of a logit, at most: more is another unit
 
 
 def form_samples(outputs: Mapping[str, Array], batch: int = 1) -> int:
@@ -114,11 +112,10 @@ def _cells(scores: tuple[int, ...], values: tuple[int, ...]) -> tuple[int, ...] 
 def find_cell_scores(samples: Mapping[str, Sequence[Array]]) -> dict[str, tuple[str, bool]]:
     """Return outputs of values that count in some cells -> the output of these cells' scores.
 
-    Such as a pitch -> its confidence, an offset -> its score, a landmark -> its visibility, and
-    whether the scores are logits. Scores go from 0 to 1, low in some cells and high in others, one
-    for each cell; logits have two groups, apart from each other, on both sides of 0. The values
-    themselves leave 0..1, so that it is clear which output weights the other; or most of them are
-    in between, and scores are fewer, or most are near 0 or 1.
+    Such as a pitch -> its confidence, a landmark -> its visibility, and whether the scores are
+    logits. Scores, one a cell, go from 0 to 1, low in some cells and high in others; logits have
+    two groups on both sides of 0. The values leave 0..1, so that it is clear which output weights
+    the other; or most are in between, and scores are fewer, or mostly near 0 or 1.
 
     `samples`: output -> its arrays for the first few samples.
     """
@@ -127,45 +124,20 @@ def find_cell_scores(samples: Mapping[str, Sequence[Array]]) -> dict[str, tuple[
         for name, arrays in samples.items()
         if all(one.size and is_floating(one) for one in arrays)
     }
-    unit = [
-        name
-        for name, values in floating.items()
-        if values.min() >= -_TOLERANCE and values.max() <= 1 + _TOLERANCE
-    ]
-    raw = [name for name in floating if name not in unit and _are_logits(floating[name])]
+    unit = [n for n, v in floating.items() if max(-v.min(), v.max() - 1) <= _TOLERANCE]
+    raw = [n for n, v in floating.items() if n not in unit and are_two_sided(v, 1)]
     shares = {name: to_shares(floating[name], raw=name in raw) for name in (*unit, *raw)}
+    ends = {n: float(np.mean((s < 0.1) | (s > 0.9))) for n, s in shares.items()}
     found: dict[str, tuple[str, bool]] = {}
     for name, values in floating.items():
-        between = name in unit and _ends(values) < 0.5
-        for other in shares if between or name not in unit else ():
+        between = name in unit and ends[name] < 0.5
+        for other, own in shares.items() if between or name not in unit else ():
             apart = other not in (name, *(raw if name in raw else ()))
-            fewer = shares[other].size < values.size
-            decided = not between or fewer or _ends(shares[other]) >= _DECIDED
-            weights = apart and decided and _spread_out(shares[other])
-            if weights and _fit_cells(samples[other], samples[name]):
+            decided = not between or own.size < values.size or ends[other] >= _DECIDED
+            both = own.size >= _VALUES and max(own.min(), 1 - own.max()) <= _LOW
+            if apart and decided and both and _fit_cells(samples[other], samples[name]):
                 found.setdefault(name, (other, other in raw))
     return found
-
-
-def _ends(shares: Array) -> float:
-    """Return how many probabilities are near 0 or 1."""
-    return float(np.mean((shares < 0.1) | (shares > 0.9)))
-
-
-def _spread_out(scores: Array) -> bool:
-    """Whether there are enough cells, low and high ones."""
-    return bool(scores.size >= _VALUES and scores.min() <= _LOW and scores.max() >= 1 - _LOW)
-
-
-def _are_logits(values: Array) -> bool:
-    """Whether values are two groups, one on each side of 0, apart by more than each spreads."""
-    positive, negative = values[values > 0], values[values <= 0]
-    if not positive.size or not negative.size or np.abs(values).max() > _LARGEST:
-        return False
-    spread = np.sqrt(
-        (positive.size * positive.var() + negative.size * negative.var()) / values.size
-    )
-    return bool(positive.mean() - negative.mean() > _APART * spread)
 
 
 def _fit_cells(scores: Sequence[Array], values: Sequence[Array]) -> bool:

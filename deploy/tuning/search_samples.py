@@ -133,11 +133,10 @@ def enough_samples(judges: EvaluationSet) -> int:
 def select_samples(
     judges: EvaluationSet, most: int, task: str = ""
 ) -> tuple[list[tuple[Sample, Outputs]], OutputForm]:
-    """Select at most `most` samples; return them with the float model's outputs, and their form.
+    """Return at most `most` samples in feed order, with the float model's outputs, and the form.
 
-    They are in feed order. The candidates are read twice, so that only the selected ones are in
-    memory; the form is that of the candidates, since the selected ones are extreme. `task`: the
-    name of the user's task.
+    It is that of the candidates, since the selected ones are extreme. The candidates are read
+    twice, so that only the selected ones are in memory. `task`: the name of the user's task.
     """
     signals, form = _slice_signals(judges.heard(CANDIDATES), task)
     chosen = _selection(signals, most)

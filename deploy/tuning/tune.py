@@ -177,10 +177,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
 
 
 def _search_samples(setup: SearchSetup) -> tuple[Sequence[ReferenceSample], OutputForm]:
-    """Return the samples of every trial with the float model's outputs, and the form of these.
-
-    The targets share them.
-    """
+    """Return the samples of every trial, which the targets share, with outputs and their form."""
     request, judges = setup.request, setup.judges
     few = min(setup.effort.samples, len(request.feed) // _SHARE, enough_samples(judges))
     few = max(_LEAST_SAMPLES, few)

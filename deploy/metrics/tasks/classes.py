@@ -17,7 +17,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Floats, Outputs, are_probabilities_or_logs, are_sorted, image_size
+from deploy.metrics.rows import (
+    Floats,
+    Outputs,
+    are_probabilities_or_logs,
+    are_sorted,
+    are_two_sided,
+    image_size,
+)
 from deploy.metrics.tasks.embeddings import are_features, of_unit_length
 from deploy.metrics.tasks.evaluation_task import (
     ClassExample,
@@ -43,8 +50,6 @@ _MANY, _HALF = 16, 0.5  # the same of so many or more: a share of an even spread
 _BETWEEN = 0.25  # share of probabilities between 0.1 and 0.9, at most
 _UNDECIDED = 0.05  # share of probabilities between 0.3 and 0.7, at most, in several outputs
 _ON = 0.25  # share of them above 0.5, at most
-_APART = 5.0  # distance of positive and negative logits, in their own deviations, at least
-_RAW = 40.0  # magnitude of a logit, at most: more is another unit
 
 
 def find_class_axis(samples: Sequence[Array], *, raw: bool) -> int | None:
@@ -125,15 +130,7 @@ def are_raw_tracks(samples: Sequence[Array]) -> bool:
     if any(one.size < _LONG or one.size != max(one.shape) for one in samples):
         return False
     values = np.concatenate([one.reshape(-1) for one in samples]).astype(np.float64)
-    positive, negative = values[values > 0], values[values <= 0]
-    if values.min() >= 0:  # a Sigmoid's output, some of which underflow to 0
-        return False
-    if min(positive.size, negative.size) < 2 * len(samples) or np.abs(values).max() > _RAW:
-        return False
-    deviation = math.sqrt(
-        (positive.size * positive.var() + negative.size * negative.var()) / values.size
-    )
-    return bool(positive.mean() - negative.mean() > _APART * deviation)
+    return are_two_sided(values, 2 * len(samples))
 
 
 def _fits(samples: Sequence[Array], axis: int, fits: Callable[[Sequence[Floats]], bool]) -> bool:

@@ -58,10 +58,7 @@ class _PointTally(TaskTally["Points"]):
             self.kept += near if reference_flags == candidate_flags else 0
 
     def _near(self, name: str, numbers: int, own: Outputs, other: Outputs) -> tuple[int, int]:
-        """Return the number of FP32's present points, and of the candidate's near them.
-
-        These must not be far from present either.
-        """
+        """Return the number of FP32's present points, and of the candidate's near them."""
         left = own[name].reshape(-1, numbers).astype(np.float64)
         present = self._scores(name, left, own) > _SURE
         if other[name].shape != own[name].shape or not np.isfinite(other[name]).all():
