@@ -111,6 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
     case = Case(given.model, given.images, batch, given.out, feed, title)
     making = makers(case, here)
     only = given.only.split(",") if given.only else making
+    if unknown := {*only} - {*making}:
+        parser.error(f"no row is called {', '.join(unknown)}; there are {', '.join(making)}")
     findings = check(case, {name: making[name] for name in only})
     print(title, table(findings), sep="\n\n")
     return 1 if any(finding.wrong for finding in findings) else 0

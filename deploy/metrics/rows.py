@@ -123,7 +123,7 @@ def are_regression_values(scores: Array, batch: int) -> bool:
 def are_relative(rows: Array) -> bool:
     """Whether [N, C] lies in 0..1, most of it not near 0 or 1, and no row sums to 1.
 
-    Many single values may be near 0: a ratio.
+    Of single values in 16 rows or more, such as a ratio, most may be near 0.
     """
     single = rows.shape[1] == 1
     middle = (rows < 0.9) & ((rows > 0.1) | (single and len(rows) >= _MANY))

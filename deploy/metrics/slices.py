@@ -33,7 +33,8 @@ _DECIDED = 0.75  # share of scores near 0 or 1 beside values of 0..1, at least
 def form_samples(outputs: Mapping[str, Array], batch: int = 1) -> int:
     """Return how many samples the form of these outputs is derived from, whatever the batch.
 
-    Few values need more: a probability is known by values near 0 and near 1, a row as sorted.
+    Outputs of few values need more samples: only these show that a value is a probability, near 0
+    in some samples and near 1 in others, or that values are sorted.
     """
     few = all(one.size <= OF_FEW * batch for one in outputs.values())
     return _MORE_SAMPLES if few else _SAMPLES

@@ -197,9 +197,10 @@ class _Results:
 
 def _rows(built: BuildResult, seen: _Results, *, alone: bool) -> Iterator[EngineRow]:
     """The rows of a target's baselines and of its engine."""
-    failed = built.target in seen.failed  # its files are removed
     paths: dict[str, Path | None] = {**built.baselines, built.target: built.engine}
-    for name, path in (dict.fromkeys(paths) if failed else paths).items():
+    if built.target in seen.failed:
+        paths = dict.fromkeys(paths)  # `discard_failed` removes the files
+    for name, path in paths.items():
         own = name == built.target
         layers = read_engine_layers(seen.sessions.get(name))
         yield EngineRow(

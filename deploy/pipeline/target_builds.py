@@ -152,11 +152,10 @@ def discard_failed(
     for result in results:
         if result.target in failed and not result.error:
             engines = {path for path in (result.engine, *result.baselines.values()) if path}
-            stays = (
-                {}
-                if result.engine in (None, result.runnable)
-                else {role: path for role, path in result.files.items() if path not in engines}
-            )
+            portable = result.engine not in (None, result.runnable)
+            stays = {
+                r: path for r, path in result.files.items() if portable and path not in engines
+            }
             gone = {*engines, *result.files.values()}.difference(stays.values())
             stage.discard(name for path in gone for name in (path.name, f"{path.name}.json"))
             result = replace(result, engine=None, runnable=None, baselines={}, files=stays)
