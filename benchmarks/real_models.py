@@ -99,7 +99,9 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.again and asked.out is None:
         parser.error("--again needs --out, the folder of the earlier run")
-    folder = asked.out or Path(tempfile.mkdtemp(prefix="calib8-real-models-"))
+    folder = (
+        asked.out.resolve() if asked.out else Path(tempfile.mkdtemp(prefix="calib8-real-models-"))
+    )
     folder.mkdir(parents=True, exist_ok=True)
     if asked.acceptance:
         return accepted(asked.names, folder, asked.threads, asked.duration, asked.venvs)

@@ -586,7 +586,7 @@ def test_a_search_costs_five_calibrations(target, search_deep, runs, never_usabl
     (row,) = search_deep("--target", target).report["targets"]
     assert row["search"]["probes"] > 24  # as many alone as it may try, and others whole
     # more than one split was judged on all samples, none twice: each on 48, then on the other 52
-    methods = 2 * 16 + 2 * IMAGES  # two methods were compared too
+    methods = 2 * 48 + 2 * IMAGES  # two methods were compared too
     assert runs["search_samples"] == (3 * IMAGES if target == "ascend" else methods)
     total = sum(runs.values())
     assert total <= 5 * IMAGES
@@ -595,11 +595,11 @@ def test_a_search_costs_five_calibrations(target, search_deep, runs, never_usabl
 
 @pytest.mark.slow
 def test_no_split_is_judged_where_all_is_spent(search_deep, runs, never_usable, monkeypatch):
-    """Of three calibrations the trials take half, and the judging of the first choice one."""
-    monkeypatch.setitem(EFFORTS, 1, replace(EFFORTS[1], calibrations=3))
+    """Of four calibrations the trials take two thirds, the judging of the first choice one."""
+    monkeypatch.setitem(EFFORTS, 1, replace(EFFORTS[1], calibrations=4))
     built = search_deep()
-    assert built.code == 0 and runs["search_samples"] == 2 * 16 + IMAGES
-    assert sum(runs.values()) <= 3 * IMAGES
+    assert built.code == 0 and runs["search_samples"] == 2 * 48 + IMAGES
+    assert sum(runs.values()) <= 4 * IMAGES
     (row,) = built.report["targets"]
     assert "would be unusable" in " ".join(row["notes"])
 

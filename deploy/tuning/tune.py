@@ -319,7 +319,8 @@ def _held_back_db(setup: SearchSetup, ran: Callable[[int], None], trial: Trial) 
     halves = halved_requests(setup.target, setup.request, ran)
     models = [setup.trial(one.adding(trial.choices)) for one in halves]
     comparison = GrowingComparison(models, setup.judges, kernels=setup.target.runs_here)
-    worst = comparison.on(CANDIDATES // 3, threads=setup.request.threads).worst
+    most = max(CANDIDATES // 3, min(CANDIDATES, enough_samples(setup.judges)))
+    worst = comparison.on(most, threads=setup.request.threads).worst
     ran(len(comparison.keys))
     return math.inf if worst is None else worst.sqnr_db
 
