@@ -332,6 +332,8 @@ PLACES = accuracy(part(6.5), top1_reference=0.9, top1_candidate=0.9)
     # a model of microseconds is not slower by the runtime's own overhead
     (None, {"speed": 0.8, "slower_ms": 0.019}, GOOD),
     (None, {"speed": 0.8, "slower_ms": 0.021}, FLOAT),
+    # two pictures of which both are right prove little
+    (accuracy(samples=4), {}, GOOD), (accuracy(samples=3), {}, DOUBTFUL),
 ])  # fmt: skip
 def test_the_level_of_a_verdict(found, how, level):
     assert judged(found, **how).level == level

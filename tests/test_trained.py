@@ -369,7 +369,19 @@ def torchao():
     return w.model(w.node("MatMul", [a, m], "y"), shape=(1, 5))
 
 
-SPELLED = [modelopt, onnxruntime, nncf, torchao]
+def tflite():
+    """Codes that are padded and transposed between the two nodes of a pair."""
+    w = Writer()
+    own = [w.hold("x_s", np.float32(0.03)), w.hold("x_z", np.uint8(120))]
+    q = w.node("QuantizeLinear", ["x", *own], "x_q")
+    edges = w.hold("edges", np.array([0, 0, 1, 1, 0, 0, 1, 1]))
+    padded = w.node("Pad", [q, edges, own[1]], "x_p")
+    a = w.node("Transpose", [padded], "x_t", perm=[0, 1, 3, 2])
+    a = w.pair(w.first(w.node("DequantizeLinear", [a, *own], "x_dq")), 0.02, np.int8(0))
+    return w.model(w.conv(a, w.weight("w2", W2), w.hold("b2", B2)), shape=(1, 4, 18, 18))
+
+
+SPELLED = [modelopt, onnxruntime, nncf, torchao, tflite]
 
 
 @pytest.mark.parametrize("spelled", SPELLED, ids=lambda one: one.__name__)

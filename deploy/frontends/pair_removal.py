@@ -33,11 +33,12 @@ from deploy.graph.edit import (
     rename_tensors,
     unique_name,
 )
-from deploy.graph.index import Graph, all_nodes, iter_reads, opset_of
-from deploy.graph.placement import MOVES, POOLS, WEIGHTED
+from deploy.graph.index import Graph, all_nodes, attributes, iter_reads, opset_of
+from deploy.graph.placement import CUTS, MOVES, POOLS, WEIGHTED
 
 Nodes = list["onnx.NodeProto"]
 _OLDEST = 11  # since this opset the limits of Clip are inputs
+_ON_CODES = MOVES | CUTS | {"MaxPool"}
 _POSITIVE = frozenset({"Relu", "Sigmoid", "Softmax", "HardSigmoid"})
 _ADDING = frozenset({"Add", "Mul", "Max", "Concat", "Resize"})  # not negative for such inputs
 
@@ -80,7 +81,43 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
         )
     remove_identity(model.graph)
     name_nodes(model.graph)
+    _move_quantizers(model)
     return model
+
+
+def _move_quantizers(model: onnx.ModelProto) -> None:
+    """Move each QuantizeLinear behind the nodes that pad, cut or reorder its codes.
+
+    ::
+
+        x --> Q --> Transpose --> DQ     becomes     x --> Transpose --> Q --> DQ
+    """
+    index = Graph(model)
+    names = {*index.producer, *index.constants, *index.inputs}
+    quantizers = {node.output[0]: node for node in index.nodes if node.op_type == Q}
+    nodes: Nodes = []
+    replaced: set[str] = set()
+    for node in index.nodes:
+        nodes.append(node)
+        own = quantizers.get(node.input[0]) if node.op_type in _ON_CODES else None
+        grid = find_pair_grid(own, index) if own is not None else None
+        if own is None or grid is None or not grid.single:
+            continue
+        if node.op_type == "Pad" and attributes(node).get("mode", b"constant") == b"constant":
+            given = any(node.input[2:3])
+            if (index.number(node.input[2]) if given else 0) != grid.zero.item():
+                continue  # it pads with another value than 0
+            if given:
+                node.input[2] = ""
+        codes, moved = node.output[0], unique_name(f"{own.input[0]}/{node.op_type.lower()}", names)
+        names.add(moved)
+        replaced.add(own.output[0])
+        node.input[0], node.output[0] = own.input[0], moved
+        quantizers[codes] = again = copy_message(own)
+        again.input[0], again.output[0], again.name = moved, codes, f"{node.name}/{Q}"
+        nodes.append(again)
+    unread = replaced.difference(index.outputs, *map(iter_reads, nodes))
+    rebuild(model.graph, [node for node in nodes if not unread.intersection(node.output)])
 
 
 def remove_pairs(

@@ -22,7 +22,7 @@ _TASK = 0.05, 0.25  # share of the float model's predictions that int8 loses
 _PART_DB = 15.0, 5.0  # SQNR of the worst slice, if the task is unknown (at least)
 _LOST_DB = 0.0  # a slice with more noise than signal is never good
 _ROUNDING = 1e-9  # in floating point 1 - 0.99 is more than 0.01
-_FEW = 4  # samples that may not all have the same outputs
+_FEW = 4  # samples that can be judged, at least
 _ENOUGH = 20  # samples needed to tell accuracy from chance
 _ALIKE = (
     0.95  # share of samples in one class, by the float model, from which the inputs are suspect
@@ -106,7 +106,9 @@ def question_reference(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
     if accuracy.outputs and all(output.zeros for output in accuracy.outputs):
         why = "the outputs are 0 in every sample, so equal ones prove nothing; load trained weights"
         yield DOUBTFUL, why
-    elif accuracy.alike and accuracy.samples >= _FEW:
+    elif accuracy.samples < _FEW:
+        yield DOUBTFUL, f"samples compared: {accuracy.samples}, at least {_FEW} are needed"
+    elif accuracy.alike:
         why = f"{FLOAT_MODEL} gives nearly the same outputs for all {accuracy.samples} samples"
         yield DOUBTFUL, f"{why}; check the inputs, or judge on samples that differ"
     yield from _by_chance(accuracy)
