@@ -121,7 +121,7 @@ def test_the_model_to_observe_is_amcts(default):
     model, graph = default
     config = config_of("small_default", graph)
     records = records_of("small_default").items()
-    weights = {n: (r.scale_w, np.zeros(r.scale_w.size, np.int32)) for n, r in records}
+    weights = {n: r.scale_w for n, r in records}
     mine = observation_model(model, graph.layers, config, weights, {})
     amct = onnx.load(CASES / "small_default" / "modified.onnx")
     tensors = [{t.name: t for t in m.graph.initializer} for m in (mine, amct)]
@@ -222,6 +222,8 @@ ARRAYS = np.load(CASES.parent / "vectors.npz")
 
 def cases_of(kernel, good=True):
     of_kernel = [case for case in WORDS["cases"] if case["kernel"] == kernel]
+    if kernel == "arq":  # deployed weights have no offset
+        of_kernel = [case for case in of_kernel if not case["params"]["with_offset"]]
     return [case for case in of_kernel if ("error" not in case["out"]) == good]
 
 
@@ -245,7 +247,7 @@ def run_kernel(kernel, case):
     grid = {"bits": p["num_bits"], "with_offset": p["with_offset"]}
     if kernel == "arq":
         weight = x.reshape(-1)[: int(np.prod(p["shape"]))].reshape(p["shape"])
-        return weight, *arq(weight, channel_wise=p["channel_wise"], **grid)
+        return weight, arq(weight, channel_wise=p["channel_wise"], bits=p["num_bits"])
     if kernel == "ifmr":
         same = {name: p[name] for name in ("max_percentile", "min_percentile", "search_step")}
         span = (p["search_start"], p["search_end"])
@@ -265,7 +267,7 @@ def same_answer(result, out):
     assert len(result.losses) == out["n_candidates"]
 
 
-@pytest.mark.parametrize(("kernel", "count"), [("arq", 36), ("ifmr", 36), ("hfmg", 44)])
+@pytest.mark.parametrize(("kernel", "count"), [("arq", 25), ("ifmr", 36), ("hfmg", 44)])
 def test_amct_errors_are_errors_here(kernel, count):
     refused = cases_of(kernel, good=False)
     assert len(refused) == count
@@ -290,15 +292,15 @@ def test_scale_offset_table():
 def test_arq_to_the_bit():
     good = cases_of("arq")
     for case in good:
-        weight, scale, offset = run_kernel("arq", case)
+        weight, scale = run_kernel("arq", case)
         out, b = case["out"], case["params"]["num_bits"]
-        assert (bits(scale), offset.tolist()) == (out["scale"]["f32_bits"], out["offset"])
-        fake = arq_fake_quantize(weight, scale, offset, bits=b)
+        assert bits(scale) == out["scale"]["f32_bits"] and not any(out["offset"])
+        fake = arq_fake_quantize(weight, scale, bits=b)
         assert hashlib.sha256(fake.tobytes()).hexdigest() == out["fake_sha256"]
         if "int_sha256" in out:
-            integers = arq_integers(weight, scale, offset, bits=b)
+            integers = arq_integers(weight, scale, bits=b)
             assert hashlib.sha256(integers.tobytes()).hexdigest() == out["int_sha256"]
-    assert len(good) == 300
+    assert len(good) == 215
 
 
 @pytest.mark.slow

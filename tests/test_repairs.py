@@ -480,11 +480,11 @@ def test_targets_write_the_integers_that_were_chosen(seed, kind, turned):
     before, after = (output_error(steps, q, products + damp).sum() for q in (nearest, got))
     assert after <= before * (1 + 1e-4) and (after < before or (got == nearest).all())
     if kind == "Conv":  # AMCT's own scales, of 128 steps where the least value is the extreme
-        own, offset = arq(weight)
+        own = arq(weight)
         ascend = round_weight(layer, own.reshape(-1, 1, 1, 1).astype(np.float64), inputs).weight
-        again, _ = arq(ascend)
+        again = arq(ascend)
         assert again.tobytes() == own.tobytes()
-        codes = arq_integers(ascend, own, offset)
+        codes = arq_integers(ascend, own)
         assert np.abs(codes - weight / own.reshape(-1, 1, 1, 1)).max() < 1 + 1e-4
 
 

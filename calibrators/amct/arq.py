@@ -135,47 +135,39 @@ def ascend_s19(scales: Float32Array) -> Float32Array:
     return np.asarray(bits.view(np.float32))
 
 
-def arq(
-    weight: NDArray[np.floating],
-    *,
-    bits: int = 8,
-    channel_wise: bool = True,
-    with_offset: bool = False,
-) -> tuple[Float32Array, IntArray]:
-    """Return (scale, offset) of a weight, each [C_out] or [1].
+def arq(weight: NDArray[np.floating], *, bits: int = 8, channel_wise: bool = True) -> Float32Array:
+    """Return the scale of a weight, [C_out] or [1]; its offset is 0, as the hardware requires.
 
     Args:
         weight: [C_out, ...], float32 or float16 (see `channels_first` for ConvTranspose).
         bits: 4, 6, 7 or 8.
         channel_wise: one scale per output channel, else one per tensor.
-        with_offset: affine; the hardware requires offset 0, so deployments leave this off.
 
     Raises:
         CalibrationError: wrong dtype, NaN or Inf, no elements, or a scale that is not finite.
     """
     rows = check_values(weight, "weight").reshape(weight.shape[0] if channel_wise else 1, -1)
-    return ascend_scale_offset(
-        rows.max(axis=1), rows.min(axis=1), with_offset=with_offset, bits=bits
-    )
+    return ascend_scale_offset(rows.max(axis=1), rows.min(axis=1), with_offset=False, bits=bits)[0]
 
 
 def arq_integers(
-    weight: NDArray[np.floating], scale: Float32Array, offset: IntArray, *, bits: int = 8
+    weight: NDArray[np.floating], scale: Float32Array, *, bits: int = 8
 ) -> NDArray[np.int8]:
-    """Quantize a weight [C_out, ...] to int8 of the same shape: clip(rne(w / scale + offset))."""
-    shape = (-1,) + (1,) * (weight.ndim - 1)
-    steps = ascend_quantize(weight, scale.reshape(shape), offset.reshape(shape), bits=bits)
-    return steps.astype(np.int8)
+    """Quantize a weight [C_out, ...] to int8 of the same shape: clip(rne(w / scale))."""
+    return ascend_quantize(weight, by_row(scale, weight.ndim), 0, bits=bits).astype(np.int8)
 
 
 def arq_fake_quantize(
-    weight: NDArray[np.floating], scale: Float32Array, offset: IntArray, *, bits: int = 8
+    weight: NDArray[np.floating], scale: Float32Array, *, bits: int = 8
 ) -> NDArray[np.floating]:
     """Quantize and dequantize a weight [C_out, ...], in the weight's dtype."""
-    shape = (-1,) + (1,) * (weight.ndim - 1)
-    step, zero = scale.reshape(shape), offset.reshape(shape)
-    steps = ascend_quantize(weight, step, zero, bits=bits)
-    return ((steps - zero.astype(np.float32)) * step).astype(weight.dtype)
+    step = by_row(scale, weight.ndim)
+    return (ascend_quantize(weight, step, 0, bits=bits) * step).astype(weight.dtype)
+
+
+def by_row(scale: Float32Array, rank: int) -> Float32Array:
+    """Return scales [C_out] or [1] in a shape that broadcasts over a weight [C_out, ...]."""
+    return scale.reshape(-1, *[1] * (rank - 1))
 
 
 def channels_first(weight: NDArray[np.generic], group: int) -> NDArray[np.generic]:

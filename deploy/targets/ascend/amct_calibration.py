@@ -27,6 +27,7 @@ from calibrators.amct.arq import (
     arq_fake_quantize,
     ascend_half,
     balance_factors,
+    by_row,
     channel_max,
     weight_channel_max,
 )
@@ -70,7 +71,7 @@ from deploy.targets.ascend.weight_rounding import (
 )
 
 Factors = Mapping[str, NDArray[np.float32]]
-Weights = dict[str, tuple[NDArray[np.float32], NDArray[np.int32]]]
+Weights = dict[str, NDArray[np.float32]]  # layer -> scale of its weight, [C_out] or [1]
 
 _NONE = np.zeros(0, np.float32)
 
@@ -79,7 +80,7 @@ def observation_model(
     model: onnx.ModelProto,
     layers: Mapping[str, Layer],
     config: QuantConfig,
-    weights: Mapping[str, tuple[NDArray[np.float32], NDArray[np.int32]]],
+    weights: Weights,
     factors: Factors,
     rounded: Mapping[str, NDArray[np.int8]] = MappingProxyType({}),
 ) -> onnx.ModelProto:
@@ -98,11 +99,10 @@ def observation_model(
         )
         rows = to_rows(weight, layer)
         if name in rounded:
-            shape = (-1,) + (1,) * (rows.ndim - 1)
-            rows = rounded[name].reshape(rows.shape) * weights[name][0].reshape(shape)
+            rows = rounded[name].reshape(rows.shape) * by_row(weights[name], rows.ndim)
         elif layer.kind != "ConvTranspose" and not uses_adaround(config, name):  # AMCT leaves it
             bits = config.layers[name].weight.num_bits
-            rows = np.asarray(arq_fake_quantize(rows, *weights[name], bits=bits), np.float32)
+            rows = np.asarray(arq_fake_quantize(rows, weights[name], bits=bits), np.float32)
         arrays[layer.weight] = numpy_helper.from_array(from_rows(rows, layer), layer.weight)
     inverse = {n: np.float32(1) / f for n, f in factors.items() if n in layers}
     return rewrite_inputs(model, layers, arrays, inverse)
@@ -271,7 +271,7 @@ class RecordPlan:
         scales = self._scales([*firsts, *self.seconds.items()], observed)
         weights = self.weights(observed)
         records = {
-            name: self._record(name, scale, weights[name][0], factors, rounded)
+            name: self._record(name, scale, weights[name], factors, rounded)
             for name, scale in zip(order, scales, strict=False)
         }
         inputs = [(name, records[name], observation) for name, observation in firsts]
@@ -350,10 +350,10 @@ class RecordPlan:
         return factors
 
     def weights(self, observed: ObservedStatistics) -> Weights:
-        """Return layer -> (scale, offset) of its weight; a pool has scale 1, as in AMCT."""
+        """Return layer -> scale of its weight; a pool has scale 1, as in AMCT."""
         rounded = self.rounded(observed)
         by_arq = self._by_arq(self.factors(observed))
-        return {n: _weights_of(rounded[n]) if n in rounded else by_arq[n] for n in self.layers}
+        return {n: rounded[n].scale if n in rounded else by_arq[n] for n in self.layers}
 
     def rounded(
         self, observed: ObservedStatistics, names: Collection[str] | None = None
@@ -390,13 +390,11 @@ class RecordPlan:
                 raise
             return np.ones_like(maxima.values)
 
-    def _weight(
-        self, layer: Layer, factors: Factors
-    ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    def _weight(self, layer: Layer, factors: Factors) -> NDArray[np.float32]:
         if layer.at is not None:
-            return _NONE, np.zeros(0, np.int32)
+            return _NONE
         if not layer.weight:
-            return np.ones(1, np.float32), np.zeros(1, np.int32)
+            return np.ones(1, np.float32)
         params = self._entries[layer.name].weight
         rows = self._rows(layer, factors)
         return arq(rows, bits=params.num_bits, channel_wise=bool(params.channel_wise))
@@ -412,7 +410,7 @@ class RecordPlan:
         """Return the model to observe, cut after `end`; `names` limits the rounded layers."""
         factors = self.factors(observed)
         rounded = self.rounded(observed, names)
-        weights = {**self._by_arq(factors), **{n: _weights_of(one) for n, one in rounded.items()}}
+        weights = {**self._by_arq(factors), **{n: one.scale for n, one in rounded.items()}}
         integers = {name: one.integers for name, one in rounded.items() if one.integers is not None}
         model = extract_output(self.model, end) if end else self.model
         remaining = {node.name for node in model.graph.node}
@@ -441,11 +439,6 @@ class RecordPlan:
             bins = entry.activation.num_of_bins
             return HfmgOf(nbins=bins, samples=samples, together=self.together)
         return AllValuesOf(samples=samples) if self.exact else IfmrOf(samples=samples)
-
-
-def _weights_of(rounded: RoundedWeights) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-    """Return (scale, offset) of a layer that AdaRound rounded."""
-    return rounded.scale, np.zeros(rounded.scale.size, np.int32)
 
 
 @contextmanager

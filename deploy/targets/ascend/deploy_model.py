@@ -33,6 +33,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
+from calibrators.amct.arq import by_row
 from deploy.graph.edit import copy_message, drop_initializer_inputs, replace_nodes, update_tensors
 from deploy.graph.index import Graph
 from deploy.targets.ascend.layers import Layer, LayerGraph
@@ -345,7 +346,7 @@ def modified_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
             continue
         name, layer = q.layer.weight, q.layer
         shape = to_rows(read_constant(index, name), layer).shape
-        scale = q.record.scale_w.reshape((-1,) + (1,) * (len(shape) - 1))
+        scale = by_row(q.record.scale_w, len(shape))
         weight = from_rows(q.record.rounded.reshape(shape) * scale, layer)
         inverse = np.asarray(1 / q.record.factors, np.float32)
         arrays[name] = numpy_helper.from_array(balanced_weight(weight, layer, inverse), name)
@@ -364,7 +365,7 @@ def find_unrounded_layers(
         rows = to_rows(
             balanced_weight(read_constant(index, layer.weight), layer, record.factors), layer
         )
-        steps = rows / record.scale_w.reshape((-1,) + (1,) * (rows.ndim - 1))
+        steps = rows / by_row(record.scale_w, rows.ndim)
         if np.abs(steps - np.rint(steps)).max() > _NEAR:
             off_grid.append(name)
     return off_grid

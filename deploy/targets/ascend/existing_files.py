@@ -245,7 +245,7 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
     records = {
         name: LayerRecord(
             scale_d=matched.scales[layer.input],
-            scale_w=weights[name][0],
+            scale_w=weights[name],
             weighted=bool(layer.weight),
         )
         for name, layer in graph.layers.items()
@@ -324,7 +324,7 @@ def _scale_distance(index: Graph, layer: Layer | None, record: LayerRecord) -> f
         rows = to_rows(balanced_weight(weight, layer, record.factors), layer)
     except ValueError:  # DMQ factors for another number of channels
         return None
-    scales, _ = arq(rows, bits=record.weight_bits, channel_wise=record.scale_w.size > 1)
+    scales = arq(rows, bits=record.weight_bits, channel_wise=record.scale_w.size > 1)
     if scales.size != record.scale_w.size:
         return None
     return float(np.abs(np.log2(record.scale_w / scales)).mean())

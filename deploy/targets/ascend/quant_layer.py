@@ -213,8 +213,7 @@ def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArra
     rows = to_rows(balanced_weight(weight, layer, record.factors), layer)
     if record.scale_w.size not in (1, rows.shape[0]):
         raise ExportError(f"1 or {rows.shape[0]} scale_w are needed, got {record.scale_w.size}")
-    offset = np.zeros(record.scale_w.size, np.int32)
-    integers = arq_integers(rows, record.scale_w, offset, bits=record.weight_bits)
+    integers = arq_integers(rows, record.scale_w, bits=record.weight_bits)
     if record.rounded is not None:
         integers = record.rounded.reshape(rows.shape)
     if layer.kind == "ConvTranspose":

@@ -231,7 +231,7 @@ def _record(
         scales = scales[:1]
     changed = ""
     if not layer.channel_wise and scales.size > 1:
-        scales, _ = arq(to_rows(read_constant(index, layer.weight), layer), channel_wise=False)
+        scales = arq(to_rows(read_constant(index, layer.weight), layer), channel_wise=False)
         changed = _MATRIX
     elif layer.bias and scales.size > 1:
         larger = _with_room(scales, read_constant(index, layer.bias).reshape(-1), params.scale_d)
