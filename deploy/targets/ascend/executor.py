@@ -71,223 +71,6 @@ class Uint8Part:
     zero: int
 
 
-class DeployConstants:
-    """Constants of a deploy model, and new ones to add."""
-
-    def __init__(self, index: Graph) -> None:
-        self._existing = index.constants
-        self.new: dict[str, NDArray[Any]] = {}
-
-    def put(self, name: str, value: Any) -> str:
-        """Add a constant; return its name."""
-        self.new[name] = np.asarray(value)
-        return name
-
-    def value(self, name: str) -> NDArray[Any]:
-        """Return the value of a constant of the deploy model.
-
-        Raises:
-            ModelError: the model has no such constant.
-        """
-        if name not in self._existing:
-            raise ModelError(f"the deploy model must have {name!r} as a constant, got none")
-        return numpy_helper.to_array(self._existing[name])
-
-
-class IntegerLayerWriter:
-    """Writer of the nodes that compute a layer on uint8 parts.
-
-    Attributes:
-        codes: quantized tensor -> its parts; the writer of its AscendQuant fills it in.
-    """
-
-    def __init__(self, model: onnx.ModelProto, index: Graph, constants: DeployConstants) -> None:
-        self.index, self.constants = index, constants
-        self.codes: dict[str, tuple[Uint8Part, ...]] = {}
-        self.packed = {name for node in model.graph.node for name in self.packed_by(node)}
-
-    def write(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        """Return the nodes of a layer, one of `TYPES`, whose input is quantized."""
-        heavy = {
-            "Conv": self.conv,
-            "ConvTranspose": self.convtranspose,
-            "Gemm": self.gemm,
-            "MatMul": self.gemm,
-            "AveragePool": self.averagepool,
-        }[node.op_type]
-        return heavy(node, self.codes[node.input[0]])
-
-    def conv(self, node: onnx.NodeProto, codes: tuple[Uint8Part, ...]) -> list[onnx.NodeProto]:
-        """Return the nodes of a Conv: ConvInteger."""
-        return self.summed(node, "ConvInteger", codes, self.weight(node))
-
-    def gemm(self, node: onnx.NodeProto, codes: tuple[Uint8Part, ...]) -> list[onnx.NodeProto]:
-        """Return the nodes of a Gemm or MatMul: MatMulInteger."""
-        if node.input[1] in self.codes:
-            (first,), (second,) = codes, self.codes[node.input[1]]
-            ends = [
-                self.constants.put(f"{node.name}.exec.zero{k}", np.uint8(part.zero))
-                for k, part in enumerate((first, second))
-            ]
-            reads = [first.tensor, second.tensor, *ends]
-            return [make_node("MatMulInteger", reads, node.output[0], node.name)]
-        weight = self.weight(node)
-        if attributes(node).get("transB", 0):
-            weight = weight.T
-        del node.attribute[:]
-        return self.summed(node, "MatMulInteger", codes, weight)
-
-    def averagepool(
-        self, node: onnx.NodeProto, codes: tuple[Uint8Part, ...]
-    ) -> list[onnx.NodeProto]:
-        """Return a float pool on integer values."""
-        (part,) = codes
-        centred = f"{node.name}.exec.centred"
-        before = self.centre(part, centred)
-        node.input[0] = centred
-        return [*before, node]
-
-    def convtranspose(
-        self, node: onnx.NodeProto, codes: tuple[Uint8Part, ...]
-    ) -> list[onnx.NodeProto]:
-        """Return float convolutions of the weight's two halves, whose sums are exact."""
-        weight = self.weight(node).astype(np.int32)
-        if 255 * 15 * int(np.prod(weight.shape[2:])) * weight.shape[0] >= _EXACT:
-            raise ModelError(
-                f"{node.name!r} sums too many products to be exact here, weight {weight.shape};"
-                " compare the fake-quant model instead"
-            )
-        low = weight & 15
-        name, int64 = node.name, len(codes) > 1
-        nodes: list[onnx.NodeProto] = []
-        sums: list[str] = []
-        for place, part in enumerate(codes):
-            centred = f"{name}.exec.centred{place}"
-            nodes += self.centre(part, centred)
-            for word, values, factor in (("low", low, 1), ("high", (weight - low) // 16, 16)):
-                word = f"{word}{place}"
-                kernel = self.constants.put(f"{name}.exec.{word}", values.astype(np.float32))
-                half = copy_message(node)
-                half.name, half.output[0] = f"{name}.{word}", f"{name}.exec.{word}.f"
-                del half.input[:]
-                half.input.extend([centred, kernel])
-                nodes.append(half)
-                nodes += self.scaled(half, factor * part.factor, sums, int64=int64)
-        return [*nodes, *self.added(node, sums, weight.ndim - 2, int64=int64)]
-
-    def summed(
-        self, node: onnx.NodeProto, op: str, codes: tuple[Uint8Part, ...], weight: NDArray[Any]
-    ) -> list[onnx.NodeProto]:
-        """Return one integer operator per part of the input, and their sum with the bias."""
-        name, int64 = node.name, len(codes) > 1
-        moved = (weight.astype(np.int16) + SHIFT).astype(np.uint8)
-        kernel = self.constants.put(f"{name}.exec.weight", np.ascontiguousarray(moved))
-        level = self.constants.put(f"{name}.exec.wzero", np.uint8(SHIFT))
-        nodes: list[onnx.NodeProto] = []
-        sums: list[str] = []
-        for place, part in enumerate(codes):
-            zero = self.constants.put(f"{name}.exec.zero{place}", np.uint8(part.zero))
-            end = f"{name}.exec.part{place}"
-            heavy = make_node(op, [part.tensor, kernel, zero, level], end, f"{name}.{place}")
-            heavy.attribute.extend(node.attribute)
-            nodes.append(heavy)
-            nodes += self.scaled(heavy, part.factor, sums, int64=int64)
-        return [*nodes, *self.added(node, sums, weight.ndim - 2, int64=int64)]
-
-    def scaled(
-        self, node: onnx.NodeProto, factor: int, sums: list[str], *, int64: bool
-    ) -> list[onnx.NodeProto]:
-        """Return nodes that multiply a node's output by a factor; append the result to `sums`."""
-        nodes, end = [], node.output[0]
-        if int64 or node.op_type == "ConvTranspose":  # the other operators write int32
-            nodes, end = (
-                make_chain(node.name, end, f"{end}.i", [], cast=7 if int64 else 6),
-                f"{end}.i",
-            )
-        if factor != 1:
-            by = self.constants.put(f"{end}.factor", (np.int64 if int64 else np.int32)(factor))
-            nodes.append(make_node("Mul", [end, by], f"{end}.scaled", f"{node.name}.scaled"))
-            end = f"{end}.scaled"
-        sums.append(end)
-        return nodes
-
-    def added(
-        self, node: onnx.NodeProto, sums: list[str], rank: int, *, int64: bool
-    ) -> list[onnx.NodeProto]:
-        """Return nodes that add `sums` and the bias, if there is one."""
-        bias = node.input[2] if len(node.input) > 2 else ""
-        terms = [*sums, *([self.bias(node, bias, rank, int64=int64)] if bias else [])]
-        if len(terms) == 1:
-            return [make_node("Identity", terms, node.output[0], f"{node.name}.sum")]
-        nodes, total = [], terms[0]
-        for place, term in enumerate(terms[1:], start=1):
-            end = node.output[0] if place == len(terms) - 1 else f"{node.name}.exec.sum{place}"
-            nodes.append(make_node("Add", [total, term], end, f"{node.name}.sum{place}"))
-            total = end
-        return nodes
-
-    def bias(self, node: onnx.NodeProto, name: str, rank: int, *, int64: bool) -> str:
-        """Add the bias in the shape and type of the sums; return its name."""
-        maker = self.index.producer.get(name)
-        cast = maker if self.is_bias(maker) else None
-        values = self.constants.value(name if cast is None else cast.input[0])
-        if values.dtype != np.int32:
-            raise ModelError(f"the bias of {node.name!r} must be int32, got {values.dtype}")
-        shaped = values.reshape(-1, *[1] * rank)
-        return self.constants.put(
-            f"{node.name}.exec.bias", shaped.astype(np.int64) if int64 else shaped
-        )
-
-    def is_bias(self, node: onnx.NodeProto | None) -> bool:
-        """Whether a node is the Cast of an int32 bias in a layer with 4-bit activations."""
-        if node is None or node.op_type != "Cast" or not node.name.endswith(".bias_quant"):
-            return False
-        bias = self.index.constants.get(node.input[0])
-        return bias is not None and bias.data_type == 6
-
-    def weight(self, node: onnx.NodeProto) -> NDArray[Any]:
-        """Return a layer's integer weight, unpacked if it has 4 bits."""
-        values = self.constants.value(node.input[1])
-        if node.name not in self.packed:
-            return values
-        return unpack_int4(values.astype(np.int8), packed_axis(node.op_type))
-
-    def packed_by(self, node: onnx.NodeProto) -> list[str]:
-        """Return the layer of an AscendDequant that marks its weights as packed, as a list."""
-        if node.op_type != "AscendDequant" or attributes(node).get(PACKED) != b"INT4":
-            return []
-        maker = self.index.producer.get(node.input[0])
-        if maker is not None and maker.op_type == "Add":
-            makers = [self.index.producer.get(name) for name in maker.input]
-            maker = next((m for m in makers if m is not None and m.op_type in TYPES), None)
-        return [] if maker is None else [maker.name]
-
-    def centre(self, part: Uint8Part, end: str) -> list[onnx.NodeProto]:
-        """Return nodes that compute q - offset in float from a uint8 part."""
-        cast = make_chain(f"{end}.in", part.tensor, f"{end}.u8", [], cast=1)
-        shift = self.constants.put(f"{end}.shift", np.float32(part.zero))
-        return [*cast, make_node("Sub", [f"{end}.u8", shift], end, f"{end}.centre")]
-
-
-def make_chain(
-    name: str, start: str, end: str, steps: list[tuple[str, list[str]]], *, cast: int
-) -> list[onnx.NodeProto]:
-    """Return nodes of these (op, further inputs) from `start`, and a Cast to `cast`: `end`."""
-    nodes, tensor = [], start
-    for place, (op, others) in enumerate(steps):
-        output = f"{name}.exec.{place}.out"
-        nodes.append(make_node(op, [tensor, *others], output, f"{name}.{place}"))
-        tensor = output
-    closing = make_node("Cast", [tensor], end, f"{name}.cast")
-    closing.attribute.add(name="to", type=2, i=cast)
-    return [*nodes, closing]
-
-
-def make_node(op: str, inputs: list[str], output: str, name: str) -> onnx.NodeProto:
-    """Return a node with one output."""
-    return helper.make_node(op, inputs, [output], name=name)
-
-
 def to_integer_model(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model that computes a deploy model in ONNX Runtime with the NPU's arithmetic.
 
@@ -296,9 +79,11 @@ def to_integer_model(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     out = copy_message(model)
     with malformed_as_model_error():
-        rewriter = _Rewriter(out)
-        nodes = [new for node in out.graph.node for new in rewriter.rewrite(node)]
-        rewriter.finish(nodes)
+        writer = _IntegerWriter(out)
+        for node in out.graph.node:
+            writer.rewrite(node)
+        out.graph.initializer.extend(writer.constants)
+        rebuild(out.graph, writer.nodes)
     return out
 
 
@@ -333,110 +118,224 @@ def open_deploy(
     return OrtSession.open(model, threads=threads, optimize=False)
 
 
-class _Rewriter:
+class _IntegerWriter:
+    """Writer of the nodes that compute a deploy model, in the order of its nodes.
+
+    Attributes:
+        nodes, constants: what was written so far.
+        codes: quantized tensor -> its parts.
+        packed: layers with two 4-bit weights in a byte.
+        half: whether the model's activations are float16.
+    """
+
     def __init__(self, model: onnx.ModelProto) -> None:
-        self.graph, self.index = model.graph, Graph(model)
-        self.constants = DeployConstants(self.index)
-        self.layers = IntegerLayerWriter(model, self.index, self.constants)
-        ends = [n for n in model.graph.node if n.op_type in ("AscendDequant", "AscendAntiQuant")]
+        self.index = Graph(model)
+        self.nodes: list[onnx.NodeProto] = []
+        self.constants: list[onnx.TensorProto] = []
+        self.codes: dict[str, tuple[Uint8Part, ...]] = {}
+        self.packed = {name for node in self.index.nodes for name in self.packed_by(node)}
+        ends = [n for n in self.index.nodes if n.op_type in ("AscendDequant", "AscendAntiQuant")]
         self.half = any(attributes(n).get("dtype", 0) == 1 for n in ends)
 
-    def rewrite(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        """Return the nodes that compute one node of the deploy model."""
-        if node.op_type == "AscendQuant":
-            return self.quant(node)
-        if node.op_type == "AscendDequant":
-            return self.dequant(node)
-        if node.op_type == "AscendAntiQuant":
-            return self.antiquant(node)
-        if self.layers.is_bias(node):
-            return [make_node("Identity", [node.input[0]], node.output[0], node.name)]
-        if node.op_type in TYPES and node.input[0] in self.layers.codes:
-            return self.layers.write(node)
-        return [node]
+    def emit(
+        self,
+        op: str,
+        *inputs: str,
+        output: str = "",
+        like: onnx.NodeProto | None = None,
+        **given: Any,
+    ) -> str:
+        """Append a node; return its output, a new tensor unless `output` names one.
 
-    def quant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+        `like`: node whose attributes it gets.
+        """
+        name = f"exec.{len(self.nodes)}"
+        output = output or name
+        self.nodes.append(helper.make_node(op, inputs, [output], name=name, **given))
+        if like is not None:
+            self.nodes[-1].attribute.extend(like.attribute)
+        return output
+
+    def put(self, value: Any) -> str:
+        """Add a constant; return its name."""
+        name = f"exec.constant{len(self.constants)}"
+        self.constants.append(numpy_helper.from_array(np.asarray(value), name))
+        return name
+
+    def value(self, name: str) -> NDArray[Any]:
+        """Return the value of a constant of the deploy model.
+
+        Raises:
+            ModelError: the model has no such constant.
+        """
+        if name not in self.index.constants:
+            raise ModelError(f"the deploy model must have {name!r} as a constant, got none")
+        return numpy_helper.to_array(self.index.constants[name])
+
+    def rewrite(self, node: onnx.NodeProto) -> None:
+        """Write the nodes that compute one node of the deploy model."""
+        own = {
+            "AscendQuant": self.quant,
+            "AscendDequant": self.dequant,
+            "AscendAntiQuant": self.antiquant,
+        }.get(node.op_type)
+        if own is not None:
+            own(node)
+        elif self.is_bias(node):
+            self.emit("Identity", node.input[0], output=node.output[0])
+        elif node.op_type in TYPES and node.input[0] in self.codes:
+            self.layer(node, self.codes[node.input[0]])
+        else:
+            self.nodes.append(node)
+
+    def quant(self, node: onnx.NodeProto) -> None:
         given = attributes(node)
         bits = _TYPES.get(given.get("dst_type", b"INT8"))
         if bits is None or "scale" not in given:
             raise ModelError(
                 f"{node.name!r} must have a scale and dst_type INT4, INT8 or INT16, got {given}"
             )
-        zero, low_high = int(given.get("offset", 0.0)), ascend_range(bits)
-        name, end = node.name, node.output[0]
-        scale = self.constants.put(f"{name}.exec.scale", np.float32(given["scale"]))
-        offset = self.constants.put(f"{name}.exec.offset", np.float32(zero))
-        ends = [self.constants.put(f"{name}.exec.{v}", np.float32(v)) for v in low_high]
-        lift = max(SHIFT, -low_high[0])
-        shift = self.constants.put(f"{name}.exec.shift", np.float32(lift))
-        steps = [("Mul", [scale]), ("Add", [offset]), ("Round", []), ("Clip", ends)]
-        steps.append(("Add", [shift]))
-        start, before = f"{name}.exec.float32", []
-        if self.half:
-            before = make_chain(f"{name}.exec", node.input[0], start, [], cast=1)
-        else:
-            start = node.input[0]
+        zero, (low, high) = int(given.get("offset", 0.0)), ascend_range(bits)
+        lift, end = max(SHIFT, -low), node.output[0]
+        steps = self.emit("Cast", node.input[0], to=1) if self.half else node.input[0]
+        steps = self.emit("Mul", steps, self.put(np.float32(given["scale"])))
+        steps = self.emit("Round", self.emit("Add", steps, self.put(np.float32(zero))))
+        steps = self.emit("Clip", steps, self.put(np.float32(low)), self.put(np.float32(high)))
+        lifted = self.emit("Add", steps, self.put(np.float32(lift)))
         if bits < 16:
-            self.layers.codes[end] = (Uint8Part(end, 1, zero + lift),)
-            return [*before, *make_chain(name, start, end, steps, cast=2)]
-        high, low = divmod(zero + lift, 256)
-        self.layers.codes[end] = (
-            Uint8Part(f"{end}.high", 256, high),
-            Uint8Part(f"{end}.low", 1, low),
-        )
-        lifted = make_chain(name, start, f"{end}.lifted", steps, cast=6)
-        return [*before, *lifted, *self.bytes_of(end)]
+            self.emit("Cast", lifted, output=end, to=2)
+            self.codes[end] = (Uint8Part(end, 1, zero + lift),)
+            return
+        integers, by = self.emit("Cast", lifted, to=6), self.put(np.int32(256))
+        parts = [self.emit("Cast", self.emit(op, integers, by), to=2) for op in ("Div", "Mod")]
+        self.codes[end] = tuple(map(Uint8Part, parts, (256, 1), divmod(zero + lift, 256)))
 
-    def bytes_of(self, name: str) -> list[onnx.NodeProto]:
-        """Return nodes that split '<name>.lifted', int32 below 65536, into uint8 high and low."""
-        by = self.constants.put(f"{name}.exec.256", np.int32(256))
-        lifted, over, part = f"{name}.lifted", f"{name}.over", f"{name}.part"
-        return [
-            make_node("Div", [lifted, by], over, f"{name}.high"),
-            make_node("Mod", [lifted, by], part, f"{name}.low"),
-            *make_chain(f"{name}.high", over, f"{name}.high", [], cast=2),
-            *make_chain(f"{name}.low", part, f"{name}.low", [], cast=2),
-        ]
+    def dequant(self, node: onnx.NodeProto) -> None:
+        scales = unpack_dequant_scales(self.value(node.input[1]))
+        maker, rank = self.index.producer.get(node.input[0]), 0
+        if maker is not None and maker.op_type in ("Conv", "ConvTranspose"):
+            rank = self.value(maker.input[1]).ndim - 2
+        scale = self.put(scales.reshape(1, -1, *[1] * rank))
+        self.scale(node, self.emit("Cast", node.input[0], to=1), scale)
 
-    def dequant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        scales = unpack_dequant_scales(self.constants.value(node.input[1]))
-        rank = self.rank(self.index.producer.get(node.input[0]))
-        scale = self.constants.put(f"{node.name}.exec.scale", scales.reshape(1, -1, *[1] * rank))
-        return [
-            *make_chain(f"{node.name}.float", node.input[0], f"{node.name}.exec.f", [], cast=1),
-            *self.scaled_float(node, f"{node.name}.exec.f", scale),
-        ]
-
-    def scaled_float(self, node: onnx.NodeProto, start: str, scale: str) -> list[onnx.NodeProto]:
-        """Return a multiplication by a scale in float32, or float16 if the node's dtype is 1."""
-        if attributes(node).get("dtype", 0) != 1:
-            return [make_node("Mul", [start, scale], node.output[0], node.name)]
-        return make_chain(node.name, start, node.output[0], [("Mul", [scale])], cast=10)
-
-    def antiquant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    def antiquant(self, node: onnx.NodeProto) -> None:
         given = attributes(node)
-        parts = self.layers.codes.get(node.input[0], ())
+        parts = self.codes.get(node.input[0], ())
         if len(parts) != 1 or "scale" not in given:
             raise ModelError(
                 f"{node.name!r} must have a scale and read an int8 AscendQuant's output"
             )
-        scale = self.constants.put(f"{node.name}.exec.scale", np.float32(given["scale"]))
-        centred = f"{node.name}.exec.centred"
+        scale = self.put(np.float32(given["scale"]))
         part = replace(parts[0], zero=int(given.get("offset", 0.0)) + SHIFT)
-        return [*self.layers.centre(part, centred), *self.scaled_float(node, centred, scale)]
+        self.scale(node, self.centred(part), scale)
 
-    def rank(self, producer: onnx.NodeProto | None) -> int:
-        """Return the spatial rank of AscendDequant's input; its scale is per channel on axis 1."""
-        if producer is None or producer.op_type not in ("Conv", "ConvTranspose"):
-            return 0
-        return self.constants.value(producer.input[1]).ndim - 2
+    def scale(self, node: onnx.NodeProto, start: str, scale: str) -> None:
+        """Multiply by a scale in float32; the output is float16 if the node's dtype is 1."""
+        if attributes(node).get("dtype", 0) != 1:
+            self.emit("Mul", start, scale, output=node.output[0])
+        else:
+            self.emit("Cast", self.emit("Mul", start, scale), output=node.output[0], to=10)
 
-    def finish(self, nodes: list[onnx.NodeProto]) -> None:
-        """Write nodes and new constants into the graph, and drop unused constants."""
-        self.graph.initializer.extend(
-            numpy_helper.from_array(v, k) for k, v in self.constants.new.items()
+    def centred(self, part: Uint8Part) -> str:
+        """Return q - offset in float, of a uint8 part."""
+        return self.emit(
+            "Sub", self.emit("Cast", part.tensor, to=1), self.put(np.float32(part.zero))
         )
-        rebuild(self.graph, nodes)
+
+    def layer(self, node: onnx.NodeProto, parts: tuple[Uint8Part, ...]) -> None:
+        """Write a layer, one of `TYPES`, whose input is quantized."""
+        if node.op_type == "AveragePool":
+            (part,) = parts
+            node.input[0] = self.centred(part)
+            self.nodes.append(node)
+            return
+        if node.op_type in ("Gemm", "MatMul") and node.input[1] in self.codes:
+            both = (*parts, *self.codes[node.input[1]])
+            (first, second), zeros = both, [self.put(np.uint8(part.zero)) for part in both]
+            tensors = first.tensor, second.tensor
+            self.emit("MatMulInteger", *tensors, *zeros, output=node.output[0])
+            return
+        weight, dtype = self.weight(node), np.int64 if len(parts) > 1 else np.int32
+        transposed = node.op_type == "ConvTranspose"
+        terms = []
+        for total, factor in (self.halves if transposed else self.products)(node, parts, weight):
+            if transposed or dtype == np.int64:  # the other operators write int32
+                total = self.emit("Cast", total, to=7 if dtype == np.int64 else 6)
+            if factor != 1:
+                total = self.emit("Mul", total, self.put(dtype(factor)))
+            terms.append(total)
+        if len(node.input) > 2 and node.input[2]:
+            bias = self.bias(node).reshape(-1, *[1] * (weight.ndim - 2))
+            terms.append(self.put(bias.astype(dtype)))
+        for term in terms[1:]:
+            terms[0] = self.emit("Add", terms[0], term)
+        self.emit("Identity", terms[0], output=node.output[0])
+
+    def products(
+        self, node: onnx.NodeProto, parts: tuple[Uint8Part, ...], weight: NDArray[Any]
+    ) -> Iterator[tuple[str, int]]:
+        """Yield (sums of products, int32; their factor) of each part with a uint8 weight."""
+        conv = node.op_type == "Conv"
+        if attributes(node).get("transB", 0):
+            weight = weight.T
+        kernel = self.put((weight.astype(np.int16) + SHIFT).astype(np.uint8))
+        level = self.put(np.uint8(SHIFT))
+        for part in parts:
+            inputs = part.tensor, kernel, self.put(np.uint8(part.zero)), level
+            op, like = ("ConvInteger", node) if conv else ("MatMulInteger", None)
+            yield self.emit(op, *inputs, like=like), part.factor
+
+    def halves(
+        self, node: onnx.NodeProto, parts: tuple[Uint8Part, ...], weight: NDArray[Any]
+    ) -> Iterator[tuple[str, int]]:
+        """Yield (sums of products, exact in float; their factor) of the weight's two halves."""
+        weight = weight.astype(np.int32)
+        if 255 * 15 * int(np.prod(weight.shape[2:])) * weight.shape[0] >= _EXACT:
+            raise ModelError(
+                f"{node.name!r} sums too many products to be exact here, weight {weight.shape};"
+                " compare the fake-quant model instead"
+            )
+        low = weight & 15
+        for part in parts:
+            centred = self.centred(part)
+            for values, factor in ((low, 1), ((weight - low) // 16, 16)):
+                kernel = self.put(values.astype(np.float32))
+                yield self.emit(node.op_type, centred, kernel, like=node), factor * part.factor
+
+    def bias(self, node: onnx.NodeProto) -> NDArray[np.int32]:
+        """Return a layer's bias."""
+        name = node.input[2]
+        maker = self.index.producer.get(name)
+        if maker is not None and self.is_bias(maker):
+            name = maker.input[0]
+        values = self.value(name)
+        if values.dtype != np.int32:
+            raise ModelError(f"the bias of {node.name!r} must be int32, got {values.dtype}")
+        return values
+
+    def is_bias(self, node: onnx.NodeProto) -> bool:
+        """Whether a node is the Cast of an int32 bias in a layer with 4-bit activations."""
+        if node.op_type != "Cast" or not node.name.endswith(".bias_quant"):
+            return False
+        bias = self.index.constants.get(node.input[0])
+        return bias is not None and bias.data_type == 6
+
+    def weight(self, node: onnx.NodeProto) -> NDArray[Any]:
+        """Return a layer's integer weight, unpacked if it has 4 bits."""
+        values = self.value(node.input[1])
+        if node.name not in self.packed:
+            return values
+        return unpack_int4(values.astype(np.int8), packed_axis(node.op_type))
+
+    def packed_by(self, node: onnx.NodeProto) -> list[str]:
+        """Return the layer of an AscendDequant that marks its weights as packed, as a list."""
+        if node.op_type != "AscendDequant" or attributes(node).get(PACKED) != b"INT4":
+            return []
+        maker = self.index.producer.get(node.input[0])
+        if maker is not None and maker.op_type == "Add":
+            makers = [self.index.producer.get(name) for name in maker.input]
+            maker = next((m for m in makers if m is not None and m.op_type in TYPES), None)
+        return [] if maker is None else [maker.name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
