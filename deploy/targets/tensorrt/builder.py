@@ -80,7 +80,6 @@ class BuilderSettings:
     known_timing: Path | None = None  # timing cache file to read; None to read `timing_cache`
     flags: tuple[str, ...] = ()  # of trtexec, see `ENGINE_FLAGS`
     dla: bool = False  # run layers on DLA core 0, those that it cannot run on the GPU
-    verbose: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,7 @@ def build_engine(
     """
     import_tensorrt()
     on_device = nullcontext() if cuda is None else cuda.current()
-    with on_device, record_log(verbose=settings.verbose) as log:
+    with on_device, record_log() as log:
         load_plugins(settings.plugins)
         builder: trt.Builder = start("Builder", log, "make a builder")
         network = builder.create_network(_network_flags(typed=settings.typed))
@@ -167,7 +166,7 @@ def engine_key(
         ConfigError: a plugin library cannot be read.
     """
     options = asdict(settings)
-    for name in ("plugins", "timing_cache", "known_timing", "verbose"):
+    for name in ("plugins", "timing_cache", "known_timing"):
         options.pop(name)
     return {
         "tensorrt": sdk.version,

@@ -10,6 +10,7 @@ so a retrained model or other images would go unnoticed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,46 +74,6 @@ class Baselines:
     notes: tuple[str, ...] = ()
 
 
-def build_baselines(
-    names: Iterable[str],
-    request: BuildRequest,
-    installed: Sdk,
-    cuda: Cuda,
-    settings: BuilderSettings,
-    *,
-    against: onnx.ModelProto,
-    model: Path,
-    by_type: bool,
-    largest: Mapping[str, float],
-) -> Baselines:
-    """Build float engines; an unchanged one of an earlier build is reused.
-
-    `names`: keys of `LABELS`. `by_type`: whether the engine takes its types from the model, not
-    from builder flags. `largest`: tensor -> largest |x| observed; nodes that overflow float16 stay
-    float32.
-    """
-    engines: dict[str, Path] = {}
-    files: dict[str, Path] = {}
-    notes: list[str] = []
-    plain = replace(settings, int8=False, fp16=False, bf16=False, typed=False, float_layers={})
-    for name in (one for one in LABELS if one in set(names)):
-        try:
-            source, own = model, replace(plain, fp16=name == FP16)
-            if by_type and name == FP16:
-                narrow, _ = narrow_float_part(against, FP16, largest)
-                stem = request.folder / f"{request.name}.tensorrt"
-                source = write_model(stem, f".{FP16}.onnx", request.whole(narrow))
-                own = replace(plain, typed=True)
-                files[FLOAT_TYPED] = source
-            path, told = _build_baseline(request, installed, cuda, own, source, name)
-            engines[LABELS[name]] = path
-            notes += told
-            files[f"{LABELS[name]} engine, to compare with"] = engines[LABELS[name]]
-        except (BackendError, ExportError) as error:
-            notes.append(f"no {LABELS[name]} engine was built to compare with: {error}")
-    return Baselines(engines=engines, files=files, notes=tuple(notes))
-
-
 def _build_baseline(
     request: BuildRequest,
     installed: Sdk,
@@ -139,17 +100,12 @@ def load_gpu_cache(path: Path, fingerprint: Fingerprint) -> bytes | None:
 
     If there is none, the cache of a build that failed after its calibration is tried.
     """
-    places = (path, staging.read_kept_calibration(path))
-    caches = (_read_matching(place, fingerprint) for place in places if place is not None)
-    return next((text for text in caches if text is not None), None)
-
-
-def _read_matching(path: Path, fingerprint: Fingerprint) -> bytes | None:
-    try:
-        text, origin = store.read_cache_text(path)
-    except CacheError:
-        return None
-    return text if origin == fingerprint else None
+    for place in filter(None, (path, staging.read_kept_calibration(path))):
+        with suppress(CacheError):
+            text, origin = store.read_cache_text(place)
+            if origin == fingerprint:
+                return text
+    return None
 
 
 def store_gpu_cache(path: Path, data: bytes, fingerprint: Fingerprint) -> Path:
@@ -413,31 +369,42 @@ def build_float_engines(
     ranges: RangeSet,
     version: str,
 ) -> Baselines:
-    """Build the float engines to compare with, if speed is measured."""
+    """Build the float engines to compare with, if speed is measured; reuse unchanged ones."""
     if options.baselines == NO_BASELINES:
         return Baselines()
     if request.against is None:
         note = f"no {options.baselines} engine was built to compare with: no speed is measured"
         chosen = options.baselines != ALL_BASELINES
         return Baselines(notes=(note,) if chosen else ())
-    installed = sdk.find_sdk(options.device)
-    own = {}
-    if FLOAT not in files or request.against is not request.model:  # repairs changed the model
-        stem = request.folder / f"{request.name}.tensorrt"
-        models, _ = lower_models(options, {PLAIN: request.whole(request.against)}, version)
-        own[PLAIN] = write_model(stem, f".{FP32}.onnx", models[PLAIN])
-    baselines = build_baselines(
-        options.baselines.split(","),
-        request,
-        installed,
-        gpu(options.device),
-        builder_settings(options, request),
-        against=request.against,
-        model=own[PLAIN] if own else files[FLOAT],
-        by_type=_is_typed(options, installed, files, request) or not installed.calibrators,
-        largest=largest_magnitudes(ranges),
-    )
-    return replace(baselines, files={**own, **baselines.files})
+    installed, against = sdk.find_sdk(options.device), request.against
+    stem = request.folder / f"{request.name}.tensorrt"
+    made: dict[str, Path] = {}
+    if FLOAT not in files or against is not request.model:  # repairs changed the model
+        models, _ = lower_models(options, {PLAIN: request.whole(against)}, version)
+        made[PLAIN] = write_model(stem, f".{FP32}.onnx", models[PLAIN])
+    model = made[PLAIN] if made else files[FLOAT]
+    # whether an engine takes its types from the model, not from builder flags
+    by_type = _is_typed(options, installed, files, request) or not installed.calibrators
+    cuda = gpu(options.device)
+    settings = replace(builder_settings(options, request), int8=False, fp16=False, bf16=False)
+    engines: dict[str, Path] = {}
+    notes: list[str] = []
+    for name, label in LABELS.items():
+        if name not in options.baselines.split(","):
+            continue
+        try:
+            source, own = model, replace(settings, fp16=name == FP16)
+            if by_type and name == FP16:  # nodes that overflow float16 stay float32
+                narrow, _ = narrow_float_part(against, FP16, largest_magnitudes(ranges))
+                source = write_model(stem, f".{FP16}.onnx", request.whole(narrow))
+                own = replace(settings, typed=True)
+                made[FLOAT_TYPED] = source
+            engines[label], told = _build_baseline(request, installed, cuda, own, source, name)
+            notes += told
+            made[f"{label} engine, to compare with"] = engines[label]
+        except (BackendError, ExportError) as error:
+            notes.append(f"no {label} engine was built to compare with: {error}")
+    return Baselines(engines=engines, files=made, notes=tuple(notes))
 
 
 def _origin_notes(installed: Sdk) -> tuple[str, ...]:

@@ -273,12 +273,11 @@ def process_logger() -> trt.ILogger:
 
 
 @contextmanager
-def record_log(*, verbose: bool = False) -> Iterator[LogRecorder]:
+def record_log() -> Iterator[LogRecorder]:
     """Record TensorRT's messages from all threads and objects inside the `with` block."""
     import tensorrt as trt
 
-    levels = trt.ILogger.Severity
-    log = LogRecorder(int(levels.VERBOSE if verbose else levels.INFO))
+    log = LogRecorder(int(trt.ILogger.Severity.INFO))
     _listeners.append(log)
     try:
         yield log

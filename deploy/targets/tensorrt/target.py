@@ -182,12 +182,7 @@ class TensorRT(TensorrtOptions):
             lower_models,
         )
         from deploy.targets.tensorrt.float_types import write_model
-        from deploy.targets.tensorrt.trtexec import (
-            ParserRequirements,
-            add_machine_flags,
-            trtexec_commands,
-            trtexec_script,
-        )
+        from deploy.targets.tensorrt.trtexec import trtexec_commands, trtexec_script
 
         cache, matched, ranges, version = self._matched(request)
         models = {FLOAT: request.model} if self.precision == INT8 else {}
@@ -217,23 +212,7 @@ class TensorRT(TensorrtOptions):
         if part is not None:
             files[PART] = write_model(stem, ".part.onnx", part)
         notes = (*qdq_notes, *type_notes, *lowered, *((_DLA_NOTE,) if self.dla else ()))
-        needs = {role: ParserRequirements.of(model) for role, model in models.items()}
-        commands = add_machine_flags(
-            trtexec_commands(
-                request,
-                files,
-                needs,
-                version,
-                rest=self.rest,
-                features=self.features,
-                wide=wide,
-                max_batch=self.max_batch,
-            ),
-            device=self.device,
-            plugins=self.plugins,
-            timing_cache=self.timing_cache,
-            flags=self.trtexec_flags,
-        )
+        commands = trtexec_commands(self, request, files, models, version, wide)
         path = request.folder / f"{request.name}_trtexec.sh"
         files["script of trtexec"] = write_script(path, trtexec_script(commands))
         engine, baselines, failure = None, Baselines(), ""

@@ -23,7 +23,17 @@ from deploy.graph.index import Graph, all_nodes, dims, opset_of, runtime_inputs
 from deploy.targets.base import BuildRequest
 from deploy.targets.shape_ranges import sample_shape_range
 from deploy.targets.tensorrt.builder import profiles_for
-from deploy.targets.tensorrt.trt_options import BF16, CACHE, FLOAT, FP16, FP32, QDQ, TYPED
+from deploy.targets.tensorrt.trt_options import (
+    BF16,
+    CACHE,
+    FLOAT,
+    FP8,
+    FP16,
+    FP32,
+    QDQ,
+    TYPED,
+    TensorrtOptions,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,56 +163,40 @@ class TrtexecCommand:
 
 
 def trtexec_commands(
+    options: TensorrtOptions,
     request: BuildRequest,
     files: Mapping[str, Path],
-    needs: Mapping[str, ParserRequirements],
+    models: Mapping[str, onnx.ModelProto],
     version: str,
-    *,
-    rest: str = FP16,
-    features: Collection[str] = ("typed",),
-    wide: Collection[str] = (),
-    max_batch: int = 1,
+    wide: Collection[str],
 ) -> tuple[TrtexecCommand, ...]:
     """Return the commands that build the engine on a GPU machine with these files.
 
-    `files`: role -> path. `needs`: role of a model -> what its parser must support. `version`:
-    TensorRT that the cache is for, "X.Y.Z". `rest`: type of the layers that are not quantized.
-    `features`: fields of `TensorrtFeatures` that the typed model needs; with "dla" it runs on DLA
-    core 0, as does the float model with the cache up to 10.7. `wide`: nodes that must run in
-    float32 if TensorRT chooses the types.
+    `files`: role -> path. `models`: role -> the model in that file. `version`: TensorRT that the
+    cache is for, "X.Y.Z". `wide`: nodes that must run in float32 if TensorRT chooses the types. For
+    DLA the typed model runs on core 0, as does the float model with the cache up to 10.7.
     """
-    commands, dla = _strongly_typed(files, needs, features), "dla" in features
+    needs = {role: ParserRequirements.of(model) for role, model in models.items()}
+    commands, dla = _strongly_typed(files, needs, options.features), options.dla
     implicit = version_label(version) < version_label(_NO_DLA)
     if not dla:
-        implicit = "fp8" not in features and features_of(version).calibrators
+        implicit = options.precision != FP8 and features_of(version).calibrators
     if implicit:
-        weak = () if dla else _weakly_typed(files, needs[QDQ], rest, wide)
-        own = _implicit(request, files, needs[FLOAT], version, rest, wide)
+        weak = () if dla else _weakly_typed(files, needs[QDQ], options.rest, wide)
+        own = _implicit(request, files, needs[FLOAT], version, options.rest, wide)
         commands = (own, *weak, *commands)
-    shapes = [*(_DLA_FLAGS if dla else ()), *_shape_flags(request, max_batch, dla=dla)]
-    save = f"--saveEngine={request.name}.engine"
-    return tuple(
-        replace(way, words=(*way.words, *shapes, save)) if way.words else way for way in commands
-    )
-
-
-def add_machine_flags(
-    commands: Sequence[TrtexecCommand],
-    *,
-    device: int = 0,
-    plugins: Sequence[Path] = (),
-    timing_cache: Path | None = None,
-    flags: Sequence[str] = (),
-) -> tuple[TrtexecCommand, ...]:
-    """Add the flags for GPU, plugin libraries and timing cache to the commands, and the user's.
-
-    `--plugins` is deprecated since 8.6, but every trtexec reads it, unlike its successor.
-    """
-    own = [f"--device={device}"] if device else []
-    own += [f"--plugins={path.resolve()}" for path in plugins]
-    own += [f"--timingCacheFile={timing_cache.resolve()}"] if timing_cache is not None else []
-    own += flags
-    return tuple(replace(way, words=(*way.words, *own)) if way.words else way for way in commands)
+    timing_cache = options.timing_cache
+    flags = [
+        *(_DLA_FLAGS if dla else ()),
+        *_shape_flags(request, options.max_batch, dla=dla),
+        f"--saveEngine={request.name}.engine",
+        *([f"--device={options.device}"] if options.device else []),
+        # deprecated since 8.6, but every trtexec reads it, unlike its successor
+        *(f"--plugins={path.resolve()}" for path in options.plugins),
+        *([] if timing_cache is None else [f"--timingCacheFile={timing_cache.resolve()}"]),
+        *options.trtexec_flags,
+    ]
+    return tuple(replace(way, words=(*way.words, *flags)) if way.words else way for way in commands)
 
 
 def trtexec_script(commands: Sequence[TrtexecCommand]) -> str:
