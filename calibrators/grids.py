@@ -45,8 +45,6 @@ Sources: ONNX operator spec, QuantizeLinear and DequantizeLinear; PyTorch's docu
 `torch.quantize_per_tensor` and `torch.quantize_per_channel`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

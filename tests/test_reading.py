@@ -469,7 +469,7 @@ def test_another_decoder_is_told_and_arrays_have_none(again, photos, monkeypatch
     found = again(photos)
     assert found.reused and "decoder OpenCV 5" in found.reason
     other = {**pixels.decoder_digests(), "webp": "0" * 16}
-    monkeypatch.setattr(pixels, "decoder_digests", lambda: other)
+    monkeypatch.setattr(fingerprint, "decoder_digests", lambda: other)
     found = again(photos)
     assert not found.reused and "the decoder changed (" in found.reason and "webp" in found.reason
     monkeypatch.setattr(fingerprint, "DECODING_VERSION", 99)

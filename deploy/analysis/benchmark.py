@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import onnx
+from onnx.external_data_helper import uses_external_data
 
 from deploy.errors import BackendError, ConfigError
 from deploy.feed.feed import Dataset, FeedSource, dataset_of, preprocessing_notes
@@ -312,8 +313,6 @@ def model_size(path: Path) -> int:
     Raises:
         ConfigError: the file does not exist.
     """
-    from onnx.external_data_helper import uses_external_data
-
     data = read_bytes(path, what="a model", error=ConfigError)
     total = len(data)
     try:

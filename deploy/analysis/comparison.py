@@ -27,6 +27,7 @@ from deploy.graph.edit import copy_with_outputs, extract_output
 from deploy.metrics.accuracy import TensorComparison
 from deploy.metrics.layerwise import shared_by_name
 from deploy.metrics.output_errors import OutputAccuracy
+from deploy.pipeline.build_options import open_torch_module, rereadable_model
 from deploy.report.model import to_plain_object
 from deploy.runtimes.openvino import run_in_subprocess
 from deploy.runtimes.ort import OrtSession
@@ -339,8 +340,6 @@ def compare(
         SdkMissingError: the runtime is not installed.
         BackendError: a runtime refused a complete model.
     """
-    from deploy.pipeline.build_options import open_torch_module, rereadable_model
-
     if second is None and runtime == "onnxruntime":
         raise ConfigError(
             f"a comparison needs two models or two runtimes, got {_named(first)} in ONNX Runtime"

@@ -42,6 +42,7 @@ from deploy.metrics.output_errors import RunningError, sqnr_db
 from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.metrics.rows import Outputs, batch_length, split_batch
 from deploy.metrics.slices import form_samples
+from deploy.pipeline.build_options import open_torch_module
 from deploy.runtimes.ort import OrtSession
 from deploy.terminal import phase, with_progress
 from deploy.tuning.repairs import REPAIRS
@@ -241,8 +242,6 @@ def explain(
         ConfigError: no build, a broken report or plan, a target that the build does not have.
         ModelError, FeedError, BackendError: from running images.
     """
-    from deploy.pipeline.build_options import open_torch_module
-
     explanation = read_explanation(Path(folder))
     chosen = _select_targets(explanation, target)
     if images is None:

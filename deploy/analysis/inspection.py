@@ -13,6 +13,7 @@ import onnx
 from deploy.feed.feed import FeedSource
 from deploy.frontends import LoadedModel, load
 from deploy.graph.index import match_nodes
+from deploy.pipeline.build_options import open_torch_module
 from deploy.report.parts import NodeRow, node_rows
 from deploy.targets import Target, make_targets
 from deploy.tensors import TensorSpec
@@ -87,8 +88,6 @@ def inspect(
         ModelError: the model cannot be read.
         ConfigError: no such target, or no node matches `float_nodes`.
     """
-    from deploy.pipeline.build_options import open_torch_module
-
     (backend,) = make_targets([target])
     model, _ = open_torch_module(model, images)
     loaded = model if isinstance(model, LoadedModel) else load(model)

@@ -6,12 +6,11 @@ A Q/DQ model needs no calibration: nothing is observed, its own scales are used:
     images, or random samples --> the built models are run, and with images also measured
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import onnx
 
 from calibrators.grids import Grid
 from deploy.calibration.observation import (
@@ -24,16 +23,12 @@ from deploy.calibration.ranges import NoScaleReason, Ranges, RangeSet
 from deploy.calibration.reference_outputs import EvaluationSet
 from deploy.calibration.sample_checks import HalvesAgreement, Peaks
 from deploy.errors import ConfigError
+from deploy.feed.feed import FeedSource
 from deploy.feed.samples import Feed
-from deploy.frontends import LoadedModel
+from deploy.frontends import LoadedModel, load
+from deploy.frontends.base import QdqCalibration
 from deploy.graph.placement import WEIGHTED
 from deploy.method import Choices, Method
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.feed.feed import FeedSource
-    from deploy.frontends.base import QdqCalibration
 
 _UNMEASURED = (
     "No images were given: neither accuracy nor speed was measured, and trial builds"
@@ -183,8 +178,6 @@ def find_reference_model(
     loaded: LoadedModel, other: str | Path | onnx.ModelProto | None, images: FeedSource | None
 ) -> tuple[LoadedModel, tuple[str, ...]]:
     """Return the float reference model, and notes on what it is."""
-    from deploy.frontends import load
-
     if loaded.trained is None:
         if images is None:
             raise ConfigError(

@@ -13,31 +13,25 @@ holds exactly these samples. What must be known of the first samples before the 
 first batch, AMCT's DMQ and AdaRound) is recomputed, with the same result.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deploy.calibration import shards
 from deploy.calibration.fingerprint import Fingerprint
-from deploy.calibration.observation import Observation, ObservedStatistics
+from deploy.calibration.observation import CalibrationSubject, Observation, ObservedStatistics
+from deploy.calibration.sample_checks import Peaks
 from deploy.calibration.shards import Shard, shard_fingerprint
 from deploy.errors import CacheError, ExportError
+from deploy.feed.samples import Feed
+from deploy.feed.sampling import Share
 from deploy.files import atomic
 from deploy.files.reading import refuse_output
 from deploy.terminal import say_progress
 from deploy.version import __version__
-
-if TYPE_CHECKING:
-    from deploy.calibration.observation import CalibrationSubject
-    from deploy.calibration.sample_checks import Peaks
-    from deploy.feed.samples import Feed
-    from deploy.feed.sampling import Share
 
 CHECKPOINT_SUFFIX = ".checkpoint"
 EVERY_S = 10.0  # seconds between checkpoints

@@ -9,8 +9,6 @@ An error of calib8 would recur on every worker. An error of the system (a networ
 not answer, no memory) may not, so that the client retries.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -19,7 +17,8 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+
+import onnx
 
 from calibrators.statistics import Statistic
 from deploy.calibration import fingerprint
@@ -51,9 +50,6 @@ from deploy.feed.sampling import Choice, Limit, Share, to_choice
 from deploy.feed.sources import RemoteSample, RemoteSource, Sample
 from deploy.frontends import load
 from deploy.tensors import TensorSpec
-
-if TYPE_CHECKING:
-    import onnx
 
 _ADDRESS = re.compile(r"((tcp|tls|ws|wss)://)?([^\s/:\[\]]+|\[[0-9a-fA-F:.%\w]+\]):[0-9]{1,5}")
 SENDS = ("nothing", "model", "images", "all")
@@ -323,8 +319,6 @@ def _models(job: ClusterJob) -> Mapping[str, onnx.ModelProto]:
     """Return variant key -> model."""
     if job.model:
         return {FOLDED: _model_at(job.model, job.digest)}
-    import onnx
-
     return {key: onnx.load_model_from_string(data) for key, data in job.held.items()}
 
 

@@ -30,6 +30,8 @@ import numpy as np
 
 from calibrators.statistics import FORMAT, Arrays
 from deploy.errors import CacheError
+from deploy.feed.images import opencv
+from deploy.feed.pixels import decoder_digests
 from deploy.files import reading
 from deploy.version import __version__
 
@@ -259,8 +261,6 @@ def decoder_identity(kind: str) -> dict[str, str | int]:
     """
     if kind == "arrays":
         return {}
-    from deploy.feed.pixels import decoder_digests
-
     return {"decoding": DECODING_VERSION, "library": f"OpenCV {_opencv()}", **decoder_digests()}
 
 
@@ -271,6 +271,4 @@ def _onnxruntime() -> str:
 
 
 def _opencv() -> str:
-    from deploy.feed.images import opencv
-
     return str(opencv().__version__)

@@ -16,15 +16,14 @@ looks fine. Without labels, three checks are possible:
   bias, or negligible next to it, the input has another unit than in training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
+from onnx import ValueInfoProto, helper, numpy_helper
 
 from deploy.calibration.observation import CalibrationSubject
 from deploy.errors import BackendError
@@ -39,9 +38,6 @@ from deploy.graph.lowering import is_standard
 from deploy.metrics.rows import is_floating
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
-
-if TYPE_CHECKING:
-    import onnx
 
 Floats = NDArray[np.float64]
 _PASSED = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Pad", "Sub", "Transpose"})
@@ -159,8 +155,6 @@ def _part(
     graph: Graph, model: onnx.ModelProto, way: list[onnx.NodeProto], name: str, tensor: str
 ) -> onnx.ModelProto | None:
     """Return a model of some nodes; None if a constant is in external data."""
-    from onnx import ValueInfoProto, helper
-
     read = dict.fromkeys(one for node in way for one in node.input if one in graph.constants)
     constants = [_named(graph.constants[one], one) for one in read]
     if any(one.data_location == _EXTERNAL for one in constants):
@@ -180,8 +174,6 @@ def _named(tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
 
 
 def _values(graph: Graph, name: str) -> Floats | None:
-    from onnx import numpy_helper
-
     tensor = graph.constants.get(name)
     if tensor is None or tensor.data_location == _EXTERNAL:
         return None

@@ -21,20 +21,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 
 from calibrators.statistics import HistogramOf, Recorder, Statistic
 from deploy.errors import ConfigError
+from deploy.frontends import LoadedModel, load
+from deploy.frontends.base import read_graph, refuse_changed_model
 from deploy.graph.bounds import RangeLimits, find_range_limits
 from deploy.method import Method
 from deploy.tensors import Array
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.frontends import LoadedModel
 
 Key = tuple[str, str, str]
 FOLDED = "folded"  # key of the cleaned model, BatchNormalizations folded into their Convs
@@ -233,9 +230,6 @@ class CalibrationSubject:
                 f" {', '.join(self.repairs)}; leave it away, or take another method or"
                 " configuration"
             )
-        from deploy.frontends import load
-        from deploy.frontends.base import refuse_changed_model
-
         if self.given is None:
             raise ConfigError(
                 "the model must be an ONNX file to be read as its exporter wrote it, got one that"
@@ -252,8 +246,6 @@ class CalibrationSubject:
         Raises:
             ModelError: the file changed since it was loaded.
         """
-        from deploy.frontends.base import read_graph
-
         if not isinstance(self.given, str | Path):
             return self.given
         path = Path(self.given)

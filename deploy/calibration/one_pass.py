@@ -27,8 +27,6 @@ model states, so only what is clearly impossible is refused. If all workers toge
 the memory, fewer are used, which changes no result.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,10 +34,12 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import onnx
 
 from calibrators.histogram import BINS, Histogram
 from calibrators.statistics import BatchRecorder, Recorder
+from deploy.calibration.checkpoint import Checkpoint
 from deploy.calibration.observation import Observation, ObservedStatistics, with_needs
 from deploy.calibration.sample_checks import Peaks
 from deploy.calibration.taps import (
@@ -59,11 +59,6 @@ from deploy.files.reading import format_bytes
 from deploy.graph.index import Graph
 from deploy.machine import memory_bytes, trim_memory
 from deploy.terminal import phase
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.calibration.checkpoint import Checkpoint
 
 Progress = Callable[[], None]
 StopCallback = Callable[[int, ObservedStatistics, ObservedStatistics], bool]

@@ -9,26 +9,20 @@
 So memory use does not depend on the outputs' size or the number of samples.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.sample_reader import SampleCache
+from deploy.feed.samples import Feed
 from deploy.graph.index import PROTOBUF, RANDOM, all_nodes
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array, Session, TensorSpec
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.feed.samples import Feed
 
 MOST_BYTES = 1 << 30  # on disk; outputs beyond this are computed again
 _SAME = 1e-6  # noise / signal, 60 dB: largest difference after a repair of a float model

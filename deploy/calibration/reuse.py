@@ -20,7 +20,7 @@ of the cleaned model that was searched.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calibrators.grids import symmetric_scale
 from calibrators.statistics import Arrays, HasExtremes, HistogramOf
@@ -41,9 +41,6 @@ from deploy.calibration.store import Calibration
 from deploy.errors import CacheError
 from deploy.files import staging
 from deploy.files.staging import Stage, stage_files
-
-if TYPE_CHECKING:
-    pass
 
 _SEARCH = {"method", "rule"}  # parts that affect the search only, not the statistics
 _SOME = {"order"}  # parts that affect some observations only

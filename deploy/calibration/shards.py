@@ -19,19 +19,18 @@ A checkpoint (`deploy.calibration.checkpoint`) is the file of an incomplete shar
 number of samples counted.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
 from calibrators.histogram import Histogram
+from deploy.calibration.calibration_result import CalibrationResult
 from deploy.calibration.fingerprint import (
     CALIB8,
     EPOCH,
@@ -50,10 +49,7 @@ from deploy.feed.sampling import Share
 from deploy.files import atomic
 from deploy.files.manifest import is_marked, sha256
 from deploy.files.reading import from_json, read_bytes, refuse_output
-
-if TYPE_CHECKING:
-    from deploy.calibration.calibration_result import CalibrationResult
-    from deploy.frontends import LoadedModel
+from deploy.frontends import LoadedModel
 
 SCHEMA = "calib8-shard/1"
 _WHAT = "a shard of a calibration, as calib8 calibrate --shard writes it"

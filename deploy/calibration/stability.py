@@ -15,20 +15,15 @@ second. They are enough once all but a twentieth of the ranges agreed twice in a
 count samples, and the statistics are those of exactly that many, whatever the number of threads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from calibrators.scales import Scale
 from deploy.calibration.observation import FOLDED, Key, Observation, ObservedStatistics
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.sample_checks import STABLE_SHARE, HalvesAgreement, StabilityRule
 from deploy.errors import ConfigError
-
-if TYPE_CHECKING:
-    from deploy.feed.samples import Feed
+from deploy.feed.samples import Feed
 
 _QUIET = 2  # points in a row at which the halves must agree
 

@@ -21,8 +21,12 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from calibrators.scales import Scales
 from deploy.errors import ModelError
 from deploy.feed.model_preprocess import MetadataPreprocess
 from deploy.frontends.checks import to_array
@@ -33,17 +37,10 @@ from deploy.frontends.onnx_reader import (
     read_model_and_stamp,
     stamp_of,
 )
+from deploy.frontends.pairs import PairGrid
+from deploy.frontends.plugins import CutOffNodes
 from deploy.graph.index import runtime_inputs
 from deploy.tensors import TensorSpec
-
-if TYPE_CHECKING:
-    import numpy as np
-    import onnx
-    from numpy.typing import NDArray
-
-    from calibrators.scales import Scales
-    from deploy.frontends.pairs import PairGrid
-    from deploy.frontends.plugins import CutOffNodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ExportError, ModelError, QuantizedError, first_line
@@ -15,9 +16,7 @@ from deploy.graph.edit import copy_message
 from deploy.graph.index import all_nodes, opset_of
 
 if TYPE_CHECKING:
-    import onnx
     from google.protobuf.message import Message
-    from numpy.typing import NDArray
 
 OLDEST_OPSET = 7
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")

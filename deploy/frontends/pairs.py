@@ -18,21 +18,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx
+from numpy.typing import NDArray
 from onnx import helper
 
+from calibrators.scales import Scale
 from deploy.frontends.checks import to_array
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import CUTS, MOVES, keeps_range
-
-if TYPE_CHECKING:
-    import onnx
-    from numpy.typing import NDArray
-
-    from calibrators.scales import Scale
-
 
 Q, DQ = "QuantizeLinear", "DequantizeLinear"
 _HALF = 128  # difference of a uint8 code and the int8 code for the same value

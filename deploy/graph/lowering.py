@@ -20,16 +20,16 @@ operator without an older version, and leaves a Mish of opset 18 in a model of 1
 Source: the schemas of ONNX, their functions and changelog (docs/Operators.md and Changelog.md).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
+from onnx import defs, helper, inliner, shape_inference
 
 from deploy.errors import ExportError, first_line
 from deploy.graph.edit import (
@@ -49,11 +49,6 @@ from deploy.graph.opset_forms import (
     make_constant_node,
     rewrite_nodes,
 )
-
-if TYPE_CHECKING:
-    import onnx
-    from onnx import defs
-
 
 _FLOAT = 1  # onnx.TensorProto
 OLDEST, NEWEST = 13, 25  # opsets whose operator changes are handled here
@@ -77,8 +72,6 @@ class _Decomposition:
 
     def add(self, op_type: str, *inputs: str, given: Mapping[str, Any] | None = None) -> str:
         """Append a node; return the name of its output."""
-        from onnx import helper
-
         name = f"{self.node.output[0]}/{op_type}_{len(self.nodes)}"
         node = helper.make_node(op_type, inputs, [name], f"{self.node.name}/{name}", **given or {})
         self.nodes.append(node)
@@ -90,8 +83,6 @@ class _Decomposition:
 
     def floats(self, values: NDArray[np.float64]) -> str:
         """Append a constant of the first input's type; return its name."""
-        from onnx import helper
-
         kind = helper.tensor_dtype_to_np_dtype(self.places.dtype(self.source))
         return self.held(values.astype(kind))
 
@@ -267,8 +258,6 @@ def _write_functions(
     model: onnx.ModelProto, opset: int, without: Collection[str]
 ) -> onnx.ModelProto:
     """Return the model with the functions that ONNX has for operators new since `opset`."""
-    from onnx import helper, inliner
-
     own = opset_of(model)
     wanted: set[tuple[str, str]] = set()
     for node in all_nodes(model.graph):
@@ -338,15 +327,11 @@ def _other_meaning(op_type: str, places: OpsetScope) -> bool:
 
 def is_standard(node: onnx.NodeProto) -> bool:
     """Whether ONNX has the operator in any opset."""
-    from onnx import defs
-
     return node.domain in _DEFAULT and bool(defs.has(node.op_type))
 
 
 def find_schema(op_type: str, opset: int) -> defs.OpSchema | None:
     """Return the schema of an operator in an opset; None if the opset lacks it."""
-    from onnx import defs
-
     try:
         return defs.get_schema(op_type, opset, "")
     except defs.SchemaError:
@@ -355,16 +340,12 @@ def find_schema(op_type: str, opset: int) -> defs.OpSchema | None:
 
 def _ir_version(model: onnx.ModelProto) -> int:
     """Return the lowest IR version that allows the opsets of the model's standard domains."""
-    from onnx import helper
-
     known = [o for o in model.opset_import if (o.domain or "ai.onnx") in ("ai.onnx", "ai.onnx.ml")]
     return int(helper.find_min_ir_version_for(known))
 
 
 def _check(model: onnx.ModelProto) -> None:
     """Check types and shapes with ONNX, of all nodes not downstream of a custom operator."""
-    from onnx import shape_inference
-
     checked = copy_message(model)
     unknown: set[str] = set()
     known = []

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
+from onnx import defs, helper, numpy_helper
 
 from deploy.graph.edit import replace_nodes, unique_name
 from deploy.graph.index import attributes, constant_nodes, dims, subgraphs
-
-if TYPE_CHECKING:
-    import onnx
-    from onnx import defs
 
 _FLOAT = 1  # onnx.TensorProto
 _REDUCED = ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
@@ -85,8 +83,6 @@ class OpsetScope:
         Raises:
             CannotLower: the tensor is not constant.
         """
-        from onnx import numpy_helper
-
         if name not in self.constants:
             raise CannotLower(f"its {what} are not constant")
         return np.asarray(numpy_helper.to_array(self.constants[name]))
@@ -142,8 +138,6 @@ def drop_new_attributes(node: onnx.NodeProto, own: defs.OpSchema, old: defs.OpSc
 
 
 def _is_default(given: onnx.AttributeProto, own: defs.OpSchema) -> bool:
-    from onnx import helper
-
     value = helper.get_attribute_value(given)
     if given.name == "dilations":
         return set(value) <= {1}
@@ -153,16 +147,12 @@ def _is_default(given: onnx.AttributeProto, own: defs.OpSchema) -> bool:
 
 def make_constant_node(name: str, values: NDArray[Any]) -> onnx.NodeProto:
     """Return a Constant node whose output `name` holds `values`."""
-    from onnx import helper, numpy_helper
-
     tensor = numpy_helper.from_array(np.asarray(values), name)
     return helper.make_node("Constant", [], [name], f"{name}_Constant", value=tensor)
 
 
 def _axes(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
     """Reduce: axes as an attribute, as before opset 18."""
-    from onnx import helper
-
     if places.opset >= 18:
         return [node]
     named = len(node.input) > 1 and node.input[1]
@@ -272,8 +262,6 @@ def _spread(
 
     `default`: values of all axes, or a tensor of which they are the sizes.
     """
-    from onnx import helper
-
     name, given = places.new_name(f"{node.output[0]}_axes"), str(node.input[at])
     known = places.shapes.get(default) if isinstance(default, str) else default.tolist()
     node.input[at] = name
@@ -352,8 +340,6 @@ def _move_to_inputs(*names: str) -> Form:
     """Return a rule that moves these attributes to constant inputs, from the second input on."""
 
     def move(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-        from onnx import helper
-
         given, made = attributes(node), []
         del node.input[1:]
         for name in names:
@@ -380,8 +366,6 @@ def _new_resize(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto
     A Resize rounds up along an axis that it shrinks, and down along one that it enlarges, as ONNX's
     tests of opset 10 and ONNX Runtime do.
     """
-    from onnx import helper
-
     given, made = attributes(node), []
     if "scales" in given:  # Upsample-7
         node.input.append(places.new_name(f"{node.output[0]}_scales"))
@@ -407,8 +391,6 @@ def _new_resize(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto
 
 def _new_softmax(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
     """Softmax and its like: before opset 13 over all axes from `axis` on, as one."""
-    from onnx import helper
-
     axis = attributes(node).get("axis", 1)
     shape = places.shapes.get(node.input[0])
     if shape is not None and -len(shape) <= axis < len(shape):
@@ -472,8 +454,6 @@ def _trained_norm(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
 
 def _counted_split(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
     """Split: from opset 18 on it counts its outputs where it is given no sizes."""
-    from onnx import helper
-
     if len(node.input) < 2:
         node.attribute.append(helper.make_attribute("num_outputs", len(node.output)))
     return [node]
@@ -481,8 +461,6 @@ def _counted_split(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
 
 def _placed_roi_align(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
     """RoiAlign: from opset 16 on with another default of the places of pixels."""
-    from onnx import helper
-
     word = helper.make_attribute("coordinate_transformation_mode", "output_half_pixel")
     node.attribute.append(word)
     return [node]

@@ -12,15 +12,11 @@ If X' has additional all-zero channels (`deploy.targets.onnxruntime.conv_rewrite
 ones are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+
+from onnx import ModelProto
 
 from deploy.graph.index import PADDED_SUFFIX
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
 
 
 def shared_tensors(reference: ModelProto, candidate: ModelProto) -> dict[str, str]:

@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import onnx
+
 from deploy.calibration.calibration_result import CalibrationResult, keep_float_layers
 from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.reuse import CachePolicy, as_policy
@@ -35,7 +37,10 @@ from deploy.files.reading import guard_inputs
 from deploy.files.staging import Stage, stage_files
 from deploy.frontends import LoadedModel, load
 from deploy.method import Method
+from deploy.metrics.accuracy import Comparison, StoredOutputs
 from deploy.metrics.precision import Annotations
+from deploy.metrics.rows import batch_length
+from deploy.metrics.tasks.metric import Function
 from deploy.pipeline.build_options import (
     BuildOptions,
     CalibrationOptions,
@@ -45,7 +50,11 @@ from deploy.pipeline.build_options import (
     rereadable_model,
 )
 from deploy.pipeline.calibration_setup import already_calibrated, calibrate_loaded
+from deploy.pipeline.evaluate import CALIBRATION_SAMPLES
+from deploy.pipeline.measure import Figures, measure_engines, unmeasured_figures
+from deploy.pipeline.results import build_origin, publish_build, write_report
 from deploy.pipeline.target_builds import build_targets, discard_failed, search_targets, with_log
+from deploy.report import Report
 from deploy.report.verdict import Gates
 from deploy.targets import Target, make_targets
 from deploy.targets.base import BuildResult
@@ -56,12 +65,7 @@ from deploy.tuning.search_samples import CANDIDATES
 from deploy.tuning.tune import PlannedTarget
 
 if TYPE_CHECKING:
-    import onnx
     from torch import nn
-
-    from deploy.metrics.tasks.metric import Function
-    from deploy.pipeline.measure import Figures
-    from deploy.report import Report
 
 
 @with_progress
@@ -282,8 +286,6 @@ def build_with(
     options: BuildOptions,
 ) -> Report:
     """`build` with its options as one value."""
-    from deploy.pipeline.results import build_origin, publish_build, write_report
-
     build = prepare_build(model, dataset, options)
     with number_phases(*build.steps), stage_files(build.options.out) as stage:
         calibration = _calibrated(build, stage)
@@ -322,8 +324,6 @@ def build_with(
 
 def _calibrated(build: PreparedBuild, stage: Stage) -> CalibrationResult:
     """The calibration, observed or from the cache; of a Q/DQ model what its pairs say."""
-    from deploy.pipeline.evaluate import CALIBRATION_SAMPLES
-
     options = build.options
     if build.loaded.trained is not None:
         return already_calibrated(
@@ -349,9 +349,6 @@ def _calibrated(build: PreparedBuild, stage: Stage) -> CalibrationResult:
 
 def _refuse_broken_metric(build: PreparedBuild, calibration: CalibrationResult) -> None:
     """Refuse a user's metric or task that fails on the float model itself, before all is built."""
-    from deploy.metrics.accuracy import Comparison, StoredOutputs
-    from deploy.metrics.rows import batch_length
-
     if build.metric is None or build.loaded.trained is not None:
         return
     sample, outputs = next(iter(calibration.judges.heard(1)))
@@ -395,8 +392,6 @@ def _measured(
     After an unexpected exception each target is measured alone, and those that raise again have
     failed.
     """
-    from deploy.pipeline.measure import measure_engines, unmeasured_figures
-
     if build.dataset is None:
         figures = unmeasured_figures(build.reference, results)
     else:

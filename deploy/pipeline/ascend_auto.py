@@ -8,20 +8,22 @@ The ranking, the history and the final configuration are written under AMCT's na
 layout (hicann/amct, common/auto_calibration).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from deploy.calibration.calibration_result import CalibrationResult
+from deploy.calibration.observation import CalibrationSubject, Observation
 from deploy.calibration.reference_outputs import make_evaluation_set
+from deploy.feed.samples import Feed
 from deploy.files import atomic, manifest
 from deploy.files.staging import stage_files
 from deploy.pipeline.results import build_origin, publish_build
+from deploy.targets.ascend.amct_calibration import RecordPlan
 from deploy.targets.ascend.atc import strip_metadata
 from deploy.targets.ascend.config import write_config
+from deploy.targets.ascend.config_keys import QuantConfig
 from deploy.targets.ascend.float16 import find_float16_tensors
 from deploy.targets.ascend.layer_searches import (
     CONFIGURED,
@@ -35,18 +37,11 @@ from deploy.targets.ascend.layer_searches import (
 )
 from deploy.targets.ascend.models import write_models
 from deploy.targets.ascend.preparation import find_weight_sharers
+from deploy.targets.ascend.record import LayerRecord
 from deploy.targets.ascend.target import Ascend
 from deploy.targets.base import BuildRequest
 from deploy.terminal import phase
 from deploy.tuning.budget import BudgetSearch
-
-if TYPE_CHECKING:
-    from deploy.calibration.calibration_result import CalibrationResult
-    from deploy.calibration.observation import CalibrationSubject, Observation
-    from deploy.feed.samples import Feed
-    from deploy.targets.ascend.amct_calibration import RecordPlan
-    from deploy.targets.ascend.config_keys import QuantConfig
-    from deploy.targets.ascend.record import LayerRecord
 
 RANKING = "accuracy_based_auto_calibration_ranking_information.json"
 HISTORY = "accuracy_based_auto_calibration_record.json"

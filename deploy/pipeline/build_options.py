@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import onnx
+
 from deploy.calibration import one_pass, store
 from deploy.calibration.calibration_result import find_reference_model, refuse_calibration_options
 from deploy.calibration.cluster_jobs import Cluster
@@ -29,16 +31,15 @@ from deploy.machine import default_threads
 from deploy.method import Method
 from deploy.metrics.precision import Annotations, GroundTruth
 from deploy.metrics.tasks import Metric, judge_of
+from deploy.metrics.tasks.metric import Function
 from deploy.report.verdict import Gates
 from deploy.targets import Target
 from deploy.tuning import THIS_CPU
+from deploy.tuning.repairs import DEFAULT, parse_repairs
 from deploy.tuning.search_options import DEFAULT_EFFORT, Tuning
 
 if TYPE_CHECKING:
-    import onnx
     from torch import nn
-
-    from deploy.metrics.tasks.metric import Function
 
 
 _Images = TypeVar("_Images", bound="FeedSource | None")
@@ -164,8 +165,6 @@ def prepare_build(
     options: BuildOptions,
 ) -> PreparedBuild:
     """Load the model, open the evaluation images, check the options of `deploy.pipeline.build`."""
-    from deploy.tuning.repairs import DEFAULT, parse_repairs
-
     metric = judge_of(options.metric, options.task)
     loaded = model if isinstance(model, LoadedModel) else load_float_or_qdq(model)
     images = None if dataset is None else dataset.source

@@ -24,6 +24,7 @@ from pathlib import Path
 from deploy.calibration import one_pass
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.calibration.checkpoint import Checkpoint, remove_finished
+from deploy.calibration.cluster import observe_on
 from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.input_checks import check_feed_inputs
 from deploy.calibration.observation import (
@@ -196,8 +197,6 @@ def on_workers(
     """
     if not verdict.missing:
         return PassResult(observed=verdict.observed)
-    from deploy.calibration.cluster import observe_on
-
     refuse_ordered(verdict.missing, "a piece of a calibration (got --scheduler)")
     new, notes = observe_on(
         cluster,

@@ -7,11 +7,10 @@
 `already_calibrated` takes what the pairs of a Q/DQ model say instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import onnx
 
 from calibrators.searches import DEFAULT_METHOD
 from deploy.calibration import store
@@ -32,6 +31,7 @@ from deploy.feed.samples import Feed
 from deploy.files.manifest import RECORDS
 from deploy.files.staging import Stage, recover
 from deploy.frontends import LoadedModel
+from deploy.frontends.base import QdqCalibration
 from deploy.graph.index import match_nodes
 from deploy.method import Method
 from deploy.metrics.bench_inputs import random_feeds
@@ -46,12 +46,8 @@ from deploy.pipeline.calibration_run import (
 from deploy.targets import Target
 from deploy.targets.base import WritesCache
 from deploy.terminal import phase
+from deploy.tuning.repairs.apply import refuse_model_repairs, repair_model, repair_notes
 from deploy.tuning.search_samples import CANDIDATES
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.frontends.base import QdqCalibration
 
 _TRIED = 2  # random samples for a Q/DQ model without images
 
@@ -73,8 +69,6 @@ def calibrate_loaded(
 
     `stage`: where the files of a build wait; a cache in the same folder appears with them.
     """
-    from deploy.tuning.repairs.apply import refuse_model_repairs, repair_model, repair_notes
-
     policy, cluster = options.cache, as_cluster(options.scheduler)
     source = open_images(loaded, images, cluster=cluster)
     feed = source.feed

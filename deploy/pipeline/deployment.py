@@ -10,12 +10,11 @@ With images the result is measured: a record through the fake-quant model, compa
 model; a converted Q/DQ model in the NPU's integers, compared with the Q/DQ model itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import onnx
 
 from deploy.calibration.observation import CalibrationSubject, ObservedStatistics
 from deploy.calibration.ranges import Ranges
@@ -27,9 +26,14 @@ from deploy.files import manifest
 from deploy.files.manifest import sha256
 from deploy.files.reading import guard_inputs, read_bytes
 from deploy.files.staging import Stage, stage_files
+from deploy.frontends import LoadedModel, load
+from deploy.frontends.base import model_digest
+from deploy.frontends.onnx_reader import read_model
 from deploy.machine import default_threads, this_machine
+from deploy.metrics.accuracy import Comparison
 from deploy.metrics.bench_inputs import Shapes, random_feeds
 from deploy.pipeline.build_options import written_names
+from deploy.pipeline.measure import measure_engines
 from deploy.pipeline.results import (
     engine_rows,
     feed_part,
@@ -43,18 +47,15 @@ from deploy.report.parts import EngineRow, TargetPart, node_rows
 from deploy.report.report_rows import weight_rows
 from deploy.report.verdict import Gates
 from deploy.runtimes.ort import OrtSession
+from deploy.targets.ascend.executor import open_deploy
+from deploy.targets.ascend.existing_files import recipe_from_cache, recipe_from_record
+from deploy.targets.ascend.recipe import Recipe, recipe_from_qdq
 from deploy.targets.ascend.target import Ascend
 from deploy.targets.base import BuildRequest, BuildResult
 from deploy.targets.options import changed_options
 from deploy.tensors import Session
 from deploy.terminal import phase
 from deploy.version import __version__
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.frontends import LoadedModel
-    from deploy.targets.ascend.recipe import Recipe
 
 _TRIED = 2  # random samples without images
 
@@ -108,10 +109,6 @@ def deploy(
         CacheError: a cache that knows none of the model's layers.
         ModelError, FeedError, ExportError, BackendError: as `deploy.pipeline.build`.
     """
-    from deploy.frontends import load
-    from deploy.pipeline.measure import measure_engines
-    from deploy.targets.ascend.existing_files import recipe_from_cache, recipe_from_record
-
     scales = _one_of(record, cache, config)
     ascend, samples = target or Ascend(), inputs or TrialInputs()
     _refuse_early(ascend, samples, Path(out), Path(model).stem, force=force)
@@ -165,10 +162,6 @@ def convert(
         ExportError: Ascend can take over none of its layers.
         ConfigError, FeedError, BackendError: as `deploy`.
     """
-    from deploy.frontends.base import model_digest
-    from deploy.frontends.onnx_reader import read_model
-    from deploy.targets.ascend.recipe import recipe_from_qdq
-
     path, ascend, samples = Path(model), target or Ascend(), inputs or TrialInputs()
     _refuse_early(ascend, samples, Path(out), path.stem, force=force)
     quantized = read_model(path)
@@ -288,10 +281,6 @@ def _beside(
     quantized: onnx.ModelProto, path: Path, built: BuildResult, feed: Feed, *, threads: int
 ) -> tuple[EngineRow, ...]:
     """Rows of the Q/DQ model in ONNX Runtime and of the deploy model, compared with it."""
-    from deploy.frontends.onnx_reader import read_model
-    from deploy.metrics.accuracy import Comparison
-    from deploy.targets.ascend.executor import open_deploy
-
     # computed in float as written: integer kernels of an older x86 CPU may saturate
     reference = OrtSession.open(quantized, threads=threads, int8_kernels=False)
     how = "Compared in integers, as the NPU computes."

@@ -18,15 +18,19 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
 import numpy as np
+import onnx
 
+from deploy.calibration.observation import CalibrationSubject
 from deploy.calibration.reference_outputs import EvaluationSet, ReferenceOutputs
 from deploy.errors import BackendError, ModelError
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.parallel import Sample, run_in_order
 from deploy.feed.pixels import shrink_image
+from deploy.feed.samples import Feed
+from deploy.frontends import LoadedModel
 from deploy.frontends.base import read_model_file
 from deploy.frontends.onnx_reader import parse_model
 from deploy.graph.edit import copy_with_outputs, drop_initializer_inputs, name_nodes
@@ -42,13 +46,6 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult
 from deploy.tensors import Array, Session
 from deploy.terminal import phase
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.calibration.observation import CalibrationSubject
-    from deploy.feed.samples import Feed
-    from deploy.frontends import LoadedModel
 
 LAYER_SAMPLES = 4  # samples on which all inner tensors of both models are compared
 _ALIKE_DB, _ALIKE_HALF_DB = 40.0, 25.0  # least SQNR of a cleaned model; of a float16 one in float32
@@ -103,8 +100,6 @@ class InnerTensors:
             self.places = frozenset(1 + at * samples // few for at in range(few))
 
     def _tap(self, loaded: LoadedModel, result: BuildResult, *, stand_in: bool) -> None:
-        import onnx
-
         assert result.runnable is not None
         model = onnx.load(result.runnable)
         shared = shared_tensors(loaded.model, model)

@@ -1,17 +1,16 @@
 """Measure speed and accuracy of the built engines, beside the float model."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deploy.calibration.reference_outputs import ReferenceOutputs, outputs_match
 from deploy.errors import BackendError, SdkMissingError
 from deploy.feed.evaluation import EvaluationSubset
+from deploy.feed.samples import Feed
+from deploy.frontends import LoadedModel
 from deploy.graph.bounds import find_bounds
 from deploy.machine import AcceleratorInfo
 from deploy.metrics.accuracy import Accuracy
@@ -37,10 +36,6 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult, Target
 from deploy.tensors import Array, Session
 from deploy.terminal import phase
-
-if TYPE_CHECKING:
-    from deploy.feed.samples import Feed
-    from deploy.frontends import LoadedModel
 
 _FEEDS = 8  # samples that the latency runs use in turn
 _SAME_DB = 100.0  # SQNR of a state above which it lost nothing: summation order differs

@@ -1,7 +1,5 @@
 """Gather everything a build found into a `Report`, and write its files."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -9,13 +7,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deploy.calibration.calibration_result import CalibrationResult
 from deploy.calibration.fingerprint import feed_versions
 from deploy.feed.feed import describe_preprocessing
+from deploy.feed.samples import Feed
 from deploy.files import atomic, manifest
 from deploy.files.manifest import sha256
+from deploy.files.staging import Stage
+from deploy.frontends import LoadedModel
 from deploy.machine import this_machine
+from deploy.pipeline.measure import Figures
 from deploy.report import Report, model, to_html, to_json, to_markdown
 from deploy.report.parts import (
     CalibrationPart,
@@ -34,21 +37,13 @@ from deploy.report.previews import box_rows, class_rows, pictures_part
 from deploy.report.report_rows import clip_rows, weight_rows
 from deploy.report.tables import OPTIONS, PLAN, REPORT
 from deploy.report.verdict import Gates, Verdict, verdict
-from deploy.targets import TARGETS
+from deploy.targets import TARGETS, Target
 from deploy.targets.base import BuildResult
 from deploy.tensors import TensorSpec
 from deploy.terminal import phase
+from deploy.tuning.plan_file import TargetPlan
+from deploy.tuning.tune import PlannedTarget
 from deploy.version import __version__
-
-if TYPE_CHECKING:
-    from deploy.calibration.calibration_result import CalibrationResult
-    from deploy.feed.samples import Feed
-    from deploy.files.staging import Stage
-    from deploy.frontends import LoadedModel
-    from deploy.pipeline.measure import Figures
-    from deploy.targets import Target
-    from deploy.tuning.plan_file import TargetPlan
-    from deploy.tuning.tune import PlannedTarget
 
 _NAMED = 3  # tensors named for each reason
 _FAILED = "the search was made without some of its trials: {}"

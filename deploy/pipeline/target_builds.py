@@ -5,14 +5,13 @@ engine fails, the files for another machine stay. An unexpected exception is suc
 traceback is in `calib8/<model>.log`.
 """
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import onnx
 
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.errors import BackendError, Calib8Error, CalibrationError, ExportError
@@ -27,11 +26,9 @@ from deploy.targets.base import BuildRequest, BuildResult
 from deploy.targets.options import changed_options
 from deploy.terminal import phase
 from deploy.tuning.plan_file import TargetPlan
+from deploy.tuning.repairs.apply import repair_notes, repair_request, repair_samples
 from deploy.tuning.search_options import Tuning
 from deploy.tuning.tune import PlannedTarget, find_plan, plan_target, store_plan
-
-if TYPE_CHECKING:
-    import onnx
 
 
 @phase("search")
@@ -101,8 +98,6 @@ def build_targets(
     Raises:
         Calib8Error: every target failed, and none left a file.
     """
-    from deploy.tuning.repairs.apply import repair_notes, repair_request, repair_samples
-
     request = replace(_request(calibrated, stage, threads, cpu), against=against)
     results: list[BuildResult] = []
     errors: list[Calib8Error] = []

@@ -9,20 +9,14 @@ Missing numbers are "-", those of a failed target "failed".
                       as planned                  lost           gained
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from deploy.graph.plan import Decision
 from deploy.metrics.kernels import EngineLayer
 from deploy.terminal import join_visible
-
-if TYPE_CHECKING:
-    from deploy.graph.plan import Decision
-
 
 NONE = "-"
 FAILED = "failed"

@@ -1,13 +1,11 @@
 """The parts of a report: plain frozen values, read by the output formats, without any logic."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from calibrators.scales import Scale
 from deploy.calibration.sample_checks import HalvesAgreement
+from deploy.graph.plan import Decision
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.kernels import KernelTime
 from deploy.metrics.latency import Latency, SpeedUp
@@ -15,9 +13,6 @@ from deploy.metrics.output_errors import OutputAccuracy
 from deploy.report.figures import EngineLayersPart
 from deploy.report.previews import BoxRow, ClassRow, PicturesPart
 from deploy.report.verdict import Verdict
-
-if TYPE_CHECKING:
-    from deploy.graph.plan import Decision
 
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 

@@ -14,12 +14,10 @@ with one for all, a channel whose largest |w| is 1 % of the weight's uses about 
 grid.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +27,9 @@ from calibrators.amct.ifmr import IfmrHistogram
 from calibrators.grids import FP8, GRIDS, Grid
 from calibrators.histogram import Histogram
 from calibrators.scales import Scale
+from calibrators.statistics import Recorder
+from deploy.calibration.calibration_result import CalibrationResult
+from deploy.calibration.observation import Observation
 from deploy.graph.bounds import UNLIMITED, RangeLimits
 from deploy.method import Choices, Method, comparable_methods
 from deploy.metrics.output_errors import OutputAccuracy
@@ -40,16 +41,9 @@ from deploy.report.parts import (
     WeightRow,
     tensor_rows,
 )
+from deploy.targets.base import BuildResult
+from deploy.targets.stored_weights import StoredWeight
 from deploy.tuning.plan_file import NOISE, TIME, reason_kind, reason_sqnr_db
-
-if TYPE_CHECKING:
-    from calibrators.statistics import Recorder
-    from deploy.calibration.calibration_result import CalibrationResult
-    from deploy.calibration.observation import Observation
-    from deploy.metrics.output_errors import OutputAccuracy
-    from deploy.targets.base import BuildResult
-    from deploy.targets.stored_weights import StoredWeight
-
 
 MOST = 64  # bars of a histogram
 

@@ -19,34 +19,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from deploy.calibration.reference_outputs import make_evaluation_set
+import onnx
+
+from deploy.calibration.reference_outputs import EvaluationSet, make_evaluation_set
 from deploy.errors import BackendError
+from deploy.feed.samples import Feed
 from deploy.graph.edit import copy_message
 from deploy.method import Choices
-from deploy.terminal import phase
+from deploy.metrics.accuracy import Accuracy
+from deploy.metrics.output_form import OutputForm
+from deploy.targets.base import BuildRequest, Target
+from deploy.terminal import Step, phase
 from deploy.tuning.prices import Prices, Units
+from deploy.tuning.probe import ReferenceSample
 from deploy.tuning.repairs import ROUNDING
 from deploy.tuning.repairs.apply import repair_request
-from deploy.tuning.repairs.base import with_model
+from deploy.tuning.repairs.base import RepairResult, with_model
 from deploy.tuning.repairs.repair_layers import original_constants, restore_constants
 from deploy.tuning.search import Search
 from deploy.tuning.search_options import EFFORTS, SearchBudget, Trial, Tuning
 from deploy.tuning.search_samples import GrowingComparison, enough_samples, select_samples
 from deploy.tuning.tune import SearchSetup, make_prober
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.calibration.reference_outputs import EvaluationSet
-    from deploy.feed.samples import Feed
-    from deploy.metrics.accuracy import Accuracy
-    from deploy.metrics.output_form import OutputForm
-    from deploy.targets.base import BuildRequest, Target
-    from deploy.terminal import Step
-    from deploy.tuning.probe import ReferenceSample
-    from deploy.tuning.repairs.base import RepairResult
 
 _EFFORT = 3  # losses of up to 64 layers are measured one by one
 _SAMPLES = 32  # of each trial

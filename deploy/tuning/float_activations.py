@@ -12,16 +12,14 @@ A node is the same if its attributes and everything that it reads are the same, 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+import onnx
+from onnx import helper
 
 from deploy.graph.edit import copy_with_outputs, extract_nodes
 from deploy.graph.index import iter_reads
 from deploy.runtimes.ort import OrtSession
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.tensors import Array
+from deploy.tensors import Array
 
 _MOST_BYTES = 1 << 28  # of stored values, over all samples; the others are recomputed
 
@@ -148,8 +146,6 @@ def downstream_model(
 
 def _as_input(name: str, values: Sequence[Array]) -> onnx.ValueInfoProto:
     """Return an input that takes each of these values."""
-    from onnx import helper
-
     sizes = zip(*(value.shape for value in values), strict=True)
     shape = [size if len({size, *others}) == 1 else None for size, *others in sizes]
     return helper.make_tensor_value_info(

@@ -20,15 +20,13 @@ A choice by time would differ on a busier day; with the file, the same bytes are
 Also here: the reason why each node stays float, in a sentence for the report and the plan.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -36,12 +34,9 @@ from deploy.errors import ConfigError, did_you_mean
 from deploy.files import atomic, toml
 from deploy.files.reading import convert
 from deploy.method import Choices, Method
-
-if TYPE_CHECKING:
-    from deploy.tuning.prices import Prices, Units
-    from deploy.tuning.search import Sensitivity
-    from deploy.tuning.search_options import Trial
-
+from deploy.tuning.prices import Prices, Units
+from deploy.tuning.search import Sensitivity
+from deploy.tuning.search_options import Trial
 
 SCHEMA = "calib8-plan/1"
 _SETTLED = re.compile(r"(.*): (-?(?:[0-9]+[.][0-9]+|inf)) dB(?: in .*)?")  # `settled`

@@ -24,27 +24,22 @@ Source: Picard, Ratliff, "Minimum cuts and related problems", Networks 5, 1975 (
 "Algorithm for solution of a problem of maximum flow", 1970 (the flow).
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+import onnx
 
 from deploy.graph.edit import copy_with_outputs
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import WEIGHTED, Gate, find_gates
+from deploy.graph.plan import Decision
 from deploy.runtimes.ort import OrtSession
+from deploy.tensors import Array
 from deploy.tuning.timing import PAIRS, KernelTimes, kernel_times, least_kernel_times
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.graph.plan import Decision
-    from deploy.tensors import Array
-
 
 Unit = TypeVar("Unit", bound=Hashable)
 

@@ -28,18 +28,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
+from onnx import helper
 
 from deploy.errors import Calib8Error, ConfigError
 from deploy.graph.edit import copy_with_outputs
 from deploy.graph.index import PROTOBUF
 from deploy.method import Choices
 from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs
-from deploy.metrics.output_form import derive_form
+from deploy.metrics.output_form import OutputForm, derive_form
+from deploy.metrics.tasks import Metric
 from deploy.runtimes.ort import OrtSession, holds_fp8
+from deploy.targets.base import BuildRequest
+from deploy.tensors import Array
 from deploy.tuning.float_activations import FloatActivations, downstream_model
 from deploy.tuning.search_samples import (
     by_strength,
@@ -47,15 +51,6 @@ from deploy.tuning.search_samples import (
     slice_signals,
     sum_of_squares,
 )
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.metrics.output_form import OutputForm
-    from deploy.metrics.tasks import Metric
-    from deploy.targets.base import BuildRequest
-    from deploy.tensors import Array
-
 
 Powers = NDArray[np.float64]  # [samples]
 # sample, outputs of the float model
@@ -446,8 +441,6 @@ def add_score_outputs(model: onnx.ModelProto, ends: Mapping[str, str]) -> onnx.M
 
     `ends`: outputs and scores of the float model, as found by `find_ranked_scores`.
     """
-    from onnx import helper
-
     extended = copy_with_outputs(model, ends.values())
     graph = extended.graph
     names = {name for node in graph.node for name in node.output}

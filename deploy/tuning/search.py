@@ -34,20 +34,15 @@ run alone is left out; its loss shows in the trials of splits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from deploy.errors import BackendError
 from deploy.method import NO_CHOICES, Choices, Method
 from deploy.tuning.prices import Prices, Units, cheapest_float_units
 from deploy.tuning.probe import Noise, Prober
 from deploy.tuning.search_options import COMMON_WEIGHT, Effort, Trial, clips
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 _QUIET = 0.03  # loss, about 30 dB: a group that loses less is not halved
 _MUCH = 0.3  # loss, about 10 dB: from here on noise no longer adds up

@@ -10,17 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from calibrators.searches import COMPARABLE, DEFAULT_METHOD
 from deploy.errors import ConfigError
 from deploy.method import Choices, Method
+from deploy.metrics.tasks import Metric
+from deploy.targets.base import Target
 from deploy.tuning import CPU_NAMES, PREFERENCES, THIS_CPU
 from deploy.tuning.probe import Noise
-
-if TYPE_CHECKING:
-    from deploy.metrics.tasks import Metric
-    from deploy.targets.base import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

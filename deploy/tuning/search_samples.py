@@ -30,15 +30,13 @@ not depend on the order of samples is subtracted: only the few samples run again
 statistic is observed again on the other samples.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 
 from calibrators.histogram import Histogram
@@ -46,7 +44,9 @@ from calibrators.statistics import HistogramOf, Recorder
 from deploy.calibration.observation import Key, Observation, ObservedStatistics, unique_observations
 from deploy.calibration.one_pass import alternate_halves, observe
 from deploy.calibration.ranges import Ranges
+from deploy.calibration.reference_outputs import EvaluationSet
 from deploy.errors import BackendError, Calib8Error
+from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.file_list import SampleChangedError
 from deploy.feed.parallel import Sample, run_in_order
 from deploy.feed.sampling import sampling_order
@@ -55,18 +55,11 @@ from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, TaskLoss, judge_accu
 from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.metrics.rows import Outputs, are_probabilities
 from deploy.metrics.slices import form_samples
+from deploy.metrics.tasks import Metric
 from deploy.runtimes.ort import OrtSession
+from deploy.targets.base import BuildRequest, Target
 from deploy.tensors import Array
 from deploy.terminal import phase
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.calibration.reference_outputs import EvaluationSet
-    from deploy.feed.evaluation import EvaluationSubset
-    from deploy.metrics.tasks import Metric
-    from deploy.targets.base import BuildRequest, Target
-
 
 CANDIDATES = 48  # evaluation samples to select from
 MANY = 128  # samples from which on a few make no difference

@@ -21,25 +21,19 @@ On a busy machine float may never have run undisturbed, and int8 then seems to w
 kernels do: times below that are corrected.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
+import onnx
+
+from deploy.tensors import Array
 from deploy.tuning.plan_file import TIMED
 from deploy.tuning.search import Search
 from deploy.tuning.search_options import Trial
+from deploy.tuning.search_samples import ExpectedVerdict
 from deploy.tuning.timing import time_models
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.tensors import Array
-    from deploy.tuning.search_samples import ExpectedVerdict
-
 
 TimedRows = list[dict[str, str | float]]  # rows of what was timed, for the plan
 

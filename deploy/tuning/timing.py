@@ -15,8 +15,6 @@ LeakyRelu fused into a float Conv stays float where nothing after it is int8.
 Models are timed one at a time, since the idle threads of another open session spin and disturb it.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 import time
@@ -24,17 +22,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import onnx
 
 from deploy.graph.placement import WEIGHTED
 from deploy.runtimes.ort import OrtSession, kernel_events, run_profiled
+from deploy.tensors import Array
 from deploy.terminal import phase
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.tensors import Array
-
 
 PAIRS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 

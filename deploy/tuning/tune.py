@@ -7,8 +7,6 @@ One search for one target::
           -> settled (timed, judged) -> plan, with a reason for every node in float
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -17,14 +15,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import onnx
+
+from deploy.calibration.reference_outputs import EvaluationSet
 from deploy.errors import BackendError, ConfigError
 from deploy.graph.index import match_nodes
 from deploy.graph.plan import quantized_precision
 from deploy.machine import this_machine
 from deploy.method import NO_CHOICES, Choices, Method, comparable_methods
+from deploy.metrics.output_form import OutputForm
 from deploy.runtimes.ort import continue_runs
+from deploy.targets.base import BuildRequest, Target
+from deploy.tensors import Array
 from deploy.terminal import Step, phase
 from deploy.tuning.plan_file import PlanFile, TargetPlan, float_reasons, read_plan, write_plan
 from deploy.tuning.prices import (
@@ -68,15 +72,6 @@ from deploy.tuning.split_choice import (
     choose_split,
     int8_is_faster,
 )
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.calibration.reference_outputs import EvaluationSet
-    from deploy.metrics.output_form import OutputForm
-    from deploy.targets.base import BuildRequest, Target
-    from deploy.tensors import Array
-
 
 _LEAST_SAMPLES, _SHARE = 2, 5  # at most a fifth of the samples, so that the search stays cheap
 _OWN = "its own method"  # of a target that ignores the method asked for

@@ -49,6 +49,7 @@ from deploy.errors import ConfigError, FeedError
 from deploy.graph.edit import extract_output
 from deploy.graph.index import Graph
 from deploy.targets.ascend.config_keys import LayerConfig, QuantConfig
+from deploy.targets.ascend.deploy_model import rewrite_inputs
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.quant_layer import balanced_weight, from_rows, read_constant, to_rows
 from deploy.targets.ascend.record import (
@@ -88,8 +89,6 @@ def observation_model(
 
     AdaRound layers get the integers in `rounded`; those that are missing there stay float.
     """
-    from deploy.targets.ascend.deploy_model import rewrite_inputs
-
     index, arrays = Graph(model), {}
     for name, layer in layers.items():
         if not layer.weight:

@@ -42,6 +42,7 @@ from deploy.errors import ModelError
 from deploy.graph.edit import copy_message, rebuild
 from deploy.graph.index import Graph, attributes
 from deploy.metrics.output_errors import cosine
+from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.deploy_model import (
     PACKED,
     deploy_model,
@@ -49,6 +50,7 @@ from deploy.targets.ascend.deploy_model import (
     unpack_dequant_scales,
     unpack_int4,
 )
+from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import TYPES
 from deploy.targets.ascend.quant_layer import QuantLayer
 from deploy.targets.base import BuildRequest
@@ -111,8 +113,6 @@ def open_deploy(
         ModelError: the model cannot be rewritten.
         BackendError: ONNX Runtime refuses it.
     """
-    from deploy.runtimes.ort import OrtSession
-
     model = to_integer_model(model)
     model.graph.output.extend(helper.make_tensor_value_info(name, 7, None) for name in shown)
     return OrtSession.open(model, threads=threads, optimize=False)
@@ -392,9 +392,6 @@ def compare_deploy_model(
         BackendError: ONNX Runtime refuses a model or a sample.
         ModelError: the sums of a layer are too large to be exact.
     """
-    from deploy.runtimes.ort import OrtSession
-    from deploy.targets.ascend.fake_quant import fake_quant_model
-
     wide = {f"{n}_output0": n for n, q in layers.items() if q.record.act_bits == 16}
     deployed = open_deploy(deploy_model(model, layers), threads=threads, shown=tuple(wide))
     # ONNX Runtime's optimizer would fold the dequantization into the weights.

@@ -5,37 +5,51 @@ The model is brought to the same form: folded, unless the record (skip_fusion), 
 (do_fusion, skip_fusion_layers) or the scales themselves show otherwise.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 from onnx import numpy_helper
 
 from calibrators.amct.arq import arq
+from deploy.calibration.observation import CalibrationSubject, ObservedStatistics
 from deploy.errors import CacheError, ConfigError, ModelError
 from deploy.files.reading import read_text
 from deploy.frontends.onnx_reader import read_model
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import ASCEND
+from deploy.targets.ascend.amct_calibration import RecordPlan
 from deploy.targets.ascend.config import default_config, read_config, resolve_config
 from deploy.targets.ascend.config_keys import QuantConfig
+from deploy.targets.ascend.deploy_model import find_unrounded_layers, unpack_dequant_scales
+from deploy.targets.ascend.executor import malformed_as_model_error, to_integer_model
+from deploy.targets.ascend.float16 import find_float16_tensors
 from deploy.targets.ascend.layers import Layer, LayerGraph
+from deploy.targets.ascend.models import is_fusion_mapping
 from deploy.targets.ascend.preparation import disable_layers, prepare_model, unfuse_batchnorms
 from deploy.targets.ascend.proto import parse_text
+from deploy.targets.ascend.quant_layer import (
+    balanced_weight,
+    quantize_fitting,
+    quantize_layers,
+    read_constant,
+    to_rows,
+)
 from deploy.targets.ascend.recipe import Recipe
+from deploy.targets.ascend.record import (
+    LayerRecord,
+    check_record,
+    describe_ignored_entries,
+    read_adaround_layers,
+    read_record,
+)
 from deploy.targets.ascend.simple_config import read_simple_config
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.calibration.observation import CalibrationSubject
-    from deploy.targets.ascend.record import LayerRecord
+from deploy.targets.tensorrt.cache_match import match_cache
+from deploy.targets.tensorrt.cache_tools import read_cache
 
 _WHAT = "a text file of an Ascend deployment"
 
@@ -63,9 +77,6 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
     Raises:
         ConfigError, ModelError: the file is invalid.
     """
-    from deploy.targets.ascend.models import is_fusion_mapping
-    from deploy.targets.ascend.record import check_record, describe_ignored_entries, read_record
-
     if path.suffix == ".onnx":
         return check_deploy_model(path)
     text = read_text(path, what=_WHAT, error=ConfigError)
@@ -114,8 +125,6 @@ def check_deploy_model(path: Path) -> str:
     Raises:
         ModelError: not an ONNX file, no quantized layer, or an invalid one.
     """
-    from deploy.targets.ascend.executor import malformed_as_model_error, to_integer_model
-
     model = read_model(path)
     ops = Counter(node.op_type for node in model.graph.node)
     dequants = ops["AscendDequant"] + ops["AscendAntiQuant"]
@@ -143,8 +152,6 @@ def _grids(model: onnx.ModelProto) -> str:
 
 def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> None:
     """Check the packed parameter of an AscendDequant (see `deploy_model`)."""
-    from deploy.targets.ascend.deploy_model import unpack_dequant_scales
-
     parameter = constants.get(node.input[-1])
     if len(node.input) != 2 or parameter is None or parameter.data_type != 13:
         raise ModelError(f"{node.name!r} must have a uint64 parameter as its second input")
@@ -168,14 +175,6 @@ def recipe_from_record(
         ConfigError: a file that cannot be read, breaks a rule, or belongs to another model.
         ExportError: a scale or bias exceeds the limits of the hardware.
     """
-    from deploy.targets.ascend.deploy_model import find_unrounded_layers
-    from deploy.targets.ascend.quant_layer import quantize_layers
-    from deploy.targets.ascend.record import (
-        describe_ignored_entries,
-        read_adaround_layers,
-        read_record,
-    )
-
     text = read_text(path, what="AMCT's record of scales", error=ConfigError)
     records = read_record(text, str(path))
     ignored = describe_ignored_entries(text, str(path))
@@ -228,13 +227,6 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
         CacheError: the file cannot be read, or has no usable scale for any layer of the model.
         ConfigError: the model has no layer that Ascend quantizes.
     """
-    from deploy.calibration.observation import ObservedStatistics
-    from deploy.targets.ascend.amct_calibration import RecordPlan
-    from deploy.targets.ascend.quant_layer import quantize_fitting
-    from deploy.targets.ascend.record import LayerRecord
-    from deploy.targets.tensorrt.cache_match import match_cache
-    from deploy.targets.tensorrt.cache_tools import read_cache
-
     cache = read_cache(path)
     model, graph = prepare_model(subject.model)
     matched = match_cache(cache, subject.model, original=subject.original, placement=ASCEND)
@@ -315,8 +307,6 @@ def _bare(subject: CalibrationSubject, records: Mapping[str, LayerRecord]) -> tu
 
 def _scale_distance(index: Graph, layer: Layer | None, record: LayerRecord) -> float | None:
     """Return the mean distance of a record's scales from ARQ's in octaves; None if unfit."""
-    from deploy.targets.ascend.quant_layer import balanced_weight, read_constant, to_rows
-
     if layer is None or not layer.weight:
         return None
     weight = read_constant(index, layer.weight)
@@ -334,8 +324,6 @@ def _check_types(
     records: Mapping[str, LayerRecord], graph: LayerGraph, subject: CalibrationSubject
 ) -> None:
     """Refuse a record whose op_data_type differs from the model's."""
-    from deploy.targets.ascend.float16 import find_float16_tensors
-
     recorded = {name: one.half for name, one in records.items() if one.half is not None}
     float16 = find_float16_tensors(subject) if recorded else frozenset[str]()
     for name, half in recorded.items():

@@ -11,15 +11,13 @@ keep their names; the types are restored by name. AMCT's PyTorch package writes 
 dtype 0 (float32), because it looks the dtype up under a wrong name; 1 is meant.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from deploy.calibration.observation import CalibrationSubject
 from deploy.errors import ExportError
 from deploy.graph.edit import (
     copy_message,
@@ -32,9 +30,6 @@ from deploy.graph.edit import (
 )
 from deploy.graph.index import Graph, attributes, iter_reads, subgraphs
 from deploy.graph.lowering import find_schema, is_standard
-
-if TYPE_CHECKING:
-    from deploy.calibration.observation import CalibrationSubject
 
 _FLOAT, _HALF = 1, 10  # onnx.TensorProto
 _MOST = 65504.0  # largest float16 number

@@ -25,13 +25,12 @@ No error of another layer counts. The mean of a channel's difference is no error
 hold it. Source of the ranking: hicann/amct, common/auto_calibration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
+import onnx
 from onnx import TensorProto, ValueInfoProto, helper
 
 from deploy.calibration.taps import Tap
@@ -39,21 +38,17 @@ from deploy.errors import ConfigError
 from deploy.feed.parallel import Sample, run_in_order
 from deploy.graph.edit import copy_message, extract_nodes
 from deploy.graph.index import Graph
+from deploy.method import Choices
 from deploy.metrics.output_errors import cosine
 from deploy.runtimes.ort import OrtSession
+from deploy.targets.ascend.amct_calibration import CalibrationRecord, RecordPlan
 from deploy.targets.ascend.config_keys import ActivationParams, LayerConfig, QuantConfig
 from deploy.targets.ascend.fake_quant import fake_quant_model
+from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.quant_layer import QuantLayer, quantize_layers
+from deploy.targets.ascend.record import LayerRecord
 from deploy.tensors import Array
 from deploy.terminal import phase
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.method import Choices
-    from deploy.targets.ascend.amct_calibration import CalibrationRecord, RecordPlan
-    from deploy.targets.ascend.layers import Layer, LayerGraph
-    from deploy.targets.ascend.record import LayerRecord
 
 Found = TypeVar("Found")
 Records = Mapping[str, "LayerRecord"]

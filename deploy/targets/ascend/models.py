@@ -12,27 +12,26 @@ stay in float keep their names, so the original's nodes are found by tracing bac
 Source: MindStudio's msaccucmp, FusionRuleParser and QuantFilter.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx
 
+from deploy.calibration.observation import CalibrationSubject
 from deploy.files import atomic
 from deploy.graph.index import iter_reads, runtime_inputs
 from deploy.targets.ascend.atc import DEFAULT_CANN, lower_for_cann, strip_metadata
 from deploy.targets.ascend.config import write_config
 from deploy.targets.ascend.config_keys import QuantConfig
+from deploy.targets.ascend.deploy_model import deploy_model, modified_model
+from deploy.targets.ascend.fake_quant import amct_qdq_model, fake_quant_model
+from deploy.targets.ascend.float16 import to_float16
 from deploy.targets.ascend.layers import name_nodes
-
-if TYPE_CHECKING:
-    from deploy.calibration.observation import CalibrationSubject
-    from deploy.targets.ascend.quant_layer import QuantLayer
-    from deploy.targets.ascend.record import LayerRecord
+from deploy.targets.ascend.quant_layer import QuantLayer
+from deploy.targets.ascend.record import LayerRecord, write_record
 
 
 def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: str) -> str:
@@ -152,11 +151,6 @@ def write_models(
     Raises:
         ExportError: a file cannot be written, or a node cannot be expressed for this CANN.
     """
-    from deploy.targets.ascend.deploy_model import deploy_model, modified_model
-    from deploy.targets.ascend.fake_quant import amct_qdq_model, fake_quant_model
-    from deploy.targets.ascend.float16 import to_float16
-    from deploy.targets.ascend.record import write_record
-
     loaded = subject.loaded
     contents: dict[str, tuple[str, bytes]] = {}  # role -> ending of the name, content
     if config is not None:

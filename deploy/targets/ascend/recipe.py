@@ -20,37 +20,34 @@ whose pairs do not fit stay float, with a reason.
 The last functions write notes on layers that are not entirely int8, and the chips that accept them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
+from numpy.typing import NDArray
 
 from calibrators.amct.arq import arq
+from calibrators.scales import Scale
 from deploy.errors import ExportError
-from deploy.frontends import load
+from deploy.frontends import LoadedModel, load
 from deploy.frontends.metadata import read_metadata_preprocess
 from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
 from deploy.frontends.pairs import PairGrid, UnfitError, input_grid, weight_grid
 from deploy.graph.bounds import find_float16_overflows
 from deploy.graph.index import Graph
-from deploy.targets.ascend.config_keys import summarize_layers
-from deploy.targets.ascend.layers import TYPES
+from deploy.targets.ascend.config_keys import QuantConfig, summarize_layers
+from deploy.targets.ascend.layers import TYPES, LayerGraph
 from deploy.targets.ascend.preparation import prepare_model
-
-if TYPE_CHECKING:
-    import onnx
-    from numpy.typing import NDArray
-
-    from calibrators.scales import Scale
-    from deploy.frontends import LoadedModel
-    from deploy.targets.ascend.config_keys import QuantConfig
-    from deploy.targets.ascend.layers import LayerGraph
-    from deploy.targets.ascend.quant_layer import Float32Array, QuantLayer
-    from deploy.targets.ascend.record import LayerRecord
+from deploy.targets.ascend.quant_layer import (
+    Float32Array,
+    QuantLayer,
+    quantize_fitting,
+    read_constant,
+    to_rows,
+)
+from deploy.targets.ascend.record import LayerRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +200,6 @@ def _quantized(
         layer -> integers; layer -> `_MATRIX`, `_ROOM` or "", why its weight was rounded again;
         layer -> why it does not fit the hardware.
     """
-    from deploy.targets.ascend.quant_layer import quantize_fitting
-
     index = Graph(model)
     records, changed, unfit = {}, {}, {}
     for name, layer in graph.layers.items():
@@ -223,9 +218,6 @@ def _record(
     params: QdqLayerParams, name: str, graph: LayerGraph, index: Graph
 ) -> tuple[LayerRecord, str]:
     """Return a layer's record, and why its weight is rounded again: `_MATRIX`, `_ROOM` or ""."""
-    from deploy.targets.ascend.quant_layer import read_constant, to_rows
-    from deploy.targets.ascend.record import LayerRecord
-
     layer, scales = graph.layers[name], params.scale_w
     if not layer.channel_wise and np.all(scales == scales[0]):
         scales = scales[:1]

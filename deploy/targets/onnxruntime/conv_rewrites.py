@@ -35,8 +35,6 @@ for their rounding.
 Source: ONNX operators Conv-11, ConvTranspose-11, Pad-13, QuantizeLinear-13, DequantizeLinear-13.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -34,17 +34,16 @@ by the Caffe parser, pooling), 8.5.3 (a classifier with a global pool), 10.3.0 (
 10.10.0 (Gemm and Softmax) and 10.14.1 (YOLOv8n: all of its backbone and neck, pooling).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
+import onnx
 from onnx import helper
 
 from calibrators.percentile import QUANTILE
+from calibrators.scales import Scale
 from deploy.calibration import DEFAULT_TRT_VERSION, trt_cache
 from deploy.calibration.observation import (
     CalibrationSubject,
@@ -52,17 +51,11 @@ from deploy.calibration.observation import (
     Variant,
     note_left_out,
 )
+from deploy.calibration.ranges import RangeSet
 from deploy.calibration.trt_cache import version_label
 from deploy.errors import ExportError
 from deploy.graph.edit import copy_message, replace_nodes
 from deploy.graph.index import Graph, attributes, runtime_inputs
-
-if TYPE_CHECKING:
-    import onnx
-
-    from calibrators.scales import Scale
-    from deploy.calibration.ranges import RangeSet
-
 
 ONNX, CAFFE = "onnx", "caffe"
 POOLING_LAYERS = frozenset({"MaxPool", "AveragePool"})  # by the ONNX parser

@@ -4,12 +4,9 @@ With model, cache and the note that a build writes next to it, the C++ `calib8-b
 engine on a device without the calibration data.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -20,6 +17,7 @@ from deploy.calibration import store, trt_cache
 from deploy.calibration.reuse import make_fingerprint
 from deploy.calibration.trt_cache import CalibrationCache, Entry
 from deploy.errors import CacheError, ModelError
+from deploy.feed.calibrator import CalibratorScript
 from deploy.files import atomic
 from deploy.files.manifest import sha256
 from deploy.files.reading import MOST_TEXT, read_bytes
@@ -28,16 +26,11 @@ from deploy.frontends.base import model_digest
 from deploy.frontends.onnx_reader import read_model
 from deploy.graph.placement import TENSORRT_BY_GRID
 from deploy.method import Method
+from deploy.targets.base import BuildRequest
+from deploy.targets.tensorrt.cache_match import CacheMatch, EntryUse, match_cache
+from deploy.targets.tensorrt.cache_qdq import PlainModel, from_qdq, to_qdq, to_typed
+from deploy.targets.tensorrt.infer_scales import InferredScales, infer_missing_scales
 from deploy.targets.tensorrt.trt_options import FP32, INT8
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.feed.calibrator import CalibratorScript
-    from deploy.targets.base import BuildRequest
-    from deploy.targets.tensorrt.cache_match import CacheMatch, EntryUse
-    from deploy.targets.tensorrt.cache_qdq import PlainModel
-    from deploy.targets.tensorrt.infer_scales import InferredScales
 
 
 def read_cache(path: Path) -> CalibrationCache:
@@ -240,9 +233,6 @@ def cache_to_qdq(
         CacheError: most entries of the cache do not belong to the model.
         ExportError: the model cannot be converted to the opset that `rest` or fp8 needs.
     """
-    from deploy.targets.tensorrt.cache_match import match_cache
-    from deploy.targets.tensorrt.cache_qdq import to_qdq, to_typed
-
     loaded = load(model, fold_batchnorm=not keep_batchnorm)
     matched = match_cache(
         cache,
@@ -280,8 +270,6 @@ def qdq_to_cache(model: Path, *, version: str) -> tuple[PlainModel, CalibrationC
         ModelError: the file cannot be read.
         ExportError: the model is not quantized, or in a way that a cache cannot express.
     """
-    from deploy.targets.tensorrt.cache_qdq import from_qdq
-
     plain = from_qdq(read_model(Path(model)))
     return plain, trt_cache.from_scales(plain.scales, version=version)
 
@@ -296,8 +284,6 @@ def dla_cache(
     Raises:
         ModelError: shapes in the model contradict each other.
     """
-    from deploy.targets.tensorrt.infer_scales import infer_missing_scales
-
     scales = infer_missing_scales(plain.model, plain.scales, guesses=guesses)
     return trt_cache.from_scales(scales.scales, version=version), scales
 

@@ -21,6 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import onnx
+
 from deploy.errors import BackendError, ConfigError, SdkMissingError, first_line
 from deploy.files.manifest import sha256
 from deploy.files.reading import read_bytes
@@ -30,7 +32,6 @@ from deploy.graph.plan import analyse
 from deploy.targets.tensorrt.cuda import BINDINGS, Cuda
 
 if TYPE_CHECKING:
-    import onnx
     import tensorrt as trt
 
 

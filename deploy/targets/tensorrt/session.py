@@ -30,6 +30,7 @@ from calibrators.tensorrt import BITS, from_device, host_type, to_device
 from deploy.errors import BackendError, SdkMissingError
 from deploy.files.reading import read_bytes
 from deploy.machine import AcceleratorInfo
+from deploy.metrics.kernels import EngineLayer
 from deploy.metrics.latency import DeviceTimes
 from deploy.targets.tensorrt.cuda import Cuda, DeviceBuffer
 from deploy.targets.tensorrt.inspector import layer_profiler, layers_of
@@ -48,9 +49,6 @@ from deploy.tensors import Array, TensorSpec
 
 if TYPE_CHECKING:
     import tensorrt as trt
-
-    from deploy.metrics.kernels import EngineLayer
-    from deploy.metrics.latency import DeviceTimes
 
 
 class OutputAllocator:

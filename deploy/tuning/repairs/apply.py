@@ -1,38 +1,30 @@
 """Tries the repairs one after another, each on the result of those before, and keeps what helps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from deploy.calibration.observation import unique_observations
+import onnx
+
+from deploy.calibration.observation import CalibrationSubject, unique_observations
 from deploy.calibration.one_pass import observe
 from deploy.calibration.ranges import Ranges
+from deploy.calibration.reference_outputs import EvaluationSet
 from deploy.errors import Calib8Error, ConfigError
 from deploy.feed.parallel import Sample
+from deploy.feed.samples import Feed
 from deploy.metrics.accuracy import Accuracy
-from deploy.targets.base import BuildRequest
+from deploy.targets.base import BuildRequest, Target
 from deploy.targets.onnxruntime.target import OnnxRuntime
+from deploy.tensors import Array
 from deploy.terminal import phase
 from deploy.tuning.repairs import REPAIRS, ROUNDING
 from deploy.tuning.repairs.base import LayerwiseRepair, RepairInput, RepairResult, with_new_digest
 from deploy.tuning.repairs.output_rounding import rounded_trial_builder
 from deploy.tuning.repairs.repair_layers import find_weighted_layers
 from deploy.tuning.repairs.sample_runs import SampleComparison, harms, helps, worst_sqnr_db
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import onnx
-
-    from deploy.calibration.observation import CalibrationSubject
-    from deploy.calibration.reference_outputs import EvaluationSet
-    from deploy.feed.samples import Feed
-    from deploy.targets.base import Target
-    from deploy.tensors import Array
 
 # a sample and the float model's outputs on it
 EvaluationSample = tuple[Sample, Mapping[str, "Array"]]

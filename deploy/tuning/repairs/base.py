@@ -1,20 +1,15 @@
 """Types of the repairs: their inputs, their signatures and their results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import onnx
 
 from deploy.feed.parallel import Sample
+from deploy.frontends import LoadedModel
 from deploy.frontends.base import model_digest
 from deploy.graph.plan import FLOATS
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.frontends import LoadedModel
-    from deploy.targets.base import BuildRequest, Target
+from deploy.targets.base import BuildRequest, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,13 +22,12 @@ values that its reader weighs most, so the reader's output is compared for patch
 few samples: |W (x - x')|^2. The searches share one observation and cost no inference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 
 from calibrators.grids import FP8, GRIDS, Grid, fake_quantize
@@ -38,6 +37,7 @@ from calibrators.weights import shrunk_mean
 from deploy.graph.index import Graph
 from deploy.graph.placement import keeps_range
 from deploy.method import Choices, Method, comparable_methods
+from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime.conv_rewrites import TILES
 from deploy.tensors import Array
 from deploy.tuning.repairs.base import RepairInput, with_model
@@ -48,12 +48,6 @@ from deploy.tuning.repairs.repair_layers import (
     with_biases,
 )
 from deploy.tuning.repairs.sample_runs import layer_patches, run_with_taps
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.targets.base import BuildRequest
-
 
 _PATCHES = 1024  # input patches of a layer, over all samples
 

@@ -12,12 +12,10 @@ Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bi
 (ICCV 2019), section 4.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 
 from calibrators.weights import equal_factors
@@ -31,10 +29,6 @@ from deploy.tuning.repairs.repair_layers import (
     with_constants,
 )
 from deploy.tuning.repairs.sample_runs import channel_maxima
-
-if TYPE_CHECKING:
-    import onnx
-
 
 _SWEEPS = 20
 _CONVERGED = 1e-3  # log of a factor: smaller changes end the sweeps

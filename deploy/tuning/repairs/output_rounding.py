@@ -16,14 +16,12 @@ The rounding of a layer does not depend on which other layers are in int8. So th
 layers rounds all of them once, and in its trial models a float layer gets its own weight back.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
@@ -33,6 +31,7 @@ from calibrators.weights import is_depthwise, tight_pair_mask
 from deploy.graph.edit import update_tensors
 from deploy.graph.index import pad_with_zeros, padded_name
 from deploy.method import NO_CHOICES
+from deploy.targets.base import BuildRequest
 from deploy.tuning.repairs.base import RepairInput, with_model
 from deploy.tuning.repairs.repair_layers import (
     FloatArray,
@@ -42,11 +41,6 @@ from deploy.tuning.repairs.repair_layers import (
     with_constants,
 )
 from deploy.tuning.repairs.sample_runs import layer_patches
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.targets.base import BuildRequest
 
 _PATCHES = 1024  # input patches of a layer, over all samples
 _SWEEPS = 2  # a third one changes one weight in a hundred

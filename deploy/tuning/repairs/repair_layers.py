@@ -14,22 +14,18 @@ The quantization grid of a layer's weight and input is read from the target's in
 so a repair works for any target that writes one of these two forms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
+from onnx import TensorProto, numpy_helper
 
 from calibrators.grids import FP8, INT8, Grid, round_to_grid
 from deploy.graph.edit import copy_message, unique_name, update_tensors
 from deploy.graph.index import Graph, attributes, count_reads
-
-if TYPE_CHECKING:
-    import onnx
-
 
 FloatArray = NDArray[np.float32]
 
@@ -119,8 +115,6 @@ class WeightedLayer:
 
     def bias_of(self, graph: Graph) -> NDArray[np.float64]:
         """Return the bias per output channel, [C_out]; zeros where there is none."""
-        from onnx import numpy_helper
-
         if not self.bias:
             return np.zeros(self.outputs)
         array = numpy_helper.to_array(graph.initializers[self.bias]).astype(np.float64)
@@ -137,8 +131,6 @@ def find_weighted_layers(model: onnx.ModelProto) -> tuple[WeightedLayer, ...]:
 def _layer(
     graph: Graph, read_counts: Mapping[str, int], node: onnx.NodeProto
 ) -> WeightedLayer | None:
-    from onnx import numpy_helper
-
     weight = graph.initializers.get(node.input[1]) if len(node.input) > 1 else None
     if weight is None or weight.data_type != _FLOAT or node.domain not in ("", "ai.onnx"):
         return None
@@ -185,8 +177,6 @@ def _added(graph: Graph, node: onnx.NodeProto, columns: int) -> tuple[str, str, 
 
 def with_constants(model: onnx.ModelProto, arrays: Mapping[str, NDArray[Any]]) -> onnx.ModelProto:
     """Return a copy in which the named initializers hold these arrays, as float32."""
-    from onnx import numpy_helper
-
     changed = copy_message(model)
     tensors = {
         name: numpy_helper.from_array(np.ascontiguousarray(array, np.float32), name)
@@ -227,8 +217,6 @@ def original_constants(
     model: onnx.ModelProto, repaired: onnx.ModelProto
 ) -> dict[str, dict[str, onnx.TensorProto]]:
     """Return layer -> its weight and bias before the repairs, under their names after them."""
-    from onnx import numpy_helper
-
     graph, before = Graph(model), {layer.name: layer for layer in find_weighted_layers(model)}
     result = {}
     for layer in find_weighted_layers(repaired):
@@ -372,8 +360,6 @@ def read_quantization(
 def _from_pairs(
     graph: Graph, node: onnx.NodeProto, layer: WeightedLayer
 ) -> LayerQuantization | None:
-    from onnx import TensorProto
-
     input_dq, weight_dq = (graph.producer[name] for name in node.input[:2])
     scales = _array(graph, weight_dq.input[1]).astype(np.float64)
     rank = layer.array.ndim
@@ -470,8 +456,6 @@ def _only_reader(graph: Graph, tensor: str) -> onnx.NodeProto | None:
 
 
 def _array(graph: Graph, name: str) -> NDArray[Any]:
-    from onnx import numpy_helper
-
     return np.asarray(numpy_helper.to_array(graph.constants[name]))
 
 

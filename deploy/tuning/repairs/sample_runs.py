@@ -4,16 +4,16 @@ Samples run in parallel, one thread each, and results are stored in sample order
 on the number of threads.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 
 from calibrators.rounding import extract_patches as drawn_patches
+from deploy.calibration.observation import CalibrationSubject
 from deploy.feed.parallel import Sample, run_in_order
 from deploy.graph.bounds import make_window
 from deploy.graph.edit import copy_with_outputs
@@ -22,12 +22,6 @@ from deploy.metrics.output_form import derive_form
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
 from deploy.tuning.repairs.repair_layers import FloatArray, WeightedLayer
-
-if TYPE_CHECKING:
-    import onnx
-
-    from deploy.calibration.observation import CalibrationSubject
-
 
 TapResult = TypeVar("TapResult")
 
