@@ -97,7 +97,7 @@ def test_tensors_that_fill_their_blocks_stay_in_them_and_others_do_not(ends):
     tap = Tap(model, tensors, in_any_order=tensors)
     (sample,) = batches(2)
     expected = dict(Tap(model, tensors).run(sample))
-    kept = tap._open.blocked
+    kept = tap.blocked
     assert len(kept) > 4 and any(t.startswith("conv") for t in kept)
     assert all(expected[t].shape[1] % block == 0 for t in kept)
     for name, values in tap.run(sample):
@@ -107,10 +107,10 @@ def test_tensors_that_fill_their_blocks_stay_in_them_and_others_do_not(ends):
 @needs_blocks
 def test_what_another_node_reads_and_what_has_an_order_keeps_its_layout():
     model, tensors = network((16, 32))
-    opened = taps.open_tapped(model, tensors, in_any_order=tensors)
+    opened = Tap(model, tensors, in_any_order=tensors)
     assert opened.blocked.keys().isdisjoint({t for t in tensors if t[:4] in ("conc", "flat")})
-    assert set(taps.open_tapped(model, tensors, in_any_order=["conv0"]).blocked) <= {"conv0"}
-    assert taps.open_tapped(model, tensors).blocked == {}
+    assert set(Tap(model, tensors, in_any_order=["conv0"]).blocked) <= {"conv0"}
+    assert Tap(model, tensors).blocked == {}
 
 
 def test_statistics_with_an_order_or_channels_see_the_tensor_as_it_is(ordinary):
@@ -145,14 +145,14 @@ def test_where_the_form_cannot_be_kept_the_taps_are_ordinary(ordinary, monkeypat
         raise error
 
     monkeypatch.setattr(taps, "read_bytes", fails)
-    assert taps.open_tapped(model, tensors, in_any_order=tensors).blocked == {}
+    assert Tap(model, tensors, in_any_order=tensors).blocked == {}
     assert state(model, tensors, samples, HistogramOf()) == expected
 
 
 def test_nothing_stays_in_the_temporary_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(taps.tempfile, "tempdir", str(tmp_path))
     model, tensors = network((16,))
-    taps.open_tapped(model, tensors, in_any_order=tensors)
+    Tap(model, tensors, in_any_order=tensors)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -65,54 +66,34 @@ OutputCallback = Callable[[int, Sample], None]
 Waiting = tuple[Observation, NDArray[np.float32]]
 
 
-@dataclass(frozen=True, slots=True)
-class TappedSession:
-    """An open session with inner tensors among its outputs.
-
-    Attributes:
-        blocked: tensor -> output that holds its values in NCHWc, of the tensors in that layout.
-    """
-
-    session: OrtSession
-    blocked: Mapping[str, str]
-
-
-def open_tapped(
-    model: onnx.ModelProto,
-    tensors: Sequence[str],
-    *,
-    in_any_order: Collection[str] = (),
-    threads: int | None = 1,
-) -> TappedSession:
-    """Open a model with these tensors as outputs.
-
-    `in_any_order`: tensors whose values may come in any order; graph outputs never do.
-    """
+def _open_tapped(
+    model: onnx.ModelProto, tensors: Sequence[str], in_any_order: Collection[str]
+) -> tuple[OrtSession, dict[str, str]]:
+    """Return a session with these tensors as outputs, and `Tap.blocked`."""
     exposed = copy_with_outputs(model, tensors)
     wanted = set(in_any_order).difference(o.name for o in model.graph.output)
     if wanted and any(node.op_type == "Conv" for node in model.graph.node):  # only it makes blocks
-        try:
-            return _blocked(exposed, wanted, threads)
-        except (BackendError, OSError):  # the disk is full, or the saved model cannot be reloaded
-            pass
-    return TappedSession(OrtSession.open(exposed, threads=threads, spin=False), {})
+        # the disk may be full, or the saved model not be reloaded
+        with suppress(BackendError, OSError):
+            return _open_blocked(exposed, wanted)
+    return OrtSession.open(exposed, threads=1, spin=False), {}
 
 
-def _blocked(model: onnx.ModelProto, wanted: Collection[str], threads: int | None) -> TappedSession:
+def _open_blocked(
+    model: onnx.ModelProto, wanted: Collection[str]
+) -> tuple[OrtSession, dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="calib8-", ignore_cleanup_errors=True) as folder:
         saved = Path(folder) / "model.onnx"
-        session = OrtSession.open(model, threads=threads, spin=False, saved=saved)
+        session = OrtSession.open(model, threads=1, spin=False, saved=saved)
         optimized = onnx.ModelProto.FromString(
             read_bytes(saved, what="a model", error=BackendError, own=True)
         )
         blocked = expose_blocked(optimized.graph, wanted)
-        if not blocked:
-            return TappedSession(session, {})
-        del session
-        saved.write_bytes(optimized.SerializeToString())
-        return TappedSession(
-            OrtSession.open(saved, threads=threads, optimize=False, spin=False), blocked
-        )
+        if blocked:
+            del session
+            saved.write_bytes(optimized.SerializeToString())
+            session = OrtSession.open(saved, threads=1, optimize=False, spin=False)
+        return session, blocked
 
 
 def expose_blocked(graph: onnx.GraphProto, wanted: Collection[str]) -> dict[str, str]:
@@ -202,20 +183,24 @@ def _form(arrays: Mapping[str, Array]) -> ArrayForms:
 
 
 class Tap:
-    """A session with inner tensors of a model as outputs."""
+    """A session with inner tensors of a model as outputs.
+
+    Attributes:
+        blocked: tensor -> output that holds its values in NCHWc, of the tensors in that layout.
+        fed: tensors that are inputs of the model.
+    """
 
     def __init__(
-        self,
-        model: onnx.ModelProto,
-        tensors: list[str],
-        *,
-        threads: int | None = 1,
-        in_any_order: Collection[str] = (),
+        self, model: onnx.ModelProto, tensors: Sequence[str], *, in_any_order: Collection[str] = ()
     ) -> None:
+        """Open the model.
+
+        `in_any_order`: tensors whose values may come in any order; graph outputs never do.
+        """
         inputs = {i.name for i in model.graph.input}
-        self._fed = [name for name in tensors if name in inputs]
+        self.fed = [name for name in tensors if name in inputs]
         self._made = [name for name in tensors if name not in inputs]
-        self._open = open_tapped(model, self._made, threads=threads, in_any_order=in_any_order)
+        self.session, self.blocked = _open_tapped(model, self._made, in_any_order)
 
     def run(
         self, sample: Sample, keep: Callable[[Sample], None] | None = None
@@ -225,31 +210,24 @@ class Tap:
         `keep` is called with the model's outputs, and possibly more.
         """
         try:
-            values = self._open.session.run(sample)
+            values = self.session.run(sample)
         except BackendError as error:
             raise _could_not(error) from error
         if keep is not None:
             keep(values)
-        for name in self._fed:
+        for name in self.fed:
             yield name, np.asarray(sample[name], np.float32)
         for name in self._made:  # frees each tensor once it is counted
-            yield name, values.pop(self._open.blocked.get(name, name))
-
-    def reading(self, tensors: Sequence[str]) -> TapReader:
-        """Return a reader of some of the tensors, for one thread."""
-        return TapReader(self._open, tensors, fed=self._fed)
+            yield name, values.pop(self.blocked.get(name, name))
 
 
 class TapReader:
-    """Reads tensors sample by sample in one thread, with reused buffers if possible."""
+    """Reads some of a tap's tensors in one thread, with reused buffers if possible."""
 
-    def __init__(
-        self, opened: TappedSession, tensors: Sequence[str], *, fed: Collection[str]
-    ) -> None:
+    def __init__(self, tap: Tap, tensors: Sequence[str]) -> None:
         self._tensors = tuple(tensors)
-        self._blocked = opened.blocked
-        self._fed = frozenset(fed)
-        self._again = BufferedSession(opened.session)
+        self._tap = tap
+        self._again = BufferedSession(tap.session)
         self._located: LocatedArrays | None = None
         self._moving: list[int] = []
 
@@ -279,13 +257,14 @@ class TapReader:
     def _values(
         self, name: str, sample: Sample, values: Mapping[str, Array]
     ) -> NDArray[np.float32]:
-        if name in self._fed:
+        if name in self._tap.fed:
             return np.asarray(sample[name], np.float32)
-        return values[self._blocked.get(name, name)]
+        return values[self._tap.blocked.get(name, name)]
 
     def _moves(self, name: str, values: Mapping[str, Array]) -> bool:
         """Whether the array must be fetched again after each run."""
-        return name in self._fed or values[self._blocked.get(name, name)].dtype != np.float32
+        made = self._tap.blocked.get(name, name)
+        return name in self._tap.fed or values[made].dtype != np.float32
 
 
 def _could_not(error: BackendError) -> BackendError:
@@ -343,7 +322,7 @@ class VariantRunner:
 
     def reading(self) -> TapReader:
         """Return the reader of a worker thread."""
-        return self.tap.reading([o.tensor for o in self.counted])
+        return TapReader(self.tap, [o.tensor for o in self.counted])
 
     def run(
         self,
