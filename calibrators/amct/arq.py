@@ -39,6 +39,8 @@ cut off are added to the end bins, and the rest is merged into 255 levels and sp
 Source: graph_based ada_round/kl_divergence; compared with it in torch.
 """
 
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,6 +53,7 @@ _BINS, _CUTS = 512, 20
 _EMPTY = 0.0001  # count of an empty bin
 _MOST = 1e35  # twice 512 times this is near the float32 maximum
 FloatArray = NDArray[np.float64]
+Value = TypeVar("Value", bound=np.generic)
 
 
 def ascend_range(bits: int) -> tuple[int, int]:
@@ -170,7 +173,7 @@ def by_row(scale: Float32Array, rank: int) -> Float32Array:
     return scale.reshape(-1, *[1] * (rank - 1))
 
 
-def channels_first(weight: NDArray[np.generic], group: int) -> NDArray[np.generic]:
+def channels_first(weight: NDArray[Value], group: int) -> NDArray[Value]:
     """Reorder a ConvTranspose weight [C_in, C_out / group, ...] to [C_out, C_in / group, ...].
 
     A second call reorders it back.

@@ -103,6 +103,11 @@ class Layer:
         return bool(self.weight) and self.kind not in ASCEND.per_tensor
 
     @property
+    def channels_last(self) -> bool:
+        """Whether the output channels are the last axis of its weight."""
+        return self.kind == "MatMul" or (self.kind == "Gemm" and not self.trans_b)
+
+    @property
     def target(self) -> WeightTarget:
         """Its weight as a plan's target; a grouped ConvTranspose has no channel axis."""
         axes = {"Conv": 0, "ConvTranspose": 1}

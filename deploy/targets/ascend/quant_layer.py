@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import onnx
@@ -22,6 +23,7 @@ from deploy.targets.stored_weights import StoredWeight, make_stored_weight
 _LEAST, _MOST = 2.0**-14, 65504.0
 
 Float32Array = NDArray[np.float32]
+Value = TypeVar("Value", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,18 +94,11 @@ def deployed_weights(layers: Mapping[str, QuantLayer]) -> tuple[StoredWeight, ..
     """Return the layers' weights as the deploy model stores them."""
     return tuple(
         make_stored_weight(
-            name, one.layer.kind, _stored_rows(one.weight, one.layer), one.record.scale_w
+            name, one.layer.kind, to_rows(one.weight, _deployed(one.layer)), one.record.scale_w
         )
         for name, one in layers.items()
         if one.weight is not None
     )
-
-
-def _stored_rows(weight: NDArray[np.int8], layer: Layer) -> NDArray[np.int8]:
-    """Return integers in the deploy model's layout with output channels first."""
-    if layer.kind == "ConvTranspose":
-        return np.asarray(channels_first(weight, layer.group), np.int8)
-    return np.moveaxis(weight, -1, 0) if layer.kind in ("Gemm", "MatMul") else weight
 
 
 def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -> Float32Array:
@@ -123,22 +118,27 @@ def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -
     return np.asarray(scaled, np.float32)
 
 
-def to_rows(weight: Float32Array, layer: Layer) -> Float32Array:
+def to_rows(weight: NDArray[Value], layer: Layer) -> NDArray[Value]:
     """Return a weight in ONNX layout with output channels first, for `calibrators.amct.arq`."""
     if layer.kind == "ConvTranspose":
-        return np.ascontiguousarray(channels_first(weight, layer.group), np.float32)
-    if layer.kind == "MatMul" or (layer.kind == "Gemm" and not layer.trans_b):
-        return np.ascontiguousarray(np.moveaxis(weight, -1, 0))
-    return weight
+        weight = channels_first(weight, layer.group)
+    elif layer.channels_last:
+        weight = np.moveaxis(weight, -1, 0)
+    return np.ascontiguousarray(weight)
 
 
-def from_rows(rows: NDArray[np.floating], layer: Layer) -> Float32Array:
+def from_rows(rows: NDArray[Value], layer: Layer) -> NDArray[Value]:
     """Invert `to_rows`."""
     if layer.kind == "ConvTranspose":
-        return np.ascontiguousarray(channels_first(rows, layer.group), np.float32)
-    if layer.kind == "MatMul" or (layer.kind == "Gemm" and not layer.trans_b):
-        return np.ascontiguousarray(np.moveaxis(rows, 0, -1), np.float32)
-    return np.ascontiguousarray(rows, np.float32)
+        rows = channels_first(rows, layer.group)
+    elif layer.channels_last:
+        rows = np.moveaxis(rows, 0, -1)
+    return np.ascontiguousarray(rows)
+
+
+def _deployed(layer: Layer) -> Layer:
+    """Return a layer with the weight layout of the deploy model, where no Gemm is transposed."""
+    return replace(layer, trans_b=False)
 
 
 def read_constant(index: Graph, name: str) -> Float32Array:
@@ -162,15 +162,14 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
         # with all codes at their extreme; of 16-bit activations, where nearly every layer could
         # overflow, `deploy.targets.ascend.executor` measures the sums
         low, high = ascend_range(record.act_bits)
-        rows = np.abs(weight.astype(np.float64))
+        sizes = np.abs(weight.astype(np.float64))
         if layer.kind in ("Gemm", "MatMul"):
-            sums = rows.sum(axis=-2)  # [C_out], for each matrix of a 3-D weight
+            sums = sizes.sum(axis=-2)  # [C_out], for each matrix of a 3-D weight
         else:
-            first = channels_first(rows, layer.group) if layer.kind == "ConvTranspose" else rows
-            sums = first.reshape(first.shape[0], -1).sum(axis=1)
-        worst = float(
-            (sums * (high - low) + (0 if bias is None else np.abs(bias.astype(np.float64)))).max()
-        )
+            rows = to_rows(sizes, layer)
+            sums = rows.reshape(len(rows), -1).sum(axis=1)
+        largest = sums * (high - low) + (0 if bias is None else np.abs(bias.astype(np.float64)))
+        worst = float(largest.max())
         if worst > np.iinfo(np.int32).max:
             raise ExportError(f"sums of products must fit int32, got up to {worst:.3g}")
     return QuantLayer(
@@ -216,11 +215,7 @@ def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArra
     integers = arq_integers(rows, record.scale_w, bits=record.weight_bits)
     if record.rounded is not None:
         integers = record.rounded.reshape(rows.shape)
-    if layer.kind == "ConvTranspose":
-        return np.ascontiguousarray(channels_first(integers, layer.group), np.int8)
-    if layer.kind in ("Gemm", "MatMul"):
-        return np.ascontiguousarray(np.moveaxis(integers, 0, -1))
-    return integers
+    return from_rows(integers, _deployed(layer))
 
 
 def quantize_bias(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32]:
