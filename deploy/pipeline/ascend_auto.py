@@ -37,6 +37,7 @@ from deploy.targets.ascend.layer_searches import (
 )
 from deploy.targets.ascend.models import write_models
 from deploy.targets.ascend.preparation import find_weight_sharers
+from deploy.targets.ascend.recipe import Recipe
 from deploy.targets.ascend.record import LayerRecord
 from deploy.targets.ascend.target import Ascend
 from deploy.targets.base import BuildRequest
@@ -182,19 +183,16 @@ def _written(
     if search.repairs:
         data = strip_metadata(found.whole(made.model)).SerializeToString(deterministic=True)
         written.append(atomic.write_bytes(found.folder / f"{found.name}{REPAIRED}", data))
+    records = calibrated.records
     models = write_models(
-        made.model,
-        layers,
-        config,
-        calibrated.records,
-        found.folder,
-        found.subject,
+        Recipe(model=made.model, graph=made.graph, records=records, layers=layers, config=config),
+        found,
         halves=find_float16_tensors(found.subject),
         shared=find_weight_sharers(plan.graph.layers.values(), plan.graph),
     )
     return AutoCalibration(
         config=config,
-        in_int8=sum(not one.tensor for one in calibrated.records.values()),
+        in_int8=sum(not one.tensor for one in records.values()),
         notes=tuple(_notes(search, found, plan)),
         written=(*written, *models.values()),
     )

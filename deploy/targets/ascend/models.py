@@ -13,25 +13,24 @@ Source: MindStudio's msaccucmp, FusionRuleParser and QuantFilter.
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import onnx
 
-from deploy.calibration.observation import CalibrationSubject
 from deploy.files import atomic
 from deploy.graph.index import iter_reads, runtime_inputs
 from deploy.targets.ascend.atc import DEFAULT_CANN, lower_for_cann, strip_metadata
 from deploy.targets.ascend.config import write_config
-from deploy.targets.ascend.config_keys import QuantConfig
 from deploy.targets.ascend.deploy_model import deploy_model, modified_model
 from deploy.targets.ascend.fake_quant import amct_qdq_model, fake_quant_model
 from deploy.targets.ascend.float16 import to_float16
 from deploy.targets.ascend.layers import name_nodes
-from deploy.targets.ascend.quant_layer import QuantLayer
-from deploy.targets.ascend.record import LayerRecord, write_record
+from deploy.targets.ascend.recipe import Recipe
+from deploy.targets.ascend.record import write_record
+from deploy.targets.base import BuildRequest
 
 
 def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: str) -> str:
@@ -130,12 +129,8 @@ def _output(origin: str, index: int) -> dict[str, Any]:
 
 
 def write_models(
-    model: onnx.ModelProto,
-    layers: Mapping[str, QuantLayer],
-    config: QuantConfig | None,
-    records: Mapping[str, LayerRecord],
-    folder: Path,
-    subject: CalibrationSubject,
+    recipe: Recipe,
+    request: BuildRequest,
     *,
     cann: str = DEFAULT_CANN,
     halves: Collection[str] = (),
@@ -143,21 +138,22 @@ def write_models(
 ) -> dict[str, Path]:
     """Write config, record, models and mapping, or nothing if one fails; return role -> path.
 
-    `config`: quant config of these layers; None writes none.
-    `subject`: the model that `model` was made from; it has the files' stem, and the nodes that ONNX
-    Runtime does not know, which are put back into the models for atc and AMCT.
+    `request`: its model has the files' stem, and the nodes that ONNX Runtime does not know, which
+    are put back into the models for atc and AMCT.
+    `halves`: tensors that are float16 in the model's file.
     `shared`: layers that share their weight in the original model.
 
     Raises:
         ExportError: a file cannot be written, or a node cannot be expressed for this CANN.
     """
+    model, layers, subject = recipe.model, recipe.layers, request.subject
     loaded = subject.loaded
     contents: dict[str, tuple[str, bytes]] = {}  # role -> ending of the name, content
-    if config is not None:
-        contents["quant config"] = "config.json", write_config(config).encode()
+    if recipe.config is not None:
+        contents["quant config"] = "config.json", write_config(recipe.config).encode()
     typed = {
         name: replace(one, half=layers[name].layer.output in halves)
-        for name, one in records.items()
+        for name, one in recipe.records.items()
     }
     contents["record"] = "record.txt", write_record(typed).encode()
     older = lower_for_cann(model, cann)
@@ -171,7 +167,7 @@ def write_models(
         "fake-quant model": ("fake_quant_model.onnx", fake),
         "Q/DQ model": ("amct_qdq.onnx", loaded.whole(amct_qdq_model(older, layers))),
     }
-    if shared or any(record.rounded is not None for record in records.values()):
+    if shared or any(record.rounded is not None for record in recipe.records.values()):
         modified = loaded.whole(modified_model(model, layers))
         models["modified model"] = "modified_model.onnx", modified
     for role, (ending, made) in models.items():
@@ -180,6 +176,6 @@ def write_models(
     mapping = fusion_mapping(deploy, original, name=loaded.name)
     contents["fusion mapping"] = "quant.json", mapping.encode()
     return {
-        role: atomic.write_bytes(folder / f"{loaded.name}_{ending}", data)
+        role: atomic.write_bytes(request.folder / f"{loaded.name}_{ending}", data)
         for role, (ending, data) in contents.items()
     }

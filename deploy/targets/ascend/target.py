@@ -346,17 +346,7 @@ class Ascend:
 
         float16 = find_float16_tensors(request.subject)
         sharing = find_weight_sharers((one.layer for one in recipe.layers.values()), recipe.graph)
-        files = write_models(
-            recipe.model,
-            recipe.layers,
-            recipe.config,
-            recipe.records,
-            request.folder,
-            request.subject,
-            cann=self.cann,
-            halves=float16,
-            shared=sharing,
-        )
+        files = write_models(recipe, request, cann=self.cann, halves=float16, shared=sharing)
         notes = [
             *recipe.notes,
             *chip_notes(recipe.layers),
