@@ -14,7 +14,7 @@ from deploy.metrics.tasks import TaskFigure
 from deploy.runtimes.ort import OrtSession
 from deploy.tuning import search_samples
 from deploy.tuning.plan_file import read_plan
-from deploy.tuning.split_choice import SplitHooks, _choose_likely
+from deploy.tuning.split_choice import SplitChooser
 from tests.models import as_float32, make_model, make_node, parse_nodes, save_net
 from tests.test_tuning import ran, saved
 
@@ -300,8 +300,8 @@ def test_half_in_int8_is_preferred_if_it_is_good_or_nothing_is(fuller, first, bu
         prices=prices, likely=lambda n: ["first"], fuller=lambda n: "fuller", faster=lambda *_: None
     )
     judges = {"judge": found.__getitem__, "can_go_on": lambda: True}
-    hooks = SplitHooks(choose=lambda trials: (trials[0], []), **judges)
-    chosen, judged = _choose_likely(search, hooks, [])
+    chooser = SplitChooser(search=search, choose=lambda trials: (trials[0], []), **judges)
+    chosen, judged = chooser._choose_likely([])
     assert chosen.trial == built and judged == found[built]
 
 

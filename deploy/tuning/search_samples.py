@@ -200,25 +200,16 @@ class ExpectedVerdict:
         return self.good and not self.noisy
 
 
+@dataclass(frozen=True, slots=True)
 class VerdictPredictor:
     """Predicts the verdict on models, and reports the samples that this takes."""
 
-    def __init__(
-        self,
-        judges: EvaluationSet,
-        *,
-        kernels: bool,
-        threads: int,
-        max_loss: float | None,
-        metric: Metric | None,
-        ran: Callable[[int], None],
-    ) -> None:
-        """Store how models are judged.
-
-        `kernels`: whether ONNX Runtime's int8 kernels run the models.
-        """
-        self._judges, self._kernels, self._threads = judges, kernels, threads
-        self._max_loss, self._metric, self._ran = max_loss, metric, ran
+    judges: EvaluationSet
+    kernels: bool  # whether ONNX Runtime's int8 kernels run the models
+    threads: int
+    max_loss: float | None
+    metric: Metric | None
+    ran: Callable[[int], None]
 
     def of(self, model: onnx.ModelProto) -> ExpectedVerdict:
         """Return the expected verdict on the engine of a model."""
@@ -228,8 +219,8 @@ class VerdictPredictor:
             for accuracy in self._judged(model):
                 if any(output.not_finite[0] for output in accuracy.outputs):
                     return ExpectedVerdict()  # FP32 itself is not finite: no split helps
-                levels = dict(reversed([*judge_accuracy(accuracy, self._max_loss)]))
-                lost = measure_loss(accuracy, self._max_loss)
+                levels = dict(reversed([*judge_accuracy(accuracy, self.max_loss)]))
+                lost = measure_loss(accuracy, self.max_loss)
                 if _is_certain(levels, accuracy, lost):
                     break
         except BackendError:  # reported when the engine is built
@@ -239,14 +230,14 @@ class VerdictPredictor:
 
     def _judged(self, model: onnx.ModelProto) -> Iterator[Accuracy]:
         """Yield the accuracy on a few samples, then on all; each sample runs once."""
-        comparison = GrowingComparison([model], self._judges, self._metric, kernels=self._kernels)
-        count = len(self._judges.part)
+        comparison = GrowingComparison([model], self.judges, self.metric, kernels=self.kernels)
+        count = len(self.judges.part)
         for most in dict.fromkeys((min(CANDIDATES, count), count)):
             before = len(comparison.keys)
             try:
-                yield comparison.on(most, threads=self._threads)
+                yield comparison.on(most, threads=self.threads)
             finally:
-                self._ran(len(comparison.keys) - before)
+                self.ran(len(comparison.keys) - before)
 
 
 def _is_certain(levels: Mapping[str, str], accuracy: Accuracy, lost: TaskLoss | None) -> bool:

@@ -45,16 +45,6 @@ _LEAST_GAIN = 0.02  # share of float's time that int8 must save for time to deci
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitHooks:
-    """Hooks that time and judge trials."""
-
-    # picks one of some trials, the likeliest first; returns it and what was timed
-    choose: Callable[[Sequence[Trial]], tuple[Trial, TimedRows]]
-    judge: Callable[[Trial], ExpectedVerdict]  # returns the expected verdict of a trial
-    can_go_on: Callable[[], bool]  # whether the budget allows judging another trial
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenSplit:
     """The trial to build, and why."""
 
@@ -65,129 +55,132 @@ class ChosenSplit:
     interrupted: bool = False  # whether it is the best of a search that the user ended
 
 
-def choose_split(search: Search, hooks: SplitHooks) -> ChosenSplit:
-    """Choose what to build."""
-    choice, judgement = _choose_likely(search, hooks, [search.best_without_float])
-    if not judgement.good and search.can_refine():
-        search.quiet_down()
-        again, judged = _choose_likely(search, hooks, [choice.trial])
-        told = [*choice.told, *again.told]
-        if judged.good or (judgement.unusable and not judged.unusable):
-            doubtful = "" if judgement.unusable else judgement.doubtful
-            choice = replace(again, unusable=judgement.unusable, doubtful=doubtful)
-            judgement = judged
-        choice = replace(choice, told=told)
-        if judged.good:
-            return _choose_faster(search, hooks, choice)
-    if not judgement.good:
-        choice, judgement = _choose_next(search, hooks, choice, judgement)
-    if judgement.unusable:
-        return _choose_usable(search, hooks, choice, judgement)
-    return _choose_surer(search, hooks, choice, judgement) if judgement.doubtful else choice
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitChooser:
+    """Chooses what to build among the splits of a search."""
 
+    search: Search
+    # picks one of some trials, the likeliest first; returns it and what was timed
+    choose: Callable[[Sequence[Trial]], tuple[Trial, TimedRows]]
+    judge: Callable[[Trial], ExpectedVerdict]  # returns the expected verdict of a trial
+    can_go_on: Callable[[], bool]  # whether the budget allows judging another trial
 
-def _choose_likely(
-    search: Search, hooks: SplitHooks, more: Sequence[Trial]
-) -> tuple[ChosenSplit, ExpectedVerdict]:
-    """Choose among the likely trials and some more; return the choice and its verdict."""
-    likely = search.likely(_TIMED)
-    first, timed = hooks.choose([*likely, *(one for one in more if one not in likely)])
-    fuller = None if search.prices.measured else search.fuller(first)
-    if fuller is None or not hooks.can_go_on() or not (judged := hooks.judge(fuller)).good:
-        return ChosenSplit(trial=first, told=timed), hooks.judge(first)
-    if judged.noisy and hooks.can_go_on() and (own := hooks.judge(first)).quiet:
-        quick = search.faster(first, lambda one: hooks.judge(one).quiet, hooks.can_go_on)
-        return ChosenSplit(trial=quick or first, told=timed), own
-    return ChosenSplit(trial=fuller, told=timed), judged
+    def run(self) -> ChosenSplit:
+        """Choose what to build."""
+        choice, judgement = self._choose_likely([self.search.best_without_float])
+        if not judgement.good and self.search.can_refine():
+            self.search.quiet_down()
+            again, judged = self._choose_likely([choice.trial])
+            told = [*choice.told, *again.told]
+            if judged.good or (judgement.unusable and not judged.unusable):
+                doubtful = "" if judgement.unusable else judgement.doubtful
+                choice = replace(again, unusable=judgement.unusable, doubtful=doubtful)
+                judgement = judged
+            choice = replace(choice, told=told)
+            if judged.good:
+                return self._choose_faster(choice)
+        if not judgement.good:
+            choice, judgement = self._choose_next(choice, judgement)
+        if judgement.unusable:
+            return self._choose_usable(choice, judgement)
+        return self._choose_surer(choice, judgement) if judgement.doubtful else choice
 
+    def _choose_likely(self, more: Sequence[Trial]) -> tuple[ChosenSplit, ExpectedVerdict]:
+        """Choose among the likely trials and some more; return the choice and its verdict."""
+        likely = self.search.likely(_TIMED)
+        first, timed = self.choose([*likely, *(one for one in more if one not in likely)])
+        fuller = None if self.search.prices.measured else self.search.fuller(first)
+        if fuller is None or not self.can_go_on() or not (judged := self.judge(fuller)).good:
+            return ChosenSplit(trial=first, told=timed), self.judge(first)
+        if judged.noisy and self.can_go_on() and (own := self.judge(first)).quiet:
+            quick = self.search.faster(first, lambda one: self.judge(one).quiet, self.can_go_on)
+            return ChosenSplit(trial=quick or first, told=timed), own
+        return ChosenSplit(trial=fuller, told=timed), judged
 
-def _choose_next(
-    search: Search, hooks: SplitHooks, first: ChosenSplit, judgement: ExpectedVerdict
-) -> tuple[ChosenSplit, ExpectedVerdict]:
-    """Choose the first good one of the other likely splits that keep some of int8's gain."""
-    slowest = _slowest(search.time_of(first.trial.in_float))
-    others = [one for one in search.likely(_TIMED + 1) if one.in_float != first.trial.in_float]
-    for trial in others:
-        if trial.time < slowest and hooks.can_go_on() and (judged := hooks.judge(trial)).good:
-            doubtful = "" if judgement.unusable else judgement.doubtful
-            chosen = replace(first, trial=trial, unusable=judgement.unusable, doubtful=doubtful)
-            return chosen, judged
-    return first, judgement
+    def _choose_next(
+        self, first: ChosenSplit, judgement: ExpectedVerdict
+    ) -> tuple[ChosenSplit, ExpectedVerdict]:
+        """Choose the first good one of the other likely splits that keep some of int8's gain."""
+        slowest = _slowest(self.search.time_of(first.trial.in_float))
+        others = [
+            one for one in self.search.likely(_TIMED + 1) if one.in_float != first.trial.in_float
+        ]
+        for trial in others:
+            if trial.time < slowest and self.can_go_on() and (judged := self.judge(trial)).good:
+                doubtful = "" if judgement.unusable else judgement.doubtful
+                chosen = replace(first, trial=trial, unusable=judgement.unusable, doubtful=doubtful)
+                return chosen, judged
+        return first, judgement
 
+    def _choose_faster(self, slow: ChosenSplit) -> ChosenSplit:
+        """Choose the fastest good split with the methods of a slower one."""
+        quick = self.search.faster(slow.trial, lambda one: self.judge(one).good, self.can_go_on)
+        if quick is None:
+            return slow
+        best, timed = self.choose([slow.trial, quick])
+        return replace(
+            slow, trial=best if self.search.prices.measured else quick, told=[*slow.told, *timed]
+        )
 
-def _choose_faster(search: Search, hooks: SplitHooks, slow: ChosenSplit) -> ChosenSplit:
-    """Choose the fastest good split with the methods of a slower one."""
-    quick = search.faster(slow.trial, lambda one: hooks.judge(one).good, hooks.can_go_on)
-    if quick is None:
-        return slow
-    best, timed = hooks.choose([slow.trial, quick])
-    return replace(slow, trial=best if search.prices.measured else quick, told=[*slow.told, *timed])
+    def _choose_usable(self, first: ChosenSplit, judgement: ExpectedVerdict) -> ChosenSplit:
+        """Choose the fastest usable quieter split; else the first trial."""
+        reason = judgement.unusable
+        quiet = self.search.quieter(
+            first.trial, lambda one: not self.judge(one).unusable, self.can_go_on
+        )
+        if quiet is None:
+            return replace(first, unusable=reason)
+        best, timed = self.choose([quiet])
+        return ChosenSplit(trial=best, told=[*first.told, *timed], unusable=reason)
 
+    def _choose_surer(self, first: ChosenSplit, judgement: ExpectedVerdict) -> ChosenSplit:
+        """Choose a quieter split, if one is good or costs less by time and loss of the task."""
+        promising = self._promising(first.trial, judgement)
+        if promising is None:
+            return first
+        trial, judged = promising
+        best, timed = self.choose([trial])
+        timed = [*first.told, *timed]
+        less = self._cost(best.time, judged) < self._cost(first.trial.time, judgement)
+        if (
+            not (judged.good or less)
+            or best.time > _slowest(first.trial.time)
+            or best.in_float != trial.in_float
+        ):
+            return replace(first, told=timed)
+        return ChosenSplit(trial=best, told=timed, doubtful=judgement.doubtful)
 
-def _choose_usable(
-    search: Search, hooks: SplitHooks, first: ChosenSplit, judgement: ExpectedVerdict
-) -> ChosenSplit:
-    """Choose the fastest usable quieter split; else the first trial."""
-    reason = judgement.unusable
-    quiet = search.quieter(first.trial, lambda one: not hooks.judge(one).unusable, hooks.can_go_on)
-    if quiet is None:
-        return replace(first, unusable=reason)
-    best, timed = hooks.choose([quiet])
-    return ChosenSplit(trial=best, told=[*first.told, *timed], unusable=reason)
+    def _promising(
+        self, first: Trial, judgement: ExpectedVerdict
+    ) -> tuple[Trial, ExpectedVerdict] | None:
+        """Return the fastest good quieter split, or that of least predicted cost, with its verdict.
 
+        None if the first costs less.
+        """
+        judged: list[tuple[float, Trial, ExpectedVerdict]] = []
 
-def _choose_surer(
-    search: Search, hooks: SplitHooks, first: ChosenSplit, judgement: ExpectedVerdict
-) -> ChosenSplit:
-    """Choose a quieter split that is good or costs less by time and loss of the task, if any."""
-    promising = _promising(search, hooks, first.trial, judgement)
-    if promising is None:
-        return first
-    trial, judged = promising
-    best, timed = hooks.choose([trial])
-    timed = [*first.told, *timed]
-    less = _cost(search, best.time, judged) < _cost(search, first.trial.time, judgement)
-    if (
-        not (judged.good or less)
-        or best.time > _slowest(first.trial.time)
-        or best.in_float != trial.in_float
-    ):
-        return replace(first, told=timed)
-    return ChosenSplit(trial=best, told=timed, doubtful=judgement.doubtful)
+        def good(trial: Trial) -> bool:
+            one = self.judge(trial)
+            judged.append((self._cost(trial.time, one), trial, one))
+            return one.good
 
+        time = self.search.time_of(first.in_float)
+        fastest = self.search.quieter(first, good, self.can_go_on, within=_slowest(time))
+        if fastest is not None:
+            return next((trial, one) for _, trial, one in judged if trial is fastest)
+        promised = self._cost(time, judgement)
+        least, trial, one = min(judged, key=itemgetter(0), default=(promised, first, judgement))
+        return (trial, one) if least < promised else None
 
-def _promising(
-    search: Search, hooks: SplitHooks, first: Trial, judgement: ExpectedVerdict
-) -> tuple[Trial, ExpectedVerdict] | None:
-    """Return the fastest good quieter split, or that of least predicted cost, with its verdict.
-
-    None if the first costs less.
-    """
-    judged: list[tuple[float, Trial, ExpectedVerdict]] = []
-
-    def good(trial: Trial) -> bool:
-        one = hooks.judge(trial)
-        judged.append((_cost(search, trial.time, one), trial, one))
-        return one.good
-
-    time = search.time_of(first.in_float)
-    fastest = search.quieter(first, good, hooks.can_go_on, within=_slowest(time))
-    if fastest is not None:
-        return next((trial, one) for _, trial, one in judged if trial is fastest)
-    promised = _cost(search, time, judgement)
-    least, trial, one = min(judged, key=itemgetter(0), default=(promised, first, judgement))
-    return (trial, one) if least < promised else None
+    def _cost(self, time: float, judgement: ExpectedVerdict) -> float:
+        """Return the cost with the loss of the task in place of the noise."""
+        lost = judgement.lost.share if judgement.lost is not None else 1.0
+        return math.log(max(time, 1e-6)) + self.search.weight * lost
 
 
 def _slowest(time: float) -> float:
     """Return the slowest acceptable time; where int8 is no faster than float it is float's."""
     return float(min(time, 1.0) ** _KEPT_GAIN)
-
-
-def _cost(search: Search, time: float, judgement: ExpectedVerdict) -> float:
-    """Return the cost with the loss of the task in place of the noise."""
-    lost = judgement.lost.share if judgement.lost is not None else 1.0
-    return math.log(max(time, 1e-6)) + search.weight * lost
 
 
 def choose_by_time(

@@ -66,10 +66,9 @@ from deploy.tuning.search_samples import (
 )
 from deploy.tuning.split_choice import (
     ChosenSplit,
-    SplitHooks,
+    SplitChooser,
     TimedRows,
     choose_by_time,
-    choose_split,
     int8_is_faster,
 )
 
@@ -305,8 +304,9 @@ def _choose(
     def judge(chosen: Trial) -> ExpectedVerdict:
         return judging.of(setup.trial(setup.request.adding(chosen.choices)))
 
-    hooks = SplitHooks(choose=choose, judge=judge, can_go_on=lambda: allowance.holds(another))
-    return choose_split(search, hooks)
+    return SplitChooser(
+        search=search, choose=choose, judge=judge, can_go_on=lambda: allowance.holds(another)
+    ).run()
 
 
 def _held_back_db(setup: SearchSetup, ran: Callable[[int], None], trial: Trial) -> float:
