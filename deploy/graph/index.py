@@ -301,6 +301,16 @@ class Graph:
             return self.tail(after)
         return out
 
+    def bias_add(self, node: onnx.NodeProto, columns: int) -> onnx.NodeProto | None:
+        """Return the Add after a MatMul that adds a constant float32 bias, [columns], or None."""
+        out = str(node.output[0])
+        readers = self.readers.get(out, [])
+        if len(readers) != 1 or readers[0].op_type != "Add" or out in self.outputs:
+            return None
+        bias = self.constants.get(next((name for name in readers[0].input if name != out), ""))
+        fits = bias is not None and list(bias.dims) == [columns] and bias.data_type == _FLOAT
+        return readers[0] if fits else None
+
     def holds_zero(self, node: onnx.NodeProto) -> bool:
         """Whether a node is a Relu, or a Clip with the constant lower bound 0."""
         if node.op_type == "Relu":

@@ -260,13 +260,14 @@ def _layer_or_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
     if reason:
         return reason
     if node.op_type == "MatMul":
-        add, bias, output = _bias_add(node, weight, index)
+        add = index.bias_add(node, weight.dims[-1])
+        output = node.output[0]
         return Layer(
             **base,
-            output=output,
+            output=output if add is None else add.output[0],
             weight=node.input[1],
-            bias=bias,
-            bias_add=add,
+            bias="" if add is None else next(name for name in add.input if name != output),
+            bias_add="" if add is None else add.name,
             channels_in=weight.dims[-2],
             stacked=len(weight.dims) == 3,
         )
@@ -324,16 +325,3 @@ def _refuse_bias(
     if dims in ([columns], [1, columns]):
         return ""
     return f"its bias must have {columns} values, one a channel, got shape {dims}"
-
-
-def _bias_add(node: onnx.NodeProto, weight: onnx.TensorProto, index: Graph) -> tuple[str, str, str]:
-    """Return (Add's name, bias initializer, tensor to dequantize) of a MatMul."""
-    output = node.output[0]
-    users = index.readers.get(output, [])
-    only_reader = output not in index.outputs and len(users) == 1
-    if only_reader and users[0].op_type == "Add":
-        others = [name for name in users[0].input if name != output]
-        bias = index.constants.get(others[0]) if len(others) == 1 else None
-        if bias is not None and list(bias.dims) == [weight.dims[-1]] and bias.data_type == 1:
-            return users[0].name, others[0], users[0].output[0]
-    return "", "", output

@@ -8,7 +8,6 @@ import onnx
 from deploy.feed.parallel import Sample
 from deploy.frontends import LoadedModel
 from deploy.frontends.base import model_digest
-from deploy.graph.plan import FLOATS
 from deploy.targets.base import BuildRequest, Target
 
 
@@ -24,11 +23,6 @@ class RepairInput:
     apart: Sequence[Sample]
     threads: int
     progress: Callable[[], None] = lambda: None
-
-    def int8_nodes(self, request: BuildRequest) -> frozenset[str]:
-        """Return the nodes that the target runs in integers, by its plan of the model."""
-        decisions = self.target.plan(request.model, request.float_nodes).decisions
-        return frozenset(d.node for d in decisions if d.precision not in FLOATS)
 
 
 # (model, a few samples, threads) -> candidate models; none where there is nothing to repair

@@ -140,9 +140,12 @@ def _layer(
     if len(weight.dims) < least_rank or (least_rank == 2 and len(weight.dims) > 2) or not plain:
         return None
     array = np.asarray(numpy_helper.to_array(weight), np.float32)
-    output, bias, add = str(node.output[0]), "", ""
+    output, bias, add = str(node.output[0]), "", None
     if node.op_type == "MatMul":
-        bias, add, output = _added(graph, node, int(array.shape[1]))
+        add = graph.bias_add(node, int(array.shape[1]))
+        if add is not None:
+            bias = next(str(name) for name in add.input if name != output)
+            output = str(add.output[0])
     elif len(node.input) > 2 and node.input[2]:
         bias = str(node.input[2])
         if bias not in graph.initializers:
@@ -155,24 +158,11 @@ def _layer(
         weight=str(node.input[1]),
         array=array,
         bias=bias,
-        add=add,
+        add="" if add is None else add.name,
         group=int(given.get("group", 1)),
         given=given,
         alone=read_counts[node.input[1]] == 1,
     )
-
-
-def _added(graph: Graph, node: onnx.NodeProto, columns: int) -> tuple[str, str, str]:
-    """Return (bias, its Add, the Add's output) of a MatMul; ("", "", own output) without one."""
-    out = str(node.output[0])
-    readers = graph.readers.get(out, [])
-    if len(readers) == 1 and readers[0].op_type == "Add" and out not in graph.outputs:
-        after = readers[0]
-        others = [name for name in after.input if name != out]
-        bias = graph.initializers.get(others[0]) if len(others) == 1 else None
-        if bias is not None and list(bias.dims) == [columns] and bias.data_type == _FLOAT:
-            return str(others[0]), after.name, str(after.output[0])
-    return "", "", out
 
 
 def with_constants(model: onnx.ModelProto, arrays: Mapping[str, NDArray[Any]]) -> onnx.ModelProto:
