@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from deploy.targets.ascend.amct_calibration import CalibrationRecord, RecordPlan
     from deploy.targets.ascend.config_keys import QuantConfig
     from deploy.targets.ascend.layers import Layer, LayerGraph
-    from deploy.targets.ascend.quant_layer import QuantLayer
 
 _MOST = 1 << 29  # bytes of copied float32 weights; an ONNX file holds 2 GiB
 _MOVED = "it computes in float; by tensor_quantize its input is moved in int8"
@@ -245,13 +244,3 @@ def _rounding_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterator
         f" error there is {least} to {most} of the error with nearest rounding. The rounding is in"
         " the models, not in the record: `calib8 ascend deploy` takes it from the modified model."
     )
-
-
-def chip_notes(layers: Mapping[str, QuantLayer]) -> Iterator[str]:
-    """Yield a note on int8 layers that are faster only on some chips."""
-    count = sum(one.layer.two_activations for one in layers.values())
-    if count:
-        yield (
-            f"MatMuls of two activations in int8: {count}. Huawei says that this gains on Atlas A2,"
-            " A3 and 200I/500 A2 alone, and loses accuracy on other chips."
-        )

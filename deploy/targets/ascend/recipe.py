@@ -312,12 +312,28 @@ def bit_width_notes(records: Mapping[str, LayerRecord]) -> Iterator[str]:
         yield f"FORCE_FP16_QUANT: {_FORCED}."
 
 
-def float16_overflow_notes(recipe: Recipe, flags: Collection[str]) -> Iterator[str]:
-    """Yield a note on float nodes whose values exceed float16, in which atc computes them.
+def precision_notes(
+    recipe: Recipe, float16: Collection[str], atc_flags: Collection[str]
+) -> Iterator[str]:
+    """Yield notes on the types of layers, and the chips that accept them or gain from them.
 
-    `flags`: flags of atc; with one that sets the precision there is no note.
+    `float16`: tensors that are float16 in the model's file. `atc_flags`: flags of atc; with one
+    that sets the precision there is no note on nodes that overflow float16.
     """
-    if any(flag.partition("=")[0] in _TYPE_FLAGS for flag in flags):
+    count = sum(one.layer.two_activations for one in recipe.layers.values())
+    if count:
+        yield (
+            f"MatMuls of two activations in int8: {count}. Huawei says that this gains on Atlas A2,"
+            " A3 and 200I/500 A2 alone, and loses accuracy on other chips."
+        )
+    yield from bit_width_notes(recipe.records)
+    half_layers = [name for name, one in recipe.layers.items() if one.layer.output in float16]
+    if half_layers:
+        yield (
+            f"{summarize_layers(half_layers)} read and give float16, as in the file; calibration"
+            " and evaluation ran in float32."
+        )
+    if any(flag.partition("=")[0] in _TYPE_FLAGS for flag in atc_flags):
         return
     known = {n: max(-one.observed_min, one.observed_max) for n, one in recipe.ranges.items()}
     why = find_float16_overflows(Graph(recipe.model), known, but=recipe.layers.keys())
@@ -337,15 +353,4 @@ def shared_weight_notes(names: Collection[str], model: str) -> Iterator[str]:
             " in the"
             " written models. AMCT itself refuses shared weights: with this config or record give"
             f" it {model}_modified_model.onnx."
-        )
-
-
-def float16_notes(layers: Mapping[str, QuantLayer], names: Collection[str]) -> Iterator[str]:
-    """Yield a note on layers whose tensors are float16; `names` are the float16 tensors."""
-    half_layers = [name for name, one in layers.items() if one.layer.output in names]
-    if half_layers:
-        yield (
-            f"{summarize_layers(half_layers)} read and give float16, as in the file; calibration"
-            " and"
-            " evaluation ran in float32."
         )

@@ -34,7 +34,6 @@ from deploy.targets.ascend.atc import (
 )
 from deploy.targets.ascend.preparation import (
     calibration_notes,
-    chip_notes,
     decide_precisions,
     describe_algorithms,
     disable_layers,
@@ -243,20 +242,16 @@ class Ascend:
 
     def _recorded(self, request: BuildRequest) -> tuple[RecordPlan, CalibrationRecord, QuantConfig]:
         """Return the plan, the records by the chosen searches, and the config of these searches."""
-        from deploy.targets.ascend.layer_searches import (
-            CONFIGURED,
-            chosen_searches,
-            config_of,
-            merge_records,
-        )
+        from deploy.targets.ascend import layer_searches as searches
 
-        plan, default = self.searched(request, CONFIGURED)
-        chosen = chosen_searches(plan, request.choices)
+        plan, default = self.searched(request, searches.CONFIGURED)
+        chosen = searches.chosen_searches(plan, request.choices)
         if not chosen:
             return plan, default, plan.config
         found = {how: self.searched(request, how)[1] for how in {*chosen.values()}}
-        every = {name: chosen.get(name, CONFIGURED) for name in plan.layers}
-        return plan, merge_records(plan, default, found, chosen), config_of(plan.config, every)
+        every = {name: chosen.get(name, searches.CONFIGURED) for name in plan.layers}
+        records = searches.merge_records(plan, default, found, chosen)
+        return plan, records, searches.config_of(plan.config, every)
 
     def searched(self, request: BuildRequest, how: str) -> tuple[RecordPlan, CalibrationRecord]:
         """Return the plan, and the records of all layers by a search; made once."""
@@ -337,22 +332,14 @@ class Ascend:
         from deploy.targets.ascend.float16 import find_float16_tensors
         from deploy.targets.ascend.models import write_models
         from deploy.targets.ascend.quant_layer import deployed_weights
-        from deploy.targets.ascend.recipe import (
-            bit_width_notes,
-            float16_notes,
-            float16_overflow_notes,
-            shared_weight_notes,
-        )
+        from deploy.targets.ascend.recipe import precision_notes, shared_weight_notes
 
         float16 = find_float16_tensors(request.subject)
         sharing = find_weight_sharers((one.layer for one in recipe.layers.values()), recipe.graph)
         files = write_models(recipe, request, cann=self.cann, halves=float16, shared=sharing)
         notes = [
             *recipe.notes,
-            *chip_notes(recipe.layers),
-            *bit_width_notes(recipe.records),
-            *float16_notes(recipe.layers, float16),
-            *float16_overflow_notes(recipe, self.atc_flags),
+            *precision_notes(recipe, float16, self.atc_flags),
             *shared_weight_notes(sharing, request.name),
             deploy_model_note(recipe.model, recipe.layers, request),
         ]

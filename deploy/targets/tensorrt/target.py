@@ -146,7 +146,6 @@ class TensorRT(TensorrtOptions):
     ) -> tuple[trt_cache.CalibrationCache, CacheMatch, RangeSet, str]:
         """Return (cache, its match with the model, ranges, TensorRT version)."""
         from deploy.targets.tensorrt import cache_contents
-        from deploy.targets.tensorrt.cache_contents import cache_of
         from deploy.targets.tensorrt.cache_match import match_cache
 
         version = self.version or cache_contents.reading_version(request.subject)
@@ -154,7 +153,7 @@ class TensorRT(TensorrtOptions):
         self._check_methods(*choices.methods.values(), *filter(None, [choices.method]))
         grid = placement.grid if self.precision == FP8 else None
         ranges = request.ranges_of(self, symmetric=grid)
-        cache = cache_of(request.model, ranges, version)
+        cache = cache_contents.cache_of(request.model, ranges, version)
         matched = match_cache(
             cache, request.model, float_nodes=request.float_nodes, placement=placement
         )
@@ -173,16 +172,8 @@ class TensorRT(TensorrtOptions):
         """Write the files, and the engine if TensorRT and a GPU are available."""
         from deploy.calibration import trt_cache
         from deploy.targets.stored_weights import read_stored_weights
-        from deploy.targets.tensorrt.cache_contents import cache_ranges
-        from deploy.targets.tensorrt.cache_tools import write_cache_note
-        from deploy.targets.tensorrt.engines import (
-            Baselines,
-            build_float_engines,
-            build_quantized_engine,
-            lower_models,
-        )
+        from deploy.targets.tensorrt import cache_contents, cache_tools, engines, trtexec
         from deploy.targets.tensorrt.float_types import write_model
-        from deploy.targets.tensorrt.trtexec import trtexec_commands, trtexec_script
 
         cache, matched, ranges, version = self._matched(request)
         models = {FLOAT: request.model} if self.precision == INT8 else {}
@@ -197,14 +188,16 @@ class TensorRT(TensorrtOptions):
         evaluated = self._evaluated(models, version)
         part = models[evaluated] if request.kept else None
         complete = {role: request.whole(model) for role, model in models.items()}
-        models, lowered = lower_models(self, complete, version)
+        models, lowered = engines.lower_models(self, complete, version)
         stem = request.folder / f"{request.name}.tensorrt"
         files = {}
         if self.precision == INT8:
             files[FLOAT] = write_model(stem, ".onnx", models[FLOAT])
             text = trt_cache.dump(cache)
             files[CACHE] = write_model(stem, ".cache", text)
-            note_path = write_cache_note(request, files[CACHE], text, models[FLOAT], wide)
+            note_path = cache_tools.write_cache_note(
+                request, files[CACHE], text, models[FLOAT], wide
+            )
             files |= {} if note_path is None else {NOTE: note_path}
         files[QDQ] = write_model(stem, ".qdq.onnx", models[QDQ])
         if narrow is not None:
@@ -212,14 +205,14 @@ class TensorRT(TensorrtOptions):
         if part is not None:
             files[PART] = write_model(stem, ".part.onnx", part)
         notes = (*qdq_notes, *type_notes, *lowered, *((_DLA_NOTE,) if self.dla else ()))
-        commands = trtexec_commands(self, request, files, models, version, wide)
+        commands = trtexec.trtexec_commands(self, request, files, models, version, wide)
         path = request.folder / f"{request.name}_trtexec.sh"
-        files["script of trtexec"] = write_script(path, trtexec_script(commands))
-        engine, baselines, failure = None, Baselines(), ""
+        files["script of trtexec"] = write_script(path, trtexec.trtexec_script(commands))
+        engine, baselines, failure = None, engines.Baselines(), ""
         try:
-            engine, engine_notes = build_quantized_engine(self, request, files, cache, wide)
+            engine, engine_notes = engines.build_quantized_engine(self, request, files, cache, wide)
             files["TensorRT engine"] = engine
-            baselines = build_float_engines(self, request, files, ranges, version)
+            baselines = engines.build_float_engines(self, request, files, ranges, version)
             notes += tuple(dict.fromkeys((*engine_notes, *baselines.notes)))
         except BackendError as error:
             missing = isinstance(error, SdkMissingError)
@@ -234,7 +227,7 @@ class TensorRT(TensorrtOptions):
             files={**files, **baselines.files},
             decisions=(*matched.plan.decisions, *request.kept),
             method=request.chosen.chosen_by,
-            ranges=cache_ranges(request.model, ranges, version),
+            ranges=cache_contents.cache_ranges(request.model, ranges, version),
             weights=weights,
             notes=notes,
             error=failure,
