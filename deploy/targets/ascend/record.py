@@ -21,6 +21,7 @@ from calibrators.statistics import Recorder
 from deploy.errors import ConfigError
 from deploy.files.reading import from_json
 from deploy.targets.ascend.config_keys import (
+    IFMR,
     INT4_WEIGHTS,
     INT16_LAYERS,
     LayerConfig,
@@ -298,14 +299,8 @@ def search_params(entry: LayerConfig) -> IfmrParams | HfmgParams:
     affine = bool(act.asymmetric)
     if act.act_algo == "hfmg":
         return HfmgParams(nbins=act.num_of_bins, bits=act.num_bits, with_offset=affine)
-    return IfmrParams(
-        bits=act.num_bits,
-        max_percentile=act.max_percentile,
-        min_percentile=act.min_percentile,
-        search_range=act.search_range,
-        search_step=act.search_step,
-        with_offset=affine,
-    )
+    ifmr = {key: getattr(act, key) for key in IFMR}
+    return IfmrParams(bits=act.num_bits, with_offset=affine, **ifmr)
 
 
 def search_activation_scale(recorder: Recorder, params: IfmrParams | HfmgParams) -> AscendScale:

@@ -45,7 +45,7 @@ from deploy.errors import ConfigError
 from deploy.graph.bounds import make_window
 from deploy.graph.index import Graph, attributes
 from deploy.machine import default_threads
-from deploy.targets.ascend.config_keys import QuantConfig, WeightParams
+from deploy.targets.ascend.config_keys import ADA, QuantConfig, WeightParams
 from deploy.targets.ascend.layers import Layer
 from deploy.targets.ascend.quant_layer import read_constant, to_rows
 from deploy.terminal import Step, phase
@@ -205,12 +205,7 @@ def _step(
 
 
 def _params(weight: WeightParams) -> AdaParams:
-    return AdaParams(
-        num_iteration=weight.num_iteration,
-        reg_param=weight.reg_param,
-        beta_range=weight.beta_range,
-        warm_start=weight.warm_start,
-    )
+    return AdaParams(**{key: getattr(weight, key) for key in ADA})
 
 
 def _activation(index: Graph, tensor: str, shape: tuple[int, int, int]) -> AdaActivation:

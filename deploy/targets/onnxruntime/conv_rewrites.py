@@ -149,13 +149,18 @@ def _rest(node: onnx.NodeProto) -> int:
     return groups % _AT_ONCE if groups > 1 else 0
 
 
-def integers_of(graph: Graph, node: onnx.NodeProto, place: int = 1) -> onnx.TensorProto | None:
-    """The integers of a Conv's weight or bias, if no other node reads them."""
-    maker = graph.producer.get(node.input[place])
+def _stored(graph: Graph, node: onnx.NodeProto, place: int) -> onnx.TensorProto | None:
+    """The integers behind a DequantizeLinear that a node reads."""
+    maker = graph.producer.get(node.input[place]) if len(node.input) > place else None
     if maker is None or maker.op_type != "DequantizeLinear":
         return None
-    held = graph.initializers.get(maker.input[0])
-    return held if graph.only_reader(maker.output[0]) is not None else None
+    return graph.initializers.get(maker.input[0])
+
+
+def integers_of(graph: Graph, node: onnx.NodeProto, place: int = 1) -> onnx.TensorProto | None:
+    """The integers of a Conv's weight or bias, if no other node reads them."""
+    held = _stored(graph, node, place)
+    return held if graph.only_reader(node.input[place]) is not None else None
 
 
 def _constant(graph: Graph, node: onnx.NodeProto, place: int) -> onnx.TensorProto | None:
@@ -208,8 +213,9 @@ def _is_number(graph: Graph, name: str) -> bool:
     if graph.number(name) is not None:
         return True
     maker = graph.producer.get(name)
-    dequantized = maker is not None and maker.op_type == "DequantizeLinear"
-    return dequantized and graph.number(maker.input[0]) is not None  # type: ignore[union-attr]
+    if maker is None or maker.op_type != "DequantizeLinear":
+        return False
+    return graph.number(maker.input[0]) is not None
 
 
 def _over_places(graph: Graph, node: onnx.NodeProto) -> bool:
@@ -425,14 +431,6 @@ def _quantized_by(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
 def _constants(node: onnx.NodeProto) -> list[int]:
     """Input positions of the weight and, if there is one, the bias."""
     return [place for place, name in enumerate(node.input) if place and name]
-
-
-def _stored(graph: Graph, node: onnx.NodeProto, place: int) -> onnx.TensorProto | None:
-    """The integers behind a DequantizeLinear that a node reads."""
-    maker = graph.producer.get(node.input[place]) if len(node.input) > place else None
-    if maker is None or maker.op_type != "DequantizeLinear":
-        return None
-    return graph.initializers.get(maker.input[0])
 
 
 class ReplacementNodes:
