@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
 from typing import TypeVar
 
 import onnx
@@ -71,92 +72,62 @@ def cheapest_split(
     every = 1 + sum(max(pair) for pair in prices.values())
     for unit, other in follows:
         flow.pipe(places[unit], places[other], every)
-    return frozenset(unit for unit, place in places.items() if place in flow.far_side())
+    far = flow.far_side()
+    return frozenset(unit for unit, place in places.items() if place in far)
 
 
 class _FlowNetwork:
-    """Network of numbered places and pipes, with the residual capacity of each pipe."""
+    """Network of numbered places, with the residual capacity of the pipe between each two."""
 
     def __init__(self, places: int) -> None:
-        self._ends: list[int] = []
-        self._left: list[float] = []
-        self._out: list[list[int]] = [[] for _ in range(places)]
-        self._far: frozenset[int] | None = None
+        self._left: list[dict[int, float]] = [{} for _ in range(places)]
 
     def pipe(self, start: int, end: int, size: float) -> None:
-        """Add a pipe and its reverse, of capacity 0."""
-        if size <= 0 or start == end:
-            return
-        for place, to, left in ((start, end, size), (end, start, 0.0)):
-            self._out[place].append(len(self._ends))
-            self._ends.append(to)
-            self._left.append(left)
+        """Add a pipe; it widens one that is there."""
+        if size > 0 and start != end:
+            self._left[start][end] = self._left[start].get(end, 0.0) + size
+            self._left[end].setdefault(start, 0.0)
 
     def far_side(self) -> frozenset[int]:
         """Return the places that can still reach the float end at maximum flow."""
-        if self._far is None:
-            least = _NOTHING * (1 + sum(self._left))
-            while (levels := self._levels(least))[_SIDE_FLOAT] >= 0:
-                used = [0] * len(self._out)
-                while self._push(levels, used, least) > 0:
-                    pass
-            self._far = self._draining(least)
-        return self._far
+        least = _NOTHING * (1 + sum(sum(pipes.values()) for pipes in self._left))
+        while _SIDE_INT8 in (steps := self._steps(least)):
+            untried = [[*pipes] for pipes in self._left]
+            while self._push(steps, untried, least):
+                pass
+        return frozenset(steps)
 
-    def _levels(self, least: float) -> list[int]:
-        levels = [-1] * len(self._out)
-        levels[_SIDE_INT8] = 0
-        waiting = deque([_SIDE_INT8])
+    def _steps(self, least: float) -> dict[int, int]:
+        """Return the places that can reach the float end -> the fewest pipes on the way."""
+        steps, waiting = {_SIDE_FLOAT: 0}, deque([_SIDE_FLOAT])
         while waiting:
-            place = waiting.popleft()
-            for pipe in self._out[place]:
-                end = self._ends[pipe]
-                if levels[end] < 0 and self._left[pipe] > least:
-                    levels[end] = levels[place] + 1
-                    waiting.append(end)
-        return levels
-
-    def _push(self, levels: list[int], used: list[int], least: float) -> float:
-        """Send as much as fits along one path; return 0 where none is left on these levels."""
-        path: list[int] = []
-        place = _SIDE_INT8
-        while place != _SIDE_FLOAT:
-            pipe = self._next(place, levels, used, least)
-            if pipe is not None:
-                path.append(pipe)
-                place = self._ends[pipe]
-            elif path:
-                place = self._ends[path.pop() ^ 1]
-                used[place] += 1
-            else:
-                return 0.0
-        size = min(self._left[pipe] for pipe in path)
-        for pipe in path:
-            self._left[pipe] -= size
-            self._left[pipe ^ 1] += size
-        return size
-
-    def _next(self, place: int, levels: list[int], used: list[int], least: float) -> int | None:
-        """Return the next usable pipe of a place, skipping those already exhausted."""
-        pipes = self._out[place]
-        while used[place] < len(pipes):
-            pipe = pipes[used[place]]
-            if self._left[pipe] > least and levels[self._ends[pipe]] == levels[place] + 1:
-                return pipe
-            used[place] += 1
-        return None
-
-    def _draining(self, least: float) -> frozenset[int]:
-        """Return the places from which the float end can be reached."""
-        found, waiting = {_SIDE_FLOAT}, deque([_SIDE_FLOAT])
-        while waiting:
-            place = waiting.popleft()
-            for pipe in self._out[place]:  # reverse of a pipe that ends here
-                start = self._ends[pipe]
-                if start not in found and self._left[pipe ^ 1] > least:
-                    found.add(start)
+            end = waiting.popleft()
+            for start in self._left[end]:
+                if start not in steps and self._left[start][end] > least:
+                    steps[start] = steps[end] + 1
                     waiting.append(start)
-        return frozenset(found)
+        return steps
+
+    def _push(self, steps: Mapping[int, int], untried: list[list[int]], least: float) -> bool:
+        """Send as much as fits along one path of fewest pipes; return whether one was left."""
+        path = [_SIDE_INT8]
+        while (place := path[-1]) != _SIDE_FLOAT:
+            if not untried[place]:
+                path.pop()
+                if not path:
+                    return False
+                untried[path[-1]].pop()
+                continue
+            end = untried[place][-1]
+            if self._left[place][end] > least and steps.get(end) == steps[place] - 1:
+                path.append(end)
+            else:
+                untried[place].pop()
+        size = min(self._left[start][end] for start, end in pairwise(path))
+        for start, end in pairwise(path):
+            self._left[start][end] -= size
+            self._left[end][start] += size
+        return True
 
 
 _GATE_STEPS = 4  # x -> Add -> Clip -> Div -> Mul is the longest gate that exporters write
