@@ -69,7 +69,7 @@ def collected(source, spec=IMAGE, **options):
 
 
 def threads():
-    return [t for t in threading.enumerate() if t.name == "calib8-feed"]
+    return [t for t in threading.enumerate() if t.name.startswith("calib8-feed")]
 
 
 def test_a_folder_is_read_recursively_sorted_and_any_case(photos):
@@ -543,7 +543,7 @@ def test_an_exception_crosses_over_after_the_good_samples():
         yield from (1, 2)
         raise FeedError("image x is bad")
 
-    stream = SampleStream(produce)
+    stream = SampleStream(produce())
     assert [next(stream), next(stream)] == [1, 2]
     with pytest.raises(FeedError, match="image x is bad"):
         next(stream)
@@ -553,7 +553,7 @@ def test_an_exception_crosses_over_after_the_good_samples():
 
 def test_leaving_early_ends_the_thread_and_the_queue_is_bounded():
     made = []
-    with SampleStream(lambda: (made.append(i) or i for i in range(10_000)), depth=3) as stream:
+    with SampleStream((made.append(i) or i for i in range(10_000)), depth=3) as stream:
         assert next(stream) == 0
         time.sleep(0.2)
         assert len(made) <= 6
@@ -563,7 +563,7 @@ def test_leaving_early_ends_the_thread_and_the_queue_is_bounded():
 
 
 def test_a_dropped_stream_ends_its_thread():
-    stream = SampleStream(lambda: iter(range(10_000)))
+    stream = SampleStream(iter(range(10_000)))
     next(stream)
     del stream
     gc.collect()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.feed.parallel import Pause, _SharedIterator, run_in_order
+from deploy.feed.parallel import Pause, _OrderedRun, run_in_order
 
 SAMPLES = [{"x": np.full(1, n)} for n in range(12)]
 
@@ -112,8 +112,8 @@ def test_an_interrupt_lets_what_was_drawn_be_taken_and_draws_nothing_more(thread
         finish(self)
         over.set()
 
-    over, finish = threading.Event(), _SharedIterator.finish
-    monkeypatch.setattr(_SharedIterator, "finish", finished)
+    over, finish = threading.Event(), _OrderedRun.finish
+    monkeypatch.setattr(_OrderedRun, "finish", finished)
     rest = Pause(due=lambda number: False, use=rested.append)
     samples = ({"x": np.zeros(1)} for _ in range(1000))
     before = signal.signal(signal.SIGUSR1, raised)

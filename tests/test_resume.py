@@ -30,7 +30,7 @@ from deploy.calibration.store import cache_files
 from deploy.calibration.taps import VariantRunner
 from deploy.cli import main
 from deploy.errors import CacheError, ConfigError, ExportError
-from deploy.feed.parallel import _SharedIterator
+from deploy.feed.parallel import _OrderedRun
 from deploy.feed.sampling import Choice, share_of
 from tests.models import save_fixed_batch, save_net
 
@@ -101,7 +101,7 @@ def ended_at(sample, send, patched):
     Gives the numbers of those that ran.
     """
     ran, count, over = [], itertools.count(1), threading.Event()
-    run, finish = VariantRunner.run, _SharedIterator.finish
+    run, finish = VariantRunner.run, _OrderedRun.finish
 
     def heard(self, *words):
         place = next(count)
@@ -117,7 +117,7 @@ def ended_at(sample, send, patched):
 
     patched.setattr(cli, "_GRACE_S", 300)  # for which an inference that was begun may last
     patched.setattr(VariantRunner, "run", heard)
-    patched.setattr(_SharedIterator, "finish", finished)
+    patched.setattr(_OrderedRun, "finish", finished)
     return ran
 
 

@@ -78,7 +78,7 @@ class EvaluationSubset:
 
     def samples(self) -> SampleStream[Sample]:
         """Return a stream of the samples, in feed order."""
-        return SampleStream(self._walk)
+        return SampleStream(self._walk())
 
     def spread(self, most: int) -> Iterator[Sample]:
         """Yield at most `most` samples, spread evenly over the part."""

@@ -13,20 +13,20 @@ first n samples.
 
 `SampleStream` is a bounded background stream, one producer thread and any number of consumers::
 
-    producer thread --put--> [ bounded queue ] --get--> worker, worker, ...
+    producer thread --> [ a few items ] --> worker, worker, ...
 
-The queue holds a few items, so memory stays constant. The order is the producer's; the producer's
+The items ahead are few, so memory stays constant. The order is the producer's; the producer's
 exception is raised in the consumer that reaches it; closing joins the thread.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 from deploy.tensors import Array
@@ -80,148 +80,89 @@ def run_in_order(
     Raises:
         The first exception of `samples`, `work` or `take`; the other workers stop.
     """
-    shared: _SharedIterator[Work] = _SharedIterator(samples, after, rest)
-    try:
-        # a single worker needs its own thread too: OpenCV's settings are per thread, and those for
-        # decoding would slow down counting
-        with ThreadPoolExecutor(threads) as pool:
-            try:
-                futures = [
-                    pool.submit(_run_worker, worker, shared, work, take)
-                    for worker in range(threads)
-                ]
-                while wait(futures, timeout=_SIGNAL_POLL_S).not_done:
-                    pass  # any thread may receive a signal, but only this one acts on it
-                for future in futures:
-                    future.result()
-            finally:
-                shared.finish()
-    except BaseException as ended:
-        if not isinstance(ended, Exception):  # only this thread sees the user's interrupt
-            shared.end()
-        raise
-    return shared.drawn - after
+    run = _OrderedRun(samples, work, take, threads, after, rest)
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(run.go_on)
+        try:
+            while wait([whole], timeout=_SIGNAL_POLL_S).not_done:
+                pass  # any thread may receive a signal, but only this one acts on it
+        except BaseException:  # the user's interrupt
+            run.finish()
+            if whole.exception() is None:
+                rest.use(run.drawn)
+            raise
+    whole.result()
+    return run.drawn - after
 
 
-class _SharedIterator(Generic[Work]):
-    """One iterator for several threads, and the number of the next result to take."""
+@dataclass(slots=True)
+class _OrderedRun(Generic[Work]):
+    """A run in the thread that draws the samples and takes the results, so nothing cuts it short.
 
-    def __init__(self, samples: Iterable[Sample], after: int, rest: Pause) -> None:
-        self._samples = iter(samples)
-        self._rest = rest
-        self._drawing = threading.Lock()
-        self._moved = threading.Condition()
-        self._next = after + 1
-        self._stopped = False
-        self._finished = False
-        self.drawn = after
+    A single worker needs its own thread too: OpenCV's settings are per thread, and those for
+    decoding would slow down counting.
+    """
 
-    def draw(self) -> tuple[int, Sample] | None:
-        """Return the next sample with its number; None after the last or after a failure."""
-        with self._drawing:
-            if self._rest.due(self.drawn):
-                self._pause()
-            over = self._stopped or self._finished
-            sample = None if over else next(self._samples, None)
-            if sample is None:
-                return None
-            self.drawn += 1
-            return self.drawn, sample
+    samples: Iterable[Sample]
+    work: Callable[[int, int, Sample], Work]
+    take: Callable[[int, Work], None]
+    threads: int
+    drawn: int
+    rest: Pause
+    waiting: deque[Future[Work]] = field(default_factory=deque)  # results of the last samples drawn
+    finished: bool = False
 
-    def take(self, number: int, result: Work, taken: Callable[[int, Work], None]) -> None:
-        """Wait for the turn of `number`, then take its result; return at once after a failure."""
-        with self._moved:
-            self._moved.wait_for(lambda: self._stopped or self._next == number)
-        if self._stopped:
-            return
-        taken(number, result)
-        with self._moved:
-            self._next += 1
-            self._moved.notify_all()
+    def go_on(self) -> None:
+        """Run until the samples end, or until `finish` is called."""
+        samples = iter(self.samples)
+        with ThreadPoolExecutor(self.threads) as pool:
+            while True:
+                if self.rest.due(self.drawn):
+                    self._take(len(self.waiting))
+                    self.rest.use(self.drawn)
+                sample = None if self.finished else next(samples, None)
+                if sample is None:
+                    break
+                self.drawn += 1
+                # whoever used this worker's number before is done: its result was taken
+                worker = self.drawn % self.threads
+                self.waiting.append(pool.submit(self.work, worker, self.drawn, sample))
+                self._take(len(self.waiting) // self.threads)
+            self._take(len(self.waiting))
 
     def finish(self) -> None:
         """Draw nothing more; samples already drawn are still taken."""
-        self._finished = True
+        self.finished = True
 
-    def end(self) -> None:
-        """Wait for the workers, and pause for the last time."""
-        with self._drawing:
-            self._pause()
-
-    def _pause(self) -> None:
-        """Pause once all samples drawn are taken; do nothing after a failure."""
-        with self._moved:
-            self._moved.wait_for(lambda: self._stopped or self._next == self.drawn + 1)
-        if not self._stopped:
-            self._rest.use(self.drawn)
-
-    def stop(self) -> None:
-        """Stop after a failure: nothing more is drawn or taken."""
-        with self._moved:
-            self._stopped = True
-            self._moved.notify_all()
-
-
-def _run_worker(
-    worker: int,
-    shared: _SharedIterator[Work],
-    work: Callable[[int, int, Sample], Work],
-    take: Callable[[int, Work], None],
-) -> None:
-    try:
-        while (next_sample := shared.draw()) is not None:
-            number, sample = next_sample
-            shared.take(number, work(worker, number, sample), take)
-    except BaseException:
-        shared.stop()
-        raise
+    def _take(self, count: int) -> None:
+        """Wait for the first results, and take them in order."""
+        for _ in range(count):
+            number = self.drawn - len(self.waiting) + 1
+            self.take(number, self.waiting.popleft().result())
 
 
 T = TypeVar("T")
-_POLL_SECONDS = 0.05
-
-
-class _End:
-    """The queue's last item; holds the producer's exception, if any."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
+_END = object()
 
 
 class SampleStream(Iterator[T], Generic[T]):
-    """An iterator for one pass, by any number of threads; a context manager, or `close()` it."""
+    """An iterator for one pass, by any number of threads; a context manager, or `close()` it.
 
-    def __init__(self, produce: Callable[[], Iterator[T]], *, depth: int = 4) -> None:
-        self._queue: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
-        self._stop = threading.Event()
-        # the thread holds no reference to the stream, so dropping the stream ends the thread
-        self._thread = threading.Thread(
-            target=_run, args=(produce, self._queue, self._stop), name="calib8-feed", daemon=True
-        )
-        self._thread.start()
+    A background thread draws up to `depth` items ahead.
+    """
 
-    def __iter__(self) -> SampleStream[T]:
-        return self
+    def __init__(self, items: Iterator[T], *, depth: int = 4) -> None:
+        self._items = _read_ahead(items, depth)
+        self._turn = threading.Lock()
 
     def __next__(self) -> T:
-        while not self._stop.is_set():
-            try:
-                item = self._queue.get(timeout=_POLL_SECONDS)
-            except queue.Empty:
-                continue
-            if not isinstance(item, _End):
-                return item
-            self._stop.set()
-            self._queue.put(_End(None))  # wakes the next consumer at once
-            if item.error is not None:
-                raise item.error
-        raise StopIteration
+        with self._turn:
+            return next(self._items)
 
     def close(self) -> None:
-        """Stop the producer and wait for its thread; safe to call twice."""
-        self._stop.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        """Stop the background thread and wait for it; safe to call twice."""
+        with self._turn:
+            self._items.close()
 
     def __enter__(self) -> SampleStream[T]:
         return self
@@ -229,33 +170,18 @@ class SampleStream(Iterator[T], Generic[T]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        stop = getattr(self, "_stop", None)
-        if stop is not None:
-            stop.set()
 
-
-def _run(
-    produce: Callable[[], Iterator[T]], out: queue.Queue[T | _End], stop: threading.Event
-) -> None:
-    error: BaseException | None = None
+def _read_ahead(items: Iterator[T], depth: int) -> Generator[T]:
+    """Yield items in order, of which one thread draws up to `depth` ahead."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="calib8-feed")
+    draw = partial(next, items, _END)
     try:
-        for item in produce():
-            if not _put(item, out, stop):
-                return
-    except BaseException as caught:  # raised again in the consumer
-        error = caught
-    _put(_End(error), out, stop)
-
-
-def _put(item: T | _End, out: queue.Queue[T | _End], stop: threading.Event) -> bool:
-    while not stop.is_set():
-        try:
-            out.put(item, timeout=_POLL_SECONDS)
-            return True
-        except queue.Full:
-            continue
-    return False
+        ahead = deque(pool.submit(draw) for _ in range(depth))
+        while (item := ahead.popleft().result()) is not _END:
+            ahead.append(pool.submit(draw))
+            yield item
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 Item = TypeVar("Item")

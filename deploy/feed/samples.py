@@ -308,7 +308,7 @@ class Feed:
         Raises:
             FeedError: (while iterating) a bad sample, unless `skip_bad`; or no good sample.
         """
-        return SampleStream(lambda: self._batches(without))
+        return SampleStream(self._batches(without))
 
     def _batches(self, without: range = range(0)) -> Iterator[Sample]:
         return iterate_batches(self._reader, self._chosen, self.batch, without)
