@@ -60,8 +60,8 @@ def capture_decoder_output() -> Iterator[list[str]]:
     if capture is None:
         yield []
         return
-    with capture.alone() as lines:
-        yield lines
+    with capture.during(alone=True) as words:
+        yield words.lines
 
 
 def call_and_capture(decode: Callable[[], T]) -> tuple[T, list[str]]:
@@ -73,21 +73,18 @@ def call_and_capture(decode: Callable[[], T]) -> tuple[T, list[str]]:
     capture = _stderr_capture()
     if capture is None:
         return decode(), []
-    with capture.among() as words:
+    with capture.during(alone=False) as words:
         result = decode()
-    if words.was_alone or not words.lines:
-        return result, words.lines
-    with capture.alone() as lines:
-        result = decode()
-    return result, lines
+    if words.lines and not words.was_alone:
+        with capture.during(alone=True) as words:
+            result = decode()
+    return result, words.lines
 
 
 @dataclass(slots=True)
 class _CapturedLines:
-    """Captured lines, and whether no other thread was decoding."""
-
     lines: list[str] = field(default_factory=list)
-    was_alone: bool = False
+    was_alone: bool = False  # whether no other thread was decoding
 
 
 class _StderrCapture:
@@ -102,34 +99,21 @@ class _StderrCapture:
         self._alone = 0  # threads that decode alone or wait to do so
 
     @contextmanager
-    def among(self) -> Iterator[_CapturedLines]:
-        """Capture while other threads may decode."""
+    def during(self, *, alone: bool) -> Iterator[_CapturedLines]:
+        """Capture, if `alone` while no other thread decodes; the lines are there at the end."""
+        words = _CapturedLines()
         with self._changed:
-            self._changed.wait_for(lambda: not self._alone)
+            self._alone += alone
+            self._changed.wait_for(lambda: not (self._inside if alone else self._alone))
             begun = self._enter()
             number, first = self._entered, self._inside == 1
-        words = _CapturedLines()
         try:
             yield words
         finally:
             with self._changed:
+                self._alone -= alone
                 words.was_alone = first and self._entered == number
-                words.lines = self._leave(begun)
-
-    @contextmanager
-    def alone(self) -> Iterator[list[str]]:
-        """Capture while no other thread decodes; the lines are there at the end."""
-        with self._changed:
-            self._alone += 1
-            self._changed.wait_for(lambda: not self._inside)
-            begun = self._enter()
-        lines: list[str] = []
-        try:
-            yield lines
-        finally:
-            with self._changed:
-                self._alone -= 1
-                lines += self._leave(begun)
+                words.lines += self._leave(begun)
 
     def _enter(self) -> int:
         """Start capturing; return the size of the file so far."""
