@@ -62,23 +62,6 @@ _AS_THEY_ARE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedSource:
-    """An opened source.
-
-    Attributes:
-        kind: of the samples, as manifests store it.
-        settled: the preprocessing of images; None for arrays.
-        usual: default step N of "every N-th sample".
-    """
-
-    source: SampleSource
-    kind: str
-    notes: tuple[str, ...]
-    settled: ResolvedPreprocess | None = None
-    usual: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOpener:
     """Options for opening a source for a model."""
 
@@ -88,7 +71,7 @@ class SourceOpener:
     skip_bad: bool
     choice: Choice
 
-    def of(self, source: FeedSource, files: SourceFiles | None) -> OpenedSource:
+    def of(self, source: FeedSource, files: SourceFiles | None) -> Feed:
         """Open `source`; `files` are the files that a path or a list of paths resolves to.
 
         Raises:
@@ -105,18 +88,16 @@ class SourceOpener:
                     f"a calibrator's batches are fed as they are, got preprocessing for {source};"
                     " leave it away"
                 )
-            return _as_arrays(source.source(self.specs, self.choice.reach))
+            return self._fed(source.source(self.specs, self.choice.reach))
         if files is None and self.preprocess is not None:
             resolved, dtype = self._how(), self.specs[0].dtype
             items, ends = iterate_items(source)
             ready = (a.astype(dtype, copy=False) for a in preprocess_items(items, resolved.how))
             arrays = open_iterable(ready, self.specs, ends=ends, limit=self.choice.reach)
-            return OpenedSource(
-                source=arrays, kind="pictures in memory", notes=arrays.notes, settled=resolved
-            )
+            return self._fed(arrays, resolved, kind="pictures in memory")
         if self.preprocess is not None:
             raise ConfigError(_AS_THEY_ARE)
-        return _as_arrays(self._arrays(source, files, self.specs))
+        return self._fed(self._arrays(source, files, self.specs))
 
     def _arrays(
         self, source: FeedSource, files: SourceFiles | None, specs: tuple[TensorSpec, ...]
@@ -131,7 +112,7 @@ class SourceOpener:
             return open_array_file(files.files[0].path, specs)
         return open_array_files(files.files, specs, files.name, skip_bad=self.skip_bad)
 
-    def _raw(self, raw: RawFiles, files: SourceFiles) -> OpenedSource:
+    def _raw(self, raw: RawFiles, files: SourceFiles) -> Feed:
         """Open files without a header; the user gives their shape and dtype."""
         refuse_files_with_header(files)
         if len(self.specs) != 1:
@@ -143,17 +124,13 @@ class SourceOpener:
         arrays = self._arrays(raw.path, files, (raw.held(spec),))
         if raw.pictures(spec, asked=self.preprocess is not None):
             resolved = self._how()
-            return OpenedSource(
-                source=convert_images(arrays, spec, resolved.how),
-                kind="raw pictures",
-                notes=arrays.notes,
-                settled=resolved,
-            )
+            pictures = convert_images(arrays, spec, resolved.how)
+            return self._fed(pictures, resolved, kind="raw pictures")
         if self.preprocess is not None:
             raise ConfigError(_AS_THEY_ARE)
-        return _as_arrays(convert_arrays(arrays, spec))
+        return self._fed(convert_arrays(arrays, spec))
 
-    def _images(self, files: SourceFiles) -> OpenedSource:
+    def _images(self, files: SourceFiles) -> Feed:
         add_input_files(len(files.files), files.files.path)
         resolved = self._how()
         video = _video(files, self.specs[0], resolved.how)
@@ -161,13 +138,9 @@ class SourceOpener:
             number, of = self.choice.shard or (1, 1)
             own = self.choice.of(len(files.files))[0][number - 1 :: of]
             check_present((files.files[i] for i in own), len(own), files.name)
-        return OpenedSource(
-            source=video or ImageSource(files.files, self.specs[0], resolved.how),
-            kind="images",
-            notes=files.notes,
-            settled=resolved,
-            usual=video.a_second if video else 1,
-        )
+        images = video or ImageSource(files.files, self.specs[0], resolved.how)
+        usual = video.a_second if video else 1
+        return self._fed(images, resolved, kind="images", notes=files.notes, usual=usual)
 
     def _how(self) -> ResolvedPreprocess:
         """Return the preprocessing for the model's only input."""
@@ -181,9 +154,41 @@ class SourceOpener:
         check_dtype(self.specs[0], resolved.how)
         return resolved
 
+    def _fed(
+        self,
+        source: SampleSource,
+        settled: ResolvedPreprocess | None = None,
+        *,
+        kind: str = "arrays",
+        notes: tuple[str, ...] = (),
+        usual: int = 1,
+    ) -> Feed:
+        """Return the feed of the chosen samples, or of this shard's share of them.
 
-def _as_arrays(arrays: ArraySource) -> OpenedSource:
-    return OpenedSource(source=arrays, kind="arrays", notes=arrays.notes)
+        `settled`: the preprocessing of images. `kind`: of the samples, as manifests store it.
+        `usual`: default step N of "every N-th sample".
+        """
+        share = None
+        chosen, choice_notes = self.choice.of(len(source), usual=usual)
+        batch = fixed_batch(self.specs)
+        if self.choice.shard is not None:
+            refuse_batches(batch)
+            names = names_digest(map(source.sample_name, chosen))
+            share = share_of(self.choice.shard, len(chosen), names)
+            chosen = [chosen[place] for place in share.places]
+            choice_notes = [*choice_notes, f"shard {share}: {len(chosen)} of {share.count} samples"]
+        of_source = source.notes if isinstance(source, ArraySource) else notes
+        return Feed(
+            source,
+            chosen,
+            kind=kind,
+            batch=batch,
+            preprocess=settled.how if settled else None,
+            skip_bad=self.skip_bad,
+            notes=(*of_source, *(settled.notes if settled else ()), *choice_notes),
+            origin=settled.origin if settled else "",
+            share=share,
+        )
 
 
 def _video(files: SourceFiles, spec: TensorSpec, how: Preprocess) -> VideoSource | None:
@@ -243,7 +248,7 @@ def open_feed(
         if files is None:
             raise ConfigError("labels by folder are of files in folders, got no path; give one")
         files = label_by_folder(files)
-    return _fed(opener.of(source, files), opener)
+    return opener.of(source, files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,30 +322,6 @@ def _files(source: FeedSource) -> SourceFiles | None:
         add_input_file(Path(source))
         return resolve_files(Path(source))
     return resolve_path_list(source) if isinstance(source, list | tuple) else None
-
-
-def _fed(opened: OpenedSource, opener: SourceOpener) -> Feed:
-    """Build the feed from the chosen samples, or from this shard's share of them."""
-    source, settled, share = opened.source, opened.settled, None
-    chosen, choice_notes = opener.choice.of(len(source), usual=opened.usual)
-    batch = fixed_batch(opener.specs)
-    if opener.choice.shard is not None:
-        refuse_batches(batch)
-        names = names_digest(map(source.sample_name, chosen))
-        share = share_of(opener.choice.shard, len(chosen), names)
-        chosen = [chosen[place] for place in share.places]
-        choice_notes = [*choice_notes, f"shard {share}: {len(chosen)} of {share.count} samples"]
-    return Feed(
-        source,
-        chosen,
-        kind=opened.kind,
-        batch=batch,
-        preprocess=settled.how if settled else None,
-        skip_bad=opener.skip_bad,
-        notes=(*opened.notes, *(settled.notes if settled else ()), *choice_notes),
-        origin=settled.origin if settled else "",
-        share=share,
-    )
 
 
 def describe_preprocessing(feed: Feed) -> str:
