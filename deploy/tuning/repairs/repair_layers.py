@@ -278,12 +278,7 @@ def _link(graph: Graph, layers: dict[str, WeightedLayer], first: WeightedLayer) 
 
 def _path(graph: Graph, tensor: str) -> Iterator[onnx.NodeProto]:
     """Yield the nodes downstream of a tensor, each its only reader, up to the next layer."""
-    while True:
-        readers = graph.readers.get(tensor, [])
-        shared = tensor in graph.outputs or tensor in graph.captured
-        if len(readers) != 1 or shared or readers[0].input[0] != tensor:
-            return
-        node = readers[0]
+    while (node := graph.only_reader(tensor)) is not None and node.input[0] == tensor:
         yield node
         if (
             node.op_type not in _COMMUTES
@@ -380,9 +375,9 @@ def _from_fake_quant(
     graph: Graph, node: onnx.NodeProto, layer: WeightedLayer
 ) -> LayerQuantization | None:
     chain = _fake_quant_chain(graph, node)
-    after = _only_reader(graph, node.output[0])
+    after = graph.only_reader(node.output[0])
     if after is not None and after.op_type == "Add":
-        after = _only_reader(graph, after.output[0])
+        after = graph.only_reader(after.output[0])
     if chain is None or after is None or after.op_type != "Mul":
         return None
     _, clip, add, _, mul = chain
@@ -438,11 +433,6 @@ def _fake_quant_chain(graph: Graph, node: onnx.NodeProto) -> list[onnx.NodeProto
             return None
         chain.append(maker)
     return chain
-
-
-def _only_reader(graph: Graph, tensor: str) -> onnx.NodeProto | None:
-    readers = graph.readers.get(tensor, [])
-    return readers[0] if len(readers) == 1 else None
 
 
 def _array(graph: Graph, name: str) -> NDArray[Any]:
