@@ -24,7 +24,7 @@ from deploy.graph.plan import ModelAnalysis, Plan, analyse, never_negative
 from deploy.pipeline import build
 from deploy.targets import TARGETS
 from deploy.targets.onnxruntime import qdq
-from deploy.targets.onnxruntime.qdq import WeightCache, write_qdq
+from deploy.targets.onnxruntime.qdq import write_qdq
 from deploy.tuning.prices import group_units
 from deploy.tuning.search_options import Tuning
 from tests.models import as_float32, make_model, make_node, make_value, parse_nodes, run_net
@@ -309,12 +309,18 @@ def test_weights_that_were_stored_before_are_not_rounded_again(calibrated, place
     model, scales, _ = calibrated
     wider = {name: replace(scales[name], lo=2 * scales[name].lo, hi=2 * scales[name].hi)
              for name in scales}  # fmt: skip
-    plan, stored = analyse(model, placement), WeightCache()
-    write_qdq(model, plan, scales, stored=stored)
+    plan, known = analyse(model, placement), {}
+
+    def once(key, make):
+        if key not in known:
+            known[key] = make()
+        return known[key]
+
+    write_qdq(model, plan, scales, once=once)
     plain = [write_qdq(model, plan, one).SerializeToString() for one in (scales, wider)]
     monkeypatch.delattr(qdq, "quantize_weight")
     for one, wanted in zip((scales, wider), plain, strict=True):
-        assert write_qdq(model, plan, one, stored=stored).SerializeToString() == wanted
+        assert write_qdq(model, plan, one, once=once).SerializeToString() == wanted
 
 
 @pytest.mark.parametrize("float_nodes", [(), ("Conv_c2",)])

@@ -118,7 +118,7 @@ class Ranges:
     trusted: RangeSet | None = None
     _own: Mapping[str, Method] = field(init=False, default_factory=dict)
     _found: dict[tuple[Key, str, Grid | None], Scale] = field(init=False, default_factory=dict)
-    _made: dict[Hashable, Any] = field(init=False, default_factory=dict)
+    _made: dict[Hashable, tuple[object, Any]] = field(init=False, default_factory=dict)
 
     def choosing(self, choices: Choices) -> Ranges:
         """Return ranges of the same observations under other methods; the results are shared."""
@@ -140,11 +140,12 @@ class Ranges:
         some = "1 tensor" if len(others) == 1 else f"{len(others)} tensors"
         return f"{self.method.label} ({names} for {some})"
 
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return `make()`, computed once per key for all trial builds."""
-        if key not in self._made:
-            self._made[key] = make()
-        made: Made = self._made[key]
+    def once(self, key: Hashable, make: Callable[[], Made], *, of: object = None) -> Made:
+        """Return `make()`, computed once per key and object for all trial builds."""
+        place = key, id(of)
+        if place not in self._made:
+            self._made[place] = of, make()  # holds `of`, so that no other object gets its id
+        made: Made = self._made[place][1]
         return made
 
     def of(self, observations: Iterable[Observation], *, symmetric: Grid | None = None) -> RangeSet:

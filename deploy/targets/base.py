@@ -78,9 +78,8 @@ class BuildRequest:
         thresholds; None for int8.
         """
         subject = self.subject
-        key = "demand", target.name, id(subject.model), subject.float_nodes, subject.method.label
-        # the entry holds the subject too: while its model lives, no other model gets that id
-        _, demand = self.ranges.once(key, lambda: (subject, target.demand(subject)))
+        key = "demand", target.name, subject.float_nodes, subject.method.label
+        demand = self.ranges.once(key, lambda: target.demand(subject), of=subject.model)
         return self.chosen.of(demand, symmetric=symmetric)
 
     @property

@@ -43,8 +43,7 @@ class ShapeRange:
 
 def sample_shape_range(request: BuildRequest) -> ShapeRange:
     """Return the shapes of the calibration samples; read them again if sizes may differ."""
-    key = "span", id(request.feed)  # the entry holds the feed, so no other feed gets that id
-    return request.ranges.once(key, lambda: (request.feed, _span(Counter(_shapes(request)))))[1]
+    return request.ranges.once("span", lambda: _span(Counter(_shapes(request))), of=request.feed)
 
 
 def _shapes(request: BuildRequest) -> Iterator[SampleShapes]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, ClassVar
@@ -257,13 +258,10 @@ class Ascend:
         """Return the plan, and the records of all layers by a search; made once."""
         from deploy.targets.ascend.layer_searches import search_plan
 
-        def make() -> tuple[onnx.ModelProto, RecordPlan]:
-            return request.model, self.record_plan(request.subject)
-
-        key = self, id(request.model)  # the entry holds the model of this id
-        plan: RecordPlan = request.ranges.once(key, make)[1]
-        return plan, request.ranges.once(
-            (*key, how), lambda: search_plan(plan, how).record(request.ranges.observed)
+        once = partial(request.ranges.once, of=request.model)
+        plan: RecordPlan = once(self, lambda: self.record_plan(request.subject))
+        return plan, once(
+            (self, how), lambda: search_plan(plan, how).record(request.ranges.observed)
         )
 
     def quantized(

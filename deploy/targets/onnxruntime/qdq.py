@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import onnx
@@ -49,21 +49,11 @@ _KINDS = {
     "<i4": onnx.TensorProto.INT32,
 }
 Scales32 = NDArray[np.float32]
-Made = TypeVar("Made")
+Once = Callable[[Hashable, Callable[[], Any]], Any]
 
 
-class WeightCache:
-    """Cache of the scales and integers of one model's weights, for repeated writes."""
-
-    def __init__(self) -> None:
-        self._made: dict[Hashable, Any] = {}
-
-    def of(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return the value of this key; make it first if it is missing. Thread-safe."""
-        if key not in self._made:
-            self._made[key] = make()
-        made: Made = self._made[key]
-        return made
+def _each_time(_: Hashable, make: Callable[[], Any]) -> Any:
+    return make()
 
 
 def write_qdq(
@@ -74,7 +64,7 @@ def write_qdq(
     weight_bits: int = 8,
     storable: Callable[[Scales32], Scales32] = lambda scales: scales,
     known: Mapping[str, Scales32] = MappingProxyType({}),
-    stored: WeightCache | None = None,
+    once: Once = _each_time,
 ) -> onnx.ModelProto:
     """Return a copy of the model with the plan's pairs.
 
@@ -87,7 +77,7 @@ def write_qdq(
         storable: rounds scales to the ones a format can store, before quantization.
         known: node -> scales that its weight was trained with, [C_out] or [1]; the weight is a
             multiple of them already.
-        stored: cache of the weights' integers from earlier calls for the same model.
+        once: (key, function) -> what it returns, the same for later calls of the same model.
 
     Raises:
         ExportError: a tensor of the plan has no scale, or a scale is not positive.
@@ -99,10 +89,9 @@ def write_qdq(
             f"every quantized tensor needs a scale, {len(missing)} have none"
             f" ({', '.join(missing[:3])}); calibrate again for this target"
         )
-    cache = WeightCache() if stored is None else stored
-    read_counts = cache.of("read", lambda: count_reads(model.graph))
+    read_counts = once("reads", lambda: count_reads(model.graph))
     out = copy_without_initializers(model, _replaced(plan, read_counts))
-    writer = _QdqWriter(out, model, plan, scales, weight_bits, storable, known, cache)
+    writer = _QdqWriter(out, model, plan, scales, weight_bits, storable, known, once)
     for weight in plan.weights:
         writer.gemm(weight)
         writer.weight(writer.shifted(weight))
@@ -138,10 +127,10 @@ class _QdqWriter:
         weight_bits: int,
         storable: Callable[[Scales32], Scales32],
         known: Mapping[str, Scales32],
-        stored: WeightCache,
+        once: Once,
     ) -> None:
         self.known = known
-        self.stored = stored
+        self.once = once
         self.graph = model.graph
         self.plan = plan
         self.scales = scales
@@ -246,7 +235,7 @@ class _QdqWriter:
         exact = matching_scales(self.known.get(target.node), tuple(tensor.dims), target.axis)
         if exact is None:
             fits = self.plan.placement.fits_pairs
-            exact = self.stored.of(
+            exact = self.once(
                 (target.name, target.axis, grid, fits),
                 lambda: compute_weight_scales(
                     tensor, target.axis, grid, fits=node if fits else None
@@ -264,7 +253,7 @@ class _QdqWriter:
             shape = [-1 if place == target.axis else 1 for place in range(array.ndim)]
             integers = quantize(array, scales.reshape(shape), 0, grid)
         else:
-            integers = self.stored.of(
+            integers = self.once(
                 (target.name, target.axis, grid, scales.tobytes()),
                 lambda: quantize_weight(
                     numpy_helper.to_array(tensor), scales, target.axis, grid=grid

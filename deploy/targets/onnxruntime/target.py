@@ -8,6 +8,7 @@ fuses it into QLinearConv, QGemm and similar kernels when it loads the file.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -176,7 +177,7 @@ class OnnxRuntime:
         from calibrators.grids import signed_grid
         from deploy.graph.plan import ModelAnalysis, analyse
         from deploy.targets.onnxruntime.dynamic import write_dynamic
-        from deploy.targets.onnxruntime.qdq import WeightCache, write_qdq
+        from deploy.targets.onnxruntime.qdq import write_qdq
         from deploy.targets.prequantized import qdq_decisions
 
         ranges, trained = request.ranges_of(self), request.trained
@@ -189,11 +190,11 @@ class OnnxRuntime:
                 request.model,
                 ModelAnalysis(request.model),
             )
-        key = "read", id(request.model)  # the entries hold the model, so no other gets that id
-        read = request.ranges.once(key, lambda: (request.model, ModelAnalysis(request.model)))[1]
+        once = partial(request.ranges.once, of=request.model)
+        read: ModelAnalysis = once("read", lambda: ModelAnalysis(request.model))
         in_float = tuple(request.float_nodes.items()), tuple(ranges.reasons.items())
-        plan = request.ranges.once(
-            ("plan", self, id(request.model), *in_float),
+        plan: Plan = once(
+            ("plan", self, *in_float),
             lambda: analyse(
                 request.model,
                 self._static if trained is None else replace(self._static, thin=0),
@@ -202,14 +203,13 @@ class OnnxRuntime:
                 read=read,
             ),
         )
-        key = "stored weights", id(request.model)
         model = write_qdq(
             request.model,
             plan,
             ranges.scales,
             weight_bits=self.weight_bits,
             known={} if trained is None else trained.weights,
-            stored=request.ranges.once(key, lambda: (request.model, WeightCache()))[1],
+            once=once,
         )
         dynamic = self._dynamic(request.model, tuple(request.float_nodes))
         if dynamic:

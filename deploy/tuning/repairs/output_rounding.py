@@ -130,12 +130,11 @@ def _weight_name(layer: WeightedLayer, constants: Collection[str]) -> str | None
 
 def round_all_weights(request: BuildRequest, making: RepairInput) -> Mapping[str, RoundedWeight]:
     """Return the rounded weight of every layer that can be int8, by initializer; computed once."""
-
-    def made() -> tuple[onnx.ModelProto, Mapping[str, RoundedWeight]]:
-        return request.model, _rounded(request.choosing(NO_CHOICES), making)
-
-    key = "rounded", making.target.name, id(request.model)  # the entry keeps the model alive
-    return request.ranges.once(key, made)[1]
+    return request.ranges.once(
+        ("rounded", making.target.name),
+        lambda: _rounded(request.choosing(NO_CHOICES), making),
+        of=request.model,
+    )
 
 
 def _rounded(request: BuildRequest, making: RepairInput) -> dict[str, RoundedWeight]:
