@@ -29,7 +29,7 @@ from model_feeds import Sample  # noqa: E402
 from task_scores import worst_part_db  # noqa: E402
 from trial import Trial, table  # noqa: E402
 
-from deploy.runtimes.ort import OrtSession, kernel_events, run_profiled  # noqa: E402
+from deploy.runtimes.ort import OrtSession, profile_kernels  # noqa: E402
 
 # what it is called -> the tool and its options
 FORMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -51,10 +51,8 @@ _BURST = 5  # runs of one model before it is another one's turn
 def kernels_ms(model: Path, feed: Sample) -> float:
     """Sum of the least time of each kernel, in one thread."""
     found: dict[str, list[float]] = defaultdict(list)
-    with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
-        trace = run_profiled(model, [feed], runs=_PROFILED, folder=Path(folder))
-        for name, _, taken in kernel_events(trace):
-            found[name].append(taken)
+    for name, _, taken in profile_kernels(model, [feed], runs=_PROFILED):
+        found[name].append(taken)
     return sum(min(times[2:] or times) for times in found.values()) / 1e3
 
 

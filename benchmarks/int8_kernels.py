@@ -11,7 +11,6 @@ zeros up to four, and the time that the Pad takes.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from trial import table  # noqa: E402
 
-from deploy.runtimes.ort import kernel_events, run_profiled  # noqa: E402
+from deploy.runtimes.ort import profile_kernels  # noqa: E402
 
 _RUNS = 60
 SIGNS = ("us", "uu", "ss")  # of activations and weights: unsigned, signed
@@ -116,13 +115,11 @@ def least_us(model: onnx.ModelProto, form: Form) -> float:
     feed = {"x": rng.normal(size=shape).astype(np.float32)}
     found: dict[str, list[float]] = defaultdict(list)
     pads: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
-        trace = run_profiled(model, [feed], runs=_RUNS, folder=Path(folder))
-        for name, kind, taken in kernel_events(trace):
-            if "Conv" in kind:
-                found[name].append(taken)
-            elif kind == "Pad":
-                pads.append(taken)
+    for name, kind, taken in profile_kernels(model, [feed], runs=_RUNS):
+        if "Conv" in kind:
+            found[name].append(taken)
+        elif kind == "Pad":
+            pads.append(taken)
     return min(min(times[2:]) for times in found.values()) + min(pads[2:], default=0.0)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -112,17 +113,18 @@ def test_a_real_profile_counts_a_float_layer_to_itself_not_to_what_follows():
     assert times.nodes["/conv"] > 0 and times.nodes["/act"] == 0
 
 
-def test_a_kernel_is_as_fast_as_its_fastest_run_but_the_first_two(monkeypatch):
-    def traced(model, feeds, *, runs, folder, seconds):
-        times = [1, 1, 9, 7, 8][:runs]
-        events = [{"cat": "Node", "name": "/c1_kernel_time", "dur": time} for time in times]
+def test_a_kernel_is_as_fast_as_its_fastest_run_but_the_first_two(monkeypatch, tmp_path):
+    def end_trace():
+        kernel = {"name": "/c1_kernel_time", "args": {"op_name": "Conv"}}
+        events = [{"cat": "Node", "dur": time, **kernel} for time in [1, 1, 9, 7, 8][: len(runs)]]
         events += [{"cat": "Node", "name": "/c1_fence_before", "dur": 0}]
         events += [{"cat": "Session", "name": "/c1_kernel_time", "dur": 0}]
-        path = folder / "trace.json"
-        path.write_text(json.dumps(events))
-        return path
+        (tmp_path / "trace.json").write_text(json.dumps(events))
+        return str(tmp_path / "trace.json")
 
-    monkeypatch.setattr(timing, "run_profiled", traced)
+    runs = []
+    session = SimpleNamespace(run=runs.append, end_trace=end_trace)
+    monkeypatch.setattr(ort.OrtSession, "open", lambda *_, **__: session)
     model = model_of(("/c1", "t"))
     assert kernel_times(model, [{}], made_from=model, runs=3).nodes == {"/c1": 7.0}
 
@@ -131,11 +133,11 @@ def test_a_small_model_is_run_more_often_and_two_rounds_of_it_count(monkeypatch)
     counted = []
 
     def profiled(*args, **named):
-        trace = ort.run_profiled(*args, **named)
-        counted.append(Counter(name for name, _, _ in ort.kernel_events(trace)))
-        return trace
+        events = ort.profile_kernels(*args, **named)
+        counted.append(Counter(name for name, _, _ in events))
+        return events
 
-    monkeypatch.setattr(timing, "run_profiled", profiled)
+    monkeypatch.setattr(timing, "profile_kernels", profiled)
     model = turned_model()
     kernel_times(model, FEEDS, made_from=model, runs=2)
     kernel_times(model, FEEDS, made_from=model, runs=2, seconds=1e9)

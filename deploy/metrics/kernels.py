@@ -8,7 +8,6 @@ A runtime that builds for a device chooses the type that each layer computes in;
 calibration cache only requests types.
 """
 
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import numpy as np
 from deploy.errors import ConfigError
 from deploy.machine import AcceleratorInfo
 from deploy.metrics.latency import Feeds, percentile
-from deploy.runtimes.ort import OrtSession, kernel_events, run_profiled
+from deploy.runtimes.ort import OrtSession, profile_kernels
 from deploy.tensors import Session
 from deploy.terminal import phase
 
@@ -75,7 +74,8 @@ def time_kernels(
     """
     runs = round(min(max(duration_ms / max(p50_ms, 1e-3), 10), 100))
     if isinstance(session, OrtSession):
-        return _ranked(_traced(path, feeds, runs, session.threads), runs)
+        events = profile_kernels(path, feeds, runs=runs + _WARMUP, threads=session.threads)
+        return _ranked(((name, kind, us / 1e3) for name, kind, us in events), runs)
     refuse_untimed(path, session)
     other = again()
     assert isinstance(other, TimesLayers)
@@ -89,12 +89,6 @@ def refuse_untimed(path: Path, session: Session) -> None:
             "a profile is of ONNX Runtime's kernels or of TensorRT's layers, got another runtime"
             f" for {path}; leave --profile away"
         )
-
-
-def _traced(path: Path, feeds: Feeds, runs: int, threads: int) -> list[tuple[str, str, float]]:
-    with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
-        trace = run_profiled(path, feeds, runs=runs + _WARMUP, folder=Path(folder), threads=threads)
-        return [(name, kind, us / 1e3) for name, kind, us in kernel_events(trace)]
 
 
 def _ranked(events: Iterable[tuple[str, str, float]], runs: int) -> tuple[KernelTime, ...]:

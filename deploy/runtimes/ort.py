@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import platform
+import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -358,40 +359,35 @@ class BoundSession:
             self._binding.clear_binding_inputs()  # or they would replace inputs missing next time
 
 
-def run_profiled(
+def profile_kernels(
     model: Path | ModelProto,
     feeds: Sequence[Mapping[str, Array]],
     *,
     runs: int,
-    folder: Path,
     threads: int = 1,
     seconds: float = 0.0,
-) -> Path:
-    """Run a model under ONNX Runtime's profiler; return the trace, a JSON file in `folder`.
+) -> list[tuple[str, str, float]]:
+    """Return (kernel, its operator, microseconds) of every kernel run, by ONNX Runtime's profiler.
 
     Args:
         model: as it would be deployed.
         feeds: inputs, used in turn.
         runs: minimum number of runs.
-        folder: for the trace.
         threads: threads inside one operator.
         seconds: minimum duration, but at most 64 runs.
     """
-    session = OrtSession.open(model, threads=threads, trace=folder / "trace")
-    began, run = time.perf_counter(), 0
-    while run < runs or (run < _MOST_TRACED and time.perf_counter() - began < seconds):
-        session.run(feeds[run % len(feeds)])
-        run += 1
-    return Path(session.end_trace())
-
-
-def kernel_events(trace: Path) -> Iterator[tuple[str, str, float]]:
-    """Yield (kernel, its operator, microseconds) of every kernel run in a `run_profiled` trace."""
-    for event in json.loads(trace.read_text(encoding="utf-8")):
-        name = str(event.get("name", ""))
-        if event.get("cat") == "Node" and name.endswith(_KERNEL):
-            kind = event.get("args", {}).get("op_name", "")
-            yield name.removesuffix(_KERNEL), str(kind), float(event["dur"])
+    with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
+        session = OrtSession.open(model, threads=threads, trace=Path(folder) / "trace")
+        began, run = time.perf_counter(), 0
+        while run < runs or (run < _MOST_TRACED and time.perf_counter() - began < seconds):
+            session.run(feeds[run % len(feeds)])
+            run += 1
+        events = json.loads(Path(session.end_trace()).read_text(encoding="utf-8"))
+    return [
+        (event["name"].removesuffix(_KERNEL), event["args"]["op_name"], float(event["dur"]))
+        for event in events
+        if event.get("cat") == "Node" and event["name"].endswith(_KERNEL)
+    ]
 
 
 def model_source(model: Model) -> str | bytes:

@@ -16,17 +16,15 @@ Models are timed one at a time, since the idle threads of another open session s
 """
 
 import math
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import onnx
 
 from deploy.graph.placement import WEIGHTED
-from deploy.runtimes.ort import OrtSession, kernel_events, run_profiled
+from deploy.runtimes.ort import OrtSession, profile_kernels
 from deploy.tensors import Array
 from deploy.terminal import phase
 
@@ -78,9 +76,7 @@ def kernel_times(
     themselves. `runs`: least number of runs, after two that do not count. `seconds`: least time; a
     small model runs more often.
     """
-    with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
-        trace = run_profiled(model, feeds, runs=runs + 2, folder=Path(folder), seconds=seconds)
-        events = list(kernel_events(trace))
+    events = profile_kernels(model, feeds, runs=runs + 2, seconds=seconds)
     pairs = [node.name for node in model.graph.node if node.op_type in PAIRS]
     layers = {name for name, kind, _ in events if kind.removeprefix("Fused") in WEIGHTED}
     return attribute_kernels(_least(events, skip=2), made_from, pairs, layers=layers)
