@@ -639,7 +639,7 @@ def run_on(model, feed):
 @pytest.fixture
 def kept():
     said = [OrtSession.open(chain(), threads=1).run(sample) for sample in SAMPLES]
-    return FloatActivations.of(chain(), [["B"], ["C"]], list(zip(SAMPLES, said, strict=True)))
+    return FloatActivations(chain(), [["B"], ["C"]], list(zip(SAMPLES, said, strict=True)))
 
 
 def test_what_is_read_behind_a_change_and_made_before_it_is_its_border():
@@ -670,14 +670,14 @@ def test_a_node_is_the_same_only_with_the_same_constants_and_words(kept):
 
 def test_only_so_much_is_kept(monkeypatch):
     monkeypatch.setattr(float_activations, "_MOST_BYTES", 4 * 4 * len(SAMPLES))
-    kept = FloatActivations.of(chain(), [["B"], ["C"]], [(sample, {}) for sample in SAMPLES])
+    kept = FloatActivations(chain(), [["B"], ["C"]], [(sample, {}) for sample in SAMPLES])
     assert [list(values) for values in kept.values] == [["a"], ["a"]]
 
 
 def test_samples_of_several_sizes_are_all_run_from_what_is_known():
     samples = [{"x": np.full((1, steps, 4), steps, np.float32)} for steps in (3, 5, 3)]
     model = chain([1, "T", 4])
-    kept = FloatActivations.of(model, [["B"]], [(sample, {}) for sample in samples])
+    kept = FloatActivations(model, [["B"]], [(sample, {}) for sample in samples])
     trial = rounded(model, "B")
     short = downstream_model(trial, kept.same(trial), kept.values)
     (value,) = short.graph.input

@@ -36,21 +36,9 @@ class FloatActivations:
     def __init__(
         self,
         reference: onnx.ModelProto,
-        heard: Sequence[tuple[Values, Values]],
-        values: Sequence[Values],
-    ) -> None:
-        graph = reference.graph
-        self._nodes = {name: node for node in graph.node for name in node.output}
-        self._constants = {tensor.name: tensor for tensor in graph.initializer}
-        self.heard, self.values = heard, values
-
-    @classmethod
-    def of(
-        cls,
-        reference: onnx.ModelProto,
         changed: Iterable[Collection[str]],
         heard: Sequence[tuple[Values, Values]],
-    ) -> FloatActivations:
+    ) -> None:
         """Run the float model once per sample and store the tensors that enter changed parts.
 
         `changed`: sets of its nodes; for each, the tensors that enter these nodes and all
@@ -59,19 +47,22 @@ class FloatActivations:
         Raises:
             BackendError: ONNX Runtime refused the model or a sample.
         """
+        graph = reference.graph
+        self._nodes = {name: node for node in graph.node for name in node.output}
+        self._constants = {tensor.name: tensor for tensor in graph.initializer}
+        self.heard = heard
+        self.values: list[Values] = []
         wanted = dict.fromkeys(
             name for nodes in changed for name in border_tensors(reference, nodes)
         )
         session = OrtSession.open(
             copy_with_outputs(reference, wanted), threads=1, spin=False, keep=True
         )
-        values: list[dict[str, Array]] = []
         for sample, _ in heard:
             made = session.run(sample)
-            if not values:
+            if not self.values:
                 wanted = _that_fit({name: made[name] for name in wanted}, len(heard))
-            values.append({name: made[name] for name in wanted})
-        return cls(reference, heard, values)
+            self.values.append({name: made[name] for name in wanted})
 
     def same(self, model: onnx.ModelProto) -> frozenset[str]:
         """Return the tensors with the same values as in the float model, inputs included."""

@@ -215,7 +215,7 @@ class Prober:
             self._ran(self._few_samples)
             heard = [self._heard[place] for place in chosen]
             try:
-                self._stored = FloatActivations.of(self._request.model, int8, heard)
+                self._stored = FloatActivations(self._request.model, int8, heard)
             except Calib8Error as error:
                 self._stored = error
         work = partial(self._noise_alone, self._stored)
