@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from deploy.frontends.checks import to_array
-from deploy.graph.edit import replace_nodes, unique_name
+from deploy.graph.edit import claim_name, replace_nodes, unique_name
 from deploy.graph.index import attributes, count_reads
 
 MOVES = frozenset({"Squeeze", "Transpose", "Unsqueeze"})
@@ -269,9 +269,8 @@ def _rename(
     """
     for node, after, place in joined.links():
         if node.output[0] not in fresh:
-            name = unique_name(f"{node.output[0]}_folded", taken)
+            name = claim_name(f"{node.output[0]}_folded", taken)
             counts[name] = 1
-            taken.add(name)
             fresh.add(name)
             node.output[0] = after.input[place] = name
     joined.nodes[-1].output[0] = last

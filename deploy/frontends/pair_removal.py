@@ -25,13 +25,13 @@ from deploy.frontends.onnx_file import inline_functions
 from deploy.frontends.pairs import DQ, VALUE_KEEPING, PairGrid, Q, find_pair_grid
 from deploy.frontends.plugins import check_part_valid
 from deploy.graph.edit import (
+    claim_name,
     copy_message,
     drop_initializer_inputs,
     name_nodes,
     rebuild,
     rename_reads,
     rename_tensors,
-    unique_name,
 )
 from deploy.graph.index import Graph, all_nodes, attributes, iter_reads, opset_of
 from deploy.graph.placement import CUTS, MOVES, POOLS, WEIGHTED
@@ -109,8 +109,7 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
                 continue  # it pads with another value than 0
             if given:
                 node.input[2] = ""
-        codes, moved = node.output[0], unique_name(f"{own.input[0]}/{node.op_type.lower()}", names)
-        names.add(moved)
+        codes, moved = node.output[0], claim_name(f"{own.input[0]}/{node.op_type.lower()}", names)
         replaced.add(own.output[0])
         node.input[0], node.output[0] = own.input[0], moved
         quantizers[codes] = again = copy_message(own)
@@ -198,7 +197,7 @@ class _Stripper:
             for name, word in zip(node.input[1:], ("weight", "bias"), strict=False):
                 is_computed = name in self.fixed and name not in self.index.constants
                 if is_computed and self.index.only_reader(name) is not None:
-                    self.renamed[name] = self._new_name(f"{node.name}.{word}")
+                    self.renamed[name] = claim_name(f"{node.name}.{word}", self.names)
         rename_tensors(nodes, self.renamed)
         rebuild(self.graph, nodes)
 
@@ -215,7 +214,8 @@ class _Stripper:
         if steps:
             for reader in int8:
                 reader.input[0] = source
-            end = output if is_output else self._new_name(f"{source}/{'-'.join(steps).lower()}")
+            wanted = f"{source}/{'-'.join(steps).lower()}"
+            end = output if is_output else claim_name(wanted, self.names)
             self.float_of[output] = end
             self._add_grid(end, node)
             return self._chain(source, end, steps, node.name)
@@ -259,7 +259,7 @@ class _Stripper:
         nodes: Nodes = []
         for place, (op, values) in enumerate(steps.items(), start=1):
             constants = [self._add_constant(f"{end}/{op}", value) for value in values]
-            output = end if place == len(steps) else self._new_name(f"{end}/{op}")
+            output = end if place == len(steps) else claim_name(f"{end}/{op}", self.names)
             node = helper.make_node(op, [start, *constants], [output], name=f"{name}/{op}")
             nodes.append(node)
             start = output
@@ -274,13 +274,8 @@ class _Stripper:
             and source not in self.index.captured
         )
 
-    def _new_name(self, wanted: str) -> str:
-        name = unique_name(wanted, self.names)
-        self.names.add(name)
-        return name
-
     def _add_constant(self, wanted: str, value: float) -> str:
-        name = self._new_name(wanted)
+        name = claim_name(wanted, self.names)
         self.graph.initializer.append(numpy_helper.from_array(np.asarray(value, np.float32), name))
         return name
 

@@ -365,10 +365,9 @@ def name_nodes(graph: onnx.GraphProto) -> int:
     made = 0
     for node in graph.node:
         wanted = node.name or f"{node.op_type}_{next(filter(None, node.output), 'none')}"
-        name = unique_name(wanted, taken)
+        name = claim_name(wanted, taken)
         made += name != node.name
         node.name = name
-        taken.add(name)
     return made
 
 
@@ -382,8 +381,7 @@ def name_nodes_by_place(graph: onnx.GraphProto) -> int:
     made = 0
     for index, node in enumerate(graph.node):
         if not node.name or node.name in before:
-            node.name = unique_name(f"{node.op_type}_{index}", taken)
-            taken.add(node.name)
+            node.name = claim_name(f"{node.op_type}_{index}", taken)
             made += 1
         before.add(node.name)
     return made
@@ -470,4 +468,11 @@ def unique_name(wanted: str, taken: Collection[str]) -> str:
     while name in taken:
         number += 1
         name = f"{wanted}_{number}"
+    return name
+
+
+def claim_name(wanted: str, taken: set[str]) -> str:
+    """Return `unique_name`, which is taken from then on."""
+    name = unique_name(wanted, taken)
+    taken.add(name)
     return name

@@ -21,7 +21,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import defs, helper, numpy_helper
 
-from deploy.graph.edit import replace_nodes, unique_name
+from deploy.graph.edit import claim_name, replace_nodes
 from deploy.graph.index import attributes, constant_nodes, dims, subgraphs
 
 _FLOAT = 1  # onnx.TensorProto
@@ -73,9 +73,7 @@ class OpsetScope:
 
     def new_name(self, wanted: str) -> str:
         """Return a name for a new tensor that no other one has."""
-        name = unique_name(wanted, self.taken)
-        self.taken.add(name)
-        return name
+        return claim_name(wanted, self.taken)
 
     def values(self, name: str, what: str) -> NDArray[Any]:
         """Return the values of a constant.

@@ -20,12 +20,12 @@ from onnx import helper, numpy_helper
 from deploy.calibration.observation import CalibrationSubject
 from deploy.errors import ExportError
 from deploy.graph.edit import (
+    claim_name,
     copy_message,
     infer_types,
     rebuild,
     rename_reads,
     rename_tensors,
-    unique_name,
     update_tensors,
 )
 from deploy.graph.index import Graph, attributes, iter_reads, subgraphs
@@ -160,7 +160,7 @@ class _Narrowing:
                 continue
             self.half.add(name)
             if kind not in half:
-                node.output[place] = self.own(f"{name}.float32")
+                node.output[place] = claim_name(f"{name}.float32", self.names)
                 after.append(self.to(node.output[place], name, _HALF))
         yield node
         yield from after
@@ -180,7 +180,7 @@ class _Narrowing:
             return  # all float constants are float32 until float16 is needed
         key = (name, dtype)
         if key not in self.twins:
-            twin = self.own(f"{name}.float{16 if dtype == _HALF else 32}")
+            twin = claim_name(f"{name}.float{16 if dtype == _HALF else 32}", self.names)
             self.twins[key] = twin
             if constant is None:
                 yield self.to(name, twin, dtype)
@@ -196,15 +196,8 @@ class _Narrowing:
 
     def to(self, start: str, end: str, dtype: int) -> onnx.NodeProto:
         """Return a Cast, named after its output; a Cast of the file may already have that name."""
-        name = unique_name(end, self.nodes)
-        self.nodes.add(name)
+        name = claim_name(end, self.nodes)
         return helper.make_node("Cast", [start], [end], name=name, to=dtype)
-
-    def own(self, wanted: str) -> str:
-        """Reserve and return a tensor name that is not in use."""
-        name = unique_name(wanted, self.names)
-        self.names.add(name)
-        return name
 
 
 def _formal(slots: Sequence[onnx.defs.OpSchema.FormalParameter], count: int) -> list[str]:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 
 from calibrators.grids import FP8, INT8, Grid, round_to_grid
-from deploy.graph.edit import copy_message, unique_name, update_tensors
+from deploy.graph.edit import claim_name, copy_message, update_tensors
 from deploy.graph.index import Graph, attributes, count_reads
 
 FloatArray = NDArray[np.float32]
@@ -192,8 +192,7 @@ def with_biases(
             continue
         name = layer.bias
         if not name or read_counts[name] > 1:
-            name = unique_name(f"{layer.output}_bias", used_names)
-            used_names.add(name)
+            name = claim_name(f"{layer.output}_bias", used_names)
         arrays[name] = values
         new_biases[layer.add or layer.name] = layer, name
     changed = with_constants(model, arrays)
