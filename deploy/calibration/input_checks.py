@@ -32,7 +32,7 @@ from deploy.feed.preprocess import PRESETS, Preprocess
 from deploy.feed.preview import PREVIEW_COUNT
 from deploy.feed.samples import Feed
 from deploy.frontends.base import read_graph
-from deploy.graph.edit import copy_message, name_nodes
+from deploy.graph.edit import copy_tensor, name_nodes
 from deploy.graph.index import Graph
 from deploy.graph.lowering import is_standard
 from deploy.metrics.rows import is_floating
@@ -156,7 +156,7 @@ def _part(
 ) -> onnx.ModelProto | None:
     """Return a model of some nodes; None if a constant is in external data."""
     read = dict.fromkeys(one for node in way for one in node.input if one in graph.constants)
-    constants = [_named(graph.constants[one], one) for one in read]
+    constants = [copy_tensor(graph.constants[one], one) for one in read]
     if any(one.data_location == _EXTERNAL for one in constants):
         return None
     given = [value for value in model.graph.input if value.name == name]
@@ -165,12 +165,6 @@ def _part(
     return helper.make_model(
         body, opset_imports=model.opset_import, ir_version=max(model.ir_version, 7)
     )
-
-
-def _named(tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
-    own = copy_message(tensor)
-    own.name = name
-    return own
 
 
 def _values(graph: Graph, name: str) -> Floats | None:

@@ -20,7 +20,7 @@ from onnx import helper, numpy_helper, shape_inference
 
 from deploy.errors import ModelError, first_line
 from deploy.frontends.checks import to_array
-from deploy.graph.edit import bypass, copy_message, drop_initializers, replace_nodes
+from deploy.graph.edit import bypass, copy_message, copy_tensor, drop_initializers, replace_nodes
 from deploy.graph.index import RANDOM, all_graphs, attributes, count_reads, iter_reads, subgraphs
 from deploy.graph.placement import WEIGHTED
 from deploy.runtimes.ort import OrtSession
@@ -171,9 +171,7 @@ def _constant(node: onnx.NodeProto) -> list[onnx.TensorProto] | None:
         return None
     attribute = node.attribute[0]
     if attribute.name == "value":
-        tensor = copy_message(attribute.t)
-        tensor.name = node.output[0]
-        return [tensor]
+        return [copy_tensor(attribute.t, node.output[0])]
     value = helper.get_attribute_value(attribute)
     dtype = {"value_float": np.float32, "value_int": np.int64}.get(attribute.name.rstrip("s"))
     if dtype is None:

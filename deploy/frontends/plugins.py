@@ -18,6 +18,7 @@ from deploy.errors import ExportError, ModelError
 from deploy.frontends.checks import check_valid
 from deploy.graph.edit import (
     copy_message,
+    copy_tensor,
     drop_dead,
     rename_reads,
     replace_field,
@@ -153,7 +154,7 @@ def cut_unknown_nodes(
         nodes=tuple(copy_message(node) for node in nodes),
         strange=copy_message(next(node for node in nodes if is_unknown_node(node))),
         constants=tuple(
-            _copy_named(index.constants[name], name) for name in read if name in index.constants
+            copy_tensor(index.constants[name], name) for name in read if name in index.constants
         ),
         inputs=tuple(copy_message(value) for value in model.graph.input),
         outputs=tuple(copy_message(value) for value in model.graph.output),
@@ -201,12 +202,6 @@ def _add_constant_nodes(index: Graph, cut_places: set[int]) -> set[int]:
         else:
             elsewhere.update(iter_reads(node))
     return places
-
-
-def _copy_named(tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
-    copy = copy_message(tensor)
-    copy.name = name
-    return copy
 
 
 def _reduce_to(

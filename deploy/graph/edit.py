@@ -48,6 +48,13 @@ def copy_message(message: Message) -> Message:
     return copy
 
 
+def copy_tensor(tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
+    """Return a copy of a tensor under a name."""
+    copy = copy_message(tensor)
+    copy.name = name
+    return copy
+
+
 def copy_without_initializers(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
     """Return a copy of a model without the initializers of these names.
 

@@ -36,7 +36,7 @@ from onnx import TensorProto, ValueInfoProto, helper
 from deploy.calibration.taps import Tap
 from deploy.errors import ConfigError
 from deploy.feed.parallel import Sample, run_in_order
-from deploy.graph.edit import copy_message, extract_nodes
+from deploy.graph.edit import copy_tensor, extract_nodes
 from deploy.graph.index import Graph
 from deploy.method import Choices
 from deploy.metrics.output_errors import cosine
@@ -275,8 +275,6 @@ def _twin(model: onnx.ModelProto, index: Graph, q: QuantLayer) -> OrtSession:
         ],
         outputs=[ValueInfoProto(name=q.layer.output)],
     )
-    for name in sorted(read & set(index.constants)):
-        tensor = copy_message(index.constants[name])
-        tensor.name = name
-        alone.graph.initializer.append(tensor)
+    constants = sorted(read & set(index.constants))
+    alone.graph.initializer.extend(copy_tensor(index.constants[name], name) for name in constants)
     return OrtSession.open(fake_quant_model(alone, {q.layer.name: q}), threads=1, spin=False)

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deploy.graph.edit import claim_name, copy_message
+from deploy.graph.edit import claim_name, copy_tensor
 from deploy.graph.index import Graph, count_reads
 
 if TYPE_CHECKING:
@@ -73,11 +73,10 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
         weight = node.input[1]
         if weight not in affordable or readers[weight] < 2:
             continue
-        tensor = copy_message(index.constants[weight])
-        tensor.name = claim_name(f"{node.name}.weight", used_names)
-        named.graph.initializer.append(tensor)
+        name = claim_name(f"{node.name}.weight", used_names)
+        named.graph.initializer.append(copy_tensor(index.constants[weight], name))
         readers[weight] -= 1
-        node.input[1], copies[tensor.name] = tensor.name, weight
+        node.input[1], copies[name] = name, weight
     return named, replace(find_layers(named), shared=copies)
 
 
