@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import signal
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -20,6 +21,7 @@ from deploy.feed.paths import RawFiles
 from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.sampling import Choice, spread_evenly
+from deploy.files.usercode import wrap_user_errors
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
 from tests.models import make_model, read_markdown, save_net
@@ -371,6 +373,9 @@ def test_what_a_loader_changes_for_the_process_is_restored(
     assert (signal.getsignal(signal.SIGINT), np.geterr()) == before
     assert {path.name for path in tmp_path.iterdir()} >= {"build", "there", "loader.py"}
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["here"]
+    monkeypatch.chdir(tmp_path / "build")  # another program, which knows nothing of that folder
+    with wrap_user_errors("code", error=FeedError):
+        assert Path.cwd() == tmp_path / "build"
 
 
 class Tensor:

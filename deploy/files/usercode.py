@@ -92,7 +92,7 @@ class _Surroundings:
         self._lock = threading.Lock()
         self._calls = 0
         self._folder: str | None = None  # before the first of the calls in progress
-        self._theirs: str | None = None  # that the code set
+        self._theirs: dict[str | None, str | None] = {}  # that folder -> the one that the code set
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -102,14 +102,14 @@ class _Surroundings:
             if not self._calls:
                 self._folder = _working_folder()
             self._calls += 1
-            _enter(self._theirs)
+            _enter(self._theirs.get(self._folder))
         try:
             yield
         finally:
             with self._lock:
                 self._calls -= 1
                 if self._folder is not None and (here := _working_folder()) != self._folder:
-                    self._theirs = here
+                    self._theirs[self._folder] = here
                     _enter(self._folder)
             if threading.current_thread() is threading.main_thread():
                 for number, handler in handlers.items():
