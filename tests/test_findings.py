@@ -38,6 +38,7 @@ from deploy.targets.stored_weights import StoredWeight, make_stored_weight, read
 from deploy.targets.tensorrt.cache_qdq import to_qdq
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, build_net, make_model, make_node, run_net
+from tests.outputs import softmax
 
 QUICK = ("--effort", 0, "--duration", 0, "--accept")
 
@@ -689,6 +690,20 @@ def test_a_value_beside_a_score_of_its_cell_is_judged_where_it_counts(value, gat
     told = form.told(one, {}, one)["pitch"] / one["pitch"]
     closed = np.broadcast_to(one["score"].reshape(cells) < 0.5, told.shape)
     assert np.abs(told[closed]).max() < 0.01 and np.abs(told[~closed]).min() > 0.9
+
+
+def test_scores_weight_values_of_their_own_output_but_a_deviation_weights_nothing():
+    made = np.random.default_rng(0)
+    pitch, unsure = made.normal(0, 9, (8, 1, 40, 1)), made.uniform(0.05, 0.95, (8, 1, 40, 1))
+    for share, where in (unsure > 0.5, " where y[..., 1:2] is high"), (unsure, ""):
+        joined = [as_float32({"y": value}) for value in np.concatenate([pitch, share], 3)]
+        first, _ = derive_form(joined).parts
+        assert first.label == f"y[..., 0:1]{where}"
+        apart = [as_float32({"m": a, "s": b}) for a, b in zip(pitch, share, strict=True)]
+        assert derive_form(apart).parts[0].label == ("m where s is high" if where else "m")
+    maps = made.normal(0, 9, (8, 1, 3, 16, 16))
+    kinds = [as_float32({"m": a, "s": softmax(b)}) for a, b in zip(maps, maps[::-1], strict=True)]
+    assert [part.label for part in derive_form(kinds).parts] == ["m", "s"]  # no score a cell
 
 
 def test_what_a_task_reads_counts_everywhere(rng):

@@ -211,26 +211,32 @@ def test_boxes_with_their_scores_beside_classes(batch):
     assert [figure(references, other)[1].value for other in (turned, cut)] == [0, 0]
 
 
-def ssd(number, classes=4):
+def ssd(number, classes=4, raw=False, last=False, lost=0):
     """Offsets from anchors that nobody told, and probabilities with a background."""
     made = np.random.default_rng(number)
     scores = made.uniform(0, 1, (1, 600, classes))
     scores[..., 0] = 12
     seen = made.choice(600, 8, replace=False)
-    scores[0, seen, 1 + made.integers(0, classes - 1, 8)] = 18
-    conf = forms.softmax(scores.reshape(-1, classes)).reshape(scores.shape)
-    return {"loc": made.standard_normal((1, 600, 4)), "conf": conf}, seen
+    scores[0, seen[lost:], 1 + made.integers(0, classes - 1, 8)[lost:]] = 18
+    scores = scores[..., ::-1] if last else scores
+    loc, points = made.standard_normal((1, 600, 4)), made.standard_normal((1, 600, 10))
+    return {"loc": loc, "conf": scores if raw else forms.softmax(scores, -1), "points": points}
 
 
-def test_anchors_whose_boxes_cannot_be_told_match_by_place():
-    pairs = [ssd(n) for n in range(4)]
-    references = [one for one, _ in pairs]
-    candidates = [{**one, "conf": one["conf"].copy()} for one in references]
-    for one, (_, seen) in zip(candidates, pairs, strict=True):
-        one["conf"][0, seen[:2]] = [1, 0, 0, 0]
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("classes", "raw"), [(2, False), (2, True), (4, False)])
+def test_anchors_whose_boxes_cannot_be_told_match_by_place(classes, raw, last):
+    """Boxes, and the key points of faces, count where the background is unlikely."""
+    references, candidates = (
+        [ssd(n, classes, raw, last, lost) for n in range(4)] for lost in (0, 2)
+    )
     form, found = figure(references, candidates)
     assert "by anchor" in form.task.form
     assert found.words.startswith("24 of 32 boxes of FP32 kept, 0 new")
+    where = f"where conf[..., {1 - last}:{classes - last}] is high"
+    assert [one.label for one in form.parts] == [f"loc {where}", "conf", f"points {where}"]
+    pair = [{name: one[name] for name in ("loc", "conf")} for one in references]
+    assert figure(pair, pair)[0].task.form == form.task.form
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -399,7 +405,7 @@ def test_offsets_with_a_size_say_whether_the_box_of_an_anchor_is_kept(how, moved
     form, found = figure(references, [blaze(n, moved=moved, **how) for n in range(8)])
     assert "of anchors, boxes by offset" in form.task.form and found.value == kept
     assert not form.task.decoder.placed  # no place in the picture is known
-    assert [p.at for p in form.parts if p.output == "regressors"] == ["classificators"]
+    assert [p.at.output for p in form.parts if p.output == "regressors"] == ["classificators"]
     split = {1: np.s_[:, :512], 2: np.s_[:, 512:]}
     levels = [
         {k + str(n): v[split[n]] for n in split for k, v in one.items()} for one in references
@@ -437,6 +443,7 @@ def test_boxes_and_scores_may_be_turned(boxes, scores):
     references = [forms.split_yolo(n, boxes, scores) for n in range(8)]
     form, same = figure(references, references)
     assert form.task.form == "scores: scores of anchors, boxes by centre"
+    assert form.parts[0].label == "boxes where scores is high"
     assert same.words.startswith("48 of 48 boxes of FP32 kept, 0 new")
     moved = changed(references, boxes=lambda v: v + 2)  # of boxes 3 wide
     fewer = changed(references, scores=lambda v: v[..., 1:, 1:])  # of another form
@@ -452,6 +459,7 @@ def test_an_objectness_of_each_level_multiplies_its_scores(how):
     form, same = figure(references, references)
     assert form.task.form.startswith("cls_8, cls_16, cls_32") and same.value == 1
     assert same.words.startswith("24 of 24 boxes")
+    assert "bbox_8 where obj_8 is high" in [part.label for part in form.parts]
     lost = changed(references, obj_8=lambda v: v * 0 - 20 * how.get("raw", False))
     assert figure(references, lost)[1].words.startswith("16 of 24 boxes of FP32 kept, 0 new")
     assert figure(references, broken(lost))[1].value == 0

@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from deploy.errors import FeedError
-from deploy.metrics.accuracy import Accuracy
+from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs
 from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, judge_accuracy
 from deploy.metrics.output_errors import USUAL, OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy, derive_form
@@ -369,6 +369,15 @@ def test_without_labels_the_places_tell_how_many_are_alike(ranking, judged, outp
     assert found["task"]["value"] == found["top1_agreement"] > 0.5
     assert f"of {SAMPLES} best classes as FP32's" in out
     assert all(part["output"] != "places" for part in found["parts"])
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_samples_of_other_places_are_not_alike_though_all_values_are_sure(same):
+    rows = [{"v": np.float32([[1, 0]]), "i": np.array([[9, n * (not same)]])} for n in range(8)]
+    figures = Comparison(StoredOutputs(rows[0]), StoredOutputs(rows[0]))
+    for row in rows:
+        figures.add(fed(), row, row)
+    assert figures.result().alike == same
 
 
 def test_integers_are_equal_or_not_and_selected_rows_come_in_any_order():

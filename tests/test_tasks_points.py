@@ -1,6 +1,7 @@
 """Key points, heat maps' peaks and boxes with points, through the command."""
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from onnx import TensorProto
 
 from deploy.metrics.accuracy import Comparison, StoredOutputs
 from deploy.metrics.output_form import derive_form
-from deploy.metrics.slices import OutputSlice, weight_by_scores
+from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.yolo import AnchorGrid
 from tests.models import as_float32, make_model, make_value, run_command, save_net
 from tests.outputs import fed, same_task
@@ -153,23 +154,35 @@ def test_points_near_those_of_fp32_are_kept(more, flat, unit):
     assert [figure(references, other, PICTURE)[1].value for other in (broken, cut)] == [0, 0]
 
 
-def test_points_that_fp32_is_not_sure_of_do_not_count():
-    """As MoveNet tells them: row, column and how sure it is."""
-    references = [output(n, unit=1, more=1, flat=False) for n in range(4)]
-    for one in references:
-        one["y"][..., 2] = np.where(np.arange(MESH) < 8, 0.05, 0.9)
-    far = [{"y": one["y"] + np.float32([0.1, 0, 0])} for one in references]
-    for one, other in zip(references, far, strict=True):
-        other["y"][..., 8:, :2] = one["y"][..., 8:, :2]
+OWN, FLAT = product([1, 2, 3], [True], [False, True]), product([0, 1, 2], [False], [True])
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize(
+    ("more", "own", "flat"), [*OWN, *FLAT, (0, False, False), (1, False, False)]
+)
+def test_points_that_fp32_is_not_sure_of_do_not_count(more, own, raw, flat):
+    """As MoveNet and BlazePose give them: the last number, or an output, says how sure each is."""
+    sure = np.where(np.arange(MESH) < 8, *((-5, 4) if raw else (0.05, 0.95)))
+
+    def outputs(number, moved=0, seen=sure):
+        value = output(number, more=more, flat=False)["y"][0, 0]
+        value[:8, 0] += moved
+        value[:, -1] = seen if own else value[:, -1]
+        beside = {} if own else {"sure": np.float32(seen)[None]}
+        return {"y": value.reshape(1, -1) if flat else value[None, None], **beside}
+
+    references, far, lost = (
+        [outputs(n, **how) for n in range(4)]
+        for how in ({}, {"moved": 9}, {"seen": sure * 0 + sure[0]})
+    )
     assert figure(references, far, PICTURE)[1].count == "64 of 64"
-    for raw in False, True:  # and in another output
-        sure = np.float32([[-5, 4] if raw else [0.05, 0.9]]).repeat((8, MESH - 8), axis=1)
-        apart = [
-            [{"y": one["y"][..., :2], "sure": sure} for one in side] for side in (references, far)
-        ]
-        assert figure(*apart, PICTURE)[1].count == "64 of 64"
-        lost = [{**one, "sure": sure * 0 - 5 * raw} for one in apart[0]]
-        assert figure(apart[0], lost, PICTURE)[1].count == "0 of 64"
+    assert figure(references, lost, PICTURE)[1].count == "0 of 64"
+    form = derive_form(references, inputs=[fed(PICTURE)] * 4)
+    last, every = more + 1, f" of {more + 2}" * flat
+    places, scores = (f"y[..., {a}{every}]" for a in (f"0:{min(last, 3)}", f"{last}:{last + 1}"))
+    where = f"{places} where {scores} is high" if own else "y where sure is high"
+    assert form.parts[0].label == where
 
 
 def flagged(number, *probabilities):
@@ -184,7 +197,7 @@ def test_what_else_is_told_of_a_sample_must_be_told_alike():
     _, same = figure(alone, alone, PICTURE)
     assert same.count == "48 of 48"  # nothing is where FP32 sees nothing
     form = derive_form(alone, inputs=[fed(PICTURE)] * 4)
-    assert [part.label for part in form.parts] == ["y"]  # 1e-3 of 1e-6 is no noise
+    assert [part.label for part in form.parts] == ["y where p0 is high"]
     assert figure(alone, [*alone[:3], flagged(3, 0.6)], PICTURE)[1].count == "48 of 72"
 
 
@@ -202,6 +215,11 @@ def others():
 @pytest.mark.parametrize(("what", "values"), list(others()))
 def test_other_numbers_are_no_points(what, values):
     assert task_of([{"y": np.float32(one)} for one in values], PICTURE) != "key points", what
+    sure = np.random.default_rng(0).random((4, 1, values[0].size // 2)) > 0.5
+    beside = [{"y": np.float32(a), "s": np.float32(b)} for a, b in zip(values, sure, strict=True)]
+    assert task_of(beside, PICTURE) != "key points"
+    columns = [{**one, "y": np.float32(line(n).T).reshape(1, -1)} for n, one in enumerate(beside)]
+    assert len(values[0][0]) != 48 or task_of(columns, PICTURE) != "key points"
     no_picture = [{"x": np.zeros((1, 9), np.float32)}] * 4
     assert same_task([output(n) for n in range(4)], no_picture) is None
 
@@ -485,8 +503,8 @@ def test_sizes_are_pixels_and_no_logarithms():
 def test_what_stands_beside_is_read_where_objects_are(raw):
     references = [outputs_centres(n, raw=raw) for n in range(8)]
     form = derive_form(references, inputs=[fed(LARGE)] * 8)
-    whole = OutputSlice(output="hm")
-    assert form.parts == (whole, *(OutputSlice(output=n, at="hm", raw=raw) for n in ("wh", "reg")))
+    at = OutputSlice(output="hm", axis=1, activation="sigmoid" if raw else "")
+    assert form.parts[1:] == tuple(OutputSlice(output=name, at=at) for name in ("wh", "reg"))
     assert [one.label for one in form.parts[1:]] == ["wh where hm is high", "reg where hm is high"]
 
     def decibels(far):
@@ -504,9 +522,11 @@ def test_what_stands_beside_is_read_where_objects_are(raw):
 
 
 def test_maps_of_other_cells_than_the_scores_are_taken_as_they_are():
-    value, scores = np.ones((1, 2, 4, 4), np.float32), np.full((1, 3, 8, 8), 0.5, np.float32)
-    assert weight_by_scores(value, scores, raw=False) is value
-    assert (weight_by_scores(value, scores[..., :4, :4], raw=False) == 0.5).all()
+    part = OutputSlice(output="y", at=OutputSlice(output="hm", axis=1))
+    for side, wanted in (8, 1), (4, 0.5):
+        value = np.ones((1, 2, 4, 4), np.float32)
+        part.weight(value, {"hm": np.full((1, 3, side, side), 0.5, np.float32)})
+        assert (value == wanted).all()
 
 
 def test_other_maps_are_no_centres():

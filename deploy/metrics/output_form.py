@@ -10,7 +10,7 @@ Until then samples are buffered.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,12 +32,10 @@ from deploy.metrics.slices import (
     find_cell_scores,
     form_samples,
     split_output,
-    weight_by_scores,
 )
 from deploy.metrics.tasks import EvaluationTask, FirstSamples, Metric, TaskFigure, recognise_task
 from deploy.metrics.tasks.boxes import BoxDetection
 from deploy.metrics.tasks.evaluation_task import Example, TaskTally, find_states
-from deploy.metrics.tasks.keypoints import Points
 from deploy.metrics.tasks.metric import MetricTally
 from deploy.tensors import Array
 
@@ -60,21 +58,16 @@ class OutputForm:
 
     def told(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
         """Return outputs ready to be sliced: minus an input or mean, or weighted by scores."""
-        measured = {
-            part.output: self._of_part(part, outputs[part.output], inputs, reference)
-            for part in self.parts
-            if part.less or part.at
-        }
-        return {**outputs, **measured} if measured else outputs
-
-    def _of_part(
-        self, part: OutputSlice, value: Array, inputs: Outputs, reference: Outputs
-    ) -> Array:
-        if part.at:
-            return weight_by_scores(value, reference[part.at], raw=part.raw)
-        if part.output in self.usual:
-            return subtract_usual(value, self.usual[part.output])
-        return subtract_input(value, inputs[part.less])
+        measured = {p.output: np.array(outputs[p.output], order="C") for p in self.parts if p.at}
+        for part in self.parts:
+            value = outputs[part.output]
+            if part.at:
+                part.weight(measured[part.output], reference)
+            elif part.less == USUAL:
+                measured[part.output] = subtract_usual(value, self.usual[part.output])
+            elif part.less:
+                measured[part.output] = subtract_input(value, inputs[part.less])
+        return {**outputs, **measured}
 
 
 def derive_form(
@@ -98,17 +91,15 @@ def derive_form(
     task_parts: Mapping[str, tuple[OutputSlice, ...]] = {} if found is None else found.parts
     names = list(reference_outputs[0])
     usual = dict(_usual(samples, found))
-    own = () if found is None or isinstance(found, Points) else found.covered
-    scored = find_cell_scores({name: samples.arrays(name) for name in first.every})
-    scored = {name: at for name, at in scored.items() if name not in own}  # scores count everywhere
-    by_name = {
-        name: (OutputSlice(output=name, less=USUAL),)
-        if name in usual and name not in scored
-        else task_parts[name]
-        if name in task_parts
-        else _parts(name, first, scored)
-        for name in names
-    }
+    by_name = {n: task_parts[n] if n in task_parts else _parts(n, first) for n in names}
+    whole = [part for name in first.every for part in by_name[name] if not part.less]
+    scored = find_cell_scores({p: [p.of(v) for v in samples.arrays(p.output)] for p in whole})
+    for name in names:
+        own = found is not None and name in (*task_parts, *found.covered)  # scores count everywhere
+        parts = by_name[name]
+        parts = parts if own else tuple(replace(part, at=scored.get(part)) for part in parts)
+        mean = name in usual and not any(part.at for part in parts)
+        by_name[name] = (OutputSlice(output=name, less=USUAL),) if mean else parts
     parts = tuple(part for name in names for part in by_name[name])
     if not parts and found is None:
         parts = tuple(OutputSlice(output=name) for name in names)
@@ -128,8 +119,8 @@ def _evidence(
     if task is None:
         return f"no task{how}" if how else ""
     own = [name for name in seen.every if name in (task.covered or seen.every)]
-    whole = {n: tuple(p for p in slices[n] if p.axis) or (OutputSlice(output=n),) for n in own}
-    listed = [_describe(part, seen.arrays(name)) for name in own for part in whole[name]]
+    whole = {n: [p for p in slices[n] if p.axis] or [OutputSlice(output=n)] for n in own}
+    listed = [_describe(replace(part, at=None), seen.arrays(n)) for n in own for part in whole[n]]
     more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
     others = ", ".join(name for name in seen.every if name not in own) or "no other output"
     tail = f", beside {others}" if len(own) == 1 or len(own) < len(seen.every) else ""
@@ -162,19 +153,14 @@ def _usual(seen: FirstSamples, task: EvaluationTask | None) -> Iterator[tuple[st
             yield name, mean
 
 
-def _parts(
-    name: str, seen: FirstSamples, scored: Mapping[str, tuple[str, bool]]
-) -> tuple[OutputSlice, ...]:
-    """Return the slices of an output; `scored`: see `find_cell_scores`."""
+def _parts(name: str, seen: FirstSamples) -> tuple[OutputSlice, ...]:
+    """Return the slices of an output, each of a unit of its own."""
     if name not in seen.every:
         return (OutputSlice(output=name),)
     samples = seen.arrays(name)
     fed = find_repeated_input(samples, seen.inputs)
     if fed:
         return (OutputSlice(output=name, less=fed),)
-    if name in scored:
-        at, raw = scored[name]
-        return (OutputSlice(output=name, at=at, raw=raw),)
     if not np.issubdtype(samples[0].dtype, np.floating):  # class numbers or counts: no signal
         return ()
     return split_output(name, samples)

@@ -49,7 +49,7 @@ def split_batch(arrays: Outputs, batch: int) -> list[dict[str, Array]]:
 
 @dataclass(slots=True)
 class AlikeOutputs:
-    """Whether floating-point outputs hardly differ from those of the first sample (`alike`)."""
+    """Whether outputs, of which one is floating-point, hardly differ from the first sample's."""
 
     alike: bool = True
     _first: Outputs = field(default_factory=dict)
@@ -57,14 +57,15 @@ class AlikeOutputs:
     def add(self, outputs: Outputs, batch: int) -> None:
         """Add one batch; nothing is computed once a sample differs."""
         for row in split_batch(outputs, batch) if self.alike else ():
-            floats = {n: value.astype(np.float64) for n, value in row.items() if is_floating(value)}
-            self._first = self._first or floats
-            pairs = [(self._first[n], floats[n]) for n in floats if n in self._first]
+            kept = {n: v for n, v in row.items() if v.dtype.kind in "iu" or is_floating(v)}
+            self._first = self._first or kept
+            pairs = [(self._first[n].astype(np.float64), kept[n]) for n in kept if n in self._first]
             differ = any(
                 a.shape != b.shape or np.linalg.norm(a - b) > _VARIATION * np.linalg.norm(a)
                 for a, b in pairs
             )
-            self.alike = self.alike and pairs != [] and not differ
+            floats = any(value.dtype.kind == "f" for value in kept.values())
+            self.alike = self.alike and floats and not differ
 
 
 def image_size(feed: Outputs) -> tuple[int, int] | None:
@@ -157,6 +158,15 @@ def to_shares(scores: Array, *, raw: bool = True) -> Floats:
     """Return probabilities: of `raw` logits by the Sigmoid, of others unchanged."""
     with np.errstate(over="ignore"):
         return np.asarray(1 / (1 + np.exp(-scores))) if raw else scores
+
+
+def activate(scores: Array, activation: str, axis: int = -1) -> Array:
+    """Return probabilities: scores after "sigmoid" or, along an axis, "softmax"; "" for as is."""
+    if activation != "softmax":
+        return to_shares(scores, raw=activation == "sigmoid")
+    with np.errstate(invalid="ignore"):
+        power = np.exp(scores - scores.max(axis=axis, keepdims=True))
+        return np.asarray(power / power.sum(axis=axis, keepdims=True))
 
 
 def are_ranked(scores: Array, batch: int) -> bool:

@@ -11,12 +11,12 @@ present one 0.5. So a gap in magnitude alone is no border; see `_gap`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import are_two_sided, is_floating, to_shares
+from deploy.metrics.rows import activate, are_two_sided, is_floating, sums_to_one, to_shares
 from deploy.tensors import Array
 
 _SAMPLES, _MORE_SAMPLES = 4, 32  # see `form_samples`
@@ -27,7 +27,8 @@ _VALUES = 16  # fewer values per row (as in [N, classes]) do not show its range
 _MOST_ROWS = 1024
 _TOLERANCE = 1e-3  # rounding of a probability
 _LOW = 0.2  # scores below it are low, above 1 - it high
-_DECIDED = 0.75  # share of scores near 0 or 1 beside values of 0..1, at least
+_DECIDED = 0.75  # share of scores near 0 or 1 in one output with values, or beside 0..1, at least
+_HALF = 0.5  # the same beside as many other values
 
 
 def form_samples(outputs: Mapping[str, Array], batch: int = 1) -> int:
@@ -46,52 +47,55 @@ class OutputSlice:
 
     output: str
     axis: int | None = None  # 1 or -1, the dimension of the rows; None for the complete output
-    # start, stop: the rows, half open
+    # start, stop: the rows, half open; stop 0 for all from start on
     start: int = 0
     stop: int = 0
+    # numbers per cell of a flat output, whose rows are the last dimension of [N, cells, width]
+    width: int = 0
     # name of the input, or `USUAL` for the mean, that is subtracted from the output first
     less: str = ""
-    # output of scores on the same grid. Each cell is weighted by its best score, since values of
-    # cells without an object are not used
-    at: str = ""
-    raw: bool = False  # whether these scores are logits, before the Sigmoid
+    # scores of the same cells. Each cell is weighted by its best score, since values of cells
+    # without an object are not used
+    at: "OutputSlice | None" = None
+    activation: str = ""  # missing activation of scores: "", "sigmoid" or "softmax"
 
     @property
     def label(self) -> str:
         """Such as output0[4:22], or output0[..., 4:22] if the rows are the last dimension."""
         if self.less:
             return f"{self.output} - {self.less}"
-        if self.at:
-            return f"{self.output} where {self.at} is high"
-        if self.axis is None:
+        if self.at is not None:
+            return f"{replace(self, at=None).label} where {self.at.label} is high"
+        if self.axis is None or not self.stop:
             return self.output
         dots = "..., " if self.axis == -1 else ""
-        return f"{self.output}[{dots}{self.start}:{self.stop}]"
+        every = f" of {self.width}" if self.width else ""
+        return f"{self.output}[{dots}{self.start}:{self.stop}{every}]"
 
     def of(self, value: Array) -> Array:
-        """Return the slice of an array of the output, with all its dimensions."""
+        """Return the slice of an array of the output, with all its dimensions, as a view."""
+        if value.ndim > 1 and self.width and value.size and value[0].size % self.width == 0:
+            value = value.reshape(len(value), -1, self.width)
         if self.axis is None or value.ndim < 2:
             return value
-        rows = slice(self.start, self.stop)
+        rows = slice(self.start, self.stop or None)
         return value[..., rows] if self.axis == -1 else value[:, rows]
 
+    def best_scores(self, outputs: Mapping[str, Array]) -> Array:
+        """Return the probability of each cell, the best of the slice's rows."""
+        shares = self.of(activate(outputs[self.output], self.activation, self.axis or -1))
+        return shares if self.axis is None else shares.max(axis=self.axis, keepdims=True)
 
-def weight_by_scores(value: Array, scores: Array, *, raw: bool) -> Array:
-    """Return values times the scores of their cells.
+    def weight(self, value: Array, reference: Mapping[str, Array]) -> None:
+        """Multiply the slice of an array of the output by the float model's scores, in place.
 
-    Args:
-        value: [N, C, H, W] with scores [N, K, H, W], of which the best counts; or values and scores
-            of the same cells, see `_cells`. Returned unchanged if none fits.
-        scores: of the float model, whichever model the values are of.
-        raw: whether the scores are logits, before the Sigmoid.
-    """
-    cells = _cells(scores.shape, value.shape)
-    if cells is None and scores.ndim == 4:
-        scores = scores.max(axis=1, keepdims=True)
-        cells = _cells(scores.shape, value.shape)
-    if cells is None:
-        return value
-    return np.asarray(value * to_shares(scores.reshape(cells), raw=raw))
+        Values of other cells stay unchanged, see `_cells`.
+        """
+        assert self.at is not None
+        rows, scores = self.of(value), self.at.best_scores(reference)
+        cells = _cells(scores.shape, rows.shape)
+        if cells is not None:
+            rows *= scores.reshape(cells)
 
 
 def _cells(scores: tuple[int, ...], values: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -99,10 +103,13 @@ def _cells(scores: tuple[int, ...], values: tuple[int, ...]) -> tuple[int, ...] 
 
     Sides of 1 do not matter, and the values may have one more axis, their channels: [N, T] with
     [N, 1, T], [N, A, 4] with [N, A] or [N, A, 1], [N, C, H, W] with [N, 1, H, W] or [N, H, W].
+    One score a sample fits all.
     """
     if scores[:1] != values[:1]:
         return None
     sides = [side for side in scores[1:] if side != 1]
+    if not sides:
+        return (*scores[:1], *(1 for _ in values[1:]))
     for channels in (None, *reversed(range(1, len(values)))):
         shape = (*(1 if axis == channels else side for axis, side in enumerate(values)),)
         if [side for side in shape[1:] if side != 1] == sides:
@@ -110,52 +117,54 @@ def _cells(scores: tuple[int, ...], values: tuple[int, ...]) -> tuple[int, ...] 
     return None
 
 
-def find_cell_scores(samples: Mapping[str, Sequence[Array]]) -> dict[str, tuple[str, bool]]:
-    """Return outputs of values that count in some cells -> the output of these cells' scores.
+def find_cell_scores(
+    samples: Mapping[OutputSlice, Sequence[Array]],
+) -> dict[OutputSlice, OutputSlice]:
+    """Return slices of values that count in some cells -> the slice of these cells' scores.
 
-    Such as a pitch -> its confidence, a landmark -> its visibility, and whether the scores are
-    logits. Scores, one a cell, go from 0 to 1, low in some cells and high in others; logits have
-    two groups on both sides of 0. The values leave 0..1, so that it is clear which output weights
-    the other; or most are in between, and scores are fewer, or mostly near 0 or 1.
+    Such as a pitch -> its confidence, a landmark -> its visibility. Scores, one a cell, go from 0
+    to 1, low in some cells and high in others; logits have two groups on both sides of 0. The
+    values leave 0..1, so that it is clear which weights the other; or most are in between, and
+    scores are fewer, or mostly near 0 or 1.
 
-    `samples`: output -> its arrays for the first few samples.
+    `samples`: slice -> its arrays for the first few samples.
     """
     floating = {
-        name: np.concatenate([one.reshape(-1) for one in arrays]).astype(np.float64)
-        for name, arrays in samples.items()
+        part: np.concatenate([one.reshape(-1) for one in arrays]).astype(np.float64)
+        for part, arrays in samples.items()
         if all(one.size and is_floating(one) for one in arrays)
     }
     unit = [n for n, v in floating.items() if max(-v.min(), v.max() - 1) <= _TOLERANCE]
     raw = [n for n, v in floating.items() if n not in unit and are_two_sided(v, 1)]
-    shares = {name: to_shares(floating[name], raw=name in raw) for name in (*unit, *raw)}
+    shares = {part: to_shares(floating[part], raw=part in raw) for part in (*unit, *raw)}
     ends = {n: float(np.mean((s < 0.1) | (s > 0.9))) for n, s in shares.items()}
-    found: dict[str, tuple[str, bool]] = {}
-    for name, values in floating.items():
-        between = name in unit and ends[name] < 0.5
-        for other, own in shares.items() if between or name not in unit else ():
-            apart = other not in (name, *(raw if name in raw else ()))
-            decided = not between or own.size < values.size or ends[other] >= _DECIDED
+    found: dict[OutputSlice, OutputSlice] = {}
+    for part, values in floating.items():
+        between = part in unit and ends[part] < 0.5
+        for other, own in shares.items() if between or part not in unit else ():
+            apart = other not in (part, *(raw if part in raw else ())) and not other.width
+            least = _DECIDED if between or other.axis else _HALF
+            decided = ends[other] >= (0 if own.size < values.size and not other.axis else least)
             both = own.size >= _VALUES and max(own.min(), 1 - own.max()) <= _LOW
-            if apart and decided and both and _fit_cells(samples[other], samples[name]):
-                found.setdefault(name, (other, other in raw))
+            if apart and decided and both and _fit_cells(samples[other], samples[part]):
+                activation = "sigmoid" if other in raw else ""
+                found.setdefault(part, replace(other, activation=activation))
     return found
 
 
 def _fit_cells(scores: Sequence[Array], values: Sequence[Array]) -> bool:
     """Whether there is one score for each cell of the values, not made of the value itself."""
     pairs = [*zip(scores, values, strict=True)]
-    same = all(own.size == value.size for own, value in pairs)
     fit = all(own.size > 1 < value.ndim and _cells(own.shape, value.shape) for own, value in pairs)
-    return fit and not (
-        same and all(_is_activation(own.reshape(value.shape), value) for own, value in pairs)
-    )
+    return fit and not all(_is_activation(*pair) for pair in pairs)
 
 
 def _is_activation(own: Array, value: Array) -> bool:
-    """Whether an output is the Softmax or Sigmoid of another."""
+    """Whether an output is a Softmax, or the Sigmoid of another of its size."""
+    if any(sums_to_one(own, axis).all() for axis in range(1, own.ndim)):
+        return True
     sigmoid = to_shares(value.astype(np.float64), raw=True)
-    shares = own.sum(axis=-1, dtype=np.float64)
-    return bool(np.allclose(own, sigmoid, atol=0.01) or np.allclose(shares, 1, atol=0.01))
+    return own.size == value.size and np.allclose(own.reshape(value.shape), sigmoid, atol=0.01)
 
 
 def split_output(output: str, samples: Sequence[Array]) -> tuple[OutputSlice, ...]:

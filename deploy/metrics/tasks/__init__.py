@@ -44,7 +44,7 @@ class TaskRow(NamedTuple):
 def _fit_points(name: str, shape: tuple[int, ...], raw: bool) -> EvaluationTask | bool:
     numbers = shape[-1] if 2 <= shape[-1] <= 5 else 2
     count, left = divmod(math.prod(shape), numbers)
-    return left == 0 and keypoints.Points({name: numbers}, frozenset(), (), count)
+    return left == 0 and keypoints.Points({name: numbers}, (), count)
 
 
 def _fit_steps(name: str, shape: tuple[int, ...], raw: bool) -> EvaluationTask:

@@ -32,13 +32,21 @@ If boxes cannot be decoded, a detection is matched by its anchor and class.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Floats, Outputs, correlate, image_size, sums_to_one, to_shares
+from deploy.metrics.rows import (
+    Floats,
+    Outputs,
+    activate,
+    correlate,
+    image_size,
+    sums_to_one,
+    to_shares,
+)
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.detections import (
     LOWEST,
@@ -207,6 +215,7 @@ def find_anchors(seen: FirstSamples) -> AnchorDecoder | None:
     maps = sum(seen.outputs[0][name].ndim == 4 for name in seen.names) >= _MAPS
     cells = maps and are_cells(seen)
     turned = find_transposed(seen)
+    given = seen.outputs[0]
     seen = FirstSamples(
         seen.inputs, [arrange_anchors(one, maps=maps, turned=turned) for one in seen.outputs]
     )
@@ -233,10 +242,15 @@ def find_anchors(seen: FirstSamples) -> AnchorDecoder | None:
     coding = "" if maps and coding != "distribution" else coding
     raw = not all(_is_share(_stacked(name, seen)) for name in gated)
     parts: dict[str, tuple[OutputSlice, ...]] = {}
-    if not maps and coding in ("", _OFFSET) and activation[0] != "softmax" and count == 1:
-        for one in levels:
-            own = OutputSlice(output=one.boxes, at=one.scores, raw=bool(activation[0]))
-            parts |= {one.boxes: (own,), one.scores: (OutputSlice(output=one.scores),)}
+    start, stop = {None: (0, 0), 0: (1, count + 1)}.get(activation[1], (0, count))
+    for names, pair in zip(groups.values(), levels, strict=True):
+        at = OutputSlice(output=pair.scores, start=start, stop=stop, activation=activation[0])
+        if pair.gate:
+            at = OutputSlice(output=pair.gate, activation="sigmoid" if raw else "")
+        axis = 1 if maps or at.output in turned else -1
+        at = replace(at, axis=None if given[at.output].ndim == axis + 1 else axis)
+        own = (pair.scores, pair.gate)
+        parts |= {n: (OutputSlice(output=n, at=None if n in own else at),) for n in names}
     return AnchorDecoder(levels, *activation, coding, count, maps, turned, raw, parts)
 
 
@@ -284,7 +298,7 @@ def _pair(names: Sequence[str], seen: FirstSamples) -> LevelOutputs | None:
     ]
     grid = None
     if len(boxes) > 1:  # one may be the scores of four classes
-        boxes = [name for name in boxes if not _detects_little(_stacked(name, seen))]
+        boxes = [name for name in boxes if not _are_scores(_stacked(name, seen))]
     if not boxes:
         sizes = {image_size(inputs) for inputs in seen.inputs}
         size = next(iter(sizes)) if len(sizes) == 1 else None
@@ -300,8 +314,7 @@ def _pair(names: Sequence[str], seen: FirstSamples) -> LevelOutputs | None:
         return None
     others = [name for name in names if name != boxes[0]]
     scores = [name for name in others if _is_share(_stacked(name, seen))]
-    if not scores and len(others) <= 2:
-        scores = others
+    scores = scores or [name for name in others if shapes[name][-1] == 2] or others
     if len(scores) == 2:
         gates = [name for name in scores if shapes[name][-1] == 1][-1:]
         kinds = [name for name in scores if name not in gates]
@@ -331,6 +344,12 @@ def _detects_little(rows: Floats) -> bool:
     return bool(
         np.mean(best < _IDLE) >= _BELOW and (_is_share(rows) or np.mean(best < 0) >= _BELOW)
     )
+
+
+def _are_scores(rows: Floats) -> bool:
+    """Whether rows are scores of classes, or logits of a Softmax that is sure of its background."""
+    sure = activate(rows, "softmax").max(axis=1).mean() > _WINS
+    return _detects_little(rows) or bool(sure and _activation([rows]))
 
 
 def _activation(levels: list[Floats]) -> tuple[str, int | None] | None:
@@ -387,17 +406,8 @@ def _at_anchors(rows: Floats, seen: FirstSamples) -> bool:
 
 def _shares(rows: Floats, how: AnchorDecoder) -> Floats:
     """Return probabilities without the background's."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        if how.activation == "sigmoid":
-            rows = to_shares(rows)
-        elif how.activation == "softmax":
-            rows = _softmax(rows)
+    rows = activate(rows, how.activation)
     return rows if how.background is None else np.delete(rows, how.background, axis=1)
-
-
-def _softmax(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    power = np.exp(rows - rows.max(axis=-1, keepdims=True))
-    return np.asarray(power / power.sum(axis=-1, keepdims=True))
 
 
 def _corners(
@@ -423,7 +433,7 @@ def decode_distances(
     cells, strides = (one[indices] for one in grid.cells(size))
     bins = rows.reshape(len(rows), 4, rows.shape[1] // 4)
     with np.errstate(invalid="ignore"):
-        distance = _softmax(bins) @ np.arange(bins.shape[2])  # left, top, right, bottom
+        distance = activate(bins, "softmax") @ np.arange(bins.shape[2])  # left, top, right, bottom
     centre = cells + 0.5
     return (
         np.concatenate([centre - distance[:, :2], centre + distance[:, 2:]], axis=1)

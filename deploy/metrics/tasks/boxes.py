@@ -15,6 +15,7 @@ if the length of the list varies.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -84,37 +85,23 @@ def find_end_to_end(seen: FirstSamples) -> EndToEndDecoder | None:
         columns = _columns([_joined([value]) for value in seen.arrays(name)])
         if columns is not None:
             return EndToEndDecoder((name,), columns, {name: _scores(name, columns[1], seen)})
-    return _find_two(seen) or _find_three(seen)
+    return _find_several(seen)
 
 
-def _find_two(seen: FirstSamples) -> EndToEndDecoder | None:
-    """Recognise outputs of corners with score [.., K, 5] and classes [.., K]."""
+def _find_several(seen: FirstSamples) -> EndToEndDecoder | None:
+    """Recognise boxes with scores [.., K, 5] and classes, or boxes [.., K, 4], scores, classes."""
     first = seen.outputs[0]
-    for rows in (name for name in seen.every if first[name].shape[-1:] == (5,)):
-        for kind in (name for name in seen.every if name != rows):
-            samples = [_joined([one[rows], one[kind]]) for one in seen.outputs]
-            if _fits(samples, (0, 4, 5)):
-                return EndToEndDecoder(
-                    (rows, kind), (0, 4, 5), {rows: _scores(rows, 4, seen), kind: ()}
-                )
-    return None
-
-
-def _find_three(seen: FirstSamples) -> EndToEndDecoder | None:
-    """Recognise outputs of boxes [.., K, 4], scores [.., K] and classes [.., K]."""
-    first = seen.outputs[0]
-    boxes = [name for name in seen.every if first[name].shape[-1:] == (4,)]
-    flat = [name for name in seen.every if name not in boxes and max(first[name].shape, default=0)]
-    for box in boxes:
-        for score in flat:
-            for kind in flat:
-                names = (box, score, kind)
-                samples = [_joined([one[name] for name in names]) for one in seen.outputs]
-                if score != kind and _fits(samples, (0, 4, 5)):
-                    parts = dict.fromkeys((box, kind), ())
-                    varies = len({one[score].shape for one in seen.outputs}) > 1
-                    score_parts = () if varies else (OutputSlice(output=score),)
-                    return EndToEndDecoder(names, (0, 4, 5), {**parts, score: score_parts})
+    flat = [name for name in seen.every if max(first[name].shape, default=0)]
+    for width, rest in ((5, 1), (4, 2)):
+        heads = [name for name in seen.every if first[name].shape[-1:] == (width,)]
+        for names in ((head, *more) for head in heads for more in permutations(flat, rest)):
+            if _fits([_joined([one[name] for name in names]) for one in seen.outputs], (0, 4, 5)):
+                score = names[-2]
+                varies = len({one[score].shape for one in seen.outputs}) > 1
+                whole = () if varies else (OutputSlice(output=score),)
+                own = _scores(score, 4, seen) if rest == 1 else whole
+                parts = {**dict.fromkeys(names, ()), score: own}
+                return EndToEndDecoder(names, (0, 4, 5), parts)
     return None
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from deploy.metrics.rows import (
     Floats,
     Outputs,
+    activate,
     are_probabilities_or_logs,
     are_sorted,
     are_two_sided,
@@ -70,11 +71,15 @@ def are_heads(outputs: Sequence[Sequence[Array]]) -> bool:
     Such as diacritics of a letter, one kind per output, as probabilities or logits. Since each
     output must be confident, the mean of logits may vary more than that of a single output.
     """
-    if len(outputs) < 2 or any(one.ndim != 3 or len(one) != 1 for own in outputs for one in own):
-        return False
-    if any(len({one.shape[1] for one in same}) != 1 for same in zip(*outputs, strict=True)):
-        return False
-    return all(_fits(own, 2, _all_shares) or _fits(own, 2, _all_sure) for own in outputs)
+    sure = (_fits(own, 2, _all_shares) or _fits(own, 2, _all_sure) for own in outputs)
+    return _have_same_steps(outputs, 1) and all(sure)
+
+
+def _have_same_steps(outputs: Sequence[Sequence[Array]], least: int) -> bool:
+    """Whether several outputs are [1, T, C] of as many steps T, `least` or more."""
+    rows = [{(one.ndim, *one.shape[:2]) for one in sample} for sample in zip(*outputs, strict=True)]
+    same = (len(row) == 1 and (3, 1, least) <= min(row) < (3, 2) for row in rows)
+    return len(outputs) > 1 and all(same)
 
 
 def to_steps(value: Array, axis: int) -> Array | None:
@@ -110,12 +115,7 @@ def are_decisions(outputs: Sequence[Sequence[Array]]) -> bool:
 
     Such as notes and their onsets, whose probabilities in silence may be well above 0.
     """
-    if len(outputs) < 2 or any(one.ndim != 3 or len(one) != 1 for own in outputs for one in own):
-        return False
-    for sample in zip(*outputs, strict=True):
-        if len({one.shape[1] for one in sample}) != 1 or sample[0].shape[1] < _LONG:
-            return False
-    return all(map(_decide, outputs))
+    return _have_same_steps(outputs, _LONG) and all(map(_decide, outputs))
 
 
 def _decide(samples: Sequence[Array]) -> bool:
@@ -175,8 +175,7 @@ def _all_sure(samples: Sequence[Floats]) -> bool:
 
 def mean_best_probability(steps: Floats) -> float:
     """Return the mean probability of each row's best class, after a Softmax of the logits."""
-    power = np.exp(steps - steps.max(axis=1, keepdims=True))
-    return float(np.mean(1 / power.sum(axis=1)))
+    return float(np.mean(activate(steps, "softmax").max(axis=1)))
 
 
 def _steps_about_zero(steps: Floats, steady: float = _STEADY_STEPS) -> bool:

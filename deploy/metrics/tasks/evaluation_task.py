@@ -214,7 +214,7 @@ class ThresholdTally(TaskTally[T]):
 
     # threshold -> numbers of FP32's, of the candidate's, and of both's
     counts: dict[float, list[int]] = field(init=False)
-    enough: ClassVar[tuple[tuple[float, int], ...]]  # threshold, FP32's required to use it
+    enough: ClassVar[tuple[tuple[float, float], ...]]  # threshold, FP32's required to use it
 
     def __post_init__(self) -> None:
         self.counts = {threshold: [0, 0, 0] for threshold, _ in self.enough}

@@ -154,9 +154,9 @@ def find_centers(seen: FirstSamples) -> CenterDecoder | None:
     if not any(len(floats[name][0]) == 2 for name in beside) or _are_classes(beside, seen):
         return None
     sizes, unit = _sizes({n: floats[n] for n in beside}, floats[heat], seen, raw=raw)
-    parts = {heat: (OutputSlice(output=heat),)} | {
-        name: (OutputSlice(output=name, at=heat, raw=raw),) for name in beside
-    }
+    at = OutputSlice(output=heat, axis=1, activation="sigmoid" if raw else "")
+    parts = {heat: (OutputSlice(output=heat),)}
+    parts |= {name: (OutputSlice(output=name, at=at),) for name in beside}
     return CenterDecoder(heat, beside, len(floats[heat][0]), raw, sizes, unit, parts)
 
 

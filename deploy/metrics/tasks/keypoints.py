@@ -2,10 +2,10 @@
 
 `find_keypoints` (MediaPipe, MoveNet, PFLD): [N, K p], or [N, K, p] with more dimensions of 1. Each
 point has two coordinates, in pixels or relative to the picture, and up to three more numbers. In a
-flat output each point is near the one before. Other outputs of one probability say whether an
-object is present, or which hand it is: if int8 decides differently, all points of the sample are
-lost. With a single such output, samples below 0.5 do not count. Nor do points that are not visible,
-by a third number or by another output of one score a point.
+flat output each point is near the one before, or another output has a score a point. Other outputs
+of one probability say whether an object is present, or which hand it is: if int8 decides
+differently, all points of the sample are lost. With a single such output, samples below 0.5 do not
+count. Nor do points that are not visible, by the last of their numbers or by another output.
 
 `find_simcc`: SimCC (Li et al. 2022), RTMPose. Two outputs [N, K, r W] and [N, K, r H] for a picture
 of W x H pixels: the likelihood of each column and each row, in steps of 1 / r pixels. Their peaks
@@ -13,12 +13,20 @@ are the same before and after a Softmax.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from deploy.metrics.rows import Floats, Outputs, correlate, image_size, is_floating, to_shares
-from deploy.metrics.slices import find_cell_scores
+from deploy.metrics.rows import (
+    Floats,
+    Outputs,
+    are_two_sided,
+    correlate,
+    image_size,
+    is_floating,
+    to_shares,
+)
+from deploy.metrics.slices import OutputSlice, find_cell_scores
 from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
 from deploy.tensors import Array
 
@@ -26,12 +34,14 @@ _FEWEST, _MOST = 4, 600  # points
 _FLAT = 8  # points of a flat output, at least
 _NUMBERS = (2, 3, 4, 5)  # numbers per point
 _IN_ORDER = 0.6  # correlation of coordinates with those of the points before, at least
+_APART = 0.2  # the same of known numbers per point, above that of any neighbours, at least
 _ALIKE = 0.1  # loss of correlation accepted for fewer numbers per point
 _INSIDE = 0.15, 0.85  # range of the mean coordinate, relative to the picture's side
 _AROUND = 0.5  # distance that some points may lie outside the picture, relative to its side
 _SPREAD = 0.01, 0.5  # range of the standard deviation of a sample's coordinates, relative
 _SHARES = 1.5  # largest relative coordinate
 _ENDS = 0.02  # values so near 0 or 1 are probabilities
+_DECIDED = 0.75  # share of scores near 0 or 1, at least
 _SURE = 0.2  # confidence of a point that is present
 _NEAR = 0.03  # distance of matching points, at most, relative to the extent of a sample's points
 
@@ -60,7 +70,7 @@ class _PointTally(TaskTally["Points"]):
     def _near(self, name: str, numbers: int, own: Outputs, other: Outputs) -> tuple[int, int]:
         """Return the number of FP32's present points, and of the candidate's near them."""
         left = own[name].reshape(-1, numbers).astype(np.float64)
-        present = self._scores(name, left, own) > _SURE
+        present = self._scores(name, len(left), own) > _SURE
         if other[name].shape != own[name].shape or not np.isfinite(other[name]).all():
             return int(present.sum()), 0
         right = other[name].reshape(left.shape).astype(np.float64)
@@ -69,16 +79,14 @@ class _PointTally(TaskTally["Points"]):
         spanned = places[present] if present.sum() >= _FEWEST else places
         extent = float(np.ptp(spanned, axis=0).max())
         distance = np.linalg.norm(places - right[:, :2], axis=1)
-        also = self._scores(name, right, other) > _SURE / 2
+        also = self._scores(name, len(left), other) > _SURE / 2
         return int(present.sum()), int((present & also & (distance <= _NEAR * extent)).sum())
 
-    def _scores(self, name: str, points: Floats, outputs: Outputs) -> Floats:
-        """Return the confidence of each point: its third number, another output's, or 1."""
-        if name in self.task.scored:
-            return points[:, 2]
-        beside, raw = self.task.visible.get(name, ("", False))
-        given = outputs.get(beside, np.ones(0)).reshape(-1)
-        return to_shares(given, raw=raw) if given.size == len(points) else np.ones(len(points))
+    def _scores(self, name: str, count: int, outputs: Outputs) -> Floats:
+        """Return the confidence of each point, 1 for all without one a point."""
+        at = next((one.at for one in self.task.parts.get(name, ())), None)
+        scores = np.ones(count) if at is None else at.best_scores(outputs).reshape(-1)
+        return scores if scores.size == count else np.ones(count)
 
     def result(self) -> TaskFigure | None:
         within = f"within {100 * _NEAR:g} % of their extent"
@@ -90,11 +98,8 @@ class Points(EvaluationTask):
     """Key points as coordinates."""
 
     outputs: Mapping[str, int]  # output of points -> numbers per point
-    scored: frozenset[str]  # outputs whose third number per point is its confidence
     flags: tuple[str, ...]  # outputs of one probability
     count: int
-    # output of points -> the output of their visibilities, and whether these are logits
-    visible: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
     name = "key points"
     reads = "{0.count} key points"
     tally_type = _PointTally
@@ -105,43 +110,84 @@ def find_keypoints(seen: FirstSamples) -> Points | None:
     sizes = [size for fed in seen.inputs if (size := image_size(fed)) is not None]
     if not sizes or len(sizes) != len(seen.outputs):
         return None
-    visible = find_cell_scores({name: seen.arrays(name) for name in seen.names})
-    others = [name for name in seen.names if name not in dict(visible.values())]
-    numbers_of = {name: _numbers(seen.arrays(name), sizes) for name in others}
-    points = {name: numbers for name, numbers in numbers_of.items() if numbers}
-    if not points:
-        return None
-    scored = frozenset(name for name in points if _has_scores(seen.arrays(name), points[name]))
+    flat = {n for n in seen.names if all(v.size == max(v.shape, default=1) for v in seen.arrays(n))}
+    layouts = [OutputSlice(output=n) for n in seen.names]
+    layouts += [OutputSlice(output=n, width=k) for n in flat for k in _NUMBERS]
+    visible = find_cell_scores({one: [*map(one.of, seen.arrays(one.output))] for one in layouts})
+    beside = {one.output: one for one in reversed(visible)}
+    scores = {one.output for one in visible.values()}
     flags = tuple(name for name in seen.names if all(map(_is_share, seen.arrays(name))))
+    flag = OutputSlice(output=flags[0]) if len(flags) == 1 else None
+    points: dict[str, int] = {}
+    parts: dict[str, tuple[OutputSlice, ...]] = dict.fromkeys(flags, ())
+    for name in (name for name in seen.names if name not in scores):
+        samples, own = seen.arrays(name), beside.get(name)
+        if numbers := _numbers(samples, sizes, own.width if own else 0):
+            points[name] = numbers
+            parts |= _parts(name, samples, numbers, visible[own] if own else flag)
     count = sum(seen.arrays(name)[0].size // numbers for name, numbers in points.items())
-    return Points(points, scored, flags, count, visible, parts=dict.fromkeys(flags, ()))
+    return Points(points, flags, count, parts=parts) if points else None
 
 
-def _numbers(samples: Sequence[Array], sizes: Sequence[tuple[int, int]]) -> int | None:
-    """Return the numbers per point; None if the output is no points."""
+def _parts(
+    name: str, samples: Sequence[Array], numbers: int, at: OutputSlice | None
+) -> dict[str, tuple[OutputSlice, ...]]:
+    """Return the slices of points that scores weight: the last of their numbers, or `at`."""
+    flat = samples[0].shape[-1] != numbers
+    every = OutputSlice(output=name, axis=-1, width=numbers if flat else 0)
+    activation = _last_are_scores(_rows(samples, numbers))
+    if activation is None:
+        return {} if at is None else {name: (replace(every, at=at),)}
+    scores = replace(every, start=numbers - 1, stop=numbers, activation=activation)
+    places, rest = replace(every, stop=min(numbers - 1, 3), at=scores), min(numbers - 1, 3)
+    return {name: (places, replace(every, start=rest, stop=numbers))}
+
+
+def _last_are_scores(rows: Floats) -> str | None:
+    """Return the missing activation if the last number of points is a score, else None.
+
+    Three numbers may end in a depth, so that logits must be two groups; of more, most scores must
+    be near 0 or 1, and logits are the last of five.
+    """
+    numbers, last = rows.shape[2], rows[:, :, -1].reshape(-1)
+    unit = bool(last.min() >= 0 and 0 < last.max() <= 1)
+    shares = to_shares(last, raw=not unit)
+    decided = numbers > 3 + (not unit) and np.mean((shares < 0.1) | (shares > 0.9)) >= _DECIDED
+    fits = decided or (unit and numbers == 3) or (not unit and are_two_sided(last, 1))
+    return ("" if unit else "sigmoid") if numbers > 2 and fits else None
+
+
+def _numbers(samples: Sequence[Array], sizes: Sequence[tuple[int, int]], width: int) -> int | None:
+    """Return the numbers per point; None if the output is no points.
+
+    `width`: these numbers, if other outputs' scores show them; else 0.
+    """
     first = samples[0]
     long = [side for side in first.shape if side != 1]
     if any(one.shape != first.shape or not is_floating(one) for one in samples):
         return None
     if first.ndim < 2 or first.shape[0] != 1 or len({*sizes}) != 1:
         return None
-    if len(long) == 2 and first.shape[-1] in _NUMBERS[:2]:
-        numbers = first.shape[-1]
-        return numbers if _lie_inside(_rows(samples, numbers), sizes[0], flat=False) else None
-    return _of_flat(samples, sizes[0]) if len(long) == 1 else None
+    if len(long) == 2 and first.shape[-1] in _NUMBERS:
+        numbers, rows = first.shape[-1], _rows(samples, first.shape[-1])
+        fits = numbers < 4 or _last_are_scores(rows) is not None
+        return numbers if fits and _lie_inside(rows, sizes[0], flat=False) else None
+    return _of_flat(samples, sizes[0], width) if len(long) == 1 else None
 
 
-def _of_flat(samples: Sequence[Array], size: tuple[int, int]) -> int | None:
+def _of_flat(samples: Sequence[Array], size: tuple[int, int], width: int) -> int | None:
     """Return the least numbers per point at which a flat output is in order; None without."""
     vectors = [one.reshape(-1).astype(np.float64) for one in samples]
-    fitting = [n for n in _NUMBERS if vectors[0].size % n == 0 and vectors[0].size >= n * _FLAT]
+    length, counts = vectors[0].size, (width,) if width else _NUMBERS
+    fitting = [n for n in counts if length % n == 0 and length >= n * _FLAT]
     if not fitting:
         return None
     order = {n: float(np.mean([correlate(v[n:], v[:-n]) for v in vectors])) for n in fitting}
     best = max(order.values())
     numbers = next(n for n in fitting if order[n] >= best - _ALIKE)
-    inside = best > _IN_ORDER and _lie_inside(_rows(samples, numbers), size, flat=True)
-    return numbers if inside else None
+    next_to = np.mean([correlate(v[1:], v[:-1]) for v in vectors])  # x and y are not alike
+    ordered = best > (next_to + _APART if width else _IN_ORDER)
+    return numbers if ordered and _lie_inside(_rows(samples, numbers), size, flat=True) else None
 
 
 def _rows(samples: Sequence[Array], numbers: int) -> Floats:
@@ -165,14 +211,6 @@ def _lie_inside(rows: Floats, size: tuple[int, int], *, flat: bool) -> bool:
     least, most = _SPREAD
     central = (middles > low).all() and (middles < high).all()
     return bool(inside and central and (spread > least).all() and (spread < most).all())
-
-
-def _has_scores(samples: Sequence[Array], numbers: int) -> bool:
-    """Whether a point's third number is a probability."""
-    if numbers < 3:
-        return False
-    third = _rows(samples, numbers)[:, :, 2]
-    return bool(third.min() >= 0 and 0 < third.max() <= 1)
 
 
 def _is_share(value: Array) -> bool:

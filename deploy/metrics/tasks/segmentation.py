@@ -13,12 +13,19 @@ outputs of one shape are masks together, such as U2-Net's supervised stages (Qin
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deploy.metrics.rows import Outputs, are_probabilities, image_size, sums_to_one
-from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
+from deploy.metrics.tasks.evaluation_task import (
+    EvaluationTask,
+    FirstSamples,
+    TaskFigure,
+    TaskTally,
+    ThresholdTally,
+)
 from deploy.tensors import Array
 
 _SIDE = 16  # pixels of a side, at least
@@ -191,25 +198,18 @@ _THRESHOLDS = ((0.5, 2e-3), (0.3, 1e-3), (0.1, 5e-4))  # threshold, share of pix
 
 
 @dataclass(slots=True)
-class _MaskTally(TaskTally["MaskMaps"]):
+class _MaskTally(ThresholdTally["MaskMaps"]):
     """Counts pixels above each threshold: FP32's, the candidate's, both's."""
 
     pixels: int = 0
-    counts: dict[float, list[int]] = field(
-        default_factory=lambda: {threshold: [0, 0, 0] for threshold, _ in _THRESHOLDS}
-    )
+    enough = _THRESHOLDS
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        for name in self.task.outputs:
-            self._count(reference[name], candidate[name])
-
-    def _count(self, left: Array, right: Array) -> None:
-        self.pixels += left.size
-        for threshold, count in self.counts.items():
-            one, other = left > threshold, right > threshold
-            count[0] += int(one.sum())
-            count[1] += int(other.sum())
-            count[2] += int((one & other).sum()) if one.shape == other.shape else 0
+        for name, threshold in product(self.task.outputs, self.counts):
+            one, other = reference[name] > threshold, candidate[name] > threshold
+            both = int((one & other).sum()) if one.shape == other.shape else 0
+            self.count(threshold, int(one.sum()), int(other.sum()), both)
+            self.pixels += one.size if threshold == _THRESHOLDS[0][0] else 0
 
     def result(self) -> TaskFigure | None:
         """Return the IoU at the highest threshold with enough FP32 pixels."""
