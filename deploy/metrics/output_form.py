@@ -29,7 +29,7 @@ from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.metrics.rows import Outputs, batch_length, split_batch
 from deploy.metrics.slices import (
     OutputSlice,
-    find_cell_scores,
+    find_scores,
     form_samples,
     split_output,
 )
@@ -93,7 +93,7 @@ def derive_form(
     usual = dict(_usual(samples, found))
     by_name = {n: task_parts[n] if n in task_parts else _parts(n, first) for n in names}
     whole = [part for name in first.every for part in by_name[name] if not part.less]
-    scored = find_cell_scores({p: [p.of(v) for v in samples.arrays(p.output)] for p in whole})
+    scored = find_scores({p: [p.of(v) for v in samples.arrays(p.output)] for p in whole})
     for name in names:
         own = found is not None and name in (*task_parts, *found.covered)  # scores count everywhere
         parts = by_name[name]
@@ -170,11 +170,12 @@ def _seen(outputs: Sequence[Outputs], inputs: Sequence[Outputs]) -> FirstSamples
     """Split batches into single samples."""
     fed = list(inputs) or [{} for _ in outputs]
     batches = [batch_length(one) for one in fed[: len(outputs)]]
-    output_rows = [
-        row for one, n in zip(outputs, batches, strict=False) for row in split_batch(one, n)
-    ]
-    input_rows = [row for one, n in zip(fed, batches, strict=False) for row in split_batch(one, n)]
-    return FirstSamples(input_rows, output_rows)
+    return FirstSamples(
+        *(
+            [row for one, n in zip(rows, batches, strict=False) for row in split_batch(one, n)]
+            for rows in (fed, outputs)
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

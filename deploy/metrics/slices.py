@@ -117,9 +117,7 @@ def _cells(scores: tuple[int, ...], values: tuple[int, ...]) -> tuple[int, ...] 
     return None
 
 
-def find_cell_scores(
-    samples: Mapping[OutputSlice, Sequence[Array]],
-) -> dict[OutputSlice, OutputSlice]:
+def find_scores(samples: Mapping[OutputSlice, Sequence[Array]]) -> dict[OutputSlice, OutputSlice]:
     """Return slices of values that count in some cells -> the slice of these cells' scores.
 
     Such as a pitch -> its confidence, a landmark -> its visibility. Scores, one a cell, go from 0

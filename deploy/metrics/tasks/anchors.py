@@ -38,15 +38,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import (
-    Floats,
-    Outputs,
-    activate,
-    correlate,
-    image_size,
-    sums_to_one,
-    to_shares,
-)
+from deploy.metrics.rows import Floats, Outputs, activate, correlate, image_size, sums_to_one
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.detections import (
     LOWEST,
@@ -273,7 +265,8 @@ def _gates(levels: Sequence[LevelOutputs], outputs: Outputs, *, raw: bool) -> Fl
     """Return the factors of all anchors' scores, [A, 1]; None if a level has no fitting output."""
     columns = [to_table(outputs[pair.gate]) for pair in levels]
     gates = [one for one in columns if one is not None]
-    return None if len(gates) != len(columns) else to_shares(np.concatenate(gates), raw=raw)
+    activation = "sigmoid" if raw else ""
+    return None if len(gates) != len(columns) else activate(np.concatenate(gates), activation)
 
 
 def _stacked(name: str, seen: FirstSamples) -> Floats:
@@ -291,11 +284,8 @@ def _paired(scores: Floats | None, boxes: Floats | None, columns: int, *, bins: 
 def _pair(names: Sequence[str], seen: FirstSamples) -> LevelOutputs | None:
     """Choose one output of boxes and one of scores among outputs with equally many anchors."""
     shapes = {name: seen.outputs[0][name].shape for name in names}
-    boxes = [
-        name
-        for name in names
-        if shapes[name][-1] == 4 and not sums_to_one(_stacked(name, seen)).all()
-    ]
+    four = [name for name in names if shapes[name][-1] == 4]
+    boxes = [name for name in four if not sums_to_one(_stacked(name, seen)).all()]
     grid = None
     if len(boxes) > 1:  # one may be the scores of four classes
         boxes = [name for name in boxes if not _are_scores(_stacked(name, seen))]
@@ -435,10 +425,8 @@ def decode_distances(
     with np.errstate(invalid="ignore"):
         distance = activate(bins, "softmax") @ np.arange(bins.shape[2])  # left, top, right, bottom
     centre = cells + 0.5
-    return (
-        np.concatenate([centre - distance[:, :2], centre + distance[:, 2:]], axis=1)
-        * strides[:, None]
-    )
+    corners = np.concatenate([centre - distance[:, :2], centre + distance[:, 2:]], axis=1)
+    return corners * strides[:, None]
 
 
 _QUERY_COUNTS = (100, 1000)  # of a DETR, at least and at most
@@ -505,12 +493,8 @@ def _queries(name: str, samples: list[Floats]) -> SingleTensorDecoder | None:
     places = to_corners(rows[:, :4])
     inside = (places > -_OUTSIDE).all(axis=1) & (places < 1 + _OUTSIDE).all(axis=1)
     spread = rows[:, :2].std(axis=0).min() > _OUTSIDE and rows[:, 2:4].min() > 0
-    fits = spread and np.mean(inside) >= _NEARLY_ALL
-    return (
-        SingleTensorDecoder(name, columns - 4, columns, None, _parts(name, 4, columns))
-        if fits
-        else None
-    )
+    fits, parts = spread and np.mean(inside) >= _NEARLY_ALL, _parts(name, 4, columns)
+    return SingleTensorDecoder(name, columns - 4, columns, None, parts) if fits else None
 
 
 def _cells(name: str, samples: list[Floats], size: tuple[int, int]) -> SingleTensorDecoder | None:

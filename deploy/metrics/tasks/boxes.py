@@ -216,9 +216,7 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
             own, others = left.above(threshold), right.above(threshold)
             self.count(threshold, len(own.scores), len(others.scores), len(pairs))
             if size is not None:
-                rows, columns = (
-                    np.array([pair[side] for pair in pairs], np.int64) for side in (0, 1)
-                )
+                rows, columns = np.array(pairs, np.int64).reshape(-1, 2).T
                 lost = np.setdiff1d(np.arange(len(own.scores)), rows)
                 new = np.setdiff1d(np.arange(len(others.scores)), columns)
                 own, others = scale_to_pixels(own, size), scale_to_pixels(others, size)

@@ -54,10 +54,8 @@ class _EmbeddingTally(TaskTally["Embeddings"]):
         words, figure, value = f"mean cosine {cosine:.4f}", "mean cosine", cosine
         count = f"{cosine:.4f}"
         if stored >= _ENOUGH:
-            reference, candidate = (
-                _nearest(np.stack(rows)) for rows in zip(*self.kept, strict=True)
-            )
-            alike = int((reference == candidate).sum())
+            own, other = (_nearest(np.stack(rows)) for rows in zip(*self.kept, strict=True))
+            alike = int((own == other).sum())
             figure, value = "neighbours alike", alike / stored
             count = f"{alike} of {stored}"
             words = f"{count} nearest neighbours as FP32's, {words}"

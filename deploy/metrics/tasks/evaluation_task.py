@@ -321,20 +321,11 @@ def find_logits(seen: FirstSamples) -> frozenset[str]:
 
 def find_argmax_outputs(seen: FirstSamples) -> dict[str, str]:
     """Return ArgMax output -> the output of its scores."""
-    argmax_of: dict[str, str] = {}
-    for name in seen.names:
-        places = seen.arrays(name)
-        if all(np.issubdtype(one.dtype, np.integer) for one in places):
-            scores = (
-                other
-                for other in seen.names
-                if all(map(is_floating, seen.arrays(other)))
-                and _are_argmax(places, seen.arrays(other))
-            )
-            source = next(scores, None)
-            if source is not None:
-                argmax_of[name] = source
-    return argmax_of
+    arrays = {name: seen.arrays(name) for name in seen.names}
+    floats = [name for name in seen.names if all(map(is_floating, arrays[name]))]
+    whole = [n for n in seen.names if all(np.issubdtype(v.dtype, np.integer) for v in arrays[n])]
+    pairs = ((n, own) for n in whole for own in reversed(floats))  # the first of several stays
+    return {n: own for n, own in pairs if _are_argmax(arrays[n], arrays[own])}
 
 
 def _is_activated(raw: Sequence[Array], others: Sequence[Array]) -> bool:

@@ -26,7 +26,7 @@ from deploy.metrics.rows import (
     is_floating,
     to_shares,
 )
-from deploy.metrics.slices import OutputSlice, find_cell_scores
+from deploy.metrics.slices import OutputSlice, find_scores
 from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
 from deploy.tensors import Array
 
@@ -54,18 +54,13 @@ class _PointTally(TaskTally["Points"]):
     kept: int = 0
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        reference_flags = [_on(reference[name]) for name in self.task.flags]
-        candidate_flags = [_on(candidate[name]) for name in self.task.flags]
-        if (
-            len(reference_flags) == 1
-            and not reference_flags[0]
-            and reference_flags == candidate_flags
-        ):
+        own, others = ([_on(one[n]) for n in self.task.flags] for one in (reference, candidate))
+        if own == others == [False]:
             return
         for name, numbers in self.task.outputs.items():
             count, near = self._near(name, numbers, reference, candidate)
             self.points += count
-            self.kept += near if reference_flags == candidate_flags else 0
+            self.kept += near if own == others else 0
 
     def _near(self, name: str, numbers: int, own: Outputs, other: Outputs) -> tuple[int, int]:
         """Return the number of FP32's present points, and of the candidate's near them."""
@@ -113,7 +108,7 @@ def find_keypoints(seen: FirstSamples) -> Points | None:
     flat = {n for n in seen.names if all(v.size == max(v.shape, default=1) for v in seen.arrays(n))}
     layouts = [OutputSlice(output=n) for n in seen.names]
     layouts += [OutputSlice(output=n, width=k) for n in flat for k in _NUMBERS]
-    visible = find_cell_scores({one: [*map(one.of, seen.arrays(one.output))] for one in layouts})
+    visible = find_scores({one: [*map(one.of, seen.arrays(one.output))] for one in layouts})
     beside = {one.output: one for one in reversed(visible)}
     scores = {one.output for one in visible.values()}
     flags = tuple(name for name in seen.names if all(map(_is_share, seen.arrays(name))))
@@ -139,8 +134,10 @@ def _parts(
     if activation is None:
         return {} if at is None else {name: (replace(every, at=at),)}
     scores = replace(every, start=numbers - 1, stop=numbers, activation=activation)
-    places, rest = replace(every, stop=min(numbers - 1, 3), at=scores), min(numbers - 1, 3)
-    return {name: (places, replace(every, start=rest, stop=numbers))}
+    stop = min(numbers - 1, 3)
+    return {
+        name: (replace(every, stop=stop, at=scores), replace(scores, start=stop, activation=""))
+    }
 
 
 def _last_are_scores(rows: Floats) -> str | None:
@@ -168,26 +165,28 @@ def _numbers(samples: Sequence[Array], sizes: Sequence[tuple[int, int]], width: 
         return None
     if first.ndim < 2 or first.shape[0] != 1 or len({*sizes}) != 1:
         return None
-    if len(long) == 2 and first.shape[-1] in _NUMBERS:
-        numbers, rows = first.shape[-1], _rows(samples, first.shape[-1])
-        fits = numbers < 4 or _last_are_scores(rows) is not None
-        return numbers if fits and _lie_inside(rows, sizes[0], flat=False) else None
-    return _of_flat(samples, sizes[0], width) if len(long) == 1 else None
+    flat, numbers = len(long) == 1, first.shape[-1]
+    if flat:
+        numbers = _of_flat(samples, width)
+    if len(long) > 2 or numbers not in _NUMBERS:
+        return None
+    rows = _rows(samples, numbers)
+    fits = flat or numbers < 4 or _last_are_scores(rows) is not None  # four may be a box
+    return numbers if fits and _lie_inside(rows, sizes[0], flat=flat) else None
 
 
-def _of_flat(samples: Sequence[Array], size: tuple[int, int], width: int) -> int | None:
-    """Return the least numbers per point at which a flat output is in order; None without."""
+def _of_flat(samples: Sequence[Array], width: int) -> int:
+    """Return the least numbers per point at which a flat output is in order; 0 without."""
     vectors = [one.reshape(-1).astype(np.float64) for one in samples]
     length, counts = vectors[0].size, (width,) if width else _NUMBERS
     fitting = [n for n in counts if length % n == 0 and length >= n * _FLAT]
     if not fitting:
-        return None
+        return 0
     order = {n: float(np.mean([correlate(v[n:], v[:-n]) for v in vectors])) for n in fitting}
     best = max(order.values())
     numbers = next(n for n in fitting if order[n] >= best - _ALIKE)
     next_to = np.mean([correlate(v[1:], v[:-1]) for v in vectors])  # x and y are not alike
-    ordered = best > (next_to + _APART if width else _IN_ORDER)
-    return numbers if ordered and _lie_inside(_rows(samples, numbers), size, flat=True) else None
+    return numbers if best > (next_to + _APART if width else _IN_ORDER) else 0
 
 
 def _rows(samples: Sequence[Array], numbers: int) -> Floats:
@@ -240,13 +239,10 @@ class _AxisTally(TaskTally["SimccPoints"]):
         peaks = sum(_above_median(one).max(axis=1) for one in left)
         present = peaks > _THERE * np.max(peaks)
         self.points += int(present.sum())
-        for reference_rows, candidate_rows in zip(left, right, strict=True):
-            if (
-                reference_rows.shape != candidate_rows.shape
-                or not np.isfinite(candidate_rows).all()
-            ):
+        for own, other in zip(left, right, strict=True):
+            if own.shape != other.shape or not np.isfinite(other).all():
                 return
-            distance = np.abs(reference_rows[0].argmax(axis=1) - candidate_rows[0].argmax(axis=1))
+            distance = np.abs(own[0].argmax(axis=1) - other[0].argmax(axis=1))
             present = present & (distance <= _NEAR_BINS * self.task.fine)
         self.kept += int(present.sum())
 

@@ -101,6 +101,7 @@ class Pixels(EvaluationTask):
 
 def find_segmentation(seen: FirstSamples) -> Pixels | None:
     """Recognise the first output that holds a class per pixel."""
+    alone = len(seen.names) == 1
     for name in seen.names:
         samples = seen.arrays(name)
         if all(map(_is_numbers, samples)) and all(map(_fits, samples, seen.inputs)):
@@ -108,16 +109,11 @@ def find_segmentation(seen: FirstSamples) -> Pixels | None:
             fewest = 3 if samples[0].dtype.kind == "f" else 2  # floats of 0 and 1 may be a picture
             if fewest <= count <= _MOST:
                 return Pixels(name, count, parts={name: ()})
-        if _are_classes(samples, seen.inputs) and (len(seen.names) == 1 or _several(samples)):
-            return Pixels(name, samples[0].shape[1])
-        channels_first = [_channels_first(one) for one in samples if one.ndim == 4]
-        if (
-            len(channels_first) == len(samples)
-            and all(map(_fits, channels_first, seen.inputs))
-            and _are_classes(channels_first, seen.inputs)
-            and (len(seen.names) == 1 or _several(channels_first))
-        ):
-            return Pixels(name, channels_first[0].shape[1], last=True)
+        for last in (False, True):
+            maps = [*map(_channels_first, samples)] if last else samples
+            are_classes = _are_classes(maps, seen.inputs) and (alone or _several(maps))
+            if are_classes and (not last or all(map(_fits, maps, seen.inputs))):
+                return Pixels(name, maps[0].shape[1], last=last)
     return None
 
 

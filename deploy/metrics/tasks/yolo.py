@@ -156,10 +156,7 @@ class DenseDecoder:
         if self.objectness and self.scores > 1:
             scores = scores[1:] * scores[:1]
         likely = np.flatnonzero(scores.max(axis=0) > LOWEST)  # few: the others are not decoded
-        places, scores = (
-            rows[:4, likely].T.astype(np.float64),
-            scores[:, likely].T.astype(np.float64),
-        )
+        places, scores = (one[:, likely].T.astype(np.float64) for one in (rows[:4], scores))
         if self.coding == "cell":
             size = image_size(inputs)
             if size is None or self.grid.count(size) != rows.shape[1]:
