@@ -204,6 +204,9 @@ def test_boxes_with_their_scores_beside_classes(batch):
     assert "a list of boxes" in form.task.form and found.value == 1
     assert [part.label for part in form.parts] == (["dets[..., 4:5]"] if batch else [])
     assert figure(references, [outputs(n, lost=2) for n in range(4)])[1].value < 1
+    alone = [{"dets": one["dets"]} for one in references]  # of one class, as RTMO's
+    assert figure(alone, alone)[0].parts == form.parts[:1]
+    assert same_task(changed(alone, dets=lambda v: np.roll(v, 1, axis=-2))) is None
     turned, cut = (
         changed(references, labels=lambda v: v + 1),
         changed(references, dets=lambda v: v[..., :4]),

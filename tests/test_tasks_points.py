@@ -209,6 +209,7 @@ def others():
     yield "scores", [made.normal(0, 4, (1, 48)) for _ in range(4)]
     yield "shares of two classes", list(shares)
     yield "probabilities", [(made.uniform(size=(1, 30, 2)) > 0.5) * 0.99 for _ in range(4)]
+    yield "sorted scores", [np.sort(made.uniform(0.2, 0.9, (1, 48)))[:, ::-1] for _ in range(4)]
     yield "about zero", [line(n).reshape(1, -1) - 32 for n in range(4)]
 
 

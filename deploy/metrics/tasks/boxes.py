@@ -81,11 +81,17 @@ class EndToEndDecoder:
 
 def find_end_to_end(seen: FirstSamples) -> EndToEndDecoder | None:
     """Recognise a list in one, two or three outputs."""
+    if (several := _find_several(seen)) is not None:
+        return several
     for name in seen.every:
-        columns = _columns([_joined([value]) for value in seen.arrays(name)])
-        if columns is not None:
+        rows = [_joined([value]) for value in seen.arrays(name)]
+        columns = _columns(rows)
+        five = seen.outputs[0][name].shape[-1:] == (5,)  # then scores, of several boxes, must fall
+        lists = (one for one in rows if one is not None)
+        falling = all(len(one) > 1 and (np.diff(one[:, 4]) <= 0).all() for one in lists)
+        if columns is not None and (falling or not five):
             return EndToEndDecoder((name,), columns, {name: _scores(name, columns[1], seen)})
-    return _find_several(seen)
+    return None
 
 
 def _find_several(seen: FirstSamples) -> EndToEndDecoder | None:
@@ -112,24 +118,23 @@ def _scores(name: str, column: int, seen: FirstSamples) -> tuple[OutputSlice, ..
 
 
 def _joined(values: list[Array]) -> Floats | None:
-    """Return [1, K, n] or [K, n] as [K, n]; several outputs are concatenated to [K, 6]."""
+    """Return [1, K, n] or [K, n] as [K, n]; several outputs are concatenated to [K, 6].
+
+    Boxes with a score [K, 5] are of class 0 without classes.
+    """
+    if len(values) < 3 and values[0].shape[-1:] == (5,):
+        rows, *kinds = values
+        values = [rows[..., :4], rows[..., 4], *(kinds or [np.zeros(rows.shape[:-1])])]
     if len(values) == 1:
         value = values[0]
         fits = value.ndim >= 2 and value.shape[-1] in _LAYOUTS
         if not fits or value.size != int(np.prod(value.shape[-2:])):
             return None
         return value.reshape(-1, value.shape[-1]).astype(np.float64)
-    if len(values) == 2:
-        rows, kinds = values
-        if rows.ndim < 2 or rows.shape[-1] != 5:
-            return None
-        values = [rows[..., :4], rows[..., 4], kinds]
-    boxes, scores, kinds = (value.astype(np.float64) for value in values)
-    if boxes.shape[-1:] != (4,) or not scores.size == kinds.size == boxes.size // 4:
+    boxes, *rest = (value.astype(np.float64) for value in values)
+    if boxes.shape[-1:] != (4,) or [one.size for one in rest] != 2 * [boxes.size // 4]:
         return None
-    return np.concatenate(
-        [boxes.reshape(-1, 4), scores.reshape(-1, 1), kinds.reshape(-1, 1)], axis=1
-    )
+    return np.concatenate([boxes.reshape(-1, 4), *(one.reshape(-1, 1) for one in rest)], axis=1)
 
 
 def _columns(samples: list[Floats | None]) -> tuple[int, int, int] | None:

@@ -180,7 +180,7 @@ def _of_flat(samples: Sequence[Array], width: int) -> int:
     vectors = [one.reshape(-1).astype(np.float64) for one in samples]
     length, counts = vectors[0].size, (width,) if width else _NUMBERS
     fitting = [n for n in counts if length % n == 0 and length >= n * _FLAT]
-    if not fitting:
+    if not fitting or all((np.diff(one) <= 0).all() for one in vectors):  # scores, sorted
         return 0
     order = {n: float(np.mean([correlate(v[n:], v[:-n]) for v in vectors])) for n in fitting}
     best = max(order.values())
