@@ -207,7 +207,7 @@ def find_anchors(seen: FirstSamples) -> AnchorDecoder | None:
     maps = sum(seen.outputs[0][name].ndim == 4 for name in seen.names) >= _MAPS
     cells = maps and are_cells(seen)
     turned = find_transposed(seen)
-    given = seen.outputs[0]
+    given = seen.outputs
     seen = FirstSamples(
         seen.inputs, [arrange_anchors(one, maps=maps, turned=turned) for one in seen.outputs]
     )
@@ -236,12 +236,14 @@ def find_anchors(seen: FirstSamples) -> AnchorDecoder | None:
     parts: dict[str, tuple[OutputSlice, ...]] = {}
     start, stop = {None: (0, 0), 0: (1, count + 1)}.get(activation[1], (0, count))
     for names, pair in zip(groups.values(), levels, strict=True):
-        at = OutputSlice(output=pair.scores, start=start, stop=stop, activation=activation[0])
-        if pair.gate:
-            at = OutputSlice(output=pair.gate, activation="sigmoid" if raw else "")
-        axis = 1 if maps or at.output in turned else -1
-        at = replace(at, axis=None if given[at.output].ndim == axis + 1 else axis)
-        own = (pair.scores, pair.gate)
+        kinds = OutputSlice(output=pair.scores, start=start, stop=stop, activation=activation[0])
+        gate = OutputSlice(output=pair.gate, activation="sigmoid" if raw else "")
+        own = {}  # output -> its mean score, slice: one of them may be arbitrary without an object
+        for one in (kinds, gate) if pair.gate else (kinds,):
+            axis = 1 if maps or one.output in turned else -1
+            one = replace(one, axis=None if given[0][one.output].ndim == axis + 1 else axis)
+            own[one.output] = np.mean([one.best_scores(row).mean() for row in given]), one
+        at = min(own.values(), key=lambda each: each[0])[1]
         parts |= {n: (OutputSlice(output=n, at=None if n in own else at),) for n in names}
     return AnchorDecoder(levels, *activation, coding, count, maps, turned, raw, parts)
 
