@@ -207,10 +207,8 @@ def test_boxes_with_their_scores_beside_classes(batch):
     alone = [{"dets": one["dets"]} for one in references]  # of one class, as RTMO's
     assert figure(alone, alone)[0].parts == form.parts[:1]
     assert same_task(changed(alone, dets=lambda v: np.roll(v, 1, axis=-2))) is None
-    turned, cut = (
-        changed(references, labels=lambda v: v + 1),
-        changed(references, dets=lambda v: v[..., :4]),
-    )
+    turned = changed(references, labels=lambda v: v + 1)
+    cut = changed(references, dets=lambda v: v[..., :4])
     assert [figure(references, other)[1].value for other in (turned, cut)] == [0, 0]
 
 
@@ -230,9 +228,7 @@ def ssd(number, classes=4, raw=False, last=False, lost=0):
 @pytest.mark.parametrize(("classes", "raw"), [(2, False), (2, True), (4, False)])
 def test_anchors_whose_boxes_cannot_be_told_match_by_place(classes, raw, last):
     """Boxes, and the key points of faces, count where the background is unlikely."""
-    references, candidates = (
-        [ssd(n, classes, raw, last, lost) for n in range(4)] for lost in (0, 2)
-    )
+    references, candidates = ([ssd(n, classes, raw, last, k) for n in range(4)] for k in (0, 2))
     form, found = figure(references, candidates)
     assert "by anchor" in form.task.form
     assert found.words.startswith("24 of 32 boxes of FP32 kept, 0 new")

@@ -1,6 +1,7 @@
 """Key points, heat maps' peaks and boxes with points, through the command."""
 
 import json
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -172,10 +173,8 @@ def test_points_that_fp32_is_not_sure_of_do_not_count(more, own, raw, flat):
         beside = {} if own else {"sure": np.float32(seen)[None]}
         return {"y": value.reshape(1, -1) if flat else value[None, None], **beside}
 
-    references, far, lost = (
-        [outputs(n, **how) for n in range(4)]
-        for how in ({}, {"moved": 9}, {"seen": sure * 0 + sure[0]})
-    )
+    hows = {}, {"moved": 9}, {"seen": sure * 0 + sure[0]}
+    references, far, lost = ([outputs(n, **how) for n in range(4)] for how in hows)
     assert figure(references, far, PICTURE)[1].count == "64 of 64"
     assert figure(references, lost, PICTURE)[1].count == "0 of 64"
     form = derive_form(references, inputs=[fed(PICTURE)] * 4)
@@ -329,13 +328,15 @@ def saved_posed(path):
     return save_net(make_model(nodes, inputs, outputs, weights), path)
 
 
-def pictures_of_posed(glare):
+def pictures_of_cells(glare, channels=3, objects=4, apart=1):
+    """Bright cells, red and green in turn; of four colours both at once."""
     made = np.random.default_rng(1)
-    pictures = made.uniform(0, 0.1, (16, 4, *LARGE)).astype(np.float32)
+    pictures = made.uniform(0, 0.1, (16, channels, *LARGE)).astype(np.float32)
     for picture in pictures:
-        for cell in 1 + made.choice(40, 2, replace=False) * 4:
-            row, column = (8 * int(side) for side in divmod(cell, 16))
-            picture[:2, row : row + 8, column : column + 8] = 1
+        for kind, cell in enumerate(made.choice((COUNT - 1) // apart, objects, replace=False)):
+            row, column = (STRIDE * int(side) for side in divmod(1 + cell * apart, CELLS[1]))
+            lit = picture[:2] if channels > 3 else picture[kind % 2]
+            lit[..., row : row + STRIDE, column : column + STRIDE] = 1
         picture[2, 0, 0] = glare  # what decides nothing takes the steps of int8
     return pictures
 
@@ -386,28 +387,17 @@ def saved_faces(path):
     return save_net(make_model(nodes, {"x": ["n", 3, *LARGE]}, outputs, weights), path)
 
 
-def pictures_of_turned(glare):
-    made = np.random.default_rng(1)
-    pictures = made.uniform(0, 0.1, (16, 3, *LARGE)).astype(np.float32)
-    for picture in pictures:
-        for kind, cell in enumerate(made.choice(COUNT - 1, 4, replace=False)):
-            row, column = (STRIDE * int(side) for side in divmod(cell + 1, CELLS[1]))
-            picture[kind % 2, row : row + STRIDE, column : column + STRIDE] = 1
-        picture[2, 0, 0] = glare  # what decides nothing takes the steps of int8
-    return pictures
-
-
 @pytest.mark.parametrize("glare", [1.0, 1000.0])
 @pytest.mark.parametrize(("save", "pictures", "total", "form", "said"), [
     (saved, pictures_of_points, 64, "columns, rows: columns and rows of 4 key points",
      "key points of FP32 within 2 pixels"),
-    (saved_posed, pictures_of_posed, 32,
+    (saved_posed, partial(pictures_of_cells, channels=4, objects=2, apart=4), 32,
      "y: boxes by centre and 1 classes, 2 key points an anchor", "boxes of FP32 kept"),
-    (saved_turned, pictures_of_turned, 64, "scores: scores of anchors, boxes by corners",
+    (saved_turned, pictures_of_cells, 64, "scores: scores of anchors, boxes by corners",
      "boxes of FP32 kept"),
-    (saved_faces, pictures_of_turned, 64, "scores: scores of anchors, boxes by offset",
+    (saved_faces, pictures_of_cells, 64, "scores: scores of anchors, boxes by offset",
      "boxes of FP32 kept"),
-    (saved_selected, pictures_of_turned, 64, "rows: class numbers or indices",
+    (saved_selected, pictures_of_cells, 64, "rows: class numbers or indices",
      "indices of FP32 kept"),
 ])  # fmt: skip
 def test_a_build_counts_kept_ones(save, pictures, total, form, said, judged_build, tmp_path, glare):

@@ -27,12 +27,7 @@ from deploy.metrics.output_errors import (
 )
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.metrics.rows import Outputs, batch_length, split_batch
-from deploy.metrics.slices import (
-    OutputSlice,
-    find_scores,
-    form_samples,
-    split_output,
-)
+from deploy.metrics.slices import OutputSlice, find_scores, form_samples, split_output
 from deploy.metrics.tasks import EvaluationTask, FirstSamples, Metric, TaskFigure, recognise_task
 from deploy.metrics.tasks.boxes import BoxDetection
 from deploy.metrics.tasks.evaluation_task import Example, TaskTally, find_states
