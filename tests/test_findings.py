@@ -692,18 +692,20 @@ def test_a_value_beside_a_score_of_its_cell_is_judged_where_it_counts(value, gat
     assert np.abs(told[closed]).max() < 0.01 and np.abs(told[~closed]).min() > 0.9
 
 
-def test_scores_weight_values_of_their_own_output_but_a_deviation_weights_nothing():
-    made = np.random.default_rng(0)
-    pitch, unsure = made.normal(0, 9, (8, 1, 40, 1)), made.uniform(0.05, 0.95, (8, 1, 40, 1))
-    for share, where in (unsure > 0.5, " where y[..., 1:2] is high"), (unsure, ""):
-        joined = [as_float32({"y": value}) for value in np.concatenate([pitch, share], 3)]
-        first, _ = derive_form(joined).parts
-        assert first.label == f"y[..., 0:1]{where}"
-        apart = [as_float32({"m": a, "s": b}) for a, b in zip(pitch, share, strict=True)]
-        assert derive_form(apart).parts[0].label == ("m where s is high" if where else "m")
-    maps = made.normal(0, 9, (8, 1, 3, 16, 16))
-    kinds = [as_float32({"m": a, "s": softmax(b)}) for a, b in zip(maps, maps[::-1], strict=True)]
-    assert [part.label for part in derive_form(kinds).parts] == ["m", "s"]  # no score a cell
+@pytest.mark.parametrize(("wide", "own", "channels", "sure", "weight"), [
+    (True, False, 1, 0.6, True), (True, False, 1, 0.4, False), (False, False, 1, 0.6, False),
+    (False, False, 1, 0.8, True), (True, True, 1, 0.6, False), (True, True, 1, 0.8, True),
+    (True, False, 2, 0, True), (True, True, 2, 0.6, False), (True, True, 2, 0.8, True),
+])  # fmt: skip
+def test_scores_are_fewer_than_values_or_mostly_sure(wide, own, channels, sure, weight):
+    """As many that are not sure, or columns of one output, may be deviations."""
+    made, steps = np.random.default_rng(0), np.arange(50)
+    scores = np.where(steps < 50 * sure, steps % 2, np.linspace(0.12, 0.88, 50))[None, :, None]
+    values = made.normal(0, 9, (4, 1, 50, channels)) if wide else made.uniform(0.2, 0.8, (4, 1, 50))
+    joined = [{"y": np.concatenate([one, scores], 2)} for one in values] if own else []
+    outputs = joined or [{"y": one, "s": scores[..., 0]} for one in values]
+    label = derive_form([*map(as_float32, outputs)]).parts[0].label
+    assert (" is high" in label) == weight and label.startswith("y[" if own else "y")
 
 
 def test_what_a_task_reads_counts_everywhere(rng):
@@ -745,6 +747,9 @@ def test_probabilities_of_a_value_do_not_weight_it():
     for shares in (1 / (1 + np.exp(-rows)), np.exp(rows) / np.exp(rows).sum(-1, keepdims=True)):
         given = [{"y": row, "p": share} for row, share in zip(rows, shares, strict=True)]
         assert not any(part.at for part in derive_form(given).parts)
+    maps = np.random.default_rng(0).normal(0, 9, (8, 1, 3, 16, 16))  # no score a cell either
+    kinds = [as_float32({"m": a, "s": softmax(b)}) for a, b in zip(maps, maps[::-1], strict=True)]
+    assert not any(part.at for part in derive_form(kinds).parts)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
