@@ -206,7 +206,8 @@ def test_boxes_with_their_scores_beside_classes(batch):
     assert figure(references, [outputs(n, lost=2) for n in range(4)])[1].value < 1
     alone = [{"dets": one["dets"]} for one in references]  # of one class, as RTMO's
     assert figure(alone, alone)[0].parts == form.parts[:1]
-    assert same_task(changed(alone, dets=lambda v: np.roll(v, 1, axis=-2))) is None
+    for other in (lambda v: np.roll(v, 1, axis=-2), lambda v: v[..., :1, :]):
+        assert same_task(changed(alone, dets=other)) != "boxes"
     turned = changed(references, labels=lambda v: v + 1)
     cut = changed(references, dets=lambda v: v[..., :4])
     assert [figure(references, other)[1].value for other in (turned, cut)] == [0, 0]
@@ -220,12 +221,14 @@ def ssd(number, classes=4, raw=False, last=False, lost=0):
     seen = made.choice(600, 8, replace=False)
     scores[0, seen[lost:], 1 + made.integers(0, classes - 1, 8)[lost:]] = 18
     scores = scores[..., ::-1] if last else scores
-    loc, points = made.standard_normal((1, 600, 4)), made.standard_normal((1, 600, 10))
-    return {"loc": loc, "conf": scores if raw else forms.softmax(scores, -1), "points": points}
+    points = {"points": made.standard_normal((1, 600, 10))} if classes == 2 else {}
+    conf = scores if raw else forms.softmax(scores, -1)
+    return {"loc": made.standard_normal((1, 600, 4)), "conf": conf, **points}
 
 
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize(("classes", "raw"), [(2, False), (2, True), (4, False)])
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("classes", [2, 4])
 def test_anchors_whose_boxes_cannot_be_told_match_by_place(classes, raw, last):
     """Boxes, and the key points of faces, count where the background is unlikely."""
     references, candidates = ([ssd(n, classes, raw, last, k) for n in range(4)] for k in (0, 2))
@@ -233,9 +236,8 @@ def test_anchors_whose_boxes_cannot_be_told_match_by_place(classes, raw, last):
     assert "by anchor" in form.task.form
     assert found.words.startswith("24 of 32 boxes of FP32 kept, 0 new")
     where = f"where conf[..., {1 - last}:{classes - last}] is high"
-    assert [one.label for one in form.parts] == [f"loc {where}", "conf", f"points {where}"]
-    pair = [{name: one[name] for name in ("loc", "conf")} for one in references]
-    assert figure(pair, pair)[0].task.form == form.task.form
+    labels = [f"loc {where}", "conf", *[f"points {where}"] * (classes == 2)]
+    assert [one.label for one in form.parts] == labels
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -404,7 +406,8 @@ def test_offsets_with_a_size_say_whether_the_box_of_an_anchor_is_kept(how, moved
     form, found = figure(references, [blaze(n, moved=moved, **how) for n in range(8)])
     assert "of anchors, boxes by offset" in form.task.form and found.value == kept
     assert not form.task.decoder.placed  # no place in the picture is known
-    assert [p.at.output for p in form.parts if p.output == "regressors"] == ["classificators"]
+    (at,) = (part.at for part in form.parts if part.at)
+    assert (at.output, at.axis) == ("classificators", None if "flat" in how else -1)
     split = {1: np.s_[:, :512], 2: np.s_[:, 512:]}
     levels = [
         {k + str(n): v[split[n]] for n in split for k, v in one.items()} for one in references

@@ -371,13 +371,14 @@ def test_without_labels_the_places_tell_how_many_are_alike(ranking, judged, outp
     assert all(part["output"] != "places" for part in found["parts"])
 
 
-@pytest.mark.parametrize("same", [False, True])
-def test_samples_of_other_places_are_not_alike_though_all_values_are_sure(same):
-    rows = [{"v": np.float32([[1, 0]]), "i": np.array([[9, n * (not same)]])} for n in range(8)]
+@pytest.mark.parametrize(("names", "by", "alike"), [("vi", 0, True), ("vi", 1, False), ("i", 0, 0)])
+def test_samples_of_other_places_are_not_alike_though_all_values_are_sure(names, by, alike):
+    rows = [{"v": np.float32([[1, 0]]), "i": np.array([[9, n * by]])} for n in range(8)]
+    rows = [{name: row[name] for name in names} for row in rows]
     figures = Comparison(StoredOutputs(rows[0]), StoredOutputs(rows[0]))
     for row in rows:
         figures.add(fed(), row, row)
-    assert figures.result().alike == same
+    assert figures.result().alike == alike
 
 
 def test_integers_are_equal_or_not_and_selected_rows_come_in_any_order():

@@ -169,6 +169,7 @@ def test_points_that_fp32_is_not_sure_of_do_not_count(more, own, raw, flat):
     def outputs(number, moved=0, seen=sure):
         value = output(number, more=more, flat=False)["y"][0, 0]
         value[:8, 0] += moved
+        value[:, 2:] *= 1 if own else 9  # depths that leave -2..2
         value[:, -1] = seen if own else value[:, -1]
         beside = {} if own else {"sure": np.float32(seen)[None]}
         return {"y": value.reshape(1, -1) if flat else value[None, None], **beside}
@@ -182,6 +183,12 @@ def test_points_that_fp32_is_not_sure_of_do_not_count(more, own, raw, flat):
     places, scores = (f"y[..., {a}{every}]" for a in (f"0:{min(last, 3)}", f"{last}:{last + 1}"))
     where = f"{places} where {scores} is high" if own else "y where sure is high"
     assert form.parts[0].label == where
+    batch = {
+        n: np.asfortranarray(np.concatenate([r[n] for r in references])) for n in references[0]
+    }
+    told, given = (form.parts[0].of(one["y"]) for one in (form.told(batch, {}, batch), batch))
+    weights = (told / given).reshape(4, MESH, -1)
+    assert weights[:, :8].max() < 0.06 and weights[:, 8:].min() > 0.9
 
 
 def flagged(number, *probabilities):
@@ -197,13 +204,17 @@ def test_what_else_is_told_of_a_sample_must_be_told_alike():
     assert same.count == "48 of 48"  # nothing is where FP32 sees nothing
     form = derive_form(alone, inputs=[fed(PICTURE)] * 4)
     assert [part.label for part in form.parts] == ["y where p0 is high"]
+    assert np.allclose(form.told(alone[1], {}, alone[1])["y"], 0.1 * alone[1]["y"])
+    assert [one.label for one in derive_form(references, inputs=[fed(PICTURE)] * 4).parts] == ["y"]
     assert figure(alone, [*alone[:3], flagged(3, 0.6)], PICTURE)[1].count == "48 of 72"
 
 
 def others():
     made = np.random.default_rng(3)
     shares = made.dirichlet([1, 1], (4, 1, 30))
-    yield "features", [made.uniform(0, 1, (1, 256)) for _ in range(4)]
+    for _ in range(4):
+        yield "features", [made.uniform(0, 1, (1, 256)) for _ in range(4)]
+    yield "boxes", [made.uniform(0.1, 0.6, (1, 30, 4)) for _ in range(4)]
     yield "features of a Relu", [made.gamma(1, 0.4, (1, 256)) for _ in range(4)]
     yield "scores", [made.normal(0, 4, (1, 48)) for _ in range(4)]
     yield "shares of two classes", list(shares)
