@@ -183,12 +183,13 @@ def test_points_that_fp32_is_not_sure_of_do_not_count(more, own, raw, flat):
     places, scores = (f"y[..., {a}{every}]" for a in (f"0:{min(last, 3)}", f"{last}:{last + 1}"))
     where = f"{places} where {scores} is high" if own else "y where sure is high"
     assert form.parts[0].label == where
-    batch = {
-        n: np.asfortranarray(np.concatenate([r[n] for r in references])) for n in references[0]
-    }
+    batch = {name: np.concatenate([one[name] for one in references]) for name in references[0]}
     told, given = (form.parts[0].of(one["y"]) for one in (form.told(batch, {}, batch), batch))
     weights = (told / given).reshape(4, MESH, -1)
     assert weights[:, :8].max() < 0.06 and weights[:, 8:].min() > 0.9
+    halves = [{"y": np.float32(line(n))[None, ::2], "s": np.float32(sure)[None]} for n in range(4)]
+    parts = derive_form(halves, inputs=[fed(PICTURE)] * 4).parts
+    assert [part.label for part in parts] == ["y", "s"]  # scores of other points
 
 
 def flagged(number, *probabilities):

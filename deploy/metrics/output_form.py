@@ -53,7 +53,7 @@ class OutputForm:
 
     def told(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
         """Return outputs ready to be sliced: minus an input or mean, or weighted by scores."""
-        measured = {p.output: np.array(outputs[p.output], order="C") for p in self.parts if p.at}
+        measured = {p.output: np.array(outputs[p.output]) for p in self.parts if p.at}
         for part in self.parts:
             value = outputs[part.output]
             if part.at:
