@@ -318,18 +318,15 @@ def test_random_and_huge_constants_stay_nodes():
     assert left[0] == "ConstantOfShape" and "RandomUniform" in left
 
 
-@pytest.mark.parametrize(
-    ("nodes", "left"),
-    [
-        ("t = Expand (one, sizes) y = Add (x, t)", ["Expand", "Add"]),
-        ("t = Cast <to = 1> (bytes) y = Add (x, t)", ["Cast", "Add"]),
-        ("v = Expand (one, sizes) y = Conv (x, v)", ["Expand", "Conv"]),
-        ("v = Cast <to = 1> (bytes) y = Conv (x, v)", ["Conv"]),  # int8 is smaller
-        ("v = Mul (w, one) y = Conv (x, v)", ["Conv"]),  # as large as what it replaces
-        ("v = Transpose <perm = [1, 0, 2, 3]> (w) c = Conv (x, v) y = Add (c, w)", ["Conv", "Add"]),
-        ("t = Expand (one, few) y = Add (x, t)", ["Add"]),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "left"), [
+    ("t = Expand (one, sizes) y = Add (x, t)", ["Expand", "Add"]),
+    ("t = Cast <to = 1> (bytes) y = Add (x, t)", ["Cast", "Add"]),
+    ("v = Expand (one, sizes) y = Conv (x, v)", ["Expand", "Conv"]),
+    ("v = Cast <to = 1> (bytes) y = Conv (x, v)", ["Conv"]),  # int8 is smaller
+    ("v = Mul (w, one) y = Conv (x, v)", ["Conv"]),  # as large as what it replaces
+    ("v = Transpose <perm = [1, 0, 2, 3]> (w) c = Conv (x, v) y = Add (c, w)", ["Conv", "Add"]),
+    ("t = Expand (one, few) y = Add (x, t)", ["Add"]),
+])  # fmt: skip
 def test_a_constant_stays_a_node_where_its_value_is_larger(nodes, left):
     weights = [ints("sizes", 32, 32, 3, 3), ints("few", 1, 32, 3, 3), floats("one", 1)]
     weights.append(numpy_helper.from_array(np.ones((32, 32, 3, 3), np.int8), "bytes"))

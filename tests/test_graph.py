@@ -432,21 +432,17 @@ WRITTEN_OUT = [C1, ("Add", "c1 three", "a"), ("Clip", "a zero six", "b"), ("Mul"
 EXCITE = [C1, conv("c1", "c2"), ("HardSigmoid", "c2", "s"), *OTHER_GATE[3:]]
 
 
-@pytest.mark.parametrize(
-    ("nodes", "given", "members"),
-    [
-        ([C1, RELU, conv("r1", "y")], {}, ["c1 r1", "y"]),  # a layer and its tail
-        ([C1, RELU, conv("r1", "y")], {"outputs": "y c1"}, ["c1", "y"]),  # others look behind it
-        ([C1, RELU, conv("r1", "y")], {"target": "ascend"}, ["c1", "y"]),  # float there
-        (SILU, {}, ["c1", "s m", "y"]),  # with its gate, and apart from the layer
-        (OTHER_GATE, {}, ["c1", "c2", "s", "m", "y"]),
-        (EXCITE, {}, ["c1", "c2 s m", "y"]),  # of the layer that makes the gate
-        (WRITTEN_OUT, {}, ["c1 a b m d", "y"]),
-        ([C1, SWISH, conv("h", "y")], {}, ["c1 h", "y"]),
-        ([C1, SWISH, conv("h", "y")], {"outputs": "y c1"}, ["c1", "h", "y"]),
-        ([C1, SWISH, conv("h", "c2"), ("Add", "c1 c2", "y")], {}, ["c1", "h", "c2"]),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "given", "members"), [
+    ([C1, RELU, conv("r1", "y")], {}, ["c1 r1", "y"]),  # a layer and its tail
+    ([C1, RELU, conv("r1", "y")], {"outputs": "y c1"}, ["c1", "y"]),  # others look behind it
+    ([C1, RELU, conv("r1", "y")], {"target": "ascend"}, ["c1", "y"]),  # float there
+    (SILU, {}, ["c1", "s m", "y"]),  # with its gate, and apart from the layer
+    (OTHER_GATE, {}, ["c1", "c2", "s", "m", "y"]),
+    (EXCITE, {}, ["c1", "c2 s m", "y"]),  # of the layer that makes the gate
+    (WRITTEN_OUT, {}, ["c1 a b m d", "y"]), ([C1, SWISH, conv("h", "y")], {}, ["c1 h", "y"]),
+    ([C1, SWISH, conv("h", "y")], {"outputs": "y c1"}, ["c1", "h", "y"]),
+    ([C1, SWISH, conv("h", "c2"), ("Add", "c1 c2", "y")], {}, ["c1", "h", "c2"]),
+])  # fmt: skip
 def test_a_unit_is_a_layer_with_what_it_makes_for_it_alone(nodes, given, members):
     wanted = [tuple(f"/{node}" for node in unit.split()) for unit in members]
     found = units(*nodes, **given)

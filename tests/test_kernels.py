@@ -86,16 +86,13 @@ def chain(*kinds):
     return build_net(nodes, {"x": None}, {before: None}, opset=17)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "found", "owner"),
-    [
-        (("Conv", "LeakyRelu"), {"t1_nchwc": 5.0}, "/0"),
-        (("Conv", "Add", "Relu"), {"t2_nchwc": 5.0, "b_nchwc": 1.0}, "/0"),
-        (("Conv", "Add", "Relu"), {"t2_nchwc": 5.0}, "/2"),  # of two Convs nobody knows which
-        (("Conv", "Relu", "BatchNormalization"), {"t2_bn_nchwc": 5.0, "t1_nchwc": 1.0}, "/2"),
-        (("Relu", "Conv"), {"t1_nchwc": 5.0}, "/1"),
-    ],
-)
+@pytest.mark.parametrize(("kinds", "found", "owner"), [
+    (("Conv", "LeakyRelu"), {"t1_nchwc": 5.0}, "/0"),
+    (("Conv", "Add", "Relu"), {"t2_nchwc": 5.0, "b_nchwc": 1.0}, "/0"),
+    (("Conv", "Add", "Relu"), {"t2_nchwc": 5.0}, "/2"),  # of two Convs nobody knows which
+    (("Conv", "Relu", "BatchNormalization"), {"t2_bn_nchwc": 5.0, "t1_nchwc": 1.0}, "/2"),
+    (("Relu", "Conv"), {"t1_nchwc": 5.0}, "/1"),
+])  # fmt: skip
 def test_what_a_layer_computes_with_others_inside_it_is_its_time(kinds, found, owner):
     model = chain(*kinds)
     times = attribute_kernels(found, model, layers=found)

@@ -345,22 +345,18 @@ def test_labels_decide_before_the_task(lost, level):
     assert found.level == level and f"top-1 {-100 * lost:+.2f} points" in found.words
 
 
-@pytest.mark.parametrize(
-    ("right", "classes", "samples", "level"),
-    [
-        (0.0875, 10, 400, UNUSABLE),  # chance is 10 % and its spread 1.5 points
-        (0.145, 10, 400, UNUSABLE),  # three spreads are not surely better than chance
-        (0.146, 10, 400, DOUBTFUL),  # no guess, and still wrong in six of seven
-        (0.49, 10, 400, DOUBTFUL),  # of 92 % with the right mean and std
-        (0.5, 10, 400, GOOD),
-        (0.0875, 10, 19, GOOD),  # too few to tell
-        (0.02, 1000, 400, DOUBTFUL),
-        (0.05, 1000, 20, DOUBTFUL),  # an ImageNet model with the wrong scale
-        (0.0, 1000, 20, UNUSABLE),
-        (0.5, 2, 36, UNUSABLE),  # guessing reaches 75 % once in a thousand times
-        (0.8, 2, 20, GOOD),  # and 83 % of so few, which tell nothing
-    ],
-)
+@pytest.mark.parametrize(("right", "classes", "samples", "level"), [
+    (0.0875, 10, 400, UNUSABLE),  # chance is 10 % and its spread 1.5 points
+    (0.145, 10, 400, UNUSABLE),  # three spreads are not surely better than chance
+    (0.146, 10, 400, DOUBTFUL),  # no guess, and still wrong in six of seven
+    (0.49, 10, 400, DOUBTFUL),  # of 92 % with the right mean and std
+    (0.5, 10, 400, GOOD), (0.0875, 10, 19, GOOD),  # too few to tell
+    (0.02, 1000, 400, DOUBTFUL),
+    (0.05, 1000, 20, DOUBTFUL),  # an ImageNet model with the wrong scale
+    (0.0, 1000, 20, UNUSABLE),
+    (0.5, 2, 36, UNUSABLE),  # guessing reaches 75 % once in a thousand times
+    (0.8, 2, 20, GOOD),  # and 83 % of so few, which tell nothing
+])  # fmt: skip
 def test_a_float_model_that_guesses_was_fed_something_else(right, classes, samples, level):
     found = judged(
         accuracy(samples=samples, top1_reference=right, top1_candidate=right, classes=classes)

@@ -35,15 +35,12 @@ def by_place(weight):
     return np.moveaxis(weight, 1, -1).reshape(len(weight), -1)
 
 
-@pytest.mark.parametrize(
-    ("shape", "pairs"),
-    [
-        ((1, 4, 1, 2), [(0, 1), (2, 3), (4, 5), (6, 7)]),  # four channels a place
-        ((1, 6), [(0, 1), (2, 3), (4, 5)]),
-        ((1, 5), [(0, 1), (2, 3), (4,)]),  # one place: nothing can come between
-        ((1, 3, 2), [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5,)]),  # zeros may, after each three
-    ],
-)
+@pytest.mark.parametrize(("shape", "pairs"), [
+    ((1, 4, 1, 2), [(0, 1), (2, 3), (4, 5), (6, 7)]),  # four channels a place
+    ((1, 6), [(0, 1), (2, 3), (4, 5)]),
+    ((1, 5), [(0, 1), (2, 3), (4,)]),  # one place: nothing can come between
+    ((1, 3, 2), [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5,)]),  # zeros may, after each three
+])  # fmt: skip
 def test_who_meets_whom(shape, pairs):
     flat = 2.0 ** np.arange(np.prod(shape))
     places = np.moveaxis(flat.reshape(*shape[2:], shape[1]), -1, 0)

@@ -303,18 +303,14 @@ def test_float_outputs_stay_equal_to_the_last_digits(tmp_path):
         assert np.abs(found - plain).max() <= 2e-6 * np.abs(plain).max()
 
 
-@pytest.mark.parametrize(
-    ("nodes", "linked"),
-    [
-        ("b = Relu(a) y = Conv(b, w2)", True),
-        ("b = LeakyRelu <alpha = 0.1> (a) y = Conv(b, w2)", True),
-        ("b = MaxPool <kernel_shape = [2, 2]> (a) y = Conv(b, w2)", True),
-        ("b = Clip(a, low, high) y = Conv(b, w2)", False),
-        ("b = Sigmoid(a) y = Conv(b, w2)", False),
-        ("b = Relu(a) c = Conv(b, w2) y = Add(b, c)", False),  # others read what would be scaled
-        ("b = Conv(a, w2) y = Conv(b, w2)", False),  # one weight for two layers
-    ],
-)
+@pytest.mark.parametrize(("nodes", "linked"), [
+    ("b = Relu(a) y = Conv(b, w2)", True),
+    ("b = LeakyRelu <alpha = 0.1> (a) y = Conv(b, w2)", True),
+    ("b = MaxPool <kernel_shape = [2, 2]> (a) y = Conv(b, w2)", True),
+    ("b = Clip(a, low, high) y = Conv(b, w2)", False), ("b = Sigmoid(a) y = Conv(b, w2)", False),
+    ("b = Relu(a) c = Conv(b, w2) y = Add(b, c)", False),  # others read what would be scaled
+    ("b = Conv(a, w2) y = Conv(b, w2)", False),  # one weight for two layers
+])  # fmt: skip
 def test_only_what_lets_a_factor_through_links_two_layers(nodes, linked, tmp_path):
     w = {"w1": np.ones((4, 3, 1, 1)), "w2": np.ones((4, 4, 1, 1)), "low": 0, "high": 6}
     found = find_layer_links(load(saved(tmp_path, f"a = Conv(x, w1) {nodes}", w)).model)

@@ -555,15 +555,12 @@ def renamed_image(tmp_path):
     (tmp_path / "pictures" / "19.png").rename(tmp_path / "pictures" / "99.png")
 
 
-@pytest.mark.parametrize(
-    ("said", "words", "change"),
-    [
-        (r"the images changed \(names\)", (), renamed_image),
-        ("count (20 -> 10|10 -> 20)", ("--limit", 10), None),  # whichever is taken for the first
-        ("the preprocessing changed", ("--preprocess", "imagenet"), None),
-        (r"the model \(weights or graph\) changed", (), other_model),
-    ],
-)
+@pytest.mark.parametrize(("said", "words", "change"), [
+    (r"the images changed \(names\)", (), renamed_image),
+    ("count (20 -> 10|10 -> 20)", ("--limit", 10), None),  # whichever is taken for the first
+    ("the preprocessing changed", ("--preprocess", "imagenet"), None),
+    (r"the model \(weights or graph\) changed", (), other_model),
+])  # fmt: skip
 def test_a_foreign_shard_is_named(said, words, change, run, shard, small_cnn, pictures, tmp_path):
     images = shutil.copytree(pictures, tmp_path / "pictures")
     model = shutil.copy(small_cnn, tmp_path / "small_cnn.onnx")

@@ -221,16 +221,13 @@ def test_the_channels_of_a_slow_layer_are_filled_up_where_that_pays(
     assert groups(plain) == channels and ran(found) == ran(plain)
 
 
-@pytest.mark.parametrize(
-    ("end", "words"),
-    [
-        ("output", []),  # the user reads it
-        ("concat", []),  # channels stand behind others there
-        ("mean", []),  # zeros would count in a mean over channels
-        ("dense", []),  # what reads it would lose more
-        ("project", ["--keep-float", "deep"]),  # float kernels do not mind
-    ],
-)
+@pytest.mark.parametrize(("end", "words"), [
+    ("output", []),  # the user reads it
+    ("concat", []),  # channels stand behind others there
+    ("mean", []),  # zeros would count in a mean over channels
+    ("dense", []),  # what reads it would lose more
+    ("project", ["--keep-float", "deep"]),  # float kernels do not mind
+])  # fmt: skip
 def test_where_it_cannot_be_or_does_not_pay_channels_stay(end, words, tmp_path):
     found = built(inverted(24, end=end), tmp_path / "net", "--effort", "0", *words)
     assert groups(engine(found)) == 24

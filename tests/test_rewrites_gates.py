@@ -239,14 +239,11 @@ def test_what_is_not_a_gate_is_left_alone(nodes, outputs, tmp_path):
         assert np.abs(want - got).max() < 0.1 * np.abs(want).max()
 
 
-@pytest.mark.parametrize(
-    ("nodes", "outputs", "gates"),
-    [
-        (FORMS["div last"], ("out", "m"), [("m", 1.0, 0)]),  # the division is behind the gate
-        ("a = Add(t, three) c = Clip(a, zero, six) d = Div(six, c) y = Mul(t, d)", ("out",), []),
-        ("h = HardSwish(t) a = Add(h, minus) y = Relu(a)", ("out",), [("h", 1 / 6, 0)]),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "outputs", "gates"), [
+    (FORMS["div last"], ("out", "m"), [("m", 1.0, 0)]),  # the division is behind the gate
+    ("a = Add(t, three) c = Clip(a, zero, six) d = Div(six, c) y = Mul(t, d)", ("out",), []),
+    ("h = HardSwish(t) a = Add(h, minus) y = Relu(a)", ("out",), [("h", 1 / 6, 0)]),
+])  # fmt: skip
 def test_a_gate_ends_where_its_formula_does(nodes, outputs, gates):
     found = find_gates(Graph(network(nodes, outputs=outputs)))
     assert [(gate.output, gate.gain, gate.offset) for gate in found] == gates

@@ -204,19 +204,13 @@ def test_features_are_many_none_far_below_zero_and_some_above_one(size, least, m
     assert are_features(rows) == features
 
 
-@pytest.mark.parametrize(
-    ("counts", "embedding"),
-    [
-        (((1, 16), (-1, 16)), True),
-        (((1, 15), (-1, 16)), False),  # 32 numbers
-        (((1.55, 1), (1, 31), (-1, 32)), True),
-        (((1.65, 1), (1, 31), (-1, 32)), False),
-        (((1, 39), (-1, 25)), True),
-        (((1, 40), (-1, 24)), False),
-        (((1, 1), (-1, 1), (0.2, 31), (-0.2, 31)), True),
-        (((1, 1), (-1, 1), (0.1, 31), (-0.1, 31)), False),
-    ],
-)
+@pytest.mark.parametrize(("counts", "embedding"), [
+    (((1, 16), (-1, 16)), True), (((1, 15), (-1, 16)), False),  # 32 numbers
+    (((1.55, 1), (1, 31), (-1, 32)), True), (((1.65, 1), (1, 31), (-1, 32)), False),
+    (((1, 39), (-1, 25)), True), (((1, 40), (-1, 24)), False),
+    (((1, 1), (-1, 1), (0.2, 31), (-0.2, 31)), True),
+    (((1, 1), (-1, 1), (0.1, 31), (-0.1, 31)), False),
+])  # fmt: skip
 def test_an_embedding_is_long_and_lies_about_zero(counts, embedding):
     values = np.concatenate([np.full(count, value, np.float32) for value, count in counts])
     shuffled = rng().permutation(values)[None]  # in order they were points

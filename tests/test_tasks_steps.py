@@ -113,17 +113,14 @@ def test_long_stretches_without_the_first_class_are_no_text(classes):
     assert same_task(sure) == "indices"  # sure says nothing by its side of 0.5
 
 
-@pytest.mark.parametrize(
-    ("inputs", "task"),
-    [
-        ({"images": np.zeros((1, 3, 160, 224), np.float32)}, "text"),
-        ({"ids": np.arange(8)[None], "mask": np.ones((1, 8), np.int64)}, "steps"),
-        ({"letters": np.ones((1, 8, 5), np.int32)}, "steps"),
-        ({"ids": np.arange(11)[None]}, "steps"),  # some words are two tokens
-        ({"vectors": np.ones((1, 8, 50), np.float32)}, "steps"),
-        ({"sound": np.zeros((1, 80, 8)), "length": np.array([80])}, "text"),
-    ],
-)
+@pytest.mark.parametrize(("inputs", "task"), [
+    ({"images": np.zeros((1, 3, 160, 224), np.float32)}, "text"),
+    ({"ids": np.arange(8)[None], "mask": np.ones((1, 8), np.int64)}, "steps"),
+    ({"letters": np.ones((1, 8, 5), np.int32)}, "steps"),
+    ({"ids": np.arange(11)[None]}, "steps"),  # some words are two tokens
+    ({"vectors": np.ones((1, 8, 50), np.float32)}, "steps"),
+    ({"sound": np.zeros((1, 80, 8)), "length": np.array([80])}, "text"),
+])  # fmt: skip
 def test_a_class_for_each_token_that_was_fed_is_no_text(inputs, task):
     tags = [{"y": softmax(framed([0, 0, 3, 0, 0, 4, 4, 0], 17))[None]}] * 4
     assert same_task(tags, [inputs] * 4) == task
@@ -261,19 +258,16 @@ OUTLIER = np.where(np.arange(384) == 7, 40, 0)
 
 
 @pytest.mark.parametrize("inputs", [None, SOUND])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda made: made.standard_normal((1, 40, 384)),
-        lambda made: made.standard_normal((1, 40, 384)) + OUTLIER,
-        lambda made: made.standard_normal((1, 40, 12)) * 2,
-        lambda made: made.standard_normal((1, 17, 2)) * 50,  # places
-        lambda made: made.standard_normal((1, 24, 3)) * 50,
-        lambda made: np.cumsum(made.standard_normal((1, 400, 2)), 1),
-        lambda made: made.uniform(-80, 10, (1, 100, 80)),  # decibels
-        lambda made: made.uniform(0, 1, (1, 50)),
-    ],
-)
+@pytest.mark.parametrize("make", [
+    lambda made: made.standard_normal((1, 40, 384)),
+    lambda made: made.standard_normal((1, 40, 384)) + OUTLIER,
+    lambda made: made.standard_normal((1, 40, 12)) * 2,
+    lambda made: made.standard_normal((1, 17, 2)) * 50,  # places
+    lambda made: made.standard_normal((1, 24, 3)) * 50,
+    lambda made: np.cumsum(made.standard_normal((1, 400, 2)), 1),
+    lambda made: made.uniform(-80, 10, (1, 100, 80)),  # decibels
+    lambda made: made.uniform(0, 1, (1, 50)),
+])  # fmt: skip
 def test_features_and_regressions_are_no_steps(make, inputs):
     made = rng()
     assert same_task([{"y": make(made).astype(np.float32)} for _ in range(4)], inputs) is None
@@ -545,22 +539,14 @@ def scored(apart, mean=0.0, steps=8):
     return np.stack([sides * apart + mean * means, mean * means - sides * apart], axis=1)[None]
 
 
-@pytest.mark.parametrize(
-    ("scores", "alone", "beside"),
-    [
-        (scored(0.7), 2, True),
-        (scored(0.69), None, True),  # 0.80 of a Softmax
-        (scored(0.21), None, True),
-        (scored(0.2), None, False),  # 0.60
-        (scored(4, 0.9), 2, True),
-        (scored(4, 1.1), None, True),  # a quarter
-        (scored(4, 1.9), None, True),
-        (scored(4, 2.1), None, False),  # a half
-        (scored(4, steps=4), 2, True),
-        (scored(4)[:, :3], None, False),
-        (scored(4)[:, ::2], None, False),  # one class alone
-    ],
-)
+@pytest.mark.parametrize(("scores", "alone", "beside"), [
+    (scored(0.7), 2, True), (scored(0.69), None, True),  # 0.80 of a Softmax
+    (scored(0.21), None, True), (scored(0.2), None, False),  # 0.60
+    (scored(4, 0.9), 2, True), (scored(4, 1.1), None, True),  # a quarter
+    (scored(4, 1.9), None, True), (scored(4, 2.1), None, False),  # a half
+    (scored(4, steps=4), 2, True), (scored(4)[:, :3], None, False),
+    (scored(4)[:, ::2], None, False),  # one class alone
+])  # fmt: skip
 def test_raw_scores_of_steps_are_classes_where_they_are_sure_and_about_0(scores, alone, beside):
     assert shares.find_class_axis([scores], raw=True) == alone
     assert shares.are_heads([[scores], [scores]]) == beside

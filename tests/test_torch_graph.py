@@ -236,14 +236,10 @@ def test_constants_that_change_what_is_read_again_are_left_alone():
     assert report.fused == [] and largest_difference(folded(x), model(x)) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "second",
-    [
-        nn.Conv2d(4, 4, 3, padding=0),  # another size
-        nn.Conv2d(4, 4, 1, groups=2),
-        nn.Conv2d(4, 4, 5, padding=2, dilation=1, stride=2),
-    ],
-)
+@pytest.mark.parametrize("second", [
+    nn.Conv2d(4, 4, 3, padding=0),  # another size
+    nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 4, 5, padding=2, dilation=1, stride=2),
+])  # fmt: skip
 def test_branches_that_do_not_fit_are_left_alone(second):
     def two(self, x):
         wide, narrow = self.first(x), self.second(x)

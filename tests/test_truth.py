@@ -209,17 +209,14 @@ class Unread(float):
         raise OSError("no disk")
 
 
-@pytest.mark.parametrize(
-    ("value", "rule"),
-    [
-        ("1", "must return a finite number, got '1' from"),
-        (10**400, "must return a finite number, got 1000"),
-        ([10**5000], "metric .* must run without error, got ValueError"),  # Python prints no such
-        (np.ones(2), "must return a finite number, got array"),
-        (None, "must return a finite number, got None"),
-        (Unread(1), "metric .* must run without error, got OSError: no disk"),
-    ],
-)
+@pytest.mark.parametrize(("value", "rule"), [
+    ("1", "must return a finite number, got '1' from"),
+    (10**400, "must return a finite number, got 1000"),
+    ([10**5000], "metric .* must run without error, got ValueError"),  # Python prints no such
+    (np.ones(2), "must return a finite number, got array"),
+    (None, "must return a finite number, got None"),
+    (Unread(1), "metric .* must run without error, got OSError: no disk"),
+])  # fmt: skip
 def test_a_metric_gives_a_number(value, rule):
     tally = MetricTally(metric_of(lambda fp32, int8, label: value), labels=None)
     with pytest.raises(ConfigError, match=rule):

@@ -538,14 +538,11 @@ def test_what_time_settled_is_built_again_whatever_the_clock_says(timed):
     assert timed().files == timed(int8=SLOW_B).files
 
 
-@pytest.mark.parametrize(
-    ("times", "runs", "best"),
-    [
-        ([5.0] * 12, 4, 5.0),  # nothing to wait for
-        ([9.0, 9.0, 8.0, 9.0, 5.0, 5.05, 5.05, 4.95, 3.0], 8, 4.95),  # 5 to 4.95 is noise
-        ([8.0 - number for number in range(8)], 8, 1.0),  # never calm: at most 8
-    ],
-)
+@pytest.mark.parametrize(("times", "runs", "best"), [
+    ([5.0] * 12, 4, 5.0),  # nothing to wait for
+    ([9.0, 9.0, 8.0, 9.0, 5.0, 5.05, 5.05, 4.95, 3.0], 8, 4.95),  # 5 to 4.95 is noise
+    ([8.0 - number for number in range(8)], 8, 1.0),  # never calm: at most 8
+])  # fmt: skip
 def test_splits_are_timed_until_the_machine_is_calm(times, runs, best, monkeypatch):
     left = iter(times)
     monkeypatch.setattr(clocks, "quickest_ms", lambda *_, **__: next(left))
@@ -553,14 +550,10 @@ def test_splits_are_timed_until_the_machine_is_calm(times, runs, best, monkeypat
     assert found.ms == best and len(list(left)) == len(times) - runs
 
 
-@pytest.mark.parametrize(
-    ("int8", "float32", "faster"),
-    [
-        ([8.0] * 4, [10.0] * 4, True),
-        ([9.9] * 4, [10.0] * 4, False),  # no more than clocks differ by
-        ([8.0, 9.9] * 2, [10.0] * 4, False),  # nor than the same model's times differ by
-    ],
-)
+@pytest.mark.parametrize(("int8", "float32", "faster"), [
+    ([8.0] * 4, [10.0] * 4, True), ([9.9] * 4, [10.0] * 4, False),  # no more than clocks differ by
+    ([8.0, 9.9] * 2, [10.0] * 4, False),  # nor than the same model's times differ by
+])  # fmt: skip
 def test_int8_is_faster_by_more_than_times_spread(int8, float32, faster, monkeypatch):
     left = iter([ms for pair in zip(int8, float32, strict=True) for ms in pair])
     monkeypatch.setattr(clocks, "quickest_ms", lambda *_, **__: next(left))

@@ -458,13 +458,10 @@ def test_a_layer_that_cannot_be_tried_alone_is_not_blamed(build_failing):
     assert f" of {probes} trials could not be run; the first: {WHY}" in note
 
 
-@pytest.mark.parametrize(
-    ("where", "refused"),
-    [
-        (probe, lambda model: len(layers_in_int8(model)) == 1),  # those tried whole have more
-        (float_activations, lambda model: True),  # the float model that tells what goes in
-    ],
-)
+@pytest.mark.parametrize(("where", "refused"), [
+    (probe, lambda model: len(layers_in_int8(model)) == 1),  # those tried whole have more
+    (float_activations, lambda model: True),  # the float model that tells what goes in
+])  # fmt: skip
 def test_if_no_layer_can_be_tried_alone_the_search_goes_on(where, refused, build_failing):
     built = build_failing(refused, "--accept", where=where)
     assert nameless(built) == []
