@@ -178,6 +178,7 @@ def test_one_probability_a_sample_is_on_a_side_of_a_half():
     heard = [{**one, "state_n": state} for one in said[:4]]
     assert same_task(heard, calls) == "steps"
     assert same_task(heard) is None  # a probability and what it is about, maybe
+    assert same_task([{**one, "size": np.array(2.5)} for one in said]) == "steps"
     assert same_task([{"y": np.array([[0.02]])}] * 4) is None  # always near 0: a small number
     assert same_task([{"y": np.array([[0.2 * n]])} for n in range(4)]) is None
 

@@ -95,7 +95,7 @@ class OutputSlice:
         rows, scores = self.of(value), self.at.best_scores(reference)
         cells = _cells(scores.shape, rows.shape)
         if cells is not None:
-            rows *= scores.reshape(cells)
+            np.multiply(rows, scores.reshape(cells), out=rows, casting="unsafe")
 
 
 def _cells(scores: tuple[int, ...], values: tuple[int, ...]) -> tuple[int, ...] | None:

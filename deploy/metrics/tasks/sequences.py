@@ -147,7 +147,8 @@ def find_steps(seen: FirstSamples) -> Steps | None:
         )
     switches = tuple(name for name in non_states if are_switches(seen.arrays(name)))
     numbers = tuple(name for name in non_states if name not in switches)
-    if switches and all(one.size == max(one.shape) for n in numbers for one in seen.arrays(n)):
+    others = [one for name in numbers for one in seen.arrays(name)]
+    if switches and all(one.size == max(one.shape, default=1) for one in others):
         return Steps(switches, (2,) * len(switches), None, beside=numbers)
     tasks = [task for name in floating if (task := _read(name, seen, alone=len(floating) == 1))]
     if not tasks and (symbols := _find_symbols(seen)):  # runs of one class are too long for text
