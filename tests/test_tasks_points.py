@@ -215,6 +215,7 @@ def others():
     shares = made.dirichlet([1, 1], (4, 1, 30))
     for _ in range(4):
         yield "features", [made.uniform(0, 1, (1, 256)) for _ in range(4)]
+    yield "turned boxes", [made.uniform(20, 50, (1, 30, 5)) for _ in range(4)]
     yield "boxes", [made.uniform(0.1, 0.6, (1, 30, 4)) for _ in range(4)]
     yield "features of a Relu", [made.gamma(1, 0.4, (1, 256)) for _ in range(4)]
     yield "scores", [made.normal(0, 4, (1, 48)) for _ in range(4)]

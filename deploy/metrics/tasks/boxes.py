@@ -87,8 +87,7 @@ def find_end_to_end(seen: FirstSamples) -> EndToEndDecoder | None:
         rows = [_joined([value]) for value in seen.arrays(name)]
         columns = _columns(rows)
         five = seen.outputs[0][name].shape[-1:] == (5,)  # then scores, of several boxes, must fall
-        lists = (one for one in rows if one is not None)
-        falling = all(len(one) > 1 and (np.diff(one[:, 4]) <= 0).all() for one in lists)
+        falling = all(len(r) > 1 and (np.diff(r[:, 4]) <= 0).all() for r in rows if r is not None)
         if columns is not None and (falling or not five):
             return EndToEndDecoder((name,), columns, {name: _scores(name, columns[1], seen)})
     return None

@@ -130,7 +130,7 @@ def _parts(
     """Return the slices of points that scores weight: the last of their numbers, or `at`."""
     flat = samples[0].shape[-1] != numbers
     every = OutputSlice(output=name, axis=-1, width=numbers if flat else 0)
-    activation = _last_are_scores(_rows(samples, numbers))
+    activation = _last_are_scores(_rows(samples, numbers), flat=flat)
     if activation is None:
         return {} if at is None else {name: (replace(every, at=at),)}
     scores = replace(every, start=numbers - 1, stop=numbers, activation=activation)
@@ -140,17 +140,18 @@ def _parts(
     }
 
 
-def _last_are_scores(rows: Floats) -> str | None:
+def _last_are_scores(rows: Floats, *, flat: bool) -> str | None:
     """Return the missing activation if the last number of points is a score, else None.
 
-    Three numbers may end in a depth, so that logits must be two groups; of more, most scores must
-    be near 0 or 1, and logits are the last of five.
+    The last of three may be a depth, of four a box's height, of more an angle: so logits are two
+    groups, or in a flat output the fifth number; four or five shares are mostly near 0 or 1.
     """
     numbers, last = rows.shape[2], rows[:, :, -1].reshape(-1)
     unit = bool(last.min() >= 0 and 0 < last.max() <= 1)
     shares = to_shares(last, raw=not unit)
-    decided = numbers > 3 + (not unit) and np.mean((shares < 0.1) | (shares > 0.9)) >= _DECIDED
-    fits = decided or (unit and numbers == 3) or (not unit and are_two_sided(last, 1))
+    decided = np.mean((shares < 0.1) | (shares > 0.9)) >= _DECIDED
+    fifth = flat and numbers == _NUMBERS[-1] and decided and last.min() < 0 < last.max()
+    fits = numbers == 3 or decided if unit else fifth or are_two_sided(last, 1)
     return ("" if unit else "sigmoid") if numbers > 2 and fits else None
 
 
@@ -171,7 +172,9 @@ def _numbers(samples: Sequence[Array], sizes: Sequence[tuple[int, int]], width: 
     if len(long) > 2 or numbers not in _NUMBERS:
         return None
     rows = _rows(samples, numbers)
-    fits = flat or numbers < 4 or _last_are_scores(rows) is not None  # four may be a box
+    fits = (
+        flat or numbers < 4 or _last_are_scores(rows, flat=False) is not None
+    )  # four may be a box
     return numbers if fits and _lie_inside(rows, sizes[0], flat=flat) else None
 
 

@@ -138,13 +138,8 @@ def _is_numbers(value: Array) -> bool:
 
 def _is_scores(value: Array) -> bool:
     floating = np.issubdtype(value.dtype, np.floating)
-    return bool(
-        floating
-        and value.ndim == 4
-        and 2 <= value.shape[1] <= _MOST
-        and min(value.shape[2:]) >= _SIDE
-        and np.isfinite(value).all()
-    )
+    fits = floating and value.ndim == 4 and 2 <= value.shape[1] <= _MOST
+    return bool(fits and min(value.shape[2:]) >= _SIDE and np.isfinite(value).all())
 
 
 def _several(samples: Sequence[Array]) -> bool:
