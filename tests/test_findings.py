@@ -670,7 +670,7 @@ def compared(references, candidates, batch, form=None):
     ("1 40", "1 40", "1 40"), ("1 40", "1 1 40", "1 40"), ("1 40 1", "1 40", "1 40 1"),
     ("1 40 4", "1 40", "1 40 1"), ("1 4 40", "1 40", "1 1 40"), ("1 40 4", "1 40 1", "1 40 1"),
     ("1 2 8 8", "1 1 8 8", "1 1 8 8"), ("1 2 8 8", "1 8 8", "1 1 8 8"),
-    ("1 8 8 2", "1 8 8 1", "1 8 8 1"),
+    ("1 8 8 2", "1 8 8 1", "1 8 8 1"), ("1 1 32 16", "1 1 8 4", "1 1 8 4"),
 ])  # fmt: skip
 def test_a_value_beside_a_score_of_its_cell_is_judged_where_it_counts(value, gate, cells, how):
     """A pitch where nobody speaks is arbitrary: 14 dB of it said nothing, and kept layers float."""
@@ -688,7 +688,10 @@ def test_a_value_beside_a_score_of_its_cell_is_judged_where_it_counts(value, gat
     assert [part.label for part in form.parts] == ["score", "pitch where score is high"]
     one = references[0]
     told = form.told(one, {}, one)["pitch"] / one["pitch"]
-    closed = np.broadcast_to(one["score"].reshape(cells) < 0.5, told.shape)
+    scores = one["score"].reshape(cells)
+    for axis in range(2, len(cells)):
+        scores = scores.repeat(told.shape[axis] // cells[axis], axis)
+    closed = np.broadcast_to(scores < 0.5, told.shape)
     assert np.abs(told[closed]).max() < 0.01 and np.abs(told[~closed]).min() > 0.9
 
 

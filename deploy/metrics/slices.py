@@ -92,10 +92,20 @@ class OutputSlice:
         Values of other cells stay unchanged, see `_cells`.
         """
         assert self.at is not None
-        rows, scores = self.of(value), self.at.best_scores(reference)
+        rows = self.of(value)
+        scores = _enlarge(self.at.best_scores(reference), rows.shape)
         cells = _cells(scores.shape, rows.shape)
         if cells is not None:
             np.multiply(rows, scores.reshape(cells), out=rows, casting="unsafe")
+
+
+def _enlarge(scores: Array, values: tuple[int, ...]) -> Array:
+    """Return a map of scores [N, 1, h, w] as large as values, if these are k times its size."""
+    if scores.ndim == len(values) == 4 and scores.shape[1] == 1:
+        high, wide = (divmod(values[axis], scores.shape[axis]) for axis in (2, 3))
+        if high == wide and high[1] == 0 < high[0]:
+            return scores.repeat(high[0], 2).repeat(high[0], 3)
+    return scores
 
 
 def _cells(scores: tuple[int, ...], values: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -137,6 +147,7 @@ def find_scores(samples: Mapping[OutputSlice, Sequence[Array]]) -> dict[OutputSl
     shares = {part: to_shares(floating[part], raw=part in raw) for part in (*unit, *raw)}
     ends = {n: float(np.mean((s < 0.1) | (s > 0.9))) for n, s in shares.items()}
     found: dict[OutputSlice, OutputSlice] = {}
+    two = len({part.output for part in samples}) == 2  # of more, a small map may be another level's
     for part, values in floating.items():
         between = part in unit and ends[part] < 0.5
         for other, own in shares.items() if between or part not in unit else ():
@@ -144,15 +155,16 @@ def find_scores(samples: Mapping[OutputSlice, Sequence[Array]]) -> dict[OutputSl
             least = _DECIDED if between or other.axis else _HALF
             decided = ends[other] >= (0 if own.size < values.size and not other.axis else least)
             both = own.size >= _VALUES and max(own.min(), 1 - own.max()) <= _LOW
-            if apart and decided and both and _fit_cells(samples[other], samples[part]):
+            pairs = [*zip(samples[other], samples[part], strict=True)]
+            pairs = [(_enlarge(a, b.shape) if two else a, b) for a, b in pairs]
+            if apart and decided and both and _fit_cells(pairs):
                 activation = "sigmoid" if other in raw else ""
                 found.setdefault(part, replace(other, activation=activation))
     return found
 
 
-def _fit_cells(scores: Sequence[Array], values: Sequence[Array]) -> bool:
+def _fit_cells(pairs: Sequence[tuple[Array, Array]]) -> bool:
     """Whether there is one score for each cell of the values, not made of the value itself."""
-    pairs = [*zip(scores, values, strict=True)]
     fit = all(own.size > 1 < value.ndim and _cells(own.shape, value.shape) for own, value in pairs)
     return fit and not all(_is_activation(*pair) for pair in pairs)
 
