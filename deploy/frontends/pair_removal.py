@@ -115,6 +115,8 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
         quantizers[codes] = again = copy_message(own)
         again.input[0], again.output[0], again.name = moved, codes, f"{node.name}/{Q}"
         nodes.append(again)
+    if not replaced:
+        return
     unread = replaced.difference(index.outputs, *map(iter_reads, nodes))
     rebuild(model.graph, [node for node in nodes if not unread.intersection(node.output)])
 
