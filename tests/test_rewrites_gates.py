@@ -207,6 +207,14 @@ def test_a_gate_beside_float_stays_float(form, ends):
     assert not [node for node in parse_nodes(FORMS[form]) if found[node.name] == "int8"]
 
 
+@pytest.mark.parametrize("tail", ["Relu(q)", "Clip(q, zero, six)"])
+def test_a_gate_before_a_relu_or_clip_stays_float(tail, tmp_path):
+    model = network(FORMS["hard swish"].replace("y =", "q =") + f" y = {tail}")
+    engine = built(model, tmp_path, "--effort", "0")
+    want, got = (ran(m, ["out"], tmp_path)[0] for m in (model, engine))
+    assert np.abs(want - got).max() < 0.05 * np.ptp(want)
+
+
 @pytest.mark.parametrize("kept", ["Add_a", "Clip_c", "Mul_m", "Div_y"])
 def test_one_node_kept_float_keeps_the_gate_float(kept):
     found = precisions(network(FORMS["div last"]), float_nodes=[kept])

@@ -454,6 +454,22 @@ def test_int32_biases_are_float_in_tensorrts_model(built):
     assert np.array_equal(held["b_dq"], told.astype(np.float32) * steps)
 
 
+def test_a_depthwise_layer_that_gets_more_channels_keeps_its_integers(built):
+    w, rng = Writer(), np.random.default_rng(3)
+    x = w.pair(w.first(w.pair("x", 0.03, np.int8(0))), 0.02, np.int8(-128))
+    for name, shape, group in (("a", (20, 8, 1, 1), 1), ("b", (20, 1, 3, 3), 20)):
+        held = w.weight(f"w{name}", rng.normal(size=shape).astype(np.float32))
+        x = w.node("Conv", [x, held], name, group=group, pads=[shape[2] // 2] * 4)
+        x = w.pair(x, 0.05, np.int8(0))
+    last = w.weight("wc", rng.normal(size=(4, 20, 3, 3)).astype(np.float32))
+    model = w.model(w.conv(x, last))
+    out, _, notes = built(model, "--target", "onnxruntime", "--for", "vnni")
+    given, own = integers(model)["n_b"], integers(onnx.load(out / "net.int8.onnx"))["n_b"]
+    assert len(own[0]) == 32
+    assert all(np.array_equal(o[:20], g) for o, g in zip(own, given, strict=True))
+    assert "rounded again" not in notes["onnxruntime"]
+
+
 def test_the_lowest_code_of_a_weight_is_kept(built):
     out, _, notes = built(torchao(), "--target", "tensorrt")
     own = integers(onnx.load(out / "net.tensorrt.qdq.onnx"))

@@ -42,6 +42,7 @@ _DATA_INPUTS = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "Resize": 1, "Clip": 1
 # ONNX Runtime's optimizer moves a DequantizeLinear past these
 _MOVING = frozenset({"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
 _TAILS = frozenset({"Relu", "Clip"})
+GATE = "Gate"  # type of the node that replaces the nodes of a gate in a collapsed graph
 PADDED_SUFFIX = "/wide"  # suffix of a tensor's copy with zero channels appended
 NamedNodes = Sequence[tuple[str, str]]  # (name, type) of every node or module
 TYPE, FILE = "op:", "@"
@@ -293,7 +294,7 @@ class Graph:
         """Return the output of a node, or of the Relu, Clip or bias Add fused into it."""
         out = str(node.output[0])
         after = self.only_reader(out)
-        if after is None:
+        if after is None or node.op_type == GATE:
             return out
         if after.op_type in _TAILS and after.input[0] == out and self.holds_zero(after):
             return str(after.output[0])

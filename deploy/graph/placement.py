@@ -52,7 +52,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from calibrators.grids import FP8, INT8, UINT8, Grid
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import GATE, Graph, attributes
 
 MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
 CUTS = frozenset({"Pad", "Slice"})
@@ -64,7 +64,6 @@ POINTWISE = frozenset(
 # a norm, or the nodes that exporters decompose it into
 NORM = frozenset({"LayerNormalization", "ReduceMean", "Sub", "Pow", "Sqrt", "Div"})
 WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})  # where int8 is the gain
-GATE = "Gate"  # type of the node that replaces the nodes of a gate in a collapsed graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

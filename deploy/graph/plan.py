@@ -20,9 +20,8 @@ from functools import cached_property
 import onnx
 
 from calibrators.grids import FP8, INT8, UINT8
-from deploy.graph.index import CachedGraph, Graph, attributes
+from deploy.graph.index import GATE, CachedGraph, Graph, attributes
 from deploy.graph.placement import (
-    GATE,
     MOVES,
     POOLS,
     Gate,

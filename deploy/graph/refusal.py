@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import onnx
 
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import GATE, Graph, attributes
 from deploy.graph.placement import (
-    GATE,
     MOVES,
     Placement,
     averages_beyond_padding,

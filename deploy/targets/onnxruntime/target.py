@@ -234,14 +234,12 @@ class OnnxRuntime:
         paired = self._paired(request)
         decisions, weights = paired.decisions, read_stored_weights(paired.model, on_cpus=True)
         kind = "int8" if any(d.quantized for d in decisions) else "float"
-        model = paired.engine(request.cpu)
+        notes = self._of_trained(request, paired.model, decisions)
+        model = paired.engine(request.cpu)  # rewrites that model itself
         if request.subject.loaded.widened:
             store_halves(model.graph)
         weights = (*weights, *dynamic_weights(model))
-        notes = (
-            *self._notes(decisions, weights),
-            *self._of_trained(request, paired.model, decisions),
-        )
+        notes = (*self._notes(decisions, weights), *notes)
         data = model.SerializeToString(deterministic=True)
         path = request.folder / f"{request.name}.{kind}.onnx"
         files = {f"{kind} engine": atomic.write_bytes(path, data)}
