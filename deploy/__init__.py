@@ -6,6 +6,7 @@
 Every name is imported when first used, so that `import deploy` stays light.
 """
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from deploy.targets import OnnxRuntime as OnnxRuntime
     from deploy.targets import TensorRT as TensorRT
     from deploy.tuning.search_options import Tuning as Tuning
+
+# else the packages of ONNX Runtime send what they run to Microsoft, and store an identifier
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOMES = {  # in the order of a user's work
     "__version__": "deploy.version",

@@ -62,6 +62,14 @@ def test_importing_a_package_loads_no_heavy_library(face):
     assert not set(done.stdout.split()) & {"onnx", "onnxruntime", "torch", *own}
 
 
+def test_onnx_runtime_stores_and_sends_nothing(small_cnn, tmp_path):
+    model = small_cnn.read_bytes()
+    code = f"from deploy.runtimes.ort import OrtSession; OrtSession.open({model!r})"
+    homes = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TMPDIR"), str(tmp_path))
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=homes, check=True)
+    assert not list(tmp_path.iterdir())
+
+
 def checked(path: str) -> set[str]:
     """Names that a file hands to type checkers alone."""
     body = ast.parse((ROOT / path).read_text("utf-8")).body
