@@ -276,6 +276,10 @@ def test_a_fixed_batch_is_filled_with_the_first_samples(photos):
     pairs = collected(BATCH, images_of(2, 3, 16, 20))
     assert [pair.shape[0] for pair in pairs] == [2, 2, 2]
     assert np.array_equal(np.concatenate(pairs), np.concatenate([BATCH, BATCH[:1]]))
+    complete = BATCH[:4].reshape(2, 2, 3, 16, 20)
+    assert np.array_equal(collected(complete, images_of(2, 3, 16, 20)), complete)
+    rows = BATCH[0, 0]
+    assert np.array_equal(collected(rows, TensorSpec("image", "float32", (20,))), rows)
 
 
 def test_the_manifest_follows_the_bytes_the_order_and_the_options(photos):

@@ -214,6 +214,9 @@ def test_a_fixed_batch_judges_every_image_once(small_cnn, tmp_path):
     )
     assert one.samples == other.samples == 10 and one.top1_reference == other.top1_reference
     assert one.top1_agreement == pytest.approx(other.top1_agreement, abs=0.11)
+    complete = arrays[:8].reshape(2, 4, 3, 16, 16)
+    report = build(models["fixed"], complete, duration_s=0, out=tmp_path / "complete")
+    assert report.engines[1].accuracy.samples == 8
 
 
 def test_a_batch_size_counts_images_where_the_model_fixes_its_batch(small_cnn, tmp_path):

@@ -367,7 +367,12 @@ def _accuracy(
     comparison = Comparison(left, right, metric=judge)
     with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
         for sample in samples:
-            comparison.add(sample, left.run(sample), right.run(sample), count=feed.count)
+            comparison.add(
+                sample,
+                left.run(sample),
+                right.run(sample),
+                count=feed.count if feed.batch > 1 else None,
+            )
             step()
     return {list(sessions)[-1]: comparison.result()}
 

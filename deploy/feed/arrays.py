@@ -7,7 +7,7 @@ to an array is one, also a torch tensor that requires a gradient.
 Each array is matched to the model's input of its name. For an input of rank r, the array may have
 
 * rank r, a batch: sample i is ``a[i:i+1]`` (also if the input's own batch is fixed);
-* rank r + 1, samples stacked with their batch dimension: sample i is ``a[i]``;
+* rank r + 1, samples stacked with their batch dimension: sample i is ``a[i]``, of any batch;
 * rank r - 1, one sample without a batch dimension (iterables only);
 * rank r with a first dimension that is no batch (a state [2, N, 64]): one sample.
 
@@ -232,6 +232,13 @@ class ArraySource:
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
 
+    @property
+    def batch(self) -> int:
+        """Samples of one run: 1 if each is of the input's rank, else what the model fixes."""
+        batch = fixed_batch(self.specs)
+        ranks = {} if batch == 1 else {name: one.ndim for name, one in self.items[0].items()}
+        return 1 if any(ranks.get(s.name, 0) > len(s.shape) for s in self.specs) else batch
+
     def sample_name(self, index: int) -> str:
         """Return the sample's name for messages."""
         if not self.called:
@@ -334,8 +341,8 @@ def open_iterable(
 
 
 def fixed_batch(specs: Sequence[TensorSpec]) -> int:
-    """Return the batch size that all inputs fix in their first dimension, else 1."""
-    firsts = {s.shape[0] for s in specs if s.shape}
+    """Return the batch size that all inputs fix in their first of several dimensions, else 1."""
+    firsts = {s.shape[0] for s in specs if len(s.shape) > 1}
     only = firsts.pop() if len(firsts) == 1 else None
     return only if isinstance(only, int) and only > 0 else 1
 

@@ -36,6 +36,7 @@ class EvaluationSubset:
     def __init__(self, feed: Feed, most: int) -> None:
         """Args: feed: all samples; most: number of images."""
         self._feed = feed
+        self.batch = feed.batch
         self._most = most
         self._passed_keys: list[int] = []
 

@@ -170,7 +170,7 @@ class SourceOpener:
         """
         share = None
         chosen, choice_notes = self.choice.of(len(source), usual=usual)
-        batch = fixed_batch(self.specs)
+        batch = source.batch if isinstance(source, ArraySource) else fixed_batch(self.specs)
         if self.choice.shard is not None:
             refuse_batches(batch)
             names = names_digest(map(source.sample_name, chosen))

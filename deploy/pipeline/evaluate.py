@@ -271,9 +271,9 @@ class Evaluation:
     metric: Metric | None = None
 
     @property
-    def count(self) -> int:
-        """Number of good images so far; a fixed batch may be filled up with copies."""
-        return min(self.most, self.feed.count)
+    def count(self) -> int | None:
+        """Number of good images so far, if a fixed batch may be filled up with copies."""
+        return min(self.most, self.feed.count) if self.feed.batch > 1 else None
 
 
 class _Labels(Sequence[int]):
