@@ -577,6 +577,12 @@ def test_two_activations_are_offered_where_a_matmul_takes_float_matrices(op, sha
     assert list(found.offered) == ["m"] * offered and "m" in found.refused
 
 
+def test_a_matmul_of_a_vector_stays_float():
+    values, weights = {"x": [4]}, {"w": np.ones((4, 3), np.float32)}
+    model = build_net([("MatMul", "x w", "y", "m")], values, {"y": [3]}, weights, opset=17)
+    assert find_layers(model).refused == {"m": "a MatMul's input must be 2-D or more, got 1-D"}
+
+
 def test_a_configuration_says_what_is_float(files, run, tmp_path):
     config = tmp_path / "my.cfg"
     config.write_text(named("scores"))

@@ -199,8 +199,8 @@ def _few(feed: Feed, samples: Sequence[Mapping[str, Array]]) -> Iterator[str]:
     different = feed.count - feed.copies
     if different < _FEWEST or (different < 2 * _FEWEST and feed.copies >= different):
         yield (
-            f"{feed.count} calibration samples, {different} of them different, are too few for"
-            " ranges that hold for others; calibrate with more"
+            "too few different calibration samples for ranges that hold for others"
+            f" ({different} of {feed.count}); calibrate with more"
         )
     elif len(samples) > 1 and all(_nearly(samples[0], one) for one in samples[1:]):
         yield f"{len(samples)} samples that were looked at hardly differ; calibrate with others"

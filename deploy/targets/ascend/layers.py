@@ -303,6 +303,8 @@ def _refuse_weight(
         return f"a Gemm weight must be 2-D, got {rank}-D"
     if node.op_type == "MatMul" and rank not in (2, 3):
         return f"a MatMul weight must be 2-D or 3-D, got {rank}-D"
+    if node.op_type == "MatMul" and len(index.shapes.get(node.input[0]) or "2D") == 1:
+        return "a MatMul's input must be 2-D or more, got 1-D"
     if node.op_type == "Gemm":
         factors = (given.get("transA", 0), given.get("alpha", 1.0), given.get("beta", 1.0))
         if factors != (0, 1.0, 1.0):

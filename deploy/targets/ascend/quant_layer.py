@@ -66,7 +66,7 @@ def quantize_layers(
         raise ExportError(
             f"{len(unfit)} layer(s) do not fit Ascend's int8 path, got "
             + "; ".join(reasons[:5])
-            + "; put them under skip_layers of the configuration, or take them out of the record"
+            + "; leave them in float by --keep-float or skip_layers, or take them out of the record"
         )
     return quantized
 
