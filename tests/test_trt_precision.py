@@ -143,6 +143,18 @@ def test_what_needs_float32_keeps_it_and_is_cast_once(rest):
     onnx.checker.check_model(made, full_check=True)
 
 
+@pytest.mark.parametrize("text", [
+    "MatMul x w -> a | Exp a -> a/fp32 | Softmax a/fp32 -> y",
+    "MatMul x w -> y | Softmax y -> y/fp16",
+])  # fmt: skip
+def test_a_tensor_that_is_called_like_an_added_one_is_another(text):
+    model = net(text, {"w": np.eye(4)})
+    made, _ = narrow_float_part(model, "fp16", {})
+    onnx.checker.check_model(made, full_check=True)
+    names = [node.name for node in made.graph.node]
+    assert len(names) == len({*names})
+
+
 def test_what_float16_does_not_hold_stays_in_float32():
     text = "MatMul x w -> a | Add a mask -> b | Relu b -> y"
     model = net(text, {"w": np.eye(4), "mask": [-1e9] * 4})

@@ -36,7 +36,7 @@ from deploy.frontends.checks import to_array
 from deploy.frontends.lift import raise_opset
 from deploy.frontends.pairs import DQ, Q
 from deploy.graph.bounds import find_float16_overflows, float16_overflow
-from deploy.graph.edit import copy_message, infer_types, rebuild
+from deploy.graph.edit import copy_message, infer_types, rebuild, unique_name
 from deploy.graph.index import Graph, attributes, opset_of
 from deploy.graph.placement import MOVES
 from deploy.targets.tensorrt.trt_options import BF16, FP16, FP32
@@ -191,7 +191,7 @@ class _TypeConverter:
         if name not in self.index.outputs:
             self.types[name] = self.narrow
             return
-        inner = f"{name}/{self.rest}"
+        inner = unique_name(f"{name}/{self.rest}", self.types)
         node.output[list(node.output).index(name)] = inner
         self.types[inner] = self.narrow
         self.casts[name, self.narrow] = inner
@@ -229,7 +229,8 @@ class _TypeConverter:
         if not name or self.types.get(name) == wanted:
             return name
         if (name, wanted) not in self.casts:
-            other = f"{name}/{self.rest if wanted == self.narrow else FP32}"
+            added = f"{name}/{self.rest if wanted == self.narrow else FP32}"
+            other = unique_name(added, self.types)
             if name in self.index.initializers:
                 self._add_constant(name, other)
             else:
