@@ -594,7 +594,7 @@ def test_inputs_and_outputs_keep_their_names_or_are_refused():
 
 def test_every_word_behind_a_name_that_is_added_is_known():
     """Read from the code: f"{name}/word" and f"{name}.word" in what writes models."""
-    pattern = re.compile(r'f"\{[^"{}]+\}((?:[/.][A-Za-z_]+(?:\{[a-z]+\})?)+)"')
+    pattern = re.compile(r'f"\{[^"{}]+\}((?:[/.][A-Za-z_]+\d*(?:\{[a-z]+\})?)+)"')
     found = {}
     for folder in ("targets", "graph"):
         for path in (Path(qdq.__file__).parents[2] / folder).rglob("*.py"):

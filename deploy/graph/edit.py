@@ -397,15 +397,15 @@ def name_nodes_by_place(graph: onnx.GraphProto) -> int:
 # last words of the names that calib8 adds, after the name of a tensor or node
 ADDED = frozenset((
     "Add", "Cast", "Clip", "Constant", "DQ", "Product", "Q", "Scale", "anti_quant", "apart",
-    "as_it_was", "bias_quant", "cast", "centre", "centred", "cut", "data", "dequant",
-    "dequantize", "dequantized", "dqscale", "dynamic", "exec", "f", "factor", "fake_antiquant",
-    "fakedequant", "fakequant", "flat", "float", "gate", "gated", "half", "high", "i", "in",
-    "in_a_row", "input", "kept", "larger", "lifted", "low", "moved", "mul", "of_a_row", "offset",
-    "offset_d", "offset_w", "ordered", "out", "over", "pads", "param", "part", "pooled",
-    "product", "quant", "quant_bias", "quantize", "quantized", "read", "repeated", "rounded",
-    "rows", "scale", "scale_d", "scale_w", "scaled", "shape", "shape_in_a_row", "shift",
-    "shifted", "sizes", "split", "sum", "tensor_balance_factor", "told", "turned", "whole",
-    "written", "wzero", "zero", "zero_point",
+    "as_it_was", "bias_quant", "cast", "centre", "centred", "cut", "data", "dequant", "dequantize",
+    "dequantized", "dqscale", "dynamic", "exec", "f", "factor", "fake_antiquant", "fakedequant",
+    "fakequant", "flat", "float", "gate", "gated", "half", "high", "i", "in", "in_a_row", "input",
+    "int", "kept", "larger", "lifted", "low", "moved", "mul", "of_a_row", "offset", "offset_d",
+    "offset_w", "ordered", "out", "output", "over", "pads", "param", "part", "pooled", "product",
+    "quant", "quant_bias", "quantize", "quantized", "read", "repeated", "rounded", "rows", "scale",
+    "scale_d", "scale_w", "scaled", "shape", "shape_in_a_row", "shift", "shifted", "sizes", "split",
+    "sum", "tensor_balance_factor", "told", "turned", "u", "whole", "written", "wzero", "zero",
+    "zero_point",
 ))  # fmt: skip
 _BETWEEN = ("weight", "bias")  # also in names of models, so not enough alone
 
