@@ -150,7 +150,7 @@ def _in_folder(folder: Path) -> SourceFiles:
         folder, lambda name: is_image(name) or is_array_file(name) or is_unsupported_image(name)
     )
     others = [name for name in names if is_unsupported_image(name)]
-    names = [name for name in names if not is_unsupported_image(name)]
+    names = [n for n in names if not (is_unsupported_image(n) or _is_of_a_cache(folder / n))]
     if not names:
         way = "give another folder or a list file"
         raise FeedError(
@@ -171,6 +171,12 @@ def _in_folder(folder: Path) -> SourceFiles:
         folder,
         tuple(notes),
     )
+
+
+def _is_of_a_cache(path: Path) -> bool:
+    """Whether a file has the statistics of a cache `X`: it is `X.npz` beside `X` and `X.json`."""
+    cache = path.with_suffix("")
+    return path.suffix == ".npz" and all(Path(f"{cache}{end}").is_file() for end in ("", ".json"))
 
 
 def _unsupported(names: Sequence[str]) -> str:
