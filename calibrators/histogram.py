@@ -311,7 +311,8 @@ class Histogram(HistogramState):
         clamped.full_range = self.full_range
         clamped.minimum, clamped.maximum = self.minimum, self.maximum
         clamped.total, clamped.infinite = self.total, self.infinite
-        if self.total == 0 or (floor <= self.minimum and self.maximum <= ceiling):
+        beyond = floor > self.full_range or ceiling < -self.full_range  # so any range does
+        if self.total == 0 or beyond or (floor <= self.minimum and self.maximum <= ceiling):
             return clamped
         clamped.minimum = min(max(self.minimum, floor), ceiling)
         clamped.maximum = max(min(self.maximum, ceiling), floor)

@@ -13,6 +13,7 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
+from calibrators.entropy import entropy
 from calibrators.histogram import Histogram
 from calibrators.mse import mse
 from calibrators.weights import PAIR_LIMIT, PAIR_ROUNDING
@@ -287,6 +288,8 @@ def test_a_clamped_histogram_is_that_of_clamped_values():
     assert (got.minimum, got.maximum, got.total) == (-3, 4, x.size)
     assert mse(got).lo >= -3 and mse(h).lo < -3
     assert h.clamped(-100, 100).counts.tolist() == h.counts.tolist()
+    for beyond in ((1e3, 2e3), (-2e3, -1e3)):  # no value lies between the two
+        assert entropy(h.clamped(*beyond)) == entropy(h) and mse(h.clamped(*beyond)) == mse(h)
 
 
 def test_scores_of_logits_with_a_long_tail_stay_right(tmp_path):
