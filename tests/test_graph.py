@@ -554,6 +554,7 @@ COLLIDING = {
     "an activation's integers": ("Relu(f)", {"f": "r/quantized"}),
     "what Ascend runs": ("Relu(f)", {"d": "Conv_d.quant.exec.1.out"}),
     "an output": ("Relu(f)", {"y": "r/dequantized"}),
+    "a pair that is gone": ("Conv(f, w3, e)", {"f": "gone/dequantized", "d": "none/float"}),
 }
 
 
@@ -561,7 +562,7 @@ COLLIDING = {
 def test_a_name_like_one_that_is_added_changes_no_figure(case, tmp_path):
     expression, names = COLLIDING[case]
     rng = np.random.default_rng(0)
-    shapes = {"w": (4, 1, 3, 3), "w2": (4, 4, 1, 1), "w3": (4, 4, 1, 1)}
+    shapes = {"w": (4, 1, 3, 3), "w2": (4, 4, 1, 1), "w3": (4, 4, 1, 1), "e": (4,)}
     arrays = {name: rng.normal(0, 0.3, shape) for name, shape in shapes.items()}
     text = "c = Conv(x, w) r = Relu(c) d = Conv(r, w2) f = Relu(d) g = "
     text += f"{expression} y = Relu(g)"

@@ -427,9 +427,11 @@ def rename_added(graph: onnx.GraphProto) -> list[str]:
     tensors = {name for body in bodies for name in tensor_names(body)} - {""}
     ends = {value.name for value in (*graph.input, *graph.output)}
     taken = nodes | tensors
+    ours = ("/dequantized", "/float")  # calib8 cuts these off, whatever stands before them
+    stems = taken.union(name.removesuffix(end) for name in taken - ends for end in ours)
     replaced = []
     for name in sorted(taken):
-        stem = _added_to(name, taken)
+        stem = _added_to(name, stems)
         if stem is None:
             continue
         replaced.append(stem if name in ends else name)
