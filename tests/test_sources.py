@@ -7,6 +7,8 @@ import json
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import cv2
@@ -284,6 +286,9 @@ def test_a_video_is_fed_frame_by_frame(tmp_path, command, small_cnn):
     assert np.allclose(shades, [0, 50, 100, 150, 200], atol=4)
     with feed.samples() as again:  # from the start once more
         assert [float(one["x"].mean()) * 255 for one in again] == shades
+    twice = f"build {small_cnn} --images {path} --out {tmp_path / 'b'} --effort 0 --duration 0"
+    for _ in range(2):  # in a process whose stderr is no test's
+        subprocess.run([sys.executable, "-m", "deploy", *twice.split()], check=True)
     words = "calibrate", small_cnn, "--images", path, "--out", tmp_path / "a.cache"
     assert "every 2nd of 23 samples is used" in command(*words, "--stride", 2)
     for line in ("clip.avi\nclip.avi\n", "clip.avi 3\n"):

@@ -124,14 +124,15 @@ class VideoSource:
         return preprocess_image(shown, self._how).astype(self._spec.dtype, copy=False)
 
     def _frame(self, index: int) -> Array:
-        with self._lock, capture_decoder_output() as lines:
+        with self._lock:
             if index < self._next:
-                self._capture = _open_capture(self._path)
+                self._capture = _open_capture(self._path)  # captures the decoder's output itself
                 self._next = 0
-            while self._next < index and self._capture.grab():
-                self._next += 1
-            there, pixels = self._capture.read() if self._next == index else (False, None)
-            self._next += 1 if there else 0
+            with capture_decoder_output() as lines:
+                while self._next < index and self._capture.grab():
+                    self._next += 1
+                there, pixels = self._capture.read() if self._next == index else (False, None)
+                self._next += 1 if there else 0
         if not there or pixels is None or pixels.dtype != np.uint8:
             why = f", its decoder says: {lines[-1]}" if lines else ""
             raise FeedError(
