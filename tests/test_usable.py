@@ -305,6 +305,27 @@ def test_half_in_int8_is_preferred_if_it_is_good_or_nothing_is(fuller, first, bu
     assert chosen.trial == built and judged == found[built]
 
 
+def test_of_two_good_splits_noise_counts_no_more_than_usual():
+    """More weight on noise finds a good split; it must not keep a faster good one from winning."""
+    costs = {"loud": (0.63, 0.07), "slow": (0.92, 0.025), "quick": (0.64, 0.092)}
+    loud, slow, quick = (SimpleNamespace(time=costs[n][0], loss=costs[n][1]) for n in costs)
+    search = SimpleNamespace(
+        weight=3.75, prices=SimpleNamespace(measured=True), best_without_float=loud,
+        likely=lambda n: [loud, slow], faster=lambda *_: quick, can_refine=lambda: True,
+    )  # fmt: skip
+    search.quiet_down = lambda: setattr(search, "weight", 15.0)
+
+    def choose(trials):
+        return min(trials, key=lambda one: np.log(one.time) + search.weight * one.loss), []
+
+    lost = search_samples.TaskLoss(0.13, search_samples.DOUBTFUL, "2 new", sure=True)
+    chooser = SplitChooser(
+        search=search, choose=choose, can_go_on=lambda: True,
+        judge=lambda one: search_samples.ExpectedVerdict(lost=lost if one is loud else None),
+    )  # fmt: skip
+    assert chooser.run().trial is quick
+
+
 SIDE, ANCHORS = 32, 20
 
 

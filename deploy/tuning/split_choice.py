@@ -69,6 +69,7 @@ class SplitChooser:
         """Choose what to build."""
         choice, judgement = self._choose_likely([self.search.best_without_float])
         if not judgement.good and self.search.can_refine():
+            usual = self.search.weight
             self.search.quiet_down()
             again, judged = self._choose_likely([choice.trial])
             told = [*choice.told, *again.told]
@@ -78,6 +79,7 @@ class SplitChooser:
                 judgement = judged
             choice = replace(choice, told=told)
             if judged.good:
+                self.search.weight = usual  # a faster split that is good too is compared
                 return self._choose_faster(choice)
         if not judgement.good:
             choice, judgement = self._choose_next(choice, judgement)
