@@ -13,6 +13,7 @@ from onnx import numpy_helper
 
 from calibrators.searches import SEARCHES
 from deploy.calibration import trt_cache
+from deploy.calibration.reference_outputs import make_evaluation_set
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.store import load_calibration, sidecars
 from deploy.errors import CacheError, ConfigError
@@ -20,6 +21,7 @@ from deploy.feed.preprocess import Preprocess
 from deploy.method import Method
 from deploy.pipeline import build, calibrate
 from deploy.tuning.search_options import Tuning
+from deploy.tuning.search_samples import GrowingComparison
 from tests.models import build_net, make_model, parse_nodes, save_fixed_batch, save_net
 
 UNIT = Preprocess(size=(16, 16))
@@ -217,6 +219,9 @@ def test_a_fixed_batch_judges_every_image_once(small_cnn, tmp_path):
     complete = arrays[:8].reshape(2, 4, 3, 16, 16)
     report = build(models["fixed"], complete, duration_s=0, out=tmp_path / "complete")
     assert report.engines[1].accuracy.samples == 8
+    model, feed = onnx.load(models["fixed"]), calibrate(models["fixed"], complete).feed
+    searched = GrowingComparison([model], make_evaluation_set(feed, model, 9), kernels=False)
+    assert searched.on(9, threads=1).samples == 8
 
 
 def test_a_batch_size_counts_images_where_the_model_fixes_its_batch(small_cnn, tmp_path):

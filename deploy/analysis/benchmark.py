@@ -367,12 +367,8 @@ def _accuracy(
     comparison = Comparison(left, right, metric=judge)
     with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
         for sample in samples:
-            comparison.add(
-                sample,
-                left.run(sample),
-                right.run(sample),
-                count=feed.count if feed.batch > 1 else None,
-            )
+            found = left.run(sample), right.run(sample)
+            comparison.add(sample, *found, count=feed.unpadded_count)
             step()
     return {list(sessions)[-1]: comparison.result()}
 

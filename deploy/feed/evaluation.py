@@ -36,7 +36,6 @@ class EvaluationSubset:
     def __init__(self, feed: Feed, most: int) -> None:
         """Args: feed: all samples; most: number of images."""
         self._feed = feed
-        self.batch = feed.batch
         self._most = most
         self._passed_keys: list[int] = []
 
@@ -57,6 +56,11 @@ class EvaluationSubset:
     def count(self) -> int:
         """Number of images; the feed's last batch may repeat others."""
         return min(len(self) * self._feed.batch, self._feed.count)
+
+    @property
+    def unpadded_count(self) -> int | None:
+        """Number of images, if the last batch may repeat some to be full; else None."""
+        return self.count if self._feed.batch > 1 else None
 
     @property
     def names(self) -> Sequence[str]:

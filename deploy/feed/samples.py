@@ -82,6 +82,11 @@ class Feed:
         return self._chosen.count
 
     @property
+    def unpadded_count(self) -> int | None:
+        """Number of images, if the last batch may repeat some to be full; else None."""
+        return self.count if self.batch > 1 else None
+
+    @property
     def opened(self) -> int:
         """Number of images or rows, skipped ones included."""
         return len(self._chosen)

@@ -296,7 +296,7 @@ def _beside(
     with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
         for sample in samples:
             left, right = reference.run(sample), candidate.run(sample)
-            comparison.add(sample, left, right, count=feed.count if feed.batch > 1 else None)
+            comparison.add(sample, left, right, count=feed.unpadded_count)
             step()
     return (
         EngineRow(label="Q/DQ", reference=True, path=str(path)),

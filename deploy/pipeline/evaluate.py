@@ -272,8 +272,9 @@ class Evaluation:
 
     @property
     def count(self) -> int | None:
-        """Number of good images so far, if a fixed batch may be filled up with copies."""
-        return min(self.most, self.feed.count) if self.feed.batch > 1 else None
+        """Number of good images so far, if the last batch may repeat some to be full; else None."""
+        count = self.feed.unpadded_count
+        return None if count is None else min(self.most, count)
 
 
 class _Labels(Sequence[int]):

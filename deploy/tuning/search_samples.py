@@ -305,7 +305,7 @@ class GrowingComparison:
             self._comparison = Comparison(
                 self._judges.outputs, self._sessions[0], labels=self._labels, metric=self._metric
             )
-        self._comparison.add(*ran, count=self._judges.part.count)
+        self._comparison.add(*ran, count=self._judges.part.unpadded_count)
 
 
 def second_half(part: EvaluationSubset) -> frozenset[int]:
