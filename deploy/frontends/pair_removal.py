@@ -32,6 +32,7 @@ from deploy.graph.edit import (
     rebuild,
     rename_reads,
     rename_tensors,
+    tensor_names,
 )
 from deploy.graph.index import Graph, all_nodes, attributes, iter_reads, opset_of
 from deploy.graph.placement import CUTS, MOVES, POOLS, WEIGHTED
@@ -93,7 +94,7 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
         x --> Q --> Transpose --> DQ     becomes     x --> Transpose --> Q --> DQ
     """
     index = Graph(model)
-    names = {*index.producer, *index.constants, *index.inputs}
+    names = set(tensor_names(model.graph))
     quantizers = {node.output[0]: node for node in index.nodes if node.op_type == Q}
     nodes: Nodes = []
     replaced: set[str] = set()
@@ -172,7 +173,7 @@ class _Stripper:
         self.positive: set[str] = set()  # tensors that cannot be negative
         self.float_of: dict[str, str] = {}  # output of a pair -> tensor that its readers now read
         self.renamed: dict[str, str] = {}  # tensor -> its new name
-        self.names = {*self.index.producer, *self.index.constants, *self.index.inputs}
+        self.names = set(tensor_names(model.graph))
 
     def run(self) -> None:
         """Rewire every reader of a pair, then drop the pairs."""

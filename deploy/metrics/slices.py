@@ -155,9 +155,11 @@ def find_scores(samples: Mapping[OutputSlice, Sequence[Array]]) -> dict[OutputSl
             least = _DECIDED if between or other.axis else _HALF
             decided = ends[other] >= (0 if own.size < values.size and not other.axis else least)
             both = own.size >= _VALUES and max(own.min(), 1 - own.max()) <= _LOW
+            if not (apart and decided and both):
+                continue
             pairs = [*zip(samples[other], samples[part], strict=True)]
             pairs = [(_enlarge(a, b.shape) if two else a, b) for a, b in pairs]
-            if apart and decided and both and _fit_cells(pairs):
+            if _fit_cells(pairs):
                 activation = "sigmoid" if other in raw else ""
                 found.setdefault(part, replace(other, activation=activation))
     return found

@@ -79,7 +79,7 @@ class SplitChooser:
                 judgement = judged
             choice = replace(choice, told=told)
             if judged.good:
-                self.search.weight = usual  # a faster split that is good too is compared
+                self.search.weight = usual  # between good splits
                 return self._choose_faster(choice)
         if not judgement.good:
             choice, judgement = self._choose_next(choice, judgement)
