@@ -282,6 +282,16 @@ def test_a_fixed_batch_is_filled_with_the_first_samples(photos):
     assert np.array_equal(collected(rows, TensorSpec("image", "float32", (20,))), rows)
 
 
+@pytest.mark.parametrize("suffix", ["npy", "bin"])
+def test_files_of_a_model_without_a_batch_dimension_are_one_sample_each(suffix, tmp_path):
+    for number, one in enumerate(BATCH):
+        path = tmp_path / f"{number}.{suffix}"
+        np.save(path, one) if suffix == "npy" else one.tofile(path)
+    feed = open_feed(tmp_path, [TensorSpec("image", "float32", (3, 16, 20))], limit=2)
+    kept = [BATCH[int(name.partition(".")[0])] for name in feed.names]
+    assert np.array_equal([sample["image"] for sample in collect(feed)], kept)
+
+
 def test_the_manifest_follows_the_bytes_the_order_and_the_options(photos):
     def manifest(source=photos, spec=IMAGE, **options):
         return open_feed(source, [spec], **options).manifest()

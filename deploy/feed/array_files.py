@@ -25,7 +25,14 @@ from typing import IO, Any
 import numpy as np
 
 from deploy.errors import FeedError, first_line
-from deploy.feed.arrays import ArraySource, Item, arrays_by_input, conversion_notes, count_samples
+from deploy.feed.arrays import (
+    ArraySource,
+    Item,
+    arrays_by_input,
+    conversion_notes,
+    count_samples,
+    has_batch_dimension,
+)
 from deploy.feed.file_list import ImageFile
 from deploy.feed.images import printable_name
 from deploy.feed.preprocess import describe
@@ -263,8 +270,9 @@ def _load_raw(path: Path, specs: Specs) -> Array:
             f" {len(specs)}; put one subfolder per input, named as the input, into the folder"
         )
     (spec,) = specs
-    inner = tuple(d for d in spec.shape[1:] if isinstance(d, int))
-    if len(inner) != len(spec.shape) - 1:
+    sizes = spec.shape[1:] if has_batch_dimension(spec, specs) else spec.shape
+    inner = tuple(d for d in sizes if isinstance(d, int))
+    if len(inner) != len(sizes):
         raise FeedError(
             f"{printable_name(path.name)} has no header, so the input must state its shape, got"
             f" {describe(spec)}; give it (--raw-shape), or write .npy files, which store theirs"

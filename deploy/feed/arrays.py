@@ -341,10 +341,18 @@ def open_iterable(
 
 
 def fixed_batch(specs: Sequence[TensorSpec]) -> int:
-    """Return the batch size that all inputs fix in their first of several dimensions, else 1."""
-    firsts = {s.shape[0] for s in specs if len(s.shape) > 1}
+    """Return the batch size that all inputs fix in their first of several dimensions, else 1.
+
+    An input [3, H, W] is an image without a batch dimension, no batch of 3.
+    """
+    firsts = {1 if _is_image(s.shape) else s.shape[0] for s in specs if len(s.shape) > 1}
     only = firsts.pop() if len(firsts) == 1 else None
     return only if isinstance(only, int) and only > 0 else 1
+
+
+def _is_image(shape: tuple[int | str | None, ...]) -> bool:
+    sides = shape[1:]
+    return shape[0] == 3 and len(sides) == 2 and all(isinstance(d, int) and d > 3 for d in sides)
 
 
 def count_samples(item: Item, specs: tuple[TensorSpec, ...], where: str) -> int:
