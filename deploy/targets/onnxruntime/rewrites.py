@@ -4,7 +4,9 @@ A rewrite puts operators with a fast (or correct) kernel in place of others and 
 
     write_means       ReduceMean [2, 3]           -> GlobalAveragePool (-> Reshape)
     keep_apart        DQ -> float op -> Q         -> DQ -> Sum -> op -> Q     no integer kernel
+    unfuse_biases     int8 MatMul -> Add [n]      -> int8 MatMul -> Add [1, n]
     fuse_gates        Add, Clip, Mul, Div         -> HardSwish, or HardSigmoid and Mul
+    share_reads       DQ -> several float ops     -> DQ -> Sum -> several float ops
     fix_averages      AveragePool, ceil_mode      -> the same without counted padding
     write_softmax     Softmax over [n, c, h, w]   -> over [n, c, h w]
     write_upsampling  nearest Resize              -> Tile of whole pixels
@@ -12,9 +14,9 @@ A rewrite puts operators with a fast (or correct) kernel in place of others and 
     pad_stems         first Conv of 3 channels    -> the same with 4, by the CPU
     with_tiles        ConvTranspose without overlap -> Conv of one pixel and copies
 
-Each stays because a model of `benchmarks/real_models.py` or `mobile_nets.py` gains at least 3 % of
-its time or 0.5 dB by it; `gain` in `REWRITES` holds the figure (one thread, AVX512-VNNI). On a CPU
-without VNNI `pad_stems` and `widen_depthwise` gain less or lose, so they ask its kernels.
+Each stays because a model gains at least 3 % of its time or 0.5 dB by it; `gain` in `REWRITES`
+holds the figure (one thread, AVX512-VNNI; AVX2 for unfuse_biases and share_reads). On a CPU without
+VNNI `pad_stems` and `widen_depthwise` gain less or lose, so they ask its kernels.
 
 Source: onnxruntime 1.32, qdq_selector_action_transformer.cc and qdq_propagation.cc (which nodes
 become integer kernels); ONNX operators AveragePool-11, GlobalAveragePool-1, ReduceMean-18,
@@ -22,6 +24,7 @@ Reshape-13 and Softmax-13.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -268,10 +271,61 @@ def _copy(node: onnx.NodeProto) -> onnx.NodeProto:
     return helper.make_node("Sum", [source], [apart], name=f"{node.name}/apart")
 
 
+def share_reads(model: onnx.ModelProto, context: RewriteContext) -> None:
+    """Put a Sum between a DequantizeLinear and the float nodes that read it, if there are several.
+
+    ONNX Runtime gives each reader a DequantizeLinear of its own before it looks for operators that
+    are written out, so that it finds no GELU and no LayerNormalization. A Sum stays one node.
+    """
+    graph = Graph(model)
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.nodes:
+        nodes.append(node)
+        if node.op_type != "DequantizeLinear":
+            continue
+        source, copy = node.output[0], f"{node.output[0]}/apart"
+        readers = [
+            reader
+            for reader in graph.readers.get(source, ())
+            if reader.name in context.float_nodes and reader.op_type not in _PASSED
+        ]
+        if len(readers) > 1:
+            nodes.append(helper.make_node("Sum", [source], [copy], name=copy))
+            for reader in readers:
+                reader.input[:] = [copy if name == source else name for name in reader.input]
+    if len(nodes) > len(graph.nodes):
+        replace_nodes(model.graph, nodes)
+
+
+def unfuse_biases(model: onnx.ModelProto, context: RewriteContext) -> None:
+    """Give the bias [n] after each int8 MatMul of more than two dimensions the shape [1, n].
+
+    ONNX Runtime makes a Gemm between two Reshapes of such a MatMul and the Add of its bias [n]
+    before it looks for pairs. The Reshapes hide the pairs, so that the Gemm runs in float.
+    """
+    if all(node.op_type != "MatMul" for node in model.graph.node):
+        return
+    graph = Graph(model)
+    counts: Counter[str] = Counter()
+    for node in graph.nodes:
+        add = graph.only_reader(node.output[0]) if node.op_type == "MatMul" else None
+        rank = len(context.like.shapes.get(node.output[0]) or ())
+        if add is None or add.op_type != "Add" or rank < 3:
+            continue
+        if all(_read(graph, name) for name in node.input):
+            counts.update(name for name in add.input if name in graph.initializers)
+    for name, count in counts.items():
+        bias = graph.initializers[name]
+        if len(bias.dims) == 1 and len(graph.readers[name]) == count:
+            bias.dims.insert(0, 1)
+
+
 REWRITES = (
     Rewrite(write_means, "MobileNetV3-small of timm 1.16"),
     Rewrite(keep_apart, "AveragePool with padding and ceil_mode 19.9 -> 33.1 dB"),
+    Rewrite(unfuse_biases, "ConvNeXt 1.2", of_kept=True),
     Rewrite(fuse_gates, "PP-OCR cls 1.30"),
+    Rewrite(share_reads, "Convs with GELU 1.15"),
     Rewrite(fix_averages, "AveragePool with ceil_mode 14.7 -> 35.3 dB"),
     Rewrite(write_softmax, "YOLOv8n 1.09"),
     Rewrite(write_upsampling, "ESPCN with Resize 1.18"),
