@@ -206,19 +206,21 @@ def test_a_noisy_map_of_class_numbers_is_compared_as_classes():
     assert "% of pixels of FP32's class" in found.words and not form.parts
 
 
-def test_peaks_of_heat_maps_within_a_pixel():
+@pytest.mark.parametrize("last", [False, True])
+def test_peaks_of_heat_maps_within_a_pixel(last):
     rows, columns = np.mgrid[:48, :64]
 
     def maps(places):
         far = [(rows - r) ** 2 + (columns - c) ** 2 for r, c in places]
-        return {"heat": np.exp(-np.array(far) / 8)[None].astype(np.float32)}
+        heat = np.exp(-np.array(far) / 8)[None].astype(np.float32)
+        return {"heat": np.moveaxis(heat, 1, 3) if last else heat}
 
     places = np.random.default_rng(2).integers(5, 40, (17, 2))
     moved = places.copy()
     moved[:3, 1] += 1
     moved[3:5, 1] += 4
-    form, found = figure([maps(places)] * 4, [maps(moved)] * 4)
-    assert form.task.name == "heat maps"
+    form, found = figure([maps(places)] * 4, [maps(moved)] * 4, [fed((96, 128))] * 4)
+    assert form.task.form == "heat: 17 heat maps"  # the picture's rows could be channels too
     assert found.words == "60 of 68 peaks of FP32 within a pixel"
 
 

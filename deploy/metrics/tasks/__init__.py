@@ -70,7 +70,7 @@ TASKS: dict[str, TaskRow] = {
     ),
     "heatmaps": TaskRow(
         [heatmaps.find_heatmaps], "heat maps [N, K, H, W]", _MAPS,
-        lambda n, s, raw: heatmaps.HeatMaps(n, s[1]),
+        lambda n, s, raw: heatmaps.HeatMaps(n, min(s[1], s[3]), last=s[3] < s[1]),
     ),
     "keypoints": TaskRow(
         [keypoints.find_simcc, keypoints.find_keypoints], "points [N, K, 2] or [N, K p]",

@@ -37,7 +37,9 @@ class _HeatTally(TaskTally["HeatMaps"]):
     kept: int = 0
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        left, right = reference[self.task.output], candidate[self.task.output]
+        left, right = (one[self.task.output] for one in (reference, candidate))
+        if self.task.last:
+            left, right = map(segmentation.to_channels_first, (left, right))
         present = left[0].max(axis=(1, 2)) > _PEAK
         self.peaks += int(present.sum())
         if left.shape == right.shape and np.isfinite(right).all():
@@ -54,6 +56,7 @@ class HeatMaps(EvaluationTask):
 
     output: str
     count: int
+    last: bool = False  # whether the channels are the last dimension
     name = "heat maps"
     reads = "{0.count} heat maps"
     tally_type = _HeatTally
@@ -61,8 +64,20 @@ class HeatMaps(EvaluationTask):
 
 def find_heatmaps(seen: FirstSamples) -> HeatMaps | None:
     """Recognise heat maps if exactly one output holds such."""
-    names = [name for name in seen.names if _is_heat(seen.arrays(name))]
-    return HeatMaps(names[0], seen.arrays(names[0])[0].shape[1]) if len(names) == 1 else None
+    found = [task for name in seen.names if (task := _heat_of(name, seen))]
+    return found[0] if len(found) == 1 else None
+
+
+def _heat_of(name: str, seen: FirstSamples) -> HeatMaps | None:
+    """Return an output's heat maps; with channels last if these have the picture's aspect."""
+    size, fitting = image_size(seen.inputs[0]), []
+    for last in (False, True):
+        maps = [segmentation.to_channels_first(one) if last else one for one in seen.arrays(name)]
+        if _is_heat(maps):
+            high, wide = maps[0].shape[2:]
+            alike = size is not None and high * size[1] == wide * size[0]
+            fitting += [(not alike, last, maps[0].shape[1])] if alike or not last else []
+    return HeatMaps(name, min(fitting)[2], min(fitting)[1]) if fitting else None
 
 
 def _is_heat(samples: list[Array]) -> bool:

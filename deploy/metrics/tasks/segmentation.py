@@ -61,7 +61,7 @@ class _PixelTally(TaskTally["Pixels"]):
         if value.dtype.kind in "iu" or value.ndim == 3 or value.shape[1:2] == (1,):
             numbers = np.nan_to_num(value.reshape(-1), nan=-1).astype(np.int64)
             return np.where((numbers < 0) | (numbers > none), none, numbers)
-        value = _channels_first(value) if self.task.last else value
+        value = to_channels_first(value) if self.task.last else value
         if value.ndim != 4 or value.shape[1] != none:
             return np.zeros(0, np.int64)
         best = np.asarray(value.argmax(axis=1), np.int64)
@@ -110,14 +110,14 @@ def find_segmentation(seen: FirstSamples) -> Pixels | None:
             if fewest <= count <= _MOST:
                 return Pixels(name, count, parts={name: ()})
         for last in (False, True):
-            maps = [*map(_channels_first, samples)] if last else samples
+            maps = [*map(to_channels_first, samples)] if last else samples
             are_classes = _are_classes(maps, seen.inputs) and (alone or _several(maps))
             if are_classes and (not last or all(map(_fits, maps, seen.inputs))):
                 return Pixels(name, maps[0].shape[1], last=last)
     return None
 
 
-def _channels_first(value: Array) -> Array:
+def to_channels_first(value: Array) -> Array:
     """Return [1, H, W, C] as [1, C, H, W]; other shapes stay unchanged."""
     return np.moveaxis(value, 3, 1) if value.ndim == 4 else value
 
