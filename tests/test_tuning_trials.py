@@ -202,6 +202,14 @@ def test_samples_in_which_the_model_says_most_are_looked_at_and_others_from_all_
     assert min(quiet) < 10 and max(quiet) >= 30
 
 
+def test_a_mean_is_that_of_more_samples_than_show_the_form():
+    """Of samples in order the first four have a mean of their own: all deviate to one side."""
+    ages = [np.full((1, 6), at + 100, np.float32) for at in range(48)]
+    judges = SimpleNamespace(heard=lambda most: (({"x": one}, {"y": one}) for one in ages))
+    _, form = search_samples.select_samples(judges, 8)
+    assert [float(mean[0, 0]) for mean in form.usual.values()] == [115.5]
+
+
 @pytest.mark.parametrize("values, enough", [(1, 5_000_000), (1_228_800, 4), (6_000_000, 0)])
 def test_of_large_samples_fewer_are_enough(values, enough):
     sample = {"x": np.zeros(values - 1, np.int8), "size": np.zeros(1)}

@@ -11,7 +11,13 @@ import numpy as np
 
 from deploy.errors import ConfigError, FeedError
 from deploy.graph.index import strip_padded_channels
-from deploy.metrics.output_errors import InputChanges, OutputAccuracy, RunningError, plain_json
+from deploy.metrics.output_errors import (
+    EXPECTED,
+    InputChanges,
+    OutputAccuracy,
+    RunningError,
+    plain_json,
+)
 from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy
 from deploy.metrics.precision import GroundTruth, MeanPrecision
 from deploy.metrics.rows import AlikeOutputs, Top1, batch_length
@@ -179,6 +185,8 @@ class Comparison:
         kind = (
             "beside others" if figure is not None and figure.beside else task.name if task else ""
         )
+        if not kind and any(part.less == EXPECTED for part in form.parts):
+            kind = EXPECTED  # a number, whose best class is no figure
         first = task.outputs[0] if isinstance(task, Classes) else ""
         top1 = self._heads.get(first, self._top1).result(kind)
         lists = (

@@ -78,6 +78,8 @@ class RunningError:
     not_finite: list[int] = field(default_factory=lambda: [0, 0])
     other_shape: int = 0
     empty: int = 0
+    # sum of the rows, where only what deviates from their mean is signal
+    total: Array | None = None
 
     def add(self, reference: Array, candidate: Array, batch: int) -> None:
         """Add one batch, row by row."""
@@ -99,6 +101,8 @@ class RunningError:
             if not (np.isfinite(left).all() and np.isfinite(right).all()):
                 return
         self.signal += sums.left
+        if self.total is not None:
+            self.total = self.total + left.astype(np.float64)
         self.other += sums.right
         self.product += sums.product
         self.longest = max(self.longest, left.size)
@@ -113,9 +117,12 @@ class RunningError:
         nothing = self.samples == 0 and self.empty == 0
         broken = any(self.not_finite) or self.other_shape > 0 or nothing
         mean, minimum = (math.nan, math.nan) if broken else self._cosines()
+        usual = (
+            0.0 if self.total is None else float(np.square(self.total).sum()) / max(self.samples, 1)
+        )
         return OutputAccuracy(
             name=self.name,
-            sqnr_db=math.nan if broken else sqnr_db(self.signal, self.noise),
+            sqnr_db=math.nan if broken else sqnr_db(self.signal - usual, self.noise),
             cosine_mean=mean,
             cosine_min=minimum,
             max_abs_error=math.nan if broken else self.max_abs,
@@ -310,6 +317,7 @@ def _alike(value: Array, fed: Array) -> bool:
 
 
 USUAL = "its mean"
+EXPECTED = "its mean class"  # of classes in an order: the expected class, less its mean
 _FEW = 32  # values per sample, at most, that are meaningful one by one
 _FEW_DB = 3.0  # the same of very few, whose mean is known from more samples
 
@@ -317,7 +325,7 @@ _FEW_DB = 3.0  # the same of very few, whose mean is known from more samples
 def find_usual_values(samples: Sequence[Array]) -> Array | None:
     """Return the mean over samples of a few numbers that deviate little from it; else None."""
     first = samples[0]
-    if len(samples) < 2 or not 0 < first.size <= _FEW or first.size != max(first.shape, default=0):
+    if len(samples) < 2 or not 0 < first.size <= _FEW:
         return None
     if any(one.shape != first.shape or not is_floating(one) for one in samples):
         return None
@@ -333,8 +341,22 @@ def find_usual_values(samples: Sequence[Array]) -> Array | None:
     return None
 
 
-def subtract_usual(value: Array, usual: Array) -> Array:
-    """Subtract the mean from an output; an output of another shape is returned unchanged."""
-    if value.shape[1:] != usual.shape[1:]:
-        return value
-    return np.asarray(np.subtract(value, usual, dtype=np.float32))
+def find_step_mean(values: Sequence[Array], scores: Sequence[Array]) -> Array | None:
+    """Return the mean of one value a step where scores are high, if it is large; else None."""
+    rows = [(one.reshape(-1), own.reshape(-1)) for one, own in zip(values, scores, strict=True)]
+    if any(
+        one.shape != own.shape or one.size != max(v.shape)
+        for (one, own), v in zip(rows, values, strict=True)
+    ):
+        return None
+    value, weight = np.concatenate(rows, axis=1).astype(np.float64)
+    mean = np.average(value, weights=weight)
+    signal, varies = (float(weight @ np.square(one)) for one in (value, value - mean))
+    large = varies > 0 and _FEW_DB <= sqnr_db(signal, varies) <= ROUNDING_DB
+    return np.full(1, mean, np.float32) if large else None
+
+
+def subtract_usual(value: Array, usual: Array) -> None:
+    """Subtract the mean from an output in place; an output of another shape stays unchanged."""
+    if value.shape[1:] == usual.shape[1:] or usual.size == 1:
+        np.subtract(value, usual, out=value, casting="unsafe")

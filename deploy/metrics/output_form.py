@@ -17,16 +17,18 @@ import numpy as np
 
 from deploy.errors import FeedError
 from deploy.metrics.output_errors import (
+    EXPECTED,
     USUAL,
     OutputAccuracy,
     RunningError,
     find_repeated_input,
+    find_step_mean,
     find_usual_values,
     subtract_input,
     subtract_usual,
 )
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
-from deploy.metrics.rows import Outputs, batch_length, split_batch
+from deploy.metrics.rows import Outputs, are_ordered, batch_length, expect_class, split_batch
 from deploy.metrics.slices import OutputSlice, find_scores, form_samples, split_output
 from deploy.metrics.tasks import EvaluationTask, FirstSamples, Metric, TaskFigure, recognise_task
 from deploy.metrics.tasks.boxes import BoxDetection
@@ -46,22 +48,24 @@ class OutputForm:
     task: EvaluationTask | None = None
     # state outputs -> the inputs of the next call that take them
     carried: Mapping[str, str] = field(default_factory=dict)
-    # outputs that deviate little from their mean -> that mean
-    usual: Mapping[str, Array] = field(default_factory=dict)
+    # slices that are measured about their mean -> that mean
+    usual: Mapping[OutputSlice, Array] = field(default_factory=dict)
     why: str = ""  # the task, and the shapes and values of the outputs that show it
     set_task: str = ""  # name of the task that the user set
 
     def told(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
-        """Return outputs ready to be sliced: minus an input or mean, or weighted by scores."""
-        measured = {p.output: np.array(outputs[p.output]) for p in self.parts if p.at}
+        """Return outputs ready to be sliced: minus an input or mean, and weighted by scores."""
+        measured = {p.output: np.array(outputs[p.output]) for p in self.parts if p.at or p.less}
         for part in self.parts:
-            value = outputs[part.output]
-            if part.at:
-                part.weight(measured[part.output], reference)
-            elif part.less == USUAL:
-                measured[part.output] = subtract_usual(value, self.usual[part.output])
+            value = measured.get(part.output, outputs[part.output])
+            if part.less == EXPECTED:
+                measured[part.output] = value = expect_class(value)
+            if part in self.usual:
+                subtract_usual(part.of(value), self.usual[part])
             elif part.less:
                 measured[part.output] = subtract_input(value, inputs[part.less])
+            if part.at:
+                part.weight(value, reference)
         return {**outputs, **measured}
 
 
@@ -85,16 +89,18 @@ def derive_form(
     found = recognise_task(first, task)
     task_parts: Mapping[str, tuple[OutputSlice, ...]] = {} if found is None else found.parts
     names = list(reference_outputs[0])
-    usual = dict(_usual(samples, found))
     by_name = {n: task_parts[n] if n in task_parts else _parts(n, first) for n in names}
     whole = [part for name in first.every for part in by_name[name] if not part.less]
     scored = find_scores({p: [p.of(v) for v in samples.arrays(p.output)] for p in whole})
+    usual: dict[OutputSlice, Array] = {}
     for name in names:
         own = found is not None and name in (*task_parts, *found.covered)  # scores count everywhere
-        parts = by_name[name]
-        parts = parts if own else tuple(replace(part, at=scored.get(part)) for part in parts)
-        mean = name in usual and not any(part.at for part in parts)
-        by_name[name] = (OutputSlice(output=name, less=USUAL),) if mean else parts
+        if not own:
+            parts = tuple(replace(part, at=scored.get(part)) for part in by_name[name])
+            beside = found is None or name in getattr(found, "beside", ())
+            means = dict(_about_mean(parts, samples, few=beside))
+            usual |= {part: mean for part, mean in means.items() if mean is not None}
+            by_name[name] = tuple(means)
     parts = tuple(part for name in names for part in by_name[name])
     if not parts and found is None:
         parts = tuple(OutputSlice(output=name) for name in names)
@@ -136,16 +142,31 @@ def _describe(part: OutputSlice, values: Sequence[Array]) -> str:
     return f"{part.label} [{', '.join(sides)}] {what}{ends}"
 
 
-def _usual(seen: FirstSamples, task: EvaluationTask | None) -> Iterator[tuple[str, Array]]:
-    """Yield (output, its mean) for outputs outside the task that deviate little from their mean.
+def _about_mean(
+    parts: Sequence[OutputSlice], seen: FirstSamples, *, few: bool
+) -> Iterator[tuple[OutputSlice, Array | None]]:
+    """Yield (slice, its mean if it is measured about it) of the slices of an output.
 
-    All samples count, not only the first: a search puts similar ones first.
+    All samples count, not only the first: a search puts similar ones first. `few`: whether a few
+    numbers are measured so if they deviate little from their mean, and probabilities of classes in
+    an order, such as ages, by the expected class. A value a step is if scores say where it counts.
     """
-    for name in seen.names:
-        in_task = task is not None and name not in getattr(task, "beside", ())
-        mean = None if in_task else find_usual_values(seen.arrays(name))
-        if mean is not None:
-            yield name, mean
+    gated = any(part.at for part in parts)
+    for name in {part.output for part in parts} if few and not gated else ():
+        samples = seen.arrays(name)
+        if name in seen.every and are_ordered(samples):
+            classes = np.concatenate([expect_class(one) for one in samples])
+            yield OutputSlice(output=name, less=EXPECTED), classes.mean(axis=0, keepdims=True)
+            return
+        if (mean := find_usual_values(samples)) is not None:
+            yield OutputSlice(output=name, less=USUAL), mean
+            return
+    for part in parts:
+        mean = None
+        if part.at is not None:
+            pairs = [(part.of(one[part.output]), part.at.best_scores(one)) for one in seen.outputs]
+            mean = find_step_mean(*zip(*pairs, strict=True))
+        yield part if mean is None else replace(part, less=USUAL), mean
 
 
 def _parts(name: str, seen: FirstSamples) -> tuple[OutputSlice, ...]:
@@ -241,7 +262,7 @@ class OutputTally:
                 cosine_mean=figures_of[part].cosine_mean,
                 cosine_min=figures_of[part].cosine_min,
                 max_abs_error=figures_of[part].max_abs_error,
-                less=part.less,
+                less="" if part.at or part.less == EXPECTED else part.less,
             )
             for part in form.parts
         ]
@@ -305,6 +326,8 @@ class OutputTally:
     def _begin(self, form: OutputForm) -> None:
         rows = [part for part in form.parts if part != OutputSlice(output=part.output)]
         self._errors = {part: RunningError(part.label) for part in rows}
+        for part in (one for one in rows if one in form.usual and one.at is None):
+            self._errors[part].total = np.zeros(1)
         self._own = None if form.task is None else form.task.tally()
         self._tally = self._own if self._metric is None else self._metric
         if self._objects is not None:

@@ -99,9 +99,41 @@ def are_probabilities_or_logs(values: Array) -> bool:
     return are_probabilities(np.exp(np.minimum(exact, 1)) if logarithms else exact)
 
 
+_CLASSES = 8  # of an order, at least
+_FEW = 2.0  # classes that share a sample's probability, on average, at least; at most half of all
+_NEAR = 0.4  # spread of the class number, relative to that without an order, at most
+_SMOOTH = 0.5  # correlation of probabilities with those of the next class, at least
+
+
+def are_ordered(rows: Sequence[Array]) -> bool:
+    """Whether probabilities of classes spread about a number, as those of ages do.
+
+    `rows`: one array a sample. Several classes share each sample's probability, and lie together,
+    at another place in another sample.
+    """
+    count = rows[0].size
+    if count < _CLASSES or any(one.size != count or not is_floating(one) for one in rows):
+        return False
+    shares = np.stack([one.reshape(-1) for one in rows]).astype(np.float64)
+    if not are_probabilities(shares) or np.ptp(shares.argmax(axis=1)) == 0:
+        return False
+    alone = np.square(shares).sum(axis=1)  # 1 / number of classes that share a sample
+    spread = np.square(np.arange(count) - expect_class(shares)) * shares
+    apart = (count + 1) * count / 12 * (1 - alone)
+    smooth = np.mean([correlate(one[1:], one[:-1]) for one in shares])
+    several = _FEW <= (1 / alone).mean() <= count / 2
+    return bool(several and spread.sum() < _NEAR * apart.sum() and smooth > _SMOOTH)
+
+
+def expect_class(shares: Array) -> Array:
+    """Return the mean class number of probabilities [N, C, ...] as [N, 1]."""
+    rows = shares.reshape(len(shares), -1)
+    return np.asarray(rows @ np.arange(rows.shape[1], dtype=rows.dtype))[:, None]
+
+
 _SHARE = 1.01  # upper limit of a probability, with rounding
 _APART = 5.0  # distance of positive and negative logits, in their own deviations, at least
-_RAW = 40.0  # magnitude of a logit, at most: more is another unit
+RAW = 40.0  # magnitude of a logit, at most: more is another unit
 _PLACE = 4  # minimum bytes of an index
 _MANY = 16  # samples whose single value is always small, so that it is no probability of an event
 _BETWEEN, _MOSTLY = 0.5, 0.75  # least share of values in 0.1..0.9 among relative ones
@@ -148,7 +180,7 @@ def are_two_sided(values: Floats, least: int) -> bool:
     """Whether logits are two groups apart, of `least` or more, one on each side of 0."""
     positive, negative = values[values > 0], values[values <= 0]
     few = min(positive.size, negative.size) < least
-    if few or values.min() >= 0 or np.abs(values).max() > _RAW:  # a Sigmoid may underflow to 0
+    if few or values.min() >= 0 or np.abs(values).max() > RAW:  # a Sigmoid may underflow to 0
         return False
     squares = positive.size * positive.var() + negative.size * negative.var()
     return bool(positive.mean() - negative.mean() > _APART * math.sqrt(squares / values.size))

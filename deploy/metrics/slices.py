@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import activate, are_two_sided, is_floating, sums_to_one, to_shares
+from deploy.metrics.rows import RAW, activate, are_two_sided, is_floating, sums_to_one, to_shares
 from deploy.tensors import Array
 
 _SAMPLES, _MORE_SAMPLES = 4, 32  # see `form_samples`
@@ -27,6 +27,7 @@ _VALUES = 16  # fewer values per row (as in [N, classes]) do not show its range
 _MOST_ROWS = 1024
 _TOLERANCE = 1e-3  # rounding of a probability
 _LOW = 0.2  # scores below it are low, above 1 - it high
+_SOME = 0.1  # share of sure scores near 0, and near 1, at least
 _DECIDED = 0.75  # share of scores near 0 or 1 in one output with values, or beside 0..1, at least
 _HALF = 0.5  # the same beside as many other values
 
@@ -62,15 +63,13 @@ class OutputSlice:
     @property
     def label(self) -> str:
         """Such as output0[4:22], or output0[..., 4:22] if the rows are the last dimension."""
-        if self.less:
-            return f"{self.output} - {self.less}"
-        if self.at is not None:
-            return f"{replace(self, at=None).label} where {self.at.label} is high"
-        if self.axis is None or not self.stop:
-            return self.output
-        dots = "..., " if self.axis == -1 else ""
-        every = f" of {self.width}" if self.width else ""
-        return f"{self.output}[{dots}{self.start}:{self.stop}{every}]"
+        rows = ""
+        if self.axis is not None and self.stop:
+            every = f" of {self.width}" if self.width else ""
+            rows = f"[{'..., ' * (self.axis == -1)}{self.start}:{self.stop}{every}]"
+        less = f" - {self.less}" if self.less else ""
+        where = "" if self.at is None else f" where {self.at.label} is high"
+        return f"{self.output}{rows}{less}{where}"
 
     def of(self, value: Array) -> Array:
         """Return the slice of an array of the output, with all its dimensions, as a view."""
@@ -151,7 +150,9 @@ def find_scores(samples: Mapping[OutputSlice, Sequence[Array]]) -> dict[OutputSl
     for part, values in floating.items():
         between = part in unit and ends[part] < 0.5
         for other, own in shares.items() if between or part not in unit else ():
-            apart = other not in (part, *(raw if part in raw else ())) and not other.width
+            heads = own.size == values.size and values.min() < 0 < values.max() <= RAW
+            logits = part in raw or heads  # as many of both signs may be another head's
+            apart = other not in (part, *(raw if logits else ())) and not other.width
             least = _DECIDED if between or other.axis else _HALF
             decided = ends[other] >= (0 if own.size < values.size and not other.axis else least)
             both = own.size >= _VALUES and max(own.min(), 1 - own.max()) <= _LOW
@@ -200,11 +201,15 @@ def split_output(output: str, samples: Sequence[Array]) -> tuple[OutputSlice, ..
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Peak magnitude of each row; whether all its values are in [0, 1], or integers beyond that."""
+    """Peak magnitude of each row; whether all its values are in [0, 1], or integers beyond that.
+
+    `sure`: whether they are in [0, 1], some near 0, some near 1, and few in between.
+    """
 
     peak: NDArray[np.float64]
     share: NDArray[np.bool_]
     number: NDArray[np.bool_]
+    sure: NDArray[np.bool_]
 
     def top(self, rows: slice) -> float:
         """Peak of these rows, without class numbers unless the other rows are silent."""
@@ -218,6 +223,7 @@ def _rows(samples: Sequence[Array], axis: int) -> _Rows | None:
     peaks: list[NDArray[np.float64]] = []
     shares: list[NDArray[np.bool_]] = []
     numbers: list[NDArray[np.bool_]] = []
+    ends: list[NDArray[np.float64]] = []  # share of values near 0, and near 1
     values = 0
     for sample in samples:
         if sample.ndim < 2 or not np.issubdtype(sample.dtype, np.floating) or sample.size == 0:
@@ -232,10 +238,12 @@ def _rows(samples: Sequence[Array], axis: int) -> _Rows | None:
         peaks.append(np.maximum(np.abs(low), np.abs(high)))
         shares.append((low >= -_TOLERANCE) & (high <= 1 + _TOLERANCE))
         numbers.append((rows == np.rint(rows)).all(axis=1))
+        ends.append(np.stack([(rows < 0.1).mean(axis=1), (rows > 0.9).mean(axis=1)]))
     if not peaks or values < _VALUES:
         return None
-    share = np.all(shares, axis=0)
-    return _Rows(np.max(peaks, axis=0), share, np.all(numbers, axis=0) & ~share)
+    share, near = np.all(shares, axis=0), np.mean(ends, axis=0)
+    sure = share & (near.sum(axis=0) >= _DECIDED) & (near.min(axis=0) >= _SOME)
+    return _Rows(np.max(peaks, axis=0), share, np.all(numbers, axis=0) & ~share, sure)
 
 
 def _spans(rows: _Rows, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -256,7 +264,8 @@ def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
     Every row of the larger side must leave [0, 1]. The smaller side must be probabilities that are
     not silent; if it is of another unit, both sides must have two rows or more, since a single
     channel of a feature map may well stand out. Class numbers on the smaller side do not count in
-    its magnitude: boxes of 0..320 may share a tensor with a score and classes 0..79.
+    its magnitude: boxes of 0..320 may share a tensor with a score and classes 0..79. Beside sure
+    probabilities other values need only leave [0, 1], such as the logarithm of a pitch.
     """
     left, right = slice(start, cut), slice(cut, stop)
     large, small = (left, right) if rows.peak[left].min() > rows.top(right) else (right, left)
@@ -266,4 +275,5 @@ def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
     single_row = min(cut - start, stop - cut) < 2
     if single_row and not bool(rows.share[small].all()):
         return 0.0
-    return float(rows.peak[large].min()) / top
+    sure = bool(rows.sure[small].all())
+    return float(rows.peak[large].min()) / top * (_FACTOR if sure else 1)

@@ -65,6 +65,7 @@ CANDIDATES = 48  # evaluation samples to select from
 MANY = 128  # samples from which on a few make no difference
 _HALVED = 40  # samples, at least, half of which can give ranges
 _STRONGEST_STEP = 2  # every second one of the strongest: the very first would dominate
+_MEANS = 32  # samples that give the mean of what is measured about it
 _MOST_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
 
 
@@ -156,7 +157,8 @@ def _slice_signals(
     """Return the signal of every slice in every sample, [samples, slices], and their form."""
     samples = iter(heard)
     first = list(islice(samples, 1))
-    first += islice(samples, form_samples(first[0][1]) - 1)
+    known = min(_MEANS, _MOST_VALUES // max(_size(first[0][0]), 1))
+    first += islice(samples, max(form_samples(first[0][1]), known) - 1)
     fed, outputs_of_first = zip(*first, strict=True)
     form = derive_form(outputs_of_first, inputs=fed, task=task)
     told = (form.told(outputs, sample, outputs) for sample, outputs in chain(first, samples))

@@ -21,6 +21,7 @@ from deploy.metrics.rows import (
     Floats,
     Outputs,
     activate,
+    are_ordered,
     are_probabilities_or_logs,
     are_sorted,
     are_two_sided,
@@ -48,6 +49,7 @@ _CLEAR = 0.9  # share of steps that look like scores, at least
 _USUAL = 0.75  # share of steps in one class, at most: more may be a large dimension of a feature
 _DECIDED = 0.75  # share of single probabilities near 0 or 1, at least
 _MANY, _HALF = 16, 0.5  # the same of so many or more: a share of an even spread is seldom so high
+_BOTH = 2  # single logits on each side of 0, at least
 _BETWEEN = 0.25  # share of probabilities between 0.1 and 0.9, at most
 _UNDECIDED = 0.05  # share of probabilities between 0.3 and 0.7, at most, in several outputs
 _ON = 0.25  # share of them above 0.5, at most
@@ -99,11 +101,16 @@ def are_tracks(samples: Sequence[Array]) -> bool:
     return bool(within and between < min(_BETWEEN, high) and values.min() < 0.5)
 
 
-def are_switches(samples: Sequence[Array]) -> bool:
-    """Whether each sample's single value is a probability, mostly near 0 or 1, on both sides."""
+def are_switches(samples: Sequence[Array], *, raw: bool = False) -> bool:
+    """Whether each sample's single value is a probability, mostly near 0 or 1, on both sides.
+
+    Of `raw` values, whether they are logits in two groups, one on each side of 0.
+    """
     if any(one.size != 1 or not one.ndim for one in samples):
         return False
     values = np.concatenate([one.reshape(-1) for one in samples]).astype(np.float64)
+    if raw:
+        return are_two_sided(values, _BOTH)
     high, low = values > 0.9, values < 0.1
     within = values.min() >= -1e-6 and values.max() <= 1 + 1e-6
     least = _DECIDED if len(samples) < _MANY else _HALF
@@ -280,6 +287,7 @@ def find_classes(seen: FirstSamples) -> Classes | None:
     ]
     if probabilities or len(scored) < len(vectors):  # then other vectors may be mere numbers
         scored = probabilities
+    scored = [name for name in scored if not are_ordered(vectors[name])]
     others = tuple(name for name in vectors if name not in scored)
     if not scored or not all(_are_numbers(vectors[name]) for name in others):
         return None
