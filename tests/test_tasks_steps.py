@@ -498,6 +498,17 @@ def test_one_value_a_sample_is_a_probability_where_both_sides_are_seen(values, a
     assert not shares.are_switches([np.array([[value, value]]) for value in values])
 
 
+def test_a_logit_a_sample_is_on_a_side_of_0():
+    """At 14.9 dB of the logits, and not one decision changed, a model was doubtful."""
+    made = np.random.default_rng(0)
+    logits = [{"y": np.float32([[side * 7 + made.normal()]])} for side in (1, -1) * 16]
+    form, found = figure(logits, [*logits[:31], {"y": np.float32([[0.1]])}])
+    assert form.task.form == "y: raw scores of steps or labels, each its own"
+    assert found.words == "31 of 32 scores on FP32's side of 0"
+    angles = [{"y": np.float32([[angle]])} for angle in np.linspace(-30, 30, 32)]
+    assert same_task(angles) is None
+
+
 @pytest.mark.parametrize(("values", "are"), [
     (of((0.95, 2), (0.05, 6)), True), (of((0.95, 2), (0.05, 5)), False),  # eight steps
     (of((0.9, 30), (0.89, 24), (0.05, 46)), True),

@@ -145,11 +145,12 @@ def find_steps(seen: FirstSamples) -> Steps | None:
         return Steps(
             tuple(non_states), tuple(seen.arrays(name)[0].shape[2] for name in non_states), 2
         )
-    switches = tuple(name for name in non_states if are_switches(seen.arrays(name)))
-    numbers = tuple(name for name in non_states if name not in switches)
-    others = [one for name in numbers for one in seen.arrays(name)]
-    if switches and all(one.size == max(one.shape, default=1) for one in others):
-        return Steps(switches, (2,) * len(switches), None, beside=numbers)
+    for raw in (False, True):
+        switches = tuple(n for n in non_states if are_switches(seen.arrays(n), raw=raw))
+        numbers = tuple(name for name in non_states if name not in switches)
+        others = [one for name in numbers for one in seen.arrays(name)]
+        if switches and all(one.size == max(one.shape, default=1) for one in others):
+            return Steps(switches, (2,) * len(switches), None, raw, beside=numbers)
     tasks = [task for name in floating if (task := _read(name, seen, alone=len(floating) == 1))]
     if not tasks and (symbols := _find_symbols(seen)):  # runs of one class are too long for text
         return Steps((symbols[0].output,), (symbols[0].symbols,), 2)
