@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
-from deploy.errors import CacheError, ExportError, ModelError
+import calib8
+from deploy.errors import CacheError, ExportError, FeedError, ModelError
 from deploy.fx import device
 from deploy.fx.capture import capture
 from deploy.fx.convert import calibrate, float_form
@@ -23,7 +24,7 @@ from deploy.fx.fakequant import scale_on_grid, search_for
 from deploy.fx.fuse import fold_batch_norms, fuse, norms_in_float
 from deploy.fx.int8_layers import QatLayer, WeightQuant, measure_coverage, refuse_unquantized
 from deploy.fx.modes import format_modes, measure_mode, quantize_model
-from deploy.fx.open_model import open_torch
+from deploy.fx.open_model import export, open_torch
 from deploy.fx.prepare import prepare, prepare_only
 from deploy.fx.profile import check_same_outputs, profile
 from deploy.fx.qat import Task, train
@@ -272,6 +273,28 @@ def test_outputs_that_do_not_depend_on_the_input_prove_nothing(tmp_path, command
     shown = command("export", *given, "-o", tmp_path / "n.onnx")
     assert "this proves nothing; load --weights" in shown
     assert "proves nothing" in command("inspect", *given)
+
+
+def test_weights_that_are_nan_and_inputs_that_are_no_tensors_are_refused():
+    assert len(export(tiny(1), [X.numpy()]).graph.input) == 1
+    with pytest.raises(FeedError, match="are tensors, in the order"):
+        export(tiny(1), [{"x": X}])
+    for opened in (partial(export, inputs=[X]), partial(calib8.build, images=[X])):
+        with pytest.raises(ModelError, match=r"got NaN in '2\.weight'.*valid checkpoint"):
+            opened(tiny(float("nan")))
+    logarithm = module(lambda self, x: self.c(x).log(), c=nn.Conv2d(3, 4, 3))  # NaN in outputs
+    assert capture(logarithm.eval(), [X])(X).isnan().any()
+
+
+def test_numbers_that_forward_returns_and_buffers_that_it_changes_are_no_outputs():
+    def forward(self, x):
+        self.calls += 1
+        x = self.c(x)
+        return {"rows": x.shape[0], "width": x.shape[3], "named": x}
+
+    counting = module(forward, c=nn.Conv2d(3, 4, 3))
+    counting.register_buffer("calls", torch.zeros(()))
+    assert [one.name for one in export(counting, [X]).graph.output] == ["named"]
 
 
 def test_an_export_that_fails_shows_a_sentence_and_no_graph(tmp_path, run):

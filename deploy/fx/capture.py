@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
@@ -304,13 +305,15 @@ TOLERANCE = 1e-4  # relative to the largest output
 def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
     """Return a batch as the arguments of a forward, of a loader the inputs in its first item.
 
+    Arrays become tensors.
+
     `model`: takes the inputs; None if `batch` is no loader.
 
     Raises:
         FeedError: the loader's first item does not hold the inputs of the model's forward.
     """
     if isinstance(batch, tuple | list):
-        return tuple(batch)
+        return tuple(torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in batch)
     if model is None or isinstance(batch, torch.Tensor | Mapping):
         return (batch,)
     own = unwrap(model)
@@ -398,8 +401,8 @@ def check_capture(captured: nn.Module, model: nn.Module, inputs: Sequence[Any]) 
         for own in (model, captured)
     )
     for value, reference in zip(got, expected, strict=True):
-        largest = float(reference.double().abs().max()) if reference.numel() else 0.0
-        bound = TOLERANCE * largest
+        finite = reference.double().nan_to_num(0.0, 0.0, 0.0)
+        bound = TOLERANCE * float(finite.abs().max()) if reference.numel() else 0.0
         if not torch.allclose(value.double(), reference.double(), 0.0, bound, equal_nan=True):
             raise ModelError(
                 f"a captured model must compute what {type(model).__name__} does, and does not:"

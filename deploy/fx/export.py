@@ -15,8 +15,9 @@ import onnx
 import torch
 from numpy.typing import NDArray
 from onnx import numpy_helper
-from torch import fx, nn
+from torch import nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
 from deploy.errors import BackendError, ExportError, ModelError, first_line
@@ -63,9 +64,13 @@ def name_outputs(model: onnx.ModelProto, program: ExportedProgram | None) -> Non
     """
     if program is None or program.call_spec.out_spec is None:
         return
-    returned = program.graph.output_node().args[0]
-    leaves = zip(_paths(program.call_spec.out_spec), returned, strict=True)
-    paths = [path for path, value in leaves if isinstance(value, fx.Node)]
+    arguments = [
+        spec.arg
+        for spec in program.graph_signature.output_specs
+        if spec.kind is OutputKind.USER_OUTPUT  # others are buffers that forward changes
+    ]
+    leaves = zip(_paths(program.call_spec.out_spec), arguments, strict=True)
+    paths = [path for path, argument in leaves if isinstance(argument, TensorArgument)]
     outputs = [value.name for value in model.graph.output]
     if len(paths) != len(outputs) or len({*outputs}) != len(outputs):
         return  # a tensor that is returned twice has one name
@@ -181,7 +186,12 @@ def to_onnx(
 def run_exporter(
     model: nn.Module, inputs: tuple[Any, ...], shapes: Any, opset: int, *, optimize: bool = True
 ) -> Any:
-    """Return the program that torch's exporter makes, which tells nothing; any error is its own."""
+    """Return the program that torch's exporter makes, which tells nothing; any error is its own.
+
+    `model` is a copy: what it returns beside tensors, such as a size, is None from here on, as the
+    exporter fails at it.
+    """
+    model.register_forward_hook(lambda _, __, returned: _tensors_only(returned))
     with quiet():
         return torch.onnx.export(
             model,
@@ -299,9 +309,10 @@ def check_float_export(
         agreement = compare_with_torch(exported, model, batches)
     except BackendError as error:
         sizes = " and ".join(str(len(batch[0])) for batch in batches)
+        remedy = FIXED_BATCH if len(batches) > 1 else "rewrite what ONNX Runtime cannot run"
         raise ExportError(
             f"an exported model must run in onnxruntime for batches of {sizes}, got:"
-            f" {first_line(error)}; {FIXED_BATCH}"
+            f" {first_line(error)}; {remedy}"
         ) from error
     allowed = FLOAT_TOLERANCE * agreement.max_output
     if not agreement.max_difference <= allowed:
@@ -345,6 +356,10 @@ def _exportable(model: nn.Module) -> nn.Module:
         if isinstance(module, ExportedModule):
             module.start_export()
     return exportable
+
+
+def _tensors_only(returned: Any) -> Any:
+    return pytree.tree_map(lambda x: x if isinstance(x, torch.Tensor) else None, returned)
 
 
 def explain_export_failure(error: Exception, dynamic_batch: bool) -> str:

@@ -15,7 +15,7 @@ import onnx
 import torch
 from torch import nn
 
-from deploy.errors import ConfigError, ExportError, ModelError, first_line
+from deploy.errors import ConfigError, ExportError, FeedError, ModelError, first_line
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import FeedSource
 from deploy.feed.paths import RawFiles
@@ -63,10 +63,16 @@ def export(
     Raises:
         ModelError: torch.export cannot follow the model, or the model fixes the batch.
         ExportError: a prepared model, another opset, or outputs that differ from torch's.
+        FeedError: inputs that are no tensors.
     """
     own = plain_copy(model).eval()
     inputs = as_inputs(inputs, own)
     convert_to_float32(own)
+    if other := [type(x).__name__ for x in inputs if not isinstance(x, torch.Tensor)]:
+        raise FeedError(
+            f"example inputs are tensors, in the order of forward's arguments, got {other[0]}; give"
+            " [x, ...], or a loader"
+        )
     return _export_checked(own, _as_float32(inputs), opset=opset, dynamic_batch=dynamic_batch)[0]
 
 

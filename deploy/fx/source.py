@@ -42,9 +42,10 @@ def plain_copy(model: nn.Module) -> nn.Module:
     """Return a deep copy without wrappers, each weight a parameter, in the mode of the model.
 
     Raises:
-        ModelError: see `unwrap`; or the model cannot be copied.
+        ModelError: see `unwrap`; or the model cannot be copied, or has NaN among its weights.
     """
     model = unwrap(model)
+    refuse_nan(model)
     # detach weights that hooks compute, as a grad_fn cannot be deep-copied
     hooks = [(module, hook) for module in model.modules() for hook in _weight_hooks(module)]
     names = [(module, _tensor_name(hook)) for module, hook in hooks]
@@ -348,10 +349,21 @@ def load_module(spec: str, weights: Path | None = None) -> nn.Module:
     model = unwrap(model)
     if weights is not None:
         load_weights(model, weights)
+    refuse_nan(model)
     try:
         return model.eval()
     except NotImplementedError as error:
         raise ModelError(f"{spec} must return a module with an eval mode; {_EXPORTED}") from error
+
+
+def refuse_nan(model: nn.Module) -> None:
+    """Raise `ModelError` if a weight or a buffer is NaN: each comparison would pass."""
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if not value.is_meta and value.is_floating_point() and bool(value.isnan().any()):
+            raise ModelError(
+                f"weights must be finite, got NaN in '{name}'; the training diverged or the file is"
+                " damaged: give a valid checkpoint"
+            )
 
 
 def _kind_and_hint(model: object) -> str:
