@@ -17,17 +17,21 @@ import onnx
 import pytest
 from click.shell_completion import ShellComplete
 
+import calib8
 from deploy import __version__
 from deploy.analysis import environment
+from deploy.calibration.reuse import CachePolicy
 from deploy.cli import COMMANDS, cli, main
 from deploy.commands import base
-from deploy.errors import ConfigError
+from deploy.errors import ConfigError, FeedError
 from deploy.feed.sampling import Choice
 from deploy.machine import this_machine
+from deploy.report.verdict import Gates
 from deploy.runtimes.ort import OrtSession
-from deploy.targets import TARGETS, Ascend, OnnxRuntime, TensorRT
+from deploy.targets import TARGETS, Ascend, OnnxRuntime, TensorRT, make_targets
 from deploy.targets.base import BuildResult
 from deploy.targets.options import check_options, declared_options, option
+from deploy.tuning.search_options import Tuning
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -74,6 +78,7 @@ def test_every_option_stands_in_one_section_in_the_order_of_work(name, run):
         if isinstance(param, base.SectionOption):
             part = out.split(f"\n{param.section}:\n")[1].split("\n\n")[0]
             assert re.search(rf"^ +(-\w, )?{param.opts[-1]}\b", part, re.MULTILINE), param.opts
+    assert "None]" not in out  # as bounds that an option lacks
     titles = re.findall(r"^([A-Z][\w ]+):$", out, re.MULTILINE)
     order = ["Model", "Images", "Calibration", "Cache", "Targets",
              *(f"Target {target}" for target in TARGETS), "Measuring", "General"]  # fmt: skip
@@ -224,10 +229,25 @@ def test_a_group_alone_shows_its_help(capsys):
     (TensorRT, {"workspace_mib": 0}, "is 1 or more"),
     (TensorRT, {"calibrator": "x"}, "is one of entropy2, entropy, minmax, legacy"),
     (Ascend, {"aipp": True, "source_color": "hsv"}, "is one of rgb, bgr, nv12, nv21"),
+    (Gates, {"max_loss": 5}, "a share, 0 to 1, got 5"), (Tuning, {"max_loss": -1}, "got -1"),
+    (Gates, {"min_speedup": float("nan")}, "0 or more, got nan"),
 ])  # fmt: skip
 def test_a_value_that_breaks_an_options_rule_is_refused_from_python_too(target, options, said):
     with pytest.raises(ConfigError, match=said):
         target(**options)
+
+
+def test_text_from_python_is_a_path_or_a_target_as_on_the_command_line(small_cnn):
+    assert Ascend(config="x.cfg").config == Path("x.cfg")  # type: ignore[arg-type]
+    assert TensorRT(plugins=("a.so",)).plugins == (Path("a.so"),)  # type: ignore[arg-type]
+    assert CachePolicy(path="a.cache").path == Path("a.cache")  # type: ignore[arg-type]
+    assert [one.name for one in make_targets("tensorrt")] == ["tensorrt"]
+    for words in ({"engine": onnx.ModelProto()}, {"engine": small_cnn, "against": 3}):
+        with pytest.raises(ConfigError, match=r"is a file, got an object of class (Model|int)"):
+            calib8.bench(**words)
+    images = np.zeros((4, 3, 16, 16), np.float32)
+    with pytest.raises(FeedError, match="got 3 labels for 4"):  # of an array too
+        calib8.build(small_cnn, images, eval_images=images, labels=np.arange(3))
 
 
 def test_keep_float_takes_patterns_in_every_command(small_cnn, pictures, tmp_path, run):

@@ -112,6 +112,13 @@ def bench(
         SdkMissingError: the runtime is not installed.
         FeedError: images that do not fit.
     """
+    for given in (engine, against):
+        if not isinstance(given, str | Path | None):
+            raise ConfigError(
+                f"what is measured is a file, got an object of class {type(given).__name__}; store"
+                " it first: onnx.save(model, path), of a PyTorch module the one that"
+                " calib8.torch.export(module, [example_input]) makes"
+            )
     paths = _paths(Path(engine), Path(against) if against is not None else None)
     runtimes: dict[str, Target | _Openvino] = {
         label: _runtime(path, targets) for label, path in paths.items()

@@ -66,6 +66,10 @@ class CachePolicy:
     trt_version: str | None = None
     force: bool = False
 
+    def __post_init__(self) -> None:
+        if self.path is not None:  # may be text
+            object.__setattr__(self, "path", Path(self.path))
+
 
 def as_policy(cache: Path | str | CachePolicy | None) -> CachePolicy:
     """Return the policy of a cache path; of None, one that stores nothing."""

@@ -238,6 +238,9 @@ class Real(click.FloatRange):
             self.fail(f"{value!r} is no finite number.", param, ctx)
         return found
 
+    def _describe_range(self) -> str:
+        return "" if self.min is None and self.max is None else super()._describe_range()
+
 
 def parse_batches(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
     """Parse batch sizes separated by commas; () if the option is not given."""

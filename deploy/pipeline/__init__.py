@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,7 @@ def calibrate(
     model: str | Path | onnx.ModelProto | LoadedModel | nn.Module,
     images: FeedSource,
     *,
-    targets: Sequence[str | Target] = ("onnxruntime",),
+    targets: str | Sequence[str | Target] = ("onnxruntime",),
     method: str | Method | None = None,
     preprocess: PreprocessRequest = None,
     cache: Path | str | CachePolicy | None = None,
@@ -158,7 +159,7 @@ def merge(
     model: str | Path | onnx.ModelProto | LoadedModel,
     shards: Sequence[str | Path],
     *,
-    targets: Sequence[str | Target] = ("onnxruntime",),
+    targets: str | Sequence[str | Target] = ("onnxruntime",),
     method: str | Method | None = None,
     cache: Path | str | CachePolicy | None = None,
     float_nodes: Iterable[str] = (),
@@ -187,7 +188,7 @@ def build(
     *,
     float_model: str | Path | onnx.ModelProto | nn.Module | None = None,
     out: Path | str = "build",
-    targets: Sequence[str | Target] = ("onnxruntime",),
+    targets: str | Sequence[str | Target] = ("onnxruntime",),
     method: str | Method | None = None,
     preprocess: PreprocessRequest = None,
     cache: Path | str | CachePolicy | None = None,
@@ -245,6 +246,10 @@ def build(
         Calib8Error: as `calibrate`; and what the targets raised where none could be built.
     """
     dataset, evaluation = None, None
+    if isinstance(labels, str | Path):
+        labels = read_labels(labels)
+    elif labels is not None and not isinstance(labels, Annotations):
+        labels = tuple(map(index, labels))  # an array's too
     model, images = open_torch_module(model, images, preprocess)
     if float_model is not None:
         opened, images = open_torch_module(float_model, images)
@@ -267,7 +272,7 @@ def build(
         out=Path(out),
         float_model=float_model,
         evaluation=evaluation,
-        labels=read_labels(labels) if isinstance(labels, str | Path) else labels,
+        labels=labels,
         metric=metric,
         task=task,
         duration_s=duration_s,

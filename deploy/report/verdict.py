@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deploy.errors import ConfigError
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import LEAST_GAIN, OVERHEAD_MS, SpeedUp
 from deploy.metrics.levels import (
@@ -33,11 +34,20 @@ class Gates:
         max_loss: lost accuracy or share of the task, 0 to 1; None uses the default limits.
         min_speedup: over the rival (`deploy.report.model.find_rivals`); None requires nothing.
         accept: whether the command succeeds even if an engine is unusable.
+
+    Raises:
+        ConfigError: a limit out of its range.
     """
 
     max_loss: float | None = None
     min_speedup: float | None = None
     accept: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_loss is not None and not 0 <= self.max_loss <= 1:
+            raise ConfigError(f"the largest loss is a share, 0 to 1, got {self.max_loss}")
+        if self.min_speedup is not None and not self.min_speedup >= 0:
+            raise ConfigError(f"the least speed-up is 0 or more, got {self.min_speedup}")
 
 
 @dataclass(frozen=True, slots=True)

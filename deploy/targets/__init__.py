@@ -32,13 +32,14 @@ def find_target(name: str) -> type[Target]:
     raise ConfigError(f"a target is one of {', '.join(TARGETS)}, got {name!r}; {near}")
 
 
-def make_targets(targets: Sequence[str | Target]) -> list[Target]:
+def make_targets(targets: str | Sequence[str | Target]) -> list[Target]:
     """Return target objects; a name stands for the target with default options.
 
     Raises:
         ConfigError: no target, a name that is not in `TARGETS`, or two targets of one name.
     """
-    made = [find_target(target)() if isinstance(target, str) else target for target in targets]
+    given = [targets] if isinstance(targets, str) else targets
+    made = [find_target(target)() if isinstance(target, str) else target for target in given]
     if not made:
         raise ConfigError(f"at least one target is needed, of {', '.join(TARGETS)}")
     names = Counter(target.name for target in made)

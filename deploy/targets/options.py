@@ -14,6 +14,7 @@ The annotation gives the type of a value (bool, int, float, str, Path), whether 
 
 import dataclasses
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from deploy.errors import ConfigError
@@ -106,9 +107,12 @@ def changed_options(target: object) -> dict[str, str]:
 
 
 def check_options(target: object) -> None:
-    """Check a target's values against its options; call it in `__post_init__`."""
+    """Check a target's values against its options, in its `__post_init__`; text becomes a Path."""
     for declared in declared_options(type(target)):
         value = getattr(target, declared.name)
+        if declared.kind is Path and value is not None:
+            value = tuple(map(Path, value)) if declared.repeat else Path(value)
+            object.__setattr__(target, declared.name, value)
         for one in value if declared.repeat else () if value is None else (value,):
             if flaw := declared.flaw(one):
                 kind = type(target).__name__

@@ -172,6 +172,8 @@ class Tuning:
     def __post_init__(self) -> None:
         if self.level not in (0, *EFFORTS):
             raise ConfigError(f"an effort is 0 to {max(EFFORTS)}, got {self.effort}")
+        if self.max_loss is not None and not 0 <= self.max_loss <= 1:
+            raise ConfigError(f"the largest loss is a share, 0 to 1, got {self.max_loss}")
         for what, value, known in (
             ("a preference", self.prefer, PREFERENCES),
             ("a CPU", self.cpu, CPU_NAMES),
