@@ -229,7 +229,7 @@ def _fold(
     with np.errstate(all="ignore"):
         place = joined.axis([array.ndim for array in arrays], weights)
         channels = [_channels(*one) for one in zip(layers, arrays, strict=True)]
-        affine = place and _affine(node, weights, sum(channels), *place)
+        affine = place and all(channels) and _affine(node, weights, sum(channels), *place)
         if not affine:
             return False
         own = zip(*(np.split(values, np.cumsum(channels)[:-1]) for values in affine), strict=True)
@@ -252,10 +252,13 @@ def _fold_layer(
     layer: onnx.NodeProto, weight: NDArray[Any], bias: NDArray[Any] | None, affine: Affine
 ) -> tuple[NDArray[Any], NDArray[Any]] | None:
     """Return the layer's new weight and bias; None if they do not fit or are not finite."""
-    scaled, moved = _scaled_weight(layer, weight, affine[0]), _folded_bias(layer, bias, *affine)
-    if scaled is None or moved is None:
+    moved = _folded_bias(layer, bias, *affine)
+    if moved is None:
         return None
-    fresh = scaled.astype(weight.dtype), moved.astype(weight.dtype)
+    fresh = (
+        _scaled_weight(layer, weight, affine[0]).astype(weight.dtype),
+        moved.astype(weight.dtype),
+    )
     return fresh if all(np.isfinite(array).all() for array in fresh) else None
 
 
@@ -330,7 +333,7 @@ def _channels(layer: onnx.NodeProto, weight: NDArray[Any]) -> int:
         return 0
     if layer.op_type == "ConvTranspose":  # [I, O/group, ...]
         group = int(attrs.get("group", 1))
-        return int(weight.shape[1]) * group if 0 < group <= weight.shape[0] else 0
+        return 0 if group < 1 or weight.shape[0] % group else int(weight.shape[1]) * group
     transposed = layer.op_type == "Gemm" and not attrs.get("transB", 0)  # [K, N]
     return int(weight.shape[1 if transposed else 0])
 
@@ -347,21 +350,14 @@ def _has_bias(layer: onnx.NodeProto) -> bool:
 
 def _scaled_weight(
     layer: onnx.NodeProto, weight: NDArray[Any], scale: NDArray[np.float64]
-) -> NDArray[np.float64] | None:
-    """Return the weight scaled per output channel; None if the shapes do not fit."""
+) -> NDArray[np.float64]:
+    """Return the weight scaled per output channel; `scale` [C_out] is that of `_channels`."""
     attrs = attributes(layer)
     if layer.op_type == "Conv":  # [O, I/group, ...]
-        fits = weight.ndim >= 2 and weight.shape[:1] == scale.shape
-        return weight * scale.reshape(-1, *[1] * (weight.ndim - 1)) if fits else None
+        return weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
     if layer.op_type == "Gemm":  # [N, K] with transB, else [K, N]
-        axis = 0 if attrs.get("transB", 0) else 1
-        fits = weight.ndim == 2 and weight.shape[axis : axis + 1] == scale.shape
-        return weight * (scale[:, None] if axis == 0 else scale) if fits else None
+        return weight * (scale[:, None] if attrs.get("transB", 0) else scale)
     group = attrs.get("group", 1)  # ConvTranspose: [I, O/group, ...], channel = group first
-    if weight.ndim < 2 or group < 1 or weight.shape[0] % group:
-        return None
-    if scale.shape != (weight.shape[1] * group,):
-        return None
     grouped = weight.reshape(group, -1, *weight.shape[1:])
     by_group = scale.reshape(group, 1, -1, *[1] * (weight.ndim - 2))
     return np.asarray(grouped * by_group, np.float64).reshape(weight.shape)

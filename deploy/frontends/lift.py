@@ -181,8 +181,8 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
     """
     graph = model.graph
     ends = [v.name for v in (*graph.input, *graph.output) if _is_half(v)]
-    count = _count(graph)
-    if not count and not ends:
+    typed = (a for node in all_nodes(graph) for a in node.attribute if a.name in _TYPED)
+    if not (ends or any(a.i == _HALF for a in typed) or any(True for _ in _halves(graph))):
         return None
     size = model.ByteSize() + sum(2 * math.prod(tensor.dims) for tensor in _halves(graph))
     if size > MESSAGE_LIMIT:
@@ -259,11 +259,6 @@ def _halves(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
     return (tensor for tensor in all_tensors(graph) if tensor.data_type == _HALF)
 
 
-def _count(graph: onnx.GraphProto) -> int:
-    typed = (a for node in all_nodes(graph) for a in node.attribute if a.name in _TYPED)
-    return sum(1 for _ in _halves(graph)) + sum(1 for a in typed if a.i == _HALF)
-
-
 _DEQUANTIZE = "DequantizeLinear"
 
 
@@ -281,7 +276,7 @@ def restore_float_weights(model: onnx.ModelProto) -> str | None:
     main_nodes = {id(node) for node in graph.nodes}
     weights = []
     for node in quantized:
-        values = _dequantize(node, graph) if id(node) in main_nodes else None
+        values = dequantize_constant(node, graph) if id(node) in main_nodes else None
         if values is None or node.output[0] in graph.outputs:
             return None
         weights.append(numpy_helper.from_array(values, node.output[0]))
@@ -293,7 +288,7 @@ def restore_float_weights(model: onnx.ModelProto) -> str | None:
     return f"Converted {count} from stored integers to float."
 
 
-def _dequantize(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | None:
+def dequantize_constant(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | None:
     """Return the values of a DequantizeLinear on constant integers; None for any other."""
     names = [name for name in node.input if name]
     if not 2 <= len(names) <= 3 or any(name not in graph.constants for name in names):

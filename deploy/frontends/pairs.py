@@ -26,13 +26,32 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from calibrators.scales import Scale
+from deploy.errors import ModelError
 from deploy.frontends.checks import to_array
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import Graph, all_nodes, attributes
 from deploy.graph.placement import CUTS, MOVES, keeps_range
 
 Q, DQ = "QuantizeLinear", "DequantizeLinear"
 _HALF = 128  # difference of a uint8 code and the int8 code for the same value
 VALUE_KEEPING = MOVES | {"MaxPool", "Cast"}  # every value of their output is a value of their input
+
+
+_INTEGER_OPS = ("QLinear", "QGemm", "QAttention", "ConvInteger", "MatMulInteger", "DynamicQuant")
+
+
+def refuse_integer_operators(model: onnx.ModelProto) -> None:
+    """Refuse operators that compute on integers.
+
+    Raises:
+        ModelError: names the first such node.
+    """
+    for node in all_nodes(model.graph):
+        if node.op_type.startswith(_INTEGER_OPS):
+            raise ModelError(
+                "a quantized model must be in the Q/DQ form, got the integer operator"
+                f" {node.op_type} '{node.name}'; export it with QuantizeLinear and"
+                " DequantizeLinear (onnxruntime: QuantFormat.QDQ), or give the float model"
+            )
 
 
 class UnfitError(Exception):

@@ -27,6 +27,7 @@ from deploy.frontends.pairs import (
     UnfitError,
     input_grid,
     read_pair_grid,
+    refuse_integer_operators,
     spread_ranges,
     weight_grid,
 )
@@ -36,7 +37,6 @@ from deploy.graph.placement import WEIGHTED
 from deploy.graph.plan import never_negative
 
 _METHOD = "trained"
-_INTEGER_OPS = ("QLinear", "QGemm", "QAttention", "ConvInteger", "MatMulInteger", "DynamicQuant")
 _CONTRIB = "com.microsoft"
 _TAILS = frozenset({"Relu", "Clip"})
 
@@ -79,14 +79,9 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
 
 def _with_onnx_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy whose pairs of ONNX Runtime's domain are ONNX's, which mean the same."""
+    refuse_integer_operators(original)
     model = copy_message(original)
     for node in all_nodes(model.graph):
-        if node.op_type.startswith(_INTEGER_OPS):
-            raise ModelError(
-                "a quantized model must be in the Q/DQ form, got the integer operator"
-                f" {node.op_type} '{node.name}'; export it with QuantizeLinear and"
-                " DequantizeLinear (onnxruntime: QuantFormat.QDQ), or give the float model"
-            )
         if node.op_type in (Q, DQ) and node.domain == _CONTRIB:
             node.domain = ""
     return model

@@ -31,7 +31,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import onnx
@@ -42,8 +41,10 @@ from calibrators.grids import INT8, quantize
 from calibrators.scales import Scale
 from deploy.errors import ExportError
 from deploy.frontends import checks
+from deploy.frontends.lift import dequantize_constant
+from deploy.frontends.pairs import DQ, Q, UnfitError, read_pair_grid, refuse_integer_operators
 from deploy.frontends.plugins import check_part_valid
-from deploy.graph.edit import copy_message, rebuild, replace_nodes
+from deploy.graph.edit import copy_message, rebuild, rename_reads, rename_tensors, replace_nodes
 from deploy.graph.index import Graph, attributes, iter_reads
 from deploy.graph.placement import TENSORRT
 from deploy.graph.plan import Plan
@@ -243,10 +244,6 @@ def _quantizes_to_stored(
     return bool(np.array_equal(quantize(array, scales, 0, TENSORRT.weights), stored))
 
 
-_Q, _DQ = "QuantizeLinear", "DequantizeLinear"
-_INTEGER_OPS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "ConvInteger", "MatMulInteger")
-
-
 @dataclass(frozen=True, slots=True)
 class PlainModel:
     """A float model extracted from a Q/DQ model by `from_qdq`.
@@ -265,11 +262,12 @@ def from_qdq(quantized: onnx.ModelProto) -> PlainModel:
     """Return the float model and scales of a Q/DQ model; `quantized` is not changed.
 
     Raises:
-        ModelError: the model is not valid.
+        ModelError: the model is not valid, or has integer operators.
         ExportError: the model has no pairs, or a quantization that a cache cannot express.
     """
     checks.check_fields(quantized)
     check_part_valid(quantized)
+    refuse_integer_operators(quantized)
     return _PairRemover(copy_message(quantized)).run()
 
 
@@ -277,53 +275,13 @@ class _PairRemover:
     """Removes the Q/DQ pairs of one model."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        self.model = model
-        self.graph = model.graph
-        index = Graph(model)
-        self.constants = {name: checks.to_array(t) for name, t in index.constants.items()}
-        self.producers, self.outputs = index.producer, index.outputs
+        self.model, self.graph, self.index = model, model.graph, Graph(model)
         self.scales: dict[str, np.float32] = {}
         self.weights: list[str] = []
         self.replaced: dict[str, str] = {}  # output of a DQ -> the float tensor in its place
         self.renamed: dict[str, str] = {}  # output of a node -> its name before quantization
 
     def run(self) -> PlainModel:
-        self._refuse_integers()
-        for node in self.graph.node:
-            if node.op_type == _DQ:
-                self._read_dequantizer(node)
-        if not self.replaced:
-            raise ExportError(
-                "a Q/DQ model holds QuantizeLinear and DequantizeLinear nodes, got none; this model"
-                " is plain already"
-            )
-        # drop the pairs, connect their readers to the float tensors, drop unread constants
-        kept = [node for node in self.graph.node if node.op_type not in (_Q, _DQ)]
-        quants = [n for n in self.graph.node if n.op_type == _Q]
-        read = {name for node in self.graph.node if node.op_type == _DQ for name in node.input}
-        for node in (n for n in quants if n.input[0] not in self.constants):
-            if node.output[0] not in read:
-                raise ExportError(
-                    f"a DequantizeLinear follows each QuantizeLinear, got none after {node.name!r}"
-                )
-        for node in kept:
-            for index, name in enumerate(node.input):
-                node.input[index] = self._final_name(name)
-            for index, name in enumerate(node.output):
-                node.output[index] = self.renamed.get(name, name)
-        used = {name for node in kept for name in iter_reads(node)} | self.outputs
-        rebuild(self.graph, (n for n in kept if n.op_type != "Constant" or n.output[0] in used))
-        order = [v.name for v in self.graph.input] + [o for n in self.graph.node for o in n.output]
-        scales = {name: self.scales[name] for name in order if name in self.scales}
-        return PlainModel(self.model, scales, tuple(self.weights))
-
-    def _refuse_integers(self) -> None:
-        for node in self.graph.node:
-            if node.op_type.startswith(_INTEGER_OPS):
-                raise ExportError(
-                    f"only QuantizeLinear and DequantizeLinear can be taken out of a model, got the"
-                    f" integer operator {node.op_type}; export it in the Q/DQ form"
-                )
         ends = [*self.graph.input, *self.graph.output]
         ints = [v.name for v in ends if v.type.tensor_type.elem_type in (2, 3)]
         if ints:
@@ -331,28 +289,65 @@ class _PairRemover:
                 "a model that a cache is for has float inputs and outputs, got int8 at"
                 f" {ints[0]!r}; export it with float ends"
             )
+        for node in self.index.nodes:
+            if node.op_type == DQ:
+                self._read_dequantizer(node)
+        if not self.replaced:
+            raise ExportError(
+                "a Q/DQ model holds QuantizeLinear and DequantizeLinear nodes, got none; this model"
+                " is plain already"
+            )
+        read = {node.input[0] for node in self.index.nodes if node.op_type == DQ}
+        for node in self.index.nodes:
+            activation = node.op_type == Q and node.input[0] not in self.index.constants
+            if activation and node.output[0] not in read:
+                raise ExportError(
+                    f"a DequantizeLinear follows each QuantizeLinear, got none after {node.name!r}"
+                )
+        kept = [node for node in self.index.nodes if node.op_type not in (Q, DQ)]
+        rename_reads(kept, self.replaced)
+        rename_tensors(kept, self.renamed)
+        used = {name for node in kept for name in iter_reads(node)} | self.index.outputs
+        rebuild(self.graph, (n for n in kept if n.op_type != "Constant" or n.output[0] in used))
+        order = [v.name for v in self.graph.input] + [o for n in self.graph.node for o in n.output]
+        scales = {name: self.scales[name] for name in order if name in self.scales}
+        return PlainModel(self.model, scales, tuple(self.weights))
 
     def _read_dequantizer(self, node: onnx.NodeProto) -> None:
         source, out = node.input[0], node.output[0]
-        quantizer = self.producers.get(source)
-        if source in self.constants:
-            if self.constants[source].dtype.kind not in "iu":
-                raise ExportError(
-                    f"a cache is for int8, got a weight stored as {self.constants[source].dtype}"
-                    f" for {out!r}; there is no cache of an fp8 model"
-                )
-            weight = self._dequantized(node, self.constants[source])
-            self.replaced[out] = self._add_constant(out, weight)
+        quantizer = self.index.producer.get(source)
+        if source in self.index.constants:
+            self.replaced[out] = self._add_weight(node)
             self.weights.append(source)
-        elif quantizer is None or quantizer.op_type != _Q:
+        elif quantizer is None or quantizer.op_type != Q:
             producer = quantizer.op_type if quantizer is not None else "an input of the model"
             raise ExportError(
                 f"each DequantizeLinear follows its QuantizeLinear, got {producer} before {out!r}"
             )
-        elif quantizer.input[0] in self.constants:  # a float weight
+        elif quantizer.input[0] in self.index.constants:  # a float weight
             self.replaced[out] = quantizer.input[0]
         else:
             self._read_activation(quantizer, node)
+
+    def _add_weight(self, node: onnx.NodeProto) -> str:
+        """Add the float values of a weight that is stored as integers; return their name."""
+        name = str(node.output[0])
+        dtype = checks.type_name(self.index.constants[node.input[0]].data_type)
+        if "int" not in dtype:
+            raise ExportError(
+                f"a cache is for int8, got a weight stored as {dtype} for {name!r}; there is no"
+                " cache of an fp8 model"
+            )
+        if name in self.index.outputs:
+            raise ExportError(f"an output of the model cannot be a constant, got {name!r}")
+        values = dequantize_constant(node, self.index)
+        if values is None:
+            raise ExportError(
+                "the scales and zero points of a weight must be constants that fit its axis, got"
+                f" others for {name!r}; export the model again"
+            )
+        self.graph.initializer.append(numpy_helper.from_array(values.astype(np.float32), name))
+        return name
 
     def _read_activation(self, quantizer: onnx.NodeProto, node: onnx.NodeProto) -> None:
         source, out = quantizer.input[0], node.output[0]
@@ -361,7 +356,7 @@ class _PairRemover:
         if self._scale(node, source) != scale:
             raise ExportError(f"the two scales of the pair on {source!r} must be equal")
         name = source
-        if out in self.outputs or source == f"{out}/float":  # quantizing gave its name to the DQ
+        if out in self.index.outputs or source == f"{out}/float":  # the DQ got its name
             name = out
             self.renamed[source] = out
         self.replaced[out] = name
@@ -372,56 +367,20 @@ class _PairRemover:
             )
 
     def _scale(self, node: onnx.NodeProto, tensor: str) -> np.float32:
-        """Return the per-tensor scale of an activation's Q or DQ; refuse any other kind."""
-        scale = self._value(node.input[1], tensor).astype(np.float32)
-        zero = self._value(node.input[2], tensor) if len(node.input) > 2 and node.input[2] else None
-        if scale.size != 1:
-            raise ExportError(
-                f"a cache has one scale a tensor, got {scale.size} (one a channel) for {tensor!r}"
-            )
-        if zero is None or zero.dtype != np.int8 or zero.any():
-            kind = "uint8" if zero is None else str(zero.dtype)
-            point = 0 if zero is None else int(zero.reshape(-1)[0])
-            raise ExportError(
-                f"a cache is for symmetric int8 (zero-point 0), got {kind} with zero-point"
-                f" {point} for {tensor!r}; quantize the model symmetrically"
-            )
-        value = np.float32(scale.reshape(-1)[0])
-        if not (np.isfinite(value) and value > 0):
-            raise ExportError(f"a scale is positive and finite, got {value} for {tensor!r}")
-        return value
-
-    def _dequantized(self, node: onnx.NodeProto, integers: NDArray[Any]) -> NDArray[np.float32]:
-        scale: NDArray[Any] = self._value(node.input[1], node.output[0]).astype(np.float32)
-        zero: NDArray[Any] = np.zeros(1, np.int32)
-        if len(node.input) > 2 and node.input[2]:
-            zero = self._value(node.input[2], node.output[0]).astype(np.int32)
-        axis = attributes(node).get("axis", 1)
-        channels = [-1 if a in (axis, axis + integers.ndim) else 1 for a in range(integers.ndim)]
+        """Return the scale of an activation's Q or DQ, which must be symmetric int8."""
         try:
-            scale, zero = (v.reshape(channels if v.size > 1 else ()) for v in (scale, zero))
-            steps = (integers.astype(np.int32) - zero).astype(np.float32)
-            return np.asarray(steps * scale, np.float32)
-        except ValueError as error:
+            grid = read_pair_grid(node, self.index)
+        except UnfitError as error:
+            raise ExportError(f"a cache needs the scale of {tensor!r}, got: {error}") from error
+        if not grid.single:
             raise ExportError(
-                f"the scales of a weight must fit its axis, got {scale.size} on axis {axis} of"
-                f" {list(integers.shape)} for {node.output[0]!r}"
-            ) from error
-
-    def _value(self, name: str, tensor: str) -> NDArray[Any]:
-        if name not in self.constants:
-            raise ExportError(
-                f"scales and zero-points must be constants, got a computed one for {tensor!r};"
-                " fold the model's constants first"
+                f"a cache has one scale a tensor, got {grid.scale.size} (one a channel) for"
+                f" {tensor!r}"
             )
-        return self.constants[name]
-
-    def _add_constant(self, name: str, array: NDArray[np.float32]) -> str:
-        if name in self.outputs:
-            raise ExportError(f"an output of the model cannot be a constant, got {name!r}")
-        self.graph.initializer.append(numpy_helper.from_array(array, name))
-        return name
-
-    def _final_name(self, name: str) -> str:
-        name = self.replaced.get(name, name)
-        return self.renamed.get(name, name)
+        zero = int(grid.zero.reshape(-1)[0])
+        if grid.dtype != "int8" or zero:
+            raise ExportError(
+                f"a cache is for symmetric int8 (zero-point 0), got {grid.dtype} with zero-point"
+                f" {zero} for {tensor!r}; quantize the model symmetrically"
+            )
+        return np.float32(grid.scale.reshape(-1)[0])
