@@ -129,3 +129,10 @@ def read_markdown(out) -> str:
     """Return the Markdown report of a build on one line, without its escapes."""
     text = re.sub(r"\\(.)", r"\1", (out / "report.md").read_text())
     return " ".join(html.unescape(text).split())
+
+
+def built_files(folder) -> dict[str, bytes]:
+    """Return what was built, without reports, options, the calibration and what holds paths."""
+    skipped = (".sh", ".json", ".md", ".html", ".cache", ".npz", "calib8.toml")
+    files = (p for p in folder.rglob("*") if p.is_file() and not p.name.endswith(skipped))
+    return {p.name: p.read_bytes() for p in files}

@@ -29,7 +29,7 @@ from deploy.tuning.repairs.apply import trial_builder
 from deploy.tuning.repairs.output_rounding import round_weight
 from deploy.tuning.repairs.repair_layers import find_layer_links, find_weighted_layers
 from deploy.tuning.repairs.sample_runs import patches
-from tests.models import as_float32, make_model, parse_nodes, save_net
+from tests.models import as_float32, built_files, make_model, parse_nodes, save_net
 
 ALL = "onnxruntime,tensorrt,ascend"
 
@@ -246,14 +246,7 @@ def test_what_does_not_help_is_not_kept_and_the_files_are_those_of_a_plain_build
     built(model, "--target", ALL, out="plain")
     report = built(model, "--target", ALL, "--repair", "equalize", out="tried")
     assert any("not kept" in note for note in said(report, "cross-layer equalization"))
-    assert files(tmp_path / "tried") == files(tmp_path / "plain")
-
-
-def files(folder):
-    """What was built, without reports, options, the calibration and scripts, which hold paths."""
-    skipped = (".sh", ".json", ".md", ".html", ".cache", ".npz", "calib8.toml")
-    files = (p for p in folder.rglob("*") if p.is_file() and not p.name.endswith(skipped))
-    return {p.name: p.read_bytes() for p in files}
+    assert built_files(tmp_path / "tried") == built_files(tmp_path / "plain")
 
 
 @pytest.mark.slow
@@ -269,7 +262,9 @@ def test_every_repair_gives_the_same_bytes_again_and_with_any_number_of_threads(
     model, words = uneven(tmp_path), ("--target", ALL, "--repair", "all")
     built(model, *words, "--threads", 1, out="one")
     built(model, *words, "--threads", 3, out="three")
-    assert files(tmp_path / "one") == files(tmp_path / "three") and files(tmp_path / "one")
+    assert built_files(tmp_path / "one") == built_files(tmp_path / "three") and built_files(
+        tmp_path / "one"
+    )
 
 
 @pytest.mark.parametrize(("words", "sentence"), [

@@ -24,6 +24,7 @@ from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.trt_cache import ENTROPY2, parse
 from deploy.errors import BackendError, ConfigError, SdkMissingError
+from deploy.files import manifest
 from deploy.frontends import load
 from deploy.method import Method
 from deploy.pipeline import build
@@ -432,17 +433,17 @@ def key_of(here=HERE, model="m", cache="c", **settings):
 
 def test_an_engine_is_used_again_only_under_the_same_key(tmp_path):
     path, key = tmp_path / "m.engine", key_of()
-    assert not builder.cached_engine(path, key)
-    builder.store_engine(path, b"plan", key)
-    assert builder.cached_engine(path, key)
+    assert not manifest.read_if_made_from(path, key)
+    manifest.write_with_note(path, b"plan", key)
+    assert manifest.read_if_made_from(path, key)
     older = Sdk(version="8.6.1", calibrators=True, gpu=HERE.gpu)
     for other in (key_of(fp16=False), key_of(model="other"), key_of(cache=None), key_of(older)):
-        assert not builder.cached_engine(path, other)
+        assert not manifest.read_if_made_from(path, other)
     key = key_of(profiles={"x": InputShapeRange((1, 3), (2, 3), (8, 3))})
-    builder.store_engine(path, b"plan", key)
-    assert builder.cached_engine(path, key)
+    manifest.write_with_note(path, b"plan", key)
+    assert manifest.read_if_made_from(path, key)
     path.write_bytes(b"pla")
-    assert not builder.cached_engine(path, key)
+    assert not manifest.read_if_made_from(path, key)
     profiles = {"x": InputShapeRange((1,), (1,), (1,))}
     keys = [
         key_of(Sdk("8.5.3.1", True, "GPU", stand_ins=left_out), tf32=tf32, profiles=profiles)

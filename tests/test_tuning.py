@@ -25,7 +25,7 @@ from deploy.tuning import prices, probe, split_choice
 from deploy.tuning import timing as clocks
 from deploy.tuning.plan_file import read_plan
 from deploy.tuning.timing import PAIRS, KernelTimes
-from tests.models import as_float32, make_model, make_node, save_fixed_batch, save_net
+from tests.models import as_float32, built_files, make_model, make_node, save_fixed_batch, save_net
 
 FASHION = Path(__file__).parent.parent / "datasets" / "fashion"
 ALL = "onnxruntime,tensorrt,ascend"
@@ -108,10 +108,7 @@ class Ran:
 
     @property
     def files(self):
-        """What was built, without reports, options, the calibration and what holds paths."""
-        skipped = (".sh", ".json", ".md", ".html", ".cache", ".npz", "calib8.toml")
-        files = (p for p in self.out.rglob("*") if p.is_file() and not p.name.endswith(skipped))
-        return {p.name: p.read_bytes() for p in files}
+        return built_files(self.out)
 
 
 def ran(*words, out):

@@ -241,17 +241,19 @@ def dump(cache: CalibrationCache) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
+_QUANTILE = 0.999999  # of a legacy cache that does not say
+
+
 def from_scales(
     scales: Mapping[str, np.float32],
     *,
     version: str,
     algorithm: str = ENTROPY2,
-    quantile: float = 0.999999,
-    cutoff: float = 1.0,
+    quantile: float = _QUANTILE,
 ) -> CalibrationCache:
     """Make a cache for TensorRT `version` from tensor name -> scale (amax / 127), in order.
 
-    Only the legacy algorithm uses `quantile` and `cutoff`. A zero scale (a tensor that is always
+    Only the legacy algorithm uses `quantile`. A zero scale (a tensor that is always
     zero) and infinity are written as TensorRT writes them.
 
     Raises:
@@ -260,7 +262,7 @@ def from_scales(
     if not scales:
         raise CacheError("a calibration cache needs at least one scale, got none")
     entries = tuple(Entry(_sound_name(name), _digits(name, s)) for name, s in scales.items())
-    return CalibrationCache(_new_header(version, algorithm, quantile, cutoff), entries)
+    return CalibrationCache(_new_header(version, algorithm, quantile), entries)
 
 
 def relabel(
@@ -277,13 +279,13 @@ def relabel(
     made = _new_header(
         version,
         algorithm or header.algorithm,
-        quantile=0.999999 if header.quantile is None else header.quantile,
-        cutoff=1.0 if header.cutoff is None else header.cutoff,
+        _QUANTILE if header.quantile is None else header.quantile,
+        1.0 if header.cutoff is None else header.cutoff,
     )
     return replace(cache, header=replace(made, end=header.end))
 
 
-def _new_header(version: str, algorithm: str, quantile: float, cutoff: float) -> Header:
+def _new_header(version: str, algorithm: str, quantile: float, cutoff: float = 1.0) -> Header:
     label = version_label(version)
     if algorithm == LEGACY:
         text = f"0{_float64_digits(cutoff)}{_float64_digits(quantile)}"

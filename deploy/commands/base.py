@@ -322,6 +322,8 @@ _SCREEN = Path("-")
 
 CommandFunction = Callable[..., None]
 
+shows_progress = show_progress()  # decorator of a command without `--quiet`
+
 verbose_option = general_option(
     "-v", "--verbose", is_flag=True, help="Print everything, with counts of images and inferences."
 )
@@ -346,17 +348,6 @@ _quiet_option = general_option(
     is_flag=True,
     help="Print errors and warnings only; files are written all the same.",
 )
-
-
-def shows_progress(command: CommandFunction) -> CommandFunction:
-    """Show progress on stderr, for a command without `--quiet`."""
-
-    @wraps(command)
-    def run(**words: Any) -> None:
-        with show_progress():
-            command(**words)
-
-    return run
 
 
 def quietable(*files: str) -> Callable[[CommandFunction], CommandFunction]:

@@ -20,7 +20,6 @@ from deploy.commands.image_options import ImageArguments, build_options, refuse_
 from deploy.commands.model_options import model_from, model_options, target_options
 from deploy.commands.settings import (
     ConfiguredCommand,
-    SearchArguments,
     config_options,
     settings_text,
     tuning_options,
@@ -29,7 +28,9 @@ from deploy.terminal import is_text_suppressed, say, say_lines
 
 if TYPE_CHECKING:
     from deploy.calibration.cluster_jobs import Cluster
+    from deploy.report.verdict import Gates
     from deploy.targets import Target
+    from deploy.tuning.search_options import Tuning
 
 
 @click.command(cls=ConfiguredCommand)
@@ -98,7 +99,8 @@ def build(
     metric: str | None,
     task: str | None,
     duration: float | None,
-    tuning: SearchArguments,
+    tuning: Tuning,
+    gates: Gates,
     repairs: tuple[str, ...],
     targets: list[Target],
     shapes: tuple[str, ...],
@@ -134,7 +136,7 @@ def build(
 
     calibration.refuse_ignored(targets)
     _refuse_unfed_float(model, images)
-    tuned = tuning.search.level > 0 and tuning.search.plan is None
+    tuned = tuning.level > 0 and tuning.plan is None
     dataset, method = feed_of(images, calibration, targets, tuned=tuned)
     options = BuildOptions(
         calibration=calibration.options(cache, method, images, scheduler=scheduler, resume=resume),
@@ -146,8 +148,8 @@ def build(
         metric=metric,
         task=task,
         duration_s=duration,
-        tuning=tuning.search,
-        gates=tuning.gates,
+        tuning=tuning,
+        gates=gates,
         repairs=repairs or None,
         settings=settings_text(),
     )
@@ -160,7 +162,7 @@ def build(
     put_json(json_path, lambda: to_json(report))
     if report.failed:
         click.get_current_context().exit(1)
-    if report.unusable and not tuning.gates.accept:
+    if report.unusable and not gates.accept:
         click.get_current_context().exit(3)
 
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -24,10 +23,6 @@ from deploy.commands.base import GENERAL, Real, SectionedCommand, option
 from deploy.errors import ConfigError, did_you_mean
 from deploy.files.manifest import MANIFEST_NAME, SETTINGS
 from deploy.tuning import CPU_NAMES, PREFERENCES
-
-if TYPE_CHECKING:
-    from deploy.report.verdict import Gates
-    from deploy.tuning.search_options import Tuning
 
 _HEAD = "# The options of a build: calib8 {} --config {}"
 # of one run only, never in a file
@@ -188,16 +183,8 @@ def _checked(name: str, param: click.Parameter, value: Any, path: Path) -> Any:
 Command = Callable[..., None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchArguments:
-    """Search options and acceptance limits of a command line."""
-
-    search: Tuning
-    gates: Gates
-
-
 def tuning_options(command: Command) -> Command:
-    """Add the options of the search and of acceptance; the command gets them as `tuning`."""
+    """Add the options of the search and of acceptance; `tuning` and `gates`."""
 
     @wraps(command)
     def gathered(
@@ -220,7 +207,7 @@ def tuning_options(command: Command) -> Command:
             )
         search = Tuning(effort=effort, plan=plan, max_loss=max_loss, prefer=prefer, cpu=cpu)
         gates = Gates(max_loss=max_loss, min_speedup=min_speedup, accept=accept)
-        command(tuning=SearchArguments(search=search, gates=gates), **words)
+        command(tuning=search, gates=gates, **words)
 
     wrapped: Command = gathered
     return base.add_options(wrapped, _options())

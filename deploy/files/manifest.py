@@ -41,32 +41,29 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+_DIGEST = "engine_sha256"  # key of a note for the sha256 of its file, an engine; as in C++
+
+
 def note_path(path: Path) -> Path:
     """Return the path of a file's note."""
     return path.with_name(f"{path.name}.json")
 
 
-def write_with_note(
-    path: Path, data: bytes, made_from: Mapping[str, Any], *, digest: str = "sha256"
-) -> Path:
+def write_with_note(path: Path, data: bytes, made_from: Mapping[str, Any]) -> Path:
     """Write the file, then its note.
 
-    Args:
-        path: of the file.
-        data: its bytes.
-        made_from: everything it depends on, as plain JSON.
-        digest: the note's key for the file's sha256; not a key of `made_from`.
+    `made_from`: everything it depends on, as plain JSON.
 
     Raises:
         ExportError: the folder is not writable.
     """
     atomic.write_bytes(path, data)
-    note = json.dumps({**made_from, digest: sha256(data)}, indent=1, sort_keys=True)
+    note = json.dumps({**made_from, _DIGEST: sha256(data)}, indent=1, sort_keys=True)
     atomic.write_text(note_path(path), note + "\n")
     return path
 
 
-def read_with_note(path: Path, *, digest: str = "sha256") -> tuple[bytes, dict[str, Any]]:
+def read_with_note(path: Path) -> tuple[bytes, dict[str, Any]]:
     """Return (bytes of the file, what it was made from).
 
     Raises:
@@ -75,7 +72,7 @@ def read_with_note(path: Path, *, digest: str = "sha256") -> tuple[bytes, dict[s
     data = read_bytes(path, what="a file with a note beside it", error=CacheError, own=True)
     what = f"the note of {path.name}"
     note = read_json(note_path(path), what=what, error=CacheError, own=True)
-    if not isinstance(note, dict) or note.pop(digest, None) != sha256(data):
+    if not isinstance(note, dict) or note.pop(_DIGEST, None) != sha256(data):
         raise CacheError(
             f"{path} must be as it was written, but its bytes differ from the sha256 in"
             f" {note_path(path).name}; create it again"
@@ -83,12 +80,10 @@ def read_with_note(path: Path, *, digest: str = "sha256") -> tuple[bytes, dict[s
     return data, note
 
 
-def read_if_made_from(
-    path: Path, made_from: Mapping[str, Any], *, digest: str = "sha256"
-) -> bytes | None:
+def read_if_made_from(path: Path, made_from: Mapping[str, Any]) -> bytes | None:
     """Return the file's bytes if it is unchanged and was made from `made_from`; else None."""
     try:
-        data, note = read_with_note(path, digest=digest)
+        data, note = read_with_note(path)
     except CacheError:
         return None
     return data if note == json.loads(json.dumps(made_from)) else None

@@ -424,13 +424,13 @@ def _too_large(path: FilePath, what: str, got: int, most: int) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """Return a number of bytes with a unit, for messages."""
+    """Return a number of bytes in binary units: 223 KiB."""
     amount = float(count)
     for unit in ("B", "KiB", "MiB"):
         if amount < 1024:
-            return f"{amount:.3g} {unit}"
+            return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:.0f} {unit}"
         amount /= 1024
-    return f"{amount:.4g} GiB"
+    return f"{amount:.3g} GiB"
 
 
 if TYPE_CHECKING:

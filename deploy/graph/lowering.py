@@ -306,7 +306,8 @@ class _Lowering:
     def _forms(self, node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
         own = find_schema(node.op_type, places.own)
         old = find_schema(node.op_type, places.opset)
-        if old is None or node.op_type in self.without or _other_meaning(node.op_type, places):
+        changed = places.opset < _OTHER_MEANING.get(node.op_type, OLDEST) <= places.own
+        if old is None or node.op_type in self.without or changed:
             if node.op_type not in _WRITERS:
                 raise CannotLower("no other operators are known that compute it")
             decomposition = _Decomposition(node, places)
@@ -319,10 +320,6 @@ class _Lowering:
         if made[-1].op_type == node.op_type:
             drop_new_attributes(made[-1], own, old)
         return made
-
-
-def _other_meaning(op_type: str, places: OpsetScope) -> bool:
-    return places.opset < _OTHER_MEANING.get(op_type, OLDEST) <= places.own
 
 
 def is_standard(node: onnx.NodeProto) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol, runtime_checkable
 
@@ -256,30 +256,28 @@ def _latency(host_ms: list[float], device: list[DeviceTimes], warmup_queries: in
         throughput_qps=len(samples) / seconds if seconds > 0 else float("inf"),
         latency=timing,
         host=Timing.of(host_ms),
-        enqueue=_stage([times.enqueue_ms for times in device]),
-        h2d=_stage([times.h2d_ms for times in device]),
-        gpu_compute=_stage([times.compute_ms for times in device]),
-        d2h=_stage([times.d2h_ms for times in device]),
+        enqueue=_stage(times.enqueue_ms for times in device),
+        h2d=_stage(times.h2d_ms for times in device),
+        gpu_compute=_stage(times.compute_ms for times in device),
+        d2h=_stage(times.d2h_ms for times in device),
         samples_ms=tuple(samples),
-        warnings=(*_few(len(samples)), *_warnings(timing, device)),
+        warnings=tuple(_warnings(len(samples), timing, device)),
     )
 
 
-def _stage(samples_ms: list[float]) -> Timing | None:
+def _stage(times_ms: Iterable[float]) -> Timing | None:
+    samples_ms = list(times_ms)
     return Timing.of(samples_ms) if samples_ms else None
 
 
-def _few(iterations: int) -> Iterator[str]:
-    """Warn if the measurement was too short for its percentiles."""
+def _warnings(iterations: int, timing: Timing, device: list[DeviceTimes]) -> Iterator[str]:
+    """Warn of a short measurement; then trtexec's warnings, under trtexec's conditions."""
     if iterations < FEW:
         yield (
             f"measured over only {iterations} iteration{'s' if iterations > 1 else ''}, so p95 and"
             " p99 are the slowest one; measure for longer"
         )
 
-
-def _warnings(timing: Timing, device: list[DeviceTimes]) -> Iterator[str]:
-    """Yield trtexec's warnings, under trtexec's conditions."""
     if timing.cv_percent > UNSTABLE_PERCENT:
         yield f"unstable latency, its coefficient of variance is over {UNSTABLE_PERCENT} %"
     if not device:

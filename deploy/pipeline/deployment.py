@@ -165,15 +165,15 @@ def convert(
     path, ascend, samples = Path(model), target or Ascend(), inputs or TrialInputs()
     _refuse_early(ascend, samples, Path(out), path.stem, force=force)
     quantized = read_model(path)
-    converted = recipe_from_qdq(quantized, path, keep_rounding=keep_rounding)
-    subject = CalibrationSubject(loaded=converted.loaded, samples=0, given=quantized)
+    loaded, recipe = recipe_from_qdq(quantized, path, keep_rounding=keep_rounding)
+    subject = CalibrationSubject(loaded=loaded, samples=0, given=quantized)
     workers = threads or default_threads()
 
     def rows(built: BuildResult, feed: Feed, stage: Stage) -> tuple[EngineRow, ...]:
         return _beside(quantized, path, built, feed, threads=workers)
 
     source = {"name": path.stem, "sha256": model_digest(quantized)}
-    made = _Deployment(ascend, samples, subject, converted.recipe, workers, rows)
+    made = _Deployment(ascend, samples, subject, recipe, workers, rows)
     return made.written(Path(out), source, path, force=force)
 
 

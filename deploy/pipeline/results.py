@@ -240,7 +240,7 @@ def _verdict(
         return judge(speed=None, rival=wanted)
     return judge(
         speed=row.speed,
-        slower_ms=math.inf if row.on_device else model.slower_ms(rival, row),
+        slower_ms=math.inf if row.on_device else row.p50_ms - rival.p50_ms,
         rival="FP32" if rival.reference else rival.label,
         where="device" if row.on_device else "CPU",
     )

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from deploy.files.reading import format_bytes
 from deploy.graph.plan import Decision
 from deploy.metrics.kernels import EngineLayer
 from deploy.terminal import join_visible
@@ -34,14 +35,7 @@ def milliseconds(value: float | None) -> str:
 
 def size(value: int | None) -> str:
     """Format bytes in binary units: 223 KiB."""
-    if value is None:
-        return NONE
-    amount = float(value)
-    for unit in ("B", "KiB", "MiB"):
-        if amount < 1024:
-            return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:.0f} {unit}"
-        amount /= 1024
-    return f"{amount:.3g} GiB"
+    return NONE if value is None else format_bytes(value)
 
 
 def decibels(value: float | None) -> str:

@@ -55,11 +55,6 @@ def speed_over(rival: EngineRow, engine: EngineRow) -> float:
     return rival.p50_ms / engine.p50_ms
 
 
-def slower_ms(rival: EngineRow, engine: EngineRow) -> float:
-    """Return by how many ms the engine's p50 exceeds its rival's."""
-    return engine.p50_ms - rival.p50_ms
-
-
 SCHEMA = "calib8-report/2"  # 2: nodes, tensors and layers moved into their target
 
 

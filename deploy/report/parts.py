@@ -269,7 +269,7 @@ def node_rows(decisions: Iterable[Decision]) -> tuple[NodeRow, ...]:
         NodeRow(
             name=decision.node,
             op=decision.op_type,
-            precision=getattr(decision, "precision", "int8" if decision.int8 else "float32"),
+            precision=decision.precision,
             reason=decision.reason,
         )
         for decision in decisions

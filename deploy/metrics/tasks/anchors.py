@@ -488,7 +488,7 @@ def _queries(name: str, samples: list[Floats]) -> SingleTensorDecoder | None:
     if not _QUERY_COUNTS[0] <= count <= _QUERY_COUNTS[1] or columns < 5:
         return None
     rows = np.concatenate(samples)
-    if rows.min() < -1e-3 or rows.max() > 1 + 1e-3 or not _rarely_detect(rows[:, 4:]):
+    if not (_is_share(rows) and _rarely_detect(rows[:, 4:])):
         return None
     if sums_to_one(rows).all():  # a sequence's classes per step
         return None

@@ -143,8 +143,9 @@ def write_aipp(how: Preprocess, source: AippSource | None = None) -> AippConfig:
     op.related_input_rank = 0
     _color(op, how, source)
     plan = _plan(how, source)
+    channels = 1 if how.color == "grey" else _CHANNELS
     host = [_place(op, how, source, plan), _input_words(op, how, source)]
-    host += _arithmetic(op, how, 1 if how.color == "grey" else _CHANNELS)
+    host.append(_arithmetic(op, how, channels))
     written = op
     if source.dynamic:
         written = _dynamic(op, source)
@@ -297,7 +298,7 @@ def _input_words(op: Any, how: Preprocess, source: AippSource) -> str:
     return f"The .om's input becomes uint8, {size} pixels, {kind}."
 
 
-def _arithmetic(op: Any, how: Preprocess, channels: int) -> list[str]:
+def _arithmetic(op: Any, how: Preprocess, channels: int) -> str:
     """Set means and factors of the channels; return a sentence on their float16 error."""
     worst = 0.0
     for channel in range(channels):
@@ -321,9 +322,7 @@ def _arithmetic(op: Any, how: Preprocess, channels: int) -> list[str]:
         ends = np.array([0.0, 255.0])
         error = np.abs((ends - integer - fraction) * factor16 - (ends - centre) * factor).max()
         worst = max(worst, float(error / max(np.abs((ends - centre) * factor).max(), 1e-9)))
-    return [
-        f"AIPP holds its factors in float16: inputs differ by at most {worst:.2g} of full scale."
-    ]
+    return f"AIPP holds its factors in float16: inputs differ by at most {worst:.2g} of full scale."
 
 
 def run_aipp(op: Any, picture: Bytes) -> NDArray[np.float32]:
@@ -430,7 +429,7 @@ def write_aipp_files(
     files["AIPP configuration"] = atomic.write_text(path, aipp.text)
     if first_layer_int8:
         path = request.folder / f"{request.name}_compression.cfg"
-        text = write_compression_options(first_layer=True)
+        text = write_compression_options()
         files["compression options"] = atomic.write_text(path, text)
     return [*aipp.host, *_error_note(aipp, how, source, request)]
 

@@ -154,10 +154,10 @@ def _file_of(flag: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def write_compression_options(*, first_layer: bool) -> str:
-    """Return the text of atc's --compression_optimize_conf file."""
+def write_compression_options() -> str:
+    """Return the text of atc's --compression_optimize_conf file: int8 in the first layer."""
     message = message_class("CompressionOptions")()
-    message.enable_first_layer_quantization = first_layer
+    message.enable_first_layer_quantization = True
     return print_text(message)
 
 

@@ -130,22 +130,10 @@ _ROOM = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertedModel:
-    """Result of `recipe_from_qdq`.
-
-    Attributes:
-        loaded: the cleaned float model; it has no file.
-    """
-
-    loaded: LoadedModel
-    recipe: Recipe
-
-
 def recipe_from_qdq(
     quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = True
-) -> ConvertedModel:
-    """Convert a Q/DQ model to a float model and the records of its pairs.
+) -> tuple[LoadedModel, Recipe]:
+    """Return the cleaned float model of a Q/DQ model, without a file, and its recipe.
 
     `keep_rounding`: keep the rounding of tensors that float operators read through a pair.
 
@@ -188,7 +176,7 @@ def recipe_from_qdq(
             *_float_pair_notes(plain.loose, keep_rounding=keep_rounding),
         ),
     )
-    return ConvertedModel(loaded=loaded, recipe=recipe)
+    return loaded, recipe
 
 
 def _quantized(

@@ -65,8 +65,8 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
         raise ConfigError(f"batch_num must be > 0 and below 2^31, got {batch_num}")
     config = QuantConfig(
         batch_num=batch_num,
-        activation_offset=_default(message, "activation_offset", True),
-        do_fusion=_default(message, "do_fusion", True),
+        activation_offset=_true_unless_set(message, "activation_offset"),
+        do_fusion=_true_unless_set(message, "do_fusion"),
         skip_fusion_layers=tuple(refuse_repeats(message.skip_fusion_layers, "skip_fusion_layers")),
         fakequant_precision_mode=(
             "FORCE_FP16_QUANT" if message.HasField("fakequant_precision_mode") else None
@@ -105,8 +105,8 @@ def write_simple_config(config: QuantConfig) -> str:
     return print_text(message)
 
 
-def _default(message: Any, name: str, value: bool) -> bool:
-    return bool(getattr(message, name)) if message.HasField(name) else value
+def _true_unless_set(message: Any, name: str) -> bool:
+    return bool(getattr(message, name)) if message.HasField(name) else True
 
 
 def _kinds(word: str) -> tuple[str, ...]:

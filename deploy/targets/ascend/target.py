@@ -317,11 +317,11 @@ class Ascend:
         """Write the files of a Q/DQ model with the scales of its own pairs."""
         from deploy.targets.ascend.recipe import recipe_from_qdq
 
-        converted = recipe_from_qdq(trained.model, Path(trained.name))
+        loaded, recipe = recipe_from_qdq(trained.model, Path(trained.name))
         original = request.subject.loaded
-        loaded = replace(converted.loaded, name=original.name, carried=original.carried)
+        loaded = replace(loaded, name=original.name, carried=original.carried)
         subject = replace(request.subject, loaded=loaded, given=trained.model)
-        return self.files(converted.recipe, replace(request, subject=subject))
+        return self.files(recipe, replace(request, subject=subject))
 
     def files(self, recipe: Recipe, request: BuildRequest) -> BuildResult:
         """Write the files of a recipe, and check them on the samples; errors as in `build`."""

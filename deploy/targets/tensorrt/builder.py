@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from calibrators.errors import CalibrationError
 from calibrators.tensorrt import Callbacks
 from deploy.errors import BackendError, ConfigError, SdkMissingError
-from deploy.files import atomic, manifest
+from deploy.files import atomic
 from deploy.files.reading import read_bytes
 from deploy.targets.shape_ranges import Shape, ShapeRange
 from deploy.targets.tensorrt.cuda import Cuda
@@ -178,16 +178,6 @@ def engine_key(
         "plugins": plugin_digests(settings.plugins),
         "settings": json.loads(json.dumps(options)),
     }
-
-
-def cached_engine(path: Path, key: Mapping[str, Any]) -> bytes | None:
-    """Return the engine at `path` if it is intact and was built under `key`, else None."""
-    return manifest.read_if_made_from(path, key, digest="engine_sha256")
-
-
-def store_engine(path: Path, plan: bytes, key: Mapping[str, Any]) -> Path:
-    """Write the engine, then the manifest with its key."""
-    return manifest.write_with_note(path, plan, key, digest="engine_sha256")
 
 
 def profiles_for(

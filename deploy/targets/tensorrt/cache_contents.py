@@ -282,9 +282,7 @@ def largest_magnitudes(ranges: RangeSet) -> dict[str, float]:
 # Method -> the calibrator in the cache's header. TensorRT has no percentile or MSE calibrator;
 # their scales get the header of the one that `trtexec --calib` reads.
 ALGORITHMS = {"minmax": trt_cache.MINMAX, "legacy": trt_cache.LEGACY}
-UNFOLDED_METHODS = frozenset(
-    {"entropy-tensorrt", "legacy"}
-)  # methods that observe the unfolded model
+UNFOLDED_METHODS = frozenset({"entropy-tensorrt", "legacy"})  # they observe the unfolded model
 
 
 def reading_version(subject: CalibrationSubject) -> str:

@@ -5,6 +5,7 @@ engine on a device without the calibration data.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -117,6 +118,15 @@ class CacheFinding:
     harmful: bool
 
 
+_FLAWS = {
+    "zero": "always zero while calibrating",
+    "inf": "infinite while calibrating, such as the mask of an attention; TensorRT keeps it in"
+    " float",
+    "NaN": "not a number; calibrate again",
+    "negative": "a scale cannot be negative; calibrate again",
+}
+
+
 def check_cache(
     cache: CalibrationCache,
     *,
@@ -129,39 +139,24 @@ def check_cache(
     `version`: "X.Y.Z" of the TensorRT that will read it. `algorithm`: of the calibrator that will
     read it; `trtexec --calib` needs ENTROPY2.
     """
-    findings = [CacheFinding(_flaw_text(n, f), f in ("NaN", "negative")) for n, f in _flaws(cache)]
+    flaws = cache.flaws()
+    findings = []
+    for kind in dict.fromkeys(flaws.values()):
+        names = [name for name, flaw in flaws.items() if flaw == kind]
+        text = f"{len(names)} {kind} scales ({', '.join(names[:3])}): {_FLAWS[kind]}"
+        findings.append(CacheFinding(text, kind in ("NaN", "negative")))
     if cache.duplicates():
-        conflict = False
-        try:
+        conflict = True
+        with suppress(CacheError):
             cache.scales()
-        except CacheError:
-            conflict = True
-        names = ", ".join(cache.duplicates()[:3])
-        findings.append(
-            CacheFinding(f"{len(cache.duplicates())} names occur twice: {names}", conflict)
-        )
+            conflict = False
+        twice = ", ".join(cache.duplicates()[:3])
+        text = f"{len(cache.duplicates())} names occur twice: {twice}"
+        findings.append(CacheFinding(text, conflict))
     findings += _header_findings(cache, version, algorithm)
     if matched is not None:
         findings += _match_findings(matched)
     return findings
-
-
-def _flaws(cache: CalibrationCache) -> list[tuple[list[str], str]]:
-    """Return (tensors, flaw) for each kind of unusable scale."""
-    flaws = cache.flaws()
-    kinds = dict.fromkeys(flaws.values())
-    return [([name for name, flaw in flaws.items() if flaw == kind], kind) for kind in kinds]
-
-
-def _flaw_text(names: list[str], kind: str) -> str:
-    meaning = {
-        "zero": "always zero while calibrating",
-        "inf": "infinite while calibrating, such as the mask of an attention; TensorRT keeps it"
-        " in float",
-        "NaN": "not a number; calibrate again",
-        "negative": "a scale cannot be negative; calibrate again",
-    }[kind]
-    return f"{len(names)} {kind} scales ({', '.join(names[:3])}): {meaning}"
 
 
 def _header_findings(

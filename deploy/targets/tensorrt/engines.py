@@ -25,7 +25,7 @@ from deploy.calibration.ranges import RangeSet
 from deploy.calibration.reuse import make_fingerprint
 from deploy.calibration.trt_cache import version_label
 from deploy.errors import BackendError, CacheError, ConfigError, ExportError, SdkMissingError
-from deploy.files import atomic, staging
+from deploy.files import atomic, manifest, staging
 from deploy.files.manifest import sha256
 from deploy.frontends.base import model_digest
 from deploy.frontends.onnx_reader import read_model_and_stamp
@@ -86,13 +86,13 @@ def _build_baseline(
     key = builder.engine_key(
         installed, settings, model_sha256=sha256(source.read_bytes()), cache_sha256=None
     )
-    reused = builder.cached_engine(request.built_before(path.name), key)
+    reused = manifest.read_if_made_from(request.built_before(path.name), key)
     if reused is not None:
-        return builder.store_engine(path, reused, key), ()
+        return manifest.write_with_note(path, reused, key), ()
     current = settings.timing_cache
     timing = current if current is not None and current.exists() else settings.known_timing
     engine = builder.build_engine(source, replace(settings, known_timing=timing), cuda=cuda)
-    return builder.store_engine(path, engine.plan, key), engine.notes
+    return manifest.write_with_note(path, engine.plan, key), engine.notes
 
 
 def load_gpu_cache(path: Path, fingerprint: Fingerprint) -> bytes | None:
@@ -328,10 +328,10 @@ def build_quantized_engine(
         batch = _batch_size(request, _calibration_shapes(request, settings))
         filled = request.subject.filled
         notes = (*notes, *note_left_out(len(request.feed), batch, filled=filled))
-    reused = builder.cached_engine(request.built_before(path.name), key)
+    reused = manifest.read_if_made_from(request.built_before(path.name), key)
     if reused is not None:
         note = "the engine was built before from the same files, on the same GPU"
-        return builder.store_engine(path, reused, key), (note, *notes)
+        return manifest.write_with_note(path, reused, key), (note, *notes)
     cuda, calibrator = gpu(options.device), None
     if from_data:
         cache_bytes = calibrate_on_gpu(options, request, source, settings, installed.version, cuda)
@@ -339,7 +339,7 @@ def build_quantized_engine(
         calibrator = calibrator_from_cache(options, cache_bytes)
     engine = builder.build_engine(source, settings, calibrator=calibrator, cuda=cuda)
     notes = (*notes, *engine.notes, *_log_notes(engine.log, request.model))
-    return builder.store_engine(path, engine.plan, key), notes
+    return manifest.write_with_note(path, engine.plan, key), notes
 
 
 def _is_implicit(options: TensorrtOptions, installed: Sdk, request: BuildRequest) -> bool:
