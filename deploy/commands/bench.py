@@ -70,18 +70,18 @@ if TYPE_CHECKING:
     callback=batches_of,
     metavar="N,N,...",
     help="Measure at each of these batches, such as 1,2,4,8, of a model that leaves its batch open;"
-    " what else is told is of the smallest.",
+    " the rest of the report is about the smallest.",
 )
 @base.measuring_option(
     "--profile",
     is_flag=True,
-    help="Tell what each kernel takes too, the slowest first, and of two models what each kind"
-    " takes; in runs of their own.",
+    help="Also list the time of each kernel, the slowest first, and for two models of each kind of"
+    " kernel; measured in separate runs.",
 )
 @base.task_option
 @json_option
 @html_option
-@input_options("Run on these in place of random inputs, and tell how far the outputs are apart")
+@input_options("Run on these in place of random inputs, and report how far the outputs differ")
 @own_options(lambda option: option.runs)
 def bench(
     engine: Path,

@@ -219,7 +219,7 @@ _OPTIONS = (
         "--send",
         section=SECTION,
         type=click.Choice(SENDS),
-        help="What is sent to the workers, which else read it from the same path as here."
+        help="What is sent to the workers; they read the rest from the same path as here."
         "  [default: nothing]",
     ),
     base.option(

@@ -99,7 +99,7 @@ def _looks_like_onnx(path: Path) -> bool:
     return b"\0" in head or head[:1] == b"\x08"
 
 
-_IMAGES = 8  # where --limit says nothing: which tensor parts is plain after a few
+_IMAGES = 8  # without --limit; a few images are enough to find the tensor
 
 
 @click.command(cls=base.SectionedCommand)
@@ -118,12 +118,12 @@ _IMAGES = 8  # where --limit says nothing: which tensor parts is plain after a f
     type=Real(),
     default=20.0,
     metavar="DB",
-    help="The first tensor below so many dB is where the two part.",
+    help="SQNR in dB; the first tensor below it is where the two models differ.",
 )
 @base.measuring_option(
     "--every",
     is_flag=True,
-    help="With another runtime, look at every tensor, not only at as many as it takes.",
+    help="With another runtime, compare every tensor, not only those that the search needs.",
 )
 @json_option
 def compare(
@@ -135,12 +135,12 @@ def compare(
     every: bool,
     json_path: Path | None,
 ) -> None:
-    """Find the tensor at which two ONNX models part, FIRST being the reference.
+    """Find the first tensor where two ONNX models differ; FIRST is the reference.
 
-    Tensors that both have are compared in the order of the graph, outputs last; of a Q/DQ model
-    the values count that its next layers read. In another runtime each tensor is computed by a
-    model that is cut off behind it, as an added output would change what the runtime fuses; the
-    place is found by halves. 8 images are run unless --limit says otherwise.
+    Tensors that both models have are compared in the order of the graph, outputs last. In a Q/DQ
+    model, the values that the next layers read are compared. In another runtime each tensor is
+    computed by a model that ends there, as an added output would change what the runtime fuses;
+    a binary search finds the first tensor that differs. 8 images are run unless --limit is given.
 
     \b
     Examples:
@@ -170,17 +170,20 @@ def compare(
 @base.general_option(
     "--target",
     metavar="NAME",
-    help="Tell of this target alone.  [default: every target of the build]",
+    help="Explain this target only.  [default: every target of the build]",
 )
 @base.general_option(
-    "--all", "everything", is_flag=True, help="Every row of every table, not the worst ones alone."
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Print every row of every table, not only the worst ones.",
 )
 @base.image_option(
-    "--model", type=base.FILE, help="The float model, where it is no longer where the report says."
+    "--model", type=base.FILE, help="The float model, if it has moved since the build."
 )
 @input_options(
-    "Run the float model and the int8 models on these, and tell the images and the channels that"
-    " lose most"
+    "Run the float model and the int8 models on these, and list the images and channels that lose"
+    " most"
 )
 @base.threads_option(section=base.IMAGES)
 @json_option
@@ -193,9 +196,9 @@ def explain(
     threads: int | None,
     json_path: Path | None,
 ) -> None:
-    """Tell why the build in FOLDER is as it is: what loses what where, and what was tried.
+    """Explain the build in FOLDER: which layers lose accuracy, why, and what was tried.
 
-    It reads the report and the plan. Images become inputs as those of the build did, unless the
+    It reads the report and the plan. Images are preprocessed as in the build, unless the
     options below say otherwise.
 
     \b
@@ -220,9 +223,9 @@ def explain(
 @html_option
 @json_option
 def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | None) -> None:
-    """Hold the builds in FOLDERS side by side: verdict, speed, size, accuracy, and what differs.
+    """Compare the builds in FOLDERS: verdict, speed, size, accuracy, and what differs.
 
-    Of one folder alone its own screen is shown again. Nothing is run or measured; each speed-up is
+    With one folder, its report is printed again. Nothing is run or measured; each speed-up is
     over the float model of the same build.
 
     \b
@@ -248,11 +251,11 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
 @shows_progress
 @click.argument("folder", type=base.BUILD_FOLDER)
 def verify(folder: Path) -> None:
-    """Tell whether the files in FOLDER are those of one build, as it wrote them.
+    """Check that the files in FOLDER are those of one build, complete and unchanged.
 
-    A build that was killed while its files appeared is finished first. Its calibration cache is
-    looked at too where --cache named one elsewhere. Exit code 1 where a file is missing or was
-    changed.
+    A build that was killed while it put its files in place is finished first. The calibration
+    cache is checked too, also one that --cache named elsewhere. The exit code is 1 if a file is
+    missing or was changed.
 
     \b
     Example:
@@ -270,9 +273,9 @@ def verify(folder: Path) -> None:
 @shows_progress
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:
-    """Tell what is here: versions, int8 on this CPU, and what every target can do.
+    """Show what is installed: versions, int8 on this CPU, and what every target can do.
 
-    What is missing is said with the command that brings it; the exit code is 0 all the same.
+    What is missing is listed with the command that installs it; the exit code is 0 even then.
     """
     from deploy.analysis import environment
 

@@ -177,10 +177,12 @@ def export(
 @click.option(
     "--ranges",
     type=click.Choice(["kept", "follow", "learned"]),
-    help="What becomes of the ranges while training, in place of the task's own: kept as they were"
-    " found, following the data, or with scales that are trained.",
+    help="How ranges change while training, in place of the task's own: kept as calibrated,"
+    " following the data, or learned with the weights.",
 )
-@click.option("--epochs", type=click.IntRange(min=0), help="In place of the task's own.")
+@click.option(
+    "--epochs", type=click.IntRange(min=0), help="Epochs to train, in place of the task's own."
+)
 @click.option("--teacher", metavar="FILE.PY:FACTORY", help="Float model to distil from.")
 @click.option("--teacher-weights", type=base.FILE, help="State dict of the teacher.")
 @click.option(

@@ -426,11 +426,11 @@ def _too_large(path: FilePath, what: str, got: int, most: int) -> str:
 def format_bytes(count: int) -> str:
     """Return a number of bytes in binary units: 223 KiB."""
     amount = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if amount < 1024:
-            return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:.0f} {unit}"
-        amount /= 1024
-    return f"{amount:.3g} GiB"
+    units = iter(("B", "KiB", "MiB", "GiB"))
+    unit = next(units)
+    while amount >= 1024 and unit != "GiB":
+        amount, unit = amount / 1024, next(units)
+    return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:.0f} {unit}"
 
 
 if TYPE_CHECKING:
