@@ -223,7 +223,7 @@ class ProgressReporter:
 
     def __post_init__(self) -> None:
         self._began = self._last = self.clock()
-        self.phases = [Phase(what="working", began=self._began)]
+        self.phases = [Phase(what="working", began=self._began, told=True)]
 
     def begin(self) -> None:
         """Start the thread that prints progress."""
