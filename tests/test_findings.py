@@ -770,6 +770,8 @@ def test_the_mean_of_what_varies_is_that_of_all_samples():
     assert part.label == "y - its mean"
     varies = np.square(ages - ages.mean(axis=0)).sum() / (25 * ages.size)
     assert part.sqnr_db == pytest.approx(10 * math.log10(varies), abs=1e-3)
+    longer = [*ages, np.zeros(7)]  # a sample of another shape has another mean
+    assert compared_vectors(longer, [*ages + 5, np.zeros(7)]).parts[0].sqnr_db > part.sqnr_db - 1
 
 
 @pytest.mark.parametrize(("count", "wide"), [(101, 8), (10, 1.4), (66, 3)])

@@ -101,7 +101,7 @@ class RunningError:
             if not (np.isfinite(left).all() and np.isfinite(right).all()):
                 return
         self.signal += sums.left
-        if self.total is not None:
+        if self.total is not None and self.total.size in (1, left.size):
             self.total = self.total + left.astype(np.float64)
         self.other += sums.right
         self.product += sums.product
@@ -117,12 +117,11 @@ class RunningError:
         nothing = self.samples == 0 and self.empty == 0
         broken = any(self.not_finite) or self.other_shape > 0 or nothing
         mean, minimum = (math.nan, math.nan) if broken else self._cosines()
-        usual = (
-            0.0 if self.total is None else float(np.square(self.total).sum()) / max(self.samples, 1)
-        )
+        usual = 0.0 if self.total is None else float(np.square(self.total).sum())
+        signal = self.signal - usual / max(self.samples, 1)
         return OutputAccuracy(
             name=self.name,
-            sqnr_db=math.nan if broken else sqnr_db(self.signal - usual, self.noise),
+            sqnr_db=math.nan if broken else sqnr_db(signal, self.noise),
             cosine_mean=mean,
             cosine_min=minimum,
             max_abs_error=math.nan if broken else self.max_abs,
