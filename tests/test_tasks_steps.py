@@ -56,7 +56,7 @@ def test_slots_of_a_number_plate_keep_their_repeats():
     form, same = figure(references, references)
     assert form.task.form == "y: text of 36 symbols, blank 36, one a slot" and same.value == 1
     fewer = [plate(1, 5, 5, 30), *references[1:]]  # one 1 of two is lost
-    assert figure(references, fewer)[1].words == "3 of 4 texts as FP32's, 1 edits in 17 symbols"
+    assert figure(references, fewer)[1].words == "3 of 4 texts as FP32's, 1 edit in 17 symbols"
     assert edit_distance([1, 2, 3], []) == 3 and edit_distance([1, 2, 3, 4], [2, 3, 5, 4]) == 2
 
 

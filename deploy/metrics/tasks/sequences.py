@@ -236,7 +236,8 @@ class _TextTally(TaskTally["Text"]):
         if not self.symbols:
             return None
         count = f"{self.alike} of {self.samples}"
-        words = f"{count} texts as FP32's, {self.edits} edits in {self.symbols} symbols"
+        edits = f"{self.edits} edit{'s' * (self.edits != 1)}"
+        words = f"{count} texts as FP32's, {edits} in {self.symbols} symbols"
         return self.figure("texts alike", self.alike / self.samples, count, words)
 
 
