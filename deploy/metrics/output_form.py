@@ -55,7 +55,8 @@ class OutputForm:
 
     def told(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
         """Return outputs ready to be sliced: minus an input or mean, and weighted by scores."""
-        measured = {p.output: np.array(outputs[p.output]) for p in self.parts if p.at or p.less}
+        changed = {p.output for p in self.parts if p.at or p in self.usual}
+        measured = {name: np.array(outputs[name]) for name in changed}
         for part in self.parts:
             value = measured.get(part.output, outputs[part.output])
             if part.less == EXPECTED:
