@@ -27,6 +27,7 @@ from deploy.graph.placement import TENSORRT_FP8
 from deploy.graph.plan import analyse
 from deploy.method import Method
 from deploy.pipeline import build
+from deploy.pipeline.evaluate import open_single_thread
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TensorRT
 from deploy.targets.tensorrt import trtexec
@@ -90,6 +91,20 @@ def test_an_output_that_the_file_calls_another_shape_is_no_hindrance(
     models = [onnx.load(folder / TYPED) for folder in (tmp_path / "out", quantized[1])]
     nodes = [[node.SerializeToString() for node in model.graph.node] for model in models]
     assert nodes[0] == nodes[1]
+
+
+def test_float16_is_rounded_to_the_nearest_on_the_cpu_whatever_onnx_runtime_does(tmp_path):
+    """Before version 1.30, its QuantizeLinear rounds float16 values towards zero."""
+    nodes = parse_nodes("QuantizeLinear x s z -> q | DequantizeLinear q s z -> y", name="{op}")
+    weights = {"s": np.float16(0.1), "z": np.int8(0)}
+    model = build_net(nodes, {"x": [4]}, {"y": [4]}, weights, opset=19, ir=9)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = HALF
+    onnx.save(model, tmp_path / "half.onnx")
+    for held in (model, tmp_path / "half.onnx"):
+        session = open_single_thread(held, stand_in=True)
+        y = session.run({"x": np.array([-2.85, -2.25, 2.55, 2.85], np.float16)})["y"]
+        assert np.rint(y / weights["s"]).tolist() == [-29, -23, 26, 29]
 
 
 def test_layers_are_narrow_and_the_ends_as_they_were(small_cnn, quantized):

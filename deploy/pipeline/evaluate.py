@@ -33,7 +33,13 @@ from deploy.feed.samples import Feed
 from deploy.frontends import LoadedModel
 from deploy.frontends.base import read_model_file
 from deploy.frontends.onnx_reader import parse_model
-from deploy.graph.edit import copy_with_outputs, drop_initializer_inputs, name_nodes
+from deploy.graph.edit import (
+    copy_message,
+    copy_with_outputs,
+    drop_initializer_inputs,
+    name_nodes,
+    replace_nodes,
+)
 from deploy.graph.index import all_nodes
 from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison
 from deploy.metrics.layerwise import shared_tensors
@@ -56,8 +62,35 @@ CALIBRATION_SAMPLES = 100  # calibration images to evaluate on, without evaluati
 
 
 def open_single_thread(model: Path | bytes | onnx.ModelProto, *, stand_in: bool = False) -> Session:
-    """Open a session of one thread without spinning; samples run in parallel instead."""
+    """Open a session of one thread without spinning; samples run in parallel instead.
+
+    `stand_in`: the model is in another runtime's form, and is computed as written.
+    """
+    if stand_in and not isinstance(model, bytes):
+        model = _quantized_in_float32(model)
     return OrtSession.open(model, threads=1, spin=False, keep=True, int8_kernels=not stand_in)
+
+
+def _quantized_in_float32(model: Path | onnx.ModelProto) -> Path | onnx.ModelProto:
+    """Cast float16 values before they are quantized.
+
+    Before version 1.30, ONNX Runtime's QuantizeLinear rounds float16 values towards zero.
+    """
+    seen = onnx.load(model, load_external_data=False) if isinstance(model, Path) else model
+    half = {t.name for t in seen.graph.initializer if t.data_type == onnx.TensorProto.FLOAT16}
+    if not any(n.op_type == "QuantizeLinear" and n.input[1] in half for n in seen.graph.node):
+        return model
+    wide = onnx.load(model) if isinstance(model, Path) else copy_message(model)
+    nodes: list[onnx.NodeProto] = []
+    for node in wide.graph.node:
+        if node.op_type == "QuantizeLinear" and node.input[1] in half:
+            for at, name in enumerate(node.input[:2]):
+                node.input[at] = f"{node.output[0]}/{name}/float32"
+                to = onnx.TensorProto.FLOAT
+                nodes.append(onnx.helper.make_node("Cast", [name], [node.input[at]], to=to))
+        nodes.append(node)
+    replace_nodes(wide.graph, nodes)
+    return wide
 
 
 class InnerTensors:
