@@ -3,6 +3,7 @@
 #
 #   scripts/trt_bindings.sh [FOLDER]   default $CALIB8_TRT_BINDINGS, then ${XDG_CACHE_HOME:-~/.cache}/calib8/trt-bindings
 #   FOLDER/<version>/                  the package `tensorrt`, for LD_LIBRARY_PATH and PYTHONPATH alike
+#   FOLDER/rtx-<version>/              TensorRT for RTX: it compiles strongly typed models without a GPU (90 MB)
 #
 # Only the wheels of the bindings are fetched (1.3 MB each). The library that they are linked to has gigabytes and needs
 # a GPU: one whose functions return nothing stands in for it, so classes can be derived from and called, and a builder
@@ -42,7 +43,21 @@ have() {
   trap - EXIT
 }
 
+# compiler VERSION
+compiler() {
+  local place=$folder/rtx-$1
+  [ -d "$place" ] && return
+  unfinished=$(mktemp -d "$folder/.XXXXXX")
+  trap 'rm -rf "$unfinished"' EXIT
+  python -m pip install -q --disable-pip-version-check --no-deps --target "$unfinished" \
+    "tensorrt_rtx_cu12_libs==$1" "tensorrt_rtx_cu12_bindings==$1" >&2 || return
+  PYTHONPATH=$unfinished python -c 'import tensorrt_rtx_libs, tensorrt_rtx_bindings' || return
+  mv "$unfinished" "$place"
+  trap - EXIT
+}
+
 command -v cc > /dev/null || give_up "cc is missing"
 have tensorrt_cu12_bindings 10.16.1.11
 have tensorrt_cu13_bindings 11.4.0.106
+compiler 1.7.1.116 || echo "trt_bindings: TensorRT for RTX could not be fetched: its tests are skipped" >&2
 echo "$folder"

@@ -1,7 +1,8 @@
 """The real bindings of TensorRT 8.5.3.1, 10.16.1.11 and 11.4.0.106, without a GPU.
 
 8.5.3.1 is complete, in the environment of scripts/trt_env.sh; of the others scripts/trt_bindings.sh
-has the bindings alone.
+has the bindings alone. TensorRT for RTX, by the same script, compiles strongly typed models without
+a GPU.
 """
 
 import ast
@@ -11,16 +12,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
 
 from calibrators.tensorrt import CLASSES
 from deploy.targets.tensorrt import builder
+from tests.models import run_command
 
 ROOT = Path(__file__).parents[1]
 HOME = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "calib8"
 BINDINGS = Path(os.environ.get("CALIB8_TRT_BINDINGS", HOME / "trt-bindings"))
-EIGHT, TEN, ELEVEN = "8.5.3.1", "10.16.1.11", "11.4.0.106"
-PYTHONS = dict.fromkeys((TEN, ELEVEN), Path(sys.executable))
+EIGHT, TEN, ELEVEN, RTX = "8.5.3.1", "10.16.1.11", "11.4.0.106", "rtx-1.7.1.116"
+PYTHONS = dict.fromkeys((TEN, ELEVEN, RTX), Path(sys.executable))
 PYTHONS[EIGHT] = Path(os.environ.get("CALIB8_TRT_ENV", HOME / f"trt-{EIGHT}")) / "bin" / "python"
 # Names that our code reaches only where a TensorRT has them.
 GONE = {f"BuilderFlag.{one}" for one in ("FP16", "INT8", "BF16", "OBEY_PRECISION_CONSTRAINTS")}
@@ -147,3 +152,42 @@ def test_the_parts_that_need_no_gpu_answer(seen):
     why = "CUDA initialization failure" if eight else "factory function returned nullptr"
     assert (told == "built" and eight) or (failed and why in told)
     assert not eight or (seen["opencv"][0].startswith("4.") and seen["opencv"][1] == 0)
+
+
+def compiled(model):
+    """What TensorRT for RTX says of a model file: its errors, and the size of the engine."""
+    program = """import json, sys, tensorrt_rtx_libs, tensorrt_rtx_bindings as trt
+logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
+builder = trt.Builder(logger)
+network, config = builder.create_network(0), builder.create_builder_config()
+parser = trt.OnnxParser(network, logger)
+parsed = parser.parse_from_file(sys.argv[1])
+config.num_compute_capabilities = 1
+config.set_compute_capability(trt.ComputeCapability.SM89, 0)  # Ada has fp8
+profile = builder.create_optimization_profile()
+for tensor in map(network.get_input, range(network.num_inputs)):
+    profile.set_shape(tensor.name, *[[abs(size) for size in tensor.shape]] * 3)
+config.add_optimization_profile(profile)
+plan = builder.build_serialized_network(network, config) if parsed else None
+errors = [parser.get_error(at).desc() for at in range(parser.num_errors)]
+print(json.dumps([errors, plan.nbytes if plan else 0]))"""
+    return run(RTX, "-c", program, str(model))
+
+
+@pytest.mark.parametrize("words", [(), ("--rest", "bf16"), ("--precision", "fp8")], ids=" ".join)
+def test_nvidias_compiler_takes_the_models_of_a_build(words, tmp_path):
+    data = ROOT / "datasets" / "fashion"
+    asked = ("--target", "tensorrt", "--duration", 0, "--effort", 0, "--accept", *words)
+    run_command(
+        "build", data / "fashion.onnx", "--images", data / "calib", "--out", tmp_path, *asked
+    )
+    for name in ("fashion.tensorrt.qdq.onnx", "fashion.tensorrt.typed.onnx"):
+        errors, size = compiled(tmp_path / name)
+        assert not errors and size > 100_000
+    model = onnx.load(tmp_path / name)
+    kept = {n.input[1] for n in model.graph.node if n.op_type == "QuantizeLinear"}
+    for tensor in model.graph.initializer:
+        if tensor.name in kept:  # a scale of another type than what it quantizes
+            tensor.CopyFrom(numpy_helper.from_array(np.float32(0.1), tensor.name))
+    onnx.save(model, tmp_path / "mixed.onnx")
+    assert compiled(tmp_path / "mixed.onnx")[1] == 0
