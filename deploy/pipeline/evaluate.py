@@ -66,16 +66,21 @@ def open_single_thread(model: Path | bytes | onnx.ModelProto, *, stand_in: bool 
 
     `stand_in`: the model is in another runtime's form, and is computed as written.
     """
-    if stand_in and not isinstance(model, bytes):
+    if stand_in and not isinstance(model, bytes) and _truncates_float16():
         model = _quantized_in_float32(model)
     return OrtSession.open(model, threads=1, spin=False, keep=True, int8_kernels=not stand_in)
 
 
-def _quantized_in_float32(model: Path | onnx.ModelProto) -> Path | onnx.ModelProto:
-    """Cast float16 values before they are quantized.
+def _truncates_float16() -> bool:
+    """Return whether this ONNX Runtime's QuantizeLinear rounds float16 values towards zero."""
+    import onnxruntime
 
-    Before version 1.30, ONNX Runtime's QuantizeLinear rounds float16 values towards zero.
-    """
+    major, minor = map(int, onnxruntime.__version__.split(".")[:2])
+    return (major, minor) < (1, 30)
+
+
+def _quantized_in_float32(model: Path | onnx.ModelProto) -> Path | onnx.ModelProto:
+    """Cast float16 values before they are quantized."""
     seen = onnx.load(model, load_external_data=False) if isinstance(model, Path) else model
     half = {t.name for t in seen.graph.initializer if t.data_type == onnx.TensorProto.FLOAT16}
     if not any(n.op_type == "QuantizeLinear" and n.input[1] in half for n in seen.graph.node):
