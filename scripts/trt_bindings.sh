@@ -5,10 +5,10 @@
 #   FOLDER/<version>/                  the package `tensorrt`, for LD_LIBRARY_PATH and PYTHONPATH alike
 #   FOLDER/rtx-<version>/              TensorRT for RTX: it compiles strongly typed models without a GPU (90 MB)
 #
-# Of the first, only the wheels of the bindings are fetched (1.3 MB each). The library that they are linked to has gigabytes and needs
-# a GPU: one whose functions return nothing stands in for it, so classes can be derived from and called, and a builder
-# says that there is none. Needs cc; the Python on the PATH is the one that can import them. Exit code 3, with one
-# sentence, where they cannot be had.
+# Of the first, only the wheels of the bindings are fetched (1.3 MB each). The library that they are linked to has
+# gigabytes and needs a GPU: one whose functions return nothing stands in for it, so classes can be derived from and
+# called, and a builder says that there is none. Needs cc; the Python on the PATH is the one that can import them. Exit
+# code 3, with one sentence, where they cannot be had.
 set -euo pipefail
 
 folder=${1:-${CALIB8_TRT_BINDINGS:-${XDG_CACHE_HOME:-$HOME/.cache}/calib8/trt-bindings}}
