@@ -743,7 +743,7 @@ def test_one_number_a_sample_is_judged_by_what_varies():
     assert [part.label for part in derive_form(two).parts] == ["y - its mean"]
     about_zero = [{"age": np.float32([[age]])} for age in (-12, 35, 60, -31)]
     assert [part.label for part in derive_form(about_zero).parts] == ["age"]
-    turns = np.random.default_rng(0).normal(0, 0.1, (4, 1, 3, 3)) + np.eye(3)  # of a head
+    turns = np.random.default_rng(0).normal(0, 0.3, (4, 1, 3, 3)) + np.eye(3)  # of a head
     for values in turns, turns[:, 0, 0, 0]:
         assert derive_form([as_float32({"y": one}) for one in values]).parts[0].less == "its mean"
     for low, high, label in (0.5, 0.7, "y - its mean"), (0.02, 0.03, "y - its mean"), (0.9, 1, "y"):
@@ -751,6 +751,21 @@ def test_one_number_a_sample_is_judged_by_what_varies():
         assert [part.label for part in derive_form(shares).parts] == [label]
         few = "y" if low < 0.1 else label  # so far no event was seen
         assert [part.label for part in derive_form(shares[:4]).parts] == [few]
+
+
+def test_a_few_numbers_of_two_units_are_judged_apart():
+    """An age and a probability; a place in mm and a turn, whose best number is no class."""
+    made = np.random.default_rng(0)
+    shares = 1 / (1 + np.exp(made.normal(0, 4, (32, 1))))
+    faces = np.concatenate([made.normal(40, 9, (32, 1)), shares], axis=1)
+    turns = made.normal([1, 0, 0, 0], 0.3, (32, 4))
+    places = np.concatenate([made.normal([0, 0, 800], 300, (32, 3)), turns], axis=1)
+    for rows, labels in (
+        (faces, ["y[0:1] - its mean", "y[1:2]"]),
+        (places, ["y[0:3] - its mean", "y[3:7] - its mean"]),
+    ):
+        form = derive_form([as_float32({"y": row[None]}) for row in rows])
+        assert form.task is None and [part.label for part in form.parts] == labels
 
 
 def compared_vectors(reference, candidate):

@@ -21,6 +21,7 @@ from deploy.calibration import one_pass
 from deploy.calibration.reference_outputs import make_evaluation_set
 from deploy.errors import BackendError, ExportError
 from deploy.feed.feed import open_feed
+from deploy.feed.sampling import sampling_order
 from deploy.frontends import load
 from deploy.method import NO_CHOICES, Choices, Method
 from deploy.metrics.levels import DOUBTFUL, UNUSABLE
@@ -206,8 +207,11 @@ def test_a_mean_is_that_of_more_samples_than_show_the_form():
     """Of samples in order the first four have a mean of their own: all deviate to one side."""
     ages = [np.full((1, 6), at + 100, np.float32) for at in range(48)]
     judges = SimpleNamespace(heard=lambda most: (({"x": one}, {"y": one}) for one in ages))
-    _, form = search_samples.select_samples(judges, 8)
+    heard, form = search_samples.select_samples(judges, 8)
     assert [float(mean[0, 0]) for mean in form.usual.values()] == [115.5]
+    # not the youngest and the oldest, where a Softmax hides what int8 loses before it
+    places = [int(sample["x"][0, 0]) - 100 for sample, _ in heard]
+    assert places == sorted(sampling_order(48)[:8])
 
 
 @pytest.mark.parametrize("values, enough", [(1, 5_000_000), (1_228_800, 4), (6_000_000, 0)])

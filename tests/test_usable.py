@@ -10,6 +10,8 @@ import onnx
 import pytest
 
 from deploy.metrics.accuracy import Accuracy
+from deploy.metrics.output_errors import USUAL, OutputAccuracy
+from deploy.metrics.output_form import SliceAccuracy
 from deploy.metrics.tasks import TaskFigure
 from deploy.runtimes.ort import OrtSession
 from deploy.tuning import search_samples
@@ -288,6 +290,24 @@ def test_samples_are_asked_until_more_would_hardly_say_anything_else(few, asked,
     assert len(given) == asked and found.lost.words == given[-1]
 
 
+def test_values_beside_a_task_that_is_kept_are_judged_too(monkeypatch):
+    figure = TaskFigure(
+        task="steps", figure="", value=1, count="", words="", samples=9, form="", beside=("age",)
+    )
+    age = OutputAccuracy(name="age", sqnr_db=16, cosine_mean=1, cosine_min=1, max_abs_error=9)
+    part = SliceAccuracy(
+        label="age", output="age", sqnr_db=6, cosine_mean=1, cosine_min=1, max_abs_error=9,
+        less=USUAL,
+    )  # fmt: skip
+    figures = Accuracy(samples=9, outputs=(age,), parts=(part,), task=figure)
+    monkeypatch.setattr(search_samples.VerdictPredictor, "_judged", lambda *_: [figures])
+    judge = search_samples.VerdictPredictor(
+        None, kernels=True, threads=1, max_loss=None, metric=None, ran=lambda count: None
+    )
+    found = judge.of(None)
+    assert found.good and not found.quiet and found.noisy == "6.0 dB in the worst part, age"
+
+
 @pytest.mark.parametrize(("fuller", "first", "built"), [
     ({}, {}, "fuller"), ({"noisy": "9 dB"}, {}, "first"), ({"unusable": "3 dB"}, {}, "first"),
     ({"noisy": "9 dB"}, {"noisy": "12 dB"}, "fuller"),
@@ -299,10 +319,12 @@ def test_half_in_int8_is_preferred_if_it_is_good_or_nothing_is(fuller, first, bu
     search = SimpleNamespace(
         prices=prices, likely=lambda n: ["first"], fuller=lambda n: "fuller", faster=lambda *_: None
     )
-    judges = {"judge": found.__getitem__, "can_go_on": lambda: True}
-    chooser = SplitChooser(search=search, choose=lambda trials: (trials[0], []), **judges)
-    chosen, judged = chooser._choose_likely([])
-    assert chosen.trial == built and judged == found[built]
+    for more in (True, False):  # of the budget, once the fuller one is judged
+        left = iter([True])
+        judges = {"judge": found.__getitem__, "can_go_on": lambda left=left, m=more: next(left, m)}
+        chooser = SplitChooser(search=search, choose=lambda trials: (trials[0], []), **judges)
+        chosen, judged = chooser._choose_likely([])
+        assert chosen.trial == built and judged == found[built]
 
 
 def test_of_two_good_splits_noise_counts_no_more_than_usual():

@@ -19,7 +19,7 @@ plus a small change. Returning the input x would have a good SQNR, so the change
 A regression's output (age, temperature, quality score) is its mean plus a small deviation.
 Returning the mean would have a good SQNR, so the deviation is measured too::
 
-    mean only, dB            10 log10(sum r^2 / sum (r - mean)^2)       if good, then
+    mean only, dB            10 log10(sum r^2 / sum (r - mean)^2)       from 3 dB on
     left of what varies, dB  10 log10(sum (r - mean)^2 / sum (r - c)^2)
 
 The mean is only used for outputs of a few numbers, each meaningful by itself. Scores or features
@@ -36,7 +36,6 @@ import cv2
 import numpy as np
 
 from deploy.metrics.rows import Outputs, are_relative, is_floating
-from deploy.metrics.slices import OF_FEW
 from deploy.tensors import Array
 
 _NOT_WRITTEN = ("zeros", "empty")  # fields that JSON leaves out
@@ -318,7 +317,7 @@ def _alike(value: Array, fed: Array) -> bool:
 USUAL = "its mean"
 EXPECTED = "its mean class"  # of classes in an order: the expected class, less its mean
 _FEW = 32  # values per sample, at most, that are meaningful one by one
-_FEW_DB = 3.0  # the same of very few, whose mean is known from more samples
+_MEAN_DB = 3.0  # SQNR of their mean from which only what deviates from it counts
 
 
 def find_usual_values(samples: Sequence[Array]) -> Array | None:
@@ -334,8 +333,7 @@ def find_usual_values(samples: Sequence[Array]) -> Array | None:
         return None  # probabilities near 1 deviate little anyway
     mean = values.mean(axis=0)
     signal, varies = float(np.square(values).sum()), float(np.square(values - mean).sum())
-    least = _FEW_DB if first.size <= OF_FEW else GIVEN_BACK_DB
-    if varies > 0 and least <= sqnr_db(signal, varies) <= ROUNDING_DB:
+    if varies > 0 and _MEAN_DB <= sqnr_db(signal, varies) <= ROUNDING_DB:
         return np.asarray(mean, np.float32)
     return None
 
@@ -351,7 +349,7 @@ def find_step_mean(values: Sequence[Array], scores: Sequence[Array]) -> Array | 
     value, weight = np.concatenate(rows, axis=1).astype(np.float64)
     mean = np.average(value, weights=weight)
     signal, varies = (float(weight @ np.square(one)) for one in (value, value - mean))
-    large = varies > 0 and _FEW_DB <= sqnr_db(signal, varies) <= ROUNDING_DB
+    large = varies > 0 and _MEAN_DB <= sqnr_db(signal, varies) <= ROUNDING_DB
     return np.full(1, mean, np.float32) if large else None
 
 

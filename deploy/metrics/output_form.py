@@ -152,21 +152,19 @@ def _about_mean(
     numbers are measured so if they deviate little from their mean, and probabilities of classes in
     an order, such as ages, by the expected class. A value a step is if scores say where it counts.
     """
-    gated = any(part.at for part in parts)
-    for name in {part.output for part in parts} if few and not gated else ():
-        samples = seen.arrays(name)
-        if name in seen.every and are_ordered(samples):
+    few = few and not any(part.at for part in parts)
+    for name in {part.output for part in parts} if few else ():
+        if name in seen.every and are_ordered(samples := seen.arrays(name)):
             classes = np.concatenate([expect_class(one) for one in samples])
             yield OutputSlice(output=name, less=EXPECTED), classes.mean(axis=0, keepdims=True)
-            return
-        if (mean := find_usual_values(samples)) is not None:
-            yield OutputSlice(output=name, less=USUAL), mean
             return
     for part in parts:
         mean = None
         if part.at is not None:
             pairs = [(part.of(one[part.output]), part.at.best_scores(one)) for one in seen.outputs]
             mean = find_step_mean(*zip(*pairs, strict=True))
+        elif few:
+            mean = find_usual_values([part.of(one) for one in seen.arrays(part.output)])
         yield part if mean is None else replace(part, less=USUAL), mean
 
 

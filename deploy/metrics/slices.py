@@ -20,7 +20,7 @@ from deploy.metrics.rows import RAW, activate, are_two_sided, is_floating, sums_
 from deploy.tensors import Array
 
 _SAMPLES, _MORE_SAMPLES = 4, 32  # see `form_samples`
-OF_FEW = 4  # values of an output, at most, that need more samples
+_OF_FEW = 16  # values of an output, at most, that need more samples
 _FACTOR = 8.0  # least ratio between every row of the larger unit and any of the smaller
 _SILENT = 0.01  # rows whose peak stays below it show no unit
 _VALUES = 16  # fewer values per row (as in [N, classes]) do not show its range
@@ -38,7 +38,7 @@ def form_samples(outputs: Mapping[str, Array], batch: int = 1) -> int:
     Outputs of few values need more samples: only these show that a value is a probability, near 0
     in some samples and near 1 in others, or that values are sorted.
     """
-    few = all(one.size <= OF_FEW * batch for one in outputs.values())
+    few = all(one.size <= _OF_FEW * batch for one in outputs.values())
     return _MORE_SAMPLES if few else _SAMPLES
 
 

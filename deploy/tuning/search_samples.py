@@ -11,7 +11,9 @@ before the Softmax: a search over such samples took four of eight layers for 109
 
     sum p (1 - p)            0 where the class is certain
 
-Of many steps or pixels in a sample some are always uncertain, and the sum of squares serves.
+Of many steps or pixels in a sample some are always uncertain, and the sum of squares serves. All
+samples of a number that is measured about its mean have the same signal: the extreme ones are where
+a Softmax or Tanh before it is certain.
 
 Expected verdict. A trial model is compared as its engine will be. Most are good on the first few
 evaluation samples, and no others run then. All run only if doubling the loss (verdict "good") or
@@ -52,6 +54,7 @@ from deploy.feed.parallel import Sample, run_in_order
 from deploy.feed.sampling import sampling_order
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, TaskLoss, judge_accuracy, measure_loss
+from deploy.metrics.output_errors import EXPECTED, USUAL
 from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.metrics.rows import Outputs, are_probabilities
 from deploy.metrics.slices import form_samples
@@ -78,13 +81,19 @@ def slice_signals(form: OutputForm, outputs: Iterable[Mapping[str, Array]]) -> N
     if not both.size:
         return np.zeros(both.shape[:2])
     probabilities = np.isfinite(both[..., 1]).all(axis=0)
-    return np.asarray(np.where(probabilities, both[..., 1], both[..., 0]))
+    signals = np.where(probabilities, both[..., 1], both[..., 0])
+    numbers = [part.less in (USUAL, EXPECTED) and part.at is None for part in form.parts]
+    return np.asarray(np.where(numbers, signals > 0, signals))
 
 
 def by_strength(signals: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Return the indices of the samples by their signal, each slice normalized, greatest first."""
-    largest = signals.max(axis=0)
-    return np.argsort(-(signals / np.where(largest > 0, largest, 1.0)).sum(axis=1), kind="stable")
+    """Return the indices of the samples by their signal, each slice normalized, greatest first.
+
+    Equal ones are spread.
+    """
+    order, largest = sampling_order(len(signals)), signals.max(axis=0)
+    normalized = (signals / np.where(largest > 0, largest, 1.0)).sum(axis=1)
+    return order[np.argsort(-normalized[order], kind="stable")]
 
 
 def finite_sum_of_squares(values: Array) -> float:
@@ -184,7 +193,7 @@ class ExpectedVerdict:
 
     unusable: str = ""  # why it would be unusable; "" where it would not
     lost: TaskLoss | None = None  # loss of the task; None where it is not measured
-    noisy: str = ""  # why the engine would be doubtful where no task is measured
+    noisy: str = ""  # why the engine would be doubtful for its values, whatever the task loses
 
     @property
     def doubtful(self) -> str:
@@ -227,7 +236,7 @@ class VerdictPredictor:
                     break
         except BackendError:  # reported when the engine is built
             return ExpectedVerdict()
-        noisy = levels.get(DOUBTFUL, "") if lost is None else ""
+        noisy = "" if lost is not None and lost.level == DOUBTFUL else levels.get(DOUBTFUL, "")
         return ExpectedVerdict(unusable=levels.get(UNUSABLE, ""), lost=lost, noisy=noisy)
 
     def _judged(self, model: onnx.ModelProto) -> Iterator[Accuracy]:

@@ -94,7 +94,7 @@ class SplitChooser:
         fuller = None if self.search.prices.measured else self.search.fuller(first)
         if fuller is None or not self.can_go_on() or not (judged := self.judge(fuller)).good:
             return ChosenSplit(trial=first, told=timed), self.judge(first)
-        if judged.noisy and self.can_go_on() and (own := self.judge(first)).quiet:
+        if judged.noisy and (own := self.judge(first)).quiet:
             quick = self.search.faster(first, lambda one: self.judge(one).quiet, self.can_go_on)
             return ChosenSplit(trial=quick or first, told=timed), own
         return ChosenSplit(trial=fuller, told=timed), judged

@@ -27,6 +27,7 @@ from deploy.metrics.rows import (
     are_two_sided,
     image_size,
 )
+from deploy.metrics.slices import split_output
 from deploy.metrics.tasks.embeddings import are_features, of_unit_length
 from deploy.metrics.tasks.evaluation_task import (
     ClassExample,
@@ -332,6 +333,8 @@ def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
     if all(map(are_probabilities_or_logs, rows)):
         return True
     if len(rows[0]) < _FEW:  # a few numbers of one sign may be a place or a size
+        if len(split_output("", samples)) > 1:  # a place and a turn
+            return False
         return _about_zero(np.stack(rows)) and (
             alone or mean_best_probability(np.stack(rows)) > _SURE
         )
