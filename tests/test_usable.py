@@ -305,14 +305,14 @@ def test_values_beside_a_task_that_is_kept_are_judged_too(monkeypatch):
         None, kernels=True, threads=1, max_loss=None, metric=None, ran=lambda count: None
     )
     found = judge.of(None)
-    assert found.good and not found.quiet and found.noisy == "6.0 dB in the worst part, age"
+    assert not found.good and found.doubtful == "6.0 dB in the worst part, age"
 
 
 @pytest.mark.parametrize(("fuller", "first", "built"), [
-    ({}, {}, "fuller"), ({"noisy": "9 dB"}, {}, "first"), ({"unusable": "3 dB"}, {}, "first"),
-    ({"noisy": "9 dB"}, {"noisy": "12 dB"}, "fuller"),
+    ({}, {}, "fuller"), ({"doubtful": "9 dB"}, {}, "first"), ({"unusable": "3 dB"}, {}, "first"),
+    ({"doubtful": "9 dB"}, {"doubtful": "12 dB"}, "first"),
 ])  # fmt: skip
-def test_half_in_int8_is_preferred_if_it_is_good_or_nothing_is(fuller, first, built):
+def test_half_in_int8_is_preferred_if_it_is_good(fuller, first, built):
     given = {"fuller": fuller, "first": first}
     found = {name: search_samples.ExpectedVerdict(**one) for name, one in given.items()}
     prices = SimpleNamespace(measured=False)
@@ -340,10 +340,9 @@ def test_of_two_good_splits_noise_counts_no_more_than_usual():
     def choose(trials):
         return min(trials, key=lambda one: np.log(one.time) + search.weight * one.loss), []
 
-    lost = search_samples.TaskLoss(0.13, search_samples.DOUBTFUL, "2 new", sure=True)
     chooser = SplitChooser(
         search=search, choose=choose, can_go_on=lambda: True,
-        judge=lambda one: search_samples.ExpectedVerdict(lost=lost if one is loud else None),
+        judge=lambda one: search_samples.ExpectedVerdict(doubtful="2 new" * (one is loud)),
     )  # fmt: skip
     assert chooser.run().trial is quick
 

@@ -53,7 +53,16 @@ from deploy.feed.file_list import SampleChangedError
 from deploy.feed.parallel import Sample, run_in_order
 from deploy.feed.sampling import sampling_order
 from deploy.metrics.accuracy import Accuracy, Comparison
-from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, TaskLoss, judge_accuracy, measure_loss
+from deploy.metrics.levels import (
+    DOUBTFUL,
+    FLOAT_MODEL,
+    GOOD,
+    UNUSABLE,
+    TaskLoss,
+    judge_accuracy,
+    measure_loss,
+    question_reference,
+)
 from deploy.metrics.output_errors import EXPECTED, USUAL
 from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.metrics.rows import Outputs, are_probabilities
@@ -192,23 +201,13 @@ class ExpectedVerdict:
     """The expected verdict on an engine."""
 
     unusable: str = ""  # why it would be unusable; "" where it would not
+    doubtful: str = ""  # why it would be doubtful, where int8 is the cause
     lost: TaskLoss | None = None  # loss of the task; None where it is not measured
-    noisy: str = ""  # why the engine would be doubtful for its values, whatever the task loses
-
-    @property
-    def doubtful(self) -> str:
-        """Why the engine loses too much of the task to be good; "" where it does not."""
-        return self.lost.words if self.lost is not None and self.lost.level == DOUBTFUL else ""
 
     @property
     def good(self) -> bool:
         """Whether it loses so little that its verdict would be good."""
         return not (self.unusable or self.doubtful)
-
-    @property
-    def quiet(self) -> bool:
-        """Whether it is good, also by the worst slice."""
-        return self.good and not self.noisy
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,14 +229,14 @@ class VerdictPredictor:
             for accuracy in self._judged(model):
                 if any(output.not_finite[0] for output in accuracy.outputs):
                     return ExpectedVerdict()  # FP32 itself is not finite: no split helps
-                levels = dict(reversed([*judge_accuracy(accuracy, self.max_loss)]))
+                levels = dict(reversed([*_found_in_int8(accuracy, self.max_loss)]))
                 lost = measure_loss(accuracy, self.max_loss)
                 if _is_certain(levels, accuracy, lost):
                     break
         except BackendError:  # reported when the engine is built
             return ExpectedVerdict()
-        noisy = "" if lost is not None and lost.level == DOUBTFUL else levels.get(DOUBTFUL, "")
-        return ExpectedVerdict(unusable=levels.get(UNUSABLE, ""), lost=lost, noisy=noisy)
+        unusable, doubtful = (levels.get(one, "") for one in (UNUSABLE, DOUBTFUL))
+        return ExpectedVerdict(unusable=unusable, doubtful=doubtful, lost=lost)
 
     def _judged(self, model: onnx.ModelProto) -> Iterator[Accuracy]:
         """Yield the accuracy on a few samples, then on all; each sample runs once."""
@@ -249,6 +248,14 @@ class VerdictPredictor:
                 yield comparison.on(most, threads=self.threads)
             finally:
                 self.ran(len(comparison.keys) - before)
+
+
+def _found_in_int8(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[str, str]]:
+    """Yield (level, reason) for all that another split may change."""
+    of_float = {*question_reference(accuracy)}
+    for level, why in judge_accuracy(accuracy, max_loss):
+        if (level, why) not in of_float and not why.startswith(FLOAT_MODEL):
+            yield level, why
 
 
 def _is_certain(levels: Mapping[str, str], accuracy: Accuracy, lost: TaskLoss | None) -> bool:

@@ -92,12 +92,12 @@ class SplitChooser:
         likely = self.search.likely(_TIMED)
         first, timed = self.choose([*likely, *(one for one in more if one not in likely)])
         fuller = None if self.search.prices.measured else self.search.fuller(first)
-        if fuller is None or not self.can_go_on() or not (judged := self.judge(fuller)).good:
-            return ChosenSplit(trial=first, told=timed), self.judge(first)
-        if judged.noisy and (own := self.judge(first)).quiet:
-            quick = self.search.faster(first, lambda one: self.judge(one).quiet, self.can_go_on)
-            return ChosenSplit(trial=quick or first, told=timed), own
-        return ChosenSplit(trial=fuller, told=timed), judged
+        if fuller is not None and self.can_go_on() and (judged := self.judge(fuller)).good:
+            return ChosenSplit(trial=fuller, told=timed), judged
+        own, quick = self.judge(first), None
+        if fuller is not None and own.good:
+            quick = self.search.faster(first, lambda one: self.judge(one).good, self.can_go_on)
+        return ChosenSplit(trial=quick or first, told=timed), own
 
     def _choose_next(
         self, first: ChosenSplit, judgement: ExpectedVerdict
