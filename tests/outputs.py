@@ -137,13 +137,15 @@ def peaked(*, channels=4, side=16, peak=0.9, pixels=12, rest=0.0):
     return {"heat": maps.reshape(1, channels, side, side)}
 
 
-def steps(text, blank=0, symbols=30, raw=False, turned=False):
-    """A symbol, a blank, a symbol, ..."""
+def steps(text, blank=0, symbols=30, raw=False, sides="NTC"):
+    """A symbol, a blank, a symbol, ...; `sides`: order of the dimensions, with 1 for another."""
     best = [symbol for one in text for symbol in (one, one, blank)]
     scores = rng().standard_normal((len(best), symbols))
     scores[np.arange(len(best)), best] = 12
     value = scores if raw else softmax(scores)
-    return {"y": (value[:, None] if turned else value[None]).astype(np.float32)}
+    value = value.T if sides.index("C") < sides.index("T") else value
+    places = tuple(at for at, side in enumerate(sides) if side in "N1")
+    return {"y": np.expand_dims(value, places).astype(np.float32)}
 
 
 def framed(best, classes=6, made=None, sure=9):

@@ -18,10 +18,10 @@ from tests.outputs import fed, figure, framed, rng, same_task, softmax, spoken, 
 
 
 @pytest.mark.parametrize("raw", [False, True])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("sides", ["NTC", "TNC", "NCT", "NC1T", "NT1C"])
 @pytest.mark.parametrize("blank", [0, 29])
-def test_texts_are_decoded_and_edits_counted(raw, turned, blank):
-    how = {"raw": raw, "turned": turned, "blank": blank}
+def test_texts_are_decoded_and_edits_counted(raw, sides, blank):
+    how = {"raw": raw, "sides": sides, "blank": blank}
     texts = [[3, 3, 4, 5], [7, 8, 9, 7], [4, 4], [5, 6, 7, 8]]
     read = [[3, 3, 4, 5], [7, 8, 7, 7], [4, 5], [5, 6, 7, 8]]
     references = [steps(text, **how) for text in texts]

@@ -7,12 +7,13 @@ such as notes and their onsets, and a single step [N, 1], such as a wake word: a
 by the side of 0.5, and logits [N, T] or [N, T, 1] by the side of 0. Several outputs may each have a
 class for the same steps, such as the diacritics of a letter.
 
-`find_text`: CTC (Graves et al. 2006), a symbol or the blank per step, [N, T, C] or [T, N, C]. The
-blank is the first or the last symbol, the most frequent one, and stands between symbols: if it is
-absent for long, if a symbol lasts for more than three steps on average, or if the inputs are token
-ids or one vector per step, these are steps. Texts are decoded greedily: repeats merged, blanks
-dropped. If blanks only follow the last symbol in every sample, each step is the slot of a symbol,
-as in number plates, and repeats stay.
+`find_text`: CTC (Graves et al. 2006), a symbol or the blank per step, [N, T, C] or [T, N, C]; of
+pictures also [N, C, T], and of a height of 1, [N, C, 1, T] or [N, T, 1, C]. The blank is the first
+or the last symbol, the most frequent one, and stands between symbols: if it is absent for long, if
+a symbol lasts for more than three steps on average, or if the inputs are token ids or one vector
+per step, these are steps. Texts are decoded greedily: repeats merged, blanks dropped. If blanks
+only follow the last symbol in every sample, each step is the slot of a symbol, as in number plates,
+and repeats stay.
 """
 
 from collections.abc import Sequence
@@ -153,7 +154,9 @@ def find_steps(seen: FirstSamples) -> Steps | None:
             return Steps(switches, (2,) * len(switches), None, raw, beside=numbers)
     tasks = [task for name in floating if (task := _read(name, seen, alone=len(floating) == 1))]
     if not tasks and (symbols := _find_symbols(seen)):  # runs of one class are too long for text
-        return Steps((symbols[0].output,), (symbols[0].symbols,), 2)
+        text = symbols[0]
+        if seen.outputs[0][text.output].ndim == 3:
+            return Steps((text.output,), (text.symbols,), 1 if text.first else 2)
     return None if len(tasks) != 1 or _has_companion(tasks[0], floating, seen) else tasks[0]
 
 
@@ -223,7 +226,8 @@ class _TextTally(TaskTally["Text"]):
     edits: int = 0
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        left, right = (_steps(one[self.task.output]) for one in (reference, candidate))
+        outputs = (one[self.task.output] for one in (reference, candidate))
+        left, right = (_steps(one, first=self.task.first) for one in outputs)
         reference_text, candidate_text = (
             [] if one is None else decode_greedily(one, self.task.blank, merged=self.task.merged)
             for one in (left, right)
@@ -249,6 +253,7 @@ class Text(EvaluationTask):
     symbols: int  # number of symbols with the blank
     blank: int
     merged: bool = True  # whether repeated symbols are merged
+    first: bool = False  # whether the scores of a step are the first dimension, not the last
     name = "text"
     tally_type = _TextTally
 
@@ -269,8 +274,13 @@ def _find_symbols(seen: FirstSamples) -> tuple[Text, float] | None:
     """Return the text, and the mean length of runs of one symbol, if steps have a blank."""
     if len(seen.names) != 1:
         return None
+    orders = (False, True) if any(image_size(fed) is not None for fed in seen.inputs) else (False,)
+    return next(filter(None, (_read_symbols(seen, first=first) for first in orders)), None)
+
+
+def _read_symbols(seen: FirstSamples, *, first: bool) -> tuple[Text, float] | None:
     (name,) = seen.names
-    steps = [_steps(value) for value in seen.arrays(name)]
+    steps = [_steps(value, first=first) for value in seen.arrays(name)]
     valid = [one for one in steps if one is not None]
     if len(valid) != len(steps) or len({one.shape[1] for one in valid}) != 1:
         return None
@@ -284,18 +294,22 @@ def _find_symbols(seen: FirstSamples) -> tuple[Text, float] | None:
     few = np.count_nonzero(counts) < 2 or away > _AWAY
     if few or _are_tokens(seen) or _has_input_per_step(valid, seen):
         return None
-    return Text(name, symbols, blank, not all(_ends(one, blank) for one in valid)), longest
+    merged = not all(_ends(one, blank) for one in valid)
+    return Text(name, symbols, blank, merged, first), longest
 
 
-def _steps(value: Array) -> Array | None:
-    """Return [1, T, C] or [T, 1, C] as [T, C]; None for other shapes."""
-    if value.ndim != 3 or not value.size or 1 not in value.shape[:2]:
+def _steps(value: Array, *, first: bool) -> Array | None:
+    """Return [1, T, C], [T, 1, C] or [1, T, 1, C] as [T, C]; None for other shapes.
+
+    `first`: C is before T.
+    """
+    sides = [side for side in value.shape if side != 1]
+    if value.ndim not in (3, 4) or len(sides) != 2 or (value.ndim == 4 and value.shape[1] == 1):
         return None
-    if not np.issubdtype(value.dtype, np.floating):
+    if not is_floating(value):
         return None
-    steps = value.reshape(-1, value.shape[2])
-    fits = len(steps) >= _STEPS and steps.shape[1] >= _SYMBOLS and np.isfinite(steps).all()
-    return steps if fits else None
+    steps = value.reshape(sides).T if first else value.reshape(sides)
+    return steps if len(steps) >= _STEPS and steps.shape[1] >= _SYMBOLS else None
 
 
 def _are_logits(steps: Array) -> bool:
