@@ -9,6 +9,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from deploy.errors import ConfigError
 from deploy.version import __version__
 
 # Instruction sets with an int8 dot product; without one, int8 gains little on a CPU.
@@ -97,9 +98,15 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def default_threads() -> int:
-    """Return the default number of worker threads: one per core, at most 4."""
-    return min(4, usable_cores())
+def worker_threads(asked: int | None = None) -> int:
+    """Return the number of worker threads: what was asked for, or one per core, at most 4.
+
+    Raises:
+        ConfigError: fewer than one thread.
+    """
+    if asked is not None and asked < 1:
+        raise ConfigError(f"there must be 1 worker thread or more, got {asked}")
+    return min(4, usable_cores()) if asked is None else asked
 
 
 def memory_bytes() -> int | None:

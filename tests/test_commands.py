@@ -31,6 +31,7 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets import TARGETS, Ascend, OnnxRuntime, TensorRT, make_targets
 from deploy.targets.base import BuildResult
 from deploy.targets.options import check_options, declared_options, option
+from deploy.tuning.repairs import parse_repairs
 from deploy.tuning.search_options import Tuning
 
 if sys.version_info >= (3, 11):
@@ -242,6 +243,7 @@ def test_text_from_python_is_a_path_or_a_target_as_on_the_command_line(small_cnn
     assert TensorRT(plugins=("a.so",)).plugins == (Path("a.so"),)  # type: ignore[arg-type]
     assert CachePolicy(path="a.cache").path == Path("a.cache")  # type: ignore[arg-type]
     assert [one.name for one in make_targets("tensorrt")] == ["tensorrt"]
+    assert parse_repairs("bias") == ("bias",)
     for words in ({"engine": onnx.ModelProto()}, {"engine": small_cnn, "against": 3}):
         with pytest.raises(ConfigError, match=r"is a file, got an object of class (Model|int)"):
             calib8.bench(**words)

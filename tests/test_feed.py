@@ -661,7 +661,7 @@ def folder(tmp_path):
 
 
 def decoders(monkeypatch, count):
-    monkeypatch.setattr(sample_reader, "default_threads", lambda: count)
+    monkeypatch.setattr(sample_reader, "worker_threads", lambda: count)
 
 
 def decoded(folder, **options):

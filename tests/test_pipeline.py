@@ -245,6 +245,7 @@ def test_a_bad_evaluation_image_is_skipped_with_its_label(build_small, pictures,
 
 @pytest.mark.parametrize(("options", "said"), [
     ({"float_nodes": ["Conv_c22"]}, "did you mean 'Conv_c2'"),
+    ({"float_nodes": "Conv_c22"}, "did you mean 'Conv_c2'"), ({"threads": -1}, "got -1"),
     ({"targets": ["onnx"]}, "a target is one of"),
     ({"targets": ["tensorrt", "tensorrt"]}, "'tensorrt' twice"),
     ({"method": "kl"}, "a method is one of"),

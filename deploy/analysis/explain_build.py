@@ -36,7 +36,7 @@ from deploy.frontends import LoadedModel, load_float_or_qdq
 from deploy.frontends.onnx_reader import read_model
 from deploy.graph.edit import copy_with_outputs
 from deploy.graph.index import strip_padded_channels
-from deploy.machine import default_threads
+from deploy.machine import worker_threads
 from deploy.metrics.layerwise import shared_tensors
 from deploy.metrics.output_errors import RunningError, sqnr_db
 from deploy.metrics.output_form import OutputForm, derive_form
@@ -266,7 +266,7 @@ def explain(
                 [] if _is_rescaled(one) else [layer.name for layer in one.layers],
                 feed,
                 native=one.native,
-                threads=threads or default_threads(),
+                threads=worker_threads(threads),
                 task=one.set_task,
             )
         explained.append(

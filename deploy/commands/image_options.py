@@ -269,7 +269,7 @@ def _image_options(
 ) -> Callable[..., None]:
     @wraps(command)
     def gathered(**words: Any) -> None:
-        from deploy.machine import default_threads
+        from deploy.machine import worker_threads
 
         source, script = words.pop("images"), words.pop("calibrator_script", None)
         if source and script:
@@ -283,7 +283,7 @@ def _image_options(
             dataset=_dataset(words, source or ""),
             script=script or "",
             until_stable=stable_from(words),
-            threads=words.pop("threads") or default_threads(),
+            threads=worker_threads(words.pop("threads")),
         )
         command(images=images, **words)
 

@@ -24,7 +24,7 @@ from deploy.feed.preprocess import Preprocess
 from deploy.feed.preview import Previews
 from deploy.feed.sampling import ChosenSamples
 from deploy.feed.sources import ImageSource, Sample, SampleSource
-from deploy.machine import default_threads
+from deploy.machine import worker_threads
 from deploy.tensors import Array
 from deploy.terminal import phase
 
@@ -155,7 +155,7 @@ class SampleReader:
             FeedError: (while iterating) a bad sample, unless `skip_bad`; or no good sample.
         """
         wanted = (index for index in chosen.good() if only is None or index in only)
-        threads = default_threads() if isinstance(self._source, ImageSource) else 1
+        threads = worker_threads() if isinstance(self._source, ImageSource) else 1
         for index, fetched in prefetch(wanted, self._fetch, threads=threads):
             try:
                 yield index, self.read(index, fetched)

@@ -378,6 +378,11 @@ def strip_padded_channels(name: str, values: Array, like: Array) -> Array:
     return values
 
 
+def one_or_several(names: str | Iterable[str]) -> tuple[str, ...]:
+    """Return names as a tuple; a text is one name, not its letters."""
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 def match_nodes(model: onnx.ModelProto, patterns: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the main graph's nodes that match any pattern, in graph order.
 

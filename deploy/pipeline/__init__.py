@@ -37,6 +37,7 @@ from deploy.files import atomic, manifest
 from deploy.files.reading import guard_inputs
 from deploy.files.staging import Stage, stage_files
 from deploy.frontends import LoadedModel, load
+from deploy.graph.index import one_or_several
 from deploy.method import Method
 from deploy.metrics.accuracy import Comparison, StoredOutputs
 from deploy.metrics.precision import Annotations
@@ -82,7 +83,7 @@ def calibrate(
     limit: Limit = None,
     until_stable: float | None = None,
     threads: int | None = None,
-    float_nodes: Iterable[str] = (),
+    float_nodes: str | Iterable[str] = (),
     scheduler: str | Cluster | None = None,
     resume: bool = False,
     checkpoint: Path | str | None = None,
@@ -124,7 +125,7 @@ def calibrate(
         cache=as_policy(cache),
         until_stable=until_stable,
         threads=threads,
-        float_nodes=tuple(float_nodes),
+        float_nodes=one_or_several(float_nodes),
         scheduler=scheduler,
         resume=resume,
         checkpoint=None if checkpoint is None else Path(checkpoint),
@@ -162,7 +163,7 @@ def merge(
     targets: str | Sequence[str | Target] = ("onnxruntime",),
     method: str | Method | None = None,
     cache: Path | str | CachePolicy | None = None,
-    float_nodes: Iterable[str] = (),
+    float_nodes: str | Iterable[str] = (),
     progress: bool = False,
 ) -> CalibrationResult:
     """Put the shards of a calibration together; the cache is that of one run over all images.
@@ -176,7 +177,7 @@ def merge(
         ModelError, ConfigError, CalibrationError: as `calibrate`.
     """
     options = CalibrationOptions(
-        method=method, cache=as_policy(cache), threads=1, float_nodes=tuple(float_nodes)
+        method=method, cache=as_policy(cache), threads=1, float_nodes=one_or_several(float_nodes)
     )
     return calibrate_with(model, [Path(s) for s in shards], options, targets=make_targets(targets))
 
@@ -200,11 +201,11 @@ def build(
     limit: Limit = None,
     until_stable: float | None = None,
     threads: int | None = None,
-    float_nodes: Iterable[str] = (),
+    float_nodes: str | Iterable[str] = (),
     duration_s: float | None = None,
     tuning: Tuning | None = None,
     gates: Gates | None = None,
-    repairs: Sequence[str] | None = None,
+    repairs: str | Sequence[str] | None = None,
     scheduler: str | Cluster | None = None,
     settings: str | None = None,
     resume: bool = False,
@@ -264,7 +265,7 @@ def build(
             cache=as_policy(cache),
             until_stable=until_stable,
             threads=threads,
-            float_nodes=tuple(float_nodes),
+            float_nodes=one_or_several(float_nodes),
             scheduler=scheduler,
             resume=resume,
         ),

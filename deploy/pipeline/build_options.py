@@ -27,7 +27,7 @@ from deploy.feed.samples import Feed
 from deploy.files import manifest
 from deploy.frontends import LoadedModel, load_float_or_qdq
 from deploy.frontends.torch_model import is_torch_module
-from deploy.machine import default_threads
+from deploy.machine import worker_threads
 from deploy.method import Method
 from deploy.metrics.precision import Annotations, GroundTruth
 from deploy.metrics.tasks import Metric, judge_of
@@ -61,7 +61,7 @@ class CalibrationOptions:
     @property
     def workers(self) -> int:
         """Worker threads."""
-        return self.threads or default_threads()
+        return worker_threads(self.threads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class BuildOptions:
     duration_s: float | None = None
     tuning: Tuning = field(default_factory=Tuning)
     gates: Gates = field(default_factory=Gates)
-    repairs: Sequence[str] | None = None
+    repairs: str | Sequence[str] | None = None
     settings: str | None = None
 
     @property

@@ -29,7 +29,7 @@ from deploy.files.staging import Stage, stage_files
 from deploy.frontends import LoadedModel, load
 from deploy.frontends.base import model_digest
 from deploy.frontends.onnx_reader import read_model
-from deploy.machine import default_threads, this_machine
+from deploy.machine import this_machine, worker_threads
 from deploy.metrics.accuracy import Comparison
 from deploy.metrics.bench_inputs import Shapes, random_feeds
 from deploy.pipeline.build_options import written_names
@@ -119,7 +119,7 @@ def deploy(
         if cache
         else recipe_from_record(subject, scales, config=config)
     )
-    workers = threads or default_threads()
+    workers = worker_threads(threads)
 
     def rows(built: BuildResult, feed: Feed, stage: Stage) -> tuple[EngineRow, ...]:
         figures = measure_engines(
@@ -167,7 +167,7 @@ def convert(
     quantized = read_model(path)
     loaded, recipe = recipe_from_qdq(quantized, path, keep_rounding=keep_rounding)
     subject = CalibrationSubject(loaded=loaded, samples=0, given=quantized)
-    workers = threads or default_threads()
+    workers = worker_threads(threads)
 
     def rows(built: BuildResult, feed: Feed, stage: Stage) -> tuple[EngineRow, ...]:
         return _beside(quantized, path, built, feed, threads=workers)

@@ -44,7 +44,7 @@ from deploy.calibration.observation import Observation, ObservedStatistics, Vari
 from deploy.errors import ConfigError
 from deploy.graph.bounds import make_window
 from deploy.graph.index import Graph, attributes
-from deploy.machine import default_threads
+from deploy.machine import worker_threads
 from deploy.targets.ascend.config_keys import ADA, QuantConfig, WeightParams
 from deploy.targets.ascend.layers import Layer
 from deploy.targets.ascend.quant_layer import read_constant, to_rows
@@ -289,7 +289,7 @@ def _search_blocks(
             raise InterruptedError("the run has ended")
         progress()
 
-    with ThreadPoolExecutor(default_threads()) as pool:
+    with ThreadPoolExecutor(worker_threads()) as pool:
         try:
             jobs = [
                 pool.submit(round_block, block, params, step=step) for block in problem.blocks()

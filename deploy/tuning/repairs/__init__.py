@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError, did_you_mean
+from deploy.graph.index import one_or_several
 from deploy.tuning.repairs.base import LayerwiseRepair, ModelRepair, RepairResult, RequestRepair
 from deploy.tuning.repairs.bias import choose_ranges, correct_biases
 from deploy.tuning.repairs.equalize import equalize
@@ -44,9 +45,9 @@ REPAIRS: dict[str, Repair] = {
 }
 
 
-def parse_repairs(names: Iterable[str]) -> tuple[str, ...]:
+def parse_repairs(names: str | Iterable[str]) -> tuple[str, ...]:
     """Parse repair names: comma lists, `all` or `none`; return them in the order of `REPAIRS`."""
-    given = [word.strip() for name in names for word in name.split(",")]
+    given = [word.strip() for one in one_or_several(names) for word in one.split(",")]
     if NONE in given and len(given) > 1:
         raise ConfigError(f"{NONE} must be the only repair, got {', '.join(given)}; leave it away")
     for word in given:
