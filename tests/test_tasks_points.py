@@ -131,12 +131,13 @@ def output(number, *, unit=SIDE, more=0, flat=True, moved=0.0, among=MESH):
     made = np.random.default_rng(90 + number)
     places = line(number, unit=unit)
     places[:among] += moved
+    places -= unit == 2  # -1 to 1
     extra = made.normal(0, 0.05 * unit, (MESH, more))
     value = np.concatenate([places, extra], axis=1).astype(np.float32)
     return {"y": value.reshape(1, -1) if flat else value[None, None]}
 
 
-@pytest.mark.parametrize("unit", [1, SIDE])
+@pytest.mark.parametrize("unit", [1, 2, SIDE])
 @pytest.mark.parametrize(
     ("more", "flat"), [(0, True), (1, True), (2, True), (3, True), (0, False), (1, False)]
 )

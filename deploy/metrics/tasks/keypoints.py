@@ -2,10 +2,11 @@
 
 `find_keypoints` (MediaPipe, MoveNet, PFLD): [N, K p], or [N, K, p] with more dimensions of 1. Each
 point has two coordinates, in pixels or relative to the picture, and up to three more numbers. In a
-flat output each point is near the one before, or another output has a score a point. Other outputs
-of one probability say whether an object is present, or which hand it is: if int8 decides
-differently, all points of the sample are lost. With a single such output, samples below 0.5 do not
-count. Nor do points that are not visible, by the last of their numbers or by another output.
+flat output each point is near the one before, or another output has a score a point; coordinates of
+-1 to 1 (InsightFace) are near the ones before in any output. Other outputs of one probability say
+whether an object is present, or which hand it is: if int8 decides differently, all points of the
+sample are lost. With a single such output, samples below 0.5 do not count. Nor do points that are
+not visible, by the last of their numbers or by another output.
 
 `find_simcc`: SimCC (Li et al. 2022), RTMPose. Two outputs [N, K, r W] and [N, K, r H] for a picture
 of W x H pixels: the likelihood of each column and each row, in steps of 1 / r pixels. Their peaks
@@ -175,7 +176,8 @@ def _numbers(samples: Sequence[Array], sizes: Sequence[tuple[int, int]], width: 
     fits = (
         flat or numbers < 4 or _last_are_scores(rows, flat=False) is not None
     )  # four may be a box
-    return numbers if fits and _lie_inside(rows, sizes[0], flat=flat) else None
+    in_order = flat or _of_flat(samples, 0) == numbers
+    return numbers if fits and _lie_inside(rows, sizes[0], flat=flat, in_order=in_order) else None
 
 
 def _of_flat(samples: Sequence[Array], width: int) -> int:
@@ -197,16 +199,26 @@ def _rows(samples: Sequence[Array], numbers: int) -> Floats:
     return np.stack([one.reshape(-1, numbers).astype(np.float64) for one in samples])
 
 
-def _lie_inside(rows: Floats, size: tuple[int, int], *, flat: bool) -> bool:
-    """Whether the first two numbers of each point are coordinates in the picture."""
+def _lie_inside(rows: Floats, size: tuple[int, int], *, flat: bool, in_order: bool) -> bool:
+    """Whether the first two numbers of each point are coordinates in the picture.
+
+    They are in pixels, or relative to its side: 0 to 1 or, if `in_order`, -1 to 1.
+    """
     places = rows[:, :, :2]
     if not (_FLAT if flat else _FEWEST) <= places.shape[1] <= _MOST:
         return False
-    shares = bool(np.abs(places).max() <= _SHARES)
-    at_ends = np.mean((places < _ENDS) | (places > 1 - _ENDS)) > 0.25
-    if shares and (np.ptp(rows.sum(axis=2)) < _ENDS or at_ends):
-        return False  # class probabilities, or independent ones
-    places = places if shares else places / max(size)
+    if np.abs(places).max() > _SHARES:
+        return _are_central(places / max(size))
+    if np.ptp(rows.sum(axis=2)) < _ENDS:
+        return False  # class probabilities
+    return any(
+        _are_central(one) and np.mean((one < _ENDS) | (one > 1 - _ENDS)) <= 0.25
+        for one in (places, *(((places + 1) / 2,) if in_order else ()))
+    )  # others are independent probabilities
+
+
+def _are_central(places: Floats) -> bool:
+    """Whether relative coordinates lie about the middle of the picture."""
     inside = np.mean((places > -_AROUND) & (places < 1 + _AROUND)) > 0.99
     middles, spread = places.mean(axis=(0, 1)), places.std(axis=1).mean(axis=0)
     low, high = _INSIDE
