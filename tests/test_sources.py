@@ -295,9 +295,12 @@ def test_a_video_is_fed_frame_by_frame(tmp_path, command, small_cnn):
         (tmp_path / "list.txt").write_text(line)
         with pytest.raises(FeedError, match="a video is fed alone and without a label"):
             fed(tmp_path / "list.txt")
-    (tmp_path / "broken.mp4").write_bytes(b"no video")
-    with pytest.raises(FeedError, match=r"broken\.mp4 cannot be read by this OpenCV"):
-        fed(tmp_path / "broken.mp4")
+    _, picture = cv2.imencode(".png", np.zeros((32, 32, 3), np.uint8))
+    (tmp_path / "broken1.mp4").write_bytes(picture.tobytes())  # no frame of the other file
+    (tmp_path / "broken%d.mp4").write_bytes(b"no video")
+    with pytest.raises(FeedError, match=r"broken%d\.mp4 cannot be read by this OpenCV"):
+        fed(tmp_path / "broken%d.mp4")
+    assert len(fed(path.rename(tmp_path / "clip\udcff.avi"), preprocess=UNIT)[1]) == 5
 
 
 def test_a_lot_by_its_seed_and_every_so_manieth(pictures, tmp_path, run, small_cnn):

@@ -98,8 +98,8 @@ void check_present(const std::vector<Picture>& pictures, const std::string& titl
   throw FeedError("every image must exist, " + std::to_string(missing.size()) + " of " +
                   std::to_string(pictures.size()) + " in " + title +
                   " do not: " + summary(missing) +
-                  "; paths are relative to the list file; correct them, or skip bad ones"
-                  " (--skip-bad)");
+                  "; paths in a list are relative to it; correct the paths or links, or skip bad"
+                  " ones (--skip-bad)");
 }
 
 void check_limit(const std::optional<std::size_t>& limit) {

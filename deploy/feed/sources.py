@@ -34,7 +34,7 @@ from deploy.feed.headers import jpeg_segments, read_bit_depth, read_image_size
 from deploy.feed.images import capture_decoder_output
 from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import INTEGER_DTYPES, Preprocess, Size, describe, with_image_size
-from deploy.files.reading import refuse_irregular
+from deploy.files.reading import open_regular_file
 from deploy.tensors import Array, TensorSpec
 
 Sample = dict[str, Array]
@@ -80,7 +80,6 @@ class VideoSource:
     labels: tuple[int, ...] | None = None
 
     def __init__(self, path: Path, spec: TensorSpec, how: Preprocess) -> None:
-        refuse_irregular(path, what="a video", error=FeedError)
         self._path, self._spec, self._how = path, spec, how
         self._lock = threading.Lock()
         self._capture = _open_capture(path)
@@ -145,8 +144,9 @@ class VideoSource:
 
 def _open_capture(path: Path) -> Any:
     cv2 = images.opencv()
-    with capture_decoder_output():
-        capture = cv2.VideoCapture(str(path))
+    with open_regular_file(path, what="a video", error=FeedError) as file, capture_decoder_output():
+        # not by its name: OpenCV crashes on bytes that are not UTF-8, and takes %d for a pattern
+        capture = cv2.VideoCapture(f"/dev/fd/{file.fileno()}")
     if not capture.isOpened():
         raise FeedError(
             f"video {images.printable_name(str(path))} cannot be read by this OpenCV; encode it"
@@ -156,7 +156,7 @@ def _open_capture(path: Path) -> Any:
 
 
 _FIRST = 1 << 18  # bytes: enough for an EXIF with a thumbnail and the header after it
-_APP1, _ORIENTATION, _UPRIGHT = 0xE1, 274, 4  # orientations above 4 swap width and height
+_APP1, _ORIENTATION, _TURNED = 0xE1, 274, range(5, 9)  # orientations that swap the sides
 _MOST_TAGS = 4096
 
 
@@ -182,7 +182,7 @@ def _is_rotated(first: bytes) -> bool | None:
     exif = (body for marker, _, body in jpeg_segments(first) if marker == _APP1)
     exif_body = next((body[6:] for body in exif if body.startswith(b"Exif\0\0")), b"")
     try:
-        return bool(exif_body) and _orientation(exif_body) > _UPRIGHT
+        return bool(exif_body) and _orientation(exif_body) in _TURNED
     except struct.error:
         return None
 
@@ -290,8 +290,8 @@ def check_present(pictures: Iterable[ImageFile], count: int, where: str) -> None
     if missing:
         raise FeedError(
             f"every image must exist, {len(missing)} of {count} in"
-            f" {where} do not: {images.summarize_names(missing)}; paths are relative to"
-            " the list file; correct them, or skip bad ones (--skip-bad)"
+            f" {where} do not: {images.summarize_names(missing)}; paths in a list"
+            " are relative to it; correct the paths or links, or skip bad ones (--skip-bad)"
         )
 
 
