@@ -644,6 +644,8 @@ def test_an_output_never_replaces_a_text_of_the_users(words, flag, number, run, 
     files[number] = mine
     given = files if words == "cache from-qdq" else [mine]
     assert f"wrote, and none of a build, got {mine};" in run.fails(*words.split(), flag, *given)
+    given[number if given is files else 0] = mine / "below"
+    assert f"can be written to, got {mine};" in run.fails(*words.split(), flag, *given)
     assert mine.read_text() == "precious\n"
 
 

@@ -511,6 +511,17 @@ def test_a_cache_replaces_no_foreign_file(command, what, run, model, pictures, t
     assert not list(tmp_path.glob("victim.*"))
 
 
+@pytest.mark.parametrize("words", [
+    "calibrate -o BELOW", "calibrate --shard 1/2 -o BELOW", "build --out BELOW",
+    "build --out o --cache BELOW",
+])  # fmt: skip
+def test_a_folder_that_takes_no_file_is_told_before_the_run(words, run, model, tmp_path):
+    (tmp_path / "photo.png").write_bytes(b"no picture, as the run would find")
+    command, *more = words.replace("BELOW", str(model / "new/a")).split()
+    said = run.fails(command, model, "--images", tmp_path / "photo.png", *more)
+    assert f"must be in a folder that can be written to, got {model};" in said
+
+
 def test_arrays_beside_a_cache_of_their_name_are_not_replaced(run, model, tmp_path):
     data = tmp_path / "data.npz"
     np.savez(data, image=np.ones((8, 3, 16, 16), np.float32))

@@ -144,6 +144,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused(small, tmp_path):
     torch.save({"epoch": 1}, path)
     with pytest.raises(errors.CacheError, match="must be a checkpoint"):
         train(one, checkpoint=path)
+    with pytest.raises(errors.ExportError, match="a folder that can be written to"):
+        train(one, checkpoint=path / "below")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["qat.pt"]
 
 

@@ -48,7 +48,7 @@ from deploy.feed.samples import Feed
 from deploy.feed.sampling import Share
 from deploy.files import atomic
 from deploy.files.manifest import is_marked, sha256
-from deploy.files.reading import from_json, read_bytes, refuse_output
+from deploy.files.reading import from_json, read_bytes, refuse_output, refuse_unwritable
 from deploy.frontends import LoadedModel
 
 SCHEMA = "calib8-shard/1"
@@ -150,10 +150,11 @@ def refuse_foreign_shard(path: Path, *, force: bool) -> None:
     """Refuse a path for a shard that another file occupies, before anything is run.
 
     Raises:
-        ExportError: it is an input of this run, a folder or a device.
+        ExportError: it is an input of this run, a folder or a device, or cannot be written.
         CacheError: calib8 did not write it.
     """
     refuse_output(path)
+    refuse_unwritable(path)
     if path.exists() and not force and not is_marked(path, "shard"):
         raise CacheError(
             f"a shard must not replace what calib8 did not write, got {path}; name another file,"

@@ -148,7 +148,7 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
             os.close(handle)
     except OSError as error:
         raise ExportError(
-            f"{path} must be writable, got: {error.strerror or error}; give another --out"
+            f"{path} must be writable, got: {error.strerror or error}; give another path"
         ) from error
     return path
 

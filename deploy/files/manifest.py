@@ -201,8 +201,9 @@ def refuse_foreign(folder: Path, names: list[str], *, force: bool | None) -> Non
     `force`: overwrite the former; None where the command has no --force.
 
     Raises:
-        ExportError: names the first such file.
+        ExportError: names the first such file; or the folder cannot be written to.
     """
+    reading.refuse_unwritable(folder / RECORDS)
     for name in names:
         reading.refuse_output(folder / name)
     existing = [name for name in names if (folder / name).exists()]

@@ -22,6 +22,7 @@ inputs, and `deploy.files.atomic` refuses to overwrite them::
                                # while it exists: a new file may get the inode of a deleted one
         add_output(page, ok)   # the user named it; `ok` raises if the file there is not calib8's
         refuse_output(output)  # ExportError: it is an input, a folder, a device, or that page
+        refuse_unwritable(output)  # ExportError: its folder takes no file
 
 Outside of a run nothing is remembered: one run may write what another one reads.
 """
@@ -128,9 +129,10 @@ def add_output(path: Path | str, check: Callable[[], None]) -> None:
     `check`: raises if the file that is there must stay; called now and before it is replaced.
 
     Raises:
-        ExportError: see `refuse_output`.
+        ExportError: see `refuse_output` and `refuse_unwritable`.
     """
     refuse_output(path)
+    refuse_unwritable(path)
     if (inputs := _INPUTS.get()) is not None:
         inputs.outputs[_place(path)] = check
     check()
@@ -161,6 +163,19 @@ def refuse_output(path: Path | str, *, named: bool = False) -> None:
         )
     if check is not None:
         check()
+
+
+def refuse_unwritable(path: Path | str) -> None:
+    """Refuse an output that cannot be written, before a run is spent on it.
+
+    Raises:
+        ExportError: the folder that it is in, or would be made in, takes no new file.
+    """
+    there = next(p for p in Path(os.path.abspath(path)).parents if os.path.lexists(p))
+    if not os.access(f"{there}/.", os.W_OK | os.X_OK):
+        raise ExportError(
+            f"{path} must be in a folder that can be written to, got {there}; give another path"
+        )
 
 
 def _place(path: Path | str) -> str:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from deploy.errors import CalibrationError, ConfigError, FeedError
+from deploy.files.reading import refuse_unwritable
 from deploy.fx import distill
 from deploy.fx.capture import as_inputs
 from deploy.fx.convert import calibrate, convert, freeze_norms, set_phase
@@ -148,9 +149,11 @@ def train(
         task.model, prepared, optimizer, teacher=task.teacher, settings=settings
     )
     first, losses = 0, list[float]()
-    if checkpoint is not None and checkpoint.exists():
-        first, losses = distill.load_checkpoint(checkpoint, mark, prepared, optimizer)
-        report(f"going on after epoch {first} of {checkpoint}")
+    if checkpoint is not None:
+        refuse_unwritable(checkpoint)
+        if checkpoint.exists():
+            first, losses = distill.load_checkpoint(checkpoint, mark, prepared, optimizer)
+            report(f"going on after epoch {first} of {checkpoint}")
     distiller = None
     if task.teacher is not None:
         distiller = Distiller(prepared, task.teacher, task.distil, inputs=task.inputs)

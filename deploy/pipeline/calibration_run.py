@@ -65,6 +65,7 @@ from deploy.feed.feed import Dataset, FeedSource
 from deploy.feed.paths import RawFiles
 from deploy.feed.preview import PREVIEW_COUNT
 from deploy.feed.samples import Feed
+from deploy.files.reading import refuse_unwritable
 from deploy.files.staging import Stage
 from deploy.frontends import LoadedModel
 from deploy.graph.plan import never_negative
@@ -301,6 +302,8 @@ def calibrate_run(
         run.observations,
         until=run.until,
     )
+    if verdict.missing and run.policy.path is not None:
+        refuse_unwritable(run.policy.path)
     able = one_pass.count_workers(verdict.missing, subject.model, run.threads)
     seen = run.images.observe(run, verdict, able)
     judges = run.judges
