@@ -504,6 +504,8 @@ def test_shards_in_any_order_give_the_bytes_of_one_run(run, shard, observed, sma
     for order in itertools.permutations([shard(number, 3, *TARGETS) for number in (1, 2, 3)]):
         out = run.ok("merge", small_cnn, *order, *TARGETS, "-o", merged, "--refresh")
         assert "of 20 images" in out and contents(merged) == contents(whole)
+    words = ("merge", small_cnn, *order, *TARGETS, "-o", order[0], "--force")
+    assert f"must not be an input, got {order[0]}" in run.fails(*words)
 
 
 def test_build_uses_a_merged_cache_without_observing(run, shard, observed, small_cnn, tmp_path):

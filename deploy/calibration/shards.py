@@ -120,7 +120,8 @@ def load_shard(path: Path, *, what: str = _WHAT) -> Shard:
     Raises:
         CacheError: the file is not a shard, is broken, or was changed after it was written.
     """
-    return parse_shard(read_bytes(path, what=what, error=CacheError, own=True), path, what=what)
+    own = what != _WHAT  # a checkpoint is written again
+    return parse_shard(read_bytes(path, what=what, error=CacheError, own=own), path, what=what)
 
 
 def parse_shard(raw: bytes, path: Path, *, what: str = _WHAT) -> Shard:
