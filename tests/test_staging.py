@@ -11,6 +11,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -57,7 +58,7 @@ def broken(self, request):
     raise BackendError("it must work, got nothing; try again")
 
 
-def test_files_appear_together_and_equal_ones_stay_as_old_as_they_are(tmp_path):
+def test_files_appear_together_and_equal_ones_stay_as_old_as_they_are(tmp_path, monkeypatch):
     (tmp_path / "a").write_text("old")
     (tmp_path / "a").chmod(0o600)
     (tmp_path / "same").write_text("same")
@@ -69,6 +70,11 @@ def test_files_appear_together_and_equal_ones_stay_as_old_as_they_are(tmp_path):
     assert content(tmp_path) == {"a": b"new", "same": b"same", "b": b"b", "last": b"last"}
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "same").stat().st_mtime == 1 and not list(tmp_path.glob(".*"))
+    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=PermissionError))  # another user's
+    with stage_files(tmp_path) as stage:
+        write(stage, a="own")  # of the same size
+        stage.publish()
+    assert (tmp_path / "a").read_text() == "own"
 
 
 def test_what_is_not_published_is_gone_and_so_is_a_folder_made_for_it(tmp_path):

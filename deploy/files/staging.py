@@ -275,9 +275,10 @@ def _make_folder(path: Path, top: Path) -> None:
 
 def _same_bytes(source: Path, target: Path) -> bool:
     """Return whether the file is already there byte for byte; its date then stays."""
-    if not target.is_file() or target.stat().st_size != source.stat().st_size:
-        return False
-    return target.read_bytes() == source.read_bytes()
+    with suppress(OSError):  # another user's, which may be replaced but not read
+        same_size = target.is_file() and target.stat().st_size == source.stat().st_size
+        return same_size and target.read_bytes() == source.read_bytes()
+    return False
 
 
 def _calibrations(stage: Path) -> Iterator[list[str]]:
