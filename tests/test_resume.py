@@ -613,7 +613,7 @@ def test_a_shard_replaces_a_shard_and_nothing_else(run, shard, observed, tmp_pat
     notes = tmp_path / "notes.txt"
     notes.write_text("mine")
     words = (*observed, "--shard", "1/2", "-o", notes)
-    assert "what calib8 did not write" in run.fails(*words) and notes.read_text() == "mine"
+    assert "only a shard that calib8 wrote" in run.fails(*words) and notes.read_text() == "mine"
     assert run(*words, "--force")[0] == 0 and notes.read_bytes() == first
 
 

@@ -21,7 +21,7 @@ from deploy.analysis.explanation import (
 from deploy.errors import CacheError, ConfigError
 from deploy.files import atomic, manifest, staging, toml
 from deploy.files.manifest import PAGES, RECORDS, SETTINGS, Manifest
-from deploy.files.reading import convert, is_file, read_json
+from deploy.files.reading import convert, read_json
 from deploy.method import NO_CHOICES
 from deploy.metrics.levels import LEVELS
 from deploy.metrics.output_errors import OutputAccuracy
@@ -128,7 +128,7 @@ def read_stored_build(folder: Path | str) -> StoredBuild:
     """
     named = Path(folder)
     path = named if named.suffix == ".json" else named / PAGES[0]
-    if not is_file(path):
+    if not os.path.isfile(path):
         raise ConfigError(
             f"a build must be a folder that `calib8 build` wrote, got {named} without a {PAGES[0]};"
             " build first, or name the folder that --out named"
@@ -171,7 +171,7 @@ def _broken(path: Path, message: str) -> ConfigError:
 
 def _options(path: Path) -> dict[str, str] | None:
     """Read the options file next to a report; None if there is none."""
-    if not is_file(path):
+    if not os.path.isfile(path):
         return None
     what = "the options of a build, as calib8 wrote them"
     table = toml.read_toml(path, what=what, way_out="build again").get("build", {})
@@ -197,7 +197,7 @@ def read_explanation(folder: Path) -> Explanation:
     report = build.report
     named = [file.path for file in report.files if file.role == PLAN]
     plan_path = path_in_build(named[0], build.path) if named else None
-    if plan_path is not None and not is_file(plan_path):
+    if plan_path is not None and not os.path.isfile(plan_path):
         plan_path = None
     plan = PlanFile() if plan_path is None else read_plan(plan_path)
     engines = {e.target: e for e in report.engines if not (e.reference or e.baseline)}
@@ -220,7 +220,7 @@ def path_in_build(written: str, report: Path) -> Path:
     Another build may be at the path in the report by now.
     """
     record = report.parent / RECORDS / Path(written).name
-    return record if is_file(record) else report.parent / Path(written).name
+    return record if os.path.isfile(record) else report.parent / Path(written).name
 
 
 def path_near_report(written: str, report: Path) -> Path:

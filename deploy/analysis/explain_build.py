@@ -7,6 +7,7 @@ Channel figures are sums over all images, so memory does not grow with their num
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +32,6 @@ from deploy.feed.paths import RawFiles
 from deploy.feed.preprocess import Preprocess, PreprocessRequest, apply_user_options
 from deploy.feed.samples import Feed
 from deploy.files import manifest
-from deploy.files.reading import is_file
 from deploy.frontends import LoadedModel, load_float_or_qdq
 from deploy.frontends.onnx_reader import read_model
 from deploy.graph.edit import copy_with_outputs
@@ -297,7 +297,7 @@ def _load_float_model(
     if named is not None:
         return load_float_or_qdq(named)
     path = path_near_report(explanation.model, Path(explanation.report))
-    if not is_file(path) or path.suffix.lower() != ".onnx":
+    if not os.path.isfile(path) or path.suffix.lower() != ".onnx":
         raise ConfigError(
             f"images are run through the ONNX model of the build, got {explanation.model!r} in"
             f" {explanation.report}, which is none here; name it with --model"

@@ -47,8 +47,8 @@ from deploy.feed.file_list import RawSample
 from deploy.feed.samples import Feed
 from deploy.feed.sampling import Share
 from deploy.files import atomic
-from deploy.files.manifest import is_marked, sha256
-from deploy.files.reading import from_json, read_bytes, refuse_output, refuse_unwritable
+from deploy.files.manifest import sha256
+from deploy.files.reading import from_json, read_bytes
 from deploy.frontends import LoadedModel
 
 SCHEMA = "calib8-shard/1"
@@ -145,22 +145,6 @@ def parse_shard(raw: bytes, path: Path, *, what: str = _WHAT) -> Shard:
         return _shard(document, path, packed)
     except BROKEN as error:
         raise CacheError(f"{rule}, got parts that do not fit: {error}") from error
-
-
-def refuse_foreign_shard(path: Path, *, force: bool) -> None:
-    """Refuse a path for a shard that another file occupies, before anything is run.
-
-    Raises:
-        ExportError: it is an input of this run, a folder or a device, or cannot be written.
-        CacheError: calib8 did not write it.
-    """
-    refuse_output(path)
-    refuse_unwritable(path)
-    if path.exists() and not force and not is_marked(path, "shard"):
-        raise CacheError(
-            f"a shard must not replace what calib8 did not write, got {path}; name another file,"
-            " or replace it with --force"
-        )
 
 
 def _shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard:

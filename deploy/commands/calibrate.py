@@ -76,8 +76,9 @@ def calibrate(
     targets takes it with --cache.
     """  # noqa: D301 (click reads the backspace)
     from deploy.calibration.checkpoint import checkpoint_path
-    from deploy.calibration.shards import refuse_foreign_shard, write_shard
+    from deploy.calibration.shards import write_shard
     from deploy.feed.sampling import to_choice
+    from deploy.files.manifest import name_output
     from deploy.pipeline import calibrate_with
 
     calibration.refuse_ignored(targets)
@@ -88,7 +89,7 @@ def calibrate(
         number, of = _shard(shard, calibration.cache)
         dataset = replace(dataset, limit=replace(to_choice(dataset.limit), shard=(number, of)))
         path, cache = out or Path(f"{model.stem}.{number}-of-{of}.shard"), None
-        refuse_foreign_shard(path, force=calibration.cache.force)
+        name_output(path, "shard", force=calibration.cache.force)
     options = calibration.options(
         cache, method, images, scheduler=scheduler, resume=resume, checkpoint=checkpoint_path(path)
     )

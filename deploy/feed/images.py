@@ -43,7 +43,7 @@ from deploy.errors import FeedError
 from deploy.feed import headers
 from deploy.feed.file_list import FileList, ImageFile
 from deploy.feed.headers import read_image_size
-from deploy.files.reading import is_file, read_bytes
+from deploy.files.reading import read_bytes
 from deploy.tensors import Array
 
 T = TypeVar("T")
@@ -386,12 +386,12 @@ def _not_a_list(path: Path) -> FeedError:
 def _parse_line(listing: Path, number: int, line: str) -> tuple[str, int | None]:
     folder = listing.parent
     parts = line.rsplit(None, 1)
-    if len(parts) == 1 or is_file(folder / line):
+    if len(parts) == 1 or os.path.isfile(folder / line):
         return line, None
     name, token = parts
     if re.fullmatch(r"\d{1,9}", token, re.ASCII):
         return name, int(token)
-    if is_file(folder / name) and not is_file(folder / token):
+    if os.path.isfile(folder / name) and not os.path.isfile(folder / token):
         raise FeedError(
             f"a label must be a whole number from 0, got {token!r} on line {number} of"
             f" {printable_name(str(listing))}; number the classes in the order of the model's"

@@ -7,6 +7,7 @@ one of these.
 """
 
 import ast
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from deploy.errors import ConfigError, FeedError
 from deploy.feed.arrays import as_array
 from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import Preprocess
-from deploy.files.reading import is_file, read_bytes
+from deploy.files.reading import read_bytes
 from deploy.files.usercode import load_function, wrap_user_errors
 from deploy.tensors import Array
 
@@ -92,7 +93,7 @@ def call_loader(path: str) -> object | None:
 
 def is_loader_spec(path: str) -> bool:
     """Return whether a path is a Python file, with or without `:function`."""
-    return is_function_spec(path) or (path.endswith(".py") and is_file(Path(path)))
+    return is_function_spec(path) or (path.endswith(".py") and os.path.isfile(path))
 
 
 def is_function_spec(path: str) -> bool:

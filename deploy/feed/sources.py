@@ -286,7 +286,7 @@ def check_present(pictures: Iterable[ImageFile], count: int, where: str) -> None
     Raises:
         FeedError: names the first few missing files.
     """
-    missing = [one.name for one in pictures if not _exists(one.path)]
+    missing = [one.name for one in pictures if not os.path.exists(one.path)]
     if missing:
         raise FeedError(
             f"every image must exist, {len(missing)} of {count} in"
@@ -314,13 +314,6 @@ def check_dtype(spec: TensorSpec, how: Preprocess) -> None:
         else "feed it arrays from an .npy file"
     )
     raise FeedError(f"images become float32 or float16, the input is {describe(spec)}; {remedy}")
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

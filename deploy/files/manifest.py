@@ -236,13 +236,15 @@ MARKS = {
 _HEAD = 4096  # bytes at either end of a file, where its mark is
 
 
-def name_output(path: Path, kind: str) -> None:
+def name_output(path: Path, kind: str, *, force: bool | None = None) -> None:
     """Remember a file that the user named as an output, of a kind in `MARKS`.
+
+    `force`: overwrite any file but an input; None where the command has no --force.
 
     Raises:
         ExportError: calib8 did not write the file that is there, or as another output or input.
     """
-    reading.add_output(path, partial(_refuse_unmarked, path, kind))
+    reading.add_output(path, partial(_refuse_unmarked, path, kind, force))
 
 
 def is_marked(path: Path, kind: str) -> bool:
@@ -258,14 +260,15 @@ def is_marked(path: Path, kind: str) -> bool:
     return False
 
 
-def _refuse_unmarked(path: Path, kind: str) -> None:
+def _refuse_unmarked(path: Path, kind: str, force: bool | None) -> None:
     parent = path.absolute().parent
     folder = parent.parent if parent.name == RECORDS else parent
     built = path.absolute().relative_to(folder).as_posix() in _files_in_manifest(folder)
-    if built or (path.exists() and not is_marked(path, kind)):
+    if not force and (built or (path.exists() and not is_marked(path, kind))):
+        way_out = "remove it" if force is None else "replace it with --force"
         raise ExportError(
             f"an output may replace only a {kind} that calib8 wrote, and none of a build, got"
-            f" {path}; give another path, or remove it"
+            f" {path}; give another path, or {way_out}"
         )
 
 

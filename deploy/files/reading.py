@@ -374,14 +374,6 @@ def _decoded(data: bytes, rule: str, error: type[Calib8Error]) -> str:
         raise error(f"{rule} in UTF-8, got other bytes; save it as UTF-8") from wrong
 
 
-def is_file(path: Path) -> bool:
-    """Return whether a path is a regular file; False for a path that no system accepts."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
 def refuse_irregular(path: FilePath, *, what: str, error: type[Calib8Error]) -> None:
     """Raise unless `path` is a regular file; remember it as an input.
 

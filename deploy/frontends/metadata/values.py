@@ -1,6 +1,7 @@
 """Read values from metadata: bounded and checked; errors are worded as the end of a sentence."""
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 from deploy.errors import ConfigError
 from deploy.feed.preprocess import Preprocess
-from deploy.files.reading import from_json, is_file, read_text
+from deploy.files.reading import from_json, read_text
 
 LONGEST = 1 << 12  # maximum number of characters of a value
 _LARGEST = 1 << 18  # maximum size in bytes of a file next to the model
@@ -49,7 +50,7 @@ class ModelMetadata:
             ConfigError: the file is too large, or not text.
         """
         for path in (self.folder / name for name in names) if self.folder else ():
-            if is_file(path):
+            if os.path.isfile(path):
                 return read_text(path, what="text", error=ConfigError, most=_LARGEST)
         return None
 
