@@ -614,6 +614,7 @@ def test_a_shard_replaces_a_shard_and_nothing_else(run, shard, observed, tmp_pat
     notes.write_text("mine")
     words = (*observed, "--shard", "1/2", "-o", notes)
     assert "only a shard that calib8 wrote" in run.fails(*words) and notes.read_text() == "mine"
+    assert "a folder that can be written to" in run.fails(*words[:-1], notes / "a")
     assert run(*words, "--force")[0] == 0 and notes.read_bytes() == first
 
 

@@ -364,6 +364,7 @@ def test_a_build_never_replaces_foreign_files(name, small_cnn, pictures, tmp_pat
     (tmp_path / name).write_text("mine")
     words = ("build", small_cnn, "--images", pictures, *WORDS, tmp_path)
     assert "must not replace what calib8 did not write" in run.fails(*words)
+    assert "a folder that can be written to" in run.fails(*words, "--out", tmp_path / name)
     assert content(tmp_path) == {name: b"mine"}
     run.ok(*words, "--force")
     assert unchanged(tmp_path)
@@ -470,7 +471,8 @@ def test_a_journal_that_somebody_put_there_moves_nothing_out_of_its_folder(tmp_p
 
 ROOT = Path(__file__).parent.parent
 INPUT = "an output must not be an input"
-PLACES = ("model", "photo", "text", "foreign cache", "fifo")
+INPUTS = ("model", "photo", "hard link", "symbolic link", "other spelling", "labels")
+PLACES = (*INPUTS[:-1], "text", "foreign cache", "fifo", "below a file")
 ENDED = {130: "interrupted", 143: "terminated"}
 SIGNALS = [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)]  # the code of each, and threads
 FOREIGN = b"TRT-100300-EntropyCalibration2\nimages: 3c010a14\n"
@@ -482,50 +484,31 @@ def model(small_cnn, tmp_path):
     return Path(shutil.copy(small_cnn, tmp_path / "m.onnx"))
 
 
-@pytest.mark.parametrize("way", ["itself", "hard link", "symbolic link", "other spelling"])
-def test_a_calibration_over_its_model_is_refused(way, run, model, pictures, tmp_path):
-    before, output = model.read_bytes(), tmp_path / "other"
-    (tmp_path / "x").mkdir()
-    if way == "hard link":
-        os.link(model, output)
-    elif way == "symbolic link":
-        output.symlink_to(model)
-    else:
-        output = model if way == "itself" else tmp_path / "x" / ".." / "m.onnx"
-    assert INPUT in run.fails("calibrate", model, "--images", pictures, "-o", output)
-    assert model.read_bytes() == before
-
-
 @pytest.mark.parametrize(("command", "what"), [
     ("build", "labels"), *((c, what) for c in ("build", "calibrate") for what in PLACES),
 ])  # fmt: skip
 def test_a_cache_replaces_no_foreign_file(command, what, run, model, pictures, tmp_path):
     photos = shutil.copytree(pictures, tmp_path / "photos")
-    victim = {"model": model, "photo": next(photos.iterdir())}.get(what, tmp_path / "victim")
-    if what in ("text", "labels", "foreign cache"):
+    known = {"model": model, "photo": next(photos.iterdir()), "below a file": model / "x"}
+    known["other spelling"] = photos / ".." / model.name
+    victim = known.get(what, tmp_path / "victim")
+    if what.endswith("link"):
+        (victim.hardlink_to if what == "hard link" else victim.symlink_to)(model)
+    elif what in ("text", "labels", "foreign cache"):
         victim.write_bytes(FOREIGN if what == "foreign cache" else b"3\n" * 20)
     elif what == "fifo":
         os.mkfifo(victim)
-    before = None if what == "fifo" else victim.read_bytes()
+    before = victim.read_bytes() if victim.is_file() else None
     words = ["--images", photos]
     words += ["--cache", victim, "--out", tmp_path / "o"] if command == "build" else ["-o", victim]
     words += ["--eval-images", photos, "--labels", victim] if what == "labels" else []
     said = run.fails(command, model, *words)
+    assert (INPUT in said) == (what in INPUTS)
     assert ("got a device" in said) == (what == "fifo")
+    assert ("can be written to" in said) == (what == "below a file")
     assert ("--force" in said) == (what in ("text", "foreign cache"))
     assert before is None or victim.read_bytes() == before
     assert not list(tmp_path.glob("victim.*"))
-
-
-@pytest.mark.parametrize("words", [
-    "calibrate -o BELOW", "calibrate --shard 1/2 -o BELOW", "build --out BELOW",
-    "build --out o --cache BELOW",
-])  # fmt: skip
-def test_a_folder_that_takes_no_file_is_told_before_the_run(words, run, model, tmp_path):
-    (tmp_path / "photo.png").write_bytes(b"no picture, as the run would find")
-    command, *more = words.replace("BELOW", str(model / "new/a")).split()
-    said = run.fails(command, model, "--images", tmp_path / "photo.png", *more)
-    assert f"must be in a folder that can be written to, got {model};" in said
 
 
 def test_arrays_beside_a_cache_of_their_name_are_not_replaced(run, model, tmp_path):

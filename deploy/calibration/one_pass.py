@@ -375,9 +375,7 @@ def count_workers(wanted: Iterable[Observation], model: onnx.ModelProto, threads
 
 def refuse_full_disk(folder: Path, model: onnx.ModelProto, targets: int) -> None:
     """Refuse a folder whose disk has too little space for the int8 weights of each target."""
-    there = next((p for p in (folder, *folder.absolute().parents) if p.is_dir()), None)
-    if there is None:
-        return
+    there = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
     needed = targets * sum(len(tensor.raw_data) for tensor in model.graph.initializer) // _VALUE
     if needed > (free := shutil.disk_usage(there).free):
         raise ExportError(
