@@ -26,6 +26,7 @@ from deploy.frontends import load
 from deploy.method import NO_CHOICES, Choices, Method
 from deploy.metrics.levels import DOUBTFUL, UNUSABLE
 from deploy.metrics.output_form import derive_form
+from deploy.metrics.slices import form_samples
 from deploy.pipeline import calibrate
 from deploy.runtimes.ort import BoundSession, OrtSession
 from deploy.targets import TARGETS
@@ -219,6 +220,16 @@ def test_of_large_samples_fewer_are_enough(values, enough):
     sample = {"x": np.zeros(values - 1, np.int8), "size": np.zeros(1)}
     judges = SimpleNamespace(heard=lambda most: iter([(sample, {})]))
     assert search_samples.enough_samples(judges) == enough
+
+
+@pytest.mark.parametrize(
+    "side, numbers, count", [(8, 16, 32), (1024, 16, 21), (9000, 16, 4), (8, 17, 4)]
+)
+def test_a_few_numbers_show_their_form_in_more_samples_that_memory_holds(side, numbers, count):
+    for batch in 1, 2:
+        pictures = np.broadcast_to(np.float32(0), (batch, 3, side, side))
+        rows = {"y": np.zeros((batch, numbers))}
+        assert form_samples({"x": pictures}, rows, batch) == count
 
 
 def test_the_loudest_samples_are_those_of_every_part_together():

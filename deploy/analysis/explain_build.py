@@ -85,7 +85,7 @@ def run_images(
     names = [spec.name for spec in loaded.outputs if spec.dtype != "str"]
     _check_outputs(names, candidate, runnable)
     (one,) = feed.first(1)
-    first = feed.first(form_samples(_only(left.run(one), names)))
+    first = feed.first(form_samples(one, _only(left.run(one), names)))
     outputs = [_only(left.run(sample), names) for sample in first]
     images = _Images(derive_form(outputs, inputs=first, task=task))
     channels = {name: ChannelSums() for name in pairs}

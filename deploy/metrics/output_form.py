@@ -85,7 +85,7 @@ def derive_form(
     samples = _seen(reference_outputs, inputs)
     if not samples.outputs:
         return OutputForm()
-    count = form_samples(samples.outputs[0])
+    count = form_samples(samples.inputs[0], samples.outputs[0])
     first = FirstSamples(samples.inputs[:count], samples.outputs[:count])
     found = recognise_task(first, task)
     task_parts: Mapping[str, tuple[OutputSlice, ...]] = {} if found is None else found.parts
@@ -242,7 +242,7 @@ class OutputTally:
             self._count(inputs, reference, candidate, batch)
             return
         self._waiting.append((inputs, reference, candidate, batch))
-        if sum(one[3] for one in self._waiting) >= form_samples(reference, batch):
+        if sum(one[3] for one in self._waiting) >= form_samples(inputs, reference, batch):
             self._settle()
 
     def parts(self, outputs: Sequence[OutputAccuracy]) -> tuple[SliceAccuracy, ...]:

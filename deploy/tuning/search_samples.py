@@ -176,7 +176,7 @@ def _slice_signals(
     samples = iter(heard)
     first = list(islice(samples, 1))
     known = min(_MEANS, _MOST_VALUES // max(_size(first[0][0]), 1))
-    first += islice(samples, max(form_samples(first[0][1]), known) - 1)
+    first += islice(samples, max(form_samples(*first[0]), known) - 1)
     fed, outputs_of_first = zip(*first, strict=True)
     form = derive_form(outputs_of_first, inputs=fed, task=task)
     told = (form.told(outputs, sample, outputs) for sample, outputs in chain(first, samples))
