@@ -225,7 +225,7 @@ def test_of_large_samples_fewer_are_enough(values, enough):
 @pytest.mark.parametrize(
     "side, numbers, count", [(8, 16, 32), (1024, 16, 21), (9000, 16, 4), (8, 17, 4)]
 )
-def test_a_few_numbers_show_their_form_in_more_samples_that_memory_holds(side, numbers, count):
+def test_a_few_numbers_show_their_form_in_as_many_samples_as_memory_holds(side, numbers, count):
     for batch in 1, 2:
         pictures = np.broadcast_to(np.float32(0), (batch, 3, side, side))
         rows = {"y": np.zeros((batch, numbers))}

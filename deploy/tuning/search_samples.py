@@ -11,9 +11,9 @@ before the Softmax: a search over such samples took four of eight layers for 109
 
     sum p (1 - p)            0 where the class is certain
 
-Of many steps or pixels in a sample some are always uncertain, and the sum of squares serves. All
-samples of a number that is measured about its mean have the same signal: the extreme ones are where
-a Softmax or Tanh before it is certain.
+Of many steps or pixels in a sample some are always uncertain, and the sum of squares serves. For
+a number that is measured about its mean, all samples have the same signal, because a Softmax or
+Tanh before it is certain in the extreme ones.
 
 Expected verdict. A trial model is compared as its engine will be. Most are good on the first few
 evaluation samples, and no others run then. All run only if doubling the loss (verdict "good") or

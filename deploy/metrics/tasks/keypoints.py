@@ -211,10 +211,11 @@ def _lie_inside(rows: Floats, size: tuple[int, int], *, flat: bool, in_order: bo
         return _are_central(places / max(size))
     if np.ptp(rows.sum(axis=2)) < _ENDS:
         return False  # class probabilities
-    return any(
-        _are_central(one) and np.mean((one < _ENDS) | (one > 1 - _ENDS)) <= 0.25
-        for one in (places, *(((places + 1) / 2,) if in_order else ()))
-    )  # others are independent probabilities
+    for one in [places, (places + 1) / 2] if in_order else [places]:
+        are_probabilities = np.mean((one < _ENDS) | (one > 1 - _ENDS)) > 0.25
+        if _are_central(one) and not are_probabilities:
+            return True
+    return False
 
 
 def _are_central(places: Floats) -> bool:
