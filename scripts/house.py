@@ -4,9 +4,9 @@ A room is a folder or a file at the first level of `deploy`, and `calibrators` a
 is any import of one module by another: at the top of a file, inside a function, for type checkers
 only, or by a name in a table that is imported later ("deploy.commands.build:build").
 `tests/test_layout.py` holds the law with these functions; run as a program, this prints the
-figures, or a drawing of them:
+figures with their limits:
 
-    python scripts/house.py [CHECKOUT] [--dot]      figures with their limits; --dot for Graphviz
+    python scripts/house.py [CHECKOUT]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import ast
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,11 +91,17 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    """What a file holds, parsed once."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def arrows(known: Mapping[str, Path]) -> list[Arrow]:
     """Every import of a known module by another one, wherever in the file it stands."""
     found = []
     for module, path in known.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree(path)):
             ends = {_module(name, known) for name in _named(node)} - {None, module}
             found += [Arrow(module, str(end), getattr(node, "lineno", 0)) for end in ends]
     return found
@@ -188,7 +195,7 @@ def class_names(known: Mapping[str, Path]) -> dict[str, list[str]]:
     """Every class at the top of a module, by its name: the modules that define it."""
     found: dict[str, list[str]] = {}
     for module, path in known.items():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in tree(path).body:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(module)
     return found
@@ -253,31 +260,12 @@ def figures(known: Mapping[str, Path], drawn: Sequence[Arrow]) -> str:
     return "\n".join(lines)
 
 
-def dot(known: Mapping[str, Path], drawn: Sequence[Arrow]) -> str:
-    """The rooms by floors and the arrows between them, for Graphviz; climbing ones are red."""
-    rooms = sorted({room(module) for module in known})
-    weights: dict[tuple[str, str], int] = {}
-    for arrow in drawn:
-        if arrow.rooms[0] != arrow.rooms[1]:
-            weights[arrow.rooms] = weights.get(arrow.rooms, 0) + 1
-    lines = ["digraph house {", "  node [shape=box];"]
-    for names in FLOORS:
-        row = "; ".join(f'"{name}"' for name in rooms if name in names)
-        lines += [f"  {{ rank=same; {row} }}"] if row else []
-    for (a, b), weight in sorted(weights.items()):
-        red = ", color=red" if _floor(b) < _floor(a) else ""
-        lines.append(f'  "{a}" -> "{b}" [label={weight}{red}];')
-    return "\n".join([*lines, "}"])
-
-
 def main() -> None:
-    """Print the figures of a checkout, or their drawing."""
+    """Print the figures of a checkout."""
     parser = argparse.ArgumentParser(description="The figures of the house.")
     parser.add_argument("checkout", nargs="?", type=Path, default=Path(__file__).parents[1])
-    parser.add_argument("--dot", action="store_true", help="a drawing for Graphviz")
-    asked = parser.parse_args()
-    known = modules(asked.checkout)
-    print((dot if asked.dot else figures)(known, arrows(known)))
+    known = modules(parser.parse_args().checkout)
+    print(figures(known, arrows(known)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import gc
 import importlib.util
 import json
 import os
@@ -33,6 +34,11 @@ for _name, _fixed in (("fixed", True), ("random", False)):
         derandomize=_fixed, database=None, print_blob=True,
     )  # fmt: skip
 hypothesis.settings.load_profile(_PROFILE)
+
+
+def pytest_collection_finish():
+    """Thousands of tests are no garbage that every collection has to look through."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -331,6 +331,7 @@ def test_the_rounding_is_in_every_file(all_kinds, built):
     assert np.abs(codes["w3"].astype(int) - integers(plain)["w3"]).max() == 1
 
 
+@pytest.mark.slow
 def test_a_record_alone_does_not_hold_the_rounding(all_kinds, built, command, tmp_path, refusal):
     _, out = built(ada(100, "dmq_balancer { }"), out="ada")
     record, modified = out / "kinds_record.txt", out / "kinds_modified_model.onnx"
@@ -380,6 +381,7 @@ def test_layers_that_do_not_ask_stay_as_arq_has_them(built):
     assert changed == {"w4"}
 
 
+@pytest.mark.slow
 def test_the_layers_are_rounded_one_after_the_other(all_kinds, built, monkeypatch):
     """The inputs of a layer are those behind the rounded layers before it, as in AMCT."""
     from deploy.targets.ascend import weight_rounding
@@ -403,6 +405,7 @@ def test_the_layers_are_rounded_one_after_the_other(all_kinds, built, monkeypatc
     assert kinds == {"first": RELU6, "apart": LEAKY, "turned": RELU, "fc": TANH, "mm": NONE}
 
 
+@pytest.mark.slow
 def test_auto_takes_such_a_configuration(all_kinds, command, tmp_path):
     config, out = tmp_path / "ada.cfg", tmp_path / "auto"
     config.write_text(ada(50))

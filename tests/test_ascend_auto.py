@@ -56,6 +56,7 @@ def settled(folder):
     return read_config((folder / FINAL).read_text())
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_chose(auto_small, tmp_path):
     out = auto_small(tmp_path, "--max-loss", "0.00008")
     config = settled(tmp_path)
@@ -191,6 +192,7 @@ def test_dmq_must_halve_the_error_as_it_costs_an_operator():
     assert searches._best({"as configured": 1.0, "hfmg": 1.0}) == "as configured"
 
 
+@pytest.mark.slow
 def test_the_command_balances_and_corrects_before_float(auto, command, uneven, images, tmp_path):
     """The corrected model and the record are what was judged."""
     said = auto(uneven, images, tmp_path, "--max-loss", "1e-4")
@@ -208,6 +210,7 @@ def test_the_command_balances_and_corrects_before_float(auto, command, uneven, i
     np.testing.assert_array_equal(found, outputs(tmp_path / "uneven_fake_quant_model.onnx", images))
 
 
+@pytest.mark.slow
 def test_a_budget_that_holds_needs_no_dmq_and_a_batch_is_dmqs(auto, uneven, images, tmp_path):
     said = auto(uneven, images, tmp_path, "--max-loss", "0.5")
     assert "corrected" not in said and "DMQ" not in said
@@ -259,6 +262,7 @@ def outputs(path, images):
     return np.concatenate([session.run({"x": x[None]})["y"] for x in np.load(images)])
 
 
+@pytest.mark.slow
 def test_repairs_and_other_searches_come_before_float(auto_coarse, coarse, command, tmp_path):
     """The repaired model and the record give the same files again."""
     said, out = auto_coarse("repaired", REPAIRED)
@@ -290,6 +294,7 @@ def test_threads_change_no_byte(auto_coarse):
         assert (one / name).read_bytes() == (three / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_a_layer_in_float_keeps_its_own_constants(auto_coarse, coarse):
     said, out = auto_coarse("o", 4e-5)
     assert "2 layers in int8, 1 in float." in said

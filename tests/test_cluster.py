@@ -220,6 +220,7 @@ def test_a_scheduler_that_is_lost_is_a_sentence(refused, tmp_path):
     assert f"the scheduler {found.address} must" in err
 
 
+@pytest.mark.slow
 def test_build_observes_there_too(cluster, run, small_cnn, pictures, tmp_path):
     words = ("build", small_cnn, "--images", pictures, "--effort", 0, "--duration", 0, "--out")
     run.ok(*words, tmp_path / "one")

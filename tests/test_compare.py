@@ -400,6 +400,7 @@ def test_the_report_has_what_was_tried_and_where_it_is_kept(built):
     assert page.count("<td>yes</td>") == text.count("| yes |") >= 1
 
 
+@pytest.mark.slow
 def test_verbose_tells_what_was_tried(small_cnn, pictures, built, tmp_path):
     out = shutil.copytree(built, tmp_path / "again")
     for flags, shown in ([], False), (["--verbose"], True):

@@ -730,6 +730,7 @@ def test_a_bad_or_changed_picture_is_told_in_its_turn(monkeypatch, folder):
         decoded(folder)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 3000))
 @example(10**6)
 def test_every_place_comes_once(count):

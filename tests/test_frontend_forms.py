@@ -700,6 +700,7 @@ def close(name, model, before, after, tolerance):
     assert np.abs(expected - after).max() <= tolerance * largest, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_lifted_model_is_deterministic_and_finished(name):
     path = fetch_model(*MODELS[name][:3])

@@ -102,16 +102,16 @@ def said_int8(target):
     return {d["op"] for d in target["nodes"] if d["precision"] == "uint8"}
 
 
-def ran_in_float(engine, x, target, folder):
+def ran_in_float(ran, target):
     """Operators that are said to be int8, and run in float."""
     said = {"Conv", "Gemm", "MatMul", "FusedConv", "FusedGemm", "ConvTranspose"} | said_int8(target)
-    return {kind for kind, read in kernels(engine, x, folder) if read == "float" and kind in said}
+    return {kind for kind, read in ran if read == "float" and kind in said}
 
 
-def integer_kernels(engine, x, target, folder):
+def integer_kernels(ran, target):
     """Kernels on integers of operators that are said to be float."""
     said = said_int8(target) | ({"Add", "Mul"} if "HardSwish" in said_int8(target) else set())
-    found = {kind for kind, _ in kernels(engine, x, folder) if kind.startswith("QLinear")}
+    found = {kind for kind, _ in ran if kind.startswith("QLinear")}
     return found - {f"QLinear{op}" for op in said}
 
 
@@ -128,9 +128,9 @@ def between(name):
 @pytest.mark.parametrize("name", BETWEEN)
 def test_between_two_convs(name, tmp_path):
     engine, x, target = built(*between(name), (16, 16, 16), tmp_path)
-    assert not ran_in_float(engine, x, target, tmp_path)
-    assert not integer_kernels(engine, x, target, tmp_path)
-    assert "Erf" not in {kind for kind, _ in kernels(engine, x, tmp_path)}  # a Gelu holds it
+    ran = kernels(engine, x, tmp_path)
+    assert not ran_in_float(ran, target) and not integer_kernels(ran, target)
+    assert "Erf" not in {kind for kind, _ in ran}  # a Gelu holds it
     wanted, found = (run_net(path, x)[0] for path in (tmp_path / "net.onnx", engine))
     assert np.square(wanted).sum() > 10**2.5 * np.square(found - wanted).sum()
 
@@ -143,9 +143,9 @@ def test_what_is_kept_float_between_two_convs(name, tmp_path):
     keep = [word for name in kept for word in ("--keep-float", name)]
     engine, x, target = built(nodes, constants, (16, 16, 16), tmp_path, *keep)
     assert said_int8(target) <= {"Conv", "Relu"}
-    assert not integer_kernels(engine, x, target, tmp_path)
-    found = {kind for kind, _ in kernels(engine, x, tmp_path)}
-    assert not {"MatMulInteger", "MatMulIntegerToFloat"} & found
+    ran = kernels(engine, x, tmp_path)
+    assert not integer_kernels(ran, target)
+    assert not {"MatMulInteger", "MatMulIntegerToFloat"} & {kind for kind, _ in ran}
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -162,7 +162,7 @@ def test_a_matmul_with_a_bias_runs_on_integers(name, shape, tmp_path):
         ("MatMul", "r w2", "k"), ("Add", f"{biases[1]} k", "y"),
     ]  # fmt: skip
     engine, x, target = built(nodes, constants, shape[1:], tmp_path, batch=shape[0])
-    assert not ran_in_float(engine, x, target, tmp_path)
+    assert not ran_in_float(kernels(engine, x, tmp_path), target)
     left = [d["op"] for d in target["nodes"] if d["precision"] == "float32"]
     assert sorted(left) == (in_float if len(shape) == 2 else ["Add", "Add", "Relu"])
 

@@ -42,9 +42,8 @@ def arrows() -> list[house.Arrow]:
     return house.arrows(MODULES)
 
 
-@cache
 def tree(module: str) -> ast.Module:
-    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    return house.tree(MODULES[module])
 
 
 def imports(node: ast.AST, *, lazy: bool) -> set[str]:
@@ -88,6 +87,7 @@ def test_every_module_has_a_floor():
     assert not empty, f"floors of scripts/house.py name rooms that are not there: {sorted(empty)}"
 
 
+@pytest.mark.slow
 def test_no_import_climbs():
     """But for few that are excepted, and each says why."""
     up = house.climbing(arrows())
@@ -97,6 +97,7 @@ def test_no_import_climbs():
     assert set(house.CLIMBS) <= {arrow.rooms for arrow in up}
 
 
+@pytest.mark.slow
 def test_no_import_goes_round_in_a_circle():
     both = [
         f"{a} and {b}: {there[0]}, {back[0]}"
@@ -124,13 +125,6 @@ def test_an_import_of_any_form_is_an_arrow(tmp_path, line):
 
 
 @pytest.mark.slow
-def test_the_drawing_holds_every_room():
-    drawn = house.dot(MODULES, arrows())
-    assert all(f'"{house.room(module)}"' in drawn for module in MODULES)
-    assert house.figures(MODULES, arrows()).startswith("files: ")
-
-
-@pytest.mark.slow
 def test_every_module_can_be_imported():
     names = [name for name in MODULES if not name.endswith("__main__")]
     done = in_another_process(IMPORT_ALL, *names)
@@ -153,6 +147,7 @@ def test_a_package_imports_little(package, never, lazy):
     assert not wrong
 
 
+@pytest.mark.slow
 def test_the_house_keeps_its_figures():
     found = house.counts(MODULES, arrows())
     over = [f"{what}: {found[what]}, limit {most}" for what, most in house.LIMITS.items()

@@ -172,6 +172,7 @@ def test_ranges_are_chosen_beside_every_search_that_a_plan_may_name(tmp_path, bu
         assert (method == "entropy") == note.endswith("nothing to repair"), (method, note)
 
 
+@pytest.mark.slow
 def test_inputs_that_float32_cannot_square_are_rounded_to_nearest_and_searched(tmp_path, built):
     """As of values of 1e30: their products are not finite."""
     x = np.abs(np.random.default_rng(6).normal(size=(20, 3, 12, 12))).astype(np.float32)

@@ -437,6 +437,7 @@ class Broken(OnnxRuntime):
         return BuildResult(target=self.name, engine=None, runnable=None, files={}, error=why)
 
 
+@pytest.mark.slow
 def test_a_build_tells_what_each_target_really_used(small_cnn, pictures, tmp_path):
     targets = [Narrow(name="narrow"), Elsewhere(name="elsewhere"), Broken(name="broken")]
     report = build(small_cnn, pictures, targets=targets, out=tmp_path, duration_s=0)

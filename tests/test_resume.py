@@ -225,6 +225,7 @@ def test_a_shard_goes_on_and_its_checkpoint_is_no_shard(run, killed, small_cnn, 
     assert not left.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_signal_says_how_to_go_on(number, code, threads, run, interrupted, small_cnn, tmp_path):

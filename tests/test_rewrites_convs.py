@@ -78,8 +78,8 @@ def ran(model: onnx.ModelProto) -> list[bytes]:
 @pytest.mark.parametrize(
     ("inner", "outer", "window", "padded"),
     [
-        (3, 32, 3, "vnni avx2 arm any"), (3, 32, 7, ""), (3, 96, 3, "vnni"), (2, 24, 5, "vnni"),
-        (1, 64, 3, "vnni"), (1, 64, 7, ""), (1, 16, 3, ""),
+        (3, 32, 3, "vnni avx2 arm any"), (3, 32, 7, ""), (2, 24, 5, "vnni"), (1, 64, 3, "vnni"),
+        (1, 16, 3, ""),
     ],
 )  # fmt: skip
 def test_a_picture_gets_four_channels_where_its_kernel_is_faster(
@@ -205,9 +205,10 @@ def fives(tmp_path) -> Path:
     return built(inverted(24, window=5), tmp_path / "net", *VNNI)
 
 
-@pytest.mark.parametrize("squeeze", ["", "GlobalAveragePool", "ReduceMean"])
-@pytest.mark.parametrize(("channels", "wide", "avx2"), [
-    (24, 32, 24), (40, 48, 48), (72, 80, 80), (20, 32, 20), (32, 32, 32), (48, 48, 48),
+@pytest.mark.slow
+@pytest.mark.parametrize(("channels", "wide", "avx2", "squeeze"), [
+    (24, 32, 24, ""), (40, 48, 48, "GlobalAveragePool"), (20, 32, 20, "ReduceMean"),
+    (32, 32, 32, "GlobalAveragePool"), (48, 48, 48, ""),
 ])  # fmt: skip
 def test_the_channels_of_a_slow_layer_are_filled_up_where_that_pays(
     channels, wide, avx2, squeeze, tmp_path, monkeypatch

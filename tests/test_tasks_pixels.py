@@ -291,6 +291,7 @@ def int8_of(model, samples, folder, *words):
     return json.loads((out / "report.json").read_text())["engines"][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
 def test_the_search_hears_the_noise_beside_the_change(target, tmp_path):
     samples = np.random.default_rng(1).uniform(-1, 1, (24, 3, 16, 16))

@@ -330,6 +330,7 @@ def test_the_qdq_model_and_the_cache_hold_the_same_scales(built, model):
             assert dict(scale_nodes(again)) == made
 
 
+@pytest.mark.slow
 def test_without_tensorrt_float_nodes_and_versions_are_as_asked(model, tmp_path, monkeypatch):
     monkeypatch.setattr(sdk, "find_sdk", no_engine)
     out = tmp_path / "kept"

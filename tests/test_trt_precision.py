@@ -43,6 +43,7 @@ HALF, FLOAT = TensorProto.FLOAT16, TensorProto.FLOAT
 UNIT = Preprocess(size=(16, 16))
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(2**-24, 60000, width=32), min_size=1, max_size=20))
 @settings(max_examples=200)
 def test_a_scale_is_rounded_up_to_what_the_type_holds(values):
@@ -265,6 +266,7 @@ def lines(run, small_cnn, pictures):
     return call
 
 
+@pytest.mark.slow
 def test_the_command_chooses_the_type(lines, small_cnn, tmp_path):
     found, _ = lines(tmp_path / "a")
     assert "--fp16" in found[0] and "--stronglyTyped" in found[2] and "--int8" not in found[3]

@@ -174,6 +174,7 @@ print(json.dumps([errors, plan.nbytes if plan else 0]))"""
     return run(RTX, "-c", program, str(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("--rest", "bf16"), ("--precision", "fp8")], ids=" ".join)
 def test_nvidias_compiler_takes_the_models_of_a_build(words, tmp_path):
     data = ROOT / "datasets" / "fashion"

@@ -126,6 +126,7 @@ def test_the_report_says_by_what_a_task_was_recognised(accuracy, small_cnn, tmp_
     assert all("classes: logits" in text for text in (*pages, verbose))
 
 
+@pytest.mark.slow
 def test_a_task_that_is_set_holds_for_the_search_and_the_verdict(
     accuracy, small_cnn, tmp_path, monkeypatch, run, pictures
 ):

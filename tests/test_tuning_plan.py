@@ -76,6 +76,7 @@ def path(tmp_path_factory):
     return tmp_path_factory.mktemp("plan") / "net.plan.toml"
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(plan=PLAN)
 def test_what_is_written_is_read_again(path, plan):

@@ -111,6 +111,7 @@ def build(model, x, out, *words):
     return ran(model, "--images", out.parent / "x.npy", "--duration", 0, *words, out=out)
 
 
+@pytest.mark.slow
 def test_what_clips_is_chosen_where_it_wins_on_samples_that_gave_no_range(tmp_path):
     """Rare values that matter: squares of noise. That do not: of a channel of weights near 0."""
     rng = np.random.default_rng(0)
@@ -494,6 +495,7 @@ def test_if_no_layer_can_be_tried_alone_the_search_goes_on(where, refused, build
     assert tried and all(one["sqnr_db"] > -28 for one in tried)
 
 
+@pytest.mark.slow
 def test_a_method_whose_whole_trial_cannot_be_run_is_not_chosen(build_failing):
     wanted = build_failing(lambda model: False, "--threads", 1)
     assert notes(wanted) == []  # without a failure nothing is said of one

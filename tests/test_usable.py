@@ -120,6 +120,7 @@ def test_the_layer_that_makes_the_engine_unusable_is_kept_float(target, default)
     assert "/wide/Conv" in kept and "/s/Conv" not in kept
 
 
+@pytest.mark.slow
 def test_what_was_tried_is_told_once(default, surer):
     for row in (*default.report["targets"], *surer.report["targets"]):
         tried = [one["what"] for one in row["search"]["tried"]]
@@ -145,6 +146,7 @@ def test_without_a_search_nothing_is_judged_beforehand(model, build):
     assert built.code == 3 and level(built) == "unusable"
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_given_is_obeyed_though_it_is_unusable(default, model, build, tmp_path):
     text = (default.out / "calib8/guessing.plan.toml").read_text()
     plan = tmp_path / "own.plan.toml"
@@ -153,6 +155,7 @@ def test_a_plan_that_is_given_is_obeyed_though_it_is_unusable(default, model, bu
     assert built.code == 3 and level(built) == "unusable"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", GRIDS.split(","))
 def test_a_limit_of_loss_holds_on_the_samples_that_judge(target, narrow, build):
     built = build(narrow, "--target", target, "--max-loss", 0.1)
@@ -201,12 +204,14 @@ def surer(narrow, feed, tmp_path_factory):
     return ran(narrow, "--images", feed, "--target", GRIDS, "--duration", 0, out=out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", GRIDS.split(","))
 def test_a_doubtful_engine_gives_way_to_a_good_one_that_is_worth_it(target, surer, narrow, build):
     assert level(build(narrow, "--target", target, "--effort", 0), target) == "doubtful"
     assert level(surer, target) == "good" and "/wide/Conv" in chosen(surer, target)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "kept"), [("tensorrt", 33), ("ascend", 31)])
 def test_the_report_and_the_plan_say_what_was_doubtful(target, kept, surer):
     why = f"{kept} of 40 best classes as FP32's"
@@ -214,6 +219,7 @@ def test_the_report_and_the_plan_say_what_was_doubtful(target, kept, surer):
     assert f"would be doubtful, {why}; so" in " ".join(told(surer, target)["notes"])
 
 
+@pytest.mark.slow
 def test_a_doubtful_engine_stays_where_less_noise_costs_more_than_it_wins(build, tmp_path):
     """One class in ten is another one; to win it back takes a third of the time more."""
     built = build(guessing(tmp_path, outlier=40.0, wide=16), "--target", "tensorrt")
@@ -238,6 +244,7 @@ def near(request, tmp_path):
     return f"{tmp_path / 'own.py'}:near"
 
 
+@pytest.mark.slow
 def test_a_figure_of_ones_own_judges_the_choice_too(narrow, build, near, tmp_path):
     plain = build(narrow, "--metric", near, "--effort", 0, out=tmp_path / "plain")
     found = build(narrow, "--metric", near)
@@ -256,6 +263,7 @@ def test_a_figure_that_changed_is_judged_anew(narrow, build, near):
     assert changed.made_from != before and not changed.unusable
 
 
+@pytest.mark.slow
 def test_with_labels_a_figure_judges_only_what_was_built(narrow, feed, build, near, tmp_path):
     """The samples of the search have none, and what a figure says of these is another thing."""
     labels = tmp_path / "labels.txt"
@@ -403,6 +411,7 @@ def test_the_layer_that_loses_what_is_found_is_kept_float(target, listing, run, 
     assert "boxes of FP32 kept" in plan.settled
 
 
+@pytest.mark.slow
 def test_a_figure_of_ones_own_tells_what_a_list_loses(listing, run, tmp_path):
     """It is content with anything, so nothing is kept in float for its sake."""
     (tmp_path / "own.py").write_text("def content(fp32, int8, label):\n    return 1.0\n")

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from deploy.errors import ConfigError
 from deploy.machine import Machine
@@ -170,11 +169,6 @@ def _grid(target: TargetPart | None) -> str:
 _WORDS = frozenset({str, int, bool, type(None)})  # types that JSON holds unchanged
 
 
-@runtime_checkable
-class _Jsonable(Protocol):
-    def to_json(self) -> dict[str, object]: ...
-
-
 def to_json(report: Findings) -> dict[str, object]:
     """Return plain JSON types under `schema`; missing parts are left out.
 
@@ -194,8 +188,8 @@ def to_plain(value: object) -> object:
     """Return a value as JSON types; empty fields of dataclasses are left out."""
     if type(value) in _WORDS:  # the usual case; the checks below are slower
         return value
-    if isinstance(value, _Jsonable):
-        return to_plain(value.to_json())
+    if callable(own := getattr(value, "to_json", None)):
+        return to_plain(own())
     if is_dataclass(value) and not isinstance(value, type):
         stored = [f for f in fields(value) if f.metadata != DRAWN]
         items = {f.name: getattr(value, f.name) for f in stored}
