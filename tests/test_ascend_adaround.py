@@ -372,6 +372,7 @@ def test_both_forms_threads_and_the_cache_give_the_same_bytes(built, monkeypatch
     assert all((two / name).read_bytes() == data for name, data in before.items())
 
 
+@pytest.mark.slow
 def test_layers_that_do_not_ask_stay_as_arq_has_them(built):
     _, arq = built(ARQ, out="arq")
     fc = "calibration_config { ada_quantize { num_iteration: 100 } }"

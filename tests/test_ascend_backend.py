@@ -416,6 +416,7 @@ def test_no_broken_deploy_model_breaks_check(data):
             check_file(path)
 
 
+@pytest.mark.slow
 def test_auto_command(small_cnn, data, tmp_path, run, command, refusal):
     words = ("ascend", "auto", small_cnn, "--images", data, "-o", tmp_path)
     assert "layers in int8" in command(*words, "--max-loss", 0.05, "--strategy", "binary-search")

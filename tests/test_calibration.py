@@ -218,6 +218,7 @@ def readers(folder):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["sample cache", "archive", "file"])
 def test_threads_that_read_at_once_do_not_disturb_each_other(way, tmp_path, restless):
     """Python 3.11 ended some builds by "AST constructor recursion depth mismatch"."""

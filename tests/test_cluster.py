@@ -147,7 +147,7 @@ def equal(cluster, run, small_cnn, pictures, tmp_path):
     return call
 
 
-@pytest.mark.parametrize("send", ["nothing", "model", "images", "all"])
+@pytest.mark.parametrize("send", ["nothing", "all"])
 def test_a_cluster_writes_the_bytes_of_one_run(send, cluster, equal):
     words = ("--target", "onnxruntime,tensorrt", "--trt-version", "8.6.1")
     out = equal(words, ("--send", send))

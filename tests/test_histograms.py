@@ -175,6 +175,7 @@ def test_marks_are_what_the_other_searches_find(made):
     assert not any("others" in t["histogram"] for t in ascend["tensors"])  # AMCT's own searches
 
 
+@pytest.mark.slow
 def test_threads_do_not_show_and_a_reused_cache_tells_it(run, made, small_cnn, pictures, tmp_path):
     _, report = made
     words = ("build", small_cnn, "--images", pictures, *QUICK, *TARGETS, "--out", tmp_path)

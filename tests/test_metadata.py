@@ -302,6 +302,7 @@ def yolo(small_cnn, tmp_path):
 QUICK = ("--effort", 0, "--duration", 0, "--accept")
 
 
+@pytest.mark.slow
 def test_the_first_screen_says_where_the_preset_came_from(yolo, pictures, tmp_path, command):
     words = "build", yolo, "--images", pictures, *QUICK, "--out"
     said = command(*words, tmp_path / "a")

@@ -206,6 +206,7 @@ def test_arrays_and_dicts_are_a_feed_too(small_cnn, tmp_path):
     assert calibrate(small_cnn, tmp_path / "a.npy").found.scales == one.found.scales
 
 
+@pytest.mark.slow
 def test_a_fixed_batch_judges_every_image_once(small_cnn, tmp_path):
     arrays = np.random.default_rng(5).normal(size=(10, 3, 16, 16)).astype(np.float32)
     words = {"eval_images": arrays, "labels": [3] * 10, "duration_s": 0}
@@ -471,6 +472,7 @@ def test_a_cache_does_not_grow_with_every_configuration_that_is_tried(run_small,
     assert "folded" in variants and len(variants) <= 6
 
 
+@pytest.mark.slow
 def test_what_was_used_last_is_what_a_cache_carries(run_small, tmp_path):
     def calibrate(target, *words):
         return run_small("calibrate", "--target", target, "-o", tmp_path / "c", *words)

@@ -499,6 +499,7 @@ def shard(run, small_cnn, pictures, tmp_path):
     return made
 
 
+@pytest.mark.slow
 def test_shards_in_any_order_give_the_bytes_of_one_run(run, shard, observed, small_cnn, tmp_path):
     whole, merged = tmp_path / "whole.cache", tmp_path / "merged.cache"
     run(*observed, *TARGETS, "-o", whole)

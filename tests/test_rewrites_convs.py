@@ -75,6 +75,7 @@ def ran(model: onnx.ModelProto) -> list[bytes]:
     return [value.tobytes() for value in run_net(model, x)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inner", "outer", "window", "padded"),
     [

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 NO_TORCH = "import sys; sys.modules['torch'] = None; "
 UNTOLD = "import deploy.terminal; deploy.terminal.TICK_S = 1e6; "  # however slow the machine is

@@ -66,6 +66,7 @@ def indices(calibration, cache):
     ]
 
 
+@pytest.mark.slow
 @NEEDS_SHARED
 def test_lenets_cache_is_tensorrts(tmp_path):
     real = parse((LENET / "table.cache").read_bytes(), origin="table.cache")

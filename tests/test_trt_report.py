@@ -235,6 +235,7 @@ def test_on_a_gpu_the_runtime_itself_takes_no_time(tensorrt, build, monkeypatch)
     assert (found["level"], found["reasons"][0]) == ("keep FP32", said)
 
 
+@pytest.mark.slow
 def test_gpu_and_cpu_keep_their_ratios_and_do_not_wait_for_each_other(tensorrt, build, monkeypatch):
     tensorrt(TEN)
     made = build("--min-speedup", "1000", "--accept", target="onnxruntime,tensorrt")

@@ -371,6 +371,7 @@ def test_refresh_searches_again(model, build, tmp_path):
     assert not again.report["targets"][0]["search"]["reused"]
 
 
+@pytest.mark.slow
 def test_other_images_are_searched_again(model, build):
     before = build(model, "--target", "ascend").plan.targets["ascend"].made_from
     again = build(model, "--target", "ascend", "--limit", 4)
@@ -467,6 +468,7 @@ def timed(clock, build, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_layer_that_int8_makes_slower_stays_float_on_onnx_runtime_alone(timed):
     built = timed("--target", ALL, int8=SLOW_B)
     assert "/b/Conv" in built.float_of("onnxruntime")
@@ -610,6 +612,7 @@ def test_a_loss_or_speed_that_is_not_allowed_exits_with_3_unless_accepted(clock,
     assert build(model, *words, "--min-speedup", 2.1, "--accept").code == 0
 
 
+@pytest.mark.slow
 def test_the_search_keeps_more_in_float_where_less_may_be_lost(build, tmp_path):
     model = sound(tmp_path)
     assert not build(model).float_of("onnxruntime")
@@ -646,6 +649,7 @@ def own(tmp_path):
     return lambda name: f"{tmp_path / 'own.py'}:{name}"
 
 
+@pytest.mark.slow
 def test_a_loss_that_may_be_is_held_by_the_figure_of_ones_own(build, tmp_path, own):
     """By the outputs' form this limit keeps layers in float, see the test before."""
     words = (sound(tmp_path), "--max-loss", 0.0001, "--metric")

@@ -266,6 +266,7 @@ def test_of_one_probability_the_samples_tell_most_that_are_least_sure(shape):
     assert probe.strongest_samples(derive_form(beside), beside, 2) == [0, 3]
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.integers(1, 120), st.integers(1, 9))
 def test_no_more_are_taken_than_asked_and_each_once(count, most):
