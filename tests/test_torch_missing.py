@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 NO_TORCH = "import sys; sys.modules['torch'] = None; "
 UNTOLD = "import deploy.terminal; deploy.terminal.TICK_S = 1e6; "  # however slow the machine is
@@ -25,7 +23,6 @@ for command in ("trace", "profile", "fuse", "inspect", "build"):
 """
 
 
-@pytest.mark.slow
 def test_a_torch_command_names_the_extra():
     done = run(UNTOLD + COMMANDS)
     assert done.returncode == 0 and done.stdout == ""
@@ -42,7 +39,6 @@ def test_help_needs_no_torch_and_torch_ao_is_never_imported():
         assert "torch.ao" not in text and "torch.quantization" not in text, source
 
 
-@pytest.mark.slow
 def test_the_face_of_torch_is_there_without_torch_and_its_functions_name_the_extra():
     code = """
 import calib8, pydoc
