@@ -294,7 +294,7 @@ def test_samples_are_asked_until_more_would_hardly_say_anything_else(few, asked,
     judge = search_samples.VerdictPredictor(
         None, kernels=True, threads=1, max_loss=None, metric=None, ran=lambda count: None
     )
-    found = judge.of(None)
+    found = judge.of(None, noise=0.0)
     assert len(given) == asked and found.lost.words == given[-1]
 
 
@@ -312,8 +312,31 @@ def test_values_beside_a_task_that_is_kept_are_judged_too(monkeypatch):
     judge = search_samples.VerdictPredictor(
         None, kernels=True, threads=1, max_loss=None, metric=None, ran=lambda count: None
     )
-    found = judge.of(None)
+    found = judge.of(None, noise=0.0)
     assert not found.good and found.doubtful == "6.0 dB in the worst part, age"
+
+
+@pytest.mark.parametrize(("found", "lost", "noise", "good"), [
+    (13, 0, 0.075, False), (13, 0, 0.06, True), (13, 1 / 13, 0.06, False), (200, 0, 0.075, True),
+    (200, 0.04, 0.08, True), (None, 0, 0.075, True),
+])  # fmt: skip
+def test_a_few_boxes_that_are_kept_show_no_loss_but_the_noise_does(
+    found, lost, noise, good, monkeypatch
+):
+    """Of 13 boxes all were kept, and of 86 in other photos 91 %."""
+    figure = TaskFigure(
+        task="boxes", figure="", value=1 - lost, count="", words=f"all of {found} boxes",
+        samples=51, found=found, form="",
+    )  # fmt: skip
+    figures = Accuracy(samples=51, outputs=(), task=figure)
+    monkeypatch.setattr(search_samples.VerdictPredictor, "_judged", lambda *_: [figures])
+    judge = search_samples.VerdictPredictor(
+        None, kernels=True, threads=1, max_loss=None, metric=None, ran=lambda count: None
+    )
+    expected = judge.of(None, noise=noise)
+    assert expected.good is good
+    if not good and not lost:
+        assert expected.doubtful == "all of 13 boxes, too few to show what int8 loses"
 
 
 @pytest.mark.parametrize(("fuller", "first", "built"), [

@@ -57,6 +57,7 @@ from deploy.metrics.levels import (
     DOUBTFUL,
     FLOAT_MODEL,
     GOOD,
+    GOOD_LOSS,
     UNUSABLE,
     TaskLoss,
     judge_accuracy,
@@ -79,6 +80,7 @@ _HALVED = 40  # samples, at least, half of which can give ranges
 _STRONGEST_STEP = 2  # every second one of the strongest: the very first would dominate
 _MEANS = 32  # samples that give the mean of what is measured about it
 _MOST_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
+_SHOWING = 40  # things that the float model finds, from which their number shows a loss of 0.025
 
 
 def slice_signals(form: OutputForm, outputs: Iterable[Mapping[str, Array]]) -> NDArray[np.float64]:
@@ -221,8 +223,12 @@ class VerdictPredictor:
     metric: Metric | None
     ran: Callable[[int], None]
 
-    def of(self, model: onnx.ModelProto) -> ExpectedVerdict:
-        """Return the expected verdict on the engine of a model."""
+    def of(self, model: onnx.ModelProto, *, noise: float) -> ExpectedVerdict:
+        """Return the expected verdict on the engine of a model.
+
+        `noise`: loss of its worst slice in the search, which counts where the float model finds
+        too few things, such as boxes, for their number to show a loss.
+        """
         levels: dict[str, str] = {}
         lost = None
         try:
@@ -236,6 +242,11 @@ class VerdictPredictor:
         except BackendError:  # reported when the engine is built
             return ExpectedVerdict()
         unusable, doubtful = (levels.get(one, "") for one in (UNUSABLE, DOUBTFUL))
+        if lost is not None and lost.found is not None:
+            # the count of a few things shows no loss; the noise stands for as many as would
+            expected = lost.share * lost.found + noise * _SHOWING
+            if expected > GOOD_LOSS * (lost.found + _SHOWING):
+                doubtful = doubtful or f"{lost.words}, too few to show what int8 loses"
         return ExpectedVerdict(unusable=unusable, doubtful=doubtful, lost=lost)
 
     def _judged(self, model: onnx.ModelProto) -> Iterator[Accuracy]:

@@ -302,7 +302,9 @@ def _choose(
     another = _one_judged(setup)
 
     def judge(chosen: Trial) -> ExpectedVerdict:
-        return judging.of(setup.trial(setup.request.adding(chosen.choices)))
+        return judging.of(
+            setup.trial(setup.request.adding(chosen.choices)), noise=chosen.noise.worst
+        )
 
     return SplitChooser(
         search=search, choose=choose, judge=judge, can_go_on=lambda: allowance.holds(another)

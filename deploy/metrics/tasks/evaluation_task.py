@@ -96,6 +96,8 @@ class TaskFigure:
     words: str
     count: str  # the figure in short, such as "84 of 88"
     samples: int
+    # number of things that the float model finds in the samples; None where it is that of these
+    found: int | None = None
     reference: float = 1.0  # the float model's own value
     form: str = ""
     beside: tuple[str, ...] = ()  # outputs that the task does not cover
@@ -168,7 +170,13 @@ class TaskTally(ABC, Generic[T]):
         return ()
 
     def figure(
-        self, figure: str, value: float, count: str, words: str, beside: tuple[str, ...] = ()
+        self,
+        figure: str,
+        value: float,
+        count: str,
+        words: str,
+        beside: tuple[str, ...] = (),
+        found: int | None = None,
     ) -> TaskFigure:
         """Return a figure of the task; the arguments are those of `TaskFigure`."""
         return TaskFigure(
@@ -178,6 +186,7 @@ class TaskTally(ABC, Generic[T]):
             count=count,
             words=words,
             samples=self.samples,
+            found=found,
             form=self.task.form,
             beside=beside,
         )
@@ -238,7 +247,8 @@ class ThresholdTally(TaskTally[T]):
         count, things = f"{both} of {fp32}", self.task.name
         new = f"{candidate - both} new ({measure} above {self.threshold:g})"
         words = f"{count} {things} of FP32 kept, {new}"
-        return self.figure(f"{things} kept", 2 * both / (fp32 + candidate), count, words)
+        value = 2 * both / (fp32 + candidate)
+        return self.figure(f"{things} kept", value, count, words, found=fp32)
 
 
 @dataclass(frozen=True, slots=True)
