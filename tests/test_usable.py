@@ -358,13 +358,20 @@ def test_half_in_int8_is_preferred_if_it_is_good(fuller, first, built):
         assert chosen.trial == built and judged == found[built]
 
 
-def test_of_two_good_splits_noise_counts_no_more_than_usual():
+@pytest.mark.parametrize("wins", ["quick", "known"])
+def test_of_two_good_splits_noise_counts_no_more_than_usual(wins):
     """More weight on noise finds a good split; it must not keep a faster good one from winning."""
     costs = {"loud": (0.63, 0.07), "slow": (0.92, 0.025), "quick": (0.64, 0.092)}
-    loud, slow, quick = (SimpleNamespace(time=costs[n][0], loss=costs[n][1]) for n in costs)
+    costs["known"] = (0.7, 0.06)  # from before
+    loud, slow, quick, known = (
+        SimpleNamespace(time=time, loss=loss, noise=SimpleNamespace(worst=loss))
+        for time, loss in costs.values()
+    )
+    listed, found = ([loud, slow], quick) if wins == "quick" else ([loud, known, slow], None)
     search = SimpleNamespace(
-        weight=3.75, prices=SimpleNamespace(measured=True), best_without_float=loud,
-        likely=lambda n: [loud, slow], faster=lambda *_: quick, can_refine=lambda: True,
+        weight=3.75, prices=SimpleNamespace(measured=True), best_without_float=loud, trials=listed,
+        likely=lambda n: listed[:n] if search.weight < 5 else [loud, slow],
+        faster=lambda *_: found, can_refine=lambda: True,
     )  # fmt: skip
     search.quiet_down = lambda: setattr(search, "weight", 15.0)
 
@@ -375,7 +382,7 @@ def test_of_two_good_splits_noise_counts_no_more_than_usual():
         search=search, choose=choose, can_go_on=lambda: True,
         judge=lambda one: search_samples.ExpectedVerdict(doubtful="2 new" * (one is loud)),
     )  # fmt: skip
-    assert chooser.run().trial is quick
+    assert chooser.run().trial is (quick if wins == "quick" else known)
 
 
 SIDE, ANCHORS = 32, 20

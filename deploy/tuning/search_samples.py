@@ -242,8 +242,8 @@ class VerdictPredictor:
         except BackendError:  # reported when the engine is built
             return ExpectedVerdict()
         unusable, doubtful = (levels.get(one, "") for one in (UNUSABLE, DOUBTFUL))
-        if lost is not None and lost.found is not None:
-            # the count of a few things shows no loss; the noise stands for as many as would
+        if lost is not None and lost.found is not None and lost.found < _SHOWING:
+            # the noise stands for as many more as would show a loss
             expected = lost.share * lost.found + noise * _SHOWING
             if expected > GOOD_LOSS * (lost.found + _SHOWING):
                 doubtful = doubtful or f"{lost.words}, too few to show what int8 loses"

@@ -21,6 +21,7 @@ On a busy machine float may never have run undisturbed, and int8 then seems to w
 kernels do: times below that are corrected.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -68,6 +69,7 @@ class SplitChooser:
     def run(self) -> ChosenSplit:
         """Choose what to build."""
         choice, judgement = self._choose_likely([self.search.best_without_float])
+        loud = choice.trial
         if not judgement.good and self.search.can_refine():
             usual = self.search.weight
             self.search.quiet_down()
@@ -80,7 +82,7 @@ class SplitChooser:
             choice = replace(choice, told=told)
             if judged.good:
                 self.search.weight = usual  # between good splits
-                return self._choose_faster(choice)
+                return self._choose_faster(choice, loud)
         if not judgement.good:
             choice, judgement = self._choose_next(choice, judgement)
         if judgement.unusable:
@@ -114,14 +116,25 @@ class SplitChooser:
                 return chosen, judged
         return first, judgement
 
-    def _choose_faster(self, slow: ChosenSplit) -> ChosenSplit:
-        """Choose the fastest good split with the methods of a slower one."""
+    def _choose_faster(self, slow: ChosenSplit, loud: Trial) -> ChosenSplit:
+        """Choose between a good split, the fastest good one with its methods, and a known one.
+
+        `loud`: the split of least cost, which is not good.
+        """
+        between = (
+            one
+            for one in self.search.likely(len(self.search.trials))
+            if one.time < slow.trial.time and one.noise.worst < loud.noise.worst
+        )
+        likely = itertools.islice(between, _TIMED)
+        known = next((one for one in likely if self.can_go_on() and self.judge(one).good), None)
         quick = self.search.faster(slow.trial, lambda one: self.judge(one).good, self.can_go_on)
-        if quick is None:
+        good = sorted(filter(None, (quick, known)), key=lambda one: one.time)
+        if not good:
             return slow
-        best, timed = self.choose([slow.trial, quick])
+        best, timed = self.choose([slow.trial, *good])
         return replace(
-            slow, trial=best if self.search.prices.measured else quick, told=[*slow.told, *timed]
+            slow, trial=best if self.search.prices.measured else good[0], told=[*slow.told, *timed]
         )
 
     def _choose_usable(self, first: ChosenSplit, judgement: ExpectedVerdict) -> ChosenSplit:
