@@ -149,7 +149,7 @@ class Callbacks:
         feed: batches, input name -> array.
         batches: number of batches of the feed.
         shapes: input name -> shape that TensorRT calibrates with (the profile's OPT shape).
-        memory: buffers from which TensorRT reads the batches.
+        memory: buffers from which TensorRT reads the batches; of this calibrator alone.
         known: bytes of a cache that fits, or None to calibrate.
         keep: called with a new cache as soon as TensorRT writes it, long before the engine is done.
     """
@@ -240,14 +240,19 @@ class Callbacks:
         return addresses
 
     def _checked(self, name: str, batch: Mapping[str, Array]) -> Array:
-        if name not in batch:
+        if not isinstance(batch, Mapping):
             raise CalibrationError(
-                f"batch {self.taken} must hold every network input, got {sorted(batch)}"
-                f" without {name!r}"
+                f"a batch must be a dict of input name -> array, got {type(batch).__name__} as"
+                f" batch {self.taken}"
             )
+        for what, held in ((f"batch {self.taken}", batch), ("shapes", self.shapes)):
+            if name not in held:
+                raise CalibrationError(
+                    f"{what} must hold every network input, got {sorted(held)} without {name!r}"
+                )
         array = np.asarray(batch[name], order="C")
-        wanted = self.shapes.get(name)
-        if wanted is not None and array.shape != wanted:
+        wanted = self.shapes[name]
+        if array.shape != wanted:
             raise CalibrationError(
                 f"TensorRT calibrates {name!r} with the profile's OPT shape {list(wanted)} only,"
                 f" got {list(array.shape)} in batch {self.taken}; give both the same shape"
@@ -298,12 +303,17 @@ def calibrator(
     The arguments are those of `Callbacks`; only "legacy" uses `quantile` and `cutoff`.
 
     Raises:
-        CalibrationError: an unknown algorithm, or this TensorRT has no calibrators (11 and later).
+        CalibrationError: an unknown algorithm, a quantile or cutoff outside 0..1, or this TensorRT
+            has no calibrators (11 and later).
     """
     import tensorrt as trt
 
     if algorithm not in CLASSES:
         raise CalibrationError(f"TensorRT's calibrators are {sorted(CLASSES)}, got {algorithm!r}")
+    if not (0 <= quantile <= 1 and 0 <= cutoff <= 1):
+        raise CalibrationError(
+            f"a quantile and a cutoff must be in 0..1, got {quantile} and {cutoff}"
+        )
     base: Any = getattr(trt, CLASSES[algorithm], None)
     if base is None:
         raise CalibrationError(

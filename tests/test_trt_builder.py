@@ -18,7 +18,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.errors import CalibrationError
-from calibrators.tensorrt import Callbacks, HostMemory
+from calibrators.tensorrt import Callbacks, HostMemory, calibrator
 from deploy.calibration import store
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.reuse import CachePolicy
@@ -107,9 +107,17 @@ def test_no_addresses_end_the_batches_of_the_profiles_shape(fake):
         callbacks = Callbacks(feed, batches=2, shapes=shapes, memory=HostMemory())
         return builder.calibrate(MODEL, BuilderSettings(), callbacks)
 
-    assert made(x=(3,)) == made() == CACHE
+    assert made(x=(3,)) == CACHE
     with pytest.raises(CalibrationError, match=r"OPT shape \[1, 3\] only, got \[3\] in batch 0"):
         made(x=(1, 3))
+    with pytest.raises(CalibrationError, match=r"shapes must hold every .* \['y'\] without 'x'"):
+        made(y=(3,))
+    arrays = Callbacks([np.zeros(3)], batches=1, shapes={"x": (3,)}, memory=HostMemory())
+    assert arrays.get_batch(["x"]) == []
+    with pytest.raises(CalibrationError, match="must be a dict of input name -> array, got ndarr"):
+        arrays.check()
+    with pytest.raises(CalibrationError, match=r"must be in 0\.\.1, got 99\.9 and 1"):
+        calibrator("legacy", (), batches=1, shapes={}, memory=HostMemory(), quantile=99.9)
     # TensorRT asks until the list is empty; what went wrong is raised by `check`.
     callbacks = fed()
     taken = [len(callbacks.get_batch(["x"])) for _ in range(3)]
@@ -152,9 +160,9 @@ def test_a_build_that_fails_before_calibrating_gives_tensorrts_words(fake):
         says(log, "Network has dynamic inputs", "no profile")
 
     fake.does = gives_up
-    for calibrator in (None, fed(), fed(0, known=CACHE)):
+    for given in (None, fed(), fed(0, known=CACHE)):
         with pytest.raises(BackendError) as caught:
-            build_engine(MODEL, BuilderSettings(), calibrator=calibrator)
+            build_engine(MODEL, BuilderSettings(), calibrator=given)
         words = "Network has dynamic inputs | no profile"
         assert str(caught.value) == f"TensorRT could not build net.onnx: {words}"
 
