@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np  # noqa: E402
 
-from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, hfmg  # noqa: E402
+from calibrators.amct.hfmg import HfmgHistogram, hfmg  # noqa: E402
 from calibrators.amct.ifmr import IfmrHistogram, ifmr, ifmr_streaming  # noqa: E402
 
 AMCT_IFMR = {100_000: (0.015, 0.021), 1_000_000: (0.15, 0.21), 4_000_000: (1.76, 2.0)}
@@ -50,7 +50,7 @@ def main() -> None:
     for nbins, (low, high) in AMCT_HFMG.items():
         counts = HfmgHistogram(nbins)
         counts.observe(rng.laplace(0, 1, 1_000_000).astype(np.float32))
-        seconds = best(lambda c=counts, n=nbins: hfmg(c, HfmgParams(nbins=n)))
+        seconds = best(lambda c=counts: hfmg(c))
         print(f"| HFMG, {nbins} bins | search | {seconds:.4f} | {low} - {high} |")
 
 

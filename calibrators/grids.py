@@ -153,7 +153,12 @@ def symmetric_scale(amax: float, grid: Grid = INT8) -> np.float32:
 
     The division is in float64, rounded once. A zero amax gives a zero scale. A grid that is not
     scaled has scale 1.
+
+    Raises:
+        CalibrationError: amax is negative or not finite.
     """
+    if not 0 <= amax < np.inf:
+        raise CalibrationError(f"a threshold must be finite and not negative, got {amax}")
     return np.float32(float(amax) / grid.qmax) if grid.scaled else np.float32(1.0)
 
 
@@ -164,12 +169,14 @@ def affine_params(lo: float, hi: float, grid: Grid = UINT8) -> tuple[np.float32,
     and the zero_point of an exact zero.
 
     Raises:
-        CalibrationError: lo or hi is not finite, or lo > hi.
+        CalibrationError: lo > hi, or the scale is not finite.
     """
-    if not (np.isfinite(lo) and np.isfinite(hi)) or lo > hi:
-        raise CalibrationError(f"a clip range must be finite with lo <= hi, got [{lo}, {hi}]")
+    ordered = lo <= hi  # False for NaN
     lo, hi = min(float(lo), 0.0), max(float(hi), 0.0)
-    scale = np.float32((hi - lo) / (grid.qmax - grid.qmin))
+    with np.errstate(over="ignore"):
+        scale = np.float32((hi - lo) / (grid.qmax - grid.qmin))
+    if not ordered or np.isinf(scale):
+        raise CalibrationError(f"a clip range must be finite with lo <= hi, got [{lo}, {hi}]")
     if not scale > 0:
         return np.float32(1.0), int(grid.qmin)
     zero_point = int(np.clip(np.rint(grid.qmin - lo / float(scale)), grid.qmin, grid.qmax))
@@ -202,7 +209,11 @@ def quantize(
 
     Values of float grids are held as numbers in `grid.dtype`; for fp8 and bfloat16 that is
     float32. NaN stays NaN on a float grid and is undefined on an integer grid.
+
+    Raises:
+        CalibrationError: a scale is not finite and positive.
     """
+    check_scale(scale)
     steps = round_to_grid(np.asarray(x, np.float32) / scale, grid) + np.float32(zero_point)
     q: StoredArray = np.clip(steps, grid.qmin, grid.qmax).astype(grid.dtype)
     return q
@@ -249,16 +260,20 @@ def weight_scales(
     A channel of zeros gets scale 1.
 
     Raises:
-        CalibrationError: the weight is empty or holds NaN or Inf, or the grid is not symmetric.
+        CalibrationError: the weight is empty or holds NaN or Inf (as float32), the axis is none of
+            its dimensions, or the grid is not symmetric.
     """
     if not grid.symmetric:
         raise CalibrationError(f"a weight is stored on a symmetric grid, got {grid.name}")
-    if weight.size == 0 or not np.isfinite(weight).all():
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(weight.astype(np.float32, copy=False))
+    if weight.size == 0 or not finite.all():
         raise CalibrationError(
             f"a weight must be finite and not empty, got shape {list(weight.shape)}"
-            f" with {int((~np.isfinite(weight)).sum())} NaN or Inf values"
+            f" with {int((~finite).sum())} NaN or Inf values"
         )
-    others = tuple(a for a in range(weight.ndim) if axis is None or a != axis % weight.ndim)
+    own = None if axis is None else checked_axis(axis, weight.ndim)
+    others = tuple(a for a in range(weight.ndim) if a != own)
     amax = np.abs(weight.astype(np.float64)).max(axis=others).reshape(-1)
     scales = (amax / grid.qmax).astype(np.float32) if grid.scaled else np.zeros_like(amax)
     return np.where(scales > 0, scales, np.float32(1.0)).astype(np.float32)
@@ -274,7 +289,11 @@ def quantize_weight(
     """Return the stored values clip(rne(w / scale), -qmax, qmax) of a weight, in grid.dtype.
 
     The lowest integer is unused, as in the scale.
+
+    Raises:
+        CalibrationError: a scale is not finite and positive.
     """
+    check_scale(scales)
     shape = [1] * weight.ndim
     if axis is not None:
         shape[axis] = -1
@@ -325,7 +344,7 @@ def quantize_per_tensor(
 
     Raises:
         CalibrationError: an unknown dtype, a scale that is not finite and positive, a zero_point
-            out of the dtype's range, or NaN in `x`.
+            that is no integer of the dtype, or NaN in `x`.
     """
     return _quantize(x, [scale], [zero_point], None, dtype)
 
@@ -350,11 +369,26 @@ def _quantize(
 ) -> QuantizedTensor:
     real = np.asarray(x, np.float32)
     if axis is not None:
-        axis = _checked_axis(axis, real, len(scales), len(zero_points))
+        axis = checked_axis(axis, real.ndim)
+        if not len(scales) == len(zero_points) == real.shape[axis]:
+            raise CalibrationError(
+                f"axis {axis} has {real.shape[axis]} channels and needs as many scales and"
+                f" zero_points, got {len(scales)} and {len(zero_points)}"
+            )
+    if dtype not in DTYPES:
+        raise CalibrationError(f"a quantized dtype is one of {sorted(DTYPES)}, got {dtype!r}")
     scale = np.asarray(scales, np.float32)
-    zero = np.asarray(zero_points, np.int64)
-    _check(real, scale, zero, dtype)
+    check_scale(scale)
     limits = np.iinfo(DTYPES[dtype])
+    given = np.asarray(zero_points, np.float64)  # exact for every integer of the dtypes
+    if not ((given == np.rint(given)) & (given >= limits.min) & (given <= limits.max)).all():
+        raise CalibrationError(
+            f"a zero_point of {dtype} must be an integer in {limits.min}..{limits.max},"
+            f" got {list(zero_points)}"
+        )
+    zero = given.astype(np.int64)
+    if np.isnan(real).any():
+        raise CalibrationError(f"NaN has no integer, got {int(np.isnan(real).sum())} of them")
     # float64 is exact for every int32, float32 is not
     with np.errstate(over="ignore"):  # an overflow is inf, which saturates
         steps = np.rint(real / _along(scale, real.ndim, axis)).astype(np.float64)
@@ -368,29 +402,19 @@ def _along(parameter: NDArray, ndim: int, axis: int | None) -> NDArray:  # type:
     return parameter.reshape([-1 if i == axis else 1 for i in range(ndim)])
 
 
-def _checked_axis(axis: int, real: NDArray[np.float32], scales: int, zero_points: int) -> int:
-    if not -real.ndim <= axis < real.ndim:
-        raise CalibrationError(f"the axis must be one of {real.ndim} dimensions, got {axis}")
-    axis %= real.ndim
-    if not scales == zero_points == real.shape[axis]:
-        raise CalibrationError(
-            f"axis {axis} has {real.shape[axis]} channels and needs as many scales and"
-            f" zero_points, got {scales} and {zero_points}"
-        )
-    return axis
+def checked_axis(axis: int, ndim: int) -> int:
+    """Return the axis counted from the front.
+
+    Raises:
+        CalibrationError: an array of `ndim` dimensions does not have it.
+    """
+    if not -ndim <= axis < ndim:
+        raise CalibrationError(f"the axis must be one of {ndim} dimensions, got {axis}")
+    return axis % ndim
 
 
-def _check(
-    real: NDArray[np.float32], scale: NDArray[np.float32], zero: NDArray[np.int64], dtype: str
-) -> None:
-    if dtype not in DTYPES:
-        raise CalibrationError(f"a quantized dtype is one of {sorted(DTYPES)}, got {dtype!r}")
-    if not (np.isfinite(scale).all() and (scale > 0).all()):
-        raise CalibrationError(f"a scale must be finite and positive, got {scale.tolist()}")
-    limits = np.iinfo(DTYPES[dtype])
-    if ((zero < limits.min) | (zero > limits.max)).any():
-        raise CalibrationError(
-            f"a zero_point of {dtype} must lie in {limits.min}..{limits.max}, got {zero.tolist()}"
-        )
-    if np.isnan(real).any():
-        raise CalibrationError(f"NaN has no integer, got {int(np.isnan(real).sum())} of them")
+def check_scale(scale: NDArray[np.float32] | np.float32) -> None:
+    """Raise CalibrationError if a scale is not finite and positive."""
+    values = np.asarray(scale)
+    if not ((values > 0) & (values < np.inf)).all():
+        raise CalibrationError(f"a scale must be finite and positive, got {values.tolist()}")

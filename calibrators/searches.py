@@ -95,6 +95,11 @@ def _imported(module: str, name: str, *given: str) -> Callable[..., Scale]:
     """
 
     def search(histogram: Histogram, params: Params, *grids: Grid | None) -> Scale:
+        if histogram.infinite or not histogram.total:
+            raise CalibrationError(
+                f"a search needs finite values, got {histogram.total} and"
+                f" {histogram.infinite} infinite ones"
+            )
         function = getattr(import_module(f"calibrators.{module}"), name)
         taken = {parameter: getattr(params, parameter) for parameter in given}
         for key, grid in zip(("symmetric", "affine"), grids, strict=False):

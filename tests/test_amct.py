@@ -86,7 +86,8 @@ def test_the_grid_always_holds_zero(numbers, with_offset):
 
 @pytest.mark.parametrize("wrong", [
     {"max_percentile": 0.0}, {"min_percentile": 1.1}, {"search_range": (1.3, 0.7)},
-    {"search_range": (0.0, 1.0)}, {"search_step": 0.0}, {"search_step": 0.7},
+    {"search_range": (0.0, 1.0)}, {"search_range": (0.7, np.inf)},
+    {"search_step": 0.0}, {"search_step": 0.7},
 ])  # fmt: skip
 def test_params_out_of_range(wrong):
     with pytest.raises(CalibrationError, match="IFMR"):
@@ -133,7 +134,7 @@ def test_fast_losses_match_bin_by_bin(seed, bits):
     width = np.float32((histogram.hi - histogram.lo) / np.float32(1024))
     loss = hfmg_module._loss32
     direct = [loss(histogram.counts, left, right, width, bits) for left, right in runs]
-    result = hfmg(histogram, HfmgParams(nbins=1024, bits=bits))
+    result = hfmg(histogram, HfmgParams(bits=bits))
     assert result.candidate == int(np.argmin(direct))
     np.testing.assert_allclose(result.losses, direct, rtol=1e-3)
 
@@ -167,11 +168,11 @@ def test_samples_that_make_a_batch_are_the_batch(together):
     joined, plain = HfmgHistogram(1024, together=together), HfmgHistogram(1024)
     for sample in x:
         joined.observe(sample)
-    joined.end()
+    scale = hfmg(joined).scale  # ends the last batch
     for start in range(0, 5, together):
         plain.observe(x[start : start + together])
     np.testing.assert_array_equal(joined.counts, plain.counts)
-    assert joined.extremes == plain.extremes
+    assert joined.extremes == plain.extremes and hfmg(plain).scale == scale
     joined.end()  # nothing waits
     np.testing.assert_array_equal(joined.counts, plain.counts)
 
@@ -185,7 +186,11 @@ def test_wrong_batches_and_bins_are_refused():
     with pytest.raises(CalibrationError, match="at least one"):
         hfmg(HfmgHistogram())
     with pytest.raises(CalibrationError, match="1000"):
-        HfmgParams(nbins=1000)
+        HfmgHistogram(1000)
+    with pytest.raises(CalibrationError, match="2 to 16 bits, got 32"):
+        hfmg(histogram, HfmgParams(bits=32))
+    with pytest.raises(CalibrationError, match="int8, got 16 bits"):
+        arq.arq_integers(np.ones(2, np.float32), np.ones(2, np.float32), bits=16)
 
 
 FLOAT = st.floats(2**-7, 100, width=32)

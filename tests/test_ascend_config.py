@@ -63,7 +63,7 @@ def test_what_a_configuration_leaves_out_is_amcts_default():
     both = {"activation": activation | ifmr, "weight": weight | ada}
     assert asdict(LayerConfig()) == {"quant_enable": True, "dmq_balancer_param": None, **both}
     assert asdict(IfmrParams()) == ifmr | {"bits": 8, "with_offset": False}
-    assert asdict(HfmgParams()) == {"nbins": 4096, "bits": 8, "with_offset": True}
+    assert asdict(HfmgParams()) == {"bits": 8, "with_offset": True}
     assert asdict(AdaParams()) == ada
     left = {k: v for k, v in asdict(QuantConfig()).items() if v}
     assert left == {"version": 1, "batch_num": 1, "activation_offset": True, "do_fusion": True}

@@ -255,7 +255,7 @@ def run_kernel(kernel, case):
     histogram = HfmgHistogram(p["num_of_bins"])
     for batch in np.array_split(x.reshape(-1), case["batch_num"]):
         histogram.observe(batch)
-    return histogram, hfmg(histogram, HfmgParams(nbins=p["num_of_bins"], **grid))
+    return histogram, hfmg(histogram, HfmgParams(**grid))
 
 
 def same_answer(result, out):

@@ -137,7 +137,7 @@ def test_the_scales_are_those_of_the_searches(small_cnn, built):
     histogram = HfmgHistogram(1024)
     for _, values in seen:
         histogram.observe(values)
-    by_hfmg = hfmg(histogram, HfmgParams(nbins=1024, with_offset=False))
+    by_hfmg = hfmg(histogram, HfmgParams(with_offset=False))
     for name, wanted in (("Add_a:0", by_ifmr), ("MaxPool_p:0", by_hfmg)):
         assert records[name].offset_d == wanted.offset
         assert records[name].scale_d == pytest.approx(wanted.scale, rel=1e-5)

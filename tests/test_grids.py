@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from calibrators.amct.arq import arq_integers
 from calibrators.errors import CalibrationError
 from calibrators.grids import (
     BFLOAT16,
@@ -23,6 +24,7 @@ from calibrators.grids import (
     quantize,
     quantize_weight,
     signed_grid,
+    symmetric_scale,
     unsigned_grid,
     weight_scales,
 )
@@ -50,7 +52,7 @@ def test_rounding_is_half_to_even():
     assert q.tolist() == [0, 2, 2, 0, -2]
 
 
-@pytest.mark.parametrize("bad", [(np.nan, 1.0), (0.0, np.inf), (2.0, 1.0)])
+@pytest.mark.parametrize("bad", [(np.nan, 1.0), (0.0, np.inf), (2.0, 1.0), (0.0, 1e300)])
 def test_a_clip_range_that_is_not_finite_or_reversed_is_refused(bad):
     with pytest.raises(CalibrationError, match="clip range"):
         affine_params(*bad)
@@ -62,10 +64,25 @@ def test_weight_scales_per_channel_and_per_tensor():
     assert weight_scales(weight, None).tolist() == [1.0]
     stored = quantize_weight(weight, weight_scales(weight, 0), 0)
     assert stored.tolist() == [[64, -127], [0, 0], [127, 3]]
-    with pytest.raises(CalibrationError, match="1 NaN or Inf"):
-        weight_scales(np.array([[1.0, np.nan]], np.float32), 0)
+    for bad in (np.nan, 1e300):  # beyond float32
+        with pytest.raises(CalibrationError, match="1 NaN or Inf"):
+            weight_scales(np.array([[1.0, bad]]), 0)
+    with pytest.raises(CalibrationError, match="one of 2 dimensions, got 2"):
+        weight_scales(weight, 2)
     with pytest.raises(CalibrationError, match="symmetric grid, got uint8"):
         weight_scales(np.ones((1, 1), np.float32), 0, grid=UINT8)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
+def test_a_scale_that_is_not_finite_and_positive_is_refused(bad):
+    x, scale = np.ones(2, np.float32), np.float32([bad])
+    for made in (lambda: quantize(x, scale, 0, INT8), lambda: quantize_weight(x, scale, None),
+                 lambda: arq_integers(x, scale)):  # fmt: skip
+        with pytest.raises(CalibrationError, match="scale must be finite and positive"):
+            made()
+    if bad != 0:  # a threshold of 0 has scale 0
+        with pytest.raises(CalibrationError, match="threshold must be finite and not negative"):
+            symmetric_scale(bad)
 
 
 # -- other grids ------------------------------------------------------------------------------

@@ -48,6 +48,13 @@ def test_every_search_gives_a_range_inside_the_data(seed):
         assert 0 < scale.amax <= h.full_range * (1 + 0.5 / 2048)
 
 
+@pytest.mark.parametrize("values", [[], [1.0, np.inf]])
+def test_no_search_takes_infinite_values_or_none(values):
+    for name in SEARCHES:
+        with pytest.raises(CalibrationError, match="finite values, got"):
+            searched(name, observed(values))
+
+
 @given(seeds)
 @settings(max_examples=30)
 def test_percentiles_are_those_of_the_values_within_a_bin(seed):

@@ -45,7 +45,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
-from calibrators.grids import Float32Array
+from calibrators.grids import Float32Array, check_scale, checked_axis
 
 FLT_EPSILON = np.float32(2.0**-23)
 IntArray = NDArray[np.int32]
@@ -57,7 +57,13 @@ Value = TypeVar("Value", bound=np.generic)
 
 
 def ascend_range(bits: int) -> tuple[int, int]:
-    """Return (qmin, qmax) of a signed Ascend grid: (-128, 127) for 8 bits."""
+    """Return (qmin, qmax) of a signed Ascend grid: (-128, 127) for 8 bits.
+
+    Raises:
+        CalibrationError: not 2 to 16 bits.
+    """
+    if not 2 <= bits <= 16:
+        raise CalibrationError(f"an Ascend grid has 2 to 16 bits, got {bits}")
     return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
 
 
@@ -111,7 +117,12 @@ def ascend_scale_offset(
 def ascend_quantize(
     x: NDArray[np.floating], scale: Float32Array, offset: IntArray | int, *, bits: int = 8
 ) -> Float32Array:
-    """Return clip(rne(x / scale + offset)) on the signed grid, as float32."""
+    """Return clip(rne(x / scale + offset)) on the signed grid, as float32.
+
+    Raises:
+        CalibrationError: a scale is not finite and positive.
+    """
+    check_scale(scale)
     qmin, qmax = ascend_range(bits)
     steps = np.asarray(x, np.float32) / scale + np.asarray(offset, np.float32)
     return np.asarray(np.clip(np.rint(steps), qmin, qmax), np.float32)
@@ -156,7 +167,13 @@ def arq(weight: NDArray[np.floating], *, bits: int = 8, channel_wise: bool = Tru
 def arq_integers(
     weight: NDArray[np.floating], scale: Float32Array, *, bits: int = 8
 ) -> NDArray[np.int8]:
-    """Quantize a weight [C_out, ...] to int8 of the same shape: clip(rne(w / scale))."""
+    """Quantize a weight [C_out, ...] to int8 of the same shape: clip(rne(w / scale)).
+
+    Raises:
+        CalibrationError: more bits than int8 has, or a scale that is not finite and positive.
+    """
+    if bits > 8:
+        raise CalibrationError(f"weights are stored as int8, got {bits} bits")
     return ascend_quantize(weight, by_row(scale, weight.ndim), 0, bits=bits).astype(np.int8)
 
 
@@ -208,10 +225,11 @@ def channel_max(x: NDArray[np.floating], axis: int) -> Float32Array:
     """Return the largest |x| of each channel along `axis`, float32 [C].
 
     Raises:
-        CalibrationError: wrong dtype, empty, NaN or Inf.
+        CalibrationError: wrong dtype, empty, NaN or Inf, or no such axis.
     """
     data = np.abs(check_values(x, "tensor"))
-    others = tuple(a for a in range(data.ndim) if a != axis % data.ndim)
+    own = checked_axis(axis, data.ndim)
+    others = tuple(a for a in range(data.ndim) if a != own)
     return np.asarray(data.max(axis=others), np.float32)
 
 

@@ -39,13 +39,8 @@ Float64Array = NDArray[np.float64]
 class HfmgParams:
     """Parameters of the search, with AMCT's defaults."""
 
-    nbins: int = 4096  # number of bins: 1024, 2048, 4096 or 8192
     bits: int = 8  # 4, 8 or 16
     with_offset: bool = True  # whether the grid is affine, else symmetric
-
-    def __post_init__(self) -> None:
-        if self.nbins not in NBINS:
-            raise CalibrationError(f"HFMG needs {list(NBINS)} bins, got {self.nbins}")
 
 
 class HfmgHistogram:
@@ -56,9 +51,14 @@ class HfmgHistogram:
     Attributes:
         counts: [nbins] int32; None before the first batch.
         lo, hi: range in real units, float32.
+
+    Raises:
+        CalibrationError: another number of bins than in `NBINS`.
     """
 
     def __init__(self, nbins: int = 4096, *, together: int = 1) -> None:
+        if nbins not in NBINS:
+            raise CalibrationError(f"HFMG needs {list(NBINS)} bins, got {nbins}")
         self.nbins = nbins
         self.together = together
         self._waiting: list[Float32Array] = []
@@ -178,17 +178,18 @@ def candidate_runs(counts: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 def hfmg(histogram: HfmgHistogram, params: HfmgParams | None = None) -> AscendScale:
-    """Return scale and offset from the histogram of all batches.
+    """Return scale and offset from the histogram of all batches; held samples are the last one.
 
     Raises:
         CalibrationError: no batch was observed, or a scale is not finite.
     """
     params = params or HfmgParams()
+    histogram.end()
     if histogram.counts is None:
         raise CalibrationError("HFMG needs at least one calibration batch, got none")
     counts, lo, hi = histogram.counts, histogram.lo, histogram.hi
     runs = candidate_runs(counts)
-    width = np.float32(np.float32(hi - lo) / np.float32(params.nbins))
+    width = np.float32(np.float32(hi - lo) / np.float32(counts.size))
     losses = _losses(counts, runs, width, params.bits)
     best = int(np.argmin(losses))
     left, right = (np.float32(v) for v in runs[best])

@@ -76,9 +76,9 @@ class IfmrParams:
         percentiles = (self.max_percentile, self.min_percentile)
         if not all(0 < p <= 1 for p in percentiles):
             raise CalibrationError(f"IFMR percentiles must be in (0, 1], got {percentiles}")
-        if not (0 < start < end and 0 < self.search_step <= end - start):
+        if not (0 < start < end < math.inf and 0 < self.search_step <= end - start):
             raise CalibrationError(
-                "IFMR needs 0 < start < end and 0 < step <= end - start,"
+                "IFMR needs finite 0 < start < end and 0 < step <= end - start,"
                 f" got search_range [{start}, {end}] and search_step {self.search_step}"
             )
 

@@ -298,7 +298,7 @@ def search_params(entry: LayerConfig) -> IfmrParams | HfmgParams:
     act = entry.activation
     affine = bool(act.asymmetric)
     if act.act_algo == "hfmg":
-        return HfmgParams(nbins=act.num_of_bins, bits=act.num_bits, with_offset=affine)
+        return HfmgParams(bits=act.num_bits, with_offset=affine)
     ifmr = {key: getattr(act, key) for key in IFMR}
     return IfmrParams(bits=act.num_bits, with_offset=affine, **ifmr)
 
