@@ -81,12 +81,11 @@ def finds_objects(accuracy: Accuracy) -> bool:
 
 
 def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[str, str]]:
-    """Yield (level, reason) for everything the figures show.
+    """Yield (level, reason) for everything the figures show of int8.
 
     `max_loss`: lost accuracy or share of the task that the user allows; None uses the limits above.
     """
     yield from ((UNUSABLE, problem) for problem in accuracy.problems)
-    yield from question_reference(accuracy)
     lost = measure_loss(accuracy, max_loss)
     if lost is not None:
         yield lost.level, lost.words

@@ -96,13 +96,14 @@ def verdict(
         draws: whether the float model itself gives other outputs at each run, which no figure but
             those of labels can tell from int8's loss. Good figures are so without them too.
     """
-    findings = [] if accuracy is None else [*judge_accuracy(accuracy, gates.max_loss)]
+    causes = [] if accuracy is None else [*question_reference(accuracy)]
+    findings = [] if accuracy is None else [*causes, *judge_accuracy(accuracy, gates.max_loss)]
     # if these are good with the random numbers, they are without
     good = findings and all(level == GOOD for level, _ in findings)
     if draws and not good and (accuracy is None or accuracy.top1_reference is None):
         why = f"{FLOAT_MODEL} itself draws random numbers, so what int8 loses cannot be told"
         findings = [(DOUBTFUL, why)]
-    causes = [] if accuracy is None or draws else [*question_reference(accuracy)]
+    causes = [] if draws else causes
     if not _mostly_right(accuracy):
         whys = (
             f"{FLOAT_MODEL}'s inputs are in question: {one.partition(';')[0]}" for one in doubts

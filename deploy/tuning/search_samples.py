@@ -62,7 +62,6 @@ from deploy.metrics.levels import (
     TaskLoss,
     judge_accuracy,
     measure_loss,
-    question_reference,
 )
 from deploy.metrics.output_errors import EXPECTED, USUAL
 from deploy.metrics.output_form import OutputForm, derive_form
@@ -235,7 +234,9 @@ class VerdictPredictor:
             for accuracy in self._judged(model):
                 if any(output.not_finite[0] for output in accuracy.outputs):
                     return ExpectedVerdict()  # FP32 itself is not finite: no split helps
-                levels = dict(reversed([*_found_in_int8(accuracy, self.max_loss)]))
+                # all that another split may change, the first reason of each level
+                found = [*judge_accuracy(accuracy, self.max_loss)]
+                levels = dict(each for each in found[::-1] if not each[1].startswith(FLOAT_MODEL))
                 lost = measure_loss(accuracy, self.max_loss)
                 if _is_certain(levels, accuracy, lost):
                     break
@@ -259,14 +260,6 @@ class VerdictPredictor:
                 yield comparison.on(most, threads=self.threads)
             finally:
                 self.ran(len(comparison.keys) - before)
-
-
-def _found_in_int8(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[str, str]]:
-    """Yield (level, reason) for all that another split may change."""
-    of_float = {*question_reference(accuracy)}
-    for level, why in judge_accuracy(accuracy, max_loss):
-        if (level, why) not in of_float and not why.startswith(FLOAT_MODEL):
-            yield level, why
 
 
 def _is_certain(levels: Mapping[str, str], accuracy: Accuracy, lost: TaskLoss | None) -> bool:
