@@ -29,23 +29,21 @@ from deploy.fx.int8_layers import QatLayer
 from deploy.fx.profile import tensors_of
 from deploy.fx.source import read_tensors
 
+_TEMPERATURE = 4.0
 
-def channel_wise_loss(
-    student: torch.Tensor, teacher: torch.Tensor, temperature: float = 4.0
-) -> torch.Tensor:
+
+def channel_wise_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """Return the channel-wise loss of [N, C, ...] maps of equal shape: a scalar, 0 if equal."""
     rows = student.shape[0] * student.shape[1], -1
-    return logit_loss(student.reshape(rows), teacher.reshape(rows), temperature)
+    return logit_loss(student.reshape(rows), teacher.reshape(rows))
 
 
-def logit_loss(
-    student: torch.Tensor, teacher: torch.Tensor, temperature: float = 4.0
-) -> torch.Tensor:
+def logit_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """Return the loss of [N, C] logits: T^2 times the mean KL divergence of the classes."""
-    ours = functional.log_softmax(student / temperature, dim=1)
-    theirs = functional.log_softmax(teacher / temperature, dim=1)
+    ours = functional.log_softmax(student / _TEMPERATURE, dim=1)
+    theirs = functional.log_softmax(teacher / _TEMPERATURE, dim=1)
     divergence = functional.kl_div(ours, theirs, reduction="batchmean", log_target=True)
-    return divergence * temperature**2
+    return divergence * _TEMPERATURE**2
 
 
 class Distiller:
@@ -65,12 +63,10 @@ class Distiller:
         student: nn.Module,
         teacher: nn.Module,
         layers: Sequence[tuple[str, str]] = (),
-        temperature: float = 4.0,
         *,
         inputs: Sequence[Any] | None = None,
     ):
         self.teacher = fold_batch_norms(teacher.eval(), inputs)[0].requires_grad_(False)
-        self.temperature = temperature
         self.pairs = list(layers) or _last_convolution(student, self.teacher)
         self._maps: dict[tuple[str, str], torch.Tensor] = {}
         self._hooks = [
@@ -99,7 +95,7 @@ class Distiller:
                     f" {tuple(theirs.shape)}; choose other layers"
                 )
             measure = logit_loss if ours.dim() == 2 else channel_wise_loss
-            total = total + measure(ours, theirs, self.temperature)
+            total = total + measure(ours, theirs)
         return total
 
     def close(self) -> None:
