@@ -27,6 +27,7 @@ from torch.nn import functional
 from deploy.fx.norms import (
     STATISTICS,
     ChannelNorm,
+    as_parameter,
     batch_norm_arguments,
     channel_norm,
     is_norm,
@@ -190,13 +191,9 @@ def _module(graph_module: fx.GraphModule, kind: Any, options: dict[str, Any]) ->
         # torch.fx's immutable lists become tuples, which the modules take
         hyper = {key: tuple(v) if isinstance(v, list) else v for key, v in hyper.items()}
         module = kind(*sizes, bias=has_bias, device="meta", **hyper)
-    module.register_parameter("weight", _parameter(weight))
-    module.register_parameter("bias", _parameter(bias) if bias is not None else None)
+    module.register_parameter("weight", as_parameter(weight))
+    module.register_parameter("bias", as_parameter(bias) if bias is not None else None)
     return module.train(graph_module.training)
-
-
-def _parameter(tensor: torch.Tensor) -> nn.Parameter:
-    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
 
 
 def merge_branches(graph_module: fx.GraphModule) -> list[tuple[str, str]]:

@@ -315,9 +315,13 @@ def channel_norm(tensors: dict[str, torch.Tensor | None], options: dict[str, Any
         if name in STATISTICS:
             setattr(norm, name, tensor)
         elif tensor is not None:
-            parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
-            norm.register_parameter(name, parameter)
+            norm.register_parameter(name, as_parameter(tensor))
     return norm
+
+
+def as_parameter(tensor: torch.Tensor) -> nn.Parameter:
+    """Return a tensor as a parameter; one that is a parameter stays the same."""
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
 
 
 def freeze_affines(graph_module: fx.GraphModule) -> int:
