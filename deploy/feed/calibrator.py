@@ -195,19 +195,17 @@ class CalibratorScript:
         notes: for the user, besides those from reading the batches.
     """
 
-    def __init__(self, spec: str, *, notes: tuple[str, ...] = ()) -> None:
+    def __init__(self, spec: str) -> None:
         """Import the file and create the calibrator; no batch is read yet.
 
-        Args:
-            spec: `file.py:function`; the function takes no arguments and returns the calibrator.
-            notes: see the attribute.
+        `spec`: `file.py:function`; the function takes no arguments and returns the calibrator.
 
         Raises:
             ConfigError: no such file or function, or the function takes arguments.
             FeedError: the user's code failed, or returned no calibrator.
         """
         self.spec = spec
-        self.notes = notes
+        self.notes: tuple[str, ...] = ()
         self._stand_ins = StandIns()
         with self._stand_ins.installed():
             self._make = usercode.load_function(
