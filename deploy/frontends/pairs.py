@@ -28,7 +28,7 @@ from onnx import helper
 from calibrators.scales import Scale
 from deploy.errors import ModelError
 from deploy.frontends.checks import to_array
-from deploy.graph.index import Graph, all_nodes, attributes
+from deploy.graph.index import Graph, all_nodes, attributes, channel_axis
 from deploy.graph.placement import CUTS, MOVES, keeps_range
 
 Q, DQ = "QuantizeLinear", "DequantizeLinear"
@@ -166,19 +166,10 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[n
         raise UnfitError("its weight has several scales a channel")
     if permutation and sorted(permutation) != list(range(len(dims))):
         raise UnfitError("its weight is turned in a way that does not fit it")
-    if (permutation.index(axis) if permutation else axis) != _channel_axis(node, len(dims)):
+    if (permutation.index(axis) if permutation else axis) != channel_axis(node, len(dims)):
         raise UnfitError("its weight has no scale by output channel")
     group = int(attributes(node).get("group", 1)) if node.op_type == "ConvTranspose" else 1
     return grid, np.tile(grid.scale, max(group, 1))
-
-
-def _channel_axis(node: onnx.NodeProto, rank: int) -> int:
-    """Return the axis of a weight, of `rank` dimensions, along which its output channels lie."""
-    if node.op_type == "MatMul":
-        return rank - 1
-    if node.op_type == "Gemm":
-        return 0 if attributes(node).get("transB", 0) else 1
-    return 0 if node.op_type == "Conv" else 1
 
 
 def _source_node(

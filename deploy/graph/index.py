@@ -378,6 +378,15 @@ def strip_padded_channels(name: str, values: Array, like: Array) -> Array:
     return values
 
 
+def channel_axis(node: onnx.NodeProto, rank: int) -> int:
+    """Return the axis of a weight, of `rank` dimensions, along which its output channels lie."""
+    if node.op_type == "MatMul":
+        return rank - 1
+    if node.op_type == "Gemm":
+        return 0 if attributes(node).get("transB", 0) else 1
+    return 0 if node.op_type == "Conv" else 1
+
+
 def one_or_several(names: str | Iterable[str]) -> tuple[str, ...]:
     """Return names as a tuple; a text is one name, not its letters."""
     return (names,) if isinstance(names, str) else tuple(names)

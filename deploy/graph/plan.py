@@ -20,7 +20,7 @@ from functools import cached_property
 import onnx
 
 from calibrators.grids import FP8, INT8, UINT8
-from deploy.graph.index import GATE, CachedGraph, Graph, attributes
+from deploy.graph.index import GATE, CachedGraph, Graph, attributes, channel_axis
 from deploy.graph.placement import (
     MOVES,
     POOLS,
@@ -382,20 +382,16 @@ def _weights(
     bias = str(node.input[2]) if len(node.input) > 2 and node.input[2] else None
     if node.name in gemms:
         bias = next(str(n) for n in gemms[node.name].input if n in graph.initializers)
-    axis = None if node.op_type in placement.per_tensor else _channel_axis(node, len(weight.dims))
+    axis = None if node.op_type in placement.per_tensor else _scale_axis(node, len(weight.dims))
     return [WeightTarget(str(node.input[1]), node.name, axis, bias)]
 
 
-def _channel_axis(node: onnx.NodeProto, rank: int) -> int | None:
-    """Axis of the output channels in a node's weight."""
-    if node.op_type == "Conv":
-        return 0
-    given = attributes(node)
-    if node.op_type == "ConvTranspose":  # [in, out / group, ...]: one axis cannot name the groups
-        return 1 if given.get("group", 1) == 1 else None
-    if node.op_type == "Gemm":
-        return 0 if given.get("transB", 0) else 1
-    return 1 if rank == 2 else None
+def _scale_axis(node: onnx.NodeProto, rank: int) -> int | None:
+    """Axis of the scales of a node's weight; None for one scale."""
+    # [in, out / group, ...]: one axis cannot name the groups
+    grouped = node.op_type == "ConvTranspose" and attributes(node).get("group", 1) != 1
+    stacked = node.op_type == "MatMul" and rank != 2
+    return None if grouped or stacked else channel_axis(node, rank)
 
 
 def _owners(graph: Graph, placement: Placement, paired: Iterable[str]) -> dict[str, str]:

@@ -330,7 +330,7 @@ class Search:
     @property
     def best(self) -> Trial:
         """The trial of least cost, the first of equals."""
-        return min(self._eligible, key=lambda trial: trial.cost(self.weight))
+        return min(self._eligible, key=self._cost)
 
     @property
     def _eligible(self) -> list[Trial]:
@@ -338,10 +338,13 @@ class Search:
         own = [(self._label(one.choices.method or self.methods[0]), one) for one in self.trials]
         return [trial for label, trial in own if self.settled in ("", label)]
 
+    def _cost(self, trial: Trial) -> float:
+        return trial.cost(self.weight)
+
     def likely(self, most: int) -> list[Trial]:
         """Return the best trials of different splits, the best first."""
         by_split: dict[frozenset[str], Trial] = {}
-        for trial in sorted(self._eligible, key=lambda trial: trial.cost(self.weight)):
+        for trial in sorted(self._eligible, key=self._cost):
             by_split.setdefault(trial.in_float, trial)
         return list(by_split.values())[:most]
 
@@ -349,14 +352,14 @@ class Search:
     def best_without_float(self) -> Trial:
         """The best trial with no unit in float but those that cannot run otherwise."""
         plain = [trial for trial in self._eligible if trial.in_float == self.refused]
-        return min(plain, key=lambda trial: trial.cost(self.weight))
+        return min(plain, key=self._cost)
 
     def fuller(self, than: Trial) -> Trial | None:
         """Return the best trial with half of its layers or more in int8; None if `than` is one."""
         if self.int8_share(than.in_float) >= _MOST:
             return None
         most = [trial for trial in self._eligible if self.int8_share(trial.in_float) >= _MOST]
-        return min(most, key=lambda trial: trial.cost(self.weight), default=None)
+        return min(most, key=self._cost, default=None)
 
     def _try_int8(self) -> None:
         if self._try_all(f"all in {self.word}"):
@@ -440,7 +443,7 @@ class Search:
             if place not in known:
                 known[place] = self._try_split(base, splits[place])
             trial = known[place]
-            return trial.cost(self.weight) if trial is not None else math.inf
+            return self._cost(trial) if trial is not None else math.inf
 
         promise = [self._expected_cost(split) for split in splits]
         place, step = promise.index(min(promise)), max(1, len(splits) // 6)
@@ -470,7 +473,7 @@ class Search:
         expected = Trial(
             what="", in_float=in_float, choices=NO_CHOICES, noise=noise, time=self.time_of(in_float)
         )
-        return expected.cost(self.weight)
+        return self._cost(expected)
 
     def _try_split(self, base: Trial, in_float: frozenset[str]) -> Trial | None:
         """Try a split with a trial's methods; return None if it could not run."""

@@ -32,7 +32,6 @@ not depend on the order of samples is subtracted: only the few samples run again
 statistic is observed again on the other samples.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -49,7 +48,7 @@ from deploy.calibration.ranges import Ranges
 from deploy.calibration.reference_outputs import EvaluationSet
 from deploy.errors import BackendError, Calib8Error
 from deploy.feed.evaluation import EvaluationSubset
-from deploy.feed.file_list import SampleChangedError
+from deploy.feed.file_list import SampleChangedError, sample_digest
 from deploy.feed.parallel import Sample, run_in_order
 from deploy.feed.sampling import sampling_order
 from deploy.metrics.accuracy import Accuracy, Comparison
@@ -420,13 +419,6 @@ def _histogram(observed: ObservedStatistics, observation: Observation) -> Histog
 
 
 def _other_samples(request: BuildRequest, judges: Sequence[Sample]) -> Iterator[Sample]:
-    known = {_digest(sample) for sample in judges}
+    known = {sample_digest(sample) for sample in judges}
     with request.feed.samples() as samples:
-        yield from (sample for sample in samples if _digest(sample) not in known)
-
-
-def _digest(sample: Sample) -> bytes:
-    total = hashlib.sha256()
-    for name in sorted(sample):
-        total.update(name.encode() + sample[name].tobytes())
-    return total.digest()
+        yield from (sample for sample in samples if sample_digest(sample) not in known)

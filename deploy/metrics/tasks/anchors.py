@@ -292,7 +292,7 @@ def _pair(names: Sequence[str], seen: FirstSamples) -> LevelOutputs | None:
     if len(boxes) > 1:  # one may be the scores of four classes
         boxes = [name for name in boxes if not _are_scores(_stacked(name, seen))]
     if not boxes:
-        size = _one_size(seen)
+        size = seen.picture_size
         boxes = [n for n in names if shapes[n][-1] % 4 == 0 and shapes[n][-1] >= 4 * _BINS]
         fitting = [] if size is None else list(find_grids(shapes[names[0]][-2], size, 1))
         grid = next((one for one in fitting if one.anchors == 1), None)
@@ -388,16 +388,10 @@ def _least_size(boxes: Floats, scores: Floats) -> float:
 
 def _at_anchors(rows: Floats, seen: FirstSamples) -> bool:
     """Whether the boxes of all samples are centred at the anchors of a grid."""
-    size = _one_size(seen)
+    size = seen.picture_size
     fitting = [] if size is None else find_grids(len(rows) // len(seen.inputs), size)
     repeated = [size] * len(seen.inputs) if size is not None else []
     return any(find_box_coding(rows.T, repeated, grid) == "centre" for grid in fitting)
-
-
-def _one_size(seen: FirstSamples) -> tuple[int, int] | None:
-    """Return the size that the pictures of all samples have; None if they differ."""
-    sizes = {image_size(inputs) for inputs in seen.inputs}
-    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _shares(rows: Floats, how: AnchorDecoder) -> Floats:
@@ -482,7 +476,7 @@ def find_single_tensor(seen: FirstSamples) -> SingleTensorDecoder | None:
     finite = [one for one in tables if one is not None and np.isfinite(one).all()]
     if len(finite) != len(tables) or len({one.shape for one in finite}) != 1:
         return None
-    size = _one_size(seen)
+    size = seen.picture_size
     return None if size is None else _queries(name, finite) or _cells(name, finite, size)
 
 

@@ -25,7 +25,6 @@ from deploy.metrics.rows import (
     are_probabilities_or_logs,
     are_sorted,
     are_two_sided,
-    image_size,
 )
 from deploy.metrics.slices import split_output
 from deploy.metrics.tasks.embeddings import are_features, of_unit_length
@@ -292,10 +291,9 @@ def find_classes(seen: FirstSamples) -> Classes | None:
     others = tuple(name for name in vectors if name not in scored)
     if not scored or not all(_are_numbers(vectors[name]) for name in others):
         return None
-    pictures = any(image_size(fed) is not None for fed in seen.inputs)
-    if not pictures and (others or any(map(_are_steps, vectors.values()))):
+    if not seen.of_pictures and (others or any(map(_are_steps, vectors.values()))):
         return None
-    if pictures and any(are_features(vectors[name]) for name in scored):
+    if seen.of_pictures and any(are_features(vectors[name]) for name in scored):
         return None
     return Classes(tuple(scored), tuple(vectors[name][0].size for name in scored), others)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Floats, Outputs, image_size
+from deploy.metrics.rows import Floats, Outputs
 from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
 from deploy.tensors import Array
 
@@ -89,8 +89,7 @@ def find_embeddings(seen: FirstSamples) -> Embeddings | None:
     vectors = [one.astype(np.float64).reshape(-1) for one in samples]
     if _are_points(vectors):
         return None
-    pictures = any(image_size(fed) is not None for fed in seen.inputs)
-    features = pictures and are_features(samples)
+    features = seen.of_pictures and are_features(samples)
     if features or all(map(of_unit_length, vectors)) or all(map(_about_zero, vectors)):
         return Embeddings(name, samples[0].size)
     return None

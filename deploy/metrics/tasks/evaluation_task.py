@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from deploy.metrics.rows import Floats, Outputs, is_floating
+from deploy.metrics.rows import Floats, Outputs, image_size, is_floating
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.detections import Detections
 from deploy.tensors import Array
@@ -262,6 +262,17 @@ class FirstSamples:
     def arrays(self, name: str) -> list[Array]:
         """Return one output's array of every sample."""
         return [one[name] for one in self.outputs]
+
+    @property
+    def of_pictures(self) -> bool:
+        """Whether a sample has a picture among its inputs."""
+        return any(image_size(one) is not None for one in self.inputs)
+
+    @property
+    def picture_size(self) -> tuple[int, int] | None:
+        """Size that the pictures of all samples have; None if they differ."""
+        sizes = {image_size(one) for one in self.inputs}
+        return sizes.pop() if len(sizes) == 1 else None
 
     @property
     def names(self) -> tuple[str, ...]:

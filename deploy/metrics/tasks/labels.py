@@ -25,7 +25,6 @@ from deploy.metrics.rows import (
     are_indices,
     are_sorted,
     find_indices,
-    image_size,
     sums_to_one,
     to_shares,
 )
@@ -99,8 +98,7 @@ def find_labels(seen: FirstSamples) -> Labels | None:
     rows = [row for one in samples if (row := _vector(one)) is not None]
     if len(rows) != len(samples) or len({row.size for row in rows}) != 1 or are_sorted(rows):
         return None
-    pictures = any(image_size(fed) is not None for fed in seen.inputs)
-    if not pictures and (are_tracks(samples) or are_raw_tracks(samples)):  # may be steps
+    if not seen.of_pictures and (are_tracks(samples) or are_raw_tracks(samples)):  # may be steps
         return None
     raw = min(float(row.min()) for row in rows) < 0
     return Labels(name, rows[0].size, raw) if _are_labels(rows, raw=raw) else None

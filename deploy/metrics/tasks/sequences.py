@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, are_probabilities_or_logs, image_size, is_floating
+from deploy.metrics.rows import Outputs, are_probabilities_or_logs, is_floating
 from deploy.metrics.tasks.classes import (
     are_decisions,
     are_heads,
@@ -139,10 +139,9 @@ def find_steps(seen: FirstSamples) -> Steps | None:
     floating = [n for n in seen.names if all(map(is_floating, seen.arrays(n)))]
     states = find_states(seen)
     non_states = [name for name in floating if name not in states]
-    pictures = any(image_size(fed) is not None for fed in seen.inputs)
-    if not pictures and are_decisions([seen.arrays(name) for name in floating]):
+    if not seen.of_pictures and are_decisions([seen.arrays(name) for name in floating]):
         return Steps(tuple(floating), (2,) * len(floating), None)
-    if not pictures and are_heads([seen.arrays(name) for name in non_states]):
+    if not seen.of_pictures and are_heads([seen.arrays(name) for name in non_states]):
         return Steps(
             tuple(non_states), tuple(seen.arrays(name)[0].shape[2] for name in non_states), 2
         )
@@ -166,12 +165,11 @@ def _read(name: str, seen: FirstSamples, *, alone: bool) -> Steps | None:
     if axis is not None:
         return Steps((name,), (samples[0].shape[axis],), axis)
     flat = all(max(one.shape, default=0) == one.size for one in samples)
-    pictures = any(image_size(fed) is not None for fed in seen.inputs)
     # beside a class number for each step it is how sure that one is
     others = (seen.outputs[0][other].size for other in seen.names if other != name)
     alone = alone and samples[0].size not in others
-    tracks = alone and (flat or not pictures) and are_tracks(samples)  # others may be masks
-    raw = alone and not pictures and are_raw_tracks(samples)
+    tracks = alone and (flat or not seen.of_pictures) and are_tracks(samples)  # others may be masks
+    raw = alone and not seen.of_pictures and are_raw_tracks(samples)
     return Steps((name,), (2,), None, raw) if tracks or raw else None
 
 
@@ -274,7 +272,7 @@ def _find_symbols(seen: FirstSamples) -> tuple[Text, float] | None:
     """Return the text, and the mean length of runs of one symbol, if steps have a blank."""
     if len(seen.names) != 1:
         return None
-    orders = (False, True) if any(image_size(fed) is not None for fed in seen.inputs) else (False,)
+    orders = (False, True) if seen.of_pictures else (False,)
     return next(filter(None, (_read_symbols(seen, first=first) for first in orders)), None)
 
 

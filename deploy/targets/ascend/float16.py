@@ -28,7 +28,7 @@ from deploy.graph.edit import (
     rename_tensors,
     update_tensors,
 )
-from deploy.graph.index import Graph, attributes, iter_reads, subgraphs
+from deploy.graph.index import Graph, attributes, iter_reads, opset_of, subgraphs
 from deploy.graph.lowering import find_schema, is_standard
 
 _FLOAT, _HALF = 1, 10  # onnx.TensorProto
@@ -76,7 +76,7 @@ class _Narrowing:
         self, model: onnx.ModelProto, halves: Collection[str], exact: Collection[str]
     ) -> None:
         self.graph, self.index = model.graph, Graph(model)
-        self.opset = max(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+        self.opset = opset_of(model)
         self.exact = exact
         self.wanted = halves
         # float16 tensors so far
