@@ -170,6 +170,11 @@ def is_floating(value: Array) -> bool:
     return bool(np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())
 
 
+def are_shares(values: Array) -> bool:
+    """Whether there are values, and all lie from 0 to 1 but for rounding."""
+    return bool(values.size and values.min() >= -1e-3 and values.max() <= 1 + 1e-3)
+
+
 def correlate(one: Floats, other: Floats) -> float:
     """Return the correlation of two vectors; 0 if one is constant."""
     one, other = one - one.mean(), other - other.mean()

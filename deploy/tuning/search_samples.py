@@ -64,7 +64,7 @@ from deploy.metrics.levels import (
 )
 from deploy.metrics.output_errors import EXPECTED, USUAL
 from deploy.metrics.output_form import OutputForm, derive_form
-from deploy.metrics.rows import Outputs, are_probabilities
+from deploy.metrics.rows import Outputs, are_probabilities, is_floating
 from deploy.metrics.slices import form_samples
 from deploy.metrics.tasks import Metric
 from deploy.runtimes.ort import OrtSession
@@ -127,7 +127,7 @@ def _signals(values: Array, least: int) -> tuple[float, float]:
 
 def _are_probabilities(values: Array) -> bool:
     """Whether a sample is one row of probabilities, [1, C], that sum to 1, or a single one."""
-    if not np.issubdtype(values.dtype, np.floating) or not np.isfinite(values).all():
+    if not is_floating(values):
         return False
     if values.size == 1:  # a wake word, the quality of a signal
         return bool(values.min() >= 0 and values.max() <= 1)

@@ -38,7 +38,15 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Floats, Outputs, activate, correlate, image_size, sums_to_one
+from deploy.metrics.rows import (
+    Floats,
+    Outputs,
+    activate,
+    are_shares,
+    correlate,
+    image_size,
+    sums_to_one,
+)
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.detections import (
     LOWEST,
@@ -232,7 +240,7 @@ def find_anchors(seen: FirstSamples) -> AnchorDecoder | None:
         return None
     count = seen.outputs[0][levels[0].scores].shape[-1] - (activation[1] is not None)
     coding = "" if maps and coding != "distribution" else coding
-    raw = not all(_is_share(_stacked(name, seen)) for name in gated)
+    raw = not all(are_shares(_stacked(name, seen)) for name in gated)
     parts: dict[str, tuple[OutputSlice, ...]] = {}
     start, stop = {None: (0, 0), 0: (1, count + 1)}.get(activation[1], (0, count))
     for names, pair in zip(groups.values(), levels, strict=True):
@@ -254,7 +262,7 @@ def fit_anchors(seen: FirstSamples) -> AnchorDecoder | None:
     tables = [arrange_anchors(one, maps=False, turned=turned) for one in seen.outputs]
     rows = FirstSamples(seen.inputs, tables)
     sides = {n: one.shape for n in rows.names if (one := to_table(tables[0][n])) is not None}
-    shares = {name: _is_share(_stacked(name, rows)) for name in sides}
+    shares = {name: are_shares(_stacked(name, rows)) for name in sides}
     for boxes, scores in itertools.permutations(sorted(sides, key=lambda name: shares[name]), 2):
         if sides[boxes][0] == sides[scores][0] and sides[boxes][1] >= 4:
             activation, count = "" if shares[scores] else "sigmoid", sides[scores][1]
@@ -296,7 +304,7 @@ def _pair(names: Sequence[str], seen: FirstSamples) -> LevelOutputs | None:
         boxes = [n for n in names if shapes[n][-1] % 4 == 0 and shapes[n][-1] >= 4 * _BINS]
         fitting = [] if size is None else list(find_grids(shapes[names[0]][-2], size, 1))
         grid = next((one for one in fitting if one.anchors == 1), None)
-        boxes = [name for name in boxes if not _is_share(_stacked(name, seen))]
+        boxes = [name for name in boxes if not are_shares(_stacked(name, seen))]
         points = _with_points(names, seen)
         tables = [_stacked(name, seen) for name in sorted(names, key=lambda name: name in points)]
         if grid is None or not boxes or (points and _least_size(*tables[::-1]) > _PIXELS):
@@ -304,7 +312,7 @@ def _pair(names: Sequence[str], seen: FirstSamples) -> LevelOutputs | None:
     if len(boxes) != 1:
         return None
     others = [name for name in names if name != boxes[0]]
-    scores = [name for name in others if _is_share(_stacked(name, seen))]
+    scores = [name for name in others if are_shares(_stacked(name, seen))]
     scores = scores or [name for name in others if shapes[name][-1] == 2] or others
     if len(scores) == 2:
         gates = [name for name in scores if shapes[name][-1] == 1][-1:]
@@ -322,18 +330,14 @@ def _with_points(names: Sequence[str], seen: FirstSamples) -> list[str]:
     if not pictures or len(wide) != 1 or [sizes[name] for name in others] != [1]:
         return []
     scores = _stacked(others[0], seen)
-    return wide if (_is_share(scores) or scores.min() < 0) and _detects_little(scores) else []
-
-
-def _is_share(rows: Floats) -> bool:
-    return bool(rows.size and rows.min() >= -1e-3 and rows.max() <= 1 + 1e-3)
+    return wide if (are_shares(scores) or scores.min() < 0) and _detects_little(scores) else []
 
 
 def _detects_little(rows: Floats) -> bool:
     """Whether nearly all rows, probabilities or logits, detect nothing."""
     best = rows.max(axis=1)
     return bool(
-        np.mean(best < _IDLE) >= _BELOW and (_is_share(rows) or np.mean(best < 0) >= _BELOW)
+        np.mean(best < _IDLE) >= _BELOW and (are_shares(rows) or np.mean(best < 0) >= _BELOW)
     )
 
 
@@ -354,7 +358,7 @@ def _activation(levels: list[Floats]) -> tuple[str, int | None] | None:
     wins = np.bincount(rows.argmax(axis=1), minlength=last + 1)
     background = int(wins.argmax()) if wins.max() >= _WINS * wins.sum() and last else None
     background = background if background in (0, last) else None
-    if _is_share(rows):
+    if are_shares(rows):
         sums_to_1 = last > 0 and sums_to_one(rows).all()
         return ("", None) if not sums_to_1 else None if background is None else ("", background)
     if np.mean(rows.max(axis=1) < 0) >= _BELOW:
@@ -485,7 +489,7 @@ def _queries(name: str, samples: list[Floats]) -> SingleTensorDecoder | None:
     if not _QUERY_COUNTS[0] <= count <= _QUERY_COUNTS[1] or columns < 5:
         return None
     rows = np.concatenate(samples)
-    if not (_is_share(rows) and _rarely_detect(rows[:, 4:])):
+    if not (are_shares(rows) and _rarely_detect(rows[:, 4:])):
         return None
     if sums_to_one(rows).all():  # a sequence's classes per step
         return None

@@ -25,6 +25,7 @@ from deploy.metrics.rows import (
     are_probabilities_or_logs,
     are_sorted,
     are_two_sided,
+    is_floating,
 )
 from deploy.metrics.slices import split_output
 from deploy.metrics.tasks.embeddings import are_features, of_unit_length
@@ -308,12 +309,7 @@ def _are_steps(samples: Sequence[Array]) -> bool:
 
 def _are_numbers(samples: Sequence[Array]) -> bool:
     """Whether each sample has one vector (or scalar) of finite numbers."""
-    return all(
-        np.issubdtype(one.dtype, np.floating)
-        and one.size == max(one.shape, default=1)
-        and np.isfinite(one).all()
-        for one in samples
-    )
+    return all(one.size == max(one.shape, default=1) and is_floating(one) for one in samples)
 
 
 def _rows(samples: Sequence[Array]) -> list[Floats]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Floats, Outputs
+from deploy.metrics.rows import Floats, Outputs, is_floating
 from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
 from deploy.tensors import Array
 
@@ -114,7 +114,7 @@ def of_unit_length(vector: Floats) -> bool:
 def _is_vector(value: Array) -> bool:
     """Whether it is one finite vector: [1, D], with more dimensions of 1 or none."""
     long = value.size >= _LONG and max(value.shape, default=0) == value.size
-    return bool(long and np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())
+    return long and is_floating(value)
 
 
 def _are_points(vectors: Sequence[Floats]) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Floats, Outputs, image_size, to_shares
+from deploy.metrics.rows import Floats, Outputs, are_shares, image_size, to_shares
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks import segmentation
 from deploy.metrics.tasks.detections import LOWEST, Detections
@@ -212,8 +212,7 @@ def _is_center_heat(samples: Sequence[Floats], *, raw: bool) -> bool:
     """Whether values are near 0 except for narrow peaks, which some samples have."""
     tops = []
     for one in samples:
-        within = one.min() >= -1e-3 and one.max() <= 1 + 1e-3
-        if not np.isfinite(one).all() or (within == raw) or len(one) != len(samples[0]):
+        if not np.isfinite(one).all() or (are_shares(one) == raw) or len(one) != len(samples[0]):
             return False
         shares = to_shares(one, raw=raw)
         if shares.mean() > _QUIET or np.mean(shares.max(axis=0) > _SEEN) > _WIDE:

@@ -306,7 +306,7 @@ def _fine(fed: Outputs, outputs: Outputs, names: tuple[str, str]) -> float | Non
 def _peaked(name: str, seen: FirstSamples) -> bool:
     """Whether most points have one narrow peak."""
     samples = seen.arrays(name)
-    if not all(np.issubdtype(one.dtype, np.floating) and np.isfinite(one).all() for one in samples):
+    if not all(map(is_floating, samples)):
         return False
     rows = np.concatenate([_above_median(one) for one in samples])
     half = rows.max(axis=1, keepdims=True) / 2

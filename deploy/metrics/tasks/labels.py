@@ -25,6 +25,7 @@ from deploy.metrics.rows import (
     are_indices,
     are_sorted,
     find_indices,
+    is_floating,
     sums_to_one,
     to_shares,
 )
@@ -108,7 +109,7 @@ def _vector(value: Array) -> Floats | None:
     """Return [1, C], with more dimensions of 1 or none, as [C]; None for other shapes."""
     if value.ndim < 2 or value.shape[1] != value.size or value.size < _FEWEST:
         return None
-    if not np.issubdtype(value.dtype, np.floating) or not np.isfinite(value).all():
+    if not is_floating(value):
         return None
     return value.reshape(-1).astype(np.float64)
 
