@@ -14,7 +14,6 @@ import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
-from onnx import numpy_helper
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
@@ -26,8 +25,9 @@ from deploy.fx.device import quiet
 from deploy.fx.fakequant import ExportedModule, FakeQuant, FixedQuant
 from deploy.fx.profile import largest_difference, largest_magnitude, tensors_of
 from deploy.fx.trace import failing_line, root_cause
-from deploy.graph.edit import copy_message, drop_unread
-from deploy.graph.index import attributes
+from deploy.graph.edit import copy_message, drop_unread, rename_tensors
+from deploy.graph.index import Graph, attributes
+from deploy.graph.placement import is_global_mean
 from deploy.runtimes.ort import OrtSession
 from deploy.terminal import phase
 
@@ -45,11 +45,10 @@ def clean_exported(model: onnx.ModelProto) -> onnx.ModelProto:
         holder.ClearField("doc_string")
     for value in (*graph.input, *graph.output):
         del value.metadata_props[:]
-    values = (*graph.input, *graph.value_info, *graph.output)
-    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values}
-    constants = {tensor.name: tensor for tensor in graph.initializer}
+    index = Graph(result)
     for node in graph.node:
-        if node.op_type == "ReduceMean" and _is_global_pool(node, ranks, constants):
+        mean = node.op_type == "ReduceMean" and is_global_mean(index, node)
+        if mean and attributes(node).get("keepdims", 1):
             node.op_type = "GlobalAveragePool"
             del node.input[1:]
             del node.attribute[:]
@@ -104,27 +103,14 @@ def _rename(graph: onnx.GraphProto, new: dict[str, str]) -> None:
     """Rename values everywhere; inner values whose name is needed get "_inner"."""
     inner = {name for node in graph.node for name in node.output} - {*new}
     displaced = {name: f"{name}_inner" for name in inner & {*new.values()}}
-    rename_tensors(graph, {**new, **displaced})
+    rename_values(graph, {**new, **displaced})
 
 
-def rename_tensors(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+def rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
     """Rename tensors wherever a node or an output names them, in place."""
-    for node in graph.node:
-        for values in (node.input, node.output):
-            values[:] = [names.get(name, name) for name in values]
+    rename_tensors(graph.node, names)
     for value in (*graph.output, *graph.value_info):
         value.name = names.get(value.name, value.name)
-
-
-def _is_global_pool(
-    node: onnx.NodeProto, ranks: dict[str, int], constants: dict[str, onnx.TensorProto]
-) -> bool:
-    """Return whether a ReduceMean is the mean over H and W of [N, C, H, W] with keepdims."""
-    keepdims = attributes(node).get("keepdims", 1)
-    if len(node.input) != 2 or node.input[1] not in constants or not keepdims:
-        return False
-    axes = np.asarray(numpy_helper.to_array(constants[node.input[1]])).reshape(-1)
-    return ranks.get(node.input[0]) == 4 and sorted(int(a) % 4 for a in axes) == [2, 3]
 
 
 OPSET = 18

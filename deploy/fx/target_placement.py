@@ -38,7 +38,7 @@ from deploy.fx.export import (
     OPSET,
     clean_exported,
     explain_export_failure,
-    rename_tensors,
+    rename_values,
     run_exporter,
 )
 from deploy.fx.fuse import called_module
@@ -218,7 +218,7 @@ def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) ->
             for index, name in enumerate(split.output):
                 if index in parts and not name.startswith(NODE_PREFIX) and name not in renamed:
                     renamed[name] = f"{NODE_PREFIX}{parts[index].name}"
-    rename_tensors(model.graph, renamed)
+    rename_values(model.graph, renamed)
 
 
 def _indexed(

@@ -305,14 +305,17 @@ def _grid_sample(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProt
         return [node]
     if len(places.shape(node.input[0])) != 4:
         raise CannotLower(f"{node.input[0]} is not an image")
-    return _with_mode(node, {b"linear": b"bilinear", b"cubic": b"bicubic"})
+    return _rename_modes({b"linear": b"bilinear", b"cubic": b"bicubic"})(node, places)
 
 
-def _with_mode(node: onnx.NodeProto, new: Mapping[bytes, bytes]) -> list[onnx.NodeProto]:
-    for given in node.attribute:
-        if given.name == "mode":
-            given.s = new.get(given.s, given.s)
-    return [node]
+def _rename_modes(new: Mapping[bytes, bytes]) -> Form:
+    def rename(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
+        for given in node.attribute:
+            if given.name == "mode":
+                given.s = new.get(given.s, given.s)
+        return [node]
+
+    return rename
 
 
 def _drop(node: onnx.NodeProto, name: str) -> None:
@@ -464,11 +467,6 @@ def _placed_roi_align(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProt
     return [node]
 
 
-def _renamed_modes(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
-    """GridSample: from opset 20 on, the modes that it had have other names."""
-    return _with_mode(node, {b"bilinear": b"linear", b"bicubic": b"cubic"})
-
-
 # Operator -> opset of each new form or meaning up to 22, and the function that returns it, as in
 # `DOWNGRADES`.
 UPGRADES: dict[str, tuple[tuple[int, Form], ...]] = {
@@ -476,7 +474,7 @@ UPGRADES: dict[str, tuple[tuple[int, Form], ...]] = {
     "Clip": ((11, _move_to_inputs("min", "max")),),
     "DFT": ((20, _refuse("its axis is an input there")),),
     "Dropout": ((12, _new_dropout),),
-    "GridSample": ((20, _renamed_modes),),
+    "GridSample": ((20, _rename_modes({b"bilinear": b"linear", b"bicubic": b"cubic"})),),
     "GroupNormalization": ((21, _refuse("its scale is one a group")),),
     **dict.fromkeys(("Hardmax", "LogSoftmax", "Softmax"), ((13, _new_softmax),)),
     "Pad": ((11, _move_to_inputs("pads", "value")),),

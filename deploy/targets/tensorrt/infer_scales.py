@@ -54,7 +54,7 @@ from deploy.frontends.onnx_file import infer_shapes
 from deploy.graph.bounds import find_bounds
 from deploy.graph.edit import copy_message
 from deploy.graph.index import Graph, attributes
-from deploy.graph.placement import MOVES, find_gates, resize_mode
+from deploy.graph.placement import MOVES, find_gates, pads_nonzero, resize_mode
 from deploy.targets.tensorrt.cache_contents import POOLING_LAYERS, trt_tensors
 
 EQUAL, BOUND, GUESS = 0, 1, 2
@@ -216,8 +216,7 @@ def _product(
 def _shrinks(known: KnownRanges, node: onnx.NodeProto) -> bool:
     """Return whether no output value of a node exceeds the largest input |x|."""
     if node.op_type == "Pad":
-        value = node.input[2] if len(node.input) > 2 else ""
-        return not value or known.graph.number(value) == 0
+        return not pads_nonzero(known.graph, node)
     return node.op_type != "LeakyRelu" or abs(attributes(node).get("alpha", 0.01)) <= 1
 
 
