@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import re
-import sys
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -360,11 +359,6 @@ def test_what_openvino_does_not_run_is_refused(refused, a, tmp_path, openvino):
     (tmp_path / "a.plan").touch()
     assert "OpenVINO reads ONNX models" in refused(tmp_path / "a.plan", *words)
     assert "Operation Cosh is not supported" in refused(bad, *words)
-
-
-def test_openvino_that_is_missing_is_said_in_a_sentence(refused, a, monkeypatch):
-    monkeypatch.setitem(sys.modules, "openvino", None)
-    assert "calib8[openvino]" in refused(a, "--runtime", "openvino")
 
 
 def test_the_real_openvino_computes_the_same(tmp_path, held):

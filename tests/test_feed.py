@@ -567,7 +567,7 @@ def test_an_exception_crosses_over_after_the_good_samples():
 
 def test_leaving_early_ends_the_thread_and_the_queue_is_bounded():
     made = []
-    with SampleStream((made.append(i) or i for i in range(10_000)), depth=3) as stream:
+    with SampleStream(made.append(i) or i for i in range(10_000)) as stream:
         assert next(stream) == 0
         time.sleep(0.2)
         assert len(made) <= 6

@@ -177,18 +177,6 @@ def test_a_folder_that_is_closed_is_a_sentence(small_cnn, pictures, tmp_path, tm
     assert sum("ermission" in line for line in errors) >= len(errors) - 1, said  # explain
 
 
-@pytest.mark.slow
-def test_a_screen_that_is_full_is_no_fault(small_cnn):
-    if not Path("/dev/full").exists():
-        pytest.skip("no device that is always full")
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "deploy", "inspect", str(small_cnn), "--all"],
-            stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-        )  # fmt: skip
-    assert done.returncode == 1 and "No space left" in done.stderr
-
-
 def test_names_as_long_as_a_protobuf_allows_are_no_fault(small_cnn, run, tmp_path):
     model = onnx.load(small_cnn)
     for node in model.graph.node:

@@ -114,17 +114,15 @@ def ascend_scale_offset(
     return scale, np.rint(offset).astype(np.int32)
 
 
-def ascend_quantize(
-    x: NDArray[np.floating], scale: Float32Array, offset: IntArray | int, *, bits: int = 8
-) -> Float32Array:
-    """Return clip(rne(x / scale + offset)) on the signed grid, as float32.
+def ascend_quantize(x: NDArray[np.floating], scale: Float32Array, *, bits: int) -> Float32Array:
+    """Return clip(rne(x / scale)) on the signed grid, as float32.
 
     Raises:
         CalibrationError: a scale is not finite and positive.
     """
     check_scale(scale)
     qmin, qmax = ascend_range(bits)
-    steps = np.asarray(x, np.float32) / scale + np.asarray(offset, np.float32)
+    steps = np.asarray(x, np.float32) / scale + np.float32(0)  # -0 becomes 0
     return np.asarray(np.clip(np.rint(steps), qmin, qmax), np.float32)
 
 
@@ -174,7 +172,7 @@ def arq_integers(
     """
     if bits > 8:
         raise CalibrationError(f"weights are stored as int8, got {bits} bits")
-    return ascend_quantize(weight, by_row(scale, weight.ndim), 0, bits=bits).astype(np.int8)
+    return ascend_quantize(weight, by_row(scale, weight.ndim), bits=bits).astype(np.int8)
 
 
 def arq_fake_quantize(
@@ -182,7 +180,7 @@ def arq_fake_quantize(
 ) -> NDArray[np.floating]:
     """Quantize and dequantize a weight [C_out, ...], in the weight's dtype."""
     step = by_row(scale, weight.ndim)
-    return (ascend_quantize(weight, step, 0, bits=bits) * step).astype(weight.dtype)
+    return (ascend_quantize(weight, step, bits=bits) * step).astype(weight.dtype)
 
 
 def by_row(scale: Float32Array, rank: int) -> Float32Array:

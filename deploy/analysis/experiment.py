@@ -21,6 +21,7 @@ from calibrators.grids import (
     UINT8,
     Grid,
     QuantizedTensor,
+    checked_axis,
     quantize_per_channel,
     quantize_per_tensor,
 )
@@ -192,9 +193,9 @@ def _by_search(values: Real, method: Method, *, axis: int | None, dtype: str) ->
             f"a search finds the scale of {' or '.join(GRIDS)}, got {dtype}; give its --scale and"
             " --zero-point"
         )
-    if axis is not None and not -values.ndim <= axis < values.ndim:
-        raise ConfigError(f"the axis must be one of {values.ndim} dimensions, got {axis}")
-    channels = [values] if axis is None else list(np.moveaxis(values, axis, 0))
+    channels = [values]
+    if axis is not None:
+        channels = list(np.moveaxis(values, checked_axis(axis, values.ndim), 0))
     affine = [_range(channel, method, GRIDS[dtype]) for channel in channels]
     scales, zeros = [scale for scale, _ in affine], [zero for _, zero in affine]
     made = _with_scales(values, scales, zeros, axis=axis, dtype=dtype)

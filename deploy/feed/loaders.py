@@ -42,7 +42,7 @@ def iterate_items(source: object) -> tuple[Iterable[Any], bool]:
     if hasattr(source, "__array__"):
         return [as_array(source, "the feed")], True
     if callable(getattr(source, "get_next", None)):
-        return _until_none(source.get_next, "get_next of the reader"), False  # type: ignore[attr-defined]
+        return _until_none(source.get_next), False  # type: ignore[attr-defined]
     if callable(getattr(source, "get_batch", None)):
         raise FeedError(
             f"a feed must give arrays, got the TensorRT calibrator {type(source).__name__}, which"
@@ -117,9 +117,9 @@ def _only_definition(path: str) -> str:
     return names[0]
 
 
-def _until_none(get_next: Callable[[], object], what: str) -> Iterator[object]:
+def _until_none(get_next: Callable[[], object]) -> Iterator[object]:
     while True:
-        with wrap_user_errors(what, error=FeedError):
+        with wrap_user_errors("get_next of the reader", error=FeedError):
             item = get_next()
         if item is None:
             return

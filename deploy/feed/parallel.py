@@ -143,16 +143,17 @@ class _OrderedRun(Generic[Work]):
 
 T = TypeVar("T")
 _END = object()
+_AHEAD = 4
 
 
 class SampleStream(Iterator[T], Generic[T]):
     """An iterator for one pass, by any number of threads; a context manager, or `close()` it.
 
-    A background thread draws up to `depth` items ahead.
+    A background thread draws a few items ahead.
     """
 
-    def __init__(self, items: Iterator[T], *, depth: int = 4) -> None:
-        self._items = _read_ahead(items, depth)
+    def __init__(self, items: Iterator[T]) -> None:
+        self._items = _read_ahead(items)
         self._turn = threading.Lock()
 
     def __next__(self) -> T:
@@ -171,12 +172,12 @@ class SampleStream(Iterator[T], Generic[T]):
         self.close()
 
 
-def _read_ahead(items: Iterator[T], depth: int) -> Generator[T]:
-    """Yield items in order, of which one thread draws up to `depth` ahead."""
+def _read_ahead(items: Iterator[T]) -> Generator[T]:
+    """Yield items in order, of which one thread draws up to `_AHEAD` ahead."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="calib8-feed")
     draw = partial(next, items, _END)
     try:
-        ahead = deque(pool.submit(draw) for _ in range(depth))
+        ahead = deque(pool.submit(draw) for _ in range(_AHEAD))
         while (item := ahead.popleft().result()) is not _END:
             ahead.append(pool.submit(draw))
             yield item

@@ -190,7 +190,7 @@ def load_checkpoint(
         CacheError: the file is broken, or from another model or other settings.
     """
     try:
-        state: Any = read_tensors(path, own=True)
+        state: Any = read_tensors(path)
     except ModelError as error:
         raise CacheError(f"{error}; remove it to start anew") from error
     if not isinstance(state, dict) or set(state) != _KEYS or state["format"] != _FORMAT:

@@ -227,14 +227,12 @@ class FakeQuant(nn.Module):
     zero_point: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(
-        self, grid: Grid, name: str, *, momentum: float = 0.05, reach: RangeLimits | None = None
-    ):
+    def __init__(self, grid: Grid, name: str, *, momentum: float = 0.05):
         super().__init__()
         self.grid = grid
         self.name = name
         self.momentum = momentum
-        self.reach = reach
+        self.reach: RangeLimits | None = None
         self.watches: list[nn.Module] = []  # sources of the range; none for its own input
         self.observe = False
         self.enabled = False

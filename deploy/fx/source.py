@@ -387,20 +387,19 @@ def load_weights(model: nn.Module, path: Path) -> None:
         raise ModelError(f"{path} must hold this model's weights: {text[:400]}") from error
 
 
-def read_tensors(path: Path, *, own: bool = False) -> Any:
-    """Load a file of `torch.save` that has only tensors and plain containers.
+def read_tensors(path: Path) -> Any:
+    """Load a file of `torch.save` that has only tensors and plain containers, a run's own.
 
     Raises:
         ModelError: the file is missing, broken, or would run code when unpickled.
     """
     try:
+        what = "a file of tensors"
         with open_regular_file(
-            path, what="a file of tensors", error=ModelError, most=MOST_BYTES, own=own
+            path, what=what, error=ModelError, most=MOST_BYTES, own=True
         ) as file:
             if file.read(2) == b"PK":  # files of old torch versions are not zip archives
-                check_archive(
-                    file, path, what="a file of tensors", error=ModelError, most=MOST_BYTES
-                )
+                check_archive(file, path, what=what, error=ModelError, most=MOST_BYTES)
             file.seek(0)
             with warnings.catch_warnings(action="ignore"):  # on TorchScript, reported below
                 return torch.load(file, map_location="cpu", weights_only=True)
