@@ -150,7 +150,7 @@ def quantize(
         dtype: "quint8", "qint8" or, with scales, "qint32".
 
     Raises:
-        ConfigError: a method with scales, zero points without, or an axis or dtype that do not fit.
+        ConfigError: a method with scales, zero points without, or a dtype that does not fit.
         CalibrationError: values without a range, or as in `calibrators.grids`.
     """
     chosen = Method.of(method) if isinstance(method, str) else method
