@@ -171,15 +171,14 @@ def affine_params(lo: float, hi: float, grid: Grid = UINT8) -> tuple[np.float32,
     Raises:
         CalibrationError: lo > hi, or the scale is not finite.
     """
-    ordered = lo <= hi  # False for NaN
-    lo, hi = min(float(lo), 0.0), max(float(hi), 0.0)
+    low, high = min(float(lo), 0.0), max(float(hi), 0.0)
     with np.errstate(over="ignore"):
-        scale = np.float32((hi - lo) / (grid.qmax - grid.qmin))
-    if not ordered or np.isinf(scale):
+        scale = np.float32((high - low) / (grid.qmax - grid.qmin))
+    if not lo <= hi or np.isinf(scale):
         raise CalibrationError(f"a clip range must be finite with lo <= hi, got [{lo}, {hi}]")
     if not scale > 0:
         return np.float32(1.0), int(grid.qmin)
-    zero_point = int(np.clip(np.rint(grid.qmin - lo / float(scale)), grid.qmin, grid.qmax))
+    zero_point = int(np.clip(np.rint(grid.qmin - low / float(scale)), grid.qmin, grid.qmax))
     return scale, zero_point
 
 
@@ -415,6 +414,7 @@ def checked_axis(axis: int, ndim: int) -> int:
 
 def check_scale(scale: NDArray[np.float32] | np.float32) -> None:
     """Raise CalibrationError if a scale is not finite and positive."""
-    values = np.asarray(scale)
-    if not ((values > 0) & (values < np.inf)).all():
-        raise CalibrationError(f"a scale must be finite and positive, got {values.tolist()}")
+    values = np.ravel(scale)
+    bad = values[~((values > 0) & (values < np.inf))]
+    if bad.size:
+        raise CalibrationError(f"a scale must be finite and positive, got {bad[:3].tolist()}")

@@ -1,5 +1,7 @@
 """Grids of integers and floats, and how a GPU's memory holds them."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -54,7 +56,7 @@ def test_rounding_is_half_to_even():
 
 @pytest.mark.parametrize("bad", [(np.nan, 1.0), (0.0, np.inf), (2.0, 1.0), (0.0, 1e300)])
 def test_a_clip_range_that_is_not_finite_or_reversed_is_refused(bad):
-    with pytest.raises(CalibrationError, match="clip range"):
+    with pytest.raises(CalibrationError, match=re.escape(f"got [{bad[0]}, {bad[1]}]")):
         affine_params(*bad)
 
 
