@@ -46,6 +46,7 @@ from deploy.tuning.probe import (
     Prober,
     ReferenceSample,
     add_score_outputs,
+    choices_key,
     find_ranked_scores,
     replace_by_scores,
 )
@@ -300,11 +301,14 @@ def _choose(
         ran=allowance.spend,
     )
     another = _one_judged(setup)
+    judged: dict[object, ExpectedVerdict] = {}
 
     def judge(chosen: Trial) -> ExpectedVerdict:
-        return judging.of(
-            setup.trial(setup.request.adding(chosen.choices)), noise=chosen.noise.worst
-        )
+        key = choices_key(chosen.choices)
+        if key not in judged:
+            model = setup.trial(setup.request.adding(chosen.choices))
+            judged[key] = judging.of(model, noise=chosen.noise.worst)
+        return judged[key]
 
     return SplitChooser(
         search=search, choose=choose, judge=judge, can_go_on=lambda: allowance.holds(another)
