@@ -202,7 +202,7 @@ class Prober:
         def noise_of(choices: Choices) -> Noise:
             return self._measure(self._opened(choices), self._heard, judged=self._by_task)
 
-        return self._run([(one, choices_key(one)) for one in trials], noise_of, len(self._heard))
+        return self._run([(one, key_of(one)) for one in trials], noise_of, len(self._heard))
 
     def alone(self, trials: Sequence[Choices], int8: Sequence[Sequence[str]]) -> list[Noise | None]:
         """Return the noise of a few layers alone, on a few samples (`_few`).
@@ -219,9 +219,7 @@ class Prober:
             except Calib8Error as error:
                 self._stored = error
         work = partial(self._noise_alone, self._stored)
-        return self._run(
-            [(one, ("alone", choices_key(one))) for one in trials], work, self._few_samples
-        )
+        return self._run([(one, ("alone", key_of(one))) for one in trials], work, self._few_samples)
 
     def _few(self) -> list[int]:
         """Return the samples of greatest signal; of greatest noise if these lose next to nothing.
@@ -412,7 +410,7 @@ def _power(wanted: Array, found: Array, usual: float) -> float:
     return min(noise / max(power, usual), _ALL_NOISE)
 
 
-def choices_key(choices: Choices) -> object:
+def key_of(choices: Choices) -> object:
     """Return what is equal for equal choices, whatever their reasons."""
     methods = tuple(sorted((tensor, m.label) for tensor, m in choices.methods.items()))
     method = choices.method.label if choices.method else ""

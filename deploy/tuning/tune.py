@@ -46,8 +46,8 @@ from deploy.tuning.probe import (
     Prober,
     ReferenceSample,
     add_score_outputs,
-    choices_key,
     find_ranked_scores,
+    key_of,
     replace_by_scores,
 )
 from deploy.tuning.repairs import ROUNDING
@@ -304,7 +304,7 @@ def _choose(
     judged: dict[object, ExpectedVerdict] = {}
 
     def judge(chosen: Trial) -> ExpectedVerdict:
-        key = choices_key(chosen.choices)
+        key = key_of(chosen.choices)
         if key not in judged:
             model = setup.trial(setup.request.adding(chosen.choices))
             judged[key] = judging.of(model, noise=chosen.noise.worst)
