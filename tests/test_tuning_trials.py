@@ -396,6 +396,12 @@ def test_what_is_tried_alone_is_run_on_the_loudest_samples_and_kept_apart():
     broken = Choices(float_nodes={"/y": "why"})
     assert prober.alone([broken, off], [["/y"], ["/y"]]) == [None, alone]
     assert (prober.tried, target.built) == (3, 3)
+    other = [({"x": np.ones((1, 4), np.float32)}, {"y": np.full((1, 4), 4, np.float32)})]
+    heard = [*doubled(5, -4), *other]  # what is lost is in the other alone, as in one class
+    prober = probe.Prober(target.trial, request, heard, runs_here=True, threads=1, few=2)
+    prober.noises([NO_CHOICES])
+    (alone,) = prober.alone([NO_CHOICES], [["/y"]])
+    assert alone.parts["y"][0] == 0 < alone.parts["y"][1]
 
 
 def test_what_is_timed_is_of_one_shape_that_of_the_middle_size():

@@ -316,14 +316,14 @@ def _alike(value: Array, fed: Array) -> bool:
 
 USUAL = "its mean"
 EXPECTED = "its mean class"  # of classes in an order: the expected class, less its mean
-_FEW = 32  # values per sample, at most, that are meaningful one by one
+FEW = 32  # values per sample, at most, that are meaningful one by one
 _MEAN_DB = 3.0  # SQNR of their mean from which only what deviates from it counts
 
 
-def find_usual_values(samples: Sequence[Array]) -> Array | None:
-    """Return the mean over samples of a few numbers that deviate little from it; else None."""
+def find_usual_values(samples: Sequence[Array], most: float = FEW) -> Array | None:
+    """Return the mean over samples of up to `most` numbers that deviate little from it; or None."""
     first = samples[0]
-    if len(samples) < 2 or not 0 < first.size <= _FEW:
+    if len(samples) < 2 or not 0 < first.size <= most:
         return None
     if any(one.shape != first.shape or not is_floating(one) for one in samples):
         return None

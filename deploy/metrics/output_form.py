@@ -18,6 +18,7 @@ import numpy as np
 from deploy.errors import FeedError
 from deploy.metrics.output_errors import (
     EXPECTED,
+    FEW,
     USUAL,
     OutputAccuracy,
     RunningError,
@@ -33,6 +34,7 @@ from deploy.metrics.slices import OutputSlice, find_scores, form_samples, split_
 from deploy.metrics.tasks import EvaluationTask, FirstSamples, Metric, TaskFigure, recognise_task
 from deploy.metrics.tasks.boxes import BoxDetection
 from deploy.metrics.tasks.evaluation_task import Example, TaskTally, find_states
+from deploy.metrics.tasks.keypoints import Points
 from deploy.metrics.tasks.metric import MetricTally
 from deploy.tensors import Array
 
@@ -96,10 +98,12 @@ def derive_form(
     usual: dict[OutputSlice, Array] = {}
     for name in names:
         own = found is not None and name in (*task_parts, *found.covered)  # scores count everywhere
-        if not own:
+        points = isinstance(found, Points) and name in found.outputs and name not in task_parts
+        if points or not own:
             parts = tuple(replace(part, at=scored.get(part)) for part in by_name[name])
             beside = found is None or name in getattr(found, "beside", ())
-            means = dict(_about_mean(parts, samples, few=beside))
+            most = math.inf if points else FEW if beside else 0
+            means = dict(_about_mean(parts, samples, most=most))
             usual |= {part: mean for part, mean in means.items() if mean is not None}
             by_name[name] = tuple(means)
     parts = tuple(part for name in names for part in by_name[name])
@@ -144,15 +148,16 @@ def _describe(part: OutputSlice, values: Sequence[Array]) -> str:
 
 
 def _about_mean(
-    parts: Sequence[OutputSlice], seen: FirstSamples, *, few: bool
+    parts: Sequence[OutputSlice], seen: FirstSamples, *, most: float
 ) -> Iterator[tuple[OutputSlice, Array | None]]:
     """Yield (slice, its mean if it is measured about it) of the slices of an output.
 
-    All samples count, not only the first: a search puts similar ones first. `few`: whether a few
-    numbers are measured so if they deviate little from their mean, and probabilities of classes in
-    an order, such as ages, by the expected class. A value a step is if scores say where it counts.
+    All samples count, not only the first: a search puts similar ones first. `most`: values of a
+    sample, at most, that are measured so if they deviate little from their mean, and probabilities
+    of classes in an order, such as ages, by the expected class. A value a step is if scores say
+    where it counts.
     """
-    few = few and not any(part.at for part in parts)
+    few = most > 0 and not any(part.at for part in parts)
     for name in {part.output for part in parts} if few else ():
         if name in seen.every and are_ordered(samples := seen.arrays(name)):
             classes = np.concatenate([expect_class(one) for one in samples])
@@ -164,7 +169,7 @@ def _about_mean(
             pairs = [(part.of(one[part.output]), part.at.best_scores(one)) for one in seen.outputs]
             mean = find_step_mean(*zip(*pairs, strict=True))
         elif few:
-            mean = find_usual_values([part.of(one) for one in seen.arrays(part.output)])
+            mean = find_usual_values([part.of(one) for one in seen.arrays(part.output)], most)
         yield part if mean is None else replace(part, less=USUAL), mean
 
 

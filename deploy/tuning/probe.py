@@ -59,6 +59,7 @@ DETECTION_LIST = "what is found"
 _FULL_SIGNAL = 0.25  # share of the mean power, half the amplitude: a sample with more counts fully
 _NO_LOSS = 1e-12  # 120 dB: smaller losses count as none
 _MOST_LOST = 0.99  # loss of the task: a larger one would not rank the layers
+_SHOWN = 0.25  # share of the loss of all samples: fewer of them must lose as much
 _ALL_NOISE = 1e6  # -60 dB, a loss of all: NaN, another shape
 _RANKING = ("ArgMax", "TopK")
 _MOVING = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
@@ -201,25 +202,36 @@ class Prober:
         def noise_of(choices: Choices) -> Noise:
             return self._measure(self._opened(choices), self._heard, judged=self._by_task)
 
-        return self._run([(one, _key(one)) for one in trials], noise_of, len(self._heard))
+        return self._run([(one, key_of(one)) for one in trials], noise_of, len(self._heard))
 
     def alone(self, trials: Sequence[Choices], int8: Sequence[Sequence[str]]) -> list[Noise | None]:
-        """Return the noise of a few layers alone, on the few samples of greatest signal.
+        """Return the noise of a few layers alone, on a few samples (`_few`).
 
         Only the nodes downstream of the int8 nodes run, from stored values of the float model.
 
         `trials`: choices that keep everything else in float. `int8`: the int8 nodes of each trial.
         """
         if self._stored is None:
-            chosen = strongest_samples(self._form, self._slices(self._heard), self._few_samples)
             self._ran(self._few_samples)
-            heard = [self._heard[place] for place in chosen]
+            heard = [self._heard[place] for place in self._few()]
             try:
                 self._stored = FloatActivations(self._request.model, int8, heard)
             except Calib8Error as error:
                 self._stored = error
         work = partial(self._noise_alone, self._stored)
-        return self._run([(one, ("alone", _key(one))) for one in trials], work, self._few_samples)
+        return self._run([(one, ("alone", key_of(one))) for one in trials], work, self._few_samples)
+
+    def _few(self) -> list[int]:
+        """Return the samples of greatest signal; of greatest noise if these lose next to nothing.
+
+        Noise is that of the first trial. It may be in the samples of one class alone.
+        """
+        chosen = strongest_samples(self._form, self._slices(self._heard), self._few_samples)
+        noise = next((one for one in self._known.values() if one is not None), Noise({}))
+        powers = noise.parts.get(noise.part, np.zeros(0))
+        if powers.size == len(self._heard) and _loss(powers[chosen]) < _SHOWN * _loss(powers):
+            chosen = sorted(map(int, np.argsort(-powers, kind="stable")[: self._few_samples]))
+        return chosen
 
     def _run(
         self,
@@ -398,7 +410,8 @@ def _power(wanted: Array, found: Array, usual: float) -> float:
     return min(noise / max(power, usual), _ALL_NOISE)
 
 
-def _key(choices: Choices) -> object:
+def key_of(choices: Choices) -> object:
+    """Return what is equal for equal choices, whatever their reasons."""
     methods = tuple(sorted((tensor, m.label) for tensor, m in choices.methods.items()))
     method = choices.method.label if choices.method else ""
     searches = tuple(sorted(choices.searches.items()))

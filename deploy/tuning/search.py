@@ -49,7 +49,7 @@ _MUCH = 0.3  # loss, about 10 dB: from here on noise no longer adds up
 _FARTHEST = 16.0  # limit of the factor between measured and summed power
 
 _NEAR = 0.03  # loss, about 30 dB: below it no layer needs to be float
-_WEIGHTS = [2.0 ** (step / 2) for step in range(-12, 15)]  # of the float model's price
+_WEIGHTS = [2.0 ** (step / 2) for step in range(-12, 29)]  # of the float model's price
 _DEAREST = 100.0  # weight of noise at which time no longer matters
 _QUIETER = 4.0  # factor on the weight of loss where the best split is not good
 _BETTER = 0.8  # share of a group's loss: another method must lose less than this
@@ -289,6 +289,11 @@ class Search:
             self._measure_groups(than)
         splits = self._below(than.in_float, within)
         return self.first_usable(than, splits, usable, can_go_on)
+
+    def quietest(self, than: Trial) -> Trial | None:
+        """Return the slowest split with less noise than `than`; None if there is none."""
+        splits = self._below(than.in_float, 1.0)
+        return self._try_split(than, splits[-1]) if splits else None
 
     def faster(
         self, than: Trial, usable: Callable[[Trial], bool], can_go_on: Callable[[], bool]

@@ -138,11 +138,16 @@ class SplitChooser:
         )
 
     def _choose_usable(self, first: ChosenSplit, judgement: ExpectedVerdict) -> ChosenSplit:
-        """Choose the fastest usable quieter split; else the first trial."""
+        """Choose the fastest usable quieter split; else the first trial.
+
+        Where the budget ends before one is found, the quietest is taken unjudged.
+        """
         reason = judgement.unusable
         quiet = self.search.quieter(
             first.trial, lambda one: not self.judge(one).unusable, self.can_go_on
         )
+        if quiet is None and not self.can_go_on():
+            quiet = self.search.quietest(first.trial)
         if quiet is None:
             return replace(first, unusable=reason)
         best, timed = self.choose([quiet])

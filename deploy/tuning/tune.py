@@ -47,6 +47,7 @@ from deploy.tuning.probe import (
     ReferenceSample,
     add_score_outputs,
     find_ranked_scores,
+    key_of,
     replace_by_scores,
 )
 from deploy.tuning.repairs import ROUNDING
@@ -300,11 +301,14 @@ def _choose(
         ran=allowance.spend,
     )
     another = _one_judged(setup)
+    judged: dict[object, ExpectedVerdict] = {}
 
     def judge(chosen: Trial) -> ExpectedVerdict:
-        return judging.of(
-            setup.trial(setup.request.adding(chosen.choices)), noise=chosen.noise.worst
-        )
+        key = key_of(chosen.choices)
+        if key not in judged:
+            model = setup.trial(setup.request.adding(chosen.choices))
+            judged[key] = judging.of(model, noise=chosen.noise.worst)
+        return judged[key]
 
     return SplitChooser(
         search=search, choose=choose, judge=judge, can_go_on=lambda: allowance.holds(another)
