@@ -54,7 +54,7 @@ READERS = {
 }
 parts = {
     f"fuzz-{name}": replace(Reader(
-        name=name, suffix=".txt", cases=20, seeds=lambda folder: [b"die"],
+        name=name, suffix=".txt", cases=40, seeds=lambda folder: [b"die"],
         limit_s=0.2 if name == "endless" else 60,
         open=lambda folder, read=read: lambda path: lambda: read(path),
         mutate=lambda rng, data, other: rng.choice((data, b"live")),
