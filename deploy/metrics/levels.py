@@ -6,7 +6,7 @@ user's `max_loss` overrides the limits below.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.output_errors import LEFT_DB, USUAL
@@ -18,8 +18,8 @@ LEVELS = (GOOD, FLOAT, DOUBTFUL, UNUSABLE)  # the best first
 
 # (good up to, doubtful up to)
 _LABELLED = 0.01, 0.05  # lost top-1 or mAP, 1 = 100 points
-GOOD_LOSS = 0.05
-_TASK = GOOD_LOSS, 0.25  # share of the float model's predictions that int8 loses
+GOOD_LOSS = 0.05  # share of the float model's predictions that a good engine may lose
+_TASK = GOOD_LOSS, 0.25
 _PART_DB = 15.0, 5.0  # SQNR of the worst slice, if the task is unknown (at least)
 _LOST_DB = 0.0  # a slice with more noise than signal is never good
 _ROUNDING = 1e-9  # in floating point 1 - 0.99 is more than 0.01
@@ -42,7 +42,7 @@ class TaskLoss:
     # whether more samples would hardly change the level: twice the loss would still be good, or
     # half of it still unusable
     sure: bool = True
-    found: int | None = None  # things, such as boxes, that the share is of; None if of samples
+    found: int | None = None  # number of boxes or labels of the float model; None for other tasks
 
 
 def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
@@ -57,8 +57,8 @@ def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
         words = f"mAP .50:.95 {0.0 - 100 * share:+.2f} points"
         return _lost(share, max_loss, _LABELLED, words)
     if accuracy.task is not None:
-        lost = _lost(accuracy.task.lost, max_loss, _TASK, accuracy.task.words)
-        return replace(lost, found=None if max_loss is not None else accuracy.task.found)
+        task = accuracy.task
+        return _lost(task.lost, max_loss, _TASK, task.words, found=task.found)
     if max_loss is None:
         return None
     share = 1 - min((part.cosine_mean for part in accuracy.parts), default=math.nan)
@@ -67,12 +67,17 @@ def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
 
 
 def _lost(
-    share: float, max_loss: float | None, limits: tuple[float, float], words: str
+    share: float,
+    max_loss: float | None,
+    limits: tuple[float, float],
+    words: str,
+    *,
+    found: int | None = None,
 ) -> TaskLoss:
     level = _level(share, max_loss, limits)
     nearer = {GOOD: 2 * share, UNUSABLE: share / 2}.get(level)
     sure = nearer is not None and _level(nearer, max_loss, limits) == level
-    return TaskLoss(share, level, words, sure)
+    return TaskLoss(share, level, words, sure, found)
 
 
 def finds_objects(accuracy: Accuracy) -> bool:

@@ -224,7 +224,7 @@ class Prober:
     def _few(self) -> list[int]:
         """Return the samples of greatest signal; of greatest noise if these lose next to nothing.
 
-        Noise is that of the first trial. It may be in the samples of one class alone.
+        The noise is the first trial's, which may be in the samples of one class alone.
         """
         chosen = strongest_samples(self._form, self._slices(self._heard), self._few_samples)
         noise = next((one for one in self._known.values() if one is not None), Noise({}))

@@ -78,7 +78,7 @@ _HALVED = 40  # samples, at least, half of which can give ranges
 _STRONGEST_STEP = 2  # every second one of the strongest: the very first would dominate
 _MEANS = 32  # samples that give the mean of what is measured about it
 _MOST_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
-_SHOWING = 40  # things that the float model finds, from which their number shows a loss of 0.025
+_SHOWING = 40  # boxes or labels of the float model, at least, whose count shows a loss of 0.025
 
 
 def slice_signals(form: OutputForm, outputs: Iterable[Mapping[str, Array]]) -> NDArray[np.float64]:
@@ -224,8 +224,8 @@ class VerdictPredictor:
     def of(self, model: onnx.ModelProto, *, noise: float) -> ExpectedVerdict:
         """Return the expected verdict on the engine of a model.
 
-        `noise`: loss of its worst slice in the search, which counts where the float model finds
-        too few things, such as boxes, for their number to show a loss.
+        `noise`: loss of its worst slice in the search. It counts too where the float model finds
+        so few boxes or labels that their count shows no loss.
         """
         levels: dict[str, str] = {}
         lost = None
@@ -242,10 +242,11 @@ class VerdictPredictor:
         except BackendError:  # reported when the engine is built
             return ExpectedVerdict()
         unusable, doubtful = (levels.get(one, "") for one in (UNUSABLE, DOUBTFUL))
-        if lost is not None and lost.found is not None and lost.found < _SHOWING:
-            # the noise stands for as many more as would show a loss
-            expected = lost.share * lost.found + noise * _SHOWING
-            if expected > GOOD_LOSS * (lost.found + _SHOWING):
+        few = None if lost is None or self.max_loss is not None else lost.found
+        if lost is not None and few is not None and few < _SHOWING:
+            # `_SHOWING` more that lose what the worst slice loses
+            expected = (lost.share * few + noise * _SHOWING) / (few + _SHOWING)
+            if expected > GOOD_LOSS:
                 doubtful = doubtful or f"{lost.words}, too few to show what int8 loses"
         return ExpectedVerdict(unusable=unusable, doubtful=doubtful, lost=lost)
 

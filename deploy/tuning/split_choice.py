@@ -9,7 +9,8 @@ judged on the evaluation samples as its engine will be::
     least cost -> good?     -> built
                -> not good? -> searched on with more weight on loss, and judged again; then the
                                first good one of the next likely splits
-               -> unusable? -> the fastest of the quieter splits that is usable; none is: the first
+               -> unusable? -> the fastest of the quieter splits that is usable; none is: the first,
+                               or the quietest where the budget ended before
                -> doubtful? -> of the quieter splits that keep some of int8's gain, the fastest
                                good one; none is: the one of least cost by time and loss of the
                                task, if less than before

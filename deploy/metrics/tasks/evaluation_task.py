@@ -96,8 +96,7 @@ class TaskFigure:
     words: str
     count: str  # the figure in short, such as "84 of 88"
     samples: int
-    # number of things that the float model finds in the samples; None where it is that of these
-    found: int | None = None
+    found: int | None = None  # number of boxes or labels of the float model; None for other tasks
     reference: float = 1.0  # the float model's own value
     form: str = ""
     beside: tuple[str, ...] = ()  # outputs that the task does not cover
