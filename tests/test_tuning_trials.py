@@ -385,6 +385,25 @@ def test_each_choice_is_tried_once_and_one_that_cannot_be_built_is_no_choice():
     assert nan.worst > 0.99 and nan.part == "y"
 
 
+@pytest.mark.parametrize("factor, temperatures", [(1.0, {"y": (4.0, -1)}), (0.2, {})])
+def test_a_softmax_that_is_certain_shows_the_noise_of_its_logits(factor, temperatures):
+    """Half of the logits changes the certain outputs by 37 dB only."""
+    nodes = [make_node("MatMul", "x w", "z"), make_node("Softmax", "z", "y", axis=2)]
+    whole, half = (
+        make_model(nodes, {"x": [1, 2, 3]}, {"y": [1, 2, 3]}, {"w": w}, opset=17)
+        for w in (np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32) / 2)
+    )
+    logits = factor * np.float32([[[9, -9, 0], [0, 9, -9]]])
+    outputs = {"y": np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)}
+    request, heard = fake_request(whole), [({"x": logits}, outputs)]
+    prober = probe.Prober(lambda _: half, request, heard, runs_here=True, threads=1)
+    (noise,) = prober.noises([NO_CHOICES])
+    assert 0.1 < noise.worst < 0.3
+    assert search_samples.find_temperatures(derive_form([outputs]), [outputs]) == temperatures
+    again = search_samples.temper(search_samples.temper(outputs["y"], 4, 2), 0.25, 2)
+    assert again == pytest.approx(outputs["y"], rel=1e-6)
+
+
 def test_what_is_tried_alone_is_run_on_the_loudest_samples_and_kept_apart():
     target, request = FakeTarget(), fake_request(doubling().model)
     prober = probe.Prober(

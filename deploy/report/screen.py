@@ -73,6 +73,7 @@ def columns(label: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 _MOST_NOTES = 8
+_MORE_EFFORT = " --prefer accuracy --effort 2 --repair all"
 _MOST_KERNELS = 10
 
 
@@ -185,7 +186,7 @@ def next_steps(report: Findings) -> Iterator[str]:
         lossy = engine.verdict.level in (DOUBTFUL, UNUSABLE)
         if lossy and again and not engine.verdict.gated:
             searched = built.search is not None
-            yield again + (" --prefer accuracy --effort 2" if searched else " --effort 1")
+            yield again + (_MORE_EFFORT if searched else " --effort 1")
         elif lossy and folder:
             yield f"calib8 explain {folder}"
         elif engine.verdict.level == FLOAT and there:

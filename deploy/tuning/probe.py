@@ -40,6 +40,7 @@ from deploy.graph.index import PROTOBUF
 from deploy.method import Choices
 from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs
 from deploy.metrics.output_form import OutputForm, derive_form
+from deploy.metrics.rows import Outputs
 from deploy.metrics.tasks import Metric
 from deploy.runtimes.ort import OrtSession, holds_fp8
 from deploy.targets.base import BuildRequest
@@ -47,9 +48,11 @@ from deploy.tensors import Array
 from deploy.tuning.float_activations import FloatActivations, downstream_model
 from deploy.tuning.search_samples import (
     by_strength,
+    find_temperatures,
     finite_sum_of_squares,
     slice_signals,
     sum_of_squares,
+    temper,
 )
 
 Powers = NDArray[np.float64]  # [samples]
@@ -189,6 +192,7 @@ class Prober:
         fed, outputs = zip(*heard, strict=True)
         task = "" if metric is None else metric.task
         self._form = form or derive_form(outputs, inputs=fed, task=task)
+        self._temperatures = find_temperatures(self._form, outputs)
         self._mean_powers = mean_powers(self._form, self._slices(self._heard))
         self._stored: FloatActivations | Calib8Error | None = None
         self._stopped = False
@@ -301,14 +305,14 @@ class Prober:
         if judged or listed:
             known = StoredOutputs(heard[0][1])
             figures = Comparison(known, session, form=self._form, metric=self._metric)
-        powers, to_slices = [], self._form.told
+        powers = []
         for sample, wanted in heard:
             if self._stopped:
                 break
             found = session.run({name: sample[name] for name in inputs})
             if figures is not None:
                 figures = self._add_to(figures, sample, wanted, found)
-            pair = to_slices(wanted, sample, wanted), to_slices(found, sample, wanted)
+            pair = self._told(wanted, sample, wanted), self._told(found, sample, wanted)
             powers.append(noise_powers(self._form, *pair, self._mean_powers))
         accuracy = figures.result() if figures is not None else None
         if listed:
@@ -323,7 +327,13 @@ class Prober:
 
     def _slices(self, heard: Sequence[ReferenceSample]) -> list[Mapping[str, Array]]:
         """Return the float model's outputs in the form in which slices are measured."""
-        return [self._form.told(wanted, sample, wanted) for sample, wanted in heard]
+        return [self._told(wanted, sample, wanted) for sample, wanted in heard]
+
+    def _told(self, outputs: Outputs, sample: Outputs, wanted: Outputs) -> Outputs:
+        """Return outputs in the form in which slices are measured; `wanted`: the float model's."""
+        told = self._form.told(outputs, sample, wanted)
+        softmax = {n: how for n, how in self._temperatures.items() if told[n].ndim > 1}
+        return {**told, **{n: temper(told[n], *how) for n, how in softmax.items()}}
 
     def _add_to(
         self,

@@ -11,7 +11,14 @@ before the Softmax: a search over such samples took four of eight layers for 109
 
     sum p (1 - p)            0 where the class is certain
 
-Of many steps or pixels in a sample some are always uncertain, and the sum of squares serves. For
+Of many steps or pixels in a sample some are always uncertain, and the sum of squares serves. Where
+a Softmax is certain nearly everywhere, noise shows nothing until a class flips, and then all at
+once. Such an output is measured as the Softmax of its logits divided by a temperature, the least
+of a few at which it is no longer certain::
+
+    logits   9 0 0  ->  0.9998 0.0001 0.0001      temperature 4  ->  0.83 0.09 0.09
+
+For
 a number that is measured about its mean, all samples have the same signal, because a Softmax or
 Tanh before it is certain in the extreme ones.
 
@@ -64,8 +71,8 @@ from deploy.metrics.levels import (
 )
 from deploy.metrics.output_errors import EXPECTED, USUAL
 from deploy.metrics.output_form import OutputForm, derive_form
-from deploy.metrics.rows import Outputs, are_probabilities, is_floating
-from deploy.metrics.slices import form_samples
+from deploy.metrics.rows import Floats, Outputs, are_probabilities, is_floating
+from deploy.metrics.slices import OutputSlice, form_samples
 from deploy.metrics.tasks import Metric
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildRequest, Target
@@ -78,6 +85,9 @@ _HALVED = 40  # samples, at least, half of which can give ranges
 _STRONGEST_STEP = 2  # every second one of the strongest: the very first would dominate
 _MEANS = 32  # samples that give the mean of what is measured about it
 _MOST_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
+_TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+_NEVER = 1e-30  # least probability: a smaller one is rounded to 0
+_UNCERTAIN = 0.1  # mean of 1 - sum p^2 from which a Softmax is not certain
 _SHOWING = 40  # boxes or labels of the float model, at least, whose count shows a loss of 0.025
 
 
@@ -134,6 +144,37 @@ def _are_probabilities(values: Array) -> bool:
     if values.ndim < 2 or values.size != values.shape[1]:
         return False
     return are_probabilities(values.reshape(-1))
+
+
+def find_temperatures(
+    form: OutputForm, outputs: Sequence[Mapping[str, Array]]
+) -> dict[str, tuple[float, int]]:
+    """Return {output of a Softmax that is certain: (temperature, axis of the classes)}."""
+    found = {}
+    for part in (one for one in form.parts if one == OutputSlice(output=one.output)):
+        rows = [one[part.output] for one in outputs]
+        axis = next((axis for axis in (1, -1) if all(_is_softmax(one, axis) for one in rows)), 0)
+        if axis and not _is_uncertain(rows, 1.0, axis):
+            fits = (t for t in _TEMPERATURES if _is_uncertain(rows, t, axis))
+            found[part.output] = next(fits, _TEMPERATURES[-1]), axis
+    return found
+
+
+def temper(probabilities: Array, temperature: float, axis: int) -> Floats:
+    """Return the Softmax of logits divided by a temperature, from that of the logits."""
+    with np.errstate(invalid="ignore"):
+        power = np.maximum(probabilities.astype(np.float64), _NEVER) ** (1 / temperature)
+        return np.asarray(power / power.sum(axis=axis, keepdims=True))
+
+
+def _is_softmax(value: Array, axis: int) -> bool:
+    several = value.ndim > 1 and value.shape[axis] > 1 and value.size > 0
+    return several and is_floating(value) and are_probabilities(value, axis)
+
+
+def _is_uncertain(rows: Sequence[Array], temperature: float, axis: int) -> bool:
+    shares = (temper(one, temperature, axis) for one in rows)
+    return bool(np.mean([1 - np.square(one).sum(axis=axis).mean() for one in shares]) >= _UNCERTAIN)
 
 
 def enough_samples(judges: EvaluationSet) -> int:

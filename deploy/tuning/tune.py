@@ -92,7 +92,7 @@ _INTERRUPTED = (
     "the search was interrupted: the best so far is built, and the next build searches anew"
 )
 _LEAST_TIMED_US = 250.0  # float model: a smaller one takes mostly the runtime's own overhead
-_VERSION = 19  # raised when a search of the same input would give another plan
+_VERSION = 20  # raised when a search of the same input would give another plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
