@@ -723,6 +723,9 @@ def test_what_a_task_reads_counts_everywhere(rng):
     outputs = [as_float32({"y": y, "edge": edge}) for y, edge in zip(maps, edges, strict=True)]
     form = derive_form(outputs, inputs=[{"x": np.zeros((1, 3, 32, 32), np.float32)}] * 4)
     assert form.task.name == "segmentation" and [one.label for one in form.parts] == ["y", "edge"]
+    assert form.beside == ("edge",)  # the classes say nothing of it
+    stages = [{**one, "coarse": one["y"] + 1} for one in outputs]
+    assert derive_form(stages, inputs=[{"x": np.zeros((1, 3, 32, 32))}] * 4).beside == ("edge",)
 
 
 def test_two_signals_and_two_numbers_a_sample_do_not_weight_each_other():
@@ -732,7 +735,7 @@ def test_two_signals_and_two_numbers_a_sample_do_not_weight_each_other():
     faces = [{"age": np.array([[30 + n]]), "of": np.array([[n % 2.0]])} for n in range(32)]
     form = derive_form([as_float32(one) for one in faces])
     assert [part.label for part in form.parts] == ["age - its mean", "of"]
-    assert form.why == "steps: of [N, 1] in 0..1, beside age" and form.task.beside == ("age",)
+    assert form.why == "steps: of [N, 1] in 0..1, beside age" and form.beside == ("age",)
 
 
 def test_one_number_a_sample_is_judged_by_what_varies():

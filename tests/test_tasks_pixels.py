@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from deploy.metrics.output_form import derive_form
 from deploy.metrics.rows import are_probabilities, are_probabilities_or_logs, sums_to_one
 from deploy.metrics.tasks.heatmaps import HeatMaps
 from deploy.metrics.tasks.segmentation import MaskMaps
@@ -222,6 +223,11 @@ def test_peaks_of_heat_maps_within_a_pixel(last):
     form, found = figure([maps(places)] * 4, [maps(moved)] * 4, [fed((96, 128))] * 4)
     assert form.task.form == "heat: 17 heat maps"  # the picture's rows could be channels too
     assert found.words == "60 of 68 peaks of FP32 within a pixel"
+    offsets = np.full((1, 48, 64, 34) if last else (1, 34, 48, 64), 9, np.float32)
+    told = [{**maps(places), "offset": offsets, "flow": np.zeros((1, 2, 6, 8), np.float32)}] * 4
+    form = derive_form(told, inputs=[fed((96, 128))] * 4)
+    assert "offset where heat is high" in [part.label for part in form.parts]
+    assert form.beside == ("offset", "flow")
 
 
 @pytest.mark.parametrize(("how", "heat"), [

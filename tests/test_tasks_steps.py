@@ -672,9 +672,9 @@ def drawn(count, *shape, wide=5.0):
     return [made.normal(size=shape) * wide for _ in range(count)]
 
 
-def task_of(outputs, picture=False):
+def form_of(outputs, picture=False):
     shape = (1, 3, 64, 64) if picture else (1, 20)
-    return derive_form(outputs, inputs=[{"x": np.zeros(shape, np.float32)}] * len(outputs)).task
+    return derive_form(outputs, inputs=[{"x": np.zeros(shape, np.float32)}] * len(outputs))
 
 
 @pytest.mark.parametrize("picture", [False, True])
@@ -686,26 +686,26 @@ def task_of(outputs, picture=False):
     lambda raw: {"p": softmax(raw, -1), "raw": raw, "label": raw.argmax(1)},
 ])  # fmt: skip
 def test_one_of_them_is_the_task_and_the_rest_is_not_beside_it(said, picture):
-    task = task_of([said(raw) for raw in drawn(4, 1, 12)], picture)
-    assert task is not None and task.name == "classes"
-    assert len(task.outputs) == 1 and not task.beside
+    form = form_of([said(raw) for raw in drawn(4, 1, 12)], picture)
+    assert form.task is not None and form.task.name == "classes"
+    assert len(form.task.outputs) == 1 and not form.beside
 
 
 def test_a_picture_of_classes_is_found_in_scores_that_are_no_task_themselves():
     raw = drawn(4, 1, 5, 64, 64)  # of neighbours that differ: no form of scores
     raw = [np.kron(one[:, :, :8, :8], np.ones((8, 8))) for one in raw]
     outputs = [{"raw": one, "classes": one.argmax(1)} for one in raw]
-    assert task_of(outputs, picture=True).name == "segmentation"
+    assert form_of(outputs, picture=True).task.name == "segmentation"
 
 
 def test_what_only_looks_alike_stays():
     scores = [softmax(raw, -1) for raw in drawn(4, 1, 12)]
     shifted = [{"p": one, "number": (one.argmax(1) + 1) % 12} for one in scores]
-    assert task_of(shifted).name != "classes"
+    assert form_of(shifted).task.name != "classes"
     counts = [{"p": one, "ages": np.float32([[20 + n]])} for n, one in enumerate(scores)]
-    assert task_of(counts) is None
+    assert form_of(counts).task is None
     places = drawn(4, 1, 4, wide=0.3)  # no shares of one whole, and no Sigmoid of the other
-    assert task_of([{"a": one, "b": one * 1.01} for one in places]) is None
+    assert form_of([{"a": one, "b": one * 1.01} for one in places]).task is None
 
 
 def test_sorted_values_are_no_classes_and_a_signal_is_no_text(rng):

@@ -29,17 +29,25 @@ from deploy.metrics.output_errors import (
     subtract_usual,
 )
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
-from deploy.metrics.rows import Outputs, are_ordered, batch_length, expect_class, split_batch
+from deploy.metrics.rows import (
+    Outputs,
+    are_ordered,
+    batch_length,
+    expect_class,
+    is_floating,
+    split_batch,
+)
 from deploy.metrics.slices import OutputSlice, find_scores, form_samples, split_output
 from deploy.metrics.tasks import EvaluationTask, FirstSamples, Metric, TaskFigure, recognise_task
 from deploy.metrics.tasks.boxes import BoxDetection
-from deploy.metrics.tasks.evaluation_task import Example, TaskTally, find_states
+from deploy.metrics.tasks.evaluation_task import Example, TaskTally, find_logits, find_states
 from deploy.metrics.tasks.keypoints import Points
 from deploy.metrics.tasks.metric import MetricTally
 from deploy.tensors import Array
 
 _NAMED = 4  # slices that a sentence lists
 _UNIT = 1e-3  # rounding of a probability
+_MAP = 4  # dimensions of maps
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,7 @@ class OutputForm:
     carried: Mapping[str, str] = field(default_factory=dict)
     # slices that are measured about their mean -> that mean
     usual: Mapping[OutputSlice, Array] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()  # outputs that the task does not cover
     why: str = ""  # the task, and the shapes and values of the outputs that show it
     set_task: str = ""  # name of the task that the user set
 
@@ -96,13 +105,13 @@ def derive_form(
     whole = [part for name in first.every for part in by_name[name] if not part.less]
     scored = find_scores({p: [p.of(v) for v in samples.arrays(p.output)] for p in whole})
     usual: dict[OutputSlice, Array] = {}
+    beside = () if found is None else _uncovered(found, first)
     for name in names:
         own = found is not None and name in (*task_parts, *found.covered)  # scores count everywhere
         points = isinstance(found, Points) and name in found.outputs and name not in task_parts
         if points or not own:
             parts = tuple(replace(part, at=scored.get(part)) for part in by_name[name])
-            beside = found is None or name in getattr(found, "beside", ())
-            most = math.inf if points else FEW if beside else 0
+            most = math.inf if points else FEW if found is None or name in beside else 0
             means = dict(_about_mean(parts, samples, most=most))
             usual |= {part: mean for part, mean in means.items() if mean is not None}
             by_name[name] = tuple(means)
@@ -110,7 +119,26 @@ def derive_form(
     if not parts and found is None:
         parts = tuple(OutputSlice(output=name) for name in names)
     why = _evidence(found, first, by_name, is_set=task != "")
-    return OutputForm(parts, found, find_states(first), usual, why, task)
+    return OutputForm(parts, found, find_states(first), usual, beside, why, task)
+
+
+def _uncovered(task: EvaluationTask, seen: FirstSamples) -> tuple[str, ...]:
+    """Return the outputs that a task does not cover, for which no figure of it stands.
+
+    Neither its scores before an activation, nor states, nor maps of its maps' shape, which are
+    stages of one thing. None where a decoder chooses the outputs.
+    """
+    if not task.covered:
+        return ()
+    unseen = (name for name, parts in task.parts.items() if not parts)  # not values to compare
+    own = {*task.covered, *unseen, *find_logits(seen), *find_states(seen)}
+    maps = {one.shape for name in own for one in seen.arrays(name) if one.ndim == _MAP}
+    others = (name for name in seen.names if name not in own)
+    return tuple(
+        name
+        for name in others
+        if all(is_floating(one) and one.shape not in maps for one in seen.arrays(name))
+    )
 
 
 def _evidence(
@@ -295,8 +323,11 @@ class OutputTally:
 
     def task(self) -> TaskFigure | None:
         """Return the task's or the user metric's figure; None if there is none."""
-        self._settle()
-        return None if self._tally is None else self._tally.result()
+        form = self._settle()
+        figure = None if self._tally is None else self._tally.result()
+        if figure is None or self._metric is not None:
+            return figure
+        return replace(figure, beside=form.beside)
 
     @property
     def watched(self) -> frozenset[int]:

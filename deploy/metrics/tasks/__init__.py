@@ -149,7 +149,7 @@ def _fitted(row: TaskRow, seen: FirstSamples) -> EvaluationTask | None:
     heads = [task for task in fitted if isinstance(task, classes.Classes)]
     if heads:
         names, counts = zip(*((task.outputs[0], task.counts[0]) for task in heads), strict=True)
-        return classes.Classes(names, counts, tuple(n for n in seen.names if n not in names))
+        return classes.Classes(names, counts)
     return fitted[0] if fitted else None
 
 

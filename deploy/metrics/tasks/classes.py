@@ -259,7 +259,7 @@ class _ClassTally(TaskTally["Classes"]):
 
     def result(self) -> TaskFigure | None:
         among = f"{self.five} among the best five" if max(self.task.counts) > 10 else ""
-        return self.top1(self.first, self.compared, among, self.task.beside)
+        return self.top1(self.first, self.compared, among)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +268,6 @@ class Classes(EvaluationTask):
 
     outputs: tuple[str, ...]
     counts: tuple[int, ...]
-    beside: tuple[str, ...] = ()  # other outputs, of numbers, which the task does not cover
     name = "classes"
     tally_type = _ClassTally
 
@@ -296,7 +295,7 @@ def find_classes(seen: FirstSamples) -> Classes | None:
         return None
     if seen.of_pictures and any(are_features(vectors[name]) for name in scored):
         return None
-    return Classes(tuple(scored), tuple(vectors[name][0].size for name in scored), others)
+    return Classes(tuple(scored), tuple(vectors[name][0].size for name in scored))
 
 
 def _are_steps(samples: Sequence[Array]) -> bool:

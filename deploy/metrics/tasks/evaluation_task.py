@@ -174,7 +174,6 @@ class TaskTally(ABC, Generic[T]):
         value: float,
         count: str,
         words: str,
-        beside: tuple[str, ...] = (),
         found: int | None = None,
     ) -> TaskFigure:
         """Return a figure of the task; the arguments are those of `TaskFigure`."""
@@ -187,7 +186,6 @@ class TaskTally(ABC, Generic[T]):
             samples=self.samples,
             found=found,
             form=self.task.form,
-            beside=beside,
         )
 
     def figure_of_kept(self, things: str, kept: int, total: int, words: str) -> TaskFigure | None:
@@ -201,19 +199,17 @@ class TaskTally(ABC, Generic[T]):
         text = f"{count} {things} of FP32 {words}"
         return self.figure(f"{things} kept", kept / total, count, text)
 
-    def top1(
-        self, same: int, compared: int, among: str, beside: tuple[str, ...] = ()
-    ) -> TaskFigure | None:
+    def top1(self, same: int, compared: int, among: str) -> TaskFigure | None:
         """Return the top-1 agreement; None if nothing is compared.
 
         `same`: number of equal ones among the `compared`. `among`: top-5 agreement as text; "" to
-        leave it out. `beside`: outputs that the task does not cover.
+        leave it out.
         """
         if not compared:
             return None
         count = f"{same} of {compared}"
         words = f"{count} best classes as FP32's{among and f', {among}'}"
-        return self.figure("top-1 agreement", same / compared, count, words, beside)
+        return self.figure("top-1 agreement", same / compared, count, words)
 
 
 @dataclass(slots=True)

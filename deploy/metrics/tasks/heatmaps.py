@@ -11,7 +11,7 @@ the same class has a peak in the same cell or a neighbour of it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from deploy.metrics.tasks.detections import LOWEST, Detections
 from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
 from deploy.tensors import Array
 
+_MAP = 4  # dimensions of a map
 _SIDE = 16  # cells of a map, at least
 _CHANNELS = 4  # at least
 _PEAK = 0.2  # peak of a channel whose key point is present, at least
@@ -63,9 +64,23 @@ class HeatMaps(EvaluationTask):
 
 
 def find_heatmaps(seen: FirstSamples) -> HeatMaps | None:
-    """Recognise heat maps if exactly one output holds such."""
+    """Recognise heat maps if exactly one output holds such.
+
+    Other outputs of the same cells, such as offsets, count where a map is high.
+    """
     found = [task for name in seen.names if (task := _heat_of(name, seen))]
-    return found[0] if len(found) == 1 else None
+    if len(found) != 1:
+        return None
+    (heat,) = found
+    at = OutputSlice(output=heat.output, axis=-1 if heat.last else 1)
+    cells, outputs = at.best_scores(seen.outputs[0]).size, seen.outputs[0]
+    beside = (name for name in seen.names if name != heat.output and outputs[name].ndim == _MAP)
+    parts = {
+        name: (OutputSlice(output=name, at=at),)
+        for name in beside
+        if outputs[name].size == cells * outputs[name].shape[at.axis or 1]
+    }
+    return replace(heat, parts=parts)
 
 
 def _heat_of(name: str, seen: FirstSamples) -> HeatMaps | None:

@@ -166,6 +166,11 @@ class Ranked(EvaluationTask):
     tally_type = _RankedTally
 
     @property
+    def covered(self) -> tuple[str, ...]:
+        """The classes and their scores."""
+        return (self.output, *self.parts)
+
+    @property
     def form(self) -> str:
         """How the outputs are interpreted."""
         best = "the best class" if self.count == 1 else f"the best {self.count} classes"
@@ -221,7 +226,7 @@ class _IndexTally(TaskTally["Indices"]):
         but = f", without {usual}, the usual one, where both have it" if often else ""
         count, new = f"{both} of {left}", right - both
         value, words = 2 * both / (left + right), f"{count} indices of FP32 kept, {new} new{but}"
-        return self.figure("indices kept", value, count, words, self.task.beside)
+        return self.figure("indices kept", value, count, words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +234,6 @@ class Indices(EvaluationTask):
     """Class numbers, or indices of what is selected."""
 
     outputs: Mapping[str, bool]  # output -> whether its rows are in any order
-    beside: tuple[str, ...]  # other outputs
     name = "indices"
     reads = "class numbers or indices"
     tally_type = _IndexTally
@@ -239,15 +243,14 @@ def find_integers(seen: FirstSamples) -> Indices | None:
     """Recognise integers from 0 on; beside other outputs they must differ from sample to sample."""
     whole = {name: seen.arrays(name) for name in seen.every}
     whole = {name: values for name, values in whole.items() if all(map(_are_whole, values))}
-    beside = tuple(name for name in seen.every if name not in whole)
     outputs = {
         # of several shapes, or [n, 3] as NonMaxSuppression gives image, class and box
         name: len({one.shape for one in values}) > 1
         or all(one.ndim == 2 and one.shape[1] == 3 and len(one) != 1 for one in values)
         for name, values in whole.items()
-        if not beside or len({one.tobytes() for one in values}) > 1
+        if len(whole) == len(seen.every) or len({one.tobytes() for one in values}) > 1
     }
-    return Indices(outputs, beside, parts=dict.fromkeys(outputs, ())) if outputs else None
+    return Indices(outputs, parts=dict.fromkeys(outputs, ())) if outputs else None
 
 
 def _are_whole(value: Array) -> bool:

@@ -101,7 +101,7 @@ class _StepTally(TaskTally["Steps"]):
                 f"{others} of {counted}",
             )
             words += f", {count} of those that are not in both models of {_usual(usual)}"
-        return self.figure(figure, value, count, words + worst, self.task.beside)
+        return self.figure(figure, value, count, words + worst)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,6 @@ class Steps(EvaluationTask):
     classes: tuple[int, ...]
     axis: int | None  # dimension of the classes, 1 or 2; None for independent probabilities
     raw: bool = False  # whether these are logits, before the Sigmoid
-    beside: tuple[str, ...] = ()  # other outputs, of numbers, which the task does not cover
     name = "steps"
     tally_type = _StepTally
 
@@ -150,7 +149,7 @@ def find_steps(seen: FirstSamples) -> Steps | None:
         numbers = tuple(name for name in non_states if name not in switches)
         others = [one for name in numbers for one in seen.arrays(name)]
         if switches and all(one.size == max(one.shape, default=1) for one in others):
-            return Steps(switches, (2,) * len(switches), None, raw, beside=numbers)
+            return Steps(switches, (2,) * len(switches), None, raw)
     tasks = [task for name in floating if (task := _read(name, seen, alone=len(floating) == 1))]
     if not tasks and (symbols := _find_symbols(seen)):  # runs of one class are too long for text
         text = symbols[0]
