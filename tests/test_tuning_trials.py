@@ -32,7 +32,7 @@ from deploy.runtimes.ort import BoundSession, OrtSession
 from deploy.targets import TARGETS
 from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime.target import OnnxRuntime
-from deploy.tuning import float_activations, probe, search_samples, tune
+from deploy.tuning import float_activations, probe, search_options, search_samples, tune
 from deploy.tuning.float_activations import FloatActivations, border_tensors, downstream_model
 from deploy.tuning.plan_file import BETWEEN, float_reasons, read_plan
 from deploy.tuning.search import Sensitivity
@@ -630,7 +630,7 @@ def never_usable(monkeypatch):
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_search_costs_five_calibrations(target, search_deep, runs, never_usable, monkeypatch):
     counted, of = [], SearchBudget.of
-    monkeypatch.setattr(SearchBudget, "of", lambda *a: counted.append(of(*a)) or counted[-1])
+    monkeypatch.setattr(SearchBudget, "of", lambda *a: counted.append(of(*a[:2])) or counted[-1])
     (row,) = search_deep("--target", target).report["targets"]
     assert row["search"]["probes"] > 24  # as many alone as it may try, and others whole
     # more than one split was judged on all samples, none twice: each on 48, then on the other 52
@@ -641,10 +641,19 @@ def test_a_search_costs_five_calibrations(target, search_deep, runs, never_usabl
     assert [one.ran for one in counted] == [total]  # what is not counted is not bounded
 
 
+@pytest.mark.parametrize("products, more", [(1e9, 1), (4e7, 2), (1.0, 4)])
+def test_a_small_model_has_a_larger_budget(products, more):
+    asked = []
+    budget = SearchBudget.of(5, 60, lambda: asked.append(1) or products)
+    assert budget.holds(500) and not asked  # counted where it matters alone
+    assert budget.holds(more * 500) and not budget.holds(more * 500 + 1) and len(asked) <= 1
+
+
 @pytest.mark.slow
 def test_no_split_is_judged_where_all_is_spent(search_deep, runs, never_usable, monkeypatch):
     """Of four calibrations the trials take two thirds, the judging of the first choice one."""
     monkeypatch.setitem(EFFORTS, 1, replace(EFFORTS[1], calibrations=4))
+    monkeypatch.setattr(search_options, "_PRODUCTS", 0)  # as of a large model
     built = search_deep()
     assert built.code == 0 and runs["search_samples"] == 2 * 48 + IMAGES
     assert sum(runs.values()) <= 4 * IMAGES

@@ -8,6 +8,7 @@ is all noise costs 2.5, more than int8 ever wins.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,6 +67,8 @@ EFFORTS: dict[int, Effort] = {
 }  # fmt: skip
 
 _USUAL = 100  # images: with fewer, the budget is that of so many
+_PRODUCTS = 4e10  # of a small model, which take seconds: for these the budget is larger
+_LARGER = 4.0  # times, at most
 
 
 @dataclass(slots=True)
@@ -74,11 +77,15 @@ class SearchBudget:
 
     most: float  # samples that may be run; the trials alone need far less
     ran: int = 0  # samples run so far, each counted once per model that ran it
+    # counts the float model's products of one sample, once the budget is spent
+    products: Callable[[], float] | None = None
 
     @classmethod
-    def of(cls, calibrations: float, samples: int) -> SearchBudget:
+    def of(
+        cls, calibrations: float, samples: int, products: Callable[[], float] | None = None
+    ) -> SearchBudget:
         """Return the budget of a number of calibrations on a feed of `samples`."""
-        return cls(calibrations * max(samples, _USUAL))
+        return cls(calibrations * max(samples, _USUAL), products=products)
 
     def spend(self, samples: int) -> None:
         """Count samples as run."""
@@ -86,6 +93,10 @@ class SearchBudget:
 
     def holds(self, samples: int) -> bool:
         """Whether so many more samples may be run."""
+        if self.ran + samples > self.most and self.products is not None:
+            larger = _PRODUCTS / max(self.most * self.products(), 1.0)
+            self.most *= min(max(larger, 1.0), _LARGER)
+            self.products = None
         return self.ran + samples <= self.most
 
 

@@ -139,7 +139,11 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     if not units.layers:
         return TargetPlan(choices=NO_CHOICES), 0
     samples, form = _search_samples(setup)
-    allowance = SearchBudget.of(setup.effort.calibrations, len(setup.request.feed))
+    allowance = SearchBudget.of(
+        setup.effort.calibrations,
+        len(setup.request.feed),
+        partial(_count_products, setup.request.model, units, samples[0][0]),
+    )
     prober = make_prober(setup, samples, form, step, allowance)
     timed = same_shape_samples([sample for sample, _ in samples])
     search = Search(
@@ -169,6 +173,11 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         continue_runs()
         choice = ChosenSplit(trial=search.best, told=[], interrupted=True)
     return _target_plan(search, choice), prober.tried
+
+
+def _count_products(model: onnx.ModelProto, units: Units, sample: Mapping[str, Array]) -> float:
+    """Return the products of the float model in a sample."""
+    return count_prices(model, units, sample).total(units, frozenset(units.members))
 
 
 def _search_samples(setup: SearchSetup) -> tuple[Sequence[ReferenceSample], OutputForm]:
