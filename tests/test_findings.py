@@ -809,6 +809,12 @@ def test_probabilities_of_an_age_are_judged_by_the_expected_one(count, wide):
     error = np.square(expected - found @ classes).sum()
     varies = np.square(expected - expected.mean()).sum()
     assert part.sqnr_db == pytest.approx(10 * math.log10(varies / error), abs=0.1)
+    logits = noise[0] - np.square((classes - (ages @ classes)[:, None]) / wide) / 2
+    for picture in (True, False):  # without a picture it may be a forecast
+        fed = {"x": np.zeros((1, 3, 8, 8) if picture else (1, 9), np.float32)}
+        samples = [{"y": np.float32([one])} for one in np.maximum(logits, -9)[:9]]
+        form = derive_form(samples, inputs=[fed] * 9)
+        assert (form.parts[0].label == "y - its mean class") == (picture and count > 10)
     other = made.permutation(count)  # classes without an order
     form = derive_form([{"y": np.float32([one])} for one in ages[:4, other]])
     assert form.parts[0].label == "y" and form.task is not None

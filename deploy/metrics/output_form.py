@@ -31,9 +31,10 @@ from deploy.metrics.output_errors import (
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.metrics.rows import (
     Outputs,
-    are_ordered,
+    activate,
     batch_length,
     expect_class,
+    find_order,
     is_floating,
     split_batch,
 )
@@ -71,7 +72,8 @@ class OutputForm:
         for part in self.parts:
             value = measured.get(part.output, outputs[part.output])
             if part.less == EXPECTED:
-                measured[part.output] = value = expect_class(value)
+                value = expect_class(activate(value, part.activation, 1))
+                measured[part.output] = value
             if part in self.usual:
                 subtract_usual(part.of(value), self.usual[part])
             elif part.less:
@@ -186,10 +188,13 @@ def _about_mean(
     where it counts.
     """
     few = most > 0 and not any(part.at for part in parts)
-    for name in {part.output for part in parts} if few else ():
-        if name in seen.every and are_ordered(samples := seen.arrays(name)):
-            classes = np.concatenate([expect_class(one) for one in samples])
-            yield OutputSlice(output=name, less=EXPECTED), classes.mean(axis=0, keepdims=True)
+    for name in {part.output for part in parts if part.output in seen.every} if few else ():
+        samples = seen.arrays(name)
+        activation = find_order(samples, raw=seen.of_pictures)
+        if activation is not None:
+            part = OutputSlice(output=name, less=EXPECTED, activation=activation)
+            classes = [expect_class(activate(one, activation, 1)) for one in samples]
+            yield part, np.mean(classes, axis=0)
             return
     for part in parts:
         mean = None

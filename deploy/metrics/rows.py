@@ -102,27 +102,36 @@ def are_probabilities_or_logs(values: Array) -> bool:
 _CLASSES = 8  # of an order, at least
 _FEW = 2.0  # classes that share a sample's probability, on average, at least; at most half of all
 _NEAR = 0.4  # spread of the class number, relative to that without an order, at most
+_NEAR_OF_RAW = 0.1  # the same of logits
+_STEADY = 0.25  # deviation of a sample's mean logit, relative to that of its logits, at most
 _SMOOTH = 0.5  # correlation of probabilities with those of the next class, at least
 
 
-def are_ordered(rows: Sequence[Array]) -> bool:
-    """Whether probabilities of classes spread about a number, as those of ages do.
+def find_order(rows: Sequence[Array], *, raw: bool) -> str | None:
+    """Return the missing activation of classes that spread about a number, such as ages; else None.
 
     `rows`: one array a sample. Several classes share each sample's probability, and lie together,
-    at another place in another sample.
+    at another place in another sample. `raw`: whether they may be logits, such as those of an
+    angle's steps. Of logits the mean hardly changes, and the classes lie closer together.
     """
     count = rows[0].size
     if count < _CLASSES or any(one.size != count or not is_floating(one) for one in rows):
-        return False
+        return None
     shares = np.stack([one.reshape(-1) for one in rows]).astype(np.float64)
-    if not are_probabilities(shares) or np.ptp(shares.argmax(axis=1)) == 0:
-        return False
+    activation = "" if are_probabilities(shares) else "softmax"
+    if activation:
+        if not raw or shares.mean(axis=1).std() > _STEADY * shares.std(axis=1).mean():
+            return None
+        shares = activate(shares, activation)
+    if np.ptp(shares.argmax(axis=1)) == 0:
+        return None
     alone = np.square(shares).sum(axis=1)  # 1 / number of classes that share a sample
     spread = np.square(np.arange(count) - expect_class(shares)) * shares
     apart = (count + 1) * count / 12 * (1 - alone)
     smooth = np.mean([correlate(one[1:], one[:-1]) for one in shares])
     several = _FEW <= (1 / alone).mean() <= count / 2
-    return bool(several and spread.sum() < _NEAR * apart.sum() and smooth > _SMOOTH)
+    near = spread.sum() < (_NEAR_OF_RAW if activation else _NEAR) * apart.sum()
+    return activation if several and near and smooth > _SMOOTH else None
 
 
 def expect_class(shares: Array) -> Array:

@@ -21,10 +21,10 @@ from deploy.metrics.rows import (
     Floats,
     Outputs,
     activate,
-    are_ordered,
     are_probabilities_or_logs,
     are_sorted,
     are_two_sided,
+    find_order,
     is_floating,
 )
 from deploy.metrics.slices import split_output
@@ -287,7 +287,8 @@ def find_classes(seen: FirstSamples) -> Classes | None:
     ]
     if probabilities or len(scored) < len(vectors):  # then other vectors may be mere numbers
         scored = probabilities
-    scored = [name for name in scored if not are_ordered(vectors[name])]
+    raw = seen.of_pictures
+    scored = [name for name in scored if find_order(vectors[name], raw=raw) is None]
     others = tuple(name for name in vectors if name not in scored)
     if not scored or not all(_are_numbers(vectors[name]) for name in others):
         return None

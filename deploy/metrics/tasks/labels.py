@@ -25,6 +25,7 @@ from deploy.metrics.rows import (
     are_indices,
     are_sorted,
     find_indices,
+    find_order,
     is_floating,
     sums_to_one,
     to_shares,
@@ -100,6 +101,8 @@ def find_labels(seen: FirstSamples) -> Labels | None:
     if len(rows) != len(samples) or len({row.size for row in rows}) != 1 or are_sorted(rows):
         return None
     if not seen.of_pictures and (are_tracks(samples) or are_raw_tracks(samples)):  # may be steps
+        return None
+    if find_order(samples, raw=seen.of_pictures) is not None:  # an age or an angle
         return None
     raw = min(float(row.min()) for row in rows) < 0
     return Labels(name, rows[0].size, raw) if _are_labels(rows, raw=raw) else None
