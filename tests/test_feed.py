@@ -576,14 +576,25 @@ def test_leaving_early_ends_the_thread_and_the_queue_is_bounded():
     assert list(stream) == []
 
 
-def test_a_dropped_stream_ends_its_thread():
-    stream = SampleStream(iter(range(10_000)))
+def test_a_dropped_stream_ends_its_thread_and_does_not_wait_for_it():
+    """The garbage collector may drop it while a thread is started, which ends no other thread."""
+    passed, begun, gate = [], threading.Event(), threading.Event()
+
+    def produce():
+        yield 0
+        begun.set()
+        passed.append(gate.wait(300))
+        yield from range(10_000)
+
+    stream = SampleStream(produce())
     next(stream)
+    begun.wait(300)
     del stream
     gc.collect()
-    end = time.monotonic() + 300
-    while threads() and time.monotonic() < end:
-        time.sleep(0.01)
+    assert not passed
+    gate.set()
+    for thread in threads():
+        thread.join(300)
     assert not threads()
 
 
@@ -687,12 +698,24 @@ def test_results_come_in_the_items_order_and_few_are_ahead():
     assert list(prefetch(items(), work, threads=4)) == [(n, n * 10) for n in range(20)]
 
 
-def test_leaving_early_ends_the_threads():
-    before = threading.enumerate()
-    made = prefetch(range(1000), lambda item: item, threads=3)
-    assert next(made) == (0, 0)
+def test_leaving_early_ends_the_threads_and_does_not_wait_for_them():
+    before, passed = threading.enumerate(), []
+    begun, gate = threading.Barrier(3), threading.Event()
+
+    def work(item):
+        if item:
+            begun.wait(300)
+            passed.append(gate.wait(300))
+
+    made = prefetch(range(1000), work, threads=3)
+    assert next(made) == (0, None)
+    begun.wait(300)
     made.close()
-    assert not {one.name for one in threading.enumerate() if one not in before}
+    assert not passed
+    gate.set()
+    for thread in set(threading.enumerate()) - {*before}:
+        thread.join(300)
+    assert len(passed) == 2 and set(threading.enumerate()) <= {*before}
 
 
 def test_threads_that_meet_are_needed(monkeypatch, folder):

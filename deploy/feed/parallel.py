@@ -149,11 +149,13 @@ _AHEAD = 4
 class SampleStream(Iterator[T], Generic[T]):
     """An iterator for one pass, by any number of threads; a context manager, or `close()` it.
 
-    A background thread draws a few items ahead.
+    A background thread draws a few items ahead. What is dropped instead is ended by the garbage
+    collector, in any thread and within any call, and so waits for no thread.
     """
 
     def __init__(self, items: Iterator[T]) -> None:
-        self._items = _read_ahead(items)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="calib8-feed")
+        self._items = _read_ahead(items, self._pool)
         self._turn = threading.Lock()
 
     def __next__(self) -> T:
@@ -164,6 +166,7 @@ class SampleStream(Iterator[T], Generic[T]):
         """Stop the background thread and wait for it; safe to call twice."""
         with self._turn:
             self._items.close()
+            self._pool.shutdown()
 
     def __enter__(self) -> SampleStream[T]:
         return self
@@ -172,9 +175,8 @@ class SampleStream(Iterator[T], Generic[T]):
         self.close()
 
 
-def _read_ahead(items: Iterator[T]) -> Generator[T]:
-    """Yield items in order, of which one thread draws up to `_AHEAD` ahead."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="calib8-feed")
+def _read_ahead(items: Iterator[T], pool: ThreadPoolExecutor) -> Generator[T]:
+    """Yield items in order, of which the pool's one thread draws up to `_AHEAD` ahead."""
     draw = partial(next, items, _END)
     try:
         ahead = deque(pool.submit(draw) for _ in range(_AHEAD))
@@ -182,7 +184,7 @@ def _read_ahead(items: Iterator[T]) -> Generator[T]:
             ahead.append(pool.submit(draw))
             yield item
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 Item = TypeVar("Item")
@@ -206,14 +208,14 @@ def prefetch(
         yield from ((item, work(item)) for item in items)
         return
     waiting: deque[tuple[Item, Future[Result]]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="calib8-decode") as pool:
-        try:
-            for item in items:
-                waiting.append((item, pool.submit(work, item)))
-                if len(waiting) == threads:
-                    first, future = waiting.popleft()
-                    yield first, future.result()
-            for item, future in waiting:
-                yield item, future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="calib8-decode")
+    try:
+        for item in items:
+            waiting.append((item, pool.submit(work, item)))
+            if len(waiting) == threads:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        for item, future in waiting:
+            yield item, future.result()
+    finally:  # perhaps of the garbage collector: see SampleStream
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -199,19 +199,16 @@ def calibrate_on_gpu(
         store_gpu_cache(request.folder / name, text, origin)
 
     used = count_in_full_batches(len(request.feed), batch, filled=request.subject.filled)
-    return builder.calibrate(
-        source,
-        settings,
-        calibrator(
+    with request.feed.samples() as samples:
+        callbacks = calibrator(
             str(options.calibrator),
-            full_batches(request.feed.samples(), batch),
+            full_batches(samples, batch),
             batches=used // batch,
             shapes=shapes,
             memory=CudaMemory(cuda),
             keep=keep,
-        ),
-        cuda=cuda,
-    )
+        )
+        return builder.calibrate(source, settings, callbacks, cuda=cuda)
 
 
 def calibrator_from_cache(options: TensorrtOptions, known: bytes) -> Callbacks:
