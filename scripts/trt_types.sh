@@ -39,4 +39,4 @@ CFG
 sed -i 's/^\[mypy-tensorrt\.\*\]/&\nignore_errors = True/' "$settings"
 files=$(grep -lE '^ *(import|from) tensorrt\b' -r calibrators deploy --include='*.py')
 # shellcheck disable=SC2086
-MYPYPATH=$folder python -m mypy --strict --config-file "$settings" --cache-dir .mypy_cache/trt $files
+MYPYPATH=$folder python -m mypy --strict --config-file "$settings" $files
