@@ -658,13 +658,18 @@ def made_by(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_values_and_names_stay(name):
+def test_values_and_names_stay_and_every_loading_is_the_same(name):
     *source, sizes = MODELS[name]
     path = fetch_model(*source)
     original = onnx.load(path)
     exact = load(path, fold_batchnorm=False)
-    folded = load(path)
-    assert exact.digest == folded.digest
+    folded, again = load(path), load(path)
+    assert exact.digest == folded.digest == again.digest and again.notes == folded.notes
+    data = folded.model.SerializeToString(deterministic=True)
+    for other in (again, load(folded.model)):
+        assert other.model.SerializeToString(deterministic=True) == data
+    names = [node.name for node in folded.model.graph.node]
+    assert len(set(names)) == len(names) and all(names)
     assert exact.model.opset_import[0].version >= 13
     assert not any(n.op_type in ("Constant", "Dropout") for n in folded.model.graph.node)
     # Once its weight is a constant, onnxruntime packs it, and multiplies in another order.
@@ -698,19 +703,6 @@ def close(name, model, before, after, tolerance):
     around = [expected, *(before[n] for n in read_by(model, {name}, set(before)))]
     largest = max(float(np.abs(a).max()) for a in around if a.size)
     assert np.abs(expected - after).max() <= tolerance * largest, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_the_lifted_model_is_deterministic_and_finished(name):
-    path = fetch_model(*MODELS[name][:3])
-    once, again = load(path), load(path)
-    data = once.model.SerializeToString(deterministic=True)
-    assert again.model.SerializeToString(deterministic=True) == data
-    assert (again.digest, again.notes) == (once.digest, once.notes)
-    names = [node.name for node in once.model.graph.node]
-    assert len(set(names)) == len(names) and all(names)
-    assert load(once.model).model.SerializeToString(deterministic=True) == data
 
 
 @pytest.mark.parametrize("kind", ["subpixel", "nn_resize"])
