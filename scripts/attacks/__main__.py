@@ -55,7 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--long", action="store_true", help="a thousand times as many changes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--case", type=int, help="this one of a part alone")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    # one more than cores: they wait for processes and signals now and then
+    parser.add_argument("--workers", type=int, default=1 + (os.cpu_count() or 1))
     return parser
 
 
