@@ -42,7 +42,7 @@ class Reader:
     open: Callable[[Path], Callable[[Path], list[str] | Callable[[], object]]]
     mutate: Mutate = mutated
     cases: int = 10_000
-    limit_s: float = 20
+    limit_s: float = 60
     memory: int = 2 << 30
 
     @property
