@@ -182,11 +182,11 @@ def test_points_that_fp32_is_not_sure_of_do_not_count(more, own, raw, flat):
     form = derive_form(references, inputs=[fed(PICTURE)] * 4)
     last, every = more + 1, f" of {more + 2}" * flat
     places, scores = (f"y[..., {a}{every}]" for a in (f"0:{min(last, 3)}", f"{last}:{last + 1}"))
-    where = f"{places} where {scores} is high" if own else "y where sure is high"
-    assert form.parts[0].label == where
+    places, scores = (places, scores) if own else ("y", "sure")
+    assert form.parts[0].label == f"{places} - its mean where {scores} is high"
     batch = {name: np.concatenate([one[name] for one in references]) for name in references[0]}
     told, given = (form.parts[0].of(one["y"]) for one in (form.told(batch, {}, batch), batch))
-    weights = (told / given).reshape(4, MESH, -1)
+    weights = (told / (given - form.usual[form.parts[0]])).reshape(4, MESH, -1)
     assert weights[:, :8].max() < 0.06 and weights[:, 8:].min() > 0.9
     halves = [{"y": np.float32(line(n))[None, ::2], "s": np.float32(sure)[None]} for n in range(4)]
     parts = derive_form(halves, inputs=[fed(PICTURE)] * 4).parts
@@ -206,8 +206,10 @@ def test_what_else_is_told_of_a_sample_must_be_told_alike():
     _, same = figure(alone, alone, PICTURE)
     assert same.count == "48 of 48"  # nothing is where FP32 sees nothing
     form = derive_form(alone, inputs=[fed(PICTURE)] * 4)
-    assert [part.label for part in form.parts] == ["y where p0 is high"]
-    assert np.allclose(form.told(alone[1], {}, alone[1])["y"], 0.1 * alone[1]["y"])
+    assert [part.label for part in form.parts] == ["y - its mean where p0 is high"]
+    mean = np.average([one["y"] for one in alone], axis=0, weights=[0.9, 0.1] * 2)
+    told = form.told(alone[1], {}, alone[1])["y"]
+    assert np.allclose(told, 0.1 * (alone[1]["y"] - mean), atol=1e-4)
     (part,) = derive_form(references, inputs=[fed(PICTURE)] * 4).parts
     assert part.label == "y - its mean"
     assert figure(alone, [*alone[:3], flagged(3, 0.6)], PICTURE)[1].count == "48 of 72"

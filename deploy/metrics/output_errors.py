@@ -320,8 +320,13 @@ FEW = 32  # values per sample, at most, that are meaningful one by one
 _MEAN_DB = 3.0  # SQNR of their mean from which only what deviates from it counts
 
 
-def find_usual_values(samples: Sequence[Array], most: float = FEW) -> Array | None:
-    """Return the mean over samples of up to `most` numbers that deviate little from it; or None."""
+def find_usual_values(
+    samples: Sequence[Array], most: float = FEW, weights: Sequence[Array] | None = None
+) -> Array | None:
+    """Return the mean over samples of up to `most` numbers that deviate little from it; or None.
+
+    `weights`: of each number of each sample; 0 for one that is not used.
+    """
     first = samples[0]
     if len(samples) < 2 or not 0 < first.size <= most:
         return None
@@ -329,13 +334,10 @@ def find_usual_values(samples: Sequence[Array], most: float = FEW) -> Array | No
         return None
     values = np.stack(samples).astype(np.float64)
     unit = values.min() >= 0 and values.max() <= 1
-    if unit and not are_relative(values.reshape(len(samples), -1)):
+    if weights is None and unit and not are_relative(values.reshape(len(samples), -1)):
         return None  # probabilities near 1 deviate little anyway
-    mean = values.mean(axis=0)
-    signal, varies = float(np.square(values).sum()), float(np.square(values - mean).sum())
-    if varies > 0 and _MEAN_DB <= sqnr_db(signal, varies) <= ROUNDING_DB:
-        return np.asarray(mean, np.float32)
-    return None
+    weight = np.ones_like(values) if weights is None else np.stack(weights).astype(np.float64)
+    return _find_large_mean(values, weight)
 
 
 def find_step_mean(values: Sequence[Array], scores: Sequence[Array]) -> Array | None:
@@ -346,11 +348,16 @@ def find_step_mean(values: Sequence[Array], scores: Sequence[Array]) -> Array | 
         for (one, own), v in zip(rows, values, strict=True)
     ):
         return None
-    value, weight = np.concatenate(rows, axis=1).astype(np.float64)
-    mean = np.average(value, weights=weight)
-    signal, varies = (float(weight @ np.square(one)) for one in (value, value - mean))
+    steps = np.concatenate(rows, axis=1).astype(np.float64)[..., None]
+    return _find_large_mean(*steps)
+
+
+def _find_large_mean(values: Array, weights: Array) -> Array | None:
+    """Return the weighted mean over the rows, if most of the signal is in it; else None."""
+    mean = (weights * values).sum(axis=0) / np.maximum(weights.sum(axis=0), 1e-30)
+    signal, varies = (float(np.vdot(weights, np.square(v))) for v in (values, values - mean))
     large = varies > 0 and _MEAN_DB <= sqnr_db(signal, varies) <= ROUNDING_DB
-    return np.full(1, mean, np.float32) if large else None
+    return np.asarray(mean, np.float32) if large else None
 
 
 def subtract_usual(value: Array, usual: Array) -> None:

@@ -110,9 +110,10 @@ def derive_form(
     beside = () if found is None else _uncovered(found, first)
     for name in names:
         own = found is not None and name in (*task_parts, *found.covered)  # scores count everywhere
-        points = isinstance(found, Points) and name in found.outputs and name not in task_parts
+        points = isinstance(found, Points) and name in found.outputs
         if points or not own:
-            parts = tuple(replace(part, at=scored.get(part)) for part in by_name[name])
+            at = {} if name in task_parts else scored
+            parts = tuple(replace(part, at=part.at or at.get(part)) for part in by_name[name])
             most = math.inf if points else FEW if found is None or name in beside else 0
             means = dict(_about_mean(parts, samples, most=most))
             usual |= {part: mean for part, mean in means.items() if mean is not None}
@@ -198,7 +199,10 @@ def _about_mean(
             return
     for part in parts:
         mean = None
-        if part.at is not None:
+        if part.at is not None and most == math.inf:
+            values = [part.of(one[part.output]) for one in seen.outputs]
+            mean = find_usual_values(values, most, [*map(part.weights, seen.outputs)])
+        elif part.at is not None:
             pairs = [(part.of(one[part.output]), part.at.best_scores(one)) for one in seen.outputs]
             mean = find_step_mean(*zip(*pairs, strict=True))
         elif few:

@@ -89,6 +89,12 @@ class OutputSlice:
         shares = self.of(activate(outputs[self.output], self.activation, self.axis or -1))
         return shares if self.axis is None else shares.max(axis=self.axis, keepdims=True)
 
+    def weights(self, outputs: Mapping[str, Array]) -> Array:
+        """Return the score of each value of the slice."""
+        ones = np.ones_like(outputs[self.output])
+        self.weight(ones, outputs)
+        return self.of(ones)
+
     def weight(self, value: Array, reference: Mapping[str, Array]) -> None:
         """Multiply the slice of an array of the output by the float model's scores, in place.
 
