@@ -229,8 +229,10 @@ def test_of_large_samples_fewer_are_enough(values, enough):
 def test_a_few_numbers_show_their_form_in_as_many_samples_as_memory_holds(side, numbers, count):
     for batch in 1, 2:
         pictures = np.broadcast_to(np.float32(0), (batch, 3, side, side))
-        rows = {"y": np.zeros((batch, numbers))}
+        rows, flag = {"y": np.zeros((batch, numbers))}, {"z": np.zeros((batch, 1))}
         assert form_samples({"x": pictures}, rows, batch) == count
+        beside = form_samples({"x": pictures}, {**rows, **flag}, batch)
+        assert beside == max(count, 32 if side == 8 else count)  # one value beside many
 
 
 def test_the_loudest_samples_are_those_of_every_part_together():

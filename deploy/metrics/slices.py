@@ -21,7 +21,7 @@ from deploy.tensors import Array
 
 _SAMPLES, _MORE_SAMPLES = 4, 32  # see `form_samples`
 _OF_FEW = 16  # values of an output, at most, that need more samples
-_MOST_VALUES = 1 << 26  # input values of these samples together, 256 MiB of float32
+_MOST_VALUES = 1 << 26  # values of these samples together, 256 MiB of float32
 _FACTOR = 8.0  # least ratio between every row of the larger unit and any of the smaller
 _SILENT = 0.01  # rows whose peak stays below it show no unit
 _VALUES = 16  # fewer values per row (as in [N, classes]) do not show its range
@@ -36,12 +36,13 @@ _HALF = 0.5  # the same beside as many other values
 def form_samples(inputs: Mapping[str, Array], outputs: Mapping[str, Array], batch: int = 1) -> int:
     """Return how many samples the form of these outputs is derived from, whatever the batch.
 
-    Outputs of few values need more samples: only these show that a value is a probability, near 0
-    in some samples and near 1 in others, or that values are sorted. Large inputs limit them, since
-    all are in memory at once.
+    Outputs of few values, or of one beside many, need more samples: only these show that a value is
+    a probability, near 0 in some samples and near 1 in others, or that values are sorted. Large
+    arrays limit them, since all are in memory at once.
     """
-    few = all(one.size <= _OF_FEW * batch for one in outputs.values())
-    values = sum(one.size for one in inputs.values()) // batch
+    one_value = any(one.size <= batch and one.dtype.kind == "f" for one in outputs.values())
+    few = one_value or all(one.size <= _OF_FEW * batch for one in outputs.values())
+    values = sum(one.size for one in (*inputs.values(), *outputs.values())) // batch
     most = min(_MORE_SAMPLES, _MOST_VALUES // max(values, 1)) if few else 0
     return max(_SAMPLES, most)
 

@@ -3,10 +3,12 @@
 `find_keypoints` (MediaPipe, MoveNet, PFLD): [N, K p], or [N, K, p] with more dimensions of 1. Each
 point has two coordinates, in pixels or relative to the picture, and up to three more numbers. In a
 flat output each point is near the one before, or another output has a score a point; coordinates of
--1 to 1 (InsightFace) are near the ones before in any output. Other outputs of one probability say
-whether an object is present, or which hand it is: if int8 decides differently, all points of the
-sample are lost. With a single such output, samples below 0.5 do not count. Nor do points that are
-not visible, by the last of their numbers or by another output.
+-1 to 1 (InsightFace) are near the ones before in any output. Flags are other outputs of one
+probability, or of one logit in two groups: whether an object is present, or which hand it is. If
+int8 decides differently, all points of the sample are lost. Where there is no object, points do not
+count. A single flag says so, or the one of several that leaves the others unsure where it is low,
+or points that hardly vary though pictures do. Nor do points count that are not visible, by the last
+of their numbers or by another output.
 
 `find_simcc`: SimCC (Li et al. 2022), RTMPose. Two outputs [N, K, r W] and [N, K, r H] for a picture
 of W x H pixels: the likelihood of each column and each row, in steps of 1 / r pixels. Their peaks
@@ -17,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deploy.metrics.rows import (
     Floats,
@@ -28,6 +31,7 @@ from deploy.metrics.rows import (
     to_shares,
 )
 from deploy.metrics.slices import OutputSlice, find_scores
+from deploy.metrics.tasks.classes import are_switches
 from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
 from deploy.tensors import Array
 
@@ -44,6 +48,11 @@ _SHARES = 1.5  # largest relative coordinate
 _ENDS = 0.02  # values so near 0 or 1 are probabilities
 _DECIDED = 0.75  # share of scores near 0 or 1, at least
 _SURE = 0.2  # confidence of a point that is present
+_ENOUGH = 8  # samples whose logits are two groups, at least
+_STILL = 0.25  # spread of points without an object, relative to those of objects, at most
+_UNSURE = 0.25  # share of sure flags without an object, at most; half of those with one
+_PICTURE = 4  # dimensions of a picture
+_SHOWN = 1000  # values of a sample that show how it varies
 _NEAR = 0.03  # distance of matching points, at most, relative to the extent of a sample's points
 
 
@@ -55,9 +64,10 @@ class _PointTally(TaskTally["Points"]):
     kept: int = 0
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        own, others = ([_on(one[n]) for n in self.task.flags] for one in (reference, candidate))
-        if own == others == [False]:
+        both, there = (reference, candidate), self.task.presence
+        if there is not None and not any(_is_on(there, one) for one in both):
             return
+        own, others = ([_is_on(flag, one) for flag in self.task.flags] for one in both)
         for name, numbers in self.task.outputs.items():
             count, near = self._near(name, numbers, reference, candidate)
             self.points += count
@@ -94,8 +104,9 @@ class Points(EvaluationTask):
     """Key points as coordinates."""
 
     outputs: Mapping[str, int]  # output of points -> numbers per point
-    flags: tuple[str, ...]  # outputs of one probability
+    flags: tuple[OutputSlice, ...]  # outputs of one probability, or its logit
     count: int
+    presence: OutputSlice | None = None  # the flag that says whether there are points
     name = "key points"
     reads = "{0.count} key points"
     tally_type = _PointTally
@@ -112,17 +123,69 @@ def find_keypoints(seen: FirstSamples) -> Points | None:
     visible = find_scores({one: [*map(one.of, seen.arrays(one.output))] for one in layouts})
     beside = {one.output: one for one in reversed(visible)}
     scores = {one.output for one in visible.values()}
-    flags = tuple(name for name in seen.names if all(map(_is_share, seen.arrays(name))))
-    flag = OutputSlice(output=flags[0]) if len(flags) == 1 else None
+    flags = _flags(seen)
     points: dict[str, int] = {}
-    parts: dict[str, tuple[OutputSlice, ...]] = dict.fromkeys(flags, ())
     for name in (name for name in seen.names if name not in scores):
-        samples, own = seen.arrays(name), beside.get(name)
-        if numbers := _numbers(samples, sizes, own.width if own else 0):
+        width = beside[name].width if name in beside else 0
+        if numbers := _numbers(seen.arrays(name), sizes, width):
             points[name] = numbers
-            parts |= _parts(name, samples, numbers, visible[own] if own else flag)
+    if not points:
+        return None
+    flag = _presence(flags, [*points], seen)
+    parts: dict[str, tuple[OutputSlice, ...]] = {one.output: () for one in flags}
+    for name, numbers in points.items():
+        at = visible[beside[name]] if name in beside else flag
+        parts |= _parts(name, seen.arrays(name), numbers, at)
     count = sum(seen.arrays(name)[0].size // numbers for name, numbers in points.items())
-    return Points(points, flags, count, parts=parts) if points else None
+    return Points(points, flags, count, flag, parts=parts)
+
+
+def _flags(seen: FirstSamples) -> tuple[OutputSlice, ...]:
+    """Return outputs of one probability, or of one logit in two groups, as probabilities."""
+    flags = []
+    for name in seen.names:
+        samples = seen.arrays(name)
+        if not all(map(is_floating, samples)):
+            continue
+        raw = len(samples) >= _ENOUGH and are_switches(samples, raw=True)
+        if raw or all(map(_is_share, samples)):
+            flags.append(OutputSlice(output=name, activation="sigmoid" if raw else ""))
+    return tuple(flags)
+
+
+def _presence(
+    flags: Sequence[OutputSlice], points: Sequence[str], seen: FirstSamples
+) -> OutputSlice | None:
+    """Return the flag that says whether there are points; None if that is not certain.
+
+    It is the single one. Of several it is the one that, where it is low, leaves the others unsure,
+    which are sure elsewhere; or points that hardly vary, though pictures do.
+    """
+    if len(flags) == 1:
+        return flags[0]
+    pictures = [next(v for v in fed.values() if v.ndim == _PICTURE) for fed in seen.inputs]
+    places = [np.concatenate([one[n].reshape(-1) for n in points]) for one in seen.outputs]
+    shares = np.array([[one.best_scores(v).item() for one in flags] for v in seen.outputs])
+    found = []
+    for number, flag in enumerate(flags):
+        on = shares[:, number] > 0.5
+        if min(np.sum(on), np.sum(~on)) < _FEWEST:
+            continue
+        others = np.abs(np.delete(shares, number, axis=1) - 0.5) > 0.4
+        unsure = (others[~on].mean(axis=0) <= _UNSURE).all()
+        still = _spread(places, on) < _STILL < _spread(pictures, on) / 2
+        if still or (unsure and (others[on].mean(axis=0) >= 2 * _UNSURE).all()):
+            found.append(flag)
+    return found[0] if len(found) == 1 else None
+
+
+def _spread(samples: Sequence[Array], on: NDArray[np.bool_]) -> float:
+    """Return the spread of samples where a flag is low, relative to that where it is high."""
+    if len({one.shape for one in samples}) > 1:
+        return 1.0
+    rows = np.stack([one.reshape(-1)[:: one.size // _SHOWN + 1] for one in samples])
+    low, high = (np.std(rows[which], axis=0, dtype=np.float64).mean() for which in (~on, on))
+    return float(low / max(high, 1e-30))
 
 
 def _parts(
@@ -229,11 +292,11 @@ def _are_central(places: Floats) -> bool:
 
 
 def _is_share(value: Array) -> bool:
-    return value.size == 1 and is_floating(value) and 0 <= float(value.reshape(())) <= 1
+    return value.size == 1 and 0 <= float(value.reshape(())) <= 1
 
 
-def _on(value: Array) -> bool:
-    return bool(np.all(value > 0.5))
+def _is_on(flag: OutputSlice, outputs: Outputs) -> bool:
+    return bool(np.all(flag.best_scores(outputs) > 0.5))
 
 
 _POINTS = 4  # at least
