@@ -405,7 +405,8 @@ def test_a_set_of_the_best_counts_a_fifth_of_its_first():
     ("segmentation", (1, 4, 9, 9), "4 classes a pixel"), ("masks", (1, 2, 9, 9), "a map of 0 to 1"),
     ("segmentation", (1, 9, 9, 4), "4 classes a pixel"), ("classes", (1, 6), "6 classes"),
     ("heatmaps", (1, 3, 9, 9), "3 heat maps"), ("keypoints", (1, 7, 3), "7 key points"),
-    ("keypoints", (1, 8), "4 key points"), ("embeddings", (1, 40), "embeddings of 40 numbers"),
+    ("keypoints", (1, 8), "4 key points"), ("keypoints", (1, 3, 8), "8 key points"),
+    ("embeddings", (1, 40), "embeddings of 40 numbers"),
     ("steps", (1, 9, 5), "5 classes a step"), ("steps", (1, 9, 1), "raw scores of steps"),
 ])  # fmt: skip
 def test_a_task_that_is_set_takes_outputs_of_its_shape(task, shape, words):

@@ -133,13 +133,18 @@ def output(number, *, unit=SIDE, more=0, flat=True, moved=0.0, among=MESH):
     places[:among] += moved
     places -= unit == 2  # -1 to 1
     extra = made.normal(0, 0.05 * unit, (MESH, more))
-    value = np.concatenate([places, extra], axis=1).astype(np.float32)
-    return {"y": value.reshape(1, -1) if flat else value[None, None]}
+    return {"y": laid(np.concatenate([places, extra], axis=1).astype(np.float32), flat)}
+
+
+def laid(points, flat):
+    """Points as a flat output, as [1, 1, K, p], or, of None, as [1, p, K]."""
+    layouts = {True: points.reshape(1, -1), False: points[None, None], None: points.T[None]}
+    return layouts[flat]
 
 
 @pytest.mark.parametrize("unit", [1, 2, SIDE])
 @pytest.mark.parametrize(
-    ("more", "flat"), [(0, True), (1, True), (2, True), (3, True), (0, False), (1, False)]
+    ("more", "flat"), [*product([0, 1, 2, 3], [True]), *product([0, 1], [False, None])]
 )
 def test_points_near_those_of_fp32_are_kept(more, flat, unit):
     def moved(**how):
@@ -156,7 +161,7 @@ def test_points_near_those_of_fp32_are_kept(more, flat, unit):
     assert [figure(references, other, PICTURE)[1].value for other in (broken, cut)] == [0, 0]
 
 
-OWN, FLAT = product([1, 2, 3], [True], [False, True]), product([0, 1, 2], [False], [True])
+OWN, FLAT = product([1, 2, 3], [True], [False, True, None]), product([0, 1, 2], [False], [True])
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -173,20 +178,21 @@ def test_points_that_fp32_is_not_sure_of_do_not_count(more, own, raw, flat):
         value[:, 2:] *= 1 if own else 9  # depths that leave -2..2
         value[:, -1] = seen if own else value[:, -1]
         beside = {} if own else {"sure": np.float32(seen)[None]}
-        return {"y": value.reshape(1, -1) if flat else value[None, None], **beside}
+        return {"y": laid(value, flat), **beside}
 
     hows = {}, {"moved": 9}, {"seen": sure * 0 + sure[0]}
     references, far, lost = ([outputs(n, **how) for n in range(4)] for how in hows)
     assert figure(references, far, PICTURE)[1].count == "64 of 64"
     assert figure(references, lost, PICTURE)[1].count == "0 of 64"
     form = derive_form(references, inputs=[fed(PICTURE)] * 4)
-    last, every = more + 1, f" of {more + 2}" * flat
-    places, scores = (f"y[..., {a}{every}]" for a in (f"0:{min(last, 3)}", f"{last}:{last + 1}"))
-    places, scores = (places, scores) if own else ("y", "sure")
+    last, cells, every = more + 1, "..., " * (flat is not None), f" of {more + 2}" * (flat is True)
+    rows = f"0:{min(last, 3)}", f"{last}:{last + 1}"
+    places, scores = (f"y[{cells}{one}{every}]" for one in rows) if own else ("y", "sure")
     assert form.parts[0].label == f"{places} - its mean where {scores} is high"
     batch = {name: np.concatenate([one[name] for one in references]) for name in references[0]}
     told, given = (form.parts[0].of(one["y"]) for one in (form.told(batch, {}, batch), batch))
-    weights = (told / (given - form.usual[form.parts[0]])).reshape(4, MESH, -1)
+    weights = told / (given - form.usual[form.parts[0]])
+    weights = weights.swapaxes(1, 2) if flat is None else weights.reshape(4, MESH, -1)
     assert weights[:, :8].max() < 0.06 and weights[:, 8:].min() > 0.9
     halves = [{"y": np.float32(line(n))[None, ::2], "s": np.float32(sure)[None]} for n in range(4)]
     parts = derive_form(halves, inputs=[fed(PICTURE)] * 4).parts
@@ -282,6 +288,10 @@ def test_other_numbers_are_no_points(what, values):
     assert task_of(beside, PICTURE) != "key points"
     columns = [{**one, "y": np.float32(line(n).T).reshape(1, -1)} for n, one in enumerate(beside)]
     assert len(values[0][0]) != 48 or task_of(columns, PICTURE) != "key points"
+    rows = [{"y": np.float32(one).reshape(1, 2, -1)} for one in values]
+    assert task_of(rows, PICTURE) != "key points"
+    turned = [{**one, "y": output(n, flat=None)["y"]} for n, one in enumerate(beside)]
+    assert task_of(turned, PICTURE) != "key points"  # beside scores, channels of their cells
     no_picture = [{"x": np.zeros((1, 9), np.float32)}] * 4
     assert same_task([output(n) for n in range(4)], no_picture) is None
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from deploy.errors import ConfigError
 from deploy.metrics.rows import is_floating
 from deploy.metrics.tasks import (
@@ -42,6 +44,7 @@ class TaskRow(NamedTuple):
 
 
 def _fit_points(name: str, shape: tuple[int, ...], raw: bool) -> EvaluationTask | bool:
+    shape = keypoints.to_points(np.empty(shape)).shape
     numbers = shape[-1] if 2 <= shape[-1] <= 5 else 2
     count, left = divmod(math.prod(shape), numbers)
     return left == 0 and keypoints.Points({name: numbers}, (), count)
@@ -73,7 +76,7 @@ TASKS: dict[str, TaskRow] = {
         lambda n, s, raw: heatmaps.HeatMaps(n, min(s[1], s[3]), last=s[3] < s[1]),
     ),
     "keypoints": TaskRow(
-        [keypoints.find_simcc, keypoints.find_keypoints], "points [N, K, 2] or [N, K p]",
+        [keypoints.find_simcc, keypoints.find_keypoints], "points [N, K, 2], [N, 2, K] or [N, K p]",
         _VECTORS, _fit_points,
     ),
     "labels": TaskRow(

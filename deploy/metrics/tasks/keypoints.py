@@ -3,12 +3,12 @@
 `find_keypoints` (MediaPipe, MoveNet, PFLD): [N, K p], or [N, K, p] with more dimensions of 1. Each
 point has two coordinates, in pixels or relative to the picture, and up to three more numbers. In a
 flat output each point is near the one before, or another output has a score a point; coordinates of
--1 to 1 (InsightFace) are near the ones before in any output. Flags are other outputs of one
-probability, or of one logit in two groups: whether an object is present, or which hand it is. If
-int8 decides differently, all points of the sample are lost. Where there is no object, points do not
-count. A single flag says so, or the one of several that leaves the others unsure where it is low,
-or points that hardly vary though pictures do. Nor do points count that are not visible, by the last
-of their numbers or by another output.
+-1 to 1 (InsightFace) are near the ones before in any output. So are points of [N, p, K], which are
+alone or beside flags. Flags are other outputs of one probability, or of one logit in two groups:
+whether an object is present, or which hand it is. If int8 decides differently, all points of the
+sample are lost. Where there is no object, points do not count. A single flag says so, or the one of
+several that leaves the others unsure where it is low, or points that hardly vary though pictures
+do. Nor do points count that are not visible, by the last of their numbers or by another output.
 
 `find_simcc`: SimCC (Li et al. 2022), RTMPose. Two outputs [N, K, r W] and [N, K, r H] for a picture
 of W x H pixels: the likelihood of each column and each row, in steps of 1 / r pixels. Their peaks
@@ -75,11 +75,11 @@ class _PointTally(TaskTally["Points"]):
 
     def _near(self, name: str, numbers: int, own: Outputs, other: Outputs) -> tuple[int, int]:
         """Return the number of FP32's present points, and of the candidate's near them."""
-        left = own[name].reshape(-1, numbers).astype(np.float64)
+        left = to_points(own[name]).reshape(-1, numbers).astype(np.float64)
         present = self._scores(name, len(left), own) > _SURE
         if other[name].shape != own[name].shape or not np.isfinite(other[name]).all():
             return int(present.sum()), 0
-        right = other[name].reshape(left.shape).astype(np.float64)
+        right = to_points(other[name]).reshape(left.shape).astype(np.float64)
         places = left[:, :2]
         # a few do not show how large the object is
         spanned = places[present] if present.sum() >= _FEWEST else places
@@ -124,10 +124,11 @@ def find_keypoints(seen: FirstSamples) -> Points | None:
     beside = {one.output: one for one in reversed(visible)}
     scores = {one.output for one in visible.values()}
     flags = _flags(seen)
+    alone = len(seen.names) == len(flags) + 1
     points: dict[str, int] = {}
     for name in (name for name in seen.names if name not in scores):
         width = beside[name].width if name in beside else 0
-        if numbers := _numbers(seen.arrays(name), sizes, width):
+        if numbers := _numbers(seen.arrays(name), sizes, width, alone=alone):
             points[name] = numbers
     if not points:
         return None
@@ -192,8 +193,9 @@ def _parts(
     name: str, samples: Sequence[Array], numbers: int, at: OutputSlice | None
 ) -> dict[str, tuple[OutputSlice, ...]]:
     """Return the slices of points that scores weight: the last of their numbers, or `at`."""
-    flat = samples[0].shape[-1] != numbers
-    every = OutputSlice(output=name, axis=-1, width=numbers if flat else 0)
+    turned = _is_turned(samples[0])
+    flat = not turned and samples[0].shape[-1] != numbers
+    every = OutputSlice(output=name, axis=1 if turned else -1, width=numbers if flat else 0)
     activation = _last_are_scores(_rows(samples, numbers), flat=flat)
     if activation is None:
         return {} if at is None else {name: (replace(every, at=at),)}
@@ -219,11 +221,15 @@ def _last_are_scores(rows: Floats, *, flat: bool) -> str | None:
     return ("" if unit else "sigmoid") if numbers > 2 and fits else None
 
 
-def _numbers(samples: Sequence[Array], sizes: Sequence[tuple[int, int]], width: int) -> int | None:
+def _numbers(
+    samples: Sequence[Array], sizes: Sequence[tuple[int, int]], width: int, *, alone: bool
+) -> int | None:
     """Return the numbers per point; None if the output is no points.
 
-    `width`: these numbers, if other outputs' scores show them; else 0.
+    `width`: these numbers, if other outputs' scores show them; else 0. `alone`: whether all other
+    outputs are flags.
     """
+    turned, samples = _is_turned(samples[0]), [*map(to_points, samples)]
     first = samples[0]
     long = [side for side in first.shape if side != 1]
     if any(one.shape != first.shape or not is_floating(one) for one in samples):
@@ -239,7 +245,8 @@ def _numbers(samples: Sequence[Array], sizes: Sequence[tuple[int, int]], width: 
     fits = (
         flat or numbers < 4 or _last_are_scores(rows, flat=False) is not None
     )  # four may be a box
-    in_order = flat or _of_flat(samples, 0) == numbers
+    in_order = flat or _of_flat(samples, numbers if turned else 0) == numbers
+    fits = fits and (not turned or (alone and in_order))  # else channels of cells, or of steps
     return numbers if fits and _lie_inside(rows, sizes[0], flat=flat, in_order=in_order) else None
 
 
@@ -248,7 +255,8 @@ def _of_flat(samples: Sequence[Array], width: int) -> int:
     vectors = [one.reshape(-1).astype(np.float64) for one in samples]
     length, counts = vectors[0].size, (width,) if width else _NUMBERS
     fitting = [n for n in counts if length % n == 0 and length >= n * _FLAT]
-    if not fitting or all((np.diff(one) <= 0).all() for one in vectors):  # scores, sorted
+    step = width or 1
+    if not fitting or all((one[step:] <= one[:-step]).all() for one in vectors):  # sorted scores
         return 0
     order = {n: float(np.mean([correlate(v[n:], v[:-n]) for v in vectors])) for n in fitting}
     best = max(order.values())
@@ -259,7 +267,16 @@ def _of_flat(samples: Sequence[Array], width: int) -> int:
 
 def _rows(samples: Sequence[Array], numbers: int) -> Floats:
     """Return the samples as [samples, K, numbers]."""
-    return np.stack([one.reshape(-1, numbers).astype(np.float64) for one in samples])
+    return np.stack([to_points(one).reshape(-1, numbers).astype(np.float64) for one in samples])
+
+
+def to_points(value: Array) -> Array:
+    """Return [N, p, K], with a row for each number, as [N, K, p]; other arrays unchanged."""
+    return value.swapaxes(1, 2) if _is_turned(value) else value
+
+
+def _is_turned(value: Array) -> bool:
+    return value.ndim == 3 and value.shape[1] in _NUMBERS and value.shape[2] >= _FLAT
 
 
 def _lie_inside(rows: Floats, size: tuple[int, int], *, flat: bool, in_order: bool) -> bool:
