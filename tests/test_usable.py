@@ -358,11 +358,11 @@ def test_half_in_int8_is_preferred_if_it_is_good(fuller, first, built):
         assert chosen.trial == built and judged == found[built]
 
 
-@pytest.mark.parametrize(("left", "built"), [(True, "first"), (False, "quietest")])
-def test_where_the_budget_ends_before_a_usable_split_the_quietest_is_built(left, built):
-    search = SimpleNamespace(quieter=lambda *_: None, quietest=lambda _: "quietest")
+@pytest.mark.parametrize(("quietest", "built"), [(None, "first"), ("quietest", "quietest")])
+def test_where_no_split_is_usable_the_quietest_is_built(quietest, built):
+    search = SimpleNamespace(quieter=lambda *_: None, quietest=lambda _: quietest)
     chooser = SplitChooser(
-        search=search, choose=lambda trials: (trials[0], []), judge=None, can_go_on=lambda: left
+        search=search, choose=lambda trials: (trials[0], []), judge=None, can_go_on=lambda: True
     )
     first = ChosenSplit(trial="first", told=[])
     chosen = chooser._choose_usable(first, search_samples.ExpectedVerdict(unusable="3 dB"))

@@ -9,8 +9,8 @@ judged on the evaluation samples as its engine will be::
     least cost -> good?     -> built
                -> not good? -> searched on with more weight on loss, and judged again; then the
                                first good one of the next likely splits
-               -> unusable? -> the fastest of the quieter splits that is usable; none is: the first,
-                               or the quietest where the budget ended before
+               -> unusable? -> the fastest of the quieter splits that is usable; none is: the
+                               quietest
                -> doubtful? -> of the quieter splits that keep some of int8's gain, the fastest
                                good one; none is: the one of least cost by time and loss of the
                                task, if less than before
@@ -139,16 +139,12 @@ class SplitChooser:
         )
 
     def _choose_usable(self, first: ChosenSplit, judgement: ExpectedVerdict) -> ChosenSplit:
-        """Choose the fastest usable quieter split; else the first trial.
-
-        Where the budget ends before one is found, the quietest is taken unjudged.
-        """
+        """Choose the fastest usable quieter split; else the quietest, usable or not judged."""
         reason = judgement.unusable
         quiet = self.search.quieter(
             first.trial, lambda one: not self.judge(one).unusable, self.can_go_on
         )
-        if quiet is None and not self.can_go_on():
-            quiet = self.search.quietest(first.trial)
+        quiet = quiet or self.search.quietest(first.trial)
         if quiet is None:
             return replace(first, unusable=reason)
         best, timed = self.choose([quiet])
