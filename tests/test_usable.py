@@ -10,6 +10,7 @@ import onnx
 import pytest
 
 from deploy.metrics.accuracy import Accuracy
+from deploy.metrics.levels import DOUBTFUL, TaskLoss
 from deploy.metrics.output_errors import USUAL, OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
 from deploy.metrics.tasks import TaskFigure
@@ -367,6 +368,34 @@ def test_where_no_split_is_usable_the_quietest_is_built(quietest, built):
     first = ChosenSplit(trial="first", told=[])
     chosen = chooser._choose_usable(first, search_samples.ExpectedVerdict(unusable="3 dB"))
     assert (chosen.trial, chosen.unusable) == (built, "3 dB")
+
+
+@pytest.mark.parametrize("time, lost, built", [
+    (0.8, 0.06, "quiet"), (0.95, 0.06, "loud"), (0.8, 0.22, "loud"), (0.95, 0.04, "quiet")
+])  # fmt: skip
+def test_of_two_doubtful_splits_the_cheaper_one_is_built(time, lost, built):
+    """With more weight on noise: what keeps a third of int8's gain and loses less of the task."""
+    loud, quiet = SimpleNamespace(time=0.7), SimpleNamespace(time=time)
+    shares = {0.7: 0.23, time: lost}
+
+    def judge(trial):
+        share = shares[trial.time]
+        doubtful = "as the test has it" if share > 0.05 else ""
+        loss = TaskLoss(share, DOUBTFUL, doubtful)
+        return search_samples.ExpectedVerdict(doubtful=doubtful, lost=loss)
+
+    search = SimpleNamespace(
+        weight=2.5, prices=SimpleNamespace(measured=True), best_without_float=loud, trials=[],
+        likely=lambda _: [loud if search.weight < 5 else quiet], can_refine=lambda: True,
+        faster=lambda *_: None, quieter=lambda *_, **__: None, time_of=lambda _: 0.7,
+        quiet_down=lambda: setattr(search, "weight", 10.0),
+    )  # fmt: skip
+    for one in (loud, quiet):
+        one.in_float, one.noise = "", SimpleNamespace(worst=0.1)
+    chooser = SplitChooser(
+        search=search, choose=lambda trials: (trials[0], []), judge=judge, can_go_on=lambda: False
+    )
+    assert chooser.run().trial is (quiet if built == "quiet" else loud)
 
 
 @pytest.mark.parametrize("wins", ["quick", "known"])

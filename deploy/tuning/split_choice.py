@@ -76,7 +76,8 @@ class SplitChooser:
             self.search.quiet_down()
             again, judged = self._choose_likely([choice.trial])
             told = [*choice.told, *again.told]
-            if judged.good or (judgement.unusable and not judged.unusable):
+            surer = bool(judgement.unusable) or self._is_cheaper(again, judged, choice, judgement)
+            if judged.good or (surer and not judged.unusable):
                 doubtful = "" if judgement.unusable else judgement.doubtful
                 choice = replace(again, unusable=judgement.unusable, doubtful=doubtful)
                 judgement = judged
@@ -188,6 +189,16 @@ class SplitChooser:
         promised = self._cost(time, judgement)
         least, trial, one = min(judged, key=itemgetter(0), default=(promised, first, judgement))
         return (trial, one) if least < promised else None
+
+    def _is_cheaper(
+        self, quiet: ChosenSplit, judged: ExpectedVerdict, first: ChosenSplit, own: ExpectedVerdict
+    ) -> bool:
+        """Whether a split keeps some of int8's gain, and costs less by time and loss of the task.
+
+        `judged`, `own`: the verdicts on it and on the first split.
+        """
+        time, before = quiet.trial.time, first.trial.time
+        return time <= _slowest(before) and self._cost(time, judged) < self._cost(before, own)
 
     def _cost(self, time: float, judgement: ExpectedVerdict) -> float:
         """Return the cost with the loss of the task in place of the noise."""
