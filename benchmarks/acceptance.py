@@ -100,8 +100,8 @@ def _lines(
             )
         # as the table prints it: what reads 1.00 is 1.00
         reached = round(got, 3) >= demand.least if math.isfinite(got) else got > 0
-        told = [f"{float32:.3g}", f"{demand.least:g}", f"{got:.3f}", "yes" if reached else "NO"]
-        told.append(f"{cpu_s:.0f}")
+        told = [f"{float32:.3g}", f"{demand.least:g}", f"{got:.3f}"]
+        told += ["yes" if reached else "NO", f"{cpu_s:.0f}"]
         rows.append([demand.case, demand.target, demand.what, *told])
     return rows
 

@@ -149,8 +149,8 @@ _AHEAD = 4
 class SampleStream(Iterator[T], Generic[T]):
     """An iterator for one pass, by any number of threads; a context manager, or `close()` it.
 
-    A background thread draws a few items ahead. What is dropped instead is ended by the garbage
-    collector, in any thread and within any call, and so waits for no thread.
+    A background thread draws a few items ahead. A stream that is dropped without `close()` does not
+    wait for it: the garbage collector may drop it in any thread, within any call.
     """
 
     def __init__(self, items: Iterator[T]) -> None:

@@ -126,10 +126,10 @@ def derive_form(
 
 
 def _uncovered(task: EvaluationTask, seen: FirstSamples) -> tuple[str, ...]:
-    """Return the outputs that a task does not cover, for which no figure of it stands.
+    """Return the outputs that the figure of a task says nothing of.
 
-    Neither its scores before an activation, nor states, nor maps of its maps' shape, which are
-    stages of one thing. None where a decoder chooses the outputs.
+    Scores before an activation and states are left out, and maps of the same shape as the task's,
+    which are stages of one thing. Empty where a decoder chooses the outputs.
     """
     if not task.covered:
         return ()

@@ -112,7 +112,7 @@ def find_order(rows: Sequence[Array], *, raw: bool) -> str | None:
 
     `rows`: one array a sample. Several classes share each sample's probability, and lie together,
     at another place in another sample. `raw`: whether they may be logits, such as those of an
-    angle's steps. Of logits the mean hardly changes, and the classes lie closer together.
+    angle's steps. The mean of logits must hardly change, and their classes lie closer together.
     """
     count = rows[0].size
     if count < _CLASSES or any(one.size != count or not is_floating(one) for one in rows):

@@ -36,9 +36,9 @@ _HALF = 0.5  # the same beside as many other values
 def form_samples(inputs: Mapping[str, Array], outputs: Mapping[str, Array], batch: int = 1) -> int:
     """Return how many samples the form of these outputs is derived from, whatever the batch.
 
-    Outputs of few values, or of one beside many, need more samples: only these show that a value is
-    a probability, near 0 in some samples and near 1 in others, or that values are sorted. Large
-    arrays limit them, since all are in memory at once.
+    Outputs of few values need more samples, and so does a single value beside larger outputs: only
+    these show that a value is a probability, near 0 in some samples and near 1 in others, or that
+    values are sorted. Large arrays limit them, since all are in memory at once.
     """
     one_value = any(one.size <= batch and one.dtype.kind == "f" for one in outputs.values())
     few = one_value or all(one.size <= _OF_FEW * batch for one in outputs.values())

@@ -67,8 +67,8 @@ EFFORTS: dict[int, Effort] = {
 }  # fmt: skip
 
 _USUAL = 100  # images: with fewer, the budget is that of so many
-_PRODUCTS = 4e10  # of a small model, which take seconds: for these the budget is larger
-_LARGER = 4.0  # times, at most
+_PRODUCTS = 4e10  # products that any search may compute, in a few seconds
+_LARGER = 4.0  # factor by which this enlarges the budget of a small model, at most
 
 
 @dataclass(slots=True)

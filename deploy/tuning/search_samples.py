@@ -18,9 +18,8 @@ of a few at which it is no longer certain::
 
     logits   9 0 0  ->  0.9998 0.0001 0.0001      temperature 4  ->  0.83 0.09 0.09
 
-For
-a number that is measured about its mean, all samples have the same signal, because a Softmax or
-Tanh before it is certain in the extreme ones.
+For a number that is measured about its mean, all samples have the same signal, because a Softmax
+or Tanh before it is certain in the extreme ones.
 
 Expected verdict. A trial model is compared as its engine will be. Most are good on the first few
 evaluation samples, and no others run then. All run only if doubling the loss (verdict "good") or
@@ -85,7 +84,7 @@ _HALVED = 40  # samples, at least, half of which can give ranges
 _STRONGEST_STEP = 2  # every second one of the strongest: the very first would dominate
 _MEANS = 32  # samples that give the mean of what is measured about it
 _MOST_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
-_TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+_TEMPERATURES = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 _NEVER = 1e-30  # least probability: a smaller one is rounded to 0
 _UNCERTAIN = 0.1  # mean of 1 - sum p^2 from which a Softmax is not certain
 _SHOWING = 40  # boxes or labels of the float model, at least, whose count shows a loss of 0.025

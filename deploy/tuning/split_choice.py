@@ -76,7 +76,8 @@ class SplitChooser:
             self.search.quiet_down()
             again, judged = self._choose_likely([choice.trial])
             told = [*choice.told, *again.told]
-            surer = bool(judgement.unusable) or self._is_cheaper(again, judged, choice, judgement)
+            times = again.trial.time, choice.trial.time
+            surer = bool(judgement.unusable) or self._is_worth_it(*times, judged, judgement)
             if judged.good or (surer and not judged.unusable):
                 doubtful = "" if judgement.unusable else judgement.doubtful
                 choice = replace(again, unusable=judgement.unusable, doubtful=doubtful)
@@ -159,14 +160,10 @@ class SplitChooser:
         trial, judged = promising
         best, timed = self.choose([trial])
         timed = [*first.told, *timed]
-        less = self._cost(best.time, judged) < self._cost(first.trial.time, judgement)
-        if (
-            not (judged.good or less)
-            or best.time > _slowest(first.trial.time)
-            or best.in_float != trial.in_float
-        ):
-            return replace(first, told=timed)
-        return ChosenSplit(trial=best, told=timed, doubtful=judgement.doubtful)
+        worth_it = self._is_worth_it(best.time, first.trial.time, judged, judgement)
+        if worth_it and best.in_float == trial.in_float:
+            return ChosenSplit(trial=best, told=timed, doubtful=judgement.doubtful)
+        return replace(first, told=timed)
 
     def _promising(
         self, first: Trial, judgement: ExpectedVerdict
@@ -190,15 +187,15 @@ class SplitChooser:
         least, trial, one = min(judged, key=itemgetter(0), default=(promised, first, judgement))
         return (trial, one) if least < promised else None
 
-    def _is_cheaper(
-        self, quiet: ChosenSplit, judged: ExpectedVerdict, first: ChosenSplit, own: ExpectedVerdict
+    def _is_worth_it(
+        self, time: float, first: float, judged: ExpectedVerdict, judgement: ExpectedVerdict
     ) -> bool:
-        """Whether a split keeps some of int8's gain, and costs less by time and loss of the task.
+        """Whether a quieter split keeps some of int8's gain and is good or costs less.
 
-        `judged`, `own`: the verdicts on it and on the first split.
+        `time`, `judged`: of the quieter split. `first`, `judgement`: of the first one.
         """
-        time, before = quiet.trial.time, first.trial.time
-        return time <= _slowest(before) and self._cost(time, judged) < self._cost(before, own)
+        less = self._cost(time, judged) < self._cost(first, judgement)
+        return (judged.good or less) and time <= _slowest(first)
 
     def _cost(self, time: float, judgement: ExpectedVerdict) -> float:
         """Return the cost with the loss of the task in place of the noise."""

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from deploy.errors import ConfigError
 from deploy.metrics.rows import is_floating
 from deploy.metrics.tasks import (
@@ -44,8 +42,8 @@ class TaskRow(NamedTuple):
 
 
 def _fit_points(name: str, shape: tuple[int, ...], raw: bool) -> EvaluationTask | bool:
-    shape = keypoints.to_points(np.empty(shape)).shape
-    numbers = shape[-1] if 2 <= shape[-1] <= 5 else 2
+    numbers = shape[1] if keypoints.is_turned(shape) else shape[-1]
+    numbers = numbers if 2 <= numbers <= 5 else 2
     count, left = divmod(math.prod(shape), numbers)
     return left == 0 and keypoints.Points({name: numbers}, (), count)
 

@@ -72,13 +72,13 @@ def find_heatmaps(seen: FirstSamples) -> HeatMaps | None:
     if len(found) != 1:
         return None
     (heat,) = found
-    at = OutputSlice(output=heat.output, axis=-1 if heat.last else 1)
-    cells, outputs = at.best_scores(seen.outputs[0]).size, seen.outputs[0]
-    beside = (name for name in seen.names if name != heat.output and outputs[name].ndim == _MAP)
+    axis, first = -1 if heat.last else 1, seen.outputs[0]
+    at, cells = OutputSlice(output=heat.output, axis=axis), first[heat.output].size // heat.count
+    beside = (name for name in seen.names if name != heat.output and first[name].ndim == _MAP)
     parts = {
         name: (OutputSlice(output=name, at=at),)
         for name in beside
-        if outputs[name].size == cells * outputs[name].shape[at.axis or 1]
+        if first[name].size == cells * first[name].shape[axis]
     }
     return replace(heat, parts=parts)
 

@@ -4,11 +4,14 @@
 point has two coordinates, in pixels or relative to the picture, and up to three more numbers. In a
 flat output each point is near the one before, or another output has a score a point; coordinates of
 -1 to 1 (InsightFace) are near the ones before in any output. So are points of [N, p, K], which are
-alone or beside flags. Flags are other outputs of one probability, or of one logit in two groups:
-whether an object is present, or which hand it is. If int8 decides differently, all points of the
-sample are lost. Where there is no object, points do not count. A single flag says so, or the one of
-several that leaves the others unsure where it is low, or points that hardly vary though pictures
-do. Nor do points count that are not visible, by the last of their numbers or by another output.
+alone or beside flags.
+
+Flags are other outputs of one probability, or of one logit in two groups: whether an object is
+present, or which hand it is. If int8 decides differently, all points of the sample are lost. Where
+there is no object, points do not count. A single flag tells whether there is one. Of several flags
+it is the one that, where it is low, comes with other flags that are unsure, or with points that
+hardly vary although the pictures do. Points that are not visible, by the last of their numbers or
+by another output, do not count either.
 
 `find_simcc`: SimCC (Li et al. 2022), RTMPose. Two outputs [N, K, r W] and [N, K, r H] for a picture
 of W x H pixels: the likelihood of each column and each row, in steps of 1 / r pixels. Their peaks
@@ -75,11 +78,11 @@ class _PointTally(TaskTally["Points"]):
 
     def _near(self, name: str, numbers: int, own: Outputs, other: Outputs) -> tuple[int, int]:
         """Return the number of FP32's present points, and of the candidate's near them."""
-        left = to_points(own[name]).reshape(-1, numbers).astype(np.float64)
+        left = _to_points(own[name]).reshape(-1, numbers).astype(np.float64)
         present = self._scores(name, len(left), own) > _SURE
         if other[name].shape != own[name].shape or not np.isfinite(other[name]).all():
             return int(present.sum()), 0
-        right = to_points(other[name]).reshape(left.shape).astype(np.float64)
+        right = _to_points(other[name]).reshape(left.shape).astype(np.float64)
         places = left[:, :2]
         # a few do not show how large the object is
         spanned = places[present] if present.sum() >= _FEWEST else places
@@ -193,7 +196,7 @@ def _parts(
     name: str, samples: Sequence[Array], numbers: int, at: OutputSlice | None
 ) -> dict[str, tuple[OutputSlice, ...]]:
     """Return the slices of points that scores weight: the last of their numbers, or `at`."""
-    turned = _is_turned(samples[0])
+    turned = is_turned(samples[0].shape)
     flat = not turned and samples[0].shape[-1] != numbers
     every = OutputSlice(output=name, axis=1 if turned else -1, width=numbers if flat else 0)
     activation = _last_are_scores(_rows(samples, numbers), flat=flat)
@@ -229,7 +232,7 @@ def _numbers(
     `width`: these numbers, if other outputs' scores show them; else 0. `alone`: whether all other
     outputs are flags.
     """
-    turned, samples = _is_turned(samples[0]), [*map(to_points, samples)]
+    turned, samples = is_turned(samples[0].shape), [*map(_to_points, samples)]
     first = samples[0]
     long = [side for side in first.shape if side != 1]
     if any(one.shape != first.shape or not is_floating(one) for one in samples):
@@ -267,16 +270,17 @@ def _of_flat(samples: Sequence[Array], width: int) -> int:
 
 def _rows(samples: Sequence[Array], numbers: int) -> Floats:
     """Return the samples as [samples, K, numbers]."""
-    return np.stack([to_points(one).reshape(-1, numbers).astype(np.float64) for one in samples])
+    return np.stack([_to_points(one).reshape(-1, numbers).astype(np.float64) for one in samples])
 
 
-def to_points(value: Array) -> Array:
+def _to_points(value: Array) -> Array:
     """Return [N, p, K], with a row for each number, as [N, K, p]; other arrays unchanged."""
-    return value.swapaxes(1, 2) if _is_turned(value) else value
+    return value.swapaxes(1, 2) if is_turned(value.shape) else value
 
 
-def _is_turned(value: Array) -> bool:
-    return value.ndim == 3 and value.shape[1] in _NUMBERS and value.shape[2] >= _FLAT
+def is_turned(shape: Sequence[int]) -> bool:
+    """Whether it is [N, p, K], with a row for each of a point's numbers."""
+    return len(shape) == 3 and shape[1] in _NUMBERS and shape[2] >= _FLAT
 
 
 def _lie_inside(rows: Floats, size: tuple[int, int], *, flat: bool, in_order: bool) -> bool:
