@@ -103,7 +103,7 @@ def save_pictures(folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def detector(tmp_path_factory) -> Path:
     """A tiny detector: x [1, 3, 32, 32] -> boxes in pixels and two scores, y [1, 6, 20]."""
-    from deploy.metrics.tasks.yolo import AnchorGrid
+    from deploy.tasks.yolo import AnchorGrid
 
     path, side = tmp_path_factory.mktemp("detector") / "tiny.onnx", 32
     made = np.random.default_rng(4)

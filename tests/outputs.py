@@ -4,7 +4,7 @@ import numpy as np
 
 from deploy.metrics.accuracy import Comparison
 from deploy.metrics.output_form import derive_form
-from deploy.metrics.tasks.yolo import AnchorGrid
+from deploy.tasks.yolo import AnchorGrid
 
 SIZE = (160, 224)  # height, width of the picture
 

@@ -23,11 +23,6 @@ from deploy.graph.placement import TENSORRT
 from deploy.graph.plan import analyse
 from deploy.metrics.accuracy import Comparison
 from deploy.metrics.output_form import derive_form
-from deploy.metrics.slices import OutputSlice, split_output
-from deploy.metrics.tasks.boxes import BoxDetection
-from deploy.metrics.tasks.classes import Classes
-from deploy.metrics.tasks.detections import Detections, scale_to_pixels
-from deploy.metrics.tasks.evaluation_task import MOST, ClassExample, ExampleSelection
 from deploy.pipeline.evaluate import CandidateImages
 from deploy.report import Report, to_html, to_json, to_markdown
 from deploy.report.blocks import block_html
@@ -38,6 +33,11 @@ from deploy.report.report_rows import STRIPS, weight_rows
 from deploy.report.sections import trials
 from deploy.targets.stored_weights import StoredWeight, make_stored_weight, read_stored_weights
 from deploy.targets.tensorrt.cache_qdq import to_qdq
+from deploy.tasks.boxes import BoxDetection
+from deploy.tasks.classes import Classes
+from deploy.tasks.detections import Detections, scale_to_pixels
+from deploy.tasks.evaluation_task import MOST, ClassExample, ExampleSelection
+from deploy.tasks.slices import OutputSlice, split_output
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, build_net, make_model, make_node, run_net
 from tests.outputs import softmax

@@ -23,12 +23,12 @@ from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.metrics.output_errors import RunningError, cosine, sqnr_db
 from deploy.metrics.output_form import SliceAccuracy
 from deploy.metrics.precision import AveragePrecision, MeanPrecision
-from deploy.metrics.tasks import TaskFigure
-from deploy.metrics.tasks.detections import Detections
 from deploy.pipeline.evaluate import LAYER_SAMPLES, InnerTensors
 from deploy.report.verdict import Gates, verdict
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult
+from deploy.tasks import TaskFigure
+from deploy.tasks.detections import Detections
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, build_net, make_model, make_value, save_net
 from tests.outputs import compare

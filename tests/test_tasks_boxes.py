@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from deploy.metrics.output_form import derive_form
-from deploy.metrics.tasks import detections
-from deploy.metrics.tasks.detections import Detections, match_detections, suppress_overlaps
+from deploy.tasks import detections
+from deploy.tasks.detections import Detections, match_detections, suppress_overlaps
 from tests import outputs as forms
 from tests.outputs import GRID, SIZE, fed, figure, rng, same_task, scene, v8, yolo
 

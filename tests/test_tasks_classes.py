@@ -12,9 +12,9 @@ from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs
 from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, judge_accuracy
 from deploy.metrics.output_errors import USUAL, OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy, derive_form
-from deploy.metrics.tasks.embeddings import are_features, of_unit_length
-from deploy.metrics.tasks.evaluation_task import TaskFigure
-from deploy.metrics.tasks.labels import Labels
+from deploy.tasks.embeddings import are_features, of_unit_length
+from deploy.tasks.evaluation_task import TaskFigure
+from deploy.tasks.labels import Labels
 from deploy.tensors import TensorSpec
 from deploy.tuning.plan_file import read_plan
 from deploy.tuning.probe import find_ranked_scores

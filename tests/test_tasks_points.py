@@ -10,8 +10,8 @@ from onnx import TensorProto
 
 from deploy.metrics.accuracy import Comparison, StoredOutputs
 from deploy.metrics.output_form import derive_form
-from deploy.metrics.slices import OutputSlice
-from deploy.metrics.tasks.yolo import AnchorGrid
+from deploy.tasks.slices import OutputSlice
+from deploy.tasks.yolo import AnchorGrid
 from tests.models import as_float32, make_model, make_value, run_command, save_net
 from tests.outputs import fed, same_task
 from tests.outputs import figure as outputs_figure

@@ -10,9 +10,9 @@ import pytest
 from onnx import TensorProto
 
 from deploy.metrics.output_form import derive_form
-from deploy.metrics.tasks import classes as shares
-from deploy.metrics.tasks.sequences import edit_distance
 from deploy.pipeline.measure import _states
+from deploy.tasks import classes as shares
+from deploy.tasks.sequences import edit_distance
 from tests.models import as_float32, make_model, make_value, run_command, save_net
 from tests.outputs import fed, figure, framed, rng, same_task, softmax, spoken, steps
 

@@ -15,8 +15,8 @@ from deploy.feed.preprocess import Preprocess
 from deploy.feed.sources import decoded_size
 from deploy.metrics import output_form
 from deploy.metrics.precision import read_coco
-from deploy.metrics.tasks.metric import MetricTally, metric_of
 from deploy.runtimes.ort import OrtSession
+from deploy.tasks.metric import MetricTally, metric_of
 
 SIDE = 32  # of what the fixture `detector` is fed
 

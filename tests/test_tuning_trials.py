@@ -26,12 +26,12 @@ from deploy.frontends import load
 from deploy.method import NO_CHOICES, Choices, Method
 from deploy.metrics.levels import DOUBTFUL, UNUSABLE
 from deploy.metrics.output_form import derive_form
-from deploy.metrics.slices import form_samples
 from deploy.pipeline import calibrate
 from deploy.runtimes.ort import BoundSession, OrtSession
 from deploy.targets import TARGETS
 from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime.target import OnnxRuntime
+from deploy.tasks.slices import form_samples
 from deploy.tuning import float_activations, probe, search_options, search_samples, tune
 from deploy.tuning.float_activations import FloatActivations, border_tensors, downstream_model
 from deploy.tuning.plan_file import BETWEEN, float_reasons, read_plan

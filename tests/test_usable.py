@@ -13,8 +13,8 @@ from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.levels import DOUBTFUL, TaskLoss
 from deploy.metrics.output_errors import USUAL, OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
-from deploy.metrics.tasks import TaskFigure
 from deploy.runtimes.ort import OrtSession
+from deploy.tasks import TaskFigure
 from deploy.tuning import search_samples
 from deploy.tuning.plan_file import read_plan
 from deploy.tuning.split_choice import ChosenSplit, SplitChooser

@@ -44,13 +44,13 @@ from deploy.metrics.kernels import (
     time_kernels,
 )
 from deploy.metrics.latency import Feeds, Latency, measure
-from deploy.metrics.tasks import Metric, judge_of
 from deploy.report import Report, figures
 from deploy.report.figures import compare_with_plan
 from deploy.report.parts import BatchRow, EngineRow
 from deploy.runtimes.openvino import OpenvinoSession
 from deploy.targets import TARGETS, OnnxRuntime, Target
 from deploy.targets.tensorrt.inspector import throughput
+from deploy.tasks import Metric, judge_of
 from deploy.tensors import Session, TensorSpec
 from deploy.terminal import phase, timed_phase, with_progress
 

@@ -40,10 +40,10 @@ from deploy.machine import worker_threads
 from deploy.metrics.layerwise import shared_tensors
 from deploy.metrics.output_errors import RunningError, sqnr_db
 from deploy.metrics.output_form import OutputForm, derive_form
-from deploy.metrics.rows import Outputs, batch_length, split_batch
-from deploy.metrics.slices import form_samples
 from deploy.pipeline.build_options import open_torch_module
 from deploy.runtimes.ort import OrtSession
+from deploy.tasks.rows import Outputs, batch_length, split_batch
+from deploy.tasks.slices import form_samples
 from deploy.terminal import phase, with_progress
 from deploy.tuning.repairs import REPAIRS
 

@@ -35,8 +35,8 @@ from deploy.frontends.base import read_graph
 from deploy.graph.edit import copy_tensor, name_nodes
 from deploy.graph.index import Graph
 from deploy.graph.lowering import is_standard
-from deploy.metrics.rows import is_floating
 from deploy.runtimes.ort import OrtSession
+from deploy.tasks.rows import is_floating
 from deploy.tensors import Array
 
 Floats = NDArray[np.float64]

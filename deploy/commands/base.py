@@ -277,7 +277,7 @@ def _completed(
 task_option = measuring_option(
     "--task",
     metavar="NAME",
-    shell_complete=complete_names_of("deploy.metrics.tasks", "TASKS", "none"),
+    shell_complete=complete_names_of("deploy.tasks", "TASKS", "none"),
     help="Task of the outputs, if it is not the one that is recognised: boxes, classes, labels,"
     " ..., or none to compare values.",
 )

@@ -20,10 +20,10 @@ from deploy.metrics.output_errors import (
 )
 from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy
 from deploy.metrics.precision import GroundTruth, MeanPrecision
-from deploy.metrics.rows import AlikeOutputs, Top1, batch_length
-from deploy.metrics.tasks import Metric, TaskFigure
-from deploy.metrics.tasks.classes import Classes
-from deploy.metrics.tasks.evaluation_task import Example
+from deploy.tasks import Metric, TaskFigure
+from deploy.tasks.classes import Classes
+from deploy.tasks.evaluation_task import Example
+from deploy.tasks.rows import AlikeOutputs, Top1, batch_length
 from deploy.tensors import Array, HasOutputs, TensorSpec
 
 _NOT_WRITTEN = ("alike", "doubts", "silent", "carried")  # fields of `Accuracy` that JSON leaves out

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 import cv2
 import numpy as np
 
-from deploy.metrics.rows import Outputs, are_relative, is_floating
+from deploy.tasks.rows import Outputs, are_relative, is_floating
 from deploy.tensors import Array
 
 _NOT_WRITTEN = ("zeros", "empty")  # fields that JSON leaves out

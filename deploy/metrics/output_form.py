@@ -29,7 +29,12 @@ from deploy.metrics.output_errors import (
     subtract_usual,
 )
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
-from deploy.metrics.rows import (
+from deploy.tasks import EvaluationTask, FirstSamples, Metric, TaskFigure, recognise_task
+from deploy.tasks.boxes import BoxDetection
+from deploy.tasks.evaluation_task import Example, TaskTally, find_logits, find_states
+from deploy.tasks.keypoints import Points
+from deploy.tasks.metric import MetricTally
+from deploy.tasks.rows import (
     Outputs,
     activate,
     batch_length,
@@ -38,12 +43,7 @@ from deploy.metrics.rows import (
     is_floating,
     split_batch,
 )
-from deploy.metrics.slices import OutputSlice, find_scores, form_samples, split_output
-from deploy.metrics.tasks import EvaluationTask, FirstSamples, Metric, TaskFigure, recognise_task
-from deploy.metrics.tasks.boxes import BoxDetection
-from deploy.metrics.tasks.evaluation_task import Example, TaskTally, find_logits, find_states
-from deploy.metrics.tasks.keypoints import Points
-from deploy.metrics.tasks.metric import MetricTally
+from deploy.tasks.slices import OutputSlice, find_scores, form_samples, split_output
 from deploy.tensors import Array
 
 _NAMED = 4  # slices that a sentence lists

@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 
 from deploy.errors import FeedError
 from deploy.files.reading import read_json
-from deploy.metrics.rows import Floats, Outputs, image_size
-from deploy.metrics.tasks.boxes import Decoder
-from deploy.metrics.tasks.detections import (
+from deploy.tasks.boxes import Decoder
+from deploy.tasks.detections import (
     NOTHING,
     Detections,
     box_ious,
     scale_to_pixels,
     suppress_overlaps,
 )
+from deploy.tasks.rows import Floats, Outputs, image_size
 
 _MOST_BYTES = 2 << 30  # the annotations of COCO's training images take 450 MB
 

@@ -41,8 +41,6 @@ from deploy.graph.index import one_or_several
 from deploy.method import Method
 from deploy.metrics.accuracy import Comparison, StoredOutputs
 from deploy.metrics.precision import Annotations
-from deploy.metrics.rows import batch_length
-from deploy.metrics.tasks.metric import Function
 from deploy.pipeline.build_options import (
     BuildOptions,
     CalibrationOptions,
@@ -60,6 +58,8 @@ from deploy.report import Report
 from deploy.report.verdict import Gates
 from deploy.targets import Target, make_targets
 from deploy.targets.base import BuildResult
+from deploy.tasks.metric import Function
+from deploy.tasks.rows import batch_length
 from deploy.terminal import number_phases, with_progress
 from deploy.tuning.plan_file import TargetPlan
 from deploy.tuning.search_options import Tuning
@@ -233,7 +233,7 @@ def build(
             of the images.
         metric: "file.py:function" or a function (FP32 outputs, int8 outputs, label or None) ->
             number, more is better; called once a sample, its mean stands for the task's figure.
-        task: name of the outputs' task (`deploy.metrics.tasks.TASKS`), or "none" to compare values;
+        task: name of the outputs' task (`deploy.tasks.TASKS`), or "none" to compare values;
             None recognises it.
         duration_s: seconds of measuring a model; 0 leaves latency out, and time out of the search.
             None is 3, or 0 where `tuning.cpu` names another CPU than this one.

@@ -30,10 +30,10 @@ from deploy.frontends.torch_model import is_torch_module
 from deploy.machine import worker_threads
 from deploy.method import Method
 from deploy.metrics.precision import Annotations, GroundTruth
-from deploy.metrics.tasks import Metric, judge_of
-from deploy.metrics.tasks.metric import Function
 from deploy.report.verdict import Gates
 from deploy.targets import Target
+from deploy.tasks import Metric, judge_of
+from deploy.tasks.metric import Function
 from deploy.tuning import THIS_CPU
 from deploy.tuning.repairs import DEFAULT, parse_repairs
 from deploy.tuning.search_options import DEFAULT_EFFORT, Tuning

@@ -45,11 +45,11 @@ from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison
 from deploy.metrics.layerwise import shared_tensors
 from deploy.metrics.output_errors import OutputAccuracy, sqnr_db
 from deploy.metrics.precision import GroundTruth
-from deploy.metrics.rows import batch_length, split_batch
-from deploy.metrics.tasks import Metric
-from deploy.metrics.tasks.evaluation_task import Example
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult
+from deploy.tasks import Metric
+from deploy.tasks.evaluation_task import Example
+from deploy.tasks.rows import batch_length, split_batch
 from deploy.tensors import Array, Session
 from deploy.terminal import phase
 

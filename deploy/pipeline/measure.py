@@ -18,8 +18,6 @@ from deploy.metrics.kernels import find_devices, read_engine_layers
 from deploy.metrics.latency import DeviceSession, Latency, measure
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.precision import GroundTruth
-from deploy.metrics.tasks import Metric
-from deploy.metrics.tasks.evaluation_task import Example
 from deploy.pipeline.evaluate import (
     Candidate,
     Evaluation,
@@ -34,6 +32,8 @@ from deploy.report.figures import compare_with_plan
 from deploy.report.parts import EngineRow
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult, Target
+from deploy.tasks import Metric
+from deploy.tasks.evaluation_task import Example
 from deploy.tensors import Array, Session
 from deploy.terminal import phase
 

@@ -13,8 +13,8 @@ from deploy.feed.images import opencv, printable_name
 from deploy.feed.pixels import describe_display
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.preview import Preview
-from deploy.metrics.tasks.detections import Detections
-from deploy.metrics.tasks.evaluation_task import BoxExample, ClassExample, Example
+from deploy.tasks.detections import Detections
+from deploy.tasks.evaluation_task import BoxExample, ClassExample, Example
 from deploy.tensors import Array
 
 _QUALITY = 85  # JPEG quality

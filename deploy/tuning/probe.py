@@ -40,10 +40,10 @@ from deploy.graph.index import PROTOBUF
 from deploy.method import Choices
 from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs
 from deploy.metrics.output_form import OutputForm, derive_form
-from deploy.metrics.rows import Outputs
-from deploy.metrics.tasks import Metric
 from deploy.runtimes.ort import OrtSession, holds_fp8
 from deploy.targets.base import BuildRequest
+from deploy.tasks import Metric
+from deploy.tasks.rows import Outputs
 from deploy.tensors import Array
 from deploy.tuning.float_activations import FloatActivations, downstream_model
 from deploy.tuning.search_samples import (

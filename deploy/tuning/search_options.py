@@ -15,8 +15,8 @@ from pathlib import Path
 from calibrators.searches import COMPARABLE, DEFAULT_METHOD
 from deploy.errors import ConfigError
 from deploy.method import Choices, Method
-from deploy.metrics.tasks import Metric
 from deploy.targets.base import Target
+from deploy.tasks import Metric
 from deploy.tuning import CPU_NAMES, PREFERENCES, THIS_CPU
 from deploy.tuning.probe import Noise
 

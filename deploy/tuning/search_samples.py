@@ -70,11 +70,11 @@ from deploy.metrics.levels import (
 )
 from deploy.metrics.output_errors import EXPECTED, USUAL
 from deploy.metrics.output_form import OutputForm, derive_form
-from deploy.metrics.rows import Floats, Outputs, are_probabilities, is_floating
-from deploy.metrics.slices import OutputSlice, form_samples
-from deploy.metrics.tasks import Metric
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildRequest, Target
+from deploy.tasks import Metric
+from deploy.tasks.rows import Floats, Outputs, are_probabilities, is_floating
+from deploy.tasks.slices import OutputSlice, form_samples
 from deploy.tensors import Array
 from deploy.terminal import phase
 

@@ -38,7 +38,14 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import (
+from deploy.tasks.detections import (
+    LOWEST,
+    Detections,
+    detections_by_anchor,
+    detections_by_score,
+)
+from deploy.tasks.evaluation_task import FirstSamples
+from deploy.tasks.rows import (
     Floats,
     Outputs,
     activate,
@@ -47,15 +54,8 @@ from deploy.metrics.rows import (
     image_size,
     sums_to_one,
 )
-from deploy.metrics.slices import OutputSlice
-from deploy.metrics.tasks.detections import (
-    LOWEST,
-    Detections,
-    detections_by_anchor,
-    detections_by_score,
-)
-from deploy.metrics.tasks.evaluation_task import FirstSamples
-from deploy.metrics.tasks.yolo import STRIDES, AnchorGrid, find_box_coding, find_grids, to_corners
+from deploy.tasks.slices import OutputSlice
+from deploy.tasks.yolo import STRIDES, AnchorGrid, find_box_coding, find_grids, to_corners
 from deploy.tensors import Array
 
 _LARGEST = 1 << 16  # cells of a level, at most

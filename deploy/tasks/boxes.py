@@ -20,17 +20,15 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from deploy.metrics.rows import Floats, Outputs, image_size
-from deploy.metrics.slices import OutputSlice
-from deploy.metrics.tasks import anchors, heatmaps, yolo
-from deploy.metrics.tasks.detections import (
+from deploy.tasks import anchors, heatmaps, yolo
+from deploy.tasks.detections import (
     NOTHING,
     Detections,
     match_detections,
     scale_to_pixels,
     suppress_overlaps,
 )
-from deploy.metrics.tasks.evaluation_task import (
+from deploy.tasks.evaluation_task import (
     BoxExample,
     EvaluationTask,
     ExampleSelection,
@@ -38,6 +36,8 @@ from deploy.metrics.tasks.evaluation_task import (
     TaskFigure,
     ThresholdTally,
 )
+from deploy.tasks.rows import Floats, Outputs, image_size
+from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array
 
 _ROWS = 3  # rows of all samples, at least, to be certain of the columns

@@ -24,7 +24,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import (
+from deploy.tasks.classes import are_switches
+from deploy.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
+from deploy.tasks.rows import (
     Floats,
     Outputs,
     are_two_sided,
@@ -33,9 +35,7 @@ from deploy.metrics.rows import (
     is_floating,
     to_shares,
 )
-from deploy.metrics.slices import OutputSlice, find_scores
-from deploy.metrics.tasks.classes import are_switches
-from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
+from deploy.tasks.slices import OutputSlice, find_scores
 from deploy.tensors import Array
 
 _FEWEST, _MOST = 4, 600  # points

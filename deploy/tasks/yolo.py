@@ -29,9 +29,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Floats, Outputs, correlate, image_size, to_shares
-from deploy.metrics.slices import OutputSlice
-from deploy.metrics.tasks.detections import (
+from deploy.tasks.detections import (
     LOWEST,
     Detections,
     are_angles,
@@ -40,7 +38,9 @@ from deploy.metrics.tasks.detections import (
     make_masks,
     rotate_boxes,
 )
-from deploy.metrics.tasks.evaluation_task import FirstSamples
+from deploy.tasks.evaluation_task import FirstSamples
+from deploy.tasks.rows import Floats, Outputs, correlate, image_size, to_shares
+from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array
 
 STRIDES = (4, 8, 16, 32, 64, 128)

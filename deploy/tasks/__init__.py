@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from deploy.errors import ConfigError
-from deploy.metrics.rows import is_floating
-from deploy.metrics.tasks import (
+from deploy.tasks import (
     boxes,
     classes,
     embeddings,
@@ -18,8 +17,9 @@ from deploy.metrics.tasks import (
     segmentation,
     sequences,
 )
-from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure
-from deploy.metrics.tasks.metric import Function, Metric, metric_of
+from deploy.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure
+from deploy.tasks.metric import Function, Metric, metric_of
+from deploy.tasks.rows import is_floating
 
 _MOST_OUTPUTS = 64  # of a model with a task: outputs are compared with each other
 NO_TASK = ("none", "values")  # names that leave the task out, so that values are compared

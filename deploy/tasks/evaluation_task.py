@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from deploy.metrics.rows import Floats, Outputs, image_size, is_floating
-from deploy.metrics.slices import OutputSlice
-from deploy.metrics.tasks.detections import Detections
+from deploy.tasks.detections import Detections
+from deploy.tasks.rows import Floats, Outputs, image_size, is_floating
+from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array
 
 MOST = 4  # samples shown

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Floats, Outputs, are_shares, image_size, to_shares
-from deploy.metrics.slices import OutputSlice
-from deploy.metrics.tasks import segmentation
-from deploy.metrics.tasks.detections import LOWEST, Detections
-from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
+from deploy.tasks import segmentation
+from deploy.tasks.detections import LOWEST, Detections
+from deploy.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
+from deploy.tasks.rows import Floats, Outputs, are_shares, image_size, to_shares
+from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array
 
 _MAP = 4  # dimensions of a map

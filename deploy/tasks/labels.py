@@ -2,7 +2,7 @@
 
 `find_labels`: independent probabilities [N, C], nearly all near 0 or 1, or their logits, nearly all
 below 0, whereas those of a Softmax are centred at 0. Some samples must have several above 0.5: with
-one, classification covers it (`deploy.metrics.tasks.classes`).
+one, classification covers it (`deploy.tasks.classes`).
 
 `find_ranked`: TopK's values and indices, its indices alone, or ArgMax's index. The figure is the
 top-1 agreement; words say how often FP32's class is among the candidate's best k, and how much of
@@ -19,7 +19,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import (
+from deploy.tasks.classes import are_raw_tracks, are_tracks, mean_best_probability
+from deploy.tasks.evaluation_task import (
+    EvaluationTask,
+    FirstSamples,
+    TaskFigure,
+    TaskTally,
+    ThresholdTally,
+)
+from deploy.tasks.rows import (
     Floats,
     Outputs,
     are_indices,
@@ -30,15 +38,7 @@ from deploy.metrics.rows import (
     sums_to_one,
     to_shares,
 )
-from deploy.metrics.slices import OutputSlice
-from deploy.metrics.tasks.classes import are_raw_tracks, are_tracks, mean_best_probability
-from deploy.metrics.tasks.evaluation_task import (
-    EvaluationTask,
-    FirstSamples,
-    TaskFigure,
-    TaskTally,
-    ThresholdTally,
-)
+from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array
 
 _FEWEST = 4  # number of labels, at least

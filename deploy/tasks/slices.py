@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import RAW, activate, are_two_sided, is_floating, sums_to_one, to_shares
+from deploy.tasks.rows import RAW, activate, are_two_sided, is_floating, sums_to_one, to_shares
 from deploy.tensors import Array
 
 _SAMPLES, _MORE_SAMPLES = 4, 32  # see `form_samples`

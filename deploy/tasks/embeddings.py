@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Floats, Outputs, is_floating
-from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
+from deploy.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
+from deploy.tasks.rows import Floats, Outputs, is_floating
 from deploy.tensors import Array
 
 _LONG = 32  # numbers of an embedding, at least

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, are_probabilities_or_logs, is_floating
-from deploy.metrics.tasks.classes import (
+from deploy.tasks.classes import (
     are_decisions,
     are_heads,
     are_raw_tracks,
@@ -32,13 +31,14 @@ from deploy.metrics.tasks.classes import (
     find_class_axis,
     to_steps,
 )
-from deploy.metrics.tasks.evaluation_task import (
+from deploy.tasks.evaluation_task import (
     EvaluationTask,
     FirstSamples,
     TaskFigure,
     TaskTally,
     find_states,
 )
+from deploy.tasks.rows import Outputs, are_probabilities_or_logs, is_floating
 from deploy.tensors import Array
 
 _USUAL = 0.75  # share of FP32's steps in one class above which only the others are counted

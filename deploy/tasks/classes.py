@@ -17,7 +17,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import (
+from deploy.tasks.embeddings import are_features, of_unit_length
+from deploy.tasks.evaluation_task import (
+    ClassExample,
+    EvaluationTask,
+    ExampleSelection,
+    FirstSamples,
+    TaskFigure,
+    TaskTally,
+)
+from deploy.tasks.rows import (
     Floats,
     Outputs,
     activate,
@@ -27,16 +36,7 @@ from deploy.metrics.rows import (
     find_order,
     is_floating,
 )
-from deploy.metrics.slices import split_output
-from deploy.metrics.tasks.embeddings import are_features, of_unit_length
-from deploy.metrics.tasks.evaluation_task import (
-    ClassExample,
-    EvaluationTask,
-    ExampleSelection,
-    FirstSamples,
-    TaskFigure,
-    TaskTally,
-)
+from deploy.tasks.slices import split_output
 from deploy.tensors import Array
 
 _STEPS = 4  # steps per sample, at least

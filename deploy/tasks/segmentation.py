@@ -18,14 +18,14 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, are_probabilities, image_size, sums_to_one
-from deploy.metrics.tasks.evaluation_task import (
+from deploy.tasks.evaluation_task import (
     EvaluationTask,
     FirstSamples,
     TaskFigure,
     TaskTally,
     ThresholdTally,
 )
+from deploy.tasks.rows import Outputs, are_probabilities, image_size, sums_to_one
 from deploy.tensors import Array
 
 _SIDE = 16  # pixels of a side, at least

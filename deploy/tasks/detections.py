@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Floats
+from deploy.tasks.rows import Floats
 from deploy.tensors import Array
 
 _STRIDES = (2, 4, 8)  # pixels per cell of a mask

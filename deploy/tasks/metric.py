@@ -23,8 +23,8 @@ import numpy as np
 from deploy.errors import ConfigError, FeedError
 from deploy.files import usercode
 from deploy.files.reading import read_bytes
-from deploy.metrics.rows import Outputs
-from deploy.metrics.tasks.evaluation_task import TaskFigure
+from deploy.tasks.evaluation_task import TaskFigure
+from deploy.tasks.rows import Outputs
 
 Function = Callable[[Outputs, Outputs, int | None], float]
 
