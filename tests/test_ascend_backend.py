@@ -433,7 +433,7 @@ def test_auto_command(small_cnn, data, tmp_path, run, command, refusal):
     cached = ("--keep-float", "op:Gemm", "--require-cache", "--verbose")
     assert "ran no inference" in command(*words, *cached)
     assert ran in command(*words, "--refresh", "--verbose")
-    assert "leave one of them away" in refusal(*words, "--refresh", "--require-cache")
+    assert "leave one of them out" in refusal(*words, "--refresh", "--require-cache")
     assert run(*words, "--method", "mse")[0] == 2  # Ascend's own searches are AMCT's
 
 

@@ -327,7 +327,7 @@ def test_open_shapes_are_given_by_name(ended, done, tmp_path):
     assert "--input_shape=x:1,3,5,7" in (tmp_path / "o" / "open_atc.sh").read_text()
     np.save(tmp_path / "x.npy", np.ones((1, 3, 5, 7), np.float32))
     feed = ("--images", tmp_path / "x.npy")
-    assert "leave one of them away" in ended(*words, "--shape", "x:1x3x5x7", *feed)
+    assert "leave one of them out" in ended(*words, "--shape", "x:1x3x5x7", *feed)
 
 
 @pytest.mark.parametrize(("flags", "least", "told"), [

@@ -188,7 +188,7 @@ def test_a_kernel_takes_the_p50_of_its_runs_times_how_often_it_runs():
 
 
 def test_a_runtime_without_kernel_times_is_refused_first(refused, a, openvino):
-    assert "leave --profile away" in refused(a, "--runtime", "openvino", "--profile")
+    assert "leave --profile out" in refused(a, "--runtime", "openvino", "--profile")
 
 
 def test_kernels_without_a_kind_are_told_one_by_one():

@@ -544,7 +544,7 @@ def test_what_was_installed_is_in_its_place_again(calibrate, tmp_path, monkeypat
 
 @pytest.mark.parametrize(("words", "told"), [
     ((), "Missing option"),
-    (("--calibrator-script", "old.py:make", "--images", "."), "leave one of them away"),
+    (("--calibrator-script", "old.py:make", "--images", "."), "leave one of them out"),
     (("--calibrator-script", "old.py"), "file.py:function"),
     (("--calibrator-script", "elsewhere.py:make"), "elsewhere.py"),
 ])  # fmt: skip

@@ -190,7 +190,7 @@ def test_weights_that_a_model_brings_stay_and_are_told(built, refusal, tmp_path)
     assert "--full-weights decides how onnxruntime quantizes a float model" in err
     words = ("build", tmp_path / "net.onnx", "--images", tmp_path, "--out", tmp_path / "o")
     err = refusal(*words, "--full-weights", "--weight-bits", "7")
-    assert "leave one of them away" in err and not (tmp_path / "o").exists()
+    assert "leave one of them out" in err and not (tmp_path / "o").exists()
 
 
 def test_matmuls_with_scales_of_their_own_inputs_fit_too():

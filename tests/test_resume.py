@@ -341,7 +341,7 @@ def test_a_foreign_checkpoint_tells_what_differs(said, change, more, run, left, 
         change(tmp_path)
     before = left.read_bytes()
     err = run.fails(*words, *more, "--resume")
-    assert said in err and "leave --resume away to begin anew" in err
+    assert said in err and "leave --resume out to begin anew" in err
     assert left.read_bytes() == before and not (tmp_path / "m.cache").exists()
 
 

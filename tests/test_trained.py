@@ -253,7 +253,7 @@ def test_options_of_a_target_that_quantize_are_refused(refused, made, target, wo
 
 
 def test_float_is_of_a_quantized_model_with_the_same_ends(refused, made, small_cnn, detector):
-    assert "leave it away" in refused(small_cnn, "--float", small_cnn)
+    assert "leave it out" in refused(small_cnn, "--float", small_cnn)
     assert "must have the outputs" in refused(made["onnxruntime"], "--float", detector)
     assert "give --images too" in refused(made["onnxruntime"], "--float", small_cnn, images=False)
     assert "quantized already" in refused(made["onnxruntime"], "--float", made["onnxruntime"])

@@ -23,7 +23,7 @@ constexpr const char* kHelp =
     "\n"
     "Calibrates MODEL with IMAGES (a folder or a list file) and builds an int8 TensorRT engine.\n"
     "A cache that fits is used instead: calib8's of another machine, TensorRT's own, an earlier\n"
-    "run's; then IMAGES may be left away. A model with Q/DQ nodes needs neither, and is the only\n"
+    "run's; then IMAGES may be left out. A model with Q/DQ nodes needs neither, and is the only\n"
     "kind that TensorRT 11 takes.\n"
     "\n"
     "  -o, --out FILE        the engine (default: MODEL.engine); used again while FILE.json fits\n"
@@ -74,7 +74,7 @@ Size parse_size(const std::string& text) {
 trt::Rest parse_rest([[maybe_unused]] const std::string& text) {
 #if NV_TENSORRT_MAJOR >= 11
   throw ConfigError("--rest is for TensorRT until 10, " + trt::version() +
-                    " takes the types of the model's own nodes; leave it away");
+                    " takes the types of the model's own nodes; leave it out");
 #else
   if (text == "fp16") return trt::Rest::kFp16;
   if (text == "bf16") return trt::Rest::kBf16;

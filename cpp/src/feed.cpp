@@ -104,7 +104,7 @@ void check_present(const std::vector<Picture>& pictures, const std::string& titl
 
 void check_limit(const std::optional<std::size_t>& limit) {
   if (limit && *limit < 1) {
-    throw ConfigError("limit must be 1 or more, got 0; leave it away to use all");
+    throw ConfigError("limit must be 1 or more, got 0; leave it out to use all");
   }
 }
 
@@ -134,7 +134,7 @@ int batch_of(const Specs& specs, const FeedOptions& options) {
   if (!counted || (options.batch && *options.batch != own)) {
     throw ConfigError("the batch must fit the input " + specs.front().describe() + ", got " +
                       std::to_string(options.batch ? *options.batch : own) +
-                      "; leave it away to take the model's own");
+                      "; leave it out to take the model's own");
   }
   return static_cast<int>(own);
 }
@@ -143,7 +143,7 @@ std::size_t threads_of(const FeedOptions& options) {
   const int threads = options.threads.value_or(default_threads());
   if (threads < 1 || threads > kMostThreads) {
     throw ConfigError("threads must be 1 to " + std::to_string(kMostThreads) + ", got " +
-                      std::to_string(threads) + "; leave them away for one a core, at most 4");
+                      std::to_string(threads) + "; leave them out for one a core, at most 4");
   }
   return static_cast<std::size_t>(threads);
 }
@@ -354,7 +354,7 @@ std::unique_ptr<Source> arrays_of(const Files& given, const Specs& specs,
                                   const FeedOptions& options) {
   if (options.preprocess) {
     throw ConfigError(
-        "files of arrays are fed as they are, got preprocessing for them; leave it away, or feed"
+        "files of arrays are fed as they are, got preprocessing for them; leave it out, or feed"
         " images");
   }
   if (given.folder) return array_folder(given.files, specs, given.title, options.skip_bad);
@@ -406,7 +406,7 @@ Feed::Feed(const NextSample& next, const Specs& specs, const FeedOptions& option
   if (!next) throw ConfigError("a feed needs a function that gives samples, got an empty one");
   if (options.preprocess) {
     throw ConfigError(
-        "samples of a function are fed as they are, got preprocessing for them; leave it away");
+        "samples of a function are fed as they are, got preprocessing for them; leave it out");
   }
   state_->feed_arrays(array_function(next, specs, options.limit), specs, options);
 }

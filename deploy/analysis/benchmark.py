@@ -253,7 +253,7 @@ def _check(
     """Refuse options that the sessions do not support."""
     if threads is not None and all(s.threads != threads for s in sessions.values()):
         raise ConfigError(
-            f"--threads is for engines on the CPU, got {' and '.join(paths)}; leave it away"
+            f"--threads is for engines on the CPU, got {' and '.join(paths)}; leave it out"
         )
     for label, session in sessions.items():
         if batches:
@@ -397,12 +397,12 @@ def _both_runtimes(
     (label, path), *others = paths.items()
     if others:
         raise ConfigError(
-            f"two runtimes take one engine, got {' and '.join(paths)}; leave --against away, or"
+            f"two runtimes take one engine, got {' and '.join(paths)}; leave --against out, or"
             " --runtime"
         )
     if not isinstance(runtimes[label], OnnxRuntime):
         raise ConfigError(
-            f"OpenVINO reads ONNX models, got {path}; name the .onnx file, or leave --runtime away"
+            f"OpenVINO reads ONNX models, got {path}; name the .onnx file, or leave --runtime out"
         )
     here, there = f"{label} in ONNX Runtime", f"{label} in OpenVINO"
     return {here: path, there: path}, {here: runtimes[label], there: _Openvino()}

@@ -156,7 +156,7 @@ def quantize(
     chosen = Method.of(method) if isinstance(method, str) else method
     if scales is not None and chosen is not None:
         raise ConfigError(
-            f"a scale is given or searched, got --scale and --method {chosen.label}; leave one away"
+            f"a scale is given or searched, got --scale and --method {chosen.label}; leave one out"
         )
     if scales is None and zero_points is not None:
         raise ConfigError(

@@ -186,14 +186,14 @@ def find_reference_model(
         if other is not None:
             raise ConfigError(
                 f"--float names the float reference of a Q/DQ model, got it for {loaded.name},"
-                " which is a float model itself; leave it away"
+                " which is a float model itself; leave it out"
             )
         others = ((loaded.restored, _STORED), (loaded.widened, _WIDENED))
         return loaded, tuple(words.format(loaded.name) for changed, words in others if changed)
     if images is None:
         if other is not None:
             raise ConfigError(
-                "--float needs images to compare on, got none; give --images too, or leave it away"
+                "--float needs images to compare on, got none; give --images too, or leave it out"
             )
         return loaded, (_UNMEASURED,)
     if other is None:
@@ -217,6 +217,6 @@ def refuse_calibration_options(trained: QdqCalibration, asked: Sequence[str]) ->
     if asked:
         raise ConfigError(
             f"{trained.name} is quantized already, and its own scales are used, got"
-            f" {' and '.join(asked)}; leave {'it' if len(asked) == 1 else 'them'} away, or give the"
+            f" {' and '.join(asked)}; leave {'it' if len(asked) == 1 else 'them'} out, or give the"
             " float model"
         )

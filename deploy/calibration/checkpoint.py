@@ -200,7 +200,7 @@ class Checkpoint:
         if other := self._differs(found):
             raise CacheError(
                 f"a run goes on from its own checkpoint, got {self.path} of another one: {other};"
-                " take the model, images and options of that run, or leave --resume away to begin"
+                " take the model, images and options of that run, or leave --resume out to begin"
                 " anew"
             )
         feed = self._feed

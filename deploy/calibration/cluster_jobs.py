@@ -163,7 +163,7 @@ def make_job(
     if feed.by_turns:
         raise ConfigError(
             "a video's frames are read one after the other by one machine, got one for"
-            " --scheduler; give the frames as images, or leave it away"
+            " --scheduler; give the frames as images, or leave it out"
         )
     model = "" if cluster.send in ("model", "all") else _path_of(subject, listed)
     form = feed.form

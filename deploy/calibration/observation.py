@@ -227,7 +227,7 @@ class CalibrationSubject:
         if self.repairs:
             raise ConfigError(
                 "a target that reads the model's file cannot use repaired weights, got repair"
-                f" {', '.join(self.repairs)}; leave it away, or take another method or"
+                f" {', '.join(self.repairs)}; leave it out, or take another method or"
                 " configuration"
             )
         if self.given is None:

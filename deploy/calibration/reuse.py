@@ -142,7 +142,7 @@ def check_cache(
     if verdict.missing and policy.require:
         raise CacheError(
             f"the cache must fit (--require-cache), but {verdict.reason}; leave --require-cache"
-            " away to calibrate anew"
+            " out to calibrate anew"
         )
     return verdict
 

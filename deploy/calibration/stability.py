@@ -129,9 +129,9 @@ def refuse_until_stable(
 ) -> None:
     """Refuse options that --until-stable cannot work with."""
     if trusted:
-        got = "--trust-cache, with which none is observed; leave one of them away"
+        got = "--trust-cache, with which none is observed; leave one of them out"
     elif feed.share is not None:
-        got = f"shard {feed.share}; leave one of them away"
+        got = f"shard {feed.share}; leave one of them out"
     elif feed.batch > 1:
         got = f"a model with a fixed batch of {feed.batch}; export it with a batch that is open"
     elif ordered := dict.fromkeys(o.statistic.key for o in wanted if o.by_order):

@@ -61,7 +61,7 @@ def where_options(command: Callable[..., Report]) -> Callable[..., None]:
         if dataset is not None and (idle := base.given_flags("shapes")):
             raise ConfigError(
                 f"{idle[0]} shapes made-up samples, and --images gives others; leave one of them"
-                " away"
+                " out"
             )
         json_path = words.pop("json_path")
         inputs = TrialInputs(dataset=dataset, shapes=dict(map(parse_shape, shapes)))

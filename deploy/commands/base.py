@@ -299,7 +299,7 @@ def refuse_without(flag: str, flags: list[str]) -> None:
         many = len(flags) > 1
         raise ConfigError(
             f"{' and '.join(flags)} {'go' if many else 'goes'} with {flag}, which was not given;"
-            f" give it too, or leave {'them' if many else 'it'} away"
+            f" give it too, or leave {'them' if many else 'it'} out"
         )
 
 

@@ -120,7 +120,7 @@ def bench(
     if dataset is not None and (idle := base.given_flags("shapes", "seed")):
         raise ConfigError(
             f"{' and '.join(idle)} shapes random inputs, and --images gives others; leave one of"
-            " them away"
+            " them out"
         )
     report = run(
         engine,

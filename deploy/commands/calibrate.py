@@ -113,7 +113,7 @@ def _shard(text: str, policy: CachePolicy) -> tuple[int, int]:
     if idle := [flag for flag, given in flags.items() if given]:
         raise ConfigError(
             f"a shard is always observed, got --shard with {idle[0]}, which is of a cache; leave"
-            " one of them away"
+            " one of them out"
         )
     return int(number), int(of)
 
@@ -154,7 +154,7 @@ def merge(
     calibration.refuse_ignored(targets)
     if calibration.cache.trust:
         raise ConfigError(
-            "--trust-cache takes a cache as it is, and shards make one; leave one of them away"
+            "--trust-cache takes a cache as it is, and shards make one; leave one of them out"
         )
     path = out or Path(f"{model.stem}.cache")
     options = calibration.options(path, calibration.method if calibration.asked else None)

@@ -123,7 +123,7 @@ class CalibrationArguments:
         if asked and self.cache.trust:
             raise ConfigError(
                 f"{asked} chooses ranges, and --trust-cache takes those of the cache as they are;"
-                " leave one of them away"
+                " leave one of them out"
             )
         refuse_both_ways(self.cache)
 
@@ -133,7 +133,7 @@ def refuse_both_ways(policy: CachePolicy) -> None:
     if policy.refresh and (policy.require or policy.trust):
         other = "--require-cache" if policy.require else "--trust-cache"
         raise ConfigError(
-            f"--refresh calibrates anew and {other} uses the cache; leave one of them away"
+            f"--refresh calibrates anew and {other} uses the cache; leave one of them out"
         )
 
 
@@ -258,7 +258,7 @@ def _cluster(address: str, asked: dict[str, Any]) -> Cluster:
     if idle:
         raise ConfigError(
             f"--scheduler has its workers observe, got {idle[0]}, which does not; leave one of them"
-            " away"
+            " out"
         )
     threads = click.get_current_context().params.get("threads")
     known = {name: value for name, value in asked.items() if value is not None}

@@ -145,7 +145,7 @@ def raw_from(words: dict[str, Any], source: str) -> str | RawFiles:
     if not source:
         raise ConfigError(
             "--raw-shape and --raw-dtype are of the files of --images, which was not given; leave"
-            " them away"
+            " them out"
         )
     from deploy.feed.paths import RawFiles
 
@@ -275,7 +275,7 @@ def _image_options(
         if source and script:
             raise ConfigError(
                 f"samples come from --images or from --calibrator-script, got {source} and"
-                f" {script}; leave one of them away"
+                f" {script}; leave one of them out"
             )
         if needed and not source and not script:
             refuse_unfed()

@@ -203,7 +203,7 @@ def tuning_options(command: Command) -> Command:
         if plan is not None and effort is not None:
             raise ConfigError(
                 f"--plan is obeyed and nothing is searched, got --effort {effort} too; leave one"
-                " of them away"
+                " of them out"
             )
         search = Tuning(effort=effort, plan=plan, max_loss=max_loss, prefer=prefer, cpu=cpu)
         gates = Gates(max_loss=max_loss, min_speedup=min_speedup, accept=accept)

@@ -56,7 +56,7 @@ FeedSource = (
     str | os.PathLike[str] | RawFiles | CalibratorScript | Iterable[Any] | Callable[[], Any]
 )
 _AS_THEY_ARE = (
-    "files of arrays are fed as they are, got preprocessing for them; leave it away, or feed images"
+    "files of arrays are fed as they are, got preprocessing for them; leave it out, or feed images"
     " (of raw files, --raw-dtype uint8 says that they are)"
 )
 
@@ -86,7 +86,7 @@ class SourceOpener:
             if self.preprocess is not None:
                 raise ConfigError(
                     f"a calibrator's batches are fed as they are, got preprocessing for {source};"
-                    " leave it away"
+                    " leave it out"
                 )
             return self._fed(source.source(self.specs, self.choice.reach))
         if files is None and self.preprocess is not None:

@@ -295,7 +295,7 @@ class Feed:
                 if seen.of(index).hex() != expected:
                     raise FeedError(
                         "--resume needs the samples that the interrupted run read, got another"
-                        f" {self._source.told(index)}; restore that file, or leave --resume away to"
+                        f" {self._source.told(index)}; restore that file, or leave --resume out to"
                         " begin anew"
                     )
                 step()

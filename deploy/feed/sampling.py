@@ -167,13 +167,11 @@ class Choice:
     def __post_init__(self) -> None:
         for name, value in (("limit", self.most), ("sample", self.sample), ("every", self.every)):
             if value is not None and value < 1:
-                raise ConfigError(
-                    f"{name} must be 1 or more, got {value}; leave it away to use all"
-                )
+                raise ConfigError(f"{name} must be 1 or more, got {value}; leave it out to use all")
         if self.most is not None and self.sample is not None:
             raise ConfigError(
                 f"samples are spread evenly or drawn by lot, got limit {self.most} and sample"
-                f" {self.sample}; leave one of them away"
+                f" {self.sample}; leave one of them out"
             )
         if self.shard is not None and not 1 <= self.shard[0] <= self.shard[1]:
             raise ConfigError(

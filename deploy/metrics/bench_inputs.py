@@ -69,7 +69,7 @@ def stack_samples(samples: Sequence[Mapping[str, Array]], batch: int) -> list[di
             if len({one[name].shape for one in rows}) > 1:
                 raise ConfigError(
                     f"images of a batch must have one size, got several for {name!r}; give --size,"
-                    " or leave --batch away"
+                    " or leave --batch out"
                 )
         feeds.append({name: np.concatenate([one[name] for one in rows]) for name in rows[0]})
     return feeds
@@ -82,7 +82,7 @@ def refuse_fixed_batch(inputs: Iterable[TensorSpec]) -> None:
             raise ConfigError(
                 "a model must leave the first dimension of its inputs open to be measured at"
                 f" several batches, got {_words(spec)} for {spec.name!r}; export it with a dynamic"
-                " batch, or leave --batch away"
+                " batch, or leave --batch out"
             )
 
 
@@ -117,7 +117,7 @@ def _of_batch(name: str, dims: tuple[int, ...], batch: int) -> tuple[int, ...]:
     if dims[0] != 1:
         raise ConfigError(
             f"--batch gives the first dimension of every input, got --shape"
-            f" {name}:{'x'.join(map(str, dims))}; write 1 there, or leave --batch away"
+            f" {name}:{'x'.join(map(str, dims))}; write 1 there, or leave --batch out"
         )
     return (batch, *dims[1:])
 

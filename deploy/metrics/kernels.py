@@ -87,7 +87,7 @@ def refuse_untimed(path: Path, session: Session) -> None:
     if not isinstance(session, OrtSession | TimesLayers):
         raise ConfigError(
             "a profile is of ONNX Runtime's kernels or of TensorRT's layers, got another runtime"
-            f" for {path}; leave --profile away"
+            f" for {path}; leave --profile out"
         )
 
 

@@ -227,7 +227,7 @@ def open_torch_module(
     if preprocess is not None:
         raise ConfigError(
             "a PyTorch module is exported by inputs as its forward takes them, got preprocessing;"
-            " leave it away, or give the model that calib8.torch.export(module, [example_input])"
+            " leave it out, or give the model that calib8.torch.export(module, [example_input])"
             " makes"
         )
     from deploy.fx.open_model import open_module
@@ -297,7 +297,7 @@ def _refuse_unmeasured(options: BuildOptions) -> None:
         if value is not None:
             raise ConfigError(
                 f"{flag} is of what is measured on images, which were not given; give --images too,"
-                " or leave it away"
+                " or leave it out"
             )
 
 

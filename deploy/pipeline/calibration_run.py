@@ -279,7 +279,7 @@ def take_trusted(run: CalibrationRun) -> CalibrationResult:
         if any(o.variant.key != FOLDED for o in own):
             raise ConfigError(
                 f"a trusted cache holds one symmetric range a tensor, of which the target {name}"
-                " with this method makes nothing; leave --trust-cache away for it"
+                " with this method makes nothing; leave --trust-cache out for it"
             )
     tensors = tuple(o.tensor for o in run.observations)
     known = read_foreign_ranges(path, tensors, never_negative(subject.model))

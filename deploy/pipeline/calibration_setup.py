@@ -109,12 +109,12 @@ def calibrate_loaded(
     if cluster is not None and options.resume:
         raise ConfigError(
             "--resume goes on with a run of this machine, got --scheduler, which keeps no"
-            " checkpoint; leave one of them away"
+            " checkpoint; leave one of them out"
         )
     if cluster is not None and options.until_stable is not None:
         raise ConfigError(
             "--until-stable looks at images one after the other, got --scheduler, whose workers"
-            " share all of them out; leave one of them away"
+            " share all of them out; leave one of them out"
         )
     run = CalibrationRun(
         subject=subject,
@@ -215,7 +215,7 @@ def _refuse_idle_method(
         return
     raise ConfigError(
         f"a method is for targets that search by it, got {subject.method.label} for"
-        f" {', '.join(wanted)} alone, which has searches of its own; leave the method away"
+        f" {', '.join(wanted)} alone, which has searches of its own; leave the method out"
     )
 
 
@@ -225,13 +225,13 @@ def _checkpoint_path(options: CalibrationOptions) -> Path | None:
     if resume and (policy.require or policy.trust):
         flag = "--require-cache" if policy.require else "--trust-cache"
         raise ConfigError(
-            f"--resume goes on observing and {flag} takes a cache as it is; leave one of them away"
+            f"--resume goes on observing and {flag} takes a cache as it is; leave one of them out"
         )
     if options.until_stable is not None:
         if resume:
             raise ConfigError(
                 "--resume goes on with a run over all samples, got --until-stable, which looks at"
-                " as few as it takes and keeps no checkpoint; leave one of them away"
+                " as few as it takes and keeps no checkpoint; leave one of them out"
             )
         return None
     if checkpoint is None and policy.path is not None:

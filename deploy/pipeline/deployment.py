@@ -252,7 +252,7 @@ def _one_of(record: Path | None, cache: Path | None, config: Path | None) -> Pat
     if record is not None and cache is not None:
         raise ConfigError(
             f"scales come from a record or from a cache, got {record} and {cache}; leave one of"
-            " them away"
+            " them out"
         )
     scales = record or cache
     if scales is None:
@@ -260,7 +260,7 @@ def _one_of(record: Path | None, cache: Path | None, config: Path | None) -> Pat
     if cache is not None and config is not None:
         raise ConfigError(
             f"a configuration goes with the record that was made with it, got {config} and the"
-            f" cache {cache}; leave the configuration away"
+            f" cache {cache}; leave the configuration out"
         )
     return scales
 

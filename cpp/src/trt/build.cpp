@@ -69,7 +69,7 @@ Verdict trusted(const fs::path& path, const std::vector<TensorSpec>& inputs,
                 const std::string& calibrator) {
   Verdict verdict = labelled(path, files::read(path), calibrator, true);
   if (!verdict.text)
-    throw CacheError(verdict.reason + "; name its own, or leave --calibrator away");
+    throw CacheError(verdict.reason + "; name its own, or leave --calibrator out");
   const CalibrationCache cache = parse_cache(*verdict.text, path.string());
   const auto named = [&cache](const TensorSpec& input) {
     return std::any_of(cache.entries.begin(), cache.entries.end(),
@@ -295,7 +295,7 @@ class Line {
   void refuse_unfit(const std::string& reason) const {
     if (options_.require_cache) {
       throw CacheError("the cache must fit (--require-cache), but " + reason +
-                       "; leave --require-cache away to calibrate anew");
+                       "; leave --require-cache out to calibrate anew");
     }
     if (!built_.feed) {
       throw CacheError(

@@ -227,7 +227,7 @@ struct Builder::State {
     if (dims.d[axis] >= 0) {
       throw ConfigError("the model fixes dimension " + std::to_string(axis) + " of its input " +
                         text::repr(input.getName()) + " to " + std::to_string(dims.d[axis]) +
-                        ", got " + std::to_string(*wanted) + " by " + option + "; leave it away");
+                        ", got " + std::to_string(*wanted) + " by " + option + "; leave it out");
     }
     dims.d[axis] = *wanted;
   }
@@ -248,7 +248,7 @@ struct Builder::State {
     if (*options.dla >= cores) {
       throw ConfigError("--dla must name one of this machine's " + std::to_string(cores) +
                         " DLA cores, from 0, got " + std::to_string(*options.dla) +
-                        "; leave it away to build for the GPU");
+                        "; leave it out to build for the GPU");
     }
     config.setDefaultDeviceType(nvinfer1::DeviceType::kDLA);
     config.setDLACore(*options.dla);

@@ -234,7 +234,7 @@ def test_a_trusted_cache_is_never_written(folder):
     assert folder.built("--trust-cache").calibrated == 0
     assert "is trusted as it is" in folder.report()["calibration"]["reason"]
     said = folder.build("--trust-cache", "--calibrator", "minmax").refused()
-    assert said.endswith("name its own, or leave --calibrator away")
+    assert said.endswith("name its own, or leave --calibrator out")
     assert folder.build("--trust-cache", "--rebuild", fake="fail-engine").code == 2
     folder.model("input other float32 1 1 28 28\n" + SCORES)
     said = folder.build("--trust-cache").refused()

@@ -90,7 +90,7 @@ class OnnxRuntime:
         if self.full_weights and self.weight_bits < 8:
             raise ConfigError(
                 "weights take all of int8 or fewer bits, got --full-weights and --weight-bits"
-                f" {self.weight_bits}; leave one of them away"
+                f" {self.weight_bits}; leave one of them out"
             )
 
     @property

@@ -49,7 +49,7 @@ def parse_repairs(names: str | Iterable[str]) -> tuple[str, ...]:
     """Parse repair names: comma lists, `all` or `none`; return them in the order of `REPAIRS`."""
     given = [word.strip() for one in one_or_several(names) for word in one.split(",")]
     if NONE in given and len(given) > 1:
-        raise ConfigError(f"{NONE} must be the only repair, got {', '.join(given)}; leave it away")
+        raise ConfigError(f"{NONE} must be the only repair, got {', '.join(given)}; leave it out")
     for word in given:
         if word not in (ALL, NONE) and word not in REPAIRS:
             near = did_you_mean(word, (*REPAIRS, ALL, NONE), f"{ALL} tries each of them")

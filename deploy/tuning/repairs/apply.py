@@ -184,7 +184,7 @@ def refuse_model_repairs(names: Sequence[str]) -> None:
     if changing:
         raise ConfigError(
             f"a trusted cache holds the ranges of the model as it is, got repair"
-            f" {', '.join(changing)}, which changes them; leave one of them away"
+            f" {', '.join(changing)}, which changes them; leave one of them out"
         )
 
 
