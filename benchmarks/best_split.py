@@ -53,14 +53,16 @@ def best_splits(
         subject=found.subject,
         ranges=found.ranges,
         feed=found.feed,
-        judges=make_evaluation_set(found.feed, found.subject.model, _JUDGED),
+        evaluation_set=make_evaluation_set(found.feed, found.subject.model, _JUDGED),
     )
     units = group_units(request.model, target.plan(request.model, ()).decisions)
     rounded = trial_builder(target, request, [ROUNDING])
 
     def built(floats: frozenset[str], make: Callable[[BuildRequest], onnx.ModelProto]):  # type: ignore[no-untyped-def]
         nodes = dict.fromkeys(units.nodes(floats), "float")
-        return make(request.adding(Choices(float_nodes=nodes, method=method, rounded=True)))
+        return make(
+            request.with_added_choices(Choices(float_nodes=nodes, method=method, rounded=True))
+        )
 
     every = frozenset(units.members)
     priced = [built(one, target.trial) for one in (every, frozenset())]

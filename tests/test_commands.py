@@ -283,10 +283,12 @@ def test_options_that_this_input_has_no_use_for_are_refused(small_cnn, tmp_path,
 class Toy:
     """A target as CONTRIBUTING tells to write it."""
 
-    steps: int = option(4, help="Steps of the toy.", least=1, places=True, observes=True)
+    steps: int = option(
+        4, help="Steps of the toy.", minimum=1, changes_placement=True, changes_observations=True
+    )
     tag: tuple[str, ...] = option((), help="A tag of the toy.")
-    rate: float = option(0.5, help="Rate of the toy.", most=1)
-    turbo: bool = option(True, help="Let the toy run fast.", runs=True)
+    rate: float = option(0.5, help="Rate of the toy.", maximum=1)
+    turbo: bool = option(True, help="Let the toy run fast.", changes_runs=True)
     name: str = "toy"
     engines: ClassVar[tuple[str, ...]] = (".toy",)
     writes: ClassVar[tuple[str, ...]] = (".toy",)
@@ -298,12 +300,12 @@ class Toy:
     def __post_init__(self):
         check_options(self)
 
-    wanted = staticmethod(OnnxRuntime().wanted)
+    scaled_tensors = staticmethod(OnnxRuntime().scaled_tensors)
     plan = staticmethod(OnnxRuntime().plan)
     trial = staticmethod(OnnxRuntime().trial)
 
     def demand(self, subject):
-        return subject.histograms(self.wanted(subject.model, subject.float_nodes))
+        return subject.histograms(self.scaled_tensors(subject.model, subject.float_nodes))
 
     def build(self, request):
         path = request.folder / f"{request.name}.toy"
@@ -314,7 +316,7 @@ class Toy:
             notes=(f"{self.steps} steps, {self.tag}",),
         )  # fmt: skip
 
-    def at_hand(self):
+    def describe_sdk(self):
         return "toys"
 
     def open(self, engine, *, threads=None):

@@ -201,7 +201,7 @@ def requests(folder, feed, target):
         ranges = Ranges(loaded.ranges.observed, loaded.ranges.method, loaded.ranges.reaches)
         return BuildRequest(
             subject=loaded.subject, folder=folder, ranges=ranges, feed=loaded.feed, manifest={},
-            judges=make_evaluation_set(loaded.feed, loaded.subject.model, 16),
+            evaluation_set=make_evaluation_set(loaded.feed, loaded.subject.model, 16),
         )  # fmt: skip
 
     return TARGETS[target](), fresh
@@ -214,7 +214,7 @@ def test_a_search_tries_rounded_weights_and_a_layer_in_float_keeps_its_own(targe
     trial = trial_builder(made_for, request, ("adaround",))
     plain = trial_builder(made_for, request, ())
     name = next(n.name for n in request.model.graph.node if n.output[0] == "c2")
-    one = request.choosing(Choices(float_nodes={name: "tried"}))
+    one = request.with_choices(Choices(float_nodes={name: "tried"}))
     own = {layer.name: layer.array for layer in find_weighted_layers(request.model)}
     found = {layer.name: layer.array for layer in find_weighted_layers(trial(one))}
     assert np.array_equal(found[name], own[name])  # in float, and not rounded
@@ -505,8 +505,8 @@ def test_a_trial_is_the_same_whatever_was_tried_before_it(tmp_path, feed):
     ]  # fmt: skip
     again = trial_builder(made_for, kept, ("adaround",))
     for one in tried:
-        anew = trial_builder(made_for, new := fresh(), ("adaround",))(new.choosing(one))
-        assert again(kept.choosing(one)).SerializeToString() == anew.SerializeToString()
+        anew = trial_builder(made_for, new := fresh(), ("adaround",))(new.with_choices(one))
+        assert again(kept.with_choices(one)).SerializeToString() == anew.SerializeToString()
 
 
 @pytest.mark.parametrize("shape", [(1, 200, 130), (3, 64, 257), (2, 9, 70), (1, 130, 1)])

@@ -426,7 +426,7 @@ def test_profiles_open_the_batch_and_fix_the_rest():
         "m": InputShapeRange((2, 7), (2, 7), (2, 7)),
     }
     least, most = {"x": (2, 3, 4, 8), "m": (2, 7)}, {"x": (3, 3, 9, 8), "m": (2, 11)}
-    span = ShapeRange(least=least, usual=fed, most=most, largest=fed)
+    span = ShapeRange(min_sizes=least, median_sample=fed, max_sizes=most, largest_sample=fed)
     assert builder.profiles_for(shapes, fed, most_batch=2, span=span) == {
         "x": InputShapeRange((1, 3, 4, 8), (2, 3, 6, 8), (3, 3, 9, 8)),
         "m": InputShapeRange((2, 7), (2, 7), (2, 11)),

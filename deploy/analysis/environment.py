@@ -53,7 +53,9 @@ def _own_checks() -> Iterator[EnvironmentCheck]:
 def _target_checks() -> Iterator[EnvironmentCheck]:
     for name, target in TARGETS.items():
         try:
-            yield EnvironmentCheck(name, True, f"builds and runs engines: {target().at_hand()}")
+            yield EnvironmentCheck(
+                name, True, f"builds and runs engines: {target().describe_sdk()}"
+            )
         except Calib8Error as error:
             yield EnvironmentCheck(name, False, f"writes its files, no engine: {error}")
 

@@ -96,7 +96,7 @@ def inspect(
         model=str(loaded.source or loaded.name),
         target=backend.name,
         nodes=node_rows(backend.plan(loaded.model, kept).decisions),
-        tensors=tuple(backend.wanted(loaded.model, kept)),
+        tensors=tuple(backend.scaled_tensors(loaded.model, kept)),
         inputs=loaded.inputs,
         outputs=loaded.outputs,
         notes=(*loaded.cut, *loaded.notes),

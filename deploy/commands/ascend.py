@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from deploy.report import Report
     from deploy.targets.ascend.layers import LayerGraph
 
-_FILES = frozenset(option.flag for option in declared_options(Ascend) if not option.observes)
+_FILES = frozenset(
+    option.flag for option in declared_options(Ascend) if not option.changes_observations
+)
 
 
 def where_options(command: Callable[..., Report]) -> Callable[..., None]:

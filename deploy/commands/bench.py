@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 @json_option
 @html_option
 @input_options("Run on these in place of random inputs, and report how far the outputs differ")
-@own_options(lambda option: option.runs)
+@own_options(lambda option: option.changes_runs)
 def bench(
     engine: Path,
     against: Path | None,

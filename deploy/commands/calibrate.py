@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     help="Observe the I-th of N parts of the images, for calib8 merge; -o names the shard's file."
     "  [default of -o: MODEL.I-of-N.shard]",
 )
-@target_options(lambda option: option.observes)
+@target_options(lambda option: option.changes_observations)
 @model_options
 @feed_options
 @calibration_options
@@ -123,7 +123,7 @@ def _shard(text: str, policy: CachePolicy) -> tuple[int, int]:
 @click.argument("model", type=base.MODEL_FILE)
 @click.argument("shards", nargs=-1, required=True, type=base.INPUT)
 @base.general_option("-o", "--out", type=base.FILE, help="Cache file.  [default: MODEL.cache]")
-@target_options(lambda option: option.observes)
+@target_options(lambda option: option.changes_observations)
 @model_options
 @calibration_options
 @json_option

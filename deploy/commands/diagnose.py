@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="List every node of a model, not only how many of each kind.",
 )
-@target_options(lambda option: option.places)
+@target_options(lambda option: option.changes_placement)
 @model_options
 @keep_float_option
 @json_option

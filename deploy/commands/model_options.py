@@ -219,7 +219,7 @@ def one_target(section: str) -> Callable[[CommandFunction], CommandFunction]:
             callback=lambda context, param, name: find_target(name) and name,
             shell_complete=complete_names(lambda: TARGETS),
             help=f"Target that decides where pairs go and on which grid: {', '.join(TARGETS)}.",
-        )(own_options(lambda o: o.places and o.name not in _NOT_OF_TORCH)(gathered))
+        )(own_options(lambda o: o.changes_placement and o.name not in _NOT_OF_TORCH)(gathered))
 
     return add
 
@@ -304,9 +304,9 @@ def _type(option: Option) -> click.ParamType[Any]:
     if option.choices:
         return click.Choice(option.choices)
     if option.kind is int:
-        return click.IntRange(_whole(option.least), _whole(option.most))
+        return click.IntRange(_whole(option.minimum), _whole(option.maximum))
     if option.kind is float:
-        return Real(option.least, option.most)
+        return Real(option.minimum, option.maximum)
     if option.writes:
         return base.OutputFile(option.writes)
     return base.INPUT if option.kind is Path else click.STRING

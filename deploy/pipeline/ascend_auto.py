@@ -132,7 +132,7 @@ def auto_calibrate(
             ranges=calibrated.ranges,
             feed=feed,
             manifest=feed.manifest(),
-            judges=make_evaluation_set(feed, subject.model, _REPAIRING),
+            evaluation_set=make_evaluation_set(feed, subject.model, _REPAIRING),
             threads=threads,
         )
         plan, _, layers, _ = target.quantized(request)
@@ -181,7 +181,9 @@ def _written(
     if found is None:
         return AutoCalibration(config=config, in_int8=None, notes=(), written=tuple(written))
     if search.repairs:
-        data = strip_metadata(found.whole(made.model)).SerializeToString(deterministic=True)
+        data = strip_metadata(found.with_plugin_nodes(made.model)).SerializeToString(
+            deterministic=True
+        )
         written.append(atomic.write_bytes(found.folder / f"{found.name}{REPAIRED}", data))
     records = calibrated.records
     models = write_models(

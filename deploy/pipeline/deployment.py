@@ -195,7 +195,7 @@ class _Deployment:
             request = BuildRequest(
                 subject=self.subject,
                 folder=stage.inside,
-                earlier=stage.folder,
+                earlier_folder=stage.folder,
                 ranges=Ranges(ObservedStatistics(), self.subject.method, {}),
                 feed=feed,
                 manifest=feed.manifest(),
@@ -301,7 +301,10 @@ def _beside(
     return (
         EngineRow(label="Q/DQ", reference=True, path=str(path)),
         EngineRow(
-            label=built.word, target=built.target, accuracy=comparison.result(), notes=(how, whom)
+            label=built.precision,
+            target=built.target,
+            accuracy=comparison.result(),
+            notes=(how, whom),
         ),
     )
 

@@ -199,7 +199,7 @@ def _rows(built: BuildResult, seen: _Results, *, alone: bool) -> Iterator[Engine
         own = name == built.target
         layers = read_engine_layers(seen.sessions.get(name))
         yield EngineRow(
-            label=built.word if own and alone else name,
+            label=built.precision if own and alone else name,
             baseline=not own,
             target=built.target,
             path=str(path) if path else None,

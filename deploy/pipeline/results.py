@@ -79,7 +79,7 @@ def write_report(
     pages = [FileRow(role=REPORT, path=str(stage.folder / "report.html"))]
     if settings:
         pages.append(FileRow(role=OPTIONS, path=str(stage.folder / manifest.SETTINGS)))
-    words = sorted({one.word for one in built}, reverse=True)
+    words = sorted({one.precision for one in built}, reverse=True)
     names = ", ".join(result.target for result in built)
     report = Report(
         title=f"calib8: {loaded.name} in {' and '.join(words)} for {names}",

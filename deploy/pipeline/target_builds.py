@@ -98,7 +98,7 @@ def build_targets(
     Raises:
         Calib8Error: every target failed, and none left a file.
     """
-    request = replace(_request(calibrated, stage, threads, cpu), against=against)
+    request = replace(_request(calibrated, stage, threads, cpu), unrepaired_model=against)
     results: list[BuildResult] = []
     errors: list[Calib8Error] = []
     for target in targets:
@@ -107,10 +107,10 @@ def build_targets(
             continue
         before = stage.names()
         try:
-            chosen = request.choosing(plans[target.name].plan.choices)
+            chosen = request.with_choices(plans[target.name].plan.choices)
             with phase(target.name):
                 names = repairs(target)
-                samples = repair_samples(chosen.judges) if names else []
+                samples = repair_samples(chosen.evaluation_set) if names else []
                 own, tried = repair_request(target, chosen, names, samples)
                 made = target.build(own)
             notes = (*repair_notes(tried), *made.notes)
@@ -162,11 +162,11 @@ def _request(calibrated: CalibrationResult, stage: Stage, threads: int, cpu: str
     return BuildRequest(
         subject=calibrated.subject,
         folder=stage.inside,
-        earlier=stage.folder,
+        earlier_folder=stage.folder,
         ranges=calibrated.ranges,
         feed=calibrated.feed,
         manifest=calibrated.feed.manifest(),
-        judges=calibrated.judges,
+        evaluation_set=calibrated.judges,
         threads=threads,
         cpu=cpu,
     )

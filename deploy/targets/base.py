@@ -32,16 +32,16 @@ class BuildRequest:
     Attributes:
         subject: the model, its forms, the calibration method, the nodes to keep in float.
         folder: output folder.
-        earlier: folder of an earlier build's files; None means `folder`.
+        earlier_folder: folder of an earlier build's files; None means `folder`.
         ranges: the recorded statistics, and the clip ranges that the method computes from them.
         feed: the calibration samples, for an engine that calibrates by itself.
         threads: threads of the inferences made while building; the files do not depend on it.
         manifest: description of the calibration data, preprocessing included.
         choices: decisions for this target beyond what the user asked for.
-        judges: evaluation samples of the search, with the float model's outputs; None without a
-            search.
+        evaluation_set: evaluation samples of the search, with the float model's outputs; None
+            without a search.
         cpu: one of `deploy.tuning.CPU_NAMES`, the CPU that will run ONNX Runtime's engine.
-        against: cleaned float model without repairs, for the float engines of the speed
+        unrepaired_model: cleaned float model without repairs, for the float engines of the speed
             comparison; None where speed is not measured.
     """
 
@@ -50,24 +50,24 @@ class BuildRequest:
     ranges: Ranges
     feed: Feed
     manifest: Mapping[str, Any]
-    earlier: Path | None = None
+    earlier_folder: Path | None = None
     threads: int = 1
     choices: Choices = NO_CHOICES
-    judges: EvaluationSet | None = None
+    evaluation_set: EvaluationSet | None = None
     cpu: str = "this"
-    against: onnx.ModelProto | None = None
+    unrepaired_model: onnx.ModelProto | None = None
 
-    def choosing(self, choices: Choices) -> BuildRequest:
+    def with_choices(self, choices: Choices) -> BuildRequest:
         """Return the request with other choices."""
         return replace(self, choices=choices)
 
-    def adding(self, choices: Choices) -> BuildRequest:
+    def with_added_choices(self, choices: Choices) -> BuildRequest:
         """Return the request with other choices; nodes already in float stay in float."""
         float_nodes = {**self.choices.float_nodes, **choices.float_nodes}
-        return self.choosing(replace(choices, float_nodes=float_nodes))
+        return self.with_choices(replace(choices, float_nodes=float_nodes))
 
     @property
-    def chosen(self) -> Ranges:
+    def chosen_ranges(self) -> Ranges:
         """The clip ranges, each by the method chosen for its tensor."""
         return self.ranges.choosing(self.choices)
 
@@ -80,7 +80,7 @@ class BuildRequest:
         subject = self.subject
         key = "demand", target.name, subject.float_nodes, subject.method.label
         demand = self.ranges.once(key, lambda: target.demand(subject), of=subject.model)
-        return self.chosen.of(demand, symmetric=symmetric)
+        return self.chosen_ranges.of(demand, symmetric=symmetric)
 
     @property
     def name(self) -> str:
@@ -107,7 +107,7 @@ class BuildRequest:
         """sha256 of the model's graph and weights."""
         return self.subject.loaded.digest
 
-    def whole(self, model: onnx.ModelProto) -> onnx.ModelProto:
+    def with_plugin_nodes(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Return `model` with the nodes put back that ONNX Runtime does not know.
 
         Raises:
@@ -116,14 +116,14 @@ class BuildRequest:
         return self.subject.loaded.whole(model)
 
     @property
-    def kept(self) -> tuple[Decision, ...]:
+    def plugin_decisions(self) -> tuple[Decision, ...]:
         """Decisions for the nodes that ONNX Runtime does not know, and those downstream of them."""
         behind = self.subject.loaded.behind
         return () if behind is None else behind.decisions
 
-    def built_before(self, name: str) -> Path:
+    def earlier_file(self, name: str) -> Path:
         """Return the path that an earlier build would have written this file to."""
-        return (self.earlier or self.folder) / name
+        return (self.earlier_folder or self.folder) / name
 
     @property
     def float_nodes(self) -> Mapping[str, str]:
@@ -176,7 +176,7 @@ class BuildResult:
     error: str = ""
 
     @property
-    def word(self) -> str:
+    def precision(self) -> str:
         """Type of the quantized nodes: "int8", whatever the zero points, or "fp8"."""
         from deploy.graph.plan import quantized_precision
 
@@ -212,7 +212,9 @@ class Target(Protocol):
     def configured(self) -> bool:
         """Whether the user gave a configuration of the vendor, which is followed as it is."""
 
-    def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
+    def scaled_tensors(
+        self, model: onnx.ModelProto, float_nodes: tuple[str, ...]
+    ) -> tuple[str, ...]:
         """Return the tensors that need a scale for this target, judged by the model alone."""
 
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
@@ -246,7 +248,7 @@ class Target(Protocol):
             ExportError: a format cannot express the model.
         """
 
-    def at_hand(self) -> str:
+    def describe_sdk(self) -> str:
         """Describe the SDK that builds and runs engines on this machine.
 
         Raises:

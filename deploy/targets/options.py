@@ -4,7 +4,7 @@ A target is a dataclass; the fields declared by `option` are its options::
 
     @dataclass(frozen=True, kw_only=True)
     class Toy:
-        steps: int = option(4, help="Steps of the toy.", least=1)             # --steps N
+        steps: int = option(4, help="Steps of the toy.", minimum=1)             # --steps N
         tags: tuple[str, ...] = option((), help="A tag.", flag="--tag")       # --tag T --tag U
         fast: bool = option(True, help="Run fast.")                           # --fast/--no-fast
 
@@ -36,11 +36,12 @@ class Option:
         default: default of the field.
         choices: the allowed values; empty if any value is allowed.
         metavar: placeholder of the value in the help; None for the default of `kind`.
-        least, most: limits of a number, both inclusive.
+        minimum, maximum: limits of a number, both inclusive.
         repeat: whether the flag may be repeated; the field is then a tuple.
-        observes: changes which tensors are observed, or how; `calibrate` has the option too.
-        places: changes which nodes run in int8; `inspect` has the option too.
-        runs: changes how a built engine runs; `bench` has the option too.
+        changes_observations: changes which tensors are observed, or how; `calibrate` has the
+            option too.
+        changes_placement: changes which nodes run in int8; `inspect` has the option too.
+        changes_runs: changes how a built engine runs; `bench` has the option too.
         writes: kind, in `deploy.files.manifest.MARKS`, of the file that is written there; "" for a
             path that is only read.
     """
@@ -52,12 +53,12 @@ class Option:
     default: object = None
     choices: tuple[str, ...] = ()
     metavar: str | None = None
-    least: float | None = None
-    most: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
     repeat: bool = False
-    observes: bool = False
-    places: bool = False
-    runs: bool = False
+    changes_observations: bool = False
+    changes_placement: bool = False
+    changes_runs: bool = False
     writes: str = ""
 
     def flaw(self, value: object) -> str:
@@ -65,10 +66,10 @@ class Option:
         if self.choices and value not in self.choices:
             return f"is one of {', '.join(self.choices)}"
         if isinstance(value, int | float) and not isinstance(value, bool):
-            if self.least is not None and value < self.least:
-                return f"is {self.least} or more"
-            if self.most is not None and value > self.most:
-                return f"is {self.most} or less"
+            if self.minimum is not None and value < self.minimum:
+                return f"is {self.minimum} or more"
+            if self.maximum is not None and value > self.maximum:
+                return f"is {self.maximum} or less"
         return ""
 
 

@@ -24,21 +24,21 @@ class ShapeRange:
     """Input shapes over all samples, by input name.
 
     Attributes:
-        least: the smallest size of every dimension.
-        usual: shapes of the median sample, ordered by number of values.
-        most: the largest size of every dimension.
-        largest: shapes of the sample with the most values.
+        min_sizes: the smallest size of every dimension.
+        median_sample: shapes of the median sample, ordered by number of values.
+        max_sizes: the largest size of every dimension.
+        largest_sample: shapes of the sample with the most values.
     """
 
-    least: Shapes
-    usual: Shapes
-    most: Shapes
-    largest: Shapes
+    min_sizes: Shapes
+    median_sample: Shapes
+    max_sizes: Shapes
+    largest_sample: Shapes
 
     @property
     def varies(self) -> bool:
         """Whether the samples differ in shape."""
-        return self.least != self.most
+        return self.min_sizes != self.max_sizes
 
 
 def sample_shape_range(request: BuildRequest) -> ShapeRange:
@@ -68,10 +68,10 @@ def _span(counts: Mapping[SampleShapes, int]) -> ShapeRange:
         by_input.setdefault(name, []).append(shape)
     sides = {name: [*zip(*shapes, strict=True)] for name, shapes in by_input.items()}
     return ShapeRange(
-        least={name: tuple(map(min, sizes)) for name, sizes in sides.items()},
-        usual=dict(ranked[bisect_left(cumulative, half)]),
-        most={name: tuple(map(max, sizes)) for name, sizes in sides.items()},
-        largest=dict(ranked[-1]),
+        min_sizes={name: tuple(map(min, sizes)) for name, sizes in sides.items()},
+        median_sample=dict(ranked[bisect_left(cumulative, half)]),
+        max_sizes={name: tuple(map(max, sizes)) for name, sizes in sides.items()},
+        largest_sample=dict(ranked[-1]),
     )
 
 

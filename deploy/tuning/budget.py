@@ -154,9 +154,9 @@ class BudgetSearch:
         only biases are repaired.
         """
         names = ("bias",) if len(self.searches) == 1 else (ROUNDING, "bias")
-        chosen = self.request.choosing(replace(base.choices, searches=self.nearest()))
-        assert chosen.judges is not None
-        samples = list(chosen.judges.heard(len(chosen.judges.part)))
+        chosen = self.request.with_choices(replace(base.choices, searches=self.nearest()))
+        assert chosen.evaluation_set is not None
+        samples = list(chosen.evaluation_set.heard(len(chosen.evaluation_set.part)))
         request, results = repair_request(self.target, chosen, names, samples)
         builder = RepairedBuilder(self.target, self.request, request)
         search = self._search(builder, step)
@@ -208,7 +208,7 @@ class BudgetSearch:
         what = f"{len(kept)} layers in int8"
         with phase(what):
             comparison = GrowingComparison(
-                [self._builder.trial(self.request.choosing(trial.choices))],
+                [self._builder.trial(self.request.with_choices(trial.choices))],
                 self._judges,
                 kernels=self.target.runs_here,
                 labels=self.evaluation.labels,
@@ -231,7 +231,7 @@ class RepairedBuilder:
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the trial model of a request's choices."""
-        model = self._target.trial(self._repaired.choosing(request.choices))
+        model = self._target.trial(self._repaired.with_choices(request.choices))
         restore_constants(model, self._originals, request.choices.float_nodes)
         return model
 
@@ -239,7 +239,7 @@ class RepairedBuilder:
         """Return the request to build."""
         model = copy_message(self._repaired.model)
         restore_constants(model, self._originals, choices.float_nodes)
-        return with_model(self._repaired.choosing(choices), model)
+        return with_model(self._repaired.with_choices(choices), model)
 
 
 def loss_of(accuracy: Accuracy) -> float:

@@ -289,7 +289,7 @@ class Prober:
         protobuf's messages must not be used by several threads, so models are built one at a time.
         """
         with PROTOBUF:
-            model = cut(self._trial(self._request.adding(choices)))
+            model = cut(self._trial(self._request.with_added_choices(choices)))
             kernels = self._kernels and not holds_fp8(model)
             data = model.SerializeToString()
             del model

@@ -383,8 +383,8 @@ def halved_requests(
     The request alone where half of the samples is too little for ranges, or if the statistics
     cannot be subtracted. `ran` as in `with_held_out_ranges`.
     """
-    assert request.judges is not None
-    ranges, second = request.ranges, second_half(request.judges.part)
+    assert request.evaluation_set is not None
+    ranges, second = request.ranges, second_half(request.evaluation_set.part)
     enough = ranges.trusted is None and len(request.feed) >= _HALVED
     wanted = unique_observations({target.name: target.demand(request.subject)})
     known = all(o.key in ranges.observed and not o.variant.needs for o in wanted)

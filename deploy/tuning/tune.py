@@ -117,8 +117,8 @@ class SearchSetup:
     @property
     def judges(self) -> EvaluationSet:
         """The evaluation samples, which every search has."""
-        assert self.request.judges is not None
-        return self.request.judges
+        assert self.request.evaluation_set is not None
+        return self.request.evaluation_set
 
     @property
     def clock(self) -> bool:
@@ -267,7 +267,7 @@ def _measured_prices(
 def _with_float(setup: SearchSetup, units: Units, in_float: Iterable[str]) -> onnx.ModelProto:
     """Return the model with these units in float, as it would be deployed."""
     choices = Choices(float_nodes=dict.fromkeys(units.nodes(in_float), "timed in float"))
-    return setup.target.trial(setup.request.adding(choices))
+    return setup.target.trial(setup.request.with_added_choices(choices))
 
 
 def _methods(setup: SearchSetup) -> list[Method | None]:
@@ -295,7 +295,7 @@ def _choose(
             search,
             likely,
             samples,
-            written=lambda trial: target.trial(request.adding(trial.choices)),
+            written=lambda trial: target.trial(request.with_added_choices(trial.choices)),
             float32=float32,
             max_loss=setup.options.max_loss,
             threads=request.threads,
@@ -315,7 +315,7 @@ def _choose(
     def judge(chosen: Trial) -> ExpectedVerdict:
         key = key_of(chosen.choices)
         if key not in judged:
-            model = setup.trial(setup.request.adding(chosen.choices))
+            model = setup.trial(setup.request.with_added_choices(chosen.choices))
             judged[key] = judging.of(model, noise=chosen.noise.worst)
         return judged[key]
 
@@ -327,7 +327,7 @@ def _choose(
 def _held_back_db(setup: SearchSetup, ran: Callable[[int], None], trial: Trial) -> float:
     """Return the SQNR in dB of a trial's worst slice on evaluation samples, by held-back ranges."""
     halves = halved_requests(setup.target, setup.request, ran)
-    models = [setup.trial(one.adding(trial.choices)) for one in halves]
+    models = [setup.trial(one.with_added_choices(trial.choices)) for one in halves]
     comparison = GrowingComparison(models, setup.judges, kernels=setup.target.runs_here)
     most = max(CANDIDATES // 3, min(CANDIDATES, enough_samples(setup.judges)))
     worst = comparison.on(most, threads=setup.request.threads).worst
@@ -425,7 +425,7 @@ def plan_target(
         note = "" if options.plan is None else _NO_TARGET.format(options.plan, target.name)
         plan = TargetPlan(choices=Choices(float_nodes=pinned))
         return PlannedTarget(plan=plan, searched=False, note=note)
-    request = request.choosing(Choices(float_nodes=pinned))
+    request = request.with_choices(Choices(float_nodes=pinned))
     setup = SearchSetup(
         target=target,
         request=request,

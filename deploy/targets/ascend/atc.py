@@ -212,7 +212,7 @@ def write_om(
     command = atc_command(
         names["deploy model"],
         Path(request.name),
-        dict(span.largest),
+        dict(span.largest_sample),
         replace(options, extra=tuple(map(with_absolute_path, options.extra))),
         aipp=names.get("AIPP configuration"),
         compression=names.get("compression options"),
@@ -285,9 +285,9 @@ def _one_size(span: ShapeRange) -> list[str]:
     if not span.varies:
         return []
     ranges = ", ".join(
-        f"{name} of {_by(span.least[name])} to {_by(span.most[name])}"
-        for name in span.least
-        if span.least[name] != span.most[name]
+        f"{name} of {_by(span.min_sizes[name])} to {_by(span.max_sizes[name])}"
+        for name in span.min_sizes
+        if span.min_sizes[name] != span.max_sizes[name]
     )
     return [
         f"samples had {ranges}, and an int8 .om takes one shape: the command has the largest"

@@ -92,22 +92,22 @@ class Ascend:
         flag="--ascend-config",
         metavar="FILE",
         help="AMCT's simplified .cfg, or its quant config JSON.",
-        observes=True,
+        changes_observations=True,
     )
     exact: bool = option(
         False,
         flag="--exact-ifmr",
         help="Keep all activations in memory and search IFMR on them, as AMCT does; the default"
         " searches on histograms.",
-        observes=True,
+        changes_observations=True,
     )
     amct_batch: int | None = option(
         None,
         metavar="N",
-        least=1,
+        minimum=1,
         help="Images in one AMCT batch, the unit of HFMG, DMQ and batch_num; default: the model's"
         " batch size.",
-        observes=True,
+        changes_observations=True,
     )
     aipp: bool = option(False, flag="--aipp/--no-aipp", help="Preprocessing inside the .om (AIPP).")
     source_color: str = option(
@@ -195,7 +195,9 @@ class Ascend:
             )
         return source
 
-    def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
+    def scaled_tensors(
+        self, model: onnx.ModelProto, float_nodes: tuple[str, ...]
+    ) -> tuple[str, ...]:
         """Return the inputs of the layers; `demand` decides what is observed of them."""
         from deploy.targets.ascend.existing_files import read_any_config
 
@@ -355,7 +357,7 @@ class Ascend:
             files=files,
             decisions=(
                 *decide_precisions(recipe.model, recipe.graph, recipe.records, recipe.why),
-                *request.kept,
+                *request.plugin_decisions,
             ),
             method=recipe.method,
             ranges=recipe.ranges,
@@ -364,7 +366,7 @@ class Ascend:
             error=failure,
         )
 
-    def at_hand(self) -> str:
+    def describe_sdk(self) -> str:
         """Describe CANN's atc, which builds the .om; running it takes an NPU."""
         atc = which("atc")
         if atc is None:

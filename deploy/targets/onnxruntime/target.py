@@ -57,14 +57,14 @@ class OnnxRuntime:
     int8_stem: bool = option(
         False,
         help="Run the first Conv in int8 even where float is faster.",
-        observes=True,
-        places=True,
+        changes_observations=True,
+        changes_placement=True,
     )
     weight_bits: int = option(
         8,
         help="Bits of weights; 7 where a runtime other than ONNX Runtime saturates.",
-        least=7,
-        most=8,
+        minimum=7,
+        maximum=8,
     )
     full_weights: bool = option(
         False,
@@ -75,7 +75,7 @@ class OnnxRuntime:
         False,
         help="Quantize the activations of MatMuls with constant weights at run time, for each"
         " input; may suit attention models.",
-        places=True,
+        changes_placement=True,
     )
     name: str = "onnxruntime"
     engines: ClassVar[tuple[str, ...]] = (".onnx", ".ort")
@@ -101,7 +101,9 @@ class OnnxRuntime:
         placement = replace(ONNXRUNTIME, fits_pairs=not self.full_weights)
         return replace(placement, thin=0) if self.int8_stem else placement
 
-    def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
+    def scaled_tensors(
+        self, model: onnx.ModelProto, float_nodes: tuple[str, ...]
+    ) -> tuple[str, ...]:
         """Return the tensors that need a scale: inputs and outputs of int8 nodes."""
         from deploy.graph.plan import analyse
 
@@ -149,7 +151,7 @@ class OnnxRuntime:
             )
         if subject.loaded.trained is not None:
             return self._every_tensor(subject, subject.loaded.trained)
-        return subject.histograms(self.wanted(subject.model, subject.float_nodes))
+        return subject.histograms(self.scaled_tensors(subject.model, subject.float_nodes))
 
     def _every_tensor(
         self, subject: CalibrationSubject, trained: QdqCalibration
@@ -256,7 +258,7 @@ class OnnxRuntime:
             runnable=path,
             files=files,
             decisions=decisions,
-            method=request.chosen.chosen_by,
+            method=request.chosen_ranges.chosen_by,
             ranges=paired.ranges,
             weights=weights,
             notes=notes,
@@ -293,7 +295,7 @@ class OnnxRuntime:
             notes.append(_SATURATES.format(here=here, count=count, s="s" * (count > 1), why=why))
         return tuple(notes)
 
-    def at_hand(self) -> str:
+    def describe_sdk(self) -> str:
         """Describe ONNX Runtime, which is always installed."""
         from deploy.runtimes.ort import runtime_version
 

@@ -208,7 +208,9 @@ def profiles_for(
             )
         if all(known):
             continue
-        least, most = (opt, opt) if span is None or fixed else (span.least[name], span.most[name])
+        least, most = (
+            (opt, opt) if span is None or fixed else (span.min_sizes[name], span.max_sizes[name])
+        )
         if not known[0] and not fixed:
             least, most = (1, *least[1:]), (max(most_batch, opt[0], most[0]), *most[1:])
         profiles[name] = InputShapeRange(least, opt, most)

@@ -370,7 +370,7 @@ def write_cache_note(
     made = replace(
         make_fingerprint(request.subject, request.manifest),
         model={"graph": model_digest(model), "file": file},
-        method=request.chosen.chosen_by,
+        method=request.chosen_ranges.chosen_by,
     )
     note = store.make_text_only_json(text, made, float32_layers=wide)
     return atomic.write_bytes(store.sidecars(cache)[0], note)

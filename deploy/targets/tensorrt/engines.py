@@ -86,7 +86,7 @@ def _build_baseline(
     key = builder.engine_key(
         installed, settings, model_sha256=sha256(source.read_bytes()), cache_sha256=None
     )
-    reused = manifest.read_if_made_from(request.built_before(path.name), key)
+    reused = manifest.read_if_made_from(request.earlier_file(path.name), key)
     if reused is not None:
         return manifest.write_with_note(path, reused, key), ()
     current = settings.timing_cache
@@ -127,7 +127,7 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
     """
     shapes = {i.name: dims(i) or () for i in runtime_inputs(request.model.graph)}
     span = sample_shape_range(request)
-    fed = span.usual
+    fed = span.median_sample
     if options.calibrator is not None:
         fed = {name: array.shape for name, array in first_sample(request).items()}
         fed = {
@@ -145,7 +145,7 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
         plugins=options.plugins,
         flags=options.trtexec_flags,
         timing_cache=options.timing_cache or request.folder / _TIMING,
-        known_timing=None if options.timing_cache else request.built_before(_TIMING),
+        known_timing=None if options.timing_cache else request.earlier_file(_TIMING),
     )
 
 
@@ -190,7 +190,7 @@ def calibrate_on_gpu(
         versions={"tensorrt": version, "calib8": __version__}
         | ({"plugins": plugin_digests(options.plugins)} if options.plugins else {}),
     )
-    stored = load_gpu_cache(request.built_before(name), origin)
+    stored = load_gpu_cache(request.earlier_file(name), origin)
     if stored is not None:
         store_gpu_cache(request.folder / name, stored, origin)
         return stored
@@ -325,7 +325,7 @@ def build_quantized_engine(
         batch = _batch_size(request, _calibration_shapes(request, settings))
         filled = request.subject.filled
         notes = (*notes, *note_left_out(len(request.feed), batch, filled=filled))
-    reused = manifest.read_if_made_from(request.built_before(path.name), key)
+    reused = manifest.read_if_made_from(request.earlier_file(path.name), key)
     if reused is not None:
         note = "the engine was built before from the same files, on the same GPU"
         return manifest.write_with_note(path, reused, key), (note, *notes)
@@ -369,15 +369,15 @@ def build_float_engines(
     """Build the float engines to compare with, if speed is measured; reuse unchanged ones."""
     if options.baselines == NO_BASELINES:
         return Baselines()
-    if request.against is None:
+    if request.unrepaired_model is None:
         note = f"no {options.baselines} engine was built to compare with: no speed is measured"
         chosen = options.baselines != ALL_BASELINES
         return Baselines(notes=(note,) if chosen else ())
-    installed, against = sdk.find_sdk(options.device), request.against
+    installed, against = sdk.find_sdk(options.device), request.unrepaired_model
     stem = request.folder / f"{request.name}.tensorrt"
     made: dict[str, Path] = {}
     if FLOAT not in files or against is not request.model:  # repairs changed the model
-        models, _ = lower_models(options, {PLAIN: request.whole(against)}, version)
+        models, _ = lower_models(options, {PLAIN: request.with_plugin_nodes(against)}, version)
         made[PLAIN] = write_model(stem, f".{FP32}.onnx", models[PLAIN])
     model = made[PLAIN] if made else files[FLOAT]
     # whether an engine takes its types from the model, not from builder flags
@@ -393,7 +393,7 @@ def build_float_engines(
             source, own = model, replace(settings, fp16=name == FP16)
             if by_type and name == FP16:  # nodes that overflow float16 stay float32
                 narrow, _ = narrow_float_part(against, FP16, largest_magnitudes(ranges))
-                source = write_model(stem, f".{FP16}.onnx", request.whole(narrow))
+                source = write_model(stem, f".{FP16}.onnx", request.with_plugin_nodes(narrow))
                 own = replace(settings, typed=True)
                 made[FLOAT_TYPED] = source
             engines[label], told = _build_baseline(request, installed, cuda, own, source, name)

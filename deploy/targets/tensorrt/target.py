@@ -73,7 +73,9 @@ class TensorRT(TensorrtOptions):
     alternatives: ClassVar[tuple[str, ...]] = ()
     configured: ClassVar[bool] = False
 
-    def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
+    def scaled_tensors(
+        self, model: onnx.ModelProto, float_nodes: tuple[str, ...]
+    ) -> tuple[str, ...]:
         """List every float tensor: a TensorRT cache has all of them."""
         from deploy.targets.tensorrt.cache_contents import trt_tensors
 
@@ -116,7 +118,7 @@ class TensorRT(TensorrtOptions):
                 " why; --precision int8 has fewer conditions"
             )
         own = cache_contents.tensorrt_observations(subject, self.parser)
-        return subject.histograms(self.wanted(subject.model, ())) if own is None else own
+        return subject.histograms(self.scaled_tensors(subject.model, ())) if own is None else own
 
     def cache_version(self) -> str | None:
         """Return the installed TensorRT's version if it reads caches."""
@@ -186,8 +188,8 @@ class TensorRT(TensorrtOptions):
         else:
             type_notes = (*type_notes, *wide_notes)
         evaluated = self._evaluated(models, version)
-        part = models[evaluated] if request.kept else None
-        complete = {role: request.whole(model) for role, model in models.items()}
+        part = models[evaluated] if request.plugin_decisions else None
+        complete = {role: request.with_plugin_nodes(model) for role, model in models.items()}
         models, lowered = engines.lower_models(self, complete, version)
         stem = request.folder / f"{request.name}.tensorrt"
         files = {}
@@ -225,15 +227,15 @@ class TensorRT(TensorrtOptions):
             runnable=None if failure else files[evaluated if part is None else PART],
             baselines=baselines.engines,
             files={**files, **baselines.files},
-            decisions=(*matched.plan.decisions, *request.kept),
-            method=request.chosen.chosen_by,
+            decisions=(*matched.plan.decisions, *request.plugin_decisions),
+            method=request.chosen_ranges.chosen_by,
             ranges=cache_contents.cache_ranges(request.model, ranges, version),
             weights=weights,
             notes=notes,
             error=failure,
         )
 
-    def at_hand(self) -> str:
+    def describe_sdk(self) -> str:
         """Name the installed TensorRT and its GPU."""
         from deploy.targets.tensorrt import sdk
 
@@ -299,7 +301,7 @@ class TensorRT(TensorrtOptions):
             else:
                 known = {} if trained is None else trained.weights
                 model, kept = to_typed(*parts, rest=self.rest, largest=largest, known=known)
-            request.whole(model)  # raises if plugin nodes would change meaning
+            request.with_plugin_nodes(model)  # raises if plugin nodes would change meaning
         except ExportError as error:
             return None, (f"no typed model was written: {error}",)
         notes = [] if trained is None else [float_types.ROUNDED_SCALES_NOTE]

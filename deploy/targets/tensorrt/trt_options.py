@@ -67,7 +67,7 @@ class TensorrtOptions:
         INT8,
         choices=(INT8, FP8),
         help="Grid of what is quantized; fp8 is for GPUs from Ada and Hopper on.",
-        places=True,
+        changes_placement=True,
     )
     form: str = option(
         "auto",
@@ -79,10 +79,12 @@ class TensorrtOptions:
         FP16, choices=(FP16, BF16, FP32), help="Type of what is not quantized, in the engine."
     )
     workspace_mib: int | None = option(
-        None, flag="--workspace", metavar="MIB", least=1, help="Scratch memory of the builder."
+        None, flag="--workspace", metavar="MIB", minimum=1, help="Scratch memory of the builder."
     )
-    max_batch: int = option(8, least=1, help="Largest batch of a dynamic engine.")
-    cuda_graph: bool = option(False, help="Run the engine from a captured CUDA graph.", runs=True)
+    max_batch: int = option(8, minimum=1, help="Largest batch of a dynamic engine.")
+    cuda_graph: bool = option(
+        False, help="Run the engine from a captured CUDA graph.", changes_runs=True
+    )
     calibrator: str | None = option(
         None,
         choices=("entropy2", "entropy", "minmax", "legacy"),
@@ -92,19 +94,19 @@ class TensorrtOptions:
         False,
         help="Keep the readers of a Concat of float tensors in float: TensorRT would quantize each"
         " of these tensors separately.",
-        places=True,
+        changes_placement=True,
     )
     pair_behind_deconv: bool = option(
         False,
         help="Give a ConvTranspose a Q/DQ pair before its activation too, for a TensorRT that does"
         " not fuse the two in int8.",
-        places=True,
+        changes_placement=True,
     )
     dla: bool = option(
         False,
         help="Build for DLA (TensorRT 11.4.1 or newer; up to 10.7 with the cache): every tensor of"
         " its layers gets a Q/DQ pair.",
-        places=True,
+        changes_placement=True,
     )
     baselines: str = option(
         ALL_BASELINES,
@@ -112,14 +114,18 @@ class TensorrtOptions:
         help="TensorRT float engines to build for comparing the speed.",
     )
     device: int = option(
-        0, least=0, metavar="N", help="GPU to build and run on, counted from 0.", runs=True
+        0,
+        minimum=0,
+        metavar="N",
+        help="GPU to build and run on, counted from 0.",
+        changes_runs=True,
     )
     plugins: tuple[Path, ...] = option(
         (),
         flag="--plugin",
         metavar="LIBRARY",
         help="Library of TensorRT plugins to load.",
-        runs=True,
+        changes_runs=True,
     )
     timing_cache: Path | None = option(
         None,
@@ -140,7 +146,7 @@ class TensorrtOptions:
         choices=("onnx", "caffe"),
         help="TensorRT's parser that names the tensors of its calibration cache; judged from the"
         " model by default.",
-        observes=True,
+        changes_observations=True,
     )
 
     def __post_init__(self) -> None:

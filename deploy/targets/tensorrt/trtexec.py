@@ -319,7 +319,7 @@ def _shape_flags(request: BuildRequest, max_batch: int, *, dla: bool) -> list[st
     if all(isinstance(size, int) for shape in shapes.values() for size in shape):
         return []
     span = sample_shape_range(request)
-    profiles = profiles_for(shapes, span.usual, most_batch=max_batch, span=span, fixed=dla)
+    profiles = profiles_for(shapes, span.median_sample, most_batch=max_batch, span=span, fixed=dla)
     sides = {
         "min": {name: profile.least for name, profile in profiles.items()},
         "opt": {name: profile.best for name, profile in profiles.items()},

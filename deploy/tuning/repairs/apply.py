@@ -58,7 +58,7 @@ def trial_builder(
     """
     if ROUNDING not in names:
         return target.trial
-    samples = [sample for sample, _ in repair_samples(request.judges)]
+    samples = [sample for sample, _ in repair_samples(request.evaluation_set)]
     with _making(target, request, samples) as making:
         return rounded_trial_builder(request, making)
 

@@ -188,7 +188,7 @@ def choose_ranges(request: BuildRequest, making: RepairInput) -> Iterator[BuildR
         if by_name[best] < _LESS * by_name.get(present.label, np.inf):
             chosen[tensor] = methods[best]
     if chosen:
-        yield request.choosing(replace(now, methods={**now.methods, **chosen}))
+        yield request.with_choices(replace(now, methods={**now.methods, **chosen}))
 
 
 def _readers(

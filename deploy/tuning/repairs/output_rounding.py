@@ -132,7 +132,7 @@ def round_all_weights(request: BuildRequest, making: RepairInput) -> Mapping[str
     """Return the rounded weight of every layer that can be int8, by initializer; computed once."""
     return request.ranges.once(
         ("rounded", making.target.name),
-        lambda: _rounded(request.choosing(NO_CHOICES), making),
+        lambda: _rounded(request.with_choices(NO_CHOICES), making),
         of=request.model,
     )
 
