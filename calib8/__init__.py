@@ -34,23 +34,64 @@ Errors      Calib8Error, and one class for each kind of failure
 
 from typing import TYPE_CHECKING
 
-import deploy
+from calib8.lazy_imports import lazy_names
+from deploy import errors
 
 if TYPE_CHECKING:
     from calib8 import ascend as ascend
     from calib8 import cache as cache
     from calib8 import torch as torch
-    from deploy import *  # noqa: F403
+    from deploy.analysis.benchmark import bench as bench
     from deploy.analysis.build_comparison import report as report
     from deploy.analysis.build_reader import verify as verify
     from deploy.analysis.comparison import compare as compare
     from deploy.analysis.environment import doctor as doctor
     from deploy.analysis.experiment import quantize as quantize
     from deploy.analysis.explain_build import explain as explain
+    from deploy.analysis.inspection import inspect as inspect
+    from deploy.calibration.cluster_jobs import Cluster as Cluster
+    from deploy.calibration.reuse import CachePolicy as CachePolicy
+    from deploy.errors import *  # noqa: F403
+    from deploy.feed.paths import RawFiles as RawFiles
+    from deploy.feed.preprocess import Preprocess as Preprocess
+    from deploy.feed.sampling import Choice as Choice
+    from deploy.frontends import load as load
+    from deploy.method import Method as Method
+    from deploy.pipeline import build as build
+    from deploy.pipeline import calibrate as calibrate
+    from deploy.pipeline import merge as merge
+    from deploy.report import Report as Report
+    from deploy.report.verdict import Gates as Gates
+    from deploy.targets import TARGETS as TARGETS
+    from deploy.targets import Ascend as Ascend
+    from deploy.targets import OnnxRuntime as OnnxRuntime
+    from deploy.targets import TensorRT as TensorRT
+    from deploy.tuning.search_options import Tuning as Tuning
+    from deploy.version import __version__ as __version__
 
 # no `__all__`: with it `help(calib8)` prints every class and function in full
-_HOMES = {
-    **{name: f"deploy:{name}" for name in deploy._HOMES},
+_IMPORT_PATHS = {  # in the order of a user's work
+    "__version__": "deploy.version:__version__",
+    "load": "deploy.frontends:load",
+    "inspect": "deploy.analysis.inspection:inspect",
+    "calibrate": "deploy.pipeline:calibrate",
+    "merge": "deploy.pipeline:merge",
+    "build": "deploy.pipeline:build",
+    "bench": "deploy.analysis.benchmark:bench",
+    "Preprocess": "deploy.feed.preprocess:Preprocess",
+    "RawFiles": "deploy.feed.paths:RawFiles",
+    "Choice": "deploy.feed.sampling:Choice",
+    "Method": "deploy.method:Method",
+    "CachePolicy": "deploy.calibration.reuse:CachePolicy",
+    "Cluster": "deploy.calibration.cluster_jobs:Cluster",
+    "Tuning": "deploy.tuning.search_options:Tuning",
+    "Gates": "deploy.report.verdict:Gates",
+    "TARGETS": "deploy.targets:TARGETS",
+    "OnnxRuntime": "deploy.targets:OnnxRuntime",
+    "TensorRT": "deploy.targets:TensorRT",
+    "Ascend": "deploy.targets:Ascend",
+    "Report": "deploy.report:Report",
+    **{name: f"deploy.errors:{name}" for name in errors.__all__},
     "report": "deploy.analysis.build_comparison:report",
     "verify": "deploy.analysis.build_reader:verify",
     "compare": "deploy.analysis.comparison:compare",
@@ -63,4 +104,4 @@ _HOMES = {
 }
 
 if not TYPE_CHECKING:  # or every misspelt name would pass a type checker
-    __getattr__, __dir__ = deploy.lazy_names(__name__, _HOMES)
+    __getattr__, __dir__ = lazy_names(__name__, _IMPORT_PATHS)

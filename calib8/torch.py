@@ -10,7 +10,7 @@
 
 from typing import TYPE_CHECKING
 
-from deploy import lazy_names
+from calib8.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from deploy.fx.convert import calibrate as calibrate
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     qat = train
 
-_HOMES = {
+_IMPORT_PATHS = {
     "trace": "deploy.fx.trace:trace",
     "fuse": "deploy.fx.fuse:fuse",
     "profile": "deploy.fx.profile:profile",
@@ -38,4 +38,4 @@ _HOMES = {
 }
 
 if not TYPE_CHECKING:  # or every misspelt name would pass a type checker
-    __getattr__, __dir__ = lazy_names(__name__, _HOMES)
+    __getattr__, __dir__ = lazy_names(__name__, _IMPORT_PATHS)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split())
     for names in (
-        "deploy",  # the face: re-exports, each imported when first used
+        "deploy",  # the version, and what is set before anything is imported
         "deploy.cli deploy.__main__",
         "deploy.commands",
         "deploy.analysis",

@@ -2,7 +2,7 @@
 
 `mkdocs.yml` names this file as a hook: the pages exist while mkdocs builds, and in no checkout.
 A command needs nothing but its row in `COMMANDS` to have its page; a public name, its row in
-`deploy` or `calib8`.
+`calib8`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import click
 
 import calib8
-import deploy
 from deploy.cli import COMMANDS, cli
 from deploy.commands.base import section_of, section_position
 
@@ -123,15 +122,13 @@ def _names() -> str:
     Of a target only its options are for users; what it does with them is called by the pipeline.
     """
     told = ["# Python", "Every function and class of `calib8`, then of `calib8.torch`."]
-    targets = set(deploy.TARGETS.values())
-    for value in (getattr(deploy, name) for name in deploy.__all__):
+    targets = set(calib8.TARGETS.values())
+    for value in (getattr(calib8, name) for name in calib8._IMPORT_PATHS):
         if callable(value):
             bare = "\n    options:\n      members: false" if value in targets else ""
             told.append(f"::: {value.__module__}.{value.__qualname__}{bare}")
-    homes = [*calib8._HOMES.values(), *calib8.torch._HOMES.values()]
-    own = (home for home in homes if ":" in home and not home.startswith("deploy:"))
-    told += [f"::: {home.replace(':', '.')}" for home in own]
-    told.append(f"`TARGETS` has the targets by name: {', '.join(deploy.TARGETS)}.")
+    told += [f"::: {path.replace(':', '.')}" for path in calib8.torch._IMPORT_PATHS.values()]
+    told.append(f"`TARGETS` has the targets by name: {', '.join(calib8.TARGETS)}.")
     return "\n\n".join(told)
 
 

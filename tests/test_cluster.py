@@ -17,7 +17,7 @@ import cv2
 import numpy as np
 import pytest
 
-from deploy import Cluster, calibrate
+from calib8 import Cluster, calibrate
 from deploy.calibration import cluster as clusters
 from deploy.calibration import cluster_jobs
 from deploy.calibration.observation import ObservedStatistics

@@ -18,7 +18,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 import calib8
-from deploy import __version__
+from calib8 import __version__
 from deploy.analysis import environment
 from deploy.calibration.reuse import CachePolicy
 from deploy.cli import COMMANDS, cli, main

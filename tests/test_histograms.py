@@ -7,11 +7,11 @@ import re
 import numpy as np
 import pytest
 
+from calib8 import build
 from calibrators.amct.hfmg import HfmgHistogram
 from calibrators.amct.ifmr import KEPT, IfmrHistogram
 from calibrators.histogram import Histogram
 from calibrators.statistics import Amax
-from deploy import build
 from deploy.calibration import trt_cache
 from deploy.report import Report, parts, report_rows, to_html
 from deploy.report.blocks import sections_html

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-import deploy
+import calib8
 from deploy.cli import cli
 from scripts import release
 
@@ -27,9 +27,9 @@ def setup():
 
 
 def test_the_version_is_the_packages_and_stands_in_the_changelog():
-    assert release.version() == deploy.__version__
-    heading, text = release.notes((ROOT / "CHANGELOG.md").read_text("utf-8"), deploy.__version__)
-    assert heading.startswith(deploy.__version__) and text
+    assert release.version() == calib8.__version__
+    heading, text = release.notes((ROOT / "CHANGELOG.md").read_text("utf-8"), calib8.__version__)
+    assert heading.startswith(calib8.__version__) and text
 
 
 CHANGES = (

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from calib8 import build
 from calibrators.scales import Scale
-from deploy import build
 from deploy.errors import ConfigError
 from deploy.machine import this_machine
 from deploy.metrics.accuracy import Accuracy

@@ -21,8 +21,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from calib8 import calibrate, merge
 from calibrators.statistics import HistogramOf
-from deploy import calibrate, cli, merge
+from deploy import cli
 from deploy.calibration import checkpoint, shards
 from deploy.calibration.checkpoint import Checkpoint, checkpoint_path
 from deploy.calibration.shards import write_shard

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, numpy_helper
 
-import deploy
+import calib8
 from calibrators.scales import Scale
 from calibrators.statistics import HistogramOf
 from deploy.calibration import sample_checks, store
@@ -295,15 +295,15 @@ def test_every_report_says_whether_the_images_were_enough(command, small_cnn, ar
 
 def test_from_python(small_cnn, arrays):
     rows = list(np.load(arrays))
-    found = deploy.calibrate(small_cnn, rows, until_stable=0.2)
+    found = calib8.calibrate(small_cnn, rows, until_stable=0.2)
     assert found.feed.count == 32 and found.agreement.stopped
     assert found.to_json()["agreement"]["samples"] == 32
-    found = deploy.calibrate(small_cnn, rows)
+    found = calib8.calibrate(small_cnn, rows)
     assert found.feed.count == COUNT and found.agreement.samples == COUNT
     with pytest.raises(ConfigError, match="such as"):
-        deploy.calibrate(small_cnn, rows, until_stable=float("nan"))
+        calib8.calibrate(small_cnn, rows, until_stable=float("nan"))
     targets = ["onnxruntime", find_target("tensorrt")()]
-    found = deploy.calibrate(small_cnn, rows, targets=targets, until_stable=0.2)
+    found = calib8.calibrate(small_cnn, rows, targets=targets, until_stable=0.2)
     assert found.agreement.tensors == len(found.observations)
 
 
