@@ -20,7 +20,7 @@ import click
 
 from calibrators.errors import shortened
 from deploy.errors import Calib8Error, Terminated, did_you_mean
-from deploy.files.reading import guard_inputs
+from deploy.files.guard import guard_inputs
 from deploy.terminal import say
 from deploy.version import __version__
 

@@ -36,7 +36,7 @@ from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.feed import open_feed
 from deploy.feed.sample_reader import SampleCache
 from deploy.files import manifest
-from deploy.files.reading import read_array
+from deploy.files.archives import read_array
 from deploy.frontends import load
 from deploy.machine import trim_memory
 from deploy.pipeline import calibrate

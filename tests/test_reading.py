@@ -33,7 +33,7 @@ from deploy.feed.feed import open_feed
 from deploy.feed.file_list import FileList, ImageFile, SampleChangedError, SampleDigests
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.sampling import names_digest
-from deploy.files import reading
+from deploy.files import archives, guard, reading
 from deploy.frontends import load
 from deploy.pipeline import build, calibrate
 from deploy.targets.ascend.target import Ascend
@@ -42,7 +42,7 @@ from deploy.tuning.search_options import Tuning
 
 PLAN = {"what": "a plan", "error": ConfigError}
 ROOT = Path(__file__).parent.parent
-DEEP = reading.MOST_NESTING + 1
+DEEP = reading.MAX_NESTING + 1
 
 
 @pytest.mark.parametrize("read", ["read_bytes", "read_text", "read_json", "refuse_irregular"])
@@ -63,9 +63,9 @@ def test_what_is_no_regular_file_is_refused_and_never_waited_for(read, kind, sai
 def test_a_file_is_read_within_its_budget_whatever_it_claims(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"12345")
-    assert reading.read_bytes(path, **PLAN, most=5) == b"12345"
+    assert reading.read_bytes(path, **PLAN, max_bytes=5) == b"12345"
     with pytest.raises(ConfigError, match="a plan of at most 4 B, got 5 B"):
-        reading.read_bytes(path, **PLAN, most=4)
+        reading.read_bytes(path, **PLAN, max_bytes=4)
     with path.open("wb") as sparse:
         sparse.truncate(1 << 40)
     with pytest.raises(ConfigError, match="of at most 64 MiB, got 1024 GiB"):
@@ -76,19 +76,19 @@ def test_a_file_is_read_within_its_budget_whatever_it_claims(tmp_path):
 def test_a_file_that_tells_no_size_keeps_to_its_budget_too():
     assert b"Name" in reading.read_bytes("/proc/self/status", **PLAN)
     with pytest.raises(ConfigError, match="of at most 3 B"):
-        reading.read_bytes("/proc/self/status", **PLAN, most=3)
+        reading.read_bytes("/proc/self/status", **PLAN, max_bytes=3)
 
 
 def test_what_was_read_is_an_input_unless_it_is_the_runs_own(tmp_path):
     path, cache = tmp_path / "x", tmp_path / "cache"
     path.write_text("{}")
     cache.write_text("{}")
-    with reading.guard_inputs():
+    with guard.guard_inputs():
         reading.read_json(path, **PLAN)
-        reading.read_json(cache, **PLAN, own=True)
-        reading.refuse_output(cache)
+        reading.read_json(cache, **PLAN, rewritable=True)
+        guard.refuse_output(cache)
         with pytest.raises(ExportError, match="must not be an input"):
-            reading.refuse_output(path)
+            guard.refuse_output(path)
 
 
 def test_an_error_of_the_disk_while_reading_is_a_sentence(tmp_path):
@@ -153,22 +153,22 @@ def of_shape(text):
 ])  # fmt: skip
 def test_an_array_is_no_larger_than_its_bytes(data):
     with pytest.raises(ValueError):
-        reading.read_array(io.BytesIO(data), len(data))
+        archives.read_array(io.BytesIO(data), len(data))
 
 
 @pytest.mark.parametrize("text", [b"{'descr': '<f4', (", b'{\'descr\': """', b"{" * 60, b"\\"])
 def test_a_damaged_header_of_an_array_is_no_fault(text):
     with pytest.raises(ValueError):
-        reading.array_header(io.BytesIO(header(text.ljust(118) + b"\n")), 1 << 20)
+        archives.read_array_header(io.BytesIO(header(text.ljust(118) + b"\n")), 1 << 20)
 
 
 @pytest.mark.parametrize("array", [np.arange(6.0).reshape(2, 3), np.asfortranarray(np.eye(3)),
                                    np.zeros((0, 2), np.int8), np.array(3)])  # fmt: skip
 def test_arrays_are_read_as_they_were_written(array):
     data = npy(array)
-    found = reading.read_array(io.BytesIO(data), len(data))
+    found = archives.read_array(io.BytesIO(data), len(data))
     assert found.dtype == array.dtype and np.array_equal(found, array)
-    assert reading.array_header(io.BytesIO(data), len(data))[0] == array.shape
+    assert archives.read_array_header(io.BytesIO(data), len(data))[0] == array.shape
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked(monkeypatch):
@@ -178,14 +178,16 @@ def test_a_bomb_is_refused_before_it_is_unpacked(monkeypatch):
             made.writestr(f"{number}.npy", bytes(1 << 20))
     file.seek(0)
     assert len(file.getvalue()) < 10_000
-    check = functools.partial(reading.check_archive, file, "x", what="arrays", error=FeedError)
+    check = functools.partial(archives.check_archive, file, "x", what="arrays", error=FeedError)
     with pytest.raises(FeedError, match=r"x must be arrays of .* got 3 and 3 MiB"):
-        check(most=3 << 20 - 1)
+        check(max_bytes=3 << 20 - 1)
     with pytest.raises(FeedError, match="at most 2 entries"):
-        check(entries=2)
+        check(max_entries=2)
     check()
     assert file.tell() == 0
-    monkeypatch.setattr("deploy.files.reading._MOST_LISTING", 100)  # a table of contents of its own
+    monkeypatch.setattr(
+        "deploy.files.archives._MAX_LISTING_BYTES", 100
+    )  # a table of contents of its own
     monkeypatch.setattr("zipfile.ZipFile", None)
     with pytest.raises(FeedError, match="of names alone"):
         check()
@@ -193,9 +195,9 @@ def test_a_bomb_is_refused_before_it_is_unpacked(monkeypatch):
 
 def test_a_path_that_is_no_text_is_told_from_one_that_is():
     paths = ("a/b", Path("é"), os.fsdecode(b"a\xff"))
-    assert [reading.is_text(path) for path in paths] == [True, True, False]
-    code = "import os; from deploy.files.reading import is_text;"
-    words = [sys.executable, "-c", code + " print(is_text(os.fsdecode(b'\\xc3\\xa9')))"]
+    assert [reading.is_utf8_path(path) for path in paths] == [True, True, False]
+    code = "import os; from deploy.files.reading import is_utf8_path;"
+    words = [sys.executable, "-c", code + " print(is_utf8_path(os.fsdecode(b'\\xc3\\xa9')))"]
     for encoding, right in (("C", "False"), ("C.UTF-8", "True")):
         own = {**os.environ, "LC_ALL": encoding, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
         done = subprocess.run(words, env=own, capture_output=True, text=True, cwd=ROOT)
@@ -582,18 +584,18 @@ def test_of_many_inputs_none_is_written_and_a_lost_one_is_none(tmp_path):
     for path in paths[:4]:
         path.write_bytes(b"x")
     link, moved = tmp_path / "link", tmp_path / "moved"
-    with reading.guard_inputs():
-        with reading.guard_inputs():
-            reading.add_input_files(5, paths.__getitem__)
+    with guard.guard_inputs():
+        with guard.guard_inputs():
+            guard.add_input_files(5, paths.__getitem__)
         link.hardlink_to(paths[2])
         for path in (paths[0], paths[3], link):
             with pytest.raises(ExportError, match="must not be an input"):
-                reading.refuse_output(path)
-        reading.refuse_output(paths[4])
+                guard.refuse_output(path)
+        guard.refuse_output(paths[4])
         moved.hardlink_to(paths[1])
         paths[1].unlink()
-        reading.refuse_output(moved)  # no input leads to it any more
-    reading.refuse_output(paths[0])
+        guard.refuse_output(moved)  # no input leads to it any more
+    guard.refuse_output(paths[0])
 
 
 def held(model, listing, monkeypatch):

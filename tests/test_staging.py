@@ -23,7 +23,7 @@ from deploy.calibration.store import cache_files, sidecars
 from deploy.errors import BackendError, ExportError, Terminated
 from deploy.feed.preprocess import Preprocess
 from deploy.files import atomic, manifest, staging
-from deploy.files.reading import add_input_file, guard_inputs, refuse_output
+from deploy.files.guard import add_input_file, guard_inputs, refuse_output
 from deploy.files.staging import recover, stage_files
 from deploy.pipeline import build, calibrate
 from deploy.pipeline.evaluate import InnerTensors
@@ -564,7 +564,7 @@ def test_a_device_or_a_folder_is_never_replaced(make, tmp_path):
 
 def test_what_stands_in_dev_is_a_device_wherever_it_leads(tmp_path):
     """`-o /dev/stdout > file` leads to a plain file; a rename would put one in the link's place."""
-    program = "from deploy.files.reading import refuse_output; refuse_output('/dev/stdout')"
+    program = "from deploy.files.guard import refuse_output; refuse_output('/dev/stdout')"
     words = [sys.executable, "-c", program]
     with (tmp_path / "said").open("w") as file:
         done = subprocess.run(words, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, check=False)

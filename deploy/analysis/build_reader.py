@@ -139,7 +139,7 @@ def read_stored_build(folder: Path | str) -> StoredBuild:
 
 def _report(path: Path) -> Report:
     what = "the report of a build, as calib8 wrote it"
-    held = read_json(path, what=what, error=ConfigError, most=_MOST_BYTES)
+    held = read_json(path, what=what, error=ConfigError, max_bytes=_MOST_BYTES)
     schema = held.get("schema") if isinstance(held, dict) else None
     if schema != SCHEMA:
         raise _broken(path, f"a report must be of schema {SCHEMA}, got {repr(schema)[:_WIDE]}")

@@ -26,7 +26,8 @@ from calibrators.grids import (
     quantize_per_tensor,
 )
 from deploy.errors import ConfigError, FeedError
-from deploy.files.reading import from_json, open_regular_file, read_array
+from deploy.files.archives import read_array
+from deploy.files.reading import from_json, open_regular_file
 from deploy.method import Method
 from deploy.metrics.output_errors import sqnr_db
 from deploy.report.figures import count, decibels
@@ -238,7 +239,7 @@ def _range(values: Real, method: Method, grid: Grid) -> tuple[float, int]:
 
 def _from_file(path: Path) -> Real:
     with open_regular_file(
-        path, what="an .npy file of values", error=FeedError, most=_MOST_BYTES
+        path, what="an .npy file of values", error=FeedError, max_bytes=_MOST_BYTES
     ) as file:
         try:
             return _real(read_array(file, _MOST_BYTES))

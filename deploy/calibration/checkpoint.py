@@ -29,7 +29,7 @@ from deploy.errors import CacheError, ExportError
 from deploy.feed.samples import Feed
 from deploy.feed.sampling import Share
 from deploy.files import atomic
-from deploy.files.reading import refuse_output
+from deploy.files.guard import refuse_output
 from deploy.terminal import say_progress
 from deploy.version import __version__
 

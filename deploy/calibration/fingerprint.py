@@ -32,7 +32,7 @@ from calibrators.statistics import FORMAT, Arrays
 from deploy.errors import CacheError
 from deploy.feed.images import opencv
 from deploy.feed.pixels import decoder_digests
-from deploy.files import reading
+from deploy.files import archives
 from deploy.version import __version__
 
 CALIB8, TENSORRT = "calib8", "TensorRT"  # programs that make calibrations
@@ -201,7 +201,9 @@ def open_archive(data: bytes, path: Path) -> zipfile.ZipFile:
         BadZipFile: it is not an archive.
     """
     file = io.BytesIO(data)
-    reading.check_archive(file, path, what="statistics", error=CacheError, most=_MOST_UNPACKED)
+    archives.check_archive(
+        file, path, what="statistics", error=CacheError, max_bytes=_MOST_UNPACKED
+    )
     return zipfile.ZipFile(file)
 
 
@@ -229,7 +231,7 @@ def unpack_arrays(archive: zipfile.ZipFile, place: int) -> Arrays:
     for name in (name for name in archive.namelist() if name.startswith(f"{place}.")):
         with archive.open(name) as stream:
             size = archive.getinfo(name).file_size
-            arrays[name.split(".")[1]] = reading.read_array(stream, size)
+            arrays[name.split(".")[1]] = archives.read_array(stream, size)
     return arrays
 
 

@@ -121,7 +121,9 @@ def load_shard(path: Path, *, what: str = _WHAT) -> Shard:
         CacheError: the file is not a shard, is broken, or was changed after it was written.
     """
     own = what != _WHAT  # a checkpoint is written again
-    return parse_shard(read_bytes(path, what=what, error=CacheError, own=own), path, what=what)
+    return parse_shard(
+        read_bytes(path, what=what, error=CacheError, rewritable=own), path, what=what
+    )
 
 
 def parse_shard(raw: bytes, path: Path, *, what: str = _WHAT) -> Shard:

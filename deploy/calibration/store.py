@@ -27,8 +27,9 @@ from deploy.calibration.observation import Key, Observation, ObservedStatistics
 from deploy.calibration.sample_checks import Outlier, StabilityRule
 from deploy.errors import CacheError, ConfigError
 from deploy.files import atomic
+from deploy.files.guard import refuse_output
 from deploy.files.manifest import is_marked, sha256
-from deploy.files.reading import from_json, read_bytes, refuse_output
+from deploy.files.reading import from_json, read_bytes
 
 # 3: the JSON has its own digest; 4: the order of the images is a separate part; 5: the fingerprint
 # has two halves, inputs and programs, which C++ writes and reads too
@@ -308,4 +309,4 @@ def _document(raw: bytes, path: Path) -> _Document:
 
 def read_cache_file(path: Path) -> bytes:
     """Return the bytes of one of the files."""
-    return read_bytes(path, what=_WHAT, error=CacheError, own=True)
+    return read_bytes(path, what=_WHAT, error=CacheError, rewritable=True)

@@ -86,7 +86,7 @@ def _open_blocked(
         saved = Path(folder) / "model.onnx"
         session = OrtSession.open(model, threads=1, spin=False, saved=saved)
         optimized = onnx.ModelProto.FromString(
-            read_bytes(saved, what="a model", error=BackendError, own=True)
+            read_bytes(saved, what="a model", error=BackendError, rewritable=True)
         )
         blocked = expose_blocked(optimized.graph, wanted)
         if blocked:

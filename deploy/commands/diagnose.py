@@ -91,7 +91,7 @@ def _looks_like_onnx(path: Path) -> bool:
     """Anything that does not start as text is taken for a model, which then says what it is."""
     try:
         with open_regular_file(
-            path, what="a model or a cache", error=ConfigError, own=True
+            path, what="a model or a cache", error=ConfigError, rewritable=True
         ) as file:
             head = file.read(64)
     except ConfigError:

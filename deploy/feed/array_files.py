@@ -36,11 +36,15 @@ from deploy.feed.arrays import (
 from deploy.feed.file_list import ImageFile
 from deploy.feed.images import printable_name
 from deploy.feed.preprocess import describe
-from deploy.files.reading import (
-    HEADERS,
-    add_input_file,
-    array_header,
+from deploy.files.archives import (
+    HEADER_LOCK,
     check_archive,
+    read_array_header,
+)
+from deploy.files.guard import (
+    add_input_file,
+)
+from deploy.files.reading import (
     format_bytes,
     open_regular_file,
     refuse_irregular,
@@ -291,7 +295,7 @@ def _load_raw(path: Path, specs: Specs) -> Array:
 
 def _load_npy(path: Path) -> Array:
     refuse_irregular(path, what="an .npy file", error=FeedError)
-    with HEADERS:
+    with HEADER_LOCK:
         array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
     if not isinstance(array, np.ndarray):
         array.close()
@@ -303,7 +307,7 @@ def _load_npz(path: Path, notes: list[str]) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     compressed = []
     with open_regular_file(path, what="an .npz file", error=FeedError) as raw:
-        check_archive(raw, path, what="an .npz file", error=FeedError, entries=_MOST_ENTRIES)
+        check_archive(raw, path, what="an .npz file", error=FeedError, max_entries=_MOST_ENTRIES)
         with zipfile.ZipFile(raw) as archive:
             for info in archive.infolist():
                 key = info.filename.removesuffix(".npy")
@@ -331,7 +335,7 @@ def _load_npz(path: Path, notes: list[str]) -> dict[str, Array]:
 
 def _unpacked(stream: IO[bytes], room: int) -> Array:
     """Unpack a compressed entry into a temporary file without a name, and map it."""
-    shape, fortran, dtype = array_header(stream, room)
+    shape, fortran, dtype = read_array_header(stream, room)
     if 0 in shape or not shape:
         return np.frombuffer(stream.read(dtype.itemsize * prod(shape)), dtype).reshape(shape)
     with tempfile.TemporaryFile(prefix="calib8-feed-") as file:
@@ -348,7 +352,7 @@ def _map_entry(path: Path, raw: IO[bytes], info: zipfile.ZipInfo) -> Array:
         raise zipfile.BadZipFile("a local header is damaged")
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     raw.seek(info.header_offset + 30 + names)
-    shape, fortran, dtype = array_header(raw, info.file_size)
+    shape, fortran, dtype = read_array_header(raw, info.file_size)
     if 0 in shape or not shape:
         return np.fromfile(raw, dtype, count=int(np.prod(shape))).reshape(shape)
     return np.memmap(path, dtype, "r", raw.tell(), shape, "F" if fortran else "C")

@@ -48,7 +48,7 @@ from deploy.feed.sources import (
     check_present,
     is_video,
 )
-from deploy.files.reading import add_input_file, add_input_files
+from deploy.files.guard import add_input_file, add_input_files
 from deploy.tensors import TensorSpec
 from deploy.terminal import phase
 

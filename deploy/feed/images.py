@@ -360,7 +360,7 @@ def _unreadable(error: OSError) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    data = read_bytes(path, what=_KINDS, error=FeedError, most=_LARGEST_LIST)
+    data = read_bytes(path, what=_KINDS, error=FeedError, max_bytes=_LARGEST_LIST)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -104,7 +104,7 @@ def is_function_spec(path: str) -> bool:
 
 def _only_definition(path: str) -> str:
     """Return the name of the only public function or class that a Python file defines."""
-    source = read_bytes(Path(path), what="a loader", error=FeedError, most=_LARGEST)
+    source = read_bytes(Path(path), what="a loader", error=FeedError, max_bytes=_LARGEST)
     with wrap_user_errors(path, error=FeedError):
         body = ast.parse(source, path).body
     kinds = (ast.FunctionDef, ast.ClassDef)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deploy.errors import ExportError
-from deploy.files.reading import refuse_output
+from deploy.files.guard import refuse_output
 
 _HOUR = 3600.0
 _PATIENCE = 60.0  # seconds; a lock is held while files are renamed, which takes milliseconds
@@ -129,7 +129,7 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
     An existing file's permissions are kept.
 
     Raises:
-        ExportError: the file cannot be written, or must stay (`deploy.files.reading`).
+        ExportError: the file cannot be written, or must stay (`deploy.files.guard`).
     """
     path = Path(path)
     refuse_output(path, named=True)

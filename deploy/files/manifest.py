@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy.errors import CacheError, ExportError
-from deploy.files import atomic, reading
+from deploy.files import atomic, guard, reading
 from deploy.files.reading import convert, read_bytes, read_json
 from deploy.version import __version__
 
@@ -69,9 +69,9 @@ def read_with_note(path: Path) -> tuple[bytes, dict[str, Any]]:
     Raises:
         CacheError: the file or its note cannot be read, or the note is on other bytes.
     """
-    data = read_bytes(path, what="a file with a note beside it", error=CacheError, own=True)
+    data = read_bytes(path, what="a file with a note beside it", error=CacheError, rewritable=True)
     what = f"the note of {path.name}"
-    note = read_json(note_path(path), what=what, error=CacheError, own=True)
+    note = read_json(note_path(path), what=what, error=CacheError, rewritable=True)
     if not isinstance(note, dict) or note.pop(_DIGEST, None) != sha256(data):
         raise CacheError(
             f"{path} must be as it was written, but its bytes differ from the sha256 in"
@@ -203,9 +203,9 @@ def refuse_foreign(folder: Path, names: list[str], *, force: bool | None) -> Non
     Raises:
         ExportError: names the first such file; or the folder cannot be written to.
     """
-    reading.refuse_unwritable(folder / RECORDS)
+    guard.refuse_unwritable(folder / RECORDS)
     for name in names:
-        reading.refuse_output(folder / name)
+        guard.refuse_output(folder / name)
     existing = [name for name in names if (folder / name).exists()]
     if force or not existing:
         return
@@ -244,14 +244,16 @@ def name_output(path: Path, kind: str, *, force: bool | None = None) -> None:
     Raises:
         ExportError: calib8 did not write the file that is there, or as another output or input.
     """
-    reading.add_output(path, partial(_refuse_unmarked, path, kind, force))
+    guard.add_output(path, partial(_refuse_unmarked, path, kind, force))
 
 
 def is_marked(path: Path, kind: str) -> bool:
     """Whether calib8 wrote a file of this kind, by both of its ends; or it is empty."""
     with (
         suppress(ExportError),
-        reading.open_regular_file(path, what="an output", error=ExportError, own=True) as file,
+        reading.open_regular_file(
+            path, what="an output", error=ExportError, rewritable=True
+        ) as file,
     ):
         ends = file.read(_HEAD)
         file.seek(max(len(ends), os.fstat(file.fileno()).st_size - _HEAD))
@@ -306,11 +308,11 @@ def _rows(value: object) -> list[dict[str, Any]]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        document = read_json(path, what="what a build is", error=CacheError, own=True)
+        document = read_json(path, what="what a build is", error=CacheError, rewritable=True)
     except CacheError:
         return {}
     return document if isinstance(document, dict) else {}
 
 
 def _digest(path: Path) -> str:
-    return sha256(read_bytes(path, what="a file of a build", error=CacheError, own=True))
+    return sha256(read_bytes(path, what="a file of a build", error=CacheError, rewritable=True))

@@ -25,8 +25,9 @@ from pathlib import Path
 
 from deploy.errors import ExportError
 from deploy.files import atomic
+from deploy.files.guard import refuse_output
 from deploy.files.manifest import RECORDS, is_build_name
-from deploy.files.reading import read_json, refuse_output
+from deploy.files.reading import read_json
 from deploy.terminal import say_progress
 
 _JOURNAL = "publishing.json"
@@ -236,7 +237,10 @@ def _finish(stage: Path, folder: Path) -> None:
 def _move_all(stage: Path, folder: Path) -> None:
     """Rename the files in the journal; retry once if the system refuses."""
     listed = read_json(
-        stage / _JOURNAL, what="the list of what a run publishes", error=ExportError, own=True
+        stage / _JOURNAL,
+        what="the list of what a run publishes",
+        error=ExportError,
+        rewritable=True,
     )
     # no other paths, since anybody may have written the journal
     listed = listed if isinstance(listed, list) else []

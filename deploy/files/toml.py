@@ -45,7 +45,7 @@ def read_toml(path: Path, *, what: str, way_out: str) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or is no TOML.
     """
-    text = read_text(path, what=what, error=ConfigError, own=True)
+    text = read_text(path, what=what, error=ConfigError, rewritable=True)
     # Python's TOML parser takes minutes for a deeply dotted key, which a string of several lines
     # could hide; calib8 writes no such string
     plain = _QUOTED.sub("k", text)

@@ -103,7 +103,7 @@ def model_bytes(path: Path) -> bytes:
     Raises:
         ModelError: the file is not readable, or over 2 GB.
     """
-    return read_bytes(path, what="an ONNX file", error=ModelError, most=MESSAGE_LIMIT)
+    return read_bytes(path, what="an ONNX file", error=ModelError, max_bytes=MESSAGE_LIMIT)
 
 
 def _refuse_others(data: bytes, shown: str) -> None:

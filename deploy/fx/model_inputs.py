@@ -27,7 +27,8 @@ from torch import nn
 from deploy.errors import ConfigError, FeedError, did_you_mean
 from deploy.feed.arrays import as_array
 from deploy.feed.loaders import iterate_items
-from deploy.files.reading import check_archive, open_regular_file, read_array
+from deploy.files.archives import check_archive, read_array
+from deploy.files.reading import open_regular_file
 from deploy.tensors import Array
 
 _PLAIN = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -313,11 +314,11 @@ def read_sample(path: Path, model: nn.Module) -> tuple[torch.Tensor, ...]:
 
 def _read_arrays(path: Path) -> dict[str, Array]:
     """Return the arrays of a file by name; the array of an .npy file has the name ""."""
-    with open_regular_file(path, what="a sample", error=FeedError, most=_MOST_BYTES) as file:
+    with open_regular_file(path, what="a sample", error=FeedError, max_bytes=_MOST_BYTES) as file:
         try:
             if path.suffix.lower() == ".npy":
                 return {"": read_array(file, _MOST_BYTES)}
-            budget = {"entries": _MOST_ARRAYS, "most": _MOST_BYTES}
+            budget = {"max_entries": _MOST_ARRAYS, "max_bytes": _MOST_BYTES}
             check_archive(file, path, what="a sample", error=FeedError, **budget)
             with zipfile.ZipFile(file) as archive:
                 arrays = {}

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from deploy.errors import CalibrationError, ConfigError, FeedError
-from deploy.files.reading import refuse_unwritable
+from deploy.files.guard import refuse_unwritable
 from deploy.fx import distill
 from deploy.fx.capture import as_inputs
 from deploy.fx.convert import calibrate, convert, freeze_norms, set_phase

@@ -30,7 +30,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from deploy.errors import Calib8Error, ConfigError, ModelError, SdkMissingError, first_line
 from deploy.files import usercode
-from deploy.files.reading import MOST_BYTES, check_archive, open_regular_file
+from deploy.files.archives import check_archive
+from deploy.files.reading import MAX_BYTES, open_regular_file
 from deploy.files.usercode import is_library_model
 from deploy.fx.device import fixed_seed
 
@@ -396,10 +397,10 @@ def read_tensors(path: Path) -> Any:
     try:
         what = "a file of tensors"
         with open_regular_file(
-            path, what=what, error=ModelError, most=MOST_BYTES, own=True
+            path, what=what, error=ModelError, max_bytes=MAX_BYTES, rewritable=True
         ) as file:
             if file.read(2) == b"PK":  # files of old torch versions are not zip archives
-                check_archive(file, path, what=what, error=ModelError, most=MOST_BYTES)
+                check_archive(file, path, what=what, error=ModelError, max_bytes=MAX_BYTES)
             file.seek(0)
             with warnings.catch_warnings(action="ignore"):  # on TorchScript, reported below
                 return torch.load(file, map_location="cpu", weights_only=True)
@@ -426,7 +427,7 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
             f"{path} needs the package safetensors, which is not installed: pip install safetensors"
         ) from error
     what = "a file of safetensors"
-    with open_regular_file(path, what=what, error=ModelError, most=MOST_BYTES):
+    with open_regular_file(path, what=what, error=ModelError, max_bytes=MAX_BYTES):
         try:
             tensors: dict[str, torch.Tensor] = load_file(path)
             return tensors

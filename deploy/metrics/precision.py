@@ -77,7 +77,7 @@ def read_coco(path: Path) -> Annotations:
     Raises:
         FeedError: it cannot be read, or is no COCO annotation file.
     """
-    data = read_json(path, what="a COCO json", error=FeedError, most=_MOST_BYTES)
+    data = read_json(path, what="a COCO json", error=FeedError, max_bytes=_MOST_BYTES)
     try:
         return _annotations(data)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:

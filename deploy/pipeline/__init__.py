@@ -34,7 +34,7 @@ from deploy.feed.feed import Dataset, FeedSource, dataset_of
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.sampling import Limit
 from deploy.files import atomic, manifest
-from deploy.files.reading import guard_inputs
+from deploy.files.guard import guard_inputs
 from deploy.files.staging import Stage, stage_files
 from deploy.frontends import LoadedModel, load
 from deploy.graph.index import one_or_several

@@ -65,7 +65,7 @@ from deploy.feed.feed import Dataset, FeedSource
 from deploy.feed.paths import RawFiles
 from deploy.feed.preview import PREVIEW_COUNT
 from deploy.feed.samples import Feed
-from deploy.files.reading import refuse_unwritable
+from deploy.files.guard import refuse_unwritable
 from deploy.files.staging import Stage
 from deploy.frontends import LoadedModel
 from deploy.graph.plan import never_negative

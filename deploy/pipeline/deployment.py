@@ -23,8 +23,9 @@ from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.feed import Dataset, open_feed
 from deploy.feed.samples import Feed
 from deploy.files import manifest
+from deploy.files.guard import guard_inputs
 from deploy.files.manifest import sha256
-from deploy.files.reading import guard_inputs, read_bytes
+from deploy.files.reading import read_bytes
 from deploy.files.staging import Stage, stage_files
 from deploy.frontends import LoadedModel, load
 from deploy.frontends.base import model_digest

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 
 from deploy.errors import BackendError
-from deploy.files.reading import is_text, read_bytes, refuse_irregular
+from deploy.files.reading import is_utf8_path, read_bytes, refuse_irregular
 from deploy.machine import usable_cores
 from deploy.tensors import Array, TensorSpec
 
@@ -398,7 +398,7 @@ def model_source(model: Model) -> str | bytes:
     """
     if isinstance(model, Path | str):
         refuse_irregular(model, what="a model", error=BackendError)
-        return str(model) if is_text(model) else _read_bytes(model)
+        return str(model) if is_utf8_path(model) else _read_bytes(model)
     return model if isinstance(model, bytes) else bytes(model.SerializeToString())
 
 

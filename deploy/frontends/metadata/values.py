@@ -51,7 +51,7 @@ class ModelMetadata:
         """
         for path in (self.folder / name for name in names) if self.folder else ():
             if os.path.isfile(path):
-                return read_text(path, what="text", error=ConfigError, most=_LARGEST)
+                return read_text(path, what="text", error=ConfigError, max_bytes=_LARGEST)
         return None
 
 

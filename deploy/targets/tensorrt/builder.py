@@ -441,7 +441,7 @@ def _set_timing_cache(config: trt.IBuilderConfig, settings: BuilderSettings) -> 
         return ""
     stored = b""
     if path.exists():
-        stored = read_bytes(path, what="a timing cache", error=BackendError, own=True)
+        stored = read_bytes(path, what="a timing cache", error=BackendError, rewritable=True)
     cache = config.create_timing_cache(stored)
     if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
         return ""

@@ -21,7 +21,7 @@ from deploy.errors import CacheError, ModelError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.files import atomic
 from deploy.files.manifest import sha256
-from deploy.files.reading import MOST_TEXT, read_bytes
+from deploy.files.reading import MAX_TEXT_BYTES, read_bytes
 from deploy.frontends import load
 from deploy.frontends.base import model_digest
 from deploy.frontends.onnx_reader import read_model
@@ -40,7 +40,7 @@ def read_cache(path: Path) -> CalibrationCache:
     Raises:
         CacheError: the file cannot be read, or is not a TensorRT calibration cache.
     """
-    data = read_bytes(path, what="a calibration cache", error=CacheError, most=MOST_TEXT)
+    data = read_bytes(path, what="a calibration cache", error=CacheError, max_bytes=MAX_TEXT_BYTES)
     return trt_cache.parse(data, origin=str(path))
 
 

@@ -1,0 +1,137 @@
+"""Check the headers of zip archives and .npy arrays before anything is unpacked.
+
+A few kilobytes of a zip archive may claim terabytes, and an array's header more values than there
+are bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from math import prod
+from typing import IO, TYPE_CHECKING, Any
+
+from deploy.errors import Calib8Error
+from deploy.files.reading import FilePath, format_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    ArrayHeader = tuple[tuple[int, ...], bool, np.dtype[Any]]
+
+# numpy parses headers as Python code, and Python 3.11 sometimes fails at that in several threads
+# (python/cpython#106905)
+HEADER_LOCK = threading.Lock()
+_MAX_ENTRIES = 1 << 20
+_MAX_UNPACKED_BYTES = 16 << 30  # of all entries
+_MAX_LISTING_BYTES = 128 << 20  # of an archive's table of contents
+_ZIP_TAIL_BYTES = 1 << 17  # they hold the end record, its comment and zip64's end record
+# end records of a zip archive: (magic, offset and bytes of the size of the table of contents)
+_END_RECORDS = ((b"PK\x05\x06", 12, 4), (b"PK\x06\x06", 40, 8))
+
+
+def check_archive(
+    file: IO[bytes],
+    path: FilePath,
+    *,
+    what: str,
+    error: type[Calib8Error],
+    max_entries: int = _MAX_ENTRIES,
+    max_bytes: int = _MAX_UNPACKED_BYTES,
+) -> None:
+    """Refuse an archive that would unpack to more than a budget, before anything is unpacked.
+
+    `zipfile` unpacks at most the size in an entry's header.
+
+    Args:
+        file: the archive; it is left at its beginning.
+        path: its name in messages.
+        what: the file must be, such as "an .npz file".
+        error: class of the error to raise.
+        max_entries: maximum number of entries.
+        max_bytes: maximum size of all entries unpacked.
+
+    Raises:
+        error: too many entries or bytes.
+        BadZipFile: no zip archive.
+    """
+    import zipfile
+
+    budget = f"{max_entries:,} entries and {format_bytes(max_bytes)}"
+    rule = f"{os.fspath(path)} must be {what} of at most {budget}"
+    listing_bytes = _read_listing_bytes(file)
+    if listing_bytes > _MAX_LISTING_BYTES:
+        raise error(
+            f"{rule}, got {format_bytes(listing_bytes)} of names alone; write several smaller ones"
+        )
+
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    file.seek(0)
+    total = sum(entry.file_size for entry in entries)
+    if len(entries) > max_entries or total > max_bytes:
+        raise error(
+            f"{rule} unpacked, got {len(entries):,} and {format_bytes(total)}; write several"
+            " smaller ones"
+        )
+
+
+def _read_listing_bytes(file: IO[bytes]) -> int:
+    """Return the size of a zip archive's table of contents in bytes; 0 without one."""
+    file_size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, file_size - _ZIP_TAIL_BYTES))
+    tail = file.read()
+    file.seek(0)
+    listing_bytes = 0
+    for magic, offset, width in _END_RECORDS:
+        record = tail.rfind(magic)
+        value = int.from_bytes(tail[record + offset : record + offset + width], "little")
+        if record >= 0 and value != 0xFFFFFFFF:  # zip64 has the size in its own record
+            listing_bytes = max(listing_bytes, value)
+    return min(listing_bytes, file_size)
+
+
+def read_array_header(stream: IO[bytes], max_bytes: int) -> ArrayHeader:
+    """Read (shape, Fortran order, dtype) of an .npy file; the values follow in the stream.
+
+    Args:
+        stream: at the beginning of the .npy file.
+        max_bytes: upper bound of the file's size.
+
+    Raises:
+        ValueError: not numpy's format, Python objects, or more values than bytes.
+    """
+    import tokenize
+    import warnings
+
+    from numpy.lib import format as npy_format
+
+    version = npy_format.read_magic(stream)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"numpy format {version} is not known")
+    try:
+        with HEADER_LOCK, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy warns about headers written by Python 2
+            if version == (1, 0):
+                shape, is_fortran, dtype = npy_format.read_array_header_1_0(stream)
+            else:
+                shape, is_fortran, dtype = npy_format.read_array_header_2_0(stream)
+    except (tokenize.TokenError, OverflowError, RecursionError) as error:
+        raise ValueError(f"its header is damaged: {error}") from error
+
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects")
+    if any(side < 0 for side in shape) or prod(shape) * dtype.itemsize > max_bytes:
+        raise ValueError(f"its header claims {dtype} {list(shape)}, which is more than is there")
+    return shape, is_fortran, dtype
+
+
+def read_array(stream: IO[bytes], max_bytes: int) -> NDArray[Any]:
+    """Read an array of an .npy file; see `read_array_header`."""
+    import numpy as np
+
+    shape, is_fortran, dtype = read_array_header(stream, max_bytes)
+    data = bytearray(stream.read(prod(shape) * dtype.itemsize))
+    array: NDArray[Any] = np.frombuffer(data, dtype)
+    return array.reshape(shape, order="F" if is_fortran else "C")
