@@ -468,6 +468,8 @@ def test_an_error_in_a_block_ends_the_others():
 def test_the_integers_of_a_record_are_taken_as_they_are():
     model = model_of([("Gemm", "x w", "y", "g")], {"w": np.eye(3)}, [1, 3])
     codes = np.arange(9, dtype=np.int8).reshape(1, 3, 3)
-    record = LayerRecord(scale_d=np.float32(1), scale_w=np.ones(1, np.float32), rounded=codes)
+    record = LayerRecord(
+        scale_d=np.float32(1), scale_w=np.ones(1, np.float32), rounded_weight=codes
+    )
     made = quantize_layers(model, find_layers(model), {"g": record})["g"]
     np.testing.assert_array_equal(made.weight, codes[0].T)  # stored [C_in, C_out]

@@ -99,11 +99,13 @@ def test_a_configuration_of_the_user_s_is_the_only_search(auto_small, tmp_path):
 def test_a_config_names_the_search_of_every_layer(small_cnn):
     config = default_config(find_layers(name_nodes(load(small_cnn).model)))
     first, second, *_ = config.layers
-    made = searches.config_of(config, {first: "hfmg", second: "nothing clipped"})
+    made = searches.apply_searches(config, {first: "hfmg", second: "nothing clipped"})
     assert set(made.enabled()) == {first, second}
     assert made.layers[first].activation.act_algo == "hfmg"
     assert made.layers[second].activation.search_range == (1.0, 1.3)
-    assert searches.config_of(config, dict.fromkeys(config.layers, searches.CONFIGURED)) == config
+    assert (
+        searches.apply_searches(config, dict.fromkeys(config.layers, searches.CONFIGURED)) == config
+    )
 
 
 SIZES = np.logspace(0, 2.5, 8)  # how much larger a channel is than the first
@@ -145,7 +147,7 @@ def parts(uneven, images):
     config = default_config(graph, batch_num=len(samples))
 
     def records(search):
-        own = searches.config_of(config, dict.fromkeys(graph.layers, search))
+        own = searches.apply_searches(config, dict.fromkeys(graph.layers, search))
         return calibrate_amct(model, graph, samples, own).records
 
     found = {search: records(search) for search in ("as configured", "hfmg", "dmq 0.5")}
@@ -154,11 +156,11 @@ def parts(uneven, images):
 
 def test_a_depthwise_layer_of_uneven_channels_is_balanced(parts):
     model, graph, records, samples = parts
-    chosen = searches.nearest_searches(model, graph, records, samples[:4], threads=2)
+    chosen = searches.find_best_searches(model, graph, records, samples[:4], threads=2)
     assert list(chosen) == list(graph.layers)
     assert chosen["dw"] == "dmq 0.5"  # each channel keeps its weights' steps, and wins input's
     balanced, plain = (
-        searches.own_errors(
+        searches.measure_layer_errors(
             model, quantize_layers(model, graph, records[search]), samples[:4], threads=1
         )
         for search in ("dmq 0.5", "as configured")

@@ -245,7 +245,7 @@ def test_aipp_crops_the_centre_and_tells_the_host():
     made = write_aipp(how, AippSource(size=(256, 320)))
     fields = parse_text("InsertNewOps", made.text, "aipp").aipp_op[0]
     assert (fields.load_start_pos_h, fields.load_start_pos_w, fields.crop_size_w) == (16, 48, 224)
-    assert any("cannot resize" in sentence for sentence in made.host)
+    assert any("cannot resize" in sentence for sentence in made.host_notes)
 
 
 def test_atc_command_chips_and_shapes():

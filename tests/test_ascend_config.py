@@ -285,8 +285,8 @@ def test_what_stays_float_says_why():
     ]  # fmt: skip
     graph = find_layers(model_of(nodes, dict.fromkeys(("w", "w2"), np.ones((4, 4)))))
     assert not graph.layers
-    assert "alpha 1" in graph.refused["alpha"] and "shared" in graph.refused["one"]
-    assert "constant" in graph.refused["dynamic"]
+    assert "alpha 1" in graph.float_reasons["alpha"] and "shared" in graph.float_reasons["one"]
+    assert "constant" in graph.float_reasons["dynamic"]
     with pytest.raises(ConfigError, match="alpha"):
         default_config(graph)
 
@@ -296,7 +296,7 @@ def test_a_gemms_bias_has_one_value_a_channel(shape, taken):
     weights = {"w": np.ones((4, 4)), "b": np.ones(shape)}
     graph = find_layers(model_of([("Gemm", "x w b", "y", "g")], weights))
     assert ("g" in graph.layers) is taken
-    assert taken or "one a channel" in graph.refused["g"]
+    assert taken or "one a channel" in graph.float_reasons["g"]
 
 
 RECORD = (CASES / "small_default" / "record.txt").read_text()

@@ -82,8 +82,10 @@ def test_the_om_gets_what_the_calibration_got(source, color, standard):
     made = aipp.write_aipp(how, given)
     wanted = prepared(picture(), how)
     error = aipp.measure_aipp_error(made, how, given, {"x": wanted[None]})
-    assert error is not None and error < (0.02 if given.yuv else 5e-4)
-    if given.yuv and color != "grey":  # and not with V for U, nor with another standard's factors
+    assert error is not None and error < (0.02 if given.is_yuv else 5e-4)
+    if (
+        given.is_yuv and color != "grey"
+    ):  # and not with V for U, nor with another standard's factors
         made = aipp.write_aipp(how, replace(given, color={"nv12": "nv21", "nv21": "nv12"}[source]))
         swapped = aipp.measure_aipp_error(made, how, given, {"x": wanted[None]})
         assert swapped is not None and swapped > 3 * error
@@ -106,7 +108,7 @@ def test_the_host_and_aipp_together_feed_what_calibrated(color, source, resize, 
     placed, (top, left), box = pixels, (0, 0), pixels.shape[:2]
     if size is None:
         (placed, (top, left)), box = resize_to_input(pixels, how), how.box
-    elif plan := made.plan:
+    elif plan := made.frame_plan:
         (top, left), box = plan.corner, plan.stored
         placed = cv2.resize(pixels, plan.resized[::-1]).reshape(*plan.resized, -1)
         placed = placed[max(-top, 0) :, max(-left, 0) :][: box[0], : box[1]]
@@ -114,18 +116,21 @@ def test_the_host_and_aipp_together_feed_what_calibrated(color, source, resize, 
     frame = np.zeros((*box, placed.shape[2]), np.uint8)
     frame[top : top + placed.shape[0], left : left + placed.shape[1]] = placed
     rgb = np.repeat(frame, 3, axis=2) if color == "grey" else frame[..., ::-1]
-    fed = aipp.run_aipp(made.op, aipp._as_source(rgb, how, given))
+    fed = aipp.run_aipp(made.parameters, aipp._as_source(rgb, how, given))
     far = np.abs(fed - wanted) * how.std[0] / how.scale  # in pixel units
-    assert far.mean() <= 2 if given.yuv else far.max() <= 2
+    assert far.mean() <= 2 if given.is_yuv else far.max() <= 2
 
 
 def test_a_frame_is_cropped_at_even_places_and_a_wrong_standard_is_seen():
     source = AippSource(color="nv12", size=(38, 54), standard="bt709-full")
     made = aipp.write_aipp(replace(RGB, resize="short-side", short_side=40), source)
-    assert (made.op.load_start_pos_h, made.op.load_start_pos_w) == (2, 2)
+    assert (made.parameters.load_start_pos_h, made.parameters.load_start_pos_w) == (2, 2)
     frame = np.zeros((38, 54, 3), np.uint8)
     frame[2:34, 2:50] = picture()
-    got, wanted = aipp.run_aipp(made.op, aipp.to_yuv(frame, "bt709-full")), prepared(picture(), RGB)
+    got, wanted = (
+        aipp.run_aipp(made.parameters, aipp.to_yuv(frame, "bt709-full")),
+        prepared(picture(), RGB),
+    )
     assert np.abs(got - wanted).mean() < 0.02
     narrow, full = (AippSource(color="nv12", standard=f"bt601-{k}") for k in ("narrow", "full"))
     right, wrong = (
@@ -141,7 +146,7 @@ def test_dynamic_aipp_leaves_the_values_to_the_host_and_arrays_have_none():
     (op,) = parse_text("InsertNewOps", made.text, "it").aipp_op
     assert op.aipp_mode == 2 and op.max_src_image_size == 64 * 64 * 3 // 2
     assert not op.HasField("input_format") and not op.HasField("csc_switch")
-    (said,) = [words for words in made.host if "aclmdlSetAIPP" in words]
+    (said,) = [words for words in made.host_notes if "aclmdlSetAIPP" in words]
     assert "matrix_r0c0: 298" in said and "mean_chn_0: 123" in said and "\n" not in said
     files = {}
     request = SimpleNamespace(manifest={"preprocess": None})
@@ -232,8 +237,10 @@ EVEN = (
 def test_what_dvpp_or_the_host_does_is_said_with_sizes(changes, options, size, said):
     how, given = replace(RGB, **changes), AippSource(size=size, **options)
     made = aipp.write_aipp(how, given)
-    assert made.host[0] == said and (made.op.src_image_size_w % 16 == 0 or not given.yuv)
-    assert made.op.crop == (made.plan.stored != how.box)
+    assert made.host_notes[0] == said and (
+        made.parameters.src_image_size_w % 16 == 0 or not given.is_yuv
+    )
+    assert made.parameters.crop == (made.frame_plan.stored != how.box)
 
 
 SECRET = "/home/someone/secret/train.py"

@@ -129,7 +129,7 @@ def test_a_plan_knows_shared_weights_and_copies_that_are_too_large_are_not_made(
     monkeypatch.setattr("deploy.targets.ascend.preparation._MOST", 4 * 2 * 8 * 6)
     _, graph = prepare_model(name_nodes(two_pictures()))
     assert graph.layers.keys() == {"left/gemm", "right/gemm"}
-    assert {graph.refused[f"{word}/conv"] for word in ("left", "right")} == {SHARED}
+    assert {graph.float_reasons[f"{word}/conv"] for word in ("left", "right")} == {SHARED}
 
 
 def test_a_trained_model_of_pairs_keeps_layers_of_one_weight(pictures_built, command, tmp_path):

@@ -160,7 +160,7 @@ def test_what_a_calibration_needs_of_its_batches(default):
         calibrate_amct(model, graph, [batch], config)
     batch = {"input.1": np.zeros((2, 3, 32, 32), np.float32)}
     found = calibrate_amct(model, graph, [batch], config)
-    assert found.dead == ("conv1",)
+    assert found.zero_layers == ("conv1",)
     assert (found.records["conv1"].scale_d, found.records["conv1"].offset_d) == (1, -128)
 
 
@@ -169,7 +169,7 @@ def test_all_values_are_kept_only_on_request(default):
     config = config_of("small_default", graph)
     exact = calibrate_amct(model, graph, inputs("small_default"), config, exact=True)
     streamed = calibrate_amct(model, graph, inputs("small_default"), config)
-    assert exact.kept_bytes > 500_000 and not streamed.kept_bytes
+    assert exact.activation_bytes > 500_000 and not streamed.activation_bytes
     for name, record in exact.records.items():
         assert streamed.records[name].scale_d == pytest.approx(float(record.scale_d), rel=0.016)
 
@@ -367,7 +367,7 @@ def test_ocr_models(name, size, least):
     config = default_config(graph, batch_num=len(batches))
     exact = calibrate_amct(model, graph, batches, config, exact=True)
     streamed = calibrate_amct(model, graph, batches, config)
-    assert exact.kept_bytes and not streamed.kept_bytes
+    assert exact.activation_bytes and not streamed.activation_bytes
     one_step = 0.01 / 0.7  # a candidate is 0.01 of the range, of which 0.7 is the least
     for layer, record in exact.records.items():
         near = streamed.records[layer]

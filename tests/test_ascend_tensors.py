@@ -102,7 +102,7 @@ def test_the_inputs_named_are_quantized_and_their_nodes_are_float(kept):
         assert taken["scale"] == pytest.approx(1 / given_["scale"], rel=1e-6)
     assert not (folder / "small_cnn_modified_model.onnx").exists()  # AMCT takes the model as it is
     records = records_of(folder)
-    assert [n for n, r in records.items() if r.tensor] == ["Add_a:1", "MaxPool_p:0"]
+    assert [n for n, r in records.items() if r.is_node_input] == ["Add_a:1", "MaxPool_p:0"]
     assert records["Add_a:1"].scale_w.size == 0
     # AMCT's `convert` takes these; of a MaxPool's it knows nothing.
     nodes = nodes_of(folder / "small_cnn_amct_qdq.onnx")
@@ -331,7 +331,7 @@ def test_auto_may_leave_them_in_float(strategy, auto, small_cnn, tmp_path):
     records = records_of(tmp_path / "o")
     asked = found.get("tensor_quantize", [])
     keys = {f"{one['layer_name']}:{one['input_index']}" for one in asked}
-    assert keys == {key for key, one in records.items() if one.tensor}
+    assert keys == {key for key, one in records.items() if one.is_node_input}
     assert 0 < len(records) < 6
 
 
@@ -450,7 +450,7 @@ def test_two_activations_are_quantized_where_they_are_named(kept):
     assert config["quant_enable"] is True
     assert config["activation_quant_params"]["asymmetric"] is False
     record = records_of(folder)["scores"]
-    assert record.offset_d == 0 and record.scale_w.shape == (1,) and not record.tensor
+    assert record.offset_d == 0 and record.scale_w.shape == (1,) and not record.is_node_input
     nodes = nodes_of(folder / "net_deploy_model.onnx")
     assert list(nodes["scores"].input) == ["scores.quant.output0", "scores.1.quant.output0"]
     assert nodes["scores.1.quant"].input[0] == "kt"
@@ -574,13 +574,15 @@ def test_integers_and_floats_agree_for_any_shape(heads, rows, inner, columns, co
 def test_two_activations_are_offered_where_a_matmul_takes_float_matrices(op, shape, kind, offered):
     inputs = dict.fromkeys("ab", (kind, shape))
     found = find_layers(build_net([(op, "a b", "y", "m")], inputs, {"y": (kind, None)}, opset=17))
-    assert list(found.offered) == ["m"] * offered and "m" in found.refused
+    assert list(found.optional_layers) == ["m"] * offered and "m" in found.float_reasons
 
 
 def test_a_matmul_of_a_vector_stays_float():
     values, weights = {"x": [4]}, {"w": np.ones((4, 3), np.float32)}
     model = build_net([("MatMul", "x w", "y", "m")], values, {"y": [3]}, weights, opset=17)
-    assert find_layers(model).refused == {"m": "a MatMul's input must be 2-D or more, got 1-D"}
+    assert find_layers(model).float_reasons == {
+        "m": "a MatMul's input must be 2-D or more, got 1-D"
+    }
 
 
 def test_a_configuration_says_what_is_float(files, run, tmp_path):

@@ -448,7 +448,7 @@ def test_runs_and_loading_are_stopped_until_they_may_continue(monkeypatch):
     model = make_model([("Relu", "x", "y")], {"x": [1]}, {"y": [1]}, opset=17)
     feed = {"x": np.ones(1, np.float32)}
     session, load = OrtSession.open(model), onnxruntime.InferenceSession
-    bound = session.bound({"y": ((1,), np.dtype(np.float32))})
+    bound = session.bind_outputs({"y": ((1,), np.dtype(np.float32))})
     monkeypatch.setattr(
         onnxruntime, "InferenceSession", lambda *a, **k: (ort.stop_runs(math.inf), load(*a, **k))
     )

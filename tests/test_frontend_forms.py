@@ -833,7 +833,7 @@ def test_what_amct_is_to_find_apart_from_its_layers_stays_apart(nodes, bare, ski
     model = make_model(nodes, *ends, as_float32(held), opset=17)
     subject = SimpleNamespace(unfolded=SimpleNamespace(model=model))
     config = SimpleNamespace(do_fusion=True, skip_fusion_layers=skipped)
-    found, _ = unfuse_batchnorms(subject, config, bare=bare)
+    found, _ = unfuse_batchnorms(subject, config, unfolded=bare)
     assert [node.op_type for node in found.graph.node].count(nodes[-1].op_type) == left
 
 

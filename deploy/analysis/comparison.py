@@ -230,7 +230,7 @@ class _Cuts:
     ) -> Figures:
         left = OrtSession.open(first, threads=self._threads)
         results = run_in_subprocess(
-            second, self._samples, self._folder, threads=self._threads, closed=closed
+            second, self._samples, self._folder, threads=self._threads, fix_shapes=closed
         )
         names = [value.name for value in second.graph.output]
 

@@ -84,7 +84,7 @@ def _open_blocked(
 ) -> tuple[OrtSession, dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="calib8-", ignore_cleanup_errors=True) as folder:
         saved = Path(folder) / "model.onnx"
-        session = OrtSession.open(model, threads=1, spin=False, saved=saved)
+        session = OrtSession.open(model, threads=1, spin=False, save_to=saved)
         optimized = onnx.ModelProto.FromString(
             read_bytes(saved, what="a model", error=BackendError, rewritable=True)
         )
@@ -162,7 +162,7 @@ class BufferedSession:
                 if not self._trimmed:  # the memory of the first run; shapes may change often
                     trim_memory()
                 self._trimmed = True
-                self._bound = self._session.bound(self._made)
+                self._bound = self._session.bind_outputs(self._made)
             self._bound.run(sample)
         except BackendError:  # the shape of an output depends on values
             self._able = False

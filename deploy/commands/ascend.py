@@ -140,11 +140,11 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
     atomic.write_text(out, text)
     moved = f", {len(made.tensors)} inputs moved in int8" if made.tensors else ""
     say(f"{out}: {len(made.enabled())} of {len(made.layers)} layers in int8{moved}")
-    for sentence in made.told:
+    for sentence in made.notes:
         say(f"  {sentence}")
     enabled = made.enabled()
-    for name in (name for name in graph.refused if name not in enabled):
-        say(f"  float  {name}: {graph.refused[name]}")
+    for name in (name for name in graph.float_reasons if name not in enabled):
+        say(f"  float  {name}: {graph.float_reasons[name]}")
 
 
 @ascend.command(short_help="Whether a file is what ATC and AMCT take.")
@@ -243,7 +243,7 @@ def auto(
         threads=images.threads,
         say=say,
     )
-    for sentence in made.config.told:
+    for sentence in made.config.notes:
         say(sentence)
     if made.in_int8 is not None:
         in_float = sum(not layer.quant_enable for layer in made.config.layers.values())

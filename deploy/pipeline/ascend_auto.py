@@ -28,12 +28,12 @@ from deploy.targets.ascend.float16 import find_float16_tensors
 from deploy.targets.ascend.layer_searches import (
     CONFIGURED,
     SEARCHES,
-    balanced_over,
-    config_of,
+    apply_searches,
+    count_dmq_samples,
+    find_best_searches,
     is_balanced,
-    nearest_searches,
+    make_search_plan,
     rank_layers,
-    search_plan,
 )
 from deploy.targets.ascend.models import write_models
 from deploy.targets.ascend.preparation import find_weight_sharers
@@ -67,12 +67,12 @@ class AscendSearching(Ascend):
     def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
         """Return the observations of all searches."""
         own = self.record_plan(subject)
-        plans = [search_plan(own, how) for how in self._searches]
+        plans = [make_search_plan(own, how) for how in self._searches]
         return tuple({o.key: o for plan in plans for o in plan.observations}.values())
 
     def records(self, request: BuildRequest) -> dict[str, dict[str, LayerRecord]]:
         """Return search -> records of all layers, the default first; DMQ's of those it changes."""
-        found = {how: self.searched(request, how)[1].records for how in self._searches}
+        found = {how: self.search(request, how)[1].records for how in self._searches}
         return {
             how: {n: r for n, r in own.items() if not is_balanced(how) or (r.factors != 1).any()}
             for how, own in found.items()
@@ -135,12 +135,12 @@ def auto_calibrate(
             evaluation_set=make_evaluation_set(feed, subject.model, _REPAIRING),
             threads=threads,
         )
-        plan, _, layers, _ = target.quantized(request)
+        plan, _, layers, _ = target.quantize(request)
         records = target.records(request)
 
         def nearest() -> dict[str, str]:
             samples = list(feed.spread(_NEAREST))
-            return nearest_searches(plan.model, plan.graph, records, samples, threads=threads)
+            return find_best_searches(plan.model, plan.graph, records, samples, threads=threads)
 
         ranking: list[tuple[str, float]] = []
         if strategy == BINARY:
@@ -153,7 +153,9 @@ def auto_calibrate(
             evaluation=evaluation,
             max_loss=max_loss,
             layers=tuple(plan.layers),
-            uncounted=[name for name, layer in plan.layers.items() if layer.at is not None],
+            uncounted=[
+                name for name, layer in plan.layers.items() if layer.input_index is not None
+            ],
             searches=records,
             everywhere=[how for how in records if not is_balanced(how)],
             nearest=nearest,
@@ -169,9 +171,9 @@ def _written(
     target: AscendSearching, search: BudgetSearch, found: BuildRequest | None, plan: RecordPlan
 ) -> AutoCalibration:
     """Write ranking, history and config; models and record if a layer stays in int8."""
-    config = config_of(plan.config, {})
+    config = apply_searches(plan.config, {})
     if found is not None:
-        made, calibrated, layers, config = target.quantized(found)
+        made, calibrated, layers, config = target.quantize(found)
     texts = {
         RANKING: json.dumps([list(entry) for entry in search.ranking], indent=4),
         HISTORY: json.dumps(search.history, indent=4),
@@ -194,7 +196,7 @@ def _written(
     )
     return AutoCalibration(
         config=config,
-        in_int8=sum(not one.tensor for one in records.values()),
+        in_int8=sum(not one.is_node_input for one in records.values()),
         notes=tuple(_notes(search, found, plan)),
         written=(*written, *models.values()),
     )
@@ -206,7 +208,7 @@ def _notes(search: BudgetSearch, found: BuildRequest, plan: RecordPlan) -> Itera
     if count := sum(is_balanced(how) for name, how in searches.items() if name not in in_float):
         yield (
             f"DMQ balances {count} layers, with a multiplication more in front of each, by the"
-            f" largest values of {balanced_over(plan) * plan.images} images."
+            f" largest values of {count_dmq_samples(plan) * plan.images_per_sample} images."
         )
     yield from (f"{one.sentence}." for one in search.repairs)
     if search.repairs:

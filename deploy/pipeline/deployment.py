@@ -202,7 +202,7 @@ class _Deployment:
                 manifest=feed.manifest(),
                 threads=self.threads,
             )
-            built = self.target.files(self.recipe, request)
+            built = self.target.write_files(self.recipe, request)
             report = self.report(built, feed, stage, scales)
             write_pages(report, stage)
             data = read_bytes(scales, what="a file of scales", error=ConfigError)

@@ -68,7 +68,9 @@ def open_single_thread(model: Path | bytes | onnx.ModelProto, *, stand_in: bool 
     """
     if stand_in and not isinstance(model, bytes) and _truncates_float16():
         model = _quantized_in_float32(model)
-    return OrtSession.open(model, threads=1, spin=False, keep=True, int8_kernels=not stand_in)
+    return OrtSession.open(
+        model, threads=1, spin=False, reuse_memory=True, int8_kernels=not stand_in
+    )
 
 
 def _truncates_float16() -> bool:

@@ -97,7 +97,7 @@ def run_in_subprocess(
     folder: Path,
     *,
     threads: int | None = None,
-    closed: bool = False,
+    fix_shapes: bool = False,
 ) -> list[Path]:
     """Run samples in a separate process, so that a crash of OpenVINO does not end this one.
 
@@ -106,7 +106,7 @@ def run_in_subprocess(
         samples: one .npz of inputs per sample.
         folder: for the output files; those of an earlier run are overwritten.
         threads: see `OpenvinoSession.open`.
-        closed: fix open dimensions of the inputs to the first sample's shapes.
+        fix_shapes: fix open dimensions of the inputs to the first sample's shapes.
 
     Returns:
         One .npz of outputs per sample.
@@ -119,7 +119,7 @@ def run_in_subprocess(
     path = folder / "model.onnx"
     path.write_bytes(model.SerializeToString())
     results = [folder / f"outputs-{number}.npz" for number in range(len(samples))]
-    args = [str(path), str(threads or usable_cores()), "closed" if closed else "open"]
+    args = [str(path), str(threads or usable_cores()), "fixed" if fix_shapes else "open"]
     args += [str(file) for pair in zip(samples, results, strict=True) for file in pair]
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
@@ -145,7 +145,7 @@ def _process_main(args: Sequence[str]) -> int:
     path, threads, shapes, *files = args
     try:
         shapes_given = None
-        if shapes == "closed":
+        if shapes == "fixed":
             with np.load(files[0], allow_pickle=False) as arrays:
                 shapes_given = {name: arrays[name].shape for name in arrays.files}
         session = OpenvinoSession.open(Path(path), threads=int(threads), shapes=shapes_given)

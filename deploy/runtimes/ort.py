@@ -223,10 +223,10 @@ class OrtSession(CpuSession):
         threads: int | None = None,
         optimize: bool = True,
         spin: bool = True,
-        keep: bool | None = None,
+        reuse_memory: bool | None = None,
         int8_kernels: bool = True,
         trace: Path | None = None,
-        saved: Path | None = None,
+        save_to: Path | None = None,
     ) -> OrtSession:
         """Load a model from a file or from memory.
 
@@ -236,13 +236,13 @@ class OrtSession(CpuSession):
             optimize: False disables graph optimization, so that every tensor of the file exists.
             spin: idle threads spin within a run instead of sleeping, which saves microseconds and
                 occupies the cores; worth it only for timing.
-            keep: reuse memory between runs; None: only if threads spin. A session of a few runs
-                then allocates no new pages, and frees all of them at its end.
+            reuse_memory: keep memory between runs; None: only if threads spin. A session of a few
+                runs then allocates no new pages, and frees all of them at its end.
             int8_kernels: False computes a Q/DQ model as written, in float between its pairs, with
                 its weights quantized once: for a model in another runtime's form. A `ModelProto`
                 with fp8 pairs always runs so, since there are no fp8 kernels.
             trace: prefix of the profile's path.
-            saved: path to write the optimized model to, with its larger weights in a file next to
+            save_to: path to write the optimized model to, with its larger weights in a file next to
                 it.
 
         Raises:
@@ -263,16 +263,16 @@ class OrtSession(CpuSession):
             options.add_session_config_entry("session.force_spinning_stop", "1")
         else:
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.enable_cpu_mem_arena = spin if keep is None else keep
+        options.enable_cpu_mem_arena = spin if reuse_memory is None else reuse_memory
         if not int8_kernels:
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         if trace is not None:
             options.enable_profiling = True
             options.profile_file_prefix = str(trace)
-        if saved is not None:
-            options.optimized_model_filepath = str(saved)
+        if save_to is not None:
+            options.optimized_model_filepath = str(save_to)
             entry = "session.optimized_model_external_initializers_"
-            options.add_session_config_entry(f"{entry}file_name", f"{saved.name}.data")
+            options.add_session_config_entry(f"{entry}file_name", f"{save_to.name}.data")
             options.add_session_config_entry(f"{entry}min_size_in_bytes", str(_LARGE))
         level = onnxruntime.GraphOptimizationLevel
         options.graph_optimization_level = (
@@ -300,16 +300,16 @@ class OrtSession(CpuSession):
             return f"{message}; only Ascend's atc reads it, so give its fake-quant model"
         return message
 
-    def bound(self, like: Mapping[str, ArrayForm]) -> BoundSession:
+    def bind_outputs(self, output_forms: Mapping[str, ArrayForm]) -> BoundSession:
         """Prepare runs on samples of one shape that write the outputs to the same memory.
 
         Args:
-            like: output -> its shape and dtype.
+            output_forms: output -> its shape and dtype.
 
         Raises:
             BackendError: a dtype that cannot be bound.
         """
-        return BoundSession(self._session, like)
+        return BoundSession(self._session, output_forms)
 
 
 class BoundSession:

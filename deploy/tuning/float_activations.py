@@ -56,7 +56,7 @@ class FloatActivations:
             name for nodes in changed for name in border_tensors(reference, nodes)
         )
         session = OrtSession.open(
-            copy_with_outputs(reference, wanted), threads=1, spin=False, keep=True
+            copy_with_outputs(reference, wanted), threads=1, spin=False, reuse_memory=True
         )
         for sample, _ in heard:
             made = session.run(sample)

@@ -293,7 +293,7 @@ class Prober:
             kernels = self._kernels and not holds_fp8(model)
             data = model.SerializeToString()
             del model
-        return OrtSession.open(data, threads=1, spin=False, keep=True, int8_kernels=kernels)
+        return OrtSession.open(data, threads=1, spin=False, reuse_memory=True, int8_kernels=kernels)
 
     def _measure(
         self, session: OrtSession, heard: Sequence[ReferenceSample], *, judged: bool

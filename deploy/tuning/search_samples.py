@@ -333,7 +333,7 @@ class GrowingComparison:
         for top-1 accuracy on all samples.
         """
         self._sessions = [
-            OrtSession.open(model, threads=1, spin=False, keep=True, int8_kernels=kernels)
+            OrtSession.open(model, threads=1, spin=False, reuse_memory=True, int8_kernels=kernels)
             for model in models
         ]
         self._second = second_half(judges.part) if len(models) > 1 else frozenset()

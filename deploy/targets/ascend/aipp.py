@@ -107,15 +107,15 @@ class AippConfig:
     """An AIPP configuration, and the preprocessing left to the host.
 
     Attributes:
-        op: the parameters, an AippOpParams; for dynamic AIPP, those that the host has to set.
-        host: sentences: the steps left to the host, and the error of AIPP's arithmetic.
-        plan: how a frame of the source size becomes AIPP's picture, if AIPP cannot crop it.
+        parameters: an AippOpParams; for dynamic AIPP, those that the host has to set.
+        host_notes: sentences on the steps left to the host, and the error of AIPP's arithmetic.
+        frame_plan: how a frame of the source size becomes AIPP's picture, if AIPP cannot crop it.
     """
 
     text: str
-    op: Any
-    host: tuple[str, ...]
-    plan: "FramePlan | None" = None
+    parameters: Any
+    host_notes: tuple[str, ...]
+    frame_plan: "FramePlan | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def write_aipp(how: Preprocess, source: AippSource | None = None) -> AippConfig:
     message.aipp_op.append(written)
     text = print_text(message)
     parse_text("InsertNewOps", text, "the AIPP configuration")
-    return AippConfig(text=text, op=op, host=tuple(host), plan=plan)
+    return AippConfig(text=text, parameters=op, host_notes=tuple(host), frame_plan=plan)
 
 
 def _color(op: Any, how: Preprocess, source: AippSource) -> None:
@@ -164,8 +164,8 @@ def _color(op: Any, how: Preprocess, source: AippSource) -> None:
     grey = how.color == "grey"
     if grey and source.color == "bgr":
         raise ExportError("AIPP makes grey of grey pictures, nv12 and nv21, got source color bgr")
-    op.csc_switch = source.yuv
-    if source.yuv:
+    op.csc_switch = source.is_yuv
+    if source.is_yuv:
         op.input_format = 1
         op.rbuv_swap_switch = source.color == "nv21"
         rows, bias = csc_matrix(source.standard, how.color)
@@ -198,7 +198,7 @@ def _plan(how: Preprocess, source: AippSource) -> FramePlan | None:
     if frame == box or source.dynamic or (larger and crops):
         return None
     (height, width), (top, left) = resized_geometry(frame, how)
-    if not source.yuv:
+    if not source.is_yuv:
         return FramePlan(frame, (height, width), (top, left), box)
     column = left // 16 * 16 if left > 0 else int(left / 2) * 2
     even = (_round_up(height, 2), _round_up(width, 2))
@@ -214,7 +214,7 @@ def _plan_words(plan: FramePlan, how: Preprocess, source: AippSource) -> str:
     """Return the plan, of the host or of DVPP, in words with all sizes."""
     frame, resized, stored = map(format_size, (plan.frame, plan.resized, plan.stored))
     (row, column), (size, place) = plan.corner, resized_geometry(plan.frame, how)
-    unit = 2 if source.yuv else 1
+    unit = 2 if source.is_yuv else 1
     made = format_size((_round_up(how.box[0], unit), _round_up(how.box[1], unit)))
     words = f"resize {frame} to {resized} ({how.interpolation})"
     if min(place) < 0:
@@ -222,7 +222,7 @@ def _plan_words(plan: FramePlan, how: Preprocess, source: AippSource) -> str:
     elif how.resize in ("letterbox", "fit-height"):
         words += f", paste at row {row}, column {column} of {made} filled with"
         words += f" {_fill(how, source)}"
-    words = f"{'DVPP' if source.yuv else 'The host'} (height x width): {words}."
+    words = f"{'DVPP' if source.is_yuv else 'The host'} (height x width): {words}."
     if plan.stored != how.box:
         words += f" It is {stored} in memory; AIPP crops the upper left {format_size(how.box)}."
     if (size, place) != (plan.resized, plan.corner):
@@ -238,7 +238,7 @@ def _plan_words(plan: FramePlan, how: Preprocess, source: AippSource) -> str:
 def _fill(how: Preprocess, source: AippSource) -> str:
     """Return the border's color in the format of the .om's input."""
     border = np.asarray(np.rint(how.pad), np.uint8)
-    if not source.yuv:
+    if not source.is_yuv:
         return f"{how.color} {', '.join(map(str, border))}"
     rgb = np.broadcast_to(border[::-1] if how.color == "bgr" else border, (2, 2, 3))
     y, u, v = to_yuv(rgb, source.standard).ravel()[[0, 4, 5]]
@@ -252,7 +252,7 @@ def _place(op: Any, how: Preprocess, source: AippSource, plan: FramePlan | None)
         if not _SIDES[0] <= side <= _SIDES[1]:
             raise ExportError(f"AIPP takes sides of {_SIDES[0]} to {_SIDES[1]}, got {word} {side}")
     odd = [side for side in (*(source.size or ()), height, width) if side % 2]
-    if source.yuv and odd:
+    if source.is_yuv and odd:
         raise ExportError(f"YUV pictures have even sides, got one of {odd[0]}")
     fields = {"src_image_size_w": width, "src_image_size_h": height}
     if (height, width) != how.box:
@@ -264,7 +264,7 @@ def _place(op: Any, how: Preprocess, source: AippSource, plan: FramePlan | None)
                 f"AIPP crops but does not enlarge, got a source of {height}x{width} for an input"
                 f" of {how.box[0]}x{how.box[1]}"
             )
-        if source.yuv:  # U and V are shared by two rows and columns
+        if source.is_yuv:  # U and V are shared by two rows and columns
             top, left = top // 2 * 2, left // 2 * 2
         fields |= {"crop": True, "load_start_pos_w": left, "load_start_pos_h": top}
         fields |= {"crop_size_w": how.box[1], "crop_size_h": how.box[0]}
@@ -285,7 +285,7 @@ def _place(op: Any, how: Preprocess, source: AippSource, plan: FramePlan | None)
 
 
 def _input_words(op: Any, how: Preprocess, source: AippSource) -> str:
-    if source.yuv:
+    if source.is_yuv:
         order = "U before V" if source.color == "nv12" else "V before U"
         kind = (
             f"YUV420SP ({source.color.upper()}, {order}), {source.standard}, height x 1.5 x width"
@@ -369,7 +369,7 @@ def measure_aipp_error(
 def _error(aipp: AippConfig, how: Preprocess, source: AippSource, expected: NDArray[Any]) -> float:
     pixels = input_to_image(expected[None], how)
     assert pixels is not None
-    computed = run_aipp(aipp.op, _as_source(_framed(pixels, aipp.op), how, source))
+    computed = run_aipp(aipp.parameters, _as_source(_framed(pixels, aipp.parameters), how, source))
     full = 255 * how.scale / min(how.std)
     return float(np.abs(computed - expected).mean() / full)
 
@@ -384,9 +384,9 @@ def _framed(pixels: Bytes, op: Any) -> Bytes:
 
 def _as_source(rgb: Bytes, how: Preprocess, source: AippSource) -> Bytes:
     """Convert RGB [H, W, 3] to the format of the .om's input images."""
-    if how.color == "grey" and not source.yuv:
+    if how.color == "grey" and not source.is_yuv:
         return rgb[..., 0]
-    if not source.yuv:
+    if not source.is_yuv:
         return rgb if source.color == "rgb" else rgb[..., ::-1]
     picture = to_yuv(rgb, source.standard)
     height = rgb.shape[0]
@@ -431,7 +431,7 @@ def write_aipp_files(
         path = request.folder / f"{request.name}_compression.cfg"
         text = write_compression_options()
         files["compression options"] = atomic.write_text(path, text)
-    return [*aipp.host, *_error_note(aipp, how, source, request)]
+    return [*aipp.host_notes, *_error_note(aipp, how, source, request)]
 
 
 def _error_note(

@@ -61,7 +61,7 @@ from deploy.targets.ascend.record import (
     search_params,
 )
 from deploy.targets.ascend.weight_rounding import (
-    MOST_SAMPLES,
+    MAX_SAMPLES,
     AdaStep,
     error_ratio_range,
     make_adaround_steps,
@@ -112,18 +112,20 @@ class CalibrationRecord:
     """Result of the calibration.
 
     Attributes:
-        adaround: (least, greatest) ratio of a layer's output error with AdaRound to that with
-            rounding to nearest, at the sampled positions; None without AdaRound layers.
-        dead: layers whose input was always zero; their scale is 1 and means nothing.
-        faint: layers whose input is so small that AMCT's scale, 1, rounds all of it to zero.
+        activation_bytes: memory of the activations that exact IFMR kept.
+        adaround_ratios: (smallest, largest) ratio of a layer's output error with AdaRound to that
+            with rounding to nearest, at the sampled positions; None without AdaRound layers.
+        zero_layers: layers whose input was always zero; their scale is 1 and means nothing.
+        underflow_layers: layers whose input is so small that AMCT's scale, 1, rounds all of it to
+            zero.
     """
 
     records: dict[str, LayerRecord]
     ranges: dict[str, Scale] = field(default_factory=dict)
-    kept_bytes: int = 0
-    adaround: tuple[float, float] | None = None
-    dead: tuple[str, ...] = ()
-    faint: tuple[str, ...] = ()
+    activation_bytes: int = 0
+    adaround_ratios: tuple[float, float] | None = None
+    zero_layers: tuple[str, ...] = ()
+    underflow_layers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +135,11 @@ class RecordPlan:
     Attributes:
         base: key of `model` among the model variants that are run.
         samples: number of calibration samples; `config.batch_num` batches of them are used.
-        images: images per sample, for models with a fixed batch.
-        together: samples per AMCT batch; the last batch may be smaller.
+        images_per_sample: images per sample, for models with a fixed batch.
+        samples_per_batch: samples per AMCT batch; the last batch may be smaller.
         exact: run IFMR on all values, kept in memory, instead of on histograms.
-        balanced_over: number of samples for DMQ's channel maxima; None for AMCT's first batch.
-        lenient: give factors of 1 to a layer that DMQ cannot balance, instead of raising.
+        dmq_samples: number of samples for DMQ's channel maxima; None for AMCT's first batch.
+        allow_unbalanced: give factors of 1 to a layer that DMQ cannot balance, instead of raising.
 
     Raises:
         ConfigError: an algorithm that calib8 does not implement, or nothing to quantize.
@@ -149,39 +151,39 @@ class RecordPlan:
     config: QuantConfig
     base: str
     samples: int
-    images: int = 1
-    together: int = 1
+    images_per_sample: int = 1
+    samples_per_batch: int = 1
     exact: bool = False
-    balanced_over: int | None = None
-    lenient: bool = False
+    dmq_samples: int | None = None
+    allow_unbalanced: bool = False
     _arq: Weights = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self._entries:
             raise ConfigError("a configuration must leave a layer to quantize, got none enabled")
         refuse_padless_deconvs(self.model, self.layers, self.config)
-        if self.batches < self.config.batch_num:
-            size = self.images * self.together
+        if self.batch_count < self.config.batch_num:
+            size = self.images_per_sample * self.samples_per_batch
             of = f" of {size} images" if size > 1 else ""
             raise FeedError(
                 f"the calibration needs batch_num batches, {self.config.batch_num}, got"
-                f" {self.batches}{of}; give more data or lower batch_num"
+                f" {self.batch_count}{of}; give more data or lower batch_num"
             )
 
     @property
-    def batches(self) -> int:
+    def batch_count(self) -> int:
         """Number of AMCT batches in the samples."""
-        return -(-self.samples // self.together)
+        return -(-self.samples // self.samples_per_batch)
 
     @property
-    def used(self) -> int:
+    def used_samples(self) -> int:
         """Number of samples in the batches that are used."""
-        return min(self.samples, self.config.batch_num * self.together)
+        return min(self.samples, self.config.batch_num * self.samples_per_batch)
 
     @cached_property
     def layers(self) -> dict[str, Layer]:
         """Enabled layers and tensor_quantize inputs, in the model's order."""
-        return self.graph.asked(self._entries)
+        return self.graph.select(self._entries)
 
     @cached_property
     def _entries(self) -> Mapping[str, LayerConfig]:
@@ -192,7 +194,7 @@ class RecordPlan:
         return Graph(self.model)
 
     @cached_property
-    def maxima(self) -> dict[str, Observation]:
+    def channel_maxima(self) -> dict[str, Observation]:
         """Layer that DMQ balances -> observation of its input's channel maxima."""
         variant = Variant(self.base, lambda _: self.model)
         return {
@@ -209,18 +211,18 @@ class RecordPlan:
     @property
     def _first(self) -> int:
         """Number of samples for DMQ's channel maxima."""
-        return self.balanced_over or self.together
+        return self.dmq_samples or self.samples_per_batch
 
     @cached_property
-    def adaround(self) -> dict[str, AdaStep]:
+    def adaround_steps(self) -> dict[str, AdaStep]:
         """Layer that AdaRound rounds -> its step, with its observations."""
         return make_adaround_steps(
             self.model,
             self.layers,
             self.config,
             key=self._key(),
-            samples=self.used,
-            needs=tuple(self.maxima.values()),
+            samples=self.used_samples,
+            needs=tuple(self.channel_maxima.values()),
             prepared=self._prepared,
         )
 
@@ -229,23 +231,26 @@ class RecordPlan:
         """Layer -> observation for its search; equal tensor and statistic are observed once."""
         return {
             name: self._observation(
-                name, f"{name}.mul.output0" if name in self.maxima else layer.input
+                name, f"{name}.mul.output0" if name in self.channel_maxima else layer.input
             )
             for name, layer in self.layers.items()
         }
 
     @cached_property
-    def seconds(self) -> dict[str, Observation]:
+    def second_factors(self) -> dict[str, Observation]:
         """MatMul of two activations -> observation of its second factor."""
         return {
-            name: self._observation(name, layer.others[0])
+            name: self._observation(name, layer.other_inputs[0])
             for name, layer in self.layers.items()
             if layer.two_activations
         }
 
     @cached_property
     def _variant(self) -> Variant:
-        needs = (*self.maxima.values(), *(one.inputs for one in self.adaround.values()))
+        needs = (
+            *self.channel_maxima.values(),
+            *(one.inputs for one in self.adaround_steps.values()),
+        )
         return Variant(self._key(), self._prepared, needs=needs)
 
     def _observation(self, name: str, tensor: str) -> Observation:
@@ -254,9 +259,9 @@ class RecordPlan:
     @property
     def observations(self) -> tuple[Observation, ...]:
         """All observations of the plan."""
-        rounded = (one.inputs for one in self.adaround.values())
-        activations = (*self.activations.values(), *self.seconds.values())
-        return (*self.maxima.values(), *rounded, *activations)
+        rounded = (one.inputs for one in self.adaround_steps.values())
+        activations = (*self.activations.values(), *self.second_factors.values())
+        return (*self.channel_maxima.values(), *rounded, *activations)
 
     def record(self, observed: ObservedStatistics) -> CalibrationRecord:
         """Run all searches on the observed statistics.
@@ -264,20 +269,22 @@ class RecordPlan:
         Raises:
             CalibrationError: activations or weights with NaN or Inf, or scales that are not finite.
         """
-        factors, rounded = self.factors(observed), self.rounded(observed)
+        factors, rounded = self.dmq_factors(observed), self.round_weights(observed)
         order = sorted(self.activations, key=lambda name: name not in factors)  # AMCT's, stable
         firsts = [(name, self.activations[name]) for name in order]
-        scales = self._scales([*firsts, *self.seconds.items()], observed)
-        weights = self.weights(observed)
+        scales = self._scales([*firsts, *self.second_factors.items()], observed)
+        weights = self.weight_scales(observed)
         records = {
             name: self._record(name, scale, weights[name], factors, rounded)
             for name, scale in zip(order, scales, strict=False)
         }
         inputs = [(name, records[name], observation) for name, observation in firsts]
-        others = zip(self.seconds.items(), scales[len(order) :], strict=True)
+        others = zip(self.second_factors.items(), scales[len(order) :], strict=True)
         for (name, observation), second in others:
             inputs.append((name, replace(records[name], scale_d=second.scale), observation))
-            records[name] = replace(records[name], scale_w=np.array([second.scale]), weighted=True)
+            records[name] = replace(
+                records[name], scale_w=np.array([second.scale]), has_weight=True
+            )
         recorders = [(name, one, observed.of(observation)) for name, one, observation in inputs]
         zeros = tuple(
             dict.fromkeys(name for name, _, recorder in recorders if is_zero_input(recorder))
@@ -292,10 +299,10 @@ class RecordPlan:
                 observation.tensor: clip_range(one, observed.of(observation), self._entries[name])
                 for name, one, observation in inputs
             },
-            kept_bytes=sum(r.nbytes for r in distinct.values() if isinstance(r, AllValues)),
-            adaround=error_ratio_range(rounded.values()),
-            dead=zeros,
-            faint=tuple(name for name in tiny if name not in zeros),
+            activation_bytes=sum(r.nbytes for r in distinct.values() if isinstance(r, AllValues)),
+            adaround_ratios=error_ratio_range(rounded.values()),
+            zero_layers=zeros,
+            underflow_layers=tuple(name for name in tiny if name not in zeros),
         )
 
     def _scales(
@@ -330,40 +337,40 @@ class RecordPlan:
             offset_d=first.offset,
             scale_w=scale_w,
             factors=factors.get(name, _NONE),
-            weighted=bool(layer.weight),
-            rounded=rounded[name].integers if name in rounded else None,
-            tensor=layer.at is not None,
+            has_weight=bool(layer.weight),
+            rounded_weight=rounded[name].integers if name in rounded else None,
+            is_node_input=layer.input_index is not None,
             act_bits=entry.activation.num_bits,
             weight_bits=entry.weight.num_bits if layer.weight else 8,
             force_fp16=self.config.fakequant_precision_mode is not None,
         )
 
-    def factors(self, observed: ObservedStatistics) -> Factors:
+    def dmq_factors(self, observed: ObservedStatistics) -> Factors:
         """Return layer -> DMQ factors, from the channel maxima of the first batch."""
         factors = {}
-        for name, observation in self.maxima.items():
+        for name, observation in self.channel_maxima.items():
             recorder = observed.of(observation)
             assert isinstance(recorder, ChannelMax)
             with _in_layer(name):
                 factors[name] = self._factor(name, recorder)
         return factors
 
-    def weights(self, observed: ObservedStatistics) -> Weights:
+    def weight_scales(self, observed: ObservedStatistics) -> Weights:
         """Return layer -> scale of its weight; a pool has scale 1, as in AMCT."""
-        rounded = self.rounded(observed)
-        by_arq = self._by_arq(self.factors(observed))
+        rounded = self.round_weights(observed)
+        by_arq = self._by_arq(self.dmq_factors(observed))
         return {n: rounded[n].scale if n in rounded else by_arq[n] for n in self.layers}
 
-    def rounded(
+    def round_weights(
         self, observed: ObservedStatistics, names: Collection[str] | None = None
     ) -> dict[str, RoundedWeights]:
         """Return AdaRound's result for its layers or for `names`; search if not known yet."""
-        factors, results = self.factors(observed), {}
-        for place, (name, step) in enumerate(self.adaround.items(), 1):
+        factors, results = self.dmq_factors(observed), {}
+        for place, (name, step) in enumerate(self.adaround_steps.items(), 1):
             if names is None or name in names:
                 with _in_layer(name):
                     rows = self._rows(step.layer, factors)
-                    where = f"{place} of {len(self.adaround)}: {name}"
+                    where = f"{place} of {len(self.adaround_steps)}: {name}"
                     results[name] = round_layer(step, rows, observed, place=where)
         return results
 
@@ -371,7 +378,7 @@ class RecordPlan:
         if not self._arq:  # the factors follow from the model and the first batch
             found: Weights = {}
             for name, layer in self.layers.items():
-                if name not in self.adaround:
+                if name not in self.adaround_steps:
                     with _in_layer(name):
                         found[name] = self._weight(layer, factors)
             self._arq.update(found)  # at once: trials in other threads share the plan
@@ -385,12 +392,12 @@ class RecordPlan:
         try:
             return balance_factors(maxima.values, weight, strength=strength)
         except CalibrationError:
-            if not self.lenient:
+            if not self.allow_unbalanced:
                 raise
             return np.ones_like(maxima.values)
 
     def _weight(self, layer: Layer, factors: Factors) -> NDArray[np.float32]:
-        if layer.at is not None:
+        if layer.input_index is not None:
             return _NONE
         if not layer.weight:
             return np.ones(1, np.float32)
@@ -407,8 +414,8 @@ class RecordPlan:
         self, observed: ObservedStatistics, names: Collection[str] | None = None, end: str = ""
     ) -> onnx.ModelProto:
         """Return the model to observe, cut after `end`; `names` limits the rounded layers."""
-        factors = self.factors(observed)
-        rounded = self.rounded(observed, names)
+        factors = self.dmq_factors(observed)
+        rounded = self.round_weights(observed, names)
         weights = {**self._by_arq(factors), **{n: one.scale for n, one in rounded.items()}}
         integers = {name: one.integers for name, one in rounded.items() if one.integers is not None}
         model = extract_output(self.model, end) if end else self.model
@@ -418,7 +425,7 @@ class RecordPlan:
 
     def _key(self) -> str:
         """Return the variant's key: all that its weights and inputs depend on."""
-        first = min(self.used, MOST_SAMPLES)
+        first = min(self.used_samples, MAX_SAMPLES)
         settings = {
             name: (
                 entry.weight.num_bits,
@@ -428,15 +435,19 @@ class RecordPlan:
             )
             for name, entry in self.config.enabled().items()
         }
-        hashed = [self.base, settings, *([self._first] if self.maxima and self._first > 1 else [])]
+        hashed = [
+            self.base,
+            settings,
+            *([self._first] if self.channel_maxima and self._first > 1 else []),
+        ]
         digest = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
         return f"weights fake-quantized by AMCT's {weight_algorithms(self.config)}, {digest[:12]}"
 
     def _statistic(self, entry: LayerConfig) -> Statistic:
-        samples = self.used if self.used < self.samples else None
+        samples = self.used_samples if self.used_samples < self.samples else None
         if entry.activation.act_algo == "hfmg":
             bins = entry.activation.num_of_bins
-            return HfmgOf(nbins=bins, samples=samples, together=self.together)
+            return HfmgOf(nbins=bins, samples=samples, together=self.samples_per_batch)
         return AllValuesOf(samples=samples) if self.exact else IfmrOf(samples=samples)
 
 

@@ -328,7 +328,7 @@ class AippSource:
                 raise ConfigError(f"a {word} is one of {', '.join(known)}, got {value!r}")
 
     @property
-    def yuv(self) -> bool:
+    def is_yuv(self) -> bool:
         """Whether the images are YUV 4:2:0, from a camera, a video or DVPP."""
         return self.color in _YUV
 

@@ -63,7 +63,7 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
     Raises:
         ConfigError: a layer that the model lacks, or a setting that a layer does not support.
     """
-    if config.enabled() and not graph.known:
+    if config.enabled() and not graph.layer_by_name:
         raise ConfigError(_no_layers(graph))
     clashes = sorted(set(config.layers) & set(GLOBAL))
     if clashes:
@@ -72,7 +72,7 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
             " rename the node"
         )
     for name in config.skip_fusion_layers:
-        if name not in graph.layers and name not in graph.refused:
+        if name not in graph.layers and name not in graph.float_reasons:
             raise ConfigError(_unknown_layer(name, graph))
         layer = graph.layers.get(name)
         if layer is not None and layer.kind != "Conv":
@@ -84,14 +84,14 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
         config,
         layers=layers,
         tensors=resolve_tensors(config, graph),
-        told=(*config.told, *weight_width_notes(config.layers, layers)),
+        notes=(*config.notes, *weight_width_notes(config.layers, layers)),
     )
 
 
 def _settled(name: str, entry: LayerConfig, config: QuantConfig, graph: LayerGraph) -> LayerConfig:
-    if name not in graph.names:
+    if name not in graph.configurable_names:
         raise ConfigError(_unknown_layer(name, graph))
-    layer = graph.known[name]
+    layer = graph.layer_by_name[name]
     _refuse_combination(entry, layer)
     asymmetric, channel_wise = entry.activation.asymmetric, entry.weight.channel_wise
     if asymmetric is None:
@@ -134,7 +134,7 @@ def _refuse_combination(entry: LayerConfig, layer: Layer) -> None:
             f"dmq_balancer_param does not apply to {_what(layer)}, got it in layer {layer.name!r};"
             " leave it out"
         )
-    if entry.weight.wts_algo == "ada_quantize" and not layer.adaptive:
+    if entry.weight.wts_algo == "ada_quantize" and not layer.can_use_adaround:
         raise ConfigError(
             "ada_quantize is for 2-D convolutions, transposed ones, Gemms, and MatMuls with a 2-D"
             f" weight, got it in layer {layer.name!r}, {_what(layer)}; give that layer arq_quantize"
@@ -156,7 +156,7 @@ def _what(layer: Layer) -> str:
 
 
 def _no_layers(graph: LayerGraph) -> str:
-    why = "; ".join(f"{name}: {reason}" for name, reason in list(graph.refused.items())[:3])
+    why = "; ".join(f"{name}: {reason}" for name, reason in list(graph.float_reasons.items())[:3])
     return "a model needs a layer that Ascend can quantize (Conv, ConvTranspose, Gemm, MatMul," + (
         f" AveragePool), got none{': ' + why if why else ''}"
     )
@@ -168,13 +168,13 @@ def _unknown_layer(name: str, graph: LayerGraph) -> str:
 
 def no_layer_reason(name: str, graph: LayerGraph) -> str:
     """Say why this name is no layer; the text continues the sentence "layer <name> ..."."""
-    if name in graph.refused:
-        return f"cannot be quantized: {graph.refused[name]}; take it out"
+    if name in graph.float_reasons:
+        return f"cannot be quantized: {graph.float_reasons[name]}; take it out"
     if name in graph.ops:
         op = graph.ops[name]
         inputs = ", but for its inputs, by tensor_quantize" if op in TENSOR_QUANTIZE_OPS else ""
         return f"of type {op} cannot be quantized{inputs}; take it out"
-    return f"does not exist in the model; {suggest_name(name, graph.names)}"
+    return f"does not exist in the model; {suggest_name(name, graph.configurable_names)}"
 
 
 def read_config(text: str, what: str = "the quant config") -> QuantConfig:

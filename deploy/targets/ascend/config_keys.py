@@ -91,7 +91,7 @@ class QuantConfig:
     """A complete quant config.
 
     Attributes:
-        told: sentences on settings that a layer does not support; never written to the file.
+        notes: sentences on settings that a layer does not support; never written to the file.
     """
 
     version: int = 1
@@ -102,7 +102,7 @@ class QuantConfig:
     fakequant_precision_mode: str | None = None
     tensors: tuple[TensorConfig, ...] = ()
     layers: Mapping[str, LayerConfig] = field(default_factory=dict)
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def enabled(self) -> dict[str, LayerConfig]:
         """Return the enabled layers."""
@@ -177,10 +177,10 @@ ACTIVATION = {
     **IFMR,
     **HFMG,
 }
-MOST_ITERATIONS = 1_000_000  # AMCT's default is 10000, which takes minutes a layer
+MAX_ITERATIONS = 1_000_000  # AMCT's default is 10000, which takes minutes a layer
 ADA = {
     "num_iteration": _Rule(
-        "int", lambda v: 0 <= v <= MOST_ITERATIONS, f">= 0 and at most {MOST_ITERATIONS}"
+        "int", lambda v: 0 <= v <= MAX_ITERATIONS, f">= 0 and at most {MAX_ITERATIONS}"
     ),
     "reg_param": _Rule("float", lambda v: 0 < v < 1, "(0, 1)"),
     "beta_range": _Rule(
@@ -370,12 +370,12 @@ def check_tensor_input(name: str, index: int, graph: LayerGraph) -> None:
             f"tensor_quantize takes inputs of {' and '.join(TENSOR_QUANTIZE_OPS)}, got {name!r}"
             f" of type {op}"
         )
-    if key in graph.unfit:
+    if key in graph.unfit_inputs:
         raise ConfigError(
-            f"input {index} of {name!r} cannot be quantized: {graph.unfit[key]}; take it out of"
-            " tensor_quantize"
+            f"input {index} of {name!r} cannot be quantized: {graph.unfit_inputs[key]}; take it out"
+            " of tensor_quantize"
         )
-    if key not in graph.offered:
+    if key not in graph.optional_layers:
         raise ConfigError(
             f"input_index of {name!r}, of type {op}, must be below {TENSOR_QUANTIZE_OPS[op]}, got"
             f" {index}"

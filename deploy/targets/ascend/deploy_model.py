@@ -58,19 +58,19 @@ class LayerReplacement:
     """The functions that make one model's replacement of a float layer.
 
     Attributes:
-        before: (layer, input tensor) -> nodes that quantize it, and the quantized tensor.
-        after: (layer, integer output, float output) -> nodes that dequantize the output.
-        back: (layer, quantized input) -> nodes that dequantize an input, and the float tensor.
+        quantize_input: (layer, input tensor) -> nodes that quantize it, and the quantized tensor.
+        dequantize_output: (layer, integer output, float output) -> nodes that dequantize it.
+        dequantize_input: (layer, integer input) -> nodes that dequantize it, and the float tensor.
         weight, bias: (name, layer) -> the stored integers.
-        behind_bias: (layer, stored bias) -> nodes between it and the layer, and their output.
+        convert_bias: (layer, stored bias) -> nodes between it and the layer, and their output.
     """
 
-    before: Before
-    after: After
-    back: Before
+    quantize_input: Before
+    dequantize_output: After
+    dequantize_input: Before
     weight: Store
     bias: Store
-    behind_bias: Before = lambda layer, bias: ([], bias)
+    convert_bias: Before = lambda layer, bias: ([], bias)
 
 
 def rewrite_layers(
@@ -84,7 +84,9 @@ def rewrite_layers(
     """
     out = copy_message(model)
     surgery = _Surgery(out, form)
-    ends = {q.layer.bias_add or name: q for name, q in layers.items() if q.layer.at is None}
+    ends = {
+        q.layer.bias_add or name: q for name, q in layers.items() if q.layer.input_index is None
+    }
     inputs = group_tensor_inputs(layers)
     nodes: Nodes = []
     for node in out.graph.node:
@@ -103,7 +105,7 @@ def group_tensor_inputs(layers: Mapping[str, QuantLayer]) -> dict[str, list[Quan
     """Return node -> its tensor_quantize inputs in `layers`."""
     inputs: dict[str, list[QuantLayer]] = {}
     for q in layers.values():
-        if q.layer.at is not None:
+        if q.layer.input_index is not None:
             inputs.setdefault(q.layer.node, []).append(q)
     return inputs
 
@@ -122,12 +124,12 @@ class _Surgery:
             nodes += balance_nodes(q, start)
             start = f"{node.name}.mul.output0"
         nodes += self.quantize(node, 0, q, start)
-        if q.second is not None:
-            nodes += self.quantize(node, 1, q.second, node.input[1])
+        if q.second_factor is not None:
+            nodes += self.quantize(node, 1, q.second_factor, node.input[1])
         if q.weight is not None:
             self.tensors[node.input[1]] = self.form.weight(node.input[1], q)
         if q.bias is not None:
-            bias_nodes, bias = self.form.behind_bias(q, self.keep_bias(q))
+            bias_nodes, bias = self.form.convert_bias(q, self.keep_bias(q))
             nodes += bias_nodes
             if q.layer.bias_add:
                 self.biases[q.layer.bias_add] = bias
@@ -143,16 +145,16 @@ class _Surgery:
         nodes: Nodes = []
         key = (start, float(q.scale), q.record.offset_d, q.record.act_bits)
         if key not in self.shared:
-            nodes, self.shared[key] = self.form.before(q, start)
+            nodes, self.shared[key] = self.form.quantize_input(q, start)
         node.input[place] = self.shared[key]
         return nodes
 
     def pass_through(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
         """Quantize and dequantize a tensor_quantize input."""
-        place = q.layer.at
+        place = q.layer.input_index
         assert place is not None
         quantize = self.quantize(node, place, q, node.input[place])
-        dequantize, node.input[place] = self.form.back(q, node.input[place])
+        dequantize, node.input[place] = self.form.dequantize_input(q, node.input[place])
         return [*quantize, *dequantize]
 
     def leave(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
@@ -161,7 +163,7 @@ class _Surgery:
             node.input[list(node.input).index(q.layer.bias)] = self.biases[node.name]
         output = node.output[0]
         node.output[0] = f"{q.layer.name}_output0"
-        return self.form.after(q, node.output[0], output)
+        return self.form.dequantize_output(q, node.output[0], output)
 
     def keep_bias(self, q: QuantLayer) -> str:
         """Store the integer bias and return its name, a new one if other nodes read the float."""
@@ -234,16 +236,16 @@ def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> on
     The activation offset is not folded into the bias: GE does that when it compiles.
     """
     form = LayerReplacement(
-        before=_quant,
-        after=_dequant,
-        back=_anti_quant,
+        quantize_input=_quant,
+        dequantize_output=_dequant,
+        dequantize_input=_anti_quant,
         weight=_weight,
         bias=_bias,
-        behind_bias=_behind_bias,
+        convert_bias=_behind_bias,
     )
     deploy = rewrite_layers(model, layers, form)
     for q in layers.values():
-        if q.layer.at is None:
+        if q.layer.input_index is None:
             name, values = f"{q.layer.name}.dequant.param", pack_dequant_scales(q.dequant)
             uint64 = onnx.TensorProto.UINT64
             deploy.graph.initializer.append(
@@ -342,12 +344,12 @@ def modified_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
     """Return a copy of the float model with AdaRound's integers times scale as weights."""
     index, arrays = Graph(model), {}
     for q in layers.values():
-        if q.record.rounded is None:
+        if q.record.rounded_weight is None:
             continue
         name, layer = q.layer.weight, q.layer
         shape = to_rows(read_constant(index, name), layer).shape
         scale = by_row(q.record.scale_w, len(shape))
-        weight = from_rows(q.record.rounded.reshape(shape) * scale, layer)
+        weight = from_rows(q.record.rounded_weight.reshape(shape) * scale, layer)
         inverse = np.asarray(1 / q.record.factors, np.float32)
         arrays[name] = numpy_helper.from_array(balanced_weight(weight, layer, inverse), name)
     return rewrite_inputs(model, {}, arrays, {})

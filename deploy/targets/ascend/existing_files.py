@@ -95,7 +95,7 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
         if graph is not None:
             check_record(records, graph)
         rest = f"; calib8 does not deploy the rest: {', '.join(ignored)}" if ignored else ""
-        inputs = sum(one.tensor for one in records.values())
+        inputs = sum(one.is_node_input for one in records.values())
         and_inputs = f" and {inputs} inputs of tensor_quantize" if inputs else ""
         return f"a sound record of {len(records) - inputs} layers{and_inputs}{rest}"
     if key in ("aipp_op", "multi_shape_op"):
@@ -111,7 +111,7 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
 def _wanted(config: QuantConfig) -> str:
     """Describe how much a config quantizes, and which of its settings have no effect."""
     count = _count(len(config.enabled()), len(config.tensors))
-    return ". ".join([count, *config.told]).rstrip(".")
+    return ". ".join([count, *config.notes]).rstrip(".")
 
 
 def _count(layers: int, inputs: int, grid: str = "int8") -> str:
@@ -213,7 +213,7 @@ def recipe_from_record(
         layers=layers,
         config=settled,
         method="a record",
-        why=dict.fromkeys(lacking, "the record has no scales for it"),
+        float_reasons=dict.fromkeys(lacking, "the record has no scales for it"),
         notes=tuple(notes),
     )
 
@@ -231,14 +231,14 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
     model, graph = prepare_model(subject.model)
     matched = match_cache(cache, subject.model, original=subject.original, placement=ASCEND)
     config = default_config(graph, activation_offset=False)
-    weights = RecordPlan(model=model, graph=graph, config=config, base="", samples=1).weights(
+    weights = RecordPlan(model=model, graph=graph, config=config, base="", samples=1).weight_scales(
         ObservedStatistics({})
     )
     records = {
         name: LayerRecord(
             scale_d=matched.scales[layer.input],
             scale_w=weights[name],
-            weighted=bool(layer.weight),
+            has_weight=bool(layer.weight),
         )
         for name, layer in graph.layers.items()
         if layer.input in matched.scales
@@ -263,7 +263,7 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
         records={name: records[name] for name in layers},
         layers=layers,
         method="ARQ, and a TensorRT cache",
-        why={**lacking, **why},
+        float_reasons={**lacking, **why},
         notes=(
             f"Scales: {path} for {len(layers)} of {len(graph.layers)} layers, symmetric, without"
             " offset; weights by ARQ; nothing was calibrated.",
@@ -282,7 +282,7 @@ def _formed(
     bare = _bare(subject, records) if fusion.do_fusion else ()
     if not fusion.do_fusion or skipped or bare:
         fusion = replace(fusion, skip_fusion_layers=skipped)
-        model, graph = unfuse_batchnorms(subject, fusion, bare=bare)
+        model, graph = unfuse_batchnorms(subject, fusion, unfolded=bare)
         config = None if path is None else read_any_config(path, graph)
     return model, graph, config, bare
 
@@ -324,7 +324,7 @@ def _check_types(
     records: Mapping[str, LayerRecord], graph: LayerGraph, subject: CalibrationSubject
 ) -> None:
     """Refuse a record whose op_data_type differs from the model's."""
-    recorded = {name: one.half for name, one in records.items() if one.half is not None}
+    recorded = {name: one.is_float16 for name, one in records.items() if one.is_float16 is not None}
     float16 = find_float16_tensors(subject) if recorded else frozenset[str]()
     for name, half in recorded.items():
         if name in graph.layers and half != (graph.layers[name].output in float16):

@@ -50,7 +50,11 @@ def fake_quant_model(
     """
     before = partial(_quant, npu_rounding=npu_rounding)
     form = LayerReplacement(
-        before=before, after=_dequant, back=_anti_quant, weight=_weight, bias=_bias
+        quantize_input=before,
+        dequantize_output=_dequant,
+        dequantize_input=_anti_quant,
+        weight=_weight,
+        bias=_bias,
     )
     return rewrite_layers(model, layers, form)
 
@@ -141,7 +145,9 @@ class _AmctQdqWriter:
             q = self.adds[node.name]
             node.input[list(node.input).index(q.layer.bias)] = self.bias(q)
         if node.name in self.inputs:
-            pairs = [self.activation(q, node, q.layer.at or 0) for q in self.inputs[node.name]]
+            pairs = [
+                self.activation(q, node, q.layer.input_index or 0) for q in self.inputs[node.name]
+            ]
             return [*(one for pair in pairs for one in pair), node]
         if node.name not in self.layers:
             return [node]

@@ -95,7 +95,7 @@ def merge_records(
     chosen: Mapping[str, str],
 ) -> CalibrationRecord:
     """Return `default` with the records and ranges of the searches chosen for some layers."""
-    observations = (*plan.activations.items(), *plan.seconds.items())
+    observations = (*plan.activations.items(), *plan.second_factors.items())
     by = {o.tensor: found[chosen[name]] for name, o in observations if name in chosen}
     return replace(
         default,
@@ -109,12 +109,14 @@ def is_balanced(search: str) -> bool:
     return search in _BALANCED
 
 
-def balanced_over(plan: RecordPlan) -> int:
+def count_dmq_samples(plan: RecordPlan) -> int:
     """Return the samples of which DMQ takes the maxima: AMCT's first batch, if it is several."""
-    return plan.together if plan.together > 1 else min(plan.samples, _BALANCED_OVER)
+    return (
+        plan.samples_per_batch if plan.samples_per_batch > 1 else min(plan.samples, _BALANCED_OVER)
+    )
 
 
-def config_of(config: QuantConfig, chosen: Mapping[str, str]) -> QuantConfig:
+def apply_searches(config: QuantConfig, chosen: Mapping[str, str]) -> QuantConfig:
     """Return the config in which the layers of `chosen` have their searches, the others none."""
     layers = {
         name: _layer(one, chosen[name]) if name in chosen else replace(one, quant_enable=False)
@@ -128,7 +130,7 @@ def config_of(config: QuantConfig, chosen: Mapping[str, str]) -> QuantConfig:
     return replace(config, layers=layers, tensors=tuple(tensors))
 
 
-def search_plan(own: RecordPlan, how: str) -> RecordPlan:
+def make_search_plan(own: RecordPlan, how: str) -> RecordPlan:
     """Return the plan by which all layers are searched so; DMQ balances those with weights."""
     if how == CONFIGURED:
         return own
@@ -136,9 +138,9 @@ def search_plan(own: RecordPlan, how: str) -> RecordPlan:
         name: CONFIGURED if is_balanced(how) and not layer.weight else how
         for name, layer in own.layers.items()
     }
-    made = replace(own, config=config_of(own.config, chosen))
-    over = balanced_over(own)
-    return replace(made, balanced_over=over, lenient=True) if is_balanced(how) else made
+    made = replace(own, config=apply_searches(own.config, chosen))
+    over = count_dmq_samples(own)
+    return replace(made, dmq_samples=over, allow_unbalanced=True) if is_balanced(how) else made
 
 
 def _layer(one: LayerConfig, how: str) -> LayerConfig:
@@ -170,7 +172,7 @@ def similarity(original: Array, fake: Array) -> float:
     return 0.5 + 0.5 * cosine(original, fake) if fake.any() else 0.0
 
 
-def nearest_searches(
+def find_best_searches(
     model: onnx.ModelProto,
     graph: LayerGraph,
     records: Mapping[str, Records],
@@ -190,7 +192,9 @@ def nearest_searches(
     with phase("errors of layers by themselves", len(records), "searches") as step:
         for how, own in records.items():
             layers = quantize_layers(model, graph, own)
-            for name, error in own_errors(model, layers, samples, threads=threads).items():
+            for name, error in measure_layer_errors(
+                model, layers, samples, threads=threads
+            ).items():
                 errors.setdefault(name, {})[how] = error
             step()
     return {name: _best(errors[name]) for name in next(iter(records.values()))}
@@ -203,7 +207,7 @@ def _best(errors: Mapping[str, float]) -> str:
     return least if errors[least] < _WORTH_A_MUL * errors[plain] else plain
 
 
-def own_errors(
+def measure_layer_errors(
     model: onnx.ModelProto,
     layers: Mapping[str, QuantLayer],
     samples: Sequence[Sample],
@@ -242,7 +246,7 @@ def _compared(
     """Return layer -> measure(layer, float output, output of its int8 twin) for each sample."""
     own = {name: q.layer for name, q in layers.items()}
     fed = {value.name for value in model.graph.input}
-    read = {name: (one.input, *one.others) for name, one in own.items()}
+    read = {name: (one.input, *one.other_inputs) for name, one in own.items()}
     ends = {one.output for one in own.values()}.union(*read.values())
     index = Graph(model)
     twins = {name: _twin(model, index, q) for name, q in layers.items()}
@@ -271,7 +275,7 @@ def _twin(model: onnx.ModelProto, index: Graph, q: QuantLayer) -> OrtSession:
         (),
         inputs=[
             helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None)
-            for tensor in dict.fromkeys((q.layer.input, *q.layer.others))
+            for tensor in dict.fromkeys((q.layer.input, *q.layer.other_inputs))
         ],
         outputs=[ValueInfoProto(name=q.layer.output)],
     )

@@ -61,9 +61,9 @@ class Layer:
         rank: spatial rank of a convolution's or pool's kernel, 0 elsewhere.
         trans_b: the Gemm's weight is stored [C_out, C_in].
         channels_in: input channels, over all groups; 0 without weight.
-        others: further activations that the node reads: the second factor of a MatMul without
+        other_inputs: further activations that the node reads: the second factor of a MatMul without
             weight, the other input of an Add.
-        at: index of an input; None for a node.
+        input_index: index of an input; None for a node.
         stacked: a MatMul's weight has three dimensions.
     """
 
@@ -78,19 +78,19 @@ class Layer:
     rank: int = 0
     trans_b: bool = False
     channels_in: int = 0
-    others: tuple[str, ...] = ()
-    at: int | None = None
+    other_inputs: tuple[str, ...] = ()
+    input_index: int | None = None
     stacked: bool = False
 
     @property
     def node(self) -> str:
         """The name of its node."""
-        return self.name if self.at is None else self.name.rpartition(":")[0]
+        return self.name if self.input_index is None else self.name.rpartition(":")[0]
 
     @property
     def stem(self) -> str:
         """Prefix of the names of the nodes that quantize its input."""
-        return self.name if self.at is None else f"{self.node}.{self.at}"
+        return self.name if self.input_index is None else f"{self.node}.{self.input_index}"
 
     @property
     def two_activations(self) -> bool:
@@ -108,7 +108,7 @@ class Layer:
         return self.kind == "MatMul" or (self.kind == "Gemm" and not self.trans_b)
 
     @property
-    def target(self) -> WeightTarget:
+    def weight_target(self) -> WeightTarget:
         """Its weight as a plan's target; a grouped ConvTranspose has no channel axis."""
         axes = {"Conv": 0, "ConvTranspose": 1}
         single = not self.channel_wise or (self.kind == "ConvTranspose" and self.group > 1)
@@ -126,7 +126,7 @@ class Layer:
         return bool(self.weight) and (self.kind != "MatMul" or bool(self.bias_add))
 
     @property
-    def adaptive(self) -> bool:
+    def can_use_adaround(self) -> bool:
         """Whether AMCT's AdaRound supports it: 2-D convolutions and matrices."""
         matrix = self.kind in ("Gemm", "MatMul") and not self.stacked
         return bool(self.weight) and (matrix or self.rank == 2)
@@ -143,31 +143,31 @@ class LayerGraph:
 
     Attributes:
         layers: name -> layer that is quantized by default.
-        offered: name -> layer or input that is quantized only if named.
-        unfit: input of Add or MaxPool -> reason why it cannot be quantized.
-        shared: copied weight of a layer -> the shared weight that it copies.
+        optional_layers: name -> layer or input that is quantized only if named.
+        unfit_inputs: input of Add or MaxPool -> reason why it cannot be quantized.
+        shared_weights: copied weight of a layer -> the shared weight that it copies.
     """
 
     layers: dict[str, Layer]
-    refused: dict[str, str] = field(default_factory=dict)
+    float_reasons: dict[str, str] = field(default_factory=dict)
     ops: dict[str, str] = field(default_factory=dict)
-    offered: dict[str, Layer] = field(default_factory=dict)
-    unfit: dict[str, str] = field(default_factory=dict)
-    shared: dict[str, str] = field(default_factory=dict)
+    optional_layers: dict[str, Layer] = field(default_factory=dict)
+    unfit_inputs: dict[str, str] = field(default_factory=dict)
+    shared_weights: dict[str, str] = field(default_factory=dict)
 
     @property
-    def known(self) -> dict[str, Layer]:
+    def layer_by_name(self) -> dict[str, Layer]:
         """All that can be quantized: `layers`, then `offered`."""
-        return {**self.layers, **self.offered}
+        return {**self.layers, **self.optional_layers}
 
     @property
-    def names(self) -> list[str]:
+    def configurable_names(self) -> list[str]:
         """Names of the layers that a configuration may contain."""
-        return [name for name, layer in self.known.items() if layer.at is None]
+        return [name for name, layer in self.layer_by_name.items() if layer.input_index is None]
 
-    def asked(self, names: Collection[str]) -> dict[str, Layer]:
+    def select(self, names: Collection[str]) -> dict[str, Layer]:
         """Return the layers and inputs of these names, in `known` order."""
-        return {name: layer for name, layer in self.known.items() if name in names}
+        return {name: layer for name, layer in self.layer_by_name.items() if name in names}
 
 
 def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -199,11 +199,11 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
         if isinstance(layer, Layer):
             graph.layers[layer.name] = layer
         else:
-            graph.refused[node.name] = layer
+            graph.float_reasons[node.name] = layer
         if layer == _TWO_ACTIVATIONS:
             name, (first, second), (output,) = node.name, node.input, node.output
-            graph.offered[name] = Layer(
-                name=name, kind=node.op_type, input=first, output=output, others=(second,)
+            graph.optional_layers[name] = Layer(
+                name=name, kind=node.op_type, input=first, output=output, other_inputs=(second,)
             )
     return graph
 
@@ -221,20 +221,20 @@ def _offer_inputs(node: onnx.NodeProto, index: Graph, graph: LayerGraph) -> None
     for place, tensor in enumerate(node.input):
         name = f"{node.name}:{place}"
         if tensor in index.constants:
-            graph.unfit[name] = "it is a constant"
+            graph.unfit_inputs[name] = "it is a constant"
         elif not index.is_float(tensor):
-            graph.unfit[name] = "it is not float32"
+            graph.unfit_inputs[name] = "it is not float32"
         elif node.name in biases:
-            graph.unfit[name] = f"this Add is the bias of {biases[node.name]!r}"
+            graph.unfit_inputs[name] = f"this Add is the bias of {biases[node.name]!r}"
         else:
             others = (*node.input[:place], *node.input[place + 1 :])
-            graph.offered[name] = Layer(
+            graph.optional_layers[name] = Layer(
                 name=name,
                 kind=node.op_type,
                 input=tensor,
                 output=node.output[0],
-                others=tuple(other for other in others if other not in index.constants),
-                at=place,
+                other_inputs=tuple(other for other in others if other not in index.constants),
+                input_index=place,
             )
 
 

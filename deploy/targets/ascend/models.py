@@ -152,7 +152,7 @@ def write_models(
     if recipe.config is not None:
         contents["quant config"] = "config.json", write_config(recipe.config).encode()
     typed = {
-        name: replace(one, half=layers[name].layer.output in halves)
+        name: replace(one, is_float16=layers[name].layer.output in halves)
         for name, one in recipe.records.items()
     }
     contents["record"] = "record.txt", write_record(typed).encode()
@@ -167,7 +167,7 @@ def write_models(
         "fake-quant model": ("fake_quant_model.onnx", fake),
         "Q/DQ model": ("amct_qdq.onnx", loaded.whole(amct_qdq_model(older, layers))),
     }
-    if shared or any(record.rounded is not None for record in recipe.records.values()):
+    if shared or any(record.rounded_weight is not None for record in recipe.records.values()):
         modified = loaded.whole(modified_model(model, layers))
         models["modified model"] = "modified_model.onnx", modified
     for role, (ending, made) in models.items():

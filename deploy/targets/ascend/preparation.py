@@ -49,7 +49,7 @@ def _affordable(copies: Mapping[str, int], constants: Mapping[str, onnx.TensorPr
 
 def find_weight_sharers(layers: Iterable[Layer], graph: LayerGraph) -> list[str]:
     """Return the names of the layers that share their weight in the original model."""
-    shared = {*graph.shared, *graph.shared.values()}
+    shared = {*graph.shared_weights, *graph.shared_weights.values()}
     return [layer.name for layer in layers if layer.weight in shared]
 
 
@@ -59,7 +59,7 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
 
     named = name_nodes(model)
     graph = find_layers(named)
-    shared = {name for name, reason in graph.refused.items() if reason == SHARED}
+    shared = {name for name, reason in graph.float_reasons.items() if reason == SHARED}
     if not shared:
         return named, graph
     # copy a shared weight for each node, or for none if the copies would be too large, as for a
@@ -77,16 +77,16 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
         named.graph.initializer.append(copy_tensor(index.constants[weight], name))
         readers[weight] -= 1
         node.input[1], copies[name] = name, weight
-    return named, replace(find_layers(named), shared=copies)
+    return named, replace(find_layers(named), shared_weights=copies)
 
 
 def unfuse_batchnorms(
-    subject: CalibrationSubject, config: QuantConfig, *, bare: Collection[str] = ()
+    subject: CalibrationSubject, config: QuantConfig, *, unfolded: Collection[str] = ()
 ) -> tuple[onnx.ModelProto, LayerGraph]:
     """Return the model without the BatchNormalization folding that the config forbids.
 
     `config`: its do_fusion and skip_fusion_layers are used.
-    `bare`: layers into which nothing downstream is folded.
+    `unfolded`: layers into which nothing downstream is folded.
 
     Returns:
         As `prepare_model`.
@@ -96,8 +96,8 @@ def unfuse_batchnorms(
     model, graph = prepare_model(subject.unfolded.model)
     if not config.do_fusion:
         return model, graph
-    names = {*config.skip_fusion_layers, *bare}
-    ends = {n.output[0]: n.name in bare for n in model.graph.node if n.name in names}
+    names = {*config.skip_fusion_layers, *unfolded}
+    ends = {n.output[0]: n.name in unfolded for n in model.graph.node if n.name in names}
     for n in model.graph.node:  # folding also passes through nodes that only move values
         passed = [ends[tensor] for tensor in n.input if tensor in ends]
         if passed and (n.op_type in MOVES or n.op_type == "Concat"):
@@ -112,7 +112,7 @@ def unfuse_batchnorms(
     return prepare_model(model)
 
 
-def transposed_before_norm(model: onnx.ModelProto) -> list[str]:
+def find_unfolded_deconvs(model: onnx.ModelProto) -> list[str]:
     """Return the ConvTranspose nodes before a BatchNormalization, which AMCT leaves apart."""
     from deploy.frontends.affine import NORM
 
@@ -139,7 +139,7 @@ def make_default_plan(model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> P
 
     why = reasons_by_node(float_nodes)
     named, graph = prepare_model(model)
-    originals = graph.shared
+    originals = graph.shared_weights
     chosen = {  # each with the weight that it reads in the original model
         name: replace(layer, weight=originals.get(layer.weight, layer.weight))
         for name, layer in graph.layers.items()
@@ -152,7 +152,7 @@ def make_default_plan(model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> P
         placement=ASCEND,
         decisions=decide_precisions(named, graph, chosen, why),
         pairs=tuple(QdqPair(tensor, nodes) for tensor, nodes in readers.items()),
-        weights=tuple(layer.target for layer in chosen.values() if layer.weight),
+        weights=tuple(layer.weight_target for layer in chosen.values() if layer.weight),
     )
 
 
@@ -170,10 +170,10 @@ def decide_precisions(
     from deploy.graph.plan import FLOAT32, FLOAT_BY_USER, Decision
 
     decisions = []
-    moved = {one.node for one in graph.asked(chosen).values() if one.at is not None}
+    moved = {one.node for one in graph.select(chosen).values() if one.input_index is not None}
     for node in model.graph.node:
         int8 = node.name in chosen
-        reason = graph.refused.get(node.name, "")
+        reason = graph.float_reasons.get(node.name, "")
         if not int8 and not reason:
             given = (why or {}).get(node.name, FLOAT_BY_USER)
             reason = given if node.name in graph.layers else "no int8 on Ascend for this type"
@@ -196,10 +196,11 @@ def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterat
     """Yield notes on the searches, the samples, and layers whose scale is meaningless."""
     yield f"Scales: {describe_algorithms(plan.config)} over {_batches(plan)}."
     yield from _rounding_notes(calibrated, plan)
-    yield from plan.config.told
-    if calibrated.kept_bytes:
-        yield f"Exact IFMR kept {calibrated.kept_bytes / 2**20:.1f} MiB of activations in memory."
-    dead, faint = calibrated.dead, calibrated.faint
+    yield from plan.config.notes
+    if calibrated.activation_bytes:
+        mebibytes = calibrated.activation_bytes / 2**20
+        yield f"Exact IFMR kept {mebibytes:.1f} MiB of activations in memory."
+    dead, faint = calibrated.zero_layers, calibrated.underflow_layers
     if dead:
         yield (
             f"The input of {len(dead)} layers was zero on every sample, so their scale is"
@@ -211,18 +212,18 @@ def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterat
             " searches give it scale 1, which rounds all of it to zero:"
             f" {', '.join(faint[:3])}; --keep-float keeps them in float."
         )
-    if plan.used < plan.samples:
-        total = plan.samples * plan.images
+    if plan.used_samples < plan.samples:
+        total = plan.samples * plan.images_per_sample
         yield (
             f"batch_num {plan.config.batch_num} of the configuration:"
-            f" {plan.used * plan.images} of {total} samples were used."
+            f" {plan.used_samples * plan.images_per_sample} of {total} samples were used."
         )
 
 
 def _batches(plan: RecordPlan) -> str:
     """Describe the number of images, and their batches."""
-    images = plan.used * plan.images
-    size = plan.images * plan.together
+    images = plan.used_samples * plan.images_per_sample
+    size = plan.images_per_sample * plan.samples_per_batch
     if size == 1:
         return f"{images} samples"
     last = images % size
@@ -231,14 +232,15 @@ def _batches(plan: RecordPlan) -> str:
 
 
 def _rounding_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterator[str]:
-    from deploy.targets.ascend.weight_rounding import MOST_PLACES, MOST_SAMPLES
+    from deploy.targets.ascend.weight_rounding import MAX_POSITIONS, MAX_SAMPLES
 
-    if calibrated.adaround is None:
+    if calibrated.adaround_ratios is None:
         return
-    least, most = (f"{100 * share:.0f} %" for share in calibrated.adaround)
+    least, most = (f"{100 * share:.0f} %" for share in calibrated.adaround_ratios)
     yield (
-        f"AdaRound rounded the weights of {len(plan.adaround)} layers, on at most {MOST_PLACES}"
-        f" output positions of the first {min(plan.used, MOST_SAMPLES)} samples; their output"
-        f" error there is {least} to {most} of the error with nearest rounding. The rounding is in"
-        " the models, not in the record: `calib8 ascend deploy` takes it from the modified model."
+        f"AdaRound rounded the weights of {len(plan.adaround_steps)} layers, on at most"
+        f" {MAX_POSITIONS} output positions of the first {min(plan.used_samples, MAX_SAMPLES)}"
+        f" samples; their output error there is {least} to {most} of the error with nearest"
+        " rounding. The rounding is in the models, not in the record: `calib8 ascend deploy`"
+        " takes it from the modified model."
     )

@@ -37,7 +37,7 @@ class QuantLayer:
         bias: int32 [C_out]; None without bias.
         dequant: scale_w * scale_d, float32 [C_out] or [1], truncated if the record says so.
         inverse_factors: 1 / DMQ factors, shaped to broadcast over the input; None without DMQ.
-        second: the second factor of a MatMul of two activations, as an input layer.
+        second_factor: the second factor of a MatMul of two activations, as an input layer.
     """
 
     layer: Layer
@@ -47,7 +47,7 @@ class QuantLayer:
     bias: NDArray[np.int32] | None
     dequant: Float32Array
     inverse_factors: Float32Array | None
-    second: QuantLayer | None = None
+    second_factor: QuantLayer | None = None
 
 
 def quantize_layers(
@@ -82,7 +82,7 @@ def quantize_fitting(
     check_record(records, graph)
     index = Graph(model)
     quantized, unfit = {}, {}
-    for name, layer in graph.asked(records).items():
+    for name, layer in graph.select(records).items():
         try:
             quantized[name] = _quantize(layer, records[name], index)
         except ExportError as error:
@@ -180,7 +180,7 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
         bias=bias,
         dequant=ascend_s19(dequant) if record.force_fp16 else dequant,
         inverse_factors=inverse,
-        second=_second(layer, record) if layer.two_activations else None,
+        second_factor=_second(layer, record) if layer.two_activations else None,
     )
 
 
@@ -196,7 +196,7 @@ def _second(layer: Layer, record: LayerRecord) -> QuantLayer:
     """Return the second factor of a MatMul; the record has its scale as scale_w."""
     (scale_d,) = record.scale_w
     return QuantLayer(
-        layer=replace(layer, name=f"{layer.name}:1", input=layer.others[0], at=1),
+        layer=replace(layer, name=f"{layer.name}:1", input=layer.other_inputs[0], input_index=1),
         record=replace(record, scale_d=scale_d),
         scale=_inverse(scale_d, "scale_w"),
         weight=None,
@@ -213,8 +213,8 @@ def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArra
     if record.scale_w.size not in (1, rows.shape[0]):
         raise ExportError(f"1 or {rows.shape[0]} scale_w are needed, got {record.scale_w.size}")
     integers = arq_integers(rows, record.scale_w, bits=record.weight_bits)
-    if record.rounded is not None:
-        integers = record.rounded.reshape(rows.shape)
+    if record.rounded_weight is not None:
+        integers = record.rounded_weight.reshape(rows.shape)
     return from_rows(integers, _deployed(layer))
 
 

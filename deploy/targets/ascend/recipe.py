@@ -56,7 +56,7 @@ class Recipe:
 
     Attributes:
         config: the quant config of the calibration; None if AMCT's searches did not run.
-        why: layer -> why it is float, if the user did not ask for it.
+        float_reasons: layer -> why it is float, if the user did not ask for it.
     """
 
     model: onnx.ModelProto
@@ -66,7 +66,7 @@ class Recipe:
     config: QuantConfig | None = None
     method: str = ""
     ranges: Mapping[str, Scale] = field(default_factory=dict)
-    why: Mapping[str, str] = field(default_factory=dict)
+    float_reasons: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -170,7 +170,7 @@ def recipe_from_qdq(
         records={name: one.record for name, one in layers.items()},
         layers=layers,
         method="the Q/DQ model's own scales",
-        why={name: why.get(name, "its pairs are gone") for name in graph.layers},
+        float_reasons={name: why.get(name, "its pairs are gone") for name in graph.layers},
         notes=(
             *_notes(path, graph, layers, changed),
             *_float_pair_notes(plain.loose, keep_rounding=keep_rounding),
@@ -221,7 +221,7 @@ def _record(
         scale_d=params.scale_d,
         offset_d=params.offset_d,
         scale_w=scales,
-        weighted=bool(layer.weight),
+        has_weight=bool(layer.weight),
     )
     return record, changed
 
@@ -239,7 +239,7 @@ def _with_room(scales: Float32Array, bias: Float32Array, scale_d: np.float32) ->
 def _notes(
     path: Path, graph: LayerGraph, layers: Collection[str], changed: Mapping[str, str]
 ) -> list[str]:
-    total = len(graph.layers) + len(graph.refused)
+    total = len(graph.layers) + len(graph.float_reasons)
     notes = [
         f"Scales: those of {path}, for {len(layers)} of {total} layers that Ascend could run in"
         " int8; nothing was calibrated."
@@ -293,7 +293,7 @@ def bit_width_notes(records: Mapping[str, LayerRecord]) -> Iterator[str]:
             yield f"Activations of {summarize_layers(names)} are of {bits} bits, {chips}."
     if any(one.act_bits != 8 for one in records.values()):
         yield "The Q/DQ model has those layers in float: AMCT's convert takes only int8."
-    names = [name for name, one in records.items() if one.weighted and one.weight_bits == 4]
+    names = [name for name, one in records.items() if one.has_weight and one.weight_bits == 4]
     if names:
         yield f"Weights of {summarize_layers(names)} are of 4 bits, {_PACKED}."
     if any(one.force_fp16 for one in records.values()):

@@ -53,27 +53,28 @@ class LayerRecord:
         scale_d: activation scale; None before calibration is complete.
         scale_w: weight scales, float32 [C_out] or [1]; empty if the record has none.
         factors: DMQ factors by input channel, float32 [C_in]; empty without DMQ.
-        weighted: the layer has a weight (AveragePool has none, but records scale_w 1).
+        has_weight: the layer has a weight (AveragePool has none, but records scale_w 1).
         skip_fusion: the scales are for a Conv whose BatchNormalization is not folded.
-        tensor: the record is for an input of an Add or MaxPool (tensor_quantize); no scale_w.
-        rounded: AdaRound's integers of the weight, int8, output channels first; None for rounding
-            to nearest. AMCT stores them in its modified float model, not in the record.
+        is_node_input: the record is for an input of an Add or MaxPool (tensor_quantize); it has no
+            scale_w.
+        rounded_weight: AdaRound's integers, int8, output channels first; None for rounding to
+            nearest. AMCT stores them in its modified float model, not in the record.
         force_fp16: scale_d is a float16 number; dequantization scales are truncated for Nano chips.
-        half: the layer's input and output are float16; None if unknown.
+        is_float16: the layer's input and output are float16; None if unknown.
     """
 
     scale_d: np.float32 | None
     offset_d: int = 0
     scale_w: Float32Array
     factors: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
-    weighted: bool = True
+    has_weight: bool = True
     skip_fusion: bool = False
-    rounded: NDArray[np.int8] | None = None
-    tensor: bool = False
+    rounded_weight: NDArray[np.int8] | None = None
+    is_node_input: bool = False
     act_bits: int = 8
     weight_bits: int = 8
     force_fp16: bool = False
-    half: bool | None = None
+    is_float16: bool | None = None
 
 
 def write_record(records: Mapping[str, LayerRecord]) -> str:
@@ -89,15 +90,15 @@ def write_record(records: Mapping[str, LayerRecord]) -> str:
         value.tensor_balance_factor.extend(float(f) for f in record.factors)
         if record.skip_fusion:
             value.skip_fusion = True
-        if record.tensor:
+        if record.is_node_input:
             value.is_tensor_quantize = True
-        if record.weighted and record.scale_w.size:
+        if record.has_weight and record.scale_w.size:
             value.wts_type = f"INT{record.weight_bits}"
-        if record.half:
+        if record.is_float16:
             value.op_data_type = "FLOAT16"
         if record.force_fp16:
             value.fakequant_precision_mode = _FORCED
-    rounded = [name for name, record in records.items() if record.rounded is not None]
+    rounded = [name for name, record in records.items() if record.rounded_weight is not None]
     comments = [f"{_ROUNDED}{json.dumps(name)}\n" for name in rounded]  # rounded by AdaRound
     return "".join(comments) + print_text(message)
 
@@ -165,9 +166,9 @@ def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
         ConfigError: a layer that the model lacks or cannot quantize; missing scales, or a wrong
             number of them.
     """
-    known = graph.known
+    known = graph.layer_by_name
     for name, record in records.items():
-        if record.tensor:
+        if record.is_node_input:
             node, _, place = name.rpartition(":")
             if not (node and place.isdecimal()):
                 raise ConfigError(
@@ -175,8 +176,8 @@ def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
                     f" {name!r}; take the key out of a layer's record"
                 )
             check_tensor_input(node, int(place), graph)
-        elif name in graph.refused and name not in graph.offered:
-            raise ConfigError(f"layer {name!r} cannot be quantized: {graph.refused[name]}")
+        elif name in graph.float_reasons and name not in graph.optional_layers:
+            raise ConfigError(f"layer {name!r} cannot be quantized: {graph.float_reasons[name]}")
         elif name not in known:
             raise ConfigError(
                 f"layer {name!r} of the record is not in the model;"
@@ -202,7 +203,7 @@ def _check_widths(name: str, record: LayerRecord, layer: Layer) -> None:
             f"wts_type INT{record.weight_bits} is for {rule}, got {layer.kind} with"
             f" {layer.channels_in} input channels and {layer.group} groups in layer {name!r}"
         )
-    int8_only = layer.at is not None or layer.two_activations
+    int8_only = layer.input_index is not None or layer.two_activations
     if int8_only and (record.act_bits, record.weight_bits) != (8, 8):
         raise ConfigError(
             "inputs of tensor_quantize and MatMuls of two activations are INT8, got another type"
@@ -212,8 +213,8 @@ def _check_widths(name: str, record: LayerRecord, layer: Layer) -> None:
 
 def _check_weights(name: str, record: LayerRecord, layer: Layer) -> None:
     count = record.scale_w.size
-    if layer.at is not None:
-        if count or not record.tensor:
+    if layer.input_index is not None:
+        if count or not record.is_node_input:
             raise ConfigError(
                 f"the record of an input must hold is_tensor_quantize: true and no scale_w, got"
                 f" {'a scale_w' if count else 'neither'} in {name!r}"
@@ -267,13 +268,13 @@ def _layer(value: Any) -> LayerRecord:
         offset_d=value.offset_d,
         scale_w=scale_w,
         factors=factors,
-        weighted=value.wts_type != "" or scale_w.size != 1 or scale_w[0] != 1,
+        has_weight=value.wts_type != "" or scale_w.size != 1 or scale_w[0] != 1,
         skip_fusion=value.skip_fusion,
-        tensor=value.is_tensor_quantize,
+        is_node_input=value.is_tensor_quantize,
         act_bits=act_bits,
         weight_bits=weight_bits,
         force_fp16=value.fakequant_precision_mode == _FORCED,
-        half=_HALF[value.op_data_type],
+        is_float16=_HALF[value.op_data_type],
     )
 
 

@@ -47,7 +47,7 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
     by_name = _by_name(message, graph)
     common = message.common_config if message.HasField("common_config") else None
     layers, lowered = {}, []
-    named = {n: one for n, one in graph.offered.items() if n in by_name}
+    named = {n: one for n, one in graph.optional_layers.items() if n in by_name}
     for name, layer in sorted({**graph.layers, **named}.items()):
         given = (by_name.get(name), by_type.get(layer.kind), common)
         parts = [part for part in given if part is not None]
@@ -73,7 +73,7 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
         ),
         tensors=tuple(_tensor(one, common) for one in message.tensor_quantize),
         layers=layers,
-        told=tuple(activation_width_notes(lowered)),
+        notes=tuple(activation_width_notes(lowered)),
     )
     return resolve_config(config, graph)
 
@@ -124,7 +124,7 @@ def _kinds(word: str) -> tuple[str, ...]:
 def _skipped(message: Any, graph: LayerGraph) -> set[str]:
     skipped = set()
     for name in refuse_repeats(message.skip_layers, "skip_layers"):
-        if name not in graph.layers and name not in graph.refused:
+        if name not in graph.layers and name not in graph.float_reasons:
             raise ConfigError(
                 f"layer {name!r} of skip_layers does not exist in the model;"
                 f" {suggest_name(name, list(graph.layers))}"
@@ -160,7 +160,7 @@ def _by_name(message: Any, graph: LayerGraph) -> dict[str, Any]:
     for override in message.override_layer_configs:
         _complete(override, "layer_name", "override_layer_configs")
         name = override.layer_name
-        if name not in graph.names:
+        if name not in graph.configurable_names:
             raise ConfigError(
                 f"layer {name!r} of override_layer_configs {no_layer_reason(name, graph)}"
             )
@@ -196,7 +196,7 @@ def _merged(parts: list[Any], layer: Layer, common: Any) -> LayerConfig:
             "dmq_balancer_param"
         ]
     weight = _weight(weights) if weights is not None else WeightParams()
-    if weights is common and weight.wts_algo == "ada_quantize" and not layer.adaptive:
+    if weights is common and weight.wts_algo == "ada_quantize" and not layer.can_use_adaround:
         weight = WeightParams()
     return LayerConfig(activation=act, weight=weight, dmq_balancer_param=strength)
 

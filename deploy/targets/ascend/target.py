@@ -38,10 +38,10 @@ from deploy.targets.ascend.preparation import (
     decide_precisions,
     describe_algorithms,
     disable_layers,
+    find_unfolded_deconvs,
     find_weight_sharers,
     make_default_plan,
     prepare_model,
-    transposed_before_norm,
     unfuse_batchnorms,
 )
 from deploy.targets.base import BuildRequest, BuildResult
@@ -188,7 +188,7 @@ class Ascend:
             standard=self.csc or "bt601-narrow",
             dynamic=self.dynamic_aipp,
         )
-        if self.csc is not None and not source.yuv:
+        if self.csc is not None and not source.is_yuv:
             raise ConfigError(
                 f"csc is for YUV images, got {self.csc} with source color"
                 f" {self.source_color}; give --source-color nv12 or nv21, or leave --csc out"
@@ -206,8 +206,8 @@ class Ascend:
         if self.config is not None:
             config = read_any_config(self.config, graph)  # refuse a bad one before calibration
             names = {*graph.layers, *disable_layers(config, float_nodes).entries()}
-        layers = (one for one in graph.asked(names).values() if one.node not in float_nodes)
-        read = ((one.input, *(one.others if one.two_activations else ())) for one in layers)
+        layers = (one for one in graph.select(names).values() if one.node not in float_nodes)
+        read = ((one.input, *(one.other_inputs if one.two_activations else ())) for one in layers)
         return tuple(dict.fromkeys(tensor for tensors in read for tensor in tensors))
 
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
@@ -240,33 +240,33 @@ class Ascend:
         """Return the fake-quant model."""
         from deploy.targets.ascend.fake_quant import fake_quant_model
 
-        plan, _, layers, _ = self.quantized(request)
+        plan, _, layers, _ = self.quantize(request)
         return fake_quant_model(plan.model, layers)
 
     def _recorded(self, request: BuildRequest) -> tuple[RecordPlan, CalibrationRecord, QuantConfig]:
         """Return the plan, the records by the chosen searches, and the config of these searches."""
         from deploy.targets.ascend import layer_searches as searches
 
-        plan, default = self.searched(request, searches.CONFIGURED)
+        plan, default = self.search(request, searches.CONFIGURED)
         chosen = searches.chosen_searches(plan, request.choices)
         if not chosen:
             return plan, default, plan.config
-        found = {how: self.searched(request, how)[1] for how in {*chosen.values()}}
+        found = {how: self.search(request, how)[1] for how in {*chosen.values()}}
         every = {name: chosen.get(name, searches.CONFIGURED) for name in plan.layers}
         records = searches.merge_records(plan, default, found, chosen)
-        return plan, records, searches.config_of(plan.config, every)
+        return plan, records, searches.apply_searches(plan.config, every)
 
-    def searched(self, request: BuildRequest, how: str) -> tuple[RecordPlan, CalibrationRecord]:
+    def search(self, request: BuildRequest, how: str) -> tuple[RecordPlan, CalibrationRecord]:
         """Return the plan, and the records of all layers by a search; made once."""
-        from deploy.targets.ascend.layer_searches import search_plan
+        from deploy.targets.ascend.layer_searches import make_search_plan
 
         once = partial(request.ranges.once, of=request.model)
         plan: RecordPlan = once(self, lambda: self.record_plan(request.subject))
         return plan, once(
-            (self, how), lambda: search_plan(plan, how).record(request.ranges.observed)
+            (self, how), lambda: make_search_plan(plan, how).record(request.ranges.observed)
         )
 
-    def quantized(
+    def quantize(
         self, request: BuildRequest
     ) -> tuple[RecordPlan, CalibrationRecord, dict[str, QuantLayer], QuantConfig]:
         """Return the plan, the records of the int8 layers, these layers, and their config.
@@ -299,7 +299,7 @@ class Ascend:
         """
         if request.trained is not None:
             return self._of_trained(request.trained, request)
-        plan, calibrated, layers, config = self.quantized(request)
+        plan, calibrated, layers, config = self.quantize(request)
         from deploy.targets.ascend.recipe import Recipe
 
         recipe = Recipe(
@@ -310,10 +310,10 @@ class Ascend:
             config=config,
             method=describe_algorithms(plan.config),
             ranges=calibrated.ranges,
-            why=request.float_nodes,
+            float_reasons=request.float_nodes,
             notes=tuple(calibration_notes(calibrated, plan)),
         )
-        return self.files(recipe, request)
+        return self.write_files(recipe, request)
 
     def _of_trained(self, trained: QdqCalibration, request: BuildRequest) -> BuildResult:
         """Write the files of a Q/DQ model with the scales of its own pairs."""
@@ -323,9 +323,9 @@ class Ascend:
         original = request.subject.loaded
         loaded = replace(loaded, name=original.name, carried=original.carried)
         subject = replace(request.subject, loaded=loaded, given=trained.model)
-        return self.files(recipe, replace(request, subject=subject))
+        return self.write_files(recipe, replace(request, subject=subject))
 
-    def files(self, recipe: Recipe, request: BuildRequest) -> BuildResult:
+    def write_files(self, recipe: Recipe, request: BuildRequest) -> BuildResult:
         """Write the files of a recipe, and check them on the samples; errors as in `build`."""
         from deploy.targets.ascend.aipp import write_aipp_files
         from deploy.targets.ascend.executor import deploy_model_note
@@ -356,7 +356,9 @@ class Ascend:
             runnable=None if failure else files["fake-quant model"],
             files=files,
             decisions=(
-                *decide_precisions(recipe.model, recipe.graph, recipe.records, recipe.why),
+                *decide_precisions(
+                    recipe.model, recipe.graph, recipe.records, recipe.float_reasons
+                ),
                 *request.plugin_decisions,
             ),
             method=recipe.method,
@@ -393,9 +395,9 @@ class Ascend:
         config, base = self._config(graph, subject), FOLDED
         bare = []
         if self.configured and not subject.repairs:  # which are of the folded weights
-            bare = transposed_before_norm(subject.unfolded.model)
+            bare = find_unfolded_deconvs(subject.unfolded.model)
         if not config.do_fusion or config.skip_fusion_layers or bare:
-            model, graph = unfuse_batchnorms(subject, config, bare=bare)
+            model, graph = unfuse_batchnorms(subject, config, unfolded=bare)
             config = self._config(graph, subject)
             apart = [*config.skip_fusion_layers, *bare] if config.do_fusion else ["all"]
             base = f"unfused {', '.join(apart)}"
@@ -405,8 +407,8 @@ class Ascend:
             config=config,
             base=base,
             samples=subject.samples,
-            images=subject.batch,
-            together=self._together(subject),
+            images_per_sample=subject.batch,
+            samples_per_batch=self._together(subject),
             exact=self.exact,
         )
 

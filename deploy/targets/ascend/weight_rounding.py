@@ -50,8 +50,8 @@ from deploy.targets.ascend.layers import Layer
 from deploy.targets.ascend.quant_layer import read_constant, to_rows
 from deploy.terminal import Step, phase
 
-MOST_SAMPLES = 64
-MOST_PLACES = 4096  # sampled positions of a layer
+MAX_SAMPLES = 64
+MAX_POSITIONS = 4096  # sampled positions of a layer
 _LEAST, _BYTES = 256, 32 * 2**20  # positions always kept; bytes of the inputs of further ones
 
 Float32Array = NDArray[np.float32]
@@ -154,8 +154,8 @@ def _step(
     rows = to_rows(read_constant(index, layer.weight), layer)
     weight = config.layers[layer.name].weight
     shape = (layer.group, rows.shape[0] // layer.group, prod(rows.shape[1:]))
-    samples = min(samples, MOST_SAMPLES)
-    total = min(max(_BYTES // (4 * shape[0] * shape[2]), _LEAST), MOST_PLACES)
+    samples = min(samples, MAX_SAMPLES)
+    total = min(max(_BYTES // (4 * shape[0] * shape[2]), _LEAST), MAX_POSITIONS)
     most = -(-total // samples)
     names = tuple(one.layer.name for one in earlier)
     before = (*needs, *(one.inputs for one in earlier))

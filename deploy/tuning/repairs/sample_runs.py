@@ -42,7 +42,11 @@ def run_with_taps(
     names = list(dict.fromkeys(tensors))
     fed, outputs = [n for n in names if n in inputs], [n for n in names if n not in inputs]
     session = OrtSession.open(
-        copy_with_outputs(model, outputs), threads=1, spin=False, keep=True, int8_kernels=False
+        copy_with_outputs(model, outputs),
+        threads=1,
+        spin=False,
+        reuse_memory=True,
+        int8_kernels=False,
     )
     results: list[dict[str, TapResult]] = []
 
@@ -87,7 +91,7 @@ class SampleComparison:
     ) -> None:
         self._samples, self._threads = samples, threads
         if said is None:
-            session = OrtSession.open(subject.model, threads=1, spin=False, keep=True)
+            session = OrtSession.open(subject.model, threads=1, spin=False, reuse_memory=True)
             said = _ran(session, samples, threads)
         self._outputs, self._form = said, derive_form(said, inputs=samples, task=subject.task)
 
@@ -97,7 +101,9 @@ class SampleComparison:
         Raises:
             BackendError: ONNX Runtime refused the model or a sample.
         """
-        session = OrtSession.open(model, threads=1, spin=False, keep=True, int8_kernels=kernels)
+        session = OrtSession.open(
+            model, threads=1, spin=False, reuse_memory=True, int8_kernels=kernels
+        )
         comparison = Comparison(StoredOutputs(self._outputs[0]), session, form=self._form)
         outputs = _ran(session, self._samples, self._threads)
         for sample, reference, candidate in zip(self._samples, self._outputs, outputs, strict=True):
