@@ -29,7 +29,7 @@ from deploy.report.blocks import block_html
 from deploy.report.charts import weight_strip
 from deploy.report.parts import EngineRow, TargetPart, TrialRow
 from deploy.report.previews import box_rows
-from deploy.report.report_rows import STRIPS, weight_rows
+from deploy.report.report_rows import MAX_STRIPS, weight_rows
 from deploy.report.sections import trials
 from deploy.targets.stored_weights import StoredWeight, make_stored_weight, read_stored_weights
 from deploy.targets.tensorrt.cache_qdq import to_qdq
@@ -80,7 +80,7 @@ def test_the_worst_weights_have_a_strip_of_few_bars():
     wide[617] = 1
     many = [make_stored_weight(f"n{i}", "Conv", wide[: 1000 - i], np.ones(1)) for i in range(9)]
     found = weight_rows(many)
-    assert sum(bool(row.strip) for row in found) == STRIPS
+    assert sum(bool(row.strip) for row in found) == MAX_STRIPS
     (row,) = (row for row in found if row.node == "n0")
     assert len(row.strip) <= 96 and row.strip.count(1.0) == 1  # the least of a run is seen
     drawn = weight_strip(row)
@@ -532,8 +532,12 @@ def test_names_and_labels_are_escaped_and_json_has_counts_alone():
 
 def test_of_very_many_boxes_the_best_are_drawn_and_it_is_said():
     (own,) = boxes()
-    drawn = replace(own.boxes, kept=own.boxes.kept * 20, found=own.boxes.found * 20)
-    many = replace(own, kept=len(drawn.kept), boxes=drawn)
+    drawn = replace(
+        own.boxes,
+        matched_fp32=own.boxes.matched_fp32 * 20,
+        matched_engine=own.boxes.matched_engine * 20,
+    )
+    many = replace(own, kept=len(drawn.matched_fp32), boxes=drawn)
     page = to_html(Report(engines=(EngineRow(label="int8", boxes=(many,)),)))
     assert page.count('<rect class="kept"') == 200 and "the best 100" in page
 

@@ -970,7 +970,7 @@ def test_an_output_of_any_kind_is_judged_or_left_out_on_every_target(form, rng, 
         duration_s=0, tuning=Tuning(effort=0),
     )  # fmt: skip
     assert not report.failed and note in (tmp_path / "report.md").read_text().replace("\\", "")
-    verdicts = [engine.verdict.words for engine in report.engines if engine.verdict is not None]
+    verdicts = [engine.verdict.text for engine in report.engines if engine.verdict is not None]
     assert len(verdicts) == 3 and all(word in one for one in verdicts), verdicts
 
 

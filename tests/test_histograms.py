@@ -16,7 +16,7 @@ from deploy.calibration import trt_cache
 from deploy.report import Report, parts, report_rows, to_html
 from deploy.report.blocks import sections_html
 from deploy.report.charts import histogram
-from deploy.report.report_rows import MOST, histogram_part
+from deploy.report.report_rows import MAX_BARS, histogram_part
 from deploy.report.sections import tensors as tensor_sections
 from deploy.tuning.search_options import Tuning
 from tests.models import run_command
@@ -45,7 +45,7 @@ def row(**changed):
 def test_every_value_is_in_its_bar(shift):
     values = VALUES + np.float32(shift)
     part = histogram_part(seen(Histogram(), values))
-    assert sum(part.counts) == values.size and 20 < len(part.counts) <= MOST
+    assert sum(part.counts) == values.size and 20 < len(part.counts) <= MAX_BARS
     assert part.counts[0] and part.counts[-1]  # none before the first value, none after the last
     want = np.histogram(values.astype(np.float64), edges(part))[0]
     assert np.abs(np.cumsum(want) - np.cumsum(part.counts)).max() <= 3  # of values on an edge
@@ -56,14 +56,14 @@ def test_values_at_the_end_of_the_range_are_in_the_last_bar(recorder):
     ends = np.array([-4.0, 4.0], np.float32)  # powers of two: bins of their own
     part = histogram_part(seen(recorder(), np.tile(ends, KEPT)))
     assert part.counts[0] == part.counts[-1] == KEPT == sum(part.counts) / 2
-    assert edges(part)[0] <= -4 and edges(part)[-1] >= 4 and len(part.counts) <= MOST
+    assert edges(part)[0] <= -4 and edges(part)[-1] >= 4 and len(part.counts) <= MAX_BARS
 
 
 @pytest.mark.parametrize("values", [VALUES[:1000], VALUES], ids=["kept", "counted"])
 def test_ascends_histograms_have_bars_too(values):
     for recorder in (IfmrHistogram(), HfmgHistogram(4096)):
         part = histogram_part(seen(recorder, values))
-        assert sum(part.counts) == values.size and len(part.counts) <= MOST
+        assert sum(part.counts) == values.size and len(part.counts) <= MAX_BARS
         assert edges(part)[0] <= values.min() and edges(part)[-1] >= values.max() - 1e-5
 
 
@@ -150,7 +150,7 @@ def test_the_worst_tensor_has_its_histogram_and_the_ends_of_the_cache(made):
     (target,) = [one for one in report["targets"] if one["name"] == "tensorrt"]
     worst = min((t for t in target["tensors"] if "sqnr_db" in t), key=lambda t: t["sqnr_db"])
     part = worst["histogram"]
-    assert sum(part["counts"]) % 20 == 0 and len(part["counts"]) <= MOST  # of 20 pictures
+    assert sum(part["counts"]) % 20 == 0 and len(part["counts"]) <= MAX_BARS  # of 20 pictures
     assert part["start"] <= worst["observed_min"]
     assert part["start"] + part["width"] * len(part["counts"]) >= worst["observed_max"]
     assert worst["hi"] == -worst["lo"] == worst["amax"]
@@ -222,7 +222,7 @@ def test_only_the_worst_are_drawn(monkeypatch, small_cnn, pictures, tmp_path):
 def test_a_page_of_two_hundred_tensors_is_small(made):
     """Rows as a real build makes them, the worst with all that is drawn of them."""
     _, report = made
-    counts = tuple(range(100_000, 100_000 + MOST))
+    counts = tuple(range(100_000, 100_000 + MAX_BARS))
     others = tuple(parts.RangeRow(method=f"method-{n}", lo=-n, hi=n) for n in range(5))
     part = parts.HistogramPart(start=-1.23456789, width=0.0456789, counts=counts, others=others)
     weight = report["targets"][0]["weights"][0] | {"worst": (100, 200, 300)}

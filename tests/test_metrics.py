@@ -286,7 +286,7 @@ def judged(found=None, *, speed=None, int8=True, min_speedup=None, max_loss=None
 ])  # fmt: skip
 def test_an_unknown_task_is_judged_by_its_worst_part(db, level):
     found = judged(accuracy(part(db, label="scores"), part(60)))
-    assert found.level == level and "scores" in found.words
+    assert found.level == level and "scores" in found.text
 
 
 @pytest.mark.parametrize(("value", "level"), [
@@ -294,7 +294,7 @@ def test_an_unknown_task_is_judged_by_its_worst_part(db, level):
 ])  # fmt: skip
 def test_a_task_is_judged_by_what_is_lost_of_it(value, level):
     found = judged(accuracy(part(6), task=task(value)))
-    assert found.level == level and "9 of 10 boxes kept" in found.words
+    assert found.level == level and "9 of 10 boxes kept" in found.text
 
 
 LABELLED = accuracy(top1_reference=0.9, top1_candidate=0.89, classes=10, favourite=0.2)
@@ -342,7 +342,7 @@ def test_the_level_of_a_verdict(found, how, level):
 @pytest.mark.parametrize(("lost", "level"), LOSSES)
 def test_labels_decide_before_the_task(lost, level):
     found = judged(replace(LABELLED, task=task(0.1), top1_candidate=0.9 - lost))
-    assert found.level == level and f"top-1 {-100 * lost:+.2f} points" in found.words
+    assert found.level == level and f"top-1 {-100 * lost:+.2f} points" in found.text
 
 
 @pytest.mark.parametrize(("right", "classes", "samples", "level"), [
@@ -361,8 +361,8 @@ def test_a_float_model_that_guesses_was_fed_something_else(right, classes, sampl
     found = judged(
         accuracy(samples=samples, top1_reference=right, top1_candidate=right, classes=classes)
     )
-    assert found.level == level and ("chance is" in found.words) == (level == UNUSABLE)
-    assert ("check --preprocess" in found.words) == (level != GOOD)
+    assert found.level == level and ("chance is" in found.text) == (level == UNUSABLE)
+    assert ("check --preprocess" in found.text) == (level != GOOD)
 
 
 def precise(own, other, *, own_50=0.5):
@@ -374,10 +374,10 @@ def precise(own, other, *, own_50=0.5):
 @pytest.mark.parametrize(("lost", "level"), LOSSES)
 def test_annotated_objects_decide_before_the_boxes_of_fp32(lost, level):
     found = judged(accuracy(task=task(0.8), precision=precise(0.4, 0.4 - lost)))
-    assert found.level == level and f"mAP .50:.95 {-100 * lost:+.2f} points" in found.words
+    assert found.level == level and f"mAP .50:.95 {-100 * lost:+.2f} points" in found.text
     own = replace(task(0.99), task="metric")
     found = judged(accuracy(task=own, precision=precise(0.4, 0.4 - lost)))
-    assert found.level == GOOD and "mAP" not in found.words
+    assert found.level == GOOD and "mAP" not in found.text
 
 
 @pytest.mark.parametrize(("samples", "level"), [(20, UNUSABLE), (19, GOOD)])
@@ -385,14 +385,14 @@ def test_a_detector_that_finds_nothing_of_what_is_annotated_proves_nothing(sampl
     one = accuracy(samples=samples, task=task(1.0), precision=precise(0.0, 0.0, own_50=0.009))
     found = judged(one)
     assert found.level == level
-    assert ("finds next to none of the 40 objects" in found.words) == (level == UNUSABLE)
+    assert ("finds next to none of the 40 objects" in found.text) == (level == UNUSABLE)
     doubts = ("each is 0; check them",)
-    assert "inputs are in question: each is 0" in judged(one, doubts=doubts).words
+    assert "inputs are in question: each is 0" in judged(one, doubts=doubts).text
     seen = replace(one, precision=precise(0.4, 0.4))
-    assert "each is 0" not in judged(seen, doubts=doubts).words
+    assert "each is 0" not in judged(seen, doubts=doubts).text
     for right, is_said in ((0.34, True), (0.92, False)):  # raw pixels fed to a net of 10 classes
         labelled = accuracy(top1_reference=right, top1_candidate=right, samples=200)
-        assert ("inputs are in question" in judged(labelled, doubts=doubts).words) == is_said
+        assert ("inputs are in question" in judged(labelled, doubts=doubts).text) == is_said
     for kept in (0.9, 0.1):  # unusable
         first = judged(accuracy(top1_agreement=0.9, task=task(kept)), doubts=doubts).reasons
         assert "inputs are in question: each is 0" in first[0] and "9 of 10" in first[1]
@@ -404,7 +404,7 @@ def test_a_detector_that_finds_nothing_of_what_is_annotated_proves_nothing(sampl
 def test_without_labels_a_float_model_that_knows_one_class_is_doubted(share, samples, level):
     found = judged(accuracy(samples=samples, classes=10, favourite=share))
     assert found.level == level
-    assert ("check the preprocessing" in found.words) == (level == DOUBTFUL)
+    assert ("check the preprocessing" in found.text) == (level == DOUBTFUL)
 
 
 @pytest.mark.parametrize(("value", "level"), [(0, DOUBTFUL), (1e-30, GOOD)])
@@ -425,14 +425,14 @@ def test_outputs_that_are_not_finite_are_unusable_and_said_first():
 
 def test_what_is_good_is_told_only_where_nothing_is_worse():
     found = judged(speed=0.94, int8=False)  # a speed by chance, of a model that stays in float
-    assert found.level == FLOAT and "no layer could be int8" in found.words
+    assert found.level == FLOAT and "no layer could be int8" in found.text
     assert judged(accuracy(part(40)), speed=(2.0, 1.9, 2.1)).reasons == (
         "40.0 dB in the worst part, y",
         "2.00x (1.90 to 2.10) the speed of FP32",
     )
     assert judged(accuracy(part(4)), speed=2.0).reasons == ("4.0 dB in the worst part, y",)
     found = verdict(accuracy=None, speed=None, int8=True, gates=Gates())
-    assert found.level == DOUBTFUL and found.words == "doubtful: nothing was measured of it"
+    assert found.level == DOUBTFUL and found.text == "doubtful: nothing was measured of it"
 
 
 @pytest.mark.parametrize(("speed", "level", "said"), [
@@ -442,7 +442,7 @@ def test_what_is_good_is_told_only_where_nothing_is_worse():
 ])  # fmt: skip
 def test_a_speed_recommends_int8_or_fp32_or_says_that_noise_hides_it(speed, level, said):
     found = judged(speed=speed)
-    assert found.level == level and said in found.words
+    assert found.level == level and said in found.text
 
 
 class Given:
@@ -471,7 +471,7 @@ def compared(change, error, *, shape=(1, 3, 16, 16), cut=0):
 def test_what_is_left_of_a_small_change_of_the_input_is_judged(change, error, level):
     found = judged(compared(change, error))
     assert found.level == level
-    assert ("what the model changes of x in y" in found.words) == (level != GOOD)
+    assert ("what the model changes of x in y" in found.text) == (level != GOOD)
 
 
 def test_an_engine_that_gives_its_input_back_is_not_good():
@@ -493,7 +493,7 @@ def test_a_task_or_a_limit_that_is_met_leaves_no_doubt_of_changes():
 def test_the_worst_figure_of_a_changed_input_is_that_of_the_change():
     found = compared(0.03, 0.003)
     assert found.worst.label == "y - x" and found.worst.sqnr_db == pytest.approx(20, abs=0.5)
-    assert "19.8 dB in the worst part, y - x; 50.4 dB in y" in judged(found).words
+    assert "19.8 dB in the worst part, y - x; 50.4 dB in y" in judged(found).text
     assert compared(0.5, 0.03).worst.label == "y"
     assert compared(1e-6, 0.03).worst.label == "y"  # rounding alone
     assert not compared(0.03, 0.03, shape=(1, 3, 256)).doubts  # a state, or of another shape

@@ -16,7 +16,7 @@ from deploy.metrics import latency as timing
 from deploy.metrics.kernels import EngineLayer
 from deploy.metrics.latency import DeviceTimes
 from deploy.pipeline import measure
-from deploy.report.figures import compare_with_plan, engine_layers_words, quantized_layers
+from deploy.report.figures import compare_with_plan, engine_layers_text, quantized_layers
 from deploy.targets.tensorrt import builder, sdk, session
 from deploy.targets.tensorrt.inspector import parse_layers
 from deploy.targets.tensorrt.session import TensorrtSession
@@ -384,20 +384,20 @@ def test_nodes_are_told_apart_by_what_became_of_them():
     assert part.layers == 4 and part.reformats == 1
     words = "1 of 3 planned nodes in int8, 1 that no layer names"
     words += ", 1 more that the plan left in float; 1 reformat"
-    assert engine_layers_words(part) == words and compare_with_plan((), plan) is None
-    assert engine_layers_words(compare_with_plan(layers)) == ""
+    assert engine_layers_text(part) == words and compare_with_plan((), plan) is None
+    assert engine_layers_text(compare_with_plan(layers)) == ""
     blocks = [replace(layers[0], block="DLA", precision="", nodes=(), ends=("a", "r"))]
     part = compare_with_plan([*blocks, *layers[1:3]], plan)  # b in float16, p in int8
     assert (part.as_planned, part.inside, part.unnamed) == (0, ("a", "r"), ())
     words = "0 of 1 planned node in int8, 2 inside 1 DLA loadable, whose types the engine does not"
-    assert engine_layers_words(part).startswith(f"{words} tell, 1 more that the plan left in float")
+    assert engine_layers_text(part).startswith(f"{words} tell, 1 more that the plan left in float")
     assert quantized_layers(part) == "1 of 2, and 1 DLA loadable"
     blocks = [*blocks, replace(blocks[0], ends=("b", "b_QuantizeLinear"))]
     part = compare_with_plan(blocks, plan)
     words = "3 planned nodes inside 2 DLA loadables, whose types the engine does not tell"
-    assert engine_layers_words(part) == f"{words}; 0 reformats"
+    assert engine_layers_text(part) == f"{words}; 0 reformats"
     assert part.inside == ("a", "r", "b")
     assert quantized_layers(part) == "the engine does not tell"
     silent = compare_with_plan([replace(one, precision="") for one in layers], plan)
-    assert engine_layers_words(silent) == ""
+    assert engine_layers_text(silent) == ""
     assert quantized_layers(silent) == "the engine does not tell"

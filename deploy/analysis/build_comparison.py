@@ -12,7 +12,7 @@ from deploy.report.blocks import Bullets, Section, Table, block_html, sections_h
 from deploy.report.model import to_plain_object
 from deploy.report.page import page, verdicts
 from deploy.report.parts import EngineRow
-from deploy.report.screen import aligned, entries
+from deploy.report.screen import align_columns, entries
 from deploy.report.tables import worst_figure
 from deploy.report.verdict import Verdict
 from deploy.terminal import join_visible as lines_of
@@ -155,7 +155,7 @@ def _circumstances(build: StoredBuild) -> Iterator[tuple[str, str]]:
         yield "pictures", report.feed.prepared
     yield "target", ", ".join(target.name for target in report.targets)
     for target in report.targets if build.options is None else ():
-        yield f"options of {target.name}", target.typed
+        yield f"options of {target.name}", target.options_text
     if report.machine:
         yield "machine", f"{report.machine.cpu}, {figures.count(report.machine.cores, 'core')}"
         yield from ((f"version of {k}", v) for k, v in report.machine.versions.items())
@@ -226,13 +226,13 @@ def _engines(builds: BuildComparison) -> Iterator[str]:
     rows = [["build", *_HEADS], *([one.build, *_cells(one)] for one in builds.engines)]
     filled = [c for c in range(len(rows[0])) if any(row[c] for row in rows[1:])]
     left = [at for at, column in enumerate(filled) if column in _LEFT]
-    yield from aligned([[row[c] for c in filled] for row in rows], left)
+    yield from align_columns([[row[c] for c in filled] for row in rows], left)
 
 
 def _reasons(builds: BuildComparison) -> Iterator[str]:
     """Yield the reasons of every verdict and of every failure."""
     for one in builds.engines:
-        said = one.error or (one.verdict.words if one.verdict else "nothing was measured")
+        said = one.error or (one.verdict.text if one.verdict else "nothing was measured")
         yield f"{_engine_name(one)}: {said}"
 
 

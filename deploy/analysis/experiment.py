@@ -32,7 +32,7 @@ from deploy.method import Method
 from deploy.metrics.output_errors import sqnr_db
 from deploy.report.figures import count, decibels
 from deploy.report.model import to_plain_object
-from deploy.report.screen import aligned
+from deploy.report.screen import align_columns
 from deploy.terminal import join_visible
 
 SCHEMA = "calib8-quantize/1"
@@ -126,7 +126,7 @@ class Experiment:
             (f"{value:.6g}", str(integer), f"{back:.6g}", f"{error:.3g}")
             for value, integer, back, error in zip(*columns, strict=True)
         ]
-        yield from aligned((_HEADS, *rows), ())
+        yield from align_columns((_HEADS, *rows), ())
         if self.values.size > SHOWN:
             yield f"and {count(self.values.size - SHOWN, 'value')} more"
 

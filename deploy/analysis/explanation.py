@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from deploy.report import figures
 from deploy.report.model import to_plain_object
 from deploy.report.parts import TrialRow
-from deploy.report.screen import columns, entries, entry
+from deploy.report.screen import entries, entry, labelled_table
 from deploy.report.tables import TRIAL_HEADS, trial_row
 from deploy.terminal import join_visible
 from deploy.tuning.plan_file import CONSEQUENCE, NOISE, RULE, TIME
@@ -221,7 +221,7 @@ def _table(
     label: str, heads: Sequence[str], rows: Sequence[Sequence[str]], most: int | None
 ) -> Iterator[str]:
     """Yield a table next to its label, and the number of rows left out."""
-    yield from columns(label, heads, rows[:most])
+    yield from labelled_table(label, heads, rows[:most])
     yield from _more(rows, most)
 
 

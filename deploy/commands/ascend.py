@@ -27,7 +27,7 @@ from deploy.commands.image_options import (
     parse_shape,
     shape_option,
 )
-from deploy.commands.model_options import Given, own_options
+from deploy.commands.model_options import TargetValues, target_field_options
 from deploy.errors import ConfigError
 from deploy.files import atomic
 from deploy.targets import Ascend
@@ -55,7 +55,7 @@ def where_options(command: Callable[..., Report]) -> Callable[..., None]:
 
     @wraps(command)
     def gathered(
-        given: Given, dataset: Dataset | None, shapes: tuple[str, ...], **words: Any
+        target_values: TargetValues, dataset: Dataset | None, shapes: tuple[str, ...], **words: Any
     ) -> None:
         from deploy.pipeline.deployment import TrialInputs
         from deploy.report import to_json, to_screen
@@ -67,7 +67,7 @@ def where_options(command: Callable[..., Report]) -> Callable[..., None]:
             )
         json_path = words.pop("json_path")
         inputs = TrialInputs(dataset=dataset, shapes=dict(map(parse_shape, shapes)))
-        report = command(target=Ascend(**given.get("ascend", {})), inputs=inputs, **words)
+        report = command(target=Ascend(**target_values.get("ascend", {})), inputs=inputs, **words)
         put_json(json_path, lambda: to_json(report))
         say_lines(to_screen(report))
 
@@ -81,7 +81,7 @@ _OPTIONS: Sequence[Callable[[Callable[..., None]], Callable[..., None]]] = (
     ),
     shape_option(),
     input_options("Run on these, and tell how far the outputs are from the model's"),
-    own_options(lambda option: option.flag in _FILES),
+    target_field_options(lambda option: option.flag in _FILES),
     base.threads_option(section=base.GENERAL),
     base.general_option(
         "--force", is_flag=True, help="Write over files that calib8 did not write."

@@ -11,7 +11,7 @@ from deploy.commands import base
 from deploy.commands.base import THREADS, Real, html_option, json_option, put_json, quietable
 from deploy.commands.base import parse_batches as batches_of
 from deploy.commands.image_options import input_options, parse_shape, shape_option
-from deploy.commands.model_options import Given, make_target, own_options
+from deploy.commands.model_options import TargetValues, make_target, target_field_options
 from deploy.errors import ConfigError
 from deploy.files.atomic import write_text
 from deploy.terminal import say_lines
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 @json_option
 @html_option
 @input_options("Run on these in place of random inputs, and report how far the outputs differ")
-@own_options(lambda option: option.changes_runs)
+@target_field_options(lambda option: option.changes_runs)
 def bench(
     engine: Path,
     against: Path | None,
@@ -92,7 +92,7 @@ def bench(
     duration: float,
     shapes: tuple[str, ...],
     seed: int,
-    given: Given,
+    target_values: TargetValues,
     streams: int,
     batches: tuple[int, ...],
     profile: bool,
@@ -130,7 +130,7 @@ def bench(
         duration_s=duration,
         shapes=dict(map(parse_shape, shapes)),
         seed=seed,
-        targets=[make_target(target, fields) for target, fields in given.items()],
+        targets=[make_target(target, fields) for target, fields in target_values.items()],
         streams=streams,
         batches=batches,
         profile=profile,

@@ -17,7 +17,7 @@ from deploy.commands.calibration_options import (
     resume_option,
 )
 from deploy.commands.image_options import ImageArguments, build_options, refuse_unfed
-from deploy.commands.model_options import model_from, model_options, target_options
+from deploy.commands.model_options import model_options, resolve_model, target_options
 from deploy.commands.settings import (
     ConfiguredCommand,
     config_options,
@@ -154,7 +154,7 @@ def build(
         settings=settings_text(),
     )
     report = build_with(
-        model_from(model, shapes, weights), dataset if dataset.source else None, options
+        resolve_model(model, shapes, weights), dataset if dataset.source else None, options
     )
     say_lines(to_markdown(report) if calibration.verbose else to_screen(report))
     for sentence in serious_findings(report) if is_text_suppressed() else ():

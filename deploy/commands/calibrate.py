@@ -20,7 +20,7 @@ from deploy.commands.calibration_options import (
     script_cache_notes,
 )
 from deploy.commands.image_options import ImageArguments, feed_options
-from deploy.commands.model_options import model_from, model_options, target_options
+from deploy.commands.model_options import model_options, resolve_model, target_options
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def calibrate(
     options = calibration.options(
         cache, method, images, scheduler=scheduler, resume=resume, checkpoint=checkpoint_path(path)
     )
-    found = calibrate_with(model_from(model, shapes, weights), dataset, options, targets=targets)
+    found = calibrate_with(resolve_model(model, shapes, weights), dataset, options, targets=targets)
     if shard is not None:
         write_shard(found, path)
     notes = script_cache_notes(dataset, path)
@@ -157,6 +157,6 @@ def merge(
             "--trust-cache takes a cache as it is, and shards make one; leave one of them out"
         )
     path = out or Path(f"{model.stem}.cache")
-    options = calibration.options(path, calibration.method if calibration.asked else None)
-    found = calibrate_with(model_from(model, shapes, weights), shards, options, targets=targets)
+    options = calibration.options(path, calibration.method if calibration.method_flags else None)
+    found = calibrate_with(resolve_model(model, shapes, weights), shards, options, targets=targets)
     print_calibration(found, path, verbose=calibration.verbose, json_path=json_path)

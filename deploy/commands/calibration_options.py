@@ -34,14 +34,14 @@ Command = Callable[..., None]
 
 
 def method_options(command: Command) -> Command:
-    """Add `--method` and its parameters; the command gets `method`, and `asked`: flags given."""
+    """Add `--method` and its parameters as `method`, and the typed flags as `method_flags`."""
     known = parameters()
 
     @wraps(command)
     def gathered(method: str, **words: Any) -> None:
         values = {name: words.pop(name) for name in known}
         chosen = Method.of(method, {k: v for k, v in values.items() if v is not None})
-        command(method=chosen, asked=tuple(base.given_flags("method", *values)), **words)
+        command(method=chosen, method_flags=tuple(base.given_flags("method", *values)), **words)
 
     wrapped: Command = gathered
     for name, parameter in known.items():  # the last search's first, as decorators are
@@ -73,12 +73,12 @@ class CalibrationArguments:
     """How ranges are searched and stored, as a command line says it.
 
     Attributes:
-        asked: flags of the search that were typed; empty for the default search.
+        method_flags: flags of the search that were typed; empty for the default search.
         keep_float: nodes, patterns, `op:` types and `@` files to keep in float.
     """
 
     method: Method
-    asked: tuple[str, ...]
+    method_flags: tuple[str, ...]
     keep_float: tuple[str, ...]
     cache: CachePolicy
     verbose: bool
@@ -113,16 +113,16 @@ class CalibrationArguments:
             ConfigError: a search that no target follows or that a trusted cache overrides; a cache
                 that is both to be used and to be made anew.
         """
-        asked = " and ".join(self.asked)
-        if asked and all(target.own_method for target in targets):
+        flags = " and ".join(self.method_flags)
+        if flags and all(target.own_method for target in targets):
             target = targets[0]
             raise ConfigError(
-                f"{asked} must have a target that follows it, got {target.name}, whose ranges are"
+                f"{flags} must have a target that follows it, got {target.name}, whose ranges are"
                 f" found by {target.own_method}"
             )
-        if asked and self.cache.trust:
+        if flags and self.cache.trust:
             raise ConfigError(
-                f"{asked} chooses ranges, and --trust-cache takes those of the cache as they are;"
+                f"{flags} chooses ranges, and --trust-cache takes those of the cache as they are;"
                 " leave one of them out"
             )
         refuse_both_ways(self.cache)
@@ -163,12 +163,12 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of a calibration; the command gets them as `calibration`."""
 
     @wraps(command)
-    def gathered(method: Method, asked: tuple[str, ...], **words: Any) -> None:
+    def gathered(method: Method, method_flags: tuple[str, ...], **words: Any) -> None:
         from deploy.calibration.reuse import CachePolicy
 
         calibration = CalibrationArguments(
             method=method,
-            asked=asked,
+            method_flags=method_flags,
             keep_float=words.pop("keep_float"),
             cache=CachePolicy(
                 require=words.pop("require_cache"),
@@ -242,15 +242,17 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def gathered(scheduler: str | None, **words: Any) -> None:
-        asked = {name: words.pop(name) for name in ("send", "pieces", "retries")}
+        cluster_values = {name: words.pop(name) for name in ("send", "pieces", "retries")}
         if scheduler is None:
-            base.refuse_without("--scheduler", base.given_flags(*asked))
-        command(scheduler=None if scheduler is None else _cluster(scheduler, asked), **words)
+            base.refuse_without("--scheduler", base.given_flags(*cluster_values))
+        command(
+            scheduler=None if scheduler is None else _cluster(scheduler, cluster_values), **words
+        )
 
     return base.add_options(gathered, _OPTIONS)
 
 
-def _cluster(address: str, asked: dict[str, Any]) -> Cluster:
+def _cluster(address: str, cluster_values: dict[str, Any]) -> Cluster:
     """The cluster with its options; `--threads` is the number for each piece."""
     from deploy.calibration.cluster_jobs import Cluster
 
@@ -261,7 +263,7 @@ def _cluster(address: str, asked: dict[str, Any]) -> Cluster:
             " out"
         )
     threads = click.get_current_context().params.get("threads")
-    known = {name: value for name, value in asked.items() if value is not None}
+    known = {name: value for name, value in cluster_values.items() if value is not None}
     return Cluster(address=address, threads=threads or 1, **known)
 
 
@@ -277,9 +279,9 @@ def feed_of(
     A calibrator's script feeds its own batches. Its base class chooses the method, unless a
     search compares methods (`tuned`).
     """
-    asked = calibration.method if calibration.asked else None
+    requested_method = calibration.method if calibration.method_flags else None
     if not images.script:
-        return images.dataset, asked
+        return images.dataset, requested_method
     from deploy.feed.calibrator import CalibratorScript
     from deploy.targets.tensorrt.cache_tools import method_of_calibrator
 
@@ -287,8 +289,8 @@ def feed_of(
     dataset = replace(images.dataset, source=script)
     named = method_of_calibrator(script)
     idle = all(target.own_method for target in targets) or calibration.cache.trust
-    if asked is not None or idle or named is None:
-        return dataset, asked
+    if requested_method is not None or idle or named is None:
+        return dataset, requested_method
     method, why = named
     if tuned:
         script.notes = (_FREE.format(script=script, method=method.label),)

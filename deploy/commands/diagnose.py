@@ -12,7 +12,7 @@ from deploy.commands import base
 from deploy.commands.base import Real, html_option, json_option, put_json, quietable, shows_progress
 from deploy.commands.calibration_options import keep_float_option
 from deploy.commands.image_options import ImageArguments, image_options, input_options
-from deploy.commands.model_options import model_from, model_options, target_options
+from deploy.commands.model_options import model_options, resolve_model, target_options
 from deploy.errors import CacheError, ConfigError
 from deploy.files.atomic import write_text
 from deploy.files.reading import open_regular_file
@@ -54,7 +54,7 @@ def inspect(
       calib8 inspect model.onnx --json - | jq '.[0].tensors'
       calib8 inspect model.cache
     """  # noqa: D301 (click reads the backspace)
-    model = model_from(path, shapes, weights)
+    model = resolve_model(path, shapes, weights)
     if model is path and path.suffix not in {".onnx", ".py"} and not _looks_like_onnx(path):
         base.refuse_without("a model", base.given_flags())
         _inspect_cache(path)

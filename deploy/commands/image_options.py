@@ -55,7 +55,7 @@ def preprocess_options(command: Command) -> Command:
     return command
 
 
-def preprocess_from(words: dict[str, str | None]) -> PreprocessRequest:
+def parse_preprocess(words: dict[str, str | None]) -> PreprocessRequest:
     """The preprocessing of a preset and of options that override it; None if none is given.
 
     Options without a preset are returned as a dict: the model decides the rest.
@@ -133,11 +133,11 @@ _RAW = (
 
 
 def raw_options(command: Command) -> Command:
-    """Add shape and dtype of files without a header; `raw_from` takes them out."""
+    """Add shape and dtype of files without a header; `take_source` takes them out."""
     return base.add_options(command, _RAW)
 
 
-def raw_from(words: dict[str, Any], source: str) -> str | RawFiles:
+def take_source(words: dict[str, Any], source: str) -> str | RawFiles:
     """Take the values of `raw_options` out of `words`; return the source as they describe it."""
     shape, dtype = words.pop("raw_shape"), words.pop("raw_dtype")
     if shape is None and dtype is None:
@@ -173,7 +173,7 @@ _CHOICE = (
 )
 
 
-def limit_from(words: dict[str, Any]) -> Limit:
+def take_limit(words: dict[str, Any]) -> Limit:
     """Take the values of `_CHOICE` out of `words`.
 
     Raises:
@@ -206,7 +206,7 @@ STABLE = (
 )
 
 
-def stable_from(words: dict[str, Any]) -> float | None:
+def take_stable_share(words: dict[str, Any]) -> float | None:
     """Take the values of `STABLE` out of `words`.
 
     Raises:
@@ -282,7 +282,7 @@ def _image_options(
         images = ImageArguments(
             dataset=_dataset(words, source or ""),
             script=script or "",
-            until_stable=stable_from(words),
+            until_stable=take_stable_share(words),
             threads=worker_threads(words.pop("threads")),
         )
         command(images=images, **words)
@@ -305,10 +305,10 @@ def _dataset(words: dict[str, Any], source: str) -> Dataset:
     from deploy.feed.feed import Dataset
 
     return Dataset(
-        source=raw_from(words, source),
-        preprocess=preprocess_from({name: words.pop(name) for name in PREPROCESS}),
+        source=take_source(words, source),
+        preprocess=parse_preprocess({name: words.pop(name) for name in PREPROCESS}),
         skip_bad=words.pop("skip_bad"),
-        limit=limit_from(words),
+        limit=take_limit(words),
     )
 
 

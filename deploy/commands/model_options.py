@@ -49,7 +49,7 @@ def _input_option(text: str) -> Callable[[Command], Command]:
     )
 
 
-def model_from(model: Path, shapes: tuple[str, ...], weights: Path | None) -> Path | LoadedModel:
+def resolve_model(model: Path, shapes: tuple[str, ...], weights: Path | None) -> Path | LoadedModel:
     """Return an ONNX file as it is, and a PyTorch model exported and loaded.
 
     Raises:
@@ -168,21 +168,21 @@ def torch_inputs(
 CommandFunction = Callable[..., None]
 # options without effect on PyTorch models, which get fixed scales and integers
 _NOT_OF_TORCH = ("dynamic_matmul", "precision")
-Given = Mapping[str, Mapping[str, Any]]  # target -> field -> value on the command line
+TargetValues = Mapping[str, Mapping[str, Any]]  # target -> field -> value on the command line
 
 
 def target_options(
-    wanted: Callable[[Option], bool],
+    is_offered: Callable[[Option], bool],
 ) -> Callable[[CommandFunction], CommandFunction]:
-    """Add `--target` and the targets' options that are `wanted`.
+    """Add `--target` and the targets' options that are `is_offered`.
 
     The command gets the configured targets as `targets`.
     """
 
     def add(command: CommandFunction) -> CommandFunction:
         @wraps(command)
-        def gathered(names: tuple[str, ...], given: Given, **words: Any) -> None:
-            command(targets=_made(names, given), **words)
+        def gathered(names: tuple[str, ...], target_values: TargetValues, **words: Any) -> None:
+            command(targets=_made(names, target_values), **words)
 
         return base.target_option(
             "--target",
@@ -193,7 +193,7 @@ def target_options(
             callback=_names,
             shell_complete=complete_names(lambda: TARGETS),
             help=f"Any of {', '.join(TARGETS)}, by commas or repeated; one calibration serves all.",
-        )(own_options(wanted)(gathered))
+        )(target_field_options(is_offered)(gathered))
 
     return add
 
@@ -206,8 +206,8 @@ def one_target(section: str) -> Callable[[CommandFunction], CommandFunction]:
 
     def add(command: CommandFunction) -> CommandFunction:
         @wraps(command)
-        def gathered(name: str, given: Given, **words: Any) -> None:
-            (target,) = _made((name,), given)
+        def gathered(name: str, target_values: TargetValues, **words: Any) -> None:
+            (target,) = _made((name,), target_values)
             command(target=target, **words)
 
         return base.option(
@@ -219,29 +219,35 @@ def one_target(section: str) -> Callable[[CommandFunction], CommandFunction]:
             callback=lambda context, param, name: find_target(name) and name,
             shell_complete=complete_names(lambda: TARGETS),
             help=f"Target that decides where pairs go and on which grid: {', '.join(TARGETS)}.",
-        )(own_options(lambda o: o.changes_placement and o.name not in _NOT_OF_TORCH)(gathered))
+        )(
+            target_field_options(lambda o: o.changes_placement and o.name not in _NOT_OF_TORCH)(
+                gathered
+            )
+        )
 
     return add
 
 
-def own_options(wanted: Callable[[Option], bool]) -> Callable[[CommandFunction], CommandFunction]:
-    """Add the targets' options that are `wanted`; the command gets them as `given`."""
+def target_field_options(
+    is_offered: Callable[[Option], bool],
+) -> Callable[[CommandFunction], CommandFunction]:
+    """Add the targets' options that are `is_offered`; the command gets them as `target_values`."""
 
     def add(command: CommandFunction) -> CommandFunction:
         declared = {
             f"{target}_{option.name}".replace("-", "_"): (target, option)
             for target, kind in TARGETS.items()
             for option in declared_options(kind)
-            if wanted(option)
+            if is_offered(option)
         }
 
         @wraps(command)
         def gathered(**words: Any) -> None:
-            given: dict[str, dict[str, Any]] = {}
+            target_values: dict[str, dict[str, Any]] = {}
             for word, (target, option) in declared.items():
                 if (value := words.pop(word)) not in (None, ()):
-                    given.setdefault(target, {})[option.name] = value
-            command(given=given, **words)
+                    target_values.setdefault(target, {})[option.name] = value
+            command(target_values=target_values, **words)
 
         wrapped: CommandFunction = gathered
         options = [_option(word, *of) for word, of in declared.items()]
@@ -265,15 +271,15 @@ def make_target(target: str, fields: Mapping[str, Any]) -> Target:
     return kind(**fields)
 
 
-def _made(names: tuple[str, ...], given: Given) -> list[Target]:
-    for target, fields in given.items():
+def _made(names: tuple[str, ...], target_values: TargetValues) -> list[Target]:
+    for target, fields in target_values.items():
         if target not in names:
             raise ConfigError(
                 f"{target_flags(target, fields)} {'belong' if len(fields) > 1 else 'belongs'} to"
                 " --target"
                 f" {target}, got --target {','.join(names)}"
             )
-    return [make_target(name, given.get(name, {})) for name in names]
+    return [make_target(name, target_values.get(name, {})) for name in names]
 
 
 def _names(context: click.Context, param: click.Parameter, words: tuple[str, ...]) -> Any:

@@ -83,7 +83,7 @@ def quantize(
     zeros: list[int] | None,
     axis: int | None,
     method: Method,
-    asked: tuple[str, ...],
+    method_flags: tuple[str, ...],
     json_path: Path | None,
 ) -> None:
     """Quantize VALUES: a JSON array such as '[-1, 0, 1, 2]', or an .npy file.
@@ -95,7 +95,7 @@ def quantize(
 
     made = experiment.quantize(
         experiment.read_values(values),
-        method=method if asked else None,
+        method=method if method_flags else None,
         scales=scales,
         zero_points=zeros,
         axis=axis,

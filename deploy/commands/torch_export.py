@@ -12,7 +12,12 @@ import click
 from deploy.commands import base
 from deploy.commands.base import quietable
 from deploy.commands.calibration_options import method_options
-from deploy.commands.image_options import preprocess_from, preprocess_options, raw_from, raw_options
+from deploy.commands.image_options import (
+    parse_preprocess,
+    preprocess_options,
+    raw_options,
+    take_source,
+)
 from deploy.commands.model_options import one_target, torch_inputs, torch_model, torch_options
 from deploy.errors import ConfigError
 from deploy.files.manifest import write_model
@@ -90,7 +95,7 @@ def export(
     scales: bool,
     all_modes: bool,
     method: Method,
-    asked: tuple[str, ...],
+    method_flags: tuple[str, ...],
     **words: str | None,
 ) -> None:
     """Export MODEL (file.py:factory or timm:NAME), check it against torch, say how they agree."""
@@ -120,7 +125,7 @@ def export(
     elif not images:
         base.refuse_without("--images", base.given_flags_in(base.IMAGES))
     if mode != "static":
-        base.refuse_without("--mode static", list(asked))
+        base.refuse_without("--mode static", list(method_flags))
     place = find_device(device)
     refuse_meta(place, "an exported model")
     module = torch_model(model, weights, device)
@@ -135,14 +140,14 @@ def export(
     else:
         if mode == "static" and not images:
             raise ConfigError("static ranges come from data: give --images, or another --mode")
-        source = raw_from(words, images or "")
-        how = preprocess_from(words)
+        source = take_source(words, images or "")
+        how = parse_preprocess(words)
         names = argument_names(module, len(inputs))
         batches = read_batches(source, inputs, names, how, limit) if images else [inputs]
         batches = move_tensors(batches, place)
         part = submodule(module, only) if only else module
         kept = {"leaves": leaves, "skip": match_patterns(find_weighted_layers(part), skip)}
-        search = search_for(target, method if asked else None)
+        search = search_for(target, method if method_flags else None)
         converted = quantize_model(
             module, inputs, batches, mode=mode, target=target, only=only, search=search, **kept
         )
@@ -216,7 +221,7 @@ def qat(
     scales: bool,
     out: Path,
     method: Method,
-    asked: tuple[str, ...],
+    method_flags: tuple[str, ...],
 ) -> None:
     """Train the task that SCRIPT (train.py:setup) returns for TARGET's int8, and export it.
 
@@ -246,7 +251,7 @@ def qat(
     if not isinstance(task, Task):
         raise ConfigError(f"{script} must return a calib8.torch.Task, got {type(task).__name__}")
     typed: dict[str, Any] = {
-        "method": method if asked else None,
+        "method": method if method_flags else None,
         "ranges": ranges,
         "amp": amp or None,
         "epochs": epochs,

@@ -242,7 +242,7 @@ def _verdict(
         speed=row.speed,
         slower_ms=math.inf if row.on_device else row.p50_ms - rival.p50_ms,
         rival="FP32" if rival.reference else rival.label,
-        where="device" if row.on_device else "CPU",
+        device_kind="device" if row.on_device else "CPU",
     )
 
 

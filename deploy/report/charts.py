@@ -133,7 +133,7 @@ def _height(value: float, largest: float) -> float:
 
 Float64Array = NDArray[np.float64]
 
-LATENCY_WORDS = (
+LATENCY_CAPTION = (
     "Latency of every measured iteration; engines ran in turn, so noise of the machine falls on all"
     " of them. Each curve is scaled to its own peak; the dashed line is the p50."
 )

@@ -70,7 +70,7 @@ def _facts(report: Findings) -> Iterator[str]:
         yield f"Device: {device.words}"
     for engine in report.engines:
         if engine.verdict:
-            yield f"Verdict on {engine.label}: {engine.verdict.words}"
+            yield f"Verdict on {engine.label}: {engine.verdict.text}"
     if report.model:
         yield f"Model: {report.model.path}"
         yield from (f"Input: {text}" for text in report.model.inputs)

@@ -136,7 +136,7 @@ class EngineLayersPart:
     gained: tuple[NodeDeviation, ...] = ()  # nodes planned in float that run quantized
 
     @property
-    def otherwise(self) -> list[list[str]]:
+    def deviation_rows(self) -> list[list[str]]:
         """Rows under `DEVIATION_HEADS` of the nodes that do not run as planned."""
         return [[r.node, r.op, r.planned, r.ran] for r in (*self.lost, *self.gained)]
 
@@ -200,7 +200,7 @@ def quantized_layers(part: EngineLayersPart) -> str:
     return f"{quantized} of {part.layers}{f', and {part.blocks}' if part.blocks else ''}"
 
 
-def engine_layers_words(part: EngineLayersPart) -> str:
+def engine_layers_text(part: EngineLayersPart) -> str:
     """Return the comparison with the plan in one line; "" without a plan."""
     if not part.planned or not (part.precisions or part.blocks):
         return ""

@@ -258,7 +258,7 @@ class TargetPart:
     error: str = ""  # why it failed, in one sentence; "" on success
 
     @property
-    def typed(self) -> str:
+    def options_text(self) -> str:
         """Its options as typed on the command line."""
         return " ".join(f"{flag} {value}".strip() for flag, value in self.options.items())
 

@@ -56,15 +56,15 @@ class ViewRow:
     """One sample: its original picture, if it had one, and the model's input.
 
     Attributes:
-        fed, given: the model's input and the original, as pictures.
-        fed_size, given_size: (height, width) in pixels, before downscaling.
+        model_input, original: as pictures; no original without a file of pixels.
+        model_input_size, original_size: (height, width) in pixels, before downscaling.
     """
 
     name: str
-    fed: Raster
-    fed_size: tuple[int, int]
-    given: Raster | None = None
-    given_size: tuple[int, int] | None = None
+    model_input: Raster
+    model_input_size: tuple[int, int]
+    original: Raster | None = None
+    original_size: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +92,8 @@ class DrawnBoxes:
     number: int  # index of the sample, from 0
     picture: Raster
     size: tuple[int, int]  # (height, width) of the model's input
-    kept: tuple[DrawnBox, ...] = ()  # boxes of the float model that the engine finds too
-    found: tuple[DrawnBox, ...] = ()  # the engine's boxes that match them
+    matched_fp32: tuple[DrawnBox, ...] = ()  # boxes of the float model that the engine finds too
+    matched_engine: tuple[DrawnBox, ...] = ()  # the engine's boxes that match them
     # lost, new: boxes of the float model only, and of the engine only
     lost: tuple[DrawnBox, ...] = ()
     new: tuple[DrawnBox, ...] = ()
@@ -129,10 +129,10 @@ def pictures_part(views: Iterable[Preview], how: Preprocess | None) -> PicturesP
     rows = tuple(
         ViewRow(
             name=printable_name(view.name),
-            fed=raster(view.fed),
-            fed_size=view.size,
-            given=None if view.given is None else raster(view.given),
-            given_size=view.given_size,
+            model_input=raster(view.fed),
+            model_input_size=view.size,
+            original=None if view.given is None else raster(view.given),
+            original_size=view.given_size,
         )
         for view in views
     )
@@ -178,15 +178,15 @@ def _box_row(example: BoxExample, name: str, picture: Array, names: Mapping[int,
         number=example.number,
         picture=raster(picture),
         size=example.size,
-        kept=_boxes(example.kept, example.size, names),
-        found=_boxes(example.found, example.size, names),
+        matched_fp32=_boxes(example.kept, example.size, names),
+        matched_engine=_boxes(example.found, example.size, names),
         lost=_boxes(example.lost, example.size, names),
         new=_boxes(example.new, example.size, names),
     )
     return BoxRow(
         sample=printable_name(name),
         threshold=example.threshold,
-        kept=len(drawn.kept),
+        kept=len(drawn.matched_fp32),
         lost=len(drawn.lost),
         new=len(drawn.new),
         boxes=drawn,

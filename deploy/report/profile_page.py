@@ -40,7 +40,7 @@ class Tile:
 
     name: str
     value: float  # its size in any unit; with parts, the sum of theirs
-    said: str
+    tooltip: str
     kind: int = 0  # 0 to 3, the colour
     parts: tuple[Tile, ...] = ()
 
@@ -141,7 +141,7 @@ def _rectangle(tile: Tile, area: Area) -> str:
         text = f'<text x="{area.x + 3:.1f}" y="{area.y + 11.5:.1f}">{escape(name)}</text>'
     kind = "whole" if tile.parts else f"c{tile.kind}"
     return (
-        f'<g><title>{escape(tile.said)}</title><rect class="{kind}" x="{area.x:.1f}"'
+        f'<g><title>{escape(tile.tooltip)}</title><rect class="{kind}" x="{area.x:.1f}"'
         f' y="{area.y:.1f}" width="{area.width:.1f}" height="{area.height:.1f}"/>{text}</g>'
     )
 

@@ -45,11 +45,11 @@ from deploy.targets.base import BuildResult
 from deploy.targets.stored_weights import StoredWeight
 from deploy.tuning.plan_file import NOISE, TIME, reason_kind, reason_sqnr_db
 
-MOST = 64  # bars of a histogram
+MAX_BARS = 64  # bars of a histogram
 
 
 def histogram_part(recorder: Recorder) -> HistogramPart | None:
-    """Return a recorder's histogram in at most `MOST` bars; None if it has none or is empty."""
+    """Return a recorder's histogram in at most `MAX_BARS` bars; None if it has none or is empty."""
     if isinstance(recorder, Histogram):
         return _mirrored(recorder.counts, recorder.full_range)
     if isinstance(recorder, HfmgHistogram) and recorder.counts is not None:
@@ -71,7 +71,7 @@ def _mirrored(counts: NDArray[np.int64], full_range: float) -> HistogramPart | N
     bins = np.arange(-half, half + 1)
     bins[[0, -1]] = 1 - half, half - 1  # only |x| == R, which lies at the last bin's edge
     span = int(occupied[-1] - occupied[0]) + 1
-    each = -(-span // (2 * (MOST - 2)))  # bins per half bar
+    each = -(-span // (2 * (MAX_BARS - 2)))  # bins per half bar
     bars = np.sign(bins) * ((np.abs(bins) + each) // (2 * each))
     first, last = int(bars[occupied[0]]), int(bars[occupied[-1]])
     summed = np.bincount(bars - bars[0], counts, bars[-1] - bars[0] + 1).astype(np.int64)
@@ -86,7 +86,7 @@ def _even(counts: NDArray[np.int32], lo: float, hi: float) -> HistogramPart | No
         return None
     if lo == hi:
         return _single(lo, int(counts.sum()))
-    each = -(-counts.size // MOST)
+    each = -(-counts.size // MAX_BARS)
     padded = np.pad(counts.astype(np.int64), (0, -counts.size % each))
     width = (hi - lo) / counts.size * each
     return HistogramPart(start=lo, width=width, counts=_plain(padded.reshape(-1, each).sum(axis=1)))
@@ -99,8 +99,8 @@ def _values(kept: NDArray[np.float32]) -> HistogramPart | None:
     lo, hi = float(kept.min()), float(kept.max())
     if lo == hi:
         return _single(lo, kept.size)
-    counts, _ = np.histogram(kept.astype(np.float64), bins=MOST, range=(lo, hi))
-    return HistogramPart(start=lo, width=(hi - lo) / MOST, counts=_plain(counts))
+    counts, _ = np.histogram(kept.astype(np.float64), bins=MAX_BARS, range=(lo, hi))
+    return HistogramPart(start=lo, width=(hi - lo) / MAX_BARS, counts=_plain(counts))
 
 
 def _single(value: float, count: int) -> HistogramPart:
@@ -130,14 +130,14 @@ def _rank(decibels: float | None) -> tuple[bool, float]:
     return False, -math.inf if math.isnan(decibels) else decibels
 
 
-WORST = 24  # tensors of a target whose histogram is drawn
+MAX_HISTOGRAMS = 24  # tensors of a target whose histogram is drawn
 _QUICK = ("minmax", "percentile", "entropy")  # at most 10 ms a tensor; mse and lp take 50
 
 
 def clip_rows(
     calibrated: CalibrationResult, built: BuildResult, layers: Sequence[OutputAccuracy]
 ) -> tuple[TensorRow, ...]:
-    """Return rows of a target's ranges, the `WORST` of them with their histogram.
+    """Return rows of a target's ranges, the `MAX_HISTOGRAMS` of them with their histogram.
 
     A range inherited from another tensor, such as a pool's output, or found on a statistic that is
     not stored, has neither a clipped share nor a histogram.
@@ -153,7 +153,7 @@ def clip_rows(
     losing = sorted(
         (row for row in rows if row.name in recorders), key=lambda row: -(row.clipped or 0)
     )
-    drawn = {row.name for row in worst_first(losing)[:WORST]}
+    drawn = {row.name for row in worst_first(losing)[:MAX_HISTOGRAMS]}
     return tuple(
         _drawn(row, *recorders[row.name], calibrated, built) if row.name in drawn else row
         for row in rows
@@ -258,7 +258,7 @@ class FloatGroup:
         return tuple(dict.fromkeys(name for names in self.nodes.values() for name in names))
 
     @property
-    def places(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+    def nodes_and_targets(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
         """(nodes, targets): targets with the same float nodes share an entry."""
         targets_of: dict[tuple[str, ...], list[str]] = {}
         for target, names in self.nodes.items():
@@ -293,16 +293,16 @@ def _float_rank(group: FloatGroup) -> tuple[int, float, bool, int]:
     return order, reason_sqnr_db(group.reason), trivial, -len(group.names)
 
 
-STRIPS = 6  # weights of a target whose channels are drawn
+MAX_STRIPS = 6  # weights of a target whose channels are drawn
 _MOST = 96  # bars of a strip
 _DEAD = 1e-6  # largest |w| of a dead channel, relative to the weight's
 _NAMED = 3  # worst channels listed per weight
 
 
 def weight_rows(weights: Sequence[StoredWeight]) -> tuple[WeightRow, ...]:
-    """Return one row per weight in the model's order; the `STRIPS` worst with their strip."""
+    """Return one row per weight in the model's order; the `MAX_STRIPS` worst with their strip."""
     rows = [_row(one) for one in weights]
-    worst = sorted(range(len(rows)), key=lambda place: _worst(rows[place]))[:STRIPS]
+    worst = sorted(range(len(rows)), key=lambda place: _worst(rows[place]))[:MAX_STRIPS]
     for place in worst:
         rows[place] = replace(rows[place], strip=_strip(weights[place].amax))
     return tuple(rows)

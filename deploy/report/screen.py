@@ -13,7 +13,7 @@ from pathlib import PurePath
 from deploy.metrics.levels import DOUBTFUL, FLOAT, UNUSABLE
 from deploy.report import figures
 from deploy.report.charts import sweep_table
-from deploy.report.figures import engine_layers_words
+from deploy.report.figures import engine_layers_text
 from deploy.report.model import Findings
 from deploy.report.tables import (
     KERNEL_HEADS,
@@ -21,13 +21,13 @@ from deploy.report.tables import (
     REPORT,
     ComparisonLine,
     built_targets,
-    calibration_words,
+    calibration_text,
     coverage,
     engine_lines,
     failures,
     kernel_rows,
     kind_table,
-    more_kernels,
+    remaining_kernels,
     task_label,
     timed_engines,
 )
@@ -52,7 +52,7 @@ def entries(label: str, texts: Iterable[str]) -> Iterator[str]:
         yield from entry("" if number else label, text)
 
 
-def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> Iterator[str]:
+def align_columns(rows: Sequence[Sequence[str]], left: Collection[int]) -> Iterator[str]:
     """Yield rows as lines with columns of equal width, aligned to the right except for `left`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -61,14 +61,18 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> Iterator[st
         yield "  ".join(padded).rstrip()
 
 
-def columns(label: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def labelled_table(
+    label: str, heads: Sequence[str], rows: Sequence[Sequence[str]]
+) -> Iterator[str]:
     """Yield a label and a table next to it, with the names of the first column at the right.
 
     Columns that are empty in every row are left out; without rows nothing is yielded.
     """
     if rows:
         filled = [c for c in (*range(1, len(heads)), 0) if any(row[c] for row in rows)]
-        lines = aligned([[row[c] for c in filled] for row in (heads, *rows)], (len(filled) - 1,))
+        lines = align_columns(
+            [[row[c] for c in filled] for row in (heads, *rows)], (len(filled) - 1,)
+        )
         yield from (f"{'' if at else label:<{MARGIN}}{line}" for at, line in enumerate(lines))
 
 
@@ -86,7 +90,7 @@ def to_screen(report: Findings) -> str:
         (report.title,),
         (*_failed(report), *_layers(report)),
         tuple(_table(report, engine_lines(report))),
-        tuple(columns("Batches", *sweep_table(report.engines))),
+        tuple(labelled_table("Batches", *sweep_table(report.engines))),
         tuple(_kernels(report)),
         tuple(_where(report)),
         tuple(_notes(report)),
@@ -100,14 +104,14 @@ def serious_findings(report: Findings) -> Iterator[str]:
         yield f"{target.name} failed: {target.error}"
     for engine in report.engines:
         if engine.verdict is not None and engine.verdict.level in (DOUBTFUL, UNUSABLE):
-            yield f"{engine.label}: {engine.verdict.words}"
+            yield f"{engine.label}: {engine.verdict.text}"
 
 
 def _verdicts(report: Findings) -> Iterator[str]:
     """Yield one line per engine, with its name if there are several."""
     judged = [(engine.label, engine.verdict) for engine in report.engines if engine.verdict]
     alone = len(judged) == 1
-    yield from entries("Verdict", (v.words if alone else f"{e}: {v.words}" for e, v in judged))
+    yield from entries("Verdict", (v.text if alone else f"{e}: {v.text}" for e, v in judged))
 
 
 _SHORT = ("Size", "Latency p50")  # lines of the table of one screen
@@ -136,7 +140,7 @@ def _to_do(report: Findings) -> Iterator[str]:
         taken = f": {report.feed.prepared}" if report.feed.prepared else ""
         yield from entry("Images", f"{samples} from {report.feed.source}{taken}")
     if report.calibration:
-        yield from entry("Calibration", calibration_words(report))
+        yield from entry("Calibration", calibration_text(report))
     yield from _layers(report)
     yield from _failed(report)
     shipped = [e.path for e in report.engines if e.path and not (e.reference or e.baseline)]
@@ -162,7 +166,7 @@ def _lost_layers(report: Findings) -> Iterator[str]:
     """Yield how an engine differs from its plan, if layers run in float against it."""
     for engine in report.engines:
         if engine.ran and engine.ran.lost:
-            yield f"{engine.label} runs {engine_layers_words(engine.ran)}"
+            yield f"{engine.label} runs {engine_layers_text(engine.ran)}"
 
 
 def next_steps(report: Findings) -> Iterator[str]:
@@ -208,7 +212,7 @@ def _table(report: Findings, lines: Sequence[ComparisonLine]) -> Iterator[str]:
         return
     heads = (" " * MARGIN, *(engine.label for engine in report.engines), "")
     rows = [heads, *((line.label, *line.cells, f" {line.change}") for line in lines)]
-    yield from aligned(rows, (0, len(heads) - 1))
+    yield from align_columns(rows, (0, len(heads) - 1))
 
 
 def _kernels(report: Findings) -> Iterator[str]:
@@ -216,12 +220,12 @@ def _kernels(report: Findings) -> Iterator[str]:
     timed = timed_engines(report.engines)
     heads, kinds = kind_table(timed)
     if len(timed) > 1 and kinds:
-        yield from columns("Kernels", heads, kinds[:_MOST_KERNELS])
+        yield from labelled_table("Kernels", heads, kinds[:_MOST_KERNELS])
         return
     for engine in timed:
         label = "Kernels" if len(timed) == 1 else engine.label
-        yield from columns(label, KERNEL_HEADS, kernel_rows(engine, _MOST_KERNELS))
-        more = more_kernels(engine, _MOST_KERNELS)
+        yield from labelled_table(label, KERNEL_HEADS, kernel_rows(engine, _MOST_KERNELS))
+        more = remaining_kernels(engine, _MOST_KERNELS)
         yield from entry("", more) if more else ()
 
 

@@ -28,7 +28,7 @@ from deploy.report.blocks import (
     Table,
     breakable,
 )
-from deploy.report.figures import DEVIATION_HEADS, encodable, engine_layers_words
+from deploy.report.figures import DEVIATION_HEADS, encodable, engine_layers_text
 from deploy.report.model import Findings
 from deploy.report.page import BOX, LONG
 from deploy.report.parts import TrialRow
@@ -65,7 +65,7 @@ def _engines(report: Findings) -> Sections:
     lines = tables.engine_lines(report)
     if lines:
         curves = [
-            Drawing(figure, charts.LATENCY_WORDS)
+            Drawing(figure, charts.LATENCY_CAPTION)
             for on_device in (False, True)  # on separate axes
             if (figure := charts.latency_figure(report.engines, on_device=on_device))
         ]
@@ -161,11 +161,11 @@ def _setup(report: Findings) -> Sections:
     apart: Sequence[Sequence[str]] = ()
     if report.calibration:
         part = report.calibration
-        facts.append(("Calibration", tables.calibration_words(report)))
+        facts.append(("Calibration", tables.calibration_text(report)))
         if part.agreement:
             facts.append(("Ranges", part.agreement.words))
             apart = [[name, figures.percent(share)] for name, share in part.agreement.apart.items()]
-        facts += [("Observed", tables.group_words(group)) for group in part.groups]
+        facts += [("Observed", tables.group_text(group)) for group in part.groups]
         facts += [("Cache", part.cache)] if part.cache else []
     if report.feed:
         samples = figures.count(report.feed.samples, "sample")
@@ -184,7 +184,7 @@ def _search(report: Findings) -> Sections:
     for target in report.targets:
         if target.search is not None:
             kept = " It is kept in" if plan else ""
-            built = Paragraph(f"Built: {tables.search_words(target.search)}.{kept}", link=plan)
+            built = Paragraph(f"Built: {tables.search_text(target.search)}.{kept}", link=plan)
             tried = target.search.tried
             blocks = (built, trials(tried)) if tried else (built,)
             title = f"Search{target_suffix(report, target.name, ' for ')}"
@@ -207,14 +207,14 @@ def _nodes(report: Findings) -> Sections:
         return
     heads = ["target", "nodes", "operators", "ranges by", "options"]
     rows = [
-        [t.name, tables.coverage(t), tables.quantized_operators(t), t.method, t.typed]
+        [t.name, tables.coverage(t), tables.quantized_operators(t), t.method, t.options_text]
         for t in targets
     ]
     blocks: list[Block] = [Table(heads, rows, "words")]
     floats: list[list[Cell]] = [
         [group.op, names, group.reason, *([", ".join(on)] if len(report.targets) > 1 else [])]
         for group in float_groups(targets)
-        for names, on in group.places
+        for names, on in group.nodes_and_targets
     ]
     if floats:
         heads = ["float operator", "nodes", "why it stays float", "on"][: len(floats[0])]
@@ -225,9 +225,9 @@ def _nodes(report: Findings) -> Sections:
 def _engine_layers(report: Findings) -> Sections:
     """Yield the comparison of each engine's layers with its plan."""
     for engine in report.engines:
-        words = engine_layers_words(engine.ran) if engine.ran else ""
+        words = engine_layers_text(engine.ran) if engine.ran else ""
         if engine.ran and words:
-            rows = engine.ran.otherwise
+            rows = engine.ran.deviation_rows
             table = [Table(DEVIATION_HEADS, rows, "words")] if rows else []
             title = f"In the engine of {engine.target}"
             yield Section(title, (Paragraph(f"{words}."), *table), len(rows))
@@ -298,7 +298,7 @@ def _files(report: Findings) -> Sections:
 
 def _work(report: Findings) -> Sections:
     if report.work:
-        yield Section("Work", (Bullets([*tables.work_words(report.work)]),))
+        yield Section("Work", (Bullets([*tables.work_texts(report.work)]),))
 
 
 def _views(report: Findings) -> Iterator[Section]:
@@ -306,7 +306,7 @@ def _views(report: Findings) -> Iterator[Section]:
     part = report.feed.pictures if report.feed else None
     if part is None or not part.views:
         return
-    both = any(row.given is not None for row in part.views)
+    both = any(row.original is not None for row in part.views)
     left = "Left the file, right " if both else ""
     words = left + part.how if both else part.how[:1].upper() + part.how[1:]
     shown = f'<div class="views">{"".join(map(_view, part.views))}</div>'
@@ -316,11 +316,11 @@ def _views(report: Findings) -> Iterator[Section]:
 
 def _view(row: ViewRow) -> str:
     name = encodable(row.name)
-    given = "" if row.given is None else image(row.given, escape(f"{name}, the file"))
-    fed = image(row.fed, escape(f"{name}, as fed"))
-    sizes = _size(row.fed_size)
-    if row.given_size is not None:
-        sizes = f"{_size(row.given_size)} fed as {sizes}"
+    given = "" if row.original is None else image(row.original, escape(f"{name}, the file"))
+    fed = image(row.model_input, escape(f"{name}, as fed"))
+    sizes = _size(row.model_input_size)
+    if row.original_size is not None:
+        sizes = f"{_size(row.original_size)} fed as {sizes}"
     return f"<div>{given}{fed}<p>{breakable(name)}<br>{sizes}</p></div>"
 
 
@@ -374,8 +374,8 @@ _BOX_WORDS = (
 
 def _pair(row: BoxRow, boxes: DrawnBoxes, label: str, *, drawn: bool) -> str:
     """Return FP32's boxes and the engine's, side by side."""
-    fp32_boxes = [(boxes.kept, "kept"), (boxes.lost, "lost")]
-    engine_boxes = [(boxes.found, "kept"), (boxes.new, "new")]
+    fp32_boxes = [(boxes.matched_fp32, "kept"), (boxes.lost, "lost")]
+    engine_boxes = [(boxes.matched_engine, "kept"), (boxes.new, "new")]
     name = escape(encodable(row.sample))
     engine = escape(encodable(label))
     return (

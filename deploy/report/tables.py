@@ -297,7 +297,7 @@ def target_suffix(report: Findings, name: str, joint: str = " of ") -> str:
     return f"{joint}{name}" if len(report.targets) > 1 else ""
 
 
-def calibration_words(report: Findings) -> str:
+def calibration_text(report: Findings) -> str:
     """Return common method, cache reuse and time in one line."""
     part = report.calibration or CalibrationPart()
     method = common_method(report)
@@ -315,14 +315,14 @@ def _reuse(part: CalibrationPart) -> str:
     return "cache reused in part" if some else "calibrated anew"
 
 
-def group_words(group: GroupRow) -> str:
+def group_text(group: GroupRow) -> str:
     """Return one kind of observation: "folded, histogram: 31 tensors, reused"."""
     how = "reused" if group.reused else "observed anew"
     tensors = figures.count(group.tensors, "tensor")
     return f"{group.variant}, {group.statistic}: {tensors}, {how}"
 
 
-def work_words(part: WorkPart) -> Iterator[str]:
+def work_texts(part: WorkPart) -> Iterator[str]:
     """Yield the cost of a run: decoded images, then inferences by purpose."""
     yield f"{figures.count(part.decodes, 'image')} decoded"
     yield _runs("calibration", part.calibration_runs)
@@ -336,7 +336,7 @@ def _runs(what: str, runs: Mapping[str, int]) -> str:
     return f"{total} ({each})" if each else total
 
 
-def search_words(search: SearchPart) -> str:
+def search_text(search: SearchPart) -> str:
     """Return the result of a search and its number of trials."""
     tried = "from the plan, nothing tried" if search.reused else f"{search.probes} trials"
     return f"{search.settled} ({tried})" if search.settled else tried
@@ -383,7 +383,7 @@ def kernel_rows(engine: EngineRow, most: int | None = None) -> list[list[str]]:
     ]
 
 
-def more_kernels(engine: EngineRow, most: int) -> str:
+def remaining_kernels(engine: EngineRow, most: int) -> str:
     """Return the number and share of time of the kernels beyond `most`; "" if none."""
     rest = engine.kernels[most:]
     total = sum(kernel.ms for kernel in engine.kernels)

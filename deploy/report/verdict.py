@@ -64,7 +64,7 @@ class Verdict:
         return any(reason.startswith(FLOAT_MODEL) for reason in self.reasons)
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """Level and reasons as text."""
         return f"{self.level}: {'; '.join(self.reasons)}" if self.reasons else self.level
 
@@ -77,7 +77,7 @@ def verdict(
     gates: Gates,
     slower_ms: float = math.inf,
     rival: str = "FP32",
-    where: str = "CPU",
+    device_kind: str = "CPU",
     doubts: Sequence[str] = (),
     draws: bool = False,
 ) -> Verdict:
@@ -90,7 +90,7 @@ def verdict(
         gates: the user's limits.
         slower_ms: difference to its rival's p50 in ms; infinite if not measured.
         rival: name of the float engine that its speed is compared with.
-        where: "CPU" or "device".
+        device_kind: "CPU" or "device".
         doubts: sentences on calibration data that is no good or not what the model learned from;
             ignored if labels show that the float model is mostly right.
         draws: whether the float model itself gives other outputs at each run, which no figure but
@@ -113,7 +113,7 @@ def verdict(
     if gates.min_speedup is not None:
         findings.append(_gated(speed, gates.min_speedup, rival))
     elif int8 and speed is not None:  # two float engines differ only by noise
-        findings.append(_of_speed(speed, slower_ms, rival, where))
+        findings.append(_of_speed(speed, slower_ms, rival, device_kind))
     if not int8:
         findings.append((FLOAT, "no layer could be int8, the report says why"))
     if not findings:
@@ -141,13 +141,13 @@ def _gated(speed: SpeedUp | None, least: float, rival: str) -> tuple[str, str]:
     return level, f"{speed.words} the speed of {rival}, at least {least:g}x is wanted"
 
 
-def _of_speed(speed: SpeedUp, slower_ms: float, rival: str, where: str) -> tuple[str, str]:
+def _of_speed(speed: SpeedUp, slower_ms: float, rival: str, device_kind: str) -> tuple[str, str]:
     """Return what a speed says without a limit: a gain, none, or that noise hides it."""
     words = f"{speed.words} the speed of {rival}"
     if speed.low > 1:
         return GOOD, words
     if speed.high < LEAST_GAIN and not 0 < slower_ms < OVERHEAD_MS:
-        return FLOAT, f"int8 has {words} on this {where}"
+        return FLOAT, f"int8 has {words} on this {device_kind}"
     return GOOD, f"{words}, which is too noisy to tell a gain"
 
 
