@@ -228,6 +228,10 @@ def one_target(section: str) -> Callable[[CommandFunction], CommandFunction]:
     return add
 
 
+def _places_torch_pairs(option: Option) -> bool:
+    return option.changes_placement and option.name not in _NOT_OF_TORCH
+
+
 def target_field_options(
     is_offered: Callable[[Option], bool],
 ) -> Callable[[CommandFunction], CommandFunction]:
