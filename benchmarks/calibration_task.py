@@ -87,7 +87,7 @@ def observed(loaded: LoadedModel, samples: Samples, threads: int) -> None:
     subject = CalibrationSubject(loaded=loaded, samples=0, method=Method.of("minmax"))
     wanted = OnnxRuntime().demand(subject)
     seen = observe(wanted, samples, threads=threads)
-    Ranges(seen, subject.method, subject.bounds).of(wanted)
+    Ranges(seen, subject.method, subject.range_limits).find(wanted)
 
 
 def quantized(loaded: LoadedModel, samples: Samples, threads: int) -> None:

@@ -46,7 +46,7 @@ class AcceleratorInfo:
     cuda: str = ""
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Name and versions in one line."""
         labels = (("driver", self.driver), ("CUDA", self.cuda))
         versions = (f"{what} {version}" for what, version in labels if version)

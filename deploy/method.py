@@ -50,19 +50,21 @@ class Method:
             )
 
     @classmethod
-    def of(cls, name: str = DEFAULT_METHOD, given: Mapping[str, object] | None = None) -> Method:
+    def of(
+        cls, name: str = DEFAULT_METHOD, parameters: Mapping[str, object] | None = None
+    ) -> Method:
         """Return the method of this name with these parameters; others have their defaults.
 
         Args:
             name: a row of SEARCHES.
-            given: parameter -> value; None counts as not given.
+            parameters: parameter -> value; None counts as not given.
 
         Raises:
             ConfigError: no such search, a parameter that it does not have, or an invalid value.
         """
         search = _search_of(name)
         values: dict[str, Any] = {}
-        for parameter, value in (given or {}).items():
+        for parameter, value in (parameters or {}).items():
             if value is not None:
                 _check_parameter(parameter, name)
                 values[parameter] = value

@@ -216,7 +216,7 @@ def histograms():
         variant = Variant("float", lambda _: model)
         wanted = [Observation(variant, name, HistogramOf(first)) for name in tensors]
         observed = observe(wanted, samples, threads=threads)
-        return {o.tensor: observed.of(o) for o in wanted}
+        return {o.tensor: observed.recorder(o) for o in wanted}
 
     return seen
 

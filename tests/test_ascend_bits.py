@@ -411,7 +411,7 @@ def network():
 def test_float16_types_come_back_by_their_names():
     model = network()
     loaded = load(model)
-    halves = find_float16_tensors(CalibrationSubject(loaded=loaded, samples=1, given=model))
+    halves = find_float16_tensors(CalibrationSubject(loaded=loaded, samples=1, user_model=model))
     made = to_float16(loaded.model, halves)
     onnx.checker.check_model(made, full_check=True)
     before, after = types(model), types(made)

@@ -52,7 +52,7 @@ def state(model, tensors, samples, *statistics, threads=1):
     variant = Variant("float", lambda _: model)
     wanted = [Observation(variant, name, one) for name in tensors for one in statistics]
     seen = observe(wanted, samples, threads=threads)
-    return [{n: v.tolist() for n, v in seen.of(o).to_arrays().items()} for o in wanted]
+    return [{n: v.tolist() for n, v in seen.recorder(o).to_arrays().items()} for o in wanted]
 
 
 @pytest.fixture

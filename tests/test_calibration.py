@@ -141,9 +141,9 @@ def test_a_pass_gives_the_same_with_and_without(model, threads, monkeypatch):
         def keep(number, values):
             kept[number] = {o.name: values[o.name].tobytes() for o in model.graph.output}
 
-        found = observe(wanted, feed, threads=threads, keep=keep)
+        found = observe(wanted, feed, threads=threads, on_outputs=keep)
         assert len(kept) == len(feed)
-        arrays = [found.of(o).to_arrays() for o in wanted]
+        arrays = [found.recorder(o).to_arrays() for o in wanted]
         return kept, [{k: v.tobytes() for k, v in one.items()} for one in arrays]
 
     with_memory = seen()
@@ -592,11 +592,11 @@ def test_a_sample_is_run_once_and_only_its_outputs_are_kept():
     session, x = Counting(), {"x": np.ones((1, 4), np.float32)}
     outputs = reference_outputs.ReferenceOutputs(lambda: session, ["y"], {3, 5})
     outputs.add(3, {"y": x["x"], "inner": x["x"]})
-    assert list(outputs.of(3, x)) == ["y"] and session.runs == outputs.runs == 0
-    assert [list(outputs.of(5, x)["y"][0]) for _ in range(2)] == [[2] * 4] * 2
+    assert list(outputs.get(3, x)) == ["y"] and session.runs == outputs.runs == 0
+    assert [list(outputs.get(5, x)["y"][0]) for _ in range(2)] == [[2] * 4] * 2
     assert session.runs == outputs.runs == 1 and 5 in outputs
     for _ in range(2):
-        outputs.of(7, x)  # of no sample that is to be kept
+        outputs.get(7, x)  # of no sample that is to be kept
     assert session.runs == 3 and 7 not in outputs
 
 
@@ -605,9 +605,9 @@ def test_outputs_too_large_to_be_kept_are_made_again(monkeypatch):
     session, x = Counting(), {"x": np.ones((4, 4), np.float32)}
     outputs = reference_outputs.ReferenceOutputs(lambda: session, ["y"], range(9))
     for key in range(9):
-        outputs.of(key, x)
+        outputs.get(key, x)
     assert [key in outputs for key in range(9)] == [True] + 8 * [False]  # 64 bytes each
-    assert np.array_equal(outputs.of(8, x)["y"], 2 * x["x"]) and session.runs == 10
+    assert np.array_equal(outputs.get(8, x)["y"], 2 * x["x"]) and session.runs == 10
 
 
 def test_models_are_alike_but_for_what_float_rounds():
@@ -639,6 +639,8 @@ def test_of_bad_samples_none_judges_and_the_others_keep_what_was_said(tmp_path):
     with feed.samples() as samples:
         for number, sample in enumerate(samples, 1):
             judges.outputs.add(feed.key(number), {"y": 2 * sample["x"]})
-    heard = [(sample["x"][0, 0], said["y"][0, 0]) for sample, said in judges.heard(12)]
+    heard = [
+        (sample["x"][0, 0], said["y"][0, 0]) for sample, said in judges.samples_with_outputs(12)
+    ]
     assert heard == [(at, 2 * at) for at in range(12) if at != 3]
-    assert judges.outputs.runs == 0 and len(judges.part.names) == 11
+    assert judges.outputs.runs == 0 and len(judges.subset.names) == 11

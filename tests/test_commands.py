@@ -305,7 +305,9 @@ class Toy:
     trial = staticmethod(OnnxRuntime().trial)
 
     def demand(self, subject):
-        return subject.histograms(self.scaled_tensors(subject.model, subject.float_nodes))
+        return subject.histogram_observations(
+            self.scaled_tensors(subject.model, subject.float_nodes)
+        )
 
     def build(self, request):
         path = request.folder / f"{request.name}.toy"

@@ -45,7 +45,7 @@ def test_this_version_is_kept():
 def test_a_calibration_of_any_version_is_read(kept):
     def read(path):
         stored = store.load_calibration(path)
-        return stored, stored.carried(stored.keys)
+        return stored, stored.read_arrays(stored.keys)
 
     found = reads(kept, "m.cache", read)
     if found is not None:

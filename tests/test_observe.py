@@ -42,10 +42,10 @@ def test_what_is_observed_together_is_what_each_observes_alone(model, samples):
     tensors = list(analyse(model, ONNXRUNTIME).activations)[:2]
     statistics = HistogramOf(), HistogramOf(5), ChannelMaxOf()
     wanted = [Observation(variant, name, statistic) for name in tensors for statistic in statistics]
-    together = observe(wanted, samples, threads=2, keep=kept.__setitem__)
+    together = observe(wanted, samples, threads=2, on_outputs=kept.__setitem__)
     for one in wanted:
         alone = observe([one], samples, threads=2)
-        np.testing.assert_equal(together.of(one).to_arrays(), alone.of(one).to_arrays())
+        np.testing.assert_equal(together.recorder(one).to_arrays(), alone.recorder(one).to_arrays())
     assert len(kept) == len(samples) and all("logits" in outputs for outputs in kept.values())
 
 
@@ -97,5 +97,5 @@ def test_what_a_need_needs_is_known_before_it(model, samples):
     assert order == ["first", "second", "third", "last"]
     assert set(found) == {one.key for one in (first, second, third, wanted)}
     order.clear()
-    observe([wanted], samples, known=ObservedStatistics({third.key: found.of(third)}))
+    observe([wanted], samples, known=ObservedStatistics({third.key: found.recorder(third)}))
     assert order == ["last"]

@@ -73,7 +73,7 @@ def test_a_fitting_cache_is_reused_and_not_touched(observe_small, calibrated):
     before = files(cache)
     second = observe_small(cache=cache)
     assert second.reused and files(cache) == before
-    assert second.found.scales == first.found.scales
+    assert second.range_set.scales == first.range_set.scales
 
 
 def test_another_method_does_not_run_the_model(observe_small, calibrated, tmp_path, request):
@@ -129,7 +129,7 @@ def test_the_cache_can_be_required_refreshed_and_trusted(observe_small, calibrat
         sidecar.unlink()
     trusted = observe_small(cache=CachePolicy(path=cache, trust=True))
     assert trusted.reused and trusted.ranges.trusted is not None
-    scales = trusted.found.scales
+    scales = trusted.range_set.scales
     assert scales["r1"].lo == 0 and scales["c2"].lo < 0  # a Relu's output cannot be negative
     assert not any(sidecar.exists() for sidecar in sidecars(cache))
 
@@ -201,9 +201,12 @@ def test_targets_built_in_turn_share_one_cache(observe_small, tmp_path):
 def test_arrays_and_dicts_are_a_feed_too(small_cnn, tmp_path):
     arrays = np.random.default_rng(5).normal(size=(6, 3, 16, 16)).astype(np.float32)
     one = calibrate(small_cnn, arrays)
-    assert one.found.scales == calibrate(small_cnn, ({"x": a[None]} for a in arrays)).found.scales
+    assert (
+        one.range_set.scales
+        == calibrate(small_cnn, ({"x": a[None]} for a in arrays)).range_set.scales
+    )
     np.save(tmp_path / "a.npy", arrays)
-    assert calibrate(small_cnn, tmp_path / "a.npy").found.scales == one.found.scales
+    assert calibrate(small_cnn, tmp_path / "a.npy").range_set.scales == one.range_set.scales
 
 
 @pytest.mark.slow

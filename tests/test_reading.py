@@ -440,7 +440,7 @@ def test_what_goes_by_the_order_is_observed_again(again, photos, turned):
     assert "the order of the images" in found.reason
     fresh = again(turned, *both, cache="d")
     for o in fresh.observations:
-        mine, theirs = (c.ranges.observed.of(o).to_arrays() for c in (found, fresh))
+        mine, theirs = (c.ranges.observed.recorder(o).to_arrays() for c in (found, fresh))
         assert all(np.array_equal(mine[key], theirs[key]) for key in theirs), o.key
     assert again(turned, *both).reused
 
@@ -520,7 +520,9 @@ def test_a_model_replaced_before_it_is_read_unfolded_is_told(model, pictures, mo
 
 def test_the_graph_that_names_a_cache_is_the_one_that_was_loaded(small_cnn, tmp_path):
     path = Path(shutil.copy(small_cnn, tmp_path / "m.onnx"))
-    before, after = (CalibrationSubject(loaded=load(path), given=path, samples=1) for _ in range(2))
+    before, after = (
+        CalibrationSubject(loaded=load(path), user_model=path, samples=1) for _ in range(2)
+    )
     assert len(before.original.graph.node) == len(onnx.load(path).graph.node)
     replaced(path)
     with pytest.raises(ModelError, match="changed while calib8 ran"):

@@ -198,7 +198,7 @@ def requests(folder, feed, target):
     loaded = calibrate(lopsided(folder), feed((3, 12, 12)), targets=(target,))
 
     def fresh():
-        ranges = Ranges(loaded.ranges.observed, loaded.ranges.method, loaded.ranges.reaches)
+        ranges = Ranges(loaded.ranges.observed, loaded.ranges.method, loaded.ranges.range_limits)
         return BuildRequest(
             subject=loaded.subject, folder=folder, ranges=ranges, feed=loaded.feed, manifest={},
             evaluation_set=make_evaluation_set(loaded.feed, loaded.subject.model, 16),

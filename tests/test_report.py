@@ -415,7 +415,7 @@ class Narrow(OnnxRuntime):
     """ONNX Runtime under another name, which says that its files hold two halved ranges."""
 
     def build(self, request):
-        kept = dict(list(request.ranges.of(self.demand(request.subject)).scales.items())[:2])
+        kept = dict(list(request.ranges.find(self.demand(request.subject)).scales.items())[:2])
         kept = {n: dataclasses.replace(s, hi=s.hi / 2, method="half") for n, s in kept.items()}
         return dataclasses.replace(super().build(request), method="halving", ranges=kept)
 

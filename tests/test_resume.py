@@ -71,7 +71,7 @@ def folder(odd, tmp_path):
 @pytest.fixture
 def often(monkeypatch):
     """A checkpoint between any two samples."""
-    monkeypatch.setattr(checkpoint, "EVERY_S", 0)
+    monkeypatch.setattr(checkpoint, "MIN_INTERVAL_S", 0)
     monkeypatch.setattr(checkpoint, "_SHARE", 0)
 
 
@@ -80,7 +80,7 @@ def killed(run, often, monkeypatch, capfd):
     """(samples, words) -> a run that is gone when the checkpoint of so many is written."""
 
     def call(samples, *words):
-        keep = Checkpoint.keep
+        keep = Checkpoint.save
 
         def kept(self, number, observed):
             keep(self, number, observed)
@@ -88,7 +88,7 @@ def killed(run, often, monkeypatch, capfd):
                 raise Killed
 
         with monkeypatch.context() as patched:
-            patched.setattr(Checkpoint, "keep", kept)
+            patched.setattr(Checkpoint, "save", kept)
             with pytest.raises(Killed):
                 run(*words)
         return capfd.readouterr().err
@@ -439,7 +439,7 @@ def test_from_python(small_cnn, folder, state, tmp_path):
     (tmp_path / "here").write_bytes(state)
     found = calibrate(small_cnn, folder, checkpoint=tmp_path / "here", resume=True)
     assert found.checkpoint == tmp_path / "here"  # to be removed by who keeps what was found
-    assert found.found.scales == calibrate(small_cnn, folder).found.scales
+    assert found.range_set.scales == calibrate(small_cnn, folder).range_set.scales
 
 
 _CHILD = """
@@ -447,7 +447,7 @@ import os, signal, sys
 from deploy.calibration import checkpoint
 from deploy.cli import main
 
-checkpoint.EVERY_S = checkpoint._SHARE = 0
+checkpoint.MIN_INTERVAL_S = checkpoint._SHARE = 0
 left, plain = int(sys.argv[1]), os.fsync
 
 def counted(handle):
@@ -684,6 +684,6 @@ def test_from_python_shards(small_cnn, pictures, tmp_path, count):
         write_shard(calibrate(small_cnn, pictures, limit=Choice(shard=(number, count))), path)
     merged = merge(small_cnn, paths)
     whole = calibrate(small_cnn, pictures)
-    assert merged.found.scales == whole.found.scales
+    assert merged.range_set.scales == whole.range_set.scales
     assert not merged.runs and merged.feed.manifest() == whole.feed.manifest()
     assert HistogramOf().key in {key[2] for key in merged.ranges.observed}

@@ -106,7 +106,7 @@ def test_all_but_a_twentieth_must_agree():
     for count, able in ((9, 0), (10, 1), (29, 1), (30, 2), (100, 5)):
         for off in (able, able + 1):
             told = compare_halves(found(count, 0), found(count, off), samples=32, within=0.2)
-            assert told.enough is (off <= able) and len(told.apart) == off
+            assert told.is_enough is (off <= able) and len(told.differences) == off
             assert ("more images" in told.words) is (off > able)
 
 
@@ -154,7 +154,7 @@ def test_points_are_of_just_so_many_samples(threads, stop, small_cnn, arrays):
         seen.append(count)
         return count == stop
 
-    found = observe(wanted, slowly(samples), threads=threads, enough=enough)
+    found = observe(wanted, slowly(samples), threads=threads, should_stop=enough)
     assert seen == [point for point in (8, 16, 32) if point <= stop]
     assert same(found, observe(wanted, samples[:stop], threads=1))
 

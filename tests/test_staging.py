@@ -443,7 +443,7 @@ def test_builds_at_once_leave_one_of_them(small_cnn, pictures, tmp_path):
     assert report["calibration"]["method"] == method == found.made_from["method"]
     cache = out / "calib8/small_cnn.cache"
     last = calibrate(small_cnn, pictures, preprocess=UNIT, method="entropy", cache=cache)
-    assert {scale.method for scale in last.found.scales.values()} == {"entropy"}
+    assert {scale.method for scale in last.range_set.scales.values()} == {"entropy"}
 
 
 def test_every_file_that_a_build_may_write_is_declared(small_cnn, pictures, tmp_path):

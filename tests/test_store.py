@@ -106,9 +106,9 @@ def test_what_a_run_does_not_want_is_carried_as_it_stands(tmp_path):
     path = tmp_path / "c"
     kept(path, [observation(HistogramOf()), observation(HfmgOf(), "y")])
     stored = store.load_calibration(path)
-    of_y = stored.carried([("folded", "y", HfmgOf().key)])
+    of_y = stored.read_arrays([("folded", "y", HfmgOf().key)])
     calibration = store.Calibration(observed=stored.observed(ONE), fingerprint=MARK)
-    store.save_calibration(calibration, path, text=TEXT, carried=of_y)
+    store.save_calibration(calibration, path, text=TEXT, retained=of_y)
     assert set(store.load_calibration(path).keys) == set(stored.keys)
 
 

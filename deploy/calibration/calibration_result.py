@@ -7,7 +7,7 @@ A Q/DQ model needs no calibration: nothing is observed, its own scales are used:
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx
@@ -53,12 +53,12 @@ class CalibrationResult:
     """A calibration with its model and feed, and how it was obtained.
 
     Attributes:
-        wanted: target -> observations it needs.
-        failed: target -> why it cannot be built, as a sentence.
+        observations_by_target: target -> observations it needs.
+        failures: target -> why it cannot be built, as a sentence.
         runs: variant of the model -> number of inferences.
         doubts: signs that the images differ from the model's training data.
         warnings: unobserved parts of the model and suspicious ranges.
-        draws: whether the float model itself gives other outputs at each run.
+        has_random_outputs: whether the float model itself gives other outputs at each run.
         peaks: the largest samples of every tensor that was observed now.
         checkpoint: checkpoint of the run; the caller removes it once the result is stored.
         agreement: how far halves of the samples agree; None if no observation shows it.
@@ -68,9 +68,9 @@ class CalibrationResult:
     images: str
     feed: Feed
     ranges: Ranges
-    judges: EvaluationSet = field(repr=False)
-    wanted: Mapping[str, tuple[Observation, ...]]
-    failed: Mapping[str, str]
+    evaluation_set: EvaluationSet = field(repr=False)
+    observations_by_target: Mapping[str, tuple[Observation, ...]]
+    failures: Mapping[str, str]
     observed_now: tuple[Observation, ...]
     reused: bool
     reason: str
@@ -79,7 +79,7 @@ class CalibrationResult:
     notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    draws: bool = False
+    has_random_outputs: bool = False
     cache: Path | None = None
     repairs: tuple[str, ...] = ()
     peaks: Peaks = field(default_factory=Peaks, repr=False)
@@ -98,14 +98,14 @@ class CalibrationResult:
         return self.subject.method
 
     @property
-    def found(self) -> RangeSet:
+    def range_set(self) -> RangeSet:
         """Ranges of every tensor that a target searches with the method."""
-        return self.ranges.of(self.searched)
+        return self.ranges.find(self.searched)
 
     @property
     def observations(self) -> tuple[Observation, ...]:
         """Observations of all targets, without duplicates."""
-        return unique_observations(self.wanted)
+        return unique_observations(self.observations_by_target)
 
     @property
     def searched(self) -> tuple[Observation, ...]:
@@ -115,7 +115,7 @@ class CalibrationResult:
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types; a range is [lowest, highest] in real units."""
-        scales = self.found.scales
+        scales = self.range_set.scales
         return {
             "schema": "calib8-calibration/1",
             "cache": None if self.cache is None else str(self.cache),
@@ -124,11 +124,11 @@ class CalibrationResult:
             "reused": self.reused,
             "reason": self.reason,
             "seconds": self.seconds,
-            "targets": {name: len(own) for name, own in self.wanted.items()},
-            "failed": dict(self.failed),
+            "targets": {name: len(own) for name, own in self.observations_by_target.items()},
+            "failed": dict(self.failures),
             "ranges": {name: [float(one.lo), float(one.hi)] for name, one in scales.items()},
-            "without_range": dict(self.found.reasons),
-            "agreement": None if self.agreement is None else asdict(self.agreement),
+            "without_range": dict(self.range_set.reasons),
+            "agreement": None if self.agreement is None else self.agreement.to_json(),
             "work": {"decodes": self.feed.decodes, "calibration_runs": dict(self.runs)},
             "notes": [*self.doubts, *self.warnings, *self.resumed, *self.notes, *self.feed.notes],
         }
@@ -145,11 +145,13 @@ class QdqModelRanges(Ranges):
     """The ranges of a model's own Q/DQ pairs, which no search changes."""
 
     def __init__(self, trained: QdqCalibration, subject: CalibrationSubject) -> None:
-        known = RangeSet(scales=trained.scales, troubles={})
-        super().__init__(ObservedStatistics({}), subject.method, subject.reaches, trusted=known)
+        known = RangeSet(scales=trained.scales, unusable={})
+        super().__init__(
+            ObservedStatistics({}), subject.method, subject.range_limits, trusted=known
+        )
         self.trained = trained
 
-    def choosing(self, choices: Choices) -> Ranges:
+    def with_choices(self, choices: Choices) -> Ranges:
         """Return these ranges: choices do not change them."""
         return self
 
@@ -158,12 +160,16 @@ class QdqModelRanges(Ranges):
         """Source of the ranges, for the report."""
         return f"the scales of {self.trained.name}"
 
-    def of(self, observations: Iterable[Observation], *, symmetric: Grid | None = None) -> RangeSet:
+    def find(
+        self, observations: Iterable[Observation], *, symmetric: Grid | None = None
+    ) -> RangeSet:
         """Return the ranges of the pairs; a tensor without a pair has none."""
         scales = self.trained.scales
         missing = (o.tensor for o in observations if o.tensor not in scales)
-        without = NoScaleReason(f"has no pair in {Path(self.trained.name).name}", unknown=True)
-        return RangeSet(scales=scales, troubles=dict.fromkeys(missing, without))
+        without = NoScaleReason(
+            f"has no pair in {Path(self.trained.name).name}", is_unobserved=True
+        )
+        return RangeSet(scales=scales, unusable=dict.fromkeys(missing, without))
 
 
 def keep_float_layers(trained: QdqCalibration, loaded: LoadedModel) -> Choices:

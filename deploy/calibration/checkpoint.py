@@ -34,7 +34,7 @@ from deploy.terminal import say_progress
 from deploy.version import __version__
 
 CHECKPOINT_SUFFIX = ".checkpoint"
-EVERY_S = 10.0  # seconds between checkpoints
+MIN_INTERVAL_S = 10.0  # seconds between checkpoints
 _SHARE = 30  # they take at most 1/30 of a run's time, including the wait for the workers
 _WHAT = "a checkpoint of a calibration"
 
@@ -44,7 +44,7 @@ def checkpoint_path(path: Path) -> Path:
     return Path(f"{path}{CHECKPOINT_SUFFIX}")
 
 
-def remove_finished(path: Path) -> None:
+def remove_finished_checkpoint(path: Path) -> None:
     """Remove the checkpoint of a run that was interrupted after it wrote its cache."""
     with suppress(CacheError):
         if shards.load_shard(path, what=_WHAT).counted is not None:
@@ -87,7 +87,7 @@ class Checkpoint:
         self._subject, self._feed, self._wanted, self._peaks = subject, feed, wanted, peaks
         self._kept = 0  # number of samples in the file that this run wrote or resumed from
         self._began = time.monotonic()
-        self._next = self._began + EVERY_S
+        self._next = self._began + MIN_INTERVAL_S
         self._unkept = next((o for o in wanted if not o.statistic.recorder(None).to_arrays()), None)
         found = self._found(force=force)
         self._standing = 0 if found is None or found.counted is None else found.counted
@@ -103,7 +103,7 @@ class Checkpoint:
         elif resume:
             self._say(f"{path} is not there to go on from, so the run starts over")
 
-    def known(self, wanted: Iterable[Observation]) -> ObservedStatistics:
+    def load_observed(self, wanted: Iterable[Observation]) -> ObservedStatistics:
         """Return the statistics of the samples that were counted before.
 
         Raises:
@@ -111,17 +111,17 @@ class Checkpoint:
         """
         return ObservedStatistics({}) if self._earlier is None else self._earlier.observed(wanted)
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Whether it is time for a checkpoint; starts the clock of its cost, as workers pause."""
         self._began = time.monotonic()
         return self._unkept is None and self._began >= self._next
 
-    def keep(self, number: int, observed: ObservedStatistics) -> None:
+    def save(self, number: int, observed: ObservedStatistics) -> None:
         """Write the statistics of the first `number` samples; a full disk does not end the run."""
         if self._unkept is None and self._kept < number >= self._standing:
             self._write(number, observed)
         now = time.monotonic()
-        self._next = now + max(EVERY_S, _SHARE * (now - self._began))
+        self._next = now + max(MIN_INTERVAL_S, _SHARE * (now - self._began))
 
     def _write(self, number: int, observed: ObservedStatistics) -> None:
         digests, skipped = self._feed.so_far(number)
@@ -141,7 +141,7 @@ class Checkpoint:
             self.notes[:] = dict.fromkeys((*self.notes, f"no checkpoint could be kept: {error}"))
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def add_resume_hint(self) -> Iterator[None]:
         """Add to a KeyboardInterrupt, or similar, how to resume."""
         try:
             yield

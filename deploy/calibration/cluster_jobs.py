@@ -113,12 +113,12 @@ def as_cluster(scheduler: str | Cluster | None) -> Cluster | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservationSpec:
-    """An observation in sendable form, with the key of its variant; `whose` is for errors."""
+    """An observation in sendable form, with the key of its variant; `layer` is for errors."""
 
     variant: str
     tensor: str
     statistic: Statistic
-    whose: str
+    layer: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +180,7 @@ def make_job(
         identities=subject.loaded.identities,
         taps=tuple(
             ObservationSpec(
-                variant=o.variant.key, tensor=o.tensor, statistic=o.statistic, whose=o.whose
+                variant=o.variant.key, tensor=o.tensor, statistic=o.statistic, layer=o.layer
             )
             for o in listed
         ),
@@ -283,7 +283,7 @@ def _observed(job: ClusterJob, share: Share, samples: Sequence[RemoteSample] | N
         raise BackendError(f"all machines must have the same versions, this one {others}")
     models = _models(job)
     variants = {key: Variant(key, partial(_given, model)) for key, model in models.items()}
-    wanted = [Observation(variants[t.variant], t.tensor, t.statistic, t.whose) for t in job.taps]
+    wanted = [Observation(variants[t.variant], t.tensor, t.statistic, t.layer) for t in job.taps]
     if samples is None:
         feed = _shared(job, share)
     else:  # the images came with the task

@@ -219,7 +219,7 @@ def _nearly(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
 
 def _as_given(subject: CalibrationSubject) -> onnx.ModelProto:
     """Return the model before cleaning, if available: cleaning folds BatchNormalizations."""
-    given = subject.given
+    given = subject.user_model
     if given is None or isinstance(given, str | Path):
         onnx_file = given is not None and Path(given).suffix.lower() == ".onnx"
         return read_graph(Path(str(given)), subject.loaded) if onnx_file else subject.model

@@ -59,13 +59,13 @@ class Observation:
     """A statistic of a tensor of a variant.
 
     Attributes:
-        whose: layer that wants it, for error messages; "" to name the tensor only.
+        layer: layer that wants it, for error messages; "" to name the tensor only.
     """
 
     variant: Variant
     tensor: str
     statistic: Statistic
-    whose: str = field(default="", compare=False)
+    layer: str = field(default="", compare=False)
 
     @property
     def key(self) -> Key:
@@ -73,7 +73,7 @@ class Observation:
         return self.variant.key, self.tensor, self.statistic.key
 
     @property
-    def by_order(self) -> bool:
+    def is_order_dependent(self) -> bool:
         """Whether the result depends on the order of the samples."""
         return self.statistic.ordered or self.statistic.samples is not None
 
@@ -81,13 +81,13 @@ class Observation:
     def lead(self) -> Observation | None:
         """Observation of the first samples that this one needs before it starts, or None."""
         lead = self.statistic.lead
-        return None if lead is None else Observation(self.variant, self.tensor, lead, self.whose)
+        return None if lead is None else Observation(self.variant, self.tensor, lead, self.layer)
 
 
 class ObservedStatistics(dict[Key, Recorder]):
     """Observation key -> recorder with its statistics, in the order of the observations."""
 
-    def of(self, observation: Observation) -> Recorder:
+    def recorder(self, observation: Observation) -> Recorder:
         """Return the recorder of one observation."""
         return self[observation.key]
 
@@ -95,7 +95,7 @@ class ObservedStatistics(dict[Key, Recorder]):
         """Return the wanted observations that are missing, without duplicates."""
         return tuple(dict.fromkeys(o for o in wanted if o.key not in self))
 
-    def and_also(self, other: Mapping[Key, Recorder]) -> ObservedStatistics:
+    def merged_with(self, other: Mapping[Key, Recorder]) -> ObservedStatistics:
         """Return the union; `other` takes precedence."""
         return ObservedStatistics({**self, **other})
 
@@ -183,7 +183,7 @@ class CalibrationSubject:
         batch: images per sample.
         filled: number of samples at the end with repeated images, which fill that batch.
         trt_version: TensorRT version "X.Y.Z" that will read the calibration cache; None for any.
-        given: the model from the user: a path, or a model in memory; None if only the cleaned
+        user_model: the model from the user: a path, or a model in memory; None if only the cleaned
             model is available.
         repairs: repairs that changed the cleaned model's weights since it was read.
         task: name of the outputs' task that the user set, by which repairs are compared.
@@ -196,7 +196,7 @@ class CalibrationSubject:
     method: Method = field(default_factory=Method.of)
     float_nodes: tuple[str, ...] = ()
     trt_version: str | None = None
-    given: str | Path | onnx.ModelProto | None = field(default=None, repr=False)
+    user_model: str | Path | onnx.ModelProto | None = field(default=None, repr=False)
     repairs: tuple[str, ...] = ()
     task: str = ""
 
@@ -230,12 +230,12 @@ class CalibrationSubject:
                 f" {', '.join(self.repairs)}; leave it out, or take another method or"
                 " configuration"
             )
-        if self.given is None:
+        if self.user_model is None:
             raise ConfigError(
                 "the model must be an ONNX file to be read as its exporter wrote it, got one that"
                 " was traced or cleaned in memory; write it with calib8 export first"
             )
-        found = load(self.given, fold_batchnorm=False)
+        found = load(self.user_model, fold_batchnorm=False)
         refuse_changed_model(self.loaded, found.stamp == self.loaded.stamp)
         return found
 
@@ -246,9 +246,9 @@ class CalibrationSubject:
         Raises:
             ModelError: the file changed since it was loaded.
         """
-        if not isinstance(self.given, str | Path):
-            return self.given
-        path = Path(self.given)
+        if not isinstance(self.user_model, str | Path):
+            return self.user_model
+        path = Path(self.user_model)
         return read_graph(path, self.loaded) if path.suffix.lower() == ".onnx" else None
 
     @property
@@ -266,11 +266,11 @@ class CalibrationSubject:
         return replace(wanted, first=first, most=used if used < self.samples else 0)
 
     @cached_property
-    def reaches(self) -> dict[str, RangeLimits]:
+    def range_limits(self) -> dict[str, RangeLimits]:
         """Tensor -> limits of its range that its readers set."""
         return find_range_limits(self.model)
 
-    def histograms(self, tensors: Iterable[str]) -> tuple[Observation, ...]:
+    def histogram_observations(self, tensors: Iterable[str]) -> tuple[Observation, ...]:
         """Return observations of the method's statistic for tensors of the cleaned model."""
         variant = Variant(FOLDED, self._folded)
         return tuple(Observation(variant, name, self.statistic) for name in tensors)

@@ -16,8 +16,8 @@ workers and the batch size never change a bit of the result::
     worker 1:    2   4   6 ...
     taken:     1 2 3 4 5 6 ... --> recorders of order-dependent statistics
 
-With a stop rule (`enough`), all workers pause after 8, 16, 32 ... samples, so that the rule sees
-the statistics of exactly these.
+With a stop rule (`should_stop`), all workers pause after 8, 16, 32 ... samples, so that the rule
+sees the statistics of exactly these.
 
 If something must be known of the first samples (TensorRT's range rule, AMCT's DMQ and AdaRound),
 these are run beforehand, stored, and run again in the pass; repeatedly if needs have needs.
@@ -101,7 +101,7 @@ class _Pass:
     def _empty(self, wanted: Iterable[Observation]) -> _Part:
         def lead(observation: Observation) -> Recorder | None:
             before = observation.lead
-            return None if before is None else self._known.of(before)
+            return None if before is None else self._known.recorder(before)
 
         return {o: o.statistic.recorder(lead(o)) for o in wanted}
 
@@ -111,8 +111,8 @@ class _Pass:
 
     def go_on(self, earlier: ObservedStatistics) -> None:
         """Start from the statistics of an earlier pass."""
-        self._ordered = {o: earlier.of(o) for o in self._ordered}
-        _merge(self._parts[0], {o: earlier.of(o) for o in self._free})
+        self._ordered = {o: earlier.recorder(o) for o in self._ordered}
+        _merge(self._parts[0], {o: earlier.recorder(o) for o in self._free})
 
     def work(
         self, worker: int, number: int, sample: Sample, keep: OutputCallback | None
@@ -189,7 +189,7 @@ def alternate_halves(number: int) -> int:
     return number ^ ((number >> 1).bit_count() & 1)
 
 
-def _rest(keeper: Checkpoint, state: _Pass) -> Pause:
+def _rest(checkpoint: Checkpoint, state: _Pass) -> Pause:
     """Store the state when it is due and no samples wait for their batch to be complete."""
 
     def no_open_batch(number: int) -> bool:
@@ -197,9 +197,9 @@ def _rest(keeper: Checkpoint, state: _Pass) -> Pause:
 
     def use(number: int) -> None:
         if no_open_batch(number):
-            keeper.keep(number, state.so_far())
+            checkpoint.save(number, state.so_far())
 
-    return Pause(due=lambda number: keeper.due() and no_open_batch(number), use=use)
+    return Pause(due=lambda number: checkpoint.is_due() and no_open_batch(number), use=use)
 
 
 def _joined(parts: Sequence[_Part]) -> _Part:
@@ -231,21 +231,22 @@ def observe(
     progress: Progress = lambda: None,
     runs: Counter[str] | None = None,
     peaks: Peaks | None = None,
-    keeper: Checkpoint | None = None,
-    keep: OutputCallback | None = None,
+    checkpoint: Checkpoint | None = None,
+    on_outputs: OutputCallback | None = None,
     halves: list[ObservedStatistics] | None = None,
-    enough: StopCallback | None = None,
+    should_stop: StopCallback | None = None,
 ) -> ObservedStatistics:
     """Record every wanted observation in one pass.
 
-    `samples`: {input: array} of one inference each, in feed order; iterated once. If a keeper has
-    counted some, these are left out, except the first ones that `schedule_observations` asks for.
+    `samples`: {input: array} of one inference each, in feed order; iterated once. If a checkpoint
+    has counted some, these are left out, except the first ones that `schedule_observations`
+    asks for.
     `known`: statistics from a cache, from which variants are made if possible.
     `threads`: worker threads, each running one sample at a time.
-    `keeper`: stores the state; `peaks` must already hold the peaks that it knows.
-    `keep`: called with (sample number, outputs of the cleaned model for it, possibly more).
+    `checkpoint`: stores the state; `peaks` must already hold the peaks that it knows.
+    `on_outputs`: called with (sample number, outputs of the cleaned model for it, possibly more).
     `halves`: receives the order-free statistics of each half of the samples.
-    `enough`: stop rule, called after 8, 16, 32 ... samples with (number of samples, order-free
+    `should_stop`: stop rule, called after 8, 16, 32 ... samples with (number of samples, order-free
     statistics since the last call, of all samples).
 
     Returns:
@@ -266,17 +267,17 @@ def observe(
     if not plan.late:
         return ObservedStatistics({o.key: before[o.key] for o in plan.listed})
     split = halves is not None
-    state = _Pass(plan.late, before, threads, peaks, split=split, looked=enough is not None)
-    drawn = 0 if keeper is None else keeper.counted
-    if keeper is not None and drawn:
-        state.go_on(keeper.known(plan.late))
+    state = _Pass(plan.late, before, threads, peaks, split=split, looked=should_stop is not None)
+    drawn = 0 if checkpoint is None else checkpoint.counted
+    if checkpoint is not None and drawn:
+        state.go_on(checkpoint.load_observed(plan.late))
     limit = sample_limit(plan.late)
     left = None if limit is None else max(limit - drawn, 0)
     ahead = islice(chain(first[drawn:], feed), left)
-    rest = NO_PAUSE if keeper is None else _rest(keeper, state)
+    rest = NO_PAUSE if checkpoint is None else _rest(checkpoint, state)
 
     def work(worker: int, number: int, sample: Sample) -> list[Waiting]:
-        return state.work(worker, number, sample, keep)
+        return state.work(worker, number, sample, on_outputs)
 
     def take(number: int, waiting: list[Waiting]) -> None:
         state.take(number, waiting)
@@ -284,10 +285,10 @@ def observe(
         progress()
 
     while True:
-        stop = None if enough is None else next_check(drawn)
+        stop = None if should_stop is None else next_check(drawn)
         piece = ahead if stop is None else islice(ahead, stop - drawn)
         drawn += run_in_order(piece, work, take, threads=threads, after=drawn, rest=rest)
-        if enough is None or drawn != stop or enough(drawn, *state.look()):
+        if should_stop is None or drawn != stop or should_stop(drawn, *state.look()):
             break
     if drawn == 0:
         raise FeedError("a calibration needs at least one sample, got none")
@@ -343,7 +344,7 @@ def _prepared(
             ready = [o for o in left if all(need.key in known for need in o.variant.needs)]
             # ordered statistics need no merge; the others here cannot be merged
             usable = threads if all(o.statistic.ordered for o in ready) else 1
-            known = known.and_also(observe(ready, first, known=known, threads=usable, runs=runs))
+            known = known.merged_with(observe(ready, first, known=known, threads=usable, runs=runs))
             left = [o for o in left if o.key not in known]
     return known
 

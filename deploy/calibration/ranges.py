@@ -32,14 +32,14 @@ class NoScaleReason:
     """Why a tensor has no scale.
 
     Attributes:
-        why: predicate of a sentence whose subject is the tensor's name.
-        infinite: whether infinity is the reason; TensorRT's cache then says `inf`, else `0`.
-        unknown: whether the tensor was not observed, so that TensorRT's cache omits it.
+        text: predicate of a sentence whose subject is the tensor's name.
+        is_infinite: whether infinity is the reason; TensorRT's cache then says `inf`, else `0`.
+        is_unobserved: whether the tensor was not observed, so that TensorRT's cache omits it.
     """
 
-    why: str
-    infinite: bool = False
-    unknown: bool = False
+    text: str
+    is_infinite: bool = False
+    is_unobserved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,23 +47,23 @@ class RangeSet:
     """Clip ranges of tensors, and why others have none."""
 
     scales: Scales
-    troubles: Mapping[str, NoScaleReason]
+    unusable: Mapping[str, NoScaleReason]
 
     @property
     def symmetric(self) -> dict[str, np.float32]:
         """Tensor -> amax / 127 as in TensorRT's cache; 0 or infinite if it has no scale."""
         usable = {name: scale.symmetric for name, scale in self.scales.items()}
         unusable = {
-            name: np.float32(np.inf if trouble.infinite else 0)
-            for name, trouble in self.troubles.items()
-            if not trouble.unknown
+            name: np.float32(np.inf if trouble.is_infinite else 0)
+            for name, trouble in self.unusable.items()
+            if not trouble.is_unobserved
         }
         return {**usable, **unusable}
 
     @property
     def reasons(self) -> dict[str, str]:
         """Tensor -> why it has no scale, as text."""
-        return {name: trouble.why for name, trouble in self.troubles.items()}
+        return {name: trouble.text for name, trouble in self.unusable.items()}
 
 
 def read_foreign_ranges(
@@ -88,12 +88,12 @@ def read_foreign_ranges(
             f"a trusted cache must know the model's tensors, {path} has a usable scale for none of"
             f" the {len(wanted)} wanted (such as {', '.join(wanted[:2])}); it is another model's"
         )
-    troubles = {n: NoScaleReason(f"has no entry in {path.name}") for n in wanted if n not in scales}
-    troubles |= {
-        name: NoScaleReason(f"has a {flaw} scale in {path.name}", infinite=flaw == "infinite")
+    unusable = {n: NoScaleReason(f"has no entry in {path.name}") for n in wanted if n not in scales}
+    unusable |= {
+        name: NoScaleReason(f"has a {flaw} scale in {path.name}", is_infinite=flaw == "infinite")
         for name, flaw in flaws.items()
     }
-    return RangeSet(scales=scales, troubles=troubles)
+    return RangeSet(scales=scales, unusable=unusable)
 
 
 def _symmetric(amax: float, non_negative: bool, algorithm: str) -> Scale:
@@ -108,22 +108,22 @@ class Ranges:
     """Clip ranges that one method finds in observed statistics; searched on demand and cached.
 
     Attributes:
-        reaches: tensor of the cleaned model -> limits of its range.
+        range_limits: tensor of the cleaned model -> limits of its range.
         trusted: ranges of a foreign cache, which replace any search.
     """
 
     observed: ObservedStatistics
     method: Method
-    reaches: Mapping[str, RangeLimits]
+    range_limits: Mapping[str, RangeLimits]
     trusted: RangeSet | None = None
     _own: Mapping[str, Method] = field(init=False, default_factory=dict)
     _found: dict[tuple[Key, str, Grid | None], Scale] = field(init=False, default_factory=dict)
     _made: dict[Hashable, tuple[object, Any]] = field(init=False, default_factory=dict)
 
-    def choosing(self, choices: Choices) -> Ranges:
+    def with_choices(self, choices: Choices) -> Ranges:
         """Return ranges of the same observations under other methods; the results are shared."""
         chosen = Ranges(
-            self.observed, choices.method or self.method, self.reaches, trusted=self.trusted
+            self.observed, choices.method or self.method, self.range_limits, trusted=self.trusted
         )
         chosen._own, chosen._found = choices.methods, self._found
         return chosen
@@ -140,7 +140,7 @@ class Ranges:
         some = "1 tensor" if len(others) == 1 else f"{len(others)} tensors"
         return f"{self.method.label} ({names} for {some})"
 
-    def once(self, key: Hashable, make: Callable[[], Made], *, of: object = None) -> Made:
+    def compute_once(self, key: Hashable, make: Callable[[], Made], *, of: object = None) -> Made:
         """Return `make()`, computed once per key and object for all trial builds."""
         place = key, id(of)
         if place not in self._made:
@@ -148,14 +148,16 @@ class Ranges:
         made: Made = self._made[place][1]
         return made
 
-    def of(self, observations: Iterable[Observation], *, symmetric: Grid | None = None) -> RangeSet:
+    def find(
+        self, observations: Iterable[Observation], *, symmetric: Grid | None = None
+    ) -> RangeSet:
         """Return the ranges of observed tensors, and why others have none.
 
         `symmetric`: grid that the thresholds are for; None for int8.
         """
         if self.trusted is not None:
             return self.trusted
-        scales, troubles = {}, {}
+        scales, unusable = {}, {}
         listed = list(observations)
         with phase("ranges", len(listed), "tensors") as step:
             for observation in listed:
@@ -164,20 +166,22 @@ class Ranges:
                 if why is None:
                     scales[observation.tensor] = self._scale(observation, histogram, symmetric)
                 else:
-                    troubles[observation.tensor] = NoScaleReason(
-                        why, infinite=bool(histogram.infinite)
+                    unusable[observation.tensor] = NoScaleReason(
+                        why, is_infinite=bool(histogram.infinite)
                     )
                 step()
-        return RangeSet(scales=scales, troubles=troubles)
+        return RangeSet(scales=scales, unusable=unusable)
 
-    def known(self, observation: Observation, *, symmetric: Grid | None = None) -> Scale | None:
+    def cached_scale(
+        self, observation: Observation, *, symmetric: Grid | None = None
+    ) -> Scale | None:
         """Return the range of one tensor if it is cached; never searches."""
         method = self._own.get(observation.tensor, self.method)
         return self._found.get((observation.key, method.label, symmetric))
 
     def histogram(self, observation: Observation) -> Histogram:
         """Return the histogram that was recorded for an observation."""
-        recorder = self.observed.of(observation)
+        recorder = self.observed.recorder(observation)
         assert isinstance(recorder, Histogram), observation.statistic.key
         return recorder
 
@@ -188,6 +192,6 @@ class Ranges:
         key = observation.key, method.label, symmetric
         if key not in self._found:
             folded = observation.variant.key == FOLDED
-            reach = self.reaches.get(observation.tensor) if folded else None
+            reach = self.range_limits.get(observation.tensor) if folded else None
             self._found[key] = search_scale(histogram, method.search(symmetric), reach)
         return self._found[key]

@@ -75,7 +75,7 @@ class ReferenceOutputs:
         """Whether a sample's outputs are stored."""
         return key in self._spool
 
-    def of(self, key: int, sample: Sample) -> Mapping[str, Array]:
+    def get(self, key: int, sample: Sample) -> Mapping[str, Array]:
         """Return a sample's outputs; thread-safe.
 
         Raises:
@@ -90,7 +90,7 @@ class ReferenceOutputs:
         self.add(key, values)
         return values
 
-    def run_again(self, sample: Sample) -> Mapping[str, Array]:
+    def recompute(self, sample: Sample) -> Mapping[str, Array]:
         """Return a sample's outputs, computed whatever is stored."""
         return self._opened().run(sample)
 
@@ -105,14 +105,14 @@ class ReferenceOutputs:
 class EvaluationSet:
     """The evaluation samples and the float model's outputs for them."""
 
-    part: EvaluationSubset
+    subset: EvaluationSubset
     outputs: ReferenceOutputs
 
-    def heard(self, most: int) -> Iterator[tuple[Sample, Mapping[str, Array]]]:
+    def samples_with_outputs(self, most: int) -> Iterator[tuple[Sample, Mapping[str, Array]]]:
         """Yield (sample, its float outputs) of at most `most` samples, spread over all."""
         return (
-            (sample, self.outputs.of(key, sample))
-            for key, sample in self.part.spread_with_keys(most)
+            (sample, self.outputs.get(key, sample))
+            for key, sample in self.subset.spread_with_keys(most)
         )
 
 
@@ -136,10 +136,10 @@ def find_random_outputs(model: onnx.ModelProto, judges: EvaluationSet) -> str:
     nodes = all_nodes(model.graph)
     if not any(node.op_type in RANDOM or node.domain not in ("", "ai.onnx") for node in nodes):
         return ""
-    for sample, known in judges.heard(_TWICE):
+    for sample, known in judges.samples_with_outputs(_TWICE):
         # the first run may draw what the session that calibrated drew
-        judges.outputs.run_again(sample)
-        again = judges.outputs.run_again(sample)
+        judges.outputs.recompute(sample)
+        again = judges.outputs.recompute(sample)
         other = [name for name in known if not outputs_match({name: known[name]}, again)]
         if other:
             return (

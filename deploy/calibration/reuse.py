@@ -98,7 +98,7 @@ class CacheDecision:
         known = () if self.stored is None else self.stored.outliers
         return tuple(one for one in known if (one.variant, one.tensor) not in again)
 
-    def of_all(self, fingerprint: Fingerprint) -> Fingerprint:
+    def combined_fingerprint(self, fingerprint: Fingerprint) -> Fingerprint:
         """Return the fingerprint of the cache's and the new observations together.
 
         The order of images is the cache's unless an order-dependent observation was made, and the
@@ -107,7 +107,7 @@ class CacheDecision:
         if self.stored is None:
             return fingerprint
         known = self.stored.fingerprint
-        if not any(o.by_order for o in self.missing):
+        if not any(o.is_order_dependent for o in self.missing):
             fingerprint = replace(fingerprint, order=known.order)
         if not self.missing:
             fingerprint = replace(fingerprint, versions=known.versions, decoder=known.decoder)
@@ -200,7 +200,7 @@ def _judged(
     if all_of := [text for part, text in changes.items() if part not in _SEARCH | _SOME]:
         return recompute("; ".join(all_of))
     try:
-        able = (o for o in with_needs(wanted) if not ("order" in changes and o.by_order))
+        able = (o for o in with_needs(wanted) if not ("order" in changes and o.is_order_dependent))
         observed = stored.observed(able)
     except CacheError as error:
         return recompute(str(error))
@@ -272,17 +272,19 @@ def update_cache(
         names = (k[1] for k in stored.keys if (k[0], k[2]) == (FOLDED, statistic))
         moved = stored.fingerprint.order != calibration.fingerprint.order
         # observations of targets that were built before
-        older = [o for o in subject.histograms(names) if not (moved and o.by_order)]
-        known = stored.observed(older).and_also(calibration.observed)
+        older = [
+            o for o in subject.histogram_observations(names) if not (moved and o.is_order_dependent)
+        ]
+        known = stored.observed(older).merged_with(calibration.observed)
         others = [k for k in stored.keys if not moved or k[2] == HistogramOf().key]
-        carried = stored.carried(_carried(others, known))
+        carried = stored.read_arrays(_carried(others, known))
         calibration = replace(calibration, observed=known)
-        ranges = Ranges(known, ranges.method, ranges.reaches)
+        ranges = Ranges(known, ranges.method, ranges.range_limits)
     words = text if text is not None else _plain_text(subject, ranges)
     _written(
         path,
         stage,
-        lambda place: store.save_calibration(calibration, place, text=words, carried=carried),
+        lambda place: store.save_calibration(calibration, place, text=words, retained=carried),
     )
 
 
@@ -316,7 +318,9 @@ def _plain_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
     """
     graph = subject.model.graph
     names = [value.name for value in graph.input] + [n for node in graph.node for n in node.output]
-    found = ranges.of(o for o in subject.histograms(names) if o.key in ranges.observed)
+    found = ranges.find(
+        o for o in subject.histogram_observations(names) if o.key in ranges.observed
+    )
     minmax = all(scale.method == "minmax" for scale in found.scales.values())
     scales = found.symmetric or {
         tensor: symmetric_scale(max(-low, high))

@@ -48,13 +48,13 @@ class Outlier:
 
     Attributes:
         digests: sha256 (hex) of each of the sample's images or rows.
-        times: ratio of its largest |x| to that of the largest other sample.
+        ratio: ratio of its largest |x| to that of the largest other sample.
     """
 
     variant: str
     tensor: str
     digests: tuple[str, ...]
-    times: float
+    ratio: float
 
 
 def largest_magnitude(value: NDArray[np.floating]) -> float:
@@ -145,7 +145,7 @@ def describe_outliers(outliers: Iterable[Outlier], names: Mapping[str, str]) -> 
     samples: dict[tuple[str, ...], _Sample] = {}
     for one in outliers:
         samples.setdefault(one.digests, _Sample()).add(one)
-    ranked = sorted(samples.items(), key=lambda item: (-item[1].worst.times, item[0]))
+    ranked = sorted(samples.items(), key=lambda item: (-item[1].worst.ratio, item[0]))
     listed = [f"{_name(digests, names)}, {sample.words}" for digests, sample in ranked[:_NAMED]]
     more = f"; and {len(ranked) - _NAMED} more" if len(ranked) > _NAMED else ""
     stand, it = ("stands", "it") if len(ranked) == 1 else ("stand", "them")
@@ -164,14 +164,14 @@ class _Sample:
 
     def add(self, one: Outlier) -> None:
         self.tensors += 1
-        self.worst = max(self.worst, one, key=lambda o: o.times)
+        self.worst = max(self.worst, one, key=lambda o: o.ratio)
 
     @property
     def words(self) -> str:
         others = self.tensors - 1
         more = f" (and far off in {others} other tensor{'s' * (others > 1)})" if others else ""
         return (
-            f"whose largest |x| in {self.worst.tensor!r} is {self.worst.times:,.0f} times the"
+            f"whose largest |x| in {self.worst.tensor!r} is {self.worst.ratio:,.0f} times the"
             f" others'{more}"
         )
 
@@ -214,37 +214,47 @@ class HalvesAgreement:
     Attributes:
         samples: number of samples in both halves.
         within: share of a range by which they may differ.
-        apart: tensor -> difference as a share of its range, of those that differ by `within` or
-            more, largest first.
+        differences: tensor -> difference as a share of its range, for tensors that differ by
+            `within` or more, largest first.
     """
 
     samples: int
     within: float
     tensors: int
-    apart: Mapping[str, float] = field(default_factory=dict)
+    differences: Mapping[str, float] = field(default_factory=dict)
     stopped: bool = False
 
+    def to_json(self) -> dict[str, object]:
+        """Return plain JSON types."""
+        return {
+            "samples": self.samples,
+            "within": self.within,
+            "tensors": self.tensors,
+            "apart": dict(self.differences),
+            "stopped": self.stopped,
+        }
+
     @property
-    def enough(self) -> bool:
+    def is_enough(self) -> bool:
         """Whether all but a twentieth of the tensors, rounded, agree."""
-        return len(self.apart) <= (self.tensors + _FEW // 2) // _FEW
+        return len(self.differences) <= (self.tensors + _FEW // 2) // _FEW
 
     @property
     def words(self) -> str:
         """The agreement in one sentence, with advice if more samples would help."""
-        many = f"{len(self.apart) or 'none'} of {self.tensors} ranges"
-        verb = "differs" if len(self.apart) == 1 else "differ"
+        many = f"{len(self.differences) or 'none'} of {self.tensors} ranges"
+        verb = "differs" if len(self.differences) == 1 else "differ"
         sentence = (
             f"{many} {verb} by {_percent(self.within)} or more between the halves of"
             f" {self.samples} samples{self._which}"
         )
         if self.stopped:
             return f"{sentence}; enough twice in a row, so no more were looked at"
-        return sentence if self.enough else f"{sentence}; calibrate with more images"
+        return sentence if self.is_enough else f"{sentence}; calibrate with more images"
 
     @property
     def _which(self) -> str:
-        listed = [f"{name} by {_percent(share)}" for name, share in self.apart.items()]
+        listed = [f"{name} by {_percent(share)}" for name, share in self.differences.items()]
         more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
         return f": {', '.join(listed[:_NAMED])}{more}" if listed else ""
 

@@ -188,7 +188,7 @@ def _digest(document: Mapping[str, Any]) -> str:
 
 def refuse_ordered(wanted: Iterable[Observation], what: str) -> None:
     """Refuse order-dependent statistics, which cannot be merged from shards."""
-    ordered = dict.fromkeys(o.statistic.key for o in wanted if o.by_order)
+    ordered = dict.fromkeys(o.statistic.key for o in wanted if o.is_order_dependent)
     if ordered:
         raise ConfigError(
             f"{what} needs statistics that do not depend on the order of the images,"

@@ -53,7 +53,7 @@ def compare_halves(
         samples=samples,
         within=within,
         tensors=len(shares),
-        apart={name: share for name, share in ranked if share >= within},
+        differences={name: share for name, share in ranked if share >= within},
     )
 
 
@@ -62,7 +62,7 @@ class StabilityMonitor:
 
     Attributes:
         halves: statistics of both halves, filled by `observe`; None if they are not needed.
-        decides: whether `enough` is to be called, and may end the pass.
+        decides: whether `is_enough` is to be called, and may end the pass.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class StabilityMonitor:
         self._last: HalvesAgreement | None = None
         self._quiet = 0
 
-    def enough(self, samples: int, new: ObservedStatistics, whole: ObservedStatistics) -> bool:
+    def is_enough(self, samples: int, new: ObservedStatistics, whole: ObservedStatistics) -> bool:
         """Return whether the samples are enough.
 
         `samples`: number of samples so far, twice that of the last point.
@@ -96,7 +96,7 @@ class StabilityMonitor:
         """
         if self._before:
             self._last = self._between(self._before, self._in(new), samples)
-            self._quiet = self._quiet + 1 if self._last.enough else 0
+            self._quiet = self._quiet + 1 if self._last.is_enough else 0
             self.stopped = self._quiet >= _QUIET
         self.samples = samples
         self._before = {} if self.stopped else self._in(whole)
@@ -116,7 +116,7 @@ class StabilityMonitor:
         ranges, by_key = self._ranges(observed), dict[Key, Scale]()
         for variant in dict.fromkeys(o.variant for o in known):
             own = {o.tensor: o for o in known if o.variant == variant}
-            scales = ranges.of(own.values()).scales
+            scales = ranges.find(own.values()).scales
             by_key |= {own[tensor].key: scale for tensor, scale in scales.items()}
         return by_key
 
@@ -134,7 +134,7 @@ def refuse_until_stable(
         got = f"shard {feed.share}; leave one of them out"
     elif feed.batch > 1:
         got = f"a model with a fixed batch of {feed.batch}; export it with a batch that is open"
-    elif ordered := dict.fromkeys(o.statistic.key for o in wanted if o.by_order):
+    elif ordered := dict.fromkeys(o.statistic.key for o in wanted if o.is_order_dependent):
         got = (
             f"{', '.join(ordered)}, which is defined by the order of all images; take a target and"
             " a method without it"

@@ -82,7 +82,7 @@ class StoredStatistics:
             self._read(statistics, lambda key, arrays: statistics[key].restore(arrays))
         )
 
-    def carried(self, keys: Iterable[Key]) -> dict[Key, Arrays]:
+    def read_arrays(self, keys: Iterable[Key]) -> dict[Key, Arrays]:
         """Return the arrays of some observations, to be written to another cache."""
         return self._read(keys, lambda _, arrays: arrays)
 
@@ -159,13 +159,13 @@ def save_calibration(
     path: Path,
     *,
     text: bytes,
-    carried: Mapping[Key, Arrays] | None = None,
+    retained: Mapping[Key, Arrays] | None = None,
 ) -> None:
     """Write the three files.
 
-    `carried`: arrays of further observations, from the previous cache.
+    `retained`: arrays of further observations, from the previous cache.
     """
-    arrays = dict(carried or {})
+    arrays = dict(retained or {})
     arrays |= {key: recorder.to_arrays() for key, recorder in calibration.observed.items()}
     arrays = {key: arrays[key] for key in _in_order(arrays, calibration) if arrays[key]}
     places = {(variant, tensor) for variant, tensor, _ in arrays}

@@ -410,8 +410,8 @@ def name_tensor_and_sample(
 
 def explain_error(error: CalibrationError, observation: Observation, what: str) -> CalibrationError:
     """Return the error with its subject `what`, and what to do about it."""
-    if observation.whose:
+    if observation.layer:
         return CalibrationError(
-            f"layer {observation.whose!r}: {what}: {error} (to leave it in float, use --keep-float)"
+            f"layer {observation.layer!r}: {what}: {error} (to leave it in float, use --keep-float)"
         )
     return CalibrationError(f"{what}: {error}; check the model's weights and the preprocessing")

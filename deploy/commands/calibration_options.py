@@ -334,21 +334,21 @@ def print_calibration(
     why = found.reason if share is None else f"shard {share} of {share.count} samples"
     say(f"{path}: {how} ({why})")
     say(f"{len(found.ranges.observed)} observations of {found.feed.count} images")
-    for name, own in found.wanted.items():
+    for name, own in found.observations_by_target.items():
         by = "" if not set(own) & set(found.searched) else f", searched by {found.method.label}"
         say(f"  {name}: {len(own)}{by}")
     if found.agreement is not None:
         say(found.agreement.words)
     if verbose:
         say(found.cost)
-    for name, why in found.found.reasons.items():
+    for name, why in found.range_set.reasons.items():
         say(f"no scale for {name}: it {why}")
     for warning in (*found.doubts, *found.warnings):
         say(warning, err=is_text_suppressed())
     for note in (*found.resumed, *found.notes, *preprocessing_notes(found.feed), *notes):
         say(note)
     base.put_json(json_path, found.to_json)
-    for name, why in found.failed.items():
+    for name, why in found.failures.items():
         say(f"calib8: {name} failed: {why}", err=True)
-    if found.failed:
+    if found.failures:
         click.get_current_context().exit(1)

@@ -357,7 +357,7 @@ def _refuse_broken_metric(build: PreparedBuild, calibration: CalibrationResult) 
     """Refuse a user's metric or task that fails on the float model itself, before all is built."""
     if build.metric is None or build.loaded.trained is not None:
         return
-    sample, outputs = next(iter(calibration.judges.heard(1)))
+    sample, outputs = next(iter(calibration.evaluation_set.samples_with_outputs(1)))
     labels = None if build.evaluation is None else build.evaluation.labels
     first_labels = None if labels is None else labels[:1] * batch_length(sample)
     itself = StoredOutputs(outputs)
@@ -406,11 +406,11 @@ def _measured(
         measured = partial(
             measure_engines,
             calibration.loaded if ours else build.reference,
-            calibration=calibration.judges.part,
+            calibration=calibration.evaluation_set.subset,
             evaluation=build.evaluation,
             labels=build.objects,
             metric=build.metric,
-            outputs=calibration.judges.outputs if ours and unchanged else None,
+            outputs=calibration.evaluation_set.outputs if ours and unchanged else None,
             threads=build.options.calibration.workers,
         )
         targets = build.options.targets

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from deploy.calibration import one_pass
 from deploy.calibration.calibration_result import CalibrationResult
-from deploy.calibration.checkpoint import Checkpoint, remove_finished
+from deploy.calibration.checkpoint import Checkpoint, remove_finished_checkpoint
 from deploy.calibration.cluster import observe_on
 from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.input_checks import check_feed_inputs
@@ -184,7 +184,7 @@ def from_shards(
         CacheError: a shard lacks an observation.
     """
     new = shards.observed(verdict.missing, run.peaks)
-    return PassResult(observed=verdict.observed.and_also(new))
+    return PassResult(observed=verdict.observed.merged_with(new))
 
 
 def on_workers(
@@ -209,7 +209,7 @@ def on_workers(
         peaks=run.peaks,
         runs=run.runs,
     )
-    return PassResult(observed=verdict.observed.and_also(new), notes=notes)
+    return PassResult(observed=verdict.observed.merged_with(new), notes=notes)
 
 
 def on_this_machine(run: CalibrationRun, verdict: CacheDecision, threads: int) -> PassResult:
@@ -232,14 +232,14 @@ def on_this_machine(run: CalibrationRun, verdict: CacheDecision, threads: int) -
             force=run.policy.force,
         )
     elif run.checkpoint is not None and run.resume:
-        remove_finished(run.checkpoint)
+        remove_finished_checkpoint(run.checkpoint)
     observed = verdict.observed
     if verdict.missing:
         feed, watch, outputs = run.feed, run.watch, run.judges.outputs
         counted = 0 if checkpoint is None else checkpoint.counted
         with (
             phase("observing", len(feed) - counted, "samples") as step,
-            nullcontext() if checkpoint is None else checkpoint.telling(),
+            nullcontext() if checkpoint is None else checkpoint.add_resume_hint(),
             feed.samples(without=range(plan.first, counted)) as samples,
         ):
             new = observe(
@@ -250,12 +250,12 @@ def on_this_machine(run: CalibrationRun, verdict: CacheDecision, threads: int) -
                 progress=step,
                 runs=run.runs,
                 peaks=run.peaks,
-                keeper=checkpoint,
-                keep=lambda number, values: outputs.add(feed.key(number), values),
+                checkpoint=checkpoint,
+                on_outputs=lambda number, values: outputs.add(feed.key(number), values),
                 halves=None if counted else watch.halves,  # a checkpoint does not hold the halves
-                enough=watch.enough if watch.decides else None,
+                should_stop=watch.is_enough if watch.decides else None,
             )
-        observed = observed.and_also(new)
+        observed = observed.merged_with(new)
     notes: tuple[str, ...] = ()
     if threads < run.threads:
         notes = (
@@ -287,7 +287,7 @@ def take_trusted(run: CalibrationRun) -> CalibrationResult:
     return _calibrated(
         run,
         CacheDecision(reason=reason, observed=ObservedStatistics({}), missing=()),
-        Ranges(ObservedStatistics({}), subject.method, subject.reaches, trusted=known),
+        Ranges(ObservedStatistics({}), subject.method, subject.range_limits, trusted=known),
     )
 
 
@@ -311,7 +311,7 @@ def calibrate_run(
         feed.keep(_reached(verdict, feed, watch))
         feed.remember(0, run.judging, PREVIEW_COUNT)
         judges = make_evaluation_set(feed, subject.model, run.judging)
-    ranges = Ranges(seen.observed, subject.method, subject.reaches)
+    ranges = Ranges(seen.observed, subject.method, subject.range_limits)
     agreement = watch.end(len(feed)) if verdict.missing else None
     # of the first target that has a form of its own; a shard has no text: merging writes it
     alone = (t for t in targets if t.name in run.wanted and feed.share is None)
@@ -327,7 +327,7 @@ def calibrate_run(
     known = verdict.stored if not verdict.missing else None
     calibration = Calibration(
         observed=seen.observed,
-        fingerprint=verdict.of_all(make_fingerprint(subject, feed.manifest())),
+        fingerprint=verdict.combined_fingerprint(make_fingerprint(subject, feed.manifest())),
         outliers=(*verdict.outliers, *identify_outliers(run.peaks, feed.digests)),
         until=known.until if known else run.until,
     )
@@ -372,8 +372,8 @@ def _calibrated(
         images=run.images.name,
         feed=feed,
         ranges=ranges,
-        wanted=run.wanted,
-        failed=run.failed,
+        observations_by_target=run.wanted,
+        failures=run.failed,
         observed_now=verdict.missing,
         reused=not verdict.missing,
         reason=verdict.reason,
@@ -382,13 +382,13 @@ def _calibrated(
         notes=notes,
         doubts=tuple(check_feed_inputs(subject, feed)) if run.images.is_readable else (),
         warnings=(*subject.loaded.cut, *far, *warnings),
-        draws=draws,
+        has_random_outputs=draws,
         cache=path,
         repairs=run.repairs,
         peaks=run.peaks,
         checkpoint=checkpoint.path if checkpoint is not None and path is None else None,
         resumed=_resumed(checkpoint, run.watch),
-        judges=judges or run.judges,
+        evaluation_set=judges or run.judges,
         agreement=agreement,
     )
 

@@ -78,7 +78,7 @@ def calibrate_loaded(
     asked = options.method
     subject = CalibrationSubject(
         loaded=loaded,
-        given=given,
+        user_model=given,
         samples=len(feed),
         batch=feed.batch,
         filled=feed.filled,
@@ -170,9 +170,9 @@ def already_calibrated(
         images=name,
         feed=feed,
         ranges=QdqModelRanges(trained, subject),
-        judges=make_evaluation_set(feed, subject.model, CANDIDATES),
-        wanted={},
-        failed=failed,
+        evaluation_set=make_evaluation_set(feed, subject.model, CANDIDATES),
+        observations_by_target={},
+        failures=failed,
         observed_now=(),
         reused=False,
         reason="the model is quantized already, and its Q/DQ pairs give every range",
@@ -254,13 +254,13 @@ def _watch(
 ) -> StabilityMonitor:
     """What compares halves of the samples; with `until` the samples come spread over the feed."""
     listed = unique_observations(wanted)
-    searched = [o for o in listed if o.statistic == subject.statistic and not o.by_order]
+    searched = [o for o in listed if o.statistic == subject.statistic and not o.is_order_dependent]
     if until is not None:
         refuse_until_stable(feed, listed, searched, trusted=trusted)
         feed.scatter()
     alone = searched if feed.share is None else ()  # half of a shard tells nothing of all images
     return StabilityMonitor(
-        alone, lambda seen: Ranges(seen, subject.method, subject.reaches), until
+        alone, lambda seen: Ranges(seen, subject.method, subject.range_limits), until
     )
 
 

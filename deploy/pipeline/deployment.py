@@ -114,7 +114,7 @@ def deploy(
     ascend, samples = target or Ascend(), inputs or TrialInputs()
     _refuse_early(ascend, samples, Path(out), Path(model).stem, force=force)
     loaded = load(model)
-    subject = CalibrationSubject(loaded=loaded, samples=0, given=model)
+    subject = CalibrationSubject(loaded=loaded, samples=0, user_model=model)
     recipe = (
         recipe_from_cache(subject, scales)
         if cache
@@ -167,7 +167,7 @@ def convert(
     _refuse_early(ascend, samples, Path(out), path.stem, force=force)
     quantized = read_model(path)
     loaded, recipe = recipe_from_qdq(quantized, path, keep_rounding=keep_rounding)
-    subject = CalibrationSubject(loaded=loaded, samples=0, given=quantized)
+    subject = CalibrationSubject(loaded=loaded, samples=0, user_model=quantized)
     workers = worker_threads(threads)
 
     def rows(built: BuildResult, feed: Feed, stage: Stage) -> tuple[EngineRow, ...]:

@@ -263,7 +263,7 @@ def evaluate(
 
     def work(_: int, number: int, sample: Sample) -> _Ran:
         inner = inside.look(sample) if number in inside.places else None
-        ran = _Ran(sample, inner or reference.of(over.key(number), sample))
+        ran = _Ran(sample, inner or reference.get(over.key(number), sample))
         for name, one in candidates.items():
             if not one.alone:
                 attempt(name, sample, ran)
@@ -362,7 +362,7 @@ def check_cleaned_model(subject: CalibrationSubject, judges: EvaluationSet) -> s
         A warning where they differ and a node picks among values, which rounding may change too;
         "" if they are alike, or if ONNX Runtime cannot run the given model.
     """
-    loaded, given = subject.loaded, subject.given
+    loaded, given = subject.loaded, subject.user_model
     if loaded.trained is not None or loaded.restored or loaded.behind is not None:
         return ""
     try:
@@ -384,7 +384,7 @@ def check_cleaned_model(subject: CalibrationSubject, judges: EvaluationSet) -> s
 
 def _differences(session: OrtSession, judges: EvaluationSet) -> Iterator[tuple[float, str]]:
     """Yield (dB, name) of each float output of the first sample."""
-    for sample, ours in judges.heard(1):
+    for sample, ours in judges.samples_with_outputs(1):
         fed = {spec.name: sample[spec.name].astype(spec.dtype) for spec in session.inputs}
         theirs = session.run(fed)
         for name, value in theirs.items():

@@ -305,7 +305,7 @@ def _same_model(
     if outputs is None or not keys or keys[0] not in outputs:
         return outputs is not None, False
     (first,) = over.feed.first(1)
-    same = outputs_match(itself.of(keys[0], first), outputs.of(keys[0], first))
+    same = outputs_match(itself.get(keys[0], first), outputs.get(keys[0], first))
     return same, same
 
 

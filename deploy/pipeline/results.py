@@ -96,7 +96,7 @@ def write_report(
             gates,
             stage,
             doubts=calibrated.doubts,
-            draws=calibrated.draws,
+            draws=calibrated.has_random_outputs,
             classes=loaded.classes,
         ),
         machine=replace(this_machine(), devices=figures.devices),
@@ -283,7 +283,8 @@ def _target(
         name=built.target,
         method=built.method,
         options=built.options,
-        reused=not error and not now.intersection(calibrated.wanted.get(built.target, ())),
+        reused=not error
+        and not now.intersection(calibrated.observations_by_target.get(built.target, ())),
         nodes=node_rows(built.decisions),
         tensors=clip_rows(calibrated, built, layers),
         weights=weight_rows(built.weights),
@@ -363,7 +364,7 @@ def _cache_now(calibrated: CalibrationResult, stage: Stage) -> Path | None:
 def _troubles(calibrated: CalibrationResult) -> list[str]:
     """Tensors without a scale, those of one reason together; their nodes stay float."""
     by_reason: dict[str, list[str]] = {}
-    for name, why in calibrated.found.reasons.items():
+    for name, why in calibrated.range_set.reasons.items():
         by_reason.setdefault(why, []).append(name)
     return [_without_scale(names, why) for why, names in by_reason.items()]
 

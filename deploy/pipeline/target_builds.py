@@ -52,7 +52,7 @@ def search_targets(
     request = _request(calibrated, stage, threads, wish.cpu)
     found = {}
     for target in targets:
-        if target.name in calibrated.failed:
+        if target.name in calibrated.failures:
             continue
         try:
             with phase(target.name):
@@ -102,8 +102,8 @@ def build_targets(
     results: list[BuildResult] = []
     errors: list[Calib8Error] = []
     for target in targets:
-        if target.name in calibrated.failed:
-            results.append(BuildResult(target=target.name, error=calibrated.failed[target.name]))
+        if target.name in calibrated.failures:
+            results.append(BuildResult(target=target.name, error=calibrated.failures[target.name]))
             continue
         before = stage.names()
         try:
@@ -166,7 +166,7 @@ def _request(calibrated: CalibrationResult, stage: Stage, threads: int, cpu: str
         ranges=calibrated.ranges,
         feed=calibrated.feed,
         manifest=calibrated.feed.manifest(),
-        evaluation_set=calibrated.judges,
+        evaluation_set=calibrated.evaluation_set,
         threads=threads,
         cpu=cpu,
     )

@@ -61,13 +61,13 @@ def _page_head(report: Findings) -> Iterator[str]:
         words = [report.model.path, *report.model.inputs]
         yield f'<p class="sub">{" &middot; ".join(map(escape, words))}</p>'
     for device in report.machine.devices if report.machine else ():
-        yield f'<p class="sub">{escape(device.words)}</p>'
+        yield f'<p class="sub">{escape(device.description)}</p>'
 
 
 def _facts(report: Findings) -> Iterator[str]:
     """Yield the head of the Markdown text."""
     for device in report.machine.devices if report.machine else ():
-        yield f"Device: {device.words}"
+        yield f"Device: {device.description}"
     for engine in report.engines:
         if engine.verdict:
             yield f"Verdict on {engine.label}: {engine.verdict.text}"

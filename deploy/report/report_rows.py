@@ -143,7 +143,7 @@ def clip_rows(
     not stored, has neither a clipped share nor a histogram.
     """
     recorders = dict(_recorders(calibrated, built))
-    reaches = calibrated.subject.reaches
+    reaches = calibrated.subject.range_limits
     clipped = {
         name: clipped_share(recorder, built.ranges[name], reaches.get(name, UNLIMITED))
         for name, (_, recorder) in recorders.items()
@@ -178,7 +178,7 @@ def _recorders(
 ) -> Iterator[tuple[str, tuple[Observation, Recorder]]]:
     """Yield (tensor, (observation, recorder)) of the ranges found on a stored statistic."""
     observed = calibrated.ranges.observed
-    for observation in calibrated.wanted.get(built.target, ()):
+    for observation in calibrated.observations_by_target.get(built.target, ()):
         recorder = observed.get(observation.key)
         scale = built.ranges.get(observation.tensor)
         if recorder is None or scale is None:
@@ -221,10 +221,10 @@ def _others(
     for method in (*comparable_methods(Method.of()), Method.of("entropy")):
         if method.statistic != observation.statistic or (FP8.name in grids and method.integer):
             continue
-        ranges, grid = calibrated.ranges.choosing(Choices(method=method)), grids.get(FP8.name)
-        scale = ranges.known(observation, symmetric=grid)
+        ranges, grid = calibrated.ranges.with_choices(Choices(method=method)), grids.get(FP8.name)
+        scale = ranges.cached_scale(observation, symmetric=grid)
         if scale is None and method.name in _QUICK:
-            scale = ranges.of([observation], symmetric=grid).scales.get(observation.tensor)
+            scale = ranges.find([observation], symmetric=grid).scales.get(observation.tensor)
         if scale is not None and scale.method != row.method:
             ends = (-scale.amax, scale.amax) if symmetric else (scale.lo, scale.hi)
             yield RangeRow(method=scale.method, lo=ends[0], hi=ends[1])

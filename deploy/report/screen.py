@@ -231,7 +231,7 @@ def _kernels(report: Findings) -> Iterator[str]:
 
 def _devices(report: Findings) -> Iterator[str]:
     devices = report.machine.devices if report.machine else ()
-    yield from entries("Device", (device.words for device in devices))
+    yield from entries("Device", (device.description for device in devices))
 
 
 def _where(report: Findings) -> Iterator[str]:

@@ -164,7 +164,9 @@ def _setup(report: Findings) -> Sections:
         facts.append(("Calibration", tables.calibration_text(report)))
         if part.agreement:
             facts.append(("Ranges", part.agreement.words))
-            apart = [[name, figures.percent(share)] for name, share in part.agreement.apart.items()]
+            apart = [
+                [name, figures.percent(share)] for name, share in part.agreement.differences.items()
+            ]
         facts += [("Observed", tables.group_text(group)) for group in part.groups]
         facts += [("Cache", part.cache)] if part.cache else []
     if report.feed:
@@ -283,7 +285,7 @@ def _machine(report: Findings) -> Sections:
         facts = [
             ("CPU", f"{machine.cpu}, {figures.count(machine.cores, 'core')}"),
             ("int8 instructions", ", ".join(machine.int8) or "none found"),
-            *(("Device", device.words) for device in machine.devices),
+            *(("Device", device.description) for device in machine.devices),
             ("System", machine.os),
             ("Versions", ", ".join(f"{k} {v}" for k, v in machine.versions.items())),
         ]

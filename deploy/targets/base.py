@@ -69,7 +69,7 @@ class BuildRequest:
     @property
     def chosen_ranges(self) -> Ranges:
         """The clip ranges, each by the method chosen for its tensor."""
-        return self.ranges.choosing(self.choices)
+        return self.ranges.with_choices(self.choices)
 
     def ranges_of(self, target: Target, *, symmetric: Grid | None = None) -> RangeSet:
         """Return the ranges of the tensors that a target demands, by the chosen methods.
@@ -79,8 +79,8 @@ class BuildRequest:
         """
         subject = self.subject
         key = "demand", target.name, subject.float_nodes, subject.method.label
-        demand = self.ranges.once(key, lambda: target.demand(subject), of=subject.model)
-        return self.chosen_ranges.of(demand, symmetric=symmetric)
+        demand = self.ranges.compute_once(key, lambda: target.demand(subject), of=subject.model)
+        return self.chosen_ranges.find(demand, symmetric=symmetric)
 
     @property
     def name(self) -> str:

@@ -43,7 +43,9 @@ class ShapeRange:
 
 def sample_shape_range(request: BuildRequest) -> ShapeRange:
     """Return the shapes of the calibration samples; read them again if sizes may differ."""
-    return request.ranges.once("span", lambda: _span(Counter(_shapes(request))), of=request.feed)
+    return request.ranges.compute_once(
+        "span", lambda: _span(Counter(_shapes(request))), of=request.feed
+    )
 
 
 def _shapes(request: BuildRequest) -> Iterator[SampleShapes]:

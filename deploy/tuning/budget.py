@@ -156,7 +156,9 @@ class BudgetSearch:
         names = ("bias",) if len(self.searches) == 1 else (ROUNDING, "bias")
         chosen = self.request.with_choices(replace(base.choices, searches=self.nearest()))
         assert chosen.evaluation_set is not None
-        samples = list(chosen.evaluation_set.heard(len(chosen.evaluation_set.part)))
+        samples = list(
+            chosen.evaluation_set.samples_with_outputs(len(chosen.evaluation_set.subset))
+        )
         request, results = repair_request(self.target, chosen, names, samples)
         builder = RepairedBuilder(self.target, self.request, request)
         search = self._search(builder, step)
@@ -213,7 +215,7 @@ class BudgetSearch:
                 kernels=self.target.runs_here,
                 labels=self.evaluation.labels,
             )
-            accuracy = comparison.on(len(self._judges.part), threads=self.request.threads)
+            accuracy = comparison.on(len(self._judges.subset), threads=self.request.threads)
         loss = self._losses[trial.in_float] = loss_of(accuracy)
         good = bool(loss <= self.max_loss)
         self.say(f"{what}: loss {loss:.5f}, {'held' if good else 'too much'}")

@@ -178,7 +178,7 @@ def _is_uncertain(rows: Sequence[Array], temperature: float, axis: int) -> bool:
 
 def enough_samples(judges: EvaluationSet) -> int:
     """Return how many samples are enough for their size."""
-    first, _ = next(iter(judges.heard(CANDIDATES)))
+    first, _ = next(iter(judges.samples_with_outputs(CANDIDATES)))
     return _MOST_VALUES // max(_size(first), 1)
 
 
@@ -190,9 +190,11 @@ def select_samples(
     It is that of the candidates, since the selected ones are extreme. The candidates are read
     twice, so that only the selected ones are in memory. `task`: the name of the user's task.
     """
-    signals, form = _slice_signals(judges.heard(CANDIDATES), task)
+    signals, form = _slice_signals(judges.samples_with_outputs(CANDIDATES), task)
     chosen = _selection(signals, most)
-    return [one for place, one in enumerate(judges.heard(CANDIDATES)) if place in chosen], form
+    return [
+        one for place, one in enumerate(judges.samples_with_outputs(CANDIDATES)) if place in chosen
+    ], form
 
 
 def same_shape_samples(samples: Sequence[Sample]) -> list[Sample]:
@@ -293,7 +295,7 @@ class VerdictPredictor:
     def _judged(self, model: onnx.ModelProto) -> Iterator[Accuracy]:
         """Yield the accuracy on a few samples, then on all; each sample runs once."""
         comparison = GrowingComparison([model], self.judges, self.metric, kernels=self.kernels)
-        count = len(self.judges.part)
+        count = len(self.judges.subset)
         for most in dict.fromkeys((min(CANDIDATES, count), count)):
             before = len(comparison.keys)
             try:
@@ -336,7 +338,7 @@ class GrowingComparison:
             OrtSession.open(model, threads=1, spin=False, reuse_memory=True, int8_kernels=kernels)
             for model in models
         ]
-        self._second = second_half(judges.part) if len(models) > 1 else frozenset()
+        self._second = second_half(judges.subset) if len(models) > 1 else frozenset()
         self._judges, self._metric, self._labels = judges, metric, labels
         self._comparison: Comparison | None = None
         self.keys: list[int] = []
@@ -353,21 +355,21 @@ class GrowingComparison:
         return self._comparison.result()
 
     def _new(self, most: int) -> Iterator[Sample]:
-        for key, sample in self._judges.part.spread_with_keys(most, without=frozenset(self.keys)):
+        for key, sample in self._judges.subset.spread_with_keys(most, without=frozenset(self.keys)):
             self.keys.append(key)
             yield sample
 
     def _work(self, _: int, number: int, sample: Sample) -> Sequence[Mapping[str, Array]]:
         key = self.keys[number - 1]
         session = self._sessions[key in self._second]
-        return sample, self._judges.outputs.of(key, sample), session.run(sample)
+        return sample, self._judges.outputs.get(key, sample), session.run(sample)
 
     def _take(self, _: int, ran: Sequence[Mapping[str, Array]]) -> None:
         if self._comparison is None:
             self._comparison = Comparison(
                 self._judges.outputs, self._sessions[0], labels=self._labels, metric=self._metric
             )
-        self._comparison.add(*ran, count=self._judges.part.unpadded_count)
+        self._comparison.add(*ran, count=self._judges.subset.unpadded_count)
 
 
 def second_half(part: EvaluationSubset) -> frozenset[int]:
@@ -384,21 +386,23 @@ def halved_requests(
     cannot be subtracted. `ran` as in `with_held_out_ranges`.
     """
     assert request.evaluation_set is not None
-    ranges, second = request.ranges, second_half(request.evaluation_set.part)
+    ranges, second = request.ranges, second_half(request.evaluation_set.subset)
     enough = ranges.trusted is None and len(request.feed) >= _HALVED
     wanted = unique_observations({target.name: target.demand(request.subject)})
     known = all(o.key in ranges.observed and not o.variant.needs for o in wanted)
     if not (enough and known and all(o.statistic == HistogramOf() for o in wanted)):
         return [request]
-    halves = ranges.once("halves", lambda: [ObservedStatistics({})])  # shared by the targets
+    halves = ranges.compute_once(
+        "halves", lambda: [ObservedStatistics({})]
+    )  # shared by the targets
     new = halves[0].missing(wanted)
     ran(len(second) if new else 0)
     samples = (sample for _, sample in request.feed.keyed(second))
     if new:
-        halves[0] = halves[0].and_also(observe(new, samples, threads=request.threads))
+        halves[0] = halves[0].merged_with(observe(new, samples, threads=request.threads))
     rest = ObservedStatistics(_subtracted(ranges, wanted, halves[0]))
     return [
-        replace(request, ranges=Ranges(one, ranges.method, ranges.reaches))
+        replace(request, ranges=Ranges(one, ranges.method, ranges.range_limits))
         for one in (halves[0], rest)
     ]
 
@@ -419,7 +423,7 @@ def with_held_out_ranges(
         return request
     subject = replace(request.subject, samples=left)
     # shared by the targets
-    seen = ranges.once("without the judges", lambda: [ObservedStatistics({})])
+    seen = ranges.compute_once("without the judges", lambda: [ObservedStatistics({})])
     try:
         wanted = seen[0].missing(unique_observations({target.name: target.demand(subject)}))
         known = [o for o in wanted if o.key in ranges.observed and not o.variant.needs]
@@ -427,10 +431,10 @@ def with_held_out_ranges(
         ran(len(judges) if subtractable else 0)
         if subtractable:
             own = observe(subtractable, judges, threads=request.threads)
-            seen[0] = seen[0].and_also(_subtracted(ranges, subtractable, own))
+            seen[0] = seen[0].merged_with(_subtracted(ranges, subtractable, own))
         ran(left if len(subtractable) < len(wanted) else 0)
         with phase("observing without the judges", left, "samples") as step:
-            seen[0] = seen[0].and_also(
+            seen[0] = seen[0].merged_with(
                 observe(
                     wanted,
                     _other_samples(request, judges),
@@ -443,7 +447,9 @@ def with_held_out_ranges(
         raise
     except Calib8Error:  # a target that needs all samples, a tensor that only these have
         return request
-    return replace(request, subject=subject, ranges=Ranges(seen[0], ranges.method, ranges.reaches))
+    return replace(
+        request, subject=subject, ranges=Ranges(seen[0], ranges.method, ranges.range_limits)
+    )
 
 
 def _subtracted(
@@ -454,7 +460,7 @@ def _subtracted(
 
 
 def _histogram(observed: ObservedStatistics, observation: Observation) -> Histogram:
-    found = observed.of(observation)
+    found = observed.recorder(observation)
     assert isinstance(found, Histogram)
     return found
 

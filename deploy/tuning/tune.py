@@ -186,7 +186,9 @@ def _search_samples(setup: SearchSetup) -> tuple[Sequence[ReferenceSample], Outp
     few = min(setup.effort.samples, len(request.feed) // _SHARE, enough_samples(judges))
     few = max(_LEAST_SAMPLES, few)
     task = "" if setup.options.metric is None else setup.options.metric.task
-    return request.ranges.once((select_samples, few), lambda: select_samples(judges, few, task))
+    return request.ranges.compute_once(
+        (select_samples, few), lambda: select_samples(judges, few, task)
+    )
 
 
 def make_prober(
@@ -337,7 +339,7 @@ def _held_back_db(setup: SearchSetup, ran: Callable[[int], None], trial: Trial) 
 
 def _one_judged(setup: SearchSetup) -> int:
     """Return the samples that one more judged trial runs."""
-    return setup.effort.samples + len(setup.judges.part)
+    return setup.effort.samples + len(setup.judges.subset)
 
 
 def _target_plan(search: Search, choice: ChosenSplit) -> TargetPlan:

@@ -249,11 +249,11 @@ def _checkpoints(folder: Path) -> list[bytes]:
         pass
 
     class Ending(checkpoint.Checkpoint):
-        def due(self) -> bool:
+        def is_due(self) -> bool:
             return True
 
-        def keep(self, number: int, observed: ObservedStatistics) -> None:
-            super().keep(number, observed)
+        def save(self, number: int, observed: ObservedStatistics) -> None:
+            super().save(number, observed)
             if number == 2:
                 raise Ended
 

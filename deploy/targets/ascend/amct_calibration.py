@@ -285,18 +285,22 @@ class RecordPlan:
             records[name] = replace(
                 records[name], scale_w=np.array([second.scale]), has_weight=True
             )
-        recorders = [(name, one, observed.of(observation)) for name, one, observation in inputs]
+        recorders = [
+            (name, one, observed.recorder(observation)) for name, one, observation in inputs
+        ]
         zeros = tuple(
             dict.fromkeys(name for name, _, recorder in recorders if is_zero_input(recorder))
         )
         tiny = dict.fromkeys(
             name for name, one, recorder in recorders if is_rounded_to_zero(one, recorder)
         )
-        distinct = {observation.key: observed.of(observation) for _, _, observation in inputs}
+        distinct = {observation.key: observed.recorder(observation) for _, _, observation in inputs}
         return CalibrationRecord(
             records=records,
             ranges={
-                observation.tensor: clip_range(one, observed.of(observation), self._entries[name])
+                observation.tensor: clip_range(
+                    one, observed.recorder(observation), self._entries[name]
+                )
                 for name, one, observation in inputs
             },
             activation_bytes=sum(r.nbytes for r in distinct.values() if isinstance(r, AllValues)),
@@ -316,7 +320,7 @@ class RecordPlan:
             key = (observation, params)
             if key not in results:
                 with _in_layer(name):
-                    results[key] = search_activation_scale(observed.of(observation), params)
+                    results[key] = search_activation_scale(observed.recorder(observation), params)
             scales.append(results[key])
         if self.config.fakequant_precision_mode is None:
             return scales
@@ -349,7 +353,7 @@ class RecordPlan:
         """Return layer -> DMQ factors, from the channel maxima of the first batch."""
         factors = {}
         for name, observation in self.channel_maxima.items():
-            recorder = observed.of(observation)
+            recorder = observed.recorder(observation)
             assert isinstance(recorder, ChannelMax)
             with _in_layer(name):
                 factors[name] = self._factor(name, recorder)

@@ -260,7 +260,7 @@ class Ascend:
         """Return the plan, and the records of all layers by a search; made once."""
         from deploy.targets.ascend.layer_searches import make_search_plan
 
-        once = partial(request.ranges.once, of=request.model)
+        once = partial(request.ranges.compute_once, of=request.model)
         plan: RecordPlan = once(self, lambda: self.record_plan(request.subject))
         return plan, once(
             (self, how), lambda: make_search_plan(plan, how).record(request.ranges.observed)
@@ -322,7 +322,7 @@ class Ascend:
         loaded, recipe = recipe_from_qdq(trained.model, Path(trained.name))
         original = request.subject.loaded
         loaded = replace(loaded, name=original.name, carried=original.carried)
-        subject = replace(request.subject, loaded=loaded, given=trained.model)
+        subject = replace(request.subject, loaded=loaded, user_model=trained.model)
         return self.write_files(recipe, replace(request, subject=subject))
 
     def write_files(self, recipe: Recipe, request: BuildRequest) -> BuildResult:

@@ -128,7 +128,7 @@ def make_adaround_steps(
     steps: dict[str, AdaStep] = {}
     for name, layer in layers.items():
         if uses_adaround(config, name):
-            balanced = any(need.whose == name for need in needs)
+            balanced = any(need.layer == name for need in needs)
             earlier = tuple(steps.values())
             steps[name] = _step(
                 layer, nodes[name], index, config,
@@ -240,10 +240,10 @@ def round_layer(
     Raises:
         CalibrationError: weights or outputs are too large.
     """
-    rounded = observed.of(step.inputs)
+    rounded = observed.recorder(step.inputs)
     assert isinstance(rounded, RoundedWeights)
     if rounded.integers is None:
-        targets = observed.of(step.targets)
+        targets = observed.recorder(step.targets)
         assert isinstance(targets, Targets)
         statistic = step.inputs.statistic
         assert isinstance(statistic, RoundedWeightsOf)

@@ -151,7 +151,9 @@ class OnnxRuntime:
             )
         if subject.loaded.trained is not None:
             return self._every_tensor(subject, subject.loaded.trained)
-        return subject.histograms(self.scaled_tensors(subject.model, subject.float_nodes))
+        return subject.histogram_observations(
+            self.scaled_tensors(subject.model, subject.float_nodes)
+        )
 
     def _every_tensor(
         self, subject: CalibrationSubject, trained: QdqCalibration
@@ -168,7 +170,7 @@ class OnnxRuntime:
         refuse_options(trained, self.name, given)
         graph = subject.model.graph
         outputs = (name for node in graph.node for name in node.output if name)
-        return subject.histograms([*(value.name for value in graph.input), *outputs])
+        return subject.histogram_observations([*(value.name for value in graph.input), *outputs])
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the engine itself."""
@@ -192,7 +194,7 @@ class OnnxRuntime:
                 request.model,
                 ModelAnalysis(request.model),
             )
-        once = partial(request.ranges.once, of=request.model)
+        once = partial(request.ranges.compute_once, of=request.model)
         read: ModelAnalysis = once("read", lambda: ModelAnalysis(request.model))
         in_float = tuple(request.float_nodes.items()), tuple(ranges.reasons.items())
         plan: Plan = once(

@@ -276,7 +276,7 @@ def cache_ranges(model: onnx.ModelProto, ranges: RangeSet, version: str) -> dict
 def largest_magnitudes(ranges: RangeSet) -> dict[str, float]:
     """Return tensor -> largest |x| observed."""
     largest = {n: max(-one.observed_min, one.observed_max) for n, one in ranges.scales.items()}
-    return largest | {n: math.inf for n, trouble in ranges.troubles.items() if trouble.infinite}
+    return largest | {n: math.inf for n, trouble in ranges.unusable.items() if trouble.is_infinite}
 
 
 # Method -> the calibrator in the cache's header. TensorRT has no percentile or MSE calibrator;
@@ -350,7 +350,7 @@ def cache_notes(
         lines.append("Tensors are named as TensorRT's Caffe parser names them.")
     if subject.statistic.first:
         lines.extend(note_left_out(subject.samples, subject.statistic.first, filled=subject.filled))
-    infinite = [name for name, trouble in ranges.troubles.items() if trouble.infinite]
+    infinite = [name for name, trouble in ranges.unusable.items() if trouble.is_infinite]
     if infinite:
         lines.append(
             f"{len(infinite)} tensors held infinity ({', '.join(infinite[:3])}); TensorRT leaves"

@@ -118,7 +118,11 @@ class TensorRT(TensorrtOptions):
                 " why; --precision int8 has fewer conditions"
             )
         own = cache_contents.tensorrt_observations(subject, self.parser)
-        return subject.histograms(self.scaled_tensors(subject.model, ())) if own is None else own
+        return (
+            subject.histogram_observations(self.scaled_tensors(subject.model, ()))
+            if own is None
+            else own
+        )
 
     def cache_version(self) -> str | None:
         """Return the installed TensorRT's version if it reads caches."""
@@ -130,7 +134,7 @@ class TensorRT(TensorrtOptions):
         """Return the cache that TensorRT itself would write for the file, with notes."""
         from deploy.targets.tensorrt import cache_contents
 
-        own = ranges.of(self.demand(subject))
+        own = ranges.find(self.demand(subject))
         return CacheText(
             cache_contents.cache_bytes(subject, own, self.parser),
             cache_contents.cache_notes(subject, own, self.parser),

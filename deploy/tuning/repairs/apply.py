@@ -41,8 +41,10 @@ def repair_samples(judges: EvaluationSet | None) -> list[EvaluationSample]:
     """Return a few evaluation samples, spread over all, with the float model's outputs."""
     if judges is None:
         return []
-    evaluation = judges.part
-    return list(judges.heard(max(2, _SAMPLES * len(evaluation) // max(evaluation.count, 1))))
+    evaluation = judges.subset
+    return list(
+        judges.samples_with_outputs(max(2, _SAMPLES * len(evaluation) // max(evaluation.count, 1)))
+    )
 
 
 def trial_builder(
@@ -318,7 +320,7 @@ class _TrialBuilds:
         return BuildRequest(
             subject=subject,
             folder=self._folder,
-            ranges=Ranges(observed, subject.method, subject.reaches),
+            ranges=Ranges(observed, subject.method, subject.range_limits),
             feed=self._feed,
             manifest={},
             threads=self._threads,

@@ -52,7 +52,7 @@ def with_model(request: BuildRequest, model: onnx.ModelProto) -> BuildRequest:
     return replace(
         request,
         subject=replace(request.subject, loaded=loaded),
-        ranges=request.ranges.choosing(request.choices),
+        ranges=request.ranges.with_choices(request.choices),
     )
 
 

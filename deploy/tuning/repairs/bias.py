@@ -176,7 +176,7 @@ def choose_ranges(request: BuildRequest, making: RepairInput) -> Iterator[BuildR
     fp8 = any(grid == FP8 for _, _, grid in readers)
     grid = FP8 if fp8 else None
     ranges = {
-        name: request.ranges.choosing(Choices(method=method)).of(read, symmetric=grid).scales
+        name: request.ranges.with_choices(Choices(method=method)).find(read, symmetric=grid).scales
         for name, method in methods.items()
         if not (fp8 and method.integer)
     }

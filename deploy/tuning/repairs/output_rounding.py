@@ -130,7 +130,7 @@ def _weight_name(layer: WeightedLayer, constants: Collection[str]) -> str | None
 
 def round_all_weights(request: BuildRequest, making: RepairInput) -> Mapping[str, RoundedWeight]:
     """Return the rounded weight of every layer that can be int8, by initializer; computed once."""
-    return request.ranges.once(
+    return request.ranges.compute_once(
         ("rounded", making.target.name),
         lambda: _rounded(request.with_choices(NO_CHOICES), making),
         of=request.model,
