@@ -20,7 +20,7 @@ import tensorrt as trt
 from calibrators.errors import CalibrationError
 from calibrators.tensorrt import CLASSES, HostMemory, calibrator
 from deploy.errors import BackendError
-from deploy.feed.images import opencv
+from deploy.feed.decoding import opencv
 from deploy.targets.tensorrt.builder import BuilderSettings, build_engine
 from deploy.targets.tensorrt.builder import _network_flags as network_flags
 from deploy.targets.tensorrt.inspector import layer_profiler

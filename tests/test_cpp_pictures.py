@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deploy.feed import file_list, images
-from deploy.feed.images import opencv
+from deploy.feed.decoding import decode_image, opencv
 from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import PRESETS, complete_preprocess
 from deploy.tensors import TensorSpec
@@ -88,7 +88,7 @@ KINDS = kinds()
 
 
 def ours(data, grey=False):
-    return outcome(lambda: images.decode_image(data, "it", grey=grey))
+    return outcome(lambda: decode_image(data, "it", grey=grey))
 
 
 @pytest.fixture

@@ -22,9 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed import headers, images, pixels, preprocess
+from deploy.feed import decoding as decoding_module
+from deploy.feed import headers, pixels, preprocess
+from deploy.feed.decoding import call_and_capture, capture_decoder_output, decode_image
 from deploy.feed.feed import open_feed
-from deploy.feed.images import call_and_capture, capture_decoder_output, decode_image
 from deploy.feed.pixels import input_to_image, preprocess_image, resize_to_input
 from deploy.feed.preprocess import PRESETS, Preprocess, complete_preprocess, with_options
 from deploy.feed.sampling import spread_evenly
@@ -300,7 +301,7 @@ def test_a_hole_that_libjpeg_decodes_without_a_word_is_told(tmp_path):
             pixels = cv2.imdecode(np.frombuffer(damaged, np.uint8), 1)
         silent += not said and pixels is not None
         with pytest.raises(FeedError):
-            images.decode_image(damaged, "it.jpg", grey=False)
+            decode_image(damaged, "it.jpg", grey=False)
     assert silent
 
 
@@ -313,7 +314,7 @@ def test_flat_pictures_whose_code_is_zeros_are_whole():
         encoded(".jpg", flat) + b"behind its end" + bytes(1000) + b"\xff\xd9",
     ):
         assert bytes(64) in data
-        assert images.decode_image(data, "it.jpg", grey=False).shape == flat.shape
+        assert decode_image(data, "it.jpg", grey=False).shape == flat.shape
 
 
 def test_a_png_with_sound_checksums_and_a_jpeg_with_an_end_marker_are_told(tmp_path, capfd):
@@ -349,7 +350,7 @@ def test_words_that_tell_of_no_pixels_refuse_nothing(tmp_path, capfd):
 ALONE = """
 import sys
 import cv2, numpy
-from deploy.feed.images import call_and_capture, capture_decoder_output
+from deploy.feed.decoding import call_and_capture, capture_decoder_output
 data, calls = numpy.fromfile(sys.argv[1], "uint8"), []
 with capture_decoder_output() as said:
     print("a progress bar", file=sys.stderr, flush=True)
@@ -391,9 +392,9 @@ def test_words_are_those_of_the_picture_whoever_decodes_beside_it(capfd):
     ],
 )  # fmt: skip
 def test_which_words_mean_damage(monkeypatch, words, damage):
-    monkeypatch.setattr(images, "call_and_capture", lambda decode: (decode(), [words]))
+    monkeypatch.setattr(decoding_module, "call_and_capture", lambda decode: (decode(), [words]))
     with pytest.raises(FeedError, match=words) if damage else nullcontext():
-        images.decode_image(JPEG, "it.jpg", grey=False)
+        decode_image(JPEG, "it.jpg", grey=False)
 
 
 @pytest.mark.parametrize("kind", ["png", "jpg", "webp", "bmp", "tiff", "ppm", "pgm", "jp2", "avif"])
@@ -423,7 +424,7 @@ def test_a_small_file_of_a_vast_picture_is_refused_before_it_is_decoded(tmp_path
     monkeypatch.setattr(cv2, "imdecode", None)
     said = r"it\.png must have at most 268,435,456 pixels, got 30000x30000; give a"
     with pytest.raises(FeedError, match=said):
-        images.decode_image(vast, "it.png", grey=False)
+        decode_image(vast, "it.png", grey=False)
 
 
 def test_a_vast_file_is_refused_before_it_is_read(tmp_path):

@@ -29,6 +29,7 @@ from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.store import cache_files
 from deploy.errors import ConfigError, ExportError, FeedError, ModelError
 from deploy.feed import images, pixels
+from deploy.feed.decoding import opencv
 from deploy.feed.feed import open_feed
 from deploy.feed.file_list import FileList, ImageFile, SampleChangedError, SampleDigests
 from deploy.feed.preprocess import Preprocess
@@ -205,7 +206,7 @@ def test_a_path_that_is_no_text_is_told_from_one_that_is():
 
 
 # Where bytes of files come in by another door, and why: what the program made itself, the system's
-# own, and the decoder's file (`deploy.feed.images`), which keeps its own rules.
+# own, and the image files (`deploy.feed.images`), which keeps its own rules.
 ELSEWHERE = {
     "deploy.cli": "where what stdout did not take goes",
     "deploy.feed.array_files": "maps of what was opened, and of its own temporary files",
@@ -467,7 +468,7 @@ def test_a_cache_of_an_older_form_is_told_and_made_anew(again, photos, tmp_path)
 def test_another_decoder_is_told_and_arrays_have_none(again, photos, monkeypatch):
     again(photos)
     again(list(ROWS), cache="r")
-    monkeypatch.setattr(images.opencv(), "__version__", "9.9.9")  # which gives the same pixels
+    monkeypatch.setattr(opencv(), "__version__", "9.9.9")  # which gives the same pixels
     found = again(photos)
     assert found.reused and "decoder OpenCV 5" in found.reason
     other = {**pixels.decoder_digests(), "webp": "0" * 16}

@@ -30,7 +30,7 @@ import numpy as np
 
 from calibrators.statistics import FORMAT, Arrays
 from deploy.errors import CacheError
-from deploy.feed.images import opencv
+from deploy.feed.decoding import opencv
 from deploy.feed.pixels import decoder_digests
 from deploy.files import archives
 from deploy.version import __version__

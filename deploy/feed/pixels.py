@@ -3,7 +3,7 @@
 The steps of `preprocess_image` have a fixed order, so that another program can repeat them bit for
 bit:
 
-1. decode to uint8 [H, W, C] (`deploy.feed.images`); resize and crop in uint8;
+1. decode to uint8 [H, W, C] (`deploy.feed.decoding`); resize and crop in uint8;
 2. ``y = ((float32(pixel) * scale) - mean) / std``: three separate float32 roundings, no fused
    multiply-add; scale, mean and std are rounded to float32 first;
 3. fill a letterbox's border with the pad value, in pixel units, after the same arithmetic;
@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import FeedError
-from deploy.feed.images import decode_image, opencv
+from deploy.feed.decoding import decode_image, opencv
 from deploy.feed.preprocess import Preprocess, Size, with_image_size
 from deploy.files.manifest import sha256
 from deploy.tensors import Array

@@ -22,6 +22,7 @@ import numpy as np
 
 from deploy.errors import FeedError
 from deploy.feed import images
+from deploy.feed.decoding import capture_decoder_output, decode_image, opencv
 from deploy.feed.file_list import (
     UNREADABLE,
     FileList,
@@ -31,7 +32,6 @@ from deploy.feed.file_list import (
     sample_digest,
 )
 from deploy.feed.headers import jpeg_segments, read_bit_depth, read_image_size
-from deploy.feed.images import capture_decoder_output
 from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import INTEGER_DTYPES, Preprocess, Size, describe, with_image_size
 from deploy.files.reading import open_regular_file
@@ -84,7 +84,7 @@ class VideoSource:
         self._lock = threading.Lock()
         self._capture = _open_capture(path)
         self._next = 0
-        cv2 = images.opencv()
+        cv2 = opencv()
         self._count = int(self._capture.get(cv2.CAP_PROP_FRAME_COUNT))
         self.a_second = max(round(self._capture.get(cv2.CAP_PROP_FPS) or 1), 1)
         if self._count < 1:
@@ -117,7 +117,7 @@ class VideoSource:
         )
 
     def _preprocessed(self, pixels: Array) -> Array:
-        cv2 = images.opencv()
+        cv2 = opencv()
         grey = self._how.color == "grey"
         shown = cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY)[:, :, None] if grey else pixels
         return preprocess_image(shown, self._how).astype(self._spec.dtype, copy=False)
@@ -143,7 +143,7 @@ class VideoSource:
 
 
 def _open_capture(path: Path) -> Any:
-    cv2 = images.opencv()
+    cv2 = opencv()
     with open_regular_file(path, what="a video", error=FeedError) as file, capture_decoder_output():
         # not by its name: OpenCV crashes on bytes that are not UTF-8, and takes %d for a pattern
         capture = cv2.VideoCapture(f"/dev/fd/{file.fileno()}")
@@ -167,7 +167,7 @@ def decoded_size(picture: ImageFile) -> Size | None:
             first = file.read(_FIRST)
         size, is_rotated = read_image_size(first), _is_rotated(first)
         if size is None or is_rotated is None:
-            pixels = images.decode_image(images.read_image_file(picture), picture.name, grey=True)
+            pixels = decode_image(images.read_image_file(picture), picture.name, grey=True)
             return pixels.shape[0], pixels.shape[1]
     except (OSError, ValueError, FeedError):
         return None  # reading the sample will report the error
@@ -267,12 +267,12 @@ class ImageSource:
         return RawSample(
             bytes_digest(data),
             lambda: self._decoded(index, data),
-            lambda: images.decode_image(data, self.pictures.name(index), grey=False),
+            lambda: decode_image(data, self.pictures.name(index), grey=False),
         )
 
     def _decoded(self, index: int, data: bytes) -> dict[str, Array]:
         grey = self.how.color == "grey"
-        pixels = images.decode_image(data, self.pictures.name(index), grey=grey, deep=self._deep)
+        pixels = decode_image(data, self.pictures.name(index), grey=grey, deep=self._deep)
         if read_bit_depth(data) == 16:
             self.of_16_bits.add(index)
         how = with_image_size(self.how, (pixels.shape[0], pixels.shape[1]), self.told(index))

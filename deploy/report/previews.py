@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from deploy.feed.images import opencv, printable_name
+from deploy.feed.decoding import opencv
+from deploy.feed.images import printable_name
 from deploy.feed.pixels import describe_display
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.preview import Preview

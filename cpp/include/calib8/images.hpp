@@ -1,4 +1,4 @@
-// Pictures on disk: finding them, reading a list of them, decoding one; deploy/feed/images.py.
+// Pictures on disk: finding them, reading a list of them, decoding one; deploy/feed/images.py, decoding.py.
 //
 // Decoding is OpenCV's imdecode of the whole file: 8 bits per channel (16-bit pictures keep their
 // upper byte), alpha dropped, grey repeated to three channels where colour is asked for, EXIF

@@ -1,0 +1,282 @@
+"""Decode image files with OpenCV, and capture the warnings of its decoders.
+
+Decoding is OpenCV's `imdecode` of the complete file: 8 bits per channel (of 16 bits the upper 8,
+unless all are requested), alpha dropped, grey repeated to three channels if color is needed, EXIF
+orientation applied, the first frame of an animation.
+
+A damaged image is refused even if a decoder returns pixels. PNG has checksums, and libjpeg warns
+about a damaged JPEG. WebP has neither: libwebp refuses truncated data, other damage is invisible.
+
+libjpeg decodes damaged images as well as it can and reports the damage on stderr only; OpenCV does
+not pass it on. libjpeg and libpng write to the C library's variable `stderr`, whereas all else
+(Python, the runtimes, subprocesses) writes to file descriptor 2. So while an image is decoded, the
+variable points to a temporary file without a name::
+
+    libjpeg, libpng --fprintf--> stderr ---> temporary file --> warnings
+    everybody else  --write----> descriptor 2 --> the screen, as before
+
+The descriptor is never touched, so other output is neither lost nor late, whenever the process
+ends. Without such a variable (not glibc, not macOS) images are decoded without the warnings.
+
+Several threads decode at once, and a warning cannot be attributed to one of them. If one appears,
+every thread that was decoding then decodes its image again while no other thread does.
+"""
+
+import ctypes
+import os
+import re
+import sys
+import tempfile
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+
+from deploy.errors import FeedError
+from deploy.feed import headers
+from deploy.feed.images import printable_name
+from deploy.tensors import Array
+
+T = TypeVar("T")
+
+MAX_PIXELS = 1 << 28  # of an image: 768 MB when decoded
+_MAX_OUTPUT_BYTES = 1 << 16  # that are read of a decoder's output
+_UNBUFFERED = 2  # _IONBF of the C library
+# libjpeg's warnings on pixels, not those on a profile, a revision or a color transform
+_DAMAGE_WARNING = re.compile(
+    r"Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG|Inconsistent progression"
+)
+_PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+
+
+def decode_image(data: bytes, name: str, *, grey: bool, deep: bool = False) -> Array:
+    """Decode a file's bytes to uint8 [H, W, 3] BGR, or [H, W, 1] grey.
+
+    `deep` keeps all bits of a 16-bit image, as uint16.
+
+    Raises:
+        FeedError: the image is damaged, in a format that OpenCV does not read, or too large.
+    """
+    title = f"image {printable_name(name)}"
+    size = headers.read_image_size(data)
+    if size is not None and size[0] * size[1] > MAX_PIXELS:
+        raise FeedError(
+            f"{title} must have at most {MAX_PIXELS:,} pixels, got {size[0]}x{size[1]}; give a"
+            " smaller copy of it"
+        )
+    damage = _find_damage(data)
+    if damage is not None:
+        raise FeedError(f"{title} cannot be decoded ({len(data)} bytes, {damage})")
+
+    keep_16_bits = deep and headers.read_bit_depth(data) == 16
+    pixels, warnings = _decode_with_opencv(data, grey, keep_16_bits)
+    damage_warnings = list(filter(_DAMAGE_WARNING.search, warnings))
+    if damage_warnings:
+        raise FeedError(
+            f"{title} is damaged ({len(data)} bytes), its decoder says: {damage_warnings[0]}"
+        )
+    if pixels is None or not pixels.size:
+        reason = ": ".join(("damaged or of an unknown format", *warnings[-1:]))
+        raise FeedError(f"{title} cannot be decoded ({len(data)} bytes, {reason})")
+    with_channels: Array = pixels.reshape(pixels.shape[0], pixels.shape[1], -1)
+    return with_channels
+
+
+def _find_damage(data: bytes) -> str | None:
+    """Return why a PNG or JPEG is damaged, as far as its decoder would not report it."""
+    if data.startswith(_PNG_MAGIC):
+        return _find_png_damage(data)
+    if data.startswith(b"\xff\xd8"):
+        return headers.find_jpeg_damage(data)
+    return None
+
+
+def _find_png_damage(data: bytes) -> str | None:
+    """Return why a PNG is damaged, by its chunks; libpng reports damage on stderr only."""
+    offset, view = len(_PNG_MAGIC), memoryview(data)
+    while offset + 12 <= len(data):
+        end = offset + 12 + int.from_bytes(view[offset : offset + 4], "big")
+        if end > len(data):
+            break
+        checksum = int.from_bytes(view[end - 4 : end], "big")
+        if zlib.crc32(view[offset + 4 : end - 4]) != checksum:
+            return "damaged: a checksum does not fit"
+        if data[offset + 4 : offset + 8] == b"IEND":
+            return None
+        offset = end
+    return "cut short"
+
+
+def _decode_with_opencv(
+    data: bytes, grey: bool, keep_16_bits: bool
+) -> tuple[Array | None, list[str]]:
+    """Return the pixels, or None if OpenCV refuses the data; and the decoder's warnings."""
+    cv2 = opencv()
+    flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
+    if keep_16_bits:
+        flag |= cv2.IMREAD_ANYDEPTH
+
+    def imdecode() -> Array | None:
+        try:
+            pixels: Array | None = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
+        except (cv2.error, MemoryError):
+            return None
+        return pixels
+
+    return call_and_capture(imdecode)
+
+
+def opencv() -> Any:
+    """Return the cv2 module, set to one thread and no messages on stderr.
+
+    It runs without Intel's IPP, whose cubic resize rounds every 30th pixel differently: so the
+    pixels are equal for every OpenCV from 4.6 to 5.0, built with IPP or without.
+    """
+    cv2 = _import_quiet_opencv()
+    cv2.ipp.setUseIPP(False)  # applies to the calling thread only
+    return cv2
+
+
+@lru_cache(maxsize=1)
+def _import_quiet_opencv() -> Any:
+    import cv2
+
+    cv2.setNumThreads(1)
+    if hasattr(cv2, "setLogLevel"):  # OpenCV 4
+        cv2.setLogLevel(0)  # silent; OpenCV 4 has no constant for it
+    else:
+        cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
+    return cv2
+
+
+@contextmanager
+def capture_decoder_output() -> Iterator[list[str]]:
+    """Capture the lines that decoders print in the body; the list is filled at the end.
+
+    Other threads that decode wait until the body ends.
+    """
+    capture = _stderr_capture()
+    if capture is None:
+        yield []
+        return
+    with capture.capture(exclusive=True) as output:
+        yield output.lines
+
+
+def call_and_capture(decode: Callable[[], T]) -> tuple[T, list[str]]:
+    """Call `decode` and return its result and the lines that it printed.
+
+    Other threads may decode meanwhile. If lines appeared that may be theirs, `decode` is called
+    again while no other thread decodes.
+    """
+    capture = _stderr_capture()
+    if capture is None:
+        return decode(), []
+    with capture.capture(exclusive=False) as output:
+        result = decode()
+    if output.lines and not output.was_exclusive:
+        with capture.capture(exclusive=True) as output:
+            result = decode()
+    return result, output.lines
+
+
+@dataclass(slots=True)
+class _DecoderOutput:
+    lines: list[str] = field(default_factory=list)
+    was_exclusive: bool = False  # whether no other thread was decoding
+
+
+class _StderrCapture:
+    """Redirects the C library's stderr to a temporary file while threads decode."""
+
+    def __init__(self, stderr: ctypes.c_void_p, stream: int, descriptor: int) -> None:
+        self._stderr, self._stream, self._descriptor = stderr, stream, descriptor
+        self._original_stream: int | None = None
+        self._changed = threading.Condition()
+        self._active_threads = 0  # threads decoding now
+        self._calls = 0  # captures ever started
+        self._exclusive_calls = 0  # captures that exclude other threads or wait to do so
+
+    @contextmanager
+    def capture(self, *, exclusive: bool) -> Iterator[_DecoderOutput]:
+        """Capture, if `exclusive` while no other thread decodes; the lines are there at the end."""
+        output = _DecoderOutput()
+        with self._changed:
+            if exclusive:
+                self._exclusive_calls += 1
+                self._changed.wait_for(lambda: not self._active_threads)
+            else:
+                self._changed.wait_for(lambda: not self._exclusive_calls)
+            size_before = self._start()
+            call, started_alone = self._calls, self._active_threads == 1
+        try:
+            yield output
+        finally:
+            with self._changed:
+                self._exclusive_calls -= exclusive
+                output.was_exclusive = started_alone and self._calls == call
+                output.lines += self._stop(size_before)
+
+    def _start(self) -> int:
+        """Start capturing; return the size of the file so far."""
+        self._active_threads += 1
+        self._calls += 1
+        if self._active_threads == 1:
+            self._original_stream, self._stderr.value = self._stderr.value, self._stream
+        return os.fstat(self._descriptor).st_size
+
+    def _stop(self, size_before: int) -> list[str]:
+        """Return the new lines; the last thread restores the C library's stderr."""
+        self._active_threads -= 1
+        if not self._active_threads:
+            self._stderr.value = self._original_stream
+        size = os.fstat(self._descriptor).st_size
+        count = min(size - size_before, _MAX_OUTPUT_BYTES)
+        output = os.pread(self._descriptor, count, size_before) if count > 0 else b""
+        if not self._active_threads and size:
+            os.ftruncate(self._descriptor, 0)
+        self._changed.notify_all()
+        return _printable_lines(output.decode("ascii", "backslashreplace"))
+
+
+def _printable_lines(text: str) -> list[str]:
+    lines = []
+    for line in text.splitlines():
+        printable = "".join(filter(str.isprintable, line)).strip()
+        if printable:
+            lines.append(printable)
+    return lines
+
+
+@lru_cache(maxsize=1)
+def _stderr_capture() -> _StderrCapture | None:
+    """Create the capture once; its stream is never closed, since a thread may still write to it."""
+    try:
+        library = ctypes.CDLL(None)
+        if sys.platform == "darwin":
+            name = "__stderrp"
+        elif sys.platform == "linux" and hasattr(library, "gnu_get_libc_version"):
+            name = "stderr"
+        else:  # it is constant in musl
+            return None
+        stderr = ctypes.c_void_p.in_dll(library, name)
+        descriptor = _open_unnamed_file()
+        library.fdopen.restype = ctypes.c_void_p
+        stream = library.fdopen(os.dup(descriptor), b"a")
+        library.setvbuf(ctypes.c_void_p(stream), None, _UNBUFFERED, ctypes.c_size_t(0))
+    except (OSError, ValueError, AttributeError):
+        return None
+    return _StderrCapture(stderr, stream, descriptor) if stream else None
+
+
+def _open_unnamed_file() -> int:
+    """Create a file, in memory if possible, so that a full disk loses no warning."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("calib8-words")
+    with tempfile.TemporaryFile(prefix="calib8-") as file:
+        return os.dup(file.fileno())
