@@ -300,7 +300,7 @@ def test_an_interrupt_is_one_sentence(quick, screen, at_once, monkeypatch):
 
 def test_an_interrupt_tells_that_the_calibration_is_kept(quick, monkeypatch, capfd):
     with monkeypatch.context() as patched:
-        patched.setattr("deploy.pipeline.build_targets", interrupted)
+        patched.setattr("deploy.pipeline.build_run.build_targets", interrupted)
         assert ended(*quick) == 130
     last = capfd.readouterr().err.splitlines()[-1]
     kept = f"the calibration is kept for the next build into {quick[-1]}"

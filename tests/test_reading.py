@@ -372,7 +372,7 @@ def test_evaluation_images_are_held_to_it_too(small_cnn, photos, pictures, tmp_p
     opened = lambda *a, **k: feeds.append(open_feed(*a, **k)) or feeds[-1]  # noqa: E731
     monkeypatch.setattr("deploy.feed.feed.open_feed", opened)
     swapping = lambda: (feeds[0].manifest(), swap(photos))  # noqa: E731
-    between(monkeypatch, "deploy.pipeline.search_targets", swapping)
+    between(monkeypatch, "deploy.pipeline.build_run.search_targets", swapping)
     with pytest.raises(FeedError, match=CHANGED):
         build(small_cnn, pictures, out=tmp_path / "o", eval_images=photos, **QUICK)
 
@@ -508,7 +508,7 @@ def replaced(path: Path) -> None:
 
 
 def test_a_model_replaced_while_it_is_built_is_told(model, pictures, tmp_path, monkeypatch):
-    between(monkeypatch, "deploy.pipeline.build_targets", lambda: replaced(model))
+    between(monkeypatch, "deploy.pipeline.build_run.build_targets", lambda: replaced(model))
     with pytest.raises(ModelError, match=r"m\.onnx changed while calib8 ran.*run again"):
         build(model, pictures, out=tmp_path / "o", **QUICK)
 

@@ -149,7 +149,7 @@ def merge(
     of the shards. Neither the images nor another run of the model are needed. Targets and nodes in
     float are those of the shards.
     """  # noqa: D301 (click reads the backspace)
-    from deploy.pipeline import calibrate_with
+    from deploy.pipeline import merge_with
 
     calibration.refuse_ignored(targets)
     if calibration.cache.trust:
@@ -158,5 +158,5 @@ def merge(
         )
     path = out or Path(f"{model.stem}.cache")
     options = calibration.options(path, calibration.method if calibration.method_flags else None)
-    found = calibrate_with(resolve_model(model, shapes, weights), shards, options, targets=targets)
+    found = merge_with(resolve_model(model, shapes, weights), shards, options, targets=targets)
     print_calibration(found, path, verbose=calibration.verbose, json_path=json_path)

@@ -124,7 +124,7 @@ class CalibrationRun:
     until: StabilityRule | None
     watch: StabilityMonitor
     judges: EvaluationSet
-    judging: int
+    evaluation_count: int
     threads: int
     checkpoint: Path | None
     resume: bool
@@ -309,8 +309,8 @@ def calibrate_run(
     judges = run.judges
     if run.until is not None:
         feed.keep(_reached(verdict, feed, watch))
-        feed.remember(0, run.judging, PREVIEW_COUNT)
-        judges = make_evaluation_set(feed, subject.model, run.judging)
+        feed.remember(0, run.evaluation_count, PREVIEW_COUNT)
+        judges = make_evaluation_set(feed, subject.model, run.evaluation_count)
     ranges = Ranges(seen.observed, subject.method, subject.range_limits)
     agreement = watch.end(len(feed)) if verdict.missing else None
     # of the first target that has a form of its own; a shard has no text: merging writes it
@@ -320,8 +320,8 @@ def calibrate_run(
     if run.until and verdict.missing and agreement is None:
         few = (f"whether samples are enough is told from 16 on: there were {len(feed)}",)
     warnings: tuple[str, ...] = ()
-    drawn = find_random_outputs(subject.model, judges) if run.judging else ""
-    if run.judging:
+    drawn = find_random_outputs(subject.model, judges) if run.evaluation_count else ""
+    if run.evaluation_count:
         doubt = drawn or check_cleaned_model(subject, judges)
         warnings = (doubt,) if doubt else ()
     known = verdict.stored if not verdict.missing else None

@@ -1,4 +1,4 @@
-"""Prepare a calibration of a loaded model, check its options, and run it.
+"""Calibrate a model: check the options, prepare the run, and run it; or merge its shards.
 
 ::
 
@@ -7,8 +7,11 @@
 `already_calibrated` takes what the pairs of a Q/DQ model say instead.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx
 
@@ -16,26 +19,33 @@ from calibrators.searches import DEFAULT_METHOD
 from deploy.calibration import store
 from deploy.calibration.calibration_result import CalibrationResult, QdqModelRanges
 from deploy.calibration.checkpoint import checkpoint_path
-from deploy.calibration.cluster_jobs import as_cluster
+from deploy.calibration.cluster_jobs import Cluster, as_cluster
 from deploy.calibration.observation import CalibrationSubject, Observation, unique_observations
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reference_outputs import make_evaluation_set
-from deploy.calibration.reuse import CachePolicy, cached_trt_version
+from deploy.calibration.reuse import CachePolicy, as_policy, cached_trt_version
 from deploy.calibration.sample_checks import StabilityRule
 from deploy.calibration.shards import ShardSet, refuse_ordered
 from deploy.calibration.stability import StabilityMonitor, refuse_until_stable
 from deploy.errors import Calib8Error, ConfigError, ModelError
-from deploy.feed.feed import Dataset
+from deploy.feed.feed import Dataset, FeedSource, dataset_of
+from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.preview import PREVIEW_COUNT
 from deploy.feed.samples import Feed
+from deploy.feed.sampling import Limit
+from deploy.files.guard import guard_inputs
 from deploy.files.manifest import RECORDS
 from deploy.files.staging import Stage, recover
-from deploy.frontends import LoadedModel
+from deploy.frontends import LoadedModel, load
 from deploy.frontends.base import QdqCalibration
-from deploy.graph.index import match_nodes
+from deploy.graph.index import match_nodes, one_or_several
 from deploy.method import Method
 from deploy.metrics.bench_inputs import random_feeds
-from deploy.pipeline.build_options import CalibrationOptions
+from deploy.pipeline.build_options import (
+    CalibrationOptions,
+    open_torch_module,
+    rereadable_model,
+)
 from deploy.pipeline.calibration_run import (
     CalibrationRun,
     calibrate_run,
@@ -43,13 +53,136 @@ from deploy.pipeline.calibration_run import (
     source_name,
     take_trusted,
 )
-from deploy.targets import Target
+from deploy.targets import Target, make_targets
 from deploy.targets.base import WritesCache
-from deploy.terminal import phase
+from deploy.terminal import phase, with_progress
 from deploy.tuning.repairs.apply import refuse_model_repairs, repair_model, repair_notes
 from deploy.tuning.search_samples import CANDIDATES
 
+if TYPE_CHECKING:
+    from torch import nn
+
 _TRIED = 2  # random samples for a Q/DQ model without images
+
+
+@with_progress
+def calibrate(
+    model: str | Path | onnx.ModelProto | LoadedModel | nn.Module,
+    images: FeedSource,
+    *,
+    targets: str | Sequence[str | Target] = ("onnxruntime",),
+    method: str | Method | None = None,
+    preprocess: PreprocessRequest = None,
+    cache: Path | str | CachePolicy | None = None,
+    skip_bad: bool = False,
+    limit: Limit = None,
+    until_stable: float | None = None,
+    threads: int | None = None,
+    float_nodes: str | Iterable[str] = (),
+    scheduler: str | Cluster | None = None,
+    resume: bool = False,
+    checkpoint: Path | str | None = None,
+    progress: bool = False,
+) -> CalibrationResult:
+    """Observe what the targets declare, or take it from a fitting cache.
+
+    Args:
+        model: path of an ONNX file, or a model in memory, loaded or not; or a PyTorch module,
+            which the first item of `images` exports.
+        images: folder, list file, image, .npy, .npz, `RawFiles`, a `CalibratorScript`, or an
+            iterable of arrays or {input: array} dicts, such as a DataLoader, whose labels are left
+            out. Of a PyTorch module: no files.
+        targets: names of `TARGETS`, or targets with options of their own.
+        method: name of a search, or a `Method` with parameters; None is the default one.
+        preprocess: how images become inputs, or some options of it by name; the rest is what the
+            model's metadata says, else what its input tells.
+        cache: file to keep the calibration in, or a policy; None keeps nothing.
+        skip_bad: leave out unreadable images.
+        limit: the largest number of images to use, or a `Choice` of them.
+        until_stable: look at 16, 32, 64 ... of them, spread evenly over all, until the ranges of
+            two halves differ by less than this share (`deploy.calibration.stability`); None looks
+            at all.
+        threads: worker threads, None for up to 4 cores; the result does not depend on it.
+        float_nodes: nodes to keep in float, as `deploy.graph.index.match_nodes` reads them.
+        scheduler: address of a dask scheduler whose workers observe, or a `Cluster`; None observes
+            here. The result does not depend on it.
+        resume: continue an interrupted run from its checkpoint.
+        checkpoint: file to save the state in from time to time; None for one beside the cache, if
+            there is a cache. Without a cache the caller removes it.
+        progress: report steps that take over two seconds on stderr.
+
+    Raises:
+        ModelError, FeedError, ConfigError, CacheError, CalibrationError, BackendError: each says
+            in one sentence what was wrong and what to do.
+    """
+    options = CalibrationOptions(
+        method=method,
+        cache=as_policy(cache),
+        until_stable=until_stable,
+        threads=threads,
+        float_nodes=one_or_several(float_nodes),
+        scheduler=scheduler,
+        resume=resume,
+        checkpoint=None if checkpoint is None else Path(checkpoint),
+    )
+    model, images = open_torch_module(model, images, preprocess)
+    dataset = dataset_of(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    return calibrate_with(model, dataset, options, targets=make_targets(targets))
+
+
+@guard_inputs()
+def calibrate_with(
+    model: str | Path | onnx.ModelProto | LoadedModel,
+    dataset: Dataset,
+    options: CalibrationOptions,
+    *,
+    targets: Sequence[Target],
+) -> CalibrationResult:
+    """`calibrate` with its options as one value."""
+    loaded = model if isinstance(model, LoadedModel) else load(model)
+    return calibrate_loaded(loaded, rereadable_model(model), dataset, options, targets=targets)
+
+
+@with_progress
+def merge(
+    model: str | Path | onnx.ModelProto | LoadedModel,
+    shards: Sequence[str | Path],
+    *,
+    targets: str | Sequence[str | Target] = ("onnxruntime",),
+    method: str | Method | None = None,
+    cache: Path | str | CachePolicy | None = None,
+    float_nodes: str | Iterable[str] = (),
+    progress: bool = False,
+) -> CalibrationResult:
+    """Put the shards of a calibration together; the cache is that of one run over all images.
+
+    Args beyond those of `calibrate`, of which the targets and the nodes in float must be those of
+    the shards:
+        shards: files of `calib8 calibrate --shard`, all of them, in any order.
+
+    Raises:
+        CacheError: a shard is broken, missing, there twice, of another model or other images.
+        ModelError, ConfigError, CalibrationError: as `calibrate`.
+    """
+    options = CalibrationOptions(
+        method=method, cache=as_policy(cache), threads=1, float_nodes=one_or_several(float_nodes)
+    )
+    paths = [Path(shard) for shard in shards]
+    return merge_with(model, paths, options, targets=make_targets(targets))
+
+
+@guard_inputs()
+def merge_with(
+    model: str | Path | onnx.ModelProto | LoadedModel,
+    shards: Sequence[Path],
+    options: CalibrationOptions,
+    *,
+    targets: Sequence[Target],
+) -> CalibrationResult:
+    """`merge` with its options as one value."""
+    loaded = model if isinstance(model, LoadedModel) else load(model)
+    shard_set = ShardSet(shards, loaded)
+    return calibrate_loaded(loaded, rereadable_model(model), shard_set, options, targets=targets)
 
 
 @phase("calibration")
@@ -60,19 +193,22 @@ def calibrate_loaded(
     options: CalibrationOptions,
     *,
     targets: Sequence[Target],
-    judging: int,
+    evaluation_count: int = 0,
     repairs: Sequence[str] = (),
     task: str = "",
     stage: Stage | None = None,
 ) -> CalibrationResult:
-    """Calibrate a model that is loaded; `deploy.pipeline.calibrate` describes the options.
+    """Calibrate a model that is loaded; `calibrate` describes the options.
 
-    `stage`: where the files of a build wait; a cache in the same folder appears with them.
+    Args beyond those of `calibrate`:
+        evaluation_count: number of samples on which the engines are evaluated later; the float
+            model's outputs of these are stored while it is observed.
+        stage: where the files of a build wait; a cache in the same folder appears with them.
     """
     policy, cluster = options.cache, as_cluster(options.scheduler)
     source = open_images(loaded, images, cluster=cluster)
     feed = source.feed
-    feed.remember(0, judging, PREVIEW_COUNT)
+    feed.remember(0, evaluation_count, PREVIEW_COUNT)
     checkpoint = _checkpoint_path(options)
     _refuse_foreign(policy)
     asked = options.method
@@ -124,8 +260,8 @@ def calibrate_loaded(
         policy=policy,
         until=until,
         watch=_watch(subject, wanted, feed, until, trusted=policy.trust),
-        judges=make_evaluation_set(feed, subject.model, judging),
-        judging=judging,
+        judges=make_evaluation_set(feed, subject.model, evaluation_count),
+        evaluation_count=evaluation_count,
         threads=options.workers,
         checkpoint=checkpoint,
         resume=options.resume,
