@@ -21,6 +21,7 @@ from hypothesis.internal.conjecture import providers
 
 from deploy.graph.index import PROTOBUF, Graph
 from deploy.runtimes.ort import OrtSession
+from tests.golden_wording import RENEWED_MESSAGES, Wording
 from tests.models import as_float32, make_model, parse_nodes, read_markdown, save_net
 
 # Property tests have no limit of time and draw the same values in every run;
@@ -39,6 +40,12 @@ hypothesis.settings.load_profile(_PROFILE)
 def pytest_collection_finish():
     """Thousands of tests are no garbage that every collection has to look through."""
     gc.freeze()
+
+
+def pytest_collection_modifyitems(items):
+    """`scripts/wording` runs only the tests that check messages."""
+    if RENEWED_MESSAGES:
+        items[:] = [item for item in items if "wording" in item.fixturenames]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -179,6 +186,15 @@ def command(run):
 def refusal(run):
     """(words of a command that must be refused) -> its sentence, on one line."""
     return lambda *words: " ".join(run.fails(*words).split())
+
+
+@pytest.fixture
+def wording(request, tmp_path):
+    """Check messages against tests/golden/wording.json: `wording.check(error.value)`."""
+    name = f"{request.node.path.name}::{request.node.name}"
+    golden = Wording(name, {str(tmp_path): "<tmp>"})
+    yield golden
+    golden.finish()
 
 
 @pytest.fixture
