@@ -39,7 +39,7 @@ def test_equal_best_classes_are_counted():
         one["y"][0, (one["y"].argmax() + 1) % 20] = 1
     _, found = figure(references, candidates)
     assert found.task == "classes" and found.value == 0.7
-    assert found.words == "7 of 10 best classes as FP32's, 10 among the best five"
+    assert found.words == "7 of 10 samples keep FP32's top-1 class, 10 among the best five"
 
 
 def task_of_four(make):
@@ -362,7 +362,7 @@ def test_without_labels_the_places_tell_how_many_are_alike(ranking, judged, outp
     best = "the best class" if k == 1 else f"the best {k} classes"
     assert found["reading"] == f"{name}: {best}"
     assert found["task"]["value"] == found["top1_agreement"] > 0.5
-    assert f"of {SAMPLES} best classes as FP32's" in out
+    assert f"of {SAMPLES} samples keep FP32's top-1 class" in out
     assert all(part["output"] != "places" for part in found["parts"])
 
 
@@ -396,7 +396,7 @@ def test_a_set_of_the_best_counts_a_fifth_of_its_first():
     best = [{"y": made.permutation(50)[None, :5]} for made in map(np.random.default_rng, range(8))]
     form, found = figure(best, [{"y": np.where(np.arange(5), 60, one["y"])} for one in best])
     assert form.task.name == "classes" and found.value == pytest.approx(1 - 0.8 / 5)
-    assert found.words.endswith("FP32's, 8 among the best 5, 20.0 % of these the same")
+    assert found.words.endswith("FP32's top-1 class, 8 among the best 5, 20.0 % of these the same")
     assert figure(best, [{"y": one["y"][:, ::-1]} for one in best])[1].value == 0
 
 
@@ -731,7 +731,8 @@ def part(output, db, **more):
 )
 def test_what_the_classes_do_not_tell_is_judged_by_its_noise(db, beside, level):
     task = TaskFigure(
-        task="classes", figure="top-1 agreement", value=1.0, words="9 of 9 best classes as FP32's",
+        task="classes", figure="top-1 agreement", value=1.0,
+        words="9 of 9 samples keep FP32's top-1 class",
         count="9 of 9", samples=9, beside=("box",),
     )  # fmt: skip
     parts = tuple(sorted([part("face", db), part("box", beside)], key=lambda one: one.sqnr_db))
@@ -790,4 +791,4 @@ def test_what_stands_out_is_not_always_a_class(make, fed, form, words, judged_bu
     code, out, found = judged_build(make(tmp_path / "m.onnx"), fed())
     assert code == 0 and found["reading"] == form
     assert words in found["task"]["words"] and words.split(",")[0] in " ".join(out.split())
-    assert found["top1_agreement"] is None and "best classes" not in out
+    assert found["top1_agreement"] is None and "top-1 class" not in out

@@ -594,7 +594,7 @@ def test_a_state_is_no_reason_against_classes_and_is_told(held, tmp_path):
         np.savez(fed / f"{n:02}.npz", **as_float32(rows))
     words = ["--out", out, "--duration", 0, "--effort", 0, *(["--eval-images", fed] * held)]
     said = run_command("build", recurrent(tmp_path / "net.onnx"), "--images", fed, *words)
-    assert " of 24 best classes as FP32's" in " ".join(said.split())
+    assert " of 24 samples keep FP32's top-1 class" in " ".join(said.split())
     report = json.loads((out / "report.json").read_text())
     (said,) = (note for note in report["notes"] if "the next call" in note)
     assert "(h_next like h)" in said and "compare whole sequences too" in said
@@ -657,7 +657,7 @@ def frames_echoes(path):
 
 
 @pytest.mark.parametrize(("model", "form", "said"), [
-    (table, "probabilities: 4 classes", "best classes as FP32's"),
+    (table, "probabilities: 4 classes", "samples keep FP32's top-1 class"),
     (frames_echoes, "probs: 4 classes a step", "steps of FP32's class"),
 ])  # fmt: skip
 def test_classes_decide_where_they_are_said_twice(model, form, said, judged_build, tmp_path):

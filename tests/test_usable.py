@@ -215,7 +215,7 @@ def test_a_doubtful_engine_gives_way_to_a_good_one_that_is_worth_it(target, sure
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "kept"), [("tensorrt", 33), ("ascend", 31)])
 def test_the_report_and_the_plan_say_what_was_doubtful(target, kept, surer):
-    why = f"{kept} of 40 best classes as FP32's"
+    why = f"{kept} of 40 samples keep FP32's top-1 class"
     assert chosen(surer, target)[0].doubtful == why
     assert f"would be doubtful, {why}; so" in " ".join(told(surer, target)["notes"])
 

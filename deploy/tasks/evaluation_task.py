@@ -208,7 +208,10 @@ class TaskTally(ABC, Generic[T]):
         if not compared:
             return None
         count = f"{same} of {compared}"
-        words = f"{count} best classes as FP32's{among and f', {among}'}"
+        unit = (
+            "samples" if compared == self.samples else "outputs"
+        )  # several outputs of each sample
+        words = f"{count} {unit} keep FP32's top-1 class{among and f', {among}'}"
         return self.figure("top-1 agreement", same / compared, count, words)
 
 
