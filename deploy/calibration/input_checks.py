@@ -18,6 +18,7 @@ looks fine. Without labels, three checks are possible:
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,22 +41,31 @@ from deploy.tasks.rows import is_floating
 from deploy.tensors import Array
 
 Floats = NDArray[np.float64]
-_PASSED = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Pad", "Sub", "Transpose"})
-_MOVING = frozenset({"Reshape", "Slice", "SpaceToDepth", "Unsqueeze"})  # YOLOX slices rows
-_JOINING = frozenset({"Concat"})
-_LAYERS = frozenset({"BatchNormalization", "Conv", "Gemm"})
-_MOST = 16  # nodes before the layer
-_EXTERNAL = 1  # TensorProto.DataLocation
-_FEWEST = 4  # different samples, at least; twice as many where most are copies
-_FLAT = 16  # of 255; pixels of a flat image differ by less
-_ANOTHER_UNIT = 10.0  # ratio of spreads, or distance of means in deviations
-_FAINT = 1 / 32  # lowest plausible ratio of spreads
-_FAR, _NEAR, _TIMES = 0.3, 0.1, 10.0  # distance of a misfit and of a fit, and their least ratio
-_OVER_BIAS, _UNDER_BIAS = 30.0, 0.02  # docs/feeds.md lists the ratios of real models
-_PIXELS = 64.0  # integers and colors with a maximum of this or more are not scaled
-_EVEN, _LARGE = 1e-3, 256  # variation next to a constant, of inputs of so many values
-_USUAL = ("unit", "minus-one-to-one", "imagenet", "raw")  # presets that differ in mean and std
-_DEAD = 1e-6  # of the median variance; channels with less are ignored
+Samples = Sequence[Mapping[str, Array]]
+
+# Operators between the input and the first layer that only change its unit or its layout.
+_SCALING_OPS = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Pad", "Sub", "Transpose"})
+_MOVING_OPS = frozenset({"Reshape", "Slice", "SpaceToDepth", "Unsqueeze"})  # YOLOX slices rows
+_LAYER_OPS = frozenset({"BatchNormalization", "Conv", "Gemm"})
+_EXTERNAL = onnx.TensorProto.EXTERNAL
+_PRESET_NAMES = ("unit", "minus-one-to-one", "imagenet", "raw")  # these differ in mean or std
+
+# Thresholds
+MAX_NODES_BEFORE_LAYER = 16  # a longer way is no preprocessing inside the model
+MIN_DIFFERENT_SAMPLES = 4  # twice as many if most samples are copies
+MIN_PIXEL_SPREAD = 16  # of 255; an image whose pixels differ by less shows nothing
+MIN_VALUES = 256  # inputs of fewer values may be equal, or nearly constant, by chance
+MAX_CONSTANT_SPREAD = 1e-3  # share of the largest |x|; a constant with noise varies by less
+MAX_UNIT_RATIO = 10.0  # times the spread of training, or deviations between means: another unit
+MIN_UNIT_RATIO = 1 / 32  # times the spread of training: dark images vary little as well
+MIN_MISFIT = 0.3  # distance from training; below it, other presets are not tried
+MAX_FIT = 0.1  # distance from training at which a preset fits
+MIN_FIT_RATIO = 10.0  # a preset that fits is nearer to training than the data by this factor
+MAX_BIAS_RATIO = 30.0  # times the bias; docs/feeds.md lists the ratios of real models
+MIN_BIAS_RATIO = 0.02
+MIN_PIXEL_MAXIMUM = 64.0  # integers and colors with this maximum or more are not scaled
+MAX_PRESET_OVERSHOOT = 0.1  # values may exceed the range of a preset by this
+MIN_CHANNEL_VARIANCE = 1e-6  # times the median; channels with less were dead in training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +73,7 @@ class FirstLayer:
     """The layer that reads the input.
 
     Attributes:
+        model: the nodes from the input to `tensor`.
         tensor: output of the Conv, or input of the BatchNormalization.
         node: name of the BatchNormalization, or else of the Conv.
         mean, variance: training statistics per channel; None without a BatchNormalization.
@@ -77,101 +88,121 @@ class FirstLayer:
     bias: Floats | None = None
 
 
-def find_first_layer(model: onnx.ModelProto, name: str) -> FirstLayer | None:
-    """Return the first layer that reads input `name`; None if there is none that can be checked.
+def find_first_layer(model: onnx.ModelProto, input_name: str) -> FirstLayer | None:
+    """Return the first layer that reads an input; None if there is none that can be checked.
 
     Weights in external data are not read.
     """
-    graph = Graph(model)
-    way: list[onnx.NodeProto] = []
-    reached = {name}
-    for node in graph.nodes:
-        own = [tensor for tensor in dict.fromkeys(node.input) if tensor in reached]
-        if not own:
+    path = _InputPath(Graph(model), model, input_name)
+    for node in path.graph.nodes:
+        inputs = [tensor for tensor in dict.fromkeys(node.input) if tensor in path.tensors]
+        if not inputs:
             continue
         if not is_standard(node):
             return None
-        if node.op_type in _LAYERS and node.input[0] in reached:
-            only = all(_read_only_by(graph, tensor, [*way, node]) for tensor in reached)
-            if not only or len(way) > _MOST:
-                return None
-            if node.op_type == "BatchNormalization":
-                return _normalised_layer(graph, model, way, name, node.input[0], node)
-            return _convolved(graph, model, [*way, node], name)
-        if not _passes(graph, node, own):
+        if node.op_type in _LAYER_OPS and node.input[0] in path.tensors:
+            return path.read_layer(node)
+        if not _keeps_content(path.graph, node, inputs):
             return None
-        way.append(node)
-        reached |= set(filter(None, node.output))
+        path.nodes.append(node)
+        path.tensors |= set(filter(None, node.output))
     return None
 
 
-def _passes(graph: Graph, node: onnx.NodeProto, own: list[str]) -> bool:
-    """Whether a node only scales, shifts or moves the values of its input."""
-    if node.op_type in _JOINING:
-        return all(tensor in own for tensor in node.input)
-    others = [tensor for tensor in node.input if tensor and tensor not in own]
-    known = len(own) == 1 and all(tensor in graph.constants for tensor in others)
-    moved = node.op_type in _MOVING and node.input[0] in own
-    return known and (moved or node.op_type in _PASSED)
+def _keeps_content(graph: Graph, node: onnx.NodeProto, inputs: list[str]) -> bool:
+    """Whether a node only scales, shifts or moves the values of its `inputs` from the image."""
+    if node.op_type == "Concat":
+        return all(tensor in inputs for tensor in node.input)
+    if len(inputs) != 1:
+        return False
+    parameters = [tensor for tensor in node.input if tensor and tensor not in inputs]
+    if not all(tensor in graph.constants for tensor in parameters):
+        return False
+    if node.op_type in _MOVING_OPS:
+        return node.input[0] in inputs
+    return node.op_type in _SCALING_OPS
 
 
-def _read_only_by(graph: Graph, tensor: str, nodes: list[onnx.NodeProto]) -> bool:
-    readers = graph.readers.get(tensor, [])
-    outside = tensor in graph.outputs or tensor in graph.captured
-    return not outside and all(any(one is node for node in nodes) for one in readers)
+class _InputPath:
+    """The nodes from an input to its first layer, and the tensors that they compute."""
 
+    def __init__(self, graph: Graph, model: onnx.ModelProto, input_name: str) -> None:
+        self.graph = graph
+        self.model = model
+        self.input_name = input_name
+        self.nodes: list[onnx.NodeProto] = []
+        self.tensors = {input_name}
 
-def _convolved(
-    graph: Graph, model: onnx.ModelProto, way: list[onnx.NodeProto], name: str
-) -> FirstLayer | None:
-    """Return the layer of a Conv: with the BatchNormalization after it, or with its bias."""
-    conv = way[-1]
-    after = graph.only_reader(conv.output[0])
-    if after is not None and after.op_type == "BatchNormalization" and is_standard(after):
-        return _normalised_layer(graph, model, way, name, conv.output[0], after)
-    bias = _values(graph, conv.input[2]) if conv.op_type == "Conv" and conv.input[2:] else None
-    part = _part(graph, model, way, name, conv.output[0])
-    if part is None or bias is None:
-        return None
-    return FirstLayer(model=part, tensor=conv.output[0], node=conv.name, bias=bias)
+    def read_layer(self, layer: onnx.NodeProto) -> FirstLayer | None:
+        """Return the statistics of the layer at the end of the path, or of the norm after it."""
+        if len(self.nodes) > MAX_NODES_BEFORE_LAYER:
+            return None
+        if layer.op_type == "BatchNormalization":
+            if not self._is_only_reader(layer):
+                return None
+            return self._read_norm(layer.input[0], layer)
 
+        self.nodes.append(layer)
+        if not self._is_only_reader(layer):
+            return None
+        norm = self.graph.only_reader(layer.output[0])
+        if norm is not None and norm.op_type == "BatchNormalization" and is_standard(norm):
+            return self._read_norm(layer.output[0], norm)
+        return self._read_bias(layer)
 
-def _normalised_layer(
-    graph: Graph,
-    model: onnx.ModelProto,
-    way: list[onnx.NodeProto],
-    name: str,
-    tensor: str,
-    norm: onnx.NodeProto,
-) -> FirstLayer | None:
-    mean, variance = (_values(graph, one) for one in norm.input[3:5])
-    part = _part(graph, model, way, name, tensor)
-    if part is None or mean is None or variance is None or mean.shape != variance.shape:
-        return None
-    return FirstLayer(model=part, tensor=tensor, node=norm.name, mean=mean, variance=variance)
+    def _is_only_reader(self, layer: onnx.NodeProto) -> bool:
+        """Whether nothing but the path and its layer reads the tensors of the path."""
+        readers = [*self.nodes, layer]
+        return all(self._is_read_only_by(readers, tensor) for tensor in self.tensors)
 
+    def _is_read_only_by(self, nodes: list[onnx.NodeProto], tensor: str) -> bool:
+        if tensor in self.graph.outputs or tensor in self.graph.captured:
+            return False
+        node_ids = {id(node) for node in nodes}
+        return all(id(reader) in node_ids for reader in self.graph.readers.get(tensor, []))
 
-def _part(
-    graph: Graph, model: onnx.ModelProto, way: list[onnx.NodeProto], name: str, tensor: str
-) -> onnx.ModelProto | None:
-    """Return a model of some nodes; None if a constant is in external data."""
-    read = dict.fromkeys(one for node in way for one in node.input if one in graph.constants)
-    constants = [copy_tensor(graph.constants[one], one) for one in read]
-    if any(one.data_location == _EXTERNAL for one in constants):
-        return None
-    given = [value for value in model.graph.input if value.name == name]
-    body = helper.make_graph(way, "first", given, [ValueInfoProto(name=tensor)], constants)
-    name_nodes(body)  # ONNX Runtime refuses duplicate names
-    return helper.make_model(
-        body, opset_imports=model.opset_import, ir_version=max(model.ir_version, 7)
-    )
+    def _read_norm(self, tensor: str, norm: onnx.NodeProto) -> FirstLayer | None:
+        mean = self._read_constant(norm.input[3])
+        variance = self._read_constant(norm.input[4])
+        if mean is None or variance is None or mean.shape != variance.shape:
+            return None
+        model = self._extract_model(tensor)
+        if model is None:
+            return None
+        return FirstLayer(model=model, tensor=tensor, node=norm.name, mean=mean, variance=variance)
 
+    def _read_bias(self, conv: onnx.NodeProto) -> FirstLayer | None:
+        if conv.op_type != "Conv" or len(conv.input) < 3:
+            return None
+        bias = self._read_constant(conv.input[2])
+        model = self._extract_model(conv.output[0])
+        if model is None or bias is None:
+            return None
+        return FirstLayer(model=model, tensor=conv.output[0], node=conv.name, bias=bias)
 
-def _values(graph: Graph, name: str) -> Floats | None:
-    tensor = graph.constants.get(name)
-    if tensor is None or tensor.data_location == _EXTERNAL:
-        return None
-    return np.asarray(numpy_helper.to_array(tensor), np.float64).reshape(-1)
+    def _read_constant(self, name: str) -> Floats | None:
+        tensor = self.graph.constants.get(name)
+        if tensor is None or tensor.data_location == _EXTERNAL:
+            return None
+        return np.asarray(numpy_helper.to_array(tensor), np.float64).reshape(-1)
+
+    def _extract_model(self, output: str) -> onnx.ModelProto | None:
+        """Return a model of the path's nodes; None if a constant is in external data."""
+        constants = {}
+        for node in self.nodes:
+            for name in node.input:
+                if name in self.graph.constants:
+                    constants[name] = copy_tensor(self.graph.constants[name], name)
+        if any(tensor.data_location == _EXTERNAL for tensor in constants.values()):
+            return None
+
+        model = self.model
+        inputs = [value for value in model.graph.input if value.name == self.input_name]
+        outputs = [ValueInfoProto(name=output)]
+        graph = helper.make_graph(self.nodes, "first", inputs, outputs, [*constants.values()])
+        name_nodes(graph)  # ONNX Runtime refuses duplicate names
+        ir_version = max(model.ir_version, 7)
+        return helper.make_model(graph, opset_imports=model.opset_import, ir_version=ir_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,51 +214,62 @@ class _Moments:
 
 
 def check_feed_inputs(subject: CalibrationSubject, feed: Feed) -> list[str]:
-    """Return `check_input_samples` of the samples that a report shows, and a doubt of few samples.
+    """Return doubts about the inputs: `check_input_samples` of a few, and too few different ones.
 
     Raises:
         FeedError: a sample cannot be read.
         ModelError: the model's file changed since it was loaded.
     """
     samples = list(feed.spread(max(1, PREVIEW_COUNT // feed.batch)))
-    odd = check_input_samples(samples, feed.preprocess, _as_given(subject))
-    return [*odd, *_few(feed, samples)]
+    doubts = check_input_samples(samples, feed.preprocess, _model_before_cleaning(subject))
+    doubts.extend(_check_variety(feed, samples))
+    return doubts
 
 
-def _few(feed: Feed, samples: Sequence[Mapping[str, Array]]) -> Iterator[str]:
-    """Yield a doubt where too few samples are different, or some of them hardly differ."""
+def _check_variety(feed: Feed, samples: Samples) -> Iterator[str]:
+    """Yield a doubt if too few samples are different, or if all of `samples` hardly differ."""
     different = feed.count - feed.copies
-    if different < _FEWEST or (different < 2 * _FEWEST and feed.copies >= different):
+    mostly_copies = feed.copies >= different
+    if different < MIN_DIFFERENT_SAMPLES * (2 if mostly_copies else 1):
         yield (
             "too few different calibration samples for ranges that hold for others"
             f" ({different} of {feed.count}); calibrate with more"
         )
-    elif len(samples) > 1 and all(_nearly(samples[0], one) for one in samples[1:]):
+    elif len(samples) > 1 and all(_are_nearly_equal(samples[0], other) for other in samples[1:]):
         yield f"{len(samples)} samples that were looked at hardly differ; calibrate with others"
 
 
-def _nearly(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
-    """Whether two samples are the same but for noise below a step of int8."""
-    large = {n: np.float64(v) for n, v in one.items() if is_floating(v) and v.size >= _LARGE}
-    return large != {} and all(
-        np.square(large[n] - other[n]).mean() * 255**2 < np.ptp(large[n]) ** 2
-        if n in large and value.shape == other[n].shape
-        else np.array_equal(value, other[n])
-        for n, value in one.items()
-    )
+def _are_nearly_equal(sample: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
+    """Whether two samples with a large float input are equal but for noise below an int8 step."""
+    has_large_input = False
+    for name, value in sample.items():
+        other_value = other[name]
+        if not is_floating(value) or value.size < MIN_VALUES:
+            if not np.array_equal(value, other_value):
+                return False
+            continue
+        has_large_input = True
+        if value.shape != other_value.shape:
+            return False
+        values = np.float64(value)
+        noise = np.square(values - other_value).mean()
+        if not noise * 255**2 < np.ptp(values) ** 2:
+            return False
+    return has_large_input
 
 
-def _as_given(subject: CalibrationSubject) -> onnx.ModelProto:
-    """Return the model before cleaning, if available: cleaning folds BatchNormalizations."""
-    given = subject.user_model
-    if given is None or isinstance(given, str | Path):
-        onnx_file = given is not None and Path(given).suffix.lower() == ".onnx"
-        return read_graph(Path(str(given)), subject.loaded) if onnx_file else subject.model
-    return given
+def _model_before_cleaning(subject: CalibrationSubject) -> onnx.ModelProto:
+    """Return the user's model if available: cleaning folds BatchNormalizations."""
+    model = subject.user_model
+    if isinstance(model, onnx.ModelProto):
+        return model
+    if model is None or Path(model).suffix.lower() != ".onnx":
+        return subject.model
+    return read_graph(Path(model), subject.loaded)
 
 
 def check_input_samples(
-    samples: Sequence[Mapping[str, Array]], how: Preprocess | None, model: onnx.ModelProto
+    samples: Samples, preprocess: Preprocess | None, model: onnx.ModelProto
 ) -> list[str]:
     """Return a warning on the first odd input, as a list of one sentence; empty if all are fine.
 
@@ -235,191 +277,265 @@ def check_input_samples(
 
     `model`: the model before cleaning, with its BatchNormalizations.
     """
-    first = samples[0] if samples else {}
-    full = {n: a for n, a in first.items() if a.size > 1 and all(one[n].size for one in samples)}
-    busy = [n for n in full if layout_of(full[n]) is not None and not _idle(samples, n)]
-    flat = [] if busy else [each for each in full if _even(samples, each)]
-    masks = {each for each in full if flat and _is_mask(samples, each, full[flat[0]])}
-    if flat and {*flat} | masks == {*full}:
-        return [_one_value(len(samples), float(np.ravel(full[flat[0]])[0]))]
-    for name in full:
+    inputs = _inputs_with_values(samples)
+    images = [name for name in inputs if _is_image(samples, name)]
+    constant_inputs: list[str] = []
+    if not images:
+        constant_inputs = [name for name in inputs if _is_constant_input(samples, name)]
+        if constant_inputs and _have_no_content(samples, inputs, constant_inputs):
+            return [_constant_warning(len(samples), samples[0][constant_inputs[0]])]
+
+    for name in inputs:
         values = [sample[name] for sample in samples]
-        warning = _flat(values, how) if name in busy else ""
-        layer = None if warning or name in flat else find_first_layer(model, name)
-        if layer is not None:
-            try:
-                with np.errstate(all="ignore"):  # an overflow gives no warning
-                    warning = _by_layer(layer, name, values, how)
-            except BackendError:  # the layer cannot run alone
-                continue
+        warning = _check_pixels(values, preprocess) if name in images else ""
+        if not warning and name not in constant_inputs:
+            warning = _check_layer(model, name, values, preprocess)
         if warning:
             return [warning]
     return []
 
 
-def _idle(samples: Sequence[Mapping[str, Array]], name: str) -> bool:
-    """Whether an input is constant while a larger one is not: an initial state."""
+def _inputs_with_values(samples: Samples) -> list[str]:
+    """Return the inputs to check; scalars, and inputs that are empty in a sample, show nothing."""
+    if not samples:
+        return []
+    names = [name for name, value in samples[0].items() if value.size > 1]
+    return [name for name in names if all(sample[name].size for sample in samples)]
+
+
+def _is_image(samples: Samples, name: str) -> bool:
+    return layout_of(samples[0][name]) is not None and not _is_initial_state(samples, name)
+
+
+def _is_initial_state(samples: Samples, name: str) -> bool:
+    """Whether an input is constant while a larger one is not."""
+    if not _is_constant_input(samples, name):
+        return False
     size = samples[0][name].size
-    larger = [each for each, array in samples[0].items() if array.size > size]
-    return _even(samples, name) and not all(_even(samples, each) for each in larger)
+    larger = [other for other, value in samples[0].items() if value.size > size]
+    return not all(_is_constant_input(samples, other) for other in larger)
 
 
-def _is_mask(samples: Sequence[Mapping[str, Array]], name: str, tokens: Array) -> bool:
-    """Whether an input says which tokens count, by 0 and 1."""
+def _have_no_content(samples: Samples, inputs: list[str], constant_inputs: list[str]) -> bool:
+    """Whether every input is constant, or a mask of the first one that is."""
+    tokens = samples[0][constant_inputs[0]]
+    others = [name for name in inputs if name not in constant_inputs]
+    return all(_is_mask(samples, name, tokens) for name in others)
+
+
+def _is_mask(samples: Samples, name: str, tokens: Array) -> bool:
+    """Whether an input says by 0 and 1 which `tokens` count."""
     values = [sample[name] for sample in samples]
-    alike = values[0].shape == tokens.shape and tokens.dtype.kind in "iu"
-    return alike and all(one.dtype.kind in "iub" and {*np.unique(one)} <= {0, 1} for one in values)
+    if values[0].shape != tokens.shape or tokens.dtype.kind not in "iu":
+        return False
+    return all(value.dtype.kind in "iub" and {*np.unique(value)} <= {0, 1} for value in values)
 
 
-def _even(samples: Sequence[Mapping[str, Array]], name: str) -> bool:
+def _is_constant_input(samples: Samples, name: str) -> bool:
     """Whether an input is constant in each sample."""
-    return all(_is_even(sample[name]) for sample in samples)
+    return all(_is_constant(sample[name]) for sample in samples)
 
 
-def _is_even(values: Array) -> bool:
+def _is_constant(values: Array) -> bool:
     """Whether an array holds one value, or many values that hardly differ from it."""
-    low, high = _ends([values]) if values.size else (0.0, 0.0)
-    return high - low <= (_EVEN * max(abs(low), abs(high)) if values.size >= _LARGE else 0)
+    if not values.size:
+        return True
+    low, high = _extremes([values])
+    if values.size < MIN_VALUES:
+        return high - low <= 0
+    return high - low <= MAX_CONSTANT_SPREAD * max(abs(low), abs(high))
 
 
-def _flat(values: Sequence[Array], how: Preprocess | None) -> str:
-    """Return a warning on samples without content, or ""."""
-    if all(map(_is_even, values)):
-        return _one_value(len(values), float(np.ravel(values[0])[0]))
-    low, high = _ends(values)
-    if how is None or (high - low) * max(how.std) / how.scale >= _FLAT:
+def _check_pixels(values: Sequence[Array], preprocess: Preprocess | None) -> str:
+    """Return a warning on images without content, or ""."""
+    if all(map(_is_constant, values)):
+        return _constant_warning(len(values), values[0])
+    if preprocess is None:
+        return ""
+    low, high = _extremes(values)
+    if (high - low) * max(preprocess.std) / preprocess.scale >= MIN_PIXEL_SPREAD:
         return ""
     return (
-        f"the pixels of {len(values)} images that were looked at differ by less than {_FLAT} of"
-        " 255, nearly one colour; check the images (of 16-bit color images only the upper byte is"
-        " read)"
+        f"the pixels of {len(values)} images that were looked at differ by less than"
+        f" {MIN_PIXEL_SPREAD} of 255, nearly one colour; check the images (of 16-bit color images"
+        " only the upper byte is read)"
     )
 
 
-def _one_value(count: int, value: float) -> str:
+def _constant_warning(count: int, values: Array) -> str:
     return (
-        f"each of {count} samples that were looked at holds one value alone, such as {value:g};"
-        " check the images and how they were made"
+        f"each of {count} samples that were looked at holds one value alone, such as"
+        f" {float(np.ravel(values)[0]):g}; check the images and how they were made"
     )
 
 
-def _by_layer(layer: FirstLayer, name: str, values: Sequence[Array], how: Preprocess | None) -> str:
+def _check_layer(
+    model: onnx.ModelProto, name: str, values: Sequence[Array], preprocess: Preprocess | None
+) -> str:
+    """Return a warning from the statistics of the layer that reads an input, or ""."""
+    layer = find_first_layer(model, name)
+    if layer is None:
+        return ""
+    try:
+        with np.errstate(all="ignore"):  # an overflow gives no warning
+            warning = _compare_with_layer(layer, name, values, preprocess)
+    except BackendError:  # the layer cannot run alone
+        return ""
+    if not warning:
+        return ""
+    remedy = "--preprocess, --scale, --mean and --std" if preprocess else "how the arrays were made"
+    return f"{warning} ({layer.node or layer.tensor}); check {remedy}"
+
+
+def _compare_with_layer(
+    layer: FirstLayer, name: str, values: Sequence[Array], preprocess: Preprocess | None
+) -> str:
     session = OrtSession.open(layer.model, threads=1, spin=False)
-
-    def through(arrays: Iterable[Array]) -> _Moments:
-        return _moments(session.run({name: one})[layer.tensor] for one in arrays)
-
+    measure = partial(_measure_layer, session, layer.tensor, name)
     if layer.mean is not None and layer.variance is not None:
         training = _Moments(layer.mean, layer.variance)
-        warning = _compare_with_training(training, through, values, how)
-    else:
-        warning = _compare_with_bias(layer, through(values), values)
-    remedy = "--preprocess, --scale, --mean and --std" if how else "how the arrays were made"
-    return f"{warning} ({layer.node or layer.tensor}); check {remedy}" if warning else ""
+        return _compare_with_training(training, measure, values, preprocess)
+    assert layer.bias is not None
+    return _compare_with_bias(layer.bias, measure(values), values)
+
+
+def _measure_layer(
+    session: OrtSession, tensor: str, name: str, arrays: Iterable[Array]
+) -> _Moments:
+    """Return the moments of a tensor when the input `name` is given these arrays."""
+    return _moments(session.run({name: array})[tensor] for array in arrays)
 
 
 def _compare_with_training(
     training: _Moments,
-    through: Callable[[Iterable[Array]], _Moments],
+    measure: Callable[[Iterable[Array]], _Moments],
     values: Sequence[Array],
-    how: Preprocess | None,
+    preprocess: Preprocess | None,
 ) -> str:
     """Return a warning from the statistics of a BatchNormalization, or ""."""
-    here = through(values)
-    if here.mean.shape != training.mean.shape or not (training.variance > 0).any():
+    data = measure(values)
+    if data.mean.shape != training.mean.shape or not (training.variance > 0).any():
         return ""
-    fed = _distance(here, training)
-    for words, turned in _by_presets(values, how or _guessed(values)) if fed > _FAR else ():
-        other = _distance(through(turned), training)
-        if other < min(_NEAR, fed / _TIMES):
-            return (
-                f"the calibration data does not match the training data, but {words} would, as the"
-                " first BatchNormalization shows"
-            )
-    alive = _alive(training)
-    deviation = np.sqrt(training.variance[alive])
-    off = float(np.median(np.abs(here.mean - training.mean)[alive] / deviation))
-    spread = float(np.median(np.sqrt(here.variance[alive]) / deviation))
-    if not np.isfinite(off + spread) or (_FAINT < spread < _ANOTHER_UNIT and off < _ANOTHER_UNIT):
+
+    distance = _distance(data, training)
+    if distance > MIN_MISFIT:
+        source = preprocess or _guess_preset(values)
+        for description, arrays in _normalize_by_presets(values, source):
+            if _distance(measure(arrays), training) < min(MAX_FIT, distance / MIN_FIT_RATIO):
+                return (
+                    f"the calibration data does not match the training data, but {description}"
+                    " would, as the first BatchNormalization shows"
+                )
+
+    live = _live_channels(training)
+    deviation = np.sqrt(training.variance[live])
+    offset = float(np.median(np.abs(data.mean - training.mean)[live] / deviation))
+    spread = float(np.median(np.sqrt(data.variance[live]) / deviation))
+    has_same_unit = MIN_UNIT_RATIO < spread < MAX_UNIT_RATIO and offset < MAX_UNIT_RATIO
+    if has_same_unit or not np.isfinite(offset + spread):
         return ""
     return (
         "the calibration data has another unit than the training data: at the model's first"
         f" BatchNormalization the values spread {_round(spread)} times as far as in training, their"
-        f" mean {_round(off)} deviations off"
+        f" mean {_round(offset)} deviations off"
     )
 
 
-def _compare_with_bias(layer: FirstLayer, here: _Moments, values: Sequence[Array]) -> str:
-    """Return a warning from the size of a Conv's bias, or ""."""
-    assert layer.bias is not None
-    usual = float(np.sqrt(np.mean(np.square(layer.bias))))
-    made = float(np.sqrt(np.mean(here.variance)))
-    if usual == 0 or not np.isfinite(made):
+def _compare_with_bias(bias: Floats, data: _Moments, values: Sequence[Array]) -> str:
+    """Return a warning from the size of a Conv's bias beside its outputs, or ""."""
+    bias_size = float(np.sqrt(np.mean(np.square(bias))))
+    output_size = float(np.sqrt(np.mean(data.variance)))
+    if bias_size == 0 or not np.isfinite(output_size):
         return ""
-    ratio = made / usual
-    if ratio < _UNDER_BIAS and values[0].ndim == 4:
+    ratio = output_size / bias_size
+    if ratio < MIN_BIAS_RATIO and values[0].ndim == 4:
         return (
             "the calibration data is too small: the outputs of the model's first Conv"
             f" vary by {_round(ratio)} times the Conv's own bias"
         )
-    low, high = _ends(values)
-    whole = all(np.array_equal(one, np.rint(one)) for one in values)
-    pixels = low >= 0 and high <= 255
-    picture = layout_of(values[0]) is not None and (pixels or 3 in values[0].shape[1::2])
-    if ratio > _OVER_BIAS and max(-low, high) >= _PIXELS and (whole or picture):
-        what = "pixels of 0 to 255 as they are" if pixels else f"values of {low:.4g} to {high:.4g}"
-        return (
-            f"the calibration data are {what}; the model's first Conv makes"
-            f" {_round(ratio)} times its own bias of them, like one trained on smaller values"
-        )
-    return ""
+
+    low, high = _extremes(values)
+    if ratio <= MAX_BIAS_RATIO or max(-low, high) < MIN_PIXEL_MAXIMUM:
+        return ""
+    are_integers = all(np.array_equal(array, np.rint(array)) for array in values)
+    in_pixel_range = low >= 0 and high <= 255
+    are_images = layout_of(values[0]) is not None and (in_pixel_range or _has_color(values[0]))
+    if not are_integers and not are_images:
+        return ""
+    if in_pixel_range:
+        description = "pixels of 0 to 255 as they are"
+    else:
+        description = f"values of {low:.4g} to {high:.4g}"
+    return (
+        f"the calibration data are {description}; the model's first Conv makes"
+        f" {_round(ratio)} times its own bias of them, like one trained on smaller values"
+    )
 
 
-def _by_presets(
-    values: Sequence[Array], how: Preprocess | None
+def _has_color(image: Array) -> bool:
+    """Whether an array [N, C, H, W] or [N, H, W, C] has three channels."""
+    return 3 in image.shape[1::2]
+
+
+def _normalize_by_presets(
+    values: Sequence[Array], source: Preprocess | None
 ) -> Iterator[tuple[str, Iterator[Array]]]:
-    """Yield (mean and std as text, images normalized by them) of the usual presets."""
-    if how is None or not all(np.issubdtype(one.dtype, np.floating) for one in values):
+    """Yield (mean and std as text, images normalized by them) for each common preset.
+
+    `source`: how the images are normalized now; None for arrays that no preset gives.
+    """
+    if source is None or not all(np.issubdtype(array.dtype, np.floating) for array in values):
         return
-    for other in (PRESETS[name] for name in _USUAL):
-        if {len(other.mean), len(other.std)} <= {1, how.channels}:
-            words = (
-                f"pixels / 255 with mean {_listed(other.mean, other.scale)} and std"
-                f" {_listed(other.std, other.scale)}"
+    for preset in _presets():
+        if {len(preset.mean), len(preset.std)} <= {1, source.channels}:
+            description = (
+                f"pixels / 255 with mean {_format_pixels(preset.mean, preset.scale)} and std"
+                f" {_format_pixels(preset.std, preset.scale)}"
             )
-            yield words, (_normalised(one, how, other) for one in values)
+            yield description, (_renormalize(array, source, preset) for array in values)
 
 
-def _guessed(values: Sequence[Array]) -> Preprocess | None:
-    """Return the preset of the fewest values that arrays of pictures may have, if any."""
-    layout, (low, high) = layout_of(values[0]), _ends(values)
-    color = "rgb" if 3 in values[0].shape[1::2] else "grey"
-    for one in (PRESETS[name] for name in _USUAL) if layout else ():
-        sides = zip(one.mean, one.std, strict=True)
-        pixels = [(end * one.scale - m) / s for m, s in sides for end in (0, 255)]
-        fits = min(pixels) - _NEAR <= low and high <= max(pixels) + _NEAR
-        if fits and (color == "rgb" or len(one.mean) == 1):
-            return replace(one, layout=layout, color=color)
+def _presets() -> Iterator[Preprocess]:
+    return (PRESETS[name] for name in _PRESET_NAMES)
+
+
+def _guess_preset(values: Sequence[Array]) -> Preprocess | None:
+    """Return the preset with the narrowest range that contains the values of images, or None."""
+    layout = layout_of(values[0])
+    if not layout:
+        return None
+    low, high = _extremes(values)
+    color = "rgb" if _has_color(values[0]) else "grey"
+    for preset in _presets():
+        if color == "grey" and len(preset.mean) != 1:
+            continue
+        limits = []
+        for mean, std in zip(preset.mean, preset.std, strict=True):
+            limits += [-mean / std, (255 * preset.scale - mean) / std]
+        margin = MAX_PRESET_OVERSHOOT
+        if min(limits) - margin <= low and high <= max(limits) + margin:
+            return replace(preset, layout=layout, color=color)
     return None
 
 
-def _ends(values: Sequence[Array]) -> tuple[float, float]:
-    return min(float(one.min()) for one in values), max(float(one.max()) for one in values)
+def _extremes(values: Sequence[Array]) -> tuple[float, float]:
+    return min(float(array.min()) for array in values), max(float(array.max()) for array in values)
 
 
-def _listed(values: Sequence[float], scale: float) -> str:
+def _format_pixels(values: Sequence[float], scale: float) -> str:
     """Format values in units of pixels / 255, as for --mean and --std."""
     return " ".join(f"{value / scale / 255:.4g}" for value in values)
 
 
-def _normalised(array: Array, how: Preprocess, other: Preprocess) -> Array:
-    shape = (1, -1, 1, 1) if how.layout == "nchw" else (1, 1, 1, -1)
+def _renormalize(array: Array, source: Preprocess, preset: Preprocess) -> Array:
+    """Return images that were normalized by `source` as `preset` would have normalized them."""
+    shape = (1, -1, 1, 1) if source.layout == "nchw" else (1, 1, 1, -1)
 
-    def each(numbers: Sequence[float]) -> Floats:
+    def by_channel(numbers: Sequence[float]) -> Floats:
         return np.asarray(numbers, np.float64).reshape(shape)
 
-    pixels = (array * each(how.std) + each(how.mean)) / how.scale
-    values: Array = (pixels * other.scale - each(other.mean)) / each(other.std)
+    pixels = (array * by_channel(source.std) + by_channel(source.mean)) / source.scale
+    values: Array = (pixels * preset.scale - by_channel(preset.mean)) / by_channel(preset.std)
     return values.astype(array.dtype)
 
 
@@ -435,10 +551,10 @@ def _moments(arrays: Iterable[Array]) -> _Moments:
     return _Moments(mean, np.maximum(squares / max(count, 1) - np.square(mean), 0))
 
 
-def _alive(training: _Moments) -> NDArray[np.bool_]:
+def _live_channels(training: _Moments) -> NDArray[np.bool_]:
     """Return a mask of the channels that varied in training."""
-    known = training.variance > 0
-    mask: NDArray[np.bool_] = training.variance > _DEAD * np.median(training.variance[known])
+    variance = training.variance
+    mask: NDArray[np.bool_] = variance > MIN_CHANNEL_VARIANCE * np.median(variance[variance > 0])
     return mask
 
 
@@ -446,10 +562,10 @@ def _round(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _distance(here: _Moments, training: _Moments) -> float:
+def _distance(data: _Moments, training: _Moments) -> float:
     """Return the median over the channels of the Kullback-Leibler divergence."""
-    alive = _alive(training)
-    known = training.variance[alive]
-    ratio = np.maximum(here.variance[alive] / known, 1e-12)
-    off = np.square(here.mean[alive] - training.mean[alive]) / known
-    return float(np.median(ratio + off - 1 - np.log(ratio)) / 2)
+    live = _live_channels(training)
+    variance = training.variance[live]
+    ratio = np.maximum(data.variance[live] / variance, 1e-12)
+    offset = np.square(data.mean[live] - training.mean[live]) / variance
+    return float(np.median(ratio + offset - 1 - np.log(ratio)) / 2)
