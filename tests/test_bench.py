@@ -28,7 +28,7 @@ from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, build_net, make_model, save_net
 
-QUICK = ("--duration", 0, "--warmup", 0, "--threads", 1)
+QUICK = ("--duration", 0, "--warm-up", 0, "--threads", 1)
 
 
 def saved(path, nodes="y = Relu (x)", *, shape=("n", 3), x="x", outputs="y"):
@@ -238,7 +238,7 @@ def test_a_manifest_that_tells_no_shape_that_fits_is_passed_over(refused, built)
 
 def test_streams_of_onnx_models_share_the_cores(run, a, monkeypatch):
     monkeypatch.setattr("deploy.analysis.benchmark.usable_cores", lambda: 6)
-    words = ("bench", a, "--streams", 3, "--duration", 0, "--warmup", 0)
+    words = ("bench", a, "--streams", 3, "--duration", 0, "--warm-up", 0)
     assert "3 streams at once, 2 threads" in run(*words)[1]
     assert "3 streams at once, 1 thread" in run(*words, "--threads", 1)[1]
 

@@ -213,7 +213,7 @@ def test_the_pages_of_a_build_and_of_bench_fit_too(page, run, tmp_path):
     targets = "--target", "onnxruntime,tensorrt,ascend", "--effort", 0, "--duration", 0
     run.ok("build", fashion / "fashion.onnx", *words, *targets, "--out", tmp_path / "o")
     engine, bench = tmp_path / "o" / "fashion.int8.onnx", tmp_path / "bench.html"
-    against = "--against", fashion / "fashion.onnx", "--duration", 0, "--warmup", 0
+    against = "--against", fashion / "fashion.onnx", "--duration", 0, "--warm-up", 0
     run.ok("bench", engine, *against, "--html", bench)
     both = tmp_path / "both.html"
     run.ok("report", tmp_path / "o", tmp_path / "o" / "report.json", "--html", both)

@@ -354,7 +354,8 @@ def test_an_archive_is_unpacked_into_a_file_and_only_where_there_is_room(monkeyp
 
 
 @pytest.mark.parametrize("words", [
-    ("build", "--max-loss", "nan"), ("build", "--min-speedup", "nan"), ("bench", "--warmup", "inf"),
+    ("build", "--max-loss", "nan"), ("build", "--min-speedup", "nan"),
+    ("bench", "--warm-up", "inf"),
     ("build", "--duration", "nan"), ("compare", "m", "--min-sqnr", "nan"),
     ("build", "--threads", 10**9), ("bench", "--threads", 10**9), ("bench", "--seed", -1),
 ])  # fmt: skip

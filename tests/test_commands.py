@@ -274,7 +274,7 @@ def test_options_that_this_input_has_no_use_for_are_refused(small_cnn, tmp_path,
     cache.write_bytes(b"TRT-8503-EntropyCalibration2\nx: 3c008912\n")
     assert run("inspect", cache)[0] == 0
     assert "go with a model" in run.fails("inspect", cache, "--target", "ascend", "--all")
-    words = ("bench", small_cnn, "--duration", "0", "--warmup", "0", "--seed", "3")
+    words = ("bench", small_cnn, "--duration", "0", "--warm-up", "0", "--seed", "3")
     assert "2 streams at once" in run.ok(*words, "--streams", "2")
     assert ".engine, .plan" in run.fails(*words, "--cuda-graph")
 
@@ -665,7 +665,7 @@ def own(small_cnn, pictures, tmp_path_factory):
 @pytest.mark.parametrize("words", [
     "inspect MODEL --json p", "quantize [1,2] --json p", "explain OUT --json p",
     "report OUT OUT --json p --html q", "compare MODEL OUT/small_cnn.int8.onnx IMAGES --json p",
-    "bench MODEL --duration 0 --warmup 0 --json p --html q", "calibrate MODEL IMAGES --json p",
+    "bench MODEL --duration 0 --warm-up 0 --json p --html q", "calibrate MODEL IMAGES --json p",
     "build MODEL IMAGES --effort 0 --duration 0 --accept --json p", "ascend config MODEL -o p",
     "ascend config MODEL -o p.cfg", "cache to-qdq MODEL OUT/small_cnn.tensorrt.cache -o p",
     "cache from-qdq OUT/small_cnn.tensorrt.qdq.onnx -o p q",

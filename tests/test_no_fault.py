@@ -232,7 +232,7 @@ def test_a_path_that_is_no_utf_8_is_built_for_every_target(weights, small_cnn, x
     run.ok("explain", out, *feed)
     run.ok("inspect", model)
     run.ok("inspect", out / "calib8" / f"{model.stem}.cache")
-    run.ok("bench", engine, "--duration", 0, "--warmup", 0)
+    run.ok("bench", engine, "--duration", 0, "--warm-up", 0)
     run.ok("compare", model, engine, *feed)
 
 

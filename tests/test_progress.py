@@ -325,7 +325,7 @@ def seen(monkeypatch):
 @pytest.mark.slow
 def test_other_commands_tell_of_all_that_they_do(fed, quick, tmp_path, seen, capfd):
     small_cnn, *feed = fed
-    short = ("--duration", 0.001, "--warmup", 0)
+    short = ("--duration", 0.001, "--warm-up", 0)
     copy = shutil.copy(small_cnn, tmp_path / "other.onnx")
     assert ended("bench", copy, "--against", small_cnn, *feed, *short, "--streams", 2) == 0
     assert {"loading", "accuracy", "latency", "streams"} <= set(seen)
@@ -421,7 +421,7 @@ def test_json_of_a_build_goes_to_a_file_too(quick, tmp_path, run):
 
 def test_json_of_other_commands(small_cnn, fed, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    out = run.ok("bench", small_cnn, "--duration", 0, "--warmup", 0, "--json", "-")
+    out = run.ok("bench", small_cnn, "--duration", 0, "--warm-up", 0, "--json", "-")
     assert json.loads(out)["engines"][0]["latency"]["queries"] == 10
     found = json.loads(
         run.ok("inspect", small_cnn, "--target", "onnxruntime,ascend", "--json", "-")
@@ -546,7 +546,7 @@ def test_names_in_a_model_steer_no_command(hostile, fed, said, tmp_path):
     engine = next(out.glob("*.int8.onnx"))
     assert said("inspect", hostile, "--all")[0] == 0 and said("explain", out, "--all")[0] == 0
     assert said("compare", hostile, engine, *feed)[0] == 0
-    assert said("bench", hostile, "--against", engine, "--duration", 0, "--warmup", 0)[0] == 0
+    assert said("bench", hostile, "--against", engine, "--duration", 0, "--warm-up", 0)[0] == 0
     assert said("ascend", "config", hostile, "-o", out / "q.json")[0] == 0
     for file in out.iterdir():
         said("ascend", "check", file, "--model", hostile)

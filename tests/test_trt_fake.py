@@ -56,7 +56,7 @@ def failing(run, words):
 def bench(folder):
     """The words that measure the engine."""
     (engine,) = folder.glob("out/*.engine")
-    return "bench", engine, "--duration", 0, "--warmup", 0
+    return "bench", engine, "--duration", 0, "--warm-up", 0
 
 
 @pytest.mark.parametrize("version", [EIGHT, TEN, ELEVEN])

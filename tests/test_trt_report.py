@@ -273,7 +273,7 @@ def test_the_head_names_gpu_driver_cuda_and_tensorrt(smi, tensorrt, build, run, 
     tables = made.md.index("## "), made.html.index("<table")
     assert all(head < table for head, table in zip(heads, tables, strict=True))
     assert f"\nDevice        {words}\n" in made.said and words in made.md.replace("\\", "")
-    code, said, _ = run("bench", tmp_path / "out/small_cnn.engine", "--duration", 0, "--warmup", 0)
+    code, said, _ = run("bench", tmp_path / "out/small_cnn.engine", "--duration", 0, "--warm-up", 0)
     assert code == 0 and words in said and "H2D" in said and "Machine" in said
 
 
@@ -331,10 +331,10 @@ def test_an_engine_that_tells_names_alone_is_not_judged(tensorrt, build, run, tm
     tensorrt(TEN)
     build("--duration", "0")
     path = tmp_path / "out/small_cnn.engine"
-    said = run("bench", path, "--duration", 0, "--warmup", 0)[1]
+    said = run("bench", path, "--duration", 0, "--warm-up", 0)[1]
     assert "Quantized layers" in said and "4 of 7" in said
     path.write_bytes(path.read_bytes().replace(b'"detailed": true', b'"detailed": false', 1))
-    said = run("bench", path, "--duration", 0, "--warmup", 0)[1]
+    said = run("bench", path, "--duration", 0, "--warm-up", 0)[1]
     assert "GPU compute" in said and "Quantized layers" not in said
 
 

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     "--threads", type=THREADS, help="Threads of an engine on the CPU.  [default: every core]"
 )
 @base.measuring_option(
-    "--warmup",
+    "--warm-up",
+    "warmup_ms",
     type=Real(min=0),
     default=200,
     metavar="MS",
@@ -88,7 +89,7 @@ def bench(
     against: Path | None,
     runtime: str,
     threads: int | None,
-    warmup: float,
+    warmup_ms: float,
     duration: float,
     shapes: tuple[str, ...],
     seed: int,
@@ -126,7 +127,7 @@ def bench(
         engine,
         against=against,
         threads=threads,
-        warmup_ms=warmup,
+        warmup_ms=warmup_ms,
         duration_s=duration,
         shapes=dict(map(parse_shape, shapes)),
         seed=seed,
