@@ -91,10 +91,10 @@ def show(value: object, height: int) -> dict[str, Any]:
 
 def draw(frame: str, height: int) -> bytes:
     """Return the top of the page in `frame` (an <iframe> with the page as srcdoc) as PNG."""
-    from chromium import browser  # beside this file
+    from chromium import open_tab  # beside this file
 
     page = unescape(frame.partition('srcdoc="')[2].partition('"')[0])
-    with tempfile.TemporaryDirectory() as folder, browser() as tab:
+    with tempfile.TemporaryDirectory() as folder, open_tab() as tab:
         file = Path(folder, "page.html")
         file.write_text(page, "utf-8")
         tab.show(file, width=WIDTH_PX)

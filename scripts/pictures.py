@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from chromium import browser
+from chromium import open_tab
 
 SHAPES = {"": (1280, 1900), "-narrow": (400, 1500)}  # ending of the name -> px across and down
 MOST_BYTES = 200_000  # of a picture in the docs
-BOXES = "document.querySelector('h2[id^=boxes-of]')?.closest('section')"  # the first engine's
+BOXES = "section:has(h2[id^=boxes-of])"  # the first engine's
 
 
 def main() -> None:
@@ -21,22 +21,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Pictures of a report.")
     parser.add_argument("report", type=Path)
     parser.add_argument("file", type=Path)
-    asked = parser.parse_args()
-    asked.file.parent.mkdir(parents=True, exist_ok=True)
-    with browser() as page:
+    arguments = parser.parse_args()
+    arguments.file.parent.mkdir(parents=True, exist_ok=True)
+    with open_tab() as tab:
         for ending, (width, height) in SHAPES.items():
-            page.show(asked.report, width=width)
-            data = page.picture(height)
+            tab.show(arguments.report, width=width)
+            data = tab.picture(height)
             while len(data) > MOST_BYTES:
                 height -= 100
-                data = page.picture(height)
-            path = asked.file.with_name(f"{asked.file.stem}{ending}.png")
+                data = tab.picture(height)
+            path = arguments.file.with_name(f"{arguments.file.stem}{ending}.png")
             path.write_bytes(data)
-            print(f"{path}  {width}x{height}, {len(data):,} bytes, faults: {page.faults or 'none'}")
-        page.show(asked.report, width=SHAPES[""][0])
-        boxes = page.part(BOXES)
+            print(f"{path}  {width}x{height}, {len(data):,} bytes, errors: {tab.errors or 'none'}")
+        tab.show(arguments.report, width=SHAPES[""][0])
+        boxes = tab.element_picture(BOXES)
         if boxes is not None:
-            path = asked.file.with_name(f"{asked.file.stem}-boxes.jpg")
+            path = arguments.file.with_name(f"{arguments.file.stem}-boxes.jpg")
             path.write_bytes(boxes)
             print(f"{path}  {len(boxes):,} bytes")
 

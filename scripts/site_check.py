@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from chromium import browser
+from chromium import open_tab
 
 WIDTH_PX, COLUMNS = 1280, 98
 TOO_WIDE = """Array.from(document.querySelectorAll("pre code")).map(code => {
@@ -30,10 +30,10 @@ def main() -> int:
     site = parser.parse_args().site
     pages = sorted(site.rglob("*.html"))
     failed = not pages
-    with browser() as tab:
+    with open_tab() as tab:
         for page in pages:
             tab.show(page, width=WIDTH_PX)
-            for line in tab.value(TOO_WIDE % COLUMNS):
+            for line in tab.page.evaluate(TOO_WIDE % COLUMNS):
                 print(f"{page.relative_to(site)}: wider than its block: {line}")
                 failed = True
     print(f"{len(pages)} pages at {WIDTH_PX} px")

@@ -1,4 +1,4 @@
-"""The page as a browser shows it: headless Chromium, driven by scripts/chromium.py."""
+"""The page as a browser shows it: headless Chromium, driven by Playwright."""
 
 import dataclasses
 import math
@@ -17,18 +17,19 @@ from deploy.metrics.output_form import SliceAccuracy
 from deploy.report import Report, parts, to_html
 from deploy.report.blocks import PRINTED
 from deploy.report.verdict import Verdict
-from scripts.chromium import browser, found
+
+pytest.importorskip("playwright", reason="the browser's tests need playwright")
+from scripts.chromium import find_chromium, open_tab
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(found() is None, reason="no Chromium is installed here"),
+    pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed here"),
 ]
 ROOT = Path(__file__).parent.parent
 LEVELS = (GOOD, DOUBTFUL, UNUSABLE, FLOAT)
 HOSTILE = "</script><script>window.bad=1</script><img src=x onerror=bad=1>\x1b[31m|\"&'\n"
 LONG = "/" + "Unsqueezed" * 25
 PAPER_PX = 710  # A4 without its margins
-ENTER, TAB = ("Enter", 13), ("Tab", 9)
 
 
 def latency(ms):
@@ -132,36 +133,36 @@ MADE = {
 
 
 @pytest.fixture(scope="module")
-def page():
-    with browser() as shown:
-        yield shown
+def tab():
+    with open_tab() as opened_tab:
+        yield opened_tab
 
 
 @pytest.fixture
-def show(page, tmp_path):
+def show(tab, tmp_path):
     """(report, width, dark) -> the page, shown."""
 
     def call(shown, *, width=1280, dark=False):
         path = tmp_path / "report.html"
         path.write_text(to_html(shown), encoding="utf-8", newline="")
-        page.show(path, width=width, dark=dark)
-        return page
+        tab.show(path, width=width, dark=dark)
+        return tab
 
     return call
 
 
-def unfold(page):
-    page.value("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+def unfold(tab):
+    tab.page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
 
 
-def sound(page, path):
+def sound(tab, path):
     """What every page must be at every width, folded and open."""
-    assert page.faults == [] and page.fetched == [path.resolve().as_uri()]
+    assert tab.errors == [] and tab.requests == [path.resolve().as_uri()]
     for _ in range(2):
-        assert page.value("document.documentElement.scrollWidth - innerWidth") <= 0
-        assert page.value(WORDS_BROKEN) == []
-        unfold(page)
-    assert page.value("document.querySelectorAll('script').length") == 1
+        assert tab.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+        assert tab.page.evaluate(WORDS_BROKEN) == []
+        unfold(tab)
+    assert tab.page.evaluate("document.querySelectorAll('script').length") == 1
 
 
 # Cells with more lines than words of six letters would take.
@@ -196,18 +197,20 @@ def test_a_page_fits_its_window(show, tmp_path, kind, width):
 
 @pytest.mark.parametrize("kind", ["plain", "long", "many engines"])
 def test_no_table_is_pushed_aside(show, kind):
-    page = show(MADE[kind]())
-    unfold(page)
-    assert max(page.value(OVER)) <= 0
-    assert set(page.value(NUMBER_LINES)) == {1}
-    page = show(MADE[kind](), width=400)
-    unfold(page)
+    tab = show(MADE[kind]())
+    unfold(tab)
+    assert max(tab.page.evaluate(OVER)) <= 0
+    assert set(tab.page.evaluate(NUMBER_LINES)) == {1}
+    tab = show(MADE[kind](), width=400)
+    unfold(tab)
     cells = "[...document.querySelectorAll('td')].filter(c => c.offsetParent)"
-    assert page.value(f"Math.max(...{cells}.map(c => c.getBoundingClientRect().right))") <= 400
-    assert page.value(f"{cells}.length") > 500
+    assert (
+        tab.page.evaluate(f"Math.max(...{cells}.map(c => c.getBoundingClientRect().right))") <= 400
+    )
+    assert tab.page.evaluate(f"{cells}.length") > 500
 
 
-def test_the_pages_of_a_build_and_of_bench_fit_too(page, run, tmp_path):
+def test_the_pages_of_a_build_and_of_bench_fit_too(tab, run, tmp_path):
     fashion = ROOT / "datasets" / "fashion"
     words = "--images", fashion / "calib.txt", "--limit", 20, "--mean", "0.5", "--std", "0.5"
     targets = "--target", "onnxruntime,tensorrt,ascend", "--effort", 0, "--duration", 0
@@ -219,32 +222,35 @@ def test_the_pages_of_a_build_and_of_bench_fit_too(page, run, tmp_path):
     run.ok("report", tmp_path / "o", tmp_path / "o" / "report.json", "--html", both)
     for path in (tmp_path / "o" / "report.html", bench, both):
         for width in (400, 1280):
-            page.show(path, width=width)
-            assert page.value("document.querySelectorAll('h2').length") >= 1
-            assert max(page.value(OVER)) <= 0
-            sound(page, path)
+            tab.show(path, width=width)
+            assert tab.page.evaluate("document.querySelectorAll('h2').length") >= 1
+            assert max(tab.page.evaluate(OVER)) <= 0
+            sound(tab, path)
 
 
 def test_letters_of_the_chart_can_be_read_and_do_not_overlap(show):
-    page = show(made(engines=4), width=400)
+    tab = show(made(engines=4), width=400)
     ticks = "[...document.querySelectorAll('svg .tick:not(.name)')]"
     places = f"{ticks}.map(t => t.getBoundingClientRect()).filter(b => b.width)"
-    boxes = page.value(f"{places}.map(b => [b.left, b.right, b.height])")
+    boxes = tab.page.evaluate(f"{places}.map(b => [b.left, b.right, b.height])")
     assert len(boxes) >= 3 and all(height >= 12 for _, _, height in boxes)
     assert all(left[1] < right[0] for left, right in pairwise(boxes))
-    legend = page.value("document.querySelector('.legend').innerText")
+    legend = tab.page.evaluate("document.querySelector('.legend').innerText")
     assert "A FP32 p50 2.16 ms" in legend and "D /model 2 p50 1.30 ms" in legend
 
 
 def test_the_verdict_comes_first_and_has_its_colour(show):
     for dark in (False, True):
-        page = show(made(engines=5), width=400, dark=dark)
-        assert page.value("document.querySelector('h1').nextElementSibling.className") == "verdicts"
+        tab = show(made(engines=5), width=400, dark=dark)
+        assert (
+            tab.page.evaluate("document.querySelector('h1').nextElementSibling.className")
+            == "verdicts"
+        )
         styles = "[...document.querySelectorAll('.verdict')].map(v => getComputedStyle(v))"
-        colours = page.value(f"{styles}.map(s => [s.color, s.backgroundColor])")
+        colours = tab.page.evaluate(f"{styles}.map(s => [s.color, s.backgroundColor])")
         assert len({ink for ink, _ in colours}) == len({card for _, card in colours}) == 4
         assert all(contrast(*pair) >= 4.5 for pair in colours)
-        assert page.value("document.querySelector('.verdict').innerText").startswith("GOOD")
+        assert tab.page.evaluate("document.querySelector('.verdict').innerText").startswith("GOOD")
 
 
 def contrast(ink, card):
@@ -260,18 +266,21 @@ def luminance(colour):
 
 
 def test_what_one_came_for_is_open_and_the_rest_folded(show):
-    page = show(made())
+    tab = show(made())
     heads = "[...document.querySelectorAll('%s h2')].map(h => h.innerText)"
-    assert page.value(heads % "section") == ["Engines", "Accuracy", "Worst layers"]
-    assert page.value(heads % "details") == [
+    assert tab.page.evaluate(heads % "section") == ["Engines", "Accuracy", "Worst layers"]
+    assert tab.page.evaluate(heads % "details") == [
         "Histograms (5)", "Notes (5)", "Calibration", "Search (4)", "Nodes", "Tensors (40)",
         "Weights (20)", "Files (3)"]  # fmt: skip
-    assert page.value("document.querySelectorAll('main > details[open]').length") == 0
-    page = show(made(tensors=200))  # whose contents open what they lead to
-    page.value("document.querySelector('nav a[href=\"#tensors\"]').click()")
-    page.value("new Promise(done => setTimeout(done, 50))", wait=True)
-    assert page.value(f"{TENSORS}.open")
-    assert abs(page.value("document.querySelector('#tensors').getBoundingClientRect().top")) < 100
+    assert tab.page.evaluate("document.querySelectorAll('main > details[open]').length") == 0
+    tab = show(made(tensors=200))  # whose contents open what they lead to
+    tab.page.evaluate("document.querySelector('nav a[href=\"#tensors\"]').click()")
+    tab.page.evaluate("new Promise(done => setTimeout(done, 50))")
+    assert tab.page.evaluate(f"{TENSORS}.open")
+    assert (
+        abs(tab.page.evaluate("document.querySelector('#tensors').getBoundingClientRect().top"))
+        < 100
+    )
 
 
 TENSORS = "document.querySelector('#tensors').closest('details')"
@@ -282,76 +291,86 @@ HEAD = f"{TENSORS}.querySelectorAll('th')[%d]"
 
 
 def test_tables_stand_worst_first_and_are_sorted_by_their_heads(show):
-    page = show(made())
-    unfold(page)
-    before = page.value(COLUMN % 2)
+    tab = show(made())
+    unfold(tab)
+    before = tab.page.evaluate(COLUMN % 2)
     assert before[0] == "NaN" and before[-4:] == ["-"] * 4
     known = [float(text.split()[0]) for text in before[1:-4]]
     assert known == sorted(known) and len(known) == 35
     seen = []
     for order in ("ascending", "descending", None):
-        page.value(HEAD % 5 + ".firstChild.click()")  # the largest value
-        assert page.value(HEAD % 5 + ".getAttribute('aria-sort')") == order
-        seen.append([float(text) for text in page.value(COLUMN % 5)])
+        tab.page.evaluate(HEAD % 5 + ".firstChild.click()")  # the largest value
+        assert tab.page.evaluate(HEAD % 5 + ".getAttribute('aria-sort')") == order
+        seen.append([float(text) for text in tab.page.evaluate(COLUMN % 5)])
     assert seen[0] == sorted(seen[0]) and seen[1] == seen[0][::-1]
-    assert page.value(COLUMN % 2) == before  # the third time undoes it
+    assert tab.page.evaluate(COLUMN % 2) == before  # the third time undoes it
     for order in (1, -1):
-        page.value(HEAD % 2 + ".firstChild.click()")
-        assert page.value(COLUMN % 2)[-4:] == ["-"] * 4  # the unknown last, both ways
-        assert (page.value(COLUMN % 2)[0] == "NaN") == (order == 1)
-    assert page.value(HEAD % 1 + ".firstChild.tagName || ''") == ""  # drawings have no order
+        tab.page.evaluate(HEAD % 2 + ".firstChild.click()")
+        assert tab.page.evaluate(COLUMN % 2)[-4:] == ["-"] * 4  # the unknown last, both ways
+        assert (tab.page.evaluate(COLUMN % 2)[0] == "NaN") == (order == 1)
+    assert tab.page.evaluate(HEAD % 1 + ".firstChild.tagName || ''") == ""  # drawings have no order
 
 
 def test_names_and_sizes_are_sorted_as_people_read_them(show):
-    page = show(made(tensors=12))
-    unfold(page)
+    tab = show(made(tensors=12))
+    unfold(tab)
     table = "document.querySelector('#files').closest('details').querySelector('table')"
-    page.value(f"{table}.querySelectorAll('th button')[2].click()")
+    tab.page.evaluate(f"{table}.querySelectorAll('th button')[2].click()")
     sizes = f"[...{table}.querySelectorAll('tbody td:nth-child(3)')].map(c=>c.innerText)"
-    assert page.value(sizes) == ["900 B", "3 MiB", "-"]
-    page.value(HEAD % 0 + ".firstChild.click()")
-    names = [re.search(r"conv_(\d+)", name)[1] for name in page.value(COLUMN % 0) if ".1/" in name]
-    assert names == ["1"] and page.value(COLUMN % 0)[2].startswith("/model.2/")
+    assert tab.page.evaluate(sizes) == ["900 B", "3 MiB", "-"]
+    tab.page.evaluate(HEAD % 0 + ".firstChild.click()")
+    names = [
+        re.search(r"conv_(\d+)", name)[1] for name in tab.page.evaluate(COLUMN % 0) if ".1/" in name
+    ]
+    assert names == ["1"] and tab.page.evaluate(COLUMN % 0)[2].startswith("/model.2/")
 
 
 def test_a_table_is_sorted_and_filtered_from_the_keyboard(show):
-    page = show(made())
-    unfold(page)
-    page.value(f"{TENSORS}.querySelector('input').focus()")
-    page.call("Input.insertText", text="CV1 conv_1")
+    tab = show(made())
+    unfold(tab)
+    tab.page.evaluate(f"{TENSORS}.querySelector('input').focus()")
+    tab.page.keyboard.insert_text("CV1 conv_1")
     names = f"{SHOWN}.map(r => r.cells[0].innerText)"
-    shown = page.value(names)
+    shown = tab.page.evaluate(names)
     assert len(shown) == 5 and all("cv1" in name and "conv_1" in name for name in shown)
-    assert page.value("document.activeElement.nextSibling.innerText") == "5 of 40 rows"
-    page.press(*TAB)
-    assert page.value("document.activeElement.innerText") == "tensor"
-    outline = page.value("getComputedStyle(document.activeElement).outlineStyle")
-    page.press(*ENTER)
-    assert outline == "solid" and page.value(HEAD % 0 + ".getAttribute('aria-sort')") == "ascending"
-    assert sorted(page.value(names)) == sorted(shown) and page.faults == []
+    assert tab.page.evaluate("document.activeElement.nextSibling.innerText") == "5 of 40 rows"
+    tab.page.keyboard.press("Tab")
+    assert tab.page.evaluate("document.activeElement.innerText") == "tensor"
+    outline = tab.page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    tab.page.keyboard.press("Enter")
+    assert (
+        outline == "solid"
+        and tab.page.evaluate(HEAD % 0 + ".getAttribute('aria-sort')") == "ascending"
+    )
+    assert sorted(tab.page.evaluate(names)) == sorted(shown) and tab.errors == []
 
 
 def test_without_script_the_page_is_whole(show):
-    page = show(made())
-    before = page.value("document.querySelectorAll('td').length")
-    page.call("Emulation.setScriptExecutionDisabled", value=True)
+    tab = show(made())
+    before = tab.page.evaluate("document.querySelectorAll('td').length")
+    devtools = tab.page.context.new_cdp_session(tab.page)
+    devtools.send("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
-        page = show(made())
-        assert page.value("document.querySelectorAll('td').length") == before
-        assert page.value("document.querySelectorAll('button, input').length") == 0
+        tab = show(made())
+        assert tab.page.evaluate("document.querySelectorAll('td').length") == before
+        assert tab.page.evaluate("document.querySelectorAll('button, input').length") == 0
     finally:
-        page.call("Emulation.setScriptExecutionDisabled", value=False)
+        devtools.detach()
 
 
-def test_names_run_nothing_and_no_other_script_would(show, page, tmp_path):
+def test_names_run_nothing_and_no_other_script_would(show, tab, tmp_path):
     show(made(HOSTILE))
-    assert page.value("typeof bad") == "undefined" and page.faults == []
+    assert tab.page.evaluate("typeof bad") == "undefined" and tab.errors == []
     path = tmp_path / "changed.html"
     other = "<script>var bad = 1</script><p onclick='bad = 1' style='color: red'>x</p></main>"
     path.write_text(to_html(made()).replace("</main>", other), encoding="utf-8")
-    page.show(path, width=1280)
-    page.value("document.querySelector('p[onclick]').click()")
-    assert page.value("typeof bad") == "undefined" and len(page.faults) >= 2
+    tab.show(path, width=1280)
+    tab.page.evaluate("document.querySelector('p[onclick]').click()")
+    assert tab.page.evaluate("typeof bad") == "undefined" and len(tab.errors) >= 2
+
+
+def printed_page(tab):
+    return tab.page.pdf(print_background=True, prefer_css_page_size=True)
 
 
 def paper_pages(pdf):
@@ -359,28 +378,31 @@ def paper_pages(pdf):
 
 
 def test_two_hundred_tensors_are_printed_on_four_pages(show):
-    page = show(made("/model.22/cv2", tensors=200), dark=True)
-    assert paper_pages(page.printed()) <= 2
-    page.value("document.querySelectorAll('main > details').forEach(d => { d.open = true; })")
-    pdf = page.printed()
+    tab = show(made("/model.22/cv2", tensors=200), dark=True)
+    assert paper_pages(printed_page(tab)) <= 2
+    tab.page.evaluate(
+        "document.querySelectorAll('main > details').forEach(d => { d.open = true; })"
+    )
+    pdf = printed_page(tab)
     assert 2 < paper_pages(pdf) <= 4
     assert b"/MediaBox [0 0 594" in pdf  # A4
 
 
 def test_paper_keeps_every_column_and_says_what_it_leaves_out(show):
-    page = show(made("/model.22/cv2", tensors=200), width=PAPER_PX, dark=True)
-    dark = {"name": "prefers-color-scheme", "value": "dark"}
-    page.call("Emulation.setEmulatedMedia", media="print", features=[dark])
-    unfold(page)
+    tab = show(made("/model.22/cv2", tensors=200), width=PAPER_PX, dark=True)
+    tab.page.emulate_media(media="print", color_scheme="dark")
+    unfold(tab)
     table = f"{TENSORS}.querySelector('table')"
-    assert page.value(f"{table}.getBoundingClientRect().right") <= PAPER_PX
-    assert page.value(f"[...{table}.querySelectorAll('th')].every(h => h.offsetWidth > 10)")
-    assert page.value(f"{SHOWN}.length") == PRINTED
-    assert page.value(f"{SHOWN}[0].cells[2].innerText") == "NaN"
+    assert tab.page.evaluate(f"{table}.getBoundingClientRect().right") <= PAPER_PX
+    assert tab.page.evaluate(f"[...{table}.querySelectorAll('th')].every(h => h.offsetWidth > 10)")
+    assert tab.page.evaluate(f"{SHOWN}.length") == PRINTED
+    assert tab.page.evaluate(f"{SHOWN}[0].cells[2].innerText") == "NaN"
     left = f"{table}.parentElement.nextElementSibling.innerText"
-    assert page.value(left) == f"and {200 - PRINTED} more rows, not printed"
-    page.value(f"{TENSORS}.querySelector('input').value = 'conv_1'")
-    page.value(f"{TENSORS}.querySelector('input').dispatchEvent(new Event('input'))")
-    assert page.value(left) == f"and {111 - PRINTED} more rows, not printed"
-    assert page.value(f"{SHOWN}.length") == PRINTED
-    assert page.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert tab.page.evaluate(left) == f"and {200 - PRINTED} more rows, not printed"
+    tab.page.evaluate(f"{TENSORS}.querySelector('input').value = 'conv_1'")
+    tab.page.evaluate(f"{TENSORS}.querySelector('input').dispatchEvent(new Event('input'))")
+    assert tab.page.evaluate(left) == f"and {111 - PRINTED} more rows, not printed"
+    assert tab.page.evaluate(f"{SHOWN}.length") == PRINTED
+    assert (
+        tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    )
