@@ -324,7 +324,8 @@ def range_limits(nodes, outputs="y"):
 
 
 def followed(nodes, outputs="y"):
-    return {name for name, reach in range_limits(nodes, outputs).items() if reach.followed > 0}
+    limits = range_limits(nodes, outputs)
+    return {name for name, limit in limits.items() if limit.extrapolation_limit > 0}
 
 
 def test_logits_are_followed_to_what_made_them():

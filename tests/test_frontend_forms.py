@@ -68,7 +68,7 @@ def agree(one, other, tolerance=1e-5, shape=None):
 
 def same(model, opset, *, without=(), tolerance=1e-5):
     """Lower, let ONNX and ONNX Runtime judge, and give the operators."""
-    got = lower_opset(model, opset=opset, without=without).model
+    got = lower_opset(model, opset=opset, decomposed=without).model
     onnx.checker.check_model(got, full_check=True)
     (entry,) = got.opset_import
     assert entry.version == opset
@@ -559,7 +559,7 @@ def test_a_float16_model_is_built_for_every_target(kind, target, tmp_path):
 @pytest.mark.parametrize("kind", ["whole", "mixed"])
 def test_what_is_computed_stays_within_float16(kind):
     loaded = load(network(kind))
-    assert "float16" in loaded.notes[0] and loaded.widened
+    assert "float16" in loaded.notes[0] and loaded.was_float16
     dtype = "float16" if kind == "whole" else "float32"
     assert [spec.dtype for spec in (*loaded.inputs, *loaded.outputs)] == [dtype] * 2
     x = np.random.default_rng(2).normal(size=(2, 8, 12, 12)).astype(dtype)

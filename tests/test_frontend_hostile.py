@@ -591,8 +591,10 @@ def test_an_engine_is_timed_and_judged_by_the_part_before_its_plugins(build, mon
 def test_a_plugin_inside_an_if_is_one_node_with_it():
     model = with_if(detector(), 7, node("Own", "boxes", "inside", domain="mine"))
     body, loaded = model.graph.node[-1].attribute[0].g, load(model)
-    assert [s.name for s in loaded.outputs] == ["boxes"] and loaded.behind.strange.name == "if"
-    whole = loaded.whole(loaded.model).graph
+    assert [s.name for s in loaded.outputs] == [
+        "boxes"
+    ] and loaded.cut_off.first_unknown.name == "if"
+    whole = loaded.with_cut_off(loaded.model).graph
     (last,) = [n for n in whole.node if n.op_type == "If"]
     assert last.attribute[0].g == body and "yes" in arrays(whole)
 
@@ -602,9 +604,9 @@ def test_a_file_whose_nodes_are_in_no_order_is_cut_at_the_same_place():
     del mixed.graph.node[:]
     mixed.graph.node.extend(reversed(model.graph.node))
     own, other = load(model), load(mixed)
-    assert [n.op_type for n in other.behind.nodes] == ["EfficientNMS_TRT", "Cast"]
+    assert [n.op_type for n in other.cut_off.nodes] == ["EfficientNMS_TRT", "Cast"]
     assert {s.name for s in own.outputs} == {s.name for s in other.outputs}
-    check_valid(other.whole(other.model))  # in the order in which they run
+    check_valid(other.with_cut_off(other.model))  # in the order in which they run
 
 
 def test_inputs_that_only_a_plugin_reads_are_not_fed(build):
@@ -632,4 +634,4 @@ def test_what_stands_behind_is_not_put_into_an_opset_where_it_is_something_else(
     newer.CopyFrom(loaded.model)
     newer.opset_import[0].version = 19
     with pytest.raises(ExportError, match="got Split of opset 17, which opset 19 has in another"):
-        loaded.whole(newer)
+        loaded.with_cut_off(newer)

@@ -242,7 +242,7 @@ def test_a_node_kept_apart_is_not_folded_and_its_neighbours_are():
         nodes += [make_node("Conv", ["x", weight], f"c_{word}"), bn]
         weights += parameters
     model = model_of([*nodes, make_node("Add", "y_one y_two", "y")], weights)
-    assert fold_affine(model.graph, apart=["bn_one"]) == {"BatchNormalization": 1}
+    assert fold_affine(model.graph, excluded=["bn_one"]) == {"BatchNormalization": 1}
     assert types(model) == ["Conv", "BatchNormalization", "Conv", "Add"]
     assert {node.domain for node in model.graph.node} == {""}
 
@@ -516,7 +516,7 @@ def opened(model):
 
 def test_what_fp32_is_timed_as_has_constants_for_weights(listing):
     given = opened(listing.read_bytes())
-    assert len(given.get_overridable_initializers()) == load(listing).listed == 8
+    assert len(given.get_overridable_initializers()) == load(listing).fed_weights == 8
     timed = opened(float_model(load(listing)))
     assert [one.name for one in timed.get_inputs()] == ["x"]
     assert not timed.get_overridable_initializers()
@@ -527,7 +527,7 @@ def test_what_fp32_is_timed_as_has_constants_for_weights(listing):
 def test_weights_that_ir_3_had_to_list_are_constants_already(small_cnn, tmp_path):
     path = listed_in(3, small_cnn, tmp_path / "old.onnx")
     assert not opened(path.read_bytes()).get_overridable_initializers()
-    assert load(path).listed == 0 and float_model(load(path)) == path.read_bytes()
+    assert load(path).fed_weights == 0 and float_model(load(path)) == path.read_bytes()
 
 
 def test_names_that_nodes_share_and_weights_that_are_inputs(listing):

@@ -84,7 +84,9 @@ def test_a_thin_first_conv_is_faster_in_float_on_a_cpu():
     model = make(nodes, THIN, shape=(1, 3, 8, 8))
     assert "only 27 products" in decided(analyse(model, ONNXRUNTIME))["Conv_c"]
     assert paired(model) == ["r", "y"]
-    assert paired(model, replace(ONNXRUNTIME, thin=0))[0] == paired(model, TENSORRT)[0] == "x"
+    assert (
+        paired(model, replace(ONNXRUNTIME, min_products=0))[0] == paired(model, TENSORRT)[0] == "x"
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,9 +111,9 @@ def test_silu_and_an_add_of_one_number_run_in_int8_and_one_of_many_does_not():
     assert floats == {"Add_e": "one of its operands is constant"}
     assert paired(many) == ["x", "c", "s", "m", "d", "e", "y"]
     plan = analyse(one, ONNXRUNTIME)
-    assert all(d.int8 for d in plan.decisions) and plan.numbers == ("Add_e",)
+    assert all(d.int8 for d in plan.decisions) and plan.int8_scalars == ("Add_e",)
     plan = analyse(one, TENSORRT)
-    assert "constant" in decided(plan)["Add_e"] and plan.numbers == ()
+    assert "constant" in decided(plan)["Add_e"] and plan.int8_scalars == ()
 
 
 def test_tensorrt_quantizes_the_skip_branch_of_a_residual_add():
@@ -123,7 +125,7 @@ def test_tensorrt_quantizes_the_skip_branch_of_a_residual_add():
 def test_moving_nodes_share_the_scale_of_what_they_move():
     nodes = f"c = {LAYER}(x, w, b) r = Relu(c) {POOL} f = Flatten(m) y = Gemm(f, g)"
     plan = analyse(make(nodes, {**CONV, "g": (64, 10)}), ONNXRUNTIME)
-    assert dict(plan.owners) == {"m": "r", "f": "r"} and plan.activations == ("x", "r")
+    assert dict(plan.scale_owners) == {"m": "r", "f": "r"} and plan.activations == ("x", "r")
     assert [(w.name, w.axis) for w in plan.weights] == [("w", 0), ("g", 1)]
 
 
@@ -221,7 +223,7 @@ def test_weights_leave_the_list_of_inputs(model):
 
 def test_the_two_rules_for_names(model):
     other = edit.copy_message(model)
-    assert edit.name_nodes(model.graph) == edit.name_nodes_by_place(other.graph) == 3
+    assert edit.name_nodes(model.graph) == edit.name_nodes_by_index(other.graph) == 3
     names = [[node.name for node in m.graph.node] for m in (model, other)]
     assert names[0] == ["Constant_five", "Add_a", "mine", "If_y"]
     assert names[1] == ["Constant_0", "Add_1", "mine", "If_3"]
@@ -328,7 +330,8 @@ def test_a_model_that_was_read_before_is_written_the_same(calibrated, float_node
     model, scales, _ = calibrated
     read = ModelAnalysis(model)
     for kept in ((), float_nodes, ()):
-        one, other = (analyse(model, ONNXRUNTIME, float_nodes=kept, read=r) for r in (read, None))
+        calls = ({"analysis": each} for each in (read, None))
+        one, other = (analyse(model, ONNXRUNTIME, float_nodes=kept, **call) for call in calls)
         assert one == other
         written = [write_qdq(model, plan, scales).SerializeToString() for plan in (one, other)]
         assert written[0] == written[1]
@@ -402,7 +405,7 @@ def test_tensorrt_pairs_are_symmetric_with_zero_point_0(calibrated):
     for node in pairs:
         tensor = node.name.removesuffix("/Q")
         assert held[node.input[2]] == 0 and held[node.input[2]].dtype == np.int8
-        assert held[node.input[1]] == scales[plan.owners.get(tensor, tensor)].symmetric
+        assert held[node.input[1]] == scales[plan.scale_owners.get(tensor, tensor)].symmetric
     assert not [value for value in held.values() if value.dtype == np.int32]
 
 

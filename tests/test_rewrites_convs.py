@@ -149,7 +149,7 @@ def test_a_first_conv_of_many_values_is_in_int8(inner, outer, stride, in_float):
     plan = analyse(net(inner, outer, stride=stride), ONNXRUNTIME)
     (reason,) = (one.reason for one in plan.decisions if one.node == "stem")
     assert (f"only {9 * inner} products" in reason) is in_float
-    every = analyse(net(inner, outer, stride=stride), replace(ONNXRUNTIME, thin=0))
+    every = analyse(net(inner, outer, stride=stride), replace(ONNXRUNTIME, min_products=0))
     assert not any(one.reason for one in every.decisions)
 
 

@@ -11,8 +11,9 @@ from onnx import numpy_helper
 from calibrators.grids import dequantize, quantize
 from deploy.frontends import load
 from deploy.graph.edit import copy_message, drop_unread, update_tensors
+from deploy.graph.gates import find_gates
 from deploy.graph.index import Graph
-from deploy.graph.placement import ONNXRUNTIME, TENSORRT, find_gates
+from deploy.graph.placement import ONNXRUNTIME, TENSORRT
 from deploy.graph.plan import analyse
 from deploy.targets.onnxruntime.conv_rewrites import RewriteContext
 from deploy.targets.onnxruntime.map_rewrites import fuse_gates
@@ -510,7 +511,7 @@ def test_between_int8_it_runs_on_integers(kind, tmp_path, kernels):
 def test_a_pad_with_anything_but_zeros_stays_float(node, constants):
     plan = analyse(load(network_pad(node, constants)).model, ONNXRUNTIME)
     (pad,) = [d for d in plan.decisions if d.op_type == "Pad"]
-    assert pad.reason == "it pads with a value other than 0" and plan.pads == ()
+    assert pad.reason == "it pads with a value other than 0" and plan.int8_pads == ()
 
 
 def attention() -> onnx.ModelProto:

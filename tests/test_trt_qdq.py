@@ -334,8 +334,8 @@ def test_an_add_stays_float_where_nobody_wants_int8_or_a_branch_is_kept_so(tmp_p
     assert why["sum"] == "an input of it is not int8"
     why, pairs = placed(net(f"{BOTTLENECK} | Conv sum w -> y", tmp_path), float_nodes=["c"])
     assert why["sum"] == "an input of it is not int8" and pairs["as"] == ("b",)
-    assert not ONNXRUNTIME.passes
-    assert TENSORRT.passes > {"Sigmoid", "Mul", "Concat", "GlobalAveragePool"}
+    assert not ONNXRUNTIME.passes_int8
+    assert TENSORRT.passes_int8 > {"Sigmoid", "Mul", "Concat", "GlobalAveragePool"}
 
 
 def test_a_concat_takes_its_inputs_from_the_pairs_there_are(tmp_path):

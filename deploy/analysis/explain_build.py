@@ -252,7 +252,9 @@ def explain(
         dataset = replace(dataset, source=source)
     loaded = _load_float_model(explanation, model)
     preprocess = _merged(dataset.preprocess, _preprocess(explanation, dataset.source))
-    feed = replace(dataset, preprocess=preprocess).open(loaded.inputs, carried=loaded.carried)
+    feed = replace(dataset, preprocess=preprocess).open(
+        loaded.inputs, carried=loaded.metadata_preprocess
+    )
     explained = []
     for one in chosen:
         if one.runnable is None:

@@ -99,7 +99,7 @@ def inspect(
         tensors=tuple(backend.scaled_tensors(loaded.model, kept)),
         inputs=loaded.inputs,
         outputs=loaded.outputs,
-        notes=(*loaded.cut, *loaded.notes),
+        notes=(*loaded.cut_notes, *loaded.notes),
     )
 
 

@@ -176,7 +176,9 @@ def keep_float_layers(trained: QdqCalibration, loaded: LoadedModel) -> Choices:
     """Return choices that keep the float layers of a Q/DQ model in float on every target."""
     layers = {node.name for node in loaded.model.graph.node if node.op_type in WEIGHTED}
     name = Path(trained.name).name
-    floats = {n: f"float in {name}: {why}" for n, why in trained.floats.items() if n in layers}
+    floats = {
+        n: f"float in {name}: {why}" for n, why in trained.float_reasons.items() if n in layers
+    }
     return Choices(float_nodes=floats)
 
 
@@ -184,7 +186,7 @@ def find_reference_model(
     loaded: LoadedModel, other: str | Path | onnx.ModelProto | None, images: FeedSource | None
 ) -> tuple[LoadedModel, tuple[str, ...]]:
     """Return the float reference model, and notes on what it is."""
-    if loaded.trained is None:
+    if loaded.qdq is None:
         if images is None:
             raise ConfigError(
                 f"a float model is calibrated on images, got none for {loaded.name}; give --images"
@@ -194,7 +196,7 @@ def find_reference_model(
                 f"--float names the float reference of a Q/DQ model, got it for {loaded.name},"
                 " which is a float model itself; leave it out"
             )
-        others = ((loaded.restored, _STORED), (loaded.widened, _WIDENED))
+        others = ((loaded.had_integer_weights, _STORED), (loaded.was_float16, _WIDENED))
         return loaded, tuple(words.format(loaded.name) for changed, words in others if changed)
     if images is None:
         if other is not None:
@@ -203,7 +205,7 @@ def find_reference_model(
             )
         return loaded, (_UNMEASURED,)
     if other is None:
-        return loaded, (_TAKEN_OUT.format(Path(loaded.trained.name).name),)
+        return loaded, (_TAKEN_OUT.format(Path(loaded.qdq.name).name),)
     reference = load(other)
     for what, ours, theirs in (
         ("inputs", loaded.inputs, reference.inputs),

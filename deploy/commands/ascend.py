@@ -232,7 +232,7 @@ def auto(
         say(found.cost)
     evaluation = found.feed
     if held := images.evaluation(eval_images):
-        evaluation = held.open(found.loaded.inputs, carried=found.loaded.carried)
+        evaluation = held.open(found.loaded.inputs, carried=found.loaded.metadata_preprocess)
     made = ascend_auto.auto_calibrate(
         target,
         found,

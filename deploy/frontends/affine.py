@@ -164,15 +164,15 @@ _ARITHMETIC = ("Mul", "Div", "Add", "Sub")
 NORM = "BatchNormalization"
 
 
-def fold_affine(graph: onnx.GraphProto, *, apart: Collection[str] = ()) -> Counter[str]:
+def fold_affine(graph: onnx.GraphProto, *, excluded: Collection[str] = ()) -> Counter[str]:
     """Fold all nodes that can be folded exactly, in place; return their numbers by type.
 
     A node stays if its input is not the output of a layer (or several joined layers) with constant
     weights, or if that input has other readers.
 
     Args:
-        graph: with unique node names if `apart` is given.
-        apart: names of nodes that are not folded.
+        graph: with unique node names if `excluded` is given.
+        excluded: names of nodes that are not folded.
     """
     weights = {tensor.name: tensor for tensor in graph.initializer}
     counts = count_reads(graph)
@@ -181,7 +181,7 @@ def fold_affine(graph: onnx.GraphProto, *, apart: Collection[str] = ()) -> Count
     folded: Counter[str] = Counter()
     taken, fresh = {*weights, *counts, *makers}, set[str]()
     for node in graph.node:
-        source = "" if node.name in apart else _varying_input(node, weights)
+        source = "" if node.name in excluded else _varying_input(node, weights)
         joined = find_source_layers(source, makers, counts, _INTO)
         if joined is None or not _fold(graph, weights, counts, joined, node):
             remaining.append(node)

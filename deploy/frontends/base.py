@@ -50,29 +50,29 @@ class QdqCalibration:
     Attributes:
         model: the Q/DQ model, functions inlined, weights inside, nodes named.
         scales: tensor of the float model -> its range, also for tensors that only pass values on.
-        weights: node -> float32 scales of its symmetric weight, [C_out] or [1].
-        floats: node of the float model -> why it computes in float; all others run in int8.
-        written: nodes whose output (after a following Relu) goes through a pair.
+        weight_scales: node -> float32 scales of its symmetric weight, [C_out] or [1].
+        float_reasons: node of the float model -> why it computes in float; all others run in int8.
+        nodes_with_output_pair: nodes whose output (after a following Relu) goes through a pair.
         grids: of the pairs on activations, by tensor of the float model.
-        stored: of the pairs on constants.
+        constant_grids: of the pairs on constants.
     """
 
     model: onnx.ModelProto
     name: str
     scales: Scales
-    weights: Mapping[str, NDArray[np.float32]]
-    floats: Mapping[str, str]
-    written: frozenset[str]
+    weight_scales: Mapping[str, NDArray[np.float32]]
+    float_reasons: Mapping[str, str]
+    nodes_with_output_pair: frozenset[str]
     grids: Mapping[str, tuple[PairGrid, ...]]
-    stored: tuple[PairGrid, ...]
+    constant_grids: tuple[PairGrid, ...]
 
     @property
-    def kinds(self) -> str:
+    def grid_text(self) -> str:
         """The grids of the activations as text: "int8 with zero point 0"."""
         texts = {_describe_grid(grid) for grids in self.grids.values() for grid in grids}
         return " and ".join(sorted(texts))
 
-    def only(self, dtype: str, *, symmetric: bool = False) -> bool:
+    def all_pairs_are(self, dtype: str, *, symmetric: bool = False) -> bool:
         """Return whether all activation pairs have this dtype (and zero point 0 if `symmetric`)."""
         listed = (grid for grids in self.grids.values() for grid in grids)
         return all(g.dtype == dtype and not (symmetric and g.zero.any()) for g in listed)
@@ -97,19 +97,21 @@ class LoadedModel:
             file stores them (external data, raw or typed fields, order of initializers, names of
             nodes, documentation, metadata).
         notes: one sentence per change, or per part left as it was.
-        widened: whether the original computes in float16 what `model` computes in float32.
-        renamed: whether nodes of the original share names, which ONNX Runtime does not load.
-        listed: number of weights of the original that are inputs too: ONNX Runtime skips
+        was_float16: whether the original computes in float16 what `model` computes in float32.
+        has_shared_names: whether nodes of the original share names, which ONNX Runtime does not
+            load.
+        fed_weights: number of weights of the original that are inputs too: ONNX Runtime skips
             optimizations of layers whose weights may be fed.
         stamp: of the file's bytes, None for a model in memory.
-        behind: nodes that ONNX Runtime does not know and all nodes downstream of them, which are
+        cut_off: nodes that ONNX Runtime does not know and all nodes downstream of them, which are
             not part of `model`; None without any.
-        carried: preprocessing from the metadata in the file, or in a file next to it.
+        metadata_preprocess: preprocessing from the metadata in the file, or in a file next to it.
         classes: class -> name from the metadata in the file.
-        trained: data of a Q/DQ model's pairs, which were removed from `model`; None for a float
+        qdq: data of a Q/DQ model's pairs, which were removed from `model`; None for a float
             model.
-        restored: whether the original stores weights as integers that are float in `model`.
-        given: the original, if it was exported here from a PyTorch model; else None.
+        had_integer_weights: whether the original stores weights as integers that are float in
+            `model`.
+        exported: the original, if it was exported here from a PyTorch model; else None.
     """
 
     model: onnx.ModelProto
@@ -119,16 +121,16 @@ class LoadedModel:
     notes: tuple[str, ...]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    widened: bool = False
-    renamed: bool = False
-    listed: int = 0
+    was_float16: bool = False
+    has_shared_names: bool = False
+    fed_weights: int = 0
     stamp: ModelStamp | None = None
-    behind: CutOffNodes | None = None
-    carried: MetadataPreprocess | None = None
+    cut_off: CutOffNodes | None = None
+    metadata_preprocess: MetadataPreprocess | None = None
     classes: Mapping[int, str] = field(default_factory=dict)
-    trained: QdqCalibration | None = None
-    restored: bool = False
-    given: onnx.ModelProto | None = None
+    qdq: QdqCalibration | None = None
+    had_integer_weights: bool = False
+    exported: onnx.ModelProto | None = None
 
     @property
     def identities(self) -> dict[str, str]:
@@ -139,19 +141,19 @@ class LoadedModel:
         return {"graph": self.digest, **files}
 
     @property
-    def cut(self) -> tuple[str, ...]:
+    def cut_notes(self) -> tuple[str, ...]:
         """A note on the nodes that are not part of `model`; empty if all are."""
-        if self.behind is None:
+        if self.cut_off is None:
             return ()
-        return (self.behind.sentence(spec.name for spec in self.outputs),)
+        return (self.cut_off.note(spec.name for spec in self.outputs),)
 
-    def whole(self, model: onnx.ModelProto) -> onnx.ModelProto:
+    def with_cut_off(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Return a model derived from `self.model` with the cut-off nodes put back.
 
         Raises:
             ExportError: they mean something else in the opset of `model`.
         """
-        return model if self.behind is None else self.behind.back(model)
+        return model if self.cut_off is None else self.cut_off.append_to(model)
 
 
 # (path, or "path.py:factory", or a model in memory; fold_batchnorm) -> LoadedModel

@@ -123,7 +123,11 @@ def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
     read = {name for graph in graphs for name in find_read_tensors(graph)}
 
     def lifted(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-        rules = [] if node.domain else changed_forms(node.op_type, places.own, places.opset)
+        rules = (
+            []
+            if node.domain
+            else changed_forms(node.op_type, places.source_opset, places.target_opset)
+        )
         if not rules:
             return [node]
         made = [copy_message(node)]
@@ -135,9 +139,9 @@ def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
         except (CannotLower, *_INVALID) as error:
             why = str(error) if isinstance(error, CannotLower) else "it is no valid node"
             raise ModelError(
-                f"a model of opset {places.own} is brought to {places.opset}, got {node.op_type}"
-                f" '{node.name}', which has no form there: {why}; export the model with opset"
-                f" {places.opset} or later"
+                f"a model of opset {places.source_opset} is brought to {places.target_opset}, got"
+                f" {node.op_type} '{node.name}', which has no form there: {why};"
+                f" export the model with opset {places.target_opset} or later"
             ) from error
         return made
 

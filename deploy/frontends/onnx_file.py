@@ -102,7 +102,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         behind,
         carried,
         classes,
-        restored=stored is not None,
+        had_integer_weights=stored is not None,
     )
 
 

@@ -49,12 +49,12 @@ class StrippedModel:
     """The result of `remove_pairs`.
 
     Attributes:
-        loose: number of pairs read by float operators.
+        float_read_pairs: number of pairs read by float operators.
         grids: tensor of the float model -> the grids of its pairs.
     """
 
     model: onnx.ModelProto
-    loose: int
+    float_read_pairs: int
     grids: Mapping[str, tuple[PairGrid, ...]]
 
 
@@ -102,11 +102,11 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
         nodes.append(node)
         own = quantizers.get(node.input[0]) if node.op_type in _ON_CODES else None
         grid = find_pair_grid(own, index) if own is not None else None
-        if own is None or grid is None or not grid.single:
+        if own is None or grid is None or not grid.is_per_tensor:
             continue
         if node.op_type == "Pad" and attributes(node).get("mode", b"constant") == b"constant":
             given = any(node.input[2:3])
-            if (index.number(node.input[2]) if given else 0) != grid.zero.item():
+            if (index.scalar(node.input[2]) if given else 0) != grid.zero.item():
                 continue  # it pads with another value than 0
             if given:
                 node.input[2] = ""
@@ -241,13 +241,13 @@ class _Stripper:
     def _float_steps(self, node: onnx.NodeProto, source: str) -> dict[str, tuple[float, ...]]:
         """Return operators with their constants that a pair's float readers need instead of it."""
         grid = find_pair_grid(node, self.index)
-        if grid is None or not grid.single:
+        if grid is None or not grid.is_per_tensor:
             raise ModelError(
                 "a pair read by float operators must have one constant scale and integer codes,"
                 f" got another on {source!r}; export the model in that form"
             )
         scale, zero = float(grid.scale.reshape(-1)[0]), int(grid.zero.reshape(-1)[0])
-        low, high = grid.least - zero, grid.most - zero
+        low, high = grid.min_code - zero, grid.max_code - zero
         lost = low == 0 and source not in self.positive
         if low == 0:
             self.positive.add(node.output[0])
@@ -286,7 +286,7 @@ class _Stripper:
         if node.op_type in _POSITIVE:
             return True
         if node.op_type == "Clip":
-            return self.index.holds_zero(node)
+            return self.index.clips_at_zero(node)
         if node.op_type in MOVES | POOLS:
             return node.input[0] in self.positive
         positive = self.positive

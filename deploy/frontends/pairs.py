@@ -72,25 +72,25 @@ class PairGrid:
     scale: NDArray[np.float32]
     zero: NDArray[np.int64]
     dtype: str
-    least: int
-    most: int
+    min_code: int
+    max_code: int
 
     @property
-    def single(self) -> bool:
+    def is_per_tensor(self) -> bool:
         """Whether there is one scale and one zero point."""
         return self.scale.size == 1 and self.zero.size == 1
 
     @property
-    def bits8(self) -> bool:
+    def is_8_bit(self) -> bool:
         """Whether a code has 8 bits."""
         return self.dtype in ("int8", "uint8")
 
     @property
-    def offset(self) -> NDArray[np.int64]:
+    def int8_zero(self) -> NDArray[np.int64]:
         """The zero points for int8 codes, of an 8-bit grid."""
         return self.zero - (_HALF if self.dtype == "uint8" else 0)
 
-    def same(self, other: PairGrid) -> bool:
+    def equals(self, other: PairGrid) -> bool:
         """Return whether another grid has bit-identical scales and the same zero points."""
         alike = self.scale.tobytes() == other.scale.tobytes() and self.dtype == other.dtype
         return alike and self.zero.tolist() == other.zero.tolist()
@@ -135,9 +135,9 @@ def input_grid(node: onnx.NodeProto, index: Graph, place: int = 0) -> PairGrid:
     if quantizer is None or quantizer.op_type != Q:
         raise UnfitError("its input is no activation")
     grid = read_pair_grid(dequantizer, index)
-    if not grid.single:
+    if not grid.is_per_tensor:
         raise UnfitError("its input has a scale a channel")
-    if not read_pair_grid(quantizer, index).same(grid):
+    if not read_pair_grid(quantizer, index).equals(grid):
         raise UnfitError("the two scales on its input differ")
     return grid
 

@@ -40,7 +40,7 @@ class CutOffNodes:
 
     Attributes:
         nodes: as in the file, in their order.
-        strange: the first node that ONNX Runtime does not know.
+        first_unknown: the first node that ONNX Runtime does not know.
         constants: that the nodes read.
         inputs: of the entire model.
         outputs: of the entire model.
@@ -48,7 +48,7 @@ class CutOffNodes:
     """
 
     nodes: tuple[onnx.NodeProto, ...]
-    strange: onnx.NodeProto
+    first_unknown: onnx.NodeProto
     constants: tuple[onnx.TensorProto, ...]
     inputs: tuple[onnx.ValueInfoProto, ...]
     outputs: tuple[onnx.ValueInfoProto, ...]
@@ -70,22 +70,22 @@ class CutOffNodes:
         )
 
     @property
-    def stranger(self) -> str:
+    def first_unknown_text(self) -> str:
         """Text for the first node that ONNX Runtime does not know."""
-        node = self.strange
+        node = self.first_unknown
         domain = f" of the domain '{node.domain}'" if node.domain else ""
         return f"{node.op_type}{domain} ('{node.name or next(iter(node.output), '')}')"
 
-    def sentence(self, outputs: Iterable[str]) -> str:
+    def note(self, outputs: Iterable[str]) -> str:
         """Return the note for the user; `outputs` are those of the part before the cut."""
         kept = "1 node" if len(self.nodes) == 1 else f"{len(self.nodes)} nodes"
         return (
-            f"Cut before {self.stranger}, which onnxruntime does not know: calibrated and"
+            f"Cut before {self.first_unknown_text}, which onnxruntime does not know: calibrated and"
             f" evaluated on {', '.join(outputs)}; {kept} from there on kept as in the"
             " file, for TensorRT and Ascend."
         )
 
-    def back(self, model: onnx.ModelProto) -> onnx.ModelProto:
+    def append_to(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Return the entire model: `model` (the part before the cut), and the cut-off nodes.
 
         Raises:
@@ -120,9 +120,9 @@ class CutOffNodes:
         other = sorted({n.op_type for n in inner if changed_forms(n.op_type, own_opset, opset)})
         if other:
             raise ExportError(
-                f"nodes after {self.strange.op_type}, which ONNX Runtime does not know, are kept"
-                f" unchanged, got {', '.join(other)} of opset {own_opset}, which opset {opset} has"
-                f" in another form; export the model with opset {opset}"
+                f"nodes after {self.first_unknown.op_type}, which ONNX Runtime does not know, are"
+                f" kept unchanged, got {', '.join(other)} of opset {own_opset}, which opset"
+                f" {opset} has in another form; export the model with opset {opset}"
             )
 
 
@@ -152,7 +152,7 @@ def cut_unknown_nodes(
     read = dict.fromkeys(name for node in nodes for name in iter_reads(node))
     behind = CutOffNodes(
         nodes=tuple(copy_message(node) for node in nodes),
-        strange=copy_message(next(node for node in nodes if is_unknown_node(node))),
+        first_unknown=copy_message(next(node for node in nodes if is_unknown_node(node))),
         constants=tuple(
             copy_tensor(index.constants[name], name) for name in read if name in index.constants
         ),
@@ -165,8 +165,8 @@ def cut_unknown_nodes(
     if not model.graph.output:
         raise ModelError(
             "calib8 calibrates the part of a model before nodes that onnxruntime does not know,"
-            f" got {behind.stranger} with no node before it; export the model with standard ONNX"
-            " operators"
+            f" got {behind.first_unknown_text} with no node before it; export the model with"
+            " standard ONNX operators"
         )
     return behind
 

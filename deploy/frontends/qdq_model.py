@@ -54,9 +54,10 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     stored = tuple(_check_pairs(model, index))
     plain = remove_pairs(model, (), keep_rounding=False)
     loaded = load_onnx(plain.model, False)  # folding norms would change weights
-    if loaded.behind is not None:
+    if loaded.cut_off is not None:
         raise ModelError(
-            f"ONNX Runtime must know every operator of a Q/DQ model, got {loaded.behind.stranger};"
+            "ONNX Runtime must know every operator of a Q/DQ model, got"
+            f" {loaded.cut_off.first_unknown_text};"
             " build the float model, whose other operators the files for TensorRT and Ascend keep"
         )
     trained = _read_pairs(model, str(path or name), index, loaded.model, plain.grids, stored)
@@ -70,10 +71,10 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
         name=name,
         digest=model_digest(original),
         stamp=stamp,
-        carried=read_metadata_preprocess(original, path),
+        metadata_preprocess=read_metadata_preprocess(original, path),
         classes=read_class_names(original),
         notes=(*_notes(trained, several), *loaded.notes),
-        trained=trained,
+        qdq=trained,
     )
 
 
@@ -102,9 +103,9 @@ def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
                 raise _refused(node, f"it is quantized to {grid.dtype}")
             yield grid
             continue
-        if not grid.single:
+        if not grid.is_per_tensor:
             raise _refused(node, "it has a scale a channel")
-        if not grid.bits8:
+        if not grid.is_8_bit:
             raise _refused(node, f"it is quantized to {grid.dtype}")
         maker = index.producer.get(node.input[0])
         if node.op_type == Q:
@@ -113,7 +114,7 @@ def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
                 raise _refused(node, "no DequantizeLinear reads it")
         elif maker is None or maker.op_type != Q:
             raise _refused(node, "no QuantizeLinear stands before it")
-        elif not _grid(maker, index).same(grid):
+        elif not _grid(maker, index).equals(grid):
             raise _refused(node, "the QuantizeLinear before it has another scale or zero point")
 
 
@@ -150,19 +151,19 @@ def _read_pairs(
         model=model,
         name=name,
         scales=spread_ranges(graph, scales),
-        weights=weights,
-        floats=why,
-        written=written,
+        weight_scales=weights,
+        float_reasons=why,
+        nodes_with_output_pair=written,
         grids=grids,
-        stored=stored,
+        constant_grids=stored,
     )
 
 
 def _range(grid: PairGrid, positive: bool) -> Scale:
     """Return a grid's range, from which an affine or a symmetric 8-bit grid is restored exactly."""
     step, zero = float(grid.scale.reshape(-1)[0]), int(grid.zero.reshape(-1)[0])
-    lo, hi = (grid.least - zero) * step, (grid.most - zero) * step
-    symmetric = not grid.offset.any()
+    lo, hi = (grid.min_code - zero) * step, (grid.max_code - zero) * step
+    symmetric = not grid.int8_zero.any()
     amax = hi if symmetric else max(-lo, hi)
     if symmetric and positive:  # half of the codes are unused
         lo = 0.0
@@ -204,7 +205,7 @@ def _weight_scales(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32] | 
             raise
         input_grid(node, index, 1)  # a MatMul of two activations
         return None
-    return scales if grid.bits8 and not grid.offset.any() else None
+    return scales if grid.is_8_bit and not grid.int8_zero.any() else None
 
 
 def _check_pairs_around(node: onnx.NodeProto, index: Graph, written: frozenset[str]) -> None:
@@ -229,8 +230,8 @@ def _has_output_pair(node: onnx.NodeProto, index: Graph) -> bool:
 def _notes(trained: QdqCalibration, several: int) -> Iterator[str]:
     yield (
         f"Quantized already: took the ranges of {len(trained.grids)} activations"
-        f" ({trained.kinds or 'none'}) and the scales of {len(trained.weights)} weights from its"
-        " pairs, and removed the pairs from the float model."
+        f" ({trained.grid_text or 'none'}) and the scales of {len(trained.weight_scales)} weights"
+        " from its pairs, and removed the pairs from the float model."
     )
     if several:
         yield (

@@ -242,7 +242,7 @@ def _loaded(exported: onnx.ModelProto, source: str, notes: Sequence[str | None])
     loaded = load_onnx(exported, True)
     origin = f"Exported by torch from {source} and checked against it."
     sentences = (f"{note[0].upper()}{note[1:]}." for note in notes if note)
-    return replace(loaded, given=exported, notes=(origin, *sentences, *loaded.notes))
+    return replace(loaded, exported=exported, notes=(origin, *sentences, *loaded.notes))
 
 
 SUFFIXES = (".onnx", ".pt2")

@@ -370,7 +370,7 @@ def _layers(
 
 def _groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[str, str]:
     """Return quantized tensor -> name of its group."""
-    groups = {pair.tensor: plan.owners.get(pair.tensor, pair.tensor) for pair in plan.pairs}
+    groups = {pair.tensor: plan.scale_owners.get(pair.tensor, pair.tensor) for pair in plan.pairs}
     sharing = {op_type for kind in share for op_type in SHARES[kind]}
     graph = Graph(model)
     for node in graph.nodes:
@@ -386,8 +386,10 @@ def _sources(exported: ExportedGraph, plan: Plan, groups: Mapping[str, str]) -> 
     known = find_range_limits(exported.model)
     names_of: dict[str, dict[str, None]] = {}
     for tensor, group in groups.items():
-        owner = plan.owners.get(tensor, tensor)
-        names_of.setdefault(group, {}).update(dict.fromkeys(plan.sources.get(owner, (owner,))))
+        owner = plan.scale_owners.get(tensor, tensor)
+        names_of.setdefault(group, {}).update(
+            dict.fromkeys(plan.range_sources.get(owner, (owner,)))
+        )
     return {
         group: [(node, known.get(name)) for name in names for node in exported.nodes_of(name)[:1]]
         for group, names in names_of.items()

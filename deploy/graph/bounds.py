@@ -169,7 +169,7 @@ class _Readers:
             alpha, beta = given.get("alpha", 0.2), given.get("beta", 0.5)
             return (-beta / alpha, (1 - beta) / alpha) if alpha > 0 else None
         if node.op_type == "Clip":
-            low, high = (self.graph.number(name) for name in [*node.input, "", ""][1:3])
+            low, high = (self.graph.scalar(name) for name in [*node.input, "", ""][1:3])
             return (-math.inf if low is None else low, math.inf if high is None else high)
         return None
 
@@ -248,7 +248,7 @@ class _Readers:
 
     def _number_beside(self, tensor: str, node: onnx.NodeProto) -> float | None:
         others = [name for name in node.input if name != tensor]
-        return self.graph.number(others[0]) if len(others) == 1 else None
+        return self.graph.scalar(others[0]) if len(others) == 1 else None
 
 
 class RangeLimits(NamedTuple):
@@ -257,12 +257,12 @@ class RangeLimits(NamedTuple):
     Attributes:
         floor: no reader distinguishes values below it.
         ceiling: no reader distinguishes values above it.
-        followed: limit up to which rare large values are extrapolated; -inf for none.
+        extrapolation_limit: limit up to which rare large values are extrapolated; -inf for none.
     """
 
     floor: float
     ceiling: float
-    followed: float = -math.inf
+    extrapolation_limit: float = -math.inf
 
 
 UNLIMITED = RangeLimits(-math.inf, math.inf)
@@ -276,7 +276,7 @@ def find_range_limits(model: onnx.ModelProto) -> dict[str, RangeLimits]:
     """
     found = {name: RangeLimits(*ends) for name, ends in find_bounds(model).items()}
     for name in _logits(Graph(model)):
-        found[name] = found.get(name, UNLIMITED)._replace(followed=SIGMOID[1])
+        found[name] = found.get(name, UNLIMITED)._replace(extrapolation_limit=SIGMOID[1])
     return found
 
 
@@ -332,7 +332,7 @@ def _handed_on(node: onnx.NodeProto | None) -> list[str]:
 
 
 def find_float16_overflows(
-    graph: Graph, largest: Mapping[str, float], *, but: Collection[str]
+    graph: Graph, largest: Mapping[str, float], *, int8_nodes: Collection[str]
 ) -> dict[str, str]:
     """Return node -> why it must not compute in float16.
 
@@ -341,14 +341,14 @@ def find_float16_overflows(
     Args:
         graph: the float model's.
         largest: tensor -> largest |x| observed, of the tensors for which it is known.
-        but: nodes that run in int8.
+        int8_nodes: names of the nodes that run in int8.
     """
     why: dict[str, str] = {}
     for node in graph.nodes:
         reason = float16_overflow(graph, node, largest) if node.op_type != "Constant" else ""
         for each in _with_readers(graph, node, reason) if reason else ():
             why.setdefault(each.name, reason)
-    wide = why.keys() - but
+    wide = why.keys() - int8_nodes
     return {node.name: why[node.name] for node in graph.nodes if node.name in wide}
 
 

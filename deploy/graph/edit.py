@@ -378,7 +378,7 @@ def name_nodes(graph: onnx.GraphProto) -> int:
     return made
 
 
-def name_nodes_by_place(graph: onnx.GraphProto) -> int:
+def name_nodes_by_index(graph: onnx.GraphProto) -> int:
     """Do as `name_nodes`, by the rule that AMCT's configurations and records follow.
 
     A node without a name, or with a duplicate one, becomes '<op>_<index>'.

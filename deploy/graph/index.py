@@ -214,7 +214,7 @@ class Graph:
         return {name: dims(v) for name, v in self._declared.items()}
 
     @cached_property
-    def pushed(self) -> frozenset[str]:
+    def captured_through_moves(self) -> frozenset[str]:
         """Tensors captured by a subgraph, traced back through nodes that only move data.
 
         The optimizer inlines the branch of an If with a constant condition, so tensors captured
@@ -233,7 +233,7 @@ class Graph:
         return frozenset(found)
 
     @cached_property
-    def computed(self) -> frozenset[str]:
+    def computed_constants(self) -> frozenset[str]:
         """Tensors that nodes compute from constants alone."""
         found: set[str] = set()
         for node in self.nodes:
@@ -270,7 +270,7 @@ class Graph:
         used_elsewhere = tensor in self.outputs or tensor in self.captured
         return readers[0] if len(readers) == 1 and not used_elsewhere else None
 
-    def number(self, tensor: str) -> float | None:
+    def scalar(self, tensor: str) -> float | None:
         """Return the value of a one-element initializer; None for any other tensor."""
         from onnx import numpy_helper
 
@@ -279,13 +279,13 @@ class Graph:
             return None
         return float(numpy_helper.to_array(constant).reshape(-1)[0])
 
-    def number_beside(self, tensor: str, node: onnx.NodeProto) -> float | None:
+    def scalar_operand(self, tensor: str, node: onnx.NodeProto) -> float | None:
         """Return the scalar operand of a binary node on `tensor`; None if there is none.
 
         A constant that would raise the rank of the result does not count.
         """
         others = [name for name in node.input if name != tensor]
-        if len(node.input) != 2 or len(others) != 1 or (value := self.number(others[0])) is None:
+        if len(node.input) != 2 or len(others) != 1 or (value := self.scalar(others[0])) is None:
             return None
         rank = len(self.initializers[others[0]].dims)
         return value if rank <= max(1, len(self.shapes.get(tensor) or ())) else None
@@ -296,7 +296,7 @@ class Graph:
         after = self.only_reader(out)
         if after is None or node.op_type == GATE:
             return out
-        if after.op_type in _TAILS and after.input[0] == out and self.holds_zero(after):
+        if after.op_type in _TAILS and after.input[0] == out and self.clips_at_zero(after):
             return str(after.output[0])
         if node.op_type == "MatMul" and after.op_type == "Add" and self._adds_bias(after, out):
             return self.tail(after)
@@ -312,11 +312,11 @@ class Graph:
         fits = bias is not None and list(bias.dims) == [columns] and bias.data_type == _FLOAT
         return readers[0] if fits else None
 
-    def holds_zero(self, node: onnx.NodeProto) -> bool:
+    def clips_at_zero(self, node: onnx.NodeProto) -> bool:
         """Whether a node is a Relu, or a Clip with the constant lower bound 0."""
         if node.op_type == "Relu":
             return True
-        return len(node.input) > 1 and self.number(node.input[1]) == 0.0
+        return len(node.input) > 1 and self.scalar(node.input[1]) == 0.0
 
     def _adds_bias(self, node: onnx.NodeProto, tensor: str) -> bool:
         others = [name for name in node.input if name != tensor]
@@ -387,7 +387,7 @@ def channel_axis(node: onnx.NodeProto, rank: int) -> int:
     return 0 if node.op_type == "Conv" else 1
 
 
-def one_or_several(names: str | Iterable[str]) -> tuple[str, ...]:
+def as_names(names: str | Iterable[str]) -> tuple[str, ...]:
     """Return names as a tuple; a text is one name, not its letters."""
     return (names,) if isinstance(names, str) else tuple(names)
 

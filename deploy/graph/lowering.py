@@ -94,7 +94,7 @@ class _Decomposition:
 
     def mean(self, name: str, axes: Sequence[int]) -> str:
         """Append a mean over axes, which stay with size 1; return its name."""
-        if self.places.opset >= 18:
+        if self.places.target_opset >= 18:
             return self.add("ReduceMean", name, self.held(np.array(axes, np.int64)))
         return self.add("ReduceMean", name, given={"axes": axes})
 
@@ -173,7 +173,7 @@ def _scaled(made: _Decomposition, name: str) -> None:
 def _group_norm(made: _Decomposition) -> None:
     """Normalize the groups as instances; before opset 21, scale and bias are per group."""
     _refuse_sums(made)
-    groups, per_channel = made.given["num_groups"], made.places.own >= 21
+    groups, per_channel = made.given["num_groups"], made.places.source_opset >= 21
     scale, bias = made.node.input[1:3]
     if per_channel:
         scale, bias = made.floats(np.ones(groups)), made.floats(np.zeros(groups))
@@ -219,7 +219,7 @@ class LoweredModel:
 
 
 def lower_opset(
-    model: onnx.ModelProto, *, opset: int, without: Collection[str] = frozenset()
+    model: onnx.ModelProto, *, opset: int, decomposed: Collection[str] = frozenset()
 ) -> LoweredModel:
     """Convert a model to `opset` or older; returns `model` itself if nothing is to do.
 
@@ -229,14 +229,14 @@ def lower_opset(
     Args:
         model: opset 13 to 25.
         opset: 13 or newer.
-        without: operators to decompose although the opset has them.
+        decomposed: operators to decompose although the opset has them.
 
     Raises:
         ExportError: a node cannot be converted; names it and says why.
     """
     own = opset_of(model)
     standard = (node for node in all_nodes(model.graph) if node.domain in _DEFAULT)
-    if own <= opset and not any(node.op_type in without for node in standard):
+    if own <= opset and not any(node.op_type in decomposed for node in standard):
         return LoweredModel(model, {})
     target = min(own, opset)
     if not OLDEST <= target <= own <= NEWEST:
@@ -244,8 +244,8 @@ def lower_opset(
             f"a model is lowered between opset {OLDEST} and {NEWEST}, got {own} for {opset};"
             f" export it with opset {opset}"
         )
-    made = infer_types(_write_functions(model, target, without), data_prop=True)
-    work = _Lowering(without)
+    made = infer_types(_write_functions(model, target, decomposed), data_prop=True)
+    work = _Lowering(decomposed)
     rewrite_nodes(made.graph, OpsetScope(own, target), work.node)
     del made.graph.value_info[:]
     set_opset(made, target)
@@ -295,18 +295,20 @@ class _Lowering:
             made = self._forms(node, places)
         except CannotLower as error:
             raise ExportError(
-                f"every node must have a form in opset {places.opset} that the parser reads,"
+                f"every node must have a form in opset {places.target_opset} that the parser reads,"
                 f" got {node.op_type} '{node.name}', which has none here: {error}; export the model"
-                f" with opset {places.opset} or with other operators"
+                f" with opset {places.target_opset} or with other operators"
             ) from error
         if [one.op_type for one in made] != [node.op_type] or made[-1] != node:
             self.rewritten[node.op_type] += 1
         return made
 
     def _forms(self, node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-        own = find_schema(node.op_type, places.own)
-        old = find_schema(node.op_type, places.opset)
-        changed = places.opset < _OTHER_MEANING.get(node.op_type, OLDEST) <= places.own
+        own = find_schema(node.op_type, places.source_opset)
+        old = find_schema(node.op_type, places.target_opset)
+        changed = (
+            places.target_opset < _OTHER_MEANING.get(node.op_type, OLDEST) <= places.source_opset
+        )
         if old is None or node.op_type in self.without or changed:
             if node.op_type not in _WRITERS:
                 raise CannotLower("no other operators are known that compute it")

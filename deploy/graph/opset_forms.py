@@ -40,22 +40,22 @@ class OpsetScope:
     """Opsets and the tensors in scope of a graph: its own and those of the enclosing graphs.
 
     Attributes:
-        own: opset of the nodes.
-        opset: opset to convert them to.
-        taken: names of tensors that exist, and those of new ones.
+        source_opset: opset of the nodes.
+        target_opset: opset to convert them to.
+        tensor_names: names of tensors that exist, and those of new ones.
         constants: name -> tensor.
         dtypes: tensor -> ONNX element type.
         shapes: tensor -> sizes as in `deploy.graph.index.dims`.
     """
 
-    own: int
-    opset: int
-    taken: set[str] = field(default_factory=set)
+    source_opset: int
+    target_opset: int
+    tensor_names: set[str] = field(default_factory=set)
     constants: Mapping[str, onnx.TensorProto] = field(default_factory=dict)
     dtypes: Mapping[str, int] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int | str | None, ...] | None] = field(default_factory=dict)
 
-    def inside(self, graph: onnx.GraphProto) -> OpsetScope:
+    def subgraph_scope(self, graph: onnx.GraphProto) -> OpsetScope:
         """Return the scope of a subgraph: this one plus the subgraph's own tensors."""
         known = [*graph.input, *graph.value_info, *graph.output]
         held = {tensor.name: tensor for tensor in graph.initializer}
@@ -73,7 +73,7 @@ class OpsetScope:
 
     def new_name(self, wanted: str) -> str:
         """Return a name for a new tensor that no other one has."""
-        return claim_name(wanted, self.taken)
+        return claim_name(wanted, self.tensor_names)
 
     def values(self, name: str, what: str) -> NDArray[Any]:
         """Return the values of a constant.
@@ -110,7 +110,7 @@ class OpsetScope:
 
 def rewrite_nodes(graph: onnx.GraphProto, around: OpsetScope, form: Form) -> None:
     """Replace each node of a graph and of its subgraphs by the nodes that `form` returns."""
-    places = around.inside(graph)
+    places = around.subgraph_scope(graph)
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
         for body in subgraphs(node):
@@ -151,7 +151,7 @@ def make_constant_node(name: str, values: NDArray[Any]) -> onnx.NodeProto:
 
 def _axes(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
     """Reduce: axes as an attribute, as before opset 18."""
-    if places.opset >= 18:
+    if places.target_opset >= 18:
         return [node]
     named = len(node.input) > 1 and node.input[1]
     axes = places.values(node.input[1], "axes").tolist() if named else []
@@ -184,9 +184,9 @@ def _split(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
 
 def _pad(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
     """Pad: pads of all axes, as before opset 18; no mode "wrap" before opset 19."""
-    if attributes(node).get("mode") == b"wrap" and places.opset < 19:
+    if attributes(node).get("mode") == b"wrap" and places.target_opset < 19:
         raise CannotLower("it wraps around")
-    if places.opset >= 18 or len(node.input) < 4 or not node.input[3]:
+    if places.target_opset >= 18 or len(node.input) < 4 or not node.input[3]:
         return [node]
     rank = len(places.shape(node.input[0]))
     given, axes = places.values(node.input[1], "pads"), places.values(node.input[3], "axes")
@@ -201,9 +201,9 @@ def _pad(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
 def _resize(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
     """Resize: scales or sizes of all axes, as before opset 18."""
     mode = attributes(node).get("coordinate_transformation_mode")
-    if mode == b"half_pixel_symmetric" and places.opset < 19:
+    if mode == b"half_pixel_symmetric" and places.target_opset < 19:
         raise CannotLower("it resizes by half_pixel_symmetric")
-    return [node] if places.opset >= 18 else complete_resize(node, places)
+    return [node] if places.target_opset >= 18 else complete_resize(node, places)
 
 
 def complete_resize(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
@@ -285,7 +285,7 @@ def _spread(
 
 def _reshape(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
     """Reshape: before opset 14, a 0 always copies the input's size."""
-    if attributes(node).get("allowzero", 0) and places.opset < 14:
+    if attributes(node).get("allowzero", 0) and places.target_opset < 14:
         if not places.values(node.input[1], "sizes").all():
             raise CannotLower("it makes a size of 0")
         _drop(node, "allowzero")
@@ -294,14 +294,14 @@ def _reshape(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
 
 def _scatter(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
     """ScatterND and ScatterElements: no reduction "max" or "min" before opset 18."""
-    if attributes(node).get("reduction") in (b"max", b"min") and places.opset < 18:
+    if attributes(node).get("reduction") in (b"max", b"min") and places.target_opset < 18:
         raise CannotLower("its reduction is max or min")
     return [node]
 
 
 def _grid_sample(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
     """GridSample: before opset 20, other mode names and images only."""
-    if places.opset >= 20:
+    if places.target_opset >= 20:
         return [node]
     if len(places.shape(node.input[0])) != 4:
         raise CannotLower(f"{node.input[0]} is not an image")
@@ -425,7 +425,7 @@ def _new_norm(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
 
 def _new_dropout(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
     """Dropout: its ratio counts in training alone."""
-    if places.own < 10 and len(node.output) > 1:
+    if places.source_opset < 10 and len(node.output) > 1:
         raise CannotLower("its mask is read")
     _drop(node, "ratio")
     return [node]

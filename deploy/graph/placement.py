@@ -1,4 +1,4 @@
-"""Q/DQ placement rules: where each target wants pairs, and on which grid; Hard-Sigmoid gates.
+"""Q/DQ placement rules: where each target wants pairs, and on which grid.
 
 A `Placement` holds the rules of one target. `deploy.graph.plan` applies it to a model;
 `deploy.graph.refusal` says which nodes it leaves float.
@@ -12,44 +12,13 @@ movement and norms between int8 nodes stay float without separating them::
 
 Sources: ModelOpt 0.47, `build_non_residual_input_map` and `find_quantizable_nodes`; TensorRT's
 developer guide, "Q/DQ layer-placement recommendations"; NVIDIA/TensorRT issue 4366.
-
-A *gate* multiplies a tensor by a Hard-Sigmoid of itself (Hard-Swish) or of another tensor
-(squeeze-excite). Exporters write it in many forms, which all compute::
-
-    y = factor * gain * clip(source + shift, 0, top) + offset
-
-    HardSwish(x)                       x * clip(x + 3, 0, 6) / 6
-    x * HardSigmoid(g, alpha, beta)    x * alpha * clip(g + beta / alpha, 0, 1 / alpha)
-    Add 3, Clip 0..6, Mul x, Div 6     in this order, or with the Div before the Mul
-
-A following Mul or Div by a positive scalar becomes part of the gain, a final Add of a scalar the
-offset. In int8 the saturation of Q is the Clip, a DQ scale that differs from the Q scale is the
-gain, and a differing zero point the offset::
-
-    source -> Add(shift) -> Q(top / 255, 0) -> DQ(gain * top / 255) -> Mul(factor)
-           -> Q(scale, zero_point + offset / scale) -> DQ(scale, zero_point) -> y
-
-so that two int8 kernels (QLinearAdd, QLinearMul) and two roundings remain. If the Clip is centred
-on a source of 0, as in a Hard-Swish, and the source's range nearly reaches down to -shift, the
-source's own integers are clipped and read with another zero point::
-
-    Q(scale, zero) -> Clip(low, low + top / scale) -> DQ(gain * scale, low) -> Mul(factor) -> ...
-                      low = zero - shift / scale
-
-which leaves one rounding and a Clip in a third of the time, or no Clip if the range ends below
-top - shift. If a Conv makes the source for the gate alone, as in squeeze-excite, the shift is added
-to its bias, so that the Conv itself writes the clipped values.
-
-Source: ONNX operators HardSigmoid-6 and HardSwish-14; A. Howard et al., "Searching for
-MobileNetV3", arXiv:1905.02244, section 5.2.
 """
 
-import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from calibrators.grids import FP8, INT8, UINT8, Grid
 from deploy.graph.index import GATE, Graph, attributes
@@ -77,23 +46,26 @@ class Placement:
         heavy: op types that gain from an int8 kernel.
         glue: op types that pass int8 on.
         keeps_scale: op types whose output must have the input's scale.
-        outputs: pairs after every int8 node (ONNX Runtime), else only on inputs (TensorRT).
-        everywhere: pairs on all inputs and outputs of every node that can run on the grid (DLA).
-        bias: biases are int32 with a DequantizeLinear (ONNX Runtime), else float.
-        gemms: a 2-D MatMul and the Add of its bias form one Gemm.
-        checked: glue stays float if ONNX Runtime's integer kernel is missing or differs.
+        pairs_on_outputs: pairs after every int8 node (ONNX Runtime), else on inputs only
+            (TensorRT).
+        pairs_everywhere: pairs on all inputs and outputs of every node that can run on the
+            grid (DLA).
+        quantizes_bias: biases are int32 with a DequantizeLinear (ONNX Runtime), else float.
+        fuses_gemm_bias: a 2-D MatMul and the Add of its bias form one Gemm.
+        checks_kernels: glue stays float if ONNX Runtime's integer kernel is missing or differs.
         per_tensor: op types whose weights get one scale per tensor.
-        numbers: an Add or Mul of a tensor and a scalar is glue too, with the scalar in int8.
-        passes: op types that stay float between an int8 node and glue without separating them.
-        float_behind_concat: readers of a Concat stay float unless int8 nodes make all its inputs.
-        parted: op types with a pair between them and their tail.
-        thin: a Conv on a model input with fewer products per output value than this stays float,
-            and one on a picture of one channel, unless a MaxPool follows or it makes many values of
-            each input value.
-        least_channels: op type -> layers with fewer input or output channels stay float.
-        most_window: a Conv with a window of more elements stays float; 0 for no limit.
-        groups: whether a Conv may have groups.
-        tiles: a ConvTranspose stays float unless it makes one tile of each pixel.
+        quantizes_scalars: an Add or Mul of a tensor and a scalar is glue too, with the scalar in
+            int8.
+        passes_int8: op types that stay float between an int8 node and glue without separating them.
+        float_after_concat: readers of a Concat stay float unless int8 nodes make all its inputs.
+        separates_tail: op types with a pair between them and their tail.
+        min_products: a Conv on a model input with fewer products per output value than this stays
+            float, and one on a picture of one channel, unless a MaxPool follows or it makes many
+            values of each input value.
+        min_channels: op type -> layers with fewer input or output channels stay float.
+        max_window: a Conv with a window of more elements stays float; 0 for no limit.
+        allows_groups: whether a Conv may have groups.
+        requires_tiles: a ConvTranspose stays float unless it makes one tile of each pixel.
         fits_pairs: store weights so that no CPU saturates the sum of two adjacent products
             (`calibrators.weights`).
     """
@@ -103,22 +75,22 @@ class Placement:
     heavy: frozenset[str]
     glue: frozenset[str]
     keeps_scale: frozenset[str]
-    outputs: bool
-    bias: bool
-    everywhere: bool = False
-    gemms: bool = False
-    checked: bool = False
+    pairs_on_outputs: bool
+    quantizes_bias: bool
+    pairs_everywhere: bool = False
+    fuses_gemm_bias: bool = False
+    checks_kernels: bool = False
     weights: Grid = INT8
     per_tensor: frozenset[str] = frozenset()
-    numbers: bool = False
-    passes: frozenset[str] = frozenset()
-    float_behind_concat: bool = False
-    parted: frozenset[str] = frozenset()
-    thin: int = 0
-    least_channels: Mapping[str, int] = field(default_factory=dict)
-    most_window: int = 0
-    groups: bool = True
-    tiles: bool = False
+    quantizes_scalars: bool = False
+    passes_int8: frozenset[str] = frozenset()
+    float_after_concat: bool = False
+    separates_tail: frozenset[str] = frozenset()
+    min_products: int = 0
+    min_channels: Mapping[str, int] = field(default_factory=dict)
+    max_window: int = 0
+    allows_groups: bool = True
+    requires_tiles: bool = False
     fits_pairs: bool = False
 
     @property
@@ -127,7 +99,7 @@ class Placement:
         return self.heavy | self.glue
 
     @property
-    def word(self) -> str:
+    def precision_name(self) -> str:
         """Name of the grid in reasons: "int8" for any zero point, or "fp8"."""
         return INT8.name if self.grid.kind == "integer" else self.grid.name
 
@@ -141,16 +113,16 @@ ONNXRUNTIME = Placement(
     | POOLS
     | {"Add", "Mul", "Sigmoid", "LeakyRelu", "Concat", "Resize", "Split", "ReduceMean", GATE},
     keeps_scale=MOVES | CUTS | {"MaxPool", "Resize", "Split"},
-    outputs=True,
-    bias=True,
-    gemms=True,
-    checked=True,
-    numbers=True,
+    pairs_on_outputs=True,
+    quantizes_bias=True,
+    fuses_gemm_bias=True,
+    checks_kernels=True,
+    quantizes_scalars=True,
     # 3 colours times 3x3 are 27 products: the int8 kernel's im2col costs as much as it saves, or
     # more (EfficientNet-Lite0 on AVX512-VNNI: 1.86x as fast as FP32 with the first Conv in int8,
     # 2.05x without; 2.07x either way in ONNX Runtime 1.32)
-    thin=32,
-    tiles=True,
+    min_products=32,
+    requires_tiles=True,
     fits_pairs=True,
 )
 TENSORRT = Placement(
@@ -159,10 +131,10 @@ TENSORRT = Placement(
     heavy=WEIGHTED,
     glue=POOLS | {"Add", "ReduceMean"},
     keeps_scale=MOVES | {"MaxPool", "Resize", "Split"},
-    outputs=False,
-    bias=False,
+    pairs_on_outputs=False,
+    quantizes_bias=False,
     # pointwise operators, and a residual Add with them, are fused into the layer upstream
-    passes=MOVES | POOLS | POINTWISE | NORM | {"Concat", "Split", "Slice", "Gather", "Resize"},
+    passes_int8=MOVES | POOLS | POINTWISE | NORM | {"Concat", "Split", "Slice", "Gather", "Resize"},
 )
 # FP8 has fewer kernels than int8: no fast one for groups or a window of over 32 elements
 # ("Limitations" of TensorRT's release notes, such as 10.12). ModelOpt 0.47 leaves small layers in
@@ -174,9 +146,9 @@ TENSORRT_FP8 = replace(
     weights=FP8,
     heavy=WEIGHTED - {"ConvTranspose"},
     glue=frozenset({"Add"}),
-    least_channels={"Conv": 17, "Gemm": 16, "MatMul": 16},
-    most_window=32,
-    groups=False,
+    min_channels={"Conv": 17, "Gemm": 16, "MatMul": 16},
+    max_window=32,
+    allows_groups=False,
 )
 # DLA compiles a whole region as one node, which runs in int8 only if all its tensors have a scale:
 # ModelOpt 0.47 with --target_dla places pairs on all of them (NVIDIA/Model-Optimizer pull request
@@ -185,7 +157,7 @@ TENSORRT_FP8 = replace(
 DLA = replace(
     TENSORRT,
     name="DLA",
-    everywhere=True,
+    pairs_everywhere=True,
     glue=MOVES
     | POOLS
     | {"GlobalMaxPool", "Relu", "Clip", "LeakyRelu", "PRelu", "Sigmoid", "Tanh", "Abs"}
@@ -200,8 +172,8 @@ ASCEND = Placement(
     heavy=WEIGHTED | {"AveragePool"},
     glue=frozenset(),
     keeps_scale=frozenset(),
-    outputs=False,
-    bias=True,
+    pairs_on_outputs=False,
+    quantizes_bias=True,
     per_tensor=frozenset({"Gemm", "MatMul"}),
 )
 
@@ -244,7 +216,7 @@ def resize_mode(node: onnx.NodeProto) -> str:
 
 def pads_nonzero(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether a Pad adds a constant that is not 0 or is unknown."""
-    zeros = len(node.input) < 3 or not node.input[2] or graph.number(node.input[2]) == 0
+    zeros = len(node.input) < 3 or not node.input[2] or graph.scalar(node.input[2]) == 0
     return attributes(node).get("mode", b"constant") == b"constant" and not zeros
 
 
@@ -335,141 +307,3 @@ def made_by_heavy(graph: Graph, tensor: str, heavy: Collection[str]) -> bool:
     while maker is not None and (maker.op_type in POINTWISE or has_constant_operand(graph, maker)):
         maker = graph.producer.get(graph.data_inputs(maker)[0])
     return maker is not None and maker.op_type in heavy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gate:
-    """One gate: y = factor * gain * clip(source + shift, 0, top) + offset.
-
-    Attributes:
-        nodes: names of its nodes, in execution order.
-        source: name of the tensor that is shifted and clipped.
-        factor: name of the tensor that is multiplied; "" while none was found.
-        output: name of y.
-        shift: not 0.
-        top: upper bound of the clip, positive.
-        gain: positive.
-        offset: added last.
-    """
-
-    nodes: tuple[str, ...]
-    source: str
-    factor: str
-    output: str
-    shift: float
-    top: float
-    gain: float
-    offset: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """Name of the node that replaces the gate: the name of its last node."""
-        return self.nodes[-1]
-
-    @property
-    def centred(self) -> bool:
-        """Whether the clip is symmetric about a source of 0."""
-        return math.isclose(self.top, 2 * self.shift, rel_tol=1e-5)
-
-
-def find_gates(graph: Graph) -> tuple[Gate, ...]:
-    """Return every gate whose inner tensors no other node reads, in graph order."""
-    found = []
-    for node in graph.nodes:
-        gate = _started(graph, node)
-        while gate is not None and (longer := _continued(graph, gate)) is not None:
-            gate = longer
-        if gate is not None and gate.factor:
-            found.append(_offset(graph, gate))
-    return tuple(found)
-
-
-def collapse_gates(nodes: Iterable[onnx.NodeProto], found: Iterable[Gate]) -> list[onnx.NodeProto]:
-    """Return the nodes with each gate replaced by one `GATE` node, in place of its last node."""
-    last = {gate.name: gate for gate in found}
-    inner = {name for gate in last.values() for name in gate.nodes[:-1]}
-    return [
-        _stand_in(last[node.name]) if node.name in last else node
-        for node in nodes
-        if node.name not in inner
-    ]
-
-
-def _stand_in(gate: Gate) -> onnx.NodeProto:
-    inputs = list(dict.fromkeys([gate.source, gate.factor]))
-    return helper.make_node(GATE, inputs, [gate.output], name=gate.name)
-
-
-def _started(graph: Graph, node: onnx.NodeProto) -> Gate | None:
-    """Return the gate that starts at a node, up to its Clip; all of it for a HardSwish."""
-    if node.domain not in ("", "ai.onnx"):
-        return None
-    if node.op_type == "HardSwish":
-        x, y = str(node.input[0]), str(node.output[0])
-        return Gate(
-            nodes=(node.name,), source=x, factor=x, output=y, shift=3.0, top=6.0, gain=1 / 6
-        )
-    if node.op_type == "HardSigmoid":
-        given = attributes(node)
-        alpha, beta = float(given.get("alpha", 0.2)), float(given.get("beta", 0.5))
-        if alpha <= 0 or beta == 0:
-            return None
-        return Gate(
-            nodes=(node.name,),
-            source=str(node.input[0]),
-            factor="",
-            output=str(node.output[0]),
-            shift=beta / alpha,
-            top=1 / alpha,
-            gain=alpha,
-        )
-    return _written_out(graph, node) if node.op_type == "Add" else None
-
-
-def _written_out(graph: Graph, add: onnx.NodeProto) -> Gate | None:
-    """Match an Add of a scalar followed by a Clip from 0 to a scalar."""
-    source = next((str(n) for n in add.input if n not in graph.initializers), "")
-    shift = graph.number_beside(source, add)
-    clip = graph.only_reader(add.output[0])
-    if not shift or clip is None or clip.op_type != "Clip":
-        return None
-    top = graph.number(clip.input[2]) if len(clip.input) > 2 else None
-    if clip.input[0] != add.output[0] or not graph.holds_zero(clip) or not top or top < 0:
-        return None
-    return Gate(
-        nodes=(add.name, clip.name),
-        source=source,
-        factor="",
-        output=str(clip.output[0]),
-        shift=shift,
-        top=top,
-        gain=1.0,
-    )
-
-
-def _continued(graph: Graph, gate: Gate) -> Gate | None:
-    """Extend a gate by the Mul or Div that alone reads its output; None if there is none."""
-    after = graph.only_reader(gate.output)
-    if after is None or after.op_type not in ("Mul", "Div") or gate.output not in after.input:
-        return None
-    longer = replace(gate, nodes=(*gate.nodes, after.name), output=str(after.output[0]))
-    first, second = (str(name) for name in after.input)
-    other = second if first == gate.output else first
-    number = graph.number_beside(gate.output, after)
-    if number is not None and number > 0 and (after.op_type == "Mul" or first == gate.output):
-        gain = gate.gain * number if after.op_type == "Mul" else gate.gain / number
-        return replace(longer, gain=gain)
-    free = after.op_type == "Mul" and not gate.factor and other != gate.output
-    return replace(longer, factor=other) if free and other not in graph.initializers else None
-
-
-def _offset(graph: Graph, gate: Gate) -> Gate:
-    """Extend a gate by a following Add of a scalar, unless a Relu or Clip follows that."""
-    add = graph.only_reader(gate.output)
-    if add is None or add.op_type != "Add" or graph.tail(add) != add.output[0]:
-        return gate
-    number = graph.number_beside(gate.output, add)
-    if number is None:
-        return gate
-    longer = replace(gate, nodes=(*gate.nodes, add.name), output=str(add.output[0]))
-    return replace(longer, offset=number)

@@ -10,7 +10,7 @@ into it, so the scale is that of the tail's output::
     x --[Q DQ]--> Conv --> Relu --[Q DQ]--> ...       not between Conv and Relu
                   '---- tail --'
 
-A Hard-Swish, in any of its forms, counts as one node (see `deploy.graph.placement`).
+A Hard-Swish, in any of its forms, counts as one node (see `deploy.graph.gates`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,16 +20,14 @@ from functools import cached_property
 import onnx
 
 from calibrators.grids import FP8, INT8, UINT8
+from deploy.graph.gates import Gate, collapse_gates, find_gates
 from deploy.graph.index import GATE, CachedGraph, Graph, attributes, channel_axis
 from deploy.graph.placement import (
     MOVES,
     POOLS,
-    Gate,
     Placement,
     add_concat_readers,
-    collapse_gates,
     find_bias_add,
-    find_gates,
     has_constant_operand,
     has_float_sibling,
     int8_inputs,
@@ -101,33 +99,34 @@ class Plan:
         decisions: every node of the main graph, in graph order.
         pairs: Q/DQ pairs to insert, in graph order.
         weights: initializers to store as int8.
-        owners: tensor -> the tensor whose scale it must share.
-        sources: tensor with a scale -> the tensors whose ranges the scale covers, if not its own.
+        scale_owners: tensor -> the tensor whose scale it must share.
+        range_sources: tensor with a scale -> the tensors whose ranges the scale covers, if not its
+            own.
         gates: gates that run in int8; `pairs` has their ends, their inner scales are fixed.
-        shifts: Conv -> the gate that alone reads it and multiplies another tensor
+        bias_shifts: Conv -> the gate that alone reads it and multiplies another tensor
             (squeeze-excite). The gate's shift is added to the Conv's bias, and the Conv's output
             is then clipped by its own grid.
-        gemms: MatMul -> the Add of its bias, if both form one Gemm.
-        numbers: Adds and Muls whose constant operand is to be stored in int8.
-        pads: Pads that run on the integers themselves.
+        gemm_bias_adds: MatMul -> the Add of its bias, if both form one Gemm.
+        int8_scalars: Adds and Muls whose constant operand is to be stored in int8.
+        int8_pads: Pads that run on the integers themselves.
     """
 
     placement: Placement
     decisions: tuple[Decision, ...]
     pairs: tuple[QdqPair, ...]
     weights: tuple[WeightTarget, ...]
-    owners: Mapping[str, str] = field(default_factory=dict)
-    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    scale_owners: Mapping[str, str] = field(default_factory=dict)
+    range_sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gates: tuple[Gate, ...] = ()
-    shifts: Mapping[str, Gate] = field(default_factory=dict)
-    gemms: Mapping[str, str] = field(default_factory=dict)
-    numbers: tuple[str, ...] = ()
-    pads: tuple[str, ...] = ()
+    bias_shifts: Mapping[str, Gate] = field(default_factory=dict)
+    gemm_bias_adds: Mapping[str, str] = field(default_factory=dict)
+    int8_scalars: tuple[str, ...] = ()
+    int8_pads: tuple[str, ...] = ()
 
     @property
     def activations(self) -> tuple[str, ...]:
         """Tensors that need their own scale, in graph order."""
-        names = [self.owners.get(p.tensor, p.tensor) for p in self.pairs]
+        names = [self.scale_owners.get(p.tensor, p.tensor) for p in self.pairs]
         return tuple(dict.fromkeys(names))
 
     @property
@@ -165,7 +164,7 @@ def analyse(
     *,
     float_nodes: FloatNodes = (),
     float_tensors: Mapping[str, str] | None = None,
-    read: ModelAnalysis | None = None,
+    analysis: ModelAnalysis | None = None,
 ) -> Plan:
     """Decide for every node whether it runs in int8.
 
@@ -174,9 +173,9 @@ def analyse(
         placement: the target's rules.
         float_nodes: names of nodes to keep in float, with reasons if the user did not choose them.
         float_tensors: tensor -> why it has no scale ("was 0 in every sample").
-        read: analysis of the model from an earlier call.
+        analysis: of the model, from an earlier call.
     """
-    known = ModelAnalysis(model) if read is None else read
+    known = ModelAnalysis(model) if analysis is None else analysis
     found = known.gates if GATE in placement.glue else ()
     graph = known.collapsed if found else known.graph
     stands_in = {name: gate.name for gate in found for name in gate.nodes}
@@ -187,7 +186,7 @@ def analyse(
     why: dict[str, str] = {}
     for node in graph.nodes:
         why[node.name] = find_refusal(graph, node, placement, float_reasons, no_scale)
-    if not placement.everywhere:
+    if not placement.pairs_everywhere:
         # refuse nodes that gain nothing in int8; refusing one node can strand another
         changed = True
         while changed:
@@ -200,21 +199,21 @@ def analyse(
     chosen = [n for n in graph.nodes if not why[n.name]]
     pairs = _pairs(graph, placement, chosen)
     int8_gates = tuple(gate for gate in found if not why[gate.name])
-    gemms = _gemms(graph, placement, chosen, float_reasons) if placement.gemms else {}
+    gemms = _gemms(graph, placement, chosen, float_reasons) if placement.fuses_gemm_bias else {}
     weights = tuple(w for n in chosen for w in _weights(graph, placement, n, gemms))
     return Plan(
         placement=placement,
         decisions=_decisions(model.graph.node, graph, placement, why, stands_in, gemms),
         pairs=pairs,
         gates=int8_gates,
-        shifts=_shifts(known.graph, weights if placement.bias else (), int8_gates),
-        gemms={name: add.name for name, add in gemms.items()},
-        numbers=tuple(
-            n.name for n in chosen if placement.numbers and has_constant_operand(graph, n)
+        bias_shifts=_shifts(known.graph, weights if placement.quantizes_bias else (), int8_gates),
+        gemm_bias_adds={name: add.name for name, add in gemms.items()},
+        int8_scalars=tuple(
+            n.name for n in chosen if placement.quantizes_scalars and has_constant_operand(graph, n)
         ),
-        pads=tuple(n.name for n in chosen if n.op_type == "Pad"),
+        int8_pads=tuple(n.name for n in chosen if n.op_type == "Pad"),
         weights=weights,
-        owners=_owners(graph, placement, [p.tensor for p in pairs]),
+        scale_owners=_owners(graph, placement, [p.tensor for p in pairs]),
     )
 
 
@@ -296,19 +295,21 @@ def _stranded(
     wanted: set[str],
 ) -> str:
     """Return why a node that can run in int8 gains nothing among its neighbours, or ""."""
-    if placement.float_behind_concat and reads_float_concat(graph, node, made):
-        return f"it reads a Concat whose inputs are not all {placement.word}"
+    if placement.float_after_concat and reads_float_concat(graph, node, made):
+        return f"it reads a Concat whose inputs are not all {placement.precision_name}"
     if node.op_type in placement.heavy:
         return ""
-    if placement.outputs:
+    if placement.pairs_on_outputs:
         comes_in = all(name in made for name in graph.data_inputs(node))
     else:
         comes_in = reads_int8(graph, node, made, placement.heavy)
     if not comes_in:
-        return f"an input of it is not {placement.word}"
-    if not placement.outputs and has_float_sibling(graph, node, why):
+        return f"an input of it is not {placement.precision_name}"
+    if not placement.pairs_on_outputs and has_float_sibling(graph, node, why):
         return "its input is read in float too"
-    return "" if graph.tail(node) in wanted else f"nothing after it runs in {placement.word}"
+    return (
+        "" if graph.tail(node) in wanted else f"nothing after it runs in {placement.precision_name}"
+    )
 
 
 def _made_and_wanted(
@@ -342,35 +343,37 @@ def _made_and_wanted(
 def _passes_on(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
     """Whether a node passes int8 on while it stays float; an Add of a constant does too."""
     shift = node.op_type == "Add" and has_constant_operand(graph, node)
-    return node.op_type in placement.passes or (shift and bool(placement.passes))
+    return node.op_type in placement.passes_int8 or (shift and bool(placement.passes_int8))
 
 
 def _pairs(graph: Graph, placement: Placement, chosen: list[onnx.NodeProto]) -> tuple[QdqPair, ...]:
     order = [*graph.inputs, *(o for n in graph.nodes for o in n.output)]
-    if placement.everywhere:
+    if placement.pairs_everywhere:
         around = {n for node in chosen for n in (*graph.data_inputs(node), node.output[0])}
         return tuple(QdqPair(name, None) for name in order if name in around)
     readers: dict[str, list[str]] = {}
     wanted = {name for node in chosen for name in graph.data_inputs(node)}
     for node in chosen:
         names = graph.data_inputs(node)
-        if not placement.outputs:
+        if not placement.pairs_on_outputs:
             names = int8_inputs(graph, node, placement.heavy)
         for name in names:
             readers.setdefault(name, []).append(node.name)
-        if node.op_type in placement.parted:
+        if node.op_type in placement.separates_tail:
             after = graph.readers.get(node.output[0], [])
             readers.setdefault(node.output[0], []).extend(n.name for n in after)
-        if placement.outputs:
+        if placement.pairs_on_outputs:
             ends = list(node.output) if node.op_type == "Split" else [graph.tail(node)]
             # the int8 kernels of Gemm and MatMul can write float, which loses nothing
             needed = node.op_type not in {"Gemm", "MatMul"} or ends[0] in wanted
             for name in ends if needed else []:
                 readers.setdefault(name, [])
-    if not placement.outputs:
+    if not placement.pairs_on_outputs:
         add_concat_readers(graph, readers)
     names = [name for name in order if name in readers]
-    return tuple(QdqPair(n, None if placement.outputs else tuple(readers[n])) for n in names)
+    return tuple(
+        QdqPair(n, None if placement.pairs_on_outputs else tuple(readers[n])) for n in names
+    )
 
 
 def _weights(
@@ -407,6 +410,6 @@ def never_negative(model: onnx.ModelProto) -> frozenset[str]:
     names: set[str] = set()
     for node in graph.nodes:
         passed = node.op_type in MOVES | POOLS and node.input[0] in names
-        if node.op_type in ops or passed or (node.op_type == "Clip" and graph.holds_zero(node)):
+        if node.op_type in ops or passed or (node.op_type == "Clip" and graph.clips_at_zero(node)):
             names.update(node.output)
     return frozenset(names)

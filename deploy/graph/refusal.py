@@ -80,21 +80,21 @@ def find_refusal(
     if node.domain not in ("", "ai.onnx"):
         return f"custom domain {node.domain}"
     if node.op_type not in placement.heavy_or_glue:
-        return f"{node.op_type} is not run in {placement.word} on {placement.name}"
+        return f"{node.op_type} is not run in {placement.precision_name} on {placement.name}"
     if node.name in kept:
         return kept[node.name]
-    if any(graph.is_float(name) for name in graph.computed.intersection(node.input)):
+    if any(graph.is_float(name) for name in graph.computed_constants.intersection(node.input)):
         return "one of its operands is computed from constants"
     if node.op_type in placement.heavy and (reason := _weight_refusal(graph, node, placement)):
         return reason
     if node.op_type == "Conv" and _fed(graph, node.input[0]):
         outputs, inputs, *window = graph.initializers[node.input[1]].dims
         products, grey = math.prod(window) * inputs, inputs == 1 and len(window) > 1
-        thin = products < placement.thin and not _many_values(graph, node)
-        thin |= placement.thin > 0 and grey and max(outputs, products) < _MANY_OF_GREY
+        thin = products < placement.min_products and not _many_values(graph, node)
+        thin |= placement.min_products > 0 and grey and max(outputs, products) < _MANY_OF_GREY
         if thin and not _pooled(graph, placement, node):
             return f"the first Conv has only {products} products a value, and is faster in float"
-    if placement.everywhere:
+    if placement.pairs_everywhere:
         if reason := _dla_refusal(graph, node):
             return reason
     elif has_constant_operand(graph, node) and not is_scalar_glue(graph, placement, node):
@@ -103,17 +103,20 @@ def find_refusal(
         return reason
     if node.op_type == "ReduceMean" and not is_global_mean(graph, node):
         return "it is the mean over other axes than a picture's"
-    if placement.checked and (reason := _kernel_refusal(node)):
+    if placement.checks_kernels and (reason := _kernel_refusal(node)):
         return f"{reason} on {placement.name}"
-    tensors = [*graph.data_inputs(node), *([graph.tail(node)] if placement.outputs else [])]
-    tensors += node.output[:1] if placement.everywhere else ()
+    tensors = [
+        *graph.data_inputs(node),
+        *([graph.tail(node)] if placement.pairs_on_outputs else []),
+    ]
+    tensors += node.output[:1] if placement.pairs_everywhere else ()
     for tensor in tensors:
         if not graph.is_float(tensor):
             return f"{tensor} is not float32"
         source = find_scale_owner(graph, placement, tensor)
         if source in without:
             return f"{source} {without[source]}"
-        if placement.checked and tensor in graph.pushed:
+        if placement.checks_kernels and tensor in graph.captured_through_moves:
             return f"{tensor} is moved and then read inside an If or Loop, {_FATAL}"
     return "" if graph.data_inputs(node) else "all its inputs are constant"
 
@@ -155,7 +158,7 @@ def _weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) ->
     given = attributes(node)
     plain = given.get("alpha", 1.0) == 1.0 and given.get("beta", 1.0) == 1.0
     if node.op_type == "Gemm" and (given.get("transA", 0) or not plain):
-        return f"Gemm with transA, alpha or beta has no {placement.word} kernel"
+        return f"Gemm with transA, alpha or beta has no {placement.precision_name} kernel"
     return find_shape_refusal(graph, node, placement)
 
 
@@ -164,33 +167,31 @@ def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
     weight = graph.initializers.get(node.input[1])
     if weight is None:
         return ""
-    sizes = list(weight.dims)
-    if placement.tiles and node.op_type == "ConvTranspose":
+    sizes, precision = list(weight.dims), placement.precision_name
+    if placement.requires_tiles and node.op_type == "ConvTranspose":
         if any(name and name not in graph.initializers for name in node.input[2:]):
             return "its bias is not constant"
         if tile_shape(node, sizes) is None:
-            return (
-                f"it has no {placement.word} kernel: its windows overlap, have gaps or are cropped"
-            )
+            return f"it has no {precision} kernel: its windows overlap, have gaps or are cropped"
     if node.op_type == "Conv":
-        if not placement.groups and attributes(node).get("group", 1) != 1:
-            return f"a Conv with groups has no fast {placement.word} kernel"
-        if 0 < placement.most_window < math.prod(sizes[2:]):
+        if not placement.allows_groups and attributes(node).get("group", 1) != 1:
+            return f"a Conv with groups has no fast {precision} kernel"
+        if 0 < placement.max_window < math.prod(sizes[2:]):
             return (
-                f"a window of {math.prod(sizes[2:])} places has no {placement.word} kernel, which"
-                f" takes {placement.most_window} at most"
+                f"a window of {math.prod(sizes[2:])} places has no {precision} kernel, which takes"
+                f" {placement.max_window} at most"
             )
-    channels, least = sizes[:2] if node.op_type == "Conv" else sizes[-2:], placement.least_channels
+    channels, least = sizes[:2] if node.op_type == "Conv" else sizes[-2:], placement.min_channels
     if min(channels, default=1) < least.get(node.op_type, 0):
-        return f"too few channels ({min(channels)}) to be faster in {placement.word} than in float"
+        return f"too few channels ({min(channels)}) to be faster in {precision} than in float"
     return ""
 
 
 def is_scalar_glue(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
     """Whether an Add or Mul of a constant is glue: the constant is a scalar that int8 can hold."""
     varying = graph.data_inputs(node)
-    scalar = graph.number_beside(varying[0], node) if varying else None
-    return placement.numbers and bool(scalar)
+    scalar = graph.scalar_operand(varying[0], node) if varying else None
+    return placement.quantizes_scalars and bool(scalar)
 
 
 def _pad_refusal(graph: Graph, node: onnx.NodeProto) -> str:

@@ -117,7 +117,7 @@ class PreparedBuild:
     def steps(self) -> tuple[str, ...]:
         """The phases of the build, as its progress counts them."""
         tuning = self.options.tuning
-        before = () if self.loaded.trained else ("calibration",)
+        before = () if self.loaded.qdq else ("calibration",)
         search = ("search",) if self.options.searches and tuning.plan is None else ()
         accuracy = ("layers", "accuracy") if self.dataset is not None else ()
         latency = ("latency",) if self.duration_s > 0 else ()
@@ -145,7 +145,7 @@ class PreparedBuild:
     def outside_cache(self) -> Path | None:
         """The calibration cache, where it is used and lies outside the build's folder."""
         path = self.options.calibration.cache.path
-        if path is None or self.loaded.trained is not None:
+        if path is None or self.loaded.qdq is not None:
             return None
         out = self.options.out.resolve()
         return None if path.parent.resolve() in (out, out / manifest.RECORDS) else path
@@ -172,8 +172,8 @@ def prepare_build(
     if dataset is None:
         _refuse_unmeasured(options)
     evaluation = options.evaluation
-    if loaded.trained is not None:
-        refuse_calibration_options(loaded.trained, _idle_flags(images, options))
+    if loaded.qdq is not None:
+        refuse_calibration_options(loaded.qdq, _idle_flags(images, options))
         options = replace(options, tuning=replace(options.tuning, effort=0))
         evaluation = evaluation or dataset
     repairs = options.repairs
@@ -189,7 +189,9 @@ def prepare_build(
     feed = None
     if evaluation is not None:  # opened first: a wrong path is reported before anything is run
         feed = evaluation.open(
-            loaded.inputs, carried=loaded.carried, labels_by_folder=options.labels == BY_FOLDER
+            loaded.inputs,
+            carried=loaded.metadata_preprocess,
+            labels_by_folder=options.labels == BY_FOLDER,
         )
     objects = apply_labels(options.labels, feed)
     one_pass.refuse_full_disk(options.out, loaded.model, len(options.targets))
@@ -242,7 +244,7 @@ def rereadable_model(
     if not isinstance(model, LoadedModel):
         return model
     onnx_file = model.source is not None and model.source.suffix.lower() == ".onnx"
-    return model.source if onnx_file else model.given
+    return model.source if onnx_file else model.exported
 
 
 def written_names(targets: Iterable[Target], name: str) -> list[str]:

@@ -27,7 +27,7 @@ from deploy.files import atomic, manifest
 from deploy.files.guard import guard_inputs
 from deploy.files.staging import Stage, stage_files
 from deploy.frontends import LoadedModel
-from deploy.graph.index import one_or_several
+from deploy.graph.index import as_names
 from deploy.method import Method
 from deploy.metrics.accuracy import Comparison, StoredOutputs
 from deploy.metrics.precision import Annotations
@@ -143,7 +143,7 @@ def build(
             cache=as_policy(cache),
             until_stable=until_stable,
             threads=threads,
-            float_nodes=one_or_several(float_nodes),
+            float_nodes=as_names(float_nodes),
             scheduler=scheduler,
             resume=resume,
         ),
@@ -209,10 +209,10 @@ def build_with(
 def _calibrated(build: PreparedBuild, stage: Stage) -> CalibrationResult:
     """The calibration, observed or from the cache; of a Q/DQ model what its pairs say."""
     options = build.options
-    if build.loaded.trained is not None:
+    if build.loaded.qdq is not None:
         return already_calibrated(
             build.loaded,
-            build.loaded.trained,
+            build.loaded.qdq,
             build.dataset,
             targets=options.targets,
             trt_version=options.calibration.cache.trt_version,
@@ -233,7 +233,7 @@ def _calibrated(build: PreparedBuild, stage: Stage) -> CalibrationResult:
 
 def _refuse_broken_metric(build: PreparedBuild, calibration: CalibrationResult) -> None:
     """Refuse a user's metric or task that fails on the float model itself, before all is built."""
-    if build.metric is None or build.loaded.trained is not None:
+    if build.metric is None or build.loaded.qdq is not None:
         return
     sample, outputs = next(iter(calibration.evaluation_set.samples_with_outputs(1)))
     labels = None if build.evaluation is None else build.evaluation.labels
@@ -248,7 +248,7 @@ def _tuned(
     build: PreparedBuild, calibration: CalibrationResult, stage: Stage
 ) -> tuple[dict[str, PlannedTarget], Path | None]:
     """(target -> what stays float, the plan file); of a Q/DQ model what is float in it."""
-    trained, options = build.loaded.trained, build.options
+    trained, options = build.loaded.qdq, build.options
     if trained is not None:
         plan = TargetPlan(choices=keep_float_layers(trained, build.loaded))
         return {one.name: PlannedTarget(plan=plan, searched=False) for one in options.targets}, None
@@ -279,7 +279,7 @@ def _measured(
     if build.dataset is None:
         figures = unmeasured_figures(build.reference, results)
     else:
-        ours = build.loaded.trained is None
+        ours = build.loaded.qdq is None
         unchanged = not calibration.subject.repairs
         measured = partial(
             measure_engines,
@@ -330,7 +330,7 @@ def _notes(build: PreparedBuild, calibration: CalibrationResult) -> list[str]:
         return notes
     known = calibration.feed.notes
     notes += [f"of the evaluation images: {one}" for one in evaluation.notes if one not in known]
-    if build.loaded.trained is None and (shared := evaluation.shared(calibration.feed)):
+    if build.loaded.qdq is None and (shared := evaluation.shared(calibration.feed)):
         notes.append(
             f"{shared} of the {evaluation.count} evaluation images calibrated too; what clips looks"
             " better on these than on others"

@@ -159,7 +159,7 @@ def open_images(
             is_readable=False,
             observe=partial(from_shards, images),
         )
-    feed = images.open(loaded.inputs, carried=loaded.carried)
+    feed = images.open(loaded.inputs, carried=loaded.metadata_preprocess)
     return CalibrationImages(
         feed=feed,
         name=source_name(images.source),
@@ -381,7 +381,7 @@ def _calibrated(
         runs=run.runs,
         notes=notes,
         doubts=tuple(check_feed_inputs(subject, feed)) if run.images.is_readable else (),
-        warnings=(*subject.loaded.cut, *far, *warnings),
+        warnings=(*subject.loaded.cut_notes, *far, *warnings),
         has_random_outputs=draws,
         cache=path,
         repairs=run.repairs,

@@ -38,7 +38,7 @@ from deploy.files.manifest import RECORDS
 from deploy.files.staging import Stage, recover
 from deploy.frontends import LoadedModel, load
 from deploy.frontends.base import QdqCalibration
-from deploy.graph.index import match_nodes, one_or_several
+from deploy.graph.index import as_names, match_nodes
 from deploy.method import Method
 from deploy.metrics.bench_inputs import random_feeds
 from deploy.pipeline.build_options import (
@@ -120,7 +120,7 @@ def calibrate(
         cache=as_policy(cache),
         until_stable=until_stable,
         threads=threads,
-        float_nodes=one_or_several(float_nodes),
+        float_nodes=as_names(float_nodes),
         scheduler=scheduler,
         resume=resume,
         checkpoint=None if checkpoint is None else Path(checkpoint),
@@ -165,7 +165,7 @@ def merge(
         ModelError, ConfigError, CalibrationError: as `calibrate`.
     """
     options = CalibrationOptions(
-        method=method, cache=as_policy(cache), threads=1, float_nodes=one_or_several(float_nodes)
+        method=method, cache=as_policy(cache), threads=1, float_nodes=as_names(float_nodes)
     )
     paths = [Path(shard) for shard in shards]
     return merge_with(model, paths, options, targets=make_targets(targets))
@@ -290,7 +290,7 @@ def already_calibrated(
         opened, name = Dataset(source=random_feeds(loaded.inputs, count=_TRIED)), "random numbers"
     else:
         opened, name = dataset, source_name(dataset.source)
-    feed = opened.open(loaded.inputs, carried=loaded.carried)
+    feed = opened.open(loaded.inputs, carried=loaded.metadata_preprocess)
     feed.remember(0, CANDIDATES, PREVIEW_COUNT)
     subject = CalibrationSubject(
         loaded=loaded,

@@ -83,7 +83,7 @@ class TrialInputs:
         if self.dataset is None:
             made = random_feeds(loaded.inputs, shapes=self.shapes, count=_TRIED)
             return open_feed(made, loaded.inputs)
-        return self.dataset.open(loaded.inputs, carried=loaded.carried)
+        return self.dataset.open(loaded.inputs, carried=loaded.metadata_preprocess)
 
 
 @guard_inputs()
@@ -238,7 +238,7 @@ class _Deployment:
             ),
             engines=() if images is None else self.rows(built, feed, stage),
             machine=this_machine(),
-            notes=(*self.subject.loaded.cut, *notes),
+            notes=(*self.subject.loaded.cut_notes, *notes),
         )
 
 

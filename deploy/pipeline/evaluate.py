@@ -363,7 +363,7 @@ def check_cleaned_model(subject: CalibrationSubject, judges: EvaluationSet) -> s
         "" if they are alike, or if ONNX Runtime cannot run the given model.
     """
     loaded, given = subject.loaded, subject.user_model
-    if loaded.trained is not None or loaded.restored or loaded.behind is not None:
+    if loaded.qdq is not None or loaded.had_integer_weights or loaded.cut_off is not None:
         return ""
     try:
         data = float_file(loaded) if given is None or isinstance(given, str | Path) else given
@@ -371,7 +371,7 @@ def check_cleaned_model(subject: CalibrationSubject, judges: EvaluationSet) -> s
         worst = min(_differences(session, judges), default=(math.inf, ""))
     except BackendError:  # FP32 itself is not run as it was given either
         return ""
-    if worst[0] >= (_ALIKE_HALF_DB if loaded.widened else _ALIKE_DB):
+    if worst[0] >= (_ALIKE_HALF_DB if loaded.was_float16 else _ALIKE_DB):
         return ""
     said = (
         f"the model must compute what the given one does after {loaded.name} was cleaned, got"
@@ -402,12 +402,12 @@ def float_file(loaded: LoadedModel) -> bytes:
         ModelError: the file changed since.
     """
     data = read_model_file(loaded)
-    if not loaded.renamed and not loaded.listed:
+    if not loaded.has_shared_names and not loaded.fed_weights:
         return data
     given = parse_model(data, str(loaded.source))
-    if loaded.renamed:
+    if loaded.has_shared_names:
         name_nodes(given.graph)
-    if loaded.listed:
+    if loaded.fed_weights:
         drop_initializer_inputs(given.graph)
     return bytes(given.SerializeToString())
 
@@ -426,8 +426,8 @@ def float_model(loaded: LoadedModel) -> bytes:
     Raises:
         ModelError: the file changed since.
     """
-    taken = loaded.trained is not None or loaded.restored
-    if loaded.widened or loaded.behind is not None or taken:
+    taken = loaded.qdq is not None or loaded.had_integer_weights
+    if loaded.was_float16 or loaded.cut_off is not None or taken:
         return bytes(loaded.model.SerializeToString())
     return float_file(loaded)
 

@@ -104,7 +104,7 @@ def measure_engines(
     engines = {
         name: one.session if one.on_device else None
         for name, one in timed.items()
-        if name != "FP32" and loaded.behind is None  # else the engine has other outputs
+        if name != "FP32" and loaded.cut_off is None  # else the engine has other outputs
     }
     same, known = _same_model(itself, over, outputs)
     asked = itself.runs
@@ -350,8 +350,8 @@ def _states(found: Iterable[Accuracy]) -> Iterator[str]:
 
 def _as_constants(loaded: LoadedModel, latency: Mapping[str, Latency]) -> Iterator[str]:
     """A note that the float model was timed with constants its file lists as inputs."""
-    if loaded.listed and "FP32" in latency:
-        some = "1 weight" if loaded.listed == 1 else f"{loaded.listed} weights"
+    if loaded.fed_weights and "FP32" in latency:
+        some = "1 weight" if loaded.fed_weights == 1 else f"{loaded.fed_weights} weights"
         yield (
             f"FP32 was timed with constants for {some} that the file lists as inputs: ONNX Runtime"
             " optimizes no layer whose weights may be fed, so the file itself is likely slower;"

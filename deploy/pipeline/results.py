@@ -249,7 +249,7 @@ def _verdict(
 def _calibration(calibrated: CalibrationResult, built: Sequence[BuildResult]) -> CalibrationPart:
     asked = calibrated.ranges.chosen_by
     used = {result.method for result in built if result.method}
-    by_model = calibrated.loaded.trained is not None
+    by_model = calibrated.loaded.qdq is not None
     now = set(calibrated.observed_now)
     # observations by variant and statistic, and whether the cache held them
     wanted = calibrated.observations

@@ -95,7 +95,7 @@ class BuildRequest:
     @property
     def trained(self) -> QdqCalibration | None:
         """The Q/DQ pairs of a model that is quantized already; None of a float model."""
-        return self.subject.loaded.trained
+        return self.subject.loaded.qdq
 
     @property
     def source(self) -> Path | None:
@@ -113,12 +113,12 @@ class BuildRequest:
         Raises:
             ExportError: these nodes mean something else in the opset of `model`.
         """
-        return self.subject.loaded.whole(model)
+        return self.subject.loaded.with_cut_off(model)
 
     @property
     def plugin_decisions(self) -> tuple[Decision, ...]:
         """Decisions for the nodes that ONNX Runtime does not know, and those downstream of them."""
-        behind = self.subject.loaded.behind
+        behind = self.subject.loaded.cut_off
         return () if behind is None else behind.decisions
 
     def earlier_file(self, name: str) -> Path:

@@ -47,14 +47,14 @@ def qdq_decisions(
     decisions = []
     graph = Graph(model)
     for node in model.graph.node:
-        why = trained.floats.get(node.name, "")
+        why = trained.float_reasons.get(node.name, "")
         kernel = node.op_type in placement.heavy_or_glue or node.op_type in ("Relu", "Clip")
         if not why and not kernel:
-            why = f"{node.op_type} is not run in {placement.word} on {placement.name}"
+            why = f"{node.op_type} is not run in {placement.precision_name} on {placement.name}"
         if not why and node.op_type in placement.heavy:
             why = find_shape_refusal(graph, node, placement)
         writes = node.op_type in WEIGHTED and node.op_type not in ("Gemm", "MatMul")
-        if not why and writes and node.name not in trained.written:
+        if not why and writes and node.name not in trained.nodes_with_output_pair:
             why = f"no pair stands on what it makes in {Path(trained.name).name}"
         precision = FLOAT32 if why else placement.grid.name
         decisions.append(Decision(node.name, node.op_type, precision, why))
@@ -79,11 +79,11 @@ def rewritten_notes(
 
     `decisions`: precisions of its nodes in `written`. `how`: end of the sentence about the grid.
     """
-    yield f"{Path(trained.name).name} has activations in {trained.kinds}; {how}."
+    yield f"{Path(trained.name).name} has activations in {trained.grid_text}; {how}."
     lost = [
         one.node
         for one in decisions
-        if one.op_type in WEIGHTED and not one.quantized and one.node not in trained.floats
+        if one.op_type in WEIGHTED and not one.quantized and one.node not in trained.float_reasons
     ]
     if lost:
         yield (
@@ -113,5 +113,5 @@ def _weights(trained: QdqCalibration, written: onnx.ModelProto) -> Iterator[tupl
             scales = weight_grid(node, index)[1]
         except UnfitError:  # a float layer, or a MatMul of two activations
             continue
-        before = trained.weights.get(node.name)
+        before = trained.weight_scales.get(node.name)
         yield node.name, before is not None and bool(np.all(scales == before))

@@ -35,8 +35,9 @@ from typing import TypeVar
 import onnx
 
 from deploy.graph.edit import copy_with_outputs
+from deploy.graph.gates import Gate, find_gates
 from deploy.graph.index import Graph, attributes
-from deploy.graph.placement import WEIGHTED, Gate, find_gates
+from deploy.graph.placement import WEIGHTED
 from deploy.graph.plan import Decision
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array

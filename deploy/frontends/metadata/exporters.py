@@ -164,7 +164,7 @@ def read_paddle(metadata: ModelMetadata) -> StoredPreprocess | None:
     Raises:
         ConfigError: another operator, or unsupported preprocessing.
     """
-    text = metadata.beside(FILE)
+    text = metadata.read_sibling(FILE)
     if text is None:
         return None
     steps: dict[str, dict[str, object]] = {}

@@ -58,7 +58,7 @@ def read_timm_config(metadata: ModelMetadata) -> StoredPreprocess | None:
     Raises:
         ConfigError: see `read_timm`.
     """
-    text = metadata.beside(TIMM_FILE)
+    text = metadata.read_sibling(TIMM_FILE)
     data = {} if text is None or _CFG not in text else parse_object(text, TIMM_FILE)
     if not isinstance(data.get(_CFG), dict):
         return None
@@ -135,7 +135,7 @@ def read_huggingface(metadata: ModelMetadata) -> StoredPreprocess | None:
         ConfigError: unsupported preprocessing, or invalid values.
     """
     inside = metadata.folder is not None and metadata.folder.absolute().name == "onnx"
-    text = metadata.beside(FILE, *([f"../{FILE}"] if inside else []))
+    text = metadata.read_sibling(FILE, *([f"../{FILE}"] if inside else []))
     if text is None:
         return None
     data = parse_object(text, FILE)

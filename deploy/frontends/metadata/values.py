@@ -43,7 +43,7 @@ class ModelMetadata:
             raise ConfigError(f"its {key} must have at most {LONGEST:,} characters, got more")
         return value
 
-    def beside(self, *names: str) -> str | None:
+    def read_sibling(self, *names: str) -> str | None:
         """Return the text of the first existing file of these names in the folder; else None.
 
         Raises:
@@ -58,7 +58,7 @@ class ModelMetadata:
 class StoredPreprocess(NamedTuple):
     """Preprocessing read from metadata, and details for messages, such as a version."""
 
-    how: Preprocess
+    preprocess: Preprocess
     detail: str = ""
 
 

@@ -40,7 +40,7 @@ def find_float16_tensors(subject: CalibrationSubject) -> frozenset[str]:
 
     Empty if there is no file, or if the model has subgraphs or nodes of other runtimes.
     """
-    if not subject.loaded.widened or subject.loaded.behind is not None:
+    if not subject.loaded.was_float16 or subject.loaded.cut_off is not None:
         return frozenset()
     original = subject.original
     if original is None or any(list(subgraphs(node)) for node in subject.model.graph.node):

@@ -25,7 +25,7 @@ from typing import Any
 import onnx
 
 from deploy.errors import ModelError
-from deploy.graph.edit import copy_message, name_nodes_by_place
+from deploy.graph.edit import copy_message, name_nodes_by_index
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import ASCEND
 from deploy.graph.plan import WeightTarget
@@ -173,7 +173,7 @@ class LayerGraph:
 def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy with unique node names; a nameless node becomes '<op>_<index>'."""
     named = copy_message(model)
-    name_nodes_by_place(named.graph)
+    name_nodes_by_index(named.graph)
     return named
 
 

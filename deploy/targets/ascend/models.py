@@ -161,14 +161,14 @@ def write_models(
     if halves:
         deploy = to_float16(deploy, halves)
         fake = to_float16(fake, halves, exact=[f"{name}.fakedequant.mul" for name in layers])
-    deploy = loaded.whole(deploy)
+    deploy = loaded.with_cut_off(deploy)
     models = {
         "deploy model": ("deploy_model.onnx", deploy),
         "fake-quant model": ("fake_quant_model.onnx", fake),
-        "Q/DQ model": ("amct_qdq.onnx", loaded.whole(amct_qdq_model(older, layers))),
+        "Q/DQ model": ("amct_qdq.onnx", loaded.with_cut_off(amct_qdq_model(older, layers))),
     }
     if shared or any(record.rounded_weight is not None for record in recipe.records.values()):
-        modified = loaded.whole(modified_model(model, layers))
+        modified = loaded.with_cut_off(modified_model(model, layers))
         models["modified model"] = "modified_model.onnx", modified
     for role, (ending, made) in models.items():
         contents[role] = ending, strip_metadata(made).SerializeToString(deterministic=True)

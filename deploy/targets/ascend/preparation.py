@@ -108,7 +108,7 @@ def unfuse_batchnorms(
         for end in n.input
         if end in ends and (n.op_type == NORM or ends[end])
     }
-    fold_affine(model.graph, apart=apart)
+    fold_affine(model.graph, excluded=apart)
     return prepare_model(model)
 
 

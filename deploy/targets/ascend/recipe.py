@@ -95,7 +95,7 @@ def read_qdq_layers(index: Graph) -> tuple[dict[str, QdqLayerParams], dict[str, 
             weighted = node.op_type != "AveragePool"
             taken[node.name] = QdqLayerParams(
                 scale_d=np.float32(grid.scale.reshape(-1)[0]),
-                offset_d=int(grid.offset.reshape(-1)[0]),
+                offset_d=int(grid.int8_zero.reshape(-1)[0]),
                 scale_w=_weight(node, index) if weighted else np.ones(1, np.float32),
             )
         except UnfitError as error:
@@ -106,14 +106,14 @@ def read_qdq_layers(index: Graph) -> tuple[dict[str, QdqLayerParams], dict[str, 
 def _weight(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32]:
     """Return the scales of a layer's weight, [C_out] or [1]."""
     grid, scales = weight_grid(node, index)
-    if _in_int8(grid).offset.any():
+    if _in_int8(grid).int8_zero.any():
         raise UnfitError("its weight has a zero point, and Ascend's have none")
     return scales
 
 
 def _in_int8(grid: PairGrid) -> PairGrid:
     """Return the grid if it has 8 bits, else raise UnfitError."""
-    if not grid.bits8:
+    if not grid.is_8_bit:
         raise UnfitError(f"it is quantized to {grid.dtype}, and Ascend's layers to int8")
     return grid
 
@@ -149,7 +149,7 @@ def recipe_from_qdq(
         plain = remove_pairs(model, taken, keep_rounding=keep_rounding)
         loaded = load(plain.model, fold_batchnorm=False)
         float_model, graph = prepare_model(loaded.model)
-        loaded = replace(loaded, model=float_model, name=path.stem, carried=carried)
+        loaded = replace(loaded, model=float_model, name=path.stem, metadata_preprocess=carried)
         layers, changed, unfit = _quantized(float_model, graph, taken)
         if len(layers) == len(taken):
             break
@@ -173,7 +173,7 @@ def recipe_from_qdq(
         float_reasons={name: why.get(name, "its pairs are gone") for name in graph.layers},
         notes=(
             *_notes(path, graph, layers, changed),
-            *_float_pair_notes(plain.loose, keep_rounding=keep_rounding),
+            *_float_pair_notes(plain.float_read_pairs, keep_rounding=keep_rounding),
         ),
     )
     return loaded, recipe
@@ -324,7 +324,7 @@ def precision_notes(
     if any(flag.partition("=")[0] in _TYPE_FLAGS for flag in atc_flags):
         return
     known = {n: max(-one.observed_min, one.observed_max) for n, one in recipe.ranges.items()}
-    why = find_float16_overflows(Graph(recipe.model), known, but=recipe.layers.keys())
+    why = find_float16_overflows(Graph(recipe.model), known, int8_nodes=recipe.layers.keys())
     if why:
         yield (
             "atc computes in float16 what is not int8, which is too narrow for"

@@ -224,7 +224,7 @@ class Ascend:
         from deploy.frontends.checks import refuse_optimized
 
         refuse_optimized(subject.model, self.name)
-        if subject.loaded.trained is not None:
+        if subject.loaded.qdq is not None:
             from deploy.targets.prequantized import refuse_options
 
             given = {
@@ -232,7 +232,7 @@ class Ascend:
                 "--exact-ifmr": self.exact,
                 "--amct-batch": self.amct_batch is not None,
             }
-            refuse_options(subject.loaded.trained, self.name, given)
+            refuse_options(subject.loaded.qdq, self.name, given)
             return ()
         return self.record_plan(subject).observations
 
@@ -321,7 +321,9 @@ class Ascend:
 
         loaded, recipe = recipe_from_qdq(trained.model, Path(trained.name))
         original = request.subject.loaded
-        loaded = replace(loaded, name=original.name, carried=original.carried)
+        loaded = replace(
+            loaded, name=original.name, metadata_preprocess=original.metadata_preprocess
+        )
         subject = replace(request.subject, loaded=loaded, user_model=trained.model)
         return self.write_files(recipe, replace(request, subject=subject))
 

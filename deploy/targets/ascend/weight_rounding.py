@@ -225,7 +225,7 @@ def _activation(index: Graph, tensor: str, shape: tuple[int, int, int]) -> AdaAc
             return AdaActivation(LEAKY, slope.reshape(1, 1))
         if slope.size == shape[0] * shape[1]:
             return AdaActivation(LEAKY, slope.reshape(shape[:2]))
-    if node.op_type == "Clip" and [index.number(end) for end in node.input[1:]] == [0.0, 6.0]:
+    if node.op_type == "Clip" and [index.scalar(end) for end in node.input[1:]] == [0.0, 6.0]:
         return AdaActivation(RELU6)
     return AdaActivation()
 

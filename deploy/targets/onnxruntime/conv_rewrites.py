@@ -46,8 +46,8 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from deploy.graph.edit import copy_message, drop_dead, drop_unread, rename_tensors, replace_nodes
+from deploy.graph.gates import Gate
 from deploy.graph.index import PADDED_SUFFIX, Graph, attributes, padded_name
-from deploy.graph.placement import Gate
 from deploy.graph.refusal import Tile, tile_shape
 
 _AT_ONCE = 16
@@ -210,12 +210,12 @@ def _reached(
 
 def _is_number(graph: Graph, name: str) -> bool:
     """Whether a tensor is one constant value, dequantized or as it is."""
-    if graph.number(name) is not None:
+    if graph.scalar(name) is not None:
         return True
     maker = graph.producer.get(name)
     if maker is None or maker.op_type != "DequantizeLinear":
         return False
-    return graph.number(maker.input[0]) is not None
+    return graph.scalar(maker.input[0]) is not None
 
 
 def _over_places(graph: Graph, node: onnx.NodeProto) -> bool:
@@ -330,7 +330,7 @@ def pad_stems(model: onnx.ModelProto, context: RewriteContext) -> None:
         weight, pair = integers_of(graph, node), graph.producer.get(node.input[0])
         if weight is None or pair is None or pair.op_type != "DequantizeLinear":
             continue
-        if all(graph.number(name) is not None for name in pair.input[1:]):
+        if all(graph.scalar(name) is not None for name in pair.input[1:]):
             more = _STEM_CHANNELS - weight.dims[1]
             wider(model, graph, node, 1, [1], more)
             before[node.name] = _padded(model, node, pair, len(weight.dims), more)

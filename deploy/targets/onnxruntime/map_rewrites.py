@@ -12,7 +12,7 @@ It works on the integers themselves, since a Resize keeps their scale (1 x 96 x 
 
 Gates that stay float become operators that ONNX Runtime computes inside the layer before them. A
 Hard-Swish written out between two Convs is four kernels and two changes of layout, where its own
-operator costs nothing (`deploy.graph.placement` has y = factor * gain * clip(..) + offset)::
+operator costs nothing (`deploy.graph.gates` has y = factor * gain * clip(..) + offset)::
 
     Conv -> Add 3, Clip 0..6, Mul, Div 6      -->  Conv -> HardSwish       one kernel
     x * clip(g + 3, 0, 6) / 6                 -->  g -> HardSigmoid -> Mul
@@ -31,8 +31,9 @@ import onnx
 from onnx import helper, numpy_helper
 
 from deploy.graph.edit import drop_dead, rebuild, set_opset
+from deploy.graph.gates import Gate
 from deploy.graph.index import Graph, attributes, opset_of
-from deploy.graph.placement import Gate, resize_mode
+from deploy.graph.placement import resize_mode
 from deploy.targets.onnxruntime.conv_rewrites import ReplacementNodes, RewriteContext
 
 _HALF = ("half_pixel", "pytorch_half_pixel")  # an input pixel lies in the middle of its copies

@@ -29,8 +29,8 @@ from calibrators.grids import FP8, Grid, fp8_codes, quantize, quantize_weight, s
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
 from deploy.graph.edit import copy_without_initializers, drop_dead, rebuild
+from deploy.graph.gates import Gate
 from deploy.graph.index import count_reads
-from deploy.graph.placement import Gate
 from deploy.graph.plan import Plan, QdqPair, WeightTarget
 from deploy.targets.onnxruntime.uint8_gates import (
     GateWriter,
@@ -99,9 +99,9 @@ def write_qdq(
         writer.pair(pair)
     for gate in plan.gates:
         writer.gate(gate)
-    for name in plan.numbers:
+    for name in plan.int8_scalars:
         writer.number_in(name)
-    for name in plan.pads:
+    for name in plan.int8_pads:
         writer.pad(name)
     writer.finish()
     return out
@@ -110,7 +110,7 @@ def write_qdq(
 def _replaced(plan: Plan, read_counts: Mapping[str, int]) -> set[str]:
     """Return the float weights and biases that have no reader once they are integers."""
     names = [weight.name for weight in plan.weights]
-    if plan.placement.bias:
+    if plan.placement.quantizes_bias:
         names += [weight.bias for weight in plan.weights if weight.bias is not None]
     return {name for name, times in Counter(names).items() if times == read_counts[name]}
 
@@ -155,7 +155,7 @@ class _QdqWriter:
 
     def shifted_params(self, tensor: str) -> ShiftedParams:
         """Return the same parameters, and the steps by which a gate writes or reads it shifted."""
-        owner = self.plan.owners.get(tensor, tensor)
+        owner = self.plan.scale_owners.get(tensor, tensor)
         scale, zero = self.scales[owner].on(self.plan.placement.grid)
         scale = self.storable(np.asarray(scale, np.float32).reshape(1))[0]
         if not (np.isfinite(scale) and scale > 0):
@@ -199,9 +199,9 @@ class _QdqWriter:
 
     def gemm(self, target: WeightTarget) -> None:
         """Turn a MatMul and the Add of its bias into a Gemm, if the plan says so."""
-        if target.node not in self.plan.gemms:
+        if target.node not in self.plan.gemm_bias_adds:
             return
-        node, add = self.nodes[target.node], self.nodes[self.plan.gemms[target.node]]
+        node, add = self.nodes[target.node], self.nodes[self.plan.gemm_bias_adds[target.node]]
         node.op_type = "Gemm"
         node.input.append(str(target.bias))
         node.output[0] = add.output[0]
@@ -210,7 +210,7 @@ class _QdqWriter:
 
     def shifted(self, target: WeightTarget) -> WeightTarget:
         """Add a gate's shift to the bias of the layer that makes its source; return its target."""
-        gate = self.plan.shifts.get(target.node)
+        gate = self.plan.bias_shifts.get(target.node)
         if gate is None:
             return target
         node, channels = self.nodes[target.node], self.initializers[target.name].dims[0]
@@ -225,7 +225,7 @@ class _QdqWriter:
         """Store one weight and its bias as integers, each read through a DequantizeLinear."""
         node = self.nodes[target.node]
         node.input[1], scales = self._weight(node, target)
-        if self.plan.placement.bias and target.bias in self.initializers:
+        if self.plan.placement.quantizes_bias and target.bias in self.initializers:
             node.input[2] = self._bias(node, str(target.bias), scales)
 
     def _weight(
@@ -242,7 +242,7 @@ class _QdqWriter:
                 ),
             )
         scales = self.storable(exact)
-        if self.plan.placement.bias and target.bias in self.initializers:
+        if self.plan.placement.quantizes_bias and target.bias in self.initializers:
             bias = numpy_helper.to_array(self.initializers[str(target.bias)])
             scales = _room_for_bias(scales, bias, self._input_scale(node))
         key = (target.name, target.axis, target.node in self.known, scales.tobytes())
@@ -305,7 +305,7 @@ class _QdqWriter:
         quantize = self.after[nodes[-1].output[0]][0]
         output_range = self.scales[gate.output]
         self.instead |= {name: [] for name in gate.nodes}
-        shifted = self._made_shifted(gate) if gate in self.plan.shifts.values() else ""
+        shifted = self._made_shifted(gate) if gate in self.plan.bias_shifts.values() else ""
         source = None if shifted else self._clipped_source(gate)
         self.instead[gate.name] = self.forms.gate(
             gate, nodes, quantize, output_range, shifted=shifted, source=source
@@ -313,7 +313,7 @@ class _QdqWriter:
 
     def _clipped_source(self, gate: Gate) -> ShiftedParams | None:
         """Return the parameters of a gate's source if its integers are clipped directly."""
-        owner = self.plan.owners.get(gate.source, gate.source)
+        owner = self.plan.scale_owners.get(gate.source, gate.source)
         if owner in self.offsets or self.clipped.get(owner) != gate.shift:
             return None
         shifted = self.shifted_params(gate.source)
@@ -358,15 +358,15 @@ class _QdqWriter:
             for name in node.output:
                 ordered += self.after.pop(name, [])
         rebuild(self.graph, ordered)
-        if self.plan.pads:  # the DequantizeLinear that only a Pad read has no reader now
+        if self.plan.int8_pads:  # the DequantizeLinear that only a Pad read has no reader now
             drop_dead(self.graph)
 
 
 def _clipped(plan: Plan) -> dict[str, float]:
     """Return source's owner -> shift, for the gates that may clip the source's integers."""
-    in_bias = tuple(plan.shifts.values())
-    gates = [gate for gate in plan.gates if gate not in in_bias and gate.centred]
-    return {plan.owners.get(gate.source, gate.source): gate.shift for gate in gates}
+    in_bias = tuple(plan.bias_shifts.values())
+    gates = [gate for gate in plan.gates if gate not in in_bias and gate.is_centred]
+    return {plan.scale_owners.get(gate.source, gate.source): gate.shift for gate in gates}
 
 
 def _room_for_bias(

@@ -99,7 +99,7 @@ class OnnxRuntime:
         from deploy.graph.placement import ONNXRUNTIME
 
         placement = replace(ONNXRUNTIME, fits_pairs=not self.full_weights)
-        return replace(placement, thin=0) if self.int8_stem else placement
+        return replace(placement, min_products=0) if self.int8_stem else placement
 
     def scaled_tensors(
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...]
@@ -143,14 +143,14 @@ class OnnxRuntime:
 
     def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
         """Return the method's statistic for every tensor that needs a scale."""
-        if subject.loaded.behind is not None:
+        if subject.loaded.cut_off is not None:
             raise ExportError(
                 "onnxruntime must know every operator, got"
-                f" {subject.loaded.behind.stranger}; build with --target tensorrt or ascend, whose"
-                " files keep it, or export the model with standard ONNX operators"
+                f" {subject.loaded.cut_off.first_unknown_text}; build with --target tensorrt or"
+                " ascend, whose files keep it, or export the model with standard ONNX operators"
             )
-        if subject.loaded.trained is not None:
-            return self._every_tensor(subject, subject.loaded.trained)
+        if subject.loaded.qdq is not None:
+            return self._every_tensor(subject, subject.loaded.qdq)
         return subject.histogram_observations(
             self.scaled_tensors(subject.model, subject.float_nodes)
         )
@@ -201,10 +201,10 @@ class OnnxRuntime:
             ("plan", self, *in_float),
             lambda: analyse(
                 request.model,
-                self._static if trained is None else replace(self._static, thin=0),
+                self._static if trained is None else replace(self._static, min_products=0),
                 float_nodes=request.float_nodes,
                 float_tensors=ranges.reasons,
-                read=read,
+                analysis=read,
             ),
         )
         model = write_qdq(
@@ -212,14 +212,14 @@ class OnnxRuntime:
             plan,
             ranges.scales,
             weight_bits=self.weight_bits,
-            known={} if trained is None else trained.weights,
+            known={} if trained is None else trained.weight_scales,
             once=once,
         )
         dynamic = self._dynamic(request.model, tuple(request.float_nodes))
         if dynamic:
             fits = self.placement.fits_pairs
             model = write_dynamic(model, dynamic, signed_grid(self.weight_bits), fits_pairs=fits)
-        clipped = {gate.source for gate in plan.shifts.values()}
+        clipped = {gate.source for gate in plan.bias_shifts.values()}
         scales = {name: ranges.scales[name] for name in plan.activations if name not in clipped}
         decisions = self._with_dynamic(plan.decisions, dynamic)
         return _Paired(model, decisions, scales, request.model, read, plan)
@@ -240,7 +240,7 @@ class OnnxRuntime:
         kind = "int8" if any(d.quantized for d in decisions) else "float"
         notes = self._of_trained(request, paired.model, decisions)
         model = paired.engine(request.cpu)  # rewrites that model itself
-        if request.subject.loaded.widened:
+        if request.subject.loaded.was_float16:
             store_halves(model.graph)
         weights = (*weights, *dynamic_weights(model))
         notes = (*self._notes(decisions, weights), *notes)
@@ -269,7 +269,11 @@ class OnnxRuntime:
     def _keeps(self, request: BuildRequest) -> bool:
         """Whether a Q/DQ model suits ONNX Runtime's kernels unchanged."""
         trained = request.trained
-        return trained is not None and trained.only("uint8") and not request.subject.loaded.widened
+        return (
+            trained is not None
+            and trained.all_pairs_are("uint8")
+            and not request.subject.loaded.was_float16
+        )
 
     def _of_trained(
         self, request: BuildRequest, written: onnx.ModelProto, decisions: tuple[Decision, ...]

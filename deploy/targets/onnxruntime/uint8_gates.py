@@ -1,6 +1,6 @@
 """int8 gates (Hard-Swish, squeeze-excite) on uint8 tensors, and shifted uint8 parameters for them.
 
-A gate computes factor * gain * clip(source + shift, 0, top) + offset (`deploy.graph.placement`).
+A gate computes factor * gain * clip(source + shift, 0, top) + offset (`deploy.graph.gates`).
 ONNX Runtime fuses an Add or Mul between Q/DQ pairs into one integer kernel. Three pairs here have
 different parameters in Q and DQ, which computes a Mul or Add without a node::
 
@@ -24,7 +24,7 @@ from onnx import helper
 
 from calibrators.grids import UINT8, affine_params
 from calibrators.scales import Scale
-from deploy.graph.placement import Gate
+from deploy.graph.gates import Gate
 
 _LEAST_STEPS = 3  # with 3 steps or more, the step grows by at most a third
 _WIDEST = 1 + 1 / _LEAST_STEPS

@@ -102,7 +102,7 @@ def match_cache(
     }
     plan, owners, chosen = _plan(model, placement, usable, why, pools, reasons_by_node(float_nodes))
     used = {owners[tensor] for tensor in chosen}
-    word = placement.word
+    word = placement.precision_name
     entries = tuple(_entry(name, matches.get(name), flaws.get(name), used, word) for name in scales)
     entries = tuple(
         e if e.tensor else replace(e, reason=_why_unmatched(e.name, model, original))
@@ -126,7 +126,9 @@ def _plan(
     copy of a tensor (Flatten) has its own entry; if that is missing, it takes the tensor's scale.
     """
     full = analyse(model, placement, float_nodes=float_nodes)
-    moved_from = {pair.tensor: full.owners.get(pair.tensor, pair.tensor) for pair in full.pairs}
+    moved_from = {
+        pair.tensor: full.scale_owners.get(pair.tensor, pair.tensor) for pair in full.pairs
+    }
 
     def scale_owner(tensor: str) -> str:
         choices = (pools.get(tensor, tensor), tensor, moved_from[tensor])
@@ -140,7 +142,7 @@ def _plan(
     }
     missing |= {moved_from[tensor]: why for tensor, why in missing.items()}
     plan = analyse(model, placement, float_nodes=float_nodes, float_tensors=missing)
-    plan = replace(plan, owners={})
+    plan = replace(plan, scale_owners={})
     return plan, owners, {name: usable[owners[name]] for name in plan.activations}
 
 

@@ -150,12 +150,12 @@ def concat_groups(
 
     For DLA a Pooling layer joins its input and output too: both have the scale of the group.
     """
-    joining = POOLING_LAYERS | {"Concat"} if plan.placement.everywhere else {"Concat"}
+    joining = POOLING_LAYERS | {"Concat"} if plan.placement.pairs_everywhere else {"Concat"}
     groups: list[frozenset[str]] = []
     for node in model.graph.node:
         if node.op_type not in joining:
             continue
-        group = frozenset(plan.owners.get(n, n) for n in [*node.input, *node.output])
+        group = frozenset(plan.scale_owners.get(n, n) for n in [*node.input, *node.output])
         group &= frozenset(tensors)
         for other in [g for g in groups if g & group]:
             groups.remove(other)
@@ -170,7 +170,7 @@ def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
     A pool output has the scale of the pool's input, as in a cache; outputs of other operators that
     move values have their own scale; a Concat group has the largest of its scales.
     """
-    graph, unshared = Graph(model), replace(plan, owners={})
+    graph, unshared = Graph(model), replace(plan, scale_owners={})
     paired = dict.fromkeys(pair.tensor for pair in plan.pairs)
     pool_inputs = {tensor: _before_pools(graph, tensor) for tensor in paired}
     shared = [group for group in concat_groups(model, unshared, paired) if len(group) > 1]
@@ -185,8 +185,8 @@ def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
         sources[owner] = tuple(dict.fromkeys(pool_inputs[member] for member in sorted(group)))
     return replace(
         plan,
-        owners={t: owner for t, owner in owners.items() if owner != t},
-        sources={owner: tensors for owner, tensors in sources.items() if tensors != (owner,)},
+        scale_owners={t: owner for t, owner in owners.items() if owner != t},
+        range_sources={owner: tensors for owner, tensors in sources.items() if tensors != (owner,)},
     )
 
 
@@ -372,7 +372,7 @@ class _PairRemover:
             grid = read_pair_grid(node, self.index)
         except UnfitError as error:
             raise ExportError(f"a cache needs the scale of {tensor!r}, got: {error}") from error
-        if not grid.single:
+        if not grid.is_per_tensor:
             raise ExportError(
                 f"a cache has one scale a tensor, got {grid.scale.size} (one a channel) for"
                 f" {tensor!r}"

@@ -250,12 +250,12 @@ def cache_to_qdq(
         )
     parts = loaded.model, matched.plan, matched.scales
     if rest == FP32:
-        return loaded.whole(to_qdq(*parts, own_concat_scales=own_concat_scales)), matched
+        return loaded.with_cut_off(to_qdq(*parts, own_concat_scales=own_concat_scales)), matched
     scales = cache.scales()
     entries = ((entry.tensor, entry.name) for entry in matched.entries)
     largest = {tensor: 127 * float(scales[name]) for tensor, name in entries if tensor is not None}
     typed, _ = to_typed(*parts, rest=rest, largest=largest, own_concat_scales=own_concat_scales)
-    return loaded.whole(typed), matched
+    return loaded.with_cut_off(typed), matched
 
 
 def qdq_to_cache(model: Path, *, version: str) -> tuple[PlainModel, CalibrationCache]:

@@ -290,7 +290,7 @@ def wide_layers(
     if rest != FP16:
         return {}, {}
     graph = Graph(model)
-    why = find_float16_overflows(graph, largest, but=but)
+    why = find_float16_overflows(graph, largest, int8_nodes=but)
     nodes = (node for node in graph.nodes if node.name in why and len(node.output) == 1)
     bound = {n.name: str(n.output[0]) for n in nodes if graph.is_float(n.output[0])}
     return bound, {name: why[name] for name in bound}
@@ -311,9 +311,11 @@ ROUNDED_SCALES_NOTE = "In the typed model scales are rounded up to what its narr
 
 def has_tensorrt_pairs(trained: QdqCalibration) -> bool:
     """Return whether TensorRT reads all pairs unchanged, except int32 biases."""
-    kinds = {grid.dtype for grid in trained.stored}
-    symmetric = not any(grid.zero.any() for grid in trained.stored)
-    return trained.only("int8", symmetric=True) and kinds <= {"int8", "int32"} and symmetric
+    kinds = {grid.dtype for grid in trained.constant_grids}
+    symmetric = not any(grid.zero.any() for grid in trained.constant_grids)
+    return (
+        trained.all_pairs_are("int8", symmetric=True) and kinds <= {"int8", "int32"} and symmetric
+    )
 
 
 def trained_model(trained: QdqCalibration) -> onnx.ModelProto:

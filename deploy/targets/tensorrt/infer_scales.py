@@ -53,8 +53,9 @@ from deploy.frontends import checks
 from deploy.frontends.onnx_file import infer_shapes
 from deploy.graph.bounds import find_bounds
 from deploy.graph.edit import copy_message
+from deploy.graph.gates import find_gates
 from deploy.graph.index import Graph, attributes
-from deploy.graph.placement import MOVES, find_gates, pads_nonzero, resize_mode
+from deploy.graph.placement import MOVES, pads_nonzero, resize_mode
 from deploy.targets.tensorrt.cache_contents import POOLING_LAYERS, trt_tensors
 
 EQUAL, BOUND, GUESS = 0, 1, 2
@@ -188,7 +189,7 @@ def _operand_range(
     """Return the range of one of two operands, from the range of the result."""
     first = node.input[0] == name
     other = node.input[1] if first else node.input[0]
-    other_range, constant = known.of(other), known.graph.number(other)
+    other_range, constant = known.of(other), known.graph.scalar(other)
     if other == name:
         return None
     if node.op_type in _SUMS:
@@ -207,9 +208,9 @@ def _product(
 ) -> Range | None:
     """Return the range of a product, or of a quotient by a constant."""
     if node.op_type == "Mul":
-        exact = any(known.graph.number(name) is not None for name in node.input)
+        exact = any(known.graph.scalar(name) is not None for name in node.input)
         return math.prod(amaxes), sure if exact else max(sure, BOUND)
-    number = known.graph.number(node.input[1])
+    number = known.graph.scalar(node.input[1])
     return (amaxes[0] / abs(number), sure) if number else None
 
 
@@ -222,7 +223,7 @@ def _shrinks(known: KnownRanges, node: onnx.NodeProto) -> bool:
 
 def _clip_limit(known: KnownRanges, node: onnx.NodeProto) -> float:
     """Return the largest |x| that a Clip passes; inf for any other node."""
-    low, high = (known.graph.number(name) for name in [*node.input, "", ""][1:3])
+    low, high = (known.graph.scalar(name) for name in [*node.input, "", ""][1:3])
     if node.op_type != "Clip" or low is None or high is None:
         return math.inf
     return max(abs(low), abs(high))

@@ -98,7 +98,7 @@ class TensorRT(TensorrtOptions):
             with suppress(SdkMissingError):  # without TensorRT the engine is built elsewhere
                 sdk.find_sdk(self.device)
         refuse_optimized(subject.model, self.name)
-        if subject.loaded.trained is not None:
+        if subject.loaded.qdq is not None:
             from deploy.targets.prequantized import refuse_options
 
             options = {
@@ -107,7 +107,7 @@ class TensorRT(TensorrtOptions):
                 "--float-behind-concat": self.float_behind_concat,
                 "--pair-behind-deconv": self.pair_behind_deconv,
             }
-            refuse_options(subject.loaded.trained, self.name, options)
+            refuse_options(subject.loaded.qdq, self.name, options)
         cache_contents.refuse_names(subject.model)
         self._check_methods(subject.method)
         decisions = self.plan(subject.model, subject.float_nodes).decisions
@@ -277,7 +277,7 @@ class TensorRT(TensorrtOptions):
             return model, tuple(f"no Q/DQ pair on {t.tensor}: it {t.reason}" for t in missing)
         if float_types.has_tensorrt_pairs(trained):
             return float_types.trained_model(trained), (unchanged_note(trained),)
-        model = to_qdq(request.model, matched.plan, matched.scales, known=trained.weights)
+        model = to_qdq(request.model, matched.plan, matched.scales, known=trained.weight_scales)
         notes = rewritten_notes(
             trained, model, matched.plan.decisions, self.name, float_types.REQUANTIZED_NOTE
         )
@@ -303,7 +303,7 @@ class TensorRT(TensorrtOptions):
             if trained is not None and float_types.has_tensorrt_pairs(trained):
                 model, kept = float_types.narrow_trained_model(quantized, self.rest, largest)
             else:
-                known = {} if trained is None else trained.weights
+                known = {} if trained is None else trained.weight_scales
                 model, kept = to_typed(*parts, rest=self.rest, largest=largest, known=known)
             request.with_plugin_nodes(model)  # raises if plugin nodes would change meaning
         except ExportError as error:

@@ -213,6 +213,6 @@ class TensorrtOptions:
         parted = frozenset({"ConvTranspose"}) if self.pair_behind_deconv else frozenset()
         return replace(
             TENSORRT_BY_GRID[self.precision],
-            float_behind_concat=self.float_behind_concat,
-            parted=parted,
+            float_after_concat=self.float_behind_concat,
+            separates_tail=parted,
         )

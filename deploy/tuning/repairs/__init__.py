@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError, did_you_mean
-from deploy.graph.index import one_or_several
+from deploy.graph.index import as_names
 from deploy.tuning.repairs.base import LayerwiseRepair, ModelRepair, RepairResult, RequestRepair
 from deploy.tuning.repairs.bias import choose_ranges, correct_biases
 from deploy.tuning.repairs.equalize import equalize
@@ -47,7 +47,7 @@ REPAIRS: dict[str, Repair] = {
 
 def parse_repairs(names: str | Iterable[str]) -> tuple[str, ...]:
     """Parse repair names: comma lists, `all` or `none`; return them in the order of `REPAIRS`."""
-    given = [word.strip() for one in one_or_several(names) for word in one.split(",")]
+    given = [word.strip() for one in as_names(names) for word in one.split(",")]
     if NONE in given and len(given) > 1:
         raise ConfigError(f"{NONE} must be the only repair, got {', '.join(given)}; leave it out")
     for word in given:

@@ -1,0 +1,190 @@
+"""Hard-Swish and squeeze-excite: activations with a gate, matched in every form exporters write.
+
+A *gate* multiplies a tensor by a Hard-Sigmoid of itself (Hard-Swish) or of another tensor
+(squeeze-excite). Exporters write it in many forms, which all compute::
+
+    y = factor * gain * clip(source + shift, 0, top) + offset
+
+    HardSwish(x)                       x * clip(x + 3, 0, 6) / 6
+    x * HardSigmoid(g, alpha, beta)    x * alpha * clip(g + beta / alpha, 0, 1 / alpha)
+    Add 3, Clip 0..6, Mul x, Div 6     in this order, or with the Div before the Mul
+
+A following Mul or Div by a positive scalar becomes part of the gain, a final Add of a scalar the
+offset. In int8 the saturation of Q is the Clip, a DQ scale that differs from the Q scale is the
+gain, and a differing zero point the offset::
+
+    source -> Add(shift) -> Q(top / 255, 0) -> DQ(gain * top / 255) -> Mul(factor)
+           -> Q(scale, zero_point + offset / scale) -> DQ(scale, zero_point) -> y
+
+so that two int8 kernels (QLinearAdd, QLinearMul) and two roundings remain. If the Clip is centred
+on a source of 0, as in a Hard-Swish, and the source's range nearly reaches down to -shift, the
+source's own integers are clipped and read with another zero point::
+
+    Q(scale, zero) -> Clip(low, low + top / scale) -> DQ(gain * scale, low) -> Mul(factor) -> ...
+                      low = zero - shift / scale
+
+which leaves one rounding and a Clip in a third of the time, or no Clip if the range ends below
+top - shift. If a Conv makes the source for the gate alone, as in squeeze-excite, the shift is added
+to its bias, so that the Conv itself writes the clipped values.
+
+Source: ONNX operators HardSigmoid-6 and HardSwish-14; A. Howard et al., "Searching for
+MobileNetV3", arXiv:1905.02244, section 5.2.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import onnx
+from onnx import helper
+
+from deploy.graph.index import GATE, Graph, attributes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """One gate: y = factor * gain * clip(source + shift, 0, top) + offset.
+
+    Attributes:
+        nodes: names of its nodes, in execution order.
+        source: name of the tensor that is shifted and clipped.
+        factor: name of the tensor that is multiplied; "" while none was found.
+        output: name of y.
+        shift: not 0.
+        top: upper bound of the clip, positive.
+        gain: positive.
+        offset: added last.
+    """
+
+    nodes: tuple[str, ...]
+    source: str
+    factor: str = ""
+    output: str
+    shift: float
+    top: float
+    gain: float = 1.0
+    offset: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Name of the node that replaces the gate: the name of its last node."""
+        return self.nodes[-1]
+
+    @property
+    def is_centred(self) -> bool:
+        """Whether the clip is symmetric about a source of 0."""
+        return math.isclose(self.top, 2 * self.shift, rel_tol=1e-5)
+
+
+def find_gates(graph: Graph) -> tuple[Gate, ...]:
+    """Return every gate whose inner tensors no other node reads, in graph order."""
+    gates = []
+    for node in graph.nodes:
+        longer = _match_hard_sigmoid(graph, node)
+        while longer is not None:
+            gate = longer
+            longer = _append_product(graph, gate)
+            if longer is None and gate.factor:
+                gates.append(_append_offset(graph, gate))
+    return tuple(gates)
+
+
+def collapse_gates(nodes: Iterable[onnx.NodeProto], gates: Iterable[Gate]) -> list[onnx.NodeProto]:
+    """Return the nodes with each gate replaced by one `GATE` node, in place of its last node.
+
+    Of two gates with the same last node, a product of both, the second one is replaced.
+    """
+    gate_by_end = {gate.name: gate for gate in gates}
+    inner_nodes = {name for gate in gate_by_end.values() for name in gate.nodes[:-1]}
+    collapsed = []
+    for node in nodes:
+        gate = gate_by_end.get(node.name)
+        if gate is not None:
+            inputs = list(dict.fromkeys([gate.source, gate.factor]))
+            collapsed.append(helper.make_node(GATE, inputs, [gate.output], name=gate.name))
+        elif node.name not in inner_nodes:
+            collapsed.append(node)
+    return collapsed
+
+
+def _match_hard_sigmoid(graph: Graph, node: onnx.NodeProto) -> Gate | None:
+    """Return the gate that starts at a node, up to its clip; a HardSwish is a complete gate."""
+    if node.domain not in ("", "ai.onnx"):
+        return None
+    if node.op_type == "Add":
+        return _match_add_clip(graph, node)
+    if node.op_type not in ("HardSigmoid", "HardSwish"):
+        return None
+
+    gate = Gate(
+        nodes=(node.name,),
+        source=str(node.input[0]),
+        output=str(node.output[0]),
+        shift=3.0,
+        top=6.0,
+        gain=1 / 6,
+    )
+    if node.op_type == "HardSwish":
+        return replace(gate, factor=gate.source)
+    attrs = attributes(node)
+    alpha, beta = float(attrs.get("alpha", 0.2)), float(attrs.get("beta", 0.5))
+    if alpha <= 0 or beta == 0:
+        return None
+    return replace(gate, shift=beta / alpha, top=1 / alpha, gain=alpha)
+
+
+def _match_add_clip(graph: Graph, add: onnx.NodeProto) -> Gate | None:
+    """Return the gate that starts as clip(source + shift, 0, top), an Add of a scalar and a Clip.
+
+    No gate starts at an Add of 0, an Add that another node reads too, or a Clip whose lower bound
+    is not 0 or whose upper bound is not a positive constant.
+    """
+    source = next((str(name) for name in add.input if name not in graph.initializers), "")
+    shift = graph.scalar_operand(source, add)
+    clip = graph.only_reader(add.output[0])
+    if shift is None or shift == 0 or clip is None or clip.op_type != "Clip":
+        return None
+    if clip.input[0] != add.output[0] or not graph.clips_at_zero(clip):
+        return None
+
+    top = graph.scalar(clip.input[2]) if len(clip.input) > 2 else None
+    if top is None or top <= 0:
+        return None
+    output = str(clip.output[0])
+    return Gate(nodes=(add.name, clip.name), source=source, output=output, shift=shift, top=top)
+
+
+def _append_product(graph: Graph, gate: Gate) -> Gate | None:
+    """Extend a gate by the Mul or Div that alone reads its output; None if there is none.
+
+    A positive scalar changes the gain, and one varying tensor is the factor.
+    """
+    product = graph.only_reader(gate.output)
+    if product is None or product.op_type not in ("Mul", "Div"):
+        return None
+    if gate.output not in product.input:
+        return None
+
+    longer = replace(gate, nodes=(*gate.nodes, product.name), output=str(product.output[0]))
+    is_mul = product.op_type == "Mul"
+    dividend, divisor = (str(name) for name in product.input)
+    scalar = graph.scalar_operand(gate.output, product)
+    if scalar is not None and scalar > 0 and (is_mul or dividend == gate.output):
+        return replace(longer, gain=gate.gain * scalar if is_mul else gate.gain / scalar)
+
+    factor = divisor if dividend == gate.output else dividend
+    if not is_mul or gate.factor or factor == gate.output or factor in graph.initializers:
+        return None
+    return replace(longer, factor=factor)
+
+
+def _append_offset(graph: Graph, gate: Gate) -> Gate:
+    """Extend a gate by a following Add of a scalar, unless a Relu or Clip follows that."""
+    add = graph.only_reader(gate.output)
+    if add is None or add.op_type != "Add" or graph.tail(add) != add.output[0]:
+        return gate
+    offset = graph.scalar_operand(gate.output, add)
+    if offset is None:
+        return gate
+    nodes = (*gate.nodes, add.name)
+    return replace(gate, nodes=nodes, output=str(add.output[0]), offset=offset)
