@@ -85,7 +85,7 @@ def test_executor_equals_fake_quant(small):
         feed = {"x": sample[None]}
         integers, floats = run_integers(deployed, feed), run(fake, feed)
         np.testing.assert_allclose(integers, floats, rtol=1e-4, atol=1e-4)
-    found = compare_deploy_model(model, layers, ({"x": sample[None]} for sample in DATA))
+    found = compare_deploy_model(model, layers, [{"x": sample[None]} for sample in DATA])
     assert found.samples == 6 and found.same_rounding <= 1e-6
     assert found.amct_cosine > 0.999 and "within" in found.sentence()
 

@@ -116,7 +116,7 @@ def test_the_host_and_aipp_together_feed_what_calibrated(color, source, resize, 
     frame = np.zeros((*box, placed.shape[2]), np.uint8)
     frame[top : top + placed.shape[0], left : left + placed.shape[1]] = placed
     rgb = np.repeat(frame, 3, axis=2) if color == "grey" else frame[..., ::-1]
-    fed = aipp.run_aipp(made.parameters, aipp._as_source(rgb, how, given))
+    fed = aipp.run_aipp(made.parameters, aipp.to_source_format(rgb, how, given))
     far = np.abs(fed - wanted) * how.std[0] / how.scale  # in pixel units
     assert far.mean() <= 2 if given.is_yuv else far.max() <= 2
 

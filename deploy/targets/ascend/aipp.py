@@ -27,7 +27,7 @@ Source: hicann/ge, docs of atc, AIPP (configuration template, CSC, crop); ITU-R 
 CANN's docs of acldvppVpcResizeAsync, hi_vpc_crop_resize_paste_region and of VPC's alignment.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,17 +40,18 @@ from deploy.feed.pixels import input_to_image, layout_of, resized_geometry
 from deploy.feed.preprocess import Preprocess, Size, format_size
 from deploy.files import atomic
 from deploy.targets.ascend.atc import AippSource, write_compression_options
-from deploy.targets.ascend.proto import message_class, parse_text, print_text
+from deploy.targets.ascend.proto import message_class, print_text
 from deploy.targets.base import BuildRequest
 
 Bytes = NDArray[np.uint8]
 Matrix = tuple[tuple[int, int, int], ...]
 
-_WEIGHTS = {"bt601": (0.299, 0.114), "bt709": (0.2126, 0.0722)}  # weights of red and blue in Y
-_CHANNELS = 3
-_SIDES = (2, 4096)  # limits of an image's sides in pixels
-_BYTES = {"rgb": 3.0, "bgr": 3.0, "nv12": 1.5, "nv21": 1.5}  # bytes per pixel
-_CHECKED = 2  # samples on which a build measures AIPP's error
+_LUMA_WEIGHTS = {"bt601": (0.299, 0.114), "bt709": (0.2126, 0.0722)}  # of red and blue in Y
+_MIN_SIDE, _MAX_SIDE = 2, 4096  # pixels of an image
+_CHECKED_SAMPLES = 2  # a build measures AIPP's error on them
+
+# AippOpParams.input_format
+_YUV420SP, _RGB888, _YUV400 = 1, 3, 4
 
 
 def csc_matrix(standard: str, color: str) -> tuple[Matrix, tuple[int, int, int]]:
@@ -60,8 +61,7 @@ def csc_matrix(standard: str, color: str) -> tuple[Matrix, tuple[int, int, int]]
         standard: one of `deploy.targets.ascend.atc.STANDARDS`.
         color: "rgb", "bgr" or "grey"; it orders the rows. For "grey" only the first row counts.
     """
-    red, blue = _WEIGHTS[standard.partition("-")[0]]
-    luma, chroma, bias = _ranges(standard)
+    red, blue = _LUMA_WEIGHTS[standard.partition("-")[0]]
     green = 1 - red - blue
     rows = [
         (1.0, 0.0, 2 * (1 - red)),
@@ -72,6 +72,8 @@ def csc_matrix(standard: str, color: str) -> tuple[Matrix, tuple[int, int, int]]
         rows = [(1.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0)]
     if color == "bgr":
         rows.reverse()
+
+    luma, chroma, bias = _value_ranges(standard)
     integers = tuple(
         (round(256 * y / luma), round(256 * u / chroma), round(256 * v / chroma))
         for y, u, v in rows
@@ -81,25 +83,28 @@ def csc_matrix(standard: str, color: str) -> tuple[Matrix, tuple[int, int, int]]
 
 def to_yuv(rgb: Bytes, standard: str) -> Bytes:
     """Convert RGB [H, W, 3] of even sides to NV12 [H * 3 / 2, W]; U and V average four pixels."""
-    red, blue = _WEIGHTS[standard.partition("-")[0]]
-    luma, chroma, bias = _ranges(standard)
-    r, g, b = (rgb[..., c].astype(np.float64) for c in range(3))
+    red, blue = _LUMA_WEIGHTS[standard.partition("-")[0]]
+    luma, chroma, bias = _value_ranges(standard)
+    r, g, b = np.moveaxis(rgb.astype(np.float64), -1, 0)
     y = red * r + (1 - red - blue) * g + blue * b
     height, width = y.shape
-    four = (height // 2, 2, width // 2, 2)
-    u, v = (
-        chroma_plane.reshape(four).mean(axis=(1, 3))
-        for chroma_plane in ((b - y) / (2 * (1 - blue)), (r - y) / (2 * (1 - red)))
-    )
-    planes = np.stack([u, v], axis=-1).reshape(height // 2, width) * chroma + 128
-    out = np.concatenate([y * luma + bias, planes])
-    return np.asarray(np.clip(np.rint(out), 0, 255), np.uint8)
+
+    def average_four(plane: NDArray[np.float64]) -> NDArray[np.float64]:
+        four = plane.reshape(height // 2, 2, width // 2, 2)
+        return np.asarray(four.mean(axis=(1, 3)))
+
+    u = average_four((b - y) / (2 * (1 - blue)))
+    v = average_four((r - y) / (2 * (1 - red)))
+    uv = np.stack([u, v], axis=-1).reshape(height // 2, width) * chroma + 128
+    image = np.concatenate([y * luma + bias, uv])
+    return np.asarray(np.clip(np.rint(image), 0, 255), np.uint8)
 
 
-def _ranges(standard: str) -> tuple[float, float, int]:
+def _value_ranges(standard: str) -> tuple[float, float, int]:
     """Return the shares of 255 that Y, and that U and V, span, and the lowest Y."""
-    narrow = standard.endswith("narrow")
-    return (219 / 255, 224 / 255, 16) if narrow else (1.0, 1.0, 0)
+    if standard.endswith("narrow"):
+        return 219 / 255, 224 / 255, 16
+    return 1.0, 1.0, 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +112,7 @@ class AippConfig:
     """An AIPP configuration, and the preprocessing left to the host.
 
     Attributes:
+        text: content of the configuration file.
         parameters: an AippOpParams; for dynamic AIPP, those that the host has to set.
         host_notes: sentences on the steps left to the host, and the error of AIPP's arithmetic.
         frame_plan: how a frame of the source size becomes AIPP's picture, if AIPP cannot crop it.
@@ -120,236 +126,287 @@ class AippConfig:
 
 @dataclass(frozen=True, slots=True)
 class FramePlan:
-    """Sizes before AIPP, as (height, width)."""
+    """Sizes before AIPP, as (height, width).
+
+    Attributes:
+        frame: size of the source's frames.
+        resized: size after the resizing on the host or in DVPP.
+        corner: (row, column) of the resized frame in the model's input, negative where it is
+            cropped.
+        stored: size in memory; the model's input is the upper left part.
+    """
 
     frame: Size
     resized: Size
-    corner: Size  # (row, column) in the model's input where it is pasted, or cropped if negative
-    stored: Size  # in memory; the model's input is the upper left part
+    corner: Size
+    stored: Size
 
 
-def write_aipp(how: Preprocess, source: AippSource | None = None) -> AippConfig:
+def write_aipp(preprocess: Preprocess, source: AippSource) -> AippConfig:
     """Return the AIPP configuration of a resolved `Preprocess` (size, color and layout set).
 
-    `source`: format of the .om's input images; None for RGB of the model's size.
+    `source`: format of the .om's input images.
+
+    Raises:
+        ExportError: AIPP cannot express the preprocessing.
     """
-    source = source or AippSource()
-    if how.size is None or None in how.size or how.color is None:
+    has_size = preprocess.size is not None and None not in preprocess.size
+    if not has_size or preprocess.color is None:
         raise ExportError("AIPP needs the input's size and color, got a preprocessing without")
-    if how.layout == "nhwc":
+    if preprocess.layout == "nhwc":
         raise ExportError("AIPP feeds NCHW models, got layout nhwc; preprocess on the host")
-    op = message_class("AippOpParams")()
-    op.aipp_mode = 1
-    op.related_input_rank = 0
-    _color(op, how, source)
-    plan = _plan(how, source)
-    channels = 1 if how.color == "grey" else _CHANNELS
-    host = [_place(op, how, source, plan), _input_words(op, how, source)]
-    host.append(_arithmetic(op, how, channels))
-    written = op
-    if source.dynamic:
-        written = _dynamic(op, source)
-        words = print_text(op).replace("\n", ", ").strip(", ").removeprefix("aipp_mode: static, ")
-        host.append(f"Dynamic AIPP: the host sets, by aclmdlSetAIPP..., {words}.")
+
+    parameters = message_class("AippOpParams")()
+    parameters.aipp_mode = 1
+    parameters.related_input_rank = 0
+    _set_color(parameters, preprocess, source)
+    frame_plan = _plan_frame(preprocess, source)
+    host_notes = [
+        _set_sizes(parameters, preprocess, source, frame_plan),
+        _describe_input(parameters, preprocess, source),
+        _set_normalization(parameters, preprocess),
+    ]
+
     message = message_class("InsertNewOps")()
-    message.aipp_op.append(written)
-    text = print_text(message)
-    parse_text("InsertNewOps", text, "the AIPP configuration")
-    return AippConfig(text=text, parameters=op, host_notes=tuple(host), frame_plan=plan)
+    if source.dynamic:
+        message.aipp_op.append(_make_dynamic(parameters))
+        text = print_text(parameters).replace("\n", ", ").strip(", ")
+        settings = text.removeprefix("aipp_mode: static, ")
+        host_notes.append(f"Dynamic AIPP: the host sets, by aclmdlSetAIPP..., {settings}.")
+    else:
+        message.aipp_op.append(parameters)
+    return AippConfig(
+        text=print_text(message),
+        parameters=parameters,
+        host_notes=tuple(host_notes),
+        frame_plan=frame_plan,
+    )
 
 
-def _color(op: Any, how: Preprocess, source: AippSource) -> None:
+def _set_color(parameters: Any, preprocess: Preprocess, source: AippSource) -> None:
     """Set input format, channel swap and color conversion."""
-    assert how.color is not None
-    grey = how.color == "grey"
-    if grey and source.color == "bgr":
+    assert preprocess.color is not None
+    is_grey = preprocess.color == "grey"
+    if is_grey and source.color == "bgr":
         raise ExportError("AIPP makes grey of grey pictures, nv12 and nv21, got source color bgr")
-    op.csc_switch = source.is_yuv
-    if source.is_yuv:
-        op.input_format = 1
-        op.rbuv_swap_switch = source.color == "nv21"
-        rows, bias = csc_matrix(source.standard, how.color)
-        for r, row in enumerate(rows):
-            for c, value in enumerate(row):
-                getattr(op, f"matrix_r{r}c{c}").append(value)
-        for c, value in enumerate(bias):
-            getattr(op, f"input_bias_{c}").append(value)
+    parameters.csc_switch = source.is_yuv
+    if not source.is_yuv:
+        parameters.input_format = _YUV400 if is_grey else _RGB888
+        parameters.rbuv_swap_switch = not is_grey and source.color != preprocess.color
         return
-    op.input_format = 4 if grey else 3
-    op.rbuv_swap_switch = not grey and source.color != how.color
+
+    parameters.input_format = _YUV420SP
+    parameters.rbuv_swap_switch = source.color == "nv21"
+    matrix, biases = csc_matrix(source.standard, preprocess.color)
+    for row, values in enumerate(matrix):
+        for column, value in enumerate(values):
+            getattr(parameters, f"matrix_r{row}c{column}").append(value)
+    for channel, bias in enumerate(biases):
+        getattr(parameters, f"input_bias_{channel}").append(bias)
 
 
-def _dynamic(op: Any, source: AippSource) -> Any:
+def _make_dynamic(parameters: Any) -> Any:
     """Return the parameters of dynamic AIPP: only the largest image size in bytes."""
+    bytes_per_pixel = {_YUV420SP: 1.5, _YUV400: 1, _RGB888: 3}[parameters.input_format]
+    pixels = parameters.src_image_size_w * parameters.src_image_size_h
     dynamic = message_class("AippOpParams")()
     dynamic.aipp_mode = 2
     dynamic.related_input_rank = 0
-    grey = op.input_format == 4
-    pixels = op.src_image_size_w * op.src_image_size_h
-    dynamic.max_src_image_size = int(pixels * (1 if grey else _BYTES[source.color]))
+    dynamic.max_src_image_size = int(pixels * bytes_per_pixel)
     return dynamic
 
 
-def _plan(how: Preprocess, source: AippSource) -> FramePlan | None:
+def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
     """Return the steps before AIPP; None if AIPP crops, or takes pictures of the input's size."""
-    frame, box = source.size or how.box, how.box
-    larger = frame[0] >= box[0] and frame[1] >= box[1]
-    crops = how.resize == "short-side" and min(frame) <= how.short
-    if frame == box or source.dynamic or (larger and crops):
+    box = preprocess.box
+    frame = source.size or box
+    if frame == box or source.dynamic:
         return None
-    (height, width), (top, left) = resized_geometry(frame, how)
+    is_larger = frame[0] >= box[0] and frame[1] >= box[1]
+    is_cropped = preprocess.resize == "short-side" and min(frame) <= preprocess.short
+    if is_larger and is_cropped:
+        return None
+
+    (height, width), (top, left) = resized_geometry(frame, preprocess)
     if not source.is_yuv:
         return FramePlan(frame, (height, width), (top, left), box)
+    # DVPP pastes at columns of a multiple of 16, and crops at even ones
     column = left // 16 * 16 if left > 0 else int(left / 2) * 2
-    even = (_round_up(height, 2), _round_up(width, 2))
-    stored = (_round_up(box[0], 2), _round_up(box[1], 16))
-    return FramePlan(frame, even, (int(top / 2) * 2, column), stored)
+    return FramePlan(
+        frame=frame,
+        resized=(_round_up(height, 2), _round_up(width, 2)),
+        corner=(int(top / 2) * 2, column),
+        stored=(_round_up(box[0], 2), _round_up(box[1], 16)),
+    )
 
 
 def _round_up(side: int, unit: int) -> int:
     return -(-side // unit) * unit
 
 
-def _plan_words(plan: FramePlan, how: Preprocess, source: AippSource) -> str:
-    """Return the plan, of the host or of DVPP, in words with all sizes."""
+def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSource) -> str:
+    """Describe the steps of the host or of DVPP, with all sizes."""
     frame, resized, stored = map(format_size, (plan.frame, plan.resized, plan.stored))
-    (row, column), (size, place) = plan.corner, resized_geometry(plan.frame, how)
+    row, column = plan.corner
+    calibrated_size, (top, left) = resized_geometry(plan.frame, preprocess)
+    is_cropped = top < 0 or left < 0
     unit = 2 if source.is_yuv else 1
-    made = format_size((_round_up(how.box[0], unit), _round_up(how.box[1], unit)))
-    words = f"resize {frame} to {resized} ({how.interpolation})"
-    if min(place) < 0:
-        words += f", crop {made} at row {-row}, column {-column}"
-    elif how.resize in ("letterbox", "fit-height"):
-        words += f", paste at row {row}, column {column} of {made} filled with"
-        words += f" {_fill(how, source)}"
-    words = f"{'DVPP' if source.is_yuv else 'The host'} (height x width): {words}."
-    if plan.stored != how.box:
-        words += f" It is {stored} in memory; AIPP crops the upper left {format_size(how.box)}."
-    if (size, place) != (plan.resized, plan.corner):
-        done = "cropped" if min(place) < 0 else "pasted"
-        words += (
-            f" The calibration resized to {format_size(size)} and {done} at row {abs(place[0])},"
-            f" column {abs(place[1])}: DVPP needs even sides and rows, and columns of a multiple of"
-            " 16 for pasting; undo DVPP's values in the results."
+    picture = format_size((_round_up(preprocess.box[0], unit), _round_up(preprocess.box[1], unit)))
+
+    device = "DVPP" if source.is_yuv else "The host"
+    text = f"{device} (height x width): resize {frame} to {resized} ({preprocess.interpolation})"
+    if is_cropped:
+        text += f", crop {picture} at row {-row}, column {-column}"
+    elif preprocess.resize in ("letterbox", "fit-height"):
+        border = _describe_border(preprocess, source)
+        text += f", paste at row {row}, column {column} of {picture} filled with {border}"
+    text += "."
+    if plan.stored != preprocess.box:
+        model_input = format_size(preprocess.box)
+        text += f" It is {stored} in memory; AIPP crops the upper left {model_input}."
+    if (calibrated_size, (top, left)) != (plan.resized, plan.corner):
+        action = "cropped" if is_cropped else "pasted"
+        text += (
+            f" The calibration resized to {format_size(calibrated_size)} and {action} at row"
+            f" {abs(top)}, column {abs(left)}: DVPP needs even sides and rows, and columns of a"
+            " multiple of 16 for pasting; undo DVPP's values in the results."
         )
-    return words
+    return text
 
 
-def _fill(how: Preprocess, source: AippSource) -> str:
+def _describe_border(preprocess: Preprocess, source: AippSource) -> str:
     """Return the border's color in the format of the .om's input."""
-    border = np.asarray(np.rint(how.pad), np.uint8)
+    border = np.asarray(np.rint(preprocess.pad), np.uint8)
     if not source.is_yuv:
-        return f"{how.color} {', '.join(map(str, border))}"
-    rgb = np.broadcast_to(border[::-1] if how.color == "bgr" else border, (2, 2, 3))
-    y, u, v = to_yuv(rgb, source.standard).ravel()[[0, 4, 5]]
+        return f"{preprocess.color} {', '.join(map(str, border))}"
+    if preprocess.color == "bgr":
+        border = border[::-1]
+    four_pixels = np.broadcast_to(border, (2, 2, 3))
+    y, u, v = to_yuv(four_pixels, source.standard).ravel()[[0, 4, 5]]
     return f"Y {y}, U {u}, V {v}"
 
 
-def _place(op: Any, how: Preprocess, source: AippSource, plan: FramePlan | None) -> str:
-    """Set sizes and crop; return the steps that are left to the host."""
-    height, width = plan.stored if plan else source.size or how.box
-    for word, side in (("width", width), ("height", height)):
-        if not _SIDES[0] <= side <= _SIDES[1]:
-            raise ExportError(f"AIPP takes sides of {_SIDES[0]} to {_SIDES[1]}, got {word} {side}")
-    odd = [side for side in (*(source.size or ()), height, width) if side % 2]
-    if source.is_yuv and odd:
-        raise ExportError(f"YUV pictures have even sides, got one of {odd[0]}")
-    fields = {"src_image_size_w": width, "src_image_size_h": height}
-    if (height, width) != how.box:
-        top, left = (height - how.box[0]) // 2, (width - how.box[1]) // 2
-        if plan:
-            top = left = 0
+def _set_sizes(
+    parameters: Any, preprocess: Preprocess, source: AippSource, plan: FramePlan | None
+) -> str:
+    """Set sizes and crop; return a sentence on the steps that are left to the host."""
+    box = preprocess.box
+    height, width = plan.stored if plan else source.size or box
+    for name, side in (("width", width), ("height", height)):
+        if not _MIN_SIDE <= side <= _MAX_SIDE:
+            raise ExportError(f"AIPP takes sides of {_MIN_SIDE} to {_MAX_SIDE}, got {name} {side}")
+    odd_sides = [side for side in (*(source.size or ()), height, width) if side % 2]
+    if source.is_yuv and odd_sides:
+        raise ExportError(f"YUV pictures have even sides, got one of {odd_sides[0]}")
+    parameters.src_image_size_w, parameters.src_image_size_h = width, height
+
+    if (height, width) != box:
+        top, left = (0, 0) if plan else ((height - box[0]) // 2, (width - box[1]) // 2)
         if top < 0 or left < 0:  # the program sets the crop of dynamic AIPP
             raise ExportError(
                 f"AIPP crops but does not enlarge, got a source of {height}x{width} for an input"
-                f" of {how.box[0]}x{how.box[1]}"
+                f" of {box[0]}x{box[1]}"
             )
         if source.is_yuv:  # U and V are shared by two rows and columns
             top, left = top // 2 * 2, left // 2 * 2
-        fields |= {"crop": True, "load_start_pos_w": left, "load_start_pos_h": top}
-        fields |= {"crop_size_w": how.box[1], "crop_size_h": how.box[0]}
-    for name, value in fields.items():
-        setattr(op, name, value)
+        parameters.crop = True
+        parameters.load_start_pos_w, parameters.load_start_pos_h = left, top
+        parameters.crop_size_w, parameters.crop_size_h = box[1], box[0]
+
     if plan:
-        return _plan_words(plan, how, source)
+        return _describe_frame_plan(plan, preprocess, source)
     step = {
         "stretch": "stretch the picture",
-        "letterbox": f"letterbox the picture (border {how.pad[0]:g})",
+        "letterbox": f"letterbox the picture (border {preprocess.pad[0]:g})",
         "short-side": "resize the short side and crop the centre",
-        "fit-height": f"fit the height and pad on the right ({how.pad[0]:g})",
-    }[how.resize]
+        "fit-height": f"fit the height and pad on the right ({preprocess.pad[0]:g})",
+    }[preprocess.resize]
     return (
-        f"On the host, or in DVPP: {step} to {height}x{width}, {how.interpolation}; AIPP cannot"
-        " resize."
+        f"On the host, or in DVPP: {step} to {height}x{width}, {preprocess.interpolation}; AIPP"
+        " cannot resize."
     )
 
 
-def _input_words(op: Any, how: Preprocess, source: AippSource) -> str:
+def _describe_input(parameters: Any, preprocess: Preprocess, source: AippSource) -> str:
     if source.is_yuv:
         order = "U before V" if source.color == "nv12" else "V before U"
-        kind = (
-            f"YUV420SP ({source.color.upper()}, {order}), {source.standard}, height x 1.5 x width"
-        )
-    elif how.color == "grey":
-        kind = "grey (YUV400_U8)"
+        name = source.color.upper()
+        form = f"YUV420SP ({name}, {order}), {source.standard}, height x 1.5 x width"
+    elif preprocess.color == "grey":
+        form = "grey (YUV400_U8)"
     else:
-        kind = f"{source.color.upper()} packed, height x width x 3"
-    size = f"{op.src_image_size_h}x{op.src_image_size_w}"
-    return f"The .om's input becomes uint8, {size} pixels, {kind}."
+        form = f"{source.color.upper()} packed, height x width x 3"
+    size = f"{parameters.src_image_size_h}x{parameters.src_image_size_w}"
+    return f"The .om's input becomes uint8, {size} pixels, {form}."
 
 
-def _arithmetic(op: Any, how: Preprocess, channels: int) -> str:
+def _set_normalization(parameters: Any, preprocess: Preprocess) -> str:
     """Set means and factors of the channels; return a sentence on their float16 error."""
-    worst = 0.0
-    for channel in range(channels):
-        mean, std = (float(v[channel if len(v) > 1 else 0]) for v in (how.mean, how.std))
-        centre, factor = mean / how.scale, how.scale / std
-        if not 0 <= centre <= 255:
+    pixels = np.array([0.0, 255.0])
+    max_error = 0.0
+    for channel in range(1 if preprocess.color == "grey" else 3):
+        mean = _channel_value(preprocess.mean, channel) / preprocess.scale
+        factor = preprocess.scale / _channel_value(preprocess.std, channel)
+        if not 0 <= mean <= 255:
             raise ExportError(
-                f"AIPP takes means of 0 to 255 pixel units, got {centre:g} for channel {channel};"
+                f"AIPP takes means of 0 to 255 pixel units, got {mean:g} for channel {channel};"
                 " preprocess on the host"
             )
-        integer = min(int(centre), 255)
-        fraction, factor16 = float(np.float16(centre - integer)), float(np.float16(factor))
+        integer = min(int(mean), 255)
+        fraction, factor16 = float(np.float16(mean - integer)), float(np.float16(factor))
         if not 2.0**-14 <= factor16 <= 65504:
             raise ExportError(
                 f"AIPP holds 1 / std in float16, got {factor:g} for channel {channel};"
                 " preprocess on the host"
             )
-        setattr(op, f"mean_chn_{channel}", integer)
-        setattr(op, f"min_chn_{channel}", fraction)
-        getattr(op, f"var_reci_chn_{channel}").append(factor16)
-        ends = np.array([0.0, 255.0])
-        error = np.abs((ends - integer - fraction) * factor16 - (ends - centre) * factor).max()
-        worst = max(worst, float(error / max(np.abs((ends - centre) * factor).max(), 1e-9)))
-    return f"AIPP holds its factors in float16: inputs differ by at most {worst:.2g} of full scale."
+        setattr(parameters, f"mean_chn_{channel}", integer)
+        setattr(parameters, f"min_chn_{channel}", fraction)
+        getattr(parameters, f"var_reci_chn_{channel}").append(factor16)
+
+        exact = (pixels - mean) * factor
+        error = np.abs((pixels - integer - fraction) * factor16 - exact).max()
+        max_error = max(max_error, float(error / max(np.abs(exact).max(), 1e-9)))
+    return (
+        f"AIPP holds its factors in float16: inputs differ by at most {max_error:.2g} of full"
+        " scale."
+    )
 
 
-def run_aipp(op: Any, picture: Bytes) -> NDArray[np.float32]:
+def _channel_value(values: tuple[float, ...], channel: int) -> float:
+    """Return a channel's value of a tuple with one value, or one per channel."""
+    return float(values[channel if len(values) > 1 else 0])
+
+
+def run_aipp(parameters: Any, picture: Bytes) -> NDArray[np.float32]:
     """Compute the model's input [C, H, W] from one input image of the .om.
 
     Args:
-        op: an AippOpParams.
+        parameters: an AippOpParams.
         picture: [H, W, 3] packed, [H, W] grey, or [H * 3 / 2, W] YUV420SP.
     """
-    pixels = _unpacked(op, picture)
-    if op.rbuv_swap_switch:
-        pixels = pixels[..., [0, 2, 1]] if op.input_format == 1 else pixels[..., ::-1]
-    if op.crop:
-        top, left = op.load_start_pos_h, op.load_start_pos_w
-        pixels = pixels[top : top + op.crop_size_h, left : left + op.crop_size_w]
-    if op.csc_switch:
-        pixels = _converted(op, pixels)
+    pixels = _unpack_pixels(parameters, picture)
+    if parameters.rbuv_swap_switch:
+        is_yuv = parameters.input_format == _YUV420SP
+        pixels = pixels[..., [0, 2, 1]] if is_yuv else pixels[..., ::-1]
+    if parameters.crop:
+        top, left = parameters.load_start_pos_h, parameters.load_start_pos_w
+        pixels = pixels[top : top + parameters.crop_size_h, left : left + parameters.crop_size_w]
+    if parameters.csc_switch:
+        pixels = _convert_color(parameters, pixels)
+
     channels = []
-    for c in range(pixels.shape[-1]):
-        mean, least = getattr(op, f"mean_chn_{c}"), getattr(op, f"min_chn_{c}")
-        factor = np.float16(getattr(op, f"var_reci_chn_{c}")[0])
-        channels.append(((pixels[..., c] - mean).astype(np.float16) - np.float16(least)) * factor)
+    for index, channel in enumerate(np.moveaxis(pixels, -1, 0)):
+        mean, fraction = (getattr(parameters, f"{key}_chn_{index}") for key in ("mean", "min"))
+        factor = np.float16(getattr(parameters, f"var_reci_chn_{index}")[0])
+        channels.append(((channel - mean).astype(np.float16) - np.float16(fraction)) * factor)
     return np.stack(channels).astype(np.float32)
 
 
 def measure_aipp_error(
-    aipp: AippConfig, how: Preprocess, source: AippSource, sample: Mapping[str, NDArray[Any]]
+    aipp: AippConfig,
+    preprocess: Preprocess,
+    source: AippSource,
+    sample: Mapping[str, NDArray[Any]],
 ) -> float | None:
     """Measure how far AIPP's input is from the calibration's, relative to full scale.
 
@@ -363,86 +420,85 @@ def measure_aipp_error(
     batch = next(iter(sample.values()))
     if layout_of(batch) != "nchw" or not np.issubdtype(batch.dtype, np.floating):
         return None
-    return max(_error(aipp, how, source, picture) for picture in batch)
+    full_scale = 255 * preprocess.scale / min(preprocess.std)
+    errors = []
+    for expected in batch:
+        pixels = input_to_image(expected[None], preprocess)
+        assert pixels is not None
+        framed = _pad_to_source(pixels, aipp.parameters)
+        computed = run_aipp(aipp.parameters, to_source_format(framed, preprocess, source))
+        errors.append(float(np.abs(computed - expected).mean() / full_scale))
+    return max(errors)
 
 
-def _error(aipp: AippConfig, how: Preprocess, source: AippSource, expected: NDArray[Any]) -> float:
-    pixels = input_to_image(expected[None], how)
-    assert pixels is not None
-    computed = run_aipp(aipp.parameters, _as_source(_framed(pixels, aipp.parameters), how, source))
-    full = 255 * how.scale / min(how.std)
-    return float(np.abs(computed - expected).mean() / full)
-
-
-def _framed(pixels: Bytes, op: Any) -> Bytes:
+def _pad_to_source(pixels: Bytes, parameters: Any) -> Bytes:
     """Pad an image to the source size, at the place of the crop, by repeating its edges."""
     height, width = pixels.shape[:2]
-    top, left = (op.load_start_pos_h, op.load_start_pos_w) if op.crop else (0, 0)
-    below, right = op.src_image_size_h - height - top, op.src_image_size_w - width - left
-    return np.pad(pixels, ((top, below), (left, right), (0, 0)), mode="edge")
+    top, left = parameters.load_start_pos_h, parameters.load_start_pos_w  # 0 without crop
+    bottom = parameters.src_image_size_h - height - top
+    right = parameters.src_image_size_w - width - left
+    return np.pad(pixels, ((top, bottom), (left, right), (0, 0)), mode="edge")
 
 
-def _as_source(rgb: Bytes, how: Preprocess, source: AippSource) -> Bytes:
+def to_source_format(rgb: Bytes, preprocess: Preprocess, source: AippSource) -> Bytes:
     """Convert RGB [H, W, 3] to the format of the .om's input images."""
-    if how.color == "grey" and not source.is_yuv:
+    if source.is_yuv:
+        picture = to_yuv(rgb, source.standard)
+        if source.color == "nv21":
+            chroma = picture[rgb.shape[0] :]
+            chroma[:, 0::2], chroma[:, 1::2] = chroma[:, 1::2].copy(), chroma[:, 0::2].copy()
+        return picture
+    if preprocess.color == "grey":
         return rgb[..., 0]
-    if not source.is_yuv:
-        return rgb if source.color == "rgb" else rgb[..., ::-1]
-    picture = to_yuv(rgb, source.standard)
-    height = rgb.shape[0]
-    if source.color == "nv21":
-        pairs = picture[height:].reshape(height // 2, -1, 2)
-        picture = np.concatenate([picture[:height], pairs[..., ::-1].reshape(height // 2, -1)])
-    return picture
+    return rgb if source.color == "rgb" else rgb[..., ::-1]
 
 
-def _unpacked(op: Any, picture: Bytes) -> NDArray[np.int32]:
+def _unpack_pixels(parameters: Any, picture: Bytes) -> NDArray[np.int32]:
     """Return the pixels as int32 [H, W, C]; each U and V is repeated for its four pixels."""
-    if op.input_format == 1:
+    if parameters.input_format == _YUV420SP:
         height = picture.shape[0] * 2 // 3
         pairs = picture[height:].reshape(height // 2, -1, 2)
-        planes = pairs.repeat(2, axis=0).repeat(2, axis=1)
-        return np.concatenate([picture[:height, :, None], planes], axis=-1).astype(np.int32)
-    return (picture[..., None] if picture.ndim == 2 else picture).astype(np.int32)
+        chroma = pairs.repeat(2, axis=0).repeat(2, axis=1)
+        picture = np.concatenate([picture[:height, :, None], chroma], axis=-1)
+    elif picture.ndim == 2:
+        picture = picture[..., None]
+    return picture.astype(np.int32)
 
 
-def _converted(op: Any, pixels: NDArray[np.int32]) -> NDArray[np.int32]:
-    rows = np.array([[getattr(op, f"matrix_r{r}c{c}")[0] for c in range(3)] for r in range(3)])
-    bias = np.array([getattr(op, f"input_bias_{c}")[0] for c in range(3)])
-    out = np.asarray(np.clip((pixels - bias) @ rows.T >> 8, 0, 255), np.int32)
-    return out[..., :1] if not rows[1:].any() else out
+def _convert_color(parameters: Any, pixels: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Convert YUV to RGB; a matrix of one row that is not zero makes grey."""
+    values = [getattr(parameters, f"matrix_r{r}c{c}")[0] for r in range(3) for c in range(3)]
+    matrix = np.array(values).reshape(3, 3)
+    bias = np.array([getattr(parameters, f"input_bias_{channel}")[0] for channel in range(3)])
+    converted = np.asarray(np.clip((pixels - bias) @ matrix.T >> 8, 0, 255), np.int32)
+    return converted if matrix[1:].any() else converted[..., :1]
 
 
 def write_aipp_files(
     request: BuildRequest, files: dict[str, Path], source: AippSource, *, first_layer_int8: bool
 ) -> list[str]:
     """Write the AIPP file and, for an int8 first layer, the compression options; return notes."""
-    preprocess = request.manifest.get("preprocess")
-    if not preprocess:
+    settings = request.manifest.get("preprocess")
+    if not settings:
         return ["No AIPP file: the calibration was fed arrays, not pictures."]
-    how: Preprocess = Preprocess.from_json(preprocess)
+    preprocess: Preprocess = Preprocess.from_json(settings)
     try:
-        aipp = write_aipp(how, source)
+        aipp = write_aipp(preprocess, source)
     except ExportError as error:
         return [f"No AIPP file: {error}."]
     path = request.folder / f"{request.name}_aipp.cfg"
     files["AIPP configuration"] = atomic.write_text(path, aipp.text)
     if first_layer_int8:
         path = request.folder / f"{request.name}_compression.cfg"
-        text = write_compression_options()
-        files["compression options"] = atomic.write_text(path, text)
-    return [*aipp.host_notes, *_error_note(aipp, how, source, request)]
+        files["compression options"] = atomic.write_text(path, write_compression_options())
 
-
-def _error_note(
-    aipp: AippConfig, how: Preprocess, source: AippSource, request: BuildRequest
-) -> Iterator[str]:
-    """Yield a sentence on the error of AIPP's input against the calibration's."""
-    samples = request.feed.first(_CHECKED)
-    errors = [measure_aipp_error(aipp, how, source, sample) for sample in samples]
-    known = [error for error in errors if error is not None]
-    if known:
-        yield (
-            f"AIPP's arithmetic on {len(known)} samples: the .om's input is {max(known):.2g} of"
+    notes = list(aipp.host_notes)
+    samples = request.feed.first(_CHECKED_SAMPLES)
+    results = [measure_aipp_error(aipp, preprocess, source, sample) for sample in samples]
+    errors = [error for error in results if error is not None]
+    if errors:
+        notes.append(
+            f"AIPP's arithmetic on {len(errors)} samples: the .om's input is {max(errors):.2g} of"
             " full scale from the calibration's, on average over a picture."
         )
+    return notes

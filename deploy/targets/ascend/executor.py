@@ -27,7 +27,7 @@ rounding, so it differs by one code for values exactly between two codes if the 
 code may also differ where x * scale + offset rounds in float32.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.amct.arq import ascend_range
 from deploy.errors import ModelError
@@ -57,11 +57,11 @@ from deploy.targets.base import BuildRequest
 from deploy.tensors import Session
 
 SHIFT = 128  # from int8 to uint8
-_EXACT = 2**24  # float32 adds integers below this without rounding
-_TYPES = {b"INT4": 4, b"INT8": 8, b"INT16": 16}
-_TOLERANCE = 1e-2
-_CHECKED = 2  # samples on which a build runs the deploy model
-_END = 2**31  # limit of int32
+_FLOAT32_EXACT = 2**24  # float32 adds integers below this without rounding
+_INT32_END = 2**31
+_BITS_BY_TYPE = {b"INT4": 4, b"INT8": 8, b"INT16": 16}  # dst_type of AscendQuant
+_MAX_DIFFERENCE = 1e-2  # relative; above it the note asks for a closer look
+_CHECKED_SAMPLES = 2  # a build runs the deploy model on them
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +103,19 @@ def malformed_as_model_error() -> Iterator[None]:
 
 
 def open_deploy(
-    model: onnx.ModelProto, *, threads: int | None = None, shown: Collection[str] = ()
+    model: onnx.ModelProto, *, threads: int | None = None, extra_outputs: Collection[str] = ()
 ) -> Session:
     """Open a deploy model on the CPU, with the inputs and outputs that it has on the NPU.
 
-    `shown`: int64 sums of layers with 16-bit activations, added to the outputs.
+    `extra_outputs`: int64 sums of layers with 16-bit activations, added to the outputs.
 
     Raises:
         ModelError: the model cannot be rewritten.
         BackendError: ONNX Runtime refuses it.
     """
     model = to_integer_model(model)
-    model.graph.output.extend(helper.make_tensor_value_info(name, 7, None) for name in shown)
+    for name in extra_outputs:
+        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.INT64, None))
     return OrtSession.open(model, threads=threads, optimize=False)
 
 
@@ -122,20 +123,22 @@ class _IntegerWriter:
     """Writer of the nodes that compute a deploy model, in the order of its nodes.
 
     Attributes:
-        nodes, constants: what was written so far.
-        codes: quantized tensor -> its parts.
-        packed: layers with two 4-bit weights in a byte.
-        half: whether the model's activations are float16.
+        nodes, constants: written so far.
+        parts_by_tensor: quantized tensor -> its uint8 parts.
+        packed_outputs: outputs of layers with two 4-bit weights in a byte.
+        has_float16: whether the model's activations are float16.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.index = Graph(model)
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
-        self.codes: dict[str, tuple[Uint8Part, ...]] = {}
-        self.packed = {name for node in self.index.nodes for name in self.packed_by(node)}
-        ends = [n for n in self.index.nodes if n.op_type in ("AscendDequant", "AscendAntiQuant")]
-        self.half = any(attributes(n).get("dtype", 0) == 1 for n in ends)
+        self.parts_by_tensor: dict[str, tuple[Uint8Part, ...]] = {}
+        self.packed_outputs = _find_packed_outputs(self.index)
+        self.has_float16 = any(
+            node.op_type in ("AscendDequant", "AscendAntiQuant") and _writes_float16(node)
+            for node in self.index.nodes
+        )
 
     def emit(
         self,
@@ -143,7 +146,7 @@ class _IntegerWriter:
         *inputs: str,
         output: str = "",
         like: onnx.NodeProto | None = None,
-        **given: Any,
+        **options: Any,
     ) -> str:
         """Append a node; return its output, a new tensor unless `output` names one.
 
@@ -151,18 +154,19 @@ class _IntegerWriter:
         """
         name = f"exec.{len(self.nodes)}"
         output = output or name
-        self.nodes.append(helper.make_node(op, inputs, [output], name=name, **given))
+        node = helper.make_node(op, inputs, [output], name=name, **options)
         if like is not None:
-            self.nodes[-1].attribute.extend(like.attribute)
+            node.attribute.extend(like.attribute)
+        self.nodes.append(node)
         return output
 
-    def put(self, value: Any) -> str:
+    def add_constant(self, value: Any) -> str:
         """Add a constant; return its name."""
         name = f"exec.constant{len(self.constants)}"
         self.constants.append(numpy_helper.from_array(np.asarray(value), name))
         return name
 
-    def value(self, name: str) -> NDArray[Any]:
+    def read_constant(self, name: str) -> NDArray[Any]:
         """Return the value of a constant of the deploy model.
 
         Raises:
@@ -174,168 +178,197 @@ class _IntegerWriter:
 
     def rewrite(self, node: onnx.NodeProto) -> None:
         """Write the nodes that compute one node of the deploy model."""
-        own = {
-            "AscendQuant": self.quant,
-            "AscendDequant": self.dequant,
-            "AscendAntiQuant": self.antiquant,
-        }.get(node.op_type)
-        if own is not None:
-            own(node)
-        elif self.is_bias(node):
+        if node.op_type == "AscendQuant":
+            self.write_quant(node)
+        elif node.op_type == "AscendDequant":
+            self.write_dequant(node)
+        elif node.op_type == "AscendAntiQuant":
+            self.write_anti_quant(node)
+        elif self.is_bias_cast(node):
             self.emit("Identity", node.input[0], output=node.output[0])
-        elif node.op_type in TYPES and node.input[0] in self.codes:
-            self.layer(node, self.codes[node.input[0]])
+        elif node.op_type in TYPES and node.input[0] in self.parts_by_tensor:
+            self.write_layer(node, self.parts_by_tensor[node.input[0]])
         else:
             self.nodes.append(node)
 
-    def quant(self, node: onnx.NodeProto) -> None:
-        given = attributes(node)
-        bits = _TYPES.get(given.get("dst_type", b"INT8"))
-        if bits is None or "scale" not in given:
+    def write_quant(self, node: onnx.NodeProto) -> None:
+        options = attributes(node)
+        bits = _BITS_BY_TYPE.get(options.get("dst_type", b"INT8"))
+        if bits is None or "scale" not in options:
             raise ModelError(
-                f"{node.name!r} must have a scale and dst_type INT4, INT8 or INT16, got {given}"
+                f"{node.name!r} must have a scale and dst_type INT4, INT8 or INT16, got {options}"
             )
-        zero, (low, high) = int(given.get("offset", 0.0)), ascend_range(bits)
-        lift, end = max(SHIFT, -low), node.output[0]
-        steps = self.emit("Cast", node.input[0], to=1) if self.half else node.input[0]
-        steps = self.emit("Mul", steps, self.put(np.float32(given["scale"])))
-        steps = self.emit("Round", self.emit("Add", steps, self.put(np.float32(zero))))
-        steps = self.emit("Clip", steps, self.put(np.float32(low)), self.put(np.float32(high)))
-        lifted = self.emit("Add", steps, self.put(np.float32(lift)))
+        offset = int(options.get("offset", 0.0))
+        low, high = ascend_range(bits)
+
+        code = node.input[0]
+        if self.has_float16:
+            code = self.emit("Cast", code, to=TensorProto.FLOAT)
+        code = self.emit("Mul", code, self.add_constant(np.float32(options["scale"])))
+        code = self.emit("Add", code, self.add_constant(np.float32(offset)))
+        code = self.emit("Round", code)
+        limits = [self.add_constant(np.float32(limit)) for limit in (low, high)]
+        code = self.emit("Clip", code, *limits)
+
+        shift = max(SHIFT, -low)
+        unsigned = self.emit("Add", code, self.add_constant(np.float32(shift)))
+        output = node.output[0]
         if bits < 16:
-            self.emit("Cast", lifted, output=end, to=2)
-            self.codes[end] = (Uint8Part(end, 1, zero + lift),)
+            self.emit("Cast", unsigned, output=output, to=TensorProto.UINT8)
+            self.parts_by_tensor[output] = (Uint8Part(output, 1, offset + shift),)
             return
-        integers, by = self.emit("Cast", lifted, to=6), self.put(np.int32(256))
-        parts = [self.emit("Cast", self.emit(op, integers, by), to=2) for op in ("Div", "Mod")]
-        self.codes[end] = tuple(map(Uint8Part, parts, (256, 1), divmod(zero + lift, 256)))
 
-    def dequant(self, node: onnx.NodeProto) -> None:
-        scales = unpack_dequant_scales(self.value(node.input[1]))
-        maker, rank = self.index.producer.get(node.input[0]), 0
-        if maker is not None and maker.op_type in ("Conv", "ConvTranspose"):
-            rank = self.value(maker.input[1]).ndim - 2
-        scale = self.put(scales.reshape(1, -1, *[1] * rank))
-        self.scale(node, self.emit("Cast", node.input[0], to=1), scale)
+        integers = self.emit("Cast", unsigned, to=TensorProto.INT32)
+        byte = self.add_constant(np.int32(256))
+        high_byte = self.emit("Cast", self.emit("Div", integers, byte), to=TensorProto.UINT8)
+        low_byte = self.emit("Cast", self.emit("Mod", integers, byte), to=TensorProto.UINT8)
+        high_zero, low_zero = divmod(offset + shift, 256)
+        self.parts_by_tensor[output] = (
+            Uint8Part(high_byte, 256, high_zero),
+            Uint8Part(low_byte, 1, low_zero),
+        )
 
-    def antiquant(self, node: onnx.NodeProto) -> None:
-        given = attributes(node)
-        parts = self.codes.get(node.input[0], ())
-        if len(parts) != 1 or "scale" not in given:
+    def write_dequant(self, node: onnx.NodeProto) -> None:
+        scales = unpack_dequant_scales(self.read_constant(node.input[1]))
+        producer = self.index.producer.get(node.input[0])
+        rank = 0
+        if producer is not None and producer.op_type in ("Conv", "ConvTranspose"):
+            rank = self.read_constant(producer.input[1]).ndim - 2
+        integers = self.emit("Cast", node.input[0], to=TensorProto.FLOAT)
+        self.multiply_by_scale(node, integers, scales.reshape(1, -1, *[1] * rank))
+
+    def write_anti_quant(self, node: onnx.NodeProto) -> None:
+        options = attributes(node)
+        parts = self.parts_by_tensor.get(node.input[0], ())
+        if len(parts) != 1 or "scale" not in options:
             raise ModelError(
                 f"{node.name!r} must have a scale and read an int8 AscendQuant's output"
             )
-        scale = self.put(np.float32(given["scale"]))
-        part = replace(parts[0], zero=int(given.get("offset", 0.0)) + SHIFT)
-        self.scale(node, self.centred(part), scale)
+        part = replace(parts[0], zero=int(options.get("offset", 0.0)) + SHIFT)
+        self.multiply_by_scale(node, self.subtract_zero(part), np.float32(options["scale"]))
 
-    def scale(self, node: onnx.NodeProto, start: str, scale: str) -> None:
-        """Multiply by a scale in float32; the output is float16 if the node's dtype is 1."""
-        if attributes(node).get("dtype", 0) != 1:
-            self.emit("Mul", start, scale, output=node.output[0])
+    def multiply_by_scale(self, node: onnx.NodeProto, values: str, scale: Any) -> None:
+        """Write the output of a dequantization: the product in float32, or rounded to float16."""
+        inputs = values, self.add_constant(scale)
+        if _writes_float16(node):
+            product = self.emit("Mul", *inputs)
+            self.emit("Cast", product, output=node.output[0], to=TensorProto.FLOAT16)
         else:
-            self.emit("Cast", self.emit("Mul", start, scale), output=node.output[0], to=10)
+            self.emit("Mul", *inputs, output=node.output[0])
 
-    def centred(self, part: Uint8Part) -> str:
-        """Return q - offset in float, of a uint8 part."""
-        return self.emit(
-            "Sub", self.emit("Cast", part.tensor, to=1), self.put(np.float32(part.zero))
-        )
+    def subtract_zero(self, part: Uint8Part) -> str:
+        """Return q - offset of a uint8 part, in float32."""
+        values = self.emit("Cast", part.tensor, to=TensorProto.FLOAT)
+        return self.emit("Sub", values, self.add_constant(np.float32(part.zero)))
 
-    def layer(self, node: onnx.NodeProto, parts: tuple[Uint8Part, ...]) -> None:
+    def write_layer(self, node: onnx.NodeProto, parts: tuple[Uint8Part, ...]) -> None:
         """Write a layer, one of `TYPES`, whose input is quantized."""
         if node.op_type == "AveragePool":
             (part,) = parts
-            node.input[0] = self.centred(part)
+            node.input[0] = self.subtract_zero(part)
             self.nodes.append(node)
             return
-        if node.op_type in ("Gemm", "MatMul") and node.input[1] in self.codes:
-            both = (*parts, *self.codes[node.input[1]])
-            (first, second), zeros = both, [self.put(np.uint8(part.zero)) for part in both]
+        if node.op_type in ("Gemm", "MatMul") and node.input[1] in self.parts_by_tensor:
+            (first,), (second,) = parts, self.parts_by_tensor[node.input[1]]
+            zeros = [self.add_constant(np.uint8(part.zero)) for part in (first, second)]
             tensors = first.tensor, second.tensor
             self.emit("MatMulInteger", *tensors, *zeros, output=node.output[0])
             return
-        weight, dtype = self.weight(node), np.int64 if len(parts) > 1 else np.int32
-        transposed = node.op_type == "ConvTranspose"
-        terms = []
-        for total, factor in (self.halves if transposed else self.products)(node, parts, weight):
-            if transposed or dtype == np.int64:  # the other operators write int32
-                total = self.emit("Cast", total, to=7 if dtype == np.int64 else 6)
-            if factor != 1:
-                total = self.emit("Mul", total, self.put(dtype(factor)))
-            terms.append(total)
-        if len(node.input) > 2 and node.input[2]:
-            bias = self.bias(node).reshape(-1, *[1] * (weight.ndim - 2))
-            terms.append(self.put(bias.astype(dtype)))
-        for term in terms[1:]:
-            terms[0] = self.emit("Add", terms[0], term)
-        self.emit("Identity", terms[0], output=node.output[0])
 
-    def products(
+        weight = self.read_weight(node)
+        sum_type = np.int64 if len(parts) > 1 else np.int32  # of 16-bit activations or fewer bits
+        onnx_type = helper.np_dtype_to_tensor_dtype(np.dtype(sum_type))
+        multiply = self.multiply_exact if node.op_type == "ConvTranspose" else self.multiply_uint8
+        terms = []
+        for products, factor in multiply(node, parts, weight):
+            term = self.emit("Cast", products, to=onnx_type)
+            if factor != 1:
+                term = self.emit("Mul", term, self.add_constant(sum_type(factor)))
+            terms.append(term)
+        if len(node.input) > 2 and node.input[2]:
+            bias = self.read_bias(node).reshape(-1, *[1] * (weight.ndim - 2))
+            terms.append(self.add_constant(bias.astype(sum_type)))
+
+        total = terms[0]
+        for term in terms[1:]:
+            total = self.emit("Add", total, term)
+        self.emit("Identity", total, output=node.output[0])
+
+    def multiply_uint8(
         self, node: onnx.NodeProto, parts: tuple[Uint8Part, ...], weight: NDArray[Any]
     ) -> Iterator[tuple[str, int]]:
         """Yield (sums of products, int32; their factor) of each part with a uint8 weight."""
-        conv = node.op_type == "Conv"
         if attributes(node).get("transB", 0):
             weight = weight.T
-        kernel = self.put((weight.astype(np.int16) + SHIFT).astype(np.uint8))
-        level = self.put(np.uint8(SHIFT))
+        kernel = self.add_constant((weight.astype(np.int16) + SHIFT).astype(np.uint8))
+        kernel_zero = self.add_constant(np.uint8(SHIFT))
         for part in parts:
-            inputs = part.tensor, kernel, self.put(np.uint8(part.zero)), level
-            op, like = ("ConvInteger", node) if conv else ("MatMulInteger", None)
-            yield self.emit(op, *inputs, like=like), part.factor
+            inputs = part.tensor, kernel, self.add_constant(np.uint8(part.zero)), kernel_zero
+            if node.op_type == "Conv":
+                products = self.emit("ConvInteger", *inputs, like=node)
+            else:
+                products = self.emit("MatMulInteger", *inputs)
+            yield products, part.factor
 
-    def halves(
+    def multiply_exact(
         self, node: onnx.NodeProto, parts: tuple[Uint8Part, ...], weight: NDArray[Any]
     ) -> Iterator[tuple[str, int]]:
-        """Yield (sums of products, exact in float; their factor) of the weight's two halves."""
+        """Yield (sums of products, exact in float32; their factor) of the weight's two halves."""
         weight = weight.astype(np.int32)
-        if 255 * 15 * int(np.prod(weight.shape[2:])) * weight.shape[0] >= _EXACT:
+        if 255 * 15 * int(np.prod(weight.shape[2:])) * weight.shape[0] >= _FLOAT32_EXACT:
             raise ModelError(
                 f"{node.name!r} sums too many products to be exact here, weight {weight.shape};"
                 " compare the fake-quant model instead"
             )
         low = weight & 15
+        high = (weight - low) // 16
         for part in parts:
-            centred = self.centred(part)
-            for values, factor in ((low, 1), ((weight - low) // 16, 16)):
-                kernel = self.put(values.astype(np.float32))
-                yield self.emit(node.op_type, centred, kernel, like=node), factor * part.factor
+            values = self.subtract_zero(part)
+            for half, factor in ((low, 1), (high, 16)):
+                kernel = self.add_constant(half.astype(np.float32))
+                products = self.emit(node.op_type, values, kernel, like=node)
+                yield products, factor * part.factor
 
-    def bias(self, node: onnx.NodeProto) -> NDArray[np.int32]:
+    def read_bias(self, node: onnx.NodeProto) -> NDArray[np.int32]:
         """Return a layer's bias."""
         name = node.input[2]
-        maker = self.index.producer.get(name)
-        if maker is not None and self.is_bias(maker):
-            name = maker.input[0]
-        values = self.value(name)
+        producer = self.index.producer.get(name)
+        if producer is not None and self.is_bias_cast(producer):
+            name = producer.input[0]
+        values = self.read_constant(name)
         if values.dtype != np.int32:
             raise ModelError(f"the bias of {node.name!r} must be int32, got {values.dtype}")
         return values
 
-    def is_bias(self, node: onnx.NodeProto) -> bool:
+    def is_bias_cast(self, node: onnx.NodeProto) -> bool:
         """Whether a node is the Cast of an int32 bias in a layer with 4-bit activations."""
         if node.op_type != "Cast" or not node.name.endswith(".bias_quant"):
             return False
         bias = self.index.constants.get(node.input[0])
-        return bias is not None and bias.data_type == 6
+        return bias is not None and bias.data_type == TensorProto.INT32
 
-    def weight(self, node: onnx.NodeProto) -> NDArray[Any]:
+    def read_weight(self, node: onnx.NodeProto) -> NDArray[Any]:
         """Return a layer's integer weight, unpacked if it has 4 bits."""
-        values = self.value(node.input[1])
-        if node.name not in self.packed:
-            return values
-        return unpack_int4(values.astype(np.int8), packed_axis(node.op_type))
+        values = self.read_constant(node.input[1])
+        if node.output[0] in self.packed_outputs:
+            return unpack_int4(values.astype(np.int8), packed_axis(node.op_type))
+        return values
 
-    def packed_by(self, node: onnx.NodeProto) -> list[str]:
-        """Return the layer of an AscendDequant that marks its weights as packed, as a list."""
-        if node.op_type != "AscendDequant" or attributes(node).get(PACKED) != b"INT4":
-            return []
-        maker = self.index.producer.get(node.input[0])
-        if maker is not None and maker.op_type == "Add":
-            makers = [self.index.producer.get(name) for name in maker.input]
-            maker = next((m for m in makers if m is not None and m.op_type in TYPES), None)
-        return [] if maker is None else [maker.name]
+
+def _writes_float16(node: onnx.NodeProto) -> bool:
+    return bool(attributes(node).get("dtype", 0) == 1)
+
+
+def _find_packed_outputs(index: Graph) -> set[str]:
+    """Return the outputs of layers whose AscendDequant marks their weights as packed."""
+    outputs = set()
+    for node in index.nodes:
+        if node.op_type == "AscendDequant" and attributes(node).get(PACKED) == b"INT4":
+            outputs.add(node.input[0])
+            producer = index.producer.get(node.input[0])
+            if producer is not None and producer.op_type == "Add":  # the bias of a MatMul
+                outputs.update(producer.input)
+    return outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,6 +376,7 @@ class DeployComparison:
     """Differences between the outputs of the deploy model and of the fake-quant models.
 
     Attributes:
+        samples: number of samples that were run.
         same_rounding: largest difference from the model that rounds as AscendQuant, relative to the
             largest value of that output.
         amct_cosine: lowest cosine of an output with that of AMCT's fake-quant model.
@@ -356,33 +390,26 @@ class DeployComparison:
 
     def sentence(self) -> str:
         """Return the note for the report."""
-        return (
+        text = (
             f"The deploy model was run in integers on {self.samples} samples: within"
             f" {self.same_rounding:.1g} of the fake-quant model with AscendQuant's rounding,"
             f" cosine {self.amct_cosine:.5f} with AMCT's rounding"
-            + ("." if self.same_rounding <= _TOLERANCE else "; look into this before deploying.")
-            + self._sums_sentence()
         )
-
-    def _sums_sentence(self) -> str:
-        """Return a sentence on the sums of 16-bit activations, which AMCT does not check."""
-        if not self.sums:
-            return ""
-        worst = max(self.sums, key=lambda name: self.sums[name])
-        return (
-            f" Sums of 16-bit activations reached {self.sums[worst]:.3g} of int32's end, in {worst}"
-            + (
-                "."
-                if self.sums[worst] < 1
-                else ", and are wrong wherever they are stored in int32; give it 8 bits."
-            )
-        )
+        if self.same_rounding > _MAX_DIFFERENCE:
+            text += "; look into this before deploying"
+        if self.sums:  # of 16-bit activations, which AMCT does not check
+            layer = max(self.sums, key=self.sums.__getitem__)
+            share = self.sums[layer]
+            text += f". Sums of 16-bit activations reached {share:.3g} of int32's end, in {layer}"
+            if share >= 1:
+                text += ", and are wrong wherever they are stored in int32; give it 8 bits"
+        return f"{text}."
 
 
 def compare_deploy_model(
     model: onnx.ModelProto,
     layers: Mapping[str, QuantLayer],
-    samples: Iterable[Mapping[str, NDArray[Any]]],
+    samples: Sequence[Mapping[str, NDArray[Any]]],
     *,
     threads: int | None = None,
 ) -> DeployComparison:
@@ -392,42 +419,52 @@ def compare_deploy_model(
         BackendError: ONNX Runtime refuses a model or a sample.
         ModelError: the sums of a layer are too large to be exact.
     """
-    wide = {f"{n}_output0": n for n, q in layers.items() if q.record.act_bits == 16}
-    deployed = open_deploy(deploy_model(model, layers), threads=threads, shown=tuple(wide))
-    # ONNX Runtime's optimizer would fold the dequantization into the weights.
-    references = [
-        OrtSession.open(
-            fake_quant_model(model, layers, npu_rounding=npu), threads=threads, optimize=False
-        )
-        for npu in (True, False)
-    ]
-    same, lowest, count = 0.0, 1.0, 0
-    sums = dict.fromkeys(wide.values(), 0.0)
+    layer_by_sum = {f"{n}_output0": n for n, q in layers.items() if q.record.act_bits == 16}
+    deployed = open_deploy(
+        deploy_model(model, layers), threads=threads, extra_outputs=tuple(layer_by_sum)
+    )
+
+    def open_fake_quant(*, npu_rounding: bool) -> OrtSession:
+        fake_quant = fake_quant_model(model, layers, npu_rounding=npu_rounding)
+        # ONNX Runtime's optimizer would fold the dequantization into the weights
+        return OrtSession.open(fake_quant, threads=threads, optimize=False)
+
+    npu_session = open_fake_quant(npu_rounding=True)
+    amct_session = open_fake_quant(npu_rounding=False)
+
+    max_difference, min_cosine = 0.0, 1.0
+    max_sums = dict.fromkeys(layer_by_sum.values(), 0.0)
     for sample in samples:
-        got = deployed.run(sample)
-        like_npu, like_amct = (reference.run(sample) for reference in references)
-        count += 1
-        for tensor, name in wide.items():
-            sums[name] = max(sums[name], float(np.abs(got.pop(tensor)).max()) / _END)
-        for name, value in got.items():
-            if value.dtype.kind != "f" or not value.size or like_amct[name].shape != value.shape:
-                continue
-            largest = float(np.abs(value).max()) or 1.0
-            with np.errstate(invalid="ignore"):  # both may overflow to the same infinity
-                apart = np.where(value == like_npu[name], 0, np.abs(value - like_npu[name]))
-            same = max(same, float(apart.max()) / largest)
-            lowest = min(lowest, cosine(value, like_amct[name]))
-    return DeployComparison(samples=count, same_rounding=same, amct_cosine=lowest, sums=sums)
+        outputs = deployed.run(sample)
+        npu_outputs, amct_outputs = npu_session.run(sample), amct_session.run(sample)
+        for tensor, layer in layer_by_sum.items():
+            largest_sum = float(np.abs(outputs.pop(tensor)).max()) / _INT32_END
+            max_sums[layer] = max(max_sums[layer], largest_sum)
+        for name, value in outputs.items():
+            is_comparable = value.dtype.kind == "f" and value.size
+            if is_comparable and amct_outputs[name].shape == value.shape:
+                max_difference = max(max_difference, _relative_difference(value, npu_outputs[name]))
+                min_cosine = min(min_cosine, cosine(value, amct_outputs[name]))
+    return DeployComparison(
+        samples=len(samples), same_rounding=max_difference, amct_cosine=min_cosine, sums=max_sums
+    )
+
+
+def _relative_difference(value: NDArray[Any], reference: NDArray[Any]) -> float:
+    """Return the largest difference, relative to the largest magnitude of `value`."""
+    largest = float(np.abs(value).max()) or 1.0
+    with np.errstate(invalid="ignore"):  # both may overflow to the same infinity
+        differences = np.where(value == reference, 0, np.abs(value - reference))
+    return float(differences.max()) / largest
 
 
 def deploy_model_note(
     model: onnx.ModelProto, layers: Mapping[str, QuantLayer], request: BuildRequest
 ) -> str:
     """Return a note on how a build's deploy model compares with its fake-quant model."""
+    samples = request.feed.first(_CHECKED_SAMPLES)
     try:
-        verified = compare_deploy_model(
-            model, layers, request.feed.first(_CHECKED), threads=request.threads
-        )
+        comparison = compare_deploy_model(model, layers, samples, threads=request.threads)
     except ModelError as error:
         return f"The deploy model was not run in integers: {error}."
-    return verified.sentence()
+    return comparison.sentence()
