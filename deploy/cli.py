@@ -6,13 +6,9 @@ so no command module imports anything heavy (onnx, onnxruntime, cv2, torch) at i
 
 import os
 import re
-import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
@@ -21,16 +17,13 @@ import click
 from calibrators.errors import shortened
 from deploy.errors import Calib8Error, Terminated, did_you_mean
 from deploy.files.guard import guard_inputs
+from deploy.signals import end_on_signals, find_signal
 from deploy.terminal import say
 from deploy.version import __version__
 
 _OURS = ("calib8", "calibrators", "deploy")  # never reported as missing packages
 _NO_COMMAND = re.compile(r"No such command '([^']*)'")
-_ONE_MORE = re.compile(r"Got unexpected extra arguments? \((\S+?)[\s)]")
-
-_ENDING = frozenset((signal.SIGINT, signal.SIGTERM))
-_GRACE_S = 2.0  # so that inferences in progress can end, and their samples be counted
-_ORT = "deploy.runtimes.ort"  # imported only by commands that need it
+_EXTRA_ARGUMENT = re.compile(r"Got unexpected extra arguments? \((\S+?)[\s)]")
 
 # (module:name, one line for `calib8 --help`)
 _COMMANDS = (
@@ -56,104 +49,10 @@ _COMMANDS = (
     ("quantize:quantize", "Quantize values to integers: scale, zero point, int_repr and error."),
     ("cache:cache", "Show, check and convert TensorRT calibration caches."),
 )
-COMMANDS = {at.partition(":")[2]: (f"deploy.commands.{at}", line) for at, line in _COMMANDS}
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """End a command on SIGINT and SIGTERM; only a main thread receives signals.
-
-    ::
-
-        signal --> Python's handler, once C code returns: KeyboardInterrupt or `Terminated`
-          |                                        ^
-          |--> thread: after 2 s inferences return-'
-          '--> SIGINT: the next one ends the process, even inside C code that never returns
-    """
-
-    def end(number: int, frame: object) -> None:
-        raise Terminated
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        with _stop_inferences():
-            yield
-    except Exception as error:
-        if (stop_signal := _signal_behind(error)) is not None:
-            raise stop_signal from error
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _stop_inferences() -> Iterator[None]:
-    """Stop inferences that last on after a signal, and let a second SIGINT end the process."""
-    if os.name != "posix":
-        yield
-        return
-    allow_one = _one_interrupt()
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.is_set():
-            numbers = os.read(reader, 64)
-            since = time.monotonic() - _GRACE_S
-            if _ENDING.isdisjoint(numbers) or over.wait(_GRACE_S) or _ORT not in sys.modules:
-                continue
-            if not sys.modules[_ORT].stop_runs(since):
-                allow_one()  # the command goes on, so the next interrupt is a first one again
-
-    watcher = threading.Thread(target=watch, name="calib8 signals", daemon=True)
-    watcher.start()
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # a signal to a process that a user's loader forks is not one to this process
-    os.register_at_fork(after_in_child=lambda: over.is_set() or signal.set_wakeup_fd(-1))
-    is_signalled = False
-    try:
-        yield
-    except BaseException as error:
-        is_signalled = _signal_behind(error) is not None
-        raise
-    finally:
-        signal.set_wakeup_fd(before)
-        over.set()
-        os.write(writer, b"\0")  # a process that the user's code forked may hold the pipe open
-        watcher.join()
-        os.close(writer)
-        os.close(reader)
-        if (ort := sys.modules.get(_ORT)) is not None:  # or threads keep the process from ending
-            ort.abandon_runs() if is_signalled else ort.continue_runs()
-        if (handler := signal.getsignal(signal.SIGINT)) is not None:
-            signal.signal(signal.SIGINT, handler)  # for more than one
-
-
-def _one_interrupt() -> Callable[[], object]:
-    """Let the system end the process at the second SIGINT; return what renews this (Linux only)."""
-    import ctypes
-
-    install = getattr(ctypes.CDLL(None), "sysv_signal", None)
-    if install is None:
-        return lambda: None
-    install.argtypes, install.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    allow_one = partial(install, signal.SIGINT, install(signal.SIGINT, None))
-    allow_one()
-    return allow_one
-
-
-def _signal_behind(error: BaseException) -> KeyboardInterrupt | Terminated | None:
-    """Return the signal that caused an error: during an import it becomes an ImportError."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, KeyboardInterrupt | Terminated):
-            return type(cause)(*cause.args)  # the arguments tell the user how to continue
-        cause = cause.__cause__ or cause.__context__
-    return None
+# name -> (module:name, line)
+COMMANDS = {
+    path.partition(":")[2]: (f"deploy.commands.{path}", summary) for path, summary in _COMMANDS
+}
 
 
 class LazyGroup(click.Group):
@@ -178,11 +77,11 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
 
-def _print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
+def _print_version(ctx: click.Context, param: click.Parameter, is_given: bool) -> None:
     """Print the version, and the implementation that counts values: C needs a compiler here."""
     from calibrators.kernel import describe_kernel
 
-    if wanted and not ctx.resilient_parsing:
+    if is_given and not ctx.resilient_parsing:
         say(f"calib8, version {__version__}")
         say(f"counting: {describe_kernel()}")
         ctx.exit()
@@ -204,7 +103,7 @@ def cli() -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; print a failure as one sentence on stderr, exit 1 (usage: 2)."""
     try:
-        with guard_inputs(), _terminable():
+        with guard_inputs(), end_on_signals():
             code = cli.main(args=argv, prog_name="calib8", standalone_mode=False)
         if isinstance(code, int) and code:  # click returns the code of `Context.exit`
             sys.exit(code)
@@ -226,37 +125,42 @@ def main(argv: list[str] | None = None) -> None:
         say(f"calib8: error: {error}", err=True)
         sys.exit(1)
     except MemoryError as error:
-        said = f" ({error})" if str(error) else ""
-        _end(f"memory did not suffice{said}; use fewer --threads, smaller inputs, or more memory")
+        detail = f" ({error})" if str(error) else ""
+        _end(f"memory did not suffice{detail}; use fewer --threads, smaller inputs, or more memory")
     except BrokenPipeError:  # such as `| head`
         _forget_output()
         sys.exit(1)
     except OSError as error:  # an unreadable folder, a full disk, a closed screen
-        where = f" {error.filename}" if error.filename else ""
-        _end(f"the system refused{where}: {error.strerror or error}; fix that and run again")
+        path = f" {error.filename}" if error.filename else ""
+        _end(f"the system refused{path}: {error.strerror or error}; fix that and run again")
     except Exception as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        package = (missing or "").partition(".")[0]
-        if package and package not in _OURS:
-            _end(
-                f"calib8 needs the package {package}, which is not installed here; install calib8"
-                " with pip, or activate the environment that has it"
-            )
-        if os.environ.get("CALIB8_TRACEBACK"):
-            raise
-        say(
-            f"calib8: a fault of calib8 itself ({type(error).__name__}: {error}); please report it"
-            " with what CALIB8_TRACEBACK=1 shows",
-            err=True,
+        _end_unexpected(error)
+
+
+def _end_unexpected(error: Exception) -> NoReturn:
+    """End with a missing package's name, or with a request to report a fault of calib8."""
+    missing_module = error.name if isinstance(error, ModuleNotFoundError) else None
+    package = (missing_module or "").partition(".")[0]
+    if package and package not in _OURS:
+        _end(
+            f"calib8 needs the package {package}, which is not installed here; install calib8"
+            " with pip, or activate the environment that has it"
         )
-        sys.exit(70)
+    if os.environ.get("CALIB8_TRACEBACK"):
+        raise error
+    say(
+        f"calib8: a fault of calib8 itself ({type(error).__name__}: {error}); please report it"
+        " with what CALIB8_TRACEBACK=1 shows",
+        err=True,
+    )
+    sys.exit(70)
 
 
-def _print_ended(how: str, stop: BaseException) -> None:
+def _print_ended(ending: str, stop: BaseException) -> None:
     """Print what a signal left behind, and how to continue if that is possible."""
-    signalled = _signal_behind(stop)
-    left = [] if signalled is None else [str(one) for one in signalled.args]
-    say("; ".join((f"calib8: {how}; nothing half-written was left behind", *left)), err=True)
+    stop_signal = find_signal(stop)
+    hints = () if stop_signal is None else map(str, stop_signal.args)
+    say("; ".join((f"calib8: {ending}; nothing half-written was left behind", *hints)), err=True)
 
 
 def _end(sentence: str) -> NoReturn:
@@ -283,20 +187,24 @@ def _sentence(error: click.ClickException, argv: Sequence[str]) -> str:
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is None:
         return message
-    if (unknown := _NO_COMMAND.match(message)) and isinstance(context.command, click.Group):
-        near = did_you_mean(unknown[1], context.command.list_commands(context))
-        message = f"{unknown[0]}{near and '; '}{near}"
-    elif one_more := _ONE_MORE.match(message):
-        message += _hint(context.command, one_more[1], argv)
+
+    unknown_command = _NO_COMMAND.match(message)
+    extra_argument = _EXTRA_ARGUMENT.match(message)
+    if unknown_command and isinstance(context.command, click.Group):
+        message = unknown_command[0]
+        if near_names := did_you_mean(unknown_command[1], context.command.list_commands(context)):
+            message += f"; {near_names}"
+    elif extra_argument:
+        message += _extra_argument_hint(context.command, extra_argument[1], argv)
     return f"{message} (`{context.command_path} --help` tells more)"
 
 
-def _hint(command: click.Command, word: str, argv: Sequence[str]) -> str:
+def _extra_argument_hint(command: click.Command, argument: str, argv: Sequence[str]) -> str:
     """Return a hint on where an extra argument belongs; "" if unknown."""
     from deploy.targets import TARGETS
 
     flags = {flag for option in command.params for flag in option.opts}
-    if word in TARGETS and "--target" in flags:
+    if argument in TARGETS and "--target" in flags:
         return "; several targets are separated by commas"
     if "--against" in flags:
         return "; a second model goes after --against"
@@ -304,8 +212,9 @@ def _hint(command: click.Command, word: str, argv: Sequence[str]) -> str:
         return ""
     if "--images" not in argv:
         return "; images go after --images"
-    pattern = os.path.splitext(word)[1] and os.path.exists(word)
-    return "; a pattern of images must be quoted: 'photos/*.jpg'" if pattern else ""
+    if os.path.splitext(argument)[1] and os.path.exists(argument):  # the shell expanded a pattern
+        return "; a pattern of images must be quoted: 'photos/*.jpg'"
+    return ""
 
 
 if __name__ == "__main__":

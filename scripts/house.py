@@ -24,7 +24,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split())
     for names in (
         "deploy",  # the version, and what is set before anything is imported
-        "deploy.cli deploy.__main__",
+        "deploy.cli deploy.signals deploy.__main__",
         "deploy.commands",
         "deploy.analysis",
         "deploy.pipeline",

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from calib8 import calibrate, merge
 from calibrators.statistics import HistogramOf
-from deploy import cli
+from deploy import signals
 from deploy.calibration import checkpoint, shards
 from deploy.calibration.checkpoint import Checkpoint, checkpoint_path
 from deploy.calibration.shards import write_shard
@@ -116,7 +116,7 @@ def ended_at(sample, send, patched):
         finish(self)
         over.set()
 
-    patched.setattr(cli, "_GRACE_S", 300)  # for which an inference that was begun may last
+    patched.setattr(signals, "GRACE_S", 300)  # for which an inference that was begun may last
     patched.setattr(VariantRunner, "run", heard)
     patched.setattr(_OrderedRun, "finish", finished)
     return ran

@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 import pytest
 
-from deploy import cli
+from deploy import cli, signals
 from deploy.calibration import store
 from deploy.calibration.store import cache_files, sidecars
 from deploy.errors import BackendError, ExportError, Terminated
@@ -625,7 +625,7 @@ def endless(tmp_path):
 
 TELLING = """
 import sys
-from deploy import cli, terminal
+from deploy import cli, signals, terminal
 from deploy.runtimes.ort import CpuSession
 terminal.LASTING_S = terminal.TICK_S = terminal.EVERY_S = 0.01
 def say_and_run(session, feed, run=CpuSession.run):
@@ -633,7 +633,7 @@ def say_and_run(session, feed, run=CpuSession.run):
     print(said, file=sys.stderr, flush=True)  # one text: another thread prints too
     return run(session, feed)
 CpuSession.run = say_and_run
-cli._GRACE_S = float(sys.argv.pop(1))
+signals.GRACE_S = float(sys.argv.pop(1))
 cli.main()
 """
 HOLDING = """
@@ -716,7 +716,7 @@ def test_a_second_interrupt_ends_what_no_python_code_can_end(slow, signalled, tm
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks beside threads
 def test_a_signal_to_a_forked_process_stops_nothing_here():
-    with cli._terminable():
+    with signals.end_on_signals():
         child = os.fork()
         if not child:
             os._exit(signal.set_wakeup_fd(-1) != -1)

@@ -1,0 +1,128 @@
+"""SIGINT and SIGTERM end a command by an exception, also while C code runs an inference.
+
+::
+
+    signal --> Python's handler, once C code returns: KeyboardInterrupt or `Terminated`
+      |                                        ^
+      |--> thread: after 2 s inferences return-'
+      '--> SIGINT: the next one ends the process, even inside C code that never returns
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from deploy.errors import Terminated
+
+GRACE_S = 2.0  # so that inferences in progress can end, and their samples be counted
+_END_SIGNALS = frozenset((signal.SIGINT, signal.SIGTERM))
+_ORT = "deploy.runtimes.ort"  # imported only by commands that need it
+
+
+@contextmanager
+def end_on_signals() -> Iterator[None]:
+    """Raise KeyboardInterrupt or `Terminated` on a signal; only a main thread receives signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    previous_handler = signal.signal(signal.SIGTERM, _raise_terminated)
+    try:
+        with _stop_inferences():
+            yield
+    except Exception as error:
+        if (cause := find_signal(error)) is not None:
+            raise cause from error
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous_handler)
+
+
+def find_signal(error: BaseException) -> KeyboardInterrupt | Terminated | None:
+    """Return the signal that caused an error: during an import it becomes an ImportError."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, KeyboardInterrupt | Terminated):
+            return type(cause)(*cause.args)  # the arguments tell the user how to continue
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _raise_terminated(number: int, frame: object) -> None:
+    raise Terminated
+
+
+@contextmanager
+def _stop_inferences() -> Iterator[None]:
+    """Stop inferences that outlast a signal, and let a second SIGINT end the process."""
+    if os.name != "posix":
+        yield
+        return
+
+    renew_interrupt = _end_at_second_interrupt()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    command_ended = threading.Event()
+    watcher = threading.Thread(
+        target=_watch_signals,
+        args=(reader, command_ended, renew_interrupt),
+        name="calib8 signals",
+        daemon=True,
+    )
+    watcher.start()
+    previous_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # a signal to a process that a user's loader forks is not one to this process
+    os.register_at_fork(after_in_child=lambda: command_ended.is_set() or signal.set_wakeup_fd(-1))
+
+    is_signalled = False
+    try:
+        yield
+    except BaseException as error:
+        is_signalled = find_signal(error) is not None
+        raise
+    finally:
+        signal.set_wakeup_fd(previous_writer)
+        command_ended.set()
+        os.write(writer, b"\0")  # a process that the user's code forked may hold the pipe open
+        watcher.join()
+        os.close(writer)
+        os.close(reader)
+        if (ort := sys.modules.get(_ORT)) is not None:  # or threads keep the process from ending
+            if is_signalled:
+                ort.abandon_runs()
+            else:
+                ort.continue_runs()
+        if (handler := signal.getsignal(signal.SIGINT)) is not None:
+            signal.signal(signal.SIGINT, handler)  # for more than one
+
+
+def _watch_signals(
+    reader: int, command_ended: threading.Event, renew_interrupt: Callable[[], object]
+) -> None:
+    """Stop inferences `GRACE_S` after a signal, whose number arrives in the pipe `reader`."""
+    while not command_ended.is_set():
+        numbers = os.read(reader, 64)
+        signalled_at = time.monotonic() - GRACE_S
+        if _END_SIGNALS.isdisjoint(numbers) or command_ended.wait(GRACE_S):
+            continue
+        if _ORT in sys.modules and not sys.modules[_ORT].stop_runs(signalled_at):
+            renew_interrupt()  # the command goes on, so the next interrupt is a first one again
+
+
+def _end_at_second_interrupt() -> Callable[[], object]:
+    """Let the system end the process at the second SIGINT; return what renews this (Linux only)."""
+    import ctypes
+
+    install = getattr(ctypes.CDLL(None), "sysv_signal", None)
+    if install is None:
+        return lambda: None
+
+    install.argtypes, install.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    renew_interrupt = partial(install, signal.SIGINT, install(signal.SIGINT, None))
+    renew_interrupt()
+    return renew_interrupt
