@@ -119,7 +119,7 @@ def main() -> None:
                 trained = train(
                     task, bits=bits, target=STEM, report=lambda line: print(line, file=sys.stderr)
                 )
-                accuracy, converted = float(trained.end or 0), trained.converted
+                accuracy, converted = float(trained.score_after or 0), trained.converted
             seconds = time.process_time() - started
             checked = in_onnxruntime(converted) if bits == 8 else "| "
             print(

@@ -160,7 +160,11 @@ def row(name: str) -> tuple[str, ...]:
 
 def _part(found: ExportAgreement) -> str:
     """The largest difference in parts of the largest output."""
-    return f"{found.max_difference / found.max_output:.1g}" if found.telling else "proves nothing"
+    return (
+        f"{found.max_difference / found.max_output:.1g}"
+        if found.depends_on_input
+        else "proves nothing"
+    )
 
 
 def _count(integers: list[Any], layers: list[Any]) -> int:

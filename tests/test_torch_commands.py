@@ -296,7 +296,7 @@ def test_training_in_bfloat16_and_on_a_named_device(tmp_path):
     kept.amp = True
     kept.evaluate = lambda model: float(model(X).sum())
     result = train(kept, device=torch.device("cpu"))
-    assert torch.bfloat16 in seen and result.end is not None
+    assert torch.bfloat16 in seen and result.score_after is not None
     assert {p.dtype for p in result.prepared.parameters()} == {torch.float32}
     words = ("--amp", "--device", "cpu", "--int8-stem", "-o", tmp_path / "q.onnx")
     shown = run_command("qat", f"{TRAINING}:of_parts", *words)

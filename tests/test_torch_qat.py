@@ -91,7 +91,7 @@ def test_training_makes_the_loss_fall_and_few_bits_better(small):
     lines = []
     task = task_of(small, epochs=6, batches=[*blobs(0, count=20)])  # as a loader
     result = train(task, bits=2, report=lines.append)
-    assert result.losses[-1] < result.losses[0] and result.end > result.start + 0.03
+    assert result.losses[-1] < result.losses[0] and result.score_after > result.score_before + 0.03
     assert lines[0] == "ranges by mse, kept" and len(lines) == 8
     assert lines[1].startswith("before training (PTQ, 2 bits)")
     assert all(torch.equal(v, before[k]) for k, v in small.state_dict().items())
@@ -100,7 +100,7 @@ def test_training_makes_the_loss_fall_and_few_bits_better(small):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
 def test_8_bits_keep_the_accuracy_on_every_grid(small, target):
-    assert train(task_of(small, epochs=1), target=target).end >= accuracy(small) - 0.02
+    assert train(task_of(small, epochs=1), target=target).score_after >= accuracy(small) - 0.02
 
 
 @pytest.mark.slow
@@ -121,9 +121,9 @@ def test_ranges_stay_while_training_unless_they_are_to_follow(small):
 @pytest.mark.slow
 def test_only_a_submodule_is_trained_and_norms_fold_into_the_export(small):
     result = train(task_of(small, epochs=1, only="features"))
-    assert type(result.converted.head) is nn.Linear and result.end >= accuracy(small) - 0.02
+    assert type(result.converted.head) is nn.Linear and result.score_after >= accuracy(small) - 0.02
     result = train(task_of(small, epochs=3, norms="train"), bits=8)
-    assert result.end >= accuracy(small) - 0.03
+    assert result.score_after >= accuracy(small) - 0.03
     exported = to_onnx(result.converted, [torch.zeros(2, 1, 8, 8)])
     assert not {"BatchNormalization", "Div"} & {node.op_type for node in exported.graph.node}
     found = compare_with_torch(exported, result.converted, [(x,) for x, _ in blobs(0)])
@@ -317,7 +317,9 @@ def test_4_bit_training_beats_calibration_alone_on_the_demo_network():
     test = fashion.bundled()
     task = demo(evaluate=lambda model: fashion.accuracy(model, *test), epochs=12)
     result = train(task, bits=4, target=STEM)  # the first Conv too
-    assert result.end >= result.start + 0.005  # 0.0075 to 0.02, by the CPU's order of sums
+    assert (
+        result.score_after >= result.score_before + 0.005
+    )  # 0.0075 to 0.02, by the CPU's order of sums
 
 
 @pytest.mark.slow

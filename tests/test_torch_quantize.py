@@ -23,7 +23,7 @@ from deploy.fx.export import compare_with_torch, to_onnx
 from deploy.fx.fakequant import FakeQuant, FixedQuant, scale_on_grid, search_for
 from deploy.fx.int8_layers import IntLayer, QatConvBn, weight_quantizer
 from deploy.fx.modes import compare_modes, format_modes, quantize_model, stored_bytes
-from deploy.fx.prepare import at_bits, prepare, prepare_only
+from deploy.fx.prepare import grid_with_bits, prepare, prepare_only
 from deploy.fx.source import load_module
 from deploy.graph.placement import ASCEND, ONNXRUNTIME, TENSORRT
 from deploy.targets import TARGETS, OnnxRuntime
@@ -143,7 +143,7 @@ def test_a_shared_range_is_that_of_all_its_tensors():
     batches = [(torch.randn(2, 3, 4, 4), 50 * torch.randn(2, 3, 4, 4)) for _ in range(4)]
     prepared = calibrated(model, batches, method="minmax", target=STEM, share=["concat"])
     shared = observers_of(prepared)["a"]
-    assert shared.members == 3
+    assert shared.calls_per_batch == 3
     seen = [both(model, *b).detach() for b in batches]
     ends = min(float(x.min()) for x in seen), max(float(x.max()) for x in seen)
     assert grid_of(shared) == scale_on_grid(*ends, shared.grid)
@@ -160,7 +160,7 @@ def test_a_shared_range_is_that_of_all_its_tensors():
         assert float(shared.hi) == pytest.approx(expected, rel=1e-5)
         assert grid_of(shared) == scale_on_grid(float(shared.lo), float(shared.hi), shared.grid)
     alone = FakeQuant(UINT8, "t")
-    alone.members = 2
+    alone.calls_per_batch = 2
     alone.update(torch.tensor([5.0]))
     alone.start_batch()  # broken off: the next tensor is the first of its batch
     alone.update(torch.tensor([1.0]))
@@ -242,7 +242,7 @@ def test_fewer_bits_clip_before_the_8_bit_operator():
     assert operators(exported)["Clip"] == 3
     assert compare_with_torch(exported, converted, [[data * 2]], optimized=False).codes <= 1e-3
     x = torch.tensor([-1.0, 0.0, 0.26, 9.0])
-    fixed = FixedQuant(at_bits(UINT8, 2), "t", torch.tensor(0.5), torch.tensor(1))
+    fixed = FixedQuant(grid_with_bits(UINT8, 2), "t", torch.tensor(0.5), torch.tensor(1))
     assert fixed(x).tolist() == [-0.5, 0.0, 0.5, 1.0]
 
 

@@ -22,7 +22,7 @@ from calibrators.searches import SEARCHES
 from deploy.errors import CalibrationError, ConfigError, FeedError, ModelError
 from deploy.fx.convert import calibrate, convert, scale_table, set_phase
 from deploy.fx.fakequant import FakeQuant, IfmrSearch, scale_on_grid, search_for
-from deploy.fx.prepare import at_bits, prepare
+from deploy.fx.prepare import grid_with_bits, prepare
 from deploy.targets import TARGETS
 from deploy.targets.ascend.config_keys import ActivationParams, LayerConfig
 from deploy.targets.ascend.record import search_params
@@ -287,12 +287,12 @@ def test_a_range_on_a_grid_is_that_of_calibrators():
     rng = np.random.default_rng(3)
     for _ in range(300):
         eight = (UINT8, INT8, replace(INT8, symmetric=False))[rng.integers(3)]
-        grid = at_bits(eight, int(rng.integers(2, 9)))
+        grid = grid_with_bits(eight, int(rng.integers(2, 9)))
         lo, hi = np.sort(rng.normal(size=2) * 10.0 ** rng.integers(-6, 6))
         amax = float(max(-lo, hi))
         scale = Scale(lo=lo, hi=hi, amax=amax, observed_min=lo, observed_max=hi, method="")
         ends = (-amax, amax) if grid.symmetric else (lo, hi)
-        assert scale_on_grid(*ends, grid) == scale.on(grid)
+        assert scale_on_grid(*ends, grid) == scale.find_scale(grid)
 
 
 @pytest.mark.slow

@@ -248,7 +248,7 @@ def test_an_export_is_checked_by_outputs_of_any_size_and_two_batches():
     model = tiny(1e-6)
     exported = to_onnx(model, [X])
     found = check_float_export(exported, model, [X])
-    assert found.batches == (2, 3) and found.telling and found.max_output < 1e-5
+    assert found.batches == (2, 3) and found.depends_on_input and found.max_output < 1e-5
     assert [len(x) for x in with_more_samples([X[:1]])] == [3]
     with torch.no_grad():
         model[2].weight *= 1.01

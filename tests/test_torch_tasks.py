@@ -161,15 +161,15 @@ def test_samples_with_other_names_than_the_inputs_are_refused(refusal, tmp_path,
 def test_a_call_is_read_as_the_users_forward_would():
     a, b, d = (torch.full((1,), float(value)) for value in (1, 2, 3))
     net = module(lambda self, a, b=None, *, c=1.5, **more: a)
-    arguments = ForwardArguments.of(net, ["d", "b", "a"])
-    assert arguments.names == ("a", "b", "d") and arguments.into is None
+    arguments = ForwardArguments.match(net, ["d", "b", "a"])
+    assert arguments.names == ("a", "b", "d") and arguments.dict_argument is None
     assert arguments.tensors(a, b, d=d) == arguments.tensors(a, d=d, b=b, c=1.5) == (a, b, d)
     assert arguments.tensors({"d": d, "b": b, "a": a}) == (a, b, d)
     for args, kwargs in (((a,), {"d": d}), ((a, b), {"d": d, "c": 2.0}), ((), {}), ((a, b, d), {})):
         with pytest.raises(FeedError, match=r"got"):
             arguments.tensors(*args, **kwargs)
-    inner = ForwardArguments.of(module(lambda self, batch, scale=2: batch["a"]), ["a"])
-    assert inner.into == "batch"
+    inner = ForwardArguments.match(module(lambda self, batch, scale=2: batch["a"]), ["a"])
+    assert inner.dict_argument == "batch"
     for args, kwargs in ((({"a": a},), {}), ((), {"batch": {"a": a}}), (({"a": a}, 2), {})):
         assert inner.tensors(*args, **kwargs) == (a,)
     with pytest.raises(FeedError, match="got a, scale"):

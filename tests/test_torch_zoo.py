@@ -193,7 +193,7 @@ def test_what_the_graph_has_no_tensor_or_layer_for_stays_float():
     calibrate(prepared, [x])
     converted = convert(prepared)
     found = measure_coverage(converted, whole)
-    assert found.quantized == ("inside", "out") and found.left == (("weight", "Parameter"),)
+    assert found.quantized == ("inside", "out") and found.float_layers == (("weight", "Parameter"),)
     found = compare_with_torch(to_onnx(converted, [x]), converted, [[x]], optimized=False)
     assert found.argmax == 1
 

@@ -275,8 +275,8 @@ def qat(
     covered = measure_coverage(trained.converted, task.model, [*(task.convert or {}).values()])
     refuse_unquantized(covered)
     say(str(covered))
-    if trained.end is not None:
-        say(f"after training ({bits} bits): {trained.end:.4f}")
+    if trained.score_after is not None:
+        say(f"after training ({bits} bits): {trained.score_after:.4f}")
     exported = exports.to_onnx(trained.converted, move_tensors(list(task.inputs), CPU))
     runs_here = target.runs_here
     say(str(exports.compare_with_torch(exported, trained.converted, batches, kernels=runs_here)))

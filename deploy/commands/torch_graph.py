@@ -174,7 +174,7 @@ def profile(
     html_path: Path | None,
 ) -> None:
     """Run MODEL (file.py:factory or timm:NAME) and print what each node costs, slowest first."""
-    from deploy.fx.profile import COUNTED
+    from deploy.fx.profile import FLOPS_NOTE
     from deploy.fx.profile import profile as profile_model
     from deploy.fx.source import wrap_user_errors
     from deploy.report.profile_page import profile_page
@@ -186,13 +186,13 @@ def profile(
     with wrap_user_errors(model):
         result = profile_model(module, inputs, leaves=leaves, warm_up=warm_up, runs=runs)
     say_lines(result.table())
-    say(COUNTED)
+    say(FLOPS_NOTE)
     if device == "meta":
         say("nothing was computed on the meta device: the times are those of Python alone")
     put_json(json_path, result.to_json)
     if html_path is not None:
         ran = f"{runs} runs on {device}, of inputs {', '.join(map(_spec, inputs))}"
-        write_text(html_path, profile_page(result, name=model, notes=[ran, COUNTED]))
+        write_text(html_path, profile_page(result, name=model, notes=[ran, FLOPS_NOTE]))
         say(f"{html_path}: written")
 
 

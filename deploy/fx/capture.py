@@ -329,7 +329,7 @@ def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
     return tuple(tensors[names.index(name)] for name in ordered)
 
 
-def inputs_of_batch(batch: Any, model: nn.Module) -> tuple[Any, ...]:
+def select_arguments(batch: Any, model: nn.Module) -> tuple[Any, ...]:
     """Return a batch as arguments, without the values after the last one that forward takes."""
     parameters = inspect.signature(model.forward).parameters.values()
     takes_all = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -429,7 +429,7 @@ def run_model(model: nn.Module, inputs: Sequence[Any]) -> Any:
 
 def _capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     """Capture with a dynamic batch, else with a fixed one; report the first failure."""
-    widened = pytree.tree_map(at_least_two, tuple(inputs))
+    widened = pytree.tree_map(repeat_single_sample, tuple(inputs))
     try:
         program = _export(model, widened, torch.export.Dim.AUTO)
         if _is_batch_dynamic(program, inputs, widened):
@@ -468,7 +468,7 @@ def has_batch(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
-def at_least_two(leaf: Any) -> Any:
+def repeat_single_sample(leaf: Any) -> Any:
     """Repeat a batch of 1, which torch.export would take for a constant."""
     return torch.cat([leaf, leaf]) if has_batch(leaf) and leaf.shape[0] == 1 else leaf
 

@@ -29,14 +29,14 @@ from torch.nn import functional
 
 from calibrators.statistics import Recorder, Statistic
 from deploy.errors import Calib8Error, CalibrationError, FeedError, ModelError, first_line
-from deploy.fx.capture import as_inputs, inputs_of_batch
+from deploy.fx.capture import as_inputs, select_arguments
 from deploy.fx.device import device_of, map_tensors, move_tensors
 from deploy.fx.fakequant import (
-    BY_DEFAULT,
+    DEFAULT_SEARCH,
     ActivationSearch,
     FakeQuant,
     FixedQuant,
-    OnGrid,
+    ScaleAndZero,
     no_range_error,
     widest_range,
 )
@@ -68,13 +68,13 @@ class RangeMonitor(nn.Module):
 
 def insert_monitors(graph_module: fx.GraphModule, quant: FakeQuant, sources: Sources) -> None:
     """Insert a `RangeMonitor` on each of `sources`; the quantizer takes its range from them."""
-    quant.watches = []
+    quant.monitors = []
     for number, (node, reach) in enumerate(sources):
         monitor = RangeMonitor(node.name, reach)
         name = f"watch_{quant.name}_{number}"
         graph_module.add_submodule(name, monitor)
         insert_call(graph_module, node, name)
-        quant.watches.append(monitor)
+        quant.monitors.append(monitor)
 
 
 def insert_call(graph_module: fx.GraphModule, tensor: fx.Node, module: str) -> fx.Node:
@@ -151,7 +151,7 @@ def _converted(module: nn.Module, name: str, custom: CustomClasses) -> nn.Module
             build = getattr(target, "from_observed", None) or target.from_float
             return build(module).eval()
     if isinstance(module, FakeQuant):
-        scale, zero = module.parameters_of_grid()
+        scale, zero = module.scale_and_zero()
         return FixedQuant(module.grid, module.name, scale, zero)
     if not isinstance(module, QatLayer):
         return None
@@ -220,7 +220,7 @@ def _record_pass(
     recorders: Recorders = {}
     monitors = (RangeMonitor, FakeQuant)
     found = [module for module in model.modules() if isinstance(module, monitors)]
-    observed_modules = [one for one in found if isinstance(one, RangeMonitor) or not one.watches]
+    observed_modules = [one for one in found if isinstance(one, RangeMonitor) or not one.monitors]
     hook = partial(_record, recorders, make)
     hooks = [module.register_forward_pre_hook(hook) for module in observed_modules]
     count, device = 0, device_of(model)
@@ -228,7 +228,7 @@ def _record_pass(
     try:
         with phase("calibration", total, "batches") as step, torch.no_grad():
             for batch in batches:
-                model(*move_tensors(inputs_of_batch(batch, model), device))
+                model(*move_tensors(select_arguments(batch, model), device))
                 count += 1
                 step()
     finally:
@@ -296,7 +296,7 @@ def set_phase(
 
 
 def calibrate(
-    prepared: nn.Module, batches: Iterable[Any], *, search: ActivationSearch = BY_DEFAULT
+    prepared: nn.Module, batches: Iterable[Any], *, search: ActivationSearch = DEFAULT_SEARCH
 ) -> int:
     """Set the range of every fake quantizer from batches; return the number of runs.
 
@@ -325,19 +325,19 @@ def calibrate(
     prepared.train(training)
     with phase("ranges", len(quants), "tensors") as step:
         for quant in quants:
-            quant.settle(*_range(quant, recorders, search))
+            quant.set_range(*_range(quant, recorders, search))
             step()
     set_phase(prepared, observe=False, quantize=True)
     return count
 
 
-def _range(quant: FakeQuant, recorders: Recorders, search: ActivationSearch) -> OnGrid:
+def _range(quant: FakeQuant, recorders: Recorders, search: ActivationSearch) -> ScaleAndZero:
     """Return (scale, zero_point) of a quantizer, from its own tensor or from its watches."""
     ranges = []
-    for source in quant.watches or [quant]:
+    for source in quant.monitors or [quant]:
         if source not in recorders:
             raise no_range_error(quant.name)
-        ranges.append(search.on(recorders[source], quant.grid, source.reach))
+        ranges.append(search.find_scale(recorders[source], quant.grid, source.reach))
     return widest_range(ranges, quant.grid)
 
 

@@ -20,7 +20,7 @@ from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
 from deploy.errors import BackendError, ExportError, ModelError, first_line
-from deploy.fx.capture import at_least_two
+from deploy.fx.capture import repeat_single_sample
 from deploy.fx.device import quiet
 from deploy.fx.fakequant import ExportedModule, FakeQuant, FixedQuant
 from deploy.fx.profile import largest_difference, largest_magnitude, tensors_of
@@ -143,7 +143,7 @@ def to_onnx(
     if any(isinstance(module, FakeQuant) for module in model.modules()):
         raise ExportError("a prepared model must be converted before export: convert(prepared)")
     # copies, because the same tensor twice would become one input
-    inputs = [at_least_two(x) if dynamic_batch else x for x in map(torch.clone, inputs)]
+    inputs = [repeat_single_sample(x) if dynamic_batch else x for x in map(torch.clone, inputs)]
     batch = torch.export.Dim("batch")
     shapes = tuple({0: batch} for _ in inputs) if dynamic_batch else None
     try:
@@ -203,18 +203,18 @@ class ExportAgreement:
     # outputs
     codes: float | None
     batches: tuple[int, ...] = ()
-    telling: bool = True  # whether an output depends on the input; if not, agreement proves nothing
+    depends_on_input: bool = True  # whether an output does; if not, agreement proves nothing
     rows: int = 0  # rows of `argmax`; 0 or the number of samples if each sample has one
 
     @property
-    def untold(self) -> str | None:
+    def warning(self) -> str | None:
         """A warning if agreement proves nothing, else None."""
-        return None if self.telling else CONSTANT_OUTPUT
+        return None if self.depends_on_input else CONSTANT_OUTPUT
 
     def __str__(self) -> str:
         codes = f", {self.codes:.2f} steps of the last scale" if self.codes is not None else ""
         sizes = f" in batches of {' and '.join(map(str, self.batches))}" if self.batches else ""
-        warning = f"; {self.untold}" if self.untold else ""
+        warning = f"; {self.warning}" if self.warning else ""
         dense = self.rows not in (0, self.samples)
         rows = f" of {self.rows} positions in the last output" if dense else ""
         return (
@@ -270,9 +270,9 @@ def compare_with_torch(
     step = float(quants[-1].scale) if quants else 0.0
     codes = worst / step if step and outputs == 1 else None
     sizes = tuple(sorted({len(batch[0]) for batch in batches if batch[0].ndim}))
-    telling = varied.get(True, varied.get(False, False))
+    depends_on_input = varied.get(True, varied.get(False, False))
     return ExportAgreement(
-        samples, worst, largest, same / max(rows, 1), codes, sizes, telling, rows
+        samples, worst, largest, same / max(rows, 1), codes, sizes, depends_on_input, rows
     )
 
 

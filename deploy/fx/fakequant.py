@@ -104,7 +104,7 @@ class _LsqRound(torch.autograd.Function):
         return grad.masked_fill(under | over, 0.0), to_scale, None, None, None
 
 
-OnGrid = tuple[np.float32, int]  # (scale, zero_point)
+ScaleAndZero = tuple[np.float32, int]  # (scale, zero_point)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,9 @@ class MethodSearch:
                 " lp, percentile or minmax"
             )
 
-    def on(self, recorder: Recorder, grid: Grid, reach: RangeLimits | None = None) -> OnGrid:
+    def find_scale(
+        self, recorder: Recorder, grid: Grid, reach: RangeLimits | None = None
+    ) -> ScaleAndZero:
         """Return (scale, zero_point); scale 1 for a tensor that was always 0."""
         assert isinstance(recorder, Histogram)
         if recorder.amax == 0:
@@ -156,7 +158,9 @@ class IfmrSearch:
     def check(self, grid: Grid) -> None:
         """Accept any grid."""
 
-    def on(self, recorder: Recorder, grid: Grid, reach: RangeLimits | None = None) -> OnGrid:
+    def find_scale(
+        self, recorder: Recorder, grid: Grid, reach: RangeLimits | None = None
+    ) -> ScaleAndZero:
         """Return (scale, zero_point); scale 1 for a tensor that is almost 0. `reach` is ignored."""
         assert isinstance(recorder, IfmrHistogram)
         params = IfmrParams(bits=grid.bits, with_offset=not grid.symmetric)
@@ -165,7 +169,7 @@ class IfmrSearch:
 
 
 ActivationSearch = MethodSearch | IfmrSearch
-BY_DEFAULT: ActivationSearch = MethodSearch(Method.of())
+DEFAULT_SEARCH: ActivationSearch = MethodSearch(Method.of())
 
 
 def search_for(target: str | Target, method: Method | str | None = None) -> ActivationSearch:
@@ -180,13 +184,13 @@ def search_for(target: str | Target, method: Method | str | None = None) -> Acti
     """
     chosen = find_target(target) if isinstance(target, str) else target
     if method is None:
-        return IfmrSearch() if chosen.own_method else BY_DEFAULT
+        return IfmrSearch() if chosen.own_method else DEFAULT_SEARCH
     requested = Method.labelled(method) if isinstance(method, str) else method
     as_tensorrt = chosen.name == "tensorrt" and requested.name in UNFOLDED_METHODS
     return MethodSearch(requested, bounded=not as_tensorrt)
 
 
-def widest_range(params: Sequence[OnGrid], grid: Grid) -> OnGrid:
+def widest_range(params: Sequence[ScaleAndZero], grid: Grid) -> ScaleAndZero:
     """Return (scale, zero_point) of the smallest range that contains all those of `params`."""
     if len(params) == 1:
         return params[0]
@@ -197,7 +201,7 @@ def widest_range(params: Sequence[OnGrid], grid: Grid) -> OnGrid:
     return scale_on_grid(min(lows), max(highs), grid)
 
 
-def scale_on_grid(lo: float, hi: float, grid: Grid) -> OnGrid:
+def scale_on_grid(lo: float, hi: float, grid: Grid) -> ScaleAndZero:
     """Return (scale, zero_point) of a clip range, as in `build`; scale 1 for an empty range."""
     if not grid.symmetric:
         return affine_params(lo, hi, grid)
@@ -233,11 +237,11 @@ class FakeQuant(nn.Module):
         self.name = name
         self.momentum = momentum
         self.reach: RangeLimits | None = None
-        self.watches: list[nn.Module] = []  # sources of the range; none for its own input
+        self.monitors: list[nn.Module] = []  # sources of the range; none for its own input
         self.observe = False
         self.enabled = False
-        self.members = 1  # calls per batch: tensors that share this range
-        self.known = False  # whether there is a range; `seen` > 0 if it was loaded
+        self.calls_per_batch = 1  # calls per batch: tensors that share this range
+        self.has_range = False  # whether there is a range; `seen` > 0 if it was loaded
         self.calls = 0
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.register_buffer("lo", torch.zeros(()))
@@ -246,7 +250,7 @@ class FakeQuant(nn.Module):
         self.register_buffer("zero_point", torch.zeros((), dtype=torch.int32))  # integer of 0
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
-    def settle(self, scale: np.float32, zero: int) -> None:
+    def set_range(self, scale: np.float32, zero: int) -> None:
         """Set scale and zero point; moving averages start from them."""
         lo, hi = ((end - zero) * float(scale) for end in (self.grid.qmin, self.grid.qmax))
         with torch.no_grad():
@@ -255,29 +259,29 @@ class FakeQuant(nn.Module):
             self.scale.fill_(float(scale))
             self.zero_point.fill_(zero)
             self.seen.clamp_(min=1)
-        self.known = True
+        self.has_range = True
 
     def learn(self) -> nn.Parameter:
         """Make the scale a trainable parameter and return it."""
         if not isinstance(self.scale, nn.Parameter):
-            scale = self.parameters_of_grid()[0]
+            scale = self.scale_and_zero()[0]
             del self.scale
             self.scale = nn.Parameter(scale.clone())
         return self.scale
 
-    def parameters_of_grid(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def scale_and_zero(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (scale, zero_point): float32 and int32 scalars.
 
         Raises:
             CalibrationError: there is no range.
         """
-        if not self.known and not self.calls and not int(self.seen):
+        if not self.has_range and not self.calls and not int(self.seen):
             raise no_range_error(self.name)
         return self.scale, self.zero_point
 
     def calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `parameters_of_grid`, under the name that torch's custom modules expect."""
-        return self.parameters_of_grid()
+        """As `scale_and_zero`, under the name that torch's custom modules expect."""
+        return self.scale_and_zero()
 
     def update(self, x: torch.Tensor) -> None:
         """Update the range with the extremes of one tensor of a batch.
@@ -299,9 +303,9 @@ class FakeQuant(nn.Module):
         if not int(self.seen):
             self.lo.copy_(lo)
             self.hi.copy_(hi)
-        elif self.calls == self.members:
+        elif self.calls == self.calls_per_batch:
             self._update_average(lo, hi)
-        if self.calls == self.members:
+        if self.calls == self.calls_per_batch:
             self.seen += 1
             self.start_batch()
         scale, zero = scale_on_grid(float(self.lo), float(self.hi), self.grid)
@@ -328,7 +332,7 @@ class FakeQuant(nn.Module):
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """Round x to the grid of the present range."""
-        scale, zero = self.parameters_of_grid()
+        scale, zero = self.scale_and_zero()
         ends = self.grid.qmin, self.grid.qmax
         if scale.requires_grad:
             shared = x[0].numel() if x.dim() > 1 else x.numel()

@@ -135,7 +135,7 @@ def fold_into_previous(
     """Fold norms into the layers before them where possible; in place."""
     removed: set[fx.Node] = set()
     for node in norms:
-        if node not in removed and why_not_foldable(graph_module, node) is None:
+        if node not in removed and reason_not_foldable(graph_module, node) is None:
             removed |= _fold(graph_module, node, report)
 
 
@@ -166,7 +166,7 @@ def _norms_with_reasons(model: nn.Module) -> Iterator[str]:
         if isinstance(part, fx.GraphModule):
             reasons = part.meta.get(UNFOLDED_NORMS, {})  # from before quantizers were inserted
             for node in _norms(part):
-                why = reasons.get(str(node.target)) or why_not_foldable(part, node)
+                why = reasons.get(str(node.target)) or reason_not_foldable(part, node)
                 yield f"{node.target} ({why or 'its layer stays in float'})"
 
 
@@ -200,7 +200,7 @@ def is_relu(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     return isinstance(called_module(graph_module, node), nn.ReLU) or is_op(node, "relu")
 
 
-def why_not_foldable(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
+def reason_not_foldable(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     """Return why the BatchNorm at `norm` cannot fold into the layer before it; None if it can."""
     reason = _why_not(graph_module, norm)
     if reason is not None:
@@ -211,7 +211,7 @@ def why_not_foldable(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
 
 
 def _why_not(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
-    """As `why_not_foldable`, for one call of a layer."""
+    """As `reason_not_foldable`, for one call of a layer."""
     path, module = path_to_layer(graph_module, norm), called_module(graph_module, norm)
     layer = path[-1]
     before = called_module(graph_module, layer)
@@ -280,7 +280,7 @@ def _remove(node: fx.Node) -> None:
 
 def _fold_ahead(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport) -> None:
     """Fold a norm into the layer that is its only reader, or report why not."""
-    reason = why_not_foldable(graph_module, norm)
+    reason = reason_not_foldable(graph_module, norm)
     path = path_to_reader(graph_module, norm)
     layer, module = path[-1] if path else None, called_module(graph_module, norm)
     if layer is None or not (times := _inputs_per_channel(graph_module, norm, path)):

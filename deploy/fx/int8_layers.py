@@ -320,8 +320,8 @@ class IntLayer(ExportedModule):
         return scale.reshape(shape if self.axis is not None else [1] * dims)
 
 
-REASONS = "why in float"  # key in GraphModule.meta: layer -> why it stays in float
-_MOST_NAMED = 8  # layers in a message
+FLOAT_REASONS = "why in float"  # key in GraphModule.meta: layer -> why it stays in float
+_MAX_NAMED = 8  # layers in a message
 # substrings of the names of functions whose operands are weights
 _PRODUCTS = ("linear", "matmul", "mm", "conv", "einsum", "embedding", "attention", "bilinear")
 
@@ -334,23 +334,25 @@ class LayerCoverage:
     # (qualified name, class) of layers with float weights of two or more dimensions, and of
     # parameters that a product reads without a layer. Parameters that are only added or scaled by,
     # such as position embeddings, do not count as weights
-    left: tuple[tuple[str, str], ...]
+    float_layers: tuple[tuple[str, str], ...]
     activations: int
     # qualified name of a layer in float -> why, as in a build
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        total = len(self.quantized) + len(self.left)
+        total = len(self.quantized) + len(self.float_layers)
         text = (
             f"int8: {len(self.quantized)} of {total} layers with weights,"
             f" {self.activations} activations"
         )
-        return f"{text}; in float: {self.named()}" if self.left else text
+        return f"{text}; in float: {self.list_float_layers()}" if self.float_layers else text
 
-    def named(self) -> str:
+    def list_float_layers(self) -> str:
         """List the first layers in float, with their reasons."""
-        first = ", ".join(self._describe(name, kind) for name, kind in self.left[:_MOST_NAMED])
-        more = len(self.left) - _MOST_NAMED
+        first = ", ".join(
+            self._describe(name, kind) for name, kind in self.float_layers[:_MAX_NAMED]
+        )
+        more = len(self.float_layers) - _MAX_NAMED
         return f"{first} and {more} more" if more > 0 else first
 
     def _describe(self, name: str, kind: str) -> str:
@@ -379,7 +381,7 @@ def measure_coverage(
                     factors[tensor] = factors.get(tensor, False) or _is_factor(node, constants)
     for name, module in converted.named_modules():
         if isinstance(module, fx.GraphModule):
-            part_reasons = module.meta.get(REASONS, {})
+            part_reasons = module.meta.get(FLOAT_REASONS, {})
             reasons |= {f"{name}.{k}" if name else k: why for k, why in part_reasons.items()}
         activations += isinstance(module, FixedQuant | DynamicQuant)
         if inside and name.startswith(inside):
@@ -431,7 +433,8 @@ def refuse_unquantized(coverage: LayerCoverage) -> None:
     """Raise `ExportError` if no layer was quantized."""
     if not coverage.quantized:
         raise ExportError(
-            f"a quantized model must have layers in int8, and none of {len(coverage.left)} layers"
-            f" with weights is: {coverage.named() or 'there are no weights'}; choose another --mode"
+            "a quantized model must have layers in int8, and none of"
+            f" {len(coverage.float_layers)} layers with weights is:"
+            f" {coverage.list_float_layers() or 'there are no weights'}; choose another --mode"
             " or fewer --keep-float, or export it in float"
         )

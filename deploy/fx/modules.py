@@ -29,7 +29,7 @@ from deploy.fx.norms import (
     ChannelNorm,
     as_parameter,
     batch_norm_arguments,
-    channel_norm,
+    create_channel_norm,
     is_norm,
     is_op,
     norm_factors,
@@ -175,7 +175,7 @@ def _module(graph_module: fx.GraphModule, kind: Any, options: dict[str, Any]) ->
             key: tensor_of(graph_module, options[key]) if options[key] else None
             for key in ("weight", "bias", *STATISTICS)
         }
-        return channel_norm(tensors, options).train(graph_module.training)
+        return create_channel_norm(tensors, options).train(graph_module.training)
     weight = tensor_of(graph_module, options["weight"])
     bias = tensor_of(graph_module, options["bias"]) if options["bias"] else None
     has_bias = bias is not None

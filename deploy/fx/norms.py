@@ -235,7 +235,7 @@ def refresh(graph_module: fx.GraphModule) -> None:
     graph_module.recompile()
 
 
-STOCK = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+TORCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _ORDERS: dict[Any, tuple[str, ...]] = {
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var"),
     functional.batch_norm: ("input", "running_mean", "running_var", "weight", "bias"),
@@ -278,7 +278,7 @@ def is_norm(module: nn.Module | None) -> bool:
     if isinstance(module, ChannelNorm | FrozenNorm):
         return True
     forward = getattr(type(module), "forward", None)
-    return any(isinstance(module, kind) and forward is kind.forward for kind in STOCK)
+    return any(isinstance(module, kind) and forward is kind.forward for kind in TORCH_NORMS)
 
 
 def norm_factors(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -306,7 +306,9 @@ def batch_norm_arguments(node: fx.Node) -> dict[str, Any] | None:
     return {**_DEFAULTS, **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
-def channel_norm(tensors: dict[str, torch.Tensor | None], options: dict[str, Any]) -> ChannelNorm:
+def create_channel_norm(
+    tensors: dict[str, torch.Tensor | None], options: dict[str, Any]
+) -> ChannelNorm:
     """Return the module for a call of F.batch_norm with these tensors."""
     mean, weight = tensors["running_mean"], tensors["weight"]
     assert mean is not None

@@ -24,7 +24,7 @@ from deploy.files.manifest import write_model
 from deploy.frontends.base import LoadedModel
 from deploy.frontends.onnx_file import load_onnx
 from deploy.frontends.torch_model import missing_shape_error
-from deploy.fx.capture import as_inputs, at_least_two, run_model
+from deploy.fx.capture import as_inputs, repeat_single_sample, run_model
 from deploy.fx.device import quiet
 from deploy.fx.export import OPSET, check_float_export, to_onnx
 from deploy.fx.fakequant import ExportedModule
@@ -38,7 +38,7 @@ from deploy.fx.model_inputs import (
     return_dict,
     split_item,
 )
-from deploy.fx.profile import NEAR, largest_difference, largest_magnitude
+from deploy.fx.profile import FLOAT32_TOLERANCE, largest_difference, largest_magnitude
 from deploy.fx.source import load_module, plain_copy, random_weights_note, user_code_line
 from deploy.terminal import phase
 from deploy.version import __version__
@@ -91,7 +91,7 @@ def _export_checked(
     is_float = not _is_converted(model)
     fused = fuse_for_export(model, inputs) if is_float else model
     exported = to_onnx(fused, inputs, opset=opset, dynamic_batch=dynamic_batch)
-    warning = check_float_export(exported, model, inputs).untold if is_float else None
+    warning = check_float_export(exported, model, inputs).warning if is_float else None
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(model).__name__)
     exported.graph.name = words.lower().strip("_") or "model"
     return exported, warning
@@ -272,7 +272,7 @@ def write_fused(
         write_model(path, exported)
         return sentence
     batch = torch.export.Dim("batch")
-    repeated = tuple(map(at_least_two, inputs))
+    repeated = tuple(map(repeat_single_sample, inputs))
     shapes = tuple({0: batch} for _ in repeated)
     try:
         with quiet():
@@ -289,7 +289,7 @@ def write_fused(
     with torch.no_grad():
         expected, got = model(*inputs), program.module()(*inputs)
     largest = largest_difference(expected, got)
-    if not largest <= NEAR * largest_magnitude(expected):
+    if not largest <= FLOAT32_TOLERANCE * largest_magnitude(expected):
         raise ExportError(
             "an exported model must compute what torch computes, got a largest difference of"
             f" {largest:.3g} (largest output {largest_magnitude(expected):.3g}); report it with"

@@ -41,10 +41,10 @@ from deploy.fx.fuse import (
     fold_batch_norms,
     fold_frozen,
     layers_to_modules,
-    why_not_foldable,
+    reason_not_foldable,
 )
 from deploy.fx.int8_layers import (
-    REASONS,
+    FLOAT_REASONS,
     WEIGHTED,
     QatConvBn,
     QatLayer,
@@ -62,7 +62,7 @@ from deploy.targets import Target, find_target
 BITS = (2, 3, 4, 5, 6, 7, 8)
 
 
-def at_bits(grid: Grid, bits: int) -> Grid:
+def grid_with_bits(grid: Grid, bits: int) -> Grid:
     """Return the 8-bit `grid` with fewer bits, stored in the same type."""
     if bits not in BITS:
         raise ConfigError(f"bits are {BITS[0]} to {BITS[-1]}, got {bits}")
@@ -231,7 +231,7 @@ def prepare(
     """
     _check_options(mode, norms, momentum, bits)
     custom, inputs = custom or {}, as_inputs(inputs, model)
-    chosen = target_of(target)
+    chosen = resolve_target(target)
     graph_module = _graph(model, inputs, [*leaves, *custom], norms)
     _check_skip(graph_module, skip)
     if norms == "train":
@@ -244,7 +244,7 @@ def prepare(
         graph_module, inputs, chosen, skip=skip, share=share, is_opaque=is_opaque
     )
     if mode == "static":
-        grid = at_bits(placed.grid, bits)
+        grid = grid_with_bits(placed.grid, bits)
         observers = _insert_observers(graph_module, placed.sites, grid, momentum)
         _set_sources(graph_module, placed, observers)
         _swap_custom(graph_module, custom, grid, bits, momentum, observers)
@@ -253,13 +253,13 @@ def prepare(
     if mode == "weight-only":  # float products cannot saturate
         placed = replace(placed, fits_pairs=False)
     _wrap_weights(graph_module, placed, bits, linear_only=mode == "dynamic")
-    graph_module.meta[REASONS] = dict(placed.reasons)
+    graph_module.meta[FLOAT_REASONS] = dict(placed.reasons)
     graph_module.delete_all_unused_submodules()
     refresh(graph_module)
     return graph_module.to(device_of(graph_module))
 
 
-def target_of(target: str | Target) -> Target:
+def resolve_target(target: str | Target) -> Target:
     """Return the target of this name with default options; a target object is returned unchanged.
 
     Raises:
@@ -305,7 +305,7 @@ def prepare_only(
     prepared = prepare(part, calls[0], **options)
     for module in prepared.modules():
         if isinstance(module, FakeQuant):
-            module.members *= len(calls)  # one range for all calls of the submodule
+            module.calls_per_batch *= len(calls)  # one range for all calls of the submodule
     replace_submodule(model, name, prepared)
     return model
 
@@ -317,7 +317,7 @@ def _check_options(mode: str, norms: str, momentum: float, bits: int) -> None:
         raise ConfigError(f"norms are 'fold' or 'train', got {norms!r}")
     if not 0 < momentum <= 1:
         raise ConfigError(f"momentum lies in (0, 1], got {momentum}")
-    at_bits(INT8, bits)
+    grid_with_bits(INT8, bits)
 
 
 def _graph(
@@ -365,7 +365,7 @@ def _insert_observers(
             quant = FakeQuant(grid, site.tensor.name, momentum=momentum)
             graph_module.add_submodule(name, quant)
         else:
-            getattr(graph_module, name).members += 1
+            getattr(graph_module, name).calls_per_batch += 1
         observers[site.tensor] = getattr(graph_module, name)
         _insert(graph_module, site.tensor, site.readers, name)
     return observers
@@ -459,7 +459,7 @@ def _merge_norms(graph_module: fx.GraphModule, bits: int, skip: Sequence[str]) -
             continue
         layer: Any = node.args[0]
         before = called_module(graph_module, layer)
-        reason = why_not_foldable(graph_module, node)
+        reason = reason_not_foldable(graph_module, node)
         if reason is None and (
             not isinstance(before, FOLDABLE) or not called_once(graph_module, layer)
         ):

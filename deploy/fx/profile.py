@@ -1,7 +1,7 @@
 """Inspect a traced model: time and FLOPs per node, text form, comparison of two forms.
 
 FLOPs are from torch's `FlopCounterMode` on the meta device, which computes nothing and counts
-exactly; `COUNTED` states what. If two float32 forms of a model differ by more than 1/1000 of the
+exactly; `FLOPS_NOTE` states what. If two float32 forms of a model differ by more than 1/1000 of the
 largest output, both run in float64 and must agree to 1/1000000.
 """
 
@@ -84,7 +84,7 @@ def _text(value: Any) -> str:
 
 
 SCHEMA = "calib8-profile/1"
-COUNTED = (
+FLOPS_NOTE = (
     "FLOPs are those of convolutions and matrix products, two a multiply-accumulate; norms,"
     " activations and other arithmetic are not counted"
 )
@@ -310,8 +310,8 @@ def _wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-NEAR = 1e-3  # of the largest output, in float32
-EXACT = 1e-6  # of the largest output, in float64
+FLOAT32_TOLERANCE = 1e-3  # of the largest output, in float32
+FLOAT64_TOLERANCE = 1e-6  # of the largest output, in float64
 
 
 def check_same_outputs(
@@ -325,7 +325,7 @@ def check_same_outputs(
         ModelError: they differ by more than rounding errors.
     """
     worst, largest = _compare_outputs(before, after, inputs)
-    if not worst <= NEAR * largest and not _same_in_float64(before, after, inputs):
+    if not worst <= FLOAT32_TOLERANCE * largest and not _same_in_float64(before, after, inputs):
         raise ModelError(
             f"{what} must not change what the model computes, and changes its outputs by up to"
             f" {worst:.3g} (largest output {largest:.3g}); check whether the model's forward"
@@ -376,7 +376,7 @@ def _same_in_float64(before: nn.Module, after: nn.Module, inputs: Sequence[torch
         worst, largest = _compare_outputs(forms[0], forms[1], doubled)
     except Exception:  # a forward with a fixed dtype may raise anything
         return False
-    return worst <= EXACT * largest
+    return worst <= FLOAT64_TOLERANCE * largest
 
 
 @contextmanager

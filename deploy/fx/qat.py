@@ -30,7 +30,7 @@ from deploy.fx.device import CPU, DeviceAdapter, device_of, move_tensors
 from deploy.fx.distill import Distiller
 from deploy.fx.fakequant import FakeQuant, search_for
 from deploy.fx.int8_layers import QatLayer
-from deploy.fx.prepare import prepare, prepare_only, target_of
+from deploy.fx.prepare import prepare, prepare_only, resolve_target
 from deploy.fx.profile import check_same_outputs
 from deploy.fx.source import computed_weights, plain_copy
 from deploy.fx.task import RANGES, order_inputs
@@ -88,8 +88,10 @@ class TrainingResult:
     prepared: nn.Module
     converted: nn.Module  # its int8 form, for export
     losses: tuple[float, ...]
-    start: float | None  # result of `evaluate` after calibration and before training (PTQ), or None
-    end: float | None  # result of `evaluate` for `converted`, or None
+    score_before: (
+        float | None
+    )  # result of `evaluate` after calibration and before training (PTQ), or None
+    score_after: float | None  # result of `evaluate` for `converted`, or None
 
 
 def train(
@@ -122,7 +124,7 @@ def train(
     for name in computed_weights(task.model):
         report(f"{name} is computed from other tensors in the model; it is trained directly")
     task = _on_device(task, device)
-    chosen = target_of(target)
+    chosen = resolve_target(target)
     prepared = _prepared(task, chosen, bits)
     batches = task.calibration or (lambda: _first_inputs(task))
     search = search_for(target, task.method)

@@ -154,12 +154,22 @@ def tensor_of(model: nn.Module, name: object) -> Any:
 
 
 # keys under which training scripts store the weights, the more specific ones first
-KEYS = ("state_dict", "model_state_dict", "model_state", "model", "module", "net", "network")
+STATE_DICT_KEYS = (
+    "state_dict",
+    "model_state_dict",
+    "model_state",
+    "model",
+    "module",
+    "net",
+    "network",
+)
 _DEPTH = 3  # of nested checkpoints
 
 
 def find_state_dict(read: Any, path: Path) -> Mapping[str, torch.Tensor]:
-    """Find the state dict in a loaded file: itself, under one of `KEYS`, or the only one in it.
+    """Find the state dict in a loaded file: the file itself, under a key, or the only one in it.
+
+    Keys of `STATE_DICT_KEYS` come first.
 
     Raises:
         ModelError: there is none, or several; the message lists the keys.
@@ -178,20 +188,20 @@ def find_state_dict(read: Any, path: Path) -> Mapping[str, torch.Tensor]:
         )
     names = ", ".join(map(repr, list(read)[:8])) or "nothing"
     raise ModelError(
-        f"{path} must hold a state dict, itself or under one of {', '.join(KEYS)}, got {names};"
-        " save model.state_dict()"
+        f"{path} must hold a state dict, itself or under one of"
+        f" {', '.join(STATE_DICT_KEYS)}, got {names}; save model.state_dict()"
     )
 
 
 def _states(
     checkpoint: Mapping[Any, Any], name: str = "", depth: int = _DEPTH
 ) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
-    """Yield (path, state dict) in a checkpoint; if one of `KEYS` exists, only what is under it."""
+    """Yield (path, state dict) in a checkpoint; if it has a preferred key, only below that."""
     if _is_state(checkpoint):
         yield name, checkpoint
         return
     parts = {key: part for key, part in checkpoint.items() if isinstance(part, dict) and depth}
-    preferred = next((key for key in KEYS if key in parts), None)
+    preferred = next((key for key in STATE_DICT_KEYS if key in parts), None)
     for key in parts if preferred is None else (preferred,):
         if isinstance(key, str):  # the keys of optimizer states are integers
             yield from _states(parts[key], f"{name}.{key}" if name else key, depth - 1)

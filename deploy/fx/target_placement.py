@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from calibrators.grids import Grid
 from deploy.errors import ConfigError, ModelError
 from deploy.frontends.onnx_file import clean_model
-from deploy.fx.capture import at_least_two, has_batch
+from deploy.fx.capture import has_batch, repeat_single_sample
 from deploy.fx.convert import Sources
 from deploy.fx.device import quiet
 from deploy.fx.export import (
@@ -125,7 +125,7 @@ def _on_cpu(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     leaf = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.cpu()
-    return at_least_two(leaf.float() if leaf.is_floating_point() else leaf)
+    return repeat_single_sample(leaf.float() if leaf.is_floating_point() else leaf)
 
 
 class OpaqueStandIn(nn.Module):
@@ -250,7 +250,7 @@ def _indexed(
     return ExportedGraph(model, tensors, homes)
 
 
-SHARES = {
+SHARED_SCALE_OPS = {
     "add": frozenset({"Add"}),
     "concat": frozenset({"Concat"}),
     "pool": frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean"}),
@@ -304,8 +304,10 @@ def place_quantizers(
         ConfigError: `share` has an unknown kind.
         ModelError: torch.export cannot follow the graph.
     """
-    if unknown := sorted(set(share) - set(SHARES)):
-        raise ConfigError(f"scales can be shared around {', '.join(SHARES)}, got {unknown}")
+    if unknown := sorted(set(share) - set(SHARED_SCALE_OPS)):
+        raise ConfigError(
+            f"scales can be shared around {', '.join(SHARED_SCALE_OPS)}, got {unknown}"
+        )
     exported = export_named(graph_module, inputs, is_opaque=is_opaque)
     kept = {
         node: FLOAT_BY_USER
@@ -371,7 +373,7 @@ def _layers(
 def _groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[str, str]:
     """Return quantized tensor -> name of its group."""
     groups = {pair.tensor: plan.scale_owners.get(pair.tensor, pair.tensor) for pair in plan.pairs}
-    sharing = {op_type for kind in share for op_type in SHARES[kind]}
+    sharing = {op_type for kind in share for op_type in SHARED_SCALE_OPS[kind]}
     graph = Graph(model)
     for node in graph.nodes:
         if node.op_type in sharing:
@@ -387,9 +389,7 @@ def _sources(exported: ExportedGraph, plan: Plan, groups: Mapping[str, str]) -> 
     names_of: dict[str, dict[str, None]] = {}
     for tensor, group in groups.items():
         owner = plan.scale_owners.get(tensor, tensor)
-        names_of.setdefault(group, {}).update(
-            dict.fromkeys(plan.range_sources.get(owner, (owner,)))
-        )
+        names_of.setdefault(group, {}).update(dict.fromkeys(plan.range_sources.get(owner, (owner,))))
     return {
         group: [(node, known.get(name)) for name in names for node in exported.nodes_of(name)[:1]]
         for group, names in names_of.items()

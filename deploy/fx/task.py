@@ -119,14 +119,14 @@ def order_inputs(task: Task) -> Task:
             f"the inputs of a task are tensors, or one dict of tensors, got {kinds}; give each"
             " tensor its own key, and build other containers in the model's forward"
         )
-    arguments = ForwardArguments.of(task.model, inputs[0])
+    arguments = ForwardArguments.match(task.model, inputs[0])
     samples, evaluate = task.calibration, task.evaluate
     return replace(
         task,
-        model=arguments.taken_by(task.model),
-        teacher=None if task.teacher is None else arguments.taken_by(task.teacher),
+        model=arguments.adapt(task.model),
+        teacher=None if task.teacher is None else arguments.adapt(task.teacher),
         inputs=list(arguments.tensors(inputs[0])),
-        batches=lambda epoch: arguments.pairs(task.batches_of(epoch)),
+        batches=lambda epoch: arguments.order_batches(task.batches_of(epoch)),
         calibration=samples and (lambda: (arguments.tensors(*as_inputs(x)) for x in samples())),
         evaluate=evaluate and (lambda model: evaluate(NamedInputsModel(model, arguments).eval())),
     )
@@ -137,11 +137,13 @@ class ForwardArguments:
     """Named arguments of a forward."""
 
     names: tuple[str, ...]  # of its tensors, in order
-    into: str | None  # the argument that takes a dict of them; None if they are separate arguments
+    dict_argument: (
+        str | None
+    )  # the argument that takes a dict of them; None if they are separate arguments
     signature: inspect.Signature
 
     @classmethod
-    def of(cls, model: nn.Module, names: Iterable[str]) -> ForwardArguments:
+    def match(cls, model: nn.Module, names: Iterable[str]) -> ForwardArguments:
         """Return the arguments of a model's forward for `names`.
 
         Raises:
@@ -151,7 +153,7 @@ class ForwardArguments:
         ordered, into = match_arguments(model, list(names))
         return cls(tuple(ordered), into, inspect.signature(model.forward))
 
-    def taken_by(self, model: nn.Module) -> nn.Module:
+    def adapt(self, model: nn.Module) -> nn.Module:
         """Return a copy that takes the tensors in this order and shares the modules of `model`.
 
         Raises:
@@ -178,7 +180,7 @@ class ForwardArguments:
             )
         return tuple(values[name] for name in self.names)
 
-    def pairs(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Tensors, Any]]:
+    def order_batches(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Tensors, Any]]:
         """Yield (tensors in order, labels) for batches of (samples, labels)."""
         return ((self.tensors(*as_inputs(samples)), labels) for samples, labels in batches)
 
@@ -195,7 +197,7 @@ class ForwardArguments:
         values: dict[str, Any] = {}
         for name, value in bound.items():
             parameter = self.signature.parameters[name]
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD or name == self.into:
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD or name == self.dict_argument:
                 values |= value
             elif value is not parameter.default:
                 values[name] = value
