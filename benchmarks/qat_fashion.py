@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout,
 
 from deploy.fx.convert import calibrate, convert
 from deploy.fx.export import compare_with_torch, to_onnx
-from deploy.fx.fakequant import search_for
 from deploy.fx.prepare import prepare
 from deploy.fx.qat import Task, train
+from deploy.fx.range_search import search_for
 from deploy.targets import OnnxRuntime
 
 STEM = OnnxRuntime(int8_stem=True)  # all eleven Convs, though the first is faster in float

@@ -28,11 +28,12 @@ from click.testing import CliRunner
 from deploy.cli import cli
 from deploy.errors import Calib8Error
 from deploy.fx.capture import capture
+from deploy.fx.comparison import tensors_of
 from deploy.fx.export import ExportAgreement, compare_with_torch, to_onnx
 from deploy.fx.fuse import fold_batch_norms
 from deploy.fx.int8_layers import WEIGHTED, IntLayer
 from deploy.fx.modes import measure_mode, quantize_model
-from deploy.fx.profile import count_flops, tensors_of
+from deploy.fx.profile import count_flops
 
 SIZES = {
     "resnet18": 96,

@@ -23,7 +23,8 @@ from deploy.frontends import load
 from deploy.frontends.torch_model import is_torch_spec, parse_input
 from deploy.fx import model_inputs
 from deploy.fx.open_model import open_torch
-from deploy.fx.source import _MAKERS, load_module, load_weights
+from deploy.fx.source import _MAKERS, load_module
+from deploy.fx.weights import load_weights
 from deploy.tensors import TensorSpec
 from tests.models import run_command
 

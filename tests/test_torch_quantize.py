@@ -20,10 +20,11 @@ from calibrators.weights import PAIR_LIMIT, pair_scales, pair_sums
 from deploy.errors import ConfigError, ExportError, FeedError, ModelError
 from deploy.fx.convert import calibrate, convert, freeze_norms, scale_table, set_phase
 from deploy.fx.export import compare_with_torch, to_onnx
-from deploy.fx.fakequant import FakeQuant, FixedQuant, scale_on_grid, search_for
+from deploy.fx.fakequant import FakeQuant, FixedQuant
 from deploy.fx.int8_layers import IntLayer, QatConvBn, weight_quantizer
 from deploy.fx.modes import compare_modes, format_modes, quantize_model, stored_bytes
 from deploy.fx.prepare import grid_with_bits, prepare, prepare_only
+from deploy.fx.range_search import scale_on_grid, search_for
 from deploy.fx.source import load_module
 from deploy.graph.placement import ASCEND, ONNXRUNTIME, TENSORRT
 from deploy.targets import TARGETS, OnnxRuntime

@@ -21,8 +21,9 @@ from calibrators.scales import Scale
 from calibrators.searches import SEARCHES
 from deploy.errors import CalibrationError, ConfigError, FeedError, ModelError
 from deploy.fx.convert import calibrate, convert, scale_table, set_phase
-from deploy.fx.fakequant import FakeQuant, IfmrSearch, scale_on_grid, search_for
+from deploy.fx.fakequant import FakeQuant
 from deploy.fx.prepare import grid_with_bits, prepare
+from deploy.fx.range_search import IfmrSearch, scale_on_grid, search_for
 from deploy.targets import TARGETS
 from deploy.targets.ascend.config_keys import ActivationParams, LayerConfig
 from deploy.targets.ascend.record import search_params

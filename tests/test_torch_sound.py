@@ -18,17 +18,20 @@ import calib8
 from deploy.errors import CacheError, ExportError, FeedError, ModelError
 from deploy.fx import device
 from deploy.fx.capture import capture
+from deploy.fx.comparison import check_same_outputs
 from deploy.fx.convert import calibrate, float_form
+from deploy.fx.coverage import measure_coverage, refuse_unquantized
 from deploy.fx.export import check_float_export, to_onnx, with_more_samples
-from deploy.fx.fakequant import scale_on_grid, search_for
 from deploy.fx.fuse import fold_batch_norms, fuse, norms_in_float
-from deploy.fx.int8_layers import QatLayer, WeightQuant, measure_coverage, refuse_unquantized
+from deploy.fx.int8_layers import QatLayer, WeightQuant
 from deploy.fx.modes import format_modes, measure_mode, quantize_model
 from deploy.fx.open_model import export, open_torch
+from deploy.fx.plain_copy import computed_weights, plain_copy, unwrap
 from deploy.fx.prepare import prepare, prepare_only
-from deploy.fx.profile import check_same_outputs, profile
+from deploy.fx.profile import profile
 from deploy.fx.qat import Task, train
-from deploy.fx.source import computed_weights, load_module, plain_copy, unwrap
+from deploy.fx.range_search import scale_on_grid, search_for
+from deploy.fx.source import load_module
 from deploy.fx.trace import trace
 from deploy.targets import OnnxRuntime
 from tests.models import run_command

@@ -11,9 +11,9 @@ from onnx import numpy_helper
 torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
 
 from deploy.fx.convert import calibrate, convert
+from deploy.fx.coverage import measure_coverage
 from deploy.fx.export import compare_with_torch, to_onnx
 from deploy.fx.fuse import norms_in_float
-from deploy.fx.int8_layers import measure_coverage
 from deploy.fx.modes import measure_mode, quantize_model
 from deploy.fx.prepare import prepare
 from deploy.targets import OnnxRuntime

@@ -100,11 +100,11 @@ def export(
 ) -> None:
     """Export MODEL (file.py:factory or timm:NAME), check it against torch, say how they agree."""
     from deploy.fx import export as exports
-    from deploy.fx.capture import argument_names
+    from deploy.fx.coverage import measure_coverage, refuse_unquantized
     from deploy.fx.device import find_device, move_tensors, refuse_meta
-    from deploy.fx.fakequant import search_for
     from deploy.fx.fuse import norms_in_float
-    from deploy.fx.int8_layers import find_weighted_layers, measure_coverage, refuse_unquantized
+    from deploy.fx.int8_layers import find_weighted_layers
+    from deploy.fx.lift import argument_names
     from deploy.fx.model_inputs import convert_to_float32
     from deploy.fx.modes import (
         compare_modes,
@@ -113,6 +113,7 @@ def export(
         measure_mode,
         quantize_model,
     )
+    from deploy.fx.range_search import search_for
     from deploy.fx.task import read_batches
     from deploy.fx.trace import submodule
 
@@ -234,9 +235,9 @@ def qat(
     """  # noqa: D301 (click reads the backspace)
     from deploy.fx import export as exports
     from deploy.fx.convert import float_form
+    from deploy.fx.coverage import measure_coverage, refuse_unquantized
     from deploy.fx.device import CPU, find_device, move_tensors, refuse_meta
     from deploy.fx.fuse import norms_in_float
-    from deploy.fx.int8_layers import measure_coverage, refuse_unquantized
     from deploy.fx.model_inputs import dict_input_note
     from deploy.fx.modes import format_modes, format_scales, measure_mode
     from deploy.fx.qat import Task, first_batches, train

@@ -55,8 +55,8 @@ def trace(
 
     With --input or --sample, print the shapes of all nodes too.
     """
-    from deploy.fx.norms import propagate_shapes, replace_op
-    from deploy.fx.profile import format_columns, format_graph, graph_source
+    from deploy.fx.graph_text import format_columns, format_graph, graph_source
+    from deploy.fx.operations import propagate_shapes, replace_op
     from deploy.fx.source import wrap_user_errors
     from deploy.fx.trace import find_function, submodule
     from deploy.fx.trace import trace as trace_module
@@ -108,10 +108,10 @@ def fuse(
 
     With --input or --sample the model is traced by running it, else symbolically.
     """
+    from deploy.fx.comparison import check_same_outputs
     from deploy.fx.device import find_device, refuse_meta
     from deploy.fx.fuse import fuse as fuse_module
     from deploy.fx.open_model import check_suffix, write_fused
-    from deploy.fx.profile import check_same_outputs
     from deploy.fx.source import wrap_user_errors
     from deploy.fx.trace import trace
 
@@ -142,7 +142,7 @@ def fuse(
     with wrap_user_errors(model):
         check_same_outputs(module, fused, inputs, "fusing")
         if bench:
-            from deploy.fx.profile import compare_speed
+            from deploy.fx.comparison import compare_speed
 
             say(compare_speed(module, fused, inputs))
         if out is not None:

@@ -31,18 +31,11 @@ from calibrators.statistics import Recorder, Statistic
 from deploy.errors import Calib8Error, CalibrationError, FeedError, ModelError, first_line
 from deploy.fx.capture import as_inputs, select_arguments
 from deploy.fx.device import device_of, map_tensors, move_tensors
-from deploy.fx.fakequant import (
-    DEFAULT_SEARCH,
-    ActivationSearch,
-    FakeQuant,
-    FixedQuant,
-    ScaleAndZero,
-    no_range_error,
-    widest_range,
-)
+from deploy.fx.fakequant import FakeQuant, FixedQuant, no_range_error
 from deploy.fx.fuse import called_module, called_once
 from deploy.fx.int8_layers import IntLayer, QatConvBn, QatLayer, WeightQuant, folded_layer
-from deploy.fx.source import replace_submodule
+from deploy.fx.plain_copy import replace_submodule
+from deploy.fx.range_search import DEFAULT_SEARCH, ActivationSearch, ScaleAndZero, widest_range
 from deploy.graph.bounds import RangeLimits
 from deploy.terminal import phase
 
@@ -306,7 +299,7 @@ def calibrate(
         prepared: a model from `deploy.fx.prepare`.
         batches: each a tensor or a tuple of inputs, batch first, such as a DataLoader; values after
             the last argument of forward (labels) are left out. Any batch size gives the same.
-        search: from `deploy.fx.fakequant.search_for`.
+        search: from `deploy.fx.range_search.search_for`.
 
     Raises:
         ConfigError: the search is not defined for the grid.

@@ -1,33 +1,25 @@
-"""Knowledge distillation from a float teacher, and checkpoints of quantization-aware training.
+"""Knowledge distillation from a float teacher.
 
 Channel-wise distillation compares each channel's map, as a distribution over positions::
 
     phi(y)[n, c, i] = softmax over i of y[n, c, i] / T
     loss = T^2 / (N * C) * sum over n, c of KL(phi(teacher) || phi(student))
 
-Checkpoints hold tensors and plain values only, and are written atomically.
-
 Sources: C. Shu et al., 2021, "Channel-wise Knowledge Distillation for Dense Prediction", equations
 4-5; logits: G. Hinton et al., 2015, "Distilling the Knowledge in a Neural Network".
 """
 
-import hashlib
-import io
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from deploy.errors import CacheError, ConfigError, ModelError
-from deploy.files.atomic import write_bytes
-from deploy.fx import device
+from deploy.errors import ConfigError, ModelError
+from deploy.fx.comparison import tensors_of
 from deploy.fx.fuse import CONVS, fold_batch_norms
 from deploy.fx.int8_layers import QatLayer
-from deploy.fx.profile import tensors_of
-from deploy.fx.source import read_tensors
 
 _TEMPERATURE = 4.0
 
@@ -121,108 +113,3 @@ def _last_convolution(student: nn.Module, teacher: nn.Module) -> list[tuple[str,
         if isinstance(module, QatLayer) and isinstance(module.layer, CONVS) and name in theirs
     ]
     return [(names[-1], names[-1])] if names else []
-
-
-_KEYS = {"format", "marks", "epoch", "model", "optimizer", "rng", "losses"}
-_FORMAT = "calib8-qat-3"
-
-Fingerprints = dict[str, str]
-
-
-def training_fingerprint(
-    model: nn.Module,
-    prepared: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    teacher: nn.Module | None,
-    settings: Mapping[str, object],
-) -> Fingerprints:
-    """Return the fingerprint of a training: name of each part -> sha256 (hex).
-
-    The values of the float models are hashed, and the optimizer's class and options. Of the
-    prepared model only names and shapes are: its ranges may be rounded differently on another
-    machine.
-    """
-    shapes = [(name, list(value.shape)) for name, value in prepared.state_dict().items()]
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-    parts: dict[str, object] = {
-        "form of the model": shapes,
-        "float weights": _values(model),
-        "optimizer": (type(optimizer).__name__, groups),
-        "teacher": None if teacher is None else _values(teacher),
-    }
-    parts |= settings
-    return {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in parts.items()}
-
-
-def save_checkpoint(
-    path: Path,
-    mark: Fingerprints,
-    epoch: int,
-    prepared: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    losses: list[float],
-) -> None:
-    """Write a checkpoint: weights, ranges, optimizer state, random state, losses."""
-    state = {
-        "format": _FORMAT,
-        "marks": mark,
-        "epoch": epoch,
-        "model": dict(prepared.state_dict()),
-        "optimizer": optimizer.state_dict(),
-        "rng": device.random_state(),
-        "losses": losses,
-    }
-    data = io.BytesIO()
-    torch.save(state, data)
-    write_bytes(path, data.getvalue())
-
-
-def load_checkpoint(
-    path: Path, mark: Fingerprints, prepared: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, list[float]]:
-    """Load a checkpoint into model and optimizer; return (next epoch, losses so far).
-
-    Raises:
-        CacheError: the file is broken, or from another model or other settings.
-    """
-    try:
-        state: Any = read_tensors(path)
-    except ModelError as error:
-        raise CacheError(f"{error}; remove it to start anew") from error
-    if not isinstance(state, dict) or set(state) != _KEYS or state["format"] != _FORMAT:
-        raise CacheError(
-            f"{path} must be a checkpoint of this calib8's qat; remove it to start anew"
-        )
-    _refuse_others(path, mark, state["marks"])
-    try:
-        prepared.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        device.restore_random_state(state["rng"])
-        return int(state["epoch"]), [float(loss) for loss in state["losses"]]
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CacheError(f"{path} is damaged; remove it to start anew") from error
-
-
-def _refuse_others(path: Path, mark: Fingerprints, stored: Any) -> None:
-    if stored == mark:
-        return
-    stored = stored if isinstance(stored, dict) else {}
-    other = [name for name, value in mark.items() if stored.get(name) != value]
-    raise CacheError(
-        f"{path} must be of this training, and is of another {', '.join(other) or 'one'};"
-        " give another --checkpoint, or remove it to start anew"
-    )
-
-
-def _values(model: nn.Module) -> str:
-    """Return the sha256 (hex) of the names and values of a model's state, on any device."""
-    digest = hashlib.sha256()
-    for name, value in model.state_dict().items():
-        digest.update(repr((name, str(value.dtype), list(value.shape))).encode())
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        digest.update(memoryview(flat.view(torch.uint8).numpy()))
-    return digest.hexdigest()

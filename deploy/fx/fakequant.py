@@ -1,22 +1,14 @@
-"""Fake quantization of activations: range searches, fake quantizers, and learned step sizes.
+"""Fake quantizers of activations, and learned step sizes.
 
 A fake quantizer rounds values to a grid and back::
 
     x --> round(x / scale) + zero_point, clipped to qmin..qmax --> back to real --> y
           gradient: 1 inside the clip range, 0 outside (straight-through estimator)
 
-Scale and zero point come from calibration (`deploy.fx.convert`). In training they stay fixed,
-follow moving averages of minimum and maximum (`observe`), or the scale is trained (`learn`).
+Scale and zero point come from calibration (`deploy.fx.convert`, `deploy.fx.range_search`). In
+training they stay fixed, follow moving averages of minimum and maximum (`observe`), or the scale
+is trained (`learn`).
 `observe` and `enabled` are Python bools, so that a traced graph has no data-dependent branch.
-
-Calibration uses the searches of `calib8 build` on the same statistics, so that equal values give
-bit-equal scales and zero points::
-
-    tensor --> statistic (calibrators.statistics) --> search (calibrators.searches) --> range
-           --> calibrators.grids: scale and zero point on the target's grid, of its bits
-
-A target with its own range search in `build` has it here too: AMCT's IFMR for ascend, on
-activations of layers with rounded weights.
 
 Learned step size quantization (LSQ) trains the scale s::
 
@@ -37,24 +29,16 @@ Integer-Arithmetic-Only Inference", section 3; S. Esser et al., 2020, "Learned S
 Quantization", arXiv:1902.08153, equations 1 to 3 and 5, section 2.2.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from calibrators.amct.ifmr import IfmrHistogram, IfmrParams, ifmr_streaming
-from calibrators.amct.recorders import IfmrOf
-from calibrators.grids import UINT8, Grid, affine_params, symmetric_scale
-from calibrators.histogram import Histogram
-from calibrators.statistics import Recorder, Statistic, search_scale
-from deploy.errors import CalibrationError, ConfigError
+from calibrators.grids import UINT8, Grid
+from deploy.errors import CalibrationError
+from deploy.fx.range_search import scale_on_grid
 from deploy.graph.bounds import RangeLimits
-from deploy.method import Method
-from deploy.targets import Target, find_target
-from deploy.targets.tensorrt.cache_contents import UNFOLDED_METHODS
 
 
 def lsq_round(
@@ -102,111 +86,6 @@ class _LsqRound(torch.autograd.Function):
         slope = torch.where(under, low, torch.where(over, high, torch.round(v) - v))
         to_scale = (grad * slope).sum_to_size(scale.shape) * factor
         return grad.masked_fill(under | over, 0.0), to_scale, None, None, None
-
-
-ScaleAndZero = tuple[np.float32, int]  # (scale, zero_point)
-
-
-@dataclass(frozen=True, slots=True)
-class MethodSearch:
-    """A search of `calibrators.searches.SEARCHES`."""
-
-    method: Method
-    bounded: bool = True  # whether ranges are clipped to where their readers saturate
-    rounded_weights: ClassVar[bool] = False  # as in `build`
-
-    @property
-    def label(self) -> str:
-        """Name and parameters."""
-        return self.method.label
-
-    @property
-    def statistic(self) -> Statistic:
-        """Statistic of the method."""
-        return self.method.statistic
-
-    def check(self, grid: Grid) -> None:
-        """Raise `ConfigError` if the method is defined for 8 bits only and the grid has others."""
-        if self.method.integer and grid.bits != 8:
-            raise ConfigError(
-                f"the method {self.method.name} is defined for 8 bits, got {grid.bits}; take mse,"
-                " lp, percentile or minmax"
-            )
-
-    def find_scale(
-        self, recorder: Recorder, grid: Grid, reach: RangeLimits | None = None
-    ) -> ScaleAndZero:
-        """Return (scale, zero_point); scale 1 for a tensor that was always 0."""
-        assert isinstance(recorder, Histogram)
-        if recorder.amax == 0:
-            return scale_on_grid(0.0, 0.0, grid)
-        kinds = {"symmetric": grid} if grid.symmetric else {"affine": grid}
-        search = self.method.search(**kinds)
-        clip = search_scale(recorder, search, reach if self.bounded else None)
-        ends = (-clip.amax, clip.amax) if grid.symmetric else (clip.lo, clip.hi)
-        return scale_on_grid(*ends, grid)
-
-
-@dataclass(frozen=True, slots=True)
-class IfmrSearch:
-    """AMCT's IFMR search of activation ranges, with AMCT's defaults."""
-
-    rounded_weights: ClassVar[bool] = True  # AMCT rounds the weights before it calibrates
-    label: ClassVar[str] = "AMCT's IFMR"
-    statistic: ClassVar[Statistic] = IfmrOf()  # of constant memory
-
-    def check(self, grid: Grid) -> None:
-        """Accept any grid."""
-
-    def find_scale(
-        self, recorder: Recorder, grid: Grid, reach: RangeLimits | None = None
-    ) -> ScaleAndZero:
-        """Return (scale, zero_point); scale 1 for a tensor that is almost 0. `reach` is ignored."""
-        assert isinstance(recorder, IfmrHistogram)
-        params = IfmrParams(bits=grid.bits, with_offset=not grid.symmetric)
-        result = ifmr_streaming(recorder, params)
-        return result.scale, result.offset
-
-
-ActivationSearch = MethodSearch | IfmrSearch
-DEFAULT_SEARCH: ActivationSearch = MethodSearch(Method.of())
-
-
-def search_for(target: str | Target, method: Method | str | None = None) -> ActivationSearch:
-    """Return the range search for a target.
-
-    `target`: a target of `deploy.targets`, or its name. `method`: a method of
-    `calibrators.searches`, such as "mse" or "percentile 99.9"; None for the default of `build` for
-    the target.
-
-    Raises:
-        ConfigError: there is no such target or method.
-    """
-    chosen = find_target(target) if isinstance(target, str) else target
-    if method is None:
-        return IfmrSearch() if chosen.own_method else DEFAULT_SEARCH
-    requested = Method.labelled(method) if isinstance(method, str) else method
-    as_tensorrt = chosen.name == "tensorrt" and requested.name in UNFOLDED_METHODS
-    return MethodSearch(requested, bounded=not as_tensorrt)
-
-
-def widest_range(params: Sequence[ScaleAndZero], grid: Grid) -> ScaleAndZero:
-    """Return (scale, zero_point) of the smallest range that contains all those of `params`."""
-    if len(params) == 1:
-        return params[0]
-    if grid.symmetric:
-        return max(scale for scale, _ in params), 0
-    lows = [(grid.qmin - zero) * float(scale) for scale, zero in params]
-    highs = [(grid.qmax - zero) * float(scale) for scale, zero in params]
-    return scale_on_grid(min(lows), max(highs), grid)
-
-
-def scale_on_grid(lo: float, hi: float, grid: Grid) -> ScaleAndZero:
-    """Return (scale, zero_point) of a clip range, as in `build`; scale 1 for an empty range."""
-    if not grid.symmetric:
-        return affine_params(lo, hi, grid)
-    scale = symmetric_scale(max(-lo, hi), grid)
-    return (scale if scale > 0 else np.float32(1.0)), 0
 
 
 def no_range_error(name: str) -> CalibrationError:

@@ -11,7 +11,7 @@ A norm right before a layer folds into that layer instead::
 
     w' = w * factor of its input channel      b' = b + sum of w * shift
 
-Parallel branches that are added become one layer (`deploy.fx.modules`). Dropout and views may lie
+Parallel branches that are added become one layer (`deploy.fx.branches`). Dropout and views may lie
 between norm and layer (`deploy.fx.norms`).
 
 Not folded, with the reason in the report: a layer whose output has another reader (which would get
@@ -30,23 +30,23 @@ import torch
 from torch import fx, nn
 
 from deploy.errors import ModelError
+from deploy.fx.branches import merge_branches
 from deploy.fx.capture import graph_of
-from deploy.fx.modules import functions_to_modules, merge_branches
+from deploy.fx.functional_layers import functions_to_modules
 from deploy.fx.norms import (
     FrozenNorm,
     freeze_affines,
     has_view,
     inputs_per_channel,
     is_norm,
-    is_op,
     keeps_channels,
     norm_factors,
     path_to_layer,
     path_to_reader,
     readers_of,
-    refresh,
 )
-from deploy.fx.source import replace_submodule
+from deploy.fx.operations import is_op, refresh
+from deploy.fx.plain_copy import replace_submodule
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

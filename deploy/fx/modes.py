@@ -20,10 +20,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from deploy.fx.comparison import check_same_outputs, tensors_of
 from deploy.fx.convert import calibrate, convert, scale_table, set_phase
-from deploy.fx.fakequant import ActivationSearch, search_for
+from deploy.fx.graph_text import format_columns
 from deploy.fx.prepare import MODES, prepare, prepare_only
-from deploy.fx.profile import check_same_outputs, format_columns, tensors_of
+from deploy.fx.range_search import ActivationSearch, search_for
 from deploy.metrics.output_errors import sqnr_db
 from deploy.targets import Target
 

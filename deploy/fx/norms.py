@@ -1,6 +1,4 @@
-"""Normalize BatchNorm and other operations of a graph to one form, so that passes see one kind.
-
-BatchNorm:
+"""Normalize the BatchNorms of a graph to one form, so that passes see one kind of module.
 
 ==============================  ==============================================================
 nn.BatchNorm, SyncBatchNorm     modules already
@@ -15,31 +13,32 @@ channels (`path_to_layer`, `path_to_reader`)::
     Linear [N, L, C] -> flatten(0, 1) -> BatchNorm1d [N*L, C]      channels stay last
     Conv [N, C, 1, 1] -> flatten(1) -> BatchNorm1d [N, C]          nothing but the channels
     BatchNorm2d [N, C, H, W] -> flatten(1) -> Linear of C*H*W      each channel H*W times
-
-Other operations: `SPELLINGS` lists the operators, functions and methods of each; `replace_op` and
-`replace_pattern` edit a graph by them.
 """
 
-import contextlib
-import io
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from deploy.errors import ConfigError, ModelError, first_line
-from deploy.fx.source import tensor_of
+from deploy.fx.operations import SPELLINGS, is_op
+from deploy.fx.plain_copy import tensor_of
 
 _LIKE = (torch.ops.aten.reshape_as.default, torch.ops.aten.view_as.default)
+
+
 _VIEWS = (torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, *_LIKE)
+
+
 _LIKE_METHODS = ("reshape_as", "view_as", "expand_as")
+
+
 _VIEW_METHODS = ("flatten", "reshape", "view", "squeeze", "unsqueeze", *_LIKE_METHODS[:2])
+
+
 _IDLE = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
@@ -124,126 +123,27 @@ def _is_view(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     )
 
 
-# operation -> (functions, operators and methods; in-place operators and methods)
-SPELLINGS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
-    "add": ((torch.add, operator.add, "add", "__add__", "__radd__"), (operator.iadd, "add_")),
-    "sub": ((torch.sub, operator.sub, "sub", "__sub__"), (operator.isub, "sub_")),
-    "mul": ((torch.mul, operator.mul, "mul", "__mul__", "__rmul__"), (operator.imul, "mul_")),
-    "div": ((torch.div, operator.truediv, "div", "__truediv__"), (operator.itruediv, "div_")),
-    "matmul": ((torch.matmul, operator.matmul, "matmul", "__matmul__"), ()),
-    "neg": ((torch.neg, operator.neg, "neg", "__neg__"), ("neg_",)),
-    "relu": ((torch.relu, torch.nn.functional.relu, "relu"), (torch.relu_, "relu_")),
-    "flatten": ((torch.flatten, "flatten"), ()),
-}
-
-
-def is_op(node: fx.Node, name: str) -> bool:
-    """Return whether `node` is the operation `name` of `SPELLINGS`, in any spelling."""
-    plain, in_place = SPELLINGS[name]
-    return node.op in ("call_function", "call_method") and node.target in plain + in_place
-
-
-def replace_op(graph_module: fx.GraphModule, name: str, new: Callable[..., Any]) -> int:
-    """Replace every `name` (operator, torch function, method) by a call of `new`; return how many.
-
-    Raises:
-        ConfigError: `name` is not in `SPELLINGS`, or the graph has no such node.
-        ModelError: a node has options that `new` may not take (add's alpha), or works in place on
-            an input that has other readers.
-    """
-    if name not in SPELLINGS:
-        raise ConfigError(f"an operation is one of {', '.join(SPELLINGS)}, got {name!r}")
-    nodes = [node for node in graph_module.graph.nodes if is_op(node, name)]
-    if not nodes:
-        raise ConfigError(f"the graph has no {name} to replace")
-    for node in nodes:
-        _check_replaceable(node, name)
-        with graph_module.graph.inserting_after(node):
-            replacement = graph_module.graph.call_function(new, node.args, dict(node.kwargs))
-        node.replace_all_uses_with(replacement)
-        graph_module.graph.erase_node(node)
-    refresh(graph_module)
-    return len(nodes)
-
-
-def replace_pattern(
-    graph_module: fx.GraphModule, pattern: Callable[..., Any], replacement: Callable[..., Any]
-) -> int:
-    """Replace each match of `pattern` in the graph by `replacement`; return how many.
-
-    Graph and pattern are normalized first, so that `x + y` in the pattern also matches `x.add(y)`
-    and `torch.add(x, y)`.
-    """
-    normalize(graph_module)
-    normalized = normalize(fx.symbolic_trace(pattern))
-    matches = fx.replace_pattern(graph_module, normalized, fx.symbolic_trace(replacement))
-    if not matches:
-        raise ConfigError("the pattern is nowhere in the graph; `calib8 trace --table` shows it")
-    refresh(graph_module)
-    return len(matches)
-
-
-def normalize(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Turn every operation of `SPELLINGS` into its first spelling, the torch function; in place.
-
-    In-place operations are not changed, since the input may have other readers.
-    """
-    for node in graph_module.graph.nodes:
-        for plain, _ in SPELLINGS.values():
-            if node.op in ("call_function", "call_method") and node.target in plain:
-                node.op, node.target = "call_function", plain[0]
-    refresh(graph_module)
-    return graph_module
-
-
-def propagate_shapes(
-    graph_module: fx.GraphModule, *inputs: torch.Tensor
-) -> dict[str, tuple[int, ...]]:
-    """Run the graph once; return node name -> shape for each tensor node.
-
-    The shapes are also stored in `node.meta["tensor_meta"]`, where torch.fx passes expect them.
-
-    Raises:
-        ModelError: a node does not run for these inputs.
-    """
-    try:  # torch prints a traceback before it raises
-        with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
-            ShapeProp(graph_module).propagate(*inputs)
-    except Exception as error:  # whatever a user's model raises
-        taken = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)
-        cause = error.__cause__ or error  # torch.fx wraps what the model raised
-        raise ModelError(f"the model must run for inputs {taken}, got: {first_line(cause)}") from (
-            cause
-        )
-    metas = {node.name: node.meta.get("tensor_meta") for node in graph_module.graph.nodes}
-    return {name: tuple(meta.shape) for name, meta in metas.items() if hasattr(meta, "shape")}
-
-
-def _check_replaceable(node: fx.Node, name: str) -> None:
-    options = sorted(set(node.kwargs) - {"input", "other"})
-    if options:
-        raise ModelError(f"{name} at {node.name} has options that differ: {', '.join(options)}")
-    source = node.args[0] if node.args else None
-    in_place = node.target in SPELLINGS[name][1]
-    if in_place and isinstance(source, fx.Node) and len(source.users) > 1:
-        raise ModelError(f"in-place {name} at {node.name} changes {source.name}, used elsewhere")
-
-
-def refresh(graph_module: fx.GraphModule) -> None:
-    """Check an edited graph, and make the module's code anew."""
-    graph_module.graph.lint()
-    graph_module.recompile()
-
-
 TORCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 _ORDERS: dict[Any, tuple[str, ...]] = {
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var"),
     functional.batch_norm: ("input", "running_mean", "running_var", "weight", "bias"),
 }
+
+
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")
+
+
 Constants = Mapping[fx.Node, Any]
+
+
 _REST = ("training", "momentum", "eps")
+
+
 _DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+
+
 STATISTICS = ("running_mean", "running_var")
 
 

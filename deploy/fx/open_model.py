@@ -25,6 +25,7 @@ from deploy.frontends.base import LoadedModel
 from deploy.frontends.onnx_file import load_onnx
 from deploy.frontends.torch_model import missing_shape_error
 from deploy.fx.capture import as_inputs, repeat_single_sample, run_model
+from deploy.fx.comparison import FLOAT32_TOLERANCE, largest_difference, largest_magnitude
 from deploy.fx.device import quiet
 from deploy.fx.export import OPSET, check_float_export, to_onnx
 from deploy.fx.fakequant import ExportedModule
@@ -38,8 +39,8 @@ from deploy.fx.model_inputs import (
     return_dict,
     split_item,
 )
-from deploy.fx.profile import FLOAT32_TOLERANCE, largest_difference, largest_magnitude
-from deploy.fx.source import load_module, plain_copy, random_weights_note, user_code_line
+from deploy.fx.plain_copy import plain_copy
+from deploy.fx.source import load_module, random_weights_note, user_code_line
 from deploy.terminal import phase
 from deploy.version import __version__
 

@@ -28,8 +28,10 @@ from torch.nn import functional
 
 from calibrators.grids import INT8, Grid
 from deploy.errors import ConfigError, ModelError
-from deploy.fx.capture import as_inputs, graph_of, is_layer
+from deploy.fx.capture import as_inputs, graph_of
+from deploy.fx.comparison import eval_mode
 from deploy.fx.convert import CustomClasses, insert_call, insert_monitors, widest_reach
+from deploy.fx.coverage import FLOAT_REASONS
 from deploy.fx.device import device_of
 from deploy.fx.fakequant import DynamicQuant, FakeQuant
 from deploy.fx.fuse import (
@@ -44,7 +46,6 @@ from deploy.fx.fuse import (
     reason_not_foldable,
 )
 from deploy.fx.int8_layers import (
-    FLOAT_REASONS,
     WEIGHTED,
     QatConvBn,
     QatLayer,
@@ -52,9 +53,10 @@ from deploy.fx.int8_layers import (
     channel_axis,
     weight_quantizer,
 )
-from deploy.fx.norms import FrozenNorm, is_norm, propagate_shapes, refresh
-from deploy.fx.profile import eval_mode
-from deploy.fx.source import plain_copy, replace_submodule
+from deploy.fx.lift import is_layer
+from deploy.fx.norms import FrozenNorm, is_norm
+from deploy.fx.operations import propagate_shapes, refresh
+from deploy.fx.plain_copy import plain_copy, replace_submodule
 from deploy.fx.target_placement import GraphPlacement, QuantizationSite, place_quantizers
 from deploy.fx.trace import submodule
 from deploy.targets import Target, find_target

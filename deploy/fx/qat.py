@@ -23,16 +23,17 @@ from torch import nn
 
 from deploy.errors import CalibrationError, ConfigError, FeedError
 from deploy.files.guard import refuse_unwritable
-from deploy.fx import distill
+from deploy.fx import qat_checkpoint
 from deploy.fx.capture import as_inputs
+from deploy.fx.comparison import check_same_outputs
 from deploy.fx.convert import calibrate, convert, freeze_norms, set_phase
 from deploy.fx.device import CPU, DeviceAdapter, device_of, move_tensors
 from deploy.fx.distill import Distiller
-from deploy.fx.fakequant import FakeQuant, search_for
+from deploy.fx.fakequant import FakeQuant
 from deploy.fx.int8_layers import QatLayer
+from deploy.fx.plain_copy import computed_weights, plain_copy
 from deploy.fx.prepare import prepare, prepare_only, resolve_target
-from deploy.fx.profile import check_same_outputs
-from deploy.fx.source import computed_weights, plain_copy
+from deploy.fx.range_search import search_for
 from deploy.fx.task import RANGES, order_inputs
 from deploy.fx.task import Task as Task
 from deploy.targets import Target
@@ -147,14 +148,14 @@ def train(
         "limit of gradients": task.clip_gradient,
         "precision": task.amp,
     }
-    mark = distill.training_fingerprint(  # without the data
+    mark = qat_checkpoint.training_fingerprint(  # without the data
         task.model, prepared, optimizer, teacher=task.teacher, settings=settings
     )
     first, losses = 0, list[float]()
     if checkpoint is not None:
         refuse_unwritable(checkpoint)
         if checkpoint.exists():
-            first, losses = distill.load_checkpoint(checkpoint, mark, prepared, optimizer)
+            first, losses = qat_checkpoint.load_checkpoint(checkpoint, mark, prepared, optimizer)
             report(f"going on after epoch {first} of {checkpoint}")
     distiller = None
     if task.teacher is not None:
@@ -166,7 +167,7 @@ def train(
                 losses.append(_run_epoch(task, epoch, prepared, optimizer, distiller, learned))
                 report(f"epoch {epoch + 1}/{task.epochs}: loss {losses[-1]:.4f}")
                 if checkpoint is not None:
-                    distill.save_checkpoint(
+                    qat_checkpoint.save_checkpoint(
                         checkpoint, mark, epoch + 1, prepared, optimizer, losses
                     )
                 step()

@@ -29,7 +29,7 @@ from deploy.feed.sampling import Limit
 from deploy.fx.capture import as_inputs
 from deploy.fx.convert import CustomClasses
 from deploy.fx.model_inputs import make_named_class, match_arguments
-from deploy.fx.source import unwrap
+from deploy.fx.plain_copy import unwrap
 from deploy.method import Method
 from deploy.tensors import TensorSpec
 

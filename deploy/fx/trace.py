@@ -14,23 +14,20 @@ would lose them. So forward hooks of layers are traced as separate nodes::
 
 import copy
 import functools
-import os
 import sys
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from shlex import quote
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from deploy.errors import ConfigError, ModelError
+from deploy.fx.capture_errors import failing_line
 from deploy.fx.model_inputs import input_names
-from deploy.fx.source import replace_submodule, unwrap, user_code_line
+from deploy.fx.plain_copy import replace_submodule, unwrap
 
 Function = Callable[..., Any]
 
@@ -119,63 +116,6 @@ def refuse_hooks(module: nn.Module, what: str) -> None:
             f"{what} must not have a forward hook, got one; do in the model's forward what the"
             " hook does, or remove it (handle.remove())"
         )
-
-
-# with a separator at the end, since torchvision is in the same folder as torch
-_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
-
-
-def explain_capture_failure(error: BaseException, model: nn.Module) -> str:
-    """Return one sentence on a failure: module, file and line, torch's message, and a remedy."""
-    root = root_cause(error)
-    name = innermost_module(error, model) or innermost_module(root, model)
-    module = type(model.get_submodule(name)).__name__ + (f" ({name})" if name else "")
-    where = failing_line(root) or failing_line(error)
-    message = " ".join(str(root).split()).partition(" (unhinted")[0][:160]
-    return (
-        f"torch.export must be able to follow the model, and cannot follow {module}"
-        + (f" at {where}" if where else "")
-        + f" ({type(root).__name__}: {message}); {_remedy(root, name)}"
-    )
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """Return the error from which `error` was raised, in however many steps."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def innermost_module(error: BaseException, model: nn.Module) -> str:
-    """Return the name of the submodule in whose forward `error` was raised, "" for the model."""
-    names = {id(module.__dict__): name for name, module in model.named_modules()}
-    innermost_name = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module):  # torch.export calls copies that share __dict__
-            innermost_name = names.get(id(module.__dict__), innermost_name)
-    return innermost_name
-
-
-def failing_line(error: BaseException) -> str:
-    """Return `file:line: code` of the user's deepest frame, else of a library's, or ''."""
-    user_line = user_code_line(error)
-    if user_line:
-        return user_line
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(_LIBRARIES):
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return ""
-
-
-def _remedy(error: BaseException, name: str) -> str:
-    if "DataDependent" in type(error).__name__ or "data-dependent" in str(error).lower():
-        leaf = f"; profile can keep that module as one node with --leaf {name}" if name else ""
-        return (
-            "replace `if`, `while` and .item() on the values of tensors by torch.where or"
-            f" arithmetic{leaf}"
-        )
-    return "it must run in eval mode for inputs of the shapes given, by tensor operations alone"
 
 
 class LeafTracer(fx.Tracer):

@@ -1,0 +1,133 @@
+"""Range searches of activations: those of `calib8 build`, on the same statistics.
+
+Equal values give bit-equal scales and zero points::
+
+    tensor --> statistic (calibrators.statistics) --> search (calibrators.searches) --> range
+           --> calibrators.grids: scale and zero point on the target's grid, of its bits
+
+A target with its own range search in `build` has it here too: AMCT's IFMR for ascend, on
+activations of layers with rounded weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from calibrators.amct.ifmr import IfmrHistogram, IfmrParams, ifmr_streaming
+from calibrators.amct.recorders import IfmrOf
+from calibrators.grids import Grid, affine_params, symmetric_scale
+from calibrators.histogram import Histogram
+from calibrators.statistics import Recorder, Statistic, search_scale
+from deploy.errors import ConfigError
+from deploy.graph.bounds import RangeLimits
+from deploy.method import Method
+from deploy.targets import Target, find_target
+from deploy.targets.tensorrt.cache_contents import UNFOLDED_METHODS
+
+ScaleAndZero = tuple[np.float32, int]  # (scale, zero_point)
+
+
+@dataclass(frozen=True, slots=True)
+class MethodSearch:
+    """A search of `calibrators.searches.SEARCHES`."""
+
+    method: Method
+    bounded: bool = True  # whether ranges are clipped to where their readers saturate
+    rounded_weights: ClassVar[bool] = False  # as in `build`
+
+    @property
+    def label(self) -> str:
+        """Name and parameters."""
+        return self.method.label
+
+    @property
+    def statistic(self) -> Statistic:
+        """Statistic of the method."""
+        return self.method.statistic
+
+    def check(self, grid: Grid) -> None:
+        """Raise `ConfigError` if the method is defined for 8 bits only and the grid has others."""
+        if self.method.integer and grid.bits != 8:
+            raise ConfigError(
+                f"the method {self.method.name} is defined for 8 bits, got {grid.bits}; take mse,"
+                " lp, percentile or minmax"
+            )
+
+    def find_scale(
+        self, recorder: Recorder, grid: Grid, reach: RangeLimits | None = None
+    ) -> ScaleAndZero:
+        """Return (scale, zero_point); scale 1 for a tensor that was always 0."""
+        assert isinstance(recorder, Histogram)
+        if recorder.amax == 0:
+            return scale_on_grid(0.0, 0.0, grid)
+        kinds = {"symmetric": grid} if grid.symmetric else {"affine": grid}
+        search = self.method.search(**kinds)
+        clip = search_scale(recorder, search, reach if self.bounded else None)
+        ends = (-clip.amax, clip.amax) if grid.symmetric else (clip.lo, clip.hi)
+        return scale_on_grid(*ends, grid)
+
+
+@dataclass(frozen=True, slots=True)
+class IfmrSearch:
+    """AMCT's IFMR search of activation ranges, with AMCT's defaults."""
+
+    rounded_weights: ClassVar[bool] = True  # AMCT rounds the weights before it calibrates
+    label: ClassVar[str] = "AMCT's IFMR"
+    statistic: ClassVar[Statistic] = IfmrOf()  # of constant memory
+
+    def check(self, grid: Grid) -> None:
+        """Accept any grid."""
+
+    def find_scale(
+        self, recorder: Recorder, grid: Grid, reach: RangeLimits | None = None
+    ) -> ScaleAndZero:
+        """Return (scale, zero_point); scale 1 for a tensor that is almost 0. `reach` is ignored."""
+        assert isinstance(recorder, IfmrHistogram)
+        params = IfmrParams(bits=grid.bits, with_offset=not grid.symmetric)
+        result = ifmr_streaming(recorder, params)
+        return result.scale, result.offset
+
+
+ActivationSearch = MethodSearch | IfmrSearch
+
+
+DEFAULT_SEARCH: ActivationSearch = MethodSearch(Method.of())
+
+
+def search_for(target: str | Target, method: Method | str | None = None) -> ActivationSearch:
+    """Return the range search for a target.
+
+    `target`: a target of `deploy.targets`, or its name. `method`: a method of
+    `calibrators.searches`, such as "mse" or "percentile 99.9"; None for the default of `build` for
+    the target.
+
+    Raises:
+        ConfigError: there is no such target or method.
+    """
+    chosen = find_target(target) if isinstance(target, str) else target
+    if method is None:
+        return IfmrSearch() if chosen.own_method else DEFAULT_SEARCH
+    requested = Method.labelled(method) if isinstance(method, str) else method
+    as_tensorrt = chosen.name == "tensorrt" and requested.name in UNFOLDED_METHODS
+    return MethodSearch(requested, bounded=not as_tensorrt)
+
+
+def widest_range(params: Sequence[ScaleAndZero], grid: Grid) -> ScaleAndZero:
+    """Return (scale, zero_point) of the smallest range that contains all those of `params`."""
+    if len(params) == 1:
+        return params[0]
+    if grid.symmetric:
+        return max(scale for scale, _ in params), 0
+    lows = [(grid.qmin - zero) * float(scale) for scale, zero in params]
+    highs = [(grid.qmax - zero) * float(scale) for scale, zero in params]
+    return scale_on_grid(min(lows), max(highs), grid)
+
+
+def scale_on_grid(lo: float, hi: float, grid: Grid) -> ScaleAndZero:
+    """Return (scale, zero_point) of a clip range, as in `build`; scale 1 for an empty range."""
+    if not grid.symmetric:
+        return affine_params(lo, hi, grid)
+    scale = symmetric_scale(max(-lo, hi), grid)
+    return (scale if scale > 0 else np.float32(1.0)), 0
