@@ -293,7 +293,7 @@ def test_a_range_on_a_grid_is_that_of_calibrators():
         amax = float(max(-lo, hi))
         scale = Scale(lo=lo, hi=hi, amax=amax, observed_min=lo, observed_max=hi, method="")
         ends = (-amax, amax) if grid.symmetric else (lo, hi)
-        assert scale_on_grid(*ends, grid) == scale.find_scale(grid)
+        assert scale_on_grid(*ends, grid) == scale.on(grid)
 
 
 @pytest.mark.slow
