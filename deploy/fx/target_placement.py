@@ -173,7 +173,9 @@ def _sources(exported: ExportedGraph, plan: Plan, groups: Mapping[str, str]) -> 
     names_of: dict[str, dict[str, None]] = {}
     for tensor, group in groups.items():
         owner = plan.scale_owners.get(tensor, tensor)
-        names_of.setdefault(group, {}).update(dict.fromkeys(plan.range_sources.get(owner, (owner,))))
+        names_of.setdefault(group, {}).update(
+            dict.fromkeys(plan.range_sources.get(owner, (owner,)))
+        )
     return {
         group: [(node, known.get(name)) for name in names for node in exported.nodes_of(name)[:1]]
         for group, names in names_of.items()
