@@ -496,7 +496,7 @@ def test_pictures_are_kept_only_while_somebody_watches_them():
         batch = {"x": np.array([start, start + 1], np.float32).reshape(2, 1, 1, 1)}
         looks.add(batch, {0, start + 1})
         assert len(looks) <= 2
-    found = looks.of([0, 19, 5, 77])
+    found = looks.select([0, 19, 5, 77])
     assert list(found) == [0, 19] and found[19][0] == "19.png"
     assert found[19][1].shape == (256, 128, 3) and (found[19][1] == 19).all()
 

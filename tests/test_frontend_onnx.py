@@ -21,7 +21,7 @@ from deploy.frontends.onnx_reader import parse_model
 from deploy.graph.index import all_nodes
 from deploy.graph.placement import ONNXRUNTIME
 from deploy.graph.plan import analyse
-from deploy.pipeline.evaluate import float_model
+from deploy.pipeline.float_reference import read_float_model
 from tests.models import make_model, make_node, make_value, parse_nodes, run_command, save_net
 
 
@@ -517,7 +517,7 @@ def opened(model):
 def test_what_fp32_is_timed_as_has_constants_for_weights(listing):
     given = opened(listing.read_bytes())
     assert len(given.get_overridable_initializers()) == load(listing).fed_weights == 8
-    timed = opened(float_model(load(listing)))
+    timed = opened(read_float_model(load(listing)))
     assert [one.name for one in timed.get_inputs()] == ["x"]
     assert not timed.get_overridable_initializers()
     x = X[:2, :3].repeat(2, axis=2).repeat(2, axis=3)
@@ -527,7 +527,7 @@ def test_what_fp32_is_timed_as_has_constants_for_weights(listing):
 def test_weights_that_ir_3_had_to_list_are_constants_already(small_cnn, tmp_path):
     path = listed_in(3, small_cnn, tmp_path / "old.onnx")
     assert not opened(path.read_bytes()).get_overridable_initializers()
-    assert load(path).fed_weights == 0 and float_model(load(path)) == path.read_bytes()
+    assert load(path).fed_weights == 0 and read_float_model(load(path)) == path.read_bytes()
 
 
 def test_names_that_nodes_share_and_weights_that_are_inputs(listing):
@@ -535,7 +535,7 @@ def test_names_that_nodes_share_and_weights_that_are_inputs(listing):
     for node in model.graph.node:
         node.name = "one"
     onnx.save(model, listing)
-    names = [node.name for node in parse_model(float_model(load(listing)), "it").graph.node]
+    names = [node.name for node in parse_model(read_float_model(load(listing)), "it").graph.node]
     assert len(set(names)) == len(names)
 
 

@@ -525,7 +525,7 @@ def test_a_tensor_is_compared_with_what_the_next_layer_reads(tmp_path):
     loaded = load(float_model)
     inside = InnerTensors(loaded, [built], {"int8": None}, len(x))
     for row, sample in zip(x, open_feed([x], loaded.inputs).first(4), strict=True):
-        said = inside.look(sample)
+        said = inside.compare(sample)
         assert said is not None and np.array_equal(said["y"][0], -np.maximum(row, 0))
     ((found,),) = inside.layers.values()
     a = np.maximum(x, 0).astype(np.float64)
@@ -539,7 +539,7 @@ def test_a_few_samples_all_over_the_feed_are_looked_into(tmp_path):
     built = BuildResult(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
     onnx.save(model(quantized=True), built.runnable)
     loaded = load(model(quantized=False))
-    places = {n: sorted(InnerTensors(loaded, [built], {}, n).places) for n in (1, 3, 100)}
+    places = {n: sorted(InnerTensors(loaded, [built], {}, n).sample_numbers) for n in (1, 3, 100)}
     assert places == {1: [1], 3: [1, 2, 3], 100: [1, 26, 51, 76]} and LAYER_SAMPLES == 4
 
 

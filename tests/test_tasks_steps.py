@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto
 
 from deploy.metrics.output_form import derive_form
-from deploy.pipeline.measure import _states
+from deploy.pipeline.measure import state_notes
 from deploy.tasks import classes as shares
 from deploy.tasks.sequences import edit_distance
 from tests.models import as_float32, make_model, make_value, run_command, save_net
@@ -605,7 +605,7 @@ def test_of_a_state_that_int8_does_not_touch_nothing_adds_up(decibel, told):
     sqnr = {"h_next": decibel, "y": 9}
     outputs = [SimpleNamespace(name=name, sqnr_db=db) for name, db in sqnr.items()]
     found = SimpleNamespace(outputs=outputs, carried={"h_next": "h"})
-    assert len([*_states([found, found])]) == told
+    assert len([*state_notes([found, found])]) == told
 
 
 def sampled(count=4, **shapes):

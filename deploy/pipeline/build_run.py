@@ -41,7 +41,7 @@ from deploy.pipeline.build_options import (
 )
 from deploy.pipeline.calibration_setup import already_calibrated, calibrate_loaded
 from deploy.pipeline.evaluate import CALIBRATION_SAMPLES
-from deploy.pipeline.measure import Figures, measure_engines, unmeasured_figures
+from deploy.pipeline.measure import Figures, list_engines, measure_engines
 from deploy.pipeline.results import build_origin, publish_build, write_report
 from deploy.pipeline.target_builds import build_targets, discard_failed, search_targets, with_log
 from deploy.report import Report
@@ -277,7 +277,7 @@ def _measured(
     failed.
     """
     if build.dataset is None:
-        figures = unmeasured_figures(build.reference, results)
+        figures = list_engines(build.reference, results)
     else:
         ours = build.loaded.qdq is None
         unchanged = not calibration.subject.repairs
@@ -288,7 +288,7 @@ def _measured(
             evaluation=build.evaluation,
             labels=build.objects,
             metric=build.metric,
-            outputs=calibration.evaluation_set.outputs if ours and unchanged else None,
+            observed_outputs=calibration.evaluation_set.outputs if ours and unchanged else None,
             threads=build.options.calibration.workers,
         )
         targets = build.options.targets

@@ -69,7 +69,7 @@ from deploy.files.guard import refuse_unwritable
 from deploy.files.staging import Stage
 from deploy.frontends import LoadedModel
 from deploy.graph.plan import never_negative
-from deploy.pipeline.evaluate import check_cleaned_model
+from deploy.pipeline.float_reference import check_cleaned_model
 from deploy.targets import Target
 from deploy.targets.base import WritesCache
 from deploy.terminal import phase

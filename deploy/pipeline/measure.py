@@ -1,8 +1,8 @@
-"""Measure speed and accuracy of the built engines, beside the float model."""
+"""Measure speed and accuracy of the built engines, compared with the float model."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -22,12 +22,12 @@ from deploy.pipeline.evaluate import (
     Candidate,
     Evaluation,
     InnerTensors,
+    choose_evaluation,
     evaluate,
-    evaluation_of,
     find_candidates,
-    float_model,
     open_single_thread,
 )
+from deploy.pipeline.float_reference import read_float_model
 from deploy.report.figures import compare_with_plan
 from deploy.report.parts import EngineRow
 from deploy.runtimes.ort import OrtSession
@@ -37,8 +37,9 @@ from deploy.tasks.evaluation_task import Example
 from deploy.tensors import Array, Session
 from deploy.terminal import phase
 
-_FEEDS = 8  # samples that the latency runs use in turn
-_SAME_DB = 100.0  # SQNR of a state above which it lost nothing: summation order differs
+_LATENCY_SAMPLES = 8  # samples that the latency runs use in turn
+_LOSSLESS_DB = 100.0  # SQNR of a state above which it lost nothing: summation order differs
+_FLOAT_ENGINE = "FP32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,14 @@ class Figures:
     Attributes:
         engines: the float model first, then each target's baselines and its own engine.
         layers: target -> its inner tensors compared with the float model's.
+        failed: engine -> why it cannot be opened or run.
+        notes: sentences on how the figures were measured.
+        devices: devices that run engines.
         decodes: number of images decoded for the evaluation only.
-        looks: sample number -> name and picture of each example, uint8 [h, w, 3].
+        reference_runs: number of inferences of the float model for the evaluation.
+        engine_runs: engine -> number of its inferences for the evaluation.
+        examples: engine -> samples worth showing.
+        pictures: sample number -> name and picture of each example, uint8 [h, w, 3].
     """
 
     engines: tuple[EngineRow, ...]
@@ -61,7 +68,7 @@ class Figures:
     reference_runs: int = 0
     engine_runs: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, tuple[Example, ...]] = field(default_factory=dict)
-    looks: Mapping[int, tuple[str, Array]] = field(default_factory=dict)
+    pictures: Mapping[int, tuple[str, Array]] = field(default_factory=dict)
 
 
 def measure_engines(
@@ -73,7 +80,7 @@ def measure_engines(
     evaluation: Feed | EvaluationSubset | None,
     labels: Sequence[int] | GroundTruth | None,
     metric: Metric | None = None,
-    outputs: ReferenceOutputs | None = None,
+    observed_outputs: ReferenceOutputs | None = None,
     duration_s: float,
     threads: int,
 ) -> Figures:
@@ -82,278 +89,348 @@ def measure_engines(
     Each engine runs every evaluation sample once, the float model only those whose outputs were
     not stored; inner tensors are compared on a few of these samples.
 
-    `calibration`: calibration samples, used if there are no evaluation samples.
-    `outputs`: stored outputs of the float model on the calibration samples; None if another model
-    was observed than the one loaded.
-    `duration_s`: seconds of latency runs a model; 0 leaves them out.
-    `threads`: threads inside one inference.
+    Args:
+        loaded: the float model.
+        targets: the targets of `built`, in the same order.
+        built: files of each target.
+        calibration: calibration samples, used if there are no evaluation samples.
+        evaluation: evaluation samples.
+        labels: classes of the evaluation samples, or the objects on them.
+        metric: what the user set to evaluate by.
+        observed_outputs: stored outputs of the float model on the calibration samples; None if
+            another model was observed than the one loaded.
+        duration_s: seconds of latency runs a model; 0 leaves them out.
+        threads: threads inside one inference.
 
     Raises:
         ModelError: the float model's file changed since it was loaded.
         FeedError: an image cannot be fed, or changed.
     """
-    over = evaluation_of(calibration, evaluation, labels, metric)
-    original = float_model(loaded)
-    alone = duration_s <= 0  # the sessions are used for accuracy only
-    usual = partial(OrtSession.open, original, threads=threads)
-    own = _timed(partial(open_single_thread, original) if alone else usual)
-    itself = _reference_of(loaded, (own.session if alone else None) or original, over)
-    timed = {"FP32": replace(own, session=None) if alone else own}
-    failed = _open_engines(timed, targets, built, threads=threads, alone=alone)
-    sound = [result for result in built if result.target not in failed]
-    engines = {
-        name: one.session if one.on_device else None
-        for name, one in timed.items()
-        if name != "FP32" and loaded.cut_off is None  # else the engine has other outputs
+    samples = choose_evaluation(calibration, evaluation, labels, metric)
+    float_file = read_float_model(loaded)
+    is_timed = duration_s > 0  # else all sessions are for accuracy only
+    float_engine, float_outputs = _open_float_model(
+        loaded, float_file, samples, threads=threads, is_timed=is_timed
+    )
+    engines = {_FLOAT_ENGINE: float_engine}
+    failed = _open_engines(engines, targets, built, threads=threads, is_timed=is_timed)
+    reference, is_same_model = _choose_reference(float_outputs, observed_outputs, samples)
+    first_runs = float_outputs.runs
+    del float_outputs  # frees the weights of a session that may not be needed any more
+
+    opened = [result for result in built if result.target not in failed]
+    device_sessions = {
+        name: engine.session if engine.is_on_device else None
+        for name, engine in engines.items()
+        if name != _FLOAT_ENGINE and loaded.cut_off is None  # else the engine has other outputs
     }
-    same, known = _same_model(itself, over, outputs)
-    asked = itself.runs
-    reference = outputs if outputs is not None and known else itself
-    del own, itself  # frees the weights of sessions that are no longer needed
     with phase("layers"):
-        inside = InnerTensors(loaded, sound, engines, over.samples, speaks=same)
-    opened = {name: one.session for name, one in timed.items() if one.session and one.judges}
-    candidates = find_candidates(sound, engines, opened, failed)
-    baselines = {label: engines.get(label) for result in sound for label in result.baselines}
-    candidates |= {n: Candidate(one, alone=True) for n, one in baselines.items() if one}
-    judged = evaluate(reference, candidates, over, inside, threads=threads)
-    failed |= judged.failed
-    sessions = {
-        name: one.session
-        for name, one in timed.items()
-        if one.session is not None and name not in failed and not one.judges
+        inner_tensors = InnerTensors(
+            loaded, opened, device_sessions, samples.sample_count, is_reference=is_same_model
+        )
+    candidates = _find_candidates(opened, engines, device_sessions, failed)
+    evaluated = evaluate(reference, candidates, samples, inner_tensors, threads=threads)
+    failed |= evaluated.failed
+
+    timed_sessions = {
+        name: engine.session
+        for name, engine in engines.items()
+        if engine.session is not None and not engine.is_for_accuracy and name not in failed
     }
-    latency = _latencies(sessions, calibration, duration_s)
-    seen = _Results(timed, sessions, latency, judged.accuracy, failed, threads)
-    devices = find_devices(sessions)
-    first = EngineRow(  # the float model runs on the CPU even if a device runs the others
+    latency = _measure_latency(timed_sessions, calibration, duration_s)
+    measurements = _Measurements(
+        engines, timed_sessions, latency, evaluated.accuracy, failed, threads
+    )
+    devices = find_devices(timed_sessions)
+    float_row = EngineRow(  # the float model runs on the CPU even if a device runs the others
         label="FP32 on the CPU" if devices else "FP32",
         reference=True,
         path=str(loaded.source) if loaded.source else None,
-        size_bytes=len(original),
-        load_ms=timed["FP32"].load_ms,
+        size_bytes=len(float_file),
+        load_ms=float_engine.load_ms,
         threads=threads,
-        latency=latency.get("FP32"),
+        latency=latency.get(_FLOAT_ENGINE),
     )
-    rows = [row for result in built for row in _rows(result, seen, alone=len(built) == 1)]
+    evaluated_results = [result for result in opened if result.target not in failed]
     return Figures(
-        engines=(first, *rows),
-        layers=_lossy_layers(inside, loaded, [one for one in sound if one.target not in failed]),
+        engines=(float_row, *_make_rows(built, measurements)),
+        layers=_find_lossy_layers(inner_tensors, loaded, evaluated_results),
         failed=failed,
         notes=(
-            *_notes(judged.accuracy, evaluation, calibration, inside.samples),
-            *_as_constants(loaded, latency),
+            *_sample_notes(
+                evaluated.accuracy, evaluation, calibration, inner_tensors.compared_count
+            ),
+            *_constant_notes(loaded, latency),
         ),
         devices=devices,
         decodes=0 if evaluation is None else evaluation.decodes,
-        reference_runs=asked + judged.reference_runs,
-        engine_runs=judged.engine_runs,
-        examples=judged.examples,
-        looks=judged.looks,
+        reference_runs=first_runs + evaluated.reference_runs,
+        engine_runs=evaluated.engine_runs,
+        examples=evaluated.examples,
+        pictures=evaluated.pictures,
     )
 
 
-def unmeasured_figures(loaded: LoadedModel, built: Sequence[BuildResult]) -> Figures:
-    """The engines of a build without images: their files, without figures."""
-    size = len(float_model(loaded))
-    first = EngineRow(label="FP32", reference=True, path=None, size_bytes=size)
-    nothing = _Results({}, {}, {}, {}, {}, None)
-    rows = [row for one in built for row in _rows(one, nothing, alone=len(built) == 1)]
-    return Figures(engines=(first, *rows))
+def list_engines(loaded: LoadedModel, built: Sequence[BuildResult]) -> Figures:
+    """Return the engines of a build without images: their files, without figures."""
+    size = len(read_float_model(loaded))
+    float_row = EngineRow(label="FP32", reference=True, path=None, size_bytes=size)
+    return Figures(engines=(float_row, *_make_rows(built, _Measurements())))
 
 
 @dataclass(frozen=True, slots=True)
-class _Timed:
-    """A session as a user would open it, and its loading time.
+class _OpenedEngine:
+    """An engine, and its loading time.
 
     Attributes:
-        session: None once it was closed.
-        on_device: whether another runtime than ONNX Runtime runs it.
-        judges: whether it is opened for accuracy only: in one thread, and not timed.
+        session: the session as a user would open it; None once it was closed.
+        is_on_device: whether another runtime than ONNX Runtime runs it.
+        is_for_accuracy: whether it is opened for accuracy only: in one thread, and not timed.
     """
 
     session: Session | None
     load_ms: float
-    on_device: bool
-    judges: bool = False
+    is_on_device: bool
+    is_for_accuracy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Results:
-    """Results of the engines, by their names."""
+class _Measurements:
+    """What was measured of the engines, by their names."""
 
-    timed: Mapping[str, _Timed]
-    sessions: Mapping[str, Session]
-    latency: Mapping[str, Latency]
-    accuracy: Mapping[str, Accuracy]
-    failed: Mapping[str, str]
-    threads: int | None
+    engines: Mapping[str, _OpenedEngine] = field(default_factory=dict)
+    timed_sessions: Mapping[str, Session] = field(default_factory=dict)
+    latency: Mapping[str, Latency] = field(default_factory=dict)
+    accuracy: Mapping[str, Accuracy] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+    threads: int | None = None
 
 
-def _rows(built: BuildResult, seen: _Results, *, alone: bool) -> Iterator[EngineRow]:
-    """The rows of a target's baselines and of its engine."""
-    paths: dict[str, Path | None] = {**built.baselines, built.target: built.engine}
-    if built.target in seen.failed:
-        paths = dict.fromkeys(paths)  # `discard_failed` removes the files
-    for name, path in paths.items():
-        own = name == built.target
-        layers = read_engine_layers(seen.sessions.get(name))
-        yield EngineRow(
-            label=built.precision if own and alone else name,
-            baseline=not own,
-            target=built.target,
-            path=str(path) if path else None,
-            size_bytes=path.stat().st_size if path else None,
-            load_ms=seen.timed[name].load_ms if name in seen.timed else None,
-            threads=seen.threads,
-            latency=seen.latency.get(name),
-            accuracy=seen.accuracy.get(name),
-            ran=compare_with_plan(layers, built.decisions if own else ()),
-            notes=(seen.failed[name],) if name in seen.failed and not own else (),
-        )
+@phase("loading the engines")
+def _time_loading(open_session: Callable[[], Session]) -> tuple[Session, float]:
+    """Return a session, and the ms that opening it took."""
+    start = time.perf_counter()
+    session = open_session()
+    return session, (time.perf_counter() - start) * 1e3
+
+
+def _open_float_model(
+    loaded: LoadedModel, float_file: bytes, samples: Evaluation, *, threads: int, is_timed: bool
+) -> tuple[_OpenedEngine, ReferenceOutputs]:
+    """Return the float model's engine and its outputs, which are computed on demand.
+
+    Without latency runs one session is enough for both, and the outputs own it.
+    """
+    names = [spec.name for spec in loaded.outputs]
+    first_key = _first_key(samples)
+    open_for_accuracy = partial(open_single_thread, float_file)
+    if is_timed:
+        session, load_ms = _time_loading(partial(OrtSession.open, float_file, threads=threads))
+        engine = _OpenedEngine(session, load_ms, is_on_device=False)
+        return engine, ReferenceOutputs(open_for_accuracy, names, first_key)
+
+    session, load_ms = _time_loading(open_for_accuracy)
+    engine = _OpenedEngine(None, load_ms, is_on_device=False)
+    return engine, ReferenceOutputs(lambda: session, names, first_key)
 
 
 def _open_engines(
-    timed: dict[str, _Timed],
+    engines: dict[str, _OpenedEngine],
     targets: Sequence[Target],
     built: Sequence[BuildResult],
     *,
     threads: int,
-    alone: bool,
+    is_timed: bool,
 ) -> dict[str, str]:
-    """Open all engines and add them to `timed`; return name -> why it cannot be opened."""
+    """Open all engines and add them to `engines`; return name -> why it cannot be opened."""
     failed = {}
     for target, result in zip(targets, built, strict=True):
-        own = {} if result.engine is None else {result.target: result.engine}
-        for label, path in {**result.baselines, **own}.items():
-            judges = alone and target.runs_here and path == result.runnable
-            usual = partial(target.open, path, threads=threads)
+        paths = dict(result.baselines)
+        if result.engine is not None:
+            paths[result.target] = result.engine
+        for name, path in paths.items():
+            is_for_accuracy = not is_timed and target.runs_here and path == result.runnable
+            if is_for_accuracy:
+                open_session = partial(open_single_thread, path)
+            else:
+                open_session = partial(target.open, path, threads=threads)
             try:
-                one = _timed(partial(open_single_thread, path) if judges else usual)
+                session, load_ms = _time_loading(open_session)
             except SdkMissingError:
                 continue  # built for another machine
             except BackendError as error:
-                failed[label] = str(error)
+                failed[name] = str(error)
                 continue
-            closed = alone and not judges and not one.on_device
-            timed[label] = replace(one, session=None if closed else one.session, judges=judges)
+
+            is_on_device = not isinstance(session, OrtSession)
+            is_needed = is_timed or is_for_accuracy or is_on_device
+            engines[name] = _OpenedEngine(
+                session if is_needed else None, load_ms, is_on_device, is_for_accuracy
+            )
     return failed
 
 
-@phase("loading the engines")
-def _timed(make: Callable[[], Session]) -> _Timed:
-    start = time.perf_counter()
-    session = make()
-    taken = (time.perf_counter() - start) * 1e3
-    return _Timed(session, taken, not isinstance(session, OrtSession))
+def _first_key(samples: Evaluation) -> tuple[int, ...]:
+    """Return the key of the first calibration sample; () if others are evaluated on."""
+    return samples.feed.keys[:1] if isinstance(samples.feed, EvaluationSubset) else ()
 
 
-def _lossy_layers(
-    inside: InnerTensors, loaded: LoadedModel, built: Sequence[BuildResult]
-) -> dict[str, tuple[OutputAccuracy, ...]]:
-    """Target -> inner tensors whose figures show a loss."""
-    limits, found, lossy = find_bounds(loaded.model), inside.layers, {}
-    for one in built:
-        clamped = {  # by design, where their readers cannot tell values apart
-            name
-            for name, (low, high) in limits.items()
-            if (scale := one.ranges.get(name)) is None
-            or scale.observed_min < low
-            or scale.observed_max > high
-        }
-        if one.target in found:
-            own = found[one.target]
-            lossy[one.target] = tuple(layer for layer in own if layer.name not in clamped)
-    return lossy
+def _choose_reference(
+    float_outputs: ReferenceOutputs,
+    observed_outputs: ReferenceOutputs | None,
+    samples: Evaluation,
+) -> tuple[ReferenceOutputs, bool]:
+    """Return the reference outputs, and whether the cleaned model that was loaded gives them too.
+
+    The cleaned model's outputs, which were stored while it was observed, take the place of those of
+    the user's file if both match on the first sample.
+    """
+    if observed_outputs is None:
+        return float_outputs, False
+    keys = _first_key(samples)
+    if not keys or keys[0] not in observed_outputs:
+        return float_outputs, True
+    (sample,) = samples.feed.first(1)
+    file_values = float_outputs.get(keys[0], sample)
+    if outputs_match(file_values, observed_outputs.get(keys[0], sample)):
+        return observed_outputs, True
+    return float_outputs, False
 
 
-def _latencies(
-    sessions: Mapping[str, Session], calibration: Feed | EvaluationSubset, duration_s: float
+def _find_candidates(
+    opened: Sequence[BuildResult],
+    engines: Mapping[str, _OpenedEngine],
+    device_sessions: Mapping[str, Session | None],
+    failed: dict[str, str],
+) -> dict[str, Candidate]:
+    """Return name -> what is evaluated: an engine of each target, and baselines of a device."""
+    host_sessions = {
+        name: engine.session
+        for name, engine in engines.items()
+        if engine.session is not None and engine.is_for_accuracy
+    }
+    candidates = find_candidates(opened, device_sessions, host_sessions, failed)
+    for result in opened:
+        for name in result.baselines:
+            session = device_sessions.get(name)
+            if session is not None:
+                candidates[name] = Candidate(session, is_serial=True)
+    return candidates
+
+
+def _measure_latency(
+    sessions: Mapping[str, Session], calibration: EvaluationSubset, duration_s: float
 ) -> dict[str, Latency]:
-    """Latency of all sessions; devices are timed separately, so that they do not cool down."""
+    """Return the latency of all sessions; devices are timed separately, so as not to cool down."""
     if duration_s <= 0:
         return {}
-    feeds = calibration.first(_FEEDS)
-    device = {name: one for name, one in sessions.items() if isinstance(one, DeviceSession)}
-    host = {name: one for name, one in sessions.items() if name not in device}
-    groups = [group for group in (host, device) if group]
-    found = [measure(one, feeds, duration_s=duration_s) for one in groups]
-    return {name: latency for each in found for name, latency in each.items()}
+    samples = calibration.first(_LATENCY_SAMPLES)
+    on_device = {name: s for name, s in sessions.items() if isinstance(s, DeviceSession)}
+    on_host = {name: s for name, s in sessions.items() if name not in on_device}
+    latency: dict[str, Latency] = {}
+    for group in (on_host, on_device):
+        if group:
+            latency |= measure(group, samples, duration_s=duration_s)
+    return latency
 
 
-def _reference_of(
-    loaded: LoadedModel, original: Session | bytes, over: Evaluation
-) -> ReferenceOutputs:
-    """Outputs of the user's own file, run on demand."""
-
-    def opened() -> Session:
-        return open_single_thread(original) if isinstance(original, bytes) else original
-
-    first = over.feed.keys[:1] if isinstance(over.feed, EvaluationSubset) else ()
-    return ReferenceOutputs(opened, [spec.name for spec in loaded.outputs], first)
-
-
-def _same_model(
-    itself: ReferenceOutputs, over: Evaluation, outputs: ReferenceOutputs | None
-) -> tuple[bool, bool]:
-    """Return (equal, stored) for the cleaned model that was observed.
-
-    equal: it reproduces the user's own file on the first sample. stored: its outputs of that
-    sample were stored, so they can serve as the reference.
-    """
-    keys = over.feed.keys[:1] if isinstance(over.feed, EvaluationSubset) else ()
-    if outputs is None or not keys or keys[0] not in outputs:
-        return outputs is not None, False
-    (first,) = over.feed.first(1)
-    same = outputs_match(itself.get(keys[0], first), outputs.get(keys[0], first))
-    return same, same
+def _make_rows(built: Sequence[BuildResult], measurements: _Measurements) -> Iterator[EngineRow]:
+    """Yield the rows of each target's baselines and of its engine."""
+    failed = measurements.failed
+    for result in built:
+        paths: dict[str, Path | None] = {**result.baselines, result.target: result.engine}
+        if result.target in failed:
+            paths = dict.fromkeys(paths)  # `discard_failed` removes the files
+        for name, path in paths.items():
+            is_baseline = name != result.target
+            layers = read_engine_layers(measurements.timed_sessions.get(name))
+            engine = measurements.engines.get(name)
+            yield EngineRow(
+                label=result.precision if len(built) == 1 and not is_baseline else name,
+                baseline=is_baseline,
+                target=result.target,
+                path=str(path) if path else None,
+                size_bytes=path.stat().st_size if path else None,
+                load_ms=engine.load_ms if engine else None,
+                threads=measurements.threads,
+                latency=measurements.latency.get(name),
+                accuracy=measurements.accuracy.get(name),
+                ran=compare_with_plan(layers, () if is_baseline else result.decisions),
+                notes=(failed[name],) if is_baseline and name in failed else (),
+            )
 
 
-def _notes(
+def _find_lossy_layers(
+    inner_tensors: InnerTensors, loaded: LoadedModel, built: Sequence[BuildResult]
+) -> dict[str, tuple[OutputAccuracy, ...]]:
+    """Return target -> inner tensors whose figures show a loss."""
+    bounds = find_bounds(loaded.model)
+    layers_by_target = inner_tensors.layers
+    return {
+        result.target: tuple(
+            layer
+            for layer in layers_by_target[result.target]
+            if not _is_clamped(layer.name, bounds, result)
+        )
+        for result in built
+        if result.target in layers_by_target
+    }
+
+
+def _is_clamped(tensor: str, bounds: Mapping[str, tuple[float, float]], built: BuildResult) -> bool:
+    """Whether int8 clamps a tensor by design, where its readers cannot tell values apart."""
+    if tensor not in bounds:
+        return False
+    lowest, highest = bounds[tensor]
+    scale = built.ranges.get(tensor)
+    return scale is None or scale.observed_min < lowest or scale.observed_max > highest
+
+
+def _sample_notes(
     accuracy: Mapping[str, Accuracy],
     evaluation: Feed | EvaluationSubset | None,
     calibration: EvaluationSubset,
-    inside: int,
-) -> tuple[str, ...]:
-    """Notes on which samples the figures stand on."""
+    layer_samples: int,
+) -> Iterator[str]:
+    """Yield notes on which samples the figures stand on."""
     if not accuracy:
-        return ()
-    states = tuple(_states(accuracy.values()))
+        return
     count = next(iter(accuracy.values())).samples
-    layers = f"that of inner tensors on {inside} of these" if inside else ""
-    if evaluation is not None:
-        over = f"accuracy was measured on {count} evaluation images, {layers}"
-        return (over, *states) if layers else states
-    said = f"accuracy was measured on {count} of the calibration images{layers and f', {layers}'}"
-    found = [f"{said}; --eval-images gives others, which tell more"]
-    if calibration.labelled:
-        found.append("labels of images that calibrate are not used; --eval-images takes both")
-    return (*found, *states)
-
-
-def _states(found: Iterable[Accuracy]) -> Iterator[str]:
-    """A note that errors which add up in states from call to call are not measured."""
-    lost = {
-        (output.name, one.carried[output.name])
-        for one in found
-        for output in one.outputs
-        if output.name in one.carried and not output.sqnr_db >= _SAME_DB
-    }
-    if lost:
-        pairs = ", ".join(f"{name} like {source}" for name, source in sorted(lost))
+    layers = f", that of inner tensors on {layer_samples} of these" if layer_samples else ""
+    if evaluation is None:
         yield (
-            f"some outputs are what the next call is fed ({pairs}): here every call got what was"
-            " fed, so that what int8 loses from call to call is not in these figures; compare"
-            " whole sequences too"
+            f"accuracy was measured on {count} of the calibration images{layers}; --eval-images"
+            " gives others, which tell more"
+        )
+        if calibration.labelled:
+            yield "labels of images that calibrate are not used; --eval-images takes both"
+    elif layers:
+        yield f"accuracy was measured on {count} evaluation images{layers}"
+    yield from state_notes(accuracy.values())
+
+
+def state_notes(accuracies: Iterable[Accuracy]) -> Iterator[str]:
+    """Yield a note that errors which add up in states from call to call are not measured."""
+    lossy_states = {
+        f"{output.name} like {accuracy.carried[output.name]}"
+        for accuracy in accuracies
+        for output in accuracy.outputs
+        if output.name in accuracy.carried and not output.sqnr_db >= _LOSSLESS_DB
+    }
+    if lossy_states:
+        yield (
+            f"some outputs are what the next call is fed ({', '.join(sorted(lossy_states))}): here"
+            " every call got what was fed, so that what int8 loses from call to call is not in"
+            " these figures; compare whole sequences too"
         )
 
 
-def _as_constants(loaded: LoadedModel, latency: Mapping[str, Latency]) -> Iterator[str]:
-    """A note that the float model was timed with constants its file lists as inputs."""
-    if loaded.fed_weights and "FP32" in latency:
-        some = "1 weight" if loaded.fed_weights == 1 else f"{loaded.fed_weights} weights"
+def _constant_notes(loaded: LoadedModel, latency: Mapping[str, Latency]) -> Iterator[str]:
+    """Yield a note that the float model was timed with constants its file lists as inputs."""
+    if loaded.fed_weights and _FLOAT_ENGINE in latency:
+        weights = "1 weight" if loaded.fed_weights == 1 else f"{loaded.fed_weights} weights"
         yield (
-            f"FP32 was timed with constants for {some} that the file lists as inputs: ONNX Runtime"
-            " optimizes no layer whose weights may be fed, so the file itself is likely slower;"
-            " export it again with constants (keep_initializers_as_inputs=False)"
+            f"FP32 was timed with constants for {weights} that the file lists as inputs: ONNX"
+            " Runtime optimizes no layer whose weights may be fed, so the file itself is likely"
+            " slower; export it again with constants (keep_initializers_as_inputs=False)"
         )

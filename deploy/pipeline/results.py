@@ -225,7 +225,7 @@ def engine_rows(
 def _with_examples(row: EngineRow, figures: Figures, classes: Mapping[int, str]) -> EngineRow:
     """The row of an int8 engine with example samples."""
     own = () if row.baseline else figures.examples.get(row.target, ())
-    looks = figures.looks
+    looks = figures.pictures
     return replace(row, boxes=box_rows(own, looks, classes), changed=class_rows(own, looks))
 
 

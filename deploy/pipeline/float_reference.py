@@ -1,0 +1,113 @@
+"""The float model that engines are compared with: the user's file, if ONNX Runtime can run it.
+
+`check_cleaned_model` makes sure that the cleaned model, which is observed and built from, computes
+what that file does.
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from onnx import ModelProto
+
+from deploy.calibration.observation import CalibrationSubject
+from deploy.calibration.reference_outputs import EvaluationSet
+from deploy.errors import BackendError, ModelError
+from deploy.frontends import LoadedModel
+from deploy.frontends.base import read_model_file
+from deploy.frontends.onnx_reader import parse_model
+from deploy.graph.edit import drop_initializer_inputs, name_nodes
+from deploy.graph.index import all_nodes
+from deploy.metrics.output_errors import sqnr_db
+from deploy.runtimes.ort import OrtSession
+
+_MIN_CLEANED_DB = 40.0  # SQNR; a cleaned model below it computes something else than the file
+_MIN_WIDENED_DB = 25.0  # the same of a float16 file, whose cleaned model computes in float32
+_PICKING_OPERATORS = frozenset(
+    ("ArgMax", "ArgMin", "Ceil", "Floor", "NonMaxSuppression", "NonZero", "Round", "TopK", "Unique")
+)
+
+
+def read_float_model(loaded: LoadedModel) -> bytes:
+    """Return the user's file as it was loaded, so that int8 is compared with what runs today.
+
+    Nodes that share a name are renamed, which ONNX Runtime requires, and weights are removed from
+    the list of inputs: ONNX Runtime does not optimize weights that may be fed, and int8 would look
+    better than it is.
+
+    Other models are replaced by the float32 model that was loaded: a float16 file (the CPU casts
+    around each node), a file with unknown operators (the part before them), a Q/DQ model, and a
+    model whose weights are stored as integers.
+
+    Raises:
+        ModelError: the file changed since it was loaded.
+    """
+    if loaded.was_float16 or _computes_otherwise(loaded):
+        return bytes(loaded.model.SerializeToString())
+    return _read_user_file(loaded)
+
+
+def _computes_otherwise(loaded: LoadedModel) -> bool:
+    """Whether the user's file computes something else than the loaded model, as is intended."""
+    return loaded.qdq is not None or loaded.had_integer_weights or loaded.cut_off is not None
+
+
+def _read_user_file(loaded: LoadedModel) -> bytes:
+    """Return the user's file in a form that ONNX Runtime loads and optimizes."""
+    data = read_model_file(loaded)
+    if not loaded.has_shared_names and not loaded.fed_weights:
+        return data
+
+    model = parse_model(data, str(loaded.source))
+    if loaded.has_shared_names:
+        name_nodes(model.graph)
+    if loaded.fed_weights:
+        drop_initializer_inputs(model.graph)
+    return bytes(model.SerializeToString())
+
+
+def check_cleaned_model(subject: CalibrationSubject, evaluation_set: EvaluationSet) -> str:
+    """Compare the cleaned model with the user's on one sample, so that no step changed it.
+
+    Returns:
+        A warning where they differ and a node picks among values, which rounding may change too;
+        "" if they are alike, or if ONNX Runtime cannot run the user's model.
+
+    Raises:
+        ModelError: they differ, and no node picks among values.
+    """
+    loaded, user_model = subject.loaded, subject.user_model
+    if _computes_otherwise(loaded):
+        return ""
+    try:
+        data = user_model if isinstance(user_model, ModelProto) else _read_user_file(loaded)
+        session = OrtSession.open(data, threads=1, spin=False)
+        worst_db, output = min(_compare_outputs(session, evaluation_set), default=(math.inf, ""))
+    except BackendError:  # FP32 itself is not run in the user's form either
+        return ""
+    if worst_db >= (_MIN_WIDENED_DB if loaded.was_float16 else _MIN_CLEANED_DB):
+        return ""
+
+    message = (
+        f"the model must compute what the given one does after {loaded.name} was cleaned, got"
+        f" {worst_db:.1f} dB in {output}; what was done: {' '.join(loaded.notes)}"
+    )
+    if any(node.op_type in _PICKING_OPERATORS for node in all_nodes(loaded.model.graph)):
+        return message
+    raise ModelError(f"{message} Export the model again, with opset 13 or newer")
+
+
+def _compare_outputs(
+    session: OrtSession, evaluation_set: EvaluationSet
+) -> Iterator[tuple[float, str]]:
+    """Yield (SQNR in dB, name) of each float output of the first sample."""
+    for sample, cleaned_outputs in evaluation_set.samples_with_outputs(1):
+        inputs = {spec.name: sample[spec.name].astype(spec.dtype) for spec in session.inputs}
+        for name, value in session.run(inputs).items():
+            cleaned_value = cleaned_outputs.get(name)
+            if value.dtype.kind != "f" or cleaned_value is None:
+                continue
+            if cleaned_value.shape == value.shape:
+                signal = np.nan_to_num(value.astype(np.float64))
+                noise = np.nan_to_num(cleaned_value.astype(np.float64)) - signal
+                yield sqnr_db(float(np.vdot(signal, signal)), float(np.vdot(noise, noise))), name
