@@ -139,7 +139,7 @@ def makers(case: Case, here: sdk.Sdk) -> dict[str, Maker]:
 def check(case: Case, making: Mapping[str, Maker]) -> list[Finding]:
     """Make, run and time every engine; what fails is said, and the others go on."""
     findings = {name: Finding(name) for name in (*making, *([GRAPH] if TYPED in making else []))}
-    reference, samples = OrtSession.open(case.path, threads=4), [*case.feed.spread(256)]
+    reference, samples = OrtSession.open(case.path, threads=4), [*case.feed.spread_samples(256)]
     wanted = [reference.run(sample) for sample in samples]
     sessions: dict[str, Session] = {}
     for name, finding in findings.items():
@@ -179,7 +179,7 @@ def _noted(finding: Finding) -> Iterator[None]:
 
 def _float_engine(case: Case, finding: Finding, *, fp16: bool, typed: bool) -> bytes:
     """Build a float engine; `typed`: FP16 from a float16 model, not by a builder flag."""
-    loaded, path, (sample,) = load(case.path), case.path, case.feed.first(1)
+    loaded, path, (sample,) = load(case.path), case.path, case.feed.first_samples(1)
     shapes, fed = {i.name: i.shape for i in loaded.inputs}, {n: a.shape for n, a in sample.items()}
     profiles = profiles_for(shapes, fed, most_batch=case.batch)
     if typed:

@@ -142,9 +142,9 @@ def write(path, data):
 
 crew.warm()
 atomic.write_with, atomic.write_bytes = plainly, write
-staging.Stage.inside = property(lambda self: self.folder)
+staging.Stage.temporary_folder = property(lambda self: self.folder)
 staging.Stage.publish = lambda self, complete=lambda: None: complete()
-staging.Stage.end = lambda self: None
+staging.Stage.close = lambda self: None
 parts = {part.name: replace(part, short=3) for part in faults.PARTS}
 sys.exit(__main__.main(["faults-disk"], parts=parts))
 """

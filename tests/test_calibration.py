@@ -625,7 +625,7 @@ def test_the_samples_that_judge_are_spread_over_the_feed_and_keep_their_keys():
     part = EvaluationSubset(open_feed(rows, loaded.inputs), 100)
     seen = [int(sample["x"][0, 0]) for sample in part.samples()]
     assert len(seen) == len(part) == part.count == 100 and seen[0] < 5 and seen[-1] >= 245
-    assert [part.key(number) for number in range(1, 101)] == list(part.keys) == seen
+    assert [part.sample_key(number) for number in range(1, 101)] == list(part.keys) == seen
     few = [(key, int(sample["x"][0, 0])) for key, sample in part.spread_with_keys(7)]
     assert [key for key, _ in few] == [at for _, at in few] and {at for _, at in few} <= set(seen)
 
@@ -639,7 +639,7 @@ def test_of_bad_samples_none_judges_and_the_others_keep_what_was_said(tmp_path):
     judges = reference_outputs.make_evaluation_set(feed, loaded.model, 12)
     with feed.samples() as samples:
         for number, sample in enumerate(samples, 1):
-            judges.outputs.add(feed.key(number), {"y": 2 * sample["x"]})
+            judges.outputs.add(feed.sample_key(number), {"y": 2 * sample["x"]})
     heard = [
         (sample["x"][0, 0], said["y"][0, 0]) for sample, said in judges.samples_with_outputs(12)
     ]

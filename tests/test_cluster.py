@@ -421,14 +421,14 @@ def test_a_cache_that_fits_needs_no_scheduler(small_cnn, pictures, tmp_path):
 def test_a_piece_of_another_calibration_is_refused(small_cnn, pictures):
     loaded, nothing = load(small_cnn), ObservedStatistics({})
     feed = open_feed(str(pictures), loaded.inputs)
-    share = feed.share_of((1, 2))
-    part = feed.part(share)
+    share = feed.get_share((1, 2))
+    part = feed.open_share(share)
     part.manifest()
     gathering = clusters.ShardMerger((), feed, loaded.identities)
     with pytest.raises(BackendError, match=r"worker bob .*the model"):
         gathering.add(share, "bob", make_shard(part, {"graph": "x"}, Peaks(), nothing))
     data = make_shard(part, loaded.identities, Peaks(), nothing)
     with pytest.raises(BackendError, match=r"worker bob .*another piece than 2/2"):
-        gathering.add(feed.share_of((2, 2)), "bob", data)
+        gathering.add(feed.get_share((2, 2)), "bob", data)
     gathering.add(share, "bob", data)
     assert feed.decodes == 10

@@ -155,7 +155,7 @@ def test_the_options_of_build_reach_the_pipeline(told, tmp_path, run):
     policy = told["cache"]
     assert policy.path == Path("c") and policy.require and policy.trt_version == "10.3.0"
     assert (told["evaluation"].source, told["labels"], told["duration_s"]) == ("e", (3, 1), 0)
-    assert told["limit"] == Choice(most=9) and told["skip_bad"]
+    assert told["limit"] == Choice(limit=9) and told["skip_bad"]
     assert (told["threads"], told["out"]) == (1, Path("o"))
     assert told["preprocess"] == {  # without a preset, the rest is what the model carries
         **{"size": (8, 9), "resize": "letterbox", "interpolation": "area", "color": "bgr"},

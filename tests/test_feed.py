@@ -177,12 +177,12 @@ def test_broken_images_are_told_by_name_or_skipped_and_stderr_stays_quiet(photos
 
 def test_what_was_skipped_is_told_in_the_order_of_the_images(photos):
     feed = open_feed(photos, [IMAGE], skip_bad=True)
-    names = sampling.names_digest(feed.names)
+    names = sampling.digest_names(feed.names)
     for number in (2, 1):  # as two machines found it, the second one first
-        share = sampling.share_of((number, 2), 5, names)
-        digests = [f"{place:064x}" for place in share.places]
-        bad = share.places[0]
-        feed.seen_elsewhere(share, digests, {bad: f"bad {bad}"})
+        share = sampling.create_share((number, 2), 5, names)
+        digests = [f"{place:064x}" for place in share.positions]
+        bad = share.positions[0]
+        feed.merge_remote_pass(share, digests, {bad: f"bad {bad}"})
     assert feed.notes[-1] == "2 skipped: bad 0; bad 1"
 
 
@@ -499,7 +499,7 @@ def test_what_may_never_end_is_read_to_its_limit(most, stride, monkeypatch):
     monkeypatch.setattr("deploy.feed.arrays.MOST_SAMPLES", 30)
     with pytest.raises(FeedError, match="must end, got 32 samples and no end; set a maximum"):
         open_feed(endless, [IMAGE])
-    feed = open_feed(endless(), [IMAGE], limit=Choice(most=most, every=stride))
+    feed = open_feed(endless(), [IMAGE], limit=Choice(limit=most, every=stride))
     rows = np.tile(BATCH[:2], (5, 1, 1, 1))[:: stride or 1][:most]
     assert np.array_equal(values(feed), rows)
     assert len(open_feed([BATCH] * 7, [IMAGE])) == 35  # a list ends
@@ -601,7 +601,7 @@ def test_a_dropped_stream_ends_its_thread_and_does_not_wait_for_it():
 def test_a_second_pass_over_remembered_samples_decodes_nothing(pictures, small_cnn):
     specs = load(small_cnn).inputs
     fresh, kept = (open_feed(pictures, specs, preprocess=Preprocess(size=(16, 16))) for _ in "ab")
-    kept.remember(15)
+    kept.cache_samples(15)
     wanted = [sample["x"] for sample in fresh.samples()]
     for _ in range(2):
         arrays = [sample["x"] for sample in kept.samples()]
@@ -759,7 +759,7 @@ def test_a_bad_or_changed_picture_is_told_in_its_turn(monkeypatch, folder):
 def test_every_place_comes_once(count):
     places = np.arange(count)
     assert np.array_equal(np.sort(sampling_order(count)), places)
-    assert count > 3000 or np.array_equal(sorted(sampling.in_sampling_order(range(count))), places)
+    assert count > 3000 or np.array_equal(sorted(sampling.to_sampling_order(range(count))), places)
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000))

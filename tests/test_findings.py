@@ -486,7 +486,7 @@ def test_order_of_equals_is_that_of_the_samples():
 class Feed:
     names = [f"{number}.png" for number in range(100)]  # noqa: RUF012
 
-    def picture(self, sample):
+    def to_image(self, sample):
         return np.full((600, 300, 3), sample["x"].flat[0], np.uint8)
 
 

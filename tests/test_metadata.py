@@ -34,7 +34,7 @@ def carried(shape=OPEN, path=None, **properties):
 
 
 def how(said, shape=OPEN, asked=None):
-    return resolve_preprocess(asked, said, TensorSpec("x", "float32", shape)).how
+    return resolve_preprocess(asked, said, TensorSpec("x", "float32", shape)).preprocess
 
 
 @pytest.mark.parametrize("task", ["detect", "segment", "pose", "obb"])
@@ -78,7 +78,7 @@ def test_openvinos_model_info():
     assert how(carried(**unit), ("n", 3, 64, 64)).scale == 1 / 255
     for name, value in (("resize_type", "crop"), ("embedded_processing", "True"),
                         ("intensity_mode", "window")):  # fmt: skip
-        assert carried(**given | {f"model_info__{name}": value}).how is None
+        assert carried(**given | {f"model_info__{name}": value}).preprocess is None
 
 
 def test_timms_configuration_in_metadata_and_in_its_file(tmp_path):
@@ -99,7 +99,7 @@ def test_timms_configuration_in_metadata_and_in_its_file(tmp_path):
     assert how(carried(pretrained_cfg=json.dumps(squash))).resize == "stretch"
     for strange in ({"crop_mode": "border"}, {"mean": [123.7] * 3}, {"input_size": [3, 9, 8]},
                     {"crop_pct": 0}, {"interpolation": ["x"]}, {"input_size": None}):  # fmt: skip
-        assert carried(pretrained_cfg=json.dumps(cfg | strange)).how is None
+        assert carried(pretrained_cfg=json.dumps(cfg | strange)).preprocess is None
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     assert carried(path=tmp_path / "net.onnx") is None
 
@@ -141,7 +141,7 @@ def test_hugging_faces_processors(given, wanted, tmp_path):
     said = carried(path=tmp_path / "net.onnx")
     assert said.source.startswith("the preprocessor_config.json beside the model (Hugging Face")
     if wanted is None:
-        assert said.how is None and said.reason
+        assert said.preprocess is None and said.reason
         return
     found, preset = how(said), PRESETS["imagenet"]
     assert (found.resize, found.size, found.short_side) == wanted
@@ -190,7 +190,7 @@ def test_paddledetections_infer_cfg(tmp_path):
                      ("std: [0.229, ", "std: [[" * 5000)):  # fmt: skip
         (tmp_path / "infer_cfg.yml").write_text(INFER_CFG.replace(old, new))
         said = carried(path=tmp_path / "net.onnx")
-        assert said.how is None and len(said.reason) < 250, new
+        assert said.preprocess is None and len(said.reason) < 250, new
     assert parse_operators("a: 1\n") == []
     with pytest.raises(ConfigError, match="as PaddleDetection writes it"):
         parse_operators("Preprocess:\n  type: x\n")
@@ -212,10 +212,14 @@ def test_what_is_asked_stands_before_what_is_carried():
     plain = resolve_preprocess(None, said, spec)
     assert plain.origin == said.source and plain.notes == ()
     some = resolve_preprocess({"size": (64, 64), "mean": 0.5, "pad": None}, said, spec)
-    assert (some.how.size, some.how.mean, some.how.pad) == ((64, 64), (0.5,), (114.0,))
+    assert (some.preprocess.size, some.preprocess.mean, some.preprocess.pad) == (
+        (64, 64),
+        (0.5,),
+        (114.0,),
+    )
     assert some.origin == f"{said.source}, but for size and mean"
     other = resolve_preprocess(PRESETS["imagenet"], said, spec)
-    assert (other.origin, other.how.resize) == ("", "short-side")
+    assert (other.origin, other.preprocess.resize) == ("", "short-side")
     assert other.notes == (
         "the model's metadata (Ultralytics 8.1.0, imgsz 320) says resize letterbox, anchor centre,"
         " pad 114, a black pixel as 0 and a white one as 1 although other options were given,"
@@ -223,7 +227,7 @@ def test_what_is_asked_stands_before_what_is_carried():
     )
     same = Preprocess(size=(320, 320), resize="letterbox", pad=(114,), scale=1, std=(255,))
     assert resolve_preprocess(same, said, spec).notes == ()  # however it is written
-    assert resolve_preprocess("imagenet", said, spec).how == other.how
+    assert resolve_preprocess("imagenet", said, spec).preprocess == other.preprocess
     with pytest.raises(ConfigError, match=r"or options by name .*, got int"):
         resolve_preprocess(5, None, spec)
     bare = resolve_preprocess({}, None, TensorSpec("x", "float32", (1, 3, 8, 8)))
@@ -233,11 +237,11 @@ def test_what_is_asked_stands_before_what_is_carried():
 def test_a_size_that_is_not_the_inputs():
     fixed = TensorSpec("x", "float32", (1, 3, 640, 640))
     boxes = resolve_preprocess(None, carried(**YOLO), fixed)
-    assert (boxes.how.size, boxes.how.resize) == ((640, 640), "letterbox")
+    assert (boxes.preprocess.size, boxes.preprocess.resize) == ((640, 640), "letterbox")
     assert "320x320 pixels, the input is of 640x640" in (boxes.notes[0])
     cropped = carried(**(YOLO | {"task": "classify", "imgsz": "700"}))
     classes = resolve_preprocess(None, cropped, fixed)
-    assert classes.how.resize == "stretch" and not classes.origin
+    assert classes.preprocess.resize == "stretch" and not classes.origin
     assert "700x700 pixels" in classes.notes[0]
     wrong = resolve_preprocess(None, MetadataPreprocess("it", Preprocess(color="grey")), fixed)
     assert "not followed: grey images" in wrong.notes[0]
@@ -263,12 +267,12 @@ def test_hostile_metadata_is_a_note(text, tmp_path):
         folder.mkdir()
         (folder / name).write_text(text)
         found = resolve_preprocess(None, carried(path=folder / "net.onnx"), spec)
-        assert found.how.size == (8, 8)
+        assert found.preprocess.size == (8, 8)
     for one in given:
         if "\0" in text and "author" in one:
             continue
         found = resolve_preprocess(None, carried(**one), spec)
-        assert found.how.size == (8, 8)
+        assert found.preprocess.size == (8, 8)
         assert all(len(note) < 500 and note.isprintable() for note in found.notes)
 
 
@@ -281,7 +285,7 @@ def test_values_of_another_kind_are_a_note(key, tmp_path):
     for value in (None, [], {}, "x", 10**400, -1, 1e300, [[1]], {"height": []},
                   {"shortest_edge": 0}, True, [None] * 3):  # fmt: skip
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(good | {key: value}))
-        how = resolve_preprocess(None, carried(path=tmp_path / "net.onnx"), spec).how
+        how = resolve_preprocess(None, carried(path=tmp_path / "net.onnx"), spec).preprocess
         assert how.size == (8, 8), value
 
 
@@ -334,7 +338,9 @@ def test_the_other_commands_follow_it_too(yolo, pictures, tmp_path, command):
 
 def test_arrays_are_fed_as_they_are(yolo):
     spec = TensorSpec("x", "float32", ("batch", 3, 16, 16))
-    feed = open_feed(np.zeros((2, 3, 16, 16), np.float32), [spec], carried=carried(**YOLO))
+    feed = open_feed(
+        np.zeros((2, 3, 16, 16), np.float32), [spec], metadata_preprocess=carried(**YOLO)
+    )
     assert feed.preprocess is None and feed.origin == ""
 
 

@@ -85,8 +85,8 @@ def test_nobody_works_at_a_rest_and_all_that_were_drawn_are_taken(threads):
         assert not busy and taken == list(range(3, number + 1))
         rested.append(number)
 
-    rest = Pause(due=lambda number: number % 4 == 0, use=use)
-    given = {"threads": threads, "after": 2, "rest": rest}
+    rest = Pause(is_due=lambda number: number % 4 == 0, run=use)
+    given = {"threads": threads, "first_number": 3, "pause": rest}
     took = run_in_order(SAMPLES, work, lambda n, _: taken.append(n), **given)
     assert took == len(SAMPLES) and taken[-1] == 14 and set(rested) == {4, 8, 12}
 
@@ -114,12 +114,12 @@ def test_an_interrupt_lets_what_was_drawn_be_taken_and_draws_nothing_more(thread
 
     over, finish = threading.Event(), _OrderedRun.finish
     monkeypatch.setattr(_OrderedRun, "finish", finished)
-    rest = Pause(due=lambda number: False, use=rested.append)
+    rest = Pause(is_due=lambda number: False, run=rested.append)
     samples = ({"x": np.zeros(1)} for _ in range(1000))
     before = signal.signal(signal.SIGUSR1, raised)
     try:
         with pytest.raises(Ended):
-            run_in_order(samples, work, lambda n, _: taken.append(n), threads=threads, rest=rest)
+            run_in_order(samples, work, lambda n, _: taken.append(n), threads=threads, pause=rest)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert 5 <= len(begun) < 5 + threads and taken == sorted(begun) and rested == [len(taken)]
@@ -131,7 +131,7 @@ def test_after_a_failure_nothing_rests_any_more():
     def work(_, number, sample):
         raise Ended
 
-    rest = Pause(due=lambda number: False, use=rested.append)
+    rest = Pause(is_due=lambda number: False, run=rested.append)
     with pytest.raises(Ended):
-        run_in_order(SAMPLES, work, lambda *_: None, threads=2, rest=rest)
+        run_in_order(SAMPLES, work, lambda *_: None, threads=2, pause=rest)
     assert not rested

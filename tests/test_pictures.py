@@ -512,7 +512,7 @@ def test_a_picture_is_encoded_in_the_shorter_way_and_the_same_each_time():
 def looked_at(folder, count=4, **options):
     """A feed of which so many samples are to be shown."""
     feed = open_feed(str(folder), [IMAGE], preprocess=Preprocess(size=(16, 16)), **options)
-    feed.remember(0, shown=count)
+    feed.cache_samples(0, shown=count)
     return feed
 
 
@@ -521,11 +521,17 @@ def test_views_are_taken_as_samples_go_by_and_nothing_is_decoded_for_them(pictur
     for _ in feed.samples():
         pass
     assert feed.decodes == 20
-    views = feed.views()
+    views = feed.previews()
     assert feed.decodes == 20 and [view.name for view in views] == SHOWN
-    assert all(view.given.shape == (18, 20, 3) and view.size == (16, 16) for view in views)
-    np.testing.assert_array_equal(views[0].given, cv2.imread(str(pictures / SHOWN[0]))[:, :, ::-1])
-    assert [v.fed.tolist() for v in late.views()] == [v.fed.tolist() for v in views]
+    assert all(
+        view.source_image.shape == (18, 20, 3) and view.input_size == (16, 16) for view in views
+    )
+    np.testing.assert_array_equal(
+        views[0].source_image, cv2.imread(str(pictures / SHOWN[0]))[:, :, ::-1]
+    )
+    assert [v.input_image.tolist() for v in late.previews()] == [
+        v.input_image.tolist() for v in views
+    ]
     assert late.decodes == 4
 
 
@@ -533,7 +539,7 @@ def test_bad_images_are_not_shown(pictures, tmp_path):
     (tmp_path / "a.png").write_bytes(b"no picture")
     for name in ("b", "c"):
         (tmp_path / f"{name}.png").write_bytes((pictures / "01.png").read_bytes())
-    assert [v.name for v in looked_at(tmp_path, skip_bad=True).views()] == ["b.png", "c.png"]
+    assert [v.name for v in looked_at(tmp_path, skip_bad=True).previews()] == ["b.png", "c.png"]
 
 
 def test_a_build_shows_the_same_pictures_with_any_threads(run, small_cnn, pictures, tmp_path):
@@ -554,7 +560,7 @@ def test_a_build_shows_the_same_pictures_with_any_threads(run, small_cnn, pictur
 
 def test_names_of_pictures_are_escaped(pictures):
     feed = looked_at(pictures, 1, limit=1)
-    (view,) = feed.views()
+    (view,) = feed.previews()
     object.__setattr__(view, "name", HOSTILE)
     part = pictures_part([view], feed.preprocess)
     report = Report(feed=FeedPart(source="s", samples=1, pictures=part))

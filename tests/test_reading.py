@@ -33,7 +33,7 @@ from deploy.feed.decoding import opencv
 from deploy.feed.feed import open_feed
 from deploy.feed.file_list import FileList, ImageFile, SampleChangedError, SampleDigests
 from deploy.feed.preprocess import Preprocess
-from deploy.feed.sampling import names_digest
+from deploy.feed.sampling import digest_names
 from deploy.files import archives, guard, reading
 from deploy.frontends import load
 from deploy.pipeline import build, calibrate
@@ -343,7 +343,7 @@ def test_another_image_after_hashing_or_at_a_second_pass_is_told(photos, skip_ba
         read_whole(seen)
     (photos / "11.png").unlink()
     with pytest.raises(FeedError, match=CHANGED):
-        list(seen.spread(20))
+        list(seen.spread_samples(20))
 
 
 def test_what_was_skipped_stays_skipped(photos):
@@ -394,7 +394,7 @@ def test_a_change_ends_a_build(where, named, small_cnn, pictures, tmp_path, monk
 def test_arrays_are_copied_and_held_to_it(small_cnn):
     rows = [row.copy() for row in ROWS[:12]]
     feed = open_feed(rows, [IMAGE])
-    (first,) = feed.first(1)
+    (first,) = feed.first_samples(1)
     rows[0][...] = 0
     assert np.array_equal(first["x"][0], ROWS[0])
     read_whole(feed)
@@ -571,7 +571,7 @@ def test_digests_are_combined_in_their_order_and_sorted():
     digests[7] = digests[7][:-1] + b"\0"  # what numpy's strings leave out at the end
     seen, order = SampleDigests(60), [3, 7, 0, 39, 12]
     for number, digest in enumerate(digests):
-        seen.note(number, digest, "it")
+        seen.record(number, digest, "it")
     for by_size, wanted in ((False, list), (True, sorted)):
         own = b"".join(wanted(digests[n] for n in order))
         assert seen.combined(order, by_size=by_size) == hashlib.sha256(own).hexdigest()
@@ -579,7 +579,7 @@ def test_digests_are_combined_in_their_order_and_sorted():
     assert 39 in seen and 40 not in seen
     listed = ["a/b.png", "c.png", "b\udcff.png"]
     text = "b.png\nc.png\nb\udcff.png".encode(errors="surrogateescape")
-    assert names_digest(iter(listed)) == hashlib.sha256(text).hexdigest()
+    assert digest_names(iter(listed)) == hashlib.sha256(text).hexdigest()
 
 
 def test_of_many_inputs_none_is_written_and_a_lost_one_is_none(tmp_path):

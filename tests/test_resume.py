@@ -32,7 +32,7 @@ from deploy.calibration.taps import VariantRunner
 from deploy.cli import main
 from deploy.errors import CacheError, ConfigError, ExportError
 from deploy.feed.parallel import _OrderedRun
-from deploy.feed.sampling import Choice, share_of
+from deploy.feed.sampling import Choice, create_share
 from tests.models import save_fixed_batch, save_net
 
 HFMG = "batch_num: 3\ncommon_config { hfmg_quantize { num_of_bins: 1024 } }\n"
@@ -649,7 +649,7 @@ def test_a_broken_shard_is_a_sentence(change, run, shard, small_cnn, tmp_path):
 @pytest.fixture(scope="module")
 def sound_shard(small_cnn, pictures, tmp_path_factory):
     path = tmp_path_factory.mktemp("changed") / "one.shard"
-    write_shard(calibrate(small_cnn, pictures, limit=Choice(most=2, shard=(1, 2))), path)
+    write_shard(calibrate(small_cnn, pictures, limit=Choice(limit=2, shard=(1, 2))), path)
     return path, path.read_bytes(), shards.load_shard(path)
 
 
@@ -669,12 +669,14 @@ def test_no_change_of_a_shard_passes(data, place, sound_shard):
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 5))
 def test_shards_share_the_choice_out(count, of, every):
-    places, _ = Choice(every=every).of(count)
+    places, _ = Choice(every=every).choose(count)
     if of > len(places):
         return
-    shares = [share_of((number, of), len(places), "") for number in range(1, of + 1)]
-    assert sorted([place for share in shares for place in share.places]) == list(range(len(places)))
-    assert max(len(s.places) for s in shares) - min(len(s.places) for s in shares) <= 1
+    shares = [create_share((number, of), len(places), "") for number in range(1, of + 1)]
+    assert sorted([place for share in shares for place in share.positions]) == list(
+        range(len(places))
+    )
+    assert max(len(s.positions) for s in shares) - min(len(s.positions) for s in shares) <= 1
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -26,7 +26,7 @@ from deploy.calibration.stability import compare_halves, range_difference
 from deploy.errors import CacheError, ConfigError
 from deploy.feed.feed import open_feed
 from deploy.feed.preprocess import Preprocess
-from deploy.feed.sampling import Choice, in_sampling_order, next_check, sampling_order
+from deploy.feed.sampling import Choice, next_check, sampling_order, to_sampling_order
 from deploy.pipeline import calibrate
 from deploy.targets import find_target
 from deploy.tensors import TensorSpec
@@ -74,11 +74,11 @@ def statistics(cache: Path) -> list[bytes]:
 
 @given(st.integers(1, 700))
 def test_the_first_of_every_point_are_those_that_a_limit_takes(count):
-    order = in_sampling_order(range(count))
+    order = to_sampling_order(range(count))
     assert sorted(order) == list(range(count))
     point = next_check(0)
     while point < count:
-        assert sorted(order[:point]) == Choice(most=point).of(count)[0]
+        assert sorted(order[:point]) == Choice(limit=point).choose(count)[0]
         point = next_check(point)
 
 
@@ -659,10 +659,12 @@ def test_of_a_fixed_batch_all_that_it_holds_are_named():
     with feed.samples() as samples:
         list(samples)
     feed.manifest()
-    names = feed.called()
-    (said,) = [sample_checks.describe_outliers([Outlier("v", "t", feed.digests(2), 90.0)], names)]
+    names = feed.name_by_digest()
+    (said,) = [
+        sample_checks.describe_outliers([Outlier("v", "t", feed.sample_digests(2), 90.0)], names)
+    ]
     assert all(f"sample {number} of" in said for number in (4, 5, 6, 7))
-    assert [names[d][:8] for d in feed.digests(3)] == ["sample 8", "sample 9"]
+    assert [names[d][:8] for d in feed.sample_digests(3)] == ["sample 8", "sample 9"]
 
 
 def test_ordinary_feeds_hear_nothing(small_cnn, pictures):

@@ -19,7 +19,7 @@ def test_its_metadata_say_how_it_is_fed_and_what_its_classes_are_called():
     model = load(SCENES / "scenes.onnx")
     categories = json.loads((SCENES / "eval.json").read_text())["categories"]
     assert model.classes == {one["id"]: one["name"] for one in categories}
-    how = resolve_preprocess(None, model.metadata_preprocess, model.inputs[0]).how
+    how = resolve_preprocess(None, model.metadata_preprocess, model.inputs[0]).preprocess
     assert (how.size, how.resize, how.color) == ((160, 160), "letterbox", "rgb")
     assert how.scale / how.std[0] == pytest.approx(1 / 255)
 

@@ -45,7 +45,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def write(stage, **named: str) -> None:
     for name, text in named.items():
-        atomic.write_text(stage.inside / name, text)
+        atomic.write_text(stage.temporary_folder / name, text)
 
 
 def unchanged(folder: Path) -> bool:
@@ -143,13 +143,13 @@ def test_a_link_that_is_called_like_a_kept_calibration_leads_nowhere(where, tmp_
     before = content(mine)
     for publish in (False, True):
         with stage_files(out) as stage:
-            folder = stage.records if "/" in where else stage.inside
+            folder = stage.records if "/" in where else stage.temporary_folder
             for name in CACHE:
                 atomic.write_text(folder / name, "new")
             if publish:
                 stage.publish()
     assert content(mine) == before
-    assert staging.read_kept_calibration((out / where).parent / "x.cache") is None
+    assert staging.find_saved_calibration((out / where).parent / "x.cache") is None
 
 
 def test_a_staged_link_is_not_moved_and_what_it_leads_to_is_as_it_was(tmp_path):
@@ -220,7 +220,7 @@ def publish(out):
     os.fsync = counted(os.fsync)
     with staging.stage_files(out) as stage:
         for name in "ab":
-            atomic.write_text(stage.inside / name, "new")
+            atomic.write_text(stage.temporary_folder / name, "new")
         atomic.write_text(stage.records / "c", "new")
         stage.publish()
     os._exit(0)
@@ -263,10 +263,10 @@ def test_a_living_process_keeps_its_files(where, tmp_path):
         write(stage, a="new")
         handle, path = atomic.create_claimed_file(folder, prefix=atomic.PREFIX)
         recover(tmp_path)
-        assert path.exists() and (stage.inside / "a").exists()
+        assert path.exists() and (stage.temporary_folder / "a").exists()
         os.close(handle)
         recover(tmp_path)
-        assert not path.exists() and (stage.inside / "a").exists()
+        assert not path.exists() and (stage.temporary_folder / "a").exists()
 
 
 def test_one_run_at_a_time_changes_a_folder(tmp_path, monkeypatch):
@@ -452,7 +452,7 @@ def test_every_file_that_a_build_may_write_is_declared(small_cnn, pictures, tmp_
     for target, part in zip(targets, report.targets, strict=True):
         names = [Path(row.path).name for row in part.files]
         assert names and all(n.removeprefix("small_cnn") in target.writes for n in names)
-    assert staging.kept_calibration(tmp_path / "small_cnn.cache").parent.exists() is False
+    assert staging.saved_calibration_path(tmp_path / "small_cnn.cache").parent.exists() is False
 
 
 def test_a_journal_that_somebody_put_there_moves_nothing_out_of_its_folder(tmp_path):

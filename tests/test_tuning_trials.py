@@ -278,7 +278,7 @@ def test_no_more_are_taken_than_asked_and_each_once(count, most):
 
 def test_of_a_long_feed_only_some_are_run_and_they_reach_to_its_end():
     feed = open_feed([np.full((1, 4), at, np.float32) for at in range(500)], doubling().inputs)
-    spread = [int(sample["x"][0, 0]) for sample in feed.spread(search_samples.CANDIDATES)]
+    spread = [int(sample["x"][0, 0]) for sample in feed.spread_samples(search_samples.CANDIDATES)]
     assert len(spread) == search_samples.CANDIDATES and spread == sorted(spread)
     assert np.diff([0, *spread, 500]).max() <= 2 * 500 / search_samples.CANDIDATES
 

@@ -18,7 +18,7 @@ import onnx
 from onnx.external_data_helper import uses_external_data
 
 from deploy.errors import BackendError, ConfigError
-from deploy.feed.feed import Dataset, FeedSource, dataset_of, preprocessing_notes
+from deploy.feed.feed import Dataset, FeedSource, preprocessing_notes, to_dataset
 from deploy.feed.model_preprocess import MetadataPreprocess
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import SAMPLES_IN_MEMORY, Feed
@@ -154,9 +154,9 @@ def bench(
             random_feeds, specs, shapes={**taken, **(shapes or {})}, seed=seed
         )
     else:
-        dataset = dataset_of(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+        dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
         carried = next(filter(None, map(_carried, paths.values())), None)
-        feed = dataset.open(specs, carried=carried)
+        feed = dataset.open(specs, metadata_preprocess=carried)
         feeds = partial(_image_feeds, feed)
         accuracies = _accuracy(sessions, feed, judge)
         notes = preprocessing_notes(feed)
@@ -265,8 +265,8 @@ def _check(
 def _image_feeds(feed: Feed, *, batch: int | None) -> Feeds:
     """Return the first images, single or stacked to a batch."""
     if batch is None:
-        return feed.first(FEEDS)
-    return stack_samples(feed.first(SAMPLES_IN_MEMORY), batch)
+        return feed.first_samples(FEEDS)
+    return stack_samples(feed.first_samples(SAMPLES_IN_MEMORY), batch)
 
 
 def _measured(

@@ -104,7 +104,7 @@ def verify(folder: Path | str) -> Verification:
     where = Path(folder)
     try:
         with atomic.lock_folder(where):  # a run that puts its files there is waited for
-            if staging.is_mixed(where):
+            if staging.has_unfinished_publication(where):
                 raise CacheError(
                     f"{where} must hold one build, got files of two: a run was killed while it put"
                     " its files there; the next build into it finishes that"

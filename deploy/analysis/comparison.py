@@ -18,7 +18,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto
 
 from deploy.errors import BackendError, ConfigError
-from deploy.feed.feed import Dataset, FeedSource, dataset_of, preprocessing_notes
+from deploy.feed.feed import Dataset, FeedSource, preprocessing_notes, to_dataset
 from deploy.feed.samples import Feed
 from deploy.frontends.checks import type_name
 from deploy.frontends.metadata import read_metadata_preprocess
@@ -345,7 +345,7 @@ def compare(
             f"a comparison needs two models or two runtimes, got {_named(first)} in ONNX Runtime"
             " alone; name a second model, or another runtime with --runtime"
         )
-    dataset, models = dataset_of(images), list[ModelProto]()
+    dataset, models = to_dataset(images), list[ModelProto]()
     for given in (first,) if second is None else (first, second):
         opened, source = open_torch_module(given, dataset.source)
         dataset, model = replace(dataset, source=source), rereadable_model(opened)
@@ -355,7 +355,7 @@ def compare(
     session = OrtSession.open(ours, threads=threads)
     _refuse_other_inputs(ours, theirs)
     path = Path(first) if isinstance(first, str | Path) else None
-    feed = dataset.open(session.inputs, carried=read_metadata_preprocess(ours, path))
+    feed = dataset.open(session.inputs, metadata_preprocess=read_metadata_preprocess(ours, path))
     outputs = [value.name for value in ours.graph.output]
     pairs = _pairs(ours, theirs, outputs)
     if not pairs:

@@ -26,7 +26,7 @@ from deploy.analysis.explanation import (
     TargetExplanation,
 )
 from deploy.errors import CacheError, ConfigError, did_you_mean
-from deploy.feed.feed import Dataset, FeedSource, dataset_of
+from deploy.feed.feed import Dataset, FeedSource, to_dataset
 from deploy.feed.parallel import Sample, run_in_order
 from deploy.feed.paths import RawFiles
 from deploy.feed.preprocess import Preprocess, PreprocessRequest, apply_user_options
@@ -84,8 +84,8 @@ def run_images(
     right = _session(copy_with_outputs(candidate, pairs.values()), native=native)
     names = [spec.name for spec in loaded.outputs if spec.dtype != "str"]
     _check_outputs(names, candidate, runnable)
-    (one,) = feed.first(1)
-    first = feed.first(form_samples(one, _only(left.run(one), names)))
+    (one,) = feed.first_samples(1)
+    first = feed.first_samples(form_samples(one, _only(left.run(one), names)))
     outputs = [_only(left.run(sample), names) for sample in first]
     images = _Images(derive_form(outputs, inputs=first, task=task))
     channels = {name: ChannelSums() for name in pairs}
@@ -246,14 +246,14 @@ def explain(
     chosen = _select_targets(explanation, target)
     if images is None:
         return replace(explanation, targets=chosen)
-    dataset = dataset_of(images)
+    dataset = to_dataset(images)
     if model is not None:
         model, source = open_torch_module(model, dataset.source)
         dataset = replace(dataset, source=source)
     loaded = _load_float_model(explanation, model)
     preprocess = _merged(dataset.preprocess, _preprocess(explanation, dataset.source))
     feed = replace(dataset, preprocess=preprocess).open(
-        loaded.inputs, carried=loaded.metadata_preprocess
+        loaded.inputs, metadata_preprocess=loaded.metadata_preprocess
     )
     explained = []
     for one in chosen:

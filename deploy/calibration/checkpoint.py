@@ -124,13 +124,13 @@ class Checkpoint:
         self._next = now + max(MIN_INTERVAL_S, _SHARE * (now - self._began))
 
     def _write(self, number: int, observed: ObservedStatistics) -> None:
-        digests, skipped = self._feed.so_far(number)
+        digests, skipped = self._feed.progress_after(number)
         data = shards.serialize_shard(
             share=self._share,
             made_from=self._made_from,
             digests=digests,
             skipped=skipped,
-            peaks=self._peaks.rows(self._feed.places[:: self._feed.batch]),
+            peaks=self._peaks.rows(self._feed.positions[:: self._feed.batch]),
             observed=observed,
             counted=number,
         )
@@ -154,12 +154,12 @@ class Checkpoint:
 
     @cached_property
     def _share(self) -> Share:
-        return self._feed.whole
+        return self._feed.complete_share
 
     @cached_property
     def _made_from(self) -> Fingerprint:
         """The fingerprint that a run must share with the one that it resumes."""
-        origin = shard_fingerprint(self._subject.identities, self._feed.form, self._share)
+        origin = shard_fingerprint(self._subject.identities, self._feed.settings, self._share)
         return replace(origin, numbers={**origin.numbers, "calib8": __version__})
 
     def _left(self) -> str:
@@ -204,9 +204,9 @@ class Checkpoint:
                 " anew"
             )
         feed = self._feed
-        feed.take_up(found.digests, found.skipped)
+        feed.resume(found.digests, found.skipped)
         good = len(found.digests) - len(found.skipped)
-        places = feed.places[: self._standing * feed.batch : feed.batch]
+        places = feed.positions[: self._standing * feed.batch : feed.batch]
         numbers = {place: number for number, place in enumerate(places, 1)}
         seen = {place for *_, listed in found.peaks for _, place in listed}
         if good != min(self._standing * feed.batch, feed.count) or not seen <= numbers.keys():

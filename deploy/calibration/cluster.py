@@ -180,7 +180,7 @@ class ShardMerger:
             FeedError: the worker's images differ from those here.
         """
         shard = shards.parse_shard(data, Path(f"piece {share}"))
-        origin = shard_fingerprint(self._identities, self._feed.form, share)
+        origin = shard_fingerprint(self._identities, self._feed.settings, share)
         changes = origin.changes_since(shard.made_from)
         if shard.share != share or changes:
             what = "; ".join(changes.values()) or f"it is piece {shard.share} of others"
@@ -190,13 +190,13 @@ class ShardMerger:
             )
         self._count = share.count
         try:
-            self._feed.seen_elsewhere(share, shard.digests, shard.skipped)
+            self._feed.merge_remote_pass(share, shard.digests, shard.skipped)
         except SampleChangedError as error:
             raise FeedError(
                 f"the worker {worker} must see the same images as this machine, got another file"
                 f" ({error}); give a path that all machines share, or send them (--send images)"
             ) from error
-        self._peaks.add_rows(shard.peaks, {place: place + 1 for place in share.places})
+        self._peaks.add_rows(shard.peaks, {place: place + 1 for place in share.positions})
         shards.merge_histograms(self._merged, shard.observed(self._wanted))
 
     def end(self, peaks: Peaks) -> ObservedStatistics:
@@ -206,7 +206,7 @@ class ShardMerger:
                 f"at least one sample must be good, all {self._count} were skipped:"
                 f" {self._feed.skipped[0]}"
             )
-        numbers = {place: number for number, place in enumerate(self._feed.places, 1)}
+        numbers = {place: number for number, place in enumerate(self._feed.positions, 1)}
         peaks.add_rows(self._peaks.rows(range(self._count)), numbers)
         return ObservedStatistics({o.key: self._merged[o.key] for o in self._wanted})
 
@@ -236,20 +236,20 @@ def observe_on(
         BackendError: no scheduler, no worker, other versions there, or all workers were lost.
         Calib8Error: an error on a worker, which is named.
     """
-    everything = feed.share_of((1, 1))
+    everything = feed.get_share((1, 1))
     job = make_job(cluster, wanted, feed, subject=subject, images=images, limit=limit)
     gathering = ShardMerger(wanted, feed, job.identities)
     with connect_client(cluster.address) as client:
         run = ClusterRun(client, job, cluster, feed)
         of = _pieces(cluster, feed, everything, sum(run.muster().values()))
-        first = feed.share_of((1, of))
+        first = feed.get_share((1, of))
         try:
             with phase("observing", everything.count, "samples") as step:
                 for share, worker, data in run.pieces(
                     replace(first, number=n + 1) for n in range(of)
                 ):
                     gathering.add(share, worker, data)
-                    for _ in share.places:
+                    for _ in share.positions:
                         step()
         finally:
             run.end()
@@ -264,8 +264,8 @@ def _pieces(cluster: Cluster, feed: Feed, everything: Share, threads: int) -> in
         return cluster.pieces
     least = max(_EACH * threads, -(-everything.count // _MOST_SAMPLES))
     if cluster.sends_images:
-        (one,) = feed.posted(replace(everything, of=everything.count))
-        least = max(least, -(-everything.count * one.weight // _MOST_BYTES))
+        (one,) = feed.read_share(replace(everything, of=everything.count))
+        least = max(least, -(-everything.count * one.byte_count // _MOST_BYTES))
     return min(everything.count, least)
 
 
@@ -388,9 +388,9 @@ class ClusterRun:
             self._held = self._client.submit(
                 cluster_jobs.return_job, self._job, key=self._job.key, pure=False
             )
-        samples = self._feed.posted(share) if self._cluster.sends_images else None
+        samples = self._feed.read_share(share) if self._cluster.sends_images else None
         if samples is None:
-            self._feed.glance(share.number - 1)  # to detect that the worker sees another file
+            self._feed.hash_entry(share.number - 1)  # to detect that the worker sees another file
         future = self._client.submit(
             cluster_jobs.observe_piece,
             self._held,

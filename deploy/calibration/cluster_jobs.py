@@ -160,13 +160,13 @@ def make_job(
 ) -> ClusterJob:
     """Return the job that makes these observations on the images of a feed."""
     listed = tuple(wanted)
-    if feed.by_turns:
+    if feed.is_sequential:
         raise ConfigError(
             "a video's frames are read one after the other by one machine, got one for"
             " --scheduler; give the frames as images, or leave it out"
         )
     model = "" if cluster.send in ("model", "all") else _path_of(subject, listed)
-    form = feed.form
+    form = feed.settings
     forms = {} if model else {o.variant.key: o.variant for o in listed}
     return ClusterJob(
         key=f"calib8-{uuid.uuid4().hex}",
@@ -348,13 +348,13 @@ def _shared(job: ClusterJob, share: Share) -> Feed:
         except FeedError as error:
             raise FeedError(f"{error}; {way_out}") from error
         known = _opened.known = job.key, feed
-    here = known[1].share_of((share.number, share.of))
+    here = known[1].get_share((share.number, share.of))
     if here != share:
         raise FeedError(
             f"all machines must see the same images, got {here.count} here and {share.count} at the"
             f" client, or other names; {way_out}"
         )
-    return known[1].part(share)
+    return known[1].open_share(share)
 
 
 def _until_stopped(samples: Iterator[Sample], key: str) -> Iterator[Sample]:

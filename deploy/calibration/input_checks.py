@@ -220,7 +220,7 @@ def check_feed_inputs(subject: CalibrationSubject, feed: Feed) -> list[str]:
         FeedError: a sample cannot be read.
         ModelError: the model's file changed since it was loaded.
     """
-    samples = list(feed.spread(max(1, PREVIEW_COUNT // feed.batch)))
+    samples = list(feed.spread_samples(max(1, PREVIEW_COUNT // feed.batch)))
     doubts = check_input_samples(samples, feed.preprocess, _model_before_cleaning(subject))
     doubts.extend(_check_variety(feed, samples))
     return doubts
@@ -228,8 +228,8 @@ def check_feed_inputs(subject: CalibrationSubject, feed: Feed) -> list[str]:
 
 def _check_variety(feed: Feed, samples: Samples) -> Iterator[str]:
     """Yield a doubt if too few samples are different, or if all of `samples` hardly differ."""
-    different = feed.count - feed.copies
-    mostly_copies = feed.copies >= different
+    different = feed.count - feed.duplicate_count
+    mostly_copies = feed.duplicate_count >= different
     if different < MIN_DIFFERENT_SAMPLES * (2 if mostly_copies else 1):
         yield (
             "too few different calibration samples for ranges that hold for others"

@@ -199,7 +199,7 @@ def _rest(checkpoint: Checkpoint, state: _Pass) -> Pause:
         if no_open_batch(number):
             checkpoint.save(number, state.so_far())
 
-    return Pause(due=lambda number: checkpoint.is_due() and no_open_batch(number), use=use)
+    return Pause(is_due=lambda number: checkpoint.is_due() and no_open_batch(number), run=use)
 
 
 def _joined(parts: Sequence[_Part]) -> _Part:
@@ -287,7 +287,9 @@ def observe(
     while True:
         stop = None if should_stop is None else next_check(drawn)
         piece = ahead if stop is None else islice(ahead, stop - drawn)
-        drawn += run_in_order(piece, work, take, threads=threads, after=drawn, rest=rest)
+        drawn += run_in_order(
+            piece, work, take, threads=threads, first_number=drawn + 1, pause=rest
+        )
         if should_stop is None or drawn != stop or should_stop(drawn, *state.look()):
             break
     if drawn == 0:

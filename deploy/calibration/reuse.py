@@ -135,7 +135,7 @@ def check_cache(
     listed = tuple(wanted)
     verdict = _judged(policy, fingerprint, listed, until)
     if verdict.missing and policy.path is not None and not policy.refresh:
-        path = staging.read_kept_calibration(policy.path)
+        path = staging.find_saved_calibration(policy.path)
         kept = _judged(replace(policy, path=path), fingerprint, listed, until) if path else verdict
         if len(kept.missing) < len(verdict.missing):
             verdict = replace(kept, reason=f"of a run that did not end: {kept.reason}")
@@ -265,7 +265,7 @@ def update_cache(
             and subject.trt_version in (None, header.version)
             and text in (None, stored.text)
         ):  # the files are up to date
-            if (stage is not None and stage.staged(path)) or stored.path != path:
+            if (stage is not None and stage.staged_path(path)) or stored.path != path:
                 _written(path, stage, lambda place: store.copy_stored(stored, place))
             return
         statistic = subject.statistic.key
@@ -290,11 +290,11 @@ def update_cache(
 
 def _written(path: Path, stage: Stage | None, write: Callable[[Path], None]) -> None:
     """Stage the three files with the build's files, or publish them together."""
-    if stage is not None and (staged := stage.staged(path)) is not None:
+    if stage is not None and (staged := stage.staged_path(path)) is not None:
         write(staged)
         return
     with stage_files(path.parent) as own:
-        write(own.inside / path.name)
+        write(own.temporary_folder / path.name)
         own.publish()
 
 

@@ -158,9 +158,9 @@ def _shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard:
     skipped = msgspec.convert(document["skipped"], dict[int, str], str_keys=True)
     counted: int | None = msgspec.convert(document.get("counted"), int | None)
     read = len(digests)
-    if read > len(share.places) or (counted is None and read < len(share.places)):
-        raise ValueError(f"{read} digests of {len(share.places)} samples")
-    own = set(share.places[:read])
+    if read > len(share.positions) or (counted is None and read < len(share.positions)):
+        raise ValueError(f"{read} digests of {len(share.positions)} samples")
+    own = set(share.positions[:read])
     good = own - set(skipped)
     if not set(skipped) <= own or (counted is not None and not 0 < counted <= len(good)):
         raise ValueError(f"{counted} samples of {len(good)} good ones")
@@ -213,10 +213,10 @@ def make_shard(
     assert feed.share is not None
     return serialize_shard(
         share=feed.share,
-        made_from=shard_fingerprint(model, feed.form, feed.share),
-        digests=feed.seen,
-        skipped=feed.skipped_places,
-        peaks=peaks.rows(feed.places),
+        made_from=shard_fingerprint(model, feed.settings, feed.share),
+        digests=feed.entry_digests,
+        skipped=feed.skipped_by_position,
+        peaks=peaks.rows(feed.positions),
         observed=observed,
     )
 
@@ -276,7 +276,7 @@ class ShardSet:
                     f" as {lacking[0].statistic.key} of {lacking[0].tensor!r}; merge for the"
                     " targets and options that the shards were made for"
                 )
-        numbers = {place: number for number, place in enumerate(self.feed.places, 1)}
+        numbers = {place: number for number, place in enumerate(self.feed.positions, 1)}
         merged: dict[Key, Histogram] = {}
         for shard in self._shards:
             peaks.add_rows(shard.peaks, numbers)
@@ -351,7 +351,7 @@ class _DigestSource:
     def sample_name(self, index: int) -> str:
         return f"sample {index}"
 
-    def told(self, index: int) -> str:
+    def title(self, index: int) -> str:
         return self.sample_name(index)
 
     def load(self, index: int) -> RawSample:
@@ -387,7 +387,7 @@ def _merged_feed(shards: Sequence[Shard]) -> Feed:
     digests = [""] * shards[0].share.count
     skipped: dict[int, str] = {}
     for shard in shards:
-        for place, digest in zip(shard.share.places, shard.digests, strict=True):
+        for place, digest in zip(shard.share.positions, shard.digests, strict=True):
             digests[place] = digest
         skipped |= shard.skipped
     return _MergedFeed(_DigestSource(digests), shards[0], dict(sorted(skipped.items())))

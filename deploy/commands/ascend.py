@@ -232,7 +232,9 @@ def auto(
         say(found.cost)
     evaluation = found.feed
     if held := images.evaluation(eval_images):
-        evaluation = held.open(found.loaded.inputs, carried=found.loaded.metadata_preprocess)
+        evaluation = held.open(
+            found.loaded.inputs, metadata_preprocess=found.loaded.metadata_preprocess
+        )
     made = ascend_auto.auto_calibrate(
         target,
         found,

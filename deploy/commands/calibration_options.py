@@ -310,7 +310,7 @@ def script_cache_notes(dataset: Dataset, path: Path) -> list[str]:
     from deploy.feed.calibrator import CalibratorScript
 
     script = dataset.source
-    known = script.known if isinstance(script, CalibratorScript) else None
+    known = script.cache if isinstance(script, CalibratorScript) else None
     if known is None:
         return []
     from deploy.targets.tensorrt.cache_tools import compare_with_script_cache, read_cache

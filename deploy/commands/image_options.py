@@ -187,7 +187,7 @@ def take_limit(words: dict[str, Any]) -> Limit:
     most, every = words.pop("limit"), words.pop("stride")
     if most is sample is every is None:
         return None
-    return Choice(most=most, sample=sample, seed=seed or 0, every=every)
+    return Choice(limit=most, sample=sample, seed=seed or 0, every=every)
 
 
 STABLE = (

@@ -144,7 +144,7 @@ def open_array_files(
     given = [one.label for one in files]
     if None in given:
         return source
-    ends = (0, *source.ends)
+    ends = (0, *source.item_ends)
     counts = [end - start for start, end in pairwise(ends)]
     labels = tuple(int(v or 0) for v, n in zip(given, counts, strict=True) for _ in range(n))
     return replace(source, labels=labels)
@@ -234,7 +234,7 @@ def _open_items(
         name,
         tuple(labels) if len(labels) == sum(counts) else None,
         tuple(sorted(notes)),
-        called=tuple(map(printable_name, called)),
+        item_names=tuple(map(printable_name, called)),
     )
 
 

@@ -215,22 +215,22 @@ class ArraySource:
     """Samples in items: sample index -> (item, row).
 
     Attributes:
-        ends: per item, the number of samples up to its end.
-        called: names of the items; empty if they have none.
-        make: converts a sample of raw files to the input; None for arrays that fit as they are.
+        item_ends: per item, the number of samples up to its end.
+        item_names: names of the items; empty if they have none.
+        convert: converts a sample of raw files to the input; None for arrays that fit as they are.
     """
 
     specs: tuple[TensorSpec, ...]
     items: ItemSequence
-    ends: tuple[int, ...]
+    item_ends: tuple[int, ...]
     name: str
     labels: tuple[int, ...] | None = None
     notes: tuple[str, ...] = ()
-    called: tuple[str, ...] = ()
-    make: Callable[[Item], Item] | None = None
+    item_names: tuple[str, ...] = ()
+    convert: Callable[[Item], Item] | None = None
 
     def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
+        return self.item_ends[-1] if self.item_ends else 0
 
     @property
     def batch(self) -> int:
@@ -241,13 +241,13 @@ class ArraySource:
 
     def sample_name(self, index: int) -> str:
         """Return the sample's name for messages."""
-        if not self.called:
+        if not self.item_names:
             return f"sample {index} of {self.name}"
         where, row = self._place(index)
-        alone = self.ends[where] - index + row == 1
-        return self.called[where] if alone else f"sample {row} of {self.called[where]}"
+        alone = self.item_ends[where] - index + row == 1
+        return self.item_names[where] if alone else f"sample {row} of {self.item_names[where]}"
 
-    def told(self, index: int) -> str:
+    def title(self, index: int) -> str:
         """Return the sample's name for messages, in the middle of a sentence."""
         return self.sample_name(index)
 
@@ -259,20 +259,20 @@ class ArraySource:
         """
         where, row = self._place(index)
         item = self.items[where]
-        if self.called and count_samples(item, self.specs, self.called[where]) <= row:
+        if self.item_names and count_samples(item, self.specs, self.item_names[where]) <= row:
             raise SampleChangedError(
-                f"{self.called[where]} changed while calib8 ran; do not change it during a run"
+                f"{self.item_names[where]} changed while calib8 ran; do not change it during a run"
             )
         sample = {s.name: _row(item[s.name], s, row, self.specs) for s in self.specs}
-        make = self.make or (lambda finite: finite)
+        make = self.convert or (lambda finite: finite)
         return RawSample(
             sample_digest(sample), lambda: make(_finite(sample, self.sample_name(index)))
         )
 
     def _place(self, index: int) -> tuple[int, int]:
         """Return the item of a sample and its row there."""
-        where = bisect.bisect_right(self.ends, index)
-        return where, index - (self.ends[where - 1] if where else 0)
+        where = bisect.bisect_right(self.item_ends, index)
+        return where, index - (self.item_ends[where - 1] if where else 0)
 
 
 MOST_SAMPLES = 100_000  # of something without a length, unless the user sets a limit

@@ -48,7 +48,7 @@ class CalibratorBatches:
         self._largest_batch = 0
 
     @property
-    def where(self) -> str:
+    def title(self) -> str:
         """Name of the current batch in messages."""
         return f"batch {self._number}"
 
@@ -79,7 +79,7 @@ class CalibratorBatches:
         if self._last_was_short:
             raise FeedError(
                 f"only the last batch of {self._script} may hold fewer samples than"
-                f" get_batch_size gives, {self._rows}, got {self.where} after such a batch; copy"
+                f" get_batch_size gives, {self._rows}, got {self.title} after such a batch; copy"
                 f" complete batches, of the dtype of {describe(self._specs[0])}"
             )
         pairs = zip(self._specs, pointers, strict=True)
@@ -95,7 +95,7 @@ class CalibratorBatches:
             raise FeedError(
                 f"get_batch of {self._script} must give addresses of memory that was allocated by"
                 f" pycuda, cuda-python, libcudart or torch and not freed, got {got} for the input"
-                f" {spec.name!r} in {self.where}"
+                f" {spec.name!r} in {self.title}"
             )
         batched = has_batch_dimension(spec, self._specs)
         inner = self._sample_shape(spec, window, batched=batched)
@@ -135,7 +135,7 @@ class CalibratorBatches:
         if window.dtype is not None and window.dtype not in allowed:
             raise FeedError(
                 f"get_batch of {self._script} must copy the dtype of the input {describe(spec)},"
-                f" got {window.dtype} in {self.where}; convert it with .astype('{spec.dtype}')"
+                f" got {window.dtype} in {self.title}; convert it with .astype('{spec.dtype}')"
             )
         if window.dtype is not None or len(allowed) == 1:
             return window.dtype or spec.dtype
@@ -158,7 +158,7 @@ class CalibratorBatches:
         if window.copied is None or got > wanted or got % unit or not batched or first:
             kind = "an allocation of" if window.copied is None else "copied"
             raise FeedError(
-                f"{self.where} of {self._script} must hold {rows} samples (get_batch_size) of the"
+                f"{self.title} of {self._script} must hold {rows} samples (get_batch_size) of the"
                 f" input {describe(spec)}, {wanted} bytes, got {kind} {got} bytes; make"
                 " get_batch_size, the allocation, the dtype and the copied bytes agree"
             )
@@ -190,7 +190,7 @@ class CalibratorScript:
     Attributes:
         algorithm: of its base class: "entropy2", "entropy", "minmax" or "legacy"; else None.
         quantile: a legacy calibrator's `get_quantile`; else None.
-        known: the bytes that its `read_calibration_cache` returns; None without.
+        cache: the bytes that its `read_calibration_cache` returns; None without.
         batch: samples per batch, its `get_batch_size`.
         notes: for the user, besides those from reading the batches.
     """
@@ -224,7 +224,7 @@ class CalibratorScript:
         value = self._told("get_algorithm")
         self.algorithm = _WORDS.get(value) if isinstance(value, CalibrationAlgoType) else None
         self.quantile = self._quantile() if self.algorithm == "legacy" else None
-        self.known = self._known()
+        self.cache = self._known()
 
     def __str__(self) -> str:
         return f"the calibrator {self.spec}"
@@ -295,7 +295,7 @@ class CalibratorScript:
             got = len(pointers) if is_sequence else type(pointers).__name__
             raise FeedError(
                 f"get_batch of {self} must give one address for each of"
-                f" {[spec.name for spec in specs]}, got {got} in {batches.where}"
+                f" {[spec.name for spec in specs]}, got {got} in {batches.title}"
             )
         return batches.item(list(pointers))
 

@@ -43,7 +43,7 @@ class EvaluationSubset:
         return len(self.keys)
 
     @property
-    def labelled(self) -> bool:
+    def has_labels(self) -> bool:
         """Whether the feed has labels; the part has none: FP32 outputs are its reference."""
         return self._feed.labels is not None
 
@@ -77,15 +77,15 @@ class EvaluationSubset:
         return self._feed.decodes
 
     @property
-    def one_size(self) -> bool:
+    def has_fixed_size(self) -> bool:
         """See `Feed.one_size`."""
-        return self._feed.one_size
+        return self._feed.has_fixed_size
 
     def samples(self) -> SampleStream[Sample]:
         """Return a stream of the samples, in feed order."""
         return SampleStream(self._walk())
 
-    def spread(self, most: int) -> Iterator[Sample]:
+    def spread_samples(self, most: int) -> Iterator[Sample]:
         """Yield at most `most` samples, spread evenly over the part."""
         return (sample for _, sample in self.spread_with_keys(most))
 
@@ -94,23 +94,23 @@ class EvaluationSubset:
     ) -> Iterator[tuple[int, Sample]]:
         """Yield (key, sample) of at most `most` samples, spread evenly; skip those in `without`."""
         chosen = spread_evenly(self.keys, most)
-        return self._feed.keyed([key for key in chosen if key not in without])
+        return self._feed.samples_by_key([key for key in chosen if key not in without])
 
-    def first(self, most: int) -> Sequence[Sample]:
+    def first_samples(self, most: int) -> Sequence[Sample]:
         """Return the first samples of the entire feed."""
-        return self._feed.first(most)
+        return self._feed.first_samples(most)
 
-    def picture(self, sample: Mapping[str, Array]) -> Array | None:
+    def to_image(self, sample: Mapping[str, Array]) -> Array | None:
         """Return the model's view of one sample, uint8 [H, W, 3]; None if it is no image."""
-        return self._feed.picture(sample)
+        return self._feed.to_image(sample)
 
-    def key(self, number: int) -> int:
+    def sample_key(self, number: int) -> int:
         """Return the key of the n-th sample, from 1, of the latest pass over `samples`."""
         return self._passed_keys[number - 1]
 
     def _walk(self) -> Iterator[Sample]:
         self._passed_keys = []
-        for key, sample in self._feed.keyed(self.keys):
+        for key, sample in self._feed.samples_by_key(self.keys):
             self._passed_keys.append(key)
             yield sample
 
@@ -181,7 +181,7 @@ def apply_labels(
                 sizes[name] = size
         notes = (_SCALED.format(len(sizes), evaluation.count),) if sizes else ()
         return GroundTruth(ObjectsInInput(labels, evaluation, sizes), labels.categories, notes)
-    evaluation.label(labels)
+    evaluation.set_labels(labels)
     return None
 
 

@@ -39,7 +39,7 @@ from deploy.feed.paths import (
 from deploy.feed.preprocess import Preprocess, PreprocessRequest, describe, describe_preprocess
 from deploy.feed.sample_reader import refuse_batches
 from deploy.feed.samples import Feed
-from deploy.feed.sampling import Choice, Limit, names_digest, share_of, to_choice
+from deploy.feed.sampling import Choice, Limit, create_share, digest_names, to_choice
 from deploy.feed.sources import (
     ImageSource,
     SampleSource,
@@ -67,11 +67,11 @@ class SourceOpener:
 
     specs: tuple[TensorSpec, ...]
     preprocess: PreprocessRequest
-    carried: MetadataPreprocess | None
+    metadata_preprocess: MetadataPreprocess | None
     skip_bad: bool
     choice: Choice
 
-    def of(self, source: FeedSource, files: SourceFiles | None) -> Feed:
+    def open(self, source: FeedSource, files: SourceFiles | None) -> Feed:
         """Open `source`; `files` are the files that a path or a list of paths resolves to.
 
         Raises:
@@ -80,7 +80,7 @@ class SourceOpener:
         """
         if isinstance(source, RawFiles) and files is not None:
             return self._raw(source, files)
-        if files is not None and not files.arrays:
+        if files is not None and not files.are_arrays:
             return self._images(files)
         if isinstance(source, CalibratorScript):
             if self.preprocess is not None:
@@ -88,12 +88,14 @@ class SourceOpener:
                     f"a calibrator's batches are fed as they are, got preprocessing for {source};"
                     " leave it out"
                 )
-            return self._fed(source.source(self.specs, self.choice.reach))
+            return self._fed(source.source(self.specs, self.choice.required_samples))
         if files is None and self.preprocess is not None:
             resolved, dtype = self._how(), self.specs[0].dtype
             items, ends = iterate_items(source)
-            ready = (a.astype(dtype, copy=False) for a in preprocess_items(items, resolved.how))
-            arrays = open_iterable(ready, self.specs, ends=ends, limit=self.choice.reach)
+            ready = (
+                a.astype(dtype, copy=False) for a in preprocess_items(items, resolved.preprocess)
+            )
+            arrays = open_iterable(ready, self.specs, ends=ends, limit=self.choice.required_samples)
             return self._fed(arrays, resolved, kind="pictures in memory")
         if self.preprocess is not None:
             raise ConfigError(_AS_THEY_ARE)
@@ -104,7 +106,7 @@ class SourceOpener:
     ) -> ArraySource:
         if files is None:
             items, ends = iterate_items(source)
-            return open_iterable(items, specs, ends=ends, limit=self.choice.reach)
+            return open_iterable(items, specs, ends=ends, limit=self.choice.required_samples)
         if files.folder is not None:
             return open_array_folder(files.folder, files.files, specs, skip_bad=self.skip_bad)
         if len(files.files) == 1 and files.files[0].label is None:
@@ -121,10 +123,10 @@ class SourceOpener:
                 " .npy files, which say theirs"
             )
         (spec,) = self.specs
-        arrays = self._arrays(raw.path, files, (raw.held(spec),))
-        if raw.pictures(spec, asked=self.preprocess is not None):
+        arrays = self._arrays(raw.path, files, (raw.file_spec(spec),))
+        if raw.are_images(spec, asked=self.preprocess is not None):
             resolved = self._how()
-            pictures = convert_images(arrays, spec, resolved.how)
+            pictures = convert_images(arrays, spec, resolved.preprocess)
             return self._fed(pictures, resolved, kind="raw pictures")
         if self.preprocess is not None:
             raise ConfigError(_AS_THEY_ARE)
@@ -133,13 +135,13 @@ class SourceOpener:
     def _images(self, files: SourceFiles) -> Feed:
         add_input_files(len(files.files), files.files.path)
         resolved = self._how()
-        video = _video(files, self.specs[0], resolved.how)
+        video = _video(files, self.specs[0], resolved.preprocess)
         if video is None and not self.skip_bad:
             number, of = self.choice.shard or (1, 1)
-            own = self.choice.of(len(files.files))[0][number - 1 :: of]
+            own = self.choice.choose(len(files.files))[0][number - 1 :: of]
             check_present((files.files[i] for i in own), len(own), files.name)
-        images = video or ImageSource(files.files, self.specs[0], resolved.how)
-        usual = video.a_second if video else 1
+        images = video or ImageSource(files.files, self.specs[0], resolved.preprocess)
+        usual = video.frames_per_second if video else 1
         return self._fed(images, resolved, kind="images", notes=files.notes, usual=usual)
 
     def _how(self) -> ResolvedPreprocess:
@@ -150,8 +152,8 @@ class SourceOpener:
                 f" {summarize_names([describe(spec) for spec in self.specs])}; give a folder of"
                 " .npz files with one array an input, or one folder of .npy files an input"
             )
-        resolved = resolve_preprocess(self.preprocess, self.carried, self.specs[0])
-        check_dtype(self.specs[0], resolved.how)
+        resolved = resolve_preprocess(self.preprocess, self.metadata_preprocess, self.specs[0])
+        check_dtype(self.specs[0], resolved.preprocess)
         return resolved
 
     def _fed(
@@ -169,13 +171,13 @@ class SourceOpener:
         `usual`: default step N of "every N-th sample".
         """
         share = None
-        chosen, choice_notes = self.choice.of(len(source), usual=usual)
+        chosen, choice_notes = self.choice.choose(len(source), usual=usual)
         batch = source.batch if isinstance(source, ArraySource) else fixed_batch(self.specs)
         if self.choice.shard is not None:
             refuse_batches(batch)
-            names = names_digest(map(source.sample_name, chosen))
-            share = share_of(self.choice.shard, len(chosen), names)
-            chosen = [chosen[place] for place in share.places]
+            names = digest_names(map(source.sample_name, chosen))
+            share = create_share(self.choice.shard, len(chosen), names)
+            chosen = [chosen[place] for place in share.positions]
             choice_notes = [*choice_notes, f"shard {share}: {len(chosen)} of {share.count} samples"]
         of_source = source.notes if isinstance(source, ArraySource) else notes
         return Feed(
@@ -183,7 +185,7 @@ class SourceOpener:
             chosen,
             kind=kind,
             batch=batch,
-            preprocess=settled.how if settled else None,
+            preprocess=settled.preprocess if settled else None,
             skip_bad=self.skip_bad,
             notes=(*of_source, *(settled.notes if settled else ()), *choice_notes),
             origin=settled.origin if settled else "",
@@ -210,7 +212,7 @@ def open_feed(
     specs: Sequence[TensorSpec],
     *,
     preprocess: PreprocessRequest = None,
-    carried: MetadataPreprocess | None = None,
+    metadata_preprocess: MetadataPreprocess | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
     labels_by_folder: bool = False,
@@ -222,7 +224,7 @@ def open_feed(
         specs: the model's inputs.
         preprocess: image preprocessing, complete or some of its options. The other options come
             from the model's metadata, else from its input; a note says which.
-        carried: preprocessing from the model's metadata, `LoadedModel.carried`.
+        metadata_preprocess: preprocessing from the model's metadata, of a `LoadedModel`.
         skip_bad: skip unreadable images and arrays with NaN; `notes` lists them.
         limit: maximum number of samples, spread evenly over the source (the first ones of what has
             no length: a calibrator, a generator); or a `Choice`.
@@ -237,7 +239,7 @@ def open_feed(
     opener = SourceOpener(
         specs=tuple(specs),
         preprocess=preprocess,
-        carried=carried,
+        metadata_preprocess=metadata_preprocess,
         skip_bad=skip_bad,
         choice=to_choice(limit),
     )
@@ -248,7 +250,7 @@ def open_feed(
         if files is None:
             raise ConfigError("labels by folder are of files in folders, got no path; give one")
         files = label_by_folder(files)
-    return opener.of(source, files)
+    return opener.open(source, files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +274,7 @@ class Dataset:
         self,
         specs: Sequence[TensorSpec],
         *,
-        carried: MetadataPreprocess | None = None,
+        metadata_preprocess: MetadataPreprocess | None = None,
         labels_by_folder: bool = False,
     ) -> Feed:
         """Open the samples for a model with these inputs, as `open_feed`."""
@@ -280,14 +282,14 @@ class Dataset:
             self.source,
             specs,
             preprocess=self.preprocess,
-            carried=carried,
+            metadata_preprocess=metadata_preprocess,
             skip_bad=self.skip_bad,
             limit=self.limit,
             labels_by_folder=labels_by_folder,
         )
 
 
-def dataset_of(
+def to_dataset(
     images: FeedSource | Dataset,
     *,
     preprocess: PreprocessRequest = None,
@@ -310,8 +312,8 @@ def is_array_source(source: FeedSource, specs: Sequence[TensorSpec]) -> bool:
         return False  # the loader may return images
     files = _files(source)
     if isinstance(source, RawFiles):
-        return not any(source.pictures(spec, asked=True) for spec in specs)
-    return isinstance(source, CalibratorScript) or (files is not None and files.arrays)
+        return not any(source.are_images(spec, asked=True) for spec in specs)
+    return isinstance(source, CalibratorScript) or (files is not None and files.are_arrays)
 
 
 def _files(source: FeedSource) -> SourceFiles | None:

@@ -110,12 +110,12 @@ class RawSample:
     Attributes:
         digest: sha256 of the file's or the arrays' bytes; 32 bytes.
         decode: returns the sample, {input: array}, decoded from these bytes.
-        picture: returns the image before preprocessing, uint8 [H, W, 3] BGR; None for arrays.
+        decode_source: returns the image before preprocessing, uint8 [H, W, 3] BGR; None for arrays.
     """
 
     digest: bytes
     decode: Callable[[], dict[str, Array]]
-    picture: Callable[[], Array] | None = None
+    decode_source: Callable[[], Array] | None = None
 
 
 class SampleDigests:
@@ -129,7 +129,7 @@ class SampleDigests:
     def __contains__(self, index: int) -> bool:
         return bool(self._known[index])
 
-    def note(self, index: int, digest: bytes, name: str) -> None:
+    def record(self, index: int, digest: bytes, name: str) -> None:
         """Store a digest, or compare it with the stored one.
 
         Raises:
@@ -145,19 +145,19 @@ class SampleDigests:
                 " change the data during a run, and run again"
             )
 
-    def of(self, index: int) -> bytes:
+    def digest(self, index: int) -> bytes:
         """Return the digest of a sample that was read."""
         assert self._known[index]
         return bytes(self._digests[index * _BYTES : (index + 1) * _BYTES])
 
-    def copies(self, indices: Iterable[int]) -> int:
+    def count_duplicates(self, indices: Iterable[int]) -> int:
         """Count the samples read so far that are byte-for-byte copies of another one."""
-        digests = [self.of(index) for index in indices if index in self]
+        digests = [self.digest(index) for index in indices if index in self]
         return len(digests) - len(set(digests))
 
     def hex(self, indices: Iterable[int]) -> Iterator[str]:
         """Yield the digests of several samples in hexadecimal."""
-        return (self.of(index).hex() for index in indices)
+        return (self.digest(index).hex() for index in indices)
 
     def combined(self, indices: Sequence[int], *, by_size: bool = False) -> str:
         """Return the sha256 (hex) over the digests of samples that were read.

@@ -27,12 +27,12 @@ class MetadataPreprocess:
     Attributes:
         source: for messages, in the middle of a sentence: "the model's metadata (Ultralytics
             8.2.46)".
-        how: the preprocessing; None if it was not understood.
+        preprocess: the preprocessing; None if it was not understood.
         reason: why it was not, as the end of a sentence.
     """
 
     source: str
-    how: Preprocess | None = None
+    preprocess: Preprocess | None = None
     reason: str = ""
 
 
@@ -44,29 +44,29 @@ class ResolvedPreprocess:
         origin: source of the preprocessing if it is the model.
     """
 
-    how: Preprocess
+    preprocess: Preprocess
     origin: str = ""
     notes: tuple[str, ...] = ()
 
 
 def resolve_preprocess(
-    asked: PreprocessRequest, carried: MetadataPreprocess | None, spec: TensorSpec
+    asked: PreprocessRequest, metadata_preprocess: MetadataPreprocess | None, spec: TensorSpec
 ) -> ResolvedPreprocess:
     """Apply the user's options to the model's preprocessing, and complete it from the input.
 
     Raises:
         ConfigError, FeedError: see `apply_user_options` and `complete_preprocess`.
     """
-    model_how, notes = _resolve_carried(carried, spec)
+    model_how, notes = _resolve_metadata(metadata_preprocess, spec)
     if isinstance(asked, str):
         asked = find_preset(asked)
     if isinstance(asked, Preprocess):
         how, notes_added = complete_preprocess(asked, spec)
         return ResolvedPreprocess(
-            how, notes=(*_difference_note(how, model_how, carried), *notes_added)
+            how, notes=(*_difference_note(how, model_how, metadata_preprocess), *notes_added)
         )
     options = {name: value for name, value in _options(asked) if value is not None}
-    if model_how is None or carried is None:
+    if model_how is None or metadata_preprocess is None:
         how, notes_added = complete_preprocess(
             apply_user_options(default_preprocess(spec), options) if options else None, spec
         )
@@ -75,7 +75,7 @@ def resolve_preprocess(
         model_how = dataclasses.replace(model_how, short_side=None)
     how, _ = complete_preprocess(apply_user_options(model_how, options), spec)
     but = f", but for {join_words(list(options))}" if options else ""
-    return ResolvedPreprocess(how, origin=f"{carried.source}{but}", notes=notes)
+    return ResolvedPreprocess(how, origin=f"{metadata_preprocess.source}{but}", notes=notes)
 
 
 def _options(asked: object) -> Iterable[tuple[str, object]]:
@@ -90,32 +90,34 @@ def _options(asked: object) -> Iterable[tuple[str, object]]:
     return asked.items()
 
 
-def _resolve_carried(
-    carried: MetadataPreprocess | None, spec: TensorSpec
+def _resolve_metadata(
+    metadata_preprocess: MetadataPreprocess | None, spec: TensorSpec
 ) -> tuple[Preprocess | None, tuple[str, ...]]:
     """Return the model's preprocessing, resolved, or None if it is unusable; and notes."""
-    if carried is None:
+    if metadata_preprocess is None:
         return None, ()
-    if carried.how is None:
-        return None, (f"{carried.source} is not followed: {carried.reason}",)
-    stated_size = carried.how.default_size
+    if metadata_preprocess.preprocess is None:
+        return None, (
+            f"{metadata_preprocess.source} is not followed: {metadata_preprocess.reason}",
+        )
+    stated_size = metadata_preprocess.preprocess.default_size
     try:
-        how, _ = complete_preprocess(carried.how, spec)
+        how, _ = complete_preprocess(metadata_preprocess.preprocess, spec)
     except (ConfigError, FeedError) as error:
-        return None, (f"{carried.source} is not followed: {error}",)
+        return None, (f"{metadata_preprocess.source} is not followed: {error}",)
     if stated_size is None or how.size is None or stated_size == how.size:
         return how, ()
     sizes = f"it says {format_size(stated_size)} pixels, the input is of {format_size(how.size)}"
     if how.resize == "short-side":  # its crop is a fraction of its own size
-        return None, (f"{carried.source} is not followed: {sizes}",)
-    return how, (f"{carried.source} is followed but for its size: {sizes}",)
+        return None, (f"{metadata_preprocess.source} is not followed: {sizes}",)
+    return how, (f"{metadata_preprocess.source} is followed but for its size: {sizes}",)
 
 
 def _difference_note(
-    how: Preprocess, model_how: Preprocess | None, carried: MetadataPreprocess | None
+    how: Preprocess, model_how: Preprocess | None, metadata_preprocess: MetadataPreprocess | None
 ) -> tuple[str, ...]:
     """Return a note if the user's preprocessing gives other values than the model's."""
-    if model_how is None or carried is None:
+    if model_how is None or metadata_preprocess is None:
         return ()
     form, model_form = _normal_form(how), _normal_form(model_how)
     words = [
@@ -124,8 +126,8 @@ def _difference_note(
     if not words:
         return ()
     return (
-        f"{carried.source} says {join_words(words)} although other options were given, which are"
-        " used",
+        f"{metadata_preprocess.source} says {join_words(words)} although other options were"
+        " given, which are used",
     )
 
 

@@ -1,6 +1,6 @@
 """Threads for samples: `run_in_order`, `prefetch` and `SampleStream`.
 
-`run_in_order` runs `work` in several threads, and `take` on the results in the order of the
+`run_in_order` runs `work` in several threads, and `consume` on the results in the order of the
 samples::
 
     feed --> 1 2 3 4 ... --> worker 0:  work(1)        work(3) ...     in any order
@@ -42,25 +42,25 @@ class Pause:
     """When `run_in_order` pauses, and what it does then.
 
     Attributes:
-        due: number of the last sample drawn -> whether to pause.
-        use: called with that number while no worker runs, also if the user interrupts the run.
+        is_due: number of the last sample drawn -> whether to pause.
+        run: called with that number while no worker runs, also if the user interrupts the run.
     """
 
-    due: Callable[[int], bool]
-    use: Callable[[int], None]
+    is_due: Callable[[int], bool]
+    run: Callable[[int], None]
 
 
-NO_PAUSE = Pause(due=lambda drawn: False, use=lambda drawn: None)
+NO_PAUSE = Pause(is_due=lambda drawn: False, run=lambda drawn: None)
 
 
 def run_in_order(
     samples: Iterable[Sample],
     work: Callable[[int, int, Sample], Work],
-    take: Callable[[int, Work], None],
+    consume: Callable[[int, Work], None],
     *,
     threads: int,
-    after: int = 0,
-    rest: Pause = NO_PAUSE,
+    first_number: int = 1,
+    pause: Pause = NO_PAUSE,
 ) -> int:
     """Work on every sample in several threads, and take the results in order.
 
@@ -69,18 +69,18 @@ def run_in_order(
     Args:
         samples: drawn once, under a lock.
         work: (worker 0.., number of the sample 1.., sample) -> result; called concurrently.
-        take: (number, result); called one at a time, in the order of the numbers.
+        consume: (number, result); called one at a time, in the order of the numbers.
         threads: workers, 1 or more.
-        after: number of samples before these; the first one here has the next number.
-        rest: pauses between samples.
+        first_number: number of the first of these samples.
+        pause: pauses between samples.
 
     Returns:
         The number of samples.
 
     Raises:
-        The first exception of `samples`, `work` or `take`; the other workers stop.
+        The first exception of `samples`, `work` or `consume`; the other workers stop.
     """
-    run = _OrderedRun(samples, work, take, threads, after, rest)
+    run = _OrderedRun(samples, work, consume, threads, first_number - 1, pause)
     with ThreadPoolExecutor(1) as pool:
         whole = pool.submit(run.go_on)
         try:
@@ -89,10 +89,10 @@ def run_in_order(
         except BaseException:  # the user's interrupt
             run.finish()
             if whole.exception() is None:
-                rest.use(run.drawn)
+                pause.run(run.drawn)
             raise
     whole.result()
-    return run.drawn - after
+    return run.drawn - first_number + 1
 
 
 @dataclass(slots=True)
@@ -105,10 +105,10 @@ class _OrderedRun(Generic[Work]):
 
     samples: Iterable[Sample]
     work: Callable[[int, int, Sample], Work]
-    take: Callable[[int, Work], None]
+    consume: Callable[[int, Work], None]
     threads: int
     drawn: int
-    rest: Pause
+    pause: Pause
     waiting: deque[Future[Work]] = field(default_factory=deque)  # results of the last samples drawn
     finished: bool = False
 
@@ -117,9 +117,9 @@ class _OrderedRun(Generic[Work]):
         samples = iter(self.samples)
         with ThreadPoolExecutor(self.threads) as pool:
             while True:
-                if self.rest.due(self.drawn):
+                if self.pause.is_due(self.drawn):
                     self._take(len(self.waiting))
-                    self.rest.use(self.drawn)
+                    self.pause.run(self.drawn)
                 sample = None if self.finished else next(samples, None)
                 if sample is None:
                     break
@@ -138,7 +138,7 @@ class _OrderedRun(Generic[Work]):
         """Wait for the first results, and take them in order."""
         for _ in range(count):
             number = self.drawn - len(self.waiting) + 1
-            self.take(number, self.waiting.popleft().result())
+            self.consume(number, self.waiting.popleft().result())
 
 
 T = TypeVar("T")

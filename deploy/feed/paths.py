@@ -55,7 +55,7 @@ class SourceFiles:
     notes: tuple[str, ...] = ()
 
     @property
-    def arrays(self) -> bool:
+    def are_arrays(self) -> bool:
         """Whether the files hold arrays.
 
         Raises:
@@ -227,11 +227,11 @@ class RawFiles:
     def __str__(self) -> str:
         return os.fspath(self.path)
 
-    def pictures(self, spec: TensorSpec, *, asked: bool) -> bool:
+    def are_images(self, spec: TensorSpec, *, asked: bool) -> bool:
         """Return whether the files are images for this input; `asked`: preprocessing is given."""
         return self.dtype == "uint8" and (asked or spec.dtype != "uint8")
 
-    def held(self, spec: TensorSpec) -> TensorSpec:
+    def file_spec(self, spec: TensorSpec) -> TensorSpec:
         """Return dtype and shape of a file's values: an open batch, then the shape of a sample.
 
         Raises:
@@ -283,7 +283,7 @@ def convert_arrays(source: ArraySource, spec: TensorSpec) -> ArraySource:
     return replace(
         source,
         notes=(*source.notes, *conversion_notes(item, (spec,))),
-        make=lambda one: {spec.name: fit_array(one[spec.name], spec)},
+        convert=lambda one: {spec.name: fit_array(one[spec.name], spec)},
     )
 
 
@@ -304,7 +304,7 @@ def convert_images(source: ArraySource, spec: TensorSpec, how: Preprocess) -> Ar
         picture = to_opencv_channels(one[spec.name].reshape(shape), how, source.name)
         return {spec.name: preprocess_image(picture, how).astype(spec.dtype, copy=False)}
 
-    return replace(source, make=make)
+    return replace(source, convert=make)
 
 
 def _sample_shape(spec: TensorSpec) -> tuple[int, ...]:

@@ -135,7 +135,7 @@ def _per_channel(values: tuple[float, ...], chw: bool) -> Array:
     return array.reshape(-1, 1, 1) if chw else array
 
 
-SIDE = 160  # pixels: longer side of a preview
+PREVIEW_SIDE = 160  # pixels: longer side of a preview
 
 
 def input_to_image(values: Array, how: Preprocess | None) -> Array | None:
@@ -175,7 +175,7 @@ def find_image(sample: Mapping[str, Array], how: Preprocess | None) -> Array | N
     return next((one for one in pictures if one is not None), None)
 
 
-def shrink_image(picture: Array, side: int = SIDE) -> Array:
+def shrink_image(picture: Array, side: int = PREVIEW_SIDE) -> Array:
     """Shrink uint8 [H, W, 3] until no side is longer than `side`."""
     height, width = picture.shape[:2]
     longer = max(height, width)

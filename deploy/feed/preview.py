@@ -21,17 +21,17 @@ class Preview:
 
     Attributes:
         name: of the file or sample.
-        fed: the model's input, uint8 [h, w, 3] RGB, no side longer than `SIDE`.
-        given: the image before preprocessing, likewise; None without one.
-        size: (height, width) of `fed` in pixels before it was shrunk.
-        given_size: of `given`.
+        input_image: the model's input, uint8 [h, w, 3] RGB, no side longer than `PREVIEW_SIDE`.
+        source_image: the image before preprocessing, likewise; None without one.
+        input_size: (height, width) of `input_image` in pixels before it was shrunk.
+        source_size: of `source_image`.
     """
 
     name: str
-    fed: Array
-    given: Array | None
-    size: tuple[int, int]
-    given_size: tuple[int, int] | None = None
+    input_image: Array
+    source_image: Array | None
+    input_size: tuple[int, int]
+    source_size: tuple[int, int] | None = None
 
 
 class Previews:
@@ -39,18 +39,18 @@ class Previews:
 
     def __init__(self, how: Preprocess | None, wanted: Collection[int] = ()) -> None:
         """Args: how: the feed's preprocessing; wanted: indices of the samples."""
-        self.wanted = frozenset(wanted)
+        self.indices = frozenset(wanted)
         self._how = how
         self._stored: dict[int, Preview | None] = {}
 
     @property
     def missing(self) -> frozenset[int]:
         """Chosen samples that were not added yet."""
-        return self.wanted - self._stored.keys()
+        return self.indices - self._stored.keys()
 
     def add(self, index: int, name: str, raw: RawSample, sample: Mapping[str, Array]) -> None:
         """Store a preview of the sample if it was chosen."""
-        if index not in self.wanted or index in self._stored:
+        if index not in self.indices or index in self._stored:
             return
         self._stored[index] = None
         fed = find_image(sample, self._how)
@@ -58,13 +58,13 @@ class Previews:
             given = _image_before(raw)
             self._stored[index] = Preview(
                 name=name,
-                fed=shrink_image(fed),
-                given=None if given is None else shrink_image(given),
-                size=(fed.shape[0], fed.shape[1]),
-                given_size=None if given is None else (given.shape[0], given.shape[1]),
+                input_image=shrink_image(fed),
+                source_image=None if given is None else shrink_image(given),
+                input_size=(fed.shape[0], fed.shape[1]),
+                source_size=None if given is None else (given.shape[0], given.shape[1]),
             )
 
-    def found(self) -> list[Preview]:
+    def in_order(self) -> list[Preview]:
         """Return the previews of samples that are images, in feed order."""
         return [view for _, view in sorted(self._stored.items()) if view is not None]
 
@@ -72,7 +72,7 @@ class Previews:
 def _image_before(raw: RawSample) -> Array | None:
     """Return the image before preprocessing as RGB; None without one."""
     try:
-        pixels = None if raw.picture is None else raw.picture()
+        pixels = None if raw.decode_source is None else raw.decode_source()
     except FeedError:
         return None
     return None if pixels is None else pixels[:, :, ::-1]

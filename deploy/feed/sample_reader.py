@@ -87,8 +87,8 @@ class SampleReader:
     """Reads samples and keeps the first few in memory.
 
     Attributes:
-        seen: digests of the samples read.
-        views: previews of the samples read, as far as they are wanted.
+        digests: digests of the samples read.
+        previews: previews of the samples read, as far as they are wanted.
         decodes: number of images or rows read for a run so far.
     """
 
@@ -96,18 +96,18 @@ class SampleReader:
         self, source: SampleSource, *, skip_bad: bool, kept: int, preprocess: Preprocess | None
     ) -> None:
         self.skip_bad = skip_bad
-        self.seen = SampleDigests(len(source))
-        self.views = Previews(preprocess)
+        self.digests = SampleDigests(len(source))
+        self.previews = Previews(preprocess)
         self.decodes = 0
         self._source = source
         self._most_kept = kept
         self._kept: dict[int, Sample] = {}
         self._spool = SampleCache(frozenset())
 
-    def remember(self, on_disk: Iterable[int], views: Previews) -> None:
+    def cache_samples(self, on_disk: Iterable[int], views: Previews) -> None:
         """Cache some samples on disk, and previews of some, as they are read from now on."""
         self._spool = SampleCache(frozenset(on_disk))
-        self.views = views
+        self.previews = views
 
     def hash(self, index: int) -> None:
         """Read a sample only to store its digest.
@@ -123,10 +123,10 @@ class SampleReader:
 
     def hash_unread(self, indices: Sequence[int]) -> None:
         """Call `hash` for the samples that were not read yet."""
-        unread = sum(index not in self.seen for index in indices)
+        unread = sum(index not in self.digests for index in indices)
         with phase("hashing", unread, "samples") as step:
             for index in indices:
-                if index not in self.seen:
+                if index not in self.digests:
                     self.hash(index)
                     step()
 
@@ -137,13 +137,13 @@ class SampleReader:
             Changed: the digest differs from the first read.
             FeedError: the sample cannot be read.
         """
-        name = self._source.told(index)
+        name = self._source.title(index)
         try:
             raw = self._source.load(index)
         except FeedError:
-            self.seen.note(index, UNREADABLE, name)
+            self.digests.record(index, UNREADABLE, name)
             raise
-        self.seen.note(index, raw.digest, name)
+        self.digests.record(index, raw.digest, name)
         return raw
 
     def walk(
@@ -154,7 +154,7 @@ class SampleReader:
         Raises:
             FeedError: (while iterating) a bad sample, unless `skip_bad`; or no good sample.
         """
-        wanted = (index for index in chosen.good() if only is None or index in only)
+        wanted = (index for index in chosen.good_indices() if only is None or index in only)
         threads = worker_threads() if isinstance(self._source, ImageSource) else 1
         for index, fetched in prefetch(wanted, self._fetch, threads=threads):
             try:
@@ -189,7 +189,7 @@ class SampleReader:
         raw, sample = self._checked(index, fetched or _fetched(self._source, index))
         self.decodes += 1
         self._spool.add(index, sample)
-        self.views.add(index, self._source.sample_name(index), raw, sample)
+        self.previews.add(index, self._source.sample_name(index), raw, sample)
         if len(self._kept) < self._most_kept:
             self._kept[index] = sample
         return dict(sample)
@@ -202,7 +202,7 @@ class SampleReader:
             FeedError: reading or decoding failed.
         """
         digest = UNREADABLE if fetched.raw is None else fetched.raw.digest
-        self.seen.note(index, digest, self._source.told(index))
+        self.digests.record(index, digest, self._source.title(index))
         if fetched.error is not None:
             raise fetched.error
         assert fetched.raw is not None and fetched.sample is not None
@@ -224,7 +224,7 @@ def iterate_batches(
     """Yield samples whose first dimension is `batch`, except those at the places `without`."""
     only = None
     if without:
-        left_out = list(chosen.good())[without.start * batch : without.stop * batch]
+        left_out = list(chosen.good_indices())[without.start * batch : without.stop * batch]
         only = frozenset(chosen.indices).difference(left_out)
     if batch == 1:
         yield from (sample for _, sample in reader.walk(chosen, only=only))
@@ -236,7 +236,7 @@ def iterate_batches(
             yield _concatenate(group)
             group = []
     if group:
-        good, missing = list(chosen.good()), batch - len(group)
+        good, missing = list(chosen.good_indices()), batch - len(group)
         yield _concatenate(group + [reader.read(good[i % len(good)]) for i in range(missing)])
 
 

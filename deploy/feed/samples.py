@@ -17,7 +17,7 @@ from deploy.feed.pixels import find_image
 from deploy.feed.preprocess import Preprocess, Size
 from deploy.feed.preview import Preview, Previews
 from deploy.feed.sample_reader import SampleReader, iterate_batches, last_batch_note, refuse_batches
-from deploy.feed.sampling import ChosenSamples, Share, names_digest, share_of, spread_evenly
+from deploy.feed.sampling import ChosenSamples, Share, create_share, digest_names, spread_evenly
 from deploy.feed.sources import (
     ImageSource,
     RemoteSample,
@@ -87,12 +87,12 @@ class Feed:
         return self.count if self.batch > 1 else None
 
     @property
-    def opened(self) -> int:
+    def entry_count(self) -> int:
         """Number of images or rows, skipped ones included."""
         return len(self._chosen)
 
     @property
-    def filled(self) -> int:
+    def padded_sample_count(self) -> int:
         """Number of samples at the end that repeat images to fill the model's batch."""
         return 1 if self.count % self.batch else 0
 
@@ -102,7 +102,7 @@ class Feed:
         return self._reader.decodes
 
     @property
-    def one_size(self) -> bool:
+    def has_fixed_size(self) -> bool:
         """Whether all samples are known to have one shape before they are read, as images are."""
         sides = None if self.preprocess is None else self.preprocess.size
         return sides is not None and None not in sides
@@ -119,31 +119,31 @@ class Feed:
         if labels is None:
             return None
         if self._good_labels[0] != bad:
-            self._good_labels = bad, tuple(labels[i] for i in self._chosen.good())
+            self._good_labels = bad, tuple(labels[i] for i in self._chosen.good_indices())
         return self._good_labels[1]
 
-    def label(self, labels: Sequence[int]) -> None:
+    def set_labels(self, labels: Sequence[int]) -> None:
         """Set the class number of each image or row, bad ones included.
 
         Raises:
             FeedError: there are more or fewer labels than images.
         """
-        if len(labels) != self.opened:
+        if len(labels) != self.entry_count:
             raise FeedError(
                 f"there must be one label per image, skipped ones included, got {len(labels)}"
-                f" labels for {self.opened}"
+                f" labels for {self.entry_count}"
             )
         self._own_labels = dict(zip(self._chosen.indices, labels, strict=True))
 
     @property
     def names(self) -> tuple[str, ...]:
         """One name per image or row, without the skipped ones."""
-        return tuple(map(self._source.sample_name, self._chosen.good()))
+        return tuple(map(self._source.sample_name, self._chosen.good_indices()))
 
     def sizes(self) -> Iterator[tuple[str, Size | None]]:
         """Yield name and (height, width) of each image file; None for an unreadable image."""
         if isinstance(self._source, ImageSource):
-            for index in self._chosen.good():
+            for index in self._chosen.good_indices():
                 yield self._source.sample_name(index), self._source.size(index)
 
     @property
@@ -153,24 +153,28 @@ class Feed:
         return tuple(skipped[i] for i in sorted(skipped))
 
     @property
-    def places(self) -> Sequence[int]:
+    def positions(self) -> Sequence[int]:
         """Places of the good samples in the whole list (see `Share`); complete after a pass."""
-        return self._chosen.places
+        return self._chosen.positions
 
     @property
-    def skipped_places(self) -> dict[int, str]:
+    def skipped_by_position(self) -> dict[int, str]:
         """Place in the whole list -> why the sample there was skipped; complete after a pass."""
-        return self._chosen.skipped_places
+        return self._chosen.skipped_by_position
 
     @property
-    def seen(self) -> tuple[str, ...]:
+    def entry_digests(self) -> tuple[str, ...]:
         """sha256 (hex) of every image or row, skipped ones too; complete after a pass."""
-        return tuple(self._reader.seen.hex(self._chosen.indices))
+        return tuple(self._reader.digests.hex(self._chosen.indices))
 
-    def shared(self, other: Feed) -> int:
+    def count_shared(self, other: Feed) -> int:
         """Count the images or rows read here whose bytes were also read by another feed."""
         ours, theirs = (
-            [feed._reader.seen.of(i) for i in feed._chosen.indices if i in feed._reader.seen]
+            [
+                feed._reader.digests.digest(i)
+                for i in feed._chosen.indices
+                if i in feed._reader.digests
+            ]
             for feed in (self, other)
         )
         other_digests = set(theirs)
@@ -187,22 +191,22 @@ class Feed:
         return (*self._notes, *filter(None, own))
 
     @property
-    def copies(self) -> int:
+    def duplicate_count(self) -> int:
         """Number of images or rows that equal another one; complete after a pass."""
-        return self._reader.seen.copies(self._chosen.good())
+        return self._reader.digests.count_duplicates(self._chosen.good_indices())
 
     def _duplicate_note(self) -> str:
         """Return a note on duplicate images; rows and frames are often equal, so none for them."""
-        copies = self.copies if isinstance(self._source, ImageSource) else 0
+        copies = self.duplicate_count if isinstance(self._source, ImageSource) else 0
         are = "is a copy of another and counts" if copies == 1 else "are copies of others and count"
         return f"{copies} of the {self.count} images {are} once more" if copies else ""
 
     @property
-    def by_turns(self) -> bool:
+    def is_sequential(self) -> bool:
         """Whether reading a sample needs all samples before it, as a video's frames do."""
         return isinstance(self._source, VideoSource)
 
-    def share_of(self, shard: tuple[int, int]) -> Share:
+    def get_share(self, shard: tuple[int, int]) -> Share:
         """Return a shard's (its number from 1, number of shards) share of this feed.
 
         Raises:
@@ -210,19 +214,19 @@ class Feed:
             FeedError: there are more shards than samples.
         """
         refuse_batches(self.batch)
-        return share_of(shard, self.opened, self._names_digest())
+        return create_share(shard, self.entry_count, self._names_digest())
 
     def _names_digest(self) -> str:
         """Digest of all names, cached: every piece of a calibration needs it."""
         names = map(self._source.sample_name, self._chosen.indices)
-        self._names = self._names or names_digest(names)
+        self._names = self._names or digest_names(names)
         return self._names
 
-    def part(self, share: Share) -> Feed:
+    def open_share(self, share: Share) -> Feed:
         """Return a share of this feed as a feed."""
         return Feed(
             self._source,
-            self._chosen.of(share),
+            self._chosen.indices_of(share),
             kind=self._kind,
             batch=self.batch,
             preprocess=self.preprocess,
@@ -231,11 +235,11 @@ class Feed:
             share=share,
         )
 
-    def posted(self, share: Share) -> list[RemoteSample]:
+    def read_share(self, share: Share) -> list[RemoteSample]:
         """Read the samples of a share, to be sent to another machine."""
-        return read_remote_samples(self._source, self._chosen.of(share))
+        return read_remote_samples(self._source, self._chosen.indices_of(share))
 
-    def glance(self, place: int) -> None:
+    def hash_entry(self, place: int) -> None:
         """Read one sample only to store its digest.
 
         Raises:
@@ -243,7 +247,7 @@ class Feed:
         """
         self._reader.hash(self._chosen.indices[place])
 
-    def seen_elsewhere(
+    def merge_remote_pass(
         self, share: Share, digests: Iterable[str], skipped: Mapping[int, str]
     ) -> None:
         """Merge the results of a pass over a share on another machine.
@@ -256,20 +260,20 @@ class Feed:
         Raises:
             Changed: a sample has another digest on this machine.
         """
-        for index, digest in zip(self._chosen.of(share), digests, strict=True):
-            self._reader.seen.note(index, bytes.fromhex(digest), self._source.told(index))
+        for index, digest in zip(self._chosen.indices_of(share), digests, strict=True):
+            self._reader.digests.record(index, bytes.fromhex(digest), self._source.title(index))
         indices = self._chosen.indices
         self._chosen.skipped |= {indices[place]: why for place, why in skipped.items()}
-        self._reader.decodes += len(share.places) - len(skipped)
+        self._reader.decodes += len(share.positions) - len(skipped)
 
     @property
-    def whole(self) -> Share:
+    def complete_share(self) -> Share:
         """The feed's share; 1/1 if there are no shards."""
         if self.share is not None:
             return self.share
-        return share_of((1, 1), self.opened, self._names_digest())
+        return create_share((1, 1), self.entry_count, self._names_digest())
 
-    def so_far(self, samples: int) -> tuple[tuple[str, ...], dict[int, str]]:
+    def progress_after(self, samples: int) -> tuple[tuple[str, ...], dict[int, str]]:
         """Return the state after the first `samples` samples, even if more were read already.
 
         Returns:
@@ -277,29 +281,29 @@ class Feed:
             -> why the sample there was skipped.
         """
         most = samples * self.batch
-        read = self._chosen.reached(most) if most < self.count else self.opened
-        digests = tuple(self._reader.seen.hex(self._chosen.indices[:read]))
-        return digests, self._chosen.skipped_before(read)
+        read = self._chosen.count_entries(most) if most < self.count else self.entry_count
+        digests = tuple(self._reader.digests.hex(self._chosen.indices[:read]))
+        return digests, self._chosen.skipped_among(read)
 
-    def take_up(self, digests: Sequence[str], skipped: Mapping[int, str]) -> None:
-        """Resume from an earlier run's `so_far`: hash the samples it read, skip what it skipped.
+    def resume(self, digests: Sequence[str], skipped: Mapping[int, str]) -> None:
+        """Resume from an earlier run's `progress_after`: hash what it read, skip what it skipped.
 
         Raises:
             FeedError: a sample differs, or cannot be read (unless `skip_bad`).
         """
-        seen = self._reader.seen
+        seen = self._reader.digests
         with phase("hashing", len(digests), "samples") as step:
             for index, expected in zip(self._chosen.indices, digests, strict=False):
                 if index not in seen:
                     self._reader.hash(index)
-                if seen.of(index).hex() != expected:
+                if seen.digest(index).hex() != expected:
                     raise FeedError(
                         "--resume needs the samples that the interrupted run read, got another"
-                        f" {self._source.told(index)}; restore that file, or leave --resume out to"
+                        f" {self._source.title(index)}; restore that file, or leave --resume out to"
                         " begin anew"
                     )
                 step()
-        self._chosen.skip_places(skipped)
+        self._chosen.skip_positions(skipped)
 
     def samples(self, without: range = range(0)) -> SampleStream[Sample]:
         """Return a stream of {input name: array} with first dimension `batch`, in feed order.
@@ -318,55 +322,55 @@ class Feed:
     def _batches(self, without: range = range(0)) -> Iterator[Sample]:
         return iterate_batches(self._reader, self._chosen, self.batch, without)
 
-    def remember(self, first: int, spread: int = 0, shown: int = 0) -> None:
+    def cache_samples(self, first: int, spread: int = 0, shown: int = 0) -> None:
         """Cache samples on disk as they are read: the first ones, and those of `spread`.
 
         Args:
             first: number of samples at the beginning.
             spread: number of samples spread evenly over the feed.
-            shown: number of further samples spread evenly, with previews for `views`.
+            shown: number of further samples spread evenly, with previews for `previews`.
         """
         if self.batch > 1:  # `spread` returns the first samples then
             first, spread = max(first, spread), 0
         indices = self._chosen.indices
         early, seen = indices[: first * self.batch], spread_evenly(indices, shown)
         on_disk = (*early, *spread_evenly(indices, spread), *seen)
-        self._reader.remember(on_disk, Previews(self.preprocess, seen))
+        self._reader.cache_samples(on_disk, Previews(self.preprocess, seen))
 
-    def scatter(self) -> None:
+    def use_sampling_order(self) -> None:
         """Change to low-discrepancy order: the first n samples are spread over the feed."""
-        self._chosen.scatter()
+        self._chosen.use_sampling_order()
         self._names = ""
 
-    def reached(self, number: int) -> int:
+    def count_entries(self, number: int) -> int:
         """Return the number of images or rows up to and including the n-th good one."""
-        return self._chosen.reached(number)
+        return self._chosen.count_entries(number)
 
-    def keep(self, count: int) -> None:
+    def keep_first(self, count: int) -> None:
         """Drop all but the first `count` images or rows, and restore the order of the source."""
-        if count < self.opened:
-            note = f"{count} of {self.opened} samples are used, spread evenly over all"
+        if count < self.entry_count:
+            note = f"{count} of {self.entry_count} samples are used, spread evenly over all"
             self._notes = (*self._notes, note)
-        self._chosen.keep(count)
+        self._chosen.keep_first(count)
         self._names = ""
         self._good_labels = (-1, ())
 
-    def views(self) -> list[Preview]:
+    def previews(self) -> list[Preview]:
         """Return previews of the samples to show; samples not read so far are read now.
 
         Raises:
             FeedError: see `samples`.
         """
-        views = self._reader.views
+        views = self._reader.previews
         for _ in self._reader.walk(self._chosen, only=views.missing):
             pass
-        return views.found()
+        return views.in_order()
 
-    def picture(self, sample: Mapping[str, Array]) -> Array | None:
+    def to_image(self, sample: Mapping[str, Array]) -> Array | None:
         """Return the model's view of one sample, uint8 [H, W, 3]; None if it is no image."""
         return find_image(sample, self.preprocess)
 
-    def first(self, most: int) -> list[Sample]:
+    def first_samples(self, most: int) -> list[Sample]:
         """Return at most `most` first samples, and `SAMPLES_IN_MEMORY`; cached after one read.
 
         Raises:
@@ -374,7 +378,7 @@ class Feed:
         """
         return list(islice(self._batches(), min(most, SAMPLES_IN_MEMORY)))
 
-    def spread(self, most: int) -> Iterator[Sample]:
+    def spread_samples(self, most: int) -> Iterator[Sample]:
         """Yield at most `most` samples spread evenly over the feed, one at a time.
 
         The first samples of a feed sorted by class or time do not represent it. If the model
@@ -383,10 +387,10 @@ class Feed:
         Raises:
             FeedError: see `samples`.
         """
-        yield from (sample for _, sample in self.keyed(self.spread_keys(most)))
+        yield from (sample for _, sample in self.samples_by_key(self.spread_keys(most)))
 
     @property
-    def form(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """What is known before any sample is read, as plain JSON."""
         return {
             "kind": self._kind,
@@ -396,12 +400,12 @@ class Feed:
         }
 
     def spread_keys(self, most: int) -> tuple[int, ...]:
-        """Return the keys of the samples that `spread` yields, without known bad ones."""
+        """Return the keys of the samples that `spread_samples` yields, without known bad ones."""
         if self.batch > 1:
             return tuple(range(min(most, len(self))))
-        return tuple(spread_evenly(list(self._chosen.good()), most))
+        return tuple(spread_evenly(list(self._chosen.good_indices()), most))
 
-    def keyed(self, keys: Collection[int]) -> Iterator[tuple[int, Sample]]:
+    def samples_by_key(self, keys: Collection[int]) -> Iterator[tuple[int, Sample]]:
         """Yield (key, sample) for the given keys, in feed order, without bad ones.
 
         A key identifies a sample of this feed, whichever others turn out to be bad.
@@ -415,16 +419,16 @@ class Feed:
             numbered = enumerate(islice(self._batches(), max(keys) + 1))
             yield from ((key, sample) for key, sample in numbered if key in keys)
 
-    def key(self, number: int) -> int:
+    def sample_key(self, number: int) -> int:
         """Return the key of the n-th sample, from 1, of a pass over `samples` that reached it."""
-        return number - 1 if self.batch > 1 else self._chosen.numbered(number)
+        return number - 1 if self.batch > 1 else self._chosen.good_index(number)
 
     def manifest(self, first: int | None = None) -> dict[str, Any]:
         """Return what was fed, as plain JSON.
 
         Args:
-            first: describe only the first so many images or rows, as if `keep` had been called;
-                None for all.
+            first: describe only the first so many images or rows, as if `keep_first` had been
+                called; None for all.
 
         The digests are over the bytes of files or arrays, not over decoded pixels; samples that no
         pass has read are read now, and skipped samples count by their bytes. `sha256` does not
@@ -437,24 +441,24 @@ class Feed:
         indices = self._chosen.indices
         chosen = indices if first is None else sorted(indices[:first])
         self._reader.hash_unread(chosen)
-        seen = self._reader.seen
+        seen = self._reader.digests
         ordered = seen.combined(chosen)
         return {
-            **self.form,
+            **self.settings,
             "count": len(chosen),
             "sha256": seen.combined(chosen, by_size=True) if self.batch == 1 else ordered,
             "ordered_sha256": ordered,
         }
 
-    def digests(self, number: int) -> tuple[str, ...]:
+    def sample_digests(self, number: int) -> tuple[str, ...]:
         """Return the sha256 (hex) of each image or row of the n-th sample, from 1, of a pass."""
-        indices = self._chosen.as_given((number - 1) * self.batch, number * self.batch)
-        return tuple(self._reader.seen.hex(indices))
+        indices = self._chosen.last_pass_indices((number - 1) * self.batch, number * self.batch)
+        return tuple(self._reader.digests.hex(indices))
 
-    def called(self) -> dict[str, str]:
+    def name_by_digest(self) -> dict[str, str]:
         """Return sha256 (hex) -> name of every image or row; call after a pass or `manifest`."""
-        names = map(self._source.told, self._chosen.indices)
-        return dict(zip(self.seen, names, strict=True))
+        names = map(self._source.title, self._chosen.indices)
+        return dict(zip(self.entry_digests, names, strict=True))
 
 
 __all__ = ["SAMPLES_IN_MEMORY", "Feed", "Sample"]

@@ -60,7 +60,7 @@ class Share:
     names: str
 
     @property
-    def places(self) -> range:
+    def positions(self) -> range:
         """Places of this shard's samples in the whole list."""
         return range(self.number - 1, self.count, self.of)
 
@@ -68,7 +68,7 @@ class Share:
         return f"{self.number}/{self.of}"
 
 
-def share_of(shard: tuple[int, int], count: int, names: str) -> Share:
+def create_share(shard: tuple[int, int], count: int, names: str) -> Share:
     """Return the share of one shard.
 
     Args:
@@ -87,7 +87,7 @@ def share_of(shard: tuple[int, int], count: int, names: str) -> Share:
     return Share(number=number, of=of, count=count, names=names)
 
 
-def names_digest(names: Iterable[str]) -> str:
+def digest_names(names: Iterable[str]) -> str:
     """Return the digest of the samples' names, see `Share`."""
     digest = hashlib.sha256()
     for number, name in enumerate(names):
@@ -109,7 +109,7 @@ def sampling_order(count: int) -> NDArray[np.int64]:
     return np.asarray(places[np.sort(first)][:count], np.int64)
 
 
-def in_sampling_order(items: Sequence[int]) -> list[int]:
+def to_sampling_order(items: Sequence[int]) -> list[int]:
     """Return all items in low-discrepancy order."""
     return [items[place] for place in sampling_order(len(items))]
 
@@ -145,7 +145,7 @@ class Choice:
     """A choice among the samples of a source.
 
     Attributes:
-        most: maximum number of samples, spread evenly over the source; the first ones of what has
+        limit: maximum number of samples, spread evenly over the source; the first ones of what has
             no length, such as a generator.
         sample: maximum number of samples, drawn at random.
         seed: for `sample`; one seed always draws the same samples.
@@ -155,22 +155,22 @@ class Choice:
             i-th on.
 
     Raises:
-        ConfigError: a number below 1, both `most` and `sample`, or an invalid shard.
+        ConfigError: a number below 1, both `limit` and `sample`, or an invalid shard.
     """
 
-    most: int | None = None
+    limit: int | None = None
     sample: int | None = None
     seed: int = 0
     every: int | None = None
     shard: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("limit", self.most), ("sample", self.sample), ("every", self.every)):
+        for name, value in (("limit", self.limit), ("sample", self.sample), ("every", self.every)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be 1 or more, got {value}; leave it out to use all")
-        if self.most is not None and self.sample is not None:
+        if self.limit is not None and self.sample is not None:
             raise ConfigError(
-                f"samples are spread evenly or drawn by lot, got limit {self.most} and sample"
+                f"samples are spread evenly or drawn by lot, got limit {self.limit} and sample"
                 f" {self.sample}; leave one of them out"
             )
         if self.shard is not None and not 1 <= self.shard[0] <= self.shard[1]:
@@ -180,11 +180,11 @@ class Choice:
             )
 
     @property
-    def reach(self) -> int | None:
+    def required_samples(self) -> int | None:
         """How many first samples suffice for a source whose number of samples is not known."""
-        return None if self.most is None else (self.most - 1) * (self.every or 1) + 1
+        return None if self.limit is None else (self.limit - 1) * (self.every or 1) + 1
 
-    def of(self, count: int, *, usual: int = 1) -> tuple[Sequence[int], list[str]]:
+    def choose(self, count: int, *, usual: int = 1) -> tuple[Sequence[int], list[str]]:
         """Return the chosen places among `count` samples, ascending, of all shards; and notes.
 
         Args:
@@ -194,9 +194,9 @@ class Choice:
         every = self.every or usual
         places: Sequence[int] = range(0, count, every)
         notes = [f"every {_nth(every)} of {count} samples is used"] if every > 1 else []
-        if self.most is not None and self.most < len(places):
-            notes.append(f"{self.most} of {len(places)} samples are used, spread evenly over all")
-            places = spread_evenly(places, self.most)
+        if self.limit is not None and self.limit < len(places):
+            notes.append(f"{self.limit} of {len(places)} samples are used, spread evenly over all")
+            places = spread_evenly(places, self.limit)
         if self.sample is not None and self.sample < len(places):
             notes.append(
                 f"{self.sample} of {len(places)} samples are used, drawn by lot (seed {self.seed})"
@@ -217,7 +217,7 @@ def to_choice(limit: Limit) -> Choice:
     Raises:
         ConfigError: see `Choice`.
     """
-    return limit if isinstance(limit, Choice) else Choice(most=limit)
+    return limit if isinstance(limit, Choice) else Choice(limit=limit)
 
 
 def _nth(number: int) -> str:
@@ -249,66 +249,68 @@ class ChosenSamples:
         """Number of samples that are fed; known bad ones do not count."""
         return len(self.indices) - len(self.skipped)
 
-    def good(self) -> Iterator[int]:
+    def good_indices(self) -> Iterator[int]:
         """Yield the indices of samples that are not known to be bad by then."""
         return (index for index in self.indices if index not in self.skipped)
 
-    def placed(self) -> Iterator[tuple[int, int]]:
+    def iterate_positions(self) -> Iterator[tuple[int, int]]:
         """Yield (place in the whole list, index) of every sample."""
         return zip(self._all_places(), self.indices, strict=True)
 
     @property
-    def places(self) -> Sequence[int]:
+    def positions(self) -> Sequence[int]:
         """Places of the good samples in the whole list."""
         if not self.skipped:
             return self._all_places()
-        return _compact(place for place, index in self.placed() if index not in self.skipped)
+        return _compact(
+            place for place, index in self.iterate_positions() if index not in self.skipped
+        )
 
     def _all_places(self) -> range:
-        return range(len(self.indices)) if self.share is None else self.share.places
+        return range(len(self.indices)) if self.share is None else self.share.positions
 
     @property
-    def skipped_places(self) -> dict[int, str]:
+    def skipped_by_position(self) -> dict[int, str]:
         """Place in the whole list -> why the sample there was skipped."""
-        bad = ((place, index) for place, index in self.placed() if index in self.skipped)
+        bad = ((place, index) for place, index in self.iterate_positions() if index in self.skipped)
         return {place: self.skipped[index] for place, index in bad}
 
-    def skip_places(self, skipped: Mapping[int, str]) -> None:
+    def skip_positions(self, skipped: Mapping[int, str]) -> None:
         """Skip the samples at these places of the whole list."""
-        at = dict(self.placed())
+        at = dict(self.iterate_positions())
         self.skipped |= {at[place]: why for place, why in skipped.items()}
 
-    def of(self, share: Share) -> Sequence[int]:
+    def indices_of(self, share: Share) -> Sequence[int]:
         """Return the indices of a share of the samples."""
-        return self.indices[share.places.start : share.places.stop : share.places.step]
+        return self.indices[share.positions.start : share.positions.stop : share.positions.step]
 
-    def reached(self, number: int) -> int:
+    def count_entries(self, number: int) -> int:
         """Return the number of entries up to and including the n-th good sample, from 1."""
         numbered = enumerate(self.indices, 1)
         good = (place for place, index in numbered if index not in self.skipped)
         return next(islice(good, number - 1, None))
 
-    def numbered(self, number: int) -> int:
+    def good_index(self, number: int) -> int:
         """Return the index of the n-th good sample, from 1."""
         if not self.skipped:
             return self.indices[number - 1]
-        return next(islice(self.good(), number - 1, None))
+        return next(islice(self.good_indices(), number - 1, None))
 
-    def skipped_before(self, read: int) -> dict[int, str]:
-        """Return `skipped_places` of the first `read` samples only."""
-        placed = islice(self.placed(), read)
+    def skipped_among(self, read: int) -> dict[int, str]:
+        """Return `skipped_by_position` of the first `read` samples only."""
+        placed = islice(self.iterate_positions(), read)
         return {p: why for p, index in placed if (why := self.skipped.get(index)) is not None}
 
-    def as_given(self, first: int, stop: int) -> Iterator[int]:
-        """Yield good samples first..stop of the last pass, also those that `keep` dropped since."""
+    def last_pass_indices(self, first: int, stop: int) -> Iterator[int]:
+        """Yield good samples first..stop of the last pass, also those that were dropped since."""
         good = (index for index in self._passed if index not in self.skipped)
         return islice(good, first, stop)
 
-    def scatter(self) -> None:
+    def use_sampling_order(self) -> None:
         """Change to low-discrepancy order: the first n samples are spread over the source."""
-        self.indices = self._passed = _compact(in_sampling_order(self.indices))
+        self.indices = self._passed = _compact(to_sampling_order(self.indices))
 
-    def keep(self, count: int) -> None:
+    def keep_first(self, count: int) -> None:
         """Drop all but the first `count` samples, and restore the order of the source."""
         self.indices = _compact(sorted(self.indices[:count]))
         left = set(self.indices)

@@ -52,7 +52,7 @@ class SampleSource(Protocol):
     def sample_name(self, index: int) -> str:
         """Return the sample's name."""
 
-    def told(self, index: int) -> str:
+    def title(self, index: int) -> str:
         """Return the sample's name for messages."""
 
     def load(self, index: int) -> RawSample:
@@ -71,7 +71,7 @@ class VideoSource:
     """The frames of a video for one input.
 
     Attributes:
-        a_second: frames per second; 1 if the file does not say.
+        frames_per_second: frames per second; 1 if the file does not say.
 
     Raises:
         FeedError: OpenCV cannot read the file, or it has no frame.
@@ -86,7 +86,7 @@ class VideoSource:
         self._next = 0
         cv2 = opencv()
         self._count = int(self._capture.get(cv2.CAP_PROP_FRAME_COUNT))
-        self.a_second = max(round(self._capture.get(cv2.CAP_PROP_FPS) or 1), 1)
+        self.frames_per_second = max(round(self._capture.get(cv2.CAP_PROP_FPS) or 1), 1)
         if self._count < 1:
             raise FeedError(
                 f"video {images.printable_name(str(path))} must say how many frames it has, got"
@@ -100,7 +100,7 @@ class VideoSource:
         """Return the file's name and the frame's number, from 0."""
         return f"{self._path.name}#{index}"
 
-    def told(self, index: int) -> str:
+    def title(self, index: int) -> str:
         """Return the frame's name for messages."""
         return f"frame {index} of video {images.printable_name(self._path.name)}"
 
@@ -135,7 +135,7 @@ class VideoSource:
         if not there or pixels is None or pixels.dtype != np.uint8:
             why = f", its decoder says: {lines[-1]}" if lines else ""
             raise FeedError(
-                f"{self.told(index)} cannot be decoded, though the file claims {self._count}"
+                f"{self.title(index)} cannot be decoded, though the file claims {self._count}"
                 f" frames{why}"
             )
         frame: Array = pixels
@@ -203,15 +203,15 @@ def _orientation(tiff: bytes) -> int:
 class ImageSource:
     """Image files for one input."""
 
-    pictures: FileList
+    files: FileList
     spec: TensorSpec
-    how: Preprocess
+    preprocess: Preprocess
     of_16_bits: set[int] = field(default_factory=set, init=False)  # indices, of those decoded
 
     @property
     def _deep(self) -> bool:
         """Whether all 16 bits are fed."""
-        return self.how.deep and self.spec.dtype != "uint8"
+        return self.preprocess.deep and self.spec.dtype != "uint8"
 
     @property
     def note(self) -> str:
@@ -229,22 +229,22 @@ class ImageSource:
     @property
     def labels(self) -> tuple[int, ...] | None:
         """One label per image, or None."""
-        return self.pictures.labels
+        return self.files.labels
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.files)
 
     def sample_name(self, index: int) -> str:
         """Return the file's name."""
-        return self.pictures.name(index)
+        return self.files.name(index)
 
     def size(self, index: int) -> Size | None:
         """Return (height, width) of the image as decoded; None if it cannot be decoded."""
-        return decoded_size(self.pictures[index])
+        return decoded_size(self.files[index])
 
-    def told(self, index: int) -> str:
+    def title(self, index: int) -> str:
         """Return the image's name for messages."""
-        return f"image {images.printable_name(self.pictures.name(index))}"
+        return f"image {images.printable_name(self.files.name(index))}"
 
     def load(self, index: int) -> RawSample:
         """Return the file's bytes, hashed, and the function that decodes and preprocesses them.
@@ -260,22 +260,24 @@ class ImageSource:
         Raises:
             FeedError: the file cannot be read.
         """
-        return images.read_image_file(self.pictures[index])
+        return images.read_image_file(self.files[index])
 
     def raw(self, index: int, data: bytes) -> RawSample:
         """Return the same as `load` for bytes that were read before."""
         return RawSample(
             bytes_digest(data),
             lambda: self._decoded(index, data),
-            lambda: decode_image(data, self.pictures.name(index), grey=False),
+            lambda: decode_image(data, self.files.name(index), grey=False),
         )
 
     def _decoded(self, index: int, data: bytes) -> dict[str, Array]:
-        grey = self.how.color == "grey"
-        pixels = decode_image(data, self.pictures.name(index), grey=grey, deep=self._deep)
+        grey = self.preprocess.color == "grey"
+        pixels = decode_image(data, self.files.name(index), grey=grey, deep=self._deep)
         if read_bit_depth(data) == 16:
             self.of_16_bits.add(index)
-        how = with_image_size(self.how, (pixels.shape[0], pixels.shape[1]), self.told(index))
+        how = with_image_size(
+            self.preprocess, (pixels.shape[0], pixels.shape[1]), self.title(index)
+        )
         values = preprocess_image(pixels, how).astype(self.spec.dtype, copy=False)
         return {self.spec.name: values}
 
@@ -321,22 +323,22 @@ class RemoteSample:
     """One sample to be sent to another machine.
 
     Attributes:
-        told: its name in messages.
+        title: its name in messages.
         digest: of the sample as read; 32 bytes.
-        held: the bytes of an image file; or arrays by input; or the reason why there are none.
+        content: the bytes of an image file; or arrays by input; or the reason why there are none.
     """
 
     name: str
-    told: str
+    title: str
     digest: bytes
-    held: bytes | dict[str, Array] | str
+    content: bytes | dict[str, Array] | str
 
     @property
-    def weight(self) -> int:
+    def byte_count(self) -> int:
         """Approximate number of bytes to send."""
-        if isinstance(self.held, dict):
-            return sum(array.nbytes for array in self.held.values())
-        return len(self.held)
+        if isinstance(self.content, dict):
+            return sum(array.nbytes for array in self.content.values())
+        return len(self.content)
 
 
 def read_remote_samples(source: SampleSource, indices: Iterable[int]) -> list[RemoteSample]:
@@ -353,8 +355,8 @@ def read_remote_samples(source: SampleSource, indices: Iterable[int]) -> list[Re
                 digest, held = raw.digest, raw.decode()
         except FeedError as error:
             held = str(error)
-        name, told = source.sample_name(index), source.told(index)
-        samples.append(RemoteSample(name=name, told=told, digest=digest, held=held))
+        name, told = source.sample_name(index), source.title(index)
+        samples.append(RemoteSample(name=name, title=told, digest=digest, content=held))
     return samples
 
 
@@ -377,9 +379,9 @@ class RemoteSource:
         """Return the name on the sending machine."""
         return self._samples[index].name
 
-    def told(self, index: int) -> str:
+    def title(self, index: int) -> str:
         """Return the name for messages on the sending machine."""
-        return self._samples[index].told
+        return self._samples[index].title
 
     def load(self, index: int) -> RawSample:
         """Return the sample as sent.
@@ -388,7 +390,7 @@ class RemoteSource:
             FeedError: the sending machine could not read it; (when decoding) it is not complete.
         """
         one = self._samples[index]
-        held = one.held
+        held = one.content
         if isinstance(held, bytes):
             assert self._pictures is not None
             return self._pictures.raw(index, held)

@@ -134,7 +134,7 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
     path = Path(path)
     refuse_output(path, named=True)
     try:
-        mode = mode_at(path)
+        mode = file_mode(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = create_claimed_file(path.parent, prefix=PREFIX)
         try:
@@ -142,7 +142,7 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
             _flush(temporary)
             temporary.chmod(mode)
             temporary.replace(path)
-            flush_names(path.parent)
+            flush_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
             os.close(handle)
@@ -158,7 +158,7 @@ def remove_leftovers(folder: Path) -> int:
     removed = 0
     for leftover in Path(folder).glob(f"{PREFIX}*"):
         try:
-            if is_own(leftover) and leftover.is_file() and not is_claimed(leftover):
+            if belongs_to_user(leftover) and leftover.is_file() and not is_claimed(leftover):
                 leftover.unlink()
                 removed += 1
         except OSError:  # another process removed it first
@@ -176,14 +176,14 @@ def is_real_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def is_own(path: Path) -> bool:
+def belongs_to_user(path: Path) -> bool:
     """Whether `path` belongs to this user and is not a link."""
     with suppress(OSError):
         return not path.is_symlink() and path.stat().st_uid == os.geteuid()
     return False
 
 
-def flush_names(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     """Flush the names in a folder to disk if the file system can do that."""
     with suppress(OSError):
         _flush(folder)
@@ -197,7 +197,7 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def mode_at(path: Path) -> int:
+def file_mode(path: Path) -> int:
     """Return the permissions of an existing file, or those of a new one."""
     try:
         return path.stat().st_mode & 0o777

@@ -50,7 +50,7 @@ class Stage:
         self._handle = -1
 
     @property
-    def inside(self) -> Path:
+    def temporary_folder(self) -> Path:
         """The temporary folder, created on first use.
 
         Raises:
@@ -67,27 +67,27 @@ class Stage:
         Raises:
             ExportError: it cannot be created.
         """
-        folder = self.inside / RECORDS
+        folder = self.temporary_folder / RECORDS
         folder.mkdir(exist_ok=True)
         return folder
 
     @property
-    def begun(self) -> bool:
+    def has_files(self) -> bool:
         """Whether any file may have been written."""
         return self._inside is not None
 
-    def final(self, path: Path) -> Path:
+    def published_path(self, path: Path) -> Path:
         """Return the published path of a staged file; any other path unchanged."""
         if self._inside is None or self._inside not in path.parents:
             return path
         return self.folder / path.relative_to(self._inside)
 
-    def staged(self, path: Path) -> Path | None:
+    def staged_path(self, path: Path) -> Path | None:
         """Return where a file that will be published as `path` is staged; None if it is not."""
         parent = path.parent.resolve()
         if parent == (self.folder / RECORDS).resolve():
             return self.records / path.name
-        return self.inside / path.name if parent == self.folder.resolve() else None
+        return self.temporary_folder / path.name if parent == self.folder.resolve() else None
 
     def publish(self, complete: Callable[[], object] = lambda: None) -> None:
         """Publish the files, replacing those of the same names.
@@ -101,7 +101,7 @@ class Stage:
         try:
             with atomic.lock_folder(self.folder):
                 complete()
-                names = self.names()
+                names = self.file_names()
                 if (self.folder / RECORDS).is_symlink():
                     raise ExportError(
                         f"{self.folder / RECORDS} must be a folder, got a symbolic link; remove it,"
@@ -109,9 +109,9 @@ class Stage:
                     )
                 for name in names:
                     refuse_output(self.folder / name)
-                atomic.write_text(self.inside / _JOURNAL, json.dumps(names))
-                _move_all(self.inside, self.folder)
-                for kept in [kept_calibration(self.folder / name) for name in names]:
+                atomic.write_text(self.temporary_folder / _JOURNAL, json.dumps(names))
+                _move_all(self.temporary_folder, self.folder)
+                for kept in [saved_calibration_path(self.folder / name) for name in names]:
                     if not atomic.is_real_folder(kept.parent):
                         continue
                     kept.unlink(missing_ok=True)
@@ -123,19 +123,21 @@ class Stage:
                 " the next run into it finishes the publication"
             ) from error
 
-    def names(self) -> list[str]:
+    def file_names(self) -> list[str]:
         """Return the names of the files written, those of records as `calib8/name`."""
-        paths = [*self.inside.iterdir(), *(self.inside / RECORDS).glob("*")]
+        paths = [*self.temporary_folder.iterdir(), *(self.temporary_folder / RECORDS).glob("*")]
         written = (p for p in paths if p.is_file() and not p.name.startswith(atomic.PREFIX))
-        return sorted(p.relative_to(self.inside).as_posix() for p in written)
+        return sorted(p.relative_to(self.temporary_folder).as_posix() for p in written)
 
     def discard(self, names: Iterable[str]) -> None:
         """Remove the written files of these names; a complete calibration stays."""
-        kept = {name for calibration in _calibrations(self.inside) for name in calibration}
-        for name in set(names).intersection(self.names()) - kept:
-            (self.inside / name).unlink()
+        kept = {
+            name for calibration in _calibrations(self.temporary_folder) for name in calibration
+        }
+        for name in set(names).intersection(self.file_names()) - kept:
+            (self.temporary_folder / name).unlink()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Remove the temporary folder; keep a complete calibration for the next run."""
         if self._inside is None:
             return
@@ -171,11 +173,13 @@ def stage_files(folder: Path) -> Iterator[Stage]:
     except Exception:
         raise
     except BaseException as ended:  # an interrupt: tell the user what is saved
-        if stage.begun and any(_calibrations(stage.inside)):  # which outlives a failed run
+        if stage.has_files and any(
+            _calibrations(stage.temporary_folder)
+        ):  # which outlives a failed run
             ended.args = (*ended.args, f"the calibration is kept for the next build into {folder}")
         raise
     finally:
-        stage.end()
+        stage.close()
 
 
 def recover(folder: Path) -> None:
@@ -193,30 +197,30 @@ def recover(folder: Path) -> None:
         for stage in _dead_stages(folder):
             _finish(stage, folder)
         for stage in folder.glob(f"{atomic.PREFIX}*"):
-            if not atomic.is_own(stage):
+            if not atomic.belongs_to_user(stage):
                 say_progress(f"{stage} is a link or of another user, and is left alone")
 
 
-def is_mixed(folder: Path) -> bool:
+def has_unfinished_publication(folder: Path) -> bool:
     """Whether a run was killed while it moved its files into this folder; nothing is changed."""
     return any((stage / _JOURNAL).exists() for stage in _dead_stages(folder))
 
 
-def kept_calibration(cache: Path) -> Path:
+def saved_calibration_path(cache: Path) -> Path:
     """Return where a failed run's calibration for this cache is kept; it may not exist."""
     return cache.parent / _KEPT / cache.name
 
 
-def read_kept_calibration(cache: Path) -> Path | None:
+def find_saved_calibration(cache: Path) -> Path | None:
     """Return the calibration that a failed run of this user kept for this cache, if it exists."""
-    kept = kept_calibration(cache)
+    kept = saved_calibration_path(cache)
     return kept if atomic.is_real_folder(kept.parent) and kept.exists() else None
 
 
 def _dead_stages(folder: Path) -> list[Path]:
     """Return the stages of runs of this user that ended without cleaning up."""
     stages = [path for path in folder.glob(f"{atomic.PREFIX}*") if path.name != _KEPT]
-    own = [path for path in stages if atomic.is_own(path) and path.is_dir()]
+    own = [path for path in stages if atomic.belongs_to_user(path) and path.is_dir()]
     return sorted(path for path in own if not atomic.is_claimed(path))
 
 
@@ -227,7 +231,7 @@ def _finish(stage: Path, folder: Path) -> None:
     else:
         for names in _calibrations(stage):
             for name in names:
-                kept = kept_calibration(folder / name)
+                kept = saved_calibration_path(folder / name)
                 _make_folder(kept.parent.parent, folder)
                 _make_folder(kept.parent, folder)
                 (stage / name).replace(kept)
@@ -261,10 +265,10 @@ def _move(names: Iterable[str], stage: Path, folder: Path) -> None:
             source.unlink()
             continue
         _make_folder(target.parent, folder)
-        source.chmod(atomic.mode_at(target))
+        source.chmod(atomic.file_mode(target))
         source.replace(target)
     for parent in {(folder / name).parent for name in names}:
-        atomic.flush_names(parent)
+        atomic.flush_folder(parent)
 
 
 def _make_folder(path: Path, top: Path) -> None:

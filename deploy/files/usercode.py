@@ -60,7 +60,7 @@ def load_function(spec: str, *, what: str, form: str, error: type[Calib8Error]) 
 
 @contextmanager
 def wrap_user_errors(
-    what: str, *, error: type[Calib8Error], where: Callable[[BaseException], str] | None = None
+    what: str, *, error: type[Calib8Error], find_line: Callable[[BaseException], str] | None = None
 ) -> Iterator[None]:
     """Raise any exception of the user's code as one `error` with its file and line.
 
@@ -73,7 +73,7 @@ def wrap_user_errors(
     except (Calib8Error, KeyboardInterrupt, Terminated):
         raise
     except BaseException as raised:  # also SystemExit and GeneratorExit
-        line = (where or find_user_line)(raised)
+        line = (find_line or find_user_line)(raised)
         try:
             message = (str(raised).strip().splitlines() or [""])[0][:300]
         except Exception:  # from its own __str__
@@ -134,15 +134,15 @@ def _working_folder() -> str | None:
         return None
 
 
-def find_user_line(error: BaseException, *, besides: tuple[str, ...] = ()) -> str:
+def find_user_line(error: BaseException, *, library_folders: tuple[str, ...] = ()) -> str:
     """Return `file:line: code` of the deepest frame in the user's code, or ''.
 
     Args:
         error: the exception.
-        besides: folders whose frames are not the user's, like this package and libraries.
+        library_folders: folders whose frames are not the user's, like this package and libraries.
     """
     own = (Path(__file__).parents[1], sysconfig.get_path("stdlib"))
-    folders = [f"{folder}{os.sep}" for folder in (*own, *besides)]
+    folders = [f"{folder}{os.sep}" for folder in (*own, *library_folders)]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         ours = frame.filename.startswith(("<", *folders))
         if not ours and not {"importlib", "site-packages"} & set(Path(frame.filename).parts):

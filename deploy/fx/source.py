@@ -139,9 +139,9 @@ def load_module(spec: str, weights: Path | None = None) -> nn.Module:
 
 def user_code_line(error: BaseException) -> str:
     """Return `file:line: code` of the deepest frame outside torch and this package, or ''."""
-    return usercode.find_user_line(error, besides=(str(Path(torch.__file__).parent),))
+    return usercode.find_user_line(error, library_folders=(str(Path(torch.__file__).parent),))
 
 
 def wrap_user_errors(what: str) -> AbstractContextManager[None]:
     """Turn any exception of the user's code into a `ModelError` with its file and line."""
-    return usercode.wrap_user_errors(what, error=ModelError, where=user_code_line)
+    return usercode.wrap_user_errors(what, error=ModelError, find_line=user_code_line)

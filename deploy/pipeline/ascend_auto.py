@@ -128,7 +128,7 @@ def auto_calibrate(
     with stage_files(folder) as stage:
         request = BuildRequest(
             subject=subject,
-            folder=stage.inside,
+            folder=stage.temporary_folder,
             ranges=calibrated.ranges,
             feed=feed,
             manifest=feed.manifest(),
@@ -139,13 +139,13 @@ def auto_calibrate(
         records = target.records(request)
 
         def nearest() -> dict[str, str]:
-            samples = list(feed.spread(_NEAREST))
+            samples = list(feed.spread_samples(_NEAREST))
             return find_best_searches(plan.model, plan.graph, records, samples, threads=threads)
 
         ranking: list[tuple[str, float]] = []
         if strategy == BINARY:
             with phase("ranking the layers"):
-                first = evaluation.first(_RANKED)
+                first = evaluation.first_samples(_RANKED)
                 ranking = rank_layers(plan.model, layers, first, threads=threads)
         search = BudgetSearch(
             target=target,
@@ -164,7 +164,7 @@ def auto_calibrate(
         )
         made = _written(target, search, search.run(), plan)
         publish_build(build_origin(calibrated, [target], None), stage, replacing=())
-    return replace(made, written=tuple(map(stage.final, made.written)))
+    return replace(made, written=tuple(map(stage.published_path, made.written)))
 
 
 def _written(

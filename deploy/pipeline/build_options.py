@@ -190,7 +190,7 @@ def prepare_build(
     if evaluation is not None:  # opened first: a wrong path is reported before anything is run
         feed = evaluation.open(
             loaded.inputs,
-            carried=loaded.metadata_preprocess,
+            metadata_preprocess=loaded.metadata_preprocess,
             labels_by_folder=options.labels == BY_FOLDER,
         )
     objects = apply_labels(options.labels, feed)

@@ -20,7 +20,7 @@ from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.reuse import CachePolicy, as_policy
 from deploy.errors import Calib8Error
 from deploy.feed.evaluation import read_labels
-from deploy.feed.feed import Dataset, FeedSource, dataset_of
+from deploy.feed.feed import Dataset, FeedSource, to_dataset
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.sampling import Limit
 from deploy.files import atomic, manifest
@@ -134,9 +134,9 @@ def build(
         opened, images = open_torch_module(float_model, images)
         float_model = rereadable_model(opened)
     if images is not None:
-        dataset = dataset_of(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+        dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     if eval_images is not None:
-        evaluation = dataset_of(eval_images, preprocess=preprocess, skip_bad=skip_bad)
+        evaluation = to_dataset(eval_images, preprocess=preprocess, skip_bad=skip_bad)
     options = BuildOptions(
         calibration=CalibrationOptions(
             method=method,
@@ -199,7 +199,7 @@ def build_with(
         )
         options = build.options
         if options.settings is not None:
-            atomic.write_text(stage.inside / manifest.SETTINGS, options.settings)
+            atomic.write_text(stage.temporary_folder / manifest.SETTINGS, options.settings)
         replacing = None if options.calibration.cache.force else build.own_files
         origin = build_origin(calibration, options.targets, build.outside_cache)
         publish_build(origin, stage, replacing=replacing)
@@ -330,7 +330,7 @@ def _notes(build: PreparedBuild, calibration: CalibrationResult) -> list[str]:
         return notes
     known = calibration.feed.notes
     notes += [f"of the evaluation images: {one}" for one in evaluation.notes if one not in known]
-    if build.loaded.qdq is None and (shared := evaluation.shared(calibration.feed)):
+    if build.loaded.qdq is None and (shared := evaluation.count_shared(calibration.feed)):
         notes.append(
             f"{shared} of the {evaluation.count} evaluation images calibrated too; what clips looks"
             " better on these than on others"

@@ -159,7 +159,7 @@ def open_images(
             is_readable=False,
             observe=partial(from_shards, images),
         )
-    feed = images.open(loaded.inputs, carried=loaded.metadata_preprocess)
+    feed = images.open(loaded.inputs, metadata_preprocess=loaded.metadata_preprocess)
     return CalibrationImages(
         feed=feed,
         name=source_name(images.source),
@@ -251,7 +251,7 @@ def on_this_machine(run: CalibrationRun, verdict: CacheDecision, threads: int) -
                 runs=run.runs,
                 peaks=run.peaks,
                 checkpoint=checkpoint,
-                on_outputs=lambda number, values: outputs.add(feed.key(number), values),
+                on_outputs=lambda number, values: outputs.add(feed.sample_key(number), values),
                 halves=None if counted else watch.halves,  # a checkpoint does not hold the halves
                 should_stop=watch.is_enough if watch.decides else None,
             )
@@ -308,8 +308,8 @@ def calibrate_run(
     seen = run.images.observe(run, verdict, able)
     judges = run.judges
     if run.until is not None:
-        feed.keep(_reached(verdict, feed, watch))
-        feed.remember(0, run.evaluation_count, PREVIEW_COUNT)
+        feed.keep_first(_reached(verdict, feed, watch))
+        feed.cache_samples(0, run.evaluation_count, PREVIEW_COUNT)
         judges = make_evaluation_set(feed, subject.model, run.evaluation_count)
     ranges = Ranges(seen.observed, subject.method, subject.range_limits)
     agreement = watch.end(len(feed)) if verdict.missing else None
@@ -328,7 +328,7 @@ def calibrate_run(
     calibration = Calibration(
         observed=seen.observed,
         fingerprint=verdict.combined_fingerprint(make_fingerprint(subject, feed.manifest())),
-        outliers=(*verdict.outliers, *identify_outliers(run.peaks, feed.digests)),
+        outliers=(*verdict.outliers, *identify_outliers(run.peaks, feed.sample_digests)),
         until=known.until if known else run.until,
     )
     text = own.text if own else None
@@ -366,7 +366,7 @@ def _calibrated(
     subject, feed, path = run.subject, run.feed, run.policy.path
     places = {(o.variant.key, o.tensor) for o in run.observations}
     own = [one for one in outliers if (one.variant, one.tensor) in places]
-    far = (describe_outliers(own, feed.called()),) if own else ()
+    far = (describe_outliers(own, feed.name_by_digest()),) if own else ()
     return CalibrationResult(
         subject=subject,
         images=run.images.name,
@@ -398,7 +398,7 @@ def _reached(verdict: CacheDecision, feed: Feed, watch: StabilityMonitor) -> int
     if not verdict.missing:
         assert verdict.stored is not None
         return verdict.stored.count
-    return feed.reached(watch.samples) if watch.stopped else feed.opened
+    return feed.count_entries(watch.samples) if watch.stopped else feed.entry_count
 
 
 def _resumed(checkpoint: Checkpoint | None, watch: StabilityMonitor) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from deploy.calibration.sample_checks import StabilityRule
 from deploy.calibration.shards import ShardSet, refuse_ordered
 from deploy.calibration.stability import StabilityMonitor, refuse_until_stable
 from deploy.errors import Calib8Error, ConfigError, ModelError
-from deploy.feed.feed import Dataset, FeedSource, dataset_of
+from deploy.feed.feed import Dataset, FeedSource, to_dataset
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.preview import PREVIEW_COUNT
 from deploy.feed.samples import Feed
@@ -126,7 +126,7 @@ def calibrate(
         checkpoint=None if checkpoint is None else Path(checkpoint),
     )
     model, images = open_torch_module(model, images, preprocess)
-    dataset = dataset_of(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     return calibrate_with(model, dataset, options, targets=make_targets(targets))
 
 
@@ -208,7 +208,7 @@ def calibrate_loaded(
     policy, cluster = options.cache, as_cluster(options.scheduler)
     source = open_images(loaded, images, cluster=cluster)
     feed = source.feed
-    feed.remember(0, evaluation_count, PREVIEW_COUNT)
+    feed.cache_samples(0, evaluation_count, PREVIEW_COUNT)
     checkpoint = _checkpoint_path(options)
     _refuse_foreign(policy)
     asked = options.method
@@ -217,7 +217,7 @@ def calibrate_loaded(
         user_model=given,
         samples=len(feed),
         batch=feed.batch,
-        filled=feed.filled,
+        filled=feed.padded_sample_count,
         method=asked if isinstance(asked, Method) else Method.of(asked or DEFAULT_METHOD),
         task=task,
         float_nodes=match_nodes(loaded.model, options.float_nodes),
@@ -290,13 +290,13 @@ def already_calibrated(
         opened, name = Dataset(source=random_feeds(loaded.inputs, count=_TRIED)), "random numbers"
     else:
         opened, name = dataset, source_name(dataset.source)
-    feed = opened.open(loaded.inputs, carried=loaded.metadata_preprocess)
-    feed.remember(0, CANDIDATES, PREVIEW_COUNT)
+    feed = opened.open(loaded.inputs, metadata_preprocess=loaded.metadata_preprocess)
+    feed.cache_samples(0, CANDIDATES, PREVIEW_COUNT)
     subject = CalibrationSubject(
         loaded=loaded,
         samples=len(feed),
         batch=feed.batch,
-        filled=feed.filled,
+        filled=feed.padded_sample_count,
         method=Method.of(),
         trt_version=trt_version or _builds_here(targets),
     )
@@ -393,7 +393,7 @@ def _watch(
     searched = [o for o in listed if o.statistic == subject.statistic and not o.is_order_dependent]
     if until is not None:
         refuse_until_stable(feed, listed, searched, trusted=trusted)
-        feed.scatter()
+        feed.use_sampling_order()
     alone = searched if feed.share is None else ()  # half of a shard tells nothing of all images
     return StabilityMonitor(
         alone, lambda seen: Ranges(seen, subject.method, subject.range_limits), until

@@ -83,7 +83,7 @@ class TrialInputs:
         if self.dataset is None:
             made = random_feeds(loaded.inputs, shapes=self.shapes, count=_TRIED)
             return open_feed(made, loaded.inputs)
-        return self.dataset.open(loaded.inputs, carried=loaded.metadata_preprocess)
+        return self.dataset.open(loaded.inputs, metadata_preprocess=loaded.metadata_preprocess)
 
 
 @guard_inputs()
@@ -195,7 +195,7 @@ class _Deployment:
         with stage_files(out) as stage:
             request = BuildRequest(
                 subject=self.subject,
-                folder=stage.inside,
+                folder=stage.temporary_folder,
                 earlier_folder=stage.folder,
                 ranges=Ranges(ObservedStatistics(), self.subject.method, {}),
                 feed=feed,
@@ -209,7 +209,7 @@ class _Deployment:
             made_from = {
                 "versions": {"calib8": __version__},
                 "model": source,
-                "shapes": {name: array.shape for name, array in feed.first(1)[0].items()},
+                "shapes": {name: array.shape for name, array in feed.first_samples(1)[0].items()},
                 "scales": {"name": scales.name, "sha256": sha256(data)},
                 "targets": [self.target.name],
             }
@@ -232,7 +232,7 @@ class _Deployment:
                     nodes=node_rows(built.decisions),
                     weights=weight_rows(built.weights),
                     files=file_rows(built.files, stage),
-                    runnable=str(stage.final(built.files["fake-quant model"])),
+                    runnable=str(stage.published_path(built.files["fake-quant model"])),
                     notes=built.notes,
                 ),
             ),

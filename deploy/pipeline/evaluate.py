@@ -290,7 +290,7 @@ def choose_evaluation(
             sample_count=len(calibration),
             image_count=calibration.count,
             labels=None,
-            find_key=calibration.key,
+            find_key=calibration.sample_key,
             metric=metric,
         )
     if labels is None and evaluation.labels is not None:
@@ -459,7 +459,7 @@ class CandidateImages:
         new_numbers = [number for number in range(start, start + batch) if number in watched]
         rows = split_batch(sample, batch) if new_numbers else []
         for number in new_numbers:
-            picture = self._feed.picture(rows[number - start])
+            picture = self._feed.to_image(rows[number - start])
             if picture is not None:
                 self._stored[number] = shrink_image(picture, _PICTURE_SIDE)
 

@@ -290,7 +290,7 @@ def _choose_reference(
     keys = _first_key(samples)
     if not keys or keys[0] not in observed_outputs:
         return float_outputs, True
-    (sample,) = samples.feed.first(1)
+    (sample,) = samples.feed.first_samples(1)
     file_values = float_outputs.get(keys[0], sample)
     if outputs_match(file_values, observed_outputs.get(keys[0], sample)):
         return observed_outputs, True
@@ -324,7 +324,7 @@ def _measure_latency(
     """Return the latency of all sessions; devices are timed separately, so as not to cool down."""
     if duration_s <= 0:
         return {}
-    samples = calibration.first(_LATENCY_SAMPLES)
+    samples = calibration.first_samples(_LATENCY_SAMPLES)
     on_device = {name: s for name, s in sessions.items() if isinstance(s, DeviceSession)}
     on_host = {name: s for name, s in sessions.items() if name not in on_device}
     latency: dict[str, Latency] = {}
@@ -402,7 +402,7 @@ def _sample_notes(
             f"accuracy was measured on {count} of the calibration images{layers}; --eval-images"
             " gives others, which tell more"
         )
-        if calibration.labelled:
+        if calibration.has_labels:
             yield "labels of images that calibrate are not used; --eval-images takes both"
     elif layers:
         yield f"accuracy was measured on {count} evaluation images{layers}"

@@ -120,7 +120,7 @@ def write_pages(report: Report, stage: Stage) -> None:
     for name, page in zip(
         manifest.PAGES, (text, to_markdown(report), to_html(report)), strict=True
     ):
-        atomic.write_text(stage.inside / name, page)
+        atomic.write_text(stage.temporary_folder / name, page)
 
 
 def build_origin(
@@ -137,7 +137,9 @@ def build_origin(
         "versions": {"calib8": __version__, **feed_versions(fed["kind"])},
         "model": {"name": calibrated.loaded.name, "sha256": calibrated.loaded.digest},
         "images": fed,
-        "shapes": {name: array.shape for name, array in calibrated.feed.first(1)[0].items()},
+        "shapes": {
+            name: array.shape for name, array in calibrated.feed.first_samples(1)[0].items()
+        },
         "method": calibrated.method.label,
         "targets": [target.name for target in targets],
     }
@@ -156,11 +158,11 @@ def publish_build(
     """
 
     def complete() -> None:
-        names = stage.names()
+        names = stage.file_names()
         if replacing is not None:
             others = [name for name in names if name not in replacing]
             manifest.refuse_foreign(stage.folder, others, force=False)
-        manifest.write_manifest(stage.inside, stage.folder, names, made_from)
+        manifest.write_manifest(stage.temporary_folder, stage.folder, names, made_from)
 
     stage.publish(complete)
 
@@ -188,7 +190,7 @@ def feed_part(feed: Feed, source: str) -> FeedPart:
         prepared=describe_preprocessing(feed),
         skipped=feed.skipped,
         digest=fed.get("sha256"),
-        pictures=pictures_part(feed.views(), feed.preprocess),
+        pictures=pictures_part(feed.previews(), feed.preprocess),
     )
 
 
@@ -309,7 +311,11 @@ def _left_over(name: str, target: str, stage: Stage) -> Iterator[str]:
     """A note on files of an earlier build of the same model that this one did not write."""
     endings = TARGETS[target].writes if target in TARGETS else ()
     names = [f"{name}{ending}" for ending in endings]
-    left = [n for n in names if (stage.folder / n).exists() and not (stage.inside / n).exists()]
+    left = [
+        n
+        for n in names
+        if (stage.folder / n).exists() and not (stage.temporary_folder / n).exists()
+    ]
     if left:
         yield f"not of this build, but of an earlier one in {stage.folder}: {', '.join(left)}"
 
@@ -340,7 +346,7 @@ def file_rows(files: Mapping[str, Path], stage: Stage) -> tuple[FileRow, ...]:
     return tuple(
         FileRow(
             role=role,
-            path=str(stage.final(path)),
+            path=str(stage.published_path(path)),
             size_bytes=path.stat().st_size,
             sha256=sha256(path.read_bytes()),
         )
@@ -350,14 +356,14 @@ def file_rows(files: Mapping[str, Path], stage: Stage) -> tuple[FileRow, ...]:
 
 def _final(path: Path | str | None, stage: Stage) -> str | None:
     """The final path of a written file, as text."""
-    return None if path is None else str(stage.final(Path(path)))
+    return None if path is None else str(stage.published_path(Path(path)))
 
 
 def _cache_now(calibrated: CalibrationResult, stage: Stage) -> Path | None:
     """The cache of this run: in the stage where it appears with the build."""
     if calibrated.cache is None:
         return None
-    staged = stage.staged(calibrated.cache)
+    staged = stage.staged_path(calibrated.cache)
     return staged if staged is not None and staged.exists() else calibrated.cache
 
 

@@ -105,7 +105,7 @@ def build_targets(
         if target.name in calibrated.failures:
             results.append(BuildResult(target=target.name, error=calibrated.failures[target.name]))
             continue
-        before = stage.names()
+        before = stage.file_names()
         try:
             chosen = request.with_choices(plans[target.name].plan.choices)
             with phase(target.name):
@@ -118,7 +118,7 @@ def build_targets(
         except (SampleChangedError, MemoryError, OSError):  # of the run, not of the target
             raise
         except Exception as error:
-            stage.discard({*stage.names()}.difference(before))
+            stage.discard({*stage.file_names()}.difference(before))
             errors.append(with_log(error, calibrated.loaded.name, stage))
             results.append(BuildResult(target=target.name, error=str(errors[-1])))
     if errors and all(result.error and not result.files for result in results):
@@ -161,7 +161,7 @@ def discard_failed(
 def _request(calibrated: CalibrationResult, stage: Stage, threads: int, cpu: str) -> BuildRequest:
     return BuildRequest(
         subject=calibrated.subject,
-        folder=stage.inside,
+        folder=stage.temporary_folder,
         earlier_folder=stage.folder,
         ranges=calibrated.ranges,
         feed=calibrated.feed,

@@ -130,10 +130,10 @@ def pictures_part(views: Iterable[Preview], how: Preprocess | None) -> PicturesP
     rows = tuple(
         ViewRow(
             name=printable_name(view.name),
-            model_input=raster(view.fed),
-            model_input_size=view.size,
-            original=None if view.given is None else raster(view.given),
-            original_size=view.given_size,
+            model_input=raster(view.input_image),
+            model_input_size=view.input_size,
+            original=None if view.source_image is None else raster(view.source_image),
+            original_size=view.source_size,
         )
         for view in views
     )

@@ -53,7 +53,7 @@ def _shapes(request: BuildRequest) -> Iterator[SampleShapes]:
     inputs = (dims(value) or () for value in runtime_inputs(request.model.graph))
     fixed = all(isinstance(size, int) and size > 0 for shape in inputs for size in shape[1:])
     feed = request.feed
-    samples = feed.first(1) if fixed or feed.one_size else feed.samples()
+    samples = feed.first_samples(1) if fixed or feed.has_fixed_size else feed.samples()
     with phase("sizes of the samples", len(feed), "samples") as step:
         for sample in samples:
             yield tuple((name, tuple(map(int, array.shape))) for name, array in sample.items())

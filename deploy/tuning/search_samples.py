@@ -350,7 +350,13 @@ class GrowingComparison:
         Raises:
             BackendError: ONNX Runtime refused a sample.
         """
-        run_in_order(self._new(most), self._work, self._take, threads=threads, after=len(self.keys))
+        run_in_order(
+            self._new(most),
+            self._work,
+            self._take,
+            threads=threads,
+            first_number=len(self.keys) + 1,
+        )
         assert self._comparison is not None
         return self._comparison.result()
 
@@ -397,7 +403,7 @@ def halved_requests(
     )  # shared by the targets
     new = halves[0].missing(wanted)
     ran(len(second) if new else 0)
-    samples = (sample for _, sample in request.feed.keyed(second))
+    samples = (sample for _, sample in request.feed.samples_by_key(second))
     if new:
         halves[0] = halves[0].merged_with(observe(new, samples, threads=request.threads))
     rest = ObservedStatistics(_subtracted(ranges, wanted, halves[0]))

@@ -270,7 +270,7 @@ def _shards(folder: Path) -> list[bytes]:
 
     subject = made(folder / "seeded")
     path = folder / "one.shard"
-    choice = Choice(most=4, shard=(1, 1))
+    choice = Choice(limit=4, shard=(1, 1))
     write_shard(calibrate(subject.model, subject.pictures(0), limit=choice, threads=1), path)
     return [path.read_bytes()]
 

@@ -46,7 +46,9 @@ def read_metadata_preprocess(
         except ConfigError as error:
             return MetadataPreprocess(f"{where} ({writer})", reason=str(error))
         if result is not None:
-            return MetadataPreprocess(f"{where} ({writer}{result.detail})", how=result.preprocess)
+            return MetadataPreprocess(
+                f"{where} ({writer}{result.detail})", preprocess=result.preprocess
+            )
     return None
 
 

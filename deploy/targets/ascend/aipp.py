@@ -493,7 +493,7 @@ def write_aipp_files(
         files["compression options"] = atomic.write_text(path, write_compression_options())
 
     notes = list(aipp.host_notes)
-    samples = request.feed.first(_CHECKED_SAMPLES)
+    samples = request.feed.first_samples(_CHECKED_SAMPLES)
     results = [measure_aipp_error(aipp, preprocess, source, sample) for sample in samples]
     errors = [error for error in results if error is not None]
     if errors:

@@ -462,7 +462,7 @@ def deploy_model_note(
     model: onnx.ModelProto, layers: Mapping[str, QuantLayer], request: BuildRequest
 ) -> str:
     """Return a note on how a build's deploy model compares with its fake-quant model."""
-    samples = request.feed.first(_CHECKED_SAMPLES)
+    samples = request.feed.first_samples(_CHECKED_SAMPLES)
     try:
         comparison = compare_deploy_model(model, layers, samples, threads=request.threads)
     except ModelError as error:

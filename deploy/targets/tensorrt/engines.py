@@ -100,7 +100,7 @@ def load_gpu_cache(path: Path, fingerprint: Fingerprint) -> bytes | None:
 
     If there is none, the cache of a build that failed after its calibration is tried.
     """
-    for place in filter(None, (path, staging.read_kept_calibration(path))):
+    for place in filter(None, (path, staging.find_saved_calibration(path))):
         with suppress(CacheError):
             text, origin = store.read_cache_text(place)
             if origin == fingerprint:
@@ -161,7 +161,7 @@ def _values(sample: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def first_sample(request: BuildRequest) -> Mapping[str, Any]:
     """Return the inputs of the first sample, by name."""
-    (sample,) = request.feed.first(1)
+    (sample,) = request.feed.first_samples(1)
     return sample
 
 

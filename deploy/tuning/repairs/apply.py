@@ -283,7 +283,7 @@ class _TrialBuilds:
         folder: Path,
         threads: int,
     ) -> None:
-        self.samples = feed.first(max(2, _SAMPLES // 2 * len(feed) // max(feed.count, 1)))
+        self.samples = feed.first_samples(max(2, _SAMPLES // 2 * len(feed) // max(feed.count, 1)))
         self._targets = list(targets)
         self._feed, self._folder, self._threads = feed, folder, threads
         self.judge = SampleComparison(subject, self.samples, threads=threads)
