@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from scripts import house
+from tests.test_layout import check_imports
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((Path(__file__).parent / "recipes").glob("*.patch"))
@@ -29,8 +30,9 @@ pytestmark = [
 def tree(tmp_path_factory) -> Path:
     """A copy of the packages with the recipes applied."""
     copy = tmp_path_factory.mktemp("recipes") / "calib8"
-    for name in ("deploy", "calibrators"):
+    for name in ("calib8", "deploy", "calibrators"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "setup.cfg", copy)
     for patch in RECIPES:
         run(["git", "apply", "--whitespace=nowarn", str(patch)], copy)
     return copy
@@ -99,8 +101,7 @@ def test_the_parameter_of_the_toy_search_is_refused_elsewhere(tree):
         calib8(tree, "build", *FEED, "--method", "mse", "--sigma", 4)
 
 
-def test_the_law_holds_with_the_additions(tree):
+def test_imports_keep_to_the_contracts_with_the_additions(tree):
     known = house.modules(tree)
     assert set(known) - set(house.modules(ROOT)) == {"calibrators.ksigma", "deploy.targets.toy"}
-    said = house.figures(known, house.arrows(known))
-    assert "climbs: 0" in said and "circles: 0" in said
+    assert check_imports(tree).returncode == 0
