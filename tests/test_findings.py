@@ -30,7 +30,7 @@ from deploy.report.charts import weight_strip
 from deploy.report.parts import EngineRow, TargetPart, TrialRow
 from deploy.report.previews import box_rows
 from deploy.report.report_rows import MAX_STRIPS, weight_rows
-from deploy.report.sections import trials
+from deploy.report.sections import trial_table
 from deploy.targets.stored_weights import StoredWeight, make_stored_weight, read_stored_weights
 from deploy.targets.tensorrt.cache_qdq import to_qdq
 from deploy.tasks.boxes import BoxDetection
@@ -194,7 +194,7 @@ def test_what_was_tried_stands_side_by_side_with_what_was_built_marked():
         TrialRow(what="broken", sqnr_db=math.nan, time=0.25),
         TrialRow(what="noise", sqnr_db=-3.0, time=0.25),
     )
-    html = block_html(trials(tried))
+    html = block_html(trial_table(tried))
     lengths = re.findall(r'<rect class="(\w+)" width="([\d.]+)" y="2"', html)
     assert lengths == [("tried", "60.0"), ("kept", "120.0"), ("tried", "120.0"),
                        ("tried", "0.0"), ("tried", "0.0")]  # fmt: skip

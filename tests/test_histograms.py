@@ -17,7 +17,7 @@ from deploy.report import Report, parts, report_rows, to_html
 from deploy.report.blocks import sections_html
 from deploy.report.charts import histogram
 from deploy.report.report_rows import MAX_BARS, histogram_part
-from deploy.report.sections import tensors as tensor_sections
+from deploy.report.sections import tensor_sections
 from deploy.tuning.search_options import Tuning
 from tests.models import run_command
 
@@ -207,7 +207,7 @@ def test_a_trusted_cache_has_no_histograms(command, made, small_cnn, pictures, t
 
 
 def test_only_the_worst_are_drawn(monkeypatch, small_cnn, pictures, tmp_path):
-    monkeypatch.setattr(report_rows, "WORST", 2)
+    monkeypatch.setattr(report_rows, "MAX_HISTOGRAMS", 2)
     report = build(small_cnn, pictures, targets=["tensorrt"], out=tmp_path, **PLAIN)
     rows = report.targets[0].tensors
     told = sorted(row.sqnr_db for row in rows if row.sqnr_db is not None)
@@ -229,7 +229,7 @@ def test_a_page_of_two_hundred_tensors_is_small(made):
     rows = tuple(
         row(
             name=f"/backbone/stage.{n // 10}/block.{n % 10}/conv/Conv_output_0", sqnr_db=20.0 + n,
-            clipped=0.001, histogram=part if n < report_rows.WORST else None,
+            clipped=0.001, histogram=part if n < report_rows.MAX_HISTOGRAMS else None,
         )
         for n in range(200)
     )  # fmt: skip
@@ -240,4 +240,4 @@ def test_a_page_of_two_hundred_tensors_is_small(made):
     )
     target = parts.TargetPart(name="onnxruntime", tensors=rows, weights=weights)
     page = to_html(Report(targets=(target,)))
-    assert page.count('class="hist"') == report_rows.WORST and len(page.encode()) < 450_000
+    assert page.count('class="hist"') == report_rows.MAX_HISTOGRAMS and len(page.encode()) < 450_000

@@ -18,8 +18,7 @@ from deploy.report.figures import encodable
 
 PRINTED = 25  # rows of a table on paper, at most
 
-_NOTE = '<p class="sub">'
-_FEW = 8  # names shown unfolded in a cell
+_MAX_UNFOLDED_NAMES = 8  # in a cell
 _RUN = 20  # letters without a break before a name may be broken anywhere
 _PIECE = re.compile(rf".{{1,{_RUN}}}?(?:[/._:,;\-]+|$)|.{{1,{_RUN}}}", re.DOTALL)
 _MARKS = re.compile(r"[\\`*_\[\]|<>#]")  # marks of Markdown and HTML
@@ -30,7 +29,13 @@ Cell = str | tuple[str, ...]  # a text, or names that the page folds if there ar
 
 @dataclass(frozen=True, slots=True)
 class Paragraph:
-    """A sentence; `link` is a file next to the report, named at its end; `note` is small print."""
+    """A sentence.
+
+    Attributes:
+        text: the sentence.
+        link: file next to the report, named at the end of the sentence; "" for none.
+        note: whether it is small print.
+    """
 
     text: str
     link: str = ""
@@ -39,14 +44,23 @@ class Paragraph:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """A heading inside a section."""
+    """A heading inside a section.
+
+    Attributes:
+        text: the heading.
+    """
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Bullets:
-    """A list of sentences; `kind` is its class in the page."""
+    """A list of sentences.
+
+    Attributes:
+        sentences: one per item.
+        kind: class of the list in the page.
+    """
 
     sentences: Sequence[str]
     kind: str = "notes"
@@ -54,25 +68,40 @@ class Bullets:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A list of terms and their values."""
+    """A list of terms and their values.
+
+    Attributes:
+        pairs: (term, value).
+    """
 
     pairs: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table, whose first column has the names."""
+    """A table, whose first column has the names.
+
+    Attributes:
+        heads: name of each column.
+        rows: one cell per column.
+        kind: class of the table in the page.
+        drawn: a second column on the page: its head, the drawings as SVG, and their legend.
+    """
 
     heads: Sequence[str]
-    rows: Sequence[Sequence[Cell]]  # one cell per column
-    kind: str = "figures"  # class of the table in the page
-    # a second column on the page: its head, the drawings as SVG, and their legend
+    rows: Sequence[Sequence[Cell]]
+    kind: str = "figures"
     drawn: tuple[str, Sequence[str], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """HTML or SVG for the page only, as a figure if it has a caption."""
+    """HTML or SVG for the page only, as a figure if it has a caption.
+
+    Attributes:
+        body: HTML or SVG, already escaped.
+        caption: plain text; "" for none.
+    """
 
     body: str
     caption: str = ""
@@ -83,12 +112,19 @@ Block = Paragraph | Heading | Bullets | Facts | Table | Drawing
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section of the report."""
+    """A section of the report.
+
+    Attributes:
+        title: plain text.
+        blocks: contents, in order.
+        rows: number of rows or sentences, shown in the page's heading; 0 shows nothing.
+        folded: whether the page shows it closed until the reader opens it.
+    """
 
     title: str
     blocks: Sequence[Block]
-    rows: int = 0  # number of rows or sentences, shown in the page's heading; 0 shows nothing
-    folded: bool = True  # whether the page shows it closed until the reader opens it
+    rows: int = 0
+    folded: bool = True
 
     @property
     def heading(self) -> str:
@@ -100,41 +136,45 @@ def block_html(block: Block) -> str:
     """Return a block as HTML; its texts are escaped."""
     match block:
         case Paragraph(text, link, note):
-            after = f' <a href="{escape(_url(link))}">{escape(link)}</a>.' if link else ""
-            return f"{_NOTE if note else '<p>'}{escape(text)}{after}</p>"
+            start = '<p class="sub">' if note else "<p>"
+            anchor = f' <a href="{escape(_url(link))}">{escape(link)}</a>.' if link else ""
+            return f"{start}{escape(text)}{anchor}</p>"
         case Heading(text):
             return f"<h3>{escape(text)}</h3>"
         case Bullets(sentences, kind):
             items = "".join(f"<li>{escape(text)}</li>" for text in sentences)
             return f'<ul class="{kind}">{items}</ul>'
         case Facts(pairs):
-            rows = (f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in pairs)
+            rows = (f"<dt>{escape(term)}</dt><dd>{escape(value)}</dd>" for term, value in pairs)
             return f"<dl>{''.join(rows)}</dl>"
         case Table():
-            return _table(block)
+            return _table_html(block)
+        case Drawing(body, ""):
+            return body
         case Drawing(body, caption):
-            words = f"<figcaption>{escape(caption)}</figcaption>"
-            return f"<figure>{body}{words}</figure>" if caption else body
+            return f"<figure>{body}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def block_markdown(block: Block) -> str:
     """Return a block as Markdown; "" for a drawing."""
     match block:
         case Paragraph(text, link):
-            after = f" [{escape_markdown(link)}]({_url(link)})." if link else ""
-            return escape_markdown(text) + after
+            anchor = f" [{escape_markdown(link)}]({_url(link)})." if link else ""
+            return escape_markdown(text) + anchor
         case Heading(text):
             return f"### {escape_markdown(text)}"
         case Bullets(sentences):
             return "\n".join(f"- {escape_markdown(text)}" for text in sentences)
         case Facts(pairs):
-            return "\n".join(f"- {escape_markdown(f'{key}: {value}')}" for key, value in pairs)
+            return "\n".join(f"- {escape_markdown(f'{term}: {text}')}" for term, text in pairs)
         case Table(heads, rows):
-            lines = (heads, ["---"] * len(heads), *rows)
-            cells = ([escape_markdown(_text(cell)) for cell in line] for line in lines)
-            return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+            return "\n".join(map(_row_markdown, (heads, ["---"] * len(heads), *rows)))
         case Drawing():
             return ""
+
+
+def _row_markdown(row: Sequence[Cell]) -> str:
+    return f"| {' | '.join(escape_markdown(_cell_text(cell)) for cell in row)} |"
 
 
 def sections_html(sections: Sequence[Section]) -> Iterator[str]:
@@ -151,8 +191,8 @@ def sections_html(sections: Sequence[Section]) -> Iterator[str]:
 def sections_markdown(sections: Iterable[Section]) -> Iterator[str]:
     """Yield every section as Markdown, without those that are all drawings."""
     for section in sections:
-        body = [text for text in map(block_markdown, section.blocks) if text]
-        yield from (f"## {escape_markdown(section.title)}", *body) if body else ()
+        if body := "\n\n".join(filter(None, map(block_markdown, section.blocks))):
+            yield f"## {escape_markdown(section.title)}\n\n{body}"
 
 
 def table_of_contents(sections: Sequence[Section]) -> str:
@@ -170,57 +210,63 @@ def _anchored(sections: Sequence[Section]) -> Iterator[tuple[str, Section]]:
     """Yield each section with a unique id made of its title."""
     used: set[str] = set()
     for section in sections:
-        plain = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-") or "section"
-        names = (f"{plain}-{number}" if number else plain for number in range(len(sections)))
-        anchor = next(name for name in names if name not in used)
+        name = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-") or "section"
+        anchor, number = name, 0
+        while anchor in used:
+            number += 1
+            anchor = f"{name}-{number}"
         used.add(anchor)
         yield anchor, section
 
 
 def breakable(text: str) -> str:
     """Return escaped text that may be broken after slashes and dots, and inside long runs."""
-    return " ".join(
-        "<wbr>".join(map(escape, _PIECE.findall(word))) if len(word) > _RUN else escape(word)
-        for word in text.split(" ")
-    )
+    return " ".join(map(_breakable_word, text.split(" ")))
 
 
-def _table(table: Table) -> str:
+def _breakable_word(word: str) -> str:
+    pieces = _PIECE.findall(word) if len(word) > _RUN else [word]
+    return "<wbr>".join(map(escape, pieces))
+
+
+def _table_html(table: Table) -> str:
     """Return a table; each cell has its column's name, for rows as cards on a narrow screen."""
-    heads, rows, legend = list(table.heads), [list(map(_cell, row)) for row in table.rows], ""
+    heads, legend = list(table.heads), ""
+    rows = [list(map(_cell_html, row)) for row in table.rows]
     if table.drawn is not None:
-        head, drawings, words = table.drawn
-        heads.insert(1, head)
+        drawing_head, drawings, legend_text = table.drawn
+        heads.insert(1, drawing_head)
         for row, drawing in zip(rows, drawings, strict=True):
             row.insert(1, drawing)
-        legend = block_html(Paragraph(words, note=True)) if words else ""
-    top = "".join(f'<th scope="col">{breakable(text)}</th>' for text in heads)
-    body = "\n".join(f"<tr>{''.join(_with_heads(heads, row))}</tr>" for row in rows)
+        legend = block_html(Paragraph(legend_text, note=True)) if legend_text else ""
+
+    head_row = "".join(f'<th scope="col">{breakable(head)}</th>' for head in heads)
+    body = "\n".join(f"<tr>{''.join(map(_cell_with_head, heads, row))}</tr>" for row in rows)
     return (
-        f'{legend}<div class="scroll"><table class="{table.kind}"><thead><tr>{top}</tr></thead>'
-        f"\n<tbody>{body}</tbody></table></div>{_unprinted(len(rows))}"
+        f'{legend}<div class="scroll"><table class="{table.kind}">'
+        f"<thead><tr>{head_row}</tr></thead>"
+        f"\n<tbody>{body}</tbody></table></div>{_not_printed(len(rows))}"
     )
 
 
-def _cell(cell: Cell) -> str:
-    text = breakable(_text(cell))
-    if isinstance(cell, str) or len(cell) <= _FEW:
+def _cell_html(cell: Cell) -> str:
+    text = breakable(_cell_text(cell))
+    if isinstance(cell, str) or len(cell) <= _MAX_UNFOLDED_NAMES:
         return text
     return f"<details><summary>{len(cell)} nodes</summary>{text}</details>"
 
 
-def _text(cell: Cell) -> str:
+def _cell_text(cell: Cell) -> str:
     return cell if isinstance(cell, str) else ", ".join(cell)
 
 
-def _with_heads(heads: Sequence[str], row: Sequence[str]) -> Iterator[str]:
-    for head, cell in zip(heads, row, strict=True):
-        head_attribute = f' data-head="{escape(head)}"' if head and cell else ""
-        yield f"<td{head_attribute}>{cell}</td>"
+def _cell_with_head(head: str, cell: str) -> str:
+    attribute = f' data-head="{escape(head)}"' if head and cell else ""
+    return f"<td{attribute}>{cell}</td>"
 
 
-def _unprinted(rows: int) -> str:
-    """Return the note below a long table on paper."""
+def _not_printed(rows: int) -> str:
+    """Return the note below a table of so many rows on paper; "" if all are printed."""
     if rows <= PRINTED:
         return ""
     return f'<p class="unprinted">and <span>{rows - PRINTED}</span> more rows, not printed</p>'
@@ -228,7 +274,11 @@ def _unprinted(rows: int) -> str:
 
 def escape_markdown(text: str) -> str:
     """Escape what Markdown or HTML would interpret: tensor names may hold anything."""
-    return _MARKS.sub(lambda mark: _ENTITIES.get(mark[0], f"\\{mark[0]}"), " ".join(text.split()))
+    return _MARKS.sub(_escaped_mark, " ".join(text.split()))
+
+
+def _escaped_mark(mark: re.Match[str]) -> str:
+    return _ENTITIES.get(mark[0], f"\\{mark[0]}")
 
 
 def _url(name: str) -> str:

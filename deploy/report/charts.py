@@ -36,9 +36,11 @@ Batch sweep: p50 and throughput of engines by batch, as a table and a chart.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from html import escape
 from string import ascii_uppercase
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,31 +49,17 @@ from deploy.report import figures
 from deploy.report.blocks import breakable
 from deploy.report.parts import BatchRow, EngineRow, HistogramPart, TensorRow, TrialRow, WeightRow
 
-_BAR_WIDTH, _BAR_HEIGHT = 190, 16
 
+class _Axis(NamedTuple):
+    """A horizontal axis: values from `lo` to `hi` lie at `start` to `start + length` px."""
 
-def range_bar(row: TensorRow) -> str:
-    """Draw a tensor's observed values and the range that the calibration keeps."""
-    lo, hi = min(row.observed_min, row.lo, 0.0), max(row.observed_max, row.hi, 0.0)
-    if not (math.isfinite(lo) and math.isfinite(hi)) or hi <= lo:
-        return ""
+    lo: float
+    hi: float
+    start: float
+    length: float
 
-    def x(value: float) -> float:
-        return 1 + (_BAR_WIDTH - 2) * (value - lo) / (hi - lo)
-
-    middle = _BAR_HEIGHT / 2
-    body = (
-        f'<line class="seen" x1="{x(row.observed_min):.1f}" x2="{x(row.observed_max):.1f}"'
-        f' y1="{middle}" y2="{middle}"/>'
-        f'<rect class="kept" x="{x(row.lo):.1f}" width="{max(x(row.hi) - x(row.lo), 1):.1f}"'
-        f' y="4" height="{_BAR_HEIGHT - 8}" rx="2"/>'
-        f'<line class="zero" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="1" y2="{_BAR_HEIGHT - 1}"/>'
-    )
-    label = (
-        f"{row.name}: values {figures.real(row.observed_min)} to {figures.real(row.observed_max)},"
-        f" kept {figures.real(row.lo)} to {figures.real(row.hi)}"
-    )
-    return drawing(_BAR_WIDTH, _BAR_HEIGHT, label, body, "bar")
+    def x(self, value: float) -> float:
+        return self.start + self.length * (value - self.lo) / (self.hi - self.lo)
 
 
 def drawing(width: int, height: int, label: str, body: str, kind: str, *, desc: str = "") -> str:
@@ -83,27 +71,65 @@ def drawing(width: int, height: int, label: str, body: str, kind: str, *, desc: 
     )
 
 
+def _vertical_line(kind: str, x: str, top: int, floor: int) -> str:
+    return f'<line class="{kind}" x1="{x}" x2="{x}" y1="{top}" y2="{floor}"/>'
+
+
+def _floor_line(start: int, end: int | str, floor: int) -> str:
+    return f'<line class="axis" x1="{start}" x2="{end}" y1="{floor}" y2="{floor}"/>'
+
+
+def _text(kind: str, x: str, y: str, text: str) -> str:
+    return f'<text class="{kind}" x="{x}" y="{y}">{text}</text>'
+
+
+_BAR_WIDTH, _BAR_HEIGHT = 190, 16
+
+
+def range_bar(row: TensorRow) -> str:
+    """Draw a tensor's observed values and the range that the calibration keeps."""
+    lo, hi = min(row.observed_min, row.lo, 0.0), max(row.observed_max, row.hi, 0.0)
+    if not (math.isfinite(lo) and math.isfinite(hi)) or hi <= lo:
+        return ""
+
+    axis = _Axis(lo, hi, start=1, length=_BAR_WIDTH - 2)
+    kept_start, kept_end = axis.x(row.lo), axis.x(row.hi)
+    middle = _BAR_HEIGHT / 2
+    body = (
+        f'<line class="seen" x1="{axis.x(row.observed_min):.1f}"'
+        f' x2="{axis.x(row.observed_max):.1f}" y1="{middle}" y2="{middle}"/>'
+        f'<rect class="kept" x="{kept_start:.1f}" width="{max(kept_end - kept_start, 1):.1f}"'
+        f' y="4" height="{_BAR_HEIGHT - 8}" rx="2"/>'
+        + _vertical_line("zero", f"{axis.x(0):.1f}", 1, _BAR_HEIGHT - 1)
+    )
+    label = (
+        f"{row.name}: values {figures.real(row.observed_min)} to {figures.real(row.observed_max)},"
+        f" kept {figures.real(row.lo)} to {figures.real(row.hi)}"
+    )
+    return drawing(_BAR_WIDTH, _BAR_HEIGHT, label, body, "bar")
+
+
 _TRIAL_WIDTH, _TRIAL_HEIGHT = 120, 16
 
 
-def trial_bar(trial: TrialRow, best: float, longest: float) -> str:
+def trial_bar(trial: TrialRow, best_sqnr_db: float, longest_time: float) -> str:
     """Draw SQNR and time of one trial; exact has full length, below 0 dB or NaN none."""
     label = f"{trial.what}: {figures.decibels(trial.sqnr_db)}, time {trial.time:.2f} of FP32"
-    body = "".join(
-        f'<rect class="{kind}" width="{_TRIAL_WIDTH * _trial_share(value, most):.1f}" y="{y}"'
-        f' height="{high}"/>'
-        for kind, value, most, y, high in (
-            ("kept" if trial.taken else "tried", trial.sqnr_db, best, 2, 8),
-            ("time", trial.time, longest, 12, 2),
-        )
+    sqnr_width = _TRIAL_WIDTH * _share_of(trial.sqnr_db, best_sqnr_db)
+    time_width = _TRIAL_WIDTH * _share_of(trial.time, longest_time)
+    body = (
+        f'<rect class="{"kept" if trial.taken else "tried"}" width="{sqnr_width:.1f}" y="2"'
+        f' height="8"/><rect class="time" width="{time_width:.1f}" y="12" height="2"/>'
     )
     return drawing(_TRIAL_WIDTH, _TRIAL_HEIGHT, label, body, "bar")
 
 
-def _trial_share(value: float, most: float) -> float:
+def _share_of(value: float, largest: float) -> float:
     if value == math.inf:
         return 1.0
-    return max(value / most, 0.0) if most > 0 and not math.isnan(value) else 0.0
+    if math.isnan(value) or largest <= 0:
+        return 0.0
+    return max(value / largest, 0.0)
 
 
 _STRIP_WIDTH, _STRIP_HEIGHT = 120, 26
@@ -114,21 +140,29 @@ def weight_strip(row: WeightRow) -> str:
     """Draw a weight's channels as bars on a logarithmic scale; "" if not in the row."""
     if not row.strip or not row.largest > 0:
         return ""
+
     step = _STRIP_WIDTH / len(row.strip)
-    path = "".join(
-        f"M{place * step:.1f},{_STRIP_HEIGHT}v-{_STRIP_HEIGHT * _height(value, row.largest):.1f}"
-        f"h{max(step - 0.4, 0.6):.1f}V{_STRIP_HEIGHT}z"
-        for place, value in enumerate(row.strip)
+    path = ""
+    for index, value in enumerate(row.strip):
+        height = _STRIP_HEIGHT * _log_share(value, row.largest)
+        path += (
+            f"M{index * step:.1f},{_STRIP_HEIGHT}v-{height:.1f}"
+            f"h{max(step - 0.4, 0.6):.1f}V{_STRIP_HEIGHT}z"
+        )
+    label = (
+        f"{row.node}: largest |w| of {row.channels} channels,"
+        f" {figures.real(row.least)} to {figures.real(row.largest)}"
     )
-    ends = f"{figures.real(row.least)} to {figures.real(row.largest)}"
-    runs = "" if len(row.strip) == row.channels else "; each bar is the least of a run of channels"
-    label = f"{row.node}: largest |w| of {row.channels} channels, {ends}{runs}"
+    if len(row.strip) != row.channels:
+        label += "; each bar is the least of a run of channels"
     return drawing(_STRIP_WIDTH, _STRIP_HEIGHT, label, f'<path class="kept" d="{path}"/>', "bar")
 
 
-def _height(value: float, largest: float) -> float:
+def _log_share(value: float, largest: float) -> float:
     """Return a value's height, 0 to 1, on the logarithmic scale."""
-    return max(1 + math.log10(value / largest) / _DECADES, 0.02) if value > 0 else 0.0
+    if value <= 0:
+        return 0.0
+    return max(1 + math.log10(value / largest) / _DECADES, 0.02)
 
 
 Float64Array = NDArray[np.float64]
@@ -139,128 +173,144 @@ LATENCY_CAPTION = (
 )
 _HEIGHT, _TOP, _BOTTOM = 230, 34, 34  # in px
 _FLOOR = _HEIGHT - _BOTTOM
-_ACROSS = 1000  # units of the inner drawing's width
+_CURVE_WIDTH, _CURVE_HEIGHT = 1000, _FLOOR - _TOP  # of the inner drawing, in its own units
 _BINS = 90
-_WIDEST = 2.5  # times the p50, so that a long tail does not squeeze the rest
+_MAX_P50S = 2.5  # times the p50, so that a long tail does not squeeze the rest
 _COLOURS = 4  # classes c0..c3 of the page's style
-_ROOM = 5  # number of tick labels that fit on a narrow screen
-_LEVELS = 2  # heights of the letters, for lines near each other
+_MAX_NARROW_TICKS = 5  # number of tick labels that fit on a narrow screen
+_LETTER_ROWS = 2  # heights of the letters, for lines near each other
+
+
+class _MeasuredEngine(NamedTuple):
+    """An engine with the latency of each iteration in ms, and its colour's class."""
+
+    label: str
+    p50_ms: float
+    samples_ms: Float64Array
+    colour: str
 
 
 def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> str:
     """Draw the distribution of all measured iterations of the engines on the CPU or on a device.
 
     Each p50 is marked; "" without samples. The axis ends a little over the slowest engine's 99th
-    percentile, or at `_WIDEST` times its p50 if that is less; iterations beyond are counted.
+    percentile, or at `_MAX_P50S` times its p50 if that is less; iterations beyond are counted.
     """
-    drawn = [
-        (f"c{index % _COLOURS}", engine, np.asarray(engine.latency.samples_ms, np.float64))
-        for index, engine in enumerate(engines)
-        if engine.on_device == on_device and engine.latency and engine.latency.samples_ms
-    ]
-    if not drawn:
+    measured = list(_measured_engines(engines, on_device))
+    if not measured:
         return ""
-    lo, hi = _axis_ends([(engine.p50_ms, values) for _, engine, values in drawn])
-    beyond = sum(int((values > hi).sum()) for _, _, values in drawn)
-    curves = "".join(_curve(values, lo, hi, colour) for colour, _, values in drawn)
-    marks, legend = [], []
-    for place, (colour, engine, _) in enumerate(drawn):
-        over, at = divmod(place, len(ascii_uppercase))
-        letter = ascii_uppercase[at] * (over + 1)  # A to Z, then AA to ZZ
-        x = f"{100 * _share(engine.p50_ms, lo, hi):.2f}%"
-        y = 12 + 14 * (place % _LEVELS)
-        marks.append(
-            f'<line class="median {colour}" x1="{x}" x2="{x}" y1="{y + 3}" y2="{_FLOOR}"/>'
-            f'<text class="tick name {colour}" x="{x}" y="{y}">{letter}</text>'
+
+    lo, hi = _axis_ends(measured)
+    curves, marks, legend, not_drawn = "", "", "", 0
+    for index, engine in enumerate(measured):
+        curves += _curve(engine.samples_ms, lo, hi, engine.colour)
+        not_drawn += int((engine.samples_ms > hi).sum())
+
+        round_number, letter_index = divmod(index, len(ascii_uppercase))
+        letter = ascii_uppercase[letter_index] * (round_number + 1)  # A to Z, then AA to ZZ
+        x = _percent(engine.p50_ms, lo, hi)
+        y = 12 + 14 * (index % _LETTER_ROWS)
+        marks += _vertical_line(f"median {engine.colour}", x, y + 3, _FLOOR)
+        marks += _text(f"tick name {engine.colour}", x, str(y), letter)
+        legend += (
+            f'<li><i class="{engine.colour}">{letter}</i> {escape(engine.label)}'
+            f" <b>p50 {figures.milliseconds(engine.p50_ms)}</b></li>"
         )
-        label = f"{escape(engine.label)} <b>p50 {figures.milliseconds(engine.p50_ms)}</b>"
-        legend.append(f'<li><i class="{colour}">{letter}</i> {label}</li>')
     return (
-        f'<ul class="legend">{"".join(legend)}</ul>'
+        f'<ul class="legend">{legend}</ul>'
         f'<svg class="wide" width="100%" height="{_HEIGHT}" role="img">'
-        f"<title>Distribution of latency</title>{_axis(lo, hi)}"
-        f'<svg y="{_TOP}" width="100%" height="{_FLOOR - _TOP}" preserveAspectRatio="none"'
-        f' viewBox="0 0 {_ACROSS} {_FLOOR - _TOP}">{curves}</svg>'
-        f"{''.join(marks)}{_unit(beyond)}</svg>"
+        f"<title>Distribution of latency</title>{_latency_axis(lo, hi)}"
+        f'<svg y="{_TOP}" width="100%" height="{_CURVE_HEIGHT}" preserveAspectRatio="none"'
+        f' viewBox="0 0 {_CURVE_WIDTH} {_CURVE_HEIGHT}">{curves}</svg>'
+        f"{marks}{_axis_unit(not_drawn)}</svg>"
     )
 
 
-def _axis_ends(samples: Sequence[tuple[float, Float64Array]]) -> tuple[float, float]:
-    lo = min(float(values.min()) for _, values in samples)
-    hi = max(min(float(np.quantile(v, 0.99)), _WIDEST * p50) for p50, v in samples)
+def _measured_engines(engines: Sequence[EngineRow], on_device: bool) -> Iterator[_MeasuredEngine]:
+    for index, engine in enumerate(engines):
+        if engine.on_device == on_device and engine.latency and engine.latency.samples_ms:
+            samples_ms = np.asarray(engine.latency.samples_ms, np.float64)
+            yield _MeasuredEngine(engine.label, engine.p50_ms, samples_ms, f"c{index % _COLOURS}")
+
+
+def _axis_ends(engines: Sequence[_MeasuredEngine]) -> tuple[float, float]:
+    lo, hi = math.inf, 0.0
+    for engine in engines:
+        p99 = float(np.quantile(engine.samples_ms, 0.99))
+        lo = min(lo, float(engine.samples_ms.min()))
+        hi = max(hi, min(p99, _MAX_P50S * engine.p50_ms))
     margin = 0.06 * (hi - lo) or 0.05 * hi or 1.0
     return max(0.0, lo - margin), float(hi + margin)
 
 
-def _share(value: float, lo: float, hi: float) -> float:
-    """Return a value's position as a share of the width."""
-    return (min(value, hi) - lo) / (hi - lo)
+def _percent(value: float, lo: float, hi: float) -> str:
+    """Return a value's position as percentage of the width."""
+    return f"{100 * ((min(value, hi) - lo) / (hi - lo)):.2f}%"
 
 
-def _axis(lo: float, hi: float) -> str:
+def _latency_axis(lo: float, hi: float) -> str:
     """Draw the floor and its ticks; a narrow screen hides every second of many labels."""
-    parts = [f'<line class="axis" x1="0" x2="100%" y1="{_FLOOR}" y2="{_FLOOR}"/>']
+    body = _floor_line(0, "100%", _FLOOR)
     ticks = list(_ticks(lo, hi))
-    for place, (value, text) in enumerate(ticks):
-        x = f"{100 * _share(value, lo, hi):.2f}%"
-        kind = "tick odd" if place % 2 and len(ticks) > _ROOM else "tick"
-        parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{_TOP}" y2="{_FLOOR}"/>')
-        parts.append(f'<text class="{kind}" x="{x}" y="{_FLOOR + 15}">{text}</text>')
-    return "".join(parts)
+    for index, (value, label) in enumerate(ticks):
+        x = _percent(value, lo, hi)
+        kind = "tick odd" if index % 2 and len(ticks) > _MAX_NARROW_TICKS else "tick"
+        body += _vertical_line("grid", x, _TOP, _FLOOR)
+        body += _text(kind, x, str(_FLOOR + 15), label)
+    return body
 
 
-def _unit(beyond: int) -> str:
+def _axis_unit(not_drawn: int) -> str:
     note = "ms per inference"
-    if beyond:
-        note += f"; {figures.count(beyond, 'slower iteration')} not drawn"
-    return f'<text class="end" x="100%" y="{_HEIGHT - 3}">{note}</text>'
+    if not_drawn:
+        note += f"; {figures.count(not_drawn, 'slower iteration')} not drawn"
+    return _text("end", "100%", str(_HEIGHT - 3), note)
 
 
 def _ticks(lo: float, hi: float) -> Iterator[tuple[float, str]]:
     """Yield 3 to 8 round values inside the axis, with the decimals their step needs."""
-    raw = (hi - lo) / 8
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
+    min_step = (hi - lo) / 8
+    power = 10.0 ** math.floor(math.log10(min_step))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= min_step)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     edge = 0.03 * (hi - lo)  # a label nearer to an end would be cut off
     for index in range(math.ceil((lo + edge) / step), math.floor((hi - edge) / step) + 1):
         yield index * step, f"{index * step:.{decimals}f}"
 
 
-def _curve(values: Float64Array, lo: float, hi: float, colour: str) -> str:
+def _curve(samples_ms: Float64Array, lo: float, hi: float, colour: str) -> str:
     """Draw a step outline of the shares of iterations, scaled to its own peak."""
-    counts, edges = np.histogram(values, bins=_BINS, range=(lo, hi))
-    floor = _FLOOR - _TOP
-    heights = floor * counts / max(int(counts.max()), 1)
-    across = _ACROSS * (edges - lo) / (hi - lo)
-    points = [f"M0,{floor}"]
-    for height, left, right in zip(heights, across[:-1], across[1:], strict=True):
-        y = floor - float(height)
-        points.append(f"L{left:.1f},{y:.1f}L{right:.1f},{y:.1f}")
-    points.append(f"L{_ACROSS},{floor}Z")
-    return f'<path class="area {colour}" d="{"".join(points)}"/>'
+    counts, edges = np.histogram(samples_ms, bins=_BINS, range=(lo, hi))
+    heights = _CURVE_HEIGHT * counts / max(int(counts.max()), 1)
+    edges_x = _CURVE_WIDTH * (edges - lo) / (hi - lo)
+    path = f"M0,{_CURVE_HEIGHT}"
+    for height, start, end in zip(heights, edges_x[:-1], edges_x[1:], strict=True):
+        y = _CURVE_HEIGHT - float(height)
+        path += f"L{start:.1f},{y:.1f}L{end:.1f},{y:.1f}"
+    return f'<path class="area {colour}" d="{path}L{_CURVE_WIDTH},{_CURVE_HEIGHT}Z"/>'
 
 
 _HIST_WIDTH, _HIST_HEIGHT, _HIST_TOP, _HIST_FLOOR = 320, 104, 14, 86
 _SIDE = 6  # margin beside the axis
-_HIST_ROOM = 0.3  # a clip line further outside the observed range, relative to it, is not drawn
+_MAX_OUTSIDE = 0.3  # a range's end further outside the observed values, relative to them, is cut
 
 
 def histogram_figure(row: TensorRow, part: HistogramPart) -> str:
     """Return a tensor's name, its histogram, and its ranges as text."""
-    caption = breakable("; ".join(_words(row, part)))
+    caption = breakable("; ".join(_range_texts(row, part)))
     name = f"<b>{breakable(row.name)}</b>"
     return f"<figure>{name}{histogram(row, part)}<figcaption>{caption}</figcaption></figure>"
 
 
-def _words(row: TensorRow, part: HistogramPart) -> Iterator[str]:
+def _range_texts(row: TensorRow, part: HistogramPart) -> Iterator[str]:
     yield f"kept {_span(row.lo, row.hi)} by {row.method}"
     if row.clipped is not None:
         yield f"{figures.percent(row.clipped)} clipped"
     if row.sqnr_db is not None:
         yield figures.decibels(row.sqnr_db)
     if part.others:
-        yield "others: " + ", ".join(f"{o.method} {_span(o.lo, o.hi)}" for o in part.others)
+        ranges = (f"{other.method} {_span(other.lo, other.hi)}" for other in part.others)
+        yield f"others: {', '.join(ranges)}"
 
 
 def _span(lo: float, hi: float) -> str:
@@ -271,77 +321,82 @@ def _span(lo: float, hi: float) -> str:
 
 def histogram(row: TensorRow, part: HistogramPart) -> str:
     """Draw one tensor's bars with the ends of its range; "" if they are not finite."""
-    # the axis holds the observed values, zero, and the ends of the range unless they are far
-    left, right = min(row.observed_min, 0.0), max(row.observed_max, 0.0)
-    far = _HIST_ROOM * (right - left)
-    lo, hi = max(row.lo, left - far), min(row.hi, right + far)
-    lo = min(left, lo) if lo == row.lo else left
-    hi = max(right, hi) if hi == row.hi else right
-    axis = (lo, hi) if hi > lo else (lo - 1.0, hi + 1.0)
-    if not all(map(math.isfinite, axis)):
+    axis = _histogram_axis(row)
+    if not (math.isfinite(axis.lo) and math.isfinite(axis.hi)):
         return ""
 
-    def x(value: float) -> float:
-        return _SIDE + (_HIST_WIDTH - 2 * _SIDE) * (value - axis[0]) / (axis[1] - axis[0])
-
     body = (
-        *_bars(row, part, x),
-        f'<line class="axis" x1="0" x2="{_HIST_WIDTH}" y1="{_HIST_FLOOR}" y2="{_HIST_FLOOR}"/>',
-        f'<line class="zero" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{_HIST_FLOOR}"'
-        f' y2="{_HIST_FLOOR + 4}"/>',
-        *(_bars_line("clip", x(end), 2, _HIST_FLOOR) for end in _inside((row.lo, row.hi), axis)),
-        *(
-            _bars_line("other", x(end), 0, _HIST_TOP - 4)
-            for other in part.others
-            for end in _inside((other.lo, other.hi), axis)
-        ),
-        f'<text x="0" y="{_HIST_HEIGHT - 3}">{figures.real(axis[0])}</text>',
-        f'<text class="end" x="{_HIST_WIDTH}" y="{_HIST_HEIGHT - 3}">'
-        f"{figures.real(axis[1])}</text>",
+        _histogram_bars(row, part, axis)
+        + _floor_line(0, _HIST_WIDTH, _HIST_FLOOR)
+        + _vertical_line("zero", f"{axis.x(0):.1f}", _HIST_FLOOR, _HIST_FLOOR + 4)
+        + _end_lines("clip", row.lo, row.hi, axis, 2, _HIST_FLOOR)
     )
-    label = f"Histogram of {row.name}"
-    return drawing(
-        _HIST_WIDTH, _HIST_HEIGHT, label, "".join(body), "hist", desc=_description(row, part)
-    )
+    for other in part.others:
+        body += _end_lines("other", other.lo, other.hi, axis, 0, _HIST_TOP - 4)
+    label_y = str(_HIST_HEIGHT - 3)
+    body += f'<text x="0" y="{label_y}">{figures.real(axis.lo)}</text>'
+    body += _text("end", str(_HIST_WIDTH), label_y, figures.real(axis.hi))
+
+    label, description = f"Histogram of {row.name}", _histogram_text(row, part)
+    return drawing(_HIST_WIDTH, _HIST_HEIGHT, label, body, "hist", desc=description)
 
 
-def _inside(ends: tuple[float, float], axis: tuple[float, float]) -> Iterator[float]:
-    """Return the distinct ends that lie on the axis."""
-    return (end for end in dict.fromkeys(ends) if axis[0] <= end <= axis[1])
+def _histogram_axis(row: TensorRow) -> _Axis:
+    """Return an axis of the observed values, zero, and the range's ends that are not far."""
+    lo, hi = min(row.observed_min, 0.0), max(row.observed_max, 0.0)
+    max_outside = _MAX_OUTSIDE * (hi - lo)
+    if row.lo >= lo - max_outside:
+        lo = min(lo, row.lo)
+    if row.hi <= hi + max_outside:
+        hi = max(hi, row.hi)
+    if hi <= lo:
+        lo, hi = lo - 1.0, hi + 1.0
+    return _Axis(lo, hi, start=_SIDE, length=_HIST_WIDTH - 2 * _SIDE)
 
 
-def _bars(row: TensorRow, part: HistogramPart, x: Callable[[float], float]) -> Iterator[str]:
+def _end_lines(kind: str, lo: float, hi: float, axis: _Axis, top: int, floor: int) -> str:
+    """Draw the distinct ends of a range that lie on the axis."""
+    lines = ""
+    for end in dict.fromkeys((lo, hi)):
+        if axis.lo <= end <= axis.hi:
+            lines += _vertical_line(kind, f"{axis.x(end):.1f}", top, floor)
+    return lines
+
+
+def _histogram_bars(row: TensorRow, part: HistogramPart, axis: _Axis) -> str:
     """Draw kept and clipped values; a bar that crosses a range's end is split there."""
     tallest = math.log1p(max(part.counts))
-    paths: dict[str, list[str]] = {"kept": [], "cut": []}
-    for place, count in enumerate(part.counts):
+    path_by_kind = {"kept": "", "cut": ""}
+    for index, count in enumerate(part.counts):
         if not count:
             continue
         top = f"{_HIST_FLOOR - (_HIST_FLOOR - _HIST_TOP) * math.log1p(count) / tallest:.1f}"
-        left = part.start + place * part.width
-        for kind, start, end in _pieces(row, left, left + part.width):
-            width = max(x(end) - x(start), 1.0)
-            paths[kind].append(f"M{x(start):.1f},{_HIST_FLOOR}V{top}h{width:.1f}V{_HIST_FLOOR}z")
-    return (f'<path class="{kind}" d="{"".join(path)}"/>' for kind, path in paths.items() if path)
+        bar_start = part.start + index * part.width
+        for kind, start, end in _bar_pieces(row, bar_start, bar_start + part.width):
+            x = axis.x(start)
+            width = max(axis.x(end) - x, 1.0)
+            path_by_kind[kind] += f"M{x:.1f},{_HIST_FLOOR}V{top}h{width:.1f}V{_HIST_FLOOR}z"
+    return "".join(
+        f'<path class="{kind}" d="{path}"/>' for kind, path in path_by_kind.items() if path
+    )
 
 
-def _pieces(row: TensorRow, left: float, right: float) -> Iterator[tuple[str, float, float]]:
+def _bar_pieces(row: TensorRow, start: float, end: float) -> Iterator[tuple[str, float, float]]:
     """Split a bar into kept and clipped pieces, limited to observed values."""
-    left, right = max(left, row.observed_min), min(right, row.observed_max)
-    if left >= right:  # all its values are equal
-        yield "kept" if row.lo <= right <= row.hi else "cut", right, right
+    start, end = max(start, row.observed_min), min(end, row.observed_max)
+    if start >= end:  # all its values are equal
+        yield "kept" if row.lo <= end <= row.hi else "cut", end, end
         return
-    ends = min(row.lo, 0.0), max(row.hi, 0.0)  # every quantization grid contains 0
-    lo, hi = (min(max(end, left), right) for end in ends)
-    pieces = (("cut", left, lo), ("kept", lo, hi), ("cut", hi, right))
-    yield from (piece for piece in pieces if piece[1] < piece[2])
+
+    # every quantization grid contains 0
+    lo = min(max(min(row.lo, 0.0), start), end)
+    hi = min(max(max(row.hi, 0.0), start), end)
+    for kind, piece_start, piece_end in (("cut", start, lo), ("kept", lo, hi), ("cut", hi, end)):
+        if piece_start < piece_end:
+            yield kind, piece_start, piece_end
 
 
-def _bars_line(kind: str, x: float, top: int, floor: int) -> str:
-    return f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{floor}"/>'
-
-
-def _description(row: TensorRow, part: HistogramPart) -> str:
+def _histogram_text(row: TensorRow, part: HistogramPart) -> str:
     """Describe the histogram in a sentence."""
     peak = part.start + (part.counts.index(max(part.counts)) + 0.5) * part.width
     return (
@@ -351,86 +406,86 @@ def _description(row: TensorRow, part: HistogramPart) -> str:
     )
 
 
-_SW_WIDTH, _SW_HEIGHT = 480, 240
-_SW_LEFT, _SW_RIGHT, _SW_TOP, _SW_BOTTOM = 16, 170, 24, 34
-_ROW, _LETTERS = 15, 22  # px between names; letters of a name
+_SWEEP_WIDTH, _SWEEP_HEIGHT = 480, 240
+_SWEEP_LEFT, _SWEEP_RIGHT, _SWEEP_TOP = 16, 170, 24
+_SWEEP_FLOOR = _SWEEP_HEIGHT - 34
+_NAME_HEIGHT, _NAME_LETTERS = 15, 22  # px between names; letters of a name
 
 
 def sweep_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]]:
     """Return heads and rows: p50 and items per second of every engine by batch, best marked."""
+    cells_by_batch: dict[int, list[str]] = defaultdict(list)
     swept = [engine for engine in engines if engine.sweep]
-    rows = [
-        [str(row.batch), *(_cell(engine, engine.sweep[place]) for engine in swept)]
-        for place, row in enumerate(swept[0].sweep if swept else ())
-    ]
+    for engine in swept:
+        best_row = _best_row(engine)
+        for row in engine.sweep:
+            mark = "best: " if row is best_row else ""
+            p50 = figures.milliseconds(row.latency.latency.p50)
+            cells_by_batch[row.batch].append(f"{mark}{p50}, {figures.rate(row.items_qps)}")
+    rows = [[str(batch), *cells] for batch, cells in cells_by_batch.items()]
     return ["batch", *(engine.label for engine in swept)], rows
 
 
 def sweep_figure(engines: Sequence[EngineRow]) -> str:
     """Draw throughput over batch, one line per engine; "" for fewer than two batches."""
-    swept = [(index, engine) for index, engine in enumerate(engines) if len(engine.sweep) > 1]
+    swept = []
+    for index, engine in enumerate(engines):
+        if len(engine.sweep) > 1:
+            swept.append((engine, f"c{index % _COLOURS}"))
     if not swept:
         return ""
-    most = max(row.items_qps for _, engine in swept for row in engine.sweep)
-    body = [*_sweep_axis([row.batch for row in swept[0][1].sweep])]
-    lowest = -math.inf
-    for index, engine in sorted(swept, key=lambda one: -one[1].sweep[-1].items_qps):
-        colour = f"c{index % _COLOURS}"
-        body += _sweep_line(engine, colour, most)
-        lowest = max(_y(engine.sweep[-1], most) + 4, lowest + _ROW)
-        body.append(
-            f'<text class="name {colour}" x="{_SW_WIDTH - _SW_RIGHT + 10}" y="{lowest:.1f}">'
-            f"{escape(engine.label[:_LETTERS])}</text>"
-        )
-    return (
-        f'<svg class="wide" viewBox="0 0 {_SW_WIDTH} {_SW_HEIGHT}" width="{_SW_WIDTH}"'
-        f' height="{_SW_HEIGHT}" role="img"><title>Throughput by batch</title>{"".join(body)}</svg>'
-    )
+
+    max_qps = max(_best_row(engine).items_qps for engine, _ in swept)
+    body = _sweep_axis([row.batch for row in swept[0][0].sweep])
+    swept.sort(key=lambda entry: -entry[0].sweep[-1].items_qps)
+    name_y = -math.inf
+    for engine, colour in swept:
+        body += _sweep_line(engine, colour, max_qps)
+        name_y = max(_sweep_y(engine.sweep[-1], max_qps) + 4, name_y + _NAME_HEIGHT)
+        name_x = str(_SWEEP_WIDTH - _SWEEP_RIGHT + 10)
+        name = escape(engine.label[:_NAME_LETTERS])
+        body += _text(f"name {colour}", name_x, f"{name_y:.1f}", name)
+    return drawing(_SWEEP_WIDTH, _SWEEP_HEIGHT, "Throughput by batch", body, "wide")
 
 
-def _cell(engine: EngineRow, row: BatchRow) -> str:
-    mark = "best: " if row is _best(engine) else ""
-    p50 = figures.milliseconds(row.latency.latency.p50)
-    return f"{mark}{p50}, {figures.rate(row.items_qps)}"
-
-
-def _best(engine: EngineRow) -> BatchRow:
+def _best_row(engine: EngineRow) -> BatchRow:
     return max(engine.sweep, key=lambda row: row.items_qps)
 
 
-def _x(batch: int, batches: Sequence[int]) -> float:
+def _sweep_x(batch: int, batches: Sequence[int]) -> float:
     """Return the x of a batch on a logarithmic axis."""
-    low, high = math.log2(batches[0]), math.log2(batches[-1])
-    return _SW_LEFT + (_SW_WIDTH - _SW_LEFT - _SW_RIGHT) * (math.log2(batch) - low) / (high - low)
+    length = _SWEEP_WIDTH - _SWEEP_LEFT - _SWEEP_RIGHT
+    axis = _Axis(math.log2(batches[0]), math.log2(batches[-1]), _SWEEP_LEFT, length)
+    return axis.x(math.log2(batch))
 
 
-def _y(row: BatchRow, most: float) -> float:
-    floor = _SW_HEIGHT - _SW_BOTTOM
-    return floor - (floor - _SW_TOP) * row.items_qps / most
+def _sweep_y(row: BatchRow, max_qps: float) -> float:
+    return _SWEEP_FLOOR - (_SWEEP_FLOOR - _SWEEP_TOP) * row.items_qps / max_qps
 
 
-def _sweep_axis(batches: Sequence[int]) -> Iterator[str]:
-    floor = _SW_HEIGHT - _SW_BOTTOM
-    right = _SW_WIDTH - _SW_RIGHT
-    yield f'<line class="axis" x1="{_SW_LEFT}" x2="{right}" y1="{floor}" y2="{floor}"/>'
+def _sweep_axis(batches: Sequence[int]) -> str:
+    right = _SWEEP_WIDTH - _SWEEP_RIGHT
+    body = _floor_line(_SWEEP_LEFT, right, _SWEEP_FLOOR)
     for batch in batches:
-        x = _x(batch, batches)
-        yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_SW_TOP}" y2="{floor}"/>'
-        yield f'<text class="tick" x="{x:.1f}" y="{floor + 16}">{batch}</text>'
-    yield f'<text class="end" x="{_SW_WIDTH - _SW_RIGHT}" y="{_SW_HEIGHT - 3}">batch</text>'
+        x = f"{_sweep_x(batch, batches):.1f}"
+        body += _vertical_line("grid", x, _SWEEP_TOP, _SWEEP_FLOOR)
+        body += _text("tick", x, str(_SWEEP_FLOOR + 16), str(batch))
+    return body + _text("end", str(right), str(_SWEEP_HEIGHT - 3), "batch")
 
 
-def _sweep_line(engine: EngineRow, colour: str, most: float) -> Iterator[str]:
+def _sweep_line(engine: EngineRow, colour: str, max_qps: float) -> str:
     """Draw the engine's points joined by a line, the best one larger."""
     batches = [row.batch for row in engine.sweep]
-    points = [(_x(row.batch, batches), _y(row, most)) for row in engine.sweep]
-    path = "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    yield f'<path class="{colour}" d="M{path}" fill="none" stroke-width="2"/>'
-    best = _best(engine)
-    for row, (x, y) in zip(engine.sweep, points, strict=True):
+    best_row = _best_row(engine)
+    points, circles = [], ""
+    for row in engine.sweep:
+        x, y = _sweep_x(row.batch, batches), _sweep_y(row, max_qps)
+        points.append(f"{x:.1f},{y:.1f}")
         title = f"{engine.label}, batch {row.batch}: {figures.rate(row.items_qps)}"
-        radius = 6 if row is best else 3
-        yield (
+        radius = 6 if row is best_row else 3
+        circles += (
             f'<circle class="area {colour}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">'
             f"<title>{escape(title)}</title></circle>"
         )
+    path = "L".join(points)
+    return f'<path class="{colour}" d="M{path}" fill="none" stroke-width="2"/>{circles}'

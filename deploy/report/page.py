@@ -13,6 +13,7 @@ import base64
 import hashlib
 from collections.abc import Iterable
 from html import escape
+from itertools import starmap
 
 from deploy.files.reading import read_package_text
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
@@ -20,17 +21,17 @@ from deploy.report.blocks import PRINTED
 from deploy.report.figures import encodable
 from deploy.report.verdict import Verdict
 
-BOX = 120  # side of a sample picture's square, in px
-LONG = 250  # longer side of a drawing, in px
+PICTURE_PX = 120  # side of a sample picture's square
+DRAWING_PX = 250  # longer side of a drawing
 
-_FILTERED = 12  # rows above which a table gets a filter box
+_MAX_UNFILTERED_ROWS = 12  # a longer table gets a filter box
 
-STYLE = f":root {{ --box: {BOX}px; --long: {LONG}px; }}\n" + (
+STYLE = f":root {{ --box: {PICTURE_PX}px; --long: {DRAWING_PX}px; }}\n" + (
     read_package_text(__package__, "page.css").replace("PRINTED", str(PRINTED + 1))
 )
 SCRIPT = f"""
 "use strict";
-const PRINTED = {PRINTED}, FILTERED = {_FILTERED};
+const PRINTED = {PRINTED}, FILTERED = {_MAX_UNFILTERED_ROWS};
 """ + read_package_text(__package__, "page.js")
 
 
@@ -45,17 +46,20 @@ POLICY = (
     " base-uri 'none'; form-action 'none'"
 )
 
-_MARKS = {GOOD: "good", FLOAT: "float", DOUBTFUL: "doubtful", UNUSABLE: "unusable"}
+_LEVEL_CLASSES = {GOOD: "good", FLOAT: "float", DOUBTFUL: "doubtful", UNUSABLE: "unusable"}
 
 
-def verdicts(judged: Iterable[tuple[str, Verdict]]) -> str:
+def verdicts(labelled_verdicts: Iterable[tuple[str, Verdict]]) -> str:
     """Return one line per engine: the level as a mark, its label, the reasons; "" without any."""
-    rows = "".join(
-        f'<p class="verdict {_MARKS[one.level]}"><b>{escape(one.level)}</b>'
-        f" {escape(label)}: {escape('; '.join(one.reasons))}</p>"
-        for label, one in judged
+    lines = "".join(starmap(_verdict_line, labelled_verdicts))
+    return f'<div class="verdicts">{lines}</div>' if lines else ""
+
+
+def _verdict_line(label: str, verdict: Verdict) -> str:
+    return (
+        f'<p class="verdict {_LEVEL_CLASSES[verdict.level]}"><b>{escape(verdict.level)}</b>'
+        f" {escape(label)}: {escape('; '.join(verdict.reasons))}</p>"
     )
-    return f'<div class="verdicts">{rows}</div>' if rows else ""
 
 
 def tiles(main_figures: Iterable[tuple[str, str]]) -> str:
@@ -70,7 +74,9 @@ def tiles(main_figures: Iterable[tuple[str, str]]) -> str:
 def page(title: str, body: str) -> str:
     """Return a complete HTML page.
 
-    `title`: plain text. `body`: HTML.
+    Args:
+        title: plain text.
+        body: HTML.
     """
     return encodable(
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
