@@ -38,6 +38,7 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
 from deploy.targets.tensorrt.builder import BuilderSettings, build_engine, profiles_for
 from deploy.targets.tensorrt.cache_tools import compare_caches, read_cache
+from deploy.targets.tensorrt.cuda import open_gpu
 from deploy.targets.tensorrt.float_types import narrow_float_part
 from deploy.targets.tensorrt.session import TensorrtSession, describe_device
 from deploy.targets.tensorrt.target import TensorRT
@@ -107,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     batch = inputs[0].shape[0] if isinstance(inputs[0].shape[0], int) else given.batch_size
     whole = open_feed(given.images, inputs, limit=given.limit).count // batch * batch
     feed = open_feed(given.images, inputs, limit=whole)  # whole batches, as TensorRT calibrates
-    title = f"{describe_device(here, sdk.gpu(0)).words}; {given.model.name}, {whole} images"
+    title = f"{describe_device(here, open_gpu(0)).words}; {given.model.name}, {whole} images"
     case = Case(given.model, given.images, batch, given.out, feed, title)
     making = makers(case, here)
     only = given.only.split(",") if given.only else making
@@ -181,7 +182,7 @@ def _float_engine(case: Case, finding: Finding, *, fp16: bool, typed: bool) -> b
     """Build a float engine; `typed`: FP16 from a float16 model, not by a builder flag."""
     loaded, path, (sample,) = load(case.path), case.path, case.feed.first_samples(1)
     shapes, fed = {i.name: i.shape for i in loaded.inputs}, {n: a.shape for n, a in sample.items()}
-    profiles = profiles_for(shapes, fed, most_batch=case.batch)
+    profiles = profiles_for(shapes, fed, max_batch=case.batch)
     if typed:
         narrow, _ = narrow_float_part(loaded.model, "fp16", {})
         path = atomic.write_bytes(case.out / "fp16.onnx", narrow.SerializeToString())

@@ -255,7 +255,7 @@ def tensorrt(monkeypatch):
 
     The binding is "pycuda", "cuda-python", "cudart" (cuda-python before 12.6) or "" for none.
     """
-    from deploy.targets.tensorrt.sdk import process_logger
+    from deploy.targets.tensorrt.log import process_logger
 
     def loaded(name, file):
         path = Path(__file__).parent / f"{file}.py"

@@ -577,7 +577,7 @@ class Whole:
 def test_an_engine_is_timed_and_judged_by_the_part_before_its_plugins(build, monkeypatch):
     here = sdk.Sdk("10.13.0.35", calibrators=True, gpu="Some GPU sm_90")
     monkeypatch.setattr(sdk, "find_sdk", lambda device=0: here)
-    monkeypatch.setattr(engines, "gpu", lambda device: None)
+    monkeypatch.setattr(engines, "open_gpu", lambda device: None)
     built = builder.BuiltEngine(b"plan", (), b"")
     monkeypatch.setattr(builder, "build_engine", lambda *a, **k: built)
     monkeypatch.setattr(engines, "calibrator_from_cache", lambda asked, known: None)

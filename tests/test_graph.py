@@ -318,11 +318,11 @@ def test_weights_that_were_stored_before_are_not_rounded_again(calibrated, place
             known[key] = make()
         return known[key]
 
-    write_qdq(model, plan, scales, once=once)
+    write_qdq(model, plan, scales, memoize=once)
     plain = [write_qdq(model, plan, one).SerializeToString() for one in (scales, wider)]
     monkeypatch.delattr(qdq, "quantize_weight")
     for one, wanted in zip((scales, wider), plain, strict=True):
-        assert write_qdq(model, plan, one, once=once).SerializeToString() == wanted
+        assert write_qdq(model, plan, one, memoize=once).SerializeToString() == wanted
 
 
 @pytest.mark.parametrize("float_nodes", [(), ("Conv_c2",)])

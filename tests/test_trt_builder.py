@@ -29,10 +29,11 @@ from deploy.frontends import load
 from deploy.method import Method
 from deploy.pipeline import build
 from deploy.targets.shape_ranges import ShapeRange
-from deploy.targets.tensorrt import builder, engines, sdk
+from deploy.targets.tensorrt import builder, engines, missing_scales, sdk
 from deploy.targets.tensorrt.builder import BuilderSettings, InputShapeRange, build_engine
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq
-from deploy.targets.tensorrt.sdk import LogRecorder, Sdk, record_log
+from deploy.targets.tensorrt.log import LogRecorder, record_log
+from deploy.targets.tensorrt.sdk import Sdk
 from deploy.targets.tensorrt.target import TensorRT
 from deploy.tuning.search_options import Tuning
 from tests.models import save_net as save_onnx
@@ -407,7 +408,7 @@ def test_what_float16_cannot_hold_is_bound_in_engines(gpu, model, tmp_path, tens
     built_on(model, tmp_path / "wide", TensorRT(rest="fp32"))
     assert not gpu[-1][1].wide_layers
     tensorrt("11.1.0")  # has no types to choose, nor a way to bind one
-    monkeypatch.setattr(engines, "_is_typed", lambda *_: False)
+    monkeypatch.setattr(engines, "_has_model_types", lambda *_: False)
     built_on(model, tmp_path / "eleven")
     assert gpu[-1][0] == "net.tensorrt.qdq.onnx" and not gpu[-1][1].wide_layers
 
@@ -421,18 +422,18 @@ def test_a_folder_of_stubs_is_not_taken_for_tensorrt(monkeypatch):
 def test_profiles_open_the_batch_and_fix_the_rest():
     shapes = {"x": ("n", 3, None, 8), "fixed": (1, 4), "m": (2, "len")}
     fed = {"x": (2, 3, 6, 8), "fixed": (1, 4), "m": (2, 7)}
-    assert builder.profiles_for(shapes, fed, most_batch=8) == {
+    assert builder.profiles_for(shapes, fed, max_batch=8) == {
         "x": InputShapeRange((1, 3, 6, 8), (2, 3, 6, 8), (8, 3, 6, 8)),
         "m": InputShapeRange((2, 7), (2, 7), (2, 7)),
     }
     least, most = {"x": (2, 3, 4, 8), "m": (2, 7)}, {"x": (3, 3, 9, 8), "m": (2, 11)}
     span = ShapeRange(min_sizes=least, median_sample=fed, max_sizes=most, largest_sample=fed)
-    assert builder.profiles_for(shapes, fed, most_batch=2, span=span) == {
+    assert builder.profiles_for(shapes, fed, max_batch=2, sample_range=span) == {
         "x": InputShapeRange((1, 3, 4, 8), (2, 3, 6, 8), (3, 3, 9, 8)),
         "m": InputShapeRange((2, 7), (2, 7), (2, 11)),
     }
     with pytest.raises(ConfigError, match="must fit"):
-        builder.profiles_for({"x": (1, 3)}, {"x": (1, 4)}, most_batch=1)
+        builder.profiles_for({"x": (1, 3)}, {"x": (1, 4)}, max_batch=1)
 
 
 def key_of(here=HERE, model="m", cache="c", **settings):
@@ -477,9 +478,9 @@ def test_warnings_and_missing_scales_become_notes(model):
     names = ["b4", "b4_output", "(Unnamed Layer* 3) [Constant]_output", "best", "logits", "c1", "a"]
     names += ["x", "r1", "f", "p", "(Unnamed Layer* 7) [Shuffle]_output", "x"]
     lines = [LOG.format(name) for name in names] + ["Calibrated batch 1 in 0.01 seconds."]
-    found = sdk.missing_tensors(lines)
+    found = missing_scales.missing_tensors(lines)
     assert found == list(dict.fromkeys(names))
-    judged = sdk.sort_missing(found, net)
+    judged = missing_scales.sort_missing(found, net)
     assert {item.tensor for item in judged if item.harmful} == {"x", "r1", "f", "p"}
     assert [item.harmful for item in judged] == sorted((i.harmful for i in judged), reverse=True)
     why = {item.tensor: item.reason for item in judged}
@@ -489,9 +490,9 @@ def test_warnings_and_missing_scales_become_notes(model):
     notes = engines._log_notes(lines, net)
     assert len(notes) == 2 and notes[0].startswith("TensorRT has no scale for x")
     assert notes[1].startswith("TensorRT warned of 2 more") and engines._log_notes([], net) == ()
-    kept = LogRecorder(least=3)
+    kept = LogRecorder(max_severity=3)
     for severity, message in enumerate(["internal", "error", "warning", "info", "verbose"]):
-        kept.keep(severity, 1, message)
+        kept.record(severity, 1, message)
     assert kept.errors == ["internal", "error"] and kept.warnings == ["warning"]
     assert kept.lines == ["internal", "error", "warning", "info"]
 

@@ -82,7 +82,7 @@ def test_there_and_back(tmp_path, batchnorm, version):
     cache = cache_of(model, version)
     quantized, matched = cache_to_qdq(model, cache, keep_batchnorm=batchnorm)
     onnx.checker.check_model(quantized)
-    assert matched.covered == len(matched.tensors)
+    assert matched.covered_tensor_count == len(matched.tensors)
     path = tmp_path / "m.qdq.onnx"
     path.write_bytes(quantized.SerializeToString())
     plain, again = qdq_to_cache(path, version=version)
@@ -150,13 +150,13 @@ def test_every_entry_and_tensor_is_accounted_for():
     scales["(Unnamed Layer* 9) [Shuffle]_output"] = np.float32(1)
     matched = match_cache(from_scales(scales, version="8.5.3"), load(model).model, original=model)
     assert len(matched.entries) == len(scales)
-    why = {entry.name: entry.reason for entry in matched.entries if not entry.used}
+    why = {entry.name: entry.reason for entry in matched.entries if not entry.is_used}
     assert "zero" in why["stem_relu"]
     assert "no tensor" in why["elsewhere"]
     assert "constant" in why["(Unnamed Layer* 9) [Constant]_output"]
     assert "layer number" in why["(Unnamed Layer* 9) [Shuffle]_output"]
     assert "folding" in why["stem_out"]
-    gaps = {tensor.tensor: tensor.reason for tensor in matched.tensors if not tensor.covered}
+    gaps = {tensor.tensor: tensor.reason for tensor in matched.tensors if not tensor.has_scale}
     assert set(gaps) == {"both", "stem_relu", "last_relu"}
     assert "zero" in gaps["stem_relu"]
     assert "no entry" in gaps["both"]
@@ -169,7 +169,7 @@ def test_entries_are_found_by_position_or_known_from_the_file(tmp_path):
     renamed = {n if n != "a_relu" else "Relu__7:0": s for n, s in scales.items()}
     matched = match_cache(from_scales(renamed, version="7.2.2"), load(model).model, original=model)
     entry = next(e for e in matched.entries if e.name == "Relu__7:0")
-    assert (entry.tensor, entry.used) == ("a_relu", True)
+    assert (entry.tensor, entry.is_used) == ("a_relu", True)
     assert "position" in entry.reason
     mixed = dict(sorted(renamed.items(), key=lambda item: item[0][::-1]))
     matched = match_cache(from_scales(mixed, version="8.5.3"), load(model).model, original=model)
@@ -184,7 +184,7 @@ def test_entries_are_found_by_position_or_known_from_the_file(tmp_path):
     for given in (model, path):
         _, matched = cache_to_qdq(given, cache)
         (entry,) = [entry for entry in matched.entries if entry.name == "a_out"]
-        assert not entry.used and "in the file, but not after folding" in entry.reason
+        assert not entry.is_used and "in the file, but not after folding" in entry.reason
 
 
 ZERO = np.int8(0)
@@ -688,5 +688,5 @@ def test_the_table_of_rules(nodes, known, tensor, amax, sure):
         assert tensor in found.missing
         return
     assert found.scales[tensor] * 127 == pytest.approx(amax, rel=1e-6)
-    assert found.sure[tensor] == sure
+    assert found.levels[tensor] == sure
     assert all(found.scales[name] == scale for name, scale in scales.items())

@@ -62,7 +62,7 @@ def used():
     names = {text[4:] for text in map(ast.unparse, nodes) if text.startswith("trt.")}
     flags = {"INT8", "FP16", "BF16", *builder.ENGINE_FLAGS.values()}
     names |= {f"{'BuilderFlag' if f.isupper() else 'IBuilderConfig'}.{f}" for f in flags}
-    names |= {f"HardwareCompatibilityLevel.{one}" for one in builder._LEVELS.values()}
+    names |= {f"HardwareCompatibilityLevel.{one}" for one in builder._COMPATIBILITY_LEVELS.values()}
     return names | set(CLASSES.values())
 
 

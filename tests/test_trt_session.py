@@ -10,10 +10,10 @@ from onnx import TensorProto
 from deploy.errors import BackendError, ConfigError, SdkMissingError
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
+from deploy.targets.tensorrt.binding_types import dtype_of
 from deploy.targets.tensorrt.builder import BuilderSettings, InputShapeRange, build_engine
-from deploy.targets.tensorrt.cuda import CudaMemory, DeviceBuffer
+from deploy.targets.tensorrt.cuda import CudaMemory, DeviceBuffer, open_gpu
 from deploy.targets.tensorrt.inspector import throughput
-from deploy.targets.tensorrt.sdk import dtype_of, gpu
 from deploy.targets.tensorrt.session import TensorrtSession
 from tests.vendor_models import build_net, parse_nodes, save_net
 
@@ -170,7 +170,7 @@ def test_whole_numbers_are_fed_in_the_networks_own_type(tensorrt, tmp_path, vers
 
 def test_an_engine_runs_on_the_gpu_that_is_asked_for(machine, tmp_path):
     model, path = relu(tmp_path), tmp_path / "m.engine"
-    path.write_bytes(build_engine(model, WIDE, cuda=gpu(1)).plan)
+    path.write_bytes(build_engine(model, WIDE, cuda=open_gpu(1)).plan)
     x = np.ones((1, 3), np.float32)
     assert (sdk.find_sdk().gpu, sdk.find_sdk(1).gpu) == ("Fake H200 sm_90", "Fake L4 sm_90")
     assert TensorrtSession.open(path, device=1).run({"x": x})["y"].sum() == 3
@@ -184,7 +184,7 @@ def test_an_engine_runs_on_the_gpu_that_is_asked_for(machine, tmp_path):
 
 def test_memory_of_a_calibrator_and_of_nothing(machine):
     cuda = sys.modules["fake_cuda"]
-    memory = CudaMemory(gpu(1))
+    memory = CudaMemory(open_gpu(1))
     first = memory.put("x", np.arange(4, dtype=np.float32))
     assert memory.put("x", np.arange(2, dtype=np.float32)) == first
     np.testing.assert_array_equal(cuda.at(first, 8, 1).view(np.float32), [0, 1])
@@ -193,7 +193,7 @@ def test_memory_of_a_calibrator_and_of_nothing(machine):
     assert cuda.allocated() == 1
     memory.free()
     assert cuda.allocated() == 0
-    device = gpu()
+    device = open_gpu()
     with device.current():
         assert DeviceBuffer(device, 0).size == 1
         assert device.pinned((0, 3), "float32").shape == (0, 3)
@@ -210,15 +210,15 @@ def test_bindings_that_are_missing_or_do_not_start(tensorrt, monkeypatch, tmp_pa
     runtime.cudaGetDeviceCount = lambda: (cuda.Code.cudaErrorInvalidValue, None)
     for name, module in broken.items():
         monkeypatch.setitem(sys.modules, name, module)
-    assert type(gpu()).__name__ == "_Pycuda"
+    assert type(open_gpu()).__name__ == "_Pycuda"
     tensorrt(TEN, "")
     with pytest.raises(SdkMissingError, match=r"cuda-python: .*; pycuda: .*: pip install cuda-py"):
-        gpu()
+        open_gpu()
     for binding in BINDINGS:
         tensorrt(TEN, binding)
         sys.modules["fake_cuda"].GPUS.clear()
         with pytest.raises(SdkMissingError, match="no CUDA-capable device is detected"):
-            gpu()
+            open_gpu()
 
 
 def session():

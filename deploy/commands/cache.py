@@ -167,7 +167,7 @@ def check(
     read = cache_tools.read_cache(path)
     matched = _matched(read, model, parser) if model is not None else None
     findings = cache_tools.check_cache(
-        read, version=trt_version, algorithm=algorithm, matched=matched
+        read, version=trt_version, algorithm=algorithm, match=matched
     )
     say(_head(read))
     for finding in findings:
@@ -236,7 +236,7 @@ def to_qdq(
     )
     write_model(out, quantized)
     _print_match(matched, everything=verbose)
-    say(f"{out}: {matched.covered} tensors quantized")
+    say(f"{out}: {matched.covered_tensor_count} tensors quantized")
 
 
 @cache.command("from-qdq", short_help="Convert a Q/DQ model to a float model and a cache.")
@@ -313,7 +313,7 @@ def _print_inferred(found: InferredScales) -> None:
         "guess": "are guesses, which may cut values off (--no-guesses leaves them out)",
     }
     for kind, meaning in kinds.items():
-        names = [name for name, sure in found.sure.items() if sure == kind]
+        names = [name for name, sure in found.levels.items() if sure == kind]
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             listed = f": {', '.join(names[:5])}{more}" if kind == "guess" else ""
@@ -357,13 +357,13 @@ def _document(read: CalibrationCache) -> dict[str, object]:
 
 def _print_match(matched: CacheMatch, *, everything: bool = True) -> None:
     say(
-        f"{matched.used} of {len(matched.entries)} entries used,"
-        f" {matched.covered} of {len(matched.tensors)} tensors covered"
+        f"{matched.used_entry_count} of {len(matched.entries)} entries used,"
+        f" {matched.covered_tensor_count} of {len(matched.tensors)} tensors covered"
     )
     for entry in matched.entries:
-        if everything or (not entry.used and not entry.reason.startswith("no pair")):
-            say(f"  {'used  ' if entry.used else 'unused'}  {entry.name}: {entry.reason}")
+        if everything or (not entry.is_used and not entry.reason.startswith("no pair")):
+            say(f"  {'used  ' if entry.is_used else 'unused'}  {entry.name}: {entry.reason}")
     for tensor in matched.tensors:
-        if everything or not tensor.covered:
-            word = "covered" if tensor.covered else "left in float"
+        if everything or not tensor.has_scale:
+            word = "covered" if tensor.has_scale else "left in float"
             say(f"  {word}  {tensor.tensor}{': ' if tensor.reason else ''}{tensor.reason}")

@@ -251,7 +251,7 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
             f" {path} for none of {len(wanted)} (such as {', '.join(wanted[:2])}); give the model's"
             " own cache (`calib8 cache check --model` tells more)"
         )
-    reasons = {cover.tensor: cover.reason for cover in matched.tensors if not cover.covered}
+    reasons = {cover.tensor: cover.reason for cover in matched.tensors if not cover.has_scale}
     lacking = {
         name: f"its input {reasons.get(layer.input) or f'has no scale in {path.name}'}"
         for name, layer in graph.layers.items()

@@ -212,8 +212,8 @@ class OnnxRuntime:
             plan,
             ranges.scales,
             weight_bits=self.weight_bits,
-            known={} if trained is None else trained.weight_scales,
-            once=once,
+            trained_scales={} if trained is None else trained.weight_scales,
+            memoize=once,
         )
         dynamic = self._dynamic(request.model, tuple(request.float_nodes))
         if dynamic:

@@ -22,20 +22,16 @@ from deploy.errors import BackendError, ConfigError, SdkMissingError
 from deploy.files import atomic
 from deploy.files.reading import read_bytes
 from deploy.targets.shape_ranges import Shape, ShapeRange
+from deploy.targets.tensorrt.binding_types import dtype_of, shape_of
 from deploy.targets.tensorrt.cuda import Cuda
-from deploy.targets.tensorrt.sdk import (
+from deploy.targets.tensorrt.log import (
     LogRecorder,
-    Sdk,
-    dtype_of,
-    import_tensorrt,
-    load_plugins,
-    plugin_digests,
+    create_with_logger,
     process_logger,
     record_log,
-    shape_of,
-    stand_ins,
-    start,
 )
+from deploy.targets.tensorrt.plugin_libraries import load_plugins, plugin_digests
+from deploy.targets.tensorrt.sdk import Sdk, import_tensorrt, stand_ins
 from deploy.terminal import phase
 
 if TYPE_CHECKING:
@@ -44,47 +40,66 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class InputShapeRange:
-    """Min, opt and max shape of one dynamic input; the engine is tuned and calibrated for opt."""
+    """Shapes of one dynamic input; the engine is tuned and calibrated for `opt_shape`."""
 
-    least: Shape
-    best: Shape
-    most: Shape
+    min_shape: Shape
+    opt_shape: Shape
+    max_shape: Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuilderSettings:
-    """Builder settings of one engine."""
+    """Builder settings of one engine.
 
-    int8: bool = True  # set the INT8 builder flag, where the version has one
-    # allow FP16 for layers that do not run in int8 (until 10.16; 11 follows the model)
+    Attributes:
+        int8: set the INT8 builder flag, where the version has one.
+        fp16: allow FP16 for layers that do not run in int8 (until 10.16; 11 follows the model).
+        bf16: allow BF16 likewise, from 9.0.
+        typed: strongly typed network: every layer runs in the type that the model gives it (from
+            10.0).
+        tf32: allow TF32, which rounds the operands of float products to 10 mantissa bits.
+        float_layers: node that must not run in int8 -> its output tensor. Both are needed because
+            TensorRT does not name every layer after its node.
+        wide_layers: node that must compute and output float32 -> its output tensor; nodes without
+            a layer in the network are ignored.
+        workspace_mib: workspace limit in MiB; None for TensorRT's default.
+        profiles: dynamic input -> its shapes.
+        values: integer input -> its values, for inputs that shapes may depend on.
+        plugins: plugin libraries to load before the model is parsed.
+        timing_cache: timing cache file to write, which makes the next build faster; left as it is
+            if TensorRT refuses it as a timing cache.
+        earlier_timing_cache: timing cache file to read; None to read `timing_cache`.
+        flags: flags of trtexec, see `ENGINE_FLAGS`.
+        dla: run layers on DLA core 0, and those that it cannot run on the GPU.
+    """
+
+    int8: bool = True
     fp16: bool = True
-    bf16: bool = False  # allow BF16 likewise, from 9.0
-    # strongly typed network: every layer runs in the type the model gives it (from 10.0)
+    bf16: bool = False
     typed: bool = False
-    tf32: bool = True  # allow TF32, which rounds the operands of float products to 10 mantissa bits
-    # node that must not run in int8 -> its output tensor. Both are needed because TensorRT does not
-    # name every layer after its node
+    tf32: bool = True
     float_layers: Mapping[str, str] = field(default_factory=dict)
-    # node that must compute and output float32 -> its output tensor; nodes without a layer in the
-    # network are ignored
     wide_layers: Mapping[str, str] = field(default_factory=dict)
-    workspace_mib: int | None = None  # workspace limit in MiB; None for TensorRT's default
-    # dynamic input -> its shapes
+    workspace_mib: int | None = None
     profiles: Mapping[str, InputShapeRange] = field(default_factory=dict)
-    # integer input -> its values, for inputs that shapes may depend on
     values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     plugins: tuple[Path, ...] = ()
-    # timing cache file to write, which makes the next build faster; left as it is if TensorRT
-    # refuses it as a timing cache
     timing_cache: Path | None = None
-    known_timing: Path | None = None  # timing cache file to read; None to read `timing_cache`
-    flags: tuple[str, ...] = ()  # of trtexec, see `ENGINE_FLAGS`
-    dla: bool = False  # run layers on DLA core 0, those that it cannot run on the GPU
+    earlier_timing_cache: Path | None = None
+    flags: tuple[str, ...] = ()
+    dla: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """A serialized engine, TensorRT's log lines, the calibration cache used, if any, and notes."""
+    """A serialized engine.
+
+    Attributes:
+        plan: the bytes of the engine.
+        log: TensorRT's log lines.
+        cache: the calibration cache used, if any.
+        notes: sentences for the user.
+    """
 
     plan: bytes
     log: tuple[str, ...]
@@ -118,27 +133,32 @@ def build_engine(
     on_device = nullcontext() if cuda is None else cuda.current()
     with on_device, record_log() as log:
         load_plugins(settings.plugins)
-        builder: trt.Builder = start("Builder", log, "make a builder")
+        builder: trt.Builder = create_with_logger("Builder", log, "make a builder")
         network = builder.create_network(_network_flags(typed=settings.typed))
         _parse(network, model, log)
         config = _create_config(builder, network, settings, calibrator)
-        refused = _set_timing_cache(config, settings)
+        timing_note = _set_timing_cache(config, settings)
         plan = cast("trt.IHostMemory | None", builder.build_serialized_network(network, config))
-    # an exception from a callback comes first: TensorRT swallows it and then fails for lack of
-    # data; its own messages come next, also where it failed before requesting a batch
-    if calibrator is not None and calibrator.error is not None:
-        raise calibrator.error
-    begun = calibrator is not None and (plan is not None or calibrator.asked > 0)
-    trouble = calibrator.trouble() if calibrator is not None and begun else ""
+
+    calibration_trouble = ""
+    if calibrator is not None:
+        # TensorRT swallows an exception of a callback and then fails for lack of data
+        if calibrator.error is not None:
+            raise calibrator.error
+        # without a plan and a request for a batch, TensorRT failed before it calibrated
+        if plan is not None or calibrator.asked > 0:
+            calibration_trouble = calibrator.trouble()
     if plan is None:
-        more = f"; {trouble}" if trouble else ""
-        raise BackendError(f"TensorRT could not build {model.name}: {log.words()}{more}")
-    if trouble:
-        raise CalibrationError(f"{trouble}; TensorRT said: {log.words()}")
+        ending = f"; {calibration_trouble}" if calibration_trouble else ""
+        raise BackendError(f"TensorRT could not build {model.name}: {log.summary()}{ending}")
+    if calibration_trouble:
+        raise CalibrationError(f"{calibration_trouble}; TensorRT said: {log.summary()}")
+
     cache = calibrator.check() if calibrator is not None else None
-    if settings.timing_cache is not None and not refused:
+    if settings.timing_cache is not None and not timing_note:
         atomic.write_bytes(settings.timing_cache, bytes(config.get_timing_cache().serialize()))
-    return BuiltEngine(bytes(plan), tuple(log.lines), cache, (refused,) if refused else ())
+    notes = (timing_note,) if timing_note else ()
+    return BuiltEngine(bytes(plan), tuple(log.lines), cache, notes)
 
 
 def calibrate(
@@ -166,8 +186,12 @@ def engine_key(
         ConfigError: a plugin library cannot be read.
     """
     options = asdict(settings)
-    for name in ("plugins", "timing_cache", "known_timing"):
+    for name in ("plugins", "timing_cache", "earlier_timing_cache"):
         options.pop(name)
+    options["profiles"] = {
+        name: {"least": shapes.min_shape, "best": shapes.opt_shape, "most": shapes.max_shape}
+        for name, shapes in settings.profiles.items()
+    }
     return {
         "tensorrt": sdk.version,
         "gpu": sdk.gpu,
@@ -181,40 +205,62 @@ def engine_key(
 
 
 def profiles_for(
-    shapes: Mapping[str, Sequence[int | str | None]],
-    fed: Mapping[str, Shape],
+    input_shapes: Mapping[str, Sequence[int | str | None]],
+    opt_shapes: Mapping[str, Shape],
     *,
-    most_batch: int,
-    span: ShapeRange | None = None,
+    max_batch: int,
+    sample_range: ShapeRange | None = None,
     fixed: bool = False,
 ) -> dict[str, InputShapeRange]:
     """Return a profile for each dynamic input.
 
     Dynamic dimensions cover every size of the samples; a dynamic batch (dimension 0) covers 1 to
-    `most_batch`.
+    `max_batch`.
 
-    `fed`: input shapes that the engine is tuned for. `span`: smallest and largest shapes of all
-    samples; None if all are as `fed`. `fixed`: accept the shapes of `fed` only, as DLA does.
+    Args:
+        input_shapes: the model's inputs; a dynamic dimension is a name, None or not positive.
+        opt_shapes: input shapes that the engine is tuned for.
+        max_batch: largest batch, if the batch is dynamic.
+        sample_range: smallest and largest shapes of all samples; None if all are `opt_shapes`.
+        fixed: accept `opt_shapes` only, as DLA does.
+
+    Raises:
+        ConfigError: a sample does not fit the model's input.
     """
     profiles = {}
-    for name, shape in shapes.items():
-        opt = fed[name]
-        known = [isinstance(dim, int) and dim > 0 for dim in shape]
-        if len(opt) != len(shape) or any(
-            f and dim != size for f, dim, size in zip(known, shape, opt, strict=True)
-        ):
+    for name, input_shape in input_shapes.items():
+        opt_shape = opt_shapes[name]
+        if not _fits(opt_shape, input_shape):
             raise ConfigError(
-                f"data must fit the model's input, got {list(opt)} for {name!r} {list(shape)}"
+                f"data must fit the model's input, got {list(opt_shape)} for {name!r}"
+                f" {list(input_shape)}"
             )
-        if all(known):
+        if all(_is_static(size) for size in input_shape):
             continue
-        least, most = (
-            (opt, opt) if span is None or fixed else (span.min_sizes[name], span.max_sizes[name])
-        )
-        if not known[0] and not fixed:
-            least, most = (1, *least[1:]), (max(most_batch, opt[0], most[0]), *most[1:])
-        profiles[name] = InputShapeRange(least, opt, most)
+
+        min_shape = max_shape = opt_shape
+        if not fixed:
+            if sample_range is not None:
+                min_shape = sample_range.min_sizes[name]
+                max_shape = sample_range.max_sizes[name]
+            if not _is_static(input_shape[0]):
+                largest_batch = max(max_batch, opt_shape[0], max_shape[0])
+                min_shape = (1, *min_shape[1:])
+                max_shape = (largest_batch, *max_shape[1:])
+        profiles[name] = InputShapeRange(min_shape, opt_shape, max_shape)
     return profiles
+
+
+def _is_static(size: int | str | None) -> bool:
+    return isinstance(size, int) and size > 0
+
+
+def _fits(shape: Shape, input_shape: Sequence[int | str | None]) -> bool:
+    """Whether a shape has the rank and the static sizes of a model's input."""
+    if len(shape) != len(input_shape):
+        return False
+    sizes = zip(shape, input_shape, strict=True)
+    return all(size == expected or not _is_static(expected) for size, expected in sizes)
 
 
 def _network_flags(*, typed: bool) -> int:
@@ -236,7 +282,7 @@ def _parse(network: trt.INetworkDefinition, model: Path, log: LogRecorder) -> No
     if parser.parse_from_file(str(model)):
         return
     errors = [str(parser.get_error(index)) for index in range(parser.num_errors)]
-    raise BackendError(f"TensorRT cannot read {model.name}: {' | '.join(errors) or log.words()}")
+    raise BackendError(f"TensorRT cannot read {model.name}: {' | '.join(errors) or log.summary()}")
 
 
 def _create_config(
@@ -255,34 +301,36 @@ def _create_config(
         config.default_device_type = trt.DeviceType.DLA
         config.DLA_core = 0
         config.set_flag(trt.BuilderFlag.GPU_FALLBACK)
+
     if settings.float_layers:
         _bind_to_float(config, network, settings)
-    if settings.wide_layers:  # float32 overrides an earlier float precision
-        config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
-        for layer, _ in _find_layers(network, settings.wide_layers):
-            layer.precision = trt.float32
-            for index in range(layer.num_outputs):
-                layer.set_output_type(index, trt.float32)
+    if settings.wide_layers:  # after the others: float32 overrides an earlier float precision
+        _bind_to_float32(config, network, settings.wide_layers)
     _disable_tactics(config, stand_ins())
+
     profile = _create_profile(builder, network, settings)
     if profile is not None:
         config.add_optimization_profile(profile)
     if calibrator is not None:
         config.int8_calibrator = cast("trt.IInt8Calibrator", calibrator)
-        inputs = [network.get_input(index) for index in range(network.num_inputs)]
-        calibrator.expect({tensor.name: dtype_of(tensor.dtype) for tensor in inputs})
+        calibrator.expect({tensor.name: dtype_of(tensor.dtype) for tensor in _inputs_of(network)})
         if profile is not None:
             config.set_calibration_profile(profile)
     return config
 
 
+def _inputs_of(network: trt.INetworkDefinition) -> list[trt.ITensor]:
+    return [network.get_input(index) for index in range(network.num_inputs)]
+
+
 def _set_flags(config: trt.IBuilderConfig, settings: BuilderSettings) -> None:
     import tensorrt as trt
 
-    types = ((settings.int8, "INT8"), (settings.fp16, "FP16"), (settings.bf16, "BF16"))
-    for allowed, name in () if settings.typed else types:
-        if allowed and hasattr(trt.BuilderFlag, name):
-            config.set_flag(getattr(trt.BuilderFlag, name))
+    allowed_types = {"INT8": settings.int8, "FP16": settings.fp16, "BF16": settings.bf16}
+    if not settings.typed:  # a strongly typed network has no such flags
+        for name, is_allowed in allowed_types.items():
+            if is_allowed and hasattr(trt.BuilderFlag, name):
+                config.set_flag(getattr(trt.BuilderFlag, name))
     if not settings.tf32:  # on by default
         config.clear_flag(trt.BuilderFlag.TF32)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for the engine inspector
@@ -300,7 +348,7 @@ def _set_flags(config: trt.IBuilderConfig, settings: BuilderSettings) -> None:
 
 
 # Flags of trtexec that the engine built here obeys, as sampleOptions.cpp and sampleEngines.cpp set
-# them -> the builder flag, or the attribute of the config.
+# them -> the builder flag (upper case), or the attribute of the config.
 ENGINE_FLAGS = {
     "--refit": "REFIT",
     "--stripWeights": "STRIP_PLAN",
@@ -310,7 +358,7 @@ ENGINE_FLAGS = {
     "--maxAuxStreams": "max_aux_streams",
     "--hardwareCompatibilityLevel": "hardware_compatibility_level",
 }
-_LEVELS = {
+_COMPATIBILITY_LEVELS = {
     "none": "NONE",
     "ampere+": "AMPERE_PLUS",
     "sameComputeCapability": "SAME_COMPUTE_CAPABILITY",
@@ -327,21 +375,25 @@ def _set_flag(config: trt.IBuilderConfig, flag: str) -> None:
     import tensorrt as trt
 
     name, _, value = flag.partition("=")
-    known = ENGINE_FLAGS.get(name)
-    if known is None:
+    setting = ENGINE_FLAGS.get(name)
+    if setting is None:
         raise ValueError("it is none of " + ", ".join(ENGINE_FLAGS))
-    if known.isupper():
-        if (name == "--sparsity" and value != "enable") or (name != "--sparsity" and value):
+    if setting.isupper():
+        expected_value = "enable" if name == "--sparsity" else ""
+        if value != expected_value:
             raise ValueError(f"the value {value!r}")
-        config.set_flag(getattr(trt.BuilderFlag, known))
+        config.set_flag(getattr(trt.BuilderFlag, setting))
         return
-    getattr(config, known)  # refuses a setting of a newer TensorRT
+
+    getattr(config, setting)  # refuses a setting of a newer TensorRT
     if name == "--hardwareCompatibilityLevel":
-        if value not in _LEVELS:
-            raise ValueError(f"the value {value!r}, none of {', '.join(_LEVELS)}")
-        setattr(config, known, getattr(trt.HardwareCompatibilityLevel, _LEVELS[value]))
+        if value not in _COMPATIBILITY_LEVELS:
+            levels = ", ".join(_COMPATIBILITY_LEVELS)
+            raise ValueError(f"the value {value!r}, none of {levels}")
+        level = getattr(trt.HardwareCompatibilityLevel, _COMPATIBILITY_LEVELS[value])
+        setattr(config, setting, level)
     else:
-        setattr(config, known, int(value))
+        setattr(config, setting, int(value))
 
 
 def _bind_to_float(
@@ -351,13 +403,17 @@ def _bind_to_float(
     import tensorrt as trt
 
     config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
-    fallback = trt.bfloat16 if settings.bf16 else trt.float32
-    precision = trt.float16 if settings.fp16 else fallback
-    bound: set[str] = set()
-    for layer, names in _find_layers(network, settings.float_layers):
+    if settings.fp16:
+        precision = trt.float16
+    elif settings.bf16:
+        precision = trt.bfloat16
+    else:
+        precision = trt.float32
+    bound_nodes: set[str] = set()
+    for layer, node_names in _find_layers(network, settings.float_layers):
         layer.precision = precision
-        bound |= names
-    missing = sorted(set(settings.float_layers) - bound)
+        bound_nodes |= node_names
+    missing = sorted(set(settings.float_layers) - bound_nodes)
     if missing:
         raise BackendError(
             f"a node to keep in float must be a layer of TensorRT's network, {missing[0]!r} is"
@@ -365,14 +421,28 @@ def _bind_to_float(
         )
 
 
+def _bind_to_float32(
+    config: trt.IBuilderConfig, network: trt.INetworkDefinition, nodes: Mapping[str, str]
+) -> None:
+    """Let the layers of these nodes compute and output float32."""
+    import tensorrt as trt
+
+    config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
+    for layer, _ in _find_layers(network, nodes):
+        layer.precision = trt.float32
+        for index in range(layer.num_outputs):
+            layer.set_output_type(index, trt.float32)
+
+
 def _find_layers(
     network: trt.INetworkDefinition, nodes: Mapping[str, str]
 ) -> Iterator[tuple[trt.ILayer, set[str]]]:
     """Yield (layer, its node names) for `nodes`, found by layer name or by output tensor."""
-    by_tensor = {tensor: node for node, tensor in nodes.items()}
-    for layer in (network.get_layer(index) for index in range(network.num_layers)):
+    node_by_tensor = {tensor: node for node, tensor in nodes.items()}
+    for layer_index in range(network.num_layers):
+        layer = network.get_layer(layer_index)
         outputs = {layer.get_output(index).name for index in range(layer.num_outputs)}
-        names = {by_tensor[tensor] for tensor in outputs & by_tensor.keys()}
+        names = {node_by_tensor[tensor] for tensor in outputs & node_by_tensor.keys()}
         names |= {layer.name} & nodes.keys()
         if names:
             yield layer, names
@@ -384,10 +454,10 @@ def _disable_tactics(config: trt.IBuilderConfig, sources: Sequence[str]) -> None
 
     if not sources:
         return
-    enabled = config.get_tactic_sources()
+    enabled_bits = config.get_tactic_sources()
     for name in sources:
-        enabled &= ~(1 << int(getattr(trt.TacticSource, name)))
-    if not config.set_tactic_sources(enabled):
+        enabled_bits &= ~(1 << int(getattr(trt.TacticSource, name)))
+    if not config.set_tactic_sources(enabled_bits):
         raise BackendError(
             f"TensorRT must leave out {', '.join(sources)}, whose libraries are empty stand-ins"
             " here, but refused; install the real ones"
@@ -397,35 +467,47 @@ def _disable_tactics(config: trt.IBuilderConfig, sources: Sequence[str]) -> None
 def _create_profile(
     builder: trt.Builder, network: trt.INetworkDefinition, settings: BuilderSettings
 ) -> trt.IOptimizationProfile | None:
+    """Return the profile of the dynamic inputs and shape tensors; None if there are none.
+
+    Raises:
+        ConfigError: the settings have no profile or values of one of them.
+    """
     import tensorrt as trt
 
-    profiles, values = settings.profiles, settings.values
-    inputs = [network.get_input(index) for index in range(network.num_inputs)]
-    shapes = {tensor.name: shape_of(tensor.shape) for tensor in inputs}
-    dynamic = {name: shape for name, shape in shapes.items() if -1 in shape}
-    missing = sorted(set(dynamic) - set(profiles))
+    inputs = _inputs_of(network)
+    dynamic_shapes = {}
+    for tensor in inputs:
+        input_shape = shape_of(tensor.shape)
+        if -1 in input_shape:
+            dynamic_shapes[tensor.name] = input_shape
+    missing = sorted(set(dynamic_shapes) - set(settings.profiles))
     if missing:
         raise ConfigError(
             f"a dynamic input needs a profile, got none for {missing[0]!r}"
-            f" {list(dynamic[missing[0]])}; give its shapes"
+            f" {list(dynamic_shapes[missing[0]])}; give its shapes"
         )
     shape_tensors = [tensor.name for tensor in inputs if tensor.is_shape_tensor]
-    unknown = sorted(set(shape_tensors) - set(values))
+    unknown = sorted(set(shape_tensors) - set(settings.values))
     if unknown:
         raise ConfigError(
             f"an input that shapes depend on needs values, got none for {unknown[0]!r}; feed it"
             " whole numbers, in one dimension at most"
         )
-    if not dynamic and not shape_tensors:
+    if not dynamic_shapes and not shape_tensors:
         return None
+
     profile = builder.create_optimization_profile()
-    for name in dynamic:
-        shape = profiles[name]
-        least, best, most = (trt.Dims(list(s)) for s in (shape.least, shape.best, shape.most))
-        profile.set_shape(name, least, best, most)
+    for name in dynamic_shapes:
+        shapes = settings.profiles[name]
+        profile.set_shape(
+            name,
+            trt.Dims(list(shapes.min_shape)),
+            trt.Dims(list(shapes.opt_shape)),
+            trt.Dims(list(shapes.max_shape)),
+        )
     for name in shape_tensors:
-        fixed = list(values[name])
-        profile.set_shape_input(name, fixed, fixed, fixed)
+        values = list(settings.values[name])
+        profile.set_shape_input(name, values, values, values)
     return profile
 
 
@@ -436,17 +518,19 @@ def _set_timing_cache(config: trt.IBuilderConfig, settings: BuilderSettings) -> 
     """
     import tensorrt as trt
 
-    path = settings.known_timing or settings.timing_cache
+    path = settings.earlier_timing_cache or settings.timing_cache
     if path is None:
         return ""
-    stored = b""
+    stored_timings = b""
     if path.exists():
-        stored = read_bytes(path, what="a timing cache", error=BackendError, rewritable=True)
-    cache = config.create_timing_cache(stored)
+        stored_timings = read_bytes(
+            path, what="a timing cache", error=BackendError, rewritable=True
+        )
+    cache = config.create_timing_cache(stored_timings)
     if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
         return ""
     config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
-    if path != settings.timing_cache:
+    if path != settings.timing_cache:  # nothing of the user's is replaced
         return ""
     return (
         f"{path} is not a timing cache of TensorRT {trt.__version__} on this GPU: it was neither"

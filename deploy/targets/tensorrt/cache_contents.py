@@ -39,6 +39,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
 import onnx
 from onnx import helper
 
@@ -60,10 +61,12 @@ from deploy.graph.index import Graph, attributes, runtime_inputs
 ONNX, CAFFE = "onnx", "caffe"
 POOLING_LAYERS = frozenset({"MaxPool", "AveragePool"})  # by the ONNX parser
 _CAFFE_POOLS = POOLING_LAYERS | {"GlobalAveragePool", "GlobalMaxPool"}
-_SAME = frozenset({"Identity", "Dropout"})
-_FLOAT = 1
+_COPIES = frozenset({"Identity", "Dropout"})
+_FLOAT = onnx.TensorProto.FLOAT
+_FIRST_NAMED_AFTER_NODES = 100000  # from 10.0 on the parser names inner tensors after their node
+_END_OF_UNNAMED_GEMM = 8400  # before 8.4 a Gemm is three layers, named by their index
 # ONNX operator -> TensorRT's name for the single layer that it becomes.
-_LAYER_WORDS = {
+_LAYER_KINDS = {
     "Conv": "Convolution",
     "ConvTranspose": "Deconvolution",
     "MaxPool": "Pooling",
@@ -85,11 +88,17 @@ _LAYER_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """One entry of a calibration cache."""
+    """One entry of a calibration cache.
+
+    Attributes:
+        name: name in the cache.
+        source: ONNX tensor with the same values.
+        shares: ONNX tensor whose scale it copies (the input of a pool), or None.
+    """
 
     name: str
-    source: str  # ONNX tensor with the same values
-    shares: str | None = None  # ONNX tensor whose scale it copies (the input of a pool), or None
+    source: str
+    shares: str | None = None
 
 
 def trt_tensors(model: onnx.ModelProto) -> list[str]:
@@ -98,8 +107,9 @@ def trt_tensors(model: onnx.ModelProto) -> list[str]:
     `model` is cleaned but keeps its BatchNormalization nodes (`load(..., fold_batchnorm=False)`).
     """
     graph = Graph(model)
-    # a tensor whose type could not be inferred counts as float
-    return [n for n in [*graph.inputs, *graph.producer] if graph.dtypes.get(n, 0) in (0, _FLOAT)]
+    names = [*graph.inputs, *graph.producer]
+    # a tensor whose type could not be inferred, 0, counts as float
+    return [name for name in names if graph.dtypes.get(name, 0) in (0, _FLOAT)]
 
 
 def cache_tensors(
@@ -118,22 +128,25 @@ def cache_tensors(
         original: the model as TensorRT reads it, for node names and for the tensors of Identity,
             Dropout and no-op Cast nodes, which cleaning removes; None for `model`.
     """
-    read = original if original is not None else model
-    if (parser or likely_parser(read, version)) == CAFFE:
+    parsed = original if original is not None else model
+    if (parser or likely_parser(parsed, version)) == CAFFE:
         return _caffe_tensors(model)
-    return _onnx_tensors(model, read, version_label(version))
+    return _onnx_tensors(model, parsed, version_label(version))
 
 
 def scale_owners(tensors: Iterable[CacheTensor]) -> dict[str, str]:
     """Map each entry name to the ONNX tensor whose scale it has: its own, or a pool's input."""
-    listed = list(tensors)
-    pooled = {tensor.source: tensor.shares for tensor in listed if tensor.shares is not None}
+    source_by_name = {}
+    pool_input = {}
+    for tensor in tensors:
+        source_by_name[tensor.name] = tensor.source
+        if tensor.shares is not None:
+            pool_input[tensor.source] = tensor.shares
     owners = {}
-    for tensor in listed:
-        owner = tensor.source
-        while owner in pooled:
-            owner = pooled[owner]
-        owners[tensor.name] = owner
+    for name, owner in source_by_name.items():
+        while owner in pool_input:
+            owner = pool_input[owner]
+        owners[name] = owner
     return owners
 
 
@@ -143,30 +156,35 @@ def likely_parser(model: onnx.ModelProto, version: str) -> str:
     A model counts as converted from Caffe if it has no producer name, no node names, and a single
     input called "data", Caffe's usual name.
     """
-    unsigned = not model.producer_name and not any(node.name for node in model.graph.node)
+    has_names = model.producer_name or any(node.name for node in model.graph.node)
     inputs = [value.name for value in runtime_inputs(model.graph)]
-    caffe = unsigned and inputs == ["data"] and version_label(version) < 8000
-    return CAFFE if caffe else ONNX
+    from_caffe = not has_names and inputs == ["data"]
+    return CAFFE if from_caffe and version_label(version) < 8000 else ONNX
 
 
-def unnamed_layer_output(index: int, word: str) -> str:
+def unnamed_layer_output(index: int, kind: str) -> str:
     """Return TensorRT's name for the first output of its layer `index`, up to version 9."""
-    return f"(Unnamed Layer* {index}) [{word}]_output"
+    return f"(Unnamed Layer* {index}) [{kind}]_output"
 
 
-def _onnx_tensors(model: onnx.ModelProto, read: onnx.ModelProto, label: int) -> list[CacheTensor]:
-    """List the entries by the ONNX parser, which reads the uncleaned model `read`."""
-    graph, listed = Graph(model), trt_tensors(model)
-    present, pool_inputs = set(listed), _pool_inputs(graph, POOLING_LAYERS)
-    names = {node.output[0]: node.name for node in read.graph.node if node.output}
-    layers = _layer_indices(read, label)
-    tensors = [CacheTensor(n, n) for n in listed if n not in graph.producer]
+def _onnx_tensors(model: onnx.ModelProto, parsed: onnx.ModelProto, label: int) -> list[CacheTensor]:
+    """List the entries by the ONNX parser, which reads the uncleaned model `parsed`."""
+    graph, float_tensors = Graph(model), trt_tensors(model)
+    present = set(float_tensors)
+    pool_inputs = _pool_inputs(graph, POOLING_LAYERS)
+    node_names = {node.output[0]: node.name for node in parsed.graph.node if node.output}
+    layer_indices = _layer_indices(parsed, label)
+    tensors = [CacheTensor(name, name) for name in float_tensors if name not in graph.producer]
     for node in graph.nodes:
-        first = node.output[0]
-        if node.op_type in ("Gemm", "Softmax") and {node.input[0], first} <= present:
-            tensors += _inner_tensors(node, layers.get(first), label, names.get(first, ""))
-        tensors += [CacheTensor(n, n, pool_inputs.get(n)) for n in node.output if n in present]
-    for copy, source in _removed_copies(read, present).items():
+        output = node.output[0]
+        if node.op_type in ("Gemm", "Softmax") and {node.input[0], output} <= present:
+            layer = layer_indices.get(output)
+            tensors += _inner_tensors(node, layer, label, node_names.get(output, ""))
+        for name in node.output:
+            if name in present:
+                tensors.append(CacheTensor(name, name, pool_inputs.get(name)))
+    # a removed copy follows the last entry of its tensor
+    for copy, source in _removed_copies(parsed, present).items():
         index = max(i for i, tensor in enumerate(tensors) if tensor.source == source)
         tensors.insert(index + 1, CacheTensor(copy, source))
     return tensors
@@ -176,13 +194,14 @@ def _inner_tensors(
     node: onnx.NodeProto, layer: int | None, label: int, name: str
 ) -> list[CacheTensor]:
     """List the tensors that the parser creates inside a Gemm or Softmax, if their name is known."""
-    if label >= 100000:
+    if label >= _FIRST_NAMED_AFTER_NODES:
         # of a Gemm the product before the bias, of a Softmax the result before its reshape
         inner = f"{name or f'node_of_{node.output[0]}'}_output"
         if node.op_type == "Softmax":
             return [CacheTensor(inner, node.output[0])]
-        return [CacheTensor(inner, inner)] if len(node.input) > 2 and node.input[2] else []
-    if label >= 8400 or layer is None or node.op_type == "Softmax":
+        has_bias = len(node.input) > 2 and node.input[2]
+        return [CacheTensor(inner, inner)] if has_bias else []
+    if label >= _END_OF_UNNAMED_GEMM or layer is None or node.op_type == "Softmax":
         return []
     return [
         CacheTensor(unnamed_layer_output(layer, "Shuffle"), node.input[0]),
@@ -193,15 +212,18 @@ def _inner_tensors(
 def _layer_indices(model: onnx.ModelProto, label: int) -> dict[str, int]:
     """Map a node's first output to its first layer index, up to a node of unknown layer count."""
     indices: dict[str, int] = {}
-    layers = 0
-    for node in model.graph.node if label < 8400 else []:
+    if label >= _END_OF_UNNAMED_GEMM:
+        return indices
+    layer_count = 0
+    for node in model.graph.node:
         if node.op_type == "Constant":
             continue
-        indices[node.output[0]] = layers
+        indices[node.output[0]] = layer_count
+        is_single_layer = node.op_type in _LAYER_KINDS or node.op_type in _COPIES
         if node.op_type == "Gemm":
-            layers += 3
-        elif (node.op_type in _LAYER_WORDS or node.op_type in _SAME) and node.op_type != "Softmax":
-            layers += 1
+            layer_count += 3
+        elif is_single_layer and node.op_type != "Softmax":
+            layer_count += 1
         else:
             break
     return indices
@@ -213,28 +235,32 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
     Inner products flatten their input, and a Relu works in place: it takes the name of the layer
     before it, which is listed by its index.
     """
-    graph, listed = Graph(model), trt_tensors(model)
-    present, pool_inputs = set(listed), _pool_inputs(graph, _CAFFE_POOLS)
-    tensors = [CacheTensor(n, n) for n in listed if n not in graph.producer]
-    layers: int | None = 0
+    graph, float_tensors = Graph(model), trt_tensors(model)
+    present = set(float_tensors)
+    pool_inputs = _pool_inputs(graph, _CAFFE_POOLS)
+    tensors = [CacheTensor(name, name) for name in float_tensors if name not in graph.producer]
+    layer_index: int | None = 0  # None after a node of unknown layer count
     for node in graph.nodes:
-        out = node.output[0]
-        ops = [n.op_type for n in graph.readers.get(out, [])]
-        if node.op_type in {"Flatten", "Reshape"} and set(ops) == {"Gemm"}:
+        output = node.output[0]
+        readers = [reader.op_type for reader in graph.readers.get(output, [])]
+        if node.op_type in {"Flatten", "Reshape"} and set(readers) == {"Gemm"}:
             continue
-        word = "Fully Connected" if node.op_type == "Gemm" else _LAYER_WORDS.get(node.op_type)
-        name: str | None = out
-        if ops == ["Relu"]:
-            name = unnamed_layer_output(layers, word) if layers is not None and word else None
-        if name is not None and out in present:
-            tensors.append(CacheTensor(name, out, pool_inputs.get(out)))
-        layers = layers + 1 if layers is not None and word else None
+        kind = "Fully Connected" if node.op_type == "Gemm" else _LAYER_KINDS.get(node.op_type)
+        name: str | None = output
+        if readers == ["Relu"]:
+            name = None
+            if layer_index is not None and kind is not None:
+                name = unnamed_layer_output(layer_index, kind)
+        if name is not None and output in present:
+            tensors.append(CacheTensor(name, output, pool_inputs.get(output)))
+        if layer_index is not None:
+            layer_index = None if kind is None else layer_index + 1
     return tensors
 
 
 def _pool_inputs(graph: Graph, pools: Collection[str]) -> dict[str, str]:
     """Map the output of each pool to its input."""
-    return {n.output[0]: n.input[0] for n in graph.nodes if n.op_type in pools}
+    return {node.output[0]: node.input[0] for node in graph.nodes if node.op_type in pools}
 
 
 def _removed_copies(original: onnx.ModelProto, present: Collection[str]) -> dict[str, str]:
@@ -242,7 +268,7 @@ def _removed_copies(original: onnx.ModelProto, present: Collection[str]) -> dict
     copies: dict[str, str] = {}
     for node in original.graph.node:
         to_float = node.op_type == "Cast" and attributes(node).get("to") == _FLOAT
-        if (node.op_type in _SAME or to_float) and node.output[0] not in present:
+        if (node.op_type in _COPIES or to_float) and node.output[0] not in present:
             source = copies.get(node.input[0], node.input[0])
             if source in present:
                 copies[node.output[0]] = source
@@ -255,10 +281,8 @@ def cache_of(model: onnx.ModelProto, ranges: RangeSet, version: str) -> trt_cach
     The header names EntropyCalibration2 whatever the method was: `trtexec --calib` reads no other,
     and scales have the same meaning in all.
     """
-    scales = ranges.symmetric
-    owners = _owners(model, version)
-    entries = {name: scales[owner] for name, owner in owners.items() if owner in scales}
-    return trt_cache.from_scales(entries, version=version, algorithm=trt_cache.ENTROPY2)
+    scales = _entry_scales(_owners(model, version), ranges)
+    return trt_cache.from_scales(scales, version=version, algorithm=trt_cache.ENTROPY2)
 
 
 def _owners(model: onnx.ModelProto, version: str) -> dict[str, str]:
@@ -266,17 +290,31 @@ def _owners(model: onnx.ModelProto, version: str) -> dict[str, str]:
     return scale_owners(cache_tensors(model, version=version, parser=ONNX))
 
 
+def _entry_scales(owners: Mapping[str, str], ranges: RangeSet) -> dict[str, np.float32]:
+    """Return the scale of each entry whose owner has a range."""
+    scales = ranges.symmetric
+    return {name: scales[owner] for name, owner in owners.items() if owner in scales}
+
+
 def cache_ranges(model: onnx.ModelProto, ranges: RangeSet, version: str) -> dict[str, Scale]:
     """Return the range of each cache entry, symmetric around 0."""
-    owners = _owners(model, version)
-    both = {n: replace(one, lo=-one.amax, hi=one.amax) for n, one in ranges.scales.items()}
-    return {name: both[owner] for name, owner in owners.items() if owner in both}
+    symmetric = {}
+    for name, owner in _owners(model, version).items():
+        if owner in ranges.scales:
+            scale = ranges.scales[owner]
+            symmetric[name] = replace(scale, lo=-scale.amax, hi=scale.amax)
+    return symmetric
 
 
 def largest_magnitudes(ranges: RangeSet) -> dict[str, float]:
     """Return tensor -> largest |x| observed."""
-    largest = {n: max(-one.observed_min, one.observed_max) for n, one in ranges.scales.items()}
-    return largest | {n: math.inf for n, trouble in ranges.unusable.items() if trouble.is_infinite}
+    largest = {}
+    for name, scale in ranges.scales.items():
+        largest[name] = max(-scale.observed_min, scale.observed_max)
+    for name, trouble in ranges.unusable.items():
+        if trouble.is_infinite:
+            largest[name] = math.inf
+    return largest
 
 
 # Method -> the calibrator in the cache's header. TensorRT has no percentile or MSE calibrator;
@@ -300,26 +338,33 @@ def tensorrt_observations(
     """
     if subject.method.name not in UNFOLDED_METHODS:
         return None
-    listed = list_cache_entries(subject, parser)
-    split = gemm_products(listed, subject.unfolded.model)
-    key = "as TensorRT reads it" + (", Gemm products apart" if split else "")
-    variant = Variant(key, lambda _: split_gemms(subject.unfolded.model, split))
-    sources = dict.fromkeys(t.source for t in listed if t.shares is None)
+    entries = list_cache_entries(subject, parser)
+    products = gemm_products(entries, subject.unfolded.model)
+    key = "as TensorRT reads it"
+    if products:
+        key += ", Gemm products apart"
+    variant = Variant(key, lambda _: split_gemms(subject.unfolded.model, products))
+    sources = dict.fromkeys(entry.source for entry in entries if entry.shares is None)
     return tuple(Observation(variant, source, subject.statistic) for source in sources)
 
 
 def list_cache_entries(subject: CalibrationSubject, parser: str | None) -> list[CacheTensor]:
     """List the entries of the cache that TensorRT would write for the file."""
-    as_parsed = subject.method.name in UNFOLDED_METHODS
-    original = subject.original
-    model = subject.unfolded.model if as_parsed else subject.model
-    return cache_tensors(model, version=reading_version(subject), parser=parser, original=original)
+    is_unfolded = subject.method.name in UNFOLDED_METHODS
+    return cache_tensors(
+        subject.unfolded.model if is_unfolded else subject.model,
+        version=reading_version(subject),
+        parser=parser,
+        original=subject.original,
+    )
 
 
 def refuse_names(model: onnx.ModelProto) -> None:
     """Refuse tensor names that a cache cannot hold, before anything is observed."""
-    names = [name for node in model.graph.node for name in node.output if name]
-    for name in (*(value.name for value in model.graph.input), *names):
+    names = [value.name for value in model.graph.input]
+    for node in model.graph.node:
+        names += filter(None, node.output)
+    for name in names:
         if not trt_cache.can_hold_name(name):
             raise ExportError(
                 f"TensorRT's cache has one line per tensor, so a tensor name cannot have a line"
@@ -329,10 +374,9 @@ def refuse_names(model: onnx.ModelProto) -> None:
 
 def cache_bytes(subject: CalibrationSubject, ranges: RangeSet, parser: str | None) -> bytes:
     """Return the bytes of TensorRT's cache for the file."""
-    scales = ranges.symmetric
     owners = scale_owners(list_cache_entries(subject, parser))
     cache = trt_cache.from_scales(
-        {name: scales[owner] for name, owner in owners.items() if owner in scales},
+        _entry_scales(owners, ranges),
         version=reading_version(subject),
         algorithm=ALGORITHMS.get(subject.method.name, trt_cache.ENTROPY2),
         quantile=QUANTILE,
@@ -344,52 +388,57 @@ def cache_notes(
     subject: CalibrationSubject, ranges: RangeSet, parser: str | None
 ) -> tuple[str, ...]:
     """Return notes on the cache for the user."""
-    lines = []
-    original = subject.original
-    if (parser or likely_parser(original or subject.model, reading_version(subject))) == CAFFE:
-        lines.append("Tensors are named as TensorRT's Caffe parser names them.")
+    notes = []
+    parsed = subject.original or subject.model
+    if (parser or likely_parser(parsed, reading_version(subject))) == CAFFE:
+        notes.append("Tensors are named as TensorRT's Caffe parser names them.")
     if subject.statistic.first:
-        lines.extend(note_left_out(subject.samples, subject.statistic.first, filled=subject.filled))
+        notes.extend(note_left_out(subject.samples, subject.statistic.first, filled=subject.filled))
     infinite = [name for name, trouble in ranges.unusable.items() if trouble.is_infinite]
     if infinite:
-        lines.append(
+        notes.append(
             f"{len(infinite)} tensors held infinity ({', '.join(infinite[:3])}); TensorRT leaves"
             " such tensors in float."
         )
     if subject.method.name == "legacy":
-        lines.append(
+        notes.append(
             "Only the quantile of the legacy calibrator is applied; its regression is not"
             " documented."
         )
-    return tuple(lines)
+    return tuple(notes)
 
 
-def gemm_products(wanted: Iterable[CacheTensor], model: onnx.ModelProto) -> dict[str, str]:
-    """Map Gemm outputs to the name of the product before the bias, for products in `wanted`.
+def gemm_products(entries: Iterable[CacheTensor], model: onnx.ModelProto) -> dict[str, str]:
+    """Map Gemm outputs to the name of the product before the bias, for products in `entries`.
 
     `cache_tensors` lists a product right before its Gemm's output.
     """
-    tensors = list(wanted)
-    outputs = {name for node in model.graph.node for name in node.output}
-    missing = {t.source for t in tensors} - outputs - {value.name for value in model.graph.input}
-    pairs = pairwise(tensors)
-    return {after.source: tensor.source for tensor, after in pairs if tensor.source in missing}
+    model_tensors = {value.name for value in model.graph.input}
+    for node in model.graph.node:
+        model_tensors.update(node.output)
+    products = {}
+    for entry, next_entry in pairwise(entries):
+        if entry.source not in model_tensors:
+            products[next_entry.source] = entry.source
+    return products
 
 
-def split_gemms(model: onnx.ModelProto, split: Mapping[str, str]) -> onnx.ModelProto:
-    """Return the model with each Gemm in `split` (see `gemm_products`) written as Gemm and Add."""
-    if not split:
+def split_gemms(model: onnx.ModelProto, products: Mapping[str, str]) -> onnx.ModelProto:
+    """Return the model with each Gemm in `products` written as Gemm and Add.
+
+    `products`: see `gemm_products`.
+    """
+    if not products:
         return model
     result = copy_message(model)
     nodes = []
     for node in result.graph.node:
         nodes.append(node)
-        product = split.get(node.output[0])
+        product = products.get(node.output[0])
         if product is not None:
-            bias, out = node.input.pop(), node.output[0]
+            bias, output = node.input.pop(), node.output[0]
             node.output[0] = product
-            nodes.append(
-                helper.make_node("Add", [product, bias], [out], name=f"{node.name}/bias/Add")
-            )
+            name = f"{node.name}/bias/Add"
+            nodes.append(helper.make_node("Add", [product, bias], [output], name=name))
     replace_nodes(result.graph, nodes)
     return result

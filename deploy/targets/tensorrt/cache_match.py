@@ -18,22 +18,28 @@ import numpy as np
 import onnx
 
 from deploy.calibration.trt_cache import CalibrationCache
-from deploy.graph.index import Graph
 from deploy.graph.placement import TENSORRT, Placement
 from deploy.graph.plan import Plan, analyse, reasons_by_node
 from deploy.targets.tensorrt.cache_contents import CacheTensor, cache_tensors, scale_owners
 
-_OLDEST = "6.0.1"  # version assumed for the legacy form, whose header has none
+_LEGACY_VERSION = "6.0.1"  # version assumed for the legacy form, whose header has none
 
 
 @dataclass(frozen=True, slots=True)
 class EntryUse:
-    """One entry of the cache."""
+    """One entry of the cache.
+
+    Attributes:
+        name: its name in the cache.
+        tensor: the model's tensor that it belongs to, or None.
+        is_used: whether a Q/DQ pair uses its scale.
+        reason: how it was matched; if unused, why.
+    """
 
     name: str
-    tensor: str | None  # the model's tensor that it belongs to, or None
-    used: bool  # whether a Q/DQ pair uses its scale
-    reason: str  # how it was matched; if unused, why
+    tensor: str | None
+    is_used: bool
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +47,43 @@ class TensorCoverage:
     """One tensor to be quantized: whether the cache has a scale for it, and if not, why."""
 
     tensor: str
-    covered: bool
+    has_scale: bool
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class CacheMatch:
-    """A cache matched to a model, with the plan and scales for the Q/DQ writer."""
+    """A cache matched to a model, with the plan and scales for the Q/DQ writer.
+
+    Attributes:
+        entries: the entries of the cache.
+        tensors: every tensor that TensorRT's placement would quantize, in the model's order.
+        plan: the placement, restricted to tensors with a scale.
+        scales: tensor of a pair -> its scale.
+    """
 
     entries: tuple[EntryUse, ...]
-    # every tensor that TensorRT's placement would quantize, in the model's order
     tensors: tuple[TensorCoverage, ...]
-    plan: Plan  # the placement, restricted to covered tensors
+    plan: Plan
     scales: Mapping[str, np.float32]
 
     @property
-    def used(self) -> int:
+    def used_entry_count(self) -> int:
         """Number of used entries."""
-        return sum(entry.used for entry in self.entries)
+        return sum(entry.is_used for entry in self.entries)
 
     @property
-    def covered(self) -> int:
-        """Number of covered tensors."""
-        return sum(tensor.covered for tensor in self.tensors)
+    def covered_tensor_count(self) -> int:
+        """Number of tensors with a scale."""
+        return sum(tensor.has_scale for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _EntryTensor:
+    """The model's tensor that an entry belongs to, and how it was matched."""
+
+    tensor: str
+    how_matched: str
 
 
 def match_cache(
@@ -89,89 +109,123 @@ def match_cache(
     Raises:
         CacheError: the cache has two scales for one tensor.
     """
-    scales, flaws = cache.scales(), cache.flaws()
-    version = cache.header.version or _OLDEST
-    listed = cache_tensors(model, version=version, parser=parser, original=original)
-    nodes = original.graph.node if original is not None else ()
-    file_tensors = {name for node in nodes for name in (*node.input, *node.output)}
-    matches = _match_entries(list(scales), listed, scales, file_tensors)
-    usable = {tensor: scales[name] for name, (tensor, _) in matches.items() if name not in flaws}
-    why = {tensor: f"has a {flaws[n]} scale" for n, (tensor, _) in matches.items() if n in flaws}
-    pools = {
-        t.source: owner for t, owner in zip(listed, scale_owners(listed).values(), strict=True)
-    }
-    plan, owners, chosen = _plan(model, placement, usable, why, pools, reasons_by_node(float_nodes))
-    used = {owners[tensor] for tensor in chosen}
-    word = placement.precision_name
-    entries = tuple(_entry(name, matches.get(name), flaws.get(name), used, word) for name in scales)
-    entries = tuple(
-        e if e.tensor else replace(e, reason=_why_unmatched(e.name, model, original))
-        for e in entries
+    scale_by_entry, flaw_by_entry = cache.scales(), cache.flaws()
+    listed = cache_tensors(
+        model,
+        version=cache.header.version or _LEGACY_VERSION,
+        parser=parser,
+        original=original,
     )
-    tensors = tuple(_cover(tensor, owners, chosen, why) for tensor in owners)
-    return CacheMatch(entries, tensors, plan, chosen)
+    file_tensors: set[str] = set()
+    if original is not None:
+        for node in original.graph.node:
+            file_tensors.update(node.input, node.output)
+    matches = _match_entries(listed, scale_by_entry, file_tensors)
+
+    usable_scales = {}
+    flaw_reasons = {}
+    for name, match in matches.items():
+        if name in flaw_by_entry:
+            flaw_reasons[match.tensor] = f"has a {flaw_by_entry[name]} scale"
+        else:
+            usable_scales[match.tensor] = scale_by_entry[name]
+    owner_by_entry = scale_owners(listed)
+    cache_owners = {entry.source: owner_by_entry[entry.name] for entry in listed}
+    plan, owner_by_tensor = _plan_covered(
+        model, placement, usable_scales, flaw_reasons, cache_owners, reasons_by_node(float_nodes)
+    )
+
+    scales = {tensor: usable_scales[owner_by_tensor[tensor]] for tensor in plan.activations}
+    used_tensors = {owner_by_tensor[tensor] for tensor in scales}
+    entries = []
+    for name in scale_by_entry:
+        if name in matches:
+            flaw = flaw_by_entry.get(name)
+            entries.append(
+                _entry_use(name, matches[name], flaw, used_tensors, placement.precision_name)
+            )
+        else:
+            entries.append(EntryUse(name, None, False, _why_unmatched(name, model, original)))
+    tensors = [
+        _coverage(tensor, owner, tensor in scales, flaw_reasons)
+        for tensor, owner in owner_by_tensor.items()
+    ]
+    return CacheMatch(tuple(entries), tuple(tensors), plan, scales)
 
 
-def _plan(
+def _plan_covered(
     model: onnx.ModelProto,
     placement: Placement,
-    usable: Mapping[str, np.float32],
-    why: Mapping[str, str],
-    pools: Mapping[str, str],
+    usable_scales: Mapping[str, np.float32],
+    flaw_reasons: Mapping[str, str],
+    cache_owners: Mapping[str, str],
     float_nodes: Mapping[str, str],
-) -> tuple[Plan, dict[str, str], dict[str, np.float32]]:
-    """Return (plan of the covered tensors, tensor -> whose scale it takes, scale of each pair).
+) -> tuple[Plan, dict[str, str]]:
+    """Return (plan of the tensors with a scale, tensor -> the tensor whose scale it takes).
 
-    A pool output takes the scale of the pool's input, as in every TensorRT cache. Another moved
-    copy of a tensor (Flatten) has its own entry; if that is missing, it takes the tensor's scale.
+    A pool output takes the scale of the pool's input, as in every TensorRT cache
+    (`cache_owners`). Another moved copy of a tensor (Flatten) has its own entry; if that is
+    missing, it takes the tensor's scale.
     """
-    full = analyse(model, placement, float_nodes=float_nodes)
-    moved_from = {
-        pair.tensor: full.scale_owners.get(pair.tensor, pair.tensor) for pair in full.pairs
-    }
-
-    def scale_owner(tensor: str) -> str:
-        choices = (pools.get(tensor, tensor), tensor, moved_from[tensor])
-        return next((name for name in choices if name in usable), tensor)
-
-    owners = {tensor: scale_owner(tensor) for tensor in moved_from}
-    missing = {
-        tensor: why.get(tensor, "has no entry in the cache")
-        for tensor, owner in owners.items()
-        if owner not in usable
-    }
-    missing |= {moved_from[tensor]: why for tensor, why in missing.items()}
+    complete_plan = analyse(model, placement, float_nodes=float_nodes)
+    owner_by_tensor = {}
+    missing = {}
+    for pair in complete_plan.pairs:
+        tensor = pair.tensor
+        moved_from = complete_plan.scale_owners.get(tensor, tensor)
+        owner = tensor
+        for candidate in (cache_owners.get(tensor, tensor), tensor, moved_from):
+            if candidate in usable_scales:
+                owner = candidate
+                break
+        owner_by_tensor[tensor] = owner
+        if owner not in usable_scales:
+            missing[tensor] = flaw_reasons.get(tensor, "has no entry in the cache")
+    for tensor, reason in tuple(missing.items()):
+        missing[complete_plan.scale_owners.get(tensor, tensor)] = reason
     plan = analyse(model, placement, float_nodes=float_nodes, float_tensors=missing)
-    plan = replace(plan, scale_owners={})
-    return plan, owners, {name: usable[owners[name]] for name in plan.activations}
+    return replace(plan, scale_owners={}), owner_by_tensor
 
 
 def _match_entries(
-    names: Sequence[str],
     listed: Sequence[CacheTensor],
-    scales: Mapping[str, np.float32],
+    scale_by_entry: Mapping[str, np.float32],
     file_tensors: Collection[str],
-) -> dict[str, tuple[str, str]]:
-    """Return entry -> (tensor, how it was matched)."""
-    sources = {t.name: t.source for t in listed}
-    matches: dict[str, tuple[str, str]] = {}
-    tensors = {t.source for t in listed}
-    for name in names:
-        if name in tensors:
-            matches[name] = (name, "by name")
-        elif name in sources:
-            matches[name] = (sources[name], "as TensorRT's parser names it")
-    taken = {tensor for tensor, _ in matches.values()}
-    for name, key in _match_by_position(names, [t.name for t in listed], file_tensors).items():
-        source = sources[key]
-        if name not in matches and source not in taken and _pools_agree(name, key, listed, scales):
-            matches[name] = (source, "renamed; by its position")
-            taken.add(source)
+) -> dict[str, _EntryTensor]:
+    """Return entry -> its tensor; `listed` are the entries that TensorRT would write."""
+    source_by_name = {tensor.name: tensor.source for tensor in listed}
+    sources = set(source_by_name.values())
+    matches = {}
+    for name in scale_by_entry:
+        if name in sources:
+            matches[name] = _EntryTensor(name, "by name")
+        elif name in source_by_name:
+            matches[name] = _EntryTensor(source_by_name[name], "as TensorRT's parser names it")
+
+    matched_tensors = {match.tensor for match in matches.values()}
+    pool_input = {tensor.name: tensor.shares for tensor in listed}
+    renamed = _match_by_position([*scale_by_entry], [*source_by_name], file_tensors)
+    for name, listed_name in renamed.items():
+        source = source_by_name[listed_name]
+        if name in matches or source in matched_tensors:
+            continue
+        if _agrees_with_pool(name, pool_input[listed_name], scale_by_entry):
+            matches[name] = _EntryTensor(source, "renamed; by its position")
+            matched_tensors.add(source)
     return matches
 
 
+def _agrees_with_pool(
+    name: str, pool_input: str | None, scale_by_entry: Mapping[str, np.float32]
+) -> bool:
+    """Return False if a pool's scale is not that of its input: then the position is wrong."""
+    if pool_input is None or pool_input not in scale_by_entry:
+        return True
+    return bool(scale_by_entry[pool_input] == scale_by_entry[name])
+
+
 def _match_by_position(
-    names: Sequence[str], listed: Sequence[str], file_tensors: Collection[str]
+    names: Sequence[str], listed_names: Sequence[str], file_tensors: Collection[str]
 ) -> dict[str, str]:
     """Match renamed entries: as many entries as tensors lie between two matches by name.
 
@@ -179,38 +233,31 @@ def _match_by_position(
     before the first and after the last match, or where an entry has the name of another tensor of
     the file.
     """
-    place = {name: index for index, name in enumerate(listed)}
-    anchors = [(i, place[name]) for i, name in enumerate(names) if name in place]
-    if any(b[1] <= a[1] for a, b in pairwise(anchors)):
-        return {}
+    listed_index = {name: index for index, name in enumerate(listed_names)}
+    anchors = [
+        (index, listed_index[name]) for index, name in enumerate(names) if name in listed_index
+    ]
     renamed: dict[str, str] = {}
-    for (i, j), (k, m) in pairwise(anchors):
-        between = names[i + 1 : k]
-        if k - i == m - j and not any(name in file_tensors for name in between):
-            renamed |= dict(zip(between, listed[j + 1 : m], strict=True))
+    for (entry, listed), (next_entry, next_listed) in pairwise(anchors):
+        if next_listed <= listed:
+            return {}
+        names_between = names[entry + 1 : next_entry]
+        listed_between = listed_names[listed + 1 : next_listed]
+        same_count = len(names_between) == len(listed_between)
+        if same_count and not any(name in file_tensors for name in names_between):
+            renamed |= dict(zip(names_between, listed_between, strict=True))
     return renamed
 
 
-def _pools_agree(
-    name: str, tensor: str, listed: Sequence[CacheTensor], scales: Mapping[str, np.float32]
-) -> bool:
-    """Return False if a pool's scale is not that of its input: then the position is wrong."""
-    shares = next((t.shares for t in listed if t.name == tensor), None)
-    return shares is None or shares not in scales or scales[shares] == scales[name]
-
-
-def _entry(
-    name: str, matched: tuple[str, str] | None, flaw: str | None, used: Collection[str], word: str
+def _entry_use(
+    name: str, match: _EntryTensor, flaw: str | None, used_tensors: Collection[str], precision: str
 ) -> EntryUse:
-    if matched is None:
-        return EntryUse(name, None, False, "")
-    tensor, how = matched
     if flaw is not None:
-        return EntryUse(name, tensor, False, f"its scale is {flaw}")
-    if tensor not in used:
-        reason = f"no pair of its own: no {word} node reads it directly"
-        return EntryUse(name, tensor, False, reason)
-    return EntryUse(name, tensor, True, how)
+        return EntryUse(name, match.tensor, False, f"its scale is {flaw}")
+    if match.tensor not in used_tensors:
+        reason = f"no pair of its own: no {precision} node reads it directly"
+        return EntryUse(name, match.tensor, False, reason)
+    return EntryUse(name, match.tensor, True, match.how_matched)
 
 
 def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto | None) -> str:
@@ -219,7 +266,7 @@ def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto 
         return (
             "in the file, but not after folding (BatchNormalization, constants), or behind a plugin"
         )
-    constants = Graph(model).initializers
+    constants = {tensor.name for tensor in model.graph.initializer}
     if name in constants or name.removesuffix("_output") in constants:
         return "a constant of the model; TensorRT reads its range from its values"
     if name.startswith(("(Unnamed Layer* ", "(Unnamed ITensor* ")):
@@ -231,12 +278,10 @@ def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto 
     return "no tensor of the model has this name"
 
 
-def _cover(
-    tensor: str, owners: Mapping[str, str], chosen: Mapping[str, np.float32], why: Mapping[str, str]
+def _coverage(
+    tensor: str, owner: str, has_scale: bool, flaw_reasons: Mapping[str, str]
 ) -> TensorCoverage:
-    if tensor in chosen:
-        owner = owners[tensor]
+    if has_scale:
         return TensorCoverage(tensor, True, "" if owner == tensor else f"with the scale of {owner}")
-    return TensorCoverage(
-        tensor, False, why.get(tensor, "has no entry in the cache, or its node stays float")
-    )
+    reason = flaw_reasons.get(tensor, "has no entry in the cache, or its node stays float")
+    return TensorCoverage(tensor, False, reason)

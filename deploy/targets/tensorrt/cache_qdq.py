@@ -69,7 +69,7 @@ def to_qdq(
     scales: Mapping[str, np.float32],
     *,
     own_concat_scales: bool = False,
-    known: Weights = NO_WEIGHTS,
+    trained_scales: Weights = NO_WEIGHTS,
 ) -> onnx.ModelProto:
     """Return the Q/DQ model; `model` is not changed.
 
@@ -79,7 +79,7 @@ def to_qdq(
         scales: tensor -> float32 int8 scale (amax / 127) for each of `plan.activations`, also when
             the grid is fp8.
         own_concat_scales: do not share scales between the tensors of a Concat.
-        known: trained weight scales, see `deploy.targets.onnxruntime.qdq.write_qdq`.
+        trained_scales: see `deploy.targets.onnxruntime.qdq.write_qdq`.
 
     Raises:
         ExportError: a tensor of the plan has no positive scale; or the grid is fp8 and the model
@@ -88,8 +88,8 @@ def to_qdq(
     ranges = _ranges(model, plan, scales, own_concat_scales)
     if _is_fp8(plan):
         return _with_fp8_ir(write_qdq(at_opset(model, FP8_OPSET), plan, ranges))
-    quantized = write_qdq(model, plan, ranges, known=known)
-    _keep_float_weights(quantized, model)
+    quantized = write_qdq(model, plan, ranges, trained_scales=trained_scales)
+    _restore_float_weights(quantized, model)
     return quantized
 
 
@@ -98,10 +98,10 @@ def to_typed(
     plan: Plan,
     scales: Mapping[str, np.float32],
     *,
-    rest: str,
-    largest: Mapping[str, float],
+    float_type: str,
+    largest_values: Mapping[str, float],
     own_concat_scales: bool = False,
-    known: Weights = NO_WEIGHTS,
+    trained_scales: Weights = NO_WEIGHTS,
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
     """Return the Q/DQ model with quantized weights and its float part in a narrow type.
 
@@ -110,11 +110,17 @@ def to_typed(
     """
     ranges = _ranges(model, plan, scales, own_concat_scales)
     if _is_fp8(plan):
-        model = at_opset(model, max(FP8_OPSET, OPSETS[rest]))
+        model = at_opset(model, max(FP8_OPSET, OPSETS[float_type]))
     quantized = write_qdq(
-        model, plan, ranges, storable=partial(round_scales, rest=rest), known=known
+        model,
+        plan,
+        ranges,
+        round_scales=partial(round_scales, float_type=float_type),
+        trained_scales=trained_scales,
     )
-    return narrow_float_part(_with_fp8_ir(quantized) if _is_fp8(plan) else quantized, rest, largest)
+    if _is_fp8(plan):
+        quantized = _with_fp8_ir(quantized)
+    return narrow_float_part(quantized, float_type, largest_values)
 
 
 def _is_fp8(plan: Plan) -> bool:
@@ -129,8 +135,9 @@ def _with_fp8_ir(quantized: onnx.ModelProto) -> onnx.ModelProto:
 def _ranges(
     model: onnx.ModelProto, plan: Plan, scales: Mapping[str, np.float32], own_concat_scales: bool
 ) -> dict[str, Scale]:
-    chosen = dict(scales) if own_concat_scales else concat_scales(model, plan, scales)
-    return {name: _symmetric(scale) for name, scale in chosen.items()}
+    if not own_concat_scales:
+        scales = concat_scales(model, plan, scales)
+    return {name: _symmetric_range(scale) for name, scale in scales.items()}
 
 
 def concat_scales(
@@ -139,7 +146,8 @@ def concat_scales(
     """Return the scales with those of each Concat group raised to the largest of the group."""
     shared = dict(scales)
     for group in concat_groups(model, plan, scales):
-        shared |= dict.fromkeys(group, max((scales[n] for n in group), default=np.float32(0)))
+        largest = max((scales[name] for name in group), default=np.float32(0))
+        shared |= dict.fromkeys(group, largest)
     return shared
 
 
@@ -150,16 +158,19 @@ def concat_groups(
 
     For DLA a Pooling layer joins its input and output too: both have the scale of the group.
     """
-    joining = POOLING_LAYERS | {"Concat"} if plan.placement.pairs_everywhere else {"Concat"}
+    joining_operators = {"Concat"}
+    if plan.placement.pairs_everywhere:
+        joining_operators |= POOLING_LAYERS
+    members = frozenset(tensors)
     groups: list[frozenset[str]] = []
     for node in model.graph.node:
-        if node.op_type not in joining:
+        if node.op_type not in joining_operators:
             continue
-        group = frozenset(plan.scale_owners.get(n, n) for n in [*node.input, *node.output])
-        group &= frozenset(tensors)
-        for other in [g for g in groups if g & group]:
-            groups.remove(other)
-            group |= other
+        names = [*node.input, *node.output]
+        group = members.intersection(plan.scale_owners.get(name, name) for name in names)
+        for common_group in [earlier for earlier in groups if earlier & group]:
+            groups.remove(common_group)
+            group |= common_group
         groups.append(group)
     return groups
 
@@ -170,34 +181,45 @@ def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
     A pool output has the scale of the pool's input, as in a cache; outputs of other operators that
     move values have their own scale; a Concat group has the largest of its scales.
     """
-    graph, unshared = Graph(model), replace(plan, scale_owners={})
+    graph = Graph(model)
+    unshared_plan = replace(plan, scale_owners={})
     paired = dict.fromkeys(pair.tensor for pair in plan.pairs)
-    pool_inputs = {tensor: _before_pools(graph, tensor) for tensor in paired}
-    shared = [group for group in concat_groups(model, unshared, paired) if len(group) > 1]
-    groups = {tensor: group for group in shared for tensor in group}
+    pool_input = {tensor: _before_pools(graph, tensor) for tensor in paired}
+    group_of = {}
+    for group in concat_groups(model, unshared_plan, paired):
+        if len(group) > 1:
+            group_of.update(dict.fromkeys(group, group))
+
     owners, sources = {}, {}
     for tensor in paired:
-        group = groups.get(tensor, frozenset({tensor}))
-        owner = min(group) if len(group) > 1 else pool_inputs[tensor]
-        if len(group) == 1 and owner in groups:  # the owner's scale is that of a Concat group
-            owner = tensor
-        owners[tensor] = owner
-        sources[owner] = tuple(dict.fromkeys(pool_inputs[member] for member in sorted(group)))
+        if tensor in group_of:
+            members = sorted(group_of[tensor])
+            owner = members[0]
+        else:
+            members = [tensor]
+            owner = pool_input[tensor]
+            if owner in group_of:  # its scale is that of a Concat group
+                owner = tensor
+        if owner != tensor:
+            owners[tensor] = owner
+        sources[owner] = tuple(dict.fromkeys(pool_input[member] for member in members))
     return replace(
         plan,
-        scale_owners={t: owner for t, owner in owners.items() if owner != t},
+        scale_owners=owners,
         range_sources={owner: tensors for owner, tensors in sources.items() if tensors != (owner,)},
     )
 
 
 def _before_pools(graph: Graph, tensor: str) -> str:
     """Return the tensor upstream of any pools: the one whose scale `tensor` has in a cache."""
-    while (maker := graph.producer.get(tensor)) is not None and maker.op_type in POOLING_LAYERS:
-        tensor = str(maker.input[0])
+    node = graph.producer.get(tensor)
+    while node is not None and node.op_type in POOLING_LAYERS:
+        tensor = str(node.input[0])
+        node = graph.producer.get(tensor)
     return tensor
 
 
-def _symmetric(scale: np.float32) -> Scale:
+def _symmetric_range(scale: np.float32) -> Scale:
     """Return a range whose symmetric scale is exactly `scale`: (s * 127) / 127 in float64."""
     amax = float(scale) * INT8.qmax
     return Scale(
@@ -205,29 +227,29 @@ def _symmetric(scale: np.float32) -> Scale:
     )
 
 
-def _keep_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -> None:
+def _restore_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -> None:
     """Replace int8 weights by the float weight and a QuantizeLinear, where it gives the same."""
     graph, index = quantized.graph, Graph(quantized)
-    constants, floats = index.initializers, Graph(model).initializers
+    constants, float_constants = index.initializers, Graph(model).initializers
     quantizers = []
-    for node in [n for n in index.nodes if n.op_type in TENSORRT.heavy]:
-        pair = index.producer.get(node.input[1])
-        if pair is None or pair.op_type != "DequantizeLinear" or pair.input[0] not in constants:
-            continue
-        name = pair.input[0].removesuffix("/quantized")  # <weight> or <weight>/<node>
-        while name and name not in floats:
-            name = name.rpartition("/")[0]
-        if not name or not _quantizes_to_stored(pair, constants, floats[name]):
+    for node in index.nodes:
+        pair = index.producer.get(node.input[1]) if node.op_type in TENSORRT.heavy else None
+        if pair is None or pair.op_type != DQ or pair.input[0] not in constants:
             continue
         stored = pair.input[0]
+        name = stored.removesuffix("/quantized")  # <weight> or <weight>/<node>
+        while name and name not in float_constants:
+            name = name.rpartition("/")[0]
+        if not name or not _quantizes_to_stored(pair, constants, float_constants[name]):
+            continue
         quantizer = helper.make_node(
-            "QuantizeLinear", [name, *pair.input[1:]], [stored], f"{stored}/Q", **attributes(pair)
+            Q, [name, *pair.input[1:]], [stored], f"{stored}/Q", **attributes(pair)
         )
         quantizers.append(quantizer)
         graph.initializer.remove(constants.pop(stored))
         if name not in constants:
-            graph.initializer.append(floats[name])
-            constants[name] = floats[name]
+            graph.initializer.append(float_constants[name])
+            constants[name] = float_constants[name]
     replace_nodes(graph, [*quantizers, *graph.node])
 
 
@@ -237,11 +259,13 @@ def _quantizes_to_stored(
     """Return whether QuantizeLinear of the float weight gives exactly the stored integers."""
     stored = numpy_helper.to_array(constants[pair.input[0]])
     scales = numpy_helper.to_array(constants[pair.input[1]])
-    array = numpy_helper.to_array(weight)
+    float_weight = numpy_helper.to_array(weight)
     axis = attributes(pair).get("axis")
     if axis is not None:
-        scales = scales.reshape([-1 if a == axis else 1 for a in range(array.ndim)])
-    return bool(np.array_equal(quantize(array, scales, 0, TENSORRT.weights), stored))
+        shape = [1] * float_weight.ndim
+        shape[axis] = -1
+        scales = scales.reshape(shape)
+    return bool(np.array_equal(quantize(float_weight, scales, 0, TENSORRT.weights), stored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +273,7 @@ class PlainModel:
     """A float model extracted from a Q/DQ model by `from_qdq`.
 
     Attributes:
+        model: the float model.
         scales: activation tensor -> float32 scale of its pair, in the model's order.
         weights: names of weights that were stored as integers and have been dequantized.
     """
@@ -268,66 +293,88 @@ def from_qdq(quantized: onnx.ModelProto) -> PlainModel:
     checks.check_fields(quantized)
     check_part_valid(quantized)
     refuse_integer_operators(quantized)
-    return _PairRemover(copy_message(quantized)).run()
+    return _PairRemover(copy_message(quantized)).remove_pairs()
 
 
 class _PairRemover:
-    """Removes the Q/DQ pairs of one model."""
+    """Removes the Q/DQ pairs of one model.
+
+    Attributes:
+        scales: activation tensor -> scale of its pair.
+        weights: weights that were stored as integers.
+        float_tensors: output of a DQ -> the float tensor in its place.
+        original_names: output of a node -> its name before quantization.
+    """
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.model, self.graph, self.index = model, model.graph, Graph(model)
         self.scales: dict[str, np.float32] = {}
         self.weights: list[str] = []
-        self.replaced: dict[str, str] = {}  # output of a DQ -> the float tensor in its place
-        self.renamed: dict[str, str] = {}  # output of a node -> its name before quantization
+        self.float_tensors: dict[str, str] = {}
+        self.original_names: dict[str, str] = {}
 
-    def run(self) -> PlainModel:
-        ends = [*self.graph.input, *self.graph.output]
-        ints = [v.name for v in ends if v.type.tensor_type.elem_type in (2, 3)]
-        if ints:
-            raise ExportError(
-                "a model that a cache is for has float inputs and outputs, got int8 at"
-                f" {ints[0]!r}; export it with float ends"
-            )
+    def remove_pairs(self) -> PlainModel:
+        """Return the float model and its scales."""
+        self._refuse_integer_ends()
         for node in self.index.nodes:
             if node.op_type == DQ:
                 self._read_dequantizer(node)
-        if not self.replaced:
+        if not self.float_tensors:
             raise ExportError(
                 "a Q/DQ model holds QuantizeLinear and DequantizeLinear nodes, got none; this model"
                 " is plain already"
             )
-        read = {node.input[0] for node in self.index.nodes if node.op_type == DQ}
+        self._refuse_unread_quantizers()
+
+        float_nodes = [node for node in self.index.nodes if node.op_type not in (Q, DQ)]
+        rename_reads(float_nodes, self.float_tensors)
+        rename_tensors(float_nodes, self.original_names)
+        read_tensors = set(self.index.outputs)
+        for node in float_nodes:
+            read_tensors.update(iter_reads(node))
+        rebuild(
+            self.graph,
+            [n for n in float_nodes if n.op_type != "Constant" or n.output[0] in read_tensors],
+        )
+
+        tensors = [value.name for value in self.graph.input]
+        for node in self.graph.node:
+            tensors += node.output
+        scales = {name: self.scales[name] for name in tensors if name in self.scales}
+        return PlainModel(self.model, scales, tuple(self.weights))
+
+    def _refuse_integer_ends(self) -> None:
+        for value in (*self.graph.input, *self.graph.output):
+            if value.type.tensor_type.elem_type in (2, 3):  # uint8, int8
+                raise ExportError(
+                    "a model that a cache is for has float inputs and outputs, got int8 at"
+                    f" {value.name!r}; export it with float ends"
+                )
+
+    def _refuse_unread_quantizers(self) -> None:
+        dequantized = {node.input[0] for node in self.index.nodes if node.op_type == DQ}
         for node in self.index.nodes:
-            activation = node.op_type == Q and node.input[0] not in self.index.constants
-            if activation and node.output[0] not in read:
+            is_activation = node.op_type == Q and node.input[0] not in self.index.constants
+            if is_activation and node.output[0] not in dequantized:
                 raise ExportError(
                     f"a DequantizeLinear follows each QuantizeLinear, got none after {node.name!r}"
                 )
-        kept = [node for node in self.index.nodes if node.op_type not in (Q, DQ)]
-        rename_reads(kept, self.replaced)
-        rename_tensors(kept, self.renamed)
-        used = {name for node in kept for name in iter_reads(node)} | self.index.outputs
-        rebuild(self.graph, (n for n in kept if n.op_type != "Constant" or n.output[0] in used))
-        order = [v.name for v in self.graph.input] + [o for n in self.graph.node for o in n.output]
-        scales = {name: self.scales[name] for name in order if name in self.scales}
-        return PlainModel(self.model, scales, tuple(self.weights))
 
     def _read_dequantizer(self, node: onnx.NodeProto) -> None:
-        source, out = node.input[0], node.output[0]
-        quantizer = self.index.producer.get(source)
+        source, output = node.input[0], node.output[0]
+        producer = self.index.producer.get(source)
         if source in self.index.constants:
-            self.replaced[out] = self._add_weight(node)
+            self.float_tensors[output] = self._add_weight(node)
             self.weights.append(source)
-        elif quantizer is None or quantizer.op_type != Q:
-            producer = quantizer.op_type if quantizer is not None else "an input of the model"
+        elif producer is None or producer.op_type != Q:
+            name = producer.op_type if producer is not None else "an input of the model"
             raise ExportError(
-                f"each DequantizeLinear follows its QuantizeLinear, got {producer} before {out!r}"
+                f"each DequantizeLinear follows its QuantizeLinear, got {name} before {output!r}"
             )
-        elif quantizer.input[0] in self.index.constants:  # a float weight
-            self.replaced[out] = quantizer.input[0]
+        elif producer.input[0] in self.index.constants:  # a float weight
+            self.float_tensors[output] = producer.input[0]
         else:
-            self._read_activation(quantizer, node)
+            self._read_activation(producer, node)
 
     def _add_weight(self, node: onnx.NodeProto) -> str:
         """Add the float values of a weight that is stored as integers; return their name."""
@@ -349,17 +396,17 @@ class _PairRemover:
         self.graph.initializer.append(numpy_helper.from_array(values.astype(np.float32), name))
         return name
 
-    def _read_activation(self, quantizer: onnx.NodeProto, node: onnx.NodeProto) -> None:
-        source, out = quantizer.input[0], node.output[0]
-        source = self.replaced.get(source, source)
+    def _read_activation(self, quantizer: onnx.NodeProto, dequantizer: onnx.NodeProto) -> None:
+        source, output = quantizer.input[0], dequantizer.output[0]
+        source = self.float_tensors.get(source, source)
         scale = self._scale(quantizer, source)
-        if self._scale(node, source) != scale:
+        if self._scale(dequantizer, source) != scale:
             raise ExportError(f"the two scales of the pair on {source!r} must be equal")
         name = source
-        if out in self.index.outputs or source == f"{out}/float":  # the DQ got its name
-            name = out
-            self.renamed[source] = out
-        self.replaced[out] = name
+        if output in self.index.outputs or source == f"{output}/float":  # the DQ got its name
+            name = output
+            self.original_names[source] = output
+        self.float_tensors[output] = name
         if self.scales.setdefault(name, scale) != scale:
             raise ExportError(
                 f"a cache has one scale a tensor, got {self.scales[name]} and {scale} for {name!r};"

@@ -5,7 +5,6 @@ engine on a device without the calibration data.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,7 +45,13 @@ def read_cache(path: Path) -> CalibrationCache:
 
 @dataclass(frozen=True, slots=True)
 class ScaleDifference:
-    """A tensor whose scale differs between two caches; None where a cache has no scale for it."""
+    """A tensor whose scale differs between two caches.
+
+    Attributes:
+        name: the tensor.
+        first: its scale in the first cache; None if that has none.
+        second: its scale in the second cache, likewise.
+    """
 
     name: str
     first: np.float32 | None
@@ -57,19 +62,36 @@ class ScaleDifference:
         """Ratio second / first; None unless both are positive and finite."""
         if self.first is None or self.second is None:
             return None
-        valid = all(np.isfinite(v) and v > 0 for v in (self.first, self.second))
-        return float(self.second) / float(self.first) if valid else None
+        if not (0 < self.first < np.inf and 0 < self.second < np.inf):
+            return None
+        return float(self.second) / float(self.first)
 
 
 def compare_caches(first: CalibrationCache, second: CalibrationCache) -> list[ScaleDifference]:
     """List tensors with different scales, largest change first, then those in one cache only."""
-    a, b = first.scales(), second.scales()
-    bits = [{e.name: e.bits for e in cache.entries} for cache in (first, second)]
-    changed = [ScaleDifference(n, a[n], b[n]) for n in a if n in b and bits[0][n] != bits[1][n]]
-    changed.sort(key=lambda d: -abs(np.log(d.ratio)) if d.ratio else -np.inf)
-    removed = [ScaleDifference(n, a[n], None) for n in a if n not in b]
-    added = [ScaleDifference(n, None, b[n]) for n in b if n not in a]
+    scales, new_scales = first.scales(), second.scales()
+    bits = {entry.name: entry.bits for entry in first.entries}
+    new_bits = {entry.name: entry.bits for entry in second.entries}
+    changed, removed = [], []
+    for name, scale in scales.items():
+        difference = ScaleDifference(name, scale, new_scales.get(name))
+        if name not in new_scales:
+            removed.append(difference)
+        elif bits[name] != new_bits[name]:
+            changed.append(difference)
+    changed.sort(key=_change)
+    added = [
+        ScaleDifference(name, None, scale)
+        for name, scale in new_scales.items()
+        if name not in scales
+    ]
     return [*changed, *removed, *added]
+
+
+def _change(difference: ScaleDifference) -> float:
+    """Sort key: the largest change first, and before it one to or from a scale that is none."""
+    ratio = difference.ratio
+    return -abs(np.log(ratio)) if ratio else -np.inf
 
 
 def merge_caches(
@@ -95,13 +117,16 @@ def merge_caches(
         cache.scales()  # raises if one file has two scales for a tensor
         for entry in cache.entries:
             merged[entry.name] = _choose(merged.get(entry.name), entry, on_conflict)
-    entries = tuple(replace(entry, end=head.end or "\n") for entry in merged.values())
-    return CalibrationCache(replace(head, end=head.end or "\n"), entries)
+    line_end = head.end or "\n"
+    entries = tuple(replace(entry, end=line_end) for entry in merged.values())
+    return CalibrationCache(replace(head, end=line_end), entries)
 
 
 def _choose(old: Entry | None, new: Entry, on_conflict: str) -> Entry:
-    if old is None or old.bits == new.bits or on_conflict == "last":
-        return new if old is None or on_conflict == "last" else old
+    if old is None or on_conflict == "last":
+        return new
+    if old.bits == new.bits:
+        return old
     if on_conflict == "error":
         raise CacheError(
             f"merged caches must agree, got {old.digits} and {new.digits} for {new.name!r}; choose"
@@ -112,7 +137,12 @@ def _choose(old: Entry | None, new: Entry, on_conflict: str) -> Entry:
 
 @dataclass(frozen=True, slots=True)
 class CacheFinding:
-    """A finding of `check_cache`; `harmful` if TensorRT would not behave as expected."""
+    """A finding of `check_cache`.
+
+    Attributes:
+        text: the finding as a sentence.
+        harmful: whether TensorRT would not behave as expected.
+    """
 
     text: str
     harmful: bool
@@ -132,37 +162,44 @@ def check_cache(
     *,
     version: str | None = None,
     algorithm: str | None = None,
-    matched: CacheMatch | None = None,
+    match: CacheMatch | None = None,
 ) -> list[CacheFinding]:
     """Check a cache before a build.
 
     `version`: "X.Y.Z" of the TensorRT that will read it. `algorithm`: of the calibrator that will
     read it; `trtexec --calib` needs ENTROPY2.
     """
-    flaws = cache.flaws()
+    names_by_flaw: dict[str, list[str]] = {}
+    for name, flaw in cache.flaws().items():
+        names_by_flaw.setdefault(flaw, []).append(name)
     findings = []
-    for kind in dict.fromkeys(flaws.values()):
-        names = [name for name, flaw in flaws.items() if flaw == kind]
-        text = f"{len(names)} {kind} scales ({', '.join(names[:3])}): {_FLAWS[kind]}"
-        findings.append(CacheFinding(text, kind in ("NaN", "negative")))
-    if cache.duplicates():
-        conflict = True
-        with suppress(CacheError):
-            cache.scales()
-            conflict = False
-        twice = ", ".join(cache.duplicates()[:3])
-        text = f"{len(cache.duplicates())} names occur twice: {twice}"
-        findings.append(CacheFinding(text, conflict))
+    for flaw, names in names_by_flaw.items():
+        text = f"{len(names)} {flaw} scales ({', '.join(names[:3])}): {_FLAWS[flaw]}"
+        findings.append(CacheFinding(text, harmful=flaw in ("NaN", "negative")))
+    duplicates = cache.duplicates()
+    if duplicates:
+        text = f"{len(duplicates)} names occur twice: {', '.join(duplicates[:3])}"
+        findings.append(CacheFinding(text, harmful=_has_conflict(cache)))
     findings += _header_findings(cache, version, algorithm)
-    if matched is not None:
-        findings += _match_findings(matched)
+    if match is not None:
+        findings += _match_findings(match)
     return findings
+
+
+def _has_conflict(cache: CalibrationCache) -> bool:
+    """Whether the cache has two different scales for a tensor."""
+    try:
+        cache.scales()
+    except CacheError:
+        return True
+    return False
 
 
 def _header_findings(
     cache: CalibrationCache, version: str | None, algorithm: str | None
 ) -> list[CacheFinding]:
-    header, texts = cache.header, []
+    header = cache.header
+    texts = []
     if version is not None and header.label not in (None, trt_cache.version_label(version)):
         texts.append(
             f"TensorRT {version} ignores a cache of {header.version} and calibrates anew, with"
@@ -176,28 +213,33 @@ def _header_findings(
     return [CacheFinding(text, harmful=True) for text in texts]
 
 
-def _match_findings(matched: CacheMatch) -> list[CacheFinding]:
-    missing = [t for t in matched.tensors if not t.covered]
+def _match_findings(match: CacheMatch) -> list[CacheFinding]:
     text = (
-        f"{matched.covered} of {len(matched.tensors)} tensors to be quantized have a scale,"
-        f" from {matched.used} of {len(matched.entries)} entries"
+        f"{match.covered_tensor_count} of {len(match.tensors)} tensors to be quantized have a"
+        f" scale, from {match.used_entry_count} of {len(match.entries)} entries"
     )
     findings = [CacheFinding(text, harmful=False)]
-    findings += [CacheFinding(f"{t.tensor}: {t.reason}", harmful=True) for t in missing]
-    if foreign := _foreign(matched):
-        names = ", ".join(e.name for e in foreign[:3])
+    for tensor in match.tensors:
+        if not tensor.has_scale:
+            findings.append(CacheFinding(f"{tensor.tensor}: {tensor.reason}", harmful=True))
+    foreign = _foreign_entries(match)
+    if foreign:
+        names = ", ".join(entry.name for entry in foreign[:3])
         text = (
             f"{len(foreign)} entries are of tensors that the model does not have ({names}):"
             " was the cache made from another model?"
         )
-        findings.append(CacheFinding(text, harmful=len(foreign) == len(matched.entries)))
+        findings.append(CacheFinding(text, harmful=len(foreign) == len(match.entries)))
     return findings
 
 
-def _foreign(matched: CacheMatch) -> list[EntryUse]:
+def _foreign_entries(match: CacheMatch) -> list[EntryUse]:
     """Return the entries of tensors that the model does not have."""
-    unused = (entry for entry in matched.entries if entry.tensor is None)
-    return [entry for entry in unused if entry.reason.startswith("no tensor")]
+    return [
+        entry
+        for entry in match.entries
+        if entry.tensor is None and entry.reason.startswith("no tensor")
+    ]
 
 
 def cache_to_qdq(
@@ -229,33 +271,52 @@ def cache_to_qdq(
         ExportError: the model cannot be converted to the opset that `rest` or fp8 needs.
     """
     loaded = load(model, fold_batchnorm=not keep_batchnorm)
-    matched = match_cache(
+    match = match_cache(
         cache,
         loaded.model,
         original=load_uncleaned_graph(model),
         parser=parser,
         placement=TENSORRT_BY_GRID[precision],
     )
-    if not matched.used:
-        raise CacheError(
-            f"a cache must fit its model, got {len(matched.entries)} entries of which none can be"
-            f" used; the first is {matched.entries[0].name!r}: {matched.entries[0].reason}"
-        )
-    foreign = _foreign(matched)
-    if 2 * len(foreign) > len(matched.entries):
-        raise CacheError(
-            f"a cache must be its model's, got {len(foreign)} of {len(matched.entries)} entries of"
-            f" tensors that the model does not have, such as {foreign[0].name!r}; give the model's"
-            " own cache (`calib8 cache check --model` tells more)"
-        )
-    parts = loaded.model, matched.plan, matched.scales
+    _check_fit(match)
     if rest == FP32:
-        return loaded.with_cut_off(to_qdq(*parts, own_concat_scales=own_concat_scales)), matched
+        qdq_model = to_qdq(
+            loaded.model, match.plan, match.scales, own_concat_scales=own_concat_scales
+        )
+        return loaded.with_cut_off(qdq_model), match
+
     scales = cache.scales()
-    entries = ((entry.tensor, entry.name) for entry in matched.entries)
-    largest = {tensor: 127 * float(scales[name]) for tensor, name in entries if tensor is not None}
-    typed, _ = to_typed(*parts, rest=rest, largest=largest, own_concat_scales=own_concat_scales)
-    return loaded.with_cut_off(typed), matched
+    largest_values = {}
+    for entry in match.entries:
+        if entry.tensor is not None:
+            largest_values[entry.tensor] = 127 * float(scales[entry.name])
+    typed_model, _ = to_typed(
+        loaded.model,
+        match.plan,
+        match.scales,
+        float_type=rest,
+        largest_values=largest_values,
+        own_concat_scales=own_concat_scales,
+    )
+    return loaded.with_cut_off(typed_model), match
+
+
+def _check_fit(match: CacheMatch) -> None:
+    """Refuse a cache whose entries cannot be used, or mostly belong to another model."""
+    count = len(match.entries)
+    if not match.used_entry_count:
+        first_entry = match.entries[0]
+        raise CacheError(
+            f"a cache must fit its model, got {count} entries of which none can be used; the first"
+            f" is {first_entry.name!r}: {first_entry.reason}"
+        )
+    foreign = _foreign_entries(match)
+    if 2 * len(foreign) > count:
+        raise CacheError(
+            f"a cache must be its model's, got {len(foreign)} of {count} entries of tensors that"
+            f" the model does not have, such as {foreign[0].name!r}; give the model's own cache"
+            " (`calib8 cache check --model` tells more)"
+        )
 
 
 def qdq_to_cache(model: Path, *, version: str) -> tuple[PlainModel, CalibrationCache]:
@@ -279,8 +340,8 @@ def dla_cache(
     Raises:
         ModelError: shapes in the model contradict each other.
     """
-    scales = infer_missing_scales(plain.model, plain.scales, guesses=guesses)
-    return trt_cache.from_scales(scales.scales, version=version), scales
+    inferred = infer_missing_scales(plain.model, plain.scales, guesses=guesses)
+    return trt_cache.from_scales(inferred.scales, version=version), inferred
 
 
 def load_uncleaned_graph(model: Path | str | onnx.ModelProto | None) -> onnx.ModelProto | None:
@@ -296,7 +357,16 @@ def load_uncleaned_graph(model: Path | str | onnx.ModelProto | None) -> onnx.Mod
         return None
 
 
-_METHODS = {"entropy2": "entropy", "entropy": "entropy", "minmax": "minmax", "legacy": "legacy"}
+# Algorithm of a calibrator class -> the method that stands for it, and what differs from it.
+_METHODS = {
+    "entropy2": ("entropy", ""),
+    "entropy": (
+        "entropy",
+        ", whose own search is not known, so that of the second one stands for it",
+    ),
+    "minmax": ("minmax", ""),
+    "legacy": ("legacy", ", without its regression, which is not known"),
+}
 
 
 def method_of_calibrator(script: CalibratorScript) -> tuple[Method, str] | None:
@@ -312,65 +382,73 @@ def method_of_calibrator(script: CalibratorScript) -> tuple[Method, str] | None:
     """
     if script.algorithm is None:
         return None
-    method = Method.of(_METHODS[script.algorithm])
+    method_name, difference = _METHODS[script.algorithm]
+    method = Method.of(method_name)
     if script.quantile is not None and script.quantile != QUANTILE:
         method = Method.of("percentile", {"percent": 100 * script.quantile})
-    why = {
-        "entropy": ", whose own search is not known, so that of the second one stands for it",
-        "legacy": ", without its regression, which is not known",
-    }.get(script.algorithm, "")
-    base = CLASSES[script.algorithm]
-    return method, f"ranges are found by {method.label}, since {script} is an {base}{why}"
+    base_class = CLASSES[script.algorithm]
+    note = f"ranges are found by {method.label}, since {script} is an {base_class}{difference}"
+    return method, note
 
 
-def compare_with_script_cache(known: bytes, made: trt_cache.CalibrationCache) -> str:
+def compare_with_script_cache(script_cache: bytes, new_cache: trt_cache.CalibrationCache) -> str:
     """Compare the cache that a script reads with the new one; return one sentence."""
     try:
-        old = trt_cache.parse(known, origin="the cache that the script reads")
-        differences = compare_caches(old, made)
+        old_cache = trt_cache.parse(script_cache, origin="the cache that the script reads")
+        differences = compare_caches(old_cache, new_cache)
     except CacheError as error:
         return f"the script's own cache was not compared: {error}"
-    changed = [d for d in differences if d.first is not None and d.second is not None]
-    removed = sum(d.second is None for d in differences)
-    count = len(old.scales())
-    parts = [f"{count - len(changed) - removed} of its {count} scales are equal to the bit"]
+    changed = [
+        difference
+        for difference in differences
+        if difference.first is not None and difference.second is not None
+    ]
+    removed_count = sum(difference.second is None for difference in differences)
+    count = len(old_cache.scales())
+    equal_count = count - len(changed) - removed_count
+    parts = [f"{equal_count} of its {count} scales are equal to the bit"]
     if changed:
-        ratios = [d.ratio for d in changed]
-        parts.append(f"{len(changed)} differ{_largest_change(ratios, changed[0].name)}")
-    if removed:
-        parts.append(f"{removed} are of tensors that are not in the new one")
+        parts.append(f"{len(changed)} differ{_largest_change(changed)}")
+    if removed_count:
+        parts.append(f"{removed_count} are of tensors that are not in the new one")
     return (
-        f"the cache that the script reads ({old.header.text}) was compared and not used:"
+        f"the cache that the script reads ({old_cache.header.text}) was compared and not used:"
         f" {', '.join(parts)}"
     )
 
 
-def _largest_change(ratios: list[float | None], first: str) -> str:
-    """Describe by how much the scales changed; `ratios` start with the largest change, `first`."""
-    changes = [abs(float(np.log2(ratio))) for ratio in ratios if ratio]
-    if not changes or not ratios[0]:
+def _largest_change(changed: Sequence[ScaleDifference]) -> str:
+    """Describe by how much the scales changed; `changed` starts with the largest change."""
+    largest_ratio = changed[0].ratio
+    if not largest_ratio:  # to or from a scale that is none
         return ""
+    changes = [abs(float(np.log2(change.ratio))) for change in changed if change.ratio]
     median = 2 ** float(np.median(changes)) - 1
-    return f", by {100 * median:.2g} % in the median, most {first} ({ratios[0]:.4g} times)"
+    largest = f"{changed[0].name} ({largest_ratio:.4g} times)"
+    return f", by {100 * median:.2g} % in the median, most {largest}"
 
 
 def write_cache_note(
-    request: BuildRequest, cache: Path, text: bytes, model: onnx.ModelProto, wide: Mapping[str, str]
+    request: BuildRequest,
+    cache: Path,
+    text: bytes,
+    model: onnx.ModelProto,
+    float32_nodes: Mapping[str, str],
 ) -> Path | None:
     """Write the sidecar note of a cache: its model and what the calibration depended on.
 
-    `wide` is node -> output tensor of nodes that must run in float32; C++ binds them too.
+    `float32_nodes` is node -> output tensor of nodes that must run in float32; C++ binds them too.
 
     Returns:
         Path of the note; None if the ranges came from a file whose origin is unknown.
     """
     if request.ranges.trusted is not None:
         return None
-    file = sha256(model.SerializeToString(deterministic=True))
-    made = replace(
+    file_digest = sha256(model.SerializeToString(deterministic=True))
+    fingerprint = replace(
         make_fingerprint(request.subject, request.manifest),
-        model={"graph": model_digest(model), "file": file},
+        model={"graph": model_digest(model), "file": file_digest},
         method=request.chosen_ranges.chosen_by,
     )
-    note = store.make_text_only_json(text, made, float32_layers=wide)
+    note = store.make_text_only_json(text, fingerprint, float32_layers=float32_nodes)
     return atomic.write_bytes(store.sidecars(cache)[0], note)

@@ -2,7 +2,7 @@
 
 ::
 
-    sdk.gpu(0) --> Cuda    with cuda.current(): allocate, copy, record, wait
+    open_gpu(0) --> Cuda   with cuda.current(): allocate, copy, record, wait
                     '-- DeviceBuffer   device memory, freed with its last reference
                          '-- CudaMemory   input batches for a calibrator
 
@@ -10,8 +10,9 @@
 Addresses are integers. A call that CUDA refuses is a `BackendError`, which quotes CUDA.
 
 Each call of cuda-python returns a tuple that starts with the error code. The module is
-`cuda.bindings.runtime` since 12.6; before it was `cuda.cudart`. Of pycuda, contexts are pushed and
-popped, since a leftover one aborts.
+`cuda.bindings.runtime` since 12.6; before it was `cuda.cudart`. pycuda's contexts are pushed and
+popped, since a leftover one aborts the process. Both bindings use the device's primary context, as
+TensorRT and torch do.
 """
 
 import ctypes
@@ -24,25 +25,30 @@ from typing import Any
 
 import numpy as np
 
-from deploy.errors import BackendError, SdkMissingError
+from deploy.errors import BackendError, ConfigError, SdkMissingError, first_line
 from deploy.tensors import Array
 
-_REFUSED = "CUDA must take every call, but refused one"
-_WAY_OUT = "`nvidia-smi` shows the state of the GPU and what else holds its memory"
+_REFUSED_CALL = "CUDA must take every call, but refused one"
+_ADVICE = "`nvidia-smi` shows the state of the GPU and what else holds its memory"
 
 
 @dataclass(frozen=True)
 class CudaStream:
-    """A CUDA stream: its handle, as TensorRT takes it, and the binding's own object."""
+    """A CUDA stream.
+
+    Attributes:
+        handle: its address, as TensorRT takes it.
+        binding: the object of cuda-python or pycuda.
+    """
 
     handle: int
-    own: Any
+    binding: Any
 
 
 def _format_version(number: int) -> str:
     """Format CUDA's integer version: 12040 is "12.4"."""
-    major, rest = divmod(number, 1000)
-    return f"{major}.{rest // 10}"
+    major, remainder = divmod(number, 1000)
+    return f"{major}.{remainder // 10}"
 
 
 def _count_by_cuda_python() -> int:
@@ -64,7 +70,7 @@ def _check(result: Sequence[Any]) -> Any:
     """Return the value of a call, or None if it has none."""
     code, *values = result
     if int(code) != 0:
-        raise BackendError(f"{_REFUSED}: {_error_text(code)}; {_WAY_OUT}")
+        raise BackendError(f"{_REFUSED_CALL}: {_error_text(code)}; {_ADVICE}")
     return values[0] if values else None
 
 
@@ -77,7 +83,7 @@ def _error_text(code: Any) -> str:
 class _Event:
     """An event, destroyed with the last reference to this object."""
 
-    own: Any
+    binding: Any
 
 
 class _CudaPython:
@@ -91,20 +97,22 @@ class _CudaPython:
     def __init__(self, number: int) -> None:
         self._rt = _runtime()
         self._number = number
-        about = _check(self._rt.cudaGetDeviceProperties(number))
-        name = about.name.decode() if isinstance(about.name, bytes) else about.name
-        self.name = f"{name.rstrip(chr(0))} sm_{about.major}{about.minor}"
+        properties = _check(self._rt.cudaGetDeviceProperties(number))
+        name = properties.name
+        if isinstance(name, bytes):
+            name = name.decode()
+        self.name = f"{name.rstrip(chr(0))} sm_{properties.major}{properties.minor}"
         self.newest = _format_version(int(_check(self._rt.cudaDriverGetVersion())))
 
     @contextmanager
     def current(self) -> Iterator[None]:
         """Set the thread's device; restore the previous one at exit."""
-        before = _check(self._rt.cudaGetDevice())
+        previous_device = _check(self._rt.cudaGetDevice())
         _check(self._rt.cudaSetDevice(self._number))
         try:
             yield
         finally:
-            _check(self._rt.cudaSetDevice(before))
+            _check(self._rt.cudaSetDevice(previous_device))
 
     def allocate(self, size: int) -> int:
         """Allocate `size` bytes (at least 1) of device memory; return the address."""
@@ -117,49 +125,50 @@ class _CudaPython:
 
     def pinned(self, shape: Sequence[int], dtype: str) -> Array:
         """Return an array in page-locked host memory, freed with the last array that views it."""
-        count, element = prod(shape), np.dtype(dtype)
-        size = max(count, 1) * element.itemsize
+        count = prod(shape)
+        element_type = np.dtype(dtype)
+        size = max(count, 1) * element_type.itemsize
         address = int(_check(self._rt.cudaHostAlloc(size, 0)))
         memory = (ctypes.c_uint8 * size).from_address(address)
         weakref.finalize(memory, self._rt.cudaFreeHost, address).atexit = False
-        flat: Array = np.frombuffer(memoryview(memory), element)
+        flat: Array = np.frombuffer(memoryview(memory), element_type)
         return flat[:count].reshape(tuple(shape))
 
     def copy_in(self, address: int, array: Array) -> None:
         """Copy a C-contiguous array to the device, synchronously; the others queue their copy."""
-        kind = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
-        _check(self._rt.cudaMemcpy(address, array.ctypes.data, array.nbytes, kind))
+        direction = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
+        _check(self._rt.cudaMemcpy(address, array.ctypes.data, array.nbytes, direction))
 
     def copy_in_later(self, address: int, array: Array, stream: CudaStream) -> None:
-        kind = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
-        size = array.nbytes
-        _check(self._rt.cudaMemcpyAsync(address, array.ctypes.data, size, kind, stream.own))
+        direction = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
+        source = array.ctypes.data
+        _check(self._rt.cudaMemcpyAsync(address, source, array.nbytes, direction, stream.binding))
 
     def copy_out_later(self, array: Array, address: int, stream: CudaStream) -> None:
-        kind = self._rt.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        size = array.nbytes
-        _check(self._rt.cudaMemcpyAsync(array.ctypes.data, address, size, kind, stream.own))
+        direction = self._rt.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        target = array.ctypes.data
+        _check(self._rt.cudaMemcpyAsync(target, address, array.nbytes, direction, stream.binding))
 
     def stream(self) -> CudaStream:
-        own = _check(self._rt.cudaStreamCreate())
-        stream = CudaStream(int(own), own)
-        weakref.finalize(stream, self._rt.cudaStreamDestroy, own).atexit = False
+        binding = _check(self._rt.cudaStreamCreate())
+        stream = CudaStream(int(binding), binding)
+        weakref.finalize(stream, self._rt.cudaStreamDestroy, binding).atexit = False
         return stream
 
     def wait(self, stream: CudaStream) -> None:
-        _check(self._rt.cudaStreamSynchronize(stream.own))
+        _check(self._rt.cudaStreamSynchronize(stream.binding))
 
     def event(self) -> _Event:
         event = _Event(_check(self._rt.cudaEventCreate()))
-        weakref.finalize(event, self._rt.cudaEventDestroy, event.own).atexit = False
+        weakref.finalize(event, self._rt.cudaEventDestroy, event.binding).atexit = False
         return event
 
     def record(self, event: _Event, stream: CudaStream) -> None:
-        _check(self._rt.cudaEventRecord(event.own, stream.own))
+        _check(self._rt.cudaEventRecord(event.binding, stream.binding))
 
-    def between_ms(self, first: _Event, last: _Event) -> float:
+    def between_ms(self, start: _Event, end: _Event) -> float:
         """Return the milliseconds between two recorded events, on the GPU's clock."""
-        return float(_check(self._rt.cudaEventElapsedTime(first.own, last.own)))
+        return float(_check(self._rt.cudaEventElapsedTime(start.binding, end.binding)))
 
 
 def _count_by_pycuda() -> int:
@@ -193,7 +202,7 @@ class _Pycuda:
         try:
             yield
         except self._cuda.Error as error:
-            raise BackendError(f"{_REFUSED}: {error}; {_WAY_OUT}") from error
+            raise BackendError(f"{_REFUSED_CALL}: {error}; {_ADVICE}") from error
         finally:
             self._context.pop()
 
@@ -215,26 +224,26 @@ class _Pycuda:
         self._cuda.memcpy_htod(self._allocations[address], array)
 
     def copy_in_later(self, address: int, array: Array, stream: CudaStream) -> None:
-        self._cuda.memcpy_htod_async(self._allocations[address], array, stream.own)
+        self._cuda.memcpy_htod_async(self._allocations[address], array, stream.binding)
 
     def copy_out_later(self, array: Array, address: int, stream: CudaStream) -> None:
-        self._cuda.memcpy_dtoh_async(array, self._allocations[address], stream.own)
+        self._cuda.memcpy_dtoh_async(array, self._allocations[address], stream.binding)
 
     def stream(self) -> CudaStream:
-        own = self._cuda.Stream()
-        return CudaStream(int(own.handle), own)
+        binding = self._cuda.Stream()
+        return CudaStream(int(binding.handle), binding)
 
     def wait(self, stream: CudaStream) -> None:
-        stream.own.synchronize()
+        stream.binding.synchronize()
 
     def event(self) -> Any:
         return self._cuda.Event()
 
     def record(self, event: Any, stream: CudaStream) -> None:
-        event.record(stream.own)
+        event.record(stream.binding)
 
-    def between_ms(self, first: Any, last: Any) -> float:
-        return float(first.time_till(last))
+    def between_ms(self, start: Any, end: Any) -> float:
+        return float(start.time_till(end))
 
 
 Cuda = _CudaPython | _Pycuda
@@ -244,6 +253,36 @@ BINDINGS: Mapping[str, tuple[Callable[[], int], Callable[[int], Cuda]]] = {
     "cuda-python": (_count_by_cuda_python, _CudaPython),
     "pycuda": (_count_by_pycuda, _Pycuda),
 }
+
+
+def open_gpu(number: int = 0) -> Cuda:
+    """Return the GPU with this index, through the first binding that works.
+
+    cuda-python is tried first, since it has wheels.
+
+    Raises:
+        SdkMissingError: no binding works, or there is no GPU.
+        ConfigError: no GPU has this index.
+    """
+    failures = []
+    for name, (count_gpus, open_binding) in BINDINGS.items():
+        try:
+            count = count_gpus()
+            if count == 0:
+                raise SdkMissingError("no GPU")
+        except (ImportError, OSError, SdkMissingError) as error:
+            failures.append(f"{name}: {first_line(error)}")
+            continue
+        if number >= count:
+            raise ConfigError(
+                f"a device is one of the {count} GPUs of this machine, counted from 0, got {number}"
+            )
+        return open_binding(number)
+    raise SdkMissingError(
+        f"an engine is built and run on an NVIDIA GPU by way of cuda-python or pycuda, and neither"
+        f" works here ({'; '.join(failures)}); on a machine with a GPU and its driver: pip install"
+        " cuda-python, or pycuda"
+    )
 
 
 class DeviceBuffer:

@@ -36,9 +36,11 @@ from deploy.targets.shape_ranges import sample_shape_range
 from deploy.targets.tensorrt import builder, sdk
 from deploy.targets.tensorrt.builder import BuilderSettings, profiles_for
 from deploy.targets.tensorrt.cache_contents import largest_magnitudes
-from deploy.targets.tensorrt.cuda import Cuda, CudaMemory
+from deploy.targets.tensorrt.cuda import Cuda, CudaMemory, open_gpu
 from deploy.targets.tensorrt.float_types import OPSETS, narrow_float_part, write_model
-from deploy.targets.tensorrt.sdk import Sdk, gpu, missing_tensors, plugin_digests, sort_missing
+from deploy.targets.tensorrt.missing_scales import missing_tensors, sort_missing
+from deploy.targets.tensorrt.plugin_libraries import plugin_digests
+from deploy.targets.tensorrt.sdk import Sdk
 from deploy.targets.tensorrt.trt_options import (
     ALL_BASELINES,
     BF16,
@@ -67,32 +69,17 @@ LABELS = {FP32: "TensorRT FP32", FP16: "TensorRT FP16"}  # in the order of a rep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baselines:
-    """Float engines by label, all files by role, and notes on engines that could not be built."""
+    """The float engines to compare with.
+
+    Attributes:
+        engines: label -> engine.
+        files: role -> every file written for them.
+        notes: why an engine could not be built, for the user.
+    """
 
     engines: Mapping[str, Path] = field(default_factory=dict)
     files: Mapping[str, Path] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-
-def _build_baseline(
-    request: BuildRequest,
-    installed: Sdk,
-    cuda: Cuda,
-    settings: BuilderSettings,
-    source: Path,
-    name: str,
-) -> tuple[Path, tuple[str, ...]]:
-    path = request.folder / f"{request.name}.{name}.engine"
-    key = builder.engine_key(
-        installed, settings, model_sha256=sha256(source.read_bytes()), cache_sha256=None
-    )
-    reused = manifest.read_if_made_from(request.earlier_file(path.name), key)
-    if reused is not None:
-        return manifest.write_with_note(path, reused, key), ()
-    current = settings.timing_cache
-    timing = current if current is not None and current.exists() else settings.known_timing
-    engine = builder.build_engine(source, replace(settings, known_timing=timing), cuda=cuda)
-    return manifest.write_with_note(path, engine.plan, key), engine.notes
 
 
 def load_gpu_cache(path: Path, fingerprint: Fingerprint) -> bytes | None:
@@ -100,11 +87,12 @@ def load_gpu_cache(path: Path, fingerprint: Fingerprint) -> bytes | None:
 
     If there is none, the cache of a build that failed after its calibration is tried.
     """
-    for place in filter(None, (path, staging.find_saved_calibration(path))):
-        with suppress(CacheError):
-            text, origin = store.read_cache_text(place)
-            if origin == fingerprint:
-                return text
+    for candidate in (path, staging.find_saved_calibration(path)):
+        if candidate is not None:
+            with suppress(CacheError):
+                text, origin = store.read_cache_text(candidate)
+                if origin == fingerprint:
+                    return text
     return None
 
 
@@ -115,8 +103,8 @@ def store_gpu_cache(path: Path, data: bytes, fingerprint: Fingerprint) -> Path:
     return path
 
 
-_TIMING = "tensorrt.timing"
-_MOST_VALUES = 64  # of a shape input: far more than a tensor has dimensions
+_TIMING_CACHE = "tensorrt.timing"
+_MAX_SHAPE_VALUES = 64  # of an input that shapes depend on: far more than a tensor has dimensions
 
 
 def builder_settings(options: TensorrtOptions, request: BuildRequest) -> BuilderSettings:
@@ -125,38 +113,44 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
     Dynamic inputs cover every size of the samples. The engine is tuned for the most frequent size,
     or for the batch with which TensorRT calibrates.
     """
-    shapes = {i.name: dims(i) or () for i in runtime_inputs(request.model.graph)}
-    span = sample_shape_range(request)
-    fed = span.median_sample
+    input_shapes = {value.name: dims(value) or () for value in runtime_inputs(request.model.graph)}
+    sample_range = sample_shape_range(request)
+    sample = first_sample(request)
+    opt_shapes = dict(sample_range.median_sample)
     if options.calibrator is not None:
-        fed = {name: array.shape for name, array in first_sample(request).items()}
-        fed = {
-            n: s if isinstance(shapes[n][0], int) else (options.max_batch, *s[1:])
-            for n, s in fed.items()
-        }
+        for name, array in sample.items():
+            has_fixed_batch = isinstance(input_shapes[name][0], int)
+            batch = array.shape[0] if has_fixed_batch else options.max_batch
+            opt_shapes[name] = (batch, *array.shape[1:])
     return BuilderSettings(
         fp16=options.rest == FP16,
         bf16=options.rest == BF16,
         workspace_mib=options.workspace_mib,
         profiles=profiles_for(
-            shapes, fed, most_batch=options.max_batch, span=span, fixed=options.dla
+            input_shapes,
+            opt_shapes,
+            max_batch=options.max_batch,
+            sample_range=sample_range,
+            fixed=options.dla,
         ),
-        values=_values(first_sample(request)),
+        values=_shape_values(sample),
         plugins=options.plugins,
         flags=options.trtexec_flags,
-        timing_cache=options.timing_cache or request.folder / _TIMING,
-        known_timing=None if options.timing_cache else request.earlier_file(_TIMING),
+        timing_cache=options.timing_cache or request.folder / _TIMING_CACHE,
+        earlier_timing_cache=(
+            None if options.timing_cache else request.earlier_file(_TIMING_CACHE)
+        ),
     )
 
 
-def _values(sample: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _shape_values(sample: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the values of inputs that shapes may depend on: short integer vectors and scalars."""
-    vectors = {
-        name: array
-        for name, array in sample.items()
-        if array.dtype.kind in "iu" and array.ndim <= 1 and array.size <= _MOST_VALUES
-    }
-    return {n: tuple(int(value) for value in array.reshape(-1)) for n, array in vectors.items()}
+    values = {}
+    for name, array in sample.items():
+        is_integer = array.dtype.kind in "iu"
+        if is_integer and array.ndim <= 1 and array.size <= _MAX_SHAPE_VALUES:
+            values[name] = tuple(array.reshape(-1).tolist())
+    return values
 
 
 def first_sample(request: BuildRequest) -> Mapping[str, Any]:
@@ -177,44 +171,51 @@ def calibrate_on_gpu(
     name = f"{request.name}.gpu.cache"
     shapes = _calibration_shapes(request, settings)
     batch = _batch_size(request, shapes)
-    # names the ONNX file that TensorRT reads, so that on a device model and cache are enough
+    algorithm = str(options.calibrator)
+
+    # the fingerprint names the ONNX file that TensorRT reads, so that on a device model and cache
+    # are enough
     model, stamp = read_model_and_stamp(source)
-    weights = {"weights": stamp.weights} if stamp.weights else {}
-    origin = replace(
+    digests = {"graph": model_digest(model), "file": stamp.file}
+    if stamp.weights:
+        digests["weights"] = stamp.weights
+    versions: dict[str, Any] = {"tensorrt": version, "calib8": __version__}
+    if options.plugins:
+        versions["plugins"] = plugin_digests(options.plugins)
+    fingerprint = replace(
         make_fingerprint(request.subject, request.manifest),
-        model={"graph": model_digest(model), "file": stamp.file, **weights},
+        model=digests,
         program=TENSORRT,
         rule=f"whole batches of {batch}",
-        method=ALGORITHMS[str(options.calibrator)],
+        method=ALGORITHMS[algorithm],
         numbers={},
-        versions={"tensorrt": version, "calib8": __version__}
-        | ({"plugins": plugin_digests(options.plugins)} if options.plugins else {}),
+        versions=versions,
     )
-    stored = load_gpu_cache(request.earlier_file(name), origin)
-    if stored is not None:
-        store_gpu_cache(request.folder / name, stored, origin)
-        return stored
+    stored_cache = load_gpu_cache(request.earlier_file(name), fingerprint)
+    if stored_cache is not None:
+        store_gpu_cache(request.folder / name, stored_cache, fingerprint)
+        return stored_cache
 
-    def keep(text: bytes) -> None:  # at once, so that a build which fails later can reuse it
-        store_gpu_cache(request.folder / name, text, origin)
+    def store_now(text: bytes) -> None:  # at once, so that a build which fails later can reuse it
+        store_gpu_cache(request.folder / name, text, fingerprint)
 
-    used = count_in_full_batches(len(request.feed), batch, filled=request.subject.filled)
+    sample_count = count_in_full_batches(len(request.feed), batch, filled=request.subject.filled)
     with request.feed.samples() as samples:
         callbacks = calibrator(
-            str(options.calibrator),
+            algorithm,
             full_batches(samples, batch),
-            batches=used // batch,
+            batches=sample_count // batch,
             shapes=shapes,
             memory=CudaMemory(cuda),
-            keep=keep,
+            keep=store_now,
         )
         return builder.calibrate(source, settings, callbacks, cuda=cuda)
 
 
-def calibrator_from_cache(options: TensorrtOptions, known: bytes) -> Callbacks:
+def calibrator_from_cache(options: TensorrtOptions, cache: bytes) -> Callbacks:
     """Return a calibrator with a cache and no data; it reports if TensorRT refuses the cache."""
-    name = options.calibrator or "entropy2"
-    return calibrator(name, (), batches=1, shapes={}, memory=HostMemory(), known=known)
+    algorithm = options.calibrator or "entropy2"
+    return calibrator(algorithm, (), batches=1, shapes={}, memory=HostMemory(), known=cache)
 
 
 def _calibration_shapes(
@@ -222,13 +223,13 @@ def _calibration_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return input -> shape of a calibration batch."""
     shapes = {name: array.shape for name, array in first_sample(request).items()}
-    return shapes | {name: profile.best for name, profile in settings.profiles.items()}
+    return shapes | {name: profile.opt_shape for name, profile in settings.profiles.items()}
 
 
 def _batch_size(request: BuildRequest, shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Return the number of samples in a batch of these shapes."""
-    single = {name: array.shape for name, array in first_sample(request).items() if array.ndim}
-    return max(shapes[name][0] // int(shape[0]) for name, shape in single.items())
+    sample = first_sample(request)
+    return max(shapes[name][0] // len(array) for name, array in sample.items() if array.ndim)
 
 
 def lower_for_tensorrt(model: onnx.ModelProto, version: str) -> tuple[onnx.ModelProto, str]:
@@ -246,12 +247,13 @@ def lower_for_tensorrt(model: onnx.ModelProto, version: str) -> tuple[onnx.Model
     if result.model is model:
         return model, ""
     forms = ", ".join(f"{count} {name}" for name, count in result.rewritten.items())
-    if opset_of(result.model) == opset:
+    new_opset = opset_of(result.model)
+    if new_opset == opset:
         return result.model, f"for TensorRT {version} {forms} is written in operators that it reads"
-    return result.model, (
-        f"for TensorRT {version} the model is written in opset {opset_of(result.model)}, got"
-        f" {opset}{f': {forms} in another form' if forms else ''}"
-    )
+    note = f"for TensorRT {version} the model is written in opset {new_opset}, got {opset}"
+    if forms:
+        note += f": {forms} in another form"
+    return result.model, note
 
 
 def typed_version(version: str, rest: str, features: Iterable[str]) -> str:
@@ -264,15 +266,20 @@ def lower_models(
     options: TensorrtOptions, models: Mapping[str, onnx.ModelProto], version: str
 ) -> tuple[dict[str, onnx.ModelProto], tuple[str, ...]]:
     """Lower each model to the oldest TensorRT that will read it; return (role -> model, notes)."""
-    own = sdk.cache_reader()
-    oldest = version if own is None else min(version, own, key=version_label)
-    result, notes = {}, []
+    installed_version = sdk.cache_reader()
+    oldest = version
+    if installed_version is not None:
+        oldest = min(version, installed_version, key=version_label)
+    lowered: dict[str, onnx.ModelProto] = {}
+    notes: dict[str, None] = {}
     for role, model in models.items():
-        strong = role == TYPED or options.precision == FP8
-        reader = typed_version(oldest, options.rest, options.features) if strong else oldest
-        result[role], note = lower_for_tensorrt(model, reader)
-        notes.append(note)
-    return result, tuple(dict.fromkeys(filter(None, notes)))
+        reader = oldest
+        if role == TYPED or options.precision == FP8:
+            reader = typed_version(oldest, options.rest, options.features)
+        lowered[role], note = lower_for_tensorrt(model, reader)
+        notes[note] = None  # each note once, in order
+    notes.pop("", None)
+    return lowered, tuple(notes)
 
 
 def build_quantized_engine(
@@ -280,66 +287,83 @@ def build_quantized_engine(
     request: BuildRequest,
     files: Mapping[str, Path],
     cache: trt_cache.CalibrationCache,
-    wide: Mapping[str, str],
+    float32_nodes: Mapping[str, str],
 ) -> tuple[Path, tuple[str, ...]]:
     """Build the quantized engine, or reuse that of the same files and GPU; return (path, notes).
 
-    `wide` is node -> output tensor of nodes that must run in float32 if TensorRT chooses types.
+    `float32_nodes`: node that must run in float32 if TensorRT chooses types -> its output tensor.
+
+    Raises:
+        SdkMissingError: TensorRT is missing, or too old for fp8 or DLA.
+        ConfigError: an engine from a cache is requested of a TensorRT without calibrators.
+        BackendError: TensorRT cannot build the engine.
     """
     installed = sdk.find_sdk(options.device)
-    if options.precision == FP8 and not features_of(installed.release).fp8:
-        raise SdkMissingError(
-            f"an engine in fp8 needs TensorRT 10.2 or newer, got {installed.version}; install one,"
-            " or build with --precision int8"
-        )
-    if options.dla and not features_of(installed.release).dla:
-        raise SdkMissingError(
-            f"a typed engine for DLA needs TensorRT 11.4.1 or newer, got {installed.version}"
-        )
-    implicit = _is_implicit(options, installed, request)
-    if not implicit and (options.form == "cache" or options.calibrator):
-        raise ConfigError(
-            f"an engine from a cache needs a TensorRT with calibrators, got {installed.version} and"
-            f" form {options.form}; build from the Q/DQ model (form qdq)"
-        )
-    typed = _is_typed(options, installed, files, request)
-    source = files[FLOAT if implicit else TYPED if typed else QDQ]
-    typed = typed or options.precision == FP8
-    path = request.folder / f"{request.name}.engine"
-    cache_bytes = trt_cache.dump(trt_cache.relabel(cache, version=installed.release))
-    from_data = options.calibrator is not None
+    _check_versions(options, installed, request)
+    uses_cache = _uses_cache(options, installed, request)
+    has_model_types = _has_model_types(options, installed, files, request)
+    role = TYPED if has_model_types else QDQ
+    source = files[FLOAT if uses_cache else role]
+
+    typed = has_model_types or options.precision == FP8
     settings = replace(builder_settings(options, request), typed=typed, dla=options.dla)
     if not typed and installed.calibrators:  # 11 takes every type from the model
-        settings = replace(settings, wide_layers=wide)
-    if implicit:  # in a Q/DQ model float nodes have no pair, so no binding is needed
+        settings = replace(settings, wide_layers=float32_nodes)
+    if uses_cache:  # in a Q/DQ model float nodes have no pair, so no binding is needed
         settings = replace(settings, float_layers=float_layers(request))
+
+    path = request.folder / f"{request.name}.engine"
+    cache_bytes = trt_cache.dump(trt_cache.relabel(cache, version=installed.release))
     key = builder.engine_key(
         installed,
         settings,
         model_sha256=sha256(source.read_bytes()),
-        cache_sha256=sha256(cache_bytes) if implicit else None,
-    ) | {"calibrator": options.calibrator}
+        cache_sha256=sha256(cache_bytes) if uses_cache else None,
+    )
+    key["calibrator"] = options.calibrator
     notes = _origin_notes(installed)
-    if from_data:
+    if options.calibrator is not None:
         # on the samples of a partial batch, which TensorRT's calibration leaves out
         batch = _batch_size(request, _calibration_shapes(request, settings))
         filled = request.subject.filled
         notes = (*notes, *note_left_out(len(request.feed), batch, filled=filled))
-    reused = manifest.read_if_made_from(request.earlier_file(path.name), key)
-    if reused is not None:
+    reused_plan = manifest.read_if_made_from(request.earlier_file(path.name), key)
+    if reused_plan is not None:
         note = "the engine was built before from the same files, on the same GPU"
-        return manifest.write_with_note(path, reused, key), (note, *notes)
-    cuda, calibrator = gpu(options.device), None
-    if from_data:
+        return manifest.write_with_note(path, reused_plan, key), (note, *notes)
+
+    cuda = open_gpu(options.device)
+    callbacks = None
+    if options.calibrator is not None:
         cache_bytes = calibrate_on_gpu(options, request, source, settings, installed.version, cuda)
-    if implicit:
-        calibrator = calibrator_from_cache(options, cache_bytes)
-    engine = builder.build_engine(source, settings, calibrator=calibrator, cuda=cuda)
+    if uses_cache:
+        callbacks = calibrator_from_cache(options, cache_bytes)
+    engine = builder.build_engine(source, settings, calibrator=callbacks, cuda=cuda)
     notes = (*notes, *engine.notes, *_log_notes(engine.log, request.model))
     return manifest.write_with_note(path, engine.plan, key), notes
 
 
-def _is_implicit(options: TensorrtOptions, installed: Sdk, request: BuildRequest) -> bool:
+def _check_versions(options: TensorrtOptions, installed: Sdk, request: BuildRequest) -> None:
+    """Refuse options that the installed TensorRT cannot follow."""
+    features = features_of(installed.release)
+    if options.precision == FP8 and not features.fp8:
+        raise SdkMissingError(
+            f"an engine in fp8 needs TensorRT 10.2 or newer, got {installed.version}; install one,"
+            " or build with --precision int8"
+        )
+    if options.dla and not features.dla:
+        raise SdkMissingError(
+            f"a typed engine for DLA needs TensorRT 11.4.1 or newer, got {installed.version}"
+        )
+    needs_cache = options.form == "cache" or options.calibrator
+    if needs_cache and not _uses_cache(options, installed, request):
+        raise ConfigError(
+            f"an engine from a cache needs a TensorRT with calibrators, got {installed.version} and"
+            f" form {options.form}; build from the Q/DQ model (form qdq)"
+        )
+
+
+def _uses_cache(options: TensorrtOptions, installed: Sdk, request: BuildRequest) -> bool:
     """Return whether the engine is built from the cache (implicit quantization).
 
     A trained model is built from its own pairs, which are more exact than a cache.
@@ -348,12 +372,12 @@ def _is_implicit(options: TensorrtOptions, installed: Sdk, request: BuildRequest
     return installed.calibrators and options.form in forms and options.precision == INT8
 
 
-def _is_typed(
+def _has_model_types(
     options: TensorrtOptions, installed: Sdk, files: Mapping[str, Path], request: BuildRequest
 ) -> bool:
-    """Return whether the engine is built as a strongly typed network."""
+    """Return whether the engine takes its types from the typed model."""
     return (
-        not _is_implicit(options, installed, request)
+        not _uses_cache(options, installed, request)
         and TYPED in files
         and features_of(installed.release).typed
     )
@@ -369,48 +393,85 @@ def build_float_engines(
     """Build the float engines to compare with, if speed is measured; reuse unchanged ones."""
     if options.baselines == NO_BASELINES:
         return Baselines()
-    if request.unrepaired_model is None:
+    float_model = request.unrepaired_model
+    if float_model is None:
+        if options.baselines == ALL_BASELINES:
+            return Baselines()
         note = f"no {options.baselines} engine was built to compare with: no speed is measured"
-        chosen = options.baselines != ALL_BASELINES
-        return Baselines(notes=(note,) if chosen else ())
-    installed, against = sdk.find_sdk(options.device), request.unrepaired_model
-    stem = request.folder / f"{request.name}.tensorrt"
-    made: dict[str, Path] = {}
-    if FLOAT not in files or against is not request.model:  # repairs changed the model
-        models, _ = lower_models(options, {PLAIN: request.with_plugin_nodes(against)}, version)
-        made[PLAIN] = write_model(stem, f".{FP32}.onnx", models[PLAIN])
-    model = made[PLAIN] if made else files[FLOAT]
+        return Baselines(notes=(note,))
+
+    installed = sdk.find_sdk(options.device)
+    written: dict[str, Path] = {}
+    float_file = files.get(FLOAT)
+    if float_file is None or float_model is not request.model:  # repairs changed the model
+        lowered, _ = lower_models(options, {PLAIN: request.with_plugin_nodes(float_model)}, version)
+        float_file = _write_baseline_model(request, FP32, lowered[PLAIN])
+        written[PLAIN] = float_file
     # whether an engine takes its types from the model, not from builder flags
-    by_type = _is_typed(options, installed, files, request) or not installed.calibrators
-    cuda = gpu(options.device)
-    settings = replace(builder_settings(options, request), int8=False, fp16=False, bf16=False)
+    types_from_model = _has_model_types(options, installed, files, request)
+    types_from_model = types_from_model or not installed.calibrators
+
+    cuda = open_gpu(options.device)
+    base_settings = builder_settings(options, request)
     engines: dict[str, Path] = {}
     notes: list[str] = []
     for name, label in LABELS.items():
         if name not in options.baselines.split(","):
             continue
+        settings = replace(base_settings, int8=False, fp16=name == FP16, bf16=False)
+        source = float_file
         try:
-            source, own = model, replace(settings, fp16=name == FP16)
-            if by_type and name == FP16:  # nodes that overflow float16 stay float32
-                narrow, _ = narrow_float_part(against, FP16, largest_magnitudes(ranges))
-                source = write_model(stem, f".{FP16}.onnx", request.with_plugin_nodes(narrow))
-                own = replace(settings, typed=True)
-                made[FLOAT_TYPED] = source
-            engines[label], told = _build_baseline(request, installed, cuda, own, source, name)
-            notes += told
-            made[f"{label} engine, to compare with"] = engines[label]
+            if types_from_model and name == FP16:  # nodes that overflow float16 stay float32
+                narrow, _ = narrow_float_part(float_model, FP16, largest_magnitudes(ranges))
+                source = _write_baseline_model(request, FP16, request.with_plugin_nodes(narrow))
+                settings = replace(settings, typed=True)
+                written[FLOAT_TYPED] = source
+            engine, engine_notes = _build_baseline(request, installed, cuda, settings, source, name)
         except (BackendError, ExportError) as error:
             notes.append(f"no {label} engine was built to compare with: {error}")
-    return Baselines(engines=engines, files=made, notes=tuple(notes))
+            continue
+        notes += engine_notes
+        engines[label] = engine
+        written[f"{label} engine, to compare with"] = engine
+    return Baselines(engines=engines, files=written, notes=tuple(notes))
+
+
+def _write_baseline_model(request: BuildRequest, name: str, model: onnx.ModelProto) -> Path:
+    return write_model(request.folder / f"{request.name}.tensorrt", f".{name}.onnx", model)
+
+
+def _build_baseline(
+    request: BuildRequest,
+    installed: Sdk,
+    cuda: Cuda,
+    settings: BuilderSettings,
+    source: Path,
+    name: str,
+) -> tuple[Path, tuple[str, ...]]:
+    """Build the float engine of precision `name`, or reuse it; return (path, notes)."""
+    path = request.folder / f"{request.name}.{name}.engine"
+    key = builder.engine_key(
+        installed, settings, model_sha256=sha256(source.read_bytes()), cache_sha256=None
+    )
+    reused_plan = manifest.read_if_made_from(request.earlier_file(path.name), key)
+    if reused_plan is not None:
+        return manifest.write_with_note(path, reused_plan, key), ()
+
+    # timings of the quantized engine of this build, if it was built
+    timing_cache = settings.timing_cache
+    if timing_cache is not None and timing_cache.exists():
+        settings = replace(settings, earlier_timing_cache=timing_cache)
+    engine = builder.build_engine(source, settings, cuda=cuda)
+    return manifest.write_with_note(path, engine.plan, key), engine.notes
 
 
 def _origin_notes(installed: Sdk) -> tuple[str, ...]:
     """Name the TensorRT and GPU of the engine, and tactic sources that were disabled."""
-    built = f"the engine belongs to TensorRT {installed.version} on {installed.gpu}"
+    note = f"the engine belongs to TensorRT {installed.version} on {installed.gpu}"
     if not installed.stand_ins:
-        return (built,)
+        return (note,)
     return (
-        built,
+        note,
         f"it has no tactics from {', '.join(installed.stand_ins)}, whose libraries are empty"
         " stand-ins on this machine; with the real ones it may be faster",
     )
@@ -419,10 +480,15 @@ def _origin_notes(installed: Sdk) -> tuple[str, ...]:
 def _log_notes(log: Sequence[str], model: onnx.ModelProto) -> tuple[str, ...]:
     """Summarize TensorRT's missing-scale warnings: list the harmful ones, count the others."""
     missing = sort_missing(missing_tensors(log), model)
-    notes = [f"TensorRT has no scale for {m.tensor}: {m.reason}" for m in missing if m.harmful]
-    harmless = len(missing) - len(notes)
-    if harmless:
+    notes = [
+        f"TensorRT has no scale for {scale.tensor}: {scale.reason}"
+        for scale in missing
+        if scale.harmful
+    ]
+    harmless_count = len(missing) - len(notes)
+    if harmless_count:
         notes.append(
-            f"TensorRT warned of {harmless} more tensors without a scale; none of them costs int8"
+            f"TensorRT warned of {harmless_count} more tensors without a scale; none of them costs"
+            " int8"
         )
     return tuple(notes)

@@ -14,7 +14,7 @@ at most once for all its readers. Model inputs and outputs keep their type. Scal
 values of the narrow type before anything is quantized with them (`round_scales`).
 
 In a weakly typed network TensorRT with `--fp16` runs a layer in float16 wherever that is faster,
-whatever its values; `wide_layers` lists the nodes that must be bound to float32 there.
+whatever its values; `find_float32_layers` lists the nodes that must be bound to float32 there.
 
 Source: ONNX operators QuantizeLinear-19 and DequantizeLinear-19 (type of the scale); TensorRT
 developer guide, "Strongly typed networks".
@@ -31,21 +31,17 @@ from onnx import defs, helper, numpy_helper
 
 from deploy.errors import ExportError, ModelError, first_line
 from deploy.files import atomic
-from deploy.frontends.base import QdqCalibration
-from deploy.frontends.checks import to_array
 from deploy.frontends.lift import raise_opset
-from deploy.frontends.pairs import DQ, Q
 from deploy.graph.bounds import find_float16_overflows, float16_overflow
 from deploy.graph.edit import copy_message, infer_types, rebuild, unique_name
-from deploy.graph.index import Graph, attributes, opset_of
+from deploy.graph.index import Graph, opset_of
 from deploy.graph.placement import MOVES
 from deploy.targets.tensorrt.trt_options import BF16, FP16, FP32
 
 OPSETS = {FP16: 19, BF16: 22}  # first opset in which scales and convolutions may have that type
 FP8_OPSET = 19  # first opset with fp8 pairs
-_FLOAT = 1  # onnx.TensorProto
-_TYPES = {FP16: 10, BF16: 16}  # onnx.TensorProto
-_PAIR = frozenset({"QuantizeLinear", "DequantizeLinear"})
+_FLOAT = onnx.TensorProto.FLOAT
+_ELEMENT_TYPES = {FP16: onnx.TensorProto.FLOAT16, BF16: onnx.TensorProto.BFLOAT16}
 # Operators that only move values: they take the type of their input.
 _MOVES = MOVES | {"Gather", "Identity", "Slice", "Split", "Tile"}
 # Operators with short sums or without any. Softmax, norms, exponentials, long reductions and all
@@ -60,29 +56,29 @@ _NARROW = _MOVES | frozenset(
 )  # fmt: skip
 
 
-def round_scales(scales: NDArray[np.float32], rest: str) -> NDArray[np.float32]:
+def round_scales(scales: NDArray[np.float32], float_type: str) -> NDArray[np.float32]:
     """Round positive scales up to values of the narrow type, so that nothing is clipped."""
-    if rest == FP32:
+    if float_type == FP32:
         return scales
-    wide = np.ascontiguousarray(scales, np.float32)
-    if rest == BF16:  # the upper half of float32
-        bits = wide.view(np.uint32) + np.uint32(0xFFFF)
+    float32_scales = np.ascontiguousarray(scales, np.float32)
+    if float_type == BF16:  # the upper half of float32
+        bits = float32_scales.view(np.uint32) + np.uint32(0xFFFF)
         return (bits & np.uint32(0xFFFF0000)).view(np.float32)
     with np.errstate(over="ignore"):  # overflows to inf
-        nearest = wide.astype(np.float16)
+        nearest = float32_scales.astype(np.float16)
     above = np.nextafter(nearest, np.float16(np.inf))
-    return np.where(nearest < wide, above, nearest).astype(np.float32)
+    return np.where(nearest < float32_scales, above, nearest).astype(np.float32)
 
 
 def narrow_float_part(
-    quantized: onnx.ModelProto, rest: str, largest: Mapping[str, float]
+    quantized: onnx.ModelProto, float_type: str, largest_values: Mapping[str, float]
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
     """Return the Q/DQ model with its float part in a narrow type; `quantized` is not changed.
 
     Args:
         quantized: float32 Q/DQ model whose scales are `round_scales`.
-        rest: "fp16" or "bf16".
-        largest: tensor of the float model -> largest |x| observed.
+        float_type: "fp16" or "bf16".
+        largest_values: tensor of the float model -> largest |x| observed.
 
     Returns:
         The model, and node -> why it stays in float32, for nodes whose operator could be narrow.
@@ -90,273 +86,251 @@ def narrow_float_part(
     Raises:
         ExportError: the model cannot be converted to the opset, or a tensor's type is unknown.
     """
-    lifted = _lifted(quantized, OPSETS[rest])
-    converter = _TypeConverter(lifted, rest, largest)
-    rebuild(lifted.graph, converter.run())
-    for value in lifted.graph.output:  # type inference may have changed them
-        value.CopyFrom(next(v for v in quantized.graph.output if v.name == value.name))
-    return lifted, converter.kept
+    model = _with_known_types(quantized, OPSETS[float_type])
+    converter = _TypeConverter(model, float_type, largest_values)
+    rebuild(model.graph, converter.convert())
+    declared = {value.name: value for value in quantized.graph.output}
+    for value in model.graph.output:  # type inference may have changed them
+        value.CopyFrom(declared[value.name])
+    return model, converter.float32_reasons
 
 
-def at_opset(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
-    """Return the model if its opset is `wanted` or newer, else a copy converted to `wanted`.
+def at_opset(model: onnx.ModelProto, min_opset: int) -> onnx.ModelProto:
+    """Return the model if its opset is `min_opset` or newer, else a copy converted to it.
 
     Raises:
         ExportError: the model cannot be converted.
     """
-    opset = opset_of(model)
-    if opset >= wanted:
+    if opset_of(model) >= min_opset:
         return model
-    lifted = copy_message(model)
+    raised = copy_message(model)
     try:
-        raise_opset(lifted, wanted)
+        raise_opset(raised, min_opset)
     except ModelError as error:
         raise ExportError(str(error)) from error
-    return lifted
+    return raised
 
 
-def _lifted(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
-    """Return a copy at opset `wanted` or newer, with inferred types."""
-    model = at_opset(model, wanted)
+def _with_known_types(quantized: onnx.ModelProto, min_opset: int) -> onnx.ModelProto:
+    """Return a copy at opset `min_opset` or newer, with inferred types."""
+    model = at_opset(quantized, min_opset)
     try:
-        lifted = infer_types(model, strict_mode=True)
+        typed = infer_types(model, strict_mode=True)
     except Exception:  # onnx's C++ code has no error class of its own
         try:  # a wrong output shape in the file does not matter to runtimes
-            open_outputs = copy_message(model)
-            for value in open_outputs.graph.output:
+            without_output_shapes = copy_message(model)
+            for value in without_output_shapes.graph.output:
                 value.type.tensor_type.ClearField("shape")
-            lifted = infer_types(open_outputs, strict_mode=True)
+            typed = infer_types(without_output_shapes, strict_mode=True)
         except Exception as error:
             raise ExportError(
-                f"a typed model must be of opset {wanted} with all types known, got opset"
+                f"a typed model must be of opset {min_opset} with all types known, got opset"
                 f" {opset_of(model)} that cannot be brought there (onnx says:"
-                f" {first_line(error)}); export the model with opset {wanted} or newer"
+                f" {first_line(error)}); export the model with opset {min_opset} or newer"
             ) from error
-    lifted.ir_version = max(lifted.ir_version, 9 if wanted < 21 else 10)
-    return lifted
+    typed.ir_version = max(typed.ir_version, 9 if min_opset < 21 else 10)
+    return typed
 
 
 @dataclass
 class _TypeConverter:
-    """Converts the float part of one model to a narrow type, in the order of its nodes."""
+    """Converts the float part of one model to a narrow type, in the order of its nodes.
+
+    Attributes:
+        model: model to convert; its initializers are extended.
+        float_type: name of the narrow type.
+        largest_values: tensor of the float model -> largest |x| observed.
+        float32_reasons: node -> why it stays in float32, though its operator could be narrow.
+    """
 
     model: onnx.ModelProto
-    rest: str
-    largest: Mapping[str, float]
-    kept: dict[str, str] = field(default_factory=dict)
+    float_type: str
+    largest_values: Mapping[str, float]
+    float32_reasons: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.index = Graph(self.model)
-        self.narrow = _TYPES[self.rest]
-        self.types = dict(self.index.dtypes)  # tensor -> its present element type
-        self.types |= {t.name: t.data_type for t in self.model.graph.initializer}
-        self.casts: dict[tuple[str, int], str] = {}
+        self.narrow_type = _ELEMENT_TYPES[self.float_type]
+        self.type_by_tensor = dict(self.index.dtypes)  # as converted so far
+        for tensor in self.model.graph.initializer:
+            self.type_by_tensor[tensor.name] = tensor.data_type
+        self.converted: dict[tuple[str, int], str] = {}  # (tensor, type) -> its copy in that type
         self.nodes: list[onnx.NodeProto] = []
 
-    def run(self) -> list[onnx.NodeProto]:
-        unknown = next((n for n in self.index.producer if not self.types.get(n)), None)
-        if unknown is not None:
+    def convert(self) -> list[onnx.NodeProto]:
+        """Return the nodes of the converted graph."""
+        unknown = [name for name in self.index.producer if not self.type_by_tensor.get(name)]
+        if unknown:
             raise ExportError(
-                f"a typed model must know the types of its tensors, got none of {unknown!r};"
+                f"a typed model must know the types of its tensors, got none of {unknown[0]!r};"
                 " build with --rest fp32"
             )
         for node in self.index.nodes:
-            self._add_node(node)
+            if node.op_type == "QuantizeLinear":  # its scale has the type of its input
+                self._set_scale_type(node, self.type_by_tensor[node.input[0]])
+            elif node.op_type == "DequantizeLinear":  # and here the type that the readers need
+                output = node.output[0]
+                output_type = self.narrow_type if self._has_narrow_reader(output) else _FLOAT
+                self._set_scale_type(node, output_type)
+                self.type_by_tensor[output] = output_type
+            else:
+                self._add_float_node(node)
         return self.nodes
 
-    def _add_node(self, node: onnx.NodeProto) -> None:
-        if node.op_type in _PAIR:
-            # the scale's type: of Q that of its input, of DQ that which its readers need
-            quantizes = node.op_type == "QuantizeLinear"
-            narrow = not quantizes and self._has_narrow_reader(node.output[0])
-            kind = self.types[node.input[0]] if quantizes else (self.narrow if narrow else _FLOAT)
-            node.input[1] = self._as_type(node.input[1], kind)
-            self.nodes.append(node)
-            if not quantizes:
-                self.types[node.output[0]] = kind
-            return
-        wide = self._stays_wide(node)
+    def _set_scale_type(self, node: onnx.NodeProto, scale_type: int) -> None:
+        node.input[1] = self._as_type(node.input[1], scale_type)
+        self.nodes.append(node)
+
+    def _add_float_node(self, node: onnx.NodeProto) -> None:
+        """Add a node with its float inputs in the type in which it computes."""
+        stays_float32 = self._stays_float32(node)
+        compute_type = _FLOAT if stays_float32 else self.narrow_type
         for index in _typed_inputs(node):
             name = node.input[index]
-            if self.types.get(name) in (_FLOAT, self.narrow):
-                node.input[index] = self._as_type(name, _FLOAT if wide else self.narrow)
-        narrowed = [node.output[index] for index in _typed_outputs(node)] if not wide else []
+            if self.type_by_tensor.get(name) in (_FLOAT, self.narrow_type):
+                node.input[index] = self._as_type(name, compute_type)
         self.nodes.append(node)
-        for name in narrowed:
-            if self.types[name] == _FLOAT:
-                self._set_narrow(node, name)
-
-    def _set_narrow(self, node: onnx.NodeProto, name: str) -> None:
-        """Record that a tensor is narrow; a model output is cast back under its name."""
-        if name not in self.index.outputs:
-            self.types[name] = self.narrow
+        if stays_float32:
             return
-        inner = unique_name(f"{name}/{self.rest}", self.types)
-        node.output[list(node.output).index(name)] = inner
-        self.types[inner] = self.narrow
-        self.casts[name, self.narrow] = inner
-        self._cast(inner, name, _FLOAT)
+        for index in _typed_outputs(node):
+            if self.type_by_tensor[node.output[index]] == _FLOAT:
+                self._narrow_output(node, index)
 
-    def _stays_wide(self, node: onnx.NodeProto) -> bool:
-        """Return whether a node stays in float32; if it could be narrow, `kept` gets the reason."""
-        if node.domain not in ("", "ai.onnx") or node.op_type not in _NARROW:
+    def _narrow_output(self, node: onnx.NodeProto, index: int) -> None:
+        """Record that an output is narrow; a model output is cast back under its name."""
+        name = node.output[index]
+        if name not in self.index.outputs:
+            self.type_by_tensor[name] = self.narrow_type
+            return
+        narrow_name = unique_name(f"{name}/{self.float_type}", self.type_by_tensor)
+        node.output[index] = narrow_name
+        self.type_by_tensor[narrow_name] = self.narrow_type
+        self.converted[name, self.narrow_type] = narrow_name
+        self._add_cast(narrow_name, name, _FLOAT)
+
+    def _stays_float32(self, node: onnx.NodeProto) -> bool:
+        """Return whether a node stays in float32.
+
+        `float32_reasons` gets the reason if its operator could be narrow. A node of integers
+        counts as float32 too.
+        """
+        if not _can_be_narrow(node):
             return True
-        main = node.input[0] if node.op_type != "Where" else node.input[1]
-        if self.types.get(main) not in (_FLOAT, self.narrow):
+        data_input = node.input[1 if node.op_type == "Where" else 0]
+        if self.type_by_tensor.get(data_input) not in (_FLOAT, self.narrow_type):
             return True  # integers
         if any(name in self.index.captured for name in node.output):
-            self.kept[node.name] = "a subgraph reads it"
+            self.float32_reasons[node.name] = "a subgraph reads it"
             return True
-        if node.op_type in _MOVES and main not in self.index.initializers:
-            return bool(self.types[main] == _FLOAT)
-        reason = self._too_wide(node)
+        if node.op_type in _MOVES and data_input not in self.index.initializers:
+            return bool(self.type_by_tensor[data_input] == _FLOAT)
+        reason = self._overflow(node)
         if reason:
-            self.kept[node.name] = reason
+            self.float32_reasons[node.name] = reason
         return bool(reason)
 
     def _has_narrow_reader(self, name: str) -> bool:
         if name in self.index.outputs or name in self.index.captured:
             return False
-        narrow = (node for node in self.index.readers.get(name, []) if node.op_type in _NARROW)
-        return any(not self._too_wide(node) for node in narrow)
+        readers = self.index.readers.get(name, [])
+        return any(node.op_type in _NARROW and not self._overflow(node) for node in readers)
 
-    def _too_wide(self, node: onnx.NodeProto) -> str:
+    def _overflow(self, node: onnx.NodeProto) -> str:
         """Return why float16 is too narrow for a node, or ""; bfloat16 never is."""
-        return float16_overflow(self.index, node, self.largest) if self.rest == FP16 else ""
+        if self.float_type != FP16:
+            return ""
+        return float16_overflow(self.index, node, self.largest_values)
 
-    def _as_type(self, name: str, wanted: int) -> str:
-        """Return the tensor in type `wanted`: a converted constant, or one Cast for all readers."""
-        if not name or self.types.get(name) == wanted:
+    def _as_type(self, name: str, element_type: int) -> str:
+        """Return the tensor in a type: a converted constant, or one Cast for all readers."""
+        if not name or self.type_by_tensor.get(name) == element_type:
             return name
-        if (name, wanted) not in self.casts:
-            added = f"{name}/{self.rest if wanted == self.narrow else FP32}"
-            other = unique_name(added, self.types)
+        if (name, element_type) not in self.converted:
+            suffix = self.float_type if element_type == self.narrow_type else FP32
+            copy_name = unique_name(f"{name}/{suffix}", self.type_by_tensor)
             if name in self.index.initializers:
-                self._add_constant(name, other)
+                self._add_constant(name, copy_name)
             else:
-                self._cast(name, other, wanted)
-            self.casts[name, wanted] = other
-        return self.casts[name, wanted]
+                self._add_cast(name, copy_name, element_type)
+            self.converted[name, element_type] = copy_name
+        return self.converted[name, element_type]
 
-    def _cast(self, name: str, other: str, wanted: int) -> None:
-        self.nodes.append(helper.make_node("Cast", [name], [other], f"{other}/Cast", to=wanted))
-        self.types[other] = wanted
+    def _add_cast(self, source: str, output: str, element_type: int) -> None:
+        cast = helper.make_node("Cast", [source], [output], f"{output}/Cast", to=element_type)
+        self.nodes.append(cast)
+        self.type_by_tensor[output] = element_type
 
-    def _add_constant(self, name: str, other: str) -> None:
-        kind = helper.tensor_dtype_to_np_dtype(self.narrow)
-        values = numpy_helper.to_array(self.index.initializers[name]).astype(kind)
-        self.model.graph.initializer.append(numpy_helper.from_array(values, other))
-        self.types[other] = self.narrow
+    def _add_constant(self, source: str, narrow_name: str) -> None:
+        dtype = helper.tensor_dtype_to_np_dtype(self.narrow_type)
+        values = numpy_helper.to_array(self.index.initializers[source]).astype(dtype)
+        self.model.graph.initializer.append(numpy_helper.from_array(values, narrow_name))
+        self.type_by_tensor[narrow_name] = self.narrow_type
+
+
+def _can_be_narrow(node: onnx.NodeProto) -> bool:
+    return node.domain in ("", "ai.onnx") and node.op_type in _NARROW
 
 
 def _typed_inputs(node: onnx.NodeProto) -> list[int]:
     """Return the indices of the inputs that have the type in which the node computes."""
-    if node.domain not in ("", "ai.onnx") or node.op_type not in _NARROW:
+    if not _can_be_narrow(node):
         return [index for index, name in enumerate(node.input) if name]
-    kinds = [each.type_str for each in _schema(node).inputs]
-    return _of_type(node.input, kinds, _compute_type(node))
+    return _indices_of_compute_type(node, node.input, _schema(node).inputs)
 
 
 def _typed_outputs(node: onnx.NodeProto) -> list[int]:
-    kinds = [each.type_str for each in _schema(node).outputs]
-    return _of_type(node.output, kinds, _compute_type(node))
+    return _indices_of_compute_type(node, node.output, _schema(node).outputs)
 
 
-def _of_type(names: Sequence[str], kinds: Sequence[str], wanted: str) -> list[int]:
-    last = len(kinds) - 1  # the last one may be variadic
-    return [i for i, name in enumerate(names) if name and kinds[min(i, last)] == wanted]
+def _indices_of_compute_type(
+    node: onnx.NodeProto,
+    names: Sequence[str],
+    parameters: Sequence[defs.OpSchema.FormalParameter],
+) -> list[int]:
+    """Return the indices of the tensors that share the type variable of the node's data."""
+    # input 0 of a Where is its condition
+    compute_type = _schema(node).inputs[1 if node.op_type == "Where" else 0].type_str
+    indices = []
+    for index, name in enumerate(names):
+        parameter = parameters[min(index, len(parameters) - 1)]  # the last one may be variadic
+        if name and parameter.type_str == compute_type:
+            indices.append(index)
+    return indices
 
 
-def _compute_type(node: onnx.NodeProto) -> str:
-    """Return the schema's type variable of the data; input 0 of a Where is its condition."""
-    return _schema(node).inputs[1 if node.op_type == "Where" else 0].type_str
-
-
-def _schema(node: onnx.NodeProto) -> onnx.defs.OpSchema:
+def _schema(node: onnx.NodeProto) -> defs.OpSchema:
     return defs.get_schema(node.op_type, OPSETS[BF16])
 
 
-def wide_layers(
-    model: onnx.ModelProto, largest: Mapping[str, float], *, rest: str, but: Collection[str]
+def find_float32_layers(
+    model: onnx.ModelProto,
+    largest_values: Mapping[str, float],
+    *,
+    float_type: str,
+    quantized: Collection[str],
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return (node -> its output tensor, node -> reason) for nodes that must run in float32.
 
     Args:
         model: cleaned float model.
-        largest: tensor -> largest |x| observed.
-        rest: type of the float part; only "fp16" can be too narrow.
-        but: nodes that run in int8.
+        largest_values: tensor -> largest |x| observed.
+        float_type: type of the float part; only "fp16" can be too narrow.
+        quantized: nodes that run in int8.
     """
-    if rest != FP16:
+    if float_type != FP16:
         return {}, {}
     graph = Graph(model)
-    why = find_float16_overflows(graph, largest, int8_nodes=but)
-    nodes = (node for node in graph.nodes if node.name in why and len(node.output) == 1)
-    bound = {n.name: str(n.output[0]) for n in nodes if graph.is_float(n.output[0])}
-    return bound, {name: why[name] for name in bound}
+    overflows = find_float16_overflows(graph, largest_values, int8_nodes=quantized)
+    layers, reasons = {}, {}
+    for node in graph.nodes:
+        has_one_output = len(node.output) == 1
+        if node.name in overflows and has_one_output and graph.is_float(node.output[0]):
+            layers[node.name] = str(node.output[0])
+            reasons[node.name] = overflows[node.name]
+    return layers, reasons
 
 
 def write_model(stem: Path, suffix: str, model: onnx.ModelProto | bytes) -> Path:
     """Write a model (deterministically) or bytes to `stem` + `suffix`; return the path."""
     data = model if isinstance(model, bytes) else model.SerializeToString(deterministic=True)
     return atomic.write_bytes(stem.with_name(stem.name + suffix), data)
-
-
-REQUANTIZED_NOTE = (
-    "TensorRT's are int8 with zero point 0, so ranges are made symmetric around 0, and pairs stand"
-    " where TensorRT wants them"
-)
-ROUNDED_SCALES_NOTE = "In the typed model scales are rounded up to what its narrow type holds."
-
-
-def has_tensorrt_pairs(trained: QdqCalibration) -> bool:
-    """Return whether TensorRT reads all pairs unchanged, except int32 biases."""
-    kinds = {grid.dtype for grid in trained.constant_grids}
-    symmetric = not any(grid.zero.any() for grid in trained.constant_grids)
-    return (
-        trained.all_pairs_are("int8", symmetric=True) and kinds <= {"int8", "int32"} and symmetric
-    )
-
-
-def trained_model(trained: QdqCalibration) -> onnx.ModelProto:
-    """Return the user's Q/DQ model with int32 biases dequantized; TensorRT needs float biases."""
-    model = copy_message(trained.model)
-    index = Graph(model)
-    biases = {
-        node.output[0]: _dequantized(node, index)
-        for node in index.nodes
-        if node.op_type == DQ and _is_int32(node, index)
-    }
-    model.graph.initializer.extend(
-        numpy_helper.from_array(array, name) for name, array in biases.items()
-    )
-    rebuild(model.graph, [node for node in index.nodes if node.output[0] not in biases])
-    return model
-
-
-def narrow_trained_model(
-    model: onnx.ModelProto, rest: str, largest: Mapping[str, float]
-) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """Apply `round_scales` to the user's Q/DQ model, then `narrow_float_part`."""
-    rounded = copy_message(model)
-    index = Graph(rounded)
-    pairs = [node for node in index.nodes if node.op_type in (Q, DQ)]
-    scale_tensors = {n.input[1]: index.constants[n.input[1]] for n in pairs}
-    for tensor in (one for one in scale_tensors.values() if one.data_type == _FLOAT):
-        scales = round_scales(np.asarray(to_array(tensor), np.float32), rest)
-        tensor.CopyFrom(numpy_helper.from_array(scales.reshape(tuple(tensor.dims)), tensor.name))
-    return narrow_float_part(rounded, rest, largest)
-
-
-def _is_int32(node: onnx.NodeProto, index: Graph) -> bool:
-    stored = index.constants.get(node.input[0])
-    return stored is not None and to_array(stored).dtype == np.int32
-
-
-def _dequantized(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32]:
-    """Return the output of a DequantizeLinear of a constant with zero point 0."""
-    integers = to_array(index.constants[node.input[0]])
-    scale = to_array(index.constants[node.input[1]]).astype(np.float32)
-    axis = int(attributes(node).get("axis", 1)) % max(integers.ndim, 1)
-    shape = [-1 if dim == axis and scale.size > 1 else 1 for dim in range(integers.ndim)]
-    return np.asarray(integers.astype(np.float32) * scale.reshape(shape), np.float32)

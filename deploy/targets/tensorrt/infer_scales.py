@@ -59,121 +59,167 @@ from deploy.graph.placement import MOVES, pads_nonzero, resize_mode
 from deploy.targets.tensorrt.cache_contents import POOLING_LAYERS, trt_tensors
 
 EQUAL, BOUND, GUESS = 0, 1, 2
-SURE = {EQUAL: "equal", BOUND: "bound", GUESS: "guess"}
+LEVEL_NAMES = {EQUAL: "equal", BOUND: "bound", GUESS: "guess"}
 Range = tuple[float, int]  # (largest |x|, level)
 
 _QMAX = 127
-_SAME = MOVES | {"Identity", "Dropout", "Expand", "Tile", "DepthToSpace", "SpaceToDepth"}
+_COPIES = MOVES | {"Identity", "Dropout", "Expand", "Tile", "DepthToSpace", "SpaceToDepth"}
 _MAXIMA = frozenset({"MaxPool", "GlobalMaxPool"})
+# Operators that keep a part of their input, or clip it.
 _CUTS = frozenset({"Relu", "Clip", "Slice", "Split", "Gather", "Resize nearest", "Pad"})
-_SMALLER = _CUTS | {
+# Operators whose output is within the range of their input.
+_SHRINKING = _CUTS | {
     "Abs", "LeakyRelu", "GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "ReduceMax",
     "HardSwish", "Gelu", "Resize linear",
 }  # fmt: skip
-_ONES = frozenset({"Sigmoid", "HardSigmoid", "Softmax", "Tanh", "Erf"})
+_UNIT_RANGE = frozenset({"Sigmoid", "HardSigmoid", "Softmax", "Tanh", "Erf"})
 _MEANS = frozenset({"LeakyRelu", "AveragePool", "GlobalAveragePool", "ReduceMean", "Resize linear"})
 _SUMS = frozenset({"Add", "Sub", "Sum"})
-_SEVERAL = _SUMS | {"Mul", "Div", "Concat", "Max", "Min"}
-# (maximum of t - gate(t), smallest output range with which no negative value is clipped)
-_HARD, _SMOOTH = (0.375, 3.0), (0.279, 8.0)
+_SEVERAL_OPERANDS = _SUMS | {"Mul", "Div", "Concat", "Max", "Min"}
+
+
+@dataclass(frozen=True, slots=True)
+class SelfGate:
+    """A gate whose factor is its own input: y = x * gate(x), which only it reads.
+
+    Attributes:
+        output: the tensor y.
+        max_offset: maximum of x - y.
+        min_unclipped: smallest output range with which no negative value is clipped.
+    """
+
+    output: str
+    max_offset: float
+    min_unclipped: float
 
 
 class KnownRanges:
     """Ranges of a model's tensors, as far as they are known.
 
     Attributes:
+        range_by_tensor: tensor -> its range.
         constants: constant -> its largest |x|.
         saturated: tensor -> the |x| beyond which all of its readers saturate.
-        gated: tensor that only a Hard-Swish or SiLU reads -> (its output, its two numbers).
-        wanted: tensors that a node reads, and model outputs.
+        gates: tensor that only a Hard-Swish or SiLU reads -> that gate.
+        read_tensors: tensors that a node reads, and model outputs.
     """
 
     def __init__(self, model: onnx.ModelProto, amaxes: Mapping[str, float]) -> None:
         self.graph = Graph(model)
-        self.at: dict[str, Range] = {name: (amax, EQUAL) for name, amax in amaxes.items()}
-        self.constants = {name: _largest(t) for name, t in self.graph.constants.items()}
-        self.saturated = {
-            name: max(abs(low), abs(high))
-            for name, (low, high) in find_bounds(model).items()
-            if math.isfinite(low) and math.isfinite(high)
+        self.range_by_tensor: dict[str, Range] = {
+            name: (amax, EQUAL) for name, amax in amaxes.items()
         }
-        self.wanted = frozenset(self.graph.readers) | self.graph.outputs
-        self.gated = {**_hard_gates(self.graph), **_smooth_gates(self.graph)}
+        self.constants = {
+            name: _largest_magnitude(tensor) for name, tensor in self.graph.constants.items()
+        }
+        self.saturated = {}
+        for name, (low, high) in find_bounds(model).items():
+            if math.isfinite(low) and math.isfinite(high):
+                self.saturated[name] = max(abs(low), abs(high))
+        self.read_tensors = frozenset(self.graph.readers) | self.graph.outputs
+        self.gates = {**_find_hard_swish(self.graph), **_find_silu(self.graph)}
 
-    def of(self, name: str) -> Range | None:
+    def range_of(self, name: str) -> Range | None:
         """Return the range of a tensor or constant, or None."""
         if name in self.constants:
             return self.constants[name], EQUAL
-        return self.at.get(name)
+        return self.range_by_tensor.get(name)
 
 
 def range_from_inputs(known: KnownRanges, name: str) -> Range | None:
     """Return the range of a node's output, from the ranges of its inputs."""
     node = known.graph.producer[name]
-    op = _operator(node)
-    if op in _ONES:
+    operator = _operator(node)
+    if operator in _UNIT_RANGE:
         return 1.0, BOUND
-    operands = [n for n in node.input if n] if op in _SEVERAL else list(node.input[:1])
-    ranges = [one for one in map(known.of, operands) if one is not None]
-    if not ranges or len(ranges) < len(operands):
+    operands = list(node.input[:1])
+    if operator in _SEVERAL_OPERANDS:
+        operands = [operand for operand in node.input if operand]
+    ranges = [known.range_of(operand) for operand in operands]
+    known_ranges = [operand_range for operand_range in ranges if operand_range is not None]
+    if not known_ranges or len(known_ranges) < len(ranges):
         return _clip_limit(known, node), BOUND
-    amaxes, sure = [amax for amax, _ in ranges], max(level for _, level in ranges)
-    if op in _SAME | POOLING_LAYERS:
-        return amaxes[0], sure
-    if op in _SMALLER and _shrinks(known, node):
-        return min(amaxes[0], _clip_limit(known, node)), max(sure, BOUND)
-    if op == "Concat":
-        return max(amaxes), sure if len(set(amaxes)) == 1 else max(sure, BOUND)
-    if op in _SUMS:
-        return sum(amaxes), max(sure, BOUND)
-    if op in ("Mul", "Div"):
-        return _product(known, node, amaxes, sure)
-    return (max(amaxes), max(sure, BOUND)) if op in ("Max", "Min") else None
+
+    amaxes = [amax for amax, _ in known_ranges]
+    level = max(level for _, level in known_ranges)
+    bound_level = max(level, BOUND)
+    if operator in _COPIES | POOLING_LAYERS:
+        return amaxes[0], level
+    if operator in _SHRINKING and _shrinks(known, node):
+        return min(amaxes[0], _clip_limit(known, node)), bound_level
+    if operator == "Concat":
+        return max(amaxes), level if len(set(amaxes)) == 1 else bound_level
+    if operator in _SUMS:
+        return sum(amaxes), bound_level
+    if operator in ("Mul", "Div"):
+        return _product(known, node, amaxes, level)
+    if operator in ("Max", "Min"):
+        return max(amaxes), bound_level
+    return None
 
 
 def range_from_readers(known: KnownRanges, name: str) -> Range | None:
     """Return the range of a tensor, from the output ranges of its readers or their saturation."""
     needed = _range_for_readers(known, name)
-    if name in known.saturated and (needed is None or needed[1] > EQUAL):
-        limit = known.saturated[name]
-        return limit if needed is None or needed[1] > BOUND else min(limit, needed[0]), BOUND
-    return needed
+    if name not in known.saturated:
+        return needed
+    limit = known.saturated[name]
+    if needed is None or needed[1] == GUESS:
+        return limit, BOUND
+    amax, level = needed
+    return needed if level == EQUAL else (min(limit, amax), BOUND)
 
 
 def _range_for_readers(known: KnownRanges, name: str) -> Range | None:
     """Return the largest range that a reader needs; a guess if one of them gives none."""
-    if name in known.gated:
-        output, (offset, enough) = known.gated[name]
-        amax, sure = known.at.get(output, (0.0, GUESS))
-        return (amax + offset, max(sure, BOUND if amax >= enough else GUESS)) if amax else None
+    if name in known.gates:
+        return _range_for_gate(known, known.gates[name])
     readers = known.graph.readers.get(name, [])
-    ranges = (_range_for_reader(known, name, node) for node in readers)
-    needs = [need for need in ranges if need is not None]
-    if not needs:
+    ranges = [_range_for_reader(known, name, node) for node in readers]
+    needed = [reader_range for reader_range in ranges if reader_range is not None]
+    if not needed:
         return None
-    amax, sure = max(amax for amax, _ in needs), max(level for _, level in needs)
-    if len(needs) < len(readers) or name in known.graph.outputs | known.graph.captured:
-        return amax, GUESS
-    return amax, sure if len({amax for amax, _ in needs}) == 1 else max(sure, BOUND)
+    amaxes = {amax for amax, _ in needed}
+    level = max(level for _, level in needed)
+    has_other_readers = name in known.graph.outputs | known.graph.captured
+    if len(needed) < len(readers) or has_other_readers:
+        level = GUESS
+    elif len(amaxes) > 1:
+        level = max(level, BOUND)
+    return max(amaxes), level
+
+
+def _range_for_gate(known: KnownRanges, gate: SelfGate) -> Range | None:
+    """Return the range that a Hard-Swish or SiLU needs of its input."""
+    amax, level = known.range_by_tensor.get(gate.output, (0.0, GUESS))
+    if not amax:
+        return None
+    gate_level = BOUND if amax >= gate.min_unclipped else GUESS
+    return amax + gate.max_offset, max(level, gate_level)
 
 
 def _range_for_reader(known: KnownRanges, name: str, node: onnx.NodeProto) -> Range | None:
     """Return the range that one reader needs of a tensor."""
-    op = _operator(node)
-    outputs = [out for out in node.output if out in known.at or out in known.wanted]
-    ranges = [known.at[out] for out in outputs if out in known.at]
-    if not ranges or len(ranges) < len(outputs):
+    operator = _operator(node)
+    ranges = []
+    for output in node.output:
+        if output in known.range_by_tensor:
+            ranges.append(known.range_by_tensor[output])
+        elif output in known.read_tensors:  # its range is not known yet
+            return None
+    if not ranges:
         return None
-    amax, sure = max(ranges)
-    if op == "Concat":
-        return amax, max(sure, BOUND)
-    if op in ("Add", "Sub", "Mul", "Div") and len(node.input) == 2:
-        return _operand_range(known, name, node, amax, sure)
+
+    amax, level = max(ranges)
+    if operator == "Concat":
+        return amax, max(level, BOUND)
+    if operator in ("Add", "Sub", "Mul", "Div") and len(node.input) == 2:
+        return _operand_range(known, name, node, amax, level)
     if node.input[0] != name:
         return None
-    if op in _SAME | _MAXIMA or (op in _CUTS and _shrinks(known, node)):
-        return amax, sure
-    return (amax, GUESS) if op in _MEANS else None
+    if operator in _COPIES | _MAXIMA or (operator in _CUTS and _shrinks(known, node)):
+        return amax, level
+    return (amax, GUESS) if operator in _MEANS else None
 
 
 def _operator(node: onnx.NodeProto) -> str:
@@ -184,34 +230,39 @@ def _operator(node: onnx.NodeProto) -> str:
 
 
 def _operand_range(
-    known: KnownRanges, name: str, node: onnx.NodeProto, amax: float, sure: int
+    known: KnownRanges, name: str, node: onnx.NodeProto, amax: float, level: int
 ) -> Range | None:
     """Return the range of one of two operands, from the range of the result."""
-    first = node.input[0] == name
-    other = node.input[1] if first else node.input[0]
-    other_range, constant = known.of(other), known.graph.scalar(other)
-    if other == name:
+    is_first = node.input[0] == name
+    other_operand = node.input[1] if is_first else node.input[0]
+    if other_operand == name:
         return None
     if node.op_type in _SUMS:
+        other_range = known.range_of(other_operand)
         if other_range is None:
             return None
-        return amax + other_range[0], max(sure, other_range[1], BOUND)
-    if node.op_type == "Mul":
-        producer = known.graph.producer.get(other)
-        gate = producer is not None and producer.op_type in ("Sigmoid", "HardSigmoid")
-        return (amax / abs(constant), sure) if constant else ((amax, GUESS) if gate else None)
-    return (amax * abs(constant), sure) if constant and first else None
+        other_amax, other_level = other_range
+        return amax + other_amax, max(level, other_level, BOUND)
+
+    constant = known.graph.scalar(other_operand)
+    if node.op_type == "Div":
+        return (amax * abs(constant), level) if constant and is_first else None
+    if constant:
+        return amax / abs(constant), level
+    producer = known.graph.producer.get(other_operand)
+    is_gated = producer is not None and producer.op_type in ("Sigmoid", "HardSigmoid")
+    return (amax, GUESS) if is_gated else None
 
 
 def _product(
-    known: KnownRanges, node: onnx.NodeProto, amaxes: list[float], sure: int
+    known: KnownRanges, node: onnx.NodeProto, amaxes: list[float], level: int
 ) -> Range | None:
     """Return the range of a product, or of a quotient by a constant."""
     if node.op_type == "Mul":
-        exact = any(known.graph.scalar(name) is not None for name in node.input)
-        return math.prod(amaxes), sure if exact else max(sure, BOUND)
-    number = known.graph.scalar(node.input[1])
-    return (amaxes[0] / abs(number), sure) if number else None
+        has_constant = any(known.graph.scalar(name) is not None for name in node.input)
+        return math.prod(amaxes), level if has_constant else max(level, BOUND)
+    divisor = known.graph.scalar(node.input[1])
+    return (amaxes[0] / abs(divisor), level) if divisor else None
 
 
 def _shrinks(known: KnownRanges, node: onnx.NodeProto) -> bool:
@@ -223,37 +274,43 @@ def _shrinks(known: KnownRanges, node: onnx.NodeProto) -> bool:
 
 def _clip_limit(known: KnownRanges, node: onnx.NodeProto) -> float:
     """Return the largest |x| that a Clip passes; inf for any other node."""
+    if node.op_type != "Clip":
+        return math.inf
     low, high = (known.graph.scalar(name) for name in [*node.input, "", ""][1:3])
-    if node.op_type != "Clip" or low is None or high is None:
+    if low is None or high is None:
         return math.inf
     return max(abs(low), abs(high))
 
 
-def _hard_gates(graph: Graph) -> dict[str, tuple[str, tuple[float, float]]]:
-    """Map each tensor that only a Hard-Swish reads to (its output, _HARD)."""
-    gated: dict[str, tuple[str, tuple[float, float]]] = {}
+def _find_hard_swish(graph: Graph) -> dict[str, SelfGate]:
+    """Map each tensor that only a Hard-Swish reads to that gate."""
+    gates = {}
     for gate in find_gates(graph):
-        plain = gate.source == gate.factor and not gate.offset
-        if plain and np.allclose((gate.gain * gate.top, gate.shift), (1, 3), rtol=1e-3):
-            alone = {node.name for node in graph.readers[gate.source]} <= set(gate.nodes)
-            if alone and gate.source not in graph.outputs:
-                gated[gate.source] = gate.output, _HARD
-    return gated
+        is_self_gate = gate.source == gate.factor and not gate.offset
+        has_parameters = np.allclose((gate.gain * gate.top, gate.shift), (1, 3), rtol=1e-3)
+        if is_self_gate and has_parameters and gate.source not in graph.outputs:
+            readers = {node.name for node in graph.readers[gate.source]}
+            if readers <= set(gate.nodes):
+                gates[gate.source] = SelfGate(gate.output, max_offset=0.375, min_unclipped=3)
+    return gates
 
 
-def _smooth_gates(graph: Graph) -> dict[str, tuple[str, tuple[float, float]]]:
-    """Map each tensor t that only t * Sigmoid(t) reads to (its output, _SMOOTH)."""
-    gated: dict[str, tuple[str, tuple[float, float]]] = {}
+def _find_silu(graph: Graph) -> dict[str, SelfGate]:
+    """Map each tensor x that only x * Sigmoid(x) reads to that gate."""
+    gates = {}
     for node in graph.nodes:
-        if node.op_type == "Sigmoid" and node.input[0] not in graph.outputs:
-            name, sigmoid = str(node.input[0]), str(node.output[0])
-            others = [n for n in graph.readers[name] if n.output[0] != sigmoid]
-            if len(others) == 1 and set(others[0].input) == {name, sigmoid}:
-                gated[name] = others[0].output[0], _SMOOTH
-    return {name: gate for name, gate in gated.items() if graph.producer[gate[0]].op_type == "Mul"}
+        if node.op_type != "Sigmoid" or node.input[0] in graph.outputs:
+            continue
+        source, sigmoid = str(node.input[0]), str(node.output[0])
+        products = [reader for reader in graph.readers[source] if reader.output[0] != sigmoid]
+        if len(products) == 1:
+            (product,) = products
+            if product.op_type == "Mul" and set(product.input) == {source, sigmoid}:
+                gates[source] = SelfGate(product.output[0], max_offset=0.279, min_unclipped=8)
+    return gates
 
 
-def _largest(constant: onnx.TensorProto) -> float:
+def _largest_magnitude(constant: onnx.TensorProto) -> float:
     """Return the largest |x| of a constant; inf if it is empty or not numeric."""
     array = checks.to_array(constant)
     if array.dtype.kind not in "fiu" or not array.size:
@@ -263,10 +320,16 @@ def _largest(constant: onnx.TensorProto) -> float:
 
 @dataclass(frozen=True, slots=True)
 class InferredScales:
-    """Scales of a model's tensors, those of its pairs and inferred ones."""
+    """Scales of a model's tensors, those of its pairs and inferred ones.
 
-    scales: dict[str, np.float32]  # tensor -> float32 scale, in the model's order
-    sure: dict[str, str]  # tensor with an inferred scale -> "equal", "bound" or "guess"
+    Attributes:
+        scales: tensor -> float32 scale, in the model's order.
+        levels: tensor with an inferred scale -> "equal", "bound" or "guess".
+        missing: tensors without a scale.
+    """
+
+    scales: dict[str, np.float32]
+    levels: dict[str, str]
     missing: tuple[str, ...]
 
 
@@ -284,11 +347,20 @@ def infer_missing_scales(
     typed = infer_shapes(copy_message(model))
     known = KnownRanges(typed, {name: _QMAX * float(scale) for name, scale in scales.items()})
     _apply_rules(known, (EQUAL, BOUND, GUESS) if guesses else (EQUAL, BOUND))
-    listed = [name for name in trt_tensors(typed) if name not in known.constants]
-    known_scales = {n: np.float32(known.at[n][0] / _QMAX) for n in listed if n in known.at}
-    sure = {name: SURE[known.at[name][1]] for name in known_scales if name not in scales}
-    missing = tuple(name for name in listed if name not in known_scales)
-    return InferredScales({**known_scales, **scales}, sure, missing)
+
+    inferred: dict[str, np.float32] = {}
+    levels, missing = {}, []
+    for name in trt_tensors(typed):
+        if name in known.constants:
+            continue
+        if name not in known.range_by_tensor:
+            missing.append(name)
+            continue
+        amax, level = known.range_by_tensor[name]
+        inferred[name] = np.float32(amax / _QMAX)
+        if name not in scales:
+            levels[name] = LEVEL_NAMES[level]
+    return InferredScales({**inferred, **scales}, levels, tuple(missing))
 
 
 def _apply_rules(known: KnownRanges, levels: Iterable[int]) -> None:
@@ -307,15 +379,20 @@ def _sweep(
     known: KnownRanges,
     names: Iterable[str],
     rule: Callable[[KnownRanges, str], Range | None],
-    level: int,
+    max_level: int,
 ) -> bool:
     """Add the ranges that a rule gives at this level (one guess only); return whether any."""
     changed = False
     for name in names:
-        new = None if name in known.at or not known.graph.is_float(name) else rule(known, name)
-        if new is not None and new[1] <= level and 0 < new[0] < math.inf:
-            known.at[name] = new
+        if name in known.range_by_tensor or not known.graph.is_float(name):
+            continue
+        new_range = rule(known, name)
+        if new_range is None:
+            continue
+        amax, level = new_range
+        if level <= max_level and 0 < amax < math.inf:
+            known.range_by_tensor[name] = new_range
             changed = True
-            if level == GUESS:
+            if max_level == GUESS:
                 break
     return changed

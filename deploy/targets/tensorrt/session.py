@@ -32,19 +32,12 @@ from deploy.files.reading import read_bytes
 from deploy.machine import AcceleratorInfo
 from deploy.metrics.kernels import EngineLayer
 from deploy.metrics.latency import DeviceTimes
-from deploy.targets.tensorrt.cuda import Cuda, DeviceBuffer
+from deploy.targets.tensorrt.binding_types import dtype_of, shape_of
+from deploy.targets.tensorrt.cuda import Cuda, DeviceBuffer, open_gpu
 from deploy.targets.tensorrt.inspector import layer_profiler, layers_of
-from deploy.targets.tensorrt.sdk import (
-    LogRecorder,
-    Sdk,
-    dtype_of,
-    find_sdk,
-    gpu,
-    load_plugins,
-    record_log,
-    shape_of,
-    start,
-)
+from deploy.targets.tensorrt.log import LogRecorder, create_with_logger, record_log
+from deploy.targets.tensorrt.plugin_libraries import load_plugins
+from deploy.targets.tensorrt.sdk import Sdk, find_sdk
 from deploy.tensors import Array, TensorSpec
 
 if TYPE_CHECKING:
@@ -109,24 +102,24 @@ class CudaGraph:
         except OSError as error:
             raise SdkMissingError(f"a CUDA graph needs the driver: {error}") from error
         self._stream = ctypes.c_void_p(stream)
-        self._exec: ctypes.c_void_p | None = None
+        self._executable: ctypes.c_void_p | None = None
 
     @property
     def ready(self) -> bool:
         """Whether a graph is captured for the current shapes."""
-        return self._exec is not None
+        return self._executable is not None
 
     def forget(self) -> None:
         """Drop the captured graph."""
-        if self._exec is not None:
-            self._driver.cuGraphExecDestroy(self._exec)
-        self._exec = None
+        if self._executable is not None:
+            self._driver.cuGraphExecDestroy(self._executable)
+        self._executable = None
 
     def capture(self, enqueue: Callable[[], bool]) -> None:
         """Capture the work that `enqueue` puts on the stream."""
         graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
-        relaxed = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, as in trtexec
-        self._check(self._driver.cuStreamBeginCapture_v2(self._stream, relaxed))
+        relaxed_mode = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, as in trtexec
+        self._check(self._driver.cuStreamBeginCapture_v2(self._stream, relaxed_mode))
         enqueued = enqueue()
         self._check(self._driver.cuStreamEndCapture(self._stream, ctypes.byref(graph)))
         if not enqueued:
@@ -134,25 +127,28 @@ class CudaGraph:
         instantiate = self._driver.cuGraphInstantiateWithFlags
         self._check(instantiate(ctypes.byref(executable), graph, ctypes.c_ulonglong(0)))
         self._driver.cuGraphDestroy(graph)
-        self._exec = executable
+        self._executable = executable
 
     def launch(self) -> None:
         """Launch the captured inference on the stream."""
-        self._check(self._driver.cuGraphLaunch(self._exec, self._stream))
+        self._check(self._driver.cuGraphLaunch(self._executable, self._stream))
 
     def _check(self, code: int) -> None:
         if code != 0:
             raise BackendError(f"a CUDA graph call failed with driver error {code}; try without")
 
 
-_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+_DRIVER_QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 _TIMEOUT_S = 20
 
 
-def describe_device(here: Sdk, cuda: Cuda) -> AcceleratorInfo:
+def describe_device(installed: Sdk, cuda: Cuda) -> AcceleratorInfo:
     """Describe the GPU, driver, CUDA and TensorRT for the head of a report."""
     return AcceleratorInfo(
-        name=here.gpu, runtime=f"TensorRT {here.version}", driver=driver_version(), cuda=cuda.newest
+        name=installed.gpu,
+        runtime=f"TensorRT {installed.version}",
+        driver=driver_version(),
+        cuda=cuda.newest,
     )
 
 
@@ -161,7 +157,7 @@ def driver_version() -> str:
     """Return the NVIDIA driver's version from nvidia-smi, or "" without it, as on a Jetson."""
     try:
         result = subprocess.run(
-            _DRIVER, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S
+            _DRIVER_QUERY, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S
         )
     except (OSError, subprocess.SubprocessError):
         return ""
@@ -170,16 +166,28 @@ def driver_version() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """An input or output of an engine."""
+    """An input or output of an engine.
+
+    Attributes:
+        spec: name, shape and numpy's dtype.
+        dtype: TensorRT's dtype.
+        is_input: whether it is an input.
+        on_host: whether TensorRT reads or writes it in host memory.
+    """
 
     spec: TensorSpec
-    dtype: str  # TensorRT's dtype
+    dtype: str
     is_input: bool
-    on_host: bool  # whether TensorRT reads or writes it in host memory
+    on_host: bool
 
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def buffer_dtype(self) -> str:
+        """The dtype of its host buffer: integers of the same size where numpy has no such type."""
+        return BITS.get(self.dtype, self.dtype)
 
 
 class TensorrtSession:
@@ -202,11 +210,12 @@ class TensorrtSession:
         self._context = context
         self._stream = cuda.stream()
         self._events = [cuda.event() for _ in range(4)]
-        self._host: dict[str, Array] = {}
-        self._device: dict[str, DeviceBuffer] = {}
-        self._growing: dict[str, OutputAllocator] = {}
+        self._host_arrays: dict[str, Array] = {}
+        self._device_buffers: dict[str, DeviceBuffer] = {}
+        self._output_allocators: dict[str, OutputAllocator] = {}
         self._graph = CudaGraph(self._stream.handle) if cuda_graph else None
-        # input -> its shape and, of one in host memory, its values, which buffers were made for
+        # input -> the shape that buffers were allocated for, and its values if it is in host
+        # memory; None before the first allocation
         self._allocated: dict[str, tuple[tuple[int, ...], bytes]] | None = None
         self._enqueue_ms = 0.0
         self._log: LogRecorder
@@ -228,25 +237,25 @@ class TensorrtSession:
             BackendError: the engine was built by another TensorRT or GPU, or is broken.
             ConfigError: there is no such GPU, or a library cannot be loaded.
         """
-        sdk = find_sdk(device)
-        cuda = gpu(device)
+        installed = find_sdk(device)
+        cuda = open_gpu(device)
         data = read_bytes(path, what="a TensorRT engine", error=BackendError)
         with cuda.current(), record_log() as log:
             load_plugins(plugins)
-            runtime: trt.Runtime = start("Runtime", log, "start")
+            runtime: trt.Runtime = create_with_logger("Runtime", log, "start")
             if getattr(runtime, "num_DLA_cores", 0):  # for an engine that runs on DLA
                 runtime.DLA_core = 0
             engine = runtime.deserialize_cuda_engine(data)
             if engine is None:
                 raise BackendError(
-                    f"{path.name} must be an engine that TensorRT {sdk.version} built on {sdk.gpu}:"
-                    f" {log.words()}; build it again on this machine"
+                    f"{path.name} must be an engine that TensorRT {installed.version} built on"
+                    f" {installed.gpu}: {log.summary()}; build it again on this machine"
                 )
             context = engine.create_execution_context()
             if context is None:
-                raise BackendError(f"TensorRT could not load {path.name}: {log.words()}")
-            about = describe_device(sdk, cuda)
-            return cls(engine, context, cuda, device=about, cuda_graph=cuda_graph)
+                raise BackendError(f"TensorRT could not load {path.name}: {log.summary()}")
+            device_info = describe_device(installed, cuda)
+            return cls(engine, context, cuda, device=device_info, cuda_graph=cuda_graph)
 
     def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
         """Run one inference: input name -> array in, output name -> array out.
@@ -259,29 +268,39 @@ class TensorrtSession:
             return self._run(feed)
 
     def _run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        self._set_inputs({tensor.name: _stored(tensor, feed) for tensor in self._inputs})
-        start, copied, computed, end = self._events
+        self._set_inputs({tensor.name: _stored_input(tensor, feed) for tensor in self._inputs})
+        start, inputs_copied, computed, end = self._events
+
         self._cuda.record(start, self._stream)
-        for name in (tensor.name for tensor in self._inputs if not tensor.on_host):
-            address = self._device[name].address
-            self._cuda.copy_in_later(address, self._host[name], self._stream)
-        self._cuda.record(copied, self._stream)
-        begin = time.perf_counter()
+        for tensor in self._inputs:
+            if not tensor.on_host:
+                address = self._device_buffers[tensor.name].address
+                self._cuda.copy_in_later(address, self._host_arrays[tensor.name], self._stream)
+
+        self._cuda.record(inputs_copied, self._stream)
+        enqueue_start = time.perf_counter()
         self._enqueue()
-        self._enqueue_ms = (time.perf_counter() - begin) * 1e3
+        self._enqueue_ms = (time.perf_counter() - enqueue_start) * 1e3
+
         self._cuda.record(computed, self._stream)
         for tensor in self._outputs:
             self._copy_out(tensor)
         self._cuda.record(end, self._stream)
         self._cuda.wait(self._stream)
-        return {out.name: from_device(self._host[out.name], out.dtype) for out in self._outputs}
+        return {
+            tensor.name: from_device(self._host_arrays[tensor.name], tensor.dtype)
+            for tensor in self._outputs
+        }
 
     def device_times(self) -> DeviceTimes:
         """Return the times of the last `run`, on the GPU's clock (enqueue on the host's)."""
         with self._cuda.current():
-            spans = [self._cuda.between_ms(a, b) for a, b in pairwise(self._events)]
-        h2d, compute, d2h = spans
-        return DeviceTimes(h2d_ms=h2d, compute_ms=compute, d2h_ms=d2h, enqueue_ms=self._enqueue_ms)
+            h2d_ms, compute_ms, d2h_ms = (
+                self._cuda.between_ms(start, end) for start, end in pairwise(self._events)
+            )
+        return DeviceTimes(
+            h2d_ms=h2d_ms, compute_ms=compute_ms, d2h_ms=d2h_ms, enqueue_ms=self._enqueue_ms
+        )
 
     def layer_times(
         self, feeds: Sequence[Mapping[str, Array]], runs: int
@@ -291,13 +310,13 @@ class TensorrtSession:
         The profiler stays set and CUDA graphs stay off, so the session is slower afterwards. The
         kind is "" if the engine was built without layer details.
         """
-        kinds = {layer.name: layer.kind for layer in self.layers()}
+        kind_by_layer = {layer.name: layer.kind for layer in self.layers()}
         self._graph = None
         self._profiler, times = layer_profiler()
         self._context.profiler = self._profiler
         for index in range(runs):
             self.run(feeds[index % len(feeds)])
-        return [(name, kinds.get(name, ""), taken) for name, taken in times]
+        return [(name, kind_by_layer.get(name, ""), time_ms) for name, time_ms in times]
 
     def layers(self) -> tuple[EngineLayer, ...]:
         """Return the engine's layers; none if it was built without layer details."""
@@ -306,14 +325,18 @@ class TensorrtSession:
 
     def _set_inputs(self, arrays: Mapping[str, Array]) -> None:
         """Copy the inputs to pinned memory; with new shapes, allocate all buffers again."""
-        on_host = {tensor.name for tensor in self._inputs if tensor.on_host}
-        wanted = {n: (a.shape, a.tobytes() if n in on_host else b"") for n, a in arrays.items()}
-        if wanted != self._allocated:
+        requested = {}
+        for tensor in self._inputs:
+            array = arrays[tensor.name]
+            # output shapes may depend on the values of an input in host memory
+            values = array.tobytes() if tensor.on_host else b""
+            requested[tensor.name] = array.shape, values
+        if requested != self._allocated:
             self._allocated = None  # in case the allocation fails halfway
             self._allocate(arrays)
-            self._allocated = wanted
+            self._allocated = requested
         for name, array in arrays.items():
-            self._host[name][...] = array
+            self._host_arrays[name][...] = array
 
     def _allocate(self, arrays: Mapping[str, Array]) -> None:
         """Set input shapes and all addresses; output shapes follow from the input shapes."""
@@ -326,10 +349,10 @@ class TensorrtSession:
             if not self._context.set_input_shape(tensor.name, trt.Dims(list(array.shape))):
                 raise BackendError(
                     f"an input must be within the engine's profile, got {list(array.shape)} for"
-                    f" {tensor.name!r}: {self._log.words()}"
+                    f" {tensor.name!r}: {self._log.summary()}"
                 )
             self._allocate_static(tensor, array.shape)
-            self._host[tensor.name][...] = array
+            self._host_arrays[tensor.name][...] = array
         for tensor in self._outputs:
             shape = shape_of(self._context.get_tensor_shape(tensor.name))
             if -1 in shape:
@@ -339,12 +362,14 @@ class TensorrtSession:
 
     def _allocate_static(self, tensor: _Tensor, shape: tuple[int, ...]) -> None:
         """Allocate pinned host memory and, unless the tensor is on the host, device memory."""
-        host = self._cuda.pinned(shape, BITS.get(tensor.dtype, tensor.dtype))
-        self._host[tensor.name] = host
-        address = int(host.ctypes.data)
-        if not tensor.on_host:
-            self._device[tensor.name] = DeviceBuffer(self._cuda, host.nbytes)
-            address = self._device[tensor.name].address
+        host_array = self._cuda.pinned(shape, tensor.buffer_dtype)
+        self._host_arrays[tensor.name] = host_array
+        if tensor.on_host:
+            address = int(host_array.ctypes.data)
+        else:
+            buffer = DeviceBuffer(self._cuda, host_array.nbytes)
+            self._device_buffers[tensor.name] = buffer
+            address = buffer.address
         self._context.set_tensor_address(tensor.name, address)
 
     def _allocate_dynamic(self, tensor: _Tensor) -> None:
@@ -354,31 +379,31 @@ class TensorrtSession:
                 "a CUDA graph must know every shape beforehand, and that of output"
                 f" {tensor.name!r} depends on values; run without the graph"
             )
-        if tensor.name not in self._growing:
-            self._growing[tensor.name] = allocator = output_allocator(self._cuda)
+        if tensor.name not in self._output_allocators:
+            allocator = output_allocator(self._cuda)
+            self._output_allocators[tensor.name] = allocator
             self._context.set_output_allocator(tensor.name, cast("trt.IOutputAllocator", allocator))
 
     def _copy_out(self, tensor: _Tensor) -> None:
         """Queue the copy of an output to the host."""
-        buffer: DeviceBuffer | None
-        if (allocator := self._growing.get(tensor.name)) is not None:
-            dtype = BITS.get(tensor.dtype, tensor.dtype)
-            self._host[tensor.name] = self._cuda.pinned(allocator.shape, dtype)
+        allocator = self._output_allocators.get(tensor.name)
+        if allocator is not None:
             buffer = allocator.buffer
+            self._host_arrays[tensor.name] = self._cuda.pinned(allocator.shape, tensor.buffer_dtype)
         else:
-            buffer = self._device.get(tensor.name)
-        host = self._host[tensor.name]
-        if buffer is not None and host.size:
-            self._cuda.copy_out_later(host, buffer.address, self._stream)
+            buffer = self._device_buffers.get(tensor.name)
+        host_array = self._host_arrays[tensor.name]
+        if buffer is not None and host_array.size:
+            self._cuda.copy_out_later(host_array, buffer.address, self._stream)
 
     def _enqueue(self) -> None:
         if self._graph is not None and self._graph.ready:
             self._graph.launch()
         elif not self._context.execute_async_v3(self._stream.handle):
-            for allocator in self._growing.values():
+            for allocator in self._output_allocators.values():
                 if allocator.error is not None:
                     raise allocator.error
-            raise BackendError(f"TensorRT could not run the engine: {self._log.words()}")
+            raise BackendError(f"TensorRT could not run the engine: {self._log.summary()}")
         elif self._graph is not None:  # the first run with new shapes may allocate: capture later
             self._cuda.wait(self._stream)
             self._graph.capture(lambda: self._context.execute_async_v3(self._stream.handle))
@@ -398,7 +423,8 @@ def _tensor(engine: trt.ICudaEngine, index: int) -> _Tensor:
     )
 
 
-def _stored(tensor: _Tensor, feed: Mapping[str, Array]) -> Array:
+def _stored_input(tensor: _Tensor, feed: Mapping[str, Array]) -> Array:
+    """Return an input of the feed in the type that TensorRT reads."""
     if tensor.name not in feed:
         raise BackendError(f"every input must be fed, got none for {tensor.name!r}")
     try:

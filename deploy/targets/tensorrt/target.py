@@ -16,7 +16,7 @@ only the Q/DQ model, since TensorRT's calibrators and caches are for int8.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from deploy.graph.plan import FloatNodes, Plan
     from deploy.method import Method
     from deploy.targets.tensorrt.cache_match import CacheMatch
+    from deploy.targets.tensorrt.engines import Baselines
+    from deploy.targets.tensorrt.trtexec import TrtexecCommand
     from deploy.tensors import Session
 
 
@@ -56,9 +58,77 @@ _DLA_NOTE = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _CalibratedModel:
+    """The calibration cache of a model.
+
+    Attributes:
+        cache: TensorRT's cache.
+        match: the cache matched to the cleaned model, with the plan of the Q/DQ pairs.
+        ranges: the ranges that both were made from.
+        version: TensorRT that will read the cache, "X.Y.Z".
+    """
+
+    cache: trt_cache.CalibrationCache
+    match: CacheMatch
+    ranges: RangeSet
+    version: str
+
+    def largest_magnitudes(self) -> dict[str, float]:
+        """Return tensor -> largest |x| observed."""
+        from deploy.targets.tensorrt.cache_contents import largest_magnitudes
+
+        return largest_magnitudes(self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class _BuiltEngines:
+    """The engines that this machine could build.
+
+    Attributes:
+        engine: the quantized engine; None without TensorRT or after a failure.
+        baselines: the float engines to compare with.
+        notes: sentences for the user.
+        failure: why TensorRT failed; "" if it did not, or is missing.
+    """
+
+    engine: Path | None
+    baselines: Baselines
+    notes: tuple[str, ...]
+    failure: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorRT(TensorrtOptions):
-    """The TensorRT target; for its options see `TensorrtOptions`."""
+    """The TensorRT target, with its options.
+
+    Attributes:
+        version: TensorRT that will read the cache, "X.Y.Z"; None for the version of the calibration
+            cache (`--trt-version`), or of the installed TensorRT.
+        precision: quantized type: "int8", or "fp8" (E4M3, GPUs from Ada and Hopper on).
+        form: what the engine is built from: "cache", "qdq", or "auto".
+        rest: type of the layers that are not quantized: "fp16", "bf16" or "fp32".
+        workspace_mib: workspace limit in MiB; None for TensorRT's default.
+        max_batch: largest batch of an engine with a dynamic batch.
+        cuda_graph: run the engine from a captured CUDA graph.
+        calibrator: "entropy2", "entropy", "minmax" or "legacy" to let TensorRT calibrate on the GPU
+            with the same samples, in batches of `max_batch`; None to use calib8's ranges.
+        float_behind_concat: keep the readers of a Concat of float tensors in float.
+        pair_behind_deconv: put a pair also between a ConvTranspose and its activation.
+        dla: quantize every tensor around the layers that DLA can run, and build for DLA core 0 with
+            the GPU as fallback.
+        baselines: float engines to build for the comparison of speed: "fp32,fp16", one of them, or
+            "none".
+        device: index of the GPU to build and run on.
+        plugins: plugin libraries, loaded before a model is parsed or an engine is opened.
+        timing_cache: file of TensorRT's tactic timings, to read and to add to; None for one of the
+            build. A file that TensorRT refuses as such is left as it is, with a note.
+        trtexec_flags: further flags of trtexec, "--name=value", for its lines and for the engine
+            built here, which knows those of `ENGINE_FLAGS`.
+        parser: "onnx" or "caffe": which of TensorRT's parsers names the tensors of the calibration
+            cache; None to guess from the model.
+        name: "tensorrt", the target's name in files, reports and on the command line.
+    """
 
     name: str = "tensorrt"
     engines: ClassVar[tuple[str, ...]] = (".engine", ".plan")
@@ -89,40 +159,54 @@ class TensorRT(TensorrtOptions):
         return share_scales(model, analyse(model, self.placement, float_nodes=float_nodes))
 
     def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
-        """Return the observations to make: the method's statistic of every float tensor."""
+        """Return the observations to make: the method's statistic of every float tensor.
+
+        Raises:
+            ConfigError: an option contradicts the model, the method or this machine.
+            ModelError: nothing of the model can run in fp8.
+            ExportError: a cache cannot hold a tensor's name.
+        """
         from deploy.frontends.checks import refuse_optimized
         from deploy.targets.tensorrt import cache_contents, sdk
+        from deploy.targets.tensorrt.plugin_libraries import plugin_digests
 
-        sdk.plugin_digests(self.plugins)
+        plugin_digests(self.plugins)  # refuses a library that cannot be read
         if self.device:
             with suppress(SdkMissingError):  # without TensorRT the engine is built elsewhere
                 sdk.find_sdk(self.device)
         refuse_optimized(subject.model, self.name)
-        if subject.loaded.qdq is not None:
-            from deploy.targets.prequantized import refuse_options
-
-            options = {
-                "--precision fp8": self.precision == FP8,
-                "--calibrator": self.calibrator is not None,
-                "--float-behind-concat": self.float_behind_concat,
-                "--pair-behind-deconv": self.pair_behind_deconv,
-            }
-            refuse_options(subject.loaded.qdq, self.name, options)
+        self._check_trained(subject)
         cache_contents.refuse_names(subject.model)
         self._check_methods(subject.method)
+        if self.precision == FP8:
+            self._check_fp8_nodes(subject)
+        observations = cache_contents.tensorrt_observations(subject, self.parser)
+        if observations is None:
+            observations = subject.histogram_observations(self.scaled_tensors(subject.model, ()))
+        return observations
+
+    def _check_trained(self, subject: CalibrationSubject) -> None:
+        """Refuse options that a model which is quantized already cannot follow."""
+        if subject.loaded.qdq is None:
+            return
+        from deploy.targets.prequantized import refuse_options
+
+        options = {
+            "--precision fp8": self.precision == FP8,
+            "--calibrator": self.calibrator is not None,
+            "--float-behind-concat": self.float_behind_concat,
+            "--pair-behind-deconv": self.pair_behind_deconv,
+        }
+        refuse_options(subject.loaded.qdq, self.name, options)
+
+    def _check_fp8_nodes(self, subject: CalibrationSubject) -> None:
         decisions = self.plan(subject.model, subject.float_nodes).decisions
-        if self.precision == FP8 and not any(one.quantized for one in decisions):
+        if not any(decision.quantized for decision in decisions):
             raise ModelError(
                 f"at least one node of the model must be able to run in fp8, got none in"
                 f" {subject.loaded.name}; `calib8 inspect --target tensorrt --precision fp8` says"
                 " why; --precision int8 has fewer conditions"
             )
-        own = cache_contents.tensorrt_observations(subject, self.parser)
-        return (
-            subject.histogram_observations(self.scaled_tensors(subject.model, ()))
-            if own is None
-            else own
-        )
 
     def cache_version(self) -> str | None:
         """Return the installed TensorRT's version if it reads caches."""
@@ -134,23 +218,21 @@ class TensorRT(TensorrtOptions):
         """Return the cache that TensorRT itself would write for the file, with notes."""
         from deploy.targets.tensorrt import cache_contents
 
-        own = ranges.find(self.demand(subject))
+        chosen = ranges.find(self.demand(subject))
         return CacheText(
-            cache_contents.cache_bytes(subject, own, self.parser),
-            cache_contents.cache_notes(subject, own, self.parser),
+            cache_contents.cache_bytes(subject, chosen, self.parser),
+            cache_contents.cache_notes(subject, chosen, self.parser),
         )
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the Q/DQ model."""
         from deploy.targets.tensorrt.cache_qdq import to_qdq
 
-        _, matched, _, _ = self._matched(request)
-        return to_qdq(request.model, matched.plan, matched.scales)
+        match = self._calibrate(request).match
+        return to_qdq(request.model, match.plan, match.scales)
 
-    def _matched(
-        self, request: BuildRequest
-    ) -> tuple[trt_cache.CalibrationCache, CacheMatch, RangeSet, str]:
-        """Return (cache, its match with the model, ranges, TensorRT version)."""
+    def _calibrate(self, request: BuildRequest) -> _CalibratedModel:
+        """Return the cache of the chosen ranges, matched to the model."""
         from deploy.targets.tensorrt import cache_contents
         from deploy.targets.tensorrt.cache_match import match_cache
 
@@ -160,91 +242,136 @@ class TensorRT(TensorrtOptions):
         grid = placement.grid if self.precision == FP8 else None
         ranges = request.ranges_of(self, symmetric=grid)
         cache = cache_contents.cache_of(request.model, ranges, version)
-        matched = match_cache(
+        match = match_cache(
             cache, request.model, float_nodes=request.float_nodes, placement=placement
         )
-        return cache, matched, ranges, version
+        return _CalibratedModel(cache, match, ranges, version)
 
     def _check_methods(self, *methods: Method) -> None:
         """Refuse methods that are defined for integers only if the grid is fp8."""
-        integer = [method.name for method in methods if method.integer]
-        if self.precision == FP8 and integer:
+        integer_methods = [method.name for method in methods if method.integer]
+        if self.precision == FP8 and integer_methods:
             raise ConfigError(
-                f"--precision fp8 takes a method that is defined for its grid, got {integer[0]},"
-                " which is TensorRT's for int8; take mse, lp, minmax or percentile"
+                "--precision fp8 takes a method that is defined for its grid, got"
+                f" {integer_methods[0]}, which is TensorRT's for int8; take mse, lp, minmax or"
+                " percentile"
             )
 
     def build(self, request: BuildRequest) -> BuildResult:
         """Write the files, and the engine if TensorRT and a GPU are available."""
-        from deploy.calibration import trt_cache
         from deploy.targets.stored_weights import read_stored_weights
-        from deploy.targets.tensorrt import cache_contents, cache_tools, engines, trtexec
-        from deploy.targets.tensorrt.float_types import write_model
+        from deploy.targets.tensorrt import cache_contents, engines, trtexec
 
-        cache, matched, ranges, version = self._matched(request)
-        models = {FLOAT: request.model} if self.precision == INT8 else {}
-        models[QDQ], qdq_notes = self._quantized(request, matched)
-        weights = read_stored_weights(models[QDQ])  # from the cache TensorRT computes the same ones
-        narrow, type_notes = self._typed(request, matched, ranges, models[QDQ])
-        wide, wide_notes = self._wide(request, matched, ranges)
-        if narrow is not None:
-            models[TYPED] = narrow
-        else:
-            type_notes = (*type_notes, *wide_notes)
-        evaluated = self._evaluated(models, version)
-        part = models[evaluated] if request.plugin_decisions else None
-        complete = {role: request.with_plugin_nodes(model) for role, model in models.items()}
-        models, lowered = engines.lower_models(self, complete, version)
-        stem = request.folder / f"{request.name}.tensorrt"
-        files = {}
+        calibrated = self._calibrate(request)
+        match, version = calibrated.match, calibrated.version
+        qdq_model, qdq_notes = self._quantize(request, match)
+        weights = read_stored_weights(qdq_model)  # from the cache TensorRT computes the same ones
+        typed_model, type_notes = self._narrow(request, calibrated, qdq_model)
+        float32_nodes, float32_notes = self._float32_nodes(request, calibrated)
+
+        models = {QDQ: qdq_model}
         if self.precision == INT8:
-            files[FLOAT] = write_model(stem, ".onnx", models[FLOAT])
-            text = trt_cache.dump(cache)
-            files[CACHE] = write_model(stem, ".cache", text)
-            note_path = cache_tools.write_cache_note(
-                request, files[CACHE], text, models[FLOAT], wide
-            )
-            files |= {} if note_path is None else {NOTE: note_path}
-        files[QDQ] = write_model(stem, ".qdq.onnx", models[QDQ])
-        if narrow is not None:
-            files[TYPED] = write_model(stem, ".typed.onnx", models[TYPED])
-        if part is not None:
-            files[PART] = write_model(stem, ".part.onnx", part)
-        notes = (*qdq_notes, *type_notes, *lowered, *((_DLA_NOTE,) if self.dla else ()))
-        commands = trtexec.trtexec_commands(self, request, files, models, version, wide)
-        path = request.folder / f"{request.name}_trtexec.sh"
-        files["script of trtexec"] = write_script(path, trtexec.trtexec_script(commands))
-        engine, baselines, failure = None, engines.Baselines(), ""
-        try:
-            engine, engine_notes = engines.build_quantized_engine(self, request, files, cache, wide)
-            files["TensorRT engine"] = engine
-            baselines = engines.build_float_engines(self, request, files, ranges, version)
-            notes += tuple(dict.fromkeys((*engine_notes, *baselines.notes)))
-        except BackendError as error:
-            missing = isinstance(error, SdkMissingError)
-            failure = "" if missing else str(error)
-            notes += (f"no engine was built: {error}",) if missing else ()
-            notes += tuple(command.sentence for command in commands)
+            models = {FLOAT: request.model, **models}
+        if typed_model is None:
+            type_notes = (*type_notes, *float32_notes)
+        else:
+            models[TYPED] = typed_model
+        evaluated_role = self._evaluated_role(models, version)
+        runnable_part = models[evaluated_role] if request.plugin_decisions else None
+
+        complete = {role: request.with_plugin_nodes(model) for role, model in models.items()}
+        models, lowering_notes = engines.lower_models(self, complete, version)
+        files = self._write_models(request, calibrated, models, float32_nodes)
+        if runnable_part is not None:
+            files[PART] = _write(request, ".part.onnx", runnable_part)
+            evaluated_role = PART
+        commands = trtexec.trtexec_commands(self, request, files, models, version, float32_nodes)
+        script = request.folder / f"{request.name}_trtexec.sh"
+        files["script of trtexec"] = write_script(script, trtexec.trtexec_script(commands))
+
+        built = self._build_engines(request, calibrated, files, float32_nodes, commands)
+        notes = (*qdq_notes, *type_notes, *lowering_notes)
+        if self.dla:
+            notes = (*notes, _DLA_NOTE)
+        if built.engine is not None:
+            files["TensorRT engine"] = built.engine
         return BuildResult(
             target=self.name,
-            engine=engine,
-            runnable=None if failure else files[evaluated if part is None else PART],
-            baselines=baselines.engines,
-            files={**files, **baselines.files},
-            decisions=(*matched.plan.decisions, *request.plugin_decisions),
+            engine=built.engine,
+            runnable=None if built.failure else files[evaluated_role],
+            baselines=built.baselines.engines,
+            files={**files, **built.baselines.files},
+            decisions=(*match.plan.decisions, *request.plugin_decisions),
             method=request.chosen_ranges.chosen_by,
-            ranges=cache_contents.cache_ranges(request.model, ranges, version),
+            ranges=cache_contents.cache_ranges(request.model, calibrated.ranges, version),
             weights=weights,
-            notes=notes,
-            error=failure,
+            notes=(*notes, *built.notes),
+            error=built.failure,
         )
+
+    def _write_models(
+        self,
+        request: BuildRequest,
+        calibrated: _CalibratedModel,
+        models: Mapping[str, onnx.ModelProto],
+        float32_nodes: Mapping[str, str],
+    ) -> dict[str, Path]:
+        """Write the models, and with the float model its cache; return role -> path."""
+        from deploy.calibration import trt_cache
+        from deploy.targets.tensorrt import cache_tools
+
+        files = {}
+        if FLOAT in models:
+            files[FLOAT] = _write(request, ".onnx", models[FLOAT])
+            text = trt_cache.dump(calibrated.cache)
+            files[CACHE] = _write(request, ".cache", text)
+            note_path = cache_tools.write_cache_note(
+                request, files[CACHE], text, models[FLOAT], float32_nodes
+            )
+            if note_path is not None:
+                files[NOTE] = note_path
+        files[QDQ] = _write(request, ".qdq.onnx", models[QDQ])
+        if TYPED in models:
+            files[TYPED] = _write(request, ".typed.onnx", models[TYPED])
+        return files
+
+    def _build_engines(
+        self,
+        request: BuildRequest,
+        calibrated: _CalibratedModel,
+        files: Mapping[str, Path],
+        float32_nodes: Mapping[str, str],
+        commands: Sequence[TrtexecCommand],
+    ) -> _BuiltEngines:
+        """Build the quantized engine and the float ones, if TensorRT and a GPU are available.
+
+        `commands`: named in the notes if an engine cannot be built here.
+        """
+        from deploy.targets.tensorrt import engines
+
+        engine: Path | None = None
+        try:
+            engine, engine_notes = engines.build_quantized_engine(
+                self, request, files, calibrated.cache, float32_nodes
+            )
+            baselines = engines.build_float_engines(
+                self, request, files, calibrated.ranges, calibrated.version
+            )
+        except BackendError as error:
+            notes = tuple(command.sentence for command in commands)
+            if isinstance(error, SdkMissingError):
+                notes = (f"no engine was built: {error}", *notes)
+                return _BuiltEngines(engine, engines.Baselines(), notes)
+            return _BuiltEngines(engine, engines.Baselines(), notes, str(error))
+        notes = tuple(dict.fromkeys((*engine_notes, *baselines.notes)))
+        return _BuiltEngines(engine, baselines, notes)
 
     def describe_sdk(self) -> str:
         """Name the installed TensorRT and its GPU."""
         from deploy.targets.tensorrt import sdk
 
-        here = sdk.find_sdk(self.device)
-        return f"TensorRT {here.version} on {here.gpu}"
+        installed = sdk.find_sdk(self.device)
+        return f"TensorRT {installed.version} on {installed.gpu}"
 
     def open(self, engine: Path, *, threads: int | None = None) -> Session:
         """Load an engine on the GPU."""
@@ -254,73 +381,93 @@ class TensorRT(TensorrtOptions):
             engine, cuda_graph=self.cuda_graph, device=self.device, plugins=self.plugins
         )
 
-    def _evaluated(self, models: Mapping[str, onnx.ModelProto], version: str) -> str:
+    def _evaluated_role(self, models: Mapping[str, onnx.ModelProto], version: str) -> str:
         """Return the role of the model to evaluate: the one TensorRT runs, if a CPU can run it."""
         from deploy.targets.tensorrt.trtexec import features_of
 
-        strong = self.precision == FP8 or self.dla or features_of(version).typed
-        typed = self.rest == FP16 and TYPED in models and strong
-        return TYPED if typed else QDQ  # ONNX Runtime has no bfloat16 convolutions
+        # ONNX Runtime has no bfloat16 convolutions
+        if self.rest != FP16 or TYPED not in models:
+            return QDQ
+        runs_typed = self.precision == FP8 or self.dla or features_of(version).typed
+        return TYPED if runs_typed else QDQ
 
-    def _quantized(
-        self, request: BuildRequest, matched: CacheMatch
+    def _quantize(
+        self, request: BuildRequest, match: CacheMatch
     ) -> tuple[onnx.ModelProto, tuple[str, ...]]:
         """Return (Q/DQ model, notes): the user's own if TensorRT reads it, else a new one."""
         from deploy.targets.prequantized import rewritten_notes, unchanged_note
-        from deploy.targets.tensorrt import float_types
+        from deploy.targets.tensorrt import trained_pairs
         from deploy.targets.tensorrt.cache_qdq import to_qdq
 
         trained = request.trained
         if trained is None:
-            model = to_qdq(request.model, matched.plan, matched.scales)
-            missing = (t for t in matched.tensors if not t.covered)
+            model = to_qdq(request.model, match.plan, match.scales)
+            missing = [tensor for tensor in match.tensors if not tensor.has_scale]
             return model, tuple(f"no Q/DQ pair on {t.tensor}: it {t.reason}" for t in missing)
-        if float_types.has_tensorrt_pairs(trained):
-            return float_types.trained_model(trained), (unchanged_note(trained),)
-        model = to_qdq(request.model, matched.plan, matched.scales, known=trained.weight_scales)
+        if trained_pairs.has_tensorrt_pairs(trained):
+            return trained_pairs.trained_model(trained), (unchanged_note(trained),)
+        model = to_qdq(
+            request.model, match.plan, match.scales, trained_scales=trained.weight_scales
+        )
         notes = rewritten_notes(
-            trained, model, matched.plan.decisions, self.name, float_types.REQUANTIZED_NOTE
+            trained, model, match.plan.decisions, self.name, trained_pairs.REQUANTIZED_NOTE
         )
         return model, tuple(notes)
 
-    def _typed(
-        self,
-        request: BuildRequest,
-        matched: CacheMatch,
-        ranges: RangeSet,
-        quantized: onnx.ModelProto,
+    def _narrow(
+        self, request: BuildRequest, calibrated: _CalibratedModel, qdq_model: onnx.ModelProto
     ) -> tuple[onnx.ModelProto | None, tuple[str, ...]]:
         """Return (Q/DQ model with its float part in the narrow type, or None; notes)."""
-        from deploy.targets.tensorrt import float_types
-        from deploy.targets.tensorrt.cache_contents import largest_magnitudes
+        from deploy.targets.tensorrt import trained_pairs
         from deploy.targets.tensorrt.cache_qdq import to_typed
 
         if self.rest == FP32:
             return None, ()
-        trained, largest = request.trained, largest_magnitudes(ranges)
-        parts = request.model, matched.plan, matched.scales
+        trained = request.trained
+        largest_values = calibrated.largest_magnitudes()
         try:
-            if trained is not None and float_types.has_tensorrt_pairs(trained):
-                model, kept = float_types.narrow_trained_model(quantized, self.rest, largest)
+            if trained is not None and trained_pairs.has_tensorrt_pairs(trained):
+                model, float32_reasons = trained_pairs.narrow_trained_model(
+                    qdq_model, self.rest, largest_values
+                )
             else:
-                known = {} if trained is None else trained.weight_scales
-                model, kept = to_typed(*parts, rest=self.rest, largest=largest, known=known)
+                model, float32_reasons = to_typed(
+                    request.model,
+                    calibrated.match.plan,
+                    calibrated.match.scales,
+                    float_type=self.rest,
+                    largest_values=largest_values,
+                    trained_scales={} if trained is None else trained.weight_scales,
+                )
             request.with_plugin_nodes(model)  # raises if plugin nodes would change meaning
         except ExportError as error:
             return None, (f"no typed model was written: {error}",)
-        notes = [] if trained is None else [float_types.ROUNDED_SCALES_NOTE]
-        notes += [f"{name} stays in float32: {why}" for name, why in kept.items()]
+        notes = _float32_notes(float32_reasons)
+        if trained is not None:
+            notes.insert(0, trained_pairs.ROUNDED_SCALES_NOTE)
         return model, tuple(notes)
 
-    def _wide(
-        self, request: BuildRequest, matched: CacheMatch, ranges: RangeSet
+    def _float32_nodes(
+        self, request: BuildRequest, calibrated: _CalibratedModel
     ) -> tuple[dict[str, str], list[str]]:
         """Return (node that TensorRT must run in float32 -> its output tensor, notes)."""
-        from deploy.targets.tensorrt.cache_contents import largest_magnitudes
-        from deploy.targets.tensorrt.float_types import wide_layers
+        from deploy.targets.tensorrt.float_types import find_float32_layers
 
-        int8 = {one.node for one in matched.plan.decisions if one.quantized}
-        layers, why = wide_layers(
-            request.model, largest_magnitudes(ranges), rest=self.rest, but=int8
+        decisions = calibrated.match.plan.decisions
+        layers, reasons = find_float32_layers(
+            request.model,
+            calibrated.largest_magnitudes(),
+            float_type=self.rest,
+            quantized={decision.node for decision in decisions if decision.quantized},
         )
-        return layers, [f"{name} stays in float32: {reason}" for name, reason in why.items()]
+        return layers, _float32_notes(reasons)
+
+
+def _float32_notes(reasons: Mapping[str, str]) -> list[str]:
+    return [f"{name} stays in float32: {reason}" for name, reason in reasons.items()]
+
+
+def _write(request: BuildRequest, suffix: str, content: onnx.ModelProto | bytes) -> Path:
+    from deploy.targets.tensorrt.float_types import write_model
+
+    return write_model(request.folder / f"{request.name}.tensorrt", suffix, content)

@@ -23,7 +23,7 @@ FLOAT_TYPED = "TensorRT float16 model, to compare with"
 PART = "Q/DQ model up to its plugins"
 NO_BASELINES, ALL_BASELINES = "none", f"{FP32},{FP16}"
 # Flags that follow from the model, the calibration and other options.
-_OWN_FLAGS = (
+_FLAGS_OF_CALIB8 = (
     *("--onnx", "--saveEngine", "--int8", "--fp16", "--bf16", "--fp8", "--best", "--calib"),
     *("--stronglyTyped", "--shapes", "--minShapes", "--optShapes", "--maxShapes", "--device"),
     *("--layerPrecisions", "--layerOutputTypes", "--precisionConstraints", "--plugins"),
@@ -33,34 +33,7 @@ _OWN_FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TensorrtOptions:
-    """Options of the TensorRT target.
-
-    Attributes:
-        version: TensorRT that will read the cache, "X.Y.Z"; None for the version of the calibration
-            cache (`--trt-version`), or of the installed TensorRT.
-        precision: quantized type: "int8", or "fp8" (E4M3, GPUs from Ada and Hopper on).
-        form: what the engine is built from: "cache", "qdq", or "auto".
-        rest: type of the layers that are not quantized: "fp16", "bf16" or "fp32".
-        workspace_mib: workspace limit in MiB; None for TensorRT's default.
-        max_batch: largest batch of an engine with a dynamic batch.
-        cuda_graph: run the engine from a captured CUDA graph.
-        calibrator: "entropy2", "entropy", "minmax" or "legacy" to let TensorRT calibrate on the GPU
-            with the same samples, in batches of `max_batch`; None to use calib8's ranges.
-        float_behind_concat: keep the readers of a Concat of float tensors in float.
-        pair_behind_deconv: put a pair also between a ConvTranspose and its activation.
-        dla: quantize every tensor around the layers that DLA can run, and build for DLA core 0 with
-            the GPU as fallback.
-        baselines: float engines to build for the comparison of speed: "fp32,fp16", one of them, or
-            "none".
-        device: index of the GPU to build and run on.
-        plugins: plugin libraries, loaded before a model is parsed or an engine is opened.
-        timing_cache: file of TensorRT's tactic timings, to read and to add to; None for one of the
-            build. A file that TensorRT refuses as such is left as it is, with a note.
-        trtexec_flags: further flags of trtexec, "--name=value", for its lines and for the engine
-            built here, which knows those of `ENGINE_FLAGS`.
-        parser: "onnx" or "caffe": which of TensorRT's parsers names the tensors of the calibration
-            cache; None to guess from the model.
-    """
+    """Options of the TensorRT target; `deploy.targets.tensorrt.target.TensorRT` explains them."""
 
     version: str | None = None
     precision: str = option(
@@ -152,26 +125,9 @@ class TensorrtOptions:
     def __post_init__(self) -> None:
         check_options(self)
         for flag in self.trtexec_flags:
-            name = flag.partition("=")[0]
-            if not name.startswith("--") or name in _OWN_FLAGS:
-                what = "is what calib8 itself sets" if name in _OWN_FLAGS else "must begin with --"
-                raise ConfigError(
-                    f"a flag of trtexec is a further one, --name=value, got {flag!r}, which {what}"
-                )
-        not_for_dla = {
-            f"--precision {self.precision}": self.precision != INT8,
-            f"--rest {self.rest}": self.rest != FP16,
-            f"--engine-from {self.form}": self.form == "cache",
-            "--calibrator": self.calibrator is not None,
-            "--float-behind-concat": self.float_behind_concat,
-            "--pair-behind-deconv": self.pair_behind_deconv,
-        }
-        refused = next((flag for flag, given in not_for_dla.items() if given), None)
-        if self.dla and refused is not None:
-            raise ConfigError(
-                "a model for DLA has int8 pairs on all tensors and float16 elsewhere, got"
-                f" {refused} with --dla; leave one of them out"
-            )
+            _check_trtexec_flag(flag)
+        if self.dla:
+            self._check_dla()
         if self.calibrator is not None and self.form == "qdq":
             raise ConfigError(
                 f"an engine from the Q/DQ model takes its scales from the model, got calibrator"
@@ -194,14 +150,32 @@ class TensorrtOptions:
                 " leave one of them out"
             )
 
+    def _check_dla(self) -> None:
+        """Refuse what contradicts the model for DLA."""
+        contradictions = {
+            f"--precision {self.precision}": self.precision != INT8,
+            f"--rest {self.rest}": self.rest != FP16,
+            f"--engine-from {self.form}": self.form == "cache",
+            "--calibrator": self.calibrator is not None,
+            "--float-behind-concat": self.float_behind_concat,
+            "--pair-behind-deconv": self.pair_behind_deconv,
+        }
+        for flag, contradicts in contradictions.items():
+            if contradicts:
+                raise ConfigError(
+                    "a model for DLA has int8 pairs on all tensors and float16 elsewhere, got"
+                    f" {flag} with --dla; leave one of them out"
+                )
+
     @property
     def features(self) -> tuple[str, ...]:
         """Fields of `TensorrtFeatures` that the typed model needs."""
-        return (
-            "typed",
-            *(["fp8"] if self.precision == FP8 else []),
-            *(["dla"] if self.dla else []),
-        )
+        features = ["typed"]
+        if self.precision == FP8:
+            features.append("fp8")
+        if self.dla:
+            features.append("dla")
+        return tuple(features)
 
     @property
     def placement(self) -> Placement:
@@ -210,9 +184,19 @@ class TensorrtOptions:
 
         if self.dla:
             return DLA
-        parted = frozenset({"ConvTranspose"}) if self.pair_behind_deconv else frozenset()
         return replace(
             TENSORRT_BY_GRID[self.precision],
             float_after_concat=self.float_behind_concat,
-            separates_tail=parted,
+            separates_tail=frozenset({"ConvTranspose"} if self.pair_behind_deconv else ()),
         )
+
+
+def _check_trtexec_flag(flag: str) -> None:
+    """Refuse what is no further flag of trtexec."""
+    name = flag.partition("=")[0]
+    if name.startswith("--") and name not in _FLAGS_OF_CALIB8:
+        return
+    flaw = "is what calib8 itself sets" if name in _FLAGS_OF_CALIB8 else "must begin with --"
+    raise ConfigError(
+        f"a flag of trtexec is a further one, --name=value, got {flag!r}, which {flaw}"
+    )

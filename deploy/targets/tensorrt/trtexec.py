@@ -38,14 +38,23 @@ from deploy.targets.tensorrt.trt_options import (
 
 @dataclass(frozen=True, slots=True)
 class TensorrtFeatures:
-    """Features of TensorRT from a version on."""
+    """Features of TensorRT from a version on.
+
+    Attributes:
+        since: first version "X.Y.Z" of the row.
+        opset: newest opset that its parser reads.
+        calibrators: whether it has int8 calibrators and reads their caches.
+        typed: whether it has strongly typed networks.
+        fp8: whether strongly typed networks can have FP8 convolutions.
+        dla: whether strongly typed networks run on DLA.
+    """
 
     since: str
     opset: int
-    calibrators: bool  # whether it has int8 calibrators and reads their caches
+    calibrators: bool
     typed: bool
-    fp8: bool = False  # whether strongly typed networks can have FP8 convolutions
-    dla: bool = False  # whether strongly typed networks run on DLA
+    fp8: bool = False
+    dla: bool = False
 
 
 FEATURES = (
@@ -87,8 +96,8 @@ def features_of(version: str) -> TensorrtFeatures:
         CacheError: the version is not of the form X.Y.Z.
     """
     label = version_label(version)
-    reached = [one for one in FEATURES if version_label(one.since) <= label]
-    return reached[-1] if reached else FEATURES[0]
+    rows = [row for row in FEATURES if version_label(row.since) <= label]
+    return rows[-1] if rows else FEATURES[0]
 
 
 def unsupported_operators(version: str) -> frozenset[str]:
@@ -98,22 +107,26 @@ def unsupported_operators(version: str) -> frozenset[str]:
         CacheError: the version is not of the form X.Y.Z.
     """
     label = version_label(version)
-    later = (names for since, names in _NEW_OPERATORS.items() if version_label(since) > label)
-    return frozenset(name for names in later for name in names.split())
+    unsupported: set[str] = set()
+    for since, names in _NEW_OPERATORS.items():
+        if version_label(since) > label:
+            unsupported.update(names.split())
+    return frozenset(unsupported)
 
 
 @dataclass(frozen=True, slots=True)
 class ParserRequirements:
-    """Opset and operators that a parser must support to read a model."""
+    """Opset and operators of the default domain that a parser must support to read a model."""
 
-    opset: int  # of the default domain
-    operators: frozenset[str] = frozenset()  # operators of the default domain; plugins are ignored
+    opset: int
+    operators: frozenset[str] = frozenset()  # plugins are left out
 
     @classmethod
     def of(cls, model: onnx.ModelProto) -> ParserRequirements:
         """Return the requirements of a model, including its subgraphs."""
-        standard = (n.op_type for n in all_nodes(model.graph) if n.domain in ("", "ai.onnx"))
-        return cls(opset_of(model), frozenset(standard))
+        nodes = all_nodes(model.graph)
+        operators = {node.op_type for node in nodes if node.domain in ("", "ai.onnx")}
+        return cls(opset_of(model), frozenset(operators))
 
     def unmet(self, version: str) -> str:
         """Return why TensorRT X.Y.Z cannot read the model, or ""."""
@@ -128,38 +141,48 @@ class ParserRequirements:
 
         `features`: boolean fields of `TensorrtFeatures`.
         """
-        listed: Collection[str] = {*(one.since for one in FEATURES), *_NEW_OPERATORS}
-        candidates = (
-            version
-            for version in sorted(listed, key=version_label)
-            if all(getattr(features_of(version), name) for name in features)
-        )
-        return next((version for version in candidates if not self.unmet(version)), None)
+        versions = {row.since for row in FEATURES} | _NEW_OPERATORS.keys()
+        for version in sorted(versions, key=version_label):
+            row = features_of(version)
+            if all(getattr(row, name) for name in features) and not self.unmet(version):
+                return version
+        return None
 
 
 _TYPED_ONLY = "11.0.0"  # first version whose trtexec has no precision flags
-_WHERE = {
+# feature that the typed model needs -> the machine that has it
+_MACHINES = {
     "fp8": "on a GPU of Ada, Hopper or later, ",
     "dla": "on a Jetson AGX Orin (JetPack 7.2.2 or newer) ",
 }
 _DLA_FLAGS = ("--useDLACore=0", "--allowGPUFallback")
-_NO_DLA = "10.8.0"  # first version whose DLA takes no cache: there is none again until 11.4.1
-_OLDEST = {FP16: "8.5.0", FP32: "8.5.0", BF16: "9.0.0"}  # first supported version with the type
+_FIRST_WITHOUT_DLA = (
+    "10.8.0"  # first version whose DLA takes no cache: there is none again until 11.4.1
+)
+# type -> first supported version that has it
+_FIRST_WITH_TYPE = {FP16: "8.5.0", FP32: "8.5.0", BF16: "9.0.0"}
 
 
 @dataclass(frozen=True, slots=True)
 class TrtexecCommand:
-    """One trtexec command that builds the engine."""
+    """One trtexec command that builds the engine.
+
+    Attributes:
+        name: short name, by which the script runs it.
+        condition: the TensorRT versions and machines that it is for.
+        arguments: the command line; empty if no TensorRT can build it, then `condition` says why.
+    """
 
     name: str
-    when: str  # the TensorRT versions that it is for
-    # the command line; empty if no TensorRT can build it, then `when` says why
-    words: tuple[str, ...] = ()
+    condition: str
+    arguments: tuple[str, ...] = ()
 
     @property
     def sentence(self) -> str:
         """One line for the user; quoted, so that file and tensor names cannot run as commands."""
-        return f"{self.when}: {shlex.join(self.words)}" if self.words else self.when
+        if not self.arguments:
+            return self.condition
+        return f"{self.condition}: {shlex.join(self.arguments)}"
 
 
 def trtexec_commands(
@@ -168,111 +191,144 @@ def trtexec_commands(
     files: Mapping[str, Path],
     models: Mapping[str, onnx.ModelProto],
     version: str,
-    wide: Collection[str],
+    float32_nodes: Collection[str],
 ) -> tuple[TrtexecCommand, ...]:
     """Return the commands that build the engine on a GPU machine with these files.
 
-    `files`: role -> path. `models`: role -> the model in that file. `version`: TensorRT that the
-    cache is for, "X.Y.Z". `wide`: nodes that must run in float32 if TensorRT chooses the types. For
-    DLA the typed model runs on core 0, as does the float model with the cache up to 10.7.
+    For DLA the typed model runs on core 0, as does the float model with the cache up to 10.7.
+
+    Args:
+        options: options of the target.
+        request: the build request.
+        files: role -> path.
+        models: role -> the model in that file.
+        version: TensorRT that the cache is for, "X.Y.Z".
+        float32_nodes: nodes that must run in float32 if TensorRT chooses the types.
     """
-    needs = {role: ParserRequirements.of(model) for role, model in models.items()}
-    commands, dla = _strongly_typed(files, needs, options.features), options.dla
-    implicit = version_label(version) < version_label(_NO_DLA)
-    if not dla:
-        implicit = options.precision != FP8 and features_of(version).calibrators
-    if implicit:
-        weak = () if dla else _weakly_typed(files, needs[QDQ], options.rest, wide)
-        own = _implicit(request, files, needs[FLOAT], version, options.rest, wide)
-        commands = (own, *weak, *commands)
-    timing_cache = options.timing_cache
-    flags = [
-        *(_DLA_FLAGS if dla else ()),
-        *_shape_flags(request, options.max_batch, dla=dla),
-        f"--saveEngine={request.name}.engine",
-        *([f"--device={options.device}"] if options.device else []),
-        # deprecated since 8.6, but every trtexec reads it, unlike its successor
-        *(f"--plugins={path.resolve()}" for path in options.plugins),
-        *([] if timing_cache is None else [f"--timingCacheFile={timing_cache.resolve()}"]),
-        *options.trtexec_flags,
-    ]
-    return tuple(replace(way, words=(*way.words, *flags)) if way.words else way for way in commands)
+    requirements = {role: ParserRequirements.of(model) for role, model in models.items()}
+    if options.dla:
+        takes_cache = version_label(version) < version_label(_FIRST_WITHOUT_DLA)
+    else:
+        takes_cache = options.precision != FP8 and features_of(version).calibrators
+
+    commands: list[TrtexecCommand] = []
+    if takes_cache:
+        commands.append(
+            _cache_command(request, files, requirements, version, options.rest, float32_nodes)
+        )
+        if not options.dla:
+            commands += _weakly_typed(files, requirements[QDQ], options.rest, float32_nodes)
+    commands += _strongly_typed(files, requirements, options.features)
+    flags = _common_flags(options, request)
+    return tuple(
+        replace(command, arguments=(*command.arguments, *flags)) if command.arguments else command
+        for command in commands
+    )
+
+
+def _common_flags(options: TensorrtOptions, request: BuildRequest) -> list[str]:
+    """Return the flags of every command: shapes, engine file, device, plugins, the user's own."""
+    flags = [*_DLA_FLAGS] if options.dla else []
+    flags += _shape_flags(request, options.max_batch, dla=options.dla)
+    flags.append(f"--saveEngine={request.name}.engine")
+    if options.device:
+        flags.append(f"--device={options.device}")
+    # deprecated since 8.6, but every trtexec reads it, unlike its successor
+    flags += [f"--plugins={path.resolve()}" for path in options.plugins]
+    if options.timing_cache is not None:
+        flags.append(f"--timingCacheFile={options.timing_cache.resolve()}")
+    return [*flags, *options.trtexec_flags]
 
 
 def trtexec_script(commands: Sequence[TrtexecCommand]) -> str:
     """Return the body of a shell script that runs the command it is given, by default the first."""
-    usable = [way for way in commands if way.words]
-    names = [f"''|{way.name}" for way in usable[:1]] + [way.name for way in usable[1:]]
-    usage = "".join(f"echo '  {way.name}: {way.when}' >&2\n    " for way in usable)
-    pairs = zip(names, usable, strict=True)
-    cases = "".join(f"  {name}) exec {shlex.join(way.words)} ;;\n" for name, way in pairs)
+    cases, usage = "", ""
+    for command in commands:
+        if command.arguments:
+            pattern = command.name if cases else f"''|{command.name}"
+            cases += f"  {pattern}) exec {shlex.join(command.arguments)} ;;\n"
+            usage += f"echo '  {command.name}: {command.condition}' >&2\n    "
     return (
         f'# Builds the engine with the trtexec on the PATH.\ncase "${{1-}}" in\n{cases}'
         f"  *) echo 'give one of these:' >&2\n    {usage}exit 2 ;;\nesac"
     )
 
 
-def _implicit(
+def _cache_command(
     request: BuildRequest,
     files: Mapping[str, Path],
-    needs: ParserRequirements,
+    requirements: Mapping[str, ParserRequirements],
     version: str,
-    rest: str,
-    wide: Collection[str],
+    float_type: str,
+    float32_nodes: Collection[str],
 ) -> TrtexecCommand:
     """Build from the float model and the cache."""
-    unmet = needs.unmet(version)
+    model = files[FLOAT]
+    unmet = requirements[FLOAT].unmet(version)
     if unmet:
-        return TrtexecCommand(
-            "cache", f"TensorRT {version} cannot read {files[FLOAT].name}: {unmet}"
-        )
-    types = ["--int8", *_float_types(rest), f"--calib={files[CACHE].name}"]
-    float_types = dict.fromkeys(float_layers(request), rest)
-    words = _command(files[FLOAT], [*types, *_precision_flags(float_types, wide)])
-    return TrtexecCommand("cache", f"on a GPU machine with TensorRT {version}", words)
+        return TrtexecCommand("cache", f"TensorRT {version} cannot read {model.name}: {unmet}")
+    type_by_layer = dict.fromkeys(float_layers(request), float_type)
+    arguments = _command(
+        model,
+        [
+            "--int8",
+            *_float_type_flags(float_type),
+            f"--calib={files[CACHE].name}",
+            *_precision_flags(type_by_layer, float32_nodes),
+        ],
+    )
+    return TrtexecCommand("cache", f"on a GPU machine with TensorRT {version}", arguments)
 
 
 def _weakly_typed(
-    files: Mapping[str, Path], needs: ParserRequirements, rest: str, wide: Collection[str]
+    files: Mapping[str, Path],
+    requirements: ParserRequirements,
+    float_type: str,
+    float32_nodes: Collection[str],
 ) -> tuple[TrtexecCommand, ...]:
     """Build from the Q/DQ model; TensorRT chooses the types of float layers."""
-    since = needs.first_reading()
+    since = requirements.first_reading()
     if since is None or version_label(since) >= version_label(_TYPED_ONLY):
         return ()
-    oldest = max(since, _OLDEST[rest], key=version_label)
-    has_pairs = "QuantizeLinear" in needs.operators  # else --int8 makes trtexec invent ranges
-    int8 = ["--int8"] if has_pairs else []
-    types = [*int8, *_float_types(rest), *_precision_flags({}, wide)]
-    return (TrtexecCommand("qdq", _until_10(oldest), _command(files[QDQ], types)),)
+    oldest = max(since, _FIRST_WITH_TYPE[float_type], key=version_label)
+    flags = [*_float_type_flags(float_type), *_precision_flags({}, float32_nodes)]
+    if "QuantizeLinear" in requirements.operators:  # else --int8 makes trtexec invent ranges
+        flags.insert(0, "--int8")
+    return (TrtexecCommand("qdq", _until_10(oldest), _command(files[QDQ], flags)),)
 
 
 def _strongly_typed(
-    files: Mapping[str, Path], needs: Mapping[str, ParserRequirements], features: Collection[str]
+    files: Mapping[str, Path],
+    requirements: Mapping[str, ParserRequirements],
+    features: Collection[str],
 ) -> tuple[TrtexecCommand, ...]:
     """Build in the types of the model."""
     role = TYPED if TYPED in files else QDQ
-    path, where = files[role], "".join(_WHERE.get(name, "") for name in features)
-    since = needs[role].first_reading(*features)
+    model = files[role]
+    since = requirements[role].first_reading(*features)
     if since is None:
-        opset = needs[role].opset
-        why = f"no TensorRT reads opset {opset} of {path.name}: export with an older one"
-        return (TrtexecCommand("typed", why),)
-    first = max(since, _TYPED_ONLY, key=version_label)
-    on = f" from {first.removesuffix('.0')} on" if first != _TYPED_ONLY else ""
-    newest = f"TensorRT 11{on}"
-    last = TrtexecCommand("11", f"{where}with {newest}", _command(path, []))
+        opset = requirements[role].opset
+        reason = f"no TensorRT reads opset {opset} of {model.name}: export with an older one"
+        return (TrtexecCommand("typed", reason),)
+
+    machine = "".join(_MACHINES.get(feature, "") for feature in features)
+    first_11 = max(since, _TYPED_ONLY, key=version_label)
+    condition = f"{machine}with TensorRT 11"
+    if first_11 != _TYPED_ONLY:
+        condition += f" from {first_11.removesuffix('.0')} on"
+    command_11 = TrtexecCommand("11", condition, _command(model, []))
     if version_label(since) >= version_label(_TYPED_ONLY):
-        return (last,)
-    words = _command(path, ["--stronglyTyped"])
-    return TrtexecCommand("typed", where + _until_10(since), words), last
+        return (command_11,)
+    arguments = _command(model, ["--stronglyTyped"])
+    return TrtexecCommand("typed", machine + _until_10(since), arguments), command_11
 
 
 def _command(model: Path, flags: Sequence[str]) -> tuple[str, ...]:
     return ("trtexec", f"--onnx={model.name}", *flags)
 
 
-def _float_types(rest: str) -> list[str]:
-    return [] if rest == FP32 else [f"--{rest}"]
+def _float_type_flags(float_type: str) -> list[str]:
+    return [] if float_type == FP32 else [f"--{float_type}"]
 
 
 def _until_10(since: str) -> str:
@@ -289,46 +345,51 @@ def float_layers(request: BuildRequest) -> dict[str, str]:
     Nodes with integer outputs are left out: they cannot run in int8.
     """
     graph = Graph(request.model)
-    float_nodes = set(request.float_nodes)
-    return {
-        node.name: node.output[0]
-        for node in graph.nodes
-        if node.name in float_nodes
-        and node.op_type != "Constant"
-        and graph.is_float(node.output[0])
-    }
+    float_nodes = request.float_nodes
+    layers = {}
+    for node in graph.nodes:
+        is_layer = node.name in float_nodes and node.op_type != "Constant"
+        if is_layer and graph.is_float(node.output[0]):
+            layers[node.name] = node.output[0]
+    return layers
 
 
-def _precision_flags(types: Mapping[str, str], wide: Collection[str]) -> list[str]:
-    """Return the flags that set layer types; `wide` layers compute and output float32."""
-    types = {**types, **dict.fromkeys(wide, FP32)}
-    if not types:
+def _precision_flags(type_by_layer: Mapping[str, str], float32_nodes: Collection[str]) -> list[str]:
+    """Return the flags that set layer types; `float32_nodes` compute and output float32."""
+    float32_types = dict.fromkeys(float32_nodes, FP32)
+    layer_types = {**type_by_layer, **float32_types}
+    if not layer_types:
         return []
-    flags = [f"--layerPrecisions={_join_types(types)}", "--precisionConstraints=obey"]
-    outputs = [f"--layerOutputTypes={_join_types(dict.fromkeys(wide, FP32))}"] if wide else []
-    return [*flags, *outputs]
+    flags = [f"--layerPrecisions={_join_types(layer_types)}", "--precisionConstraints=obey"]
+    if float32_types:
+        flags.append(f"--layerOutputTypes={_join_types(float32_types)}")
+    return flags
 
 
-def _join_types(types: Mapping[str, str]) -> str:
-    return ",".join(f"{name}:{kind}" for name, kind in types.items())
+def _join_types(type_by_layer: Mapping[str, str]) -> str:
+    return ",".join(f"{name}:{kind}" for name, kind in type_by_layer.items())
 
 
 def _shape_flags(request: BuildRequest, max_batch: int, *, dla: bool) -> list[str]:
     """Return the shapes of dynamic inputs: min, opt and max, or `--shapes` if they are the same."""
-    shapes = {value.name: dims(value) or () for value in runtime_inputs(request.model.graph)}
-    if all(isinstance(size, int) for shape in shapes.values() for size in shape):
+    input_shapes = {value.name: dims(value) or () for value in runtime_inputs(request.model.graph)}
+    if all(isinstance(size, int) for shape in input_shapes.values() for size in shape):
         return []
-    span = sample_shape_range(request)
-    profiles = profiles_for(shapes, span.median_sample, most_batch=max_batch, span=span, fixed=dla)
-    sides = {
-        "min": {name: profile.least for name, profile in profiles.items()},
-        "opt": {name: profile.best for name, profile in profiles.items()},
-        "max": {name: profile.most for name, profile in profiles.items()},
-    }
-    if sides["min"] == sides["max"]:
-        return [f"--shapes={_join_shapes([*profiles], sides['opt'])}"]
-    return [f"--{side}Shapes={_join_shapes([*profiles], own)}" for side, own in sides.items()]
+    sample_range = sample_shape_range(request)
+    profiles = profiles_for(
+        input_shapes,
+        sample_range.median_sample,
+        max_batch=max_batch,
+        sample_range=sample_range,
+        fixed=dla,
+    )
+    min_shapes = _join_shapes({name: shapes.min_shape for name, shapes in profiles.items()})
+    opt_shapes = _join_shapes({name: shapes.opt_shape for name, shapes in profiles.items()})
+    max_shapes = _join_shapes({name: shapes.max_shape for name, shapes in profiles.items()})
+    if min_shapes == max_shapes:
+        return [f"--shapes={opt_shapes}"]
+    return [f"--minShapes={min_shapes}", f"--optShapes={opt_shapes}", f"--maxShapes={max_shapes}"]
 
 
-def _join_shapes(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    return ",".join(f"{name}:{'x'.join(map(str, shapes[name]))}" for name in names)
+def _join_shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in shapes.items())
