@@ -266,7 +266,7 @@ def test_what_is_measured_on_images_needs_some(flag, refused, made, data, tmp_pa
     metric = f"{tmp_path / 'own.py'}:score"
     given = {"--eval-images": data, "--labels": tmp_path / "labels.txt", "--metric": metric}
     said = refused(made["onnxruntime"], flag, given[flag], images=False)
-    assert f"{flag} is of what is measured on images" in said and "give --images too" in said
+    assert f"{flag} is for what is measured on images" in said and "give --images too" in said
 
 
 _RNG = np.random.default_rng(8)  # of these alone

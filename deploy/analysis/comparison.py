@@ -27,7 +27,7 @@ from deploy.graph.edit import copy_with_outputs, extract_output
 from deploy.metrics.accuracy import TensorComparison
 from deploy.metrics.layerwise import shared_by_name
 from deploy.metrics.output_errors import OutputAccuracy
-from deploy.pipeline.build_options import open_torch_module, rereadable_model
+from deploy.pipeline.build_options import find_user_model, open_torch_module
 from deploy.report.model import to_plain_object
 from deploy.runtimes.openvino import run_in_subprocess
 from deploy.runtimes.ort import OrtSession
@@ -348,7 +348,7 @@ def compare(
     dataset, models = to_dataset(images), list[ModelProto]()
     for given in (first,) if second is None else (first, second):
         opened, source = open_torch_module(given, dataset.source)
-        dataset, model = replace(dataset, source=source), rereadable_model(opened)
+        dataset, model = replace(dataset, source=source), find_user_model(opened)
         assert model is not None
         models.append(read_source(model)[1])
     ours, theirs = models[0], models[-1]

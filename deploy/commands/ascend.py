@@ -219,8 +219,8 @@ def auto(
     from deploy.pipeline.build_options import CalibrationOptions
 
     several = strategy == ascend_auto.GAIN
-    target = ascend_auto.AscendSearching(
-        config=ascend_config, amct_batch=amct_batch, several=several
+    target = ascend_auto.AscendAutoTarget(
+        config=ascend_config, amct_batch=amct_batch, has_all_searches=several
     )
     path = out / RECORDS / f"{model.stem}.cache"
     policy = CachePolicy(path=path, require=require_cache, refresh=refresh)
@@ -247,15 +247,15 @@ def auto(
     )
     for sentence in made.config.notes:
         say(sentence)
-    if made.in_int8 is not None:
+    if made.int8_layers is not None:
         in_float = sum(not layer.quant_enable for layer in made.config.layers.values())
-        say(f"{made.in_int8} layers in int8, {in_float} in float.")
+        say(f"{made.int8_layers} layers in int8, {in_float} in float.")
         for note in made.notes:
             say(note)
     else:
         sentence = "No layer can stay in int8 within this budget; no model was written."
         say(sentence, err=is_text_suppressed())
-    for path in made.written:
+    for path in made.paths:
         say(f"  {path}")
 
 

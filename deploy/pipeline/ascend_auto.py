@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deploy.calibration.calibration_result import CalibrationResult
-from deploy.calibration.observation import CalibrationSubject, Observation
+from deploy.calibration.observation import CalibrationSubject, Key, Observation
 from deploy.calibration.reference_outputs import make_evaluation_set
 from deploy.feed.samples import Feed
 from deploy.files import atomic, manifest
@@ -50,66 +50,72 @@ FINAL = "accuracy_based_auto_calibration_final_config.json"
 REPAIRED = "_corrected.onnx"  # the float model that the int8 ones are made of
 
 GAIN, BINARY = "gain", "binary-search"  # strategies
-_REPAIRING, _NEAREST = 64, 8  # calibration images
-_RANKED = 8  # evaluation samples
+_REPAIR_SAMPLES = 64  # calibration samples that repairs are computed and evaluated on
+_SEARCH_SAMPLES = 8  # calibration samples that the search of each layer is chosen on
+_RANKING_SAMPLES = 8  # evaluation samples that layers are ranked on
 
 
 @dataclass(frozen=True, kw_only=True)
-class AscendSearching(Ascend):
+class AscendAutoTarget(Ascend):
     """The Ascend target with several searches for each layer.
 
     Attributes:
-        several: whether there are others than the default, if no configuration decides.
+        has_all_searches: whether there are others than the default, if no configuration decides.
     """
 
-    several: bool = True
+    has_all_searches: bool = True
 
     def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
         """Return the observations of all searches."""
-        own = self.record_plan(subject)
-        plans = [make_search_plan(own, how) for how in self._searches]
-        return tuple({o.key: o for plan in plans for o in plan.observations}.values())
+        record_plan = self.record_plan(subject)
+        observations: dict[Key, Observation] = {}
+        for search in self._searches:
+            for observation in make_search_plan(record_plan, search).observations:
+                observations[observation.key] = observation
+        return tuple(observations.values())
 
     def records(self, request: BuildRequest) -> dict[str, dict[str, LayerRecord]]:
         """Return search -> records of all layers, the default first; DMQ's of those it changes."""
-        found = {how: self.search(request, how)[1].records for how in self._searches}
-        return {
-            how: {n: r for n, r in own.items() if not is_balanced(how) or (r.factors != 1).any()}
-            for how, own in found.items()
-        }
+        records_by_search = {}
+        for search in self._searches:
+            records = self.search(request, search)[1].records
+            if is_balanced(search):
+                records = {name: r for name, r in records.items() if (r.factors != 1).any()}
+            records_by_search[search] = records
+        return records_by_search
 
     @property
     def _searches(self) -> tuple[str, ...]:
-        return SEARCHES if self.several and self.config is None else (CONFIGURED,)
+        return SEARCHES if self.has_all_searches and self.config is None else (CONFIGURED,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoCalibration:
-    """What was chosen and written.
+    """The configuration that was chosen, and the files.
 
     Attributes:
         config: the final configuration.
-        in_int8: number of layers in int8, tensors not counted; None where no model was written.
+        int8_layers: number of layers in int8, tensors not counted; None if no model was written.
         notes: sentences on what was done to these layers beside searching their ranges.
-        written: paths of all files.
+        paths: paths of all files.
     """
 
     config: QuantConfig
-    in_int8: int | None
+    int8_layers: int | None
     notes: tuple[str, ...]
-    written: tuple[Path, ...]
+    paths: tuple[Path, ...]
 
 
 def refuse_foreign_files(target: Ascend, folder: Path, name: str) -> None:
     """Refuse a folder with files that `auto_calibrate` would replace (`refuse_foreign`)."""
-    own = (f"{name}{ending}" for ending in (*target.writes, REPAIRED))
-    names = [RANKING, HISTORY, FINAL, manifest.MANIFEST_NAME, *own]
+    model_files = [f"{name}{ending}" for ending in (*target.writes, REPAIRED)]
+    names = [RANKING, HISTORY, FINAL, manifest.MANIFEST_NAME, *model_files]
     manifest.refuse_foreign(folder, names, force=None)
 
 
 def auto_calibrate(
-    target: AscendSearching,
-    calibrated: CalibrationResult,
+    target: AscendAutoTarget,
+    calibration: CalibrationResult,
     evaluation: Feed,
     *,
     folder: Path,
@@ -118,35 +124,41 @@ def auto_calibrate(
     threads: int,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> AutoCalibration:
-    """Search, and write the files.
+    """Search which layers stay in int8 and by which search, and write the files.
 
-    `evaluation`: samples to evaluate on, with `labels` or without. `max_loss`: largest loss, see
-    `deploy.tuning.budget.loss_of`. `strategy`: `GAIN`, or `BINARY`, which is AMCT's own rule.
-    `threads`: samples or trials that run in parallel. `say`: called with sentences on the progress.
+    Args:
+        target: the target.
+        calibration: statistics of all its searches.
+        evaluation: samples to evaluate on, with `labels` or without.
+        folder: output folder.
+        max_loss: largest loss, see `deploy.tuning.budget.loss_of`.
+        strategy: `GAIN`, or `BINARY`, which is AMCT's own rule.
+        threads: samples or trials that run in parallel.
+        say: called with sentences on the progress.
     """
-    feed, subject = calibrated.feed, calibrated.subject
+    feed, subject = calibration.feed, calibration.subject
     with stage_files(folder) as stage:
         request = BuildRequest(
             subject=subject,
             folder=stage.temporary_folder,
-            ranges=calibrated.ranges,
+            ranges=calibration.ranges,
             feed=feed,
             manifest=feed.manifest(),
-            evaluation_set=make_evaluation_set(feed, subject.model, _REPAIRING),
+            evaluation_set=make_evaluation_set(feed, subject.model, _REPAIR_SAMPLES),
             threads=threads,
         )
         plan, _, layers, _ = target.quantize(request)
         records = target.records(request)
 
-        def nearest() -> dict[str, str]:
-            samples = list(feed.spread_samples(_NEAREST))
+        def find_nearest_searches() -> dict[str, str]:
+            samples = list(feed.spread_samples(_SEARCH_SAMPLES))
             return find_best_searches(plan.model, plan.graph, records, samples, threads=threads)
 
         ranking: list[tuple[str, float]] = []
         if strategy == BINARY:
             with phase("ranking the layers"):
-                first = evaluation.first_samples(_RANKED)
-                ranking = rank_layers(plan.model, layers, first, threads=threads)
+                samples = evaluation.first_samples(_RANKING_SAMPLES)
+                ranking = rank_layers(plan.model, layers, samples, threads=threads)
         search = BudgetSearch(
             target=target,
             request=request,
@@ -157,62 +169,76 @@ def auto_calibrate(
                 name for name, layer in plan.layers.items() if layer.input_index is not None
             ],
             searches=records,
-            everywhere=[how for how in records if not is_balanced(how)],
-            nearest=nearest,
+            everywhere=[name for name in records if not is_balanced(name)],
+            nearest=find_nearest_searches,
             say=say,
             ranking=ranking,
         )
-        made = _written(target, search, search.run(), plan)
-        publish_build(build_origin(calibrated, [target], None), stage, replacing=())
-    return replace(made, written=tuple(map(stage.published_path, made.written)))
+        result = _write_files(target, search, search.run(), plan)
+        publish_build(build_origin(calibration, [target], None), stage, replaceable=())
+    return replace(result, paths=tuple(map(stage.published_path, result.paths)))
 
 
-def _written(
-    target: AscendSearching, search: BudgetSearch, found: BuildRequest | None, plan: RecordPlan
+def _write_files(
+    target: AscendAutoTarget,
+    search: BudgetSearch,
+    final_request: BuildRequest | None,
+    plan: RecordPlan,
 ) -> AutoCalibration:
     """Write ranking, history and config; models and record if a layer stays in int8."""
     config = apply_searches(plan.config, {})
-    if found is not None:
-        made, calibrated, layers, config = target.quantize(found)
+    if final_request is not None:
+        final_plan, quantized, layers, config = target.quantize(final_request)
     texts = {
         RANKING: json.dumps([list(entry) for entry in search.ranking], indent=4),
         HISTORY: json.dumps(search.history, indent=4),
         FINAL: write_config(config),
     }
-    written = [atomic.write_text(search.request.folder / n, text) for n, text in texts.items()]
-    if found is None:
-        return AutoCalibration(config=config, in_int8=None, notes=(), written=tuple(written))
+    folder = search.request.folder
+    paths = [atomic.write_text(folder / name, text) for name, text in texts.items()]
+    if final_request is None:
+        return AutoCalibration(config=config, int8_layers=None, notes=(), paths=tuple(paths))
+
     if search.repairs:
-        data = strip_metadata(found.with_plugin_nodes(made.model)).SerializeToString(
-            deterministic=True
-        )
-        written.append(atomic.write_bytes(found.folder / f"{found.name}{REPAIRED}", data))
-    records = calibrated.records
+        repaired_model = strip_metadata(final_request.with_plugin_nodes(final_plan.model))
+        data = repaired_model.SerializeToString(deterministic=True)
+        path = final_request.folder / f"{final_request.name}{REPAIRED}"
+        paths.append(atomic.write_bytes(path, data))
     models = write_models(
-        Recipe(model=made.model, graph=made.graph, records=records, layers=layers, config=config),
-        found,
-        halves=find_float16_tensors(found.subject),
+        Recipe(
+            model=final_plan.model,
+            graph=final_plan.graph,
+            records=quantized.records,
+            layers=layers,
+            config=config,
+        ),
+        final_request,
+        halves=find_float16_tensors(final_request.subject),
         shared=find_weight_sharers(plan.graph.layers.values(), plan.graph),
     )
     return AutoCalibration(
         config=config,
-        in_int8=sum(not one.is_node_input for one in records.values()),
-        notes=tuple(_notes(search, found, plan)),
-        written=(*written, *models.values()),
+        int8_layers=sum(not record.is_node_input for record in quantized.records.values()),
+        notes=tuple(_notes(search, final_request, plan)),
+        paths=(*paths, *models.values()),
     )
 
 
-def _notes(search: BudgetSearch, found: BuildRequest, plan: RecordPlan) -> Iterator[str]:
+def _notes(search: BudgetSearch, final_request: BuildRequest, plan: RecordPlan) -> Iterator[str]:
     """Yield sentences on what was done to the layers in int8 beside searching their ranges."""
-    searches, in_float = found.choices.searches, found.choices.float_nodes
-    if count := sum(is_balanced(how) for name, how in searches.items() if name not in in_float):
+    choices = final_request.choices
+    int8_searches = [s for layer, s in choices.searches.items() if layer not in choices.float_nodes]
+    balanced_count = sum(map(is_balanced, int8_searches))
+    if balanced_count:
+        image_count = count_dmq_samples(plan) * plan.images_per_sample
         yield (
-            f"DMQ balances {count} layers, with a multiplication more in front of each, by the"
-            f" largest values of {count_dmq_samples(plan) * plan.images_per_sample} images."
+            f"DMQ balances {balanced_count} layers, with a multiplication more in front of each, by"
+            f" the largest values of {image_count} images."
         )
-    yield from (f"{one.sentence}." for one in search.repairs)
+    for repair in search.repairs:
+        yield f"{repair.sentence}."
     if search.repairs:
         yield (
-            f"{found.name}{REPAIRED} is the float model with these repairs, and goes with the"
-            " configuration and the record."
+            f"{final_request.name}{REPAIRED} is the float model with these repairs, and goes with"
+            " the configuration and the record."
         )

@@ -83,7 +83,7 @@ class BuildOptions:
     settings: str | None = None
 
     @property
-    def searches(self) -> bool:
+    def has_search(self) -> bool:
         """Whether anything is searched for a target, unless a plan is given."""
         return any(self.tuning.for_target(target).level > 0 for target in self.targets)
 
@@ -93,22 +93,27 @@ class PreparedBuild:
     """A build whose model is loaded and whose evaluation images are opened.
 
     Attributes:
-        options: what the user asked for, completed: the cache has a path, a Q/DQ model no search.
-        given: the model as it can be read again with nothing folded.
+        options: the user's options, completed: the cache has a path, a Q/DQ model no search.
+        loaded: the model.
+        user_model: the model as it can be read again with nothing folded.
+        reference: the float model that engines are compared with.
+        notes: sentences on the reference and on the labels.
         dataset: the calibration images, or those a Q/DQ model is measured on; None without images.
-        evaluation: the evaluation images; None where some of the calibration images serve.
-        objects: annotated objects of the evaluation images; class numbers are the feed's own.
+        evaluation: the evaluation images; None if some of the calibration images are used.
+        annotated_objects: objects on the evaluation images; class numbers are the feed's own.
+        metric: what the user set to evaluate by.
+        repairs: names of the repairs to be tried where there is a search.
         duration_s: seconds of latency runs a model; 0 leaves them out.
     """
 
     options: BuildOptions
     loaded: LoadedModel
-    given: str | Path | onnx.ModelProto | None
+    user_model: str | Path | onnx.ModelProto | None
     reference: LoadedModel
     notes: tuple[str, ...]
     dataset: Dataset | None
     evaluation: Feed | None
-    objects: GroundTruth | None
+    annotated_objects: GroundTruth | None
     metric: Metric | None
     repairs: Sequence[str]
     duration_s: float
@@ -116,12 +121,17 @@ class PreparedBuild:
     @property
     def steps(self) -> tuple[str, ...]:
         """The phases of the build, as its progress counts them."""
-        tuning = self.options.tuning
-        before = () if self.loaded.qdq else ("calibration",)
-        search = ("search",) if self.options.searches and tuning.plan is None else ()
-        accuracy = ("layers", "accuracy") if self.dataset is not None else ()
-        latency = ("latency",) if self.duration_s > 0 else ()
-        return (*before, *search, "targets", *accuracy, *latency, "report")
+        names = []
+        if self.loaded.qdq is None:
+            names.append("calibration")
+        if self.options.has_search and self.options.tuning.plan is None:
+            names.append("search")
+        names.append("targets")
+        if self.dataset is not None:
+            names += ["layers", "accuracy"]
+        if self.duration_s > 0:
+            names.append("latency")
+        return (*names, "report")
 
     def repairs_of(self, target: Target) -> Sequence[str]:
         """Return the repairs of a target; by default none where nothing is searched."""
@@ -129,15 +139,15 @@ class PreparedBuild:
         return self.repairs if is_searched or self.options.repairs is not None else ()
 
     @property
-    def is_labelled(self) -> bool:
+    def has_labels(self) -> bool:
         """Whether the evaluation images have labels; the samples of a search have none."""
-        own = self.evaluation.labels if self.evaluation is not None else None
-        return self.objects is not None or own is not None
+        has_classes = self.evaluation is not None and self.evaluation.labels is not None
+        return has_classes or self.annotated_objects is not None
 
     @property
     def search_metric(self) -> Metric | None:
-        """What a search judges by: the task alone where a metric would need labels."""
-        if self.metric is None or not self.is_labelled:
+        """The metric that a search goes by: the task alone where the user's would need labels."""
+        if self.metric is None or not self.has_labels:
             return self.metric
         return Metric(None, task=self.metric.task) if self.metric.task else None
 
@@ -151,12 +161,13 @@ class PreparedBuild:
         return None if path.parent.resolve() in (out, out / manifest.RECORDS) else path
 
     @property
-    def own_files(self) -> tuple[str, ...]:
+    def cache_and_plan_names(self) -> tuple[str, ...]:
         """Names of the cache's files and of the plan, which say themselves that calib8 wrote."""
-        path = self.options.calibration.cache.path
-        assert path is not None
-        names = [one.name for one in store.cache_files(path)]
-        return (*names, *(f"{manifest.RECORDS}/{one}" for one in names), plan_name(self.loaded))
+        cache = self.options.calibration.cache.path
+        assert cache is not None
+        names = [path.name for path in store.cache_files(cache)]
+        records = [f"{manifest.RECORDS}/{name}" for name in names]
+        return (*names, *records, plan_name(self.loaded))
 
 
 def prepare_build(
@@ -170,22 +181,24 @@ def prepare_build(
     images = None if dataset is None else dataset.source
     reference, notes = find_reference_model(loaded, options.float_model, images)
     if dataset is None:
-        _refuse_unmeasured(options)
+        _refuse_evaluation_options(options)
     evaluation = options.evaluation
     if loaded.qdq is not None:
-        refuse_calibration_options(loaded.qdq, _idle_flags(images, options))
+        refuse_calibration_options(loaded.qdq, _calibration_flags(images, options))
         options = replace(options, tuning=replace(options.tuning, effort=0))
         evaluation = evaluation or dataset
     repairs = options.repairs
     if repairs is None:
-        repairs = DEFAULT if options.searches else ()
+        repairs = DEFAULT if options.has_search else ()
     repairs = parse_repairs(repairs)
+
     cache = options.calibration.cache
-    path = cache.path or options.out / manifest.RECORDS / f"{loaded.name}.cache"
-    calibration = replace(options.calibration, cache=replace(cache, path=path))
+    cache_path = cache.path or options.out / manifest.RECORDS / f"{loaded.name}.cache"
+    calibration = replace(options.calibration, cache=replace(cache, path=cache_path))
     options = replace(options, calibration=calibration)
     _refuse_foreign(options, loaded)
-    dataset, evaluation = _without_idle_preprocess(dataset, evaluation, loaded)
+
+    dataset, evaluation = _drop_idle_preprocess(dataset, evaluation, loaded)
     feed = None
     if evaluation is not None:  # opened first: a wrong path is reported before anything is run
         feed = evaluation.open(
@@ -193,23 +206,25 @@ def prepare_build(
             metadata_preprocess=loaded.metadata_preprocess,
             labels_by_folder=options.labels == BY_FOLDER,
         )
-    objects = apply_labels(options.labels, feed)
+    annotated_objects = apply_labels(options.labels, feed)
+    if annotated_objects is not None:
+        notes = (*notes, *annotated_objects.notes)
     one_pass.refuse_full_disk(options.out, loaded.model, len(options.targets))
-    duration = options.duration_s
-    if duration is None:  # another CPU than this one is not measured
-        duration = 3.0 if options.tuning.cpu == THIS_CPU else 0.0
+    duration_s = options.duration_s
+    if duration_s is None:  # another CPU than this one is not measured
+        duration_s = 3.0 if options.tuning.cpu == THIS_CPU else 0.0
     return PreparedBuild(
         options=options,
         loaded=loaded,
-        given=rereadable_model(model),
+        user_model=find_user_model(model),
         reference=reference,
-        notes=(*notes, *(objects.notes if objects is not None else ())),
+        notes=notes,
         dataset=dataset,
         evaluation=feed,
-        objects=objects,
+        annotated_objects=annotated_objects,
         metric=metric,
         repairs=repairs,
-        duration_s=duration if dataset is not None else 0.0,
+        duration_s=duration_s if dataset is not None else 0.0,
     )
 
 
@@ -237,37 +252,37 @@ def open_torch_module(
     return open_module(model, images)
 
 
-def rereadable_model(
+def find_user_model(
     model: str | Path | onnx.ModelProto | LoadedModel,
 ) -> str | Path | onnx.ModelProto | None:
-    """The model as it can be read again with nothing folded."""
+    """Return the model as it can be read again with nothing folded."""
     if not isinstance(model, LoadedModel):
         return model
-    onnx_file = model.source is not None and model.source.suffix.lower() == ".onnx"
-    return model.source if onnx_file else model.exported
+    is_onnx_file = model.source is not None and model.source.suffix.lower() == ".onnx"
+    return model.source if is_onnx_file else model.exported
 
 
-def written_names(targets: Iterable[Target], name: str) -> list[str]:
-    """Names of the files that a build of a model may write, without its cache and plan."""
+def list_output_names(targets: Iterable[Target], name: str) -> list[str]:
+    """Return the names of the files that a build may write, without its cache and plan."""
     endings = [ending for target in targets for ending in target.writes]
     return [manifest.MANIFEST_NAME, *manifest.PAGES, *(f"{name}{ending}" for ending in endings)]
 
 
-def _without_idle_preprocess(
+def _drop_idle_preprocess(
     dataset: Dataset | None, evaluation: Dataset | None, loaded: LoadedModel
 ) -> tuple[Dataset | None, Dataset | None]:
-    """Both datasets; where one is pictures and one arrays, preprocessing is for the pictures."""
+    """Return both datasets; if one is pictures and one arrays, the arrays have no preprocessing."""
     if dataset is None or evaluation is None or dataset is evaluation:
         return dataset, evaluation
     if dataset.preprocess is None or evaluation.preprocess is None:
         return dataset, evaluation
-    arrays, judged_arrays = (
-        is_array_source(one.source, loaded.inputs) for one in (dataset, evaluation)
-    )
-    if arrays and not judged_arrays:
-        return replace(dataset, preprocess=None), evaluation
-    if judged_arrays and not arrays:
-        return dataset, replace(evaluation, preprocess=None)
+
+    has_arrays = is_array_source(dataset.source, loaded.inputs)
+    evaluation_has_arrays = is_array_source(evaluation.source, loaded.inputs)
+    if has_arrays and not evaluation_has_arrays:
+        dataset = replace(dataset, preprocess=None)
+    elif evaluation_has_arrays and not has_arrays:
+        evaluation = replace(evaluation, preprocess=None)
     return dataset, evaluation
 
 
@@ -279,7 +294,7 @@ def plan_name(loaded: LoadedModel) -> str:
 def _refuse_foreign(options: BuildOptions, loaded: LoadedModel) -> None:
     """Refuse to overwrite files that no build wrote, or another output."""
     cache = options.calibration.cache
-    names = written_names(options.targets, loaded.name)
+    names = list_output_names(options.targets, loaded.name)
     if cache.refresh:  # else the plan is read, and must be one
         names.append(plan_name(loaded))
     if options.settings is not None:
@@ -287,27 +302,27 @@ def _refuse_foreign(options: BuildOptions, loaded: LoadedModel) -> None:
     manifest.refuse_foreign(options.out, names, force=cache.force)
 
 
-def _refuse_unmeasured(options: BuildOptions) -> None:
+def _refuse_evaluation_options(options: BuildOptions) -> None:
     """Refuse options on how a Q/DQ model is measured, where there are no images."""
-    asked = {
+    value_by_flag = {
         "--eval-images": options.evaluation,
         "--labels": options.labels,
         "--metric": options.metric,
         "--task": options.task,
     }
-    for flag, value in asked.items():
+    for flag, value in value_by_flag.items():
         if value is not None:
             raise ConfigError(
-                f"{flag} is of what is measured on images, which were not given; give --images too,"
-                " or leave it out"
+                f"{flag} is for what is measured on images, which were not given; give --images"
+                " too, or leave it out"
             )
 
 
-def _idle_flags(images: object, options: BuildOptions) -> list[str]:
-    """Options that say how a float model is calibrated, as the command line calls them."""
+def _calibration_flags(images: object, options: BuildOptions) -> list[str]:
+    """Return the user's flags that only the calibration of a float model reads."""
     calibration, tuning = options.calibration, options.tuning
     repairs = tuple(options.repairs or ())
-    given = {
+    is_given_by_flag = {
         "--calibrator-script": isinstance(images, CalibratorScript),
         "--method": calibration.method is not None,
         "--cache": calibration.cache.path is not None,
@@ -322,4 +337,4 @@ def _idle_flags(images: object, options: BuildOptions) -> list[str]:
         "--scheduler": calibration.scheduler is not None,
         "--resume": calibration.resume,
     }
-    return [flag for flag, is_given in given.items() if is_given]
+    return [flag for flag, is_given in is_given_by_flag.items() if is_given]

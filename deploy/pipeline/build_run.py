@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import index
@@ -35,11 +35,11 @@ from deploy.pipeline.build_options import (
     BuildOptions,
     CalibrationOptions,
     PreparedBuild,
+    find_user_model,
     open_torch_module,
     prepare_build,
-    rereadable_model,
 )
-from deploy.pipeline.calibration_setup import already_calibrated, calibrate_loaded
+from deploy.pipeline.calibration_setup import calibrate_loaded, use_qdq_calibration
 from deploy.pipeline.evaluate import CALIBRATION_SAMPLES
 from deploy.pipeline.measure import Figures, list_engines, measure_engines
 from deploy.pipeline.results import build_origin, publish_build, write_report
@@ -58,6 +58,8 @@ from deploy.tuning.tune import PlannedTarget
 
 if TYPE_CHECKING:
     from torch import nn
+
+_NO_NUMBERS = ("str", "sequence", "map", "optional")  # dtypes of outputs that are not compared
 
 
 @with_progress
@@ -98,12 +100,12 @@ def build(
 
     A target that fails is a row of the report with its sentence; the others are built all the same.
 
-    Of a Q/DQ model, whoever trained it, the scales of its pairs are the calibration: images, where
-    there are some, are what it is measured on.
+    A Q/DQ model, whoever trained it, is not calibrated: the scales of its pairs are used, and it is
+    measured on the images, if there are some.
 
     Args beyond those of `calibrate`:
         images: None for a Q/DQ model of which nothing is to be measured.
-        float_model: what a Q/DQ model is judged beside; None takes its pairs out for that.
+        float_model: float reference of a Q/DQ model; None takes the model without its pairs.
         out: folder of everything that is written; the cache too, where `cache` names none.
         eval_images: images for the accuracy figures; None takes the calibration images.
         labels: class of every evaluation image, where its list does not give it; the path of a
@@ -115,8 +117,9 @@ def build(
             None recognises it.
         duration_s: seconds of measuring a model; 0 leaves latency out, and time out of the search.
             None is 3, or 0 where `tuning.cpu` names another CPU than this one.
-        tuning: how much is searched for what stays float and for ranges, or the plan to obey.
-        gates: what is demanded of the engines; their verdicts say whether it is met.
+        tuning: how much is searched for the layers that stay float and for ranges, or the plan to
+            obey.
+        gates: demands on the engines; their verdicts say whether they are met.
         repairs: names of `deploy.tuning.repairs.REPAIRS`, `all` or `none`, to be tried and kept
             where they help; None tries `deploy.tuning.repairs.DEFAULT` where there is a search.
         settings: text of `calib8.toml`, which is written beside the rest; None writes none.
@@ -124,15 +127,15 @@ def build(
     Raises:
         Calib8Error: as `calibrate`; and what the targets raised where none could be built.
     """
-    dataset, evaluation = None, None
     if isinstance(labels, str | Path):
         labels = read_labels(labels)
     elif labels is not None and not isinstance(labels, Annotations):
-        labels = tuple(map(index, labels))  # an array's too
+        labels = tuple(map(index, labels))  # those of an array too
     model, images = open_torch_module(model, images, preprocess)
     if float_model is not None:
-        opened, images = open_torch_module(float_model, images)
-        float_model = rereadable_model(opened)
+        opened_model, images = open_torch_module(float_model, images)
+        float_model = find_user_model(opened_model)
+    dataset, evaluation = None, None
     if images is not None:
         dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     if eval_images is not None:
@@ -171,21 +174,22 @@ def build_with(
 ) -> Report:
     """`build` with its options as one value."""
     build = prepare_build(model, dataset, options)
-    with number_phases(*build.steps), stage_files(build.options.out) as stage:
-        calibration = _calibrated(build, stage)
+    options = build.options
+    with number_phases(*build.steps), stage_files(options.out) as stage:
+        calibration = _calibrate(build, stage)
         _refuse_broken_metric(build, calibration)
-        plans, plan = _tuned(build, calibration, stage)
+        plans, plan_path = _plan_targets(build, calibration, stage)
         results = build_targets(
-            build.options.targets,
+            options.targets,
             calibration,
             stage,
-            build.options.calibration.workers,
+            options.calibration.workers,
             plans,
             repairs=build.repairs_of,
-            against=build.loaded.model if build.duration_s > 0 else None,
-            cpu=build.options.tuning.cpu,
+            unrepaired_model=build.loaded.model if build.duration_s > 0 else None,
+            cpu=options.tuning.cpu,
         )
-        figures = _measured(build, calibration, results, stage)
+        figures = _measure(build, calibration, results, stage)
         results = discard_failed(results, figures.failed, stage)
         report = write_report(
             calibration,
@@ -193,24 +197,23 @@ def build_with(
             figures,
             stage,
             plans=plans,
-            plan=plan,
-            gates=build.options.gates,
-            settings=build.options.settings is not None,
+            plan_path=plan_path,
+            gates=options.gates,
+            has_settings=options.settings is not None,
         )
-        options = build.options
         if options.settings is not None:
             atomic.write_text(stage.temporary_folder / manifest.SETTINGS, options.settings)
-        replacing = None if options.calibration.cache.force else build.own_files
+        replaceable = None if options.calibration.cache.force else build.cache_and_plan_names
         origin = build_origin(calibration, options.targets, build.outside_cache)
-        publish_build(origin, stage, replacing=replacing)
+        publish_build(origin, stage, replaceable=replaceable)
     return report
 
 
-def _calibrated(build: PreparedBuild, stage: Stage) -> CalibrationResult:
-    """The calibration, observed or from the cache; of a Q/DQ model what its pairs say."""
+def _calibrate(build: PreparedBuild, stage: Stage) -> CalibrationResult:
+    """Return the calibration, observed or from the cache; for a Q/DQ model that of its pairs."""
     options = build.options
     if build.loaded.qdq is not None:
-        return already_calibrated(
+        return use_qdq_calibration(
             build.loaded,
             build.loaded.qdq,
             build.dataset,
@@ -220,7 +223,7 @@ def _calibrated(build: PreparedBuild, stage: Stage) -> CalibrationResult:
     assert build.dataset is not None
     return calibrate_loaded(
         build.loaded,
-        build.given,
+        build.user_model,
         build.dataset,
         options.calibration,
         targets=options.targets,
@@ -237,102 +240,126 @@ def _refuse_broken_metric(build: PreparedBuild, calibration: CalibrationResult) 
         return
     sample, outputs = next(iter(calibration.evaluation_set.samples_with_outputs(1)))
     labels = None if build.evaluation is None else build.evaluation.labels
-    first_labels = None if labels is None else labels[:1] * batch_length(sample)
-    itself = StoredOutputs(outputs)
-    comparison = Comparison(itself, itself, metric=build.metric, labels=first_labels)
+    if labels is not None:
+        labels = labels[:1] * batch_length(sample)
+    float_outputs = StoredOutputs(outputs)
+    comparison = Comparison(float_outputs, float_outputs, metric=build.metric, labels=labels)
     comparison.add(sample, outputs, outputs)
     comparison.result()
 
 
-def _tuned(
+def _plan_targets(
     build: PreparedBuild, calibration: CalibrationResult, stage: Stage
 ) -> tuple[dict[str, PlannedTarget], Path | None]:
-    """(target -> what stays float, the plan file); of a Q/DQ model what is float in it."""
-    trained, options = build.loaded.qdq, build.options
-    if trained is not None:
-        plan = TargetPlan(choices=keep_float_layers(trained, build.loaded))
-        return {one.name: PlannedTarget(plan=plan, searched=False) for one in options.targets}, None
+    """Return (target -> which layers stay float, the plan file).
+
+    On every target the float layers of a Q/DQ model stay float, and there is no plan file.
+    """
+    qdq, options = build.loaded.qdq, build.options
+    if qdq is not None:
+        plan = TargetPlan(choices=keep_float_layers(qdq, build.loaded))
+        planned = PlannedTarget(plan=plan, searched=False)
+        return dict.fromkeys((target.name for target in options.targets), planned), None
+
+    tuning = replace(
+        options.tuning,
+        timed=build.duration_s > 0,
+        fresh=options.calibration.cache.refresh,
+        metric=build.search_metric,
+    )
     return search_targets(
         options.targets,
         calibration,
         stage,
-        replace(
-            options.tuning,
-            timed=build.duration_s > 0,
-            fresh=options.calibration.cache.refresh,
-            metric=build.search_metric,
-        ),
-        method_asked=options.calibration.method is not None,
+        tuning,
+        has_method=options.calibration.method is not None,
         repairs=build.repairs_of,
         threads=options.calibration.workers,
     )
 
 
-def _measured(
+def _measure(
     build: PreparedBuild, calibration: CalibrationResult, results: list[BuildResult], stage: Stage
 ) -> Figures:
-    """Speed and accuracy of the engines; without images nothing is measured.
-
-    After an unexpected exception each target is measured alone, and those that raise again have
-    failed.
-    """
+    """Return speed and accuracy of the engines; without images, their files alone."""
     if build.dataset is None:
         figures = list_engines(build.reference, results)
     else:
-        ours = build.loaded.qdq is None
-        unchanged = not calibration.subject.repairs
-        measured = partial(
-            measure_engines,
-            calibration.loaded if ours else build.reference,
-            calibration=calibration.evaluation_set.subset,
-            evaluation=build.evaluation,
-            labels=build.objects,
-            metric=build.metric,
-            observed_outputs=calibration.evaluation_set.outputs if ours and unchanged else None,
-            threads=build.options.calibration.workers,
-        )
-        targets = build.options.targets
-        try:
-            figures = measured(targets, results, duration_s=build.duration_s)
-        except (Calib8Error, MemoryError, OSError):
+        figures = _measure_on_images(build, calibration, results, stage)
+    notes = (*build.notes, *figures.notes, *_evaluation_notes(build, calibration))
+    return replace(figures, notes=notes)
+
+
+def _measure_on_images(
+    build: PreparedBuild, calibration: CalibrationResult, results: list[BuildResult], stage: Stage
+) -> Figures:
+    """Measure all engines.
+
+    After an unexpected exception each target is measured by itself, and those that raise again have
+    failed.
+    """
+    is_float_model = build.loaded.qdq is None
+    observed_outputs = None
+    if is_float_model and not calibration.subject.repairs:
+        observed_outputs = calibration.evaluation_set.outputs
+    measure = partial(
+        measure_engines,
+        calibration.loaded if is_float_model else build.reference,
+        calibration=calibration.evaluation_set.subset,
+        evaluation=build.evaluation,
+        labels=build.annotated_objects,
+        metric=build.metric,
+        observed_outputs=observed_outputs,
+        threads=build.options.calibration.workers,
+    )
+    targets = build.options.targets
+    try:
+        return measure(targets, results, duration_s=build.duration_s)
+    except (Calib8Error, MemoryError, OSError):
+        raise
+    except Exception:
+        failed: dict[str, str] = {}
+        for target, result in zip(targets, results, strict=True):
+            try:
+                measure([target], [result], duration_s=0)
+            except Exception as error:
+                failed[target.name] = str(with_log(error, build.loaded.name, stage))
+        if not failed or len(failed) == len(targets):
             raise
-        except Exception:
-            failed = {}  # each target by itself, to find those that fail
-            for target, result in zip(build.options.targets, results, strict=True):
-                try:
-                    measured([target], [result], duration_s=0)
-                except Exception as error:
-                    failed[target.name] = str(with_log(error, build.loaded.name, stage))
-            if not failed or len(failed) == len(targets):
-                raise
-            sound = [
-                BuildResult(target=r.target, error=failed[r.target]) if r.target in failed else r
-                for r in results
-            ]
-            figures = measured(targets, sound, duration_s=build.duration_s)
-            figures = replace(figures, failed={**figures.failed, **failed})
-    return replace(figures, notes=(*build.notes, *figures.notes, *_notes(build, calibration)))
+
+    measurable = list(results)
+    for position, result in enumerate(results):
+        if result.target in failed:
+            measurable[position] = BuildResult(target=result.target, error=failed[result.target])
+    figures = measure(targets, measurable, duration_s=build.duration_s)
+    return replace(figures, failed={**figures.failed, **failed})
 
 
-def _notes(build: PreparedBuild, calibration: CalibrationResult) -> list[str]:
-    """Notes on the evaluation images and on what the search was judged by."""
-    notes, tuning, evaluation = [], build.options.tuning, build.evaluation
-    kinds = ("str", "sequence", "map", "optional")
-    if left := [f"{s.name} ({s.dtype})" for s in build.loaded.outputs if s.dtype in kinds]:
-        notes.append(f"outputs that are not numbers are not compared: {', '.join(left)}")
-    own = build.metric is not None and build.metric.function is not None
-    if build.metric and own and build.is_labelled and tuning.level and not tuning.plan:
-        notes.append(
-            f"the search went by the outputs' form, not by {build.metric.name}: its images are some"
-            " that calibrate, of which no labels are used"
+def _evaluation_notes(build: PreparedBuild, calibration: CalibrationResult) -> Iterator[str]:
+    """Yield notes on the evaluation images, and on the metric that the search went by."""
+    skipped_outputs = [
+        f"{spec.name} ({spec.dtype})" for spec in build.loaded.outputs if spec.dtype in _NO_NUMBERS
+    ]
+    if skipped_outputs:
+        yield f"outputs that are not numbers are not compared: {', '.join(skipped_outputs)}"
+
+    tuning, evaluation = build.options.tuning, build.evaluation
+    is_searched = tuning.level and not tuning.plan
+    metric = build.metric
+    if metric is not None and metric.function is not None and build.has_labels and is_searched:
+        yield (
+            f"the search went by the outputs' form, not by {metric.name}: its images are some that"
+            " calibrate, of which no labels are used"
         )
+
     if evaluation is None:
-        return notes
-    known = calibration.feed.notes
-    notes += [f"of the evaluation images: {one}" for one in evaluation.notes if one not in known]
-    if build.loaded.qdq is None and (shared := evaluation.count_shared(calibration.feed)):
-        notes.append(
-            f"{shared} of the {evaluation.count} evaluation images calibrated too; what clips looks"
-            " better on these than on others"
+        return
+    for note in evaluation.notes:
+        if note not in calibration.feed.notes:
+            yield f"of the evaluation images: {note}"
+    shared_count = evaluation.count_shared(calibration.feed) if build.loaded.qdq is None else 0
+    if shared_count:
+        yield (
+            f"{shared_count} of the {evaluation.count} evaluation images calibrated too; what clips"
+            " looks better on these than on others"
         )
-    return notes

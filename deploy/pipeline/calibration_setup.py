@@ -4,7 +4,7 @@
 
     open_images --> repairs --> what the targets demand --> CalibrationRun --> Calibrated
 
-`already_calibrated` takes what the pairs of a Q/DQ model say instead.
+`use_qdq_calibration` takes what the pairs of a Q/DQ model say instead.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from deploy.method import Method
 from deploy.metrics.bench_inputs import random_feeds
 from deploy.pipeline.build_options import (
     CalibrationOptions,
+    find_user_model,
     open_torch_module,
-    rereadable_model,
 )
 from deploy.pipeline.calibration_run import (
     CalibrationRun,
@@ -140,7 +140,7 @@ def calibrate_with(
 ) -> CalibrationResult:
     """`calibrate` with its options as one value."""
     loaded = model if isinstance(model, LoadedModel) else load(model)
-    return calibrate_loaded(loaded, rereadable_model(model), dataset, options, targets=targets)
+    return calibrate_loaded(loaded, find_user_model(model), dataset, options, targets=targets)
 
 
 @with_progress
@@ -182,7 +182,7 @@ def merge_with(
     """`merge` with its options as one value."""
     loaded = model if isinstance(model, LoadedModel) else load(model)
     shard_set = ShardSet(shards, loaded)
-    return calibrate_loaded(loaded, rereadable_model(model), shard_set, options, targets=targets)
+    return calibrate_loaded(loaded, find_user_model(model), shard_set, options, targets=targets)
 
 
 @phase("calibration")
@@ -270,7 +270,7 @@ def calibrate_loaded(
     return take_trusted(run) if policy.trust else calibrate_run(run, targets=targets, stage=stage)
 
 
-def already_calibrated(
+def use_qdq_calibration(
     loaded: LoadedModel,
     trained: QdqCalibration,
     dataset: Dataset | None,

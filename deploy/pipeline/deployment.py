@@ -11,7 +11,8 @@ model; a converted Q/DQ model in the NPU's integers, compared with the Q/DQ mode
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -33,7 +34,7 @@ from deploy.frontends.onnx_reader import read_model
 from deploy.machine import this_machine, worker_threads
 from deploy.metrics.accuracy import Comparison
 from deploy.metrics.bench_inputs import Shapes, random_feeds
-from deploy.pipeline.build_options import written_names
+from deploy.pipeline.build_options import list_output_names
 from deploy.pipeline.measure import measure_engines
 from deploy.pipeline.results import (
     engine_rows,
@@ -41,6 +42,7 @@ from deploy.pipeline.results import (
     file_rows,
     model_part,
     publish_build,
+    sample_shapes,
     write_pages,
 )
 from deploy.report import Report
@@ -58,12 +60,18 @@ from deploy.tensors import Session
 from deploy.terminal import phase
 from deploy.version import __version__
 
-_TRIED = 2  # random samples without images
+_RANDOM_SAMPLES = 2  # samples to run the models on, without images
+_NO_IMAGES = (
+    "No images were given: the deploy model was tried on made-up samples, and nothing tells how"
+    " good its outputs are; --images does."
+)
+
+RowMaker = Callable[[BuildResult, Feed, Stage], tuple[EngineRow, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialInputs:
-    """What the deployed model is run on.
+    """Inputs that the deployed model is run on.
 
     Attributes:
         dataset: images; None makes random samples.
@@ -74,15 +82,15 @@ class TrialInputs:
     shapes: Shapes | None = None
 
     def feed(self, loaded: LoadedModel) -> Feed:
-        """The samples.
+        """Open the samples.
 
         Raises:
             FeedError: images that do not fit.
             ConfigError: a shape that does not fit, or that is missing.
         """
         if self.dataset is None:
-            made = random_feeds(loaded.inputs, shapes=self.shapes, count=_TRIED)
-            return open_feed(made, loaded.inputs)
+            samples = random_feeds(loaded.inputs, shapes=self.shapes, count=_RANDOM_SAMPLES)
+            return open_feed(samples, loaded.inputs)
         return self.dataset.open(loaded.inputs, metadata_preprocess=loaded.metadata_preprocess)
 
 
@@ -110,34 +118,27 @@ def deploy(
         CacheError: a cache that knows none of the model's layers.
         ModelError, FeedError, ExportError, BackendError: as `deploy.pipeline.build`.
     """
-    scales = _one_of(record, cache, config)
-    ascend, samples = target or Ascend(), inputs or TrialInputs()
-    _refuse_early(ascend, samples, Path(out), Path(model).stem, force=force)
+    scales = _choose_scales(record, cache, config)
+    target, inputs = target or Ascend(), inputs or TrialInputs()
+    _refuse_early(target, inputs, Path(out), Path(model).stem, force=force)
     loaded = load(model)
     subject = CalibrationSubject(loaded=loaded, samples=0, user_model=model)
-    recipe = (
-        recipe_from_cache(subject, scales)
-        if cache
-        else recipe_from_record(subject, scales, config=config)
-    )
+    if cache:
+        recipe = recipe_from_cache(subject, scales)
+    else:
+        recipe = recipe_from_record(subject, scales, config=config)
     workers = worker_threads(threads)
-
-    def rows(built: BuildResult, feed: Feed, stage: Stage) -> tuple[EngineRow, ...]:
-        figures = measure_engines(
-            loaded,
-            [ascend],
-            [built],
-            calibration=EvaluationSubset(feed, feed.count),
-            evaluation=feed,
-            labels=None,
-            duration_s=0,
-            threads=workers,
-        )
-        return engine_rows(figures, [built], Gates(), stage, classes=loaded.classes)
-
-    source = {"name": loaded.name, "sha256": loaded.digest}
-    made = _Deployment(ascend, samples, subject, recipe, workers, rows)
-    return made.written(Path(out), source, scales, force=force)
+    deployment = _Deployment(
+        target=target,
+        inputs=inputs,
+        subject=subject,
+        recipe=recipe,
+        scales=scales,
+        source={"name": loaded.name, "sha256": loaded.digest},
+        threads=workers,
+        make_rows=partial(_compare_with_float_model, loaded, target, workers),
+    )
+    return deployment.write(Path(out), force=force)
 
 
 @guard_inputs()
@@ -163,33 +164,49 @@ def convert(
         ExportError: Ascend can take over none of its layers.
         ConfigError, FeedError, BackendError: as `deploy`.
     """
-    path, ascend, samples = Path(model), target or Ascend(), inputs or TrialInputs()
-    _refuse_early(ascend, samples, Path(out), path.stem, force=force)
-    quantized = read_model(path)
-    loaded, recipe = recipe_from_qdq(quantized, path, keep_rounding=keep_rounding)
-    subject = CalibrationSubject(loaded=loaded, samples=0, user_model=quantized)
+    path, target, inputs = Path(model), target or Ascend(), inputs or TrialInputs()
+    _refuse_early(target, inputs, Path(out), path.stem, force=force)
+    qdq_model = read_model(path)
+    loaded, recipe = recipe_from_qdq(qdq_model, path, keep_rounding=keep_rounding)
     workers = worker_threads(threads)
+    deployment = _Deployment(
+        target=target,
+        inputs=inputs,
+        subject=CalibrationSubject(loaded=loaded, samples=0, user_model=qdq_model),
+        recipe=recipe,
+        scales=path,
+        source={"name": path.stem, "sha256": model_digest(qdq_model)},
+        threads=workers,
+        make_rows=partial(_compare_with_qdq_model, qdq_model, path, workers),
+    )
+    return deployment.write(Path(out), force=force)
 
-    def rows(built: BuildResult, feed: Feed, stage: Stage) -> tuple[EngineRow, ...]:
-        return _beside(quantized, path, built, feed, threads=workers)
 
-    source = {"name": path.stem, "sha256": model_digest(quantized)}
-    made = _Deployment(ascend, samples, subject, recipe, workers, rows)
-    return made.written(Path(out), source, path, force=force)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Deployment:
-    """A recipe that is being written."""
+    """A recipe that is being written.
+
+    Attributes:
+        target: the target, with its options.
+        inputs: what the deployed model is run on.
+        subject: the float model, which is not calibrated.
+        recipe: model, layers and scales that the files are made of.
+        scales: file that the scales were read from.
+        source: name and sha256 of the user's model, for the manifest.
+        threads: worker threads.
+        make_rows: compares the files with the user's model; called if there are images.
+    """
 
     target: Ascend
     inputs: TrialInputs
     subject: CalibrationSubject
     recipe: Recipe
+    scales: Path
+    source: Mapping[str, str]
     threads: int
-    rows: Callable[[BuildResult, Feed, Stage], tuple[EngineRow, ...]]
+    make_rows: RowMaker
 
-    def written(self, out: Path, source: Mapping[str, str], scales: Path, *, force: bool) -> Report:
+    def write(self, out: Path, *, force: bool) -> Report:
         """Write the files, measure them, and move them into the folder together."""
         feed = self.inputs.feed(self.subject.loaded)
         with stage_files(out) as stage:
@@ -203,53 +220,52 @@ class _Deployment:
                 threads=self.threads,
             )
             built = self.target.write_files(self.recipe, request)
-            report = self.report(built, feed, stage, scales)
+            report = self._make_report(built, feed, stage)
             write_pages(report, stage)
-            data = read_bytes(scales, what="a file of scales", error=ConfigError)
-            made_from = {
+            data = read_bytes(self.scales, what="a file of scales", error=ConfigError)
+            origin = {
                 "versions": {"calib8": __version__},
-                "model": source,
-                "shapes": {name: array.shape for name, array in feed.first_samples(1)[0].items()},
-                "scales": {"name": scales.name, "sha256": sha256(data)},
+                "model": self.source,
+                "shapes": sample_shapes(feed),
+                "scales": {"name": self.scales.name, "sha256": sha256(data)},
                 "targets": [self.target.name],
             }
-            publish_build(made_from, stage, replacing=None if force else ())
+            publish_build(origin, stage, replaceable=None if force else ())
         return report
 
-    def report(self, built: BuildResult, feed: Feed, stage: Stage, scales: Path) -> Report:
-        """The report on the files."""
-        images = None if self.inputs.dataset is None else self.inputs.dataset.source
-        notes = feed.notes if images is not None else (_MADE_UP,)
-        return Report(
-            title=f"calib8: {self.subject.loaded.name} in int8 for {built.target}, by {scales}",
-            model=model_part(self.subject.loaded),
-            feed=None if images is None else feed_part(feed, str(images)),
-            targets=(
-                TargetPart(
-                    name=built.target,
-                    method=built.method,
-                    options=changed_options(self.target),
-                    nodes=node_rows(built.decisions),
-                    weights=weight_rows(built.weights),
-                    files=file_rows(built.files, stage),
-                    runnable=str(stage.published_path(built.files["fake-quant model"])),
-                    notes=built.notes,
-                ),
-            ),
-            engines=() if images is None else self.rows(built, feed, stage),
+    def _make_report(self, built: BuildResult, feed: Feed, stage: Stage) -> Report:
+        """Return the report on the files."""
+        loaded = self.subject.loaded
+        target = TargetPart(
+            name=built.target,
+            method=built.method,
+            options=changed_options(self.target),
+            nodes=node_rows(built.decisions),
+            weights=weight_rows(built.weights),
+            files=file_rows(built.files, stage),
+            runnable=str(stage.published_path(built.files["fake-quant model"])),
+            notes=built.notes,
+        )
+        report = Report(
+            title=f"calib8: {loaded.name} in int8 for {built.target}, by {self.scales}",
+            model=model_part(loaded),
+            targets=(target,),
             machine=this_machine(),
-            notes=(*self.subject.loaded.cut_notes, *notes),
+            notes=(*loaded.cut_notes, _NO_IMAGES),
+        )
+        dataset = self.inputs.dataset
+        if dataset is None:
+            return report
+        return replace(
+            report,
+            feed=feed_part(feed, str(dataset.source)),
+            engines=self.make_rows(built, feed, stage),
+            notes=(*loaded.cut_notes, *feed.notes),
         )
 
 
-_MADE_UP = (
-    "No images were given: the deploy model was tried on made-up samples, and nothing tells how"
-    " good its outputs are; --images does."
-)
-
-
-def _one_of(record: Path | None, cache: Path | None, config: Path | None) -> Path:
-    """The file that holds the scales."""
+def _choose_scales(record: Path | None, cache: Path | None, config: Path | None) -> Path:
+    """Return the file that holds the scales."""
     if record is not None and cache is not None:
         raise ConfigError(
             f"scales come from a record or from a cache, got {record} and {cache}; leave one of"
@@ -269,43 +285,66 @@ def _one_of(record: Path | None, cache: Path | None, config: Path | None) -> Pat
 def _refuse_early(
     target: Ascend, inputs: TrialInputs, out: Path, name: str, *, force: bool
 ) -> None:
-    """Refuse what shows before anything is read."""
+    """Refuse options and files before anything is read."""
     if (target.aipp or target.first_layer_int8) and inputs.dataset is None:
         raise ConfigError(
             "AIPP is written from how pictures become inputs, got no pictures; give --images and"
             " their preprocessing"
         )
-    manifest.refuse_foreign(out, written_names([target], name), force=force)
+    manifest.refuse_foreign(out, list_output_names([target], name), force=force)
 
 
-def _beside(
-    quantized: onnx.ModelProto, path: Path, built: BuildResult, feed: Feed, *, threads: int
+def _compare_with_float_model(
+    loaded: LoadedModel, target: Ascend, threads: int, built: BuildResult, feed: Feed, stage: Stage
 ) -> tuple[EngineRow, ...]:
-    """Rows of the Q/DQ model in ONNX Runtime and of the deploy model, compared with it."""
+    """Return the rows of the float model and of the fake-quant model, compared with it."""
+    figures = measure_engines(
+        loaded,
+        [target],
+        [built],
+        calibration=EvaluationSubset(feed, feed.count),
+        evaluation=feed,
+        labels=None,
+        duration_s=0,
+        threads=threads,
+    )
+    return engine_rows(figures, [built], Gates(), stage, classes=loaded.classes)
+
+
+def _compare_with_qdq_model(
+    qdq_model: onnx.ModelProto,
+    path: Path,
+    threads: int,
+    built: BuildResult,
+    feed: Feed,
+    _stage: Stage,
+) -> tuple[EngineRow, ...]:
+    """Return the rows of the Q/DQ model and of the deploy model, which is compared with it."""
     # computed in float as written: integer kernels of an older x86 CPU may saturate
-    reference = OrtSession.open(quantized, threads=threads, int8_kernels=False)
-    how = "Compared in integers, as the NPU computes."
-    whom = f"What is called FP32's here is that of {path.name} in ONNX Runtime."
+    reference = OrtSession.open(qdq_model, threads=threads, int8_kernels=False)
+    arithmetic = "Compared in integers, as the NPU computes."
     try:
-        deployed = read_model(built.files["deploy model"])
-        candidate: Session = open_deploy(deployed, threads=threads)
+        deploy_model = read_model(built.files["deploy model"])
+        candidate: Session = open_deploy(deploy_model, threads=threads)
     except ModelError as error:  # sums that the executor cannot add up exactly
-        fake = built.files["fake-quant model"]
-        candidate = OrtSession.open(fake, threads=threads, optimize=False)
-        how = f"Compared as the fake-quant model: {error}."
+        fake_quant_path = built.files["fake-quant model"]
+        candidate = OrtSession.open(fake_quant_path, threads=threads, optimize=False)
+        arithmetic = f"Compared as the fake-quant model: {error}."
+
     comparison = Comparison(reference, candidate)
     with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
         for sample in samples:
-            left, right = reference.run(sample), candidate.run(sample)
-            comparison.add(sample, left, right, count=feed.unpadded_count)
+            reference_outputs, outputs = reference.run(sample), candidate.run(sample)
+            comparison.add(sample, reference_outputs, outputs, count=feed.unpadded_count)
             step()
+    float_name = f"What is called FP32's here is that of {path.name} in ONNX Runtime."
     return (
         EngineRow(label="Q/DQ", reference=True, path=str(path)),
         EngineRow(
             label=built.precision,
             target=built.target,
             accuracy=comparison.result(),
-            notes=(how, whom),
+            notes=(arithmetic, float_name),
         ),
     )
 

@@ -45,7 +45,7 @@ from deploy.tuning.plan_file import TargetPlan
 from deploy.tuning.tune import PlannedTarget
 from deploy.version import __version__
 
-_NAMED = 3  # tensors named for each reason
+_MAX_NAMES = 3  # tensors named for each reason
 _FAILED = "the search was made without some of its trials: {}"
 _UNUSABLE = (
     "the split of least cost would be unusable, {}; so the fastest usable one was looked for among"
@@ -59,35 +59,48 @@ _DOUBTFUL = (
 
 @phase("report")
 def write_report(
-    calibrated: CalibrationResult,
+    calibration: CalibrationResult,
     built: Sequence[BuildResult],
     figures: Figures,
     stage: Stage,
     *,
     plans: Mapping[str, PlannedTarget],
-    plan: Path | None,
+    plan_path: Path | None,
     gates: Gates,
-    settings: bool,
+    has_settings: bool,
 ) -> Report:
     """Gather the report and write it as report.json, report.md and report.html.
 
-    `settings`: whether the options of the command are written too.
+    Args:
+        calibration: the calibration.
+        built: files of each target.
+        figures: speed and accuracy of the engines.
+        stage: folder of the build.
+        plans: target -> its plan.
+        plan_path: the plan file; None without one.
+        gates: demands on the engines.
+        has_settings: whether the options of the command are written too.
     """
-    loaded, feed = calibrated.loaded, calibrated.feed
-    kept = {"calibration cache": _cache_now(calibrated, stage), PLAN: plan}
-    common = {role: path for role, path in kept.items() if path is not None}
+    loaded, feed = calibration.loaded, calibration.feed
+    files = {}
+    cache = _staged_cache(calibration, stage)
+    if cache is not None:
+        files["calibration cache"] = cache
+    if plan_path is not None:
+        files[PLAN] = plan_path
     pages = [FileRow(role=REPORT, path=str(stage.folder / "report.html"))]
-    if settings:
+    if has_settings:
         pages.append(FileRow(role=OPTIONS, path=str(stage.folder / manifest.SETTINGS)))
-    words = sorted({one.precision for one in built}, reverse=True)
-    names = ", ".join(result.target for result in built)
+
+    precisions = sorted({result.precision for result in built}, reverse=True)
+    target_names = ", ".join(result.target for result in built)
     report = Report(
-        title=f"calib8: {loaded.name} in {' and '.join(words)} for {names}",
+        title=f"calib8: {loaded.name} in {' and '.join(precisions)} for {target_names}",
         model=model_part(loaded),
-        feed=feed_part(feed, calibrated.images),
-        calibration=_calibration(calibrated, built),
+        feed=feed_part(feed, calibration.images),
+        calibration=_calibration_part(calibration, built),
         targets=tuple(
-            _target(calibrated, figures, result, plans.get(result.target), stage)
+            _target_part(calibration, figures, result, plans.get(result.target), stage)
             for result in built
         ),
         engines=engine_rows(
@@ -95,20 +108,20 @@ def write_report(
             built,
             gates,
             stage,
-            doubts=calibrated.doubts,
-            draws=calibrated.has_random_outputs,
+            doubts=calibration.doubts,
+            has_random_outputs=calibration.has_random_outputs,
             classes=loaded.classes,
         ),
         machine=replace(this_machine(), devices=figures.devices),
-        files=(*file_rows(common, stage), *pages),
+        files=(*file_rows(files, stage), *pages),
         work=WorkPart(
             decodes=feed.decodes + figures.decodes,
-            calibration_runs=dict(calibrated.runs),
+            calibration_runs=dict(calibration.runs),
             reference_runs=figures.reference_runs,
             engine_runs=dict(figures.engine_runs),
         ),
-        alerts=(*calibrated.doubts, *calibrated.warnings, *_troubles(calibrated)),
-        notes=(*calibrated.resumed, *feed.notes, *calibrated.repairs, *figures.notes),
+        alerts=(*calibration.doubts, *calibration.warnings, *_scale_alerts(calibration)),
+        notes=(*calibration.resumed, *feed.notes, *calibration.repairs, *figures.notes),
     )
     write_pages(report, stage)
     return report
@@ -116,80 +129,84 @@ def write_report(
 
 def write_pages(report: Report, stage: Stage) -> None:
     """Write a report as report.json, report.md and report.html."""
-    text = json.dumps(to_json(report), indent=1, allow_nan=False) + "\n"
-    for name, page in zip(
-        manifest.PAGES, (text, to_markdown(report), to_html(report)), strict=True
-    ):
+    json_text = json.dumps(to_json(report), indent=1, allow_nan=False) + "\n"
+    pages = (json_text, to_markdown(report), to_html(report))
+    for name, page in zip(manifest.PAGES, pages, strict=True):
         atomic.write_text(stage.temporary_folder / name, page)
 
 
 def build_origin(
-    calibrated: CalibrationResult, targets: Sequence[Target], cache: Path | None
+    calibration: CalibrationResult, targets: Sequence[Target], cache: Path | None
 ) -> dict[str, Any]:
-    """What a build was made from, for its manifest.
+    """Return the model, images and options that a build was made from, for its manifest.
 
     `cache`: the calibration cache, if it lies outside the build's folder.
     """
-    fed = calibrated.feed.manifest()
-    there = cache is not None and cache.is_file()
-    return {
-        **({"cache": manifest.external_cache_entry(cache)} if cache is not None and there else {}),
-        "versions": {"calib8": __version__, **feed_versions(fed["kind"])},
-        "model": {"name": calibrated.loaded.name, "sha256": calibrated.loaded.digest},
-        "images": fed,
-        "shapes": {
-            name: array.shape for name, array in calibrated.feed.first_samples(1)[0].items()
-        },
-        "method": calibrated.method.label,
+    images = calibration.feed.manifest()
+    origin: dict[str, Any] = {}
+    if cache is not None and cache.is_file():
+        origin["cache"] = manifest.external_cache_entry(cache)
+    return origin | {
+        "versions": {"calib8": __version__, **feed_versions(images["kind"])},
+        "model": {"name": calibration.loaded.name, "sha256": calibration.loaded.digest},
+        "images": images,
+        "shapes": sample_shapes(calibration.feed),
+        "method": calibration.method.label,
         "targets": [target.name for target in targets],
     }
 
 
+def sample_shapes(feed: Feed) -> dict[str, tuple[int, ...]]:
+    """Return input -> shape of the first sample."""
+    (sample,) = feed.first_samples(1)
+    return {name: array.shape for name, array in sample.items()}
+
+
 @phase("report")
 def publish_build(
-    made_from: Mapping[str, Any], stage: Stage, *, replacing: Collection[str] | None
+    origin: Mapping[str, Any], stage: Stage, *, replaceable: Collection[str] | None
 ) -> None:
     """Move a build into its folder, with its manifest.
 
-    `replacing`: names that may be replaced although no manifest lists them; None for all.
+    `replaceable`: names that may be replaced although no manifest lists them; None for all.
 
     Raises:
         ExportError: another file would be replaced, or the disk refuses.
     """
 
-    def complete() -> None:
+    def write_manifest() -> None:
         names = stage.file_names()
-        if replacing is not None:
-            others = [name for name in names if name not in replacing]
-            manifest.refuse_foreign(stage.folder, others, force=False)
-        manifest.write_manifest(stage.temporary_folder, stage.folder, names, made_from)
+        if replaceable is not None:
+            guarded_names = [name for name in names if name not in replaceable]
+            manifest.refuse_foreign(stage.folder, guarded_names, force=False)
+        manifest.write_manifest(stage.temporary_folder, stage.folder, names, origin)
 
-    stage.publish(complete)
+    stage.publish(write_manifest)
 
 
 def model_part(loaded: LoadedModel) -> ModelPart:
-    """The float model's part of a report."""
+    """Return the float model's part of a report."""
     imports = loaded.model.opset_import
     return ModelPart(
         path=str(loaded.source or loaded.name),
-        opset=next((o.version for o in imports if o.domain in ("", "ai.onnx")), None),
+        opset=next((item.version for item in imports if item.domain in ("", "ai.onnx")), None),
         nodes=len(loaded.model.graph.node),
-        inputs=tuple(_words(spec) for spec in loaded.inputs),
-        outputs=tuple(_words(spec) for spec in loaded.outputs),
+        inputs=tuple(_describe(spec) for spec in loaded.inputs),
+        outputs=tuple(_describe(spec) for spec in loaded.outputs),
         notes=loaded.notes,
     )
 
 
 def feed_part(feed: Feed, source: str) -> FeedPart:
-    """The images' part of a report; `source` is the path that the user gave."""
-    fed = feed.manifest()
+    """Return the images' part of a report; `source` is the path that the user gave."""
+    images = feed.manifest()
     return FeedPart(
         source=source,
         samples=feed.count,
-        preprocess=fed.get("preprocess") or {},
+        preprocess=images.get("preprocess") or {},
         prepared=describe_preprocessing(feed),
         skipped=feed.skipped,
-        digest=fed.get("sha256"),
+        digest=images.get("sha256"),
         pictures=pictures_part(feed.previews(), feed.preprocess),
     )
 
@@ -202,77 +219,88 @@ def engine_rows(
     *,
     classes: Mapping[int, str],
     doubts: Sequence[str] = (),
-    draws: bool = False,
+    has_random_outputs: bool = False,
 ) -> tuple[EngineRow, ...]:
-    """The engines' rows, each with its verdict; float and failed engines have none.
+    """Return the engines' rows, each with its verdict; float and failed engines have none.
 
-    `classes`: class -> name, for the boxes that are drawn.
+    Args:
+        figures: speed and accuracy of the engines, the float model first.
+        built: files of each target.
+        gates: demands on the engines.
+        stage: folder of the build.
+        classes: class -> name, for the boxes that are drawn.
+        doubts: signs that the images differ from the model's training data.
+        has_random_outputs: whether the float model itself gives other outputs at each run.
     """
-    reference, *others = figures.engines
-    final = [replace(row, path=_final(row.path, stage)) for row in others]
-    rows = [_with_examples(row, figures, classes) for row in final]
-    judge = partial(verdict, gates=gates, doubts=doubts, draws=draws)
-    int8 = {one.target: any(d.quantized for d in one.decisions) for one in built if not one.error}
-    failed = figures.failed
-    judged = [reference]
-    for row in rows:
-        if row.target in int8 and row.target not in failed and not row.baseline:
-            own = int8[row.target]
+    judge = partial(verdict, gates=gates, doubts=doubts, draws=has_random_outputs)
+    results = {result.target: result for result in built if not result.error}
+    rows = [figures.engines[0]]
+    for engine in figures.engines[1:]:
+        row = replace(engine, path=_final_path(engine.path, stage))
+        row = _with_examples(row, figures, classes)
+        result = results.get(row.target)
+        if result is not None and row.target not in figures.failed and not row.baseline:
             row = model.with_speed(figures.engines, row)
-            row = replace(row, verdict=_verdict(row, figures.engines, judge, int8=own))
-        judged.append(row)
-    return tuple(judged)
+            is_quantized = any(decision.quantized for decision in result.decisions)
+            judgement = _judge_engine(row, figures.engines, partial(judge, int8=is_quantized))
+            row = replace(row, verdict=judgement)
+        rows.append(row)
+    return tuple(rows)
 
 
 def _with_examples(row: EngineRow, figures: Figures, classes: Mapping[int, str]) -> EngineRow:
-    """The row of an int8 engine with example samples."""
-    own = () if row.baseline else figures.examples.get(row.target, ())
-    looks = figures.pictures
-    return replace(row, boxes=box_rows(own, looks, classes), changed=class_rows(own, looks))
+    """Return the row of an int8 engine with example samples."""
+    examples = () if row.baseline else figures.examples.get(row.target, ())
+    boxes = box_rows(examples, figures.pictures, classes)
+    return replace(row, boxes=boxes, changed=class_rows(examples, figures.pictures))
 
 
-def _verdict(
-    row: EngineRow, engines: Sequence[EngineRow], judge: Callable[..., Verdict], *, int8: bool
+def _judge_engine(
+    row: EngineRow, engines: Sequence[EngineRow], judge: Callable[..., Verdict]
 ) -> Verdict:
-    """The verdict on one engine; its speed is compared with the first of its rivals."""
-    rival = next(iter(model.find_rivals(engines, row)), None)
-    judge = partial(judge, accuracy=row.accuracy, int8=int8)
-    if rival is None:
-        wanted = "a float engine on its device" if row.on_device else "FP32"
-        return judge(speed=None, rival=wanted)
-    return judge(
-        speed=row.speed,
-        slower_ms=math.inf if row.on_device else row.p50_ms - rival.p50_ms,
-        rival="FP32" if rival.reference else rival.label,
-        device_kind="device" if row.on_device else "CPU",
+    """Return the verdict on one engine; its speed is compared with the first of its rivals."""
+    for rival in model.find_rivals(engines, row):
+        return judge(
+            accuracy=row.accuracy,
+            speed=row.speed,
+            slower_ms=math.inf if row.on_device else row.p50_ms - rival.p50_ms,
+            rival="FP32" if rival.reference else rival.label,
+            device_kind="device" if row.on_device else "CPU",
+        )
+    missing_rival = "a float engine on its device" if row.on_device else "FP32"
+    return judge(accuracy=row.accuracy, speed=None, rival=missing_rival)
+
+
+def _calibration_part(
+    calibration: CalibrationResult, built: Sequence[BuildResult]
+) -> CalibrationPart:
+    method = calibration.ranges.chosen_by
+    methods_of_files = {result.method for result in built if result.method}
+    if methods_of_files and method not in methods_of_files:
+        method = ""  # all targets have searches of their own
+    is_timed = not calibration.reused and calibration.loaded.qdq is None
+    observed_now = set(calibration.observed_now)
+    counts = Counter(
+        (observation.variant.key, observation.statistic.key, observation not in observed_now)
+        for observation in calibration.observations
     )
-
-
-def _calibration(calibrated: CalibrationResult, built: Sequence[BuildResult]) -> CalibrationPart:
-    asked = calibrated.ranges.chosen_by
-    used = {result.method for result in built if result.method}
-    by_model = calibrated.loaded.qdq is not None
-    now = set(calibrated.observed_now)
-    # observations by variant and statistic, and whether the cache held them
-    wanted = calibrated.observations
-    counted = Counter((o.variant.key, o.statistic.key, o not in now) for o in wanted)
     return CalibrationPart(
-        method=asked if asked in used or not used else "",
-        reused=calibrated.reused,
-        reason=calibrated.reason,
-        seconds=None if calibrated.reused or by_model else calibrated.seconds,
-        cache=str(calibrated.cache) if calibrated.cache else None,
+        method=method,
+        reused=calibration.reused,
+        reason=calibration.reason,
+        seconds=calibration.seconds if is_timed else None,
+        cache=str(calibration.cache) if calibration.cache else None,
         groups=tuple(
-            GroupRow(variant=variant, statistic=statistic, tensors=tensors, reused=reused)
-            for (variant, statistic, reused), tensors in counted.items()
+            GroupRow(variant=variant, statistic=statistic, tensors=count, reused=is_reused)
+            for (variant, statistic, is_reused), count in counts.items()
         ),
-        by_model=by_model,
-        agreement=calibrated.agreement,
+        by_model=calibration.loaded.qdq is not None,
+        agreement=calibration.agreement,
     )
 
 
-def _target(
-    calibrated: CalibrationResult,
+def _target_part(
+    calibration: CalibrationResult,
     figures: Figures,
     built: BuildResult,
     plan: PlannedTarget | None,
@@ -280,69 +308,68 @@ def _target(
 ) -> TargetPart:
     error = built.error or figures.failed.get(built.target, "")
     layers = figures.layers.get(built.target, ())
-    now = set(calibrated.observed_now)
-    return TargetPart(
-        name=built.target,
-        method=built.method,
-        options=built.options,
-        reused=not error
-        and not now.intersection(calibrated.observations_by_target.get(built.target, ())),
-        nodes=node_rows(built.decisions),
-        tensors=clip_rows(calibrated, built, layers),
-        weights=weight_rows(built.weights),
-        layers=layers,
-        files=file_rows(built.files, stage),
-        runnable=_final(built.runnable, stage),
-        search=None
-        if plan is None or not plan.plan.tried
-        else SearchPart(
+    observations = calibration.observations_by_target.get(built.target, ())
+    search = None
+    if plan is not None and plan.plan.tried:
+        search = SearchPart(
             reused=plan.reused,
             probes=plan.probes,
             settled=plan.plan.settled,
             tried=tuple(trial_rows(plan.plan)),
-        ),
-        alerts=tuple(_left_over(calibrated.loaded.name, built.target, stage)),
-        notes=(*(() if built.error else _of_search(plan)), *built.notes),
+        )
+    search_notes = () if plan is None or built.error else _search_notes(plan)
+    return TargetPart(
+        name=built.target,
+        method=built.method,
+        options=built.options,
+        reused=not error and not set(calibration.observed_now).intersection(observations),
+        nodes=node_rows(built.decisions),
+        tensors=clip_rows(calibration, built, layers),
+        weights=weight_rows(built.weights),
+        layers=layers,
+        files=file_rows(built.files, stage),
+        runnable=_final_path(built.runnable, stage),
+        search=search,
+        alerts=tuple(_earlier_file_alerts(calibration.loaded.name, built.target, stage)),
+        notes=(*search_notes, *built.notes),
         error=error,
     )
 
 
-def _left_over(name: str, target: str, stage: Stage) -> Iterator[str]:
-    """A note on files of an earlier build of the same model that this one did not write."""
+def _earlier_file_alerts(model_name: str, target: str, stage: Stage) -> Iterator[str]:
+    """Yield a note on files of an earlier build of the same model that this one did not write."""
     endings = TARGETS[target].writes if target in TARGETS else ()
-    names = [f"{name}{ending}" for ending in endings]
-    left = [
-        n
-        for n in names
-        if (stage.folder / n).exists() and not (stage.temporary_folder / n).exists()
+    names = [
+        name
+        for name in (f"{model_name}{ending}" for ending in endings)
+        if (stage.folder / name).exists() and not (stage.temporary_folder / name).exists()
     ]
-    if left:
-        yield f"not of this build, but of an earlier one in {stage.folder}: {', '.join(left)}"
+    if names:
+        yield f"not of this build, but of an earlier one in {stage.folder}: {', '.join(names)}"
 
 
-def _of_search(plan: PlannedTarget | None) -> Iterator[str]:
-    """Notes on how the plan came about."""
-    if plan is None:
-        return
-    if plan.note:
-        yield plan.note
-    own = plan.plan
-    for words, why in ((_UNUSABLE, own.unusable), (_DOUBTFUL, own.doubtful), (_FAILED, own.failed)):
-        if why:
-            yield words.format(why)
+def _search_notes(planned: PlannedTarget) -> Iterator[str]:
+    """Yield notes on how the plan came about."""
+    if planned.note:
+        yield planned.note
+    plan = planned.plan
+    reason_by_note = {_UNUSABLE: plan.unusable, _DOUBTFUL: plan.doubtful, _FAILED: plan.failed}
+    for note, reason in reason_by_note.items():
+        if reason:
+            yield note.format(reason)
 
 
 def trial_rows(plan: TargetPlan) -> Iterator[TrialRow]:
-    """Rows of the complete trials; rows that a user's edit broke are left out."""
-    for place, one in enumerate(plan.tried):
-        db, time = one.get("sqnr_db"), one.get("time")
-        if isinstance(db, float) and isinstance(time, float):
-            what = str(one.get("what", ""))
-            yield TrialRow(what=what, sqnr_db=db, time=time, taken=place == plan.taken)
+    """Yield rows of the complete trials; rows that a user's edit broke are left out."""
+    for index, trial in enumerate(plan.tried):
+        sqnr_db, time = trial.get("sqnr_db"), trial.get("time")
+        if isinstance(sqnr_db, float) and isinstance(time, float):
+            what = str(trial.get("what", ""))
+            yield TrialRow(what=what, sqnr_db=sqnr_db, time=time, taken=index == plan.taken)
 
 
 def file_rows(files: Mapping[str, Path], stage: Stage) -> tuple[FileRow, ...]:
-    """Rows of written files, by their role."""
+    """Return a row for each written file, by its role."""
     return tuple(
         FileRow(
             role=role,
@@ -354,35 +381,35 @@ def file_rows(files: Mapping[str, Path], stage: Stage) -> tuple[FileRow, ...]:
     )
 
 
-def _final(path: Path | str | None, stage: Stage) -> str | None:
-    """The final path of a written file, as text."""
+def _final_path(path: Path | str | None, stage: Stage) -> str | None:
+    """Return the final path of a written file, as text."""
     return None if path is None else str(stage.published_path(Path(path)))
 
 
-def _cache_now(calibrated: CalibrationResult, stage: Stage) -> Path | None:
-    """The cache of this run: in the stage where it appears with the build."""
-    if calibrated.cache is None:
+def _staged_cache(calibration: CalibrationResult, stage: Stage) -> Path | None:
+    """Return the cache of this run: in the stage if it appears with the build."""
+    if calibration.cache is None:
         return None
-    staged = stage.staged_path(calibrated.cache)
-    return staged if staged is not None and staged.exists() else calibrated.cache
+    staged_path = stage.staged_path(calibration.cache)
+    is_staged = staged_path is not None and staged_path.exists()
+    return staged_path if is_staged else calibration.cache
 
 
-def _troubles(calibrated: CalibrationResult) -> list[str]:
-    """Tensors without a scale, those of one reason together; their nodes stay float."""
-    by_reason: dict[str, list[str]] = {}
-    for name, why in calibrated.range_set.reasons.items():
-        by_reason.setdefault(why, []).append(name)
-    return [_without_scale(names, why) for why, names in by_reason.items()]
+def _scale_alerts(calibration: CalibrationResult) -> Iterator[str]:
+    """Yield the tensors without a scale, by reason; their nodes stay float."""
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in calibration.range_set.reasons.items():
+        names_by_reason.setdefault(reason, []).append(name)
+    for reason, names in names_by_reason.items():
+        if len(names) == 1:
+            yield f"no scale for {names[0]}: it {reason}; its nodes stay float"
+            continue
+        listed_names = ", ".join(names[:_MAX_NAMES])
+        if len(names) > _MAX_NAMES:
+            listed_names += f" and {len(names) - _MAX_NAMES} more"
+        yield f"no scale for {listed_names}: each {reason}; their nodes stay float"
 
 
-def _without_scale(names: Sequence[str], why: str) -> str:
-    if len(names) == 1:
-        return f"no scale for {names[0]}: it {why}; its nodes stay float"
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    listed = ", ".join(names[:_NAMED]) + more
-    return f"no scale for {listed}: each {why}; their nodes stay float"
-
-
-def _words(spec: TensorSpec) -> str:
-    shape = ",".join("?" if d is None else str(d) for d in spec.shape)
+def _describe(spec: TensorSpec) -> str:
+    shape = ",".join("?" if size is None else str(size) for size in spec.shape)
     return f"{spec.name} {spec.dtype} [{shape}]"

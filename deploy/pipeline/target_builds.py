@@ -1,4 +1,4 @@
-"""Search what stays float on each target, and build every target.
+"""Search which layers stay float on each target, and build every target.
 
 A target that fails becomes a row with its error; the others are built all the same. If only its
 engine fails, the files for another machine stay. An unexpected exception is such an error too; its
@@ -34,96 +34,122 @@ from deploy.tuning.tune import PlannedTarget, find_plan, plan_target, store_plan
 @phase("search")
 def search_targets(
     targets: Sequence[Target],
-    calibrated: CalibrationResult,
+    calibration: CalibrationResult,
     stage: Stage,
-    wish: Tuning,
+    tuning: Tuning,
     *,
-    method_asked: bool,
+    has_method: bool,
     repairs: Callable[[Target], Sequence[str]],
     threads: int,
 ) -> tuple[dict[str, PlannedTarget], Path | None]:
-    """Return (target -> what stays float and how ranges are searched, the plan file).
+    """Return (target -> which layers stay float and how ranges are searched, the plan file).
+
+    Args:
+        targets: targets to plan.
+        calibration: the calibration.
+        stage: folder of the build.
+        tuning: options of the search.
+        has_method: whether the user chose the range method, which then stays.
+        repairs: target -> names of the repairs to try.
+        threads: samples or trials that run in parallel.
 
     Raises:
         ConfigError: a plan that does not fit the model.
     """
-    path = stage.folder / plan_name(calibrated.loaded)
-    known = find_plan(path, wish, calibrated.loaded.digest)
-    request = _request(calibrated, stage, threads, wish.cpu)
-    found = {}
+    path = stage.folder / plan_name(calibration.loaded)
+    earlier_plan = find_plan(path, tuning, calibration.loaded.digest)
+    request = _make_request(calibration, stage, threads, tuning.cpu)
+    plans = {}
     for target in targets:
-        if target.name in calibrated.failures:
+        if target.name in calibration.failures:
             continue
         try:
             with phase(target.name):
-                own = wish.for_target(target)
-                found[target.name] = plan_target(
-                    target, request, own, known, method_asked=method_asked, repairs=repairs(target)
+                plans[target.name] = plan_target(
+                    target,
+                    request,
+                    tuning.for_target(target),
+                    earlier_plan,
+                    method_asked=has_method,
+                    repairs=repairs(target),
                 )
         except (MemoryError, OSError):
             raise
         except Exception as error:
-            why = with_log(error, calibrated.loaded.name, stage)
-            if not isinstance(why, BackendError | CalibrationError | ExportError):
+            reason = with_log(error, calibration.loaded.name, stage)
+            if not isinstance(reason, BackendError | CalibrationError | ExportError):
                 raise
-            found[target.name] = PlannedTarget(
+            plans[target.name] = PlannedTarget(
                 plan=TargetPlan(choices=NO_CHOICES),
                 searched=False,
-                note=f"nothing was searched for {target.name}: {why}",
+                note=f"nothing was searched for {target.name}: {reason}",
             )
-    searched = any(one.searched for one in found.values())
-    if not (searched or wish.plan is not None or known.targets):
-        return found, None
-    return found, store_plan(stage.records / path.name, known, found)
+
+    is_searched = any(plan.searched for plan in plans.values())
+    if not is_searched and tuning.plan is None and not earlier_plan.targets:
+        return plans, None
+    return plans, store_plan(stage.records / path.name, earlier_plan, plans)
 
 
 @phase("targets")
 def build_targets(
     targets: Sequence[Target],
-    calibrated: CalibrationResult,
+    calibration: CalibrationResult,
     stage: Stage,
     threads: int,
     plans: Mapping[str, PlannedTarget],
     *,
     repairs: Callable[[Target], Sequence[str]],
-    against: onnx.ModelProto | None,
+    unrepaired_model: onnx.ModelProto | None,
     cpu: str,
 ) -> list[BuildResult]:
     """Build every target; a failed one becomes its error.
 
-    Args beyond those of `deploy.pipeline.build`:
-        against: the model without repairs, if speed is measured.
+    Args:
+        targets: targets to build.
+        calibration: the calibration.
+        stage: folder of the build.
+        threads: worker threads.
+        plans: target -> its plan.
+        repairs: target -> names of the repairs to try.
+        unrepaired_model: the model without repairs, if speed is measured.
         cpu: one of `deploy.tuning.CPU_NAMES`.
 
     Raises:
         Calib8Error: every target failed, and none left a file.
     """
-    request = replace(_request(calibrated, stage, threads, cpu), unrepaired_model=against)
+    request = _make_request(calibration, stage, threads, cpu)
+    request = replace(request, unrepaired_model=unrepaired_model)
     results: list[BuildResult] = []
     errors: list[Calib8Error] = []
     for target in targets:
-        if target.name in calibrated.failures:
-            results.append(BuildResult(target=target.name, error=calibrated.failures[target.name]))
+        if target.name in calibration.failures:
+            error_text = calibration.failures[target.name]
+            results.append(BuildResult(target=target.name, error=error_text))
             continue
-        before = stage.file_names()
+        earlier_files = stage.file_names()
         try:
-            chosen = request.with_choices(plans[target.name].plan.choices)
+            planned_request = request.with_choices(plans[target.name].plan.choices)
             with phase(target.name):
-                names = repairs(target)
-                samples = repair_samples(chosen.evaluation_set) if names else []
-                own, tried = repair_request(target, chosen, names, samples)
-                made = target.build(own)
-            notes = (*repair_notes(tried), *made.notes)
-            results.append(replace(made, options=changed_options(target), notes=notes))
-        except (SampleChangedError, MemoryError, OSError):  # of the run, not of the target
+                results.append(_build_target(target, planned_request, repairs(target)))
+        except (SampleChangedError, MemoryError, OSError):  # they end the run, not one target
             raise
         except Exception as error:
-            stage.discard({*stage.file_names()}.difference(before))
-            errors.append(with_log(error, calibrated.loaded.name, stage))
+            stage.discard({*stage.file_names()}.difference(earlier_files))
+            errors.append(with_log(error, calibration.loaded.name, stage))
             results.append(BuildResult(target=target.name, error=str(errors[-1])))
     if errors and all(result.error and not result.files for result in results):
         raise errors[0]
     return results
+
+
+def _build_target(target: Target, request: BuildRequest, repairs: Sequence[str]) -> BuildResult:
+    """Repair the model for a target, and build it."""
+    samples = repair_samples(request.evaluation_set) if repairs else []
+    repaired_request, repair_results = repair_request(target, request, repairs, samples)
+    result = target.build(repaired_request)
+    notes = (*repair_notes(repair_results), *result.notes)
+    return replace(result, options=changed_options(target), notes=notes)
 
 
 def with_log(error: Exception, name: str, stage: Stage) -> Calib8Error:
@@ -143,30 +169,35 @@ def discard_failed(
     results: Sequence[BuildResult], failed: Collection[str], stage: Stage
 ) -> list[BuildResult]:
     """Remove engines that cannot be opened or run; files for another machine stay."""
-    kept = []
-    for result in results:
-        if result.target in failed and not result.error:
-            engines = {path for path in (result.engine, *result.baselines.values()) if path}
-            portable = result.engine not in (None, result.runnable)
-            stays = {
-                r: path for r, path in result.files.items() if portable and path not in engines
-            }
-            gone = {*engines, *result.files.values()}.difference(stays.values())
-            stage.discard(name for path in gone for name in (path.name, f"{path.name}.json"))
-            result = replace(result, engine=None, runnable=None, baselines={}, files=stays)
-        kept.append(result)
-    return kept
+    return [
+        _discard_engines(result, stage) if result.target in failed and not result.error else result
+        for result in results
+    ]
 
 
-def _request(calibrated: CalibrationResult, stage: Stage, threads: int, cpu: str) -> BuildRequest:
+def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
+    """Remove the engines of a target, and all its files if the engine is the only one to run."""
+    engines = {path for path in (result.engine, *result.baselines.values()) if path}
+    remaining_files = {}
+    if result.engine not in (None, result.runnable):
+        remaining_files = {role: p for role, p in result.files.items() if p not in engines}
+    discarded = {*engines, *result.files.values()}.difference(remaining_files.values())
+    names = [path.name for path in discarded]
+    stage.discard([*names, *(f"{name}.json" for name in names)])
+    return replace(result, engine=None, runnable=None, baselines={}, files=remaining_files)
+
+
+def _make_request(
+    calibration: CalibrationResult, stage: Stage, threads: int, cpu: str
+) -> BuildRequest:
     return BuildRequest(
-        subject=calibrated.subject,
+        subject=calibration.subject,
         folder=stage.temporary_folder,
         earlier_folder=stage.folder,
-        ranges=calibrated.ranges,
-        feed=calibrated.feed,
-        manifest=calibrated.feed.manifest(),
-        evaluation_set=calibrated.evaluation_set,
+        ranges=calibration.ranges,
+        feed=calibration.feed,
+        manifest=calibration.feed.manifest(),
+        evaluation_set=calibration.evaluation_set,
         threads=threads,
         cpu=cpu,
     )
