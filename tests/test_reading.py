@@ -514,7 +514,11 @@ def test_a_model_replaced_while_it_is_built_is_told(model, pictures, tmp_path, m
 
 
 def test_a_model_replaced_before_it_is_read_unfolded_is_told(model, pictures, monkeypatch):
-    between(monkeypatch, "deploy.pipeline.calibration_setup._demands", lambda: replaced(model))
+    between(
+        monkeypatch,
+        "deploy.pipeline.calibration_setup._collect_observations",
+        lambda: replaced(model),
+    )
     with pytest.raises(ModelError, match="changed while calib8 ran"):
         calibrate(model, pictures, preprocess=UNIT, targets=["tensorrt"], method="legacy")
 

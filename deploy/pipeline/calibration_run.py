@@ -2,13 +2,13 @@
 
 ::
 
-    judge (the cache) --> observe what is missing --> Ranges --> keep
+    check the cache --> observe what is missing --> Ranges --> store
                               |
-    CalibrationImages.observe +--> on_this_machine   one pass here, with checkpoints
-                              +--> on_workers        the same pass in pieces, on a dask cluster
-                              '--> from_shards       merged: nothing is run
+    CalibrationImages.observe +--> observe_here         one pass here, with checkpoints
+                              +--> observe_on_workers   the same pass in pieces, on a dask cluster
+                              '--> merge_shards         merged: nothing is run
 
-`open_images` decides once which of the three observes. A trusted cache is taken as it is.
+`open_dataset` and `open_shards` choose one of the three. A trusted cache is used as it is.
 """
 
 from __future__ import annotations
@@ -71,15 +71,17 @@ from deploy.frontends import LoadedModel
 from deploy.graph.plan import never_negative
 from deploy.pipeline.float_reference import check_cleaned_model
 from deploy.targets import Target
-from deploy.targets.base import WritesCache
+from deploy.targets.base import CacheText, WritesCache
 from deploy.terminal import phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassResult:
-    """What the cache held and what was observed now.
+    """The statistics of the cache and those observed now.
 
     Attributes:
+        observed: all statistics that the targets need.
+        notes: sentences on how they were observed.
         checkpoint: the checkpoint of the pass; None where no state was kept.
     """
 
@@ -93,8 +95,11 @@ class CalibrationImages:
     """The images of a calibration, and what observes them.
 
     Attributes:
+        feed: the images.
+        name: their source, for the report.
         shard: which shard they are, or that they are merged shards; None for neither.
-        observe: (run, what the cache holds, worker threads that memory suffices for) -> result.
+        is_readable: whether the images themselves are here, not only their statistics.
+        observe: (run, check of the cache, worker threads that memory suffices for) -> result.
     """
 
     feed: Feed
@@ -109,24 +114,35 @@ class CalibrationRun:
     """One calibration: what is observed of which model on which images, and its running state.
 
     Attributes:
-        wanted: target -> its observations.
-        until: when there are enough images; None uses all.
-        judges: evaluation samples; the float model's outputs of them are stored meanwhile.
-        checkpoint: path of the checkpoint; None keeps none.
+        subject: the model, and how it is calibrated.
+        images: the images.
+        observations_by_target: target -> its observations.
+        failures: target -> why it cannot be built.
+        policy: how the cache is used.
+        stability_rule: when there are enough images; None uses all.
+        stability_monitor: compares halves of the samples.
+        evaluation_set: evaluation samples; the float model's outputs of them are stored meanwhile.
+        evaluation_count: number of evaluation samples.
+        threads: worker threads.
+        checkpoint_path: path of the checkpoint; None keeps none.
+        resume: whether the run continues from its checkpoint.
+        repairs: notes on the repairs of the model.
+        peaks: the largest samples of every tensor that is observed.
+        runs: variant of the model -> number of inferences.
         started: `time.perf_counter()` at its start.
     """
 
     subject: CalibrationSubject
     images: CalibrationImages
-    wanted: Mapping[str, tuple[Observation, ...]]
-    failed: Mapping[str, str]
+    observations_by_target: Mapping[str, tuple[Observation, ...]]
+    failures: Mapping[str, str]
     policy: CachePolicy
-    until: StabilityRule | None
-    watch: StabilityMonitor
-    judges: EvaluationSet
+    stability_rule: StabilityRule | None
+    stability_monitor: StabilityMonitor
+    evaluation_set: EvaluationSet
     evaluation_count: int
     threads: int
-    checkpoint: Path | None
+    checkpoint_path: Path | None
     resume: bool
     repairs: tuple[str, ...] = ()
     peaks: Peaks = field(default_factory=Peaks)
@@ -140,55 +156,58 @@ class CalibrationRun:
 
     @property
     def observations(self) -> tuple[Observation, ...]:
-        """Everything that the targets want, each observation once."""
-        return unique_observations(self.wanted)
+        """Everything that the targets need, each observation once."""
+        return unique_observations(self.observations_by_target)
 
 
-def open_images(
-    loaded: LoadedModel, images: Dataset | ShardSet, *, cluster: Cluster | None
+def open_dataset(
+    loaded: LoadedModel, dataset: Dataset, cluster: Cluster | None
 ) -> CalibrationImages:
-    """Open the images of a calibration, or the shards that were observed of them.
+    """Open the images of a calibration.
 
     `cluster`: the scheduler whose workers observe; None observes here.
     """
-    if isinstance(images, ShardSet):
-        return CalibrationImages(
-            feed=images.feed,
-            name=str(images),
-            shard="a shard (got merged)",
-            is_readable=False,
-            observe=partial(from_shards, images),
-        )
-    feed = images.open(loaded.inputs, metadata_preprocess=loaded.metadata_preprocess)
+    feed = dataset.open(loaded.inputs, metadata_preprocess=loaded.metadata_preprocess)
     return CalibrationImages(
         feed=feed,
-        name=source_name(images.source),
+        name=describe_source(dataset.source),
         shard=None if feed.share is None else f"a shard (got {feed.share})",
         is_readable=True,
-        observe=on_this_machine if cluster is None else partial(on_workers, cluster, images),
+        observe=observe_here if cluster is None else partial(observe_on_workers, cluster, dataset),
     )
 
 
-def source_name(images: FeedSource) -> str:
-    """Where images came from, for the report."""
+def open_shards(shards: ShardSet) -> CalibrationImages:
+    """Return the images that shards were observed on."""
+    return CalibrationImages(
+        feed=shards.feed,
+        name=str(shards),
+        shard="a shard (got merged)",
+        is_readable=False,
+        observe=partial(merge_shards, shards),
+    )
+
+
+def describe_source(images: FeedSource) -> str:
+    """Return where images came from, for the report."""
     has_path = isinstance(images, str | Path | CalibratorScript | RawFiles)
     return str(images) if has_path else "arrays in memory"
 
 
-def from_shards(
-    shards: ShardSet, run: CalibrationRun, verdict: CacheDecision, threads: int
+def merge_shards(
+    shards: ShardSet, run: CalibrationRun, decision: CacheDecision, _threads: int
 ) -> PassResult:
-    """Merge what the shards of other machines hold.
+    """Merge the statistics in the shards of other machines.
 
     Raises:
         CacheError: a shard lacks an observation.
     """
-    new = shards.observed(verdict.missing, run.peaks)
-    return PassResult(observed=verdict.observed.merged_with(new))
+    new = shards.observed(decision.missing, run.peaks)
+    return PassResult(observed=decision.observed.merged_with(new))
 
 
-def on_workers(
-    cluster: Cluster, images: Dataset, run: CalibrationRun, verdict: CacheDecision, threads: int
+def observe_on_workers(
+    cluster: Cluster, dataset: Dataset, run: CalibrationRun, decision: CacheDecision, _threads: int
 ) -> PassResult:
     """Observe on the workers of a scheduler.
 
@@ -196,34 +215,34 @@ def on_workers(
         ConfigError: a statistic that depends on the order of the images.
         BackendError, FeedError, Calib8Error: as `deploy.calibration.cluster.observe_on`.
     """
-    if not verdict.missing:
-        return PassResult(observed=verdict.observed)
-    refuse_ordered(verdict.missing, "a piece of a calibration (got --scheduler)")
+    if not decision.missing:
+        return PassResult(observed=decision.observed)
+    refuse_ordered(decision.missing, "a piece of a calibration (got --scheduler)")
     new, notes = observe_on(
         cluster,
-        verdict.missing,
+        decision.missing,
         run.feed,
         subject=run.subject,
-        images=images.source,
-        limit=images.limit,
+        images=dataset.source,
+        limit=dataset.limit,
         peaks=run.peaks,
         runs=run.runs,
     )
-    return PassResult(observed=verdict.observed.merged_with(new), notes=notes)
+    return PassResult(observed=decision.observed.merged_with(new), notes=notes)
 
 
-def on_this_machine(run: CalibrationRun, verdict: CacheDecision, threads: int) -> PassResult:
-    """Observe in one pass here.
+def observe_here(run: CalibrationRun, decision: CacheDecision, threads: int) -> PassResult:
+    """Observe in one pass on this machine.
 
     Raises:
         CacheError: a checkpoint from which the run cannot go on.
         FeedError, BackendError, CalibrationError: as the pass.
     """
-    plan = schedule_observations(verdict.missing, verdict.observed)
+    plan = schedule_observations(decision.missing, decision.observed)
     checkpoint: Checkpoint | None = None
-    if run.checkpoint is not None and plan.late:
+    if run.checkpoint_path is not None and plan.late:
         checkpoint = Checkpoint(
-            run.checkpoint,
+            run.checkpoint_path,
             run.subject,
             run.feed,
             plan.late,
@@ -231,11 +250,12 @@ def on_this_machine(run: CalibrationRun, verdict: CacheDecision, threads: int) -
             resume=run.resume,
             force=run.policy.force,
         )
-    elif run.checkpoint is not None and run.resume:
-        remove_finished_checkpoint(run.checkpoint)
-    observed = verdict.observed
-    if verdict.missing:
-        feed, watch, outputs = run.feed, run.watch, run.judges.outputs
+    elif run.checkpoint_path is not None and run.resume:
+        remove_finished_checkpoint(run.checkpoint_path)
+
+    observed = decision.observed
+    if decision.missing:
+        feed, monitor, outputs = run.feed, run.stability_monitor, run.evaluation_set.outputs
         counted = 0 if checkpoint is None else checkpoint.counted
         with (
             phase("observing", len(feed) - counted, "samples") as step,
@@ -243,7 +263,7 @@ def on_this_machine(run: CalibrationRun, verdict: CacheDecision, threads: int) -
             feed.samples(without=range(plan.first, counted)) as samples,
         ):
             new = observe(
-                verdict.missing,
+                decision.missing,
                 samples,
                 known=observed,
                 threads=threads,
@@ -252,10 +272,11 @@ def on_this_machine(run: CalibrationRun, verdict: CacheDecision, threads: int) -
                 peaks=run.peaks,
                 checkpoint=checkpoint,
                 on_outputs=lambda number, values: outputs.add(feed.sample_key(number), values),
-                halves=None if counted else watch.halves,  # a checkpoint does not hold the halves
-                should_stop=watch.is_enough if watch.decides else None,
+                halves=None if counted else monitor.halves,  # a checkpoint holds no halves
+                should_stop=monitor.is_enough if monitor.decides else None,
             )
         observed = observed.merged_with(new)
+
     notes: tuple[str, ...] = ()
     if threads < run.threads:
         notes = (
@@ -265,8 +286,8 @@ def on_this_machine(run: CalibrationRun, verdict: CacheDecision, threads: int) -
     return PassResult(observed=observed, notes=notes, checkpoint=checkpoint)
 
 
-def take_trusted(run: CalibrationRun) -> CalibrationResult:
-    """Take a foreign cache as it is.
+def use_trusted_cache(run: CalibrationRun) -> CalibrationResult:
+    """Use a foreign cache as it is.
 
     Raises:
         ConfigError: no path, or a target that cannot use symmetric ranges.
@@ -275,136 +296,158 @@ def take_trusted(run: CalibrationRun) -> CalibrationResult:
     subject, path = run.subject, run.policy.path
     if path is None:
         raise ConfigError("a cache to be trusted must be named, got none; give --cache")
-    for name, own in run.wanted.items():
-        if any(o.variant.key != FOLDED for o in own):
+    for target, observations in run.observations_by_target.items():
+        if any(observation.variant.key != FOLDED for observation in observations):
             raise ConfigError(
-                f"a trusted cache holds one symmetric range a tensor, of which the target {name}"
+                f"a trusted cache holds one symmetric range a tensor, of which the target {target}"
                 " with this method makes nothing; leave --trust-cache out for it"
             )
-    tensors = tuple(o.tensor for o in run.observations)
-    known = read_foreign_ranges(path, tensors, never_negative(subject.model))
-    reason = f"{path} is trusted as it is, without a fingerprint"
-    return _calibrated(
-        run,
-        CacheDecision(reason=reason, observed=ObservedStatistics({}), missing=()),
-        Ranges(ObservedStatistics({}), subject.method, subject.range_limits, trusted=known),
+    tensors = tuple(observation.tensor for observation in run.observations)
+    cached_ranges = read_foreign_ranges(path, tensors, never_negative(subject.model))
+    ranges = Ranges(
+        ObservedStatistics({}), subject.method, subject.range_limits, trusted=cached_ranges
     )
+    reason = f"{path} is trusted as it is, without a fingerprint"
+    decision = CacheDecision(reason=reason, observed=ObservedStatistics({}), missing=())
+    return _make_result(run, decision, ranges)
 
 
 def calibrate_run(
     run: CalibrationRun, *, targets: Sequence[Target], stage: Stage | None
 ) -> CalibrationResult:
     """Observe what the cache lacks, search all ranges, and store the calibration."""
-    subject, feed, watch = run.subject, run.feed, run.watch
-    verdict = check_cache(
+    subject, feed, monitor = run.subject, run.feed, run.stability_monitor
+    decision = check_cache(
         run.policy,
         lambda count: make_fingerprint(subject, feed.manifest(count)),
         run.observations,
-        until=run.until,
+        until=run.stability_rule,
     )
-    if verdict.missing and run.policy.path is not None:
+    if decision.missing and run.policy.path is not None:
         refuse_unwritable(run.policy.path)
-    able = one_pass.count_workers(verdict.missing, subject.model, run.threads)
-    seen = run.images.observe(run, verdict, able)
-    judges = run.judges
-    if run.until is not None:
-        feed.keep_first(_reached(verdict, feed, watch))
+    threads = one_pass.count_workers(decision.missing, subject.model, run.threads)
+    pass_result = run.images.observe(run, decision, threads)
+
+    evaluation_set = run.evaluation_set
+    if run.stability_rule is not None:
+        feed.keep_first(_count_observed(decision, feed, monitor))
         feed.cache_samples(0, run.evaluation_count, PREVIEW_COUNT)
-        judges = make_evaluation_set(feed, subject.model, run.evaluation_count)
-    ranges = Ranges(seen.observed, subject.method, subject.range_limits)
-    agreement = watch.end(len(feed)) if verdict.missing else None
-    # of the first target that has a form of its own; a shard has no text: merging writes it
-    alone = (t for t in targets if t.name in run.wanted and feed.share is None)
-    own = next((t.cache_text(subject, ranges) for t in alone if isinstance(t, WritesCache)), None)
-    few: tuple[str, ...] = ()
-    if run.until and verdict.missing and agreement is None:
-        few = (f"whether samples are enough is told from 16 on: there were {len(feed)}",)
-    warnings: tuple[str, ...] = ()
-    drawn = find_random_outputs(subject.model, judges) if run.evaluation_count else ""
+        evaluation_set = make_evaluation_set(feed, subject.model, run.evaluation_count)
+    ranges = Ranges(pass_result.observed, subject.method, subject.range_limits)
+    agreement = monitor.end(len(feed)) if decision.missing else None
+    notes = list(pass_result.notes)
+    if run.stability_rule and decision.missing and agreement is None:
+        notes.append(f"whether samples are enough is told from 16 on: there were {len(feed)}")
+    cache_text = _make_cache_text(run, ranges, targets)
+    if cache_text is not None:
+        notes += cache_text.notes
+
+    random_outputs, warning = "", ""
     if run.evaluation_count:
-        doubt = drawn or check_cleaned_model(subject, judges)
-        warnings = (doubt,) if doubt else ()
-    known = verdict.stored if not verdict.missing else None
+        random_outputs = find_random_outputs(subject.model, evaluation_set)
+        warning = random_outputs or check_cleaned_model(subject, evaluation_set)
+
+    stability_rule = run.stability_rule
+    if decision.stored is not None and not decision.missing:
+        stability_rule = decision.stored.until
     calibration = Calibration(
-        observed=seen.observed,
-        fingerprint=verdict.combined_fingerprint(make_fingerprint(subject, feed.manifest())),
-        outliers=(*verdict.outliers, *identify_outliers(run.peaks, feed.sample_digests)),
-        until=known.until if known else run.until,
+        observed=pass_result.observed,
+        fingerprint=decision.combined_fingerprint(make_fingerprint(subject, feed.manifest())),
+        outliers=(*decision.outliers, *identify_outliers(run.peaks, feed.sample_digests)),
+        until=stability_rule,
     )
-    text = own.text if own else None
-    update_cache(run.policy, subject, verdict, calibration, ranges, text=text, stage=stage)
-    if seen.checkpoint is not None and run.policy.path is not None:
-        seen.checkpoint.path.unlink(missing_ok=True)
-    return _calibrated(
+    text = cache_text.text if cache_text else None
+    update_cache(run.policy, subject, decision, calibration, ranges, text=text, stage=stage)
+    checkpoint = pass_result.checkpoint
+    if checkpoint is not None and run.policy.path is not None:
+        checkpoint.path.unlink(missing_ok=True)
+    return _make_result(
         run,
-        verdict,
+        decision,
         ranges,
-        judges=judges,
+        evaluation_set=evaluation_set,
         agreement=agreement,
-        notes=(*seen.notes, *few, *(own.notes if own else ())),
-        warnings=warnings,
-        draws=bool(drawn),
+        notes=tuple(notes),
+        warnings=(warning,) if warning else (),
+        has_random_outputs=bool(random_outputs),
         outliers=calibration.outliers,
-        checkpoint=seen.checkpoint,
+        checkpoint=checkpoint,
     )
 
 
-def _calibrated(
+def _make_cache_text(
+    run: CalibrationRun, ranges: Ranges, targets: Sequence[Target]
+) -> CacheText | None:
+    """Return the cache in the form of the first target that has a form of its own.
+
+    A shard has no text: merging writes it.
+    """
+    if run.feed.share is not None:
+        return None
+    for target in targets:
+        if target.name in run.observations_by_target and isinstance(target, WritesCache):
+            return target.cache_text(run.subject, ranges)
+    return None
+
+
+def _make_result(
     run: CalibrationRun,
-    verdict: CacheDecision,
+    decision: CacheDecision,
     ranges: Ranges,
     *,
-    judges: EvaluationSet | None = None,
+    evaluation_set: EvaluationSet | None = None,
     agreement: HalvesAgreement | None = None,
     notes: tuple[str, ...] = (),
     warnings: tuple[str, ...] = (),
-    draws: bool = False,
+    has_random_outputs: bool = False,
     outliers: Iterable[Outlier] = (),
     checkpoint: Checkpoint | None = None,
 ) -> CalibrationResult:
-    """The result of a run."""
-    subject, feed, path = run.subject, run.feed, run.policy.path
-    places = {(o.variant.key, o.tensor) for o in run.observations}
-    own = [one for one in outliers if (one.variant, one.tensor) in places]
-    far = (describe_outliers(own, feed.name_by_digest()),) if own else ()
+    """Return the result of a run."""
+    subject, feed, cache = run.subject, run.feed, run.policy.path
+    observed_tensors = {(o.variant.key, o.tensor) for o in run.observations}
+    own_outliers = [o for o in outliers if (o.variant, o.tensor) in observed_tensors]
+    if own_outliers:
+        warnings = (describe_outliers(own_outliers, feed.name_by_digest()), *warnings)
     return CalibrationResult(
         subject=subject,
         images=run.images.name,
         feed=feed,
         ranges=ranges,
-        observations_by_target=run.wanted,
-        failures=run.failed,
-        observed_now=verdict.missing,
-        reused=not verdict.missing,
-        reason=verdict.reason,
+        observations_by_target=run.observations_by_target,
+        failures=run.failures,
+        observed_now=decision.missing,
+        reused=not decision.missing,
+        reason=decision.reason,
         seconds=time.perf_counter() - run.started,
         runs=run.runs,
         notes=notes,
         doubts=tuple(check_feed_inputs(subject, feed)) if run.images.is_readable else (),
-        warnings=(*subject.loaded.cut_notes, *far, *warnings),
-        has_random_outputs=draws,
-        cache=path,
+        warnings=(*subject.loaded.cut_notes, *warnings),
+        has_random_outputs=has_random_outputs,
+        cache=cache,
         repairs=run.repairs,
         peaks=run.peaks,
-        checkpoint=checkpoint.path if checkpoint is not None and path is None else None,
-        resumed=_resumed(checkpoint, run.watch),
-        evaluation_set=judges or run.judges,
+        checkpoint=checkpoint.path if checkpoint is not None and cache is None else None,
+        resumed=_resume_notes(checkpoint, run.stability_monitor),
+        evaluation_set=evaluation_set or run.evaluation_set,
         agreement=agreement,
     )
 
 
-def _reached(verdict: CacheDecision, feed: Feed, watch: StabilityMonitor) -> int:
-    """Number of images that were observed, now or when the cache was made."""
-    if not verdict.missing:
-        assert verdict.stored is not None
-        return verdict.stored.count
-    return feed.count_entries(watch.samples) if watch.stopped else feed.entry_count
+def _count_observed(decision: CacheDecision, feed: Feed, monitor: StabilityMonitor) -> int:
+    """Return the number of images that were observed, now or when the cache was made."""
+    if not decision.missing:
+        assert decision.stored is not None
+        return decision.stored.count
+    return feed.count_entries(monitor.samples) if monitor.stopped else feed.entry_count
 
 
-def _resumed(checkpoint: Checkpoint | None, watch: StabilityMonitor) -> tuple[str, ...]:
-    """Where a run went on from its checkpoint, and what cannot be told then."""
+def _resume_notes(checkpoint: Checkpoint | None, monitor: StabilityMonitor) -> tuple[str, ...]:
+    """Return where a run went on from its checkpoint, and what is unknown then."""
     if checkpoint is None:
         return ()
-    unknown = checkpoint.counted and watch.halves is not None
-    halves = "how far two halves of the samples agree is not known of a run that went on"
-    return (*checkpoint.notes, *((halves,) if unknown else ()))
+    if checkpoint.counted and monitor.halves is not None:
+        halves = "how far two halves of the samples agree is not known of a run that went on"
+        return (*checkpoint.notes, halves)
+    return tuple(checkpoint.notes)

@@ -2,14 +2,14 @@
 
 ::
 
-    open_images --> repairs --> what the targets demand --> CalibrationRun --> Calibrated
+    images, or shards --> repairs --> observations that the targets demand --> CalibrationRun
 
-`use_qdq_calibration` takes what the pairs of a Q/DQ model say instead.
+`use_qdq_calibration` takes the ranges of a Q/DQ model's pairs instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,12 @@ from deploy.calibration import store
 from deploy.calibration.calibration_result import CalibrationResult, QdqModelRanges
 from deploy.calibration.checkpoint import checkpoint_path
 from deploy.calibration.cluster_jobs import Cluster, as_cluster
-from deploy.calibration.observation import CalibrationSubject, Observation, unique_observations
+from deploy.calibration.observation import (
+    CalibrationSubject,
+    Observation,
+    ObservedStatistics,
+    unique_observations,
+)
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reference_outputs import make_evaluation_set
 from deploy.calibration.reuse import CachePolicy, as_policy, cached_trt_version
@@ -47,11 +52,13 @@ from deploy.pipeline.build_options import (
     open_torch_module,
 )
 from deploy.pipeline.calibration_run import (
+    CalibrationImages,
     CalibrationRun,
     calibrate_run,
-    open_images,
-    source_name,
-    take_trusted,
+    describe_source,
+    open_dataset,
+    open_shards,
+    use_trusted_cache,
 )
 from deploy.targets import Target, make_targets
 from deploy.targets.base import WritesCache
@@ -62,7 +69,7 @@ from deploy.tuning.search_samples import CANDIDATES
 if TYPE_CHECKING:
     from torch import nn
 
-_TRIED = 2  # random samples for a Q/DQ model without images
+_RANDOM_SAMPLES = 2  # for a Q/DQ model without images
 
 
 @with_progress
@@ -91,7 +98,7 @@ def calibrate(
             which the first item of `images` exports.
         images: folder, list file, image, .npy, .npz, `RawFiles`, a `CalibratorScript`, or an
             iterable of arrays or {input: array} dicts, such as a DataLoader, whose labels are left
-            out. Of a PyTorch module: no files.
+            out. For a PyTorch module, arrays only.
         targets: names of `TARGETS`, or targets with options of their own.
         method: name of a search, or a `Method` with parameters; None is the default one.
         preprocess: how images become inputs, or some options of it by name; the rest is what the
@@ -181,15 +188,16 @@ def merge_with(
 ) -> CalibrationResult:
     """`merge` with its options as one value."""
     loaded = model if isinstance(model, LoadedModel) else load(model)
-    shard_set = ShardSet(shards, loaded)
-    return calibrate_loaded(loaded, find_user_model(model), shard_set, options, targets=targets)
+    images = open_shards(ShardSet(shards, loaded))
+    with phase("calibration"):
+        return _calibrate_images(loaded, find_user_model(model), images, options, targets=targets)
 
 
 @phase("calibration")
 def calibrate_loaded(
     loaded: LoadedModel,
-    given: str | Path | onnx.ModelProto | None,
-    images: Dataset | ShardSet,
+    user_model: str | Path | onnx.ModelProto | None,
+    dataset: Dataset,
     options: CalibrationOptions,
     *,
     targets: Sequence[Target],
@@ -200,79 +208,130 @@ def calibrate_loaded(
 ) -> CalibrationResult:
     """Calibrate a model that is loaded; `calibrate` describes the options.
 
-    Args beyond those of `calibrate`:
+    Args:
+        loaded: the model.
+        user_model: the model as it can be read again with nothing folded.
+        dataset: the images.
+        options: how it is calibrated.
+        targets: the targets, whose observations are made.
         evaluation_count: number of samples on which the engines are evaluated later; the float
             model's outputs of these are stored while it is observed.
+        repairs: names of the repairs to try.
+        task: name of the outputs' task that the user set.
         stage: where the files of a build wait; a cache in the same folder appears with them.
     """
-    policy, cluster = options.cache, as_cluster(options.scheduler)
-    source = open_images(loaded, images, cluster=cluster)
-    feed = source.feed
+    cluster = as_cluster(options.scheduler)
+    if cluster is not None:
+        _refuse_local_options(options)
+    return _calibrate_images(
+        loaded,
+        user_model,
+        open_dataset(loaded, dataset, cluster),
+        options,
+        targets=targets,
+        evaluation_count=evaluation_count,
+        repairs=repairs,
+        task=task,
+        stage=stage,
+    )
+
+
+def _refuse_local_options(options: CalibrationOptions) -> None:
+    """Refuse options that only a run on this machine has."""
+    if options.resume:
+        raise ConfigError(
+            "--resume goes on with a run of this machine, got --scheduler, which keeps no"
+            " checkpoint; leave one of them out"
+        )
+    if options.until_stable is not None:
+        raise ConfigError(
+            "--until-stable looks at images one after the other, got --scheduler, whose workers"
+            " share all of them out; leave one of them out"
+        )
+
+
+def _calibrate_images(
+    loaded: LoadedModel,
+    user_model: str | Path | onnx.ModelProto | None,
+    images: CalibrationImages,
+    options: CalibrationOptions,
+    *,
+    targets: Sequence[Target],
+    evaluation_count: int = 0,
+    repairs: Sequence[str] = (),
+    task: str = "",
+    stage: Stage | None = None,
+) -> CalibrationResult:
+    """Prepare the run of a calibration, and run it."""
+    policy, feed = options.cache, images.feed
     feed.cache_samples(0, evaluation_count, PREVIEW_COUNT)
-    checkpoint = _checkpoint_path(options)
-    _refuse_foreign(policy)
-    asked = options.method
+    checkpoint = _choose_checkpoint(options)
+    _refuse_foreign_cache(policy)
+    method = options.method
     subject = CalibrationSubject(
         loaded=loaded,
-        user_model=given,
+        user_model=user_model,
         samples=len(feed),
         batch=feed.batch,
         filled=feed.padded_sample_count,
-        method=asked if isinstance(asked, Method) else Method.of(asked or DEFAULT_METHOD),
+        method=method if isinstance(method, Method) else Method.of(method or DEFAULT_METHOD),
         task=task,
         float_nodes=match_nodes(loaded.model, options.float_nodes),
-        trt_version=policy.trt_version or _builds_here(targets) or cached_trt_version(policy),
+        trt_version=policy.trt_version or _find_trt_version(targets) or cached_trt_version(policy),
     )
     if policy.trust:
         refuse_model_repairs(repairs)
     folder = Path() if stage is None else stage.folder
-    subject, tried = repair_model(
+    subject, repair_results = repair_model(
         targets, subject, repairs, feed, folder=folder, threads=options.workers
     )
-    wanted, failed = _demands(targets, subject)
-    if not any(wanted.values()):
+
+    observations_by_target, failures = _collect_observations(targets, subject)
+    if not any(observations_by_target.values()):
         raise ModelError(
             "at least one node of the model must be able to run in int8, got none in"
             f" {subject.loaded.name} (only the main graph counts, not If and Loop bodies);"
             " `calib8 inspect` says why"
         )
-    _refuse_idle_method(options.method, subject, wanted)
-    if source.shard is not None:
-        refuse_ordered(unique_observations(wanted), source.shard)
-    until = None
+    observations = unique_observations(observations_by_target)
+    is_searched = any(o.statistic == subject.statistic for o in observations)
+    if options.method is not None and not is_searched:
+        raise ConfigError(
+            f"a method is for targets that search by it, got {subject.method.label} for"
+            f" {', '.join(observations_by_target)} alone, which has searches of its own; leave the"
+            " method out"
+        )
+    if images.shard is not None:
+        refuse_ordered(observations, images.shard)
+
+    stability_rule = None
     if options.until_stable is not None:
-        until = StabilityRule(options.until_stable, subject.method.label)
-    if cluster is not None and options.resume:
-        raise ConfigError(
-            "--resume goes on with a run of this machine, got --scheduler, which keeps no"
-            " checkpoint; leave one of them out"
-        )
-    if cluster is not None and options.until_stable is not None:
-        raise ConfigError(
-            "--until-stable looks at images one after the other, got --scheduler, whose workers"
-            " share all of them out; leave one of them out"
-        )
+        stability_rule = StabilityRule(options.until_stable, subject.method.label)
     run = CalibrationRun(
         subject=subject,
-        images=source,
-        wanted=wanted,
-        failed=failed,
+        images=images,
+        observations_by_target=observations_by_target,
+        failures=failures,
         policy=policy,
-        until=until,
-        watch=_watch(subject, wanted, feed, until, trusted=policy.trust),
-        judges=make_evaluation_set(feed, subject.model, evaluation_count),
+        stability_rule=stability_rule,
+        stability_monitor=_make_monitor(
+            subject, observations, feed, stability_rule, is_trusted=policy.trust
+        ),
+        evaluation_set=make_evaluation_set(feed, subject.model, evaluation_count),
         evaluation_count=evaluation_count,
         threads=options.workers,
-        checkpoint=checkpoint,
+        checkpoint_path=checkpoint,
         resume=options.resume,
-        repairs=tuple(repair_notes(tried)),
+        repairs=tuple(repair_notes(repair_results)),
     )
-    return take_trusted(run) if policy.trust else calibrate_run(run, targets=targets, stage=stage)
+    if policy.trust:
+        return use_trusted_cache(run)
+    return calibrate_run(run, targets=targets, stage=stage)
 
 
 def use_qdq_calibration(
     loaded: LoadedModel,
-    trained: QdqCalibration,
+    qdq: QdqCalibration,
     dataset: Dataset | None,
     *,
     targets: Sequence[Target],
@@ -280,17 +339,22 @@ def use_qdq_calibration(
 ) -> CalibrationResult:
     """Return the calibration that the pairs of a Q/DQ model hold.
 
-    `dataset`: images to try it on; None makes samples up.
-    `trt_version`: TensorRT that is to read the cache; None for the one that builds here.
+    Args:
+        loaded: the model without its pairs.
+        qdq: its pairs.
+        dataset: images to try it on; None makes samples up.
+        targets: the targets.
+        trt_version: TensorRT that is to read the cache; None for the one that builds here.
 
     Raises:
         Calib8Error: no target can be built for, or the images cannot be opened.
     """
+    name = "random numbers"
     if dataset is None:  # random samples, which are not used for accuracy
-        opened, name = Dataset(source=random_feeds(loaded.inputs, count=_TRIED)), "random numbers"
+        dataset = Dataset(source=random_feeds(loaded.inputs, count=_RANDOM_SAMPLES))
     else:
-        opened, name = dataset, source_name(dataset.source)
-    feed = opened.open(loaded.inputs, metadata_preprocess=loaded.metadata_preprocess)
+        name = describe_source(dataset.source)
+    feed = dataset.open(loaded.inputs, metadata_preprocess=loaded.metadata_preprocess)
     feed.cache_samples(0, CANDIDATES, PREVIEW_COUNT)
     subject = CalibrationSubject(
         loaded=loaded,
@@ -298,17 +362,17 @@ def use_qdq_calibration(
         batch=feed.batch,
         filled=feed.padded_sample_count,
         method=Method.of(),
-        trt_version=trt_version or _builds_here(targets),
+        trt_version=trt_version or _find_trt_version(targets),
     )
-    _, failed = _demands(targets, subject)
+    _, failures = _collect_observations(targets, subject)
     return CalibrationResult(
         subject=subject,
         images=name,
         feed=feed,
-        ranges=QdqModelRanges(trained, subject),
+        ranges=QdqModelRanges(qdq, subject),
         evaluation_set=make_evaluation_set(feed, subject.model, CANDIDATES),
         observations_by_target={},
-        failures=failed,
+        failures=failures,
         observed_now=(),
         reused=False,
         reason="the model is quantized already, and its Q/DQ pairs give every range",
@@ -317,23 +381,27 @@ def use_qdq_calibration(
     )
 
 
-def _demands(
+def _collect_observations(
     targets: Iterable[Target], subject: CalibrationSubject
 ) -> tuple[dict[str, tuple[Observation, ...]], dict[str, str]]:
-    """(target -> its observations, target -> why it cannot be built for); one target can."""
-    wanted: dict[str, tuple[Observation, ...]] = {}
-    failed: dict[str, Calib8Error] = {}
+    """Return (target -> its observations, target -> why it cannot be built for).
+
+    Raises:
+        Calib8Error: no target can be built for.
+    """
+    observations: dict[str, tuple[Observation, ...]] = {}
+    failures: dict[str, Calib8Error] = {}
     for target in targets:
         try:
-            wanted[target.name] = target.demand(subject)
+            observations[target.name] = target.demand(subject)
         except Calib8Error as error:
-            failed[target.name] = error
-    if failed and not wanted:
-        raise next(iter(failed.values()))
-    return wanted, {name: str(error) for name, error in failed.items()}
+            failures[target.name] = error
+    if failures and not observations:
+        raise next(iter(failures.values()))
+    return observations, {name: str(error) for name, error in failures.items()}
 
 
-def _refuse_foreign(policy: CachePolicy) -> None:
+def _refuse_foreign_cache(policy: CachePolicy) -> None:
     """Finish or undo an interrupted write, then refuse to overwrite a file that is no cache."""
     if policy.path is not None and not (policy.trust or policy.require):
         folder = policy.path.parent
@@ -341,22 +409,8 @@ def _refuse_foreign(policy: CachePolicy) -> None:
         store.refuse_foreign_cache(policy.path, force=policy.force)
 
 
-def _refuse_idle_method(
-    method: str | Method | None,
-    subject: CalibrationSubject,
-    wanted: Mapping[str, tuple[Observation, ...]],
-) -> None:
-    """Refuse a method that no target searches by."""
-    if method is None or any(o.statistic == subject.statistic for o in unique_observations(wanted)):
-        return
-    raise ConfigError(
-        f"a method is for targets that search by it, got {subject.method.label} for"
-        f" {', '.join(wanted)} alone, which has searches of its own; leave the method out"
-    )
-
-
-def _checkpoint_path(options: CalibrationOptions) -> Path | None:
-    """Path of the checkpoint; None with --until-stable, which looks at few samples."""
+def _choose_checkpoint(options: CalibrationOptions) -> Path | None:
+    """Return the path of the checkpoint; None with --until-stable, which looks at few samples."""
     policy, checkpoint, resume = options.cache, options.checkpoint, options.resume
     if resume and (policy.require or policy.trust):
         flag = "--require-cache" if policy.require else "--trust-cache"
@@ -380,27 +434,36 @@ def _checkpoint_path(options: CalibrationOptions) -> Path | None:
     return checkpoint
 
 
-def _watch(
+def _make_monitor(
     subject: CalibrationSubject,
-    wanted: Mapping[str, tuple[Observation, ...]],
+    observations: Sequence[Observation],
     feed: Feed,
-    until: StabilityRule | None,
+    stability_rule: StabilityRule | None,
     *,
-    trusted: bool,
+    is_trusted: bool,
 ) -> StabilityMonitor:
-    """What compares halves of the samples; with `until` the samples come spread over the feed."""
-    listed = unique_observations(wanted)
-    searched = [o for o in listed if o.statistic == subject.statistic and not o.is_order_dependent]
-    if until is not None:
-        refuse_until_stable(feed, listed, searched, trusted=trusted)
+    """Return what compares halves of the samples; with a rule they come in sampling order."""
+    searched = [
+        observation
+        for observation in observations
+        if observation.statistic == subject.statistic and not observation.is_order_dependent
+    ]
+    if stability_rule is not None:
+        refuse_until_stable(feed, observations, searched, trusted=is_trusted)
         feed.use_sampling_order()
-    alone = searched if feed.share is None else ()  # half of a shard tells nothing of all images
-    return StabilityMonitor(
-        alone, lambda seen: Ranges(seen, subject.method, subject.range_limits), until
-    )
+    if feed.share is not None:
+        searched = []  # half of a shard tells nothing of all images
+
+    def make_ranges(observed: ObservedStatistics) -> Ranges:
+        return Ranges(observed, subject.method, subject.range_limits)
+
+    return StabilityMonitor(searched, make_ranges, stability_rule)
 
 
-def _builds_here(targets: Iterable[Target]) -> str | None:
-    """The version of TensorRT that builds on this machine, where there is one."""
-    versions = (target.cache_version() for target in targets if isinstance(target, WritesCache))
-    return next((version for version in versions if version is not None), None)
+def _find_trt_version(targets: Iterable[Target]) -> str | None:
+    """Return the version of TensorRT that builds on this machine; None without one."""
+    for target in targets:
+        version = target.cache_version() if isinstance(target, WritesCache) else None
+        if version is not None:
+            return version
+    return None
