@@ -584,7 +584,7 @@ def test_a_missing_runtime_says_how_to_get_it(a, refusal, monkeypatch):
 
 def test_the_real_openvino_agrees_on_a_plain_model(a, images):
     pytest.importorskip("openvino", reason="OpenVINO is not installed")
-    assert compare(a, None, images, runtime="openvino", every=True).parts_at is None
+    assert compare(a, None, images, runtime="openvino", every=True).first_difference is None
 
 
 def test_a_cut_holds_what_its_tensor_needs_and_no_more(a):

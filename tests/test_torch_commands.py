@@ -371,7 +371,7 @@ def test_a_module_and_a_loader_are_built_compared_and_explained_as_a_file_is(tmp
         assert tensor is other and torch.equal(other, before) and graded == graded_now
     assert "calib8: in_memory in int8" in text and "calibrated anew" in text
     found = calib8.compare(net, tmp_path / "in_memory.int8.onnx", data)
-    assert found.first == "InMemory in onnxruntime" and found.outputs[0].figures.sqnr_db > 20
+    assert found.first == "InMemory in onnxruntime" and found.outputs[0].accuracy.sqnr_db > 20
     found = calib8.explain(tmp_path, images=data, model=net)
     assert found.targets[0].held.samples == 8 and not found.targets[0].held.notes
     command = [sys.executable, "-c", AGAIN, tmp_path]

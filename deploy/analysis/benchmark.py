@@ -9,8 +9,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from deploy.metrics.bench_inputs import (
     stack_samples,
 )
 from deploy.metrics.kernels import (
+    KernelTime,
     ReportsLayers,
     find_devices,
     read_engine_layers,
@@ -54,7 +55,10 @@ from deploy.tasks import Metric, judge_of
 from deploy.tensors import Session, TensorSpec
 from deploy.terminal import phase, timed_phase, with_progress
 
+_MAX_LOADS = 3  # the load time is the least of so many
 _LOAD_BUDGET_MS = 200  # an engine is not loaded again after this much time
+
+MakeInputs = Callable[[int | None], Feeds]  # batch, None for the model's own -> inputs
 
 
 @with_progress
@@ -112,104 +116,164 @@ def bench(
         SdkMissingError: the runtime is not installed.
         FeedError: images that do not fit.
     """
-    for given in (engine, against):
-        if not isinstance(given, str | Path | None):
+    for file in (engine, against):
+        if not isinstance(file, str | Path | None):
             raise ConfigError(
-                f"what is measured is a file, got an object of class {type(given).__name__}; store"
+                f"what is measured is a file, got an object of class {type(file).__name__}; store"
                 " it first: onnx.save(model, path), of a PyTorch module the one that"
                 " calib8.torch.export(module, [example_input]) makes"
             )
-    paths = _paths(Path(engine), Path(against) if against is not None else None)
-    runtimes: dict[str, Target | _Openvino] = {
-        label: _runtime(path, targets) for label, path in paths.items()
-    }
+    sources = _list_sources(Path(engine), Path(against) if against is not None else None, targets)
     if runtime == "openvino":
-        paths, runtimes = _both_runtimes(paths, runtimes)
-    judge = judge_of(None, task)
-    if judge is not None and (images is None or len(paths) < 2):
+        sources = _add_openvino(sources)
+    metric = judge_of(None, task)
+    if metric is not None and (images is None or len(sources) < 2):
         raise ConfigError("a task is judged on --images, against another model; give both")
-    for target in targets:
-        if target not in runtimes.values():
-            raise ConfigError(
-                f"options of {target.name} need an engine of it"
-                f" ({', '.join(target.engines)}), got {' and '.join(paths)}"
-            )
-    opened = {
-        label: open_timed(path, runtimes[label], threads=threads) for label, path in paths.items()
-    }
-    sessions = {label: session for label, (session, _) in opened.items()}
-    _check(paths, sessions, threads=threads, batches=batches, profile=profile)
+    _refuse_unused_targets(targets, sources)
+
+    engines = {label: _load_engine(source, threads=threads) for label, source in sources.items()}
+    _refuse_unsupported(engines, threads=threads, batches=batches, profile=profile)
+    sessions = {label: loaded.session for label, loaded in engines.items()}
     specs = _shared_inputs(sessions)
     accuracies: dict[str, Accuracy] = {}
-    notes: tuple[str, ...] = ()
     if images is None:
-        recalled = read_calibration_shapes(paths.values(), specs)
-        taken = {name: dims for name, dims in recalled.items() if name not in (shapes or {})}
-        notes = tuple(
-            f"input {name!r} is open: {'x'.join(map(str, dims))}, as in the calibration of the"
-            " build next to it; --shape sets another"
-            for name, dims in taken.items()
-        )
-        feeds: Callable[..., Feeds] = partial(
-            random_feeds, specs, shapes={**taken, **(shapes or {})}, seed=seed
-        )
+        make_inputs, notes = _choose_random_inputs(engines.values(), specs, shapes or {}, seed)
     else:
         dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
-        carried = next(filter(None, map(_carried, paths.values())), None)
-        feed = dataset.open(specs, metadata_preprocess=carried)
-        feeds = partial(_image_feeds, feed)
-        accuracies = _accuracy(sessions, feed, judge)
+        metadata_preprocess = _find_metadata_preprocess(engines.values())
+        feed = dataset.open(specs, metadata_preprocess=metadata_preprocess)
+        make_inputs = partial(_take_images, feed)
+        accuracies = _compare_outputs(sessions, feed, metric)
         notes = preprocessing_notes(feed)
+
     sizes: list[int | None] = [*sorted(set(batches))] or [None]
     latencies = {
-        batch: _measured(sessions, feeds(batch=batch), batch, warmup_ms, duration_s)
+        batch: _measure_batch(sessions, make_inputs(batch), batch, warmup_ms, duration_s)
         for batch in sizes
     }
-    smallest = next(iter(latencies))
-    smallest_feeds = feeds(batch=smallest)
-    kernels = {
-        label: time_kernels(
-            path,
-            sessions[label],
-            smallest_feeds,
-            again=partial(runtimes[label].open, path, threads=threads),
-            duration_ms=1e3 * duration_s,
-            p50_ms=latencies[smallest][label].host.p50,
+    inputs = make_inputs(sizes[0])  # of the smallest batch, which the other figures are of
+    smallest_latency = latencies[sizes[0]]
+    kernels: dict[str, tuple[KernelTime, ...]] = {}
+    if profile:
+        kernels = _time_kernels(
+            engines, inputs, smallest_latency, threads=threads, duration_s=duration_s
         )
-        for label, path in (paths.items() if profile else ())
-    }
-    rows = tuple(
-        EngineRow(
+    rows = []
+    for label, loaded in engines.items():
+        stream_notes = _stream_notes(loaded, streams, inputs, threads, warmup_ms, duration_s)
+        row = EngineRow(
             label=label,
-            reference=len(paths) > 1 and label == next(iter(paths)),
-            path=str(path),
-            size_bytes=model_size(path),
-            load_ms=opened[label][1],
-            threads=sessions[label].threads,
-            latency=latencies[smallest][label],
-            sweep=tuple(_at(b, each[label]) for b, each in latencies.items() if b is not None),
+            reference=len(engines) > 1 and label == next(iter(engines)),
+            path=str(loaded.path),
+            size_bytes=model_size(loaded.path),
+            load_ms=loaded.load_ms,
+            threads=loaded.session.threads,
+            latency=smallest_latency[label],
+            sweep=_make_batch_rows(label, latencies),
             kernels=kernels.get(label, ()),
             accuracy=accuracies.get(label),
-            ran=compare_with_plan(read_engine_layers(sessions[label])),
-            notes=(
-                *_streams(
-                    path, runtimes[label], streams, smallest_feeds, threads, warmup_ms, duration_s
-                ),
-                *_output_notes(accuracies.get(label)),
-            ),
+            ran=compare_with_plan(read_engine_layers(loaded.session)),
+            notes=(*stream_notes, *_output_notes(accuracies.get(label))),
         )
-        for label, path in paths.items()
+        rows.append(row)
+    file_names = dict.fromkeys(loaded.path.name for loaded in engines.values())
+    return Report(
+        title=f"Latency of {' and '.join(file_names)}",
+        engines=tuple(rows),
+        machine=replace(this_machine(), devices=find_devices(sessions)),
+        notes=notes,
     )
-    title = f"Latency of {' and '.join(dict.fromkeys(path.name for path in paths.values()))}"
-    machine = replace(this_machine(), devices=find_devices(sessions))
-    return Report(title=title, engines=rows, machine=machine, notes=notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineSource:
+    """A model file, and the target or runtime that opens it."""
+
+    path: Path
+    runtime: Target | _Openvino
+
+    def open(self, *, threads: int | None) -> Session:
+        """Open a session.
+
+        Raises:
+            BackendError: the runtime cannot load the file.
+        """
+        return self.runtime.open(self.path, threads=threads)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedEngine(_EngineSource):
+    """An engine, and its load time."""
+
+    session: Session
+    load_ms: float
+
+
+class _Openvino:
+    """Opens models in OpenVINO."""
+
+    def open(self, engine: Path, *, threads: int | None = None) -> Session:
+        return OpenvinoSession.open(engine, threads=threads)
+
+
+def _list_sources(
+    engine: Path, against: Path | None, targets: Sequence[Target]
+) -> dict[str, _EngineSource]:
+    """Return label -> engine, the reference first; a label is the file name if that is unique."""
+    if against is None:
+        paths = {engine.name: engine}
+    elif engine.name != against.name:
+        paths = {against.name: against, engine.name: engine}
+    elif engine == against:
+        raise ConfigError(f"--against needs another model than the engine, got {engine} twice")
+    else:
+        paths = {str(against): against, str(engine): engine}
+    return {
+        label: _EngineSource(path, _find_target(path, targets)) for label, path in paths.items()
+    }
+
+
+def _find_target(path: Path, targets: Sequence[Target]) -> Target:
+    """Return the target of this suffix; ONNX Runtime for any other, which reports what is wrong."""
+    target_by_name = {target.name: target for target in targets}
+    for name, kind in TARGETS.items():
+        if path.suffix in kind.engines:
+            return target_by_name[name] if name in target_by_name else kind()
+    return OnnxRuntime()
+
+
+def _add_openvino(sources: Mapping[str, _EngineSource]) -> dict[str, _EngineSource]:
+    """Return one engine in ONNX Runtime and in OpenVINO."""
+    if len(sources) > 1:
+        raise ConfigError(
+            f"two runtimes take one engine, got {' and '.join(sources)}; leave --against out, or"
+            " --runtime"
+        )
+    ((label, source),) = sources.items()
+    if not isinstance(source.runtime, OnnxRuntime):
+        raise ConfigError(
+            f"OpenVINO reads ONNX models, got {source.path}; name the .onnx file, or leave"
+            " --runtime out"
+        )
+    return {
+        f"{label} in ONNX Runtime": source,
+        f"{label} in OpenVINO": _EngineSource(source.path, _Openvino()),
+    }
+
+
+def _refuse_unused_targets(targets: Sequence[Target], sources: Mapping[str, _EngineSource]) -> None:
+    runtimes = [source.runtime for source in sources.values()]
+    for target in targets:
+        if target not in runtimes:
+            raise ConfigError(
+                f"options of {target.name} need an engine of it"
+                f" ({', '.join(target.engines)}), got {' and '.join(sources)}"
+            )
 
 
 @phase("loading")
-def open_timed(
-    path: Path, target: Target | _Openvino, *, threads: int | None = None
-) -> tuple[Session, float]:
-    """Load an engine; return the session and the least of up to three load times in ms.
+def _load_engine(source: _EngineSource, *, threads: int | None) -> _LoadedEngine:
+    """Load an engine; its load time is the least of up to three.
 
     An engine that loads slowly is loaded only once.
 
@@ -218,98 +282,146 @@ def open_timed(
     """
     import onnxruntime  # noqa: F401 (the import is not part of a model's load time)
 
-    taken: list[float] = []
-    while len(taken) < 3 and sum(taken) < _LOAD_BUDGET_MS:
+    times_ms: list[float] = []
+    while len(times_ms) < _MAX_LOADS and sum(times_ms) < _LOAD_BUDGET_MS:
         start = time.perf_counter()
-        session = target.open(path, threads=threads)
-        taken.append((time.perf_counter() - start) * 1e3)
-    return session, min(taken)
+        session = source.open(threads=threads)
+        times_ms.append((time.perf_counter() - start) * 1e3)
+    return _LoadedEngine(source.path, source.runtime, session, min(times_ms))
 
 
-def _carried(path: Path) -> MetadataPreprocess | None:
-    """Return the preprocessing in an ONNX model's metadata; None for other engines."""
-    if path.suffix.lower() != ".onnx":
-        return None
-    return read_metadata_preprocess(parse_model(model_bytes(path), str(path)), path)
+def _find_metadata_preprocess(engines: Iterable[_LoadedEngine]) -> MetadataPreprocess | None:
+    """Return the preprocessing in the metadata of the first ONNX model that has some."""
+    for engine in engines:
+        if engine.path.suffix.lower() != ".onnx":
+            continue
+        model = parse_model(model_bytes(engine.path), str(engine.path))
+        preprocess = read_metadata_preprocess(model, engine.path)
+        if preprocess:
+            return preprocess
+    return None
 
 
-def _runtime(path: Path, targets: Sequence[Target]) -> Target:
-    """Return the target of this suffix; ONNX Runtime for any other, which reports what is wrong."""
-    own = {target.name: target for target in targets}
-    for name, kind in TARGETS.items():
-        if path.suffix in kind.engines:
-            return own[name] if name in own else kind()
-    return OnnxRuntime()
-
-
-def _check(
-    paths: Mapping[str, Path],
-    sessions: Mapping[str, Session],
+def _refuse_unsupported(
+    engines: Mapping[str, _LoadedEngine],
     *,
     threads: int | None,
     batches: Sequence[int],
     profile: bool,
 ) -> None:
     """Refuse options that the sessions do not support."""
-    if threads is not None and all(s.threads != threads for s in sessions.values()):
+    thread_counts = [engine.session.threads for engine in engines.values()]
+    if threads is not None and threads not in thread_counts:
         raise ConfigError(
-            f"--threads is for engines on the CPU, got {' and '.join(paths)}; leave it out"
+            f"--threads is for engines on the CPU, got {' and '.join(engines)}; leave it out"
         )
-    for label, session in sessions.items():
+    for engine in engines.values():
         if batches:
-            refuse_fixed_batch(session.inputs)
+            refuse_fixed_batch(engine.session.inputs)
         if profile:
-            refuse_untimed(paths[label], session)
+            refuse_untimed(engine.path, engine.session)
 
 
-def _image_feeds(feed: Feed, *, batch: int | None) -> Feeds:
+def _choose_random_inputs(
+    engines: Iterable[_LoadedEngine], specs: Sequence[TensorSpec], shapes: Shapes, seed: int
+) -> tuple[MakeInputs, tuple[str, ...]]:
+    """Return a function that makes random inputs, and notes on their shapes.
+
+    `shapes`: those that the user set; others come from the build in the engine's folder.
+    """
+    calibration_shapes = read_calibration_shapes((engine.path for engine in engines), specs)
+    chosen_shapes: dict[str, Sequence[int]] = dict(shapes)
+    notes = []
+    for name, dimensions in calibration_shapes.items():
+        if name not in shapes:
+            chosen_shapes[name] = dimensions
+            notes.append(
+                f"input {name!r} is open: {'x'.join(map(str, dimensions))}, as in the calibration"
+                " of the build next to it; --shape sets another"
+            )
+
+    def make_inputs(batch: int | None) -> Feeds:
+        return random_feeds(specs, shapes=chosen_shapes, seed=seed, batch=batch)
+
+    return make_inputs, tuple(notes)
+
+
+def _take_images(feed: Feed, batch: int | None) -> Feeds:
     """Return the first images, single or stacked to a batch."""
     if batch is None:
         return feed.first_samples(FEEDS)
     return stack_samples(feed.first_samples(SAMPLES_IN_MEMORY), batch)
 
 
-def _measured(
+def _measure_batch(
     sessions: Mapping[str, Session],
-    feeds: Feeds,
+    inputs: Feeds,
     batch: int | None,
     warmup_ms: float,
     duration_s: float,
 ) -> dict[str, Latency]:
     try:
         with phase("measuring" if batch is None else f"batch {batch}"):
-            return measure(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
+            return measure(sessions, inputs, warmup_ms=warmup_ms, duration_s=duration_s)
     except BackendError as error:
         if batch is None:
             raise
         raise BackendError(f"with a batch of {batch}: {error}") from error
 
 
-def _at(batch: int, found: Latency) -> BatchRow:
-    p50_s = max(found.host.p50, 1e-6) / 1e3
-    return BatchRow(batch=batch, items_qps=batch / p50_s, latency=found)
+def _make_batch_rows(
+    label: str, latencies: Mapping[int | None, Mapping[str, Latency]]
+) -> tuple[BatchRow, ...]:
+    """Return a row for each batch size that an engine was measured at."""
+    rows = []
+    for batch, latency_by_label in latencies.items():
+        if batch is not None:
+            latency = latency_by_label[label]
+            p50_s = max(latency.host.p50, 1e-6) / 1e3
+            rows.append(BatchRow(batch=batch, items_qps=batch / p50_s, latency=latency))
+    return tuple(rows)
 
 
-def _streams(
-    path: Path,
-    target: Target | _Openvino,
-    count: int,
-    feeds: Feeds,
+def _time_kernels(
+    engines: Mapping[str, _LoadedEngine],
+    inputs: Feeds,
+    latency: Mapping[str, Latency],
+    *,
+    threads: int | None,
+    duration_s: float,
+) -> dict[str, tuple[KernelTime, ...]]:
+    """Return the kernels of each engine, the slowest first."""
+    return {
+        label: time_kernels(
+            engine.path,
+            engine.session,
+            inputs,
+            again=partial(engine.open, threads=threads),
+            duration_ms=1e3 * duration_s,
+            p50_ms=latency[label].host.p50,
+        )
+        for label, engine in engines.items()
+    }
+
+
+def _stream_notes(
+    engine: _LoadedEngine,
+    stream_count: int,
+    inputs: Feeds,
     threads: int | None,
     warmup_ms: float,
     duration_s: float,
-) -> tuple[str, ...]:
-    """Return a note on the throughput of parallel sessions, which share the cores of a CPU."""
-    if count <= 1:
-        return ()
-    each = threads or max(usable_cores() // count, 1)
-    sessions = [target.open(path, threads=each) for _ in range(count)]
+) -> Iterator[str]:
+    """Yield a note on the throughput of parallel sessions, which share the cores of a CPU."""
+    if stream_count <= 1:
+        return
+    stream_threads = threads or max(usable_cores() // stream_count, 1)
+    sessions = [engine.open(threads=stream_threads) for _ in range(stream_count)]
     with timed_phase("streams", warmup_ms / 1000 + duration_s):
-        rate = throughput(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
-    own = (
-        "" if isinstance(sessions[0], ReportsLayers) else f", {figures.count(each, 'thread')} each"
-    )
-    return (f"{count} streams at once{own}: {rate:,.0f} inferences a second",)
+        rate = throughput(sessions, inputs, warmup_ms=warmup_ms, duration_s=duration_s)
+    is_on_device = isinstance(sessions[0], ReportsLayers)
+    share = "" if is_on_device else f", {figures.count(stream_threads, 'thread')} each"
+    yield f"{stream_count} streams at once{share}: {rate:,.0f} inferences a second"
 
 
 def model_size(path: Path) -> int:
@@ -326,90 +438,57 @@ def model_size(path: Path) -> int:
         model = onnx.load_model_from_string(data)
     except Exception:  # protobuf's DecodeError: the session was opened, so this is no ONNX protobuf
         return total
-    external = {
+    external_names = {
         entry.value
         for tensor in model.graph.initializer
         if uses_external_data(tensor)
         for entry in tensor.external_data
         if entry.key == "location"
     }
-    files = (path.parent / name for name in external)
-    return total + sum(int(file.stat().st_size) for file in files if file.is_file())
-
-
-def _paths(engine: Path, against: Path | None) -> dict[str, Path]:
-    """Return label -> path, the reference first; a label is the file name if that is unique."""
-    if against is None:
-        return {engine.name: engine}
-    if engine.name != against.name:
-        return {against.name: against, engine.name: engine}
-    if engine == against:
-        raise ConfigError(f"--against needs another model than the engine, got {engine} twice")
-    return {str(against): against, str(engine): engine}
+    for name in external_names:
+        file = path.parent / name
+        if file.is_file():
+            total += int(file.stat().st_size)
+    return total
 
 
 def _shared_inputs(sessions: Mapping[str, Session]) -> Sequence[TensorSpec]:
     """Return the inputs of the sessions, which must be the same."""
     labels = list(sessions)
     first, last = labels[0], labels[-1]
-    ours, theirs = (
-        ", ".join(sorted(f"{spec.name} ({spec.dtype})" for spec in sessions[label].inputs))
-        for label in (first, last)
-    )
-    if ours != theirs:
+    first_inputs = _describe_inputs(sessions[first])
+    last_inputs = _describe_inputs(sessions[last])
+    if first_inputs != last_inputs:
         raise ConfigError(
-            f"models measured side by side must have the same inputs, got {ours} of {first} and"
-            f" {theirs} of {last}; measure each by itself, without --against"
+            f"models measured side by side must have the same inputs, got {first_inputs} of"
+            f" {first} and {last_inputs} of {last}; measure each by itself, without --against"
         )
     return sessions[first].inputs
 
 
-def _accuracy(
-    sessions: Mapping[str, Session], feed: Feed, judge: Metric | None
+def _describe_inputs(session: Session) -> str:
+    return ", ".join(sorted(f"{spec.name} ({spec.dtype})" for spec in session.inputs))
+
+
+def _compare_outputs(
+    sessions: Mapping[str, Session], feed: Feed, metric: Metric | None
 ) -> dict[str, Accuracy]:
-    """Return the accuracy of the second session against the first."""
+    """Return the accuracy of the second session against the first; {} for one session."""
     if len(sessions) < 2:
         return {}
-    left, right = sessions.values()
-    comparison = Comparison(left, right, metric=judge)
+    reference, candidate = sessions.values()
+    comparison = Comparison(reference, candidate, metric=metric)
     with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
         for sample in samples:
-            found = left.run(sample), right.run(sample)
-            comparison.add(sample, *found, count=feed.unpadded_count)
+            reference_outputs, outputs = reference.run(sample), candidate.run(sample)
+            comparison.add(sample, reference_outputs, outputs, count=feed.unpadded_count)
             step()
     return {list(sessions)[-1]: comparison.result()}
 
 
-def _output_notes(accuracy: Accuracy | None) -> tuple[str, ...]:
-    """Return the accuracy of each output as a note; none for one output, see the table."""
+def _output_notes(accuracy: Accuracy | None) -> Iterator[str]:
+    """Yield the accuracy of each output as a note; none for one output, see the table."""
     if accuracy is None or len(accuracy.outputs) < 2:
-        return ()
-    return tuple(
-        f"output {one.name!r}: {one.sqnr_db:.1f} dB, cosine {one.cosine_mean:.5f}"
-        for one in accuracy.outputs
-    )
-
-
-def _both_runtimes(
-    paths: Mapping[str, Path], runtimes: Mapping[str, Target | _Openvino]
-) -> tuple[dict[str, Path], dict[str, Target | _Openvino]]:
-    """Return one engine in ONNX Runtime and in OpenVINO."""
-    (label, path), *others = paths.items()
-    if others:
-        raise ConfigError(
-            f"two runtimes take one engine, got {' and '.join(paths)}; leave --against out, or"
-            " --runtime"
-        )
-    if not isinstance(runtimes[label], OnnxRuntime):
-        raise ConfigError(
-            f"OpenVINO reads ONNX models, got {path}; name the .onnx file, or leave --runtime out"
-        )
-    here, there = f"{label} in ONNX Runtime", f"{label} in OpenVINO"
-    return {here: path, there: path}, {here: runtimes[label], there: _Openvino()}
-
-
-class _Openvino:
-    """Opens models in OpenVINO."""
-
-    def open(self, engine: Path, *, threads: int | None = None) -> Session:
-        return OpenvinoSession.open(engine, threads=threads)
+        return
+    for output in accuracy.outputs:
+        yield (f"output {output.name!r}: {output.sqnr_db:.1f} dB, cosine {output.cosine_mean:.5f}")

@@ -38,73 +38,97 @@ if TYPE_CHECKING:
     from torch import nn
 
 MIN_SQNR_DB = 20.0
-Figures = dict[str, OutputAccuracy]  # tensor -> accuracy
+AccuracyByTensor = dict[str, OutputAccuracy]
+Tensors = Mapping[str, Array]  # name -> array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """Comparison of one tensor of both models."""
+    """Comparison of one tensor of both models.
+
+    Attributes:
+        tensor: its name.
+        node: name of the first model's node that makes it.
+        operator: operator of that node.
+        accuracy: accuracy of the second model's tensor against the first's.
+    """
 
     tensor: str
-    node: str  # name of the first model's node that makes it
+    node: str
     operator: str
-    figures: OutputAccuracy  # accuracy of the second model's tensor against the first's
+    accuracy: OutputAccuracy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ModelComparison:
-    """Result of `compare`; `repr` is its text for a screen."""
+    """Result of `compare`; `repr` is its text for a screen.
 
-    # first, second: "file in runtime" of the two sides
+    Attributes:
+        first: "file in runtime" of the first model.
+        second: "file in runtime" of the second model.
+        samples: number of samples.
+        min_sqnr_db: limit below which a tensor differs.
+        layers: shared inner tensors, in the first model's order.
+        outputs: shared outputs, in the first model's order.
+        by_cut_models: whether each tensor comes from a model cut off after it.
+        compared_count: number of tensors compared.
+        shared_count: number of all shared tensors.
+        notes: how the images were read, and what could not be compared.
+    """
+
     first: str
     second: str
     samples: int
-    min_sqnr_db: float  # limit below which a tensor differs
-    layers: tuple[TensorDifference, ...]  # shared inner tensors, in the first model's order
-    outputs: tuple[TensorDifference, ...]  # shared outputs, in the first model's order
-    cut: bool  # whether each tensor comes from a model cut off after it
-    looked: tuple[int, int]  # number of tensors compared, and of all shared tensors
-    notes: tuple[str, ...] = ()  # how the images were read, and what could not be compared
+    min_sqnr_db: float
+    layers: tuple[TensorDifference, ...]
+    outputs: tuple[TensorDifference, ...]
+    by_cut_models: bool
+    compared_count: int
+    shared_count: int
+    notes: tuple[str, ...] = ()
 
     @property
-    def parts_at(self) -> TensorDifference | None:
+    def first_difference(self) -> TensorDifference | None:
         """The first tensor below the limit (NaN, Inf and another shape are); None without one."""
-        every = (*self.layers, *self.outputs)
-        return next((one for one in every if not one.figures.sqnr_db >= self.min_sqnr_db), None)
+        for difference in (*self.layers, *self.outputs):
+            if not difference.accuracy.sqnr_db >= self.min_sqnr_db:
+                return difference
+        return None
 
     def __repr__(self) -> str:
         return join_visible(self._lines())
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.first} against {self.second}, {self.samples} samples"
-        if self.cut:
-            looked, shared = self.looked
-            yield f"each tensor by a model cut off after it; {looked} of {shared} were compared"
+        if self.by_cut_models:
+            yield (
+                f"each tensor by a model cut off after it; {self.compared_count} of"
+                f" {self.shared_count} were compared"
+            )
         yield ""
         yield f"{'SQNR dB':>8}  {'cosine':>8}  tensor"
-        for one in self.layers:
-            yield _screen_line(one)
+        yield from map(_screen_line, self.layers)
         yield "outputs"
-        for one in self.outputs:
-            yield _screen_line(one)
+        yield from map(_screen_line, self.outputs)
         yield ""
-        yield self.says
+        yield self.summary
         yield from self.notes
 
     @property
-    def says(self) -> str:
-        """Where the models part, in one sentence."""
-        parting = self.parts_at
-        if parting is None:
+    def summary(self) -> str:
+        """The tensor from which the models differ, in one sentence."""
+        difference = self.first_difference
+        if difference is None:
             return f"They do not part: no tensor is below {self.min_sqnr_db:g} dB."
         return (
-            f"They part at {parting.tensor!r}, made by {parting.operator} {parting.node!r}:"
-            f" {parting.figures.sqnr_db:.1f} dB, the first below {self.min_sqnr_db:g} dB."
+            f"They part at {difference.tensor!r}, made by {difference.operator}"
+            f" {difference.node!r}: {difference.accuracy.sqnr_db:.1f} dB, the first below"
+            f" {self.min_sqnr_db:g} dB."
         )
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types; infinite and NaN numbers become "inf" or "nan"."""
-        parting = self.parts_at
+        difference = self.first_difference
         return to_plain_object(
             {
                 "schema": "calib8-comparison/1",
@@ -112,57 +136,69 @@ class ModelComparison:
                 "second": self.second,
                 "samples": self.samples,
                 "min_sqnr_db": self.min_sqnr_db,
-                "cut": self.cut,
-                "looked": self.looked,
-                "parts_at": None if parting is None else parting.tensor,
-                "layers": [_json(one) for one in self.layers],
-                "outputs": [_json(one) for one in self.outputs],
+                "cut": self.by_cut_models,
+                "looked": (self.compared_count, self.shared_count),
+                "parts_at": None if difference is None else difference.tensor,
+                "layers": [_to_json(layer) for layer in self.layers],
+                "outputs": [_to_json(output) for output in self.outputs],
                 "notes": self.notes,
             }
         )
 
 
-def _screen_line(one: TensorDifference) -> str:
-    figures = one.figures
+def _screen_line(difference: TensorDifference) -> str:
+    accuracy = difference.accuracy
     return (
-        f"{figures.sqnr_db:8.1f}  {figures.cosine_mean:8.5f}  {one.tensor}"
-        f"  ({one.operator} {one.node})"
+        f"{accuracy.sqnr_db:8.1f}  {accuracy.cosine_mean:8.5f}  {difference.tensor}"
+        f"  ({difference.operator} {difference.node})"
     )
 
 
-def _json(one: TensorDifference) -> dict[str, object]:
-    made_by = {"tensor": one.tensor, "node": one.node, "operator": one.operator}
-    measured = {key: v for key, v in asdict(one.figures).items() if key not in ("name", "zeros")}
-    return {**made_by, **measured}
+def _to_json(difference: TensorDifference) -> dict[str, object]:
+    values = asdict(difference.accuracy)
+    del values["name"], values["zeros"]
+    return {
+        "tensor": difference.tensor,
+        "node": difference.node,
+        "operator": difference.operator,
+        **values,
+    }
 
 
-def _pair_errors(
-    pairs: Mapping[str, str], runs: Iterable[Sequence[Mapping[str, Array]]]
-) -> Figures:
+def _measure_pairs(
+    pairs: Mapping[str, str], runs: Iterable[tuple[Tensors, Tensors, Tensors]]
+) -> AccuracyByTensor:
     """Return the accuracy of every pair of float tensors.
 
     `runs`: (inputs, tensors of the first model, tensors of the second one under its own names) of
     each sample.
     """
-    sums: TensorComparison | None = None
-    for number, (sample, left, right) in enumerate(runs):
+    comparison: TensorComparison | None = None
+    for number, (sample, first_tensors, second_tensors) in enumerate(runs):
         if number == 0:
             pairs = {
-                name: other
-                for name, other in pairs.items()
-                if name in left
-                and other in right  # sequences and maps are in neither
-                and np.issubdtype(left[name].dtype, np.floating)
+                first_name: second_name
+                for first_name, second_name in pairs.items()
+                if first_name in first_tensors
+                and second_name in second_tensors  # sequences and maps are in neither
+                and np.issubdtype(first_tensors[first_name].dtype, np.floating)
             }
-            sums = TensorComparison(pairs) if pairs else None
-        if sums is not None:
-            sums.add(sample, left, right)
-    figures = {} if sums is None else dict(zip(pairs, sums.result(), strict=True))
-    return {name: one for name, one in figures.items() if not one.empty}
+            comparison = TensorComparison(pairs) if pairs else None
+        if comparison is not None:
+            comparison.add(sample, first_tensors, second_tensors)
+    if comparison is None:
+        return {}
+    accuracies = zip(pairs, comparison.result(), strict=True)
+    return {name: accuracy for name, accuracy in accuracies if not accuracy.empty}
 
 
-class _Cuts:
-    """Compares tensors one by one, with models cut off after each; the second runs in OpenVINO."""
+class _CutModels:
+    """Compares tensors one by one, with models cut off after each; the second runs in OpenVINO.
+
+    Attributes:
+        accuracies: tensor -> its accuracy, of those compared so far.
+        notes: sentences on tensors that could not be compared, and on the outputs.
+    """
 
     def __init__(
         self,
@@ -174,51 +210,56 @@ class _Cuts:
         threads: int | None,
         min_sqnr_db: float,
     ) -> None:
-        self._models = first, second
+        self._first = first
+        self._second = second
         self._samples = samples
-        self._folder, self._threads, self._limit = folder, threads, min_sqnr_db
-        self.figures: Figures = {}
+        self._folder = folder
+        self._threads = threads
+        self._min_sqnr_db = min_sqnr_db
+        self.accuracies: AccuracyByTensor = {}
         self.notes: list[str] = []
 
-    def whole(self, outputs: Mapping[str, str]) -> bool:
+    def outputs_agree(self, outputs: Mapping[str, str]) -> bool:
         """Whether the outputs of the complete models agree.
 
         Raises:
             BackendError: OpenVINO cannot run the second model.
         """
-        self.figures |= (figures := self._compare(*self._models, outputs))
-        return self._agrees(figures)
+        accuracies = self._compare(self._first, self._second, outputs)
+        self.accuracies |= accuracies
+        return self._is_agreement(accuracies)
 
-    def agrees(self, name: str, other: str) -> bool:
+    def tensor_agrees(self, first_name: str, second_name: str) -> bool:
         """Whether a tensor agrees; also true if it cannot be compared or holds no floats."""
-        first, second = self._models
         try:
-            figures = self._compare(
-                extract_output(first, name), extract_output(second, other), {name: other}
+            accuracies = self._compare(
+                extract_output(self._first, first_name),
+                extract_output(self._second, second_name),
+                {first_name: second_name},
             )
         except BackendError as error:
-            self.notes.append(f"{name!r} could not be compared: {error}.")
+            self.notes.append(f"{first_name!r} could not be compared: {error}.")
             return True
-        self.figures |= figures
-        return self._agrees(figures)
+        self.accuracies |= accuracies
+        return self._is_agreement(accuracies)
 
-    def close(self, outputs: Mapping[str, str]) -> None:
+    def try_fixed_shapes(self, outputs: Mapping[str, str]) -> None:
         """Add a note on the effect of fixing the model's open dimensions, if it has any."""
-        shapes = (value.type.tensor_type.shape for value in self._models[1].graph.input)
+        shapes = (value.type.tensor_type.shape for value in self._second.graph.input)
         if all(dim.HasField("dim_value") for shape in shapes for dim in shape.dim):
             return
         try:
-            figures = self._compare(*self._models, outputs, closed=True)
+            accuracies = self._compare(self._first, self._second, outputs, fix_shapes=True)
         except BackendError:  # the model runs with open dimensions only
             return
-        worst = min((one.sqnr_db for one in figures.values()), default=math.nan)
-        words = "agree" if self._agrees(figures) else "part as well"
+        worst_db = min((accuracy.sqnr_db for accuracy in accuracies.values()), default=math.nan)
+        result = "agree" if self._is_agreement(accuracies) else "part as well"
         self.notes.append(
-            f"With the input's open dimensions closed the outputs {words} ({worst:.1f} dB)."
+            f"With the input's open dimensions closed the outputs {result} ({worst_db:.1f} dB)."
         )
 
-    def _agrees(self, figures: Figures) -> bool:
-        return all(one.sqnr_db >= self._limit for one in figures.values())
+    def _is_agreement(self, accuracies: AccuracyByTensor) -> bool:
+        return all(accuracy.sqnr_db >= self._min_sqnr_db for accuracy in accuracies.values())
 
     def _compare(
         self,
@@ -226,28 +267,42 @@ class _Cuts:
         second: ModelProto,
         pairs: Mapping[str, str],
         *,
-        closed: bool = False,
-    ) -> Figures:
-        left = OrtSession.open(first, threads=self._threads)
-        results = run_in_subprocess(
-            second, self._samples, self._folder, threads=self._threads, fix_shapes=closed
+        fix_shapes: bool = False,
+    ) -> AccuracyByTensor:
+        session = OrtSession.open(first, threads=self._threads)
+        result_files = run_in_subprocess(
+            second, self._samples, self._folder, threads=self._threads, fix_shapes=fix_shapes
         )
         names = [value.name for value in second.graph.output]
 
-        def runs() -> Iterator[tuple[Mapping[str, Array], ...]]:
-            for file, result in zip(self._samples, results, strict=True):
-                sample, values = _arrays(file), _arrays(result).values()
-                yield sample, left.run(sample), dict(zip(names, values, strict=True))
+        def run_samples() -> Iterator[tuple[Tensors, Tensors, Tensors]]:
+            for sample_file, result_file in zip(self._samples, result_files, strict=True):
+                sample = _read_arrays(sample_file)
+                values = _read_arrays(result_file).values()
+                yield sample, session.run(sample), dict(zip(names, values, strict=True))
 
-        return _pair_errors(pairs, runs())
+        return _measure_pairs(pairs, run_samples())
 
 
-def _arrays(file: Path) -> dict[str, Array]:
+def _read_arrays(file: Path) -> dict[str, Array]:
     with np.load(file, allow_pickle=False) as arrays:
         return {name: arrays[name] for name in arrays.files}
 
 
-def compare_cut_models(
+def _write_samples(feed: Feed, folder: Path) -> list[Path]:
+    """Write every sample as an .npz file; return the paths."""
+    files = []
+    with feed.samples() as samples:
+        for number, sample in enumerate(samples):
+            files.append(folder / f"sample-{number}.npz")
+            with zipfile.ZipFile(files[-1], "w") as archive:  # savez has argument names of its own
+                for name, array in sample.items():
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                        np.lib.format.write_array(file, np.asarray(array))
+    return files
+
+
+def _compare_cut_models(
     first: ModelProto,
     second: ModelProto,
     pairs: Mapping[str, str],
@@ -256,38 +311,38 @@ def compare_cut_models(
     *,
     min_sqnr_db: float,
     every: bool,
-) -> tuple[Figures, list[str]]:
+) -> tuple[AccuracyByTensor, list[str]]:
     """Return the accuracy by cut models, and notes on tensors that could not be compared."""
-    ends = {value.name for value in first.graph.output}
-    inner = [name for name in pairs if name not in ends]
-    with tempfile.TemporaryDirectory() as work:
-        folder = Path(work)
-        files = []
-        with feed.samples() as samples:
-            for number, sample in enumerate(samples):
-                files.append(folder / f"sample-{number}.npz")
-                with zipfile.ZipFile(files[-1], "w") as archive:  # savez keeps names of its own
-                    for name, array in sample.items():
-                        with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                            np.lib.format.write_array(file, np.asarray(array))
-        cuts = _Cuts(first, second, files, folder=folder, threads=threads, min_sqnr_db=min_sqnr_db)
-        outputs = {name: other for name, other in pairs.items() if name in ends}
-        agree = cuts.whole(outputs)
-        if not agree:
-            cuts.close(outputs)
-        steps = len(inner) if every else len(inner).bit_length()
-        with phase("comparing", steps, "tensors") as step:
+    output_names = {value.name for value in first.graph.output}
+    inner_names = [name for name in pairs if name not in output_names]
+    outputs = {name: pairs[name] for name in pairs if name in output_names}
+    with tempfile.TemporaryDirectory() as work_folder:
+        folder = Path(work_folder)
+        cut_models = _CutModels(
+            first,
+            second,
+            _write_samples(feed, folder),
+            folder=folder,
+            threads=threads,
+            min_sqnr_db=min_sqnr_db,
+        )
+        outputs_agree = cut_models.outputs_agree(outputs)
+        if not outputs_agree:
+            cut_models.try_fixed_shapes(outputs)
+        step_count = len(inner_names) if every else len(inner_names).bit_length()
+        with phase("comparing", step_count, "tensors") as step:
 
-            def look(name: str) -> bool:
+            def tensor_agrees(name: str) -> bool:
                 step()
-                return cuts.agrees(name, pairs[name])
+                return cut_models.tensor_agrees(name, pairs[name])
 
             if every:
-                for name in inner:
-                    look(name)
-            elif not agree:
-                _bisect(inner, look)
-    return {name: cuts.figures[name] for name in pairs if name in cuts.figures}, cuts.notes
+                for name in inner_names:
+                    tensor_agrees(name)
+            elif not outputs_agree:
+                _bisect(inner_names, tensor_agrees)
+    accuracies = cut_models.accuracies
+    return {name: accuracies[name] for name in pairs if name in accuracies}, cut_models.notes
 
 
 def _bisect(names: Sequence[str], agrees: Callable[[str], bool]) -> None:
@@ -303,7 +358,10 @@ def _bisect(names: Sequence[str], agrees: Callable[[str], bool]) -> None:
     low, high = -1, len(names)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if agrees(names[middle]) else (low, middle)
+        if agrees(names[middle]):
+            low = middle
+        else:
+            high = middle
 
 
 @with_progress
@@ -342,110 +400,142 @@ def compare(
     """
     if second is None and runtime == "onnxruntime":
         raise ConfigError(
-            f"a comparison needs two models or two runtimes, got {_named(first)} in ONNX Runtime"
+            f"a comparison needs two models or two runtimes, got {_describe(first)} in ONNX Runtime"
             " alone; name a second model, or another runtime with --runtime"
         )
-    dataset, models = to_dataset(images), list[ModelProto]()
-    for given in (first,) if second is None else (first, second):
-        opened, source = open_torch_module(given, dataset.source)
-        dataset, model = replace(dataset, source=source), find_user_model(opened)
-        assert model is not None
-        models.append(read_source(model)[1])
-    ours, theirs = models[0], models[-1]
-    session = OrtSession.open(ours, threads=threads)
-    _refuse_other_inputs(ours, theirs)
+    dataset = to_dataset(images)
+    first_model, dataset = _read_model(first, dataset)
+    second_model = first_model
+    if second is not None:
+        second_model, dataset = _read_model(second, dataset)
+    session = OrtSession.open(first_model, threads=threads)
+    _refuse_other_inputs(first_model, second_model)
     path = Path(first) if isinstance(first, str | Path) else None
-    feed = dataset.open(session.inputs, metadata_preprocess=read_metadata_preprocess(ours, path))
-    outputs = [value.name for value in ours.graph.output]
-    pairs = _pairs(ours, theirs, outputs)
+    feed = dataset.open(
+        session.inputs, metadata_preprocess=read_metadata_preprocess(first_model, path)
+    )
+    output_names = [value.name for value in first_model.graph.output]
+    pairs = _pair_tensors(first_model, second_model, output_names)
     if not pairs:
         raise ConfigError(
             f"models that are compared must have tensors of the same names, got none in"
-            f" {_named(first)} and {_named(second)}; compare a model with what was built from it"
+            f" {_describe(first)} and {_describe(second)}; compare a model with what was built from"
+            " it"
         )
+
     by_cut_models = runtime != "onnxruntime"
     notes: list[str] = []
     if by_cut_models:
-        figures, notes = compare_cut_models(
-            ours, theirs, pairs, feed, threads, min_sqnr_db=min_sqnr_db, every=every
+        accuracies, notes = _compare_cut_models(
+            first_model, second_model, pairs, feed, threads, min_sqnr_db=min_sqnr_db, every=every
         )
     else:
-        figures = _compare_taps(ours, theirs, pairs, feed, threads)
-    makers = {name: node for node in ours.graph.node for name in node.output}
-    rows = {name: _layer(name, makers, one) for name, one in figures.items()}
+        accuracies = _compare_tapped_models(first_model, second_model, pairs, feed, threads)
+    node_by_output = {name: node for node in first_model.graph.node for name in node.output}
+    differences = {
+        name: _make_difference(name, node_by_output, accuracy)
+        for name, accuracy in accuracies.items()
+    }
     return ModelComparison(
-        first=f"{_named(first)} in onnxruntime",
-        second=f"{_named(first if second is None else second)} in {runtime}",
+        first=f"{_describe(first)} in onnxruntime",
+        second=f"{_describe(first if second is None else second)} in {runtime}",
         samples=feed.count,
         min_sqnr_db=min_sqnr_db,
-        layers=tuple(row for name, row in rows.items() if name not in outputs),
-        outputs=tuple(rows[name] for name in outputs if name in rows),
-        cut=by_cut_models,
-        looked=(len(figures), len(pairs)),
-        notes=(*preprocessing_notes(feed), *_unshared_notes(ours, theirs), *notes),
+        layers=tuple(row for name, row in differences.items() if name not in output_names),
+        outputs=tuple(differences[name] for name in output_names if name in differences),
+        by_cut_models=by_cut_models,
+        compared_count=len(accuracies),
+        shared_count=len(pairs),
+        notes=(
+            *preprocessing_notes(feed),
+            *_unshared_notes(first_model, second_model),
+            *notes,
+        ),
     )
 
 
-def _named(model: object) -> str:
+def _read_model(
+    model: Path | str | ModelProto | nn.Module, dataset: Dataset
+) -> tuple[ModelProto, Dataset]:
+    """Return the model, and the dataset; a PyTorch module is exported by its first item."""
+    opened_model, source = open_torch_module(model, dataset.source)
+    user_model = find_user_model(opened_model)
+    assert user_model is not None
+    return read_source(user_model)[1], replace(dataset, source=source)
+
+
+def _describe(model: object) -> str:
     """Return a model's path, the name of its graph, or its class."""
     if isinstance(model, ModelProto):
         return model.graph.name
     return str(model) if isinstance(model, str | Path) else type(model).__name__
 
 
-def _pairs(first: ModelProto, second: ModelProto, outputs: Sequence[str]) -> dict[str, str]:
+def _pair_tensors(
+    first: ModelProto, second: ModelProto, output_names: Sequence[str]
+) -> dict[str, str]:
     """Return the tensors to compare, the shared outputs last."""
-    theirs = {value.name for value in second.graph.output}
-    shared = shared_by_name(first, second)
-    inner = {name: other for name, other in shared.items() if name not in outputs}
-    return inner | {name: name for name in outputs if name in theirs}
+    pairs = shared_by_name(first, second)
+    for name in output_names:
+        pairs.pop(name, None)
+    second_outputs = {value.name for value in second.graph.output}
+    return pairs | {name: name for name in output_names if name in second_outputs}
 
 
 def _unshared_notes(first: ModelProto, second: ModelProto) -> Iterator[str]:
     """Yield notes on the outputs that only one model has."""
-    ours, theirs = ([value.name for value in model.graph.output] for model in (first, second))
-    for which, own, others in (("first", ours, theirs), ("second", theirs, ours)):
-        names = [repr(name) for name in own if name not in others]
-        if names:
-            yield f"not compared: {', '.join(names)}, which only the {which} model gives"
+    first_outputs = [value.name for value in first.graph.output]
+    second_outputs = [value.name for value in second.graph.output]
+    for position, names, other_names in (
+        ("first", first_outputs, second_outputs),
+        ("second", second_outputs, first_outputs),
+    ):
+        unshared = [repr(name) for name in names if name not in other_names]
+        if unshared:
+            yield f"not compared: {', '.join(unshared)}, which only the {position} model gives"
 
 
-def _compare_taps(
+def _compare_tapped_models(
     first: ModelProto, second: ModelProto, pairs: Mapping[str, str], feed: Feed, threads: int | None
-) -> Figures:
+) -> AccuracyByTensor:
     """Compare all tensors in one pass, with those of one sample in memory at a time."""
-    left = OrtSession.open(copy_with_outputs(first, pairs), threads=threads)
-    right = OrtSession.open(copy_with_outputs(second, pairs.values()), threads=threads)
+    first_session = OrtSession.open(copy_with_outputs(first, pairs), threads=threads)
+    second_session = OrtSession.open(copy_with_outputs(second, pairs.values()), threads=threads)
 
-    def runs() -> Iterator[tuple[Mapping[str, Array], ...]]:
+    def run_samples() -> Iterator[tuple[Tensors, Tensors, Tensors]]:
         with phase("comparing", len(feed), "samples") as step, feed.samples() as samples:
             for sample in samples:
-                yield sample, left.run(sample), right.run(sample)
+                yield sample, first_session.run(sample), second_session.run(sample)
                 step()
 
-    return _pair_errors(pairs, runs())
+    return _measure_pairs(pairs, run_samples())
 
 
-def _layer(name: str, makers: Mapping[str, NodeProto], figures: OutputAccuracy) -> TensorDifference:
+def _make_difference(
+    tensor: str, node_by_output: Mapping[str, NodeProto], accuracy: OutputAccuracy
+) -> TensorDifference:
     """Return the row of a tensor, with the node that computes it upstream of its Q/DQ nodes."""
-    node = makers.get(name)
+    node = node_by_output.get(tensor)
     if node is None:  # an output that is an input or a weight
-        return TensorDifference(tensor=name, node=name, operator="input", figures=figures)
-    while node.op_type in ("DequantizeLinear", "QuantizeLinear") and node.input[0] in makers:
-        node = makers[node.input[0]]
-    return TensorDifference(tensor=name, node=node.name, operator=node.op_type, figures=figures)
+        return TensorDifference(tensor=tensor, node=tensor, operator="input", accuracy=accuracy)
+    while (
+        node.op_type in ("DequantizeLinear", "QuantizeLinear") and node.input[0] in node_by_output
+    ):
+        node = node_by_output[node.input[0]]
+    return TensorDifference(tensor=tensor, node=node.name, operator=node.op_type, accuracy=accuracy)
 
 
 def _refuse_other_inputs(first: ModelProto, second: ModelProto) -> None:
-    ours, theirs = (sorted(_inputs(model)) for model in (first, second))
-    if ours != theirs:
+    first_inputs = sorted(_describe_inputs(first))
+    second_inputs = sorted(_describe_inputs(second))
+    if first_inputs != second_inputs:
         raise ConfigError(
-            f"models that are compared must have the same inputs, got {', '.join(ours)} and"
-            f" {', '.join(theirs)}; compare a model with what was built from it"
+            f"models that are compared must have the same inputs, got {', '.join(first_inputs)} and"
+            f" {', '.join(second_inputs)}; compare a model with what was built from it"
         )
 
 
-def _inputs(model: ModelProto) -> set[str]:
+def _describe_inputs(model: ModelProto) -> set[str]:
     """Return name and type of the inputs without those that are weights, as in old models."""
     weights = {tensor.name for tensor in model.graph.initializer}
     return {
