@@ -31,10 +31,10 @@ from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.taps import BufferedSession
 from deploy.errors import BackendError, CacheError, CalibrationError, FeedError, ModelError
 from deploy.feed.array_files import read_arrays
-from deploy.feed.arrays import TemporaryArrays
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.feed import open_feed
 from deploy.feed.sample_reader import SampleCache
+from deploy.feed.temporary_arrays import TemporaryArrays
 from deploy.files import manifest
 from deploy.files.archives import read_array
 from deploy.frontends import load

@@ -277,7 +277,7 @@ def test_a_named_method_stands_and_preprocessing_is_the_scripts(calibrate, rows,
 def test_a_script_that_never_ends_needs_a_limit(calibrate, rows, tmp_path, monkeypatch):
     endless = PYCUDA.replace("return None", "self.at = 0; rows = self.images[:4]")
     script = ("--calibrator-script", written(endless, tmp_path))
-    monkeypatch.setattr("deploy.feed.arrays.MOST_SAMPLES", 50)
+    monkeypatch.setattr("deploy.feed.arrays.MAX_SAMPLES", 50)
     err = calibrate.fails(*script)
     assert "must end, got 5" in err and "--limit" in err
     assert "the first 11 samples" in calibrate(*script, "--limit", 6, "--stride", 2)

@@ -524,7 +524,7 @@ def test_a_tensor_is_compared_with_what_the_next_layer_reads(tmp_path):
     onnx.save(int8_model, built.runnable)
     loaded = load(float_model)
     inside = InnerTensors(loaded, [built], {"int8": None}, len(x))
-    for row, sample in zip(x, open_feed([x], loaded.inputs).first(4), strict=True):
+    for row, sample in zip(x, open_feed([x], loaded.inputs).first_samples(4), strict=True):
         said = inside.compare(sample)
         assert said is not None and np.array_equal(said["y"][0], -np.maximum(row, 0))
     ((found,),) = inside.layers.values()

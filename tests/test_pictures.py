@@ -512,7 +512,7 @@ def test_a_picture_is_encoded_in_the_shorter_way_and_the_same_each_time():
 def looked_at(folder, count=4, **options):
     """A feed of which so many samples are to be shown."""
     feed = open_feed(str(folder), [IMAGE], preprocess=Preprocess(size=(16, 16)), **options)
-    feed.cache_samples(0, shown=count)
+    feed.cache_samples(0, previews=count)
     return feed
 
 

@@ -50,7 +50,7 @@ class ReferenceOutputs:
         self._open = open_session
         self._names = tuple(names)
         self._wanted = frozenset(keys)
-        self._spool = SampleCache(self._wanted, most_bytes=MOST_BYTES)
+        self._spool = SampleCache(self._wanted, max_bytes=MOST_BYTES)
         self._session: Session | None = None
         self._specs: Sequence[TensorSpec] | None = None
         self._using = threading.Lock()

@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.arrays import ArraySource, Item, fixed_batch, has_batch_dimension, open_iterable
+from deploy.feed.arrays import ArraySource, fixed_batch, has_batch_dimension, open_iterable
 from deploy.feed.preprocess import describe
+from deploy.feed.temporary_arrays import Item
 from deploy.files import usercode
 from deploy.standins.install import CalibrationAlgoType, StandIns
 from deploy.standins.memory import AddressWindow, Memory, address_of
@@ -241,7 +242,7 @@ class CalibratorScript:
         self._was_read = True
         batches = CalibratorBatches(str(self), self._stand_ins.memory, specs, self.batch)
         items = iter(lambda: self._next(batches, specs), None)
-        source = open_iterable(items, specs, name=str(self), ends=False, limit=limit)
+        source = open_iterable(items, specs, name=str(self), has_end=False, limit=limit)
         return replace(source, notes=(*self.notes, *batches.notes, *source.notes))
 
     def _call(self, function: Callable[..., T], *args: object) -> T:

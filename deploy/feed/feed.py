@@ -55,7 +55,7 @@ from deploy.terminal import phase
 FeedSource = (
     str | os.PathLike[str] | RawFiles | CalibratorScript | Iterable[Any] | Callable[[], Any]
 )
-_AS_THEY_ARE = (
+_NO_PREPROCESSING = (
     "files of arrays are fed as they are, got preprocessing for them; leave it out, or feed images"
     " (of raw files, --raw-dtype uint8 says that they are)"
 )
@@ -79,42 +79,18 @@ class SourceOpener:
             ConfigError: options that do not apply to the source.
         """
         if isinstance(source, RawFiles) and files is not None:
-            return self._raw(source, files)
+            return self._open_raw_files(source, files)
         if files is not None and not files.are_arrays:
-            return self._images(files)
+            return self._open_images(files)
         if isinstance(source, CalibratorScript):
-            if self.preprocess is not None:
-                raise ConfigError(
-                    f"a calibrator's batches are fed as they are, got preprocessing for {source};"
-                    " leave it out"
-                )
-            return self._fed(source.source(self.specs, self.choice.required_samples))
-        if files is None and self.preprocess is not None:
-            resolved, dtype = self._how(), self.specs[0].dtype
-            items, ends = iterate_items(source)
-            ready = (
-                a.astype(dtype, copy=False) for a in preprocess_items(items, resolved.preprocess)
-            )
-            arrays = open_iterable(ready, self.specs, ends=ends, limit=self.choice.required_samples)
-            return self._fed(arrays, resolved, kind="pictures in memory")
-        if self.preprocess is not None:
-            raise ConfigError(_AS_THEY_ARE)
-        return self._fed(self._arrays(source, files, self.specs))
-
-    def _arrays(
-        self, source: FeedSource, files: SourceFiles | None, specs: tuple[TensorSpec, ...]
-    ) -> ArraySource:
+            return self._open_calibrator(source)
+        if self.preprocess is None:
+            return self._create_feed(self._open_arrays(source, files, self.specs))
         if files is None:
-            items, ends = iterate_items(source)
-            return open_iterable(items, specs, ends=ends, limit=self.choice.required_samples)
-        if files.folder is not None:
-            return open_array_folder(files.folder, files.files, specs, skip_bad=self.skip_bad)
-        if len(files.files) == 1 and files.files[0].label is None:
-            add_input_file(files.files[0].path)
-            return open_array_file(files.files[0].path, specs)
-        return open_array_files(files.files, specs, files.name, skip_bad=self.skip_bad)
+            return self._open_images_in_memory(source)
+        raise ConfigError(_NO_PREPROCESSING)
 
-    def _raw(self, raw: RawFiles, files: SourceFiles) -> Feed:
+    def _open_raw_files(self, raw: RawFiles, files: SourceFiles) -> Feed:
         """Open files without a header; the user gives their shape and dtype."""
         refuse_files_with_header(files)
         if len(self.specs) != 1:
@@ -123,28 +99,72 @@ class SourceOpener:
                 " .npy files, which say theirs"
             )
         (spec,) = self.specs
-        arrays = self._arrays(raw.path, files, (raw.file_spec(spec),))
-        if raw.are_images(spec, asked=self.preprocess is not None):
-            resolved = self._how()
-            pictures = convert_images(arrays, spec, resolved.preprocess)
-            return self._fed(pictures, resolved, kind="raw pictures")
+        arrays = self._open_arrays(raw.path, files, (raw.file_spec(spec),))
+        if raw.are_images(spec, has_preprocess=self.preprocess is not None):
+            resolved = self._resolve_preprocess()
+            images = convert_images(arrays, spec, resolved.preprocess)
+            return self._create_feed(images, resolved, kind="raw pictures")
         if self.preprocess is not None:
-            raise ConfigError(_AS_THEY_ARE)
-        return self._fed(convert_arrays(arrays, spec))
+            raise ConfigError(_NO_PREPROCESSING)
+        return self._create_feed(convert_arrays(arrays, spec))
 
-    def _images(self, files: SourceFiles) -> Feed:
+    def _open_images(self, files: SourceFiles) -> Feed:
+        """Open image files, or a video."""
         add_input_files(len(files.files), files.files.path)
-        resolved = self._how()
-        video = _video(files, self.specs[0], resolved.preprocess)
-        if video is None and not self.skip_bad:
-            number, of = self.choice.shard or (1, 1)
-            own = self.choice.choose(len(files.files))[0][number - 1 :: of]
-            check_present((files.files[i] for i in own), len(own), files.name)
-        images = video or ImageSource(files.files, self.specs[0], resolved.preprocess)
-        usual = video.frames_per_second if video else 1
-        return self._fed(images, resolved, kind="images", notes=files.notes, usual=usual)
+        resolved = self._resolve_preprocess()
+        spec, preprocess = self.specs[0], resolved.preprocess
+        video = _open_video(files, spec, preprocess)
+        if video is not None:
+            return self._create_feed(
+                video,
+                resolved,
+                kind="images",
+                notes=files.notes,
+                default_every=video.frames_per_second,
+            )
 
-    def _how(self) -> ResolvedPreprocess:
+        if not self.skip_bad:
+            number, shard_count = self.choice.shard or (1, 1)
+            chosen, _ = self.choice.choose(len(files.files))
+            own_indices = chosen[number - 1 :: shard_count]
+            own_files = (files.files[index] for index in own_indices)
+            check_present(own_files, len(own_indices), files.name)
+        source = ImageSource(files.files, spec, preprocess)
+        return self._create_feed(source, resolved, kind="images", notes=files.notes)
+
+    def _open_calibrator(self, script: CalibratorScript) -> Feed:
+        if self.preprocess is not None:
+            raise ConfigError(
+                f"a calibrator's batches are fed as they are, got preprocessing for {script};"
+                " leave it out"
+            )
+        return self._create_feed(script.source(self.specs, self.choice.required_samples))
+
+    def _open_images_in_memory(self, source: FeedSource) -> Feed:
+        """Open a Python object whose items are images to be preprocessed."""
+        resolved, dtype = self._resolve_preprocess(), self.specs[0].dtype
+        items, has_end = iterate_items(source)
+        images = preprocess_items(items, resolved.preprocess)
+        arrays = (image.astype(dtype, copy=False) for image in images)
+        opened = open_iterable(
+            arrays, self.specs, has_end=has_end, limit=self.choice.required_samples
+        )
+        return self._create_feed(opened, resolved, kind="pictures in memory")
+
+    def _open_arrays(
+        self, source: FeedSource, files: SourceFiles | None, specs: tuple[TensorSpec, ...]
+    ) -> ArraySource:
+        if files is None:
+            items, has_end = iterate_items(source)
+            return open_iterable(items, specs, has_end=has_end, limit=self.choice.required_samples)
+        if files.folder is not None:
+            return open_array_folder(files.folder, files.files, specs, skip_bad=self.skip_bad)
+        if len(files.files) == 1 and files.files[0].label is None:
+            add_input_file(files.files[0].path)
+            return open_array_file(files.files[0].path, specs)
+        return open_array_files(files.files, specs, files.name, skip_bad=self.skip_bad)
+
+    def _resolve_preprocess(self) -> ResolvedPreprocess:
         """Return the preprocessing for the model's only input."""
         if len(self.specs) != 1:
             raise FeedError(
@@ -156,54 +176,61 @@ class SourceOpener:
         check_dtype(self.specs[0], resolved.preprocess)
         return resolved
 
-    def _fed(
+    def _create_feed(
         self,
         source: SampleSource,
-        settled: ResolvedPreprocess | None = None,
+        resolved: ResolvedPreprocess | None = None,
         *,
         kind: str = "arrays",
         notes: tuple[str, ...] = (),
-        usual: int = 1,
+        default_every: int = 1,
     ) -> Feed:
         """Return the feed of the chosen samples, or of this shard's share of them.
 
-        `settled`: the preprocessing of images. `kind`: of the samples, as manifests store it.
-        `usual`: default step N of "every N-th sample".
+        Args:
+            source: all samples.
+            resolved: the preprocessing of images.
+            kind: of the samples, as manifests store it.
+            notes: on the source.
+            default_every: default step N of "every N-th sample".
         """
+        batch = fixed_batch(self.specs)
+        if isinstance(source, ArraySource):
+            batch, notes = source.batch, source.notes
+        if resolved is not None:
+            notes += resolved.notes
+        chosen, choice_notes = self.choice.choose(len(source), default_every=default_every)
         share = None
-        chosen, choice_notes = self.choice.choose(len(source), usual=usual)
-        batch = source.batch if isinstance(source, ArraySource) else fixed_batch(self.specs)
         if self.choice.shard is not None:
             refuse_batches(batch)
             names = digest_names(map(source.sample_name, chosen))
             share = create_share(self.choice.shard, len(chosen), names)
-            chosen = [chosen[place] for place in share.positions]
-            choice_notes = [*choice_notes, f"shard {share}: {len(chosen)} of {share.count} samples"]
-        of_source = source.notes if isinstance(source, ArraySource) else notes
+            chosen = [chosen[position] for position in share.positions]
+            choice_notes.append(f"shard {share}: {len(chosen)} of {share.count} samples")
         return Feed(
             source,
             chosen,
             kind=kind,
             batch=batch,
-            preprocess=settled.preprocess if settled else None,
+            preprocess=None if resolved is None else resolved.preprocess,
             skip_bad=self.skip_bad,
-            notes=(*of_source, *(settled.notes if settled else ()), *choice_notes),
-            origin=settled.origin if settled else "",
+            notes=(*notes, *choice_notes),
+            origin="" if resolved is None else resolved.origin,
             share=share,
         )
 
 
-def _video(files: SourceFiles, spec: TensorSpec, how: Preprocess) -> VideoSource | None:
+def _open_video(files: SourceFiles, spec: TensorSpec, preprocess: Preprocess) -> VideoSource | None:
     """Return the source if the only file is a video, None if no file is a video."""
-    films = [one for one in files.files if is_video(one.path)]
-    if not films:
+    videos = [file for file in files.files if is_video(file.path)]
+    if not videos:
         return None
-    if len(files.files) > 1 or films[0].label is not None:
+    if len(files.files) > 1 or videos[0].label is not None:
         raise FeedError(
-            f"a video is fed alone and without a label, got {printable_name(films[0].name)} in"
+            f"a video is fed alone and without a label, got {printable_name(videos[0].name)} in"
             f" {files.name}; give it by itself, or its frames as images"
         )
-    return VideoSource(films[0].path, spec, how)
+    return VideoSource(videos[0].path, spec, preprocess)
 
 
 @phase("opening the samples")
@@ -243,9 +270,9 @@ def open_feed(
         skip_bad=skip_bad,
         choice=to_choice(limit),
     )
-    if isinstance(source, str | os.PathLike) and (loaded := call_loader(str(source))) is not None:
-        source = cast("FeedSource", loaded)
-    files = _files(source)
+    if isinstance(source, str | os.PathLike) and is_loader_spec(str(source)):
+        source = cast("FeedSource", call_loader(str(source)))
+    files = _resolve_source_files(source)
     if labels_by_folder:
         if files is None:
             raise ConfigError("labels by folder are of files in folders, got no path; give one")
@@ -258,7 +285,7 @@ class Dataset:
     """Images or arrays, and how they are chosen, read and prepared.
 
     Attributes:
-        source: as the module says.
+        source: see the docstring of `deploy.feed.feed`.
         preprocess: how images become inputs, or some options of it by name; the model's metadata,
             else its input, decides the rest.
         skip_bad: skip unreadable images and arrays with NaN instead of raising.
@@ -310,13 +337,13 @@ def is_array_source(source: FeedSource, specs: Sequence[TensorSpec]) -> bool:
     """
     if isinstance(source, str | os.PathLike) and is_loader_spec(str(source)):
         return False  # the loader may return images
-    files = _files(source)
+    files = _resolve_source_files(source)
     if isinstance(source, RawFiles):
-        return not any(source.are_images(spec, asked=True) for spec in specs)
+        return not any(source.are_images(spec, has_preprocess=True) for spec in specs)
     return isinstance(source, CalibratorScript) or (files is not None and files.are_arrays)
 
 
-def _files(source: FeedSource) -> SourceFiles | None:
+def _resolve_source_files(source: FeedSource) -> SourceFiles | None:
     """Return the files that a path or a list of paths resolves to; None for other sources."""
     if isinstance(source, RawFiles):
         source = source.path
@@ -330,10 +357,13 @@ def describe_preprocessing(feed: Feed) -> str:
     """Describe the preprocessing of images and where it comes from; empty for arrays."""
     if feed.preprocess is None:
         return ""
-    return f"{describe_preprocess(feed.preprocess)}{f'; from {feed.origin}' if feed.origin else ''}"
+    description = describe_preprocess(feed.preprocess)
+    return f"{description}; from {feed.origin}" if feed.origin else description
 
 
 def preprocessing_notes(feed: Feed) -> tuple[str, ...]:
     """Return `describe_preprocessing` and the notes, for reports without a field for them."""
-    how = describe_preprocessing(feed)
-    return (*((f"pictures: {how}",) if how else ()), *feed.notes)
+    description = describe_preprocessing(feed)
+    if not description:
+        return feed.notes
+    return (f"pictures: {description}", *feed.notes)

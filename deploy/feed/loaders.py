@@ -22,8 +22,8 @@ from deploy.files.reading import read_bytes
 from deploy.files.usercode import load_function, wrap_user_errors
 from deploy.tensors import Array
 
-_FORM = "loader.py:function"
-_LARGEST = 1 << 24  # bytes of a Python file
+_LOADER_FORM = "loader.py:function"
+_MAX_SCRIPT_BYTES = 1 << 24
 
 
 def iterate_items(source: object) -> tuple[Iterable[Any], bool]:
@@ -42,25 +42,27 @@ def iterate_items(source: object) -> tuple[Iterable[Any], bool]:
     if hasattr(source, "__array__"):
         return [as_array(source, "the feed")], True
     if callable(getattr(source, "get_next", None)):
-        return _until_none(source.get_next), False  # type: ignore[attr-defined]
+        return _iterate_until_none(source.get_next), False  # type: ignore[attr-defined]
     if callable(getattr(source, "get_batch", None)):
         raise FeedError(
             f"a feed must give arrays, got the TensorRT calibrator {type(source).__name__}, which"
             " gives addresses; give the arrays it reads, or its script (--calibrator-script)"
         )
+
     count = _length(source)
-    if not hasattr(source, "__iter__") and count is not None and hasattr(source, "__getitem__"):
+    if isinstance(source, list | tuple):
+        return source, True
+    if hasattr(source, "__iter__") and not isinstance(source, bytes):
+        return _iterate(source), count is not None
+    if count is not None and hasattr(source, "__getitem__") and not hasattr(source, "__iter__"):
         return _iterate(map(source.__getitem__, range(count))), True  # a dataset of torch
-    if isinstance(source, bytes) or not hasattr(source, "__iter__"):
-        if callable(source):
-            with wrap_user_errors("what gives the feed", error=FeedError):
-                return iterate_items(source())
-        raise FeedError(
-            f"a feed must be a path, an array, a mapping of arrays or something to iterate over,"
-            f" got {type(source).__name__}"
-        )
-    items = source if isinstance(source, list | tuple) else _iterate(source)
-    return items, count is not None
+    if callable(source):
+        with wrap_user_errors("what gives the feed", error=FeedError):
+            return iterate_items(source())
+    raise FeedError(
+        f"a feed must be a path, an array, a mapping of arrays or something to iterate over,"
+        f" got {type(source).__name__}"
+    )
 
 
 def _length(source: object) -> int | None:
@@ -71,53 +73,7 @@ def _length(source: object) -> int | None:
         return None
 
 
-def call_loader(path: str) -> object | None:
-    """Return what the function of `loader.py:function` returns; None for any other path.
-
-    A file that defines one public function or class needs no `:function`.
-
-    Raises:
-        ConfigError: there is no such file or function, or the file has several.
-        FeedError: the function failed.
-    """
-    if not is_loader_spec(path):
-        return None
-    path = path if is_function_spec(path) else f"{path}:{_only_definition(path)}"
-    function = load_function(path, what="a loader", form=_FORM, error=FeedError)
-    with wrap_user_errors(f"the loader {path}", error=FeedError):
-        result: object = function()
-    if result is None:
-        raise FeedError(f"the loader {path} must return a feed, got None; return or yield arrays")
-    return result
-
-
-def is_loader_spec(path: str) -> bool:
-    """Return whether a path is a Python file, with or without `:function`."""
-    return is_function_spec(path) or (path.endswith(".py") and os.path.isfile(path))
-
-
-def is_function_spec(path: str) -> bool:
-    """Return whether a path is of the form `loader.py:function`."""
-    file, _, name = path.rpartition(":")
-    return file.endswith(".py") and name.isidentifier() and not Path(path).exists()
-
-
-def _only_definition(path: str) -> str:
-    """Return the name of the only public function or class that a Python file defines."""
-    source = read_bytes(Path(path), what="a loader", error=FeedError, max_bytes=_LARGEST)
-    with wrap_user_errors(path, error=FeedError):
-        body = ast.parse(source, path).body
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    names = [one.name for one in body if isinstance(one, kinds) and one.name[0] != "_"]
-    if len(names) != 1:
-        raise ConfigError(
-            f"a loader is given as {_FORM}, got {path} alone; it has"
-            f" {', '.join(names) or 'no function'}"
-        )
-    return names[0]
-
-
-def _until_none(get_next: Callable[[], object]) -> Iterator[object]:
+def _iterate_until_none(get_next: Callable[[], object]) -> Iterator[object]:
     while True:
         with wrap_user_errors("get_next of the reader", error=FeedError):
             item = get_next()
@@ -127,49 +83,97 @@ def _until_none(get_next: Callable[[], object]) -> Iterator[object]:
 
 
 def _iterate(source: Iterable[Any]) -> Iterator[Any]:
+    """Yield the items; an error of the user's code becomes a FeedError."""
     with wrap_user_errors("the feed", error=FeedError):
-        items = iter(source)
+        iterator = iter(source)
     while True:
         with wrap_user_errors("the feed", error=FeedError):
             try:
-                item = next(items)
+                item = next(iterator)
             except StopIteration:
                 return
         yield item
 
 
-def preprocess_items(items: Iterable[Any], how: Preprocess) -> Iterator[Array]:
+def is_loader_spec(path: str) -> bool:
+    """Return whether a path is a Python file, with or without `:function`."""
+    return _is_function_spec(path) or (path.endswith(".py") and os.path.isfile(path))
+
+
+def _is_function_spec(path: str) -> bool:
+    """Return whether a path is of the form `loader.py:function`."""
+    file, _, name = path.rpartition(":")
+    return file.endswith(".py") and name.isidentifier() and not Path(path).exists()
+
+
+def call_loader(spec: str) -> object:
+    """Return what the function of `loader.py:function` returns; see `is_loader_spec`.
+
+    A file that defines one public function or class needs no `:function`.
+
+    Raises:
+        ConfigError: there is no such file or function, or the file has several.
+        FeedError: the function failed.
+    """
+    if not _is_function_spec(spec):
+        spec = f"{spec}:{_find_only_definition(spec)}"
+    function = load_function(spec, what="a loader", form=_LOADER_FORM, error=FeedError)
+    with wrap_user_errors(f"the loader {spec}", error=FeedError):
+        result: object = function()
+    if result is None:
+        raise FeedError(f"the loader {spec} must return a feed, got None; return or yield arrays")
+    return result
+
+
+def _find_only_definition(path: str) -> str:
+    """Return the name of the only public function or class that a Python file defines."""
+    source = read_bytes(Path(path), what="a loader", error=FeedError, max_bytes=_MAX_SCRIPT_BYTES)
+    with wrap_user_errors(path, error=FeedError):
+        statements = ast.parse(source, path).body
+    names = []
+    for statement in statements:
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef) and statement.name[0] != "_":
+            names.append(statement.name)
+    if len(names) != 1:
+        raise ConfigError(
+            f"a loader is given as {_LOADER_FORM}, got {path} alone; it has"
+            f" {', '.join(names) or 'no function'}"
+        )
+    return names[0]
+
+
+def preprocess_items(items: Iterable[Any], preprocess: Preprocess) -> Iterator[Array]:
     """Preprocess images in memory; the label of an (image, label) pair is ignored.
 
     Args:
         items: uint8 [H, W, 3] RGB, or [H, W] or [H, W, 1] grey; anything numpy converts to such an
             array, such as a Pillow image; or several as [N, H, W, C].
-        how: resolved.
+        preprocess: resolved.
 
     Raises:
         FeedError: an item is no image.
     """
     for number, item in enumerate(items):
-        where = f"item {number} of the feed"
-        array = as_array(_image_of(item), where)
+        title = f"item {number} of the feed"
+        array = as_array(_image_of_item(item), title)
         if array.dtype != np.uint8 or array.ndim not in (2, 3, 4) or not array.size:
             raise FeedError(
-                f"{where} must be an image to be preprocessed, uint8 [H, W, 3] or [H, W], got"
+                f"{title} must be an image to be preprocessed, uint8 [H, W, 3] or [H, W], got"
                 f" {array.dtype} {list(array.shape)}; leave the preprocessing out if the arrays"
                 " are ready to be fed"
             )
-        for one in array if array.ndim == 4 else [array]:
-            yield preprocess_image(to_opencv_channels(one, how, where), how)
+        for image in array if array.ndim == 4 else [array]:
+            yield preprocess_image(to_opencv_channels(image, preprocess, title), preprocess)
 
 
-def _image_of(item: Any) -> object:
+def _image_of_item(item: Any) -> object:
     if isinstance(item, Mapping):
-        images = [one for one in item.values() if np.ndim(one) >= 2]
+        images = [value for value in item.values() if np.ndim(value) >= 2]
         return images[0] if len(images) == 1 else item
     return item[0] if isinstance(item, tuple) and item else item
 
 
-def to_opencv_channels(picture: Array, how: Preprocess, where: str) -> Array:
+def to_opencv_channels(image: Array, preprocess: Preprocess, title: str) -> Array:
     """Convert [H, W, 3] RGB or grey to what OpenCV decodes, BGR or grey.
 
     Raises:
@@ -177,15 +181,16 @@ def to_opencv_channels(picture: Array, how: Preprocess, where: str) -> Array:
     """
     import cv2
 
-    image = picture if picture.ndim == 3 else picture[:, :, None]
-    channel_count = image.shape[2]
-    if channel_count not in (1, 3):
+    if image.ndim == 2:
+        image = image[:, :, None]
+    is_grey = image.shape[2] == 1
+    if not is_grey and image.shape[2] != 3:
         raise FeedError(
-            f"{where} must have 1 or 3 channels, last, got {list(picture.shape)};"
+            f"{title} must have 1 or 3 channels, last, got {list(image.shape)};"
             " move them with .transpose(1, 2, 0) if they are first"
         )
-    if how.channels == 1:
-        grey = image if channel_count == 1 else cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)[:, :, None]
-        return np.ascontiguousarray(grey)
-    bgr = np.repeat(image, 3, axis=2) if channel_count == 1 else image[:, :, ::-1]
-    return np.ascontiguousarray(bgr)
+    if preprocess.channels == 1 and not is_grey:
+        image = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)[:, :, None]
+    elif preprocess.channels == 3:
+        image = np.repeat(image, 3, axis=2) if is_grey else image[:, :, ::-1]
+    return np.ascontiguousarray(image)

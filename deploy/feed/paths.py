@@ -12,12 +12,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.array_files import is_array_file, is_raw_file
-from deploy.feed.arrays import ArraySource, Item, conversion_notes, count_samples, fit_array
+from deploy.feed.arrays import ArraySource, conversion_notes, count_samples, fit_array
 from deploy.feed.file_list import FileList
 from deploy.feed.images import (
     is_image,
@@ -32,10 +33,11 @@ from deploy.feed.loaders import to_opencv_channels
 from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import Preprocess, describe
 from deploy.feed.sources import is_video
+from deploy.feed.temporary_arrays import Item
 from deploy.files.reading import read_json
 from deploy.tensors import TensorSpec
 
-_IN_PATTERNS = frozenset("*?[")
+_WILDCARDS = frozenset("*?[")
 _SOURCES = "a folder of images or arrays, a list file, a pattern such as 'photos/*.jpg', or a file"
 
 
@@ -47,6 +49,7 @@ class SourceFiles:
         files: in the order in which they are fed.
         name: of all of them, in messages.
         folder: that holds them; None if the source was no folder.
+        notes: for the user.
     """
 
     files: FileList
@@ -61,14 +64,14 @@ class SourceFiles:
         Raises:
             FeedError: some hold arrays and some are images.
         """
-        with_arrays = [one.name for one in self.files if is_array_file(one.path)]
-        if with_arrays and len(with_arrays) < len(self.files):
+        array_files = [file.name for file in self.files if is_array_file(file.path)]
+        if array_files and len(array_files) < len(self.files):
             raise FeedError(
-                f"{self.name} must be of images or of arrays, got {len(with_arrays)} of"
-                f" {len(self.files)} with arrays: {summarize_names(with_arrays)}; leave one kind"
+                f"{self.name} must be of images or of arrays, got {len(array_files)} of"
+                f" {len(self.files)} with arrays: {summarize_names(array_files)}; leave one kind"
                 " out"
             )
-        return bool(with_arrays)
+        return bool(array_files)
 
 
 def resolve_files(path: Path) -> SourceFiles:
@@ -77,19 +80,13 @@ def resolve_files(path: Path) -> SourceFiles:
     Raises:
         FeedError: the path does not exist, or the list is invalid.
     """
+    title = printable_name(str(path))
     if path.is_dir():
-        return _in_folder(path)
+        return _resolve_folder(path)
     if not path.exists():
-        if _IN_PATTERNS & set(str(path)):
-            names = sorted(glob.iglob(str(path), recursive=True), key=os.fsencode)
-            usable = [name for name in names if is_image(name) or is_array_file(name)]
-            if not usable:
-                raise FeedError(
-                    f"the pattern {printable_name(str(path))} must match images or arrays, got none"
-                    f" of {len(names)} files; ** stands for any folders"
-                )
-            return SourceFiles(FileList("", usable), printable_name(str(path)))
-        raise FeedError(f"{printable_name(str(path))} does not exist; give {_SOURCES}")
+        if _WILDCARDS & set(str(path)):
+            return _resolve_pattern(path)
+        raise FeedError(f"{title} does not exist; give {_SOURCES}")
     if is_image(path) or is_array_file(path) or is_video(path):
         return SourceFiles(FileList(path.parent, [path.name]), printable_name(path.name))
     if is_unsupported_image(path):
@@ -98,19 +95,94 @@ def resolve_files(path: Path) -> SourceFiles:
             " or .png"
         )
     if path.suffix.lower() == ".json":
-        data = read_json(path, what="COCO annotations", error=FeedError)
-        images = data.get("images") if isinstance(data, dict) else None
-        file_names = [one.get("file_name") for one in images or () if isinstance(one, dict)]
-        names = [name for name in file_names if isinstance(name, str) and name and "\0" not in name]
-        if not names or len(names) < len(file_names):
-            raise FeedError(
-                f"{printable_name(str(path))} must be COCO annotations with `images` that have a"
-                " `file_name`, got others; give a folder or a list file"
-            )
-        inside = path.parent / "images"
-        base = inside if (inside / names[0]).exists() else path.parent
-        return SourceFiles(FileList(base, names), printable_name(str(path)))
-    return SourceFiles(read_list(path), printable_name(str(path)))
+        return SourceFiles(_read_coco_files(path), title)
+    return SourceFiles(read_list(path), title)
+
+
+def _resolve_pattern(pattern: Path) -> SourceFiles:
+    title = printable_name(str(pattern))
+    names = sorted(glob.iglob(str(pattern), recursive=True), key=os.fsencode)
+    usable_names = [name for name in names if is_image(name) or is_array_file(name)]
+    if not usable_names:
+        raise FeedError(
+            f"the pattern {title} must match images or arrays, got none of {len(names)} files; **"
+            " stands for any folders"
+        )
+    return SourceFiles(FileList("", usable_names), title)
+
+
+def _read_coco_files(path: Path) -> FileList:
+    """Return the image files of COCO annotations: in the folder `images` beside them, if there."""
+    data = read_json(path, what="COCO annotations", error=FeedError)
+    rows = data.get("images") if isinstance(data, dict) else None
+    if not isinstance(rows, list):
+        rows = []
+    values = [row.get("file_name") for row in rows if isinstance(row, dict)]
+    names = [value for value in values if _is_file_name(value)]
+    if not names or len(names) < len(values):
+        raise FeedError(
+            f"{printable_name(str(path))} must be COCO annotations with `images` that have a"
+            " `file_name`, got others; give a folder or a list file"
+        )
+    image_folder = path.parent / "images"
+    folder = image_folder if (image_folder / names[0]).exists() else path.parent
+    return FileList(folder, names)
+
+
+def _is_file_name(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and value != "" and "\0" not in value
+
+
+def _resolve_folder(folder: Path) -> SourceFiles:
+    names = walk_files(
+        folder, lambda name: is_image(name) or is_array_file(name) or is_unsupported_image(name)
+    )
+    images = [name for name in names if is_image(name)]
+    unsupported_images = [name for name in names if is_unsupported_image(name)]
+    arrays = [
+        name for name in names if is_array_file(name) and not _is_statistics_of_cache(folder / name)
+    ]
+    if not images and not arrays:
+        got = "none; give another folder or a list file"
+        if unsupported_images:
+            got = _describe_unsupported(unsupported_images)
+        raise FeedError(
+            f"{printable_name(str(folder))} must hold images (such as .jpg, .png) or arrays (.npy,"
+            f" .npz, .bin, .raw), got {got}"
+        )
+
+    notes = []
+    folder_name = printable_name(folder.name)
+    if images and arrays:
+        notes.append(f"{len(arrays)} files of arrays among the images of {folder_name} are not fed")
+    if unsupported_images:
+        notes.append(f"in {folder_name} are {_describe_unsupported(unsupported_images)}")
+    return SourceFiles(
+        FileList(folder, images or arrays),
+        printable_name(folder.name or str(folder)),
+        folder,
+        tuple(notes),
+    )
+
+
+def _is_statistics_of_cache(path: Path) -> bool:
+    """Whether a file has the statistics of a cache `X`: it is `X.npz` beside `X` and `X.json`."""
+    cache = path.with_suffix("")
+    return path.suffix == ".npz" and cache.is_file() and Path(f"{cache}.json").is_file()
+
+
+def _describe_unsupported(names: Sequence[str]) -> str:
+    """Describe images in unsupported formats, and how to feed them."""
+    count = "1 picture" if len(names) == 1 else f"{len(names)} pictures"
+    return f"{count} in unsupported formats ({join_suffixes(names)}); save them as .jpg or .png"
+
+
+def resolve_path_list(paths: Sequence[object]) -> SourceFiles | None:
+    """Return the files of a list of paths; None for a list of anything else."""
+    names = [str(Path(path)) for path in paths if isinstance(path, str | os.PathLike)]
+    if not names or len(names) < len(paths):
+        return None
+    return SourceFiles(FileList("", names), "the list")
 
 
 def label_by_folder(files: SourceFiles) -> SourceFiles:
@@ -121,75 +193,28 @@ def label_by_folder(files: SourceFiles) -> SourceFiles:
     Raises:
         FeedError: the source is no folder, a file is in no subfolder, or there is only one.
     """
-    tops = [one.name.partition("/")[0] if "/" in one.name else "" for one in files.files]
-    classes = sorted(set(tops))
+    # the first folder of each name, empty without one
+    subfolders = [file.name.rpartition("/")[0].partition("/")[0] for file in files.files]
+    classes = sorted(set(subfolders))
     if files.folder is None or "" in classes or len(classes) < 2:
-        loose = sum(not top for top in tops)
         raise FeedError(
             f"labels by folder need one folder per class, got {files.name} with"
-            f" {len(set(tops) - {''})} folders and {loose} files in none; give a list file with"
-            " labels, or --labels FILE"
+            f" {len(set(subfolders) - {''})} folders and {subfolders.count('')} files in none;"
+            " give a list file with labels, or --labels FILE"
         )
-    numbers = {name: number for number, name in enumerate(classes)}
-    names = (one.name for one in files.files)
-    listing = FileList(files.folder, names, map(numbers.__getitem__, tops))
+    label_by_class = {name: label for label, name in enumerate(classes)}
+    names = (file.name for file in files.files)
+    labelled_files = FileList(files.folder, names, map(label_by_class.__getitem__, subfolders))
     note = f"labels by folder: {len(classes)} classes, 0 is {printable_name(classes[0])}"
-    return replace(files, files=listing, notes=(*files.notes, note))
-
-
-def resolve_path_list(paths: Sequence[object]) -> SourceFiles | None:
-    """Return the files of a list of paths; None for a list of anything else."""
-    if not paths or not all(isinstance(one, str | os.PathLike) for one in paths):
-        return None
-    named = (str(Path(one)) for one in paths if isinstance(one, str | os.PathLike))
-    return SourceFiles(FileList("", named), "the list")
-
-
-def _in_folder(folder: Path) -> SourceFiles:
-    names = walk_files(
-        folder, lambda name: is_image(name) or is_array_file(name) or is_unsupported_image(name)
-    )
-    others = [name for name in names if is_unsupported_image(name)]
-    names = [n for n in names if not (is_unsupported_image(n) or _is_of_a_cache(folder / n))]
-    if not names:
-        way = "give another folder or a list file"
-        raise FeedError(
-            f"{printable_name(str(folder))} must hold images (such as .jpg, .png) or arrays (.npy,"
-            f" .npz, .bin, .raw), got {_unsupported(others) if others else f'none; {way}'}"
-        )
-    pictures = [name for name in names if is_image(name)]
-    left = len(names) - len(pictures)
-    notes = [
-        f"{left} files of arrays among the images of {printable_name(folder.name)} are not fed"
-    ]
-    notes = notes if pictures and left else []
-    if others:
-        notes.append(f"in {printable_name(folder.name)} are {_unsupported(others)}")
-    return SourceFiles(
-        FileList(folder, pictures or names),
-        printable_name(folder.name or str(folder)),
-        folder,
-        tuple(notes),
-    )
-
-
-def _is_of_a_cache(path: Path) -> bool:
-    """Whether a file has the statistics of a cache `X`: it is `X.npz` beside `X` and `X.json`."""
-    cache = path.with_suffix("")
-    return path.suffix == ".npz" and all(Path(f"{cache}{end}").is_file() for end in ("", ".json"))
-
-
-def _unsupported(names: Sequence[str]) -> str:
-    """Describe images in unsupported formats, and how to feed them."""
-    count = "1 picture" if len(names) == 1 else f"{len(names)} pictures"
-    return f"{count} in unsupported formats ({join_suffixes(names)}); save them as .jpg or .png"
+    return replace(files, files=labelled_files, notes=(*files.notes, note))
 
 
 DTYPES = (
     *("float32", "float16", "float64", "uint8", "int8"),
     *("int16", "uint16", "int32", "uint32", "int64", "uint64"),
 )
-_MOST_DIMS = 8
+_MAX_DIMENSIONS = 8
+_MAX_RAW_SIDE = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,14 +237,10 @@ class RawFiles:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        shape = self.shape
-        if shape is not None and not (
-            1 <= len(shape) <= _MOST_DIMS
-            and all(isinstance(side, int) and 0 < side < 1 << 31 for side in shape)
-        ):
+        if self.shape is not None and not _is_raw_shape(self.shape):
             raise ConfigError(
-                f"a raw shape must have 1 to {_MOST_DIMS} sides of 1 or more, got {list(shape)};"
-                " give the shape of a sample, such as 1x3x224x224"
+                f"a raw shape must have 1 to {_MAX_DIMENSIONS} sides of 1 or more, got"
+                f" {list(self.shape)}; give the shape of a sample, such as 1x3x224x224"
             )
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"a raw dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
@@ -227,9 +248,12 @@ class RawFiles:
     def __str__(self) -> str:
         return os.fspath(self.path)
 
-    def are_images(self, spec: TensorSpec, *, asked: bool) -> bool:
-        """Return whether the files are images for this input; `asked`: preprocessing is given."""
-        return self.dtype == "uint8" and (asked or spec.dtype != "uint8")
+    def are_images(self, spec: TensorSpec, *, has_preprocess: bool) -> bool:
+        """Return whether the files are images for this input.
+
+        `has_preprocess`: the user gives preprocessing.
+        """
+        return self.dtype == "uint8" and (has_preprocess or spec.dtype != "uint8")
 
     def file_spec(self, spec: TensorSpec) -> TensorSpec:
         """Return dtype and shape of a file's values: an open batch, then the shape of a sample.
@@ -238,7 +262,8 @@ class RawFiles:
             FeedError: the input's shape is open, and the user gives no shape.
         """
         shape = spec.shape if self.shape is None else self.shape
-        shape = shape[1:] if len(shape) == len(spec.shape) else shape
+        if len(shape) == len(spec.shape):  # with the batch
+            shape = shape[1:]
         if not all(isinstance(side, int) for side in shape):
             raise FeedError(
                 f"files without a header need a shape, since the input {describe(spec)} leaves it"
@@ -247,13 +272,19 @@ class RawFiles:
         return TensorSpec(spec.name, self.dtype or spec.dtype, (None, *shape))
 
 
+def _is_raw_shape(shape: tuple[int, ...]) -> bool:
+    if not 1 <= len(shape) <= _MAX_DIMENSIONS:
+        return False
+    return all(isinstance(side, int) and 0 < side <= _MAX_RAW_SIDE for side in shape)
+
+
 def with_same_format(raw: RawFiles, path: str) -> RawFiles | str:
     """Return another path with the same shape and dtype if it has raw files; else the path."""
     try:
         files = resolve_files(Path(path)).files
     except FeedError:  # opening the path will report the error
         return path
-    return replace(raw, path=path) if all(is_raw_file(one.path) for one in files) else path
+    return replace(raw, path=path) if all(is_raw_file(file.path) for file in files) else path
 
 
 def refuse_files_with_header(files: SourceFiles) -> None:
@@ -262,11 +293,11 @@ def refuse_files_with_header(files: SourceFiles) -> None:
     Raises:
         ConfigError: a file is neither .bin nor .raw.
     """
-    others = [one.name for one in files.files if not is_raw_file(one.path)]
-    if others:
+    names = [file.name for file in files.files if not is_raw_file(file.path)]
+    if names:
         raise ConfigError(
             "a raw shape and dtype apply to .bin and .raw files, got"
-            f" {summarize_names(others, 2)} in {files.name}, which have their own; leave them out"
+            f" {summarize_names(names, 2)} in {files.name}, which have their own; leave them out"
         )
 
 
@@ -277,34 +308,35 @@ def convert_arrays(source: ArraySource, spec: TensorSpec) -> ArraySource:
         FeedError: the shape or dtype does not fit the input.
     """
     (file_spec,) = source.specs
-    example = np.broadcast_to(np.zeros((), file_spec.dtype), (1, *_sample_shape(file_spec)))
-    item = {spec.name: example}
-    count_samples(item, (spec,), f"each sample of {source.name}")
+    shape = (1, *_sample_shape(file_spec))
+    example = {spec.name: np.broadcast_to(np.zeros((), file_spec.dtype), shape)}
+    count_samples(example, (spec,), f"each sample of {source.name}")
     return replace(
         source,
-        notes=(*source.notes, *conversion_notes(item, (spec,))),
-        convert=lambda one: {spec.name: fit_array(one[spec.name], spec)},
+        notes=(*source.notes, *conversion_notes(example, (spec,))),
+        convert=lambda item: {spec.name: fit_array(item[spec.name], spec)},
     )
 
 
-def convert_images(source: ArraySource, spec: TensorSpec, how: Preprocess) -> ArraySource:
-    """Preprocess samples that are images; `how` must be resolved.
+def convert_images(source: ArraySource, spec: TensorSpec, preprocess: Preprocess) -> ArraySource:
+    """Preprocess samples that are images; `preprocess` must be resolved.
 
     Raises:
         FeedError: the shape is not that of an image.
     """
     shape = _sample_shape(source.specs[0])
-    if len(shape) not in (2, 3) or (len(shape) == 3 and shape[2] not in (1, 3)):
+    is_image_shape = len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))
+    if not is_image_shape:
         raise FeedError(
             "raw pictures must be of the shape HxWx3, HxWx1 or HxW, got"
             f" {'x'.join(map(str, shape))} in {source.name}; give the shape of one (--raw-shape)"
         )
 
-    def make(one: Item) -> Item:
-        picture = to_opencv_channels(one[spec.name].reshape(shape), how, source.name)
-        return {spec.name: preprocess_image(picture, how).astype(spec.dtype, copy=False)}
+    def convert(item: Item) -> Item:
+        pixels = to_opencv_channels(item[spec.name].reshape(shape), preprocess, source.name)
+        return {spec.name: preprocess_image(pixels, preprocess).astype(spec.dtype, copy=False)}
 
-    return replace(source, convert=make)
+    return replace(source, convert=convert)
 
 
 def _sample_shape(spec: TensorSpec) -> tuple[int, ...]:

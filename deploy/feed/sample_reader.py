@@ -2,8 +2,8 @@
 
 ::
 
-    source --fetched, ahead--> bytes, sample --digest--> sample --> cached, on disk, or previewed
-                                                    '-- differs from the first read: Changed
+    source --read ahead--> bytes, sample --digest--> sample --> cached, on disk, or previewed
+                                                '-- differs from the first read: error
 
 If the model fixes its batch, the last batch is filled up with the first samples (batch of 3)::
 
@@ -13,17 +13,18 @@ If the model fixes its batch, the last batch is filled up with the first samples
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.arrays import ArrayLocation, TemporaryArrays
 from deploy.feed.file_list import UNREADABLE, RawSample, SampleChangedError, SampleDigests
 from deploy.feed.parallel import prefetch
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.preview import Previews
 from deploy.feed.sampling import ChosenSamples
 from deploy.feed.sources import ImageSource, Sample, SampleSource
+from deploy.feed.temporary_arrays import ArrayLocation, TemporaryArrays
 from deploy.machine import worker_threads
 from deploy.tensors import Array
 from deploy.terminal import phase
@@ -35,43 +36,43 @@ class SampleCache:
     A full disk stops the caching, not the run: cached samples stay, the others are decoded again.
     """
 
-    def __init__(self, wanted: Collection[int], *, most_bytes: int | None = None) -> None:
-        """Args: wanted: samples to cache; most_bytes: size limit, None for no limit."""
-        self._wanted = wanted
-        self._most_bytes = most_bytes
-        self._places: dict[int, dict[str, ArrayLocation]] = {}
-        self._scratch: TemporaryArrays | None = None
-        self._bytes = 0
-        self._using = threading.Lock()
+    def __init__(self, indices: Collection[int], *, max_bytes: int | None = None) -> None:
+        """Args: indices: samples to cache; max_bytes: size limit, None for no limit."""
+        self._accepted_indices = indices
+        self._max_bytes = max_bytes
+        self._used_bytes = 0
+        self._locations: dict[int, dict[str, ArrayLocation]] = {}
+        self._store: TemporaryArrays | None = None
+        self._lock = threading.Lock()
 
     def __contains__(self, index: object) -> bool:
-        return index in self._places
+        return index in self._locations
 
     def add(self, index: int, sample: Mapping[str, Array]) -> None:
-        """Cache a sample if it is wanted and there is room."""
-        with self._using:
-            if index not in self._wanted or index in self._places:
+        """Cache a sample if it is one of `indices` and there is room."""
+        with self._lock:
+            if index not in self._accepted_indices or index in self._locations:
                 return
             size = sum(np.asarray(array).nbytes for array in sample.values())
-            if self._most_bytes is not None and self._bytes + size > self._most_bytes:
+            if self._max_bytes is not None and self._used_bytes + size > self._max_bytes:
                 return
             try:
-                if self._scratch is None:
-                    self._scratch = TemporaryArrays("calib8-")
-                places = {name: self._scratch.add(array) for name, array in sample.items()}
+                if self._store is None:
+                    self._store = TemporaryArrays("calib8-")
+                locations = {name: self._store.add(array) for name, array in sample.items()}
             except (OSError, ValueError):  # disk full, or not a plain array
-                self._wanted = ()
+                self._accepted_indices = ()
                 return
-            self._bytes += size
-            self._places[index] = places
+            self._used_bytes += size
+            self._locations[index] = locations
 
     def get(self, index: int) -> dict[str, Array] | None:
         """Return a cached sample; None for any other."""
-        with self._using:
-            places, scratch = self._places.get(index), self._scratch
-        if places is None or scratch is None:
+        with self._lock:
+            locations, store = self._locations.get(index), self._store
+        if locations is None or store is None:
             return None
-        return {name: scratch.get(place) for name, place in places.items()}
+        return {name: store.get(location) for name, location in locations.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,64 +88,57 @@ class SampleReader:
     """Reads samples and keeps the first few in memory.
 
     Attributes:
-        digests: digests of the samples read.
-        previews: previews of the samples read, as far as they are wanted.
+        digests: of the samples read.
+        previews: of the samples read, as far as they were requested.
         decodes: number of images or rows read for a run so far.
     """
 
     def __init__(
-        self, source: SampleSource, *, skip_bad: bool, kept: int, preprocess: Preprocess | None
+        self,
+        source: SampleSource,
+        *,
+        skip_bad: bool,
+        max_in_memory: int,
+        preprocess: Preprocess | None,
     ) -> None:
         self.skip_bad = skip_bad
         self.digests = SampleDigests(len(source))
         self.previews = Previews(preprocess)
         self.decodes = 0
         self._source = source
-        self._most_kept = kept
-        self._kept: dict[int, Sample] = {}
-        self._spool = SampleCache(frozenset())
+        self._max_in_memory = max_in_memory
+        self._in_memory: dict[int, Sample] = {}
+        self._on_disk = SampleCache(frozenset())
 
-    def cache_samples(self, on_disk: Iterable[int], views: Previews) -> None:
+    def cache_samples(self, indices: Iterable[int], previews: Previews) -> None:
         """Cache some samples on disk, and previews of some, as they are read from now on."""
-        self._spool = SampleCache(frozenset(on_disk))
-        self.previews = views
+        self._on_disk = SampleCache(frozenset(indices))
+        self.previews = previews
 
     def hash(self, index: int) -> None:
         """Read a sample only to store its digest.
 
         Raises:
+            SampleChangedError: the digest differs from the first read.
             FeedError: it cannot be read, unless `skip_bad`.
         """
-        try:
-            self._load(index)
-        except FeedError:
-            if not self.skip_bad:
-                raise
-
-    def hash_unread(self, indices: Sequence[int]) -> None:
-        """Call `hash` for the samples that were not read yet."""
-        unread = sum(index not in self.digests for index in indices)
-        with phase("hashing", unread, "samples") as step:
-            for index in indices:
-                if index not in self.digests:
-                    self.hash(index)
-                    step()
-
-    def _load(self, index: int) -> RawSample:
-        """Read a sample's bytes and check its digest.
-
-        Raises:
-            Changed: the digest differs from the first read.
-            FeedError: the sample cannot be read.
-        """
-        name = self._source.title(index)
+        title = self._source.title(index)
         try:
             raw = self._source.load(index)
         except FeedError:
-            self.digests.record(index, UNREADABLE, name)
-            raise
-        self.digests.record(index, raw.digest, name)
-        return raw
+            self.digests.record(index, UNREADABLE, title)
+            if not self.skip_bad:
+                raise
+        else:
+            self.digests.record(index, raw.digest, title)
+
+    def hash_unread(self, indices: Sequence[int]) -> None:
+        """Call `hash` for the samples that were not read yet."""
+        unread = [index for index in indices if index not in self.digests]
+        with phase("hashing", len(unread), "samples") as step:
+            for index in unread:
+                self.hash(index)
+                step()
 
     def walk(
         self, chosen: ChosenSamples, *, only: Collection[int] | None = None
@@ -154,11 +148,11 @@ class SampleReader:
         Raises:
             FeedError: (while iterating) a bad sample, unless `skip_bad`; or no good sample.
         """
-        wanted = (index for index in chosen.good_indices() if only is None or index in only)
+        indices = (index for index in chosen.good_indices() if only is None or index in only)
         threads = worker_threads() if isinstance(self._source, ImageSource) else 1
-        for index, fetched in prefetch(wanted, self._fetch, threads=threads):
+        for index, result in prefetch(indices, self._fetch, threads=threads):
             try:
-                yield index, self.read(index, fetched)
+                yield index, self.read(index, result)
             except SampleChangedError:
                 raise
             except FeedError as error:
@@ -176,40 +170,39 @@ class SampleReader:
 
     def _fetch(self, index: int) -> _ReadResult | None:
         """Read and decode a sample, in any thread; None if it is cached."""
-        if index in self._kept or index in self._spool:
+        if index in self._in_memory or index in self._on_disk:
             return None
-        return _fetched(self._source, index)
+        return _read_sample(self._source, index)
 
-    def read(self, index: int, fetched: _ReadResult | None = None) -> Sample:
-        """Return one sample, from the cache in memory or on disk if it is there."""
-        if index in self._kept:
-            return dict(self._kept[index])
-        if (cached := self._spool.get(index)) is not None:
-            return cached
-        raw, sample = self._checked(index, fetched or _fetched(self._source, index))
-        self.decodes += 1
-        self._spool.add(index, sample)
-        self.previews.add(index, self._source.sample_name(index), raw, sample)
-        if len(self._kept) < self._most_kept:
-            self._kept[index] = sample
-        return dict(sample)
-
-    def _checked(self, index: int, fetched: _ReadResult) -> tuple[RawSample, Sample]:
-        """Check the digest of a sample that was just read, and return it.
+    def read(self, index: int, result: _ReadResult | None = None) -> Sample:
+        """Return one sample, from the cache in memory or on disk if it is there.
 
         Raises:
-            Changed: the digest differs from the first read.
+            SampleChangedError: the digest differs from the first read.
             FeedError: reading or decoding failed.
         """
-        digest = UNREADABLE if fetched.raw is None else fetched.raw.digest
+        if index in self._in_memory:
+            return dict(self._in_memory[index])
+        cached = self._on_disk.get(index)
+        if cached is not None:
+            return cached
+
+        result = result or _read_sample(self._source, index)
+        digest = UNREADABLE if result.raw is None else result.raw.digest
         self.digests.record(index, digest, self._source.title(index))
-        if fetched.error is not None:
-            raise fetched.error
-        assert fetched.raw is not None and fetched.sample is not None
-        return fetched.raw, fetched.sample
+        if result.error is not None:
+            raise result.error
+        assert result.raw is not None and result.sample is not None
+
+        self.decodes += 1
+        self._on_disk.add(index, result.sample)
+        self.previews.add(index, self._source.sample_name(index), result.raw, result.sample)
+        if len(self._in_memory) < self._max_in_memory:
+            self._in_memory[index] = result.sample
+        return dict(result.sample)
 
 
-def _fetched(source: SampleSource, index: int) -> _ReadResult:
+def _read_sample(source: SampleSource, index: int) -> _ReadResult:
     raw = None
     try:
         raw = source.load(index)
@@ -221,36 +214,40 @@ def _fetched(source: SampleSource, index: int) -> _ReadResult:
 def iterate_batches(
     reader: SampleReader, chosen: ChosenSamples, batch: int, without: range = range(0)
 ) -> Iterator[Sample]:
-    """Yield samples whose first dimension is `batch`, except those at the places `without`."""
+    """Yield samples whose first dimension is `batch`, except those at the positions `without`."""
     only = None
     if without:
-        left_out = list(chosen.good_indices())[without.start * batch : without.stop * batch]
-        only = frozenset(chosen.indices).difference(left_out)
-    if batch == 1:
-        yield from (sample for _, sample in reader.walk(chosen, only=only))
-        return
+        good_indices = list(chosen.good_indices())
+        skipped_indices = good_indices[without.start * batch : without.stop * batch]
+        only = frozenset(chosen.indices).difference(skipped_indices)
+
     group: list[Sample] = []
     for _, sample in reader.walk(chosen, only=only):
+        if batch == 1:
+            yield sample
+            continue
         group.append(sample)
         if len(group) == batch:
             yield _concatenate(group)
             group = []
-    if group:
-        good, missing = list(chosen.good_indices()), batch - len(group)
-        yield _concatenate(group + [reader.read(good[i % len(good)]) for i in range(missing)])
+
+    if group:  # fill up the last batch with the first samples, again and again if there are few
+        fillers = islice(cycle(chosen.good_indices()), batch - len(group))
+        yield _concatenate(group + [reader.read(index) for index in fillers])
 
 
 def last_batch_note(count: int, batch: int) -> str:
     """Return a note on how the last batch was filled; empty if it was full."""
-    if not (filler := -count % batch):
+    filler_count = -count % batch
+    if not filler_count:
         return ""
-    some = f"first {filler} samples" if filler > 1 else "first sample"
-    if filler > count:
-        some = f"{count} samples that there are" if count > 1 else "only sample"
-    return (
-        f"the model's batch is {batch}: the last one was filled with the {some} again"
-        f"{' and again' if filler > count else ''}"
-    )
+    if filler_count <= count:
+        fillers = f"first {filler_count} samples" if filler_count > 1 else "first sample"
+        repetition = "again"
+    else:
+        fillers = f"{count} samples that there are" if count > 1 else "only sample"
+        repetition = "again and again"
+    return f"the model's batch is {batch}: the last one was filled with the {fillers} {repetition}"
 
 
 def refuse_batches(batch: int) -> None:
@@ -266,14 +263,16 @@ def refuse_batches(batch: int) -> None:
         )
 
 
-def _concatenate(group: list[Sample]) -> Sample:
-    batch_arrays: Sample = {}
-    for name, first in group[0].items():
-        shapes = {s[name].shape for s in group}
+def _concatenate(samples: list[Sample]) -> Sample:
+    """Return the samples as one batch; a scalar input is that of the first sample."""
+    batch: Sample = {}
+    for name, first_array in samples[0].items():
+        arrays = [sample[name] for sample in samples]
+        shapes = {array.shape for array in arrays}
         if len(shapes) > 1:
             raise FeedError(
                 f"samples of one batch must have one shape, got {sorted(shapes)} for {name!r};"
                 " export the model with an open batch, or give all one size"
             )
-        batch_arrays[name] = first if not first.shape else np.concatenate([s[name] for s in group])
-    return batch_arrays
+        batch[name] = np.concatenate(arrays) if first_array.shape else first_array
+    return batch

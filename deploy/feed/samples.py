@@ -2,7 +2,8 @@
 
 ::
 
-    source --Chosen: which, in what order--> Reader: decode, hash, cache --> batches --> samples()
+    source --ChosenSamples: which, in what order--> SampleReader: decode, hash, cache
+           --> batches --> samples()
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from deploy.feed.sources import (
 from deploy.tensors import Array
 from deploy.terminal import phase
 
-SAMPLES_IN_MEMORY = (
-    8  # samples cached in memory: for shapes, latency runs, statistics of inner tensors
-)
+# samples cached in memory: for shapes, latency runs, statistics of inner tensors
+SAMPLES_IN_MEMORY = 8
+_MAX_SKIPS_IN_NOTE = 3
 
 
 class Feed:
@@ -57,20 +58,24 @@ class Feed:
         share: Share | None = None,
         skipped: Mapping[int, str] | None = None,
     ) -> None:
-        self._source = source
-        self._chosen = ChosenSamples(chosen, share, skipped or {})
-        self._reader = SampleReader(
-            source, skip_bad=skip_bad, kept=SAMPLES_IN_MEMORY * batch, preprocess=preprocess
-        )
-        self._names = ""  # digest of the names
-        self._kind = kind
-        # (number of bad samples known then, labels of the others)
-        self._good_labels: tuple[int, tuple[int, ...]] = (-1, ())
-        self._own_labels: Mapping[int, int] | None = None  # labels that are not from the source
         self.batch = batch
         self.preprocess = preprocess
         self.origin = origin
+        self._source = source
+        self._kind = kind
         self._notes = tuple(notes)
+        self._chosen = ChosenSamples(chosen, share, skipped or {})
+        self._reader = SampleReader(
+            source,
+            skip_bad=skip_bad,
+            max_in_memory=SAMPLES_IN_MEMORY * batch,
+            preprocess=preprocess,
+        )
+        self._cached_names_digest = ""
+        self._user_labels: Mapping[int, int] | None = None  # index -> label not from the source
+        # labels of the good samples, and the number of bad samples known then
+        self._good_labels: tuple[int, ...] = ()
+        self._good_labels_skipped = -1
 
     def __len__(self) -> int:
         """Number of samples that `samples()` yields; known bad ones do not count."""
@@ -104,23 +109,25 @@ class Feed:
     @property
     def has_fixed_size(self) -> bool:
         """Whether all samples are known to have one shape before they are read, as images are."""
-        sides = None if self.preprocess is None else self.preprocess.size
-        return sides is not None and None not in sides
+        size = None if self.preprocess is None else self.preprocess.size
+        return size is not None and None not in size
 
     @property
-    def share(self) -> Share | None:
-        """The shard that the feed is; None if there are no shards."""
-        return self._chosen.share
+    def is_sequential(self) -> bool:
+        """Whether reading a sample needs all samples before it, as a video's frames do."""
+        return isinstance(self._source, VideoSource)
 
     @property
     def labels(self) -> tuple[int, ...] | None:
         """One class number per image or row, without the skipped ones; None without labels."""
-        labels, bad = self._own_labels or self._source.labels, len(self._chosen.skipped)
+        labels = self._user_labels or self._source.labels
         if labels is None:
             return None
-        if self._good_labels[0] != bad:
-            self._good_labels = bad, tuple(labels[i] for i in self._chosen.good_indices())
-        return self._good_labels[1]
+        skipped_count = len(self._chosen.skipped)
+        if self._good_labels_skipped != skipped_count:
+            self._good_labels = tuple(labels[index] for index in self._chosen.good_indices())
+            self._good_labels_skipped = skipped_count
+        return self._good_labels
 
     def set_labels(self, labels: Sequence[int]) -> None:
         """Set the class number of each image or row, bad ones included.
@@ -133,12 +140,17 @@ class Feed:
                 f"there must be one label per image, skipped ones included, got {len(labels)}"
                 f" labels for {self.entry_count}"
             )
-        self._own_labels = dict(zip(self._chosen.indices, labels, strict=True))
+        self._user_labels = dict(zip(self._chosen.indices, labels, strict=True))
 
     @property
     def names(self) -> tuple[str, ...]:
         """One name per image or row, without the skipped ones."""
         return tuple(map(self._source.sample_name, self._chosen.good_indices()))
+
+    def name_by_digest(self) -> dict[str, str]:
+        """Return sha256 (hex) -> title of every image or row; call after a pass or `manifest`."""
+        titles = map(self._source.title, self._chosen.indices)
+        return dict(zip(self.entry_digests, titles, strict=True))
 
     def sizes(self) -> Iterator[tuple[str, Size | None]]:
         """Yield name and (height, width) of each image file; None for an unreadable image."""
@@ -147,64 +159,127 @@ class Feed:
                 yield self._source.sample_name(index), self._source.size(index)
 
     @property
-    def skipped(self) -> tuple[str, ...]:
-        """Why each bad image or row was skipped; complete after one pass over `samples()`."""
-        skipped = self._chosen.skipped
-        return tuple(skipped[i] for i in sorted(skipped))
-
-    @property
     def positions(self) -> Sequence[int]:
-        """Places of the good samples in the whole list (see `Share`); complete after a pass."""
+        """Positions of the good samples in the complete list (see `Share`), after a pass."""
         return self._chosen.positions
 
     @property
-    def skipped_by_position(self) -> dict[int, str]:
-        """Place in the whole list -> why the sample there was skipped; complete after a pass."""
-        return self._chosen.skipped_by_position
+    def skipped(self) -> tuple[str, ...]:
+        """Why each bad image or row was skipped; complete after one pass over `samples()`."""
+        return tuple(reason for _, reason in sorted(self._chosen.skipped.items()))
 
     @property
-    def entry_digests(self) -> tuple[str, ...]:
-        """sha256 (hex) of every image or row, skipped ones too; complete after a pass."""
-        return tuple(self._reader.digests.hex(self._chosen.indices))
-
-    def count_shared(self, other: Feed) -> int:
-        """Count the images or rows read here whose bytes were also read by another feed."""
-        ours, theirs = (
-            [
-                feed._reader.digests.digest(i)
-                for i in feed._chosen.indices
-                if i in feed._reader.digests
-            ]
-            for feed in (self, other)
-        )
-        other_digests = set(theirs)
-        return sum(digest in other_digests for digest in ours)
+    def skipped_by_position(self) -> dict[int, str]:
+        """Position in the complete list -> why the sample there was skipped, after a pass."""
+        return self._chosen.skipped_by_position
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user on how the samples were read; complete after one pass."""
-        bad, copies = self.skipped, self._duplicate_note()
-        more = f" (and {len(bad) - 3} more)" if len(bad) > 3 else ""
-        skips = f"{len(bad)} skipped: {'; '.join(bad[:3])}{more}" if bad else ""
-        depth = self._source.note if isinstance(self._source, ImageSource) else ""
-        own = (skips, copies, depth, last_batch_note(self.count, self.batch))
-        return (*self._notes, *filter(None, own))
+        notes = [*self._notes, self._skip_note(), self._duplicate_note()]
+        if isinstance(self._source, ImageSource):
+            notes.append(self._source.note)
+        notes.append(last_batch_note(self.count, self.batch))
+        return tuple(filter(None, notes))
+
+    def _skip_note(self) -> str:
+        reasons = self.skipped
+        if not reasons:
+            return ""
+        note = f"{len(reasons)} skipped: {'; '.join(reasons[:_MAX_SKIPS_IN_NOTE])}"
+        if len(reasons) > _MAX_SKIPS_IN_NOTE:
+            note += f" (and {len(reasons) - _MAX_SKIPS_IN_NOTE} more)"
+        return note
+
+    def _duplicate_note(self) -> str:
+        """Return a note on duplicate images; rows and frames are often equal, so none for them."""
+        count = self.duplicate_count if isinstance(self._source, ImageSource) else 0
+        if not count:
+            return ""
+        predicate = (
+            "is a copy of another and counts" if count == 1 else "are copies of others and count"
+        )
+        return f"{count} of the {self.count} images {predicate} once more"
 
     @property
     def duplicate_count(self) -> int:
         """Number of images or rows that equal another one; complete after a pass."""
         return self._reader.digests.count_duplicates(self._chosen.good_indices())
 
-    def _duplicate_note(self) -> str:
-        """Return a note on duplicate images; rows and frames are often equal, so none for them."""
-        copies = self.duplicate_count if isinstance(self._source, ImageSource) else 0
-        are = "is a copy of another and counts" if copies == 1 else "are copies of others and count"
-        return f"{copies} of the {self.count} images {are} once more" if copies else ""
+    def count_shared(self, other: Feed) -> int:
+        """Count the images or rows read here whose bytes were also read by another feed."""
+        other_digests = set(other._iterate_digests())
+        return sum(digest in other_digests for digest in self._iterate_digests())
+
+    def _iterate_digests(self) -> Iterator[bytes]:
+        digests = self._reader.digests
+        return (digests.digest(index) for index in self._chosen.indices if index in digests)
 
     @property
-    def is_sequential(self) -> bool:
-        """Whether reading a sample needs all samples before it, as a video's frames do."""
-        return isinstance(self._source, VideoSource)
+    def entry_digests(self) -> tuple[str, ...]:
+        """sha256 (hex) of every image or row, skipped ones too; complete after a pass."""
+        return tuple(self._reader.digests.hex(self._chosen.indices))
+
+    def sample_digests(self, number: int) -> tuple[str, ...]:
+        """Return the sha256 (hex) of each image or row of the n-th sample, from 1, of a pass."""
+        stop = number * self.batch
+        return tuple(
+            self._reader.digests.hex(self._chosen.last_pass_indices(stop - self.batch, stop))
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What is known before any sample is read, as plain JSON."""
+        return {
+            "kind": self._kind,
+            "batch": self.batch,
+            "skip_bad": self._reader.skip_bad,
+            "preprocess": self.preprocess.to_json() if self.preprocess else None,
+        }
+
+    def manifest(self, first: int | None = None) -> dict[str, Any]:
+        """Return what was fed, as plain JSON.
+
+        Args:
+            first: describe only so many first images or rows, as if `keep_first` had been called;
+                None for all.
+
+        The digests are over the bytes of files or arrays, not over decoded pixels; samples that no
+        pass has read are read now, and skipped samples count by their bytes. `sha256` does not
+        depend on file names, folder or list, nor on the order (unless the model fixes its batch:
+        then the order decides which samples share a batch). `ordered_sha256` depends on the order.
+
+        Raises:
+            FeedError: a file cannot be read, unless `skip_bad`.
+        """
+        indices = self._chosen.indices
+        if first is not None:
+            indices = sorted(indices[:first])
+        self._reader.hash_unread(indices)
+
+        digests = self._reader.digests
+        ordered = digests.combined(indices)
+        unordered = digests.combined(indices, by_size=True) if self.batch == 1 else ordered
+        return {
+            **self.settings,
+            "count": len(indices),
+            "sha256": unordered,
+            "ordered_sha256": ordered,
+        }
+
+    # --- Parts of the feed, for shards, clusters and interrupted runs
+
+    @property
+    def share(self) -> Share | None:
+        """The shard that the feed is; None if there are no shards."""
+        return self._chosen.share
+
+    @property
+    def complete_share(self) -> Share:
+        """The feed's share; 1/1 if there are no shards."""
+        if self.share is not None:
+            return self.share
+        return create_share((1, 1), self.entry_count, self._names_digest())
 
     def get_share(self, shard: tuple[int, int]) -> Share:
         """Return a shard's (its number from 1, number of shards) share of this feed.
@@ -218,9 +293,10 @@ class Feed:
 
     def _names_digest(self) -> str:
         """Digest of all names, cached: every piece of a calibration needs it."""
-        names = map(self._source.sample_name, self._chosen.indices)
-        self._names = self._names or digest_names(names)
-        return self._names
+        if not self._cached_names_digest:
+            names = map(self._source.sample_name, self._chosen.indices)
+            self._cached_names_digest = digest_names(names)
+        return self._cached_names_digest
 
     def open_share(self, share: Share) -> Feed:
         """Return a share of this feed as a feed."""
@@ -239,13 +315,13 @@ class Feed:
         """Read the samples of a share, to be sent to another machine."""
         return read_remote_samples(self._source, self._chosen.indices_of(share))
 
-    def hash_entry(self, place: int) -> None:
+    def hash_entry(self, position: int) -> None:
         """Read one sample only to store its digest.
 
         Raises:
             FeedError: it cannot be read, unless `skip_bad`.
         """
-        self._reader.hash(self._chosen.indices[place])
+        self._reader.hash(self._chosen.indices[position])
 
     def merge_remote_pass(
         self, share: Share, digests: Iterable[str], skipped: Mapping[int, str]
@@ -255,35 +331,30 @@ class Feed:
         Args:
             share: of this feed.
             digests: sha256 (hex) of the share's samples in order.
-            skipped: place in the whole list -> why the sample there was skipped.
+            skipped: position in the complete list -> why the sample there was skipped.
 
         Raises:
-            Changed: a sample has another digest on this machine.
+            SampleChangedError: a sample has another digest on this machine.
         """
         for index, digest in zip(self._chosen.indices_of(share), digests, strict=True):
             self._reader.digests.record(index, bytes.fromhex(digest), self._source.title(index))
-        indices = self._chosen.indices
-        self._chosen.skipped |= {indices[place]: why for place, why in skipped.items()}
+        for position, reason in skipped.items():
+            self._chosen.skipped[self._chosen.indices[position]] = reason
         self._reader.decodes += len(share.positions) - len(skipped)
-
-    @property
-    def complete_share(self) -> Share:
-        """The feed's share; 1/1 if there are no shards."""
-        if self.share is not None:
-            return self.share
-        return create_share((1, 1), self.entry_count, self._names_digest())
 
     def progress_after(self, samples: int) -> tuple[tuple[str, ...], dict[int, str]]:
         """Return the state after the first `samples` samples, even if more were read already.
 
         Returns:
-            sha256 (hex) of each image or row, skipped ones included; and place in the whole list
-            -> why the sample there was skipped.
+            sha256 (hex) of each image or row, skipped ones included; and position in the complete
+            list -> why the sample there was skipped.
         """
-        most = samples * self.batch
-        read = self._chosen.count_entries(most) if most < self.count else self.entry_count
-        digests = tuple(self._reader.digests.hex(self._chosen.indices[:read]))
-        return digests, self._chosen.skipped_among(read)
+        good_count = samples * self.batch
+        entry_count = self.entry_count
+        if good_count < self.count:
+            entry_count = self._chosen.count_entries(good_count)
+        digests = tuple(self._reader.digests.hex(self._chosen.indices[:entry_count]))
+        return digests, self._chosen.skipped_among(entry_count)
 
     def resume(self, digests: Sequence[str], skipped: Mapping[int, str]) -> None:
         """Resume from an earlier run's `progress_after`: hash what it read, skip what it skipped.
@@ -291,12 +362,12 @@ class Feed:
         Raises:
             FeedError: a sample differs, or cannot be read (unless `skip_bad`).
         """
-        seen = self._reader.digests
+        known_digests = self._reader.digests
         with phase("hashing", len(digests), "samples") as step:
-            for index, expected in zip(self._chosen.indices, digests, strict=False):
-                if index not in seen:
+            for index, expected_digest in zip(self._chosen.indices, digests, strict=False):
+                if index not in known_digests:
                     self._reader.hash(index)
-                if seen.digest(index).hex() != expected:
+                if known_digests.digest(index).hex() != expected_digest:
                     raise FeedError(
                         "--resume needs the samples that the interrupted run read, got another"
                         f" {self._source.title(index)}; restore that file, or leave --resume out to"
@@ -305,42 +376,12 @@ class Feed:
                 step()
         self._chosen.skip_positions(skipped)
 
-    def samples(self, without: range = range(0)) -> SampleStream[Sample]:
-        """Return a stream of {input name: array} with first dimension `batch`, in feed order.
-
-        A background thread reads a few samples ahead; up to 4 other threads decode images. Several
-        threads may pull from the stream. To leave it early, `close()` it or use it in a `with`.
-
-        Args:
-            without: places, from 0, of samples not to read: an earlier run read them.
-
-        Raises:
-            FeedError: (while iterating) a bad sample, unless `skip_bad`; or no good sample.
-        """
-        return SampleStream(self._batches(without))
-
-    def _batches(self, without: range = range(0)) -> Iterator[Sample]:
-        return iterate_batches(self._reader, self._chosen, self.batch, without)
-
-    def cache_samples(self, first: int, spread: int = 0, shown: int = 0) -> None:
-        """Cache samples on disk as they are read: the first ones, and those of `spread`.
-
-        Args:
-            first: number of samples at the beginning.
-            spread: number of samples spread evenly over the feed.
-            shown: number of further samples spread evenly, with previews for `previews`.
-        """
-        if self.batch > 1:  # `spread` returns the first samples then
-            first, spread = max(first, spread), 0
-        indices = self._chosen.indices
-        early, seen = indices[: first * self.batch], spread_evenly(indices, shown)
-        on_disk = (*early, *spread_evenly(indices, spread), *seen)
-        self._reader.cache_samples(on_disk, Previews(self.preprocess, seen))
+    # --- The order of the samples
 
     def use_sampling_order(self) -> None:
         """Change to low-discrepancy order: the first n samples are spread over the feed."""
         self._chosen.use_sampling_order()
-        self._names = ""
+        self._cached_names_digest = ""
 
     def count_entries(self, number: int) -> int:
         """Return the number of images or rows up to and including the n-th good one."""
@@ -352,34 +393,38 @@ class Feed:
             note = f"{count} of {self.entry_count} samples are used, spread evenly over all"
             self._notes = (*self._notes, note)
         self._chosen.keep_first(count)
-        self._names = ""
-        self._good_labels = (-1, ())
+        self._cached_names_digest = ""
+        self._good_labels_skipped = -1
 
-    def previews(self) -> list[Preview]:
-        """Return previews of the samples to show; samples not read so far are read now.
+    # --- Reading
+
+    def samples(self, without: range = range(0)) -> SampleStream[Sample]:
+        """Return a stream of {input name: array} with first dimension `batch`, in feed order.
+
+        A background thread reads a few samples ahead; up to 4 other threads decode images. Several
+        threads may pull from the stream. To leave it early, `close()` it or use it in a `with`.
+
+        Args:
+            without: positions, from 0, of samples not to read: an earlier run read them.
+
+        Raises:
+            FeedError: (while iterating) a bad sample, unless `skip_bad`; or no good sample.
+        """
+        return SampleStream(self._batches(without))
+
+    def _batches(self, without: range = range(0)) -> Iterator[Sample]:
+        return iterate_batches(self._reader, self._chosen, self.batch, without)
+
+    def first_samples(self, max_samples: int) -> list[Sample]:
+        """Return at most `max_samples` first samples, and `SAMPLES_IN_MEMORY`; cached.
 
         Raises:
             FeedError: see `samples`.
         """
-        views = self._reader.previews
-        for _ in self._reader.walk(self._chosen, only=views.missing):
-            pass
-        return views.in_order()
+        return list(islice(self._batches(), min(max_samples, SAMPLES_IN_MEMORY)))
 
-    def to_image(self, sample: Mapping[str, Array]) -> Array | None:
-        """Return the model's view of one sample, uint8 [H, W, 3]; None if it is no image."""
-        return find_image(sample, self.preprocess)
-
-    def first_samples(self, most: int) -> list[Sample]:
-        """Return at most `most` first samples, and `SAMPLES_IN_MEMORY`; cached after one read.
-
-        Raises:
-            FeedError: see `samples`.
-        """
-        return list(islice(self._batches(), min(most, SAMPLES_IN_MEMORY)))
-
-    def spread_samples(self, most: int) -> Iterator[Sample]:
-        """Yield at most `most` samples spread evenly over the feed, one at a time.
+    def spread_samples(self, max_samples: int) -> Iterator[Sample]:
+        """Yield at most `max_samples` samples spread evenly over the feed, one at a time.
 
         The first samples of a feed sorted by class or time do not represent it. If the model
         fixes its batch, these are the first samples nevertheless.
@@ -387,26 +432,17 @@ class Feed:
         Raises:
             FeedError: see `samples`.
         """
-        yield from (sample for _, sample in self.samples_by_key(self.spread_keys(most)))
+        for _, sample in self.samples_by_key(self.spread_keys(max_samples)):
+            yield sample
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What is known before any sample is read, as plain JSON."""
-        return {
-            "kind": self._kind,
-            "batch": self.batch,
-            "skip_bad": self._reader.skip_bad,
-            "preprocess": self.preprocess.to_json() if self.preprocess else None,
-        }
-
-    def spread_keys(self, most: int) -> tuple[int, ...]:
+    def spread_keys(self, max_samples: int) -> tuple[int, ...]:
         """Return the keys of the samples that `spread_samples` yields, without known bad ones."""
         if self.batch > 1:
-            return tuple(range(min(most, len(self))))
-        return tuple(spread_evenly(list(self._chosen.good_indices()), most))
+            return tuple(range(min(max_samples, len(self))))
+        return tuple(spread_evenly(list(self._chosen.good_indices()), max_samples))
 
     def samples_by_key(self, keys: Collection[int]) -> Iterator[tuple[int, Sample]]:
-        """Yield (key, sample) for the given keys, in feed order, without bad ones.
+        """Yield (key, sample) for these keys, in feed order, without bad ones.
 
         A key identifies a sample of this feed, whichever others turn out to be bad.
 
@@ -416,49 +452,45 @@ class Feed:
         if self.batch == 1:
             yield from self._reader.walk(self._chosen, only=frozenset(keys))
         elif keys:
-            numbered = enumerate(islice(self._batches(), max(keys) + 1))
-            yield from ((key, sample) for key, sample in numbered if key in keys)
+            for key, sample in enumerate(islice(self._batches(), max(keys) + 1)):
+                if key in keys:
+                    yield key, sample
 
     def sample_key(self, number: int) -> int:
         """Return the key of the n-th sample, from 1, of a pass over `samples` that reached it."""
         return number - 1 if self.batch > 1 else self._chosen.good_index(number)
 
-    def manifest(self, first: int | None = None) -> dict[str, Any]:
-        """Return what was fed, as plain JSON.
+    def cache_samples(self, spread: int, previews: int = 0) -> None:
+        """Cache samples on disk as they are read.
 
         Args:
-            first: describe only the first so many images or rows, as if `keep_first` had been
-                called; None for all.
-
-        The digests are over the bytes of files or arrays, not over decoded pixels; samples that no
-        pass has read are read now, and skipped samples count by their bytes. `sha256` does not
-        depend on file names, folder or list, nor on the order (unless the model fixes its batch:
-        then the order decides which samples share a batch). `ordered_sha256` depends on the order.
-
-        Raises:
-            FeedError: a file cannot be read, unless `skip_bad`.
+            spread: number of samples spread evenly over the feed, as `spread_samples` yields them.
+            previews: number of further samples spread evenly, with previews for `previews`.
         """
         indices = self._chosen.indices
-        chosen = indices if first is None else sorted(indices[:first])
-        self._reader.hash_unread(chosen)
-        seen = self._reader.digests
-        ordered = seen.combined(chosen)
-        return {
-            **self.settings,
-            "count": len(chosen),
-            "sha256": seen.combined(chosen, by_size=True) if self.batch == 1 else ordered,
-            "ordered_sha256": ordered,
-        }
+        if self.batch > 1:
+            cached_indices = list(indices[: spread * self.batch])
+        else:
+            cached_indices = spread_evenly(indices, spread)
+        preview_indices = spread_evenly(indices, previews)
+        self._reader.cache_samples(
+            (*cached_indices, *preview_indices), Previews(self.preprocess, preview_indices)
+        )
 
-    def sample_digests(self, number: int) -> tuple[str, ...]:
-        """Return the sha256 (hex) of each image or row of the n-th sample, from 1, of a pass."""
-        indices = self._chosen.last_pass_indices((number - 1) * self.batch, number * self.batch)
-        return tuple(self._reader.digests.hex(indices))
+    def previews(self) -> list[Preview]:
+        """Return previews of the samples to show; samples not read so far are read now.
 
-    def name_by_digest(self) -> dict[str, str]:
-        """Return sha256 (hex) -> name of every image or row; call after a pass or `manifest`."""
-        names = map(self._source.title, self._chosen.indices)
-        return dict(zip(self.entry_digests, names, strict=True))
+        Raises:
+            FeedError: see `samples`.
+        """
+        previews = self._reader.previews
+        for _ in self._reader.walk(self._chosen, only=previews.missing):
+            pass
+        return previews.in_order()
+
+    def to_image(self, sample: Mapping[str, Array]) -> Array | None:
+        """Return the model's view of one sample, uint8 [H, W, 3]; None if it is no image."""
+        return find_image(sample, self.preprocess)
 
 
 __all__ = ["SAMPLES_IN_MEMORY", "Feed", "Sample"]

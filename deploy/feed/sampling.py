@@ -4,7 +4,7 @@
 
     source   0 1 2 3 4 5 6 7 8      indices
     chosen   0   2   4   6   8      every second sample; the order may differ
-    place    0   1   2   3   4      position in the whole list, of which a shard has some
+    position 0   1   2   3   4      in the complete list, of which a shard has some
     skipped          4              known once the sample was read
     good     0   2       6   8
 
@@ -20,9 +20,9 @@ pattern of the data::
     4                 x      x           x           x       one per quarter, with the same two
 
 Every second sample of a dataset that alternates between classes, left and right images, or images
-and their mirror images, would be of one kind. So the place within each stretch is pseudo-random,
-by a fixed rule. The first n are spread over the whole dataset for every n, and contain the first m
-for m < n: a run that stops after 32 samples has read what `--limit 32` chooses.
+and their mirror images, would be of one kind. So the position within each stretch is
+pseudo-random, by a fixed rule. The first n are spread over the whole dataset for every n, and
+contain the first m for m < n: a run that stops after 32 samples has read what `--limit 32` chooses.
 
 Source: B. Burley, "Practical Hash-based Owen Scrambling", Journal of Computer Graphics Techniques
 9-4 (2020), for van der Corput's sequence; its hash with N. Vegdahl's constants.
@@ -61,7 +61,7 @@ class Share:
 
     @property
     def positions(self) -> range:
-        """Places of this shard's samples in the whole list."""
+        """Positions of this shard's samples in the complete list."""
         return range(self.number - 1, self.count, self.of)
 
     def __str__(self) -> str:
@@ -79,20 +79,22 @@ def create_share(shard: tuple[int, int], count: int, names: str) -> Share:
     Raises:
         FeedError: there are more shards than samples.
     """
-    number, of = shard
-    if of > count:
+    number, shard_count = shard
+    if shard_count > count:
         raise FeedError(
-            f"every shard must have a sample, got {of} shards of {count}; use fewer of them"
+            f"every shard must have a sample, got {shard_count} shards of {count}; use fewer of"
+            " them"
         )
-    return Share(number=number, of=of, count=count, names=names)
+    return Share(number=number, of=shard_count, count=count, names=names)
 
 
 def digest_names(names: Iterable[str]) -> str:
     """Return the digest of the samples' names, see `Share`."""
     digest = hashlib.sha256()
-    for number, name in enumerate(names):
-        text = PurePath(name).name if not number else "\n" + PurePath(name).name
-        digest.update(text.encode(errors="surrogateescape"))
+    separator = ""
+    for name in names:
+        digest.update(f"{separator}{PurePath(name).name}".encode(errors="surrogateescape"))
+        separator = "\n"
     return digest.hexdigest()
 
 
@@ -102,24 +104,26 @@ _BITS = 32
 
 @lru_cache(maxsize=8)
 def sampling_order(count: int) -> NDArray[np.int64]:
-    """Return all places below `count` in low-discrepancy order; read-only, since it is cached."""
-    steps = np.arange(1 << (2 * count).bit_length(), dtype=np.uint64)  # enough to reach all places
-    places = (_reversed(_scrambled(steps)) * np.uint64(count)) >> np.uint64(_BITS)
-    _, first = np.unique(places, return_index=True)
-    return np.asarray(places[np.sort(first)][:count], np.int64)
+    """Return all positions below `count` in low-discrepancy order; read-only, since cached."""
+    steps = np.arange(1 << (2 * count).bit_length(), dtype=np.uint64)  # enough for all positions
+    fractions = _reverse_bits(_scramble(steps))
+    positions = (fractions * np.uint64(count)) >> np.uint64(_BITS)
+    _, first_steps = np.unique(positions, return_index=True)
+    return np.asarray(positions[np.sort(first_steps)][:count], np.int64)
 
 
 def to_sampling_order(items: Sequence[int]) -> list[int]:
     """Return all items in low-discrepancy order."""
-    return [items[place] for place in sampling_order(len(items))]
+    return [items[position] for position in sampling_order(len(items))]
 
 
-def spread_evenly(items: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` items, spread evenly, in their own order."""
-    return [items[place] for place in np.sort(sampling_order(len(items))[:most])]
+def spread_evenly(items: Sequence[int], max_items: int) -> list[int]:
+    """Return at most `max_items` items, spread evenly, in their own order."""
+    positions = np.sort(sampling_order(len(items))[:max_items])
+    return [items[position] for position in positions]
 
 
-def _scrambled(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _scramble(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Flip each of 32 bits depending on the bits below it, so that halves stay together."""
     x = _low_bits(x ^ (x * np.uint64(0x3D20ADEA)))
     x = _low_bits(x + np.uint64(_SEED))
@@ -132,7 +136,7 @@ def _low_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x & np.uint64((1 << _BITS) - 1)
 
 
-def _reversed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _reverse_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Reverse the order of 32 bits."""
     out = np.zeros_like(x)
     for bit in range(_BITS):
@@ -145,14 +149,14 @@ class Choice:
     """A choice among the samples of a source.
 
     Attributes:
-        limit: maximum number of samples, spread evenly over the source; the first ones of what has
-            no length, such as a generator.
-        sample: maximum number of samples, drawn at random.
+        limit: maximum number of samples, spread evenly over the source; the first ones of a source
+            without a length, such as a generator. None for no maximum.
+        sample: maximum number of samples, drawn at random; None for no maximum.
         seed: for `sample`; one seed always draws the same samples.
-        every: use every N-th sample only, from the first on; None for each (one frame per second
-            of a video).
+        every: use every N-th sample only, from the first on; None for the default of the source:
+            each, or one frame per second of a video.
         shard: (its number i from 1, number of shards n): use every n-th chosen sample, from the
-            i-th on.
+            i-th on; None for all.
 
     Raises:
         ConfigError: a number below 1, both `limit` and `sample`, or an invalid shard.
@@ -165,7 +169,8 @@ class Choice:
     shard: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("limit", self.limit), ("sample", self.sample), ("every", self.every)):
+        for name in ("limit", "sample", "every"):
+            value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be 1 or more, got {value}; leave it out to use all")
         if self.limit is not None and self.sample is not None:
@@ -181,30 +186,36 @@ class Choice:
 
     @property
     def required_samples(self) -> int | None:
-        """How many first samples suffice for a source whose number of samples is not known."""
-        return None if self.limit is None else (self.limit - 1) * (self.every or 1) + 1
+        """Number of first samples that suffice for a source of unknown length; None for all."""
+        if self.limit is None:
+            return None
+        return (self.limit - 1) * (self.every or 1) + 1
 
-    def choose(self, count: int, *, usual: int = 1) -> tuple[Sequence[int], list[str]]:
-        """Return the chosen places among `count` samples, ascending, of all shards; and notes.
+    def choose(self, count: int, *, default_every: int = 1) -> tuple[Sequence[int], list[str]]:
+        """Return the chosen indices among `count` samples, ascending, of all shards; and notes.
 
         Args:
             count: samples of the source.
-            usual: the source's default for `every`.
+            default_every: the source's default for `every`.
         """
-        every = self.every or usual
-        places: Sequence[int] = range(0, count, every)
-        notes = [f"every {_nth(every)} of {count} samples is used"] if every > 1 else []
-        if self.limit is not None and self.limit < len(places):
-            notes.append(f"{self.limit} of {len(places)} samples are used, spread evenly over all")
-            places = spread_evenly(places, self.limit)
-        if self.sample is not None and self.sample < len(places):
+        every = self.every or default_every
+        indices: Sequence[int] = range(0, count, every)
+        notes = []
+        if every > 1:
+            notes.append(f"every {_ordinal(every)} of {count} samples is used")
+        if self.limit is not None and self.limit < len(indices):
+            notes.append(f"{self.limit} of {len(indices)} samples are used, spread evenly over all")
+            indices = spread_evenly(indices, self.limit)
+        if self.sample is not None and self.sample < len(indices):
             notes.append(
-                f"{self.sample} of {len(places)} samples are used, drawn by lot (seed {self.seed})"
+                f"{self.sample} of {len(indices)} samples are used, drawn by lot (seed {self.seed})"
             )
-            # ranked by a digest: no library's generator can ever change the draw
-            digests = {p: hashlib.sha256(f"{self.seed}:{p}".encode()).digest() for p in places}
-            places = sorted(sorted(places, key=digests.__getitem__)[: self.sample])
-        return places, notes
+            indices = sorted(sorted(indices, key=self._draw_key)[: self.sample])
+        return indices, notes
+
+    def _draw_key(self, index: int) -> bytes:
+        """Return the digest that ranks a sample: no library's generator can change the draw."""
+        return hashlib.sha256(f"{self.seed}:{index}".encode()).digest()
 
 
 Limit = int | Choice | None
@@ -220,9 +231,11 @@ def to_choice(limit: Limit) -> Choice:
     return limit if isinstance(limit, Choice) else Choice(limit=limit)
 
 
-def _nth(number: int) -> str:
+def _ordinal(number: int) -> str:
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
     ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
+    return f"{number}{ending}"
 
 
 class ChosenSamples:
@@ -237,7 +250,7 @@ class ChosenSamples:
     def __init__(
         self, indices: Sequence[int], share: Share | None, skipped: Mapping[int, str]
     ) -> None:
-        self.indices = self._passed = _compact(indices)  # now, and as the last pass read them
+        self.indices = self._last_pass = _compact(indices)
         self.skipped = dict(skipped)
         self.share = share
 
@@ -251,44 +264,55 @@ class ChosenSamples:
 
     def good_indices(self) -> Iterator[int]:
         """Yield the indices of samples that are not known to be bad by then."""
-        return (index for index in self.indices if index not in self.skipped)
+        return self._good(self.indices)
+
+    def _good(self, indices: Iterable[int]) -> Iterator[int]:
+        return (index for index in indices if index not in self.skipped)
 
     def iterate_positions(self) -> Iterator[tuple[int, int]]:
-        """Yield (place in the whole list, index) of every sample."""
-        return zip(self._all_places(), self.indices, strict=True)
+        """Yield (position in the complete list, index) of every sample."""
+        return zip(self._all_positions(), self.indices, strict=True)
 
-    @property
-    def positions(self) -> Sequence[int]:
-        """Places of the good samples in the whole list."""
-        if not self.skipped:
-            return self._all_places()
-        return _compact(
-            place for place, index in self.iterate_positions() if index not in self.skipped
-        )
-
-    def _all_places(self) -> range:
+    def _all_positions(self) -> range:
         return range(len(self.indices)) if self.share is None else self.share.positions
 
     @property
+    def positions(self) -> Sequence[int]:
+        """Positions of the good samples in the complete list."""
+        if not self.skipped:
+            return self._all_positions()
+        return _compact(
+            position for position, index in self.iterate_positions() if index not in self.skipped
+        )
+
+    @property
     def skipped_by_position(self) -> dict[int, str]:
-        """Place in the whole list -> why the sample there was skipped."""
-        bad = ((place, index) for place, index in self.iterate_positions() if index in self.skipped)
-        return {place: self.skipped[index] for place, index in bad}
+        """Position in the complete list -> why the sample there was skipped."""
+        return self.skipped_among(len(self.indices))
+
+    def skipped_among(self, count: int) -> dict[int, str]:
+        """Return `skipped_by_position` of the first `count` samples only."""
+        first_samples = islice(self.iterate_positions(), count)
+        return {
+            position: self.skipped[index]
+            for position, index in first_samples
+            if index in self.skipped
+        }
 
     def skip_positions(self, skipped: Mapping[int, str]) -> None:
-        """Skip the samples at these places of the whole list."""
-        at = dict(self.iterate_positions())
-        self.skipped |= {at[place]: why for place, why in skipped.items()}
+        """Skip the samples at these positions of the complete list."""
+        index_by_position = dict(self.iterate_positions())
+        for position, reason in skipped.items():
+            self.skipped[index_by_position[position]] = reason
 
     def indices_of(self, share: Share) -> Sequence[int]:
         """Return the indices of a share of the samples."""
-        return self.indices[share.positions.start : share.positions.stop : share.positions.step]
+        return self.indices[share.number - 1 : share.count : share.of]
 
     def count_entries(self, number: int) -> int:
         """Return the number of entries up to and including the n-th good sample, from 1."""
-        numbered = enumerate(self.indices, 1)
-        good = (place for place, index in numbered if index not in self.skipped)
-        return next(islice(good, number - 1, None))
+        numbers = (n for n, index in enumerate(self.indices, 1) if index not in self.skipped)
+        return next(islice(numbers, number - 1, None))
 
     def good_index(self, number: int) -> int:
         """Return the index of the n-th good sample, from 1."""
@@ -296,25 +320,20 @@ class ChosenSamples:
             return self.indices[number - 1]
         return next(islice(self.good_indices(), number - 1, None))
 
-    def skipped_among(self, read: int) -> dict[int, str]:
-        """Return `skipped_by_position` of the first `read` samples only."""
-        placed = islice(self.iterate_positions(), read)
-        return {p: why for p, index in placed if (why := self.skipped.get(index)) is not None}
-
-    def last_pass_indices(self, first: int, stop: int) -> Iterator[int]:
-        """Yield good samples first..stop of the last pass, also those that were dropped since."""
-        good = (index for index in self._passed if index not in self.skipped)
-        return islice(good, first, stop)
+    def last_pass_indices(self, start: int, stop: int) -> Iterator[int]:
+        """Yield good samples start..stop of the last pass, also those dropped since."""
+        return islice(self._good(self._last_pass), start, stop)
 
     def use_sampling_order(self) -> None:
         """Change to low-discrepancy order: the first n samples are spread over the source."""
-        self.indices = self._passed = _compact(to_sampling_order(self.indices))
+        self.indices = self._last_pass = _compact(to_sampling_order(self.indices))
 
     def keep_first(self, count: int) -> None:
         """Drop all but the first `count` samples, and restore the order of the source."""
         self.indices = _compact(sorted(self.indices[:count]))
-        left = set(self.indices)
-        self.skipped = {index: why for index, why in self.skipped.items() if index in left}
+        remaining_indices = set(self.indices)
+        for index in self.skipped.keys() - remaining_indices:
+            del self.skipped[index]
 
 
 def _compact(indices: Iterable[int]) -> Sequence[int]:

@@ -331,7 +331,7 @@ def calibrate_run(
     evaluation_set = run.evaluation_set
     if run.stability_rule is not None:
         feed.keep_first(_count_observed(decision, feed, monitor))
-        feed.cache_samples(0, run.evaluation_count, PREVIEW_COUNT)
+        feed.cache_samples(run.evaluation_count, PREVIEW_COUNT)
         evaluation_set = make_evaluation_set(feed, subject.model, run.evaluation_count)
     ranges = Ranges(pass_result.observed, subject.method, subject.range_limits)
     agreement = monitor.end(len(feed)) if decision.missing else None

@@ -264,7 +264,7 @@ def _calibrate_images(
 ) -> CalibrationResult:
     """Prepare the run of a calibration, and run it."""
     policy, feed = options.cache, images.feed
-    feed.cache_samples(0, evaluation_count, PREVIEW_COUNT)
+    feed.cache_samples(evaluation_count, PREVIEW_COUNT)
     checkpoint = _choose_checkpoint(options)
     _refuse_foreign_cache(policy)
     method = options.method
@@ -355,7 +355,7 @@ def use_qdq_calibration(
     else:
         name = describe_source(dataset.source)
     feed = dataset.open(loaded.inputs, metadata_preprocess=loaded.metadata_preprocess)
-    feed.cache_samples(0, CANDIDATES, PREVIEW_COUNT)
+    feed.cache_samples(CANDIDATES, PREVIEW_COUNT)
     subject = CalibrationSubject(
         loaded=loaded,
         samples=len(feed),

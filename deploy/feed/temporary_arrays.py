@@ -1,0 +1,113 @@
+"""Store arrays in a temporary file without a name.
+
+Dtypes and shapes stay in memory, so the file has no headers: numpy parses headers as Python code,
+and Python 3.11 sometimes fails at that in several threads (python/cpython#106905).
+"""
+
+import tempfile
+import threading
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
+from typing import Any
+
+import numpy as np
+
+from deploy.errors import FeedError
+from deploy.tensors import Array
+
+Item = dict[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLocation:
+    """Location, dtype and shape of an array in a `TemporaryArrays`."""
+
+    start: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+class TemporaryArrays:
+    """Temporary store of arrays in a file; several threads may write and read."""
+
+    def __init__(self, prefix: str) -> None:
+        """Create the file, with a name that starts with `prefix` until it is unlinked.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        # unbuffered: a buffer would retry data that a full disk refused before every read
+        self._file: FileIO = tempfile.TemporaryFile(prefix=prefix, buffering=0)  # noqa: SIM115
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close, self._file)
+
+    def add(self, array: Array) -> ArrayLocation:
+        """Append an array.
+
+        Raises:
+            OSError: the disk is full.
+            ValueError: the array holds Python objects.
+        """
+        values = np.ascontiguousarray(array)
+        if values.dtype.hasobject:
+            raise ValueError("it holds Python objects")
+        unwritten = _view_bytes(values)
+        with self._lock:
+            location = ArrayLocation(self._file.seek(0, 2), values.dtype, np.shape(array))
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
+        return location
+
+    def get(self, location: ArrayLocation) -> Array:
+        """Return the array at `location` as a new, writable array."""
+        array = np.empty(location.shape, location.dtype)
+        unread = _view_bytes(array)
+        with self._lock:
+            self._file.seek(location.start)
+            while unread:
+                count = self._file.readinto(unread)
+                if not count:
+                    raise OSError("a temporary file must hold what was written to it, got less")
+                unread = unread[count:]
+        return array
+
+
+def _view_bytes(array: Array) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8).data)
+
+
+def _close(file: FileIO) -> None:
+    with suppress(OSError):
+        file.close()
+
+
+class ItemStore:
+    """Items in a temporary file that is removed with the object; several threads may read."""
+
+    def __init__(self) -> None:
+        self._store = TemporaryArrays("calib8-feed-")
+        self._locations: list[dict[str, ArrayLocation]] = []
+
+    def append(self, item: Item) -> None:
+        """Append an item.
+
+        Raises:
+            FeedError: the disk is full.
+        """
+        try:
+            locations = {name: self._store.add(array) for name, array in item.items()}
+        except OSError as error:
+            raise FeedError(
+                f"the iterable must fit into a temporary file, got: {error.strerror or error}; free"
+                " some disk space, or set TMPDIR to another disk"
+            ) from error
+        self._locations.append(locations)
+
+    def __len__(self) -> int:
+        return len(self._locations)
+
+    def __getitem__(self, index: int, /) -> Item:
+        locations = self._locations[index]
+        return {name: self._store.get(location) for name, location in locations.items()}
