@@ -189,9 +189,9 @@ def test_repairs_read_balanced_layers(parts):
 
 
 def test_dmq_must_halve_the_error_as_it_costs_an_operator():
-    assert searches._best({"as configured": 1.0, "hfmg": 0.9, "dmq 0.5": 0.5}) == "hfmg"
-    assert searches._best({"as configured": 1.0, "hfmg": 0.9, "dmq 0.5": 0.44}) == "dmq 0.5"
-    assert searches._best({"as configured": 1.0, "hfmg": 1.0}) == "as configured"
+    assert searches.choose_search({"as configured": 1.0, "hfmg": 0.9, "dmq 0.5": 0.5}) == "hfmg"
+    assert searches.choose_search({"as configured": 1.0, "hfmg": 0.9, "dmq 0.5": 0.44}) == "dmq 0.5"
+    assert searches.choose_search({"as configured": 1.0, "hfmg": 1.0}) == "as configured"
 
 
 @pytest.mark.slow

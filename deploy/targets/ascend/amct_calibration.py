@@ -11,7 +11,7 @@ A `RecordPlan` defines the observations for that, and computes the record from t
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -55,8 +55,8 @@ from deploy.targets.ascend.quant_layer import balanced_weight, from_rows, read_c
 from deploy.targets.ascend.record import (
     LayerRecord,
     clip_range,
+    input_recorder,
     is_rounded_to_zero,
-    is_zero_input,
     search_activation_scale,
     search_params,
 )
@@ -74,7 +74,7 @@ from deploy.targets.ascend.weight_rounding import (
 Factors = Mapping[str, NDArray[np.float32]]
 Weights = dict[str, NDArray[np.float32]]  # layer -> scale of its weight, [C_out] or [1]
 
-_NONE = np.zeros(0, np.float32)
+_EMPTY = np.zeros(0, np.float32)
 
 
 def observation_model(
@@ -89,22 +89,21 @@ def observation_model(
 
     AdaRound layers get the integers in `rounded`; those that are missing there stay float.
     """
-    index, arrays = Graph(model), {}
+    index = Graph(model)
+    tensors = {}
     for name, layer in layers.items():
         if not layer.weight:
             continue
-        weight = balanced_weight(
-            read_constant(index, layer.weight), layer, factors.get(name, _NONE)
-        )
-        rows = to_rows(weight, layer)
+        weight = read_constant(index, layer.weight)
+        rows = to_rows(balanced_weight(weight, layer, factors.get(name, _EMPTY)), layer)
         if name in rounded:
             rows = rounded[name].reshape(rows.shape) * by_row(weights[name], rows.ndim)
         elif layer.kind != "ConvTranspose" and not uses_adaround(config, name):  # AMCT leaves it
             bits = config.layers[name].weight.num_bits
             rows = np.asarray(arq_fake_quantize(rows, weights[name], bits=bits), np.float32)
-        arrays[layer.weight] = numpy_helper.from_array(from_rows(rows, layer), layer.weight)
-    inverse = {n: np.float32(1) / f for n, f in factors.items() if n in layers}
-    return rewrite_inputs(model, layers, arrays, inverse)
+        tensors[layer.weight] = numpy_helper.from_array(from_rows(rows, layer), layer.weight)
+    inverse_factors = {name: np.float32(1) / factors[name] for name in factors if name in layers}
+    return rewrite_inputs(model, layers, tensors, inverse_factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +111,8 @@ class CalibrationRecord:
     """Result of the calibration.
 
     Attributes:
+        records: layer -> its record.
+        ranges: tensor -> clip range of its scale.
         activation_bytes: memory of the activations that exact IFMR kept.
         adaround_ratios: (smallest, largest) ratio of a layer's output error with AdaRound to that
             with rounding to nearest, at the sampled positions; None without AdaRound layers.
@@ -133,6 +134,9 @@ class RecordPlan:
     """The observations of a resolved config, and the record computed from them.
 
     Attributes:
+        model: the prepared float model.
+        graph: its layers.
+        config: the resolved config.
         base: key of `model` among the model variants that are run.
         samples: number of calibration samples; `config.batch_num` batches of them are used.
         images_per_sample: images per sample, for models with a fixed batch.
@@ -163,11 +167,11 @@ class RecordPlan:
             raise ConfigError("a configuration must leave a layer to quantize, got none enabled")
         refuse_padless_deconvs(self.model, self.layers, self.config)
         if self.batch_count < self.config.batch_num:
-            size = self.images_per_sample * self.samples_per_batch
-            of = f" of {size} images" if size > 1 else ""
+            images = self.images_per_sample * self.samples_per_batch
+            size = f" of {images} images" if images > 1 else ""
             raise FeedError(
                 f"the calibration needs batch_num batches, {self.config.batch_num}, got"
-                f" {self.batch_count}{of}; give more data or lower batch_num"
+                f" {self.batch_count}{size}; give more data or lower batch_num"
             )
 
     @property
@@ -197,20 +201,16 @@ class RecordPlan:
     def channel_maxima(self) -> dict[str, Observation]:
         """Layer that DMQ balances -> observation of its input's channel maxima."""
         variant = Variant(self.base, lambda _: self.model)
-        return {
-            name: Observation(
-                variant,
-                layer.input,
-                ChannelMaxOf(axis=1 if layer.rank else -1, samples=self._first),
-                name,
-            )
-            for name, layer in self.layers.items()
-            if self._entries[name].dmq_balancer_param is not None
-        }
+        observations = {}
+        for name, layer in self.layers.items():
+            if self._entries[name].dmq_balancer_param is not None:
+                axis = 1 if layer.rank else -1
+                statistic = ChannelMaxOf(axis=axis, samples=self._dmq_sample_count)
+                observations[name] = Observation(variant, layer.input, statistic, name)
+        return observations
 
     @property
-    def _first(self) -> int:
-        """Number of samples for DMQ's channel maxima."""
+    def _dmq_sample_count(self) -> int:
         return self.dmq_samples or self.samples_per_batch
 
     @cached_property
@@ -223,18 +223,17 @@ class RecordPlan:
             key=self._key(),
             samples=self.used_samples,
             needs=tuple(self.channel_maxima.values()),
-            prepared=self._prepared,
+            prepared=self._make_model,
         )
 
     @cached_property
     def activations(self) -> dict[str, Observation]:
         """Layer -> observation for its search; equal tensor and statistic are observed once."""
-        return {
-            name: self._observation(
-                name, f"{name}.mul.output0" if name in self.channel_maxima else layer.input
-            )
-            for name, layer in self.layers.items()
-        }
+        observations = {}
+        for name, layer in self.layers.items():
+            tensor = f"{name}.mul.output0" if name in self.channel_maxima else layer.input
+            observations[name] = self._observation(name, tensor)
+        return observations
 
     @cached_property
     def second_factors(self) -> dict[str, Observation]:
@@ -245,13 +244,15 @@ class RecordPlan:
             if layer.two_activations
         }
 
+    @property
+    def _needed_observations(self) -> tuple[Observation, ...]:
+        """The observations that the weights of the observed model follow from."""
+        rounded = (step.inputs for step in self.adaround_steps.values())
+        return (*self.channel_maxima.values(), *rounded)
+
     @cached_property
     def _variant(self) -> Variant:
-        needs = (
-            *self.channel_maxima.values(),
-            *(one.inputs for one in self.adaround_steps.values()),
-        )
-        return Variant(self._key(), self._prepared, needs=needs)
+        return Variant(self._key(), self._make_model, needs=self._needed_observations)
 
     def _observation(self, name: str, tensor: str) -> Observation:
         return Observation(self._variant, tensor, self._statistic(self._entries[name]), name)
@@ -259,9 +260,8 @@ class RecordPlan:
     @property
     def observations(self) -> tuple[Observation, ...]:
         """All observations of the plan."""
-        rounded = (one.inputs for one in self.adaround_steps.values())
-        activations = (*self.activations.values(), *self.second_factors.values())
-        return (*self.channel_maxima.values(), *rounded, *activations)
+        searched = (*self.activations.values(), *self.second_factors.values())
+        return (*self._needed_observations, *searched)
 
     def record(self, observed: ObservedStatistics) -> CalibrationRecord:
         """Run all searches on the observed statistics.
@@ -269,80 +269,83 @@ class RecordPlan:
         Raises:
             CalibrationError: activations or weights with NaN or Inf, or scales that are not finite.
         """
-        factors, rounded = self.dmq_factors(observed), self.round_weights(observed)
-        order = sorted(self.activations, key=lambda name: name not in factors)  # AMCT's, stable
-        firsts = [(name, self.activations[name]) for name in order]
-        scales = self._scales([*firsts, *self.second_factors.items()], observed)
-        weights = self.weight_scales(observed)
-        records = {
-            name: self._record(name, scale, weights[name], factors, rounded)
-            for name, scale in zip(order, scales, strict=False)
-        }
-        inputs = [(name, records[name], observation) for name, observation in firsts]
-        others = zip(self.second_factors.items(), scales[len(order) :], strict=True)
-        for (name, observation), second in others:
-            inputs.append((name, replace(records[name], scale_d=second.scale), observation))
-            records[name] = replace(
-                records[name], scale_w=np.array([second.scale]), has_weight=True
-            )
-        recorders = [
-            (name, one, observed.recorder(observation)) for name, one, observation in inputs
-        ]
-        zeros = tuple(
-            dict.fromkeys(name for name, _, recorder in recorders if is_zero_input(recorder))
-        )
-        tiny = dict.fromkeys(
-            name for name, one, recorder in recorders if is_rounded_to_zero(one, recorder)
-        )
-        distinct = {observation.key: observed.recorder(observation) for _, _, observation in inputs}
+        factors, roundings = self.dmq_factors(observed), self.round_weights(observed)
+        # AMCT searches the layers that DMQ balances first
+        names = sorted(self.activations, key=lambda name: name not in factors)
+        first_factors = {name: self.activations[name] for name in names}
+        first_scales = self._search_scales(first_factors, observed)
+        second_scales = self._search_scales(self.second_factors, observed)
+        weight_scales = self.weight_scales(observed)
+
+        records = {}
+        inputs = []  # (layer, record with the scale of this input, observation)
+        for name, observation in first_factors.items():
+            record = self._record(name, first_scales[name], weight_scales[name], factors, roundings)
+            records[name] = record
+            inputs.append((name, record, observation))
+        for name, observation in self.second_factors.items():
+            scale = second_scales[name].scale
+            inputs.append((name, replace(records[name], scale_d=scale), observation))
+            records[name] = replace(records[name], scale_w=np.array([scale]), has_weight=True)
+
+        ranges, recorders = {}, {}
+        zero_layers, underflow_layers = [], []
+        for name, record, observation in inputs:
+            recorder = input_recorder(observed.recorder(observation))
+            recorders[observation.key] = recorder
+            ranges[observation.tensor] = clip_range(record, recorder, self._entries[name])
+            if recorder.dead:
+                zero_layers.append(name)
+            if is_rounded_to_zero(record, recorder):
+                underflow_layers.append(name)
+        stored = [r.nbytes for r in recorders.values() if isinstance(r, AllValues)]
         return CalibrationRecord(
             records=records,
-            ranges={
-                observation.tensor: clip_range(
-                    one, observed.recorder(observation), self._entries[name]
-                )
-                for name, one, observation in inputs
-            },
-            activation_bytes=sum(r.nbytes for r in distinct.values() if isinstance(r, AllValues)),
-            adaround_ratios=error_ratio_range(rounded.values()),
-            zero_layers=zeros,
-            underflow_layers=tuple(name for name in tiny if name not in zeros),
+            ranges=ranges,
+            activation_bytes=sum(stored),
+            adaround_ratios=error_ratio_range(roundings.values()),
+            zero_layers=tuple(dict.fromkeys(zero_layers)),
+            underflow_layers=tuple(
+                name for name in dict.fromkeys(underflow_layers) if name not in zero_layers
+            ),
         )
 
-    def _scales(
-        self, wanted: Iterable[tuple[str, Observation]], observed: ObservedStatistics
-    ) -> list[AscendScale]:
+    def _search_scales(
+        self, observations: Mapping[str, Observation], observed: ObservedStatistics
+    ) -> dict[str, AscendScale]:
         """Return the scale of each layer's input; equal observation and search run once."""
-        results: dict[object, AscendScale] = {}
-        scales = []
-        for name, observation in wanted:
+        result_by_search: dict[object, AscendScale] = {}
+        scales = {}
+        for name, observation in observations.items():
             params = search_params(self._entries[name])
-            key = (observation, params)
-            if key not in results:
+            search = (observation, params)
+            if search not in result_by_search:
                 with _in_layer(name):
-                    results[key] = search_activation_scale(observed.recorder(observation), params)
-            scales.append(results[key])
-        if self.config.fakequant_precision_mode is None:
-            return scales
-        return [replace(one, scale=ascend_half(one.scale)) for one in scales]
+                    recorder = observed.recorder(observation)
+                    result = search_activation_scale(recorder, params)
+                if self.config.fakequant_precision_mode is not None:
+                    result = replace(result, scale=ascend_half(result.scale))
+                result_by_search[search] = result
+            scales[name] = result_by_search[search]
+        return scales
 
     def _record(
         self,
         name: str,
-        first: AscendScale,
-        scale_w: NDArray[np.float32],
+        input_scale: AscendScale,
+        weight_scale: NDArray[np.float32],
         factors: Factors,
-        rounded: Mapping[str, RoundedWeights],
+        roundings: Mapping[str, RoundedWeights],
     ) -> LayerRecord:
         """Return the record of a layer's first input and its weight."""
         layer, entry = self.layers[name], self._entries[name]
         return LayerRecord(
-            scale_d=first.scale,
-            offset_d=first.offset,
-            scale_w=scale_w,
-            factors=factors.get(name, _NONE),
+            scale_d=input_scale.scale,
+            offset_d=input_scale.offset,
+            scale_w=weight_scale,
+            factors=factors.get(name, _EMPTY),
             has_weight=bool(layer.weight),
-            rounded_weight=rounded[name].integers if name in rounded else None,
+            rounded_weight=roundings[name].integers if name in roundings else None,
             is_node_input=layer.input_index is not None,
             act_bits=entry.activation.num_bits,
             weight_bits=entry.weight.num_bits if layer.weight else 8,
@@ -356,95 +359,103 @@ class RecordPlan:
             recorder = observed.recorder(observation)
             assert isinstance(recorder, ChannelMax)
             with _in_layer(name):
-                factors[name] = self._factor(name, recorder)
+                factors[name] = self._balance(name, recorder)
         return factors
 
     def weight_scales(self, observed: ObservedStatistics) -> Weights:
         """Return layer -> scale of its weight; a pool has scale 1, as in AMCT."""
-        rounded = self.round_weights(observed)
-        by_arq = self._by_arq(self.dmq_factors(observed))
-        return {n: rounded[n].scale if n in rounded else by_arq[n] for n in self.layers}
+        roundings = self.round_weights(observed)
+        return self._merge_weight_scales(self.dmq_factors(observed), roundings)
+
+    def _merge_weight_scales(
+        self, factors: Factors, roundings: Mapping[str, RoundedWeights]
+    ) -> Weights:
+        return {
+            **self._arq_scales(factors),
+            **{name: rounding.scale for name, rounding in roundings.items()},
+        }
 
     def round_weights(
         self, observed: ObservedStatistics, names: Collection[str] | None = None
     ) -> dict[str, RoundedWeights]:
         """Return AdaRound's result for its layers or for `names`; search if not known yet."""
-        factors, results = self.dmq_factors(observed), {}
-        for place, (name, step) in enumerate(self.adaround_steps.items(), 1):
+        factors = self.dmq_factors(observed)
+        results = {}
+        for number, (name, step) in enumerate(self.adaround_steps.items(), 1):
             if names is None or name in names:
                 with _in_layer(name):
-                    rows = self._rows(step.layer, factors)
-                    where = f"{place} of {len(self.adaround_steps)}: {name}"
-                    results[name] = round_layer(step, rows, observed, place=where)
+                    rows = self._weight_rows(step.layer, factors)
+                    progress = f"{number} of {len(self.adaround_steps)}: {name}"
+                    results[name] = round_layer(step, rows, observed, progress=progress)
         return results
 
-    def _by_arq(self, factors: Factors) -> Weights:
+    def _arq_scales(self, factors: Factors) -> Weights:
         if not self._arq:  # the factors follow from the model and the first batch
-            found: Weights = {}
+            scales: Weights = {}
             for name, layer in self.layers.items():
                 if name not in self.adaround_steps:
                     with _in_layer(name):
-                        found[name] = self._weight(layer, factors)
-            self._arq.update(found)  # at once: trials in other threads share the plan
+                        scales[name] = self._weight(layer, factors)
+            self._arq.update(scales)  # at once: trials in other threads share the plan
         return self._arq
 
-    def _factor(self, name: str, maxima: ChannelMax) -> NDArray[np.float32]:
+    def _balance(self, name: str, maxima: ChannelMax) -> NDArray[np.float32]:
+        """Return the DMQ factors of a layer."""
         layer = self.layers[name]
-        weight = _weight_max(read_constant(self._index, layer.weight), layer)
+        weight_maxima = _weight_channel_maxima(read_constant(self._index, layer.weight), layer)
         strength = self._entries[name].dmq_balancer_param
         assert strength is not None
         try:
-            return balance_factors(maxima.values, weight, strength=strength)
+            return balance_factors(maxima.values, weight_maxima, strength=strength)
         except CalibrationError:
             if not self.allow_unbalanced:
                 raise
             return np.ones_like(maxima.values)
 
     def _weight(self, layer: Layer, factors: Factors) -> NDArray[np.float32]:
+        """Return the scale of a layer's weight by ARQ."""
         if layer.input_index is not None:
-            return _NONE
+            return _EMPTY
         if not layer.weight:
             return np.ones(1, np.float32)
         params = self._entries[layer.name].weight
-        rows = self._rows(layer, factors)
+        rows = self._weight_rows(layer, factors)
         return arq(rows, bits=params.num_bits, channel_wise=bool(params.channel_wise))
 
-    def _rows(self, layer: Layer, factors: Factors) -> NDArray[np.float32]:
+    def _weight_rows(self, layer: Layer, factors: Factors) -> NDArray[np.float32]:
         """Return a layer's weight times its DMQ factors, output channels first."""
         weight = read_constant(self._index, layer.weight)
-        return to_rows(balanced_weight(weight, layer, factors.get(layer.name, _NONE)), layer)
+        return to_rows(balanced_weight(weight, layer, factors.get(layer.name, _EMPTY)), layer)
 
-    def _prepared(
+    def _make_model(
         self, observed: ObservedStatistics, names: Collection[str] | None = None, end: str = ""
     ) -> onnx.ModelProto:
         """Return the model to observe, cut after `end`; `names` limits the rounded layers."""
         factors = self.dmq_factors(observed)
-        rounded = self.round_weights(observed, names)
-        weights = {**self._by_arq(factors), **{n: one.scale for n, one in rounded.items()}}
-        integers = {name: one.integers for name, one in rounded.items() if one.integers is not None}
+        roundings = self.round_weights(observed, names)
+        scales = self._merge_weight_scales(factors, roundings)
+        integers = {
+            name: rounding.integers
+            for name, rounding in roundings.items()
+            if rounding.integers is not None
+        }
         model = extract_output(self.model, end) if end else self.model
-        remaining = {node.name for node in model.graph.node}
-        layers = {name: layer for name, layer in self.layers.items() if layer.node in remaining}
-        return observation_model(model, layers, self.config, weights, factors, integers)
+        nodes = {node.name for node in model.graph.node}
+        layers = {name: layer for name, layer in self.layers.items() if layer.node in nodes}
+        return observation_model(model, layers, self.config, scales, factors, integers)
 
     def _key(self) -> str:
         """Return the variant's key: all that its weights and inputs depend on."""
-        first = min(self.used_samples, MAX_SAMPLES)
-        settings = {
-            name: (
-                entry.weight.num_bits,
-                entry.weight.channel_wise,
-                entry.dmq_balancer_param,
-                *((repr(entry.weight), first) if uses_adaround(self.config, name) else ()),
-            )
-            for name, entry in self.config.enabled().items()
-        }
-        hashed = [
-            self.base,
-            settings,
-            *([self._first] if self.channel_maxima and self._first > 1 else []),
-        ]
-        digest = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
+        settings: dict[str, list[object]] = {}
+        for name, entry in self.config.enabled().items():
+            weight = entry.weight
+            settings[name] = [weight.num_bits, weight.channel_wise, entry.dmq_balancer_param]
+            if uses_adaround(self.config, name):
+                settings[name] += [repr(weight), min(self.used_samples, MAX_SAMPLES)]
+        parts: list[object] = [self.base, settings]
+        if self.channel_maxima and self._dmq_sample_count > 1:
+            parts.append(self._dmq_sample_count)
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         return f"weights fake-quantized by AMCT's {weight_algorithms(self.config)}, {digest[:12]}"
 
     def _statistic(self, entry: LayerConfig) -> Statistic:
@@ -467,7 +478,8 @@ def _in_layer(name: str) -> Iterator[None]:
         ) from None
 
 
-def _weight_max(weight: NDArray[np.float32], layer: Layer) -> NDArray[np.float32]:
+def _weight_channel_maxima(weight: NDArray[np.float32], layer: Layer) -> NDArray[np.float32]:
+    """Return the largest magnitude of a weight for each input channel."""
     if layer.kind == "Conv":
         return weight_channel_max(weight, layer.group)
     if layer.kind == "MatMul":

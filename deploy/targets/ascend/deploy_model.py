@@ -48,9 +48,9 @@ from deploy.targets.ascend.quant_layer import (
 from deploy.targets.ascend.record import LayerRecord
 
 Nodes = list[onnx.NodeProto]
-Before = Callable[[QuantLayer, str], tuple[Nodes, str]]
-After = Callable[[QuantLayer, str, str], Nodes]
-Store = Callable[[str, QuantLayer], onnx.TensorProto]
+InputNodes = Callable[[QuantLayer, str], tuple[Nodes, str]]
+OutputNodes = Callable[[QuantLayer, str, str], Nodes]
+StoredTensor = Callable[[str, QuantLayer], onnx.TensorProto]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +65,16 @@ class LayerReplacement:
         convert_bias: (layer, stored bias) -> nodes between it and the layer, and their output.
     """
 
-    quantize_input: Before
-    dequantize_output: After
-    dequantize_input: Before
-    weight: Store
-    bias: Store
-    convert_bias: Before = lambda layer, bias: ([], bias)
+    quantize_input: InputNodes
+    dequantize_output: OutputNodes
+    dequantize_input: InputNodes
+    weight: StoredTensor
+    bias: StoredTensor
+    convert_bias: InputNodes = lambda layer, bias: ([], bias)
 
 
 def rewrite_layers(
-    model: onnx.ModelProto, layers: Mapping[str, QuantLayer], form: LayerReplacement
+    model: onnx.ModelProto, layers: Mapping[str, QuantLayer], replacement: LayerReplacement
 ) -> onnx.ModelProto:
     """Return a copy of `model` whose `layers` run on integers.
 
@@ -83,21 +83,21 @@ def rewrite_layers(
     `layers`: node, or '<node>:<index>' of a tensor_quantize input -> its integers.
     """
     out = copy_message(model)
-    surgery = _Surgery(out, form)
-    ends = {
+    rewriter = _LayerRewriter(out, replacement)
+    layer_by_last_node = {
         q.layer.bias_add or name: q for name, q in layers.items() if q.layer.input_index is None
     }
-    inputs = group_tensor_inputs(layers)
+    inputs_by_node = group_tensor_inputs(layers)
     nodes: Nodes = []
     for node in out.graph.node:
-        for q in inputs.get(node.name, ()):
-            nodes += surgery.pass_through(node, q)
+        for q in inputs_by_node.get(node.name, ()):
+            nodes += rewriter.round_input(node, q)
         if node.name in layers:
-            nodes += surgery.enter(node, layers[node.name])
+            nodes += rewriter.enter(node, layers[node.name])
         nodes.append(node)
-        if node.name in ends:
-            nodes += surgery.leave(node, ends[node.name])
-    surgery.finish(nodes)
+        if node.name in layer_by_last_node:
+            nodes += rewriter.leave(node, layer_by_last_node[node.name])
+    rewriter.finish(nodes)
     return out
 
 
@@ -110,90 +110,105 @@ def group_tensor_inputs(layers: Mapping[str, QuantLayer]) -> dict[str, list[Quan
     return inputs
 
 
-class _Surgery:
-    def __init__(self, model: onnx.ModelProto, form: LayerReplacement) -> None:
-        self.graph, self.index, self.form = model.graph, Graph(model), form
+class _LayerRewriter:
+    """Rewriter of the layers of a graph, in the order of its nodes.
+
+    Attributes:
+        tensors: name -> new initializer.
+        quantized_by_input: (tensor, scale, offset, bits) -> the quantized tensor.
+        bias_by_add: Add of a MatMul's bias -> the integer bias that it reads.
+    """
+
+    def __init__(self, model: onnx.ModelProto, replacement: LayerReplacement) -> None:
+        self.graph, self.index, self.replacement = model.graph, Graph(model), replacement
         self.tensors: dict[str, onnx.TensorProto] = {}
-        self.shared: dict[tuple[str, float, int, int], str] = {}
-        self.biases: dict[str, str] = {}  # Add of a MatMul's bias -> the integer bias it reads
+        self.quantized_by_input: dict[tuple[str, float, int, int], str] = {}
+        self.bias_by_add: dict[str, str] = {}
 
     def enter(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
         """Return the nodes before the layer; give the layer its integer weight and bias."""
-        nodes, start = [], node.input[0]
+        nodes: Nodes = []
         if q.inverse_factors is not None:
-            nodes += balance_nodes(q, start)
-            start = f"{node.name}.mul.output0"
-        nodes += self.quantize(node, 0, q, start)
+            nodes += balance_nodes(q, node)
+        nodes += self.quantize(node, 0, q)
         if q.second_factor is not None:
-            nodes += self.quantize(node, 1, q.second_factor, node.input[1])
+            nodes += self.quantize(node, 1, q.second_factor)
         if q.weight is not None:
-            self.tensors[node.input[1]] = self.form.weight(node.input[1], q)
+            self.tensors[node.input[1]] = self.replacement.weight(node.input[1], q)
         if q.bias is not None:
-            bias_nodes, bias = self.form.convert_bias(q, self.keep_bias(q))
+            bias_nodes, bias = self.replacement.convert_bias(q, self.store_bias(q))
             nodes += bias_nodes
             if q.layer.bias_add:
-                self.biases[q.layer.bias_add] = bias
+                self.bias_by_add[q.layer.bias_add] = bias
             else:
                 node.input[2] = bias
-        for attribute in node.attribute:
-            if attribute.name == "transB":
-                attribute.i = 0
+        clear_transposition(node)
         return nodes
 
-    def quantize(self, node: onnx.NodeProto, place: int, q: QuantLayer, start: str) -> Nodes:
+    def quantize(self, node: onnx.NodeProto, index: int, q: QuantLayer) -> Nodes:
         """Quantize a node's input; inputs with equal tensor, scale and width share the nodes."""
         nodes: Nodes = []
-        key = (start, float(q.scale), q.record.offset_d, q.record.act_bits)
-        if key not in self.shared:
-            nodes, self.shared[key] = self.form.quantize_input(q, start)
-        node.input[place] = self.shared[key]
+        tensor = node.input[index]
+        key = (tensor, float(q.scale), q.record.offset_d, q.record.act_bits)
+        if key not in self.quantized_by_input:
+            nodes, self.quantized_by_input[key] = self.replacement.quantize_input(q, tensor)
+        node.input[index] = self.quantized_by_input[key]
         return nodes
 
-    def pass_through(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
+    def round_input(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
         """Quantize and dequantize a tensor_quantize input."""
-        place = q.layer.input_index
-        assert place is not None
-        quantize = self.quantize(node, place, q, node.input[place])
-        dequantize, node.input[place] = self.form.dequantize_input(q, node.input[place])
-        return [*quantize, *dequantize]
+        index = q.layer.input_index
+        assert index is not None
+        nodes = self.quantize(node, index, q)
+        float_nodes, node.input[index] = self.replacement.dequantize_input(q, node.input[index])
+        return [*nodes, *float_nodes]
 
     def leave(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
         """Return the nodes after the layer, or after the Add of a MatMul's bias."""
-        if node.name in self.biases:
-            node.input[list(node.input).index(q.layer.bias)] = self.biases[node.name]
-        output = node.output[0]
-        node.output[0] = f"{q.layer.name}_output0"
-        return self.form.dequantize_output(q, node.output[0], output)
+        if node.name in self.bias_by_add:
+            node.input[list(node.input).index(q.layer.bias)] = self.bias_by_add[node.name]
+        float_output, integer_output = node.output[0], f"{q.layer.name}_output0"
+        node.output[0] = integer_output
+        return self.replacement.dequantize_output(q, integer_output, float_output)
 
-    def keep_bias(self, q: QuantLayer) -> str:
+    def store_bias(self, q: QuantLayer) -> str:
         """Store the integer bias and return its name, a new one if other nodes read the float."""
         name = q.layer.bias
         if len(self.index.readers[name]) > 1:
             name = f"{q.layer.name}.quant_bias"
-        self.tensors[name] = self.form.bias(name, q)
+        self.tensors[name] = self.replacement.bias(name, q)
         return name
 
     def finish(self, nodes: Nodes) -> None:
         """Write tensors and nodes into the graph: replaced initializers keep their place."""
-        replaced = set(self.tensors)
-        constants = [n for n in nodes if n.op_type == "Constant" and n.output[0] not in replaced]
-        others = [n for n in nodes if n.op_type != "Constant"]
+        constants = [node for node in nodes if node.op_type == "Constant"]
+        remaining = [node for node in constants if node.output[0] not in self.tensors]
+        computing = [node for node in nodes if node.op_type != "Constant"]
         update_tensors(self.graph.initializer, self.tensors)
-        replace_nodes(self.graph, constants + others)
+        replace_nodes(self.graph, remaining + computing)
         drop_initializer_inputs(self.graph)
         del self.graph.value_info[:]
 
 
-def balance_nodes(q: QuantLayer, start: str) -> Nodes:
-    """Return the nodes that multiply a layer's input by the inverse DMQ factors."""
+def clear_transposition(node: onnx.NodeProto) -> None:
+    """Let a Gemm read its weight untransposed."""
+    for attribute in node.attribute:
+        if attribute.name == "transB":
+            attribute.i = 0
+
+
+def balance_nodes(q: QuantLayer, node: onnx.NodeProto) -> Nodes:
+    """Let a layer read its input times the inverse DMQ factors; return the new nodes."""
     assert q.inverse_factors is not None
-    return _multiply(q.layer.name, start, q.inverse_factors)
+    return _multiply_input(node, q.inverse_factors)
 
 
-def _multiply(name: str, start: str, factors: Float32Array) -> Nodes:
+def _multiply_input(node: onnx.NodeProto, factors: Float32Array) -> Nodes:
+    name = node.name
     constant = make_constant(f"{name}.tensor_balance_factor", factors)
-    inputs = [start, constant.output[0]]
-    return [constant, helper.make_node("Mul", inputs, [f"{name}.mul.output0"], name=f"{name}.mul")]
+    inputs, product = [node.input[0], constant.output[0]], f"{name}.mul.output0"
+    node.input[0] = product
+    return [constant, helper.make_node("Mul", inputs, [product], name=f"{name}.mul")]
 
 
 def make_constant(name: str, value: NDArray[Any] | np.generic) -> onnx.NodeProto:
@@ -214,9 +229,7 @@ def rewrite_inputs(
     for node in out.graph.node:
         if node.name in inverse_factors:
             shape = (1, -1, *[1] * layers[node.name].rank)
-            factors = inverse_factors[node.name].reshape(shape)
-            nodes += _multiply(node.name, node.input[0], factors)
-            node.input[0] = nodes[-1].output[0]
+            nodes += _multiply_input(node, inverse_factors[node.name].reshape(shape))
         if not (node.op_type == "Constant" and node.output[0] in weights):
             nodes.append(node)
     update_tensors(out.graph.initializer, weights)
@@ -235,22 +248,25 @@ def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> on
 
     The activation offset is not folded into the bias: GE does that when it compiles.
     """
-    form = LayerReplacement(
+    replacement = LayerReplacement(
         quantize_input=_quant,
         dequantize_output=_dequant,
         dequantize_input=_anti_quant,
         weight=_weight,
         bias=_bias,
-        convert_bias=_behind_bias,
+        convert_bias=_cast_bias,
     )
-    deploy = rewrite_layers(model, layers, form)
+    deploy = rewrite_layers(model, layers, replacement)
     for q in layers.values():
         if q.layer.input_index is None:
-            name, values = f"{q.layer.name}.dequant.param", pack_dequant_scales(q.dequant)
-            uint64 = onnx.TensorProto.UINT64
-            deploy.graph.initializer.append(
-                helper.make_tensor(name, uint64, [values.size], values.tolist())
+            values = pack_dequant_scales(q.dequant)
+            parameter = helper.make_tensor(
+                f"{q.layer.name}.dequant.param",
+                onnx.TensorProto.UINT64,
+                values.shape,
+                values.tolist(),
             )
+            deploy.graph.initializer.append(parameter)
     return deploy
 
 
@@ -284,43 +300,45 @@ def pack_int4(weight: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
 
 def unpack_int4(packed: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
     """Invert `pack_int4`."""
-    bytes_ = np.moveaxis(packed, axis, -1)
-    nibbles = np.stack((bytes_ << 4 >> 4, bytes_ >> 4), axis=-1)  # shifts keep the sign
-    unpacked = nibbles.reshape(*bytes_.shape[:-1], 2 * bytes_.shape[-1])
+    pairs = np.moveaxis(packed, axis, -1)
+    nibbles = np.stack((pairs << 4 >> 4, pairs >> 4), axis=-1)  # shifts keep the sign
+    unpacked = nibbles.reshape(*pairs.shape[:-1], 2 * pairs.shape[-1])
     return np.ascontiguousarray(np.moveaxis(unpacked, -1, axis), np.int8)
 
 
-def _quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
-    kind = f"INT{q.record.act_bits}"
-    return _scaled("AscendQuant", "quant", q, start, scale=float(q.scale), dst_type=kind)
+def _quant(q: QuantLayer, tensor: str) -> tuple[Nodes, str]:
+    dst_type = f"INT{q.record.act_bits}"
+    return _scaling_node("AscendQuant", "quant", q, tensor, scale=float(q.scale), dst_type=dst_type)
 
 
-def _dequant(q: QuantLayer, start: str, end: str) -> Nodes:
+def _dequant(q: QuantLayer, integers: str, output: str) -> Nodes:
     name = f"{q.layer.name}.dequant"
-    inputs = [start, f"{name}.param"]
-    node = helper.make_node("AscendDequant", inputs, [end], name=name, dtype=0)
+    inputs = [integers, f"{name}.param"]
+    node = helper.make_node("AscendDequant", inputs, [output], name=name, dtype=0)
     if q.record.weight_bits == 4:
         node.attribute.append(helper.make_attribute(PACKED, "INT4"))
     return [node]
 
 
-def _anti_quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
-    assert q.record.scale_d is not None
-    given = {"scale": float(q.record.scale_d), "dst_type": "INT8", "dtype": 0}
-    return _scaled("AscendAntiQuant", "anti_quant", q, start, **given)
+def _anti_quant(q: QuantLayer, integers: str) -> tuple[Nodes, str]:
+    options = {"scale": float(q.record.input_scale), "dst_type": "INT8", "dtype": 0}
+    return _scaling_node("AscendAntiQuant", "anti_quant", q, integers, **options)
 
 
-def _scaled(op: str, word: str, q: QuantLayer, start: str, **given: Any) -> tuple[Nodes, str]:
-    name, offset = f"{q.layer.stem}.{word}", float(q.record.offset_d)
-    end = f"{name}.output0"
-    return [helper.make_node(op, [start], [end], name=name, offset=offset, **given)], end
+def _scaling_node(
+    op: str, suffix: str, q: QuantLayer, tensor: str, **options: Any
+) -> tuple[Nodes, str]:
+    name, offset = f"{q.layer.stem}.{suffix}", float(q.record.offset_d)
+    output = f"{name}.output0"
+    return [helper.make_node(op, [tensor], [output], name=name, offset=offset, **options)], output
 
 
 def _weight(name: str, q: QuantLayer) -> onnx.TensorProto:
     assert q.weight is not None
-    if q.record.weight_bits != 4:
-        return numpy_helper.from_array(q.weight, name)
-    return numpy_helper.from_array(pack_int4(q.weight, packed_axis(q.layer.kind)), name)
+    weight = q.weight
+    if q.record.weight_bits == 4:
+        weight = pack_int4(weight, packed_axis(q.layer.kind))
+    return numpy_helper.from_array(weight, name)
 
 
 def _bias(name: str, q: QuantLayer) -> onnx.TensorProto:
@@ -328,46 +346,48 @@ def _bias(name: str, q: QuantLayer) -> onnx.TensorProto:
     return numpy_helper.from_array(q.bias, name)
 
 
-def _behind_bias(q: QuantLayer, bias: str) -> tuple[Nodes, str]:
+def _cast_bias(q: QuantLayer, bias: str) -> tuple[Nodes, str]:
     """Cast the int32 bias to float for 4-bit activations, as AMCT does."""
     if q.record.act_bits != 4:
         return [], bias
     name = f"{q.layer.name}.bias_quant"
-    cast = helper.make_node("Cast", [bias], [f"{name}.output0"], name=name, to=1)
-    return [cast], cast.output[0]
+    output = f"{name}.output0"
+    cast = helper.make_node("Cast", [bias], [output], name=name, to=onnx.TensorProto.FLOAT)
+    return [cast], output
 
 
-_NEAR = 0.01  # steps: float32 error of a weight that is an integer times its scale
+_MAX_GRID_ERROR = 0.01  # steps: float32 error of a weight that is an integer times its scale
 
 
 def modified_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
     """Return a copy of the float model with AdaRound's integers times scale as weights."""
-    index, arrays = Graph(model), {}
+    index = Graph(model)
+    tensors = {}
     for q in layers.values():
         if q.record.rounded_weight is None:
             continue
         name, layer = q.layer.weight, q.layer
         shape = to_rows(read_constant(index, name), layer).shape
-        scale = by_row(q.record.scale_w, len(shape))
-        weight = from_rows(q.record.rounded_weight.reshape(shape) * scale, layer)
-        inverse = np.asarray(1 / q.record.factors, np.float32)
-        arrays[name] = numpy_helper.from_array(balanced_weight(weight, layer, inverse), name)
-    return rewrite_inputs(model, {}, arrays, {})
+        rows = q.record.rounded_weight.reshape(shape) * by_row(q.record.scale_w, len(shape))
+        inverse_factors = np.asarray(1 / q.record.factors, np.float32)
+        weight = balanced_weight(from_rows(rows, layer), layer, inverse_factors)
+        tensors[name] = numpy_helper.from_array(weight, name)
+    return rewrite_inputs(model, {}, tensors, {})
 
 
 def find_unrounded_layers(
     model: onnx.ModelProto, graph: LayerGraph, records: Mapping[str, LayerRecord], names: list[str]
 ) -> list[str]:
     """Return those AdaRound layers `names` whose weights are not integers times their scale."""
-    index, off_grid = Graph(model), []
+    index = Graph(model)
+    unrounded = []
     for name in names:
         if name not in records or name not in graph.layers:
             continue
         layer, record = graph.layers[name], records[name]
-        rows = to_rows(
-            balanced_weight(read_constant(index, layer.weight), layer, record.factors), layer
-        )
+        weight = read_constant(index, layer.weight)
+        rows = to_rows(balanced_weight(weight, layer, record.factors), layer)
         steps = rows / by_row(record.scale_w, rows.ndim)
-        if np.abs(steps - np.rint(steps)).max() > _NEAR:
-            off_grid.append(name)
-    return off_grid
+        if np.abs(steps - np.rint(steps)).max() > _MAX_GRID_ERROR:
+            unrounded.append(name)
+    return unrounded

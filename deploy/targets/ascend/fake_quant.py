@@ -33,6 +33,7 @@ from deploy.targets.ascend.deploy_model import (
     LayerReplacement,
     Nodes,
     balance_nodes,
+    clear_transposition,
     group_tensor_inputs,
     make_constant,
     rewrite_layers,
@@ -48,56 +49,52 @@ def fake_quant_model(
     `npu_rounding`: add the offset before rounding, as AscendQuant does; by default after it, as
     AMCT's own fake-quant models do.
     """
-    before = partial(_quant, npu_rounding=npu_rounding)
-    form = LayerReplacement(
-        quantize_input=before,
+    replacement = LayerReplacement(
+        quantize_input=partial(_quant, npu_rounding=npu_rounding),
         dequantize_output=_dequant,
         dequantize_input=_anti_quant,
         weight=_weight,
         bias=_bias,
     )
-    return rewrite_layers(model, layers, form)
+    return rewrite_layers(model, layers, replacement)
 
 
-def _quant(q: QuantLayer, start: str, *, npu_rounding: bool) -> tuple[Nodes, str]:
+def _quant(q: QuantLayer, tensor: str, *, npu_rounding: bool) -> tuple[Nodes, str]:
     name = f"{q.layer.stem}.quant.fakequant"
     low, high = ascend_range(q.record.act_bits)
     values = {"scale": float(q.scale), "offset": q.record.offset_d, "min_val": low, "max_val": high}
-    constants = [make_constant(f"{name}.{k}", np.float32(v)) for k, v in values.items()]
-    scale, offset, least, most = (node.output[0] for node in constants)
+    nodes = [make_constant(f"{name}.{key}", np.float32(value)) for key, value in values.items()]
+    scale, offset, minimum, maximum = (node.output[0] for node in nodes)
     steps = [
-        ("Mul", "mul", [scale]),
-        ("Round", "round", []),
-        ("Add", "add", [offset]),
-        ("Clip", "clip", [least, most]),
-        ("Sub", "sub", [offset]),
+        ("Mul", [scale]),
+        ("Round", []),
+        ("Add", [offset]),
+        ("Clip", [minimum, maximum]),
+        ("Sub", [offset]),
     ]
     if npu_rounding:
         steps[1], steps[2] = steps[2], steps[1]
-    nodes, tensor = list(constants), start
-    for op, word, others in steps:
-        output = f"{name}.{word}.output0"
-        nodes.append(helper.make_node(op, [tensor, *others], [output], name=f"{name}.{word}"))
+    for op, parameters in steps:
+        node_name = f"{name}.{op.lower()}"
+        output = f"{node_name}.output0"
+        nodes.append(helper.make_node(op, [tensor, *parameters], [output], name=node_name))
         tensor = output
     return nodes, tensor
 
 
-def _dequant(q: QuantLayer, start: str, end: str) -> Nodes:
+def _dequant(q: QuantLayer, integers: str, output: str) -> Nodes:
     name = f"{q.layer.name}.fakedequant"
     rank = q.layer.rank if q.layer.weight else 0
-    shape = (1, -1, *[1] * rank)
-    constant = make_constant(f"{name}.dqscale", q.dequant.reshape(shape))
-    return [
-        constant,
-        helper.make_node("Mul", [start, constant.output[0]], [end], name=f"{name}.mul"),
-    ]
+    scale = make_constant(f"{name}.dqscale", q.dequant.reshape(1, -1, *[1] * rank))
+    mul = helper.make_node("Mul", [integers, scale.output[0]], [output], name=f"{name}.mul")
+    return [scale, mul]
 
 
-def _anti_quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
+def _anti_quant(q: QuantLayer, integers: str) -> tuple[Nodes, str]:
     name = f"{q.layer.stem}.anti_quant.fake_antiquant"
     scale = make_constant(f"{name}.scale", np.float32(q.record.scale_d))
     output = f"{name}.mul.output0"
-    mul = helper.make_node("Mul", [start, scale.output[0]], [output], name=f"{name}.mul")
+    mul = helper.make_node("Mul", [integers, scale.output[0]], [output], name=f"{name}.mul")
     return [scale, mul], output
 
 
@@ -117,103 +114,117 @@ def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
     `model`: float model, nodes named; opset 13 or later if weights are per channel.
     """
     out = copy_message(model)
-    writer = _AmctQdqWriter({name: q for name, q in layers.items() if _expressible(q)})
-    nodes = [new for node in out.graph.node for new in writer.rewrite(node)]
-    old = [tensor for tensor in out.graph.initializer if tensor.name not in writer.tensors]
-    replace_field(out.graph.initializer, [*old, *writer.tensors.values()])
+    writer = _AmctQdqWriter({name: q for name, q in layers.items() if _can_be_pairs(q)})
+    nodes: Nodes = []
+    for node in out.graph.node:
+        nodes += writer.rewrite(node)
+        nodes.append(node)
+    tensors = [tensor for tensor in out.graph.initializer if tensor.name not in writer.tensors]
+    replace_field(out.graph.initializer, [*tensors, *writer.tensors.values()])
     rebuild(out.graph, nodes)
     drop_initializer_inputs(out.graph)
     return out
 
 
-def _expressible(q: QuantLayer) -> bool:
-    grouped = q.layer.kind == "ConvTranspose" and q.layer.group > 1
-    unknown = q.layer.two_activations or q.layer.kind == "MaxPool" or q.record.act_bits != 8
-    return not unknown and not (grouped and q.record.scale_w.size > 1)
+def _can_be_pairs(q: QuantLayer) -> bool:
+    """Whether the Q/DQ model can express a layer, and AMCT's `convert` takes it."""
+    if q.layer.two_activations or q.layer.kind == "MaxPool" or q.record.act_bits != 8:
+        return False
+    is_grouped_deconv = q.layer.kind == "ConvTranspose" and q.layer.group > 1
+    return not is_grouped_deconv or q.record.scale_w.size == 1
 
 
 class _AmctQdqWriter:
+    """Writer of the pairs of all layers.
+
+    Attributes:
+        tensors: name -> new initializer.
+        dequantized_by_input: (tensor, scale, offset) -> the output of the tensor's pair.
+    """
+
     def __init__(self, layers: Mapping[str, QuantLayer]) -> None:
-        self.layers, self.inputs = layers, group_tensor_inputs(layers)
-        self.adds = {q.layer.bias_add: q for q in layers.values() if q.layer.bias_add}
+        self.layers, self.inputs_by_node = layers, group_tensor_inputs(layers)
+        self.layer_by_add = {q.layer.bias_add: q for q in layers.values() if q.layer.bias_add}
         self.tensors: dict[str, onnx.TensorProto] = {}
-        self.shared: dict[tuple[str, float, int], str] = {}
+        self.dequantized_by_input: dict[tuple[str, float, int], str] = {}
 
     def rewrite(self, node: onnx.NodeProto) -> Nodes:
-        """Return a layer with the nodes before it; any other node unchanged."""
-        if node.name in self.adds:
-            q = self.adds[node.name]
-            node.input[list(node.input).index(q.layer.bias)] = self.bias(q)
-        if node.name in self.inputs:
-            pairs = [
-                self.activation(q, node, q.layer.input_index or 0) for q in self.inputs[node.name]
-            ]
-            return [*(one for pair in pairs for one in pair), node]
-        if node.name not in self.layers:
-            return [node]
-        q, start = self.layers[node.name], node.input[0]
+        """Let a layer read the outputs of pairs; return the nodes before it."""
         nodes: Nodes = []
-        if q.inverse_factors is not None:
-            nodes += balance_nodes(q, start)
-            node.input[0] = f"{node.name}.mul.output0"
-        nodes += self.activation(q, node, 0)
-        if q.weight is not None:
-            nodes.append(self.weight(q, node))
-        if q.bias is not None and not q.layer.bias_add:
-            node.input[2] = self.bias(q)
-        return [*nodes, node]
+        if node.name in self.layer_by_add:
+            q = self.layer_by_add[node.name]
+            node.input[list(node.input).index(q.layer.bias)] = self.store_bias(q)
+        for q in self.inputs_by_node.get(node.name, ()):
+            nodes += self.add_pair(q, node, q.layer.input_index or 0)
+        if node.name not in self.layers:
+            return nodes
 
-    def activation(self, q: QuantLayer, node: onnx.NodeProto, place: int) -> Nodes:
-        """Add the pair of an input; inputs with equal tensor and scale share it."""
-        assert q.record.scale_d is not None
-        start = node.input[place]
-        key = (start, float(q.record.scale_d), q.record.offset_d)
-        if key in self.shared:
-            node.input[place] = self.shared[key]
+        q = self.layers[node.name]
+        if q.inverse_factors is not None:
+            nodes += balance_nodes(q, node)
+        nodes += self.add_pair(q, node, 0)
+        if q.weight is not None:
+            nodes.append(self.dequantize_weight(q, node))
+        if q.bias is not None and not q.layer.bias_add:
+            node.input[2] = self.store_bias(q)
+        return nodes
+
+    def add_pair(self, q: QuantLayer, node: onnx.NodeProto, index: int) -> Nodes:
+        """Return the pair of an input; inputs with equal tensor and scale share it."""
+        tensor, record = node.input[index], q.record
+        key = (tensor, float(record.input_scale), record.offset_d)
+        if key in self.dequantized_by_input:
+            node.input[index] = self.dequantized_by_input[key]
             return []
         name = q.layer.stem
-        scale = self.put(f"{name}.scale_d", np.asarray(q.record.scale_d))
-        zero = self.put(f"{name}.offset_d", np.asarray(q.record.offset_d, np.int8))
-        node.input[place] = self.shared[key] = f"{name}.input.dequantized"
-        return _pair(name, start, f"{name}.input.quantized", node.input[place], [scale, zero])
+        quantized, dequantized = f"{name}.input.quantized", f"{name}.input.dequantized"
+        parameters = [
+            self.store(f"{name}.scale_d", np.asarray(record.scale_d)),
+            self.store(f"{name}.offset_d", np.asarray(record.offset_d, np.int8)),
+        ]
+        node.input[index] = self.dequantized_by_input[key] = dequantized
+        return [
+            helper.make_node(
+                "QuantizeLinear", [tensor, *parameters], [quantized], name=f"{name}.input.quantize"
+            ),
+            helper.make_node(
+                "DequantizeLinear",
+                [quantized, *parameters],
+                [dequantized],
+                name=f"{name}.input.dequantize",
+            ),
+        ]
 
-    def weight(self, q: QuantLayer, node: onnx.NodeProto) -> onnx.NodeProto:
+    def dequantize_weight(self, q: QuantLayer, node: onnx.NodeProto) -> onnx.NodeProto:
         """Return the DequantizeLinear of the int8 weight, which a Gemm reads untransposed."""
-        name, scales = q.layer.name, q.record.scale_w
         assert q.weight is not None
-        per_channel = scales.size > 1
+        name, scales = q.layer.name, q.record.scale_w
+        axis = None
+        if scales.size == 1:
+            scales = scales.reshape(())
+        else:
+            axis = 1 if q.layer.kind == "ConvTranspose" else 0
         inputs = [
-            self.put(f"{name}.weight.int8", q.weight),
-            self.put(f"{name}.scale_w", scales if per_channel else scales.reshape(())),
-            self.put(f"{name}.offset_w", np.zeros(scales.size if per_channel else (), np.int8)),
+            self.store(f"{name}.weight.int8", q.weight),
+            self.store(f"{name}.scale_w", scales),
+            self.store(f"{name}.offset_w", np.zeros(scales.shape, np.int8)),
         ]
         node.input[1] = f"{name}.weight.dequantized"
-        for attribute in node.attribute:
-            if attribute.name == "transB":
-                attribute.i = 0
-        dequantize = helper.make_node(
-            "DequantizeLinear", inputs, [node.input[1]], name=f"{name}.weight.dequantize"
+        clear_transposition(node)
+        return helper.make_node(
+            "DequantizeLinear",
+            inputs,
+            [node.input[1]],
+            name=f"{name}.weight.dequantize",
+            axis=axis,
         )
-        if per_channel:
-            axis = 1 if q.layer.kind == "ConvTranspose" else 0
-            dequantize.attribute.append(helper.make_attribute("axis", axis))
-        return dequantize
 
-    def bias(self, q: QuantLayer) -> str:
+    def store_bias(self, q: QuantLayer) -> str:
         assert q.bias is not None
         rounded = (q.bias * q.dequant.astype(np.float64)).astype(np.float32)
-        return self.put(f"{q.layer.name}.bias.rounded", rounded)
+        return self.store(f"{q.layer.name}.bias.rounded", rounded)
 
-    def put(self, name: str, value: np.ndarray) -> str:
-        self.tensors[name] = numpy_helper.from_array(
-            np.ascontiguousarray(value).reshape(np.shape(value)), name
-        )
+    def store(self, name: str, value: np.ndarray) -> str:
+        """Add an initializer; return its name."""
+        self.tensors[name] = numpy_helper.from_array(value, name)
         return name
-
-
-def _pair(name: str, start: str, middle: str, end: str, parameters: list[str]) -> Nodes:
-    make = helper.make_node
-    return [
-        make("QuantizeLinear", [start, *parameters], [middle], name=f"{name}.input.quantize"),
-        make("DequantizeLinear", [middle, *parameters], [end], name=f"{name}.input.dequantize"),
-    ]

@@ -27,7 +27,7 @@ hold it. Source of the ranking: hicann/amct, common/auto_calibration.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -42,7 +42,7 @@ from deploy.method import Choices
 from deploy.metrics.output_errors import cosine
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.amct_calibration import CalibrationRecord, RecordPlan
-from deploy.targets.ascend.config_keys import ActivationParams, LayerConfig, QuantConfig
+from deploy.targets.ascend.config_keys import ActivationParams, QuantConfig
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.quant_layer import QuantLayer, quantize_layers
@@ -50,20 +50,21 @@ from deploy.targets.ascend.record import LayerRecord
 from deploy.tensors import Array
 from deploy.terminal import phase
 
-Found = TypeVar("Found")
-Records = Mapping[str, "LayerRecord"]
+Measure = TypeVar("Measure")
+Records = Mapping[str, LayerRecord]
 
-CONFIGURED, _UNCLIPPED = "as configured", "nothing clipped"
+CONFIGURED, _UNCLIPPED, _HFMG = "as configured", "nothing clipped", "hfmg"
 UNCLIPPED_METHOD = "minmax"  # name of the method without clipping in a plan
-_RANGES: dict[str, Callable[[ActivationParams], ActivationParams]] = {
-    CONFIGURED: lambda found: found,
-    _UNCLIPPED: lambda found: replace(found, search_range=(1.0, 1.3)),
-    "percentile 0.9999": lambda found: replace(found, max_percentile=0.9999, min_percentile=0.9999),
-    "hfmg": lambda found: replace(ActivationParams(), act_algo="hfmg", asymmetric=found.asymmetric),
+_IFMR_CHANGES: dict[str, dict[str, Any]] = {
+    CONFIGURED: {},
+    _UNCLIPPED: {"search_range": (1.0, 1.3)},
+    "percentile 0.9999": {"max_percentile": 0.9999, "min_percentile": 0.9999},
 }
-_BALANCED = {f"dmq {strength}": strength for strength in (0.2, 0.5, 0.8)}
-_BALANCED_OVER = 32  # samples, kept in memory while they are run twice
-SEARCHES = (*_RANGES, *_BALANCED)
+_DMQ_STRENGTHS = {f"dmq {strength}": strength for strength in (0.2, 0.5, 0.8)}
+_DMQ_SAMPLES = 32  # kept in memory while they are run twice
+SEARCHES = (*_IFMR_CHANGES, _HFMG, *_DMQ_STRENGTHS)
+
+_MAX_DMQ_ERROR = 0.5  # of the error without it: DMQ is one operator more on the NPU
 
 
 def chosen_searches(plan: RecordPlan, choices: Choices) -> dict[str, str]:
@@ -78,78 +79,91 @@ def chosen_searches(plan: RecordPlan, choices: Choices) -> dict[str, str]:
                 f" {method.label!r}; delete the line, or delete the file to have it rebuilt"
             )
     entries = plan.config.entries()
-    unclipped = {
-        name: _UNCLIPPED
-        for name, layer in plan.layers.items()
-        if (choices.methods.get(layer.input) or choices.method) is not None
-        and entries[name].activation.act_algo == "ifmr"
-    }
-    own = {name: how for name, how in choices.searches.items() if how != CONFIGURED}
-    return {**unclipped, **own}
+    searches = {}
+    for name, layer in plan.layers.items():
+        has_method = bool(choices.methods.get(layer.input) or choices.method)
+        if has_method and entries[name].activation.act_algo == "ifmr":
+            searches[name] = _UNCLIPPED
+    named = {name: search for name, search in choices.searches.items() if search != CONFIGURED}
+    return {**searches, **named}
 
 
 def merge_records(
     plan: RecordPlan,
     default: CalibrationRecord,
-    found: Mapping[str, CalibrationRecord],
-    chosen: Mapping[str, str],
+    record_by_search: Mapping[str, CalibrationRecord],
+    search_by_layer: Mapping[str, str],
 ) -> CalibrationRecord:
     """Return `default` with the records and ranges of the searches chosen for some layers."""
-    observations = (*plan.activations.items(), *plan.second_factors.items())
-    by = {o.tensor: found[chosen[name]] for name, o in observations if name in chosen}
-    return replace(
-        default,
-        records=default.records | {name: found[how].records[name] for name, how in chosen.items()},
-        ranges={t: by.get(t, default).ranges.get(t, own) for t, own in default.ranges.items()},
-    )
+    records = dict(default.records)
+    for name, search in search_by_layer.items():
+        records[name] = record_by_search[search].records[name]
+
+    source_by_tensor = {}
+    for name, observation in (*plan.activations.items(), *plan.second_factors.items()):
+        if name in search_by_layer:
+            source_by_tensor[observation.tensor] = record_by_search[search_by_layer[name]]
+    ranges = {}
+    for tensor, default_range in default.ranges.items():
+        source = source_by_tensor.get(tensor, default)
+        ranges[tensor] = source.ranges.get(tensor, default_range)
+    return replace(default, records=records, ranges=ranges)
 
 
 def is_balanced(search: str) -> bool:
     """Whether a search balances channels by DMQ."""
-    return search in _BALANCED
+    return search in _DMQ_STRENGTHS
 
 
 def count_dmq_samples(plan: RecordPlan) -> int:
-    """Return the samples of which DMQ takes the maxima: AMCT's first batch, if it is several."""
-    return (
-        plan.samples_per_batch if plan.samples_per_batch > 1 else min(plan.samples, _BALANCED_OVER)
-    )
+    """Return the number of samples for DMQ's maxima: AMCT's first batch, if it is several."""
+    if plan.samples_per_batch > 1:
+        return plan.samples_per_batch
+    return min(plan.samples, _DMQ_SAMPLES)
 
 
-def apply_searches(config: QuantConfig, chosen: Mapping[str, str]) -> QuantConfig:
-    """Return the config in which the layers of `chosen` have their searches, the others none."""
-    layers = {
-        name: _layer(one, chosen[name]) if name in chosen else replace(one, quant_enable=False)
-        for name, one in config.layers.items()
-    }
-    tensors = (
-        replace(one, activation=_RANGES[chosen[one.key]](one.activation))
-        for one in config.tensors
-        if one.key in chosen
-    )
+def apply_searches(config: QuantConfig, search_by_layer: Mapping[str, str]) -> QuantConfig:
+    """Return the config in which these layers have their searches, and the others are disabled."""
+    layers = {}
+    for name, entry in config.layers.items():
+        search = search_by_layer.get(name)
+        if search is None:
+            layers[name] = replace(entry, quant_enable=False)
+        elif is_balanced(search):
+            layers[name] = replace(entry, dmq_balancer_param=_DMQ_STRENGTHS[search])
+        else:
+            layers[name] = replace(entry, activation=_change_range(entry.activation, search))
+    tensors = [
+        replace(tensor, activation=_change_range(tensor.activation, search_by_layer[tensor.key]))
+        for tensor in config.tensors
+        if tensor.key in search_by_layer
+    ]
     return replace(config, layers=layers, tensors=tuple(tensors))
 
 
-def make_search_plan(own: RecordPlan, how: str) -> RecordPlan:
-    """Return the plan by which all layers are searched so; DMQ balances those with weights."""
-    if how == CONFIGURED:
-        return own
-    chosen = {
-        name: CONFIGURED if is_balanced(how) and not layer.weight else how
-        for name, layer in own.layers.items()
+def _change_range(params: ActivationParams, search: str) -> ActivationParams:
+    if search == _HFMG:
+        return ActivationParams(act_algo="hfmg", asymmetric=params.asymmetric)
+    return replace(params, **_IFMR_CHANGES[search])
+
+
+def make_search_plan(default: RecordPlan, search: str) -> RecordPlan:
+    """Return the plan that searches all layers this way; DMQ balances those with weights."""
+    if search == CONFIGURED:
+        return default
+    if not is_balanced(search):
+        return replace(
+            default, config=apply_searches(default.config, dict.fromkeys(default.layers, search))
+        )
+    search_by_layer = {
+        name: search if layer.weight else CONFIGURED for name, layer in default.layers.items()
     }
-    made = replace(own, config=apply_searches(own.config, chosen))
-    over = count_dmq_samples(own)
-    return replace(made, dmq_samples=over, allow_unbalanced=True) if is_balanced(how) else made
-
-
-def _layer(one: LayerConfig, how: str) -> LayerConfig:
-    if is_balanced(how):
-        return replace(one, dmq_balancer_param=_BALANCED[how])
-    return replace(one, activation=_RANGES[how](one.activation))
-
-
-_WORTH_A_MUL = 0.5  # DMQ is one operator more on the NPU, so it must halve the error
+    return replace(
+        default,
+        config=apply_searches(default.config, search_by_layer),
+        dmq_samples=count_dmq_samples(default),
+        allow_unbalanced=True,
+    )
 
 
 def rank_layers(
@@ -160,7 +174,11 @@ def rank_layers(
     threads: int,
 ) -> list[tuple[str, float]]:
     """Return (layer, similarity in [0, 1]) of every layer, worst first; ties in model order."""
-    runs = _compared(model, layers, samples, lambda _, a, b: similarity(a, b), threads)
+
+    def measure(_: Layer, original: Array, fake: Array) -> float:
+        return similarity(original, fake)
+
+    runs = _measure_outputs(model, layers, samples, measure, threads)
     means = {name: float(np.mean([run[name] for run in runs])) for name in layers}
     return sorted(means.items(), key=lambda entry: entry[1])
 
@@ -190,21 +208,23 @@ def find_best_searches(
     """
     errors: dict[str, dict[str, float]] = {}
     with phase("errors of layers by themselves", len(records), "searches") as step:
-        for how, own in records.items():
-            layers = quantize_layers(model, graph, own)
-            for name, error in measure_layer_errors(
-                model, layers, samples, threads=threads
-            ).items():
-                errors.setdefault(name, {})[how] = error
+        for search, search_records in records.items():
+            layers = quantize_layers(model, graph, search_records)
+            layer_errors = measure_layer_errors(model, layers, samples, threads=threads)
+            for name, error in layer_errors.items():
+                errors.setdefault(name, {})[search] = error
             step()
-    return {name: _best(errors[name]) for name in next(iter(records.values()))}
+    return {name: choose_search(errors[name]) for name in next(iter(records.values()))}
 
 
-def _best(errors: Mapping[str, float]) -> str:
+def choose_search(error_by_search: Mapping[str, float]) -> str:
     """Return the search of least error; a balanced one only if it is worth its operator."""
-    plain = min((how for how in errors if not is_balanced(how)), key=errors.__getitem__)
-    least = min(errors, key=errors.__getitem__)
-    return least if errors[least] < _WORTH_A_MUL * errors[plain] else plain
+    unbalanced = [search for search in error_by_search if not is_balanced(search)]
+    best_unbalanced = min(unbalanced, key=error_by_search.__getitem__)
+    best = min(error_by_search, key=error_by_search.__getitem__)
+    if error_by_search[best] < _MAX_DMQ_ERROR * error_by_search[best_unbalanced]:
+        return best
+    return best_unbalanced
 
 
 def measure_layer_errors(
@@ -216,69 +236,67 @@ def measure_layer_errors(
 ) -> dict[str, float]:
     """Return layer -> variance of the error of its output, summed over its channels.
 
-    Of a layer that has no bias, which could hold a mean, it is the mean square.
+    For a layer that has no bias, which could hold a mean, it is the mean square.
     """
-    runs = _compared(model, layers, samples, _moments, threads)
-    means = {name: np.mean([run[name] for run in runs], axis=0) for name in layers}
-    return {
-        name: float((square - mean**2 * layers[name].layer.holds_bias).sum())
-        for name, (mean, square) in means.items()
-    }
+    runs = _measure_outputs(model, layers, samples, _difference_moments, threads)
+    errors = {}
+    for name, q in layers.items():
+        mean, square = np.mean([run[name] for run in runs], axis=0)
+        variance = square - mean**2 if q.layer.holds_bias else square
+        errors[name] = float(variance.sum())
+    return errors
 
 
-def _moments(layer: Layer, original: Array, fake: Array) -> Array:
+def _difference_moments(layer: Layer, original: Array, fake: Array) -> Array:
     """Return mean and mean square of each channel's difference, float64 [2, C]."""
     difference = fake - original
-    channels = (
-        difference if difference.ndim < 2 else np.moveaxis(difference, layer.channel_axis, -1)
-    )
-    rows = channels.reshape(-1, channels.shape[-1]).astype(np.float64)
+    if difference.ndim > 1:
+        difference = np.moveaxis(difference, layer.channel_axis, -1)
+    rows = difference.reshape(-1, difference.shape[-1]).astype(np.float64)
     return np.stack([rows.mean(axis=0), (rows * rows).mean(axis=0)])
 
 
-def _compared(
+def _measure_outputs(
     model: onnx.ModelProto,
     layers: Mapping[str, QuantLayer],
     samples: Sequence[Sample],
-    measure: Callable[[Layer, Array, Array], Found],
+    measure: Callable[[Layer, Array, Array], Measure],
     threads: int,
-) -> list[dict[str, Found]]:
+) -> list[dict[str, Measure]]:
     """Return layer -> measure(layer, float output, output of its int8 twin) for each sample."""
-    own = {name: q.layer for name, q in layers.items()}
-    fed = {value.name for value in model.graph.input}
-    read = {name: (one.input, *one.other_inputs) for name, one in own.items()}
-    ends = {one.output for one in own.values()}.union(*read.values())
     index = Graph(model)
-    twins = {name: _twin(model, index, q) for name, q in layers.items()}
-    tap, runs = Tap(model, sorted(ends - fed)), list[dict[str, Found]]()
+    twins = {name: _open_twin(model, index, q) for name, q in layers.items()}
+    tensors: set[str] = set()
+    for q in layers.values():
+        tensors.update((q.layer.output, *q.layer.activations))
+    graph_inputs = {value.name for value in model.graph.input}
+    tap = Tap(model, sorted(tensors - graph_inputs))
+    runs: list[dict[str, Measure]] = []
 
-    def work(_: int, __: int, sample: Sample) -> dict[str, Found]:
+    def run_sample(_: int, __: int, sample: Sample) -> dict[str, Measure]:
         values = {**sample, **dict(tap.run(sample))}
-        found = {}
-        for name, one in own.items():
-            made = twins[name].run({tensor: values[tensor] for tensor in read[name]})
-            found[name] = measure(one, values[one.output], made[one.output])
-        return found
+        measures = {}
+        for name, q in layers.items():
+            layer = q.layer
+            outputs = twins[name].run({tensor: values[tensor] for tensor in layer.activations})
+            measures[name] = measure(layer, values[layer.output], outputs[layer.output])
+        return measures
 
-    run_in_order(samples, work, lambda _, run: runs.append(run), threads=threads)
+    run_in_order(samples, run_sample, lambda _, run: runs.append(run), threads=threads)
     return runs
 
 
-def _twin(model: onnx.ModelProto, index: Graph, q: QuantLayer) -> OrtSession:
+def _open_twin(model: onnx.ModelProto, index: Graph, q: QuantLayer) -> OrtSession:
     """Return the int8 form of a layer by itself, with the Add of a MatMul's bias."""
-    wanted = {q.layer.node, q.layer.bias_add} - {""}
-    nodes = [node for node in model.graph.node if node.name in wanted]
+    layer = q.layer
+    nodes = [node for node in model.graph.node if node.name in (layer.node, layer.bias_add)]
+    inputs = [
+        helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None)
+        for tensor in dict.fromkeys(layer.activations)
+    ]
+    outputs = [ValueInfoProto(name=layer.output)]
+    float_layer = extract_nodes(model, nodes, (), inputs=inputs, outputs=outputs)
     read = {name for node in nodes for name in node.input}
-    alone = extract_nodes(
-        model,
-        nodes,
-        (),
-        inputs=[
-            helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None)
-            for tensor in dict.fromkeys((q.layer.input, *q.layer.other_inputs))
-        ],
-        outputs=[ValueInfoProto(name=q.layer.output)],
-    )
-    constants = sorted(read & set(index.constants))
-    alone.graph.initializer.extend(copy_tensor(index.constants[name], name) for name in constants)
-    return OrtSession.open(fake_quant_model(alone, {q.layer.name: q}), threads=1, spin=False)
+    for name in sorted(read & set(index.constants)):
+        float_layer.graph.initializer.append(copy_tensor(index.constants[name], name))
+    return OrtSession.open(fake_quant_model(float_layer, {layer.name: q}), threads=1, spin=False)

@@ -93,6 +93,11 @@ class Layer:
         return self.name if self.input_index is None else f"{self.node}.{self.input_index}"
 
     @property
+    def activations(self) -> tuple[str, ...]:
+        """The tensors that it reads, without constants."""
+        return (self.input, *self.other_inputs)
+
+    @property
     def two_activations(self) -> bool:
         """Whether it is a MatMul of two computed factors."""
         return self.kind == "MatMul" and not self.weight

@@ -4,7 +4,6 @@ Also here: the IFMR or HFMG search of a layer's activation scale, and the clip r
 """
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,13 +31,15 @@ from deploy.targets.ascend.config_keys import (
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.proto import message_class, parse_text, print_text, suggest_name
 
-_SMALLEST = 2.0**-52  # AMCT: scales within [DBL_EPSILON, 1 / DBL_EPSILON]
-_ROUNDED = "# weights rounded by AdaRound, in the modified model: "
-_RULE = "a record's comment on AdaRound must end in a layer's name as JSON"
+_MIN_SCALE = 2.0**-52  # AMCT: scales within [DBL_EPSILON, 1 / DBL_EPSILON]
+_ADAROUND_COMMENT = "# weights rounded by AdaRound, in the modified model: "
+_COMMENT_RULE = "a record's comment on AdaRound must end in a layer's name as JSON"
 # field of a bit width -> the widths that AMCT reads there; a missing or "UNSET" field is 8
-_WIDTHS = {"dst_type": (4, 8), "act_type": (4, 8, 16), "wts_type": (4, 6, 7, 8)}
-_FORCED = "FORCE_FP16_QUANT"
-_HALF = {"": None, "FLOAT32": False, "FLOAT16": True}  # op_data_type
+_WIDTHS_BY_FIELD = {"dst_type": (4, 8), "act_type": (4, 8, 16), "wts_type": (4, 6, 7, 8)}
+_FORCE_FP16 = "FORCE_FP16_QUANT"
+_IS_FLOAT16_BY_TYPE = {"": None, "FLOAT32": False, "FLOAT16": True}  # op_data_type
+
+InputRecorder = HfmgHistogram | IfmrHistogram | AllValues
 
 Float32Array = NDArray[np.float32]
 
@@ -76,18 +77,25 @@ class LayerRecord:
     force_fp16: bool = False
     is_float16: bool | None = None
 
+    @property
+    def input_scale(self) -> np.float32:
+        """`scale_d` of a complete record."""
+        assert self.scale_d is not None
+        return self.scale_d
+
 
 def write_record(records: Mapping[str, LayerRecord]) -> str:
     """Return the text of layer name -> record, in the model's order, as AMCT writes it."""
     message = message_class("ScaleOffsetRecord")()
+    comments = []
     for name, record in records.items():
         value = message.record.add(key=name).value
         if record.scale_d is not None:
             value.scale_d, value.offset_d = float(record.scale_d), record.offset_d
             value.act_type = f"INT{record.act_bits}"
-        value.scale_w.extend(float(s) for s in record.scale_w)
-        value.offset_w.extend(0 for _ in record.scale_w)
-        value.tensor_balance_factor.extend(float(f) for f in record.factors)
+        value.scale_w.extend(record.scale_w.tolist())
+        value.offset_w.extend([0] * record.scale_w.size)
+        value.tensor_balance_factor.extend(record.factors.tolist())
         if record.skip_fusion:
             value.skip_fusion = True
         if record.is_node_input:
@@ -97,17 +105,22 @@ def write_record(records: Mapping[str, LayerRecord]) -> str:
         if record.is_float16:
             value.op_data_type = "FLOAT16"
         if record.force_fp16:
-            value.fakequant_precision_mode = _FORCED
-    rounded = [name for name, record in records.items() if record.rounded_weight is not None]
-    comments = [f"{_ROUNDED}{json.dumps(name)}\n" for name in rounded]  # rounded by AdaRound
+            value.fakequant_precision_mode = _FORCE_FP16
+        if record.rounded_weight is not None:
+            comments.append(f"{_ADAROUND_COMMENT}{json.dumps(name)}\n")
     return "".join(comments) + print_text(message)
 
 
 def read_adaround_layers(text: str) -> list[str]:
     """Return the layers that AdaRound rounded, from a record's comments."""
-    lines = (line[len(_ROUNDED) :] for line in text.splitlines() if line.startswith(_ROUNDED))
-    names = [from_json(line, rule=_RULE, error=ConfigError) for line in lines]
-    return [name for name in names if isinstance(name, str)]
+    names = []
+    for line in text.splitlines():
+        if line.startswith(_ADAROUND_COMMENT):
+            comment = line.removeprefix(_ADAROUND_COMMENT)
+            name = from_json(comment, rule=_COMMENT_RULE, error=ConfigError)
+            if isinstance(name, str):
+                names.append(name)
+    return names
 
 
 def read_record(text: str, what: str = "the record") -> dict[str, LayerRecord]:
@@ -121,7 +134,7 @@ def read_record(text: str, what: str = "the record") -> dict[str, LayerRecord]:
         raise ConfigError(f"{what} must hold at least one layer, got none; calibrate first")
     records: dict[str, LayerRecord] = {}
     for entry in message.record:
-        if not entry.HasField("key") or not entry.key:
+        if not entry.key:
             raise ConfigError(
                 f"each record must hold a key (a layer's name), got one without in {what}"
             )
@@ -130,7 +143,7 @@ def read_record(text: str, what: str = "the record") -> dict[str, LayerRecord]:
         if entry.HasField("kv_cache_value") and not entry.HasField("value"):
             continue
         try:
-            records[entry.key] = _layer(entry.value)
+            records[entry.key] = _read_layer(entry.value)
         except ConfigError as error:
             raise ConfigError(f"{error} (layer {entry.key!r} of {what})") from None
     return records
@@ -151,12 +164,12 @@ def describe_ignored_entries(text: str, what: str = "the record") -> tuple[str, 
         _check_scales(value.scale)
     for entry in recurrent:
         _check_scales([entry.value.scale_h, *entry.value.scale_r])
-    counted = {
+    count_by_kind = {
         "KV cache": len(caches),
         "recurrent layer": len(recurrent),
         "pruning": len(message.prune_record),
     }
-    return tuple(f"{count} x {kind}" for kind, count in counted.items() if count)
+    return tuple(f"{count} x {kind}" for kind, count in count_by_kind.items() if count)
 
 
 def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
@@ -166,19 +179,19 @@ def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
         ConfigError: a layer that the model lacks or cannot quantize; missing scales, or a wrong
             number of them.
     """
-    known = graph.layer_by_name
+    layer_by_name = graph.layer_by_name
     for name, record in records.items():
         if record.is_node_input:
-            node, _, place = name.rpartition(":")
-            if not (node and place.isdecimal()):
+            node, _, index = name.rpartition(":")
+            if not (node and index.isdecimal()):
                 raise ConfigError(
                     "a record with is_tensor_quantize must be of an input, '<layer>:<index>', got"
                     f" {name!r}; take the key out of a layer's record"
                 )
-            check_tensor_input(node, int(place), graph)
+            check_tensor_input(node, int(index), graph)
         elif name in graph.float_reasons and name not in graph.optional_layers:
             raise ConfigError(f"layer {name!r} cannot be quantized: {graph.float_reasons[name]}")
-        elif name not in known:
+        elif name not in layer_by_name:
             raise ConfigError(
                 f"layer {name!r} of the record is not in the model;"
                 f" {suggest_name(name, list(graph.layers))}"
@@ -188,11 +201,11 @@ def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
                 f"layer {name!r} must hold scale_d and offset_d, got none; the calibration was"
                 " not complete, run it again"
             )
-        _check_weights(name, record, known[name])
-        _check_widths(name, record, known[name])
+        _check_weight_scales(name, record, layer_by_name[name])
+        _check_bit_widths(name, record, layer_by_name[name])
 
 
-def _check_widths(name: str, record: LayerRecord, layer: Layer) -> None:
+def _check_bit_widths(name: str, record: LayerRecord, layer: Layer) -> None:
     if not takes_activations(layer, record.act_bits):
         raise ConfigError(
             f"act_type INT16 is for {INT16_LAYERS}, got {layer.kind} in layer {name!r}"
@@ -203,15 +216,15 @@ def _check_widths(name: str, record: LayerRecord, layer: Layer) -> None:
             f"wts_type INT{record.weight_bits} is for {rule}, got {layer.kind} with"
             f" {layer.channels_in} input channels and {layer.group} groups in layer {name!r}"
         )
-    int8_only = layer.input_index is not None or layer.two_activations
-    if int8_only and (record.act_bits, record.weight_bits) != (8, 8):
+    is_int8_only = layer.input_index is not None or layer.two_activations
+    if is_int8_only and (record.act_bits, record.weight_bits) != (8, 8):
         raise ConfigError(
             "inputs of tensor_quantize and MatMuls of two activations are INT8, got another type"
             f" in {name!r}"
         )
 
 
-def _check_weights(name: str, record: LayerRecord, layer: Layer) -> None:
+def _check_weight_scales(name: str, record: LayerRecord, layer: Layer) -> None:
     count = record.scale_w.size
     if layer.input_index is not None:
         if count or not record.is_node_input:
@@ -224,7 +237,7 @@ def _check_weights(name: str, record: LayerRecord, layer: Layer) -> None:
             f"a MatMul of two activations takes offset_d 0, got {record.offset_d} in layer {name!r}"
         )
     elif layer.kind == "AveragePool":
-        if count and not (count == 1 and record.scale_w[0] == 1):
+        if record.scale_w.tolist() not in ([], [1.0]):
             raise ConfigError(f"layer {name!r} is an AveragePool and takes no scale_w, got {count}")
     elif not count:
         raise ConfigError(f"layer {name!r} must hold scale_w and offset_w, got none")
@@ -232,29 +245,34 @@ def _check_weights(name: str, record: LayerRecord, layer: Layer) -> None:
         raise ConfigError(f"a {layer.kind} takes one scale_w, got {count} in layer {name!r}")
 
 
-def _layer(value: Any) -> LayerRecord:
+def _read_layer(value: Any) -> LayerRecord:
+    """Return the record of a protobuf message, after AMCT's checks."""
+    has_scale = value.HasField("scale_d")
     scale_w = np.array(value.scale_w, np.float32)
     if len(value.offset_w) != scale_w.size:
         raise ConfigError(
             f"scale_w and offset_w must be as many, got {scale_w.size} and {len(value.offset_w)}"
         )
-    if any(value.offset_w):
-        raise ConfigError(f"offset_w must be 0, got {next(o for o in value.offset_w if o)}")
-    if value.HasField("scale_d") != value.HasField("offset_d"):
+    for offset in value.offset_w:
+        if offset:
+            raise ConfigError(f"offset_w must be 0, got {offset}")
+    if has_scale != value.HasField("offset_d"):
         raise ConfigError("scale_d and offset_d must come together, got one of them")
-    _check_scales([*scale_w.tolist(), *([value.scale_d] if value.HasField("scale_d") else [])])
+    _check_scales(value.scale_w)
+    if has_scale:
+        _check_scales([value.scale_d])
     if value.shift_bit:
         raise ConfigError("shift_bit is not supported, got one; delete it")
-    bits = {key: _width(key, getattr(value, key), known) for key, known in _WIDTHS.items()}
-    if value.fakequant_precision_mode not in ("", "DEFAULT", "UNSET", _FORCED):
+
+    bits = {field: _read_bits(value, field) for field in _WIDTHS_BY_FIELD}
+    mode = value.fakequant_precision_mode
+    if mode not in ("", "DEFAULT", "UNSET", _FORCE_FP16):
         raise ConfigError(
-            f"fakequant_precision_mode must be {_FORCED} or DEFAULT, got"
-            f" {value.fakequant_precision_mode!r}"
+            f"fakequant_precision_mode must be {_FORCE_FP16} or DEFAULT, got {mode!r}"
         )
-    if value.op_data_type not in _HALF:
+    if value.op_data_type not in _IS_FLOAT16_BY_TYPE:
         raise ConfigError(f"op_data_type must be FLOAT32 or FLOAT16, got {value.op_data_type!r}")
-    both = bits["dst_type"]
-    act_bits, weight_bits = both or bits["act_type"] or 8, both or bits["wts_type"] or 8
+    act_bits = bits["dst_type"] or bits["act_type"] or 8
     low, high = ascend_range(act_bits)
     if not low <= value.offset_d <= high:
         raise ConfigError(
@@ -264,80 +282,78 @@ def _layer(value: Any) -> LayerRecord:
     if not ((factors > FLT_EPSILON) & (factors < 1 / FLT_EPSILON)).all():
         raise ConfigError("a tensor_balance_factor must be in (1.2e-7, 8.4e6), got one outside")
     return LayerRecord(
-        scale_d=np.float32(value.scale_d) if value.HasField("scale_d") else None,
+        scale_d=np.float32(value.scale_d) if has_scale else None,
         offset_d=value.offset_d,
         scale_w=scale_w,
         factors=factors,
-        has_weight=value.wts_type != "" or scale_w.size != 1 or scale_w[0] != 1,
+        has_weight=value.wts_type != "" or scale_w.tolist() != [1.0],
         skip_fusion=value.skip_fusion,
         is_node_input=value.is_tensor_quantize,
         act_bits=act_bits,
-        weight_bits=weight_bits,
-        force_fp16=value.fakequant_precision_mode == _FORCED,
-        is_float16=_HALF[value.op_data_type],
+        weight_bits=bits["dst_type"] or bits["wts_type"] or 8,
+        force_fp16=mode == _FORCE_FP16,
+        is_float16=_IS_FLOAT16_BY_TYPE[value.op_data_type],
     )
 
 
 def _check_scales(scales: Iterable[float]) -> None:
     for scale in scales:
-        if not (math.isfinite(scale) and _SMALLEST <= scale <= 1 / _SMALLEST):
+        if not _MIN_SCALE <= scale <= 1 / _MIN_SCALE:
             raise ConfigError(f"a scale must be in [2.22e-16, 4.5e15], got {scale}")
 
 
-def _width(key: str, kind: str, known: tuple[int, ...]) -> int:
+def _read_bits(value: Any, field: str) -> int:
     """Return the bits of a type such as INT8; 0 if the type is unset."""
+    kind = getattr(value, field)
     if kind in ("", "UNSET"):
         return 0
-    widths = {f"INT{bits}": bits for bits in known}
-    if kind not in widths:
-        raise ConfigError(f"{key} must be one of {', '.join(widths)}, got {kind!r}")
-    return widths[kind]
+    bits_by_kind = {f"INT{bits}": bits for bits in _WIDTHS_BY_FIELD[field]}
+    if kind not in bits_by_kind:
+        raise ConfigError(f"{field} must be one of {', '.join(bits_by_kind)}, got {kind!r}")
+    return bits_by_kind[kind]
 
 
 def search_params(entry: LayerConfig) -> IfmrParams | HfmgParams:
     """Return the parameters of a layer's activation search."""
-    act = entry.activation
-    affine = bool(act.asymmetric)
-    if act.act_algo == "hfmg":
-        return HfmgParams(bits=act.num_bits, with_offset=affine)
-    ifmr = {key: getattr(act, key) for key in IFMR}
-    return IfmrParams(bits=act.num_bits, with_offset=affine, **ifmr)
+    activation = entry.activation
+    bits, with_offset = activation.num_bits, bool(activation.asymmetric)
+    if activation.act_algo == "hfmg":
+        return HfmgParams(bits=bits, with_offset=with_offset)
+    options = {key: getattr(activation, key) for key in IFMR}
+    return IfmrParams(bits=bits, with_offset=with_offset, **options)
 
 
 def search_activation_scale(recorder: Recorder, params: IfmrParams | HfmgParams) -> AscendScale:
     """Run the search on the recorded statistics; return scale and offset."""
-    if isinstance(recorder, HfmgHistogram) and isinstance(params, HfmgParams):
+    if isinstance(params, HfmgParams):
+        assert isinstance(recorder, HfmgHistogram)
         return hfmg(recorder, params)
-    if isinstance(recorder, AllValues) and isinstance(params, IfmrParams):
+    if isinstance(recorder, AllValues):
         return recorder.search(params)
-    assert isinstance(recorder, IfmrHistogram) and isinstance(params, IfmrParams)
+    assert isinstance(recorder, IfmrHistogram)
     return ifmr_streaming(recorder, params)
 
 
-def is_zero_input(recorder: Recorder) -> bool:
-    """Whether all observed values are zero."""
-    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | AllValues)
-    return recorder.dead
+def input_recorder(recorder: Recorder) -> InputRecorder:
+    """Return the recorder of a layer's input with its type."""
+    assert isinstance(recorder, InputRecorder)
+    return recorder
 
 
-def is_rounded_to_zero(record: LayerRecord, recorder: Recorder) -> bool:
+def is_rounded_to_zero(record: LayerRecord, recorder: InputRecorder) -> bool:
     """Whether all observed values round to zero."""
-    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | AllValues)
-    assert record.scale_d is not None
-    return max(map(abs, recorder.extremes)) < 0.5 * float(record.scale_d)
+    return max(map(abs, recorder.extremes)) < 0.5 * float(record.input_scale)
 
 
-def clip_range(record: LayerRecord, recorder: Recorder, entry: LayerConfig) -> Scale:
+def clip_range(record: LayerRecord, recorder: InputRecorder, entry: LayerConfig) -> Scale:
     """Return the clip range of a record's activation scale."""
-    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | AllValues)
-    assert record.scale_d is not None
-    lo, hi = ascend_clip_range(record.scale_d, record.offset_d, record.act_bits)
-    least, most = recorder.extremes
+    lo, hi = ascend_clip_range(record.input_scale, record.offset_d, record.act_bits)
+    observed_min, observed_max = recorder.extremes
     return Scale(
         lo=lo,
         hi=hi,
         amax=max(-lo, hi),
-        observed_min=least,
-        observed_max=most,
+        observed_min=observed_min,
+        observed_max=observed_max,
         method=entry.activation.act_algo,
     )

@@ -14,7 +14,7 @@ Unlike AMCT, calib8 does not include a GELU that follows a layer in the error: t
 output is compared there, as with all activations that AMCT does not know.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
@@ -45,18 +45,21 @@ from deploy.errors import ConfigError
 from deploy.graph.bounds import make_window
 from deploy.graph.index import Graph, attributes
 from deploy.machine import worker_threads
-from deploy.targets.ascend.config_keys import ADA, QuantConfig, WeightParams
+from deploy.targets.ascend.config_keys import ADA, QuantConfig
 from deploy.targets.ascend.layers import Layer
 from deploy.targets.ascend.quant_layer import read_constant, to_rows
 from deploy.terminal import Step, phase
 
 MAX_SAMPLES = 64
 MAX_POSITIONS = 4096  # sampled positions of a layer
-_LEAST, _BYTES = 256, 32 * 2**20  # positions always kept; bytes of the inputs of further ones
+_MIN_POSITIONS = 256  # whatever memory they take
+_MAX_INPUT_BYTES = 32 * 2**20  # of the inputs at more positions than these
 
 Float32Array = NDArray[np.float32]
 # (observed, rounded layers, last tensor) -> model whose other AdaRound layers are float
 Prepared = Callable[[ObservedStatistics, Collection[str], str], "onnx.ModelProto"]
+
+_KIND_BY_OP = {"Relu": RELU, "Sigmoid": SIGMOID, "Tanh": TANH}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,10 @@ class AdaStep:
     """One layer that AdaRound rounds.
 
     Attributes:
+        layer: the layer.
+        params: parameters of the search.
         bias: float32 [G, M], zeros without bias.
+        activation: the activation that follows, which counts in the error.
         targets: observation of the layer's outputs in the float model.
         inputs: observation of its inputs with the earlier layers rounded; a `RoundedWeights`.
     """
@@ -84,25 +90,24 @@ def uses_adaround(config: QuantConfig, name: str) -> bool:
 
 def weight_algorithms(config: QuantConfig) -> str:
     """Return the names of the weight algorithms in use, such as "ARQ and AdaRound"."""
-    used = {uses_adaround(config, name) for name in config.enabled()} or {False}
-    return " and ".join({False: "ARQ", True: "AdaRound"}[one] for one in sorted(used))
-
-
-def find_padless_deconvs(model: onnx.ModelProto) -> Iterator[str]:
-    """Yield the ConvTransposes without explicit pads, which torch, and so AMCT, cannot express."""
-    for node in model.graph.node:
-        if node.op_type == "ConvTranspose":
-            given = attributes(node)
-            if given.get("auto_pad", b"NOTSET") != b"NOTSET" or "output_shape" in given:
-                yield node.name
+    algorithms = {"AdaRound" if uses_adaround(config, name) else "ARQ" for name in config.enabled()}
+    return " and ".join(sorted(algorithms)) or "ARQ"
 
 
 def refuse_padless_deconvs(
     model: onnx.ModelProto, layers: Mapping[str, Layer], config: QuantConfig
 ) -> None:
-    """Refuse AdaRound for the layers of `find_padless_deconvs`."""
-    for name in find_padless_deconvs(model):
-        if name in layers and uses_adaround(config, name):
+    """Refuse AdaRound for ConvTransposes without explicit pads.
+
+    torch, and so AMCT, cannot express them.
+    """
+    for node in model.graph.node:
+        name = node.name
+        if node.op_type != "ConvTranspose" or name not in layers:
+            continue
+        options = attributes(node)
+        has_pads = options.get("auto_pad", b"NOTSET") == b"NOTSET" and "output_shape" not in options
+        if uses_adaround(config, name) and not has_pads:
             raise ConfigError(
                 "ada_quantize is for a ConvTranspose with pads, got auto_pad or output_shape in"
                 f" layer {name!r}; give that layer arq_quantize"
@@ -121,101 +126,119 @@ def make_adaround_steps(
 ) -> dict[str, AdaStep]:
     """Return layer -> its AdaRound step, in the model's order.
 
-    `key`: text that contains all that the observed models depend on.
+    Args:
+        model: the prepared float model.
+        layers: its layers that are quantized.
+        config: the resolved config.
+        key: text that contains all that the observed models depend on.
+        samples: number of samples in use.
+        needs: observations of the channel maxima of the layers that DMQ balances.
+        prepared: makes the model that a step observes.
     """
-    index = Graph(model)
+    builder = _StepBuilder(
+        index=Graph(model),
+        config=config,
+        key=key,
+        samples=min(samples, MAX_SAMPLES),
+        needs=needs,
+        prepared=prepared,
+    )
     nodes = {node.name: node for node in model.graph.node}
     steps: dict[str, AdaStep] = {}
     for name, layer in layers.items():
         if uses_adaround(config, name):
-            balanced = any(need.layer == name for need in needs)
-            earlier = tuple(steps.values())
-            steps[name] = _step(
-                layer, nodes[name], index, config,
-                key=key, samples=samples, needs=needs, balanced=balanced,
-                earlier=earlier, prepared=prepared,
-            )  # fmt: skip
+            steps[name] = builder.make_step(layer, nodes[name], steps)
     return steps
 
 
-def _step(
-    layer: Layer,
-    node: onnx.NodeProto,
-    index: Graph,
-    config: QuantConfig,
-    *,
-    key: str,
-    samples: int,
-    needs: tuple[Observation, ...],
-    balanced: bool,
-    earlier: tuple[AdaStep, ...],
-    prepared: Prepared,
-) -> AdaStep:
-    rows = to_rows(read_constant(index, layer.weight), layer)
-    weight = config.layers[layer.name].weight
-    shape = (layer.group, rows.shape[0] // layer.group, prod(rows.shape[1:]))
-    samples = min(samples, MAX_SAMPLES)
-    total = min(max(_BYTES // (4 * shape[0] * shape[2]), _LEAST), MAX_POSITIONS)
-    most = -(-total // samples)
-    names = tuple(one.layer.name for one in earlier)
-    before = (*needs, *(one.inputs for one in earlier))
-    end = str(node.output[0])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepBuilder:
+    """What the AdaRound steps of all layers share; fields as in `make_adaround_steps`."""
 
-    def variant(words: str, rounded: Collection[str], needs: tuple[Observation, ...]) -> Variant:
+    index: Graph
+    config: QuantConfig
+    key: str
+    samples: int
+    needs: tuple[Observation, ...]
+    prepared: Prepared
+
+    def make_step(
+        self, layer: Layer, node: onnx.NodeProto, earlier: Mapping[str, AdaStep]
+    ) -> AdaStep:
+        """Return the step of a layer after the steps of the earlier layers."""
+        rows = to_rows(read_constant(self.index, layer.weight), layer)
+        shape = (layer.group, rows.shape[0] // layer.group, prod(rows.shape[1:]))
+        position_bytes = 4 * shape[0] * shape[2]
+        positions = min(max(_MAX_INPUT_BYTES // position_bytes, _MIN_POSITIONS), MAX_POSITIONS)
+        sample_positions = -(-positions // self.samples)
+
+        output = str(node.output[0])
+        is_matrix = layer.kind in ("Gemm", "MatMul")
+        earlier_inputs = (*self.needs, *(step.inputs for step in earlier.values()))
+        targets = Observation(
+            self._variant("float", layer.name, output, (), earlier_inputs),
+            output,
+            TargetsOf(samples=self.samples, most=sample_positions, last=is_matrix),
+            layer.name,
+        )
+
+        window = None
+        if not is_matrix:
+            is_transposed = layer.kind == "ConvTranspose"
+            window = make_window(attributes(node), rows.shape[2:], transposed=is_transposed)
+        weight = self.config.layers[layer.name].weight
+        params = AdaParams(**{key: getattr(weight, key) for key in ADA})
+        is_balanced = any(need.layer == layer.name for need in self.needs)
+        rounded_needs = (*earlier_inputs, targets)
+        inputs = Observation(
+            self._variant("rounded", layer.name, output, tuple(earlier), rounded_needs),
+            f"{layer.name}.mul.output0" if is_balanced else layer.input,
+            RoundedWeightsOf(
+                samples=self.samples,
+                most=sample_positions,
+                window=window,
+                shape=shape,
+                scales=rows.shape[0] if weight.channel_wise else 1,
+                params=params,
+            ),
+            layer.name,
+        )
+
+        bias = np.zeros(rows.shape[0], np.float32)
+        if layer.bias and not layer.bias_add:
+            bias = read_constant(self.index, layer.bias).reshape(-1)
+        return AdaStep(
+            layer=layer,
+            params=params,
+            bias=bias.reshape(shape[:2]),
+            activation=_find_activation(self.index, output, shape),
+            targets=targets,
+            inputs=inputs,
+        )
+
+    def _variant(
+        self,
+        form: str,
+        layer: str,
+        output: str,
+        rounded: Collection[str],
+        needs: tuple[Observation, ...],
+    ) -> Variant:
+        """Return the model up to a layer, with the `rounded` layers rounded."""
+
         def make(observed: ObservedStatistics) -> onnx.ModelProto:
-            return prepared(observed, rounded, end)
+            return self.prepared(observed, rounded, output)
 
-        return Variant(f"{key}, {words} up to {layer.name}", make, needs)
-
-    last = layer.kind in ("Gemm", "MatMul")
-    targets = Observation(
-        variant("float", (), before),
-        end,
-        TargetsOf(samples=samples, most=most, last=last),
-        layer.name,
-    )
-    window = None
-    if not last:
-        transposed = layer.kind == "ConvTranspose"
-        window = make_window(attributes(node), rows.shape[2:], transposed=transposed)
-    inputs = Observation(
-        variant("rounded", names, (*before, targets)),
-        f"{layer.name}.mul.output0" if balanced else layer.input,
-        RoundedWeightsOf(
-            samples=samples,
-            most=most,
-            window=window,
-            shape=shape,
-            scales=rows.shape[0] if weight.channel_wise else 1,
-            params=_params(weight),
-        ),
-        layer.name,
-    )
-    bias = np.zeros(rows.shape[0], np.float32)
-    if layer.bias and not layer.bias_add:
-        bias = read_constant(index, layer.bias).reshape(-1)
-    return AdaStep(
-        layer=layer,
-        params=_params(weight),
-        bias=bias.reshape(shape[:2]),
-        activation=_activation(index, end, shape),
-        targets=targets,
-        inputs=inputs,
-    )
+        return Variant(f"{self.key}, {form} up to {layer}", make, needs)
 
 
-def _params(weight: WeightParams) -> AdaParams:
-    return AdaParams(**{key: getattr(weight, key) for key in ADA})
-
-
-def _activation(index: Graph, tensor: str, shape: tuple[int, int, int]) -> AdaActivation:
+def _find_activation(index: Graph, tensor: str, shape: tuple[int, int, int]) -> AdaActivation:
     """Return the activation that is the only reader of a tensor, if AMCT's AdaRound knows it."""
     node = index.only_reader(tensor)
     if node is None or node.input[0] != tensor:
         return AdaActivation()
-    plain = {"Relu": RELU, "Sigmoid": SIGMOID, "Tanh": TANH}
-    if node.op_type in plain:
-        return AdaActivation(plain[node.op_type])
+    if node.op_type in _KIND_BY_OP:
+        return AdaActivation(_KIND_BY_OP[node.op_type])
     if node.op_type == "LeakyRelu":
         alpha = attributes(node).get("alpha", 0.01)
         return AdaActivation(LEAKY, np.full((1, 1), alpha, np.float32))
@@ -231,29 +254,35 @@ def _activation(index: Graph, tensor: str, shape: tuple[int, int, int]) -> AdaAc
 
 
 def round_layer(
-    step: AdaStep, weight: Float32Array, observed: ObservedStatistics, *, place: str
+    step: AdaStep, weight: Float32Array, observed: ObservedStatistics, *, progress: str
 ) -> RoundedWeights:
     """Return a layer's rounding; search it unless it is known.
 
-    `weight`: its weight times DMQ factors, output channels first.
+    Args:
+        step: the layer's step.
+        weight: its weight times DMQ factors, output channels first.
+        observed: the recorders of the step's observations.
+        progress: number and name of the layer for the progress display.
 
     Raises:
         CalibrationError: weights or outputs are too large.
     """
     rounded = observed.recorder(step.inputs)
     assert isinstance(rounded, RoundedWeights)
-    if rounded.integers is None:
-        targets = observed.recorder(step.targets)
-        assert isinstance(targets, Targets)
-        statistic = step.inputs.statistic
-        assert isinstance(statistic, RoundedWeightsOf)
-        scale = kl_scale(weight, channel_wise=statistic.scales > 1)
-        problem = _problem(step, weight.reshape(statistic.shape), scale, rounded, targets)
-        steps = len(problem.blocks()) * step.params.num_iteration
-        with phase(f"AdaRound {place}", steps, "steps") as progress:
-            integers = join_blocks(problem, _search_blocks(problem, step.params, progress))
-        errors = output_error(problem, round_to_nearest(problem)), output_error(problem, integers)
-        rounded.keep(integers, scale, errors)
+    if rounded.integers is not None:
+        return rounded
+    targets = observed.recorder(step.targets)
+    statistic = step.inputs.statistic
+    assert isinstance(targets, Targets)
+    assert isinstance(statistic, RoundedWeightsOf)
+
+    scale = kl_scale(weight, channel_wise=statistic.scales > 1)
+    problem = _problem(step, weight.reshape(statistic.shape), scale, rounded, targets)
+    iterations = len(problem.blocks()) * step.params.num_iteration
+    with phase(f"AdaRound {progress}", iterations, "steps") as count_step:
+        integers = join_blocks(problem, _search_blocks(problem, step.params, count_step))
+    nearest_error = output_error(problem, round_to_nearest(problem))
+    rounded.keep(integers, scale, (nearest_error, output_error(problem, integers)))
     return rounded
 
 
@@ -264,12 +293,13 @@ def _problem(
     rounded: RoundedWeights,
     targets: Targets,
 ) -> AdaProblem:
+    """Return the search problem of a layer; `weight` is [G, M, K], `scale` [G * M] or [1]."""
     groups, rows, _ = weight.shape
-    scales = np.broadcast_to(scale, groups * rows) if scale.size == 1 else scale
+    scales = np.asarray(np.broadcast_to(scale, groups * rows), np.float32)
     outputs = targets.taken()
     return AdaProblem(
         weight=weight,
-        scale=np.asarray(scales, np.float32).reshape(groups, rows, 1),
+        scale=scales.reshape(groups, rows, 1),
         inputs=rounded.taken(),
         targets=outputs.reshape(len(outputs), groups, rows),
         bias=step.bias,
@@ -282,10 +312,10 @@ def _search_blocks(
     problem: AdaProblem, params: AdaParams, progress: Step
 ) -> list[NDArray[np.int8]]:
     """Search the blocks of a problem in threads, which stop if the run is interrupted."""
-    stopped = Event()
+    is_stopped = Event()
 
     def step() -> None:
-        if stopped.is_set():
+        if is_stopped.is_set():
             raise InterruptedError("the run has ended")
         progress()
 
@@ -295,15 +325,19 @@ def _search_blocks(
                 pool.submit(round_block, block, params, step=step) for block in problem.blocks()
             ]
             done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
-            for error in filter(None, (job.exception() for job in done)):
-                raise error
+            for job in done:
+                job.result()  # raises the error of a block
             return [job.result() for job in jobs]
         except BaseException:
-            stopped.set()
+            is_stopped.set()
             raise
 
 
 def error_ratio_range(roundings: Iterable[RoundedWeights]) -> tuple[float, float] | None:
-    """Return (least, greatest) ratio of a layer's output error to that of nearest rounding."""
-    shares = [after / before for before, after in (r.errors for r in roundings) if before > 0]
-    return (min(shares), max(shares)) if shares else None
+    """Return (smallest, largest) ratio of a layer's output error to that of nearest rounding."""
+    ratios = []
+    for rounding in roundings:
+        nearest_error, error = rounding.errors
+        if nearest_error > 0:
+            ratios.append(error / nearest_error)
+    return (min(ratios), max(ratios)) if ratios else None
