@@ -26,7 +26,7 @@ from deploy.targets.ascend.config_keys import (
     TensorConfig,
     activation_from,
     check_json_object,
-    check_value,
+    check_values,
     refuse_repeats,
     resolve_tensors,
     takes_activations,
@@ -37,10 +37,11 @@ from deploy.targets.ascend.config_keys import (
 from deploy.targets.ascend.layers import TENSOR_QUANTIZE_OPS, Layer, LayerGraph
 from deploy.targets.ascend.proto import suggest_name
 
-_OF_CONFIG = (
+_CONFIG_KEYS = (
     *("version", "batch_num", "activation_offset", "do_fusion", "skip_fusion_layers"),
     "fakequant_precision_mode",
 )
+_ACTIVATION_KEY, _WEIGHT_KEY = "activation_quant_params", "weight_quant_params"
 
 
 def default_config(
@@ -48,7 +49,7 @@ def default_config(
 ) -> QuantConfig:
     """Return AMCT's create_quant_config result for a model, without a simplified configuration."""
     if not graph.layers:
-        raise ConfigError(_no_layers(graph))
+        raise ConfigError(_no_layers_message(graph))
     config = QuantConfig(
         batch_num=batch_num,
         activation_offset=activation_offset,
@@ -64,7 +65,7 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
         ConfigError: a layer that the model lacks, or a setting that a layer does not support.
     """
     if config.enabled() and not graph.layer_by_name:
-        raise ConfigError(_no_layers(graph))
+        raise ConfigError(_no_layers_message(graph))
     clashes = sorted(set(config.layers) & set(GLOBAL))
     if clashes:
         raise ConfigError(
@@ -73,13 +74,15 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
         )
     for name in config.skip_fusion_layers:
         if name not in graph.layers and name not in graph.float_reasons:
-            raise ConfigError(_unknown_layer(name, graph))
+            raise ConfigError(_unknown_layer_message(name, graph))
         layer = graph.layers.get(name)
         if layer is not None and layer.kind != "Conv":
             raise ConfigError(
                 f"skip_fusion_layers takes Conv layers, got {name!r} of type {layer.kind}"
             )
-    layers = {name: _settled(name, entry, config, graph) for name, entry in config.layers.items()}
+    layers = {
+        name: _resolve_layer(name, entry, config, graph) for name, entry in config.layers.items()
+    }
     return replace(
         config,
         layers=layers,
@@ -88,65 +91,65 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
     )
 
 
-def _settled(name: str, entry: LayerConfig, config: QuantConfig, graph: LayerGraph) -> LayerConfig:
+def _resolve_layer(
+    name: str, entry: LayerConfig, config: QuantConfig, graph: LayerGraph
+) -> LayerConfig:
     if name not in graph.configurable_names:
-        raise ConfigError(_unknown_layer(name, graph))
+        raise ConfigError(_unknown_layer_message(name, graph))
     layer = graph.layer_by_name[name]
     _refuse_combination(entry, layer)
-    asymmetric, channel_wise = entry.activation.asymmetric, entry.weight.channel_wise
-    if asymmetric is None:
+    activation, weight = entry.activation, entry.weight
+    if activation.asymmetric is None:
         asymmetric = config.activation_offset and not layer.symmetric_only
-    bits = entry.weight.num_bits
-    return replace(
-        entry,
-        activation=replace(entry.activation, asymmetric=asymmetric),
-        weight=replace(
-            entry.weight,
-            num_bits=bits if takes_weights(layer, bits) else 8,
-            channel_wise=layer.channel_wise if channel_wise is None else channel_wise,
-        ),
-    )
+        activation = replace(activation, asymmetric=asymmetric)
+    if weight.channel_wise is None:
+        weight = replace(weight, channel_wise=layer.channel_wise)
+    if not takes_weights(layer, weight.num_bits):
+        weight = replace(weight, num_bits=8)
+    return replace(entry, activation=activation, weight=weight)
 
 
 def _refuse_combination(entry: LayerConfig, layer: Layer) -> None:
-    if entry.weight.channel_wise and not layer.channel_wise:
+    activation, weight = entry.activation, entry.weight
+    if weight.channel_wise and not layer.channel_wise:
         raise ConfigError(
             f"channel_wise must be false for layer type {layer.kind}, got true in layer"
             f" {layer.name!r}; leave channel_wise out of common_config and each type gets its own"
         )
-    if entry.activation.asymmetric and layer.symmetric_only:
+    if activation.asymmetric and layer.symmetric_only:
         raise ConfigError(
-            f"{_what(layer)} takes symmetric activations only, got asymmetric true in layer"
-            f" {layer.name!r}; set it to false"
+            f"{_describe_kind(layer)} takes symmetric activations only, got asymmetric true in"
+            f" layer {layer.name!r}; set it to false"
         )
-    if layer.two_activations and entry.activation.num_bits != 8:
+    if layer.two_activations and activation.num_bits != 8:
         raise ConfigError(
-            f"{_what(layer)} takes 8-bit activations, got {entry.activation.num_bits} bits in layer"
-            f" {layer.name!r}"
+            f"{_describe_kind(layer)} takes 8-bit activations, got {activation.num_bits} bits in"
+            f" layer {layer.name!r}"
         )
-    if not takes_activations(layer, entry.activation.num_bits):
+    if not takes_activations(layer, activation.num_bits):
         raise ConfigError(
             f"16-bit activations are for {INT16_LAYERS}, got {layer.kind} in layer {layer.name!r};"
             " give it 8"
         )
     if entry.dmq_balancer_param is not None and not layer.weight:
         raise ConfigError(
-            f"dmq_balancer_param does not apply to {_what(layer)}, got it in layer {layer.name!r};"
-            " leave it out"
+            f"dmq_balancer_param does not apply to {_describe_kind(layer)}, got it in layer"
+            f" {layer.name!r}; leave it out"
         )
-    if entry.weight.wts_algo == "ada_quantize" and not layer.can_use_adaround:
+    if weight.wts_algo == "ada_quantize" and not layer.can_use_adaround:
         raise ConfigError(
             "ada_quantize is for 2-D convolutions, transposed ones, Gemms, and MatMuls with a 2-D"
-            f" weight, got it in layer {layer.name!r}, {_what(layer)}; give that layer arq_quantize"
+            f" weight, got it in layer {layer.name!r}, {_describe_kind(layer)}; give that layer"
+            " arq_quantize"
         )
-    if entry.weight.wts_algo == "ada_quantize" and entry.weight.num_bits != 8:
+    if weight.wts_algo == "ada_quantize" and weight.num_bits != 8:
         raise ConfigError(
-            f"ada_quantize rounds weights to 8 bits, got num_bits {entry.weight.num_bits} in layer"
+            f"ada_quantize rounds weights to 8 bits, got num_bits {weight.num_bits} in layer"
             f" {layer.name!r}; take num_bits out, or give it arq_quantize"
         )
 
 
-def _what(layer: Layer) -> str:
+def _describe_kind(layer: Layer) -> str:
     """Describe the layer's type."""
     if layer.two_activations:
         return "a MatMul of two activations"
@@ -155,14 +158,16 @@ def _what(layer: Layer) -> str:
     return f"a {layer.rank}-D convolution" if layer.kind == "Conv" else layer.kind
 
 
-def _no_layers(graph: LayerGraph) -> str:
-    why = "; ".join(f"{name}: {reason}" for name, reason in list(graph.float_reasons.items())[:3])
-    return "a model needs a layer that Ascend can quantize (Conv, ConvTranspose, Gemm, MatMul," + (
-        f" AveragePool), got none{': ' + why if why else ''}"
+def _no_layers_message(graph: LayerGraph) -> str:
+    reasons = [f"{name}: {reason}" for name, reason in graph.float_reasons.items()]
+    examples = f": {'; '.join(reasons[:3])}" if reasons else ""
+    return (
+        "a model needs a layer that Ascend can quantize (Conv, ConvTranspose, Gemm, MatMul,"
+        f" AveragePool), got none{examples}"
     )
 
 
-def _unknown_layer(name: str, graph: LayerGraph) -> str:
+def _unknown_layer_message(name: str, graph: LayerGraph) -> str:
     return f"layer {name!r} {no_layer_reason(name, graph)}"
 
 
@@ -184,9 +189,9 @@ def read_config(text: str, what: str = "the quant config") -> QuantConfig:
         ConfigError: not JSON, an unknown key (the message suggests the nearest one), a wrong type,
             a value out of range, keys of IFMR and HFMG in one layer, or a repeated key.
     """
-    data = _json(text, what)
+    document = _parse_json(text, what)
     layers = {}
-    for key, value in data.items():
+    for key, value in document.items():
         if key in GLOBAL:
             continue
         if not isinstance(value, dict):
@@ -194,86 +199,100 @@ def read_config(text: str, what: str = "the quant config") -> QuantConfig:
                 f"{key!r} is neither a key of the quant config nor a layer;"
                 f" {suggest_name(key, list(GLOBAL))}"
             )
-        layers[key] = _in_layer(key, value)
-    if "version" not in data:
+        layers[key] = _read_layer(key, value)
+    if "version" not in document:
         raise ConfigError(f'{what} must hold "version": 1, got none')
-    given = {k: check_value(k, v, GLOBAL[k]) for k, v in data.items() if k in GLOBAL}
-    refuse_repeats(given.get("skip_fusion_layers", []), "skip_fusion_layers")
-    if given.get("fakequant_precision_mode") == "DEFAULT":
-        del given["fakequant_precision_mode"]
-    tensors = tuple(map(_in_tensor, given.get("tensor_quantize", [])))
-    fields = {key: value for key, value in given.items() if key in _OF_CONFIG}
+    settings = {key: value for key, value in document.items() if key in GLOBAL}
+    settings = check_values(settings, GLOBAL)
+    refuse_repeats(settings.get("skip_fusion_layers", ()), "skip_fusion_layers")
+    if settings.get("fakequant_precision_mode") == "DEFAULT":
+        del settings["fakequant_precision_mode"]
+    tensors = tuple(map(_read_tensor, settings.get("tensor_quantize", ())))
+    fields = {key: settings[key] for key in _CONFIG_KEYS if key in settings}
     return QuantConfig(**fields, tensors=tensors, layers=layers)
 
 
 def write_config(config: QuantConfig) -> str:
     """Return the config as JSON text in AMCT's layout and order."""
-    data = _stated(config, *_OF_CONFIG)
+    document = _set_fields(config, *_CONFIG_KEYS)
     if config.tensors:
-        data["tensor_quantize"] = [
+        document["tensor_quantize"] = [
             {
-                **_stated(one, "layer_name", "input_index"),
-                "activation_quant_params": _activation_json(one.activation),
+                **_set_fields(tensor, "layer_name", "input_index"),
+                _ACTIVATION_KEY: _activation_json(tensor.activation),
             }
-            for one in config.tensors
+            for tensor in config.tensors
         ]
     for name in sorted(config.layers):
         layer = config.layers[name]
-        adaptive = ADA if layer.weight.wts_algo == "ada_quantize" else ()
-        weight = _stated(layer.weight, "num_bits", "channel_wise", "wts_algo", *adaptive)
-        data[name] = {
-            **_stated(layer, "quant_enable", "dmq_balancer_param"),
-            "activation_quant_params": _activation_json(layer.activation),
-            "weight_quant_params": weight,
+        ada_keys = ADA if layer.weight.wts_algo == "ada_quantize" else ()
+        document[name] = {
+            **_set_fields(layer, "quant_enable", "dmq_balancer_param"),
+            _ACTIVATION_KEY: _activation_json(layer.activation),
+            _WEIGHT_KEY: _set_fields(
+                layer.weight, "num_bits", "channel_wise", "wts_algo", *ada_keys
+            ),
         }
-    return json.dumps(data, indent=4, separators=(",", ":"), ensure_ascii=False)
+    return json.dumps(document, indent=4, separators=(",", ":"), ensure_ascii=False)
 
 
-def _stated(values: object, *keys: str) -> dict[str, Any]:
+def _set_fields(values: object, *keys: str) -> dict[str, Any]:
     """Return the fields of these names, in their order, without those that are None."""
-    return {key: value for key in keys if (value := getattr(values, key)) is not None}
+    fields = {key: getattr(values, key) for key in keys}
+    return {key: value for key, value in fields.items() if value is not None}
 
 
-def _activation_json(act: ActivationParams) -> dict[str, Any]:
-    before, after = (IFMR, ()) if act.act_algo == "ifmr" else ((), HFMG)
-    return _stated(act, "num_bits", *before, "act_algo", "asymmetric", *after)
+def _activation_json(activation: ActivationParams) -> dict[str, Any]:
+    if activation.act_algo == "ifmr":
+        return _set_fields(activation, "num_bits", *IFMR, "act_algo", "asymmetric")
+    return _set_fields(activation, "num_bits", "act_algo", "asymmetric", *HFMG)
 
 
-def _in_tensor(value: dict[str, Any]) -> TensorConfig:
-    given = check_json_object(value, TENSOR, "tensor_quantize")
-    for needed in ("layer_name", "input_index"):
-        if needed not in given:
-            raise ConfigError(f"each tensor_quantize must hold {needed}, got one without")
-    where = "activation_quant_params"
+def _read_tensor(value: dict[str, Any]) -> TensorConfig:
+    fields = check_json_object(value, TENSOR, "tensor_quantize")
+    for key in ("layer_name", "input_index"):
+        if key not in fields:
+            raise ConfigError(f"each tensor_quantize must hold {key}, got one without")
     try:
-        act = activation_from(check_json_object(given.pop(where, {}), ACTIVATION, where))
+        activation = _read_activation(fields.pop(_ACTIVATION_KEY, {}))
     except ConfigError as error:
-        raise ConfigError(f"{error} (in tensor_quantize of {given['layer_name']!r})") from None
-    return TensorConfig(**given, activation=act)
+        raise ConfigError(f"{error} (in tensor_quantize of {fields['layer_name']!r})") from None
+    return TensorConfig(**fields, activation=activation)
 
 
-def _in_layer(name: str, value: dict[str, Any]) -> LayerConfig:
+def _read_layer(name: str, value: dict[str, Any]) -> LayerConfig:
     try:
-        given = check_json_object(value, LAYER, "a layer")
-        act = check_json_object(
-            given.pop("activation_quant_params", {}), ACTIVATION, "activation_quant_params"
+        fields = check_json_object(value, LAYER, "a layer")
+        activation_values = fields.pop(_ACTIVATION_KEY, {})
+        weight_values = fields.pop(_WEIGHT_KEY, {})
+        return LayerConfig(
+            **fields,
+            activation=_read_activation(activation_values),
+            weight=weight_from(check_json_object(weight_values, WEIGHT, _WEIGHT_KEY)),
         )
-        wts = check_json_object(given.pop("weight_quant_params", {}), WEIGHT, "weight_quant_params")
-        return LayerConfig(**given, activation=activation_from(act), weight=weight_from(wts))
     except ConfigError as error:
         raise ConfigError(f"{error} (in layer {name!r})") from None
 
 
-def _json(text: str, what: str) -> dict[str, Any]:
-    def pairs(entries: list[tuple[str, Any]]) -> dict[str, Any]:
-        refuse_repeats([key for key, _ in entries], "an object")
-        return dict(entries)
+def _read_activation(value: dict[str, Any]) -> ActivationParams:
+    return activation_from(check_json_object(value, ACTIVATION, _ACTIVATION_KEY))
 
-    def constant(word: str) -> Any:
-        raise ConfigError(f"{what} must hold finite numbers, got {word}")
 
-    rule = f"{what} must be JSON"
-    data = from_json(text, rule=rule, error=ConfigError, pairs=pairs, constant=constant)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{what} must be a JSON object, got {type(data).__name__}")
-    return data
+def _parse_json(text: str, what: str) -> dict[str, Any]:
+    def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        refuse_repeats([key for key, _ in pairs], "an object")
+        return dict(pairs)
+
+    def refuse_constant(name: str) -> Any:
+        raise ConfigError(f"{what} must hold finite numbers, got {name}")
+
+    document = from_json(
+        text,
+        rule=f"{what} must be JSON",
+        error=ConfigError,
+        pairs=make_object,
+        constant=refuse_constant,
+    )
+    if not isinstance(document, dict):
+        raise ConfigError(f"{what} must be a JSON object, got {type(document).__name__}")
+    return document

@@ -25,7 +25,7 @@ are calib8's.
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,6 +91,14 @@ class QuantConfig:
     """A complete quant config.
 
     Attributes:
+        version: version of the format.
+        batch_num: number of AMCT batches to calibrate with.
+        activation_offset: default of `asymmetric`.
+        do_fusion: fold BatchNormalizations.
+        skip_fusion_layers: Convs whose BatchNormalization is not folded.
+        fakequant_precision_mode: "FORCE_FP16_QUANT" or None.
+        tensors: entries of tensor_quantize.
+        layers: layer -> its entry.
         notes: sentences on settings that a layer does not support; never written to the file.
     """
 
@@ -110,156 +118,164 @@ class QuantConfig:
 
     def entries(self) -> dict[str, LayerConfig]:
         """Return the enabled layers and the tensor_quantize inputs, by their name in a record."""
-        inputs = {one.key: LayerConfig(activation=one.activation) for one in self.tensors}
+        inputs = {tensor.key: LayerConfig(activation=tensor.activation) for tensor in self.tensors}
         return {**self.enabled(), **inputs}
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Type and range of one key."""
+    """Type and range of one key; `range` continues the sentence "<key> must be ..."."""
 
-    type_: str
-    fits: Callable[[Any], bool]
-    range_: str
-
-
-def _pair(value: Any) -> bool:
-    return len(value) == 2 and all(_number(v) for v in value)
+    type: str
+    range: str = ""
+    fits: Callable[[Any], bool] = lambda value: True
 
 
-def _number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return -sys.float_info.max <= value <= sys.float_info.max  # an int may be larger than a float
 
 
-_PERCENTILE = _Rule("float", lambda v: 0.5 < v <= 1, "(0.5, 1]")
-_ANY = _Rule("bool", lambda v: True, "true or false")
+def _is_pair(value: Any) -> bool:
+    return len(value) == 2 and all(map(_is_number, value))
+
+
+_ANY_BOOL = _Rule("bool")
+_ANY_OBJECT = _Rule("dict")
+_PERCENTILE = _Rule("float", "(0.5, 1]", lambda v: 0.5 < v <= 1)
+_SHARE = _Rule("float", "(0, 1)", lambda v: 0 < v < 1)
 GLOBAL = {
-    "version": _Rule("int", lambda v: v == 1, "1"),
-    "batch_num": _Rule("int", lambda v: 0 < v < 2**31, "> 0 and below 2^31"),
-    "activation_offset": _ANY,
-    "joint_quant": _Rule("bool", lambda v: not v, "false (only AMCT's binary packages have it)"),
-    "weight_offset": _Rule("bool", lambda v: not v, "false (the hardware takes offset_w 0)"),
-    "do_fusion": _ANY,
-    "skip_fusion_layers": _Rule("list", lambda v: all(isinstance(n, str) for n in v), "names"),
+    "version": _Rule("int", "1", lambda v: v == 1),
+    "batch_num": _Rule("int", "> 0 and below 2^31", lambda v: 0 < v < 2**31),
+    "activation_offset": _ANY_BOOL,
+    "joint_quant": _Rule("bool", "false (only AMCT's binary packages have it)", lambda v: not v),
+    "weight_offset": _Rule("bool", "false (the hardware takes offset_w 0)", lambda v: not v),
+    "do_fusion": _ANY_BOOL,
+    "skip_fusion_layers": _Rule(
+        "list", "names", lambda v: all(isinstance(name, str) for name in v)
+    ),
     "fakequant_precision_mode": _Rule(
-        "str", lambda v: v in ("FORCE_FP16_QUANT", "DEFAULT"), "FORCE_FP16_QUANT or DEFAULT"
+        "str", "FORCE_FP16_QUANT or DEFAULT", lambda v: v in ("FORCE_FP16_QUANT", "DEFAULT")
     ),
     "tensor_quantize": _Rule(
-        "list", lambda v: all(isinstance(one, dict) for one in v), "a list of objects"
+        "list", "a list of objects", lambda v: all(isinstance(entry, dict) for entry in v)
     ),
 }
 TENSOR = {
-    "layer_name": _Rule("str", lambda v: True, "the name of an Add or MaxPool"),
-    "input_index": _Rule("int", lambda v: 0 <= v < 2**31, ">= 0"),
-    "activation_quant_params": _Rule("dict", lambda v: True, "an object"),
+    "layer_name": _Rule("str"),
+    "input_index": _Rule("int", ">= 0", lambda v: 0 <= v < 2**31),
+    "activation_quant_params": _ANY_OBJECT,
 }
 LAYER = {
-    "quant_enable": _ANY,
-    "dmq_balancer_param": _Rule("float", lambda v: 0.2 <= v <= 0.8, "[0.2, 0.8]"),
-    "activation_quant_params": _Rule("dict", lambda v: True, "an object"),
-    "weight_quant_params": _Rule("dict", lambda v: True, "an object"),
+    "quant_enable": _ANY_BOOL,
+    "dmq_balancer_param": _Rule("float", "[0.2, 0.8]", lambda v: 0.2 <= v <= 0.8),
+    "activation_quant_params": _ANY_OBJECT,
+    "weight_quant_params": _ANY_OBJECT,
 }
 IFMR = {
     "max_percentile": _PERCENTILE,
     "min_percentile": _PERCENTILE,
     "search_range": _Rule(
-        "list", lambda v: _pair(v) and 0 < v[0] < v[1], "[start, end], 0 < start < end"
+        "list", "[start, end], 0 < start < end", lambda v: _is_pair(v) and 0 < v[0] < v[1]
     ),
-    "search_step": _Rule("float", lambda v: v > 0, "> 0"),
+    "search_step": _Rule("float", "> 0", lambda v: v > 0),
 }
-HFMG = {"num_of_bins": _Rule("int", lambda v: v in NBINS, f"one of {list(NBINS)}")}
+HFMG = {"num_of_bins": _Rule("int", f"one of {list(NBINS)}", lambda v: v in NBINS)}
 ACTIVATION = {
-    "num_bits": _Rule("int", lambda v: v in (4, 8, 16), "4, 8 or 16"),
-    "act_algo": _Rule("str", lambda v: v in ("ifmr", "hfmg"), "'ifmr' or 'hfmg'"),
-    "asymmetric": _ANY,
+    "num_bits": _Rule("int", "4, 8 or 16", lambda v: v in (4, 8, 16)),
+    "act_algo": _Rule("str", "'ifmr' or 'hfmg'", lambda v: v in ("ifmr", "hfmg")),
+    "asymmetric": _ANY_BOOL,
     **IFMR,
     **HFMG,
 }
 MAX_ITERATIONS = 1_000_000  # AMCT's default is 10000, which takes minutes a layer
 ADA = {
     "num_iteration": _Rule(
-        "int", lambda v: 0 <= v <= MAX_ITERATIONS, f">= 0 and at most {MAX_ITERATIONS}"
+        "int", f">= 0 and at most {MAX_ITERATIONS}", lambda v: 0 <= v <= MAX_ITERATIONS
     ),
-    "reg_param": _Rule("float", lambda v: 0 < v < 1, "(0, 1)"),
+    "reg_param": _SHARE,
     "beta_range": _Rule(
-        "list", lambda v: _pair(v) and v[0] > v[1] > 0, "[start, end], start > end > 0"
+        "list", "[start, end], start > end > 0", lambda v: _is_pair(v) and v[0] > v[1] > 0
     ),
-    "warm_start": _Rule("float", lambda v: 0 < v < 1, "(0, 1)"),
+    "warm_start": _SHARE,
 }
 WEIGHT = {
-    "num_bits": _Rule("int", lambda v: v in (4, 6, 7, 8), "4, 6, 7 or 8"),
+    "num_bits": _Rule("int", "4, 6, 7 or 8", lambda v: v in (4, 6, 7, 8)),
     "wts_algo": _Rule(
-        "str", lambda v: v in ("arq_quantize", "ada_quantize"), "'arq_quantize' or 'ada_quantize'"
+        "str", "'arq_quantize' or 'ada_quantize'", lambda v: v in ("arq_quantize", "ada_quantize")
     ),
-    "channel_wise": _ANY,
+    "channel_wise": _ANY_BOOL,
     **ADA,
 }
 
-_MOST_STEPS = 10_000  # scales tried in one search; AMCT's default is 60
+_MAX_SCALES = 10_000  # scales tried in one search; AMCT's default is 60
 
 
-def activation_from(given: Mapping[str, Any]) -> ActivationParams:
+def activation_from(values: Mapping[str, Any]) -> ActivationParams:
     """Return the `ActivationParams` of checked activation_quant_params keys."""
-    ifmr, hfmg = sorted(set(given) & set(IFMR)), sorted(set(given) & set(HFMG))
-    algo = given.get("act_algo", "hfmg" if hfmg else "ifmr")
-    if (ifmr and hfmg) or (ifmr and algo == "hfmg") or (hfmg and algo == "ifmr"):
+    ifmr_keys, hfmg_keys = sorted(set(values) & set(IFMR)), sorted(set(values) & set(HFMG))
+    algorithm = values.get("act_algo", "hfmg" if hfmg_keys else "ifmr")
+    foreign_keys = hfmg_keys if algorithm == "ifmr" else ifmr_keys
+    if foreign_keys:
         raise ConfigError(
-            f"act_algo {algo!r} does not take keys of the other algorithm, got {ifmr + hfmg};"
-            f" IFMR has {sorted(IFMR)}, HFMG has {sorted(HFMG)}"
+            f"act_algo {algorithm!r} does not take keys of the other algorithm, got"
+            f" {ifmr_keys + hfmg_keys}; IFMR has {sorted(IFMR)}, HFMG has {sorted(HFMG)}"
         )
-    params = replace(ActivationParams(), **{**given, "act_algo": algo})
+    params = replace(ActivationParams(), **{**values, "act_algo": algorithm})
+    if algorithm == "hfmg":
+        return params
+
     start, end = params.search_range
     step = params.search_step
-    if algo == "ifmr" and step > end - start:
+    if step > end - start:
         raise ConfigError(
             f"search_step must be at most end - start of search_range, got {step}"
             f" for [{start}, {end}]"
         )
-    if algo == "ifmr" and (end - start) / step > _MOST_STEPS:
+    if (end - start) / step > _MAX_SCALES:
         raise ConfigError(
-            f"search_step must leave at most {_MOST_STEPS} scales to try per layer, got"
+            f"search_step must leave at most {_MAX_SCALES} scales to try per layer, got"
             f" {(end - start) / step:.3g} with {step} for [{start}, {end}]; AMCT's default is 0.01"
         )
     return params
 
 
-def weight_from(given: Mapping[str, Any]) -> WeightParams:
+def weight_from(values: Mapping[str, Any]) -> WeightParams:
     """Return the `WeightParams` of checked weight_quant_params keys."""
-    ada = sorted(set(given) & set(ADA))
-    if ada and given.get("wts_algo", "arq_quantize") == "arq_quantize":
-        raise ConfigError(f"arq_quantize does not take {ada}; they belong to ada_quantize")
-    return replace(WeightParams(), **given)
+    params = replace(WeightParams(), **values)
+    ada_keys = sorted(set(values) & set(ADA))
+    if ada_keys and params.wts_algo == "arq_quantize":
+        raise ConfigError(f"arq_quantize does not take {ada_keys}; they belong to ada_quantize")
+    return params
 
 
-def check_simple_keys(given: Mapping[str, Any], *, weight: bool) -> dict[str, Any]:
-    """Check keys of the simplified configuration by the rules of the JSON; return them.
+def check_values(values: Mapping[str, Any], table: Mapping[str, _Rule]) -> dict[str, Any]:
+    """Return the values of known keys after checking types and ranges.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value of another type, or out of range.
     """
-    table = {**WEIGHT} if weight else {**ACTIVATION, **LAYER}
-    return {key: check_value(key, value, table[key]) for key, value in given.items()}
+    return {key: check_value(key, value, table[key]) for key, value in values.items()}
 
 
-def check_json_object(value: Any, table: dict[str, _Rule], where: str) -> dict[str, Any]:
+def check_json_object(value: Any, table: Mapping[str, _Rule], where: str) -> dict[str, Any]:
     """Return an object of the JSON after checking all its keys, types and ranges."""
-    out = {}
+    checked = {}
     for key, entry in value.items():
         if key not in table:
             note = f", which is {FOREIGN_KEYS[key]}" if key in FOREIGN_KEYS else ""
             raise ConfigError(
                 f"unknown key {key!r}{note} in {where}; {suggest_name(key, list(table))}"
             )
-        out[key] = check_value(key, entry, table[key])
-    return out
+        checked[key] = check_value(key, entry, table[key])
+    return checked
 
 
-_TYPES: dict[str, Callable[[Any], bool]] = {
+_HAS_TYPE: dict[str, Callable[[Any], bool]] = {
     "bool": lambda v: isinstance(v, bool),
     "int": lambda v: isinstance(v, int) and not isinstance(v, bool),
-    "float": _number,
+    "float": _is_number,
     "str": lambda v: isinstance(v, str),
     "list": lambda v: isinstance(v, list | tuple),
     "dict": lambda v: isinstance(v, dict),
@@ -268,24 +284,25 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 
 def check_value(key: str, value: Any, rule: _Rule) -> Any:
     """Return the value, a list as a tuple, if it has the type and range of its rule."""
-    if not _TYPES[rule.type_](value):
-        raise ConfigError(f"{key} must be of type {rule.type_}, got {json.dumps(value)[:80]}")
+    if not _HAS_TYPE[rule.type](value):
+        raise ConfigError(f"{key} must be of type {rule.type}, got {json.dumps(value)[:80]}")
     if not rule.fits(value):
-        raise ConfigError(f"{key} must be {rule.range_}, got {json.dumps(value)[:80]}")
+        raise ConfigError(f"{key} must be {rule.range}, got {json.dumps(value)[:80]}")
     return tuple(value) if isinstance(value, list) else value
 
 
-def refuse_repeats(names: Any, where: str) -> list[str]:
+def refuse_repeats(names: Iterable[str], where: str) -> list[str]:
     """Return the names; refuse repeated ones."""
-    repeated = sorted({name for name in names if list(names).count(name) > 1})
+    counts = Counter(names)
+    repeated = sorted(name for name, count in counts.items() if count > 1)
     if repeated:
         raise ConfigError(f"{where} must name each once, got {repeated[:3]} repeated")
-    return list(names)
+    return list(counts)
 
 
 INT16_LAYERS = "Conv and ConvTranspose with a 1-D or 2-D kernel, and Gemm"
 INT4_WEIGHTS = "layers with an even number of input channels and one group"
-_SHOWN = 3  # names in a sentence
+_SHOWN_NAMES = 3  # in a sentence
 
 
 def takes_activations(layer: Layer, bits: int) -> bool:
@@ -306,16 +323,19 @@ def weight_width_notes(
     requested: Mapping[str, LayerConfig], actual: Mapping[str, LayerConfig]
 ) -> list[str]:
     """Return notes on enabled layers that get 8-bit weights instead of the requested width."""
-    lowered: dict[int, list[str]] = {}
+    names_by_bits: dict[int, list[str]] = {}
     for name, entry in requested.items():
         bits = entry.weight.num_bits
         if entry.quant_enable and bits != actual[name].weight.num_bits:
-            lowered.setdefault(bits, []).append(name)
-    return [
-        f"The weights of {summarize_layers(names)} have 8 bits, not {bits}: only"
-        f" {INT4_WEIGHTS if bits == 4 else 'Conv with a 2-D kernel'} can have {bits}."
-        for bits, names in sorted(lowered.items())
-    ]
+            names_by_bits.setdefault(bits, []).append(name)
+    notes = []
+    for bits, names in sorted(names_by_bits.items()):
+        supported = INT4_WEIGHTS if bits == 4 else "Conv with a 2-D kernel"
+        notes.append(
+            f"The weights of {summarize_layers(names)} have 8 bits, not {bits}: only {supported}"
+            f" can have {bits}."
+        )
+    return notes
 
 
 def activation_width_notes(names: Collection[str]) -> list[str]:
@@ -330,40 +350,46 @@ def activation_width_notes(names: Collection[str]) -> list[str]:
 
 def summarize_layers(names: Collection[str]) -> str:
     """Return the number of layers and the first few names."""
-    shown = ", ".join(list(names)[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-    return f"{len(names)} layer{'s' * (len(names) != 1)} ({shown})"
+    shown = list(names)[:_SHOWN_NAMES]
+    if len(names) > _SHOWN_NAMES:
+        shown.append("...")
+    noun = "layer" if len(names) == 1 else "layers"
+    return f"{len(names)} {noun} ({', '.join(shown)})"
 
 
 def resolve_tensors(config: QuantConfig, graph: LayerGraph) -> tuple[TensorConfig, ...]:
     """Return the tensor_quantize entries with `asymmetric` set, by default to activation_offset."""
-    counts = Counter(one.key for one in config.tensors)
-    repeated = [key for key, times in counts.items() if times > 1]
-    if repeated:
-        raise ConfigError(f"tensor_quantize must name each input once, got {repeated[0]!r} again")
-    return tuple(_settled(one, config, graph) for one in config.tensors)
+    keys = set()
+    for tensor in config.tensors:
+        if tensor.key in keys:
+            raise ConfigError(
+                f"tensor_quantize must name each input once, got {tensor.key!r} again"
+            )
+        keys.add(tensor.key)
+    return tuple(_resolve_tensor(tensor, config, graph) for tensor in config.tensors)
 
 
-def _settled(one: TensorConfig, config: QuantConfig, graph: LayerGraph) -> TensorConfig:
-    check_tensor_input(one.layer_name, one.input_index, graph)
-    act = one.activation
-    if act.num_bits != 8:
+def _resolve_tensor(tensor: TensorConfig, config: QuantConfig, graph: LayerGraph) -> TensorConfig:
+    check_tensor_input(tensor.layer_name, tensor.input_index, graph)
+    activation = tensor.activation
+    if activation.num_bits != 8:
         raise ConfigError(
-            f"tensor_quantize is 8-bit, got {act.num_bits} bits for {one.layer_name!r}; leave the"
-            " type out"
+            f"tensor_quantize is 8-bit, got {activation.num_bits} bits for {tensor.layer_name!r};"
+            " leave the type out"
         )
-    if act.asymmetric is None:
-        act = replace(act, asymmetric=config.activation_offset)
-    return replace(one, activation=act)
+    if activation.asymmetric is None:
+        activation = replace(activation, asymmetric=config.activation_offset)
+    return replace(tensor, activation=activation)
 
 
 def check_tensor_input(name: str, index: int, graph: LayerGraph) -> None:
     """Refuse an input that cannot be quantized by itself."""
     op, key = graph.ops.get(name), f"{name}:{index}"
     if op is None:
-        known = [node for node, kind in graph.ops.items() if kind in TENSOR_QUANTIZE_OPS]
+        candidates = [node for node, kind in graph.ops.items() if kind in TENSOR_QUANTIZE_OPS]
         raise ConfigError(
             f"node {name!r} of tensor_quantize does not exist in the model;"
-            f" {suggest_name(name, known)}"
+            f" {suggest_name(name, candidates)}"
         )
     if op not in TENSOR_QUANTIZE_OPS:
         raise ConfigError(

@@ -11,7 +11,7 @@ keep their names; the types are restored by name. AMCT's PyTorch package writes 
 dtype 0 (float32), because it looks the dtype up under a wrong name; 1 is meant.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import onnx
@@ -31,8 +31,8 @@ from deploy.graph.edit import (
 from deploy.graph.index import Graph, attributes, iter_reads, opset_of, subgraphs
 from deploy.graph.lowering import find_schema, is_standard
 
-_FLOAT, _HALF = 1, 10  # onnx.TensorProto
-_MOST = 65504.0  # largest float16 number
+_FLOAT32, _FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
+_MAX_FLOAT16 = 65504.0
 
 
 def find_float16_tensors(subject: CalibrationSubject) -> frozenset[str]:
@@ -49,168 +49,206 @@ def find_float16_tensors(subject: CalibrationSubject) -> frozenset[str]:
         typed = infer_types(original)
     except Exception:  # C++ errors of any type; then the written models stay float32
         return frozenset()
-    declared = (*typed.graph.input, *typed.graph.output, *typed.graph.value_info)
-    half = {v.name for v in declared if v.type.tensor_type.elem_type == _HALF}
-    half |= {t.name for t in typed.graph.initializer if t.data_type == _HALF}
-    casts = (node for node in subject.model.graph.node if _is_cast(node, _HALF))  # at outputs
-    return frozenset(half | {node.input[0] for node in casts if node.output[0] in half})
+
+    values = (*typed.graph.input, *typed.graph.output, *typed.graph.value_info)
+    names = {value.name for value in values if value.type.tensor_type.elem_type == _FLOAT16}
+    names |= {t.name for t in typed.graph.initializer if t.data_type == _FLOAT16}
+    for node in subject.model.graph.node:  # casts at outputs
+        if _is_cast(node, _FLOAT16) and node.output[0] in names:
+            names.add(node.input[0])
+    return frozenset(names)
 
 
 def to_float16(
-    model: onnx.ModelProto, halves: Collection[str], *, exact: Collection[str] = ()
+    model: onnx.ModelProto, float16_tensors: Collection[str], *, float32_nodes: Collection[str] = ()
 ) -> onnx.ModelProto:
-    """Return a copy whose tensors in `halves` are float16, except for integers and their scales.
+    """Return a copy whose `float16_tensors` are float16, except for integers and their scales.
 
-    `exact`: nodes that compute in float32 whatever the type of their output.
+    `float32_nodes`: nodes that compute in float32 whatever the type of their output.
 
     Raises:
         ExportError: a constant exceeds float16.
     """
     out = copy_message(model)
-    _Narrowing(out, halves, exact).run()
+    _Float16Writer(out, float16_tensors, float32_nodes).run()
     return out
 
 
-class _Narrowing:
+class _Float16Writer:
+    """Writer of a model's types.
+
+    Attributes:
+        targets: tensors that shall be float16.
+        float32_nodes: nodes that compute in float32.
+        float16: tensors that are float16 so far.
+        cast_by_tensor: (tensor, type) -> its cast to that type.
+        constants: name -> new initializer.
+        tensor_names, node_names: names in use.
+    """
+
     def __init__(
-        self, model: onnx.ModelProto, halves: Collection[str], exact: Collection[str]
+        self, model: onnx.ModelProto, targets: Collection[str], float32_nodes: Collection[str]
     ) -> None:
-        self.graph, self.index = model.graph, Graph(model)
-        self.opset = opset_of(model)
-        self.exact = exact
-        self.wanted = halves
-        # float16 tensors so far
-        self.half = {v.name for v in model.graph.input if v.type.tensor_type.elem_type == _HALF}
-        self.twins: dict[tuple[str, int], str] = {}  # (tensor, type) -> its cast to that type
+        self.graph, self.index, self.opset = model.graph, Graph(model), opset_of(model)
+        self.targets, self.float32_nodes = targets, float32_nodes
+        self.float16 = {
+            value.name
+            for value in model.graph.input
+            if value.type.tensor_type.elem_type == _FLOAT16
+        }
+        self.cast_by_tensor: dict[tuple[str, int], str] = {}
         self.constants: dict[str, onnx.TensorProto] = {}
-        self.names = {*self.index.producer, *self.index.constants, *self.index.inputs}
-        self.nodes = {node.name for node in model.graph.node}
+        self.tensor_names = {*self.index.producer, *self.index.constants, *self.index.inputs}
+        self.node_names = {node.name for node in model.graph.node}
 
     def run(self) -> None:
         """Set the types of all nodes' tensors, then drop unused casts and constants."""
-        nodes = [new for node in self.graph.node for new in self.node(node)]
-        # drop unused Casts, and those of float16, whose inputs are renamed
-        idle = [n for n in nodes if _is_cast(n, _HALF) and n.input[0] in self.half]
-        renamed = {n.input[0]: n.output[0] for n in idle if n.input[0] in self.index.producer}
-        rest = [n for n in nodes if not (_is_cast(n, _HALF) and n.input[0] in renamed)]
-        rename_tensors(rest, renamed)
-        read = {name for node in rest for name in iter_reads(node)} | self.index.outputs
-        nodes = [n for n in rest if not (n.op_type == "Cast" and n.output[0] not in read)]
-        # restore the names of constants that are read only in float16
-        read = {name for node in nodes for name in iter_reads(node)}
-        originals = {
-            twin: name
-            for (name, _), twin in self.twins.items()
-            if twin in self.constants and name in self.index.initializers and name not in read
-        }
-        rename_reads(nodes, originals)
-        for twin, name in originals.items():
-            self.constants[name] = self.constants.pop(twin)
-            self.constants[name].name = name
+        nodes: list[onnx.NodeProto] = []
+        for node in self.graph.node:
+            nodes += self.rewrite(node)
+        nodes = self.drop_casts(nodes)
+        self.restore_constant_names(nodes)
         update_tensors(self.graph.initializer, self.constants)
         rebuild(self.graph, nodes)
 
-    def node(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    def drop_casts(self, nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
+        """Drop unused Casts, and those of float16 to itself, whose inputs are renamed."""
+        renamed = {}
+        for node in nodes:
+            is_idle = _is_cast(node, _FLOAT16) and node.input[0] in self.float16
+            if is_idle and node.input[0] in self.index.producer:
+                renamed[node.input[0]] = node.output[0]
+        nodes = [n for n in nodes if not (_is_cast(n, _FLOAT16) and n.input[0] in renamed)]
+        rename_tensors(nodes, renamed)
+        read = _read_tensors(nodes) | self.index.outputs
+        return [node for node in nodes if node.op_type != "Cast" or node.output[0] in read]
+
+    def restore_constant_names(self, nodes: list[onnx.NodeProto]) -> None:
+        """Give the float16 form of a constant its name if no node reads the float32 form."""
+        read = _read_tensors(nodes)
+        name_by_cast = {
+            cast: name
+            for (name, _), cast in self.cast_by_tensor.items()
+            if cast in self.constants and name in self.index.initializers and name not in read
+        }
+        rename_reads(nodes, name_by_cast)
+        for cast, name in name_by_cast.items():
+            constant = self.constants.pop(cast)
+            constant.name = name
+            self.constants[name] = constant
+
+    def rewrite(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         """Yield a node with the casts that it needs."""
-        if node.op_type == "AscendDequant" and node.output[0] in self.wanted:
-            _set_dtype(node)
-            self.half.update(node.output)
-        elif node.op_type == "AscendAntiQuant":
-            self.back(node)
-        elif node.op_type == "AscendQuant":
-            node.input[0] = self.twins.get((node.input[0], _HALF), node.input[0])
-        elif node.op_type == "Cast":
-            self.cast(node)
-        elif is_standard(node):
-            yield from self.standard(node)
+        if is_standard(node) and node.op_type != "Cast":
+            yield from self.rewrite_standard(node)
             return
+        if node.op_type == "AscendDequant" and node.output[0] in self.targets:
+            self.set_float16_output(node)
+        elif node.op_type == "AscendAntiQuant":
+            # restores the type of a tensor_quantize input
+            if self.index.producer[node.input[0]].input[0] in self.float16:
+                self.set_float16_output(node)
+        elif node.op_type == "AscendQuant":
+            tensor = node.input[0]
+            node.input[0] = self.cast_by_tensor.get((tensor, _FLOAT16), tensor)
+        elif node.op_type == "Cast":
+            tensor, output, dtype = node.input[0], node.output[0], attributes(node)["to"]
+            if dtype == _FLOAT16:
+                self.float16.add(output)
+            elif dtype == _FLOAT32 and tensor in self.float16:
+                self.cast_by_tensor[output, _FLOAT16] = tensor
         yield node
 
-    def back(self, node: onnx.NodeProto) -> None:
-        """Restore the type of a tensor_quantize input."""
-        if self.index.producer[node.input[0]].input[0] in self.half:
-            _set_dtype(node)
-            self.half.update(node.output)
+    def set_float16_output(self, node: onnx.NodeProto) -> None:
+        """Set the output type of an Ascend operator to float16."""
+        for attribute in node.attribute:
+            if attribute.name == "dtype":
+                attribute.i = 1
+        self.float16.update(node.output)
 
-    def cast(self, node: onnx.NodeProto) -> None:
-        start, end = node.input[0], node.output[0]
-        if attributes(node)["to"] == _HALF:
-            self.half.add(end)
-        elif attributes(node)["to"] == _FLOAT and start in self.half:
-            self.twins[end, _HALF] = start
+    def rewrite_standard(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+        """Yield a standard node with casts where its types and those of its tensors differ."""
+        schema = find_schema(node.op_type, self.opset)
+        assert schema is not None
+        inputs = list(zip(_type_variables(schema.inputs, len(node.input)), node.input, strict=True))
+        outputs = list(
+            zip(_type_variables(schema.outputs, len(node.output)), node.output, strict=True)
+        )
 
-    def standard(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-        known = find_schema(node.op_type, self.opset)
-        assert known is not None
-        inputs = list(zip(_formal(known.inputs, len(node.input)), node.input, strict=True))
-        outputs = list(zip(_formal(known.outputs, len(node.output)), node.output, strict=True))
-        read = {kind for kind, _ in inputs}
-        half = {kind for kind, name in outputs if name in self.wanted and kind in read}
-        if not any(kind in read for kind, _ in outputs):  # such as a comparison or a shape
-            half = {kind for kind, name in inputs if self.is_half(name)}
-        half = set() if node.name in self.exact else half
-        for place, (kind, name) in enumerate(inputs):
-            if kind in half:
-                yield from self.give(node, place, name, _HALF)
-            elif self.is_half(name):
-                yield from self.give(node, place, name, _FLOAT)
-        after = []
-        for place, (kind, name) in enumerate(outputs):
-            if name not in self.wanted:
+        # the type variables of the schema that shall be float16
+        input_variables = {variable for variable, _ in inputs}
+        if node.name in self.float32_nodes:
+            float16_variables = set[str]()
+        elif any(variable in input_variables for variable, _ in outputs):
+            targets = {variable for variable, name in outputs if name in self.targets}
+            float16_variables = targets & input_variables
+        else:  # such as a comparison or a shape
+            float16_variables = {variable for variable, name in inputs if self.is_float16(name)}
+
+        for position, (variable, name) in enumerate(inputs):
+            if variable in float16_variables:
+                yield from self.cast_input(node, position, name, _FLOAT16)
+            elif self.is_float16(name):
+                yield from self.cast_input(node, position, name, _FLOAT32)
+        yield node
+        for position, (variable, name) in enumerate(outputs):
+            if name not in self.targets:
                 continue
-            self.half.add(name)
-            if kind not in half:
-                node.output[place] = claim_name(f"{name}.float32", self.names)
-                after.append(self.to(node.output[place], name, _HALF))
-        yield node
-        yield from after
+            self.float16.add(name)
+            if variable not in float16_variables:
+                node.output[position] = claim_name(f"{name}.float32", self.tensor_names)
+                yield self.make_cast(node.output[position], name, _FLOAT16)
 
-    def is_half(self, name: str) -> bool:
+    def is_float16(self, name: str) -> bool:
         """Whether a tensor is float16 now, or a constant is float16 in the file."""
-        return name in self.half or (name in self.index.constants and name in self.wanted)
+        return name in self.float16 or (name in self.index.constants and name in self.targets)
 
-    def give(
-        self, node: onnx.NodeProto, place: int, name: str, dtype: int
+    def cast_input(
+        self, node: onnx.NodeProto, position: int, name: str, dtype: int
     ) -> Iterator[onnx.NodeProto]:
         """Let a node's input read a tensor in this type; yield the Cast if it is new."""
-        if not name or (dtype == _HALF and name in self.half):
+        if not name or (dtype == _FLOAT16 and name in self.float16):
             return
         constant = self.index.constants.get(name)
-        if constant is not None and (dtype == _FLOAT or constant.data_type != _FLOAT):
+        if constant is not None and (dtype == _FLOAT32 or constant.data_type != _FLOAT32):
             return  # all float constants are float32 until float16 is needed
         key = (name, dtype)
-        if key not in self.twins:
-            twin = claim_name(f"{name}.float{16 if dtype == _HALF else 32}", self.names)
-            self.twins[key] = twin
+        if key not in self.cast_by_tensor:
+            suffix = "float16" if dtype == _FLOAT16 else "float32"
+            cast = claim_name(f"{name}.{suffix}", self.tensor_names)
+            self.cast_by_tensor[key] = cast
             if constant is None:
-                yield self.to(name, twin, dtype)
+                yield self.make_cast(name, cast, dtype)
             else:
-                values = numpy_helper.to_array(constant)
-                if (largest := np.abs(values).max(initial=0)) > _MOST:
-                    raise ExportError(
-                        f"a float16 model's constants must be within {_MOST:g}, got {largest:g} in"
-                        f" {constant.name!r}; give the model in float32"
-                    )
-                self.constants[twin] = numpy_helper.from_array(values.astype(np.float16), twin)
-        node.input[place] = self.twins[key]
+                self.constants[cast] = _constant_to_float16(constant, cast)
+        node.input[position] = self.cast_by_tensor[key]
 
-    def to(self, start: str, end: str, dtype: int) -> onnx.NodeProto:
+    def make_cast(self, tensor: str, output: str, dtype: int) -> onnx.NodeProto:
         """Return a Cast, named after its output; a Cast of the file may already have that name."""
-        name = claim_name(end, self.nodes)
-        return helper.make_node("Cast", [start], [end], name=name, to=dtype)
+        name = claim_name(output, self.node_names)
+        return helper.make_node("Cast", [tensor], [output], name=name, to=dtype)
 
 
-def _formal(slots: Sequence[onnx.defs.OpSchema.FormalParameter], count: int) -> list[str]:
+def _constant_to_float16(constant: onnx.TensorProto, name: str) -> onnx.TensorProto:
+    values = numpy_helper.to_array(constant)
+    largest = np.abs(values).max(initial=0)
+    if largest > _MAX_FLOAT16:
+        raise ExportError(
+            f"a float16 model's constants must be within {_MAX_FLOAT16:g}, got {largest:g} in"
+            f" {constant.name!r}; give the model in float32"
+        )
+    return numpy_helper.from_array(values.astype(np.float16), name)
+
+
+def _type_variables(slots: Sequence[onnx.defs.OpSchema.FormalParameter], count: int) -> list[str]:
     """Return the schema's type (variable) of each of `count` tensors; the last slot may repeat."""
-    kinds = [slot.type_str for slot in slots]
-    return [kinds[min(place, len(kinds) - 1)] for place in range(count)]
+    variables = [slot.type_str for slot in slots]
+    return [variables[min(position, len(variables) - 1)] for position in range(count)]
 
 
-def _set_dtype(node: onnx.NodeProto) -> None:
-    """Set the output type of an Ascend operator to float16."""
-    for attribute in node.attribute:
-        if attribute.name == "dtype":
-            attribute.i = 1
+def _read_tensors(nodes: Iterable[onnx.NodeProto]) -> set[str]:
+    """Return the tensors that nodes and their subgraphs read."""
+    return {name for node in nodes for name in iter_reads(node)}
 
 
 def _is_cast(node: onnx.NodeProto, dtype: int) -> bool:

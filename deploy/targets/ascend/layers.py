@@ -19,7 +19,7 @@ its name, and an input of an Add or MaxPool (tensor_quantize), by '<node>:<index
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import onnx
@@ -42,6 +42,12 @@ ALIASES = {
     "AvgPool2d": ("AveragePool",),
 }
 TENSOR_QUANTIZE_OPS = {"Add": 2, "MaxPool": 1}  # op type of tensor_quantize -> number of its inputs
+_WEIGHT_RANKS = {
+    "Conv": ((3, 4, 5), "3-D to 5-D"),
+    "ConvTranspose": ((4,), "4-D"),
+    "Gemm": ((2,), "2-D"),
+    "MatMul": ((2, 3), "2-D or 3-D"),
+}
 SHARED = "its weight is shared with another node"
 _TWO_ACTIVATIONS = "neither factor is a constant: int8 only where a configuration names it"
 AMCT_OPS = ("AscendQuant", "AscendDequant", "AscendAntiQuant", "AscendWeightQuant")
@@ -115,9 +121,11 @@ class Layer:
     @property
     def weight_target(self) -> WeightTarget:
         """Its weight as a plan's target; a grouped ConvTranspose has no channel axis."""
-        axes = {"Conv": 0, "ConvTranspose": 1}
-        single = not self.channel_wise or (self.kind == "ConvTranspose" and self.group > 1)
-        axis = None if single else axes[self.kind]
+        axis = None
+        if self.channel_wise and self.kind == "Conv":
+            axis = 0
+        elif self.channel_wise and self.group == 1:
+            axis = 1
         return WeightTarget(self.weight, self.node, axis, self.bias or None)
 
     @property
@@ -148,6 +156,8 @@ class LayerGraph:
 
     Attributes:
         layers: name -> layer that is quantized by default.
+        float_reasons: node of a type that AMCT quantizes -> why it stays float.
+        ops: name of every node -> its op type.
         optional_layers: name -> layer or input that is quantized only if named.
         unfit_inputs: input of Add or MaxPool -> reason why it cannot be quantized.
         shared_weights: copied weight of a layer -> the shared weight that it copies.
@@ -185,9 +195,8 @@ def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
 def find_layers(model: onnx.ModelProto) -> LayerGraph:
     """Find the layers of a float model whose nodes have unique names."""
     ops = {node.name: node.op_type for node in model.graph.node}
-    present = sorted(
-        {*AMCT_OPS, "QuantizeLinear", "DequantizeLinear", "FakeQuant"} & set(ops.values())
-    )
+    quantization_ops = {*AMCT_OPS, "QuantizeLinear", "DequantizeLinear", "FakeQuant"}
+    present = sorted(quantization_ops & set(ops.values()))
     if present:
         raise ModelError(
             f"a model to be quantized must have no quantization nodes, got {present};"
@@ -197,128 +206,124 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
     graph = LayerGraph({}, ops=ops)
     for node in model.graph.node:
         if node.op_type in TENSOR_QUANTIZE_OPS:
-            _offer_inputs(node, index, graph)
+            _add_optional_inputs(node, index, graph)
         if node.op_type not in TYPES or node.domain not in ("", "ai.onnx"):
             continue
         layer = _layer_or_reason(node, index)
         if isinstance(layer, Layer):
             graph.layers[layer.name] = layer
-        else:
-            graph.float_reasons[node.name] = layer
+            continue
+        graph.float_reasons[node.name] = layer
         if layer == _TWO_ACTIVATIONS:
-            name, (first, second), (output,) = node.name, node.input, node.output
-            graph.optional_layers[name] = Layer(
-                name=name, kind=node.op_type, input=first, output=output, other_inputs=(second,)
+            graph.optional_layers[node.name] = Layer(
+                name=node.name,
+                kind=node.op_type,
+                input=node.input[0],
+                output=node.output[0],
+                other_inputs=(node.input[1],),
             )
     return graph
 
 
-def _multiplies(node: onnx.NodeProto, index: Graph) -> bool:
+def _multiplies_activations(node: onnx.NodeProto, index: Graph) -> bool:
     """Whether a node is a MatMul of float matrices."""
-    shapes = (index.shapes.get(tensor) for tensor in node.input)
-    matrices = all(shape is None or len(shape) > 1 for shape in shapes)
-    return node.op_type == "MatMul" and matrices and all(map(index.is_float, node.input))
+    if node.op_type != "MatMul" or not all(map(index.is_float, node.input)):
+        return False
+    shapes = [index.shapes.get(tensor) for tensor in node.input]
+    return all(shape is None or len(shape) > 1 for shape in shapes)
 
 
-def _offer_inputs(node: onnx.NodeProto, index: Graph, graph: LayerGraph) -> None:
-    """Add the inputs of an Add or MaxPool to `offered`, or to `unfit` with a reason."""
-    biases = {layer.bias_add: layer.name for layer in graph.layers.values() if layer.bias_add}
-    for place, tensor in enumerate(node.input):
-        name = f"{node.name}:{place}"
+def _add_optional_inputs(node: onnx.NodeProto, index: Graph, graph: LayerGraph) -> None:
+    """Add the inputs of an Add or MaxPool to `optional_layers`, or a reason to `unfit_inputs`."""
+    layer_by_add = {layer.bias_add: name for name, layer in graph.layers.items() if layer.bias_add}
+    for position, tensor in enumerate(node.input):
+        name = f"{node.name}:{position}"
         if tensor in index.constants:
             graph.unfit_inputs[name] = "it is a constant"
         elif not index.is_float(tensor):
             graph.unfit_inputs[name] = "it is not float32"
-        elif node.name in biases:
-            graph.unfit_inputs[name] = f"this Add is the bias of {biases[node.name]!r}"
+        elif node.name in layer_by_add:
+            graph.unfit_inputs[name] = f"this Add is the bias of {layer_by_add[node.name]!r}"
         else:
-            others = (*node.input[:place], *node.input[place + 1 :])
+            other_inputs = (*node.input[:position], *node.input[position + 1 :])
             graph.optional_layers[name] = Layer(
                 name=name,
                 kind=node.op_type,
                 input=tensor,
                 output=node.output[0],
-                other_inputs=tuple(other for other in others if other not in index.constants),
-                input_index=place,
+                other_inputs=tuple(name for name in other_inputs if name not in index.constants),
+                input_index=position,
             )
 
 
 def _layer_or_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
     """Return the layer of a node, or the reason why the node stays in float."""
-    given = attributes(node)
-    rank = len(given.get("kernel_shape", ()))
-    base = {"name": node.name, "kind": node.op_type, "input": node.input[0]}
+    options = attributes(node)
+    layer = Layer(name=node.name, kind=node.op_type, input=node.input[0], output=node.output[0])
     if node.input[0] in index.constants:
         return "its input is a constant"
     if node.op_type == "AveragePool":
+        rank = len(options.get("kernel_shape", ()))
         if rank != 2:
             return f"a pool must have a 2-D kernel, got {rank}-D"
-        return Layer(**base, output=node.output[0], rank=rank)
+        return replace(layer, rank=rank)
     weight = index.constants.get(node.input[1]) if len(node.input) > 1 else None
     if weight is None:
-        return _TWO_ACTIVATIONS if _multiplies(node, index) else "its weight must be a constant"
-    reason = _refuse_weight(node, weight, given, index)
-    if reason:
-        return reason
+        if _multiplies_activations(node, index):
+            return _TWO_ACTIVATIONS
+        return "its weight must be a constant"
     bias = node.input[2] if len(node.input) > 2 else ""
-    reason = _refuse_bias(bias, weight, given, node, index)
+    reason = _refuse_weight(node, weight, options, index)
+    reason = reason or _refuse_bias(bias, weight, options, node, index)
     if reason:
         return reason
+
+    layer = replace(layer, weight=node.input[1], bias=bias)
     if node.op_type == "MatMul":
+        layer = replace(layer, channels_in=weight.dims[-2], stacked=len(weight.dims) == 3)
         add = index.bias_add(node, weight.dims[-1])
-        output = node.output[0]
-        return Layer(
-            **base,
-            output=output if add is None else add.output[0],
-            weight=node.input[1],
-            bias="" if add is None else next(name for name in add.input if name != output),
-            bias_add="" if add is None else add.name,
-            channels_in=weight.dims[-2],
-            stacked=len(weight.dims) == 3,
-        )
-    group, trans_b = int(given.get("group", 1)), bool(given.get("transB", 0))
-    channels_in = weight.dims[1] * group if node.op_type == "Conv" else weight.dims[int(trans_b)]
-    return Layer(
-        **base,
-        output=node.output[0],
-        weight=node.input[1],
-        bias=bias,
-        group=group,
-        rank=len(weight.dims) - 2,
-        trans_b=trans_b,
-        channels_in=channels_in,
+        if add is None:
+            return layer
+        (add_bias,) = (name for name in add.input if name != layer.output)
+        return replace(layer, output=add.output[0], bias=add_bias, bias_add=add.name)
+
+    group, trans_b = int(options.get("group", 1)), bool(options.get("transB", 0))
+    if node.op_type == "Conv":
+        channels_in = weight.dims[1] * group
+    else:
+        channels_in = weight.dims[1 if trans_b else 0]
+    return replace(
+        layer, group=group, rank=len(weight.dims) - 2, trans_b=trans_b, channels_in=channels_in
     )
 
 
 def _refuse_weight(
-    node: onnx.NodeProto, weight: onnx.TensorProto, given: dict[str, Any], index: Graph
+    node: onnx.NodeProto, weight: onnx.TensorProto, options: dict[str, Any], index: Graph
 ) -> str:
     """Return why a node with this constant weight stays in float, or ''."""
-    rank = len(weight.dims)
-    if weight.data_type != 1:
+    if weight.data_type != onnx.TensorProto.FLOAT:
         return "its weight must be float32"
-    name = node.input[1]
+    name, op, rank = node.input[1], node.op_type, len(weight.dims)
     if len(index.readers[name]) > 1 or name in index.captured or name in index.outputs:
         return SHARED
-    if node.op_type == "Conv" and rank not in (3, 4, 5):
-        return f"a Conv weight must be 3-D to 5-D, got {rank}-D"
-    if node.op_type == "ConvTranspose" and rank != 4:
-        return f"a ConvTranspose weight must be 4-D, got {rank}-D"
-    if node.op_type == "Gemm" and rank != 2:
-        return f"a Gemm weight must be 2-D, got {rank}-D"
-    if node.op_type == "MatMul" and rank not in (2, 3):
-        return f"a MatMul weight must be 2-D or 3-D, got {rank}-D"
-    if node.op_type == "MatMul" and len(index.shapes.get(node.input[0]) or "2D") == 1:
+    ranks, text = _WEIGHT_RANKS[op]
+    if rank not in ranks:
+        return f"a {op} weight must be {text}, got {rank}-D"
+    if op == "MatMul" and len(index.shapes.get(node.input[0]) or "2D") == 1:
         return "a MatMul's input must be 2-D or more, got 1-D"
-    if node.op_type == "Gemm":
-        factors = (given.get("transA", 0), given.get("alpha", 1.0), given.get("beta", 1.0))
+    if op == "Gemm":
+        factors = (options.get("transA", 0), options.get("alpha", 1.0), options.get("beta", 1.0))
         if factors != (0, 1.0, 1.0):
             return f"a Gemm must have transA 0, alpha 1, beta 1, got {factors}"
     return ""
 
 
 def _refuse_bias(
-    bias: str, weight: onnx.TensorProto, given: dict[str, Any], node: onnx.NodeProto, index: Graph
+    bias: str,
+    weight: onnx.TensorProto,
+    options: dict[str, Any],
+    node: onnx.NodeProto,
+    index: Graph,
 ) -> str:
     """Return why a bias keeps its node in float, or ''; it must be constant, one per channel."""
     if not bias:
@@ -327,7 +332,7 @@ def _refuse_bias(
         return "its bias must be a constant"
     if node.op_type != "Gemm":
         return ""
-    columns = weight.dims[0 if given.get("transB", 0) else 1]
+    columns = weight.dims[0 if options.get("transB", 0) else 1]
     dims = list(index.constants[bias].dims)
     if dims in ([columns], [1, columns]):
         return ""

@@ -160,7 +160,8 @@ def write_models(
     deploy, fake = deploy_model(older, layers), fake_quant_model(model, layers)
     if halves:
         deploy = to_float16(deploy, halves)
-        fake = to_float16(fake, halves, exact=[f"{name}.fakedequant.mul" for name in layers])
+        scaling_nodes = [f"{name}.fakedequant.mul" for name in layers]
+        fake = to_float16(fake, halves, float32_nodes=scaling_nodes)
     deploy = loaded.with_cut_off(deploy)
     models = {
         "deploy model": ("deploy_model.onnx", deploy),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 _PACKAGE = "calib8.ascend"
-_MESSAGE = re.compile(r"^(message|enum) (\w+) {\n(.*?)^}", re.MULTILINE | re.DOTALL)
+_DEFINITION = re.compile(r"^(message|enum) (\w+) {\n(.*?)^}", re.MULTILINE | re.DOTALL)
 _FIELD = re.compile(r"oneof (\w+) {|(})|(?:(optional|repeated) )?(\w+) (\w+) = (\d+);")
-_VALUE = re.compile(r"(\w+) = (\d+);")
+_UNKNOWN_FIELD = re.compile(r'type "(?:[\w.]*\.)?(\w+)" has no field named "([^"]*)"')
+_ENUM_VALUE = re.compile(r"(\w+) = (\d+);")
 
 # keys that are not in the simplified configuration -> the place they belong to
 FOREIGN_KEYS = {
@@ -38,40 +39,40 @@ def message_class(name: str) -> Any:
 def _pool() -> Any:
     from google.protobuf import descriptor_pb2, descriptor_pool
 
-    text = read_package_text(__package__, "ascend.proto")
+    definitions = _DEFINITION.findall(read_package_text(__package__, "ascend.proto"))
     file = descriptor_pb2.FileDescriptorProto(
         name="calib8/ascend.proto", package=_PACKAGE, syntax="proto2"
     )
-    types = {name: kind for kind, name, _ in _MESSAGE.findall(text)}
-    for kind, name, body in _MESSAGE.findall(text):
+    kind_by_name = {name: kind for kind, name, _ in definitions}
+    for kind, name, body in definitions:
         if kind == "message":
-            _describe(file.message_type.add(name=name), body, types)
+            _add_fields(file.message_type.add(name=name), body, kind_by_name)
             continue
-        entry = file.enum_type.add(name=name)
-        for value, number in _VALUE.findall(body):
-            entry.value.add(name=value, number=int(number))
+        enum = file.enum_type.add(name=name)
+        for value, number in _ENUM_VALUE.findall(body):
+            enum.value.add(name=value, number=int(number))
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return pool
 
 
-def _describe(message: Any, body: str, types: Mapping[str, str]) -> None:
+def _add_fields(message: Any, body: str, kind_by_name: Mapping[str, str]) -> None:
     from google.protobuf.descriptor_pb2 import FieldDescriptorProto as Proto
 
-    is_choice = False
-    for choice, end, label, kind, name, number in _FIELD.findall(body):
-        if choice:
-            message.oneof_decl.add(name=choice)
-        if choice or end:
-            is_choice = bool(choice)
+    is_in_oneof = False
+    for oneof, end, label, type_name, name, number in _FIELD.findall(body):
+        if oneof:
+            message.oneof_decl.add(name=oneof)
+        if oneof or end:
+            is_in_oneof = bool(oneof)
             continue
-        entry = message.field.add(name=name, number=int(number))
-        entry.label = Proto.LABEL_REPEATED if label == "repeated" else Proto.LABEL_OPTIONAL
-        entry.type = getattr(Proto, f"TYPE_{types.get(kind, kind).upper()}")
-        if kind in types:
-            entry.type_name = f".{_PACKAGE}.{kind}"
-        if is_choice:
-            entry.oneof_index = len(message.oneof_decl) - 1
+        field = message.field.add(name=name, number=int(number))
+        field.label = Proto.LABEL_REPEATED if label == "repeated" else Proto.LABEL_OPTIONAL
+        field.type = getattr(Proto, f"TYPE_{kind_by_name.get(type_name, type_name).upper()}")
+        if type_name in kind_by_name:
+            field.type_name = f".{_PACKAGE}.{type_name}"
+        if is_in_oneof:
+            field.oneof_index = len(message.oneof_decl) - 1
 
 
 def parse_text(name: str, text: str, what: str) -> Message:
@@ -92,22 +93,21 @@ def print_text(message: Message) -> str:
     return str(text_format.MessageToString(message))
 
 
-def suggest_name(word: str, known: list[str] | tuple[str, ...]) -> str:
+def suggest_name(name: str, candidates: Collection[str]) -> str:
     """Return "did you mean ...?" with the nearest known name, or the list of known names."""
-    return did_you_mean(word, known, f"known: {', '.join(sorted(known)[:24])}")
+    return did_you_mean(name, candidates, f"known: {', '.join(sorted(candidates)[:24])}")
 
 
 def _hint(error: Exception) -> str:
     """Return the parser's error, with the nearest known name if a field is unknown."""
     text = " ".join(str(error).split())[:300]
-    if 'has no field named "' not in text:
+    unknown = _UNKNOWN_FIELD.search(text)
+    if unknown is None:
         return text
-    message = text.split('type "')[1].split('"')[0].rsplit(".", 1)[-1]
-    word = text.split('field named "')[1].split('"')[0]
-    if word in FOREIGN_KEYS:
-        return f"{word!r} in {message}, which is {FOREIGN_KEYS[word]}"
-    place = text.split(" : ")[0] if " : " in text else ""
-    known = [field.name for field in message_class(message).DESCRIPTOR.fields]
-    return (
-        f"{place + ': ' if place else ''}no key {word!r} in {message}; {suggest_name(word, known)}"
-    )
+    message, field = unknown.groups()
+    if field in FOREIGN_KEYS:
+        return f"{field!r} in {message}, which is {FOREIGN_KEYS[field]}"
+    fields = [known.name for known in message_class(message).DESCRIPTOR.fields]
+    position, colon, _ = text.partition(" : ")
+    prefix = f"{position}: " if colon else ""
+    return f"{prefix}no key {field!r} in {message}; {suggest_name(field, fields)}"

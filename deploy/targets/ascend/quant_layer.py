@@ -20,7 +20,7 @@ from deploy.targets.stored_weights import StoredWeight, make_stored_weight
 
 # GE stores the quantize scale in float16, or its square root if it is larger (sqrt_mode), which
 # happens with 16 bits; quant_host_cpu_op_common, MIN/MAX_SCALE_VALUE and DealQauntNotRequant
-_LEAST, _MOST = 2.0**-14, 65504.0
+_MIN_FACTOR, _MAX_FACTOR = 2.0**-14, 65504.0
 
 Float32Array = NDArray[np.float32]
 Value = TypeVar("Value", bound=np.generic)
@@ -31,6 +31,8 @@ class QuantLayer:
     """The integers of one layer.
 
     Attributes:
+        layer: the float layer.
+        record: its scales.
         scale: factor of AscendQuant, float32: 1 / scale_d.
         weight: integers of record.weight_bits, int8 in the deploy model's layout (a Gemm's is
             [C_in, C_out]), one per byte; None for a pool.
@@ -60,13 +62,12 @@ def quantize_layers(
         ExportError: a scale or bias exceeds the limits of the hardware; the message names all such
             layers.
     """
-    quantized, unfit = quantize_fitting(model, graph, records)
-    if unfit:
-        reasons = [f"{name}: {why}" for name, why in unfit.items()]
+    quantized, refusals = quantize_fitting(model, graph, records)
+    if refusals:
+        reasons = [f"{name}: {reason}" for name, reason in refusals.items()]
         raise ExportError(
-            f"{len(unfit)} layer(s) do not fit Ascend's int8 path, got "
-            + "; ".join(reasons[:5])
-            + "; leave them in float by --keep-float or skip_layers, or take them out of the record"
+            f"{len(reasons)} layer(s) do not fit Ascend's int8 path, got {'; '.join(reasons[:5])};"
+            " leave them in float by --keep-float or skip_layers, or take them out of the record"
         )
     return quantized
 
@@ -81,41 +82,38 @@ def quantize_fitting(
     """
     check_record(records, graph)
     index = Graph(model)
-    quantized, unfit = {}, {}
+    quantized, refusals = {}, {}
     for name, layer in graph.select(records).items():
         try:
             quantized[name] = _quantize(layer, records[name], index)
         except ExportError as error:
-            unfit[name] = str(error)
-    return quantized, unfit
+            refusals[name] = str(error)
+    return quantized, refusals
 
 
 def deployed_weights(layers: Mapping[str, QuantLayer]) -> tuple[StoredWeight, ...]:
     """Return the layers' weights as the deploy model stores them."""
-    return tuple(
-        make_stored_weight(
-            name, one.layer.kind, to_rows(one.weight, _deployed(one.layer)), one.record.scale_w
-        )
-        for name, one in layers.items()
-        if one.weight is not None
-    )
+    weights = []
+    for name, q in layers.items():
+        if q.weight is not None:
+            rows = to_rows(q.weight, _with_deployed_layout(q.layer))
+            weights.append(make_stored_weight(name, q.layer.kind, rows, q.record.scale_w))
+    return tuple(weights)
 
 
 def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -> Float32Array:
     """Return a weight in ONNX layout times its DMQ factors [C_in]; empty factors do nothing."""
     if not factors.size:
         return weight
-    if layer.kind == "Conv":
-        per_group = factors.reshape(layer.group, 1, weight.shape[1])
-        rows = np.repeat(per_group, weight.shape[0] // layer.group, axis=1)
-        scaled = weight * rows.reshape(weight.shape[0], weight.shape[1], *[1] * (weight.ndim - 2))
-    elif layer.kind == "Gemm" and layer.trans_b:
-        scaled = weight * factors
+    if layer.kind == "Conv":  # [C_out, C_in / group, ...]
+        group_factors = factors.reshape(layer.group, 1, weight.shape[1])
+        rows = np.repeat(group_factors, weight.shape[0] // layer.group, axis=1)
+        factors = rows.reshape(*weight.shape[:2], *[1] * (weight.ndim - 2))
     elif layer.kind == "MatMul":
-        scaled = weight * factors[:, None]
-    else:
-        scaled = weight * factors.reshape(-1, *[1] * (weight.ndim - 1))
-    return np.asarray(scaled, np.float32)
+        factors = factors[:, None]
+    elif not layer.trans_b:  # [C_in, ...]
+        factors = factors.reshape(-1, *[1] * (weight.ndim - 1))
+    return np.asarray(weight * factors, np.float32)
 
 
 def to_rows(weight: NDArray[Value], layer: Layer) -> NDArray[Value]:
@@ -136,7 +134,7 @@ def from_rows(rows: NDArray[Value], layer: Layer) -> NDArray[Value]:
     return np.ascontiguousarray(rows)
 
 
-def _deployed(layer: Layer) -> Layer:
+def _with_deployed_layout(layer: Layer) -> Layer:
     """Return a layer with the weight layout of the deploy model, where no Gemm is transposed."""
     return replace(layer, trans_b=False)
 
@@ -147,31 +145,19 @@ def read_constant(index: Graph, name: str) -> Float32Array:
 
 
 def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
-    assert record.scale_d is not None
-    scale = _inverse(record.scale_d, "scale_d", record.act_bits)
-    channels = record.factors.size
-    shape = (1, channels, *[1] * layer.rank)
-    inverse = (np.float32(1) / record.factors).reshape(shape) if channels else None
-    assert record.scale_d is not None
-    scale_w = record.scale_w if record.scale_w.size else np.ones(1, np.float32)
-    dequant = np.asarray(scale_w * record.scale_d, np.float32)
-    stored = read_constant(index, layer.weight) if layer.weight else None
-    weight = None if stored is None else _integers(stored, layer, record)
+    scale = _invert_scale(record.input_scale, "scale_d", record.act_bits)
+    inverse_factors = None
+    if record.factors.size:
+        shape = (1, -1, *[1] * layer.rank)
+        inverse_factors = (np.float32(1) / record.factors).reshape(shape)
+    weight_scale = record.scale_w if record.scale_w.size else np.ones(1, np.float32)
+    dequant = np.asarray(weight_scale * record.input_scale, np.float32)
+    weight = _quantize_weight(layer, record, index) if layer.weight else None
     bias = quantize_bias(read_constant(index, layer.bias), dequant) if layer.bias else None
+    # nearly every layer could overflow with 16-bit activations:
+    # `deploy.targets.ascend.executor` measures their sums
     if weight is not None and record.act_bits < 16:
-        # with all codes at their extreme; of 16-bit activations, where nearly every layer could
-        # overflow, `deploy.targets.ascend.executor` measures the sums
-        low, high = ascend_range(record.act_bits)
-        sizes = np.abs(weight.astype(np.float64))
-        if layer.kind in ("Gemm", "MatMul"):
-            sums = sizes.sum(axis=-2)  # [C_out], for each matrix of a 3-D weight
-        else:
-            rows = to_rows(sizes, layer)
-            sums = rows.reshape(len(rows), -1).sum(axis=1)
-        largest = sums * (high - low) + (0 if bias is None else np.abs(bias.astype(np.float64)))
-        worst = float(largest.max())
-        if worst > np.iinfo(np.int32).max:
-            raise ExportError(f"sums of products must fit int32, got up to {worst:.3g}")
+        _refuse_overflow(layer, record, weight, bias)
     return QuantLayer(
         layer=layer,
         record=record,
@@ -179,26 +165,46 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
         weight=weight,
         bias=bias,
         dequant=ascend_s19(dequant) if record.force_fp16 else dequant,
-        inverse_factors=inverse,
-        second_factor=_second(layer, record) if layer.two_activations else None,
+        inverse_factors=inverse_factors,
+        second_factor=_second_factor(layer, record) if layer.two_activations else None,
     )
 
 
-def _inverse(scale: np.float32, what: str, bits: int = 8) -> np.float32:
+def _refuse_overflow(
+    layer: Layer, record: LayerRecord, weight: NDArray[np.int8], bias: NDArray[np.int32] | None
+) -> None:
+    """Refuse a layer whose sums exceed int32 if all codes are at their extreme."""
+    low, high = ascend_range(record.act_bits)
+    magnitudes = np.abs(weight.astype(np.float64))
+    if layer.kind in ("Gemm", "MatMul"):
+        channel_sums = magnitudes.sum(axis=-2)  # [C_out], for each matrix of a 3-D weight
+    else:
+        rows = to_rows(magnitudes, layer)
+        channel_sums = rows.reshape(len(rows), -1).sum(axis=1)
+    sums = channel_sums * (high - low)
+    if bias is not None:
+        sums = sums + np.abs(bias.astype(np.float64))
+    max_sum = float(sums.max())
+    if max_sum > np.iinfo(np.int32).max:
+        raise ExportError(f"sums of products must fit int32, got up to {max_sum:.3g}")
+
+
+def _invert_scale(scale: np.float32, name: str, bits: int = 8) -> np.float32:
     """Return AscendQuant's factor, 1 / scale."""
-    inverse, most = np.float32(np.float32(1) / scale), _MOST if bits < 16 else _MOST**2
-    if not _LEAST <= inverse <= most:
-        raise ExportError(f"1 / {what} must be in [2^-14, {most:.5g}], got {inverse}")
-    return inverse
+    factor = np.float32(np.float32(1) / scale)
+    max_factor = _MAX_FACTOR if bits < 16 else _MAX_FACTOR**2
+    if not _MIN_FACTOR <= factor <= max_factor:
+        raise ExportError(f"1 / {name} must be in [2^-14, {max_factor:.5g}], got {factor}")
+    return factor
 
 
-def _second(layer: Layer, record: LayerRecord) -> QuantLayer:
+def _second_factor(layer: Layer, record: LayerRecord) -> QuantLayer:
     """Return the second factor of a MatMul; the record has its scale as scale_w."""
-    (scale_d,) = record.scale_w
+    (scale,) = record.scale_w
     return QuantLayer(
         layer=replace(layer, name=f"{layer.name}:1", input=layer.other_inputs[0], input_index=1),
-        record=replace(record, scale_d=scale_d),
-        scale=_inverse(scale_d, "scale_w"),
+        record=replace(record, scale_d=scale),
+        scale=_invert_scale(scale, "scale_w"),
         weight=None,
         bias=None,
         dequant=record.scale_w,
@@ -206,16 +212,18 @@ def _second(layer: Layer, record: LayerRecord) -> QuantLayer:
     )
 
 
-def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArray[np.int8]:
+def _quantize_weight(layer: Layer, record: LayerRecord, index: Graph) -> NDArray[np.int8]:
     if record.factors.size not in (0, layer.channels_in):
         raise ExportError(f"{layer.channels_in} DMQ factors are needed, got {record.factors.size}")
+    weight = read_constant(index, layer.weight)
     rows = to_rows(balanced_weight(weight, layer, record.factors), layer)
     if record.scale_w.size not in (1, rows.shape[0]):
         raise ExportError(f"1 or {rows.shape[0]} scale_w are needed, got {record.scale_w.size}")
-    integers = arq_integers(rows, record.scale_w, bits=record.weight_bits)
-    if record.rounded_weight is not None:
+    if record.rounded_weight is None:
+        integers = arq_integers(rows, record.scale_w, bits=record.weight_bits)
+    else:
         integers = record.rounded_weight.reshape(rows.shape)
-    return from_rows(integers, _deployed(layer))
+    return from_rows(integers, _with_deployed_layout(layer))
 
 
 def quantize_bias(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32]:

@@ -5,12 +5,17 @@ algorithm is taken with all its parameters: a layer whose override names hfmg_qu
 from a common ifmr_quantize. Only `asymmetric` is inherited, between equal algorithms.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from deploy.errors import ConfigError
 from deploy.targets.ascend.config import no_layer_reason, resolve_config
 from deploy.targets.ascend.config_keys import (
+    ACTIVATION,
+    GLOBAL,
+    LAYER,
+    WEIGHT,
     ActivationParams,
     LayerConfig,
     QuantConfig,
@@ -18,7 +23,8 @@ from deploy.targets.ascend.config_keys import (
     WeightParams,
     activation_from,
     activation_width_notes,
-    check_simple_keys,
+    check_value,
+    check_values,
     refuse_repeats,
     takes_activations,
     weight_from,
@@ -26,7 +32,8 @@ from deploy.targets.ascend.config_keys import (
 from deploy.targets.ascend.layers import ALIASES, TYPES, Layer, LayerGraph
 from deploy.targets.ascend.proto import message_class, parse_text, print_text, suggest_name
 
-_BITS = {1: 8, 2: 16}  # DataType.INT8, INT16
+_BITS_BY_TYPE = {1: 8, 2: 16}  # DataType.INT8, INT16
+_TYPE_INT16 = 2
 
 
 def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -> QuantConfig:
@@ -36,42 +43,45 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
         ConfigError: text that does not parse, unknown or repeated names and types, values out of
             range, algorithms that a layer does not support.
     """
-    message = parse_text("AMCTConfig", text, what)
+    message: Any = parse_text("AMCTConfig", text, what)
     if message.joint_quant:
         raise ConfigError(
             f"{what} must not set joint_quant to true, which only AMCT's binary packages have;"
             " remove the line"
         )
-    skipped = _skipped(message, graph)
-    by_type = _by_type(message)
-    by_name = _by_name(message, graph)
+    skipped = _read_skipped(message, graph)
+    override_by_type = _read_type_overrides(message)
+    override_by_name = _read_layer_overrides(message, graph)
     common = message.common_config if message.HasField("common_config") else None
+
+    candidates = dict(graph.layers)
+    for name in override_by_name:
+        if name in graph.optional_layers:
+            candidates[name] = graph.optional_layers[name]
     layers, lowered = {}, []
-    named = {n: one for n, one in graph.optional_layers.items() if n in by_name}
-    for name, layer in sorted({**graph.layers, **named}.items()):
-        given = (by_name.get(name), by_type.get(layer.kind), common)
-        parts = [part for part in given if part is not None]
+    for name, layer in sorted(candidates.items()):
+        sources = (override_by_name.get(name), override_by_type.get(layer.kind), common)
+        parts = [part for part in sources if part is not None]
         try:
-            entry = _merged(parts, layer, common)
+            entry = _merge_parts(parts, layer, common)
         except ConfigError as error:
             raise ConfigError(f"{error} (in layer {name!r})") from None
-        deciding = next((part for part in parts if part.WhichOneof("activations")), None)
-        if deciding is common and not takes_activations(layer, entry.activation.num_bits):
+        is_common = _first_with(parts, "activations") is common
+        if is_common and not takes_activations(layer, entry.activation.num_bits):
             entry = replace(entry, activation=replace(entry.activation, num_bits=8))
-            lowered += [name] if name not in skipped else []
+            if name not in skipped:
+                lowered.append(name)
         layers[name] = replace(entry, quant_enable=name not in skipped)
+
     batch_num = message.batch_num if message.HasField("batch_num") else 1
-    if not 0 < batch_num < 2**31:
-        raise ConfigError(f"batch_num must be > 0 and below 2^31, got {batch_num}")
+    forces_fp16 = message.HasField("fakequant_precision_mode")
     config = QuantConfig(
-        batch_num=batch_num,
-        activation_offset=_true_unless_set(message, "activation_offset"),
-        do_fusion=_true_unless_set(message, "do_fusion"),
+        batch_num=check_value("batch_num", batch_num, GLOBAL["batch_num"]),
+        activation_offset=_is_true_or_unset(message, "activation_offset"),
+        do_fusion=_is_true_or_unset(message, "do_fusion"),
         skip_fusion_layers=tuple(refuse_repeats(message.skip_fusion_layers, "skip_fusion_layers")),
-        fakequant_precision_mode=(
-            "FORCE_FP16_QUANT" if message.HasField("fakequant_precision_mode") else None
-        ),
-        tensors=tuple(_tensor(one, common) for one in message.tensor_quantize),
+        fakequant_precision_mode="FORCE_FP16_QUANT" if forces_fp16 else None,
+        tensors=tuple(_read_tensor(part, common) for part in message.tensor_quantize),
         layers=layers,
         notes=tuple(activation_width_notes(lowered)),
     )
@@ -91,9 +101,11 @@ def write_simple_config(config: QuantConfig) -> str:
     message.skip_fusion_layers.extend(config.skip_fusion_layers)
     if config.fakequant_precision_mode:
         message.fakequant_precision_mode = 1
-    for one in config.tensors:
-        given = message.tensor_quantize.add(layer_name=one.layer_name, input_index=one.input_index)
-        _write_activation(given, one.activation)
+    for tensor in config.tensors:
+        entry = message.tensor_quantize.add(
+            layer_name=tensor.layer_name, input_index=tensor.input_index
+        )
+        _write_activation(entry, tensor.activation)
     for name, layer in sorted(config.layers.items()):
         if not layer.quant_enable:
             message.skip_layers.append(name)
@@ -105,123 +117,141 @@ def write_simple_config(config: QuantConfig) -> str:
     return print_text(message)
 
 
-def _true_unless_set(message: Any, name: str) -> bool:
-    return bool(getattr(message, name)) if message.HasField(name) else True
+def _is_true_or_unset(message: Any, field: str) -> bool:
+    return not message.HasField(field) or bool(getattr(message, field))
 
 
-def _kinds(word: str) -> tuple[str, ...]:
+def _op_types(layer_type: str) -> tuple[str, ...]:
     """Return the ONNX op types of a layer type in ONNX's or torch's vocabulary."""
-    if word in TYPES:
-        return (word,)
-    if word in ALIASES:
-        return ALIASES[word]
-    known = [*TYPES, *ALIASES]
+    if layer_type in TYPES:
+        return (layer_type,)
+    if layer_type in ALIASES:
+        return ALIASES[layer_type]
     raise ConfigError(
-        f"layer type {word!r} does not support quantization; {suggest_name(word, known)}"
+        f"layer type {layer_type!r} does not support quantization;"
+        f" {suggest_name(layer_type, [*TYPES, *ALIASES])}"
     )
 
 
-def _skipped(message: Any, graph: LayerGraph) -> set[str]:
-    skipped = set()
-    for name in refuse_repeats(message.skip_layers, "skip_layers"):
+def _read_skipped(message: Any, graph: LayerGraph) -> set[str]:
+    """Return the names of skip_layers, and of the layers of skip_layer_types."""
+    skipped = set(refuse_repeats(message.skip_layers, "skip_layers"))
+    for name in message.skip_layers:
         if name not in graph.layers and name not in graph.float_reasons:
             raise ConfigError(
                 f"layer {name!r} of skip_layers does not exist in the model;"
                 f" {suggest_name(name, list(graph.layers))}"
             )
-        skipped.add(name)
-    words = refuse_repeats(message.skip_layer_types, "skip_layer_types")
-    kinds = {kind for word in words for kind in _kinds(word)}
-    left = {layer.kind for layer in graph.layers.values()} - kinds
-    if kinds and graph.layers and not (left or message.tensor_quantize):
+
+    layer_types = refuse_repeats(message.skip_layer_types, "skip_layer_types")
+    kinds = {kind for layer_type in layer_types for kind in _op_types(layer_type)}
+    of_kinds = {name for name, layer in graph.layers.items() if layer.kind in kinds}
+    is_all_skipped = kinds and graph.layers and len(of_kinds) == len(graph.layers)
+    if is_all_skipped and not message.tensor_quantize:
         raise ConfigError(
-            f"skip_layer_types must leave a type to quantize, got {words}; every layer of the"
+            f"skip_layer_types must leave a type to quantize, got {layer_types}; every layer of the"
             " model is of these types"
         )
-    return skipped | {n for n, layer in graph.layers.items() if layer.kind in kinds}
+    return skipped | of_kinds
 
 
-def _by_type(message: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _read_type_overrides(message: Any) -> dict[str, Any]:
+    """Return op type -> its part of the configuration."""
+    part_by_type: dict[str, Any] = {}
     for override in message.override_layer_types:
-        _complete(override, "layer_type", "override_layer_types")
-        for kind in _kinds(override.layer_type):
-            if kind in found:
+        _require_fields(override, "override_layer_types", "layer_type", "calibration_config")
+        for kind in _op_types(override.layer_type):
+            if kind in part_by_type:
                 raise ConfigError(
                     "override_layer_types must name each type once, got"
                     f" {override.layer_type!r} again"
                 )
-            found[kind] = override.calibration_config
-    return found
+            part_by_type[kind] = override.calibration_config
+    return part_by_type
 
 
-def _by_name(message: Any, graph: LayerGraph) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _read_layer_overrides(message: Any, graph: LayerGraph) -> dict[str, Any]:
+    """Return layer -> its part of the configuration."""
+    part_by_name: dict[str, Any] = {}
     for override in message.override_layer_configs:
-        _complete(override, "layer_name", "override_layer_configs")
+        _require_fields(override, "override_layer_configs", "layer_name", "calibration_config")
         name = override.layer_name
         if name not in graph.configurable_names:
             raise ConfigError(
                 f"layer {name!r} of override_layer_configs {no_layer_reason(name, graph)}"
             )
-        if name in found:
+        if name in part_by_name:
             raise ConfigError(
                 f"override_layer_configs must name each layer once, got {name!r} again"
             )
-        found[name] = override.calibration_config
-    return found
+        part_by_name[name] = override.calibration_config
+    return part_by_name
 
 
-def _complete(override: Any, key: str, where: str, other: str = "calibration_config") -> None:
-    for needed in (key, other):
-        if not override.HasField(needed):
-            raise ConfigError(f"each of {where} must hold {needed}, got one without")
+def _require_fields(message: Any, where: str, *fields: str) -> None:
+    for field in fields:
+        if not message.HasField(field):
+            raise ConfigError(f"each of {where} must hold {field}, got one without")
 
 
-def _merged(parts: list[Any], layer: Layer, common: Any) -> LayerConfig:
-    """Merge messages, strongest first: the first with an algorithm of a group decides the group."""
-    weights = next((part for part in parts if part.WhichOneof("weights")), None)
-    acts = next((part for part in parts if part.WhichOneof("activations")), None)
-    balancer = next((part for part in parts if part.WhichOneof("balancer")), None)
-    act = _activation(acts) if acts is not None else ActivationParams()
-    if not layer.symmetric_only:
-        act = _like_common(act, common) if acts is not None else act
-    elif acts is common:
-        act = replace(act, asymmetric=False)
+def _first_with(parts: Sequence[Any], group: str) -> Any:
+    """Return the first part that names an algorithm of a group, or None."""
+    return next((part for part in parts if part.WhichOneof(group)), None)
+
+
+def _merge_parts(parts: Sequence[Any], layer: Layer, common: Any) -> LayerConfig:
+    """Merge parts, strongest first: the first with an algorithm of a group decides the group."""
+    activation_part = _first_with(parts, "activations")
+    activation = ActivationParams()
+    if activation_part is not None:
+        activation = _read_activation(activation_part)
+        if not layer.symmetric_only:
+            activation = _inherit_asymmetric(activation, common)
+        elif activation_part is common:
+            activation = replace(activation, asymmetric=False)
+
+    balancer_part = _first_with(parts, "balancer")
     strength = None
-    if balancer is not None and not (balancer is common and not layer.weight):
-        dmq = balancer.dmq_balancer
-        given = _decimal(dmq.migration_strength) if dmq.HasField("migration_strength") else 0.5
-        strength = check_simple_keys({"dmq_balancer_param": given}, weight=False)[
-            "dmq_balancer_param"
-        ]
-    weight = _weight(weights) if weights is not None else WeightParams()
-    if weights is common and weight.wts_algo == "ada_quantize" and not layer.can_use_adaround:
+    if balancer_part is not None and (layer.weight or balancer_part is not common):
+        balancer = balancer_part.dmq_balancer
+        strength = 0.5
+        if balancer.HasField("migration_strength"):
+            strength = _decimal(balancer.migration_strength)
+        check_value("dmq_balancer_param", strength, LAYER["dmq_balancer_param"])
+
+    weight_part = _first_with(parts, "weights")
+    weight = WeightParams() if weight_part is None else _read_weight(weight_part)
+    is_adaround = weight.wts_algo == "ada_quantize"
+    if weight_part is common and is_adaround and not layer.can_use_adaround:
         weight = WeightParams()
-    return LayerConfig(activation=act, weight=weight, dmq_balancer_param=strength)
+    return LayerConfig(activation=activation, weight=weight, dmq_balancer_param=strength)
 
 
-def _tensor(part: Any, common: Any) -> TensorConfig:
+def _read_tensor(part: Any, common: Any) -> TensorConfig:
     """Return one tensor_quantize entry; its default algorithm is IFMR, as in AMCT."""
-    _complete(part, "layer_name", "tensor_quantize", "input_index")
-    try:
-        chosen = _activation(part) if part.WhichOneof("activations") else ActivationParams()
-    except ConfigError as error:
-        raise ConfigError(f"{error} (in tensor_quantize of {part.layer_name!r})") from None
+    _require_fields(part, "tensor_quantize", "layer_name", "input_index")
+    activation = ActivationParams()
+    if part.WhichOneof("activations"):
+        try:
+            activation = _read_activation(part)
+        except ConfigError as error:
+            raise ConfigError(f"{error} (in tensor_quantize of {part.layer_name!r})") from None
     return TensorConfig(
         layer_name=part.layer_name,
         input_index=part.input_index,
-        activation=_like_common(chosen, common),
+        activation=_inherit_asymmetric(activation, common),
     )
 
 
-def _like_common(act: ActivationParams, common: Any) -> ActivationParams:
+def _inherit_asymmetric(activation: ActivationParams, common: Any) -> ActivationParams:
     """Inherit `asymmetric` from common_config if unset and both have the same algorithm."""
-    if act.asymmetric is not None or common is None or not common.WhichOneof("activations"):
-        return act
-    shared = _activation(common)
-    same = shared.act_algo == act.act_algo
-    return replace(act, asymmetric=shared.asymmetric) if same else act
+    has_common = common is not None and common.WhichOneof("activations")
+    if activation.asymmetric is not None or not has_common:
+        return activation
+    common_activation = _read_activation(common)
+    if common_activation.act_algo != activation.act_algo:
+        return activation
+    return replace(activation, asymmetric=common_activation.asymmetric)
 
 
 def _decimal(value: float) -> float:
@@ -229,73 +259,75 @@ def _decimal(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _set_fields(message: Any) -> dict[str, Any]:
-    found = {}
+def _read_fields(message: Any) -> dict[str, Any]:
+    """Return the fields that are set."""
+    fields = {}
     for descriptor, value in message.ListFields():
-        found[descriptor.name] = _decimal(value) if isinstance(value, float) else value
-    return found
+        fields[descriptor.name] = _decimal(value) if isinstance(value, float) else value
+    return fields
 
 
-def _range(given: dict[str, Any], key: str, default: tuple[float, float]) -> dict[str, list[float]]:
-    """Return the key of a range whose ends are keys of their own here; {} without an end."""
-    ends = [given.pop(f"{key}_{end}", None) for end in ("start", "end")]
-    if ends == [None, None]:
-        return {}
-    return {key: [one if end is None else end for end, one in zip(ends, default, strict=True)]}
+def _join_range(fields: dict[str, Any], key: str, default: tuple[float, float]) -> None:
+    """Replace the fields of a range's start and end by one; an end that is unset has a default."""
+    start, end = fields.pop(f"{key}_start", None), fields.pop(f"{key}_end", None)
+    if start is not None or end is not None:
+        fields[key] = [
+            default[0] if start is None else start,
+            default[1] if end is None else end,
+        ]
 
 
-def _activation(part: Any) -> ActivationParams:
-    algo = part.WhichOneof("activations")
-    given = _set_fields(getattr(part, algo))
-    keys: dict[str, Any] = {"act_algo": "ifmr" if algo == "ifmr_quantize" else "hfmg"}
-    if "dst_type" in given:
-        keys["num_bits"] = _BITS[given.pop("dst_type")]
-    keys |= _range(given, "search_range", ActivationParams().search_range)
-    return activation_from(check_simple_keys({**given, **keys}, weight=False))
+def _read_activation(part: Any) -> ActivationParams:
+    algorithm = part.WhichOneof("activations")
+    fields = _read_fields(getattr(part, algorithm))
+    fields["act_algo"] = "ifmr" if algorithm == "ifmr_quantize" else "hfmg"
+    if "dst_type" in fields:
+        fields["num_bits"] = _BITS_BY_TYPE[fields.pop("dst_type")]
+    _join_range(fields, "search_range", ActivationParams().search_range)
+    return activation_from(check_values(fields, ACTIVATION))
 
 
-def _weight(part: Any) -> WeightParams:
-    algo = part.WhichOneof("weights")
-    given = _set_fields(getattr(part, algo))
-    keys: dict[str, Any] = {"wts_algo": algo}
-    if "quant_bits" in given:
-        keys["num_bits"] = given.pop("quant_bits")
-    keys |= _range(given, "beta_range", WeightParams().beta_range)
-    return weight_from(check_simple_keys({**given, **keys}, weight=True))
+def _read_weight(part: Any) -> WeightParams:
+    algorithm = part.WhichOneof("weights")
+    fields = _read_fields(getattr(part, algorithm))
+    fields["wts_algo"] = algorithm
+    if "quant_bits" in fields:
+        fields["num_bits"] = fields.pop("quant_bits")
+    _join_range(fields, "beta_range", WeightParams().beta_range)
+    return weight_from(check_values(fields, WEIGHT))
 
 
 def _write_weight(entry: Any, weight: WeightParams) -> None:
     if weight.wts_algo == "arq_quantize":
-        entry.arq_quantize.SetInParent()
+        algorithm = entry.arq_quantize
+        algorithm.SetInParent()
         if weight.num_bits != 8:
-            entry.arq_quantize.quant_bits = weight.num_bits
-        if weight.channel_wise is not None:
-            entry.arq_quantize.channel_wise = weight.channel_wise
-        return
-    ada = entry.ada_quantize
-    ada.num_iteration, ada.reg_param = weight.num_iteration, weight.reg_param
-    ada.beta_range_start, ada.beta_range_end = weight.beta_range
-    ada.warm_start = weight.warm_start
-    if weight.channel_wise is not None:
-        ada.channel_wise = weight.channel_wise
-
-
-def _write_activation(entry: Any, act: ActivationParams) -> None:
-    if act.act_algo == "ifmr":
-        target = entry.ifmr_quantize
-        target.search_range_start, target.search_range_end = act.search_range
-        for name in ("search_step", "max_percentile", "min_percentile"):
-            setattr(target, name, getattr(act, name))
+            algorithm.quant_bits = weight.num_bits
     else:
-        target = entry.hfmg_quantize
-        target.num_of_bins = act.num_of_bins
-    if act.asymmetric is not None:
-        target.asymmetric = act.asymmetric
-    numbers = {bits: number for number, bits in _BITS.items()}
-    if act.num_bits not in numbers:
+        algorithm = entry.ada_quantize
+        algorithm.num_iteration, algorithm.reg_param = weight.num_iteration, weight.reg_param
+        algorithm.beta_range_start, algorithm.beta_range_end = weight.beta_range
+        algorithm.warm_start = weight.warm_start
+    if weight.channel_wise is not None:
+        algorithm.channel_wise = weight.channel_wise
+
+
+def _write_activation(entry: Any, activation: ActivationParams) -> None:
+    if activation.num_bits not in _BITS_BY_TYPE.values():
         raise ConfigError(
-            f"a simplified configuration has 8 or 16-bit activations, got {act.num_bits} bits;"
-            " write JSON"
+            "a simplified configuration has 8 or 16-bit activations, got"
+            f" {activation.num_bits} bits; write JSON"
         )
-    if act.num_bits != 8:
-        target.dst_type = numbers[act.num_bits]
+    if activation.act_algo == "ifmr":
+        algorithm = entry.ifmr_quantize
+        algorithm.search_range_start, algorithm.search_range_end = activation.search_range
+        algorithm.search_step = activation.search_step
+        algorithm.max_percentile = activation.max_percentile
+        algorithm.min_percentile = activation.min_percentile
+    else:
+        algorithm = entry.hfmg_quantize
+        algorithm.num_of_bins = activation.num_of_bins
+    if activation.asymmetric is not None:
+        algorithm.asymmetric = activation.asymmetric
+    if activation.num_bits == 16:  # a type that is unset is INT8
+        algorithm.dst_type = _TYPE_INT16
