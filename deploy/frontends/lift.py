@@ -26,9 +26,9 @@ Source: ONNX operator DequantizeLinear-21.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,21 +62,23 @@ from deploy.graph.index import (
     opset_of,
 )
 from deploy.graph.opset_forms import (
-    CannotLower,
     OpsetScope,
-    changed_forms,
+    change_form,
     complete_resize,
+    find_upgrades,
     rewrite_nodes,
 )
+from deploy.graph.rewrite import CannotRewrite, Nodes
 
 TARGET_OPSET = 13
 _TRAINED = ("BatchNormalization", "Dropout")  # outputs from the second on count in training alone
 
-_INVALID = (ArithmeticError, LookupError, TypeError, ValueError)  # of attributes that do not fit
+# errors of a form: it has none, or attributes of the node that do not fit
+_FORM_ERRORS = (CannotRewrite, ArithmeticError, LookupError, TypeError, ValueError)
 
 
 def lift_opset(
-    model: onnx.ModelProto, behind: CutOffNodes | None = None
+    model: onnx.ModelProto, cut_off: CutOffNodes | None = None
 ) -> tuple[CutOffNodes | None, str | None]:
     """Bring a model of opset 7 to 12 to opset 13, in place, and the nodes cut off from it.
 
@@ -84,27 +86,28 @@ def lift_opset(
 
     Args:
         model: valid, with inferred types.
-        behind: the nodes that were cut off.
+        cut_off: the nodes that were cut off.
 
     Returns:
-        `behind`, lifted, and a note; the note is None if there was nothing to lift.
+        `cut_off`, lifted, and a note; the note is None if there was nothing to lift.
 
     Raises:
         ModelError: a node has no form in opset 13 that computes the same.
     """
     opset = opset_of(model)
     if opset >= TARGET_OPSET:
-        return behind, None
-    rest = onnx.ModelProto()
-    if behind is not None:
-        rest.graph.node.extend(behind.nodes)
-        rest.graph.initializer.extend(behind.constants)
-        rest.graph.output.extend(behind.outputs)
-        rest.opset_import.extend(behind.opsets)
-    _lift((model, rest), TARGET_OPSET)
-    if behind is not None:
-        behind = replace(behind, nodes=tuple(rest.graph.node), opsets=tuple(rest.opset_import))
-    return behind, f"Lifted from opset {opset} to {TARGET_OPSET}, which per-channel scales need."
+        return cut_off, None
+    cut_off_model = onnx.ModelProto()
+    if cut_off is not None:
+        cut_off_model.graph.node.extend(cut_off.nodes)
+        cut_off_model.graph.initializer.extend(cut_off.constants)
+        cut_off_model.graph.output.extend(cut_off.outputs)
+        cut_off_model.opset_import.extend(cut_off.opsets)
+    _lift((model, cut_off_model), TARGET_OPSET)
+    if cut_off is not None:
+        nodes, opsets = tuple(cut_off_model.graph.node), tuple(cut_off_model.opset_import)
+        cut_off = replace(cut_off, nodes=nodes, opsets=opsets)
+    return cut_off, f"Lifted from opset {opset} to {TARGET_OPSET}, which per-channel scales need."
 
 
 def raise_opset(model: onnx.ModelProto, opset: int) -> None:
@@ -119,35 +122,30 @@ def raise_opset(model: onnx.ModelProto, opset: int) -> None:
 def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
     """Bring the parts of one model to `opset`; no new tensor has a name that one of them holds."""
     graphs = [graph for part in parts for graph in all_graphs(part.graph)]
-    taken = {name for graph in graphs for name in tensor_names(graph)}
-    read = {name for graph in graphs for name in find_read_tensors(graph)}
-
-    def lifted(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-        rules = (
-            []
-            if node.domain
-            else changed_forms(node.op_type, places.source_opset, places.target_opset)
-        )
-        if not rules:
-            return [node]
-        made = [copy_message(node)]
-        if node.op_type in _TRAINED and read.isdisjoint(node.output[1:]):
-            del made[0].output[1:]
-        try:
-            for rule in rules:
-                made = [*made[:-1], *rule(made[-1], places)]
-        except (CannotLower, *_INVALID) as error:
-            why = str(error) if isinstance(error, CannotLower) else "it is no valid node"
-            raise ModelError(
-                f"a model of opset {places.source_opset} is brought to {places.target_opset}, got"
-                f" {node.op_type} '{node.name}', which has no form there: {why};"
-                f" export the model with opset {places.target_opset} or later"
-            ) from error
-        return made
-
+    names = {name for graph in graphs for name in tensor_names(graph)}
+    read_tensors = {name for graph in graphs for name in find_read_tensors(graph)}
     for part in parts:
-        rewrite_nodes(part.graph, OpsetScope(opset_of(part), opset, taken), lifted)
+        scope = OpsetScope(opset_of(part), opset, names)
+        rewrite_nodes(part.graph, scope, partial(_lift_node, read_tensors=read_tensors))
         set_opset(part, opset)
+
+
+def _lift_node(node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: Collection[str]) -> Nodes:
+    changes = find_upgrades(node, scope.source_opset, scope.target_opset)
+    if not changes:
+        return [node]
+    lifted = copy_message(node)
+    if node.op_type in _TRAINED and not any(name in read_tensors for name in node.output[1:]):
+        del lifted.output[1:]
+    try:
+        return change_form(lifted, changes, scope)
+    except _FORM_ERRORS as error:
+        reason = str(error) if isinstance(error, CannotRewrite) else "it is no valid node"
+        raise ModelError(
+            f"a model of opset {scope.source_opset} is brought to {scope.target_opset}, got"
+            f" {node.op_type} '{node.name}', which has no form there: {reason};"
+            f" export the model with opset {scope.target_opset} or later"
+        ) from error
 
 
 def complete_resizes(model: onnx.ModelProto) -> str | None:
@@ -156,25 +154,35 @@ def complete_resizes(model: onnx.ModelProto) -> str | None:
     ONNX Runtime 1.32 transposes the input of such a node beside int8 layers, and not its sizes
     (onnxruntime#28788). A Resize whose sizes cannot be computed stays.
     """
-    done: list[str] = []
+    resizes = [node for node in all_nodes(model.graph) if node.op_type == "Resize"]
+    if not resizes:
+        return None
+    opset = opset_of(model)
+    names = {name for body in all_graphs(model.graph) for name in tensor_names(body)}
+    completed: list[str] = []
+    scope = OpsetScope(opset, opset, names)
+    rewrite_nodes(model.graph, scope, partial(_complete_resize_node, completed=completed))
+    return f"Wrote {len(completed)} Resize of some axes over all axes." if completed else None
 
-    def completed(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-        if node.op_type == "Resize" and not node.domain:
-            with suppress(CannotLower, *_INVALID):  # ONNX Runtime says what is wrong with it
-                made = complete_resize(copy_message(node), places)
-                if len(made) > 1:
-                    done.append(node.name)
-                    return made
+
+def _complete_resize_node(
+    node: onnx.NodeProto, scope: OpsetScope, *, completed: list[str]
+) -> Nodes:
+    if node.op_type != "Resize" or node.domain:
         return [node]
-
-    if any(node.op_type == "Resize" for node in all_nodes(model.graph)):
-        taken = {name for body in all_graphs(model.graph) for name in tensor_names(body)}
-        rewrite_nodes(model.graph, OpsetScope(opset_of(model), opset_of(model), taken), completed)
-    return f"Wrote {len(done)} Resize of some axes over all axes." if done else None
+    try:
+        nodes = complete_resize(copy_message(node), scope)
+    except _FORM_ERRORS:  # ONNX Runtime says what is wrong with it
+        return [node]
+    if len(nodes) == 1:
+        return [node]
+    completed.append(node.name)
+    return nodes
 
 
 _FLOAT, _HALF = 1, 10  # onnx.TensorProto
-_TYPED = {"to", "dtype"}  # attributes that hold an element type
+_TYPE_ATTRIBUTES = {"to", "dtype"}  # they hold an element type
+_END = "float16 end"  # doc_string of the casts to float16 outputs, also in the written files
 
 
 def widen_to_float32(model: onnx.ModelProto) -> str | None:
@@ -184,35 +192,47 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
         ModelError: the weights would not fit into one protobuf message any more.
     """
     graph = model.graph
-    ends = [v.name for v in (*graph.input, *graph.output) if _is_half(v)]
-    typed = (a for node in all_nodes(graph) for a in node.attribute if a.name in _TYPED)
-    if not (ends or any(a.i == _HALF for a in typed) or any(True for _ in _halves(graph))):
+    half_ends = [value.name for value in (*graph.input, *graph.output) if _is_half(value)]
+    half_attributes = list(_half_type_attributes(graph))
+    half_tensors = [tensor for tensor in all_tensors(graph) if tensor.data_type == _HALF]
+    if not (half_ends or half_attributes or half_tensors):
         return None
-    size = model.ByteSize() + sum(2 * math.prod(tensor.dims) for tensor in _halves(graph))
+
+    size = model.ByteSize() + sum(2 * math.prod(tensor.dims) for tensor in half_tensors)
     if size > MESSAGE_LIMIT:
         raise ModelError(
             "a float16 model must be below 2 GB in float32, in which calib8 calibrates it, got"
             f" {size / 2**30:.1f} GB; calib8 writes a model as one protobuf message, which holds no"
             " more: build parts of the model"
         )
-    _insert_casts(graph)
-    for tensor in _halves(graph):
-        name = tensor.name
-        tensor.CopyFrom(numpy_helper.from_array(to_array(tensor).astype(np.float32), name))
-    for node in all_nodes(graph):
-        is_end_cast = node.op_type == "Cast" and node.doc_string == _END
-        for attribute in node.attribute:
-            if attribute.name in _TYPED and attribute.i == _HALF and not is_end_cast:
-                attribute.i = _FLOAT
+    for attribute in half_attributes:
+        attribute.i = _FLOAT
+    for tensor in half_tensors:
+        values = to_array(tensor).astype(np.float32)
+        tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     for body in all_graphs(graph):
-        declared = [*body.value_info, *(() if body is graph else (*body.input, *body.output))]
-        for value in filter(_is_half, declared):
+        inner_values = list(body.value_info)
+        if body is not graph:
+            inner_values += [*body.input, *body.output]
+        for value in filter(_is_half, inner_values):
             value.type.tensor_type.elem_type = _FLOAT
-    kept = f"; {', '.join(ends)} {'is' if len(ends) == 1 else 'are'} float16 as before" * bool(ends)
-    return (
-        "Computes in float32 what the file computes in float16; the float32 model is the"
-        f" reference{kept}."
+    _insert_casts(graph)
+
+    note = (
+        "Computes in float32 what the file computes in float16; the float32 model is the reference"
     )
+    if not half_ends:
+        return f"{note}."
+    verb = "is" if len(half_ends) == 1 else "are"
+    return f"{note}; {', '.join(half_ends)} {verb} float16 as before."
+
+
+def _half_type_attributes(graph: onnx.GraphProto) -> Iterator[onnx.AttributeProto]:
+    """Yield the attributes that say float16, such as that of a Cast, in subgraphs too."""
+    for node in all_nodes(graph):
+        for attribute in node.attribute:
+            if attribute.name in _TYPE_ATTRIBUTES and attribute.i == _HALF:
+                yield attribute
 
 
 def drop_casts(graph: onnx.GraphProto, types: dict[str, int]) -> int:
@@ -226,41 +246,35 @@ def drop_casts(graph: onnx.GraphProto, types: dict[str, int]) -> int:
         types: tensor -> its element type.
     """
 
-    def idle(node: onnx.NodeProto) -> bool:
-        present = types.get(node.input[0]) if node.op_type == "Cast" else None
-        return bool(present) and attributes(node).get("to") == present
+    def keeps_type(node: onnx.NodeProto) -> bool:
+        dtype = types.get(node.input[0]) if node.op_type == "Cast" else None
+        return bool(dtype) and attributes(node).get("to") == dtype
 
-    return bypass(graph, idle)
-
-
-_END = "float16 end"  # doc_string of the casts at the ends, while they are inserted
+    return bypass(graph, keeps_type)
 
 
 def _insert_casts(graph: onnx.GraphProto) -> None:
-    taken = {name for node in graph.node for name in (*node.input, *node.output)}
-    taken |= {value.name for value in graph.input}
-    made = {name for node in graph.node for name in node.output}
+    """Cast float16 inputs to float32, and the float32 results of float16 outputs back."""
+    names = {name for node in graph.node for name in (*node.input, *node.output)}
+    names |= {value.name for value in graph.input}
+    produced = {name for node in graph.node for name in node.output}
     new_name: dict[str, str] = {}
-    first, last = [], []
+    input_casts, output_casts = [], []
     for value in filter(_is_half, graph.input):
-        inner = new_name[value.name] = unique_name(f"{value.name}_float32", taken)
-        first.append(helper.make_node("Cast", [value.name], [inner], inner, to=_FLOAT))
+        inner = new_name[value.name] = unique_name(f"{value.name}_float32", names)
+        input_casts.append(helper.make_node("Cast", [value.name], [inner], inner, to=_FLOAT))
     for value in filter(_is_half, graph.output):
-        if value.name in made:
-            inner = new_name[value.name] = unique_name(f"{value.name}_float32", taken)
-            last.append(helper.make_node("Cast", [inner], [value.name], value.name, _END, to=_HALF))
+        if value.name in produced:
+            inner = new_name[value.name] = unique_name(f"{value.name}_float32", names)
+            cast = helper.make_node("Cast", [inner], [value.name], value.name, _END, to=_HALF)
+            output_casts.append(cast)
     nodes = list(graph.node)
     rename_tensors(nodes, new_name)
-    replace_nodes(graph, [*first, *nodes, *last])
+    replace_nodes(graph, [*input_casts, *nodes, *output_casts])
 
 
 def _is_half(value: onnx.ValueInfoProto) -> bool:
     return bool(value.type.tensor_type.elem_type == _HALF)
-
-
-def _halves(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """Yield every float16 constant, also in subgraphs and attributes."""
-    return (tensor for tensor in all_tensors(graph) if tensor.data_type == _HALF)
 
 
 _DEQUANTIZE = "DequantizeLinear"
@@ -268,6 +282,9 @@ _DEQUANTIZE = "DequantizeLinear"
 
 def restore_float_weights(model: onnx.ModelProto) -> str | None:
     """Make weights float if nothing else in the model is quantized, in place; return a note.
+
+    The model stays as it is if a node quantizes, if an activation or a tensor of a subgraph is
+    dequantized, or if a dequantized weight is an output.
 
     Raises:
         ModelError: a constant's bytes do not fit its shape and type.
@@ -284,12 +301,14 @@ def restore_float_weights(model: onnx.ModelProto) -> str | None:
         if values is None or node.output[0] in graph.outputs:
             return None
         weights.append(numpy_helper.from_array(values, node.output[0]))
+
     model.graph.initializer.extend(weights)
     rebuild(model.graph, [node for node in graph.nodes if node.op_type != _DEQUANTIZE])
-    read = find_read_tensors(model.graph)  # a weight may still be listed as an input
-    replace_field(model.graph.input, [value for value in model.graph.input if value.name in read])
-    count = f"{len(weights)} weight{'s' * (len(weights) > 1)}"
-    return f"Converted {count} from stored integers to float."
+    read_tensors = find_read_tensors(model.graph)  # a weight may still be listed as an input
+    inputs = [value for value in model.graph.input if value.name in read_tensors]
+    replace_field(model.graph.input, inputs)
+    noun = "weight" if len(weights) == 1 else "weights"
+    return f"Converted {len(weights)} {noun} from stored integers to float."
 
 
 def dequantize_constant(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | None:
@@ -297,33 +316,38 @@ def dequantize_constant(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | No
     names = [name for name in node.input if name]
     if not 2 <= len(names) <= 3 or any(name not in graph.constants for name in names):
         return None
-    arrays = [to_array(graph.constants[name]) for name in names]
-    codes, scale = arrays[0], arrays[1]
+    codes, scale, *zero_points = (to_array(graph.constants[name]) for name in names)
     if "int" not in codes.dtype.name or not np.issubdtype(scale.dtype, np.floating):
         return None
+
     attrs = attributes(node)
-    axis, block = int(attrs.get("axis", 1)), int(attrs.get("block_size", 0))
-    broadcasts = (_broadcast(one, codes.shape, axis, block) for one in arrays[1:])
-    grid = [one for one in broadcasts if one is not None]
-    if len(grid) < len(arrays) - 1:
-        return None
-    zero = grid[1].astype(np.int64) if len(grid) > 1 else 0
-    offsets = (codes.astype(np.int64) - zero).astype(np.float32)
+    axis, block_size = int(attrs.get("axis", 1)), int(attrs.get("block_size", 0))
+    grid = []
+    for values in (scale, *zero_points):
+        broadcast = _broadcast(values, codes.shape, axis, block_size)
+        if broadcast is None:
+            return None
+        grid.append(broadcast)
+    zero_point = grid[1].astype(np.int64) if zero_points else 0
+    offsets = (codes.astype(np.int64) - zero_point).astype(np.float32)
     return np.asarray(offsets * grid[0].astype(np.float32), scale.dtype)
 
 
 def _broadcast(
-    values: NDArray[Any], shape: tuple[int, ...], axis: int, block: int
+    values: NDArray[Any], shape: tuple[int, ...], axis: int, block_size: int
 ) -> NDArray[Any] | None:
     """Broadcast scales or zero points to the shape of the weights; None if they do not fit."""
     if values.size == 1:
         return values.reshape(())
     if not -len(shape) <= axis < len(shape):
         return None
-    if block and values.ndim == len(shape):
-        values = np.repeat(values, block, axis=axis)
-        values = np.take(values, range(min(shape[axis], values.shape[axis])), axis=axis)
-        return values if values.shape == shape else None
+    if block_size and values.ndim == len(shape):
+        repeated = np.repeat(values, block_size, axis=axis)
+        size = min(shape[axis], repeated.shape[axis])
+        repeated = np.take(repeated, range(size), axis=axis)
+        return repeated if repeated.shape == shape else None
     if values.ndim != 1 or values.size != shape[axis]:
         return None
-    return values.reshape([-1 if at == axis % len(shape) else 1 for at in range(len(shape))])
+    channel_shape = [1] * len(shape)
+    channel_shape[axis] = -1
+    return values.reshape(channel_shape)

@@ -28,7 +28,7 @@ from deploy.graph.edit import (
 )
 from deploy.graph.index import Graph, all_nodes, iter_reads, nested_nodes, opset_of, subgraphs
 from deploy.graph.lowering import is_standard
-from deploy.graph.opset_forms import changed_forms
+from deploy.graph.opset_forms import find_upgrades
 from deploy.graph.plan import FLOAT32, Decision
 
 _KNOWN = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")
@@ -117,7 +117,7 @@ class CutOffNodes:
     def _refuse_opset(self, opset: int) -> None:
         own_opset = max((o.version for o in self.opsets if o.domain in _KNOWN[:2]), default=0)
         inner = [one for node in self.nodes for one in nested_nodes(node) if not one.domain]
-        other = sorted({n.op_type for n in inner if changed_forms(n.op_type, own_opset, opset)})
+        other = sorted({n.op_type for n in inner if find_upgrades(n, own_opset, opset)})
         if other:
             raise ExportError(
                 f"nodes after {self.first_unknown.op_type}, which ONNX Runtime does not know, are"

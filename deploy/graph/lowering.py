@@ -37,18 +37,20 @@ from deploy.graph.edit import (
     drop_dead,
     infer_types,
     name_nodes,
+    replace_field,
     replace_nodes,
     set_opset,
 )
 from deploy.graph.index import all_nodes, attributes, opset_of
 from deploy.graph.opset_forms import (
-    DOWNGRADES,
-    CannotLower,
     OpsetScope,
+    change_form,
     drop_new_attributes,
+    find_downgrades,
     make_constant_node,
     rewrite_nodes,
 )
+from deploy.graph.rewrite import CannotRewrite, Nodes
 
 _FLOAT = 1  # onnx.TensorProto
 OLDEST, NEWEST = 13, 25  # opsets whose operator changes are handled here
@@ -57,36 +59,38 @@ _DEFAULT = ("", "ai.onnx")
 _OTHER_MEANING = {"DFT": 20, "GroupNormalization": 21, "RoiAlign": 16}
 
 
-class _Decomposition:
-    """Builder of the nodes that replace one node, with the opsets and tensors in scope."""
+class _NodeBuilder:
+    """Builds the nodes that replace one node; knows the opsets and tensors in scope."""
 
-    def __init__(self, node: onnx.NodeProto, places: OpsetScope) -> None:
+    def __init__(self, node: onnx.NodeProto, scope: OpsetScope) -> None:
         if len(node.output) != 1:
-            raise CannotLower("it has more than one output")
-        self.node, self.places, self.given = node, places, attributes(node)
-        self.nodes: list[onnx.NodeProto] = []
+            raise CannotRewrite("it has more than one output")
+        self.node, self.scope = node, scope
+        self.attrs = attributes(node)
+        self.source = str(node.input[0])
+        self.nodes: Nodes = []
 
-    @property
-    def source(self) -> str:
-        return str(self.node.input[0])
-
-    def add(self, op_type: str, *inputs: str, given: Mapping[str, Any] | None = None) -> str:
+    def add(self, op_type: str, *inputs: str, **attrs: Any) -> str:
         """Append a node; return the name of its output."""
         name = f"{self.node.output[0]}/{op_type}_{len(self.nodes)}"
-        node = helper.make_node(op_type, inputs, [name], f"{self.node.name}/{name}", **given or {})
+        node = helper.make_node(op_type, inputs, [name], f"{self.node.name}/{name}", **attrs)
         self.nodes.append(node)
         return name
 
-    def number(self, value: float) -> str:
+    def scalar(self, value: float) -> str:
         """Append a scalar constant of the first input's type; return its name."""
         return self.floats(np.array(value))
 
     def floats(self, values: NDArray[np.float64]) -> str:
         """Append a constant of the first input's type; return its name."""
-        kind = helper.tensor_dtype_to_np_dtype(self.places.dtype(self.source))
-        return self.held(values.astype(kind))
+        dtype = helper.tensor_dtype_to_np_dtype(self.scope.dtype(self.source))
+        return self.constant(values.astype(dtype))
 
-    def held(self, values: NDArray[np.generic]) -> str:
+    def integers(self, values: Sequence[int]) -> str:
+        """Append a constant of int64, such as a shape; return its name."""
+        return self.constant(np.array(values, np.int64))
+
+    def constant(self, values: NDArray[np.generic]) -> str:
         """Append a constant; return its name."""
         name = f"{self.node.output[0]}/constant_{len(self.nodes)}"
         self.nodes.append(make_constant_node(name, values))
@@ -94,115 +98,129 @@ class _Decomposition:
 
     def mean(self, name: str, axes: Sequence[int]) -> str:
         """Append a mean over axes, which stay with size 1; return its name."""
-        if self.places.target_opset >= 18:
-            return self.add("ReduceMean", name, self.held(np.array(axes, np.int64)))
-        return self.add("ReduceMean", name, given={"axes": axes})
+        if self.scope.target_opset >= 18:
+            return self.add("ReduceMean", name, self.integers(axes))
+        return self.add("ReduceMean", name, axes=axes)
 
-    def done(self) -> list[onnx.NodeProto]:
+    def finish(self) -> Nodes:
         """Return the nodes; the last one gets the name and output of the replaced node."""
         self.nodes[-1].name = self.node.name
         self.nodes[-1].output[0] = self.node.output[0]
         return self.nodes
 
 
-def _hard_swish(made: _Decomposition) -> None:
-    gate = made.add("HardSigmoid", made.source, given={"alpha": 1 / 6, "beta": 0.5})
-    made.add("Mul", made.source, gate)
+def _write_hard_swish(builder: _NodeBuilder) -> None:
+    gate = builder.add("HardSigmoid", builder.source, alpha=1 / 6, beta=0.5)
+    builder.add("Mul", builder.source, gate)
 
 
-def _mish(made: _Decomposition) -> None:
-    made.add("Mul", made.source, made.add("Tanh", made.add("Softplus", made.source)))
+def _write_mish(builder: _NodeBuilder) -> None:
+    softplus = builder.add("Softplus", builder.source)
+    builder.add("Mul", builder.source, builder.add("Tanh", softplus))
 
 
-def _swish(made: _Decomposition) -> None:
-    scaled, alpha = made.source, made.given.get("alpha", 1.0)
+def _write_swish(builder: _NodeBuilder) -> None:
+    scaled, alpha = builder.source, builder.attrs.get("alpha", 1.0)
     if alpha != 1.0:
-        scaled = made.add("Mul", made.source, made.number(alpha))
-    made.add("Mul", made.source, made.add("Sigmoid", scaled))
+        scaled = builder.add("Mul", builder.source, builder.scalar(alpha))
+    builder.add("Mul", builder.source, builder.add("Sigmoid", scaled))
 
 
-def _gelu(made: _Decomposition) -> None:
-    x = made.source
-    if made.given.get("approximate", b"none") == b"tanh":
-        cube = made.add("Mul", made.add("Mul", made.add("Mul", x, x), x), made.number(0.044715))
-        inner = made.add("Mul", made.add("Add", x, cube), made.number(math.sqrt(2 / math.pi)))
-        curve = made.add("Tanh", inner)
+def _write_gelu(builder: _NodeBuilder) -> None:
+    x = builder.source
+    if builder.attrs.get("approximate", b"none") == b"tanh":
+        cube = builder.add("Mul", builder.add("Mul", x, x), x)
+        cubic_term = builder.add("Mul", cube, builder.scalar(0.044715))
+        polynomial = builder.add("Add", x, cubic_term)
+        factor = builder.scalar(math.sqrt(2 / math.pi))
+        curve = builder.add("Tanh", builder.add("Mul", polynomial, factor))
     else:
-        curve = made.add("Erf", made.add("Div", x, made.number(math.sqrt(2))))
-    made.add("Mul", made.add("Mul", x, made.add("Add", curve, made.number(1))), made.number(0.5))
+        curve = builder.add("Erf", builder.add("Div", x, builder.scalar(math.sqrt(2))))
+    gate = builder.add("Add", curve, builder.scalar(1))
+    product = builder.add("Mul", x, gate)
+    builder.add("Mul", product, builder.scalar(0.5))
 
 
-def _cast_like(made: _Decomposition) -> None:
-    if made.given.get("saturate", 1) != 1 or made.given.get("round_mode", b"up") != b"up":
-        raise CannotLower("it has saturate or round_mode other than the default")
-    made.add("Cast", made.source, given={"to": made.places.dtype(made.node.input[1])})
+def _write_cast_like(builder: _NodeBuilder) -> None:
+    attrs = builder.attrs
+    if attrs.get("saturate", 1) != 1 or attrs.get("round_mode", b"up") != b"up":
+        raise CannotRewrite("it has saturate or round_mode other than the default")
+    builder.add("Cast", builder.source, to=builder.scope.dtype(builder.node.input[1]))
 
 
-def _layer_norm(made: _Decomposition) -> None:
-    axes = _last_axes(made)
-    centred = made.add("Sub", made.source, made.mean(made.source, axes))
-    _scaled(made, _over_deviation(made, centred, axes))
+def _write_layer_norm(builder: _NodeBuilder) -> None:
+    axes = _find_norm_axes(builder)
+    centred = builder.add("Sub", builder.source, builder.mean(builder.source, axes))
+    _write_scale_and_bias(builder, _divide_by_deviation(builder, centred, axes))
 
 
-def _rms_norm(made: _Decomposition) -> None:
-    _scaled(made, _over_deviation(made, made.source, _last_axes(made)))
+def _write_rms_norm(builder: _NodeBuilder) -> None:
+    axes = _find_norm_axes(builder)
+    _write_scale_and_bias(builder, _divide_by_deviation(builder, builder.source, axes))
 
 
-def _last_axes(made: _Decomposition) -> list[int]:
+def _find_norm_axes(builder: _NodeBuilder) -> list[int]:
     """Return the axes that a norm reduces, as negative numbers."""
-    _refuse_sums(made)
-    axis = made.given.get("axis", -1)
+    _refuse_half_sums(builder)
+    axis = builder.attrs.get("axis", -1)
     if axis >= 0:
-        axis -= len(made.places.shape(made.source))
+        axis -= len(builder.scope.shape(builder.source))
     return list(range(axis, 0))
 
 
-def _over_deviation(made: _Decomposition, centred: str, axes: Sequence[int]) -> str:
-    variance = made.mean(made.add("Pow", centred, made.number(2)), axes)
-    safe = made.add("Add", variance, made.number(made.given.get("epsilon", 1e-5)))
-    return made.add("Div", centred, made.add("Sqrt", safe))
+def _divide_by_deviation(builder: _NodeBuilder, centred: str, axes: Sequence[int]) -> str:
+    squares = builder.add("Pow", centred, builder.scalar(2))
+    variance = builder.mean(squares, axes)
+    epsilon = builder.scalar(builder.attrs.get("epsilon", 1e-5))
+    positive_variance = builder.add("Add", variance, epsilon)
+    return builder.add("Div", centred, builder.add("Sqrt", positive_variance))
 
 
-def _scaled(made: _Decomposition, name: str) -> None:
+def _write_scale_and_bias(builder: _NodeBuilder, name: str) -> None:
     """Multiply by the scale and add the bias, if there is one."""
-    scaled = made.add("Mul", name, made.node.input[1])
-    if len(made.node.input) > 2 and made.node.input[2]:
-        made.add("Add", scaled, made.node.input[2])
+    scaled = builder.add("Mul", name, builder.node.input[1])
+    if len(builder.node.input) > 2 and builder.node.input[2]:
+        builder.add("Add", scaled, builder.node.input[2])
 
 
-def _group_norm(made: _Decomposition) -> None:
+def _write_group_norm(builder: _NodeBuilder) -> None:
     """Normalize the groups as instances; before opset 21, scale and bias are per group."""
-    _refuse_sums(made)
-    groups, per_channel = made.given["num_groups"], made.places.source_opset >= 21
-    scale, bias = made.node.input[1:3]
+    _refuse_half_sums(builder)
+    groups = builder.attrs["num_groups"]
+    per_channel = builder.scope.source_opset >= 21
+    scale, bias = builder.node.input[1:3]
+    group_scale, group_bias = scale, bias
     if per_channel:
-        scale, bias = made.floats(np.ones(groups)), made.floats(np.zeros(groups))
-    grouped = made.add("Reshape", made.source, made.held(np.array([0, groups, -1], np.int64)))
-    epsilon = {"epsilon": made.given.get("epsilon", 1e-5)}
-    normed = made.add("InstanceNormalization", grouped, scale, bias, given=epsilon)
-    ungrouped = made.add("Reshape", normed, made.add("Shape", made.source))
+        group_scale = builder.floats(np.ones(groups))
+        group_bias = builder.floats(np.zeros(groups))
+
+    grouped = builder.add("Reshape", builder.source, builder.integers([0, groups, -1]))
+    epsilon = builder.attrs.get("epsilon", 1e-5)
+    normed = builder.add("InstanceNormalization", grouped, group_scale, group_bias, epsilon=epsilon)
+    ungrouped = builder.add("Reshape", normed, builder.add("Shape", builder.source))
     if per_channel:
-        column = np.array([-1, *[1] * (len(made.places.shape(made.source)) - 2)], np.int64)
-        shape = made.held(column)
-        scaled = made.add("Mul", ungrouped, made.add("Reshape", made.node.input[1], shape))
-        made.add("Add", scaled, made.add("Reshape", made.node.input[2], shape))
+        rank = len(builder.scope.shape(builder.source))
+        column = builder.integers([-1] + [1] * (rank - 2))
+        scaled = builder.add("Mul", ungrouped, builder.add("Reshape", scale, column))
+        builder.add("Add", scaled, builder.add("Reshape", bias, column))
 
 
-def _refuse_sums(made: _Decomposition) -> None:
-    if made.places.dtype(made.source) != _FLOAT:
-        raise CannotLower("its sums are of another type than its input")
+def _refuse_half_sums(builder: _NodeBuilder) -> None:
+    if builder.scope.dtype(builder.source) != _FLOAT:
+        raise CannotRewrite("its sums are of another type than its input")
 
 
-# Operator -> function that decomposes it.
-_WRITERS: dict[str, Callable[[_Decomposition], None]] = {
-    "CastLike": _cast_like,
-    "Gelu": _gelu,
-    "GroupNormalization": _group_norm,
-    "HardSwish": _hard_swish,
-    "LayerNormalization": _layer_norm,
-    "Mish": _mish,
-    "RMSNormalization": _rms_norm,
-    "Swish": _swish,
+# Operator -> function that writes it with older operators. Each first raises `CannotRewrite` where
+# the result would differ.
+_WRITERS: dict[str, Callable[[_NodeBuilder], None]] = {
+    "CastLike": _write_cast_like,
+    "Gelu": _write_gelu,
+    "GroupNormalization": _write_group_norm,
+    "HardSwish": _write_hard_swish,
+    "LayerNormalization": _write_layer_norm,
+    "Mish": _write_mish,
+    "RMSNormalization": _write_rms_norm,
+    "Swish": _write_swish,
 }
 
 
@@ -211,6 +229,7 @@ class LoweredModel:
     """A model lowered to an older opset.
 
     Attributes:
+        model: the lowered model, or the original if there was nothing to do.
         rewritten: operator -> number of its nodes that were changed.
     """
 
@@ -234,94 +253,100 @@ def lower_opset(
     Raises:
         ExportError: a node cannot be converted; names it and says why.
     """
-    own = opset_of(model)
-    standard = (node for node in all_nodes(model.graph) if node.domain in _DEFAULT)
-    if own <= opset and not any(node.op_type in decomposed for node in standard):
+    source_opset = opset_of(model)
+    standard_nodes = (node for node in all_nodes(model.graph) if node.domain in _DEFAULT)
+    if source_opset <= opset and all(node.op_type not in decomposed for node in standard_nodes):
         return LoweredModel(model, {})
-    target = min(own, opset)
-    if not OLDEST <= target <= own <= NEWEST:
+    target_opset = min(source_opset, opset)
+    if not OLDEST <= target_opset <= source_opset <= NEWEST:
         raise ExportError(
-            f"a model is lowered between opset {OLDEST} and {NEWEST}, got {own} for {opset};"
-            f" export it with opset {opset}"
+            f"a model is lowered between opset {OLDEST} and {NEWEST}, got {source_opset} for"
+            f" {opset}; export it with opset {opset}"
         )
-    made = infer_types(_write_functions(model, target, decomposed), data_prop=True)
-    work = _Lowering(decomposed)
-    rewrite_nodes(made.graph, OpsetScope(own, target), work.node)
-    del made.graph.value_info[:]
-    set_opset(made, target)
-    made.ir_version = min(made.ir_version, _ir_version(made))
-    _check(made)
-    return LoweredModel(made, dict(sorted(work.rewritten.items())))
+
+    lowered = infer_types(_write_functions(model, target_opset, decomposed), data_prop=True)
+    lowering = _Lowering(decomposed)
+    rewrite_nodes(lowered.graph, OpsetScope(source_opset, target_opset), lowering.lower_node)
+    del lowered.graph.value_info[:]
+    set_opset(lowered, target_opset)
+    lowered.ir_version = min(lowered.ir_version, _find_ir_version(lowered))
+    _check_types(lowered)
+    return LoweredModel(lowered, dict(sorted(lowering.rewritten.items())))
 
 
 def _write_functions(
-    model: onnx.ModelProto, opset: int, without: Collection[str]
+    model: onnx.ModelProto, opset: int, decomposed: Collection[str]
 ) -> onnx.ModelProto:
     """Return the model with the functions that ONNX has for operators new since `opset`."""
-    own = opset_of(model)
-    wanted: set[tuple[str, str]] = set()
+    source_opset = opset_of(model)
+    new_operators: set[str] = set()
     for node in all_nodes(model.graph):
-        schema = find_schema(node.op_type, own) if is_standard(node) else None
-        missing = node.op_type in without or find_schema(node.op_type, opset) is None
-        if schema is not None and missing and node.op_type not in _WRITERS:
-            wanted.add(("", node.op_type))
-    if not wanted:
+        op_type = node.op_type
+        if op_type in _WRITERS or not is_standard(node) or not find_schema(op_type, source_opset):
+            continue
+        if op_type in decomposed or find_schema(op_type, opset) is None:
+            new_operators.add(op_type)
+    if not new_operators:
         return model
+
     typed = infer_types(model, data_prop=True)
     for tensor in typed.graph.initializer:  # the inliner asks for types of constants too
         value = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
         typed.graph.value_info.append(value)
+    functions = [("", op_type) for op_type in sorted(new_operators)]
     try:
-        made = inliner.inline_selected_functions(typed, sorted(wanted), False, True)
+        inlined = inliner.inline_selected_functions(typed, functions, False, True)
     except Exception:  # onnx before 1.20, or a type that is not known; then the node is refused
         return model
-    drop_dead(made.graph)
-    name_nodes(made.graph)
-    return made
+    drop_dead(inlined.graph)
+    name_nodes(inlined.graph)
+    return inlined
 
 
 class _Lowering:
     """Lowers the nodes of one model and counts the changed ones by operator."""
 
-    def __init__(self, without: Collection[str]) -> None:
-        self.without = without
+    def __init__(self, decomposed: Collection[str]) -> None:
+        self.decomposed = decomposed
         self.rewritten: Counter[str] = Counter()
 
-    def node(self, node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
+    def lower_node(self, node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         """Return the nodes of a node's older form."""
         if not is_standard(node):
             return [node]
+        opset = scope.target_opset
         try:
-            made = self._forms(node, places)
-        except CannotLower as error:
+            nodes = self._write_older_form(node, scope)
+        except CannotRewrite as error:
             raise ExportError(
-                f"every node must have a form in opset {places.target_opset} that the parser reads,"
-                f" got {node.op_type} '{node.name}', which has none here: {error}; export the model"
-                f" with opset {places.target_opset} or with other operators"
+                f"every node must have a form in opset {opset} that the parser reads, got"
+                f" {node.op_type} '{node.name}', which has none here: {error}; export the model"
+                f" with opset {opset} or with other operators"
             ) from error
-        if [one.op_type for one in made] != [node.op_type] or made[-1] != node:
+        if len(nodes) > 1 or nodes[0] != node:
             self.rewritten[node.op_type] += 1
-        return made
+        return nodes
 
-    def _forms(self, node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-        own = find_schema(node.op_type, places.source_opset)
-        old = find_schema(node.op_type, places.target_opset)
-        changed = (
-            places.target_opset < _OTHER_MEANING.get(node.op_type, OLDEST) <= places.source_opset
-        )
-        if old is None or node.op_type in self.without or changed:
-            if node.op_type not in _WRITERS:
-                raise CannotLower("no other operators are known that compute it")
-            decomposition = _Decomposition(node, places)
-            _WRITERS[node.op_type](decomposition)
-            return decomposition.done()
-        if own is None or own.since_version == old.since_version:
+    def _write_older_form(self, node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
+        op_type = node.op_type
+        schema = find_schema(op_type, scope.source_opset)
+        old_schema = find_schema(op_type, scope.target_opset)
+        changed_opset = _OTHER_MEANING.get(op_type, OLDEST)
+        has_other_meaning = scope.target_opset < changed_opset <= scope.source_opset
+        if old_schema is None or op_type in self.decomposed or has_other_meaning:
+            if op_type not in _WRITERS:
+                raise CannotRewrite("no other operators are known that compute it")
+            builder = _NodeBuilder(node, scope)
+            _WRITERS[op_type](builder)
+            return builder.finish()
+
+        if schema is None or schema.since_version == old_schema.since_version:
             return [node]
-        form = DOWNGRADES.get(node.op_type)
-        made = [copy_message(node)] if form is None else form(copy_message(node), places)
-        if made[-1].op_type == node.op_type:
-            drop_new_attributes(made[-1], own, old)
-        return made
+        changes = find_downgrades(node, scope.source_opset, scope.target_opset)
+        nodes = change_form(copy_message(node), changes, scope)
+        if nodes[-1].op_type == op_type:
+            drop_new_attributes(nodes[-1], schema, old_schema)
+        return nodes
 
 
 def is_standard(node: onnx.NodeProto) -> bool:
@@ -337,26 +362,26 @@ def find_schema(op_type: str, opset: int) -> defs.OpSchema | None:
         return None
 
 
-def _ir_version(model: onnx.ModelProto) -> int:
+def _find_ir_version(model: onnx.ModelProto) -> int:
     """Return the lowest IR version that allows the opsets of the model's standard domains."""
-    known = [o for o in model.opset_import if (o.domain or "ai.onnx") in ("ai.onnx", "ai.onnx.ml")]
-    return int(helper.find_min_ir_version_for(known))
+    standard_domains = (*_DEFAULT, "ai.onnx.ml")
+    imports = [entry for entry in model.opset_import if entry.domain in standard_domains]
+    return int(helper.find_min_ir_version_for(imports))
 
 
-def _check(model: onnx.ModelProto) -> None:
+def _check_types(model: onnx.ModelProto) -> None:
     """Check types and shapes with ONNX, of all nodes not downstream of a custom operator."""
     checked = copy_message(model)
-    unknown: set[str] = set()
-    known = []
+    custom_results: set[str] = set()
+    standard_nodes = []
     for node in checked.graph.node:
-        if is_standard(node) and not unknown.intersection(node.input):
-            known.append(node)
+        if is_standard(node) and custom_results.isdisjoint(node.input):
+            standard_nodes.append(node)
         else:
-            unknown.update(node.output)
-    replace_nodes(checked.graph, known)
-    for at in reversed(range(len(checked.graph.output))):
-        if checked.graph.output[at].name in unknown:
-            del checked.graph.output[at]
+            custom_results.update(node.output)
+    replace_nodes(checked.graph, standard_nodes)
+    outputs = [value for value in checked.graph.output if value.name not in custom_results]
+    replace_field(checked.graph.output, outputs)
     try:
         shape_inference.infer_shapes(checked, check_type=True, strict_mode=True)
     except Exception as error:  # the C++ binding raises no specific class

@@ -3,6 +3,9 @@
 Newer forms take as an input what was an attribute (the axes of a Reduce), allow unequal slices
 (Split), take pads or scales of some axes only (Pad, Resize) or renamed values (GridSample).
 
+Each row of the two tables is a rewrite rule (`deploy.graph.rewrite`) for one opset that changed an
+operator. A node whose check fails has no form on the other side of that opset.
+
 `UPGRADES` covers every operator whose form or meaning changed between opset 7 and 22. ONNX's own
 converter leaves out how a Resize of opset 10 rounds (onnx#8480), has no form of an Upsample, and
 handles neither subgraphs nor models with custom domains.
@@ -12,8 +15,9 @@ Source: the schemas of ONNX, and their changelog (docs/Changelog.md of onnx).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,16 +27,9 @@ from onnx import defs, helper, numpy_helper
 
 from deploy.graph.edit import claim_name, replace_nodes
 from deploy.graph.index import attributes, constant_nodes, dims, subgraphs
+from deploy.graph.rewrite import CannotRewrite, Nodes, RewriteRule, is_op
 
 _FLOAT = 1  # onnx.TensorProto
-_REDUCED = ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
-
-
-Form = Callable[["onnx.NodeProto", "OpsetScope"], list["onnx.NodeProto"]]  # may change the node
-
-
-class CannotLower(Exception):
-    """A node has no form in the other opset; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,92 +52,127 @@ class OpsetScope:
     dtypes: Mapping[str, int] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int | str | None, ...] | None] = field(default_factory=dict)
 
-    def subgraph_scope(self, graph: onnx.GraphProto) -> OpsetScope:
-        """Return the scope of a subgraph: this one plus the subgraph's own tensors."""
-        known = [*graph.input, *graph.value_info, *graph.output]
-        held = {tensor.name: tensor for tensor in graph.initializer}
-        held |= constant_nodes(graph.node)
-        dtypes = {value.name: value.type.tensor_type.elem_type for value in known}
-        shapes = {value.name: dims(value) for value in known}
-        dtypes |= {name: tensor.data_type for name, tensor in held.items()}
-        shapes |= {name: tuple(tensor.dims) for name, tensor in held.items()}
-        return replace(
-            self,
-            constants={**self.constants, **held},
-            dtypes={**self.dtypes, **dtypes},
-            shapes={**self.shapes, **shapes},
-        )
+    def enter(self, graph: onnx.GraphProto) -> OpsetScope:
+        """Return the scope inside a graph: this one plus the graph's own tensors."""
+        constants = {tensor.name: tensor for tensor in graph.initializer}
+        constants |= constant_nodes(graph.node)
+        dtypes, shapes = dict(self.dtypes), dict(self.shapes)
+        for value in (*graph.input, *graph.value_info, *graph.output):
+            dtypes[value.name] = value.type.tensor_type.elem_type
+            shapes[value.name] = dims(value)
+        for name, tensor in constants.items():
+            dtypes[name] = tensor.data_type
+            shapes[name] = tuple(tensor.dims)
+        constants = {**self.constants, **constants}
+        return replace(self, constants=constants, dtypes=dtypes, shapes=shapes)
 
-    def new_name(self, wanted: str) -> str:
-        """Return a name for a new tensor that no other one has."""
-        return claim_name(wanted, self.tensor_names)
+    def new_name(self, preferred: str) -> str:
+        """Return a name for a new tensor that no other tensor has."""
+        return claim_name(preferred, self.tensor_names)
 
-    def values(self, name: str, what: str) -> NDArray[Any]:
-        """Return the values of a constant.
+    def values(self, name: str, plural: str) -> NDArray[Any]:
+        """Return the values of a constant, which the message calls `plural`.
 
         Raises:
-            CannotLower: the tensor is not constant.
+            CannotRewrite: the tensor is not constant.
         """
         if name not in self.constants:
-            raise CannotLower(f"its {what} are not constant")
+            raise CannotRewrite(f"its {plural} are not constant")
         return np.asarray(numpy_helper.to_array(self.constants[name]))
 
     def dtype(self, name: str) -> int:
         """Return the element type of a tensor.
 
         Raises:
-            CannotLower: the type is unknown.
+            CannotRewrite: the type is unknown.
         """
-        known = self.dtypes.get(name, 0)
-        if not known:
-            raise CannotLower(f"the type of {name} is not known")
-        return known
+        dtype = self.dtypes.get(name, 0)
+        if not dtype:
+            raise CannotRewrite(f"the type of {name} is not known")
+        return dtype
 
     def shape(self, name: str) -> tuple[int | str | None, ...]:
         """Return the sizes of a tensor.
 
         Raises:
-            CannotLower: the rank is unknown.
+            CannotRewrite: the rank is unknown.
         """
-        known = self.shapes.get(name)
-        if known is None:
-            raise CannotLower(f"the shape of {name} is not known")
-        return known
+        shape = self.shapes.get(name)
+        if shape is None:
+            raise CannotRewrite(f"the shape of {name} is not known")
+        return shape
 
 
-def rewrite_nodes(graph: onnx.GraphProto, around: OpsetScope, form: Form) -> None:
-    """Replace each node of a graph and of its subgraphs by the nodes that `form` returns."""
-    places = around.subgraph_scope(graph)
-    nodes: list[onnx.NodeProto] = []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpsetChange(RewriteRule[OpsetScope]):
+    """A rule for nodes that cross an opset which changed their operator.
+
+    Attributes:
+        opset: the first opset with the newer form.
+    """
+
+    opset: int
+
+
+def rewrite_nodes(
+    graph: onnx.GraphProto,
+    outer_scope: OpsetScope,
+    rewrite: Callable[[onnx.NodeProto, OpsetScope], Nodes],
+) -> None:
+    """Replace each node of a graph and of its subgraphs by the nodes that `rewrite` returns."""
+    scope = outer_scope.enter(graph)
+    nodes: Nodes = []
     for node in graph.node:
         for body in subgraphs(node):
-            rewrite_nodes(body, places, form)
-        nodes += form(node, places)
+            rewrite_nodes(body, scope, rewrite)
+        nodes += rewrite(node, scope)
     replace_nodes(graph, nodes)
 
 
-def drop_new_attributes(node: onnx.NodeProto, own: defs.OpSchema, old: defs.OpSchema) -> None:
+def find_downgrades(node: onnx.NodeProto, source_opset: int, opset: int) -> list[OpsetChange]:
+    """Return the rules that bring a node from one opset to an older one, in order."""
+    return [row for row in DOWNGRADES if opset < row.opset <= source_opset and row.pattern(node)]
+
+
+def find_upgrades(node: onnx.NodeProto, source_opset: int, opset: int) -> list[OpsetChange]:
+    """Return the rules that bring a node from one opset to a newer one, in order."""
+    return [row for row in UPGRADES if source_opset < row.opset <= opset and row.pattern(node)]
+
+
+def change_form(node: onnx.NodeProto, changes: Sequence[OpsetChange], scope: OpsetScope) -> Nodes:
+    """Return the nodes of a node's form after some changes of opset; the node may change.
+
+    Raises:
+        CannotRewrite: it has no such form.
+    """
+    nodes = [node]
+    for change in changes:
+        nodes = [*nodes[:-1], *change.replace(nodes[-1], scope)]
+    return nodes
+
+
+def drop_new_attributes(node: onnx.NodeProto, new: defs.OpSchema, old: defs.OpSchema) -> None:
     """Remove the attributes that a node's old form does not have.
 
     Raises:
-        CannotLower: one of them is not the default, or the node has more inputs or outputs.
+        CannotRewrite: one of them is not the default, or the node has more inputs or outputs.
     """
     if len(node.input) > old.max_input or len(node.output) > old.max_output:
-        raise CannotLower("it has more inputs or outputs than its older form")
-    for given in list(node.attribute):
-        if given.name in old.attributes:
+        raise CannotRewrite("it has more inputs or outputs than its older form")
+    for attribute in list(node.attribute):
+        if attribute.name in old.attributes:
             continue
-        if not _is_default(given, own):
-            raise CannotLower(f"it has the attribute {given.name}")
-        node.attribute.remove(given)
+        if not _is_default(attribute, new):
+            raise CannotRewrite(f"it has the attribute {attribute.name}")
+        node.attribute.remove(attribute)
 
 
-def _is_default(given: onnx.AttributeProto, own: defs.OpSchema) -> bool:
-    value = helper.get_attribute_value(given)
-    if given.name == "dilations":
+def _is_default(attribute: onnx.AttributeProto, schema: defs.OpSchema) -> bool:
+    value = helper.get_attribute_value(attribute)
+    if attribute.name == "dilations":
         return set(value) <= {1}
-    default = own.attributes[given.name].default_value
-    return bool(default.type == given.type and value == helper.get_attribute_value(default))
+    default = schema.attributes[attribute.name].default_value
+    return bool(default.type == attribute.type and value == helper.get_attribute_value(default))
 
 
 def make_constant_node(name: str, values: NDArray[Any]) -> onnx.NodeProto:
@@ -149,350 +181,396 @@ def make_constant_node(name: str, values: NDArray[Any]) -> onnx.NodeProto:
     return helper.make_node("Constant", [], [name], f"{name}_Constant", value=tensor)
 
 
-def _axes(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-    """Reduce: axes as an attribute, as before opset 18."""
-    if places.target_opset >= 18:
-        return [node]
-    named = len(node.input) > 1 and node.input[1]
-    axes = places.values(node.input[1], "axes").tolist() if named else []
-    if not axes and attributes(node).get("noop_with_empty_axes", 0):
-        return [helper.make_node("Identity", node.input[:1], node.output, node.name)]
-    del node.input[1:]
-    _drop(node, "noop_with_empty_axes")
-    if axes:
-        node.attribute.append(helper.make_attribute("axes", axes))
+def _drop_attribute(node: onnx.NodeProto, _: OpsetScope, *, name: str) -> Nodes:
+    for attribute in list(node.attribute):
+        if attribute.name == name:
+            node.attribute.remove(attribute)
     return [node]
 
 
-def _split(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-    """Split: sizes of unequal slices as an input, as before opset 18."""
-    count = attributes(node).get("num_outputs")
-    _drop(node, "num_outputs")
+def _set_attribute(node: onnx.NodeProto, name: str, value: Any) -> None:
+    node.attribute.append(helper.make_attribute(name, value))
+
+
+def _rename_modes(node: onnx.NodeProto, _: OpsetScope, *, names: Mapping[bytes, bytes]) -> Nodes:
+    for attribute in node.attribute:
+        if attribute.name == "mode":
+            attribute.s = names.get(attribute.s, attribute.s)
+    return [node]
+
+
+def _refuse(reason: str) -> Callable[[onnx.NodeProto, OpsetScope], str]:
+    """Return a check that fails for every node."""
+    return lambda node, scope: reason
+
+
+# Older forms
+
+
+def _inputs_to_axes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
+    """Reduce: axes as an attribute; without any, and noop_with_empty_axes, it is an Identity."""
+    has_axes = len(node.input) > 1 and node.input[1]
+    axes = scope.values(node.input[1], "axes").tolist() if has_axes else []
+    if not axes and attributes(node).get("noop_with_empty_axes", 0):
+        return [helper.make_node("Identity", node.input[:1], node.output, node.name)]
+    del node.input[1:]
+    _drop_attribute(node, scope, name="noop_with_empty_axes")
+    if axes:
+        _set_attribute(node, "axes", axes)
+    return [node]
+
+
+def _add_split_sizes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
+    """Split: sizes of unequal slices as an input, in place of their number."""
+    attrs = attributes(node)
+    count = attrs.get("num_outputs")
+    _drop_attribute(node, scope, name="num_outputs")
     if count is None:
         return [node]
-    size = places.shape(node.input[0])[attributes(node).get("axis", 0)]
+    size = scope.shape(node.input[0])[attrs.get("axis", 0)]
     if not isinstance(size, int):
-        raise CannotLower(f"the size of {node.input[0]} along its axis is not known")
+        raise CannotRewrite(f"the size of {node.input[0]} along its axis is not known")
     if size % count == 0:
         return [node]
     step = -(-size // count)
-    sizes = np.array([*[step] * (count - 1), size - step * (count - 1)], np.int64)
+    sizes = [step] * (count - 1) + [size - step * (count - 1)]
     name = f"{node.output[0]}/split"
-    node.input.extend([name])
-    return [make_constant_node(name, sizes), node]
+    node.input.append(name)
+    return [make_constant_node(name, np.array(sizes, np.int64)), node]
 
 
-def _pad(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-    """Pad: pads of all axes, as before opset 18; no mode "wrap" before opset 19."""
-    if attributes(node).get("mode") == b"wrap" and places.target_opset < 19:
-        raise CannotLower("it wraps around")
-    if places.target_opset >= 18 or len(node.input) < 4 or not node.input[3]:
+def _check_wrap(node: onnx.NodeProto, _: OpsetScope) -> str:
+    return "it wraps around" if attributes(node).get("mode") == b"wrap" else ""
+
+
+def _pad_all_axes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
+    """Pad: pads of all axes in place of those of some."""
+    if len(node.input) < 4 or not node.input[3]:
         return [node]
-    rank = len(places.shape(node.input[0]))
-    given, axes = places.values(node.input[1], "pads"), places.values(node.input[3], "axes")
+    rank = len(scope.shape(node.input[0]))
+    some_pads, axes = scope.values(node.input[1], "pads"), scope.values(node.input[3], "axes")
     pads = np.zeros((2, rank), np.int64)
-    pads[:, axes] = given.reshape(2, -1)
+    pads[:, axes] = some_pads.reshape(2, -1)
     name = f"{node.output[0]}/pads"
     node.input[1] = name
     del node.input[3:]
     return [make_constant_node(name, pads.ravel()), node]
 
 
-def _resize(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-    """Resize: scales or sizes of all axes, as before opset 18."""
+def _check_symmetric(node: onnx.NodeProto, _: OpsetScope) -> str:
     mode = attributes(node).get("coordinate_transformation_mode")
-    if mode == b"half_pixel_symmetric" and places.target_opset < 19:
-        raise CannotLower("it resizes by half_pixel_symmetric")
-    return [node] if places.target_opset >= 18 else complete_resize(node, places)
+    return "it resizes by half_pixel_symmetric" if mode == b"half_pixel_symmetric" else ""
 
 
-def complete_resize(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
+def complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     """Return the nodes of a Resize over all axes in place of one of some axes; it may change.
 
+    A Resize of all axes whose sizes need not keep the ratio of the sides stays as it is.
+
     Raises:
-        CannotLower: sizes that keep the ratio of the sides need known shapes; the rank is unknown.
+        CannotRewrite: sizes that keep the ratio of the sides need known shapes; the rank is
+            unknown.
     """
-    attrs, by_size = attributes(node), len(node.input) > 3 and node.input[3] != ""
-    keeps = by_size and attrs.get("keep_aspect_ratio_policy", b"stretch") != b"stretch"
-    if "axes" not in attrs and not keeps:
+    attrs = attributes(node)
+    by_size = len(node.input) > 3 and node.input[3] != ""
+    keeps_ratio = by_size and attrs.get("keep_aspect_ratio_policy", b"stretch") != b"stretch"
+    if "axes" not in attrs and not keeps_ratio:
         return [node]
-    shape = places.shape(node.input[0])
-    made: list[onnx.NodeProto] = []
-    axes = [axis % len(shape) for axis in attrs.get("axes", range(len(shape)))]
-    if keeps:
-        name = places.new_name(f"{node.output[0]}_ratio")
-        scales = _kept_ratio(node, places, [shape[axis] for axis in axes])
-        made.append(make_constant_node(name, scales))
+
+    shape = scope.shape(node.input[0])
+    rank = len(shape)
+    axes = [axis % rank for axis in attrs.get("axes", range(rank))]
+    nodes: Nodes = []
+    if keeps_ratio:
+        name = scope.new_name(f"{node.output[0]}_ratio")
+        scales = _ratio_scales(node, scope, [shape[axis] for axis in axes])
+        nodes.append(make_constant_node(name, scales))
         del node.input[2:]
         node.input.append(name)
-    at = len(node.input) - 1
-    source = str(node.input[0]) if at == 3 else np.ones(len(shape), np.float32)
-    made += _spread(node, at, axes, source, places)
-    if node.input[1]:  # from 0 to 1 along the other axes
-        places.values(node.input[1], "region")
-        ends = np.repeat([0, 1], len(shape))
-        both = [axis + end for end in (0, len(shape)) for axis in axes]
-        made += _spread(node, 1, both, ends.astype(np.float32), places)
-    _drop(node, "axes")
-    _drop(node, "keep_aspect_ratio_policy")
-    return [*made, node]
+
+    # the other axes keep their size, or have the scale 1
+    index = len(node.input) - 1
+    default = str(node.input[0]) if index == 3 else np.ones(rank, np.float32)
+    nodes += _spread_axes(node, index, axes, default, scope)
+    if node.input[1]:  # the region: from 0 to 1 along the other axes
+        scope.values(node.input[1], "region")
+        ends = np.repeat([0, 1], rank).astype(np.float32)
+        nodes += _spread_axes(node, 1, axes + [rank + axis for axis in axes], ends, scope)
+    _drop_attribute(node, scope, name="axes")
+    _drop_attribute(node, scope, name="keep_aspect_ratio_policy")
+    return [*nodes, node]
 
 
-def _kept_ratio(
-    node: onnx.NodeProto, places: OpsetScope, shape: list[int | str | None]
+def _ratio_scales(
+    node: onnx.NodeProto, scope: OpsetScope, shape: list[int | str | None]
 ) -> NDArray[np.float32]:
     """Return the scales of a Resize by sizes that keeps the ratio of the sides."""
     if not all(isinstance(size, int) and size > 0 for size in shape):
-        raise CannotLower(f"the sizes of {node.input[0]} are not known")
+        raise CannotRewrite(f"the sizes of {node.input[0]} are not known")
     sides = np.array(shape, np.float32)
-    scales = places.values(node.input[3], "sizes").astype(np.float32) / sides
-    larger = attributes(node)["keep_aspect_ratio_policy"] == b"not_smaller"
-    scale = scales.max() if larger else scales.min()
+    scales = scope.values(node.input[3], "sizes").astype(np.float32) / sides
+    covers_sizes = attributes(node)["keep_aspect_ratio_policy"] == b"not_smaller"
+    scale = scales.max() if covers_sizes else scales.min()
     if (np.floor(sides * scale) != np.round(sides * scale)).any():
-        raise CannotLower("no scale gives the sizes that keep the ratio of its sides")
+        raise CannotRewrite("no scale gives the sizes that keep the ratio of its sides")
     return np.full(len(shape), scale)
 
 
-def _spread(
-    node: onnx.NodeProto, at: int, axes: list[int], default: str | NDArray[Any], places: OpsetScope
-) -> list[onnx.NodeProto]:
-    """Make a node's input `at`, of some `axes`, one of all axes; return the nodes that do it.
+def _spread_axes(
+    node: onnx.NodeProto,
+    index: int,
+    axes: list[int],
+    default: str | NDArray[Any],
+    scope: OpsetScope,
+) -> Nodes:
+    """Make a node's input `index`, of some `axes`, one of all axes; return the nodes that do it.
 
     `default`: values of all axes, or a tensor of which they are the sizes.
     """
-    name, given = places.new_name(f"{node.output[0]}_axes"), str(node.input[at])
-    known = places.shapes.get(default) if isinstance(default, str) else default.tolist()
-    node.input[at] = name
-    if given in places.constants and known is not None:
-        values = list(known)
-        for axis, value in zip(axes, places.values(given, "values").tolist(), strict=True):
+    name, some_axes = scope.new_name(f"{node.output[0]}_axes"), str(node.input[index])
+    defaults = scope.shape(default) if isinstance(default, str) else default.tolist()
+    node.input[index] = name
+    if some_axes in scope.constants:
+        some_values = scope.values(some_axes, "values")
+        values = list(defaults)
+        for axis, value in zip(axes, some_values.tolist(), strict=True):
             values[axis] = value
         if all(isinstance(value, int | float) for value in values):
-            dtype = places.values(given, "values").dtype
-            return [make_constant_node(name, np.array(values, dtype))]
-    whole, both, order = (places.new_name(f"{name}_{word}") for word in ("whole", "both", "order"))
-    size = len(known or ())
-    places_of = [size + axes.index(axis) if axis in axes else axis for axis in range(size)]
+            return [make_constant_node(name, np.array(values, some_values.dtype))]
+
+    # join the defaults and the values of some axes, and gather those of each axis
+    all_axes, joined, order = (
+        scope.new_name(f"{name}_{end}") for end in ("whole", "both", "order")
+    )
+    indices = np.arange(len(defaults))
+    indices[axes] = len(defaults) + np.arange(len(axes))
+    if isinstance(default, str):
+        default_node = helper.make_node("Shape", [default], [all_axes], f"{all_axes}_Shape")
+    else:
+        default_node = make_constant_node(all_axes, default)
     return [
-        helper.make_node("Shape", [default], [whole], f"{whole}_Shape")
-        if isinstance(default, str)
-        else make_constant_node(whole, default),
-        helper.make_node("Concat", [whole, given], [both], f"{both}_Concat", axis=0),
-        make_constant_node(order, np.array(places_of, np.int64)),
-        helper.make_node("Gather", [both, order], [name], f"{name}_Gather"),
+        default_node,
+        helper.make_node("Concat", [all_axes, some_axes], [joined], f"{joined}_Concat", axis=0),
+        make_constant_node(order, indices),
+        helper.make_node("Gather", [joined, order], [name], f"{name}_Gather"),
     ]
 
 
-def _reshape(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-    """Reshape: before opset 14, a 0 always copies the input's size."""
-    if attributes(node).get("allowzero", 0) and places.target_opset < 14:
-        if not places.values(node.input[1], "sizes").all():
-            raise CannotLower("it makes a size of 0")
-        _drop(node, "allowzero")
-    return [node]
+def _check_empty_sizes(node: onnx.NodeProto, scope: OpsetScope) -> str:
+    """Reshape: a 0 always copies the input's size, so allowzero must not matter."""
+    allows_zero = attributes(node).get("allowzero", 0)
+    if allows_zero and not scope.values(node.input[1], "sizes").all():
+        return "it makes a size of 0"
+    return ""
 
 
-def _scatter(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-    """ScatterND and ScatterElements: no reduction "max" or "min" before opset 18."""
-    if attributes(node).get("reduction") in (b"max", b"min") and places.target_opset < 18:
-        raise CannotLower("its reduction is max or min")
-    return [node]
+def _check_reduction(node: onnx.NodeProto, _: OpsetScope) -> str:
+    takes_extreme = attributes(node).get("reduction") in (b"max", b"min")
+    return "its reduction is max or min" if takes_extreme else ""
 
 
-def _grid_sample(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-    """GridSample: before opset 20, other mode names and images only."""
-    if places.target_opset >= 20:
-        return [node]
-    if len(places.shape(node.input[0])) != 4:
-        raise CannotLower(f"{node.input[0]} is not an image")
-    return _rename_modes({b"linear": b"bilinear", b"cubic": b"bicubic"})(node, places)
+def _check_image(node: onnx.NodeProto, scope: OpsetScope) -> str:
+    is_image = len(scope.shape(node.input[0])) == 4
+    return "" if is_image else f"{node.input[0]} is not an image"
 
 
-def _rename_modes(new: Mapping[bytes, bytes]) -> Form:
-    def rename(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
-        for given in node.attribute:
-            if given.name == "mode":
-                given.s = new.get(given.s, given.s)
-        return [node]
+_REDUCE_WITH_AXES = is_op(  # ReduceSum changed in opset 13 already
+    *("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean"),
+    *("ReduceMin", "ReduceProd", "ReduceSumSquare"),
+)
+_OLD_MODES = {b"linear": b"bilinear", b"cubic": b"bicubic"}
+_NEW_MODES = {b"bilinear": b"linear", b"bicubic": b"cubic"}
 
-    return rename
-
-
-def _drop(node: onnx.NodeProto, name: str) -> None:
-    for given in list(node.attribute):
-        if given.name == name:
-            node.attribute.remove(given)
-
-
-# Operator -> function that returns its older form, the node itself last
-DOWNGRADES: dict[str, Form] = {
-    **{f"Reduce{kind}": _axes for kind in _REDUCED},
-    "GridSample": _grid_sample,
-    "Pad": _pad,
-    "Reshape": _reshape,
-    "Resize": _resize,
-    "ScatterElements": _scatter,
-    "ScatterND": _scatter,
-    "Split": _split,
-}
-
-
-def _move_to_inputs(*names: str) -> Form:
-    """Return a rule that moves these attributes to constant inputs, from the second input on."""
-
-    def move(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-        given, made = attributes(node), []
-        del node.input[1:]
-        for name in names:
-            _drop(node, name)
-            if name not in given:
-                node.input.append("")
-                continue
-            values = np.array([given[name]] if name == "k" else given[name])
-            if values.dtype.kind == "f":
-                kind = places.dtypes.get(node.input[0]) or _FLOAT
-                values = values.astype(helper.tensor_dtype_to_np_dtype(kind))
-            node.input.append(places.new_name(f"{node.output[0]}_{name}"))
-            made.append(make_constant_node(node.input[-1], values))
-        while not node.input[-1]:
-            del node.input[-1]
-        return [*made, node]
-
-    return move
+# By operator, the newest opset first; a rewrite returns the node itself last
+DOWNGRADES = (
+    OpsetChange(
+        pattern=is_op("GridSample"),
+        opset=20,
+        check=_check_image,
+        rewrite=partial(_rename_modes, names=_OLD_MODES),
+    ),
+    OpsetChange(pattern=is_op("Pad"), opset=19, check=_check_wrap),
+    OpsetChange(pattern=is_op("Pad"), opset=18, rewrite=_pad_all_axes),
+    OpsetChange(pattern=_REDUCE_WITH_AXES, opset=18, rewrite=_inputs_to_axes),
+    OpsetChange(
+        pattern=is_op("Reshape"),
+        opset=14,
+        check=_check_empty_sizes,
+        rewrite=partial(_drop_attribute, name="allowzero"),
+    ),
+    OpsetChange(pattern=is_op("Resize"), opset=19, check=_check_symmetric),
+    OpsetChange(pattern=is_op("Resize"), opset=18, rewrite=complete_resize),
+    OpsetChange(pattern=is_op("ScatterElements", "ScatterND"), opset=18, check=_check_reduction),
+    OpsetChange(pattern=is_op("Split"), opset=18, rewrite=_add_split_sizes),
+)
 
 
-def _new_resize(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-    """Resize-10 and Upsample: the same places and rounding as attributes.
+# Newer forms
+
+
+def _attributes_to_inputs(
+    node: onnx.NodeProto, scope: OpsetScope, *, names: Sequence[str]
+) -> Nodes:
+    """Move these attributes to constant inputs, from the second input on."""
+    attrs = attributes(node)
+    nodes: Nodes = []
+    del node.input[1:]
+    for name in names:
+        _drop_attribute(node, scope, name=name)
+        if name not in attrs:
+            node.input.append("")
+            continue
+        values = np.array([attrs[name]] if name == "k" else attrs[name])
+        if values.dtype.kind == "f":
+            dtype = scope.dtypes.get(node.input[0]) or _FLOAT
+            values = values.astype(helper.tensor_dtype_to_np_dtype(dtype))
+        node.input.append(scope.new_name(f"{node.output[0]}_{name}"))
+        nodes.append(make_constant_node(node.input[-1], values))
+    while not node.input[-1]:
+        del node.input[-1]
+    return [*nodes, node]
+
+
+def _attributes_to_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
+    """Resize-10 and Upsample: the same positions and rounding as attributes.
 
     A Resize rounds up along an axis that it shrinks, and down along one that it enlarges, as ONNX's
     tests of opset 10 and ONNX Runtime do.
     """
-    given, made = attributes(node), []
-    if "scales" in given:  # Upsample-7
-        node.input.append(places.new_name(f"{node.output[0]}_scales"))
-        made.append(make_constant_node(node.input[1], np.array(given["scales"], np.float32)))
-        _drop(node, "scales")
+    attrs = attributes(node)
+    nodes: Nodes = []
+    if "scales" in attrs:  # Upsample-7
+        node.input.append(scope.new_name(f"{node.output[0]}_scales"))
+        nodes.append(make_constant_node(node.input[1], np.array(attrs["scales"], np.float32)))
+        _drop_attribute(node, scope, name="scales")
+
     rounding = "floor"
-    if node.op_type == "Resize" and node.input[1] in places.constants:
-        scales = places.values(node.input[1], "scales").astype(np.float64)
+    if node.op_type == "Resize" and node.input[1] in scope.constants:
+        scales = scope.values(node.input[1], "scales").astype(np.float64)
         if not (scales > 0).all():
-            raise CannotLower("a scale is not above 0")
+            raise CannotRewrite("a scale is not above 0")
         steps = 1 / scales
-        shrunk, enlarged = steps[steps > 1], (steps < 1).any()
-        rounding = "ceil" if shrunk.size and not enlarged else "floor"
-        nearest = given.get("mode", b"nearest") == b"nearest"
-        if nearest and enlarged and (shrunk != np.round(shrunk)).any():
-            raise CannotLower("it shrinks one axis and enlarges another")
+        shrinking_steps, enlarges = steps[steps > 1], (steps < 1).any()
+        if shrinking_steps.size and not enlarges:
+            rounding = "ceil"
+        is_nearest = attrs.get("mode", b"nearest") == b"nearest"
+        if is_nearest and enlarges and (shrinking_steps != np.round(shrinking_steps)).any():
+            raise CannotRewrite("it shrinks one axis and enlarges another")
+
     node.op_type = "Resize"
     node.input.insert(1, "")
-    words = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": rounding}
-    node.attribute.extend(helper.make_attribute(name, word) for name, word in words.items())
-    return [*made, node]
+    _set_attribute(node, "coordinate_transformation_mode", "asymmetric")
+    _set_attribute(node, "nearest_mode", rounding)
+    return [*nodes, node]
 
 
-def _new_softmax(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-    """Softmax and its like: before opset 13 over all axes from `axis` on, as one."""
+def _softmax_over_axis(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
+    """Softmax and its like: before opset 13 over all axes from `axis` on, as one axis.
+
+    If the axes after `axis` have size 1, the newer form computes the same; else the input becomes
+    a matrix and the output gets its shape again.
+    """
     axis = attributes(node).get("axis", 1)
-    shape = places.shapes.get(node.input[0])
+    source, output = str(node.input[0]), str(node.output[0])
+    shape = scope.shapes.get(source)
     if shape is not None and -len(shape) <= axis < len(shape):
-        alone = all(size == 1 for size in shape[axis % len(shape) + 1 :])
+        is_one_axis = all(size == 1 for size in shape[axis % len(shape) + 1 :])
     else:
-        alone = axis == -1
-    _drop(node, "axis")
-    node.attribute.append(helper.make_attribute("axis", axis if alone else -1))
-    if alone:
+        is_one_axis = axis == -1
+    _drop_attribute(node, scope, name="axis")
+    _set_attribute(node, "axis", axis if is_one_axis else -1)
+    if is_one_axis:
         return [node]
     if axis < 0 and shape is None:
-        raise CannotLower(f"the shape of {node.input[0]} is not known")
-    source, out = str(node.input[0]), str(node.output[0])
-    flat, sizes, done = (places.new_name(f"{out}_{word}") for word in ("rows", "dims", "softmax"))
-    node.input[0], node.output[0] = flat, done
+        raise CannotRewrite(f"the shape of {source} is not known")
+
+    rows, sizes, softmax = (
+        scope.new_name(f"{output}_{end}") for end in ("rows", "dims", "softmax")
+    )
+    node.input[0], node.output[0] = rows, softmax
     return [
         helper.make_node("Shape", [source], [sizes], f"{node.name}_Shape"),
-        helper.make_node("Flatten", [source], [flat], f"{node.name}_Flatten", axis=axis),
+        helper.make_node("Flatten", [source], [rows], f"{node.name}_Flatten", axis=axis),
         node,
-        helper.make_node("Reshape", [done, sizes], [out], f"{node.name}_Reshape"),
+        helper.make_node("Reshape", [softmax, sizes], [output], f"{node.name}_Reshape"),
     ]
 
 
-def _new_norm(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
-    """BatchNormalization: before opset 9 it could have a mean for each place."""
-    if not attributes(node).get("spatial", 1):
-        raise CannotLower("it has spatial=0")
-    _drop(node, "spatial")
-    return [node]
+def _check_spatial(node: onnx.NodeProto, _: OpsetScope) -> str:
+    """BatchNormalization: before opset 9 it could have a mean for each position."""
+    return "" if attributes(node).get("spatial", 1) else "it has spatial=0"
 
 
-def _new_dropout(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
-    """Dropout: its ratio counts in training alone."""
-    if places.source_opset < 10 and len(node.output) > 1:
-        raise CannotLower("its mask is read")
-    _drop(node, "ratio")
-    return [node]
-
-
-def _rename(op_type: str) -> Form:
-    def rename(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
-        node.op_type = op_type
-        return [node]
-
-    return rename
-
-
-def _refuse(reason: str) -> Form:
-    def refuse(_: onnx.NodeProto, __: OpsetScope) -> list[onnx.NodeProto]:
-        raise CannotLower(reason)
-
-    return refuse
-
-
-def _trained_norm(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
+def _check_statistics(node: onnx.NodeProto, _: OpsetScope) -> str:
     """BatchNormalization: before opset 14 with outputs of training."""
-    if len(node.output) > 1:
-        raise CannotLower("its statistics are read")
+    return "its statistics are read" if len(node.output) > 1 else ""
+
+
+def _check_mask(node: onnx.NodeProto, scope: OpsetScope) -> str:
+    """Dropout: before opset 10 its mask was of another type."""
+    return "its mask is read" if scope.source_opset < 10 and len(node.output) > 1 else ""
+
+
+def _rename_scatter(node: onnx.NodeProto, _: OpsetScope) -> Nodes:
+    node.op_type = "ScatterElements"
     return [node]
 
 
-def _counted_split(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
-    """Split: from opset 18 on it counts its outputs where it is given no sizes."""
+def _add_split_count(node: onnx.NodeProto, _: OpsetScope) -> Nodes:
+    """Split: from opset 18 on it counts its outputs if it has no sizes."""
     if len(node.input) < 2:
-        node.attribute.append(helper.make_attribute("num_outputs", len(node.output)))
+        _set_attribute(node, "num_outputs", len(node.output))
     return [node]
 
 
-def _placed_roi_align(node: onnx.NodeProto, _: OpsetScope) -> list[onnx.NodeProto]:
-    """RoiAlign: from opset 16 on with another default of the places of pixels."""
-    word = helper.make_attribute("coordinate_transformation_mode", "output_half_pixel")
-    node.attribute.append(word)
+def _set_old_positions(node: onnx.NodeProto, _: OpsetScope) -> Nodes:
+    """RoiAlign: from opset 16 on the positions of pixels have another default."""
+    _set_attribute(node, "coordinate_transformation_mode", "output_half_pixel")
     return [node]
 
 
-# Operator -> opset of each new form or meaning up to 22, and the function that returns it, as in
-# `DOWNGRADES`.
-UPGRADES: dict[str, tuple[tuple[int, Form], ...]] = {
-    "BatchNormalization": ((9, _new_norm), (14, _trained_norm)),
-    "Clip": ((11, _move_to_inputs("min", "max")),),
-    "DFT": ((20, _refuse("its axis is an input there")),),
-    "Dropout": ((12, _new_dropout),),
-    "GridSample": ((20, _rename_modes({b"bilinear": b"linear", b"bicubic": b"cubic"})),),
-    "GroupNormalization": ((21, _refuse("its scale is one a group")),),
-    **dict.fromkeys(("Hardmax", "LogSoftmax", "Softmax"), ((13, _new_softmax),)),
-    "Pad": ((11, _move_to_inputs("pads", "value")),),
-    **{f"Reduce{kind}": ((18, _move_to_inputs("axes")),) for kind in _REDUCED},
-    "ReduceSum": ((13, _move_to_inputs("axes")),),
-    "Resize": ((11, _new_resize),),
-    "RoiAlign": ((16, _placed_roi_align),),
-    "Scan": ((9, _refuse("it scans a batch of sequences")),),
-    "Scatter": ((11, _rename("ScatterElements")),),
-    "Slice": ((10, _move_to_inputs("starts", "ends", "axes")),),
-    "Split": ((13, _move_to_inputs("split")), (18, _counted_split)),
-    "Squeeze": ((13, _move_to_inputs("axes")),),
-    "TopK": ((10, _move_to_inputs("k")),),
-    "Unsqueeze": ((13, _move_to_inputs("axes")),),
-    "Upsample": ((10, _new_resize),),
-}
+def _moved(pattern: Callable[[onnx.NodeProto], bool], opset: int, *names: str) -> OpsetChange:
+    """Return the change that makes these attributes constant inputs."""
+    rewrite = partial(_attributes_to_inputs, names=names)
+    return OpsetChange(pattern=pattern, opset=opset, rewrite=rewrite)
 
 
-def changed_forms(op_type: str, own: int, opset: int) -> list[Form]:
-    """Return the functions that bring an operator from opset `own` to a newer one, in order."""
-    return [rule for since, rule in UPGRADES.get(op_type, ()) if own < since <= opset]
+# Every new form or meaning up to opset 22; of one operator the oldest opset first
+UPGRADES = (
+    OpsetChange(
+        pattern=is_op("BatchNormalization"),
+        opset=9,
+        check=_check_spatial,
+        rewrite=partial(_drop_attribute, name="spatial"),
+    ),
+    OpsetChange(pattern=is_op("BatchNormalization"), opset=14, check=_check_statistics),
+    _moved(is_op("Clip"), 11, "min", "max"),
+    OpsetChange(pattern=is_op("DFT"), opset=20, check=_refuse("its axis is an input there")),
+    OpsetChange(
+        pattern=is_op("Dropout"),  # its ratio counts in training alone
+        opset=12,
+        check=_check_mask,
+        rewrite=partial(_drop_attribute, name="ratio"),
+    ),
+    OpsetChange(
+        pattern=is_op("GridSample"), opset=20, rewrite=partial(_rename_modes, names=_NEW_MODES)
+    ),
+    OpsetChange(
+        pattern=is_op("GroupNormalization"), opset=21, check=_refuse("its scale is one a group")
+    ),
+    OpsetChange(
+        pattern=is_op("Hardmax", "LogSoftmax", "Softmax"), opset=13, rewrite=_softmax_over_axis
+    ),
+    _moved(is_op("Pad"), 11, "pads", "value"),
+    _moved(is_op("ReduceSum", "Squeeze", "Unsqueeze"), 13, "axes"),
+    _moved(_REDUCE_WITH_AXES, 18, "axes"),
+    OpsetChange(pattern=is_op("Resize"), opset=11, rewrite=_attributes_to_resize),
+    OpsetChange(pattern=is_op("RoiAlign"), opset=16, rewrite=_set_old_positions),
+    OpsetChange(pattern=is_op("Scan"), opset=9, check=_refuse("it scans a batch of sequences")),
+    OpsetChange(pattern=is_op("Scatter"), opset=11, rewrite=_rename_scatter),
+    _moved(is_op("Slice"), 10, "starts", "ends", "axes"),
+    _moved(is_op("Split"), 13, "split"),
+    OpsetChange(pattern=is_op("Split"), opset=18, rewrite=_add_split_count),
+    _moved(is_op("TopK"), 10, "k"),
+    OpsetChange(pattern=is_op("Upsample"), opset=10, rewrite=_attributes_to_resize),
+)
