@@ -177,8 +177,8 @@ def unfold_large(graph: onnx.GraphProto, folded: Mapping[str, onnx.NodeProto]) -
     weight_reads = Counter(node.input[1] for node in graph.node if node.op_type in WEIGHTED)
     large_results = [name for name in folded if name in reads and sizes[name] > _MAX_GROWTH]
 
-    # read from the file anyway, so that a recipe may use them at no cost; a result that was put back
-    # is none of them, and counts again in every recipe
+    # tensors that a recipe may use at no cost, as the file needs them anyway; a result that is put
+    # back is none of them, and counts again in every recipe
     available = set(reads)
     restored: set[str] = set()
     for name in large_results:

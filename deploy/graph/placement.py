@@ -163,7 +163,7 @@ DLA = replace(
     | {"GlobalMaxPool", "Relu", "Clip", "LeakyRelu", "PRelu", "Sigmoid", "Tanh", "Abs"}
     | {"Add", "Sub", "Mul", "Div", "Max", "Min", "Concat", "Resize", "BatchNormalization"},
 )
-TENSORRT_BY_GRID = {one.grid.name: one for one in (TENSORRT, TENSORRT_FP8)}
+TENSORRT_BY_GRID = {TENSORRT.grid.name: TENSORRT, TENSORRT_FP8.grid.name: TENSORRT_FP8}
 # Layers that AMCT quantizes, and their grid; deploy.targets.ascend.layers has further conditions
 # that `analyse` does not know.
 ASCEND = Placement(
@@ -184,12 +184,16 @@ def is_global_mean(graph: Graph, node: onnx.NodeProto) -> bool:
     if axes is None and len(node.input) > 1 and node.input[1] in graph.initializers:
         axes = numpy_helper.to_array(graph.initializers[node.input[1]]).tolist()
     rank = len(graph.shapes.get(node.input[0]) or ())
-    return rank > 3 and sorted(axis % rank for axis in axes or ()) == list(range(2, rank))
+    if not axes or rank < 4:
+        return False
+    return sorted(axis % rank for axis in axes) == list(range(2, rank))
 
 
 def has_constant_operand(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether a node adds a constant to a tensor or multiplies a tensor by a constant."""
-    return node.op_type in {"Add", "Mul"} and any(n in graph.initializers for n in node.input)
+    if node.op_type not in {"Add", "Mul"}:
+        return False
+    return any(name in graph.initializers for name in node.input)
 
 
 def keeps_range(graph: Graph, node: onnx.NodeProto) -> bool:
@@ -204,8 +208,10 @@ def keeps_range(graph: Graph, node: onnx.NodeProto) -> bool:
 
 def averages_beyond_padding(node: onnx.NodeProto) -> bool:
     """Whether a node is an AveragePool whose windows may reach beyond the padding it counts."""
-    given = attributes(node) if node.op_type == "AveragePool" else {}
-    return bool(given.get("ceil_mode") and given.get("count_include_pad"))
+    if node.op_type != "AveragePool":
+        return False
+    attrs = attributes(node)
+    return bool(attrs.get("ceil_mode") and attrs.get("count_include_pad"))
 
 
 def resize_mode(node: onnx.NodeProto) -> str:
@@ -216,57 +222,64 @@ def resize_mode(node: onnx.NodeProto) -> str:
 
 def pads_nonzero(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether a Pad adds a constant that is not 0 or is unknown."""
-    zeros = len(node.input) < 3 or not node.input[2] or graph.scalar(node.input[2]) == 0
-    return attributes(node).get("mode", b"constant") == b"constant" and not zeros
+    if attributes(node).get("mode", b"constant") != b"constant":
+        return False
+    has_value = len(node.input) > 2 and bool(node.input[2])
+    return has_value and graph.scalar(node.input[2]) != 0
 
 
 def find_bias_add(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
     """Return the Add after a 2-D MatMul that is a Gemm's bias: one constant per column."""
-    after = graph.only_reader(node.output[0])
-    if node.op_type != "MatMul" or after is None or after.op_type != "Add":
+    add = graph.only_reader(node.output[0])
+    if node.op_type != "MatMul" or add is None or add.op_type != "Add":
+        return None
+    if len(graph.shapes.get(node.output[0]) or ()) != 2:
         return None
     weight = graph.initializers.get(node.input[1])
-    bias = next((graph.initializers[n] for n in after.input if n in graph.initializers), None)
-    rows = len(graph.shapes.get(node.output[0]) or ()) == 2
-    if weight is None or bias is None or not rows or bias.data_type != weight.data_type:
+    bias = next((graph.initializers[n] for n in add.input if n in graph.initializers), None)
+    if weight is None or bias is None or bias.data_type != weight.data_type:
         return None
-    return after if [*bias.dims] in ([weight.dims[-1]], [1, weight.dims[-1]]) else None
+    columns = weight.dims[-1]
+    return add if list(bias.dims) in ([columns], [1, columns]) else None
 
 
 def reads_int8(
-    graph: Graph, node: onnx.NodeProto, made: Collection[str], heavy: Collection[str]
+    graph: Graph, node: onnx.NodeProto, int8_tensors: Collection[str], heavy: Collection[str]
 ) -> bool:
     """Whether int8 nodes make every input of a node, or the input that an Add is fused with.
 
     A fused Add is computed inside a heavy node, which reads the skip branch in int8 whatever
     made it.
     """
-    names, read = graph.data_inputs(node), int8_inputs(graph, node, heavy)
-    fused = [name for name in names if name not in read]
-    return all(name in made for name in fused or names)
+    inputs, skip_branches = graph.data_inputs(node), int8_inputs(graph, node, heavy)
+    fused_inputs = [name for name in inputs if name not in skip_branches]
+    return all(name in int8_tensors for name in fused_inputs or inputs)
 
 
-def reads_float_concat(graph: Graph, node: onnx.NodeProto, made: Collection[str]) -> bool:
+def reads_float_concat(graph: Graph, node: onnx.NodeProto, int8_tensors: Collection[str]) -> bool:
     """Whether a node reads a Concat, through moves or directly, with an input made in float.
 
     TensorRT moves the Q after a Concat onto each of its inputs, which costs one more kernel for
     each input that no int8 kernel writes (NVIDIA/TensorRT issue 4366).
     """
     for name in graph.data_inputs(node):
-        maker = graph.producer.get(name)
-        while maker is not None and maker.op_type in MOVES | CUTS | {"MaxPool"}:
-            maker = graph.producer.get(maker.input[0])
-        if maker is not None and maker.op_type == "Concat":
-            return not all(n in made for n in graph.data_inputs(maker))
+        producer = graph.producer.get(name)
+        while producer is not None and producer.op_type in MOVES | CUTS | {"MaxPool"}:
+            producer = graph.producer.get(producer.input[0])
+        if producer is not None and producer.op_type == "Concat":
+            return not all(part in int8_tensors for part in graph.data_inputs(producer))
     return False
 
 
-def has_float_sibling(graph: Graph, node: onnx.NodeProto, why: Mapping[str, str]) -> bool:
-    """Whether a float node, such as a gate's Mul, also reads the input of an average."""
+def has_float_sibling(graph: Graph, node: onnx.NodeProto, reasons: Mapping[str, str]) -> bool:
+    """Whether a float node, such as a gate's Mul, also reads the input of an average.
+
+    `reasons`: node -> why it is float, "" for the others.
+    """
     if node.op_type not in AVERAGES:
         return False
-    readers = graph.readers[node.input[0]]
-    return any(why[n.name] and n.op_type not in MOVES | POOLS | {"Concat"} for n in readers)
+    float_readers = [reader for reader in graph.readers[node.input[0]] if reasons[reader.name]]
+    return any(reader.op_type not in MOVES | POOLS | {"Concat"} for reader in float_readers)
 
 
 def add_concat_readers(graph: Graph, readers: dict[str, list[str]]) -> None:
@@ -275,12 +288,15 @@ def add_concat_readers(graph: Graph, readers: dict[str, list[str]]) -> None:
     TensorRT moves the Q after it onto each input, where it merges with a Q of the same scale.
     """
     for node in graph.nodes:
-        out = node.output[0]
-        after = {n.name for n in graph.readers.get(out, [])}
-        if node.op_type == "Concat" and out in readers and out not in graph.outputs:
-            for name in node.input if after == set(readers[out]) else []:
-                if name in readers:
-                    readers[name].append(node.name)
+        output = node.output[0]
+        if node.op_type != "Concat" or output not in readers or output in graph.outputs:
+            continue
+        all_readers = {reader.name for reader in graph.readers.get(output, [])}
+        if all_readers != set(readers[output]):
+            continue
+        for name in node.input:
+            if name in readers:
+                readers[name].append(node.name)
 
 
 def int8_inputs(graph: Graph, node: onnx.NodeProto, heavy: Collection[str]) -> list[str]:
@@ -289,21 +305,22 @@ def int8_inputs(graph: Graph, node: onnx.NodeProto, heavy: Collection[str]) -> l
     Where a heavy node makes both inputs, the one on the longer path is fused: the main branch, not
     the shortcut (as ModelOpt's partitioning does).
     """
-    names = graph.data_inputs(node)
+    inputs = graph.data_inputs(node)
     if node.op_type != "Add":
-        return names
-    fused = [
-        name
-        for name in names
-        if len(graph.readers[name]) == 1 and made_by_heavy(graph, name, heavy)
-    ]
-    main = sorted(fused, key=lambda name: graph.depths.get(name, 0))[-1:]
-    return [name for name in names if name not in main]
+        return inputs
+    main_branch, main_depth = "", -1
+    for name in inputs:
+        depth = graph.depths.get(name, 0)
+        if len(graph.readers[name]) != 1 or not _is_made_by_heavy(graph, name, heavy):
+            continue
+        if depth >= main_depth:
+            main_branch, main_depth = name, depth
+    return [name for name in inputs if name != main_branch]
 
 
-def made_by_heavy(graph: Graph, tensor: str, heavy: Collection[str]) -> bool:
+def _is_made_by_heavy(graph: Graph, tensor: str, heavy: Collection[str]) -> bool:
     """Whether a heavy node makes a tensor, through any pointwise operators."""
-    maker = graph.producer.get(tensor)
-    while maker is not None and (maker.op_type in POINTWISE or has_constant_operand(graph, maker)):
-        maker = graph.producer.get(graph.data_inputs(maker)[0])
-    return maker is not None and maker.op_type in heavy
+    node = graph.producer.get(tensor)
+    while node is not None and (node.op_type in POINTWISE or has_constant_operand(graph, node)):
+        node = graph.producer.get(graph.data_inputs(node)[0])
+    return node is not None and node.op_type in heavy

@@ -150,12 +150,9 @@ class ModelAnalysis:
     @cached_property
     def collapsed(self) -> Graph:
         """The index with each gate as one node."""
-        found = self.gates
-        return (
-            CachedGraph(self._model, collapse_gates(self.graph.nodes, found))
-            if found
-            else self.graph
-        )
+        if not self.gates:
+            return self.graph
+        return CachedGraph(self._model, collapse_gates(self.graph.nodes, self.gates))
 
 
 def analyse(
@@ -175,68 +172,156 @@ def analyse(
         float_tensors: tensor -> why it has no scale ("was 0 in every sample").
         analysis: of the model, from an earlier call.
     """
-    known = ModelAnalysis(model) if analysis is None else analysis
-    found = known.gates if GATE in placement.glue else ()
-    graph = known.collapsed if found else known.graph
-    stands_in = {name: gate.name for gate in found for name in gate.nodes}
-    no_scale = dict(float_tensors or {})
-    float_reasons = {
-        stands_in.get(name, name): why for name, why in reasons_by_node(float_nodes).items()
+    if analysis is None:
+        analysis = ModelAnalysis(model)
+    gates = analysis.gates if GATE in placement.glue else ()
+    graph = analysis.collapsed if gates else analysis.graph
+    gate_by_node = {name: gate.name for gate in gates for name in gate.nodes}
+    requested_reasons = {
+        gate_by_node.get(name, name): reason
+        for name, reason in reasons_by_node(float_nodes).items()
     }
-    why: dict[str, str] = {}
-    for node in graph.nodes:
-        why[node.name] = find_refusal(graph, node, placement, float_reasons, no_scale)
-    if not placement.pairs_everywhere:
-        # refuse nodes that gain nothing in int8; refusing one node can strand another
-        changed = True
-        while changed:
-            changed = False
-            made, wanted = _made_and_wanted(graph, placement, why)
-            for node in graph.nodes:
-                if not why[node.name]:
-                    why[node.name] = _stranded(graph, placement, node, why, made, wanted)
-                    changed = changed or bool(why[node.name])
-    chosen = [n for n in graph.nodes if not why[n.name]]
-    pairs = _pairs(graph, placement, chosen)
-    int8_gates = tuple(gate for gate in found if not why[gate.name])
-    gemms = _gemms(graph, placement, chosen, float_reasons) if placement.fuses_gemm_bias else {}
-    weights = tuple(w for n in chosen for w in _weights(graph, placement, n, gemms))
+    float_reasons = _find_float_reasons(graph, placement, requested_reasons, float_tensors or {})
+
+    int8_nodes = [node for node in graph.nodes if not float_reasons[node.name]]
+    int8_gates = tuple(gate for gate in gates if not float_reasons[gate.name])
+    pairs = _place_pairs(graph, placement, int8_nodes)
+    gemm_biases = _find_gemm_biases(graph, placement, int8_nodes, requested_reasons)
+    weights = _find_weights(graph, placement, int8_nodes, gemm_biases)
+    scalar_nodes = int8_nodes if placement.quantizes_scalars else []
     return Plan(
         placement=placement,
-        decisions=_decisions(model.graph.node, graph, placement, why, stands_in, gemms),
+        decisions=_decide(
+            model.graph.node, graph, placement, float_reasons, gate_by_node, gemm_biases
+        ),
         pairs=pairs,
         gates=int8_gates,
-        bias_shifts=_shifts(known.graph, weights if placement.quantizes_bias else (), int8_gates),
-        gemm_bias_adds={name: add.name for name, add in gemms.items()},
-        int8_scalars=tuple(
-            n.name for n in chosen if placement.quantizes_scalars and has_constant_operand(graph, n)
-        ),
-        int8_pads=tuple(n.name for n in chosen if n.op_type == "Pad"),
+        bias_shifts=_find_bias_shifts(analysis.graph, placement, weights, int8_gates),
+        gemm_bias_adds={name: add.name for name, add in gemm_biases.items()},
+        int8_scalars=tuple(n.name for n in scalar_nodes if has_constant_operand(graph, n)),
+        int8_pads=tuple(node.name for node in int8_nodes if node.op_type == "Pad"),
         weights=weights,
-        scale_owners=_owners(graph, placement, [p.tensor for p in pairs]),
+        scale_owners=_find_scale_owners(graph, placement, pairs),
     )
 
 
-def _shifts(
-    graph: Graph, weights: Iterable[WeightTarget], int8_gates: Iterable[Gate]
-) -> dict[str, Gate]:
-    """Return Conv -> the gate whose shift its bias can absorb; `graph` has gates uncollapsed."""
-    found = {}
-    convs = {weight.node: weight for weight in weights}
-    for gate in int8_gates:
-        maker = graph.producer.get(gate.source)
-        own = convs.get(maker.name) if maker is not None and maker.op_type == "Conv" else None
-        alone = graph.only_reader(gate.source) is not None and gate.source != gate.factor
-        if own is not None and alone and (own.bias is None or own.bias in graph.initializers):
-            found[own.node] = gate
-    return found
-
-
-def _gemms(
+def _find_float_reasons(
     graph: Graph,
     placement: Placement,
-    chosen: Iterable[onnx.NodeProto],
-    float_reasons: Mapping[str, str],
+    requested_reasons: Mapping[str, str],
+    float_tensors: Mapping[str, str],
+) -> dict[str, str]:
+    """Return node -> why it stays float; "" if it runs in int8."""
+    reasons = {
+        node.name: find_refusal(graph, node, placement, requested_reasons, float_tensors)
+        for node in graph.nodes
+    }
+    # refuse nodes that gain nothing in int8; refusing one node can strand another
+    has_changed = not placement.pairs_everywhere
+    while has_changed:
+        has_changed = False
+        flow = _Int8Flow(graph, placement, reasons)
+        for node in graph.nodes:
+            if not reasons[node.name]:
+                reasons[node.name] = flow.find_stranded_reason(node)
+                has_changed = has_changed or bool(reasons[node.name])
+    return reasons
+
+
+class _Int8Flow:
+    """Tensors that int8 nodes produce and read, under one state of the decisions.
+
+    Attributes:
+        reasons: node -> why it stays float; changes while the nodes are asked one by one.
+        produced: tensors that an int8 node produces or a heavy one reads, passed on by float nodes.
+        read: tensors that an int8 node reads, passed back by float nodes.
+    """
+
+    def __init__(self, graph: Graph, placement: Placement, reasons: Mapping[str, str]) -> None:
+        self.graph, self.placement, self.reasons = graph, placement, reasons
+        self.produced: set[str] = set()
+        self.read: set[str] = set()
+        for node in graph.nodes:
+            if not reasons[node.name]:
+                self._add_int8_node(node)
+        passing_nodes = [node for node in graph.nodes if _passes_int8(graph, placement, node)]
+        for node in passing_nodes:
+            if all(name in self.produced for name in graph.data_inputs(node)):
+                self.produced.update(node.output)
+        for node in reversed(passing_nodes):
+            if not self.read.isdisjoint(node.output):
+                self.read.update(graph.data_inputs(node))
+
+    def _add_int8_node(self, node: onnx.NodeProto) -> None:
+        graph = self.graph
+        self.read.update(graph.data_inputs(node))
+        self.produced.add(graph.tail(node))
+        if node.op_type in self.placement.heavy:
+            self.produced.update(graph.data_inputs(node))
+        elif node.op_type == "Split":
+            self.produced.update(node.output)
+            if not self.read.isdisjoint(node.output):
+                self.read.add(graph.tail(node))
+
+    def find_stranded_reason(self, node: onnx.NodeProto) -> str:
+        """Return why a node that can run in int8 gains nothing among its neighbours, or ""."""
+        graph, placement = self.graph, self.placement
+        if placement.float_after_concat and reads_float_concat(graph, node, self.produced):
+            return f"it reads a Concat whose inputs are not all {placement.precision_name}"
+        if node.op_type in placement.heavy:
+            return ""
+        if placement.pairs_on_outputs:
+            has_int8_inputs = all(name in self.produced for name in graph.data_inputs(node))
+        else:
+            has_int8_inputs = reads_int8(graph, node, self.produced, placement.heavy)
+            if has_int8_inputs and has_float_sibling(graph, node, self.reasons):
+                return "its input is read in float too"
+        if not has_int8_inputs:
+            return f"an input of it is not {placement.precision_name}"
+        if graph.tail(node) not in self.read:
+            return f"nothing after it runs in {placement.precision_name}"
+        return ""
+
+
+def _passes_int8(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
+    """Whether a node passes int8 on while it stays float; an Add of a constant does too."""
+    if node.op_type in placement.passes_int8:
+        return True
+    is_shift = node.op_type == "Add" and has_constant_operand(graph, node)
+    return is_shift and bool(placement.passes_int8)
+
+
+def _find_bias_shifts(
+    graph: Graph,
+    placement: Placement,
+    weights: Iterable[WeightTarget],
+    int8_gates: Iterable[Gate],
+) -> dict[str, Gate]:
+    """Return Conv -> the gate whose shift its bias can absorb; `graph` has gates uncollapsed.
+
+    The Conv must make the source for the gate alone, and its bias must be constant.
+    """
+    if not placement.quantizes_bias:
+        return {}
+    weight_by_node = {weight.node: weight for weight in weights}
+    shifts = {}
+    for gate in int8_gates:
+        conv = graph.producer.get(gate.source)
+        if conv is None or conv.op_type != "Conv" or conv.name not in weight_by_node:
+            continue
+        if graph.only_reader(gate.source) is None or gate.source == gate.factor:
+            continue
+        bias = weight_by_node[conv.name].bias
+        if bias is None or bias in graph.initializers:
+            shifts[conv.name] = gate
+    return shifts
+
+
+def _find_gemm_biases(
+    graph: Graph,
+    placement: Placement,
+    int8_nodes: Iterable[onnx.NodeProto],
+    requested_reasons: Mapping[str, str],
 ) -> dict[str, onnx.NodeProto]:
     """Return MatMul in int8 -> the Add of its bias.
 
@@ -244,15 +329,16 @@ def _gemms(
     stored in integers it then has none: the layer ran in float and dequantized its weights for
     every input (a net of three such layers: 9.6 times slower than FP32).
     """
-    layers = (node for node in chosen if node.op_type == "MatMul")
-    found = {node.name: find_bias_add(graph, node) for node in layers}
-    return {
-        name: add
-        for name, add in found.items()
-        if add is not None
-        and add.name not in float_reasons
-        and not is_scalar_glue(graph, placement, add)
-    }
+    biases: dict[str, onnx.NodeProto] = {}
+    if not placement.fuses_gemm_bias:
+        return biases
+    for node in int8_nodes:
+        add = find_bias_add(graph, node) if node.op_type == "MatMul" else None
+        if add is None or add.name in requested_reasons:
+            continue
+        if not is_scalar_glue(graph, placement, add):
+            biases[node.name] = add
+    return biases
 
 
 def reasons_by_node(float_nodes: FloatNodes) -> Mapping[str, str]:
@@ -262,154 +348,136 @@ def reasons_by_node(float_nodes: FloatNodes) -> Mapping[str, str]:
     return dict.fromkeys(float_nodes, FLOAT_BY_USER)
 
 
-def _decisions(
+def _decide(
     nodes: Iterable[onnx.NodeProto],
     graph: Graph,
     placement: Placement,
-    why: Mapping[str, str],
-    stands_in: Mapping[str, str],
-    gemms: Mapping[str, onnx.NodeProto],
+    float_reasons: Mapping[str, str],
+    gate_by_node: Mapping[str, str],
+    gemm_biases: Mapping[str, onnx.NodeProto],
 ) -> tuple[Decision, ...]:
     """Return one decision per node; tails follow their head, nodes of a gate decide as one."""
-    heads = {graph.tail(n): n.name for n in graph.nodes if n.op_type in placement.heavy_or_glue}
-    for name, add in gemms.items():
-        heads |= {str(add.output[0]): name, graph.tail(add): name}
-    found = []
+    head_by_tail = {
+        graph.tail(node): node.name
+        for node in graph.nodes
+        if node.op_type in placement.heavy_or_glue
+    }
+    for name, add in gemm_biases.items():
+        head_by_tail |= {str(add.output[0]): name, graph.tail(add): name}
+
+    decisions = []
     for node in nodes:
-        name = stands_in.get(node.name, node.name)
-        reason = why[name]
-        head = heads.get(node.output[0], name)
+        name = gate_by_node.get(node.name, node.name)
+        reason = float_reasons[name]
+        head = head_by_tail.get(node.output[0], name)
         if reason and head != name:
-            reason = why[head] and "the node before it is float"
+            reason = "the node before it is float" if float_reasons[head] else ""
         precision = FLOAT32 if reason else placement.grid.name
-        found.append(Decision(node.name, node.op_type, precision, reason))
-    return tuple(found)
+        decisions.append(Decision(node.name, node.op_type, precision, reason))
+    return tuple(decisions)
 
 
-def _stranded(
-    graph: Graph,
-    placement: Placement,
-    node: onnx.NodeProto,
-    why: Mapping[str, str],
-    made: set[str],
-    wanted: set[str],
-) -> str:
-    """Return why a node that can run in int8 gains nothing among its neighbours, or ""."""
-    if placement.float_after_concat and reads_float_concat(graph, node, made):
-        return f"it reads a Concat whose inputs are not all {placement.precision_name}"
-    if node.op_type in placement.heavy:
-        return ""
-    if placement.pairs_on_outputs:
-        comes_in = all(name in made for name in graph.data_inputs(node))
-    else:
-        comes_in = reads_int8(graph, node, made, placement.heavy)
-    if not comes_in:
-        return f"an input of it is not {placement.precision_name}"
-    if not placement.pairs_on_outputs and has_float_sibling(graph, node, why):
-        return "its input is read in float too"
-    return (
-        "" if graph.tail(node) in wanted else f"nothing after it runs in {placement.precision_name}"
-    )
-
-
-def _made_and_wanted(
-    graph: Graph, placement: Placement, why: Mapping[str, str]
-) -> tuple[set[str], set[str]]:
-    """Return (tensors an int8 node makes or a heavy one reads, tensors an int8 node reads)."""
-    made: set[str] = set()
-    wanted: set[str] = set()
-    for node in graph.nodes:
-        if why[node.name]:
-            continue
-        wanted.update(graph.data_inputs(node))
-        made.add(graph.tail(node))
-        if node.op_type in placement.heavy:
-            made.update(graph.data_inputs(node))
-        elif node.op_type == "Split":
-            made.update(node.output)
-            if wanted.intersection(node.output):
-                wanted.add(graph.tail(node))
-    # propagate `made` forwards and `wanted` backwards through float nodes that pass int8 on
-    between = [node for node in graph.nodes if _passes_on(graph, placement, node)]
-    for node in between:
-        if all(name in made for name in graph.data_inputs(node)):
-            made.update(node.output)
-    for node in reversed(between):
-        if wanted.intersection(node.output):
-            wanted.update(graph.data_inputs(node))
-    return made, wanted
-
-
-def _passes_on(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
-    """Whether a node passes int8 on while it stays float; an Add of a constant does too."""
-    shift = node.op_type == "Add" and has_constant_operand(graph, node)
-    return node.op_type in placement.passes_int8 or (shift and bool(placement.passes_int8))
-
-
-def _pairs(graph: Graph, placement: Placement, chosen: list[onnx.NodeProto]) -> tuple[QdqPair, ...]:
-    order = [*graph.inputs, *(o for n in graph.nodes for o in n.output)]
+def _place_pairs(
+    graph: Graph, placement: Placement, int8_nodes: list[onnx.NodeProto]
+) -> tuple[QdqPair, ...]:
+    """Return the pairs of a plan, inputs of the model first, then in graph order."""
+    tensors = [*graph.inputs, *(name for node in graph.nodes for name in node.output)]
     if placement.pairs_everywhere:
-        around = {n for node in chosen for n in (*graph.data_inputs(node), node.output[0])}
-        return tuple(QdqPair(name, None) for name in order if name in around)
+        paired = {name for node in int8_nodes for name in graph.data_inputs(node)}
+        paired |= {node.output[0] for node in int8_nodes}
+    elif placement.pairs_on_outputs:
+        paired = _find_paired_tensors(graph, int8_nodes)
+    else:
+        readers = _find_pair_readers(graph, placement, int8_nodes)
+        return tuple(QdqPair(name, tuple(readers[name])) for name in tensors if name in readers)
+    return tuple(QdqPair(name, None) for name in tensors if name in paired)
+
+
+def _find_paired_tensors(graph: Graph, int8_nodes: list[onnx.NodeProto]) -> set[str]:
+    """Return the inputs and outputs of int8 nodes.
+
+    The int8 kernels of Gemm and MatMul can write float, which loses nothing, so their output has a
+    pair only for an int8 node that reads it.
+    """
+    paired = {name for node in int8_nodes for name in graph.data_inputs(node)}
+    for node in int8_nodes:
+        if node.op_type == "Split":
+            paired.update(node.output)
+        elif node.op_type not in {"Gemm", "MatMul"}:
+            paired.add(graph.tail(node))
+    return paired
+
+
+def _find_pair_readers(
+    graph: Graph, placement: Placement, int8_nodes: list[onnx.NodeProto]
+) -> dict[str, list[str]]:
+    """Return tensor with a pair -> the nodes that read the pair."""
     readers: dict[str, list[str]] = {}
-    wanted = {name for node in chosen for name in graph.data_inputs(node)}
-    for node in chosen:
-        names = graph.data_inputs(node)
-        if not placement.pairs_on_outputs:
-            names = int8_inputs(graph, node, placement.heavy)
-        for name in names:
+    for node in int8_nodes:
+        for name in int8_inputs(graph, node, placement.heavy):
             readers.setdefault(name, []).append(node.name)
         if node.op_type in placement.separates_tail:
-            after = graph.readers.get(node.output[0], [])
-            readers.setdefault(node.output[0], []).extend(n.name for n in after)
-        if placement.pairs_on_outputs:
-            ends = list(node.output) if node.op_type == "Split" else [graph.tail(node)]
-            # the int8 kernels of Gemm and MatMul can write float, which loses nothing
-            needed = node.op_type not in {"Gemm", "MatMul"} or ends[0] in wanted
-            for name in ends if needed else []:
-                readers.setdefault(name, [])
-    if not placement.pairs_on_outputs:
-        add_concat_readers(graph, readers)
-    names = [name for name in order if name in readers]
-    return tuple(
-        QdqPair(n, None if placement.pairs_on_outputs else tuple(readers[n])) for n in names
-    )
+            tail_nodes = graph.readers.get(node.output[0], [])
+            readers.setdefault(node.output[0], []).extend(tail.name for tail in tail_nodes)
+    add_concat_readers(graph, readers)
+    return readers
 
 
-def _weights(
-    graph: Graph, placement: Placement, node: onnx.NodeProto, gemms: Mapping[str, onnx.NodeProto]
-) -> list[WeightTarget]:
-    if node.op_type not in placement.heavy or node.input[1] not in graph.initializers:
-        return []
-    weight = graph.initializers[node.input[1]]
-    bias = str(node.input[2]) if len(node.input) > 2 and node.input[2] else None
-    if node.name in gemms:
-        bias = next(str(n) for n in gemms[node.name].input if n in graph.initializers)
-    axis = None if node.op_type in placement.per_tensor else _scale_axis(node, len(weight.dims))
-    return [WeightTarget(str(node.input[1]), node.name, axis, bias)]
+def _find_weights(
+    graph: Graph,
+    placement: Placement,
+    int8_nodes: Iterable[onnx.NodeProto],
+    gemm_biases: Mapping[str, onnx.NodeProto],
+) -> tuple[WeightTarget, ...]:
+    """Return the weights of heavy nodes that are initializers."""
+    weights = []
+    for node in int8_nodes:
+        if node.op_type not in placement.heavy or node.input[1] not in graph.initializers:
+            continue
+        bias = str(node.input[2]) if len(node.input) > 2 and node.input[2] else None
+        if node.name in gemm_biases:
+            add = gemm_biases[node.name]
+            bias = next(str(name) for name in add.input if name in graph.initializers)
+        rank = len(graph.initializers[node.input[1]].dims)
+        axis = None if node.op_type in placement.per_tensor else _scale_axis(node, rank)
+        weights.append(WeightTarget(str(node.input[1]), node.name, axis, bias))
+    return tuple(weights)
 
 
 def _scale_axis(node: onnx.NodeProto, rank: int) -> int | None:
-    """Axis of the scales of a node's weight; None for one scale."""
-    # [in, out / group, ...]: one axis cannot name the groups
-    grouped = node.op_type == "ConvTranspose" and attributes(node).get("group", 1) != 1
-    stacked = node.op_type == "MatMul" and rank != 2
-    return None if grouped or stacked else channel_axis(node, rank)
+    """Return the axis of the scales of a node's weight; None for one scale.
+
+    A ConvTranspose with groups has weights [in, out / group, ...], of which one axis cannot name
+    the groups; a MatMul of stacked matrices has no channels.
+    """
+    has_groups = node.op_type == "ConvTranspose" and attributes(node).get("group", 1) != 1
+    is_stacked = node.op_type == "MatMul" and rank != 2
+    return None if has_groups or is_stacked else channel_axis(node, rank)
 
 
-def _owners(graph: Graph, placement: Placement, paired: Iterable[str]) -> dict[str, str]:
+def _find_scale_owners(
+    graph: Graph, placement: Placement, pairs: Iterable[QdqPair]
+) -> dict[str, str]:
     """Return paired tensor -> the other tensor whose scale it must share."""
-    owners = {tensor: find_scale_owner(graph, placement, tensor) for tensor in paired}
-    return {tensor: owner for tensor, owner in owners.items() if owner != tensor}
+    owners = {}
+    for pair in pairs:
+        owner = find_scale_owner(graph, placement, pair.tensor)
+        if owner != pair.tensor:
+            owners[pair.tensor] = owner
+    return owners
 
 
 def never_negative(model: onnx.ModelProto) -> frozenset[str]:
     """Return the tensors that cannot be negative for any input, such as outputs of a Relu."""
-    ops = {"Relu", "Sigmoid", "Softmax", "HardSigmoid"}
     graph = Graph(model)
     names: set[str] = set()
     for node in graph.nodes:
-        passed = node.op_type in MOVES | POOLS and node.input[0] in names
-        if node.op_type in ops or passed or (node.op_type == "Clip" and graph.clips_at_zero(node)):
+        if node.op_type in MOVES | POOLS:
+            is_positive = node.input[0] in names
+        elif node.op_type == "Clip":
+            is_positive = graph.clips_at_zero(node)
+        else:
+            is_positive = node.op_type in {"Relu", "Sigmoid", "Softmax", "HardSigmoid"}
+        if is_positive:
             names.update(node.output)
     return frozenset(names)

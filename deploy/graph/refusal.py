@@ -27,13 +27,13 @@ from deploy.graph.placement import (
 Tile = tuple[int, int]
 _ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
 _FLOAT = onnx.TensorProto.FLOAT
-_MANY_CHANNELS = 24  # output channels of a first Conv
-# the same over one channel, also of products: with fewer the int8 kernel, which gathers every
+_MIN_CHANNELS = 24  # output channels with which a first Conv is faster in int8
+# the same over one input channel, also of products: with fewer the int8 kernel, which gathers every
 # window, takes longer (float over int8, windows of 3 to 7: 16 channels 0.51 to 0.84, 32 channels
 # 0.66 to 1.02, 64 channels 0.88 to 1.40 with AVX512-VNNI; 0.70 to 0.84, 0.87 to 0.93 and 1.03 to
 # 1.09 with AVX2)
-_MANY_OF_GREY = 64
-_COLOURED = 27  # products per output value of a 3x3 window over three colours
+_MIN_CHANNELS_OF_GREY = 64
+_MIN_PRODUCTS = 27  # products per output value of a 3x3 window over three colours
 # ONNX Runtime moves the DequantizeLinear past data movement and then looks for the body's tensor
 # among the inputs of the If (1.31, 1.32): an assertion that no caller can catch.
 _FATAL = "which ends ONNX Runtime's process where it is dequantized"
@@ -47,26 +47,30 @@ def tile_shape(node: onnx.NodeProto, sizes: Sequence[int]) -> Tile | None:
         sizes: shape of its weight, [c, m / groups, k, l].
 
     Returns:
-        None if it is not a 2-D ConvTranspose, or if its windows overlap, have gaps or are cropped.
+        None if it is not a 2-D ConvTranspose without groups, or if its windows overlap, have gaps
+        or are cropped.
     """
     if node.op_type != "ConvTranspose" or len(sizes) != 4:
         return None
-    given = attributes(node)
+    attrs = attributes(node)
     rows, columns = sizes[2:]
-    adjacent = list(given.get("strides", [1, 1])) == [rows, columns] != [1, 1]
-    uncropped = not any((*given.get("pads", ()), *given.get("output_padding", ())))
-    dense = all(step == 1 for step in given.get("dilations", ()))
-    sized = given.get("auto_pad", b"NOTSET") != b"NOTSET" or "output_shape" in given
-    plain = given.get("group", 1) == 1 and not sized
-    return (int(rows), int(columns)) if adjacent and uncropped and dense and plain else None
+    if list(attrs.get("strides", [1, 1])) != [rows, columns] or rows == columns == 1:
+        return None
+    if any((*attrs.get("pads", ()), *attrs.get("output_padding", ()))):
+        return None
+    if "output_shape" in attrs or attrs.get("auto_pad", b"NOTSET") != b"NOTSET":
+        return None
+    if attrs.get("group", 1) != 1 or any(step != 1 for step in attrs.get("dilations", ())):
+        return None
+    return int(rows), int(columns)
 
 
 def find_refusal(
     graph: Graph,
     node: onnx.NodeProto,
     placement: Placement,
-    kept: Mapping[str, str],
-    without: Mapping[str, str],
+    requested_reasons: Mapping[str, str],
+    float_tensors: Mapping[str, str],
 ) -> str:
     """Return why a node itself cannot run in int8; "" if it can.
 
@@ -74,91 +78,116 @@ def find_refusal(
         graph: the index.
         node: the node.
         placement: the target's rules.
-        kept: nodes to keep in float -> why.
-        without: tensors without a scale -> why.
+        requested_reasons: nodes to keep in float -> why.
+        float_tensors: tensors without a scale -> why.
     """
     if node.domain not in ("", "ai.onnx"):
         return f"custom domain {node.domain}"
     if node.op_type not in placement.heavy_or_glue:
         return f"{node.op_type} is not run in {placement.precision_name} on {placement.name}"
-    if node.name in kept:
-        return kept[node.name]
+    if node.name in requested_reasons:
+        return requested_reasons[node.name]
     if any(graph.is_float(name) for name in graph.computed_constants.intersection(node.input)):
         return "one of its operands is computed from constants"
-    if node.op_type in placement.heavy and (reason := _weight_refusal(graph, node, placement)):
+    return (
+        _find_layer_refusal(graph, node, placement)
+        or _find_glue_refusal(graph, node, placement)
+        or _find_tensor_refusal(graph, node, placement, float_tensors)
+    )
+
+
+def _find_layer_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
+    """Return why a heavy node's weights, or its position at the input, speak against int8."""
+    if node.op_type in placement.heavy and (reason := _find_weight_refusal(graph, node, placement)):
         return reason
-    if node.op_type == "Conv" and _fed(graph, node.input[0]):
-        outputs, inputs, *window = graph.initializers[node.input[1]].dims
-        products, grey = math.prod(window) * inputs, inputs == 1 and len(window) > 1
-        thin = products < placement.min_products and not _many_values(graph, node)
-        thin |= placement.min_products > 0 and grey and max(outputs, products) < _MANY_OF_GREY
-        if thin and not _pooled(graph, placement, node):
-            return f"the first Conv has only {products} products a value, and is faster in float"
+    if node.op_type != "Conv" or not _reads_model_input(graph, node):
+        return ""
+
+    channels, input_channels, *window = graph.initializers[node.input[1]].dims
+    products = math.prod(window) * input_channels
+    is_thin = products < placement.min_products and not _makes_many_values(graph, node)
+    if placement.min_products > 0 and input_channels == 1 and len(window) > 1:
+        is_thin = is_thin or max(channels, products) < _MIN_CHANNELS_OF_GREY
+    if is_thin and not _is_pooled(graph, placement, node):
+        return f"the first Conv has only {products} products a value, and is faster in float"
+    return ""
+
+
+def _find_glue_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
+    """Return why an operator with these attributes and constants has no int8 kernel."""
     if placement.pairs_everywhere:
-        if reason := _dla_refusal(graph, node):
+        if reason := _find_dla_refusal(graph, node):
             return reason
     elif has_constant_operand(graph, node) and not is_scalar_glue(graph, placement, node):
         return "one of its operands is constant"
-    if node.op_type == "Pad" and (reason := _pad_refusal(graph, node)):
+    if node.op_type == "Pad" and (reason := _find_pad_refusal(graph, node)):
         return reason
     if node.op_type == "ReduceMean" and not is_global_mean(graph, node):
         return "it is the mean over other axes than a picture's"
-    if placement.checks_kernels and (reason := _kernel_refusal(node)):
+    if placement.checks_kernels and (reason := _find_kernel_refusal(node)):
         return f"{reason} on {placement.name}"
-    tensors = [
-        *graph.data_inputs(node),
-        *([graph.tail(node)] if placement.pairs_on_outputs else []),
-    ]
-    tensors += node.output[:1] if placement.pairs_everywhere else ()
+    return ""
+
+
+def _find_tensor_refusal(
+    graph: Graph, node: onnx.NodeProto, placement: Placement, float_tensors: Mapping[str, str]
+) -> str:
+    """Return why a tensor around a node cannot have a pair."""
+    data_inputs = graph.data_inputs(node)
+    tensors = list(data_inputs)
+    if placement.pairs_on_outputs:
+        tensors.append(graph.tail(node))
+    if placement.pairs_everywhere:
+        tensors += node.output[:1]
     for tensor in tensors:
         if not graph.is_float(tensor):
             return f"{tensor} is not float32"
         source = find_scale_owner(graph, placement, tensor)
-        if source in without:
-            return f"{source} {without[source]}"
+        if source in float_tensors:
+            return f"{source} {float_tensors[source]}"
         if placement.checks_kernels and tensor in graph.captured_through_moves:
             return f"{tensor} is moved and then read inside an If or Loop, {_FATAL}"
-    return "" if graph.data_inputs(node) else "all its inputs are constant"
+    return "" if data_inputs else "all its inputs are constant"
 
 
-def _dla_refusal(graph: Graph, node: onnx.NodeProto) -> str:
+def _find_dla_refusal(graph: Graph, node: onnx.NodeProto) -> str:
     """Return why DLA does not run a node, whatever its sizes; "" if it may."""
-    given, read = attributes(node), graph.data_inputs(node)
-    if node.op_type == "MatMul" and len(read) > 1:
+    attrs, data_inputs = attributes(node), graph.data_inputs(node)
+    if node.op_type == "MatMul" and len(data_inputs) > 1:
         return "DLA multiplies by constant matrices only"
     if node.op_type not in MOVES | {"Gemm", "MatMul"}:
-        ranks = {len(shape) for name in read if (shape := graph.shapes.get(name)) is not None}
-        if ranks - {4}:
+        shapes = [graph.shapes.get(name) for name in data_inputs]
+        if any(shape is not None and len(shape) != 4 for shape in shapes):
             return "DLA runs it on tensors [N, C, H, W] only"
-    if node.op_type == "Concat" and given.get("axis") not in (1, -3):
+    if node.op_type == "Concat" and attrs.get("axis") not in (1, -3):
         return "DLA concatenates channels only"
     if node.op_type == "Resize" and resize_mode(node) == "cubic":
         return "DLA has no cubic Resize"
-    spread = given.get("group", 1) != 1 or any(step != 1 for step in given.get("dilations", ()))
-    if node.op_type == "ConvTranspose" and (spread or any(given.get("pads", ()))):
-        return "DLA runs a ConvTranspose without groups, dilations and pads only"
+    if node.op_type == "ConvTranspose":
+        has_gaps = any(step != 1 for step in attrs.get("dilations", ()))
+        if attrs.get("group", 1) != 1 or has_gaps or any(attrs.get("pads", ())):
+            return "DLA runs a ConvTranspose without groups, dilations and pads only"
     return ""
 
 
-def _weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
-    if node.op_type == "MatMul":
-        constants = [name for name in node.input if name in graph.initializers]
-        if constants and (len(constants) == 2 or node.input[1] not in graph.initializers):
+def _find_weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
+    weights = list(node.input[1:2])
+    if node.op_type == "MatMul":  # of two activations, or of one and a constant
+        weights = [name for name in node.input if name in graph.initializers]
+        if weights and weights != [node.input[1]]:
             return "its constant is the first factor"
-        names = constants
-    else:
-        names = list(node.input[1:2])
-    for name in names:
+    for name in weights:
         if name not in graph.initializers:
             return "its weights are not constant"
         if graph.initializers[name].data_type != _FLOAT:
             return "its weights are not float32"
         if name in graph.outputs:
             return "its weights are an output of the model"
-    given = attributes(node)
-    plain = given.get("alpha", 1.0) == 1.0 and given.get("beta", 1.0) == 1.0
-    if node.op_type == "Gemm" and (given.get("transA", 0) or not plain):
-        return f"Gemm with transA, alpha or beta has no {placement.precision_name} kernel"
+    if node.op_type == "Gemm":
+        attrs = attributes(node)
+        is_scaled = attrs.get("alpha", 1.0) != 1.0 or attrs.get("beta", 1.0) != 1.0
+        if attrs.get("transA", 0) or is_scaled:
+            return f"Gemm with transA, alpha or beta has no {placement.precision_name} kernel"
     return find_shape_refusal(graph, node, placement)
 
 
@@ -173,35 +202,39 @@ def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
             return "its bias is not constant"
         if tile_shape(node, sizes) is None:
             return f"it has no {precision} kernel: its windows overlap, have gaps or are cropped"
+
+    channels = sizes[-2:]
     if node.op_type == "Conv":
+        channels = sizes[:2]
         if not placement.allows_groups and attributes(node).get("group", 1) != 1:
             return f"a Conv with groups has no fast {precision} kernel"
-        if 0 < placement.max_window < math.prod(sizes[2:]):
+        window_size = math.prod(sizes[2:])
+        if 0 < placement.max_window < window_size:
             return (
-                f"a window of {math.prod(sizes[2:])} places has no {precision} kernel, which takes"
+                f"a window of {window_size} places has no {precision} kernel, which takes"
                 f" {placement.max_window} at most"
             )
-    channels, least = sizes[:2] if node.op_type == "Conv" else sizes[-2:], placement.min_channels
-    if min(channels, default=1) < least.get(node.op_type, 0):
+    if min(channels, default=1) < placement.min_channels.get(node.op_type, 0):
         return f"too few channels ({min(channels)}) to be faster in {precision} than in float"
     return ""
 
 
 def is_scalar_glue(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
     """Whether an Add or Mul of a constant is glue: the constant is a scalar that int8 can hold."""
-    varying = graph.data_inputs(node)
-    scalar = graph.scalar_operand(varying[0], node) if varying else None
-    return placement.quantizes_scalars and bool(scalar)
+    data_inputs = graph.data_inputs(node)
+    if not placement.quantizes_scalars or not data_inputs:
+        return False
+    return bool(graph.scalar_operand(data_inputs[0], node))  # 0 has no scale
 
 
-def _pad_refusal(graph: Graph, node: onnx.NodeProto) -> str:
+def _find_pad_refusal(graph: Graph, node: onnx.NodeProto) -> str:
     """Return why a Pad cannot run on integers: it pads with more than 0, or has a tail."""
     if attributes(node).get("mode", b"constant") != b"constant" or pads_nonzero(graph, node):
         return "it pads with a value other than 0"
     return "" if graph.tail(node) == node.output[0] else "an activation follows it"
 
 
-def _kernel_refusal(node: onnx.NodeProto) -> str:
+def _find_kernel_refusal(node: onnx.NodeProto) -> str:
     """Return why ONNX Runtime has no integer kernel of glue, or a kernel that differs.
 
     An interpolating Resize is computed in float between its pairs; for the average, see
@@ -214,27 +247,30 @@ def _kernel_refusal(node: onnx.NodeProto) -> str:
     return ""
 
 
-def _fed(graph: Graph, tensor: str) -> bool:
-    """Whether a tensor is an input of the model, possibly through a Cast."""
-    maker = graph.producer.get(tensor)
-    if maker is not None and maker.op_type == "Cast":
-        tensor = str(maker.input[0])
+def _reads_model_input(graph: Graph, node: onnx.NodeProto) -> bool:
+    """Whether a node reads an input of the model, possibly through a Cast."""
+    tensor = str(node.input[0])
+    producer = graph.producer.get(tensor)
+    if producer is not None and producer.op_type == "Cast":
+        tensor = str(producer.input[0])
     return tensor in graph.inputs
 
 
-def _many_values(graph: Graph, node: onnx.NodeProto) -> bool:
+def _makes_many_values(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether a first Conv makes so many values per input value that int8 is faster.
 
     Float values have to be written, transposed and quantized, which costs more than the products
     (float and int8 in ms, 224x224: 3 to 32 channels 2.3 and 1.5, to 64 channels 6.0 and 3.3; with
     stride 2 and the next layer 0.49 and 0.42; 640x640 with a SiLU 7.2 and 5.5).
     """
-    outputs, *window = graph.initializers[node.input[1]].dims
-    steps = set(attributes(node).get("strides", [1]))
-    return outputs >= _MANY_CHANNELS and (steps == {1} or math.prod(window) >= _COLOURED)
+    channels, *products = graph.initializers[node.input[1]].dims
+    if channels < _MIN_CHANNELS:
+        return False
+    is_dense = set(attributes(node).get("strides", [1])) == {1}
+    return is_dense or math.prod(products) >= _MIN_PRODUCTS
 
 
-def _pooled(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
+def _is_pooled(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
     """Whether a MaxPool reads a node's activation and passes it to a node that can run in int8.
 
     ONNX Runtime would move the Q from after such a pool to before it, and pooling a float Conv's
@@ -242,31 +278,30 @@ def _pooled(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
     0.62x as fast as FP32 with the Conv in float, 1.7x with it in int8; before a Conv 2.8x and
     2.6x).
     """
-    reached = [graph.tail(node)]
-    for tensor in reached:
+    activations = [graph.tail(node)]
+    for tensor in activations:  # grows during the loop
         for reader in graph.readers.get(tensor, []):
             if reader.op_type == "MaxPool" and "MaxPool" in placement.glue:
-                after = graph.readers.get(reader.output[0], [])
-                return any(n.op_type in placement.heavy_or_glue for n in after)
-            if reader.op_type in _ACTIVATIONS and reader.output[0] not in reached:
-                reached.append(graph.tail(reader))
+                pool_readers = graph.readers.get(reader.output[0], [])
+                return any(n.op_type in placement.heavy_or_glue for n in pool_readers)
+            if reader.op_type in _ACTIVATIONS and reader.output[0] not in activations:
+                activations.append(graph.tail(reader))
     return False
 
 
 def find_scale_owner(graph: Graph, placement: Placement, tensor: str) -> str:
     """Return the tensor whose values `tensor` holds, traced back through data movement."""
-    while (source := _moved_from(graph, placement, tensor)) is not None:
+    while (source := _find_moved_input(graph, placement, tensor)) is not None:
         tensor = source
     return tensor
 
 
-def _moved_from(graph: Graph, placement: Placement, tensor: str) -> str | None:
+def _find_moved_input(graph: Graph, placement: Placement, tensor: str) -> str | None:
     """Return the input of the scale-keeping node that makes `tensor`; None for other nodes."""
     node = graph.producer.get(tensor)
     if node is None or node.op_type not in placement.keeps_scale or not node.input:
         return None
-    if not keeps_range(graph, node):
+    if not keeps_range(graph, node) or node.input[0] in graph.initializers:
         return None
-    source = str(node.input[0])
-    moved = node.op_type == "Split" or tensor == node.output[0]
-    return source if moved and source not in graph.initializers else None
+    is_data_output = node.op_type == "Split" or tensor == node.output[0]
+    return str(node.input[0]) if is_data_output else None
