@@ -101,7 +101,10 @@ def integers(model):
 def test_a_layer_whose_output_has_no_pair_computes_in_float(small_cnn):
     model = load_float_or_qdq(small_cnn).model
     convs = [node.name for node in model.graph.node if node.op_type == "Conv"]
-    trained = SimpleNamespace(name="a/m.onnx", floats={convs[0]: "why"}, written={convs[1]})
+    floats = {convs[0]: "why"}
+    trained = SimpleNamespace(
+        name="a/m.onnx", float_reasons=floats, nodes_with_output_pair={convs[1]}
+    )
     found = {d.node: d.reason for d in qdq_decisions(trained, model, ONNXRUNTIME)}
     missing = "no pair stands on what it makes in m.onnx"
     assert [found[name] for name in convs] == ["why", "", missing]
