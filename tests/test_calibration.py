@@ -73,8 +73,8 @@ def test_samples_of_one_shape_lie_in_the_same_memory_from_the_second_on():
     for sample in samples(4, 4, 4, 5, 5, 5, 4, 4):
         values = runs.run(sample)
         same(values, session.run(sample))
-        lasting.append(runs.lasting)
-        if runs.lasting:
+        lasting.append(runs.reuses_buffers)
+        if runs.reuses_buffers:
             assert all(x.ctypes.data % 64 == 0 for x in values.values())
             places.append(values["y"].ctypes.data)
     assert lasting == [False, True, True, False, True, True, False, True]
@@ -88,7 +88,7 @@ def test_an_output_whose_shape_follows_from_values_is_given_all_the_same():
         sample = {"x": np.zeros((1, 3, 3, 3), np.float32)}
         sample["x"].reshape(-1)[:positive] = 1
         same(runs.run(sample), session.run(sample))
-    assert not runs.lasting
+    assert not runs.reuses_buffers
 
 
 def test_larger_outputs_are_let_go(monkeypatch):
@@ -96,7 +96,7 @@ def test_larger_outputs_are_let_go(monkeypatch):
     runs, lasting = BufferedSession(opened(PLAIN)), []
     for sample in samples(2, 2, 9, 9, 9):
         runs.run(sample)
-        lasting.append(runs.lasting)
+        lasting.append(runs.reuses_buffers)
     assert lasting == [False, True, False, False, False]
 
 
@@ -124,7 +124,7 @@ def test_of_the_samples_at_most_the_last_is_held():
         runs.run(sample)
     del sample
     gc.collect()
-    assert runs.lasting and [one() for one in held[:4]] == [None] * 4
+    assert runs.reuses_buffers and [one() for one in held[:4]] == [None] * 4
 
 
 @pytest.mark.parametrize("threads", [1, 3])

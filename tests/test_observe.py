@@ -97,5 +97,5 @@ def test_what_a_need_needs_is_known_before_it(model, samples):
     assert order == ["first", "second", "third", "last"]
     assert set(found) == {one.key for one in (first, second, third, wanted)}
     order.clear()
-    observe([wanted], samples, known=ObservedStatistics({third.key: found.recorder(third)}))
+    observe([wanted], samples, observed=ObservedStatistics({third.key: found.recorder(third)}))
     assert order == ["last"]

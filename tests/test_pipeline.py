@@ -13,6 +13,7 @@ from onnx import numpy_helper
 
 from calibrators.searches import SEARCHES
 from deploy.calibration import trt_cache
+from deploy.calibration.ranges import read_foreign_ranges
 from deploy.calibration.reference_outputs import make_evaluation_set
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.store import load_calibration, sidecars
@@ -132,6 +133,15 @@ def test_the_cache_can_be_required_refreshed_and_trusted(observe_small, calibrat
     scales = trusted.range_set.scales
     assert scales["r1"].lo == 0 and scales["c2"].lo < 0  # a Relu's output cannot be negative
     assert not any(sidecar.exists() for sidecar in sidecars(cache))
+
+
+def test_infinite_scale_of_foreign_cache_is_infinite(tmp_path):
+    """TensorRT writes `inf` for a tensor that overflowed; a cache made from that one must, too."""
+    path = tmp_path / "foreign.cache"
+    scales = {"finite": np.float32(0.5), "infinite": np.float32(np.inf)}
+    path.write_bytes(trt_cache.dump(trt_cache.from_scales(scales, version="8.6.1")))
+    ranges = read_foreign_ranges(path, ("finite", "infinite"), frozenset())
+    assert ranges.symmetric == scales and ranges.scales.keys() == {"finite"}
 
 
 def test_tensors_that_a_trusted_cache_lacks_are_float(build_small, calibrated, tmp_path):

@@ -608,7 +608,7 @@ def test_of_many_inputs_none_is_written_and_a_lost_one_is_none(tmp_path):
 def held(model, listing, monkeypatch):
     """Bytes that Python holds at the end of the pass over the images of a list."""
     found = []
-    whole = one_pass._Pass.whole
+    whole = one_pass._PassState.statistics
 
     def looked(self):
         gc.collect()
@@ -618,7 +618,7 @@ def held(model, listing, monkeypatch):
         return whole(self)
 
     with monkeypatch.context() as patched:
-        patched.setattr(one_pass._Pass, "whole", looked)
+        patched.setattr(one_pass._PassState, "statistics", looked)
         tracemalloc.start()
         try:
             calibrate(model, listing, threads=1)

@@ -208,7 +208,9 @@ def test_samples_in_which_the_model_says_most_are_looked_at_and_others_from_all_
 def test_a_mean_is_that_of_more_samples_than_show_the_form():
     """Of samples in order the first four have a mean of their own: all deviate to one side."""
     ages = [np.full((1, 6), at + 100, np.float32) for at in range(48)]
-    judges = SimpleNamespace(heard=lambda most: (({"x": one}, {"y": one}) for one in ages))
+    judges = SimpleNamespace(
+        samples_with_outputs=lambda most: (({"x": one}, {"y": one}) for one in ages)
+    )
     heard, form = search_samples.select_samples(judges, 8)
     assert [float(mean[0, 0]) for mean in form.usual.values()] == [115.5]
     # not the youngest and the oldest, where a Softmax hides what int8 loses before it
@@ -219,7 +221,7 @@ def test_a_mean_is_that_of_more_samples_than_show_the_form():
 @pytest.mark.parametrize("values, enough", [(1, 5_000_000), (1_228_800, 4), (6_000_000, 0)])
 def test_of_large_samples_fewer_are_enough(values, enough):
     sample = {"x": np.zeros(values - 1, np.int8), "size": np.zeros(1)}
-    judges = SimpleNamespace(heard=lambda most: iter([(sample, {})]))
+    judges = SimpleNamespace(samples_with_outputs=lambda most: iter([(sample, {})]))
     assert search_samples.enough_samples(judges) == enough
 
 

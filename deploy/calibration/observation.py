@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,7 @@ class Observation:
     """A statistic of a tensor of a variant.
 
     Attributes:
-        layer: layer that wants it, for error messages; "" to name the tensor only.
+        layer: layer that needs it, for error messages; "" to name the tensor only.
     """
 
     variant: Variant
@@ -91,38 +92,40 @@ class ObservedStatistics(dict[Key, Recorder]):
         """Return the recorder of one observation."""
         return self[observation.key]
 
-    def missing(self, wanted: Iterable[Observation]) -> tuple[Observation, ...]:
-        """Return the wanted observations that are missing, without duplicates."""
-        return tuple(dict.fromkeys(o for o in wanted if o.key not in self))
+    def missing(self, observations: Iterable[Observation]) -> tuple[Observation, ...]:
+        """Return the observations that are not in here, without duplicates."""
+        return tuple(dict.fromkeys(o for o in observations if o.key not in self))
 
     def merged_with(self, other: Mapping[Key, Recorder]) -> ObservedStatistics:
         """Return the union; `other` takes precedence."""
         return ObservedStatistics({**self, **other})
 
 
-def unique_observations(wanted: Mapping[str, Iterable[Observation]]) -> tuple[Observation, ...]:
+def unique_observations(
+    observations_by_target: Mapping[str, Iterable[Observation]],
+) -> tuple[Observation, ...]:
     """Return the observations of all targets without duplicates."""
-    return tuple(dict.fromkeys(o for own in wanted.values() for o in own))
+    return tuple(dict.fromkeys(chain.from_iterable(observations_by_target.values())))
 
 
 def with_needs(
-    wanted: Iterable[Observation], known: Mapping[Key, Recorder] | None = None
+    observations: Iterable[Observation], observed: Mapping[Key, Recorder] | None = None
 ) -> tuple[Observation, ...]:
     """Return the observations and all that their variants need, without duplicates, needs first.
 
-    Observations in `known` bring in no needs.
+    Observations in `observed` bring in no needs.
     """
-    before = known or {}
     ordered: dict[Observation, None] = {}
 
     def add(observation: Observation) -> None:
         if observation in ordered:
             return
-        for need in () if observation.key in before else observation.variant.needs:
-            add(need)
+        if not observed or observation.key not in observed:
+            for need in observation.variant.needs:
+                add(need)
         ordered[observation] = None
 
-    for observation in wanted:
+    for observation in observations:
         add(observation)
     return tuple(ordered)
 
@@ -135,12 +138,12 @@ def full_batches(
     for sample in samples:
         group.append(sample)
         if len(group) == samples_a_batch:
-            yield {name: _joined([s[name] for s in group]) for name in group[0]}
+            yield {name: _concatenate([s[name] for s in group]) for name in group[0]}
             group = []
 
 
-def _joined(arrays: list[Array]) -> Array:
-    """Join arrays along axis 0; of scalars, which have no axis, return the first."""
+def _concatenate(arrays: list[Array]) -> Array:
+    """Join arrays along axis 0; for scalars, which have no axis, return the first."""
     shapes = sorted({array.shape for array in arrays})
     if len(shapes) > 1:
         raise ConfigError(
@@ -180,8 +183,12 @@ class CalibrationSubject:
     """A model to calibrate.
 
     Attributes:
+        loaded: the cleaned model.
+        samples: number of samples of the feed.
         batch: images per sample.
         filled: number of samples at the end with repeated images, which fill that batch.
+        method: the search for ranges.
+        float_nodes: nodes that stay in float.
         trt_version: TensorRT version "X.Y.Z" that will read the calibration cache; None for any.
         user_model: the model from the user: a path, or a model in memory; None if only the cleaned
             model is available.
@@ -208,8 +215,8 @@ class CalibrationSubject:
     @property
     def identities(self) -> Mapping[str, str]:
         """Identities for a fingerprint; only "graph" after a repair, which no file holds."""
-        known = self.loaded.identities
-        return {"graph": known["graph"]} if self.repairs else known
+        identities = self.loaded.identities
+        return {"graph": identities["graph"]} if self.repairs else identities
 
     @property
     def source(self) -> Path | None:
@@ -235,9 +242,9 @@ class CalibrationSubject:
                 "the model must be an ONNX file to be read as its exporter wrote it, got one that"
                 " was traced or cleaned in memory; write it with calib8 export first"
             )
-        found = load(self.user_model, fold_batchnorm=False)
-        refuse_changed_model(self.loaded, found.stamp == self.loaded.stamp)
-        return found
+        unfolded = load(self.user_model, fold_batchnorm=False)
+        refuse_changed_model(self.loaded, unfolded.stamp == self.loaded.stamp)
+        return unfolded
 
     @cached_property
     def original(self) -> onnx.ModelProto | None:
@@ -258,12 +265,13 @@ class CalibrationSubject:
         Raises:
             ConfigError: the samples fill no batch.
         """
-        wanted = self.method.statistic
-        if not wanted.first:
-            return wanted
-        first = -(-wanted.first // self.batch)
-        used = count_in_full_batches(self.samples, first, filled=self.filled)
-        return replace(wanted, first=first, most=used if used < self.samples else 0)
+        statistic = self.method.statistic  # its batches are counted in images
+        if not statistic.first:
+            return statistic
+        first_samples = -(-statistic.first // self.batch)
+        used = count_in_full_batches(self.samples, first_samples, filled=self.filled)
+        limit = used if used < self.samples else 0
+        return replace(statistic, first=first_samples, most=limit)
 
     @cached_property
     def range_limits(self) -> dict[str, RangeLimits]:
@@ -272,8 +280,6 @@ class CalibrationSubject:
 
     def histogram_observations(self, tensors: Iterable[str]) -> tuple[Observation, ...]:
         """Return observations of the method's statistic for tensors of the cleaned model."""
-        variant = Variant(FOLDED, self._folded)
-        return tuple(Observation(variant, name, self.statistic) for name in tensors)
-
-    def _folded(self, _: ObservedStatistics) -> onnx.ModelProto:
-        return self.model
+        variant = Variant(FOLDED, lambda _: self.model)
+        statistic = self.statistic
+        return tuple(Observation(variant, name, statistic) for name in tensors)

@@ -29,8 +29,9 @@ the memory, fewer are used, which changes no result.
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from math import prod
 from pathlib import Path
@@ -62,122 +63,151 @@ from deploy.terminal import phase
 
 Progress = Callable[[], None]
 StopCallback = Callable[[int, ObservedStatistics, ObservedStatistics], bool]
-_Part = dict[Observation, Recorder]
-_VALUE = 4  # bytes of a float32
-_HISTOGRAM = 8 * (2 * BINS + 1)  # bytes of a histogram
+_Recorders = dict[Observation, Recorder]
+_FLOAT_BYTES = 4
+_HISTOGRAM_BYTES = 8 * (2 * BINS + 1)
 
 
-class _Pass:
-    """State of a pass: the recorders, by worker."""
+class _PassState:
+    """The recorders of a pass.
+
+    Order-free statistics are recorded in slices, each with recorders of its own. A sample starts
+    once the one that lies `threads` before it is done, so with a slice for each of `threads`
+    successive samples, two workers never use one slice at the same time.
+    """
 
     def __init__(
         self,
         observations: Sequence[Observation],
-        known: ObservedStatistics,
+        observed: ObservedStatistics,
         threads: int,
         peaks: Peaks | None,
         *,
-        split: bool,
-        looked: bool,
+        has_halves: bool,
+        has_snapshots: bool,
     ) -> None:
-        """Args: known: enough to build the variants; split: halves; looked: `look` is called."""
-        self.lines = make_runners(observations, known)
+        """Build the variants and their recorders.
+
+        Args:
+            observations: what the pass records.
+            observed: statistics from which the variants are built.
+            threads: number of workers.
+            peaks: receives the largest |x| of every tensor; None to record none.
+            has_halves: whether `halves` is called.
+            has_snapshots: whether `take_snapshot` is called.
+        """
+        self.runners = make_runners(observations, observed)
         self._observations = observations
-        self._known = known
-        self._free = [o for o in observations if not o.statistic.ordered]
-        self._ordered = self._empty(o for o in observations if o.statistic.ordered)
+        self._observed = observed
+        self._order_free = [o for o in observations if not o.statistic.ordered]
+        self._ordered = self._make_recorders(o for o in observations if o.statistic.ordered)
         self._peaks = peaks
         trim_memory()  # which optimizing the models took
-        self._readings = [[line.reading() for line in self.lines] for _ in range(threads)]
-        self._own = [None if peaks is None else Peaks() for _ in range(threads)]
-        # a sample starts once those `threads` before it are done, so two never share a part; for
-        # halves the number of parts is even, and every other part belongs to one half
-        self._split = split
-        self._width = threads + 2 - threads % 2 if split else threads
-        # sum of the parts that `look` has returned, which it replaces by empty ones
-        self._seen = [self._empty(self._free)] if split or looked else []
-        self._reset_parts()
+        self._readers = [[runner.make_reader() for runner in self.runners] for _ in range(threads)]
+        self._worker_peaks = [None if peaks is None else Peaks() for _ in range(threads)]
 
-    def _empty(self, wanted: Iterable[Observation]) -> _Part:
-        def lead(observation: Observation) -> Recorder | None:
-            before = observation.lead
-            return None if before is None else self._known.recorder(before)
+        self._has_halves = has_halves
+        self._slice_count = threads
+        if has_halves and threads % 2:  # every other slice belongs to one half
+            self._slice_count += 1
+        # what the slices are added to, so that halves and snapshots stay as they are
+        self._total: _Recorders | None = None
+        if has_halves or has_snapshots:
+            self._total = self._make_recorders(self._order_free)
+        self._make_slices()
 
-        return {o: o.statistic.recorder(lead(o)) for o in wanted}
+    def _make_recorders(self, observations: Iterable[Observation]) -> _Recorders:
+        recorders = {}
+        for observation in observations:
+            lead = observation.lead
+            lead_recorder = None if lead is None else self._observed.recorder(lead)
+            recorders[observation] = observation.statistic.recorder(lead_recorder)
+        return recorders
 
-    def _reset_parts(self) -> None:
-        self._parts = [self._empty(self._free) for _ in range(self._width)]
-        self._held = [[VariantRecorders(line, part) for line in self.lines] for part in self._parts]
-
-    def go_on(self, earlier: ObservedStatistics) -> None:
-        """Start from the statistics of an earlier pass."""
-        self._ordered = {o: earlier.recorder(o) for o in self._ordered}
-        _merge(self._parts[0], {o: earlier.recorder(o) for o in self._free})
-
-    def work(
-        self, worker: int, number: int, sample: Sample, keep: OutputCallback | None
-    ) -> list[Waiting]:
-        """Run a sample, record order-free statistics, return the values that wait their turn."""
-        place = alternate_halves(number) if self._split else number
-        held, own = self._held[place % self._width], self._own[worker]
-        return [
-            waiting
-            for line, reading, part in zip(self.lines, self._readings[worker], held, strict=True)
-            if is_within_limit(line.limit, number)
-            for waiting in line.run(reading, part, own, number, sample, keep)
+    def _make_slices(self) -> None:
+        self._slices = [self._make_recorders(self._order_free) for _ in range(self._slice_count)]
+        self._variant_recorders = [
+            [VariantRecorders(runner, recorders) for runner in self.runners]
+            for recorders in self._slices
         ]
 
-    def take(self, number: int, waiting: list[Waiting]) -> None:
+    def resume(self, earlier: ObservedStatistics) -> None:
+        """Start from the statistics of an earlier pass."""
+        self._ordered = {o: earlier.recorder(o) for o in self._ordered}
+        _merge(self._slices[0], {o: earlier.recorder(o) for o in self._order_free})
+
+    def work(
+        self, on_outputs: OutputCallback | None, worker: int, number: int, sample: Sample
+    ) -> list[Waiting]:
+        """Run a sample, record order-free statistics, return the values that wait their turn."""
+        position = alternate_halves(number) if self._has_halves else number
+        slice_recorders = self._variant_recorders[position % self._slice_count]
+        peaks = self._worker_peaks[worker]
+        waiting = []
+        for runner, reader, recorders in zip(
+            self.runners, self._readers[worker], slice_recorders, strict=True
+        ):
+            if is_within_limit(runner.limit, number):
+                waiting += runner.run(reader, recorders, peaks, number, sample, on_outputs)
+        return waiting
+
+    def record_waiting(self, number: int, waiting: list[Waiting]) -> None:
         """Record waiting values, in sample order."""
         for observation, value in waiting:
             record(self._ordered[observation], observation, number, value)
 
-    def together(self) -> set[int]:
-        """Batch sizes of the recorders that take several samples at once."""
-        return {one.together for one in self._ordered.values() if isinstance(one, BatchRecorder)}
+    def has_open_batch(self, number: int) -> bool:
+        """Whether a recorder that takes several samples at once has some, but not all of them."""
+        return any(
+            number % recorder.together
+            for recorder in self._ordered.values()
+            if isinstance(recorder, BatchRecorder)
+        )
 
-    def so_far(self) -> ObservedStatistics:
+    def copy_statistics(self) -> ObservedStatistics:
         """Return a copy of all statistics; no other thread may record meanwhile."""
         self._merge_peaks()
-        return self._observed(_joined([self._empty(self._free), *self._parts]))
+        return self._all_statistics([self._make_recorders(self._order_free), *self._slices])
 
-    def look(self) -> tuple[ObservedStatistics, ObservedStatistics]:
-        """Return the order-free statistics (since the last call, of all samples so far)."""
-        new = _joined(self._parts)
-        _merge(self._seen[0], new)
-        self._reset_parts()
-        return _by_key(new), _by_key(self._seen[0])
+    def take_snapshot(self) -> tuple[ObservedStatistics, ObservedStatistics]:
+        """Return the order-free statistics (since the last snapshot, of all samples so far)."""
+        assert self._total is not None
+        new = _merge_all(self._slices)
+        _merge(self._total, new)
+        self._make_slices()
+        return _by_key(new), _by_key(self._total)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Finish after the last sample."""
         self._merge_peaks()
         for observation, recorder in self._ordered.items():
-            if isinstance(recorder, BatchRecorder):
-                try:
-                    recorder.end()
-                except CalibrationError as error:
-                    raise explain_error(
-                        error, observation, f"tensor {observation.tensor}"
-                    ) from error
+            if not isinstance(recorder, BatchRecorder):
+                continue
+            try:
+                recorder.end()
+            except CalibrationError as error:
+                raise explain_error(error, observation, f"tensor {observation.tensor}") from error
 
     def halves(self) -> list[ObservedStatistics]:
         """Return the order-free statistics of each half of the samples."""
-        self._parts = [_joined(self._parts[1::2]), _joined(self._parts[::2])]
-        return [_by_key(part) for part in self._parts]
+        self._slices = [_merge_all(self._slices[1::2]), _merge_all(self._slices[::2])]
+        return [_by_key(recorders) for recorders in self._slices]
 
-    def whole(self) -> ObservedStatistics:
+    def statistics(self) -> ObservedStatistics:
         """Return all statistics; nothing may be recorded afterwards."""
-        return self._observed(_joined([*self._seen, *self._parts]))
+        if self._total is None:
+            return self._all_statistics(self._slices)
+        return self._all_statistics([self._total, *self._slices])
 
-    def _observed(self, free: _Part) -> ObservedStatistics:
-        recorded = free | self._ordered
-        return ObservedStatistics({o.key: recorded[o] for o in self._observations})
+    def _all_statistics(self, slices: Sequence[_Recorders]) -> ObservedStatistics:
+        recorders = _merge_all(slices) | self._ordered
+        return ObservedStatistics({o.key: recorders[o] for o in self._observations})
 
     def _merge_peaks(self) -> None:
-        for place, own in enumerate(self._own):
-            if self._peaks is not None and own is not None:
-                self._peaks.merge(own)
-                self._own[place] = Peaks()
+        for worker, peaks in enumerate(self._worker_peaks):
+            if self._peaks is not None and peaks is not None:
+                self._peaks.merge(peaks)
+                self._worker_peaks[worker] = Peaks()
 
 
 def alternate_halves(number: int) -> int:
@@ -189,44 +219,44 @@ def alternate_halves(number: int) -> int:
     return number ^ ((number >> 1).bit_count() & 1)
 
 
-def _rest(checkpoint: Checkpoint, state: _Pass) -> Pause:
-    """Store the state when it is due and no samples wait for their batch to be complete."""
+def _checkpoint_pause(checkpoint: Checkpoint, state: _PassState) -> Pause:
+    """Return a pause that stores the state when it is due and no batch of samples is open."""
 
-    def no_open_batch(number: int) -> bool:
-        return all(number % samples == 0 for samples in state.together())
+    def is_due(number: int) -> bool:
+        return checkpoint.is_due() and not state.has_open_batch(number)
 
-    def use(number: int) -> None:
-        if no_open_batch(number):
-            checkpoint.save(number, state.so_far())
+    def save(number: int) -> None:
+        if not state.has_open_batch(number):
+            checkpoint.save(number, state.copy_statistics())
 
-    return Pause(is_due=lambda number: checkpoint.is_due() and no_open_batch(number), run=use)
-
-
-def _joined(parts: Sequence[_Part]) -> _Part:
-    """Merge all parts into the first and return it."""
-    for part in parts[1:]:
-        _merge(parts[0], part)
-    return parts[0]
+    return Pause(is_due=is_due, run=save)
 
 
-def _by_key(part: Mapping[Observation, Recorder]) -> ObservedStatistics:
-    return ObservedStatistics({o.key: recorder for o, recorder in part.items()})
+def _merge_all(slices: Sequence[_Recorders]) -> _Recorders:
+    """Merge all slices into the first and return it."""
+    for recorders in slices[1:]:
+        _merge(slices[0], recorders)
+    return slices[0]
 
 
-def _merge(into: _Part, part: Mapping[Observation, Recorder]) -> None:
-    for observation, recorder in part.items():
-        total = into[observation]
-        if isinstance(total, Histogram) and isinstance(recorder, Histogram):
-            total.merge(recorder)
-        else:
-            raise AssertionError(f"{observation.statistic.key} is neither ordered nor mergeable")
+def _merge(total: _Recorders, recorders: Mapping[Observation, Recorder]) -> None:
+    for observation, recorder in recorders.items():
+        merged = total[observation]
+        key = observation.statistic.key
+        assert isinstance(merged, Histogram), f"{key} is neither ordered nor mergeable"
+        assert isinstance(recorder, Histogram), f"{key} is neither ordered nor mergeable"
+        merged.merge(recorder)
+
+
+def _by_key(recorders: _Recorders) -> ObservedStatistics:
+    return ObservedStatistics({o.key: recorder for o, recorder in recorders.items()})
 
 
 def observe(
-    wanted: Iterable[Observation],
+    observations: Iterable[Observation],
     samples: Iterable[Sample],
     *,
-    known: ObservedStatistics | None = None,
+    observed: ObservedStatistics | None = None,
     threads: int = 2,
     progress: Progress = lambda: None,
     runs: Counter[str] | None = None,
@@ -236,69 +266,97 @@ def observe(
     halves: list[ObservedStatistics] | None = None,
     should_stop: StopCallback | None = None,
 ) -> ObservedStatistics:
-    """Record every wanted observation in one pass.
+    """Record every observation in one pass.
 
-    `samples`: {input: array} of one inference each, in feed order; iterated once. If a checkpoint
-    has counted some, these are left out, except the first ones that `schedule_observations`
-    asks for.
-    `known`: statistics from a cache, from which variants are made if possible.
-    `threads`: worker threads, each running one sample at a time.
-    `checkpoint`: stores the state; `peaks` must already hold the peaks that it knows.
-    `on_outputs`: called with (sample number, outputs of the cleaned model for it, possibly more).
-    `halves`: receives the order-free statistics of each half of the samples.
-    `should_stop`: stop rule, called after 8, 16, 32 ... samples with (number of samples, order-free
-    statistics since the last call, of all samples).
+    Args:
+        observations: what to record.
+        samples: {input: array} of one inference each, in feed order; iterated once. If a
+            checkpoint has counted some, these are left out, except the first ones that
+            `schedule_observations` asks for.
+        observed: statistics from a cache, from which variants are made if possible.
+        threads: worker threads, each running one sample at a time.
+        progress: called after each sample.
+        runs: variant key -> number of inferences, incremented.
+        peaks: receives the largest |x| of every tensor.
+        checkpoint: stores the state; `peaks` must already hold the peaks of the samples that it
+            has counted.
+        on_outputs: called with (sample number, outputs of the cleaned model for it, possibly more).
+        halves: receives the order-free statistics of each half of the samples.
+        should_stop: stop rule, called after 8, 16, 32 ... samples with (number of samples,
+            order-free statistics since the last call, those of all samples).
 
     Returns:
-        The wanted statistics and those that they needed.
+        The statistics of the observations and of those that they needed.
 
     Raises:
         FeedError: there was no sample.
         CalibrationError: a tensor held NaN (names it and the sample), or a variant cannot be made.
         BackendError: ONNX Runtime refused a model or a sample.
     """
-    before, threads = known or ObservedStatistics({}), max(1, threads)
-    counted: Counter[str] = Counter() if runs is None else runs
-    plan = schedule_observations(wanted, before)
+    observed = observed or ObservedStatistics({})
+    threads = max(1, threads)
+    run_counts: Counter[str] = Counter() if runs is None else runs
+    schedule = schedule_observations(observations, observed)
     feed = iter(samples)
-    first = list(islice(feed, plan.first))
-    if plan.early:
-        before = _prepared(plan.early, before, first, threads, counted)
-    if not plan.late:
-        return ObservedStatistics({o.key: before[o.key] for o in plan.listed})
-    split = halves is not None
-    state = _Pass(plan.late, before, threads, peaks, split=split, looked=should_stop is not None)
-    drawn = 0 if checkpoint is None else checkpoint.counted
-    if checkpoint is not None and drawn:
-        state.go_on(checkpoint.load_observed(plan.late))
-    limit = sample_limit(plan.late)
-    left = None if limit is None else max(limit - drawn, 0)
-    ahead = islice(chain(first[drawn:], feed), left)
-    rest = NO_PAUSE if checkpoint is None else _rest(checkpoint, state)
+    first_samples = list(islice(feed, schedule.early_samples))
+    if schedule.early:
+        observed = _observe_early(schedule.early, observed, first_samples, threads, run_counts)
+    if not schedule.late:
+        return _select(observed, schedule.missing)
 
-    def work(worker: int, number: int, sample: Sample) -> list[Waiting]:
-        return state.work(worker, number, sample, on_outputs)
+    state = _PassState(
+        schedule.late,
+        observed,
+        threads,
+        peaks,
+        has_halves=halves is not None,
+        has_snapshots=should_stop is not None,
+    )
+    sample_count = 0
+    pause = NO_PAUSE
+    if checkpoint is not None:
+        pause = _checkpoint_pause(checkpoint, state)
+        sample_count = checkpoint.counted
+        if sample_count:
+            state.resume(checkpoint.load_observed(schedule.late))
+    remaining_samples: Iterator[Sample] = chain(first_samples[sample_count:], feed)
+    limit = sample_limit(schedule.late)
+    if limit is not None:
+        remaining_samples = islice(remaining_samples, max(limit - sample_count, 0))
 
     def take(number: int, waiting: list[Waiting]) -> None:
-        state.take(number, waiting)
-        counted.update(line.key for line in state.lines if is_within_limit(line.limit, number))
+        state.record_waiting(number, waiting)
+        for runner in state.runners:
+            if is_within_limit(runner.limit, number):
+                run_counts[runner.key] += 1
         progress()
 
+    work = partial(state.work, on_outputs)
     while True:
-        stop = None if should_stop is None else next_check(drawn)
-        piece = ahead if stop is None else islice(ahead, stop - drawn)
-        drawn += run_in_order(
-            piece, work, take, threads=threads, first_number=drawn + 1, pause=rest
+        check_at = None if should_stop is None else next_check(sample_count)
+        piece = remaining_samples
+        if check_at is not None:
+            piece = islice(remaining_samples, check_at - sample_count)
+        sample_count += run_in_order(
+            piece, work, take, threads=threads, first_number=sample_count + 1, pause=pause
         )
-        if should_stop is None or drawn != stop or should_stop(drawn, *state.look()):
+        if should_stop is None or sample_count != check_at:  # all samples are observed
             break
-    if drawn == 0:
+        if should_stop(sample_count, *state.take_snapshot()):
+            break
+
+    if sample_count == 0:
         raise FeedError("a calibration needs at least one sample, got none")
-    state.end()
+    state.finish()
     if halves is not None:
         halves += state.halves()
-    known_now = {**before, **state.whole()}
-    return ObservedStatistics({o.key: known_now[o.key] for o in plan.listed})
+    return _select(observed.merged_with(state.statistics()), schedule.missing)
+
+
+def _select(
+    observed: ObservedStatistics, observations: Iterable[Observation]
+) -> ObservedStatistics:
+    return ObservedStatistics({o.key: observed.recorder(o) for o in observations})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,95 +364,104 @@ class ObservationSchedule:
     """Schedule of the observations.
 
     Attributes:
+        missing: all observations to make.
         early: those recorded on the first samples before the pass.
-        first: number of samples to run before the pass.
+        late: those recorded in the pass.
+        early_samples: number of samples to run before the pass.
     """
 
-    listed: tuple[Observation, ...]
+    missing: tuple[Observation, ...]
     early: tuple[Observation, ...]
     late: tuple[Observation, ...]
-    first: int
+    early_samples: int
 
 
 def schedule_observations(
-    wanted: Iterable[Observation], known: ObservedStatistics
+    observations: Iterable[Observation], observed: ObservedStatistics
 ) -> ObservationSchedule:
-    """Return the schedule of `observe` for the observations that are not in `known`."""
-    listed = known.missing(with_needs(wanted, known))
-    needs = [need for o in listed for need in o.variant.needs]
-    leads = [o.lead for o in listed if o.lead is not None]
-    early = known.missing(with_needs((*needs, *leads), known))  # on the first samples
+    """Return the schedule of `observe` for the observations that are not in `observed`."""
+    missing = observed.missing(with_needs(observations, observed))
+    required = [need for o in missing for need in o.variant.needs]
+    required += [o.lead for o in missing if o.lead is not None]
+    early = observed.missing(with_needs(required, observed))
     return ObservationSchedule(
-        listed=listed,
+        missing=missing,
         early=early,
-        late=tuple(o for o in listed if o not in early),
-        first=max((o.statistic.samples or 0 for o in early), default=0),
+        late=tuple(o for o in missing if o not in early),
+        early_samples=max((o.statistic.samples or 0 for o in early), default=0),
     )
 
 
-def _prepared(
-    early: Sequence[Observation],
-    known: ObservedStatistics,
-    first: Sequence[Sample],
+def _observe_early(
+    observations: Sequence[Observation],
+    observed: ObservedStatistics,
+    samples: Sequence[Sample],
     threads: int,
     runs: Counter[str],
 ) -> ObservedStatistics:
-    """Record the early observations and return all known; runs as many passes as needs require."""
-    left = list(early)
+    """Return `observed` with the early observations; runs as many passes as needs require."""
+    remaining = list(observations)
     with phase("what it is made from"):
-        while left:
-            ready = [o for o in left if all(need.key in known for need in o.variant.needs)]
+        while remaining:
+            ready = [o for o in remaining if not observed.missing(o.variant.needs)]
             # ordered statistics need no merge; the others here cannot be merged
-            usable = threads if all(o.statistic.ordered for o in ready) else 1
-            known = known.merged_with(observe(ready, first, known=known, threads=usable, runs=runs))
-            left = [o for o in left if o.key not in known]
-    return known
+            usable_threads = threads if all(o.statistic.ordered for o in ready) else 1
+            new = observe(ready, samples, observed=observed, threads=usable_threads, runs=runs)
+            observed = observed.merged_with(new)
+            remaining = list(observed.missing(remaining))
+    return observed
 
 
-def count_workers(wanted: Iterable[Observation], model: onnx.ModelProto, threads: int) -> int:
+def count_workers(observations: Iterable[Observation], model: onnx.ModelProto, threads: int) -> int:
     """Return how many workers fit into memory, at most `threads`.
 
     `model`: the cleaned model with shapes; tensors of other variants are not counted.
     """
-    listed = list(wanted)
+    observations = list(observations)
     memory = memory_bytes()
-    if not listed or memory is None:
+    if not observations or memory is None:
         return threads
-    values = _values(listed, model)
-    needed = max(
-        _VALUE * sum(values.get(o.tensor, 0) for o in listed if o.variant == variant)
-        for variant in {o.variant for o in listed}
-    )
-    if needed > memory:
-        largest = max(values, key=lambda name: values[name])
+
+    value_counts = _count_values(observations, model)
+    bytes_by_variant: Counter[str] = Counter()
+    for observation in observations:
+        values = value_counts.get(observation.tensor, 0)
+        bytes_by_variant[observation.variant.key] += _FLOAT_BYTES * values
+    required = max(bytes_by_variant.values())
+    if required > memory:
+        largest = max(value_counts, key=lambda name: value_counts[name])
         raise CalibrationError(
             f"the tensors that are observed of one sample must fit into the memory, got"
-            f" {format_bytes(needed)} of them (the largest is {largest!r} with"
-            f" {values[largest]:,} values)"
+            f" {format_bytes(required)} of them (the largest is {largest!r} with"
+            f" {value_counts[largest]:,} values)"
             f" and a machine of {format_bytes(memory)}; use a smaller input, or a larger machine"
         )
-    return max(1, min(threads, memory // (needed + _HISTOGRAM * len(listed))))
+    required += _HISTOGRAM_BYTES * len(observations)
+    return max(1, min(threads, memory // required))
 
 
 def refuse_full_disk(folder: Path, model: onnx.ModelProto, targets: int) -> None:
     """Refuse a folder whose disk has too little space for the int8 weights of each target."""
-    there = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
-    needed = targets * sum(len(tensor.raw_data) for tensor in model.graph.initializer) // _VALUE
-    if needed > (free := shutil.disk_usage(there).free):
+    existing_folder = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
+    float_bytes = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+    required = targets * float_bytes // _FLOAT_BYTES
+    free = shutil.disk_usage(existing_folder).free
+    if required > free:
         raise ExportError(
             f"{folder} must have room for {targets} int8 models of at least"
-            f" {format_bytes(needed)}, got"
+            f" {format_bytes(required)}, got"
             f" {format_bytes(free)} that are free; give another --out"
         )
 
 
-def _values(wanted: Iterable[Observation], model: onnx.ModelProto) -> dict[str, int]:
-    """Return tensor -> least number of values per sample, of tensors whose shape is known."""
+def _count_values(observations: Iterable[Observation], model: onnx.ModelProto) -> dict[str, int]:
+    """Return tensor -> minimum number of values per sample, of tensors whose shape is known."""
     shapes = Graph(model).shapes
-    found = {}
-    for name in {o.tensor for o in wanted}:
-        first, *others = shapes.get(name) or (None,)
-        known = [first if isinstance(first, int) else 1, *others]
-        if all(isinstance(side, int) and side > 0 for side in known):
-            found[name] = prod(int(side or 0) for side in known)
-    return found
+    value_counts = {}
+    for observation in observations:
+        shape = shapes.get(observation.tensor) or (1,)
+        sizes = [size for size in shape[1:] if isinstance(size, int) and size > 0]
+        batch = shape[0] if isinstance(shape[0], int) else 1
+        if len(sizes) == len(shape) - 1 and batch > 0:
+            value_counts[observation.tensor] = batch * prod(sizes)
+    return value_counts

@@ -24,7 +24,7 @@ from deploy.graph.bounds import RangeLimits
 from deploy.method import Choices, Method
 from deploy.terminal import phase
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,12 @@ class NoScaleReason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeSet:
-    """Clip ranges of tensors, and why others have none."""
+    """Clip ranges of tensors, and why others have none.
+
+    Attributes:
+        scales: tensor -> its range.
+        unusable: tensor without a range -> the reason.
+    """
 
     scales: Scales
     unusable: Mapping[str, NoScaleReason]
@@ -52,55 +57,60 @@ class RangeSet:
     @property
     def symmetric(self) -> dict[str, np.float32]:
         """Tensor -> amax / 127 as in TensorRT's cache; 0 or infinite if it has no scale."""
-        usable = {name: scale.symmetric for name, scale in self.scales.items()}
-        unusable = {
-            name: np.float32(np.inf if trouble.is_infinite else 0)
-            for name, trouble in self.unusable.items()
-            if not trouble.is_unobserved
-        }
-        return {**usable, **unusable}
+        symmetric_scales = {name: scale.symmetric for name, scale in self.scales.items()}
+        for name, reason in self.unusable.items():
+            if not reason.is_unobserved:
+                symmetric_scales[name] = np.float32(np.inf if reason.is_infinite else 0)
+        return symmetric_scales
 
     @property
     def reasons(self) -> dict[str, str]:
         """Tensor -> why it has no scale, as text."""
-        return {name: trouble.text for name, trouble in self.unusable.items()}
+        return {name: reason.text for name, reason in self.unusable.items()}
 
 
 def read_foreign_ranges(
-    path: Path, wanted: tuple[str, ...], non_negative: frozenset[str]
+    path: Path, tensors: tuple[str, ...], non_negative: frozenset[str]
 ) -> RangeSet:
     """Read the ranges of a cache without a fingerprint: symmetric, amax = 127 * scale.
 
-    `non_negative`: tensors that cannot be negative, whose range starts at 0.
+    Args:
+        path: the cache.
+        tensors: tensors of the model that need a range.
+        non_negative: tensors that cannot be negative, whose range starts at 0.
 
     Raises:
         CacheError: the file is not such a cache, or has no usable entry for this model.
     """
     cache = trt_cache.parse(read_cache_file(path), origin=str(path))
     flaws = cache.flaws()
-    scales = {
-        name: _symmetric(float(scale) * 127, name in non_negative, cache.header.algorithm)
-        for name, scale in cache.scales().items()
-        if name not in flaws
-    }
-    if not scales.keys() & set(wanted):
+    scales = {}
+    for name, step in cache.scales().items():
+        if name not in flaws:
+            amax = float(step) * 127
+            low = 0.0 if name in non_negative else -amax
+            scales[name] = Scale(
+                lo=low,
+                hi=amax,
+                amax=amax,
+                observed_min=low,
+                observed_max=amax,
+                method=f"cache-{cache.header.algorithm}",
+            )
+    if not scales.keys() & set(tensors):
         raise CacheError(
             f"a trusted cache must know the model's tensors, {path} has a usable scale for none of"
-            f" the {len(wanted)} wanted (such as {', '.join(wanted[:2])}); it is another model's"
+            f" the {len(tensors)} wanted (such as {', '.join(tensors[:2])}); it is another model's"
         )
-    unusable = {n: NoScaleReason(f"has no entry in {path.name}") for n in wanted if n not in scales}
-    unusable |= {
-        name: NoScaleReason(f"has a {flaw} scale in {path.name}", is_infinite=flaw == "infinite")
-        for name, flaw in flaws.items()
-    }
+
+    unusable = {}
+    for name in tensors:
+        if name not in scales:
+            unusable[name] = NoScaleReason(f"has no entry in {path.name}")
+    for name, flaw in flaws.items():
+        text = f"has a {flaw} scale in {path.name}"
+        unusable[name] = NoScaleReason(text, is_infinite=flaw == "inf")
     return RangeSet(scales=scales, unusable=unusable)
-
-
-def _symmetric(amax: float, non_negative: bool, algorithm: str) -> Scale:
-    low = 0.0 if non_negative else -amax
-    return Scale(
-        lo=low, hi=amax, amax=amax, observed_min=low, observed_max=amax, method=f"cache-{algorithm}"
-    )
 
 
 @dataclass(eq=False, repr=False)
@@ -108,6 +118,8 @@ class Ranges:
     """Clip ranges that one method finds in observed statistics; searched on demand and cached.
 
     Attributes:
+        observed: statistics in which ranges are searched.
+        method: the search for tensors without a method of their own.
         range_limits: tensor of the cleaned model -> limits of its range.
         trusted: ranges of a foreign cache, which replace any search.
     """
@@ -116,37 +128,41 @@ class Ranges:
     method: Method
     range_limits: Mapping[str, RangeLimits]
     trusted: RangeSet | None = None
-    _own: Mapping[str, Method] = field(init=False, default_factory=dict)
-    _found: dict[tuple[Key, str, Grid | None], Scale] = field(init=False, default_factory=dict)
-    _made: dict[Hashable, tuple[object, Any]] = field(init=False, default_factory=dict)
+    _method_by_tensor: Mapping[str, Method] = field(init=False, default_factory=dict)
+    _scales: dict[tuple[Key, str, Grid | None], Scale] = field(init=False, default_factory=dict)
+    _results: dict[Hashable, tuple[object, Any]] = field(init=False, default_factory=dict)
 
     def with_choices(self, choices: Choices) -> Ranges:
         """Return ranges of the same observations under other methods; the results are shared."""
-        chosen = Ranges(
-            self.observed, choices.method or self.method, self.range_limits, trusted=self.trusted
-        )
-        chosen._own, chosen._found = choices.methods, self._found
-        return chosen
+        method = choices.method or self.method
+        ranges = Ranges(self.observed, method, self.range_limits, trusted=self.trusted)
+        ranges._method_by_tensor = choices.methods
+        ranges._scales = self._scales
+        return ranges
 
     @property
     def chosen_by(self) -> str:
         """Name of the methods that chose the ranges, for the report."""
         if self.trusted is not None:
             return "the trusted cache"
-        others = {t: m.label for t, m in self._own.items() if m.label != self.method.label}
-        if not others:
+        labels = [method.label for method in self._method_by_tensor.values()]
+        exceptions = [label for label in labels if label != self.method.label]
+        if not exceptions:
             return self.method.label
-        names = " or ".join(sorted(set(others.values())))
-        some = "1 tensor" if len(others) == 1 else f"{len(others)} tensors"
-        return f"{self.method.label} ({names} for {some})"
+        names = " or ".join(sorted(set(exceptions)))
+        tensors = "1 tensor" if len(exceptions) == 1 else f"{len(exceptions)} tensors"
+        return f"{self.method.label} ({names} for {tensors})"
 
-    def compute_once(self, key: Hashable, make: Callable[[], Made], *, of: object = None) -> Made:
-        """Return `make()`, computed once per key and object for all trial builds."""
-        place = key, id(of)
-        if place not in self._made:
-            self._made[place] = of, make()  # holds `of`, so that no other object gets its id
-        made: Made = self._made[place][1]
-        return made
+    def compute_once(
+        self, key: Hashable, compute: Callable[[], Result], *, of: object = None
+    ) -> Result:
+        """Return `compute()`, called once per key and object for all trial builds."""
+        full_key = key, id(of)
+        if full_key not in self._results:
+            # holds `of`, so that no other object gets its id
+            self._results[full_key] = of, compute()
+        result: Result = self._results[full_key][1]
+        return result
 
     def find(
         self, observations: Iterable[Observation], *, symmetric: Grid | None = None
@@ -158,17 +174,16 @@ class Ranges:
         if self.trusted is not None:
             return self.trusted
         scales, unusable = {}, {}
-        listed = list(observations)
-        with phase("ranges", len(listed), "tensors") as step:
-            for observation in listed:
+        observations = list(observations)
+        with phase("ranges", len(observations), "tensors") as step:
+            for observation in observations:
                 histogram = self.histogram(observation)
-                why = find_trouble(histogram)
-                if why is None:
+                trouble = find_trouble(histogram)
+                if trouble is None:
                     scales[observation.tensor] = self._scale(observation, histogram, symmetric)
                 else:
-                    unusable[observation.tensor] = NoScaleReason(
-                        why, is_infinite=bool(histogram.infinite)
-                    )
+                    reason = NoScaleReason(trouble, is_infinite=bool(histogram.infinite))
+                    unusable[observation.tensor] = reason
                 step()
         return RangeSet(scales=scales, unusable=unusable)
 
@@ -176,8 +191,8 @@ class Ranges:
         self, observation: Observation, *, symmetric: Grid | None = None
     ) -> Scale | None:
         """Return the range of one tensor if it is cached; never searches."""
-        method = self._own.get(observation.tensor, self.method)
-        return self._found.get((observation.key, method.label, symmetric))
+        key = observation.key, self._method_of(observation).label, symmetric
+        return self._scales.get(key)
 
     def histogram(self, observation: Observation) -> Histogram:
         """Return the histogram that was recorded for an observation."""
@@ -185,13 +200,19 @@ class Ranges:
         assert isinstance(recorder, Histogram), observation.statistic.key
         return recorder
 
+    def _method_of(self, observation: Observation) -> Method:
+        return self._method_by_tensor.get(observation.tensor, self.method)
+
     def _scale(
         self, observation: Observation, histogram: Histogram, symmetric: Grid | None
     ) -> Scale:
-        method = self._own.get(observation.tensor, self.method)
-        key = observation.key, method.label, symmetric
-        if key not in self._found:
-            folded = observation.variant.key == FOLDED
-            reach = self.range_limits.get(observation.tensor) if folded else None
-            self._found[key] = search_scale(histogram, method.search(symmetric), reach)
-        return self._found[key]
+        cached = self.cached_scale(observation, symmetric=symmetric)
+        if cached is not None:
+            return cached
+        method = self._method_of(observation)
+        limits = None
+        if observation.variant.key == FOLDED:
+            limits = self.range_limits.get(observation.tensor)
+        scale = search_scale(histogram, method.search(symmetric), limits)
+        self._scales[observation.key, method.label, symmetric] = scale
+        return scale

@@ -25,9 +25,9 @@ from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array, Session, TensorSpec
 
 MOST_BYTES = 1 << 30  # on disk; outputs beyond this are computed again
-_SAME = 1e-6  # noise / signal, 60 dB: largest difference after a repair of a float model
-_NUMBERS = "biuf"  # kinds of arrays that are stored; text has no noise
-_TWICE = 8  # samples that are run twice: random numbers may give the same class in some
+_MAX_NOISE_SHARE = 1e-6  # noise / signal, 60 dB: largest difference after a repair of a float model
+_NUMERIC_KINDS = "biuf"  # kinds of arrays that are stored; text has no noise
+_REPEATED_SAMPLES = 8  # run twice: random numbers may give the same class in some
 
 Sample = Mapping[str, Array]
 
@@ -49,31 +49,33 @@ class ReferenceOutputs:
         self.runs = 0
         self._open = open_session
         self._names = tuple(names)
-        self._wanted = frozenset(keys)
-        self._spool = SampleCache(self._wanted, max_bytes=MOST_BYTES)
+        self._stored_keys = frozenset(keys)
+        self._cache = SampleCache(self._stored_keys, max_bytes=MOST_BYTES)
         self._session: Session | None = None
         self._specs: Sequence[TensorSpec] | None = None
-        self._using = threading.Lock()
+        self._lock = threading.Lock()
 
     @property
     def outputs(self) -> Sequence[TensorSpec]:
-        """Specs of the outputs; of one stored sample, if there is one."""
-        return self._specs if self._specs is not None else self._opened().outputs
+        """Specs of the outputs; those of a stored sample, if there is one."""
+        return self._specs if self._specs is not None else self._open_session().outputs
 
     def add(self, key: int, values: Mapping[str, Array]) -> None:
         """Store a sample's outputs.
 
         `values`: name -> array of a run; tensors that are not outputs are ignored.
         """
-        own = {name: values[name] for name in self._names if name in values}
-        plain = all(value.dtype.kind in _NUMBERS for value in own.values())
-        if key in self._wanted and plain and len(own) == len(self._names):
-            self._specs = [TensorSpec(n, str(v.dtype), v.shape) for n, v in own.items()]
-            self._spool.add(key, own)
+        if key not in self._stored_keys:
+            return
+        outputs = {name: values[name] for name in self._names if name in values}
+        is_numeric = all(value.dtype.kind in _NUMERIC_KINDS for value in outputs.values())
+        if is_numeric and len(outputs) == len(self._names):
+            self._specs = [TensorSpec(n, str(v.dtype), v.shape) for n, v in outputs.items()]
+            self._cache.add(key, outputs)
 
     def __contains__(self, key: object) -> bool:
         """Whether a sample's outputs are stored."""
-        return key in self._spool
+        return key in self._cache
 
     def get(self, key: int, sample: Sample) -> Mapping[str, Array]:
         """Return a sample's outputs; thread-safe.
@@ -81,21 +83,21 @@ class ReferenceOutputs:
         Raises:
             BackendError: ONNX Runtime refused the model or the sample.
         """
-        known = self._spool.get(key)
-        if known is not None:
-            return known
-        values = self._opened().run(sample)
-        with self._using:
+        stored = self._cache.get(key)
+        if stored is not None:
+            return stored
+        values = self.recompute(sample)
+        with self._lock:
             self.runs += 1
         self.add(key, values)
         return values
 
     def recompute(self, sample: Sample) -> Mapping[str, Array]:
         """Return a sample's outputs, computed whatever is stored."""
-        return self._opened().run(sample)
+        return self._open_session().run(sample)
 
-    def _opened(self) -> Session:
-        with self._using, PROTOBUF:
+    def _open_session(self) -> Session:
+        with self._lock, PROTOBUF:
             if self._session is None:
                 self._session = self._open()
             return self._session
@@ -103,31 +105,34 @@ class ReferenceOutputs:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSet:
-    """The evaluation samples and the float model's outputs for them."""
+    """The evaluation samples and the float model's outputs for them.
+
+    Attributes:
+        subset: the evaluation samples.
+        outputs: the float model's outputs, by sample key.
+    """
 
     subset: EvaluationSubset
     outputs: ReferenceOutputs
 
-    def samples_with_outputs(self, most: int) -> Iterator[tuple[Sample, Mapping[str, Array]]]:
-        """Yield (sample, its float outputs) of at most `most` samples, spread over all."""
-        return (
-            (sample, self.outputs.get(key, sample))
-            for key, sample in self.subset.spread_with_keys(most)
-        )
+    def samples_with_outputs(self, limit: int) -> Iterator[tuple[Sample, Mapping[str, Array]]]:
+        """Yield (sample, its float outputs) of at most `limit` samples, spread over all."""
+        for key, sample in self.subset.spread_with_keys(limit):
+            yield sample, self.outputs.get(key, sample)
 
 
-def make_evaluation_set(feed: Feed, model: onnx.ModelProto, most: int) -> EvaluationSet:
-    """Return the evaluation samples of a feed, at most `most` images, with a float model's outputs.
+def make_evaluation_set(feed: Feed, model: onnx.ModelProto, max_images: int) -> EvaluationSet:
+    """Return the evaluation samples of a feed, with a float model's outputs.
 
     Nothing is read or run before it is used.
     """
-    part = EvaluationSubset(feed, most)
+    subset = EvaluationSubset(feed, max_images)
     names = [value.name for value in model.graph.output]
-    opened = partial(OrtSession.open, model, threads=1, spin=False)
-    return EvaluationSet(part, ReferenceOutputs(opened, names, part.keys))
+    open_session = partial(OrtSession.open, model, threads=1, spin=False)
+    return EvaluationSet(subset, ReferenceOutputs(open_session, names, subset.keys))
 
 
-def find_random_outputs(model: onnx.ModelProto, judges: EvaluationSet) -> str:
+def find_random_outputs(model: onnx.ModelProto, evaluation_set: EvaluationSet) -> str:
     """Return a sentence on outputs that differ between two runs of the float model; "" if none.
 
     It is run again only if it draws random numbers or has operators that ONNX does not define; at
@@ -136,31 +141,31 @@ def find_random_outputs(model: onnx.ModelProto, judges: EvaluationSet) -> str:
     nodes = all_nodes(model.graph)
     if not any(node.op_type in RANDOM or node.domain not in ("", "ai.onnx") for node in nodes):
         return ""
-    for sample, known in judges.samples_with_outputs(_TWICE):
+    outputs = evaluation_set.outputs
+    for sample, stored in evaluation_set.samples_with_outputs(_REPEATED_SAMPLES):
         # the first run may draw what the session that calibrated drew
-        judges.outputs.recompute(sample)
-        again = judges.outputs.recompute(sample)
-        other = [name for name in known if not outputs_match({name: known[name]}, again)]
-        if other:
+        outputs.recompute(sample)
+        repeated = outputs.recompute(sample)
+        differing = [name for name in stored if not outputs_match({name: stored[name]}, repeated)]
+        if differing:
             return (
-                f"the float model itself gives another {', '.join(other)} at each run: it draws"
+                f"the float model itself gives another {', '.join(differing)} at each run: it draws"
                 " random numbers, which every figure of accuracy includes"
             )
     return ""
 
 
-def outputs_match(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
+def outputs_match(outputs: Mapping[str, Array], repeated: Mapping[str, Array]) -> bool:
     """Whether two outputs of a sample are equal up to float rounding."""
-    return all(
-        name in other
-        and value.shape == other[name].shape
-        and (value.dtype.kind != "f" or _near(value, other[name]))
-        for name, value in one.items()
-    )
+    return all(name in repeated and _match(x, repeated[name]) for name, x in outputs.items())
 
 
-def _near(one: Array, other: Array) -> bool:
-    left, right = one.astype(np.float64), other.astype(np.float64)
+def _match(x: Array, y: Array) -> bool:
+    if x.shape != y.shape:
+        return False
+    if x.dtype.kind != "f":
+        return True
+    signal = x.astype(np.float64)
     with np.errstate(invalid="ignore"):
-        noise = np.nan_to_num(left - right)
-    return float((noise * noise).sum()) <= _SAME * float((left * left).sum())
+        noise = np.nan_to_num(signal - y.astype(np.float64))
+    return float((noise * noise).sum()) <= _MAX_NOISE_SHARE * float((signal * signal).sum())

@@ -59,63 +59,67 @@ from deploy.machine import trim_memory
 from deploy.runtimes.ort import BoundSession, OrtSession
 from deploy.tensors import Array
 
-_DOMAIN = "com.microsoft.nchwc"
+_BLOCKED_DOMAIN = "com.microsoft.nchwc"
 MOST_BYTES = 1 << 26  # larger outputs are freed after each sample
 ArrayForms = dict[str, tuple[tuple[int, ...], np.dtype]]
 OutputCallback = Callable[[int, Sample], None]
 Waiting = tuple[Observation, NDArray[np.float32]]
+"""An order-dependent observation, and the value that it records in its turn."""
 
 
 def _open_tapped(
     model: onnx.ModelProto, tensors: Sequence[str], in_any_order: Collection[str]
 ) -> tuple[OrtSession, dict[str, str]]:
     """Return a session with these tensors as outputs, and `Tap.blocked`."""
-    exposed = copy_with_outputs(model, tensors)
-    wanted = set(in_any_order).difference(o.name for o in model.graph.output)
-    if wanted and any(node.op_type == "Conv" for node in model.graph.node):  # only it makes blocks
-        # the disk may be full, or the saved model not be reloaded
+    tapped_model = copy_with_outputs(model, tensors)
+    reorderable = set(in_any_order).difference(o.name for o in model.graph.output)
+    has_blocks = any(node.op_type == "Conv" for node in model.graph.node)
+    if reorderable and has_blocks:
+        # the disk may be full, or the saved model may not load
         with suppress(BackendError, OSError):
-            return _open_blocked(exposed, wanted)
-    return OrtSession.open(exposed, threads=1, spin=False), {}
+            return _open_blocked(tapped_model, reorderable)
+    return OrtSession.open(tapped_model, threads=1, spin=False), {}
 
 
 def _open_blocked(
-    model: onnx.ModelProto, wanted: Collection[str]
+    model: onnx.ModelProto, tensors: Collection[str]
 ) -> tuple[OrtSession, dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="calib8-", ignore_cleanup_errors=True) as folder:
-        saved = Path(folder) / "model.onnx"
-        session = OrtSession.open(model, threads=1, spin=False, save_to=saved)
+        path = Path(folder) / "model.onnx"
+        session = OrtSession.open(model, threads=1, spin=False, save_to=path)
         optimized = onnx.ModelProto.FromString(
-            read_bytes(saved, what="a model", error=BackendError, rewritable=True)
+            read_bytes(path, what="a model", error=BackendError, rewritable=True)
         )
-        blocked = expose_blocked(optimized.graph, wanted)
+        blocked = expose_blocked(optimized.graph, tensors)
         if blocked:
             del session
-            saved.write_bytes(optimized.SerializeToString())
-            session = OrtSession.open(saved, threads=1, optimize=False, spin=False)
+            path.write_bytes(optimized.SerializeToString())
+            session = OrtSession.open(path, threads=1, optimize=False, spin=False)
         return session, blocked
 
 
-def expose_blocked(graph: onnx.GraphProto, wanted: Collection[str]) -> dict[str, str]:
-    """Remove the reorder of wanted outputs of an optimized graph whose channels fill all blocks.
+def expose_blocked(graph: onnx.GraphProto, tensors: Collection[str]) -> dict[str, str]:
+    """Remove the reorder of these outputs of an optimized graph if their channels fill all blocks.
 
     Returns:
         tensor -> the output that now holds its values in blocks.
     """
-    read = count_reads(graph)
-    blocked = {
-        node.output[0]: node.input[0]
-        for node in graph.node
-        if (node.domain, node.op_type) == (_DOMAIN, "ReorderOutput")
-        and node.output[0] in wanted
-        and read[node.output[0]] == 1  # as an output of the graph
-        and int(attributes(node)["channels"]) % block_size() == 0
-    }
-    replace_nodes(graph, (n for n in graph.node if n.output[0] not in blocked))
-    replace_field(
-        graph.output,
-        (ValueInfoProto(name=blocked[o.name]) if o.name in blocked else o for o in graph.output),
-    )
+    read_counts = count_reads(graph)
+    blocked = {}
+    for node in graph.node:
+        if (node.domain, node.op_type) != (_BLOCKED_DOMAIN, "ReorderOutput"):
+            continue
+        tensor = node.output[0]
+        is_read_by_tap_only = tensor in tensors and read_counts[tensor] == 1
+        if is_read_by_tap_only and int(attributes(node)["channels"]) % block_size() == 0:
+            blocked[tensor] = node.input[0]
+
+    replace_nodes(graph, (node for node in graph.node if node.output[0] not in blocked))
+    outputs = []
+    for output in graph.output:
+        name = output.name
+        outputs.append(ValueInfoProto(name=blocked[name]) if name in blocked else output)
+    replace_field(graph.output, outputs)
     return blocked
 
 
@@ -128,9 +132,9 @@ def block_size() -> int:
     """
     channels = 64
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, channels, 1, 2])
-    reorder = helper.make_node("ReorderInput", ["x"], ["y"], domain=_DOMAIN)
+    reorder = helper.make_node("ReorderInput", ["x"], ["y"], domain=_BLOCKED_DOMAIN)
     graph = helper.make_graph([reorder], "blocks", [x], [ValueInfoProto(name="y")])
-    opsets = [helper.make_opsetid("", 13), helper.make_opsetid(_DOMAIN, 1)]
+    opsets = [helper.make_opsetid("", 13), helper.make_opsetid(_BLOCKED_DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
     pairs = np.arange(2 * channels, dtype=np.float32).reshape(1, channels, 1, 2)
     y = OrtSession.open(model, threads=1, spin=False).run({"x": pairs})["y"].reshape(-1)
@@ -141,44 +145,48 @@ class BufferedSession:
     """Runs one session in one thread, with reused output buffers if shapes allow it.
 
     Attributes:
-        lasting: whether the outputs of the last run lie in buffers that the next run reuses.
+        reuses_buffers: whether the outputs of the last run lie in buffers that the next run
+            overwrites.
     """
 
     def __init__(self, session: OrtSession) -> None:
+        self.reuses_buffers = False
         self._session = session
-        self._fed: ArrayForms | None = None
-        self._made: ArrayForms = {}
+        self._input_forms: ArrayForms | None = None  # of the last run; None if it cannot be bound
+        self._output_forms: ArrayForms = {}
         self._bound: BoundSession | None = None
-        self.lasting = False
-        self._able = True
-        self._trimmed = False
+        self._can_bind = True
+        self._is_trimmed = False
 
     def run(self, sample: Sample) -> Mapping[str, Array]:
-        """Run a sample; return the outputs. If `lasting`, the next run overwrites them."""
-        if not (self._able and _form(sample) == self._fed):
-            return self._ordinary(sample)
+        """Run a sample; return the outputs. If `reuses_buffers`, the next run overwrites them."""
+        if not self._can_bind or _forms(sample) != self._input_forms:
+            return self._run_unbound(sample)
         try:
             if self._bound is None:
-                if not self._trimmed:  # the memory of the first run; shapes may change often
+                if not self._is_trimmed:  # the memory of the first run; shapes may change often
                     trim_memory()
-                self._trimmed = True
-                self._bound = self._session.bind_outputs(self._made)
+                self._is_trimmed = True
+                self._bound = self._session.bind_outputs(self._output_forms)
             self._bound.run(sample)
         except BackendError:  # the shape of an output depends on values
-            self._able = False
-            return self._ordinary(sample)
-        self.lasting = True
+            self._can_bind = False
+            return self._run_unbound(sample)
+        self.reuses_buffers = True
         return self._bound.outputs
 
-    def _ordinary(self, sample: Sample) -> Mapping[str, Array]:
-        self._bound, self.lasting, self._fed = None, False, None
+    def _run_unbound(self, sample: Sample) -> Mapping[str, Array]:
+        self.reuses_buffers = False
+        self._bound = None
+        self._input_forms = None
         values = self._session.run(sample)
-        if sum(x.nbytes for x in values.values()) <= MOST_BYTES:
-            self._fed, self._made = _form(sample), _form(values)
+        if sum(value.nbytes for value in values.values()) <= MOST_BYTES:
+            self._input_forms = _forms(sample)
+            self._output_forms = _forms(values)
         return values
 
 
-def _form(arrays: Mapping[str, Array]) -> ArrayForms:
+def _forms(arrays: Mapping[str, Array]) -> ArrayForms:
     return {name: (x.shape, x.dtype) for name, x in arrays.items()}
 
 
@@ -187,7 +195,7 @@ class Tap:
 
     Attributes:
         blocked: tensor -> output that holds its values in NCHWc, of the tensors in that layout.
-        fed: tensors that are inputs of the model.
+        inputs: tensors that are inputs of the model.
     """
 
     def __init__(
@@ -197,28 +205,32 @@ class Tap:
 
         `in_any_order`: tensors whose values may come in any order; graph outputs never do.
         """
-        inputs = {i.name for i in model.graph.input}
-        self.fed = [name for name in tensors if name in inputs]
-        self._made = [name for name in tensors if name not in inputs]
-        self.session, self.blocked = _open_tapped(model, self._made, in_any_order)
+        model_inputs = {value.name for value in model.graph.input}
+        self.inputs = [name for name in tensors if name in model_inputs]
+        self._computed = [name for name in tensors if name not in model_inputs]
+        self.session, self.blocked = _open_tapped(model, self._computed, in_any_order)
+
+    def output_of(self, tensor: str) -> str:
+        """Return the output that holds the values of a tensor."""
+        return self.blocked.get(tensor, tensor)
 
     def run(
-        self, sample: Sample, keep: Callable[[Sample], None] | None = None
+        self, sample: Sample, on_outputs: Callable[[Sample], None] | None = None
     ) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Run one sample; yield each tensor's name and its value, possibly in any order.
 
-        `keep` is called with the model's outputs, and possibly more.
+        `on_outputs` is called with the model's outputs, and possibly more.
         """
         try:
             values = self.session.run(sample)
         except BackendError as error:
-            raise _could_not(error) from error
-        if keep is not None:
-            keep(values)
-        for name in self.fed:
+            raise _run_error(error) from error
+        if on_outputs is not None:
+            on_outputs(values)
+        for name in self.inputs:
             yield name, np.asarray(sample[name], np.float32)
-        for name in self._made:  # frees each tensor once it is counted
-            yield name, values.pop(self.blocked.get(name, name))
+        for name in self._computed:  # frees each tensor once it is counted
+            yield name, values.pop(self.output_of(name))
 
 
 class TapReader:
@@ -227,70 +239,130 @@ class TapReader:
     def __init__(self, tap: Tap, tensors: Sequence[str]) -> None:
         self._tensors = tuple(tensors)
         self._tap = tap
-        self._again = BufferedSession(tap.session)
+        self._session = BufferedSession(tap.session)
         self._located: LocatedArrays | None = None
-        self._moving: list[int] = []
+        self._moving: list[int] = []  # indices of tensors whose array is another at each run
 
-    def run(self, sample: Sample, keep: Callable[[Sample], None] | None = None) -> LocatedArrays:
+    def run(
+        self, sample: Sample, on_outputs: Callable[[Sample], None] | None = None
+    ) -> LocatedArrays:
         """Run one sample; return each tensor's values in any order, valid until the next run.
 
-        `keep` is as in `Tap.run`.
+        `on_outputs` is as in `Tap.run`.
         """
-        before, self._located = self._located, None
-        if not self._again.lasting:
-            before = None  # its memory may be freed
+        located = self._located
+        self._located = None
+        if not self._session.reuses_buffers:
+            located = None  # its memory may be freed
         try:
-            values = self._again.run(sample)
+            values = self._session.run(sample)
         except BackendError as error:
-            raise _could_not(error) from error
-        if keep is not None:
-            keep(values)
-        if before is None or not self._again.lasting:
-            before = LocatedArrays(self._values(name, sample, values) for name in self._tensors)
-            self._moving = [k for k, name in enumerate(self._tensors) if self._moves(name, values)]
+            raise _run_error(error) from error
+        if on_outputs is not None:
+            on_outputs(values)
+
+        if located is None or not self._session.reuses_buffers:
+            located = LocatedArrays(self._array(name, sample, values) for name in self._tensors)
+            self._moving = [
+                index for index, name in enumerate(self._tensors) if self._is_moving(name, values)
+            ]
         else:
-            for k in self._moving:
-                before.put(k, self._values(self._tensors[k], sample, values))
-        self._located = before
-        return before
+            for index in self._moving:
+                located.put(index, self._array(self._tensors[index], sample, values))
+        self._located = located
+        return located
 
-    def _values(
-        self, name: str, sample: Sample, values: Mapping[str, Array]
-    ) -> NDArray[np.float32]:
-        if name in self._tap.fed:
+    def _array(self, name: str, sample: Sample, values: Mapping[str, Array]) -> NDArray[np.float32]:
+        if name in self._tap.inputs:
             return np.asarray(sample[name], np.float32)
-        return values[self._tap.blocked.get(name, name)]
+        return values[self._tap.output_of(name)]
 
-    def _moves(self, name: str, values: Mapping[str, Array]) -> bool:
-        """Whether the array must be fetched again after each run."""
-        made = self._tap.blocked.get(name, name)
-        return name in self._tap.fed or values[made].dtype != np.float32
+    def _is_moving(self, name: str, values: Mapping[str, Array]) -> bool:
+        is_input = name in self._tap.inputs
+        return is_input or values[self._tap.output_of(name)].dtype != np.float32
 
 
-def _could_not(error: BackendError) -> BackendError:
+def _run_error(error: BackendError) -> BackendError:
     return BackendError(f"could not run a sample: {error}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantRunner:
+    """A model variant in the pass.
+
+    Attributes:
+        counted: observations by a histogram of all samples in any order.
+        uncounted: the other observations.
+        limit: number of samples to run; None for all.
+    """
+
+    key: str
+    tap: Tap
+    counted: Sequence[Observation]
+    uncounted: Sequence[Observation]
+    limit: int | None
+
+    def make_reader(self) -> TapReader:
+        """Return the reader of a worker thread."""
+        return TapReader(self.tap, [o.tensor for o in self.counted])
+
+    def run(
+        self,
+        reader: TapReader,
+        recorders: VariantRecorders,
+        peaks: Peaks | None,
+        number: int,
+        sample: Sample,
+        on_outputs: OutputCallback | None,
+    ) -> list[Waiting]:
+        """Run one sample, record order-free statistics, return the values that must wait."""
+        callback = None
+        if on_outputs is not None and self.key == FOLDED:
+            callback = partial(on_outputs, number)
+
+        values: Mapping[str, Array] = {}
+        if not self.uncounted:
+            located = reader.run(sample, callback)
+        else:  # these may keep an array, so it must not lie in a reused buffer
+            values = dict(self.tap.run(sample, callback))
+            located = LocatedArrays(values[o.tensor] for o in self.counted)
+        recorders.count(number, located)
+        waiting = recorders.record_uncounted(number, values)
+        if peaks is None:
+            return waiting
+
+        # the histogram of a counted tensor knows its largest |x|
+        amax_by_tensor = dict(
+            zip((o.tensor for o in self.counted), recorders.latest_peaks(), strict=True)
+        )
+        for name, value in values.items():
+            if name not in amax_by_tensor:
+                amax_by_tensor[name] = largest_magnitude(value)
+        for name, amax in amax_by_tensor.items():
+            peaks.add((self.key, name), number, amax)
+        return waiting
 
 
 class VariantRecorders:
     """The recorders of a variant's tensors in one slice of the pass."""
 
-    def __init__(self, line: VariantRunner, part: Mapping[Observation, Recorder]) -> None:
-        self._counted = line.counted
-        self._others = [(o, part.get(o)) for o in line.others]
-        recorders = [part[o] for o in line.counted]
-        self._together = HistogramGroup([one for one in recorders if isinstance(one, Histogram)])
+    def __init__(self, runner: VariantRunner, recorders: Mapping[Observation, Recorder]) -> None:
+        histograms = [recorders[o] for o in runner.counted]
+        self._counted = runner.counted
+        self._uncounted = [(o, recorders.get(o)) for o in runner.uncounted]
+        self._histograms = HistogramGroup([h for h in histograms if isinstance(h, Histogram)])
 
     def count(self, number: int, located: LocatedArrays) -> None:
         """Record the tensors whose histograms count all samples."""
         try:
-            self._together.observe(located)
+            self._histograms.observe(located)
         except ArrayRefused as error:
             raise name_tensor_and_sample(error, self._counted[error.place], number) from error
 
-    def others(self, number: int, values: Mapping[str, Array]) -> list[Waiting]:
+    def record_uncounted(self, number: int, values: Mapping[str, Array]) -> list[Waiting]:
         """Record the other order-free statistics; return the values that must wait their turn."""
         waiting = []
-        for observation, recorder in self._others:
+        for observation, recorder in self._uncounted:
             if not is_within_limit(observation.statistic.samples, number):
                 continue
             value = values[observation.tensor]
@@ -300,84 +372,45 @@ class VariantRecorders:
                 record(recorder, observation, number, value)
         return waiting
 
-    def latest(self) -> Iterable[float]:
-        """Largest |x| of each counted tensor in the last sample, which the histogram knows."""
-        return [one.latest for one in self._together.histograms]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VariantRunner:
-    """A model variant in the pass.
-
-    Attributes:
-        counted: observations by a histogram of all samples in any order.
-        limit: number of samples to run; None for all.
-    """
-
-    key: str
-    tap: Tap
-    counted: Sequence[Observation]
-    others: Sequence[Observation]
-    limit: int | None
-
-    def reading(self) -> TapReader:
-        """Return the reader of a worker thread."""
-        return TapReader(self.tap, [o.tensor for o in self.counted])
-
-    def run(
-        self,
-        reading: TapReader,
-        held: VariantRecorders,
-        peaks: Peaks | None,
-        number: int,
-        sample: Sample,
-        keep: OutputCallback | None,
-    ) -> list[Waiting]:
-        """Run one sample, record order-free statistics, return the values that must wait."""
-        callback = None if keep is None or self.key != FOLDED else partial(keep, number)
-        if not self.others:
-            held.count(number, reading.run(sample, callback))
-            values: Mapping[str, Array] = {}
-        else:  # these may keep an array, so it must not lie in a reused buffer
-            values = dict(self.tap.run(sample, callback))
-            held.count(number, LocatedArrays(values[o.tensor] for o in self.counted))
-        waiting = held.others(number, values)
-        if peaks is None:
-            return waiting
-        amaxes = {o.tensor: amax for o, amax in zip(self.counted, held.latest(), strict=True)}
-        others = {name: value for name, value in values.items() if name not in amaxes}
-        amaxes |= {name: largest_magnitude(value) for name, value in others.items()}
-        for name, amax in amaxes.items():
-            peaks.add((self.key, name), number, amax)
-        return waiting
+    def latest_peaks(self) -> Iterable[float]:
+        """Return the largest |x| of each counted tensor in the last sample."""
+        return [histogram.latest for histogram in self._histograms.histograms]
 
 
 def make_runners(
-    observations: Sequence[Observation], known: ObservedStatistics
+    observations: Sequence[Observation], observed: ObservedStatistics
 ) -> list[VariantRunner]:
-    """Return one `VariantRunner` for each variant, in order of first use."""
-    lines = []
+    """Return one `VariantRunner` for each variant, in order of first use.
+
+    `observed`: statistics from which the variants are made.
+    """
+    histogram = HistogramOf()
+    runners = []
     for variant in dict.fromkeys(o.variant for o in observations):
-        own = [o for o in observations if o.variant == variant]
-        ordered = {o.tensor for o in own if o.statistic.ordered}
-        tensors = list(dict.fromkeys(o.tensor for o in own))
-        loose = [name for name in tensors if name not in ordered]
-        counted = [o for o in own if o.statistic == HistogramOf()]
-        line = VariantRunner(
+        variant_observations = [o for o in observations if o.variant == variant]
+        tensors = list(dict.fromkeys(o.tensor for o in variant_observations))
+        ordered = {o.tensor for o in variant_observations if o.statistic.ordered}
+        unordered = [name for name in tensors if name not in ordered]
+        runner = VariantRunner(
             key=variant.key,
-            tap=Tap(variant.make(known), tensors, in_any_order=loose),
-            counted=counted,
-            others=[o for o in own if o not in counted],
-            limit=sample_limit(own),
+            tap=Tap(variant.make(observed), tensors, in_any_order=unordered),
+            counted=[o for o in variant_observations if o.statistic == histogram],
+            uncounted=[o for o in variant_observations if o.statistic != histogram],
+            limit=sample_limit(variant_observations),
         )
-        lines.append(line)
-    return lines
+        runners.append(runner)
+    return runners
 
 
 def sample_limit(observations: Iterable[Observation]) -> int | None:
     """Return how many samples the observations need; None for all."""
-    limits = [o.statistic.samples for o in observations]
-    return None if None in limits else max((n for n in limits if n is not None), default=None)
+    limit = 0
+    for observation in observations:
+        samples = observation.statistic.samples
+        if samples is None:
+            return None
+        limit = max(limit, samples)
+    return limit
 
 
 def is_within_limit(limit: int | None, number: int) -> bool:
@@ -403,15 +436,18 @@ def record(
 def name_tensor_and_sample(
     error: CalibrationError, observation: Observation, number: int
 ) -> CalibrationError:
-    """Return the error with the name of the tensor and the sample's number, told from 0."""
-    where = f"tensor {observation.tensor} of sample {number - 1}"
-    return explain_error(error, observation, where)
+    """Return the error with the name of the tensor and the sample's number, counted from 0."""
+    subject = f"tensor {observation.tensor} of sample {number - 1}"
+    return explain_error(error, observation, subject)
 
 
-def explain_error(error: CalibrationError, observation: Observation, what: str) -> CalibrationError:
-    """Return the error with its subject `what`, and what to do about it."""
+def explain_error(
+    error: CalibrationError, observation: Observation, subject: str
+) -> CalibrationError:
+    """Return the error with its subject, such as a tensor, and what to do about it."""
     if observation.layer:
         return CalibrationError(
-            f"layer {observation.layer!r}: {what}: {error} (to leave it in float, use --keep-float)"
+            f"layer {observation.layer!r}: {subject}: {error}"
+            " (to leave it in float, use --keep-float)"
         )
-    return CalibrationError(f"{what}: {error}; check the model's weights and the preprocessing")
+    return CalibrationError(f"{subject}: {error}; check the model's weights and the preprocessing")

@@ -260,12 +260,12 @@ def observe_here(run: CalibrationRun, decision: CacheDecision, threads: int) -> 
         with (
             phase("observing", len(feed) - counted, "samples") as step,
             nullcontext() if checkpoint is None else checkpoint.add_resume_hint(),
-            feed.samples(without=range(plan.first, counted)) as samples,
+            feed.samples(without=range(plan.early_samples, counted)) as samples,
         ):
             new = observe(
                 decision.missing,
                 samples,
-                known=observed,
+                observed=observed,
                 threads=threads,
                 progress=step,
                 runs=run.runs,

@@ -444,7 +444,7 @@ def with_held_out_ranges(
                 observe(
                     wanted,
                     _other_samples(request, judges),
-                    known=seen[0],
+                    observed=seen[0],
                     threads=request.threads,
                     progress=step,
                 )
