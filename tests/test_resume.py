@@ -72,7 +72,7 @@ def folder(odd, tmp_path):
 def often(monkeypatch):
     """A checkpoint between any two samples."""
     monkeypatch.setattr(checkpoint, "MIN_INTERVAL_S", 0)
-    monkeypatch.setattr(checkpoint, "_SHARE", 0)
+    monkeypatch.setattr(checkpoint, "INTERVAL_RATIO", 0)
 
 
 @pytest.fixture
@@ -447,7 +447,7 @@ import os, signal, sys
 from deploy.calibration import checkpoint
 from deploy.cli import main
 
-checkpoint.MIN_INTERVAL_S = checkpoint._SHARE = 0
+checkpoint.MIN_INTERVAL_S = checkpoint.INTERVAL_RATIO = 0
 left, plain = int(sys.argv[1]), os.fsync
 
 def counted(handle):

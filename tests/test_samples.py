@@ -107,7 +107,7 @@ def test_all_but_a_twentieth_must_agree():
         for off in (able, able + 1):
             told = compare_halves(found(count, 0), found(count, off), samples=32, within=0.2)
             assert told.is_enough is (off <= able) and len(told.differences) == off
-            assert ("more images" in told.words) is (off > able)
+            assert ("more images" in told.sentence) is (off > able)
 
 
 def watched(small_cnn) -> list[Observation]:

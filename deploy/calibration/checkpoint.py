@@ -9,7 +9,7 @@
 
 A checkpoint is a shard file (`deploy.calibration.shards`) of the first samples: their digests,
 every statistic so far and the largest values. It is written while all workers pause, so that it
-holds exactly these samples. What must be known of the first samples before the pass (TensorRT's
+holds exactly these samples. What the pass needs of the first samples before it starts (TensorRT's
 first batch, AMCT's DMQ and AdaRound) is recomputed, with the same result.
 """
 
@@ -27,7 +27,6 @@ from deploy.calibration.sample_checks import Peaks
 from deploy.calibration.shards import Shard, shard_fingerprint
 from deploy.errors import CacheError, ExportError
 from deploy.feed.samples import Feed
-from deploy.feed.sampling import Share
 from deploy.files import atomic
 from deploy.files.guard import refuse_output
 from deploy.terminal import say_progress
@@ -35,8 +34,8 @@ from deploy.version import __version__
 
 CHECKPOINT_SUFFIX = ".checkpoint"
 MIN_INTERVAL_S = 10.0  # seconds between checkpoints
-_SHARE = 30  # they take at most 1/30 of a run's time, including the wait for the workers
-_WHAT = "a checkpoint of a calibration"
+INTERVAL_RATIO = 30  # an interval lasts this many times as long as the checkpoint before it
+_KIND = "a checkpoint of a calibration"
 
 
 def checkpoint_path(path: Path) -> Path:
@@ -47,7 +46,7 @@ def checkpoint_path(path: Path) -> Path:
 def remove_finished_checkpoint(path: Path) -> None:
     """Remove the checkpoint of a run that was interrupted after it wrote its cache."""
     with suppress(CacheError):
-        if shards.load_shard(path, what=_WHAT).counted is not None:
+        if shards.load_shard(path, what=_KIND).counted is not None:
             path.unlink(missing_ok=True)
 
 
@@ -55,7 +54,9 @@ class Checkpoint:
     """The checkpoint of a run: reads that of an earlier run, writes its own.
 
     Attributes:
+        path: the file.
         counted: number of samples that the earlier run counted; they are not run again.
+        notes: notes for the report.
     """
 
     def __init__(
@@ -63,18 +64,23 @@ class Checkpoint:
         path: Path,
         subject: CalibrationSubject,
         feed: Feed,
-        wanted: Sequence[Observation],
+        observations: Sequence[Observation],
         peaks: Peaks,
         *,
         resume: bool,
         force: bool,
     ) -> None:
-        """Look for a checkpoint, and resume from it if wanted.
+        """Look for a checkpoint, and resume from it if requested.
 
-        `feed`: the samples; those that were counted are only hashed.
-        `peaks`: peaks of the pass; those of the counted samples are added.
-        `resume`: resume from the checkpoint; else a new run starts, which replaces it once it has
-        counted as many samples.
+        Args:
+            path: the file.
+            subject: the model to calibrate.
+            feed: the samples; those that were counted are only hashed.
+            observations: what the pass records.
+            peaks: peaks of the pass; those of the counted samples are added.
+            resume: resume from the checkpoint; else a new run starts, which replaces it once it
+                has counted as many samples.
+            force: ignore a file that is not a checkpoint, or broken.
 
         Raises:
             CacheError: the file is not a checkpoint, is broken, or (to resume) of another run.
@@ -84,50 +90,59 @@ class Checkpoint:
         self.path = path
         self.counted = 0
         self.notes: list[str] = []
-        self._subject, self._feed, self._wanted, self._peaks = subject, feed, wanted, peaks
-        self._kept = 0  # number of samples in the file that this run wrote or resumed from
-        self._began = time.monotonic()
-        self._next = self._began + MIN_INTERVAL_S
-        self._unkept = next((o for o in wanted if not o.statistic.recorder(None).to_arrays()), None)
-        found = self._found(force=force)
-        self._standing = 0 if found is None or found.counted is None else found.counted
-        self._earlier: Shard | None = None
-        if found is not None and resume:
-            self._take_up(found)
-        elif found is not None:
-            self._say(
-                f"{path} holds {self._standing:,} samples of a run that did not end: --resume goes"
-                " on from it; this run starts over and replaces it as soon as it has counted as"
-                " many"
-            )
+        self._subject = subject
+        self._feed = feed
+        self._observations = observations
+        self._peaks = peaks
+        self._saved = 0  # number of samples in the file that this run wrote or resumed from
+        self._save_start = time.monotonic()
+        self._next_save = self._save_start + MIN_INTERVAL_S
+        self._unsavable = _find_unsavable(observations)
+        self._resumed: Shard | None = None
+
+        existing = self._load_existing(force=force)
+        self._existing_samples = 0
+        if existing is not None and existing.counted is not None:
+            self._existing_samples = existing.counted
+        if resume and existing is not None:
+            self._resume(existing)
         elif resume:
             self._say(f"{path} is not there to go on from, so the run starts over")
+        elif existing is not None:
+            self._say(
+                f"{path} holds {self._existing_samples:,} samples of a run that did not end:"
+                " --resume goes on from it; this run starts over and replaces it as soon as it has"
+                " counted as many"
+            )
 
-    def load_observed(self, wanted: Iterable[Observation]) -> ObservedStatistics:
+    def load_observed(self, observations: Iterable[Observation]) -> ObservedStatistics:
         """Return the statistics of the samples that were counted before.
 
         Raises:
             CacheError: the arrays of a statistic are broken.
         """
-        return ObservedStatistics({}) if self._earlier is None else self._earlier.observed(wanted)
+        if self._resumed is None:
+            return ObservedStatistics({})
+        return self._resumed.observed(observations)
 
     def is_due(self) -> bool:
         """Whether it is time for a checkpoint; starts the clock of its cost, as workers pause."""
-        self._began = time.monotonic()
-        return self._unkept is None and self._began >= self._next
+        self._save_start = time.monotonic()
+        return self._unsavable is None and self._save_start >= self._next_save
 
     def save(self, number: int, observed: ObservedStatistics) -> None:
         """Write the statistics of the first `number` samples; a full disk does not end the run."""
-        if self._unkept is None and self._kept < number >= self._standing:
+        has_new_samples = number > self._saved and number >= self._existing_samples
+        if self._unsavable is None and has_new_samples:
             self._write(number, observed)
         now = time.monotonic()
-        self._next = now + max(MIN_INTERVAL_S, _SHARE * (now - self._began))
+        self._next_save = now + max(MIN_INTERVAL_S, INTERVAL_RATIO * (now - self._save_start))
 
     def _write(self, number: int, observed: ObservedStatistics) -> None:
         digests, skipped = self._feed.progress_after(number)
         data = shards.serialize_shard(
-            share=self._share,
-            made_from=self._made_from,
+            share=self._feed.complete_share,
+            made_from=self._fingerprint,
             digests=digests,
             skipped=skipped,
             peaks=self._peaks.rows(self._feed.positions[:: self._feed.batch]),
@@ -136,9 +151,11 @@ class Checkpoint:
         )
         try:
             atomic.write_bytes(self.path, data)
-            self._kept = number
+            self._saved = number
         except ExportError as error:
-            self.notes[:] = dict.fromkeys((*self.notes, f"no checkpoint could be kept: {error}"))
+            note = f"no checkpoint could be kept: {error}"
+            if note not in self.notes:
+                self.notes.append(note)
 
     @contextmanager
     def add_resume_hint(self) -> Iterator[None]:
@@ -147,33 +164,28 @@ class Checkpoint:
             yield
         except Exception:
             raise
-        except BaseException as ended:
-            if left := self._left():
-                ended.args = (left,)
+        except BaseException as interrupt:
+            if hint := self._resume_hint():
+                interrupt.args = (hint,)
             raise
 
     @cached_property
-    def _share(self) -> Share:
-        return self._feed.complete_share
-
-    @cached_property
-    def _made_from(self) -> Fingerprint:
+    def _fingerprint(self) -> Fingerprint:
         """The fingerprint that a run must share with the one that it resumes."""
-        origin = shard_fingerprint(self._subject.identities, self._feed.settings, self._share)
+        feed = self._feed
+        origin = shard_fingerprint(self._subject.identities, feed.settings, feed.complete_share)
         return replace(origin, numbers={**origin.numbers, "calib8": __version__})
 
-    def _left(self) -> str:
+    def _resume_hint(self) -> str:
         """Return what the next run can resume from, as a sentence."""
-        if self._unkept is not None:
-            return (
-                "the next run starts over, since no checkpoint holds"
-                f" {self._unkept.statistic.key!r}"
-            )
-        if not self._kept:
+        if self._unsavable is not None:
+            return f"the next run starts over, since no checkpoint holds {self._unsavable!r}"
+        if not self._saved:
             return ""
-        return f"{self._of(self._kept)} are kept in {self.path}: --resume goes on from there"
+        progress = self._describe_progress(self._saved)
+        return f"{progress} are kept in {self.path}: --resume goes on from there"
 
-    def _of(self, number: int) -> str:
+    def _describe_progress(self, number: int) -> str:
         return f"{number:,} of {len(self._feed):,} samples"
 
     def _say(self, sentence: str) -> None:
@@ -181,51 +193,75 @@ class Checkpoint:
         self.notes.append(sentence)
         say_progress(f"note: {sentence}")
 
-    def _found(self, *, force: bool) -> Shard | None:
+    def _load_existing(self, *, force: bool) -> Shard | None:
         refuse_output(self.path)
         if not self.path.exists() or not self.path.stat().st_size:
             return None
         try:
-            found = shards.load_shard(self.path, what=_WHAT)
-            if found.counted is None:
-                raise CacheError(f"{self.path} must be {_WHAT}, got a whole shard")
+            existing = shards.load_shard(self.path, what=_KIND)
+            if existing.counted is None:
+                raise CacheError(f"{self.path} must be {_KIND}, got a whole shard")
         except CacheError as error:
             if force:
                 return None
             raise CacheError(f"{error} (remove it, or replace it with --force)") from None
-        return found
+        return existing
 
-    def _take_up(self, found: Shard) -> None:
+    def _resume(self, existing: Shard) -> None:
         """Resume from a checkpoint."""
-        if other := self._differs(found):
+        differences = self._find_differences(existing)
+        if differences:
             raise CacheError(
-                f"a run goes on from its own checkpoint, got {self.path} of another one: {other};"
-                " take the model, images and options of that run, or leave --resume out to begin"
-                " anew"
+                f"a run goes on from its own checkpoint, got {self.path} of another one:"
+                f" {'; '.join(differences)}; take the model, images and options of that run, or"
+                " leave --resume out to begin anew"
             )
         feed = self._feed
-        feed.resume(found.digests, found.skipped)
-        good = len(found.digests) - len(found.skipped)
-        places = feed.positions[: self._standing * feed.batch : feed.batch]
-        numbers = {place: number for number, place in enumerate(places, 1)}
-        seen = {place for *_, listed in found.peaks for _, place in listed}
-        if good != min(self._standing * feed.batch, feed.count) or not seen <= numbers.keys():
-            raise CacheError(f"{self.path} must hold the samples that it names; remove it")
-        self._peaks.add_rows(found.peaks, numbers)
-        self._earlier, self.counted, self._kept = found, self._standing, self._standing
-        self.notes.append(f"went on from {self.path}, with {self._of(self.counted)} counted")
+        feed.resume(existing.digests, existing.skipped)
 
-    def _differs(self, found: Shard) -> str:
-        """Return how a checkpoint's run differs from this one; "" if it does not."""
-        changes = list(self._made_from.changes_since(found.made_from).values())
-        if str(found.share) != str(self._share):
-            changes.append(f"the shard changed ({found.share} -> {self._share})")
-        elif found.share != self._share and not changes:
-            changes.append("the images changed")
-        held, wanted = set(found.keys), {o.key for o in self._wanted}
-        strange = [f"{key[2]} of {key[1]!r}" for key in found.keys if key not in wanted]
-        lacking = [f"{o.key[2]} of {o.tensor!r}" for o in self._wanted if o.key not in held]
-        if strange or lacking:
-            words = f"it lacks {lacking[0]}" if lacking else f"it is of {strange[0]} too"
-            changes.append(f"the targets or the method changed ({words})")
-        return "; ".join(changes)
+        # the checkpoint must hold exactly the samples that it says
+        counted = self._existing_samples
+        good_entries = len(existing.digests) - len(existing.skipped)
+        positions = feed.positions[: counted * feed.batch : feed.batch]
+        numbers = {position: number for number, position in enumerate(positions, 1)}
+        has_all_entries = good_entries == min(counted * feed.batch, feed.count)
+        if not has_all_entries or not existing.peak_positions <= numbers.keys():
+            raise CacheError(f"{self.path} must hold the samples that it names; remove it")
+
+        self._peaks.add_rows(existing.peaks, numbers)
+        self._resumed = existing
+        self._saved = self.counted = counted
+        self.notes.append(
+            f"went on from {self.path}, with {self._describe_progress(counted)} counted"
+        )
+
+    def _find_differences(self, existing: Shard) -> list[str]:
+        """Return how a checkpoint's run differs from this one, as clauses."""
+        differences = list(self._fingerprint.changes_since(existing.made_from).values())
+        share = self._feed.complete_share
+        if str(existing.share) != str(share):
+            differences.append(f"the shard changed ({existing.share} -> {share})")
+        elif existing.share != share and not differences:
+            differences.append("the images changed")
+
+        observations = {o.key: o for o in self._observations}
+        existing_keys = set(existing.keys)
+        missing = [key for key in observations if key not in existing_keys]
+        surplus = [key for key in existing.keys if key not in observations]
+        if missing:
+            _, tensor, statistic = missing[0]
+            detail = f"it lacks {statistic} of {tensor!r}"
+        elif surplus:
+            _, tensor, statistic = surplus[0]
+            detail = f"it is of {statistic} of {tensor!r} too"
+        else:
+            return differences
+        return [*differences, f"the targets or the method changed ({detail})"]
+
+
+def _find_unsavable(observations: Iterable[Observation]) -> str | None:
+    """Return the key of a statistic that no file can hold, or None."""
+    for observation in observations:
+        if not observation.statistic.recorder(None).to_arrays():
+            return observation.statistic.key
+    return None

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -27,19 +28,16 @@ from numpy.typing import NDArray
 from deploy.errors import ConfigError
 
 OUTLIER_RATIO = 8.0  # ratio to the next largest sample: three bits
-_FEWEST = 5  # samples; with fewer, "all others" means little
-_SHARE = 20  # at most one of so many samples is an outlier, but always one may be
-_KEPT = 9  # largest samples stored per tensor: at most 8 outliers and the next
+STABLE_SHARE = 0.2  # the range of all samples is then off by a tenth: less than 1 dB of a step
+_MIN_SAMPLES = 5  # with fewer, "all others" means little
+_SAMPLES_PER_OUTLIER = 20  # at most one of so many samples is an outlier, but always one may be
+_STORED_PEAKS = 9  # largest samples stored per tensor: at most 8 outliers and the next
+_MAX_LISTED = 3  # entries that a sentence lists
+_TENSORS_PER_EXCEPTION = 20  # one of so many tensors may differ
 
-Place = tuple[str, str]  # variant, tensor
+TensorKey = tuple[str, str]  # variant, tensor
 PeakRow = tuple[str, str, int, tuple[tuple[float, int], ...]]
-"""Variant, tensor, number of samples, (|x|, place of the sample in the feed) of the largest."""
-
-_NAMED = 3  # entries that a sentence lists
-STABLE_SHARE = (
-    0.2  # the range of all samples is then off by about a tenth: less than 1 dB of a step
-)
-_FEW = 20  # one of so many tensors may differ
+"""Variant, tensor, number of samples, (|x|, position of the sample in the feed) of the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +45,7 @@ class Outlier:
     """A sample that stands out in a tensor.
 
     Attributes:
+        variant, tensor: the tensor.
         digests: sha256 (hex) of each of the sample's images or rows.
         ratio: ratio of its largest |x| to that of the largest other sample.
     """
@@ -66,62 +65,65 @@ class Peaks:
     """The largest samples of every tensor, in one pass or a slice of it."""
 
     def __init__(self) -> None:
-        self._largest: dict[Place, list[tuple[float, int]]] = {}
-        self._seen: dict[Place, int] = {}
+        self._largest: dict[TensorKey, list[tuple[float, int]]] = {}  # heaps of (|x|, -number)
+        self._sample_counts: Counter[TensorKey] = Counter()
 
-    def add(self, place: Place, number: int, amax: float) -> None:
+    def add(self, key: TensorKey, number: int, amax: float) -> None:
         """Add the largest |x| of a tensor in sample `number`; ignores Inf, reported elsewhere."""
         if math.isfinite(amax):
-            self._seen[place] = self._seen.get(place, 0) + 1
-            self._keep(place, (amax, -number))
+            self._sample_counts[key] += 1
+            self._push(key, (amax, -number))
 
     def merge(self, other: Peaks) -> None:
         """Add the peaks of another slice of the pass."""
-        for place, listed in other._largest.items():
-            self._seen[place] = self._seen.get(place, 0) + other._seen[place]
-            for one in listed:
-                self._keep(place, one)
+        self._sample_counts += other._sample_counts
+        for key, peaks in other._largest.items():
+            for peak in peaks:
+                self._push(key, peak)
 
-    def rows(self, places: Sequence[int]) -> list[PeakRow]:
+    def rows(self, positions: Sequence[int]) -> list[PeakRow]:
         """Return one `PeakRow` per tensor.
 
         Args:
-            places: place of each sample in the feed, in sample order.
+            positions: position of each sample in the feed, in sample order.
         """
-        return [
-            (*key, self._seen[key], tuple(sorted((x, places[-n - 1]) for x, n in listed)))
-            for key, listed in sorted(self._largest.items())
-        ]
+        rows = []
+        for key, peaks in sorted(self._largest.items()):
+            largest = sorted((amax, positions[-number - 1]) for amax, number in peaks)
+            rows.append((*key, self._sample_counts[key], tuple(largest)))
+        return rows
 
     def add_rows(self, rows: Iterable[PeakRow], numbers: Mapping[int, int]) -> None:
         """Add the `rows` of other peaks.
 
-        `numbers`: place in the feed -> number of the sample here.
+        `numbers`: position in the feed -> number of the sample here.
         """
-        for variant, tensor, seen, listed in rows:
+        for variant, tensor, sample_count, largest in rows:
             key = (variant, tensor)
-            self._seen[key] = self._seen.get(key, 0) + seen
-            for amax, place in listed:
-                self._keep(key, (amax, -numbers[place]))
+            self._sample_counts[key] += sample_count
+            for amax, position in largest:
+                self._push(key, (amax, -numbers[position]))
 
-    def _keep(self, place: Place, one: tuple[float, int]) -> None:
-        listed = self._largest.setdefault(place, [])
-        if len(listed) < _KEPT:
-            heapq.heappush(listed, one)
+    def _push(self, key: TensorKey, peak: tuple[float, int]) -> None:
+        peaks = self._largest.setdefault(key, [])
+        if len(peaks) < _STORED_PEAKS:
+            heapq.heappush(peaks, peak)
         else:
-            heapq.heappushpop(listed, one)
+            heapq.heappushpop(peaks, peak)
 
-    def outliers(self) -> Iterator[tuple[Place, int, float]]:
-        """Yield (place, number of the sample, ratio to the largest other sample)."""
-        for place in sorted(self._largest):
-            listed = sorted(self._largest[place], reverse=True)
-            most = min(max(1, self._seen[place] // _SHARE), len(listed) - 1)
-            if self._seen[place] < _FEWEST:
+    def outliers(self) -> Iterator[tuple[TensorKey, int, float]]:
+        """Yield (tensor, number of the sample, ratio to the largest other sample)."""
+        for key in sorted(self._largest):
+            sample_count = self._sample_counts[key]
+            if sample_count < _MIN_SAMPLES:
                 continue
-            for count in range(most, 0, -1):
-                base = listed[count][0]
-                if 0 < OUTLIER_RATIO * base < listed[count - 1][0]:
-                    yield from ((place, -number, amax / base) for amax, number in listed[:count])
+            peaks = sorted(self._largest[key], reverse=True)
+            max_outliers = min(max(1, sample_count // _SAMPLES_PER_OUTLIER), len(peaks) - 1)
+            for count in range(max_outliers, 0, -1):
+                base = peaks[count][0]
+                if 0 < OUTLIER_RATIO * base < peaks[count - 1][0]:
+                    for amax, number in peaks[:count]:
+                        yield key, -number, amax / base
                     break
 
 
@@ -132,9 +134,7 @@ def identify_outliers(
 
     `digests`: number of a sample -> sha256 (hex) of each of its images or rows.
     """
-    return tuple(
-        Outlier(*place, digests(number), times) for place, number, times in peaks.outliers()
-    )
+    return tuple(Outlier(*key, digests(number), ratio) for key, number, ratio in peaks.outliers())
 
 
 def describe_outliers(outliers: Iterable[Outlier], names: Mapping[str, str]) -> str:
@@ -142,43 +142,37 @@ def describe_outliers(outliers: Iterable[Outlier], names: Mapping[str, str]) -> 
 
     `names`: digest -> name of the image or row.
     """
-    samples: dict[tuple[str, ...], _Sample] = {}
-    for one in outliers:
-        samples.setdefault(one.digests, _Sample()).add(one)
-    ranked = sorted(samples.items(), key=lambda item: (-item[1].worst.ratio, item[0]))
-    listed = [f"{_name(digests, names)}, {sample.words}" for digests, sample in ranked[:_NAMED]]
-    more = f"; and {len(ranked) - _NAMED} more" if len(ranked) > _NAMED else ""
-    stand, it = ("stands", "it") if len(ranked) == 1 else ("stand", "them")
+    by_sample: dict[tuple[str, ...], list[Outlier]] = {}
+    for outlier in outliers:
+        by_sample.setdefault(outlier.digests, []).append(outlier)
+    descriptions = []
+    for digests, sample_outliers in by_sample.items():
+        worst = max(sample_outliers, key=lambda outlier: outlier.ratio)
+        text = f"{_sample_name(digests, names)}, {_describe_worst(worst, len(sample_outliers))}"
+        descriptions.append((-worst.ratio, digests, text))
+
+    count = len(descriptions)
+    listed = [text for _, _, text in sorted(descriptions)[:_MAX_LISTED]]
+    more = f"; and {count - _MAX_LISTED} more" if count > _MAX_LISTED else ""
+    stand, it = ("stands", "it") if count == 1 else ("stand", "them")
     return (
-        f"{len(ranked)} of the calibration samples {stand} far above the others, which costs the"
+        f"{count} of the calibration samples {stand} far above the others, which costs the"
         f" others int8 steps: {'; '.join(listed)}{more}; check {it}, or leave {it} out"
     )
 
 
-@dataclass(slots=True)
-class _Sample:
-    """The tensors in which one sample stands out."""
-
-    tensors: int = 0
-    worst: Outlier = field(default=Outlier("", "", (), 0.0))
-
-    def add(self, one: Outlier) -> None:
-        self.tensors += 1
-        self.worst = max(self.worst, one, key=lambda o: o.ratio)
-
-    @property
-    def words(self) -> str:
-        others = self.tensors - 1
-        more = f" (and far off in {others} other tensor{'s' * (others > 1)})" if others else ""
-        return (
-            f"whose largest |x| in {self.worst.tensor!r} is {self.worst.ratio:,.0f} times the"
-            f" others'{more}"
-        )
+def _describe_worst(worst: Outlier, tensor_count: int) -> str:
+    """Return the worst of the outliers of one sample, as a clause."""
+    more = ""
+    if tensor_count > 1:
+        plural = "s" if tensor_count > 2 else ""
+        more = f" (and far off in {tensor_count - 1} other tensor{plural})"
+    return f"whose largest |x| in {worst.tensor!r} is {worst.ratio:,.0f} times the others'{more}"
 
 
-def _name(digests: tuple[str, ...], names: Mapping[str, str]) -> str:
-    known = dict.fromkeys(names[one] for one in digests if one in names)
-    return " with ".join(known) or "a sample"
+def _sample_name(digests: tuple[str, ...], names: Mapping[str, str]) -> str:
+    image_names = dict.fromkeys(names[digest] for digest in digests if digest in names)
+    return " with ".join(image_names) or "a sample"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +181,7 @@ class StabilityRule:
 
     Attributes:
         within: share of the range by which two halves may differ.
+        method: label of the search whose ranges are compared.
 
     Raises:
         ConfigError: the share is not between 0 and 1.
@@ -214,8 +209,10 @@ class HalvesAgreement:
     Attributes:
         samples: number of samples in both halves.
         within: share of a range by which they may differ.
+        tensors: number of tensors whose ranges are compared.
         differences: tensor -> difference as a share of its range, for tensors that differ by
             `within` or more, largest first.
+        stopped: whether the stop rule ended the observation.
     """
 
     samples: int
@@ -237,26 +234,28 @@ class HalvesAgreement:
     @property
     def is_enough(self) -> bool:
         """Whether all but a twentieth of the tensors, rounded, agree."""
-        return len(self.differences) <= (self.tensors + _FEW // 2) // _FEW
+        exceptions = (self.tensors + _TENSORS_PER_EXCEPTION // 2) // _TENSORS_PER_EXCEPTION
+        return len(self.differences) <= exceptions
 
     @property
-    def words(self) -> str:
+    def sentence(self) -> str:
         """The agreement in one sentence, with advice if more samples would help."""
-        many = f"{len(self.differences) or 'none'} of {self.tensors} ranges"
-        verb = "differs" if len(self.differences) == 1 else "differ"
+        count = len(self.differences)
+        verb = "differs" if count == 1 else "differ"
         sentence = (
-            f"{many} {verb} by {_percent(self.within)} or more between the halves of"
-            f" {self.samples} samples{self._which}"
+            f"{count or 'none'} of {self.tensors} ranges {verb} by {_percent(self.within)} or more"
+            f" between the halves of {self.samples} samples{self._list_differences()}"
         )
         if self.stopped:
             return f"{sentence}; enough twice in a row, so no more were looked at"
         return sentence if self.is_enough else f"{sentence}; calibrate with more images"
 
-    @property
-    def _which(self) -> str:
+    def _list_differences(self) -> str:
+        if not self.differences:
+            return ""
         listed = [f"{name} by {_percent(share)}" for name, share in self.differences.items()]
-        more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
-        return f": {', '.join(listed[:_NAMED])}{more}" if listed else ""
+        more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
+        return f": {', '.join(listed[:_MAX_LISTED])}{more}"
 
 
 def _percent(share: float) -> str:

@@ -52,8 +52,9 @@ from deploy.files.reading import from_json, read_bytes
 from deploy.frontends import LoadedModel
 
 SCHEMA = "calib8-shard/1"
-_WHAT = "a shard of a calibration, as calib8 calibrate --shard writes it"
+_KIND = "a shard of a calibration, as calib8 calibrate --shard writes it"
 _DOCUMENT, _STATISTICS = "shard.json", "statistics.npz"
+_MAX_LISTED = 9  # missing shards that a message lists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +62,12 @@ class Shard(StoredStatistics):
     """A shard as stored in its file.
 
     Attributes:
+        share: which slice of the feed it is.
         made_from: its fingerprint; the images are those of the entire feed, without digests.
-        digests: sha256 (hex) of its images or rows in order, skipped ones included; of a
+        digests: sha256 (hex) of its images or rows in order, skipped ones included; for a
             checkpoint, of those counted so far.
-        skipped: place in the feed -> why the sample was skipped.
+        skipped: position in the feed -> why the sample was skipped.
+        peaks: its largest samples.
         counted: number of samples in a checkpoint; None for a complete shard.
     """
 
@@ -79,6 +82,11 @@ class Shard(StoredStatistics):
     def path(self) -> Path:
         """The file."""
         return self.archive
+
+    @property
+    def peak_positions(self) -> set[int]:
+        """Positions in the feed of the samples with peaks."""
+        return {position for *_, largest in self.peaks for _, position in largest}
 
 
 def serialize_shard(
@@ -98,7 +106,7 @@ def serialize_shard(
         "share": asdict(share),
         "made_from": made_from.to_json(),
         "digests": list(digests),
-        "skipped": {str(place): why for place, why in sorted(skipped.items())},
+        "skipped": {str(position): reason for position, reason in sorted(skipped.items())},
         "peaks": peaks,
         "observations": [list(key) for key in observed],
         "statistics": sha256(packed),
@@ -114,28 +122,28 @@ def serialize_shard(
     return buffer.getvalue()
 
 
-def load_shard(path: Path, *, what: str = _WHAT) -> Shard:
-    """Read a shard.
+def load_shard(path: Path, *, what: str = _KIND) -> Shard:
+    """Read a shard; `what` names the kind of file in errors.
 
     Raises:
         CacheError: the file is not a shard, is broken, or was changed after it was written.
     """
-    own = what != _WHAT  # a checkpoint is written again
-    return parse_shard(
-        read_bytes(path, what=what, error=CacheError, rewritable=own), path, what=what
-    )
+    is_checkpoint = what != _KIND  # it is written again
+    data = read_bytes(path, what=what, error=CacheError, rewritable=is_checkpoint)
+    return parse_shard(data, path, what=what)
 
 
-def parse_shard(raw: bytes, path: Path, *, what: str = _WHAT) -> Shard:
-    """Parse the bytes of a shard file; `path` names it in errors.
+def parse_shard(data: bytes, path: Path, *, what: str = _KIND) -> Shard:
+    """Parse the bytes of a shard file; `path` and `what` name it in errors.
 
     Raises:
         CacheError: the bytes are not a shard, are broken, or were changed.
     """
     rule = f"{path} must be {what}"
     try:
-        with open_archive(raw, path) as archive:
-            text, packed = archive.read(_DOCUMENT), archive.read(_STATISTICS)
+        with open_archive(data, path) as archive:
+            text = archive.read(_DOCUMENT)
+            packed = archive.read(_STATISTICS)
     except BROKEN as error:
         raise CacheError(f"{rule}, got no such archive: {error}") from error
     document = from_json(text, rule=rule, error=CacheError)
@@ -144,51 +152,52 @@ def parse_shard(raw: bytes, path: Path, *, what: str = _WHAT) -> Shard:
     if document.get("sha256") != _digest(document) or document.get("statistics") != sha256(packed):
         raise CacheError(f"{path} was changed after it was written; make it again")
     try:
-        return _shard(document, path, packed)
+        return _convert_shard(document, path, packed)
     except BROKEN as error:
         raise CacheError(f"{rule}, got parts that do not fit: {error}") from error
 
 
-def _shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard:
-    share = msgspec.convert(document["share"], Share)
-    made_from = Fingerprint.from_json(document["made_from"])
-    if not {"kind", "batch", "skip_bad", "count", "names"} <= set(made_from.images):
-        raise ValueError("it does not tell what images it is of")
-    digests = msgspec.convert(document["digests"], tuple[str, ...])
-    skipped = msgspec.convert(document["skipped"], dict[int, str], str_keys=True)
-    counted: int | None = msgspec.convert(document.get("counted"), int | None)
-    read = len(digests)
-    if read > len(share.positions) or (counted is None and read < len(share.positions)):
-        raise ValueError(f"{read} digests of {len(share.positions)} samples")
-    own = set(share.positions[:read])
-    good = own - set(skipped)
-    if not set(skipped) <= own or (counted is not None and not 0 < counted <= len(good)):
-        raise ValueError(f"{counted} samples of {len(good)} good ones")
-    peaks = msgspec.convert(document["peaks"], list[PeakRow])
-    if any(place not in good for *_, largest in peaks for _, place in largest):
-        raise ValueError("peaks of samples that are not its own")
-    return Shard(
-        share=share,
-        made_from=made_from,
-        digests=digests,
-        skipped=skipped,
-        peaks=peaks,
+def _convert_shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard:
+    """Return the shard of a JSON document; raise ValueError if its parts contradict each other."""
+    shard = Shard(
+        share=msgspec.convert(document["share"], Share),
+        made_from=Fingerprint.from_json(document["made_from"]),
+        digests=msgspec.convert(document["digests"], tuple[str, ...]),
+        skipped=msgspec.convert(document["skipped"], dict[int, str], str_keys=True),
+        peaks=msgspec.convert(document["peaks"], list[PeakRow]),
         keys=msgspec.convert(document["observations"], tuple[Key, ...]),
         archive=path,
-        counted=counted,
+        counted=msgspec.convert(document.get("counted"), int | None),
         packed=packed,
     )
+    if not {"kind", "batch", "skip_bad", "count", "names"} <= set(shard.made_from.images):
+        raise ValueError("it does not tell what images it is of")
+
+    positions = shard.share.positions
+    read_count = len(shard.digests)
+    is_incomplete = read_count < len(positions)
+    if read_count > len(positions) or (is_incomplete and shard.counted is None):
+        raise ValueError(f"{read_count} digests of {len(positions)} samples")
+
+    read_positions = set(positions[:read_count])
+    good_positions = read_positions - set(shard.skipped)
+    has_valid_count = shard.counted is None or 0 < shard.counted <= len(good_positions)
+    if not set(shard.skipped) <= read_positions or not has_valid_count:
+        raise ValueError(f"{shard.counted} samples of {len(good_positions)} good ones")
+    if not shard.peak_positions <= good_positions:
+        raise ValueError("peaks of samples that are not its own")
+    return shard
 
 
 def _digest(document: Mapping[str, Any]) -> str:
     """Return the sha256 of the JSON without this digest."""
-    others = {name: one for name, one in document.items() if name != "sha256"}
-    return sha256(json.dumps(others, sort_keys=True).encode())
+    content = {name: value for name, value in document.items() if name != "sha256"}
+    return sha256(json.dumps(content, sort_keys=True).encode())
 
 
-def refuse_ordered(wanted: Iterable[Observation], what: str) -> None:
+def refuse_ordered(observations: Iterable[Observation], what: str) -> None:
     """Refuse order-dependent statistics, which cannot be merged from shards."""
-    ordered = dict.fromkeys(o.statistic.key for o in wanted if o.is_order_dependent)
+    ordered = dict.fromkeys(o.statistic.key for o in observations if o.is_order_dependent)
     if ordered:
         raise ConfigError(
             f"{what} needs statistics that do not depend on the order of the images,"
@@ -197,23 +206,26 @@ def refuse_ordered(wanted: Iterable[Observation], what: str) -> None:
         )
 
 
-def write_shard(found: CalibrationResult, path: Path) -> None:
+def write_shard(calibration: CalibrationResult, path: Path) -> None:
     """Write the result of a run over a shard."""
-    observed = found.ranges.observed
-    data = make_shard(found.feed, found.loaded.identities, found.peaks, observed)
-    atomic.write_bytes(path, data)
-    if found.checkpoint is not None:
-        found.checkpoint.unlink(missing_ok=True)
+    observed = calibration.ranges.observed
+    identities = calibration.loaded.identities
+    atomic.write_bytes(path, make_shard(calibration.feed, identities, calibration.peaks, observed))
+    if calibration.checkpoint is not None:
+        calibration.checkpoint.unlink(missing_ok=True)
 
 
 def make_shard(
-    feed: Feed, model: Mapping[str, str], peaks: Peaks, observed: ObservedStatistics
+    feed: Feed, identities: Mapping[str, str], peaks: Peaks, observed: ObservedStatistics
 ) -> bytes:
-    """Return the bytes of the shard file of a pass over a share."""
+    """Return the bytes of the shard file of a pass over a share.
+
+    `identities`: those of the model.
+    """
     assert feed.share is not None
     return serialize_shard(
         share=feed.share,
-        made_from=shard_fingerprint(model, feed.settings, feed.share),
+        made_from=shard_fingerprint(identities, feed.settings, feed.share),
         digests=feed.entry_digests,
         skipped=feed.skipped_by_position,
         peaks=peaks.rows(feed.positions),
@@ -222,22 +234,22 @@ def make_shard(
 
 
 def shard_fingerprint(
-    model: Mapping[str, str], form: Mapping[str, Any], share: Share
+    identities: Mapping[str, str], settings: Mapping[str, Any], share: Share
 ) -> Fingerprint:
-    """Return the fingerprint of a shard of a feed with this `Feed.form`, without its samples."""
-    images = {name: form[name] for name in ("kind", "batch", "skip_bad")}
+    """Return the fingerprint of a shard of a feed with these `Feed.settings`."""
+    images = {name: settings[name] for name in ("kind", "batch", "skip_bad")}
     images |= {"count": share.count, "names": share.names}
-    return _made_from(model, images, form["preprocess"] or {})
+    return _common_fingerprint(identities, images, settings["preprocess"] or {})
 
 
-def merge_histograms(merged: dict[Key, Histogram], more: ObservedStatistics) -> None:
+def merge_histograms(merged: dict[Key, Histogram], observed: ObservedStatistics) -> None:
     """Add the histograms of a shard to those of others."""
-    for key, part in more.items():
-        assert isinstance(part, Histogram)
+    for key, histogram in observed.items():
+        assert isinstance(histogram, Histogram)
         if key in merged:
-            merged[key].merge(part)
+            merged[key].merge(histogram)
         else:
-            merged[key] = part
+            merged[key] = histogram
 
 
 class ShardSet:
@@ -249,47 +261,48 @@ class ShardSet:
 
     def __init__(self, paths: Sequence[Path], loaded: LoadedModel) -> None:
         """Read the shards."""
-        loaded_shards = [load_shard(path) for path in paths]
-        if not loaded_shards:
+        shards = [load_shard(path) for path in paths]
+        if not shards:
             raise CacheError("shards are to be merged, got none; name their files")
-        if begun := next((shard for shard in loaded_shards if shard.counted is not None), None):
-            raise CacheError(
-                f"a shard that is merged must be whole, got {begun.path}, the checkpoint of a run"
-                " that did not end; go on with that run by --resume"
-            )
-        _refuse_foreign(loaded_shards, loaded)
-        self._shards = _in_order(loaded_shards)
-        self.feed = _merged_feed(self._shards)
+        for shard in shards:
+            if shard.counted is not None:
+                raise CacheError(
+                    f"a shard that is merged must be whole, got {shard.path}, the checkpoint of a"
+                    " run that did not end; go on with that run by --resume"
+                )
+        _refuse_foreign(shards, loaded)
+        self._shards = _sort_by_number(shards)
+        self.feed = _merge_feeds(self._shards)
 
     def __str__(self) -> str:
         """Return their number as text."""
         return f"{len(self._shards)} shards"
 
-    def observed(self, wanted: Iterable[Observation], peaks: Peaks) -> ObservedStatistics:
+    def observed(self, observations: Iterable[Observation], peaks: Peaks) -> ObservedStatistics:
         """Return the merged statistics, as one run over all samples would give them."""
-        listed = tuple(wanted)
+        observations = tuple(observations)
         for shard in self._shards:
-            lacking = [o for o in listed if o.key not in shard.keys]
-            if lacking:
+            missing = [o for o in observations if o.key not in shard.keys]
+            if missing:
                 raise CacheError(
-                    f"{shard.path} lacks {len(lacking)} observations that these targets need, such"
-                    f" as {lacking[0].statistic.key} of {lacking[0].tensor!r}; merge for the"
+                    f"{shard.path} lacks {len(missing)} observations that these targets need, such"
+                    f" as {missing[0].statistic.key} of {missing[0].tensor!r}; merge for the"
                     " targets and options that the shards were made for"
                 )
-        numbers = {place: number for number, place in enumerate(self.feed.positions, 1)}
+        numbers = {position: number for number, position in enumerate(self.feed.positions, 1)}
         merged: dict[Key, Histogram] = {}
         for shard in self._shards:
             peaks.add_rows(shard.peaks, numbers)
-            merge_histograms(merged, shard.observed(listed))
+            merge_histograms(merged, shard.observed(observations))
         return ObservedStatistics(merged)
 
 
-def _made_from(
-    model: Mapping[str, str], images: Mapping[str, Any], preprocess: Mapping[str, Any]
+def _common_fingerprint(
+    identities: Mapping[str, str], images: Mapping[str, Any], preprocess: Mapping[str, Any]
 ) -> Fingerprint:
     """Return the fingerprint that all shards of one calibration share."""
     return Fingerprint(
-        model=model,
+        model=identities,
         images=images,
         order="",
         preprocess=preprocess,
@@ -302,11 +315,13 @@ def _made_from(
     )
 
 
-def _refuse_foreign(loaded_shards: Sequence[Shard], loaded: LoadedModel) -> None:
-    first = loaded_shards[0]
-    here = _made_from(loaded.identities, first.made_from.images, first.made_from.preprocess)
-    for shard in loaded_shards:
-        if changes := here.changes_since(shard.made_from):
+def _refuse_foreign(shards: Sequence[Shard], loaded: LoadedModel) -> None:
+    first = shards[0]
+    origin = first.made_from
+    expected = _common_fingerprint(loaded.identities, origin.images, origin.preprocess)
+    for shard in shards:
+        changes = expected.changes_since(shard.made_from)
+        if changes:
             other = "the model and the versions here" if shard is first else str(first.path)
             raise CacheError(
                 f"all shards must be of one calibration, {shard.path} is not that of {other}:"
@@ -319,22 +334,24 @@ def _refuse_foreign(loaded_shards: Sequence[Shard], loaded: LoadedModel) -> None
             )
 
 
-def _in_order(loaded_shards: Sequence[Shard]) -> list[Shard]:
+def _sort_by_number(shards: Sequence[Shard]) -> list[Shard]:
     """Return the shards sorted by number; raise CacheError for missing or duplicate ones."""
-    known: dict[int, Shard] = {}
-    for shard in loaded_shards:
-        if (other := known.setdefault(shard.share.number, shard)) is not shard:
+    by_number: dict[int, Shard] = {}
+    for shard in shards:
+        other = by_number.setdefault(shard.share.number, shard)
+        if other is not shard:
             raise CacheError(
                 f"every shard must be given once, got {shard.share} twice: {other.path} and"
                 f" {shard.path}"
             )
-    of = loaded_shards[0].share.of
-    missing = [f"{number}/{of}" for number in range(1, of + 1) if number not in known]
+    count = shards[0].share.of
+    missing = [f"{number}/{count}" for number in range(1, count + 1) if number not in by_number]
     if missing:
         raise CacheError(
-            f"all shards are needed, got {len(known)} of {of}; missing: {', '.join(missing[:9])}"
+            f"all shards are needed, got {len(by_number)} of {count}; missing:"
+            f" {', '.join(missing[:_MAX_LISTED])}"
         )
-    return [known[number] for number in sorted(known)]
+    return [by_number[number] for number in sorted(by_number)]
 
 
 class _DigestSource:
@@ -383,11 +400,11 @@ class _MergedFeed(Feed):
         return {**super().manifest(first), "preprocess": dict(self._in_json) or None}
 
 
-def _merged_feed(shards: Sequence[Shard]) -> Feed:
+def _merge_feeds(shards: Sequence[Shard]) -> Feed:
     digests = [""] * shards[0].share.count
     skipped: dict[int, str] = {}
     for shard in shards:
-        for place, digest in zip(shard.share.positions, shard.digests, strict=True):
-            digests[place] = digest
+        positions = shard.share.positions
+        digests[positions.start : positions.stop : positions.step] = shard.digests
         skipped |= shard.skipped
     return _MergedFeed(_DigestSource(digests), shards[0], dict(sorted(skipped.items())))

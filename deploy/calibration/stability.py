@@ -19,40 +19,47 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from calibrators.scales import Scale
-from deploy.calibration.observation import FOLDED, Key, Observation, ObservedStatistics
+from deploy.calibration.observation import (
+    FOLDED,
+    Key,
+    Observation,
+    ObservedStatistics,
+    Variant,
+)
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.sample_checks import STABLE_SHARE, HalvesAgreement, StabilityRule
 from deploy.errors import ConfigError
 from deploy.feed.samples import Feed
 
-_QUIET = 2  # points in a row at which the halves must agree
+_AGREEMENTS_TO_STOP = 2  # points in a row at which the halves must agree
 
-ScalesByKey = Mapping[Key, Scale]
+ScaleByKey = Mapping[Key, Scale]
 
 
-def range_difference(one: Scale | None, other: Scale | None) -> float:
+def range_difference(scale: Scale | None, other: Scale | None) -> float:
     """Return the difference as a share of the wider range; 1 if only one half has a range."""
-    if one is None or other is None:
-        return float(one is not other)
-    ends = max(abs(one.lo - other.lo), abs(one.hi - other.hi))
-    width = max(one.hi - one.lo, other.hi - other.lo)
-    amax = max(one.amax, other.amax)
-    return max(ends / (width or 1.0), abs(one.amax - other.amax) / (amax or 1.0))
+    if scale is None or other is None:
+        return float(scale is not other)
+    ends = max(abs(scale.lo - other.lo), abs(scale.hi - other.hi))
+    width = max(scale.hi - scale.lo, other.hi - other.lo)
+    amax = max(scale.amax, other.amax)
+    return max(ends / (width or 1.0), abs(scale.amax - other.amax) / (amax or 1.0))
 
 
 def compare_halves(
-    one: ScalesByKey, other: ScalesByKey, *, samples: int, within: float
+    half: ScaleByKey, other: ScaleByKey, *, samples: int, within: float
 ) -> HalvesAgreement:
     """Return the agreement of the ranges of two halves; arguments as in `HalvesAgreement`."""
-    shares = {
-        _display_name(key): range_difference(one.get(key), other.get(key))
-        for key in {**one, **other}
-    }
-    ranked = sorted(shares.items(), key=lambda entry: (-entry[1], entry[0]))
+    share_by_name = {}
+    for key in {**half, **other}:
+        variant, tensor, _ = key
+        name = tensor if variant == FOLDED else f"{tensor} ({variant})"
+        share_by_name[name] = range_difference(half.get(key), other.get(key))
+    ranked = sorted(share_by_name.items(), key=lambda entry: (-entry[1], entry[0]))
     return HalvesAgreement(
         samples=samples,
         within=within,
-        tensors=len(shares),
+        tensors=len(share_by_name),
         differences={name: share for name, share in ranked if share >= within},
     )
 
@@ -63,92 +70,106 @@ class StabilityMonitor:
     Attributes:
         halves: statistics of both halves, filled by `observe`; None if they are not needed.
         decides: whether `is_enough` is to be called, and may end the pass.
+        samples: number of samples at the last point.
+        stopped: whether the samples are enough.
     """
 
     def __init__(
         self,
-        searched: Iterable[Observation],
-        ranges: Callable[[ObservedStatistics], Ranges],
+        observations: Iterable[Observation],
+        make_ranges: Callable[[ObservedStatistics], Ranges],
         until: StabilityRule | None = None,
     ) -> None:
         """Start before the first sample.
 
-        `until`: the stop rule; None for all samples.
+        `observations`: those whose ranges are searched. `until`: the stop rule; None for all
+        samples.
         """
-        self._searched = tuple(searched)
-        self._ranges = ranges
+        self._observations = tuple(observations)
+        self._make_ranges = make_ranges
         self._within = STABLE_SHARE if until is None else until.within
         self.decides = until is not None
-        self.halves: list[ObservedStatistics] | None = (
-            [] if self._searched and until is None else None
-        )
+        self.halves: list[ObservedStatistics] | None = None
+        if self._observations and not self.decides:
+            self.halves = []
         self.samples = 0
         self.stopped = False
-        self._before: ScalesByKey = {}
-        self._last: HalvesAgreement | None = None
-        self._quiet = 0
+        self._scales: ScaleByKey = {}  # of all samples at the last point
+        self._agreement: HalvesAgreement | None = None
+        self._agreements_in_row = 0
 
-    def is_enough(self, samples: int, new: ObservedStatistics, whole: ObservedStatistics) -> bool:
+    def is_enough(self, samples: int, new: ObservedStatistics, total: ObservedStatistics) -> bool:
         """Return whether the samples are enough.
 
         `samples`: number of samples so far, twice that of the last point.
-        `new`: statistics of the samples since the last point.
+        `new`: statistics of the samples since the last point. `total`: those of all samples.
         """
-        if self._before:
-            self._last = self._between(self._before, self._in(new), samples)
-            self._quiet = self._quiet + 1 if self._last.is_enough else 0
-            self.stopped = self._quiet >= _QUIET
+        if self._scales:
+            self._agreement = self._compare(self._scales, self._search(new), samples)
+            self._agreements_in_row += 1
+            if not self._agreement.is_enough:
+                self._agreements_in_row = 0
+            self.stopped = self._agreements_in_row >= _AGREEMENTS_TO_STOP
         self.samples = samples
-        self._before = {} if self.stopped else self._in(whole)
+        self._scales = {} if self.stopped else self._search(total)
         return self.stopped
 
     def end(self, samples: int) -> HalvesAgreement | None:
         """Return the final agreement; None with too few samples or no suitable observations."""
         if self.halves is None:
-            return None if self._last is None else replace(self._last, stopped=self.stopped)
+            if self._agreement is None:
+                return None
+            return replace(self._agreement, stopped=self.stopped)
         if not self.halves or samples < 2:
             return None
-        one, other = map(self._in, self.halves)
-        return self._between(one, other, samples)
+        half, other = map(self._search, self.halves)
+        return self._compare(half, other, samples)
 
-    def _in(self, observed: ObservedStatistics) -> ScalesByKey:
-        known = [o for o in self._searched if o.key in observed]
-        ranges, by_key = self._ranges(observed), dict[Key, Scale]()
-        for variant in dict.fromkeys(o.variant for o in known):
-            own = {o.tensor: o for o in known if o.variant == variant}
-            scales = ranges.find(own.values()).scales
-            by_key |= {own[tensor].key: scale for tensor, scale in scales.items()}
-        return by_key
+    def _search(self, observed: ObservedStatistics) -> ScaleByKey:
+        ranges = self._make_ranges(observed)
+        by_variant: dict[Variant, list[Observation]] = {}
+        for observation in self._observations:
+            if observation.key in observed:
+                by_variant.setdefault(observation.variant, []).append(observation)
+        scale_by_key = {}
+        for observations in by_variant.values():
+            scales = ranges.find(observations).scales
+            for observation in observations:
+                if observation.tensor in scales:
+                    scale_by_key[observation.key] = scales[observation.tensor]
+        return scale_by_key
 
-    def _between(self, one: ScalesByKey, other: ScalesByKey, samples: int) -> HalvesAgreement:
-        return compare_halves(one, other, samples=samples, within=self._within)
+    def _compare(self, half: ScaleByKey, other: ScaleByKey, samples: int) -> HalvesAgreement:
+        return compare_halves(half, other, samples=samples, within=self._within)
 
 
 def refuse_until_stable(
-    feed: Feed, wanted: Iterable[Observation], searched: Iterable[Observation], *, trusted: bool
+    feed: Feed,
+    observations: Iterable[Observation],
+    searched: Iterable[Observation],
+    *,
+    trusted: bool,
 ) -> None:
     """Refuse options that --until-stable cannot work with."""
+    ordered = dict.fromkeys(o.statistic.key for o in observations if o.is_order_dependent)
     if trusted:
-        got = "--trust-cache, with which none is observed; leave one of them out"
+        conflict = "--trust-cache, with which none is observed; leave one of them out"
     elif feed.share is not None:
-        got = f"shard {feed.share}; leave one of them out"
+        conflict = f"shard {feed.share}; leave one of them out"
     elif feed.batch > 1:
-        got = f"a model with a fixed batch of {feed.batch}; export it with a batch that is open"
-    elif ordered := dict.fromkeys(o.statistic.key for o in wanted if o.is_order_dependent):
-        got = (
+        conflict = (
+            f"a model with a fixed batch of {feed.batch}; export it with a batch that is open"
+        )
+    elif ordered:
+        conflict = (
             f"{', '.join(ordered)}, which is defined by the order of all images; take a target and"
             " a method without it"
         )
     elif not list(searched):
-        got = "none whose ranges a method searches; take a target that follows --method"
+        conflict = "none whose ranges a method searches; take a target that follows --method"
     else:
         return
     raise ConfigError(
         "--until-stable compares the ranges of two halves of single samples, spread evenly over the"
-        f" feed, got {got}"
+        f" feed, got {conflict}"
     )
-
-
-def _display_name(key: Key) -> str:
-    variant, tensor, _ = key
-    return tensor if variant == FOLDED else f"{tensor} ({variant})"

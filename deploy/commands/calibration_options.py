@@ -338,7 +338,7 @@ def print_calibration(
         by = "" if not set(own) & set(found.searched) else f", searched by {found.method.label}"
         say(f"  {name}: {len(own)}{by}")
     if found.agreement is not None:
-        say(found.agreement.words)
+        say(found.agreement.sentence)
     if verbose:
         say(found.cost)
     for name, why in found.range_set.reasons.items():

@@ -186,7 +186,7 @@ def _calibration(report: Findings) -> Sections:
     if part := report.calibration:
         facts.append(("Calibration", tables.calibration_text(report)))
         if part.agreement:
-            facts.append(("Ranges", part.agreement.words))
+            facts.append(("Ranges", part.agreement.sentence))
             if part.agreement.differences:
                 rows = [
                     (name, figures.percent(x)) for name, x in part.agreement.differences.items()

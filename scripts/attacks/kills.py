@@ -91,7 +91,7 @@ def _often() -> None:
     """In the child: a checkpoint between any two samples."""
     from deploy.calibration import checkpoint
 
-    checkpoint.MIN_INTERVAL_S = checkpoint._SHARE = 0
+    checkpoint.MIN_INTERVAL_S = checkpoint.INTERVAL_RATIO = 0
 
 
 def _stays(out: Path) -> str | None:
