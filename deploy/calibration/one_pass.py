@@ -108,8 +108,10 @@ class _PassState:
 
         self._has_halves = has_halves
         self._slice_count = threads
-        if has_halves and threads % 2:  # every other slice belongs to one half
-            self._slice_count += 1
+        if has_halves:
+            # every other slice belongs to one half, so the number is even; it is larger than that
+            # of the threads, since `alternate_halves` moves a sample to its neighbor's slice
+            self._slice_count += 2 - threads % 2
         # what the slices are added to, so that halves and snapshots stay as they are
         self._total: _Recorders | None = None
         if has_halves or has_snapshots:

@@ -19,8 +19,11 @@ of the cleaned model that was searched.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from calibrators.grids import symmetric_scale
 from calibrators.statistics import Arrays, HasExtremes, HistogramOf
@@ -42,10 +45,10 @@ from deploy.errors import CacheError
 from deploy.files import staging
 from deploy.files.staging import Stage, stage_files
 
-_SEARCH = {"method", "rule"}  # parts that affect the search only, not the statistics
-_SOME = {"order"}  # parts that affect some observations only
-_SHOWN = 5  # kinds of observations that a message lists
-_MOST_VARIANTS = 4  # variants retained from older runs, besides the cleaned model
+_SEARCH_PARTS = {"method", "rule"}  # these affect the search only, not the statistics
+_PARTIAL_PARTS = {"order"}  # these affect some observations only
+_MAX_LISTED = 5  # kinds of observations that a message lists
+_MAX_VARIANTS = 4  # variants retained from older runs, besides the cleaned model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +56,12 @@ class CachePolicy:
     """Where the calibration is stored, and when it may be reused.
 
     Attributes:
-        path: the cache file; its fingerprint and statistics lie next to it.
+        path: the cache file; its fingerprint and statistics lie next to it. None stores nothing.
         require: fail instead of calibrating if the cache does not fit.
         trust: use a cache that has no fingerprint as it is.
+        refresh: calibrate even if the cache fits.
         trt_version: TensorRT version that will read the cache; None for the default.
+        force: replace files that calib8 did not write.
     """
 
     path: Path | None = None
@@ -72,7 +77,7 @@ class CachePolicy:
 
 
 def as_policy(cache: Path | str | CachePolicy | None) -> CachePolicy:
-    """Return the policy of a cache path; of None, one that stores nothing."""
+    """Return the policy of a cache path; for None, one that stores nothing."""
     if isinstance(cache, CachePolicy):
         return cache
     return CachePolicy(path=None if cache is None else Path(cache))
@@ -83,6 +88,9 @@ class CacheDecision:
     """Result of the cache check.
 
     Attributes:
+        reason: why the cache is used or not, as a clause.
+        observed: the statistics that are reused.
+        missing: the observations to make.
         stored: the files if they fit, else None.
     """
 
@@ -94,63 +102,69 @@ class CacheDecision:
     @property
     def outliers(self) -> tuple[Outlier, ...]:
         """Outliers from the cache, of tensors that are not observed again."""
-        again = {(o.variant.key, o.tensor) for o in self.missing}
-        known = () if self.stored is None else self.stored.outliers
-        return tuple(one for one in known if (one.variant, one.tensor) not in again)
+        if self.stored is None:
+            return ()
+        missing = {(o.variant.key, o.tensor) for o in self.missing}
+        return tuple(o for o in self.stored.outliers if (o.variant, o.tensor) not in missing)
 
     def combined_fingerprint(self, fingerprint: Fingerprint) -> Fingerprint:
-        """Return the fingerprint of the cache's and the new observations together.
+        """Return the fingerprint of the cache's and the new observations.
 
         The order of images is the cache's unless an order-dependent observation was made, and the
         programs are the cache's unless any observation was made.
         """
         if self.stored is None:
             return fingerprint
-        known = self.stored.fingerprint
+        stored = self.stored.fingerprint
         if not any(o.is_order_dependent for o in self.missing):
-            fingerprint = replace(fingerprint, order=known.order)
+            fingerprint = replace(fingerprint, order=stored.order)
         if not self.missing:
-            fingerprint = replace(fingerprint, versions=known.versions, decoder=known.decoder)
+            fingerprint = replace(fingerprint, versions=stored.versions, decoder=stored.decoder)
         return fingerprint
 
 
 def check_cache(
     policy: CachePolicy,
-    fingerprint: Callable[[int | None], Fingerprint],
-    wanted: Iterable[Observation],
+    make_fingerprint: Callable[[int | None], Fingerprint],
+    observations: Iterable[Observation],
     *,
     until: StabilityRule | None = None,
 ) -> CacheDecision:
     """Check the cache of `policy` for these observations with this fingerprint.
 
-    `fingerprint`: computes the fingerprint of the first N images, or of all (None); called only if
-    there is a cache, since it reads the images.
-    `until`: stop rule of the observation; a cache fits if it stopped by the same rule and holds all
-    observations.
+    Args:
+        policy: where the cache is, and when it may be reused.
+        make_fingerprint: computes the fingerprint of the first N images, or of all (None); called
+            only if there is a cache, since it reads the images.
+        observations: what the targets need.
+        until: stop rule of the observation; a cache fits if it stopped by the same rule and holds
+            all observations.
 
     Raises:
         FeedError: an image cannot be read.
         CacheError: the cache must fit and does not.
     """
-    listed = tuple(wanted)
-    verdict = _judged(policy, fingerprint, listed, until)
-    if verdict.missing and policy.path is not None and not policy.refresh:
-        path = staging.find_saved_calibration(policy.path)
-        kept = _judged(replace(policy, path=path), fingerprint, listed, until) if path else verdict
-        if len(kept.missing) < len(verdict.missing):
-            verdict = replace(kept, reason=f"of a run that did not end: {kept.reason}")
-    if verdict.missing and policy.require:
+    observations = tuple(observations)
+    decision = _decide(policy, make_fingerprint, observations, until)
+    if decision.missing and policy.path is not None and not policy.refresh:
+        saved_path = staging.find_saved_calibration(policy.path)
+        if saved_path:
+            saved = _decide(replace(policy, path=saved_path), make_fingerprint, observations, until)
+            if len(saved.missing) < len(decision.missing):
+                decision = replace(saved, reason=f"of a run that did not end: {saved.reason}")
+    if decision.missing and policy.require:
         raise CacheError(
-            f"the cache must fit (--require-cache), but {verdict.reason}; leave --require-cache"
+            f"the cache must fit (--require-cache), but {decision.reason}; leave --require-cache"
             " out to calibrate anew"
         )
-    return verdict
+    return decision
 
 
 def make_fingerprint(subject: CalibrationSubject, manifest: Mapping[str, Any]) -> Fingerprint:
     """Return the fingerprint of calibrating a model by its method on the feed of a manifest."""
     images = dict(manifest)
-    preprocess, order = images.pop("preprocess") or {}, images.pop("ordered_sha256")
+    preprocess = images.pop("preprocess") or {}
+    order = images.pop("ordered_sha256")
     return Fingerprint(
         model=subject.identities,
         images=images,
@@ -165,83 +179,105 @@ def make_fingerprint(subject: CalibrationSubject, manifest: Mapping[str, Any]) -
     )
 
 
-def _judged(
+def _recompute(reason: str, observations: tuple[Observation, ...]) -> CacheDecision:
+    """Return the decision to make all observations anew."""
+    return CacheDecision(
+        reason=reason, observed=ObservedStatistics({}), missing=with_needs(observations)
+    )
+
+
+def _decide(
     policy: CachePolicy,
-    fingerprint: Callable[[int | None], Fingerprint],
-    wanted: tuple[Observation, ...],
+    make_fingerprint: Callable[[int | None], Fingerprint],
+    observations: tuple[Observation, ...],
     until: StabilityRule | None,
 ) -> CacheDecision:
-    def recompute(reason: str) -> CacheDecision:
-        return CacheDecision(
-            reason=reason, observed=ObservedStatistics({}), missing=with_needs(wanted)
-        )
-
     path = policy.path
     if path is None:
-        return recompute("no cache was asked for")
+        return _recompute("no cache was asked for", observations)
     if policy.refresh:
-        return recompute(f"{path} is rebuilt, as requested")
+        return _recompute(f"{path} is rebuilt, as requested", observations)
     if not path.exists():
-        return recompute(f"{path} does not exist yet")
+        return _recompute(f"{path} does not exist yet", observations)
     if not store.sidecars(path)[0].exists():
-        return recompute(
+        reason = (
             f"{path} has no fingerprint beside it, so nothing tells what it was made from"
             " (--trust-cache uses it as it is)"
         )
+        return _recompute(reason, observations)
     try:
         stored = store.load_calibration(path)
     except CacheError as error:
-        return recompute(str(error))
+        return _recompute(str(error), observations)
+
     if until is not None and stored.until != until:
-        how = "of samples that were chosen beforehand" if stored.until is None else stored.until
-        return recompute(f"{path.name} was observed {how}, not {until}")
-    now = fingerprint(None if until is None else stored.count)
-    changes = now.changes_since(stored.fingerprint)
-    if all_of := [text for part, text in changes.items() if part not in _SEARCH | _SOME]:
-        return recompute("; ".join(all_of))
+        rule = stored.until or "of samples that were chosen beforehand"
+        return _recompute(f"{path.name} was observed {rule}, not {until}", observations)
+
+    fingerprint = make_fingerprint(None if until is None else stored.count)
+    changes = fingerprint.changes_since(stored.fingerprint)
+    invalidating = changes.keys() - _SEARCH_PARTS - _PARTIAL_PARTS
+    if invalidating:
+        reason = "; ".join(text for part, text in changes.items() if part in invalidating)
+        return _recompute(reason, observations)
+
+    usable: Iterable[Observation] = with_needs(observations)
+    if "order" in changes:
+        usable = (o for o in usable if not o.is_order_dependent)
     try:
-        able = (o for o in with_needs(wanted) if not ("order" in changes and o.is_order_dependent))
-        observed = stored.observed(able)
+        observed = stored.observed(usable)
     except CacheError as error:
-        return recompute(str(error))
-    missing = observed.missing(with_needs(wanted, observed))
-    others = {**stored.fingerprint.versions, "decoder": stored.fingerprint.decoder.get("library")}
-    here = {**now.versions, "decoder": now.decoder.get("library")}
-    words = [f"{name} {old}" for name, old in others.items() if old not in (None, here.get(name))]
-    reason = _reason(path, stored, changes, missing) + (
-        f"; it was made with {', '.join(words)}" if words else ""
-    )
-    if missing and until is not None:
-        return recompute(f"{reason}; what is observed until it is stable is observed at once")
-    how = "" if until is None else f"; it was observed {until}"
-    return CacheDecision(reason=reason + how, observed=observed, missing=missing, stored=stored)
+        return _recompute(str(error), observations)
+    missing = observed.missing(with_needs(observations, observed))
+    reason = _describe_match(path, stored, changes, missing)
+    reason += _describe_programs(stored.fingerprint, fingerprint)
+    if until is not None:
+        if missing:
+            reason += "; what is observed until it is stable is observed at once"
+            return _recompute(reason, observations)
+        reason += f"; it was observed {until}"
+    return CacheDecision(reason=reason, observed=observed, missing=missing, stored=stored)
 
 
-def _reason(
+def _describe_match(
     path: Path,
     stored: store.StoredCalibration,
     changes: Mapping[str, str],
     missing: tuple[Observation, ...],
 ) -> str:
-    moved = sum(o.key in stored.keys for o in missing)
-    if moved:
-        return f"{changes['order']}, and {moved} observations go by it"
+    """Return what is reused of a cache that fits, and what is not, as a clause."""
+    reordered = sum(o.key in stored.keys for o in missing)
+    if reordered:
+        return f"{changes['order']}, and {reordered} observations go by it"
     if missing:
         kinds = list(dict.fromkeys(f"{o.variant.key}: {o.statistic.key}" for o in missing))
-        more = f" and {len(kinds) - _SHOWN} more kinds" if len(kinds) > _SHOWN else ""
+        unlisted = len(kinds) - _MAX_LISTED
+        more = f" and {unlisted} more kinds" if unlisted > 0 else ""
         return (
             f"{path.name} lacks {len(missing)} observations that these targets and this method"
-            f" need ({'; '.join(kinds[:_SHOWN])}{more})"
+            f" need ({'; '.join(kinds[:_MAX_LISTED])}{more})"
         )
     if "method" in changes:
         return f"only {changes['method']}: searched again, the model was not run"
     return "model, images, preprocessing, method and versions are the same"
 
 
+def _describe_programs(stored: Fingerprint, current: Fingerprint) -> str:
+    """Return which programs made the cache, as a clause, if they are other versions; else ""."""
+    stored_versions = {**stored.versions, "decoder": stored.decoder.get("library")}
+    current_versions = {**current.versions, "decoder": current.decoder.get("library")}
+    differing = [
+        f"{name} {version}"
+        for name, version in stored_versions.items()
+        if version not in (None, current_versions.get(name))
+    ]
+    return f"; it was made with {', '.join(differing)}" if differing else ""
+
+
 def update_cache(
     policy: CachePolicy,
     subject: CalibrationSubject,
-    verdict: CacheDecision,
+    decision: CacheDecision,
     calibration: Calibration,
     ranges: Ranges,
     *,
@@ -253,97 +289,127 @@ def update_cache(
     `text`: TensorRT's text if a target has its own form; None for the text of every tensor.
     `stage`: staged files of a build, with which a cache in the same folder appears.
     """
-    if policy.path is None:
+    path = policy.path
+    if path is None:
         return
-    path, stored = policy.path, verdict.stored
-    carried: dict[Key, Arrays] = {}
+    stored = decision.stored
+    retained: dict[Key, Arrays] = {}
     if stored is not None:
-        header = trt_cache.parse(stored.text, origin="the cache").header
-        if (
-            not verdict.missing
-            and stored.fingerprint == calibration.fingerprint
-            and subject.trt_version in (None, header.version)
-            and text in (None, stored.text)
-        ):  # the files are up to date
-            if (stage is not None and stage.staged_path(path)) or stored.path != path:
-                _written(path, stage, lambda place: store.copy_stored(stored, place))
+        if _is_up_to_date(decision, stored, calibration, subject.trt_version, text):
+            is_staged = stage is not None and stage.staged_path(path) is not None
+            if is_staged or stored.path != path:
+                _write(path, stage, partial(store.copy_stored, stored))
             return
-        statistic = subject.statistic.key
-        names = (k[1] for k in stored.keys if (k[0], k[2]) == (FOLDED, statistic))
-        moved = stored.fingerprint.order != calibration.fingerprint.order
-        # observations of targets that were built before
-        older = [
-            o for o in subject.histogram_observations(names) if not (moved and o.is_order_dependent)
-        ]
-        known = stored.observed(older).merged_with(calibration.observed)
-        others = [k for k in stored.keys if not moved or k[2] == HistogramOf().key]
-        carried = stored.read_arrays(_carried(others, known))
-        calibration = replace(calibration, observed=known)
-        ranges = Ranges(known, ranges.method, ranges.range_limits)
-    words = text if text is not None else _plain_text(subject, ranges)
-    _written(
-        path,
-        stage,
-        lambda place: store.save_calibration(calibration, place, text=words, retained=carried),
-    )
+        has_new_order = stored.fingerprint.order != calibration.fingerprint.order
+        observed = _add_older_observations(subject, stored, calibration.observed, has_new_order)
+        keys = stored.keys
+        if has_new_order:
+            keys = tuple(key for key in keys if key[2] == HistogramOf().key)
+        retained = stored.read_arrays(_select_retained(keys, observed))
+        calibration = replace(calibration, observed=observed)
+        ranges = Ranges(observed, ranges.method, ranges.range_limits)
+    if text is None:
+        text = _complete_text(subject, ranges)
+    save = partial(store.save_calibration, calibration, text=text, retained=retained)
+    _write(path, stage, save)
 
 
-def _written(path: Path, stage: Stage | None, write: Callable[[Path], None]) -> None:
-    """Stage the three files with the build's files, or publish them together."""
-    if stage is not None and (staged := stage.staged_path(path)) is not None:
-        write(staged)
+def _is_up_to_date(
+    decision: CacheDecision,
+    stored: store.StoredCalibration,
+    calibration: Calibration,
+    trt_version: str | None,
+    text: bytes | None,
+) -> bool:
+    """Whether the files of a cache hold this calibration, for this version of TensorRT."""
+    if decision.missing or stored.fingerprint != calibration.fingerprint:
+        return False
+    header = trt_cache.parse(stored.text, origin="the cache").header
+    return trt_version in (None, header.version) and text in (None, stored.text)
+
+
+def _add_older_observations(
+    subject: CalibrationSubject,
+    stored: store.StoredCalibration,
+    observed: ObservedStatistics,
+    has_new_order: bool,
+) -> ObservedStatistics:
+    """Return `observed` with the observations of targets that were built before.
+
+    The text of the cache lists their ranges too.
+    """
+    key_ends = (FOLDED, subject.statistic.key)
+    tensors = [tensor for variant, tensor, key in stored.keys if (variant, key) == key_ends]
+    older = subject.histogram_observations(tensors)
+    if has_new_order:
+        older = tuple(o for o in older if not o.is_order_dependent)
+    return stored.observed(older).merged_with(observed)
+
+
+def _write(path: Path, stage: Stage | None, write: Callable[[Path], None]) -> None:
+    """Stage the three files with the build's files, or publish them at once."""
+    staged_path = None if stage is None else stage.staged_path(path)
+    if staged_path is not None:
+        write(staged_path)
         return
-    with stage_files(path.parent) as own:
-        write(own.temporary_folder / path.name)
-        own.publish()
+    with stage_files(path.parent) as new_stage:
+        write(new_stage.temporary_folder / path.name)
+        new_stage.publish()
 
 
-def _carried(keys: Iterable[Key], known: ObservedStatistics) -> list[Key]:
+def _select_retained(keys: Iterable[Key], observed: ObservedStatistics) -> list[Key]:
     """Return which keys of older runs to retain: of the cleaned model and the newest few variants.
 
     Each Ascend configuration is its own variant, so a cache would only grow while a user tries
     configurations.
     """
-    others = [key for key in keys if key not in known]
-    variants = [v for v in dict.fromkeys(key[0] for key in others) if v != FOLDED]
-    retained = {FOLDED, *variants[-_MOST_VARIANTS:], *(key[0] for key in known)}
-    return [key for key in others if key[0] in retained]
+    unobserved = [key for key in keys if key not in observed]
+    variants = list(dict.fromkeys(key[0] for key in unobserved))
+    if FOLDED in variants:
+        variants.remove(FOLDED)
+    retained = {FOLDED, *variants[-_MAX_VARIANTS:], *(key[0] for key in observed)}
+    return [key for key in unobserved if key[0] in retained]
 
 
-def _plain_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
+def _complete_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
     """Return TensorRT's text of every tensor of the cleaned model that was searched.
 
     If no target searches, the text holds the largest observed values. Names that the format cannot
     hold are left out; a target with its own text refuses them.
     """
     graph = subject.model.graph
-    names = [value.name for value in graph.input] + [n for node in graph.node for n in node.output]
-    found = ranges.find(
-        o for o in subject.histogram_observations(names) if o.key in ranges.observed
-    )
-    minmax = all(scale.method == "minmax" for scale in found.scales.values())
-    scales = found.symmetric or {
-        tensor: symmetric_scale(max(-low, high))
-        for (_, tensor, _), recorder in ranges.observed.items()
-        if isinstance(recorder, HasExtremes)
-        for low, high in [recorder.extremes]
-        if low <= high  # else it never got a value
-    }
+    tensors = [value.name for value in graph.input]
+    for node in graph.node:
+        tensors += node.output
+    observations = subject.histogram_observations(tensors)
+    range_set = ranges.find(o for o in observations if o.key in ranges.observed)
+    is_minmax = all(scale.method == "minmax" for scale in range_set.scales.values())
+    scales = range_set.symmetric or _observed_scales(ranges.observed)
     cache = trt_cache.from_scales(
         {name: scale for name, scale in scales.items() if trt_cache.can_hold_name(name)},
         version=subject.trt_version or DEFAULT_TRT_VERSION,
-        algorithm=trt_cache.MINMAX if minmax else trt_cache.ENTROPY2,
+        algorithm=trt_cache.MINMAX if is_minmax else trt_cache.ENTROPY2,
     )
     return trt_cache.dump(cache)
 
 
+def _observed_scales(observed: ObservedStatistics) -> dict[str, np.float32]:
+    """Return tensor -> symmetric scale of its largest observed value."""
+    scales = {}
+    for (_, tensor, _), recorder in observed.items():
+        if isinstance(recorder, HasExtremes):
+            low, high = recorder.extremes
+            if low <= high:  # else it never got a value
+                scales[tensor] = symmetric_scale(max(-low, high))
+    return scales
+
+
 def cached_trt_version(policy: CachePolicy) -> str | None:
     """Return the TensorRT version in an existing cache's first line, or None."""
-    if policy.path is None or policy.refresh or not policy.path.is_file():
+    path = policy.path
+    if path is None or policy.refresh or not path.is_file():
         return None
     try:
-        return trt_cache.parse(
-            store.read_cache_file(policy.path), origin=str(policy.path)
-        ).header.version
+        return trt_cache.parse(store.read_cache_file(path), origin=str(path)).header.version
     except CacheError:
         return None  # `check_cache` reports later why it cannot be used

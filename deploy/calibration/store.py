@@ -49,6 +49,9 @@ class Calibration:
     """The result of a calibration.
 
     Attributes:
+        observed: the statistics.
+        fingerprint: what they were made from.
+        outliers: samples that stand out.
         until: rule that ended the observation; None if the samples were chosen beforehand.
     """
 
@@ -63,21 +66,23 @@ class StoredStatistics:
     """Observations in an archive, whose arrays are not parsed yet.
 
     Attributes:
+        keys: the observations, in the order of the archive.
         archive: the file that holds it.
+        packed: the archive of the arrays.
     """
 
     keys: tuple[Key, ...]
     archive: Path
     packed: bytes
 
-    def observed(self, wanted: Iterable[Observation]) -> ObservedStatistics:
-        """Return the wanted observations that are stored.
+    def observed(self, observations: Iterable[Observation]) -> ObservedStatistics:
+        """Return those observations that are stored.
 
         Raises:
             CacheError: the arrays of one are broken.
         """
-        known = set(self.keys)
-        statistics = {o.key: o.statistic for o in wanted if o.key in known}
+        stored_keys = set(self.keys)
+        statistics = {o.key: o.statistic for o in observations if o.key in stored_keys}
         return ObservedStatistics(
             self._read(statistics, lambda key, arrays: statistics[key].restore(arrays))
         )
@@ -87,17 +92,23 @@ class StoredStatistics:
         return self._read(keys, lambda _, arrays: arrays)
 
     def _read(self, keys: Iterable[Key], make: Callable[[Key, Arrays], T]) -> dict[Key, T]:
-        places = {key: place for place, key in enumerate(self.keys)}
+        indices = {key: index for index, key in enumerate(self.keys)}
         try:
             with open_archive(self.packed, self.archive) as archive:
-                return {key: make(key, unpack_arrays(archive, places[key])) for key in keys}
+                return {key: make(key, unpack_arrays(archive, indices[key])) for key in keys}
         except BROKEN as error:
             raise CacheError(f"{self.archive} does not hold statistics: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredCalibration(StoredStatistics):
-    """The three files as read: complete and consistent."""
+    """The three files as read: complete and consistent.
+
+    Attributes:
+        text: the cache in TensorRT's format.
+        fingerprint, outliers, until: as in `Calibration`.
+        path: the file of the text.
+    """
 
     text: bytes
     fingerprint: Fingerprint
@@ -167,15 +178,15 @@ def save_calibration(
     """
     arrays = dict(retained or {})
     arrays |= {key: recorder.to_arrays() for key, recorder in calibration.observed.items()}
-    arrays = {key: arrays[key] for key in _in_order(arrays, calibration) if arrays[key]}
-    places = {(variant, tensor) for variant, tensor, _ in arrays}
-    outliers = [one for one in calibration.outliers if (one.variant, one.tensor) in places]
-    packed = pack_arrays(list(arrays.values()))
+    keys = [key for key in _sort_by_use(arrays, calibration) if arrays[key]]
+    tensors = {(variant, tensor) for variant, tensor, _ in keys}
+    outliers = [o for o in calibration.outliers if (o.variant, o.tensor) in tensors]
+    packed = pack_arrays([arrays[key] for key in keys])
     document = {
         "schema": SCHEMA,
         "fingerprint": calibration.fingerprint.to_json(),
-        "observations": [list(key) for key in arrays],
-        "outliers": [astuple(one) for one in outliers],
+        "observations": [list(key) for key in keys],
+        "outliers": [astuple(outlier) for outlier in outliers],
         "sha256": {"cache": sha256(text), "statistics": sha256(packed)},
     }
     if calibration.until is not None:
@@ -190,16 +201,22 @@ def make_text_only_json(
 
     `float32_layers`: node -> its output tensor, of nodes that overflow float16; only C++ reads it.
     """
-    digests = {"cache": sha256(text), "statistics": ""}
-    parts: dict[str, Any] = {"fingerprint": fingerprint.to_json(), "observations": []}
-    parts |= {"outliers": []} | ({"float32_layers": float32_layers} if float32_layers else {})
-    return seal_json({"schema": SCHEMA, **parts, "sha256": digests})
+    document = {
+        "schema": SCHEMA,
+        "fingerprint": fingerprint.to_json(),
+        "observations": [],
+        "outliers": [],
+        "sha256": {"cache": sha256(text), "statistics": ""},
+    }
+    if float32_layers:
+        document["float32_layers"] = float32_layers
+    return seal_json(document)
 
 
 def seal_json(document: Mapping[str, Any]) -> bytes:
     """Return the JSON's text with its own sha256, computed with that digest left empty."""
-    held = {**document, "sha256": {**document["sha256"], "this": ""}}
-    text = (json.dumps(held, indent=1, sort_keys=True) + "\n").encode()
+    unsealed = {**document, "sha256": {**document["sha256"], "this": ""}}
+    text = (json.dumps(unsealed, indent=1, sort_keys=True) + "\n").encode()
     return text.replace(_seal(""), _seal(sha256(text)))
 
 
@@ -207,16 +224,16 @@ def _seal(digest: str) -> bytes:
     return f'"this": "{digest}"'.encode()
 
 
-def _is_intact(raw: bytes, document: Mapping[str, Any]) -> bool:
+def _is_intact(data: bytes, document: Mapping[str, Any]) -> bool:
     """Whether the JSON is unchanged since it was written."""
-    digest = document["sha256"]["this"]
+    digest = str(document["sha256"]["this"])
     if document["schema"] < SCHEMA:
-        # of schemas up to 4: sha256 of the JSON without this digest
-        others = {name: one for name, one in document["sha256"].items() if name != "this"}
-        whole = json.dumps({**document, "sha256": others}, sort_keys=True)
-        return bool(digest == sha256(whole.encode()))
-    seal = _seal(str(digest))
-    return raw.count(seal) == 1 and bool(digest == sha256(raw.replace(seal, _seal(""))))
+        # schemas up to 4: sha256 of the JSON without this digest
+        digests = {name: value for name, value in document["sha256"].items() if name != "this"}
+        content = json.dumps({**document, "sha256": digests}, sort_keys=True)
+        return digest == sha256(content.encode())
+    seal = _seal(digest)
+    return data.count(seal) == 1 and digest == sha256(data.replace(seal, _seal("")))
 
 
 def refuse_foreign_cache(path: Path, *, force: bool) -> None:
@@ -227,23 +244,26 @@ def refuse_foreign_cache(path: Path, *, force: bool) -> None:
         CacheError: calib8 did not write it.
     """
     refuse_output(path)
-    for one in sidecars(path):
-        refuse_output(one)
-    filled = [one for one in cache_files(path) if one.exists() and one.stat().st_size]
-    marks = zip(sidecars(path), ("fingerprint", "statistics"), strict=True)  # a crash may leave one
-    if filled and not force and not any(is_marked(*mark) for mark in marks):
+    json_path, npz_path = sidecars(path)
+    refuse_output(json_path)
+    refuse_output(npz_path)
+    existing = [file for file in cache_files(path) if file.exists() and file.stat().st_size]
+    if force or not existing:
+        return
+    # a crash may leave only one of the two
+    if not is_marked(json_path, "fingerprint") and not is_marked(npz_path, "statistics"):
         raise CacheError(
-            f"a cache must not replace what calib8 did not write, got {filled[0]}; name another"
+            f"a cache must not replace what calib8 did not write, got {existing[0]}; name another"
             " file, take it as it is with --trust-cache, or replace it with --force"
         )
 
 
-def _in_order(keys: Iterable[Key], calibration: Calibration) -> list[Key]:
+def _sort_by_use(keys: Iterable[Key], calibration: Calibration) -> list[Key]:
     """Return the keys sorted by variant, least recently used variants first."""
     used = sorted({variant for variant, _, _ in calibration.observed})
     older = dict.fromkeys(variant for variant, _, _ in keys if variant not in used)
-    places = {variant: place for place, variant in enumerate((*older, *used))}
-    return sorted(keys, key=lambda key: (places[key[0]], key))
+    ranks = {variant: rank for rank, variant in enumerate((*older, *used))}
+    return sorted(keys, key=lambda key: (ranks[key[0]], key))
 
 
 def load_calibration(path: Path) -> StoredCalibration:
@@ -253,9 +273,9 @@ def load_calibration(path: Path) -> StoredCalibration:
         CacheError: a file is missing, broken, or does not belong to the others.
     """
     json_path, npz_path = sidecars(path)
-    raw = read_cache_file(json_path)
-    document = _document(raw, json_path)
-    text, fingerprint = _text_of(path, document)
+    document_bytes = read_cache_file(json_path)
+    document = _parse_document(document_bytes, json_path)
+    text, fingerprint = _read_text(path, document)
     if not document.sha256.statistics:
         raise CacheError(
             f"{path} was made by {fingerprint.by} and has no statistics next to it (--trust-cache"
@@ -273,7 +293,7 @@ def load_calibration(path: Path) -> StoredCalibration:
         path=path,
         archive=npz_path,
         packed=packed,
-        _document=raw,
+        _document=document_bytes,
     )
 
 
@@ -284,27 +304,27 @@ def read_cache_text(path: Path) -> tuple[bytes, Fingerprint]:
         CacheError: a file is missing, broken, or does not belong to the other.
     """
     json_path = sidecars(path)[0]
-    return _text_of(path, _document(read_cache_file(json_path), json_path))
+    return _read_text(path, _parse_document(read_cache_file(json_path), json_path))
 
 
-def _text_of(path: Path, document: _Document) -> tuple[bytes, Fingerprint]:
+def _read_text(path: Path, document: _Document) -> tuple[bytes, Fingerprint]:
     text = read_cache_file(path)
     if sha256(text) != document.sha256.cache:
         raise CacheError(f"{path} was changed after {sidecars(path)[0].name} was written")
     return text, Fingerprint.from_json(document.fingerprint)
 
 
-def _document(raw: bytes, path: Path) -> _Document:
-    document = from_json(raw, rule=f"{path} must be {_MARK}", error=CacheError)
+def _parse_document(data: bytes, path: Path) -> _Document:
+    json_values = from_json(data, rule=f"{path} must be {_MARK}", error=CacheError)
     try:
-        held = msgspec.convert(document, _Document)
+        document = msgspec.convert(json_values, _Document)
     except (ValueError, ConfigError) as error:
         raise CacheError(
             f"{path} is not a fingerprint that this version of calib8 reads: {error}"
         ) from error
-    if not _is_intact(raw, document):
+    if not _is_intact(data, json_values):
         raise CacheError(f"{path} was changed after it was written")
-    return held
+    return document
 
 
 def read_cache_file(path: Path) -> bytes:
