@@ -178,7 +178,7 @@ def test_a_piece_that_the_system_failed_is_tried_again(cluster, equal, refused):
 PATIENT = """
 from deploy import cli
 from deploy.calibration import cluster
-cluster.CONNECT_S = cluster.ANSWER_S = cluster._STOP_S = 300
+cluster.CONNECT_S = cluster.ANSWER_S = cluster.STOP_S = 300
 cli.main()
 """
 
@@ -272,7 +272,7 @@ def test_a_worker_of_other_images_is_named(where, said, refused, pictures, tmp_p
 
 def test_a_worker_with_another_model_is_named(refused, detector, monkeypatch):
     for there, said in ((detector, "got another one"), ("/nowhere.onnx", "got nothing there")):
-        monkeypatch.setattr(cluster_jobs, "_path_of", lambda *_, there=there: str(there))
+        monkeypatch.setattr(cluster_jobs, "_shared_model_path", lambda *_, there=there: str(there))
         err = refused()
         assert said in err and "the worker " in err and "--send model" in err
 
@@ -356,15 +356,15 @@ def fake(monkeypatch):
 
 def test_no_worker_or_all_of_them_lost_is_a_sentence(fake):
     with pytest.raises(BackendError, match=r"must have a worker, got none.*dask worker tcp"):
-        fake({}).muster()
+        fake({}).wait_for_workers()
     run = fake({"tcp://a": 1}, {})
-    assert run._look()
-    run._there = {"tcp://a": 1}
+    assert run._poll_workers()
+    run._threads_by_worker = {"tcp://a": 1}
     with pytest.raises(BackendError, match="must have a worker"):
         for _ in range(100):
-            run._look()
+            run._poll_workers()
             time.sleep(0.01)
-    assert run.lost == ["tcp://a"]
+    assert run.lost_workers == ["tcp://a"]
 
 
 @pytest.mark.parametrize("address", ["host:8786", "tls://10.0.0.1:1", "tcp://[::1]:8786"])

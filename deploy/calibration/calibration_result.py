@@ -30,19 +30,19 @@ from deploy.frontends.base import QdqCalibration
 from deploy.graph.placement import WEIGHTED
 from deploy.method import Choices, Method
 
-_UNMEASURED = (
+_UNMEASURED_NOTE = (
     "No images were given: neither accuracy nor speed was measured, and trial builds"
     " ran on random samples; --images measures both."
 )
-_TAKEN_OUT = (
+_EXTRACTED_NOTE = (
     "FP32 is the float model extracted from {}, whose weights are multiples of their scales;"
     " --float names the one that it was made from."
 )
-_STORED = (
+_INTEGER_WEIGHTS_NOTE = (
     "FP32 is the float model that {} stands for, whose weights alone are stored as integers; speed"
     " and size are reported next to it."
 )
-_WIDENED = (
+_FLOAT16_NOTE = (
     "FP32 is the float32 model that {} stands for, which computes in float16; speed and size are"
     " reported next to it."
 )
@@ -53,14 +53,27 @@ class CalibrationResult:
     """A calibration with its model and feed, and how it was obtained.
 
     Attributes:
+        subject: the model to calibrate.
+        images: source of the images, for the report.
+        feed: the images.
+        ranges: the ranges, searched on demand.
+        evaluation_set: the evaluation samples, with the float model's outputs.
         observations_by_target: target -> observations it needs.
         failures: target -> why it cannot be built, as a sentence.
+        observed_now: the observations that were made, not read from the cache.
+        reused: whether all observations were read from the cache.
+        reason: why the cache was used or not.
+        seconds: duration.
         runs: variant of the model -> number of inferences.
+        notes: notes for the report.
         doubts: signs that the images differ from the model's training data.
         warnings: unobserved parts of the model and suspicious ranges.
         has_random_outputs: whether the float model itself gives other outputs at each run.
+        cache: path of the cache; None if nothing is stored.
+        repairs: repairs that changed the weights before the calibration.
         peaks: the largest samples of every tensor that was observed now.
         checkpoint: checkpoint of the run; the caller removes it once the result is stored.
+        resumed: notes on the checkpoint from which the run went on.
         agreement: how far halves of the samples agree; None if no observation shows it.
     """
 
@@ -115,7 +128,10 @@ class CalibrationResult:
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types; a range is [lowest, highest] in real units."""
-        scales = self.range_set.scales
+        range_set = self.range_set
+        observation_counts = {
+            name: len(observations) for name, observations in self.observations_by_target.items()
+        }
         return {
             "schema": "calib8-calibration/1",
             "cache": None if self.cache is None else str(self.cache),
@@ -124,10 +140,10 @@ class CalibrationResult:
             "reused": self.reused,
             "reason": self.reason,
             "seconds": self.seconds,
-            "targets": {name: len(own) for name, own in self.observations_by_target.items()},
+            "targets": observation_counts,
             "failed": dict(self.failures),
-            "ranges": {name: [float(one.lo), float(one.hi)] for name, one in scales.items()},
-            "without_range": dict(self.range_set.reasons),
+            "ranges": {n: [float(s.lo), float(s.hi)] for n, s in range_set.scales.items()},
+            "without_range": dict(range_set.reasons),
             "agreement": None if self.agreement is None else self.agreement.to_json(),
             "work": {"decodes": self.feed.decodes, "calibration_runs": dict(self.runs)},
             "notes": [*self.doubts, *self.warnings, *self.resumed, *self.notes, *self.feed.notes],
@@ -136,18 +152,19 @@ class CalibrationResult:
     @property
     def cost(self) -> str:
         """Work as text: "decoded 8 images, ran 8 inferences of the model folded"."""
-        words = (f"{count} inferences of the model {form}" for form, count in self.runs.items())
-        ran = ", ".join(words) or "no inference"
-        return f"decoded {self.feed.decodes} images, ran {ran}"
+        runs = [
+            f"{count} inferences of the model {variant}" for variant, count in self.runs.items()
+        ]
+        return f"decoded {self.feed.decodes} images, ran {', '.join(runs) or 'no inference'}"
 
 
 class QdqModelRanges(Ranges):
     """The ranges of a model's own Q/DQ pairs, which no search changes."""
 
     def __init__(self, trained: QdqCalibration, subject: CalibrationSubject) -> None:
-        known = RangeSet(scales=trained.scales, unusable={})
+        ranges = RangeSet(scales=trained.scales, unusable={})
         super().__init__(
-            ObservedStatistics({}), subject.method, subject.range_limits, trusted=known
+            ObservedStatistics({}), subject.method, subject.range_limits, trusted=ranges
         )
         self.trained = trained
 
@@ -165,66 +182,84 @@ class QdqModelRanges(Ranges):
     ) -> RangeSet:
         """Return the ranges of the pairs; a tensor without a pair has none."""
         scales = self.trained.scales
-        missing = (o.tensor for o in observations if o.tensor not in scales)
-        without = NoScaleReason(
-            f"has no pair in {Path(self.trained.name).name}", is_unobserved=True
-        )
-        return RangeSet(scales=scales, unusable=dict.fromkeys(missing, without))
+        text = f"has no pair in {Path(self.trained.name).name}"
+        reason = NoScaleReason(text, is_unobserved=True)
+        missing = [o.tensor for o in observations if o.tensor not in scales]
+        return RangeSet(scales=scales, unusable=dict.fromkeys(missing, reason))
 
 
 def keep_float_layers(trained: QdqCalibration, loaded: LoadedModel) -> Choices:
     """Return choices that keep the float layers of a Q/DQ model in float on every target."""
-    layers = {node.name for node in loaded.model.graph.node if node.op_type in WEIGHTED}
     name = Path(trained.name).name
-    floats = {
-        n: f"float in {name}: {why}" for n, why in trained.float_reasons.items() if n in layers
-    }
-    return Choices(float_nodes=floats)
+    float_nodes = {}
+    for node in loaded.model.graph.node:
+        reason = trained.float_reasons.get(node.name)
+        if reason is not None and node.op_type in WEIGHTED:
+            float_nodes[node.name] = f"float in {name}: {reason}"
+    return Choices(float_nodes=float_nodes)
 
 
 def find_reference_model(
-    loaded: LoadedModel, other: str | Path | onnx.ModelProto | None, images: FeedSource | None
+    loaded: LoadedModel,
+    float_model: str | Path | onnx.ModelProto | None,
+    images: FeedSource | None,
 ) -> tuple[LoadedModel, tuple[str, ...]]:
-    """Return the float reference model, and notes on what it is."""
+    """Return the float reference model, and notes on what it is.
+
+    Args:
+        loaded: the model to build from.
+        float_model: the user's float reference of a Q/DQ model, if any.
+        images: the calibration images; None for a Q/DQ model without.
+
+    Raises:
+        ConfigError: the arguments do not fit together, or the models have other inputs or outputs.
+    """
     if loaded.qdq is None:
         if images is None:
             raise ConfigError(
                 f"a float model is calibrated on images, got none for {loaded.name}; give --images"
             )
-        if other is not None:
+        if float_model is not None:
             raise ConfigError(
                 f"--float names the float reference of a Q/DQ model, got it for {loaded.name},"
                 " which is a float model itself; leave it out"
             )
-        others = ((loaded.had_integer_weights, _STORED), (loaded.was_float16, _WIDENED))
-        return loaded, tuple(words.format(loaded.name) for changed, words in others if changed)
+        notes = []
+        if loaded.had_integer_weights:
+            notes.append(_INTEGER_WEIGHTS_NOTE.format(loaded.name))
+        if loaded.was_float16:
+            notes.append(_FLOAT16_NOTE.format(loaded.name))
+        return loaded, tuple(notes)
     if images is None:
-        if other is not None:
+        if float_model is not None:
             raise ConfigError(
                 "--float needs images to compare on, got none; give --images too, or leave it out"
             )
-        return loaded, (_UNMEASURED,)
-    if other is None:
-        return loaded, (_TAKEN_OUT.format(Path(loaded.qdq.name).name),)
-    reference = load(other)
-    for what, ours, theirs in (
+        return loaded, (_UNMEASURED_NOTE,)
+    if float_model is None:
+        return loaded, (_EXTRACTED_NOTE.format(Path(loaded.qdq.name).name),)
+
+    reference = load(float_model)
+    name = reference.source or reference.name
+    for kind, specs, reference_specs in (
         ("inputs", loaded.inputs, reference.inputs),
         ("outputs", loaded.outputs, reference.outputs),
     ):
-        wanted, got = (", ".join(spec.name for spec in each) for each in (ours, theirs))
-        if wanted != got:
+        expected = ", ".join(spec.name for spec in specs)
+        actual = ", ".join(spec.name for spec in reference_specs)
+        if expected != actual:
             raise ConfigError(
-                f"--float must have the {what} of the Q/DQ model, {wanted}, got {got} in"
-                f" {reference.source or reference.name}; name the model that it was made from"
+                f"--float must have the {kind} of the Q/DQ model, {expected}, got {actual} in"
+                f" {name}; name the model that it was made from"
             )
-    return reference, (f"FP32 is {reference.source or reference.name}.",)
+    return reference, (f"FP32 is {name}.",)
 
 
-def refuse_calibration_options(trained: QdqCalibration, asked: Sequence[str]) -> None:
+def refuse_calibration_options(trained: QdqCalibration, options: Sequence[str]) -> None:
     """Refuse calibration options for a model that is already quantized."""
-    if asked:
+    if options:
+        pronoun = "it" if len(options) == 1 else "them"
         raise ConfigError(
             f"{trained.name} is quantized already, and its own scales are used, got"
-            f" {' and '.join(asked)}; leave {'it' if len(asked) == 1 else 'them'} out, or give the"
-            " float model"
+            f" {' and '.join(options)}; leave {pronoun} out, or give the float model"
         )

@@ -2,9 +2,9 @@
 
 ::
 
-    shares left --submit, two a thread--> running --done--> Gathering
-         ^                                  |
-         '---- dask: worker lost; calib8: system error ----'
+    remaining shares --submit, two a thread--> running --done--> ShardMerger
+                ^                                  |
+                '---- dask: worker lost; calib8: system error ----'
 
 Only few pieces are submitted ahead, so that a cancelled run leaves few on the scheduler. Shards are
 merged as they arrive, in constant memory, to the statistics that one run would observe. Every call
@@ -45,18 +45,18 @@ if TYPE_CHECKING:
 
 CONNECT_S = 10.0  # timeout of the connection
 ANSWER_S = 30.0  # timeout of later calls, when the scheduler may be busy
+WORKERS_S = 60.0  # how long a run waits for a first worker
+TICK_S = 1.0  # interval of polling the workers
+STOP_S = 5.0  # timeout of stopping the workers
 _CLOSE_S = 2.0  # timeout of closing
-_LOUD = ("distributed", "tornado", "asyncio")
+_PIECES_AHEAD = 2  # submitted pieces per worker thread
+_PIECES_PER_THREAD = 8  # so that all threads end at about the same time
+_MAX_PIECE_SAMPLES = 1024  # which bounds the loss with a worker and the progress step
+_MAX_PIECE_BYTES = 32 << 20  # of a piece that is sent
+_DASK_LOGGERS = ("distributed", "tornado", "asyncio")
 # the same class since Python 3.11
 TIMEOUT_ERRORS = (TimeoutError, asyncio.TimeoutError, FutureTimeout)
 T = TypeVar("T")
-WORKERS_S = 60.0  # how long a run waits for a first worker
-TICK_S = 1.0  # interval of polling the workers
-_STOP_S = 5.0  # timeout of stopping the workers
-_AHEAD = 2  # submitted pieces per worker thread
-_EACH = 8  # pieces per worker thread, so that all end at about the same time
-_MOST_SAMPLES = 1024  # per piece, which bounds the loss with a worker and the progress step
-_MOST_BYTES = 32 << 20  # per piece that is sent
 
 
 @contextmanager
@@ -67,8 +67,8 @@ def connect_client(address: str) -> Iterator[Client]:
         SdkMissingError: dask.distributed is not installed.
         BackendError: no scheduler answers at this address, or the connection breaks.
     """
-    with _quiet():
-        client = _opened(address)
+    with _silence_dask():
+        client = _open_client(address)
         try:
             with client.as_current():
                 yield client
@@ -91,24 +91,24 @@ def call_with_timeout(seconds: float, call: Callable[[], T]) -> T:
         TimeoutError: the call takes longer.
         Exception: any error of the call.
     """
-    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
         try:
-            done.set_result(call())
+            result.set_result(call())
         except BaseException as error:
-            done.set_exception(error)
+            result.set_exception(error)
 
     threading.Thread(target=run, name="calib8 scheduler", daemon=True).start()
     try:
-        return done.result(seconds)
+        return result.result(seconds)
     except TIMEOUT_ERRORS as error:
-        if done.done():
+        if result.done():
             raise
         raise TimeoutError(f"no answer within {seconds:.0f} s") from error
 
 
-def _import() -> Any:
+def _import_distributed() -> Any:
     try:
         import distributed
     except ImportError as error:
@@ -118,20 +118,10 @@ def _import() -> Any:
     return distributed
 
 
-def _opened(address: str) -> Client:
-    def client() -> Client:
-        kind = _import().Client
-        made: Client = kind.__new__(kind)
-        try:
-            kind.__init__(made, address, timeout=CONNECT_S, set_as_default=False)
-        except BaseException:
-            made.status = "closed"  # or its __del__ would wait for the address once more
-            raise
-        return made
-
+def _open_client(address: str) -> Client:
     try:
         with phase("scheduler"):
-            return call_with_timeout(CONNECT_S, client)
+            return call_with_timeout(CONNECT_S, lambda: _create_client(address))
     except Exception as error:
         raise BackendError(
             f"a dask scheduler must answer at {address} within {CONNECT_S:.0f} s, got:"
@@ -140,35 +130,48 @@ def _opened(address: str) -> Client:
         ) from error
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence dask's logs of errors that calib8 reports itself, and its large-object warnings."""
-    _import()  # sets the levels of dask's loggers, before they are changed here
-    known = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in _LOUD]
-    loggers = [logging.getLogger(name) for name in known]
-    before = [one.level for one in loggers]
+def _create_client(address: str) -> Client:
+    client_class = _import_distributed().Client
+    client: Client = client_class.__new__(client_class)
     try:
-        for one in loggers:
-            one.setLevel(logging.CRITICAL + 1)
+        client_class.__init__(client, address, timeout=CONNECT_S, set_as_default=False)
+    except BaseException:
+        client.status = "closed"  # or its __del__ would wait for the address once more
+        raise
+    return client
+
+
+@contextmanager
+def _silence_dask() -> Iterator[None]:
+    """Silence dask's logs of errors that calib8 reports itself, and its large-object warnings."""
+    _import_distributed()  # sets the levels of dask's loggers, before they are changed here
+    level_by_logger = {}
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] in _DASK_LOGGERS:
+            logger = logging.getLogger(name)
+            level_by_logger[logger] = logger.level
+    try:
+        for logger in level_by_logger:
+            logger.setLevel(logging.CRITICAL + 1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for one, level in zip(loggers, before, strict=True):
-            one.setLevel(level)
+        for logger, level in level_by_logger.items():
+            logger.setLevel(level)
 
 
 class ShardMerger:
     """Merges the shards of a feed's pieces, and registers their samples with the feed."""
 
     def __init__(
-        self, wanted: Iterable[Observation], feed: Feed, identities: Mapping[str, str]
+        self, observations: Iterable[Observation], feed: Feed, identities: Mapping[str, str]
     ) -> None:
-        self._wanted = tuple(wanted)
+        self._observations = tuple(observations)
         self._feed = feed
         self._identities = identities
         self._merged: dict[Key, Histogram] = {}
-        self._peaks = Peaks()  # numbers samples by place, bad ones included
+        self._peaks = Peaks()  # numbers samples by position, bad ones included
         self._count = 0
 
     def add(self, share: Share, worker: str, data: bytes) -> None:
@@ -183,10 +186,10 @@ class ShardMerger:
         origin = shard_fingerprint(self._identities, self._feed.settings, share)
         changes = origin.changes_since(shard.made_from)
         if shard.share != share or changes:
-            what = "; ".join(changes.values()) or f"it is piece {shard.share} of others"
+            difference = "; ".join(changes.values()) or f"it is piece {shard.share} of others"
             raise BackendError(
                 f"the worker {worker} must observe what it was asked for, got another piece than"
-                f" {share}: {what}; install the same calib8 there"
+                f" {share}: {difference}; install the same calib8 there"
             )
         self._count = share.count
         try:
@@ -196,8 +199,8 @@ class ShardMerger:
                 f"the worker {worker} must see the same images as this machine, got another file"
                 f" ({error}); give a path that all machines share, or send them (--send images)"
             ) from error
-        self._peaks.add_rows(shard.peaks, {place: place + 1 for place in share.positions})
-        shards.merge_histograms(self._merged, shard.observed(self._wanted))
+        self._peaks.add_rows(shard.peaks, {index: index + 1 for index in share.positions})
+        shards.merge_histograms(self._merged, shard.observed(self._observations))
 
     def end(self, peaks: Peaks) -> ObservedStatistics:
         """Return the merged statistics of all pieces."""
@@ -206,14 +209,14 @@ class ShardMerger:
                 f"at least one sample must be good, all {self._count} were skipped:"
                 f" {self._feed.skipped[0]}"
             )
-        numbers = {place: number for number, place in enumerate(self._feed.positions, 1)}
+        numbers = {index: number for number, index in enumerate(self._feed.positions, 1)}
         peaks.add_rows(self._peaks.rows(range(self._count)), numbers)
-        return ObservedStatistics({o.key: self._merged[o.key] for o in self._wanted})
+        return ObservedStatistics({o.key: self._merged[o.key] for o in self._observations})
 
 
 def observe_on(
     cluster: Cluster,
-    wanted: tuple[Observation, ...],
+    observations: tuple[Observation, ...],
     feed: Feed,
     *,
     subject: CalibrationSubject,
@@ -224,49 +227,57 @@ def observe_on(
 ) -> tuple[ObservedStatistics, tuple[str, ...]]:
     """Observe on the workers of a scheduler, with the result of one pass on this machine.
 
-    `wanted`: the observations, all order-free.
-    `peaks`: receives the largest |x| of every tensor.
-    `runs`: variant key -> number of inferences, incremented.
+    Args:
+        cluster: the scheduler and its options.
+        observations: what to observe, all order-free.
+        feed: the images, opened on this machine.
+        subject: the model to calibrate.
+        images: where the images are, for the workers.
+        limit: which of the images are used.
+        peaks: receives the largest |x| of every tensor.
+        runs: variant key -> number of inferences, incremented.
 
     Returns:
-        (the wanted statistics, notes on where they were observed).
+        (the statistics, notes on where they were observed).
 
     Raises:
         ConfigError, FeedError: the images cannot be split among workers.
         BackendError: no scheduler, no worker, other versions there, or all workers were lost.
         Calib8Error: an error on a worker, which is named.
     """
-    everything = feed.get_share((1, 1))
-    job = make_job(cluster, wanted, feed, subject=subject, images=images, limit=limit)
-    gathering = ShardMerger(wanted, feed, job.identities)
+    job = make_job(cluster, observations, feed, subject=subject, images=images, limit=limit)
+    merger = ShardMerger(observations, feed, job.identities)
     with connect_client(cluster.address) as client:
         run = ClusterRun(client, job, cluster, feed)
-        of = _pieces(cluster, feed, everything, sum(run.muster().values()))
-        first = feed.get_share((1, of))
+        threads = run.wait_for_workers()
+        piece_count = _count_pieces(cluster, feed, threads)
+        first = feed.get_share((1, piece_count))
+        pieces = (replace(first, number=number) for number in range(1, piece_count + 1))
         try:
-            with phase("observing", everything.count, "samples") as step:
-                for share, worker, data in run.pieces(
-                    replace(first, number=n + 1) for n in range(of)
-                ):
-                    gathering.add(share, worker, data)
+            with phase("observing", first.count, "samples") as step:
+                for share, worker, data in run.run_pieces(pieces):
+                    merger.add(share, worker, data)
                     for _ in share.positions:
                         step()
         finally:
             run.end()
-    found = gathering.end(peaks)
-    runs.update({key: feed.count for key in dict.fromkeys(o.variant.key for o in wanted)})
-    return found, run.told(of)
+    observed = merger.end(peaks)
+    for variant in dict.fromkeys(o.variant.key for o in observations):
+        runs[variant] += feed.count
+    return observed, run.notes(piece_count)
 
 
-def _pieces(cluster: Cluster, feed: Feed, everything: Share, threads: int) -> int:
+def _count_pieces(cluster: Cluster, feed: Feed, threads: int) -> int:
     """Return how many pieces the images are split into."""
     if cluster.pieces is not None:
         return cluster.pieces
-    least = max(_EACH * threads, -(-everything.count // _MOST_SAMPLES))
+    all_images = feed.get_share((1, 1))
+    count = all_images.count
+    pieces = max(_PIECES_PER_THREAD * threads, -(-count // _MAX_PIECE_SAMPLES))
     if cluster.sends_images:
-        (one,) = feed.read_share(replace(everything, of=everything.count))
-        least = max(least, -(-everything.count * one.byte_count // _MOST_BYTES))
-    return min(everything.count, least)
+        (sample,) = feed.read_share(replace(all_images, of=count))
+        pieces = max(pieces, -(-count * sample.byte_count // _MAX_PIECE_BYTES))
+    return min(count, pieces)
 
 
 class ClusterRun:
@@ -277,131 +288,146 @@ class ClusterRun:
         self._job = job
         self._cluster = cluster
         self._feed = feed
-        self._held: Future | None = None
+        self._job_future: Future | None = None  # the job on the scheduler
         self._running: dict[Future, Share] = {}
-        self._tries: Counter[Share] = Counter()
-        self._there: Mapping[str, int] = {}
-        self._looked = self._alone = time.monotonic()
-        self._all: set[str] = set()
-        self.lost: list[str] = []
+        self._failures: Counter[Share] = Counter()
+        self._threads_by_worker: Mapping[str, int] = {}
+        self._last_poll = time.monotonic()
+        self._last_worker_time = self._last_poll  # when there was a worker
+        self._all_workers: set[str] = set()
+        self.lost_workers: list[str] = []
 
-    def muster(self) -> Mapping[str, int]:
-        """Wait for workers and check their versions; return address -> number of threads.
+    def wait_for_workers(self) -> int:
+        """Wait for workers and check their versions; return their number of threads.
 
         Raises:
             BackendError: there are none, or one has no calib8 or another version.
         """
         with phase("workers"):
-            while not self._look():
+            while not self._poll_workers():
                 time.sleep(TICK_S / 4)
-            for machine, found in self._versions().items():
-                self._refuse_other(machine, found)
-        return self._there
+            for machine, versions in self._collect_versions().items():
+                self._refuse_other_versions(machine, versions)
+        return sum(self._threads_by_worker.values())
 
-    def _versions(self) -> Mapping[str, object]:
+    def _collect_versions(self) -> Mapping[str, object]:
         """Return the versions on each worker and on the scheduler, or the error of the call."""
         kind = self._job.kind
+        client = self._client
         versions: dict[str, object] = {}
         try:
-            here = call_with_timeout(
-                ANSWER_S, lambda: self._client.run_on_scheduler(collect_versions, kind)
+            scheduler_versions = call_with_timeout(
+                ANSWER_S, lambda: client.run_on_scheduler(collect_versions, kind)
             )
-            versions["the scheduler"] = {"calib8": here["calib8"]}  # the rest concerns workers only
+            # the other versions concern workers only
+            versions["the scheduler"] = {"calib8": scheduler_versions["calib8"]}
         except (ImportError, AttributeError) as error:
             versions["the scheduler"] = error
-        workers = call_with_timeout(
-            ANSWER_S, lambda: self._client.run(collect_versions, kind, on_error="return")
+        worker_versions = call_with_timeout(
+            ANSWER_S, lambda: client.run(collect_versions, kind, on_error="return")
         )
-        return versions | {f"the worker {address}": one for address, one in workers.items()}
+        for address, result in worker_versions.items():
+            versions[f"the worker {address}"] = result
+        return versions
 
-    def _refuse_other(self, machine: str, found: object) -> None:
-        ours = self._job.versions
-        if isinstance(found, Exception):
+    def _refuse_other_versions(self, machine: str, versions: object) -> None:
+        required = self._job.versions
+        if isinstance(versions, Exception):
             raise BackendError(
-                f"{machine} must have calib8 {ours['calib8']}, got: {first_line(found)}; pip"
+                f"{machine} must have calib8 {required['calib8']}, got: {first_line(versions)}; pip"
                 " install it there"
             )
-        assert isinstance(found, dict)
-        if others := cluster_jobs.describe_version_differences(
-            {name: ours[name] for name in found}, found
-        ):
-            raise BackendError(f"all machines must have the same versions, {machine} {others}")
+        assert isinstance(versions, dict)
+        required = {name: required[name] for name in versions}
+        differences = cluster_jobs.describe_version_differences(required, versions)
+        if differences:
+            raise BackendError(f"all machines must have the same versions, {machine} {differences}")
 
-    def pieces(self, shares: Iterator[Share]) -> Iterator[tuple[Share, str, bytes]]:
+    def run_pieces(self, shares: Iterable[Share]) -> Iterator[tuple[Share, str, bytes]]:
         """Run all shares; yield (share, its worker, bytes of its shard) as they finish.
 
         Raises:
             BackendError: the scheduler or all workers are gone, or a piece failed too often.
             Calib8Error: an error on a worker.
         """
-        left = deque(shares)
-        while left or self._running:
-            self._look()
-            while left and len(self._running) < _AHEAD * max(1, sum(self._there.values())):
-                self._submit(left.popleft())
-            yield from self._done()
-        self._look(anew=True)
+        remaining = deque(shares)
+        while remaining or self._running:
+            self._poll_workers()
+            threads = max(1, sum(self._threads_by_worker.values()))
+            while remaining and len(self._running) < _PIECES_AHEAD * threads:
+                self._submit(remaining.popleft())
+            yield from self._finished_pieces()
+        self._poll_workers(force=True)
 
     def end(self) -> None:
-        """Cancel all that is left of the job on the workers."""
-        futures = [*self._running, *([] if self._held is None else [self._held])]
+        """Cancel all that remains of the job on the workers."""
+        futures = list(self._running)
+        if self._job_future is not None:
+            futures.append(self._job_future)
         if self._running:
             key, client = self._job.key, self._client
             with suppress(Exception):
-                call_with_timeout(_STOP_S, lambda: client.cancel(futures, force=True))
+                call_with_timeout(STOP_S, lambda: client.cancel(futures, force=True))
                 call_with_timeout(
-                    _STOP_S, lambda: client.run(cluster_jobs.stop_job, key, on_error="ignore")
+                    STOP_S, lambda: client.run(cluster_jobs.stop_job, key, on_error="ignore")
                 )
         self._running = {}
-        self._held = None
+        self._job_future = None
 
-    def told(self, of: int) -> tuple[str, ...]:
+    def notes(self, piece_count: int) -> tuple[str, ...]:
         """Return notes on where the samples were observed."""
-        number = len(self._all)
-        by = f"observed in {of} pieces by {number} worker{'s' * (number > 1)}"
-        lost = f"lost on the way, what they did was done elsewhere: {', '.join(self.lost)}"
-        return (f"{by} of {self._cluster.address}", *((lost,) if self.lost else ()))
+        worker_count = len(self._all_workers)
+        workers = "1 worker" if worker_count == 1 else f"{worker_count} workers"
+        notes = [f"observed in {piece_count} pieces by {workers} of {self._cluster.address}"]
+        if self.lost_workers:
+            addresses = ", ".join(self.lost_workers)
+            notes.append(f"lost on the way, what they did was done elsewhere: {addresses}")
+        return tuple(notes)
 
-    def _look(self, *, anew: bool = False) -> bool:
-        """Poll the workers if the last poll is old or `anew`; return whether there are any."""
+    def _poll_workers(self, *, force: bool = False) -> bool:
+        """Poll the workers if the last poll is old or `force`; return whether there are any."""
         now = time.monotonic()
-        if not anew and self._there and now - self._looked < TICK_S:
+        if not force and self._threads_by_worker and now - self._last_poll < TICK_S:
             return True
-        self._looked = now
-        there = call_with_timeout(ANSWER_S, self._client.nthreads)
-        for address in set(self._there) - set(there):
-            self.lost.append(address)
+        self._last_poll = now
+        threads_by_worker = call_with_timeout(ANSWER_S, self._client.nthreads)
+        for address in set(self._threads_by_worker) - set(threads_by_worker):
+            self.lost_workers.append(address)
             say_progress(f"the worker {address} is lost; what it did is done elsewhere")
-        self._there = there
-        self._all |= set(there)
-        if there:
-            self._alone = now
-        elif now - self._alone > WORKERS_S:
+        self._threads_by_worker = threads_by_worker
+        self._all_workers |= set(threads_by_worker)
+        if threads_by_worker:
+            self._last_worker_time = now
+        elif now - self._last_worker_time > WORKERS_S:
             raise BackendError(
                 f"the scheduler {self._cluster.address} must have a worker, got none for"
                 f" {WORKERS_S:.0f} s; start `dask worker {self._cluster.address}`, and run again"
             )
-        return bool(there)
+        return bool(threads_by_worker)
 
     def _submit(self, share: Share) -> None:
-        if self._held is None:
-            self._held = self._client.submit(
-                cluster_jobs.return_job, self._job, key=self._job.key, pure=False
+        key = self._job.key
+        if self._job_future is None:
+            self._job_future = self._client.submit(
+                cluster_jobs.return_job, self._job, key=key, pure=False
             )
-        samples = self._feed.read_share(share) if self._cluster.sends_images else None
-        if samples is None:
+        samples = None
+        if self._cluster.sends_images:
+            samples = self._feed.read_share(share)
+        else:
             self._feed.hash_entry(share.number - 1)  # to detect that the worker sees another file
         future = self._client.submit(
             cluster_jobs.observe_piece,
-            self._held,
+            self._job_future,
             share,
             samples,
-            key=f"{self._job.key}-{share.number}-{self._tries[share]}",
+            key=f"{key}-{share.number}-{self._failures[share]}",
             pure=False,
         )
         self._running[future] = share
 
-    def _done(self) -> Iterator[tuple[Share, str, bytes]]:
+    def _finished_pieces(self) -> Iterator[tuple[Share, str, bytes]]:
+        """Yield the pieces that finish within a tick; submit those again that may pass."""
         from distributed import wait
 
         try:
@@ -409,29 +435,27 @@ class ClusterRun:
         except TIMEOUT_ERRORS:
             pass
         except Exception as error:  # all futures were cancelled
-            raise self._taken(first_line(error)) from error
-        for future in [one for one in self._running if one.status != "pending"]:
+            raise self._lost_job_error(first_line(error)) from error
+        for future in [future for future in self._running if future.status != "pending"]:
             try:
-                worker, found = self._result(future)
-            except (
-                TIMEOUT_ERRORS
-            ):  # its worker was lost before the fetch: dask recomputes the piece
+                worker, result = self._fetch_result(future)
+            except TIMEOUT_ERRORS:  # its worker was lost: dask recomputes the piece
                 continue
             share = self._running.pop(future)
-            if isinstance(found, cluster_jobs.PieceFailure):
-                if not found.may_pass or self._tries[share] >= self._cluster.retries:
-                    raise found.error
-                self._tries[share] += 1
-                self._submit(share)
-            else:
-                yield share, worker, found
+            if not isinstance(result, cluster_jobs.PieceFailure):
+                yield share, worker, result
+                continue
+            if not result.is_temporary or self._failures[share] >= self._cluster.retries:
+                raise result.error
+            self._failures[share] += 1
+            self._submit(share)
 
-    def _result(self, future: Future) -> tuple[str, bytes | cluster_jobs.PieceFailure]:
+    def _fetch_result(self, future: Future) -> tuple[str, bytes | cluster_jobs.PieceFailure]:
         share = self._running[future]
         if future.status in ("cancelled", "lost"):
-            raise self._taken(f"piece {share} taken away")
+            raise self._lost_job_error(f"piece {share} taken away")
         try:
-            found: tuple[str, bytes | cluster_jobs.PieceFailure] = future.result(
+            result: tuple[str, bytes | cluster_jobs.PieceFailure] = future.result(
                 timeout=10 * TICK_S
             )
         except TIMEOUT_ERRORS:
@@ -442,10 +466,10 @@ class ClusterRun:
                 f" {share}: {first_line(error)}; see the workers' logs, use more --pieces, or give"
                 " the workers more memory"
             ) from error
-        return found
+        return result
 
-    def _taken(self, what: str) -> BackendError:
+    def _lost_job_error(self, event: str) -> BackendError:
         return BackendError(
-            f"the scheduler {self._cluster.address} must keep what it was given, got: {what}; it"
+            f"the scheduler {self._cluster.address} must keep what it was given, got: {event}; it"
             " was restarted, or lost: run again"
         )

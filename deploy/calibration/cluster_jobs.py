@@ -58,7 +58,7 @@ Paths = str | RawFiles | tuple[str, ...]
 Versions = Mapping[str, str | int]
 _LOG = logging.getLogger("distributed.worker")
 _stopped: set[str] = set()  # keys of cancelled jobs
-_opened = threading.local()  # last feed opened by this thread of the worker
+_last_feed = threading.local()  # `job_key` and `feed` of the last job of this worker's thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +66,12 @@ class Cluster:
     """A scheduler of dask.distributed and its options.
 
     Attributes:
+        address: host:port of the scheduler, or tcp://host:port.
         send: what is sent to the workers as bytes: "nothing" if they see the same paths as this
             machine, "model", "images" or "all". A model without an ONNX file is always sent.
         pieces: number of pieces to split the images into; None for several per worker thread.
         retries: how often a piece is retried after a system error.
+        threads: threads of a worker's pass over a piece.
 
     Raises:
         ConfigError: an invalid address, number or value of `send`.
@@ -88,17 +90,17 @@ class Cluster:
                 f" {self.address!r}; `dask scheduler` says its own when it starts"
             )
         if self.send not in SENDS:
-            way_out = did_you_mean(self.send, SENDS, f"give one of {', '.join(SENDS)}")
+            remedy = did_you_mean(self.send, SENDS, f"give one of {', '.join(SENDS)}")
             raise ConfigError(
-                f"--send takes what the workers are sent, got {self.send!r}; {way_out}"
+                f"--send takes what the workers are sent, got {self.send!r}; {remedy}"
             )
-        for name, value, least in (
+        for name, value, minimum in (
             ("pieces", self.pieces, 1),
             ("retries", self.retries, 0),
             ("threads", self.threads, 1),
         ):
-            if value is not None and value < least:
-                raise ConfigError(f"{name} must be {least} or more, got {value}")
+            if value is not None and value < minimum:
+                raise ConfigError(f"{name} must be {minimum} or more, got {value}")
 
     @property
     def sends_images(self) -> bool:
@@ -126,32 +128,41 @@ class ClusterJob:
     """A calibration, as sent to every task.
 
     Attributes:
-        model: path of the model's file; "" if the model is sent.
-        digest: digest of the model (`LoadedModel.digest`).
-        held: variant -> bytes of its ONNX model, if it is sent.
+        key: name of the job, unique.
+        versions: versions at the client, see `collect_versions`.
+        model_path: path of the model's file; "" if the model is sent.
+        model_digest: digest of the model (`LoadedModel.digest`).
+        models: variant -> bytes of its ONNX model, if it is sent.
+        identities: identities of the model.
+        observations: what to observe.
+        inputs: inputs of the model.
         images: paths of all images; None if they are sent.
-        how: the complete preprocessing; None for arrays.
+        kind: kind of the feed.
+        choice: which of the images are used.
+        preprocess: the complete preprocessing; None for arrays.
+        skip_bad: whether images that cannot be read are skipped.
+        threads: threads of a pass.
     """
 
     key: str
     versions: Versions
-    model: str
-    digest: str
-    held: Mapping[str, bytes]
+    model_path: str
+    model_digest: str
+    models: Mapping[str, bytes]
     identities: Mapping[str, str]
-    taps: tuple[ObservationSpec, ...]
-    specs: tuple[TensorSpec, ...]
+    observations: tuple[ObservationSpec, ...]
+    inputs: tuple[TensorSpec, ...]
     images: Paths | None
     kind: str
     choice: Choice
-    how: Preprocess | None
+    preprocess: Preprocess | None
     skip_bad: bool
     threads: int
 
 
 def make_job(
     cluster: Cluster,
-    wanted: Iterable[Observation],
+    observations: Iterable[Observation],
     feed: Feed,
     *,
     subject: CalibrationSubject,
@@ -159,37 +170,41 @@ def make_job(
     limit: Limit,
 ) -> ClusterJob:
     """Return the job that makes these observations on the images of a feed."""
-    listed = tuple(wanted)
+    observations = tuple(observations)
     if feed.is_sequential:
         raise ConfigError(
             "a video's frames are read one after the other by one machine, got one for"
             " --scheduler; give the frames as images, or leave it out"
         )
-    model = "" if cluster.send in ("model", "all") else _path_of(subject, listed)
-    form = feed.settings
-    forms = {} if model else {o.variant.key: o.variant for o in listed}
+    model_path = ""
+    if cluster.send not in ("model", "all"):
+        model_path = _shared_model_path(subject, observations)
+    models = {}
+    if not model_path:
+        for variant in dict.fromkeys(o.variant for o in observations):
+            model = variant.make(ObservedStatistics())
+            models[variant.key] = bytes(model.SerializeToString(deterministic=True))
+    specs = [
+        ObservationSpec(
+            variant=o.variant.key, tensor=o.tensor, statistic=o.statistic, layer=o.layer
+        )
+        for o in observations
+    ]
+    kind = str(feed.settings["kind"])
     return ClusterJob(
         key=f"calib8-{uuid.uuid4().hex}",
-        versions=collect_versions(str(form["kind"])),
-        model=model,
-        digest=subject.loaded.digest,
-        held={
-            key: bytes(one.make(ObservedStatistics()).SerializeToString(deterministic=True))
-            for key, one in forms.items()
-        },
+        versions=collect_versions(kind),
+        model_path=model_path,
+        model_digest=subject.loaded.digest,
+        models=models,
         identities=subject.loaded.identities,
-        taps=tuple(
-            ObservationSpec(
-                variant=o.variant.key, tensor=o.tensor, statistic=o.statistic, layer=o.layer
-            )
-            for o in listed
-        ),
-        specs=subject.loaded.inputs,
+        observations=tuple(specs),
+        inputs=subject.loaded.inputs,
         images=None if cluster.sends_images else shared_paths(images),
-        kind=str(form["kind"]),
+        kind=kind,
         choice=replace(to_choice(limit), shard=None),
-        how=feed.preprocess,
-        skip_bad=bool(form["skip_bad"]),
+        preprocess=feed.preprocess,
+        skip_bad=bool(feed.settings["skip_bad"]),
         threads=cluster.threads,
     )
 
@@ -206,7 +221,7 @@ def shared_paths(images: FeedSource) -> Paths:
     if isinstance(images, str | os.PathLike) and not is_loader_spec(os.fspath(images)):
         return os.path.abspath(images)
     if isinstance(images, list | tuple):
-        paths = tuple(os.path.abspath(o) for o in images if isinstance(o, str | os.PathLike))
+        paths = tuple(os.path.abspath(p) for p in images if isinstance(p, str | os.PathLike))
         if paths and len(paths) == len(images):
             return paths
     raise ConfigError(
@@ -215,11 +230,12 @@ def shared_paths(images: FeedSource) -> Paths:
     )
 
 
-def _path_of(subject: CalibrationSubject, wanted: Sequence[Observation]) -> str:
+def _shared_model_path(subject: CalibrationSubject, observations: Sequence[Observation]) -> str:
     """Return the path of the model's file; "" if a worker would not get the same model from it."""
     source = subject.source
-    as_read = not subject.repairs and {o.variant.key for o in wanted} == {FOLDED}
-    if source is None or not as_read or source.suffix.lower() != ".onnx":
+    variants = {o.variant.key for o in observations}
+    is_unchanged = not subject.repairs and variants == {FOLDED}
+    if source is None or not is_unchanged or source.suffix.lower() != ".onnx":
         return ""
     return os.path.abspath(source)
 
@@ -243,11 +259,12 @@ class PieceFailure:
     """Why a piece gave no shard.
 
     Attributes:
-        may_pass: whether it is a system error, so that a retry may succeed.
+        error: the error, which names the worker.
+        is_temporary: whether it is a system error, so that a retry may succeed.
     """
 
     error: Calib8Error
-    may_pass: bool
+    is_temporary: bool
 
 
 def observe_piece(
@@ -259,40 +276,44 @@ def observe_piece(
         (name of the worker, bytes of a shard or the failure). Errors are returned, since dask waits
         forever for one whose traceback does not pickle.
     """
-    worker = _name()
+    worker = _worker_name()
     try:
-        return worker, _observed(job, share, samples)
+        return worker, _observe_share(job, share, samples)
     except Calib8Error as error:
-        named = type(error)(f"the worker {worker}: {error}")
-        return worker, PieceFailure(named, _may_pass(error))
+        named_error = type(error)(f"the worker {worker}: {error}")
+        return worker, PieceFailure(named_error, _is_temporary(error))
     except Exception as error:
         _LOG.exception("calib8: piece %s", share)
         message = f"the worker {worker}: {type(error).__name__}: {first_line(error)}; see its log"
-        return worker, PieceFailure(BackendError(message), may_pass=True)
+        return worker, PieceFailure(BackendError(message), is_temporary=True)
 
 
 def describe_version_differences(client: Versions, here: Versions) -> str:
     """Return which programs differ from the client's, and what to do; "" for none."""
-    words = [f"{name} {here.get(name)} ({old} at the client)" for name, old in client.items()
-             if here.get(name) != old]  # fmt: skip
-    return f"has {', '.join(words)}; install the client's versions there" if words else ""
+    differences = [
+        f"{name} {here.get(name)} ({version} at the client)"
+        for name, version in client.items()
+        if here.get(name) != version
+    ]
+    if not differences:
+        return ""
+    return f"has {', '.join(differences)}; install the client's versions there"
 
 
-def _observed(job: ClusterJob, share: Share, samples: Sequence[RemoteSample] | None) -> bytes:
-    if others := describe_version_differences(job.versions, collect_versions(job.kind)):
-        raise BackendError(f"all machines must have the same versions, this one {others}")
-    models = _models(job)
-    variants = {key: Variant(key, partial(_given, model)) for key, model in models.items()}
-    wanted = [Observation(variants[t.variant], t.tensor, t.statistic, t.layer) for t in job.taps]
+def _observe_share(job: ClusterJob, share: Share, samples: Sequence[RemoteSample] | None) -> bytes:
+    differences = describe_version_differences(job.versions, collect_versions(job.kind))
+    if differences:
+        raise BackendError(f"all machines must have the same versions, this one {differences}")
+    observations = _make_observations(job)
     if samples is None:
-        feed = _shared(job, share)
+        feed = _open_share(job, share)
     else:  # the images came with the task
         feed = Feed(
-            RemoteSource(samples, job.specs, job.how),
+            RemoteSource(samples, job.inputs, job.preprocess),
             range(len(samples)),
             kind=job.kind,
             batch=1,
-            preprocess=job.how,
+            preprocess=job.preprocess,
             skip_bad=job.skip_bad,
             notes=(),
             share=share,
@@ -301,8 +322,8 @@ def _observed(job: ClusterJob, share: Share, samples: Sequence[RemoteSample] | N
     observed = ObservedStatistics({})
     try:
         with feed.samples() as stream:
-            samples_left = _until_stopped(stream, job.key)
-            observed = observe(wanted, samples_left, threads=job.threads, peaks=peaks)
+            remaining_samples = _until_stopped(stream, job.key)
+            observed = observe(observations, remaining_samples, threads=job.threads, peaks=peaks)
     except FeedError:
         if feed.count:
             raise
@@ -310,51 +331,60 @@ def _observed(job: ClusterJob, share: Share, samples: Sequence[RemoteSample] | N
     return make_shard(feed, job.identities, peaks, observed)
 
 
-def _given(model: onnx.ModelProto, known: ObservedStatistics) -> onnx.ModelProto:
-    """Return the model of a variant, which needs no observations here."""
+def _make_observations(job: ClusterJob) -> list[Observation]:
+    if job.model_path:
+        models = {FOLDED: _load_model(job.model_path, job.model_digest)}
+    else:
+        models = {key: onnx.load_model_from_string(data) for key, data in job.models.items()}
+    # the model of a variant needs no observations here
+    variants = {key: Variant(key, partial(_return_model, model)) for key, model in models.items()}
+    return [
+        Observation(variants[spec.variant], spec.tensor, spec.statistic, spec.layer)
+        for spec in job.observations
+    ]
+
+
+def _return_model(model: onnx.ModelProto, _: ObservedStatistics) -> onnx.ModelProto:
     return model
 
 
-def _models(job: ClusterJob) -> Mapping[str, onnx.ModelProto]:
-    """Return variant key -> model."""
-    if job.model:
-        return {FOLDED: _model_at(job.model, job.digest)}
-    return {key: onnx.load_model_from_string(data) for key, data in job.held.items()}
-
-
 @lru_cache(maxsize=1)
-def _model_at(path: str, digest: str) -> onnx.ModelProto:
-    way_out = "give a path that all machines share, or send it (--send model)"
+def _load_model(path: str, digest: str) -> onnx.ModelProto:
+    remedy = "give a path that all machines share, or send it (--send model)"
     try:
         loaded = load(path)
     except ModelError as error:
-        raise ModelError(f"{error}; {way_out}") from error
+        raise ModelError(f"{error}; {remedy}") from error
     if loaded.digest != digest:
-        raise ModelError(f"{path} must be the client's model, got another one; {way_out}")
+        raise ModelError(f"{path} must be the client's model, got another one; {remedy}")
     return loaded.model
 
 
-def _shared(job: ClusterJob, share: Share) -> Feed:
+def _open_share(job: ClusterJob, share: Share) -> Feed:
     """Return a share whose images this worker reads."""
-    way_out = "give a path that all machines share, or send them (--send images)"
-    known: tuple[str, Feed] | None = getattr(_opened, "known", None)
-    if known is None or known[0] != job.key:
+    remedy = "give a path that all machines share, or send them (--send images)"
+    if getattr(_last_feed, "job_key", None) != job.key:
         assert job.images is not None
         images = list(job.images) if isinstance(job.images, tuple) else job.images
         try:
             feed = open_feed(
-                images, job.specs, preprocess=job.how, skip_bad=job.skip_bad, limit=job.choice
+                images,
+                job.inputs,
+                preprocess=job.preprocess,
+                skip_bad=job.skip_bad,
+                limit=job.choice,
             )
         except FeedError as error:
-            raise FeedError(f"{error}; {way_out}") from error
-        known = _opened.known = job.key, feed
-    here = known[1].get_share((share.number, share.of))
-    if here != share:
+            raise FeedError(f"{error}; {remedy}") from error
+        _last_feed.job_key, _last_feed.feed = job.key, feed
+    complete_feed: Feed = _last_feed.feed
+    share_here = complete_feed.get_share((share.number, share.of))
+    if share_here != share:
         raise FeedError(
-            f"all machines must see the same images, got {here.count} here and {share.count} at the"
-            f" client, or other names; {way_out}"
+            f"all machines must see the same images, got {share_here.count} here and {share.count}"
+            f" at the client, or other names; {remedy}"
         )
-    return known[1].open_share(share)
+    return complete_feed.open_share(share)
 
 
 def _until_stopped(samples: Iterator[Sample], key: str) -> Iterator[Sample]:
@@ -364,18 +394,18 @@ def _until_stopped(samples: Iterator[Sample], key: str) -> Iterator[Sample]:
         yield sample
 
 
-def _may_pass(error: BaseException) -> bool:
+def _is_temporary(error: BaseException) -> bool:
     """Whether a system error that may pass caused `error`, not a missing or forbidden file."""
     cause: BaseException | None = error
     while cause is not None:
-        permanent = isinstance(cause, FileNotFoundError | NotADirectoryError | PermissionError)
-        if isinstance(cause, OSError | MemoryError) and not permanent:
+        is_permanent = isinstance(cause, FileNotFoundError | NotADirectoryError | PermissionError)
+        if isinstance(cause, OSError | MemoryError) and not is_permanent:
             return True
         cause = cause.__cause__ or cause.__context__
     return False
 
 
-def _name() -> str:
+def _worker_name() -> str:
     """Return the name of this worker if it has one, else its address."""
     from distributed import get_worker
 

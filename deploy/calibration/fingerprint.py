@@ -37,7 +37,7 @@ from deploy.version import __version__
 
 CALIB8, TENSORRT = "calib8", "TensorRT"  # programs that make calibrations
 
-_NAMES = {
+_NOUN_BY_PART = {
     "model": "the model (weights or graph)",
     "images": "the images",
     "order": "the order of the images",
@@ -47,11 +47,19 @@ _NAMES = {
     "numbers": "a version",
     "method": "the method",
 }
-_FROM = ("model", "images", "order", "preprocess", "decoder")
-_BY = ("program", "rule", "method", "numbers", "versions")
+_MADE_FROM = ("model", "images", "order", "preprocess", "decoder")
+_MADE_BY = ("program", "rule", "method", "numbers", "versions")
 _LIBRARY = "library"  # field of the decoder's name; the other fields describe its pixels
-_OLD = ("images", "method", "model", "order", "preprocess", "rule", "versions")  # up to schema 4
-_MOST_UNPACKED = 4 << 30  # bytes of all statistics; 10,000 histograms are 160 MB
+_SCHEMA_4_PARTS = (
+    "images",
+    "method",
+    "model",
+    "order",
+    "preprocess",
+    "rule",
+    "versions",
+)  # up to schema 4
+_MAX_UNPACKED_BYTES = 4 << 30  # bytes of all statistics; 10,000 histograms are 160 MB
 EPOCH = (1980, 1, 1, 0, 0, 0)  # fixed time of archive members, so that equal data is equal bytes
 # Increment one when a change of code gives other numbers for the same model and images.
 FRONTEND_VERSION = 1  # names or values of the cleaned model
@@ -64,9 +72,9 @@ class Fingerprint:
     """Origin of a calibration, as plain JSON values.
 
     Attributes:
-        model: identities of the model, any of which suffices: "graph", sha256 of its computation
-            (`deploy.frontends.base`); "file", sha256 of its file, with "weights", sha256 of its
-            external data, if any (`deploy.frontends.onnx_reader.ModelStamp`).
+        model: identities of the model; one equal identity is enough: "graph", sha256 of its
+            computation (`deploy.frontends.base`); "file", sha256 of its file, with "weights",
+            sha256 of its external data, if any (`deploy.frontends.onnx_reader.ModelStamp`).
         images: {"count", "sha256", ...} of the feed, independent of order and names.
         order: sha256 of the images' digests in feed order.
         preprocess: preprocessing of the images, by field; {} for arrays.
@@ -90,12 +98,17 @@ class Fingerprint:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
+        return {
+            "made_from": self._half_to_json(_MADE_FROM),
+            "made_by": self._half_to_json(_MADE_BY),
+        }
 
-        def half(parts: tuple[str, ...]) -> dict[str, Any]:
-            held = {part: getattr(self, part) for part in parts}
-            return {k: one if isinstance(one, str) else dict(one) for k, one in held.items()}
-
-        return {"made_from": half(_FROM), "made_by": half(_BY)}
+    def _half_to_json(self, parts: tuple[str, ...]) -> dict[str, Any]:
+        half = {}
+        for part in parts:
+            value = getattr(self, part)
+            half[part] = value if isinstance(value, str) else dict(value)
+        return half
 
     @classmethod
     def from_json(cls, data: object) -> Fingerprint:
@@ -104,25 +117,28 @@ class Fingerprint:
         Raises:
             CacheError: parts are missing or of a wrong type.
         """
-        parts = {**_half(data, "made_from"), **_half(data, "made_by")} or _of_schema_4(data)
-        if set(parts) == {*_FROM, *_BY}:
+        parts = {**_half(data, "made_from"), **_half(data, "made_by")} or _convert_schema_4(data)
+        if set(parts) == {*_MADE_FROM, *_MADE_BY}:
             with suppress(ValueError):
                 return msgspec.convert(parts, cls)
         raise CacheError(
-            f"a fingerprint needs the parts {', '.join(_FROM)} of what it was made from and"
-            f" {', '.join(_BY)} of who made it"
+            f"a fingerprint needs the parts {', '.join(_MADE_FROM)} of what it was made from and"
+            f" {', '.join(_MADE_BY)} of who made it"
         )
 
     def changes_since(self, old: Fingerprint) -> dict[str, str]:
         """Return part -> how it changed since `old`, as a clause; {} if nothing changed."""
-        changed: dict[str, str] = {}
-        for part, noun in _NAMES.items():
-            before, now = getattr(old, part), getattr(self, part)
-            if _SAME.get(part, operator.eq)(before, now):
+        changes: dict[str, str] = {}
+        for part, noun in _NOUN_BY_PART.items():
+            before = getattr(old, part)
+            now = getattr(self, part)
+            if _EQUALITY_BY_PART.get(part, operator.eq)(before, now):
                 continue
-            detail = _weights(before, now) if part == "model" else _difference(before, now)
-            changed[part] = f"{noun} changed{f' ({detail})' if detail else ''}"
-        return changed
+            detail = _difference(before, now)
+            if part == "model":
+                detail = "its external data" if _is_same_file(before, now) else ""
+            changes[part] = f"{noun} changed ({detail})" if detail else f"{noun} changed"
+        return changes
 
     @property
     def by(self) -> str:
@@ -136,46 +152,50 @@ def _half(data: object, name: str) -> dict[str, Any]:
     return half if isinstance(half, dict) else {}
 
 
-def _of_schema_4(data: object) -> dict[str, Any]:
+def _convert_schema_4(data: object) -> dict[str, Any]:
     """Return the parts of schema 4, which had no halves; {} for other data."""
-    if not isinstance(data, dict) or set(data) != set(_OLD):
+    if not isinstance(data, dict) or set(data) != set(_SCHEMA_4_PARTS):
         return {}
     versions, model = data["versions"], data["model"]
     if not isinstance(versions, dict) or not isinstance(model, str):
         return {}
     parts = {key: data[key] for key in ("images", "order", "preprocess", "rule", "method")}
-    numbers = {k: versions[k] for k in ("frontend", "searches", "statistics") if k in versions}
-    decoder = {k: versions[k] for k in ("decoding",) if k in versions}
-    if "opencv" in versions:
-        decoder[_LIBRARY] = f"OpenCV {versions['opencv']}"
-    theirs = {k: one for k, one in versions.items() if k not in (*numbers, "decoding", "opencv")}
-    own = {"program": CALIB8, "numbers": numbers, "versions": theirs}
-    return {**parts, **own, "model": {"graph": model}, "decoder": decoder}
+    numbers, decoder, programs = {}, {}, {}
+    for name, version in versions.items():
+        if name in ("frontend", "searches", "statistics"):
+            numbers[name] = version
+        elif name == "decoding":
+            decoder[name] = version
+        elif name == "opencv":
+            decoder[_LIBRARY] = f"OpenCV {version}"
+        else:
+            programs[name] = version
+    parts |= {"program": CALIB8, "numbers": numbers, "versions": programs}
+    return {**parts, "model": {"graph": model}, "decoder": decoder}
 
 
-def _same_model(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+def _is_same_file(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    return "file" in before and before["file"] == now.get("file")
+
+
+def _is_same_model(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
     """Whether one identity is equal: the graph's, or that of the files."""
     if "graph" in before and before["graph"] == now.get("graph"):
         return True
-    file = "file" in before and before["file"] == now.get("file")
-    return file and before.get("weights") == now.get("weights")
+    return _is_same_file(before, now) and before.get("weights") == now.get("weights")
 
 
-def _weights(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return the detail of a change of the model, or ""."""
-    return "its external data" if "file" in before and before["file"] == now.get("file") else ""
-
-
-def _same_decoder(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def _is_same_decoder(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether two decoders give the same pixels: by digests of test images, or by name."""
     if not before or not now:  # arrays are not decoded; a change of kind shows in the images
         return True
     common = before.keys() & now.keys() - {_LIBRARY}
-    known = len(common) > 1 or before.get(_LIBRARY) == now.get(_LIBRARY)
-    return known and all(before[key] == now[key] for key in common)
+    if len(common) <= 1 and before.get(_LIBRARY) != now.get(_LIBRARY):
+        return False
+    return all(before[key] == now[key] for key in common)
 
 
-_SAME = {"model": _same_model, "decoder": _same_decoder}
+_EQUALITY_BY_PART = {"model": _is_same_model, "decoder": _is_same_decoder}
 
 
 def _difference(before: object, now: object) -> str:
@@ -184,13 +204,14 @@ def _difference(before: object, now: object) -> str:
         return "" if len(before) == 64 else f"{before} -> {now}"
     if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
         return ""
-    fields = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    words = []
-    for key in sorted(fields):
+    changes = []
+    for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key), now.get(key)
-        short = all(len(str(value)) <= 40 for value in (old, new))
-        words.append(f"{key} {old} -> {new}" if short else key)
-    return ", ".join(words)
+        if old == new:
+            continue
+        is_short = len(str(old)) <= 40 and len(str(new)) <= 40
+        changes.append(f"{key} {old} -> {new}" if is_short else key)
+    return ", ".join(changes)
 
 
 def open_archive(data: bytes, path: Path) -> zipfile.ZipFile:
@@ -202,47 +223,47 @@ def open_archive(data: bytes, path: Path) -> zipfile.ZipFile:
     """
     file = io.BytesIO(data)
     archives.check_archive(
-        file, path, what="statistics", error=CacheError, max_bytes=_MOST_UNPACKED
+        file, path, what="statistics", error=CacheError, max_bytes=_MAX_UNPACKED_BYTES
     )
     return zipfile.ZipFile(file)
 
 
-def pack_arrays(listed: list[Arrays]) -> bytes:
-    """Return the bytes of an .npz with the arrays `<place>.<field>`; fast compression, no times."""
+def pack_arrays(arrays_by_index: list[Arrays]) -> bytes:
+    """Return the bytes of an .npz with the arrays `<index>.<field>`; fast compression, no times."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        for place, arrays in enumerate(listed):
+        for index, arrays in enumerate(arrays_by_index):
             for field, array in sorted(arrays.items()):
                 data = io.BytesIO()
                 np.lib.format.write_array(data, np.ascontiguousarray(array), allow_pickle=False)
-                member = zipfile.ZipInfo(f"{place}.{field}.npy", EPOCH)
+                member = zipfile.ZipInfo(f"{index}.{field}.npy", EPOCH)
                 member.compress_type = zipfile.ZIP_DEFLATED
                 archive.writestr(member, data.getvalue(), compresslevel=1)
     return buffer.getvalue()
 
 
-def unpack_arrays(archive: zipfile.ZipFile, place: int) -> Arrays:
-    """Return the arrays of the observation at `place`.
+def unpack_arrays(archive: zipfile.ZipFile, index: int) -> Arrays:
+    """Return the arrays of the observation with this index.
 
     Raises:
         KeyError, ValueError, BadZipFile: it is not such an archive.
     """
     arrays = {}
-    for name in (name for name in archive.namelist() if name.startswith(f"{place}.")):
-        with archive.open(name) as stream:
+    for name in archive.namelist():
+        if name.startswith(f"{index}."):
             size = archive.getinfo(name).file_size
-            arrays[name.split(".")[1]] = archives.read_array(stream, size)
+            with archive.open(name) as stream:
+                arrays[name.split(".")[1]] = archives.read_array(stream, size)
     return arrays
 
 
 def feed_versions(kind: str) -> dict[str, str | int]:
     """Return all versions that affect a calibration on "arrays", or on any kind of images."""
-    common: dict[str, str | int] = {"onnxruntime": _onnxruntime(), **arithmetic_versions()}
-    return (
-        common
-        if kind == "arrays"
-        else {**common, "opencv": _opencv(), "decoding": DECODING_VERSION}
-    )
+    versions: dict[str, str | int] = {"onnxruntime": _onnxruntime_version()}
+    versions |= arithmetic_versions()
+    if kind != "arrays":
+        versions |= {"opencv": _opencv_version(), "decoding": DECODING_VERSION}
+    return versions
 
 
 def arithmetic_versions() -> dict[str, int]:
@@ -252,7 +273,7 @@ def arithmetic_versions() -> dict[str, int]:
 
 def program_versions() -> dict[str, str]:
     """Return the versions of the programs that compute activations and ranges."""
-    return {"calib8": __version__, "onnxruntime": _onnxruntime()}
+    return {"calib8": __version__, "onnxruntime": _onnxruntime_version()}
 
 
 def decoder_identity(kind: str) -> dict[str, str | int]:
@@ -263,14 +284,18 @@ def decoder_identity(kind: str) -> dict[str, str | int]:
     """
     if kind == "arrays":
         return {}
-    return {"decoding": DECODING_VERSION, "library": f"OpenCV {_opencv()}", **decoder_digests()}
+    return {
+        "decoding": DECODING_VERSION,
+        "library": f"OpenCV {_opencv_version()}",
+        **decoder_digests(),
+    }
 
 
-def _onnxruntime() -> str:
+def _onnxruntime_version() -> str:
     import onnxruntime
 
     return str(onnxruntime.__version__)
 
 
-def _opencv() -> str:
+def _opencv_version() -> str:
     return str(opencv().__version__)
