@@ -13,9 +13,9 @@ from deploy.graph.index import Graph
 from deploy.graph.placement import ONNXRUNTIME
 from deploy.graph.plan import analyse
 from deploy.runtimes.ort import OrtSession, cpu_kind
-from deploy.targets.onnxruntime import conv_rewrites, rewrites
-from deploy.targets.onnxruntime.conv_rewrites import RewriteContext
-from deploy.targets.onnxruntime.map_rewrites import write_upsampling
+from deploy.targets.onnxruntime import rewrites, tile_rewrite
+from deploy.targets.onnxruntime.resize_rewrite import write_upsampling
+from deploy.targets.onnxruntime.rewrite_base import RewriteContext
 from deploy.tuning.timing import attribute_kernels
 from tests.models import as_float32, build_net, make_model, make_node, read_target, run_net
 
@@ -218,7 +218,7 @@ def test_the_channels_of_a_slow_layer_are_filled_up_where_that_pays(
     found = engine(built(model, tmp_path / "wide", *VNNI))
     other = engine(built(model, tmp_path / "avx2", "--effort", "0", "--for", "avx2"))
     assert (groups(found), groups(other)) == (wide, avx2)
-    monkeypatch.setattr("deploy.targets.onnxruntime.conv_rewrites._AT_ONCE", 1)
+    monkeypatch.setattr("deploy.targets.onnxruntime.depthwise_rewrite.CHANNELS_AT_ONCE", 1)
     plain = engine(built(model, tmp_path / "plain", "--effort", "0"))
     assert groups(plain) == channels and ran(found) == ran(plain)
 
@@ -382,7 +382,7 @@ def test_a_conv_of_one_pixel_makes_what_the_float_layer_makes(kind, tmp_path):
     x = np.random.default_rng(4).normal(size=(2, 16, 6, 5))
     np.save(tmp_path / "x.npy", x.astype(np.float32))
     t, want = tensors(model, ["t", "y"], tmp_path)
-    weight = conv_rewrites.tiled(constants(model)["w"], tuple(tile))[:, :, 0, 0]
+    weight = tile_rewrite.tiled(constants(model)["w"], tuple(tile))[:, :, 0, 0]
     pixels = np.einsum("nchw,oc->nohw", t.astype(float), weight)
     moved = pixels.reshape(2, *tile, channels, 6, 5).transpose(0, 3, 4, 1, 5, 2)
     made = moved.reshape(2, channels, 6 * tile[0], 5 * tile[1])
@@ -571,5 +571,5 @@ def test_pairs_are_of_one_grid_by_their_numbers_however_stored(scale, left):
     scales = numpy_helper.from_array(np.array([1, 1, 2, 2], np.float32), "scales")
     model = make_model(nodes, ends[:1], ends[1:], [*numbers, scales])
     model.graph.value_info.append(helper.make_tensor_value_info("t", TensorProto.FLOAT, sizes["q"]))
-    write_upsampling(model, RewriteContext(like=Graph(model)))
+    write_upsampling(model, RewriteContext(float_graph=Graph(model)))
     assert counted(model.graph.node, "Resize") == left

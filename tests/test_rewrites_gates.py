@@ -15,8 +15,8 @@ from deploy.graph.gates import find_gates
 from deploy.graph.index import Graph
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
 from deploy.graph.plan import analyse
-from deploy.targets.onnxruntime.conv_rewrites import RewriteContext
-from deploy.targets.onnxruntime.map_rewrites import fuse_gates
+from deploy.targets.onnxruntime.gate_rewrite import fuse_gates
+from deploy.targets.onnxruntime.rewrite_base import RewriteContext
 from deploy.targets.onnxruntime.rewrites import write_softmax
 from tests.models import as_float32, build_net, make_model, parse_nodes, read_target, run_net
 
@@ -70,7 +70,7 @@ def network(nodes, *, ends=("Conv", "Conv"), outputs=("out",)) -> onnx.ModelProt
 def gates_fused(model: onnx.ModelProto, graph: Graph | None = None) -> onnx.ModelProto:
     """A copy in which every gate is the operator that it computes."""
     fused, gates = copy_message(model), tuple(find_gates(Graph(model)))
-    fuse_gates(fused, RewriteContext(like=graph or Graph(model), float_gates=gates))
+    fuse_gates(fused, RewriteContext(float_graph=graph or Graph(model), float_gates=gates))
     return fused
 
 
@@ -431,7 +431,7 @@ def net_softmax(shape, axis, kind="Softmax") -> onnx.ModelProto:
 
 def written_softmax(plain: onnx.ModelProto) -> onnx.ModelProto:
     written = copy_message(plain)
-    write_softmax(written, RewriteContext(like=Graph(plain)))
+    write_softmax(written, RewriteContext(float_graph=Graph(plain)))
     return written
 
 

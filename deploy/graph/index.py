@@ -11,8 +11,8 @@ Node patterns that a user may give::
 An exact node name takes precedence: `conv[0]` is the node `conv[0]` if there is one, else the
 pattern that matches `conv0`.
 
-`deploy.targets.onnxruntime.conv_rewrites` pads tensors with zero channels. Code that compares such
-a model with another one finds the naming rule here (`PADDED_SUFFIX`).
+`deploy.targets.onnxruntime.depthwise_rewrite` pads tensors with zero channels. Code that compares
+such a model with another one finds the naming rule here (`PADDED_SUFFIX`).
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def _find_kernel_refusal(node: onnx.NodeProto) -> str:
     """Return why ONNX Runtime has no integer kernel of glue, or a kernel that differs.
 
     An interpolating Resize is computed in float between its pairs; for the average, see
-    `deploy.targets.onnxruntime.map_rewrites`.
+    `deploy.targets.onnxruntime.rewrites`.
     """
     if node.op_type == "Resize" and (mode := resize_mode(node)) != "nearest":
         return f"a Resize by {mode} is not run in int8"

@@ -8,8 +8,8 @@ the DequantizeLinear downstream::
     int8    ... Conv --X--> QuantizeLinear --> DequantizeLinear --X'--> Relu ...
                                                         compared: X and X'
 
-If X' has additional all-zero channels (`deploy.targets.onnxruntime.conv_rewrites`), only the first
-ones are compared.
+If X' has additional all-zero channels (`deploy.targets.onnxruntime.depthwise_rewrite`), only the
+first ones are compared.
 """
 
 from collections.abc import Iterator

@@ -25,25 +25,24 @@ Reshape-13 and Softmax-13.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from deploy.graph.edit import rebuild, replace_nodes
+from deploy.graph.edit import replace_nodes
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import averages_beyond_padding, is_global_mean
-from deploy.targets.onnxruntime.conv_rewrites import (
-    RewriteContext,
-    pad_stems,
-    widen_depthwise,
-    with_tiles,
-)
-from deploy.targets.onnxruntime.map_rewrites import fuse_gates, write_upsampling
+from deploy.targets.onnxruntime.depthwise_rewrite import widen_depthwise
+from deploy.targets.onnxruntime.gate_rewrite import fuse_gates
+from deploy.targets.onnxruntime.resize_rewrite import write_upsampling
+from deploy.targets.onnxruntime.rewrite_base import RewriteContext, substitute_nodes
+from deploy.targets.onnxruntime.stem_rewrite import pad_stems
+from deploy.targets.onnxruntime.tile_rewrite import with_tiles
 
-_MANY = 1 << 10  # values of a constant that float16 may store
+_MIN_HALF_VALUES = 1 << 10  # values from which a constant is worth storing as float16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +52,19 @@ class Rewrite:
     Attributes:
         apply: changes the model in place, or returns a changed copy.
         gain: the largest measured gain: time without it over time with it, or SQNR.
-        of_kept: whether Q/DQ models that are kept as they are get it too.
+        for_given_pairs: whether Q/DQ models of the user, kept as they are, get it too.
     """
 
     apply: Callable[[onnx.ModelProto, RewriteContext], onnx.ModelProto | None]
     gain: str
-    of_kept: bool = False
+    for_given_pairs: bool = False
 
 
 def apply_rewrites(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelProto:
     """Apply the rows of `REWRITES` in their order; a model with pairs is changed in place."""
-    for row in REWRITES:
-        if row.of_kept or not context.is_kept:
-            model = row.apply(model, context) or model
+    for rewrite in REWRITES:
+        if rewrite.for_given_pairs or not context.has_given_pairs:
+            model = rewrite.apply(model, context) or model
     return model
 
 
@@ -76,57 +75,66 @@ def store_halves(graph: onnx.GraphProto) -> None:
     """
     casts = []
     for tensor in graph.initializer:
-        if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) >= _MANY:
-            values = numpy_helper.to_array(tensor)
-            with np.errstate(over="ignore", invalid="ignore"):
-                halves = values.astype(np.float16)
-            if np.array_equal(halves, values):
-                casts.append(helper.make_node("Cast", [f"{tensor.name}/half"], [tensor.name], to=1))
-                tensor.CopyFrom(numpy_helper.from_array(halves, f"{tensor.name}/half"))
+        is_float32 = tensor.data_type == onnx.TensorProto.FLOAT
+        if not is_float32 or math.prod(tensor.dims) < _MIN_HALF_VALUES:
+            continue
+        values = numpy_helper.to_array(tensor)
+        with np.errstate(over="ignore", invalid="ignore"):
+            halves = values.astype(np.float16)
+        if np.array_equal(halves, values):
+            name = f"{tensor.name}/half"
+            casts.append(helper.make_node("Cast", [name], [tensor.name], to=1))
+            tensor.CopyFrom(numpy_helper.from_array(halves, name))
     replace_nodes(graph, [*casts, *graph.node])
 
 
-_FLAT = "calib8/flat"  # shape [0, -1]: 0 keeps the first dimension
+_FLAT_SHAPE = "calib8/flat"  # name of the shape [0, -1]: 0 keeps the first dimension
 
 
 def write_means(model: onnx.ModelProto, context: RewriteContext) -> None:
-    """Write each ReduceMean over all places of a picture as GlobalAveragePool.
+    """Write each ReduceMean over all pixels of a picture as GlobalAveragePool.
 
     ONNX Runtime has an integer kernel of the pool alone, and a float one in the layout of its
     Convs. Without keepdims a Reshape follows, between two pairs of the mean's own scale, so that
     it moves integers.
     """
-    like = context.like
-    means = {n.name for n in like.nodes if n.op_type == "ReduceMean" and is_global_mean(like, n)}
+    float_graph = context.float_graph
+    means = {
+        node.name
+        for node in float_graph.nodes
+        if node.op_type == "ReduceMean" and is_global_mean(float_graph, node)
+    }
     if not means:
         return
-    pairs = {n.input[0]: n for n in model.graph.node if n.op_type == "QuantizeLinear"}
-    nodes: list[onnx.NodeProto] = []
+    quantize_of = {n.input[0]: n for n in model.graph.node if n.op_type == "QuantizeLinear"}
+    replacements = {}
     for node in model.graph.node:
-        nodes += _pool(node, pairs.get(node.output[0])) if node.name in means else [node]
-    if any(_FLAT in node.input for node in nodes):
-        flat = numpy_helper.from_array(np.array([0, -1], np.int64), _FLAT)
-        model.graph.initializer.append(flat)
-    rebuild(model.graph, nodes)
+        if node.name in means:
+            replacements[node.name] = _write_pool(node, quantize_of.get(node.output[0]))
+    if any(_FLAT_SHAPE in nodes[-1].input for nodes in replacements.values()):
+        shape = numpy_helper.from_array(np.array([0, -1], np.int64), _FLAT_SHAPE)
+        model.graph.initializer.append(shape)
+    substitute_nodes(model, replacements)
 
 
-def _pool(mean: onnx.NodeProto, quantize: onnx.NodeProto | None) -> list[onnx.NodeProto]:
-    """The nodes in place of one ReduceMean; the pool keeps its name."""
+def _write_pool(mean: onnx.NodeProto, quantize: onnx.NodeProto | None) -> list[onnx.NodeProto]:
+    """Return the nodes in place of one ReduceMean; the pool keeps its name."""
     source, output, name = mean.input[0], mean.output[0], mean.name
     if attributes(mean).get("keepdims", 1):
         return [helper.make_node("GlobalAveragePool", [source], [output], name=name)]
-    made = f"{output}/pooled"
-    nodes = [helper.make_node("GlobalAveragePool", [source], [made], name=name)]
+    pooled = f"{output}/pooled"
+    nodes = [helper.make_node("GlobalAveragePool", [source], [pooled], name=name)]
     if quantize is not None:
-        integers, parameters = f"{made}/quantized", quantize.input[1:]
-        nodes += [
-            helper.make_node("QuantizeLinear", [made, *parameters], [integers], name=f"{made}/Q"),
-            helper.make_node(
-                "DequantizeLinear", [integers, *parameters], [f"{made}/read"], name=f"{made}/DQ"
-            ),
-        ]
-        made = f"{made}/read"
-    return [*nodes, helper.make_node("Reshape", [made, _FLAT], [output], name=f"{name}/flat")]
+        integers, dequantized = f"{pooled}/quantized", f"{pooled}/read"
+        for op_type, tensor, result, suffix in (
+            ("QuantizeLinear", pooled, integers, "Q"),
+            ("DequantizeLinear", integers, dequantized, "DQ"),
+        ):
+            inputs = [tensor, *quantize.input[1:]]
+            nodes.append(helper.make_node(op_type, inputs, [result], name=f"{pooled}/{suffix}"))
+        pooled = dequantized
+    flatten = helper.make_node("Reshape", [pooled, _FLAT_SHAPE], [output], name=f"{name}/flat")
+    return [*nodes, flatten]
 
 
 def fix_averages(model: onnx.ModelProto, context: RewriteContext) -> None:
@@ -138,76 +146,67 @@ def fix_averages(model: onnx.ModelProto, context: RewriteContext) -> None:
     """
     for node in model.graph.node:
         if averages_beyond_padding(node) and not any(attributes(node).get("pads", [])):
-            left = [one for one in node.attribute if one.name != "count_include_pad"]
+            remaining = [entry for entry in node.attribute if entry.name != "count_include_pad"]
             del node.attribute[:]
-            node.attribute.extend(left)
+            node.attribute.extend(remaining)
 
 
-_KINDS = frozenset({"Softmax", "LogSoftmax"})
+_SOFTMAX_OPERATORS = frozenset({"Softmax", "LogSoftmax"})
 
 
 def write_softmax(model: onnx.ModelProto, context: RewriteContext) -> None:
-    """Write each Softmax with several axes after its own over one axis of all their places.
+    """Write each Softmax with several axes after its own over one axis of all their pixels.
 
     ONNX Runtime transposes the axis to the end and back: value by value in one thread where more
     than one axis follows it, in blocks where only one does. The Reshapes move nothing::
 
         x [n, c, h, w] -> Reshape [n, c, h w] -> Softmax -> Reshape [n, c, h, w]
     """
-    like = context.like
-    ranks = {
-        node.name: len(like.shapes.get(node.output[0]) or ())
-        for node in like.nodes
-        if node.op_type in _KINDS
-    }
-    instead = {
-        node.name: _in_a_row(model, node, axis)
-        for node in model.graph.node
-        if node.op_type in _KINDS and (axis := _axis(node, ranks.get(node.name, 0))) is not None
-    }
-    if instead:
-        rebuild(model.graph, [n for old in model.graph.node for n in instead.get(old.name, [old])])
+    float_graph = context.float_graph
+    rank_by_node = {}
+    for node in float_graph.nodes:
+        if node.op_type in _SOFTMAX_OPERATORS:
+            rank_by_node[node.name] = len(float_graph.shapes.get(node.output[0]) or ())
+    replacements = {}
+    for node in model.graph.node:
+        rank = rank_by_node.get(node.name, 0)
+        if node.op_type not in _SOFTMAX_OPERATORS:
+            continue
+        axis = int(attributes(node).get("axis", -1))
+        if axis < 0:
+            axis += rank
+        if 0 <= axis < rank - 2:  # several axes follow
+            replacements[node.name] = _write_flat_softmax(model, node, axis)
+    if replacements:
+        substitute_nodes(model, replacements)
 
 
-def _axis(node: onnx.NodeProto, rank: int) -> int | None:
-    """The axis, counted from the front; None if at most one axis follows."""
-    axis = int(attributes(node).get("axis", -1))
-    axis += rank if axis < 0 else 0
-    return axis if 0 <= axis < rank - 2 else None
-
-
-def _in_a_row(model: onnx.ModelProto, node: onnx.NodeProto, axis: int) -> list[onnx.NodeProto]:
-    """The nodes in place of one Softmax; adds their constant to the model."""
+def _write_flat_softmax(
+    model: onnx.ModelProto, node: onnx.NodeProto, axis: int
+) -> list[onnx.NodeProto]:
+    """Return the nodes in place of one Softmax; add their constant to the model."""
     source, output, name = node.input[0], node.output[0], node.name
-    row = f"{output}/shape_in_a_row"
+    sizes, flat, result = f"{output}/sizes", f"{output}/in_a_row", f"{output}/of_a_row"
+    flat_shape = f"{output}/shape_in_a_row"
+    kept_axes = [0] * (axis + 1)
     model.graph.initializer.append(
-        numpy_helper.from_array(np.array([0] * (axis + 1) + [-1], np.int64), row)
-    )
-
-    def made(op_type: str, inputs: Sequence[str], what: str) -> onnx.NodeProto:
-        return helper.make_node(op_type, inputs, [f"{output}/{what}"], name=f"{name}/{what}")
-
-    softmax = helper.make_node(
-        node.op_type, [f"{output}/in_a_row"], [f"{output}/of_a_row"], name=name, axis=axis
-    )
-    back = helper.make_node(
-        "Reshape", [f"{output}/of_a_row", f"{output}/sizes"], [output], name=f"{name}/as_it_was"
+        numpy_helper.from_array(np.array([*kept_axes, -1], np.int64), flat_shape)
     )
     return [
-        made("Shape", [source], "sizes"),
-        made("Reshape", [source, row], "in_a_row"),
-        softmax,
-        back,
+        helper.make_node("Shape", [source], [sizes], name=f"{name}/sizes"),
+        helper.make_node("Reshape", [source, flat_shape], [flat], name=f"{name}/in_a_row"),
+        helper.make_node(node.op_type, [flat], [result], name=name, axis=axis),
+        helper.make_node("Reshape", [result, sizes], [output], name=f"{name}/as_it_was"),
     ]
 
 
 # Operators between pairs that ONNX Runtime replaces with an integer kernel
-_FUSED = frozenset(
+_INTEGER_OPERATORS = frozenset(
     {"Add", "Mul", "Concat", "Where", "Sigmoid", "LeakyRelu", "Softmax", "MatMul"}
     | {"AveragePool", "GlobalAveragePool"}
 )
 # Operators past which ONNX Runtime moves a pair
-_PASSED = frozenset(
+_MOVED_PAST = frozenset(
     {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Gather", "MaxPool"}
 )
 
@@ -222,53 +221,57 @@ def keep_apart(model: onnx.ModelProto, context: RewriteContext) -> None:
         DQ -> Sum -> Softmax -> Q       a float kernel
     """
     float_nodes = context.float_nodes
-    if not any(node.op_type in _FUSED and node.name in float_nodes for node in model.graph.node):
+    nodes = model.graph.node
+    if not any(node.op_type in _INTEGER_OPERATORS and node.name in float_nodes for node in nodes):
         return
     graph = Graph(model)
-    nodes: list[onnx.NodeProto] = []
+    replacements = {}
     for node in graph.nodes:
-        if node.name in float_nodes and _fused(graph, node):
-            nodes.append(_copy(node))
-        nodes.append(node)
-    if len(nodes) > len(graph.nodes):
-        replace_nodes(model.graph, nodes)
+        if node.name in float_nodes and _becomes_integer_kernel(graph, node):
+            replacements[node.name] = [_copy_first_input(node), node]
+    if replacements:
+        substitute_nodes(model, replacements, keeps_unread=True)
 
 
-def _fused(graph: Graph, node: onnx.NodeProto) -> bool:
+def _becomes_integer_kernel(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether ONNX Runtime would run a node on integers."""
-    if node.op_type not in _FUSED or not all(_read(graph, tensor) for tensor in _data(node)):
+    if node.op_type not in _INTEGER_OPERATORS:
         return False
-    return node.op_type == "MatMul" or _written(graph, node.output[0])
+    data_inputs = node.input[_first_data_input(node) :]
+    if not all(_is_dequantized(graph, tensor) for tensor in data_inputs):
+        return False
+    return node.op_type == "MatMul" or _is_quantized_later(graph, node.output[0])
 
 
-def _data(node: onnx.NodeProto) -> list[str]:
-    """The tensors a node reads, without the condition of a Where."""
-    return list(node.input)[node.op_type == "Where" :]
+def _first_data_input(node: onnx.NodeProto) -> int:
+    """Return the position of the first tensor that is no condition of a Where."""
+    return 1 if node.op_type == "Where" else 0
 
 
-def _read(graph: Graph, tensor: str) -> bool:
+def _is_dequantized(graph: Graph, tensor: str) -> bool:
     """Whether a tensor comes from a DequantizeLinear."""
-    maker = graph.producer.get(tensor)
-    while maker is not None and maker.op_type in _PASSED:
-        maker = graph.producer.get(maker.input[0])
-    return maker is not None and maker.op_type == "DequantizeLinear"
+    producer = graph.producer.get(tensor)
+    while producer is not None and producer.op_type in _MOVED_PAST:
+        producer = graph.producer.get(producer.input[0])
+    return producer is not None and producer.op_type == "DequantizeLinear"
 
 
-def _written(graph: Graph, tensor: str) -> bool:
+def _is_quantized_later(graph: Graph, tensor: str) -> bool:
     """Whether a tensor goes to a QuantizeLinear."""
-    return any(
-        node.op_type == "QuantizeLinear"
-        or (node.op_type in _PASSED and _written(graph, node.output[0]))
-        for node in graph.readers.get(tensor, ())
-    )
+    for node in graph.readers.get(tensor, ()):
+        if node.op_type == "QuantizeLinear":
+            return True
+        if node.op_type in _MOVED_PAST and _is_quantized_later(graph, node.output[0]):
+            return True
+    return False
 
 
-def _copy(node: onnx.NodeProto) -> onnx.NodeProto:
+def _copy_first_input(node: onnx.NodeProto) -> onnx.NodeProto:
     """Let a node read a copy of its first input, and return the Sum that makes the copy."""
-    at = len(node.input) - len(_data(node))
-    source, apart = node.input[at], f"{node.output[0]}/apart"
-    node.input[at] = apart
-    return helper.make_node("Sum", [source], [apart], name=f"{node.name}/apart")
+    position = _first_data_input(node)
+    source, copy = node.input[position], f"{node.output[0]}/apart"
+    node.input[position] = copy
+    return helper.make_node("Sum", [source], [copy], name=f"{node.name}/apart")
 
 
 def share_reads(model: onnx.ModelProto, context: RewriteContext) -> None:
@@ -278,23 +281,22 @@ def share_reads(model: onnx.ModelProto, context: RewriteContext) -> None:
     are written out, so that it finds no GELU and no LayerNormalization. A Sum stays one node.
     """
     graph = Graph(model)
-    nodes: list[onnx.NodeProto] = []
+    replacements = {}
     for node in graph.nodes:
-        nodes.append(node)
         if node.op_type != "DequantizeLinear":
             continue
         source, copy = node.output[0], f"{node.output[0]}/apart"
-        readers = [
+        float_readers = [
             reader
             for reader in graph.readers.get(source, ())
-            if reader.name in context.float_nodes and reader.op_type not in _PASSED
+            if reader.name in context.float_nodes and reader.op_type not in _MOVED_PAST
         ]
-        if len(readers) > 1:
-            nodes.append(helper.make_node("Sum", [source], [copy], name=copy))
-            for reader in readers:
+        if len(float_readers) > 1:
+            replacements[node.name] = [node, helper.make_node("Sum", [source], [copy], name=copy)]
+            for reader in float_readers:
                 reader.input[:] = [copy if name == source else name for name in reader.input]
-    if len(nodes) > len(graph.nodes):
-        replace_nodes(model.graph, nodes)
+    if replacements:
+        substitute_nodes(model, replacements, keeps_unread=True)
 
 
 def unfuse_biases(model: onnx.ModelProto, context: RewriteContext) -> None:
@@ -306,15 +308,17 @@ def unfuse_biases(model: onnx.ModelProto, context: RewriteContext) -> None:
     if all(node.op_type != "MatMul" for node in model.graph.node):
         return
     graph = Graph(model)
-    counts: Counter[str] = Counter()
+    read_counts: Counter[str] = Counter()  # bias -> reads after such a MatMul
     for node in graph.nodes:
-        add = graph.only_reader(node.output[0]) if node.op_type == "MatMul" else None
-        rank = len(context.like.shapes.get(node.output[0]) or ())
+        if node.op_type != "MatMul":
+            continue
+        add = graph.only_reader(node.output[0])
+        rank = len(context.float_graph.shapes.get(node.output[0]) or ())
         if add is None or add.op_type != "Add" or rank < 3:
             continue
-        if all(_read(graph, name) for name in node.input):
-            counts.update(name for name in add.input if name in graph.initializers)
-    for name, count in counts.items():
+        if all(_is_dequantized(graph, name) for name in node.input):
+            read_counts.update(name for name in add.input if name in graph.initializers)
+    for name, count in read_counts.items():
         bias = graph.initializers[name]
         if len(bias.dims) == 1 and len(graph.readers[name]) == count:
             bias.dims.insert(0, 1)
@@ -323,7 +327,7 @@ def unfuse_biases(model: onnx.ModelProto, context: RewriteContext) -> None:
 REWRITES = (
     Rewrite(write_means, "MobileNetV3-small of timm 1.16"),
     Rewrite(keep_apart, "AveragePool with padding and ceil_mode 19.9 -> 33.1 dB"),
-    Rewrite(unfuse_biases, "ConvNeXt 1.2", of_kept=True),
+    Rewrite(unfuse_biases, "ConvNeXt 1.2", for_given_pairs=True),
     Rewrite(fuse_gates, "PP-OCR cls 1.30"),
     Rewrite(share_reads, "Convs with GELU 1.15"),
     Rewrite(fix_averages, "AveragePool with ceil_mode 14.7 -> 35.3 dB"),
@@ -331,5 +335,5 @@ REWRITES = (
     Rewrite(write_upsampling, "ESPCN with Resize 1.18"),
     Rewrite(widen_depthwise, "PP-OCR cls 1.33"),
     Rewrite(pad_stems, "ShuffleNetV2 1.13"),
-    Rewrite(with_tiles, "PP-OCR det 1.06", of_kept=True),
+    Rewrite(with_tiles, "PP-OCR det 1.06", for_given_pairs=True),
 )

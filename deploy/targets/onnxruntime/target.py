@@ -337,15 +337,15 @@ class _Paired:
     def engine(self, cpu: str) -> onnx.ModelProto:
         """The model, rewritten for ONNX Runtime's kernels on a CPU of `BuildRequest.cpu`."""
         from deploy.runtimes.ort import cpu_kind
-        from deploy.targets.onnxruntime.conv_rewrites import KERNELS, RewriteContext
+        from deploy.targets.onnxruntime.rewrite_base import KERNELS, RewriteContext
         from deploy.targets.onnxruntime.rewrites import apply_rewrites
 
         gates = () if self.plan is None else self.plan.gates
         context = RewriteContext(
-            like=self.read.graph,
+            float_graph=self.read.graph,
             float_nodes=frozenset(d.node for d in self.decisions if not d.quantized),
             float_gates=tuple(gate for gate in self.read.gates if gate not in gates),
-            is_kept=self.plan is None,
+            has_given_pairs=self.plan is None,
             kernels=KERNELS.get(cpu_kind() if cpu == "this" else cpu, KERNELS["avx2"]),
         )
         return apply_rewrites(self.model, context)

@@ -38,7 +38,7 @@ from deploy.graph.index import Graph
 from deploy.graph.placement import keeps_range
 from deploy.method import Choices, Method, comparable_methods
 from deploy.targets.base import BuildRequest
-from deploy.targets.onnxruntime.conv_rewrites import TILES
+from deploy.targets.onnxruntime.tile_rewrite import TILES
 from deploy.tensors import Array
 from deploy.tuning.repairs.base import RepairInput, with_model
 from deploy.tuning.repairs.repair_layers import (

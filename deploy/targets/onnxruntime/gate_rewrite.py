@@ -1,0 +1,116 @@
+"""Gates that stay float become operators that ONNX Runtime computes inside the layer before them.
+
+A Hard-Swish written out between two Convs is four kernels and two changes of layout, where its own
+operator costs nothing (`deploy.graph.gates` has y = factor * gain * clip(..) + offset)::
+
+    Conv -> Add 3, Clip 0..6, Mul, Div 6      -->  Conv -> HardSwish       one kernel
+    x * clip(g + 3, 0, 6) / 6                 -->  g -> HardSigmoid -> Mul
+    .. * 0.9 + 0.1                            -->  .. -> BatchNormalization, which has the layout of
+                                                   a Conv, as Mul and Add of a number have not
+
+Source: ONNX operators HardSigmoid-6, HardSwish-14 and BatchNormalization-14.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from deploy.graph.edit import set_opset
+from deploy.graph.gates import Gate
+from deploy.graph.index import Graph, opset_of
+from deploy.targets.onnxruntime.rewrite_base import (
+    ReplacementNodes,
+    RewriteContext,
+    substitute_nodes,
+)
+
+_OPSET = 14  # the first with HardSwish; since 13 no operator means another thing
+_REL_TOLERANCE = 1e-6  # constants of a gate that are equal up to float32
+
+
+def fuse_gates(model: onnx.ModelProto, context: RewriteContext) -> None:
+    """Write the gates that stay float with fewer operators."""
+    if not context.float_gates:
+        return
+    node_by_name = {node.name: node for node in model.graph.node}
+    replacements: dict[str, list[onnx.NodeProto]] = {}
+    for gate in context.float_gates:
+        gate_nodes = [node_by_name[name] for name in gate.nodes]
+        fused_gate = _FusedGate(gate, gate_nodes, _channel_count(context.float_graph, gate))
+        fused_nodes = fused_gate.write()
+        if len(fused_nodes) < len(gate_nodes):
+            replacements |= {name: [] for name in gate.nodes}
+            replacements[gate.name] = fused_nodes
+            model.graph.initializer.extend(fused_gate.constants)
+    if not replacements:
+        return
+    substitute_nodes(model, replacements)
+    if opset_of(model) < _OPSET:
+        set_opset(model, _OPSET)
+
+
+def _channel_count(graph: Graph, gate: Gate) -> int | None:
+    """Return the channels of a gate's output if it is a picture of known size, else None."""
+    sizes = graph.shapes.get(gate.output) or ()
+    channels = sizes[1] if len(sizes) > 3 else None
+    return channels if isinstance(channels, int) else None
+
+
+class _FusedGate(ReplacementNodes):
+    """The new nodes of one gate, and their constants."""
+
+    def __init__(
+        self, gate: Gate, gate_nodes: Sequence[onnx.NodeProto], channels: int | None
+    ) -> None:
+        super().__init__(gate.name)
+        self.gate, self.channels = gate, channels
+        read_name = {
+            name.removesuffix("/dequantized"): name for node in gate_nodes for name in node.input
+        }
+        self.source, self.factor = read_name[gate.source], read_name[gate.factor]
+        self.output = str(gate_nodes[-1].output[0])
+
+    def write(self) -> list[onnx.NodeProto]:
+        """Return the nodes that compute the gate."""
+        scale = self.gate.gain * self.gate.top
+        if self.gate.offset == 0 and math.isclose(scale, 1.0, rel_tol=_REL_TOLERANCE):
+            return self._write_product(self.name, self.output)
+        product = f"{self.name}/gated"
+        return [*self._write_product(product, product), *self._write_affine(product, scale)]
+
+    def _write_product(self, name: str, output: str) -> list[onnx.NodeProto]:
+        """Return the gate without gain and offset."""
+        gate = self.gate
+        alpha, beta = 1 / gate.top, gate.shift / gate.top
+        is_hard_swish = math.isclose(alpha, 1 / 6, rel_tol=_REL_TOLERANCE) and math.isclose(
+            beta, 0.5
+        )
+        if is_hard_swish and gate.source == gate.factor:
+            return [helper.make_node("HardSwish", [self.source], [output], name=name)]
+        sigmoid = self.make("HardSigmoid", [self.source], "open", alpha=alpha, beta=beta)
+        inputs = [self.factor, sigmoid.output[0]]
+        return [sigmoid, helper.make_node("Mul", inputs, [output], name=name)]
+
+    def _write_affine(self, product: str, scale: float) -> list[onnx.NodeProto]:
+        """Return the nodes that apply gain and offset to the product."""
+        scale32, offset = np.float32(scale), np.float32(self.gate.offset)
+        if not self.channels:
+            mul = self.make("Mul", [product, self.constant("scale", scale32)], "product")
+            inputs = [mul.output[0], self.constant("shift", offset)]
+            return [mul, helper.make_node("Add", inputs, [self.output], name=self.name)]
+        ones = np.ones(self.channels, np.float32)
+        inputs = [
+            product,
+            self.constant("scale", ones * scale32),
+            self.constant("shift", ones * offset),
+            self.constant("mean", ones * 0),
+            self.constant("variance", ones),
+        ]
+        return [
+            helper.make_node(
+                "BatchNormalization", inputs, [self.output], name=self.name, epsilon=0.0
+            )
+        ]

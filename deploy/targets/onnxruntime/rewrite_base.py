@@ -1,0 +1,140 @@
+"""What the rewrites for ONNX Runtime's kernels share: their context, kernel times, and new nodes.
+
+Every rewrite is read in the same order. Its public function is entered in `rewrites.REWRITES`::
+
+    pattern    which nodes it is for              _find_..., _match_...
+    check      which of them are left alone       is_..., _has_..., _pays
+    rewrite    what stands instead                _write_..., a class of `ReplacementNodes`
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from deploy.graph.edit import rebuild, replace_nodes
+from deploy.graph.gates import Gate
+from deploy.graph.index import Graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvKernels:
+    """Measured times that decide between forms of an int8 Conv on a kind of CPU.
+
+    A time is that of a product, in depthwise products of a multiple of 16 channels.
+
+    Attributes:
+        max_zero_products: most products with zeros that a stem gets for an output pixel.
+        eight_extra: extra time of a depthwise product with 8 channels beyond a multiple of 16.
+        uneven_extra: extra time with any other number of channels beyond.
+        int8: time of a product in a dense int8 layer.
+        float32: time of a product in a dense float32 layer.
+    """
+
+    max_zero_products: float
+    eight_extra: float
+    uneven_extra: float
+    int8: float
+    float32: float
+
+
+# `benchmarks/int8_kernels.py` on an EPYC 9005 with ONNX Runtime 1.32 (one thread), `avx2` with the
+# wider instructions hidden from it. Other kinds of CPU take `avx2`, which gains least.
+KERNELS = {
+    "vnni": ConvKernels(
+        max_zero_products=math.inf, eight_extra=1.8, uneven_extra=2.4, int8=1 / 8, float32=1 / 3
+    ),
+    "avx2": ConvKernels(
+        max_zero_products=576, eight_extra=0.5, uneven_extra=0.8, int8=1 / 5, float32=1 / 3
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewriteContext:
+    """What the rewrites of one model know.
+
+    Attributes:
+        float_graph: the model without pairs, with shapes.
+        float_nodes: names of the nodes that stay float.
+        float_gates: gates of `float_graph` that stay float.
+        has_given_pairs: whether the model is a Q/DQ model that the user gave, kept as it is.
+        kernels: those of the CPU that runs it.
+    """
+
+    float_graph: Graph
+    float_nodes: frozenset[str] = frozenset()
+    float_gates: tuple[Gate, ...] = ()
+    has_given_pairs: bool = False
+    kernels: ConvKernels = KERNELS["avx2"]
+
+
+class ReplacementNodes:
+    """The nodes in place of one node, named after it, and their constants."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.constants: list[onnx.TensorProto] = []
+
+    def make(
+        self, op_type: str, inputs: Sequence[str], suffix: str, **attributes: Any
+    ) -> onnx.NodeProto:
+        """Return a node with one output; both are called NAME/suffix."""
+        name = f"{self.name}/{suffix}"
+        return helper.make_node(op_type, inputs, [name], name=name, **attributes)
+
+    def constant(self, suffix: str, values: Sequence[int] | NDArray[Any] | np.float32) -> str:
+        """Add a constant, int64 numbers or an array as it is; return its name, NAME/suffix."""
+        name = f"{self.name}/{suffix}"
+        self.constants.append(numpy_helper.from_array(np.array(values, order="C"), name))
+        return name
+
+    def rows(self, channels: int | None) -> onnx.ValueInfoProto:
+        """Return the rank of NAME/rows, so that ONNX Runtime changes the next Convs' layout."""
+        sizes = [None, None, None, channels]
+        return helper.make_tensor_value_info(f"{self.name}/rows", onnx.TensorProto.UINT8, sizes)
+
+    def scaled_shape(
+        self, source: str, order: Sequence[int], factors: Sequence[int], channels: int | None = None
+    ) -> list[onnx.NodeProto]:
+        """Return the nodes that compute NAME/shape: sizes of a tensor in this order, multiplied.
+
+        `channels`: size to append; None if the sizes are complete.
+        """
+        order_name = self.constant("order", order)
+        factors_name = self.constant("times", factors)
+        nodes = [
+            self.make("Shape", [source], "sizes"),
+            self.make("Gather", [f"{self.name}/sizes", order_name], "ordered"),
+        ]
+        operands = [f"{self.name}/ordered", factors_name]
+        if channels is None:
+            return [*nodes, self.make("Mul", operands, "shape")]
+        channels_name = self.constant("channels", [channels])
+        larger = self.make("Mul", operands, "larger")
+        shape = self.make("Concat", [f"{self.name}/larger", channels_name], "shape", axis=0)
+        return [*nodes, larger, shape]
+
+
+def substitute_nodes(
+    model: onnx.ModelProto,
+    replacements: Mapping[str, Sequence[onnx.NodeProto]],
+    *,
+    keeps_unread: bool = False,
+) -> None:
+    """Put new nodes in place of those of these names, in place.
+
+    `keeps_unread`: keep unread initializers and inferred types.
+    """
+    nodes: list[onnx.NodeProto] = []
+    for node in model.graph.node:
+        nodes += replacements.get(node.name, [node])
+    if keeps_unread:
+        replace_nodes(model.graph, nodes)
+    else:
+        rebuild(model.graph, nodes)

@@ -1,0 +1,172 @@
+"""ConvTransposes without overlap, for which there is no integer kernel, become a Conv of one pixel.
+
+Each pixel becomes a tile (`deploy.graph.refusal`): the Conv makes the tile's pixels as channels,
+and the integers are moved a row of a tile at a time::
+
+    w [c, m, k, l] -> [k l m, c, 1, 1]        a scale of a channel stands k l times
+    Conv -> Relu -> Q -> Transpose, Reshape [n, h, w, k, l m] -> Transpose [n, h, k, w, l m]
+                      -> Reshape [n, h k, w l, m], Transpose -> [n, m, h k, w l]
+
+The values keep all but their rounding.
+
+Source: ONNX operators Conv-11, ConvTranspose-11, QuantizeLinear-13 and DequantizeLinear-13.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from deploy.graph.edit import copy_message, drop_dead
+from deploy.graph.index import Graph
+from deploy.graph.refusal import Tile, tile_shape
+from deploy.targets.onnxruntime.conv_constants import (
+    BIAS,
+    WEIGHT,
+    constant_positions,
+    stored_integers,
+)
+from deploy.targets.onnxruntime.rewrite_base import (
+    ReplacementNodes,
+    RewriteContext,
+    substitute_nodes,
+)
+
+TILES = "/tiles"  # suffix of a tensor whose tiles' pixels lie as channels, rows first
+_CONSTANT_NAMES = {WEIGHT: "weight", BIAS: "bias"}
+
+
+def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelProto:
+    """Return a copy with a Conv and moves in place of each ConvTranspose between pairs.
+
+    Left alone: ConvTransposes whose windows overlap, have gaps or are cropped, and those that stay
+    float. A model without others is returned as it is.
+    """
+    if not any(node.op_type == "ConvTranspose" for node in model.graph.node):
+        return model
+    model = copy_message(model)
+    graph = Graph(model)
+    replacements: dict[str, list[onnx.NodeProto]] = {}
+    shapes: list[onnx.ValueInfoProto] = []
+    for node in graph.nodes:
+        quantize = _find_quantize(graph, node)
+        weight = stored_integers(graph, node, WEIGHT)
+        tile = tile_shape(node, weight.dims) if weight is not None else None
+        if quantize is None or weight is None or tile is None:
+            continue
+        tiled_layer = _TiledLayer(graph, node, tile, int(weight.dims[1]))
+        replacements[node.name] = tiled_layer.write_layer(quantize)
+        sizes = context.float_graph.shapes.get(node.output[0].removesuffix("/float"))
+        moves = tiled_layer.write_moves(quantize, sizes or (None,) * 4)
+        replacements[quantize.name] = [quantize, *moves]
+        model.graph.initializer.extend(tiled_layer.constants)
+        shapes.append(tiled_layer.rows(tiled_layer.channels))
+    if replacements:
+        substitute_nodes(model, replacements, keeps_unread=True)
+        drop_dead(model.graph)
+        model.graph.value_info.extend(shapes)
+    return model
+
+
+def _find_quantize(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
+    """Return the QuantizeLinear after a ConvTranspose and its tail, if all of it is quantized."""
+    if node.op_type != "ConvTranspose":
+        return None
+    dequantize = graph.producer.get(node.input[0])
+    if dequantize is None or dequantize.op_type != "DequantizeLinear":
+        return None
+    if any(stored_integers(graph, node, index) is None for index in constant_positions(node)):
+        return None
+    reader = graph.only_reader(graph.tail(node))
+    return reader if reader is not None and reader.op_type == "QuantizeLinear" else None
+
+
+def tiled(array: NDArray[Any], tile: Tile) -> NDArray[Any]:
+    """Repeat what a ConvTranspose has for each channel for the channels of its Conv.
+
+    Args:
+        array: a weight [c, m, k, l], values [m], or one value for all.
+        tile: rows and columns.
+    """
+    if array.ndim == 4:
+        return array.transpose(2, 3, 1, 0).reshape(-1, len(array), 1, 1)
+    return np.tile(array, tile[0] * tile[1]) if array.ndim else array
+
+
+class _TiledLayer(ReplacementNodes):
+    """The nodes in place of one ConvTranspose, and their constants."""
+
+    def __init__(self, graph: Graph, node: onnx.NodeProto, tile: Tile, channels: int) -> None:
+        super().__init__(node.name)
+        self.graph, self.node, self.tile, self.channels = graph, node, tile, channels
+
+    def write_layer(self, quantize: onnx.NodeProto) -> list[onnx.NodeProto]:
+        """Return the Conv and its constants; its tail and the QuantizeLinear now read the tiles."""
+        constants = [self._write_constant(index) for index in constant_positions(self.node)]
+        inputs = [self.node.input[0], *(constant.output[0] for constant in constants)]
+        output = self.node.output[0]
+        conv = helper.make_node("Conv", inputs, [f"{output}{TILES}"], name=self.name)
+        tail_output = quantize.input[0]
+        self._read_tiles(output)
+        if tail_output != output:
+            self._read_tiles(tail_output)
+            self.graph.producer[tail_output].output[0] = f"{tail_output}{TILES}"
+        return [*constants, conv]
+
+    def _read_tiles(self, tensor: str) -> None:
+        """Let the only reader of a tensor read its tiles."""
+        (reader,) = self.graph.readers[tensor]
+        reader.input[0] = f"{tensor}{TILES}"
+
+    def _write_constant(self, position: int) -> onnx.NodeProto:
+        """Return the DequantizeLinear of the Conv's weight, or bias."""
+        dequantize = self.graph.producer[self.node.input[position]]
+        constant_name = _CONSTANT_NAMES[position]
+        names = []
+        has_channel_scales = False
+        suffixes = ("quantized", "scale", "zero_point")
+        for name, suffix in zip(dequantize.input, suffixes, strict=True):
+            array = numpy_helper.to_array(self.graph.initializers[name])
+            names.append(self.constant(f"{constant_name}/{suffix}", tiled(array, self.tile)))
+            if suffix == "scale":
+                has_channel_scales = array.ndim > 0
+        output = f"{self.name}/{constant_name}"
+        node = helper.make_node("DequantizeLinear", names, [output], name=f"{output}/DQ")
+        if has_channel_scales:
+            node.attribute.append(helper.make_attribute("axis", 0))
+        return node
+
+    def write_moves(
+        self, quantize: onnx.NodeProto, sizes: Sequence[int | str | None]
+    ) -> list[onnx.NodeProto]:
+        """Return the nodes after the QuantizeLinear, which makes tiles from now on.
+
+        `sizes`: shape of the ConvTranspose's output.
+        """
+        output = str(quantize.output[0])
+        tiles = quantize.output[0] = f"{output}{TILES}"
+        rows, columns = self.tile
+        cut_shape = self.constant("apart", [0, 0, 0, rows, columns * self.channels])
+        _, _, height, width = sizes
+        shape_nodes: list[onnx.NodeProto] = []
+        if isinstance(height, int) and isinstance(width, int):
+            self.constant("shape", [-1, height, width, self.channels])
+        else:
+            shape_nodes = self.scaled_shape(tiles, [0, 2, 3], [1, rows, columns], self.channels)
+        return [
+            self.make("Transpose", [tiles], "turned", perm=[0, 2, 3, 1]),
+            self.make("Reshape", [f"{self.name}/turned", cut_shape], "cut"),
+            self.make("Transpose", [f"{self.name}/cut"], "moved", perm=[0, 1, 3, 2, 4]),
+            *shape_nodes,
+            self.make("Reshape", [f"{self.name}/moved", f"{self.name}/shape"], "rows"),
+            helper.make_node(
+                "Transpose",
+                [f"{self.name}/rows"],
+                [output],
+                f"{self.name}/whole",
+                perm=[0, 3, 1, 2],
+            ),
+        ]
