@@ -20,12 +20,14 @@ from deploy.machine import this_machine
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency, SpeedUp, Timing, speed_up
 from deploy.metrics.output_errors import OutputAccuracy
+from deploy.metrics.precision import MeanPrecision
 from deploy.report import Report, blocks, figures, parts, to_html, to_json, to_markdown, to_screen
 from deploy.report.charts import latency_figure, range_bar
-from deploy.report.model import with_speed
+from deploy.report.model import Findings, with_speed
 from deploy.report.page import POLICY, SCRIPT, STYLE
 from deploy.report.report_rows import float_groups, worst_first, worst_rows
 from deploy.report.screen import next_steps
+from deploy.report.tables import engine_lines
 from deploy.report.verdict import Verdict
 from deploy.targets import OnnxRuntime
 from deploy.targets.base import BuildResult
@@ -635,3 +637,18 @@ def test_many_engines_have_letters_of_their_own():
     figure = latency_figure([parts.EngineRow(label=f"e{i}", latency=one) for i in range(28)])
     letters = re.findall(r'<i class="c\d">(\w+)</i>', figure)
     assert len(set(letters)) == 28 and letters[:2] == ["A", "B"] and letters[-1] == "BB"
+
+
+def test_precision_that_int8_wins_has_its_gain():
+    precision = MeanPrecision(
+        reference=0.4, candidate=0.41, reference_50=0.6, candidate_50=0.59, objects=9
+    )
+    accuracy = Accuracy(samples=4, outputs=(errors("y", 30.0),), precision=precision)
+    engines = (
+        parts.EngineRow(label="FP32", reference=True),
+        parts.EngineRow(label="int8", accuracy=accuracy),
+    )
+    lines = {line.label: line for line in engine_lines(Findings(engines=engines))}
+    assert lines["mAP .50:.95"].cells == ("40.00 %", "41.00 %")
+    assert lines["mAP .50:.95"].change == "+1.00 points"
+    assert lines["mAP .50"].change == "-1.00 points"

@@ -4,7 +4,7 @@ Engines side by side, coverage of targets, the task's figure and output slices, 
 search as text, and kernels: the slowest first, and by kind for several engines.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from deploy.files.manifest import RECORDS
 from deploy.metrics.accuracy import Accuracy
-from deploy.metrics.latency import FEW
+from deploy.metrics.kernels import KernelTime
+from deploy.metrics.latency import FEW, Timing
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
 from deploy.report import figures, model
@@ -38,13 +39,15 @@ _P99_RUNS = 100  # with fewer, p99 is the slowest run
 
 def has_slices(accuracy: Accuracy) -> bool:
     """Whether an output has several slices, or is measured as a difference."""
-    return any(one.label != one.output for one in accuracy.parts)
+    return any(part.label != part.output for part in accuracy.parts)
 
 
 def worst_figure(accuracy: Accuracy, name: str) -> float | None:
     """Return a figure of the worst slice, else of the worst output; None for lists of boxes.
 
-    `name`: "sqnr_db", "cosine_mean" or "cosine_min".
+    Args:
+        accuracy: of one engine.
+        name: "sqnr_db", "cosine_mean" or "cosine_min".
     """
     if accuracy.task and not accuracy.parts:
         return None
@@ -55,32 +58,35 @@ def worst_figure(accuracy: Accuracy, name: str) -> float | None:
 
 def worst_label(accuracy: Accuracy) -> str:
     """Return the label of the worst slice; "" for a single output that is not sliced."""
-    worst = accuracy.worst
-    return worst.label if worst and (len(accuracy.parts) > 1 or has_slices(accuracy)) else ""
+    is_sliced = len(accuracy.parts) > 1 or has_slices(accuracy)
+    return accuracy.worst.label if accuracy.worst and is_sliced else ""
 
 
 def task_label(accuracy: Accuracy) -> str:
     """Return the task's figure as a line's label; "" without a task or if top-1 covers it."""
     task = accuracy.task
-    if task is None or (task.task == "classes" and accuracy.top1_agreement is not None):
+    if task is None:
+        return ""
+    if task.task == "classes" and accuracy.top1_agreement is not None:
         return ""
     return task.figure[:1].upper() + task.figure[1:]
 
 
 def own_metric_value(accuracy: Accuracy) -> str:
     """Return the float model's own value of a user's metric; "" for agreement figures."""
-    task = accuracy.task
-    return f"{task.reference:.4g}" if task is not None and task.task == "metric" else ""
+    if accuracy.task is None or accuracy.task.task != "metric":
+        return ""
+    return f"{accuracy.task.reference:.4g}"
 
 
-def accuracy_row(name: str, one: OutputAccuracy | SliceAccuracy) -> list[str]:
+def accuracy_row(name: str, errors: OutputAccuracy | SliceAccuracy) -> list[str]:
     """Return the name of an output or slice and its figures under `ACCURACY_HEADS`."""
     return [
         name,
-        figures.decibels(one.sqnr_db),
-        figures.cosine(one.cosine_mean),
-        figures.cosine(one.cosine_min),
-        figures.real(one.max_abs_error),
+        figures.decibels(errors.sqnr_db),
+        figures.cosine(errors.cosine_mean),
+        figures.cosine(errors.cosine_min),
+        figures.real(errors.max_abs_error),
     ]
 
 
@@ -91,13 +97,19 @@ def layer_row(layer: OutputAccuracy) -> list[str]:
 
 def accuracy_notes(accuracy: Accuracy) -> tuple[str, ...]:
     """Return the task's figure as text, how the outputs were interpreted, and by what."""
-    words = accuracy.task.words if accuracy.task else ""
-    return tuple(filter(None, (words, accuracy.reading, accuracy.why)))
+    task_text = accuracy.task.words if accuracy.task else ""
+    return tuple(filter(None, (task_text, accuracy.reading, accuracy.why)))
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonLine:
-    """A line of the engines table: a label, a cell per engine, and the change as text."""
+    """A line of the engines table.
+
+    Attributes:
+        label: name of the figure.
+        cells: the figure of each engine as text.
+        change: how the engines compare, as text; "" for nothing to say.
+    """
 
     label: str
     cells: tuple[str, ...]
@@ -106,7 +118,7 @@ class ComparisonLine:
 
 def engine_lines(report: Findings) -> tuple[ComparisonLine, ...]:
     """Return size, latency, layers and accuracy, without empty lines."""
-    lines = (*_size(report), *_latency(report), *_ran(report), *_accuracy(report))
+    lines = (*_size(report), *_latency(report), *_layers(report), *_accuracy(report))
     return tuple(line for line in lines if set(line.cells) - {figures.NONE})
 
 
@@ -114,10 +126,12 @@ def coverage(target: TargetPart) -> str:
     """Return the number of quantized nodes: "25 of 27 nodes int8"; "" if unknown."""
     if not target.nodes:
         return ""
-    counts = Counter(node.precision for node in target.nodes if node.quantized) or {"int8": 0}
-    (first, number), *others = sorted(counts.items(), key=lambda item: -item[1])
-    more = "".join(f", {count} {precision}" for precision, count in others)
-    return f"{number} of {figures.count(len(target.nodes), 'node')} {first}{more}"
+    counts = Counter(node.precision for node in target.nodes if node.quantized)
+    (main_precision, main_count), *less_used = counts.most_common() or [("int8", 0)]
+    text = f"{main_count} of {figures.count(len(target.nodes), 'node')} {main_precision}"
+    for precision, count in less_used:
+        text += f", {count} {precision}"
+    return text
 
 
 def quantized_operators(target: TargetPart) -> str:
@@ -158,57 +172,81 @@ def top1(report: Findings, engine: EngineRow) -> float | None:
     """Return an engine's top-1; the float model's own is that of any comparison with it."""
     if engine.accuracy:
         return engine.accuracy.top1_candidate
-    if not engine.reference:
-        return None
-    compared = [e.accuracy.top1_reference for e in report.engines if e.accuracy]
-    return next((share for share in compared if share is not None), None)
-
-
-def _size(report: Findings) -> Iterator[ComparisonLine]:
-    factor = [size_ratio(report, engine) for engine in report.engines]
-    yield ComparisonLine(
-        "Size",
-        tuple(_size_or_failure(report, engine) for engine in report.engines),
-        _change(factor, lambda f: " ".join(figures.size_change(f)).strip()),
-    )
-    yield _line("Load", [engine.load_ms for engine in report.engines], figures.milliseconds)
-
-
-def _size_or_failure(report: Findings, engine: EngineRow) -> str:
-    target = report.target_of(engine)
-    return figures.FAILED if target and target.error else figures.size(engine.size_bytes)
+    if engine.reference:
+        for compared in report.engines:
+            if compared.accuracy and compared.accuracy.top1_reference is not None:
+                return compared.accuracy.top1_reference
+    return None
 
 
 def _line(
     label: str, parts: Iterable[Part | None], get: Callable[[Part], str], change: str = ""
 ) -> ComparisonLine:
     """Return a line with a cell per engine, given its part; "-" for an engine without the part."""
-    cells = (figures.NONE if part is None else get(part) for part in parts)
-    return ComparisonLine(label, tuple(cells), change)
+    cells = tuple(figures.NONE if part is None else get(part) for part in parts)
+    return ComparisonLine(label, cells, change)
+
+
+def _size(report: Findings) -> Iterator[ComparisonLine]:
+    cells, ratios = [], []
+    for engine in report.engines:
+        target = report.target_of(engine)
+        has_failed = target is not None and target.error
+        cells.append(figures.FAILED if has_failed else figures.size(engine.size_bytes))
+        if (ratio := size_ratio(report, engine)) is not None:
+            ratios.append(ratio)
+    change = " ".join(figures.size_change(ratios[0])).strip() if len(ratios) == 1 else ""
+    yield ComparisonLine("Size", tuple(cells), change)
+    yield _line("Load", [engine.load_ms for engine in report.engines], figures.milliseconds)
 
 
 def _latency(report: Findings) -> Iterator[ComparisonLine]:
     ms = figures.milliseconds
     parts = [engine.latency for engine in report.engines]
     if any(engine.sweep for engine in report.engines):
-        yield _line("Batch", [e.sweep or None for e in report.engines], lambda x: str(x[0].batch))
-    yield _line("Latency p50", parts, lambda x: ms(x.latency.p50), _faster(report))
-    yield _line("Latency p90", parts, lambda x: ms(x.latency.p90))
+        sweeps = [engine.sweep or None for engine in report.engines]
+        yield _line("Batch", sweeps, lambda sweep: str(sweep[0].batch))
+    yield _line("Latency p50", parts, lambda part: ms(part.latency.p50), _speed_text(report))
+    yield _line("Latency p90", parts, lambda part: ms(part.latency.p90))
     runs = min((part.queries for part in parts if part), default=0)
     if runs >= FEW:
-        yield _line("Latency p95", parts, lambda x: ms(x.latency.p95))
+        yield _line("Latency p95", parts, lambda part: ms(part.latency.p95))
     if runs >= _P99_RUNS:
-        yield _line("Latency p99", parts, lambda x: ms(x.latency.p99))
-    yield _line("Latency mean", parts, lambda x: ms(x.latency.mean))
-    yield _line("Variation", parts, lambda x: f"{x.latency.cv_percent:.3g} %")
-    yield _line("Enqueue", parts, lambda x: ms(x.enqueue.p50 if x.enqueue else None))
-    yield _line("H2D", parts, lambda x: ms(x.h2d.p50 if x.h2d else None))
-    yield _line("GPU compute", parts, lambda x: ms(x.gpu_compute.p50 if x.gpu_compute else None))
-    yield _line("D2H", parts, lambda x: ms(x.d2h.p50 if x.d2h else None))
-    yield _line("Throughput", parts, lambda x: figures.rate(x.throughput_qps))
+        yield _line("Latency p99", parts, lambda part: ms(part.latency.p99))
+    yield _line("Latency mean", parts, lambda part: ms(part.latency.mean))
+    yield _line("Variation", parts, lambda part: f"{part.latency.cv_percent:.3g} %")
+    yield _line("Enqueue", parts, lambda part: _p50(part.enqueue))
+    yield _line("H2D", parts, lambda part: _p50(part.h2d))
+    yield _line("GPU compute", parts, lambda part: _p50(part.gpu_compute))
+    yield _line("D2H", parts, lambda part: _p50(part.d2h))
+    yield _line("Throughput", parts, lambda part: figures.rate(part.throughput_qps))
 
 
-def _ran(report: Findings) -> Iterator[ComparisonLine]:
+def _p50(timing: Timing | None) -> str:
+    return figures.milliseconds(timing.p50 if timing else None)
+
+
+def _speed_text(report: Findings) -> str:
+    """Return how much faster the only comparable engine is than each of its rivals."""
+    compared = []
+    for engine in report.engines:
+        if rivals := model.find_rivals(report.engines, engine):
+            compared.append((engine, rivals))
+    if len(compared) != 1:
+        return ""
+
+    engine, rivals = compared[0]
+    texts = []
+    for rival in rivals:
+        if rival is rivals[0] and engine.speed:
+            speed = engine.speed.words
+        else:
+            speed = figures.ratio(model.speed_over(rival, engine))
+        texts.append(speed if rival.reference else f"{speed} of {rival.label}")
+    return ", ".join(texts)
+
+
+def _layers(report: Findings) -> Iterator[ComparisonLine]:
     """Yield the numbers of layers, if the runtime reports them."""
     parts = [engine.ran for engine in report.engines]
     yield _line("Quantized layers", parts, quantized_layers)
@@ -216,73 +254,78 @@ def _ran(report: Findings) -> Iterator[ComparisonLine]:
 
 
 def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
-    shares = [top1(report, engine) for engine in report.engines]
-    lost = [
-        share - shares[0] for share in shares[1:] if share is not None and shares[0] is not None
-    ]
-    words = "worst " if len(lost) > 1 else ""
-    change = words + figures.points(min(lost)) if lost else ""
-    yield ComparisonLine("Top-1", tuple(figures.percent(share) for share in shares), change)
-
-    judged = [engine.accuracy for engine in report.engines]
-    measured = [accuracy for accuracy in judged if accuracy]
+    yield _top1_line(report)
+    accuracies = [engine.accuracy for engine in report.engines]
+    measured = [accuracy for accuracy in accuracies if accuracy]
     yield from _precision(report, "mAP .50:.95", "")
     yield from _precision(report, "mAP .50", "_50")
-    for label in dict.fromkeys(filter(None, map(task_label, measured))):
-        task = _line(label, judged, lambda x: x.task.count if x.task else figures.NONE)
-        fp32 = dict.fromkeys(filter(None, map(own_metric_value, measured)))
-        cells = (
-            next(iter(fp32), cell) if engine.reference else cell
-            for engine, cell in zip(report.engines, task.cells, strict=True)
-        )
-        yield ComparisonLine(label, tuple(cells))
-    yield _line("Top-1 agreement", judged, lambda x: figures.percent(x.top1_agreement))
-    parts = dict.fromkeys(filter(None, map(worst_label, measured)))
-    detail = f"of {', '.join(parts)}" if parts else ""
+    for label in _distinct(map(task_label, measured)):
+        yield _task_line(report, label)
+    yield _line("Top-1 agreement", accuracies, lambda x: figures.percent(x.top1_agreement))
 
-    def worst(name: str) -> list[float | None]:
-        return [None if accuracy is None else worst_figure(accuracy, name) for accuracy in judged]
-
-    sqnr = tuple(map(figures.decibels, worst("sqnr_db")))
-    yield ComparisonLine("SQNR, worst part" if parts else "SQNR", sqnr, detail)
-    yield ComparisonLine("Cosine", tuple(map(figures.cosine, worst("cosine_mean"))))
-    yield ComparisonLine("Cosine, worst", tuple(map(figures.cosine, worst("cosine_min"))))
+    worst_labels = _distinct(map(worst_label, measured))
+    sqnr_label = "SQNR, worst part" if worst_labels else "SQNR"
+    detail = f"of {', '.join(worst_labels)}" if worst_labels else ""
+    yield _line(sqnr_label, accuracies, _worst_sqnr, detail)
+    yield _line("Cosine", accuracies, lambda x: figures.cosine(worst_figure(x, "cosine_mean")))
+    yield _line("Cosine, worst", accuracies, _worst_cosine)
 
 
-def _precision(report: Findings, label: str, at: str) -> Iterator[ComparisonLine]:
+def _worst_sqnr(accuracy: Accuracy) -> str:
+    return figures.decibels(worst_figure(accuracy, "sqnr_db"))
+
+
+def _worst_cosine(accuracy: Accuracy) -> str:
+    return figures.cosine(worst_figure(accuracy, "cosine_min"))
+
+
+def _distinct(texts: Iterable[str]) -> list[str]:
+    """Return the texts that are not empty, each once."""
+    return list(dict.fromkeys(filter(None, texts)))
+
+
+def _top1_line(report: Findings) -> ComparisonLine:
+    shares = [top1(report, engine) for engine in report.engines]
+    changes = [
+        share - shares[0] for share in shares[1:] if share is not None and shares[0] is not None
+    ]
+    text = figures.points(min(changes)) if changes else ""
+    if len(changes) > 1:
+        text = f"worst {text}"
+    return ComparisonLine("Top-1", tuple(map(figures.percent, shares)), text)
+
+
+def _task_line(report: Findings, label: str) -> ComparisonLine:
+    """Return each engine's figure of the task; FP32's is its own value of a user's metric."""
+    accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
+    fp32_values = _distinct(map(own_metric_value, accuracies))
+    cells = []
+    for engine in report.engines:
+        if engine.reference and fp32_values:
+            cells.append(fp32_values[0])
+        elif engine.accuracy and engine.accuracy.task:
+            cells.append(engine.accuracy.task.count)
+        else:
+            cells.append(figures.NONE)
+    return ComparisonLine(label, tuple(cells))
+
+
+def _precision(report: Findings, label: str, suffix: str) -> Iterator[ComparisonLine]:
     """Yield mean average precision of every engine; FP32's is that of any comparison with it."""
     measured = [e.accuracy.precision for e in report.engines if e.accuracy and e.accuracy.precision]
-    if measured:
-        fp32: float = getattr(measured[0], f"reference{at}")
-        shares = [fp32 if e.reference else _precision_of(e, at) for e in report.engines]
-        lost = min(share - fp32 for share in shares if share is not None)
-        yield ComparisonLine(label, tuple(map(figures.percent, shares)), figures.points(lost))
+    if not measured:
+        return
 
-
-def _precision_of(engine: EngineRow, at: str) -> float | None:
-    precision = engine.accuracy.precision if engine.accuracy else None
-    return None if precision is None else float(getattr(precision, f"candidate{at}"))
-
-
-def _change(factors: list[float | None], words: Callable[[float], str]) -> str:
-    known = [factor for factor in factors if factor is not None]
-    return words(known[0]) if len(known) == 1 else ""
-
-
-def _faster(report: Findings) -> str:
-    """Return how much faster the only comparable engine is than each of its rivals."""
-    compared = [
-        (e, rivals) for e in report.engines if (rivals := model.find_rivals(report.engines, e))
-    ]
-    if len(compared) != 1:
-        return ""
-    ((engine, rivals),) = compared
-    words = []
-    for rival in rivals:
-        first = engine.speed if rival is rivals[0] else None
-        speed = first.words if first else figures.ratio(model.speed_over(rival, engine))
-        words.append(speed if rival.reference else f"{speed} of {rival.label}")
-    return ", ".join(words)
+    fp32: float = getattr(measured[0], f"reference{suffix}")
+    changes = [getattr(precision, f"candidate{suffix}") - fp32 for precision in measured]
+    cells = []
+    for engine in report.engines:
+        precision = engine.accuracy.precision if engine.accuracy else None
+        if engine.reference:
+            cells.append(figures.percent(fp32))
+        else:
+            cells.append(figures.percent(getattr(precision, f"candidate{suffix}", None)))
+    yield ComparisonLine(label, tuple(cells), figures.points(min(changes)))
 
 
 PLAN, OPTIONS, REPORT = "plan", "options", "report"  # roles of the report's files
@@ -300,26 +343,31 @@ def target_suffix(report: Findings, name: str, joint: str = " of ") -> str:
 def calibration_text(report: Findings) -> str:
     """Return common method, cache reuse and time in one line."""
     part = report.calibration or CalibrationPart()
-    method = common_method(report)
-    time = f" in {part.seconds:.1f} s" if part.seconds is not None else ""
-    reason = f": {part.reason}" if part.reason else ""
-    return f"{f'{method}, ' if method else ''}{_reuse(part)}{time}{reason}"
+    text = _reuse_text(part)
+    if method := common_method(report):
+        text = f"{method}, {text}"
+    if part.seconds is not None:
+        text += f" in {part.seconds:.1f} s"
+    if part.reason:
+        text += f": {part.reason}"
+    return text
 
 
-def _reuse(part: CalibrationPart) -> str:
+def _reuse_text(part: CalibrationPart) -> str:
     if part.reused:
         return "cache reused"
     if part.by_model:
         return "nothing calibrated"
-    some = any(group.reused for group in part.groups)
-    return "cache reused in part" if some else "calibrated anew"
+    if any(group.reused for group in part.groups):
+        return "cache reused in part"
+    return "calibrated anew"
 
 
 def group_text(group: GroupRow) -> str:
     """Return one kind of observation: "folded, histogram: 31 tensors, reused"."""
-    how = "reused" if group.reused else "observed anew"
+    origin = "reused" if group.reused else "observed anew"
     tensors = figures.count(group.tensors, "tensor")
-    return f"{group.variant}, {group.statistic}: {tensors}, {how}"
+    return f"{group.variant}, {group.statistic}: {tensors}, {origin}"
 
 
 def work_texts(part: WorkPart) -> Iterator[str]:
@@ -330,16 +378,16 @@ def work_texts(part: WorkPart) -> Iterator[str]:
     yield _runs("engine", part.engine_runs)
 
 
-def _runs(what: str, runs: Mapping[str, int]) -> str:
-    total = figures.count(sum(runs.values()), f"{what} inference")
-    each = ", ".join(f"{name} {number}" for name, number in runs.items())
-    return f"{total} ({each})" if each else total
+def _runs(purpose: str, runs: Mapping[str, int]) -> str:
+    total = figures.count(sum(runs.values()), f"{purpose} inference")
+    details = ", ".join(f"{name} {number}" for name, number in runs.items())
+    return f"{total} ({details})" if details else total
 
 
 def search_text(search: SearchPart) -> str:
     """Return the result of a search and its number of trials."""
-    tried = "from the plan, nothing tried" if search.reused else f"{search.probes} trials"
-    return f"{search.settled} ({tried})" if search.settled else tried
+    trials = "from the plan, nothing tried" if search.reused else f"{search.probes} trials"
+    return f"{search.settled} ({trials})" if search.settled else trials
 
 
 def trial_row(trial: TrialRow) -> list[str]:
@@ -358,39 +406,42 @@ def weight_row(row: WeightRow) -> list[str]:
         f"{100 * row.used:.3g} %",
         f"{row.ratio:.3g}",
         *map(figures.real, (row.least, row.median, row.largest)),
-        *map(str, row.worst[:1] or ("",)),
+        str(row.worst[0]) if row.worst else "",
     ]
 
 
 def plan_path(report: Findings) -> str:
     """Return the path of the plan from the report's folder; "" without a plan."""
-    paths = [PurePath(file.path) for file in report.files if file.role == PLAN]
-    if not paths:
-        return ""
-    record = paths[0].parent.name == RECORDS
-    return f"{RECORDS}/{paths[0].name}" if record else paths[0].name
+    for file in report.files:
+        if file.role == PLAN:
+            path = PurePath(file.path)
+            return f"{RECORDS}/{path.name}" if path.parent.name == RECORDS else path.name
+    return ""
 
 
 KERNEL_HEADS = ("kernel", "time", "share", "kind")
 
 
-def kernel_rows(engine: EngineRow, most: int | None = None) -> list[list[str]]:
-    """Return at most `most` of an engine's kernels under `KERNEL_HEADS`, the slowest first."""
-    total = sum(kernel.ms for kernel in engine.kernels)
+def kernel_rows(engine: EngineRow, limit: int | None = None) -> list[list[str]]:
+    """Return at most `limit` of an engine's kernels under `KERNEL_HEADS`, the slowest first."""
+    total_ms = _total_ms(engine.kernels)
     return [
-        [kernel.name, figures.milliseconds(kernel.ms), _share(kernel.ms, total), kernel.kind]
-        for kernel in engine.kernels[:most]
+        [kernel.name, figures.milliseconds(kernel.ms), _share(kernel.ms, total_ms), kernel.kind]
+        for kernel in engine.kernels[:limit]
     ]
 
 
-def remaining_kernels(engine: EngineRow, most: int) -> str:
-    """Return the number and share of time of the kernels beyond `most`; "" if none."""
-    rest = engine.kernels[most:]
-    total = sum(kernel.ms for kernel in engine.kernels)
-    if not rest:
+def remaining_kernels(engine: EngineRow, limit: int) -> str:
+    """Return the number and share of time of the kernels beyond `limit`; "" if none."""
+    remaining = engine.kernels[limit:]
+    if not remaining:
         return ""
-    ms = sum(kernel.ms for kernel in rest)
-    return f"and {figures.count(len(rest), 'more kernel')} of {_share(ms, total)}"
+    share = _share(_total_ms(remaining), _total_ms(engine.kernels))
+    return f"and {figures.count(len(remaining), 'more kernel')} of {share}"
+
+
+def _total_ms(kernels: Sequence[KernelTime]) -> float:
+    return sum(kernel.ms for kernel in kernels)
 
 
 def kind_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]]:
@@ -399,13 +450,15 @@ def kind_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]
     Sorted by the kind's longest time in any engine; without kinds there are no rows.
     """
     timed = timed_engines(engines)
-    by_kind = [_by_kind(engine) for engine in timed]
-    kinds = {kind for one in by_kind for kind in one if kind}
-    slowest = {kind: max(sum(one.get(kind, ())) for one in by_kind) for kind in kinds}
-    rows = [
-        [kind, *(_cell(one.get(kind, ())) for one in by_kind)]
-        for kind in sorted(kinds, key=lambda kind: (-slowest[kind], kind))
-    ]
+    kernels_by_kind: dict[str, list[list[KernelTime]]] = {}  # those of each engine
+    for index, engine in enumerate(timed):
+        for kernel in engine.kernels:
+            if kernel.kind:
+                kernels = kernels_by_kind.setdefault(kernel.kind, [[] for _ in timed])
+                kernels[index].append(kernel)
+
+    rows = [[kind, *map(_kind_cell, kernels)] for kind, kernels in kernels_by_kind.items()]
+    rows.sort(key=lambda row: (-max(map(_total_ms, kernels_by_kind[row[0]])), row[0]))
     return ["kind", *(engine.label for engine in timed)], rows
 
 
@@ -414,16 +467,11 @@ def timed_engines(engines: Sequence[EngineRow]) -> list[EngineRow]:
     return [engine for engine in engines if engine.kernels]
 
 
-def _by_kind(engine: EngineRow) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = defaultdict(list)
-    for kernel in engine.kernels:
-        times[kernel.kind].append(kernel.ms)
-    return times
+def _kind_cell(kernels: Sequence[KernelTime]) -> str:
+    if not kernels:
+        return figures.NONE
+    return f"{figures.milliseconds(_total_ms(kernels))} in {len(kernels)}"
 
 
-def _cell(times: Sequence[float]) -> str:
-    return f"{figures.milliseconds(sum(times))} in {len(times)}" if times else figures.NONE
-
-
-def _share(ms: float, total: float) -> str:
-    return f"{100 * ms / total:.1f} %" if total else figures.NONE
+def _share(ms: float, total_ms: float) -> str:
+    return f"{100 * ms / total_ms:.1f} %" if total_ms else figures.NONE
