@@ -21,6 +21,7 @@ from deploy.report.blocks import (
 )
 from deploy.report.model import Findings
 from deploy.report.page import page, tiles, verdicts
+from deploy.report.parts import EngineRow
 from deploy.report.screen import to_screen
 from deploy.report.sections import SECTIONS
 
@@ -34,89 +35,133 @@ _FRAME = (
 def to_html(report: Findings) -> str:
     """Return a complete page; every name and sentence is escaped."""
     sections = _sections(report)
-    figures_first = (*_page_head(report), tiles(_main_figures(report)))
-    body = (*figures_first, table_of_contents(sections), *sections_html(sections))
-    return page(report.title, "\n".join(filter(None, body)))
+    parts = (
+        *_page_head(report),
+        tiles(_main_figures(report)),
+        table_of_contents(sections),
+        *sections_html(sections),
+    )
+    return page(report.title, "\n".join(filter(None, parts)))
 
 
 def to_markdown(report: Findings) -> str:
     """Return Markdown text with GitHub's tables; every name is escaped."""
-    head = f"# {escape_markdown(report.title)}", block_markdown(Bullets(list(_facts(report))))
-    texts = (*head, *sections_markdown(_sections(report)))
-    return figures.encodable("\n\n".join(filter(None, texts)) + "\n")
+    parts = (
+        f"# {escape_markdown(report.title)}",
+        block_markdown(Bullets(list(_head_facts(report)))),
+        *sections_markdown(_sections(report)),
+    )
+    return figures.encodable("\n\n".join(filter(None, parts)) + "\n")
 
 
 def _sections(report: Findings) -> list[Section]:
-    return [section for sections in SECTIONS for section in sections(report)]
+    return [section for to_sections in SECTIONS for section in to_sections(report)]
 
 
 def _page_head(report: Findings) -> Iterator[str]:
+    """Yield title, verdicts, troubles, model and devices as HTML."""
     yield f"<h1>{escape(report.title)}</h1>"
     yield verdicts((e.label, e.verdict) for e in report.engines if e.verdict)
-    troubles = [f"{target.name} failed: {target.error}" for target in tables.failures(report)]
-    troubles += [text for e in report.engines if e.accuracy for text in e.accuracy.problems]
+    troubles = list(_failure_texts(report))
+    for engine in report.engines:
+        troubles += engine.accuracy.problems if engine.accuracy else ()
     if troubles:
         yield block_html(Bullets(list(dict.fromkeys(troubles)), "troubles"))
     if report.model:
-        words = [report.model.path, *report.model.inputs]
-        yield f'<p class="sub">{" &middot; ".join(map(escape, words))}</p>'
-    for device in report.machine.devices if report.machine else ():
-        yield f'<p class="sub">{escape(device.description)}</p>'
+        texts = map(escape, (report.model.path, *report.model.inputs))
+        yield f'<p class="sub">{" &middot; ".join(texts)}</p>'
+    for device in _devices(report):
+        yield f'<p class="sub">{escape(device)}</p>'
 
 
-def _facts(report: Findings) -> Iterator[str]:
+def _head_facts(report: Findings) -> Iterator[str]:
     """Yield the head of the Markdown text."""
-    for device in report.machine.devices if report.machine else ():
-        yield f"Device: {device.description}"
+    for device in _devices(report):
+        yield f"Device: {device}"
     for engine in report.engines:
         if engine.verdict:
             yield f"Verdict on {engine.label}: {engine.verdict.text}"
     if report.model:
         yield f"Model: {report.model.path}"
-        yield from (f"Input: {text}" for text in report.model.inputs)
-        yield from (f"Output: {text}" for text in report.model.outputs)
-    yield from (f"{target.name} failed: {target.error}" for target in tables.failures(report))
+        for text in report.model.inputs:
+            yield f"Input: {text}"
+        for text in report.model.outputs:
+            yield f"Output: {text}"
+    yield from _failure_texts(report)
+
+
+def _failure_texts(report: Findings) -> Iterator[str]:
+    for target in tables.failures(report):
+        yield f"{target.name} failed: {target.error}"
+
+
+def _devices(report: Findings) -> list[str]:
+    """Return the accelerators as text."""
+    return [device.description for device in report.machine.devices] if report.machine else []
 
 
 def _main_figures(report: Findings) -> Iterator[tuple[str, str]]:
-    """Yield the first engine's main figures, then each target's coverage."""
-    int8 = (engine for engine in report.engines if not (engine.reference or engine.baseline))
-    engine = next(int8, None)
-    if engine is not None:
-        smaller = tables.size_ratio(report, engine)
-        for rival in model.find_rivals(report.engines, engine):
-            against = "the float model" if rival.reference else rival.label
-            yield (
-                figures.ratio(model.speed_over(rival, engine)),
-                f"speed of {against}, {engine.label}",
-            )
-        if smaller is not None:
-            factor, how = figures.size_change(smaller)
-            if factor:
-                yield factor, f"{how} on disk, {engine.label}"
-        share = tables.top1(report, engine)
-        if share is not None:
-            yield figures.percent(share), f"top-1, {engine.label}"
-        if engine.accuracy and engine.accuracy.task and tables.task_label(engine.accuracy):
-            task = engine.accuracy.task
-            yield task.count, f"{task.figure}, {engine.label}"
-        if engine.accuracy and tables.has_slices(engine.accuracy):
-            part = tables.worst_label(engine.accuracy)
-            decibels = figures.decibels(tables.worst_figure(engine.accuracy, "sqnr_db"))
-            yield decibels, f"SQNR of the worst part, {part}, {engine.label}"
-        elif share is None and engine.accuracy:
-            cosine = figures.cosine(tables.worst_figure(engine.accuracy, "cosine_mean"))
-            yield cosine, f"cosine to the float model, {engine.label}"
+    """Yield (value, label): the first engine's main figures, then each target's coverage."""
+    for engine in report.engines:
+        if not (engine.reference or engine.baseline):
+            yield from _engine_figures(report, engine)
+            break
     for target in tables.built_targets(report):
-        quantized = sum(node.quantized for node in target.nodes)
-        kinds = sorted({node.precision for node in target.nodes if node.quantized}) or ["int8"]
-        own = tables.target_suffix(report, target.name, ", ")
-        yield f"{quantized} / {len(target.nodes)}", f"nodes in {', '.join(kinds)}{own}"
+        quantized = [node.precision for node in target.nodes if node.quantized]
+        precisions = ", ".join(sorted(set(quantized))) or "int8"
+        suffix = tables.target_suffix(report, target.name, ", ")
+        yield f"{len(quantized)} / {len(target.nodes)}", f"nodes in {precisions}{suffix}"
+
+
+def _engine_figures(report: Findings, engine: EngineRow) -> Iterator[tuple[str, str]]:
+    """Yield (value, label): speed over each rival, size, and accuracy of one engine."""
+    for rival in model.find_rivals(report.engines, engine):
+        speed = figures.ratio(model.speed_over(rival, engine))
+        rival_name = "the float model" if rival.reference else rival.label
+        yield speed, f"speed of {rival_name}, {engine.label}"
+    size_ratio = tables.size_ratio(report, engine)
+    if size_ratio is not None:
+        factor, comparison = figures.size_change(size_ratio)
+        if factor:
+            yield factor, f"{comparison} on disk, {engine.label}"
+    share = tables.top1(report, engine)
+    if share is not None:
+        yield figures.percent(share), f"top-1, {engine.label}"
+
+    accuracy = engine.accuracy
+    if accuracy is None:
+        return
+    if accuracy.task and tables.task_label(accuracy):
+        yield accuracy.task.count, f"{accuracy.task.figure}, {engine.label}"
+    if tables.has_slices(accuracy):
+        sqnr = figures.decibels(tables.worst_figure(accuracy, "sqnr_db"))
+        worst_slice = tables.worst_label(accuracy)
+        yield sqnr, f"SQNR of the worst part, {worst_slice}, {engine.label}"
+    elif share is None:
+        cosine = figures.cosine(tables.worst_figure(accuracy, "cosine_mean"))
+        yield cosine, f"cosine to the float model, {engine.label}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report(Findings):
-    """All results of a run; `repr` is one screen of text, notebooks show the page."""
+    """All results of a run; `repr` is one screen of text, notebooks show the page.
+
+    Parts that a run does not have are None or empty.
+
+    Attributes:
+        title: of the report.
+        model: the input model.
+        feed: the calibration data.
+        calibration: how the scales were determined.
+        targets: results per target, in the order requested.
+        engines: the float model and every engine that was measured.
+        machine: the machine that ran it.
+        files: files written for no single target.
+        seconds: step -> its duration.
+        work: cost of the run in inferences and decoded images.
+        alerts: notes that need an action.
+        notes: all other notes.
+    """
 
     def __repr__(self) -> str:
         try:

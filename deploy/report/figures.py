@@ -66,7 +66,9 @@ def points(value: float) -> str:
 
 def rate(value: float | None) -> str:
     """Format inferences per second."""
-    return NONE if value is None else f"{value:,.0f} /s" if value >= 100 else f"{value:.3g} /s"
+    if value is None:
+        return NONE
+    return f"{value:,.0f} /s" if value >= 100 else f"{value:.3g} /s"
 
 
 def real(value: float) -> str:
@@ -83,7 +85,9 @@ def size_change(smaller: float) -> tuple[str, str]:
     """Return ("2.00x", "smaller"), or "larger" if the file grew; empty texts for equal sizes."""
     if ratio(smaller) == ratio(1):
         return "", ""
-    return (ratio(smaller), "smaller") if smaller > 1 else (ratio(1 / smaller), "larger")
+    if smaller > 1:
+        return ratio(smaller), "smaller"
+    return ratio(1 / smaller), "larger"
 
 
 def count(number: int, noun: str) -> str:
@@ -111,7 +115,12 @@ _GRIDS = ("int8", "uint8", "fp8")  # layer types that count as quantized
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDeviation:
-    """A node that does not run as planned: its operator and both types."""
+    """A node that does not run as planned.
+
+    Attributes:
+        node, op: its name and operator.
+        planned, ran: its type in the plan and in the engine.
+    """
 
     node: str
     op: str
@@ -121,24 +130,36 @@ class NodeDeviation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayersPart:
-    """Layers of an engine, as reported by its runtime."""
+    """Layers of an engine, as reported by its runtime, compared with the plan.
 
-    layers: int  # number of computing layers, each of several nodes, without blocks
-    # type -> number of computing layers
+    Attributes:
+        layers: number of computing layers, each of several nodes, without blocks.
+        precisions: type -> number of computing layers.
+        reformats: number of layers that only change type or layout.
+        planned: number of nodes planned as quantized; None without a plan.
+        grid: type they were planned in.
+        unnamed: planned nodes that no layer names, because they were fused or removed.
+        inside: planned nodes in blocks, whose types the engine does not tell.
+        blocks: kinds of blocks as text, such as "2 DLA loadables".
+        lost: planned nodes that run in float.
+        gained: nodes planned in float that run quantized.
+    """
+
+    layers: int
     precisions: Mapping[str, int] = field(default_factory=dict)
-    reformats: int = 0  # number of layers that only change type or layout
-    planned: int | None = None  # number of nodes planned as quantized; None without a plan
-    grid: str | None = None  # type they were planned in
-    unnamed: tuple[str, ...] = ()  # those that no layer names, because they were fused or removed
-    inside: tuple[str, ...] = ()  # those in blocks, whose types the engine does not tell
-    blocks: str = ""  # such as "2 DLA loadables"
-    lost: tuple[NodeDeviation, ...] = ()  # those that run in float
-    gained: tuple[NodeDeviation, ...] = ()  # nodes planned in float that run quantized
+    reformats: int = 0
+    planned: int | None = None
+    grid: str | None = None
+    unnamed: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+    blocks: str = ""
+    lost: tuple[NodeDeviation, ...] = ()
+    gained: tuple[NodeDeviation, ...] = ()
 
     @property
     def deviation_rows(self) -> list[list[str]]:
         """Rows under `DEVIATION_HEADS` of the nodes that do not run as planned."""
-        return [[r.node, r.op, r.planned, r.ran] for r in (*self.lost, *self.gained)]
+        return [[d.node, d.op, d.planned, d.ran] for d in (*self.lost, *self.gained)]
 
     @property
     def as_planned(self) -> int:
@@ -152,44 +173,75 @@ def compare_with_plan(
     """Compare an engine's layers with the plan of its model; None without layers."""
     if not layers:
         return None
-    work = [layer for layer in layers if not layer.reformat]
-    types: dict[str, str] = {}  # a node of several layers is quantized if one of them is
-    for layer in work:
-        for node in layer.nodes if layer.precision else ():
-            if types.get(node) not in _GRIDS:
-                types[node] = layer.precision
+
+    computing = [layer for layer in layers if not layer.reformat]
+    blocks = [layer for layer in computing if layer.block]
     decisions = list(plan)
-    quantized = [d for d in decisions if d.quantized]
-    rows = [NodeDeviation(node=d.node, op=d.op_type, planned=d.precision, ran=types[d.node])
-            for d in decisions if d.node in types]  # fmt: skip
-    on_grid = {d.node for d in quantized}
-    blocks = [layer for layer in work if layer.block]
-    kinds = Counter("DLA loadable" if b.block == "DLA" else f"{b.block} block" for b in blocks)
-    known = [d.node for d in decisions if d.node not in types]
-    inside = {node for block in blocks for node in _inside(block, known)} & on_grid
+    type_by_node = _type_by_node(computing)
+    unreported = [decision.node for decision in decisions if decision.node not in type_by_node]
+    nodes_in_blocks = {node for block in blocks for node in _block_nodes(block, unreported)}
+
+    grids, unnamed, inside, lost, gained = set(), [], [], [], []
+    for decision in decisions:
+        node, engine_type = decision.node, type_by_node.get(decision.node)
+        if decision.quantized:
+            grids.add(decision.precision)
+            if node in nodes_in_blocks:
+                inside.append(node)
+            elif engine_type is None:
+                unnamed.append(node)
+        if engine_type is None or decision.quantized == (engine_type in _GRIDS):
+            continue
+        deviation = NodeDeviation(
+            node=node, op=decision.op_type, planned=decision.precision, ran=engine_type
+        )
+        if decision.quantized:
+            lost.append(deviation)
+        else:
+            gained.append(deviation)
+
     return EngineLayersPart(
-        layers=len(work) - len(blocks),
-        precisions=dict(Counter(layer.precision for layer in work if layer.precision)),
-        reformats=len(layers) - len(work),
-        planned=len(quantized) if decisions else None,
-        grid=" or ".join(sorted({d.precision for d in quantized})) or None,
-        unnamed=tuple(d.node for d in quantized if d.node not in {*types, *inside}),
-        inside=tuple(d.node for d in quantized if d.node in inside),
-        blocks=" and ".join(count(number, kind) for kind, number in kinds.items()),
-        lost=tuple(r for r in rows if r.node in on_grid and r.ran not in _GRIDS),
-        gained=tuple(r for r in rows if r.node not in on_grid and r.ran in _GRIDS),
+        layers=len(computing) - len(blocks),
+        precisions=dict(Counter(layer.precision for layer in computing if layer.precision)),
+        reformats=len(layers) - len(computing),
+        planned=sum(decision.quantized for decision in decisions) if decisions else None,
+        grid=" or ".join(sorted(grids)) or None,
+        unnamed=tuple(unnamed),
+        inside=tuple(inside),
+        blocks=_count_blocks(blocks),
+        lost=tuple(lost),
+        gained=tuple(gained),
     )
 
 
-def _inside(block: EngineLayer, nodes: Sequence[str]) -> Sequence[str]:
+def _type_by_node(layers: Iterable[EngineLayer]) -> dict[str, str]:
+    """Return node -> its type in the engine; quantized if one of its layers is."""
+    type_by_node: dict[str, str] = {}
+    for layer in layers:
+        if layer.precision:
+            for node in layer.nodes:
+                if type_by_node.get(node) not in _GRIDS:
+                    type_by_node[node] = layer.precision
+    return type_by_node
+
+
+def _count_blocks(blocks: Iterable[EngineLayer]) -> str:
+    """Return the kinds of blocks as text: "2 DLA loadables"."""
+    kinds = Counter("DLA loadable" if b.block == "DLA" else f"{b.block} block" for b in blocks)
+    return " and ".join(count(number, kind) for kind, number in kinds.items())
+
+
+def _block_nodes(block: EngineLayer, nodes: Sequence[str]) -> Sequence[str]:
     """Return the nodes of a block; `nodes`, in the model's order, are those of no other layer.
 
     An end that is no node of the plan, such as a QuantizeLinear, bounds nothing.
     """
     if block.ends is None:
         return block.nodes
-    first, last = (nodes.index(end) if end in nodes else None for end in block.ends)
-    return nodes[first : None if last is None else last + 1]
+    first_node, last_node = block.ends
+    start = nodes.index(first_node) if first_node in nodes else 0
+    stop = nodes.index(last_node) + 1 if last_node in nodes else len(nodes)
+    return nodes[start:stop]
 
 
 def quantized_layers(part: EngineLayersPart) -> str:
@@ -197,19 +249,23 @@ def quantized_layers(part: EngineLayersPart) -> str:
     if not part.precisions:
         return "the engine does not tell"
     quantized = sum(part.precisions.get(grid, 0) for grid in _GRIDS)
-    return f"{quantized} of {part.layers}{f', and {part.blocks}' if part.blocks else ''}"
+    blocks = f", and {part.blocks}" if part.blocks else ""
+    return f"{quantized} of {part.layers}{blocks}"
 
 
 def engine_layers_text(part: EngineLayersPart) -> str:
     """Return the comparison with the plan in one line; "" without a plan."""
     if not part.planned or not (part.precisions or part.blocks):
         return ""
-    outside, inside, texts = part.planned - len(part.inside), len(part.inside), []
-    if outside:
-        texts.append(f"{part.as_planned} of {count(outside, 'planned node')} in {part.grid}")
-    if inside:
-        noun = str(inside) if outside else count(inside, "planned node")
-        texts.append(f"{noun} inside {part.blocks}, whose types the engine does not tell")
+
+    in_blocks = len(part.inside)
+    in_layers = part.planned - in_blocks
+    texts = []
+    if in_layers:
+        texts.append(f"{part.as_planned} of {count(in_layers, 'planned node')} in {part.grid}")
+    if in_blocks:
+        nodes = str(in_blocks) if in_layers else count(in_blocks, "planned node")
+        texts.append(f"{nodes} inside {part.blocks}, whose types the engine does not tell")
     if part.unnamed:
         texts.append(f"{len(part.unnamed)} that no layer names")
     if part.gained:

@@ -5,7 +5,7 @@ the time of a float model on the CPU says nothing about int8 on a GPU.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 
@@ -33,12 +33,16 @@ def find_rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[Engine
     """
     if engine.reference or engine.baseline or engine.latency is None:
         return ()
-    measured = [each for each in engines if each.latency is not None]
-    of_target = [each for each in measured if each.baseline and each.target == engine.target]
-    references = [
-        each for each in measured if each.reference and each.on_device == engine.on_device
-    ]
-    return tuple(reversed(of_target)) or tuple(references)
+
+    built_for_target, references = [], []
+    for rival in engines:
+        if rival.latency is None:
+            continue
+        if rival.baseline and rival.target == engine.target:
+            built_for_target.append(rival)
+        if rival.reference and rival.on_device == engine.on_device:
+            references.append(rival)
+    return tuple(reversed(built_for_target)) or tuple(references)
 
 
 def with_speed(engines: Iterable[EngineRow], engine: EngineRow) -> EngineRow:
@@ -59,14 +63,7 @@ SCHEMA = "calib8-report/2"  # 2: nodes, tensors and layers moved into their targ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """All results of a run.
-
-    Attributes:
-        targets: results per target, in the order requested.
-        files: files written for no single target.
-        seconds: step -> its duration.
-        alerts: notes that need an action; `notes` has all others.
-    """
+    """All results of a run as plain values; `Report` adds the display, and explains each field."""
 
     title: str = "calib8"
     model: ModelPart | None = None
@@ -78,7 +75,7 @@ class Findings:
     files: tuple[FileRow, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     work: WorkPart | None = None
-    alerts: tuple[str, ...] = ()  # those of `notes` that need an action
+    alerts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -92,13 +89,12 @@ class Findings:
         Raises:
             ConfigError: there is none.
         """
-        labels = {engine.label: engine for engine in self.engines}
-        by_target = {e.target: e for e in self.engines if not (e.reference or e.baseline)}
-        if name not in (known := {**by_target, **labels}):
-            raise ConfigError(
-                f"an engine must be one of {', '.join(known) or 'none'}, got {name!r}"
-            )
-        return known[name]
+        engine_by_name = {e.target: e for e in self.engines if not (e.reference or e.baseline)}
+        engine_by_name |= {engine.label: engine for engine in self.engines}
+        if name not in engine_by_name:
+            names = ", ".join(engine_by_name) or "none"
+            raise ConfigError(f"an engine must be one of {names}, got {name!r}")
+        return engine_by_name[name]
 
     @property
     def failed(self) -> bool:
@@ -123,25 +119,19 @@ class Findings:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Distinct sentences on the run, the targets, their engines and latency."""
-        labels_of: dict[str, list[str]] = {}
+        labels_by_text: dict[str, list[str]] = {}
         for engine in self.engines:
-            target = self.target_of(engine)
-            for text in (
-                *(engine.accuracy.problems if engine.accuracy else ()),
-                *_stand_in(engine, target),
-                *engine.notes,
-                *(target.notes if target else ()),
-                *(engine.latency.warnings if engine.latency else ()),
-            ):
-                labels_of.setdefault(text, []).append(engine.label)
+            for text in _engine_notes(engine, self.target_of(engine)):
+                labels_by_text.setdefault(text, []).append(engine.label)
         measured = {engine.target for engine in self.engines if not engine.reference}
         for target in self.targets:
             for text in target.notes if target.name not in measured else ():
-                labels_of.setdefault(text, []).append(target.name)
-        prefixed = [
-            f"{', '.join(dict.fromkeys(labels))}: {text}" for text, labels in labels_of.items()
-        ]
-        return tuple(dict.fromkeys((*self.all_alerts, *self.notes, *prefixed)))
+                labels_by_text.setdefault(text, []).append(target.name)
+
+        sentences = dict.fromkeys((*self.all_alerts, *self.notes))
+        for text, labels in labels_by_text.items():
+            sentences[f"{', '.join(dict.fromkeys(labels))}: {text}"] = None
+        return tuple(sentences)
 
     def target_of(self, engine: EngineRow) -> TargetPart | None:
         """Return the target an engine was built for; None for a float engine."""
@@ -150,12 +140,18 @@ class Findings:
         return next((target for target in self.targets if target.name == engine.target), None)
 
 
-def _stand_in(engine: EngineRow, target: TargetPart | None) -> tuple[str, ...]:
-    """Return a note on an engine that was judged without being built."""
-    if engine.reference or engine.path is not None or engine.accuracy is None:
-        return ()
-    model = f"its {_grid(target)} model"
-    return (f"not run on its device; its accuracy is that of {model} in ONNX Runtime",)
+def _engine_notes(engine: EngineRow, target: TargetPart | None) -> Iterator[str]:
+    """Yield the sentences on an engine, its target and its latency."""
+    if engine.accuracy:
+        yield from engine.accuracy.problems
+        if engine.path is None and not engine.reference:
+            model = f"its {_grid(target)} model"
+            yield f"not run on its device; its accuracy is that of {model} in ONNX Runtime"
+    yield from engine.notes
+    if target:
+        yield from target.notes
+    if engine.latency:
+        yield from engine.latency.warnings
 
 
 def _grid(target: TargetPart | None) -> str:
@@ -163,10 +159,12 @@ def _grid(target: TargetPart | None) -> str:
     nodes = target.nodes if target is not None else ()
     if any(node.precision == "fp8" for node in nodes):
         return "fp8"
-    return "int8" if not nodes or any(node.quantized for node in nodes) else "float"
+    if nodes and not any(node.quantized for node in nodes):
+        return "float"
+    return "int8"
 
 
-_WORDS = frozenset({str, int, bool, type(None)})  # types that JSON holds unchanged
+_PLAIN_TYPES = frozenset({str, int, bool, type(None)})  # types that JSON holds unchanged
 
 
 def to_json(report: Findings) -> dict[str, object]:
@@ -186,26 +184,25 @@ def to_plain_object(value: object) -> dict[str, object]:
 
 def to_plain(value: object) -> object:
     """Return a value as JSON types; empty fields of dataclasses are left out."""
-    if type(value) in _WORDS:  # the usual case; the checks below are slower
+    if type(value) in _PLAIN_TYPES:  # the usual case; the checks below are slower
         return value
-    if callable(own := getattr(value, "to_json", None)):
-        return to_plain(own())
+    if callable(write_json := getattr(value, "to_json", None)):
+        return to_plain(write_json())
     if is_dataclass(value) and not isinstance(value, type):
-        stored = [f for f in fields(value) if f.metadata != DRAWN]
-        items = {f.name: getattr(value, f.name) for f in stored}
-        return {key: to_plain(item) for key, item in items.items() if item not in (None, (), {})}
+        plain: dict[str, object] = {}
+        for stored_field in fields(value):
+            item = getattr(value, stored_field.name)
+            if stored_field.metadata != DRAWN and item not in (None, (), {}):
+                plain[stored_field.name] = to_plain(item)
+        return plain
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
-    return value if isinstance(value, bool | int | str | None) else _word(value)
-
-
-def _word(value: object) -> object:
-    """Convert anything else, such as a path or a numpy scalar."""
-    item = getattr(value, "item", None)
-    if callable(item):
-        return to_plain(item())
+    if isinstance(value, bool | int | str):
+        return value
+    if callable(to_number := getattr(value, "item", None)):  # a numpy scalar
+        return to_plain(to_number())
     return value.as_posix() if isinstance(value, Path) else str(value)

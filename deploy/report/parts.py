@@ -19,7 +19,16 @@ _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPart:
-    """The input model. `inputs` and `outputs` are texts: "image float32 [N,1,28,28]"."""
+    """The input model.
+
+    Attributes:
+        path: of its file; its name if it was in memory.
+        size_bytes: of the file and its external data.
+        opset: of the ONNX domain.
+        nodes: number of nodes.
+        inputs, outputs: as text, such as "image float32 [N,1,28,28]".
+        notes: sentences on the model.
+    """
 
     path: str
     size_bytes: int | None = None
@@ -32,7 +41,17 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedPart:
-    """The calibration data: source, number of samples, preprocessing (also as text), skipped."""
+    """The calibration data.
+
+    Attributes:
+        source: folder, list, pattern or function that it came from.
+        samples: number of samples.
+        preprocess: option -> its value.
+        prepared: the preprocessing as text.
+        skipped: unreadable files, each with the reason.
+        digest: of the samples, hexadecimal.
+        pictures: a few samples as pictures.
+    """
 
     source: str
     samples: int
@@ -45,46 +64,74 @@ class FeedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRow:
-    """Observations of one kind: a statistic of some tensors of one variant of the model."""
+    """Observations of one kind: a statistic of some tensors of one variant of the model.
 
-    variant: str  # model that ran, such as "folded" or "unfolded"
-    statistic: str  # statistic of each tensor, such as "histogram"
+    Attributes:
+        variant: model that ran, such as "folded" or "unfolded".
+        statistic: statistic of each tensor, such as "histogram".
+        tensors: number of tensors.
+        reused: True if read from a cache, False if observed in this run.
+    """
+
+    variant: str
+    statistic: str
     tensors: int
-    reused: bool  # True if read from a cache, False if observed in this run
+    reused: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationPart:
-    """How the scales were determined."""
+    """How the scales were determined.
 
-    # requested calibration method; "" if no target used it. The methods actually used are in the
-    # `TargetPart`s
+    Attributes:
+        method: requested calibration method; "" if no target used it. The methods actually used
+            are in the `TargetPart`s.
+        reused: True if the cache was used and nothing was run.
+        reason: why it was reused, or why not, in one sentence.
+        seconds: duration of observing and searching; None if reused.
+        cache: path of the calibration cache.
+        groups: what was observed.
+        by_model: whether the ranges are those of a quantized model, and nothing was observed.
+        agreement: agreement of halves of the samples; None if unknown.
+    """
+
     method: str = ""
-    reused: bool = False  # True if the cache was used and nothing was run
-    reason: str = ""  # why it was reused, or why not, in one sentence
-    seconds: float | None = None  # duration of observing and searching; None if reused
+    reused: bool = False
+    reason: str = ""
+    seconds: float | None = None
     cache: str | None = None
     groups: tuple[GroupRow, ...] = ()
-    # whether the ranges are those of a quantized model, and nothing was observed
     by_model: bool = False
-    agreement: HalvesAgreement | None = None  # agreement of halves of the samples; None if unknown
+    agreement: HalvesAgreement | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkPart:
-    """Cost of a run in inferences and decoded images, which can be compared between machines."""
+    """Cost of a run in inferences and decoded images, which can be compared between machines.
+
+    Attributes:
+        decodes: number of decoded images.
+        calibration_runs: variant of the model -> inferences for its statistics.
+        reference_runs: further inferences of the float model, to judge engines.
+        engine_runs: target -> inferences of its engine, or of the model that replaces it.
+    """
 
     decodes: int = 0
-    # variant of the model -> inferences for its statistics
     calibration_runs: Mapping[str, int] = field(default_factory=dict)
-    reference_runs: int = 0  # further inferences of the float model, to judge engines
-    # target -> inferences of its engine, or of the model that replaces it
+    reference_runs: int = 0
     engine_runs: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRow:
-    """One node of the model: its precision on a target, and the reason if it is float."""
+    """One node of the model on a target.
+
+    Attributes:
+        name: of the node.
+        op: its operator.
+        precision: its type, such as "int8" or "float32".
+        reason: why it is float; "" if it is quantized.
+    """
 
     name: str
     op: str
@@ -99,7 +146,12 @@ class NodeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRow:
-    """Clip range that another calibration method finds for a tensor, in real units."""
+    """Clip range that another calibration method finds for a tensor.
+
+    Attributes:
+        method: name of the method.
+        lo, hi: ends of the range, in real units.
+    """
 
     method: str
     lo: float
@@ -108,19 +160,34 @@ class RangeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistogramPart:
-    """Histogram of a tensor in adjacent bars."""
+    """Histogram of a tensor in adjacent bars.
 
-    start: float  # lower edge of the first bar, in real units
-    width: float  # width of every bar; 0 if all values equal `start`
-    counts: tuple[int, ...]  # number of values per bar
-    others: tuple[RangeRow, ...] = ()  # ranges that other methods find on the same histogram
+    Attributes:
+        start: lower edge of the first bar, in real units.
+        width: width of every bar; 0 if all values equal `start`.
+        counts: number of values per bar.
+        others: ranges that other methods find on the same histogram.
+    """
+
+    start: float
+    width: float
+    counts: tuple[int, ...]
+    others: tuple[RangeRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRow:
-    """One calibrated tensor, in real units; `clipped` is the share of values outside [lo, hi].
+    """One calibrated tensor, in real units.
 
-    Only a target's worst tensors have a histogram.
+    Attributes:
+        name: of the tensor.
+        observed_min, observed_max: extremes of its values.
+        lo, hi: its clip range.
+        amax: largest magnitude that its scale represents.
+        method: calibration method that found the range.
+        clipped: share of values outside [lo, hi], 0 to 1; None if unknown.
+        sqnr_db: of the tensor in the engine, against the float model's; None if not measured.
+        histogram: of its values; only a target's worst tensors have one.
     """
 
     name: str
@@ -137,61 +204,93 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRow:
-    """One quantized weight, by its output channels."""
+    """One quantized weight, by its output channels.
+
+    Attributes:
+        node, op: name and operator of its node.
+        channels: number of output channels.
+        scales: number of scales: one per channel, or one.
+        least, median, largest: of the channels' largest |w|, in real units.
+        ratio: the largest over the least.
+        used: least share of the quantization grid that a channel uses, 0 to 1.
+        dead: number of channels whose largest |w| is below a millionth of the weight's, or stored
+            as 0; they are left out of the other figures.
+        worst: indices of the channels that use least of the grid, the worst first.
+        strip: for the worst weights, largest |w| along the channels, or the least of each run of
+            channels.
+    """
 
     node: str
     op: str
     channels: int
-    scales: int  # number of scales: one per channel, or one
-    # least, median, largest: of the channels' largest |w|, in real units
+    scales: int
     least: float
     median: float
     largest: float
-    ratio: float  # the largest over the least
-    used: float  # least share of the quantization grid that a channel uses, 0 to 1
-    # number of channels whose largest |w| is below a millionth of the weight's, or stored as 0;
-    # they are left out of the other figures
+    ratio: float
+    used: float
     dead: int = 0
-    # indices of the channels that use least of the grid, the worst first
     worst: tuple[int, ...] = ()
-    # for the worst weights, largest |w| along the channels, or the least of each run of channels
     strip: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """An engine's measurement at one batch."""
+    """An engine's measurement at one batch.
+
+    Attributes:
+        batch: number of items.
+        items_qps: items per second: the batch over the host's p50.
+        latency: of one inference.
+    """
 
     batch: int
-    items_qps: float  # items per second: the batch over the host's p50
+    items_qps: float
     latency: Latency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRow:
-    """One model or engine that was measured."""
+    """One model or engine that was measured.
 
-    label: str  # column head: "FP32", "int8", or the target's name if there are several
-    reference: bool = False  # True for the float model that the others are compared with
-    baseline: bool = False  # True for a float engine built for the target, to compare speeds
+    Attributes:
+        label: column head: "FP32", "int8", or the target's name if there are several.
+        reference: True for the float model that the others are compared with.
+        baseline: True for a float engine built for the target, to compare speeds.
+        target: name of the target that it was built for.
+        path: of its file; None if there is none.
+        size_bytes: size of the file and its external data.
+        load_ms: time from the file to a session ready to run.
+        threads: number of threads on the CPU.
+        latency: of one inference; None if not timed.
+        speed: beside the float engine that it is compared with.
+        sweep: measurements by ascending batch; `latency` is that of the first.
+        kernels: time of each kernel, the slowest first.
+        accuracy: against the float model; None if not measured.
+        verdict: None for the float model and for baselines.
+        ran: its layers compared with the plan; None if its runtime does not report them.
+        notes: sentences on this engine.
+        boxes: samples whose boxes differ most from the float model's, and one that agrees.
+        changed: samples of another class than FP32's, FP32's largest margin first.
+    """
+
+    label: str
+    reference: bool = False
+    baseline: bool = False
     target: str = "onnxruntime"
     path: str | None = None
-    size_bytes: int | None = None  # size of the file and its external data
-    load_ms: float | None = None  # time from the file to a session ready to run
+    size_bytes: int | None = None
+    load_ms: float | None = None
     threads: int | None = None
     latency: Latency | None = None
-    speed: SpeedUp | None = None  # beside the float engine that it is compared with
-    # measurements by ascending batch; `latency` is that of the first
+    speed: SpeedUp | None = None
     sweep: tuple[BatchRow, ...] = ()
-    kernels: tuple[KernelTime, ...] = ()  # time of each kernel, the slowest first
+    kernels: tuple[KernelTime, ...] = ()
     accuracy: Accuracy | None = None
-    verdict: Verdict | None = None  # None for the float model and for baselines
-    # its layers compared with the plan; None if its runtime does not report them
+    verdict: Verdict | None = None
     ran: EngineLayersPart | None = None
     notes: tuple[str, ...] = ()
-    # samples whose boxes differ most from the float model's, and one that agrees
     boxes: tuple[BoxRow, ...] = ()
-    # samples of another class than FP32's, FP32's largest margin first
     changed: tuple[ClassRow, ...] = ()
 
     @property
@@ -208,7 +307,14 @@ class EngineRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRow:
-    """A file that was written, and its purpose; `sha256` is hexadecimal."""
+    """A file that was written.
+
+    Attributes:
+        role: its purpose.
+        path: of the file.
+        size_bytes: its size.
+        sha256: of its bytes, hexadecimal.
+    """
 
     role: str
     path: str
@@ -218,44 +324,73 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRow:
-    """One candidate that the search ran as a complete model."""
+    """One candidate that the search ran as a complete model.
+
+    Attributes:
+        what: the candidate as text.
+        sqnr_db: of the worst output slice, over the few samples of the search.
+        time: relative to the float model's, predicted or measured.
+        taken: whether it was built.
+    """
 
     what: str
-    sqnr_db: float  # of the worst output slice, over the few samples of the search
-    time: float  # relative to the float model's, predicted or measured
+    sqnr_db: float
+    time: float
     taken: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchPart:
-    """The search before a target was built."""
+    """The search before a target was built.
 
-    reused: bool  # whether the result came from the plan and nothing was tried
+    Attributes:
+        reused: whether the result came from the plan and nothing was tried.
+        probes: number of trials.
+        settled: description of what was built; "" if the plan has none.
+        tried: candidates run as complete models, in order.
+    """
+
+    reused: bool
     probes: int
-    settled: str  # description of what was built; "" if the plan has none
-    tried: tuple[TrialRow, ...]  # candidates run as complete models, in order
+    settled: str
+    tried: tuple[TrialRow, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetPart:
-    """Results of one target."""
+    """Results of one target.
+
+    Attributes:
+        name: of the target, such as "tensorrt".
+        method: calibration method of its ranges, such as "mse" or "ARQ and IFMR"; "" if unknown.
+        options: flag -> its value as text.
+        reused: True if everything it needed was in the cache.
+        nodes: every node of the model.
+        tensors: its ranges.
+        weights: its quantized weights.
+        layers: inner tensors of its engine against the float model's, in the model's order.
+        files: files written for it.
+        runnable: file with its numerics that ONNX Runtime can run; None without.
+        search: the search before it was built; None without.
+        alerts: notes that need an action.
+        notes: sentences on what was left out, with the command that does it.
+        error: why it failed, in one sentence; "" on success.
+    """
 
     name: str
-    # calibration method of its ranges, such as "mse" or "ARQ and IFMR"; "" if unknown
     method: str = ""
-    options: Mapping[str, str] = field(default_factory=dict)  # flag -> its value as text
-    reused: bool = False  # True if everything it needed was in the cache
+    options: Mapping[str, str] = field(default_factory=dict)
+    reused: bool = False
     nodes: tuple[NodeRow, ...] = ()
     tensors: tuple[TensorRow, ...] = ()
     weights: tuple[WeightRow, ...] = ()
-    # inner tensors of its engine against the float model's, in the model's order
     layers: tuple[OutputAccuracy, ...] = ()
     files: tuple[FileRow, ...] = ()
-    runnable: str | None = None  # file with its numerics that ONNX Runtime can run; None without
-    search: SearchPart | None = None  # the search before it was built; None without
-    alerts: tuple[str, ...] = ()  # notes that need an action
-    notes: tuple[str, ...] = ()  # sentences on what was left out, with the command that does it
-    error: str = ""  # why it failed, in one sentence; "" on success
+    runnable: str | None = None
+    search: SearchPart | None = None
+    alerts: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    error: str = ""
 
     @property
     def options_text(self) -> str:
@@ -266,13 +401,8 @@ class TargetPart:
 def node_rows(decisions: Iterable[Decision]) -> tuple[NodeRow, ...]:
     """Return a row for each of a target's decisions."""
     return tuple(
-        NodeRow(
-            name=decision.node,
-            op=decision.op_type,
-            precision=decision.precision,
-            reason=decision.reason,
-        )
-        for decision in decisions
+        NodeRow(name=d.node, op=d.op_type, precision=d.precision, reason=d.reason)
+        for d in decisions
     )
 
 
@@ -282,8 +412,15 @@ def tensor_rows(
     clipped: Mapping[str, float] | None = None,
     layers: Sequence[OutputAccuracy] = (),
 ) -> tuple[TensorRow, ...]:
-    """Return a row for each of a target's ranges."""
-    sqnr = {layer.name: layer.sqnr_db for layer in layers}
+    """Return a row for each of a target's ranges.
+
+    Args:
+        ranges: tensor -> its scale.
+        clipped: tensor -> share of clipped values, if known.
+        layers: inner tensors that were measured.
+    """
+    sqnr_by_tensor = {layer.name: layer.sqnr_db for layer in layers}
+    clipped_by_tensor = clipped or {}
     return tuple(
         TensorRow(
             name=name,
@@ -293,8 +430,8 @@ def tensor_rows(
             hi=scale.hi,
             amax=scale.amax,
             method=scale.method,
-            clipped=(clipped or {}).get(name),
-            sqnr_db=sqnr.get(name),
+            clipped=clipped_by_tensor.get(name),
+            sqnr_db=sqnr_by_tensor.get(name),
         )
         for name, scale in ranges.items()
     )

@@ -6,6 +6,7 @@ Only the HTML page shows pictures; JSON contains names, counts and how the pictu
 import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -18,16 +19,21 @@ from deploy.tasks.detections import Detections
 from deploy.tasks.evaluation_task import BoxExample, ClassExample, Example
 from deploy.tensors import Array
 
-_QUALITY = 85  # JPEG quality
+_JPEG_QUALITY = 85  # of 100
 
 
 @dataclass(frozen=True, slots=True)
 class Raster:
-    """An encoded picture."""
+    """An encoded picture.
 
-    kind: str  # "png" or "jpeg"
-    data: bytes  # bytes of the file
-    # width, height: in pixels
+    Attributes:
+        kind: "png" or "jpeg".
+        data: bytes of the file.
+        width, height: in pixels.
+    """
+
+    kind: str
+    data: bytes
     width: int
     height: int
 
@@ -41,12 +47,12 @@ def raster(picture: Array) -> Raster:
     """Encode RGB uint8 [h, w, 3] as PNG or JPEG, whichever is smaller; deterministic."""
     cv2 = opencv()
     bgr = np.ascontiguousarray(picture[:, :, ::-1])
-    encoded = {
-        "png": cv2.imencode(".png", bgr)[1].tobytes(),
-        "jpeg": cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, _QUALITY])[1].tobytes(),
-    }
-    kind = min(encoded, key=lambda one: len(encoded[one]))
-    return Raster(kind, encoded[kind], width=picture.shape[1], height=picture.shape[0])
+    png = cv2.imencode(".png", bgr)[1].tobytes()
+    jpeg = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])[1].tobytes()
+    height, width = picture.shape[:2]
+    if len(png) <= len(jpeg):
+        return Raster("png", png, width, height)
+    return Raster("jpeg", jpeg, width, height)
 
 
 DRAWN = {"drawn": True}  # metadata of fields for the page only: JSON leaves them out
@@ -57,20 +63,27 @@ class ViewRow:
     """One sample: its original picture, if it had one, and the model's input.
 
     Attributes:
-        model_input, original: as pictures; no original without a file of pixels.
-        model_input_size, original_size: (height, width) in pixels, before downscaling.
+        name: of the sample.
+        input_image, source_image: the model's input, and the original as a picture.
+        input_size, source_size: (height, width) in pixels, before downscaling.
     """
 
     name: str
-    model_input: Raster
-    model_input_size: tuple[int, int]
-    original: Raster | None = None
-    original_size: tuple[int, int] | None = None
+    input_image: Raster
+    input_size: tuple[int, int]
+    source_image: Raster | None = None
+    source_size: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PicturesPart:
-    """Pictures of a few samples: how they were prepared, their names, and the pictures."""
+    """Pictures of a few samples.
+
+    Attributes:
+        how: how the samples were prepared, as text.
+        samples: their names.
+        views: the pictures; not in JSON.
+    """
 
     how: str
     samples: tuple[str, ...]
@@ -79,7 +92,13 @@ class PicturesPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnBox:
-    """A box relative to the picture (x1 y1 x2 y2), its class by name or number, and its score."""
+    """A detected box.
+
+    Attributes:
+        corners: x1 y1 x2 y2, relative to the picture.
+        kind: its class by name or number.
+        score: of the class.
+    """
 
     corners: tuple[float, float, float, float]
     kind: str
@@ -88,21 +107,37 @@ class DrawnBox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnBoxes:
-    """Boxes of the float model and an engine in one sample, and the picture below them."""
+    """Boxes of the float model and an engine in one sample, and the picture below them.
 
-    number: int  # index of the sample, from 0
+    Attributes:
+        number: index of the sample, from 0.
+        picture: the sample.
+        size: (height, width) of the model's input.
+        matched_fp32: boxes of the float model that the engine finds too.
+        matched_engine: the engine's boxes that match them.
+        lost, new: boxes of the float model only, and of the engine only.
+    """
+
+    number: int
     picture: Raster
-    size: tuple[int, int]  # (height, width) of the model's input
-    matched_fp32: tuple[DrawnBox, ...] = ()  # boxes of the float model that the engine finds too
-    matched_engine: tuple[DrawnBox, ...] = ()  # the engine's boxes that match them
-    # lost, new: boxes of the float model only, and of the engine only
+    size: tuple[int, int]
+    matched_fp32: tuple[DrawnBox, ...] = ()
+    matched_engine: tuple[DrawnBox, ...] = ()
     lost: tuple[DrawnBox, ...] = ()
     new: tuple[DrawnBox, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxRow:
-    """One sample: number of boxes above a score threshold that are kept, lost and new."""
+    """One sample's boxes in the float model and in an engine.
+
+    Attributes:
+        sample: its name.
+        threshold: score above which boxes count.
+        kept, lost, new: number of boxes of both models, of the float model only, and of the engine
+            only.
+        boxes: the boxes themselves; not in JSON.
+    """
 
     sample: str
     threshold: float
@@ -114,7 +149,15 @@ class BoxRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassRow:
-    """One sample of another class in an engine: class and score of both models."""
+    """One sample of another class in an engine.
+
+    Attributes:
+        sample: its name.
+        output: name of the output.
+        fp32, fp32_value: class of the float model, and its score.
+        engine, engine_value: class of the engine, and its score.
+        picture: the sample; not in JSON.
+    """
 
     sample: str
     output: str
@@ -125,86 +168,100 @@ class ClassRow:
     picture: Raster | None = field(default=None, metadata=DRAWN)
 
 
-def pictures_part(views: Iterable[Preview], how: Preprocess | None) -> PicturesPart | None:
+def pictures_part(
+    previews: Iterable[Preview], preprocess: Preprocess | None
+) -> PicturesPart | None:
     """Return the pictures of samples; None without any."""
-    rows = tuple(
-        ViewRow(
-            name=printable_name(view.name),
-            model_input=raster(view.input_image),
-            model_input_size=view.input_size,
-            original=None if view.source_image is None else raster(view.source_image),
-            original_size=view.source_size,
+    rows = []
+    for preview in previews:
+        source = preview.source_image
+        row = ViewRow(
+            name=printable_name(preview.name),
+            input_image=raster(preview.input_image),
+            input_size=preview.input_size,
+            source_image=None if source is None else raster(source),
+            source_size=preview.source_size,
         )
-        for view in views
-    )
+        rows.append(row)
     if not rows:
         return None
-    return PicturesPart(
-        how=describe_display(how), samples=tuple(row.name for row in rows), views=rows
-    )
+    names = tuple(row.name for row in rows)
+    return PicturesPart(how=describe_display(preprocess), samples=names, views=tuple(rows))
 
 
 def box_rows(
-    examples: Sequence[Example], looks: Mapping[int, tuple[str, Array]], names: Mapping[int, str]
+    examples: Sequence[Example],
+    pictures: Mapping[int, tuple[str, Array]],
+    class_names: Mapping[int, str],
 ) -> tuple[BoxRow, ...]:
     """Return rows of the box examples whose picture is available.
 
-    `looks`: index of a sample -> its name and picture, uint8 [h, w, 3]. `names`: class -> name.
+    Args:
+        examples: samples where the models differ.
+        pictures: index of a sample -> its name and picture, uint8 [h, w, 3].
+        class_names: class -> name.
     """
-    pictured = (one for one in examples if isinstance(one, BoxExample) and one.number in looks)
-    return tuple(_box_row(one, *looks[one.number], names) for one in pictured)
+    rows = []
+    for example in examples:
+        if isinstance(example, BoxExample) and example.number in pictures:
+            sample, picture = pictures[example.number]
+            rows.append(_box_row(example, sample, picture, class_names))
+    return tuple(rows)
 
 
 def class_rows(
-    examples: Sequence[Example], looks: Mapping[int, tuple[str, Array]]
+    examples: Sequence[Example], pictures: Mapping[int, tuple[str, Array]]
 ) -> tuple[ClassRow, ...]:
     """Return rows of the examples whose class changes and whose picture is available."""
-    return tuple(
-        ClassRow(
-            sample=printable_name(looks[one.number][0]),
-            output=one.output,
-            fp32=one.reference[0],
-            fp32_value=one.reference[1],
-            engine=one.candidate[0],
-            engine_value=one.candidate[1],
-            picture=raster(looks[one.number][1]),
-        )
-        for one in examples
-        if isinstance(one, ClassExample) and one.number in looks
-    )
+    rows = []
+    for example in examples:
+        if isinstance(example, ClassExample) and example.number in pictures:
+            sample, picture = pictures[example.number]
+            row = ClassRow(
+                sample=printable_name(sample),
+                output=example.output,
+                fp32=example.reference[0],
+                fp32_value=example.reference[1],
+                engine=example.candidate[0],
+                engine_value=example.candidate[1],
+                picture=raster(picture),
+            )
+            rows.append(row)
+    return tuple(rows)
 
 
-def _box_row(example: BoxExample, name: str, picture: Array, names: Mapping[int, str]) -> BoxRow:
-    drawn = DrawnBoxes(
+def _box_row(
+    example: BoxExample, sample: str, picture: Array, class_names: Mapping[int, str]
+) -> BoxRow:
+    to_boxes = partial(_drawn_boxes, size=example.size, class_names=class_names)
+    boxes = DrawnBoxes(
         number=example.number,
         picture=raster(picture),
         size=example.size,
-        matched_fp32=_boxes(example.kept, example.size, names),
-        matched_engine=_boxes(example.found, example.size, names),
-        lost=_boxes(example.lost, example.size, names),
-        new=_boxes(example.new, example.size, names),
+        matched_fp32=to_boxes(example.kept),
+        matched_engine=to_boxes(example.found),
+        lost=to_boxes(example.lost),
+        new=to_boxes(example.new),
     )
     return BoxRow(
-        sample=printable_name(name),
+        sample=printable_name(sample),
         threshold=example.threshold,
-        kept=len(drawn.matched_fp32),
-        lost=len(drawn.lost),
-        new=len(drawn.new),
-        boxes=drawn,
+        kept=len(boxes.matched_fp32),
+        lost=len(boxes.lost),
+        new=len(boxes.new),
+        boxes=boxes,
     )
 
 
-def _boxes(
-    detections: Detections, size: tuple[int, int], names: Mapping[int, str]
+def _drawn_boxes(
+    detections: Detections, size: tuple[int, int], class_names: Mapping[int, str]
 ) -> tuple[DrawnBox, ...]:
     height, width = size
-    return tuple(
-        DrawnBox(
-            corners=(x1 / width, y1 / height, x2 / width, y2 / height),
-            kind=names.get(int(kind), str(int(kind))),
-            score=float(score),
-        )
-        for (x1, y1, x2, y2), kind, score in zip(
-            detections.boxes.tolist(), detections.classes, detections.scores, strict=True
-        )
-    )
+    boxes = []
+    for (x1, y1, x2, y2), class_number, score in zip(
+        detections.boxes.tolist(), detections.classes.tolist(), detections.scores, strict=True
+    ):
+        corners = (x1 / width, y1 / height, x2 / width, y2 / height)
+        kind = class_names.get(int(class_number), str(int(class_number)))
+        boxes.append(DrawnBox(corners=corners, kind=kind, score=float(score)))
+    return tuple(boxes)

@@ -358,7 +358,7 @@ def _views(report: Findings) -> Sections:
     if part is None or not part.views:
         return
 
-    if any(row.original is not None for row in part.views):
+    if any(row.source_image is not None for row in part.views):
         text = f"Left the file, right {part.how}"
     else:
         text = part.how[:1].upper() + part.how[1:]
@@ -369,12 +369,12 @@ def _views(report: Findings) -> Sections:
 
 def _view(row: ViewRow) -> str:
     name = encodable(row.name)
-    pictures, sizes = "", _size_text(row.model_input_size)
-    if row.original is not None:
-        pictures = image(row.original, f"{name}, the file")
-    if row.original_size is not None:
-        sizes = f"{_size_text(row.original_size)} fed as {sizes}"
-    pictures += image(row.model_input, f"{name}, as fed")
+    pictures, sizes = "", _size_text(row.input_size)
+    if row.source_image is not None:
+        pictures = image(row.source_image, f"{name}, the file")
+    if row.source_size is not None:
+        sizes = f"{_size_text(row.source_size)} fed as {sizes}"
+    pictures += image(row.input_image, f"{name}, as fed")
     return f"<div>{pictures}<p>{breakable(name)}<br>{sizes}</p></div>"
 
 
