@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
+from itertools import chain
 from pathlib import Path
 
 from deploy.analysis.build_reader import StoredBuild, read_stored_build
@@ -15,38 +16,59 @@ from deploy.report.parts import EngineRow
 from deploy.report.screen import align_columns, entries
 from deploy.report.tables import worst_figure
 from deploy.report.verdict import Verdict
-from deploy.terminal import join_visible as lines_of
+from deploy.terminal import join_visible
 
 BUILDS_SCHEMA = "calib8-builds/1"
-_DEFAULT = "default"
-_COLUMNS = frozenset(("effort", "method"))  # options shown as columns of the engines
+_DEFAULT_EFFORT = "default"
+_COLUMN_OPTIONS = frozenset(("effort", "method"))  # options shown as columns of the engines
 _HEADS = ("target", "verdict", "speed-up", "p50", "size", "task", "worst SQNR", "int8 nodes",
           "method", "effort")  # fmt: skip
-_LEFT = (0, 1, 2)  # left-aligned columns
+_LEFT_COLUMNS = (0, 1, 2)  # build, target and verdict are aligned left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSummary:
-    """One engine of one build."""
+    """One engine of one build.
+
+    Attributes:
+        build: name of the build.
+        target: name of the target.
+        verdict: its verdict; None without one.
+        error: why it could not be built; "" if it was.
+        speed_up: over the float engine that it is compared with in its own build.
+        p50_ms: median latency.
+        size_bytes: size of its file.
+        task: figure of the task as text; "" if unknown.
+        sqnr_db: SQNR of the worst output slice.
+        quantized: number of nodes in int8.
+        nodes: number of nodes.
+        method: calibration method; "" if unknown.
+        effort: effort of the search; "" if unknown.
+    """
 
     build: str
     target: str
-    verdict: Verdict | None = None  # its verdict; None without one
-    error: str = ""  # why it could not be built; "" where it was
-    speed_up: float | None = None  # over the float engine that it is compared with in its own build
+    verdict: Verdict | None = None
+    error: str = ""
+    speed_up: float | None = None
     p50_ms: float | None = None
     size_bytes: int | None = None
-    task: str = ""  # figure of the task as text; "" if unknown
-    sqnr_db: float | None = None  # SQNR of the worst output slice
+    task: str = ""
+    sqnr_db: float | None = None
     quantized: int = 0
     nodes: int = 0
     method: str = ""
-    effort: str = ""  # effort of the search; "" if unknown
+    effort: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class SettingDifference:
-    """A setting in which the builds differ, with its name and each build's value or ""."""
+    """A setting in which the builds differ.
+
+    Attributes:
+        name: name of the setting.
+        values: each build's value, "" without one.
+    """
 
     name: str
     values: tuple[str, ...]
@@ -54,10 +76,17 @@ class SettingDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class BuildComparison:
-    """Comparison of several builds; `repr` is its text for a screen."""
+    """Comparison of several builds; `repr` is its text for a screen.
+
+    Attributes:
+        names: names of the builds.
+        engines: one entry per engine.
+        differences: settings in which the builds differ.
+        notes: sentences on whether the builds can be compared.
+    """
 
     names: tuple[str, ...]
-    engines: tuple[EngineSummary, ...]  # one line per engine
+    engines: tuple[EngineSummary, ...]
     differences: tuple[SettingDifference, ...]
     notes: tuple[str, ...] = ()
 
@@ -84,47 +113,51 @@ def compare_builds(builds: Sequence[StoredBuild]) -> BuildComparison:
         raise ConfigError(f"two builds at least can be compared, got {len(builds)}; name another")
     return BuildComparison(
         names=tuple(build.name for build in builds),
-        engines=tuple(line for build in builds for line in _lines(build)),
+        engines=tuple(chain.from_iterable(map(_summarize_engines, builds))),
         differences=tuple(_differences(builds)),
         notes=tuple(_notes(builds)),
     )
 
 
-def _lines(build: StoredBuild) -> Iterator[EngineSummary]:
-    effort = "" if build.options is None else build.options.get("effort", _DEFAULT)
+def _summarize_engines(build: StoredBuild) -> Iterator[EngineSummary]:
+    """Yield the int8 engines of a build, then its targets that failed."""
+    measured_targets = set()
     for engine in build.report.engines:
-        if not (engine.reference or engine.baseline):
-            yield _line(build, engine, effort)
-    measured = {engine.target for engine in build.report.engines if not engine.reference}
+        if engine.reference:
+            continue
+        measured_targets.add(engine.target)
+        if not engine.baseline:
+            yield _summarize(build, engine)
     for target in build.report.targets:
-        if target.error and target.name not in measured:
+        if target.error and target.name not in measured_targets:
             yield EngineSummary(build=build.name, target=target.name, error=target.error)
 
 
-def _line(build: StoredBuild, engine: EngineRow, effort: str) -> EngineSummary:
+def _summarize(build: StoredBuild, engine: EngineRow) -> EngineSummary:
     target = build.report.target_of(engine)
-    rival = next(iter(model.find_rivals(build.report.engines, engine)), None)
+    rivals = model.find_rivals(build.report.engines, engine)
     accuracy = engine.accuracy
+    worst_db = None
+    if accuracy and (accuracy.parts or accuracy.outputs):
+        worst_db = worst_figure(accuracy, "sqnr_db")
     return EngineSummary(
         build=build.name,
         target=engine.target,
         verdict=engine.verdict,
         error=target.error if target else "",
-        speed_up=None if rival is None else model.speed_over(rival, engine),
+        speed_up=model.speed_over(rivals[0], engine) if rivals else None,
         p50_ms=engine.latency.latency.p50 if engine.latency else None,
         size_bytes=engine.size_bytes,
-        task=_task(engine),
-        sqnr_db=worst_figure(accuracy, "sqnr_db")
-        if accuracy and (accuracy.parts or accuracy.outputs)
-        else None,
+        task=_describe_task(engine),
+        sqnr_db=worst_db,
         quantized=sum(node.quantized for node in target.nodes) if target else 0,
         nodes=len(target.nodes) if target else 0,
         method=target.method if target else "",
-        effort=effort,
+        effort="" if build.options is None else build.options.get("effort", _DEFAULT_EFFORT),
     )
 
 
-def _task(engine: EngineRow) -> str:
+def _describe_task(engine: EngineRow) -> str:
     accuracy = engine.accuracy
     if accuracy is None:
         return ""
@@ -137,15 +170,16 @@ def _task(engine: EngineRow) -> str:
 
 def _differences(builds: Sequence[StoredBuild]) -> Iterator[SettingDifference]:
     """Yield the options and circumstances that differ."""
-    settings = [{**dict(_circumstances(build)), **(build.options or {})} for build in builds]
-    for name in dict.fromkeys(name for one in settings for name in one):
-        values = tuple(one.get(name, "") for one in settings)
-        if len(set(values)) > 1 and name not in _COLUMNS:
+    settings = [dict(_circumstances(build)) | dict(build.options or {}) for build in builds]
+    names = dict.fromkeys(chain.from_iterable(settings))
+    for name in names:
+        values = tuple(setting.get(name, "") for setting in settings)
+        if len(set(values)) > 1 and name not in _COLUMN_OPTIONS:
             yield SettingDifference(name, values)
 
 
 def _circumstances(build: StoredBuild) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of what a report was made from and on."""
+    """Yield (name, value) of the model, images, targets and machine of a build."""
     report = build.report
     if report.model:
         yield "model", report.model.path
@@ -154,15 +188,20 @@ def _circumstances(build: StoredBuild) -> Iterator[tuple[str, str]]:
         yield "samples", str(report.feed.samples)
         yield "pictures", report.feed.prepared
     yield "target", ", ".join(target.name for target in report.targets)
-    for target in report.targets if build.options is None else ():
-        yield f"options of {target.name}", target.options_text
+    if build.options is None:
+        for target in report.targets:
+            yield f"options of {target.name}", target.options_text
     if report.machine:
         yield "machine", f"{report.machine.cpu}, {figures.count(report.machine.cores, 'core')}"
-        yield from ((f"version of {k}", v) for k, v in report.machine.versions.items())
+        for package, version in report.machine.versions.items():
+            yield f"version of {package}", version
 
 
 def _notes(builds: Sequence[StoredBuild]) -> Iterator[str]:
-    machines = {(m.cpu, m.cores, m.devices) if (m := b.report.machine) else None for b in builds}
+    machines = {
+        machine and (machine.cpu, machine.cores, machine.devices)
+        for machine in (build.report.machine for build in builds)
+    }
     if len(machines) > 1:
         yield "they were measured on different machines: compare speed-ups, not milliseconds"
     digests = {build.report.feed.digest for build in builds if build.report.feed}
@@ -174,23 +213,28 @@ def to_screen(builds: BuildComparison) -> str:
     """Return the comparison as plain text, without colours."""
     blocks = [
         [f"{figures.count(len(builds.names), 'build')} compared"],
-        list(_engines(builds)),
+        list(_engine_table(builds)),
         list(entries("Why", _reasons(builds))),
         list(entries("They differ", _difference_lines(builds))),
         list(entries("Notes", builds.notes)),
     ]
-    return "\n\n".join(lines_of(block) for block in blocks if block) + "\n"
+    return "\n\n".join(join_visible(block) for block in blocks if block) + "\n"
 
 
 def to_html(builds: BuildComparison) -> str:
     """Return the comparison as a page in the style of a build's report."""
     title = f"calib8: {figures.count(len(builds.names), 'build')} compared"
-    judged = [(_engine_name(one), one.verdict) for one in builds.engines if one.verdict]
-    troubles = [f"{_engine_name(one)} failed: {one.error}" for one in builds.engines if one.error]
+    engine_verdicts = []
+    failures = []
+    for engine in builds.engines:
+        if engine.verdict:
+            engine_verdicts.append((_engine_name(engine), engine.verdict))
+        if engine.error:
+            failures.append(f"{_engine_name(engine)} failed: {engine.error}")
     body = (
         f"<h1>{escape(title)}</h1>",
-        verdicts(judged),
-        block_html(Bullets(troubles, "troubles")) if troubles else "",
+        verdicts(engine_verdicts),
+        block_html(Bullets(failures, "troubles")) if failures else "",
         block_html(Bullets(builds.notes)) if builds.notes else "",
         *sections_html(list(_sections(builds))),
     )
@@ -202,55 +246,66 @@ def to_json(builds: BuildComparison) -> dict[str, object]:
     return to_plain_object({"schema": BUILDS_SCHEMA, **asdict(builds)})
 
 
-def _cells(one: EngineSummary) -> list[str]:
+def _cells(engine: EngineSummary) -> list[str]:
     """Return an engine's cells under `_HEADS`; "" where unknown."""
-    level = figures.FAILED if one.error else one.verdict.level if one.verdict else ""
+    level = ""
+    if engine.error:
+        level = figures.FAILED
+    elif engine.verdict:
+        level = engine.verdict.level
     values = [
-        "" if one.speed_up is None else figures.ratio(one.speed_up),
-        figures.milliseconds(one.p50_ms),
-        figures.size(one.size_bytes),
-        one.task,
-        figures.decibels(one.sqnr_db),
-        f"{one.quantized} of {one.nodes}" if one.nodes else "",
+        figures.NONE if engine.speed_up is None else figures.ratio(engine.speed_up),
+        figures.milliseconds(engine.p50_ms),
+        figures.size(engine.size_bytes),
+        engine.task,
+        figures.decibels(engine.sqnr_db),
+        f"{engine.quantized} of {engine.nodes}" if engine.nodes else "",
     ]
-    cells = ["" if cell == figures.NONE else cell for cell in values]
-    return [one.target, level, *cells, one.method, one.effort]
+    cells = ["" if value == figures.NONE else value for value in values]
+    return [engine.target, level, *cells, engine.method, engine.effort]
 
 
-def _engine_name(one: EngineSummary) -> str:
-    return f"{one.build}, {one.target}"
+def _engine_name(engine: EngineSummary) -> str:
+    return f"{engine.build}, {engine.target}"
 
 
-def _engines(builds: BuildComparison) -> Iterator[str]:
+def _engine_table(builds: BuildComparison) -> Iterator[str]:
     """Yield the table of engines, without empty columns."""
-    rows = [["build", *_HEADS], *([one.build, *_cells(one)] for one in builds.engines)]
-    filled = [c for c in range(len(rows[0])) if any(row[c] for row in rows[1:])]
-    left = [at for at, column in enumerate(filled) if column in _LEFT]
-    yield from align_columns([[row[c] for c in filled] for row in rows], left)
+    rows = [[engine.build, *_cells(engine)] for engine in builds.engines]
+    heads = ("build", *_HEADS)
+    filled = [column for column in range(len(heads)) if any(row[column] for row in rows)]
+    left = [position for position, column in enumerate(filled) if column in _LEFT_COLUMNS]
+    table = [[row[column] for column in filled] for row in (heads, *rows)]
+    yield from align_columns(table, left)
 
 
 def _reasons(builds: BuildComparison) -> Iterator[str]:
     """Yield the reasons of every verdict and of every failure."""
-    for one in builds.engines:
-        said = one.error or (one.verdict.text if one.verdict else "nothing was measured")
-        yield f"{_engine_name(one)}: {said}"
+    for engine in builds.engines:
+        reason = engine.error
+        if not reason:
+            reason = engine.verdict.text if engine.verdict else "nothing was measured"
+        yield f"{_engine_name(engine)}: {reason}"
 
 
 def _difference_lines(builds: BuildComparison) -> Iterator[str]:
     """Yield one sentence per difference; builds with equal values are listed together."""
-    for line in builds.differences:
-        by_value: dict[str, list[str]] = {}
-        for name, value in zip(builds.names, line.values, strict=True):
-            by_value.setdefault(value or figures.NONE, []).append(name)
-        said = "; ".join(f"{value} ({', '.join(names)})" for value, names in by_value.items())
-        yield f"{line.name}: {said}"
+    for difference in builds.differences:
+        names_by_value: dict[str, list[str]] = {}
+        for name, value in zip(builds.names, difference.values, strict=True):
+            names_by_value.setdefault(value or figures.NONE, []).append(name)
+        values = [f"{value} ({', '.join(names)})" for value, names in names_by_value.items()]
+        yield f"{difference.name}: {'; '.join(values)}"
 
 
 def _sections(builds: BuildComparison) -> Iterator[Section]:
-    rows = [[one.build, *_cells(one)] for one in builds.engines]
+    rows = [[engine.build, *_cells(engine)] for engine in builds.engines]
     table = Table(["build", *_HEADS], rows, "builds")
     yield Section("Engines", (table,), len(rows), folded=False)
-    lines = [[d.name, *(value or figures.NONE for value in d.values)] for d in builds.differences]
-    if lines:
-        table = Table(["", *builds.names], lines, "words")
-        yield Section("They differ in", (table,), len(lines), folded=False)
+    difference_rows = []
+    for difference in builds.differences:
+        values = [value or figures.NONE for value in difference.values]
+        difference_rows.append([difference.name, *values])
+    if difference_rows:
+        table = Table(["", *builds.names], difference_rows, "words")
+        yield Section("They differ in", (table,), len(difference_rows), folded=False)

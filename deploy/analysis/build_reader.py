@@ -29,7 +29,7 @@ from deploy.metrics.output_form import SliceAccuracy
 from deploy.pipeline.results import trial_rows
 from deploy.report import Report
 from deploy.report.model import SCHEMA
-from deploy.report.parts import EngineRow, NodeRow, TargetPart, TrialRow
+from deploy.report.parts import EngineRow, NodeRow, TargetPart
 from deploy.report.tables import PLAN
 from deploy.terminal import join_visible
 from deploy.tuning.plan_file import (
@@ -45,33 +45,46 @@ from deploy.tuning.plan_file import (
 )
 from deploy.tuning.repairs import REPAIRS
 
-_MOST_BYTES = 1 << 30  # of a report, which has a row for every tensor
-_LARGEST_SIZE = 1 << 63  # bytes of a file
-_AGAIN = "build again with this calib8"
-_WIDE = 60  # characters of a value in a message, and of an option's value
-_KEPT_ELSEWHERE = "is not here: it was kept elsewhere"
-_ORDER = (NOISE, TIME, CONSEQUENCE, RULE)
+_MAX_REPORT_BYTES = 1 << 30  # a report has a row for every tensor
+_MAX_FILE_SIZE = 1 << 63  # bytes of a file
+_MAX_TEXT = 60  # characters of a value in a message, and of an option's value
+_WAY_OUT = "build again with this calib8"
+_CHANGED = "was changed after it was written"
+_KIND_ORDER = (NOISE, TIME, CONSEQUENCE, RULE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBuild:
-    """A build that was read back."""
+    """A build that was read back.
+
+    Attributes:
+        name: the folder or file that the user named.
+        path: its report.json.
+        report: its report, without the latency samples, which no file stores.
+        options: flag without dashes -> value as text, from `calib8.toml`; None without that file.
+    """
 
     name: str
     path: Path
-    report: Report  # its report, without the latency samples, which no file stores
-    # flag without dashes -> value as text, from `calib8.toml`; None without that file
+    report: Report
     options: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Verification:
-    """The files of a build beside its manifest; `repr` lists them."""
+    """The files of a build compared with its manifest; `repr` lists them.
+
+    Attributes:
+        folder: output folder of the build.
+        manifest: its manifest.
+        changed: name -> "is missing" or "was changed after it was written".
+        cache_changed: whether a cache outside the folder was changed.
+    """
 
     folder: Path
     manifest: Manifest
-    changed: Mapping[str, str]  # name -> "is missing" or "was changed after it was written"
-    cache_changed: bool  # of a cache outside the folder
+    changed: Mapping[str, str]
+    cache_changed: bool
 
     @property
     def passed(self) -> bool:
@@ -83,13 +96,17 @@ class Verification:
         lines = [f"{name} {self.changed.get(name, 'is as it was written')}" for name in files]
         lines += [f"{name} is of an earlier build" for name in self.manifest.earlier]
         if cache is not None:
-            left = "is as the build left it" if cache[0].is_file() else _KEPT_ELSEWHERE
-            left = "was changed after it was written" if self.cache_changed else left
-            lines.append(f"{cache[0]}, the cache, {left}")
-        sound, model = len(files) - len(self.changed), self.manifest.made_from.get("model", {})
+            state = "is not here: it was kept elsewhere"
+            if self.cache_changed:
+                state = _CHANGED
+            elif cache[0].is_file():
+                state = "is as the build left it"
+            lines.append(f"{cache[0]}, the cache, {state}")
+        unchanged_count = len(files) - len(self.changed)
+        model = self.manifest.made_from.get("model", {})
         lines.append(
-            f"{self.folder}: {sound} of {len(files)} files are as the build of {model.get('name')}"
-            " wrote them"
+            f"{self.folder}: {unchanged_count} of {len(files)} files are as the build of"
+            f" {model.get('name')} wrote them"
         )
         return join_visible(lines)
 
@@ -101,20 +118,21 @@ def verify(folder: Path | str) -> Verification:
         CacheError: the folder has no manifest, this version cannot read it, or a run was killed
             while it put its files there.
     """
-    where = Path(folder)
+    path = Path(folder)
     try:
-        with atomic.lock_folder(where):  # a run that puts its files there is waited for
-            if staging.has_unfinished_publication(where):
+        with atomic.lock_folder(path):  # a run that puts its files there is waited for
+            if staging.has_unfinished_publication(path):
                 raise CacheError(
-                    f"{where} must hold one build, got files of two: a run was killed while it put"
+                    f"{path} must hold one build, got files of two: a run was killed while it put"
                     " its files there; the next build into it finishes that"
                 )
-            written = manifest.read_manifest(where)
-            other = written.cache is not None and manifest.cache_changed(*written.cache)
-            return Verification(where, written, manifest.find_changed_files(where, written), other)
+            stored = manifest.read_manifest(path)
+            cache_changed = stored.cache is not None and manifest.cache_changed(*stored.cache)
+            changed = manifest.find_changed_files(path, stored)
+            return Verification(path, stored, changed, cache_changed)
     except OSError as error:
         raise CacheError(
-            f"{where} must be the folder of a build, got: {error.strerror or error}; check the path"
+            f"{path} must be the folder of a build, got: {error.strerror or error}; check the path"
         ) from error
 
 
@@ -126,63 +144,66 @@ def read_stored_build(folder: Path | str) -> StoredBuild:
     Raises:
         ConfigError: no such folder, no report in it, or one that is broken or of another version.
     """
-    named = Path(folder)
-    path = named if named.suffix == ".json" else named / PAGES[0]
+    path = Path(folder)
+    if path.suffix != ".json":
+        path = path / PAGES[0]
     if not os.path.isfile(path):
         raise ConfigError(
-            f"a build must be a folder that `calib8 build` wrote, got {named} without a {PAGES[0]};"
-            " build first, or name the folder that --out named"
+            f"a build must be a folder that `calib8 build` wrote, got {Path(folder)} without a"
+            f" {PAGES[0]}; build first, or name the folder that --out named"
         )
-    options = _options(path.with_name(SETTINGS))
-    return StoredBuild(name=str(folder), path=path, report=_report(path), options=options)
+    options = _read_options(path.with_name(SETTINGS))
+    return StoredBuild(name=str(folder), path=path, report=_read_report(path), options=options)
 
 
-def _report(path: Path) -> Report:
+def _read_report(path: Path) -> Report:
     what = "the report of a build, as calib8 wrote it"
-    held = read_json(path, what=what, error=ConfigError, max_bytes=_MOST_BYTES)
-    schema = held.get("schema") if isinstance(held, dict) else None
+    document = read_json(path, what=what, error=ConfigError, max_bytes=_MAX_REPORT_BYTES)
+    schema = document.get("schema") if isinstance(document, dict) else None
     if schema != SCHEMA:
-        raise _broken(path, f"a report must be of schema {SCHEMA}, got {repr(schema)[:_WIDE]}")
+        raise _refusal(path, f"a report must be of schema {SCHEMA}", repr(schema))
     report = convert(
-        held,
+        document,
         Report,
         rule=f"{path} must be {what}",
         error=ConfigError,
-        way_out=_AGAIN,
+        way_out=_WAY_OUT,
         strict=False,  # numbers may be "inf" or "nan"
     )
-    sizes = (*(e.size_bytes for e in report.engines), *(f.size_bytes for f in report.written))
+    sizes = [engine.size_bytes for engine in report.engines]
+    sizes += [file.size_bytes for file in report.written]
     for size in sizes:
-        if abs(size or 0) >= _LARGEST_SIZE:
-            got = repr(size)[:_WIDE]
-            raise _broken(path, f"size_bytes of a report must be a number of 64 bits, got {got}")
+        if abs(size or 0) >= _MAX_FILE_SIZE:
+            raise _refusal(path, "size_bytes of a report must be a number of 64 bits", repr(size))
     for engine in report.engines:
-        if engine.latency is not None and not 0 < engine.latency.latency.p50 < math.inf:
-            raise _broken(path, f"latencies must be over 0, got {engine.latency.latency.p50}")
+        if engine.latency is not None:
+            p50 = engine.latency.latency.p50
+            if not 0 < p50 < math.inf:
+                raise _refusal(path, "latencies must be over 0", str(p50))
         if engine.verdict is not None and engine.verdict.level not in LEVELS:
-            got = repr(engine.verdict.level)[:_WIDE]
-            raise _broken(path, f"a verdict must be one of {', '.join(LEVELS)}, got {got}")
+            rule = f"a verdict must be one of {', '.join(LEVELS)}"
+            raise _refusal(path, rule, repr(engine.verdict.level))
     return report
 
 
-def _broken(path: Path, message: str) -> ConfigError:
-    return ConfigError(f"{message} in {path}; {_AGAIN}")
+def _refusal(path: Path, rule: str, value: str) -> ConfigError:
+    return ConfigError(f"{rule}, got {value[:_MAX_TEXT]} in {path}; {_WAY_OUT}")
 
 
-def _options(path: Path) -> dict[str, str] | None:
+def _read_options(path: Path) -> dict[str, str] | None:
     """Read the options file next to a report; None if there is none."""
     if not os.path.isfile(path):
         return None
     what = "the options of a build, as calib8 wrote them"
     table = toml.read_toml(path, what=what, way_out="build again").get("build", {})
-    return (
-        {name: _as_text(value) for name, value in table.items()} if isinstance(table, dict) else {}
-    )
+    if not isinstance(table, dict):
+        return {}
+    return {name: _format_option(value) for name, value in table.items()}
 
 
-def _as_text(value: Any) -> str:
-    said = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return said if len(said) <= _WIDE else f"{said[:_WIDE]}..."
+def _format_option(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
 
 def read_explanation(folder: Path) -> Explanation:
@@ -195,11 +216,14 @@ def read_explanation(folder: Path) -> Explanation:
     """
     build = read_stored_build(folder)
     report = build.report
-    named = [file.path for file in report.files if file.role == PLAN]
-    plan_path = path_in_build(named[0], build.path) if named else None
-    if plan_path is not None and not os.path.isfile(plan_path):
-        plan_path = None
-    plan = PlanFile() if plan_path is None else read_plan(plan_path)
+    plan, plan_path = PlanFile(), None
+    written_plans = [file.path for file in report.files if file.role == PLAN]
+    if written_plans:
+        plan_path = path_in_build(written_plans[0], build.path)
+        if os.path.isfile(plan_path):
+            plan = read_plan(plan_path)
+        else:
+            plan_path = None
     engines = {e.target: e for e in report.engines if not (e.reference or e.baseline)}
     return Explanation(
         title=report.title,
@@ -208,7 +232,7 @@ def read_explanation(folder: Path) -> Explanation:
         model=report.model.path if report.model else "",
         preprocess=report.feed.preprocess if report.feed else {},
         targets=tuple(
-            _target(target, engines.get(target.name), plan, report.notes)
+            _explain_target(target, engines.get(target.name), plan, report.notes)
             for target in report.targets
         ),
     )
@@ -229,13 +253,16 @@ def path_near_report(written: str, report: Path) -> Path:
     return path if os.path.exists(path) else report.parent / path.name
 
 
-def _target(
+def _explain_target(
     target: TargetPart, engine: EngineRow | None, plan: PlanFile, notes: tuple[str, ...]
 ) -> TargetExplanation:
     verdict = engine.verdict if engine else None
     accuracy = engine.accuracy if engine else None
-    own = plan.targets.get(target.name, TargetPlan(choices=NO_CHOICES))
-    settled, tried = _chosen_and_tried(target, own)
+    target_plan = plan.targets.get(target.name, TargetPlan(choices=NO_CHOICES))
+    if target.search is not None:
+        settled, trials = target.search.settled, target.search.tried
+    else:
+        settled, trials = target_plan.settled, tuple(trial_rows(target_plan))
     clipped = [
         ClippedRange(
             tensor=row.name,
@@ -246,41 +273,38 @@ def _target(
         for row in target.tensors
         if row.clipped is not None and row.clipped > 0
     ]
+    clipped.sort(key=lambda row: -row.share)
+    is_native = engine is not None and bool(target.runnable) and engine.path == target.runnable
     return TargetExplanation(
         name=target.name,
         error=target.error,
         level=verdict.level if verdict else "",
         reasons=verdict.reasons if verdict else (),
-        parts=_losses((accuracy.parts or accuracy.outputs) if accuracy else ()),
+        parts=_sort_by_sqnr((accuracy.parts or accuracy.outputs) if accuracy else ()),
         task=accuracy.task.words if accuracy and accuracy.task else "",
         set_task=accuracy.set_task if accuracy else "",
         nodes=len(target.nodes),
         kept=tuple(_float_groups(target.nodes)),
-        layers=_losses(target.layers),
-        repairs=tuple(
-            note
-            for note in (*notes, *target.notes)
-            if any(f"{repair.words}: " in note for repair in REPAIRS.values())
-        ),
+        layers=_sort_by_sqnr(target.layers),
+        repairs=tuple(filter(_is_repair_note, (*notes, *target.notes))),
         settled=settled,
-        tried=tried,
-        methods={tensor: method.label for tensor, method in own.choices.methods.items()},
-        clipped=tuple(sorted(clipped, key=lambda one: -one.share)),
+        tried=trials,
+        methods={tensor: method.label for tensor, method in target_plan.choices.methods.items()},
+        clipped=tuple(clipped),
         runnable=target.runnable or None,
-        native=engine is not None and bool(target.runnable) and engine.path == target.runnable,
+        native=is_native,
     )
 
 
-def _chosen_and_tried(target: TargetPart, own: TargetPlan) -> tuple[str, tuple[TrialRow, ...]]:
-    """Return the chosen trial and all trials, from the report or else from the plan."""
-    if target.search is None:
-        return own.settled, tuple(trial_rows(own))
-    return target.search.settled, target.search.tried
+def _is_repair_note(note: str) -> bool:
+    return any(f"{repair.words}: " in note for repair in REPAIRS.values())
 
 
-def _losses(rows: Iterable[OutputAccuracy | SliceAccuracy]) -> tuple[TensorAccuracy, ...]:
+def _sort_by_sqnr(
+    rows: Iterable[OutputAccuracy | SliceAccuracy],
+) -> tuple[TensorAccuracy, ...]:
     """Return the rows sorted by SQNR, lowest first; NaN comes before all."""
-    losses = [
+    accuracies = [
         TensorAccuracy(
             name=row.label if isinstance(row, SliceAccuracy) else row.name,
             sqnr_db=row.sqnr_db,
@@ -289,10 +313,10 @@ def _losses(rows: Iterable[OutputAccuracy | SliceAccuracy]) -> tuple[TensorAccur
         )
         for row in rows
     ]
-    return tuple(sorted(losses, key=lambda loss: by_sqnr(loss.sqnr_db)))
+    return tuple(sorted(accuracies, key=lambda accuracy: sqnr_sort_key(accuracy.sqnr_db)))
 
 
-def by_sqnr(decibels: float) -> float:
+def sqnr_sort_key(decibels: float) -> float:
     """Return a sort key: lowest SQNR first, NaN before all."""
     return -math.inf if math.isnan(decibels) else decibels
 
@@ -305,15 +329,18 @@ def _float_groups(nodes: Iterable[NodeRow]) -> Iterator[FloatNodeGroup]:
     groups: dict[tuple[str, str], list[NodeRow]] = {}
     for node in nodes:
         if not node.quantized:
-            alone = reason_kind(node.reason) in (NOISE, TIME)  # such a reason belongs to one unit
-            groups.setdefault((node.reason, "" if alone else node.op), []).append(node)
-    order = sorted(
-        groups, key=lambda key: (_ORDER.index(reason_kind(key[0])), reason_sqnr_db(key[0]))
-    )
-    for key in order:
+            has_unit = reason_kind(node.reason) in (NOISE, TIME)  # the reason belongs to one unit
+            groups.setdefault((node.reason, "" if has_unit else node.op), []).append(node)
+
+    def sort_key(key: tuple[str, str]) -> tuple[int, float]:
+        reason, _ = key
+        return _KIND_ORDER.index(reason_kind(reason)), reason_sqnr_db(reason)
+
+    for key in sorted(groups, key=sort_key):
+        reason, _ = key
         yield FloatNodeGroup(
-            kind=reason_kind(key[0]),
-            reason=key[0],
+            kind=reason_kind(reason),
+            reason=reason,
             operators=tuple(dict.fromkeys(node.op for node in groups[key])),
             nodes=tuple(node.name for node in groups[key]),
         )

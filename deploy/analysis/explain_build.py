@@ -17,7 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto
 
-from deploy.analysis.build_reader import by_sqnr, path_in_build, path_near_report, read_explanation
+from deploy.analysis.build_reader import (
+    path_in_build,
+    path_near_report,
+    read_explanation,
+    sqnr_sort_key,
+)
 from deploy.analysis.explanation import (
     ChannelLoss,
     Explanation,
@@ -50,26 +55,33 @@ from deploy.tuning.repairs import REPAIRS
 if TYPE_CHECKING:
     from torch import nn
 
-IMAGES, TENSORS, CHANNELS = 5, 5, 3  # shown: images, tensors, channels per tensor
-_SILENT = 1e-6  # share of a tensor's signal: a channel with less has nothing to lose
-_ARRAYS = {".npy", ".npz"}
+_MAX_IMAGES = 5  # images shown, the worst ones
+_MAX_TENSORS = 5  # inner tensors whose channels are measured, the worst ones
+_MAX_CHANNELS = 3  # channels shown of a tensor
+_SILENT_SHARE = 1e-6  # of a tensor's signal: a channel with less has nothing to lose
+_ARRAY_SUFFIXES = {".npy", ".npz"}
 
 
-def run_images(
+def _run_images(
     loaded: LoadedModel,
     runnable: Path,
     layers: Sequence[str],
     feed: Feed,
     *,
-    native: bool,
+    is_native: bool,
     threads: int,
     task: str = "",
 ) -> ImageResults:
     """Run images on one target; return the worst images and channels.
 
-    `layers`: inner tensors, the worst first; channels are measured in the first few. `native`:
-    whether ONNX Runtime is the target, so that its int8 kernels are used. `threads`: samples that
-    run in parallel; the result does not depend on it. `task`: name of the task that the user set.
+    Args:
+        loaded: the float model.
+        runnable: a model with the target's numerics.
+        layers: inner tensors, the worst first; channels are measured in the first few.
+        feed: the images.
+        is_native: whether ONNX Runtime is the target, so that its int8 kernels are used.
+        threads: samples that run in parallel; the result does not depend on it.
+        task: name of the task that the user set.
 
     Raises:
         ConfigError: the file belongs to another model.
@@ -79,104 +91,128 @@ def run_images(
     """
     candidate = read_model(runnable)
     shared = shared_tensors(loaded.model, candidate)
-    pairs = {name: shared[name] for name in layers[:TENSORS] if name in shared}
-    left = _session(copy_with_outputs(loaded.model, pairs), native=True)
-    right = _session(copy_with_outputs(candidate, pairs.values()), native=native)
-    names = [spec.name for spec in loaded.outputs if spec.dtype != "str"]
-    _check_outputs(names, candidate, runnable)
-    (one,) = feed.first_samples(1)
-    first = feed.first_samples(form_samples(one, _only(left.run(one), names)))
-    outputs = [_only(left.run(sample), names) for sample in first]
-    images = _Images(derive_form(outputs, inputs=first, task=task))
-    channels = {name: ChannelSums() for name in pairs}
+    pairs = {name: shared[name] for name in layers[:_MAX_TENSORS] if name in shared}
+    reference_session = _open(copy_with_outputs(loaded.model, pairs), int8_kernels=True)
+    candidate_session = _open(copy_with_outputs(candidate, pairs.values()), int8_kernels=is_native)
+    output_names = [spec.name for spec in loaded.outputs if spec.dtype != "str"]
+    _check_outputs(output_names, candidate, runnable)
 
-    def work(_: int, __: int, sample: Sample) -> tuple[Sample, Outputs, Outputs]:
-        return sample, left.run(sample), right.run(sample)
+    (first_sample,) = feed.first_samples(1)
+    first_outputs = _select(reference_session.run(first_sample), output_names)
+    samples = feed.first_samples(form_samples(first_sample, first_outputs))
+    outputs = [_select(reference_session.run(sample), output_names) for sample in samples]
+    worst_images = _WorstImages(derive_form(outputs, inputs=samples, task=task))
+    channel_sums = {name: ChannelSums() for name in pairs}
 
-    def take(_: int, ran: tuple[Sample, Outputs, Outputs]) -> None:
-        batch = batch_length(ran[0])
-        fed, own, others = (split_batch(arrays, batch) for arrays in ran)
-        for sample, one, other in zip(fed, own, others, strict=True):
-            if images.seen < feed.count:  # the last fixed batch is filled up with the first image
-                images.add(sample, _only(one, names), _only(other, names))
-                for name, sums in channels.items():
-                    if name in one and pairs[name] in other:
-                        values = strip_padded_channels(pairs[name], other[pairs[name]], one[name])
-                        sums.add(one[name], values)
+    def run_models(_worker: int, _number: int, sample: Sample) -> tuple[Outputs, Outputs, Outputs]:
+        return sample, reference_session.run(sample), candidate_session.run(sample)
+
+    def add_batch(_number: int, run: tuple[Outputs, Outputs, Outputs]) -> None:
+        batch = batch_length(run[0])
+        rows = zip(*(split_batch(arrays, batch) for arrays in run), strict=True)
+        for inputs, reference, result in rows:
+            if worst_images.count >= feed.count:
+                break  # the last fixed batch is filled up with the first image
+            worst_images.add(
+                inputs, _select(reference, output_names), _select(result, output_names)
+            )
+            for name, sums in channel_sums.items():
+                if name in reference and pairs[name] in result:
+                    values = result[pairs[name]]
+                    values = strip_padded_channels(pairs[name], values, reference[name])
+                    sums.add(reference[name], values)
         step()
 
-    with phase("running images", len(feed), "samples") as step, feed.samples() as samples:
-        run_in_order(samples, work, take, threads=threads)
+    with phase("running images", len(feed), "samples") as step, feed.samples() as stream:
+        run_in_order(stream, run_models, add_batch, threads=threads)
+    channels: list[ChannelLoss] = []
+    for name, sums in channel_sums.items():
+        channels += sums.worst(name)
+    notes: tuple[str, ...] = ()
+    if not pairs:
+        reason = "the two models share no" if layers else "the report has no"
+        notes = (f"channels are not shown: {reason} inner tensor",)
     return ImageResults(
-        samples=images.seen,
-        images=tuple(images.worst(feed.names)),
-        channels=tuple(c for name, sums in channels.items() for c in sums.worst(name)),
-        notes=tuple(_notes(layers, pairs)),
+        samples=worst_images.count,
+        images=tuple(worst_images.name_images(feed.names)),
+        channels=tuple(channels),
+        notes=notes,
     )
 
 
 def _check_outputs(names: Sequence[str], candidate: ModelProto, path: Path) -> None:
-    others = {value.name for value in candidate.graph.output}
-    if not set(names) <= others:
+    candidate_names = {value.name for value in candidate.graph.output}
+    if not set(names) <= candidate_names:
         raise ConfigError(
             f"a target's model must have the same outputs as the float model, got {path} with"
-            f" {sorted(others)} for {names}; name the model it was built from with --model"
+            f" {sorted(candidate_names)} for {names}; name the model it was built from with --model"
         )
 
 
-def _notes(layers: Sequence[str], pairs: Mapping[str, str]) -> Iterator[str]:
-    if not pairs:
-        why = "the two models share no inner tensor" if layers else "the report has no inner tensor"
-        yield f"channels are not shown: {why}"
+def _open(model: ModelProto, *, int8_kernels: bool) -> OrtSession:
+    return OrtSession.open(model, threads=1, spin=False, int8_kernels=int8_kernels)
 
 
-def _session(model: ModelProto, *, native: bool) -> OrtSession:
-    return OrtSession.open(model, threads=1, spin=False, int8_kernels=native)
-
-
-def _only(arrays: Outputs, names: Sequence[str]) -> Outputs:
+def _select(arrays: Outputs, names: Sequence[str]) -> Outputs:
     return {name: arrays[name] for name in names if name in arrays}
 
 
 @dataclass(slots=True)
-class _Images:
-    """The images of lowest SQNR so far, by their index in the feed."""
+class _WorstImages:
+    """The images of lowest SQNR so far, by their index in the feed.
+
+    Attributes:
+        form: slices and task of the outputs.
+        count: number of images so far.
+    """
 
     form: OutputForm
-    seen: int = 0
+    count: int = 0
     _worst: list[tuple[float, int, ImageLoss]] = field(default_factory=list)
 
-    def add(self, fed: Outputs, left: Outputs, right: Outputs) -> None:
+    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add one image."""
-        rank, loss = self._loss(fed, left, right)
-        self._worst = sorted([*self._worst, (rank, self.seen, loss)], key=lambda one: one[:2])
-        del self._worst[IMAGES:]
-        self.seen += 1
+        rank, loss = self._measure(inputs, reference, candidate)
+        self._worst.append((rank, self.count, loss))
+        self._worst.sort(key=lambda entry: entry[:2])
+        del self._worst[_MAX_IMAGES:]
+        self.count += 1
 
-    def worst(self, names: Sequence[str]) -> Iterator[ImageLoss]:
+    def name_images(self, names: Sequence[str]) -> Iterator[ImageLoss]:
         """Yield the images with their names, the worst first."""
-        for _, place, loss in self._worst:
-            yield ImageLoss(name=names[place], part=loss.part, sqnr_db=loss.sqnr_db, task=loss.task)
+        for _, index, loss in self._worst:
+            yield replace(loss, name=names[index])
 
-    def _loss(self, fed: Outputs, left: Outputs, right: Outputs) -> tuple[float, ImageLoss]:
-        parts: dict[str, float] = {}
-        own, others = (self.form.told(one, fed, left) for one in (left, right))
+    def _measure(
+        self, inputs: Outputs, reference: Outputs, candidate: Outputs
+    ) -> tuple[float, ImageLoss]:
+        """Return a rank, the worst lowest, and the loss of an image."""
+        db_by_slice: dict[str, float] = {}
+        reference_values = self.form.told(reference, inputs, reference)
+        candidate_values = self.form.told(candidate, inputs, reference)
         for part in self.form.parts:
-            if part.output in left and part.output in right:
+            if part.output in reference and part.output in candidate:
                 error = RunningError(part.label)
-                error.add(part.of(own[part.output]), part.of(others[part.output]), 1)
-                parts[part.label] = error.result().sqnr_db
-        label = min(parts, key=lambda name: by_sqnr(parts[name]), default="")
-        decibels = parts.get(label, math.nan)
-        task, share = "", math.nan
+                expected = part.of(reference_values[part.output])
+                error.add(expected, part.of(candidate_values[part.output]), 1)
+                db_by_slice[part.label] = error.result().sqnr_db
+        worst_slice = min(
+            db_by_slice, key=lambda name: sqnr_sort_key(db_by_slice[name]), default=""
+        )
+        sqnr_db_of_slice = db_by_slice.get(worst_slice, math.nan)
+
+        figure = None
         if self.form.task is not None:
             tally = self.form.task.tally()
-            tally.add(fed, left, right)
+            tally.add(inputs, reference, candidate)
             figure = tally.result()
-            if figure is not None:
-                task, share = figure.count, figure.value
-        rank = by_sqnr(decibels) if parts else share if not math.isnan(share) else math.inf
-        return rank, ImageLoss(name="", part=label, sqnr_db=decibels, task=task)
+        rank = math.inf
+        if db_by_slice:
+            rank = sqnr_sort_key(sqnr_db_of_slice)
+        elif figure is not None and not math.isnan(figure.value):
+            rank = figure.value
+        task = figure.count if figure is not None else ""
+        return rank, ImageLoss(name="", part=worst_slice, sqnr_db=sqnr_db_of_slice, task=task)
 
 
 @dataclass(slots=True)
@@ -190,10 +226,11 @@ class ChannelSums:
         """Add one sample of shape [1, C, ...]; other shapes are ignored."""
         if reference.shape != candidate.shape or reference.ndim < 2 or reference.shape[0] != 1:
             return
-        one = reference[0].reshape(reference.shape[1], -1).astype(np.float64)
-        other = candidate[0].reshape(one.shape).astype(np.float64)
+        expected = reference[0].reshape(reference.shape[1], -1).astype(np.float64)
+        values = candidate[0].reshape(expected.shape).astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
-            signal, noise = (one**2).sum(axis=1), ((one - other) ** 2).sum(axis=1)
+            signal = (expected**2).sum(axis=1)
+            noise = ((expected - values) ** 2).sum(axis=1)
         if self.signal is None or self.noise is None:
             self.signal, self.noise = signal, noise
         elif len(signal) == len(self.signal):
@@ -203,17 +240,18 @@ class ChannelSums:
         """Yield the channels of lowest SQNR, without silent ones."""
         if self.signal is None or self.noise is None:
             return
-        total, lost = float(self.signal.sum()), float(self.noise.sum())
-        ratios = {
-            channel: sqnr_db(signal, noise)
-            for channel, (signal, noise) in enumerate(
-                zip(self.signal.tolist(), self.noise.tolist(), strict=True)
+        total_signal, total_noise = float(self.signal.sum()), float(self.noise.sum())
+        db_by_channel = {}
+        sums = zip(self.signal.tolist(), self.noise.tolist(), strict=True)
+        for channel, (signal, noise) in enumerate(sums):
+            if not signal <= _SILENT_SHARE * total_signal:  # NaN is not silent
+                db_by_channel[channel] = sqnr_db(signal, noise)
+        channels = sorted(db_by_channel, key=lambda c: sqnr_sort_key(db_by_channel[c]))
+        for channel in channels[:_MAX_CHANNELS]:
+            share = float(self.noise[channel]) / total_noise if total_noise else 0.0
+            yield ChannelLoss(
+                tensor=tensor, channel=channel, sqnr_db=db_by_channel[channel], noise=share
             )
-            if not signal <= _SILENT * total
-        }
-        for channel in sorted(ratios, key=lambda c: by_sqnr(ratios[c]))[:CHANNELS]:
-            share = float(self.noise[channel]) / lost if lost else 0.0
-            yield ChannelLoss(tensor=tensor, channel=channel, sqnr_db=ratios[channel], noise=share)
 
 
 @with_progress
@@ -243,61 +281,72 @@ def explain(
         ModelError, FeedError, BackendError: from running images.
     """
     explanation = read_explanation(Path(folder))
-    chosen = _select_targets(explanation, target)
+    targets = _select_targets(explanation, target)
     if images is None:
-        return replace(explanation, targets=chosen)
+        return replace(explanation, targets=targets)
+
     dataset = to_dataset(images)
     if model is not None:
         model, source = open_torch_module(model, dataset.source)
         dataset = replace(dataset, source=source)
     loaded = _load_float_model(explanation, model)
-    preprocess = _merged(dataset.preprocess, _preprocess(explanation, dataset.source))
+    build_preprocess = _read_preprocess(explanation, dataset.source)
+    preprocess = _merge_preprocess(dataset.preprocess, build_preprocess)
     feed = replace(dataset, preprocess=preprocess).open(
         loaded.inputs, metadata_preprocess=loaded.metadata_preprocess
     )
-    explained = []
-    for one in chosen:
-        if one.runnable is None:
+    explained_targets = []
+    for target_explanation in targets:
+        if target_explanation.runnable is None:
             note = "no file of it can be run in ONNX Runtime"
-            explained.append(replace(one, held=ImageResults(samples=0, notes=(note,))))
-            continue
-        with phase(one.name):
-            held = run_images(
-                loaded,
-                path_in_build(one.runnable, Path(explanation.report)),
-                [] if _is_rescaled(one) else [layer.name for layer in one.layers],
-                feed,
-                native=one.native,
-                threads=worker_threads(threads),
-                task=one.set_task,
-            )
-        explained.append(
-            replace(one, held=replace(held, notes=(*held.notes, *_model_note(explanation, loaded))))
-        )
-    return replace(explanation, targets=tuple(explained))
+            results = ImageResults(samples=0, notes=(note,))
+        else:
+            layers = [layer.name for layer in target_explanation.layers]
+            if _has_rescaled_channels(target_explanation):
+                layers = []
+            with phase(target_explanation.name):
+                results = _run_images(
+                    loaded,
+                    path_in_build(target_explanation.runnable, Path(explanation.report)),
+                    layers,
+                    feed,
+                    is_native=target_explanation.native,
+                    threads=worker_threads(threads),
+                    task=target_explanation.set_task,
+                )
+            notes = (*results.notes, *_model_notes(explanation, loaded))
+            results = replace(results, notes=notes)
+        explained_targets.append(replace(target_explanation, held=results))
+    return replace(explanation, targets=tuple(explained_targets))
 
 
-def _select_targets(explanation: Explanation, target: str | None) -> tuple[TargetExplanation, ...]:
-    if target is None:
+def _select_targets(explanation: Explanation, name: str | None) -> tuple[TargetExplanation, ...]:
+    """Return the targets to explain: the one of this name, or all.
+
+    Raises:
+        ConfigError: the build has no such target.
+    """
+    if name is None:
         return explanation.targets
-    names = [one.name for one in explanation.targets]
-    if target not in names:
-        way = did_you_mean(target, names, f"it has {', '.join(names) or 'none'}")
+    targets = tuple(target for target in explanation.targets if target.name == name)
+    if not targets:
+        names = [target.name for target in explanation.targets]
+        hint = did_you_mean(name, names, f"it has {', '.join(names) or 'none'}")
         raise ConfigError(
-            f"a target to explain must be one of the build, got {target!r} for"
-            f" {explanation.report}; {way}"
+            f"a target to explain must be one of the build, got {name!r} for"
+            f" {explanation.report}; {hint}"
         )
-    return tuple(one for one in explanation.targets if one.name == target)
+    return targets
 
 
 def _load_float_model(
-    explanation: Explanation, named: Path | str | ModelProto | LoadedModel | None
+    explanation: Explanation, model: Path | str | ModelProto | LoadedModel | None
 ) -> LoadedModel:
-    """Load the float model."""
-    if isinstance(named, LoadedModel):
-        return named
-    if named is not None:
-        return load_float_or_qdq(named)
+    """Load the float model: the user's, else that of the report."""
+    if isinstance(model, LoadedModel):
+        return model
+    if model is not None:
+        return load_float_or_qdq(model)
     path = path_near_report(explanation.model, Path(explanation.report))
     if not os.path.isfile(path) or path.suffix.lower() != ".onnx":
         raise ConfigError(
@@ -307,33 +356,37 @@ def _load_float_model(
     return load_float_or_qdq(path)
 
 
-def _model_note(explanation: Explanation, loaded: LoadedModel) -> Iterator[str]:
+def _model_notes(explanation: Explanation, loaded: LoadedModel) -> Iterator[str]:
     """Yield a note if the float model is not the one the build was made from."""
     try:
-        made_from = manifest.read_manifest(Path(explanation.report).parent).made_from.get("model")
+        origin = manifest.read_manifest(Path(explanation.report).parent).made_from.get("model")
     except CacheError:  # reported by `verify`
         return
-    if isinstance(made_from, dict) and made_from.get("sha256") != loaded.digest:
+    if isinstance(origin, dict) and origin.get("sha256") != loaded.digest:
         yield (
             f"{loaded.source or loaded.name} is not the model that was built from, or was changed"
             " since: the figures of images and channels include that difference"
         )
 
 
-def _merged(preprocess: PreprocessRequest, known: Preprocess | None) -> PreprocessRequest:
+def _merge_preprocess(
+    user_options: PreprocessRequest, build_preprocess: Preprocess | None
+) -> PreprocessRequest:
     """Return the preprocessing options of the user on top of those of the build."""
-    if known is None or not isinstance(preprocess, Mapping | None):
-        return preprocess
-    return apply_user_options(known, preprocess or {})
+    if build_preprocess is None or not isinstance(user_options, Mapping | None):
+        return user_options
+    return apply_user_options(build_preprocess, user_options or {})
 
 
-def _preprocess(explanation: Explanation, images: FeedSource) -> Preprocess | None:
-    """Return the preprocessing of the images; None for arrays, or if the report has none."""
+def _read_preprocess(explanation: Explanation, images: FeedSource) -> Preprocess | None:
+    """Return the preprocessing in the report; None for arrays, or if the report has none."""
     if isinstance(images, RawFiles):
-        arrays = images.dtype != "uint8"
+        is_array = images.dtype != "uint8"
+    elif isinstance(images, str | Path):
+        is_array = Path(images).suffix.lower() in _ARRAY_SUFFIXES
     else:
-        arrays = not isinstance(images, str | Path) or Path(images).suffix.lower() in _ARRAYS
-    if arrays or not explanation.preprocess:
+        is_array = True
+    if is_array or not explanation.preprocess:
         return None
     try:
         return Preprocess.from_json(explanation.preprocess)
@@ -344,9 +397,12 @@ def _preprocess(explanation: Explanation, images: FeedSource) -> Preprocess | No
         ) from error
 
 
-def _is_rescaled(target: TargetExplanation) -> bool:
+def _has_rescaled_channels(target: TargetExplanation) -> bool:
     """Whether a repair scaled channels, so that inner tensors differ from the float model's."""
-    words = [repair.words for repair in REPAIRS.values() if repair.before is not None]
-    return any(
-        word in said and said.endswith(", kept") for said in target.repairs for word in words
-    )
+    for repair in REPAIRS.values():
+        if repair.before is None:
+            continue
+        for note in target.repairs:
+            if repair.words in note and note.endswith(", kept"):
+                return True
+    return False
