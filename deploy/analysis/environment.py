@@ -11,8 +11,8 @@ from deploy.machine import INT8_FLAGS, this_machine
 from deploy.targets import TARGETS
 from deploy.version import __version__
 
-# package -> its purpose, and how to install it
-_OPTIONAL = {
+# package -> its purpose, and the command that installs it
+_OPTIONAL_PACKAGES = {
     "torch": ("trace, fuse and export PyTorch models", "pip install '.[torch]'"),
     "distributed": ("calibrate on the workers of a dask scheduler", "pip install '.[dask]'"),
     "openvino": ("run models in OpenVINO beside ONNX Runtime", "pip install '.[openvino]'"),
@@ -21,48 +21,70 @@ _OPTIONAL = {
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentCheck:
-    """Result of one check."""
+    """Result of one check.
 
-    what: str
-    there: bool
-    words: str  # its version, or its purpose and how to get it
+    Attributes:
+        name: what was checked.
+        is_available: whether it is installed, or supported by the CPU.
+        details: its version, or its purpose and how to get it.
+    """
+
+    name: str
+    is_available: bool
+    details: str
+
+    def to_json(self) -> dict[str, object]:
+        """Return plain JSON types."""
+        return {"what": self.name, "there": self.is_available, "words": self.details}
 
 
 def doctor() -> tuple[EnvironmentCheck, ...]:
     """Check everything; nothing runs on a device."""
-    return (*_own_checks(), *_target_checks(), *_package_checks())
+    return (*_check_installation(), *_check_targets(), *_check_packages())
 
 
-def _own_checks() -> Iterator[EnvironmentCheck]:
+def _check_installation() -> Iterator[EnvironmentCheck]:
     machine = this_machine()
     system = f"Python {platform.python_version()}, {machine.os}"
     yield EnvironmentCheck("calib8", True, f"{__version__}, {system}")
-    others = {n: v for n, v in machine.versions.items() if n not in ("calib8", "python")}
-    quicker = "" if kernel() else "; faster if it is installed with a C compiler"
-    yield EnvironmentCheck("counting", kernel() is not None, describe_kernel() + quicker)
-    yield EnvironmentCheck("packages", True, ", ".join(f"{n} {v}" for n, v in others.items()))
-    int8 = ", ".join(machine.int8)
-    words = f"{machine.cpu}, {machine.cores} cores"
-    lacking = (
-        f"{words}; no int8 dot products (of {', '.join(INT8_FLAGS)}): int8 gains less here, and on"
-        " x86 models of other tools may saturate"
-    )
-    yield EnvironmentCheck("CPU", bool(int8), f"{words}; int8 by {int8}" if int8 else lacking)
+
+    has_kernel = kernel() is not None
+    hint = "" if has_kernel else "; faster if it is installed with a C compiler"
+    yield EnvironmentCheck("counting", has_kernel, describe_kernel() + hint)
+
+    packages = [
+        f"{name} {package_version}"
+        for name, package_version in machine.versions.items()
+        if name not in ("calib8", "python")
+    ]
+    yield EnvironmentCheck("packages", True, ", ".join(packages))
+
+    cpu = f"{machine.cpu}, {machine.cores} cores"
+    if machine.int8:
+        yield EnvironmentCheck("CPU", True, f"{cpu}; int8 by {', '.join(machine.int8)}")
+    else:
+        flags = ", ".join(INT8_FLAGS)
+        yield EnvironmentCheck(
+            "CPU",
+            False,
+            f"{cpu}; no int8 dot products (of {flags}): int8 gains less here, and on x86 models of"
+            " other tools may saturate",
+        )
 
 
-def _target_checks() -> Iterator[EnvironmentCheck]:
+def _check_targets() -> Iterator[EnvironmentCheck]:
     for name, target in TARGETS.items():
         try:
-            yield EnvironmentCheck(
-                name, True, f"builds and runs engines: {target().describe_sdk()}"
-            )
+            details = f"builds and runs engines: {target().describe_sdk()}"
+            yield EnvironmentCheck(name, True, details)
         except Calib8Error as error:
             yield EnvironmentCheck(name, False, f"writes its files, no engine: {error}")
 
 
-def _package_checks() -> Iterator[EnvironmentCheck]:
-    for name, (purpose, way) in _OPTIONAL.items():
+def _check_packages() -> Iterator[EnvironmentCheck]:
+    for name, (purpose, command) in _OPTIONAL_PACKAGES.items():
         try:
             yield EnvironmentCheck(name, True, version(name))
         except PackageNotFoundError:
-            yield EnvironmentCheck(name, False, f"not installed; to {purpose}: {way}")
+            details = f"not installed; to {purpose}: {command}"
+            yield EnvironmentCheck(name, False, details)

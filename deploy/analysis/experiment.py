@@ -38,9 +38,9 @@ from deploy.terminal import join_visible
 SCHEMA = "calib8-quantize/1"
 GRIDS: dict[str, Grid] = {"quint8": UINT8, "qint8": INT8}
 SHOWN = 32  # rows of the table
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 _RULE = "values are a JSON array of numbers, such as [[-1, 0], [1, 2]], or an .npy file"
-_BARE = re.compile(r"[-+]?[.\d][-+.,\deE\s]*")
+_BARE_NUMBERS = re.compile(r"[-+]?[.\d][-+.,\deE\s]*")
 _HEADS = ("value", "int_repr", "dequantized", "error")
 
 Real = NDArray[np.float32]
@@ -48,26 +48,35 @@ Real = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Experiment:
-    """Values and their quantized form; `repr` is a table of the first ones."""
+    """Values and their quantized form; `repr` is a table of the first ones.
 
-    values: Real  # float32, of any shape
+    Attributes:
+        values: the values, float32 of any shape.
+        quantized: integers, scales and zero points.
+        dtype: torch's name of the integer type.
+        scale_source: "given", or the method that searched the scale.
+    """
+
+    values: Real
     quantized: QuantizedTensor
-    dtype: str  # torch's name of the integer type
-    found: str  # "given", or the method that found the scale
+    dtype: str
+    scale_source: str
 
     @property
     def error(self) -> NDArray[np.float64]:
         """Dequantized minus original values, float64 of their shape."""
-        stored = self.quantized.dequantize().astype(np.float64)
-        return np.asarray(stored - self.values.astype(np.float64))
+        dequantized = self.quantized.dequantize().astype(np.float64)
+        return np.asarray(dequantized - self.values.astype(np.float64))
 
     @property
     def clipped(self) -> int:
         """Number of values outside the representable range."""
         low, high = self.quantized.representable()
-        shape = [-1 if i == self.quantized.axis else 1 for i in range(self.values.ndim)]
-        one = [1] * self.values.ndim if self.quantized.axis is None else shape
-        outside = (self.values < low.reshape(one)) | (self.values > high.reshape(one))
+        bounds_shape = [1] * self.values.ndim
+        if self.quantized.axis is not None:
+            bounds_shape[self.quantized.axis] = -1
+        low, high = low.reshape(bounds_shape), high.reshape(bounds_shape)
+        outside = (self.values < low) | (self.values > high)
         return int(outside.sum())
 
     def to_json(self) -> dict[str, object]:
@@ -76,7 +85,7 @@ class Experiment:
             {
                 "schema": SCHEMA,
                 "dtype": self.dtype,
-                "found": self.found,
+                "found": self.scale_source,
                 "axis": self.quantized.axis,
                 "scale": self.quantized.scale.tolist(),
                 "zero_point": self.quantized.zero_point.tolist(),
@@ -109,22 +118,22 @@ class Experiment:
     def _scales(self) -> Iterator[str]:
         low, high = self.quantized.representable()
         rows = zip(self.quantized.scale, self.quantized.zero_point, low, high, strict=True)
-        for channel, (scale, zero, least, most) in enumerate(rows):
-            where = "" if self.quantized.axis is None else f"channel {channel}: "
+        for channel, (scale, zero_point, lowest, highest) in enumerate(rows):
             if channel == SHOWN:
                 yield f"and {count(len(low) - SHOWN, 'channel')} more"
                 return
+            label = "" if self.quantized.axis is None else f"channel {channel}: "
             yield (
-                f"{where}scale {scale:.9g}, zero point {zero}, {self.dtype} ({self.found}): stores"
-                f" {least:.6g} to {most:.6g}"
+                f"{label}scale {scale:.9g}, zero point {zero_point}, {self.dtype}"
+                f" ({self.scale_source}): stores {lowest:.6g} to {highest:.6g}"
             )
 
     def _table(self) -> Iterator[str]:
-        flat = (self.values, self.quantized.stored, self.quantized.dequantize(), self.error)
-        columns = [array.reshape(-1)[:SHOWN] for array in flat]
+        arrays = (self.values, self.quantized.stored, self.quantized.dequantize(), self.error)
+        columns = [array.reshape(-1)[:SHOWN] for array in arrays]
         rows = [
-            (f"{value:.6g}", str(integer), f"{back:.6g}", f"{error:.3g}")
-            for value, integer, back, error in zip(*columns, strict=True)
+            (f"{value:.6g}", str(integer), f"{dequantized:.6g}", f"{error:.3g}")
+            for value, integer, dequantized, error in zip(*columns, strict=True)
         ]
         yield from align_columns((_HEADS, *rows), ())
         if self.values.size > SHOWN:
@@ -164,31 +173,38 @@ def quantize(
             f"--zero-point goes with --scale, got {list(zero_points)} alone; give --scale too"
         )
     try:
-        read = _real(np.asarray(values))
+        real_values = _to_real(np.asarray(values))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"values are an array of finite real numbers, got: {error}") from error
     if scales is None:
-        return _by_search(read, chosen or Method.of(), axis=axis, dtype=dtype)
-    zeros = [0] * len(scales) if zero_points is None else zero_points
-    return _with_scales(read, scales, zeros, axis=axis, dtype=dtype)
+        return _quantize_by_search(real_values, chosen or Method.of(), axis=axis, dtype=dtype)
+    if zero_points is None:
+        zero_points = [0] * len(scales)
+    quantized = _quantize_by_scales(real_values, scales, zero_points, axis=axis, dtype=dtype)
+    return Experiment(real_values, quantized, dtype, "given")
 
 
-def _with_scales(
-    values: Real, scales: Sequence[float], zeros: Sequence[int], *, axis: int | None, dtype: str
-) -> Experiment:
+def _quantize_by_scales(
+    values: Real,
+    scales: Sequence[float],
+    zero_points: Sequence[int],
+    *,
+    axis: int | None,
+    dtype: str,
+) -> QuantizedTensor:
     if axis is not None:
-        made = quantize_per_channel(values, scales, zeros, axis, dtype)
-    elif len(scales) == len(zeros) == 1:
-        made = quantize_per_tensor(values, scales[0], zeros[0], dtype)
-    else:
-        raise ConfigError(
-            "several scales need the --axis of their channels, got"
-            f" {len(scales)} scales and {len(zeros)} zero points; give --axis, or one of each"
-        )
-    return Experiment(values, made, dtype, "given")
+        return quantize_per_channel(values, scales, zero_points, axis, dtype)
+    if len(scales) == len(zero_points) == 1:
+        return quantize_per_tensor(values, scales[0], zero_points[0], dtype)
+    raise ConfigError(
+        "several scales need the --axis of their channels, got"
+        f" {len(scales)} scales and {len(zero_points)} zero points; give --axis, or one of each"
+    )
 
 
-def _by_search(values: Real, method: Method, *, axis: int | None, dtype: str) -> Experiment:
+def _quantize_by_search(
+    values: Real, method: Method, *, axis: int | None, dtype: str
+) -> Experiment:
     if dtype not in GRIDS:
         raise ConfigError(
             f"a search finds the scale of {' or '.join(GRIDS)}, got {dtype}; give its --scale and"
@@ -197,10 +213,13 @@ def _by_search(values: Real, method: Method, *, axis: int | None, dtype: str) ->
     channels = [values]
     if axis is not None:
         channels = list(np.moveaxis(values, checked_axis(axis, values.ndim), 0))
-    affine = [_range(channel, method, GRIDS[dtype]) for channel in channels]
-    scales, zeros = [scale for scale, _ in affine], [zero for _, zero in affine]
-    made = _with_scales(values, scales, zeros, axis=axis, dtype=dtype)
-    return Experiment(values, made.quantized, dtype, method.label)
+    scales, zero_points = [], []
+    for channel in channels:
+        scale, zero_point = _search_scale(channel, method, GRIDS[dtype])
+        scales.append(scale)
+        zero_points.append(zero_point)
+    quantized = _quantize_by_scales(values, scales, zero_points, axis=axis, dtype=dtype)
+    return Experiment(values, quantized, dtype, method.label)
 
 
 def read_values(text: str) -> Real:
@@ -212,21 +231,21 @@ def read_values(text: str) -> Real:
     """
     if not text.lstrip().startswith("["):
         refuse_unbracketed(text)
-        return _from_file(Path(text))
-    read = from_json(text, rule=_RULE, error=ConfigError)
+        return _read_file(Path(text))
+    numbers = from_json(text, rule=_RULE, error=ConfigError)
     try:
-        return _real(np.array(read, np.float64))
+        return _to_real(np.array(numbers, np.float64))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{_RULE}, got {text[:60]!r}: {error}") from error
 
 
 def refuse_unbracketed(text: str) -> None:
     """Raise `ConfigError` for numbers without brackets, which would be read as a file name."""
-    if _BARE.fullmatch(text.strip()) and not Path(text).exists():
+    if _BARE_NUMBERS.fullmatch(text.strip()) and not Path(text).exists():
         raise ConfigError(f"{_RULE}, got {text!r}; write it as '[{text}]'")
 
 
-def _range(values: Real, method: Method, grid: Grid) -> tuple[float, int]:
+def _search_scale(values: Real, method: Method, grid: Grid) -> tuple[float, int]:
     lead = None
     if method.statistic.lead is not None:  # the values are the only batch
         lead = method.statistic.lead.recorder(None)
@@ -237,23 +256,29 @@ def _range(values: Real, method: Method, grid: Grid) -> tuple[float, int]:
     return float(scale) or 1.0, zero  # a channel of zeros has no step of its own
 
 
-def _from_file(path: Path) -> Real:
+def _read_file(path: Path) -> Real:
     with open_regular_file(
-        path, what="an .npy file of values", error=FeedError, max_bytes=_MOST_BYTES
+        path, what="an .npy file of values", error=FeedError, max_bytes=_MAX_BYTES
     ) as file:
         try:
-            return _real(read_array(file, _MOST_BYTES))
+            return _to_real(read_array(file, _MAX_BYTES))
         except (ValueError, EOFError) as error:
             raise FeedError(
                 f"{path} must be a sound .npy file of real numbers, got: {error}"
             ) from error
 
 
-def _real(read: NDArray[Any]) -> Real:
-    if read.dtype.kind not in "fiub" or not read.size:
-        raise ValueError(f"{read.size} values of {read.dtype}")
+def _to_real(array: NDArray[Any]) -> Real:
+    """Return float32 values.
+
+    Raises:
+        ValueError: no values, other than real numbers, or some that are infinite in float32.
+    """
+    if array.dtype.kind not in "fiub" or not array.size:
+        raise ValueError(f"{array.size} values of {array.dtype}")
     with np.errstate(over="ignore"):  # an overflow is reported below
-        made = read.astype(np.float32)
-    if beyond := int(np.isinf(made).sum()):
-        raise ValueError(f"{beyond} of {count(read.size, 'value')} infinite in float32")
-    return made
+        values = array.astype(np.float32)
+    infinite_count = int(np.isinf(values).sum())
+    if infinite_count:
+        raise ValueError(f"{infinite_count} of {count(array.size, 'value')} infinite in float32")
+    return values

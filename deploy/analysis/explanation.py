@@ -12,15 +12,26 @@ from deploy.terminal import join_visible
 from deploy.tuning.plan_file import CONSEQUENCE, NOISE, RULE, TIME
 
 SCHEMA = "calib8-explanation/1"
-FEW = 10  # rows of a table unless all are asked for
-_NAMES = 3  # nodes listed for one reason
-_KINDS = {NOISE: "  by noise", TIME: "  by time", CONSEQUENCE: "  in between", RULE: "  by rule"}
-_ALL = "--all shows them"
+_MAX_ROWS = 10  # rows of a table unless all are asked for
+_MAX_NAMES = 3  # nodes listed for one reason
+_LABEL_BY_KIND = {
+    NOISE: "  by noise",
+    TIME: "  by time",
+    CONSEQUENCE: "  in between",
+    RULE: "  by rule",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorAccuracy:
-    """Accuracy of an output slice or an inner tensor against the float model."""
+    """Accuracy of an output slice or an inner tensor against the float model.
+
+    Attributes:
+        name: label of the slice, or name of the tensor.
+        sqnr_db: signal to quantization noise ratio.
+        cosine_mean: mean cosine similarity of the samples.
+        cosine_min: least cosine similarity of a sample.
+    """
 
     name: str
     sqnr_db: float
@@ -30,9 +41,16 @@ class TensorAccuracy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatNodeGroup:
-    """Nodes that stay float for one reason."""
+    """Nodes that stay float for one reason.
 
-    kind: str  # kind of the reason, see `deploy.tuning.plan_file`
+    Attributes:
+        kind: kind of the reason, see `deploy.tuning.plan_file`.
+        reason: the reason, "" if none is known.
+        operators: operators of the nodes.
+        nodes: names of the nodes.
+    """
+
+    kind: str
     reason: str
     operators: tuple[str, ...]
     nodes: tuple[str, ...]
@@ -40,7 +58,14 @@ class FloatNodeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedRange:
-    """A range that clips observed values: their share, 0 to 1, and both ranges."""
+    """A range that clips observed values.
+
+    Attributes:
+        tensor: name of the tensor.
+        share: share of its values that are clipped, 0 to 1.
+        seen: lowest and highest value that were observed.
+        kept: lowest and highest value that int8 represents.
+    """
 
     tensor: str
     share: float
@@ -50,71 +75,119 @@ class ClippedRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLoss:
-    """Loss on one image."""
+    """Loss on one image.
 
-    name: str  # file name, or index in an array
-    part: str  # output slice of lowest SQNR; "" where no slice can be compared
-    sqnr_db: float  # SQNR of that slice
-    task: str  # agreement of int8 with FP32 on the task, such as "3 of 4"; "" without a task
+    Attributes:
+        name: file name, or index in an array.
+        part: output slice of lowest SQNR; "" if no slice can be compared.
+        sqnr_db: SQNR of that slice.
+        task: agreement of int8 with FP32 on the task, such as "3 of 4"; "" without a task.
+    """
+
+    name: str
+    part: str
+    sqnr_db: float
+    task: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelLoss:
-    """Loss of one channel (axis 1) of an inner tensor."""
+    """Loss of one channel (axis 1) of an inner tensor.
+
+    Attributes:
+        tensor: name of the tensor.
+        channel: index of the channel.
+        sqnr_db: SQNR of the channel alone.
+        noise: its share of the tensor's noise, 0 to 1.
+    """
 
     tensor: str
     channel: int
-    sqnr_db: float  # SQNR of the channel alone
-    noise: float  # its share of the tensor's noise, 0 to 1
+    sqnr_db: float
+    noise: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageResults:
-    """Results of running images on one target."""
+    """Results of running images on one target.
+
+    Attributes:
+        samples: number of images.
+        images: the images of lowest SQNR, the worst first.
+        channels: the channels of lowest SQNR, by tensor.
+        notes: sentences on what could not be compared.
+    """
 
     samples: int
-    images: tuple[ImageLoss, ...] = ()  # the images of lowest SQNR, the worst first
-    channels: tuple[ChannelLoss, ...] = ()  # the channels of lowest SQNR, by tensor
+    images: tuple[ImageLoss, ...] = ()
+    channels: tuple[ChannelLoss, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetExplanation:
-    """Explanation of one target."""
+    """Explanation of one target.
+
+    Attributes:
+        name: name of the target.
+        error: why it could not be built; "" if it was.
+        level: level of the verdict; "" without one.
+        reasons: reasons of the verdict.
+        parts: output slices, the worst first.
+        task: figure of the task as text; "" without one.
+        set_task: name of the task that the user set for the build.
+        nodes: number of nodes of the model as this target runs it.
+        kept: groups of float nodes: by noise, then time, consequence, rules.
+        layers: inner tensors, the worst first.
+        repairs: notes on repairs of the model.
+        settled: description of the trial that was built.
+        tried: all trials of the search.
+        methods: tensor -> range method, where it differs from the others.
+        clipped: ranges that clip values, the largest share first.
+        runnable: file that ONNX Runtime can run with the target's numerics.
+        native: whether ONNX Runtime is the target.
+        held: results of the user's images; None without images.
+    """
 
     name: str
-    error: str = ""  # why it could not be built; "" where it was
-    # level, reasons: level and reasons of the verdict; "" without one
+    error: str = ""
     level: str = ""
     reasons: tuple[str, ...] = ()
-    parts: tuple[TensorAccuracy, ...] = ()  # output slices, the worst first
-    task: str = ""  # figure of the task as text; "" without one
-    set_task: str = ""  # name of the task that the user set for the build
-    nodes: int = 0  # number of nodes of the model as this target runs it
-    # groups of float nodes: by noise, then time, consequence, rules
+    parts: tuple[TensorAccuracy, ...] = ()
+    task: str = ""
+    set_task: str = ""
+    nodes: int = 0
     kept: tuple[FloatNodeGroup, ...] = ()
-    layers: tuple[TensorAccuracy, ...] = ()  # inner tensors, the worst first
+    layers: tuple[TensorAccuracy, ...] = ()
     repairs: tuple[str, ...] = ()
-    settled: str = ""  # description of the trial that was built
+    settled: str = ""
     tried: tuple[TrialRow, ...] = ()
-    # tensor -> range method, where it differs from the others
     methods: Mapping[str, str] = field(default_factory=dict)
-    clipped: tuple[ClippedRange, ...] = ()  # ranges that clip values, the largest share first
-    runnable: str | None = None  # file that ONNX Runtime can run with the target's numerics
-    native: bool = False  # whether ONNX Runtime is the target
+    clipped: tuple[ClippedRange, ...] = ()
+    runnable: str | None = None
+    native: bool = False
     held: ImageResults | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Explanation:
-    """Explanation of a build; `repr` is its text for a screen."""
+    """Explanation of a build; `repr` is its text for a screen.
+
+    Attributes:
+        title: title of the report.
+        report: path of the report.
+        plan: path of the plan; None without one.
+        model: path of the float model.
+        preprocess: how the images of the build became inputs.
+        targets: one entry per target.
+    """
 
     title: str
     report: str
-    plan: str | None = None  # path of the plan; None without one
+    plan: str | None = None
     model: str = ""
     preprocess: Mapping[str, object] = field(default_factory=dict)
-    targets: tuple[TargetExplanation, ...] = ()  # one entry per target
+    targets: tuple[TargetExplanation, ...] = ()
 
     def __repr__(self) -> str:
         return to_screen(self)
@@ -122,16 +195,14 @@ class Explanation:
 
 def to_screen(explanation: Explanation, *, everything: bool = False) -> str:
     """Return the explanation as plain text, without colours."""
-    most = None if everything else FEW
-    blocks = [
-        [
-            explanation.title,
-            *entry("Report", explanation.report),
-            *entry("Plan", explanation.plan or "none"),
-        ],
-        *(list(_target(one, most)) for one in explanation.targets),
+    max_rows = None if everything else _MAX_ROWS
+    head = [
+        explanation.title,
+        *entry("Report", explanation.report),
+        *entry("Plan", explanation.plan or "none"),
     ]
-    return "\n\n".join(map(join_visible, blocks)) + "\n"
+    targets = [list(_target_lines(target, max_rows)) for target in explanation.targets]
+    return "\n\n".join(map(join_visible, [head, *targets])) + "\n"
 
 
 def to_json(explanation: Explanation) -> dict[str, object]:
@@ -139,92 +210,113 @@ def to_json(explanation: Explanation) -> dict[str, object]:
     return to_plain_object({"schema": SCHEMA, **asdict(explanation)})
 
 
-def _target(one: TargetExplanation, most: int | None) -> Iterator[str]:
-    yield f"{one.name}: {one.level or ('failed' if one.error else 'no verdict')}"
-    if one.error:
-        yield from entry("Why", one.error)
+def _target_lines(target: TargetExplanation, max_rows: int | None) -> Iterator[str]:
+    if target.error:
+        yield f"{target.name}: {target.level or 'failed'}"
+        yield from entry("Why", target.error)
         return
-    yield from entries("Why", one.reasons)
-    if one.task and one.task not in one.reasons:
-        yield from entry("Task", one.task)
-    yield from _losses("Parts", "part of the outputs", one.parts, most)
-    yield from _float(one, most)
-    yield from _losses("Layers", "inner tensor, the worst first", one.layers, most)
-    yield from _tried(one)
-    yield from _clipping(one, most)
-    if one.held is not None:
-        yield from _held(one.held)
+    yield f"{target.name}: {target.level or 'no verdict'}"
+    yield from entries("Why", target.reasons)
+    if target.task and target.task not in target.reasons:
+        yield from entry("Task", target.task)
+    yield from _accuracy_lines("Parts", "part of the outputs", target.parts, max_rows)
+    yield from _float_node_lines(target, max_rows)
+    tensor_head = "inner tensor, the worst first"
+    yield from _accuracy_lines("Layers", tensor_head, target.layers, max_rows)
+    yield from _search_lines(target)
+    yield from _clipping_lines(target, max_rows)
+    if target.held is not None:
+        yield from _image_lines(target.held)
 
 
-def _losses(
-    label: str, name: str, rows: Sequence[TensorAccuracy], most: int | None
+def _accuracy_lines(
+    label: str, name_head: str, tensors: Sequence[TensorAccuracy], max_rows: int | None
 ) -> Iterator[str]:
-    cells = [[r.name, figures.decibels(r.sqnr_db), figures.cosine(r.cosine_mean)] for r in rows]
-    yield from _table(label, [name, "SQNR", "cosine"], cells, most)
-
-
-def _float(one: TargetExplanation, most: int | None) -> Iterator[str]:
-    count = sum(len(group.nodes) for group in one.kept)
-    yield from entry("Float", f"{count} of {figures.count(one.nodes, 'node')}")
-    for kind, label in _KINDS.items():
-        groups = [group for group in one.kept if group.kind == kind]
-        few = None if most is None else most // 2
-        yield from entries(label, (_kept(group, most) for group in groups[:few]))
-        yield from _more(groups, few)
-
-
-def _kept(group: FloatNodeGroup, most: int | None) -> str:
-    shown = group.nodes if most is None else group.nodes[:_NAMES]
-    more = len(group.nodes) - len(shown)
-    rest = f" and {more} more" if more else ""
-    types = ", ".join(group.operators)
-    return f"{types} {', '.join(shown)}{rest}: {group.reason or 'no reason given'}"
-
-
-def _tried(one: TargetExplanation) -> Iterator[str]:
-    rows = [trial_row(trial) for trial in one.tried]
-    yield from _table("Tried", TRIAL_HEADS, rows, None)
-    if one.settled:
-        yield from entry("" if rows else "Tried", f"settled on {one.settled}")
-    if one.methods:
-        names = ", ".join(f"{tensor} by {method}" for tensor, method in one.methods.items())
-        yield from entry("", f"ranges by methods of their own: {names}")
-    yield from entries("Repairs", one.repairs)
-
-
-def _clipping(one: TargetExplanation, most: int | None) -> Iterator[str]:
     rows = [
-        [row.tensor, figures.percent(row.share), _span(row.kept), _span(row.seen)]
-        for row in one.clipped
+        [tensor.name, figures.decibels(tensor.sqnr_db), figures.cosine(tensor.cosine_mean)]
+        for tensor in tensors
     ]
-    yield from _table("Clipped", ["tensor", "values", "range kept", "range seen"], rows, most)
+    yield from _table(label, [name_head, "SQNR", "cosine"], rows, max_rows)
 
 
-def _span(ends: tuple[float, float]) -> str:
-    return f"[{figures.real(ends[0])}, {figures.real(ends[1])}]"
+def _float_node_lines(target: TargetExplanation, max_rows: int | None) -> Iterator[str]:
+    count = sum(len(group.nodes) for group in target.kept)
+    yield from entry("Float", f"{count} of {figures.count(target.nodes, 'node')}")
+    max_groups = None if max_rows is None else max_rows // 2
+    for kind, label in _LABEL_BY_KIND.items():
+        groups = [group for group in target.kept if group.kind == kind]
+        lines = [_describe_group(group, max_rows) for group in groups[:max_groups]]
+        yield from entries(label, lines)
+        yield from _count_hidden(groups, max_groups)
 
 
-def _held(held: ImageResults) -> Iterator[str]:
-    rows = [[i.name, figures.decibels(i.sqnr_db), i.part, i.task] for i in held.images]
-    heads = [f"image, the worst of {held.samples}", "SQNR", "in", "as FP32"]
-    yield from _table("Images", heads, rows, None)
-    channels = [
-        [c.tensor, figures.decibels(c.sqnr_db), figures.percent(c.noise), str(c.channel)]
-        for c in held.channels
+def _describe_group(group: FloatNodeGroup, max_rows: int | None) -> str:
+    names = group.nodes if max_rows is None else group.nodes[:_MAX_NAMES]
+    text = f"{', '.join(group.operators)} {', '.join(names)}"
+    hidden_count = len(group.nodes) - len(names)
+    if hidden_count:
+        text += f" and {hidden_count} more"
+    return f"{text}: {group.reason or 'no reason given'}"
+
+
+def _search_lines(target: TargetExplanation) -> Iterator[str]:
+    rows = [trial_row(trial) for trial in target.tried]
+    yield from _table("Tried", TRIAL_HEADS, rows, None)
+    if target.settled:
+        yield from entry("" if rows else "Tried", f"settled on {target.settled}")
+    if target.methods:
+        names = ", ".join(f"{tensor} by {method}" for tensor, method in target.methods.items())
+        yield from entry("", f"ranges by methods of their own: {names}")
+    yield from entries("Repairs", target.repairs)
+
+
+def _clipping_lines(target: TargetExplanation, max_rows: int | None) -> Iterator[str]:
+    rows = [
+        [
+            clipped.tensor,
+            figures.percent(clipped.share),
+            _describe_range(clipped.kept),
+            _describe_range(clipped.seen),
+        ]
+        for clipped in target.clipped
+    ]
+    yield from _table("Clipped", ["tensor", "values", "range kept", "range seen"], rows, max_rows)
+
+
+def _describe_range(ends: tuple[float, float]) -> str:
+    low, high = ends
+    return f"[{figures.real(low)}, {figures.real(high)}]"
+
+
+def _image_lines(results: ImageResults) -> Iterator[str]:
+    image_rows = [
+        [image.name, figures.decibels(image.sqnr_db), image.part, image.task]
+        for image in results.images
+    ]
+    heads = [f"image, the worst of {results.samples}", "SQNR", "in", "as FP32"]
+    yield from _table("Images", heads, image_rows, None)
+    channel_rows = [
+        [
+            channel.tensor,
+            figures.decibels(channel.sqnr_db),
+            figures.percent(channel.noise),
+            str(channel.channel),
+        ]
+        for channel in results.channels
     ]
     heads = ["inner tensor", "SQNR", "of its noise", "channel"]
-    yield from _table("Channels", heads, channels, None)
-    yield from entries("", held.notes)
+    yield from _table("Channels", heads, channel_rows, None)
+    yield from entries("", results.notes)
 
 
 def _table(
-    label: str, heads: Sequence[str], rows: Sequence[Sequence[str]], most: int | None
+    label: str, heads: Sequence[str], rows: Sequence[Sequence[str]], max_rows: int | None
 ) -> Iterator[str]:
     """Yield a table next to its label, and the number of rows left out."""
-    yield from labelled_table(label, heads, rows[:most])
-    yield from _more(rows, most)
+    yield from labelled_table(label, heads, rows[:max_rows])
+    yield from _count_hidden(rows, max_rows)
 
 
-def _more(rows: Sequence[object], most: int | None) -> Iterator[str]:
-    if most is not None and len(rows) > most:
-        yield from entry("", f"and {len(rows) - most} more; {_ALL}")
+def _count_hidden(rows: Sequence[object], max_rows: int | None) -> Iterator[str]:
+    if max_rows is not None and len(rows) > max_rows:
+        yield from entry("", f"and {len(rows) - max_rows} more; --all shows them")

@@ -22,17 +22,27 @@ from deploy.terminal import join_visible
 if TYPE_CHECKING:
     from torch import nn
 
-_MOST = 24  # rows of nodes on one screen
+_MAX_ROWS = 24  # of nodes on one screen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Inspection:
-    """What a target would quantize in a model; `repr` is one screen of text."""
+    """What a target would quantize in a model; `repr` is one screen of text.
 
-    model: str  # its file, or its name if it was given in memory
+    Attributes:
+        model: its file, or its name if it was given in memory.
+        target: name of the target.
+        nodes: every node, its precision, and the reason if it is float.
+        tensors: names of the tensors that need a scale.
+        inputs: inputs of the model.
+        outputs: outputs of the model.
+        notes: sentences on how the model was read.
+    """
+
+    model: str
     target: str
-    nodes: tuple[NodeRow, ...]  # every node, its precision, and the reason if it is float
-    tensors: tuple[str, ...]  # names of the tensors that need a scale
+    nodes: tuple[NodeRow, ...]
+    tensors: tuple[str, ...]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     notes: tuple[str, ...] = ()
@@ -42,31 +52,37 @@ class Inspection:
 
     def text(self, *, everything: bool = False) -> str:
         """Return lines for a screen: nodes by operator and reason, or every node by its name."""
-        if not everything:
-            return join_visible([*self._head(), *self._node_groups()])
-        lines = (f"  {_word(n):5} {n.op:20} {n.name}  {n.reason}".rstrip() for n in self.nodes)
-        return join_visible([*self._head(), *lines])
+        nodes = self._all_nodes() if everything else self._node_groups()
+        return join_visible([*self._head(), *nodes])
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types; an open dimension is null or its name."""
         return {"schema": "calib8-inspection/1", **asdict(self)}
 
     def _head(self) -> Iterator[str]:
-        counts = Counter(_word(node) for node in self.nodes)
-        shares = ", ".join(f"{number} {word}" for word, number in counts.most_common())
+        counts = Counter(_precision(node) for node in self.nodes)
+        shares = ", ".join(f"{count} {precision}" for precision, count in counts.most_common())
         yield f"{self.model}: {len(self.nodes)} nodes on {self.target}, {shares or 'none'}"
         for spec in (*self.inputs, *self.outputs):
             yield f"  {spec.name} {spec.dtype} {list(spec.shape)}"
-        yield from (f"  {note}" for note in self.notes)
+        for note in self.notes:
+            yield f"  {note}"
         yield f"{len(self.tensors)} tensors need a scale"
 
+    def _all_nodes(self) -> Iterator[str]:
+        for node in self.nodes:
+            yield f"  {_precision(node):5} {node.op:20} {node.name}  {node.reason}".rstrip()
+
     def _node_groups(self) -> Iterator[str]:
-        counts = Counter((node.quantized, _word(node), node.op, node.reason) for node in self.nodes)
-        groups = sorted(counts.items(), key=lambda item: (not item[0][0], -item[1]))
-        for (_, word, op, reason), number in groups[:_MOST]:
-            yield f"  {word:6} {number:4} {op}{f': {reason}' if reason else ''}"
-        if len(groups) > _MOST:
-            yield f"  and {sum(number for _, number in groups[_MOST:])} nodes of other kinds"
+        counts = Counter(
+            (not node.quantized, _precision(node), node.op, node.reason) for node in self.nodes
+        )
+        groups = sorted(counts.items(), key=lambda group: (group[0][0], -group[1]))
+        for (_, precision, op, reason), count in groups[:_MAX_ROWS]:
+            yield f"  {precision:6} {count:4} {op}" + (f": {reason}" if reason else "")
+        if len(groups) > _MAX_ROWS:
+            hidden_count = sum(count for _, count in groups[_MAX_ROWS:])
+            yield f"  and {hidden_count} nodes of other kinds"
 
 
 def inspect(
@@ -80,7 +96,7 @@ def inspect(
 
     Args:
         model: path of an ONNX file, or a model in memory, loaded or not; or a PyTorch module.
-        images: of a PyTorch module, samples as for `deploy.pipeline.build`; the first exports it.
+        images: for a PyTorch module, samples as for `deploy.pipeline.build`; the first exports it.
         target: name of a target in `TARGETS`, or a target with options.
         float_nodes: nodes to keep in float: names, patterns, `op:` types, `@` files.
 
@@ -88,20 +104,20 @@ def inspect(
         ModelError: the model cannot be read.
         ConfigError: no such target, or no node matches `float_nodes`.
     """
-    (backend,) = make_targets([target])
+    (chosen_target,) = make_targets([target])
     model, _ = open_torch_module(model, images)
     loaded = model if isinstance(model, LoadedModel) else load(model)
-    kept = match_nodes(loaded.model, float_nodes)
+    float_names = match_nodes(loaded.model, float_nodes)
     return Inspection(
         model=str(loaded.source or loaded.name),
-        target=backend.name,
-        nodes=node_rows(backend.plan(loaded.model, kept).decisions),
-        tensors=tuple(backend.scaled_tensors(loaded.model, kept)),
+        target=chosen_target.name,
+        nodes=node_rows(chosen_target.plan(loaded.model, float_names).decisions),
+        tensors=tuple(chosen_target.scaled_tensors(loaded.model, float_names)),
         inputs=loaded.inputs,
         outputs=loaded.outputs,
         notes=(*loaded.cut_notes, *loaded.notes),
     )
 
 
-def _word(node: NodeRow) -> str:
+def _precision(node: NodeRow) -> str:
     return "float" if node.precision == "float32" else node.precision

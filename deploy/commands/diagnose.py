@@ -279,13 +279,13 @@ def doctor(as_json: bool) -> None:
     """
     from deploy.analysis import environment
 
-    found = environment.doctor()
+    checks = environment.doctor()
     if as_json:
         import json
-        from dataclasses import asdict
 
-        say_lines(json.dumps([asdict(one) for one in found], indent=1))
+        say_lines(json.dumps([check.to_json() for check in checks], indent=1))
         return
-    width = max(len(one.what) for one in found)
-    for one in found:
-        say(f"{'+' if one.there else '-'} {one.what:<{width}}  {one.words}")
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        sign = "+" if check.is_available else "-"
+        say(f"{sign} {check.name:<{width}}  {check.details}")
