@@ -28,20 +28,28 @@ if TYPE_CHECKING:
 
 
 _WIDTH, _HEIGHT = 720, 440
-_HEAD = 15  # height of a module's name above its parts
+_NAME_HEIGHT = 15  # of a module's name above its parts
 _GAP = 2
-_LETTER = 6.6  # width of a letter at the font's 12 px
-_SMALL = 0.6  # smaller sides are not drawn
+_LETTER_WIDTH = 6.6  # at the font's 12 px
+_MIN_SIDE = 0.6  # smaller sides are not drawn
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A node of the tree map."""
+    """A node of the tree map.
+
+    Attributes:
+        name: written in the tile if there is room.
+        value: its size in any unit; with parts, the sum of theirs.
+        tooltip: text shown when it is pointed at.
+        kind: 0 to 3, the colour.
+        parts: tiles inside it.
+    """
 
     name: str
-    value: float  # its size in any unit; with parts, the sum of theirs
+    value: float
     tooltip: str
-    kind: int = 0  # 0 to 3, the colour
+    kind: int = 0
     parts: tuple[Tile, ...] = ()
 
 
@@ -56,7 +64,7 @@ class Area(NamedTuple):
 
 def tree_map(tiles: Sequence[Tile], title: str) -> str:
     """Return the drawing as inline SVG with the page's colours; "" if empty."""
-    body = "".join(_drawn(tiles, Area(0, 0, _WIDTH, _HEIGHT)))
+    body = "".join(_draw_tiles(tiles, Area(0, 0, _WIDTH, _HEIGHT)))
     if not body:
         return ""
     return (
@@ -68,21 +76,27 @@ def tree_map(tiles: Sequence[Tile], title: str) -> str:
 def squarify(values: Sequence[float], area: Area) -> list[Area]:
     """Return a rectangle for each value, which together fill the area.
 
-    `values`: positive, descending. `area`: rectangle to divide.
+    Args:
+        values: positive, descending.
+        area: rectangle to divide.
     """
-    remaining, scale = area, area.width * area.height / sum(values) if values else 0.0
-    sizes, areas, row = [value * scale for value in values], list[Area](), list[float]()
-    for size in sizes:
+    if not values:
+        return []
+
+    scale = area.width * area.height / sum(values)
+    remaining, areas, row = area, list[Area](), list[float]()
+    for value in values:
+        size = value * scale
         side = min(remaining.width, remaining.height)
-        if row and _worst([*row, size], side) > _worst(row, side):
-            placed, remaining = _lay(row, remaining)
-            areas += placed
+        if row and _worst_aspect([*row, size], side) > _worst_aspect(row, side):
+            row_areas, remaining = _lay_row(row, remaining)
+            areas += row_areas
             row = []
         row.append(size)
-    return [*areas, *_lay(row, remaining)[0]] if row else areas
+    return [*areas, *_lay_row(row, remaining)[0]]
 
 
-def _worst(row: Sequence[float], side: float) -> float:
+def _worst_aspect(row: Sequence[float], side: float) -> float:
     """Return the highest aspect ratio of the row's rectangles."""
     total = sum(row)
     if not total or not side:
@@ -90,54 +104,57 @@ def _worst(row: Sequence[float], side: float) -> float:
     return max(max(side**2 * size / total**2, total**2 / (side**2 * size)) for size in row)
 
 
-def _lay(row: Sequence[float], area: Area) -> tuple[list[Area], Area]:
+def _lay_row(row: Sequence[float], area: Area) -> tuple[list[Area], Area]:
     """Place the row's rectangles along the shorter side; return them and the remaining area."""
-    total, areas, offset = sum(row), list[Area](), 0.0
-    upright = area.width >= area.height
-    side = area.height if upright else area.width
-    depth = total / side if side else 0.0
+    is_column = area.width >= area.height
+    side = area.height if is_column else area.width
+    depth = sum(row) / side if side else 0.0
+    areas, offset = list[Area](), 0.0
     for size in row:
         length = size / depth if depth else 0.0
-        if upright:
+        if is_column:
             areas.append(Area(area.x, area.y + offset, depth, length))
         else:
             areas.append(Area(area.x + offset, area.y, length, depth))
         offset += length
-    if upright:
+    if is_column:
         return areas, Area(area.x + depth, area.y, area.width - depth, area.height)
     return areas, Area(area.x, area.y + depth, area.width, area.height - depth)
 
 
-def _drawn(tiles: Sequence[Tile], area: Area) -> Iterator[str]:
-    shown = sorted((tile for tile in tiles if tile.value > 0), key=lambda tile: -tile.value)
-    for tile, place in zip(shown, squarify([t.value for t in shown], area), strict=True):
-        if min(place.width, place.height) < _SMALL:
+def _draw_tiles(tiles: Sequence[Tile], area: Area) -> Iterator[str]:
+    tiles = [tile for tile in tiles if tile.value > 0]
+    tiles.sort(key=lambda tile: -tile.value)
+    areas = squarify([tile.value for tile in tiles], area)
+    for tile, tile_area in zip(tiles, areas, strict=True):
+        if min(tile_area.width, tile_area.height) < _MIN_SIDE:
             continue
-        yield _rectangle(tile, place)
-        inside = _inside(place)
-        if tile.parts and min(inside.width, inside.height) > _SMALL:
-            yield from _drawn(tile.parts, inside)
+        yield _draw_tile(tile, tile_area)
+        parts_area = _parts_area(tile_area)
+        if tile.parts and min(parts_area.width, parts_area.height) > _MIN_SIDE:
+            yield from _draw_tiles(tile.parts, parts_area)
 
 
-def _inside(area: Area) -> Area:
+def _parts_area(area: Area) -> Area:
     """Return the area for the parts of a tile, below its name."""
-    head = _HEAD if _has_head(area) else _GAP
+    top = _NAME_HEIGHT if _has_name_above(area) else _GAP
     return Area(
-        area.x + _GAP, area.y + head, area.width - 2 * _GAP, max(area.height - head - _GAP, 0)
+        area.x + _GAP, area.y + top, area.width - 2 * _GAP, max(area.height - top - _GAP, 0)
     )
 
 
-def _has_head(area: Area) -> bool:
+def _has_name_above(area: Area) -> bool:
     """Whether there is room for a name above the parts."""
-    return area.height > 2 * _HEAD
+    return area.height > 2 * _NAME_HEIGHT
 
 
-def _rectangle(tile: Tile, area: Area) -> str:
+def _draw_tile(tile: Tile, area: Area) -> str:
     """Draw the tile's area, and as much of its name as fits."""
-    letters = int((area.width - 6) / _LETTER)
+    letters = int((area.width - 6) / _LETTER_WIDTH)
     name = tile.name if len(tile.name) <= letters else f"{tile.name[: max(letters - 1, 0)]}…"
-    text, room = "", _has_head(area) if tile.parts else area.height >= _HEAD
-    if letters >= 3 and room:
+    has_room = _has_name_above(area) if tile.parts else area.height >= _NAME_HEIGHT
+    text = ""
+    if letters >= 3 and has_room:
         text = f'<text x="{area.x + 3:.1f}" y="{area.y + 11.5:.1f}">{escape(name)}</text>'
     kind = "whole" if tile.parts else f"c{tile.kind}"
     return (
@@ -147,36 +164,39 @@ def _rectangle(tile: Tile, area: Area) -> str:
 
 
 _HEADS = ("node", "module", "operation", "time", "share", "MFLOPs", "parameters")
-_PRODUCTS, _REST = 1, 0  # colours of the page's style
+_PRODUCT_COLOUR, _OTHER_COLOUR = 1, 0  # of the page's style
 
 
-def profile_page(found: GraphProfile, *, name: str, notes: Sequence[str] = ()) -> str:
+def profile_page(profile: GraphProfile, *, name: str, notes: Sequence[str] = ()) -> str:
     """Return the complete page.
 
-    `found`: result of `deploy.fx.profile.profile`.
+    Args:
+        profile: result of `deploy.fx.profile.profile`.
+        name: of the model.
+        notes: sentences above the drawing.
     """
     title = f"Profile of {name}"
     body = (
         f"<h1>{escape(title)}</h1>",
-        tiles(_figures(found)),
+        tiles(_main_figures(profile)),
         block_html(Bullets(notes)) if notes else "",
-        *sections_html(list(_sections(found))),
+        *sections_html(list(_sections(profile))),
     )
     return page(title, "\n".join(body))
 
 
-def _figures(found: GraphProfile) -> Iterator[tuple[str, str]]:
-    yield figures.milliseconds(found.seconds * 1e3), "one run, node by node"
-    yield f"{found.macs / 1e6:,.1f} M", "multiply-accumulates"
-    yield f"{found.parameters / 1e6:,.2f} M", "parameters"
+def _main_figures(profile: GraphProfile) -> Iterator[tuple[str, str]]:
+    yield _time_text(profile.seconds), "one run, node by node"
+    yield f"{profile.macs / 1e6:,.1f} M", "multiply-accumulates"
+    yield f"{profile.parameters / 1e6:,.2f} M", "parameters"
 
 
-def _sections(found: GraphProfile) -> Iterator[Section]:
-    picture = tree_map(_tiles(found.nodes, ()), "Time by module")
-    if picture:
-        drawn = Drawing(f"<figure>{picture}{_LEGEND}</figure>")
-        yield Section("Time by module", (drawn,), folded=False)
-    rows = [_row(node) for node in sorted(found.nodes, key=lambda node: -node.seconds)]
+def _sections(profile: GraphProfile) -> Iterator[Section]:
+    if picture := tree_map(_module_tiles(profile.nodes, ()), "Time by module"):
+        drawing = Drawing(f"<figure>{picture}{_LEGEND}</figure>")
+        yield Section("Time by module", (drawing,), folded=False)
+    slowest_first = sorted(profile.nodes, key=lambda node: -node.seconds)
+    rows = list(map(_node_row, slowest_first))
     yield Section("Nodes, slowest first", (Table(_HEADS, rows),), len(rows))
 
 
@@ -187,42 +207,48 @@ _LEGEND = (
 )
 
 
-def _tiles(nodes: Iterable[NodeCost], path: tuple[str, ...]) -> tuple[Tile, ...]:
-    """Return a module's submodules and its own nodes."""
-    inner: dict[str, list[NodeCost]] = {}
+def _module_tiles(nodes: Iterable[NodeCost], path: tuple[str, ...]) -> tuple[Tile, ...]:
+    """Return a module's submodules and its own nodes; `path` is its name, split at the dots."""
+    nodes_by_submodule: dict[str, list[NodeCost]] = {}
     tiles = []
     for node in nodes:
-        names = tuple(node.module.split(".")) if node.module else ()
+        names = node.module.split(".") if node.module else []
         if len(names) > len(path):
-            inner.setdefault(names[len(path)], []).append(node)
+            nodes_by_submodule.setdefault(names[len(path)], []).append(node)
         else:
-            tiles.append(_leaf(node, node.name))
-    for name, members in inner.items():
-        parts = _tiles(members, (*path, name))
+            tiles.append(_node_tile(node, node.name))
+    for name, submodule_nodes in nodes_by_submodule.items():
+        submodule_path = (*path, name)
+        parts = _module_tiles(submodule_nodes, submodule_path)
         if len(parts) == 1 and not parts[0].parts:  # a layer that is one node
-            tiles.append(_leaf(members[0], name))
+            tiles.append(_node_tile(submodule_nodes[0], name))
         else:
-            seconds = sum(node.seconds for node in members)
-            tooltip = f"{'.'.join((*path, name))}: {figures.milliseconds(seconds * 1e3)}"
+            seconds = sum(node.seconds for node in submodule_nodes)
+            tooltip = f"{'.'.join(submodule_path)}: {_time_text(seconds)}"
             tiles.append(Tile(name, seconds, tooltip, parts=parts))
     return tuple(tiles)
 
 
-def _leaf(node: NodeCost, name: str) -> Tile:
+def _node_tile(node: NodeCost, name: str) -> Tile:
     tooltip = (
-        f"{node.target} ({node.name}): {figures.milliseconds(node.seconds * 1e3)},"
+        f"{node.target} ({node.name}): {_time_text(node.seconds)},"
         f" {node.percent:.1f} %, {node.flops / 1e6:,.1f} MFLOPs"
     )
-    return Tile(name, node.seconds, tooltip, _PRODUCTS if node.flops else _REST)
+    return Tile(name, node.seconds, tooltip, _PRODUCT_COLOUR if node.flops else _OTHER_COLOUR)
 
 
-def _row(node: NodeCost) -> list[str]:
+def _node_row(node: NodeCost) -> list[str]:
+    """Return a node under `_HEADS`."""
     return [
         node.name,
         node.module,
         node.target,
-        figures.milliseconds(node.seconds * 1e3),
+        _time_text(node.seconds),
         f"{node.percent:.2f} %",
         f"{node.flops / 1e6:,.3f}",
         f"{node.parameters:,}",
     ]
+
+
+def _time_text(seconds: float) -> str:
+    return figures.milliseconds(seconds * 1e3)

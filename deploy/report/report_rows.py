@@ -17,6 +17,7 @@ grid.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -45,70 +46,73 @@ from deploy.targets.base import BuildResult
 from deploy.targets.stored_weights import StoredWeight
 from deploy.tuning.plan_file import NOISE, TIME, reason_kind, reason_sqnr_db
 
-MAX_BARS = 64  # bars of a histogram
+MAX_BARS = 64  # of a histogram
 
 
 def histogram_part(recorder: Recorder) -> HistogramPart | None:
-    """Return a recorder's histogram in at most `MAX_BARS` bars; None if it has none or is empty."""
+    """Return a recorder's histogram in at most `MAX_BARS`; None if it has none or is empty."""
     if isinstance(recorder, Histogram):
-        return _mirrored(recorder.counts, recorder.full_range)
+        return _mirrored_histogram(recorder.counts, recorder.full_range)
     if isinstance(recorder, HfmgHistogram) and recorder.counts is not None:
-        return _even(recorder.counts, float(recorder.lo), float(recorder.hi))
+        return _even_histogram(recorder.counts, float(recorder.lo), float(recorder.hi))
     if isinstance(recorder, IfmrHistogram):
-        kept = recorder.kept
-        return _mirrored(recorder.counts, recorder.full_range) if kept is None else _values(kept)
+        stored_values = recorder.kept
+        if stored_values is None:
+            return _mirrored_histogram(recorder.counts, recorder.full_range)
+        return _histogram_of_values(stored_values)
     return None
 
 
-def _mirrored(counts: NDArray[np.int64], full_range: float) -> HistogramPart | None:
+def _mirrored_histogram(counts: NDArray[np.int64], full_range: float) -> HistogramPart | None:
     """Sum [2 B + 1] counts: B bins of full_range / B on each side, and one around 0."""
     half = counts.size // 2
     occupied = np.flatnonzero(counts)
     if not occupied.size:
         return None
     if not full_range:
-        return _single(0.0, int(counts.sum()))
+        return _single_bar(0.0, int(counts.sum()))
+
     bins = np.arange(-half, half + 1)
     bins[[0, -1]] = 1 - half, half - 1  # only |x| == R, which lies at the last bin's edge
     span = int(occupied[-1] - occupied[0]) + 1
-    each = -(-span // (2 * (MAX_BARS - 2)))  # bins per half bar
-    bars = np.sign(bins) * ((np.abs(bins) + each) // (2 * each))
-    first, last = int(bars[occupied[0]]), int(bars[occupied[-1]])
-    summed = np.bincount(bars - bars[0], counts, bars[-1] - bars[0] + 1).astype(np.int64)
-    width = 2 * each * full_range / half
-    shown = summed[first - bars[0] : last - bars[0] + 1]
-    return HistogramPart(start=(first - 0.5) * width, width=width, counts=_plain(shown))
+    bins_per_half_bar = -(-span // (2 * (MAX_BARS - 2)))
+    bars = np.sign(bins) * ((np.abs(bins) + bins_per_half_bar) // (2 * bins_per_half_bar))
+    sums = np.bincount(bars - bars[0], counts, bars[-1] - bars[0] + 1).astype(np.int64)
+
+    start_bar, end_bar = int(bars[occupied[0]]), int(bars[occupied[-1]])
+    occupied_sums = sums[start_bar - bars[0] : end_bar - bars[0] + 1]
+    width = 2 * bins_per_half_bar * full_range / half
+    return HistogramPart(
+        start=(start_bar - 0.5) * width, width=width, counts=tuple(occupied_sums.tolist())
+    )
 
 
-def _even(counts: NDArray[np.int32], lo: float, hi: float) -> HistogramPart | None:
+def _even_histogram(counts: NDArray[np.int32], lo: float, hi: float) -> HistogramPart | None:
     """Sum counts of bins that divide [lo, hi] evenly."""
     if not counts.any():
         return None
     if lo == hi:
-        return _single(lo, int(counts.sum()))
-    each = -(-counts.size // MAX_BARS)
-    padded = np.pad(counts.astype(np.int64), (0, -counts.size % each))
-    width = (hi - lo) / counts.size * each
-    return HistogramPart(start=lo, width=width, counts=_plain(padded.reshape(-1, each).sum(axis=1)))
+        return _single_bar(lo, int(counts.sum()))
+
+    bins_per_bar = -(-counts.size // MAX_BARS)
+    padded = np.pad(counts.astype(np.int64), (0, -counts.size % bins_per_bar))
+    sums = padded.reshape(-1, bins_per_bar).sum(axis=1)
+    width = (hi - lo) / counts.size * bins_per_bar
+    return HistogramPart(start=lo, width=width, counts=tuple(sums.tolist()))
 
 
-def _values(kept: NDArray[np.float32]) -> HistogramPart | None:
-    """Make a histogram of stored values."""
-    if not kept.size:
+def _histogram_of_values(values: NDArray[np.float32]) -> HistogramPart | None:
+    if not values.size:
         return None
-    lo, hi = float(kept.min()), float(kept.max())
+    lo, hi = float(values.min()), float(values.max())
     if lo == hi:
-        return _single(lo, kept.size)
-    counts, _ = np.histogram(kept.astype(np.float64), bins=MAX_BARS, range=(lo, hi))
-    return HistogramPart(start=lo, width=(hi - lo) / MAX_BARS, counts=_plain(counts))
+        return _single_bar(lo, values.size)
+    counts, _ = np.histogram(values.astype(np.float64), bins=MAX_BARS, range=(lo, hi))
+    return HistogramPart(start=lo, width=(hi - lo) / MAX_BARS, counts=tuple(counts.tolist()))
 
 
-def _single(value: float, count: int) -> HistogramPart:
+def _single_bar(value: float, count: int) -> HistogramPart:
     return HistogramPart(start=value, width=0.0, counts=(count,))
-
-
-def _plain(counts: NDArray[np.integer]) -> tuple[int, ...]:
-    return tuple(counts.tolist())
 
 
 Row = TypeVar("Row", TensorRow, OutputAccuracy)
@@ -119,72 +123,77 @@ def worst_first(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: _rank(row.sqnr_db))
 
 
-def worst_rows(rows: Sequence[Row], most: int) -> list[Row]:
-    """Return the `most` worst rows without those that are exact or not measured."""
-    return [row for row in worst_first(rows)[:most] if row.sqnr_db not in (None, math.inf)]
+def worst_rows(rows: Sequence[Row], limit: int) -> list[Row]:
+    """Return the `limit` worst rows without those that are exact or not measured."""
+    return [row for row in worst_first(rows)[:limit] if row.sqnr_db not in (None, math.inf)]
 
 
-def _rank(decibels: float | None) -> tuple[bool, float]:
-    if decibels is None:
+def _rank(sqnr_db: float | None) -> tuple[bool, float]:
+    if sqnr_db is None:
         return True, 0.0
-    return False, -math.inf if math.isnan(decibels) else decibels
+    return False, -math.inf if math.isnan(sqnr_db) else sqnr_db
 
 
 MAX_HISTOGRAMS = 24  # tensors of a target whose histogram is drawn
-_QUICK = ("minmax", "percentile", "entropy")  # at most 10 ms a tensor; mse and lp take 50
+_QUICK_METHODS = ("minmax", "percentile", "entropy")  # at most 10 ms a tensor; mse and lp take 50
 
 
 def clip_rows(
     calibrated: CalibrationResult, built: BuildResult, layers: Sequence[OutputAccuracy]
 ) -> tuple[TensorRow, ...]:
-    """Return rows of a target's ranges, the `MAX_HISTOGRAMS` of them with their histogram.
+    """Return rows of a target's ranges, the `MAX_HISTOGRAMS` worst of them with their histogram.
 
     A range inherited from another tensor, such as a pool's output, or found on a statistic that is
     not stored, has neither a clipped share nor a histogram.
     """
-    recorders = dict(_recorders(calibrated, built))
-    reaches = calibrated.subject.range_limits
-    clipped = {
-        name: clipped_share(recorder, built.ranges[name], reaches.get(name, UNLIMITED))
-        for name, (_, recorder) in recorders.items()
-        if isinstance(recorder, Histogram)
-    }
-    rows = tensor_rows(built.ranges, clipped=clipped, layers=layers)
-    losing = sorted(
-        (row for row in rows if row.name in recorders), key=lambda row: -(row.clipped or 0)
-    )
-    drawn = {row.name for row in worst_first(losing)[:MAX_HISTOGRAMS]}
-    return tuple(
-        _drawn(row, *recorders[row.name], calibrated, built) if row.name in drawn else row
-        for row in rows
-    )
+    recorder_by_tensor, observation_by_tensor, clipped_by_tensor = {}, {}, {}
+    for observation, recorder in _recorders(calibrated, built):
+        tensor = observation.tensor
+        recorder_by_tensor[tensor], observation_by_tensor[tensor] = recorder, observation
+    for tensor, recorder in recorder_by_tensor.items():
+        if isinstance(recorder, Histogram):
+            limits = calibrated.subject.range_limits.get(tensor, UNLIMITED)
+            clipped_by_tensor[tensor] = clipped_share(recorder, built.ranges[tensor], limits)
+
+    rows = tensor_rows(built.ranges, clipped=clipped_by_tensor, layers=layers)
+    observed_rows = [row for row in rows if row.name in recorder_by_tensor]
+    observed_rows.sort(key=lambda row: -(row.clipped or 0))
+    grids = _grids(built)
+    histograms: dict[str, HistogramPart] = {}
+    for row in worst_first(observed_rows)[:MAX_HISTOGRAMS]:
+        if (part := histogram_part(recorder_by_tensor[row.name])) is not None:
+            ranges = _other_ranges(row, observation_by_tensor[row.name], calibrated, grids)
+            histograms[row.name] = replace(part, others=tuple(ranges))
+    return tuple(replace(row, histogram=histograms.get(row.name)) for row in rows)
 
 
-def clipped_share(histogram: Histogram, scale: Scale, seen: RangeLimits = UNLIMITED) -> float:
+def clipped_share(histogram: Histogram, scale: Scale, read_range: RangeLimits = UNLIMITED) -> float:
     """Return the share (0 to 1) of values in bins completely outside [lo, hi].
 
-    `seen`: values that its readers distinguish; clipping others, as below 0 before a Relu, is no
-    loss.
+    Args:
+        histogram: of a tensor.
+        scale: its scale.
+        read_range: values that its readers distinguish; clipping others, as below 0 before a Relu,
+            is no loss.
     """
     edges, counts = histogram.edges(), histogram.signed()
     outside = (edges[1:] <= scale.lo) | (edges[:-1] >= scale.hi)
-    outside &= (edges[1:] > seen.floor) & (edges[:-1] < seen.ceiling)
+    outside &= (edges[1:] > read_range.floor) & (edges[:-1] < read_range.ceiling)
     outside &= (edges[1:] < min(scale.lo, 0)) | (edges[:-1] > max(scale.hi, 0))
     return float(np.sum(counts[outside])) / max(histogram.total, 1)
 
 
 def _recorders(
     calibrated: CalibrationResult, built: BuildResult
-) -> Iterator[tuple[str, tuple[Observation, Recorder]]]:
-    """Yield (tensor, (observation, recorder)) of the ranges found on a stored statistic."""
-    observed = calibrated.ranges.observed
+) -> Iterator[tuple[Observation, Recorder]]:
+    """Yield observations and recorders of the ranges found on a stored statistic."""
     for observation in calibrated.observations_by_target.get(built.target, ()):
-        recorder = observed.get(observation.key)
+        recorder = calibrated.ranges.observed.get(observation.key)
         scale = built.ranges.get(observation.tensor)
         if recorder is None or scale is None:
             continue
         if _extremes(recorder) == (scale.observed_min, scale.observed_max):
-            yield observation.tensor, (observation, recorder)
+            yield observation, recorder
 
 
 def _extremes(recorder: Recorder) -> tuple[float, float] | None:
@@ -193,21 +202,7 @@ def _extremes(recorder: Recorder) -> tuple[float, float] | None:
     return getattr(recorder, "extremes", None)
 
 
-def _drawn(
-    row: TensorRow,
-    observation: Observation,
-    recorder: Recorder,
-    calibrated: CalibrationResult,
-    built: BuildResult,
-) -> TensorRow:
-    part = histogram_part(recorder)
-    if part is None:
-        return row
-    others = _others(row, observation, calibrated, _grids(built))
-    return replace(row, histogram=replace(part, others=tuple(others)))
-
-
-def _others(
+def _other_ranges(
     row: TensorRow,
     observation: Observation,
     calibrated: CalibrationResult,
@@ -217,53 +212,63 @@ def _others(
 
     Slow methods are included only if they were computed anyway.
     """
-    symmetric = any(grid.symmetric for grid in grids.values())
+    fp8_grid = grids.get(FP8.name)
+    is_symmetric = any(grid.symmetric for grid in grids.values())
     for method in (*comparable_methods(Method.of()), Method.of("entropy")):
-        if method.statistic != observation.statistic or (FP8.name in grids and method.integer):
+        if method.statistic != observation.statistic or (fp8_grid and method.integer):
             continue
-        ranges, grid = calibrated.ranges.with_choices(Choices(method=method)), grids.get(FP8.name)
-        scale = ranges.cached_scale(observation, symmetric=grid)
-        if scale is None and method.name in _QUICK:
-            scale = ranges.find([observation], symmetric=grid).scales.get(observation.tensor)
-        if scale is not None and scale.method != row.method:
-            ends = (-scale.amax, scale.amax) if symmetric else (scale.lo, scale.hi)
-            yield RangeRow(method=scale.method, lo=ends[0], hi=ends[1])
+        range_set = calibrated.ranges.with_choices(Choices(method=method))
+        scale = range_set.cached_scale(observation, symmetric=fp8_grid)
+        if scale is None and method.name in _QUICK_METHODS:
+            scale = range_set.find([observation], symmetric=fp8_grid).scales.get(observation.tensor)
+        if scale is None or scale.method == row.method:
+            continue
+        if is_symmetric:
+            yield RangeRow(method=scale.method, lo=-scale.amax, hi=scale.amax)
+        else:
+            yield RangeRow(method=scale.method, lo=scale.lo, hi=scale.hi)
 
 
 def _grids(built: BuildResult) -> dict[str, Grid]:
     """Return the grids of the target's quantized nodes."""
-    names = {d.precision for d in built.decisions if d.quantized} & set(GRIDS)
-    return {name: GRIDS[name] for name in sorted(names)}
+    names = {decision.precision for decision in built.decisions if decision.quantized}
+    return {name: GRIDS[name] for name in sorted(names & set(GRIDS))}
 
 
 # Operators of shape arithmetic.
 _ON_SHAPES = frozenset(("Shape", "Size", "Gather", "Unsqueeze", "Squeeze", "Cast", "Range",
                         "Expand", "Constant", "ConstantOfShape"))  # fmt: skip
+_KIND_ORDER = {NOISE: 0, TIME: 1}  # all other kinds of reasons come after these
 _NO_FLOAT = " is not float32"  # ending of a reason that names a tensor
 _ANY_NO_FLOAT = f"a tensor of it{_NO_FLOAT}"
 
 
 @dataclass(frozen=True, slots=True)
 class FloatGroup:
-    """Float nodes that share an operator and a reason, on one or several targets."""
+    """Float nodes that share an operator and a reason, on one or several targets.
+
+    Attributes:
+        op, precision, reason: of each node.
+        nodes: target -> names of its nodes.
+    """
 
     op: str
     precision: str
     reason: str
-    nodes: Mapping[str, tuple[str, ...]]  # target -> names of its nodes
+    nodes: Mapping[str, tuple[str, ...]]
 
     @property
     def names(self) -> tuple[str, ...]:
         """Distinct nodes of all targets."""
-        return tuple(dict.fromkeys(name for names in self.nodes.values() for name in names))
+        return tuple(dict.fromkeys(chain.from_iterable(self.nodes.values())))
 
     @property
     def nodes_and_targets(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
         """(nodes, targets): targets with the same float nodes share an entry."""
-        targets_of: dict[tuple[str, ...], list[str]] = {}
+        targets_by_nodes: dict[tuple[str, ...], list[str]] = {}
         for target, names in self.nodes.items():
-            targets_of.setdefault(names, []).append(target)
-        return tuple((names, tuple(targets)) for names, targets in targets_of.items())
+            targets_by_nodes.setdefault(names, []).append(target)
+        return tuple((names, tuple(targets)) for names, targets in targets_by_nodes.items())
 
 
 def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
@@ -272,74 +277,74 @@ def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
     Order: those that would lose most in int8, those that would be slower in it, the largest groups;
     shape arithmetic comes last.
     """
-    groups: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    names_by_group: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for target in targets:
         for node in target.nodes:
             if not node.quantized:
                 reason = _ANY_NO_FLOAT if node.reason.endswith(_NO_FLOAT) else node.reason
-                places = groups.setdefault((node.op, node.precision, reason), {})
-                places.setdefault(target.name, []).append(node.name)
-    float_nodes = [
-        FloatGroup(*key, {target: tuple(names) for target, names in places.items()})
-        for key, places in groups.items()
-    ]
-    return tuple(sorted(float_nodes, key=_float_rank))
+                names_by_target = names_by_group.setdefault((node.op, node.precision, reason), {})
+                names_by_target.setdefault(target.name, []).append(node.name)
+
+    groups = []
+    for key, names_by_target in names_by_group.items():
+        nodes = {target: tuple(names) for target, names in names_by_target.items()}
+        groups.append(FloatGroup(*key, nodes))
+    return tuple(sorted(groups, key=_float_rank))
 
 
 def _float_rank(group: FloatGroup) -> tuple[int, float, bool, int]:
-    why = reason_kind(group.reason)
-    trivial = group.op in _ON_SHAPES or group.reason == _ANY_NO_FLOAT
-    order = 0 if why == NOISE else 1 if why == TIME else 2
-    return order, reason_sqnr_db(group.reason), trivial, -len(group.names)
+    order = _KIND_ORDER.get(reason_kind(group.reason), 2)
+    is_trivial = group.op in _ON_SHAPES or group.reason == _ANY_NO_FLOAT
+    return order, reason_sqnr_db(group.reason), is_trivial, -len(group.names)
 
 
 MAX_STRIPS = 6  # weights of a target whose channels are drawn
-_MOST = 96  # bars of a strip
-_DEAD = 1e-6  # largest |w| of a dead channel, relative to the weight's
-_NAMED = 3  # worst channels listed per weight
+_MAX_STRIP_BARS = 96
+_DEAD_RATIO = 1e-6  # largest |w| of a dead channel, relative to the weight's
+_LISTED_CHANNELS = 3  # worst channels listed per weight
 
 
 def weight_rows(weights: Sequence[StoredWeight]) -> tuple[WeightRow, ...]:
     """Return one row per weight in the model's order; the `MAX_STRIPS` worst with their strip."""
-    rows = [_row(one) for one in weights]
-    worst = sorted(range(len(rows)), key=lambda place: _worst(rows[place]))[:MAX_STRIPS]
-    for place in worst:
-        rows[place] = replace(rows[place], strip=_strip(weights[place].amax))
+    rows = list(map(_weight_row, weights))
+    worst_indices = sorted(range(len(rows)), key=lambda index: _weight_rank(rows[index]))
+    for index in worst_indices[:MAX_STRIPS]:
+        rows[index] = replace(rows[index], strip=_strip(weights[index].amax))
     return tuple(rows)
 
 
 def worst_weights(rows: Iterable[WeightRow]) -> list[WeightRow]:
     """Sort by the grid share of the weight's worst channel, then by the channels' ratio."""
-    return sorted(rows, key=_worst)
+    return sorted(rows, key=_weight_rank)
 
 
-def _worst(row: WeightRow) -> tuple[float, float]:
+def _weight_rank(row: WeightRow) -> tuple[float, float]:
     return row.used, -row.ratio
 
 
-def _row(weight: StoredWeight) -> WeightRow:
+def _weight_row(weight: StoredWeight) -> WeightRow:
     amax, used = weight.amax, weight.used
-    places = np.flatnonzero(amax > _DEAD * amax.max())
-    live = amax[places] if places.size else np.zeros(1)
-    least, largest = float(live.min()), float(live.max())
-    order = places[np.lexsort((amax[places], used[places]))]
+    live_channels = np.flatnonzero(amax > _DEAD_RATIO * amax.max())
+    live_amax = amax[live_channels] if live_channels.size else np.zeros(1)
+    smallest, largest = float(live_amax.min()), float(live_amax.max())
+    worst_order = live_channels[np.lexsort((amax[live_channels], used[live_channels]))]
     return WeightRow(
         node=weight.node,
         op=weight.op,
         channels=amax.size,
         scales=weight.scales.size,
-        least=least,
-        median=float(np.median(live)),
+        least=smallest,
+        median=float(np.median(live_amax)),
         largest=largest,
-        ratio=largest / least if least else 1.0,
-        used=float(used[places].min()) if places.size else 0.0,
-        dead=amax.size - places.size,
-        worst=tuple(order[:_NAMED].tolist()) if largest > least else (),
+        ratio=largest / smallest if smallest else 1.0,
+        used=float(used[live_channels].min()) if live_channels.size else 0.0,
+        dead=amax.size - live_channels.size,
+        worst=tuple(worst_order[:_LISTED_CHANNELS].tolist()) if largest > smallest else (),
     )
 
 
 def _strip(amax: NDArray[np.float64]) -> tuple[float, ...]:
-    """Return at most `_MOST` heights of four digits: the least of each run of channels."""
-    run = -(-amax.size // _MOST)
-    runs = (amax[start : start + run].min() for start in range(0, amax.size, run))
-    return tuple(float(f"{value:.4g}") for value in runs)
+    """Return at most `_MAX_STRIP_BARS` heights of four digits: the least of runs of channels."""
+    run = -(-amax.size // _MAX_STRIP_BARS)
+    lowest = np.minimum.reduceat(amax, np.arange(0, amax.size, run))
+    return tuple(float(f"{value:.4g}") for value in lowest)

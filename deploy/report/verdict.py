@@ -52,11 +52,17 @@ class Gates:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Level of one engine, and why."""
+    """Level of one engine, and why.
 
-    level: str  # GOOD, DOUBTFUL, UNUSABLE or FLOAT
-    reasons: tuple[str, ...]  # sentences, the most serious first
-    gated: bool = False  # whether a limit that the user set is missed
+    Attributes:
+        level: "good", "doubtful", "unusable" or "keep FP32".
+        reasons: sentences, the most serious first.
+        gated: whether a limit that the user set is missed.
+    """
+
+    level: str
+    reasons: tuple[str, ...]
+    gated: bool = False
 
     @property
     def blames_float(self) -> bool:
@@ -67,6 +73,9 @@ class Verdict:
     def text(self) -> str:
         """Level and reasons as text."""
         return f"{self.level}: {'; '.join(self.reasons)}" if self.reasons else self.level
+
+
+_Finding = tuple[str, str]  # level, and the reason as a sentence
 
 
 def verdict(
@@ -96,59 +105,68 @@ def verdict(
         draws: whether the float model itself gives other outputs at each run, which no figure but
             those of labels can tell from int8's loss. Good figures are so without them too.
     """
-    causes = [] if accuracy is None else [*question_reference(accuracy)]
-    findings = [] if accuracy is None else [*causes, *judge_accuracy(accuracy, gates.max_loss)]
+    causes: list[_Finding] = []
+    findings: list[_Finding] = []
+    if accuracy is not None:
+        causes += question_reference(accuracy)
+        findings += [*causes, *judge_accuracy(accuracy, gates.max_loss)]
+
     # if these are good with the random numbers, they are without
-    good = findings and all(level == GOOD for level, _ in findings)
-    if draws and not good and (accuracy is None or accuracy.top1_reference is None):
-        why = f"{FLOAT_MODEL} itself draws random numbers, so what int8 loses cannot be told"
-        findings = [(DOUBTFUL, why)]
-    causes = [] if draws else causes
-    if not _mostly_right(accuracy):
-        whys = (
-            f"{FLOAT_MODEL}'s inputs are in question: {one.partition(';')[0]}" for one in doubts
-        )
-        causes = [*((DOUBTFUL, why) for why in whys), *causes]
+    is_good = findings and all(level == GOOD for level, _ in findings)
+    has_labels = accuracy is not None and accuracy.top1_reference is not None
+    if draws:
+        causes = []
+        if not is_good and not has_labels:
+            reason = f"{FLOAT_MODEL} itself draws random numbers, so what int8 loses cannot be told"
+            findings = [(DOUBTFUL, reason)]
+    if not _is_mostly_right(accuracy):
+        for doubt in reversed(doubts):
+            reason = f"{FLOAT_MODEL}'s inputs are in question: {doubt.partition(';')[0]}"
+            causes.insert(0, (DOUBTFUL, reason))
         findings = [*causes, *findings]
+
     if gates.min_speedup is not None:
-        findings.append(_gated(speed, gates.min_speedup, rival))
+        findings.append(_speed_gate(speed, gates.min_speedup, rival))
     elif int8 and speed is not None:  # two float engines differ only by noise
-        findings.append(_of_speed(speed, slower_ms, rival, device_kind))
+        findings.append(_judge_speed(speed, slower_ms, rival, device_kind))
     if not int8:
         findings.append((FLOAT, "no layer could be int8, the report says why"))
     if not findings:
         return Verdict(DOUBTFUL, ("nothing was measured of it",))
-    level = max((level for level, _ in findings), key=LEVELS.index)
-    ordered = [*causes, *sorted(findings, key=lambda entry: -LEVELS.index(entry[0]))]
-    reasons = [why for at, why in ordered if at != GOOD or level in (GOOD, FLOAT)]
-    limited = gates.min_speedup is not None or gates.max_loss is not None
-    gated = limited and level == UNUSABLE
-    return Verdict(level, tuple(dict.fromkeys(reasons)), gated)
+
+    verdict_level = max((level for level, _ in findings), key=LEVELS.index)
+    ordered = [*causes, *sorted(findings, key=lambda finding: -LEVELS.index(finding[0]))]
+    if verdict_level not in (GOOD, FLOAT):
+        ordered = [(level, reason) for level, reason in ordered if level != GOOD]
+    reasons = tuple(dict.fromkeys(reason for _, reason in ordered))
+    has_limits = gates.min_speedup is not None or gates.max_loss is not None
+    return Verdict(verdict_level, reasons, gated=has_limits and verdict_level == UNUSABLE)
 
 
-def _mostly_right(accuracy: Accuracy | None) -> bool:
+def _is_mostly_right(accuracy: Accuracy | None) -> bool:
     """Whether labels show that the float model is right more often than wrong."""
     if accuracy is None:
         return False
     return (accuracy.top1_reference or 0.0) > 0.5 or finds_objects(accuracy)
 
 
-def _gated(speed: SpeedUp | None, least: float, rival: str) -> tuple[str, str]:
-    """Return what the user's own limit says of a speed."""
+def _speed_gate(speed: SpeedUp | None, min_speedup: float, rival: str) -> _Finding:
+    """Return whether a speed meets the user's own limit."""
     if speed is None:
-        return DOUBTFUL, f"its speed, {least:g}x that of {rival} at least, is not measured"
-    level = GOOD if speed.ratio >= least else UNUSABLE
-    return level, f"{speed.words} the speed of {rival}, at least {least:g}x is wanted"
+        reason = f"its speed, {min_speedup:g}x that of {rival} at least, is not measured"
+        return DOUBTFUL, reason
+    level = GOOD if speed.ratio >= min_speedup else UNUSABLE
+    return level, f"{speed.words} the speed of {rival}, at least {min_speedup:g}x is wanted"
 
 
-def _of_speed(speed: SpeedUp, slower_ms: float, rival: str, device_kind: str) -> tuple[str, str]:
+def _judge_speed(speed: SpeedUp, slower_ms: float, rival: str, device_kind: str) -> _Finding:
     """Return what a speed says without a limit: a gain, none, or that noise hides it."""
-    words = f"{speed.words} the speed of {rival}"
+    text = f"{speed.words} the speed of {rival}"
     if speed.low > 1:
-        return GOOD, words
+        return GOOD, text
     if speed.high < LEAST_GAIN and not 0 < slower_ms < OVERHEAD_MS:
-        return FLOAT, f"int8 has {words} on this {device_kind}"
-    return GOOD, f"{words}, which is too noisy to tell a gain"
+        return FLOAT, f"int8 has {text} on this {device_kind}"
+    return GOOD, f"{text}, which is too noisy to tell a gain"
 
 
 __all__ = ["DOUBTFUL", "FLOAT", "GOOD", "LEVELS", "UNUSABLE", "Gates", "Verdict", "verdict"]
