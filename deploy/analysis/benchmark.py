@@ -27,7 +27,7 @@ from deploy.files.reading import read_bytes
 from deploy.frontends.metadata import read_metadata_preprocess
 from deploy.frontends.onnx_reader import model_bytes, parse_model
 from deploy.machine import this_machine, usable_cores
-from deploy.metrics.accuracy import Accuracy, Comparison
+from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.bench_inputs import (
     FEEDS,
     Shapes,
@@ -45,6 +45,7 @@ from deploy.metrics.kernels import (
     time_kernels,
 )
 from deploy.metrics.latency import Feeds, Latency, measure
+from deploy.pipeline.evaluate import compare_sessions
 from deploy.report import Report, figures
 from deploy.report.figures import compare_with_plan
 from deploy.report.parts import BatchRow, EngineRow
@@ -190,7 +191,7 @@ class _EngineSource:
     """A model file, and the target or runtime that opens it."""
 
     path: Path
-    runtime: Target | _Openvino
+    runtime: Target | type[OpenvinoSession]
 
     def open(self, *, threads: int | None) -> Session:
         """Open a session.
@@ -207,13 +208,6 @@ class _LoadedEngine(_EngineSource):
 
     session: Session
     load_ms: float
-
-
-class _Openvino:
-    """Opens models in OpenVINO."""
-
-    def open(self, engine: Path, *, threads: int | None = None) -> Session:
-        return OpenvinoSession.open(engine, threads=threads)
 
 
 def _list_sources(
@@ -235,10 +229,9 @@ def _list_sources(
 
 def _find_target(path: Path, targets: Sequence[Target]) -> Target:
     """Return the target of this suffix; ONNX Runtime for any other, which reports what is wrong."""
-    target_by_name = {target.name: target for target in targets}
     for name, kind in TARGETS.items():
         if path.suffix in kind.engines:
-            return target_by_name[name] if name in target_by_name else kind()
+            return next((target for target in targets if target.name == name), kind())
     return OnnxRuntime()
 
 
@@ -257,7 +250,7 @@ def _add_openvino(sources: Mapping[str, _EngineSource]) -> dict[str, _EngineSour
         )
     return {
         f"{label} in ONNX Runtime": source,
-        f"{label} in OpenVINO": _EngineSource(source.path, _Openvino()),
+        f"{label} in OpenVINO": _EngineSource(source.path, OpenvinoSession),
     }
 
 
@@ -477,13 +470,7 @@ def _compare_outputs(
     if len(sessions) < 2:
         return {}
     reference, candidate = sessions.values()
-    comparison = Comparison(reference, candidate, metric=metric)
-    with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
-        for sample in samples:
-            reference_outputs, outputs = reference.run(sample), candidate.run(sample)
-            comparison.add(sample, reference_outputs, outputs, count=feed.unpadded_count)
-            step()
-    return {list(sessions)[-1]: comparison.result()}
+    return {list(sessions)[-1]: compare_sessions(reference, candidate, feed, metric)}
 
 
 def _output_notes(accuracy: Accuracy | None) -> Iterator[str]:

@@ -198,10 +198,10 @@ def _circumstances(build: StoredBuild) -> Iterator[tuple[str, str]]:
 
 
 def _notes(builds: Sequence[StoredBuild]) -> Iterator[str]:
-    machines = {
-        machine and (machine.cpu, machine.cores, machine.devices)
-        for machine in (build.report.machine for build in builds)
-    }
+    machines = set()
+    for build in builds:
+        machine = build.report.machine
+        machines.add((machine.cpu, machine.cores, machine.devices) if machine else None)
     if len(machines) > 1:
         yield "they were measured on different machines: compare speed-ups, not milliseconds"
     digests = {build.report.feed.digest for build in builds if build.report.feed}
@@ -253,16 +253,24 @@ def _cells(engine: EngineSummary) -> list[str]:
         level = figures.FAILED
     elif engine.verdict:
         level = engine.verdict.level
-    values = [
-        figures.NONE if engine.speed_up is None else figures.ratio(engine.speed_up),
+    node_count = f"{engine.quantized} of {engine.nodes}" if engine.nodes else ""
+    cells = [
+        engine.target,
+        level,
+        "" if engine.speed_up is None else figures.ratio(engine.speed_up),
         figures.milliseconds(engine.p50_ms),
         figures.size(engine.size_bytes),
         engine.task,
         figures.decibels(engine.sqnr_db),
-        f"{engine.quantized} of {engine.nodes}" if engine.nodes else "",
+        node_count,
+        engine.method,
+        engine.effort,
     ]
-    cells = ["" if value == figures.NONE else value for value in values]
-    return [engine.target, level, *cells, engine.method, engine.effort]
+    return list(map(_blank_unknown, cells))
+
+
+def _blank_unknown(cell: str) -> str:
+    return "" if cell == figures.NONE else cell
 
 
 def _engine_name(engine: EngineSummary) -> str:
@@ -272,10 +280,11 @@ def _engine_name(engine: EngineSummary) -> str:
 def _engine_table(builds: BuildComparison) -> Iterator[str]:
     """Yield the table of engines, without empty columns."""
     rows = [[engine.build, *_cells(engine)] for engine in builds.engines]
-    heads = ("build", *_HEADS)
-    filled = [column for column in range(len(heads)) if any(row[column] for row in rows)]
+    filled = [column for column, cells in enumerate(zip(*rows, strict=True)) if any(cells)]
     left = [position for position, column in enumerate(filled) if column in _LEFT_COLUMNS]
-    table = [[row[column] for column in filled] for row in (heads, *rows)]
+    table = []
+    for row in (["build", *_HEADS], *rows):
+        table.append([row[column] for column in filled])
     yield from align_columns(table, left)
 
 

@@ -304,15 +304,17 @@ def _sort_by_sqnr(
     rows: Iterable[OutputAccuracy | SliceAccuracy],
 ) -> tuple[TensorAccuracy, ...]:
     """Return the rows sorted by SQNR, lowest first; NaN comes before all."""
-    accuracies = [
-        TensorAccuracy(
-            name=row.label if isinstance(row, SliceAccuracy) else row.name,
-            sqnr_db=row.sqnr_db,
-            cosine_mean=row.cosine_mean,
-            cosine_min=row.cosine_min,
+    accuracies = []
+    for row in rows:
+        name = row.label if isinstance(row, SliceAccuracy) else row.name
+        accuracies.append(
+            TensorAccuracy(
+                name=name,
+                sqnr_db=row.sqnr_db,
+                cosine_mean=row.cosine_mean,
+                cosine_min=row.cosine_min,
+            )
         )
-        for row in rows
-    ]
     return tuple(sorted(accuracies, key=lambda accuracy: sqnr_sort_key(accuracy.sqnr_db)))
 
 

@@ -286,7 +286,7 @@ class _CutModels:
 
 def _read_arrays(file: Path) -> dict[str, Array]:
     with np.load(file, allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in arrays.files}
+        return dict(arrays)
 
 
 def _write_samples(feed: Feed, folder: Path) -> list[Path]:

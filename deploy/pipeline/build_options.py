@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 
 _Images = TypeVar("_Images", bound="FeedSource | None")
+StoredModel = str | Path | onnx.ModelProto  # a file, or a model in memory
+ModelSource = StoredModel | LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,7 @@ class BuildOptions:
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     targets: Sequence[Target]
     out: Path
-    float_model: str | Path | onnx.ModelProto | None = None
+    float_model: StoredModel | None = None
     evaluation: Dataset | None = None
     labels: Sequence[int] | Annotations | str | None = None
     metric: str | Function | None = None
@@ -108,7 +110,7 @@ class PreparedBuild:
 
     options: BuildOptions
     loaded: LoadedModel
-    user_model: str | Path | onnx.ModelProto | None
+    user_model: StoredModel | None
     reference: LoadedModel
     notes: tuple[str, ...]
     dataset: Dataset | None
@@ -171,7 +173,7 @@ class PreparedBuild:
 
 
 def prepare_build(
-    model: str | Path | onnx.ModelProto | LoadedModel,
+    model: ModelSource,
     dataset: Dataset | None,
     options: BuildOptions,
 ) -> PreparedBuild:
@@ -229,10 +231,10 @@ def prepare_build(
 
 
 def open_torch_module(
-    model: str | Path | onnx.ModelProto | LoadedModel | nn.Module,
+    model: ModelSource | nn.Module,
     images: _Images,
     preprocess: PreprocessRequest = None,
-) -> tuple[str | Path | onnx.ModelProto | LoadedModel, _Images]:
+) -> tuple[ModelSource, _Images]:
     """Return both, a PyTorch module exported by the first of the images.
 
     Raises:
@@ -253,8 +255,8 @@ def open_torch_module(
 
 
 def find_user_model(
-    model: str | Path | onnx.ModelProto | LoadedModel,
-) -> str | Path | onnx.ModelProto | None:
+    model: ModelSource,
+) -> StoredModel | None:
     """Return the model as it can be read again with nothing folded."""
     if not isinstance(model, LoadedModel):
         return model

@@ -13,8 +13,6 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import onnx
-
 from deploy.calibration.calibration_result import CalibrationResult, keep_float_layers
 from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.reuse import CachePolicy, as_policy
@@ -26,7 +24,6 @@ from deploy.feed.sampling import Limit
 from deploy.files import atomic, manifest
 from deploy.files.guard import guard_inputs
 from deploy.files.staging import Stage, stage_files
-from deploy.frontends import LoadedModel
 from deploy.graph.index import as_names
 from deploy.method import Method
 from deploy.metrics.accuracy import Comparison, StoredOutputs
@@ -34,7 +31,9 @@ from deploy.metrics.precision import Annotations
 from deploy.pipeline.build_options import (
     BuildOptions,
     CalibrationOptions,
+    ModelSource,
     PreparedBuild,
+    StoredModel,
     find_user_model,
     open_torch_module,
     prepare_build,
@@ -64,10 +63,10 @@ _NO_NUMBERS = ("str", "sequence", "map", "optional")  # dtypes of outputs that a
 
 @with_progress
 def build(
-    model: str | Path | onnx.ModelProto | LoadedModel | nn.Module,
+    model: ModelSource | nn.Module,
     images: FeedSource | None = None,
     *,
-    float_model: str | Path | onnx.ModelProto | nn.Module | None = None,
+    float_model: StoredModel | nn.Module | None = None,
     out: Path | str = "build",
     targets: str | Sequence[str | Target] = ("onnxruntime",),
     method: str | Method | None = None,
@@ -168,7 +167,7 @@ def build(
 
 @guard_inputs()
 def build_with(
-    model: str | Path | onnx.ModelProto | LoadedModel,
+    model: ModelSource,
     dataset: Dataset | None,
     options: BuildOptions,
 ) -> Report:
@@ -190,7 +189,7 @@ def build_with(
             cpu=options.tuning.cpu,
         )
         figures = _measure(build, calibration, results, stage)
-        results = discard_failed(results, figures.failed, stage)
+        results = discard_failed(results, figures.failures, stage)
         report = write_report(
             calibration,
             results,
@@ -318,21 +317,21 @@ def _measure_on_images(
     except (Calib8Error, MemoryError, OSError):
         raise
     except Exception:
-        failed: dict[str, str] = {}
+        failures: dict[str, str] = {}
         for target, result in zip(targets, results, strict=True):
             try:
                 measure([target], [result], duration_s=0)
             except Exception as error:
-                failed[target.name] = str(with_log(error, build.loaded.name, stage))
-        if not failed or len(failed) == len(targets):
+                failures[target.name] = str(with_log(error, build.loaded.name, stage))
+        if not failures or len(failures) == len(targets):
             raise
 
     measurable = list(results)
     for position, result in enumerate(results):
-        if result.target in failed:
-            measurable[position] = BuildResult(target=result.target, error=failed[result.target])
+        if result.target in failures:
+            measurable[position] = BuildResult(target=result.target, error=failures[result.target])
     figures = measure(targets, measurable, duration_s=build.duration_s)
-    return replace(figures, failed={**figures.failed, **failed})
+    return replace(figures, failures={**figures.failures, **failures})
 
 
 def _evaluation_notes(build: PreparedBuild, calibration: CalibrationResult) -> Iterator[str]:

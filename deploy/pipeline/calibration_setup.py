@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import onnx
-
 from calibrators.searches import DEFAULT_METHOD
 from deploy.calibration import store
 from deploy.calibration.calibration_result import CalibrationResult, QdqModelRanges
@@ -48,6 +46,8 @@ from deploy.method import Method
 from deploy.metrics.bench_inputs import random_feeds
 from deploy.pipeline.build_options import (
     CalibrationOptions,
+    ModelSource,
+    StoredModel,
     find_user_model,
     open_torch_module,
 )
@@ -74,7 +74,7 @@ _RANDOM_SAMPLES = 2  # for a Q/DQ model without images
 
 @with_progress
 def calibrate(
-    model: str | Path | onnx.ModelProto | LoadedModel | nn.Module,
+    model: ModelSource | nn.Module,
     images: FeedSource,
     *,
     targets: str | Sequence[str | Target] = ("onnxruntime",),
@@ -139,7 +139,7 @@ def calibrate(
 
 @guard_inputs()
 def calibrate_with(
-    model: str | Path | onnx.ModelProto | LoadedModel,
+    model: ModelSource,
     dataset: Dataset,
     options: CalibrationOptions,
     *,
@@ -152,7 +152,7 @@ def calibrate_with(
 
 @with_progress
 def merge(
-    model: str | Path | onnx.ModelProto | LoadedModel,
+    model: ModelSource,
     shards: Sequence[str | Path],
     *,
     targets: str | Sequence[str | Target] = ("onnxruntime",),
@@ -180,7 +180,7 @@ def merge(
 
 @guard_inputs()
 def merge_with(
-    model: str | Path | onnx.ModelProto | LoadedModel,
+    model: ModelSource,
     shards: Sequence[Path],
     options: CalibrationOptions,
     *,
@@ -196,7 +196,7 @@ def merge_with(
 @phase("calibration")
 def calibrate_loaded(
     loaded: LoadedModel,
-    user_model: str | Path | onnx.ModelProto | None,
+    user_model: StoredModel | None,
     dataset: Dataset,
     options: CalibrationOptions,
     *,
@@ -252,7 +252,7 @@ def _refuse_local_options(options: CalibrationOptions) -> None:
 
 def _calibrate_images(
     loaded: LoadedModel,
-    user_model: str | Path | onnx.ModelProto | None,
+    user_model: StoredModel | None,
     images: CalibrationImages,
     options: CalibrationOptions,
     *,

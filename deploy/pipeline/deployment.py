@@ -32,9 +32,9 @@ from deploy.frontends import LoadedModel, load
 from deploy.frontends.base import model_digest
 from deploy.frontends.onnx_reader import read_model
 from deploy.machine import this_machine, worker_threads
-from deploy.metrics.accuracy import Comparison
 from deploy.metrics.bench_inputs import Shapes, random_feeds
 from deploy.pipeline.build_options import list_output_names
+from deploy.pipeline.evaluate import compare_sessions
 from deploy.pipeline.measure import measure_engines
 from deploy.pipeline.results import (
     engine_rows,
@@ -57,7 +57,6 @@ from deploy.targets.ascend.target import Ascend
 from deploy.targets.base import BuildRequest, BuildResult
 from deploy.targets.options import changed_options
 from deploy.tensors import Session
-from deploy.terminal import phase
 from deploy.version import __version__
 
 _RANDOM_SAMPLES = 2  # samples to run the models on, without images
@@ -331,22 +330,13 @@ def _compare_with_qdq_model(
         candidate = OrtSession.open(fake_quant_path, threads=threads, optimize=False)
         arithmetic = f"Compared as the fake-quant model: {error}."
 
-    comparison = Comparison(reference, candidate)
-    with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
-        for sample in samples:
-            reference_outputs, outputs = reference.run(sample), candidate.run(sample)
-            comparison.add(sample, reference_outputs, outputs, count=feed.unpadded_count)
-            step()
     float_name = f"What is called FP32's here is that of {path.name} in ONNX Runtime."
     return (
         EngineRow(label="Q/DQ", reference=True, path=str(path)),
         EngineRow(
             label=built.precision,
             target=built.target,
-            accuracy=comparison.result(),
+            accuracy=compare_sessions(reference, candidate, feed),
             notes=(arithmetic, float_name),
         ),
     )
-
-
-__all__ = ["TrialInputs", "convert", "deploy"]

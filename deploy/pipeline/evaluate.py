@@ -45,6 +45,11 @@ from deploy.tasks.rows import batch_length, split_batch
 from deploy.tensors import Array, Session
 from deploy.terminal import phase
 
+EvaluationFeed = Feed | EvaluationSubset
+Labels = Sequence[int] | GroundTruth  # classes of the samples, or the objects on them
+DeviceSessions = Mapping[str, Session | None]  # engine that can be opened here -> see InnerTensors
+Pictures = Mapping[int, tuple[str, Array]]  # sample number -> name, image uint8 [h, w, 3] RGB
+
 LAYER_SAMPLES = 4  # samples on which all inner tensors of both models are compared
 CALIBRATION_SAMPLES = 100  # calibration images to evaluate on, without evaluation images
 _PICTURE_SIDE = 256  # pixels of the longer side of an example; boxes are drawn on the image
@@ -111,7 +116,7 @@ class InnerTensors:
         self,
         loaded: LoadedModel,
         built: Sequence[BuildResult],
-        device_sessions: Mapping[str, Session | None],
+        device_sessions: DeviceSessions,
         sample_count: int,
         *,
         is_reference: bool = True,
@@ -200,11 +205,11 @@ class Candidate:
 
 def find_candidates(
     built: Sequence[BuildResult],
-    device_sessions: Mapping[str, Session | None],
+    device_sessions: DeviceSessions,
     host_sessions: Mapping[str, Session],
-    failed: dict[str, str],
+    failures: dict[str, str],
 ) -> dict[str, Candidate]:
-    """Return target -> what can be run of it here; add to `failed` why others cannot.
+    """Return target -> what can be run of it here; add to `failures` why others cannot.
 
     `device_sessions`: as for `InnerTensors`. `host_sessions`: target -> session of its runnable
     file, if it is open already, in one thread.
@@ -227,8 +232,21 @@ def find_candidates(
             session = session or open_single_thread(path, stand_in=stand_in)
             candidates[result.target] = Candidate(session, is_serial=False)
         except BackendError as error:
-            failed[result.target] = str(error)
+            failures[result.target] = str(error)
     return candidates
+
+
+def compare_sessions(
+    reference: Session, candidate: Session, feed: Feed, metric: Metric | None = None
+) -> Accuracy:
+    """Run two sessions over all samples, one after the other; return the candidate's accuracy."""
+    comparison = Comparison(reference, candidate, metric=metric)
+    with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
+        for sample in samples:
+            reference_outputs, outputs = reference.run(sample), candidate.run(sample)
+            comparison.add(sample, reference_outputs, outputs, count=feed.unpadded_count)
+            step()
+    return comparison.result()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,10 +262,10 @@ class Evaluation:
         metric: what the user set to evaluate by.
     """
 
-    feed: Feed | EvaluationSubset
+    feed: EvaluationFeed
     sample_count: int
     image_count: int
-    labels: Sequence[int] | GroundTruth | None
+    labels: Labels | None
     find_key: Callable[[int], int] = int
     metric: Metric | None = None
 
@@ -261,7 +279,7 @@ class Evaluation:
 class _Labels(Sequence[int]):
     """Labels of a feed's good images; bad images show only while they are read."""
 
-    def __init__(self, feed: Feed | EvaluationSubset) -> None:
+    def __init__(self, feed: EvaluationFeed) -> None:
         self._feed = feed
 
     def __len__(self) -> int:
@@ -279,8 +297,8 @@ class _Labels(Sequence[int]):
 
 def choose_evaluation(
     calibration: EvaluationSubset,
-    evaluation: Feed | EvaluationSubset | None,
-    labels: Sequence[int] | GroundTruth | None,
+    evaluation: EvaluationFeed | None,
+    labels: Labels | None,
     metric: Metric | None = None,
 ) -> Evaluation:
     """Return the evaluation samples; without them calibration samples, without labels."""
@@ -310,7 +328,7 @@ class EvaluationResult:
 
     Attributes:
         accuracy: candidate -> its accuracy.
-        failed: candidate -> why it cannot be run.
+        failures: candidate -> why it cannot be run.
         reference_runs: number of inferences of the float model.
         engine_runs: candidate -> number of its inferences.
         examples: candidate -> samples worth showing.
@@ -318,11 +336,11 @@ class EvaluationResult:
     """
 
     accuracy: dict[str, Accuracy] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
     reference_runs: int = 0
     engine_runs: Counter[str] = field(default_factory=Counter)
     examples: dict[str, tuple[Example, ...]] = field(default_factory=dict)
-    pictures: Mapping[int, tuple[str, Array]] = field(default_factory=dict)
+    pictures: Pictures = field(default_factory=dict)
 
 
 def evaluate(
@@ -415,19 +433,19 @@ class _EvaluationPass:
     def _run_candidates(self, outputs: _SampleOutputs, *, is_serial: bool) -> None:
         """Run the candidates that have not failed yet."""
         for name, candidate in self._candidates.items():
-            if candidate.is_serial != is_serial or name in self._result.failed:
+            if candidate.is_serial != is_serial or name in self._result.failures:
                 continue
             try:
                 outputs.candidates[name] = candidate.session.run(outputs.sample)
             except BackendError as error:
-                self._result.failed[name] = str(error)
+                self._result.failures[name] = str(error)
 
     def finish(self) -> EvaluationResult:
         """Return the figures of the candidates that did not fail, and their examples."""
         result = self._result
         example_numbers: set[int] = set()
         for name, comparison in self._comparisons.items():
-            if name not in result.failed:
+            if name not in result.failures:
                 result.accuracy[name] = comparison.result()
                 result.examples[name] = comparison.shown()
                 example_numbers.update(example.number for example in result.examples[name])
@@ -442,7 +460,7 @@ class CandidateImages:
     sample the caller passes the current candidates, and images of all others are dropped.
     """
 
-    def __init__(self, feed: Feed | EvaluationSubset) -> None:
+    def __init__(self, feed: EvaluationFeed) -> None:
         self._feed = feed
         self._sample_count = 0
         self._stored: dict[int, Array] = {}
@@ -463,7 +481,7 @@ class CandidateImages:
             if picture is not None:
                 self._stored[number] = shrink_image(picture, _PICTURE_SIDE)
 
-    def select(self, numbers: Iterable[int]) -> dict[int, tuple[str, Array]]:
+    def select(self, numbers: Iterable[int]) -> Pictures:
         """Return sample number -> (name, image uint8 [h, w, 3] RGB)."""
         names = self._feed.names
         stored_numbers = sorted(set(numbers) & self._stored.keys())

@@ -9,7 +9,6 @@ from pathlib import Path
 from deploy.calibration.reference_outputs import ReferenceOutputs, outputs_match
 from deploy.errors import BackendError, SdkMissingError
 from deploy.feed.evaluation import EvaluationSubset
-from deploy.feed.samples import Feed
 from deploy.frontends import LoadedModel
 from deploy.graph.bounds import find_bounds
 from deploy.machine import AcceleratorInfo
@@ -17,11 +16,14 @@ from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.kernels import find_devices, read_engine_layers
 from deploy.metrics.latency import DeviceSession, Latency, measure
 from deploy.metrics.output_errors import OutputAccuracy
-from deploy.metrics.precision import GroundTruth
 from deploy.pipeline.evaluate import (
     Candidate,
+    DeviceSessions,
     Evaluation,
+    EvaluationFeed,
     InnerTensors,
+    Labels,
+    Pictures,
     choose_evaluation,
     evaluate,
     find_candidates,
@@ -34,7 +36,7 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult, Target
 from deploy.tasks import Metric
 from deploy.tasks.evaluation_task import Example
-from deploy.tensors import Array, Session
+from deploy.tensors import Session
 from deploy.terminal import phase
 
 _LATENCY_SAMPLES = 8  # samples that the latency runs use in turn
@@ -49,7 +51,7 @@ class Figures:
     Attributes:
         engines: the float model first, then each target's baselines and its own engine.
         layers: target -> its inner tensors compared with the float model's.
-        failed: engine -> why it cannot be opened or run.
+        failures: engine -> why it cannot be opened or run.
         notes: sentences on how the figures were measured.
         devices: devices that run engines.
         decodes: number of images decoded for the evaluation only.
@@ -61,14 +63,14 @@ class Figures:
 
     engines: tuple[EngineRow, ...]
     layers: Mapping[str, tuple[OutputAccuracy, ...]] = field(default_factory=dict)
-    failed: Mapping[str, str] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     devices: tuple[AcceleratorInfo, ...] = ()
     decodes: int = 0
     reference_runs: int = 0
     engine_runs: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, tuple[Example, ...]] = field(default_factory=dict)
-    pictures: Mapping[int, tuple[str, Array]] = field(default_factory=dict)
+    pictures: Pictures = field(default_factory=dict)
 
 
 def measure_engines(
@@ -77,8 +79,8 @@ def measure_engines(
     built: Sequence[BuildResult],
     *,
     calibration: EvaluationSubset,
-    evaluation: Feed | EvaluationSubset | None,
-    labels: Sequence[int] | GroundTruth | None,
+    evaluation: EvaluationFeed | None,
+    labels: Labels | None,
     metric: Metric | None = None,
     observed_outputs: ReferenceOutputs | None = None,
     duration_s: float,
@@ -113,35 +115,34 @@ def measure_engines(
         loaded, float_file, samples, threads=threads, is_timed=is_timed
     )
     engines = {_FLOAT_ENGINE: float_engine}
-    failed = _open_engines(engines, targets, built, threads=threads, is_timed=is_timed)
+    failures = _open_engines(engines, targets, built, threads=threads, is_timed=is_timed)
     reference, is_same_model = _choose_reference(float_outputs, observed_outputs, samples)
     first_runs = float_outputs.runs
     del float_outputs  # frees the weights of a session that may not be needed any more
 
-    opened = [result for result in built if result.target not in failed]
-    device_sessions = {
-        name: engine.session if engine.is_on_device else None
-        for name, engine in engines.items()
-        if name != _FLOAT_ENGINE and loaded.cut_off is None  # else the engine has other outputs
-    }
+    opened = [result for result in built if result.target not in failures]
+    device_sessions: dict[str, Session | None] = {}
+    if loaded.cut_off is None:  # else the engines have other outputs
+        device_sessions = {name: engine.device_session for name, engine in engines.items()}
+        del device_sessions[_FLOAT_ENGINE]
     with phase("layers"):
         inner_tensors = InnerTensors(
             loaded, opened, device_sessions, samples.sample_count, is_reference=is_same_model
         )
-    candidates = _find_candidates(opened, engines, device_sessions, failed)
+    candidates = _find_candidates(opened, engines, device_sessions, failures)
     evaluated = evaluate(reference, candidates, samples, inner_tensors, threads=threads)
-    failed |= evaluated.failed
+    failures |= evaluated.failures
 
     timed_sessions = {
         name: engine.session
         for name, engine in engines.items()
-        if engine.session is not None and not engine.is_for_accuracy and name not in failed
+        if engine.session is not None and not engine.is_for_accuracy and name not in failures
     }
     latency = _measure_latency(timed_sessions, calibration, duration_s)
-    measurements = _Measurements(
-        engines, timed_sessions, latency, evaluated.accuracy, failed, threads
-    )
     devices = find_devices(timed_sessions)
+    measurements = _Measurements(
+        engines, timed_sessions, latency, evaluated.accuracy, failures, threads
+    )
     float_row = EngineRow(  # the float model runs on the CPU even if a device runs the others
         label="FP32 on the CPU" if devices else "FP32",
         reference=True,
@@ -151,11 +152,11 @@ def measure_engines(
         threads=threads,
         latency=latency.get(_FLOAT_ENGINE),
     )
-    evaluated_results = [result for result in opened if result.target not in failed]
+    evaluated_results = [result for result in opened if result.target not in failures]
     return Figures(
         engines=(float_row, *_make_rows(built, measurements)),
         layers=_find_lossy_layers(inner_tensors, loaded, evaluated_results),
-        failed=failed,
+        failures=failures,
         notes=(
             *_sample_notes(
                 evaluated.accuracy, evaluation, calibration, inner_tensors.compared_count
@@ -193,6 +194,11 @@ class _OpenedEngine:
     is_on_device: bool
     is_for_accuracy: bool = False
 
+    @property
+    def device_session(self) -> Session | None:
+        """The session if a device runs it; None if ONNX Runtime does."""
+        return self.session if self.is_on_device else None
+
 
 @dataclass(frozen=True, slots=True)
 class _Measurements:
@@ -202,7 +208,7 @@ class _Measurements:
     timed_sessions: Mapping[str, Session] = field(default_factory=dict)
     latency: Mapping[str, Latency] = field(default_factory=dict)
     accuracy: Mapping[str, Accuracy] = field(default_factory=dict)
-    failed: Mapping[str, str] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)
     threads: int | None = None
 
 
@@ -243,7 +249,7 @@ def _open_engines(
     is_timed: bool,
 ) -> dict[str, str]:
     """Open all engines and add them to `engines`; return name -> why it cannot be opened."""
-    failed = {}
+    failures = {}
     for target, result in zip(targets, built, strict=True):
         paths = dict(result.baselines)
         if result.engine is not None:
@@ -259,7 +265,7 @@ def _open_engines(
             except SdkMissingError:
                 continue  # built for another machine
             except BackendError as error:
-                failed[name] = str(error)
+                failures[name] = str(error)
                 continue
 
             is_on_device = not isinstance(session, OrtSession)
@@ -267,7 +273,7 @@ def _open_engines(
             engines[name] = _OpenedEngine(
                 session if is_needed else None, load_ms, is_on_device, is_for_accuracy
             )
-    return failed
+    return failures
 
 
 def _first_key(samples: Evaluation) -> tuple[int, ...]:
@@ -300,8 +306,8 @@ def _choose_reference(
 def _find_candidates(
     opened: Sequence[BuildResult],
     engines: Mapping[str, _OpenedEngine],
-    device_sessions: Mapping[str, Session | None],
-    failed: dict[str, str],
+    device_sessions: DeviceSessions,
+    failures: dict[str, str],
 ) -> dict[str, Candidate]:
     """Return name -> what is evaluated: an engine of each target, and baselines of a device."""
     host_sessions = {
@@ -309,7 +315,7 @@ def _find_candidates(
         for name, engine in engines.items()
         if engine.session is not None and engine.is_for_accuracy
     }
-    candidates = find_candidates(opened, device_sessions, host_sessions, failed)
+    candidates = find_candidates(opened, device_sessions, host_sessions, failures)
     for result in opened:
         for name in result.baselines:
             session = device_sessions.get(name)
@@ -336,10 +342,10 @@ def _measure_latency(
 
 def _make_rows(built: Sequence[BuildResult], measurements: _Measurements) -> Iterator[EngineRow]:
     """Yield the rows of each target's baselines and of its engine."""
-    failed = measurements.failed
+    failures = measurements.failures
     for result in built:
         paths: dict[str, Path | None] = {**result.baselines, result.target: result.engine}
-        if result.target in failed:
+        if result.target in failures:
             paths = dict.fromkeys(paths)  # `discard_failed` removes the files
         for name, path in paths.items():
             is_baseline = name != result.target
@@ -356,7 +362,7 @@ def _make_rows(built: Sequence[BuildResult], measurements: _Measurements) -> Ite
                 latency=measurements.latency.get(name),
                 accuracy=measurements.accuracy.get(name),
                 ran=compare_with_plan(layers, () if is_baseline else result.decisions),
-                notes=(failed[name],) if is_baseline and name in failed else (),
+                notes=(failures[name],) if is_baseline and name in failures else (),
             )
 
 
@@ -366,15 +372,15 @@ def _find_lossy_layers(
     """Return target -> inner tensors whose figures show a loss."""
     bounds = find_bounds(loaded.model)
     layers_by_target = inner_tensors.layers
-    return {
-        result.target: tuple(
-            layer
-            for layer in layers_by_target[result.target]
-            if not _is_clamped(layer.name, bounds, result)
-        )
-        for result in built
-        if result.target in layers_by_target
-    }
+    lossy_layers = {}
+    for result in built:
+        if result.target in layers_by_target:
+            lossy_layers[result.target] = tuple(
+                layer
+                for layer in layers_by_target[result.target]
+                if not _is_clamped(layer.name, bounds, result)
+            )
+    return lossy_layers
 
 
 def _is_clamped(tensor: str, bounds: Mapping[str, tuple[float, float]], built: BuildResult) -> bool:
@@ -388,7 +394,7 @@ def _is_clamped(tensor: str, bounds: Mapping[str, tuple[float, float]], built: B
 
 def _sample_notes(
     accuracy: Mapping[str, Accuracy],
-    evaluation: Feed | EvaluationSubset | None,
+    evaluation: EvaluationFeed | None,
     calibration: EvaluationSubset,
     layer_samples: int,
 ) -> Iterator[str]:

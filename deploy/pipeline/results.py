@@ -239,7 +239,7 @@ def engine_rows(
         row = replace(engine, path=_final_path(engine.path, stage))
         row = _with_examples(row, figures, classes)
         result = results.get(row.target)
-        if result is not None and row.target not in figures.failed and not row.baseline:
+        if result is not None and row.target not in figures.failures and not row.baseline:
             row = model.with_speed(figures.engines, row)
             is_quantized = any(decision.quantized for decision in result.decisions)
             judgement = _judge_engine(row, figures.engines, partial(judge, int8=is_quantized))
@@ -259,16 +259,18 @@ def _judge_engine(
     row: EngineRow, engines: Sequence[EngineRow], judge: Callable[..., Verdict]
 ) -> Verdict:
     """Return the verdict on one engine; its speed is compared with the first of its rivals."""
-    for rival in model.find_rivals(engines, row):
-        return judge(
-            accuracy=row.accuracy,
-            speed=row.speed,
-            slower_ms=math.inf if row.on_device else row.p50_ms - rival.p50_ms,
-            rival="FP32" if rival.reference else rival.label,
-            device_kind="device" if row.on_device else "CPU",
-        )
-    missing_rival = "a float engine on its device" if row.on_device else "FP32"
-    return judge(accuracy=row.accuracy, speed=None, rival=missing_rival)
+    rivals = model.find_rivals(engines, row)
+    if not rivals:
+        missing_rival = "a float engine on its device" if row.on_device else "FP32"
+        return judge(accuracy=row.accuracy, speed=None, rival=missing_rival)
+    rival = rivals[0]
+    return judge(
+        accuracy=row.accuracy,
+        speed=row.speed,
+        slower_ms=math.inf if row.on_device else row.p50_ms - rival.p50_ms,
+        rival="FP32" if rival.reference else rival.label,
+        device_kind="device" if row.on_device else "CPU",
+    )
 
 
 def _calibration_part(
@@ -306,7 +308,7 @@ def _target_part(
     plan: PlannedTarget | None,
     stage: Stage,
 ) -> TargetPart:
-    error = built.error or figures.failed.get(built.target, "")
+    error = built.error or figures.failures.get(built.target, "")
     layers = figures.layers.get(built.target, ())
     observations = calibration.observations_by_target.get(built.target, ())
     search = None
@@ -338,12 +340,11 @@ def _target_part(
 
 def _earlier_file_alerts(model_name: str, target: str, stage: Stage) -> Iterator[str]:
     """Yield a note on files of an earlier build of the same model that this one did not write."""
-    endings = TARGETS[target].writes if target in TARGETS else ()
-    names = [
-        name
-        for name in (f"{model_name}{ending}" for ending in endings)
-        if (stage.folder / name).exists() and not (stage.temporary_folder / name).exists()
-    ]
+    names = []
+    for ending in TARGETS[target].writes if target in TARGETS else ():
+        name = f"{model_name}{ending}"
+        if (stage.folder / name).exists() and not (stage.temporary_folder / name).exists():
+            names.append(name)
     if names:
         yield f"not of this build, but of an earlier one in {stage.folder}: {', '.join(names)}"
 

@@ -166,13 +166,15 @@ def with_log(error: Exception, name: str, stage: Stage) -> Calib8Error:
 
 
 def discard_failed(
-    results: Sequence[BuildResult], failed: Collection[str], stage: Stage
+    results: Sequence[BuildResult], failures: Collection[str], stage: Stage
 ) -> list[BuildResult]:
     """Remove engines that cannot be opened or run; files for another machine stay."""
-    return [
-        _discard_engines(result, stage) if result.target in failed and not result.error else result
-        for result in results
-    ]
+    remaining = []
+    for result in results:
+        if result.target in failures and not result.error:
+            result = _discard_engines(result, stage)
+        remaining.append(result)
+    return remaining
 
 
 def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
