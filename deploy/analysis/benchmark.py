@@ -117,13 +117,7 @@ def bench(
         SdkMissingError: the runtime is not installed.
         FeedError: images that do not fit.
     """
-    for file in (engine, against):
-        if not isinstance(file, str | Path | None):
-            raise ConfigError(
-                f"what is measured is a file, got an object of class {type(file).__name__}; store"
-                " it first: onnx.save(model, path), of a PyTorch module the one that"
-                " calib8.torch.export(module, [example_input]) makes"
-            )
+    _refuse_objects(engine, against)
     sources = _list_sources(Path(engine), Path(against) if against is not None else None, targets)
     if runtime == "openvino":
         sources = _add_openvino(sources)
@@ -208,6 +202,17 @@ class _LoadedEngine(_EngineSource):
 
     session: Session
     load_ms: float
+
+
+def _refuse_objects(*files: object) -> None:
+    """Refuse models in memory."""
+    for file in files:
+        if not isinstance(file, str | Path | None):
+            raise ConfigError(
+                f"what is measured is a file, got an object of class {type(file).__name__}; store"
+                " it first: onnx.save(model, path), of a PyTorch module the one that"
+                " calib8.torch.export(module, [example_input]) makes"
+            )
 
 
 def _list_sources(

@@ -202,16 +202,16 @@ class _CutModels:
 
     def __init__(
         self,
-        first: ModelProto,
-        second: ModelProto,
+        first_model: ModelProto,
+        second_model: ModelProto,
         samples: Sequence[Path],
         *,
         folder: Path,
         threads: int | None,
         min_sqnr_db: float,
     ) -> None:
-        self._first = first
-        self._second = second
+        self._first_model = first_model
+        self._second_model = second_model
         self._samples = samples
         self._folder = folder
         self._threads = threads
@@ -225,7 +225,7 @@ class _CutModels:
         Raises:
             BackendError: OpenVINO cannot run the second model.
         """
-        accuracies = self._compare(self._first, self._second, outputs)
+        accuracies = self._compare(self._first_model, self._second_model, outputs)
         self.accuracies |= accuracies
         return self._is_agreement(accuracies)
 
@@ -233,8 +233,8 @@ class _CutModels:
         """Whether a tensor agrees; also true if it cannot be compared or holds no floats."""
         try:
             accuracies = self._compare(
-                extract_output(self._first, first_name),
-                extract_output(self._second, second_name),
+                extract_output(self._first_model, first_name),
+                extract_output(self._second_model, second_name),
                 {first_name: second_name},
             )
         except BackendError as error:
@@ -245,11 +245,13 @@ class _CutModels:
 
     def try_fixed_shapes(self, outputs: Mapping[str, str]) -> None:
         """Add a note on the effect of fixing the model's open dimensions, if it has any."""
-        shapes = (value.type.tensor_type.shape for value in self._second.graph.input)
+        shapes = (value.type.tensor_type.shape for value in self._second_model.graph.input)
         if all(dim.HasField("dim_value") for shape in shapes for dim in shape.dim):
             return
         try:
-            accuracies = self._compare(self._first, self._second, outputs, fix_shapes=True)
+            accuracies = self._compare(
+                self._first_model, self._second_model, outputs, fix_shapes=True
+            )
         except BackendError:  # the model runs with open dimensions only
             return
         worst_db = min((accuracy.sqnr_db for accuracy in accuracies.values()), default=math.nan)
@@ -263,17 +265,17 @@ class _CutModels:
 
     def _compare(
         self,
-        first: ModelProto,
-        second: ModelProto,
+        first_model: ModelProto,
+        second_model: ModelProto,
         pairs: Mapping[str, str],
         *,
         fix_shapes: bool = False,
     ) -> AccuracyByTensor:
-        session = OrtSession.open(first, threads=self._threads)
+        session = OrtSession.open(first_model, threads=self._threads)
         result_files = run_in_subprocess(
-            second, self._samples, self._folder, threads=self._threads, fix_shapes=fix_shapes
+            second_model, self._samples, self._folder, threads=self._threads, fix_shapes=fix_shapes
         )
-        names = [value.name for value in second.graph.output]
+        names = [value.name for value in second_model.graph.output]
 
         def run_samples() -> Iterator[tuple[Tensors, Tensors, Tensors]]:
             for sample_file, result_file in zip(self._samples, result_files, strict=True):
@@ -303,8 +305,8 @@ def _write_samples(feed: Feed, folder: Path) -> list[Path]:
 
 
 def _compare_cut_models(
-    first: ModelProto,
-    second: ModelProto,
+    first_model: ModelProto,
+    second_model: ModelProto,
     pairs: Mapping[str, str],
     feed: Feed,
     threads: int | None,
@@ -313,14 +315,14 @@ def _compare_cut_models(
     every: bool,
 ) -> tuple[AccuracyByTensor, list[str]]:
     """Return the accuracy by cut models, and notes on tensors that could not be compared."""
-    output_names = {value.name for value in first.graph.output}
+    output_names = {value.name for value in first_model.graph.output}
     inner_names = [name for name in pairs if name not in output_names]
     outputs = {name: pairs[name] for name in pairs if name in output_names}
     with tempfile.TemporaryDirectory() as work_folder:
         folder = Path(work_folder)
         cut_models = _CutModels(
-            first,
-            second,
+            first_model,
+            second_model,
             _write_samples(feed, folder),
             folder=folder,
             threads=threads,
@@ -472,20 +474,20 @@ def _describe(model: object) -> str:
 
 
 def _pair_tensors(
-    first: ModelProto, second: ModelProto, output_names: Sequence[str]
+    first_model: ModelProto, second_model: ModelProto, output_names: Sequence[str]
 ) -> dict[str, str]:
     """Return the tensors to compare, the shared outputs last."""
-    pairs = shared_by_name(first, second)
+    pairs = shared_by_name(first_model, second_model)
     for name in output_names:
         pairs.pop(name, None)
-    second_outputs = {value.name for value in second.graph.output}
+    second_outputs = {value.name for value in second_model.graph.output}
     return pairs | {name: name for name in output_names if name in second_outputs}
 
 
-def _unshared_notes(first: ModelProto, second: ModelProto) -> Iterator[str]:
+def _unshared_notes(first_model: ModelProto, second_model: ModelProto) -> Iterator[str]:
     """Yield notes on the outputs that only one model has."""
-    first_outputs = [value.name for value in first.graph.output]
-    second_outputs = [value.name for value in second.graph.output]
+    first_outputs = [value.name for value in first_model.graph.output]
+    second_outputs = [value.name for value in second_model.graph.output]
     for position, names, other_names in (
         ("first", first_outputs, second_outputs),
         ("second", second_outputs, first_outputs),
@@ -496,11 +498,17 @@ def _unshared_notes(first: ModelProto, second: ModelProto) -> Iterator[str]:
 
 
 def _compare_tapped_models(
-    first: ModelProto, second: ModelProto, pairs: Mapping[str, str], feed: Feed, threads: int | None
+    first_model: ModelProto,
+    second_model: ModelProto,
+    pairs: Mapping[str, str],
+    feed: Feed,
+    threads: int | None,
 ) -> AccuracyByTensor:
     """Compare all tensors in one pass, with those of one sample in memory at a time."""
-    first_session = OrtSession.open(copy_with_outputs(first, pairs), threads=threads)
-    second_session = OrtSession.open(copy_with_outputs(second, pairs.values()), threads=threads)
+    first_session = OrtSession.open(copy_with_outputs(first_model, pairs), threads=threads)
+    second_session = OrtSession.open(
+        copy_with_outputs(second_model, pairs.values()), threads=threads
+    )
 
     def run_samples() -> Iterator[tuple[Tensors, Tensors, Tensors]]:
         with phase("comparing", len(feed), "samples") as step, feed.samples() as samples:
@@ -525,9 +533,9 @@ def _make_difference(
     return TensorDifference(tensor=tensor, node=node.name, operator=node.op_type, accuracy=accuracy)
 
 
-def _refuse_other_inputs(first: ModelProto, second: ModelProto) -> None:
-    first_inputs = sorted(_describe_inputs(first))
-    second_inputs = sorted(_describe_inputs(second))
+def _refuse_other_inputs(first_model: ModelProto, second_model: ModelProto) -> None:
+    first_inputs = sorted(_describe_inputs(first_model))
+    second_inputs = sorted(_describe_inputs(second_model))
     if first_inputs != second_inputs:
         raise ConfigError(
             f"models that are compared must have the same inputs, got {', '.join(first_inputs)} and"

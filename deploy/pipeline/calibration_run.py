@@ -347,15 +347,7 @@ def calibrate_run(
         random_outputs = find_random_outputs(subject.model, evaluation_set)
         warning = random_outputs or check_cleaned_model(subject, evaluation_set)
 
-    stability_rule = run.stability_rule
-    if decision.stored is not None and not decision.missing:
-        stability_rule = decision.stored.until
-    calibration = Calibration(
-        observed=pass_result.observed,
-        fingerprint=decision.combined_fingerprint(make_fingerprint(subject, feed.manifest())),
-        outliers=(*decision.outliers, *identify_outliers(run.peaks, feed.sample_digests)),
-        until=stability_rule,
-    )
+    calibration = _make_calibration(run, decision, pass_result)
     text = cache_text.text if cache_text else None
     update_cache(run.policy, subject, decision, calibration, ranges, text=text, stage=stage)
     checkpoint = pass_result.checkpoint
@@ -372,6 +364,22 @@ def calibrate_run(
         has_random_outputs=bool(random_outputs),
         outliers=calibration.outliers,
         checkpoint=checkpoint,
+    )
+
+
+def _make_calibration(
+    run: CalibrationRun, decision: CacheDecision, pass_result: PassResult
+) -> Calibration:
+    """Return the statistics of the cache and of this run, as they are stored."""
+    fingerprint = make_fingerprint(run.subject, run.feed.manifest())
+    stability_rule = run.stability_rule
+    if decision.stored is not None and not decision.missing:
+        stability_rule = decision.stored.until
+    return Calibration(
+        observed=pass_result.observed,
+        fingerprint=decision.combined_fingerprint(fingerprint),
+        outliers=(*decision.outliers, *identify_outliers(run.peaks, run.feed.sample_digests)),
+        until=stability_rule,
     )
 
 

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -287,20 +287,10 @@ def _calibrate_images(
     )
 
     observations_by_target, failures = _collect_observations(targets, subject)
-    if not any(observations_by_target.values()):
-        raise ModelError(
-            "at least one node of the model must be able to run in int8, got none in"
-            f" {subject.loaded.name} (only the main graph counts, not If and Loop bodies);"
-            " `calib8 inspect` says why"
-        )
     observations = unique_observations(observations_by_target)
-    is_searched = any(o.statistic == subject.statistic for o in observations)
-    if options.method is not None and not is_searched:
-        raise ConfigError(
-            f"a method is for targets that search by it, got {subject.method.label} for"
-            f" {', '.join(observations_by_target)} alone, which has searches of its own; leave the"
-            " method out"
-        )
+    _refuse_no_layer(observations, subject)
+    if options.method is not None:
+        _refuse_idle_method(observations_by_target, subject)
     if images.shard is not None:
         refuse_ordered(observations, images.shard)
 
@@ -399,6 +389,29 @@ def _collect_observations(
     if failures and not observations:
         raise next(iter(failures.values()))
     return observations, {name: str(error) for name, error in failures.items()}
+
+
+def _refuse_no_layer(observations: Sequence[Observation], subject: CalibrationSubject) -> None:
+    if not observations:
+        raise ModelError(
+            "at least one node of the model must be able to run in int8, got none in"
+            f" {subject.loaded.name} (only the main graph counts, not If and Loop bodies);"
+            " `calib8 inspect` says why"
+        )
+
+
+def _refuse_idle_method(
+    observations_by_target: Mapping[str, Sequence[Observation]], subject: CalibrationSubject
+) -> None:
+    """Refuse a method that no target searches by."""
+    for observations in observations_by_target.values():
+        if any(observation.statistic == subject.statistic for observation in observations):
+            return
+    raise ConfigError(
+        f"a method is for targets that search by it, got {subject.method.label} for"
+        f" {', '.join(observations_by_target)} alone, which has searches of its own; leave the"
+        " method out"
+    )
 
 
 def _refuse_foreign_cache(policy: CachePolicy) -> None:
