@@ -50,7 +50,7 @@ ENTROPY2 = "EntropyCalibration2"
 MINMAX = "MinMaxCalibration"
 LEGACY = "LegacyCalibration"
 _HEADER = re.compile(r"TRT-([0-9]{4,6})-([A-Za-z]+[0-9]*)")
-_LEGACY_HEADER = re.compile(r"0([0-9a-f]{16})([0-9a-f]{16})")
+_LEGACY_HEADER = re.compile(r"0([0-9a-f]{32})")
 _HEX = re.compile(r"[0-9A-Fa-f]{1,8}")
 _VERSION = re.compile(r"([0-9]{1,2})\.([0-9]{1,2})\.([0-9]{1,2})(?:\.[0-9]+)?")
 
@@ -74,37 +74,40 @@ def _binary_origin(data: bytes) -> str:
 
 
 def _text_origin(data: bytes) -> str:
-    first = data.split(b"\n", 1)[0].rstrip(b"\r")
-    start = data.lstrip()[:1]
-    if start in (b"{", b"["):
+    content = data.lstrip()
+    if content.startswith((b"{", b"[")):
         return (
             "is JSON (onnxruntime's calibration.json, or a table of another tool), which TensorRT"
             " itself cannot read"
         )
-    if data.lstrip()[:5].lower() in (b"<!doc", b"<html"):
+    if content[:5].lower() in (b"<!doc", b"<html"):
         return "is a web page; download the raw file instead"
     if _RECORD.match(data):
         return "looks like a quantization record of Ascend's AMCT"
-    if _HEX_LINE.fullmatch(first):
-        return f"has entries but no header (it begins with {_shown(first)}); put the header back"
-    if _ORT_LINE.fullmatch(first):
+    first_line = data.split(b"\n", 1)[0].rstrip(b"\r")
+    beginning = repr(first_line[:60].decode("utf-8", "replace"))
+    if _HEX_LINE.fullmatch(first_line):
+        return f"has entries but no header (it begins with {beginning}); put the header back"
+    if _ORT_LINE.fullmatch(first_line):
         return (
             "looks like onnxruntime's own calibration table (name and range, in decimal), which"
             " bears the same file name but is another format; calibrate again with"
             " --target tensorrt"
         )
-    if first.startswith(b"TRT-") or b"TRT-".startswith(first):
-        return f"has the damaged first line {_shown(first)}; write it again"
-    return f"begins with {_shown(first)}, which no known calibration tool writes"
-
-
-def _shown(first: bytes) -> str:
-    return repr(first[:60].decode("utf-8", "replace"))
+    if first_line.startswith(b"TRT-") or b"TRT-".startswith(first_line):
+        return f"has the damaged first line {beginning}; write it again"
+    return f"begins with {beginning}, which no known calibration tool writes"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line: the tensor's name, the hex digits as written, and the line end."""
+    """One line of a cache.
+
+    Attributes:
+        name: the tensor.
+        digits: the hex digits of the scale as written.
+        end: the line end.
+    """
 
     name: str
     digits: str
@@ -137,9 +140,11 @@ class Header:
     """The first line.
 
     Attributes:
+        text: the line without its end.
         label: TensorRT's version label; None in the legacy form, which has none.
         algorithm: name of the calibrator, such as "EntropyCalibration2".
         cutoff, quantile: parameters of the legacy form, else None.
+        end: the line end.
     """
 
     text: str
@@ -157,7 +162,12 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationCache:
-    """A calibration cache: its header and its entries in file order, duplicates included."""
+    """A calibration cache.
+
+    Attributes:
+        header: the first line.
+        entries: the other lines in file order, duplicates included.
+    """
 
     header: Header
     entries: tuple[Entry, ...]
@@ -195,7 +205,8 @@ def version_label(version: str) -> int:
     major, minor, patch = (int(part) for part in match.groups())
     if major < 10 and minor > 9:
         raise CacheError(f"TensorRT below 10 has one-digit minor versions, got {version!r}")
-    return major * (1000 if major < 10 else 10000) + minor * 100 + patch
+    base = 1000 if major < 10 else 10000
+    return major * base + minor * 100 + patch
 
 
 def label_to_version(label: int) -> str:
@@ -213,10 +224,10 @@ def parse(data: bytes, *, origin: str) -> CalibrationCache:
     Raises:
         CacheError: the text is not a TensorRT cache (names its likely origin), or is broken.
     """
-    lines = _lines(data)
+    lines = _split_lines(data)
     if not lines:
         raise CacheError(f"{origin} is empty; calibrate again to write it")
-    header = _header(*lines[0])
+    header = _parse_header(*lines[0])
     if header is None:
         raise CacheError(
             f"a TensorRT calibration cache starts with a line such as TRT-8503-{ENTROPY2};"
@@ -227,21 +238,21 @@ def parse(data: bytes, *, origin: str) -> CalibrationCache:
             f"a calibration cache holds one line a tensor; {origin} ends after its first line,"
             " so it was cut off; write it again"
         )
-    entries = [
-        _entry(text, end, line=number, origin=origin)
-        for number, (text, end) in enumerate(lines[1:], start=2)
-    ]
+    entries = []
+    for number, (text, end) in enumerate(lines[1:], start=2):
+        entries.append(_parse_entry(text, end, line=number, origin=origin))
     return CalibrationCache(header, tuple(entries))
 
 
 def dump(cache: CalibrationCache) -> bytes:
     """Return the text of a cache; the exact inverse of `parse`."""
     text = cache.header.text + cache.header.end
-    text += "".join(f"{entry.name}: {entry.digits}{entry.end}" for entry in cache.entries)
+    for entry in cache.entries:
+        text += f"{entry.name}: {entry.digits}{entry.end}"
     return text.encode("utf-8", "surrogateescape")
 
 
-_QUANTILE = 0.999999  # of a legacy cache that does not say
+_DEFAULT_QUANTILE = 0.999999  # for a legacy cache that does not say
 
 
 def from_scales(
@@ -249,7 +260,7 @@ def from_scales(
     *,
     version: str,
     algorithm: str = ENTROPY2,
-    quantile: float = _QUANTILE,
+    quantile: float = _DEFAULT_QUANTILE,
 ) -> CalibrationCache:
     """Make a cache for TensorRT `version` from tensor name -> scale (amax / 127), in order.
 
@@ -261,8 +272,8 @@ def from_scales(
     """
     if not scales:
         raise CacheError("a calibration cache needs at least one scale, got none")
-    entries = tuple(Entry(_sound_name(name), _digits(name, s)) for name, s in scales.items())
-    return CalibrationCache(_new_header(version, algorithm, quantile), entries)
+    entries = tuple(_make_entry(name, scale) for name, scale in scales.items())
+    return CalibrationCache(_make_header(version, algorithm, quantile), entries)
 
 
 def relabel(
@@ -276,58 +287,55 @@ def relabel(
     if header.label is None and algorithm is None:
         version_label(version)
         return cache
-    made = _new_header(
+    new_header = _make_header(
         version,
         algorithm or header.algorithm,
-        _QUANTILE if header.quantile is None else header.quantile,
+        _DEFAULT_QUANTILE if header.quantile is None else header.quantile,
         1.0 if header.cutoff is None else header.cutoff,
     )
-    return replace(cache, header=replace(made, end=header.end))
+    return replace(cache, header=replace(new_header, end=header.end))
 
 
-def _new_header(version: str, algorithm: str, quantile: float, cutoff: float = 1.0) -> Header:
+def _make_header(version: str, algorithm: str, quantile: float, cutoff: float = 1.0) -> Header:
     label = version_label(version)
+    text = f"TRT-{label}-{algorithm}"
     if algorithm == LEGACY:
-        text = f"0{_float64_digits(cutoff)}{_float64_digits(quantile)}"
-    else:
-        text = f"TRT-{label}-{algorithm}"
-    header = _header(text, "\n")
+        text = "0" + struct.pack(">dd", cutoff, quantile).hex()
+    header = _parse_header(text, "\n")
     if header is None:
         raise CacheError(f"an algorithm is a word such as {ENTROPY2}, got {algorithm!r}")
     return header
 
 
-def _header(text: str, end: str) -> Header | None:
+def _parse_header(text: str, end: str) -> Header | None:
     if match := _HEADER.fullmatch(text):
         return Header(text, int(match[1]), match[2], end=end)
     if match := _LEGACY_HEADER.fullmatch(text):
-        cutoff, quantile = (struct.unpack(">d", bytes.fromhex(g))[0] for g in match.groups())
+        cutoff, quantile = struct.unpack(">dd", bytes.fromhex(match[1]))
         return Header(text, None, LEGACY, cutoff, quantile, end)
     return None
 
 
-def _lines(data: bytes) -> list[tuple[str, str]]:
+def _split_lines(data: bytes) -> list[tuple[str, str]]:
     """Split at LF, with CR in the line end: [(text, end)]; only the last end may be empty."""
-    text = data.decode("utf-8", "surrogateescape")
-    pieces = [piece + "\n" for piece in text.split("\n")]
-    pieces[-1] = pieces[-1][:-1]
     lines = []
-    for piece in pieces if pieces[-1] else pieces[:-1]:
-        body = piece.removesuffix("\n").removesuffix("\r")
-        lines.append((body, piece[len(body) :]))
+    for line in re.findall(r"[^\n]*\n|[^\n]+", data.decode("utf-8", "surrogateescape")):
+        text = line.removesuffix("\n").removesuffix("\r")
+        lines.append((text, line[len(text) :]))
     return lines
 
 
-def _entry(text: str, end: str, *, line: int, origin: str) -> Entry:
-    name, colon, digits = text.rpartition(": ")
-    valid = bool(name and colon and _HEX.fullmatch(digits))
+def _parse_entry(text: str, end: str, *, line: int, origin: str) -> Entry:
+    name, _, digits = text.rpartition(": ")
+    is_valid = bool(name and _HEX.fullmatch(digits))
     # A last line without a newline may have lost digits: "3d8" is still a number.
-    if "\n" not in end and not (valid and (len(digits) == 8 or digits == "0")):
+    is_complete = is_valid and (len(digits) == 8 or digits == "0")
+    if "\n" not in end and not is_complete:
         raise CacheError(
             f"the last line of a calibration cache ends in a newline; {origin} stops in the midst"
             f" of line {line} ({text[:60]!r}), so it was cut off; write it again"
         )
-    if not valid:
+    if not is_valid:
         raise CacheError(
             f"a cache line reads 'name: hex' with 1 to 8 hex digits; line {line} of {origin} is"
             f" {text[:60]!r}; remove that line or calibrate again"
@@ -340,21 +348,13 @@ def can_hold_name(name: str) -> bool:
     return bool(name) and "\n" not in name and "\r" not in name
 
 
-def _sound_name(name: str) -> str:
+def _make_entry(name: str, scale: np.float32) -> Entry:
     if not can_hold_name(name):
         raise CacheError(
             f"a cache holds one line a tensor, so a name has no line break and is not empty,"
             f" got {name!r}; rename the tensor in the model"
         )
-    return name
-
-
-def _digits(name: str, scale: np.float32) -> str:
     value = np.float32(scale)
     if np.isnan(value) or value < 0:
         raise CacheError(f"a scale is zero or more, got {value} for {name!r}; calibrate it again")
-    return f"{int(abs(value).view(np.uint32)):x}"
-
-
-def _float64_digits(value: float) -> str:
-    return struct.pack(">d", value).hex()
+    return Entry(name, f"{int(abs(value).view(np.uint32)):x}")
