@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import ValueInfoProto, helper, numpy_helper
+from onnx import numpy_helper
 
 from deploy.calibration.observation import CalibrationSubject
 from deploy.errors import BackendError
@@ -33,7 +33,7 @@ from deploy.feed.preprocess import PRESETS, Preprocess
 from deploy.feed.preview import PREVIEW_COUNT
 from deploy.feed.samples import Feed
 from deploy.frontends.base import read_graph
-from deploy.graph.edit import copy_tensor, name_nodes
+from deploy.graph.edit import extract_output, name_nodes, replace_field
 from deploy.graph.index import Graph
 from deploy.graph.lowering import is_standard
 from deploy.runtimes.ort import OrtSession
@@ -188,21 +188,14 @@ class _InputPath:
 
     def _extract_model(self, output: str) -> onnx.ModelProto | None:
         """Return a model of the path's nodes; None if a constant is in external data."""
-        constants = {}
-        for node in self.nodes:
-            for name in node.input:
-                if name in self.graph.constants:
-                    constants[name] = copy_tensor(self.graph.constants[name], name)
-        if any(tensor.data_location == _EXTERNAL for tensor in constants.values()):
+        model = extract_output(self.model, output)
+        graph = model.graph
+        if any(tensor.data_location == _EXTERNAL for tensor in graph.initializer):
             return None
-
-        model = self.model
-        inputs = [value for value in model.graph.input if value.name == self.input_name]
-        outputs = [ValueInfoProto(name=output)]
-        graph = helper.make_graph(self.nodes, "first", inputs, outputs, [*constants.values()])
+        replace_field(graph.input, [v for v in graph.input if v.name == self.input_name])
+        model.ir_version = max(model.ir_version, 7)
         name_nodes(graph)  # ONNX Runtime refuses duplicate names
-        ir_version = max(model.ir_version, 7)
-        return helper.make_model(graph, opset_imports=model.opset_import, ir_version=ir_version)
+        return model
 
 
 @dataclass(frozen=True, slots=True)

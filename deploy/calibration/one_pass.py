@@ -244,9 +244,7 @@ def _merge_all(slices: Sequence[_Recorders]) -> _Recorders:
 def _merge(total: _Recorders, recorders: Mapping[Observation, Recorder]) -> None:
     for observation, recorder in recorders.items():
         merged = total[observation]
-        key = observation.statistic.key
-        assert isinstance(merged, Histogram), f"{key} is neither ordered nor mergeable"
-        assert isinstance(recorder, Histogram), f"{key} is neither ordered nor mergeable"
+        assert isinstance(merged, Histogram) and isinstance(recorder, Histogram), observation
         merged.merge(recorder)
 
 

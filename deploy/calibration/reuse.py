@@ -179,68 +179,70 @@ def make_fingerprint(subject: CalibrationSubject, manifest: Mapping[str, Any]) -
     )
 
 
-def _recompute(reason: str, observations: tuple[Observation, ...]) -> CacheDecision:
-    """Return the decision to make all observations anew."""
-    return CacheDecision(
-        reason=reason, observed=ObservedStatistics({}), missing=with_needs(observations)
-    )
-
-
 def _decide(
     policy: CachePolicy,
     make_fingerprint: Callable[[int | None], Fingerprint],
     observations: tuple[Observation, ...],
     until: StabilityRule | None,
 ) -> CacheDecision:
+    try:
+        stored = _load_cache(policy, until)
+        fingerprint = make_fingerprint(None if until is None else stored.count)
+        return _match_cache(stored, fingerprint, observations, until)
+    except CacheError as misfit:
+        missing = with_needs(observations)
+        return CacheDecision(reason=str(misfit), observed=ObservedStatistics({}), missing=missing)
+
+
+def _load_cache(policy: CachePolicy, until: StabilityRule | None) -> store.StoredCalibration:
+    """Return the stored calibration; raise CacheError if there is none that can be used."""
     path = policy.path
     if path is None:
-        return _recompute("no cache was asked for", observations)
+        raise CacheError("no cache was asked for")
     if policy.refresh:
-        return _recompute(f"{path} is rebuilt, as requested", observations)
+        raise CacheError(f"{path} is rebuilt, as requested")
     if not path.exists():
-        return _recompute(f"{path} does not exist yet", observations)
+        raise CacheError(f"{path} does not exist yet")
     if not store.sidecars(path)[0].exists():
-        reason = (
+        raise CacheError(
             f"{path} has no fingerprint beside it, so nothing tells what it was made from"
             " (--trust-cache uses it as it is)"
         )
-        return _recompute(reason, observations)
-    try:
-        stored = store.load_calibration(path)
-    except CacheError as error:
-        return _recompute(str(error), observations)
-
+    stored = store.load_calibration(path)
     if until is not None and stored.until != until:
         rule = stored.until or "of samples that were chosen beforehand"
-        return _recompute(f"{path.name} was observed {rule}, not {until}", observations)
+        raise CacheError(f"{path.name} was observed {rule}, not {until}")
+    return stored
 
-    fingerprint = make_fingerprint(None if until is None else stored.count)
+
+def _match_cache(
+    stored: store.StoredCalibration,
+    fingerprint: Fingerprint,
+    observations: tuple[Observation, ...],
+    until: StabilityRule | None,
+) -> CacheDecision:
+    """Return what the cache holds and lacks; raise CacheError if it was made from other inputs."""
     changes = fingerprint.changes_since(stored.fingerprint)
     invalidating = changes.keys() - _SEARCH_PARTS - _PARTIAL_PARTS
     if invalidating:
-        reason = "; ".join(text for part, text in changes.items() if part in invalidating)
-        return _recompute(reason, observations)
+        raise CacheError("; ".join(changes[part] for part in changes if part in invalidating))
 
     usable: Iterable[Observation] = with_needs(observations)
     if "order" in changes:
-        usable = (o for o in usable if not o.is_order_dependent)
-    try:
-        observed = stored.observed(usable)
-    except CacheError as error:
-        return _recompute(str(error), observations)
+        usable = [o for o in usable if not o.is_order_dependent]
+    observed = stored.observed(usable)
     missing = observed.missing(with_needs(observations, observed))
-    reason = _describe_match(path, stored, changes, missing)
+    reason = _describe_match(stored, changes, missing)
     reason += _describe_programs(stored.fingerprint, fingerprint)
     if until is not None:
         if missing:
             reason += "; what is observed until it is stable is observed at once"
-            return _recompute(reason, observations)
+            raise CacheError(reason)
         reason += f"; it was observed {until}"
     return CacheDecision(reason=reason, observed=observed, missing=missing, stored=stored)
 
 
 def _describe_match(
-    path: Path,
     stored: store.StoredCalibration,
     changes: Mapping[str, str],
     missing: tuple[Observation, ...],
@@ -254,8 +256,8 @@ def _describe_match(
         unlisted = len(kinds) - _MAX_LISTED
         more = f" and {unlisted} more kinds" if unlisted > 0 else ""
         return (
-            f"{path.name} lacks {len(missing)} observations that these targets and this method"
-            f" need ({'; '.join(kinds[:_MAX_LISTED])}{more})"
+            f"{stored.path.name} lacks {len(missing)} observations that these targets and this"
+            f" method need ({'; '.join(kinds[:_MAX_LISTED])}{more})"
         )
     if "method" in changes:
         return f"only {changes['method']}: searched again, the model was not run"

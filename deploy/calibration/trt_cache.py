@@ -26,22 +26,19 @@ import numpy as np
 
 from deploy.errors import CacheError
 
-# First bytes -> clause that follows the file's name in the error.
-_MAGIC: tuple[tuple[bytes, str], ...] = (
-    (b"\xef\xbb\xbfTRT-", "starts with a UTF-8 byte order mark; save it as UTF-8 without BOM"),
-    (b"\xff\xfe", "is UTF-16 text (a Windows redirect?); save it as plain UTF-8"),
-    (b"\xfe\xff", "is UTF-16 text (a Windows redirect?); save it as plain UTF-8"),
-    (b"version https://git-lfs", "is a Git LFS pointer; run `git lfs pull` to get the file itself"),
-    (b"\x80\x02", "is a Python pickle, which is never opened here"),
-    (b"\x80\x03", "is a Python pickle, which is never opened here"),
-    (b"\x80\x04", "is a Python pickle, which is never opened here"),
-    (b"\x80\x05", "is a Python pickle, which is never opened here"),
-    (b"\x93NUMPY", "is a numpy array; give it as calibration data instead"),
-    (b"PK\x03\x04", "is a zip archive (an .npz or a torch checkpoint?)"),
-    (b"ptrt", "is a TensorRT engine, not the cache it was built from"),
-    (b"ftrt", "is a TensorRT engine, not the cache it was built from"),
-    (b"\x1f\x8b", "is gzip-compressed; unpack it first"),
-)
+# First bytes (one or several forms) -> clause that follows the file's name in the error.
+_CLAUSE_BY_MAGIC: Mapping[bytes | tuple[bytes, ...], str] = {
+    b"\xef\xbb\xbfTRT-": "starts with a UTF-8 byte order mark; save it as UTF-8 without BOM",
+    (b"\xff\xfe", b"\xfe\xff"): "is UTF-16 text (a Windows redirect?); save it as plain UTF-8",
+    b"version https://git-lfs": ("is a Git LFS pointer; run `git lfs pull` to get the file itself"),
+    (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"): (
+        "is a Python pickle, which is never opened here"
+    ),
+    b"\x93NUMPY": "is a numpy array; give it as calibration data instead",
+    b"PK\x03\x04": "is a zip archive (an .npz or a torch checkpoint?)",
+    (b"ptrt", b"ftrt"): "is a TensorRT engine, not the cache it was built from",
+    b"\x1f\x8b": "is gzip-compressed; unpack it first",
+}
 _ORT_LINE = re.compile(rb"\S.* [-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _HEX_LINE = re.compile(rb".+: [0-9A-Fa-f]{1,8}")
 _RECORD = re.compile(rb"\s*record\s*\{")
@@ -57,7 +54,7 @@ _VERSION = re.compile(r"([0-9]{1,2})\.([0-9]{1,2})\.([0-9]{1,2})(?:\.[0-9]+)?")
 
 def likely_origin(data: bytes) -> str:
     """Return a clause on the likely origin of `data`, with advice if there is any."""
-    for magic, clause in _MAGIC:
+    for magic, clause in _CLAUSE_BY_MAGIC.items():
         if data.startswith(magic):
             return clause
     return _binary_origin(data) if _UNPRINTABLE.search(data[:4096]) else _text_origin(data)
