@@ -63,13 +63,13 @@ class Terminated(BaseException):
     """Raised on SIGTERM; ends a run like the user's interrupt."""
 
 
-def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+def did_you_mean(word: str, choices: Iterable[str], otherwise: str = "") -> str:
     """Return the remedy for an unknown word: "did you mean 'x'?", or `otherwise`."""
-    near = get_close_matches(word, list(known), n=1)
-    return f"did you mean {near[0]!r}?" if near else otherwise
+    matches = get_close_matches(word, list(choices), n=1)
+    return f"did you mean {matches[0]!r}?" if matches else otherwise
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line with text of an error's message, at most 300 characters."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300].rstrip(" .;:")
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].strip()[:300].rstrip(" .;:")

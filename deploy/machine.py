@@ -19,6 +19,7 @@ INT8_FLAGS = ("avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
 # Files with a container's memory limit, in cgroup versions 2 and 1.
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
+MAX_DEFAULT_THREADS = 4
 _PACKAGES = ("numpy", "onnx", "onnxruntime", "opencv-python-headless")
 
 
@@ -48,21 +49,27 @@ class AcceleratorInfo:
     @property
     def description(self) -> str:
         """Name and versions in one line."""
-        labels = (("driver", self.driver), ("CUDA", self.cuda))
-        versions = (f"{what} {version}" for what, version in labels if version)
-        return ", ".join(filter(None, (self.name, *versions, self.runtime)))
+        parts = [self.name]
+        if self.driver:
+            parts.append(f"driver {self.driver}")
+        if self.cuda:
+            parts.append(f"CUDA {self.cuda}")
+        if self.runtime:
+            parts.append(self.runtime)
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """CPU, cores, system and versions.
 
-    cpu: the name that the system reports.
-    cores: logical cores available to this process, perhaps fewer than the machine has.
-    int8: the int8 dot-product instruction sets available, of `INT8_FLAGS`.
-    os: system, release and architecture.
-    versions: package name -> version used for the measurement.
-    devices: accelerators that sessions ran on.
+    Attributes:
+        cpu: the name that the system reports.
+        cores: logical cores available to this process, perhaps fewer than the machine has.
+        int8: the int8 dot-product instruction sets available, of `INT8_FLAGS`.
+        os: system, release and architecture.
+        versions: package name -> version used for the measurement.
+        devices: accelerators that sessions ran on.
     """
 
     cpu: str
@@ -80,10 +87,10 @@ class Machine:
 @lru_cache(maxsize=1)
 def this_machine() -> Machine:
     """Describe the machine this process runs on."""
-    name = _cpu_field("model name", "Model", "Hardware")
+    cpu = _cpu_field("model name", "Model", "Hardware")
     flags = _cpu_field("flags", "Features").split()
     return Machine(
-        cpu=name or platform.processor() or platform.machine() or "unknown",
+        cpu=cpu or platform.processor() or platform.machine() or "unknown",
         cores=usable_cores(),
         int8=tuple(flag for flag in INT8_FLAGS if flag in flags),
         os=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -98,20 +105,22 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def worker_threads(asked: int | None = None) -> int:
-    """Return the number of worker threads: what was asked for, or one per core, at most 4.
+def worker_threads(requested: int | None = None) -> int:
+    """Return the requested number of worker threads; for None, one per core, at most 4.
 
     Raises:
         ConfigError: fewer than one thread.
     """
-    if asked is not None and asked < 1:
-        raise ConfigError(f"there must be 1 worker thread or more, got {asked}")
-    return min(4, usable_cores()) if asked is None else asked
+    if requested is None:
+        return min(MAX_DEFAULT_THREADS, usable_cores())
+    if requested < 1:
+        raise ConfigError(f"there must be 1 worker thread or more, got {requested}")
+    return requested
 
 
 def memory_bytes() -> int | None:
     """Return the limit of this process's memory in bytes; None if the system does not report it."""
-    limits = [_limit(Path(file)) for file in _MEMORY_LIMITS]
+    limits = [_read_bytes_limit(Path(file)) for file in _MEMORY_LIMITS]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     try:
@@ -123,7 +132,7 @@ def memory_bytes() -> int | None:
     return min((limit for limit in limits if limit > 0), default=None)
 
 
-def _limit(file: Path) -> int:
+def _read_bytes_limit(file: Path) -> int:
     """Read a number of bytes from a system file; 0 if it does not exist."""
     try:
         text = file.read_text(encoding="ascii").strip()
@@ -133,14 +142,16 @@ def _limit(file: Path) -> int:
 
 
 def _cpu_field(*keys: str) -> str:
-    """Return the first value of these keys that the system tells of the CPU; "" without one."""
+    """Return the first value of these keys in the system's report on the CPU; "" without one."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
         return ""
-    pairs = (line.partition(":") for line in text.splitlines())
-    values = (value.strip() for key, _, value in pairs if key.strip() in keys)
-    return next(filter(None, values), "")
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in keys and value.strip():
+            return value.strip()
+    return ""
 
 
 def _versions() -> dict[str, str]:

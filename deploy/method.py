@@ -43,10 +43,11 @@ class Method:
     params: Params
 
     def __post_init__(self) -> None:
-        kind = _search_of(self.name).params
-        if type(self.params) is not kind:
+        params_type = _find_search(self.name).params
+        if type(self.params) is not params_type:
             raise ConfigError(
-                f"the method {self.name} takes {kind.__name__}, got {type(self.params).__name__}"
+                f"the method {self.name} takes {params_type.__name__},"
+                f" got {type(self.params).__name__}"
             )
 
     @classmethod
@@ -62,7 +63,7 @@ class Method:
         Raises:
             ConfigError: no such search, a parameter that it does not have, or an invalid value.
         """
-        search = _search_of(name)
+        search = _find_search(name)
         values: dict[str, Any] = {}
         for parameter, value in (parameters or {}).items():
             if value is not None:
@@ -82,13 +83,13 @@ class Method:
     def labelled(cls, label: str) -> Method:
         """Return the method of a label; parameters missing in it have their defaults."""
         name, *values = label.split() or [""]
-        parameters = _search_of(name).params.names()
+        parameters = _find_search(name).params.names()
         if len(values) > len(parameters):
             raise ConfigError(
                 f"the method {name} takes {len(parameters)} parameters, got {label!r}; leave out"
                 " the others"
             )
-        return cls.of(name, dict(zip(parameters, map(_number, values), strict=False)))
+        return cls.of(name, dict(zip(parameters, map(_parse_number, values), strict=False)))
 
     @property
     def statistic(self) -> HistogramOf:
@@ -116,23 +117,26 @@ class Method:
 
 def comparable_methods(method: Method) -> list[Method]:
     """Return the methods to compare a method with, itself first; alone if it is not comparable."""
-    methods = [Method.of(name, given) for name, given in COMPARABLE]
-    return [method, *(one for one in methods if one != method)] if method in methods else [method]
+    methods = [Method.of(name, parameters) for name, parameters in COMPARABLE]
+    if method not in methods:
+        return [method]
+    methods.remove(method)
+    return [method, *methods]
 
 
-def _number(word: str) -> int | float:
+def _parse_number(text: str) -> int | float:
     try:
-        return int(word) if word.isdecimal() else float(word)
+        return int(text) if text.isdecimal() else float(text)
     except ValueError:
         raise ConfigError(
-            f"a parameter after a method's name must be a number, got {word!r}"
+            f"a parameter after a method's name must be a number, got {text!r}"
         ) from None
 
 
-def _search_of(name: str) -> RangeSearch[Any]:
+def _find_search(name: str) -> RangeSearch[Any]:
     if name not in SEARCHES:
-        near = did_you_mean(name, SEARCHES, "the default is " + DEFAULT_METHOD)
-        raise ConfigError(f"a method is one of {', '.join(SEARCHES)}, got {name!r}; {near}")
+        remedy = did_you_mean(name, SEARCHES, "the default is " + DEFAULT_METHOD)
+        raise ConfigError(f"a method is one of {', '.join(SEARCHES)}, got {name!r}; {remedy}")
     return SEARCHES[name]
 
 
@@ -140,10 +144,10 @@ def _check_parameter(parameter: str, name: str) -> None:
     methods = searches_with(parameter)
     if name in methods:
         return
-    flag = f"--{parameter.replace('_', '-')}"
     if not methods:
-        near = did_you_mean(parameter, parameters(), f"there are {', '.join(parameters())}")
-        raise ConfigError(f"a parameter belongs to a method, got {parameter!r}; {near}")
+        remedy = did_you_mean(parameter, parameters(), f"there are {', '.join(parameters())}")
+        raise ConfigError(f"a parameter belongs to a method, got {parameter!r}; {remedy}")
+    flag = f"--{parameter.replace('_', '-')}"
     raise ConfigError(
         f"{flag} belongs to --method {' or '.join(methods)}, got --method {name}; leave it out"
     )

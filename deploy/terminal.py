@@ -12,8 +12,8 @@ in them could color, move or rewrite what the terminal shows.
 
 Progress goes to stderr::
 
-    with telling():                                   one run; no progress without it
-        with numbered("calibration", "accuracy"):     the run's phases, in order
+    with show_progress():                             one run; no progress without it
+        with number_phases("calibration", "accuracy"):    the run's phases, in order
             with phase("accuracy", 400, "samples") as step:
                 step()                                2/2 accuracy: 120 of 400 samples, 31 s left
 
@@ -36,10 +36,10 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-_TEXT: ContextVar[bool] = ContextVar("_TEXT", default=True)  # whether stdout gets text
-_PEN = threading.Lock()  # a separate thread draws the progress line
-_COLUMNS = 80  # if the terminal does not report its width
-_drawing: list[str] = []  # the current progress line, if any
+_SHOWS_TEXT: ContextVar[bool] = ContextVar("_SHOWS_TEXT", default=True)  # whether stdout gets text
+_PRINT_LOCK = threading.Lock()  # a separate thread draws the progress line
+_DEFAULT_COLUMNS = 80  # if the terminal does not report its width
+_drawn_lines: list[str] = []  # the current progress line, if any
 
 
 def visible(line: str) -> str:
@@ -50,7 +50,7 @@ def visible(line: str) -> str:
     """
     if line.isprintable():
         return line
-    return "".join(c if c.isprintable() else _escaped(c) for c in line)
+    return "".join(map(_escape, line))
 
 
 def join_visible(lines: Iterable[str]) -> str:
@@ -59,29 +59,29 @@ def join_visible(lines: Iterable[str]) -> str:
 
 
 @contextmanager
-def without_text(asked: bool = True) -> Iterator[None]:
-    """Suppress the output of `say` and `say_lines` to stdout if `asked`."""
-    token = _TEXT.set(_TEXT.get() and not asked)
+def without_text(suppressed: bool = True) -> Iterator[None]:
+    """Suppress the output of `say` and `say_lines` to stdout if `suppressed`."""
+    token = _SHOWS_TEXT.set(_SHOWS_TEXT.get() and not suppressed)
     try:
         yield
     finally:
-        _TEXT.reset(token)
+        _SHOWS_TEXT.reset(token)
 
 
 def is_text_suppressed() -> bool:
     """Return whether text is suppressed, so that serious messages must go to stderr."""
-    return not _TEXT.get()
+    return not _SHOWS_TEXT.get()
 
 
 def say(line: str = "", *, err: bool = False) -> None:
     """Print one line, on stderr if `err`."""
-    if err or _TEXT.get():
+    if err or _SHOWS_TEXT.get():
         _put(visible(line) + "\n", err=err)
 
 
 def say_lines(text: str) -> None:
     """Print lines from `join_visible`, whose names are visible already, and a final line break."""
-    if _TEXT.get():
+    if _SHOWS_TEXT.get():
         say_data(text)
 
 
@@ -96,18 +96,20 @@ def terminal_columns() -> int:
         width = os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):
         width = 0
-    return (width or _COLUMNS) - 1
+    return (width or _DEFAULT_COLUMNS) - 1
 
 
 def draw(line: str) -> None:
     """Draw a progress line over the previous one; an empty line removes it."""
-    with _PEN:
-        if line or _drawing:
+    with _PRINT_LOCK:
+        if line or _drawn_lines:
             _write(f"\r\x1b[K{visible(line)}", err=True)
-        _drawing[:] = [line] if line else []
+        _drawn_lines[:] = [line] if line else []
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
+    if character.isprintable():
+        return character
     code = ord(character)
     if 0xDC80 <= code <= 0xDCFF:  # a byte of a path that is not valid text
         return f"\\x{code - 0xDC00:02x}"
@@ -116,9 +118,9 @@ def _escaped(character: str) -> str:
 
 def _put(text: str, *, err: bool) -> None:
     """Write over the progress line; the next `draw` restores it."""
-    with _PEN:
-        if _drawing:
-            _drawing.clear()
+    with _PRINT_LOCK:
+        if _drawn_lines:
+            _drawn_lines.clear()
             _write("\r\x1b[K", err=True)
         _write(text, err=err)
 
@@ -150,54 +152,60 @@ class Phase:
     """A phase of a run.
 
     Attributes:
-        what: its name, a word or two.
+        name: a word or two.
         total: number of steps, or seconds if `timed`; None if unknown.
         unit: of the steps, in the plural.
         about: whether `total` is an estimate.
         timed: whether the phase lasts for `total` seconds.
         number: its position in the run, such as "3/7 "; "" for none.
-        began: time of the run's clock, in seconds.
+        start: time of the run's clock, in seconds.
         done: steps done.
-        aside: seconds in inner phases, which do not count for the time per step.
-        told: whether a plain line was printed for it.
-        ends: the earliest end that was estimated, so that the time left only falls.
+        inner_seconds: seconds in inner phases, which do not count for the time per step.
+        has_line: whether a plain line was printed for it.
+        estimated_end: the earliest end that was estimated, so that the time left only falls.
     """
 
-    what: str
+    name: str
     total: float | None = None
     unit: str = ""
     about: bool = False
     timed: bool = False
     number: str = ""
-    began: float
+    start: float = 0.0
     done: int = 0
-    aside: float = 0.0
-    told: bool = False
-    ends: float = math.inf
+    inner_seconds: float = 0.0
+    has_line: bool = False
+    estimated_end: float = math.inf
 
     def share(self, now: float) -> float | None:
         """Return the fraction done, 0 to 1; None if unknown."""
         if not self.total:
             return None
-        return min((now - self.began if self.timed else self.done) / self.total, 1.0)
+        done = now - self.start if self.timed else self.done
+        return min(done / self.total, 1.0)
 
-    def words(self, now: float) -> str:
+    def describe(self, now: float) -> str:
         """Return steps and time left if known, else the time so far.
 
         The estimate never rises: a phase that lasts longer than estimated shows the time so far.
         """
-        taken, share = now - self.began, self.share(now)
-        about, time, of = "about " if self.about else "", format_seconds(taken), ""
+        elapsed = now - self.start
+        share = self.share(now)
+        about = "about " if self.about else ""
+        time_text = format_seconds(elapsed)
         if share and share < 1:
-            stepping = taken - self.aside
-            self.ends = min(self.ends, now + stepping / share - stepping)
-            if self.ends > now:
-                time = f"{about}{format_seconds(self.ends - now)} left"
+            step_seconds = elapsed - self.inner_seconds
+            end = now + step_seconds / share - step_seconds
+            self.estimated_end = min(self.estimated_end, end)
+            if self.estimated_end > now:
+                time_text = f"{about}{format_seconds(self.estimated_end - now)} left"
         if self.timed or not self.done or self.total is None:
-            return time
+            return time_text
+
+        steps = f"{self.done}"
         if not self.about or self.done < self.total:
-            of = f" of {about}{self.total:.0f}"
-        return f"{self.done}{of} {self.unit}".rstrip() + f", {time}"
+            steps += f" of {about}{self.total:.0f}"
+        return f"{steps} {self.unit}".rstrip() + f", {time_text}"
 
 
 @dataclass(slots=True, eq=False)
@@ -206,24 +214,24 @@ class ProgressReporter:
 
     Attributes:
         clock: returns seconds.
-        drawn: whether stderr is a terminal on which a line can be redrawn.
-        parts: names of the run's phases, in order, for their numbers.
+        is_terminal: whether stderr is a terminal on which a line can be redrawn.
+        numbered: names of the run's phases, in order, for their numbers.
         phases: the phases now open.
     """
 
     clock: Callable[[], float] = time.monotonic
-    drawn: bool = False
-    parts: Sequence[str] = ()
+    is_terminal: bool = False
+    numbered: Sequence[str] = ()
     phases: list[Phase] = field(default_factory=list)
-    _began: float = 0.0
-    _last: float = 0.0
+    _start: float = 0.0
+    _last_line: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _over: threading.Event = field(default_factory=threading.Event)
+    _has_ended: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def __post_init__(self) -> None:
-        self._began = self._last = self.clock()
-        self.phases = [Phase(what="working", began=self._began, told=True)]
+        self._start = self._last_line = self.clock()
+        self.phases = [Phase(name="working", start=self._start, has_line=True)]
 
     def begin(self) -> None:
         """Start the thread that prints progress."""
@@ -232,16 +240,16 @@ class ProgressReporter:
 
     def end(self) -> None:
         """Stop the thread and remove the progress line."""
-        self._over.set()
+        self._has_ended.set()
         if self._thread is not None:
             self._thread.join()
-        if self.drawn:
+        if self.is_terminal:
             draw("")
 
     def enter(self, phase: Phase) -> None:
         """Start a phase inside the current one."""
-        if phase.what in self.parts:
-            phase.number = f"{self.parts.index(phase.what) + 1}/{len(self.parts)} "
+        if phase.name in self.numbered:
+            phase.number = f"{self.numbered.index(phase.name) + 1}/{len(self.numbered)} "
         with self._lock:
             self.phases.append(phase)
 
@@ -249,56 +257,59 @@ class ProgressReporter:
         """End a phase."""
         with self._lock:
             self.phases.remove(phase)
-            self.phases[-1].aside += self.clock() - phase.began
+            self.phases[-1].inner_seconds += self.clock() - phase.start
 
     def step(self, phase: Phase) -> None:
         """Count one more step."""
         with self._lock:
             phase.done += 1
 
-    def look(self) -> None:
+    def print_due(self) -> None:
         """Print what is due now."""
         with self._lock:
-            phases, now = list(self.phases), self.clock()
-        if self.drawn and now - self._began >= FIRST_S:
-            draw(_bar(phases, now))
-        elif not self.drawn and self._due(phases[-1], now):
-            phases[-1].told, self._last = True, now
-            say(f"calib8: {_where(phases)}: {phases[-1].words(now)}", err=True)
+            phases = list(self.phases)
+            now = self.clock()
+        innermost = phases[-1]
+        if self.is_terminal:
+            if now - self._start >= FIRST_S:
+                draw(_format_bar(phases, now))
+        elif self._is_line_due(innermost, now):
+            innermost.has_line = True
+            self._last_line = now
+            say(f"calib8: {_join_names(phases)}: {innermost.describe(now)}", err=True)
 
-    def _due(self, phase: Phase, now: float) -> bool:
-        """Return whether a plain line is due."""
-        silent = now - self._last
-        lasts = now - phase.began >= LASTING_S and not phase.told
-        return (lasts and silent >= LASTING_S) or silent >= EVERY_S
+    def _is_line_due(self, phase: Phase, now: float) -> bool:
+        silence = now - self._last_line
+        if now - phase.start >= LASTING_S and not phase.has_line:
+            return silence >= LASTING_S
+        return silence >= EVERY_S
 
     def _run(self) -> None:
-        while not self._over.wait(TICK_S):
+        while not self._has_ended.wait(TICK_S):
             try:
-                self.look()
+                self.print_due()
             except (OSError, ValueError):  # stderr is closed, or its reader is gone
                 return
 
 
-_TELLER: ContextVar[ProgressReporter | None] = ContextVar("_TELLER", default=None)
+_REPORTER: ContextVar[ProgressReporter | None] = ContextVar("_REPORTER", default=None)
 
 
 @contextmanager
-def show_progress(asked: bool = True) -> Iterator[None]:
-    """Print progress of the phases in the body if `asked`; a nested call uses the outer one."""
-    if not asked or _TELLER.get() is not None:
+def show_progress(enabled: bool = True) -> Iterator[None]:
+    """Print progress of the phases in the body if `enabled`; a nested call uses the outer one."""
+    if not enabled or _REPORTER.get() is not None:
         yield
         return
-    teller = ProgressReporter(
-        drawn=bool(sys.stderr and sys.stderr.isatty()) and os.environ.get("TERM") != "dumb"
-    )
-    token = _TELLER.set(teller)
-    teller.begin()
+    has_terminal = bool(sys.stderr and sys.stderr.isatty())
+    reporter = ProgressReporter(is_terminal=has_terminal and os.environ.get("TERM") != "dumb")
+    token = _REPORTER.set(reporter)
+    reporter.begin()
     try:
         yield
     finally:
-        _TELLER.reset(token)
-        teller.end()
+        _REPORTER.reset(token)
+        reporter.end()
 
 
 def with_progress(function: Callable[P, T]) -> Callable[P, T]:
@@ -313,86 +324,92 @@ def with_progress(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @contextmanager
-def number_phases(*parts: str) -> Iterator[None]:
+def number_phases(*names: str) -> Iterator[None]:
     """Number the phases of these names in the body."""
-    teller = _TELLER.get()
-    if teller is None:
+    reporter = _REPORTER.get()
+    if reporter is None:
         yield
         return
-    before, teller.parts = teller.parts, parts
+    outer_names = reporter.numbered
+    reporter.numbered = names
     try:
         yield
     finally:
-        teller.parts = before
+        reporter.numbered = outer_names
 
 
 @contextmanager
 def phase(
-    what: str, total: int | None = None, unit: str = "", *, about: bool = False
+    name: str, total: int | None = None, unit: str = "", *, about: bool = False
 ) -> Iterator[Step]:
     """Show a phase's progress while the body runs; yield the function that counts a step.
 
-    `what`: name of the phase, a word or two. `total`: number of steps; None if unknown. `unit`: of
-    the steps, in the plural. `about`: whether `total` is an estimate.
+    Args:
+        name: a word or two.
+        total: number of steps; None if unknown.
+        unit: of the steps, in the plural.
+        about: whether `total` is an estimate.
     """
-    teller = _TELLER.get()
-    if teller is None:
-        yield lambda: None
-        return
-    new_phase = Phase(what=what, total=total, unit=unit, about=about, began=teller.clock())
-    with _open_phase(teller, new_phase):
-        yield lambda: teller.step(new_phase)
+    with _open_phase(Phase(name=name, total=total, unit=unit, about=about)) as step:
+        yield step
 
 
 @contextmanager
-def timed_phase(what: str, seconds: float) -> Iterator[None]:
+def timed_phase(name: str, seconds: float) -> Iterator[None]:
     """Show the progress of a body that lasts for `seconds`; it counts no steps."""
-    teller = _TELLER.get()
-    if teller is None:
+    with _open_phase(Phase(name=name, total=seconds, timed=True)):
         yield
+
+
+@contextmanager
+def _open_phase(new_phase: Phase) -> Iterator[Step]:
+    reporter = _REPORTER.get()
+    if reporter is None:
+        yield lambda: None
         return
-    with _open_phase(teller, Phase(what=what, total=seconds, timed=True, began=teller.clock())):
-        yield
+    new_phase.start = reporter.clock()
+    reporter.enter(new_phase)
+    try:
+        yield lambda: reporter.step(new_phase)
+    finally:
+        reporter.leave(new_phase)
 
 
 def say_progress(line: str) -> None:
     """Print a line at once if progress is shown, before the end of the run."""
-    if _TELLER.get() is not None:
+    if _REPORTER.get() is not None:
         say(f"calib8: {line}", err=True)
 
 
-@contextmanager
-def _open_phase(teller: ProgressReporter, own: Phase) -> Iterator[None]:
-    teller.enter(own)
-    try:
-        yield
-    finally:
-        teller.leave(own)
-
-
-def _where(phases: Sequence[Phase]) -> str:
+def _join_names(phases: Sequence[Phase]) -> str:
     """Return the names of the open phases; "working" only if there is no other."""
-    return ": ".join(f"{one.number}{one.what}" for one in phases[1:] or phases)
+    return ": ".join(f"{phase.number}{phase.name}" for phase in phases[1:] or phases)
 
 
-def _bar(phases: Sequence[Phase], now: float) -> str:
+def _format_bar(phases: Sequence[Phase], now: float) -> str:
     """Return a progress line that fits the terminal, with a bar if the fraction done is known."""
     from tqdm import tqdm
 
-    where, words, columns = _where(phases), phases[-1].words(now), terminal_columns()
+    names = _join_names(phases)
+    description = phases[-1].describe(now)
+    columns = terminal_columns()
     share = phases[-1].share(now)
     if share is None:
-        return f"{where}: {words}"[:columns]
-    form = f"{{desc}}: {{percentage:3.0f}}%|{{bar}}| {words}"
-    plain = _encodable("█", err=True) != "█"
-    line = tqdm.format_meter(share, 1, 1, ncols=columns, prefix=where, bar_format=form, ascii=plain)
+        return f"{names}: {description}"[:columns]
+    bar_format = f"{{desc}}: {{percentage:3.0f}}%|{{bar}}| {description}"
+    is_ascii = _encodable("█", err=True) != "█"
+    line = tqdm.format_meter(
+        share, 1, 1, ncols=columns, prefix=names, bar_format=bar_format, ascii=is_ascii
+    )
     return str(line)[:columns]
 
 
 def format_seconds(seconds: float) -> str:
     """Format seconds: "31 s", "2 min 5 s", "1 h 3 min"."""
     total = max(round(seconds), 0)
+    minutes, remaining_seconds = divmod(total, 60)
     if total < 60:
         return f"{total} s"
-    minutes, rest = divmod(total, 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    if minutes < 60:
+        return f"{minutes} min {remaining_seconds} s"
+    return f"{minutes // 60} h {minutes % 60} min"

@@ -60,7 +60,7 @@ def at_once(monkeypatch):
 
     def told(self, one):
         enter(self, one)
-        self.look()
+        self.print_due()
 
     monkeypatch.setattr(terminal.ProgressReporter, "enter", told)
     monkeypatch.setattr(terminal, "FIRST_S", 0)
@@ -100,7 +100,7 @@ def plain(capsys):
 
     def at(seconds):
         now[0] = seconds
-        teller.look()
+        teller.print_due()
         return capsys.readouterr().err
 
     at.teller = teller
@@ -108,8 +108,8 @@ def plain(capsys):
 
 
 def test_a_phase_gets_a_line_after_two_seconds_and_one_every_ten(plain):
-    own = Phase(what="accuracy", total=400, unit="samples", began=0.0)
-    plain.teller.parts = ("search", "accuracy")
+    own = Phase(name="accuracy", total=400, unit="samples", start=0.0)
+    plain.teller.numbered = ("search", "accuracy")
     plain.teller.enter(own)
     assert plain(1.9) == ""
     for _ in range(20):
@@ -124,7 +124,7 @@ def test_a_phase_gets_a_line_after_two_seconds_and_one_every_ten(plain):
 def test_many_quick_phases_are_not_silent(plain):
     said = []
     for number in range(12):
-        own = Phase(what=f"part {number}", began=float(number))
+        own = Phase(name=f"part {number}", start=float(number))
         plain.teller.enter(own)
         said.append(plain(number + 0.9))
         plain.teller.leave(own)
@@ -132,9 +132,9 @@ def test_many_quick_phases_are_not_silent(plain):
 
 
 def test_inner_phases_are_told_in_the_outer_ones_and_cost_them_no_time(plain):
-    outer = Phase(what="trials", total=10, began=0.0, about=True)
+    outer = Phase(name="trials", total=10, start=0.0, about=True)
     plain.teller.enter(outer)
-    inner = Phase(what="timing", began=0.0)
+    inner = Phase(name="timing", start=0.0)
     plain.teller.enter(inner)
     assert plain(4.0) == "calib8: trials: timing: 4 s\n"
     plain.teller.leave(inner)
@@ -148,18 +148,18 @@ def test_inner_phases_are_told_in_the_outer_ones_and_cost_them_no_time(plain):
 @pytest.mark.parametrize(
     ("one", "done", "words"),
     [
-        (Phase(what="a", began=0), 0, "8 s"),
-        (Phase(what="a", total=0, unit="samples", began=0), 0, "8 s"),
-        (Phase(what="a", total=4, unit="samples", began=0), 0, "8 s"),
-        (Phase(what="a", total=4, unit="samples", began=0), 1, "1 of 4 samples, 24 s left"),
-        (Phase(what="a", total=4, began=0), 4, "4 of 4, 8 s"),
-        (Phase(what="a", total=10, began=0, timed=True), 0, "2 s left"),
-        (Phase(what="a", total=6, began=0, timed=True), 0, "8 s"),
+        (Phase(name="a", start=0), 0, "8 s"),
+        (Phase(name="a", total=0, unit="samples", start=0), 0, "8 s"),
+        (Phase(name="a", total=4, unit="samples", start=0), 0, "8 s"),
+        (Phase(name="a", total=4, unit="samples", start=0), 1, "1 of 4 samples, 24 s left"),
+        (Phase(name="a", total=4, start=0), 4, "4 of 4, 8 s"),
+        (Phase(name="a", total=10, start=0, timed=True), 0, "2 s left"),
+        (Phase(name="a", total=6, start=0, timed=True), 0, "8 s"),
     ],
 )  # fmt: skip
 def test_time_left_is_told_where_it_is_known(one, done, words):
     one.done = done
-    assert one.words(8.0) == words
+    assert one.describe(8.0) == words
 
 
 @pytest.mark.parametrize(("seconds", "words"), [
@@ -212,7 +212,7 @@ def test_nobody_reading_stderr_stops_the_telling_alone(monkeypatch, ticking):
 
     monkeypatch.setattr("deploy.terminal.say", refuse)
     with show_progress(), phase("a call"):
-        thread = terminal._TELLER.get()._thread  # it may have ended by now
+        thread = terminal._REPORTER.get()._thread  # it may have ended by now
         assert gone.wait(300)
         thread.join(300)
         assert not thread.is_alive()
@@ -222,7 +222,7 @@ def test_steps_of_many_threads_are_all_counted():
     with show_progress(), phase("a call", 4000) as step, ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(lambda: [step() for _ in range(1000)]) for _ in range(4)]:
             done.result()
-        assert terminal._TELLER.get().phases[-1].done == 4000
+        assert terminal._REPORTER.get().phases[-1].done == 4000
 
 
 def test_without_a_teller_nothing_is_told(capfd, at_once):
@@ -259,7 +259,7 @@ def test_a_bar_shows_the_share_that_is_done(screen, at_once):
         step()
         with phase("inside"):
             pass
-        terminal._TELLER.get().look()
+        terminal._REPORTER.get().print_due()
     assert re.search(r"accuracy:  25%\|█+\S? +\| 1 of 4 samples, 0 s left\r", shown())
 
 
@@ -316,7 +316,7 @@ def seen(monkeypatch):
 
     def noted(self, one):
         enter(self, one)
-        found.append(f"{one.number}{one.what}")
+        found.append(f"{one.number}{one.name}")
 
     monkeypatch.setattr(terminal.ProgressReporter, "enter", noted)
     return found
@@ -455,7 +455,7 @@ def test_letters_that_stderr_cannot_show_are_no_fault(monkeypatch):
     monkeypatch.setattr(terminal, "FIRST_S", 0)
     with show_progress(), phase("accuracy", 2) as step:
         step()
-        terminal._TELLER.get().look()
+        terminal._REPORTER.get().print_due()
     held.flush()
     assert b"|####" in held.buffer.getvalue() and b"\\u" not in held.buffer.getvalue()
 
@@ -620,8 +620,8 @@ def test_a_model_for_atc_alone_is_told_what_runs_in_its_place(small_cnn, run, pi
 
 def test_the_time_left_only_falls():
     """As of a search that tries more than was estimated, or becomes slow."""
-    phase = Phase(what="trials", total=10, began=0.0)
+    phase = Phase(name="trials", total=10, start=0.0)
     phase.done = 5
-    assert phase.words(5.0) == "5 of 10, 5 s left"
-    assert phase.words(8.0) == "5 of 10, 2 s left"  # 8 s by the steps so far
-    assert phase.words(12.0) == "5 of 10, 12 s"
+    assert phase.describe(5.0) == "5 of 10, 5 s left"
+    assert phase.describe(8.0) == "5 of 10, 2 s left"  # 8 s by the steps so far
+    assert phase.describe(12.0) == "5 of 10, 12 s"
