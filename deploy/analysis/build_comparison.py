@@ -1,7 +1,7 @@
 """Compares the engines and options of builds, as text, page and JSON."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from itertools import chain
 from pathlib import Path
@@ -134,26 +134,31 @@ def _summarize_engines(build: StoredBuild) -> Iterator[EngineSummary]:
 
 
 def _summarize(build: StoredBuild, engine: EngineRow) -> EngineSummary:
-    target = build.report.target_of(engine)
-    rivals = model.find_rivals(build.report.engines, engine)
-    accuracy = engine.accuracy
-    worst_db = None
-    if accuracy and (accuracy.parts or accuracy.outputs):
-        worst_db = worst_figure(accuracy, "sqnr_db")
-    return EngineSummary(
+    summary = EngineSummary(
         build=build.name,
         target=engine.target,
         verdict=engine.verdict,
-        error=target.error if target else "",
-        speed_up=model.speed_over(rivals[0], engine) if rivals else None,
-        p50_ms=engine.latency.latency.p50 if engine.latency else None,
         size_bytes=engine.size_bytes,
         task=_describe_task(engine),
-        sqnr_db=worst_db,
-        quantized=sum(node.quantized for node in target.nodes) if target else 0,
-        nodes=len(target.nodes) if target else 0,
-        method=target.method if target else "",
         effort="" if build.options is None else build.options.get("effort", _DEFAULT_EFFORT),
+    )
+    if engine.latency is not None:
+        summary = replace(summary, p50_ms=engine.latency.latency.p50)
+    rivals = model.find_rivals(build.report.engines, engine)
+    if rivals:
+        summary = replace(summary, speed_up=model.speed_over(rivals[0], engine))
+    accuracy = engine.accuracy
+    if accuracy is not None and (accuracy.parts or accuracy.outputs):
+        summary = replace(summary, sqnr_db=worst_figure(accuracy, "sqnr_db"))
+    target = build.report.target_of(engine)
+    if target is None:
+        return summary
+    return replace(
+        summary,
+        error=target.error,
+        quantized=sum(node.quantized for node in target.nodes),
+        nodes=len(target.nodes),
+        method=target.method,
     )
 
 

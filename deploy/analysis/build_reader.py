@@ -7,7 +7,7 @@ Unknown keys are ignored.
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -256,8 +256,6 @@ def path_near_report(written: str, report: Path) -> Path:
 def _explain_target(
     target: TargetPart, engine: EngineRow | None, plan: PlanFile, notes: tuple[str, ...]
 ) -> TargetExplanation:
-    verdict = engine.verdict if engine else None
-    accuracy = engine.accuracy if engine else None
     target_plan = plan.targets.get(target.name, TargetPlan(choices=NO_CHOICES))
     if target.search is not None:
         settled, trials = target.search.settled, target.search.tried
@@ -274,15 +272,9 @@ def _explain_target(
         if row.clipped is not None and row.clipped > 0
     ]
     clipped.sort(key=lambda row: -row.share)
-    is_native = engine is not None and bool(target.runnable) and engine.path == target.runnable
-    return TargetExplanation(
+    explanation = TargetExplanation(
         name=target.name,
         error=target.error,
-        level=verdict.level if verdict else "",
-        reasons=verdict.reasons if verdict else (),
-        parts=_sort_by_sqnr((accuracy.parts or accuracy.outputs) if accuracy else ()),
-        task=accuracy.task.words if accuracy and accuracy.task else "",
-        set_task=accuracy.set_task if accuracy else "",
         nodes=len(target.nodes),
         kept=tuple(_float_groups(target.nodes)),
         layers=_sort_by_sqnr(target.layers),
@@ -292,8 +284,23 @@ def _explain_target(
         methods={tensor: method.label for tensor, method in target_plan.choices.methods.items()},
         clipped=tuple(clipped),
         runnable=target.runnable or None,
-        native=is_native,
     )
+    if engine is None:
+        return explanation
+
+    is_native = bool(target.runnable) and engine.path == target.runnable
+    explanation = replace(explanation, native=is_native)
+    verdict, accuracy = engine.verdict, engine.accuracy
+    if verdict is not None:
+        explanation = replace(explanation, level=verdict.level, reasons=verdict.reasons)
+    if accuracy is not None:
+        explanation = replace(
+            explanation,
+            parts=_sort_by_sqnr(accuracy.parts or accuracy.outputs),
+            task=accuracy.task.words if accuracy.task else "",
+            set_task=accuracy.set_task,
+        )
+    return explanation
 
 
 def _is_repair_note(note: str) -> bool:

@@ -275,7 +275,7 @@ class _CutModels:
         result_files = run_in_subprocess(
             second_model, self._samples, self._folder, threads=self._threads, fix_shapes=fix_shapes
         )
-        names = [value.name for value in second_model.graph.output]
+        names = _output_names(second_model)
 
         def run_samples() -> Iterator[tuple[Tensors, Tensors, Tensors]]:
             for sample_file, result_file in zip(self._samples, result_files, strict=True):
@@ -284,6 +284,10 @@ class _CutModels:
                 yield sample, session.run(sample), dict(zip(names, values, strict=True))
 
         return _measure_pairs(pairs, run_samples())
+
+
+def _output_names(model: ModelProto) -> list[str]:
+    return [value.name for value in model.graph.output]
 
 
 def _read_arrays(file: Path) -> dict[str, Array]:
@@ -315,7 +319,7 @@ def _compare_cut_models(
     every: bool,
 ) -> tuple[AccuracyByTensor, list[str]]:
     """Return the accuracy by cut models, and notes on tensors that could not be compared."""
-    output_names = {value.name for value in first_model.graph.output}
+    output_names = _output_names(first_model)
     inner_names = [name for name in pairs if name not in output_names]
     outputs = {name: pairs[name] for name in pairs if name in output_names}
     with tempfile.TemporaryDirectory() as work_folder:
@@ -416,7 +420,7 @@ def compare(
     feed = dataset.open(
         session.inputs, metadata_preprocess=read_metadata_preprocess(first_model, path)
     )
-    output_names = [value.name for value in first_model.graph.output]
+    output_names = _output_names(first_model)
     pairs = _pair_tensors(first_model, second_model, output_names)
     if not pairs:
         raise ConfigError(
@@ -480,14 +484,13 @@ def _pair_tensors(
     pairs = shared_by_name(first_model, second_model)
     for name in output_names:
         pairs.pop(name, None)
-    second_outputs = {value.name for value in second_model.graph.output}
+    second_outputs = _output_names(second_model)
     return pairs | {name: name for name in output_names if name in second_outputs}
 
 
 def _unshared_notes(first_model: ModelProto, second_model: ModelProto) -> Iterator[str]:
     """Yield notes on the outputs that only one model has."""
-    first_outputs = [value.name for value in first_model.graph.output]
-    second_outputs = [value.name for value in second_model.graph.output]
+    first_outputs, second_outputs = _output_names(first_model), _output_names(second_model)
     for position, names, other_names in (
         ("first", first_outputs, second_outputs),
         ("second", second_outputs, first_outputs),

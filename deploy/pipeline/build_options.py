@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 
 _Images = TypeVar("_Images", bound="FeedSource | None")
-StoredModel = str | Path | onnx.ModelProto  # a file, or a model in memory
-ModelSource = StoredModel | LoadedModel
+UserModel = str | Path | onnx.ModelProto  # a file, or a model in memory
+ModelSource = UserModel | LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class BuildOptions:
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     targets: Sequence[Target]
     out: Path
-    float_model: StoredModel | None = None
+    float_model: UserModel | None = None
     evaluation: Dataset | None = None
     labels: Sequence[int] | Annotations | str | None = None
     metric: str | Function | None = None
@@ -110,7 +110,7 @@ class PreparedBuild:
 
     options: BuildOptions
     loaded: LoadedModel
-    user_model: StoredModel | None
+    user_model: UserModel | None
     reference: LoadedModel
     notes: tuple[str, ...]
     dataset: Dataset | None
@@ -256,7 +256,7 @@ def open_torch_module(
 
 def find_user_model(
     model: ModelSource,
-) -> StoredModel | None:
+) -> UserModel | None:
     """Return the model as it can be read again with nothing folded."""
     if not isinstance(model, LoadedModel):
         return model

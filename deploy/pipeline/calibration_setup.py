@@ -47,7 +47,7 @@ from deploy.metrics.bench_inputs import random_feeds
 from deploy.pipeline.build_options import (
     CalibrationOptions,
     ModelSource,
-    StoredModel,
+    UserModel,
     find_user_model,
     open_torch_module,
 )
@@ -196,7 +196,7 @@ def merge_with(
 @phase("calibration")
 def calibrate_loaded(
     loaded: LoadedModel,
-    user_model: StoredModel | None,
+    user_model: UserModel | None,
     dataset: Dataset,
     options: CalibrationOptions,
     *,
@@ -252,7 +252,7 @@ def _refuse_local_options(options: CalibrationOptions) -> None:
 
 def _calibrate_images(
     loaded: LoadedModel,
-    user_model: StoredModel | None,
+    user_model: UserModel | None,
     images: CalibrationImages,
     options: CalibrationOptions,
     *,

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -350,20 +350,24 @@ def _make_rows(built: Sequence[BuildResult], measurements: _Measurements) -> Ite
         for name, path in paths.items():
             is_baseline = name != result.target
             layers = read_engine_layers(measurements.timed_sessions.get(name))
-            engine = measurements.engines.get(name)
-            yield EngineRow(
-                label=result.precision if len(built) == 1 and not is_baseline else name,
+            row = EngineRow(
+                label=name,
                 baseline=is_baseline,
                 target=result.target,
-                path=str(path) if path else None,
-                size_bytes=path.stat().st_size if path else None,
-                load_ms=engine.load_ms if engine else None,
                 threads=measurements.threads,
                 latency=measurements.latency.get(name),
                 accuracy=measurements.accuracy.get(name),
                 ran=compare_with_plan(layers, () if is_baseline else result.decisions),
-                notes=(failures[name],) if is_baseline and name in failures else (),
             )
+            if path is not None:
+                row = replace(row, path=str(path), size_bytes=path.stat().st_size)
+            if name in measurements.engines:
+                row = replace(row, load_ms=measurements.engines[name].load_ms)
+            if is_baseline and name in failures:
+                row = replace(row, notes=(failures[name],))
+            if not is_baseline and len(built) == 1:
+                row = replace(row, label=result.precision)
+            yield row
 
 
 def _find_lossy_layers(

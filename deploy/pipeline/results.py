@@ -1,7 +1,6 @@
 """Gather everything a build found into a `Report`, and write its files."""
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -264,13 +263,15 @@ def _judge_engine(
         missing_rival = "a float engine on its device" if row.on_device else "FP32"
         return judge(accuracy=row.accuracy, speed=None, rival=missing_rival)
     rival = rivals[0]
-    return judge(
+    judge = partial(
+        judge,
         accuracy=row.accuracy,
         speed=row.speed,
-        slower_ms=math.inf if row.on_device else row.p50_ms - rival.p50_ms,
         rival="FP32" if rival.reference else rival.label,
-        device_kind="device" if row.on_device else "CPU",
     )
+    if row.on_device:
+        return judge(device_kind="device")
+    return judge(slower_ms=row.p50_ms - rival.p50_ms)
 
 
 def _calibration_part(
