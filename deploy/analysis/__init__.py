@@ -1,4 +1,4 @@
-"""What users look at: `benchmark`, `comparison`, `explain_build`, `inspection` and others.
+"""Results for users to look at: `benchmark`, `comparison`, `explain_build`, `inspection`, others.
 
 Each module is one question about models or finished builds, and returns values that print
 themselves; commands import the module they need. Nothing here calibrates or builds, and nothing

@@ -1,4 +1,4 @@
-"""What is installed: versions, int8 instructions of the CPU, and what each target can do here."""
+"""Check this machine: versions, int8 instructions of the CPU, and what each target can do here."""
 
 import platform
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a target would quantize in a model, and why not the rest; nothing is run or written."""
+"""List the nodes that a target would quantize, and why not the rest; nothing is run or written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_ROWS = 24  # of nodes on one screen
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Inspection:
-    """What a target would quantize in a model; `repr` is one screen of text.
+    """The nodes of a model that a target would quantize; `repr` is one screen of text.
 
     Attributes:
         model: its file, or its name if it was given in memory.

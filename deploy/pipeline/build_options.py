@@ -49,7 +49,18 @@ ModelSource = UserModel | LoadedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationOptions:
-    """How a model is calibrated; `deploy.pipeline.calibrate` describes the fields."""
+    """Options of a calibration, as the arguments of `deploy.pipeline.calibrate`.
+
+    Attributes:
+        method: name of a search, or a `Method` with parameters; None is the default one.
+        cache: file to keep the calibration in, and how it is used.
+        until_stable: share by which the ranges of two halves may differ; None looks at all images.
+        threads: worker threads, None for up to 4 cores.
+        float_nodes: nodes to keep in float: names, patterns, `op:` types, `@` files.
+        scheduler: address of a dask scheduler whose workers observe, or a `Cluster`.
+        resume: whether an interrupted run continues from its checkpoint.
+        checkpoint: file of the checkpoint; None for one beside the cache.
+    """
 
     method: str | Method | None = None
     cache: CachePolicy = field(default_factory=CachePolicy)
@@ -68,7 +79,23 @@ class CalibrationOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """How a model is built and measured; `deploy.pipeline.build` describes the fields."""
+    """Options of a build, as the arguments of `deploy.pipeline.build`.
+
+    Attributes:
+        calibration: options of the calibration.
+        targets: the targets.
+        out: output folder.
+        float_model: float reference of a Q/DQ model; None takes the model without its pairs.
+        evaluation: images for the accuracy figures; None takes calibration images.
+        labels: classes of the evaluation images, annotated objects, or "folders".
+        metric: metric of the user in place of the task's figure.
+        task: name of the outputs' task; None recognises it.
+        duration_s: seconds of measuring a model; None is 3, or 0 for another CPU than this one.
+        tuning: options of the search, or the plan to obey.
+        gates: demands on the engines.
+        repairs: names of repairs to be tried; None tries the default ones where there is a search.
+        settings: text of `calib8.toml`; None writes none.
+    """
 
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     targets: Sequence[Target]

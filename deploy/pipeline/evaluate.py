@@ -193,9 +193,10 @@ class InnerTensors:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What is evaluated for a target: its engine, or a model that stands in for it.
+    """The engine of a target that is evaluated, or a model that stands in for it.
 
     Attributes:
+        session: the session that is run.
         is_serial: whether the session takes one sample at a time, as a device does.
     """
 
@@ -251,7 +252,7 @@ def compare_sessions(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What the engines are evaluated on.
+    """The samples that the engines are evaluated on, and how.
 
     Attributes:
         feed: the samples.

@@ -202,7 +202,7 @@ class _OpenedEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Measurements:
-    """What was measured of the engines, by their names."""
+    """Results of the engines, by their names."""
 
     engines: Mapping[str, _OpenedEngine] = field(default_factory=dict)
     timed_sessions: Mapping[str, Session] = field(default_factory=dict)
