@@ -330,7 +330,7 @@ def _compare_with_qdq_model(
         candidate = OrtSession.open(fake_quant_path, threads=threads, optimize=False)
         arithmetic = f"Compared as the fake-quant model: {error}."
 
-    float_name = f"FP32 stands here for {path.name} in ONNX Runtime."
+    float_name = f"Here FP32 means {path.name} in ONNX Runtime."
     return (
         EngineRow(label="Q/DQ", reference=True, path=str(path)),
         EngineRow(
