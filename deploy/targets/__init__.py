@@ -4,7 +4,6 @@ To add hardware, write a class that implements `deploy.targets.base.Target` and 
 Target classes import heavy packages inside their functions, since `--help` lists their options.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
 from deploy.errors import ConfigError, did_you_mean
@@ -28,8 +27,8 @@ def find_target(name: str) -> type[Target]:
     """
     if name in TARGETS:
         return TARGETS[name]
-    near = did_you_mean(name, TARGETS, "calib8 build --help lists them")
-    raise ConfigError(f"a target is one of {', '.join(TARGETS)}, got {name!r}; {near}")
+    advice = did_you_mean(name, TARGETS, "calib8 build --help lists them")
+    raise ConfigError(f"a target is one of {', '.join(TARGETS)}, got {name!r}; {advice}")
 
 
 def make_targets(targets: str | Sequence[str | Target]) -> list[Target]:
@@ -38,18 +37,18 @@ def make_targets(targets: str | Sequence[str | Target]) -> list[Target]:
     Raises:
         ConfigError: no target, a name that is not in `TARGETS`, or two targets of one name.
     """
-    given = [targets] if isinstance(targets, str) else targets
-    made = [find_target(target)() if isinstance(target, str) else target for target in given]
-    if not made:
+    target_by_name: dict[str, Target] = {}
+    for entry in [targets] if isinstance(targets, str) else targets:
+        target = find_target(entry)() if isinstance(entry, str) else entry
+        if target.name in target_by_name:
+            raise ConfigError(
+                f"each target may be given once, got {target.name!r} twice, and both would write"
+                " the same files; build the second one into another folder"
+            )
+        target_by_name[target.name] = target
+    if not target_by_name:
         raise ConfigError(f"at least one target is needed, of {', '.join(TARGETS)}")
-    names = Counter(target.name for target in made)
-    repeated = [name for name, times in names.items() if times > 1]
-    if repeated:
-        raise ConfigError(
-            f"each target may be given once, got {repeated[0]!r} twice, and both would write the"
-            " same files; build the second one into another folder"
-        )
-    return made
+    return list(target_by_name.values())
 
 
 __all__ = ["TARGETS", "Ascend", "OnnxRuntime", "Target", "TensorRT", "find_target", "make_targets"]

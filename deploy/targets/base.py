@@ -118,8 +118,8 @@ class BuildRequest:
     @property
     def plugin_decisions(self) -> tuple[Decision, ...]:
         """Decisions for the nodes that ONNX Runtime does not know, and those downstream of them."""
-        behind = self.subject.loaded.cut_off
-        return () if behind is None else behind.decisions
+        cut_off = self.subject.loaded.cut_off
+        return () if cut_off is None else cut_off.decisions
 
     def earlier_file(self, name: str) -> Path:
         """Return the path that an earlier build would have written this file to."""
@@ -135,7 +135,12 @@ class BuildRequest:
 
 @dataclass(frozen=True, slots=True)
 class CacheText:
-    """A calibration cache in TensorRT's format, and notes for the user."""
+    """A calibration cache in TensorRT's format.
+
+    Attributes:
+        text: the bytes of the file.
+        notes: sentences for the user.
+    """
 
     text: bytes
     notes: tuple[str, ...] = ()

@@ -61,7 +61,7 @@ class Option:
     changes_runs: bool = False
     writes: str = ""
 
-    def flaw(self, value: object) -> str:
+    def find_flaw(self, value: object) -> str:
         """Return the rule that a single value breaks, or ""."""
         if self.choices and value not in self.choices:
             return f"is one of {', '.join(self.choices)}"
@@ -86,9 +86,9 @@ def declared_options(target: type) -> tuple[Option, ...]:
     """Return the options that a target class declares, in field order."""
     if not dataclasses.is_dataclass(target):
         return ()
-    hints = get_type_hints(target)
+    annotations = get_type_hints(target)
     return tuple(
-        _completed(field, hints[field.name], field.metadata[_KEY])
+        _complete_option(field, annotations[field.name])
         for field in dataclasses.fields(target)
         if _KEY in field.metadata
     )
@@ -99,11 +99,15 @@ def changed_options(target: object) -> dict[str, str]:
     changed = {}
     for declared in declared_options(type(target)):
         value = getattr(target, declared.name)
-        if value != declared.default:
-            flag, _, no_flag = declared.flag.partition("/")
-            off = value is False and bool(no_flag)
-            text = " ".join(map(str, value)) if declared.repeat else str(value)
-            changed[no_flag if off else flag] = "" if isinstance(value, bool) else text
+        if value == declared.default:
+            continue
+        flag, _, no_flag = declared.flag.partition("/")
+        if isinstance(value, bool):
+            changed[flag if value else no_flag or flag] = ""
+        elif declared.repeat:
+            changed[flag] = " ".join(map(str, value))
+        else:
+            changed[flag] = str(value)
     return changed
 
 
@@ -114,23 +118,27 @@ def check_options(target: object) -> None:
         if declared.kind is Path and value is not None:
             value = tuple(map(Path, value)) if declared.repeat else Path(value)
             object.__setattr__(target, declared.name, value)
-        for one in value if declared.repeat else () if value is None else (value,):
-            if flaw := declared.flaw(one):
-                kind = type(target).__name__
-                raise ConfigError(f"{declared.name} of {kind} {flaw}, got {one!r}")
+        values = value if declared.repeat else (value,)
+        for single in values:
+            flaw = "" if single is None else declared.find_flaw(single)
+            if flaw:
+                name = f"{declared.name} of {type(target).__name__}"
+                raise ConfigError(f"{name} {flaw}, got {single!r}")
 
 
-def _completed(field: dataclasses.Field[Any], hint: Any, declared: Option) -> Option:
-    """Return the option with name, flag, type and default of its field."""
-    kinds = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
-    repeat = get_origin(hint) is tuple
-    dashed = f"--{field.name.replace('_', '-')}"
-    default_flag = f"{dashed}/--no-{dashed[2:]}" if field.default is True else dashed
+def _complete_option(field: dataclasses.Field[Any], annotation: Any) -> Option:
+    """Return the option of a field with its name, flag, type and default."""
+    declared: Option = field.metadata[_KEY]
+    value_types = [kind for kind in get_args(annotation) if kind is not type(None)]
+    dashed_name = field.name.replace("_", "-")
+    flag = f"--{dashed_name}"
+    if field.default is True:
+        flag += f"/--no-{dashed_name}"
     return replace(
         declared,
         name=field.name,
-        flag=declared.flag or default_flag,
-        kind=kinds[0],
+        flag=declared.flag or flag,
+        kind=value_types[0] if value_types else annotation,
         default=field.default,
-        repeat=repeat,
+        repeat=get_origin(annotation) is tuple,
     )

@@ -6,7 +6,7 @@ The model is kept if its activations are on the target's own grid, and rewritten
                          '-> Ascend: the same codes less 128                  the same real range
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -20,20 +20,20 @@ from deploy.graph.placement import WEIGHTED, Placement
 from deploy.graph.plan import FLOAT32, Decision
 from deploy.graph.refusal import find_shape_refusal
 
-_SHOWN = 3  # names in a sentence
+_MAX_NAMES = 3  # listed in a sentence
 
 
-def refuse_options(trained: QdqCalibration, target: str, given: dict[str, bool]) -> None:
-    """Refuse target options that decide how a float model is quantized.
-
-    `given`: flag -> whether it was given.
-    """
-    refused = next((flag for flag, is_given in given.items() if is_given), None)
-    if refused is not None:
-        raise ConfigError(
-            f"{refused} decides how {target} quantizes a float model, got it with"
-            f" {trained.name}, which is quantized already; leave it out, or give the float model"
-        )
+def refuse_options(
+    trained: QdqCalibration, target: str, is_given_by_flag: Mapping[str, bool]
+) -> None:
+    """Refuse target options that decide how a float model is quantized."""
+    for flag, is_given in is_given_by_flag.items():
+        if is_given:
+            raise ConfigError(
+                f"{flag} decides how {target} quantizes a float model, got it with"
+                f" {trained.name}, which is quantized already; leave it out, or give the float"
+                " model"
+            )
 
 
 def qdq_decisions(
@@ -44,21 +44,30 @@ def qdq_decisions(
     `model`: the float model that was extracted from it. `placement`: that of a target whose
     kernels write integers.
     """
-    decisions = []
     graph = Graph(model)
+    decisions = []
     for node in model.graph.node:
-        why = trained.float_reasons.get(node.name, "")
-        kernel = node.op_type in placement.heavy_or_glue or node.op_type in ("Relu", "Clip")
-        if not why and not kernel:
-            why = f"{node.op_type} is not run in {placement.precision_name} on {placement.name}"
-        if not why and node.op_type in placement.heavy:
-            why = find_shape_refusal(graph, node, placement)
-        writes = node.op_type in WEIGHTED and node.op_type not in ("Gemm", "MatMul")
-        if not why and writes and node.name not in trained.nodes_with_output_pair:
-            why = f"no pair stands on what it makes in {Path(trained.name).name}"
-        precision = FLOAT32 if why else placement.grid.name
-        decisions.append(Decision(node.name, node.op_type, precision, why))
+        reason = _float_reason(trained, graph, node, placement)
+        precision = FLOAT32 if reason else placement.grid.name
+        decisions.append(Decision(node.name, node.op_type, precision, reason))
     return tuple(decisions)
+
+
+def _float_reason(
+    trained: QdqCalibration, graph: Graph, node: onnx.NodeProto, placement: Placement
+) -> str:
+    """Return why a node of the Q/DQ model runs in float, or ""."""
+    if node.name in trained.float_reasons:
+        return trained.float_reasons[node.name]
+    if node.op_type not in placement.heavy_or_glue | {"Relu", "Clip"}:
+        return f"{node.op_type} is not run in {placement.precision_name} on {placement.name}"
+    refusal = find_shape_refusal(graph, node, placement) if node.op_type in placement.heavy else ""
+    if refusal:
+        return refusal
+    writes_integers = node.op_type in WEIGHTED and node.op_type not in ("Gemm", "MatMul")
+    if writes_integers and node.name not in trained.nodes_with_output_pair:
+        return f"no pair stands on what it makes in {Path(trained.name).name}"
+    return ""
 
 
 def unchanged_note(trained: QdqCalibration) -> str:
@@ -73,45 +82,50 @@ def rewritten_notes(
     written: onnx.ModelProto,
     decisions: Iterable[Decision],
     target: str,
-    how: str,
+    conversion: str,
 ) -> Iterator[str]:
     """Yield the notes for a Q/DQ model that is rewritten on another grid.
 
-    `decisions`: precisions of its nodes in `written`. `how`: end of the sentence about the grid.
+    `decisions`: precisions of its nodes in `written`. `conversion`: end of the sentence about the
+    grid.
     """
-    yield f"{Path(trained.name).name} has activations in {trained.grid_text}; {how}."
-    lost = [
-        one.node
-        for one in decisions
-        if one.op_type in WEIGHTED and not one.quantized and one.node not in trained.float_reasons
+    yield f"{Path(trained.name).name} has activations in {trained.grid_text}; {conversion}."
+    float_layers = [
+        decision.node
+        for decision in decisions
+        if decision.op_type in WEIGHTED
+        and not decision.quantized
+        and decision.node not in trained.float_reasons
     ]
-    if lost:
+    if float_layers:
         yield (
             "Layers that are int8 in the given model and float here, since a tensor has no scale or"
-            f" the target has no kernel: {len(lost)} ({', '.join(lost[:_SHOWN])}); quantize for"
-            f" {target} to have them in int8 (calib8 qat --target)."
+            f" the target has no kernel: {len(float_layers)}"
+            f" ({', '.join(float_layers[:_MAX_NAMES])}); quantize for {target} to have them in int8"
+            " (calib8 qat --target)."
         )
-    changed = [name for name, same in _weights(trained, written) if not same]
+    changed = list(_changed_weights(trained, written))
     if changed:
         yield (
             "Weights with channels that were rounded again, because their scales do not fit (a zero"
-            f" point, or a bias that fills int32): {len(changed)} ({', '.join(changed[:_SHOWN])});"
-            " all others keep their integers."
+            f" point, or a bias that fills int32): {len(changed)}"
+            f" ({', '.join(changed[:_MAX_NAMES])}); all others keep their integers."
         )
 
 
-def _weights(trained: QdqCalibration, written: onnx.ModelProto) -> Iterator[tuple[str, bool]]:
-    """Yield (node, whether its written weight has the scales it was trained with).
+def _changed_weights(trained: QdqCalibration, written: onnx.ModelProto) -> Iterator[str]:
+    """Yield the nodes whose written weight has other scales than it was trained with.
 
     Equal scales mean equal integers, since the float weight is scale times integer.
     """
-    index = Graph(written)
-    for node in index.nodes:
+    graph = Graph(written)
+    for node in graph.nodes:
         if node.op_type not in WEIGHTED:
             continue
         try:
-            scales = weight_grid(node, index)[1]
+            _, scales = weight_grid(node, graph)
         except UnfitError:  # a float layer, or a MatMul of two activations
             continue
-        before = trained.weight_scales.get(node.name)
-        yield node.name, before is not None and bool(np.all(scales == before))
+        trained_scales = trained.weight_scales.get(node.name)
+        if trained_scales is None or not np.all(scales == trained_scales):
+            yield node.name

@@ -44,39 +44,46 @@ class ShapeRange:
 def sample_shape_range(request: BuildRequest) -> ShapeRange:
     """Return the shapes of the calibration samples; read them again if sizes may differ."""
     return request.ranges.compute_once(
-        "span", lambda: _span(Counter(_shapes(request))), of=request.feed
+        "span", lambda: _shape_range(Counter(_shapes(request))), of=request.feed
     )
 
 
 def _shapes(request: BuildRequest) -> Iterator[SampleShapes]:
     """Yield the shapes of each sample, or of the first one only if all are known to be equal."""
-    inputs = (dims(value) or () for value in runtime_inputs(request.model.graph))
-    fixed = all(isinstance(size, int) and size > 0 for shape in inputs for size in shape[1:])
+    input_shapes = [dims(value) or () for value in runtime_inputs(request.model.graph)]
+    # dimension 0 is the batch, and the same in all samples
+    sizes = [size for shape in input_shapes for size in shape[1:]]
+    is_fixed = all(isinstance(size, int) and size > 0 for size in sizes)
     feed = request.feed
-    samples = feed.first_samples(1) if fixed or feed.has_fixed_size else feed.samples()
+    samples = feed.first_samples(1) if is_fixed or feed.has_fixed_size else feed.samples()
     with phase("sizes of the samples", len(feed), "samples") as step:
         for sample in samples:
             yield tuple((name, tuple(map(int, array.shape))) for name, array in sample.items())
             step()
 
 
-def _span(counts: Mapping[SampleShapes, int]) -> ShapeRange:
-    """Return the span of these shapes; `counts` is the number of samples of each."""
-    ranked = sorted(counts, key=_numbers)
-    cumulative = [*accumulate(counts[fed] for fed in ranked)]
-    half = (cumulative[-1] + 1) // 2
-    by_input: dict[str, list[Shape]] = {}
-    for name, shape in (pair for fed in ranked for pair in fed):
-        by_input.setdefault(name, []).append(shape)
-    sides = {name: [*zip(*shapes, strict=True)] for name, shapes in by_input.items()}
+def _shape_range(sample_counts: Mapping[SampleShapes, int]) -> ShapeRange:
+    """Return the range of these shapes; `sample_counts` is the number of samples of each."""
+    by_size = sorted(sample_counts, key=_value_count)
+    cumulative_counts = [*accumulate(sample_counts[shapes] for shapes in by_size)]
+    median = (cumulative_counts[-1] + 1) // 2
+    shapes_by_input: dict[str, list[Shape]] = {}
+    for sample_shapes in by_size:
+        for name, shape in sample_shapes:
+            shapes_by_input.setdefault(name, []).append(shape)
+    min_sizes, max_sizes = {}, {}
+    for name, shapes in shapes_by_input.items():
+        sizes_by_axis = [*zip(*shapes, strict=True)]
+        min_sizes[name] = tuple(map(min, sizes_by_axis))
+        max_sizes[name] = tuple(map(max, sizes_by_axis))
     return ShapeRange(
-        min_sizes={name: tuple(map(min, sizes)) for name, sizes in sides.items()},
-        median_sample=dict(ranked[bisect_left(cumulative, half)]),
-        max_sizes={name: tuple(map(max, sizes)) for name, sizes in sides.items()},
-        largest_sample=dict(ranked[-1]),
+        min_sizes=min_sizes,
+        median_sample=dict(by_size[bisect_left(cumulative_counts, median)]),
+        max_sizes=max_sizes,
+        largest_sample=dict(by_size[-1]),
     )
 
 
-def _numbers(fed: SampleShapes) -> tuple[int, SampleShapes]:
+def _value_count(sample_shapes: SampleShapes) -> tuple[int, SampleShapes]:
     """Sort key: number of values of a sample, then its shapes, so that the order is fixed."""
-    return sum(math.prod(shape) for _, shape in fed), fed
+    return sum(math.prod(shape) for _, shape in sample_shapes), sample_shapes

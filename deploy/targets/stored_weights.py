@@ -75,7 +75,9 @@ def _depthwise(weight: NDArray[Any], node: onnx.NodeProto) -> bool:
     return weight.ndim > 2 and is_depthwise(groups, *weight.shape[:2])
 
 
-_COMPLETE = 0.99  # share of the grid that counts as all: on [-128, 127], 127 steps are all too
+_MIN_COMPLETE_SHARE = (
+    0.99  # share of the grid that counts as all: on [-128, 127], 127 steps are all too
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,7 +107,7 @@ class StoredWeight:
         share = steps / max(float(steps.max(initial=0.0)), np.finfo(np.float64).tiny)
         if self.pairs is not None:
             share = np.maximum(share, self.pairs / (PAIR_LIMIT - PAIR_ROUNDING))
-        return np.where(share > _COMPLETE, 1.0, share)
+        return np.where(share > _MIN_COMPLETE_SHARE, 1.0, share)
 
     @property
     def saturates(self) -> bool:
@@ -134,12 +136,14 @@ def make_stored_weight(
     """
     if rows.dtype.kind not in "iuf":  # fp8, which numpy itself cannot compare
         rows = rows.astype(np.float32)
-    inside = tuple(range(1, rows.ndim))
-    largest = rows.max(axis=inside).astype(np.float64)
-    least = rows.min(axis=inside).astype(np.float64)
-    steps = np.asarray(scales, np.float64).reshape(-1)
-    amax = np.maximum(largest, -least) * (1.0 if real else steps)
-    return StoredWeight(node=node, op=op, amax=amax, scales=steps, pairs=pairs)
+    axes = tuple(range(1, rows.ndim))
+    largest = rows.max(axis=axes).astype(np.float64)
+    smallest = rows.min(axis=axes).astype(np.float64)
+    amax = np.maximum(largest, -smallest)
+    float64_scales = np.asarray(scales, np.float64).reshape(-1)
+    if not real:
+        amax = amax * float64_scales
+    return StoredWeight(node=node, op=op, amax=amax, scales=float64_scales, pairs=pairs)
 
 
 def read_stored_weights(
@@ -149,19 +153,27 @@ def read_stored_weights(
 
     `on_cpus`: whether CPU kernels run the model.
     """
-    return tuple(_read(Graph(model), on_cpus))
+    return tuple(_read_weights(Graph(model), on_cpus))
 
 
-def _read(graph: Graph, on_cpus: bool) -> Iterator[StoredWeight]:
+def _read_weights(graph: Graph, on_cpus: bool) -> Iterator[StoredWeight]:
     for node in graph.nodes:
-        pair = graph.producer.get(node.input[1]) if node.op_type in WEIGHTED else None
-        if pair is None or pair.op_type != "DequantizeLinear":
+        dequantize = graph.producer.get(node.input[1]) if node.op_type in WEIGHTED else None
+        if dequantize is None or dequantize.op_type != "DequantizeLinear":
             continue
-        quantize = graph.producer.get(pair.input[0])  # of a float weight quantized at run time
-        name = pair.input[0] if quantize is None else quantize.input[0]
-        if name in graph.constants:
-            array = numpy_helper.to_array(graph.constants[name])
-            rows, real = channel_rows(array, node), quantize is not None
-            scales = numpy_helper.to_array(graph.constants[pair.input[1]])
-            pairs = largest_pairs(array, node) if on_cpus and not real else None
-            yield make_stored_weight(node.name, node.op_type, rows, scales, real=real, pairs=pairs)
+        stored_name, scale_name = dequantize.input[0], dequantize.input[1]
+        quantize = graph.producer.get(stored_name)
+        is_float = quantize is not None  # a float weight that is quantized at run time
+        if quantize is not None:
+            stored_name = quantize.input[0]
+        if stored_name not in graph.constants:
+            continue
+        weight = numpy_helper.to_array(graph.constants[stored_name])
+        yield make_stored_weight(
+            node.name,
+            node.op_type,
+            channel_rows(weight, node),
+            numpy_helper.to_array(graph.constants[scale_name]),
+            real=is_float,
+            pairs=largest_pairs(weight, node) if on_cpus and not is_float else None,
+        )

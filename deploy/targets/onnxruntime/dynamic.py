@@ -37,15 +37,19 @@ def find_dynamic_matmuls(model: onnx.ModelProto, float_nodes: Iterable[str]) -> 
     return tuple(
         node.name
         for node in graph.nodes
-        if node.op_type == "MatMul" and node.name not in excluded and _fits(graph, node)
+        if node.name not in excluded and _has_constant_weight(graph, node)
     )
 
 
-def _fits(graph: Graph, node: onnx.NodeProto) -> bool:
-    weight = graph.initializers.get(node.input[1])
-    if weight is None or weight.name in graph.outputs or node.input[0] in graph.initializers:
+def _has_constant_weight(graph: Graph, node: onnx.NodeProto) -> bool:
+    """Whether a node is a MatMul of a float32 tensor and a constant float32 weight [K, N]."""
+    if node.op_type != "MatMul":
         return False
-    return weight.data_type == _FLOAT and len(weight.dims) == 2 and graph.is_float(node.input[0])
+    source = node.input[0]
+    weight = graph.initializers.get(node.input[1])
+    if weight is None or weight.name in graph.outputs or source in graph.initializers:
+        return False
+    return weight.data_type == _FLOAT and len(weight.dims) == 2 and graph.is_float(source)
 
 
 def write_dynamic(
@@ -62,64 +66,69 @@ def write_dynamic(
     Raises:
         CalibrationError: a weight holds NaN or Inf.
     """
-    out = copy_message(model)
-    initializers = {tensor.name: tensor for tensor in out.graph.initializer}
+    quantized = copy_message(model)
+    initializers = {tensor.name: tensor for tensor in quantized.graph.initializer}
     chosen = frozenset(names)
     nodes: list[onnx.NodeProto] = []
-    done: set[str] = set()  # quantized activations and stored weights
-    for node in out.graph.node:
+    written: set[str] = set()  # quantized activations and stored weights
+    for node in quantized.graph.node:
         if node.name not in chosen:
             nodes.append(node)
             continue
         source, weight = str(node.input[0]), str(node.input[1])
-        if weight not in done:
-            fits = node if fits_pairs else None
-            out.graph.initializer.extend(_stored(initializers[weight], grid, fits))
-        if source not in done:
-            nodes.append(_quantized(source))
-        done |= {source, weight}
-        nodes += _multiplied(node, source, weight)
-    rebuild(out.graph, nodes)
-    return out
+        if weight not in written:
+            fitted_node = node if fits_pairs else None
+            stored = _store_weight(initializers[weight], grid, fitted_node)
+            quantized.graph.initializer.extend(stored)
+        if source not in written:
+            nodes.append(_quantize_node(source))
+        written |= {source, weight}
+        nodes += _product_nodes(node, source, weight)
+    rebuild(quantized.graph, nodes)
+    return quantized
 
 
 def dynamic_weights(model: onnx.ModelProto) -> Iterator[StoredWeight]:
     """Yield the weights of the integer MatMuls that `write_dynamic` wrote."""
     constants = Graph(model).initializers
     for node in model.graph.node:
-        scale = node.input[1].removesuffix("quantized") + "scale" if len(node.input) > 1 else ""
-        if node.op_type != "MatMulInteger" or not {node.input[1], scale} <= constants.keys():
+        if node.op_type != "MatMulInteger":
             continue
-        array, scales = (numpy_helper.to_array(constants[name]) for name in (node.input[1], scale))
-        name = node.name.removesuffix("/dynamic/Product")
-        pairs = largest_pairs(array, node)
-        yield make_stored_weight(name, "MatMul", array.T, scales, pairs=pairs)
+        integers_name = node.input[1]
+        scales_name = integers_name.removesuffix("quantized") + "scale"
+        if integers_name in constants and scales_name in constants:
+            integers = numpy_helper.to_array(constants[integers_name])
+            scales = numpy_helper.to_array(constants[scales_name])
+            name = node.name.removesuffix("/dynamic/Product")
+            pairs = largest_pairs(integers, node)
+            yield make_stored_weight(name, "MatMul", integers.T, scales, pairs=pairs)
 
 
-def _stored(
-    weight: onnx.TensorProto, grid: Grid, fits: onnx.NodeProto | None
+def _store_weight(
+    weight: onnx.TensorProto, grid: Grid, fitted_node: onnx.NodeProto | None
 ) -> list[onnx.TensorProto]:
     """Return the integers [K, N] and the float32 scales [N] of a float32 weight [K, N]."""
-    scales = compute_weight_scales(weight, 1, grid, fits=fits)
+    scales = compute_weight_scales(weight, 1, grid, fits=fitted_node)
     integers = quantize_weight(numpy_helper.to_array(weight), scales, 1, grid=grid)
     return [
-        numpy_helper.from_array(np.ascontiguousarray(values), f"{weight.name}/dynamic/{end}")
-        for values, end in ((integers, "quantized"), (scales, "scale"))
+        numpy_helper.from_array(np.ascontiguousarray(integers), f"{weight.name}/dynamic/quantized"),
+        numpy_helper.from_array(np.ascontiguousarray(scales), f"{weight.name}/dynamic/scale"),
     ]
 
 
-def _quantized(source: str) -> onnx.NodeProto:
-    outputs = [f"{source}/dynamic/{end}" for end in ("quantized", "scale", "zero_point")]
+def _quantize_node(source: str) -> onnx.NodeProto:
+    outputs = [f"{source}/dynamic/{suffix}" for suffix in ("quantized", "scale", "zero_point")]
     return helper.make_node("DynamicQuantizeLinear", [source], outputs, name=f"{source}/dynamic/Q")
 
 
-def _multiplied(node: onnx.NodeProto, source: str, weight: str) -> list[onnx.NodeProto]:
+def _product_nodes(node: onnx.NodeProto, source: str, weight: str) -> list[onnx.NodeProto]:
     """Return the integer product of a MatMul and its dequantization."""
-    a, b, name = f"{source}/dynamic", f"{weight}/dynamic", f"{node.name}/dynamic"
-    integers = [f"{a}/quantized", f"{b}/quantized", f"{a}/zero_point"]
-    scale, total, real = (f"{name}/{end}" for end in ("scale", "sum", "real"))
+    activation, stored, name = f"{source}/dynamic", f"{weight}/dynamic", f"{node.name}/dynamic"
+    integers = [f"{activation}/quantized", f"{stored}/quantized", f"{activation}/zero_point"]
+    scales = [f"{activation}/scale", f"{stored}/scale"]
+    scale, total, real = f"{name}/scale", f"{name}/sum", f"{name}/real"
     return [
-        helper.make_node("Mul", [f"{a}/scale", f"{b}/scale"], [scale], name=f"{name}/Scale"),
+        helper.make_node("Mul", scales, [scale], name=f"{name}/Scale"),
         helper.make_node("MatMulInteger", integers, [total], name=f"{name}/Product"),
         helper.make_node("Cast", [total], [real], name=f"{name}/Cast", to=_FLOAT),
         helper.make_node("Mul", [real, scale], [node.output[0]], name=node.name),

@@ -1,15 +1,14 @@
-"""What the rewrites for ONNX Runtime's kernels share: their context, kernel times, and new nodes.
+"""What the rewrites for ONNX Runtime's kernels share: their scope, kernel times, and new nodes.
 
-Every rewrite is read in the same order. Its public function is entered in `rewrites.REWRITES`::
-
-    pattern    which nodes it is for              _find_..., _match_...
-    check      which of them are left alone       is_..., _has_..., _pays
-    rewrite    what stands instead                _write_..., a class of `ReplacementNodes`
+A rewrite that decides node by node is a `deploy.graph.rewrite.RewriteRule` over a `RewriteScope`:
+pattern (which nodes), check (why not here), rewrite (what stands instead). Rewrites of several
+nodes at a time have the same three parts as functions, in this order.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from onnx import helper, numpy_helper
 from deploy.graph.edit import rebuild, replace_nodes
 from deploy.graph.gates import Gate
 from deploy.graph.index import Graph
+from deploy.graph.rewrite import RewriteRule, apply_rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,41 @@ class RewriteContext:
     float_gates: tuple[Gate, ...] = ()
     has_given_pairs: bool = False
     kernels: ConvKernels = KERNELS["avx2"]
+
+
+@dataclass(frozen=True)
+class RewriteScope:
+    """What a rule knows besides the node.
+
+    Attributes:
+        model: the model with pairs, whose constants a rewrite may extend.
+        context: what is known of it.
+    """
+
+    model: onnx.ModelProto
+    context: RewriteContext
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Index of the model, as it was before the rule."""
+        return Graph(self.model)
+
+    @cached_property
+    def float_node(self) -> dict[str, onnx.NodeProto]:
+        """Name -> node of the float model."""
+        return {node.name: node for node in self.context.float_graph.nodes}
+
+    def add_constant(self, name: str, values: NDArray[Any]) -> str:
+        """Add an initializer; return its name."""
+        self.model.graph.initializer.append(numpy_helper.from_array(values, name))
+        return name
+
+
+def apply_to_model(
+    rule: RewriteRule[RewriteScope], model: onnx.ModelProto, context: RewriteContext
+) -> bool:
+    """Apply a rule to a model with pairs, in place; return whether it changed anything."""
+    return apply_rule(model.graph, rule, RewriteScope(model, context)) > 0
 
 
 class ReplacementNodes:

@@ -32,13 +32,18 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from deploy.graph.edit import replace_nodes
+from deploy.graph.edit import rebuild, replace_nodes
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import averages_beyond_padding, is_global_mean
+from deploy.graph.rewrite import RewriteRule, is_op
 from deploy.targets.onnxruntime.depthwise_rewrite import widen_depthwise
 from deploy.targets.onnxruntime.gate_rewrite import fuse_gates
 from deploy.targets.onnxruntime.resize_rewrite import write_upsampling
-from deploy.targets.onnxruntime.rewrite_base import RewriteContext, substitute_nodes
+from deploy.targets.onnxruntime.rewrite_base import (
+    RewriteContext,
+    RewriteScope,
+    apply_to_model,
+)
 from deploy.targets.onnxruntime.stem_rewrite import pad_stems
 from deploy.targets.onnxruntime.tile_rewrite import with_tiles
 
@@ -98,43 +103,44 @@ def write_means(model: onnx.ModelProto, context: RewriteContext) -> None:
     Convs. Without keepdims a Reshape follows, between two pairs of the mean's own scale, so that
     it moves integers.
     """
-    float_graph = context.float_graph
-    means = {
-        node.name
-        for node in float_graph.nodes
-        if node.op_type == "ReduceMean" and is_global_mean(float_graph, node)
-    }
-    if not means:
-        return
-    quantize_of = {n.input[0]: n for n in model.graph.node if n.op_type == "QuantizeLinear"}
-    replacements = {}
-    for node in model.graph.node:
-        if node.name in means:
-            replacements[node.name] = _write_pool(node, quantize_of.get(node.output[0]))
-    if any(_FLAT_SHAPE in nodes[-1].input for nodes in replacements.values()):
-        shape = numpy_helper.from_array(np.array([0, -1], np.int64), _FLAT_SHAPE)
-        model.graph.initializer.append(shape)
-    substitute_nodes(model, replacements)
+    if apply_to_model(_MEAN_AS_POOL, model, context):
+        if any(_FLAT_SHAPE in node.input for node in model.graph.node):
+            shape = numpy_helper.from_array(np.array([0, -1], np.int64), _FLAT_SHAPE)
+            model.graph.initializer.append(shape)
+        rebuild(model.graph, model.graph.node)
 
 
-def _write_pool(mean: onnx.NodeProto, quantize: onnx.NodeProto | None) -> list[onnx.NodeProto]:
+def _why_no_pool(node: onnx.NodeProto, scope: RewriteScope) -> str:
+    float_mean = scope.float_node.get(node.name)
+    if float_mean is None:
+        return "it is no node of the float model"
+    is_global = is_global_mean(scope.context.float_graph, float_mean)
+    return "" if is_global else "it is no mean over all pixels of each channel"
+
+
+def _write_pool(mean: onnx.NodeProto, scope: RewriteScope) -> list[onnx.NodeProto]:
     """Return the nodes in place of one ReduceMean; the pool keeps its name."""
     source, output, name = mean.input[0], mean.output[0], mean.name
     if attributes(mean).get("keepdims", 1):
         return [helper.make_node("GlobalAveragePool", [source], [output], name=name)]
     pooled = f"{output}/pooled"
     nodes = [helper.make_node("GlobalAveragePool", [source], [pooled], name=name)]
-    if quantize is not None:
-        integers, dequantized = f"{pooled}/quantized", f"{pooled}/read"
-        for op_type, tensor, result, suffix in (
-            ("QuantizeLinear", pooled, integers, "Q"),
-            ("DequantizeLinear", integers, dequantized, "DQ"),
-        ):
-            inputs = [tensor, *quantize.input[1:]]
-            nodes.append(helper.make_node(op_type, inputs, [result], name=f"{pooled}/{suffix}"))
-        pooled = dequantized
+    for reader in scope.graph.readers.get(output, ()):
+        if reader.op_type == "QuantizeLinear":
+            integers, dequantized, grid = f"{pooled}/quantized", f"{pooled}/read", reader.input[1:]
+            nodes += [
+                helper.make_node("QuantizeLinear", [pooled, *grid], [integers], f"{pooled}/Q"),
+                helper.make_node(
+                    "DequantizeLinear", [integers, *grid], [dequantized], f"{pooled}/DQ"
+                ),
+            ]
+            pooled = dequantized
+            break
     flatten = helper.make_node("Reshape", [pooled, _FLAT_SHAPE], [output], name=f"{name}/flat")
     return [*nodes, flatten]
+
+
+_MEAN_AS_POOL = RewriteRule(pattern=is_op("ReduceMean"), check=_why_no_pool, rewrite=_write_pool)
 
 
 def fix_averages(model: onnx.ModelProto, context: RewriteContext) -> None:
@@ -151,9 +157,6 @@ def fix_averages(model: onnx.ModelProto, context: RewriteContext) -> None:
             node.attribute.extend(remaining)
 
 
-_SOFTMAX_OPERATORS = frozenset({"Softmax", "LogSoftmax"})
-
-
 def write_softmax(model: onnx.ModelProto, context: RewriteContext) -> None:
     """Write each Softmax with several axes after its own over one axis of all their pixels.
 
@@ -162,35 +165,33 @@ def write_softmax(model: onnx.ModelProto, context: RewriteContext) -> None:
 
         x [n, c, h, w] -> Reshape [n, c, h w] -> Softmax -> Reshape [n, c, h, w]
     """
-    float_graph = context.float_graph
-    rank_by_node = {}
-    for node in float_graph.nodes:
-        if node.op_type in _SOFTMAX_OPERATORS:
-            rank_by_node[node.name] = len(float_graph.shapes.get(node.output[0]) or ())
-    replacements = {}
-    for node in model.graph.node:
-        rank = rank_by_node.get(node.name, 0)
-        if node.op_type not in _SOFTMAX_OPERATORS:
-            continue
-        axis = int(attributes(node).get("axis", -1))
-        if axis < 0:
-            axis += rank
-        if 0 <= axis < rank - 2:  # several axes follow
-            replacements[node.name] = _write_flat_softmax(model, node, axis)
-    if replacements:
-        substitute_nodes(model, replacements)
+    if apply_to_model(_FLAT_SOFTMAX, model, context):
+        rebuild(model.graph, model.graph.node)
 
 
-def _write_flat_softmax(
-    model: onnx.ModelProto, node: onnx.NodeProto, axis: int
-) -> list[onnx.NodeProto]:
-    """Return the nodes in place of one Softmax; add their constant to the model."""
+def _softmax_axis(node: onnx.NodeProto, scope: RewriteScope) -> tuple[int, int]:
+    """Return (axis of a Softmax, counted from the front; rank, 0 if it is unknown)."""
+    float_softmax = scope.float_node.get(node.name)
+    rank = 0
+    if float_softmax is not None:
+        rank = len(scope.context.float_graph.shapes.get(float_softmax.output[0]) or ())
+    axis = int(attributes(node).get("axis", -1))
+    return axis + rank if axis < 0 else axis, rank
+
+
+def _why_not_flat(node: onnx.NodeProto, scope: RewriteScope) -> str:
+    axis, rank = _softmax_axis(node, scope)
+    return "" if 0 <= axis < rank - 2 else "at most one axis follows, or its rank is unknown"
+
+
+def _write_flat_softmax(node: onnx.NodeProto, scope: RewriteScope) -> list[onnx.NodeProto]:
+    """Return the nodes in place of one Softmax."""
     source, output, name = node.input[0], node.output[0], node.name
     sizes, flat, result = f"{output}/sizes", f"{output}/in_a_row", f"{output}/of_a_row"
-    flat_shape = f"{output}/shape_in_a_row"
-    kept_axes = [0] * (axis + 1)
-    model.graph.initializer.append(
-        numpy_helper.from_array(np.array([*kept_axes, -1], np.int64), flat_shape)
+    axis, _ = _softmax_axis(node, scope)
+    same_sizes = [0] * (axis + 1)
+    flat_shape = scope.add_constant(
+        f"{output}/shape_in_a_row", np.array([*same_sizes, -1], np.int64)
     )
     return [
         helper.make_node("Shape", [source], [sizes], name=f"{name}/sizes"),
@@ -198,6 +199,11 @@ def _write_flat_softmax(
         helper.make_node(node.op_type, [flat], [result], name=name, axis=axis),
         helper.make_node("Reshape", [result, sizes], [output], name=f"{name}/as_it_was"),
     ]
+
+
+_FLAT_SOFTMAX = RewriteRule(
+    pattern=is_op("Softmax", "LogSoftmax"), check=_why_not_flat, rewrite=_write_flat_softmax
+)
 
 
 # Operators between pairs that ONNX Runtime replaces with an integer kernel
@@ -220,27 +226,34 @@ def keep_apart(model: onnx.ModelProto, context: RewriteContext) -> None:
         DQ -> Softmax -> Q              an integer kernel
         DQ -> Sum -> Softmax -> Q       a float kernel
     """
-    float_nodes = context.float_nodes
-    nodes = model.graph.node
-    if not any(node.op_type in _INTEGER_OPERATORS and node.name in float_nodes for node in nodes):
-        return
-    graph = Graph(model)
-    replacements = {}
-    for node in graph.nodes:
-        if node.name in float_nodes and _becomes_integer_kernel(graph, node):
-            replacements[node.name] = [_copy_first_input(node), node]
-    if replacements:
-        substitute_nodes(model, replacements, keeps_unread=True)
+    apply_to_model(_KEEP_APART, model, context)
 
 
-def _becomes_integer_kernel(graph: Graph, node: onnx.NodeProto) -> bool:
-    """Whether ONNX Runtime would run a node on integers."""
-    if node.op_type not in _INTEGER_OPERATORS:
-        return False
+def _why_not_apart(node: onnx.NodeProto, scope: RewriteScope) -> str:
+    """Return why a node needs no Sum: it is int8, or ONNX Runtime leaves it in float."""
+    if node.name not in scope.context.float_nodes:
+        return "it is int8"
     data_inputs = node.input[_first_data_input(node) :]
-    if not all(_is_dequantized(graph, tensor) for tensor in data_inputs):
-        return False
-    return node.op_type == "MatMul" or _is_quantized_later(graph, node.output[0])
+    if not all(_is_dequantized(scope.graph, tensor) for tensor in data_inputs):
+        return "an input of it is float"
+    if node.op_type != "MatMul" and not _is_quantized_later(scope.graph, node.output[0]):
+        return "its output is float"
+    return ""
+
+
+def _copy_first_input(node: onnx.NodeProto, _: RewriteScope) -> list[onnx.NodeProto]:
+    """Return the Sum that copies the first input, and the node that reads the copy."""
+    position = _first_data_input(node)
+    source, copy = node.input[position], f"{node.output[0]}/apart"
+    node.input[position] = copy
+    return [helper.make_node("Sum", [source], [copy], name=f"{node.name}/apart"), node]
+
+
+_KEEP_APART = RewriteRule(
+    pattern=lambda node: node.op_type in _INTEGER_OPERATORS,
+    check=_why_not_apart,
+    rewrite=_copy_first_input,
+)
 
 
 def _first_data_input(node: onnx.NodeProto) -> int:
@@ -266,37 +279,40 @@ def _is_quantized_later(graph: Graph, tensor: str) -> bool:
     return False
 
 
-def _copy_first_input(node: onnx.NodeProto) -> onnx.NodeProto:
-    """Let a node read a copy of its first input, and return the Sum that makes the copy."""
-    position = _first_data_input(node)
-    source, copy = node.input[position], f"{node.output[0]}/apart"
-    node.input[position] = copy
-    return helper.make_node("Sum", [source], [copy], name=f"{node.name}/apart")
-
-
 def share_reads(model: onnx.ModelProto, context: RewriteContext) -> None:
     """Put a Sum between a DequantizeLinear and the float nodes that read it, if there are several.
 
     ONNX Runtime gives each reader a DequantizeLinear of its own before it looks for operators that
     are written out, so that it finds no GELU and no LayerNormalization. A Sum stays one node.
     """
-    graph = Graph(model)
-    replacements = {}
-    for node in graph.nodes:
-        if node.op_type != "DequantizeLinear":
-            continue
-        source, copy = node.output[0], f"{node.output[0]}/apart"
-        float_readers = [
-            reader
-            for reader in graph.readers.get(source, ())
-            if reader.name in context.float_nodes and reader.op_type not in _MOVED_PAST
-        ]
-        if len(float_readers) > 1:
-            replacements[node.name] = [node, helper.make_node("Sum", [source], [copy], name=copy)]
-            for reader in float_readers:
-                reader.input[:] = [copy if name == source else name for name in reader.input]
-    if replacements:
-        substitute_nodes(model, replacements, keeps_unread=True)
+    apply_to_model(_SHARE_READS, model, context)
+
+
+def _float_readers(node: onnx.NodeProto, scope: RewriteScope) -> list[onnx.NodeProto]:
+    """Return the float nodes that read a DequantizeLinear, but those that only move values."""
+    return [
+        reader
+        for reader in scope.graph.readers.get(node.output[0], ())
+        if reader.name in scope.context.float_nodes and reader.op_type not in _MOVED_PAST
+    ]
+
+
+def _why_not_shared(node: onnx.NodeProto, scope: RewriteScope) -> str:
+    has_several_readers = len(_float_readers(node, scope)) > 1
+    return "" if has_several_readers else "at most one float node reads it"
+
+
+def _copy_output(node: onnx.NodeProto, scope: RewriteScope) -> list[onnx.NodeProto]:
+    """Return the DequantizeLinear and the Sum that its float readers read instead."""
+    source, copy = node.output[0], f"{node.output[0]}/apart"
+    for reader in _float_readers(node, scope):
+        reader.input[:] = [copy if name == source else name for name in reader.input]
+    return [node, helper.make_node("Sum", [source], [copy], name=copy)]
+
+
+_SHARE_READS = RewriteRule(
+    pattern=is_op("DequantizeLinear"), check=_why_not_shared, rewrite=_copy_output
+)
 
 
 def unfuse_biases(model: onnx.ModelProto, context: RewriteContext) -> None:

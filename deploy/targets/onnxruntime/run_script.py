@@ -10,7 +10,7 @@ from deploy.feed.preprocess import Preprocess
 from deploy.files.reading import read_package_text
 from deploy.tensors import TensorSpec
 
-# way of resizing -> the lines that give the (height, width) of the resized picture
+# how a picture is resized -> the lines that give the (height, width) of the resized picture
 _SIZES = {
     "stretch": "    return HEIGHT, WIDTH\n",
     "letterbox": (
@@ -25,7 +25,8 @@ _SIZES = {
     ),
     "fit-height": "    return HEIGHT, min(WIDTH, -(-HEIGHT * columns // rows))\n",
 }
-_PLACES = {
+# where the resized picture stands -> the lines that copy it
+_COPY_LINES = {
     "centre": (
         "    top, left = (HEIGHT - rows) // 2, (WIDTH - columns) // 2\n"
         "    canvas[top : top + rows, left : left + columns] = picture\n"
@@ -36,43 +37,62 @@ _PLACES = {
         "    canvas[:] = picture[top : top + HEIGHT, left : left + WIDTH]\n"
     ),
 }
-_FLAGS = {"nearest": "NEAREST", "linear": "LINEAR", "cubic": "CUBIC", "lanczos": "LANCZOS4"}
+_INTERPOLATIONS = {
+    "nearest": "NEAREST",
+    "linear": "LINEAR",
+    "cubic": "CUBIC",
+    "lanczos": "LANCZOS4",
+}
 
 
 def run_program(
-    engine: str, inputs: Sequence[TensorSpec], how: Preprocess | None, classes: Mapping[int, str]
+    engine: str,
+    inputs: Sequence[TensorSpec],
+    preprocess: Preprocess | None,
+    classes: Mapping[int, str],
 ) -> str | None:
     """Return the text of a program; None where the inputs are not one picture of a fixed size.
 
-    `engine`: file name of the engine, in the same folder. `how`: the resolved preprocessing; None
-    for arrays. `classes`: class -> name; empty if unknown.
+    `engine`: file name of the engine, in the same folder. `preprocess`: resolved; None for arrays.
+    `classes`: class -> name; empty if unknown.
     """
-    if how is None or len(inputs) != 1 or how.size is None or None in how.size:
+    if preprocess is None or len(inputs) != 1:
         return None
-    kind = f"cv2.INTER_{_FLAGS.get(how.interpolation, 'AREA')}"
-    if how.interpolation == "area":  # enlarging by areas would repeat pixels
-        enlarged = "rows > picture.shape[0] or columns > picture.shape[1]"
-        kind = f"cv2.INTER_LINEAR if {enlarged} else {kind}"
-    place = {"short-side": "crop", "letterbox": how.anchor}.get(how.resize, "top-left")
+    if preprocess.size is None or None in preprocess.size:
+        return None
+    interpolation = f"cv2.INTER_{_INTERPOLATIONS.get(preprocess.interpolation, 'AREA')}"
+    if preprocess.interpolation == "area":  # enlarging by areas would repeat pixels
+        is_enlarged = "rows > picture.shape[0] or columns > picture.shape[1]"
+        interpolation = f"cv2.INTER_LINEAR if {is_enlarged} else {interpolation}"
+
+    position, corner = "top-left", "0, 0"
+    if preprocess.resize == "letterbox":
+        position = preprocess.anchor
+    elif preprocess.resize == "short-side":
+        position = "crop"
+    if position != "top-left":
+        corner = "(HEIGHT - rows) // 2, (WIDTH - columns) // 2"
+
+    flag = "IMREAD_COLOR"
+    if preprocess.color == "grey":
+        flag = "IMREAD_ANYDEPTH" if preprocess.deep else "IMREAD_GRAYSCALE"
     return read_package_text(__package__, "run_script.txt").format(
         engine=ascii(engine),
         classes=ascii(dict(classes)),
-        height=how.box[0],
-        width=how.box[1],
-        sizes=_SIZES[how.resize].format(short=how.short),
-        flag=("IMREAD_ANYDEPTH" if how.deep else "IMREAD_GRAYSCALE")
-        if how.color == "grey"
-        else "IMREAD_COLOR",
-        kind=kind,
-        channels=how.channels,
-        order="[:, :, ::-1]" if how.color == "rgb" else "",
-        pad=list(how.pad),
-        place=_PLACES[place],
-        corner="(HEIGHT - rows) // 2, (WIDTH - columns) // 2" if place != "top-left" else "0, 0",
-        scale=how.scale,
-        mean=list(how.mean),
-        std=list(how.std),
-        layout="" if how.layout == "nhwc" else ".transpose(2, 0, 1)",
+        height=preprocess.box[0],
+        width=preprocess.box[1],
+        sizes=_SIZES[preprocess.resize].format(short=preprocess.short),
+        flag=flag,
+        kind=interpolation,
+        channels=preprocess.channels,
+        order="[:, :, ::-1]" if preprocess.color == "rgb" else "",
+        pad=list(preprocess.pad),
+        place=_COPY_LINES[position],
+        corner=corner,
+        scale=preprocess.scale,
+        mean=list(preprocess.mean),
+        std=list(preprocess.std),
+        layout="" if preprocess.layout == "nhwc" else ".transpose(2, 0, 1)",
         dtype=inputs[0].dtype,
         input=ascii(inputs[0].name),
     )

@@ -17,17 +17,18 @@ import math
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
 
 from deploy.graph.edit import drop_dead
-from deploy.graph.index import Graph, padded_name
+from deploy.graph.index import padded_name
+from deploy.graph.rewrite import RewriteRule, is_op
 from deploy.targets.onnxruntime.conv_constants import (
     WEIGHT,
     append_zero_channels,
     group_count,
     unshared_integers,
 )
-from deploy.targets.onnxruntime.rewrite_base import RewriteContext, substitute_nodes
+from deploy.targets.onnxruntime.rewrite_base import RewriteContext, RewriteScope, apply_to_model
 
 _STEM_CHANNELS = 4
 _MIN_OUTPUT_CHANNELS = 16  # fewer are not worth the Pad
@@ -36,64 +37,59 @@ _MAX_WINDOW_COLUMNS = 5  # wider rows gain nothing
 
 def pad_stems(model: onnx.ModelProto, context: RewriteContext) -> None:
     """Give the int8 Convs of fewer than four channels four, where that is faster."""
-    stems = _find_stems(context)
-    if not stems:
-        return
-    graph = Graph(model)
-    replacements = {}
-    for node in graph.nodes:
-        if node.name not in stems:
-            continue
-        weight, pair = unshared_integers(graph, node), graph.producer.get(node.input[0])
-        if weight is None or pair is None or pair.op_type != "DequantizeLinear":
-            continue  # it stays float
-        if any(graph.scalar(name) is None for name in pair.input[1:]):
-            continue  # a scale for each channel
-        added = _STEM_CHANNELS - weight.dims[1]
-        append_zero_channels(model, graph, node, WEIGHT, [1], added)
-        replacements[node.name] = [*_padded_input(model, node, pair, len(weight.dims), added), node]
-    if replacements:
-        substitute_nodes(model, replacements, keeps_unread=True)
+    if apply_to_model(_PAD_STEM, model, context):
         drop_dead(model.graph)  # the pairs that nobody reads any more
 
 
-def _find_stems(context: RewriteContext) -> set[str]:
-    """Return the Convs that gain by a fourth channel."""
-    graph, max_zero_products = context.float_graph, context.kernels.max_zero_products
-    return {
-        node.name
-        for node in graph.nodes
-        if node.op_type == "Conv" and _gains(graph, node, max_zero_products)
-    }
-
-
-def _gains(graph: Graph, node: onnx.NodeProto, max_zero_products: float) -> bool:
-    """Whether a Conv over pictures gains by a fourth channel of at most so many products."""
-    weight = graph.initializers.get(node.input[1])
+def _why_not_padded(node: onnx.NodeProto, scope: RewriteScope) -> str:
+    """Return why a Conv does not gain by a fourth channel, or cannot have one."""
+    float_conv = scope.float_node.get(node.name)
+    if float_conv is None:
+        return "it is no layer of the float model"
+    weight = scope.context.float_graph.initializers.get(float_conv.input[WEIGHT])
     if weight is None or group_count(node) != 1:
-        return False
+        return "its weight is computed, or it has groups"
     out_channels, in_channels, *window = weight.dims
-    pixels, added = math.prod(window), _STEM_CHANNELS - in_channels
-    is_picture_window = len(window) >= 2 and pixels >= 2
-    if not is_picture_window or window[-1] > _MAX_WINDOW_COLUMNS:
-        return False
-    if added <= 0 or out_channels < _MIN_OUTPUT_CHANNELS:
-        return False
-    return bool(added * pixels * out_channels <= max_zero_products)
+    if in_channels >= _STEM_CHANNELS:
+        return "it has enough channels"
+    if len(window) < 2 or math.prod(window) < 2:
+        return "its window has one axis or one pixel"
+    if window[-1] > _MAX_WINDOW_COLUMNS:
+        return "its rows are wide enough"
+    if out_channels < _MIN_OUTPUT_CHANNELS:
+        return "its few output channels are not worth a Pad"
+    zero_products = (_STEM_CHANNELS - in_channels) * math.prod(window) * out_channels
+    if zero_products > scope.context.kernels.max_zero_products:
+        return "the products with zeros cost more than they gain"
+
+    pair = scope.graph.producer.get(node.input[0])
+    if unshared_integers(scope.graph, node) is None:
+        return "its weight is float, or shared"
+    if pair is None or pair.op_type != "DequantizeLinear":
+        return "its input is float"
+    if any(scope.graph.scalar(name) is None for name in pair.input[1:]):
+        return "its input has no single scale"
+    return ""
 
 
-def _padded_input(
-    model: onnx.ModelProto, node: onnx.NodeProto, pair: onnx.NodeProto, rank: int, added: int
-) -> list[onnx.NodeProto]:
-    """Return Pad and DequantizeLinear before a Conv, which reads them from now on."""
-    source = pair.input[0]
-    name = padded_name(source, node.name)  # a node may be called as a tensor that gets wider
+def _pad_input(node: onnx.NodeProto, scope: RewriteScope) -> list[onnx.NodeProto]:
+    """Widen the weight; return Pad, DequantizeLinear and the Conv that reads them."""
+    weight = unshared_integers(scope.graph, node)
+    assert weight is not None  # by the check
+    rank, added = len(weight.dims), _STEM_CHANNELS - weight.dims[1]
+    append_zero_channels(scope.model, scope.graph, node, WEIGHT, [1], added)
+
+    source, *grid = scope.graph.producer[node.input[0]].input
+    padded = padded_name(source, node.name)  # a node may be called as a tensor that gets wider
     pads = np.zeros(2 * rank, np.int64)
     pads[rank + 1] = added  # at the end of the channels
-    model.graph.initializer.append(numpy_helper.from_array(pads, f"{name}/pads"))
-    pad = helper.make_node("Pad", [source, f"{name}/pads", pair.input[2]], [name], name=name)
-    node.input[0] = f"{name}/dequantized"
+    pads_name = scope.add_constant(f"{padded}/pads", pads)
+    pad = helper.make_node("Pad", [source, pads_name, grid[1]], [padded], name=padded)
+    node.input[0] = f"{padded}/dequantized"
     dequantize = helper.make_node(
-        "DequantizeLinear", [name, *pair.input[1:]], [node.input[0]], name=f"{name}/DQ"
+        "DequantizeLinear", [padded, *grid], [node.input[0]], name=f"{padded}/DQ"
     )
-    return [pad, dequantize]
+    return [pad, dequantize, node]
+
+
+_PAD_STEM = RewriteRule(pattern=is_op("Conv"), check=_why_not_padded, rewrite=_pad_input)

@@ -29,16 +29,10 @@ if TYPE_CHECKING:
     from deploy.tensors import Session
 
 
-_ANEW = (
+_REQUANTIZED = (
     "ONNX Runtime's are uint8: the same codes 128 higher, and where a tensor of zero point 0 is"
     " never negative, all 255 steps over the same real range"
 )
-_SATURATES = (
-    "x86 CPUs without VNNI{here} add two products in 16 bits and can saturate in {count} layer{s}"
-    " of the int8 model, since {why}"
-)
-_ASKED = "--full-weights lets weights take all of int8"
-_TRAINED = "weights are kept as the given model has them"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +46,7 @@ class OnnxRuntime:
             saturate on x86 CPUs without VNNI.
         dynamic_matmul: compute the activation scale of MatMuls with constant weights at run time,
             for each input.
+        name: "onnxruntime", the target's name in files, reports and on the command line.
     """
 
     int8_stem: bool = option(
@@ -99,7 +94,9 @@ class OnnxRuntime:
         from deploy.graph.placement import ONNXRUNTIME
 
         placement = replace(ONNXRUNTIME, fits_pairs=not self.full_weights)
-        return replace(placement, min_products=0) if self.int8_stem else placement
+        if self.int8_stem:
+            placement = replace(placement, min_products=0)
+        return placement
 
     def scaled_tensors(
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...]
@@ -113,33 +110,41 @@ class OnnxRuntime:
         """Return the decisions of the graph analysis, which needs no calibration."""
         from deploy.graph.plan import analyse, reasons_by_node
 
-        why = reasons_by_node(float_nodes)
-        plan = analyse(model, self._static, float_nodes=why)
-        dynamic = self._dynamic(model, tuple(why))
-        return replace(plan, decisions=self._with_dynamic(plan.decisions, dynamic))
+        float_reasons = reasons_by_node(float_nodes)
+        plan = analyse(model, self._static_placement, float_nodes=float_reasons)
+        dynamic_nodes = self._dynamic_matmuls(model, tuple(float_reasons))
+        return replace(plan, decisions=self._with_dynamic(plan.decisions, dynamic_nodes))
 
     @property
-    def _static(self) -> Placement:
+    def _static_placement(self) -> Placement:
         """The placement of the nodes that calibrated ranges quantize."""
         placement = self.placement
-        if not self.dynamic_matmul:
-            return placement
-        return replace(placement, heavy=placement.heavy - {"MatMul"})
+        if self.dynamic_matmul:
+            placement = replace(placement, heavy=placement.heavy - {"MatMul"})
+        return placement
 
-    def _dynamic(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
+    def _dynamic_matmuls(
+        self, model: onnx.ModelProto, float_nodes: tuple[str, ...]
+    ) -> tuple[str, ...]:
         """Return the MatMuls that are quantized dynamically."""
         from deploy.targets.onnxruntime.dynamic import find_dynamic_matmuls
 
         return find_dynamic_matmuls(model, float_nodes) if self.dynamic_matmul else ()
 
     def _with_dynamic(
-        self, decisions: tuple[Decision, ...], dynamic: tuple[str, ...]
+        self, decisions: tuple[Decision, ...], dynamic_nodes: tuple[str, ...]
     ) -> tuple[Decision, ...]:
-        grid = self.placement.grid.name
-        chosen = frozenset(dynamic)
-        return tuple(
-            replace(d, precision=grid, reason="") if d.node in chosen else d for d in decisions
-        )
+        """Return the decisions, with those of the dynamic MatMuls quantized."""
+        if not dynamic_nodes:
+            return decisions
+        precision = self.placement.grid.name
+        chosen = frozenset(dynamic_nodes)
+        updated = []
+        for decision in decisions:
+            if decision.node in chosen:
+                decision = replace(decision, precision=precision, reason="")
+            updated.append(decision)
+        return tuple(updated)
 
     def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
         """Return the method's statistic for every tensor that needs a scale."""
@@ -161,22 +166,23 @@ class OnnxRuntime:
         """Return observations of all tensors, since any may lack a scale in a Q/DQ model."""
         from deploy.targets.prequantized import refuse_options
 
-        given = {
+        is_given_by_flag = {
             "--int8-stem": self.int8_stem,
             "--weight-bits": self.weight_bits != 8,
             "--full-weights": self.full_weights,
             "--dynamic-matmul": self.dynamic_matmul,
         }
-        refuse_options(trained, self.name, given)
-        graph = subject.model.graph
-        outputs = (name for node in graph.node for name in node.output if name)
-        return subject.histogram_observations([*(value.name for value in graph.input), *outputs])
+        refuse_options(trained, self.name, is_given_by_flag)
+        tensors = [value.name for value in subject.model.graph.input]
+        for node in subject.model.graph.node:
+            tensors += filter(None, node.output)
+        return subject.histogram_observations(tensors)
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the engine itself."""
-        return self._paired(request).engine(request.cpu)
+        return self._write_pairs(request).engine(request.cpu)
 
-    def _paired(self, request: BuildRequest) -> _Paired:
+    def _write_pairs(self, request: BuildRequest) -> _PairedModel:
         """Return the model with its pairs, before the rewrites for fast kernels."""
         from calibrators.grids import signed_grid
         from deploy.graph.plan import ModelAnalysis, analyse
@@ -185,26 +191,25 @@ class OnnxRuntime:
         from deploy.targets.prequantized import qdq_decisions
 
         ranges, trained = request.ranges_of(self), request.trained
-        if trained is not None and self._keeps(request):
+        if trained is not None and self._keeps_pairs(request):
             decisions = qdq_decisions(trained, request.model, self.placement)
-            return _Paired(
-                trained.model,
-                decisions,
-                dict(ranges.scales),
-                request.model,
-                ModelAnalysis(request.model),
-            )
-        once = partial(request.ranges.compute_once, of=request.model)
-        read: ModelAnalysis = once("read", lambda: ModelAnalysis(request.model))
-        in_float = tuple(request.float_nodes.items()), tuple(ranges.reasons.items())
-        plan: Plan = once(
-            ("plan", self, *in_float),
+            analysis = ModelAnalysis(request.model)
+            return _PairedModel(trained.model, decisions, dict(ranges.scales), analysis)
+
+        memoize = partial(request.ranges.compute_once, of=request.model)
+        analysis = memoize("read", lambda: ModelAnalysis(request.model))
+        placement = self._static_placement
+        if trained is not None:  # a layer that was trained in int8 stays int8, however small
+            placement = replace(placement, min_products=0)
+        float_reasons = tuple(request.float_nodes.items()), tuple(ranges.reasons.items())
+        plan: Plan = memoize(
+            ("plan", self, *float_reasons),
             lambda: analyse(
                 request.model,
-                self._static if trained is None else replace(self._static, min_products=0),
+                placement,
                 float_nodes=request.float_nodes,
                 float_tensors=ranges.reasons,
-                analysis=read,
+                analysis=analysis,
             ),
         )
         model = write_qdq(
@@ -213,69 +218,63 @@ class OnnxRuntime:
             ranges.scales,
             weight_bits=self.weight_bits,
             trained_scales={} if trained is None else trained.weight_scales,
-            memoize=once,
+            memoize=memoize,
         )
-        dynamic = self._dynamic(request.model, tuple(request.float_nodes))
-        if dynamic:
-            fits = self.placement.fits_pairs
-            model = write_dynamic(model, dynamic, signed_grid(self.weight_bits), fits_pairs=fits)
-        clipped = {gate.source for gate in plan.bias_shifts.values()}
-        scales = {name: ranges.scales[name] for name in plan.activations if name not in clipped}
-        decisions = self._with_dynamic(plan.decisions, dynamic)
-        return _Paired(model, decisions, scales, request.model, read, plan)
+        dynamic_nodes = self._dynamic_matmuls(request.model, tuple(request.float_nodes))
+        if dynamic_nodes:
+            grid = signed_grid(self.weight_bits)
+            fits_pairs = self.placement.fits_pairs
+            model = write_dynamic(model, dynamic_nodes, grid, fits_pairs=fits_pairs)
+        shifted = {gate.source for gate in plan.bias_shifts.values()}  # they have no pair
+        pair_ranges = {
+            name: ranges.scales[name] for name in plan.activations if name not in shifted
+        }
+        decisions = self._with_dynamic(plan.decisions, dynamic_nodes)
+        return _PairedModel(model, decisions, pair_ranges, analysis, plan)
 
     def build(self, request: BuildRequest) -> BuildResult:
         """Write `<name>.int8.onnx`, or `<name>.float.onnx` if all nodes stay float, and a program.
 
         The program, `<name>_run.py`, runs it on pictures.
         """
-        from deploy.feed.preprocess import Preprocess
         from deploy.targets.onnxruntime.dynamic import dynamic_weights
         from deploy.targets.onnxruntime.rewrites import store_halves
-        from deploy.targets.onnxruntime.run_script import run_program
         from deploy.targets.stored_weights import read_stored_weights
 
-        paired = self._paired(request)
+        paired = self._write_pairs(request)
         decisions, weights = paired.decisions, read_stored_weights(paired.model, on_cpus=True)
-        kind = "int8" if any(d.quantized for d in decisions) else "float"
-        notes = self._of_trained(request, paired.model, decisions)
+        pair_notes = self._pair_notes(request, paired.model, decisions)
         model = paired.engine(request.cpu)  # rewrites that model itself
         if request.subject.loaded.was_float16:
             store_halves(model.graph)
         weights = (*weights, *dynamic_weights(model))
-        notes = (*self._notes(decisions, weights), *notes)
-        data = model.SerializeToString(deterministic=True)
-        path = request.folder / f"{request.name}.{kind}.onnx"
-        files = {f"{kind} engine": atomic.write_bytes(path, data)}
-        fed = request.manifest.get("preprocess")
-        program = request.folder / f"{request.name}_run.py"
-        how = None if fed is None else Preprocess.from_json(fed)
-        loaded = request.subject.loaded
-        text = run_program(path.name, loaded.inputs, how, loaded.classes)
-        if text is not None:
-            files["program that runs it"] = atomic.write_text(program, text)
+
+        kind = "int8" if any(decision.quantized for decision in decisions) else "float"
+        engine = request.folder / f"{request.name}.{kind}.onnx"
+        content = model.SerializeToString(deterministic=True)
+        files = {f"{kind} engine": atomic.write_bytes(engine, content)}
+        program = _write_program(request, engine)
+        if program is not None:
+            files["program that runs it"] = program
         return BuildResult(
             target=self.name,
-            engine=path,
-            runnable=path,
+            engine=engine,
+            runnable=engine,
             files=files,
             decisions=decisions,
             method=request.chosen_ranges.chosen_by,
             ranges=paired.ranges,
             weights=weights,
-            notes=notes,
+            notes=(*self._engine_notes(decisions, weights), *pair_notes),
         )
 
-    def _keeps(self, request: BuildRequest) -> bool:
+    def _keeps_pairs(self, request: BuildRequest) -> bool:
         """Whether a Q/DQ model suits ONNX Runtime's kernels unchanged."""
-        trained = request.trained
-        return (
-            trained is not None
-            and trained.all_pairs_are("uint8")
-            and not request.subject.loaded.was_float16
-        )
+        if request.trained is None or request.subject.loaded.was_float16:
+            return False
+        return request.trained.all_pairs_are("uint8")
 
-    def _of_trained(
+    def _pair_notes(
         self, request: BuildRequest, written: onnx.ModelProto, decisions: tuple[Decision, ...]
     ) -> tuple[str, ...]:
         """Return the notes on the pairs of a Q/DQ model."""
@@ -283,23 +282,31 @@ class OnnxRuntime:
 
         if request.trained is None:
             return ()
-        if self._keeps(request):
+        if self._keeps_pairs(request):
             return (unchanged_note(request.trained),)
-        return tuple(rewritten_notes(request.trained, written, decisions, self.name, _ANEW))
+        return tuple(rewritten_notes(request.trained, written, decisions, self.name, _REQUANTIZED))
 
-    def _notes(
+    def _engine_notes(
         self, decisions: tuple[Decision, ...], weights: tuple[StoredWeight, ...]
-    ) -> tuple[str, ...]:
+    ) -> list[str]:
+        """Return notes on a model that stays float, and on weights that may saturate."""
         from deploy.runtimes.ort import cpu_kind
 
-        int8 = any(d.quantized for d in decisions)
-        notes = [] if int8 else ["the entire model stays in float; the nodes say why"]
-        count = sum(one.saturates for one in weights)
+        notes = []
+        if not any(decision.quantized for decision in decisions):
+            notes.append("the entire model stays in float; the nodes say why")
+        count = sum(weight.saturates for weight in weights)
         if count:
-            here = ", of which this is one," if cpu_kind() == "avx2" else ""
-            why = _ASKED if self.full_weights else _TRAINED
-            notes.append(_SATURATES.format(here=here, count=count, s="s" * (count > 1), why=why))
-        return tuple(notes)
+            this_cpu = ", of which this is one," if cpu_kind() == "avx2" else ""
+            layers = "layer" if count == 1 else "layers"
+            reason = "weights are kept as the given model has them"
+            if self.full_weights:
+                reason = "--full-weights lets weights take all of int8"
+            notes.append(
+                f"x86 CPUs without VNNI{this_cpu} add two products in 16 bits and can saturate in"
+                f" {count} {layers} of the int8 model, since {reason}"
+            )
+        return notes
 
     def describe_sdk(self) -> str:
         """Describe ONNX Runtime, which is always installed."""
@@ -314,24 +321,36 @@ class OnnxRuntime:
         return OrtSession.open(engine, threads=threads)
 
 
+def _write_program(request: BuildRequest, engine: Path) -> Path | None:
+    """Write the program that runs the engine on pictures; None if its inputs are no pictures."""
+    from deploy.feed.preprocess import Preprocess
+    from deploy.targets.onnxruntime.run_script import run_program
+
+    recorded = request.manifest.get("preprocess")
+    preprocess = None if recorded is None else Preprocess.from_json(recorded)
+    loaded = request.subject.loaded
+    text = run_program(engine.name, loaded.inputs, preprocess, loaded.classes)
+    if text is None:
+        return None
+    return atomic.write_text(request.folder / f"{request.name}_run.py", text)
+
+
 @dataclass(frozen=True, slots=True)
-class _Paired:
-    """A model with pairs, and the float model and plan it was made from.
+class _PairedModel:
+    """A model with pairs, and the analysis and plan it was made from.
 
     Attributes:
         model: model with pairs.
         decisions: precision of each node.
         ranges: tensor -> range of its pair.
-        like: the float model.
-        read: analysis of the float model.
+        analysis: analysis of the float model.
         plan: the plan of the pairs; None for a Q/DQ model that is kept unchanged.
     """
 
     model: onnx.ModelProto
     decisions: tuple[Decision, ...]
     ranges: dict[str, Scale]
-    like: onnx.ModelProto
-    read: ModelAnalysis
+    analysis: ModelAnalysis
     plan: Plan | None = None
 
     def engine(self, cpu: str) -> onnx.ModelProto:
@@ -340,12 +359,13 @@ class _Paired:
         from deploy.targets.onnxruntime.rewrite_base import KERNELS, RewriteContext
         from deploy.targets.onnxruntime.rewrites import apply_rewrites
 
-        gates = () if self.plan is None else self.plan.gates
+        int8_gates = () if self.plan is None else self.plan.gates
+        kernel_kind = cpu_kind() if cpu == "this" else cpu
         context = RewriteContext(
-            float_graph=self.read.graph,
+            float_graph=self.analysis.graph,
             float_nodes=frozenset(d.node for d in self.decisions if not d.quantized),
-            float_gates=tuple(gate for gate in self.read.gates if gate not in gates),
+            float_gates=tuple(gate for gate in self.analysis.gates if gate not in int8_gates),
             has_given_pairs=self.plan is None,
-            kernels=KERNELS.get(cpu_kind() if cpu == "this" else cpu, KERNELS["avx2"]),
+            kernels=KERNELS.get(kernel_kind, KERNELS["avx2"]),
         )
         return apply_rewrites(self.model, context)

@@ -26,8 +26,8 @@ from calibrators.grids import UINT8, affine_params
 from calibrators.scales import Scale
 from deploy.graph.gates import Gate
 
-_LEAST_STEPS = 3  # with 3 steps or more, the step grows by at most a third
-_WIDEST = 1 + 1 / _LEAST_STEPS
+_MIN_SHIFT_STEPS = 3  # with 3 steps or more, the step grows by at most a third
+_MAX_WIDENING = 1 + 1 / _MIN_SHIFT_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class ShiftedParams:
     """uint8 parameters of a tensor, and the distance to the zero point of its shifted form.
 
     Attributes:
+        scale: real value of a step.
+        zero: zero point.
         steps: steps between the two zero points; 0 if the shift cannot be expressed in steps.
     """
 
@@ -50,12 +52,12 @@ def fit_output_offset(scale: np.float32, zero: int, offset: float) -> ShiftedPar
         The parameters of y + offset, and the steps from its zero point to that of y.
     """
     steps = int(abs(offset) / float(scale))
-    if steps >= _LEAST_STEPS:
-        widened = np.float32(abs(offset) / steps)
-        moved = int(np.rint(zero * float(scale) / float(widened)))
+    if steps >= _MIN_SHIFT_STEPS:
+        widened_scale = np.float32(abs(offset) / steps)
+        new_zero = int(np.rint(zero * float(scale) / float(widened_scale)))
         signed_steps = steps if offset > 0 else -steps
-        if 0 <= moved + signed_steps <= 255:
-            return ShiftedParams(widened, moved, signed_steps)
+        if 0 <= new_zero + signed_steps <= 255:
+            return ShiftedParams(widened_scale, new_zero, signed_steps)
     return ShiftedParams(scale, zero)
 
 
@@ -77,13 +79,14 @@ def fit_input_shift(scale: np.float32, zero: int, shift: float) -> ShiftedParams
     Returns:
         The parameters of x, and the steps from the zero point of x + shift to that of x.
     """
-    low, high = zero * float(scale), (255 - zero) * float(scale)
-    least = (high + max(low, shift)) / 255
-    steps = int(shift / least)
-    if not zero or steps < _LEAST_STEPS or shift / steps > float(scale) * _WIDEST:
+    below, above = zero * float(scale), (255 - zero) * float(scale)  # parts of the range
+    min_scale = (above + max(below, shift)) / 255
+    steps = int(shift / min_scale)
+    if not zero or steps < _MIN_SHIFT_STEPS or shift / steps > float(scale) * _MAX_WIDENING:
         return ShiftedParams(scale, zero)
-    widened = np.float32(shift / steps)
-    return ShiftedParams(widened, max(steps, int(np.rint(low / float(widened)))), steps)
+    widened_scale = np.float32(shift / steps)
+    new_zero = int(np.rint(below / float(widened_scale)))
+    return ShiftedParams(widened_scale, max(steps, new_zero), steps)
 
 
 class GateWriter:
@@ -130,50 +133,57 @@ class GateWriter:
         source + shift if the layer upstream computes it, else "". `source`: parameters of the
         source if its integers are clipped directly, else None.
         """
-        read = {n.removesuffix("/dequantized"): n for node in nodes for n in node.input}
+        read_name = {
+            name.removesuffix("/dequantized"): name for node in nodes for name in node.input
+        }
         if source is not None:
-            clipped = self._clipped_integers(gate, source)
+            clip_nodes = self._clip_integers(gate, source)
         else:
-            clipped = self._clipped(gate, read[gate.source], shifted)
-        product, add = self._offset(gate, nodes[-1].output[0], quantize, output_range)
-        operands = [read[gate.factor], clipped[-1].output[0]]
-        return [*clipped, _node("Mul", operands, product, gate.name), *add]
+            clip_nodes = self._clip_by_pair(gate, read_name[gate.source], shifted)
+        product, offset_nodes = self._add_offset(gate, nodes[-1].output[0], quantize, output_range)
+        operands = [read_name[gate.factor], clip_nodes[-1].output[0]]
+        return [*clip_nodes, _node("Mul", operands, product, gate.name), *offset_nodes]
 
-    def _clipped(self, gate: Gate, source: str, shifted: str) -> list[onnx.NodeProto]:
+    def _clip_by_pair(self, gate: Gate, source: str, shifted: str) -> list[onnx.NodeProto]:
         """Return the Add of the shift, unless `shifted` has it, and a pair.
 
         Q saturates where the Clip does, and DQ multiplies by the gain.
         """
         name, step = f"{gate.name}/gate", gate.top / 255
-        written = self._parameters(f"{name}/written", step, 0)
-        scaled = self._parameters(f"{name}/read", step * gate.gain, 0)
-        add: list[onnx.NodeProto] = []
+        clip_params = self._parameters(f"{name}/written", step, 0)
+        gain_params = self._parameters(f"{name}/read", step * gate.gain, 0)
+        nodes: list[onnx.NodeProto] = []
         if not shifted:
             shifted = f"{name}/shifted"
-            add = [_node("Add", [source, self.number(gate.shift)], shifted, f"{name}/Add")]
+            nodes.append(_node("Add", [source, self.number(gate.shift)], shifted, f"{name}/Add"))
         return [
-            *add,
-            _node("QuantizeLinear", [shifted, *written], f"{name}/quantized", f"{name}/Q"),
-            _node("DequantizeLinear", [f"{name}/quantized", *scaled], name, f"{name}/DQ"),
+            *nodes,
+            _node("QuantizeLinear", [shifted, *clip_params], f"{name}/quantized", f"{name}/Q"),
+            _node("DequantizeLinear", [f"{name}/quantized", *gain_params], name, f"{name}/DQ"),
         ]
 
-    def _clipped_integers(self, gate: Gate, source: ShiftedParams) -> list[onnx.NodeProto]:
+    def _clip_integers(self, gate: Gate, source: ShiftedParams) -> list[onnx.NodeProto]:
         """Return a Clip of the source's integers, unless it has no effect on 0..255, and a DQ.
 
         DQ adds the shift by its zero point and multiplies by the gain.
         """
-        name, low = f"{gate.name}/gate", source.zero - source.steps
-        high, clip = low + round(gate.top / float(source.scale)), list[onnx.NodeProto]()
+        name = f"{gate.name}/gate"
+        low = source.zero - source.steps
+        high = low + round(gate.top / float(source.scale))
         integers = f"{gate.source}/quantized"
+        nodes: list[onnx.NodeProto] = []
         if low > 0 or high < 255:
-            ends = {"low": low, "high": min(high, 255)}
-            inputs = [self.constant(f"{name}/{k}", np.array(v, np.uint8)) for k, v in ends.items()]
-            clip = [_node("Clip", [integers, *inputs], f"{name}/quantized", f"{name}/Clip")]
-            integers = f"{name}/quantized"
-        scaled = self._parameters(f"{name}/read", float(source.scale) * gate.gain, low)
-        return [*clip, _node("DequantizeLinear", [integers, *scaled], name, f"{name}/DQ")]
+            limits = [
+                self.constant(f"{name}/low", np.array(low, np.uint8)),
+                self.constant(f"{name}/high", np.array(min(high, 255), np.uint8)),
+            ]
+            clipped = f"{name}/quantized"
+            nodes.append(_node("Clip", [integers, *limits], clipped, f"{name}/Clip"))
+            integers = clipped
+        params = self._parameters(f"{name}/read", float(source.scale) * gate.gain, low)
+        return [*nodes, _node("DequantizeLinear", [integers, *params], name, f"{name}/DQ")]
 
-    def _offset(
+    def _add_offset(
         self, gate: Gate, output: str, quantize: onnx.NodeProto, output_range: Scale
     ) -> tuple[str, list[onnx.NodeProto]]:
         """Return the output tensor of a gate's Mul, and the nodes that add the offset to it.
@@ -188,11 +198,13 @@ class GateWriter:
             zero = np.array(shifted.zero + shifted.steps, np.uint8)
             quantize.input[2] = self.constant(f"{name}/zero_point", zero)
             return output, []
-        product = affine_params(output_range.lo - gate.offset, output_range.hi - gate.offset)
-        pair = self._parameters(name, float(product[0]), product[1])
+        scale, zero_point = affine_params(
+            output_range.lo - gate.offset, output_range.hi - gate.offset
+        )
+        params = self._parameters(name, float(scale), zero_point)
         return f"{name}/float", [
-            _node("QuantizeLinear", [f"{name}/float", *pair], f"{name}/quantized", f"{name}/Q"),
-            _node("DequantizeLinear", [f"{name}/quantized", *pair], name, f"{name}/DQ"),
+            _node("QuantizeLinear", [f"{name}/float", *params], f"{name}/quantized", f"{name}/Q"),
+            _node("DequantizeLinear", [f"{name}/quantized", *params], name, f"{name}/DQ"),
             _node("Add", [name, self.number(gate.offset)], output, f"{name}/Add"),
         ]
 
