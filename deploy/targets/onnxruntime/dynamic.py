@@ -126,7 +126,7 @@ def _product_nodes(node: onnx.NodeProto, source: str, weight: str) -> list[onnx.
     activation, stored, name = f"{source}/dynamic", f"{weight}/dynamic", f"{node.name}/dynamic"
     integers = [f"{activation}/quantized", f"{stored}/quantized", f"{activation}/zero_point"]
     scales = [f"{activation}/scale", f"{stored}/scale"]
-    scale, total, real = f"{name}/scale", f"{name}/sum", f"{name}/real"
+    scale, total, real = (f"{name}/{suffix}" for suffix in ("scale", "sum", "real"))
     return [
         helper.make_node("Mul", scales, [scale], name=f"{name}/Scale"),
         helper.make_node("MatMulInteger", integers, [total], name=f"{name}/Product"),
