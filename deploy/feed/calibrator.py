@@ -90,7 +90,7 @@ class CalibratorBatches:
 
     def _array(self, spec: TensorSpec, pointer: object) -> Array:
         address = _address(pointer)
-        window = None if address is None else self._memory.at(address)
+        window = None if address is None else self._memory.find_window(address)
         if address is None or window is None:
             got = f"address {address:#x}" if address is not None else type(pointer).__name__
             raise FeedError(
@@ -287,7 +287,7 @@ class CalibratorScript:
         return bytes(value) if isinstance(value, bytes | bytearray | memoryview) else None
 
     def _next(self, batches: CalibratorBatches, specs: tuple[TensorSpec, ...]) -> Item | None:
-        self._stand_ins.memory.settle()
+        self._stand_ins.memory.start_batch()
         pointers = self._call(self._pointers, [spec.name for spec in specs])
         is_sequence = isinstance(pointers, list | tuple | np.ndarray)
         if pointers is None or (is_sequence and not len(pointers)):

@@ -64,68 +64,78 @@ class Handle(int):
 def cudart_modules(memory: Memory) -> dict[str, ModuleType]:
     """Return dotted name -> module, all on this memory."""
     runtime, driver = runtime_names(memory), driver_names(memory)
-    parts = {
+    bindings = {
+        "runtime": make_module("cuda.bindings.runtime", runtime),
+        "driver": make_module("cuda.bindings.driver", driver),
+    }
+    children = {
         "cudart": make_module("cuda.cudart", runtime),
         "cuda": make_module("cuda.cuda", driver),
-        "bindings.runtime": make_module("cuda.bindings.runtime", runtime),
-        "bindings.driver": make_module("cuda.bindings.driver", driver),
+        "bindings": make_module("cuda.bindings", bindings),
     }
-    both = {"runtime": parts["bindings.runtime"], "driver": parts["bindings.driver"]}
-    parts["bindings"] = make_module("cuda.bindings", both)
-    children = {name: part for name, part in parts.items() if "." not in name}
-    top = make_module("cuda", {**children, "__version__": "12.6.0"})
-    return {"cuda": top, **{f"cuda.{name}": part for name, part in parts.items()}}
+    modules = {"cuda": make_module("cuda", {**children, "__version__": "12.6.0"})}
+    modules |= {f"cuda.{name}": module for name, module in children.items()}
+    modules |= {f"cuda.bindings.{name}": module for name, module in bindings.items()}
+    return modules
 
 
-def _calls(
-    memory: Memory, errors: type[enum.IntEnum], pointer: type[int], prefix: str, *calls: str
+def _common_functions(
+    memory: Memory,
+    errors: type[enum.IntEnum],
+    pointer_class: type[int],
+    prefix: str,
+    *names: str,
 ) -> dict[str, Any]:
     """Return name -> function of one of the two APIs.
 
-    `errors`: the API's error codes; the first is success. `pointer`: class of the allocated
-    addresses. `prefix`: of all names. `calls`: names of the functions that allocate, free, copy,
-    give a handle, do nothing, and name an error.
+    Args:
+        memory: where the functions allocate.
+        errors: the API's error codes; the first is success.
+        pointer_class: class of the allocated addresses.
+        prefix: of all names.
+        names: names of the functions that allocate, free, copy, give a handle, do nothing, and
+            name an error.
     """
     success = errors(0)
 
-    def allocate(size: Any, *more: Any) -> tuple[Any, int]:
-        return success, pointer(memory.alloc(size))
+    def allocate(size: Any, *flags: Any) -> tuple[Any, int]:
+        return success, pointer_class(memory.alloc(size))
 
-    def free(address: Any, *more: Any) -> tuple[Any]:
+    def free(address: Any, *stream: Any) -> tuple[Any]:
         memory.free(address)
         return (success,)
 
-    def copy(to: Any, source: Any, count: Any, *kind_and_stream: Any) -> tuple[Any]:
-        memory.copy(to, source, int(count))
+    def copy(target: Any, source: Any, count: Any, *kind_and_stream: Any) -> tuple[Any]:
+        memory.copy(target, source, int(count))
         return (success,)
 
-    def handle(*given: Any) -> tuple[Any, Handle]:
+    def get_handle(*arguments: Any) -> tuple[Any, Handle]:
         return success, Handle(0)
 
-    def nothing(*given: Any) -> tuple[Any]:
+    def do_nothing(*arguments: Any) -> tuple[Any]:
         return (success,)
 
-    def word(error: Any) -> tuple[Any, bytes]:
+    def get_error_name(error: Any) -> tuple[Any, bytes]:
         return success, errors(error).name.encode()
 
-    functions = (allocate, free, copy, handle, nothing, word)
-    return {
-        f"{prefix}{name}": function
-        for function, names in zip(functions, calls, strict=True)
-        for name in names.split()
-    }
+    functions = (allocate, free, copy, get_handle, do_nothing, get_error_name)
+    function_by_name = {}
+    for function, function_names in zip(functions, names, strict=True):
+        for name in function_names.split():
+            function_by_name[f"{prefix}{name}"] = function
+    return function_by_name
 
 
 def runtime_names(memory: Memory) -> dict[str, Any]:
     """Return the names of the runtime API."""
     success = cudaError_t.cudaSuccess
 
-    def fill(to: Any, value: int, count: int, *stream: Any) -> tuple[Any]:
-        memory.copy(to, bytes([value & 255]) * count)
+    def fill(target: Any, value: int, count: int, *stream: Any) -> tuple[Any]:
+        memory.copy(target, bytes([value & 255]) * count)
         return (success,)
 
     return {
-        **_calls(
+        **_common_functions(
             memory,
             cudaError_t,
             int,
@@ -137,7 +147,8 @@ def runtime_names(memory: Memory) -> dict[str, Any]:
             "StreamSynchronize StreamDestroy DeviceSynchronize SetDevice GetLastError",
             "GetErrorName GetErrorString",
         ),
-        **dict.fromkeys(("cudaMemset", "cudaMemsetAsync"), fill),
+        "cudaMemset": fill,
+        "cudaMemsetAsync": fill,
         "cudaGetDevice": lambda: (success, 0),
         "cudaGetDeviceCount": lambda: (success, 1),
         "cudaError_t": cudaError_t,
@@ -149,7 +160,7 @@ def runtime_names(memory: Memory) -> dict[str, Any]:
 def driver_names(memory: Memory) -> dict[str, Any]:
     """Return the names of the driver API."""
     return {
-        **_calls(
+        **_common_functions(
             memory,
             CUresult,
             Handle,
@@ -162,12 +173,15 @@ def driver_names(memory: Memory) -> dict[str, Any]:
             " StreamSynchronize StreamDestroy",
             "GetErrorName GetErrorString",
         ),
-        **dict.fromkeys(("CUdeviceptr", "CUstream", "CUdevice", "CUcontext"), Handle),
+        "CUdeviceptr": Handle,
+        "CUstream": Handle,
+        "CUdevice": Handle,
+        "CUcontext": Handle,
         "CUresult": CUresult,
     }
 
 
-_FILE = re.compile(r"(.*[/\\])?(lib)?cudart(64_\d+)?(-[0-9a-f]+)?\.(so|dll|dylib)[.\d]*")
+_CUDART_FILE = re.compile(r"(.*[/\\])?(lib)?cudart(64_\d+)?(-[0-9a-f]+)?\.(so|dll|dylib)[.\d]*")
 
 
 def make_cdll(memory: Memory) -> type[ctypes.CDLL]:
@@ -177,8 +191,8 @@ def make_cdll(memory: Memory) -> type[ctypes.CDLL]:
     class CDLL(ctypes.CDLL):
         """The libraries of this machine, and the stand-in."""
 
-        def __new__(cls, name: Any = None, *given: Any, **named: Any) -> Any:
-            if isinstance(name, str) and _FILE.fullmatch(name):
+        def __new__(cls, name: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(name, str) and _CUDART_FILE.fullmatch(name):
                 return library
             return super().__new__(cls)
 
@@ -191,11 +205,11 @@ class _LibraryFunction:
     argtypes: Any = None
     restype: Any = ctypes.c_int
 
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self._run = run
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
 
-    def __call__(self, *given: Any) -> int:
-        self._run(*given)
+    def __call__(self, *arguments: Any) -> int:
+        self._function(*arguments)
         return 0
 
 
@@ -206,32 +220,38 @@ class _CudartLibrary:
         def allocate(result: Any, size: Any, *flags: Any) -> None:
             _pointee(result).value = memory.alloc(size)
 
-        def copy(to: Any, source: Any, count: Any, *kind_and_stream: Any) -> None:
-            memory.copy(to, source, int(getattr(count, "value", count)))
+        def free(pointer: Any) -> None:
+            memory.free(pointer)
 
-        def fill(to: Any, value: Any, count: Any, *stream: Any) -> None:
-            byte, size = (int(getattr(number, "value", number)) for number in (value, count))
-            memory.copy(to, bytes([byte & 255]) * size)
+        def copy(target: Any, source: Any, count: Any, *kind_and_stream: Any) -> None:
+            memory.copy(target, source, _to_int(count))
 
-        def zero(result: Any, *flags: Any) -> None:
+        def fill(target: Any, value: Any, count: Any, *stream: Any) -> None:
+            memory.copy(target, bytes([_to_int(value) & 255]) * _to_int(count))
+
+        def write_zero(result: Any, *flags: Any) -> None:
             _pointee(result).value = 0
 
-        def one(result: Any) -> None:
+        def write_one(result: Any) -> None:
             _pointee(result).value = 1
 
-        def nothing(*given: Any) -> None:
+        def do_nothing(*arguments: Any) -> None:
             pass
 
-        for run, called in (
+        for function, names in (
             (allocate, "Malloc MallocHost HostAlloc MallocManaged"),
-            (lambda pointer: memory.free(pointer), "Free FreeHost"),
+            (free, "Free FreeHost"),
             (copy, "Memcpy MemcpyAsync"),
             (fill, "Memset MemsetAsync"),
-            (zero, "StreamCreate StreamCreateWithFlags GetDevice"),
-            (one, "GetDeviceCount"),
-            (nothing, "StreamSynchronize StreamDestroy DeviceSynchronize SetDevice GetLastError"),
+            (write_zero, "StreamCreate StreamCreateWithFlags GetDevice"),
+            (write_one, "GetDeviceCount"),
+            (
+                do_nothing,
+                "StreamSynchronize StreamDestroy DeviceSynchronize SetDevice GetLastError",
+            ),
         ):
-            vars(self).update({f"cuda{name}": _LibraryFunction(run) for name in called.split()})
+            for name in names.split():
+                setattr(self, f"cuda{name}", _LibraryFunction(function))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -240,6 +260,11 @@ class _CudartLibrary:
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
+
+
+def _to_int(number: Any) -> int:
+    """Return the value of an integer of Python or ctypes."""
+    return int(getattr(number, "value", number))
 
 
 def _pointee(result: Any) -> Any:
@@ -252,30 +277,30 @@ Array = NDArray[Any]
 
 def pycuda_modules(memory: Memory) -> dict[str, ModuleType]:
     """Return dotted name -> module, all on this memory."""
-    driver = _Driver(memory)
-    arrays = _GpuArrayFunctions(memory)
-    parts = {
-        "driver": make_module("pycuda.driver", driver.names()),
-        "autoinit": make_module("pycuda.autoinit", {"device": _Device(), "context": _Context()}),
-        "autoprimaryctx": make_module(
-            "pycuda.autoprimaryctx", {"device": _Device(), "context": _Context()}
-        ),
-        "gpuarray": make_module("pycuda.gpuarray", arrays.names()),
-        "compiler": make_module("pycuda.compiler", {}),
-        "tools": make_module("pycuda.tools", {"make_default_context": _Context}),
+    context_names = {"device": _Device(), "context": _Context()}
+    names_by_module: dict[str, dict[str, Any]] = {
+        "driver": _Driver(memory).names(),
+        "autoinit": context_names,
+        "autoprimaryctx": context_names,
+        "gpuarray": _GpuArrayFunctions(memory).names(),
+        "compiler": {},
+        "tools": {"make_default_context": _Context},
     }
-    top = make_module("pycuda", {"VERSION": (2024, 1), "VERSION_TEXT": "2024.1", **parts})
-    return {"pycuda": top, **{f"pycuda.{name}": part for name, part in parts.items()}}
+    modules = {
+        name: make_module(f"pycuda.{name}", names) for name, names in names_by_module.items()
+    }
+    top = make_module("pycuda", {"VERSION": (2024, 1), "VERSION_TEXT": "2024.1", **modules})
+    return {"pycuda": top, **{f"pycuda.{name}": module for name, module in modules.items()}}
 
 
 class DeviceAllocation:
     """An allocation that is freed with its object; `int()` gives its address."""
 
     def __init__(self, memory: Memory, size: object) -> None:
-        self._freed = True  # until the allocation succeeded
+        self._is_freed = True  # until the allocation succeeded
         self._memory = memory
         self._address = memory.alloc(size)
-        self._freed = False
+        self._is_freed = False
 
     def __int__(self) -> int:
         return self._address
@@ -287,8 +312,8 @@ class DeviceAllocation:
 
     def free(self) -> None:
         """Free it, once only: its address may belong to another allocation later."""
-        if not self._freed:
-            self._freed = True
+        if not self._is_freed:
+            self._is_freed = True
             self._memory.free(self._address)
 
     def __del__(self) -> None:
@@ -359,11 +384,17 @@ class _Driver:
         self._memory = memory
 
     def names(self) -> dict[str, Any]:
-        names = {name: getattr(self, name) for name in vars(_Driver) if name[0] != "_"}
-        errors = {name: type(name, (Exception,), {}) for name in ("Error", "LogicError")}
-        names |= {"Device": _Device, "Context": _Context, "Stream": _Stream}
-        names |= {"DeviceAllocation": DeviceAllocation} | errors
-        del names["names"]
+        names: dict[str, Any] = {
+            "Device": _Device,
+            "Context": _Context,
+            "Stream": _Stream,
+            "DeviceAllocation": DeviceAllocation,
+            "Error": type("Error", (Exception,), {}),
+            "LogicError": type("LogicError", (Exception,), {}),
+        }
+        for name in vars(_Driver):
+            if not name.startswith("_") and name != "names":
+                names[name] = getattr(self, name)
         return names
 
     def init(self, flags: int = 0) -> None:
@@ -380,25 +411,25 @@ class _Driver:
         self._memory.copy(allocation, array)
         return allocation
 
-    def memcpy_htod(self, to: object, source: Any) -> None:
-        self._memory.copy(to, source)
+    def memcpy_htod(self, target: object, source: Any) -> None:
+        self._memory.copy(target, source)
 
-    def memcpy_htod_async(self, to: object, source: Any, stream: object = None) -> None:
+    def memcpy_htod_async(self, target: object, source: Any, stream: object = None) -> None:
         """Copy a complete array to an address, synchronously."""
-        self._memory.copy(to, source)
+        self._memory.copy(target, source)
 
-    def memcpy_dtoh(self, to: Any, source: object) -> None:
-        self._memory.copy(to, source, to.nbytes)
+    def memcpy_dtoh(self, target: Any, source: object) -> None:
+        self._memory.copy(target, source, target.nbytes)
 
-    def memcpy_dtoh_async(self, to: Any, source: object, stream: object = None) -> None:
+    def memcpy_dtoh_async(self, target: Any, source: object, stream: object = None) -> None:
         """Fill a complete array from an address, synchronously."""
-        self.memcpy_dtoh(to, source)
+        self.memcpy_dtoh(target, source)
 
-    def memcpy_dtod(self, to: object, source: object, size: int) -> None:
-        self._memory.copy(to, source, size)
+    def memcpy_dtod(self, target: object, source: object, size: int) -> None:
+        self._memory.copy(target, source, size)
 
-    def memset_d8(self, to: object, value: int, count: int) -> None:
-        self._memory.copy(to, bytes([value & 255]) * count)
+    def memset_d8(self, target: object, value: int, count: int) -> None:
+        self._memory.copy(target, bytes([value & 255]) * count)
 
     def pagelocked_empty(
         self, shape: Any, dtype: DTypeLike, order: Any = "C", mem_flags: int = 0
@@ -419,7 +450,9 @@ class GPUArray:
 
     def __init__(self, memory: Memory, array: Array) -> None:
         self._memory = memory
-        self.shape, self.dtype, self.nbytes = array.shape, array.dtype, array.nbytes
+        self.shape = array.shape
+        self.dtype = array.dtype
+        self.nbytes = array.nbytes
         self.size = array.size
         self.gpudata = DeviceAllocation(memory, array.nbytes)
         self.set(array)
@@ -447,10 +480,13 @@ class _GpuArrayFunctions:
         self._memory = memory
 
     def names(self) -> dict[str, Any]:
-        functions = {
-            name: getattr(self, name) for name in ("to_gpu", "to_gpu_async", "zeros", "empty")
+        return {
+            "GPUArray": GPUArray,
+            "to_gpu": self.to_gpu,
+            "to_gpu_async": self.to_gpu_async,
+            "zeros": self.zeros,
+            "empty": self.zeros,
         }
-        return {**functions, "GPUArray": GPUArray}
 
     def to_gpu(self, array: Array) -> GPUArray:
         return GPUArray(self._memory, array)
@@ -461,5 +497,3 @@ class _GpuArrayFunctions:
 
     def zeros(self, shape: Any, dtype: DTypeLike) -> GPUArray:
         return self.to_gpu(np.zeros(shape, dtype))
-
-    empty = zeros

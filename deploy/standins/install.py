@@ -117,7 +117,7 @@ def init_libnvinfer_plugins(logger: Any, namespace: str) -> bool:
 
 def tensorrt_modules() -> dict[str, ModuleType]:
     """Return the module `tensorrt`."""
-    kinds = (
+    definitions = (
         CalibrationAlgoType, DataType, ILogger, Logger, IInt8Calibrator,
         _calibrator_class("IInt8LegacyCalibrator", CalibrationAlgoType.LEGACY_CALIBRATION),
         _calibrator_class("IInt8EntropyCalibrator", CalibrationAlgoType.ENTROPY_CALIBRATION),
@@ -125,13 +125,13 @@ def tensorrt_modules() -> dict[str, ModuleType]:
         _calibrator_class("IInt8MinMaxCalibrator", CalibrationAlgoType.MINMAX_CALIBRATION),
         volume, nptype, init_libnvinfer_plugins,
     )  # fmt: skip
-    dtypes = {"FLOAT": "float32", "HALF": "float16", "INT8": "int8", "INT32": "int32"}
-    names: dict[str, Any] = {kind.__name__: kind for kind in kinds}
-    names |= {name: DataType[kind] for kind, name in dtypes.items()} | {"bool": DataType.BOOL}
+    names: dict[str, Any] = {definition.__name__: definition for definition in definitions}
+    for dtype in (DataType.FLOAT, DataType.HALF, DataType.INT8, DataType.INT32, DataType.BOOL):
+        names[dtype.value] = dtype
     return {"tensorrt": make_module("tensorrt", {**names, "__version__": VERSION})}
 
 
-_NAMES = ("tensorrt", "pycuda", "cuda")
+_REPLACED_PACKAGES = ("tensorrt", "pycuda", "cuda")
 
 
 class StandIns:
@@ -150,8 +150,8 @@ class StandIns:
     def installed(self) -> Iterator[None]:
         """Replace the real modules while the context is active; not thread-safe."""
         with ExitStack() as stack:
-            stack.enter_context(_replaced(self._modules))
-            stack.enter_context(_libraries(self._library))
+            stack.enter_context(_replace_modules(self._modules))
+            stack.enter_context(_replace_ctypes(self._library))
             if "torch" in sys.modules:
                 from deploy.standins.torch_on_cpu import CudaOnCpu
 
@@ -160,10 +160,12 @@ class StandIns:
 
 
 @contextmanager
-def _replaced(modules: dict[str, ModuleType]) -> Iterator[None]:
-    """Replace all modules and submodules of `_NAMES` in `sys.modules`."""
+def _replace_modules(modules: dict[str, ModuleType]) -> Iterator[None]:
+    """Replace all modules and submodules of `_REPLACED_PACKAGES` in `sys.modules`."""
     originals = {
-        name: loaded for name, loaded in sys.modules.items() if name.split(".")[0] in _NAMES
+        name: loaded
+        for name, loaded in sys.modules.items()
+        if name.split(".")[0] in _REPLACED_PACKAGES
     }
     for name in originals:
         del sys.modules[name]
@@ -171,13 +173,13 @@ def _replaced(modules: dict[str, ModuleType]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in [name for name in sys.modules if name.split(".")[0] in _NAMES]:
+        for name in [name for name in sys.modules if name.split(".")[0] in _REPLACED_PACKAGES]:
             del sys.modules[name]
         sys.modules.update(originals)
 
 
 @contextmanager
-def _libraries(kind: type[ctypes.CDLL]) -> Iterator[None]:
+def _replace_ctypes(kind: type[ctypes.CDLL]) -> Iterator[None]:
     """Replace `ctypes.CDLL` and the loader that uses it."""
     originals = ctypes.CDLL, ctypes.cdll
     ctypes.CDLL, ctypes.cdll = kind, ctypes.LibraryLoader(kind)  # type: ignore[misc]

@@ -2,8 +2,9 @@
 
 ::
 
-    host array --copy--> [ block at address A, n bytes ] <--at(A + 64)-- get_batch's pointer
-                             with dtype and shape            bytes left, bytes copied for this batch
+    host array --copy--> [ block at address A, n bytes ] <--find_window-- get_batch's pointer
+                             with dtype and shape         bytes up to its end, bytes copied for
+                                                          this batch
 
 Addresses are real, so that scripts may read pinned memory by ctypes. Freed blocks are kept until
 the batch was read: a real allocator leaves their bytes in place too, and calibrators that return
@@ -28,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
-_OWN_MEMORY = "/proc/self/mem"  # reading an unmapped address raises instead of crashing
+_PROCESS_MEMORY = "/proc/self/mem"  # reading an unmapped address raises instead of crashing
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +86,18 @@ def array_bytes(value: object, size: int | None) -> CopySource:
         raise ValueError(f"a copy must not read beyond its array, got {size} bytes of {data.size}")
     if isinstance(value, bytes | bytearray | memoryview):  # of unknown dtype
         return CopySource(data[:size])
-    complete = array.flags.c_contiguous and size in (None, data.size)
-    return CopySource(data[:size], array.dtype.name, array.shape if complete else None)
+    is_complete = array.flags.c_contiguous and size in (None, data.size)
+    return CopySource(data[:size], array.dtype.name, array.shape if is_complete else None)
 
 
 def read_process_memory(address: int, size: int) -> Bytes:
-    """Copy bytes from any address of this process."""
+    """Copy bytes from any address of this process.
+
+    Raises:
+        ValueError: they are not mapped.
+    """
     try:
-        return _peek(address, size)
+        return _read_own_memory(address, size)
     except (OSError, OverflowError) as error:
         raise ValueError(
             f"a copy must read mapped memory, got {size} bytes at {address:#x}, which are not all"
@@ -100,26 +105,26 @@ def read_process_memory(address: int, size: int) -> Bytes:
         ) from error
 
 
-def _peek(address: int, size: int) -> Bytes:
+def _read_own_memory(address: int, size: int) -> Bytes:
     data: Bytes = np.empty(size, np.uint8)
     try:
-        handle = os.open(_OWN_MEMORY, os.O_RDONLY)
+        handle = os.open(_PROCESS_MEMORY, os.O_RDONLY)
     except OSError:  # not Linux: a wrong address may crash
         ctypes.memmove(data.ctypes.data, address, size)
         return data
     try:
-        read = 0
-        while read < size:
-            count = os.preadv(handle, [data[read:].data], address + read)
+        read_count = 0
+        while read_count < size:
+            count = os.preadv(handle, [data[read_count:].data], address + read_count)
             if not count:
                 raise OSError("nothing is there")
-            read += count
+            read_count += count
     finally:
         os.close(handle)
     return data
 
 
-_MOST = 1 << 46  # limit of an allocation in bytes, more than any machine has
+_MAX_ALLOCATION = 1 << 46  # limit of an allocation in bytes, more than any machine has
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +176,7 @@ class Memory:
         self._blocks: dict[int, _Block] = {}
         self._starts: list[int] = []
         self._freed: list[int] = []
-        self._lent: dict[int, Any] = {}  # address -> a tensor that must outlive its batch
+        self._owners: dict[int, Any] = {}  # address -> a tensor that must outlive its batch
 
     def alloc(self, size: object) -> int:
         """Allocate `size` zeroed bytes and return their address.
@@ -180,7 +185,7 @@ class Memory:
             ValueError: `size` is no valid number of bytes.
         """
         count = address_of(size)
-        if count is None or not 0 <= count < _MOST:
+        if count is None or not 0 <= count < _MAX_ALLOCATION:
             self.fault = ValueError(f"an allocation is a number of bytes, got {size!r:.60}")
             raise self.fault
         data: Bytes = np.zeros(max(count, 1), np.uint8)
@@ -194,54 +199,53 @@ class Memory:
         if start in self._blocks:
             self._freed.append(start)
 
-    def lend(self, address: int, size: int, owner: Any, holds: BlockCopy | None = None) -> None:
+    def lend(self, address: int, size: int, owner: Any, content: BlockCopy | None = None) -> None:
         """Register memory of `owner` for its lifetime, and at least until the batch was read.
 
         Args:
             address: start of the memory.
             size: in bytes.
             owner: object whose lifetime is that of the memory.
-            holds: the data in it, if known.
+            content: the data in it, if known.
         """
         self._drop(address)
-        block = _Block(size, copies=[] if holds is None else [holds])
+        block = _Block(size, copies=[] if content is None else [content])
         self._add(address, block)
-        weakref.finalize(owner, self._owner_deleted, address, block)
-        self._lent[address] = owner
+        weakref.finalize(owner, self._drop_of_owner, address, block)
+        self._owners[address] = owner
 
-    def settle(self) -> None:
+    def start_batch(self) -> None:
         """Start a new batch: forget its copies, release what was freed or lent."""
         for block in self._blocks.values():
             block.copies.clear()
         for start in self._freed:
             self._drop(start)
         self._freed.clear()
-        self._lent.clear()
+        self._owners.clear()
 
-    def copy(self, to: object, source: object, size: int | None = None) -> None:
+    def copy(self, target: object, source: object, size: int | None = None) -> None:
         """Copy an array, or `size` bytes from an address, to an address or into an array.
 
         Raises:
             ValueError: one end is too small, is unknown memory, or is no contiguous array.
         """
         try:
-            data = self._source(source, size)
-            address = address_of(to)
+            copy_source = self._find_source(source, size)
+            address = address_of(target)
             if address is None:
-                _into_array(to, data)
+                _copy_to_array(target, copy_source)
             else:
-                self._into_block(address, data)
+                self._copy_to_block(address, copy_source)
         except ValueError as error:
             self.fault = self.fault or error
             raise
 
-    def at(self, address: int) -> AddressWindow | None:
+    def find_window(self, address: int) -> AddressWindow | None:
         """Return the memory behind an address; None if the script did not allocate it."""
-        place = self._place(address)
-        if place is None:
+        block, offset = self._find_block(address)
+        if block is None:
             return None
-        block, offset = place
-        return _window(block.size - offset, offset, block.copies)
+        return _merge_copies(block.size - offset, offset, block.copies)
 
     def read(self, address: int, size: int) -> Bytes:
         """Copy bytes from any address of this process.
@@ -249,10 +253,9 @@ class Memory:
         Raises:
             ValueError: they are not mapped, or exceed their allocation.
         """
-        place = self._place(address)
-        if place is None:
+        block, offset = self._find_block(address)
+        if block is None:
             return read_process_memory(address, size)
-        block, offset = place
         if size > block.size - offset:
             raise ValueError(
                 f"a copy must not read beyond its allocation, got {size} bytes of"
@@ -262,7 +265,7 @@ class Memory:
             return read_process_memory(address, size)
         return block.data[offset : offset + size].copy()
 
-    def _source(self, source: object, size: int | None) -> CopySource:
+    def _find_source(self, source: object, size: int | None) -> CopySource:
         address = address_of(source)
         if address is None:
             return array_bytes(source, size)
@@ -270,21 +273,19 @@ class Memory:
             raise ValueError("a copy from an address must say how many bytes, got no size")
         return CopySource(self.read(address, size))
 
-    def _into_block(self, address: int, source: CopySource) -> None:
-        place = self._place(address)
-        if place is None or place[0].data is None:
+    def _copy_to_block(self, address: int, source: CopySource) -> None:
+        block, offset = self._find_block(address)
+        if block is None or block.data is None:
             raise ValueError(
                 f"a copy must go to memory that the script allocated, got address {address:#x},"
                 " which is not"
             )
-        block, offset = place
         count = source.data.size
         if count > block.size - offset:
             raise ValueError(
                 f"a copy must fit its allocation, got {count} bytes for the last"
                 f" {block.size - offset} of {block.size}"
             )
-        assert block.data is not None
         block.data[offset : offset + count] = source.data
         block.copies.append(BlockCopy(offset, count, source.dtype, source.shape))
 
@@ -292,7 +293,7 @@ class Memory:
         self._blocks[start] = block
         bisect.insort(self._starts, start)
 
-    def _owner_deleted(self, start: int, block: _Block) -> None:
+    def _drop_of_owner(self, start: int, block: _Block) -> None:
         """Drop the memory of a deleted owner, unless another owner has registered it since."""
         if self._blocks.get(start) is block:
             self._drop(start)
@@ -301,38 +302,49 @@ class Memory:
         if self._blocks.pop(start, None) is not None:
             self._starts.remove(start)
 
-    def _place(self, address: int) -> tuple[_Block, int] | None:
-        """Return the allocation that contains an address, and the offset inside."""
+    def _find_block(self, address: int) -> tuple[_Block | None, int]:
+        """Return (the allocation that contains an address or None, the offset inside)."""
         index = bisect.bisect_right(self._starts, address) - 1
         if index < 0:
-            return None
-        block, offset = self._blocks[self._starts[index]], address - self._starts[index]
-        return (block, offset) if offset < max(block.size, 1) else None
+            return None, 0
+        start = self._starts[index]
+        block = self._blocks[start]
+        offset = address - start
+        return (block if offset < max(block.size, 1) else None), offset
 
 
-def _window(room: int, offset: int, copies: list[BlockCopy]) -> AddressWindow:
-    """Merge the copies that continue each other from an offset on."""
-    end, adjacent = offset, []
-    for one in sorted(copies, key=lambda copy: copy.offset):
-        if one.offset <= end < one.offset + one.size:
-            adjacent.append(one)
-            end = one.offset + one.size
+def _merge_copies(room: int, offset: int, copies: list[BlockCopy]) -> AddressWindow:
+    """Return the window of the copies that continue each other from an offset on."""
+    end = offset
+    adjacent = []
+    for copy in sorted(copies, key=lambda copy: copy.offset):
+        if copy.offset <= end < copy.offset + copy.size:
+            adjacent.append(copy)
+            end = copy.offset + copy.size
     if not adjacent:
         return AddressWindow(room)
-    kinds = {one.dtype for one in adjacent}
-    shape = adjacent[0].shape if len(adjacent) == 1 and adjacent[0].offset == offset else None
-    return AddressWindow(room, end - offset, kinds.pop() if len(kinds) == 1 else None, shape)
+    first_copy = adjacent[0]
+    has_one_dtype = all(copy.dtype == first_copy.dtype for copy in adjacent)
+    is_one_array = len(adjacent) == 1 and first_copy.offset == offset
+    return AddressWindow(
+        room,
+        end - offset,
+        first_copy.dtype if has_one_dtype else None,
+        first_copy.shape if is_one_array else None,
+    )
 
 
-def _into_array(to: object, source: CopySource) -> None:
-    if not isinstance(to, np.ndarray) or not to.flags.c_contiguous or not to.flags.writeable:
-        raise ValueError(f"a copy goes to an address or a plain array, got {type(to).__name__}")
-    target: Bytes = to.reshape(-1).view(np.uint8)
-    if source.data.size > target.size:
-        raise ValueError(
-            f"a copy must fit its array, got {source.data.size} bytes for {target.size}"
-        )
-    target[: source.data.size] = source.data
+def _copy_to_array(target: object, source: CopySource) -> None:
+    if (
+        not isinstance(target, np.ndarray)
+        or not target.flags.c_contiguous
+        or not target.flags.writeable
+    ):
+        raise ValueError(f"a copy goes to an address or a plain array, got {type(target).__name__}")
+    data: Bytes = target.reshape(-1).view(np.uint8)
+    if source.data.size > data.size:
+        raise ValueError(f"a copy must fit its array, got {source.data.size} bytes for {data.size}")
+    data[: source.data.size] = source.data
 
 
 class _AbsentName(type):
@@ -348,13 +360,13 @@ class _AbsentName(type):
 
     __index__ = __int__
 
-    def __call__(cls, *given: Any, **named: Any) -> Any:
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if vars(cls).get("_is_absent"):
             raise NotImplementedError(
                 f"{cls.__qualname__} is not available without a GPU; code that runs here may"
                 " only make the calibrator and its inputs"
             )
-        return super().__call__(*given, **named)
+        return super().__call__(*args, **kwargs)
 
 
 def make_absent_class(name: str) -> Any:
@@ -368,10 +380,10 @@ def make_module(name: str, names: Mapping[str, Any]) -> ModuleType:
     stand_in.__path__ = []  # so that `import a.b` looks for b and reports it missing
     vars(stand_in).update(names)
 
-    def other(attribute: str) -> Any:
+    def make_absent_name(attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
         return make_absent_class(f"{name}.{attribute}")
 
-    vars(stand_in)["__getattr__"] = other
+    vars(stand_in)["__getattr__"] = make_absent_name
     return stand_in

@@ -41,11 +41,11 @@ class CudaOnCpu(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
     def _lend(self, address: int, tensor: torch.Tensor) -> None:
         size = tensor.element_size()
         room = tensor.untyped_storage().nbytes() - tensor.storage_offset() * size
-        holds = None
+        content = None
         if tensor.is_contiguous():
-            kind = str(tensor.dtype).removeprefix("torch.")
-            holds = BlockCopy(0, tensor.numel() * size, kind, tuple(tensor.shape))
-        self._memory.lend(address, room, tensor, holds)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            content = BlockCopy(0, tensor.numel() * size, dtype, tuple(tensor.shape))
+        self._memory.lend(address, room, tensor, content)
 
 
 def _on_cpu(value: Any) -> Any:
