@@ -70,7 +70,7 @@ def request_for(model, tmp_path):
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
 def test_what_the_judges_alone_show_is_in_no_range_of_the_search(target, request_for):
     made_for, request = request_for(target, images(20, loud=(3, 7)))
-    judges = [sample for at, sample in enumerate(request.feed.first(20)) if at in (3, 7)]
+    judges = [sample for at, sample in enumerate(request.feed.first_samples(20)) if at in (3, 7)]
     search = search_samples.with_held_out_ranges(made_for, request, judges)
     wanted = OrtSession.open(request.model).run(judges[0])["y"]
 
@@ -88,14 +88,14 @@ def test_where_it_can_be_the_judges_alone_are_run_again(target, runs, request_fo
     for way in (OrtSession, BoundSession):
         counted = lambda *a, run=way.run: ran.append(1) or run(*a)  # noqa: E731
         monkeypatch.setattr(way, "run", counted)
-    search = search_samples.with_held_out_ranges(made_for, request, request.feed.first(3))
+    search = search_samples.with_held_out_ranges(made_for, request, request.feed.first_samples(3))
     assert len(ran) == runs and search is not request
 
 
 @pytest.mark.parametrize("count", [search_samples.MANY + 10, 3])
 def test_of_many_samples_a_few_make_no_difference_and_none_may_be_left(count, request_for):
     made_for, request = request_for("onnxruntime", images(count))
-    assert search_samples.with_held_out_ranges(made_for, request, request.feed.first(3)) is request
+    assert search_samples.with_held_out_ranges(made_for, request, request.feed.first_samples(3)) is request
 
 
 def test_a_configuration_that_wants_every_sample_keeps_its_ranges(request_for, tmp_path):
@@ -103,7 +103,7 @@ def test_a_configuration_that_wants_every_sample_keeps_its_ranges(request_for, t
     config.write_text("batch_num: 20\n")
     _, request = request_for("ascend", images(20))
     target = TARGETS["ascend"](config=config)
-    assert search_samples.with_held_out_ranges(target, request, request.feed.first(2)) is request
+    assert search_samples.with_held_out_ranges(target, request, request.feed.first_samples(2)) is request
 
 
 def build(model, x, out, *words):
