@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="NAMES",
     shell_complete=complete_names_of("deploy.tuning.repairs", "REPAIRS", "all", "none"),
-    help="Repairs to try, kept where they help: equalize, ranges, adaround, bias, all or none; a"
+    help="Repairs to try, kept where they help: equalize, adaround, bias, all or none; a"
     " comma list, may be repeated. Default: adaround, none with --effort 0.",
 )
 @config_options

@@ -4,7 +4,7 @@ Each repair is an option. It works on every target, since all are built from the
 and is kept only where it measurably helps: by the model's outputs on a few samples, or layer by
 layer where each layer can be measured. `REPAIRS` lists them in the order in which they are tried::
 
-    model -> equalize -> observe -> ranges, adaround, bias -> files
+    model -> equalize -> observe -> adaround, bias -> files
              (the ranges change)    (the ranges stay)
 
 By default `adaround` is tried wherever there is a search: it costs a few calibrations and no
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from deploy.errors import ConfigError, did_you_mean
 from deploy.graph.index import as_names
 from deploy.tuning.repairs.base import LayerwiseRepair, ModelRepair, RepairResult, RequestRepair
-from deploy.tuning.repairs.bias import choose_ranges, correct_biases
+from deploy.tuning.repairs.bias import correct_biases
 from deploy.tuning.repairs.equalize import equalize
 from deploy.tuning.repairs.output_rounding import round_weights
 
@@ -39,7 +39,6 @@ class Repair:
 
 REPAIRS: dict[str, Repair] = {
     "equalize": Repair(words="cross-layer equalization", before=equalize),
-    "ranges": Repair(words="ranges by output error", after=choose_ranges),
     ROUNDING: Repair(words="weight rounding by output error", by_layers=round_weights),
     "bias": Repair(words="bias correction", after=correct_biases),
 }

@@ -1,8 +1,7 @@
-"""Bias correction, and the choice of each tensor's range search by output error.
+"""Bias correction: the mean that int8 adds to a channel is subtracted from its bias.
 
-Bias correction: the mean that int8 adds to a channel is subtracted from its bias. Rounded weights
-and clipped inputs shift the mean of a channel, and the shifts add up over the layers. The bias gets
-the mean over a few samples of float minus int8, in two steps::
+Rounded weights and clipped inputs shift the mean of a channel, and the shifts add up over the
+layers. The bias gets the mean over a few samples of float minus int8, in two steps::
 
     1. every layer by itself: its float input x, and x' = x on its grid,
            b + mean(W x) - mean(W' x')
@@ -15,14 +14,9 @@ samples disagree is shrunk by m^2 / (m^2 + variance / n).
 
 Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction"
 (ICCV 2019), section 4.2 (equation 16 and 17), and appendix D for correction on data.
-
-Range choice: of the ranges that the searches find in one histogram, a tensor gets the one with the
-least error of the layers that read it. A range with a small error of the tensor itself may lose the
-values that its reader weighs most, so the reader's output is compared for patches of its input on a
-few samples: |W (x - x')|^2. The searches share one observation and cost no inference.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,13 +24,8 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from calibrators.grids import FP8, GRIDS, Grid, fake_quantize
-from calibrators.rounding import block_products
-from calibrators.scales import Scale
 from calibrators.weights import shrunk_mean
 from deploy.graph.index import Graph
-from deploy.graph.placement import keeps_range
-from deploy.method import Choices, Method, comparable_methods
 from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime.tile_rewrite import TILES
 from deploy.tensors import Array
@@ -147,108 +136,3 @@ def _channel_means(value: Array, axis: int) -> NDArray[np.float64]:
     by_channel = np.moveaxis(value, axis, -1) if value.ndim > 1 else value.reshape(1, -1)
     rows = by_channel.reshape(len(by_channel), -1, by_channel.shape[-1])
     return np.asarray(rows.mean(axis=1, dtype=np.float64))
-
-
-_CLIPS = "entropy"  # rarely the best for a model, but good for tensors whose extremes do not matter
-_MOVES = frozenset(
-    {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "MaxPool", "Resize", "Split"}
-)
-_LESS = 0.95  # another search replaces the present one below this share of its error
-_RANGE_PATCHES = 512  # input patches of a layer to compare searches on
-
-
-def choose_ranges(request: BuildRequest, making: RepairInput) -> Iterator[BuildRequest]:
-    """Yield the request with another range search for some tensors.
-
-    Nothing where the target does not search by the method, or nothing would change.
-    """
-    subject, now = request.subject, request.choices
-    usual = now.method or subject.method
-    others = [*comparable_methods(Method.of()), Method.of(_CLIPS)]
-    methods = {method.label: method for method in (*others, usual)}
-    if usual.name not in {other.name for other in others} or request.ranges.trusted is not None:
-        return
-    observations = {
-        o.tensor: o for o in making.target.demand(subject) if o.statistic == subject.statistic
-    }
-    readers = _readers(request, making, observations)
-    read = [observations[tensor] for tensor in dict.fromkeys(one for _, one, _ in readers)]
-    fp8 = any(grid == FP8 for _, _, grid in readers)
-    grid = FP8 if fp8 else None
-    ranges = {
-        name: request.ranges.with_choices(Choices(method=method)).find(read, symmetric=grid).scales
-        for name, method in methods.items()
-        if not (fp8 and method.integer)
-    }
-    errors = _errors(making, readers, ranges)
-    chosen = {}
-    for tensor, by_name in errors.items():
-        present = now.methods.get(tensor, usual)
-        best = min(by_name, key=by_name.__getitem__)
-        if by_name[best] < _LESS * by_name.get(present.label, np.inf):
-            chosen[tensor] = methods[best]
-    if chosen:
-        yield request.with_choices(replace(now, methods={**now.methods, **chosen}))
-
-
-def _readers(
-    request: BuildRequest, making: RepairInput, observed: Collection[str]
-) -> list[tuple[WeightedLayer, str, Grid]]:
-    """Return the int8 layers, the tensor that gives their input its range, and its grid."""
-    graph = Graph(request.model)
-    decisions = making.target.plan(request.model, request.float_nodes).decisions
-    grids = {d.node: GRIDS[d.precision] for d in decisions if d.quantized}
-    return [
-        (layer, root, grids[layer.name])
-        for layer in find_weighted_layers(request.model)
-        if layer.name in grids and (root := _root(graph, layer.input)) in observed
-    ]
-
-
-def _errors(
-    making: RepairInput,
-    readers: Sequence[tuple[WeightedLayer, str, Grid]],
-    ranges: Mapping[str, Mapping[str, Scale]],
-) -> dict[str, dict[str, float]]:
-    """Return {tensor: {search: output error, summed over the layers that read it}}."""
-    inputs = {layer.name: (root, grid) for layer, root, grid in readers}
-    layers = [layer for layer, _, _ in readers]
-    errors: dict[str, dict[str, float]] = {}
-    for layer, patches in layer_patches(
-        making.reference, layers, making.samples, most=_RANGE_PATCHES, threads=making.threads
-    ):
-        root, grid = inputs[layer.name]
-        x = np.concatenate(patches, axis=2)
-        totals = errors.setdefault(root, {})
-        for name, scales in ranges.items():
-            if root in scales:
-                totals[name] = totals.get(name, 0.0) + output_error(layer, x, scales[root], grid)
-    return {root: totals for root, totals in errors.items() if totals}
-
-
-def _root(graph: Graph, tensor: str) -> str:
-    """Return the tensor that gives a layer's input its range, upstream of Reshape and the like."""
-    while (maker := graph.producer.get(tensor)) is not None and (
-        maker.op_type in _MOVES and keeps_range(graph, maker)
-    ):
-        tensor = str(maker.input[0])
-    return tensor
-
-
-def output_error(
-    layer: WeightedLayer, inputs: NDArray[np.float32], scale: Scale, grid: Grid
-) -> float:
-    """Return the output error of a layer, as a share of its power, with its input on the grid.
-
-    The weights are float.
-
-    `inputs`: input patches [groups, K, P].
-    """
-    step, zero = scale.on(grid)
-    if not step > 0:
-        return float("inf")
-    rows = np.asarray(layer.rows, np.float32)
-    error = block_products(rows, fake_quantize(inputs, step, zero, grid) - inputs)
-    output = block_products(rows, inputs)
-    power = float((output * output).sum())
-    return float((error * error).sum()) / power if power > 0 else 0.0
