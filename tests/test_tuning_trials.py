@@ -95,7 +95,10 @@ def test_where_it_can_be_the_judges_alone_are_run_again(target, runs, request_fo
 @pytest.mark.parametrize("count", [search_samples.MANY + 10, 3])
 def test_of_many_samples_a_few_make_no_difference_and_none_may_be_left(count, request_for):
     made_for, request = request_for("onnxruntime", images(count))
-    assert search_samples.with_held_out_ranges(made_for, request, request.feed.first_samples(3)) is request
+    assert (
+        search_samples.with_held_out_ranges(made_for, request, request.feed.first_samples(3))
+        is request
+    )
 
 
 def test_a_configuration_that_wants_every_sample_keeps_its_ranges(request_for, tmp_path):
@@ -103,7 +106,10 @@ def test_a_configuration_that_wants_every_sample_keeps_its_ranges(request_for, t
     config.write_text("batch_num: 20\n")
     _, request = request_for("ascend", images(20))
     target = TARGETS["ascend"](config=config)
-    assert search_samples.with_held_out_ranges(target, request, request.feed.first_samples(2)) is request
+    assert (
+        search_samples.with_held_out_ranges(target, request, request.feed.first_samples(2))
+        is request
+    )
 
 
 def build(model, x, out, *words):

@@ -23,7 +23,7 @@ from deploy.tensors import Array, TensorSpec
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-_REFUSED = 3  # exit status of a `run_in_subprocess` process that printed an error message
+_REFUSED_STATUS = 3  # exit status of a `run_in_subprocess` process that printed an error message
 
 
 class OpenvinoSession(CpuSession):
@@ -65,7 +65,7 @@ class OpenvinoSession(CpuSession):
             SdkMissingError: OpenVINO is not installed.
             BackendError: OpenVINO cannot load the model; the message quotes OpenVINO.
         """
-        openvino = _openvino()
+        openvino = _import_openvino()
         threads = usable_cores() if threads is None else threads
         settings = {
             "INFERENCE_NUM_THREADS": threads,
@@ -75,20 +75,20 @@ class OpenvinoSession(CpuSession):
         source = model_source(model)
         try:
             core = openvino.Core()
-            read = core.read_model(source)
+            network = core.read_model(source)
             if shapes:
-                read.reshape({name: list(shape) for name, shape in shapes.items()})
-            compiled = core.compile_model(read, "CPU", settings)
+                network.reshape({name: list(shape) for name, shape in shapes.items()})
+            compiled = core.compile_model(network, "CPU", settings)
         except Exception as error:  # OpenVINO's exceptions share no base but RuntimeError
-            refused = cls._open_error(model, openvino.__version__, error)
-            raise BackendError(f"{refused}; run it in ONNX Runtime only") from error
+            open_error = cls._open_error(model, openvino.__version__, error)
+            raise BackendError(f"{open_error}; run it in ONNX Runtime only") from error
         return cls(compiled, threads=threads)
 
     @staticmethod
     def _sentence(error: Exception) -> str:
         """Return the message's last line with text; the lines before are locations in OpenVINO."""
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return first_line(RuntimeError(lines[-1] if lines else type(error).__name__))
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return first_line(RuntimeError(lines[-1]))
 
 
 def run_in_subprocess(
@@ -115,52 +115,58 @@ def run_in_subprocess(
         SdkMissingError: OpenVINO is not installed.
         BackendError: OpenVINO refused the model or a sample, or crashed.
     """
-    _openvino()
+    _import_openvino()
     path = folder / "model.onnx"
     path.write_bytes(model.SerializeToString())
-    results = [folder / f"outputs-{number}.npz" for number in range(len(samples))]
-    args = [str(path), str(threads or usable_cores()), "fixed" if fix_shapes else "open"]
-    args += [str(file) for pair in zip(samples, results, strict=True) for file in pair]
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-m", "deploy.runtimes.openvino", *args],
+    arguments = [str(path), str(threads or usable_cores()), "fixed" if fix_shapes else "open"]
+    output_files = []
+    for number, sample in enumerate(samples):
+        output_file = folder / f"outputs-{number}.npz"
+        arguments += [str(sample), str(output_file)]
+        output_files.append(output_file)
+    import_paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    process = subprocess.run(
+        [sys.executable, "-m", "deploy.runtimes.openvino", *arguments],
         capture_output=True,
         text=True,
         errors="replace",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, import_paths))},
         check=False,
     )
-    if done.returncode == _REFUSED:
-        raise BackendError(done.stdout.strip())
-    if done.returncode:
+    if process.returncode == _REFUSED_STATUS:
+        raise BackendError(process.stdout.strip())
+    if process.returncode:
         raise BackendError(
             "OpenVINO must not crash while it loads and runs a model, got a process that ended"
-            f" with status {done.returncode}"
+            f" with status {process.returncode}"
         )
-    return results
+    return output_files
 
 
 def _process_main(args: Sequence[str]) -> int:
     """Run a process of `run_in_subprocess`; args: model, threads, shapes, then file pairs."""
     path, threads, shapes, *files = args
     try:
-        shapes_given = None
+        fixed_shapes = None
         if shapes == "fixed":
-            with np.load(files[0], allow_pickle=False) as arrays:
-                shapes_given = {name: arrays[name].shape for name in arrays.files}
-        session = OpenvinoSession.open(Path(path), threads=int(threads), shapes=shapes_given)
-        for sample, result in zip(files[::2], files[1::2], strict=True):
-            with np.load(sample, allow_pickle=False) as arrays:
-                outputs = session.run({name: arrays[name] for name in arrays.files})
+            fixed_shapes = {name: array.shape for name, array in _load_arrays(files[0]).items()}
+        session = OpenvinoSession.open(Path(path), threads=int(threads), shapes=fixed_shapes)
+        for sample, output_file in zip(files[::2], files[1::2], strict=True):
+            outputs = session.run(_load_arrays(sample))
             # by number: a name may hold characters that a zip entry must not
-            np.savez(result, *[outputs[spec.name] for spec in session.outputs])
+            np.savez(output_file, *[outputs[spec.name] for spec in session.outputs])
     except BackendError as error:
         print(error)
-        return _REFUSED
+        return _REFUSED_STATUS
     return 0
 
 
-def _openvino() -> Any:
+def _load_arrays(file: str) -> dict[str, Array]:
+    with np.load(file, allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def _import_openvino() -> Any:
     try:
         import openvino
     except ImportError as error:

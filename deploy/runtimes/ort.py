@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 # ONNX Runtime's element types with another name in numpy.
 _NUMPY_NAMES = {"float": "float32", "double": "float64", "string": "str"}
 
-_EXTERNAL = b"\x0a\x08location"  # start of the protobuf entry with the path of external weights
+_EXTERNAL_ENTRY = (
+    b"\x0a\x08location"  # start of the protobuf entry with the path of external weights
+)
 
 # These drop a Relu or Clip before a QuantizeLinear with the same lower bound. For fp8 the first
 # takes that bound for 0, and the second fails.
@@ -36,29 +38,31 @@ _CLIP_DROPPERS = ("ReluQuantRewrite", "ClipQuantRewrite")
 # This fuses two Convs and the Add of their outputs even if one of these is a model output: the
 # model then does not load (ONNX Runtime 1.32; grouped Convs with several channels per group).
 _OUTPUT_LOSING_OPTIMIZER = "ConvAddActivationFusion"
-_OUTPUT_LOST = "Failed to find node output"
+_LOST_OUTPUT_MESSAGE = "Failed to find node output"
 
-_KERNEL = "_kernel_time"  # suffix of a kernel's event in a profile
-_MOST_TRACED = 64  # maximum number of runs of a timed profile
+_KERNEL_SUFFIX = "_kernel_time"  # suffix of a kernel's event in a profile
+_MAX_TRACED_RUNS = 64  # maximum number of runs of a timed profile
 
-_LARGE = 1 << 12  # bytes; larger weights go to a separate file when a model is saved
+_MIN_EXTERNAL_BYTES = 1 << 12  # bytes; larger weights go to a separate file when a model is saved
 
-_LINE = 64  # bytes of a cache line, and of the widest vector
+_CACHE_LINE = 64  # bytes of a cache line, and of the widest vector
 
 Model: TypeAlias = "Path | str | bytes | ModelProto"
 ArrayForm = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
 
 _LOG_FATAL = 4  # errors arrive as exceptions; everything else would clutter the user's screen
 
-_SHARED: dict[str, onnxruntime.RunOptions] = {}  # one for every run, so that all can be stopped
-_LOADING: set[onnxruntime.SessionOptions] = set()
-_continued_at = -math.inf
+_RUN_OPTIONS: dict[
+    str, onnxruntime.RunOptions
+] = {}  # one for every run, so that all can be stopped
+_LOADING_OPTIONS: set[onnxruntime.SessionOptions] = set()
+_last_continue = -math.inf
 
 
 def _run_options() -> onnxruntime.RunOptions:
     import onnxruntime
 
-    return _SHARED.setdefault("", onnxruntime.RunOptions())
+    return _RUN_OPTIONS.setdefault("", onnxruntime.RunOptions())
 
 
 def stop_runs(since: float) -> bool:
@@ -68,7 +72,7 @@ def stop_runs(since: float) -> bool:
         since: time (`time.monotonic`) of a signal. If `continue_runs` was called later, nothing is
             stopped, and False is returned.
     """
-    if _continued_at > since:
+    if _last_continue > since:
         return False
     _end_runs(_run_options())
     return True
@@ -76,21 +80,21 @@ def stop_runs(since: float) -> bool:
 
 def abandon_runs() -> None:
     """Stop every run of the sessions opened so far, in threads that a signal left behind."""
-    if (options := _SHARED.pop("", None)) is not None:
+    if (options := _RUN_OPTIONS.pop("", None)) is not None:
         _end_runs(options)
 
 
 def _end_runs(shared: onnxruntime.RunOptions) -> None:
     shared.terminate = True
-    for options in list(_LOADING):
+    for options in list(_LOADING_OPTIONS):
         if hasattr(options, "set_load_cancellation_flag"):  # not in older versions
             options.set_load_cancellation_flag(True)
 
 
 def continue_runs() -> None:
     """Allow runs again after an interrupt that did not end the command."""
-    global _continued_at
-    _continued_at = time.monotonic()
+    global _last_continue
+    _last_continue = time.monotonic()
     _run_options().terminate = False
 
 
@@ -101,7 +105,7 @@ def runtime_version() -> str:
     return f"ONNX Runtime {onnxruntime.__version__}"
 
 
-_SUMS = """<ir_version: 8, opset_import: ["" : 13]>
+_SUM_MODEL = """<ir_version: 8, opset_import: ["" : 13]>
 kind (uint8[1, 64] x, int8[64, 16] w) => (int32[1, 16] y) { y = MatMulInteger(x, w) }"""
 
 
@@ -117,36 +121,34 @@ def cpu_kind() -> str:
     if platform.machine().lower() in ("aarch64", "arm64"):
         return "arm"
     feeds = {"x": np.full((1, 64), 255, np.uint8), "w": np.full((64, 16), 127, np.int8)}
-    sums = OrtSession.open(parser.parse_model(_SUMS), threads=1, spin=False).run(feeds)["y"]
+    sums = OrtSession.open(parser.parse_model(_SUM_MODEL), threads=1, spin=False).run(feeds)["y"]
     return "vnni" if (sums == 255 * 127 * 64).all() else "avx2"
 
 
 def _create_session(
-    source: str | bytes, options: onnxruntime.SessionOptions, without: Sequence[str]
+    source: str | bytes, options: onnxruntime.SessionOptions, disabled_optimizers: Sequence[str]
 ) -> onnxruntime.InferenceSession:
-    """Create a session without some optimizers, and without the faulty fusion if it fails."""
+    """Create a session; if it fails by the faulty fusion, create it without that one."""
     import onnxruntime
 
-    def session(disabled: Sequence[str]) -> onnxruntime.InferenceSession:
-        return onnxruntime.InferenceSession(
-            source,
-            options,
-            providers=["CPUExecutionProvider"],
-            disabled_optimizers=[*disabled],
-            enable_fallback=0,  # there is no other provider, and ONNX Runtime would print a note
-        )
-
+    create = partial(
+        onnxruntime.InferenceSession,
+        source,
+        options,
+        providers=["CPUExecutionProvider"],
+        enable_fallback=0,  # there is no other provider, and ONNX Runtime would print a note
+    )
     try:
-        return session(without)
+        return create(disabled_optimizers=[*disabled_optimizers])
     except RuntimeError as error:
-        if _OUTPUT_LOST not in str(error):
+        if _LOST_OUTPUT_MESSAGE not in str(error):
             raise
-        return session([*without, _OUTPUT_LOSING_OPTIMIZER])
+        return create(disabled_optimizers=[*disabled_optimizers, _OUTPUT_LOSING_OPTIMIZER])
 
 
 def _raise_if_stopped(error: Exception) -> None:
     """Raise KeyboardInterrupt for an error after `stop_runs`; the main thread raises its signal."""
-    if (options := _SHARED.get("")) is not None and options.terminate:
+    if (options := _RUN_OPTIONS.get("")) is not None and options.terminate:
         raise KeyboardInterrupt from error
 
 
@@ -252,20 +254,24 @@ class OrtSession(CpuSession):
 
         threads = usable_cores() if threads is None else threads
         source = model_source(model)
-        int8_kernels = int8_kernels and not holds_fp8(model)
         if threads < 1:
             raise BackendError(f"threads must be 1 or more, got {threads}")
+        disabled_optimizers: Sequence[str] = ()
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
         options.log_severity_level = _LOG_FATAL
+        options.enable_cpu_mem_arena = spin if reuse_memory is None else reuse_memory
+        if not optimize:
+            level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            options.graph_optimization_level = level
         if spin:  # but stop when the run ends, for other sessions' sake
             options.add_session_config_entry("session.force_spinning_stop", "1")
         else:
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.enable_cpu_mem_arena = spin if reuse_memory is None else reuse_memory
-        if not int8_kernels:
+        if not int8_kernels or holds_fp8(model):
             options.add_session_config_entry("session.disable_quant_qdq", "1")
+            disabled_optimizers = _CLIP_DROPPERS
         if trace is not None:
             options.enable_profiling = True
             options.profile_file_prefix = str(trace)
@@ -273,18 +279,16 @@ class OrtSession(CpuSession):
             options.optimized_model_filepath = str(save_to)
             entry = "session.optimized_model_external_initializers_"
             options.add_session_config_entry(f"{entry}file_name", f"{save_to.name}.data")
-            options.add_session_config_entry(f"{entry}min_size_in_bytes", str(_LARGE))
-        level = onnxruntime.GraphOptimizationLevel
-        options.graph_optimization_level = (
-            level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
-        )
-        _LOADING.add(options)
+            min_bytes = str(_MIN_EXTERNAL_BYTES)
+            options.add_session_config_entry(f"{entry}min_size_in_bytes", min_bytes)
+
+        _LOADING_OPTIONS.add(options)
         try:
-            session = _create_session(source, options, () if int8_kernels else _CLIP_DROPPERS)
+            session = _create_session(source, options, disabled_optimizers)
         except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
             raise cls._open_error(model, onnxruntime.__version__, error) from error
         finally:
-            _LOADING.discard(options)
+            _LOADING_OPTIONS.discard(options)
         return cls(session, threads=threads)
 
     def end_trace(self) -> str:
@@ -320,21 +324,21 @@ class BoundSession:
     """
 
     def __init__(
-        self, session: onnxruntime.InferenceSession, like: Mapping[str, ArrayForm]
+        self, session: onnxruntime.InferenceSession, output_forms: Mapping[str, ArrayForm]
     ) -> None:
-        if any(dtype.hasobject for _, dtype in like.values()):
+        if any(dtype.hasobject for _, dtype in output_forms.values()):
             raise BackendError("outputs of text cannot be bound")
         self._session = session
         self._options = _run_options()
         self._binding = session.io_binding()
-        sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in like.items()}
         # one block of memory, each array aligned to a cache line
-        block = np.empty(sum(size + _LINE for size in sizes.values()) + _LINE, np.uint8)
-        at = -block.ctypes.data % _LINE
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in output_forms.values()]
+        block = np.empty(sum(sizes) + _CACHE_LINE * (len(sizes) + 1), np.uint8)
+        start = -block.ctypes.data % _CACHE_LINE
         self.outputs: dict[str, Array] = {}
-        for name, (shape, dtype) in like.items():
-            self.outputs[name] = block[at : at + sizes[name]].view(dtype).reshape(shape)
-            at += sizes[name] + -sizes[name] % _LINE
+        for (name, (shape, dtype)), size in zip(output_forms.items(), sizes, strict=True):
+            self.outputs[name] = block[start : start + size].view(dtype).reshape(shape)
+            start += size + -size % _CACHE_LINE
         try:
             for name, x in self.outputs.items():
                 self._binding.bind_output(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
@@ -378,15 +382,16 @@ def profile_kernels(
     """
     with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
         session = OrtSession.open(model, threads=threads, trace=Path(folder) / "trace")
-        began, run = time.perf_counter(), 0
-        while run < runs or (run < _MOST_TRACED and time.perf_counter() - began < seconds):
-            session.run(feeds[run % len(feeds)])
-            run += 1
+        end = time.perf_counter() + seconds
+        run_count = 0
+        while run_count < runs or (run_count < _MAX_TRACED_RUNS and time.perf_counter() < end):
+            session.run(feeds[run_count % len(feeds)])
+            run_count += 1
         events = json.loads(Path(session.end_trace()).read_text(encoding="utf-8"))
     return [
-        (event["name"].removesuffix(_KERNEL), event["args"]["op_name"], float(event["dur"]))
+        (event["name"].removesuffix(_KERNEL_SUFFIX), event["args"]["op_name"], float(event["dur"]))
         for event in events
-        if event.get("cat") == "Node" and event["name"].endswith(_KERNEL)
+        if event.get("cat") == "Node" and event["name"].endswith(_KERNEL_SUFFIX)
     ]
 
 
@@ -415,7 +420,7 @@ def holds_fp8(model: Model) -> bool:
 def _read_bytes(path: Path | str) -> bytes:
     """Read a model whose path is not UTF-8; external weights cannot be located then."""
     data = read_bytes(path, what="a model", error=BackendError)
-    if _EXTERNAL in data:
+    if _EXTERNAL_ENTRY in data:
         raise BackendError(
             f"a model with weights in a separate file must have a path in UTF-8, got {path};"
             " move both files to such a path"
