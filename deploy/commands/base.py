@@ -8,8 +8,7 @@ that no command imports anything for it.
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
@@ -48,8 +47,9 @@ class InputPath(click.Path):
         try:
             os.stat(str(path))
         except FileNotFoundError as error:
-            said = f"{path} must be {self.what}, got nothing there; check the path"
-            raise ConfigError(said) from error
+            raise ConfigError(
+                f"{path} must be {self.what}, got nothing there; check the path"
+            ) from error
         except (OSError, ValueError):
             return
 
@@ -57,7 +57,7 @@ class InputPath(click.Path):
 class OutputFile(click.Path):
     """A file to write, of a kind in `deploy.files.manifest.MARKS`; `-` prints JSON to the screen.
 
-    One that is there and that calib8 did not write is refused while the words are parsed.
+    A file that calib8 did not write is refused while the arguments are parsed.
     """
 
     def __init__(self, kind: str) -> None:
@@ -69,8 +69,8 @@ class OutputFile(click.Path):
         from deploy.files.manifest import name_output
 
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        screen = self.kind == "JSON file" and path == _SCREEN
-        if not screen and not (ctx and ctx.resilient_parsing):
+        is_screen = self.kind == "JSON file" and path == _SCREEN
+        if not is_screen and not (ctx and ctx.resilient_parsing):
             name_output(path, self.kind)
         return path
 
@@ -90,10 +90,10 @@ _NUMBERS = {"integer": "N", "float": "X"}  # click's name of a type -> metavar
 class SectionOption(click.Option):
     """A click option with the section of the help that lists it, which shows its default."""
 
-    def __init__(self, *words: Any, section: str, **rest: Any) -> None:
-        if rest.get("default") is not None:
-            rest.setdefault("show_default", True)
-        super().__init__(*words, **rest)
+    def __init__(self, *names: Any, section: str, **settings: Any) -> None:
+        if settings.get("default") is not None:
+            settings.setdefault("show_default", True)
+        super().__init__(*names, **settings)
         self.section = section
         if self.metavar is None and not self.is_flag and self.type.name.split()[0] in _NUMBERS:
             self.metavar = _NUMBERS[self.type.name.split()[0]]  # shorter than click's INTEGER RANGE
@@ -116,12 +116,13 @@ out_option = partial(click.option, "-o", "--out", required=True)
 
 def add_options(command: Command, options: Sequence[Callable[..., Any]]) -> Command:
     """Add options to a command, in their order."""
-    for one in reversed(options):
-        command = one(command)
+    for add_option in reversed(options):
+        command = add_option(command)
     return command
 
 
-MANY, SHOWN = 16, 12
+_MAX_UNFOLDED_OPTIONS = 16  # a command with more has a short `--help`
+_SHORT_HELP_OPTIONS = 12
 # The options that most people need, in the order of use.
 COMMON = """
 --against --images --preprocess --target --for --prefer --out --eval-images --labels --ranges
@@ -132,8 +133,8 @@ COMMON = """
 """
 
 
-def _print_help_all(context: click.Context, param: click.Parameter, wanted: bool) -> None:
-    if wanted and not context.resilient_parsing:
+def _print_help_all(context: click.Context, param: click.Parameter, is_given: bool) -> None:
+    if is_given and not context.resilient_parsing:
         context.meta[_ALL] = True
         say_lines(context.get_help())
         context.exit()
@@ -154,25 +155,30 @@ _HELP_ALL = SectionOption(
 class SectionedCommand(click.Command):
     """A command whose options are listed by section.
 
-    Of more than `MANY` options `--help` lists the `SHOWN` first ones of `COMMON`, `--help-all` all.
+    If there are many options, `--help` lists the first ones of `COMMON`, and `--help-all` all.
 
     Raises:
         ConfigError: two options of one flag.
     """
 
-    def __init__(self, *words: Any, **rest: Any) -> None:
-        super().__init__(*words, **rest)
-        seen: dict[str, str] = {}
+    def __init__(self, *names: Any, **settings: Any) -> None:
+        super().__init__(*names, **settings)
+        section_by_flag: dict[str, str] = {}
+        option_count = 0
         for param in self.params:
+            option_count += isinstance(param, click.Option)
             for flag in (*param.opts, *param.secondary_opts):
-                if flag in seen and flag.startswith("-"):
+                if flag in section_by_flag and flag.startswith("-"):
                     raise ConfigError(
                         f"a flag belongs to one option of a command, got {flag} in"
-                        f" {seen[flag]} and in {section_of(param)}; rename one of them"
+                        f" {section_by_flag[flag]} and in {section_of(param)}; rename one of them"
                     )
-                seen[flag] = section_of(param)
-        many = sum(isinstance(param, click.Option) for param in self.params) > MANY
-        self.common = [flag for flag in COMMON.split() if flag in seen][: SHOWN if many else 0]
+                section_by_flag[flag] = section_of(param)
+
+        self.common: list[str] = []  # the flags of a short `--help`
+        if option_count > _MAX_UNFOLDED_OPTIONS:
+            common = [flag for flag in COMMON.split() if flag in section_by_flag]
+            self.common = common[:_SHORT_HELP_OPTIONS]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse, and check the paths.
@@ -180,13 +186,13 @@ class SectionedCommand(click.Command):
         Raises:
             ConfigError: a path that must exist does not.
         """
-        rest = super().parse_args(ctx, args)
+        extra_args = super().parse_args(ctx, args)
         for param in self.params:
             value = ctx.params.get(param.name or "")
             if isinstance(param.type, InputPath) and value and not ctx.resilient_parsing:
                 for path in value if isinstance(value, tuple) else (value,):
                     param.type.check(path)
-        return rest
+        return extra_args
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The parameters, with `--help` and `--help-all`."""
@@ -195,22 +201,24 @@ class SectionedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the common options, or all with one heading a section."""
-        rows: dict[str, list[tuple[str, str]]] = {}
-        by_flag: dict[str, tuple[str, str]] = {}
+        records_by_section: dict[str, list[tuple[str, str]]] = {}
+        record_by_flag: dict[str, tuple[str, str]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None and isinstance(param, click.Option):
-                rows.setdefault(section_of(param), []).append(record)
-                by_flag |= dict.fromkeys(param.opts, record)
+                records_by_section.setdefault(section_of(param), []).append(record)
+                record_by_flag |= dict.fromkeys(param.opts, record)
+
         if self.common and _ALL not in ctx.meta:
             with formatter.section("Options"):
-                formatter.write_dl([by_flag[flag] for flag in self.common])
+                formatter.write_dl([record_by_flag[flag] for flag in self.common])
             formatter.write_paragraph()
-            formatter.write_text(f"--help-all lists all {sum(map(len, rows.values()))} options.")
+            option_count = sum(map(len, records_by_section.values()))
+            formatter.write_text(f"--help-all lists all {option_count} options.")
             return
-        for title in sorted(rows, key=section_position):
+        for title in sorted(records_by_section, key=section_position):
             with formatter.section(title):
-                formatter.write_dl(rows[title])
+                formatter.write_dl(records_by_section[title])
 
 
 def section_of(param: click.Parameter) -> str:
@@ -223,7 +231,7 @@ def section_position(title: str) -> int:
     return _ORDER.index(title if title in _ORDER else "")
 
 
-MOST_BATCH = 65_536
+_MAX_BATCH = 65_536
 
 
 class Real(click.FloatRange):
@@ -233,10 +241,10 @@ class Real(click.FloatRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Convert and refuse infinity and NaN, which no bound would refuse."""
-        found = super().convert(value, param, ctx)
-        if isinstance(found, float) and not math.isfinite(found):
+        number = super().convert(value, param, ctx)
+        if isinstance(number, float) and not math.isfinite(number):
             self.fail(f"{value!r} is no finite number.", param, ctx)
-        return found
+        return number
 
     def _describe_range(self) -> str:
         return "" if self.min is None and self.max is None else super()._describe_range()
@@ -244,12 +252,14 @@ class Real(click.FloatRange):
 
 def parse_batches(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
     """Parse batch sizes separated by commas; () if the option is not given."""
-    words = [] if text is None else text.split(",")
-    if not all(word.strip().isdecimal() and 0 < int(word) <= MOST_BATCH for word in words):
+    if text is None:
+        return ()
+    sizes = text.split(",")
+    if not all(size.strip().isdecimal() and 0 < int(size) <= _MAX_BATCH for size in sizes):
         raise click.BadParameter(
-            f"must be batches of 1 to {MOST_BATCH}, such as 1,2,4,8, got {text!r}"
+            f"must be batches of 1 to {_MAX_BATCH}, such as 1,2,4,8, got {text!r}"
         )
-    return tuple(map(int, words))
+    return tuple(map(int, sizes))
 
 
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
@@ -260,18 +270,21 @@ def complete_names(names: Callable[[], Iterable[str]]) -> Completer:
     return partial(_completed, names)
 
 
-def complete_names_of(module: str, attribute: str, *more: str) -> Completer:
-    """Complete one of the names in an attribute of a module, or in `more`."""
-    return complete_names(lambda: (*getattr(import_module(module), attribute), *more))
+def complete_names_of(module: str, attribute: str, *extra_names: str) -> Completer:
+    """Complete one of the names in an attribute of a module, or one of `extra_names`."""
+    return complete_names(lambda: (*getattr(import_module(module), attribute), *extra_names))
 
 
 def _completed(
-    names: Callable[[], Iterable[str]], _: click.Context, __: click.Parameter, typed: str
+    names: Callable[[], Iterable[str]], _: click.Context, __: click.Parameter, text: str
 ) -> list[CompletionItem]:
-    before, comma, begun = typed.rpartition(",")
-    chosen = before.split(",")
-    left = (name for name in names() if name.startswith(begun) and name not in chosen)
-    return [CompletionItem(f"{before}{comma}{name}") for name in left]
+    earlier_names, comma, start = text.rpartition(",")
+    chosen = earlier_names.split(",")
+    return [
+        CompletionItem(f"{earlier_names}{comma}{name}")
+        for name in names()
+        if name.startswith(start) and name not in chosen
+    ]
 
 
 task_option = measuring_option(
@@ -285,33 +298,31 @@ task_option = measuring_option(
 
 def given_flags(*names: str) -> list[str]:
     """Flags of these options that the user gave; without names, of all options."""
-    return [_flag(option) for option in _given() if option.name in names or not names]
+    return [_flag(option) for option in _given_options() if option.name in names or not names]
 
 
 def given_flags_in(section: str) -> list[str]:
     """Flags of a section that the user gave."""
-    return [_flag(option) for option in _given() if section_of(option) == section]
+    return [_flag(option) for option in _given_options() if section_of(option) == section]
 
 
 def refuse_without(flag: str, flags: list[str]) -> None:
     """Refuse `flags`, if there are any, since they have no effect without `flag`."""
     if flags:
-        many = len(flags) > 1
+        verb, pronoun = ("goes", "it") if len(flags) == 1 else ("go", "them")
         raise ConfigError(
-            f"{' and '.join(flags)} {'go' if many else 'goes'} with {flag}, which was not given;"
-            f" give it too, or leave {'them' if many else 'it'} out"
+            f"{' and '.join(flags)} {verb} with {flag}, which was not given;"
+            f" give it too, or leave {pronoun} out"
         )
 
 
-def _given() -> list[click.Option]:
+def _given_options() -> Iterator[click.Option]:
     context = click.get_current_context()
-    untyped = (None, ParameterSource.DEFAULT)
-    return [
-        option
-        for option in context.command.get_params(context)
-        if isinstance(option, click.Option) and option.name is not None
-        if context.get_parameter_source(option.name) not in untyped
-    ]
+    for param in context.command.get_params(context):
+        if isinstance(param, click.Option) and param.name is not None:
+            source = context.get_parameter_source(param.name)
+            if source not in (None, ParameterSource.DEFAULT):
+                yield param
 
 
 def _flag(option: click.Option) -> str:
@@ -357,21 +368,20 @@ def quietable(*files: str) -> Callable[[CommandFunction], CommandFunction]:
         files: flags of which one must be given with --quiet, if the command writes nothing else.
     """
 
-    def added(command: CommandFunction) -> CommandFunction:
+    def add_quiet(command: CommandFunction) -> CommandFunction:
         @wraps(command)
-        def gathered(quiet: bool, **words: Any) -> None:
-            if quiet and words.get("verbose"):
+        def run(quiet: bool, **arguments: Any) -> None:
+            if quiet and arguments.get("verbose"):
                 raise click.UsageError("--quiet and --verbose exclude each other")
             if quiet and files and not set(files) & set(given_flags()):
                 refuse_without(" or ".join(files), ["--quiet"])
-            with ExitStack() as stack:
-                stack.enter_context(without_text(quiet or words.get("json_path") == _SCREEN))
-                stack.enter_context(show_progress(not quiet))
-                command(**words)
+            prints_json = arguments.get("json_path") == _SCREEN
+            with without_text(quiet or prints_json), show_progress(not quiet):
+                command(**arguments)
 
-        return _quiet_option(gathered)
+        return _quiet_option(run)
 
-    return added
+    return add_quiet
 
 
 def put_json(path: Path | None, make: Callable[[], object]) -> None:

@@ -136,8 +136,8 @@ def build(
 
     calibration.refuse_ignored(targets)
     _refuse_unfed_float(model, images)
-    tuned = tuning.level > 0 and tuning.plan is None
-    dataset, method = feed_of(images, calibration, targets, tuned=tuned)
+    is_tuned = tuning.level > 0 and tuning.plan is None
+    dataset, method = feed_of(images, calibration, targets, is_tuned=is_tuned)
     options = BuildOptions(
         calibration=calibration.options(cache, method, images, scheduler=scheduler, resume=resume),
         targets=targets,

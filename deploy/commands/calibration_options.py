@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -35,33 +35,38 @@ Command = Callable[..., None]
 
 def method_options(command: Command) -> Command:
     """Add `--method` and its parameters as `method`, and the typed flags as `method_flags`."""
-    known = parameters()
+    parameter_by_name = parameters()
 
     @wraps(command)
-    def gathered(method: str, **words: Any) -> None:
-        values = {name: words.pop(name) for name in known}
-        chosen = Method.of(method, {k: v for k, v in values.items() if v is not None})
-        command(method=chosen, method_flags=tuple(base.given_flags("method", *values)), **words)
+    def run(method: str, **arguments: Any) -> None:
+        values = {name: arguments.pop(name) for name in parameter_by_name}
+        chosen = Method.of(method, _given_values(values))
+        flags = tuple(base.given_flags("method", *values))
+        command(method=chosen, method_flags=flags, **arguments)
 
-    wrapped: Command = gathered
-    for name, parameter in known.items():  # the last search's first, as decorators are
+    wrapped: Command = run
+    for name, parameter in parameter_by_name.items():  # the last search's first, as decorators are
         wrapped = _option(name, parameter)(wrapped)
-    said = (f"{name} {search.help}" for name, search in SEARCHES.items())
+    help_texts = (f"{name} {search.help}" for name, search in SEARCHES.items())
     return base.calibration_option(
         "--method",
         type=click.Choice(list(SEARCHES)),
         default=DEFAULT_METHOD,
-        help=f"How clip ranges are searched: {'; '.join(said)}.",
+        help=f"How clip ranges are searched: {'; '.join(help_texts)}.",
     )(wrapped)
 
 
+def _given_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _option(name: str, parameter: Field[Any]) -> Callable[[Command], Command]:
-    kind = type(parameter.default)
+    is_flag = isinstance(parameter.default, bool)
     return base.calibration_option(
         f"--{name.replace('_', '-')}",
         name,
-        type=None if kind is bool else kind,
-        is_flag=kind is bool,
+        type=None if is_flag else type(parameter.default),
+        is_flag=is_flag,
         default=None,
         help=f"{parameter.metadata['help']} For --method {' and '.join(searches_with(name))}."
         f"  [default: {parameter.default}]",
@@ -73,8 +78,11 @@ class CalibrationArguments:
     """How ranges are searched and stored, as a command line says it.
 
     Attributes:
+        method: calibration method, the default one if none was typed.
         method_flags: flags of the search that were typed; empty for the default search.
         keep_float: nodes, patterns, `op:` types and `@` files to keep in float.
+        cache: when the cache is used, and whether it is overwritten.
+        verbose: whether everything is printed.
     """
 
     method: Method
@@ -88,12 +96,15 @@ class CalibrationArguments:
         path: Path | None,
         method: Method | None,
         images: ImageArguments | None = None,
-        **more: Any,
+        **command_options: Any,
     ) -> CalibrationOptions:
         """The options of a calibration.
 
-        `path`: the cache; None for the default one, or for none.
-        `**more`: fields of `CalibrationOptions` that are options of one command.
+        Args:
+            path: the cache; None for the default one, or for none.
+            method: None for the default one.
+            images: None for a command that takes none.
+            command_options: fields of `CalibrationOptions` that are options of one command.
         """
         from deploy.pipeline.build_options import CalibrationOptions
 
@@ -103,7 +114,7 @@ class CalibrationArguments:
             float_nodes=self.keep_float,
             until_stable=None if images is None else images.until_stable,
             threads=1 if images is None else images.threads,
-            **more,
+            **command_options,
         )
 
     def refuse_ignored(self, targets: Sequence[Target]) -> None:
@@ -131,9 +142,9 @@ class CalibrationArguments:
 def refuse_both_ways(policy: CachePolicy) -> None:
     """Refuse --refresh with an option that uses the cache."""
     if policy.refresh and (policy.require or policy.trust):
-        other = "--require-cache" if policy.require else "--trust-cache"
+        cache_flag = "--require-cache" if policy.require else "--trust-cache"
         raise ConfigError(
-            f"--refresh calibrates anew and {other} uses the cache; leave one of them out"
+            f"--refresh calibrates anew and {cache_flag} uses the cache; leave one of them out"
         )
 
 
@@ -163,23 +174,23 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of a calibration; the command gets them as `calibration`."""
 
     @wraps(command)
-    def gathered(method: Method, method_flags: tuple[str, ...], **words: Any) -> None:
+    def run(method: Method, method_flags: tuple[str, ...], **arguments: Any) -> None:
         from deploy.calibration.reuse import CachePolicy
 
         calibration = CalibrationArguments(
             method=method,
             method_flags=method_flags,
-            keep_float=words.pop("keep_float"),
+            keep_float=arguments.pop("keep_float"),
             cache=CachePolicy(
-                require=words.pop("require_cache"),
-                trust=words.pop("trust_cache"),
-                refresh=words.pop("refresh"),
-                force=words.pop("force"),
-                trt_version=words.pop("trt_version"),
+                require=arguments.pop("require_cache"),
+                trust=arguments.pop("trust_cache"),
+                refresh=arguments.pop("refresh"),
+                force=arguments.pop("force"),
+                trt_version=arguments.pop("trt_version"),
             ),
-            verbose=words.pop("verbose"),
+            verbose=arguments.pop("verbose"),
         )
-        command(calibration=calibration, **words)
+        command(calibration=calibration, **arguments)
 
     options = (
         method_options,
@@ -200,7 +211,7 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         verbose_option,
     )
-    return base.add_options(gathered, options)
+    return base.add_options(run, options)
 
 
 SECTION = "Many machines"
@@ -241,30 +252,30 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the dask cluster; the command gets it as `scheduler`, None for this machine."""
 
     @wraps(command)
-    def gathered(scheduler: str | None, **words: Any) -> None:
-        cluster_values = {name: words.pop(name) for name in ("send", "pieces", "retries")}
+    def run(scheduler: str | None, **arguments: Any) -> None:
+        values = {name: arguments.pop(name) for name in ("send", "pieces", "retries")}
+        cluster = None
         if scheduler is None:
-            base.refuse_without("--scheduler", base.given_flags(*cluster_values))
-        command(
-            scheduler=None if scheduler is None else _cluster(scheduler, cluster_values), **words
-        )
+            base.refuse_without("--scheduler", base.given_flags(*values))
+        else:
+            cluster = _cluster(scheduler, _given_values(values))
+        command(scheduler=cluster, **arguments)
 
-    return base.add_options(gathered, _OPTIONS)
+    return base.add_options(run, _OPTIONS)
 
 
-def _cluster(address: str, cluster_values: dict[str, Any]) -> Cluster:
+def _cluster(address: str, cluster_values: Mapping[str, Any]) -> Cluster:
     """The cluster with its options; `--threads` is the number for each piece."""
     from deploy.calibration.cluster_jobs import Cluster
 
-    idle = base.given_flags("require_cache", "trust_cache", "shard")
-    if idle:
+    refused = base.given_flags("require_cache", "trust_cache", "shard")
+    if refused:
         raise ConfigError(
-            f"--scheduler has its workers observe, got {idle[0]}, which does not; leave one of them"
-            " out"
+            f"--scheduler has its workers observe, got {refused[0]}, which does not; leave one of"
+            " them out"
         )
     threads = click.get_current_context().params.get("threads")
-    known = {name: value for name, value in cluster_values.items() if value is not None}
-    return Cluster(address=address, threads=threads or 1, **known)
+    return Cluster(address=address, threads=threads or 1, **cluster_values)
 
 
 def feed_of(
@@ -272,37 +283,36 @@ def feed_of(
     calibration: CalibrationArguments,
     targets: Sequence[Target],
     *,
-    tuned: bool = False,
+    is_tuned: bool = False,
 ) -> tuple[Dataset, Method | None]:
-    """(calibration samples, the method; None where none is asked for).
+    """Return calibration samples and method; None for a method that was not requested.
 
     A calibrator's script feeds its own batches. Its base class chooses the method, unless a
-    search compares methods (`tuned`).
+    search compares methods (`is_tuned`).
     """
     requested_method = calibration.method if calibration.method_flags else None
     if not images.script:
         return images.dataset, requested_method
+
     from deploy.feed.calibrator import CalibratorScript
     from deploy.targets.tensorrt.cache_tools import method_of_calibrator
 
     script = CalibratorScript(images.script)
     dataset = replace(images.dataset, source=script)
-    named = method_of_calibrator(script)
-    idle = all(target.own_method for target in targets) or calibration.cache.trust
-    if requested_method is not None or idle or named is None:
+    script_method = method_of_calibrator(script)
+    uses_method = any(not target.own_method for target in targets) and not calibration.cache.trust
+    if requested_method is not None or not uses_method or script_method is None:
         return dataset, requested_method
-    method, why = named
-    if tuned:
-        script.notes = (_FREE.format(script=script, method=method.label),)
+
+    method, reason = script_method
+    if is_tuned:
+        script.notes = (
+            f"{script} feeds the images, and the search chooses the method; --effort 0 keeps"
+            f" {method.label}, that of its base class",
+        )
         return dataset, None
-    script.notes = (why,)
+    script.notes = (reason,)
     return dataset, method
-
-
-_FREE = (
-    "{script} feeds the images, and the search chooses the method; --effort 0 keeps {method}, that"
-    " of its base class"
-)
 
 
 def script_cache_notes(dataset: Dataset, path: Path) -> list[str]:
@@ -310,16 +320,16 @@ def script_cache_notes(dataset: Dataset, path: Path) -> list[str]:
     from deploy.feed.calibrator import CalibratorScript
 
     script = dataset.source
-    known = script.cache if isinstance(script, CalibratorScript) else None
-    if known is None:
+    if not isinstance(script, CalibratorScript) or script.cache is None:
         return []
+
     from deploy.targets.tensorrt.cache_tools import compare_with_script_cache, read_cache
 
-    return [compare_with_script_cache(known, read_cache(path))]
+    return [compare_with_script_cache(script.cache, read_cache(path))]
 
 
 def print_calibration(
-    found: CalibrationResult,
+    calibrated: CalibrationResult,
     path: Path,
     *,
     verbose: bool,
@@ -329,26 +339,29 @@ def print_calibration(
     """Print what was observed, how ranges were searched, and notes; exit 1 if a target failed."""
     from deploy.feed.feed import preprocessing_notes
 
-    how = "reused" if found.reused else f"written in {found.seconds:.1f} s"
-    share = found.feed.share
-    why = found.reason if share is None else f"shard {share} of {share.count} samples"
-    say(f"{path}: {how} ({why})")
-    say(f"{len(found.ranges.observed)} observations of {found.feed.count} images")
-    for name, own in found.observations_by_target.items():
-        by = "" if not set(own) & set(found.searched) else f", searched by {found.method.label}"
-        say(f"  {name}: {len(own)}{by}")
-    if found.agreement is not None:
-        say(found.agreement.sentence)
+    feed = calibrated.feed
+    origin = "reused" if calibrated.reused else f"written in {calibrated.seconds:.1f} s"
+    reason = calibrated.reason
+    if feed.share is not None:
+        reason = f"shard {feed.share} of {feed.share.count} samples"
+    say(f"{path}: {origin} ({reason})")
+    say(f"{len(calibrated.ranges.observed)} observations of {feed.count} images")
+    for target, observations in calibrated.observations_by_target.items():
+        is_searched = not set(calibrated.searched).isdisjoint(observations)
+        search = f", searched by {calibrated.method.label}" if is_searched else ""
+        say(f"  {target}: {len(observations)}{search}")
+    if calibrated.agreement is not None:
+        say(calibrated.agreement.sentence)
     if verbose:
-        say(found.cost)
-    for name, why in found.range_set.reasons.items():
-        say(f"no scale for {name}: it {why}")
-    for warning in (*found.doubts, *found.warnings):
+        say(calibrated.cost)
+    for tensor, reason in calibrated.range_set.reasons.items():
+        say(f"no scale for {tensor}: it {reason}")
+    for warning in (*calibrated.doubts, *calibrated.warnings):
         say(warning, err=is_text_suppressed())
-    for note in (*found.resumed, *found.notes, *preprocessing_notes(found.feed), *notes):
+    for note in (*calibrated.resumed, *calibrated.notes, *preprocessing_notes(feed), *notes):
         say(note)
-    base.put_json(json_path, found.to_json)
-    for name, why in found.failures.items():
-        say(f"calib8: {name} failed: {why}", err=True)
-    if found.failures:
+    base.put_json(json_path, calibrated.to_json)
+    for target, reason in calibrated.failures.items():
+        say(f"calib8: {target} failed: {reason}", err=True)
+    if calibrated.failures:
         click.get_current_context().exit(1)

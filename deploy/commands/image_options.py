@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -55,47 +55,59 @@ def preprocess_options(command: Command) -> Command:
     return command
 
 
-def parse_preprocess(words: dict[str, str | None]) -> PreprocessRequest:
-    """The preprocessing of a preset and of options that override it; None if none is given.
+def parse_preprocess(texts: Mapping[str, str | None]) -> PreprocessRequest:
+    """Return the preprocessing of a preset and of options that override it; None without any.
 
     Options without a preset are returned as a dict: the model decides the rest.
+
+    Args:
+        texts: option of `PREPROCESS` -> its text on the command line.
 
     Raises:
         ConfigError: an unknown preset, or a wrong value.
     """
-    if not any(words.values()):
+    if not any(texts.values()):
         return None
+
     from deploy.feed.preprocess import Preprocess, apply_user_options, find_preset, with_options
 
-    given: dict[str, object] = {
-        key: words[key] for key in ("resize", "interpolation", "color", "layout") if words[key]
-    }
-    if words["size"]:
-        given["size"] = parse_size_option(words["size"])
-    for key in ("short_side", "multiple"):
-        if text := words[key]:
-            given[key] = parse_integer(f"--{key.replace('_', '-')}", text)
-    if words["scale"]:
-        given["scale"] = _number("--scale", words["scale"])
-    for key in ("mean", "std", "pad"):
-        if text := words[key]:
-            given[key] = tuple(_number(f"--{key}", part) for part in text.split(","))
-    if words["preset"]:
-        return apply_user_options(find_preset(words["preset"]), given)
-    with_options(Preprocess(), given)  # check the values before a model is read
-    return given
+    options: dict[str, object] = {}
+    for name, text in texts.items():
+        if text and name != "preset":
+            options[name] = _parse_preprocess_option(name, text)
+    if preset := texts["preset"]:
+        return apply_user_options(find_preset(preset), options)
+    with_options(Preprocess(), options)  # check the values before a model is read
+    return options
+
+
+def _parse_preprocess_option(name: str, text: str) -> object:
+    flag = f"--{name.replace('_', '-')}"
+    if name == "size":
+        return parse_size_option(text)
+    if name in ("short_side", "multiple"):
+        return parse_integer(flag, text)
+    if name == "scale":
+        return _parse_number(flag, text)
+    if name in ("mean", "std", "pad"):
+        return tuple(_parse_number(flag, number) for number in text.split(","))
+    return text
 
 
 def parse_size_option(text: str) -> Sides:
     """`HxW` as (height, width); `*` and `native` as None."""
-    parts = ["*", "*"] if text.lower() == "native" else text.lower().split("x")
-    if len(parts) != 2:
+    sides = "*x*" if text.lower() == "native" else text.lower()
+    height, separator, width = sides.partition("x")
+    if not separator or "x" in width:
         raise ConfigError(
             f"a size reads HxW, such as 224x224, 48x* or native, got {text!r}; * leaves a side to"
             " each image"
         )
-    height, width = (None if part == "*" else parse_integer("--size", part) for part in parts)
-    return height, width
+    return _parse_side(height), _parse_side(width)
+
+
+def _parse_side(text: str) -> int | None:
+    return None if text == "*" else parse_integer("--size", text)
 
 
 def parse_integer(flag: str, text: str) -> int:
@@ -106,11 +118,11 @@ def parse_integer(flag: str, text: str) -> int:
         raise ConfigError(f"{flag} takes whole numbers, got {text!r}") from error
 
 
-def _number(flag: str, text: str) -> float:
+def _parse_number(flag: str, text: str) -> float:
     """A number, or a fraction such as 1/255."""
-    above, _, below = text.partition("/")
+    numerator, _, denominator = text.partition("/")
     try:
-        return float(above) / float(below) if below else float(above)
+        return float(numerator) / float(denominator or 1)
     except (ValueError, ZeroDivisionError) as error:
         raise ConfigError(f"{flag} takes numbers such as 0.5 or 1/255, got {text!r}") from error
 
@@ -137,22 +149,23 @@ def raw_options(command: Command) -> Command:
     return base.add_options(command, _RAW)
 
 
-def take_source(words: dict[str, Any], source: str) -> str | RawFiles:
-    """Take the values of `raw_options` out of `words`; return the source as they describe it."""
-    shape, dtype = words.pop("raw_shape"), words.pop("raw_dtype")
-    if shape is None and dtype is None:
+def take_source(arguments: dict[str, Any], source: str) -> str | RawFiles:
+    """Take the values of `raw_options` out of `arguments`; return the source with them."""
+    shape_text, dtype = arguments.pop("raw_shape"), arguments.pop("raw_dtype")
+    if shape_text is None and dtype is None:
         return source
     if not source:
         raise ConfigError(
             "--raw-shape and --raw-dtype are of the files of --images, which was not given; leave"
             " them out"
         )
+
     from deploy.feed.paths import RawFiles
 
-    sides = (
-        None if shape is None else tuple(parse_integer("--raw-shape", s) for s in shape.split("x"))
-    )
-    return RawFiles(source, shape=sides, dtype=dtype)
+    shape = None
+    if shape_text is not None:
+        shape = tuple(parse_integer("--raw-shape", side) for side in shape_text.split("x"))
+    return RawFiles(source, shape=shape, dtype=dtype)
 
 
 _CHOICE = (
@@ -173,24 +186,24 @@ _CHOICE = (
 )
 
 
-def take_limit(words: dict[str, Any]) -> Limit:
-    """Take the values of `_CHOICE` out of `words`.
+def take_limit(arguments: dict[str, Any]) -> Limit:
+    """Take the values of `_CHOICE` out of `arguments`.
 
     Raises:
         ConfigError: a seed without --sample; or as `Choice`.
     """
     from deploy.feed.sampling import Choice
 
-    seed, sample = words.pop("sample_seed"), words.pop("sample")
+    limit, stride = arguments.pop("limit"), arguments.pop("stride")
+    sample, seed = arguments.pop("sample"), arguments.pop("sample_seed")
     if seed is not None and sample is None:
         raise ConfigError(f"--sample-seed is of --sample, got {seed} alone; give --sample too")
-    most, every = words.pop("limit"), words.pop("stride")
-    if most is sample is every is None:
+    if limit is sample is stride is None:
         return None
-    return Choice(limit=most, sample=sample, seed=seed or 0, every=every)
+    return Choice(limit=limit, sample=sample, seed=seed or 0, every=stride)
 
 
-STABLE = (
+_STABILITY_OPTIONS = (
     base.image_option(
         "--until-stable",
         is_flag=True,
@@ -206,20 +219,23 @@ STABLE = (
 )
 
 
-def take_stable_share(words: dict[str, Any]) -> float | None:
-    """Take the values of `STABLE` out of `words`.
+def take_stable_share(arguments: dict[str, Any]) -> float | None:
+    """Take the values of `_STABILITY_OPTIONS` out of `arguments`.
 
     Raises:
         ConfigError: --stable-within without --until-stable.
     """
     from deploy.calibration.sample_checks import STABLE_SHARE
 
-    asked, within = words.pop("until_stable", False), words.pop("stable_within", None)
-    if within is not None and not asked:
+    until_stable = arguments.pop("until_stable", False)
+    share: float | None = arguments.pop("stable_within", None)
+    if until_stable:
+        return STABLE_SHARE if share is None else share
+    if share is not None:
         raise ConfigError(
-            f"--stable-within is of --until-stable, got {within:g} alone; give --until-stable too"
+            f"--stable-within is of --until-stable, got {share:g} alone; give --until-stable too"
         )
-    return None if not asked else STABLE_SHARE if within is None else within
+    return None
 
 
 SOURCES = (
@@ -236,6 +252,7 @@ class ImageArguments:
         dataset: the images, and how they are read; its source is "" where none are given.
         script: `file.py:function` of a TensorRT calibrator in place of images; else "".
         until_stable: share of a range by which halves may differ; None looks at all images.
+        threads: number of worker threads.
     """
 
     dataset: Dataset
@@ -249,8 +266,9 @@ class ImageArguments:
 
         if path is None:
             return None
-        known = self.dataset.source
-        source = with_same_format(known, path) if isinstance(known, RawFiles) else path
+        source: str | RawFiles = path
+        if isinstance(self.dataset.source, RawFiles):
+            source = with_same_format(self.dataset.source, path)
         return replace(self.dataset, source=source, limit=None)
 
 
@@ -268,10 +286,10 @@ def _image_options(
     command: Callable[..., None], *, scripts: bool, needed: bool = True
 ) -> Callable[..., None]:
     @wraps(command)
-    def gathered(**words: Any) -> None:
+    def run(**arguments: Any) -> None:
         from deploy.machine import worker_threads
 
-        source, script = words.pop("images"), words.pop("calibrator_script", None)
+        source, script = arguments.pop("images"), arguments.pop("calibrator_script", None)
         if source and script:
             raise ConfigError(
                 f"samples come from --images or from --calibrator-script, got {source} and"
@@ -280,17 +298,17 @@ def _image_options(
         if needed and not source and not script:
             refuse_unfed()
         images = ImageArguments(
-            dataset=_dataset(words, source or ""),
+            dataset=_dataset(arguments, source or ""),
             script=script or "",
-            until_stable=take_stable_share(words),
-            threads=worker_threads(words.pop("threads")),
+            until_stable=take_stable_share(arguments),
+            threads=worker_threads(arguments.pop("threads")),
         )
-        command(images=images, **words)
+        command(images=images, **arguments)
 
-    scripted = (calibrator_script_option, *STABLE) if scripts else ()
+    scripted = (calibrator_script_option, *_STABILITY_OPTIONS) if scripts else ()
     sources = _options(f"{SOURCES}.", required=not scripts)
     threads = base.threads_option(section=base.GENERAL)
-    return base.add_options(gathered, (*sources, *scripted, threads))
+    return base.add_options(run, (*sources, *scripted, threads))
 
 
 # Required images and how they are read, which a command gets as `images`; the same with
@@ -300,15 +318,15 @@ feed_options = partial(_image_options, scripts=True)
 build_options = partial(_image_options, scripts=True, needed=False)
 
 
-def _dataset(words: dict[str, Any], source: str) -> Dataset:
+def _dataset(arguments: dict[str, Any], source: str) -> Dataset:
     """Take the options on how images are read out of a command's, as a `Dataset`."""
     from deploy.feed.feed import Dataset
 
     return Dataset(
-        source=take_source(words, source),
-        preprocess=parse_preprocess({name: words.pop(name) for name in PREPROCESS}),
-        skip_bad=words.pop("skip_bad"),
-        limit=take_limit(words),
+        source=take_source(arguments, source),
+        preprocess=parse_preprocess({name: arguments.pop(name) for name in PREPROCESS}),
+        skip_bad=arguments.pop("skip_bad"),
+        limit=take_limit(arguments),
     )
 
 
@@ -354,20 +372,20 @@ def input_options(purpose: str) -> Callable[[CommandFunction], CommandFunction]:
         purpose: what the images are for, as the help of --images begins.
     """
 
-    def added(command: CommandFunction) -> CommandFunction:
+    def add_images(command: CommandFunction) -> CommandFunction:
         @wraps(command)
-        def gathered(**words: Any) -> None:
-            source = words.pop("images")
+        def run(**arguments: Any) -> None:
+            source = arguments.pop("images")
             if source is None:
                 base.refuse_without("--images", base.given_flags_in(base.IMAGES))
-            dataset = _dataset(words, source or "")
-            command(dataset=dataset if source else None, **words)
+            dataset = _dataset(arguments, source or "")
+            command(dataset=dataset if source else None, **arguments)
 
-        wrapped: CommandFunction = gathered
+        wrapped: CommandFunction = run
         text = f"{purpose}: {SOURCES[0].lower()}{SOURCES[1:]}."
         return base.add_options(wrapped, _options(text))
 
-    return added
+    return add_images
 
 
 def _options(text: str, *, required: bool = False) -> Sequence[Callable[..., Any]]:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from pathlib import Path
@@ -26,12 +27,14 @@ from deploy.tuning import CPU_NAMES, PREFERENCES
 
 _HEAD = "# The options of a build: calib8 {} --config {}"
 # of one run only, never in a file
-_APART = frozenset(("config", "trust-config", "force", "resume", "help"))
-_UNSAID = frozenset(
+_ONE_RUN_KEYS = frozenset(("config", "trust-config", "force", "resume", "help"))
+_UNWRITTEN_KEYS = _ONE_RUN_KEYS | frozenset(
     ("out", "threads", "verbose", "quiet", "json", "scheduler", "send", "pieces", "retries")
 )  # without effect on what is built, so not written
-_RUNS = frozenset(("plugin", "scheduler"))  # code that is no Python file: a library, dask's tasks
-_META = "calib8.asked"
+# code that is no Python file: a library, dask's tasks
+_CODE_KEYS = frozenset(("plugin", "scheduler"))
+_UNDECODED_BYTE = re.compile("[\ud800-\udfff]")  # in a file name, which UTF-8 cannot encode
+_META = "calib8.options"  # of a click context: parameter -> value on the line or in the file
 
 _CONFIG = (
     option(
@@ -63,37 +66,42 @@ class ConfiguredCommand(SectionedCommand):
             ConfigError: the file cannot be read, has an unknown option, or a value of the wrong
                 type; or it is another user's and names code.
         """
-        words = self.make_parser(ctx).parse_args(list(args))[0]
-        kinds = str, bool, list, tuple  # anything else is a placeholder of click
-        typed = {name: value for name, value in words.items() if isinstance(value, kinds)}
-        held: dict[str, Any] = {}
-        ctx.default_map = held
-        if "config" in typed:
-            file = Path(str(typed["config"]))
-            held = options_in(self, file)
-            if "trust_config" not in typed:
-                _refuse_foreign_code(self, file, {k: v for k, v in held.items() if k not in typed})
-            # a build's own file is built again in its folder
-            own = (file.parent / MANIFEST_NAME).exists()
-            ctx.default_map = {"out": str(file.parent), **held} if own else held
-        ctx.meta[_META] = {**held, **typed}
+        parsed = self.make_parser(ctx).parse_args(list(args))[0]
+        value_types = str, bool, list, tuple  # anything else is a placeholder of click
+        line_values = {
+            name: value for name, value in parsed.items() if isinstance(value, value_types)
+        }
+        file_values: dict[str, Any] = {}
+        ctx.default_map = {}
+        if "config" in line_values:
+            file = Path(str(line_values["config"]))
+            file_values = options_in(self, file)
+            if "trust_config" not in line_values:
+                used_values = {k: v for k, v in file_values.items() if k not in line_values}
+                _refuse_foreign_code(self, file, used_values)
+            ctx.default_map = file_values
+            if (file.parent / MANIFEST_NAME).exists():  # a build's own file
+                ctx.default_map = {"out": str(file.parent), **file_values}
+        ctx.meta[_META] = {**file_values, **line_values}
         return super().parse_args(ctx, args)
 
 
-def _refuse_foreign_code(command: click.Command, file: Path, held: Mapping[str, Any]) -> None:
+def _refuse_foreign_code(command: click.Command, file: Path, values: Mapping[str, Any]) -> None:
     """Refuse to run code that a file names if it, or its folder, is not this user's."""
-    places = {one for path in (file.absolute(), file.resolve()) for one in (path, path.parent)}
-    if all(os.stat(place).st_uid == os.geteuid() for place in places):
+    links = (file.absolute(), file.resolve())
+    paths = {*links, *(path.parent for path in links)}
+    if all(os.stat(path).st_uid == os.geteuid() for path in paths):
         return
-    for flag, param in _options_by_name(command).items():
-        value = held.get(param.name or "")
-        words = value if isinstance(value, list) else [str(value)]
-        code = [w for w in words if flag in _RUNS or w.rpartition(":")[0].endswith(".py")]
-        if value and code:
-            raise ConfigError(
-                f"code named in a file of another user runs only with --trust-config, got {flag} ="
-                f" {code[0]!r} in {file}; read that code first"
-            )
+
+    for key, param in _param_by_key(command).items():
+        value = values.get(param.name or "")
+        for text in value if isinstance(value, list) else [value]:
+            names_file = str(text).rpartition(":")[0].endswith(".py")
+            if text and (names_file or key in _CODE_KEYS):
+                raise ConfigError(
+                    f"code named in a file of another user runs only with --trust-config, got"
+                    f" {key} = {text!r} in {file}; read that code first"
+                )
 
 
 def settings_text() -> str:
@@ -102,43 +110,39 @@ def settings_text() -> str:
     return "\n".join(_lines(context.command, context.meta[_META])) + "\n"
 
 
-def _lines(command: click.Command, asked: Mapping[str, Any]) -> Iterator[str]:
+def _lines(command: click.Command, values: Mapping[str, Any]) -> Iterator[str]:
     from deploy.files import toml
 
     yield _HEAD.format(command.name, SETTINGS)
     yield ""
     yield f"[{command.name}]"
-    for flag, param in _options_by_name(command).items():
-        if param.name not in asked or flag in _APART | _UNSAID:
+    for key, param in _param_by_key(command).items():
+        if param.name not in values or key in _UNWRITTEN_KEYS:
             continue
-        value = asked[param.name]
-        # file names may hold bytes that UTF-8 cannot encode
-        words = value if isinstance(value, list | tuple) else [value]
-        if not any(0xD800 <= ord(c) <= 0xDFFF for word in words for c in str(word)):
-            yield f"{toml.toml_key(flag)} = {_said(param, value)}"
+        value = values[param.name]
+        texts = map(str, value) if isinstance(value, list | tuple) else [str(value)]
+        if any(map(_UNDECODED_BYTE.search, texts)):
+            yield f"# {key} has a name that is no text: it must be typed"
         else:
-            yield f"# {flag} has a name that is no text: it must be typed"
+            yield f"{toml.toml_key(key)} = {_toml_value(param, value)}"
 
 
-def _said(param: click.Parameter, value: Any) -> str:
+def _toml_value(param: click.Parameter, value: Any) -> str:
+    """Return a value as TOML: a number if the option takes a number."""
     from deploy.files import toml
 
     if isinstance(value, list | tuple):
         return toml.toml_value(map(str, value))
-    return toml.toml_value(value if isinstance(value, bool) else _number(param, value))
+    if isinstance(value, str) and isinstance(param.type, click.types.IntParamType):
+        return toml.toml_value(int(value))
+    if not isinstance(value, bool) and isinstance(param.type, click.types.FloatParamType):
+        return toml.toml_value(float(value))
+    return toml.toml_value(value)
 
 
-def _number(param: click.Parameter, value: Any) -> str | float:
-    """A number if the option takes a number, else the text."""
-    kind = param.type
-    if isinstance(value, str) and isinstance(kind, click.types.IntParamType):
-        return int(value)
-    return float(value) if isinstance(kind, click.types.FloatParamType) else value
-
-
-def _options_by_name(command: click.Command) -> dict[str, click.Parameter]:
-    """Key in the file -> parameter."""
-    return {max(one.opts, key=len).lstrip("-"): one for one in command.params}
+def _param_by_key(command: click.Command) -> dict[str, click.Parameter]:
+    """Return key in the file -> parameter."""
+    return {max(param.opts, key=len).lstrip("-"): param for param in command.params}
 
 
 def options_in(command: click.Command, path: Path) -> dict[str, Any]:
@@ -152,32 +156,44 @@ def options_in(command: click.Command, path: Path) -> dict[str, Any]:
     what = "a TOML file of the options of a command"
     data = toml.read_toml(path, what=what, way_out=f"take the {SETTINGS} of a build as a pattern")
     table = data.get(str(command.name), {})
-    strange = next((name for name in data if name != command.name), None)
-    if strange is not None or not isinstance(table, dict):
+    other_table = next((name for name in data if name != command.name), None)
+    if other_table is not None or not isinstance(table, dict):
         raise ConfigError(
-            f"{path} must have its options under [{command.name}], got {strange or command.name!r};"
-            f" take the {SETTINGS} of a build as a pattern"
+            f"{path} must have its options under [{command.name}],"
+            f" got {other_table or command.name!r}; take the {SETTINGS} of a build as a pattern"
         )
-    known = _options_by_name(command)
-    found = {}
-    for name, value in table.items():
-        if name not in known or name in _APART:
-            near = did_you_mean(name, known, f"`calib8 {command.name} --help` has them")
-            raise ConfigError(f"{name!r} in {path} is no option of {command.name}; {near}")
-        found[str(known[name].name)] = _checked(name, known[name], value, path)
-    return found
+
+    param_by_key = _param_by_key(command)
+    values = {}
+    for key, value in table.items():
+        if key not in param_by_key or key in _ONE_RUN_KEYS:
+            hint = did_you_mean(key, param_by_key, f"`calib8 {command.name} --help` has them")
+            raise ConfigError(f"{key!r} in {path} is no option of {command.name}; {hint}")
+        param = param_by_key[key]
+        values[str(param.name)] = _checked(key, param, value, path)
+    return values
 
 
-def _checked(name: str, param: click.Parameter, value: Any, path: Path) -> Any:
+def _checked(key: str, param: click.Parameter, value: Any, path: Path) -> Any:
     """A value of the option's type; a single value of a repeatable option becomes a list."""
-    several, flag = getattr(param, "multiple", False), getattr(param, "is_flag", False)
-    values = value if several and isinstance(value, list) else [value]
-    plain = bool if flag else (str, int, float)
-    right = all(isinstance(one, plain) and isinstance(one, bool) == flag for one in values)
-    if not right:
-        kind = "true or false" if flag else "texts or numbers" if several else "a text or number"
-        raise ConfigError(f"{name} in {path} must be {kind}, got {value!r}")
-    return [str(one) for one in values] if several else value if flag else str(value)
+    if getattr(param, "is_flag", False):
+        if isinstance(value, bool):
+            return value
+        kind = "true or false"
+    elif getattr(param, "multiple", False):
+        values = value if isinstance(value, list) else [value]
+        if all(map(_is_text_or_number, values)):
+            return list(map(str, values))
+        kind = "texts or numbers"
+    else:
+        if _is_text_or_number(value):
+            return str(value)
+        kind = "a text or number"
+    raise ConfigError(f"{key} in {path} must be {kind}, got {value!r}")
+
+
+def _is_text_or_number(value: object) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
 Command = Callable[..., None]
@@ -187,7 +203,7 @@ def tuning_options(command: Command) -> Command:
     """Add the options of the search and of acceptance; `tuning` and `gates`."""
 
     @wraps(command)
-    def gathered(
+    def run(
         effort: int | None,
         plan: Path | None,
         max_loss: float | None,
@@ -195,7 +211,7 @@ def tuning_options(command: Command) -> Command:
         accept: bool,
         prefer: str,
         cpu: str,
-        **words: Any,
+        **arguments: Any,
     ) -> None:
         from deploy.report.verdict import Gates
         from deploy.tuning.search_options import Tuning
@@ -207,9 +223,9 @@ def tuning_options(command: Command) -> Command:
             )
         search = Tuning(effort=effort, plan=plan, max_loss=max_loss, prefer=prefer, cpu=cpu)
         gates = Gates(max_loss=max_loss, min_speedup=min_speedup, accept=accept)
-        command(tuning=search, gates=gates, **words)
+        command(tuning=search, gates=gates, **arguments)
 
-    wrapped: Command = gathered
+    wrapped: Command = run
     return base.add_options(wrapped, _options())
 
 
