@@ -52,7 +52,7 @@ from deploy.report.parts import BatchRow, EngineRow
 from deploy.runtimes.openvino import OpenvinoSession
 from deploy.targets import TARGETS, OnnxRuntime, Target
 from deploy.targets.tensorrt.inspector import throughput
-from deploy.tasks import Metric, judge_of
+from deploy.tasks import judge_of
 from deploy.tensors import Session, TensorSpec
 from deploy.terminal import phase, timed_phase, with_progress
 
@@ -128,17 +128,22 @@ def bench(
 
     engines = {label: _load_engine(source, threads=threads) for label, source in sources.items()}
     _refuse_unsupported(engines, threads=threads, batches=batches, profile=profile)
-    sessions = {label: loaded.session for label, loaded in engines.items()}
-    specs = _shared_inputs(sessions)
+    sessions = {label: loaded_engine.session for label, loaded_engine in engines.items()}
+    input_specs = _shared_inputs(sessions)
     accuracies: dict[str, Accuracy] = {}
     if images is None:
-        make_inputs, notes = _choose_random_inputs(engines.values(), specs, shapes or {}, seed)
+        make_inputs, notes = _choose_random_inputs(
+            engines.values(), input_specs, shapes or {}, seed
+        )
     else:
         dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
         metadata_preprocess = _find_metadata_preprocess(engines.values())
-        feed = dataset.open(specs, metadata_preprocess=metadata_preprocess)
+        feed = dataset.open(input_specs, metadata_preprocess=metadata_preprocess)
         make_inputs = partial(_take_images, feed)
-        accuracies = _compare_outputs(sessions, feed, metric)
+        if len(sessions) == 2:
+            reference, candidate = sessions.values()
+            accuracy = compare_sessions(reference, candidate, feed, metric)
+            accuracies = {list(sessions)[-1]: accuracy}
         notes = preprocessing_notes(feed)
 
     sizes: list[int | None] = [*sorted(set(batches))] or [None]
@@ -154,24 +159,24 @@ def bench(
             engines, inputs, smallest_latency, threads=threads, duration_s=duration_s
         )
     rows = []
-    for label, loaded in engines.items():
-        stream_notes = _stream_notes(loaded, streams, inputs, threads, warmup_ms, duration_s)
+    for label, loaded_engine in engines.items():
+        stream_notes = _stream_notes(loaded_engine, streams, inputs, threads, warmup_ms, duration_s)
         row = EngineRow(
             label=label,
             reference=len(engines) > 1 and label == next(iter(engines)),
-            path=str(loaded.path),
-            size_bytes=model_size(loaded.path),
-            load_ms=loaded.load_ms,
-            threads=loaded.session.threads,
+            path=str(loaded_engine.path),
+            size_bytes=model_size(loaded_engine.path),
+            load_ms=loaded_engine.load_ms,
+            threads=loaded_engine.session.threads,
             latency=smallest_latency[label],
             sweep=_make_batch_rows(label, latencies),
             kernels=kernels.get(label, ()),
             accuracy=accuracies.get(label),
-            ran=compare_with_plan(read_engine_layers(loaded.session)),
+            ran=compare_with_plan(read_engine_layers(loaded_engine.session)),
             notes=(*stream_notes, *_output_notes(accuracies.get(label))),
         )
         rows.append(row)
-    file_names = dict.fromkeys(loaded.path.name for loaded in engines.values())
+    file_names = dict.fromkeys(loaded_engine.path.name for loaded_engine in engines.values())
     return Report(
         title=f"Latency of {' and '.join(file_names)}",
         engines=tuple(rows),
@@ -466,16 +471,6 @@ def _shared_inputs(sessions: Mapping[str, Session]) -> Sequence[TensorSpec]:
 
 def _describe_inputs(session: Session) -> str:
     return ", ".join(sorted(f"{spec.name} ({spec.dtype})" for spec in session.inputs))
-
-
-def _compare_outputs(
-    sessions: Mapping[str, Session], feed: Feed, metric: Metric | None
-) -> dict[str, Accuracy]:
-    """Return the accuracy of the second session against the first; {} for one session."""
-    if len(sessions) < 2:
-        return {}
-    reference, candidate = sessions.values()
-    return {list(sessions)[-1]: compare_sessions(reference, candidate, feed, metric)}
 
 
 def _output_notes(accuracy: Accuracy | None) -> Iterator[str]:

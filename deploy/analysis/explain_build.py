@@ -219,8 +219,7 @@ class _WorstImages:
 class ChannelSums:
     """Signal and noise of each channel (axis 1) of one tensor, float64 [C]."""
 
-    signal: NDArray[np.float64] | None = None
-    noise: NDArray[np.float64] | None = None
+    sums: NDArray[np.float64] | None = None  # [2, C]
 
     def add(self, reference: np.ndarray, candidate: np.ndarray) -> None:
         """Add one sample of shape [1, C, ...]; other shapes are ignored."""
@@ -231,27 +230,30 @@ class ChannelSums:
         with np.errstate(invalid="ignore", over="ignore"):
             signal = (expected**2).sum(axis=1)
             noise = ((expected - values) ** 2).sum(axis=1)
-        if self.signal is None or self.noise is None:
-            self.signal, self.noise = signal, noise
-        elif len(signal) == len(self.signal):
-            self.signal, self.noise = self.signal + signal, self.noise + noise
+        sums = np.stack([signal, noise])
+        if self.sums is None:
+            self.sums = sums
+        elif self.sums.shape == sums.shape:
+            self.sums = self.sums + sums
 
     def worst(self, tensor: str) -> Iterator[ChannelLoss]:
         """Yield the channels of lowest SQNR, without silent ones."""
-        if self.signal is None or self.noise is None:
+        if self.sums is None:
             return
-        total_signal, total_noise = float(self.signal.sum()), float(self.noise.sum())
-        db_by_channel = {}
-        sums = zip(self.signal.tolist(), self.noise.tolist(), strict=True)
-        for channel, (signal, noise) in enumerate(sums):
-            if not signal <= _SILENT_SHARE * total_signal:  # NaN is not silent
-                db_by_channel[channel] = sqnr_db(signal, noise)
-        channels = sorted(db_by_channel, key=lambda c: sqnr_sort_key(db_by_channel[c]))
-        for channel in channels[:_MAX_CHANNELS]:
-            share = float(self.noise[channel]) / total_noise if total_noise else 0.0
-            yield ChannelLoss(
-                tensor=tensor, channel=channel, sqnr_db=db_by_channel[channel], noise=share
+        signals, noises = self.sums
+        min_signal = _SILENT_SHARE * float(signals.sum())
+        total_noise = float(noises.sum())
+        losses = []
+        for channel, (signal, noise) in enumerate(self.sums.T.tolist()):
+            if signal <= min_signal:  # false for NaN
+                continue
+            share = noise / total_noise if total_noise else 0.0
+            decibels = sqnr_db(signal, noise)
+            losses.append(
+                ChannelLoss(tensor=tensor, channel=channel, sqnr_db=decibels, noise=share)
             )
+        losses.sort(key=lambda loss: sqnr_sort_key(loss.sqnr_db))
+        yield from losses[:_MAX_CHANNELS]
 
 
 @with_progress

@@ -120,9 +120,9 @@ def auto_calibrate(
     *,
     folder: Path,
     max_loss: float,
-    strategy: str = GAIN,
+    strategy: str,
     threads: int,
-    say: Callable[[str], None] = lambda sentence: None,
+    say: Callable[[str], None],
 ) -> AutoCalibration:
     """Search which layers stay in int8 and by which search, and write the files.
 

@@ -212,7 +212,7 @@ def prepare_build(
     if dataset is None:
         _refuse_evaluation_options(options)
     evaluation = options.evaluation
-    if loaded.qdq is not None:
+    if loaded.qdq is not None:  # its pairs are the calibration: all images are for the evaluation
         refuse_calibration_options(loaded.qdq, _calibration_flags(images, options))
         options = replace(options, tuning=replace(options.tuning, effort=0))
         evaluation = evaluation or dataset
@@ -221,6 +221,7 @@ def prepare_build(
         repairs = DEFAULT if options.has_search else ()
     repairs = parse_repairs(repairs)
 
+    # the files of an earlier build are refused before the evaluation images are opened
     cache = options.calibration.cache
     cache_path = cache.path or options.out / manifest.RECORDS / f"{loaded.name}.cache"
     calibration = replace(options.calibration, cache=replace(cache, path=cache_path))

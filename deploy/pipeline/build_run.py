@@ -299,7 +299,7 @@ def _measure_on_images(
     """
     is_float_model = build.loaded.qdq is None
     observed_outputs = None
-    if is_float_model and not calibration.subject.repairs:
+    if is_float_model and not calibration.subject.repairs:  # else another model was observed
         observed_outputs = calibration.evaluation_set.outputs
     measure = partial(
         measure_engines,
@@ -316,7 +316,7 @@ def _measure_on_images(
         return measure(targets, results, duration_s=build.duration_s)
     except (Calib8Error, MemoryError, OSError):
         raise
-    except Exception:
+    except Exception:  # a fault: each target by itself, to find those that raise it
         failures: dict[str, str] = {}
         for target, result in zip(targets, results, strict=True):
             try:

@@ -329,7 +329,7 @@ def calibrate_run(
     pass_result = run.images.observe(run, decision, threads)
 
     evaluation_set = run.evaluation_set
-    if run.stability_rule is not None:
+    if run.stability_rule is not None:  # the feed ends with the last image that was observed
         feed.keep_first(_count_observed(decision, feed, monitor))
         feed.cache_samples(run.evaluation_count, PREVIEW_COUNT)
         evaluation_set = make_evaluation_set(feed, subject.model, run.evaluation_count)
@@ -342,6 +342,7 @@ def calibrate_run(
     if cache_text is not None:
         notes += cache_text.notes
 
+    # a calibration without a build stores no outputs of the float model to check
     random_outputs, warning = "", ""
     if run.evaluation_count:
         random_outputs = find_random_outputs(subject.model, evaluation_set)

@@ -135,16 +135,15 @@ class InnerTensors:
         self.sample_numbers: frozenset[int] = frozenset()
         self._is_reference = is_reference
         self._lock = threading.Lock()
-        self._session_by_target: dict[str, Session] = {}
-        self._comparison_by_target: dict[str, TensorComparison] = {}
+        self._taps: dict[str, tuple[Session, TensorComparison]] = {}
         for result in built:
             if result.runnable is not None and any(node.quantized for node in result.decisions):
                 self._tap(loaded, result, stand_in=result.target not in device_sessions)
-        if not self._session_by_target:
+        if not self._taps:
             return
 
         tensors: dict[str, None] = {}
-        for comparison in self._comparison_by_target.values():
+        for _, comparison in self._taps.values():
             tensors |= dict.fromkeys(comparison.pairs)
         self._reference = open_single_thread(copy_with_outputs(loaded.model, tensors))
         array_names = {spec.name for spec in self._reference.outputs}  # no sequences
@@ -160,8 +159,7 @@ class InnerTensors:
         if pairs:  # a fake-quant model has no DequantizeLinear
             tapped_model = copy_with_outputs(model, pairs.values())
             session = open_single_thread(tapped_model, stand_in=stand_in)
-            self._session_by_target[result.target] = session
-            self._comparison_by_target[result.target] = TensorComparison(pairs)
+            self._taps[result.target] = session, TensorComparison(pairs)
 
     def compare(self, sample: Sample) -> Mapping[str, Array] | None:
         """Compare the tensors of one sample; thread-safe.
@@ -171,11 +169,11 @@ class InnerTensors:
         """
         with self._lock:
             tensors = self._reference.run(sample)
-            for target, session in list(self._session_by_target.items()):
+            for target, (session, comparison) in list(self._taps.items()):
                 try:
-                    self._comparison_by_target[target].add(sample, tensors, session.run(sample))
+                    comparison.add(sample, tensors, session.run(sample))
                 except BackendError:  # the engine itself reports the error
-                    del self._session_by_target[target], self._comparison_by_target[target]
+                    del self._taps[target]
             self.compared_count += 1
         if not self._is_reference:
             return None
@@ -186,9 +184,7 @@ class InnerTensors:
         """Target -> figures of its inner tensors."""
         if not self.compared_count:
             return {}
-        return {
-            target: comparison.result() for target, comparison in self._comparison_by_target.items()
-        }
+        return {target: comparison.result() for target, (_, comparison) in self._taps.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +218,7 @@ def find_candidates(
             candidates[result.target] = Candidate(device_session, is_serial=True)
             continue
 
+        # an engine that cannot be opened here is replaced by a model with its numerics
         stand_in = result.target not in device_sessions
         path = result.runnable
         if path is None and not stand_in:
@@ -300,7 +297,7 @@ def choose_evaluation(
     calibration: EvaluationSubset,
     evaluation: EvaluationFeed | None,
     labels: Labels | None,
-    metric: Metric | None = None,
+    metric: Metric | None,
 ) -> Evaluation:
     """Return the evaluation samples; without them calibration samples, without labels."""
     if evaluation is None:
