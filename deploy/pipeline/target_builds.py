@@ -180,7 +180,7 @@ def discard_failed(
 def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
     """Remove the engines of a target, and its other files unless they are for another machine."""
     engines = {path for path in (result.engine, *result.baselines.values()) if path}
-    # other files are for another machine if the engine was built from them, not if it is one of them
+    # others are for another machine if the engine was built from them, not if it is one of them
     remaining_files = {}
     if result.engine not in (None, result.runnable):
         remaining_files = {role: p for role, p in result.files.items() if p not in engines}
