@@ -198,7 +198,7 @@ def test_a_search_tries_rounded_weights_and_a_layer_in_float_keeps_its_own(targe
     own = {layer.name: layer.array for layer in find_weighted_layers(request.model)}
     found = {layer.name: layer.array for layer in find_weighted_layers(trial(one))}
     assert np.array_equal(found[name], own[name])  # in float, and not rounded
-    sample = request.feed.first(1)[0]
+    sample = request.feed.first_samples(1)[0]
     wanted = OrtSession.open(request.model).run(sample)["y"]
     apart = [
         np.square(OrtSession.open(make(one)).run(sample)["y"] - wanted).sum()
