@@ -17,7 +17,7 @@ from calibrators.scales import Scale
 from deploy.errors import ConfigError, ExportError, ModelError
 from deploy.frontends import load
 from deploy.graph import edit
-from deploy.graph.edit import _added_to, rename_added
+from deploy.graph.edit import _find_stem, rename_added
 from deploy.graph.index import CachedGraph, Graph, attributes, match_nodes, match_patterns
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
 from deploy.graph.plan import ModelAnalysis, Plan, analyse, never_negative
@@ -605,6 +605,6 @@ def test_every_word_behind_a_name_that_is_added_is_known():
             for text in pattern.findall(path.read_text()):
                 found[re.sub(r"\{[a-z]+\}", "", text)] = path.name
     names = {"x", *(f"x{text}" for text in found)}
-    unknown = {text: where for text, where in found.items() if _added_to(f"x{text}", names) is None}
+    unknown = {text: where for text, where in found.items() if not _find_stem(f"x{text}", names)}
     files = {".engine", ".gpu.cache", ".om", ".tensorrt", ".weight"}
     assert {t: w for t, w in unknown.items() if t not in files} == {} and len(found) > 60

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from itertools import accumulate
-from operator import or_
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.errors import ModelError
@@ -63,22 +62,22 @@ def copy_without_initializers(model: onnx.ModelProto, names: Collection[str]) ->
     copy = type(model)()
     for field, value in model.ListFields():
         if field.name != "graph":
-            _take(copy, field.name, value)
+            _copy_field(copy, field.name, value)
     for field, value in model.graph.ListFields():
         if field.name == "initializer":
             copy.graph.initializer.extend(t for t in value if t.name not in names)
         else:
-            _take(copy.graph, field.name, value)
+            _copy_field(copy.graph, field.name, value)
     return copy
 
 
-def _take(message: Any, field: str, value: Any) -> None:
+def _copy_field(message: Any, field: str, value: Any) -> None:
     """Copy a field's value into the empty field of another message."""
-    held = getattr(message, field)
-    if hasattr(held, "extend"):
-        held.extend(value)
-    elif hasattr(held, "CopyFrom"):
-        held.CopyFrom(value)
+    empty_field = getattr(message, field)
+    if hasattr(empty_field, "extend"):
+        empty_field.extend(value)
+    elif hasattr(empty_field, "CopyFrom"):
+        empty_field.CopyFrom(value)
     else:
         setattr(message, field, value)
 
@@ -88,10 +87,11 @@ def copy_with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.Mode
     from onnx import ValueInfoProto
 
     tapped = copy_message(model)
-    known = {output.name for output in tapped.graph.output}
-    tapped.graph.output.extend(
-        ValueInfoProto(name=name) for name in dict.fromkeys(names) if name not in known
-    )
+    output_names = {output.name for output in tapped.graph.output}
+    for name in names:
+        if name not in output_names:
+            tapped.graph.output.append(ValueInfoProto(name=name))
+            output_names.add(name)
     return tapped
 
 
@@ -99,19 +99,21 @@ def extract_output(model: onnx.ModelProto, tensor: str) -> onnx.ModelProto:
     """Return a model with one tensor as its output and only the nodes and constants it needs."""
     from onnx import ValueInfoProto
 
-    graph, needed, nodes = model.graph, {tensor}, []
+    graph = model.graph
+    needed = {tensor}
+    nodes = []
     for node in reversed(graph.node):
         if any(name in needed for name in node.output):
             needed.update(iter_reads(node))
             nodes.append(node)
     unread = {t.name for t in graph.initializer} - needed
-    own = [value for value in graph.output if value.name == tensor]
+    outputs = [value for value in graph.output if value.name == tensor]
     return extract_nodes(
         model,
         reversed(nodes),
         needed,
-        inputs=(v for v in graph.input if v.name not in unread),
-        outputs=own or [ValueInfoProto(name=tensor)],
+        inputs=[value for value in graph.input if value.name not in unread],
+        outputs=outputs or [ValueInfoProto(name=tensor)],
     )
 
 
@@ -125,16 +127,16 @@ def extract_nodes(
 ) -> onnx.ModelProto:
     """Return a model of some nodes, in this order, with the initializers that are `needed`."""
     graph = model.graph
-    short = type(model)(ir_version=model.ir_version)
-    short.opset_import.extend(model.opset_import)
-    short.functions.extend(model.functions)
-    short.graph.name = graph.name
-    short.graph.input.extend(inputs)
-    short.graph.node.extend(nodes)
-    short.graph.initializer.extend(t for t in graph.initializer if t.name in needed)
-    short.graph.sparse_initializer.extend(graph.sparse_initializer)
-    short.graph.output.extend(outputs)
-    return short
+    extract = type(model)(ir_version=model.ir_version)
+    extract.opset_import.extend(model.opset_import)
+    extract.functions.extend(model.functions)
+    extract.graph.name = graph.name
+    extract.graph.input.extend(inputs)
+    extract.graph.node.extend(nodes)
+    extract.graph.initializer.extend(t for t in graph.initializer if t.name in needed)
+    extract.graph.sparse_initializer.extend(graph.sparse_initializer)
+    extract.graph.output.extend(outputs)
+    return extract
 
 
 def replace_field(repeated: Any, values: Iterable[Any]) -> None:
@@ -146,20 +148,21 @@ def replace_field(repeated: Any, values: Iterable[Any]) -> None:
 
 def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
     """Set the nodes of a graph, in this order; its own are moved, others are copied."""
-    wanted, held = list(nodes), list(graph.node)
-    own = {id(node) for node in held}
-    place: dict[int, int] = {}
-    for at, node in enumerate(wanted):
-        if id(node) not in own:
+    new_nodes, graph_nodes = list(nodes), list(graph.node)
+    own_ids = {id(node) for node in graph_nodes}
+    index_by_id: dict[int, int] = {}
+    for index, node in enumerate(new_nodes):
+        if id(node) not in own_ids:
             graph.node.append(node)
             node = graph.node[-1]
-            held.append(node)
-        place[id(node)] = at
-    assert len(place) == len(wanted), "a node can stand in one place only"
-    for at in range(len(held) - 1, -1, -1):
-        if id(held[at]) not in place:
-            del graph.node[at]
-    graph.node.sort(key=lambda node: place[id(node)])
+            graph_nodes.append(node)  # a reference: else another node could get its id
+        index_by_id[id(node)] = index
+    assert len(index_by_id) == len(new_nodes), "a node can stand in one place only"
+
+    for index in reversed(range(len(graph_nodes))):
+        if id(graph_nodes[index]) not in index_by_id:
+            del graph.node[index]
+    graph.node.sort(key=lambda node: index_by_id[id(node)])
 
 
 def rebuild(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
@@ -174,22 +177,22 @@ def update_tensors(tensors: Any, new: Mapping[str, onnx.TensorProto]) -> None:
 
     The others stay in place: copying them all would copy all weights.
     """
-    left = dict(new)
+    missing = dict(new)
     for tensor in tensors:
         if tensor.name in new:
             tensor.CopyFrom(new[tensor.name])
-            left.pop(tensor.name, None)
-    tensors.extend(left.values())
+            missing.pop(tensor.name, None)
+    tensors.extend(missing.values())
 
 
 def drop_initializer_inputs(graph: onnx.GraphProto) -> int:
     """Remove initializers from the graph inputs (IR 3 lists them there); return their number."""
     constants = {tensor.name for tensor in graph.initializer}
-    kept = [value for value in graph.input if value.name not in constants]
-    taken = len(graph.input) - len(kept)
-    if taken:
-        replace_field(graph.input, kept)
-    return taken
+    inputs = [value for value in graph.input if value.name not in constants]
+    removed_count = len(graph.input) - len(inputs)
+    if removed_count:
+        replace_field(graph.input, inputs)
+    return removed_count
 
 
 def rename_reads(nodes: Iterable[onnx.NodeProto], new_name: Mapping[str, str]) -> None:
@@ -241,16 +244,17 @@ def infer_types(model: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
     from onnx import shape_inference
 
     _guard_slices()
-    types = [node.op_type for node in all_nodes(model.graph)]
-    norms = {at: op_type for at, op_type in enumerate(types) if op_type in _NORMS}
-    if not norms:
+    op_types = [node.op_type for node in all_nodes(model.graph)]
+    if _NORMS.isdisjoint(op_types):
         return shape_inference.infer_shapes(model, **options)
-    swapped = copy_message(model)
-    for at, node in enumerate(all_nodes(swapped.graph)):
-        node.op_type = "Identity" if at in norms else node.op_type
-    inferred = shape_inference.infer_shapes(swapped, **options)
-    for at, node in enumerate(all_nodes(inferred.graph)):
-        node.op_type = norms.get(at, node.op_type)
+
+    substitute = copy_message(model)
+    for node in all_nodes(substitute.graph):
+        if node.op_type in _NORMS:
+            node.op_type = "Identity"
+    inferred = shape_inference.infer_shapes(substitute, **options)
+    for node, op_type in zip(all_nodes(inferred.graph), op_types, strict=True):
+        node.op_type = op_type
     return inferred
 
 
@@ -266,8 +270,9 @@ def _guard_slices() -> None:
     error = shape_inference.InferenceError
 
     def guarded(infer: Callable[[Any], None], context: Any) -> None:
-        given = context.get_input_type(0)
-        sizes = [] if given is None else [dim.dim_value for dim in given.tensor_type.shape.dim]
+        input_type = context.get_input_type(0)
+        dims = () if input_type is None else input_type.tensor_type.shape.dim
+        sizes = [dim.dim_value for dim in dims]
         if min(sizes, default=0) < 0:
             raise error(f"a Slice of a tensor of the shape {sizes}")
         with suppress(error):  # ONNX itself goes on without a type that it could not infer
@@ -276,8 +281,8 @@ def _guard_slices() -> None:
     if hasattr(defs.OpSchema, "set_type_and_shape_inference_function"):  # ONNX 1.18
         for version in (1, 10, 11, 13):
             schema = defs.get_schema("Slice", version)
-            own = schema.get_type_and_shape_inference_function()
-            schema.set_type_and_shape_inference_function(partial(guarded, own))
+            infer = schema.get_type_and_shape_inference_function()
+            schema.set_type_and_shape_inference_function(partial(guarded, infer))
             defs.deregister_schema("Slice", version, "")
             defs.register_schema(schema)
 
@@ -289,12 +294,12 @@ def empty_default_domain(model: onnx.ModelProto) -> None:
             if node.domain == "ai.onnx":
                 node.domain = ""
     for part in (model, *model.functions):
-        named = [entry for entry in part.opset_import if entry.domain in ("", "ai.onnx")]
-        if any(entry.domain for entry in named):
-            named[0].version = max(entry.version for entry in named)
-            named[0].domain = ""
-            others = [entry for entry in part.opset_import if entry.domain not in ("", "ai.onnx")]
-            replace_field(part.opset_import, [named[0], *others])
+        defaults = [entry for entry in part.opset_import if entry.domain in ("", "ai.onnx")]
+        if any(entry.domain for entry in defaults):
+            defaults[0].version = max(entry.version for entry in defaults)
+            defaults[0].domain = ""
+            custom = [entry for entry in part.opset_import if entry not in defaults]
+            replace_field(part.opset_import, [defaults[0], *custom])
 
 
 def set_opset(model: onnx.ModelProto, version: int) -> None:
@@ -322,14 +327,15 @@ def drop_dead(graph: onnx.GraphProto) -> int:
 
 def drop_unread(graph: onnx.GraphProto) -> None:
     """Remove initializers that no node reads and that are no graph output."""
-    drop_initializers(graph, {one.name for one in graph.initializer} - find_read_tensors(graph))
+    constants = {tensor.name for tensor in graph.initializer}
+    drop_initializers(graph, constants - find_read_tensors(graph))
 
 
 def drop_initializers(graph: onnx.GraphProto, names: Collection[str]) -> None:
     """Remove the initializers of these names."""
-    dropped = [at for at, tensor in enumerate(graph.initializer) if tensor.name in names]
-    for at in reversed(dropped):  # one by one: copying those that stay would copy all weights
-        del graph.initializer[at]
+    dropped = [index for index, tensor in enumerate(graph.initializer) if tensor.name in names]
+    for index in reversed(dropped):  # one by one: copying those that stay would copy all weights
+        del graph.initializer[index]
 
 
 def sort_nodes(graph: onnx.GraphProto) -> bool:
@@ -338,28 +344,29 @@ def sort_nodes(graph: onnx.GraphProto) -> bool:
     Raises:
         ModelError: the graph has a cycle.
     """
-    made = {name for node in graph.node for name in node.output if name}
-    waiting = list(graph.node)
+    pending_tensors = {name for node in graph.node for name in node.output if name}
+    pending_nodes = list(graph.node)
     order: list[onnx.NodeProto] = []
-    ready: set[str] = set()
-    while waiting:
-        later = []
-        for node in waiting:
-            if all(name in ready or name not in made for name in iter_reads(node)):
+    while pending_nodes:
+        later_nodes = []
+        for node in pending_nodes:
+            if pending_tensors.isdisjoint(iter_reads(node)):
                 order.append(node)
-                ready.update(node.output)
+                pending_tensors.difference_update(node.output)
             else:
-                later.append(node)
-        if len(later) == len(waiting):
+                later_nodes.append(node)
+        if len(later_nodes) == len(pending_nodes):
+            node = later_nodes[0]
             raise ModelError(
-                f"a graph must have no cycle, got one through {later[0].op_type}"
-                f" '{later[0].name or ', '.join(later[0].output)}'; export the model again"
+                f"a graph must have no cycle, got one through {node.op_type}"
+                f" '{node.name or ', '.join(node.output)}'; export the model again"
             )
-        waiting = later
-    moved = any(a is not b for a, b in zip(order, graph.node, strict=True))
-    if moved:
+        pending_nodes = later_nodes
+
+    has_changed = any(a is not b for a, b in zip(order, graph.node, strict=True))
+    if has_changed:
         replace_nodes(graph, order)
-    return moved
+    return has_changed
 
 
 def name_nodes(graph: onnx.GraphProto) -> int:
@@ -368,14 +375,15 @@ def name_nodes(graph: onnx.GraphProto) -> int:
     A node without a name is named after its type and first output, which do not change when other
     nodes are added or removed; a duplicate name gets a number.
     """
-    taken: set[str] = set()
-    made = 0
+    names: set[str] = set()
+    new_count = 0
     for node in graph.node:
-        wanted = node.name or f"{node.op_type}_{next(filter(None, node.output), 'none')}"
-        name = claim_name(wanted, taken)
-        made += name != node.name
-        node.name = name
-    return made
+        preferred = node.name or f"{node.op_type}_{next(filter(None, node.output), 'none')}"
+        name = claim_name(preferred, names)
+        if name != node.name:
+            node.name = name
+            new_count += 1
+    return new_count
 
 
 def name_nodes_by_index(graph: onnx.GraphProto) -> int:
@@ -383,15 +391,15 @@ def name_nodes_by_index(graph: onnx.GraphProto) -> int:
 
     A node without a name, or with a duplicate one, becomes '<op>_<index>'.
     """
-    taken = {node.name for node in graph.node if node.name}
-    before: set[str] = set()
-    made = 0
+    names = {node.name for node in graph.node if node.name}
+    earlier_names = {""}
+    new_count = 0
     for index, node in enumerate(graph.node):
-        if not node.name or node.name in before:
-            node.name = claim_name(f"{node.op_type}_{index}", taken)
-            made += 1
-        before.add(node.name)
-    return made
+        if node.name in earlier_names:
+            node.name = claim_name(f"{node.op_type}_{index}", names)
+            new_count += 1
+        earlier_names.add(node.name)
+    return new_count
 
 
 # last words of the names that calib8 adds, after the name of a tensor or node
@@ -407,7 +415,7 @@ ADDED = frozenset((
     "sum", "tensor_balance_factor", "told", "turned", "u", "whole", "written", "wzero", "zero",
     "zero_point",
 ))  # fmt: skip
-_BETWEEN = ("weight", "bias")  # also in names of models, so not enough alone
+_JOINING_WORDS = ("weight", "bias")  # also in names of models, so one of ADDED must be there too
 
 
 def rename_added(graph: onnx.GraphProto) -> list[str]:
@@ -423,15 +431,17 @@ def rename_added(graph: onnx.GraphProto) -> list[str]:
         ModelError: both are inputs or outputs.
     """
     bodies = list(all_graphs(graph))
-    nodes = {node.name for body in bodies for node in body.node if node.name}
-    tensors = {name for body in bodies for name in tensor_names(body)} - {""}
+    names = {name for body in bodies for name in tensor_names(body)}
+    names |= {node.name for body in bodies for node in body.node}
+    names.discard("")
     ends = {value.name for value in (*graph.input, *graph.output)}
-    taken = nodes | tensors
-    ours = ("/dequantized", "/float")  # calib8 cuts these off, whatever stands before them
-    stems = taken.union(name.removesuffix(end) for name in taken - ends for end in ours)
+    stems = set(names)
+    for name in names - ends:  # calib8 cuts these off, whatever stands before them
+        stems |= {name.removesuffix("/dequantized"), name.removesuffix("/float")}
+
     replaced = []
-    for name in sorted(taken):
-        stem = _added_to(name, stems)
+    for name in sorted(names):
+        stem = _find_stem(name, stems)
         if stem is None:
             continue
         replaced.append(stem if name in ends else name)
@@ -440,16 +450,21 @@ def rename_added(graph: onnx.GraphProto) -> list[str]:
                 f"an input or output must not have a name that calib8 adds for another one, got"
                 f" {name!r} beside {stem!r}; export the model with other names"
             )
-    new_name = {name: unique_name(f"{name}_own", taken) for name in replaced}
-    for body in bodies if new_name else ():
-        for node in body.node:
-            node.name = new_name.get(node.name, node.name)
-            for names in (node.input, node.output):
-                for place, name in enumerate(names):
-                    names[place] = new_name.get(name, name)
-        for value in (*body.input, *body.output, *body.value_info, *body.initializer):
-            value.name = new_name.get(value.name, value.name)
+    new_name = {name: unique_name(f"{name}_own", names) for name in replaced}
+    if new_name:
+        for body in bodies:
+            _rename_all(body, new_name)
     return replaced
+
+
+def _rename_all(graph: onnx.GraphProto, new_name: Mapping[str, str]) -> None:
+    """Rename the nodes and tensors of one graph, without its subgraphs."""
+    for node in graph.node:
+        node.name = new_name.get(node.name, node.name)
+        for names in (node.input, node.output):
+            names[:] = [new_name.get(name, name) for name in names]
+    for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        value.name = new_name.get(value.name, value.name)
 
 
 def tensor_names(graph: onnx.GraphProto) -> Iterable[str]:
@@ -460,28 +475,30 @@ def tensor_names(graph: onnx.GraphProto) -> Iterable[str]:
         yield from node.output
 
 
-def _added_to(name: str, taken: Collection[str]) -> str | None:
-    """Return the name that this one is with words of `ADDED` behind it; None if there is none."""
+def _find_stem(name: str, stems: Collection[str]) -> str | None:
+    """Return the stem that a name is with words of `ADDED` after it; None if there is none."""
     for stem in accumulate(re.split("([/.])", name)):
+        if stem not in stems:
+            continue
         words = re.split("[/.]", name[len(stem) + 1 :].rstrip("0123456789"))
-        own = [word in ADDED for word in words]
-        between = [word in _BETWEEN or word.isdigit() for word in words]
-        if stem in taken and any(own) and all(map(or_, own, between)):
+        unknown_words = [word for word in words if word not in ADDED]
+        are_joining = (word in _JOINING_WORDS or word.isdigit() for word in unknown_words)
+        if len(unknown_words) < len(words) and all(are_joining):
             return stem
     return None
 
 
-def unique_name(wanted: str, taken: Collection[str]) -> str:
-    """Return the first of `wanted`, `wanted_1`, `wanted_2`, ... that is not in `taken`."""
-    name, number = wanted, 0
-    while name in taken:
+def unique_name(preferred: str, names: Collection[str]) -> str:
+    """Return the first of `preferred`, `preferred_1`, `preferred_2`, ... that is not in `names`."""
+    name, number = preferred, 0
+    while name in names:
         number += 1
-        name = f"{wanted}_{number}"
+        name = f"{preferred}_{number}"
     return name
 
 
-def claim_name(wanted: str, taken: set[str]) -> str:
-    """Return `unique_name`, which is taken from then on."""
-    name = unique_name(wanted, taken)
-    taken.add(name)
+def claim_name(preferred: str, names: set[str]) -> str:
+    """Return `unique_name`, and add it to `names`."""
+    name = unique_name(preferred, names)
+    names.add(name)
     return name

@@ -52,8 +52,11 @@ def attributes(node: onnx.NodeProto) -> dict[str, Any]:
     """Attribute name -> Python value, without references to attributes of a function's caller."""
     from onnx import helper
 
-    given = (a for a in node.attribute if not a.ref_attr_name)
-    return {a.name: helper.get_attribute_value(a) for a in given}
+    return {
+        attribute.name: helper.get_attribute_value(attribute)
+        for attribute in node.attribute
+        if not attribute.ref_attr_name
+    }
 
 
 def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
@@ -67,8 +70,7 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 def has_no_subgraph(node: onnx.NodeProto) -> bool:
     """Whether a node has no subgraph, so that it reads only its inputs."""
-    held = node.attribute
-    return not held or all(attribute.type not in _BODIES for attribute in held)
+    return all(attribute.type not in _BODIES for attribute in node.attribute)
 
 
 def nested_nodes(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
@@ -94,7 +96,7 @@ def all_graphs(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[Any]:
 def all_tensors(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.TensorProto]:
     """Yield every initializer and every tensor in an attribute, of all subgraphs too.
 
-    Of a sparse tensor these are its values and its indices.
+    A sparse tensor counts as two: its values and its indices.
     """
     sparse: list[onnx.SparseTensorProto] = []
     for body in all_graphs(graph):
@@ -109,23 +111,25 @@ def all_tensors(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.Te
             if attribute.HasField("sparse_tensor"):
                 sparse.append(attribute.sparse_tensor)
     for tensor in sparse:
-        yield from (tensor.values, tensor.indices)
+        yield tensor.values
+        yield tensor.indices
 
 
 def opset_of(model: onnx.ModelProto) -> int:
     """Return the version of the default operator set; 0 if the model does not import it."""
-    versions = [o.version for o in model.opset_import if o.domain in ("", "ai.onnx")]
-    return max(versions, default=0)
+    imports = model.opset_import
+    return max((entry.version for entry in imports if entry.domain in ("", "ai.onnx")), default=0)
 
 
 def iter_reads(node: onnx.NodeProto) -> Iterator[str]:
     """Yield every tensor that a node reads, including those that its subgraphs capture."""
     yield from filter(None, node.input)
     for body in subgraphs(node):
-        own = {o for inner in body.node for o in inner.output}
-        own |= {i.name for i in body.input} | {t.name for t in body.initializer}
-        yield from (n for inner in body.node for n in iter_reads(inner) if n not in own)
-        yield from (o.name for o in body.output if o.name not in own)
+        inner_names = {name for inner in body.node for name in inner.output}
+        inner_names.update(value.name for value in (*body.input, *body.initializer))
+        for inner in body.node:
+            yield from (name for name in iter_reads(inner) if name not in inner_names)
+        yield from (value.name for value in body.output if value.name not in inner_names)
 
 
 def count_reads(graph: onnx.GraphProto) -> Counter[str]:
@@ -154,9 +158,13 @@ def dims(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...] | None:
     tensor = value.type.tensor_type
     if not tensor.HasField("shape"):
         return None
-    return tuple(
-        d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in tensor.shape.dim
-    )
+    return tuple(map(_dimension, tensor.shape.dim))
+
+
+def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    if dim.HasField("dim_value"):
+        return dim.dim_value
+    return dim.dim_param or None
 
 
 RANDOM = (  # operators that draw random numbers, Dropout in training alone
@@ -173,7 +181,9 @@ class Graph:
     Attributes:
         initializers: name -> tensor.
         constants: initializers and the tensors of Constant nodes, by name.
+        nodes: of the main graph, in graph order.
         inputs: names of the graph inputs that are not initializers.
+        outputs: names of the graph outputs.
         producer: tensor -> the node that makes it.
         readers: tensor -> the nodes that have it as an input, each once.
         captured: tensors that a node reads inside a subgraph.
@@ -220,36 +230,41 @@ class Graph:
         The optimizer inlines the branch of an If with a constant condition, so tensors captured
         by nested subgraphs, and by an If whose output is itself captured, count too.
         """
-        found: set[str] = set()
-        ends = set(self.captured)
-        for node in reversed(self.nodes if ends else []):
-            inside = [inner for body in subgraphs(node) for inner in all_nodes(body)]
-            nested = any(not has_no_subgraph(inner) for inner in inside)
-            if node.op_type in _MOVING and ends.intersection(node.output):
-                found.add(str(node.input[0]))
-            elif nested or (inside and (ends | found).intersection(node.output)):
-                found |= set(iter_reads(node)) - set(node.input)
-            ends |= found
-        return frozenset(found)
+        sources: set[str] = set()
+        if not self.captured:
+            return frozenset(sources)
+        reached = set(self.captured)
+        for node in reversed(self.nodes):
+            is_reached = not reached.isdisjoint(node.output)
+            if node.op_type in _MOVING and is_reached:
+                sources.add(str(node.input[0]))
+            elif not has_no_subgraph(node):
+                inner_nodes = [inner for body in subgraphs(node) for inner in all_nodes(body)]
+                has_nested_subgraph = not all(map(has_no_subgraph, inner_nodes))
+                if has_nested_subgraph or (inner_nodes and is_reached):
+                    sources |= set(iter_reads(node)) - set(node.input)
+            reached |= sources
+        return frozenset(sources)
 
     @cached_property
     def computed_constants(self) -> frozenset[str]:
         """Tensors that nodes compute from constants alone."""
-        found: set[str] = set()
+        constants = set(self.initializers)
+        results: set[str] = set()
         for node in self.nodes:
-            fixed = (name in self.initializers or name in found for name in iter_reads(node))
-            if node.op_type not in RANDOM and all(fixed):
-                found.update(node.output)
-        return frozenset(found)
+            if node.op_type not in RANDOM and constants.issuperset(iter_reads(node)):
+                constants.update(node.output)
+                results.update(node.output)
+        return frozenset(results)
 
     @cached_property
     def depths(self) -> dict[str, int]:
         """Tensor -> number of nodes on the longest path to it."""
-        found: dict[str, int] = {}
+        depths: dict[str, int] = {}
         for node in self.nodes:
-            depth = 1 + max((found.get(name, 0) for name in node.input), default=0)
-            found |= dict.fromkeys(node.output, depth)
-        return found
+            depth = 1 + max((depths.get(name, 0) for name in node.input), default=0)
+            depths |= dict.fromkeys(node.output, depth)
+        return depths
 
     def is_float(self, tensor: str) -> bool:
         """Whether a tensor is float32; True if its type is unknown."""
@@ -284,43 +299,45 @@ class Graph:
 
         A constant that would raise the rank of the result does not count.
         """
-        others = [name for name in node.input if name != tensor]
-        if len(node.input) != 2 or len(others) != 1 or (value := self.scalar(others[0])) is None:
+        operands = [name for name in node.input if name != tensor]
+        if len(node.input) != 2 or len(operands) != 1:
             return None
-        rank = len(self.initializers[others[0]].dims)
+        value = self.scalar(operands[0])
+        if value is None:
+            return None
+        rank = len(self.initializers[operands[0]].dims)
         return value if rank <= max(1, len(self.shapes.get(tensor) or ())) else None
 
     def tail(self, node: onnx.NodeProto) -> str:
         """Return the output of a node, or of the Relu, Clip or bias Add fused into it."""
-        out = str(node.output[0])
-        after = self.only_reader(out)
-        if after is None or node.op_type == GATE:
-            return out
-        if after.op_type in _TAILS and after.input[0] == out and self.clips_at_zero(after):
-            return str(after.output[0])
-        if node.op_type == "MatMul" and after.op_type == "Add" and self._adds_bias(after, out):
-            return self.tail(after)
-        return out
+        output = str(node.output[0])
+        reader = self.only_reader(output)
+        if reader is None or node.op_type == GATE:
+            return output
+        if reader.op_type in _TAILS and reader.input[0] == output and self.clips_at_zero(reader):
+            return str(reader.output[0])
+        if node.op_type == "MatMul" and reader.op_type == "Add":
+            operands = [name for name in reader.input if name != output]
+            if len(operands) == 1 and operands[0] in self.initializers:
+                return self.tail(reader)
+        return output
 
     def bias_add(self, node: onnx.NodeProto, columns: int) -> onnx.NodeProto | None:
         """Return the Add after a MatMul that adds a constant float32 bias, [columns], or None."""
-        out = str(node.output[0])
-        readers = self.readers.get(out, [])
-        if len(readers) != 1 or readers[0].op_type != "Add" or out in self.outputs:
+        output = str(node.output[0])
+        readers = self.readers.get(output, [])
+        if len(readers) != 1 or readers[0].op_type != "Add" or output in self.outputs:
             return None
-        bias = self.constants.get(next((name for name in readers[0].input if name != out), ""))
-        fits = bias is not None and list(bias.dims) == [columns] and bias.data_type == _FLOAT
-        return readers[0] if fits else None
+        bias = self.constants.get(next((name for name in readers[0].input if name != output), ""))
+        if bias is None or list(bias.dims) != [columns] or bias.data_type != _FLOAT:
+            return None
+        return readers[0]
 
     def clips_at_zero(self, node: onnx.NodeProto) -> bool:
         """Whether a node is a Relu, or a Clip with the constant lower bound 0."""
         if node.op_type == "Relu":
             return True
         return len(node.input) > 1 and self.scalar(node.input[1]) == 0.0
-
-    def _adds_bias(self, node: onnx.NodeProto, tensor: str) -> bool:
-        others = [name for name in node.input if name != tensor]
-        return len(others) == 1 and others[0] in self.initializers
 
 
 class CachedGraph(Graph):
@@ -367,8 +384,8 @@ def pad_with_zeros(values: NDArray[Any], sizes: Sequence[int]) -> NDArray[Any]:
     """Return the array padded with zeros, at the end of each axis, to `sizes`."""
     import numpy as np
 
-    ends = [(0, size - own) for size, own in zip(sizes, values.shape, strict=True)]
-    return np.pad(values, ends)
+    pads = [(0, size - old_size) for size, old_size in zip(sizes, values.shape, strict=True)]
+    return np.pad(values, pads)
 
 
 def strip_padded_channels(name: str, values: Array, like: Array) -> Array:
@@ -398,54 +415,49 @@ def match_nodes(model: onnx.ModelProto, patterns: Iterable[str]) -> tuple[str, .
     Raises:
         ConfigError: a pattern matches no node, or its file cannot be read.
     """
-    return match_patterns(
-        [(node.name, node.op_type) for node in model.graph.node if node.name], patterns
-    )
+    nodes = [(node.name, node.op_type) for node in model.graph.node if node.name]
+    return match_patterns(nodes, patterns)
 
 
-def match_patterns(known: NamedNodes, patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return the names in `known` that match any pattern, in the order of `known`.
+def match_patterns(nodes: NamedNodes, patterns: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the nodes that match any pattern, in the order of the nodes.
 
     Raises:
         ConfigError: a pattern matches nothing, or its file cannot be read.
     """
-    names = {name for name, _ in known}
+    names = dict.fromkeys(name for name, _ in nodes)
     chosen: set[str] = set()
     for pattern in patterns:
-        for one in [pattern] if pattern in names else _lines(pattern):
-            chosen |= _match(known, names, one)
-    return tuple(dict.fromkeys(name for name, _ in known if name in chosen))
+        if pattern.startswith(FILE) and pattern not in names:
+            lines = _read_patterns(Path(pattern.removeprefix(FILE)))
+        else:
+            lines = [pattern]
+        for line in lines:
+            chosen |= {line} if line in names else _match(nodes, line)
+    return tuple(name for name in names if name in chosen)
 
 
-def _match(known: NamedNodes, names: set[str], pattern: str) -> set[str]:
-    """Return the names that match one pattern that is not a file."""
-    if pattern in names:
-        return {pattern}
+def _match(nodes: NamedNodes, pattern: str) -> set[str]:
+    """Return the names of the nodes that match one pattern for names or types."""
     if pattern.startswith(TYPE):
-        wanted = pattern.removeprefix(TYPE)
-        found = {name for name, kind in known if fnmatchcase(kind, wanted)}
-        hint = _hint(wanted, [kind for _, kind in known], TYPE)
+        op_type = pattern.removeprefix(TYPE)
+        matches = {name for name, kind in nodes if fnmatchcase(kind, op_type)}
+        candidates = [TYPE + kind for _, kind in nodes]
     else:
-        found = {name for name in names if fnmatchcase(name, pattern)}
-        hint = _hint(pattern, [name for name, _ in known], "")
-    if not found:
+        candidates = [name for name, _ in nodes]
+        matches = {name for name in candidates if fnmatchcase(name, pattern)}
+    if not matches:
+        help_text = "`calib8 inspect --all` lists names and types"
+        hint = did_you_mean(pattern, list(dict.fromkeys(candidates)), help_text)
         raise ConfigError(f"nodes to keep in float must be in the model, got {pattern!r}; {hint}")
-    return found
+    return matches
 
 
-def _hint(wanted: str, known: Sequence[str], before: str) -> str:
-    known = [before + name for name in dict.fromkeys(known)]
-    return did_you_mean(before + wanted, known, "`calib8 inspect --all` lists names and types")
-
-
-def _lines(pattern: str) -> list[str]:
-    """Return the pattern itself, or the patterns in the file that it names."""
-    if not pattern.startswith(FILE):
-        return [pattern]
-    path = Path(pattern.removeprefix(FILE))
+def _read_patterns(path: Path) -> list[str]:
+    """Return the patterns in a file, without blank lines and comments."""
     text = read_text(path, what="a text file of nodes to keep in float", error=ConfigError)
     lines = [line.strip() for line in text.splitlines()]
-    found = [line for line in lines if line and not line.startswith("#")]
-    if not found:
+    patterns = [line for line in lines if line and not line.startswith("#")]
+    if not patterns:
         raise ConfigError(f"{path} must name at least one node to keep in float, got none")
-    return found
+    return patterns
