@@ -78,49 +78,63 @@ class JoinedLayers:
     @property
     def nodes(self) -> tuple[onnx.NodeProto, ...]:
         """All nodes; the last one produces the tensor."""
-        nodes = (node for part in self.parts for node in (part.layer, *part.moves))
-        return (*nodes, *(() if self.concat is None else (self.concat,)))
+        nodes = [node for part in self.parts for node in (part.layer, *part.moves)]
+        if self.concat is not None:
+            nodes.append(self.concat)
+        return tuple(nodes)
 
     def links(self) -> Iterator[tuple[onnx.NodeProto, onnx.NodeProto, int]]:
         """Yield (node, the node that reads it, at which input) for all nodes but the last."""
-        for number, part in enumerate(self.parts):
-            chain = (part.layer, *part.moves)
-            yield from ((node, after, 0) for node, after in zip(chain, part.moves, strict=False))
+        for index, part in enumerate(self.parts):
+            node = part.layer
+            for move in part.moves:
+                yield node, move, 0
+                node = move
             if self.concat is not None:
-                yield chain[-1], self.concat, number
+                yield node, self.concat, index
 
     def axis(
         self, ranks: Sequence[int], constants: Mapping[str, onnx.TensorProto]
     ) -> tuple[int, int] | None:
         """Return `MovedLayer.axis`; None also if the Concat is along another axis."""
-        places = {part.axis(rank, constants) for part, rank in zip(self.parts, ranks, strict=True)}
-        place = places.pop()
-        if places or place is None or self.concat is None:
-            return None if places else place
-        axis, rank = place
-        return place if attributes(self.concat).get("axis") in (axis, axis - rank) else None
+        axes = {part.axis(rank, constants) for part, rank in zip(self.parts, ranks, strict=True)}
+        common_axis = axes.pop()
+        if axes or common_axis is None:
+            return None
+        if self.concat is not None:
+            axis, rank = common_axis
+            if attributes(self.concat).get("axis") not in (axis, axis - rank):
+                return None
+        return common_axis
 
 
 def find_source_layers(
     tensor: str,
-    makers: Mapping[str, onnx.NodeProto],
-    readers: Mapping[str, int],
-    layers: Sequence[str],
+    producers: Mapping[str, onnx.NodeProto],
+    read_counts: Mapping[str, int],
+    op_types: Sequence[str],
 ) -> JoinedLayers | None:
-    """Return the layers, of these types, that produce a tensor: one, or all inputs of a Concat."""
-    producer = makers.get(tensor)
-    concat = producer if producer is not None and producer.op_type == "Concat" else None
-    if concat is not None and readers[tensor] != 1:
-        return None
+    """Return the layers, of these types, that produce a tensor: one, or all inputs of a Concat.
+
+    Each of them, and of the moves after it, must have a single reader.
+    """
+    concat = producers.get(tensor)
+    sources = [tensor]
+    if concat is not None and concat.op_type == "Concat":
+        if read_counts[tensor] != 1:
+            return None
+        sources = list(concat.input)
+    else:
+        concat = None
+
     parts = []
-    for end in (tensor,) if concat is None else concat.input:
-        # the layer, directly or behind moves with one reader each
+    for source in sources:
         moves: list[onnx.NodeProto] = []
-        node = makers.get(end)
-        while node is not None and readers[node.output[0]] == 1 and node.op_type in MOVES:
+        node = producers.get(source)
+        while node is not None and node.op_type in MOVES and read_counts[node.output[0]] == 1:
             moves.insert(0, node)
-            node = makers.get(node.input[0])
-        if node is None or node.op_type not in layers or readers[node.output[0]] != 1:
+            node = producers.get(node.input[0])
+        if node is None or node.op_type not in op_types or read_counts[node.output[0]] != 1:
             return None
         parts.append(MovedLayer(node, tuple(moves)))
     return JoinedLayers(tuple(parts), concat) if parts else None
@@ -132,28 +146,34 @@ def _axes_after(
     """Return which of the layer's axes each axis is after a move; None for an inserted axis."""
     if node.op_type == "Transpose":
         order = attributes(node).get("perm", range(len(axes))[::-1])
-        fits = sorted(order) == list(range(len(axes)))
-        return [axes[place] for place in order] if fits else None
-    wanted_axes = _axes_of(node, constants)
-    if wanted_axes is None:
+        is_permutation = sorted(order) == list(range(len(axes)))
+        return [axes[index] for index in order] if is_permutation else None
+
+    changed_axes = _read_axes(node, constants)
+    if changed_axes is None:
         return None
-    rank = len(axes) + (len(wanted_axes) if node.op_type == "Unsqueeze" else 0)
-    if not all(-rank <= place < rank for place in wanted_axes):
+    rank = len(axes)
+    if node.op_type == "Unsqueeze":
+        rank += len(changed_axes)
+    if not all(-rank <= axis < rank for axis in changed_axes):
         return None
-    places = {place % rank for place in wanted_axes}
+    indices = {axis % rank for axis in changed_axes}
     if node.op_type == "Squeeze":
-        return [axis for place, axis in enumerate(axes) if place not in places]
-    left = iter(axes)
-    return [None if place in places else next(left, None) for place in range(rank)]
+        return [axis for index, axis in enumerate(axes) if index not in indices]
+    new_axes = list(axes)
+    for index in sorted(indices):
+        new_axes.insert(index, None)
+    return new_axes + [None] * (rank - len(new_axes))
 
 
-def _axes_of(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> list[int] | None:
+def _read_axes(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> list[int] | None:
     """Return the axes of a Squeeze or Unsqueeze, an attribute before opset 13."""
     if len(node.input) < 2:
         axes = attributes(node).get("axes")
         return None if axes is None else list(axes)
-    array = to_array(constants[node.input[1]]) if node.input[1] in constants else None
-    return None if array is None else [int(place) for place in array.reshape(-1)]
+    if node.input[1] not in constants:
+        return None
+    return [int(axis) for axis in to_array(constants[node.input[1]]).reshape(-1)]
 
 
 if TYPE_CHECKING:
@@ -175,20 +195,22 @@ def fold_affine(graph: onnx.GraphProto, *, excluded: Collection[str] = ()) -> Co
         excluded: names of nodes that are not folded.
     """
     weights = {tensor.name: tensor for tensor in graph.initializer}
-    counts = count_reads(graph)
-    makers = {name: node for node in graph.node for name in node.output if name}
+    read_counts = count_reads(graph)
+    producers = {name: node for node in graph.node for name in node.output if name}
     remaining: list[onnx.NodeProto] = []
     folded: Counter[str] = Counter()
-    taken, fresh = {*weights, *counts, *makers}, set[str]()
+    names = {*weights, *read_counts, *producers}
+    new_names = set[str]()
     for node in graph.node:
         source = "" if node.name in excluded else _varying_input(node, weights)
-        joined = find_source_layers(source, makers, counts, _INTO)
-        if joined is None or not _fold(graph, weights, counts, joined, node):
+        joined = find_source_layers(source, producers, read_counts, _INTO)
+        if joined is None or not _fold(graph, weights, read_counts, joined, node):
             remaining.append(node)
             continue
         folded[node.op_type] += 1
-        _rename(joined, node.output[0], counts, taken, fresh)
-        makers |= {name: one for one in joined.nodes for name in one.output}
+        _rename(joined, node.output[0], read_counts, names, new_names)
+        for layer_node in joined.nodes:
+            producers |= dict.fromkeys(layer_node.output, layer_node)
     if folded:
         replace_nodes(graph, remaining)
     return folded
@@ -211,37 +233,45 @@ def _varying_input(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -
 def _fold(
     graph: onnx.GraphProto,
     weights: dict[str, onnx.TensorProto],
-    counts: dict[str, int],
+    read_counts: dict[str, int],
     joined: JoinedLayers,
     node: onnx.NodeProto,
 ) -> bool:
     """Fold a node into one or several layers if that is exact; return whether it was folded."""
     layers = [part.layer for part in joined.parts]
-    constants = [_constant(weights, layer.input[1]) for layer in layers]
-    arrays = [array for array in constants if array is not None]
-    biases = [_constant(weights, one.input[2]) if _has_bias(one) else None for one in layers]
-    known = [
-        bias is not None or not _has_bias(one) for one, bias in zip(layers, biases, strict=True)
-    ]
-    if len(arrays) < len(layers) or not all(known):
-        return False
+    arrays, biases = [], []
+    for layer in layers:
+        weight = _float_constant(weights, layer.input[1])
+        bias = _float_constant(weights, layer.input[2]) if _has_bias(layer) else None
+        if weight is None or (bias is None and _has_bias(layer)):
+            return False
+        arrays.append(weight)
+        biases.append(bias)
+
     # A negative variance or a huge gamma gives NaN or Inf: the layers then stay unchanged.
     with np.errstate(all="ignore"):
-        place = joined.axis([array.ndim for array in arrays], weights)
-        channels = [_channels(*one) for one in zip(layers, arrays, strict=True)]
-        affine = place and all(channels) and _affine(node, weights, sum(channels), *place)
-        if not affine:
+        channel_axis = joined.axis([array.ndim for array in arrays], weights)
+        channels = [_count_channels(*pair) for pair in zip(layers, arrays, strict=True)]
+        if channel_axis is None or not all(channels):
             return False
-        own = zip(*(np.split(values, np.cumsum(channels)[:-1]) for values in affine), strict=True)
-        folded = [_fold_layer(*one) for one in zip(layers, arrays, biases, own, strict=True)]
-    fresh = [pair for pair in folded if pair is not None]
-    if len(fresh) < len(layers):
-        return False
-    for layer, (weight, bias) in zip(layers, fresh, strict=True):
-        _set(graph, weights, counts, layer, 1, weight, layer.input[1])
-        new_name = unique_name(f"{node.output[0]}_bias", weights)
-        bias_name = layer.input[2] if _has_bias(layer) else new_name
-        _set(graph, weights, counts, layer, 2, bias, bias_name)
+        affine = _read_affine(node, weights, sum(channels), *channel_axis)
+        if affine is None:
+            return False
+        splits = np.cumsum(channels)[:-1]
+        scales, shifts = (np.split(values, splits) for values in affine)
+        folded = []
+        for arguments in zip(layers, arrays, biases, scales, shifts, strict=True):
+            weight_and_bias = _fold_layer(*arguments)
+            if weight_and_bias is None:
+                return False
+            folded.append(weight_and_bias)
+
+    for layer, (weight, bias) in zip(layers, folded, strict=True):
+        _set_constant(graph, weights, read_counts, layer, 1, weight, layer.input[1])
+        bias_name = unique_name(f"{node.output[0]}_bias", weights)
+        if _has_bias(layer):
+            bias_name = layer.input[2]
+        _set_constant(graph, weights, read_counts, layer, 2, bias, bias_name)
         for attribute in layer.attribute:
             if attribute.name == "beta":  # of a Gemm: the new bias includes it
                 attribute.f = 1.0
@@ -249,84 +279,93 @@ def _fold(
 
 
 def _fold_layer(
-    layer: onnx.NodeProto, weight: NDArray[Any], bias: NDArray[Any] | None, affine: Affine
+    layer: onnx.NodeProto,
+    weight: NDArray[Any],
+    bias: NDArray[Any] | None,
+    scale: NDArray[np.float64],
+    shift: NDArray[np.float64],
 ) -> tuple[NDArray[Any], NDArray[Any]] | None:
     """Return the layer's new weight and bias; None if they do not fit or are not finite."""
-    moved = _folded_bias(layer, bias, *affine)
-    if moved is None:
+    new_bias = _scale_bias(layer, bias, scale, shift)
+    if new_bias is None:
         return None
-    fresh = (
-        _scaled_weight(layer, weight, affine[0]).astype(weight.dtype),
-        moved.astype(weight.dtype),
-    )
-    return fresh if all(np.isfinite(array).all() for array in fresh) else None
+    new_bias = new_bias.astype(weight.dtype)
+    new_weight = _scale_weight(layer, weight, scale).astype(weight.dtype)
+    is_finite = np.isfinite(new_weight).all() and np.isfinite(new_bias).all()
+    return (new_weight, new_bias) if is_finite else None
 
 
 def _rename(
-    joined: JoinedLayers, last: str, counts: dict[str, int], taken: set[str], fresh: set[str]
+    joined: JoinedLayers,
+    last_output: str,
+    read_counts: dict[str, int],
+    names: set[str],
+    new_names: set[str],
 ) -> None:
     """Give the last node's output the folded node's name, and tensors before it new names.
 
-    New names are added to `counts` (of readers) and `taken`; those in `fresh`, from earlier calls,
+    New names are added to `read_counts` and `names`; those in `new_names`, from earlier calls,
     stay.
     """
-    for node, after, place in joined.links():
-        if node.output[0] not in fresh:
-            name = claim_name(f"{node.output[0]}_folded", taken)
-            counts[name] = 1
-            fresh.add(name)
-            node.output[0] = after.input[place] = name
-    joined.nodes[-1].output[0] = last
+    for node, reader, index in joined.links():
+        if node.output[0] not in new_names:
+            name = claim_name(f"{node.output[0]}_folded", names)
+            read_counts[name] = 1
+            new_names.add(name)
+            node.output[0] = reader.input[index] = name
+    joined.nodes[-1].output[0] = last_output
 
 
-def _affine(
+def _read_affine(
     node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], channels: int, axis: int, rank: int
 ) -> Affine | None:
     """Return scale and shift per channel of a tensor of `rank` with channels on `axis`."""
     if node.op_type == NORM:
-        return _norm_affine(node, weights, channels) if axis == 1 else None
-    array = _constant(weights, next(n for n in reversed(node.input) if n in weights))
-    values = None if array is None else _per_channel(array.astype(np.float64), channels, axis, rank)
+        return _read_norm(node, weights, channels) if axis == 1 else None
+    array = _float_constant(weights, next(n for n in reversed(node.input) if n in weights))
+    if array is None:
+        return None
+    values = _broadcast_to_channels(array.astype(np.float64), channels, axis, rank)
     if values is None:
         return None
-    one, zero = np.ones(channels), np.zeros(channels)
-    return {
-        "Mul": (values, zero),
-        "Div": (1 / values, zero),
-        "Add": (one, values),
-        "Sub": (one, -values),
-    }[node.op_type]
+    if node.op_type in ("Mul", "Div"):
+        return (values if node.op_type == "Mul" else 1 / values), np.zeros(channels)
+    return np.ones(channels), (values if node.op_type == "Add" else -values)
 
 
-def _per_channel(
+def _broadcast_to_channels(
     values: NDArray[np.float64], channels: int, axis: int, rank: int
 ) -> NDArray[np.float64] | None:
     """Return [C] of a constant that broadcasts along `axis` only; None for any other shape."""
     if values.ndim > rank:
         return None
-    shape = (1,) * (rank - values.ndim) + values.shape
-    if values.size != 1 and shape != (*[1] * axis, channels, *[1] * (rank - axis - 1)):
+    channel_shape = [1] * rank
+    channel_shape[axis] = channels
+    shape = [1] * (rank - values.ndim) + list(values.shape)
+    if values.size != 1 and shape != channel_shape:
         return None
     return np.broadcast_to(values.reshape(-1), (channels,))
 
 
-def _norm_affine(
+def _read_norm(
     norm: onnx.NodeProto, weights: dict[str, onnx.TensorProto], channels: int
 ) -> Affine | None:
     """Return scale and shift of an inference BatchNormalization with constant parameters."""
     attrs = attributes(norm)
-    one_output = len([o for o in norm.output if o]) <= 1
-    if attrs.get("training_mode", 0) or not one_output or len(norm.input) != 5:
+    if attrs.get("training_mode", 0) or any(norm.output[1:]) or len(norm.input) != 5:
         return None
-    arrays = [a for name in norm.input[1:] if (a := _constant(weights, name)) is not None]
-    if len(arrays) < 4 or any(a.shape != (channels,) for a in arrays):
-        return None
-    gamma, beta, mean, variance = (a.astype(np.float64) for a in arrays)
+    parameters = []
+    for name in norm.input[1:]:
+        array = _float_constant(weights, name)
+        if array is None or array.shape != (channels,):
+            return None
+        parameters.append(array.astype(np.float64))
+    gamma, beta, mean, variance = parameters
     scale = gamma / np.sqrt(variance + attrs.get("epsilon", 1e-5))
     return scale, beta - mean * scale
 
 
-def _channels(layer: onnx.NodeProto, weight: NDArray[Any]) -> int:
+def _count_channels(layer: onnx.NodeProto, weight: NDArray[Any]) -> int:
     """Return a layer's number of output channels; 0 for a weight of an impossible shape."""
     attrs = attributes(layer)
     if weight.ndim < 2:
@@ -334,24 +373,26 @@ def _channels(layer: onnx.NodeProto, weight: NDArray[Any]) -> int:
     if layer.op_type == "ConvTranspose":  # [I, O/group, ...]
         group = int(attrs.get("group", 1))
         return 0 if group < 1 or weight.shape[0] % group else int(weight.shape[1]) * group
-    transposed = layer.op_type == "Gemm" and not attrs.get("transB", 0)  # [K, N]
-    return int(weight.shape[1 if transposed else 0])
+    is_k_by_n = layer.op_type == "Gemm" and not attrs.get("transB", 0)
+    return int(weight.shape[1 if is_k_by_n else 0])
 
 
-def _constant(weights: dict[str, onnx.TensorProto], name: str) -> NDArray[Any] | None:
+def _float_constant(weights: dict[str, onnx.TensorProto], name: str) -> NDArray[Any] | None:
     """Return the array of a float constant; None for anything else."""
-    array = to_array(weights[name]) if name in weights else None
-    return array if array is not None and array.dtype in (np.float32, np.float64) else None
+    if name not in weights:
+        return None
+    array = to_array(weights[name])
+    return array if array.dtype in (np.float32, np.float64) else None
 
 
 def _has_bias(layer: onnx.NodeProto) -> bool:
     return len(layer.input) > 2 and bool(layer.input[2])
 
 
-def _scaled_weight(
+def _scale_weight(
     layer: onnx.NodeProto, weight: NDArray[Any], scale: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the weight scaled per output channel; `scale` [C_out] is that of `_channels`."""
+    """Return the weight scaled per output channel; `scale` [C_out] is that of `_count_channels`."""
     attrs = attributes(layer)
     if layer.op_type == "Conv":  # [O, I/group, ...]
         return weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
@@ -363,7 +404,7 @@ def _scaled_weight(
     return np.asarray(grouped * by_group, np.float64).reshape(weight.shape)
 
 
-def _folded_bias(
+def _scale_bias(
     layer: onnx.NodeProto,
     bias: NDArray[Any] | None,
     scale: NDArray[np.float64],
@@ -374,26 +415,28 @@ def _folded_bias(
         return shift
     if layer.op_type == "Gemm":
         bias = bias.astype(np.float64) * attributes(layer).get("beta", 1.0)
-        bias = np.broadcast_to(bias.reshape(-1), shift.shape) if bias.size == 1 else bias
-        bias = bias.reshape(-1) if bias.ndim == 2 and bias.shape[0] == 1 else bias
+        if bias.size == 1:
+            bias = np.broadcast_to(bias.reshape(-1), shift.shape)
+        elif bias.ndim == 2 and bias.shape[0] == 1:
+            bias = bias.reshape(-1)
     return bias * scale + shift if bias.shape == shift.shape else None
 
 
-def _set(
+def _set_constant(
     graph: onnx.GraphProto,
     weights: dict[str, onnx.TensorProto],
-    counts: dict[str, int],
+    read_counts: dict[str, int],
     layer: onnx.NodeProto,
-    position: int,
+    index: int,
     array: NDArray[Any],
     name: str,
 ) -> None:
     """Set an input of the layer to `array`; a tensor with other readers keeps its values."""
-    if counts[name] != 1 or name not in weights:
-        name = unique_name(name, {*weights, *counts})
+    if read_counts[name] != 1 or name not in weights:
+        name = unique_name(name, {*weights, *read_counts})
         weights[name] = graph.initializer.add()
     weights[name].CopyFrom(numpy_helper.from_array(array, name))
-    counts[name] = 1
-    while len(layer.input) <= position:
+    read_counts[name] = 1
+    while len(layer.input) <= index:
         layer.input.append("")
-    layer.input[position] = name
+    layer.input[index] = name

@@ -45,7 +45,7 @@ Source: ONNX operators Clip-13, HardSigmoid-6, HardSwish-14 and Gelu-20.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,23 +58,24 @@ from deploy.graph.placement import MOVES, WEIGHTED
 
 Bounds = tuple[float, float]
 
-_FREE: Bounds = (-math.inf, math.inf)
+_UNBOUNDED: Bounds = (-math.inf, math.inf)
 _UNREAD: Bounds = (math.inf, -math.inf)  # of an unread tensor: any bounds are looser
 SIGMOID: Bounds = (-8.0, 8.0)
 _SMOOTH: dict[str, Bounds] = {"Sigmoid": SIGMOID, "Tanh": (-4.0, 4.0), "Erf": (-3.0, 3.0)}
-_GATED = {"HardSwish": -3.0, "Gelu": -4.0}
+_FLOORS = {"HardSwish": -3.0, "Gelu": -4.0}
 _AMPLIFIES = frozenset({"Log", "Reciprocal", "Sqrt"})
 VALUE_MOVES = frozenset(
     {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Gather", "Split"}
     | {"Identity", "Expand", "Tile", "MaxPool", "DepthToSpace", "SpaceToDepth"}
 )
-_SILU, _GELU = -10.0, -4.0 / math.sqrt(2)  # floors of u in t * Sigmoid(u) and t * (1 + Erf(u))
+_SILU_FLOOR = -10.0  # of u in t * Sigmoid(u)
+_GELU_FLOOR = -4.0 / math.sqrt(2)  # of u in t * (1 + Erf(u))
 _FLOAT = 1  # onnx.TensorProto
-_LARGEST = 65504 / 8  # largest float16, with a margin for values that calibration did not see
-_VANISHES = 2.0**-25  # float16 rounds this and less to 0
+_MAX_FLOAT16 = 65504 / 8  # largest float16, with a margin for values that calibration did not see
+_MAX_VANISHING = 2.0**-25  # float16 rounds this and less to 0
 _GUARDS = frozenset({"Add", "Clip", "Max", "Sub"})  # may keep a Log or divisor above 0
-_PASSES = MOVES | {"Expand", "Identity", "Tile"}  # pass values on unchanged
-_ZERO = ", is 0 in float16"  # ends the reason about a constant
+_PASSING = MOVES | {"Expand", "Identity", "Tile"}  # pass values on unchanged
+_VANISHED = ", is 0 in float16"  # ends the reason about a constant
 
 
 def find_bounds(model: onnx.ModelProto) -> dict[str, Bounds]:
@@ -83,172 +84,184 @@ def find_bounds(model: onnx.ModelProto) -> dict[str, Bounds]:
     Args:
         model: a cleaned model, its nodes in execution order.
     """
-    readers = _Readers(Graph(model))
-    return {name: (a, b) for name, (a, b) in readers.found.items() if (a, b) != _FREE and a < b}
+    bounds_by_tensor = _Propagation(Graph(model)).bounds
+    return {
+        name: (floor, ceiling)
+        for name, (floor, ceiling) in bounds_by_tensor.items()
+        if floor < ceiling and (floor, ceiling) != _UNBOUNDED
+    }
 
 
 def _union(needs: Iterable[Bounds]) -> Bounds:
     """Return the loosest of several bounds."""
-    low, high = _UNREAD
+    loosest_floor, loosest_ceiling = _UNREAD
     for floor, ceiling in needs:
-        low, high = min(low, floor), max(high, ceiling)
-    return low, high
+        loosest_floor = min(loosest_floor, floor)
+        loosest_ceiling = max(loosest_ceiling, ceiling)
+    return loosest_floor, loosest_ceiling
 
 
-class _Readers:
-    """Propagates the bounds of every tensor, from the last node to the first."""
+class _Propagation:
+    """Propagates the bounds of every tensor, from the last node to the first.
+
+    Attributes:
+        bounds: tensor that is read -> the loosest bounds that any of its readers needs.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.found: dict[str, Bounds] = {}
+        self.bounds: dict[str, Bounds] = {}
         for node in reversed(graph.nodes):
-            self._settle(node.output)
-        self._settle(graph.inputs)
+            self._add_bounds(node.output)
+        self._add_bounds(graph.inputs)
 
-    def _settle(self, tensors: list[str]) -> None:
+    def _add_bounds(self, tensors: list[str]) -> None:
         for tensor in tensors:
-            if tensor in self.graph.readers:
-                self.found[tensor] = self._loosest(tensor)
+            readers = self.graph.readers.get(tensor)
+            if readers is None:
+                continue
+            if self._escapes(tensor):
+                self.bounds[tensor] = _UNBOUNDED
+            else:
+                self.bounds[tensor] = _union(self._needed_by(node, tensor) for node in readers)
 
-    def _loosest(self, tensor: str) -> Bounds:
-        """Return the loosest bounds that any reader of a tensor needs."""
-        if tensor in self.graph.outputs or tensor in self.graph.captured:
-            return _FREE
-        return _union(self._need(tensor, node) for node in self.graph.readers[tensor])
+    def _escapes(self, tensor: str) -> bool:
+        """Whether a tensor is read outside of the main graph's nodes."""
+        return tensor in self.graph.outputs or tensor in self.graph.captured
 
-    def _made(self, node: onnx.NodeProto) -> Bounds:
+    def _output_bounds(self, node: onnx.NodeProto) -> Bounds:
         """Return the bounds that the readers of a node's outputs need."""
-        escaping = self.graph.outputs | self.graph.captured
-        return _union(
-            self.found.get(name, _FREE if name in escaping else _UNREAD)
-            for name in node.output
-            if name
-        )
+        needs = []
+        for name in filter(None, node.output):
+            unread_bounds = _UNBOUNDED if self._escapes(name) else _UNREAD
+            needs.append(self.bounds.get(name, unread_bounds))
+        return _union(needs)
 
-    def _need(self, tensor: str, node: onnx.NodeProto) -> Bounds:
+    def _needed_by(self, node: onnx.NodeProto, tensor: str) -> Bounds:
         """Return the bounds of `tensor` that one of its readers needs."""
-        if node.op_type == "Concat" or (node.op_type in VALUE_MOVES and node.input[0] == tensor):
-            return self._made(node)
-        if node.op_type in ("Add", "Sub", "Mul", "Div"):
-            undone = self._undone(tensor, node)
-            if undone is not None:
-                return undone
-            return self._product(tensor, node) if node.op_type == "Mul" else _FREE
-        return self._unary(node)
+        op_type = node.op_type
+        if op_type == "Concat" or (op_type in VALUE_MOVES and node.input[0] == tensor):
+            return self._output_bounds(node)
+        if op_type in ("Add", "Sub", "Mul", "Div"):
+            bounds = self._invert_arithmetic(node, tensor)
+            if bounds is not None:
+                return bounds
+            return self._gated_bounds(node, tensor) if op_type == "Mul" else _UNBOUNDED
+        if op_type in _SMOOTH:
+            return _UNBOUNDED if self._is_amplified(node) else _SMOOTH[op_type]
+        if op_type in _FLOORS:
+            return _FLOORS[op_type], math.inf
+        if op_type == "Relu":
+            return 0.0, max(0.0, self._output_bounds(node)[1])
+        return self._clip_bounds(node) or _UNBOUNDED
 
-    def _undone(self, tensor: str, node: onnx.NodeProto) -> Bounds | None:
+    def _invert_arithmetic(self, node: onnx.NodeProto, tensor: str) -> Bounds | None:
         """Return the bounds that an Add, Sub, Mul or Div with a scalar needs; None for others."""
-        number = self._number_beside(tensor, node)
-        first = node.input[0] == tensor
-        if number is None or (not first and node.op_type in ("Sub", "Div")):
+        scalar = self._scalar_operand(tensor, node)
+        op_type = node.op_type
+        if scalar is None or (op_type in ("Sub", "Div") and node.input[0] != tensor):
             return None
-        if node.op_type in ("Mul", "Div") and number == 0:
+        if op_type in ("Mul", "Div") and scalar == 0:
             return None
-        undo: dict[str, Callable[[float], float]] = {
-            "Add": lambda y: y - number,
-            "Sub": lambda y: y + number,
-            "Mul": lambda y: y / number,
-            "Div": lambda y: y * number,
-        }
-        low, high = sorted(undo[node.op_type](end) for end in self._made(node))
-        return low, high
+        low, high = self._output_bounds(node)
+        if op_type == "Add":
+            low, high = low - scalar, high - scalar
+        elif op_type == "Sub":
+            low, high = low + scalar, high + scalar
+        elif op_type == "Mul":
+            low, high = low / scalar, high / scalar
+        else:
+            low, high = low * scalar, high * scalar
+        return (high, low) if high < low else (low, high)
 
-    def _unary(self, node: onnx.NodeProto) -> Bounds:
-        if node.op_type in _SMOOTH:
-            return _FREE if self._amplified(node) else _SMOOTH[node.op_type]
-        if node.op_type in _GATED:
-            return _GATED[node.op_type], math.inf
-        if node.op_type == "Relu":
-            return 0.0, max(0.0, self._made(node)[1])
-        return self._hard(node) or _FREE
-
-    def _hard(self, node: onnx.NodeProto) -> Bounds | None:
+    def _clip_bounds(self, node: onnx.NodeProto) -> Bounds | None:
         """Return the bounds of a HardSigmoid or Clip; None for any other node."""
         if node.op_type == "HardSigmoid":
-            given = attributes(node)
-            alpha, beta = given.get("alpha", 0.2), given.get("beta", 0.5)
+            attrs = attributes(node)
+            alpha, beta = attrs.get("alpha", 0.2), attrs.get("beta", 0.5)
             return (-beta / alpha, (1 - beta) / alpha) if alpha > 0 else None
         if node.op_type == "Clip":
             low, high = (self.graph.scalar(name) for name in [*node.input, "", ""][1:3])
             return (-math.inf if low is None else low, math.inf if high is None else high)
         return None
 
-    def _amplified(self, node: onnx.NodeProto) -> bool:
+    def _is_amplified(self, node: onnx.NodeProto) -> bool:
         """Whether a reader of a node's outputs, through moves too, amplifies small differences."""
-        names, seen = list(node.output), set(node.output)
-        while names:
-            name = names.pop()
-            for reader in self.graph.readers.get(name, []):
-                if self._amplifies(reader, name):
+        tensors = list(node.output)
+        for tensor in tensors:  # grows during the loop
+            for reader in self.graph.readers.get(tensor, []):
+                if self._amplifies(reader, tensor):
                     return True
                 if reader.op_type in VALUE_MOVES or reader.op_type == "Concat":
-                    names += [made for made in reader.output if made not in seen]
-                    seen.update(reader.output)
+                    tensors += [name for name in reader.output if name not in tensors]
         return False
 
     def _amplifies(self, node: onnx.NodeProto, tensor: str) -> bool:
         if node.op_type == "Pow":
-            power = self._number_beside(tensor, node)
+            power = self._scalar_operand(tensor, node)
             return power is None or power < 1
-        divides = node.op_type == "Div" and node.input[1] == tensor
-        return node.op_type in _AMPLIFIES or divides
+        if node.op_type == "Div":
+            return bool(node.input[1] == tensor)
+        return node.op_type in _AMPLIFIES
 
-    def _product(self, tensor: str, node: onnx.NodeProto) -> Bounds:
-        """Bounds of tensor * gate, if the gate depends on the tensor and is 0 below a floor."""
-        others = [name for name in node.input if name != tensor]
-        gate = self.graph.producer.get(others[0]) if len(others) == 1 else None
+    def _gated_bounds(self, product: onnx.NodeProto, tensor: str) -> Bounds:
+        """Return the bounds of tensor * gate; the gate depends on it and is 0 below a floor."""
+        factors = [name for name in product.input if name != tensor]
+        gate = self.graph.producer.get(factors[0]) if len(factors) == 1 else None
         if gate is None:
-            return _FREE
+            return _UNBOUNDED
         if gate.op_type == "Sigmoid":
-            return self._floor(tensor, str(gate.input[0]), _SILU)
-        if gate.op_type == "Add" and (erf := self._erf(gate)) is not None:
-            return self._floor(tensor, str(erf.input[0]), _GELU)
-        need = self._hard(gate)
-        if need is None or (gate.op_type == "Clip" and need[0] != 0.0):
-            return _FREE
-        return self._floor(tensor, str(gate.input[0]), need[0])
+            return self._floor_of(tensor, str(gate.input[0]), _SILU_FLOOR)
+        if gate.op_type == "Add" and (erf := self._find_erf(gate)) is not None:
+            return self._floor_of(tensor, str(erf.input[0]), _GELU_FLOOR)
+        bounds = self._clip_bounds(gate)
+        if bounds is None or (gate.op_type == "Clip" and bounds[0] != 0.0):
+            return _UNBOUNDED
+        return self._floor_of(tensor, str(gate.input[0]), bounds[0])
 
-    def _erf(self, gate: onnx.NodeProto) -> onnx.NodeProto | None:
+    def _find_erf(self, gate: onnx.NodeProto) -> onnx.NodeProto | None:
         """Return the Erf node of 1 + Erf(u)."""
         for name in gate.input:
-            before = self.graph.producer.get(name)
-            if before is not None and before.op_type == "Erf":
-                return before if self._number_beside(name, gate) == 1.0 else None
+            node = self.graph.producer.get(name)
+            if node is not None and node.op_type == "Erf":
+                return node if self._scalar_operand(name, gate) == 1.0 else None
         return None
 
-    def _floor(self, tensor: str, gated: str, floor: float) -> Bounds:
-        """Return the floor of a tensor from that of `gated`, if both are linear in the same t.
+    def _floor_of(self, tensor: str, gate_input: str, gate_floor: float) -> Bounds:
+        """Return the floor of a tensor from that of a gate, if both are linear in the same t.
 
-        With tensor = a t and gated = c t + d, the floor of t is (floor - d) / c.
+        With tensor = a t and gate_input = c t + d, the floor of t is (gate_floor - d) / c.
         """
-        if gated == tensor:
-            return floor, math.inf
-        base, a, shift = self._line(tensor)
-        same, c, d = self._line(gated)
-        if tensor == same:  # t itself may be linear in another tensor
+        if gate_input == tensor:
+            return gate_floor, math.inf
+        base, a, shift = self._find_line(tensor)
+        gate_base, c, d = self._find_line(gate_input)
+        if tensor == gate_base:  # t itself may be linear in another tensor
             base, a, shift = tensor, 1.0, 0.0
-        if base != same or shift or a <= 0 or c <= 0:
-            return _FREE
-        return a * (floor - d) / c, math.inf
+        if base != gate_base or shift or a <= 0 or c <= 0:
+            return _UNBOUNDED
+        return a * (gate_floor - d) / c, math.inf
 
-    def _line(self, tensor: str) -> tuple[str, float, float]:
+    def _find_line(self, tensor: str) -> tuple[str, float, float]:
         """Return (t, c, d) of a tensor that one node makes as c t + d; else (tensor, 1, 0)."""
         node = self.graph.producer.get(tensor)
-        for name in node.input[:2] if node is not None else ():
-            number = self._number_beside(name, node) if node is not None else None
-            if node is None or number is None:
+        if node is None:
+            return tensor, 1.0, 0.0
+        for name in node.input[:2]:
+            scalar = self._scalar_operand(name, node)
+            if scalar is None:
                 continue
             if node.op_type == "Mul":
-                return name, number, 0.0
-            if node.op_type == "Div" and name == node.input[0] and number:
-                return name, 1 / number, 0.0
+                return name, scalar, 0.0
+            if node.op_type == "Div" and name == node.input[0] and scalar:
+                return name, 1 / scalar, 0.0
             if node.op_type == "Add":
-                return name, 1.0, number
+                return name, 1.0, scalar
         return tensor, 1.0, 0.0
 
-    def _number_beside(self, tensor: str, node: onnx.NodeProto) -> float | None:
-        others = [name for name in node.input if name != tensor]
-        return self.graph.scalar(others[0]) if len(others) == 1 else None
+    def _scalar_operand(self, tensor: str, node: onnx.NodeProto) -> float | None:
+        operands = [name for name in node.input if name != tensor]
+        return self.graph.scalar(operands[0]) if len(operands) == 1 else None
 
 
 class RangeLimits(NamedTuple):
@@ -269,35 +282,33 @@ UNLIMITED = RangeLimits(-math.inf, math.inf)
 
 
 def find_range_limits(model: onnx.ModelProto) -> dict[str, RangeLimits]:
-    """Return tensor -> its reach, for tensors whose reach is not `UNLIMITED`.
+    """Return tensor -> its limits, for tensors whose limits are not `UNLIMITED`.
 
     Args:
         model: a cleaned model, its nodes in execution order.
     """
-    found = {name: RangeLimits(*ends) for name, ends in find_bounds(model).items()}
-    for name in _logits(Graph(model)):
-        found[name] = found.get(name, UNLIMITED)._replace(extrapolation_limit=SIGMOID[1])
-    return found
+    limits = {name: RangeLimits(*bounds) for name, bounds in find_bounds(model).items()}
+    for name in _find_logits(Graph(model)):
+        limits[name] = limits.get(name, UNLIMITED)._replace(extrapolation_limit=SIGMOID[1])
+    return limits
 
 
-def _logits(graph: Graph) -> set[str]:
+def _find_logits(graph: Graph) -> list[str]:
     """Return the inputs of score Sigmoids, traced back through nodes that only move values."""
-    read_on: set[str] = set()  # what a weighted node is computed from
+    layer_sources: set[str] = set()  # tensors that a weighted node is computed from
     for node in reversed(graph.nodes):
-        if node.op_type in WEIGHTED or not read_on.isdisjoint(node.output):
-            read_on.update(node.input)
-    waiting = [
-        str(node.input[0])
-        for node in graph.nodes
-        if node.op_type == "Sigmoid" and node.output[0] not in read_on and _is_score(graph, node)
-    ]
-    found: set[str] = set()
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            waiting += _handed_on(graph.producer.get(name))
-    return found
+        if node.op_type in WEIGHTED or not layer_sources.isdisjoint(node.output):
+            layer_sources.update(node.input)
+    logits: list[str] = []
+    for node in graph.nodes:
+        if node.op_type != "Sigmoid" or node.output[0] in layer_sources:
+            continue
+        if _is_score(graph, node):
+            logits.append(str(node.input[0]))
+    for name in logits:  # grows during the loop
+        sources = _moved_inputs(graph.producer.get(name))
+        logits += [source for source in sources if source not in logits]
+    return logits
 
 
 def _is_score(graph: Graph, sigmoid: onnx.NodeProto) -> bool:
@@ -305,24 +316,23 @@ def _is_score(graph: Graph, sigmoid: onnx.NodeProto) -> bool:
     names = [str(sigmoid.output[0])]
     for name in names:  # grows during the loop
         for reader in graph.readers.get(name, []):
-            if name in _handed_on(reader):
+            if name in _moved_inputs(reader):
                 names += reader.output
-            elif reader.op_type == "Mul" and not all(
-                other in graph.constants or other == name or _made_by_sigmoid(graph, other)
-                for other in reader.input
-            ):
-                return False
+            elif reader.op_type == "Mul":
+                factors = [n for n in reader.input if n != name and n not in graph.constants]
+                if not all(_is_made_by_sigmoid(graph, factor) for factor in factors):
+                    return False
     return True
 
 
-def _made_by_sigmoid(graph: Graph, name: str) -> bool:
+def _is_made_by_sigmoid(graph: Graph, name: str) -> bool:
     node = graph.producer.get(name)
-    while node is not None and node.op_type != "Sigmoid" and len(_handed_on(node)) == 1:
-        node = graph.producer.get(_handed_on(node)[0])
+    while node is not None and node.op_type != "Sigmoid" and len(_moved_inputs(node)) == 1:
+        node = graph.producer.get(_moved_inputs(node)[0])
     return node is not None and node.op_type == "Sigmoid"
 
 
-def _handed_on(node: onnx.NodeProto | None) -> list[str]:
+def _moved_inputs(node: onnx.NodeProto | None) -> list[str]:
     """Return the inputs whose values a node passes on unchanged."""
     if node is None:
         return []
@@ -343,19 +353,17 @@ def find_float16_overflows(
         largest: tensor -> largest |x| observed, of the tensors for which it is known.
         int8_nodes: names of the nodes that run in int8.
     """
-    why: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for node in graph.nodes:
         reason = float16_overflow(graph, node, largest) if node.op_type != "Constant" else ""
-        for each in _with_readers(graph, node, reason) if reason else ():
-            why.setdefault(each.name, reason)
-    wide = why.keys() - int8_nodes
-    return {node.name: why[node.name] for node in graph.nodes if node.name in wide}
-
-
-def _with_readers(graph: Graph, node: onnx.NodeProto, reason: str) -> Iterator[onnx.NodeProto]:
-    yield node
-    if reason.endswith(_ZERO) and node.op_type != "Div":
-        yield from graph.readers.get(node.output[0], ())
+        if not reason:
+            continue
+        reasons.setdefault(node.name, reason)
+        if reason.endswith(_VANISHED) and node.op_type != "Div":
+            for reader in graph.readers.get(node.output[0], ()):
+                reasons.setdefault(reader.name, reason)
+    float32_nodes = reasons.keys() - int8_nodes
+    return {node.name: reasons[node.name] for node in graph.nodes if node.name in float32_nodes}
 
 
 def float16_overflow(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -> str:
@@ -367,27 +375,32 @@ def float16_overflow(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, f
         largest: tensor of the float model -> largest |x| observed.
     """
     for name in (*node.input, *node.output):
-        size = _largest_of(graph, name) or largest.get(_plain(name), 0.0)
-        if not size <= _LARGEST:
-            return f"|{_plain(name)}| reaches {size:.3g}, which is too near float16's 65504"
-    return _vanishes(graph, node)
+        float_name = _float_name(name)
+        magnitude = _max_magnitude(graph, name) or largest.get(float_name, 0.0)
+        if not magnitude <= _MAX_FLOAT16:  # NaN too
+            return f"|{float_name}| reaches {magnitude:.3g}, which is too near float16's 65504"
+    return _find_vanishing(graph, node)
 
 
-def _vanishes(graph: Graph, node: onnx.NodeProto) -> str:
+def _find_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
     """Return a note on the constant that vanishes, found back through Div and moves; else ""."""
-    while node.op_type == "Div" or node.op_type in _PASSES:
-        made_by = graph.producer.get(node.input[node.op_type == "Div"])
-        if made_by is None:
+    while node.op_type == "Div" or node.op_type in _PASSING:
+        source = node.input[1] if node.op_type == "Div" else node.input[0]
+        producer = graph.producer.get(source)
+        if producer is None:
             return ""
-        node = made_by
-    for name in node.input if node.op_type in _GUARDS else ():
-        size = _largest_of(graph, name)
-        if 0 < size <= _VANISHES:
-            return f"{_plain(name)}, {size:.3g}, which may keep a value above 0{_ZERO}"
+        node = producer
+    if node.op_type not in _GUARDS:
+        return ""
+    for name in node.input:
+        magnitude = _max_magnitude(graph, name)
+        if 0 < magnitude <= _MAX_VANISHING:
+            constant = f"{_float_name(name)}, {magnitude:.3g}"
+            return f"{constant}, which may keep a value above 0{_VANISHED}"
     return ""
 
 
-def _largest_of(graph: Graph, name: str) -> float:
+def _max_magnitude(graph: Graph, name: str) -> float:
     """Return the largest |x| of a float constant; 0 for any other tensor."""
     constant = graph.initializers.get(name)
     if constant is None or constant.data_type != _FLOAT:
@@ -395,33 +408,33 @@ def _largest_of(graph: Graph, name: str) -> float:
     return float(np.abs(numpy_helper.to_array(constant)).max(initial=0.0))
 
 
-def _plain(name: str) -> str:
+def _float_name(name: str) -> str:
     """Return the float model's name of a tensor next to a Q/DQ pair."""
     return name.removesuffix("/dequantized").removesuffix("/float")
 
 
 def make_window(
-    given: Mapping[str, Any], kernel: Sequence[int], *, transposed: bool = False
+    attrs: Mapping[str, Any], kernel: Sequence[int], *, transposed: bool = False
 ) -> ConvWindow:
     """Return the window of a Conv or ConvTranspose.
 
     Args:
-        given: the node's attributes.
+        attrs: the node's attributes.
         kernel: sizes of its weight's spatial axes.
         transposed: for a ConvTranspose, without auto_pad and output_shape.
     """
     rank = len(kernel)
 
-    def ints(name: str, default: list[int]) -> tuple[int, ...]:
-        return tuple(int(v) for v in given.get(name, default))
+    def integers(name: str, default: list[int]) -> tuple[int, ...]:
+        return tuple(int(value) for value in attrs.get(name, default))
 
     return ConvWindow(
         kernel=tuple(int(k) for k in kernel),
-        strides=ints("strides", [1] * rank),
-        dilations=ints("dilations", [1] * rank),
-        pads=ints("pads", [0] * 2 * rank),
-        auto=given.get("auto_pad", b"NOTSET").decode(),
-        group=int(given.get("group", 1)),
+        strides=integers("strides", [1] * rank),
+        dilations=integers("dilations", [1] * rank),
+        pads=integers("pads", [0] * 2 * rank),
+        auto=attrs.get("auto_pad", b"NOTSET").decode(),
+        group=int(attrs.get("group", 1)),
         transposed=transposed,
-        more=ints("output_padding", []),
+        more=integers("output_padding", []),
     )
