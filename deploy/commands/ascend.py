@@ -36,42 +36,43 @@ from deploy.targets.options import declared_options
 from deploy.terminal import is_text_suppressed, say, say_lines
 
 if TYPE_CHECKING:
-    import onnx
-
     from deploy.feed.feed import Dataset
     from deploy.report import Report
     from deploy.targets.ascend.layers import LayerGraph
 
-_FILES = frozenset(
+_FILE_FLAGS = frozenset(
     option.flag for option in declared_options(Ascend) if not option.changes_observations
 )
 
 
-def where_options(command: Callable[..., Report]) -> Callable[..., None]:
+def deployment_options(command: Callable[..., Report]) -> Callable[..., None]:
     """Add where files go, what they are tried on, and Ascend's own options that do not calibrate.
 
     The command gets them as keyword arguments; the report that it returns is printed.
     """
 
     @wraps(command)
-    def gathered(
-        target_values: TargetValues, dataset: Dataset | None, shapes: tuple[str, ...], **words: Any
+    def run(
+        target_values: TargetValues,
+        dataset: Dataset | None,
+        shapes: tuple[str, ...],
+        json_path: Path | None,
+        **arguments: Any,
     ) -> None:
         from deploy.pipeline.deployment import TrialInputs
         from deploy.report import to_json, to_screen
 
-        if dataset is not None and (idle := base.given_flags("shapes")):
+        if dataset is not None and base.given_flags("shapes"):
             raise ConfigError(
-                f"{idle[0]} shapes made-up samples, and --images gives others; leave one of them"
-                " out"
+                "--shape shapes made-up samples, and --images gives others; leave one of them out"
             )
-        json_path = words.pop("json_path")
+        target = Ascend(**target_values.get("ascend", {}))
         inputs = TrialInputs(dataset=dataset, shapes=dict(map(parse_shape, shapes)))
-        report = command(target=Ascend(**target_values.get("ascend", {})), inputs=inputs, **words)
+        report = command(target=target, inputs=inputs, **arguments)
         put_json(json_path, lambda: to_json(report))
         say_lines(to_screen(report))
 
-    wrapped: Callable[..., None] = gathered
+    wrapped: Callable[..., None] = run
     return base.add_options(wrapped, _OPTIONS)
 
 
@@ -81,7 +82,7 @@ _OPTIONS: Sequence[Callable[[Callable[..., None]], Callable[..., None]]] = (
     ),
     shape_option(),
     input_options("Run on these, and tell how far the outputs are from the model's"),
-    target_field_options(lambda option: option.flag in _FILES),
+    target_field_options(lambda option: option.flag in _FILE_FLAGS),
     base.threads_option(section=base.GENERAL),
     base.general_option(
         "--force", is_flag=True, help="Write over files that calib8 did not write."
@@ -129,22 +130,27 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
 
     if source is not None:
         base.refuse_without("the default configuration", base.given_flags("batch_num", "symmetric"))
-    _, graph = _layers(model)
+    graph = _layer_graph(model)
     if source is None:
-        made = default_config(graph, batch_num=batch_num, activation_offset=not symmetric)
+        quant_config = default_config(graph, batch_num=batch_num, activation_offset=not symmetric)
     else:
-        made = read_any_config(source, graph)
-    text = write_config(made)
+        quant_config = read_any_config(source, graph)
     if out.suffix == ".cfg":
-        text = f"# calib8 ascend config\n{write_simple_config(made)}"
+        text = f"# calib8 ascend config\n{write_simple_config(quant_config)}"
+    else:
+        text = write_config(quant_config)
     atomic.write_text(out, text)
-    moved = f", {len(made.tensors)} inputs moved in int8" if made.tensors else ""
-    say(f"{out}: {len(made.enabled())} of {len(made.layers)} layers in int8{moved}")
-    for sentence in made.notes:
-        say(f"  {sentence}")
-    enabled = made.enabled()
-    for name in (name for name in graph.float_reasons if name not in enabled):
-        say(f"  float  {name}: {graph.float_reasons[name]}")
+
+    enabled = quant_config.enabled()
+    summary = f"{len(enabled)} of {len(quant_config.layers)} layers in int8"
+    if quant_config.tensors:
+        summary += f", {len(quant_config.tensors)} inputs moved in int8"
+    say(f"{out}: {summary}")
+    for note in quant_config.notes:
+        say(f"  {note}")
+    for name, reason in graph.float_reasons.items():
+        if name not in enabled:
+            say(f"  float  {name}: {reason}")
 
 
 @ascend.command(short_help="Whether a file is what ATC and AMCT take.")
@@ -155,7 +161,7 @@ def check(path: Path, model: Path | None) -> None:
     """Check FILE: a record, a quant config, a simplified .cfg, an AIPP file or a deploy model."""
     from deploy.targets.ascend.existing_files import check_file
 
-    graph = _layers(model)[1] if model else None
+    graph = _layer_graph(model) if model else None
     say(f"{path}: {check_file(path, graph)}")
 
 
@@ -218,44 +224,48 @@ def auto(
     from deploy.pipeline import ascend_auto, calibrate_with
     from deploy.pipeline.build_options import CalibrationOptions
 
-    several = strategy == ascend_auto.GAIN
     target = ascend_auto.AscendAutoTarget(
-        config=ascend_config, amct_batch=amct_batch, has_all_searches=several
+        config=ascend_config,
+        amct_batch=amct_batch,
+        has_all_searches=strategy == ascend_auto.GAIN,
     )
     path = out / RECORDS / f"{model.stem}.cache"
     policy = CachePolicy(path=path, require=require_cache, refresh=refresh)
     refuse_both_ways(policy)
     ascend_auto.refuse_foreign_files(target, out, model.stem)
     options = CalibrationOptions(cache=policy, threads=images.threads, float_nodes=keep_float)
-    found = calibrate_with(model, images.dataset, options, targets=[target])
+    calibrated = calibrate_with(model, images.dataset, options, targets=[target])
     if verbose:
-        say(found.cost)
-    evaluation = found.feed
-    if held := images.evaluation(eval_images):
-        evaluation = held.open(
-            found.loaded.inputs, metadata_preprocess=found.loaded.metadata_preprocess
+        say(calibrated.cost)
+
+    feed = calibrated.feed
+    if evaluation := images.evaluation(eval_images):
+        feed = evaluation.open(
+            calibrated.loaded.inputs,
+            metadata_preprocess=calibrated.loaded.metadata_preprocess,
         )
-    made = ascend_auto.auto_calibrate(
+    result = ascend_auto.auto_calibrate(
         target,
-        found,
-        evaluation,
+        calibrated,
+        feed,
         folder=out,
         max_loss=max_loss,
         strategy=strategy,
         threads=images.threads,
         say=say,
     )
-    for sentence in made.config.notes:
-        say(sentence)
-    if made.int8_layers is not None:
-        in_float = sum(not layer.quant_enable for layer in made.config.layers.values())
-        say(f"{made.int8_layers} layers in int8, {in_float} in float.")
-        for note in made.notes:
-            say(note)
-    else:
+
+    for note in result.config.notes:
+        say(note)
+    if result.int8_layers is None:
         sentence = "No layer can stay in int8 within this budget; no model was written."
         say(sentence, err=is_text_suppressed())
-    for path in made.paths:
+    else:
+        in_float = sum(not layer.quant_enable for layer in result.config.layers.values())
+        say(f"{result.int8_layers} layers in int8, {in_float} in float.")
+        for note in result.notes:
+            say(note)
+    for path in result.paths:
         say(f"  {path}")
 
 
@@ -276,9 +286,13 @@ def auto(
     metavar="FILE",
     help="Configuration that RECORD was made with, where it kept BatchNormalization apart.",
 )
-@where_options
+@deployment_options
 def deploy_scales(
-    model: Path, record: Path | None, cache: Path | None, ascend_config: Path | None, **where: Any
+    model: Path,
+    record: Path | None,
+    cache: Path | None,
+    ascend_config: Path | None,
+    **options: Any,
 ) -> Report:
     """Write deploy and fake-quant models of MODEL by the scales of RECORD (AMCT's save_model).
 
@@ -293,7 +307,7 @@ def deploy_scales(
     """  # noqa: D301 (click reads the backspace)
     from deploy.pipeline.deployment import deploy
 
-    return deploy(model, record, cache=cache, config=ascend_config, **where)
+    return deploy(model, record, cache=cache, config=ascend_config, **options)
 
 
 @ascend.command("convert", cls=base.SectionedCommand, short_help="Files of a Q/DQ model.")
@@ -305,8 +319,8 @@ def deploy_scales(
     help="Round what float operators read, such as the shortcut of an Add, as the model's pairs do;"
     " without it four operators less for each such tensor, and a little farther from the model.",
 )
-@where_options
-def convert_pairs(model: Path, keep_rounding: bool, **where: Any) -> Report:
+@deployment_options
+def convert_pairs(model: Path, keep_rounding: bool, **options: Any) -> Report:
     """Write deploy and fake-quant models of a Q/DQ model by its own scales.
 
     The model may be of calib8 qat or export --qdq, ONNX Runtime, ModelOpt or NNCF, trained for
@@ -320,10 +334,10 @@ def convert_pairs(model: Path, keep_rounding: bool, **where: Any) -> Report:
     """  # noqa: D301 (click reads the backspace)
     from deploy.pipeline.deployment import convert
 
-    return convert(model, keep_rounding=keep_rounding, **where)
+    return convert(model, keep_rounding=keep_rounding, **options)
 
 
-def _layers(path: Path) -> tuple[onnx.ModelProto, LayerGraph]:
+def _layer_graph(path: Path) -> LayerGraph:
     from deploy.frontends import load
 
-    return prepare_model(load(path).model)
+    return prepare_model(load(path).model)[1]

@@ -115,15 +115,16 @@ def bench(
       calib8 bench build/model.int8.onnx --against model.onnx --profile
       calib8 bench model.onnx --shape images:1x3x640x640 --threads 1 --html latency.html
     """  # noqa: D301 (click reads the backspace)
-    from deploy.analysis.benchmark import bench as run
+    from deploy.analysis.benchmark import bench as run_benchmark
     from deploy.report import to_html, to_json, to_screen
 
-    if dataset is not None and (idle := base.given_flags("shapes", "seed")):
+    random_input_flags = base.given_flags("shapes", "seed")
+    if dataset is not None and random_input_flags:
         raise ConfigError(
-            f"{' and '.join(idle)} shapes random inputs, and --images gives others; leave one of"
-            " them out"
+            f"{' and '.join(random_input_flags)} shapes random inputs, and --images gives others;"
+            " leave one of them out"
         )
-    report = run(
+    report = run_benchmark(
         engine,
         against=against,
         threads=threads,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsFloat
 
 import click
 
@@ -58,10 +58,10 @@ def show(path: Path, as_json: bool) -> None:
 
         say_lines(json.dumps(to_plain(_document(read)), indent=1))
         return
-    say(_head(read))
+    say(_header_text(read))
     for entry in read.entries:
         amax = float(entry.scale) * 127
-        say(f"{float(entry.scale):14.8g} {amax:12.6g}  {entry.flaw or '':8} {entry.name}")
+        say(f"{_scale_text(entry.scale)} {amax:12.6g}  {entry.flaw or '':8} {entry.name}")
 
 
 @cache.command(short_help="Differences of two caches.")
@@ -73,23 +73,26 @@ def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
     """Compare two caches, largest change first; exit code 1 if they differ."""
     from deploy.targets.tensorrt import cache_tools
 
-    a, b = cache_tools.read_cache(first), cache_tools.read_cache(second)
-    found = cache_tools.compare_caches(a, b)
-    if a.header.text != b.header.text:
-        say(f"first line: {a.header.text} | {b.header.text}")
-    same = len(set(a.scales()) & set(b.scales())) - sum(
-        d.first is not None and d.second is not None for d in found
-    )
-    say(f"{same} scales are equal, {len(found)} tensors differ")
-    for item in found[: limit or None]:
-        numbers = "  ".join(
-            f"{'-':>14}" if v is None else f"{float(v):14.8g}" for v in (item.first, item.second)
-        )
+    first_cache, second_cache = cache_tools.read_cache(first), cache_tools.read_cache(second)
+    differences = cache_tools.compare_caches(first_cache, second_cache)
+    first_header, second_header = first_cache.header.text, second_cache.header.text
+    if first_header != second_header:
+        say(f"first line: {first_header} | {second_header}")
+
+    shared = first_cache.scales().keys() & second_cache.scales().keys()
+    changed = sum(item.first is not None and item.second is not None for item in differences)
+    say(f"{len(shared) - changed} scales are equal, {len(differences)} tensors differ")
+    for item in differences[: limit or None]:
         ratio = f"{item.ratio:9.4f}x" if item.ratio else f"{'':10}"
-        say(f"{numbers} {ratio}  {item.name}")
-    if len(found) > limit > 0:
-        say(f"... and {len(found) - limit} more (--limit 0 prints all)")
-    context.exit(1 if found or a.header.text != b.header.text else 0)
+        say(f"{_scale_text(item.first)}  {_scale_text(item.second)} {ratio}  {item.name}")
+    if len(differences) > limit > 0:
+        say(f"... and {len(differences) - limit} more (--limit 0 prints all)")
+    context.exit(1 if differences or first_header != second_header else 0)
+
+
+def _scale_text(scale: SupportsFloat | None) -> str:
+    """Format a scale in a column of 14 characters."""
+    return f"{'-':>14}" if scale is None else f"{float(scale):14.8g}"
 
 
 @cache.command(short_help="The union of several caches.")
@@ -129,15 +132,15 @@ def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> N
     not depend on the version, as long as the model is the same.
     """
     from deploy.calibration.trt_cache import dump
-    from deploy.calibration.trt_cache import relabel as under
+    from deploy.calibration.trt_cache import relabel as relabel_cache
     from deploy.files.atomic import write_bytes
     from deploy.targets.tensorrt.cache_tools import read_cache
 
     read = read_cache(path)
-    made = under(read, version=trt_version, algorithm=algorithm)
-    write_bytes(out, dump(made))
-    say(f"{out}: {len(made.entries)} entries, {read.header.text} -> {made.header.text}")
-    if made.header.label is None:
+    relabelled = relabel_cache(read, version=trt_version, algorithm=algorithm)
+    write_bytes(out, dump(relabelled))
+    say(f"{out}: {len(relabelled.entries)} entries, {read.header.text} -> {relabelled.header.text}")
+    if relabelled.header.label is None:
         say("the legacy form has no version to change; it was written as it is")
 
 
@@ -165,15 +168,13 @@ def check(
     if model is None:
         base.refuse_without("--model", base.given_flags("parser", "verbose"))
     read = cache_tools.read_cache(path)
-    matched = _matched(read, model, parser) if model is not None else None
-    findings = cache_tools.check_cache(
-        read, version=trt_version, algorithm=algorithm, match=matched
-    )
-    say(_head(read))
+    match = _match_model(read, model, parser) if model is not None else None
+    findings = cache_tools.check_cache(read, version=trt_version, algorithm=algorithm, match=match)
+    say(_header_text(read))
     for finding in findings:
         say(f"{'WRONG' if finding.harmful else 'note '}  {finding.text}")
-    if matched is not None and verbose:
-        _print_match(matched)
+    if match is not None and verbose:
+        _print_match(match)
     harmful = any(finding.harmful for finding in findings)
     say("not fit as it is" if harmful else "ok")
     context.exit(1 if harmful else 0)
@@ -225,7 +226,7 @@ def to_qdq(
     from deploy.files.manifest import write_model
     from deploy.targets.tensorrt import cache_tools
 
-    quantized, matched = cache_tools.cache_to_qdq(
+    quantized, match = cache_tools.cache_to_qdq(
         model,
         cache_tools.read_cache(path),
         keep_batchnorm=keep_batchnorm,
@@ -235,8 +236,8 @@ def to_qdq(
         precision=precision,
     )
     write_model(out, quantized)
-    _print_match(matched, everything=verbose)
-    say(f"{out}: {matched.covered_tensor_count} tensors quantized")
+    _print_match(match, everything=verbose)
+    say(f"{out}: {match.covered_tensor_count} tensors quantized")
 
 
 @cache.command("from-qdq", short_help="Convert a Q/DQ model to a float model and a cache.")
@@ -280,52 +281,61 @@ def from_qdq(
     if not dla:
         base.refuse_without("--dla", base.given_flags("no_guesses"))
     version = trt_version or sdk.cache_reader() or DEFAULT_TRT_VERSION
-    plain, made = cache_tools.qdq_to_cache(model, version=version)
-    found = None
+    plain, cache = cache_tools.qdq_to_cache(model, version=version)
+    inferred = None
     if dla:
-        made, found = cache_tools.dla_cache(plain, version=version, guesses=not no_guesses)
+        cache, inferred = cache_tools.dla_cache(plain, version=version, guesses=not no_guesses)
     write_model(out[0], plain.model)
-    write_bytes(out[1], dump(made))
+    write_bytes(out[1], dump(cache))
     say(f"{out[0]}: the float model")
-    say(f"{out[1]}: {len(made.entries)} entries under {made.header.text}")
+    say(f"{out[1]}: {len(cache.entries)} entries under {cache.header.text}")
     if plain.weights:
         say(
             f"{len(plain.weights)} weights were stored as integers; they are now those integers"
             " times their scale"
         )
-    if found is not None:
-        _print_inferred(found)
+    if inferred is not None:
+        _print_inferred(inferred)
         return
-    without = [name for name in trt_tensors(plain.model) if name not in plain.scales]
-    if without:
+
+    names = [name for name in trt_tensors(plain.model) if name not in plain.scales]
+    if names:
+        ending = ", ..." if len(names) > _MAX_NAMES else ""
         say(
-            f"{len(without)} tensors have no pair and so no entry; TensorRT warns of a missing"
-            f" scale there and runs them in float (--dla infers them): {', '.join(without[:5])}"
-            + (", ..." if len(without) > 5 else "")
+            f"{len(names)} tensors have no pair and so no entry; TensorRT warns of a missing scale"
+            f" there and runs them in float (--dla infers them): {', '.join(names[:_MAX_NAMES])}"
+            f"{ending}"
         )
 
 
-def _print_inferred(found: InferredScales) -> None:
+_MAX_NAMES = 5  # tensors named in a line
+_INFERENCE_TEXTS = {
+    "equal": "are those of another tensor by what the operators do",
+    "bound": "are bounds that cannot be exceeded",
+    "guess": "are guesses, which may cut values off (--no-guesses leaves them out)",
+}
+
+
+def _print_inferred(inferred: InferredScales) -> None:
     """Print how the scales without a pair were inferred, and which are missing."""
-    kinds = {
-        "equal": "are those of another tensor by what the operators do",
-        "bound": "are bounds that cannot be exceeded",
-        "guess": "are guesses, which may cut values off (--no-guesses leaves them out)",
-    }
-    for kind, meaning in kinds.items():
-        names = [name for name, sure in found.levels.items() if sure == kind]
-        if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            listed = f": {', '.join(names[:5])}{more}" if kind == "guess" else ""
-            say(f"{len(names)} scales without a pair {meaning}{listed}")
-    if found.missing:
+    for level, meaning in _INFERENCE_TEXTS.items():
+        names = [name for name, tensor_level in inferred.levels.items() if tensor_level == level]
+        if not names:
+            continue
+        text = f"{len(names)} scales without a pair {meaning}"
+        if level == "guess":
+            text += f": {', '.join(names[:_MAX_NAMES])}"
+            if len(names) > _MAX_NAMES:
+                text += f" and {len(names) - _MAX_NAMES} more"
+        say(text)
+    if inferred.missing:
         say(
-            f"{len(found.missing)} tensors have no scale, and nothing gives them one; layers that"
-            f" read or make them do not run in int8: {', '.join(found.missing)}"
+            f"{len(inferred.missing)} tensors have no scale, and nothing gives them one; layers"
+            f" that read or make them do not run in int8: {', '.join(inferred.missing)}"
         )
 
 
-def _matched(read: CalibrationCache, model: Path, parser: str | None) -> CacheMatch:
+def _match_model(read: CalibrationCache, model: Path, parser: str | None) -> CacheMatch:
     from deploy.frontends import load
     from deploy.targets.tensorrt.cache_match import match_cache
     from deploy.targets.tensorrt.cache_tools import load_uncleaned_graph
@@ -333,11 +343,15 @@ def _matched(read: CalibrationCache, model: Path, parser: str | None) -> CacheMa
     return match_cache(read, load(model).model, original=load_uncleaned_graph(model), parser=parser)
 
 
-def _head(read: CalibrationCache) -> str:
+def _header_text(read: CalibrationCache) -> str:
     header = read.header
-    written = f"TensorRT {header.version}, " if header.version else ""
-    more = f", quantile {header.quantile}, cutoff {header.cutoff}" if header.version is None else ""
-    return f"{header.text}: {written}{header.algorithm}{more}, {len(read.entries)} entries"
+    if header.version is None:  # the legacy form
+        details = f"{header.algorithm}, quantile {header.quantile}, cutoff {header.cutoff}"
+    elif header.version:
+        details = f"TensorRT {header.version}, {header.algorithm}"
+    else:
+        details = header.algorithm
+    return f"{header.text}: {details}, {len(read.entries)} entries"
 
 
 def _document(read: CalibrationCache) -> dict[str, object]:
@@ -355,15 +369,17 @@ def _document(read: CalibrationCache) -> dict[str, object]:
     }
 
 
-def _print_match(matched: CacheMatch, *, everything: bool = True) -> None:
+def _print_match(match: CacheMatch, *, everything: bool = True) -> None:
     say(
-        f"{matched.used_entry_count} of {len(matched.entries)} entries used,"
-        f" {matched.covered_tensor_count} of {len(matched.tensors)} tensors covered"
+        f"{match.used_entry_count} of {len(match.entries)} entries used,"
+        f" {match.covered_tensor_count} of {len(match.tensors)} tensors covered"
     )
-    for entry in matched.entries:
-        if everything or (not entry.is_used and not entry.reason.startswith("no pair")):
+    for entry in match.entries:
+        is_expected = entry.is_used or entry.reason.startswith("no pair")
+        if everything or not is_expected:
             say(f"  {'used  ' if entry.is_used else 'unused'}  {entry.name}: {entry.reason}")
-    for tensor in matched.tensors:
+    for tensor in match.tensors:
         if everything or not tensor.has_scale:
-            word = "covered" if tensor.has_scale else "left in float"
-            say(f"  {word}  {tensor.tensor}{': ' if tensor.reason else ''}{tensor.reason}")
+            state = "covered" if tensor.has_scale else "left in float"
+            reason = f": {tensor.reason}" if tensor.reason else ""
+            say(f"  {state}  {tensor.tensor}{reason}")

@@ -86,36 +86,44 @@ def calibrate(
     path = out or Path(f"{model.stem}.cache")
     cache: Path | None = path
     if shard is not None:
-        number, of = _shard(shard, calibration.cache)
-        dataset = replace(dataset, limit=replace(to_choice(dataset.limit), shard=(number, of)))
-        path, cache = out or Path(f"{model.stem}.{number}-of-{of}.shard"), None
+        number, count = _parse_shard(shard, calibration.cache)
+        dataset = replace(dataset, limit=replace(to_choice(dataset.limit), shard=(number, count)))
+        path = out or Path(f"{model.stem}.{number}-of-{count}.shard")
+        cache = None
         name_output(path, "shard", force=calibration.cache.force)
     options = calibration.options(
         cache, method, images, scheduler=scheduler, resume=resume, checkpoint=checkpoint_path(path)
     )
-    found = calibrate_with(resolve_model(model, shapes, weights), dataset, options, targets=targets)
+    loaded = resolve_model(model, shapes, weights)
+    calibrated = calibrate_with(loaded, dataset, options, targets=targets)
     if shard is not None:
-        write_shard(found, path)
-    notes = script_cache_notes(dataset, path)
-    print_calibration(found, path, verbose=calibration.verbose, json_path=json_path, notes=notes)
+        write_shard(calibrated, path)
+    print_calibration(
+        calibrated,
+        path,
+        verbose=calibration.verbose,
+        json_path=json_path,
+        notes=script_cache_notes(dataset, path),
+    )
 
 
-def _shard(text: str, policy: CachePolicy) -> tuple[int, int]:
+def _parse_shard(text: str, policy: CachePolicy) -> tuple[int, int]:
     """Parse I/N."""
-    number, slash, of = text.partition("/")
-    if not (slash and number.isdecimal() and of.isdecimal() and len(text) < 16):
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and len(text) < 16):
         raise ConfigError(f"--shard must read I/N, such as 2/3, got {text!r}")
     flags = {
         "--require-cache": policy.require,
         "--trust-cache": policy.trust,
         "--refresh": policy.refresh,
     }
-    if idle := [flag for flag, given in flags.items() if given]:
-        raise ConfigError(
-            f"a shard is always observed, got --shard with {idle[0]}, which is of a cache; leave"
-            " one of them out"
-        )
-    return int(number), int(of)
+    for flag, is_given in flags.items():
+        if is_given:
+            raise ConfigError(
+                f"a shard is always observed, got --shard with {flag}, which is of a cache; leave"
+                " one of them out"
+            )
+    return int(number), int(count)
 
 
 @click.command(cls=base.SectionedCommand)
@@ -158,5 +166,6 @@ def merge(
         )
     path = out or Path(f"{model.stem}.cache")
     options = calibration.options(path, calibration.method if calibration.method_flags else None)
-    found = merge_with(resolve_model(model, shapes, weights), shards, options, targets=targets)
-    print_calibration(found, path, verbose=calibration.verbose, json_path=json_path)
+    loaded = resolve_model(model, shapes, weights)
+    calibrated = merge_with(loaded, shards, options, targets=targets)
+    print_calibration(calibrated, path, verbose=calibration.verbose, json_path=json_path)

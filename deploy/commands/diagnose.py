@@ -59,14 +59,17 @@ def inspect(
         base.refuse_without("a model", base.given_flags())
         _inspect_cache(path)
         return
-    from deploy.analysis.inspection import inspect as judge
+
+    from deploy.analysis.inspection import inspect as inspect_model
     from deploy.frontends import LoadedModel, load
 
     loaded = model if isinstance(model, LoadedModel) else load(model)
-    found = [judge(loaded, target=target, float_nodes=keep_float) for target in targets]
-    for judged in found:
-        say_lines(judged.text(everything=everything))
-    put_json(json_path, lambda: [judged.to_json() for judged in found])
+    inspections = [
+        inspect_model(loaded, target=target, float_nodes=keep_float) for target in targets
+    ]
+    for inspection in inspections:
+        say_lines(inspection.text(everything=everything))
+    put_json(json_path, lambda: [inspection.to_json() for inspection in inspections])
 
 
 def _inspect_cache(path: Path) -> None:
@@ -75,16 +78,17 @@ def _inspect_cache(path: Path) -> None:
     cache = trt_cache.parse(store.read_cache_file(path), origin=str(path))
     say(f"{path}: {cache.header.text}, {len(cache.entries)} tensors")
     try:
-        _, mark = store.read_cache_text(path)
+        _, fingerprint = store.read_cache_text(path)
     except CacheError as error:
         say(f"no fitting fingerprint: {error}")
     else:
-        model = next(iter(mark.model.values()), "unknown")
-        say(f"model {model[:12]}, {mark.images.get('count')} images, made by {mark.by}")
+        model = next(iter(fingerprint.model.values()), "unknown")
+        images = fingerprint.images.get("count")
+        say(f"model {model[:12]}, {images} images, made by {fingerprint.by}")
     for entry in cache.entries:
         flaw = f"  ({entry.flaw})" if entry.flaw else ""
-        scale = f"{entry.scale:.6g}"
-        say(f"  {entry.name}: amax {float(entry.scale) * 127:.6g}, scale {scale}{flaw}")
+        amax = float(entry.scale) * 127
+        say(f"  {entry.name}: amax {amax:.6g}, scale {entry.scale:.6g}{flaw}")
 
 
 def _looks_like_onnx(path: Path) -> bool:
@@ -99,7 +103,7 @@ def _looks_like_onnx(path: Path) -> bool:
     return b"\0" in head or head[:1] == b"\x08"
 
 
-_IMAGES = 8  # without --limit; a few images are enough to find the tensor
+_DEFAULT_IMAGES = 8  # without --limit; a few images are enough to find the tensor
 
 
 @click.command(cls=base.SectionedCommand)
@@ -147,21 +151,22 @@ def compare(
       calib8 compare model.onnx build/model.int8.onnx --images held/
       calib8 compare build/model.int8.onnx --runtime openvino --images held/ --limit 2
     """  # noqa: D301 (click reads the backspace)
-    from deploy.analysis.comparison import compare as run
+    from deploy.analysis.comparison import compare as compare_models
 
     if runtime == "onnxruntime":
         base.refuse_without("--runtime openvino", base.given_flags("every"))
-    found = run(
+    dataset = replace(images.dataset, limit=images.dataset.limit or _DEFAULT_IMAGES)
+    comparison = compare_models(
         first,
         second,
-        replace(images.dataset, limit=images.dataset.limit or _IMAGES),
+        dataset,
         runtime=runtime,
         min_sqnr_db=min_sqnr,
         every=every,
         threads=images.threads,
     )
-    put_json(json_path, found.to_json)
-    say_lines(repr(found))
+    put_json(json_path, comparison.to_json)
+    say_lines(repr(comparison))
 
 
 @click.command(cls=base.SectionedCommand)
@@ -207,14 +212,14 @@ def explain(
       calib8 explain build/ --target tensorrt --all
       calib8 explain build/ --images held/
     """  # noqa: D301 (click reads the backspace)
-    from deploy.analysis.explain_build import explain as run
+    from deploy.analysis.explain_build import explain as explain_build
     from deploy.analysis.explanation import to_json, to_screen
 
     if json_path == Path("-"):
         base.refuse_without("the text", base.given_flags("everything"))
-    found = run(folder, target=target, images=dataset, model=model, threads=threads)
-    put_json(json_path, lambda: to_json(found))
-    say_lines(to_screen(found, everything=everything))
+    explanation = explain_build(folder, target=target, images=dataset, model=model, threads=threads)
+    put_json(json_path, lambda: to_json(explanation))
+    say_lines(to_screen(explanation, everything=everything))
 
 
 @click.command(cls=base.SectionedCommand)
@@ -233,18 +238,19 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
       calib8 report build/
       calib8 report a/ b/ --html both.html
     """  # noqa: D301 (click reads the backspace)
-    from deploy import report as one
     from deploy.analysis import build_comparison
+    from deploy.report import Report, to_screen
 
-    found = build_comparison.report(*folders)
-    if isinstance(found, one.Report):
+    comparison = build_comparison.report(*folders)
+    if isinstance(comparison, Report):
         base.refuse_without("a second folder", base.given_flags("html_path", "json_path"))
-        say_lines(one.to_screen(found))
+        say_lines(to_screen(comparison))
         return
+
     if html_path is not None:
-        write_text(html_path, build_comparison.to_html(found))
-    say_lines(repr(found))
-    put_json(json_path, lambda: build_comparison.to_json(found))
+        write_text(html_path, build_comparison.to_html(comparison))
+    say_lines(repr(comparison))
+    put_json(json_path, lambda: build_comparison.to_json(comparison))
 
 
 @click.command()
@@ -263,9 +269,9 @@ def verify(folder: Path) -> None:
     """  # noqa: D301 (click reads the backspace)
     from deploy.analysis import build_reader
 
-    found = build_reader.verify(folder)
-    say_lines(repr(found))
-    if not found.passed:
+    verification = build_reader.verify(folder)
+    say_lines(repr(verification))
+    if not verification.passed:
         click.get_current_context().exit(1)
 
 

@@ -64,9 +64,9 @@ def resolve_model(model: Path, shapes: tuple[str, ...], weights: Path | None) ->
         inputs = [parse_input(text) for text in shapes]
         return open_torch(
             str(model),
-            [wanted.shape for wanted in inputs],
-            dtypes=[wanted.dtype for wanted in inputs],
-            names=[wanted.name for wanted in inputs],
+            [spec.shape for spec in inputs],
+            dtypes=[spec.dtype for spec in inputs],
+            names=[spec.name for spec in inputs],
             weights=weights,
         )
     if shapes or weights:
@@ -121,11 +121,11 @@ def torch_model(model: str, weights: Path | None, device: str) -> nn.Module:
     from deploy.fx.device import find_device
     from deploy.fx.source import load_module, random_weights_note
 
-    place = find_device(device)
+    torch_device = find_device(device)
     module = load_module(model, weights)
-    if sentence := random_weights_note(model, weights):
-        say(sentence)
-    return module.to(place)
+    if note := random_weights_note(model, weights):
+        say(note)
+    return module.to(torch_device)
 
 
 def torch_inputs(
@@ -153,16 +153,18 @@ def torch_inputs(
     if sample:
         tensors = read_sample(sample, module)
     else:
-        wanted = [parse_input(text) for text in shapes]
-        sizes, dtypes = [asked.shape for asked in wanted], [asked.dtype for asked in wanted]
-        made = example_inputs(sizes, dtypes, floating=floating_dtype(module))
-        tensors = tuple(
-            made[i] for i in accept_named_inputs(module, [asked.name for asked in wanted])
+        specs = [parse_input(text) for text in shapes]
+        examples = example_inputs(
+            [spec.shape for spec in specs],
+            [spec.dtype for spec in specs],
+            floating=floating_dtype(module),
         )
-    if sentence := dict_input_note(module):
-        say(sentence)
-    found: tuple[torch.Tensor, ...] = move_tensors(tensors, device_of(module))
-    return found
+        order = accept_named_inputs(module, [spec.name for spec in specs])
+        tensors = tuple(examples[index] for index in order)
+    if note := dict_input_note(module):
+        say(note)
+    inputs: tuple[torch.Tensor, ...] = move_tensors(tensors, device_of(module))
+    return inputs
 
 
 CommandFunction = Callable[..., None]
@@ -181,8 +183,8 @@ def target_options(
 
     def add(command: CommandFunction) -> CommandFunction:
         @wraps(command)
-        def gathered(names: tuple[str, ...], target_values: TargetValues, **words: Any) -> None:
-            command(targets=_made(names, target_values), **words)
+        def run(names: tuple[str, ...], target_values: TargetValues, **arguments: Any) -> None:
+            command(targets=_make_targets(names, target_values), **arguments)
 
         return base.target_option(
             "--target",
@@ -193,7 +195,7 @@ def target_options(
             callback=_names,
             shell_complete=complete_names(lambda: TARGETS),
             help=f"Any of {', '.join(TARGETS)}, by commas or repeated; one calibration serves all.",
-        )(target_field_options(is_offered)(gathered))
+        )(target_field_options(is_offered)(run))
 
     return add
 
@@ -206,9 +208,9 @@ def one_target(section: str) -> Callable[[CommandFunction], CommandFunction]:
 
     def add(command: CommandFunction) -> CommandFunction:
         @wraps(command)
-        def gathered(name: str, target_values: TargetValues, **words: Any) -> None:
-            (target,) = _made((name,), target_values)
-            command(target=target, **words)
+        def run(name: str, target_values: TargetValues, **arguments: Any) -> None:
+            (target,) = _make_targets((name,), target_values)
+            command(target=target, **arguments)
 
         return base.option(
             "--target",
@@ -219,11 +221,7 @@ def one_target(section: str) -> Callable[[CommandFunction], CommandFunction]:
             callback=lambda context, param, name: find_target(name) and name,
             shell_complete=complete_names(lambda: TARGETS),
             help=f"Target that decides where pairs go and on which grid: {', '.join(TARGETS)}.",
-        )(
-            target_field_options(lambda o: o.changes_placement and o.name not in _NOT_OF_TORCH)(
-                gathered
-            )
-        )
+        )(target_field_options(lambda o: o.changes_placement and o.name not in _NOT_OF_TORCH)(run))
 
     return add
 
@@ -238,23 +236,23 @@ def target_field_options(
     """Add the targets' options that are `is_offered`; the command gets them as `target_values`."""
 
     def add(command: CommandFunction) -> CommandFunction:
-        declared = {
-            f"{target}_{option.name}".replace("-", "_"): (target, option)
-            for target, kind in TARGETS.items()
-            for option in declared_options(kind)
-            if is_offered(option)
-        }
+        field_by_name = {}  # name on the command line -> (target, its option)
+        for target, target_class in TARGETS.items():
+            for option in filter(is_offered, declared_options(target_class)):
+                name = f"{target}_{option.name}".replace("-", "_")
+                field_by_name[name] = (target, option)
 
         @wraps(command)
-        def gathered(**words: Any) -> None:
+        def run(**arguments: Any) -> None:
             target_values: dict[str, dict[str, Any]] = {}
-            for word, (target, option) in declared.items():
-                if (value := words.pop(word)) not in (None, ()):
+            for name, (target, option) in field_by_name.items():
+                value = arguments.pop(name)
+                if value not in (None, ()):
                     target_values.setdefault(target, {})[option.name] = value
-            command(target_values=target_values, **words)
+            command(target_values=target_values, **arguments)
 
-        wrapped: CommandFunction = gathered
-        options = [_option(word, *of) for word, of in declared.items()]
+        wrapped: CommandFunction = run
+        options = [_option(name, *field) for name, field in field_by_name.items()]
         return base.add_options(wrapped, options)
 
     return add
@@ -262,47 +260,44 @@ def target_field_options(
 
 def target_flags(target: str, fields: Mapping[str, Any]) -> str:
     """The flags of a target's fields, as a user types them."""
-    own = {
-        option.name: option.flag.partition("/")[0]
-        for option in declared_options(find_target(target))
-    }
-    return " and ".join(own[name] for name in fields)
+    options = {option.name: option for option in declared_options(find_target(target))}
+    return " and ".join(options[name].flag.partition("/")[0] for name in fields)
 
 
 def make_target(target: str, fields: Mapping[str, Any]) -> Target:
     """A target with these values in its fields."""
-    kind: Callable[..., Target] = find_target(target)
-    return kind(**fields)
+    target_class: Callable[..., Target] = find_target(target)
+    return target_class(**fields)
 
 
-def _made(names: tuple[str, ...], target_values: TargetValues) -> list[Target]:
+def _make_targets(names: tuple[str, ...], target_values: TargetValues) -> list[Target]:
     for target, fields in target_values.items():
         if target not in names:
+            verb = "belong" if len(fields) > 1 else "belongs"
             raise ConfigError(
-                f"{target_flags(target, fields)} {'belong' if len(fields) > 1 else 'belongs'} to"
-                " --target"
-                f" {target}, got --target {','.join(names)}"
+                f"{target_flags(target, fields)} {verb} to --target {target},"
+                f" got --target {','.join(names)}"
             )
     return [make_target(name, target_values.get(name, {})) for name in names]
 
 
-def _names(context: click.Context, param: click.Parameter, words: tuple[str, ...]) -> Any:
+def _names(context: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> Any:
     """Names separated by commas or in repeated flags, each once."""
-    names = [name.strip() for word in words for name in word.split(",")]
+    names = dict.fromkeys(name.strip() for name in ",".join(texts).split(","))
     for name in names:
         find_target(name)
-    return tuple(dict.fromkeys(names))
+    return tuple(names)
 
 
-def _option(word: str, target: str, option: Option) -> Callable[[CommandFunction], CommandFunction]:
+def _option(name: str, target: str, option: Option) -> Callable[[CommandFunction], CommandFunction]:
     """The click option of a target's field; None or () if it is not given."""
-    flag = option.kind is bool
+    is_flag = option.kind is bool
     return base.option(
         option.flag,
-        word,
+        name,
         section=f"Target {target}",
-        type=None if flag else _type(option),
-        is_flag=flag,
+        type=None if is_flag else _type(option),
+        is_flag=is_flag,
         default=None,
         multiple=option.repeat,
         metavar=option.metavar,
@@ -314,7 +309,7 @@ def _type(option: Option) -> click.ParamType[Any]:
     if option.choices:
         return click.Choice(option.choices)
     if option.kind is int:
-        return click.IntRange(_whole(option.minimum), _whole(option.maximum))
+        return click.IntRange(_to_int(option.minimum), _to_int(option.maximum))
     if option.kind is float:
         return Real(option.minimum, option.maximum)
     if option.writes:
@@ -322,7 +317,7 @@ def _type(option: Option) -> click.ParamType[Any]:
     return base.INPUT if option.kind is Path else click.STRING
 
 
-def _whole(limit: float | None) -> int | None:
+def _to_int(limit: float | None) -> int | None:
     return None if limit is None else int(limit)
 
 
@@ -331,6 +326,7 @@ def _ending(option: Option) -> str:
     if option.repeat:
         return " May be repeated."
     if option.kind is bool:
-        on, _, off = option.flag.partition("/")
-        return f"  [default: {(on if option.default else off).lstrip('-')}]" if off else ""
+        on_flag, _, off_flag = option.flag.partition("/")
+        default_flag = on_flag if option.default else off_flag
+        return f"  [default: {default_flag.lstrip('-')}]" if off_flag else ""
     return "" if option.default is None else f"  [default: {option.default}]"

@@ -21,11 +21,11 @@ def _numbers(kind: Callable[[str], Number], what: str) -> Callable[..., list[Num
 
     def read(ctx: click.Context, param: click.Parameter, text: str | None) -> list[Number] | None:
         try:
-            return None if text is None else [kind(word) for word in text.split(",")]
+            return None if text is None else list(map(kind, text.split(",")))
         except ValueError:
             raise click.BadParameter(
                 f"must be {what} with commas between them, got {text!r}"
-            ) from (None)
+            ) from None
 
     return read
 
@@ -35,15 +35,14 @@ class _Quantize(base.SectionedCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Explain that `-1,2` is no array, instead of taking it for an option."""
-        given_words = list(args)  # parsing empties the list
+        all_args = list(args)  # parsing empties the list
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             from deploy.analysis.experiment import refuse_unbracketed
 
-            refuse_unbracketed(
-                next((w for w in given_words if w.startswith(error.option_name)), "")
-            )
+            option_args = (arg for arg in all_args if arg.startswith(error.option_name))
+            refuse_unbracketed(next(option_args, ""))
             raise
 
 
@@ -93,7 +92,7 @@ def quantize(
     """
     from deploy.analysis import experiment
 
-    made = experiment.quantize(
+    result = experiment.quantize(
         experiment.read_values(values),
         method=method if method_flags else None,
         scales=scales,
@@ -101,5 +100,5 @@ def quantize(
         axis=axis,
         dtype=dtype,
     )
-    say_lines(repr(made))
-    put_json(json_path, made.to_json)
+    say_lines(repr(result))
+    put_json(json_path, result.to_json)
