@@ -36,10 +36,11 @@ from deploy.metrics.latency import measure
 from deploy.pipeline import build
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
-from deploy.targets.tensorrt.builder import BuilderSettings, build_engine, profiles_for
+from deploy.targets.tensorrt.builder import BuilderSettings, build_engine
 from deploy.targets.tensorrt.cache_tools import compare_caches, read_cache
 from deploy.targets.tensorrt.cuda import open_gpu
 from deploy.targets.tensorrt.float_types import narrow_float_part
+from deploy.targets.tensorrt.profiles import profiles_for
 from deploy.targets.tensorrt.session import TensorrtSession, describe_device
 from deploy.targets.tensorrt.target import TensorRT
 from deploy.targets.tensorrt.trtexec import features_of

@@ -30,9 +30,10 @@ from deploy.method import Method
 from deploy.pipeline import build
 from deploy.targets.shape_ranges import ShapeRange
 from deploy.targets.tensorrt import builder, engines, missing_scales, sdk
-from deploy.targets.tensorrt.builder import BuilderSettings, InputShapeRange, build_engine
+from deploy.targets.tensorrt.builder import BuilderSettings, build_engine
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq
 from deploy.targets.tensorrt.log import LogRecorder, record_log
+from deploy.targets.tensorrt.profiles import InputShapeRange, profiles_for
 from deploy.targets.tensorrt.sdk import Sdk
 from deploy.targets.tensorrt.target import TensorRT
 from deploy.tuning.search_options import Tuning
@@ -422,18 +423,18 @@ def test_a_folder_of_stubs_is_not_taken_for_tensorrt(monkeypatch):
 def test_profiles_open_the_batch_and_fix_the_rest():
     shapes = {"x": ("n", 3, None, 8), "fixed": (1, 4), "m": (2, "len")}
     fed = {"x": (2, 3, 6, 8), "fixed": (1, 4), "m": (2, 7)}
-    assert builder.profiles_for(shapes, fed, max_batch=8) == {
+    assert profiles_for(shapes, fed, max_batch=8) == {
         "x": InputShapeRange((1, 3, 6, 8), (2, 3, 6, 8), (8, 3, 6, 8)),
         "m": InputShapeRange((2, 7), (2, 7), (2, 7)),
     }
     least, most = {"x": (2, 3, 4, 8), "m": (2, 7)}, {"x": (3, 3, 9, 8), "m": (2, 11)}
     span = ShapeRange(min_sizes=least, median_sample=fed, max_sizes=most, largest_sample=fed)
-    assert builder.profiles_for(shapes, fed, max_batch=2, sample_range=span) == {
+    assert profiles_for(shapes, fed, max_batch=2, sample_range=span) == {
         "x": InputShapeRange((1, 3, 4, 8), (2, 3, 6, 8), (3, 3, 9, 8)),
         "m": InputShapeRange((2, 7), (2, 7), (2, 11)),
     }
     with pytest.raises(ConfigError, match="must fit"):
-        builder.profiles_for({"x": (1, 3)}, {"x": (1, 4)}, max_batch=1)
+        profiles_for({"x": (1, 3)}, {"x": (1, 4)}, max_batch=1)
 
 
 def key_of(here=HERE, model="m", cache="c", **settings):

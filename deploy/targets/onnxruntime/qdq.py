@@ -122,8 +122,8 @@ class _QdqWriter:
 
     Attributes:
         producer: tensor -> the node that makes it.
-        before: nodes that read only constants.
-        after: tensor -> nodes that follow it.
+        constant_nodes: nodes that read only constants.
+        following_nodes: tensor -> nodes that follow it.
         replacements: replaced node -> new nodes.
         gate_offsets: output of a gate -> the offset that it adds.
         clip_shifts: source of a gate whose integers may be clipped -> the shift.
@@ -153,10 +153,10 @@ class _QdqWriter:
         self.nodes = {node.name: node for node in self.graph.node}
         self.initializers = {tensor.name: tensor for tensor in float_model.graph.initializer}
         self.producer = {name: node for node in self.graph.node for name in node.output if name}
-        self.before: list[onnx.NodeProto] = []
-        self.after: dict[str, list[onnx.NodeProto]] = {}
+        self.constant_nodes: list[onnx.NodeProto] = []
+        self.following_nodes: dict[str, list[onnx.NodeProto]] = {}
         self.replacements: dict[str, list[onnx.NodeProto]] = {}
-        self.gate_writer = GateWriter(self.constant, self.before)
+        self.gate_writer = GateWriter(self.constant, self.constant_nodes)
         self.gate_offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
         self.clip_shifts = _clip_shifts(plan)
         self.weights: dict[tuple[str, int | None, bool, bytes], str] = {}
@@ -203,7 +203,7 @@ class _QdqWriter:
             self.constant(f"{name}/zero_point", np.array(params.zero, grid.dtype), grid),
         ]
         quantized = f"{name}/quantized"
-        self.after[source] = [
+        self.following_nodes[source] = [
             _node("QuantizeLinear", [source, *constants], quantized, f"{name}/Q"),
             _node("DequantizeLinear", [quantized, *constants], target, f"{name}/DQ"),
         ]
@@ -321,13 +321,13 @@ class _QdqWriter:
         node = _node("DequantizeLinear", inputs, output, f"{name}/DQ")
         if axis is not None:
             node.attribute.append(helper.make_attribute("axis", axis))
-        self.before.append(node)
+        self.constant_nodes.append(node)
         return output
 
     def write_gate(self, gate: Gate) -> None:
         """Replace the nodes of a gate by int8 ones."""
         nodes = [self.nodes[name] for name in gate.nodes]
-        quantize_node = self.after[nodes[-1].output[0]][0]
+        quantize_node = self.following_nodes[nodes[-1].output[0]][0]
         shifted, source = "", None
         if gate in self.plan.bias_shifts.values():
             shifted = self._shifted_source(gate)
@@ -349,7 +349,7 @@ class _QdqWriter:
     def _shifted_source(self, gate: Gate) -> str:
         """Rename a gate's source, which now includes the shift, and drop its pair."""
         producer, name = self.producer[gate.source], f"{gate.source}/shifted"
-        del self.after[producer.output[0]]
+        del self.following_nodes[producer.output[0]]
         producer.output[0] = name
         return name
 
@@ -359,13 +359,13 @@ class _QdqWriter:
         ONNX Runtime does not fuse a Pad between pairs into an integer kernel.
         """
         node = self.nodes[name]
-        quantize_node, dequantize_node = self.after.pop(node.output[0])
+        quantize_node, dequantize_node = self.following_nodes.pop(node.output[0])
         tensor = str(node.input[0]).removesuffix("/dequantized")
         node.input[0], node.output[0] = f"{tensor}/quantized", quantize_node.output[0]
         while len(node.input) < 3:
             node.input.append("")
         node.input[2] = quantize_node.input[2]
-        self.after[node.output[0]] = [dequantize_node]
+        self.following_nodes[node.output[0]] = [dequantize_node]
 
     def write_numbers(self, name: str) -> None:
         """Let an Add or Mul of a tensor and a number read the number from int8."""
@@ -377,13 +377,13 @@ class _QdqWriter:
 
     def finish(self) -> None:
         """Insert all nodes in an order in which each tensor is made before it is read."""
-        ordered = list(self.before)
+        ordered = list(self.constant_nodes)
         for value in self.graph.input:
-            ordered += self.after.pop(value.name, [])
+            ordered += self.following_nodes.pop(value.name, [])
         for node in self.graph.node:
             ordered += self.replacements.get(node.name, [node])
             for name in node.output:
-                ordered += self.after.pop(name, [])
+                ordered += self.following_nodes.pop(name, [])
         rebuild(self.graph, ordered)
         if self.plan.int8_pads:  # the DequantizeLinear that only a Pad read has no reader now
             drop_dead(self.graph)

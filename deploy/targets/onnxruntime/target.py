@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
     from calibrators.scales import Scale
     from deploy.calibration.observation import CalibrationSubject, Observation
+    from deploy.calibration.ranges import RangeSet
     from deploy.frontends.base import QdqCalibration
     from deploy.graph.placement import Placement
     from deploy.graph.plan import Decision, FloatNodes, ModelAnalysis, Plan
+    from deploy.targets.onnxruntime.qdq import Memoize
     from deploy.targets.stored_weights import StoredWeight
     from deploy.tensors import Session
 
@@ -185,7 +187,7 @@ class OnnxRuntime:
     def _write_pairs(self, request: BuildRequest) -> _PairedModel:
         """Return the model with its pairs, before the rewrites for fast kernels."""
         from calibrators.grids import signed_grid
-        from deploy.graph.plan import ModelAnalysis, analyse
+        from deploy.graph.plan import ModelAnalysis
         from deploy.targets.onnxruntime.dynamic import write_dynamic
         from deploy.targets.onnxruntime.qdq import write_qdq
         from deploy.targets.prequantized import qdq_decisions
@@ -198,20 +200,7 @@ class OnnxRuntime:
 
         memoize = partial(request.ranges.compute_once, of=request.model)
         analysis = memoize("read", lambda: ModelAnalysis(request.model))
-        placement = self._static_placement
-        if trained is not None:  # a layer that was trained in int8 stays int8, however small
-            placement = replace(placement, min_products=0)
-        float_reasons = tuple(request.float_nodes.items()), tuple(ranges.reasons.items())
-        plan: Plan = memoize(
-            ("plan", self, *float_reasons),
-            lambda: analyse(
-                request.model,
-                placement,
-                float_nodes=request.float_nodes,
-                float_tensors=ranges.reasons,
-                analysis=analysis,
-            ),
-        )
+        plan = self._plan_pairs(request, ranges, analysis, memoize)
         model = write_qdq(
             request.model,
             plan,
@@ -231,6 +220,28 @@ class OnnxRuntime:
         }
         decisions = self._with_dynamic(plan.decisions, dynamic_nodes)
         return _PairedModel(model, decisions, pair_ranges, analysis, plan)
+
+    def _plan_pairs(
+        self, request: BuildRequest, ranges: RangeSet, analysis: ModelAnalysis, memoize: Memoize
+    ) -> Plan:
+        """Return the plan for these ranges, computed once for the same float nodes."""
+        from deploy.graph.plan import analyse
+
+        placement = self._static_placement
+        if request.trained is not None:  # a layer that was trained in int8 stays, however small
+            placement = replace(placement, min_products=0)
+        float_reasons = tuple(request.float_nodes.items()), tuple(ranges.reasons.items())
+        plan: Plan = memoize(
+            ("plan", self, *float_reasons),
+            lambda: analyse(
+                request.model,
+                placement,
+                float_nodes=request.float_nodes,
+                float_tensors=ranges.reasons,
+                analysis=analysis,
+            ),
+        )
+        return plan
 
     def build(self, request: BuildRequest) -> BuildResult:
         """Write `<name>.int8.onnx`, or `<name>.float.onnx` if all nodes stay float, and a program.

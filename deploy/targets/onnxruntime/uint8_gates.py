@@ -94,14 +94,16 @@ class GateWriter:
 
     Attributes:
         constant: adds an initializer once, and returns its name.
-        before: nodes that read only constants; scalars are appended here.
+        constant_nodes: nodes that read only constants; scalars are appended here.
     """
 
     def __init__(
-        self, constant: Callable[[str, NDArray[np.generic]], str], before: list[onnx.NodeProto]
+        self,
+        constant: Callable[[str, NDArray[np.generic]], str],
+        constant_nodes: list[onnx.NodeProto],
     ) -> None:
         self.constant = constant
-        self.before = before
+        self.constant_nodes = constant_nodes
         self._numbers: dict[float, str] = {}  # number -> float tensor that holds it
 
     def number(self, value: float) -> str:
@@ -113,7 +115,7 @@ class GateWriter:
                 self.constant(f"{name}/quantized", quantized),
                 *self._parameters(name, abs(value) / 128, 128 - int(quantized)),
             ]
-            self.before.append(_node("DequantizeLinear", inputs, name, f"{name}/DQ"))
+            self.constant_nodes.append(_node("DequantizeLinear", inputs, name, f"{name}/DQ"))
         return self._numbers[value]
 
     def gate(

@@ -21,7 +21,6 @@ from calibrators.tensorrt import Callbacks
 from deploy.errors import BackendError, ConfigError, SdkMissingError
 from deploy.files import atomic
 from deploy.files.reading import read_bytes
-from deploy.targets.shape_ranges import Shape, ShapeRange
 from deploy.targets.tensorrt.binding_types import dtype_of, shape_of
 from deploy.targets.tensorrt.cuda import Cuda
 from deploy.targets.tensorrt.log import (
@@ -31,20 +30,12 @@ from deploy.targets.tensorrt.log import (
     record_log,
 )
 from deploy.targets.tensorrt.plugin_libraries import load_plugins, plugin_digests
+from deploy.targets.tensorrt.profiles import InputShapeRange
 from deploy.targets.tensorrt.sdk import Sdk, import_tensorrt, stand_ins
 from deploy.terminal import phase
 
 if TYPE_CHECKING:
     import tensorrt as trt
-
-
-@dataclass(frozen=True, slots=True)
-class InputShapeRange:
-    """Shapes of one dynamic input; the engine is tuned and calibrated for `opt_shape`."""
-
-    min_shape: Shape
-    opt_shape: Shape
-    max_shape: Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,65 +193,6 @@ def engine_key(
         "plugins": plugin_digests(settings.plugins),
         "settings": json.loads(json.dumps(options)),
     }
-
-
-def profiles_for(
-    input_shapes: Mapping[str, Sequence[int | str | None]],
-    opt_shapes: Mapping[str, Shape],
-    *,
-    max_batch: int,
-    sample_range: ShapeRange | None = None,
-    fixed: bool = False,
-) -> dict[str, InputShapeRange]:
-    """Return a profile for each dynamic input.
-
-    Dynamic dimensions cover every size of the samples; a dynamic batch (dimension 0) covers 1 to
-    `max_batch`.
-
-    Args:
-        input_shapes: the model's inputs; a dynamic dimension is a name, None or not positive.
-        opt_shapes: input shapes that the engine is tuned for.
-        max_batch: largest batch, if the batch is dynamic.
-        sample_range: smallest and largest shapes of all samples; None if all are `opt_shapes`.
-        fixed: accept `opt_shapes` only, as DLA does.
-
-    Raises:
-        ConfigError: a sample does not fit the model's input.
-    """
-    profiles = {}
-    for name, input_shape in input_shapes.items():
-        opt_shape = opt_shapes[name]
-        if not _fits(opt_shape, input_shape):
-            raise ConfigError(
-                f"data must fit the model's input, got {list(opt_shape)} for {name!r}"
-                f" {list(input_shape)}"
-            )
-        if all(_is_static(size) for size in input_shape):
-            continue
-
-        min_shape = max_shape = opt_shape
-        if not fixed:
-            if sample_range is not None:
-                min_shape = sample_range.min_sizes[name]
-                max_shape = sample_range.max_sizes[name]
-            if not _is_static(input_shape[0]):
-                largest_batch = max(max_batch, opt_shape[0], max_shape[0])
-                min_shape = (1, *min_shape[1:])
-                max_shape = (largest_batch, *max_shape[1:])
-        profiles[name] = InputShapeRange(min_shape, opt_shape, max_shape)
-    return profiles
-
-
-def _is_static(size: int | str | None) -> bool:
-    return isinstance(size, int) and size > 0
-
-
-def _fits(shape: Shape, input_shape: Sequence[int | str | None]) -> bool:
-    """Whether a shape has the rank and the static sizes of a model's input."""
-    if len(shape) != len(input_shape):
-        return False
-    sizes = zip(shape, input_shape, strict=True)
-    return all(size == expected or not _is_static(expected) for size, expected in sizes)
 
 
 def _network_flags(*, typed: bool) -> int:

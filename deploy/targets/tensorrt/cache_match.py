@@ -110,7 +110,7 @@ def match_cache(
         CacheError: the cache has two scales for one tensor.
     """
     scale_by_entry, flaw_by_entry = cache.scales(), cache.flaws()
-    listed = cache_tensors(
+    expected = cache_tensors(
         model,
         version=cache.header.version or _LEGACY_VERSION,
         parser=parser,
@@ -120,7 +120,7 @@ def match_cache(
     if original is not None:
         for node in original.graph.node:
             file_tensors.update(node.input, node.output)
-    matches = _match_entries(listed, scale_by_entry, file_tensors)
+    matches = _match_entries(expected, scale_by_entry, file_tensors)
 
     usable_scales = {}
     flaw_reasons = {}
@@ -129,10 +129,8 @@ def match_cache(
             flaw_reasons[match.tensor] = f"has a {flaw_by_entry[name]} scale"
         else:
             usable_scales[match.tensor] = scale_by_entry[name]
-    owner_by_entry = scale_owners(listed)
-    cache_owners = {entry.source: owner_by_entry[entry.name] for entry in listed}
     plan, owner_by_tensor = _plan_covered(
-        model, placement, usable_scales, flaw_reasons, cache_owners, reasons_by_node(float_nodes)
+        model, placement, usable_scales, flaw_reasons, expected, reasons_by_node(float_nodes)
     )
 
     scales = {tensor: usable_scales[owner_by_tensor[tensor]] for tensor in plan.activations}
@@ -158,15 +156,16 @@ def _plan_covered(
     placement: Placement,
     usable_scales: Mapping[str, np.float32],
     flaw_reasons: Mapping[str, str],
-    cache_owners: Mapping[str, str],
+    expected: Sequence[CacheTensor],
     float_nodes: Mapping[str, str],
 ) -> tuple[Plan, dict[str, str]]:
     """Return (plan of the tensors with a scale, tensor -> the tensor whose scale it takes).
 
-    A pool output takes the scale of the pool's input, as in every TensorRT cache
-    (`cache_owners`). Another moved copy of a tensor (Flatten) has its own entry; if that is
-    missing, it takes the tensor's scale.
+    A pool output takes the scale of the pool's input, as in every TensorRT cache. Another moved
+    copy of a tensor (Flatten) has its own entry; if that is missing, it takes the tensor's scale.
     """
+    owner_by_entry = scale_owners(expected)
+    cache_owners = {entry.source: owner_by_entry[entry.name] for entry in expected}
     complete_plan = analyse(model, placement, float_nodes=float_nodes)
     owner_by_tensor = {}
     missing = {}
@@ -188,12 +187,12 @@ def _plan_covered(
 
 
 def _match_entries(
-    listed: Sequence[CacheTensor],
+    expected: Sequence[CacheTensor],
     scale_by_entry: Mapping[str, np.float32],
     file_tensors: Collection[str],
 ) -> dict[str, _EntryTensor]:
-    """Return entry -> its tensor; `listed` are the entries that TensorRT would write."""
-    source_by_name = {tensor.name: tensor.source for tensor in listed}
+    """Return entry -> its tensor; `expected` are the entries that TensorRT would write."""
+    source_by_name = {tensor.name: tensor.source for tensor in expected}
     sources = set(source_by_name.values())
     matches = {}
     for name in scale_by_entry:
@@ -203,13 +202,13 @@ def _match_entries(
             matches[name] = _EntryTensor(source_by_name[name], "as TensorRT's parser names it")
 
     matched_tensors = {match.tensor for match in matches.values()}
-    pool_input = {tensor.name: tensor.shares for tensor in listed}
+    pool_input = {tensor.name: tensor.shares for tensor in expected}
     renamed = _match_by_position([*scale_by_entry], [*source_by_name], file_tensors)
-    for name, listed_name in renamed.items():
-        source = source_by_name[listed_name]
+    for name, expected_name in renamed.items():
+        source = source_by_name[expected_name]
         if name in matches or source in matched_tensors:
             continue
-        if _agrees_with_pool(name, pool_input[listed_name], scale_by_entry):
+        if _agrees_with_pool(name, pool_input[expected_name], scale_by_entry):
             matches[name] = _EntryTensor(source, "renamed; by its position")
             matched_tensors.add(source)
     return matches
@@ -225,7 +224,7 @@ def _agrees_with_pool(
 
 
 def _match_by_position(
-    names: Sequence[str], listed_names: Sequence[str], file_tensors: Collection[str]
+    names: Sequence[str], expected_names: Sequence[str], file_tensors: Collection[str]
 ) -> dict[str, str]:
     """Match renamed entries: as many entries as tensors lie between two matches by name.
 
@@ -233,19 +232,19 @@ def _match_by_position(
     before the first and after the last match, or where an entry has the name of another tensor of
     the file.
     """
-    listed_index = {name: index for index, name in enumerate(listed_names)}
+    expected_index = {name: index for index, name in enumerate(expected_names)}
     anchors = [
-        (index, listed_index[name]) for index, name in enumerate(names) if name in listed_index
+        (index, expected_index[name]) for index, name in enumerate(names) if name in expected_index
     ]
     renamed: dict[str, str] = {}
-    for (entry, listed), (next_entry, next_listed) in pairwise(anchors):
-        if next_listed <= listed:
+    for (start, expected_start), (end, expected_end) in pairwise(anchors):
+        if expected_end <= expected_start:
             return {}
-        names_between = names[entry + 1 : next_entry]
-        listed_between = listed_names[listed + 1 : next_listed]
-        same_count = len(names_between) == len(listed_between)
-        if same_count and not any(name in file_tensors for name in names_between):
-            renamed |= dict(zip(names_between, listed_between, strict=True))
+        between = names[start + 1 : end]
+        expected_between = expected_names[expected_start + 1 : expected_end]
+        is_another_tensor = any(name in file_tensors for name in between)
+        if len(between) == len(expected_between) and not is_another_tensor:
+            renamed |= dict(zip(between, expected_between, strict=True))
     return renamed
 
 

@@ -29,17 +29,18 @@ from deploy.files import atomic, manifest, staging
 from deploy.files.manifest import sha256
 from deploy.frontends.base import model_digest
 from deploy.frontends.onnx_reader import read_model_and_stamp
-from deploy.graph.index import dims, opset_of, runtime_inputs
+from deploy.graph.index import opset_of
 from deploy.graph.lowering import lower_opset
 from deploy.targets.base import BuildRequest
-from deploy.targets.shape_ranges import sample_shape_range
+from deploy.targets.shape_ranges import Shape
 from deploy.targets.tensorrt import builder, sdk
-from deploy.targets.tensorrt.builder import BuilderSettings, profiles_for
+from deploy.targets.tensorrt.builder import BuilderSettings
 from deploy.targets.tensorrt.cache_contents import largest_magnitudes
 from deploy.targets.tensorrt.cuda import Cuda, CudaMemory, open_gpu
-from deploy.targets.tensorrt.float_types import OPSETS, narrow_float_part, write_model
+from deploy.targets.tensorrt.float_types import OPSETS, narrow_float_part
 from deploy.targets.tensorrt.missing_scales import missing_tensors, sort_missing
 from deploy.targets.tensorrt.plugin_libraries import plugin_digests
+from deploy.targets.tensorrt.profiles import model_input_shapes, sample_profiles
 from deploy.targets.tensorrt.sdk import Sdk
 from deploy.targets.tensorrt.trt_options import (
     ALL_BASELINES,
@@ -82,6 +83,13 @@ class Baselines:
     notes: tuple[str, ...] = ()
 
 
+def write_file(request: BuildRequest, suffix: str, content: onnx.ModelProto | bytes) -> Path:
+    """Write NAME.tensorrt + suffix, a model deterministically; return the path."""
+    if not isinstance(content, bytes):
+        content = content.SerializeToString(deterministic=True)
+    return atomic.write_bytes(request.folder / f"{request.name}.tensorrt{suffix}", content)
+
+
 def load_gpu_cache(path: Path, fingerprint: Fingerprint) -> bytes | None:
     """Return the bytes of the cache at `path` if its fingerprint matches, else None.
 
@@ -113,25 +121,20 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
     Dynamic inputs cover every size of the samples. The engine is tuned for the most frequent size,
     or for the batch with which TensorRT calibrates.
     """
-    input_shapes = {value.name: dims(value) or () for value in runtime_inputs(request.model.graph)}
-    sample_range = sample_shape_range(request)
     sample = first_sample(request)
-    opt_shapes = dict(sample_range.median_sample)
+    batch_shapes: dict[str, Shape] = {}
     if options.calibrator is not None:
+        input_shapes = model_input_shapes(request)
         for name, array in sample.items():
             has_fixed_batch = isinstance(input_shapes[name][0], int)
             batch = array.shape[0] if has_fixed_batch else options.max_batch
-            opt_shapes[name] = (batch, *array.shape[1:])
+            batch_shapes[name] = (batch, *array.shape[1:])
     return BuilderSettings(
         fp16=options.rest == FP16,
         bf16=options.rest == BF16,
         workspace_mib=options.workspace_mib,
-        profiles=profiles_for(
-            input_shapes,
-            opt_shapes,
-            max_batch=options.max_batch,
-            sample_range=sample_range,
-            fixed=options.dla,
+        profiles=sample_profiles(
+            request, max_batch=options.max_batch, fixed=options.dla, batch_shapes=batch_shapes
         ),
         values=_shape_values(sample),
         plugins=options.plugins,
@@ -172,25 +175,7 @@ def calibrate_on_gpu(
     shapes = _calibration_shapes(request, settings)
     batch = _batch_size(request, shapes)
     algorithm = str(options.calibrator)
-
-    # the fingerprint names the ONNX file that TensorRT reads, so that on a device model and cache
-    # are enough
-    model, stamp = read_model_and_stamp(source)
-    digests = {"graph": model_digest(model), "file": stamp.file}
-    if stamp.weights:
-        digests["weights"] = stamp.weights
-    versions: dict[str, Any] = {"tensorrt": version, "calib8": __version__}
-    if options.plugins:
-        versions["plugins"] = plugin_digests(options.plugins)
-    fingerprint = replace(
-        make_fingerprint(request.subject, request.manifest),
-        model=digests,
-        program=TENSORRT,
-        rule=f"whole batches of {batch}",
-        method=ALGORITHMS[algorithm],
-        numbers={},
-        versions=versions,
-    )
+    fingerprint = _gpu_fingerprint(options, request, source, version, batch)
     stored_cache = load_gpu_cache(request.earlier_file(name), fingerprint)
     if stored_cache is not None:
         store_gpu_cache(request.folder / name, stored_cache, fingerprint)
@@ -210,6 +195,31 @@ def calibrate_on_gpu(
             keep=store_now,
         )
         return builder.calibrate(source, settings, callbacks, cuda=cuda)
+
+
+def _gpu_fingerprint(
+    options: TensorrtOptions, request: BuildRequest, source: Path, version: str, batch: int
+) -> Fingerprint:
+    """Return what a calibration by TensorRT depends on.
+
+    It names the ONNX file that TensorRT reads, so that on a device model and cache are enough.
+    """
+    model, stamp = read_model_and_stamp(source)
+    digests = {"graph": model_digest(model), "file": stamp.file}
+    if stamp.weights:
+        digests["weights"] = stamp.weights
+    versions: dict[str, Any] = {"tensorrt": version, "calib8": __version__}
+    if options.plugins:
+        versions["plugins"] = plugin_digests(options.plugins)
+    return replace(
+        make_fingerprint(request.subject, request.manifest),
+        model=digests,
+        program=TENSORRT,
+        rule=f"whole batches of {batch}",
+        method=ALGORITHMS[str(options.calibrator)],
+        numbers={},
+        versions=versions,
+    )
 
 
 def calibrator_from_cache(options: TensorrtOptions, cache: bytes) -> Callbacks:
@@ -402,11 +412,11 @@ def build_float_engines(
 
     installed = sdk.find_sdk(options.device)
     written: dict[str, Path] = {}
-    float_file = files.get(FLOAT)
-    if float_file is None or float_model is not request.model:  # repairs changed the model
+    if FLOAT in files and float_model is request.model:
+        float_file = files[FLOAT]
+    else:  # repairs changed the model, or there is none
         lowered, _ = lower_models(options, {PLAIN: request.with_plugin_nodes(float_model)}, version)
-        float_file = _write_baseline_model(request, FP32, lowered[PLAIN])
-        written[PLAIN] = float_file
+        float_file = written[PLAIN] = write_file(request, f".{FP32}.onnx", lowered[PLAIN])
     # whether an engine takes its types from the model, not from builder flags
     types_from_model = _has_model_types(options, installed, files, request)
     types_from_model = types_from_model or not installed.calibrators
@@ -423,7 +433,7 @@ def build_float_engines(
         try:
             if types_from_model and name == FP16:  # nodes that overflow float16 stay float32
                 narrow, _ = narrow_float_part(float_model, FP16, largest_magnitudes(ranges))
-                source = _write_baseline_model(request, FP16, request.with_plugin_nodes(narrow))
+                source = write_file(request, f".{FP16}.onnx", request.with_plugin_nodes(narrow))
                 settings = replace(settings, typed=True)
                 written[FLOAT_TYPED] = source
             engine, engine_notes = _build_baseline(request, installed, cuda, settings, source, name)
@@ -434,10 +444,6 @@ def build_float_engines(
         engines[label] = engine
         written[f"{label} engine, to compare with"] = engine
     return Baselines(engines=engines, files=written, notes=tuple(notes))
-
-
-def _write_baseline_model(request: BuildRequest, name: str, model: onnx.ModelProto) -> Path:
-    return write_model(request.folder / f"{request.name}.tensorrt", f".{name}.onnx", model)
 
 
 def _build_baseline(

@@ -22,7 +22,6 @@ developer guide, "Strongly typed networks".
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -30,7 +29,6 @@ from numpy.typing import NDArray
 from onnx import defs, helper, numpy_helper
 
 from deploy.errors import ExportError, ModelError, first_line
-from deploy.files import atomic
 from deploy.frontends.lift import raise_opset
 from deploy.graph.bounds import find_float16_overflows, float16_overflow
 from deploy.graph.edit import copy_message, infer_types, rebuild, unique_name
@@ -115,21 +113,21 @@ def _with_known_types(quantized: onnx.ModelProto, min_opset: int) -> onnx.ModelP
     """Return a copy at opset `min_opset` or newer, with inferred types."""
     model = at_opset(quantized, min_opset)
     try:
-        typed = infer_types(model, strict_mode=True)
+        typed_model = infer_types(model, strict_mode=True)
     except Exception:  # onnx's C++ code has no error class of its own
         try:  # a wrong output shape in the file does not matter to runtimes
             without_output_shapes = copy_message(model)
             for value in without_output_shapes.graph.output:
                 value.type.tensor_type.ClearField("shape")
-            typed = infer_types(without_output_shapes, strict_mode=True)
+            typed_model = infer_types(without_output_shapes, strict_mode=True)
         except Exception as error:
             raise ExportError(
                 f"a typed model must be of opset {min_opset} with all types known, got opset"
                 f" {opset_of(model)} that cannot be brought there (onnx says:"
                 f" {first_line(error)}); export the model with opset {min_opset} or newer"
             ) from error
-    typed.ir_version = max(typed.ir_version, 9 if min_opset < 21 else 10)
-    return typed
+    typed_model.ir_version = max(typed_model.ir_version, 9 if min_opset < 21 else 10)
+    return typed_model
 
 
 @dataclass
@@ -328,9 +326,3 @@ def find_float32_layers(
             layers[node.name] = str(node.output[0])
             reasons[node.name] = overflows[node.name]
     return layers, reasons
-
-
-def write_model(stem: Path, suffix: str, model: onnx.ModelProto | bytes) -> Path:
-    """Write a model (deterministically) or bytes to `stem` + `suffix`; return the path."""
-    data = model if isinstance(model, bytes) else model.SerializeToString(deterministic=True)
-    return atomic.write_bytes(stem.with_name(stem.name + suffix), data)

@@ -93,7 +93,7 @@ class SelfGate:
     min_unclipped: float
 
 
-class KnownRanges:
+class TensorRanges:
     """Ranges of a model's tensors, as far as they are known.
 
     Attributes:
@@ -126,62 +126,62 @@ class KnownRanges:
         return self.range_by_tensor.get(name)
 
 
-def range_from_inputs(known: KnownRanges, name: str) -> Range | None:
+def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
     """Return the range of a node's output, from the ranges of its inputs."""
-    node = known.graph.producer[name]
+    node = tensor_ranges.graph.producer[name]
     operator = _operator(node)
     if operator in _UNIT_RANGE:
         return 1.0, BOUND
     operands = list(node.input[:1])
     if operator in _SEVERAL_OPERANDS:
         operands = [operand for operand in node.input if operand]
-    ranges = [known.range_of(operand) for operand in operands]
+    ranges = [tensor_ranges.range_of(operand) for operand in operands]
     known_ranges = [operand_range for operand_range in ranges if operand_range is not None]
     if not known_ranges or len(known_ranges) < len(ranges):
-        return _clip_limit(known, node), BOUND
+        return _clip_limit(tensor_ranges, node), BOUND
 
     amaxes = [amax for amax, _ in known_ranges]
     level = max(level for _, level in known_ranges)
     bound_level = max(level, BOUND)
     if operator in _COPIES | POOLING_LAYERS:
         return amaxes[0], level
-    if operator in _SHRINKING and _shrinks(known, node):
-        return min(amaxes[0], _clip_limit(known, node)), bound_level
+    if operator in _SHRINKING and _shrinks(tensor_ranges, node):
+        return min(amaxes[0], _clip_limit(tensor_ranges, node)), bound_level
     if operator == "Concat":
         return max(amaxes), level if len(set(amaxes)) == 1 else bound_level
     if operator in _SUMS:
         return sum(amaxes), bound_level
     if operator in ("Mul", "Div"):
-        return _product(known, node, amaxes, level)
+        return _product(tensor_ranges, node, amaxes, level)
     if operator in ("Max", "Min"):
         return max(amaxes), bound_level
     return None
 
 
-def range_from_readers(known: KnownRanges, name: str) -> Range | None:
+def range_from_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
     """Return the range of a tensor, from the output ranges of its readers or their saturation."""
-    needed = _range_for_readers(known, name)
-    if name not in known.saturated:
+    needed = _range_for_readers(tensor_ranges, name)
+    if name not in tensor_ranges.saturated:
         return needed
-    limit = known.saturated[name]
+    limit = tensor_ranges.saturated[name]
     if needed is None or needed[1] == GUESS:
         return limit, BOUND
     amax, level = needed
     return needed if level == EQUAL else (min(limit, amax), BOUND)
 
 
-def _range_for_readers(known: KnownRanges, name: str) -> Range | None:
+def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
     """Return the largest range that a reader needs; a guess if one of them gives none."""
-    if name in known.gates:
-        return _range_for_gate(known, known.gates[name])
-    readers = known.graph.readers.get(name, [])
-    ranges = [_range_for_reader(known, name, node) for node in readers]
+    if name in tensor_ranges.gates:
+        return _range_for_gate(tensor_ranges, tensor_ranges.gates[name])
+    readers = tensor_ranges.graph.readers.get(name, [])
+    ranges = [_range_for_reader(tensor_ranges, name, node) for node in readers]
     needed = [reader_range for reader_range in ranges if reader_range is not None]
     if not needed:
         return None
     amaxes = {amax for amax, _ in needed}
     level = max(level for _, level in needed)
-    has_other_readers = name in known.graph.outputs | known.graph.captured
+    has_other_readers = name in tensor_ranges.graph.outputs | tensor_ranges.graph.captured
     if len(needed) < len(readers) or has_other_readers:
         level = GUESS
     elif len(amaxes) > 1:
@@ -189,23 +189,23 @@ def _range_for_readers(known: KnownRanges, name: str) -> Range | None:
     return max(amaxes), level
 
 
-def _range_for_gate(known: KnownRanges, gate: SelfGate) -> Range | None:
+def _range_for_gate(tensor_ranges: TensorRanges, gate: SelfGate) -> Range | None:
     """Return the range that a Hard-Swish or SiLU needs of its input."""
-    amax, level = known.range_by_tensor.get(gate.output, (0.0, GUESS))
+    amax, level = tensor_ranges.range_by_tensor.get(gate.output, (0.0, GUESS))
     if not amax:
         return None
     gate_level = BOUND if amax >= gate.min_unclipped else GUESS
     return amax + gate.max_offset, max(level, gate_level)
 
 
-def _range_for_reader(known: KnownRanges, name: str, node: onnx.NodeProto) -> Range | None:
+def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodeProto) -> Range | None:
     """Return the range that one reader needs of a tensor."""
     operator = _operator(node)
     ranges = []
     for output in node.output:
-        if output in known.range_by_tensor:
-            ranges.append(known.range_by_tensor[output])
-        elif output in known.read_tensors:  # its range is not known yet
+        if output in tensor_ranges.range_by_tensor:
+            ranges.append(tensor_ranges.range_by_tensor[output])
+        elif output in tensor_ranges.read_tensors:  # its range is not known yet
             return None
     if not ranges:
         return None
@@ -214,10 +214,10 @@ def _range_for_reader(known: KnownRanges, name: str, node: onnx.NodeProto) -> Ra
     if operator == "Concat":
         return amax, max(level, BOUND)
     if operator in ("Add", "Sub", "Mul", "Div") and len(node.input) == 2:
-        return _operand_range(known, name, node, amax, level)
+        return _operand_range(tensor_ranges, name, node, amax, level)
     if node.input[0] != name:
         return None
-    if operator in _COPIES | _MAXIMA or (operator in _CUTS and _shrinks(known, node)):
+    if operator in _COPIES | _MAXIMA or (operator in _CUTS and _shrinks(tensor_ranges, node)):
         return amax, level
     return (amax, GUESS) if operator in _MEANS else None
 
@@ -230,7 +230,7 @@ def _operator(node: onnx.NodeProto) -> str:
 
 
 def _operand_range(
-    known: KnownRanges, name: str, node: onnx.NodeProto, amax: float, level: int
+    tensor_ranges: TensorRanges, name: str, node: onnx.NodeProto, amax: float, level: int
 ) -> Range | None:
     """Return the range of one of two operands, from the range of the result."""
     is_first = node.input[0] == name
@@ -238,45 +238,45 @@ def _operand_range(
     if other_operand == name:
         return None
     if node.op_type in _SUMS:
-        other_range = known.range_of(other_operand)
+        other_range = tensor_ranges.range_of(other_operand)
         if other_range is None:
             return None
         other_amax, other_level = other_range
         return amax + other_amax, max(level, other_level, BOUND)
 
-    constant = known.graph.scalar(other_operand)
+    constant = tensor_ranges.graph.scalar(other_operand)
     if node.op_type == "Div":
         return (amax * abs(constant), level) if constant and is_first else None
     if constant:
         return amax / abs(constant), level
-    producer = known.graph.producer.get(other_operand)
+    producer = tensor_ranges.graph.producer.get(other_operand)
     is_gated = producer is not None and producer.op_type in ("Sigmoid", "HardSigmoid")
     return (amax, GUESS) if is_gated else None
 
 
 def _product(
-    known: KnownRanges, node: onnx.NodeProto, amaxes: list[float], level: int
+    tensor_ranges: TensorRanges, node: onnx.NodeProto, amaxes: list[float], level: int
 ) -> Range | None:
     """Return the range of a product, or of a quotient by a constant."""
     if node.op_type == "Mul":
-        has_constant = any(known.graph.scalar(name) is not None for name in node.input)
+        has_constant = any(tensor_ranges.graph.scalar(name) is not None for name in node.input)
         return math.prod(amaxes), level if has_constant else max(level, BOUND)
-    divisor = known.graph.scalar(node.input[1])
+    divisor = tensor_ranges.graph.scalar(node.input[1])
     return (amaxes[0] / abs(divisor), level) if divisor else None
 
 
-def _shrinks(known: KnownRanges, node: onnx.NodeProto) -> bool:
+def _shrinks(tensor_ranges: TensorRanges, node: onnx.NodeProto) -> bool:
     """Return whether no output value of a node exceeds the largest input |x|."""
     if node.op_type == "Pad":
-        return not pads_nonzero(known.graph, node)
+        return not pads_nonzero(tensor_ranges.graph, node)
     return node.op_type != "LeakyRelu" or abs(attributes(node).get("alpha", 0.01)) <= 1
 
 
-def _clip_limit(known: KnownRanges, node: onnx.NodeProto) -> float:
+def _clip_limit(tensor_ranges: TensorRanges, node: onnx.NodeProto) -> float:
     """Return the largest |x| that a Clip passes; inf for any other node."""
     if node.op_type != "Clip":
         return math.inf
-    low, high = (known.graph.scalar(name) for name in [*node.input, "", ""][1:3])
+    low, high = (tensor_ranges.graph.scalar(name) for name in [*node.input, "", ""][1:3])
     if low is None or high is None:
         return math.inf
     return max(abs(low), abs(high))
@@ -344,54 +344,56 @@ def infer_missing_scales(
     Raises:
         ModelError: shapes in the model contradict each other.
     """
-    typed = infer_shapes(copy_message(model))
-    known = KnownRanges(typed, {name: _QMAX * float(scale) for name, scale in scales.items()})
-    _apply_rules(known, (EQUAL, BOUND, GUESS) if guesses else (EQUAL, BOUND))
+    shaped_model = infer_shapes(copy_message(model))
+    tensor_ranges = TensorRanges(
+        shaped_model, {name: _QMAX * float(scale) for name, scale in scales.items()}
+    )
+    _apply_rules(tensor_ranges, (EQUAL, BOUND, GUESS) if guesses else (EQUAL, BOUND))
 
     inferred: dict[str, np.float32] = {}
     levels, missing = {}, []
-    for name in trt_tensors(typed):
-        if name in known.constants:
+    for name in trt_tensors(shaped_model):
+        if name in tensor_ranges.constants:
             continue
-        if name not in known.range_by_tensor:
+        if name not in tensor_ranges.range_by_tensor:
             missing.append(name)
             continue
-        amax, level = known.range_by_tensor[name]
+        amax, level = tensor_ranges.range_by_tensor[name]
         inferred[name] = np.float32(amax / _QMAX)
         if name not in scales:
             levels[name] = LEVEL_NAMES[level]
     return InferredScales({**inferred, **scales}, levels, tuple(missing))
 
 
-def _apply_rules(known: KnownRanges, levels: Iterable[int]) -> None:
+def _apply_rules(tensor_ranges: TensorRanges, levels: Iterable[int]) -> None:
     """Apply the rules of each level in turn, until none changes anything."""
-    forward = [name for node in known.graph.nodes for name in node.output if name]
-    backward = [*known.graph.inputs, *forward][::-1]
+    forward = [name for node in tensor_ranges.graph.nodes for name in node.output if name]
+    backward = [*tensor_ranges.graph.inputs, *forward][::-1]
     for level in levels:  # a range derived from a bound is a bound: no level has to be revisited
         changed = True
         while changed:
-            changed = _sweep(known, forward, range_from_inputs, level)
+            changed = _sweep(tensor_ranges, forward, range_from_inputs, level)
             if not changed or level < GUESS:  # a second guess may follow from the first
-                changed = _sweep(known, backward, range_from_readers, level) or changed
+                changed = _sweep(tensor_ranges, backward, range_from_readers, level) or changed
 
 
 def _sweep(
-    known: KnownRanges,
+    tensor_ranges: TensorRanges,
     names: Iterable[str],
-    rule: Callable[[KnownRanges, str], Range | None],
+    rule: Callable[[TensorRanges, str], Range | None],
     max_level: int,
 ) -> bool:
     """Add the ranges that a rule gives at this level (one guess only); return whether any."""
     changed = False
     for name in names:
-        if name in known.range_by_tensor or not known.graph.is_float(name):
+        if name in tensor_ranges.range_by_tensor or not tensor_ranges.graph.is_float(name):
             continue
-        new_range = rule(known, name)
+        new_range = rule(tensor_ranges, name)
         if new_range is None:
             continue
         amax, level = new_range
         if level <= max_level and 0 < amax < math.inf:
-            known.range_by_tensor[name] = new_range
+            tensor_ranges.range_by_tensor[name] = new_range
             changed = True
             if max_level == GUESS:
                 break

@@ -73,8 +73,8 @@ def parse_layers(text: str) -> tuple[EngineLayer, ...]:
         document = json.loads(text)
     except ValueError:  # an engine without layer information
         return ()
-    listed = document.get("Layers", []) if isinstance(document, dict) else []
-    detailed = [layer for layer in listed if isinstance(layer, dict)]
+    layers = document.get("Layers", []) if isinstance(document, dict) else []
+    detailed = [layer for layer in layers if isinstance(layer, dict)]
     return tuple(_layer(layer) for layer in detailed if layer.get("LayerType") not in _IDLE)
 
 
@@ -83,22 +83,30 @@ def _layer(layer: Mapping[str, Any]) -> EngineLayer:
     metadata, foreign = str(layer.get("Metadata", "")), _FOREIGN.fullmatch(name)
     nodes = _nodes(foreign[1] if foreign else name, metadata)
     if foreign is None:
-        own, precision = kind == _REFORMAT, _precision(layer)
-        return EngineLayer(name=name, kind=kind, precision=precision, nodes=nodes, reformat=own)
-    first, dots, last = foreign[1].partition("...")
+        return EngineLayer(
+            name=name,
+            kind=kind,
+            precision=_precision(layer),
+            nodes=nodes,
+            reformat=kind == _REFORMAT,
+        )
+    first_node, dots, last_node = foreign[1].partition("...")
     if not dots or _NODE.search(metadata):
         return EngineLayer(name=name, kind=kind, nodes=nodes, block=kind)
-    ends = _nodes(first, "")[0], _nodes(last, "")[-1]
+    ends = _nodes(first_node, "")[0], _nodes(last_node, "")[-1]
     return EngineLayer(name=name, kind=kind, block=kind, ends=ends)
 
 
 def _precision(layer: Mapping[str, Any]) -> str:
     """Return the type of the first input, or of the first output if there are no inputs."""
     tensors = [*(layer.get("Inputs") or []), *(layer.get("Outputs") or [])]
-    keys = ("Datatype", "Format/Datatype")
-    text = next((str(tensors[0][key]) for key in keys if tensors and key in tensors[0]), "")
-    words = re.findall(r"[a-z0-9]+", text.lower())
-    return next((_TYPES[word] for word in words if word in _TYPES), "")
+    if not tensors:
+        return ""
+    text = str(tensors[0].get("Datatype", tensors[0].get("Format/Datatype", "")))
+    for token in re.findall(r"[a-z0-9]+", text.lower()):
+        if token in _TYPES:
+            return _TYPES[token]
+    return ""
 
 
 def _nodes(name: str, metadata: str) -> tuple[str, ...]:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from deploy.calibration.ranges import Ranges, RangeSet
     from deploy.graph.plan import FloatNodes, Plan
     from deploy.method import Method
+    from deploy.targets.stored_weights import StoredWeight
     from deploy.targets.tensorrt.cache_match import CacheMatch
     from deploy.targets.tensorrt.engines import Baselines
     from deploy.targets.tensorrt.trtexec import TrtexecCommand
@@ -79,6 +80,23 @@ class _CalibratedModel:
         from deploy.targets.tensorrt.cache_contents import largest_magnitudes
 
         return largest_magnitudes(self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorrtModels:
+    """The models of a build.
+
+    Attributes:
+        models: role -> model, without the nodes that ONNX Runtime does not know.
+        weights: the quantized weights.
+        float32_nodes: node that TensorRT must run in float32 -> its output tensor.
+        notes: sentences for the user.
+    """
+
+    models: dict[str, onnx.ModelProto]
+    weights: tuple[StoredWeight, ...]
+    float32_nodes: Mapping[str, str]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,40 +277,29 @@ class TensorRT(TensorrtOptions):
 
     def build(self, request: BuildRequest) -> BuildResult:
         """Write the files, and the engine if TensorRT and a GPU are available."""
-        from deploy.targets.stored_weights import read_stored_weights
         from deploy.targets.tensorrt import cache_contents, engines, trtexec
 
         calibrated = self._calibrate(request)
         match, version = calibrated.match, calibrated.version
-        qdq_model, qdq_notes = self._quantize(request, match)
-        weights = read_stored_weights(qdq_model)  # from the cache TensorRT computes the same ones
-        typed_model, type_notes = self._narrow(request, calibrated, qdq_model)
-        float32_nodes, float32_notes = self._float32_nodes(request, calibrated)
+        model_set = self._make_models(request, calibrated)
+        float32_nodes = model_set.float32_nodes
+        evaluated_role = self._evaluated_role(model_set.models, version)
+        runnable_part = model_set.models[evaluated_role] if request.plugin_decisions else None
 
-        models = {QDQ: qdq_model}
-        if self.precision == INT8:
-            models = {FLOAT: request.model, **models}
-        if typed_model is None:
-            type_notes = (*type_notes, *float32_notes)
-        else:
-            models[TYPED] = typed_model
-        evaluated_role = self._evaluated_role(models, version)
-        runnable_part = models[evaluated_role] if request.plugin_decisions else None
-
-        complete = {role: request.with_plugin_nodes(model) for role, model in models.items()}
+        complete = {
+            role: request.with_plugin_nodes(model) for role, model in model_set.models.items()
+        }
         models, lowering_notes = engines.lower_models(self, complete, version)
         files = self._write_models(request, calibrated, models, float32_nodes)
         if runnable_part is not None:
-            files[PART] = _write(request, ".part.onnx", runnable_part)
+            files[PART] = engines.write_file(request, ".part.onnx", runnable_part)
             evaluated_role = PART
         commands = trtexec.trtexec_commands(self, request, files, models, version, float32_nodes)
         script = request.folder / f"{request.name}_trtexec.sh"
         files["script of trtexec"] = write_script(script, trtexec.trtexec_script(commands))
 
         built = self._build_engines(request, calibrated, files, float32_nodes, commands)
-        notes = (*qdq_notes, *type_notes, *lowering_notes)
-        if self.dla:
-            notes = (*notes, _DLA_NOTE)
+        notes = (*model_set.notes, *lowering_notes, *([_DLA_NOTE] if self.dla else []))
         if built.engine is not None:
             files["TensorRT engine"] = built.engine
         return BuildResult(
@@ -304,10 +311,26 @@ class TensorRT(TensorrtOptions):
             decisions=(*match.plan.decisions, *request.plugin_decisions),
             method=request.chosen_ranges.chosen_by,
             ranges=cache_contents.cache_ranges(request.model, calibrated.ranges, version),
-            weights=weights,
+            weights=model_set.weights,
             notes=(*notes, *built.notes),
             error=built.failure,
         )
+
+    def _make_models(self, request: BuildRequest, calibrated: _CalibratedModel) -> _TensorrtModels:
+        """Return the float model, unless the grid is fp8, the Q/DQ model and the typed one."""
+        from deploy.targets.stored_weights import read_stored_weights
+
+        models = {FLOAT: request.model} if self.precision == INT8 else {}
+        models[QDQ], notes = self._quantize(request, calibrated.match)
+        weights = read_stored_weights(models[QDQ])  # from the cache TensorRT computes the same ones
+        typed_model, type_notes = self._narrow(request, calibrated, models[QDQ])
+        float32_nodes, float32_notes = self._float32_nodes(request, calibrated)
+        notes = (*notes, *type_notes)
+        if typed_model is None:
+            notes = (*notes, *float32_notes)
+        else:
+            models[TYPED] = typed_model
+        return _TensorrtModels(models, weights, float32_nodes, notes)
 
     def _write_models(
         self,
@@ -318,21 +341,21 @@ class TensorRT(TensorrtOptions):
     ) -> dict[str, Path]:
         """Write the models, and with the float model its cache; return role -> path."""
         from deploy.calibration import trt_cache
-        from deploy.targets.tensorrt import cache_tools
+        from deploy.targets.tensorrt import cache_tools, engines
 
         files = {}
         if FLOAT in models:
-            files[FLOAT] = _write(request, ".onnx", models[FLOAT])
+            files[FLOAT] = engines.write_file(request, ".onnx", models[FLOAT])
             text = trt_cache.dump(calibrated.cache)
-            files[CACHE] = _write(request, ".cache", text)
+            files[CACHE] = engines.write_file(request, ".cache", text)
             note_path = cache_tools.write_cache_note(
                 request, files[CACHE], text, models[FLOAT], float32_nodes
             )
             if note_path is not None:
                 files[NOTE] = note_path
-        files[QDQ] = _write(request, ".qdq.onnx", models[QDQ])
+        files[QDQ] = engines.write_file(request, ".qdq.onnx", models[QDQ])
         if TYPED in models:
-            files[TYPED] = _write(request, ".typed.onnx", models[TYPED])
+            files[TYPED] = engines.write_file(request, ".typed.onnx", models[TYPED])
         return files
 
     def _build_engines(
@@ -465,9 +488,3 @@ class TensorRT(TensorrtOptions):
 
 def _float32_notes(reasons: Mapping[str, str]) -> list[str]:
     return [f"{name} stays in float32: {reason}" for name, reason in reasons.items()]
-
-
-def _write(request: BuildRequest, suffix: str, content: onnx.ModelProto | bytes) -> Path:
-    from deploy.targets.tensorrt.float_types import write_model
-
-    return write_model(request.folder / f"{request.name}.tensorrt", suffix, content)

@@ -19,10 +19,9 @@ from pathlib import Path
 import onnx
 
 from deploy.calibration.trt_cache import version_label
-from deploy.graph.index import Graph, all_nodes, dims, opset_of, runtime_inputs
+from deploy.graph.index import Graph, all_nodes, opset_of
 from deploy.targets.base import BuildRequest
-from deploy.targets.shape_ranges import sample_shape_range
-from deploy.targets.tensorrt.builder import profiles_for
+from deploy.targets.tensorrt.profiles import model_input_shapes, sample_profiles
 from deploy.targets.tensorrt.trt_options import (
     BF16,
     CACHE,
@@ -372,17 +371,10 @@ def _join_types(type_by_layer: Mapping[str, str]) -> str:
 
 def _shape_flags(request: BuildRequest, max_batch: int, *, dla: bool) -> list[str]:
     """Return the shapes of dynamic inputs: min, opt and max, or `--shapes` if they are the same."""
-    input_shapes = {value.name: dims(value) or () for value in runtime_inputs(request.model.graph)}
-    if all(isinstance(size, int) for shape in input_shapes.values() for size in shape):
+    shapes = model_input_shapes(request).values()
+    if all(isinstance(size, int) for shape in shapes for size in shape):
         return []
-    sample_range = sample_shape_range(request)
-    profiles = profiles_for(
-        input_shapes,
-        sample_range.median_sample,
-        max_batch=max_batch,
-        sample_range=sample_range,
-        fixed=dla,
-    )
+    profiles = sample_profiles(request, max_batch=max_batch, fixed=dla, batch_shapes={})
     min_shapes = _join_shapes({name: shapes.min_shape for name, shapes in profiles.items()})
     opt_shapes = _join_shapes({name: shapes.opt_shape for name, shapes in profiles.items()})
     max_shapes = _join_shapes({name: shapes.max_shape for name, shapes in profiles.items()})

@@ -1,0 +1,106 @@
+"""Optimization profiles: the shapes of dynamic inputs that an engine accepts and is tuned for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from deploy.errors import ConfigError
+from deploy.graph.index import dims, runtime_inputs
+from deploy.targets.base import BuildRequest
+from deploy.targets.shape_ranges import Shape, ShapeRange, sample_shape_range
+
+InputShapes = Mapping[str, Sequence[int | str | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class InputShapeRange:
+    """Shapes of one dynamic input; the engine is tuned and calibrated for `opt_shape`."""
+
+    min_shape: Shape
+    opt_shape: Shape
+    max_shape: Shape
+
+
+def model_input_shapes(request: BuildRequest) -> InputShapes:
+    """Return the shapes of the model's inputs; a dynamic dimension is a name, None or not > 0."""
+    return {value.name: dims(value) or () for value in runtime_inputs(request.model.graph)}
+
+
+def sample_profiles(
+    request: BuildRequest, *, max_batch: int, fixed: bool, batch_shapes: Mapping[str, Shape]
+) -> dict[str, InputShapeRange]:
+    """Return the profiles that cover the samples of a request.
+
+    Args:
+        request: the build request.
+        max_batch: largest batch, if the batch is dynamic.
+        fixed: accept the shapes only that the engine is tuned for, as DLA does.
+        batch_shapes: shapes of a batch that the engine is tuned for; empty for the most frequent
+            sample.
+    """
+    sample_range = sample_shape_range(request)
+    return profiles_for(
+        model_input_shapes(request),
+        batch_shapes or sample_range.median_sample,
+        max_batch=max_batch,
+        sample_range=sample_range,
+        fixed=fixed,
+    )
+
+
+def profiles_for(
+    input_shapes: InputShapes,
+    opt_shapes: Mapping[str, Shape],
+    *,
+    max_batch: int,
+    sample_range: ShapeRange | None = None,
+    fixed: bool = False,
+) -> dict[str, InputShapeRange]:
+    """Return a profile for each dynamic input.
+
+    Dynamic dimensions cover every size of the samples; a dynamic batch (dimension 0) covers 1 to
+    `max_batch`.
+
+    Args:
+        input_shapes: see `model_input_shapes`.
+        opt_shapes: input shapes that the engine is tuned for.
+        max_batch: largest batch, if the batch is dynamic.
+        sample_range: smallest and largest shapes of all samples; None if all are `opt_shapes`.
+        fixed: accept `opt_shapes` only, as DLA does.
+
+    Raises:
+        ConfigError: a sample does not fit the model's input.
+    """
+    profiles = {}
+    for name, input_shape in input_shapes.items():
+        opt_shape = opt_shapes[name]
+        if not _fits(opt_shape, input_shape):
+            raise ConfigError(
+                f"data must fit the model's input, got {list(opt_shape)} for {name!r}"
+                f" {list(input_shape)}"
+            )
+        if all(_is_static(size) for size in input_shape):
+            continue
+
+        min_shape = max_shape = opt_shape
+        if not fixed:
+            if sample_range is not None:
+                min_shape = sample_range.min_sizes[name]
+                max_shape = sample_range.max_sizes[name]
+            if not _is_static(input_shape[0]):
+                largest_batch = max(max_batch, opt_shape[0], max_shape[0])
+                min_shape = (1, *min_shape[1:])
+                max_shape = (largest_batch, *max_shape[1:])
+        profiles[name] = InputShapeRange(min_shape, opt_shape, max_shape)
+    return profiles
+
+
+def _is_static(size: int | str | None) -> bool:
+    return isinstance(size, int) and size > 0
+
+
+def _fits(shape: Shape, input_shape: Sequence[int | str | None]) -> bool:
+    """Whether a shape has the rank and the static sizes of a model's input."""
+    if len(shape) != len(input_shape):
+        return False
+    sizes = zip(shape, input_shape, strict=True)
+    return all(size == expected or not _is_static(expected) for size, expected in sizes)
