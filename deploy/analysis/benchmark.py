@@ -45,7 +45,6 @@ from deploy.metrics.kernels import (
     time_kernels,
 )
 from deploy.metrics.latency import Feeds, Latency, measure
-from deploy.pipeline.evaluate import compare_sessions
 from deploy.report import Report, figures
 from deploy.report.figures import compare_with_plan
 from deploy.report.parts import BatchRow, EngineRow
@@ -141,6 +140,8 @@ def bench(
         feed = dataset.open(input_specs, metadata_preprocess=metadata_preprocess)
         make_inputs = partial(_take_images, feed)
         if len(sessions) == 2:
+            from deploy.pipeline.evaluate import compare_sessions  # imports much else
+
             reference, candidate = sessions.values()
             accuracy = compare_sessions(reference, candidate, feed, metric)
             accuracies = {list(sessions)[-1]: accuracy}

@@ -10,7 +10,7 @@ import math
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -192,32 +192,29 @@ def _measure_pairs(
     return {name: accuracy for name, accuracy in accuracies if not accuracy.empty}
 
 
+@dataclass(slots=True, kw_only=True)
 class _CutModels:
     """Compares tensors one by one, with models cut off after each; the second runs in OpenVINO.
 
     Attributes:
+        first_model: the reference, run in ONNX Runtime.
+        second_model: the model that runs in OpenVINO.
+        samples: a file for each sample.
+        folder: folder for temporary files.
+        threads: threads of one inference; None uses every core.
+        min_sqnr_db: SQNR below which two tensors differ.
         accuracies: tensor -> its accuracy, of those compared so far.
         notes: sentences on tensors that could not be compared, and on the outputs.
     """
 
-    def __init__(
-        self,
-        first_model: ModelProto,
-        second_model: ModelProto,
-        samples: Sequence[Path],
-        *,
-        folder: Path,
-        threads: int | None,
-        min_sqnr_db: float,
-    ) -> None:
-        self._first_model = first_model
-        self._second_model = second_model
-        self._samples = samples
-        self._folder = folder
-        self._threads = threads
-        self._min_sqnr_db = min_sqnr_db
-        self.accuracies: AccuracyByTensor = {}
-        self.notes: list[str] = []
+    first_model: ModelProto
+    second_model: ModelProto
+    samples: Sequence[Path]
+    folder: Path
+    threads: int | None
+    min_sqnr_db: float
+    accuracies: AccuracyByTensor = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def outputs_agree(self, outputs: Mapping[str, str]) -> bool:
         """Whether the outputs of the complete models agree.
@@ -225,7 +222,7 @@ class _CutModels:
         Raises:
             BackendError: OpenVINO cannot run the second model.
         """
-        accuracies = self._compare(self._first_model, self._second_model, outputs)
+        accuracies = self._compare(self.first_model, self.second_model, outputs)
         self.accuracies |= accuracies
         return self._is_agreement(accuracies)
 
@@ -233,8 +230,8 @@ class _CutModels:
         """Whether a tensor agrees; also true if it cannot be compared or holds no floats."""
         try:
             accuracies = self._compare(
-                extract_output(self._first_model, first_name),
-                extract_output(self._second_model, second_name),
+                extract_output(self.first_model, first_name),
+                extract_output(self.second_model, second_name),
                 {first_name: second_name},
             )
         except BackendError as error:
@@ -245,12 +242,12 @@ class _CutModels:
 
     def try_fixed_shapes(self, outputs: Mapping[str, str]) -> None:
         """Add a note on the effect of fixing the model's open dimensions, if it has any."""
-        shapes = (value.type.tensor_type.shape for value in self._second_model.graph.input)
+        shapes = (value.type.tensor_type.shape for value in self.second_model.graph.input)
         if all(dim.HasField("dim_value") for shape in shapes for dim in shape.dim):
             return
         try:
             accuracies = self._compare(
-                self._first_model, self._second_model, outputs, fix_shapes=True
+                self.first_model, self.second_model, outputs, fix_shapes=True
             )
         except BackendError:  # the model runs with open dimensions only
             return
@@ -261,7 +258,7 @@ class _CutModels:
         )
 
     def _is_agreement(self, accuracies: AccuracyByTensor) -> bool:
-        return all(accuracy.sqnr_db >= self._min_sqnr_db for accuracy in accuracies.values())
+        return all(accuracy.sqnr_db >= self.min_sqnr_db for accuracy in accuracies.values())
 
     def _compare(
         self,
@@ -271,14 +268,14 @@ class _CutModels:
         *,
         fix_shapes: bool = False,
     ) -> AccuracyByTensor:
-        session = OrtSession.open(first_model, threads=self._threads)
+        session = OrtSession.open(first_model, threads=self.threads)
         result_files = run_in_subprocess(
-            second_model, self._samples, self._folder, threads=self._threads, fix_shapes=fix_shapes
+            second_model, self.samples, self.folder, threads=self.threads, fix_shapes=fix_shapes
         )
         names = _output_names(second_model)
 
         def run_samples() -> Iterator[tuple[Tensors, Tensors, Tensors]]:
-            for sample_file, result_file in zip(self._samples, result_files, strict=True):
+            for sample_file, result_file in zip(self.samples, result_files, strict=True):
                 sample = _read_arrays(sample_file)
                 values = _read_arrays(result_file).values()
                 yield sample, session.run(sample), dict(zip(names, values, strict=True))
@@ -325,9 +322,9 @@ def _compare_cut_models(
     with tempfile.TemporaryDirectory() as work_folder:
         folder = Path(work_folder)
         cut_models = _CutModels(
-            first_model,
-            second_model,
-            _write_samples(feed, folder),
+            first_model=first_model,
+            second_model=second_model,
+            samples=_write_samples(feed, folder),
             folder=folder,
             threads=threads,
             min_sqnr_db=min_sqnr_db,

@@ -70,7 +70,7 @@ def _run_images(
     *,
     is_native: bool,
     threads: int,
-    task: str = "",
+    task: str,
 ) -> ImageResults:
     """Run images on one target; return the worst images and channels.
 
