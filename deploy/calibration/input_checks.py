@@ -19,7 +19,6 @@ looks fine. Without labels, three checks are possible:
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -32,7 +31,6 @@ from deploy.feed.pixels import layout_of
 from deploy.feed.preprocess import PRESETS, Preprocess
 from deploy.feed.preview import PREVIEW_COUNT
 from deploy.feed.samples import Feed
-from deploy.frontends.base import read_graph
 from deploy.graph.edit import extract_output, name_nodes, replace_field
 from deploy.graph.index import Graph
 from deploy.graph.lowering import is_standard
@@ -214,7 +212,9 @@ def check_feed_inputs(subject: CalibrationSubject, feed: Feed) -> list[str]:
         ModelError: the model's file changed since it was loaded.
     """
     samples = list(feed.spread_samples(max(1, PREVIEW_COUNT // feed.batch)))
-    doubts = check_input_samples(samples, feed.preprocess, _model_before_cleaning(subject))
+    # cleaning folds BatchNormalizations
+    model = subject.read_original() or subject.model
+    doubts = check_input_samples(samples, feed.preprocess, model)
     doubts.extend(_check_variety(feed, samples))
     return doubts
 
@@ -251,16 +251,6 @@ def _are_nearly_equal(sample: Mapping[str, Array], other: Mapping[str, Array]) -
     return has_large_input
 
 
-def _model_before_cleaning(subject: CalibrationSubject) -> onnx.ModelProto:
-    """Return the user's model if available: cleaning folds BatchNormalizations."""
-    model = subject.user_model
-    if isinstance(model, onnx.ModelProto):
-        return model
-    if model is None or Path(model).suffix.lower() != ".onnx":
-        return subject.model
-    return read_graph(Path(model), subject.loaded)
-
-
 def check_input_samples(
     samples: Samples, preprocess: Preprocess | None, model: onnx.ModelProto
 ) -> list[str]:
@@ -290,10 +280,11 @@ def check_input_samples(
 
 def _inputs_with_values(samples: Samples) -> list[str]:
     """Return the inputs to check; scalars, and inputs that are empty in a sample, show nothing."""
-    if not samples:
-        return []
-    names = [name for name, value in samples[0].items() if value.size > 1]
-    return [name for name in names if all(sample[name].size for sample in samples)]
+    return [name for name in samples[0] if _has_values(samples, name)] if samples else []
+
+
+def _has_values(samples: Samples, name: str) -> bool:
+    return samples[0][name].size > 1 and all(sample[name].size for sample in samples)
 
 
 def _is_image(samples: Samples, name: str) -> bool:
@@ -512,7 +503,9 @@ def _guess_preset(values: Sequence[Array]) -> Preprocess | None:
 
 
 def _extremes(values: Sequence[Array]) -> tuple[float, float]:
-    return min(float(array.min()) for array in values), max(float(array.max()) for array in values)
+    low = min(float(array.min()) for array in values)
+    high = max(float(array.max()) for array in values)
+    return low, high
 
 
 def _format_pixels(values: Sequence[float], scale: float) -> str:

@@ -108,6 +108,11 @@ def unique_observations(
     return tuple(dict.fromkeys(chain.from_iterable(observations_by_target.values())))
 
 
+def order_dependent_keys(observations: Iterable[Observation]) -> list[str]:
+    """Return the keys of the statistics that depend on the order of the samples."""
+    return list(dict.fromkeys(o.statistic.key for o in observations if o.is_order_dependent))
+
+
 def with_needs(
     observations: Iterable[Observation], observed: Mapping[Key, Recorder] | None = None
 ) -> tuple[Observation, ...]:
@@ -138,12 +143,13 @@ def full_batches(
     for sample in samples:
         group.append(sample)
         if len(group) == samples_a_batch:
-            yield {name: _concatenate([s[name] for s in group]) for name in group[0]}
+            yield {name: _concatenate(group, name) for name in group[0]}
             group = []
 
 
-def _concatenate(arrays: list[Array]) -> Array:
-    """Join arrays along axis 0; for scalars, which have no axis, return the first."""
+def _concatenate(samples: list[Mapping[str, Array]], name: str) -> Array:
+    """Join an input of samples along axis 0; a scalar, which has no axis, is that of the first."""
+    arrays = [sample[name] for sample in samples]
     shapes = sorted({array.shape for array in arrays})
     if len(shapes) > 1:
         raise ConfigError(
@@ -248,7 +254,11 @@ class CalibrationSubject:
 
     @cached_property
     def original(self) -> onnx.ModelProto | None:
-        """The graph as in the file, without external data; None if there is no ONNX file.
+        """`read_original()`, read once."""
+        return self.read_original()
+
+    def read_original(self) -> onnx.ModelProto | None:
+        """Return the graph as in the file, without external data; None if there is no ONNX file.
 
         Raises:
             ModelError: the file changed since it was loaded.

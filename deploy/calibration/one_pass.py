@@ -6,7 +6,7 @@
                                 |          '-> variant B --> tensors --> recorders of B
                                 '--> worker ...
 
-The wanted tensors become outputs of each variant, and ONNX Runtime still optimizes the rest
+The observed tensors become outputs of each variant, and ONNX Runtime still optimizes the rest
 (`deploy.calibration.taps`). Each worker runs one sample at a time with one intra-op thread.
 Order-free statistics are recorded in parts, each used by one worker at a time, and merged at the
 end. Order-dependent values wait for their turn while the workers go on, so that the number of
@@ -45,6 +45,7 @@ from deploy.calibration.observation import Observation, ObservedStatistics, with
 from deploy.calibration.sample_checks import Peaks
 from deploy.calibration.taps import (
     OutputCallback,
+    TapReader,
     VariantRecorders,
     Waiting,
     explain_error,
@@ -82,6 +83,7 @@ class _PassState:
         observed: ObservedStatistics,
         threads: int,
         peaks: Peaks | None,
+        on_outputs: OutputCallback | None,
         *,
         has_halves: bool,
         has_snapshots: bool,
@@ -93,6 +95,7 @@ class _PassState:
             observed: statistics from which the variants are built.
             threads: number of workers.
             peaks: receives the largest |x| of every tensor; None to record none.
+            on_outputs: called with (sample number, outputs of the cleaned model for it).
             has_halves: whether `halves` is called.
             has_snapshots: whether `take_snapshot` is called.
         """
@@ -102,9 +105,12 @@ class _PassState:
         self._order_free = [o for o in observations if not o.statistic.ordered]
         self._ordered = self._make_recorders(o for o in observations if o.statistic.ordered)
         self._peaks = peaks
+        self._on_outputs = on_outputs
         trim_memory()  # which optimizing the models took
-        self._readers = [[runner.make_reader() for runner in self.runners] for _ in range(threads)]
-        self._worker_peaks = [None if peaks is None else Peaks() for _ in range(threads)]
+        self._readers = [self._make_readers() for _ in range(threads)]
+        self._worker_peaks: list[Peaks | None] = [None] * threads
+        if peaks is not None:
+            self._worker_peaks = [Peaks() for _ in range(threads)]
 
         self._has_halves = has_halves
         self._slice_count = threads
@@ -118,6 +124,9 @@ class _PassState:
             self._total = self._make_recorders(self._order_free)
         self._make_slices()
 
+    def _make_readers(self) -> list[TapReader]:
+        return [runner.make_reader() for runner in self.runners]
+
     def _make_recorders(self, observations: Iterable[Observation]) -> _Recorders:
         recorders = {}
         for observation in observations:
@@ -127,20 +136,19 @@ class _PassState:
         return recorders
 
     def _make_slices(self) -> None:
-        self._slices = [self._make_recorders(self._order_free) for _ in range(self._slice_count)]
-        self._variant_recorders = [
-            [VariantRecorders(runner, recorders) for runner in self.runners]
-            for recorders in self._slices
-        ]
+        self._slices: list[_Recorders] = []
+        self._variant_recorders: list[list[VariantRecorders]] = []
+        for _ in range(self._slice_count):
+            recorders = self._make_recorders(self._order_free)
+            self._slices.append(recorders)
+            self._variant_recorders.append([VariantRecorders(r, recorders) for r in self.runners])
 
     def resume(self, earlier: ObservedStatistics) -> None:
         """Start from the statistics of an earlier pass."""
         self._ordered = {o: earlier.recorder(o) for o in self._ordered}
         _merge(self._slices[0], {o: earlier.recorder(o) for o in self._order_free})
 
-    def work(
-        self, on_outputs: OutputCallback | None, worker: int, number: int, sample: Sample
-    ) -> list[Waiting]:
+    def work(self, worker: int, number: int, sample: Sample) -> list[Waiting]:
         """Run a sample, record order-free statistics, return the values that wait their turn."""
         position = alternate_halves(number) if self._has_halves else number
         slice_recorders = self._variant_recorders[position % self._slice_count]
@@ -150,7 +158,7 @@ class _PassState:
             self.runners, self._readers[worker], slice_recorders, strict=True
         ):
             if is_within_limit(runner.limit, number):
-                waiting += runner.run(reader, recorders, peaks, number, sample, on_outputs)
+                waiting += runner.run(reader, recorders, peaks, number, sample, self._on_outputs)
         return waiting
 
     def record_waiting(self, number: int, waiting: list[Waiting]) -> None:
@@ -309,6 +317,7 @@ def observe(
         observed,
         threads,
         peaks,
+        on_outputs,
         has_halves=halves is not None,
         has_snapshots=should_stop is not None,
     )
@@ -324,33 +333,47 @@ def observe(
     if limit is not None:
         remaining_samples = islice(remaining_samples, max(limit - sample_count, 0))
 
-    def take(number: int, waiting: list[Waiting]) -> None:
+    def consume(number: int, waiting: list[Waiting]) -> None:
         state.record_waiting(number, waiting)
         for runner in state.runners:
             if is_within_limit(runner.limit, number):
                 run_counts[runner.key] += 1
         progress()
 
-    work = partial(state.work, on_outputs)
-    while True:
-        check_at = None if should_stop is None else next_check(sample_count)
-        piece = remaining_samples
-        if check_at is not None:
-            piece = islice(remaining_samples, check_at - sample_count)
-        sample_count += run_in_order(
-            piece, work, take, threads=threads, first_number=sample_count + 1, pause=pause
-        )
-        if should_stop is None or sample_count != check_at:  # all samples are observed
-            break
-        if should_stop(sample_count, *state.take_snapshot()):
-            break
-
+    run_samples = partial(
+        run_in_order, work=state.work, consume=consume, threads=threads, pause=pause
+    )
+    if should_stop is None:
+        sample_count += run_samples(remaining_samples, first_number=sample_count + 1)
+    else:
+        sample_count = _run_until(should_stop, state, run_samples, remaining_samples, sample_count)
     if sample_count == 0:
         raise FeedError("a calibration needs at least one sample, got none")
     state.finish()
     if halves is not None:
         halves += state.halves()
     return _select(observed.merged_with(state.statistics()), schedule.missing)
+
+
+def _run_until(
+    should_stop: StopCallback,
+    state: _PassState,
+    run_samples: Callable[..., int],
+    samples: Iterator[Sample],
+    sample_count: int,
+) -> int:
+    """Run samples until the stop rule is met or all are run; return how many are observed.
+
+    `run_samples`: `run_in_order` of this pass. `sample_count`: how many are observed before.
+    """
+    while True:
+        check_at = next_check(sample_count)
+        piece = islice(samples, check_at - sample_count)
+        sample_count += run_samples(piece, first_number=sample_count + 1)
+        if sample_count != check_at:  # all samples are run
+            return sample_count
+        if should_stop(sample_count, *state.take_snapshot()):
+            return sample_count
 
 
 def _select(
@@ -381,7 +404,9 @@ def schedule_observations(
 ) -> ObservationSchedule:
     """Return the schedule of `observe` for the observations that are not in `observed`."""
     missing = observed.missing(with_needs(observations, observed))
-    required = [need for o in missing for need in o.variant.needs]
+    required: list[Observation] = []
+    for observation in missing:
+        required += observation.variant.needs
     required += [o.lead for o in missing if o.lead is not None]
     early = observed.missing(with_needs(required, observed))
     return ObservationSchedule(

@@ -5,8 +5,8 @@
     cache --> made from the same model, images, preprocessing, decoder? -- no --> recompute all
                  | yes
                  v
-          each wanted observation: stored? -- yes --> does it depend on the order of the images,
-                 | no                                 and did that change? -- no --> reuse; another
+          each observation: is it stored? -- yes --> does it depend on the order of the images,
+                 | no                                and did that change? -- no --> reuse; another
                  v                                      | yes                method only searches
           observe now, and store with the others <------'
           so that targets built in turn share one cache

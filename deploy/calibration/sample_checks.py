@@ -20,7 +20,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,13 +223,9 @@ class HalvesAgreement:
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types."""
-        return {
-            "samples": self.samples,
-            "within": self.within,
-            "tensors": self.tensors,
-            "apart": dict(self.differences),
-            "stopped": self.stopped,
-        }
+        values = asdict(self)
+        values["apart"] = values.pop("differences")
+        return values
 
     @property
     def is_enough(self) -> bool:

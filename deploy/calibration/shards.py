@@ -39,7 +39,12 @@ from deploy.calibration.fingerprint import (
     open_archive,
     pack_arrays,
 )
-from deploy.calibration.observation import Key, Observation, ObservedStatistics
+from deploy.calibration.observation import (
+    Key,
+    Observation,
+    ObservedStatistics,
+    order_dependent_keys,
+)
 from deploy.calibration.sample_checks import PeakRow, Peaks
 from deploy.calibration.store import BROKEN, StoredStatistics
 from deploy.errors import CacheError, ConfigError, FeedError
@@ -86,7 +91,10 @@ class Shard(StoredStatistics):
     @property
     def peak_positions(self) -> set[int]:
         """Positions in the feed of the samples with peaks."""
-        return {position for *_, largest in self.peaks for _, position in largest}
+        positions = set()
+        for *_, largest in self.peaks:
+            positions |= {position for _, position in largest}
+        return positions
 
 
 def serialize_shard(
@@ -108,7 +116,7 @@ def serialize_shard(
         "digests": list(digests),
         "skipped": {str(position): reason for position, reason in sorted(skipped.items())},
         "peaks": peaks,
-        "observations": [list(key) for key in observed],
+        "observations": list(map(list, observed)),
         "statistics": sha256(packed),
     }
     if counted is not None:
@@ -197,7 +205,7 @@ def _digest(document: Mapping[str, Any]) -> str:
 
 def refuse_ordered(observations: Iterable[Observation], what: str) -> None:
     """Refuse order-dependent statistics, which cannot be merged from shards."""
-    ordered = dict.fromkeys(o.statistic.key for o in observations if o.is_order_dependent)
+    ordered = order_dependent_keys(observations)
     if ordered:
         raise ConfigError(
             f"{what} needs statistics that do not depend on the order of the images,"

@@ -25,6 +25,7 @@ from deploy.calibration.observation import (
     Observation,
     ObservedStatistics,
     Variant,
+    order_dependent_keys,
 )
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.sample_checks import STABLE_SHARE, HalvesAgreement, StabilityRule
@@ -151,7 +152,7 @@ def refuse_until_stable(
     trusted: bool,
 ) -> None:
     """Refuse options that --until-stable cannot work with."""
-    ordered = dict.fromkeys(o.statistic.key for o in observations if o.is_order_dependent)
+    ordered = order_dependent_keys(observations)
     if trusted:
         conflict = "--trust-cache, with which none is observed; leave one of them out"
     elif feed.share is not None:

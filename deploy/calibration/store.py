@@ -185,8 +185,8 @@ def save_calibration(
     document = {
         "schema": SCHEMA,
         "fingerprint": calibration.fingerprint.to_json(),
-        "observations": [list(key) for key in keys],
-        "outliers": [astuple(outlier) for outlier in outliers],
+        "observations": list(map(list, keys)),
+        "outliers": list(map(astuple, outliers)),
         "sha256": {"cache": sha256(text), "statistics": sha256(packed)},
     }
     if calibration.until is not None:

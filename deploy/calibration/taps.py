@@ -391,11 +391,13 @@ def make_runners(
         tensors = list(dict.fromkeys(o.tensor for o in variant_observations))
         ordered = {o.tensor for o in variant_observations if o.statistic.ordered}
         unordered = [name for name in tensors if name not in ordered]
+        counted = [o for o in variant_observations if o.statistic == histogram]
+        uncounted = [o for o in variant_observations if o.statistic != histogram]
         runner = VariantRunner(
             key=variant.key,
             tap=Tap(variant.make(observed), tensors, in_any_order=unordered),
-            counted=[o for o in variant_observations if o.statistic == histogram],
-            uncounted=[o for o in variant_observations if o.statistic != histogram],
+            counted=counted,
+            uncounted=uncounted,
             limit=sample_limit(variant_observations),
         )
         runners.append(runner)

@@ -179,12 +179,11 @@ def _import_openvino() -> Any:
 
 def _spec(port: Any) -> TensorSpec:
     """Convert OpenVINO's port to a spec with a numpy dtype; open dimensions become None."""
-    dims = tuple(
-        int(dim.get_length()) if dim.is_static else None for dim in port.get_partial_shape()
-    )
-    return TensorSpec(
-        str(port.get_any_name()), np.dtype(port.get_element_type().to_dtype()).name, dims
-    )
+    shape: list[int | None] = []
+    for dimension in port.get_partial_shape():
+        shape.append(int(dimension.get_length()) if dimension.is_static else None)
+    dtype = np.dtype(port.get_element_type().to_dtype())
+    return TensorSpec(str(port.get_any_name()), dtype.name, tuple(shape))
 
 
 if __name__ == "__main__":
