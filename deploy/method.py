@@ -80,7 +80,7 @@ class Method:
         return f"{self.name} {self.params.label()}".rstrip()
 
     @classmethod
-    def labelled(cls, label: str) -> Method:
+    def from_label(cls, label: str) -> Method:
         """Return the method of a label; parameters missing in it have their defaults."""
         name, *values = label.split() or [""]
         parameters = _find_search(name).params.names()
@@ -97,7 +97,7 @@ class Method:
         return SEARCHES[self.name].statistic(self.params)
 
     @property
-    def integer(self) -> bool:
+    def is_int8_only(self) -> bool:
         """Whether the method is defined for int8 only."""
         return SEARCHES[self.name].integer
 

@@ -453,7 +453,7 @@ def test_a_search_by_error_searches_the_grid_that_is_asked(name):
 @pytest.mark.parametrize("name", ["minmax", "percentile"])
 def test_a_search_that_knows_no_grid_finds_the_same(name):
     h, method = histogram(), Method.of(name)
-    assert not method.integer and method.search(FP8)(h) == method.search()(h)
+    assert not method.is_int8_only and method.search(FP8)(h) == method.search()(h)
 
 
 PAD = {"pads": [1, 1, 1, 1]}

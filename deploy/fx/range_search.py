@@ -49,7 +49,7 @@ class MethodSearch:
 
     def check(self, grid: Grid) -> None:
         """Raise `ConfigError` if the method is defined for 8 bits only and the grid has others."""
-        if self.method.integer and grid.bits != 8:
+        if self.method.is_int8_only and grid.bits != 8:
             raise ConfigError(
                 f"the method {self.method.name} is defined for 8 bits, got {grid.bits}; take mse,"
                 " lp, percentile or minmax"
@@ -109,7 +109,7 @@ def search_for(target: str | Target, method: Method | str | None = None) -> Acti
     chosen = find_target(target) if isinstance(target, str) else target
     if method is None:
         return IfmrSearch() if chosen.own_method else DEFAULT_SEARCH
-    requested = Method.labelled(method) if isinstance(method, str) else method
+    requested = Method.from_label(method) if isinstance(method, str) else method
     as_tensorrt = chosen.name == "tensorrt" and requested.name in UNFOLDED_METHODS
     return MethodSearch(requested, bounded=not as_tensorrt)
 

@@ -215,7 +215,7 @@ def _other_ranges(
     fp8_grid = grids.get(FP8.name)
     is_symmetric = any(grid.symmetric for grid in grids.values())
     for method in (*comparable_methods(Method.of()), Method.of("entropy")):
-        if method.statistic != observation.statistic or (fp8_grid and method.integer):
+        if method.statistic != observation.statistic or (fp8_grid and method.is_int8_only):
             continue
         range_set = calibrated.ranges.with_choices(Choices(method=method))
         scale = range_set.cached_scale(observation, symmetric=fp8_grid)

@@ -181,9 +181,9 @@ def _target(path: Path, name: str, table: object) -> TargetPlan:
     return TargetPlan(
         choices=Choices(
             float_nodes=held.float_nodes,
-            method=Method.labelled(held.method) if held.method else None,
+            method=Method.from_label(held.method) if held.method else None,
             rounded=held.rounded,
-            methods={tensor: Method.labelled(label) for tensor, label in held.methods.items()},
+            methods={tensor: Method.from_label(label) for tensor, label in held.methods.items()},
         ),
         made_from=held.made_from,
         tried=tuple(  # without values of types that calib8 does not write

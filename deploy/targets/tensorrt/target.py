@@ -267,7 +267,7 @@ class TensorRT(TensorrtOptions):
 
     def _check_methods(self, *methods: Method) -> None:
         """Refuse methods that are defined for integers only if the grid is fp8."""
-        integer_methods = [method.name for method in methods if method.integer]
+        integer_methods = [method.name for method in methods if method.is_int8_only]
         if self.precision == FP8 and integer_methods:
             raise ConfigError(
                 "--precision fp8 takes a method that is defined for its grid, got"
