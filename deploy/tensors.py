@@ -11,9 +11,12 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, numpy dtype name and shape of a graph input or output.
+    """A graph input or output.
 
-    A dimension is an int, a str (symbolic) or None (unknown).
+    Attributes:
+        name: name of the tensor.
+        dtype: numpy dtype name.
+        shape: dimensions: an int, a str (symbolic) or None (unknown).
     """
 
     name: str

@@ -115,7 +115,12 @@ def as_cluster(scheduler: str | Cluster | None) -> Cluster | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservationSpec:
-    """An observation in sendable form, with the key of its variant; `layer` is for errors."""
+    """An observation in sendable form.
+
+    Attributes:
+        variant: key of the variant.
+        tensor, statistic, layer: as in `Observation`.
+    """
 
     variant: str
     tensor: str

@@ -83,6 +83,7 @@ class Fingerprint:
         rule: "histogram", or the rule by which batches decide a range.
         method: search and its parameters, or TensorRT's calibrator as in a cache's first line.
         numbers: versions of calib8's arithmetic; {} if TensorRT calibrated.
+        versions: versions of the programs that computed it.
     """
 
     model: Mapping[str, str]

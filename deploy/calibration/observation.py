@@ -60,6 +60,9 @@ class Observation:
     """A statistic of a tensor of a variant.
 
     Attributes:
+        variant: the form of the model that is run.
+        tensor: name of the tensor in it.
+        statistic: what is recorded of its values.
         layer: layer that needs it, for error messages; "" to name the tensor only.
     """
 

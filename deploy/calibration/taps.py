@@ -291,6 +291,8 @@ class VariantRunner:
     """A model variant in the pass.
 
     Attributes:
+        key: name of the variant.
+        tap: session with the observed tensors as outputs.
         counted: observations by a histogram of all samples in any order.
         uncounted: the other observations.
         limit: number of samples to run; None for all.

@@ -129,7 +129,13 @@ _MAX_ALLOCATION = 1 << 46  # limit of an allocation in bytes, more than any mach
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """One copy to a block in this batch: `size` bytes at `offset`."""
+    """One copy to a block in this batch.
+
+    Attributes:
+        offset: position in the block, in bytes.
+        size: number of bytes.
+        dtype, shape: as in `CopySource`.
+    """
 
     offset: int
     size: int
