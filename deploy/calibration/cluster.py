@@ -245,16 +245,17 @@ def observe_on(
         BackendError: no scheduler, no worker, other versions there, or all workers were lost.
         Calib8Error: an error on a worker, which is named.
     """
+    all_images = feed.get_share((1, 1))  # refuses images that cannot be split
     job = make_job(cluster, observations, feed, subject=subject, images=images, limit=limit)
     merger = ShardMerger(observations, feed, job.identities)
     with connect_client(cluster.address) as client:
         run = ClusterRun(client, job, cluster, feed)
         threads = run.wait_for_workers()
-        piece_count = _count_pieces(cluster, feed, threads)
-        first = feed.get_share((1, piece_count))
-        pieces = (replace(first, number=number) for number in range(1, piece_count + 1))
+        piece_count = _count_pieces(cluster, feed, all_images, threads)
+        first_piece = feed.get_share((1, piece_count))
+        pieces = (replace(first_piece, number=number) for number in range(1, piece_count + 1))
         try:
-            with phase("observing", first.count, "samples") as step:
+            with phase("observing", all_images.count, "samples") as step:
                 for share, worker, data in run.run_pieces(pieces):
                     merger.add(share, worker, data)
                     for _ in share.positions:
@@ -267,11 +268,10 @@ def observe_on(
     return observed, run.notes(piece_count)
 
 
-def _count_pieces(cluster: Cluster, feed: Feed, threads: int) -> int:
+def _count_pieces(cluster: Cluster, feed: Feed, all_images: Share, threads: int) -> int:
     """Return how many pieces the images are split into."""
     if cluster.pieces is not None:
         return cluster.pieces
-    all_images = feed.get_share((1, 1))
     count = all_images.count
     pieces = max(_PIECES_PER_THREAD * threads, -(-count // _MAX_PIECE_SAMPLES))
     if cluster.sends_images:
