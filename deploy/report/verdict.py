@@ -105,26 +105,7 @@ def verdict(
         draws: whether the float model itself gives other outputs at each run, which no figure but
             those of labels can tell from int8's loss. Good figures are so without them too.
     """
-    causes: list[_Finding] = []
-    findings: list[_Finding] = []
-    if accuracy is not None:
-        causes += question_reference(accuracy)
-        findings += [*causes, *judge_accuracy(accuracy, gates.max_loss)]
-
-    # if these are good with the random numbers, they are without
-    is_good = findings and all(level == GOOD for level, _ in findings)
-    has_labels = accuracy is not None and accuracy.top1_reference is not None
-    if draws:
-        causes = []
-        if not is_good and not has_labels:
-            reason = f"{FLOAT_MODEL} itself draws random numbers, so what int8 loses cannot be told"
-            findings = [(DOUBTFUL, reason)]
-    if not _is_mostly_right(accuracy):
-        for doubt in reversed(doubts):
-            reason = f"{FLOAT_MODEL}'s inputs are in question: {doubt.partition(';')[0]}"
-            causes.insert(0, (DOUBTFUL, reason))
-        findings = [*causes, *findings]
-
+    causes, findings = _judge_accuracy(accuracy, gates.max_loss, doubts, draws)
     if gates.min_speedup is not None:
         findings.append(_speed_gate(speed, gates.min_speedup, rival))
     elif int8 and speed is not None:  # two float engines differ only by noise
@@ -141,6 +122,33 @@ def verdict(
     reasons = tuple(dict.fromkeys(reason for _, reason in ordered))
     has_limits = gates.min_speedup is not None or gates.max_loss is not None
     return Verdict(verdict_level, reasons, gated=has_limits and verdict_level == UNUSABLE)
+
+
+def _judge_accuracy(
+    accuracy: Accuracy | None, max_loss: float | None, doubts: Sequence[str], draws: bool
+) -> tuple[list[_Finding], list[_Finding]]:
+    """Return (what puts the float model or its inputs in question, that and what int8 loses)."""
+    causes: list[_Finding] = []
+    findings: list[_Finding] = []
+    if accuracy is not None:
+        causes += question_reference(accuracy)
+        findings += [*causes, *judge_accuracy(accuracy, max_loss)]
+
+    if draws:
+        causes = []
+        # if these are good with the random numbers, they are without
+        is_good = findings and all(level == GOOD for level, _ in findings)
+        has_labels = accuracy is not None and accuracy.top1_reference is not None
+        if not is_good and not has_labels:
+            reason = f"{FLOAT_MODEL} itself draws random numbers, so what int8 loses cannot be told"
+            findings = [(DOUBTFUL, reason)]
+
+    if not _is_mostly_right(accuracy):
+        for doubt in reversed(doubts):
+            reason = f"{FLOAT_MODEL}'s inputs are in question: {doubt.partition(';')[0]}"
+            causes.insert(0, (DOUBTFUL, reason))
+        findings = [*causes, *findings]
+    return causes, findings
 
 
 def _is_mostly_right(accuracy: Accuracy | None) -> bool:
