@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     batch = inputs[0].shape[0] if isinstance(inputs[0].shape[0], int) else given.batch_size
     whole = open_feed(given.images, inputs, limit=given.limit).count // batch * batch
     feed = open_feed(given.images, inputs, limit=whole)  # whole batches, as TensorRT calibrates
-    title = f"{describe_device(here, open_gpu(0)).words}; {given.model.name}, {whole} images"
+    title = f"{describe_device(here, open_gpu(0)).description}; {given.model.name}, {whole} images"
     case = Case(given.model, given.images, batch, given.out, feed, title)
     making = makers(case, here)
     only = given.only.split(",") if given.only else making

@@ -18,13 +18,13 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from deploy.graph.edit import set_opset
+from deploy.graph.edit import rebuild, set_opset
 from deploy.graph.gates import Gate
 from deploy.graph.index import Graph, opset_of
 from deploy.targets.onnxruntime.rewrite_base import (
     ReplacementNodes,
     RewriteContext,
-    substitute_nodes,
+    replaced_nodes,
 )
 
 _OPSET = 14  # the first with HardSwish; since 13 no operator means another thing
@@ -47,7 +47,7 @@ def fuse_gates(model: onnx.ModelProto, context: RewriteContext) -> None:
             model.graph.initializer.extend(fused_gate.constants)
     if not replacements:
         return
-    substitute_nodes(model, replacements)
+    rebuild(model.graph, replaced_nodes(model, replacements))
     if opset_of(model) < _OPSET:
         set_opset(model, _OPSET)
 

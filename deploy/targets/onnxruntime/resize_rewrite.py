@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 import onnx
 from onnx import helper, numpy_helper
 
-from deploy.graph.edit import drop_dead
+from deploy.graph.edit import drop_dead, rebuild
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import resize_mode
 from deploy.targets.onnxruntime.rewrite_base import (
     ReplacementNodes,
     RewriteContext,
-    substitute_nodes,
+    replaced_nodes,
 )
 
 
@@ -55,7 +55,7 @@ def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
         model.graph.initializer.extend(copies.constants)
         shapes.append(copies.rows(sizes[1] if isinstance(sizes[1], int) else None))
     if replacements:
-        substitute_nodes(model, replacements)
+        rebuild(model.graph, replaced_nodes(model, replacements))
         drop_dead(model.graph)  # DequantizeLinears that only the Resize read
         model.graph.value_info.extend(shapes)
 

@@ -16,7 +16,6 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from deploy.graph.edit import rebuild, replace_nodes
 from deploy.graph.gates import Gate
 from deploy.graph.index import Graph
 from deploy.graph.rewrite import RewriteRule, apply_rule
@@ -156,20 +155,11 @@ class ReplacementNodes:
         return [*nodes, larger, shape]
 
 
-def substitute_nodes(
-    model: onnx.ModelProto,
-    replacements: Mapping[str, Sequence[onnx.NodeProto]],
-    *,
-    keeps_unread: bool = False,
-) -> None:
-    """Put new nodes in place of those of these names, in place.
-
-    `keeps_unread`: keep unread initializers and inferred types.
-    """
+def replaced_nodes(
+    model: onnx.ModelProto, replacements: Mapping[str, Sequence[onnx.NodeProto]]
+) -> list[onnx.NodeProto]:
+    """Return the nodes of a model with others in place of those of these names."""
     nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:
         nodes += replacements.get(node.name, [node])
-    if keeps_unread:
-        replace_nodes(model.graph, nodes)
-    else:
-        rebuild(model.graph, nodes)
+    return nodes

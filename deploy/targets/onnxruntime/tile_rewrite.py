@@ -20,7 +20,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from deploy.graph.edit import copy_message, drop_dead
+from deploy.graph.edit import copy_message, drop_dead, replace_nodes
 from deploy.graph.index import Graph
 from deploy.graph.refusal import Tile, tile_shape
 from deploy.targets.onnxruntime.conv_constants import (
@@ -32,7 +32,7 @@ from deploy.targets.onnxruntime.conv_constants import (
 from deploy.targets.onnxruntime.rewrite_base import (
     ReplacementNodes,
     RewriteContext,
-    substitute_nodes,
+    replaced_nodes,
 )
 
 TILES = "/tiles"  # suffix of a tensor whose tiles' pixels lie as channels, rows first
@@ -65,7 +65,7 @@ def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelPro
         model.graph.initializer.extend(tiled_layer.constants)
         shapes.append(tiled_layer.rows(tiled_layer.channels))
     if replacements:
-        substitute_nodes(model, replacements, keeps_unread=True)
+        replace_nodes(model.graph, replaced_nodes(model, replacements))
         drop_dead(model.graph)
         model.graph.value_info.extend(shapes)
     return model
