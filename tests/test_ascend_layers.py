@@ -126,7 +126,7 @@ def test_a_plan_knows_shared_weights_and_copies_that_are_too_large_are_not_made(
     assert {one.name for one in make_default_plan(model).weights} == {"w", "v"} < held
     assert len(own.graph.initializer) == len(model.graph.initializer) + 2  # one keeps what there is
     # All layers of one weight stay as they are then, and say why.
-    monkeypatch.setattr("deploy.targets.ascend.preparation._MOST", 4 * 2 * 8 * 6)
+    monkeypatch.setattr("deploy.targets.ascend.preparation._MAX_COPY_BYTES", 4 * 2 * 8 * 6)
     _, graph = prepare_model(name_nodes(two_pictures()))
     assert graph.layers.keys() == {"left/gemm", "right/gemm"}
     assert {graph.float_reasons[f"{word}/conv"] for word in ("left", "right")} == {SHARED}

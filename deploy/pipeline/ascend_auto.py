@@ -213,8 +213,8 @@ def _write_files(
             config=config,
         ),
         final_request,
-        halves=find_float16_tensors(final_request.subject),
-        shared=find_weight_sharers(plan.graph.layers.values(), plan.graph),
+        float16_tensors=find_float16_tensors(final_request.subject),
+        weight_sharers=find_weight_sharers(plan.graph.layers.values(), plan.graph),
     )
     return AutoCalibration(
         config=config,

@@ -35,61 +35,62 @@ from deploy.targets.base import BuildRequest
 
 def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: str) -> str:
     """Return JSON text: each node of the deploy model with its original nodes."""
-    ends = {n.input[0]: n.output[0] for n in deploy.graph.node if n.op_type == "AscendDequant"}
-    makers = {t: (n.name, k) for n in deploy.graph.node for k, t in enumerate(n.output)}
-    starts = [value.name for value in runtime_inputs(deploy.graph)]
-    makers |= {start: (start, 0) for start in starts}
-    originals = _OriginalNodes(original, makers)
-    ops = [_op(start, "Data", (), [start], [(start, 0)]) for start in starts]
-    for node in deploy.graph.node:
+    graph = deploy.graph
+    float_by_integer = {n.input[0]: n.output[0] for n in graph.node if n.op_type == "AscendDequant"}
+    inputs = [value.name for value in runtime_inputs(graph)]
+    port_by_tensor = {}  # tensor -> "<node>:<output index>"
+    for node in graph.node:
+        for index, tensor in enumerate(node.output):
+            port_by_tensor[tensor] = f"{node.name}:{index}"
+    for tensor in inputs:
+        port_by_tensor[tensor] = f"{tensor}:0"
+
+    tracer = _OriginalNodes(original, port_by_tensor)
+    ops = [_make_op(tensor, "Data", [], [tensor], [(tensor, 0)]) for tensor in inputs]
+    for node in graph.node:
         if node.op_type == "Constant":
             continue
-        outputs = [ends.get(tensor, tensor) for tensor in node.output]
-        shown = node.output if not any(t in ends for t in node.output) else ()
-        ops.append(
-            _op(
-                node.name,
-                node.op_type,
-                (f"{makers[t][0]}:{makers[t][1]}" for t in node.input if t in makers),
-                originals.nodes(outputs),
-                [originals.output(tensor) for tensor in shown],
-            )
-        )
+        is_integer = any(tensor in float_by_integer for tensor in node.output)
+        origins = [] if is_integer else [tracer.find_output(tensor) for tensor in node.output]
+        float_outputs = [float_by_integer.get(tensor, tensor) for tensor in node.output]
+        ports = [port_by_tensor[tensor] for tensor in node.input if tensor in port_by_tensor]
+        nodes = tracer.find_nodes(float_outputs)
+        ops.append(_make_op(node.name, node.op_type, ports, nodes, origins))
     return json.dumps({"name": name, "graph": [{"name": name, "op": ops}]}, indent=1)
 
 
 def is_fusion_mapping(text: str) -> bool:
     """Whether JSON text is a fusion mapping: it has a list of graphs, which no config has."""
     try:
-        data = json.loads(text)
+        document = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return isinstance(data, dict) and isinstance(data.get("graph"), list)
+    return isinstance(document, dict) and isinstance(document.get("graph"), list)
 
 
 class _OriginalNodes:
     """Finds the original nodes that make the tensors of the deploy model."""
 
     def __init__(self, original: onnx.ModelProto, deployed: Collection[str]) -> None:
-        named = name_nodes(original)
-        self.makers = {t: n for n in named.graph.node for t in n.output if t}
+        graph = name_nodes(original).graph
+        self.producer = {tensor: n for n in graph.node for tensor in n.output if tensor}
         # tensors that only the original has, so that tracing goes on through them
-        self.inner = _input_dependent(named.graph) & set(self.makers) - set(deployed)
+        self.inner = _input_dependent(graph) & set(self.producer) - set(deployed)
 
-    def nodes(self, tensors: Iterable[str]) -> list[str]:
+    def find_nodes(self, tensors: Iterable[str]) -> list[str]:
         """Return the names of the nodes between these tensors and other deployed tensors."""
         names: dict[str, None] = {}
-        todo = [tensor for tensor in tensors if tensor in self.makers]
-        while todo:
-            node = self.makers[todo.pop()]
+        pending = [tensor for tensor in tensors if tensor in self.producer]
+        while pending:
+            node = self.producer[pending.pop()]
             if node.name not in names:
                 names[node.name] = None
-                todo += [t for t in node.input if t in self.inner]
-        return [*names][::-1]
+                pending += [tensor for tensor in node.input if tensor in self.inner]
+        return list(reversed(names))
 
-    def output(self, tensor: str) -> tuple[str, int] | None:
+    def find_output(self, tensor: str) -> tuple[str, int] | None:
         """Return (node, output index) of the original that makes a tensor of the same name."""
-        node = self.makers.get(tensor)
+        node = self.producer.get(tensor)
         return None if node is None else (node.name, list(node.output).index(tensor))
 
 
@@ -102,27 +103,28 @@ def _input_dependent(graph: onnx.GraphProto) -> set[str]:
     return tensors
 
 
-def _op(
+def _make_op(
     name: str,
     kind: str,
-    inputs: Iterable[str],
+    inputs: list[str],
     originals: list[str],
-    outputs: Iterable[tuple[str, int] | None],
+    origins: Iterable[tuple[str, int] | None],
 ) -> dict[str, Any]:
+    """Return a node of the mapping; `origins`: (original node, index) of each float output."""
     names = {"s": originals} if originals else {}
     return {
         "name": name,
         "type": kind,
-        "input": list(inputs),
+        "input": inputs,
         "attr": [{"key": "_datadump_original_op_names", "value": {"list": names}}],
-        "output_desc": [_output(*output) for output in outputs if output is not None],
+        "output_desc": [_make_output(*origin) for origin in origins if origin is not None],
     }
 
 
-def _output(origin: str, index: int) -> dict[str, Any]:
+def _make_output(node: str, index: int) -> dict[str, Any]:
     return {
         "attr": [
-            {"key": "_datadump_origin_name", "value": {"s": origin}},
+            {"key": "_datadump_origin_name", "value": {"s": node}},
             {"key": "_datadump_origin_output_index", "value": {"i": index}},
         ]
     }
@@ -133,15 +135,18 @@ def write_models(
     request: BuildRequest,
     *,
     cann: str = DEFAULT_CANN,
-    halves: Collection[str] = (),
-    shared: Collection[str] = (),
+    float16_tensors: Collection[str] = (),
+    weight_sharers: Collection[str] = (),
 ) -> dict[str, Path]:
     """Write config, record, models and mapping, or nothing if one fails; return role -> path.
 
-    `request`: its model has the files' stem, and the nodes that ONNX Runtime does not know, which
-    are put back into the models for atc and AMCT.
-    `halves`: tensors that are float16 in the model's file.
-    `shared`: layers that share their weight in the original model.
+    Args:
+        recipe: the model and its scales.
+        request: its model has the files' stem, and the nodes that ONNX Runtime does not know, which
+            are put back into the models for atc and AMCT.
+        cann: CANN version whose atc reads the models.
+        float16_tensors: tensors that are float16 in the model's file.
+        weight_sharers: layers that share their weight in the original model.
 
     Raises:
         ExportError: a file cannot be written, or a node cannot be expressed for this CANN.
@@ -151,28 +156,31 @@ def write_models(
     contents: dict[str, tuple[str, bytes]] = {}  # role -> ending of the name, content
     if recipe.config is not None:
         contents["quant config"] = "config.json", write_config(recipe.config).encode()
-    typed = {
-        name: replace(one, is_float16=layers[name].layer.output in halves)
-        for name, one in recipe.records.items()
+    records = {
+        name: replace(record, is_float16=layers[name].layer.output in float16_tensors)
+        for name, record in recipe.records.items()
     }
-    contents["record"] = "record.txt", write_record(typed).encode()
-    older = lower_for_cann(model, cann)
-    deploy, fake = deploy_model(older, layers), fake_quant_model(model, layers)
-    if halves:
-        deploy = to_float16(deploy, halves)
+    contents["record"] = "record.txt", write_record(records).encode()
+
+    lowered = lower_for_cann(model, cann)
+    deploy, fake_quant = deploy_model(lowered, layers), fake_quant_model(model, layers)
+    if float16_tensors:
+        deploy = to_float16(deploy, float16_tensors)
         scaling_nodes = [f"{name}.fakedequant.mul" for name in layers]
-        fake = to_float16(fake, halves, float32_nodes=scaling_nodes)
+        fake_quant = to_float16(fake_quant, float16_tensors, float32_nodes=scaling_nodes)
     deploy = loaded.with_cut_off(deploy)
     models = {
         "deploy model": ("deploy_model.onnx", deploy),
-        "fake-quant model": ("fake_quant_model.onnx", fake),
-        "Q/DQ model": ("amct_qdq.onnx", loaded.with_cut_off(amct_qdq_model(older, layers))),
+        "fake-quant model": ("fake_quant_model.onnx", fake_quant),
+        "Q/DQ model": ("amct_qdq.onnx", loaded.with_cut_off(amct_qdq_model(lowered, layers))),
     }
-    if shared or any(record.rounded_weight is not None for record in recipe.records.values()):
+    if weight_sharers or any(record.rounded_weight is not None for record in records.values()):
         modified = loaded.with_cut_off(modified_model(model, layers))
         models["modified model"] = "modified_model.onnx", modified
-    for role, (ending, made) in models.items():
-        contents[role] = ending, strip_metadata(made).SerializeToString(deterministic=True)
+    for role, (ending, written_model) in models.items():
+        data = strip_metadata(written_model).SerializeToString(deterministic=True)
+        contents[role] = ending, data
+
     original = subject.model if subject.original is None else subject.original
     mapping = fusion_mapping(deploy, original, name=loaded.name)
     contents["fusion mapping"] = "quant.json", mapping.encode()

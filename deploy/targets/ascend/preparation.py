@@ -32,19 +32,8 @@ if TYPE_CHECKING:
     from deploy.targets.ascend.config_keys import QuantConfig
     from deploy.targets.ascend.layers import Layer, LayerGraph
 
-_MOST = 1 << 29  # bytes of copied float32 weights; an ONNX file holds 2 GiB
-_MOVED = "it computes in float; by tensor_quantize its input is moved in int8"
-
-
-def _affordable(copies: Mapping[str, int], constants: Mapping[str, onnx.TensorProto]) -> set[str]:
-    """Return the weights of `copies`, weight -> number, that fit into `_MOST`, smallest first."""
-    bytes_of = {name: 4 * math.prod(constants[name].dims) * copies[name] for name in copies}
-    affordable, total = set(), 0
-    for name in sorted(bytes_of, key=bytes_of.__getitem__):
-        total += bytes_of[name]
-        if total <= _MOST:
-            affordable.add(name)
-    return affordable
+_MAX_COPY_BYTES = 1 << 29  # of copied float32 weights; an ONNX file holds 2 GiB
+_INPUT_IN_INT8 = "it computes in float; by tensor_quantize its input is moved in int8"
 
 
 def find_weight_sharers(layers: Iterable[Layer], graph: LayerGraph) -> list[str]:
@@ -59,25 +48,42 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
 
     named = name_nodes(model)
     graph = find_layers(named)
-    shared = {name for name, reason in graph.float_reasons.items() if reason == SHARED}
-    if not shared:
+    sharing_nodes = [n for n in named.graph.node if graph.float_reasons.get(n.name) == SHARED]
+    if not sharing_nodes:
         return named, graph
+
     # copy a shared weight for each node, or for none if the copies would be too large, as for a
     # cell unrolled over hundreds of steps
     index, readers = Graph(named), count_reads(named.graph)
-    sharing = [node for node in named.graph.node if node.name in shared]
-    affordable = _affordable(Counter(node.input[1] for node in sharing), index.constants)
+    copy_counts = Counter(node.input[1] for node in sharing_nodes)
+    copied = _choose_copied(copy_counts, index.constants)
     used_names = {*readers, *index.constants, *index.producer}
-    copies: dict[str, str] = {}  # name of a new weight -> the weight that it copies
-    for node in sharing:
+    weight_by_copy: dict[str, str] = {}
+    for node in sharing_nodes:
         weight = node.input[1]
-        if weight not in affordable or readers[weight] < 2:
+        if weight not in copied or readers[weight] < 2:
             continue
-        name = claim_name(f"{node.name}.weight", used_names)
-        named.graph.initializer.append(copy_tensor(index.constants[weight], name))
+        copy = claim_name(f"{node.name}.weight", used_names)
+        named.graph.initializer.append(copy_tensor(index.constants[weight], copy))
         readers[weight] -= 1
-        node.input[1], copies[name] = name, weight
-    return named, replace(find_layers(named), shared_weights=copies)
+        node.input[1] = copy
+        weight_by_copy[copy] = weight
+    return named, replace(find_layers(named), shared_weights=weight_by_copy)
+
+
+def _choose_copied(
+    copy_counts: Mapping[str, int], constants: Mapping[str, onnx.TensorProto]
+) -> set[str]:
+    """Return the weights whose copies fit into `_MAX_COPY_BYTES`, smallest first."""
+    copy_bytes = {
+        name: 4 * math.prod(constants[name].dims) * count for name, count in copy_counts.items()
+    }
+    chosen, total = set(), 0
+    for name in sorted(copy_bytes, key=copy_bytes.__getitem__):
+        total += copy_bytes[name]
+        if total <= _MAX_COPY_BYTES:
+            chosen.add(name)
+    return chosen
 
 
 def unfuse_batchnorms(
@@ -85,8 +91,10 @@ def unfuse_batchnorms(
 ) -> tuple[onnx.ModelProto, LayerGraph]:
     """Return the model without the BatchNormalization folding that the config forbids.
 
-    `config`: its do_fusion and skip_fusion_layers are used.
-    `unfolded`: layers into which nothing downstream is folded.
+    Args:
+        subject: the model.
+        config: its do_fusion and skip_fusion_layers are used.
+        unfolded: layers into which nothing downstream is folded.
 
     Returns:
         As `prepare_model`.
@@ -96,39 +104,45 @@ def unfuse_batchnorms(
     model, graph = prepare_model(subject.unfolded.model)
     if not config.do_fusion:
         return model, graph
-    names = {*config.skip_fusion_layers, *unfolded}
-    ends = {n.output[0]: n.name in unfolded for n in model.graph.node if n.name in names}
-    for n in model.graph.node:  # folding also passes through nodes that only move values
-        passed = [ends[tensor] for tensor in n.input if tensor in ends]
-        if passed and (n.op_type in MOVES or n.op_type == "Concat"):
-            ends[n.output[0]] = any(passed)
-    apart = {
-        n.name
-        for n in model.graph.node
-        for end in n.input
-        if end in ends and (n.op_type == NORM or ends[end])
-    }
-    fold_affine(model.graph, excluded=apart)
+
+    # output of a layer -> whether nothing is folded into it, or else no BatchNormalization
+    refuses_all: dict[str, bool] = {}
+    excluded = set()
+    for node in model.graph.node:
+        sources = [refuses_all[tensor] for tensor in node.input if tensor in refuses_all]
+        if any(sources) or (sources and node.op_type == NORM):
+            excluded.add(node.name)
+        if node.name in unfolded or node.name in config.skip_fusion_layers:
+            refuses_all[node.output[0]] = node.name in unfolded
+        # folding also passes through nodes that only move values
+        if sources and (node.op_type in MOVES or node.op_type == "Concat"):
+            refuses_all[node.output[0]] = any(sources)
+    fold_affine(model.graph, excluded=excluded)
     return prepare_model(model)
 
 
 def find_unfolded_deconvs(model: onnx.ModelProto) -> list[str]:
-    """Return the ConvTranspose nodes before a BatchNormalization, which AMCT leaves apart."""
+    """Return the ConvTranspose nodes before a BatchNormalization, which AMCT does not fold."""
     from deploy.frontends.affine import NORM
 
     named, _ = prepare_model(model)
     nodes = named.graph.node
-    outputs = {node.output[0]: node.name for node in nodes if node.op_type == "ConvTranspose"}
-    return [outputs[n.input[0]] for n in nodes if n.op_type == NORM and n.input[0] in outputs]
+    name_by_output = {n.output[0]: n.name for n in nodes if n.op_type == "ConvTranspose"}
+    norm_inputs = [node.input[0] for node in nodes if node.op_type == NORM]
+    return [name_by_output[tensor] for tensor in norm_inputs if tensor in name_by_output]
 
 
-def disable_layers(config: QuantConfig, float_nodes: tuple[str, ...]) -> QuantConfig:
+def disable_layers(config: QuantConfig, float_nodes: Collection[str]) -> QuantConfig:
     """Return the config without these layers, and without tensor_quantize of these nodes."""
-    layers = {
-        name: replace(layer, quant_enable=False) if name in float_nodes else layer
-        for name, layer in config.layers.items()
-    }
-    tensors = (one for one in config.tensors if not {one.key, one.layer_name} & {*float_nodes})
+    layers = dict(config.layers)
+    for name, layer in layers.items():
+        if name in float_nodes:
+            layers[name] = replace(layer, quant_enable=False)
+    tensors = [
+        tensor
+        for tensor in config.tensors
+        if tensor.key not in float_nodes and tensor.layer_name not in float_nodes
+    ]
     return replace(config, layers=layers, tensors=tuple(tensors))
 
 
@@ -137,20 +151,19 @@ def make_default_plan(model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> P
     from deploy.graph.placement import ASCEND
     from deploy.graph.plan import Plan, QdqPair, reasons_by_node
 
-    why = reasons_by_node(float_nodes)
+    float_reasons = reasons_by_node(float_nodes)
     named, graph = prepare_model(model)
-    originals = graph.shared_weights
-    chosen = {  # each with the weight that it reads in the original model
-        name: replace(layer, weight=originals.get(layer.weight, layer.weight))
-        for name, layer in graph.layers.items()
-        if name not in why
-    }
+    chosen = {}
     readers: dict[str, tuple[str, ...]] = {}
-    for layer in chosen.values():
-        readers[layer.input] = (*readers.get(layer.input, ()), layer.node)
+    for name, layer in graph.layers.items():
+        if name not in float_reasons:
+            # with the weight that it reads in the original model
+            weight = graph.shared_weights.get(layer.weight, layer.weight)
+            chosen[name] = replace(layer, weight=weight)
+            readers[layer.input] = (*readers.get(layer.input, ()), layer.node)
     return Plan(
         placement=ASCEND,
-        decisions=decide_precisions(named, graph, chosen, why),
+        decisions=decide_precisions(named, graph, chosen, float_reasons),
         pairs=tuple(QdqPair(tensor, nodes) for tensor, nodes in readers.items()),
         weights=tuple(layer.weight_target for layer in chosen.values() if layer.weight),
     )
@@ -160,26 +173,37 @@ def decide_precisions(
     model: onnx.ModelProto,
     graph: LayerGraph,
     chosen: Collection[str],
-    why: Mapping[str, str] | None = None,
+    float_reasons: Mapping[str, str],
 ) -> tuple[Decision, ...]:
     """Return the precision of every node, with a reason for float.
 
-    `why`: layer -> why it is float, if the user did not ask for it.
+    Args:
+        model: the prepared float model.
+        graph: its layers.
+        chosen: the layers and inputs that are quantized.
+        float_reasons: layer -> why it is float, if the user did not ask for it.
     """
     from deploy.graph.placement import ASCEND
     from deploy.graph.plan import FLOAT32, FLOAT_BY_USER, Decision
 
     decisions = []
-    moved = {one.node for one in graph.select(chosen).values() if one.input_index is not None}
+    chosen_layers = graph.select(chosen).values()
+    nodes_with_int8_inputs = {
+        layer.node for layer in chosen_layers if layer.input_index is not None
+    }
     for node in model.graph.node:
-        int8 = node.name in chosen
-        reason = graph.float_reasons.get(node.name, "")
-        if not int8 and not reason:
-            given = (why or {}).get(node.name, FLOAT_BY_USER)
-            reason = given if node.name in graph.layers else "no int8 on Ascend for this type"
-            reason = _MOVED if node.name in moved else reason
-        precision = ASCEND.grid.name if int8 else FLOAT32
-        decisions.append(Decision(node.name, node.op_type, precision, "" if int8 else reason))
+        name, precision, reason = node.name, FLOAT32, ""
+        if name in chosen:
+            precision = ASCEND.grid.name
+        elif graph.float_reasons.get(name):
+            reason = graph.float_reasons[name]
+        elif name in nodes_with_int8_inputs:
+            reason = _INPUT_IN_INT8
+        elif name in graph.layers:
+            reason = float_reasons.get(name, FLOAT_BY_USER)
+        else:
+            reason = "no int8 on Ascend for this type"
+        decisions.append(Decision(name, node.op_type, precision, reason))
     return tuple(decisions)
 
 
@@ -187,30 +211,30 @@ def describe_algorithms(config: QuantConfig) -> str:
     """Describe the algorithms that chose the scales."""
     from deploy.targets.ascend.weight_rounding import weight_algorithms
 
-    enabled = config.entries().values()
-    searches = sorted({layer.activation.act_algo.upper() for layer in enabled})
+    entries = config.entries().values()
+    searches = sorted({entry.activation.act_algo.upper() for entry in entries})
     return f"AMCT's {weight_algorithms(config)} and {' and '.join(searches)}"
 
 
 def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterator[str]:
     """Yield notes on the searches, the samples, and layers whose scale is meaningless."""
-    yield f"Scales: {describe_algorithms(plan.config)} over {_batches(plan)}."
+    yield f"Scales: {describe_algorithms(plan.config)} over {_describe_batches(plan)}."
     yield from _rounding_notes(calibrated, plan)
     yield from plan.config.notes
     if calibrated.activation_bytes:
         mebibytes = calibrated.activation_bytes / 2**20
         yield f"Exact IFMR kept {mebibytes:.1f} MiB of activations in memory."
-    dead, faint = calibrated.zero_layers, calibrated.underflow_layers
-    if dead:
+    zero_layers, underflow_layers = calibrated.zero_layers, calibrated.underflow_layers
+    if zero_layers:
         yield (
-            f"The input of {len(dead)} layers was zero on every sample, so their scale is"
-            f" meaningless: {', '.join(dead[:3])}."
+            f"The input of {len(zero_layers)} layers was zero on every sample, so their scale is"
+            f" meaningless: {', '.join(zero_layers[:3])}."
         )
-    if faint:
+    if underflow_layers:
         yield (
-            f"The input of {len(faint)} layers is so small (under 1.2e-7 per code) that AMCT's"
-            " searches give it scale 1, which rounds all of it to zero:"
-            f" {', '.join(faint[:3])}; --keep-float keeps them in float."
+            f"The input of {len(underflow_layers)} layers is so small (under 1.2e-7 per code) that"
+            " AMCT's searches give it scale 1, which rounds all of it to zero:"
+            f" {', '.join(underflow_layers[:3])}; --keep-float keeps them in float."
         )
     if plan.used_samples < plan.samples:
         total = plan.samples * plan.images_per_sample
@@ -220,15 +244,15 @@ def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterat
         )
 
 
-def _batches(plan: RecordPlan) -> str:
+def _describe_batches(plan: RecordPlan) -> str:
     """Describe the number of images, and their batches."""
     images = plan.used_samples * plan.images_per_sample
-    size = plan.images_per_sample * plan.samples_per_batch
-    if size == 1:
+    batch_size = plan.images_per_sample * plan.samples_per_batch
+    if batch_size == 1:
         return f"{images} samples"
-    last = images % size
-    partial = f", the last one of {last}" if last else ""
-    return f"{images} samples in {plan.config.batch_num} batches of {size}{partial}"
+    remainder = images % batch_size
+    last_batch = f", the last one of {remainder}" if remainder else ""
+    return f"{images} samples in {plan.config.batch_num} batches of {batch_size}{last_batch}"
 
 
 def _rounding_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterator[str]:
@@ -236,11 +260,11 @@ def _rounding_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterator
 
     if calibrated.adaround_ratios is None:
         return
-    least, most = (f"{100 * share:.0f} %" for share in calibrated.adaround_ratios)
+    min_ratio, max_ratio = calibrated.adaround_ratios
     yield (
         f"AdaRound rounded the weights of {len(plan.adaround_steps)} layers, on at most"
         f" {MAX_POSITIONS} output positions of the first {min(plan.used_samples, MAX_SAMPLES)}"
-        f" samples; their output error there is {least} to {most} of the error with nearest"
-        " rounding. The rounding is in the models, not in the record: `calib8 ascend deploy`"
-        " takes it from the modified model."
+        f" samples; their output error there is {100 * min_ratio:.0f} % to"
+        f" {100 * max_ratio:.0f} % of the error with nearest rounding. The rounding is in the"
+        " models, not in the record: `calib8 ascend deploy` takes it from the modified model."
     )

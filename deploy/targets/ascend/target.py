@@ -338,7 +338,9 @@ class Ascend:
 
         float16 = find_float16_tensors(request.subject)
         sharing = find_weight_sharers((one.layer for one in recipe.layers.values()), recipe.graph)
-        files = write_models(recipe, request, cann=self.cann, halves=float16, shared=sharing)
+        files = write_models(
+            recipe, request, cann=self.cann, float16_tensors=float16, weight_sharers=sharing
+        )
         notes = [
             *recipe.notes,
             *precision_notes(recipe, float16, self.atc_flags),
