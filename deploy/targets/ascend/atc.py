@@ -39,13 +39,13 @@ CHIPS = (
     *("Ascend910A", "Ascend910B", "Ascend910ProA", "Ascend910ProB", "Ascend910PremiumA"),
     *("Ascend910B1", "Ascend910B2", "Ascend910B2C", "Ascend910B3", "Ascend910B4", "Ascend910B4-1"),
 )
-_DYNAMIC = ("dynamic_batch_size", "dynamic_image_size", "dynamic_dims", "dynamic_shape")
-_REFUSED = {
+_DYNAMIC_FLAGS = ("dynamic_batch_size", "dynamic_image_size", "dynamic_dims", "dynamic_shape")
+_REFUSED_VALUES = {
     "precision_mode": ("force_fp32", "must_keep_origin_dtype"),
     "precision_mode_v2": ("origin",),
     "op_select_implmode": ("high_precision", "high_precision_for_all"),
 }
-_SET_BY_BUILD = (
+_BUILD_FLAGS = (  # they follow from the build
     "framework", "model", "output", "soc_version", "input_shape", "input_format", "insert_op_conf",
     "enable_small_channel", "compression_optimize_conf", "mode",
 )  # fmt: skip
@@ -66,22 +66,24 @@ class AtcOptions:
     def __post_init__(self) -> None:
         if self.soc is not None:
             object.__setattr__(self, "soc", normalize_chip(self.soc))
-        names = [check_flag(flag) for flag in self.extra]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"an atc flag is given once, got --{twice} twice; leave one out")
+        names: set[str] = set()
+        for flag in self.extra:
+            name = check_flag(flag)
+            if name in names:
+                raise ConfigError(f"an atc flag is given once, got --{name} twice; leave one out")
+            names.add(name)
 
 
-def normalize_chip(typed: str) -> str:
-    """Return a chip's name as atc spells it; 'Ascend' and capitals are optional in `typed`."""
-    match = re.fullmatch(r"(?:ascend)?(\d{3}[\w-]{0,20})", typed, re.IGNORECASE | re.ASCII)
+def normalize_chip(text: str) -> str:
+    """Return a chip's name as atc spells it; 'Ascend' and capitals are optional in `text`."""
+    match = re.fullmatch(r"(?:ascend)?(\d{3}[\w-]{0,20})", text, re.IGNORECASE | re.ASCII)
     if not match:
         raise ConfigError(
-            f"a chip is named like Ascend310P3 (Ascend + the name npu-smi shows), got {typed!r}"
+            f"a chip is named like Ascend310P3 (Ascend + the name npu-smi shows), got {text!r}"
         )
     name = f"Ascend{match[1]}"
-    spellings = {known.lower(): known for known in CHIPS}
-    return spellings.get(name.lower(), name)
+    chip_by_lower_name = {chip.lower(): chip for chip in CHIPS}
+    return chip_by_lower_name.get(name.lower(), name)
 
 
 def check_flag(flag: str) -> str:
@@ -90,16 +92,16 @@ def check_flag(flag: str) -> str:
     if not match:
         raise ConfigError(f"an atc flag reads --name=value, got {flag!r}")
     name, value = match.groups()
-    if name in _DYNAMIC:
+    if name in _DYNAMIC_FLAGS:
         raise ConfigError(
             f"a quantized model takes fixed shapes only, got {flag}; ATC has no int8 for dynamic"
             " shapes, build one .om a shape"
         )
-    if value in _REFUSED.get(name, ()):
+    if value in _REFUSED_VALUES.get(name, ()):
         raise ConfigError(
             f"--{name} must leave int8 layers alone, got {value}, which a quantized model forbids"
         )
-    if name in _SET_BY_BUILD:
+    if name in _BUILD_FLAGS:
         raise ConfigError(f"--{name} follows from the build, got {flag}; leave it out")
     return name
 
@@ -123,18 +125,19 @@ def atc_command(
             raise ConfigError(
                 f"a quantized model takes fixed shapes, got {list(shape)} for {name!r}"
             )
-    layout = "ND" if any(len(shape) != 4 for shape in shapes.values()) else "NCHW"
+    is_4d = all(len(shape) == 4 for shape in shapes.values())
     # all CANN versions accept commands without the scalars; "name:" is documented from 8.0 on
-    words = ";".join(f"{n}:{','.join(map(str, shape))}" for n, shape in shapes.items() if shape)
+    texts = [f"{name}:{','.join(map(str, shape))}" for name, shape in shapes.items() if shape]
     command = [
         "atc",
         "--framework=5",
         f"--model={model}",
         f"--output={output}",
         f"--soc_version={options.soc or CHIP}",
-        *([f"--input_shape={words}"] if words else []),
-        f"--input_format={layout}",
     ]
+    if texts:
+        command.append(f"--input_shape={';'.join(texts)}")
+    command.append(f"--input_format={'NCHW' if is_4d else 'ND'}")
     if aipp is not None:
         command.append(f"--insert_op_conf={aipp}")
     if compression is not None:
@@ -142,13 +145,13 @@ def atc_command(
     return [*command, *options.extra]
 
 
-def with_absolute_path(flag: str) -> str:
+def _with_absolute_path(flag: str) -> str:
     """Return the flag with an absolute path, since atc runs in the output folder."""
-    file = _file_of(flag)
+    file = _find_file(flag)
     return flag if file is None else f"{flag.partition('=')[0]}={file.resolve()}"
 
 
-def _file_of(flag: str) -> Path | None:
+def _find_file(flag: str) -> Path | None:
     """Return the file that a flag's value names, or None."""
     path = Path(flag.partition("=")[2])
     return path if path.is_file() else None
@@ -161,7 +164,7 @@ def write_compression_options() -> str:
     return print_text(message)
 
 
-def readme_text(
+def _readme_text(
     name: str, files: Mapping[str, Path], options: AtcOptions, *, cann: str, notes: Sequence[str]
 ) -> str:
     """Return the text of <model>_README.txt: what to do with the folder on the NPU's machine.
@@ -193,7 +196,7 @@ def readme_text(
 
 
 NO_ATC = "`atc` (CANN) is not on the PATH"
-_ATC_SECONDS = 3600
+_ATC_TIMEOUT_S = 3600
 
 
 def write_om(
@@ -207,33 +210,29 @@ def write_om(
         (path of the .om or None, notes, why atc failed or ""); without atc, one note has the
         command.
     """
-    span = sample_shape_range(request)
+    shapes = sample_shape_range(request)
+    notes = _shape_notes(shapes)
     names = {role: Path(path.name) for role, path in files.items()}  # relative: folders move
     command = atc_command(
         names["deploy model"],
         Path(request.name),
-        dict(span.largest_sample),
-        replace(options, extra=tuple(map(with_absolute_path, options.extra))),
+        dict(shapes.largest_sample),
+        replace(options, extra=tuple(map(_with_absolute_path, options.extra))),
         aipp=names.get("AIPP configuration"),
         compression=names.get("compression options"),
     )
-    path = request.folder / f"{request.name}_atc.sh"
-    files["atc command"] = write_script(path, f"exec {shlex.join(command)}")
-    if options.soc is None:
-        why = "name the chip with --soc"
-    elif which("atc") is None:
-        why = NO_ATC
-    else:
-        why = ""
-    if why:
-        note = f"No .om: {why}. The command: {shlex.join(command)}"
-        return None, [*_one_size(span), note], ""
+    command_text = shlex.join(command)
+    script = request.folder / f"{request.name}_atc.sh"
+    files["atc command"] = write_script(script, f"exec {command_text}")
+    if options.soc is None or which("atc") is None:
+        reason = "name the chip with --soc" if options.soc is None else NO_ATC
+        return None, [*notes, f"No .om: {reason}. The command: {command_text}"], ""
     try:
-        engine = run_atc(command, request.folder / f"{request.name}.om")
+        engine = _run_atc(command, request.folder / f"{request.name}.om")
     except BackendError as error:
-        return None, _one_size(span), str(error)
+        return None, notes, str(error)
     files["int8 engine"] = engine
-    return engine, _one_size(span), ""
+    return engine, notes, ""
 
 
 def write_readme(
@@ -242,61 +241,61 @@ def write_readme(
     options: AtcOptions,
     *,
     cann: str,
-    host: Sequence[str],
+    host_notes: Sequence[str],
 ) -> None:
-    """Write <model>_README.txt; `host` lists the steps that the user's program has to do."""
-    notes = [*host]
-    notes += (
-        f"the flag {flag} names a file outside this folder; take it along, and set its path in the"
-        " atc script"
-        for flag in options.extra
-        if _file_of(flag) is not None
-    )
-    text = readme_text(request.name, files, options, cann=cann, notes=notes)
+    """Write <model>_README.txt; `host_notes` are the steps that the user's program has to do."""
+    notes = list(host_notes)
+    for flag in options.extra:
+        if _find_file(flag) is not None:
+            notes.append(
+                f"the flag {flag} names a file outside this folder; take it along, and set its"
+                " path in the atc script"
+            )
+    text = _readme_text(request.name, files, options, cann=cann, notes=notes)
     path = request.folder / f"{request.name}_README.txt"
     data = text.encode("utf-8", "surrogateescape")  # file names that are no valid UTF-8
     files["what to do with them"] = atomic.write_bytes(path, data)
 
 
 @phase("atc")
-def run_atc(command: list[str], engine: Path) -> Path:
+def _run_atc(command: list[str], engine: Path) -> Path:
     """Run atc in the folder of `engine`, the .om that it writes; return that path."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_ATC_SECONDS,
+            timeout=_ATC_TIMEOUT_S,
             cwd=engine.parent,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BackendError(f"atc must run, got: {error}") from error
-    output = " ".join((done.stdout + done.stderr).split())[-600:]
-    if done.returncode != 0:
-        raise BackendError(f"atc failed with exit code {done.returncode}; its output: {output}")
+    output = " ".join((process.stdout + process.stderr).split())[-600:]
+    if process.returncode != 0:
+        raise BackendError(f"atc failed with exit code {process.returncode}; its output: {output}")
     if not engine.exists():
         raise BackendError(f"atc must write {engine}, got nothing; its output: {output}")
     return engine
 
 
-def _one_size(span: ShapeRange) -> list[str]:
+def _shape_notes(shapes: ShapeRange) -> list[str]:
     """Return a note that the .om takes one shape, if the samples' shapes differ."""
-    if not span.varies:
+    if not shapes.varies:
         return []
-    ranges = ", ".join(
-        f"{name} of {_by(span.min_sizes[name])} to {_by(span.max_sizes[name])}"
-        for name in span.min_sizes
-        if span.min_sizes[name] != span.max_sizes[name]
-    )
+    ranges = []
+    for name, min_shape in shapes.min_sizes.items():
+        max_shape = shapes.max_sizes[name]
+        if min_shape != max_shape:
+            ranges.append(f"{name} of {_format_shape(min_shape)} to {_format_shape(max_shape)}")
     return [
-        f"samples had {ranges}, and an int8 .om takes one shape: the command has the largest"
-        " sample's; pad smaller samples as in training, or build one .om per shape with another"
-        " --input_shape"
+        f"samples had {', '.join(ranges)}, and an int8 .om takes one shape: the command has the"
+        " largest sample's; pad smaller samples as in training, or build one .om per shape with"
+        " another --input_shape"
     ]
 
 
-def _by(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
@@ -310,7 +309,9 @@ class AippSource:
     """Format of the input images of an .om with AIPP.
 
     Attributes:
+        color: one of `COLORS`.
         size: (height, width) of the frames; None for the model's input size.
+        standard: color standard of YUV images, one of `STANDARDS`.
         dynamic: the program that runs the .om sets all AIPP parameters at every inference.
     """
 
@@ -318,14 +319,6 @@ class AippSource:
     size: tuple[int, int] | None = None
     standard: str = "bt601-narrow"
     dynamic: bool = False
-
-    def __post_init__(self) -> None:
-        for word, value, known in (
-            ("source color", self.color, COLORS),
-            ("csc", self.standard, STANDARDS),
-        ):
-            if value not in known:
-                raise ConfigError(f"a {word} is one of {', '.join(known)}, got {value!r}")
 
     @property
     def is_yuv(self) -> bool:
@@ -341,7 +334,7 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-_PRIVATE = ("doc_string", "metadata_props")  # exporters leave paths and stack traces there
+_PRIVATE_FIELDS = ("doc_string", "metadata_props")  # exporters leave paths and stack traces there
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +342,7 @@ class OnnxParserLimits:
     """The ONNX versions that one CANN's parser reads.
 
     Attributes:
+        opset: newest opset.
         ir: newest IR version, the one of the ONNX release that the parser was made for.
     """
 
@@ -385,26 +379,25 @@ def lower_for_cann(model: onnx.ModelProto, cann: str) -> onnx.ModelProto:
     from deploy.graph.lowering import lower_opset
 
     parser = PARSERS[cann]
-    made = copy_message(lower_opset(model, opset=parser.opset).model)
-    made.ir_version = min(made.ir_version, parser.ir)
-    return made
+    lowered = copy_message(lower_opset(model, opset=parser.opset).model)
+    lowered.ir_version = min(lowered.ir_version, parser.ir)
+    return lowered
 
 
 def strip_metadata(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy without doc strings and metadata."""
-    made = copy_message(model)
-    for message in (made, *_inside(made)):
-        for name in _PRIVATE:
+    stripped = copy_message(model)
+    for message in (stripped, *_nested_messages(stripped)):
+        for name in _PRIVATE_FIELDS:
             if name in message.DESCRIPTOR.fields_by_name:
                 message.ClearField(name)
-    return made
+    return stripped
 
 
-def _inside(message: Message) -> Iterator[Message]:
-    """Yield all nested messages."""
+def _nested_messages(message: Message) -> Iterator[Message]:
     for field, value in message.ListFields():
         if field.message_type is None:
             continue
-        for one in value if hasattr(value, "__len__") else (value,):
-            yield one
-            yield from _inside(one)
+        for nested in value if hasattr(value, "__len__") else (value,):
+            yield nested
+            yield from _nested_messages(nested)

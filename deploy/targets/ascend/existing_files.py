@@ -7,7 +7,7 @@ The model is brought to the same form: folded, unless the record (skip_fusion), 
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +51,7 @@ from deploy.targets.ascend.simple_config import read_simple_config
 from deploy.targets.tensorrt.cache_match import match_cache
 from deploy.targets.tensorrt.cache_tools import read_cache
 
-_WHAT = "a text file of an Ascend deployment"
+_FILE_KIND = "a text file of an Ascend deployment"
 
 
 def read_any_config(path: Path, graph: LayerGraph) -> QuantConfig:
@@ -60,10 +60,14 @@ def read_any_config(path: Path, graph: LayerGraph) -> QuantConfig:
     Raises:
         ConfigError: the file cannot be read or breaks a rule.
     """
-    text = read_text(path, what=_WHAT, error=ConfigError)
-    if path.suffix == ".json" or text.lstrip().startswith("{"):
+    text = read_text(path, what=_FILE_KIND, error=ConfigError)
+    if _is_json(path, text):
         return resolve_config(read_config(text, str(path)), graph)
     return read_simple_config(text, graph, str(path))
+
+
+def _is_json(path: Path, text: str) -> bool:
+    return path.suffix == ".json" or text.lstrip().startswith("{")
 
 
 def check_file(path: Path, graph: LayerGraph | None = None) -> str:
@@ -79,44 +83,52 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
     """
     if path.suffix == ".onnx":
         return check_deploy_model(path)
-    text = read_text(path, what=_WHAT, error=ConfigError)
-    if path.suffix == ".json" or text.lstrip().startswith("{"):
+    text = read_text(path, what=_FILE_KIND, error=ConfigError)
+    if _is_json(path, text):
         if is_fusion_mapping(text):
             return "a fusion mapping, by which CANN's accuracy comparison pairs nodes"
         config = read_config(text, str(path))
         config = resolve_config(config, graph) if graph else config
-        return f"a sound quant config, {_wanted(config)}"
-    lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    first = next((line for line in lines if line), "")
-    word = re.match(r"\w+", first)
-    key = word[0] if word else ""
+        return f"a sound quant config, {_describe_config(config)}"
+
+    first_word = re.search(r"^\s*(\w+|[^\s#])", text, re.MULTILINE)
+    key = first_word[1] if first_word else ""
     if key in ("record", "prune_record"):
-        records, ignored = read_record(text, str(path)), describe_ignored_entries(text, str(path))
-        if graph is not None:
-            check_record(records, graph)
-        rest = f"; calib8 does not deploy the rest: {', '.join(ignored)}" if ignored else ""
-        inputs = sum(one.is_node_input for one in records.values())
-        and_inputs = f" and {inputs} inputs of tensor_quantize" if inputs else ""
-        return f"a sound record of {len(records) - inputs} layers{and_inputs}{rest}"
+        return _check_record_text(text, str(path), graph)
     if key in ("aipp_op", "multi_shape_op"):
         parse_text("InsertNewOps", text, str(path))
         return "a sound AIPP configuration"
     if graph is not None:
         config = read_simple_config(text, graph, str(path))
-        return f"a sound simplified configuration, {_wanted(config)}"
+        return f"a sound simplified configuration, {_describe_config(config)}"
     parse_text("AMCTConfig", text, str(path))
     return "a simplified configuration that parses; --model checks its layers"
 
 
-def _wanted(config: QuantConfig) -> str:
+def _check_record_text(text: str, path: str, graph: LayerGraph | None) -> str:
+    """Check a record; describe it."""
+    records, ignored = read_record(text, path), describe_ignored_entries(text, path)
+    if graph is not None:
+        check_record(records, graph)
+    input_count = sum(record.is_node_input for record in records.values())
+    description = f"a sound record of {len(records) - input_count} layers"
+    if input_count:
+        description += f" and {input_count} inputs of tensor_quantize"
+    if ignored:
+        description += f"; calib8 does not deploy the rest: {', '.join(ignored)}"
+    return description
+
+
+def _describe_config(config: QuantConfig) -> str:
     """Describe how much a config quantizes, and which of its settings have no effect."""
-    count = _count(len(config.enabled()), len(config.tensors))
-    return ". ".join([count, *config.notes]).rstrip(".")
+    counts = _describe_counts(len(config.enabled()), len(config.tensors), "int8")
+    return ". ".join([counts, *config.notes]).rstrip(".")
 
 
-def _count(layers: int, inputs: int, grid: str = "int8") -> str:
+def _describe_counts(layers: int, inputs: int, types: str) -> str:
     """Describe the number of quantized layers and inputs."""
-    return f"{layers} layers in {grid}" + (f", {inputs} inputs moved in int8" if inputs else "")
+    text = f"{layers} layers in {types}"
+    return f"{text}, {inputs} inputs moved in int8" if inputs else text
 
 
 def check_deploy_model(path: Path) -> str:
@@ -126,12 +138,13 @@ def check_deploy_model(path: Path) -> str:
         ModelError: not an ONNX file, no quantized layer, or an invalid one.
     """
     model = read_model(path)
-    ops = Counter(node.op_type for node in model.graph.node)
-    dequants = ops["AscendDequant"] + ops["AscendAntiQuant"]
-    if not ops["AscendQuant"] or not dequants:
+    op_counts = Counter(node.op_type for node in model.graph.node)
+    quants, dequants = op_counts["AscendQuant"], op_counts["AscendDequant"]
+    anti_quants = op_counts["AscendAntiQuant"]
+    if not quants or not dequants + anti_quants:
         raise ModelError(
-            f"{path} must have AscendQuant and AscendDequant nodes, got {ops['AscendQuant']} and"
-            f" {dequants}; give the deploy model"
+            f"{path} must have AscendQuant and AscendDequant nodes, got {quants} and"
+            f" {dequants + anti_quants}; give the deploy model"
         )
     constants = Graph(model).initializers
     with malformed_as_model_error():
@@ -139,21 +152,19 @@ def check_deploy_model(path: Path) -> str:
             if node.op_type == "AscendDequant":
                 _check_parameter(node, constants)
     to_integer_model(model)
-    count = _count(ops["AscendDequant"], ops["AscendAntiQuant"], _grids(model))
-    return f"a sound deploy model, {count}"
-
-
-def _grids(model: onnx.ModelProto) -> str:
-    """Return the output types of the AscendQuants, such as "int8" or "int8 and int16"."""
-    quants = (node for node in model.graph.node if node.op_type == "AscendQuant")
-    types = {attributes(node).get("dst_type", b"INT8").decode().lower() for node in quants}
-    return " and ".join(sorted(types, key=lambda name: int(name[3:])))
+    types = set()
+    for node in model.graph.node:
+        if node.op_type == "AscendQuant":
+            types.add(attributes(node).get("dst_type", b"INT8").decode().lower())
+    names = " and ".join(sorted(types, key=lambda name: int(name[3:])))
+    return f"a sound deploy model, {_describe_counts(dequants, anti_quants, names)}"
 
 
 def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> None:
     """Check the packed parameter of an AscendDequant (see `deploy_model`)."""
     parameter = constants.get(node.input[-1])
-    if len(node.input) != 2 or parameter is None or parameter.data_type != 13:
+    has_type = parameter is not None and parameter.data_type == onnx.TensorProto.UINT64
+    if parameter is None or not has_type or len(node.input) != 2:
         raise ModelError(f"{node.name!r} must have a uint64 parameter as its second input")
     values = numpy_helper.to_array(parameter)
     scales = unpack_dequant_scales(values)
@@ -183,25 +194,27 @@ def recipe_from_record(
             f"a record to deploy must have a layer with its scales, got only {', '.join(ignored)}"
             f" in {path}; give the record of a calibration"
         )
-    model, graph, settled, bare = _formed(subject, records, config)
+    model, graph, quant_config, unfolded = _match_form(subject, records, config)
     _check_types(records, graph, subject)
     layers = quantize_layers(model, graph, records)
-    lacking = tuple(name for name in graph.layers if name not in records)
-    if settled is not None:
-        _refuse_disabled(records, settled)
-        unused = (name for name in settled.entries() if name not in records)
-        settled = disable_layers(settled, (*lacking, *unused))
+    unrecorded = [name for name in graph.layers if name not in records]
+    if quant_config is not None:
+        enabled = quant_config.entries()
+        _refuse_disabled(records, enabled)
+        unused = [name for name in enabled if name not in records]
+        quant_config = disable_layers(quant_config, (*unrecorded, *unused))
+
     notes = [f"Scales: {path}, unchanged; nothing was calibrated."]
-    if bare:
+    if unfolded:
         notes.append(
             "By its scales, the record was made before anything was folded into these layers, so"
-            f" what follows them stays apart: {', '.join(bare)}."
+            f" what follows them stays apart: {', '.join(unfolded)}."
         )
-    nearest = find_unrounded_layers(model, graph, records, read_adaround_layers(text))
-    if nearest:
+    unrounded = find_unrounded_layers(model, graph, records, read_adaround_layers(text))
+    if unrounded:
         notes.append(
-            f"AdaRound rounded the weights of {len(nearest)} layers ({', '.join(nearest[:3])}). A"
-            " record does not hold that rounding, so here they are rounded to nearest; instead of"
+            f"AdaRound rounded the weights of {len(unrounded)} layers ({', '.join(unrounded[:3])})."
+            " A record does not hold that rounding, so here they are rounded to nearest; instead of"
             " the model, give the _modified_model.onnx that was written with the record."
         )
     if ignored:
@@ -211,9 +224,9 @@ def recipe_from_record(
         graph=graph,
         records=records,
         layers=layers,
-        config=settled,
+        config=quant_config,
         method="a record",
-        float_reasons=dict.fromkeys(lacking, "the record has no scales for it"),
+        float_reasons=dict.fromkeys(unrecorded, "the record has no scales for it"),
         notes=tuple(notes),
     )
 
@@ -231,39 +244,41 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
     model, graph = prepare_model(subject.model)
     matched = match_cache(cache, subject.model, original=subject.original, placement=ASCEND)
     config = default_config(graph, activation_offset=False)
-    weights = RecordPlan(model=model, graph=graph, config=config, base="", samples=1).weight_scales(
-        ObservedStatistics({})
-    )
+    plan = RecordPlan(model=model, graph=graph, config=config, base="", samples=1)
+    weight_scales = plan.weight_scales(ObservedStatistics({}))
     records = {
         name: LayerRecord(
             scale_d=matched.scales[layer.input],
-            scale_w=weights[name],
+            scale_w=weight_scales[name],
             has_weight=bool(layer.weight),
         )
         for name, layer in graph.layers.items()
         if layer.input in matched.scales
     }
-    layers, why = quantize_fitting(model, graph, records)
+    layers, refusals = quantize_fitting(model, graph, records)
     if not layers:
-        wanted = list(dict.fromkeys(layer.input for layer in graph.layers.values()))
+        tensors = list(dict.fromkeys(layer.input for layer in graph.layers.values()))
         raise CacheError(
             f"a cache must have scales for the inputs of the model's layers, got a usable scale in"
-            f" {path} for none of {len(wanted)} (such as {', '.join(wanted[:2])}); give the model's"
-            " own cache (`calib8 cache check --model` tells more)"
+            f" {path} for none of {len(tensors)} (such as {', '.join(tensors[:2])}); give the"
+            " model's own cache (`calib8 cache check --model` tells more)"
         )
-    reasons = {cover.tensor: cover.reason for cover in matched.tensors if not cover.has_scale}
-    lacking = {
-        name: f"its input {reasons.get(layer.input) or f'has no scale in {path.name}'}"
-        for name, layer in graph.layers.items()
-        if name not in records
+
+    reason_by_tensor = {
+        cover.tensor: cover.reason for cover in matched.tensors if not cover.has_scale
     }
+    float_reasons = {}
+    for name, layer in graph.layers.items():
+        if name not in records:
+            reason = reason_by_tensor.get(layer.input) or f"has no scale in {path.name}"
+            float_reasons[name] = f"its input {reason}"
     return Recipe(
         model=model,
         graph=graph,
         records={name: records[name] for name in layers},
         layers=layers,
         method="ARQ, and a TensorRT cache",
-        float_reasons={**lacking, **why},
+        float_reasons=float_reasons | refusals,
         notes=(
             f"Scales: {path} for {len(layers)} of {len(graph.layers)} layers, symmetric, without"
             " offset; weights by ARQ; nothing was calibrated.",
@@ -271,38 +286,45 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
     )
 
 
-def _formed(
+def _match_form(
     subject: CalibrationSubject, records: Mapping[str, LayerRecord], path: Path | None
-) -> tuple[onnx.ModelProto, LayerGraph, QuantConfig | None, tuple[str, ...]]:
-    """Return the model in the form of the record, its layers, the configuration, and `_bare`."""
+) -> tuple[onnx.ModelProto, LayerGraph, QuantConfig | None, list[str]]:
+    """Bring the model to the form that a record was made for.
+
+    Returns:
+        The model; its layers; the configuration in `path`; the layers that the scales show to be
+        unfolded.
+    """
     model, graph = prepare_model(subject.model)
     config = None if path is None else read_any_config(path, graph)
     fusion = config or QuantConfig()
-    skipped = (*fusion.skip_fusion_layers, *(n for n, one in records.items() if one.skip_fusion))
-    bare = _bare(subject, records) if fusion.do_fusion else ()
-    if not fusion.do_fusion or skipped or bare:
-        fusion = replace(fusion, skip_fusion_layers=skipped)
-        model, graph = unfuse_batchnorms(subject, fusion, unfolded=bare)
+    skipped = [*fusion.skip_fusion_layers, *(n for n in records if records[n].skip_fusion)]
+    unfolded = _find_unfolded_layers(subject, records) if fusion.do_fusion else []
+    if not fusion.do_fusion or skipped or unfolded:
+        fusion = replace(fusion, skip_fusion_layers=tuple(skipped))
+        model, graph = unfuse_batchnorms(subject, fusion, unfolded=unfolded)
         config = None if path is None else read_any_config(path, graph)
-    return model, graph, config, bare
+    return model, graph, config, unfolded
 
 
-def _bare(subject: CalibrationSubject, records: Mapping[str, LayerRecord]) -> tuple[str, ...]:
+def _find_unfolded_layers(
+    subject: CalibrationSubject, records: Mapping[str, LayerRecord]
+) -> list[str]:
     """Return the layers whose scales fit the weights before folding better than those after it.
 
     AMCT folds a BatchNormalization only into a Conv; calib8 also into ConvTranspose and Gemm, and
     constant Muls and Adds into all three. The scales show which tool made the record.
     """
-    prepared = map(prepare_model, (subject.model, subject.unfolded.model))
-    forms = [(Graph(model), graph.layers) for model, graph in prepared]
-    bare = []
+    folded_model, folded_graph = prepare_model(subject.model)
+    unfolded_model, unfolded_graph = prepare_model(subject.unfolded.model)
+    folded_index, unfolded_index = Graph(folded_model), Graph(unfolded_model)
+    names = []
     for name, record in records.items():
-        folded, unfolded = (
-            _scale_distance(index, layers.get(name), record) for index, layers in forms
-        )
+        folded = _scale_distance(folded_index, folded_graph.layers.get(name), record)
+        unfolded = _scale_distance(unfolded_index, unfolded_graph.layers.get(name), record)
         if folded is not None and unfolded is not None and unfolded < folded:
-            bare.append(name)
-    return tuple(bare)
+            names.append(name)
+    return names
 
 
 def _scale_distance(index: Graph, layer: Layer | None, record: LayerRecord) -> float | None:
@@ -324,23 +346,27 @@ def _check_types(
     records: Mapping[str, LayerRecord], graph: LayerGraph, subject: CalibrationSubject
 ) -> None:
     """Refuse a record whose op_data_type differs from the model's."""
-    recorded = {name: one.is_float16 for name, one in records.items() if one.is_float16 is not None}
-    float16 = find_float16_tensors(subject) if recorded else frozenset[str]()
-    for name, half in recorded.items():
-        if name in graph.layers and half != (graph.layers[name].output in float16):
-            kinds = ("float16", "float32") if half else ("float32", "float16")
+    if all(record.is_float16 is None for record in records.values()):
+        return
+    float16_tensors = find_float16_tensors(subject)
+    for name, record in records.items():
+        if record.is_float16 is None or name not in graph.layers:
+            continue
+        if record.is_float16 != (graph.layers[name].output in float16_tensors):
+            recorded, actual = "float32", "float16"
+            if record.is_float16:
+                recorded, actual = actual, recorded
             raise ConfigError(
-                f"op_data_type must be the layer's own, got that of {kinds[0]} for {name!r}, which"
-                f" gives {kinds[1]} in the model's file; take it out"
+                f"op_data_type must be the layer's own, got that of {recorded} for {name!r}, which"
+                f" gives {actual} in the model's file; take it out"
             )
 
 
-def _refuse_disabled(records: Mapping[str, LayerRecord], config: QuantConfig) -> None:
+def _refuse_disabled(records: Iterable[str], enabled: Collection[str]) -> None:
     """Refuse a record and a configuration that contradict each other."""
-    enabled = config.entries()
-    name = next((name for name in records if name not in enabled), None)
-    if name is not None:
-        raise ConfigError(
-            f"a configuration must enable every layer of its record, got {name!r} disabled; take"
-            " it out of the record, or enable it"
-        )
+    for name in records:
+        if name not in enabled:
+            raise ConfigError(
+                f"a configuration must enable every layer of its record, got {name!r} disabled;"
+                " take it out of the record, or enable it"
+            )

@@ -82,6 +82,7 @@ class Ascend:
         exact: keep all activations in memory and search IFMR on them, as AMCT does.
         amct_batch: images in one AMCT batch, the unit of HFMG, DMQ and batch_num; None for the
             model's batch size.
+        name: the target's name, "ascend".
     """
 
     soc: str | None = option(
@@ -170,18 +171,13 @@ class Ascend:
 
     def _source(self) -> AippSource:
         """Return the format of the .om's input images."""
-        options = {
-            "source_color": self.source_color != "rgb" and self.source_color,
-            "source_size": self.source_size,
-            "csc": self.csc,
-            "dynamic_aipp": self.dynamic_aipp,
-        }
-        given = [name for name, value in options.items() if value]
-        if given and not (self.aipp or self.first_layer_int8):
-            raise ConfigError(
-                f"{given[0]} is for an .om with AIPP, got {options[given[0]]!r} without aipp;"
-                " give --aipp too"
-            )
+        has_aipp = self.aipp or self.first_layer_int8
+        for name in ("source_color", "source_size", "csc", "dynamic_aipp"):
+            value = getattr(self, name)
+            if not has_aipp and value not in ("rgb", None, False):
+                raise ConfigError(
+                    f"{name} is for an .om with AIPP, got {value!r} without aipp; give --aipp too"
+                )
         source = AippSource(
             color=self.source_color,
             size=None if self.source_size is None else parse_size(self.source_size),
@@ -206,9 +202,11 @@ class Ascend:
         if self.config is not None:
             config = read_any_config(self.config, graph)  # refuse a bad one before calibration
             names = {*graph.layers, *disable_layers(config, float_nodes).entries()}
-        layers = (one for one in graph.select(names).values() if one.node not in float_nodes)
-        read = ((one.input, *(one.other_inputs if one.two_activations else ())) for one in layers)
-        return tuple(dict.fromkeys(tensor for tensors in read for tensor in tensors))
+        tensors: list[str] = []
+        for layer in graph.select(names).values():
+            if layer.node not in float_nodes:
+                tensors += layer.activations if layer.two_activations else (layer.input,)
+        return tuple(dict.fromkeys(tensors))
 
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
         """Return the layers that AMCT quantizes by default, and why the others stay float."""
@@ -227,12 +225,12 @@ class Ascend:
         if subject.loaded.qdq is not None:
             from deploy.targets.prequantized import refuse_options
 
-            given = {
+            is_given = {
                 "--ascend-config": self.config is not None,
                 "--exact-ifmr": self.exact,
                 "--amct-batch": self.amct_batch is not None,
             }
-            refuse_options(subject.loaded.qdq, self.name, given)
+            refuse_options(subject.loaded.qdq, self.name, is_given)
             return ()
         return self.record_plan(subject).observations
 
@@ -243,49 +241,63 @@ class Ascend:
         plan, _, layers, _ = self.quantize(request)
         return fake_quant_model(plan.model, layers)
 
-    def _recorded(self, request: BuildRequest) -> tuple[RecordPlan, CalibrationRecord, QuantConfig]:
+    def search(self, request: BuildRequest, search: str) -> tuple[RecordPlan, CalibrationRecord]:
+        """Return the default plan, and the records of all layers by a search; computed once."""
+        from deploy.targets.ascend.layer_searches import make_search_plan
+
+        compute_once = partial(request.ranges.compute_once, of=request.model)
+        plan: RecordPlan = compute_once(self, lambda: self.record_plan(request.subject))
+        record = compute_once(
+            (self, search),
+            lambda: make_search_plan(plan, search).record(request.ranges.observed),
+        )
+        return plan, record
+
+    def _search_layers(
+        self, request: BuildRequest
+    ) -> tuple[RecordPlan, CalibrationRecord, QuantConfig]:
         """Return the plan, the records by the chosen searches, and the config of these searches."""
         from deploy.targets.ascend import layer_searches as searches
 
         plan, default = self.search(request, searches.CONFIGURED)
-        chosen = searches.chosen_searches(plan, request.choices)
-        if not chosen:
+        search_by_layer = searches.chosen_searches(plan, request.choices)
+        if not search_by_layer:
             return plan, default, plan.config
-        found = {how: self.search(request, how)[1] for how in {*chosen.values()}}
-        every = {name: chosen.get(name, searches.CONFIGURED) for name in plan.layers}
-        records = searches.merge_records(plan, default, found, chosen)
-        return plan, records, searches.apply_searches(plan.config, every)
-
-    def search(self, request: BuildRequest, how: str) -> tuple[RecordPlan, CalibrationRecord]:
-        """Return the plan, and the records of all layers by a search; made once."""
-        from deploy.targets.ascend.layer_searches import make_search_plan
-
-        once = partial(request.ranges.compute_once, of=request.model)
-        plan: RecordPlan = once(self, lambda: self.record_plan(request.subject))
-        return plan, once(
-            (self, how), lambda: make_search_plan(plan, how).record(request.ranges.observed)
-        )
+        record_by_search = {
+            search: self.search(request, search)[1] for search in set(search_by_layer.values())
+        }
+        records = searches.merge_records(plan, default, record_by_search, search_by_layer)
+        all_searches = {
+            name: search_by_layer.get(name, searches.CONFIGURED) for name in plan.layers
+        }
+        return plan, records, searches.apply_searches(plan.config, all_searches)
 
     def quantize(
         self, request: BuildRequest
     ) -> tuple[RecordPlan, CalibrationRecord, dict[str, QuantLayer], QuantConfig]:
-        """Return the plan, the records of the int8 layers, these layers, and their config.
+        """Quantize the layers that the request's choices leave in int8.
 
-        A layer that goes back to float does not change the scales of the others, as in AMCT's
-        automatic calibration.
+        All layers are searched, also those that the choices keep in float, so that these do not
+        change the scales of the others, as in AMCT's automatic calibration.
+
+        Returns:
+            The plan of all layers; the records of the int8 layers; layer -> its integers; the
+            config, in which the float layers are disabled.
         """
         from deploy.targets.ascend.quant_layer import quantize_layers
 
-        plan, calibrated, config = self._recorded(request)
-        in_float = frozenset(request.choices.float_nodes)
-        records = {name: one for name, one in calibrated.records.items() if name not in in_float}
+        plan, calibrated, config = self._search_layers(request)
+        float_nodes = request.choices.float_nodes
+        records = {
+            name: record for name, record in calibrated.records.items() if name not in float_nodes
+        }
         if not records:
             raise ConfigError(
                 "an Ascend build must leave a layer in int8, got all of them kept in float; build"
                 " the float model with atc"
             )
         layers = quantize_layers(plan.model, plan.graph, records)
-        config = disable_layers(config, tuple(in_float))
+        config = disable_layers(config, float_nodes)
         return plan, replace(calibrated, records=records), layers, config
 
     def build(self, request: BuildRequest) -> BuildResult:
@@ -298,10 +310,10 @@ class Ascend:
             BackendError: `atc` is installed and failed.
         """
         if request.trained is not None:
-            return self._of_trained(request.trained, request)
-        plan, calibrated, layers, config = self.quantize(request)
+            return self._build_from_qdq(request.trained, request)
         from deploy.targets.ascend.recipe import Recipe
 
+        plan, calibrated, layers, config = self.quantize(request)
         recipe = Recipe(
             model=plan.model,
             graph=plan.graph,
@@ -315,16 +327,16 @@ class Ascend:
         )
         return self.write_files(recipe, request)
 
-    def _of_trained(self, trained: QdqCalibration, request: BuildRequest) -> BuildResult:
+    def _build_from_qdq(self, qdq: QdqCalibration, request: BuildRequest) -> BuildResult:
         """Write the files of a Q/DQ model with the scales of its own pairs."""
         from deploy.targets.ascend.recipe import recipe_from_qdq
 
-        loaded, recipe = recipe_from_qdq(trained.model, Path(trained.name))
+        loaded, recipe = recipe_from_qdq(qdq.model, Path(qdq.name))
         original = request.subject.loaded
         loaded = replace(
             loaded, name=original.name, metadata_preprocess=original.metadata_preprocess
         )
-        subject = replace(request.subject, loaded=loaded, user_model=trained.model)
+        subject = replace(request.subject, loaded=loaded, user_model=qdq.model)
         return self.write_files(recipe, replace(request, subject=subject))
 
     def write_files(self, recipe: Recipe, request: BuildRequest) -> BuildResult:
@@ -336,39 +348,42 @@ class Ascend:
         from deploy.targets.ascend.quant_layer import deployed_weights
         from deploy.targets.ascend.recipe import precision_notes, shared_weight_notes
 
-        float16 = find_float16_tensors(request.subject)
-        sharing = find_weight_sharers((one.layer for one in recipe.layers.values()), recipe.graph)
+        float16_tensors = find_float16_tensors(request.subject)
+        layers = [q.layer for q in recipe.layers.values()]
+        weight_sharers = find_weight_sharers(layers, recipe.graph)
         files = write_models(
-            recipe, request, cann=self.cann, float16_tensors=float16, weight_sharers=sharing
+            recipe,
+            request,
+            cann=self.cann,
+            float16_tensors=float16_tensors,
+            weight_sharers=weight_sharers,
         )
         notes = [
             *recipe.notes,
-            *precision_notes(recipe, float16, self.atc_flags),
-            *shared_weight_notes(sharing, request.name),
+            *precision_notes(recipe, float16_tensors, self.atc_flags),
+            *shared_weight_notes(weight_sharers, request.name),
             deploy_model_note(recipe.model, recipe.layers, request),
         ]
-        host: list[str] = []
+        host_notes: list[str] = []
         if self.aipp or self.first_layer_int8:
-            host = write_aipp_files(
+            host_notes = write_aipp_files(
                 request, files, self._source(), first_layer_int8=self.first_layer_int8
             )
         engine, atc_notes, failure = write_om(request, files, self._atc())
-        write_readme(request, files, self._atc(), cann=self.cann, host=host)
+        write_readme(request, files, self._atc(), cann=self.cann, host_notes=host_notes)
+        decisions = decide_precisions(
+            recipe.model, recipe.graph, recipe.records, recipe.float_reasons
+        )
         return BuildResult(
             target=self.name,
             engine=engine,
             runnable=None if failure else files["fake-quant model"],
             files=files,
-            decisions=(
-                *decide_precisions(
-                    recipe.model, recipe.graph, recipe.records, recipe.float_reasons
-                ),
-                *request.plugin_decisions,
-            ),
+            decisions=(*decisions, *request.plugin_decisions),
             method=recipe.method,
             ranges=recipe.ranges,
             weights=deployed_weights(recipe.layers),
-            notes=(*notes, *host, *atc_notes),
+            notes=(*notes, *host_notes, *atc_notes),
             error=failure,
         )
 
@@ -397,14 +412,14 @@ class Ascend:
 
         model, graph = prepare_model(subject.model)
         config, base = self._config(graph, subject), FOLDED
-        bare = []
+        unfolded = []
         if self.configured and not subject.repairs:  # which are of the folded weights
-            bare = find_unfolded_deconvs(subject.unfolded.model)
-        if not config.do_fusion or config.skip_fusion_layers or bare:
-            model, graph = unfuse_batchnorms(subject, config, unfolded=bare)
+            unfolded = find_unfolded_deconvs(subject.unfolded.model)
+        if not config.do_fusion or config.skip_fusion_layers or unfolded:
+            model, graph = unfuse_batchnorms(subject, config, unfolded=unfolded)
             config = self._config(graph, subject)
-            apart = [*config.skip_fusion_layers, *bare] if config.do_fusion else ["all"]
-            base = f"unfused {', '.join(apart)}"
+            unfused = [*config.skip_fusion_layers, *unfolded] if config.do_fusion else ["all"]
+            base = f"unfused {', '.join(unfused)}"
         return RecordPlan(
             model=model,
             graph=graph,
@@ -412,11 +427,11 @@ class Ascend:
             base=base,
             samples=subject.samples,
             images_per_sample=subject.batch,
-            samples_per_batch=self._together(subject),
+            samples_per_batch=self._samples_per_batch(subject),
             exact=self.exact,
         )
 
-    def _together(self, subject: CalibrationSubject) -> int:
+    def _samples_per_batch(self, subject: CalibrationSubject) -> int:
         """Return the number of samples in one AMCT batch."""
         images = self.amct_batch or subject.batch
         if images % subject.batch:
@@ -427,11 +442,12 @@ class Ascend:
         return images // subject.batch
 
     def _config(self, graph: LayerGraph, subject: CalibrationSubject) -> QuantConfig:
+        """Return the user's or the default config, with the --keep-float layers disabled."""
         from deploy.targets.ascend.config import default_config
         from deploy.targets.ascend.existing_files import read_any_config
 
         if self.config is None:
-            batches = -(-subject.samples // self._together(subject))
+            batches = -(-subject.samples // self._samples_per_batch(subject))
             config = default_config(graph, batch_num=max(batches, 1))
         else:
             config = read_any_config(self.config, graph)
