@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deploy.commands import base
-from deploy.commands.base import FILE, Real, json_option, put_json, quietable, shows_progress
+from deploy.commands.base import (
+    FILE,
+    CommandFunction,
+    Decorator,
+    Real,
+    json_option,
+    put_json,
+    quietable,
+    shows_progress,
+)
 from deploy.commands.calibration_options import (
     keep_float_option,
     refresh_option,
@@ -45,7 +54,7 @@ _FILE_FLAGS = frozenset(
 )
 
 
-def deployment_options(command: Callable[..., Report]) -> Callable[..., None]:
+def deployment_options(command: Callable[..., Report]) -> CommandFunction:
     """Add where files go, what they are tried on, and Ascend's own options that do not calibrate.
 
     The command gets them as keyword arguments; the report that it returns is printed.
@@ -72,11 +81,10 @@ def deployment_options(command: Callable[..., Report]) -> Callable[..., None]:
         put_json(json_path, lambda: to_json(report))
         say_lines(to_screen(report))
 
-    wrapped: Callable[..., None] = run
-    return base.add_options(wrapped, _OPTIONS)
+    return base.add_options(run, _OPTIONS)
 
 
-_OPTIONS: Sequence[Callable[[Callable[..., None]], Callable[..., None]]] = (
+_OPTIONS: Sequence[Decorator] = (
     base.general_option(
         "-o", "--out", type=FILE, required=True, help="Folder of everything that is written."
     ),

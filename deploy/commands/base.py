@@ -83,6 +83,8 @@ IMAGE_SOURCE = InputPath(
 )
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+CommandFunction = Callable[..., None]
+Decorator = Callable[[CommandFunction], CommandFunction]  # adds options to a command
 
 _NUMBERS = {"integer": "N", "float": "X"}  # click's name of a type -> metavar
 
@@ -331,8 +333,6 @@ def _flag(option: click.Option) -> str:
 
 _SCREEN = Path("-")
 
-CommandFunction = Callable[..., None]
-
 shows_progress = show_progress()  # decorator of a command without `--quiet`
 
 verbose_option = general_option(
@@ -361,7 +361,7 @@ _quiet_option = general_option(
 )
 
 
-def quietable(*files: str) -> Callable[[CommandFunction], CommandFunction]:
+def quietable(*files: str) -> Decorator:
     """Add `--quiet` to a command that shows progress; JSON on stdout replaces the text too.
 
     Args:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -16,7 +16,7 @@ import click
 from calibrators.searches import DEFAULT_METHOD, SEARCHES, parameters, searches_with
 from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import base
-from deploy.commands.base import verbose_option
+from deploy.commands.base import CommandFunction, Decorator, verbose_option
 from deploy.commands.image_options import ImageArguments
 from deploy.errors import ConfigError
 from deploy.method import Method
@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from deploy.pipeline.build_options import CalibrationOptions
     from deploy.targets import Target
 
-Command = Callable[..., None]
 
-
-def method_options(command: Command) -> Command:
+def method_options(command: CommandFunction) -> CommandFunction:
     """Add `--method` and its parameters as `method`, and the typed flags as `method_flags`."""
     parameter_by_name = parameters()
 
@@ -44,7 +42,7 @@ def method_options(command: Command) -> Command:
         flags = tuple(base.given_flags("method", *values))
         command(method=chosen, method_flags=flags, **arguments)
 
-    wrapped: Command = run
+    wrapped: CommandFunction = run
     for name, parameter in parameter_by_name.items():  # the last search's first, as decorators are
         wrapped = _option(name, parameter)(wrapped)
     help_texts = (f"{name} {search.help}" for name, search in SEARCHES.items())
@@ -60,7 +58,7 @@ def _given_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _option(name: str, parameter: Field[Any]) -> Callable[[Command], Command]:
+def _option(name: str, parameter: Field[Any]) -> Decorator:
     is_flag = isinstance(parameter.default, bool)
     return base.calibration_option(
         f"--{name.replace('_', '-')}",
@@ -170,7 +168,7 @@ resume_option = base.cache_option(
 )
 
 
-def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
+def calibration_options(command: CommandFunction) -> CommandFunction:
     """Add the options of a calibration; the command gets them as `calibration`."""
 
     @wraps(command)
@@ -248,7 +246,7 @@ _OPTIONS = (
 )
 
 
-def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
+def cluster_options(command: CommandFunction) -> CommandFunction:
     """Add the dask cluster; the command gets it as `scheduler`, None for this machine."""
 
     @wraps(command)

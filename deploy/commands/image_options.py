@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from deploy.commands import base
-from deploy.commands.base import Real, complete_names_of
+from deploy.commands.base import Command, CommandFunction, Decorator, Real, complete_names_of
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from deploy.feed.paths import RawFiles
     from deploy.feed.preprocess import PreprocessRequest, Sides
     from deploy.feed.sampling import Limit
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 PRESET_NAMES = (  # of `deploy.feed.preprocess`, repeated here so that --help imports nothing
     "raw, unit, grey-half, imagenet, minus-one-to-one, imagenet-tf, efficientnet-lite, yolo,"
@@ -283,8 +281,8 @@ calibrator_script_option = base.image_option(
 
 
 def _image_options(
-    command: Callable[..., None], *, scripts: bool, needed: bool = True
-) -> Callable[..., None]:
+    command: CommandFunction, *, scripts: bool, needed: bool = True
+) -> CommandFunction:
     @wraps(command)
     def run(**arguments: Any) -> None:
         from deploy.machine import worker_threads
@@ -335,10 +333,7 @@ def refuse_unfed() -> None:
     raise click.UsageError("Missing option '--images' or '--calibrator-script'")
 
 
-CommandFunction = Callable[..., None]
-
-
-def shape_option(ending: str = "") -> Callable[[CommandFunction], CommandFunction]:
+def shape_option(ending: str = "") -> Decorator:
     """Add --shape, which may be repeated, as `shapes`; `ending` ends its help."""
     return base.model_option(
         "--shape",
@@ -365,7 +360,7 @@ def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
     return name, tuple(map(int, parts))
 
 
-def input_options(purpose: str) -> Callable[[CommandFunction], CommandFunction]:
+def input_options(purpose: str) -> Decorator:
     """Add optional images, and how they are read; the command gets `dataset`, None without them.
 
     Args:
@@ -381,9 +376,8 @@ def input_options(purpose: str) -> Callable[[CommandFunction], CommandFunction]:
             dataset = _dataset(arguments, source or "")
             command(dataset=dataset if source else None, **arguments)
 
-        wrapped: CommandFunction = run
         text = f"{purpose}: {SOURCES[0].lower()}{SOURCES[1:]}."
-        return base.add_options(wrapped, _options(text))
+        return base.add_options(run, _options(text))
 
     return add_images
 

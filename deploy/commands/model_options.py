@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from deploy.commands import base
-from deploy.commands.base import Real, complete_names
+from deploy.commands.base import Command, CommandFunction, Decorator, Real, complete_names
 from deploy.errors import ConfigError
 from deploy.targets import TARGETS, Target, find_target
 from deploy.targets.options import Option, declared_options
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from deploy.frontends.base import LoadedModel
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def model_options(command: Command) -> Command:
@@ -167,7 +165,6 @@ def torch_inputs(
     return inputs
 
 
-CommandFunction = Callable[..., None]
 # options without effect on PyTorch models, which get fixed scales and integers
 _NOT_OF_TORCH = ("dynamic_matmul", "precision")
 TargetValues = Mapping[str, Mapping[str, Any]]  # target -> field -> value on the command line
@@ -175,7 +172,7 @@ TargetValues = Mapping[str, Mapping[str, Any]]  # target -> field -> value on th
 
 def target_options(
     is_offered: Callable[[Option], bool],
-) -> Callable[[CommandFunction], CommandFunction]:
+) -> Decorator:
     """Add `--target` and the targets' options that are `is_offered`.
 
     The command gets the configured targets as `targets`.
@@ -200,7 +197,7 @@ def target_options(
     return add
 
 
-def one_target(section: str) -> Callable[[CommandFunction], CommandFunction]:
+def one_target(section: str) -> Decorator:
     """Add `--target` for one target and its options that place pairs in a PyTorch model.
 
     The command gets the configured target as `target`.
@@ -232,7 +229,7 @@ def _places_torch_pairs(option: Option) -> bool:
 
 def target_field_options(
     is_offered: Callable[[Option], bool],
-) -> Callable[[CommandFunction], CommandFunction]:
+) -> Decorator:
     """Add the targets' options that are `is_offered`; the command gets them as `target_values`."""
 
     def add(command: CommandFunction) -> CommandFunction:
@@ -251,9 +248,8 @@ def target_field_options(
                     target_values.setdefault(target, {})[option.name] = value
             command(target_values=target_values, **arguments)
 
-        wrapped: CommandFunction = run
         options = [_option(name, *field) for name, field in field_by_name.items()]
-        return base.add_options(wrapped, options)
+        return base.add_options(run, options)
 
     return add
 
@@ -289,7 +285,7 @@ def _names(context: click.Context, param: click.Parameter, texts: tuple[str, ...
     return tuple(names)
 
 
-def _option(name: str, target: str, option: Option) -> Callable[[CommandFunction], CommandFunction]:
+def _option(name: str, target: str, option: Option) -> Decorator:
     """The click option of a target's field; None or () if it is not given."""
     is_flag = option.kind is bool
     return base.option(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from deploy.commands import base
-from deploy.commands.base import GENERAL, Real, SectionedCommand, option
+from deploy.commands.base import GENERAL, CommandFunction, Decorator, Real, SectionedCommand, option
 from deploy.errors import ConfigError, did_you_mean
 from deploy.files.manifest import MANIFEST_NAME, SETTINGS
 from deploy.tuning import CPU_NAMES, PREFERENCES
@@ -196,10 +196,7 @@ def _is_text_or_number(value: object) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
-Command = Callable[..., None]
-
-
-def tuning_options(command: Command) -> Command:
+def tuning_options(command: CommandFunction) -> CommandFunction:
     """Add the options of the search and of acceptance; `tuning` and `gates`."""
 
     @wraps(command)
@@ -225,11 +222,10 @@ def tuning_options(command: Command) -> Command:
         gates = Gates(max_loss=max_loss, min_speedup=min_speedup, accept=accept)
         command(tuning=search, gates=gates, **arguments)
 
-    wrapped: Command = run
-    return base.add_options(wrapped, _options())
+    return base.add_options(run, _options())
 
 
-def _options() -> list[Callable[[Command], Command]]:
+def _options() -> list[Decorator]:
     return [
         base.search_option(
             "--effort",
