@@ -66,6 +66,18 @@ MAX_PRESET_OVERSHOOT = 0.1  # values may exceed the range of a preset by this
 MIN_CHANNEL_VARIANCE = 1e-6  # times the median; channels with less were dead in training
 
 
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Mean and variance per channel.
+
+    Attributes:
+        mean, variance: values per channel [C].
+    """
+
+    mean: Floats
+    variance: Floats
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstLayer:
     """The layer that reads the input.
@@ -74,15 +86,14 @@ class FirstLayer:
         model: the nodes from the input to `tensor`.
         tensor: output of the Conv, or input of the BatchNormalization.
         node: name of the BatchNormalization, or else of the Conv.
-        mean, variance: training statistics per channel; None without a BatchNormalization.
+        training: training statistics; None without a BatchNormalization.
         bias: bias per channel of a Conv without BatchNormalization, or None.
     """
 
     model: onnx.ModelProto
     tensor: str
     node: str
-    mean: Floats | None = None
-    variance: Floats | None = None
+    training: Moments | None = None
     bias: Floats | None = None
 
 
@@ -167,7 +178,8 @@ class _InputPath:
         model = self._extract_model(tensor)
         if model is None:
             return None
-        return FirstLayer(model=model, tensor=tensor, node=norm.name, mean=mean, variance=variance)
+        training = Moments(mean, variance)
+        return FirstLayer(model=model, tensor=tensor, node=norm.name, training=training)
 
     def _read_bias(self, conv: onnx.NodeProto) -> FirstLayer | None:
         if conv.op_type != "Conv" or len(conv.input) < 3:
@@ -194,14 +206,6 @@ class _InputPath:
         model.ir_version = max(model.ir_version, 7)
         name_nodes(graph)  # ONNX Runtime refuses duplicate names
         return model
-
-
-@dataclass(frozen=True, slots=True)
-class _Moments:
-    """Mean and variance per channel."""
-
-    mean: Floats
-    variance: Floats
 
 
 def check_feed_inputs(subject: CalibrationSubject, feed: Feed) -> list[str]:
@@ -376,23 +380,20 @@ def _compare_with_layer(
 ) -> str:
     session = OrtSession.open(layer.model, threads=1, spin=False)
     measure = partial(_measure_layer, session, layer.tensor, name)
-    if layer.mean is not None and layer.variance is not None:
-        training = _Moments(layer.mean, layer.variance)
-        return _compare_with_training(training, measure, values, preprocess)
+    if layer.training is not None:
+        return _compare_with_training(layer.training, measure, values, preprocess)
     assert layer.bias is not None
     return _compare_with_bias(layer.bias, measure(values), values)
 
 
-def _measure_layer(
-    session: OrtSession, tensor: str, name: str, arrays: Iterable[Array]
-) -> _Moments:
+def _measure_layer(session: OrtSession, tensor: str, name: str, arrays: Iterable[Array]) -> Moments:
     """Return the moments of a tensor when the input `name` is given these arrays."""
     return _moments(session.run({name: array})[tensor] for array in arrays)
 
 
 def _compare_with_training(
-    training: _Moments,
-    measure: Callable[[Iterable[Array]], _Moments],
+    training: Moments,
+    measure: Callable[[Iterable[Array]], Moments],
     values: Sequence[Array],
     preprocess: Preprocess | None,
 ) -> str:
@@ -425,7 +426,7 @@ def _compare_with_training(
     )
 
 
-def _compare_with_bias(bias: Floats, data: _Moments, values: Sequence[Array]) -> str:
+def _compare_with_bias(bias: Floats, data: Moments, values: Sequence[Array]) -> str:
     """Return a warning from the size of a Conv's bias beside its outputs, or ""."""
     bias_size = float(np.sqrt(np.mean(np.square(bias))))
     output_size = float(np.sqrt(np.mean(data.variance)))
@@ -525,7 +526,7 @@ def _renormalize(array: Array, source: Preprocess, preset: Preprocess) -> Array:
     return values.astype(array.dtype)
 
 
-def _moments(arrays: Iterable[Array]) -> _Moments:
+def _moments(arrays: Iterable[Array]) -> Moments:
     """Return the moments of all [1, C, ...] arrays together."""
     count, total, squares = 0, np.zeros(1), np.zeros(1)
     for array in arrays:
@@ -534,10 +535,10 @@ def _moments(arrays: Iterable[Array]) -> _Moments:
         total = total + rows.sum(axis=1)
         squares = squares + np.square(rows).sum(axis=1)
     mean = total / max(count, 1)
-    return _Moments(mean, np.maximum(squares / max(count, 1) - np.square(mean), 0))
+    return Moments(mean, np.maximum(squares / max(count, 1) - np.square(mean), 0))
 
 
-def _live_channels(training: _Moments) -> NDArray[np.bool_]:
+def _live_channels(training: Moments) -> NDArray[np.bool_]:
     """Return a mask of the channels that varied in training."""
     variance = training.variance
     mask: NDArray[np.bool_] = variance > MIN_CHANNEL_VARIANCE * np.median(variance[variance > 0])
@@ -548,7 +549,7 @@ def _round(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _distance(data: _Moments, training: _Moments) -> float:
+def _distance(data: Moments, training: Moments) -> float:
     """Return the median over the channels of the Kullback-Leibler divergence."""
     live = _live_channels(training)
     variance = training.variance[live]
