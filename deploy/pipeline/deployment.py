@@ -218,8 +218,8 @@ class _Deployment:
                 manifest=feed.manifest(),
                 threads=self.threads,
             )
-            built = self.target.write_files(self.recipe, request)
-            report = self._make_report(built, feed, stage)
+            result = self.target.write_files(self.recipe, request)
+            report = self._make_report(result, feed, stage)
             write_pages(report, stage)
             data = read_bytes(self.scales, what="a file of scales", error=ConfigError)
             origin = {
@@ -232,21 +232,21 @@ class _Deployment:
             publish_build(origin, stage, replaceable=None if force else ())
         return report
 
-    def _make_report(self, built: BuildResult, feed: Feed, stage: Stage) -> Report:
+    def _make_report(self, result: BuildResult, feed: Feed, stage: Stage) -> Report:
         """Return the report on the files."""
         loaded = self.subject.loaded
         target = TargetPart(
-            name=built.target,
-            method=built.method,
+            name=result.target,
+            method=result.method,
             options=changed_options(self.target),
-            nodes=node_rows(built.decisions),
-            weights=weight_rows(built.weights),
-            files=file_rows(built.files, stage),
-            runnable=str(stage.published_path(built.files["fake-quant model"])),
-            notes=built.notes,
+            nodes=node_rows(result.decisions),
+            weights=weight_rows(result.weights),
+            files=file_rows(result.files, stage),
+            runnable=str(stage.published_path(result.files["fake-quant model"])),
+            notes=result.notes,
         )
         report = Report(
-            title=f"calib8: {loaded.name} in int8 for {built.target}, by {self.scales}",
+            title=f"calib8: {loaded.name} in int8 for {result.target}, by {self.scales}",
             model=model_part(loaded),
             targets=(target,),
             machine=this_machine(),
@@ -258,7 +258,7 @@ class _Deployment:
         return replace(
             report,
             feed=feed_part(feed, str(dataset.source)),
-            engines=self.make_rows(built, feed, stage),
+            engines=self.make_rows(result, feed, stage),
             notes=(*loaded.cut_notes, *feed.notes),
         )
 
@@ -294,27 +294,27 @@ def _refuse_early(
 
 
 def _compare_with_float_model(
-    loaded: LoadedModel, target: Ascend, threads: int, built: BuildResult, feed: Feed, stage: Stage
+    loaded: LoadedModel, target: Ascend, threads: int, result: BuildResult, feed: Feed, stage: Stage
 ) -> tuple[EngineRow, ...]:
     """Return the rows of the float model and of the fake-quant model, compared with it."""
     figures = measure_engines(
         loaded,
         [target],
-        [built],
+        [result],
         calibration=EvaluationSubset(feed, feed.count),
         evaluation=feed,
         labels=None,
         duration_s=0,
         threads=threads,
     )
-    return engine_rows(figures, [built], Gates(), stage, classes=loaded.classes)
+    return engine_rows(figures, [result], Gates(), stage, classes=loaded.classes)
 
 
 def _compare_with_qdq_model(
     qdq_model: onnx.ModelProto,
     path: Path,
     threads: int,
-    built: BuildResult,
+    result: BuildResult,
     feed: Feed,
     _stage: Stage,
 ) -> tuple[EngineRow, ...]:
@@ -323,10 +323,10 @@ def _compare_with_qdq_model(
     reference = OrtSession.open(qdq_model, threads=threads, int8_kernels=False)
     arithmetic = "Compared in integers, as the NPU computes."
     try:
-        deploy_model = read_model(built.files["deploy model"])
+        deploy_model = read_model(result.files["deploy model"])
         candidate: Session = open_deploy(deploy_model, threads=threads)
     except ModelError as error:  # sums that the executor cannot add up exactly
-        fake_quant_path = built.files["fake-quant model"]
+        fake_quant_path = result.files["fake-quant model"]
         candidate = OrtSession.open(fake_quant_path, threads=threads, optimize=False)
         arithmetic = f"Compared as the fake-quant model: {error}."
 
@@ -334,8 +334,8 @@ def _compare_with_qdq_model(
     return (
         EngineRow(label="Q/DQ", reference=True, path=str(path)),
         EngineRow(
-            label=built.precision,
-            target=built.target,
+            label=result.precision,
+            target=result.target,
             accuracy=compare_sessions(reference, candidate, feed),
             notes=(arithmetic, float_name),
         ),

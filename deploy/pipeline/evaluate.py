@@ -115,7 +115,7 @@ class InnerTensors:
     def __init__(
         self,
         loaded: LoadedModel,
-        built: Sequence[BuildResult],
+        results: Sequence[BuildResult],
         device_sessions: DeviceSessions,
         sample_count: int,
         *,
@@ -125,7 +125,7 @@ class InnerTensors:
 
         Args:
             loaded: the float model.
-            built: results whose runnable file is compared.
+            results: results whose runnable file is compared.
             device_sessions: target whose engine can be opened here -> its session if a device runs
                 it, None if ONNX Runtime does.
             sample_count: number of evaluation samples.
@@ -136,7 +136,7 @@ class InnerTensors:
         self._is_reference = is_reference
         self._lock = threading.Lock()
         self._taps: dict[str, tuple[Session, TensorComparison]] = {}
-        for result in built:
+        for result in results:
             if result.runnable is not None and any(node.quantized for node in result.decisions):
                 self._tap(loaded, result, stand_in=result.target not in device_sessions)
         if not self._taps:
@@ -201,7 +201,7 @@ class Candidate:
 
 
 def find_candidates(
-    built: Sequence[BuildResult],
+    results: Sequence[BuildResult],
     device_sessions: DeviceSessions,
     host_sessions: Mapping[str, Session],
     failures: dict[str, str],
@@ -212,7 +212,7 @@ def find_candidates(
     file, if it is open already, in one thread.
     """
     candidates = {}
-    for result in built:
+    for result in results:
         device_session = device_sessions.get(result.target)
         if device_session is not None:
             candidates[result.target] = Candidate(device_session, is_serial=True)

@@ -76,7 +76,7 @@ class Figures:
 def measure_engines(
     loaded: LoadedModel,
     targets: Sequence[Target],
-    built: Sequence[BuildResult],
+    results: Sequence[BuildResult],
     *,
     calibration: EvaluationSubset,
     evaluation: EvaluationFeed | None,
@@ -93,8 +93,8 @@ def measure_engines(
 
     Args:
         loaded: the float model.
-        targets: the targets of `built`, in the same order.
-        built: files of each target.
+        targets: the targets of `results`, in the same order.
+        results: files of each target.
         calibration: calibration samples, used if there are no evaluation samples.
         evaluation: evaluation samples.
         labels: classes of the evaluation samples, or the objects on them.
@@ -115,12 +115,12 @@ def measure_engines(
         loaded, float_file, samples, threads=threads, is_timed=is_timed
     )
     engines = {_FLOAT_ENGINE: float_engine}
-    failures = _open_engines(engines, targets, built, threads=threads, is_timed=is_timed)
+    failures = _open_engines(engines, targets, results, threads=threads, is_timed=is_timed)
     reference, is_same_model = _choose_reference(float_outputs, observed_outputs, samples)
     first_runs = float_outputs.runs
     del float_outputs  # frees the weights of a session that may not be needed any more
 
-    opened = [result for result in built if result.target not in failures]
+    opened = [result for result in results if result.target not in failures]
     device_sessions: dict[str, Session | None] = {}
     if loaded.cut_off is None:  # else the engines have other outputs
         device_sessions = {name: engine.device_session for name, engine in engines.items()}
@@ -154,7 +154,7 @@ def measure_engines(
     )
     evaluated_results = [result for result in opened if result.target not in failures]
     return Figures(
-        engines=(float_row, *_make_rows(built, measurements)),
+        engines=(float_row, *_make_rows(results, measurements)),
         layers=_find_lossy_layers(inner_tensors, loaded, evaluated_results),
         failures=failures,
         notes=(
@@ -172,11 +172,11 @@ def measure_engines(
     )
 
 
-def list_engines(loaded: LoadedModel, built: Sequence[BuildResult]) -> Figures:
+def list_engines(loaded: LoadedModel, results: Sequence[BuildResult]) -> Figures:
     """Return the engines of a build without images: their files, without figures."""
     size = len(read_float_model(loaded))
     float_row = EngineRow(label="FP32", reference=True, path=None, size_bytes=size)
-    return Figures(engines=(float_row, *_make_rows(built, _Measurements())))
+    return Figures(engines=(float_row, *_make_rows(results, _Measurements())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,14 +243,14 @@ def _open_float_model(
 def _open_engines(
     engines: dict[str, _OpenedEngine],
     targets: Sequence[Target],
-    built: Sequence[BuildResult],
+    results: Sequence[BuildResult],
     *,
     threads: int,
     is_timed: bool,
 ) -> dict[str, str]:
     """Open all engines and add them to `engines`; return name -> why it cannot be opened."""
     failures = {}
-    for target, result in zip(targets, built, strict=True):
+    for target, result in zip(targets, results, strict=True):
         paths = dict(result.baselines)
         if result.engine is not None:
             paths[result.target] = result.engine
@@ -340,10 +340,10 @@ def _measure_latency(
     return latency
 
 
-def _make_rows(built: Sequence[BuildResult], measurements: _Measurements) -> Iterator[EngineRow]:
+def _make_rows(results: Sequence[BuildResult], measurements: _Measurements) -> Iterator[EngineRow]:
     """Yield the rows of each target's baselines and of its engine."""
     failures = measurements.failures
-    for result in built:
+    for result in results:
         paths: dict[str, Path | None] = {**result.baselines, result.target: result.engine}
         if result.target in failures:
             paths = dict.fromkeys(paths)  # `discard_failed` removes the files
@@ -365,19 +365,19 @@ def _make_rows(built: Sequence[BuildResult], measurements: _Measurements) -> Ite
                 row = replace(row, load_ms=measurements.engines[name].load_ms)
             if is_baseline and name in failures:
                 row = replace(row, notes=(failures[name],))
-            if not is_baseline and len(built) == 1:
+            if not is_baseline and len(results) == 1:
                 row = replace(row, label=result.precision)
             yield row
 
 
 def _find_lossy_layers(
-    inner_tensors: InnerTensors, loaded: LoadedModel, built: Sequence[BuildResult]
+    inner_tensors: InnerTensors, loaded: LoadedModel, results: Sequence[BuildResult]
 ) -> dict[str, tuple[OutputAccuracy, ...]]:
     """Return target -> inner tensors whose figures show a loss."""
     bounds = find_bounds(loaded.model)
     layers_by_target = inner_tensors.layers
     lossy_layers = {}
-    for result in built:
+    for result in results:
         if result.target in layers_by_target:
             lossy_layers[result.target] = tuple(
                 layer
@@ -387,12 +387,14 @@ def _find_lossy_layers(
     return lossy_layers
 
 
-def _is_clamped(tensor: str, bounds: Mapping[str, tuple[float, float]], built: BuildResult) -> bool:
+def _is_clamped(
+    tensor: str, bounds: Mapping[str, tuple[float, float]], result: BuildResult
+) -> bool:
     """Whether int8 clamps a tensor by design, where its readers cannot tell values apart."""
     if tensor not in bounds:
         return False
     lowest, highest = bounds[tensor]
-    scale = built.ranges.get(tensor)
+    scale = result.ranges.get(tensor)
     return scale is None or scale.observed_min < lowest or scale.observed_max > highest
 
 

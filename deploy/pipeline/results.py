@@ -59,7 +59,7 @@ _DOUBTFUL = (
 @phase("report")
 def write_report(
     calibration: CalibrationResult,
-    built: Sequence[BuildResult],
+    results: Sequence[BuildResult],
     figures: Figures,
     stage: Stage,
     *,
@@ -72,7 +72,7 @@ def write_report(
 
     Args:
         calibration: the calibration.
-        built: files of each target.
+        results: files of each target.
         figures: speed and accuracy of the engines.
         stage: folder of the build.
         plans: target -> its plan.
@@ -91,20 +91,20 @@ def write_report(
     if has_settings:
         pages.append(FileRow(role=OPTIONS, path=str(stage.folder / manifest.SETTINGS)))
 
-    precisions = sorted({result.precision for result in built}, reverse=True)
-    target_names = ", ".join(result.target for result in built)
+    precisions = sorted({result.precision for result in results}, reverse=True)
+    target_names = ", ".join(result.target for result in results)
     report = Report(
         title=f"calib8: {loaded.name} in {' and '.join(precisions)} for {target_names}",
         model=model_part(loaded),
         feed=feed_part(feed, calibration.images),
-        calibration=_calibration_part(calibration, built),
+        calibration=_calibration_part(calibration, results),
         targets=tuple(
             _target_part(calibration, figures, result, plans.get(result.target), stage)
-            for result in built
+            for result in results
         ),
         engines=engine_rows(
             figures,
-            built,
+            results,
             gates,
             stage,
             doubts=calibration.doubts,
@@ -212,7 +212,7 @@ def feed_part(feed: Feed, source: str) -> FeedPart:
 
 def engine_rows(
     figures: Figures,
-    built: Sequence[BuildResult],
+    results: Sequence[BuildResult],
     gates: Gates,
     stage: Stage,
     *,
@@ -224,7 +224,7 @@ def engine_rows(
 
     Args:
         figures: speed and accuracy of the engines, the float model first.
-        built: files of each target.
+        results: files of each target.
         gates: demands on the engines.
         stage: folder of the build.
         classes: class -> name, for the boxes that are drawn.
@@ -232,12 +232,12 @@ def engine_rows(
         has_random_outputs: whether the float model itself gives other outputs at each run.
     """
     judge = partial(verdict, gates=gates, doubts=doubts, draws=has_random_outputs)
-    results = {result.target: result for result in built if not result.error}
+    result_by_target = {result.target: result for result in results if not result.error}
     rows = [figures.engines[0]]
     for engine in figures.engines[1:]:
         row = replace(engine, path=_final_path(engine.path, stage))
         row = _with_examples(row, figures, classes)
-        result = results.get(row.target)
+        result = result_by_target.get(row.target)
         if result is not None and row.target not in figures.failures and not row.baseline:
             row = model.with_speed(figures.engines, row)
             is_quantized = any(decision.quantized for decision in result.decisions)
@@ -275,10 +275,10 @@ def _judge_engine(
 
 
 def _calibration_part(
-    calibration: CalibrationResult, built: Sequence[BuildResult]
+    calibration: CalibrationResult, results: Sequence[BuildResult]
 ) -> CalibrationPart:
     method = calibration.ranges.chosen_by
-    methods_of_files = {result.method for result in built if result.method}
+    methods_of_files = {result.method for result in results if result.method}
     if methods_of_files and method not in methods_of_files:
         method = ""  # all targets have searches of their own
     is_timed = not calibration.reused and calibration.loaded.qdq is None
@@ -305,13 +305,13 @@ def _calibration_part(
 def _target_part(
     calibration: CalibrationResult,
     figures: Figures,
-    built: BuildResult,
+    result: BuildResult,
     plan: PlannedTarget | None,
     stage: Stage,
 ) -> TargetPart:
-    error = built.error or figures.failures.get(built.target, "")
-    layers = figures.layers.get(built.target, ())
-    observations = calibration.observations_by_target.get(built.target, ())
+    error = result.error or figures.failures.get(result.target, "")
+    layers = figures.layers.get(result.target, ())
+    observations = calibration.observations_by_target.get(result.target, ())
     search = None
     if plan is not None and plan.plan.tried:
         search = SearchPart(
@@ -320,21 +320,21 @@ def _target_part(
             settled=plan.plan.settled,
             tried=tuple(trial_rows(plan.plan)),
         )
-    search_notes = () if plan is None or built.error else _search_notes(plan)
+    search_notes = () if plan is None or result.error else _search_notes(plan)
     return TargetPart(
-        name=built.target,
-        method=built.method,
-        options=built.options,
+        name=result.target,
+        method=result.method,
+        options=result.options,
         reused=not error and not set(calibration.observed_now).intersection(observations),
-        nodes=node_rows(built.decisions),
-        tensors=clip_rows(calibration, built, layers),
-        weights=weight_rows(built.weights),
+        nodes=node_rows(result.decisions),
+        tensors=clip_rows(calibration, result, layers),
+        weights=weight_rows(result.weights),
         layers=layers,
-        files=file_rows(built.files, stage),
-        runnable=_final_path(built.runnable, stage),
+        files=file_rows(result.files, stage),
+        runnable=_final_path(result.runnable, stage),
         search=search,
-        alerts=tuple(_earlier_file_alerts(calibration.loaded.name, built.target, stage)),
-        notes=(*search_notes, *built.notes),
+        alerts=tuple(_earlier_file_alerts(calibration.loaded.name, result.target, stage)),
+        notes=(*search_notes, *result.notes),
         error=error,
     )
 
