@@ -424,7 +424,7 @@ def test_onnxruntimes_model_decides_the_same_on_the_npu(ort_fashion, done, tmp_p
     said = done("convert", ort_fashion, "-o", tmp_path / "o", *FED)
     accuracy = accuracy_of(tmp_path / "o")
     assert accuracy["samples"] == 400 and accuracy["top1_agreement"] >= 0.999
-    assert "FP32's here is that of ort.onnx" in said
+    assert "Here FP32 means ort.onnx" in said
     assert "12 of 12 layers" in said and "rounded again: 1: /fc/Gemm." in said
     given, made = onnx.load(ort_fashion), onnx.load(tmp_path / "o" / "ort_deploy_model.onnx")
     values = constants(given), constants(made)
