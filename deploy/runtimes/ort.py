@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 # ONNX Runtime's element types with another name in numpy.
 _NUMPY_NAMES = {"float": "float32", "double": "float64", "string": "str"}
 
-_EXTERNAL_ENTRY = (
-    b"\x0a\x08location"  # start of the protobuf entry with the path of external weights
-)
+# start of the protobuf entry with the path of external weights
+_EXTERNAL_ENTRY = b"\x0a\x08location"
 
 # These drop a Relu or Clip before a QuantizeLinear with the same lower bound. For fp8 the first
 # takes that bound for 0, and the second fails.
@@ -43,7 +42,7 @@ _LOST_OUTPUT_MESSAGE = "Failed to find node output"
 _KERNEL_SUFFIX = "_kernel_time"  # suffix of a kernel's event in a profile
 _MAX_TRACED_RUNS = 64  # maximum number of runs of a timed profile
 
-_MIN_EXTERNAL_BYTES = 1 << 12  # bytes; larger weights go to a separate file when a model is saved
+_MIN_EXTERNAL_BYTES = 1 << 12  # larger weights go to a separate file when a model is saved
 
 _CACHE_LINE = 64  # bytes of a cache line, and of the widest vector
 
@@ -52,9 +51,8 @@ ArrayForm = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
 
 _LOG_FATAL = 4  # errors arrive as exceptions; everything else would clutter the user's screen
 
-_RUN_OPTIONS: dict[
-    str, onnxruntime.RunOptions
-] = {}  # one for every run, so that all can be stopped
+# one for every run, so that all can be stopped
+_RUN_OPTIONS: dict[str, onnxruntime.RunOptions] = {}
 _LOADING_OPTIONS: set[onnxruntime.SessionOptions] = set()
 _last_continue = -math.inf
 

@@ -145,18 +145,18 @@ class _IntegerWriter:
         op: str,
         *inputs: str,
         output: str = "",
-        like: onnx.NodeProto | None = None,
+        template: onnx.NodeProto | None = None,
         **options: Any,
     ) -> str:
         """Append a node; return its output, a new tensor unless `output` names one.
 
-        `like`: node whose attributes it gets.
+        `template`: node whose attributes it gets.
         """
         name = f"exec.{len(self.nodes)}"
         output = output or name
         node = helper.make_node(op, inputs, [output], name=name, **options)
-        if like is not None:
-            node.attribute.extend(like.attribute)
+        if template is not None:
+            node.attribute.extend(template.attribute)
         self.nodes.append(node)
         return output
 
@@ -269,9 +269,9 @@ class _IntegerWriter:
             self.nodes.append(node)
             return
         if node.op_type in ("Gemm", "MatMul") and node.input[1] in self.parts_by_tensor:
-            (first,), (second,) = parts, self.parts_by_tensor[node.input[1]]
-            zeros = [self.add_constant(np.uint8(part.zero)) for part in (first, second)]
-            tensors = first.tensor, second.tensor
+            (part,), (other_part,) = parts, self.parts_by_tensor[node.input[1]]
+            zeros = [self.add_constant(np.uint8(zero)) for zero in (part.zero, other_part.zero)]
+            tensors = part.tensor, other_part.tensor
             self.emit("MatMulInteger", *tensors, *zeros, output=node.output[0])
             return
 
@@ -305,7 +305,7 @@ class _IntegerWriter:
         for part in parts:
             inputs = part.tensor, kernel, self.add_constant(np.uint8(part.zero)), kernel_zero
             if node.op_type == "Conv":
-                products = self.emit("ConvInteger", *inputs, like=node)
+                products = self.emit("ConvInteger", *inputs, template=node)
             else:
                 products = self.emit("MatMulInteger", *inputs)
             yield products, part.factor
@@ -326,7 +326,7 @@ class _IntegerWriter:
             values = self.subtract_zero(part)
             for half, factor in ((low, 1), (high, 16)):
                 kernel = self.add_constant(half.astype(np.float32))
-                products = self.emit(node.op_type, values, kernel, like=node)
+                products = self.emit(node.op_type, values, kernel, template=node)
                 yield products, factor * part.factor
 
     def read_bias(self, node: onnx.NodeProto) -> NDArray[np.int32]:

@@ -46,13 +46,13 @@ def find_float16_tensors(subject: CalibrationSubject) -> frozenset[str]:
     if original is None or any(list(subgraphs(node)) for node in subject.model.graph.node):
         return frozenset()
     try:
-        typed = infer_types(original)
+        inferred = infer_types(original)
     except Exception:  # C++ errors of any type; then the written models stay float32
         return frozenset()
 
-    values = (*typed.graph.input, *typed.graph.output, *typed.graph.value_info)
+    values = (*inferred.graph.input, *inferred.graph.output, *inferred.graph.value_info)
     names = {value.name for value in values if value.type.tensor_type.elem_type == _FLOAT16}
-    names |= {t.name for t in typed.graph.initializer if t.data_type == _FLOAT16}
+    names |= {t.name for t in inferred.graph.initializer if t.data_type == _FLOAT16}
     for node in subject.model.graph.node:  # casts at outputs
         if _is_cast(node, _FLOAT16) and node.output[0] in names:
             names.add(node.input[0])

@@ -178,8 +178,8 @@ def rank_layers(
     def measure(_: Layer, original: Array, fake: Array) -> float:
         return similarity(original, fake)
 
-    runs = _measure_outputs(model, layers, samples, measure, threads)
-    means = {name: float(np.mean([run[name] for run in runs])) for name in layers}
+    measures = _measure_outputs(model, layers, samples, measure, threads)
+    means = {name: float(np.mean(measures[name])) for name in layers}
     return sorted(means.items(), key=lambda entry: entry[1])
 
 
@@ -238,10 +238,10 @@ def measure_layer_errors(
 
     For a layer that has no bias, which could hold a mean, it is the mean square.
     """
-    runs = _measure_outputs(model, layers, samples, _difference_moments, threads)
+    moments = _measure_outputs(model, layers, samples, _difference_moments, threads)
     errors = {}
     for name, q in layers.items():
-        mean, square = np.mean([run[name] for run in runs], axis=0)
+        mean, square = np.mean(moments[name], axis=0)
         variance = square - mean**2 if q.layer.holds_bias else square
         errors[name] = float(variance.sum())
     return errors
@@ -262,8 +262,8 @@ def _measure_outputs(
     samples: Sequence[Sample],
     measure: Callable[[Layer, Array, Array], Measure],
     threads: int,
-) -> list[dict[str, Measure]]:
-    """Return layer -> measure(layer, float output, output of its int8 twin) for each sample."""
+) -> dict[str, list[Measure]]:
+    """Return layer -> measure(layer, float output, output of its int8 twin) of each sample."""
     index = Graph(model)
     twins = {name: _open_twin(model, index, q) for name, q in layers.items()}
     tensors: set[str] = set()
@@ -271,19 +271,23 @@ def _measure_outputs(
         tensors.update((q.layer.output, *q.layer.activations))
     graph_inputs = {value.name for value in model.graph.input}
     tap = Tap(model, sorted(tensors - graph_inputs))
-    runs: list[dict[str, Measure]] = []
+    measures: dict[str, list[Measure]] = {name: [] for name in layers}
 
     def run_sample(_: int, __: int, sample: Sample) -> dict[str, Measure]:
         values = {**sample, **dict(tap.run(sample))}
-        measures = {}
+        sample_measures = {}
         for name, q in layers.items():
             layer = q.layer
             outputs = twins[name].run({tensor: values[tensor] for tensor in layer.activations})
-            measures[name] = measure(layer, values[layer.output], outputs[layer.output])
-        return measures
+            sample_measures[name] = measure(layer, values[layer.output], outputs[layer.output])
+        return sample_measures
 
-    run_in_order(samples, run_sample, lambda _, run: runs.append(run), threads=threads)
-    return runs
+    def collect(_: int, sample_measures: dict[str, Measure]) -> None:
+        for name, value in sample_measures.items():
+            measures[name].append(value)
+
+    run_in_order(samples, run_sample, collect, threads=threads)
+    return measures
 
 
 def _open_twin(model: onnx.ModelProto, index: Graph, q: QuantLayer) -> OrtSession:

@@ -107,7 +107,7 @@ def _hint(error: Exception) -> str:
     message, field = unknown.groups()
     if field in FOREIGN_KEYS:
         return f"{field!r} in {message}, which is {FOREIGN_KEYS[field]}"
-    fields = [known.name for known in message_class(message).DESCRIPTOR.fields]
+    fields = [descriptor.name for descriptor in message_class(message).DESCRIPTOR.fields]
     position, colon, _ = text.partition(" : ")
     prefix = f"{position}: " if colon else ""
     return f"{prefix}no key {field!r} in {message}; {suggest_name(field, fields)}"

@@ -54,12 +54,11 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
     override_by_name = _read_layer_overrides(message, graph)
     common = message.common_config if message.HasField("common_config") else None
 
-    candidates = dict(graph.layers)
-    for name in override_by_name:
-        if name in graph.optional_layers:
-            candidates[name] = graph.optional_layers[name]
+    names = {*graph.layers, *(graph.optional_layers.keys() & override_by_name.keys())}
+    layer_by_name = graph.layer_by_name
     layers, lowered = {}, []
-    for name, layer in sorted(candidates.items()):
+    for name in sorted(names):
+        layer = layer_by_name[name]
         sources = (override_by_name.get(name), override_by_type.get(layer.kind), common)
         parts = [part for part in sources if part is not None]
         try:

@@ -90,7 +90,9 @@ def uses_adaround(config: QuantConfig, name: str) -> bool:
 
 def weight_algorithms(config: QuantConfig) -> str:
     """Return the names of the weight algorithms in use, such as "ARQ and AdaRound"."""
-    algorithms = {"AdaRound" if uses_adaround(config, name) else "ARQ" for name in config.enabled()}
+    algorithms = set()
+    for name in config.enabled():
+        algorithms.add("AdaRound" if uses_adaround(config, name) else "ARQ")
     return " and ".join(sorted(algorithms)) or "ARQ"
 
 
