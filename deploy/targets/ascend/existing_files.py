@@ -7,7 +7,7 @@ The model is brought to the same form: folded, unless the record (skip_fusion), 
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -204,21 +204,7 @@ def recipe_from_record(
         unused = [name for name in enabled if name not in records]
         quant_config = disable_layers(quant_config, (*unrecorded, *unused))
 
-    notes = [f"Scales: {path}, unchanged; nothing was calibrated."]
-    if unfolded:
-        notes.append(
-            "By its scales, the record was made before anything was folded into these layers, so"
-            f" what follows them stays apart: {', '.join(unfolded)}."
-        )
     unrounded = find_unrounded_layers(model, graph, records, read_adaround_layers(text))
-    if unrounded:
-        notes.append(
-            f"AdaRound rounded the weights of {len(unrounded)} layers ({', '.join(unrounded[:3])})."
-            " A record does not hold that rounding, so here they are rounded to nearest; instead of"
-            " the model, give the _modified_model.onnx that was written with the record."
-        )
-    if ignored:
-        notes.append(f"Entries of the record that were not deployed: {', '.join(ignored)}.")
     return Recipe(
         model=model,
         graph=graph,
@@ -227,8 +213,28 @@ def recipe_from_record(
         config=quant_config,
         method="a record",
         float_reasons=dict.fromkeys(unrecorded, "the record has no scales for it"),
-        notes=tuple(notes),
+        notes=tuple(_record_notes(path, unfolded, unrounded, ignored)),
     )
+
+
+def _record_notes(
+    path: Path, unfolded: Collection[str], unrounded: Sequence[str], ignored: Collection[str]
+) -> Iterator[str]:
+    """Yield notes on a record: what of it could not be used as it is."""
+    yield f"Scales: {path}, unchanged; nothing was calibrated."
+    if unfolded:
+        yield (
+            "By its scales, the record was made before anything was folded into these layers, so"
+            f" what follows them stays apart: {', '.join(unfolded)}."
+        )
+    if unrounded:
+        yield (
+            f"AdaRound rounded the weights of {len(unrounded)} layers ({', '.join(unrounded[:3])})."
+            " A record does not hold that rounding, so here they are rounded to nearest; instead of"
+            " the model, give the _modified_model.onnx that was written with the record."
+        )
+    if ignored:
+        yield f"Entries of the record that were not deployed: {', '.join(ignored)}."
 
 
 def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
