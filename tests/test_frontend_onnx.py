@@ -490,7 +490,7 @@ def test_every_row_of_the_table_is_a_suffix_and_a_loader():
 def test_shapes_are_the_same_without_the_values_of_large_weights(least, small_cnn, monkeypatch):
     model = onnx.load(small_cnn)
     known = onnx.shape_inference.infer_shapes(onnx.load(small_cnn), data_prop=True)
-    monkeypatch.setattr("deploy.frontends.onnx_file._LARGE", least)
+    monkeypatch.setattr("deploy.frontends.onnx_file._MAX_SMALL_WEIGHT", least)
     assert (_without_values(model) is None) == (least > 0)
     found, wanted = (m.SerializeToString(deterministic=True) for m in (infer_shapes(model), known))
     assert found == wanted

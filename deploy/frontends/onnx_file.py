@@ -1,6 +1,7 @@
 """Load ONNX files: read, check, lift to opset 13, and clean without changing the outputs."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -40,18 +41,17 @@ from deploy.graph.index import (
     all_nodes,
     constant_nodes,
     has_no_subgraph,
-    subgraphs,
 )
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
 
 _ROUNDS = 8  # folding a Shape creates new constants; real models need two rounds
-_MOST_NODES = 50_000  # after inlining; a kilobyte of functions can stand for billions
-_MOST_JOINED = 1 << 16  # elements of a Concat of constants whose values are propagated
+_MAX_NODES = 50_000  # after inlining; a kilobyte of functions can stand for billions
+_MAX_JOINED = 1 << 16  # elements of a Concat of constants whose values are propagated
 _OLDEST_IR = 7  # the IR of opset 13; IR 3 still lists weights as inputs
 _FEEDS_WEIGHTS = 4  # since this IR a weight that is also an input is only its default value
 _FLOAT = 1  # onnx.TensorProto.FLOAT
-_LARGE = 1 << 12  # elements of a weight
+_MAX_SMALL_WEIGHT = 1 << 12  # elements of a weight that shape inference may copy
 _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
@@ -64,13 +64,17 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
     try:
         path, model, stamp = read_source(source)
         checks.check_fields(model)
-        digest, carried = model_digest(model), read_metadata_preprocess(model, path)
-        classes = read_class_names(model)
-        stored = restore_float_weights(model)
+        digest = model_digest(model)
+        metadata_preprocess, classes = (
+            read_metadata_preprocess(model, path),
+            read_class_names(model),
+        )
+        integer_weights_note = restore_float_weights(model)
         _check(model)
         names = [node.name for node in model.graph.node if node.name]
-        shared, listed = len(names) - len(set(names)), _count_fed_weights(model)
-        model, notes, widened, behind = _clean(model, fold_batchnorm)
+        shared_names = len(names) - len(set(names))
+        fed_weights = _count_fed_weights(model)
+        model, notes, was_float16, cut_off = _clean(model, fold_batchnorm)
         if renamed := rename_added(model.graph):
             notes.append(f"Renamed {', '.join(renamed)}: calib8 adds tensors of such names.")
         checks.check_valid(model)
@@ -78,32 +82,33 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         checks.check_weights(model)
         _check_runs(model)
     except ModelError as error:  # names in a broken model may hold line breaks and worse
-        words = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error))
-        raise type(error)(words) from error.__cause__
-    if stored:
-        notes.insert(0, stored)
-    name = path.stem if path else model.graph.name or "model"
-    inputs = tuple(_spec(value) for value in model.graph.input)
-    outputs = tuple(_spec(value) for value in model.graph.output)
-    if shared:
-        notes.insert(0, f"Renamed {_count(shared, 'node')} whose name another node has.")
+        raise type(error)(_escape_unprintable(str(error))) from error.__cause__
+
+    if integer_weights_note:
+        notes.insert(0, integer_weights_note)
+    if shared_names:
+        notes.insert(0, f"Renamed {_count(shared_names, 'node')} whose name another node has.")
     return LoadedModel(
-        model,
-        path,
-        name,
-        digest,
-        tuple(notes),
-        inputs,
-        outputs,
-        widened,
-        bool(shared),
-        listed,
-        stamp,
-        behind,
-        carried,
-        classes,
-        had_integer_weights=stored is not None,
+        model=model,
+        source=path,
+        name=path.stem if path else model.graph.name or "model",
+        digest=digest,
+        notes=tuple(notes),
+        inputs=tuple(_spec(value) for value in model.graph.input),
+        outputs=tuple(_spec(value) for value in model.graph.output),
+        was_float16=was_float16,
+        has_shared_names=shared_names > 0,
+        fed_weights=fed_weights,
+        stamp=stamp,
+        cut_off=cut_off,
+        metadata_preprocess=metadata_preprocess,
+        classes=classes,
+        had_integer_weights=integer_weights_note is not None,
     )
+
+
+def _escape_unprintable(text: str) -> str:
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def clean_model(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -157,42 +162,50 @@ def _clean(
     """Return the cleaned model, notes, whether it was float16, and the part cut off."""
     model.ir_version = max(model.ir_version, _OLDEST_IR)
     notes = [checks.check_optimized(model), _free_inputs(model.graph)]
-    # old Paddle exports write sizes of -1, which shape inference would multiply; 0 is valid
-    for body in all_graphs(model.graph):
-        for value in (*body.input, *body.output, *body.value_info):
-            for dim in value.type.tensor_type.shape.dim:
-                if dim.dim_value < 0:
-                    dim.ClearField("dim_value")
+    _clear_negative_sizes(model.graph)
     if model.functions:
         model, note = inline_functions(model)
         notes.append(note)
         checks.check_float(model)
-    if sparse := write_dense(model.graph):
-        notes.append(f"Wrote {_count(sparse, 'sparse constant')} densely.")
+    if sparse_count := write_dense(model.graph):
+        notes.append(f"Wrote {_count(sparse_count, 'sparse constant')} densely.")
     checks.check_ends(model)
-    behind = cut_unknown_nodes(model, infer_shapes)
-    if behind is not None:
+
+    cut_off = cut_unknown_nodes(model, infer_shapes)
+    if cut_off is not None:
         model = infer_shapes(model)  # the types of its new outputs
-    widened = widen_to_float32(model)
-    notes.append(widened)
+    float16_note = widen_to_float32(model)
+    notes.append(float16_note)
     if sort_nodes(model.graph):
         notes.append("Put the nodes into the order in which they run.")
     name_nodes(model.graph)
     model = _infer_outputs(model)
     checks.check_valid(model)
-    if widened:
+    if float16_note:
         drop_casts(model.graph, Graph(model).dtypes)
-    behind, lifted = lift_opset(model, behind)
-    notes.append(lifted)
-    notes.append(complete_resizes(model))
-    model, done = _fold(model)
-    notes += done
+    cut_off, opset_note = lift_opset(model, cut_off)
+    notes += [opset_note, complete_resizes(model)]
+
+    model, folding_notes = _fold(model)
+    notes += folding_notes
     if fold_batchnorm:
         notes += _fold_norms(model.graph)
     name_nodes(model.graph)
     model = infer_shapes(model)
     notes += _float_notes(model)
-    return model, [note for note in notes if note], widened is not None, behind
+    return model, [note for note in notes if note], float16_note is not None, cut_off
+
+
+def _clear_negative_sizes(graph: onnx.GraphProto) -> None:
+    """Make sizes of -1 unknown: old Paddle exports write them, and inference would multiply them.
+
+    A size of 0 is valid.
+    """
+    for body in all_graphs(graph):
+        for value in (*body.input, *body.output, *body.value_info):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_value < 0:
+                    dim.ClearField("dim_value")
 
 
 def _free_inputs(graph: onnx.GraphProto) -> str | None:
@@ -212,22 +225,22 @@ def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     count = len(model.functions)
     functions = {(function.domain, function.name): function for function in model.functions}
     try:
-        nodes = _count_inlined(all_nodes(model.graph), functions, {})
+        node_count = _count_inlined(all_nodes(model.graph), functions, {})
     except RecursionError:
-        nodes = _MOST_NODES + 1
-    if nodes > _MOST_NODES:
+        node_count = _MAX_NODES + 1
+    if node_count > _MAX_NODES:
         raise ModelError(
-            f"a model must have at most {_MOST_NODES:,} nodes with its functions inlined, got"
-            f" {nodes:.3g} or more; export it without functions that call each other many times"
+            f"a model must have at most {_MAX_NODES:,} nodes with its functions inlined, got"
+            f" {node_count:.3g} or more; export it without functions that call each other many"
+            " times"
         )
+
     # onnx's inliner leaves out the default attributes of functions: write them into the calls
-    bodies = [model.graph, *model.functions]
-    for node in [node for body in bodies for node in all_nodes(body)]:
-        called = functions.get((node.domain, node.op_type))
-        given = {attribute.name for attribute in node.attribute}
-        for default in () if called is None else called.attribute_proto:
-            if default.name not in given:
-                node.attribute.add().CopyFrom(default)
+    for body in (model.graph, *model.functions):
+        for node in list(all_nodes(body)):
+            function = functions.get((node.domain, node.op_type))
+            if function is not None:
+                _write_default_attributes(node, function)
     try:
         inlined = inliner.inline_local_functions(model)
     except Exception as error:  # C++ behind a binding, without an error class
@@ -237,52 +250,68 @@ def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     return inlined, f"Inlined {_count(count, 'function')}."
 
 
+def _write_default_attributes(call: onnx.NodeProto, function: onnx.FunctionProto) -> None:
+    names = {attribute.name for attribute in call.attribute}
+    for default in function.attribute_proto:
+        if default.name not in names:
+            call.attribute.add().CopyFrom(default)
+
+
 def _count_inlined(
     nodes: Iterable[onnx.NodeProto],
     functions: Mapping[tuple[str, str], onnx.FunctionProto],
-    known: dict[tuple[str, str], int],
+    counts: dict[tuple[str, str], int],
 ) -> int:
-    """Return the number of nodes after inlining; a function that calls itself counts as none."""
+    """Return the number of nodes after inlining; a function that calls itself counts as none.
+
+    `counts` gets the numbers of the functions.
+    """
     count = 0
     for node in nodes:
         key = (node.domain, node.op_type)
         if key not in functions:
             count += 1
             continue
-        if key not in known:
-            known[key] = 0
-            known[key] = _count_inlined(all_nodes(functions[key]), functions, known)
-        count += known[key]
+        if key not in counts:
+            counts[key] = 0
+            counts[key] = _count_inlined(all_nodes(functions[key]), functions, counts)
+        count += counts[key]
     return count
 
 
 def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
+    """Return the model with its constants folded and idle nodes removed, and notes."""
     constants = identities = casts = 0
-    nodes: dict[str, onnx.NodeProto] = {}
+    folded_nodes: dict[str, onnx.NodeProto] = {}
     model = infer_shapes(model)
     for _ in range(_ROUNDS):
-        identities += (removed := remove_identity(model.graph))
-        constants += (folded := fold_constants(model, nodes))
-        casts += (idle := drop_casts(model.graph, Graph(model).dtypes))
-        if not folded and not removed and not idle:
-            break
-        model = infer_shapes(model)
-    constants -= (computed := unfold_large(model.graph, nodes))
-    dead = drop_dead(model.graph)
-    return model, [
-        sentence
-        for count, sentence in (
-            (constants, f"Folded {_count(constants, 'constant node')}."),
-            (
-                computed,
-                f"Kept {_count(computed, 'constant node')}, whose stored results would be larger.",
-            ),
-            (identities, f"Removed {_count(identities, 'Identity or Dropout node')}."),
-            (casts, f"Removed {_count(casts, 'cast')} to the type that the tensor has."),
-            (dead, f"Removed {_count(dead, 'node')} that no output needs."),
+        counts = (
+            remove_identity(model.graph),
+            fold_constants(model, folded_nodes),
+            drop_casts(model.graph, Graph(model).dtypes),
         )
-        if count
-    ]
+        if not any(counts):
+            break
+        identities, constants = identities + counts[0], constants + counts[1]
+        casts += counts[2]
+        model = infer_shapes(model)
+    unfolded = unfold_large(model.graph, folded_nodes)
+    constants -= unfolded
+    dead = drop_dead(model.graph)
+
+    notes = []
+    if constants:
+        notes.append(f"Folded {_count(constants, 'constant node')}.")
+    if unfolded:
+        nodes = _count(unfolded, "constant node")
+        notes.append(f"Kept {nodes}, whose stored results would be larger.")
+    if identities:
+        notes.append(f"Removed {_count(identities, 'Identity or Dropout node')}.")
+    if casts:
+        notes.append(f"Removed {_count(casts, 'cast')} to the type that the tensor has.")
+    if dead:
+        notes.append(f"Removed {_count(dead, 'node')} that no output needs.")
+    return model, notes
 
 
 def _fold_norms(graph: onnx.GraphProto) -> list[str]:
@@ -292,31 +321,37 @@ def _fold_norms(graph: onnx.GraphProto) -> list[str]:
         f"Folded {_count(number, f'{op_type} node')} into the layer before."
         for op_type, number in sorted(folded.items())
     ]
-    left = sum(node.op_type == NORM for node in graph.node)
-    if left:
+    norm_count = sum(node.op_type == NORM for node in graph.node)
+    if norm_count:
         notes.append(
-            f"Left {_count(left, f'{NORM} node')} in float: no Conv, ConvTranspose or Gemm before "
-            "that has constant weights and no other reader."
+            f"Left {_count(norm_count, f'{NORM} node')} in float: no Conv, ConvTranspose or Gemm"
+            " before that has constant weights and no other reader."
         )
     return notes
 
 
 def _float_notes(model: onnx.ModelProto) -> list[str]:
     """Return notes on nodes that the graph analysis skips."""
-    control = [n.op_type for n in model.graph.node if any(True for _ in subgraphs(n))]
-    recurrent = [n.op_type for n in model.graph.node if n.op_type in _RECURRENT]
-    custom = [
-        f"{n.domain}.{n.op_type}" for n in model.graph.node if n.domain not in ("", "ai.onnx")
-    ]
-    return [
-        f"Left in float: {', '.join(f'{types.count(t)} {t}' for t in sorted(set(types)))} ({why})."
-        for types, why in (
-            (control, "with all nodes inside"),
-            (recurrent, "recurrent"),
-            (custom, "not of the standard operator set"),
-        )
-        if types
-    ]
+    counts_by_reason: dict[str, Counter[str]] = {
+        "with all nodes inside": Counter(),
+        "recurrent": Counter(),
+        "not of the standard operator set": Counter(),
+    }
+    for node in model.graph.node:
+        if not has_no_subgraph(node):
+            counts_by_reason["with all nodes inside"][node.op_type] += 1
+        if node.op_type in _RECURRENT:
+            counts_by_reason["recurrent"][node.op_type] += 1
+        if node.domain not in ("", "ai.onnx"):
+            op_type = f"{node.domain}.{node.op_type}"
+            counts_by_reason["not of the standard operator set"][op_type] += 1
+
+    notes = []
+    for reason, counts in counts_by_reason.items():
+        if counts:
+            types = ", ".join(f"{count} {op_type}" for op_type, count in sorted(counts.items()))
+            notes.append(f"Left in float: {types} ({reason}).")
+    return notes
 
 
 def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -325,12 +360,12 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     Raises:
         ModelError: the shapes contradict each other.
     """
-    own = [copy_message(value) for value in model.graph.value_info]
+    file_values = [copy_message(value) for value in model.graph.value_info]
     del model.graph.value_info[:]
     light = _without_values(model)
     try:
-        small = _largest_joined(model.graph) <= _MOST_JOINED
-        inferred = infer_types(light or model, data_prop=small)
+        propagates_values = _largest_joined(model.graph) <= _MAX_JOINED
+        inferred = infer_types(light or model, data_prop=propagates_values)
     except Exception as error:  # C++ behind a binding, without an error class
         raise ModelError(
             f"shapes of the model must fit together, got: {first_line(error)}; export it again"
@@ -339,48 +374,51 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
         light_inferred, inferred = inferred, model
         replace_field(model.graph.output, light_inferred.graph.output)
         model.graph.value_info.extend(light_inferred.graph.value_info)
-    known = {value.name for value in inferred.graph.value_info}
-    produced = {name for node in inferred.graph.node for name in node.output}
-    produced -= {value.name for value in inferred.graph.output}
-    inferred.graph.value_info.extend(v for v in own if v.name in produced and v.name not in known)
+    missing = {name for node in inferred.graph.node for name in node.output}
+    missing -= {value.name for value in inferred.graph.output}
+    missing -= {value.name for value in inferred.graph.value_info}
+    inferred.graph.value_info.extend(value for value in file_values if value.name in missing)
     return inferred
 
 
 def _infer_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
     """Infer shapes and types, those of outputs too, whose shapes in the file may be wrong."""
-    own = [copy_message(value.type.tensor_type) for value in model.graph.output]
+    file_types = [copy_message(value.type.tensor_type) for value in model.graph.output]
     for value in model.graph.output:
         if value.type.HasField("tensor_type"):
             value.type.tensor_type.ClearField("shape")
     model = infer_shapes(model)
-    for value, stored in zip(model.graph.output, own, strict=True):
+    for value, file_type in zip(model.graph.output, file_types, strict=True):
         inferred = value.type.tensor_type
-        if stored.HasField("shape") and _fits(stored.shape, inferred):
-            inferred.shape.CopyFrom(stored.shape)
+        if file_type.HasField("shape") and _agrees(file_type.shape, inferred):
+            inferred.shape.CopyFrom(file_type.shape)
     return model
 
 
-def _fits(shape: onnx.TensorShapeProto, inferred: onnx.TypeProto.Tensor) -> bool:
-    """Whether a stored shape contradicts no inferred size."""
+def _agrees(shape: onnx.TensorShapeProto, inferred: onnx.TypeProto.Tensor) -> bool:
+    """Whether a shape of the file contradicts no inferred size; 0 is an unknown size."""
     if not inferred.HasField("shape"):
         return True
-    pairs = [
-        (a.dim_value, b.dim_value) for a, b in zip(shape.dim, inferred.shape.dim, strict=False)
-    ]
-    same_rank = len(shape.dim) == len(inferred.shape.dim)
-    return same_rank and all(a == b or 0 in (a, b) for a, b in pairs)
+    if len(shape.dim) != len(inferred.shape.dim):
+        return False
+    for file_dim, inferred_dim in zip(shape.dim, inferred.shape.dim, strict=True):
+        sizes = {file_dim.dim_value, inferred_dim.dim_value}
+        if len(sizes - {0}) > 1:
+            return False
+    return True
 
 
 def _largest_joined(graph: onnx.GraphProto) -> int:
     """Return the size of the largest Concat of constants; each may double the one before."""
     sizes = {tensor.name: math.prod(tensor.dims) for tensor in graph.initializer}
     sizes |= {name: math.prod(t.dims) for name, t in constant_nodes(graph.node).items()}
-    most = 0
+    largest = 0
     for node in graph.node:
         if node.op_type == "Concat" and all(name in sizes for name in node.input):
-            sizes[node.output[0]] = sum(sizes[name] for name in node.input)
-            most = max(most, sizes[node.output[0]])
-    return most
+            size = sum(sizes[name] for name in node.input)
+            sizes[node.output[0]] = size
+            largest = max(largest, size)
+    return largest
 
 
 def _without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:
@@ -390,16 +428,16 @@ def _without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:
     Inference also fills in subgraphs, so a model with subgraphs is used as it is.
     """
     graph = model.graph
-    floats = (t for t in graph.initializer if t.data_type == _FLOAT)
-    large = {t.name for t in floats if math.prod(t.dims) > _LARGE}
-    if not large or not all(map(has_no_subgraph, graph.node)):
+    large_tensors = [
+        tensor
+        for tensor in graph.initializer
+        if tensor.data_type == _FLOAT and math.prod(tensor.dims) > _MAX_SMALL_WEIGHT
+    ]
+    if not large_tensors or not all(map(has_no_subgraph, graph.node)):
         return None
-    light = copy_without_initializers(model, large)
-    for tensor in graph.initializer:
-        if tensor.name in large:
-            light.graph.initializer.add(
-                name=tensor.name, dims=tensor.dims, data_type=tensor.data_type
-            )
+    light = copy_without_initializers(model, {tensor.name for tensor in large_tensors})
+    for tensor in large_tensors:
+        light.graph.initializer.add(name=tensor.name, dims=tensor.dims, data_type=_FLOAT)
     return light
 
 
@@ -417,11 +455,13 @@ def _check_runs(model: onnx.ModelProto) -> None:
 
 
 def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
-    tensor, kind = value.type.tensor_type, value.type.WhichOneof("value") or "tensor_type"
-    dims = tuple(_dimension(dim) for dim in tensor.shape.dim)
-    known = kind == "tensor_type"
-    dtype = checks.type_name(tensor.elem_type) if known else kind.removesuffix("_type")
-    return TensorSpec(value.name, dtype, dims)
+    tensor_type = value.type.tensor_type
+    kind = value.type.WhichOneof("value") or "tensor_type"
+    if kind == "tensor_type":
+        dtype = checks.type_name(tensor_type.elem_type)
+    else:
+        dtype = kind.removesuffix("_type")
+    return TensorSpec(value.name, dtype, tuple(map(_dimension, tensor_type.shape.dim)))
 
 
 def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:

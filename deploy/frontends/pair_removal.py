@@ -38,7 +38,7 @@ from deploy.graph.index import Graph, all_nodes, attributes, iter_reads, opset_o
 from deploy.graph.placement import CUTS, MOVES, POOLS, WEIGHTED
 
 Nodes = list["onnx.NodeProto"]
-_OLDEST = 11  # since this opset the limits of Clip are inputs
+_OLDEST_OPSET = 11  # since this opset the limits of Clip are inputs
 _ON_CODES = MOVES | CUTS | {"MaxPool"}
 _POSITIVE = frozenset({"Relu", "Sigmoid", "Softmax", "HardSigmoid"})
 _ADDING = frozenset({"Add", "Mul", "Max", "Concat", "Resize"})  # not negative for such inputs
@@ -66,9 +66,10 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
     """
     checks.check_fields(quantized)
     opset = opset_of(quantized)
-    if opset < _OLDEST:
+    if opset < _OLDEST_OPSET:
         raise ModelError(
-            f"a Q/DQ model must use ONNX opset {_OLDEST} or newer, got {opset}; export it again"
+            f"a Q/DQ model must use ONNX opset {_OLDEST_OPSET} or newer, got {opset}; export it"
+            " again"
         )
     check_part_valid(quantized)
     model = copy_message(quantized)
@@ -97,112 +98,137 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
     names = set(tensor_names(model.graph))
     quantizers = {node.output[0]: node for node in index.nodes if node.op_type == Q}
     nodes: Nodes = []
-    replaced: set[str] = set()
+    replaced_codes: set[str] = set()
     for node in index.nodes:
         nodes.append(node)
-        own = quantizers.get(node.input[0]) if node.op_type in _ON_CODES else None
-        grid = find_pair_grid(own, index) if own is not None else None
-        if own is None or grid is None or not grid.is_per_tensor:
+        quantizer = quantizers.get(node.input[0]) if node.op_type in _ON_CODES else None
+        grid = find_pair_grid(quantizer, index) if quantizer is not None else None
+        if quantizer is None or grid is None or not grid.is_per_tensor:
             continue
-        if node.op_type == "Pad" and attributes(node).get("mode", b"constant") == b"constant":
-            given = any(node.input[2:3])
-            if (index.scalar(node.input[2]) if given else 0) != grid.zero.item():
-                continue  # it pads with another value than 0
-            if given:
-                node.input[2] = ""
-        codes, moved = node.output[0], claim_name(f"{own.input[0]}/{node.op_type.lower()}", names)
-        replaced.add(own.output[0])
-        node.input[0], node.output[0] = own.input[0], moved
-        quantizers[codes] = again = copy_message(own)
-        again.input[0], again.output[0], again.name = moved, codes, f"{node.name}/{Q}"
-        nodes.append(again)
-    if not replaced:
+        if node.op_type == "Pad" and not _pad_with_zeros(node, grid, index):
+            continue
+        source, codes = quantizer.input[0], node.output[0]
+        moved = claim_name(f"{source}/{node.op_type.lower()}", names)
+        replaced_codes.add(quantizer.output[0])
+        node.input[0], node.output[0] = source, moved
+        moved_quantizer = copy_message(quantizer)
+        moved_quantizer.input[0], moved_quantizer.output[0] = moved, codes
+        moved_quantizer.name = f"{node.name}/{Q}"
+        quantizers[codes] = moved_quantizer
+        nodes.append(moved_quantizer)
+    if not replaced_codes:
         return
-    unread = replaced.difference(index.outputs, *map(iter_reads, nodes))
-    rebuild(model.graph, [node for node in nodes if not unread.intersection(node.output)])
+    unread = replaced_codes.difference(index.outputs, *map(iter_reads, nodes))
+    rebuild(model.graph, [node for node in nodes if unread.isdisjoint(node.output)])
+
+
+def _pad_with_zeros(pad: onnx.NodeProto, grid: PairGrid, index: Graph) -> bool:
+    """Let a Pad of codes pad float values with 0; return False if its value is no 0."""
+    if attributes(pad).get("mode", b"constant") != b"constant":
+        return True
+    has_value = any(pad.input[2:3])
+    code = index.scalar(pad.input[2]) if has_value else 0
+    if code != grid.zero.item():
+        return False
+    if has_value:
+        pad.input[2] = ""
+    return True
 
 
 def remove_pairs(
-    model: onnx.ModelProto, taken: Collection[str], *, keep_rounding: bool
+    model: onnx.ModelProto, int8_layers: Collection[str], *, keep_rounding: bool
 ) -> StrippedModel:
     """Return a float copy, and the grids of the removed pairs.
 
     Args:
         model: with unique node names.
-        taken: names of the layers that round and saturate their input themselves.
+        int8_layers: names of the layers that round and saturate their input themselves.
         keep_rounding: round the inputs of all other readers.
 
     Raises:
         ModelError: integer operators, or pairs that cannot be removed.
     """
-    out = copy_message(model)
-    work = _Stripper(out, taken, keep_rounding=keep_rounding)
-    work.run()
-    fold_constants(out, {})
-    remaining = next((node for node in all_nodes(out.graph) if node.op_type in (Q, DQ)), None)
+    float_model = copy_message(model)
+    stripper = _Stripper(float_model, int8_layers, keep_rounding=keep_rounding)
+    stripper.run()
+    fold_constants(float_model, {})
+    pair_nodes = (node for node in all_nodes(float_model.graph) if node.op_type in (Q, DQ))
+    remaining = next(pair_nodes, None)
     if remaining is not None:
         raise ModelError(
             "QuantizeLinear and DequantizeLinear of ONNX's own domain must form pairs on float"
             f" tensors of the main graph, got {remaining.op_type} {remaining.name!r}; export the"
             " model in that form, with float inputs and outputs"
         )
-    grids = {work.renamed.get(name, name): tuple(found) for name, found in work.grids.items()}
-    return StrippedModel(out, work.loose, grids)
+    grids = {
+        stripper.renamed.get(tensor, tensor): tuple(tensor_grids)
+        for tensor, tensor_grids in stripper.grids.items()
+    }
+    return StrippedModel(float_model, stripper.float_read_pairs, grids)
 
 
 class _Stripper:
+    """Removes the pairs of one model, in place."""
+
     def __init__(
-        self, model: onnx.ModelProto, taken: Collection[str], *, keep_rounding: bool
+        self, model: onnx.ModelProto, int8_layers: Collection[str], *, keep_rounding: bool
     ) -> None:
         self.graph, self.index, self.keep_rounding = model.graph, Graph(model), keep_rounding
-        # int8 layers, and nodes that pass values on to them only
-        names = {node.name for node in self.index.nodes if node.name in taken}
-        for node in reversed(self.index.nodes):
-            if node.op_type not in VALUE_KEEPING:
-                continue
-            output = node.output[0]
-            is_needed = output in self.index.outputs or output in self.index.captured
-            readers = self.index.readers.get(output, [])
-            only = all(n.name in names and n.input[0] == output for n in readers)
-            if readers and not is_needed and only:
-                names.add(node.name)
-        self.int8_names = names
-        self.loose = 0
+        self.int8_names = self._find_int8_names(int8_layers)
+        self.float_read_pairs = 0
         self.grids: dict[str, list[PairGrid]] = {}  # float tensor -> grids of its pairs
-        self.fixed = set(self.index.constants)  # tensors that do not depend on the inputs
+        self.constants = set(self.index.constants)  # tensors that do not depend on the inputs
         self.positive: set[str] = set()  # tensors that cannot be negative
         self.float_of: dict[str, str] = {}  # output of a pair -> tensor that its readers now read
         self.renamed: dict[str, str] = {}  # tensor -> its new name
         self.names = set(tensor_names(model.graph))
 
+    def _find_int8_names(self, int8_layers: Collection[str]) -> set[str]:
+        """Return the int8 layers, and the nodes that pass values on to these only."""
+        index = self.index
+        names = {node.name for node in index.nodes if node.name in int8_layers}
+        for node in reversed(index.nodes):
+            if node.op_type not in VALUE_KEEPING:
+                continue
+            output = node.output[0]
+            readers = index.readers.get(output, [])
+            if not readers or output in index.outputs or output in index.captured:
+                continue
+            if all(reader.name in names and reader.input[0] == output for reader in readers):
+                names.add(node.name)
+        return names
+
     def run(self) -> None:
         """Rewire every reader of a pair, then drop the pairs."""
         nodes: Nodes = []
-        gone: set[str] = set()
+        removed_codes: set[str] = set()
         for node in self.graph.node:
-            if all(name in self.fixed for name in iter_reads(node)):
-                self.fixed.update(node.output)
+            if self.constants.issuperset(iter_reads(node)):
+                self.constants.update(node.output)
             elif node.op_type == Q:
-                gone.add(node.output[0])
+                removed_codes.add(node.output[0])
                 self._refuse_integers(node)
                 continue
-            elif node.op_type == DQ and node.input[0] in gone:
+            elif node.op_type == DQ and node.input[0] in removed_codes:
                 nodes += self._replace_pair(node)
                 continue
             elif self._cannot_be_negative(node):
                 self.positive.update(node.output)
             nodes.append(node)
         rename_reads(nodes, self.float_of)
-        # quantized weights and biases are named after their layer, not after their pair
+        self._name_weights()
+        rename_tensors(nodes, self.renamed)
+        rebuild(self.graph, nodes)
+
+    def _name_weights(self) -> None:
+        """Name dequantized weights and biases after their layer, not after their pair."""
+        computed = self.constants.difference(self.index.constants)
         for node in self.index.nodes:
             if node.op_type not in WEIGHTED:
                 continue
-            for name, word in zip(node.input[1:], ("weight", "bias"), strict=False):
-                is_computed = name in self.fixed and name not in self.index.constants
-                if is_computed and self.index.only_reader(name) is not None:
-                    self.renamed[name] = claim_name(f"{node.name}.{word}", self.names)
-        rename_tensors(nodes, self.renamed)
-        rebuild(self.graph, nodes)
+            for name, role in zip(node.input[1:], ("weight", "bias"), strict=False):
+                if name in computed and self.index.only_reader(name) is not None:
+                    self.renamed[name] = claim_name(f"{node.name}.{role}", self.names)
 
     def _replace_pair(self, node: onnx.NodeProto) -> Nodes:
         """Return a pair's replacement: nothing, its rounding, or an Identity that keeps a name."""
@@ -210,18 +236,21 @@ class _Stripper:
         source = self.float_of.get(quantized_tensor, quantized_tensor)
         is_output = output in self.index.outputs
         readers = self.index.readers.get(output, [])
-        int8 = [n for n in readers if n.name in self.int8_names and n.input[0] == output]
-        in_float = is_output or output in self.index.captured or len(int8) < len(readers)
-        steps = self._float_steps(node, source) if in_float else {}
-        self.loose += in_float
+        int8_readers = [n for n in readers if n.name in self.int8_names and n.input[0] == output]
+        is_captured = output in self.index.captured
+        steps: dict[str, tuple[float, ...]] = {}
+        if is_output or is_captured or len(int8_readers) < len(readers):
+            self.float_read_pairs += 1
+            steps = self._float_steps(node, source)
         if steps:
-            for reader in int8:
+            for reader in int8_readers:
                 reader.input[0] = source
-            wanted = f"{source}/{'-'.join(steps).lower()}"
-            end = output if is_output else claim_name(wanted, self.names)
+            end = output
+            if not is_output:
+                end = claim_name(f"{source}/{'-'.join(steps).lower()}", self.names)
             self.float_of[output] = end
             self._add_grid(end, node)
-            return self._chain(source, end, steps, node.name)
+            return self._make_steps(source, end, steps, node.name)
         self._add_grid(source, node)
         if is_output and not self._can_be_renamed(source):
             return [helper.make_node("Identity", [source], [output], name=f"{node.name}/float")]
@@ -248,23 +277,26 @@ class _Stripper:
             )
         scale, zero = float(grid.scale.reshape(-1)[0]), int(grid.zero.reshape(-1)[0])
         low, high = grid.min_code - zero, grid.max_code - zero
-        lost = low == 0 and source not in self.positive
+        replaces_clip = low == 0 and source not in self.positive
         if low == 0:
             self.positive.add(node.output[0])
         if self.keep_rounding:
             codes = (float(low), float(high))
             return {"Div": (scale,), "Round": (), "Clip": codes, "Mul": (scale,)}
-        return {"Clip": (0.0, scale * high)} if lost else {}
+        return {"Clip": (0.0, scale * high)} if replaces_clip else {}
 
-    def _chain(
+    def _make_steps(
         self, start: str, end: str, steps: Mapping[str, tuple[float, ...]], name: str
     ) -> Nodes:
+        """Return a chain of operators with constants, from one tensor to another."""
         nodes: Nodes = []
-        for place, (op, values) in enumerate(steps.items(), start=1):
-            constants = [self._add_constant(f"{end}/{op}", value) for value in values]
-            output = end if place == len(steps) else claim_name(f"{end}/{op}", self.names)
-            node = helper.make_node(op, [start, *constants], [output], name=f"{name}/{op}")
-            nodes.append(node)
+        for op_type, values in steps.items():
+            constants = [self._add_constant(f"{end}/{op_type}", value) for value in values]
+            output = end
+            if len(nodes) < len(steps) - 1:
+                output = claim_name(f"{end}/{op_type}", self.names)
+            inputs = [start, *constants]
+            nodes.append(helper.make_node(op_type, inputs, [output], name=f"{name}/{op_type}"))
             start = output
         return nodes
 
@@ -277,8 +309,8 @@ class _Stripper:
             and source not in self.index.captured
         )
 
-    def _add_constant(self, wanted: str, value: float) -> str:
-        name = claim_name(wanted, self.names)
+    def _add_constant(self, preferred: str, value: float) -> str:
+        name = claim_name(preferred, self.names)
         self.graph.initializer.append(numpy_helper.from_array(np.asarray(value, np.float32), name))
         return name
 
@@ -289,17 +321,16 @@ class _Stripper:
             return self.index.clips_at_zero(node)
         if node.op_type in MOVES | POOLS:
             return node.input[0] in self.positive
-        positive = self.positive
-        return node.op_type in _ADDING and all(n in positive for n in self.index.data_inputs(node))
+        return node.op_type in _ADDING and self.positive.issuperset(self.index.data_inputs(node))
 
     def _refuse_integers(self, node: onnx.NodeProto) -> None:
         """Refuse quantized tensors that anything but a DequantizeLinear reads."""
         output = node.output[0]
-        others = [n.op_type for n in self.index.readers.get(output, []) if n.op_type != DQ]
+        readers = [n.op_type for n in self.index.readers.get(output, []) if n.op_type != DQ]
         if output in self.index.outputs:
-            others.append("the user, as an output")
-        if others:
+            readers.append("the user, as an output")
+        if readers:
             raise ModelError(
                 "a Q/DQ model computes in float between QuantizeLinear and DequantizeLinear, but"
-                f" {output!r} is read by {others[0]}; export the model in the Q/DQ form"
+                f" {output!r} is read by {readers[0]}; export the model in the Q/DQ form"
             )

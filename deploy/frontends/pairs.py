@@ -92,8 +92,9 @@ class PairGrid:
 
     def equals(self, other: PairGrid) -> bool:
         """Return whether another grid has bit-identical scales and the same zero points."""
-        alike = self.scale.tobytes() == other.scale.tobytes() and self.dtype == other.dtype
-        return alike and self.zero.tolist() == other.zero.tolist()
+        if self.dtype != other.dtype or self.scale.tobytes() != other.scale.tobytes():
+            return False
+        return bool(self.zero.tolist() == other.zero.tolist())
 
 
 def find_pair_grid(node: onnx.NodeProto, index: Graph) -> PairGrid | None:
@@ -122,13 +123,13 @@ def read_pair_grid(node: onnx.NodeProto, index: Graph) -> PairGrid:
     return PairGrid(scale, zero.astype(np.int64), str(zero.dtype), *limits)
 
 
-def input_grid(node: onnx.NodeProto, index: Graph, place: int = 0) -> PairGrid:
-    """Return the grid of a layer's input number `place`.
+def input_grid(node: onnx.NodeProto, index: Graph, input_index: int = 0) -> PairGrid:
+    """Return the grid of one input of a layer.
 
     Raises:
         UnfitError: the input has no pair with a single scale.
     """
-    dequantizer = _source_node(node.input[place], index, VALUE_KEEPING)[0]
+    dequantizer, _ = _find_source(node.input[input_index], index, VALUE_KEEPING)
     if dequantizer is None or dequantizer.op_type != DQ:
         raise UnfitError("no QuantizeLinear and DequantizeLinear stand on its input")
     quantizer = index.producer.get(dequantizer.input[0])
@@ -148,7 +149,7 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[n
     Raises:
         UnfitError: the weight is not quantized, or not in a supported form.
     """
-    dequantizer, permutation = _source_node(node.input[1], index, frozenset({"Cast", "Transpose"}))
+    dequantizer, permutation = _find_source(node.input[1], index, frozenset({"Cast", "Transpose"}))
     if dequantizer is None or dequantizer.op_type != DQ:
         raise UnfitError("its weight is not quantized")
     source = dequantizer.input[0]
@@ -166,13 +167,15 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[n
         raise UnfitError("its weight has several scales a channel")
     if permutation and sorted(permutation) != list(range(len(dims))):
         raise UnfitError("its weight is turned in a way that does not fit it")
-    if (permutation.index(axis) if permutation else axis) != channel_axis(node, len(dims)):
+    layer_axis = permutation.index(axis) if permutation else axis
+    if layer_axis != channel_axis(node, len(dims)):
         raise UnfitError("its weight has no scale by output channel")
-    group = int(attributes(node).get("group", 1)) if node.op_type == "ConvTranspose" else 1
-    return grid, np.tile(grid.scale, max(group, 1))
+    if node.op_type != "ConvTranspose":
+        return grid, grid.scale.copy()
+    return grid, np.tile(grid.scale, max(int(attributes(node).get("group", 1)), 1))
 
 
-def _source_node(
+def _find_source(
     tensor: str, index: Graph, passing: frozenset[str]
 ) -> tuple[onnx.NodeProto | None, tuple[int, ...]]:
     """Return the node that produces a tensor, before `passing` nodes, and their permutation."""
@@ -200,14 +203,14 @@ def _zero_points(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32])
         if node.input[2] not in index.constants:
             raise UnfitError("its zero point is computed")
         return to_array(index.constants[node.input[2]])
-    stored = index.constants.get(node.input[0])
-    if node.op_type == DQ and stored is not None:
-        return np.zeros(scale.shape, to_array(stored).dtype)
-    quantizer = node if node.op_type == Q else index.producer.get(node.input[0])
-    if quantizer is not None and quantizer is not node:
-        return _zero_points(quantizer, index, scale)
-    kind = attributes(node).get("output_dtype", 0) or 2  # onnx's default is uint8
-    return np.zeros(scale.shape, helper.tensor_dtype_to_np_dtype(kind))
+    if node.op_type == DQ:
+        codes, quantizer = index.constants.get(node.input[0]), index.producer.get(node.input[0])
+        if codes is not None:
+            return np.zeros(scale.shape, to_array(codes).dtype)
+        if quantizer is not None:
+            return _zero_points(quantizer, index, scale)
+    elem_type = attributes(node).get("output_dtype", 0) or 2  # onnx's default is uint8
+    return np.zeros(scale.shape, helper.tensor_dtype_to_np_dtype(elem_type))
 
 
 # float16 models have casts at their ends
@@ -218,12 +221,12 @@ def spread_ranges(graph: Graph, scales: Mapping[str, Scale]) -> dict[str, Scale]
     """Return the ranges, extended to tensors that are connected by value-keeping nodes."""
     extended = dict(scales)
     moves = [n for n in graph.nodes if n.op_type in _RANGE_KEEPING and n.input and n.output]
-    between = [node for node in moves if keeps_range(graph, node)]
-    for node in reversed(between):
+    moves = [node for node in moves if keeps_range(graph, node)]
+    for node in reversed(moves):
         source, output = node.input[0], node.output[0]
         if output in extended and source not in extended and graph.only_reader(source) is not None:
             extended[source] = extended[output]
-    for node in between:
+    for node in moves:
         if node.input[0] in extended:
             extended.setdefault(node.output[0], extended[node.input[0]])
     return extended

@@ -31,7 +31,8 @@ from deploy.graph.lowering import is_standard
 from deploy.graph.opset_forms import find_upgrades
 from deploy.graph.plan import FLOAT32, Decision
 
-_KNOWN = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")
+_ONNX = ("", "ai.onnx")
+_KNOWN = (*_ONNX, "ai.onnx.ml", "com.microsoft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +58,14 @@ class CutOffNodes:
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """One decision per node; all of them stay float."""
-        return tuple(
-            Decision(
-                node.name or node.output[0],
-                node.op_type,
-                FLOAT32,
-                "onnxruntime does not know it"
-                if is_unknown_node(node)
-                else "behind a node that onnxruntime does not know",
-            )
-            for node in self.nodes
-        )
+        decisions = []
+        for node in self.nodes:
+            reason = "behind a node that onnxruntime does not know"
+            if is_unknown_node(node):
+                reason = "onnxruntime does not know it"
+            name = node.name or node.output[0]
+            decisions.append(Decision(name, node.op_type, FLOAT32, reason))
+        return tuple(decisions)
 
     @property
     def first_unknown_text(self) -> str:
@@ -78,10 +76,10 @@ class CutOffNodes:
 
     def note(self, outputs: Iterable[str]) -> str:
         """Return the note for the user; `outputs` are those of the part before the cut."""
-        kept = "1 node" if len(self.nodes) == 1 else f"{len(self.nodes)} nodes"
+        nodes = "1 node" if len(self.nodes) == 1 else f"{len(self.nodes)} nodes"
         return (
             f"Cut before {self.first_unknown_text}, which onnxruntime does not know: calibrated and"
-            f" evaluated on {', '.join(outputs)}; {kept} from there on kept as in the"
+            f" evaluated on {', '.join(outputs)}; {nodes} from there on kept as in the"
             " file, for TensorRT and Ascend."
         )
 
@@ -92,37 +90,44 @@ class CutOffNodes:
             ExportError: a cut-off node means something else in the opset of `model`.
         """
         self._refuse_opset(opset_of(model))
-        whole = copy_message(model)
-        graph = whole.graph
+        complete = copy_message(model)
+        graph = complete.graph
         nodes = [copy_message(node) for node in self.nodes]
         # the nodes' constants, under another name if one was changed in `graph`
-        taken = {tensor.name: tensor for tensor in graph.initializer}
-        names = {name for node in graph.node for name in (*node.input, *node.output)} | set(taken)
+        initializers = {tensor.name: tensor for tensor in graph.initializer}
+        names = set(initializers)
+        names.update(name for node in graph.node for name in (*node.input, *node.output))
         for tensor in self.constants:
-            if taken.get(tensor.name) == tensor:
+            if initializers.get(tensor.name) == tensor:
                 continue
-            new = copy_message(tensor)
+            constant = copy_message(tensor)
             if tensor.name in names:
-                new.name = unique_name(f"{tensor.name}/kept", names)
-                rename_reads(nodes, {tensor.name: new.name})
-            graph.initializer.append(new)
+                constant.name = unique_name(f"{tensor.name}/kept", names)
+                rename_reads(nodes, {tensor.name: constant.name})
+            graph.initializer.append(constant)
+
         declared = {value.name: copy_message(value) for value in (*graph.input, *graph.output)}
         replace_nodes(graph, [*graph.node, *nodes])
         replace_field(graph.input, [declared.get(value.name, value) for value in self.inputs])
         replace_field(graph.output, [declared.get(value.name, value) for value in self.outputs])
-        domains = {entry.domain for entry in whole.opset_import}
-        whole.opset_import.extend(o for o in self.opsets if o.domain not in domains)
-        return whole
+        domains = {entry.domain for entry in complete.opset_import}
+        complete.opset_import.extend(o for o in self.opsets if o.domain not in domains)
+        return complete
 
     def _refuse_opset(self, opset: int) -> None:
-        own_opset = max((o.version for o in self.opsets if o.domain in _KNOWN[:2]), default=0)
-        inner = [one for node in self.nodes for one in nested_nodes(node) if not one.domain]
-        other = sorted({n.op_type for n in inner if find_upgrades(n, own_opset, opset)})
-        if other:
+        versions = [entry.version for entry in self.opsets if entry.domain in _ONNX]
+        own_opset = max(versions, default=0)
+        changed_types: set[str] = set()
+        for node in self.nodes:
+            for inner in nested_nodes(node):
+                if not inner.domain and find_upgrades(inner, own_opset, opset):
+                    changed_types.add(inner.op_type)
+        if changed_types:
+            op_types = ", ".join(sorted(changed_types))
             raise ExportError(
                 f"nodes after {self.first_unknown.op_type}, which ONNX Runtime does not know, are"
-                f" kept unchanged, got {', '.join(other)} of opset {own_opset}, which opset"
-                f" {opset} has in another form; export the model with opset {opset}"
+                f" kept unchanged, got {op_types} of opset {own_opset}, which opset {opset}"
+                f" has in another form; export the model with opset {opset}"
             )
 
 
@@ -138,92 +143,95 @@ def cut_unknown_nodes(
     Raises:
         ModelError: no node is left before them.
     """
-    strange = [node for node in model.graph.node if is_unknown_node(node)]
-    if not strange:
+    unknown_nodes = [node for node in model.graph.node if is_unknown_node(node)]
+    if not unknown_nodes:
         return None
     # shape inference needs the domains that the file forgot to import
     domains = {entry.domain for entry in model.opset_import} | set(_KNOWN)
-    for domain in dict.fromkeys(node.domain for node in strange if node.domain not in domains):
-        model.opset_import.append(helper.make_opsetid(domain, 1))
+    for node in unknown_nodes:
+        if node.domain not in domains:
+            model.opset_import.append(helper.make_opsetid(node.domain, 1))
+            domains.add(node.domain)
     sort_nodes(model.graph)
-    index = Graph(infer(model))
-    cut_places = _add_constant_nodes(index, _downstream(model.graph.node))
-    nodes = [node for at, node in enumerate(model.graph.node) if at in cut_places]
-    read = dict.fromkeys(name for node in nodes for name in iter_reads(node))
-    behind = CutOffNodes(
-        nodes=tuple(copy_message(node) for node in nodes),
-        first_unknown=copy_message(next(node for node in nodes if is_unknown_node(node))),
-        constants=tuple(
-            copy_tensor(index.constants[name], name) for name in read if name in index.constants
-        ),
-        inputs=tuple(copy_message(value) for value in model.graph.input),
-        outputs=tuple(copy_message(value) for value in model.graph.output),
-        opsets=tuple(copy_message(entry) for entry in model.opset_import),
+    graph = Graph(infer(model))
+    cut_indices = _find_downstream(model.graph.node)
+    _add_constant_nodes(graph, cut_indices)
+
+    nodes = list(enumerate(model.graph.node))
+    cut_nodes = [node for index, node in nodes if index in cut_indices]
+    remaining_nodes = [node for index, node in nodes if index not in cut_indices]
+    read_tensors = dict.fromkeys(name for node in cut_nodes for name in iter_reads(node))
+    constant_names = [name for name in read_tensors if name in graph.constants]
+    varying_names = [name for name in read_tensors if name not in graph.constants]
+    cut_off = CutOffNodes(
+        nodes=tuple(map(copy_message, cut_nodes)),
+        first_unknown=copy_message(next(node for node in cut_nodes if is_unknown_node(node))),
+        constants=tuple(copy_tensor(graph.constants[name], name) for name in constant_names),
+        inputs=tuple(map(copy_message, model.graph.input)),
+        outputs=tuple(map(copy_message, model.graph.output)),
+        opsets=tuple(map(copy_message, model.opset_import)),
     )
-    before = [node for at, node in enumerate(model.graph.node) if at not in cut_places]
-    _reduce_to(model, before, [name for name in read if name not in index.constants], index)
+    _reduce_to(model, remaining_nodes, varying_names, graph)
     if not model.graph.output:
         raise ModelError(
             "calib8 calibrates the part of a model before nodes that onnxruntime does not know,"
-            f" got {behind.first_unknown_text} with no node before it; export the model with"
+            f" got {cut_off.first_unknown_text} with no node before it; export the model with"
             " standard ONNX operators"
         )
-    return behind
+    return cut_off
 
 
-def _downstream(nodes: Iterable[onnx.NodeProto]) -> set[int]:
-    """Return the places of the unknown nodes and of all nodes downstream, given sorted nodes."""
-    places: set[int] = set()
-    tainted: set[str] = set()
-    for at, node in enumerate(nodes):
-        if is_unknown_node(node) or not tainted.isdisjoint(iter_reads(node)):
-            places.add(at)
-            tainted.update(node.output)
-    return places
+def _find_downstream(nodes: Iterable[onnx.NodeProto]) -> set[int]:
+    """Return the indices of the unknown nodes and of all nodes downstream, given sorted nodes."""
+    indices: set[int] = set()
+    unknown_results: set[str] = set()
+    for index, node in enumerate(nodes):
+        if is_unknown_node(node) or not unknown_results.isdisjoint(iter_reads(node)):
+            indices.add(index)
+            unknown_results.update(node.output)
+    return indices
 
 
-def _add_constant_nodes(index: Graph, cut_places: set[int]) -> set[int]:
-    """Add nodes that compute constants from constants for the cut-off nodes only."""
-    constant = set(index.constants)
-    for node in index.nodes:
-        if all(name in constant for name in iter_reads(node)):
-            constant.update(node.output)
-    places = set(cut_places)
-    wanted = {name for at in cut_places for name in iter_reads(index.nodes[at])} - set(
-        index.constants
-    )
-    elsewhere = set(index.outputs)
-    for at in reversed(range(len(index.nodes))):
-        node = index.nodes[at]
-        alone = elsewhere.isdisjoint(node.output) and not wanted.isdisjoint(node.output)
-        if at in places or (alone and constant.issuperset(node.output)):
-            places.add(at)
-            wanted.update(set(iter_reads(node)) - set(index.constants))
+def _add_constant_nodes(graph: Graph, cut_indices: set[int]) -> None:
+    """Add, in place, nodes that compute constants from constants for the cut-off nodes only."""
+    constants = set(graph.constants)
+    for node in graph.nodes:
+        if constants.issuperset(iter_reads(node)):
+            constants.update(node.output)
+    cut_reads = {name for index in cut_indices for name in iter_reads(graph.nodes[index])}
+    cut_reads.difference_update(graph.constants)  # these are stored with the nodes
+    remaining_reads = set(graph.outputs)
+    for index in reversed(range(len(graph.nodes))):
+        node = graph.nodes[index]
+        is_read_by_cut = not cut_reads.isdisjoint(node.output)
+        is_read_by_cut_only = is_read_by_cut and remaining_reads.isdisjoint(node.output)
+        if index in cut_indices or (is_read_by_cut_only and constants.issuperset(node.output)):
+            cut_indices.add(index)
+            cut_reads.update(name for name in iter_reads(node) if name not in graph.constants)
         else:
-            elsewhere.update(iter_reads(node))
-    return places
+            remaining_reads.update(iter_reads(node))
 
 
 def _reduce_to(
-    model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], wanted: Iterable[str], index: Graph
+    model: onnx.ModelProto,
+    nodes: Sequence[onnx.NodeProto],
+    cut_reads: Iterable[str],
+    index: Graph,
 ) -> None:
-    """Reduce a model to `nodes`; add those of `wanted` that they produce to the outputs."""
+    """Reduce a model to `nodes`; add those of `cut_reads` that they produce to the outputs."""
     graph = model.graph
     produced = {name for node in nodes for name in node.output if name}
     outputs = [value for value in graph.output if value.name in produced]
     output_names = {value.name for value in outputs}
-    for name in wanted:
+    for name in cut_reads:
         if name in produced and name not in output_names:
-            outputs.append(
-                helper.make_tensor_value_info(
-                    name, index.dtypes.get(name, 0), index.shapes.get(name)
-                )
-            )
+            dtype, shape = index.dtypes.get(name, 0), index.shapes.get(name)
+            outputs.append(helper.make_tensor_value_info(name, dtype, shape))
     replace_nodes(graph, nodes)
     replace_field(graph.output, outputs)
     drop_dead(graph)
-    read = {name for node in graph.node for name in iter_reads(node)}
-    replace_field(graph.input, [value for value in graph.input if value.name in read])
+    read_tensors = {name for node in graph.node for name in iter_reads(node)}
+    replace_field(graph.input, [value for value in graph.input if value.name in read_tensors])
     replace_field(graph.value_info, [value for value in graph.value_info if value.name in produced])
     domains = {node.domain for node in all_nodes(graph)} | {"", "ai.onnx"}
     replace_field(
@@ -233,8 +241,9 @@ def _reduce_to(
 
 def is_unknown_node(node: onnx.NodeProto) -> bool:
     """Return whether ONNX Runtime does not know a node, or a node in its subgraphs."""
-    known = node.domain in _KNOWN or node.domain.startswith("com.microsoft")
-    if not known or (node.domain in _KNOWN[:2] and not is_standard(node)):
+    if node.domain in _ONNX and not is_standard(node):
+        return True
+    if node.domain not in _KNOWN and not node.domain.startswith("com.microsoft"):
         return True
     return any(is_unknown_node(inner) for body in subgraphs(node) for inner in body.node)
 
@@ -246,9 +255,9 @@ def check_part_valid(model: onnx.ModelProto) -> None:
         ModelError: the model is not valid.
     """
     checked = copy_message(model)
-    strange = [node for node in checked.graph.node if is_unknown_node(node)]
-    for node in strange:
+    unknown_nodes = [node for node in checked.graph.node if is_unknown_node(node)]
+    for node in unknown_nodes:
         node.domain = "strange"
-    if strange:
+    if unknown_nodes:
         checked.opset_import.append(helper.make_opsetid("strange", 1))
     check_valid(checked)

@@ -51,7 +51,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     name = path.stem if path else original.graph.name or "model"
     model = prepare_qdq_model(_with_onnx_pairs(original))
     index = Graph(model)
-    stored = tuple(_check_pairs(model, index))
+    constant_grids = tuple(_check_pairs(model, index))
     plain = remove_pairs(model, (), keep_rounding=False)
     loaded = load_onnx(plain.model, False)  # folding norms would change weights
     if loaded.cut_off is not None:
@@ -60,11 +60,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
             f" {loaded.cut_off.first_unknown_text};"
             " build the float model, whose other operators the files for TensorRT and Ascend keep"
         )
-    trained = _read_pairs(model, str(path or name), index, loaded.model, plain.grids, stored)
-    several = sum(
-        len({g.scale.tobytes() + g.zero.tobytes() + g.dtype.encode() for g in found}) > 1
-        for found in plain.grids.values()
-    )
+    qdq = _read_pairs(model, str(path or name), index, loaded.model, plain.grids, constant_grids)
     return replace(
         loaded,
         source=path,
@@ -73,9 +69,19 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
         stamp=stamp,
         metadata_preprocess=read_metadata_preprocess(original, path),
         classes=read_class_names(original),
-        notes=(*_notes(trained, several), *loaded.notes),
-        qdq=trained,
+        notes=(*_make_notes(qdq, _count_ambiguous(plain.grids)), *loaded.notes),
+        qdq=qdq,
     )
+
+
+def _count_ambiguous(grids: Mapping[str, tuple[PairGrid, ...]]) -> int:
+    """Return the number of tensors whose pairs differ."""
+    count = 0
+    for tensor_grids in grids.values():
+        different = {(g.scale.tobytes(), g.zero.tobytes(), g.dtype) for g in tensor_grids}
+        if len(different) > 1:
+            count += 1
+    return count
 
 
 def _with_onnx_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
@@ -90,15 +96,15 @@ def _with_onnx_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
 
 def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
     """Check every pair, and yield the grids of those on constants."""
-    fixed = set(index.constants)
+    constants = set(index.constants)
     for node in model.graph.node:
         if node.op_type not in (Q, DQ):
-            if node.input and all(name in fixed for name in node.input if name):
-                fixed.update(node.output)
+            if node.input and constants.issuperset(filter(None, node.input)):
+                constants.update(node.output)
             continue
-        grid = _grid(node, index)
-        if node.input[0] in fixed:
-            fixed.update(node.output)
+        grid = _read_grid(node, index)
+        if node.input[0] in constants:
+            constants.update(node.output)
             if grid.dtype not in ("int8", "uint8", "int32"):
                 raise _refused(node, f"it is quantized to {grid.dtype}")
             yield grid
@@ -107,29 +113,29 @@ def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
             raise _refused(node, "it has a scale a channel")
         if not grid.is_8_bit:
             raise _refused(node, f"it is quantized to {grid.dtype}")
-        maker = index.producer.get(node.input[0])
+        quantizer = index.producer.get(node.input[0])
         if node.op_type == Q:
             readers = index.readers.get(node.output[0], [])
             if not any(reader.op_type == DQ for reader in readers):
                 raise _refused(node, "no DequantizeLinear reads it")
-        elif maker is None or maker.op_type != Q:
+        elif quantizer is None or quantizer.op_type != Q:
             raise _refused(node, "no QuantizeLinear stands before it")
-        elif not _grid(maker, index).equals(grid):
+        elif not _read_grid(quantizer, index).equals(grid):
             raise _refused(node, "the QuantizeLinear before it has another scale or zero point")
 
 
-def _grid(node: onnx.NodeProto, index: Graph) -> PairGrid:
+def _read_grid(node: onnx.NodeProto, index: Graph) -> PairGrid:
     try:
         return read_pair_grid(node, index)
     except UnfitError as error:
         raise _refused(node, str(error)) from error
 
 
-def _refused(node: onnx.NodeProto, got: str) -> ModelError:
+def _refused(node: onnx.NodeProto, reason: str) -> ModelError:
     return ModelError(
         "activations of a Q/DQ model must form pairs of one constant scale in int8 or uint8, and"
         f" its weights must be int8 or uint8 with constant scales, got {node.op_type}"
-        f" '{node.name}': {got}; quantize it again in that form, or give the float model"
+        f" '{node.name}': {reason}; quantize it again in that form, or give the float model"
     )
 
 
@@ -139,33 +145,35 @@ def _read_pairs(
     index: Graph,
     plain: onnx.ModelProto,
     grids: Mapping[str, tuple[PairGrid, ...]],
-    stored: tuple[PairGrid, ...],
+    constant_grids: tuple[PairGrid, ...],
 ) -> QdqCalibration:
-    graph, positive = Graph(plain), never_negative(plain)
-    known = {t for node in plain.graph.node for t in node.output} | set(graph.inputs)
-    grids = {tensor: found for tensor, found in grids.items() if tensor in known}
-    ranges = {t: [_range(one, t in positive) for one in found] for t, found in grids.items()}
-    scales = {t: max(found, key=lambda one: one.hi - one.lo) for t, found in ranges.items()}
-    weights, why, written = _read_layers(index, graph)
+    graph, positive_tensors = Graph(plain), never_negative(plain)
+    tensors = {*graph.inputs, *graph.producer}
+    grids = {tensor: grids[tensor] for tensor in grids if tensor in tensors}
+    scales = {}
+    for tensor, tensor_grids in grids.items():
+        ranges = [_make_range(grid, tensor in positive_tensors) for grid in tensor_grids]
+        scales[tensor] = max(ranges, key=lambda range_: range_.hi - range_.lo)
+    weight_scales, float_reasons, nodes_with_output_pair = _read_layers(index, graph)
     return QdqCalibration(
         model=model,
         name=name,
         scales=spread_ranges(graph, scales),
-        weight_scales=weights,
-        float_reasons=why,
-        nodes_with_output_pair=written,
+        weight_scales=weight_scales,
+        float_reasons=float_reasons,
+        nodes_with_output_pair=nodes_with_output_pair,
         grids=grids,
-        constant_grids=stored,
+        constant_grids=constant_grids,
     )
 
 
-def _range(grid: PairGrid, positive: bool) -> Scale:
+def _make_range(grid: PairGrid, is_positive: bool) -> Scale:
     """Return a grid's range, from which an affine or a symmetric 8-bit grid is restored exactly."""
     step, zero = float(grid.scale.reshape(-1)[0]), int(grid.zero.reshape(-1)[0])
     lo, hi = (grid.min_code - zero) * step, (grid.max_code - zero) * step
     symmetric = not grid.int8_zero.any()
     amax = hi if symmetric else max(-lo, hi)
-    if symmetric and positive:  # half of the codes are unused
+    if symmetric and is_positive:  # half of the codes are unused
         lo = 0.0
     return Scale(lo=lo, hi=hi, amax=amax, observed_min=lo, observed_max=hi, method=_METHOD)
 
@@ -174,28 +182,31 @@ def _read_layers(
     index: Graph, graph: Graph
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, str], frozenset[str]]:
     """Return (scales of weights, why nodes are float, nodes whose output goes through a pair)."""
-    weights: dict[str, NDArray[np.float32]] = {}
-    why: dict[str, str] = {}
-    written = frozenset(n.name for n in index.nodes if _has_output_pair(n, index))
-    by_name = {node.name: node for node in index.nodes}
+    weight_scales: dict[str, NDArray[np.float32]] = {}
+    float_reasons: dict[str, str] = {}
+    written_nodes = frozenset(node.name for node in index.nodes if _has_output_pair(node, index))
+    node_by_name = {node.name: node for node in index.nodes}
     for node in graph.nodes:
-        pair_node = by_name.get(node.name)
         head = graph.producer.get(node.input[0]) if node.op_type in _TAILS else None
-        if head is not None and head.name not in why and graph.tail(head) == node.output[0]:
+        has_int8_head = head is not None and head.name not in float_reasons
+        if head is not None and has_int8_head and graph.tail(head) == node.output[0]:
             continue  # the Relu or Clip after a node that runs in int8
+        qdq_node = node_by_name.get(node.name)
         try:
-            if pair_node is None:  # a Clip inserted for a pair
+            if qdq_node is None:  # a Clip inserted for a pair
                 raise UnfitError("it stands for the limits of a pair")
-            if node.op_type not in WEIGHTED:
-                _check_pairs_around(pair_node, index, written)
-            elif (scales := _weight_scales(pair_node, index)) is not None:
-                weights[node.name] = scales
+            if node.op_type in WEIGHTED:
+                scales = _read_weight_scales(qdq_node, index)
+                if scales is not None:
+                    weight_scales[node.name] = scales
+            else:
+                _check_pairs_around(qdq_node, index, written_nodes)
         except UnfitError as error:
-            why[node.name] = str(error)
-    return weights, why, written
+            float_reasons[node.name] = str(error)
+    return weight_scales, float_reasons, written_nodes
 
 
-def _weight_scales(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32] | None:
+def _read_weight_scales(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32] | None:
     """Return the scales of a layer's symmetric weight; None without one, or with a zero point."""
     input_grid(node, index)
     try:
@@ -208,14 +219,16 @@ def _weight_scales(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32] | 
     return scales if grid.is_8_bit and not grid.int8_zero.any() else None
 
 
-def _check_pairs_around(node: onnx.NodeProto, index: Graph, written: frozenset[str]) -> None:
+def _check_pairs_around(node: onnx.NodeProto, index: Graph, written_nodes: frozenset[str]) -> None:
     """Refuse a node without pairs on its inputs and its output."""
-    read = index.data_inputs(node)
-    if not read:
+    data_inputs = index.data_inputs(node)
+    if not data_inputs:
         raise UnfitError("all its inputs are constant")
-    if any((maker := index.producer.get(t)) is None or maker.op_type != DQ for t in read):
-        raise UnfitError("no pair stands on what it reads")
-    if node.name not in written:
+    for tensor in data_inputs:
+        producer = index.producer.get(tensor)
+        if producer is None or producer.op_type != DQ:
+            raise UnfitError("no pair stands on what it reads")
+    if node.name not in written_nodes:
         raise UnfitError("no pair stands on what it makes")
 
 
@@ -227,14 +240,14 @@ def _has_output_pair(node: onnx.NodeProto, index: Graph) -> bool:
     return any(n.op_type == Q for end in ends for n in index.readers.get(end, []))
 
 
-def _notes(trained: QdqCalibration, several: int) -> Iterator[str]:
+def _make_notes(qdq: QdqCalibration, ambiguous_count: int) -> Iterator[str]:
     yield (
-        f"Quantized already: took the ranges of {len(trained.grids)} activations"
-        f" ({trained.grid_text or 'none'}) and the scales of {len(trained.weight_scales)} weights"
+        f"Quantized already: took the ranges of {len(qdq.grids)} activations"
+        f" ({qdq.grid_text or 'none'}) and the scales of {len(qdq.weight_scales)} weights"
         " from its pairs, and removed the pairs from the float model."
     )
-    if several:
+    if ambiguous_count:
         yield (
-            f"{several} tensors have pairs with several scales; for a target with one scale per"
-            " tensor the widest is used."
+            f"{ambiguous_count} tensors have pairs with several scales; for a target with one scale"
+            " per tensor the widest is used."
         )
