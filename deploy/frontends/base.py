@@ -74,8 +74,10 @@ class QdqCalibration:
 
     def all_pairs_are(self, dtype: str, *, symmetric: bool = False) -> bool:
         """Return whether all activation pairs have this dtype (and zero point 0 if `symmetric`)."""
-        listed = (grid for grids in self.grids.values() for grid in grids)
-        return all(g.dtype == dtype and not (symmetric and g.zero.any()) for g in listed)
+        grids = [grid for tensor_grids in self.grids.values() for grid in tensor_grids]
+        if symmetric and any(grid.zero.any() for grid in grids):
+            return False
+        return all(grid.dtype == dtype for grid in grids)
 
 
 def _describe_grid(grid: PairGrid) -> str:
@@ -135,10 +137,12 @@ class LoadedModel:
     @property
     def identities(self) -> dict[str, str]:
         """Digests of the original: of its "graph", and of its "file" and external "weights"."""
-        files = {} if self.stamp is None else {"file": self.stamp.file}
-        if self.stamp is not None and self.stamp.weights:
-            files["weights"] = self.stamp.weights
-        return {"graph": self.digest, **files}
+        identities = {"graph": self.digest}
+        if self.stamp is not None:
+            identities["file"] = self.stamp.file
+            if self.stamp.weights:
+                identities["weights"] = self.stamp.weights
+        return identities
 
     @property
     def cut_notes(self) -> tuple[str, ...]:
@@ -188,13 +192,13 @@ def read_graph(path: Path, loaded: LoadedModel) -> onnx.ModelProto:
     return parse_model(data, str(path))
 
 
-def refuse_changed_model(loaded: LoadedModel, same: bool) -> None:
-    """End the run unless the model is `same` as the one that was loaded.
+def refuse_changed_model(loaded: LoadedModel, is_unchanged: bool) -> None:
+    """End the run unless the model is the one that was loaded.
 
     Raises:
-        ModelError: it is not the same.
+        ModelError: it has changed.
     """
-    if not same:
+    if not is_unchanged:
         raise ModelError(
             f"{loaded.source} changed while calib8 ran, so not all of the run used the same model;"
             " do not change the file during a run, and run again"
@@ -210,14 +214,14 @@ def model_digest(model: onnx.ModelProto) -> str:
     Raises:
         ModelError: a tensor's bytes do not fit its shape and type.
     """
-    parts = [f"{o.domain}={o.version}".encode() for o in model.opset_import]
-    tree: list[object] = [sorted(parts), _graph(model.graph)]
+    opsets = [f"{entry.domain}={entry.version}".encode() for entry in model.opset_import]
+    tree: list[object] = [sorted(opsets), _graph(model.graph)]
     for function in model.functions:
         tree.append([function.domain, function.name, list(function.input), list(function.output)])
         tree.append([_node(node) for node in function.node])
         if function.attribute_proto:  # values of attributes that a call leaves out
             defaults = sorted(function.attribute_proto, key=lambda attribute: attribute.name)
-            tree.append([part for attribute in defaults for part in _attribute(attribute)])
+            tree.append(_attributes(defaults))
     state = hashlib.sha256()
     _hash_tree(state, tree)
     return state.hexdigest()
@@ -257,24 +261,30 @@ def _node(node: onnx.NodeProto) -> list[object]:
         "" if node.domain == "ai.onnx" else node.domain,
         list(node.input),
         list(node.output),
-        [part for attribute in attributes for part in _attribute(attribute)],
+        _attributes(attributes),
     ]
 
 
-def _attribute(attribute: onnx.AttributeProto) -> Iterable[object]:
-    yield attribute.name
+def _attributes(attributes: Iterable[onnx.AttributeProto]) -> list[object]:
+    """Return the names and values of attributes, in turn."""
+    items: list[object] = []
+    for attribute in attributes:
+        items += [attribute.name, _attribute_value(attribute)]
+    return items
+
+
+def _attribute_value(attribute: onnx.AttributeProto) -> object:
     if attribute.HasField("t"):
-        yield _tensor(attribute.t)
-    elif attribute.tensors:
-        yield [_tensor(tensor) for tensor in attribute.tensors]
-    elif attribute.HasField("g"):
-        yield _graph(attribute.g)
-    elif attribute.graphs:
-        yield [_graph(graph) for graph in attribute.graphs]
-    else:
-        plain = type(attribute).FromString(attribute.SerializeToString())
-        plain.doc_string = ""
-        yield plain.SerializeToString(deterministic=True)
+        return _tensor(attribute.t)
+    if attribute.tensors:
+        return [_tensor(tensor) for tensor in attribute.tensors]
+    if attribute.HasField("g"):
+        return _graph(attribute.g)
+    if attribute.graphs:
+        return [_graph(graph) for graph in attribute.graphs]
+    undocumented = type(attribute).FromString(attribute.SerializeToString())
+    undocumented.doc_string = ""
+    return undocumented.SerializeToString(deterministic=True)
 
 
 def _tensor(tensor: onnx.TensorProto) -> list[object]:

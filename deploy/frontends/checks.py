@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 OLDEST_OPSET = 7
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-_ASCENDS = ("AscendQuant", "AscendDequant", "AscendAntiQuant", "AscendWeightQuant")
+_ASCEND_OPERATORS = ("AscendQuant", "AscendDequant", "AscendAntiQuant", "AscendWeightQuant")
 _QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
 _QUANTIZED_STARTS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulNBits")
 _QUANTIZED_DOMAINS = ("onnx.brevitas", "qonnx.custom_op.general", "finn.custom_op.general")
@@ -65,7 +65,7 @@ def check_opset(model: onnx.ModelProto) -> None:
 def check_float(model: onnx.ModelProto) -> None:
     """Refuse models that are quantized already; the message names the first such node."""
     for node in all_nodes(model.graph):
-        if node.op_type in _ASCENDS:
+        if node.op_type in _ASCEND_OPERATORS:
             raise ModelError(
                 "the model must be a float32 one, got one that only Ascend's atc reads"
                 f" ({node.op_type} '{node.name}'); give the model it was made from, or its"
@@ -92,26 +92,25 @@ def is_quantized_node(node: onnx.NodeProto) -> bool:
 
 def find_optimized_nodes(model: onnx.ModelProto) -> str:
     """Return the nodes that only ONNX Runtime's optimizer makes, as text; "" if there are none."""
-    made = Counter(
-        node.op_type
-        for node in all_nodes(model.graph)
-        if node.domain.startswith(_OPTIMIZED_DOMAINS)
-        or (node.domain == "com.microsoft" and node.op_type in _OPTIMIZED)
-    )
-    return ", ".join(f"{number} {op_type}" for op_type, number in sorted(made.items()))
+    counts: Counter[str] = Counter()
+    for node in all_nodes(model.graph):
+        is_fused = node.domain == "com.microsoft" and node.op_type in _OPTIMIZED
+        if is_fused or node.domain.startswith(_OPTIMIZED_DOMAINS):
+            counts[node.op_type] += 1
+    return ", ".join(f"{count} {op_type}" for op_type, count in sorted(counts.items()))
 
 
 def check_optimized(model: onnx.ModelProto) -> str | None:
-    """Refuse a model whose layers ONNX Runtime has fused; return a note if some are left."""
-    found = find_optimized_nodes(model)
-    left = any(n.op_type in WEIGHTED and not n.domain for n in all_nodes(model.graph))
-    if found and not left:
+    """Refuse a model whose layers ONNX Runtime has all fused; return a note if only some are."""
+    optimized = find_optimized_nodes(model)
+    if not optimized:
+        return None
+    if not any(n.op_type in WEIGHTED and not n.domain for n in all_nodes(model.graph)):
         raise ModelError(
-            f"the model must be as it was exported, got one that ONNX Runtime optimized ({found}),"
-            " which leaves no node that can be int8; give the model as exported"
+            f"the model must be as it was exported, got one that ONNX Runtime optimized"
+            f" ({optimized}), which leaves no node that can be int8; give the model as exported"
         )
-    note = f"Optimized by ONNX Runtime: {found} stay in float; give the model as exported."
-    return note if found else None
+    return f"Optimized by ONNX Runtime: {optimized} stay in float; give the model as exported."
 
 
 def refuse_optimized(model: onnx.ModelProto, target: str) -> None:
@@ -120,10 +119,10 @@ def refuse_optimized(model: onnx.ModelProto, target: str) -> None:
     Raises:
         ExportError: it has nodes that ONNX Runtime's optimizer made.
     """
-    if found := find_optimized_nodes(model):
+    if optimized := find_optimized_nodes(model):
         raise ExportError(
-            f"{target} must know every operator, got a model that ONNX Runtime optimized ({found});"
-            " give the model as exported"
+            f"{target} must know every operator, got a model that ONNX Runtime optimized"
+            f" ({optimized}); give the model as exported"
         )
 
 
@@ -140,9 +139,9 @@ def check_ends(model: onnx.ModelProto) -> None:
                     f"attributes outside of functions must have a value, got '{attribute.name}' of"
                     f" '{node.name or node.op_type}', which refers to another; export it again"
                 )
-    for what, values in (("input", graph.input), ("output", graph.output), ("node", graph.node)):
-        if not values:
-            raise ModelError(f"the model must have at least one {what}, got none; export it again")
+    for noun, items in (("input", graph.input), ("output", graph.output), ("node", graph.node)):
+        if not items:
+            raise ModelError(f"the model must have at least one {noun}, got none; export it again")
     for value in graph.input:
         if not value.type.HasField("tensor_type"):
             raise ModelError(
@@ -167,19 +166,19 @@ def _may_be_numbers(value: onnx.ValueInfoProto) -> bool:
 def check_precision(model: onnx.ModelProto) -> None:
     """Refuse bfloat16 inputs and weights, which ONNX Runtime does not run on the CPU."""
     for value in model.graph.input:
-        _refuse_brain(f"input '{value.name}'", type_name(value.type.tensor_type.elem_type))
+        _refuse_bfloat16(f"input '{value.name}'", type_name(value.type.tensor_type.elem_type))
     types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
     for node in model.graph.node:
         if node.op_type in WEIGHTED:
             for name in node.input:
                 if name in types:
-                    _refuse_brain(f"weight '{name}'", type_name(types[name]))
+                    _refuse_bfloat16(f"weight '{name}'", type_name(types[name]))
 
 
-def _refuse_brain(what: str, dtype: str) -> None:
+def _refuse_bfloat16(tensor: str, dtype: str) -> None:
     if dtype == "bfloat16":
         raise ModelError(
-            f"the model must be a float32 or float16 one, got {dtype} for {what}; export it in "
+            f"the model must be a float32 or float16 one, got {dtype} for {tensor}; export it in "
             "float32"
         )
 
@@ -201,17 +200,18 @@ def check_weights(model: onnx.ModelProto) -> None:
         array = to_array(tensor)
         if array.dtype.kind != "f":
             continue
-        if np.isnan(array).any():
-            _refuse_weight(tensor.name, "NaN", int(np.isnan(array).sum()), array)
-        if tensor.name in weights and np.isinf(array).any():
-            _refuse_weight(tensor.name, "infinity", int(np.isinf(array).sum()), array)
+        _refuse_invalid(tensor.name, "NaN", np.isnan(array))
+        if tensor.name in weights:
+            _refuse_invalid(tensor.name, "infinity", np.isinf(array))
 
 
-def _refuse_weight(name: str, what: str, count: int, array: NDArray[Any]) -> None:
-    raise ModelError(
-        f"weights must be finite, got {what} in '{name}' ({count} of {array.size} elements); "
-        "the training diverged or the file is damaged: export a valid checkpoint"
-    )
+def _refuse_invalid(name: str, kind: str, is_invalid: NDArray[np.bool_]) -> None:
+    if is_invalid.any():
+        raise ModelError(
+            f"weights must be finite, got {kind} in '{name}' ({is_invalid.sum()} of"
+            f" {is_invalid.size} elements); the training diverged or the file is damaged: export a"
+            " valid checkpoint"
+        )
 
 
 def to_array(tensor: onnx.TensorProto) -> NDArray[Any]:

@@ -36,39 +36,43 @@ def read_metadata_preprocess(
 ) -> MetadataPreprocess | None:
     """Return the preprocessing stored in the model or in files in the folder of `path`; or None."""
     sources = ModelMetadata(
-        properties={one.key: one.value[: LONGEST + 1] for one in model.metadata_props},
+        properties={entry.key: entry.value[: LONGEST + 1] for entry in model.metadata_props},
         folder=None if path is None else path.parent,
-        shape=_shape(model),
+        shape=_find_input_shape(model),
     )
-    for where, writer, read in READERS:
+    for location, writer, read in READERS:
         try:
             result = read(sources)
         except ConfigError as error:
-            return MetadataPreprocess(f"{where} ({writer})", reason=str(error))
+            return MetadataPreprocess(f"{location} ({writer})", reason=str(error))
         if result is not None:
             return MetadataPreprocess(
-                f"{where} ({writer}{result.detail})", preprocess=result.preprocess
+                f"{location} ({writer}{result.detail})", preprocess=result.preprocess
             )
     return None
 
 
 def read_class_names(model: onnx.ModelProto) -> dict[int, str]:
     """Return class -> name from the model's metadata; empty if it has no such names."""
-    text = next((one.value for one in model.metadata_props if one.key == _NAMES), "")
+    text = next((entry.value for entry in model.metadata_props if entry.key == _NAMES), "")
+    if len(text) > _LONGEST_NAMES:
+        return {}
     try:
-        names = ast.literal_eval(text) if len(text) <= _LONGEST_NAMES else {}
+        names = ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return {}
-    named = dict(enumerate(names)) if isinstance(names, list) else names
-    if not isinstance(named, dict):
+    if isinstance(names, list):
+        names = dict(enumerate(names))
+    if not isinstance(names, dict):
         return {}
-    return {k: v for k, v in named.items() if isinstance(k, int) and isinstance(v, str) and v}
+    return {k: v for k, v in names.items() if isinstance(k, int) and isinstance(v, str) and v}
 
 
-def _shape(model: onnx.ModelProto) -> tuple[int | None, ...]:
+def _find_input_shape(model: onnx.ModelProto) -> tuple[int | None, ...]:
     """Return the shape of the first input; None for open dimensions."""
-    first = next(iter(model.graph.input), None)
-    dims = () if first is None else first.type.tensor_type.shape.dim
+    if not model.graph.input:
+        return ()
+    dims = model.graph.input[0].type.tensor_type.shape.dim
     return tuple(dim.dim_value if dim.dim_value > 0 else None for dim in dims)
 
 

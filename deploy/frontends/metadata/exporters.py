@@ -49,20 +49,23 @@ def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
     if metadata.text("author") != "Ultralytics":
         return StoredPreprocess(find_preset("yolo"), " YOLOv5") if keys == _YOLOV5 else None
     size = _size(metadata.text("imgsz"))
-    how = replace(
-        _task_preprocess(metadata, size), default_size=size, color=_color(metadata.text("channels"))
-    )
+    preprocess = _task_preprocess(metadata, size)
+    color = _color(metadata.text("channels"))
     version = plain_word(metadata.text("version"))
-    detail = f", imgsz {size[0] if size[0] == size[1] else f'{size[0]}x{size[1]}'}"
-    return StoredPreprocess(how, f"{f' {version}' if version else ''}{detail}")
+    height, width = size
+    detail = f", imgsz {height}" if height == width else f", imgsz {height}x{width}"
+    if version:
+        detail = f" {version}{detail}"
+    return StoredPreprocess(replace(preprocess, default_size=size, color=color), detail)
 
 
 def _task_preprocess(metadata: ModelMetadata, size: Size) -> Preprocess:
     task = metadata.text("task")
     if task in _BOXES:
-        boxes = find_preset("yolo")
-        stretched = "rtdetr" in (metadata.text("description") or "").lower()
-        return replace(boxes, resize="stretch", pad=(0.0,)) if stretched else boxes
+        letterbox = find_preset("yolo")
+        if "rtdetr" in (metadata.text("description") or "").lower():
+            return replace(letterbox, resize="stretch", pad=(0.0,))
+        return letterbox
     if task == "classify" and size[0] == size[1]:
         return Preprocess(resize="short-side", short_side=size[0], interpolation="area")
     raise ConfigError(
@@ -107,17 +110,19 @@ def read_openvino(metadata: ModelMetadata) -> StoredPreprocess | None:
     values = {key: metadata.text(_PATH + key) for key in _VALUE_KEYS}
     if not any(values.values()):
         return None
-    kind, units = values["resize_type"] or "standard", metadata.text(f"{_PATH}intensity_mode") or ""
+    resize_type = values["resize_type"] or "standard"
+    units = metadata.text(f"{_PATH}intensity_mode") or ""
+    has_max_value = bool(metadata.text(f"{_PATH}intensity_max_value"))
     if _is_true(metadata, "embedded_processing"):
         raise ConfigError("its model preprocesses its input itself")
-    if kind not in _RESIZES or units not in _UNITS or metadata.text(f"{_PATH}intensity_max_value"):
+    if resize_type not in _RESIZES or units not in _UNITS or has_max_value:
         raise ConfigError(
             f"its resize_type must be one of {', '.join(_RESIZES)} and its intensity_mode"
-            f" scale_to_unit or none, got {short_text(kind)} and {short_text(units)}"
+            f" scale_to_unit or none, got {short_text(resize_type)} and {short_text(units)}"
         )
     return StoredPreprocess(
         replace(
-            _RESIZES[kind],
+            _RESIZES[resize_type],
             color="rgb" if _is_true(metadata, "reverse_input_channels") else "bgr",
             scale=_UNITS[units],
             mean=parse_numbers(values["mean_values"] or "0", "mean_values"),
@@ -134,8 +139,8 @@ def _is_true(metadata: ModelMetadata, key: str) -> bool:
 FILE = "infer_cfg.yml"
 _SECTION = "Preprocess"
 _HEIGHTS = (32, 48)  # pixels of a text line, in PaddleOCR's recognizers
-_FEWEST = 10  # characters of an alphabet: at least the digits
-_MOST_LINES = 200
+_MIN_CHARACTERS = 10  # characters of an alphabet: at least the digits
+_MAX_LINES = 200
 _KEYS = {
     "Resize": {"target_size", "keep_ratio", "interp"},
     "NormalizeImage": {"mean", "std", "is_scale", "norm_type"},
@@ -148,11 +153,14 @@ def read_characters(metadata: ModelMetadata) -> StoredPreprocess | None:
     """Return text-line preprocessing if the model has characters and a fitting input; else None."""
     entries = metadata.properties.get("character", "").splitlines()
     single = sum(len(entry) <= 1 for entry in entries)
-    if len(entries) < _FEWEST or single < 0.9 * len(entries) or len(metadata.shape) != 4:
+    is_alphabet = len(entries) >= _MIN_CHARACTERS and single >= 0.9 * len(entries)
+    if not is_alphabet or len(metadata.shape) != 4:
         return None
     _, channels, height, width = metadata.shape
-    height = _HEIGHTS[-1] if height is None else height
-    width = 320 if width is None else width
+    if height is None:
+        height = _HEIGHTS[-1]
+    if width is None:
+        width = 320
     if channels != 3 or height not in _HEIGHTS or width < 2 * height:
         return None
     return StoredPreprocess(replace(find_preset("ppocr-rec"), default_size=(height, width)))
@@ -168,39 +176,40 @@ def read_paddle(metadata: ModelMetadata) -> StoredPreprocess | None:
     if text is None:
         return None
     steps: dict[str, dict[str, object]] = {}
-    for one in parse_operators(text):
-        name = str(one.pop("type", ""))
-        if name in steps or name not in _KEYS or set(one) - _KEYS[name]:
-            raise ConfigError(f"calib8 does not know its {short_text(name)} of {', '.join(one)}")
-        steps[name] = one
+    for operator in parse_operators(text):
+        name = str(operator.pop("type", ""))
+        if name in steps or name not in _KEYS or set(operator) - _KEYS[name]:
+            keys = ", ".join(operator)
+            raise ConfigError(f"calib8 does not know its {short_text(name)} of {keys}")
+        steps[name] = operator
     if "Resize" not in steps or "Permute" not in steps:
         raise ConfigError(f"its steps must resize and permute, got {', '.join(steps) or 'none'}")
-    return StoredPreprocess(
-        _normalize_step(_resize_step(steps["Resize"]), steps.get("NormalizeImage"))
-    )
+    preprocess = _read_resize(steps["Resize"])
+    if "NormalizeImage" not in steps:
+        return StoredPreprocess(replace(preprocess, scale=1.0))
+    return StoredPreprocess(_add_normalization(preprocess, steps["NormalizeImage"]))
 
 
-def _resize_step(step: dict[str, object]) -> Preprocess:
+def _read_resize(step: dict[str, object]) -> Preprocess:
     size = parse_integers(step.get("target_size"), "target_size")
-    kind = parse_number(step.get("interp", 1), "interp")
-    if step.get("keep_ratio", True) is not False or len(size) > 2 or kind not in _OPENCV:
+    interpolation = parse_number(step.get("interp", 1), "interp")
+    is_stretched = step.get("keep_ratio", True) is False
+    if not is_stretched or len(size) > 2 or interpolation not in _OPENCV:
         raise ConfigError(
             "its Resize must have a target_size and keep_ratio false, got keep_ratio"
             f" {short_text(step.get('keep_ratio', True))}"
         )
     return Preprocess(
-        default_size=(size[0], size[-1]), interpolation=_OPENCV[int(kind)], color="rgb"
+        default_size=(size[0], size[-1]), interpolation=_OPENCV[int(interpolation)], color="rgb"
     )
 
 
-def _normalize_step(how: Preprocess, step: dict[str, object] | None) -> Preprocess:
-    if step is None:
-        return replace(how, scale=1.0)
+def _add_normalization(preprocess: Preprocess, step: dict[str, object]) -> Preprocess:
     scale = 1 / 255 if step.get("is_scale", True) is True else 1.0
     if step.get("norm_type", "mean_std") == "none":
-        return replace(how, scale=scale)
+        return replace(preprocess, scale=scale)
     return replace(
-        how,
+        preprocess,
         scale=scale,
         mean=parse_numbers(step.get("mean"), "mean"),
         std=parse_numbers(step.get("std"), "std"),
@@ -227,7 +236,7 @@ def parse_operators(text: str) -> list[dict[str, object]]:
         return []
     mappings: list[dict[str, object]] = []
     key = ""
-    for line in lines[lines.index(f"{_SECTION}:") + 1 :][:_MOST_LINES]:
+    for line in lines[lines.index(f"{_SECTION}:") + 1 :][:_MAX_LINES]:
         if re.match(r"[^\s-]", line):
             break
         if row := re.fullmatch(r"(- |  )(\w+):(?: (.+))?", line):

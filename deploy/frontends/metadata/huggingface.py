@@ -37,6 +37,7 @@ TIMM_FILE = "config.json"
 # Pillow smooths when it shrinks, like OpenCV's area and unlike its linear and cubic
 INTERPOLATIONS = {"bilinear": "area", "bicubic": "area", "lanczos": "lanczos", "nearest": "nearest"}
 _CFG = "pretrained_cfg"
+_DEFAULT_SHARE = 0.875  # of the short side that timm crops
 _NAMES = ("mean", "std", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
@@ -76,29 +77,32 @@ def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
     if max(map(abs, mean)) > 1 or max(std) > 1:
         raise ConfigError(f"its mean and std must be those of pixels / 255, got {short_text(mean)}")
     depth, side = _channels_and_side(data.get("input_size"))
-    share = 0.875 if data.get("crop_pct") is None else parse_number(data["crop_pct"], "crop_pct")
-    mode, kind = (
-        data.get("crop_mode") or "center",
-        plain_word(data.get("interpolation") or "bicubic"),
-    )
-    squashed = mode == "squash" and share == 1
-    if kind not in INTERPOLATIONS or not 0 < share <= 1 or not (mode == "center" or squashed):
+    share = _DEFAULT_SHARE
+    if data.get("crop_pct") is not None:
+        share = parse_number(data["crop_pct"], "crop_pct")
+    crop_mode = data.get("crop_mode") or "center"
+    interpolation = plain_word(data.get("interpolation") or "bicubic")
+    is_squashed = crop_mode == "squash" and share == 1
+    is_known_crop = 0 < share <= 1 and (crop_mode == "center" or is_squashed)
+    if interpolation not in INTERPOLATIONS or not is_known_crop:
         raise ConfigError(
             f"its crop must be of the centre, by a share up to 1, and its interpolation one of"
-            f" {', '.join(INTERPOLATIONS)}, got {short_text(mode)}, {share:g} and"
-            f" {short_text(kind)}"
+            f" {', '.join(INTERPOLATIONS)}, got {short_text(crop_mode)}, {share:g} and"
+            f" {short_text(interpolation)}"
         )
-    if side is None and share != 0.875:
+    if side is None and share != _DEFAULT_SHARE:
         raise ConfigError(f"its crop_pct is a share of an input_size, got {share:g} and no size")
-    return Preprocess(
-        default_size=None if side is None else (side, side),
-        resize="stretch" if squashed else "short-side",
-        short_side=None if squashed or side is None else math.floor(side / share),
-        interpolation=INTERPOLATIONS[kind],
+    preprocess = Preprocess(
+        resize="stretch" if is_squashed else "short-side",
+        interpolation=INTERPOLATIONS[interpolation],
         color="grey" if depth == 1 else "rgb",
         mean=mean,
         std=std,
     )
+    if side is None:
+        return preprocess
+    short_side = None if is_squashed else math.floor(side / share)
+    return replace(preprocess, default_size=(side, side), short_side=short_side)
 
 
 def _channels_and_side(value: object) -> tuple[int, int | None]:
@@ -115,7 +119,7 @@ FILE = "preprocessor_config.json"
 # By Pillow's numbers: nearest, lanczos, bilinear, bicubic, box, hamming
 _RESAMPLE = ("nearest", "lanczos", "area", "area", "area", "area")
 # Keys that are read here, or that change no value of an image of the input's size.
-_KNOWN = frozenset(
+_KNOWN_KEYS = frozenset(
     (
         "_processor_class", "_valid_processor_keys", "auto_map", "crop_pct", "crop_size",
         "data_format", "default_to_square", "device", "disable_grouping", "do_center_crop",
@@ -125,7 +129,7 @@ _KNOWN = frozenset(
         "processor_class", "resample", "rescale_factor", "return_tensors", "size",
     )
 )  # fmt: skip
-_OWN_WAYS = ("Deit", "DeiT", "Levit", "PoolFormer")  # these resize by their own rules
+_OTHER_RESIZES = ("Deit", "DeiT", "Levit", "PoolFormer")  # these resize by their own rules
 
 
 def read_huggingface(metadata: ModelMetadata) -> StoredPreprocess | None:
@@ -134,8 +138,10 @@ def read_huggingface(metadata: ModelMetadata) -> StoredPreprocess | None:
     Raises:
         ConfigError: unsupported preprocessing, or invalid values.
     """
-    inside = metadata.folder is not None and metadata.folder.absolute().name == "onnx"
-    text = metadata.read_sibling(FILE, *([f"../{FILE}"] if inside else []))
+    names = [FILE]
+    if metadata.folder is not None and metadata.folder.absolute().name == "onnx":
+        names.append(f"../{FILE}")
+    text = metadata.read_sibling(*names)
     if text is None:
         return None
     data = parse_object(text, FILE)
@@ -146,60 +152,62 @@ def read_huggingface(metadata: ModelMetadata) -> StoredPreprocess | None:
     kind = plain_word(data.get("image_processor_type")) or plain_word(
         data.get("feature_extractor_type")
     )
-    unknown = [key for key, value in data.items() if value and key not in _KNOWN]
-    if kind.startswith(_OWN_WAYS) or unknown:
-        raise ConfigError(f"calib8 does not know its {short_text(unknown[0]) if unknown else kind}")
-    return StoredPreprocess(
-        _add_arithmetic(_resize_of(data, kind), data), f", {kind}" if kind else ""
-    )
+    unknown_keys = [key for key, value in data.items() if value and key not in _KNOWN_KEYS]
+    if unknown_keys:
+        raise ConfigError(f"calib8 does not know its {short_text(unknown_keys[0])}")
+    if kind.startswith(_OTHER_RESIZES):
+        raise ConfigError(f"calib8 does not know its {kind}")
+    preprocess = _add_arithmetic(_read_resize_and_crop(data, kind), data)
+    return StoredPreprocess(preprocess, f", {kind}" if kind else "")
 
 
-def _add_arithmetic(how: Preprocess, data: Mapping[str, Any]) -> Preprocess:
-    scaled, normal = _flag(data, "do_rescale", True), _flag(data, "do_normalize", True)
+def _add_arithmetic(preprocess: Preprocess, data: Mapping[str, Any]) -> Preprocess:
+    is_rescaled = _flag(data, "do_rescale", True)
+    is_normalized = _flag(data, "do_normalize", True)
     factor = data.get("rescale_factor")
-    return replace(
-        how,
-        color="bgr" if _flag(data, "do_flip_channel_order", False) else "rgb",
-        scale=1.0
-        if not scaled
-        else 1 / 255
-        if factor is None
-        else parse_number(factor, "rescale_factor"),
-        mean=parse_numbers(data.get("image_mean"), "image_mean") if normal else (0.0,),
-        std=parse_numbers(data.get("image_std"), "image_std") if normal else (1.0,),
-    )
+    scale = 1.0
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    color = "bgr" if _flag(data, "do_flip_channel_order", False) else "rgb"
+    if is_rescaled:
+        scale = 1 / 255 if factor is None else parse_number(factor, "rescale_factor")
+    if is_normalized:
+        mean = parse_numbers(data.get("image_mean"), "image_mean")
+        std = parse_numbers(data.get("image_std"), "image_std")
+    return replace(preprocess, color=color, scale=scale, mean=mean, std=std)
 
 
-def _resize_of(data: Mapping[str, Any], kind: str) -> Preprocess:
+def _read_resize_and_crop(data: Mapping[str, Any], kind: str) -> Preprocess:
     resample = parse_number(data.get("resample", 2), "resample")
-    size, crop = data.get("size"), _flag(data, "do_center_crop", False)
+    size, is_cropped = data.get("size"), _flag(data, "do_center_crop", False)
     if not _flag(data, "do_resize", True) or resample not in range(len(_RESAMPLE)):
         raise ConfigError(f"it must resize, by one of Pillow's ways, got resample {resample:g}")
-    how = Preprocess(interpolation=_RESAMPLE[int(resample)])
+    preprocess = Preprocess(interpolation=_RESAMPLE[int(resample)])
     sides = size if isinstance(size, dict) else {"height": size, "width": size}
-    if set(sides) == {"height", "width"} and not crop:
-        return replace(how, default_size=_height_width(sides, "size"))
+    if set(sides) == {"height", "width"} and not is_cropped:
+        return replace(preprocess, default_size=_height_width(sides, "size"))
     if set(sides) == {"shortest_edge"}:
         short = int(parse_number(sides["shortest_edge"], "shortest_edge"))
-        if crop:
-            cropped = _height_width(data.get("crop_size"), "crop_size")
-            return replace(how, resize="short-side", short_side=short, default_size=cropped)
+        if is_cropped:
+            crop = _height_width(data.get("crop_size"), "crop_size")
+            return replace(preprocess, resize="short-side", short_side=short, default_size=crop)
         if kind.startswith("ConvNext"):
-            return _convnext_resize(how, short, data.get("crop_pct"))
+            return _convnext_resize(preprocess, short, data.get("crop_pct"))
     raise ConfigError(
         f"its size must be a height and a width, or a shortest_edge of which the centre is"
-        f" cropped, got {short_text(size)}{' and a crop' if crop else ''}"
+        f" cropped, got {short_text(size)}{' and a crop' if is_cropped else ''}"
     )
 
 
-def _convnext_resize(how: Preprocess, side: int, share: object) -> Preprocess:
+def _convnext_resize(preprocess: Preprocess, side: int, crop_pct: object) -> Preprocess:
     """Apply `ConvNextImageProcessor`: stretch to 384 or more; below, crop by a share."""
     if side >= 384:
-        return replace(how, default_size=(side, side))
-    part = 224 / 256 if share is None else parse_number(share, "crop_pct")
-    if not 0 < part <= 1:
-        raise ConfigError(f"its crop_pct must be a share up to 1, got {part:g}")
-    return replace(how, resize="short-side", short_side=int(side / part), default_size=(side, side))
+        return replace(preprocess, default_size=(side, side))
+    share = 224 / 256 if crop_pct is None else parse_number(crop_pct, "crop_pct")
+    if not 0 < share <= 1:
+        raise ConfigError(f"its crop_pct must be a share up to 1, got {share:g}")
+    short_side, size = int(side / share), (side, side)
+    return replace(preprocess, resize="short-side", short_side=short_side, default_size=size)
 
 
 def _height_width(value: object, name: str) -> Size:

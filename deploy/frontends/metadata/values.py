@@ -14,8 +14,8 @@ from deploy.files.reading import from_json, read_text
 
 LONGEST = 1 << 12  # maximum number of characters of a value
 _LARGEST = 1 << 18  # maximum size in bytes of a file next to the model
-_MOST = 4  # maximum length of a list: channels, or a size
-_SHOWN = 40
+_MAX_VALUES = 4  # maximum length of a list: channels, or a size
+_MAX_SHOWN = 40  # characters of a value in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class ModelMetadata:
         properties: metadata in the model; values longer than `LONGEST` are cut after one more
             character.
         folder: that contains the model, None for a model in memory.
+        shape: of the model's first input; None for open sizes.
     """
 
     properties: Mapping[str, str]
@@ -49,14 +50,22 @@ class ModelMetadata:
         Raises:
             ConfigError: the file is too large, or not text.
         """
-        for path in (self.folder / name for name in names) if self.folder else ():
+        if self.folder is None:
+            return None
+        for name in names:
+            path = self.folder / name
             if os.path.isfile(path):
                 return read_text(path, what="text", error=ConfigError, max_bytes=_LARGEST)
         return None
 
 
 class StoredPreprocess(NamedTuple):
-    """Preprocessing read from metadata, and details for messages, such as a version."""
+    """Preprocessing read from metadata.
+
+    Attributes:
+        preprocess: the steps.
+        detail: text for messages, such as a version.
+    """
 
     preprocess: Preprocess
     detail: str = ""
@@ -82,11 +91,12 @@ def parse_numbers(value: object, name: str) -> tuple[float, ...]:
     """
     if isinstance(value, str):
         value = re.split(r"[,\s]+", value.strip().strip("[]()").strip())
-    listed = list(value) if isinstance(value, list | tuple) else [value]
-    values = tuple(map(_finite, listed[: _MOST + 1]))
-    if not 1 <= len(values) <= _MOST or None in values:
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    finite_numbers = map(_parse_finite, items[: _MAX_VALUES + 1])
+    numbers = tuple(number for number in finite_numbers if number is not None)
+    if not 1 <= len(items) <= _MAX_VALUES or len(numbers) < len(items):
         raise ConfigError(f"its {name} must be numbers, got {short_text(value)}")
-    return tuple(one for one in values if one is not None)
+    return numbers
 
 
 def parse_integers(value: object, name: str) -> tuple[int, ...]:
@@ -96,7 +106,7 @@ def parse_integers(value: object, name: str) -> tuple[int, ...]:
         ConfigError: they are no whole numbers.
     """
     values = parse_numbers(value, name)
-    if not all(one.is_integer() and abs(one) < 1 << 31 for one in values):
+    if not all(number.is_integer() and abs(number) < 1 << 31 for number in values):
         raise ConfigError(f"its {name} must be whole numbers, got {short_text(value)}")
     return tuple(map(int, values))
 
@@ -120,11 +130,11 @@ def plain_word(value: object) -> str:
 
 def short_text(value: object) -> str:
     """Return a value for a message: short and printable."""
-    text = ascii(value) if not isinstance(value, list) else ascii(value[: _MOST + 1])
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    text = ascii(value[: _MAX_VALUES + 1] if isinstance(value, list) else value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-def _finite(value: object) -> float | None:
+def _parse_finite(value: object) -> float | None:
     """Return a finite number, also from text; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
