@@ -270,7 +270,7 @@ def test_a_living_process_keeps_its_files(where, tmp_path):
 
 
 def test_one_run_at_a_time_changes_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic, "_PATIENCE", 0.05)
+    monkeypatch.setattr(atomic, "_LOCK_TIMEOUT_S", 0.05)
     refused = pytest.raises(ExportError, match="one run at a time")
     with atomic.lock_folder(tmp_path), refused, atomic.lock_folder(tmp_path):
         pass

@@ -30,7 +30,7 @@ from deploy.standins.install import CalibrationAlgoType, StandIns
 from deploy.standins.memory import AddressWindow, Memory, address_of
 from deploy.tensors import Array, TensorSpec
 
-_NUMBERS = frozenset(np.dtype(code).name for code in "?bhiqBHIQefd")
+_NUMBER_DTYPES = frozenset(np.dtype(code).name for code in "?bhiqBHIQefd")
 
 
 class CalibratorBatches:
@@ -98,37 +98,40 @@ class CalibratorBatches:
                 f" pycuda, cuda-python, libcudart or torch and not freed, got {got} for the input"
                 f" {spec.name!r} in {self.title}"
             )
-        batched = has_batch_dimension(spec, self._specs)
-        inner = self._sample_shape(spec, window, batched=batched)
-        rows = self._rows if batched else 1
-        kind = np.dtype(self._dtype(spec, window, rows * prod(inner)))
-        unit = kind.itemsize * prod(inner)
-        count = self._sample_count(spec, window, rows, unit, batched=batched)
-        data = self._memory.read(address, count * unit).view(kind)
-        return data.reshape((count, *inner) if batched else inner).astype(spec.dtype, copy=False)
+        has_batch = has_batch_dimension(spec, self._specs)
+        sample_shape = self._sample_shape(spec, window, has_batch=has_batch)
+        rows = self._rows if has_batch else 1
+        dtype = np.dtype(self._dtype(spec, window, rows * prod(sample_shape)))
+        sample_bytes = dtype.itemsize * prod(sample_shape)
+        count = self._sample_count(spec, window, rows, sample_bytes, has_batch=has_batch)
+        data = self._memory.read(address, count * sample_bytes).view(dtype)
+        return data.reshape((count, *sample_shape) if has_batch else sample_shape).astype(
+            spec.dtype, copy=False
+        )
 
     def _sample_shape(
-        self, spec: TensorSpec, window: AddressWindow, *, batched: bool
+        self, spec: TensorSpec, window: AddressWindow, *, has_batch: bool
     ) -> tuple[int, ...]:
         """Return the shape of one sample; the copied array fills in open dimensions."""
-        sizes = spec.shape[1:] if batched else spec.shape
-        copied = window.shape if window.shape and len(window.shape) == len(spec.shape) else None
-        copied_sizes = copied[1:] if copied and batched else copied
-        shape = tuple(
-            size if isinstance(size, int) else (copied_sizes[at] if copied_sizes else 0)
-            for at, size in enumerate(sizes)
-        )
-        if not all(shape):
+        sizes = list(spec.shape)
+        if window.shape and len(window.shape) == len(sizes):
+            for axis, copied_size in enumerate(window.shape):
+                if not isinstance(sizes[axis], int):
+                    sizes[axis] = copied_size
+        if has_batch:
+            sizes = sizes[1:]
+        shape = tuple(size for size in sizes if isinstance(size, int) and size)
+        if len(shape) < len(sizes):
             raise FeedError(
                 f"a calibrator tells the batch and no other size, so all other dimensions of the"
                 f" input must be fixed, got {describe(spec)}; give a model with fixed sizes"
             )
         return shape
 
-    def _dtype(self, spec: TensorSpec, window: AddressWindow, values: int) -> str:
+    def _dtype(self, spec: TensorSpec, window: AddressWindow, value_count: int) -> str:
         """Return the dtype of the bytes: the input's, or int32 for int64, as TensorRT copies it."""
         allowed = (spec.dtype, "int32") if spec.dtype == "int64" else (spec.dtype,)
-        if spec.dtype not in _NUMBERS:
+        if spec.dtype not in _NUMBER_DTYPES:
             raise FeedError(
                 f"a calibrator hands over plain numbers, got the input {describe(spec)}; feed"
                 " arrays by --images"
@@ -141,31 +144,43 @@ class CalibratorBatches:
         if window.dtype is not None or len(allowed) == 1:
             return window.dtype or spec.dtype
         size = window.room if window.copied is None else window.copied
-        return "int32" if size == 4 * values else spec.dtype
+        return "int32" if size == 4 * value_count else spec.dtype
 
     def _sample_count(
-        self, spec: TensorSpec, window: AddressWindow, rows: int, unit: int, *, batched: bool
+        self,
+        spec: TensorSpec,
+        window: AddressWindow,
+        rows: int,
+        sample_bytes: int,
+        *,
+        has_batch: bool,
     ) -> int:
-        """Return the number of samples, of `unit` bytes each, at the address."""
-        got = window.room if window.copied is None else window.copied
-        wanted = rows * unit
-        if got == wanted or (window.copied is None and got > wanted):
+        """Return the number of samples, of `sample_bytes` bytes each, at the address."""
+        is_copied = window.copied is not None
+        got_bytes = window.room if window.copied is None else window.copied
+        expected_bytes = rows * sample_bytes
+        # an allocation may be larger than the batch, since nothing tells how much of it is used
+        if got_bytes == expected_bytes or (not is_copied and got_bytes > expected_bytes):
             return rows
-        typed = window.copied is not None and window.dtype is not None and batched
-        if typed and got > wanted and self._batch == 1 and got % unit == 0:
-            self._largest_batch = max(self._largest_batch, got // unit)
-            return got // unit
-        first = self._number == 0 and not typed  # a short first batch may be of another dtype
-        if window.copied is None or got > wanted or got % unit or not batched or first:
-            kind = "an allocation of" if window.copied is None else "copied"
+
+        count, remaining_bytes = divmod(got_bytes, sample_bytes)
+        is_typed = is_copied and window.dtype is not None and has_batch
+        is_whole = is_copied and has_batch and not remaining_bytes
+        if is_whole and count > rows and is_typed and self._batch == 1:
+            self._largest_batch = max(self._largest_batch, count)
+            return count
+        # a short first batch without a dtype may be of another one
+        may_be_short = is_typed or self._number > 0
+        if not is_whole or count > rows or not may_be_short:
+            kind = "copied" if is_copied else "an allocation of"
             raise FeedError(
                 f"{self.title} of {self._script} must hold {rows} samples (get_batch_size) of the"
-                f" input {describe(spec)}, {wanted} bytes, got {kind} {got} bytes; make"
-                " get_batch_size, the allocation, the dtype and the copied bytes agree"
+                f" input {describe(spec)}, {expected_bytes} bytes, got {kind} {got_bytes} bytes;"
+                " make get_batch_size, the allocation, the dtype and the copied bytes agree"
             )
-        self._last_was_short = not typed
-        self._short_batches.append(got // unit)
-        return got // unit
+        self._last_was_short = not is_typed
+        self._short_batches.append(count)
+        return count
 
 
 def _address(pointer: object) -> int | None:
@@ -177,7 +192,7 @@ def _address(pointer: object) -> int | None:
 
 
 T = TypeVar("T")
-_WORDS = {
+_ALGORITHM_NAMES = {
     CalibrationAlgoType.ENTROPY_CALIBRATION_2: "entropy2",
     CalibrationAlgoType.ENTROPY_CALIBRATION: "entropy",
     CalibrationAlgoType.MINMAX_CALIBRATION: "minmax",
@@ -209,11 +224,11 @@ class CalibratorScript:
         self.notes: tuple[str, ...] = ()
         self._stand_ins = StandIns()
         with self._stand_ins.installed():
-            self._make = usercode.load_function(
+            self._create = usercode.load_function(
                 spec, what="a calibrator", form="file.py:function", error=FeedError
             )
-        _refuse_arguments(self._make, spec)
-        self._calibrator = self._call(self._make)
+        _refuse_arguments(self._create, spec)
+        self._calibrator = self._call(self._create)
         self._was_read = False
         for method in ("get_batch_size", "get_batch"):
             if not callable(self._attribute(method)):
@@ -222,10 +237,12 @@ class CalibratorScript:
                     f" {type(self._calibrator).__name__} without {method}; return the calibrator"
                 )
         self.batch = self._batch_size()
-        value = self._told("get_algorithm")
-        self.algorithm = _WORDS.get(value) if isinstance(value, CalibrationAlgoType) else None
+        algorithm = self._call_method("get_algorithm")
+        self.algorithm = (
+            _ALGORITHM_NAMES.get(algorithm) if isinstance(algorithm, CalibrationAlgoType) else None
+        )
         self.quantile = self._quantile() if self.algorithm == "legacy" else None
-        self.cache = self._known()
+        self.cache = self._read_cache()
 
     def __str__(self) -> str:
         return f"the calibrator {self.spec}"
@@ -238,10 +255,10 @@ class CalibratorScript:
                 end, and there is no limit.
         """
         if self._was_read:
-            self._calibrator = self._call(self._make)
+            self._calibrator = self._call(self._create)
         self._was_read = True
         batches = CalibratorBatches(str(self), self._stand_ins.memory, specs, self.batch)
-        items = iter(lambda: self._next(batches, specs), None)
+        items = iter(lambda: self._next_item(batches, specs), None)
         source = open_iterable(items, specs, name=str(self), has_end=False, limit=limit)
         return replace(source, notes=(*self.notes, *batches.notes, *source.notes))
 
@@ -257,7 +274,7 @@ class CalibratorScript:
     def _attribute(self, name: str) -> Any:
         return self._call(getattr, self._calibrator, name, None)
 
-    def _told(self, name: str) -> Any:
+    def _call_method(self, name: str) -> Any:
         """Return what a method says; None without it."""
         method = self._attribute(name)
         return None if method is None else self._call(method)
@@ -275,20 +292,20 @@ class CalibratorScript:
     def _quantile(self) -> float | None:
         if self._attribute("get_quantile") is None:
             return None
-        value = self._told("get_quantile")
+        value = self._call_method("get_quantile")
         if not isinstance(value, float | int) or not 0.5 < value <= 1:
             raise FeedError(
                 f"get_quantile of {self} must be over 0.5 and at most 1, got {value!r:.60}"
             )
         return float(value)
 
-    def _known(self) -> bytes | None:
-        value = self._told("read_calibration_cache")
+    def _read_cache(self) -> bytes | None:
+        value = self._call_method("read_calibration_cache")
         return bytes(value) if isinstance(value, bytes | bytearray | memoryview) else None
 
-    def _next(self, batches: CalibratorBatches, specs: tuple[TensorSpec, ...]) -> Item | None:
+    def _next_item(self, batches: CalibratorBatches, specs: tuple[TensorSpec, ...]) -> Item | None:
         self._stand_ins.memory.start_batch()
-        pointers = self._call(self._pointers, [spec.name for spec in specs])
+        pointers = self._call(self._get_pointers, [spec.name for spec in specs])
         is_sequence = isinstance(pointers, list | tuple | np.ndarray)
         if pointers is None or (is_sequence and not len(pointers)):
             return None
@@ -300,17 +317,17 @@ class CalibratorScript:
             )
         return batches.item(list(pointers))
 
-    def _pointers(self, names: list[str]) -> Any:
+    def _get_pointers(self, names: list[str]) -> Any:
         try:
             return self._calibrator.get_batch(names)
         except StopIteration:  # the end; TensorRT takes any exception for it
             return None
 
 
-def _refuse_arguments(make: Any, spec: str) -> None:
+def _refuse_arguments(function: Any, spec: str) -> None:
     """Refuse a function that cannot be called without arguments."""
     try:
-        inspect.signature(make).bind()
+        inspect.signature(function).bind()
     except TypeError as error:
         raise ConfigError(
             f"the function that makes a calibrator is called without arguments, got {spec}:"

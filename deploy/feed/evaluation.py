@@ -29,14 +29,14 @@ from deploy.terminal import phase
 
 
 class EvaluationSubset:
-    """At most `most` images of a feed: spread evenly, or the first batches of a fixed batch."""
+    """Images of a feed, at most `max_images`, spread evenly; or the first of a fixed batch."""
 
     labels: Sequence[int] | None = None
 
-    def __init__(self, feed: Feed, most: int) -> None:
-        """Args: feed: all samples; most: number of images."""
+    def __init__(self, feed: Feed, max_images: int) -> None:
+        """Args: feed: all samples; max_images: number of images."""
         self._feed = feed
-        self._most = most
+        self._max_images = max_images
         self._passed_keys: list[int] = []
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ class EvaluationSubset:
     @property
     def keys(self) -> tuple[int, ...]:
         """Keys of the part's samples in the feed, without known bad ones."""
-        return self._feed.spread_keys(-(-self._most // self._feed.batch))
+        return self._feed.spread_keys(-(-self._max_images // self._feed.batch))
 
     @property
     def count(self) -> int:
@@ -68,8 +68,8 @@ class EvaluationSubset:
         all_names = self._feed.names
         if self._feed.batch > 1:
             return all_names[: self.count]
-        place = {key: at for at, key in enumerate(self._feed.spread_keys(self._feed.count))}
-        return tuple(all_names[place[key]] for key in self._passed_keys or self.keys)
+        name_by_key = dict(zip(self._feed.spread_keys(self._feed.count), all_names, strict=False))
+        return tuple(name_by_key[key] for key in self._passed_keys or self.keys)
 
     @property
     def decodes(self) -> int:
@@ -78,27 +78,27 @@ class EvaluationSubset:
 
     @property
     def has_fixed_size(self) -> bool:
-        """See `Feed.one_size`."""
+        """See `Feed.has_fixed_size`."""
         return self._feed.has_fixed_size
 
     def samples(self) -> SampleStream[Sample]:
         """Return a stream of the samples, in feed order."""
         return SampleStream(self._walk())
 
-    def spread_samples(self, most: int) -> Iterator[Sample]:
-        """Yield at most `most` samples, spread evenly over the part."""
-        return (sample for _, sample in self.spread_with_keys(most))
+    def spread_samples(self, max_samples: int) -> Iterator[Sample]:
+        """Yield at most `max_samples` samples, spread evenly over the part."""
+        return (sample for _, sample in self.spread_with_keys(max_samples))
 
     def spread_with_keys(
-        self, most: int, *, without: Collection[int] = ()
+        self, max_samples: int, *, skipped_keys: Collection[int] = ()
     ) -> Iterator[tuple[int, Sample]]:
-        """Yield (key, sample) of at most `most` samples, spread evenly; skip those in `without`."""
-        chosen = spread_evenly(self.keys, most)
-        return self._feed.samples_by_key([key for key in chosen if key not in without])
+        """Yield (key, sample) of at most `max_samples` spread samples, but not `skipped_keys`."""
+        chosen = spread_evenly(self.keys, max_samples)
+        return self._feed.samples_by_key([key for key in chosen if key not in skipped_keys])
 
-    def first_samples(self, most: int) -> Sequence[Sample]:
+    def first_samples(self, max_samples: int) -> Sequence[Sample]:
         """Return the first samples of the entire feed."""
-        return self._feed.first_samples(most)
+        return self._feed.first_samples(max_samples)
 
     def to_image(self, sample: Mapping[str, Array]) -> Array | None:
         """Return the model's view of one sample, uint8 [H, W, 3]; None if it is no image."""
@@ -116,8 +116,8 @@ class EvaluationSubset:
 
 
 BY_FOLDER = "folders"
-_DIGITS = 9  # at most, of a class number
-_SCALED = (
+_MAX_DIGITS = 9  # at most, of a class number
+_SCALED_BOXES_NOTE = (
     "{} of {} evaluation images differ in size, but not in shape, from the COCO json; their boxes"
     " were scaled accordingly"
 )
@@ -137,14 +137,18 @@ def read_labels(path: Path | str) -> tuple[int, ...] | Annotations | str:
     if path.suffix.lower() == ".json":
         return read_coco(path)
     lines = read_text(path, what="a text file of labels", error=FeedError).splitlines()
-    words = [(number, line.split()[-1]) for number, line in enumerate(lines, 1) if line.strip()]
-    for number, word in words:
-        if not word.isdecimal() or len(word) > _DIGITS:
+    labels = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        last_word = line.split()[-1]
+        if not last_word.isdecimal() or len(last_word) > _MAX_DIGITS:
             raise FeedError(
-                f"a label is a class number, line {number} of {path} ends in {word[:40]!r}; number"
-                " the classes from 0, as the model's outputs are"
+                f"a label is a class number, line {number} of {path} ends in {last_word[:40]!r};"
+                " number the classes from 0, as the model's outputs are"
             )
-    return tuple(int(word) for _, word in words)
+        labels.append(int(last_word))
+    return tuple(labels)
 
 
 def apply_labels(
@@ -157,38 +161,54 @@ def apply_labels(
         FeedError: an image is not annotated or has another shape, or the number of labels differs.
     """
     if labels is not None and evaluation is None:
-        names = {Annotations: "annotations", str: "labels by folder"}
-        raise ConfigError(
-            f"{names.get(type(labels), 'labels')} are of evaluation images, got none; give"
-            " --eval-images"
-        )
+        kind = "labels"
+        if isinstance(labels, Annotations):
+            kind = "annotations"
+        elif isinstance(labels, str):
+            kind = "labels by folder"
+        raise ConfigError(f"{kind} are of evaluation images, got none; give --eval-images")
     if evaluation is None or labels is None or isinstance(labels, str):
         return None
-    if isinstance(labels, Annotations):
-        if evaluation.preprocess is None:
-            raise ConfigError("annotations of boxes are for pictures, got arrays; give image files")
-        for name in evaluation.names:
-            labels.of(name)
-        sizes: dict[str, Size] = {}  # of the images whose size differs from their annotations
-        with phase("sizes of the pictures", evaluation.count, "images") as step:
-            for name, size in evaluation.sizes():
-                step()
-                annotated = labels.of(name).size
-                if size is None or size == annotated:
-                    continue
-                if abs(size[0] * annotated[1] - size[1] * annotated[0]) > max(*size, *annotated):
-                    raise FeedError(_other_shape(name, size, annotated))
-                sizes[name] = size
-        notes = (_SCALED.format(len(sizes), evaluation.count),) if sizes else ()
-        return GroundTruth(ObjectsInInput(labels, evaluation, sizes), labels.categories, notes)
-    evaluation.set_labels(labels)
-    return None
+    if not isinstance(labels, Annotations):
+        evaluation.set_labels(labels)
+        return None
+
+    if evaluation.preprocess is None:
+        raise ConfigError("annotations of boxes are for pictures, got arrays; give image files")
+    for name in evaluation.names:
+        labels.of(name)  # raises if the image is not annotated
+    scaled_sizes = _find_scaled_images(labels, evaluation)
+    notes: tuple[str, ...] = ()
+    if scaled_sizes:
+        notes = (_SCALED_BOXES_NOTE.format(len(scaled_sizes), evaluation.count),)
+    objects = ObjectsInInput(labels, evaluation, scaled_sizes)
+    return GroundTruth(objects, labels.categories, notes)
 
 
-def _other_shape(name: str, size: Size, annotated: Size) -> str:
+def _find_scaled_images(annotations: Annotations, evaluation: Feed) -> dict[str, Size]:
+    """Return name -> size of the images whose size, but not shape, differs from the annotations.
+
+    Raises:
+        FeedError: an image has another shape than annotated.
+    """
+    sizes: dict[str, Size] = {}
+    with phase("sizes of the pictures", evaluation.count, "images") as step:
+        for name, size in evaluation.sizes():
+            step()
+            annotated_size = annotations.of(name).size
+            if size is None or size == annotated_size:
+                continue
+            shape_difference = abs(size[0] * annotated_size[1] - size[1] * annotated_size[0])
+            if shape_difference > max(*size, *annotated_size):
+                raise FeedError(_describe_other_shape(name, size, annotated_size))
+            sizes[name] = size
+    return sizes
+
+
+def _describe_other_shape(name: str, size: Size, annotated: Size) -> str:
     """Return the message for an image of another shape than annotated, perhaps rotated."""
     is_rotated = size == annotated[::-1]
-    way = (
+    remedy = (
         "save it as it is displayed, without an EXIF rotation, or swap width, height and the boxes"
         " in the json"
         if is_rotated
@@ -196,7 +216,7 @@ def _other_shape(name: str, size: Size, annotated: Size) -> str:
     )
     return (
         f"an image must have the width and height that its annotations say, got {name[:200]!r} of"
-        f" {size[1]}x{size[0]} and {annotated[1]}x{annotated[0]} in the COCO json; {way}"
+        f" {size[1]}x{size[0]} and {annotated[1]}x{annotated[0]} in the COCO json; {remedy}"
     )
 
 
@@ -214,23 +234,25 @@ class ObjectsInInput(Sequence[Objects]):
         return self._feed.count
 
     @overload
-    def __getitem__(self, place: int) -> Objects: ...
+    def __getitem__(self, position: int) -> Objects: ...
 
     @overload
-    def __getitem__(self, place: slice) -> Sequence[Objects]: ...
+    def __getitem__(self, position: slice) -> Sequence[Objects]: ...
 
-    def __getitem__(self, place: int | slice) -> Objects | Sequence[Objects]:
+    def __getitem__(self, position: int | slice) -> Objects | Sequence[Objects]:
         if self._names[0] != self._feed.count:
             self._names = self._feed.count, self._feed.names
-        if isinstance(place, slice):
-            return [self._placed(name) for name in self._names[1][place]]
-        return self._placed(self._names[1][place])
+        if isinstance(position, slice):
+            return [self._convert_objects(name) for name in self._names[1][position]]
+        return self._convert_objects(self._names[1][position])
 
-    def _placed(self, name: str) -> Objects:
-        annotation, how = self._annotations.of(name), self._feed.preprocess
-        assert how is not None
+    def _convert_objects(self, name: str) -> Objects:
+        annotation, preprocess = self._annotations.of(name), self._feed.preprocess
+        assert preprocess is not None
         size = self._sizes.get(name, annotation.size)
         boxes = annotation.boxes * np.tile(np.divide(size, annotation.size)[::-1], 2)
         return replace(
-            annotation, boxes=boxes_to_input(boxes, size, how), size=with_image_size(how, size).box
+            annotation,
+            boxes=boxes_to_input(boxes, size, preprocess),
+            size=with_image_size(preprocess, size).box,
         )

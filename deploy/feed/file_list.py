@@ -10,8 +10,8 @@ A path and a name as Python objects take half a kilobyte per image, and a datase
 `SampleDigests` stores one digest per sample, so that every read returns the bytes of the first
 read::
 
-    file --read once--> bytes --sha256--> Seen: equal to the first digest? -- no --> Changed
-                          '--decode--> sample                              '-- yes --> used
+    file --read once--> bytes --sha256--> equal to the first digest? -- no --> SampleChangedError
+                          '--decode--> sample                        '-- yes --> used
 
 A pass collects the digests of all it decodes. A file is read for its digest alone only if the
 digest is needed before the pass.
@@ -29,8 +29,8 @@ import numpy as np
 from deploy.errors import FeedError
 from deploy.tensors import Array
 
-_NONE = -1  # no label
-_ERRORS = "surrogatepass"  # file names may hold bytes that are not valid text
+_NO_LABEL = -1  # no label
+_ENCODING_ERRORS = "surrogatepass"  # file names may hold bytes that are not valid text
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ class FileList(Sequence[ImageFile]):
 
     def add(self, name: str, label: int | None = None) -> None:
         """Append a file."""
-        self._names += name.encode(errors=_ERRORS)
+        self._names += name.encode(errors=_ENCODING_ERRORS)
         self._ends.append(len(self._names))
-        self._labels.append(_NONE if label is None else label)
+        self._labels.append(_NO_LABEL if label is None else label)
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -74,9 +74,9 @@ class FileList(Sequence[ImageFile]):
     def __getitem__(self, index: slice) -> list[ImageFile]: ...
     def __getitem__(self, index: int | slice) -> ImageFile | list[ImageFile]:
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
+            return [self[position] for position in range(*index.indices(len(self)))]
         name, label = self.name(index), self._labels[index]
-        return ImageFile(self._folder / name, name, None if label == _NONE else label)
+        return ImageFile(self._folder / name, name, None if label == _NO_LABEL else label)
 
     def path(self, index: int) -> Path:
         """Return the path only."""
@@ -84,17 +84,17 @@ class FileList(Sequence[ImageFile]):
 
     def name(self, index: int) -> str:
         """Return the name only: a third of the work of `[index]`."""
-        place = range(len(self))[index]
-        begin = self._ends[place - 1] if place else 0
-        return self._names[begin : self._ends[place]].decode(errors=_ERRORS)
+        position = range(len(self))[index]
+        start = self._ends[position - 1] if position else 0
+        return self._names[start : self._ends[position]].decode(errors=_ENCODING_ERRORS)
 
     @property
     def labels(self) -> tuple[int, ...] | None:
         """One label per file; None if a file has none."""
-        return None if _NONE in self._labels else tuple(self._labels)
+        return None if _NO_LABEL in self._labels else tuple(self._labels)
 
 
-_BYTES = 32  # length of a sha256
+_DIGEST_BYTES = 32  # length of a sha256
 
 UNREADABLE = hashlib.sha256().digest()  # stands for a file that cannot be read: no bytes
 
@@ -123,23 +123,23 @@ class SampleDigests:
 
     def __init__(self, count: int) -> None:
         """Args: count: samples; a buffer page that is never written takes no memory."""
-        self._known = bytearray(count)
-        self._digests = bytearray(count * _BYTES)
+        self._is_known = bytearray(count)
+        self._digests = bytearray(count * _DIGEST_BYTES)
 
     def __contains__(self, index: int) -> bool:
-        return bool(self._known[index])
+        return bool(self._is_known[index])
 
     def record(self, index: int, digest: bytes, name: str) -> None:
         """Store a digest, or compare it with the stored one.
 
         Raises:
-            Changed: the sample has another digest than before.
+            SampleChangedError: the sample has another digest than before.
         """
-        place = slice(index * _BYTES, (index + 1) * _BYTES)
-        if not self._known[index]:
-            self._digests[place] = digest
-            self._known[index] = 1
-        elif self._digests[place] != digest:
+        digest_slice = slice(index * _DIGEST_BYTES, (index + 1) * _DIGEST_BYTES)
+        if not self._is_known[index]:
+            self._digests[digest_slice] = digest
+            self._is_known[index] = 1
+        elif self._digests[digest_slice] != digest:
             raise SampleChangedError(
                 f"{name} changed while calib8 ran, so not all of the run used the same data; do not"
                 " change the data during a run, and run again"
@@ -147,8 +147,8 @@ class SampleDigests:
 
     def digest(self, index: int) -> bytes:
         """Return the digest of a sample that was read."""
-        assert self._known[index]
-        return bytes(self._digests[index * _BYTES : (index + 1) * _BYTES])
+        assert self._is_known[index]
+        return bytes(self._digests[index * _DIGEST_BYTES : (index + 1) * _DIGEST_BYTES])
 
     def count_duplicates(self, indices: Iterable[int]) -> int:
         """Count the samples read so far that are byte-for-byte copies of another one."""
@@ -167,7 +167,7 @@ class SampleDigests:
             by_size: hash the digests in sorted order, not in the order of `indices`.
         """
         assert all(map(self.__contains__, indices))
-        rows = np.frombuffer(self._digests, f"S{_BYTES}")[np.fromiter(indices, np.intp)]
+        rows = np.frombuffer(self._digests, f"S{_DIGEST_BYTES}")[np.fromiter(indices, np.intp)]
         return hashlib.sha256((np.sort(rows) if by_size else rows).data).hexdigest()
 
 

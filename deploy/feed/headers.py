@@ -1,4 +1,4 @@
-"""Read the size of an image and the damage of a JPEG from the file's bytes, before decoding.
+"""Read size, rotation and damage of an image from the file's bytes, before decoding.
 
 The size matters because an image of one color is tiny on disk and huge in memory. `read_image_size`
 reads PNG, JPEG, WebP, BMP, TIFF, GIF, PNM, JPEG 2000 and AVIF, whatever the file's suffix; for
@@ -17,10 +17,11 @@ import struct
 from collections.abc import Callable, Iterator
 
 _HOLE = bytes(64)
-_FIRST_SCAN = 20  # bytes before the first scan of any file
-_START_OF_SCAN, _END, _TABLES = 0xDA, 0xD9, 0xC4
-_SEQUENTIAL = (0xC0, 0xC1)  # Huffman-coded frames that are not progressive
-_BARE = frozenset((0x01, *range(0xD0, 0xD9)))  # markers without a length
+_MIN_SCAN_OFFSET = 20  # bytes before the first scan of any file
+_APP1, _START_OF_SCAN, _END_OF_IMAGE, _HUFFMAN_TABLES = 0xE1, 0xDA, 0xD9, 0xC4  # JPEG markers
+_SEQUENTIAL_FRAMES = (0xC0, 0xC1)  # Huffman-coded frames that are not progressive
+_START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_MARKERS_WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xD9)))
 _END_OF_BLOCK = 0x00
 
 
@@ -29,20 +30,19 @@ def jpeg_segments(data: bytes) -> Iterator[tuple[int, int, bytes]]:
 
     The body of a truncated segment is shorter than the segment's length field.
     """
-    at = 2
-    while at + 4 <= len(data):
-        marker = data[at + 1]
-        if data[at] != 0xFF or marker in (0xFF, 0x00):  # padding, or no marker
-            at += 1
-            continue
-        if marker in _BARE:
-            at += 2
-            continue
-        length = int.from_bytes(data[at + 2 : at + 4], "big")
-        yield marker, at, data[at + 4 : at + 2 + length]
-        if marker in (_START_OF_SCAN, _END):
-            return
-        at += 2 + length
+    offset = 2
+    while offset + 4 <= len(data):
+        marker = data[offset + 1]
+        if data[offset] != 0xFF or marker in (0xFF, 0x00):  # padding, or no marker
+            offset += 1
+        elif marker in _MARKERS_WITHOUT_LENGTH:
+            offset += 2
+        else:
+            end = offset + 2 + int.from_bytes(data[offset + 2 : offset + 4], "big")
+            yield marker, offset, data[offset + 4 : end]
+            if marker in (_START_OF_SCAN, _END_OF_IMAGE):
+                return
+            offset = end
 
 
 def find_jpeg_damage(data: bytes) -> str | None:
@@ -50,10 +50,10 @@ def find_jpeg_damage(data: bytes) -> str | None:
 
     Some OpenCV builds fill missing data at the end with grey and do not say so.
     """
-    scan = data.rfind(b"\xff\xda")
-    if data.rfind(b"\xff\xd9") <= scan or scan < 0:
+    last_scan = data.rfind(b"\xff\xda")
+    if last_scan < 0 or data.rfind(b"\xff\xd9") <= last_scan:
         return "cut short"
-    if data.find(_HOLE, _FIRST_SCAN) >= 0 and _has_zero_hole(data):
+    if data.find(_HOLE, _MIN_SCAN_OFFSET) >= 0 and _has_zero_hole(data):
         return "damaged: a hole of zeros in its coded data"
     return None
 
@@ -64,43 +64,54 @@ def _has_zero_hole(data: bytes) -> bool:
     The code of all zeros is the first one of a Huffman table. Only files with a single scan of all
     components count: a flat component in a separate scan may consist of zeros.
     """
-    first: dict[int, int] = {}
-    sequential = False
-    for marker, at, body in jpeg_segments(data):
-        sequential = sequential or marker in _SEQUENTIAL
-        if marker == _TABLES:
-            first.update(_first_symbols(body))
-        if marker == _START_OF_SCAN and body:
-            coded = data[at + 2 : data.find(b"\xff\xd9", at)]
-            used = [body[2 + 2 * place] & 15 for place in range(min(body[0], (len(body) - 1) // 2))]
-            values = any(first.get(table, _END_OF_BLOCK) != _END_OF_BLOCK for table in used)
-            return sequential and values and _HOLE in coded and b"\xff\xda" not in coded
+    zero_symbol_by_table: dict[int, int] = {}
+    is_sequential = False
+    for marker, offset, body in jpeg_segments(data):
+        if marker in _SEQUENTIAL_FRAMES:
+            is_sequential = True
+        elif marker == _HUFFMAN_TABLES:
+            zero_symbol_by_table.update(_zero_symbols(body))
+        elif marker == _START_OF_SCAN and body:
+            coded = data[offset + 2 : data.find(b"\xff\xd9", offset)]
+            if not is_sequential or _HOLE not in coded or b"\xff\xda" in coded:
+                return False
+            component_count = min(body[0], (len(body) - 1) // 2)
+            tables = [selector & 15 for selector in body[2 : 2 + 2 * component_count : 2]]
+            symbols = [zero_symbol_by_table.get(table, _END_OF_BLOCK) for table in tables]
+            return any(symbol != _END_OF_BLOCK for symbol in symbols)
     return False
 
 
-def _first_symbols(body: bytes) -> Iterator[tuple[int, int]]:
+def _zero_symbols(body: bytes) -> Iterator[tuple[int, int]]:
     """Yield (number, symbol of the all-zeros code) of every AC table in a segment."""
-    at = 0
-    while at + 17 < len(body):
-        if body[at] >> 4 == 1:
-            yield body[at] & 15, body[at + 17]
-        at += 17 + sum(body[at + 1 : at + 17])
+    offset = 0
+    while offset + 17 < len(body):
+        if body[offset] >> 4 == 1:
+            yield body[offset] & 15, body[offset + 17]
+        offset += 17 + sum(body[offset + 1 : offset + 17])
 
 
-Sides = tuple[int, int]
+WidthHeight = tuple[int, int]
 
-_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # start-of-frame markers
-_TIFF_BITS = 258  # tag of the bits per channel
+_WIDTH_TAG, _HEIGHT_TAG, _BITS_TAG, _ORIENTATION_TAG = 256, 257, 258, 274  # of TIFF and EXIF
+_READ_TAGS = (_WIDTH_TAG, _HEIGHT_TAG, _BITS_TAG, _ORIENTATION_TAG)
+_FORMAT_BY_TIFF_TYPE = {3: "H", 4: "I", 16: "Q"}
+_BIG_TIFF = 43
+_MAX_TIFF_TAGS = 4096
+_SWAPPING_ORIENTATIONS = range(5, 9)
 _PNM = re.compile(rb"P[1-6](?:\s|#[^\n]*\n)+(\d{1,9})(?:\s|#[^\n]*\n)+(\d{1,9})\s")
+_PNM_MAXIMUM = re.compile(rb"(?:#[^\n]*\n|\s)*(\d{1,9})\s")
+_MAX_PNM_HEADER = 4096  # bytes up to the size, and from there to the largest value
+_MAX_BOX_OFFSET = 1 << 16  # bytes of a JPEG 2000 or AVIF before the box with the size
 
 
-def read_image_size(data: bytes) -> Sides | None:
+def read_image_size(data: bytes) -> WidthHeight | None:
     """Return (width, height) of an image in pixels; None if its header does not tell."""
     try:
-        for magic, read in _KINDS:
+        for magic, read_size in _SIZE_READERS:
             if data.startswith(magic):
-                return read(data)
-        return _jp2_or_avif(data) if data[4:8] == b"ftyp" else None
+                return read_size(data)
+        return _read_box_size(data) if data[4:8] == b"ftyp" else None
     except (struct.error, IndexError):  # cut short: the decoder will report it
         return None
 
@@ -111,34 +122,53 @@ def read_bit_depth(data: bytes) -> int:
         if data.startswith(b"\x89PNG"):
             return data[24]
         if data.startswith((b"II", b"MM")):
-            return _tiff_tags(data).get(_TIFF_BITS, 8)
-        match = _PNM.match(data[:4096])
-        largest = match and re.match(rb"(?:#[^\n]*\n|\s)*(\d{1,9})\s", data[match.end() :][:4096])
-        return 16 if data[1:2] in b"2356" and largest and int(largest[1]) > 255 else 8
+            return _read_tiff_tags(data).get(_BITS_TAG, 8)
     except (struct.error, IndexError):
         return 8
+    header = _PNM.match(data[:_MAX_PNM_HEADER])
+    if header is None or data[1:2] in b"14":  # bitmaps state no largest value
+        return 8
+    maximum = _PNM_MAXIMUM.match(data[header.end() : header.end() + _MAX_PNM_HEADER])
+    return 16 if maximum and int(maximum[1]) > 255 else 8
 
 
-def _at(form: str, offset: int) -> Callable[[bytes], Sides]:
+def is_rotated(data: bytes) -> bool | None:
+    """Return whether decoding swaps width and height; None if these bytes leave it open."""
+    if not data.startswith(b"\xff\xd8"):
+        may_be_rotated = any(word in data for word in (b"Exif", b"eXIf", b"EXIF"))
+        return None if may_be_rotated or data.startswith((b"II", b"MM")) else False
+    for marker, _, body in jpeg_segments(data):
+        if marker == _APP1 and body.startswith(b"Exif\0\0"):
+            try:
+                orientation = _read_tiff_tags(body[6:]).get(_ORIENTATION_TAG)
+            except struct.error:
+                return None
+            return orientation in _SWAPPING_ORIENTATIONS
+    return False
+
+
+def _size_reader(layout: str, offset: int) -> Callable[[bytes], WidthHeight]:
     """Return a reader of (width, height) that stand side by side."""
 
-    def read(data: bytes) -> Sides:
-        width, height = struct.unpack_from(form, data, offset)
+    def read_size(data: bytes) -> WidthHeight:
+        width, height = struct.unpack_from(layout, data, offset)
         return width, height
 
-    return read
+    return read_size
 
 
-def _jpeg(data: bytes) -> Sides | None:
+def _read_jpeg_size(data: bytes) -> WidthHeight | None:
     for marker, _, body in jpeg_segments(data):
-        if marker in _FRAMES:
+        if marker in _START_OF_FRAME:
             height, width = struct.unpack_from(">HH", body, 1)
             return width, height
     return None
 
 
-def _webp(data: bytes) -> Sides | None:
-    kind = data[12:16] if data[8:12] == b"WEBP" else b""
+def _read_webp_size(data: bytes) -> WidthHeight | None:
+    if data[8:12] != b"WEBP":
+        return None
+    kind = data[12:16]
     if kind == b"VP8 ":
         width, height = struct.unpack_from("<HH", data, 26)
         return width & 0x3FFF, height & 0x3FFF
@@ -146,76 +176,92 @@ def _webp(data: bytes) -> Sides | None:
         (bits,) = struct.unpack_from("<I", data, 21)
         return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
     if kind == b"VP8X":
-        width, height = (int.from_bytes(data[at : at + 3], "little") + 1 for at in (24, 27))
-        return width, height
+        width = int.from_bytes(data[24:27], "little")
+        height = int.from_bytes(data[27:30], "little")
+        return width + 1, height + 1
     return None
 
 
-def _bmp(data: bytes) -> Sides | None:
-    if struct.unpack_from("<I", data, 14)[0] == 12:
-        width, height = struct.unpack_from("<HH", data, 18)
-        return width, height
-    width, height = struct.unpack_from("<ii", data, 18)
-    return abs(width), abs(height)
+def _read_bmp_size(data: bytes) -> WidthHeight:
+    (header_bytes,) = struct.unpack_from("<I", data, 14)
+    width, height = struct.unpack_from("<HH" if header_bytes == 12 else "<ii", data, 18)
+    return abs(width), abs(height)  # a negative height stores the rows from the top
 
 
-def _tiff(data: bytes) -> Sides | None:
-    tags = _tiff_tags(data)
-    return (tags[256], tags[257]) if 256 in tags and 257 in tags else None
+def _read_tiff_size(data: bytes) -> WidthHeight | None:
+    tags = _read_tiff_tags(data)
+    if _WIDTH_TAG in tags and _HEIGHT_TAG in tags:
+        return tags[_WIDTH_TAG], tags[_HEIGHT_TAG]
+    return None
 
 
-def _tiff_tags(data: bytes) -> dict[int, int]:
-    """Read width, height and bits of the first directory, also of a BigTIFF."""
+def _read_tiff_tags(data: bytes) -> dict[int, int]:
+    """Return those of `_READ_TAGS` in the first directory of a TIFF, BigTIFF or EXIF.
+
+    ::
+
+        entry of a TIFF     tag 2, type 2, number of values 4, value or offset 4 bytes
+        entry of a BigTIFF  tag 2, type 2, number of values 8, value or offset 8 bytes
+    """
     order = "<" if data.startswith(b"II") else ">"
-    big = struct.unpack_from(f"{order}H", data, 2)[0] == 43
-    (at,) = struct.unpack_from(f"{order}{'Q' if big else 'I'}", data, 8 if big else 4)
-    (count,) = struct.unpack_from(f"{order}{'Q' if big else 'H'}", data, at)
-    first, length, value = (at + 8, 20, 12) if big else (at + 2, 12, 8)
+    (version,) = struct.unpack_from(f"{order}H", data, 2)
+    word, word_bytes, count_format, count_bytes = f"{order}I", 4, f"{order}H", 2
+    if version == _BIG_TIFF:
+        word, word_bytes, count_format, count_bytes = f"{order}Q", 8, f"{order}Q", 8
+
+    (directory,) = struct.unpack_from(word, data, word_bytes)
+    (entry_count,) = struct.unpack_from(count_format, data, directory)
     tags: dict[int, int] = {}
-    for place in range(min(count, 4096)):
-        tag, kind = struct.unpack_from(f"{order}HH", data, first + place * length)
-        if tag in (256, 257, _TIFF_BITS):
-            form = {3: "H", 4: "I", 16: "Q"}.get(kind, "I")
-            at_value = first + place * length + value
-            word = f"{order}{'Q' if big else 'I'}"
-            (values,) = struct.unpack_from(word, data, at_value - value + 4)
-            if tag == _TIFF_BITS and 2 * values > length - value:  # too many to stand here
-                (at_value,) = struct.unpack_from(word, data, at_value)
-            tags[tag] = struct.unpack_from(f"{order}{form}", data, at_value)[0]
+    for number in range(min(entry_count, _MAX_TIFF_TAGS)):
+        entry = directory + count_bytes + number * (4 + 2 * word_bytes)
+        tag, kind = struct.unpack_from(f"{order}HH", data, entry)
+        if tag not in _READ_TAGS:
+            continue
+        (value_count,) = struct.unpack_from(word, data, entry + 4)
+        offset = entry + 4 + word_bytes
+        if tag == _BITS_TAG and 2 * value_count > word_bytes:  # too many to stand here
+            (offset,) = struct.unpack_from(word, data, offset)
+        # decoders take an orientation for 2 bytes, whatever its type
+        layout = "H" if tag == _ORIENTATION_TAG else _FORMAT_BY_TIFF_TYPE.get(kind, "I")
+        (value,) = struct.unpack_from(order + layout, data, offset)
+        tags.setdefault(tag, value)
     return tags
 
 
-def _pnm(data: bytes) -> Sides | None:
-    match = _PNM.match(data[:4096])
+def _read_pnm_size(data: bytes) -> WidthHeight | None:
+    match = _PNM.match(data[:_MAX_PNM_HEADER])
     return (int(match[1]), int(match[2])) if match else None
 
 
-def _jp2_or_avif(data: bytes) -> Sides | None:
-    """Search the first 64 KB of a JPEG 2000 or AVIF for the box with the size."""
-    for name, skip, order in ((b"ihdr", 4, -1), (b"ispe", 8, 1)):
-        at = data.find(name, 0, 1 << 16)
-        if at >= 0:
-            width, height = struct.unpack_from(">II", data, at + skip)[::order]
-            return width, height
+def _read_box_size(data: bytes) -> WidthHeight | None:
+    """Search the beginning of a JPEG 2000 or AVIF for the box with the size."""
+    box = data.find(b"ihdr", 0, _MAX_BOX_OFFSET)
+    if box >= 0:
+        height, width = struct.unpack_from(">II", data, box + 4)
+        return width, height
+    box = data.find(b"ispe", 0, _MAX_BOX_OFFSET)
+    if box >= 0:
+        width, height = struct.unpack_from(">II", data, box + 8)
+        return width, height
     return None
 
 
-def _jp2_codestream(data: bytes) -> Sides | None:
+def _read_codestream_size(data: bytes) -> WidthHeight:
     right, lower, left, upper = struct.unpack_from(">IIII", data, 8)
     return right - left, lower - upper
 
 
-_KINDS = (
-    (b"\x89PNG\r\n\x1a\n", _at(">II", 16)),
-    (b"\xff\xd8", _jpeg),
-    (b"RIFF", _webp),
-    (b"BM", _bmp),
-    (b"GIF8", _at("<HH", 6)),
-    (b"II*\0", _tiff),
-    (b"MM\0*", _tiff),
-    (b"II+\0", _tiff),
-    (b"MM\0+", _tiff),
-    (b"\0\0\0\x0cjP  ", _jp2_or_avif),
-    (b"\xff\x4f\xff\x51", _jp2_codestream),
-    *((b"P%d" % kind, _pnm) for kind in range(1, 7)),
+_SIZE_READERS: tuple[tuple[bytes, Callable[[bytes], WidthHeight | None]], ...] = (
+    (b"\x89PNG\r\n\x1a\n", _size_reader(">II", 16)),
+    (b"\xff\xd8", _read_jpeg_size),
+    (b"RIFF", _read_webp_size),
+    (b"BM", _read_bmp_size),
+    (b"GIF8", _size_reader("<HH", 6)),
+    (b"II*\0", _read_tiff_size),
+    (b"MM\0*", _read_tiff_size),
+    (b"II+\0", _read_tiff_size),
+    (b"MM\0+", _read_tiff_size),
+    (b"\0\0\0\x0cjP  ", _read_box_size),
+    (b"\xff\x4f\xff\x51", _read_codestream_size),
+    *((b"P%d" % kind, _read_pnm_size) for kind in range(1, 7)),
 )

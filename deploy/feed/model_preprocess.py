@@ -4,7 +4,7 @@ Notes tell the user where they differ.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError, FeedError
@@ -50,44 +50,51 @@ class ResolvedPreprocess:
 
 
 def resolve_preprocess(
-    asked: PreprocessRequest, metadata_preprocess: MetadataPreprocess | None, spec: TensorSpec
+    requested: PreprocessRequest, metadata_preprocess: MetadataPreprocess | None, spec: TensorSpec
 ) -> ResolvedPreprocess:
     """Apply the user's options to the model's preprocessing, and complete it from the input.
 
     Raises:
         ConfigError, FeedError: see `apply_user_options` and `complete_preprocess`.
     """
-    model_how, notes = _resolve_metadata(metadata_preprocess, spec)
-    if isinstance(asked, str):
-        asked = find_preset(asked)
-    if isinstance(asked, Preprocess):
-        how, notes_added = complete_preprocess(asked, spec)
-        return ResolvedPreprocess(
-            how, notes=(*_difference_note(how, model_how, metadata_preprocess), *notes_added)
-        )
-    options = {name: value for name, value in _options(asked) if value is not None}
-    if model_how is None or metadata_preprocess is None:
-        how, notes_added = complete_preprocess(
-            apply_user_options(default_preprocess(spec), options) if options else None, spec
-        )
-        return ResolvedPreprocess(how, notes=(*notes, *notes_added))
+    model_preprocess, notes = _resolve_metadata(metadata_preprocess, spec)
+    if isinstance(requested, str):
+        requested = find_preset(requested)
+    if isinstance(requested, Preprocess):
+        preprocess, completion_notes = complete_preprocess(requested, spec)
+        if model_preprocess is not None and metadata_preprocess is not None:
+            source = metadata_preprocess.source
+            completion_notes = (
+                *_difference_note(preprocess, model_preprocess, source),
+                *completion_notes,
+            )
+        return ResolvedPreprocess(preprocess, notes=completion_notes)
+
+    options = _options(requested)
+    if model_preprocess is None or metadata_preprocess is None:
+        base = apply_user_options(default_preprocess(spec), options) if options else None
+        preprocess, completion_notes = complete_preprocess(base, spec)
+        return ResolvedPreprocess(preprocess, notes=(*notes, *completion_notes))
+
     if "size" in options:  # the model's short side is of its own size
-        model_how = dataclasses.replace(model_how, short_side=None)
-    how, _ = complete_preprocess(apply_user_options(model_how, options), spec)
-    but = f", but for {join_words(list(options))}" if options else ""
-    return ResolvedPreprocess(how, origin=f"{metadata_preprocess.source}{but}", notes=notes)
+        model_preprocess = dataclasses.replace(model_preprocess, short_side=None)
+    preprocess, _ = complete_preprocess(apply_user_options(model_preprocess, options), spec)
+    origin = metadata_preprocess.source
+    if options:
+        origin += f", but for {join_words(list(options))}"
+    return ResolvedPreprocess(preprocess, origin=origin, notes=notes)
 
 
-def _options(asked: object) -> Iterable[tuple[str, object]]:
-    """Return the user's options by name."""
-    if asked is None:
-        return ()
-    if not isinstance(asked, Mapping):
+def _options(requested: object) -> dict[str, object]:
+    """Return the user's options by name, without those that are None."""
+    if requested is None:
+        return {}
+    if not isinstance(requested, Mapping):
         raise ConfigError(
             "preprocessing is a Preprocess, a preset's name, or options by name such as"
-            f" {{'size': (224, 224)}}, got {type(asked).__name__}"
+            f" {{'size': (224, 224)}}, got {type(requested).__name__}"
         )
-    return asked.items()
+    return {name: value for name, value in requested.items() if value is not None}
 
 
 def _resolve_metadata(
@@ -96,70 +103,75 @@ def _resolve_metadata(
     """Return the model's preprocessing, resolved, or None if it is unusable; and notes."""
     if metadata_preprocess is None:
         return None, ()
-    if metadata_preprocess.preprocess is None:
-        return None, (
-            f"{metadata_preprocess.source} is not followed: {metadata_preprocess.reason}",
-        )
-    stated_size = metadata_preprocess.preprocess.default_size
+    source, stated = metadata_preprocess.source, metadata_preprocess.preprocess
+    if stated is None:
+        return None, (f"{source} is not followed: {metadata_preprocess.reason}",)
     try:
-        how, _ = complete_preprocess(metadata_preprocess.preprocess, spec)
+        preprocess, _ = complete_preprocess(stated, spec)
     except (ConfigError, FeedError) as error:
-        return None, (f"{metadata_preprocess.source} is not followed: {error}",)
-    if stated_size is None or how.size is None or stated_size == how.size:
-        return how, ()
-    sizes = f"it says {format_size(stated_size)} pixels, the input is of {format_size(how.size)}"
-    if how.resize == "short-side":  # its crop is a fraction of its own size
-        return None, (f"{metadata_preprocess.source} is not followed: {sizes}",)
-    return how, (f"{metadata_preprocess.source} is followed but for its size: {sizes}",)
+        return None, (f"{source} is not followed: {error}",)
+
+    stated_size, size = stated.default_size, preprocess.size
+    if stated_size is None or size is None or stated_size == size:
+        return preprocess, ()
+    sizes = f"it says {format_size(stated_size)} pixels, the input is of {format_size(size)}"
+    if preprocess.resize == "short-side":  # its crop is a fraction of its own size
+        return None, (f"{source} is not followed: {sizes}",)
+    return preprocess, (f"{source} is followed but for its size: {sizes}",)
 
 
 def _difference_note(
-    how: Preprocess, model_how: Preprocess | None, metadata_preprocess: MetadataPreprocess | None
+    preprocess: Preprocess, model_preprocess: Preprocess, source: str
 ) -> tuple[str, ...]:
     """Return a note if the user's preprocessing gives other values than the model's."""
-    if model_how is None or metadata_preprocess is None:
-        return ()
-    form, model_form = _normal_form(how), _normal_form(model_how)
-    words = [
-        f"{name} {_format(value)}" for name, value in model_form.items() if form.get(name) != value
-    ]
-    if not words:
+    form, model_form = _normal_form(preprocess), _normal_form(model_preprocess)
+    differences = []
+    for name, value in model_form.items():
+        if form.get(name) != value:
+            differences.append(f"{name} {_format(value)}")
+    if not differences:
         return ()
     return (
-        f"{metadata_preprocess.source} says {join_words(words)} although other options were"
-        " given, which are used",
+        f"{source} says {join_words(differences)} although other options were given, which are"
+        " used",
     )
 
 
-def _normal_form(how: Preprocess) -> dict[str, object]:
+def _normal_form(preprocess: Preprocess) -> dict[str, object]:
     """Return what affects the values, in a normal form; without sizes and interpolation."""
-    endpoints = [
-        round((pixel * how.scale - mean) / std, 3)
-        for pixel in (0, 255)
-        for mean, std in zip(_three(how.mean), _three(how.std), strict=True)
-    ]
-    padded = {"pad": _three(how.pad)} if how.resize in ("letterbox", "fit-height") else {}
-    anchored = {"anchor": how.anchor} if how.resize == "letterbox" else {}
-    return {
-        "resize": how.resize,
-        **anchored,
-        "color": how.color,
-        **padded,
-        "a black pixel as": tuple(endpoints[:3]),
-        "a white one as": tuple(endpoints[3:]),
-    }
+    form: dict[str, object] = {"resize": preprocess.resize}
+    if preprocess.resize == "letterbox":
+        form["anchor"] = preprocess.anchor
+    form["color"] = preprocess.color
+    if preprocess.resize in ("letterbox", "fit-height"):
+        form["pad"] = _per_channel(preprocess.pad)
+    form["a black pixel as"] = _input_values(0, preprocess)
+    form["a white one as"] = _input_values(255, preprocess)
+    return form
 
 
-def _three(values: tuple[float, ...]) -> tuple[float, ...]:
+def _input_values(pixel: int, preprocess: Preprocess) -> tuple[float, ...]:
+    """Return what a pixel becomes, per channel."""
+    means, stds = _per_channel(preprocess.mean), _per_channel(preprocess.std)
+    return tuple(
+        round((pixel * preprocess.scale - mean) / std, 3)
+        for mean, std in zip(means, stds, strict=True)
+    )
+
+
+def _per_channel(values: tuple[float, ...]) -> tuple[float, ...]:
     return values * 3 if len(values) == 1 else values
 
 
 def _format(value: object) -> str:
     if isinstance(value, tuple):
-        return " ".join(map(_format, value[:1] if len(set(value)) == 1 else value))
+        is_uniform = len(set(value)) == 1
+        return " ".join(map(_format, value[:1] if is_uniform else value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def join_words(words: Sequence[str]) -> str:
     """Join words as in "a, b and c"."""
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+    if len(words) < 2:
+        return words[0]
+    return f"{', '.join(words[:-1])} and {words[-1]}"

@@ -82,17 +82,17 @@ def run_in_order(
     """
     run = _OrderedRun(samples, work, consume, threads, first_number - 1, pause)
     with ThreadPoolExecutor(1) as pool:
-        whole = pool.submit(run.go_on)
+        run_future = pool.submit(run.draw_and_consume)
         try:
-            while wait([whole], timeout=_SIGNAL_POLL_S).not_done:
+            while wait([run_future], timeout=_SIGNAL_POLL_S).not_done:
                 pass  # any thread may receive a signal, but only this one acts on it
         except BaseException:  # the user's interrupt
             run.finish()
-            if whole.exception() is None:
-                pause.run(run.drawn)
+            if run_future.exception() is None:
+                pause.run(run.drawn_count)
             raise
-    whole.result()
-    return run.drawn - first_number + 1
+    run_future.result()
+    return run.drawn_count - first_number + 1
 
 
 @dataclass(slots=True)
@@ -107,43 +107,43 @@ class _OrderedRun(Generic[Work]):
     work: Callable[[int, int, Sample], Work]
     consume: Callable[[int, Work], None]
     threads: int
-    drawn: int
+    drawn_count: int
     pause: Pause
-    waiting: deque[Future[Work]] = field(default_factory=deque)  # results of the last samples drawn
-    finished: bool = False
+    pending: deque[Future[Work]] = field(default_factory=deque)  # results of the last samples drawn
+    is_finished: bool = False
 
-    def go_on(self) -> None:
+    def draw_and_consume(self) -> None:
         """Run until the samples end, or until `finish` is called."""
         samples = iter(self.samples)
         with ThreadPoolExecutor(self.threads) as pool:
             while True:
-                if self.pause.is_due(self.drawn):
-                    self._take(len(self.waiting))
-                    self.pause.run(self.drawn)
-                sample = None if self.finished else next(samples, None)
+                if self.pause.is_due(self.drawn_count):
+                    self._consume_first(len(self.pending))
+                    self.pause.run(self.drawn_count)
+                sample = None if self.is_finished else next(samples, None)
                 if sample is None:
                     break
-                self.drawn += 1
+                self.drawn_count += 1
                 # whoever used this worker's number before is done: its result was taken
-                worker = self.drawn % self.threads
-                self.waiting.append(pool.submit(self.work, worker, self.drawn, sample))
-                self._take(len(self.waiting) // self.threads)
-            self._take(len(self.waiting))
+                worker = self.drawn_count % self.threads
+                self.pending.append(pool.submit(self.work, worker, self.drawn_count, sample))
+                self._consume_first(len(self.pending) // self.threads)
+            self._consume_first(len(self.pending))
 
     def finish(self) -> None:
         """Draw nothing more; samples already drawn are still taken."""
-        self.finished = True
+        self.is_finished = True
 
-    def _take(self, count: int) -> None:
+    def _consume_first(self, count: int) -> None:
         """Wait for the first results, and take them in order."""
         for _ in range(count):
-            number = self.drawn - len(self.waiting) + 1
-            self.consume(number, self.waiting.popleft().result())
+            number = self.drawn_count - len(self.pending) + 1
+            self.consume(number, self.pending.popleft().result())
 
 
 T = TypeVar("T")
 _END = object()
-_AHEAD = 4
+_MAX_ITEMS_AHEAD = 4
 
 
 class SampleStream(Iterator[T], Generic[T]):
@@ -156,15 +156,15 @@ class SampleStream(Iterator[T], Generic[T]):
     def __init__(self, items: Iterator[T]) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="calib8-feed")
         self._items = _read_ahead(items, self._pool)
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def __next__(self) -> T:
-        with self._turn:
+        with self._lock:
             return next(self._items)
 
     def close(self) -> None:
         """Stop the background thread and wait for it; safe to call twice."""
-        with self._turn:
+        with self._lock:
             self._items.close()
             self._pool.shutdown()
 
@@ -176,12 +176,12 @@ class SampleStream(Iterator[T], Generic[T]):
 
 
 def _read_ahead(items: Iterator[T], pool: ThreadPoolExecutor) -> Generator[T]:
-    """Yield items in order, of which the pool's one thread draws up to `_AHEAD` ahead."""
+    """Yield items in order, of which the pool's one thread draws up to `_MAX_ITEMS_AHEAD` ahead."""
     draw = partial(next, items, _END)
     try:
-        ahead = deque(pool.submit(draw) for _ in range(_AHEAD))
-        while (item := ahead.popleft().result()) is not _END:
-            ahead.append(pool.submit(draw))
+        futures = deque(pool.submit(draw) for _ in range(_MAX_ITEMS_AHEAD))
+        while (item := futures.popleft().result()) is not _END:
+            futures.append(pool.submit(draw))
             yield item
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -207,15 +207,15 @@ def prefetch(
     if threads == 1:
         yield from ((item, work(item)) for item in items)
         return
-    waiting: deque[tuple[Item, Future[Result]]] = deque()
+    pending: deque[tuple[Item, Future[Result]]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="calib8-decode")
     try:
         for item in items:
-            waiting.append((item, pool.submit(work, item)))
-            if len(waiting) == threads:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        for item, future in waiting:
+            pending.append((item, pool.submit(work, item)))
+            if len(pending) == threads:
+                oldest_item, future = pending.popleft()
+                yield oldest_item, future.result()
+        for item, future in pending:
             yield item, future.result()
     finally:  # perhaps of the garbage collector: see SampleStream
         pool.shutdown(wait=False, cancel_futures=True)

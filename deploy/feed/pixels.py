@@ -42,44 +42,47 @@ from deploy.files.manifest import sha256
 from deploy.tensors import Array
 
 
-def preprocess_image(pixels: Array, how: Preprocess) -> Array:
+def preprocess_image(pixels: Array, preprocess: Preprocess) -> Array:
     """Convert uint8 or uint16 [H, W, C] in BGR or grey to float32 [1, C, h, w] or [1, h, w, C].
 
-    `how` must be resolved; if it leaves a side to the image, `with_image_size` gives h and w. The
-    result
-    does not depend on threads.
+    `preprocess` must be resolved; if it leaves a side to the image, `with_image_size` gives h and
+    w. The result does not depend on threads.
 
     Raises:
         FeedError: see `with_image_size`.
     """
-    assert how.color is not None
-    how = with_image_size(how, (pixels.shape[0], pixels.shape[1]))
-    placed, (top, left) = resize_to_input(pixels, how)
-    if how.color == "rgb":
-        placed = placed[:, :, ::-1]
-    height, width = placed.shape[:2]
-    chw = how.layout != "nhwc"
-    box = (slice(top, top + height), slice(left, left + width))
-    if (height, width) == how.box:
-        shape = (how.channels, height, width) if chw else (height, width, how.channels)
-        out = np.empty((1, *shape), np.float32)
+    assert preprocess.color is not None
+    preprocess = with_image_size(preprocess, (pixels.shape[0], pixels.shape[1]))
+    cropped, (top, left) = resize_to_input(pixels, preprocess)
+    if preprocess.color == "rgb":
+        cropped = cropped[:, :, ::-1]
+    height, width = cropped.shape[:2]
+    is_nchw = preprocess.layout != "nhwc"
+    region = (slice(top, top + height), slice(left, left + width))
+    if (height, width) == preprocess.box:
+        shape = (
+            (preprocess.channels, height, width)
+            if is_nchw
+            else (height, width, preprocess.channels)
+        )
+        values = np.empty((1, *shape), np.float32)
     else:
-        out = _border(how, chw)
-    target = out[0][(slice(None), *box)] if chw else out[0][box]
-    source = placed.transpose(2, 0, 1) if chw else placed
-    np.multiply(source, np.float32(how.scale), out=target, dtype=np.float32)
-    _normalise(target, how, chw)
-    return out
+        values = _border(preprocess, is_nchw)
+    target = values[0][(slice(None), *region)] if is_nchw else values[0][region]
+    source = cropped.transpose(2, 0, 1) if is_nchw else cropped
+    np.multiply(source, np.float32(preprocess.scale), out=target, dtype=np.float32)
+    _normalise(target, preprocess, is_nchw)
+    return values
 
 
-def resize_to_input(pixels: Array, how: Preprocess) -> tuple[Array, tuple[int, int]]:
+def resize_to_input(pixels: Array, preprocess: Preprocess) -> tuple[Array, tuple[int, int]]:
     """Resize and crop uint8 [H, W, C]; return it and its (top, left) in the input.
 
-    `how` must be `with_image_size`.
+    `preprocess` must be `with_image_size`.
     """
-    size, (top, left) = resized_geometry((pixels.shape[0], pixels.shape[1]), how)
-    resized = _resize(pixels, size, how)[max(-top, 0) :, max(-left, 0) :]
-    return resized[: how.box[0], : how.box[1]], (max(top, 0), max(left, 0))
+    size, (top, left) = resized_geometry((pixels.shape[0], pixels.shape[1]), preprocess)
+    resized = _resize(pixels, size, preprocess)[max(-top, 0) :, max(-left, 0) :]
+    return resized[: preprocess.box[0], : preprocess.box[1]], (max(top, 0), max(left, 0))
 
 
 def short_side_size(size: Size, short: int) -> Size:
@@ -98,13 +101,13 @@ def letterbox_size(size: Size, box: Size) -> Size:
     return box_h, max(1, min(box_w, (2 * width * box_h + height) // (2 * height)))
 
 
-def _resize(pixels: Array, size: Size, how: Preprocess) -> Array:
+def _resize(pixels: Array, size: Size, preprocess: Preprocess) -> Array:
     height, width = pixels.shape[:2]
     if (height, width) == size:
         return pixels
     cv2 = opencv()
     enlarges = size[0] > height or size[1] > width
-    kind = "linear" if how.interpolation == "area" and enlarges else how.interpolation
+    kind = "linear" if preprocess.interpolation == "area" and enlarges else preprocess.interpolation
     flag = {
         "nearest": cv2.INTER_NEAREST,
         "linear": cv2.INTER_LINEAR,
@@ -116,80 +119,87 @@ def _resize(pixels: Array, size: Size, how: Preprocess) -> Array:
     return resized.reshape(size[0], size[1], pixels.shape[2])
 
 
-def _border(how: Preprocess, chw: bool) -> Array:
-    shape = (how.channels, *how.box) if chw else (*how.box, how.channels)
-    out = np.empty((1, *shape), np.float32)
-    out[0] = _per_channel(how.pad, chw)
-    np.multiply(out, np.float32(how.scale), out=out)
-    _normalise(out[0], how, chw)
-    return out
+def _border(preprocess: Preprocess, is_nchw: bool) -> Array:
+    shape = (
+        (preprocess.channels, *preprocess.box)
+        if is_nchw
+        else (*preprocess.box, preprocess.channels)
+    )
+    values = np.empty((1, *shape), np.float32)
+    values[0] = _per_channel(preprocess.pad, is_nchw)
+    np.multiply(values, np.float32(preprocess.scale), out=values)
+    _normalise(values[0], preprocess, is_nchw)
+    return values
 
 
-def _normalise(target: Array, how: Preprocess, chw: bool) -> None:
-    np.subtract(target, _per_channel(how.mean, chw), out=target)
-    np.divide(target, _per_channel(how.std, chw), out=target)
+def _normalise(target: Array, preprocess: Preprocess, is_nchw: bool) -> None:
+    np.subtract(target, _per_channel(preprocess.mean, is_nchw), out=target)
+    np.divide(target, _per_channel(preprocess.std, is_nchw), out=target)
 
 
-def _per_channel(values: tuple[float, ...], chw: bool) -> Array:
+def _per_channel(values: tuple[float, ...], is_nchw: bool) -> Array:
     array = np.asarray(values, np.float32)
-    return array.reshape(-1, 1, 1) if chw else array
+    return array.reshape(-1, 1, 1) if is_nchw else array
 
 
 PREVIEW_SIDE = 160  # pixels: longer side of a preview
 
 
-def input_to_image(values: Array, how: Preprocess | None) -> Array | None:
+def input_to_image(values: Array, preprocess: Preprocess | None) -> Array | None:
     """Convert one sample's array back to an image.
 
     Args:
         values: [1, C, H, W] or [1, H, W, C] with 1 or 3 channels.
-        how: the resolved preprocessing that made it; None if unknown.
+        preprocess: the resolved preprocessing that made it; None if unknown.
 
     Returns:
         uint8 [H, W, 3] RGB; None if the array is no image.
     """
-    layout = layout_of(values) if how is None else how.layout
+    layout = layout_of(values) if preprocess is None else preprocess.layout
     if layout is None or values.ndim != 4 or len(values) != 1 or not values.size:
         return None
-    placed = values[0].transpose(1, 2, 0) if layout == "nchw" else values[0]
-    if placed.shape[2] not in (1, 3):
+    channels_last = values[0].transpose(1, 2, 0) if layout == "nchw" else values[0]
+    if channels_last.shape[2] not in (1, 3):
         return None
-    floats = placed.astype(np.float64)
-    if how is None:
-        pixels_float = _stretch_contrast(floats)
-    else:
-        pixels_float = (floats * np.asarray(how.std) + np.asarray(how.mean)) / how.scale
-    pixels_float = np.nan_to_num(pixels_float)
-    if how is not None and how.deep and (top := pixels_float.max()) > 255:
-        pixels_float *= 255 / top  # 16 bits
-    pixels = np.clip(np.rint(pixels_float), 0, 255).astype(np.uint8)
-    if pixels.shape[2] == 1:
-        return np.repeat(pixels, 3, axis=2)
-    rgb: Array = pixels[:, :, ::-1] if how is not None and how.color == "bgr" else pixels
-    return rgb
+    floats = channels_last.astype(np.float64)
+    if preprocess is None:
+        return _to_rgb(_stretch_contrast(floats))
+
+    scaled = floats * np.asarray(preprocess.std) + np.asarray(preprocess.mean)
+    pixels = np.nan_to_num(scaled / preprocess.scale)
+    if preprocess.deep:  # perhaps of 16 bits
+        pixels *= 255 / max(255, pixels.max())
+    rgb = _to_rgb(pixels)
+    return rgb[:, :, ::-1] if preprocess.color == "bgr" else rgb
 
 
-def find_image(sample: Mapping[str, Array], how: Preprocess | None) -> Array | None:
+def _to_rgb(pixels: Array) -> Array:
+    """Round and clip floats [H, W, C] to uint8 [H, W, 3]."""
+    rounded = np.clip(np.rint(np.nan_to_num(pixels)), 0, 255).astype(np.uint8)
+    return np.repeat(rounded, 3, axis=2) if rounded.shape[2] == 1 else rounded
+
+
+def find_image(sample: Mapping[str, Array], preprocess: Preprocess | None) -> Array | None:
     """Return the sample's first input that is an image, as `input_to_image`; None without one."""
-    pictures = (input_to_image(values, how) for values in sample.values())
-    return next((one for one in pictures if one is not None), None)
+    images = (input_to_image(values, preprocess) for values in sample.values())
+    return next((image for image in images if image is not None), None)
 
 
-def shrink_image(picture: Array, side: int = PREVIEW_SIDE) -> Array:
+def shrink_image(image: Array, side: int = PREVIEW_SIDE) -> Array:
     """Shrink uint8 [H, W, 3] until no side is longer than `side`."""
-    height, width = picture.shape[:2]
+    height, width = image.shape[:2]
     longer = max(height, width)
     if longer <= side:
-        return np.ascontiguousarray(picture)
+        return np.ascontiguousarray(image)
     size = (max(1, round(width * side / longer)), max(1, round(height * side / longer)))
     cv2 = opencv()
-    resized: Array = cv2.resize(np.ascontiguousarray(picture), size, interpolation=cv2.INTER_AREA)
+    resized: Array = cv2.resize(np.ascontiguousarray(image), size, interpolation=cv2.INTER_AREA)
     return resized
 
 
-def describe_display(how: Preprocess | None) -> str:
+def describe_display(preprocess: Preprocess | None) -> str:
     """Describe how displayed images were made, as a sentence without a period."""
-    if how is None:
+    if preprocess is None:
         return (
             "arrays as they are fed, their smallest value black and their largest white, since"
             " their preprocessing is not known"
@@ -210,43 +220,48 @@ def layout_of(values: Array) -> str | None:
 
 
 def _stretch_contrast(values: Array) -> Array:
-    good = values[np.isfinite(values)]
-    low, high = (float(good.min()), float(good.max())) if good.size else (0.0, 0.0)
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
     if high <= low:
         return np.full(values.shape, 127.0)
     return np.asarray((values - low) * (255 / (high - low)))
 
 
-def boxes_to_input(boxes: NDArray[np.float64], size: Size, how: Preprocess) -> NDArray[np.float64]:
+def boxes_to_input(
+    boxes: NDArray[np.float64], size: Size, preprocess: Preprocess
+) -> NDArray[np.float64]:
     """Convert box corners [n, 4] from pixels of an image of `size` (h, w) to those of the input.
 
-    `how` must be resolved.
+    `preprocess` must be resolved.
     """
-    (rows, columns), (top, left) = resized_geometry(size, with_image_size(how, size))
-    across, down = columns / size[1], rows / size[0]
+    (rows, columns), (top, left) = resized_geometry(size, with_image_size(preprocess, size))
+    x_scale, y_scale = columns / size[1], rows / size[0]
     shift = np.array([left, top, left, top], np.float64)
-    return np.asarray(boxes * np.array([across, down, across, down]) + shift)
+    return np.asarray(boxes * np.array([x_scale, y_scale, x_scale, y_scale]) + shift)
 
 
-def resized_geometry(size: Size, how: Preprocess) -> tuple[Size, tuple[int, int]]:
+def resized_geometry(size: Size, preprocess: Preprocess) -> tuple[Size, tuple[int, int]]:
     """Return the image's size after resizing, and the (top, left) of its corner in the input."""
-    height, width = how.box
-    if how.resize == "short-side":
-        resized = short_side_size(size, how.short)
+    height, width = preprocess.box
+    if preprocess.resize == "short-side":
+        resized = short_side_size(size, preprocess.short)
         return resized, (-((resized[0] - height) // 2), -((resized[1] - width) // 2))
-    if how.resize == "letterbox":
-        inner = letterbox_size(size, how.box)
-        free = (height - inner[0], width - inner[1])
-        return inner, (free[0] // 2, free[1] // 2) if how.anchor == "centre" else (0, 0)
-    if how.resize == "fit-height":
+    if preprocess.resize == "letterbox":
+        fitted = letterbox_size(size, preprocess.box)
+        margins = (height - fitted[0], width - fitted[1])
+        return fitted, (margins[0] // 2, margins[1] // 2) if preprocess.anchor == "centre" else (
+            0,
+            0,
+        )
+    if preprocess.resize == "fit-height":
         return (height, min(width, -(-height * size[1] // size[0]))), (0, 0)
-    return how.box, (0, 0)
+    return preprocess.box, (0, 0)
 
 
-_SHORT = 16  # hex digits of a digest
-_RESIZES = (("linear", (11, 9)), ("linear", (40, 31)), ("area", (11, 9)), ("cubic", (11, 9)))
+_DIGEST_DIGITS = 16  # hex digits of a digest
+_RESIZE_CASES = (("linear", (11, 9)), ("linear", (40, 31)), ("area", (11, 9)), ("cubic", (11, 9)))
 # JPEG of 21x18, chroma subsampled, rotated by EXIF; PNG with 16 bits and alpha; lossy WebP
-_PICTURES = {
+_TEST_IMAGES = {
     "jpeg": (
         "ffd8ffe100224578696600004d4d002a00000008000101120003000000010006000000000000ffe000104a46494600010100000100010000ffdb0043000d090a0b0a080d0b0a0b0e0e0d0f13201513121213271c1e17202e2931302e292d2c333a4a3e333646372c2d405741464c4e525352323e5a615a50604a51524fffdb0043010e0e0e131113261515264f352d354f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4fffc00011080012001503012200021101031101ffc4001a000100020301000000000000000000000000040601020305ffc4002410000104020005050000000000000000000100020405031106122231323335517172ffc4001801010003010000000000000000000000000502030406ffc4002411000103030109000000000000000000000100020304051132212233344142517181ffda000c03010002110311003f008d4b666e9c41672696d751dc3a5ad2575879e1623b82d0df9d2f6601c164c7b4805cd0a354678c3c3c640c6c5828e6963696c270d3dbd555f0c3de31b3a28b16520c79afc4decd28ba78295ae89aef21241d6dc6f34e544a4f172b47087ad23e8a223ae1aa7f88ba6e64aadddfba66fd2222729f84df4150ed457fffd9"
     ),
@@ -265,25 +280,27 @@ def decoder_digests() -> dict[str, str]:
 
     Formats that this build of OpenCV does not read are left out.
     """
-    by_format = {}
-    for form, digits in _PICTURES.items():
+    digest_by_format = {}
+    for format_name, digits in _TEST_IMAGES.items():
         try:
-            by_format[form] = _digest(decode_image(bytes.fromhex(digits), form, grey=False))
+            digest_by_format[format_name] = _digest(
+                decode_image(bytes.fromhex(digits), format_name, grey=False)
+            )
         except FeedError:
             continue
-    return {**by_format, "resize": _digest(*map(_resized_pattern, _RESIZES))}
+    return {**digest_by_format, "resize": _digest(*map(_resized_pattern, _RESIZE_CASES))}
 
 
 def _resized_pattern(case: tuple[str, tuple[int, int]]) -> Array:
     interpolation, size = case
     y, x, c = np.indices((23, 29, 3))
     pattern = ((y * 37 + x * 91 + c * 53 + y * x * 7) % 256).astype(np.uint8)
-    how = Preprocess(size=size, interpolation=interpolation, color="bgr", layout="nhwc")
-    return preprocess_image(pattern, how)
+    preprocess = Preprocess(size=size, interpolation=interpolation, color="bgr", layout="nhwc")
+    return preprocess_image(pattern, preprocess)
 
 
 def _digest(*arrays: Array) -> str:
     tagged = (
         f"{array.shape[-3]}x{array.shape[-2]} ".encode() + array.tobytes() for array in arrays
     )
-    return sha256(b"".join(tagged))[:_SHORT]
+    return sha256(b"".join(tagged))[:_DIGEST_DIGITS]

@@ -17,7 +17,7 @@ from deploy.errors import ConfigError, FeedError, did_you_mean
 from deploy.tensors import TensorSpec
 
 RESIZES = ("stretch", "letterbox", "short-side", "fit-height")
-_RESIZES_OF = {  # option -> the resizes that use it
+_RESIZES_BY_OPTION = {  # option -> the resizes that use it
     "short_side": ("short-side",),
     "pad": ("letterbox", "fit-height"),
 }
@@ -25,9 +25,9 @@ INTERPOLATIONS = ("nearest", "linear", "cubic", "area", "lanczos")
 COLORS = {"rgb": 3, "bgr": 3, "grey": 1}
 LAYOUTS = ("nchw", "nhwc")
 ANCHORS = ("centre", "top-left")
-LARGEST_SIDE = 16384
+MAX_SIDE = 16384
 INTEGER_DTYPES = ("uint8", "int32")  # integer inputs that accept images
-_UNIT = "pixels / 255 (preset 'unit')"
+_UNIT_DESCRIPTION = "pixels / 255 (preset 'unit')"
 
 Size = tuple[int, int]
 Sides = tuple[int | None, int | None]
@@ -72,21 +72,21 @@ class Preprocess:
     layout: str | None = None
 
     def __post_init__(self) -> None:
-        _one_of("resize", self.resize, RESIZES)
-        _one_of("interpolation", self.interpolation, INTERPOLATIONS)
-        _one_of("anchor", self.anchor, ANCHORS)
+        _check_choice("resize", self.resize, RESIZES)
+        _check_choice("interpolation", self.interpolation, INTERPOLATIONS)
+        _check_choice("anchor", self.anchor, ANCHORS)
         if self.color is not None:
-            _one_of("color", self.color, tuple(COLORS))
+            _check_choice("color", self.color, tuple(COLORS))
         if self.layout is not None:
-            _one_of("layout", self.layout, LAYOUTS)
-        object.__setattr__(self, "size", _size("size", self.size, may_be_open=True))
-        object.__setattr__(self, "default_size", _size("default_size", self.default_size))
-        _side("multiple", self.multiple)
+            _check_choice("layout", self.layout, LAYOUTS)
+        object.__setattr__(self, "size", _check_size("size", self.size, may_be_open=True))
+        object.__setattr__(self, "default_size", _check_size("default_size", self.default_size))
+        _check_side("multiple", self.multiple)
         if self.short_side is not None:
-            _side("short_side", self.short_side)
-        object.__setattr__(self, "scale", _number("scale", self.scale))
+            _check_side("short_side", self.short_side)
+        object.__setattr__(self, "scale", _check_number("scale", self.scale))
         for name in ("mean", "std", "pad"):
-            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+            object.__setattr__(self, name, _check_numbers(name, getattr(self, name)))
             self._check_channels(name)
         if not all(np.float32(v) > 0 for v in self.std) or not np.float32(self.scale) > 0:
             raise ConfigError(
@@ -95,12 +95,12 @@ class Preprocess:
             )
 
     def _check_channels(self, name: str) -> None:
-        got = len(getattr(self, name))
+        count = len(getattr(self, name))
         allowed = {1, COLORS[self.color]} if self.color else {1, 3}
-        if got not in allowed:
+        if count not in allowed:
             raise ConfigError(
                 f"{name} must have one value or one per channel of {self.color or 'rgb'},"
-                f" got {got} values; give {' or '.join(map(str, sorted(allowed)))}"
+                f" got {count} values; give {' or '.join(map(str, sorted(allowed)))}"
             )
 
     @property
@@ -135,7 +135,10 @@ class Preprocess:
         data = dataclasses.asdict(self)
         if self.multiple == 1:
             del data["multiple"]
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
+        for name, value in data.items():
+            if isinstance(value, tuple):
+                data[name] = list(value)
+        return data
 
     @classmethod
     def from_json(cls, data: object) -> Preprocess:
@@ -177,14 +180,14 @@ def apply_user_options(base: Preprocess, options: Mapping[str, object]) -> Prepr
     Raises:
         ConfigError: see `with_options`; or an option that the chosen resize does not use.
     """
-    how = with_options(base, options)
-    for name, ways in _RESIZES_OF.items():
-        if options.get(name) is not None and how.resize not in ways:
+    preprocess = with_options(base, options)
+    for name, resizes in _RESIZES_BY_OPTION.items():
+        if options.get(name) is not None and preprocess.resize not in resizes:
             raise ConfigError(
-                f"{name} is for resize {' and '.join(ways)}, got it with resize {how.resize}; give"
-                f" resize {' or '.join(ways)}, or leave {name} out"
+                f"{name} is for resize {' and '.join(resizes)}, got it with resize"
+                f" {preprocess.resize}; give resize {' or '.join(resizes)}, or leave {name} out"
             )
-    return how
+    return preprocess
 
 
 def default_preprocess(spec: TensorSpec) -> Preprocess:
@@ -193,25 +196,25 @@ def default_preprocess(spec: TensorSpec) -> Preprocess:
 
 
 def complete_preprocess(
-    asked: Preprocess | None, spec: TensorSpec
+    requested: Preprocess | None, spec: TensorSpec
 ) -> tuple[Preprocess, tuple[str, ...]]:
     """Complete preprocessing from the model's input: size, color and layout are set. Add notes.
 
     Raises:
-        FeedError: the input is no image, or contradicts `asked`.
+        FeedError: the input is no image, or contradicts `requested`.
         ConfigError: a side depends on the image, but the resize does not allow that.
     """
-    chosen = asked if asked is not None else default_preprocess(spec)
+    unresolved = requested if requested is not None else default_preprocess(spec)
     if len(spec.shape) != 4:
         raise FeedError(
             f"images need an input of 4 dimensions, got {describe(spec)};"
             " feed this model arrays from an .npy or .npz file"
         )
-    last = spec.shape[3] in (1, 3) and spec.shape[1] not in (1, 3)
-    layout = chosen.layout or ("nhwc" if last else "nchw")
-    order = (1, 2, 3) if layout == "nchw" else (3, 1, 2)
-    channels, height, width = (spec.shape[place] for place in order)
-    color = chosen.color or ("grey" if channels == 1 else "rgb")
+    is_channels_last = spec.shape[3] in (1, 3) and spec.shape[1] not in (1, 3)
+    layout = unresolved.layout or ("nhwc" if is_channels_last else "nchw")
+    axes = (1, 2, 3) if layout == "nchw" else (3, 1, 2)
+    channels, height, width = (spec.shape[axis] for axis in axes)
+    color = unresolved.color or ("grey" if channels == 1 else "rgb")
     if isinstance(channels, int) and channels != COLORS[color]:
         if channels in COLORS.values():
             remedy = "give another color or layout, or feed arrays from an .npy file"
@@ -221,9 +224,9 @@ def complete_preprocess(
             f"{color} images have {COLORS[color]} channels, the input is {describe(spec)} with"
             f" {channels} in {layout.upper()}; {remedy}"
         )
-    size = _resolve_size(chosen, (height, width), spec)
+    size = _resolve_size(unresolved, (height, width), spec)
     try:
-        resolved = dataclasses.replace(chosen, size=size, color=color, layout=layout)
+        resolved = dataclasses.replace(unresolved, size=size, color=color, layout=layout)
     except ConfigError as error:
         raise FeedError(f"{error} (the input is {describe(spec)})") from error
     _check_open_sides(resolved)
@@ -233,40 +236,50 @@ def complete_preprocess(
             f" got {resolved.short_side}; give {max(resolved.box)} or more"
         )
     _check_mean(resolved)
-    if asked is not None:
+    if requested is not None:
         return resolved, ()
     is_integer = spec.dtype in INTEGER_DTYPES
-    values = f"pixels as they are, for {spec.dtype} (preset 'raw')" if is_integer else _UNIT
+    values = (
+        f"pixels as they are, for {spec.dtype} (preset 'raw')" if is_integer else _UNIT_DESCRIPTION
+    )
     return resolved, (
         f"no preprocessing was given: {color} images stretched to {format_size(size)}, {values}",
     )
 
 
-def with_image_size(how: Preprocess, picture: Size, where: str = "a picture") -> Preprocess:
-    """Return `how` with the input size for an image of (height, width); `how` must be resolved.
+def with_image_size(
+    preprocess: Preprocess, image_size: Size, title: str = "a picture"
+) -> Preprocess:
+    """Return `preprocess`, which must be resolved, with the input size for an image.
 
     A side that depends on the image is rounded to the nearest multiple; for "fit-height" it is
     rounded up, as the rest is padded.
 
+    Args:
+        preprocess: resolved.
+        image_size: (height, width).
+        title: of the image in messages.
+
     Raises:
-        FeedError: a side would be longer than `LARGEST_SIDE`; the message calls the image `where`.
+        FeedError: a side would be longer than `MAX_SIDE`.
     """
-    height, width = how.size or (None, None)
+    height, width = preprocess.size or (None, None)
     if height is not None and width is not None:
-        return how
-    rows, columns = picture
+        return preprocess
+    rows, columns = image_size
     if height is not None:
-        width = _round_to_multiple(height * columns, rows, how)
+        width = _round_to_multiple(height * columns, rows, preprocess)
     elif width is not None:
-        height = _round_to_multiple(width * rows, columns, how)
+        height = _round_to_multiple(width * rows, columns, preprocess)
     else:
-        height, width = _round_to_multiple(rows, 1, how), _round_to_multiple(columns, 1, how)
-    if max(height, width) > LARGEST_SIDE:
+        height = _round_to_multiple(rows, 1, preprocess)
+        width = _round_to_multiple(columns, 1, preprocess)
+    if max(height, width) > MAX_SIDE:
         raise FeedError(
-            f"a side of an input must have at most {LARGEST_SIDE} pixels, got {height}x{width} for"
-            f" {where} of {rows}x{columns}; give a size for all"
+            f"a side of an input must have at most {MAX_SIDE} pixels, got {height}x{width} for"
+            f" {title} of {rows}x{columns}; give a size for all"
         )
-    return dataclasses.replace(how, size=(height, width))
+    return dataclasses.replace(preprocess, size=(height, width))
 
 
 def format_size(size: Sides) -> str:
@@ -274,11 +287,14 @@ def format_size(size: Sides) -> str:
     return "x".join("*" if side is None else str(side) for side in size)
 
 
-def _round_to_multiple(above: int, below: int, how: Preprocess) -> int:
-    """Round `above / below` to a multiple, at least one."""
-    unit = how.multiple * below
-    times = -(-above // unit) if how.resize == "fit-height" else (2 * above + unit) // (2 * unit)
-    return max(times, 1) * how.multiple
+def _round_to_multiple(numerator: int, denominator: int, preprocess: Preprocess) -> int:
+    """Round `numerator / denominator` to a multiple, at least one."""
+    unit = preprocess.multiple * denominator
+    if preprocess.resize == "fit-height":
+        factor = -(-numerator // unit)
+    else:
+        factor = (2 * numerator + unit) // (2 * unit)
+    return max(factor, 1) * preprocess.multiple
 
 
 def describe(spec: TensorSpec) -> str:
@@ -287,51 +303,60 @@ def describe(spec: TensorSpec) -> str:
     return f"{spec.name!r} {spec.dtype} [{dims}]"
 
 
-def _check_open_sides(how: Preprocess) -> None:
+def _check_open_sides(preprocess: Preprocess) -> None:
     """Refuse image-dependent sides with a resize that needs a size, and `multiple` without them."""
-    height, width = how.size or (None, None)
+    height, width = preprocess.size or (None, None)
     if height is not None and width is not None:
-        if how.multiple != 1:
+        if preprocess.multiple != 1:
             raise ConfigError(
-                f"a multiple is for sides that depend on the image, got {how.multiple} for"
+                f"a multiple is for sides that depend on the image, got {preprocess.multiple} for"
                 f" {height}x{width}; give a size such as {height}x*, or leave the multiple out"
             )
-    elif not (how.resize == "stretch" or (how.resize == "fit-height" and height is not None)):
+        return
+    is_possible = preprocess.resize == "stretch"
+    if preprocess.resize == "fit-height":
+        is_possible = height is not None
+    if not is_possible:
         raise ConfigError(
             "sizes that depend on the image go with resize stretch, or with fit-height and a"
-            f" height, got {how.resize} to {format_size((height, width))}; give another resize or"
-            " both sides"
+            f" height, got {preprocess.resize} to {format_size((height, width))}; give another"
+            " resize or both sides"
         )
 
 
-def _check_mean(how: Preprocess) -> None:
+def _check_mean(preprocess: Preprocess) -> None:
     """Refuse a mean of raw pixels if scaled pixels are fed: all inputs would be nearly equal."""
-    is_deep = how.deep and (how.scale == 1 or how.scale < 0.5 / 255)
-    top = (65535 if is_deep else 255) * how.scale
-    if max(how.mean) > top * (1 + 1e-6):
-        scaled_mean = ",".join(f"{value * how.scale:.4g}" for value in how.mean)
+    scale = preprocess.scale
+    has_16_bits = preprocess.deep and (scale == 1 or scale < 0.5 / 255)
+    max_value = (65535 if has_16_bits else 255) * scale
+    if max(preprocess.mean) > max_value * (1 + 1e-6):
+        mean = ",".join(f"{value:.6g}" for value in preprocess.mean)
+        scaled_mean = ",".join(f"{value * scale:.4g}" for value in preprocess.mean)
         raise ConfigError(
-            f"mean is taken from scaled pixels, which go from 0 to {top:.4g},"
-            f" got {','.join(f'{value:.6g}' for value in how.mean)}; give scale 1 if it is a mean"
-            f" of raw pixels, or the mean of scaled ones, such as {scaled_mean}"
+            f"mean is taken from scaled pixels, which go from 0 to {max_value:.4g}, got {mean};"
+            " give scale 1 if it is a mean of raw pixels, or the mean of scaled ones, such as"
+            f" {scaled_mean}"
         )
 
 
 def _resolve_size(
-    how: Preprocess, model_sides: tuple[int | str | None, int | str | None], spec: TensorSpec
+    preprocess: Preprocess, model_sides: tuple[int | str | None, int | str | None], spec: TensorSpec
 ) -> Sides:
-    size = how.size
+    size = preprocess.size
     if size is None:
-        fallback = how.default_size or (None, None)
-        sides = [o if isinstance(o, int) else f for o, f in zip(model_sides, fallback, strict=True)]
+        fallback = preprocess.default_size or (None, None)
+        sides = list(fallback)
+        for axis, model_side in enumerate(model_sides):
+            if isinstance(model_side, int):
+                sides[axis] = model_side
         if None in sides:
             raise FeedError(
                 f"the input {describe(spec)} leaves its size open; give a size, such as"
                 f" {_examples(model_sides)} for sizes that depend on the image"
             )
-        size = _size("size", sides)
-    for got, wanted in zip(size, model_sides, strict=True):
-        if isinstance(wanted, int) and got != wanted:
+        size = _check_size("size", sides)
+    for side, model_side in zip(size, model_sides, strict=True):
+        if isinstance(model_side, int) and side != model_side:
             raise FeedError(
                 f"the size must fit the input {describe(spec)}, which accepts no other, got"
                 f" {format_size(size)}; leave the size out to use the model's own, or, if the"
@@ -342,49 +367,52 @@ def _resolve_size(
 
 
 def _examples(model_sides: tuple[int | str | None, int | str | None]) -> str:
-    fixed_sides = [side if isinstance(side, int) else None for side in model_sides]
-    example = format_size((fixed_sides[0] or 224, fixed_sides[1] or 224))
-    if fixed_sides == [None, None]:
+    height, width = (side if isinstance(side, int) else None for side in model_sides)
+    example = format_size((height or 224, width or 224))
+    if height is None and width is None:
         return f"{example}, or 224x* or native"
-    return f"{example}, or {format_size((fixed_sides[0], fixed_sides[1]))}"
+    return f"{example}, or {format_size((height, width))}"
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        near = did_you_mean(str(value), allowed)
-        hint = f"; {near}" if near else ""
+        suggestion = did_you_mean(str(value), allowed)
+        hint = f"; {suggestion}" if suggestion else ""
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
 
 
-def _side(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_SIDE:
-        raise ConfigError(f"{name} must be whole pixels, 1 to {LARGEST_SIDE}, got {value!r}")
+def _check_side(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIDE:
+        raise ConfigError(f"{name} must be whole pixels, 1 to {MAX_SIDE}, got {value!r}")
     return value
 
 
-def _size(name: str, value: Any, *, may_be_open: bool = False) -> Any:
+def _check_size(name: str, value: Any, *, may_be_open: bool = False) -> Any:
     """Return (height, width), or None; a side may be open, which is None too."""
     if value is None:
         return None
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ConfigError(f"{name} must be (height, width), got {value!r}")
-    return tuple(None if one is None and may_be_open else _side(name, one) for one in value)
+    for side in value:
+        if side is not None or not may_be_open:
+            _check_side(name, side)
+    return tuple(value)
 
 
-def _number(name: str, value: Any) -> float:
-    numbers = _numbers(name, value)
+def _check_number(name: str, value: Any) -> float:
+    numbers = _check_numbers(name, value)
     if isinstance(value, list | tuple):
         raise ConfigError(f"{name} must be one number, got {value!r}")
     return numbers[0]
 
 
-def _numbers(name: str, values: Any) -> tuple[float, ...]:
-    listed = list(values) if isinstance(values, list | tuple) else [values]
-    for value in listed:
-        number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or abs(value) > 1e30:
+def _check_numbers(name: str, values: Any) -> tuple[float, ...]:
+    items = list(values) if isinstance(values, list | tuple) else [values]
+    for value in items:
+        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or abs(value) > 1e30:
             raise ConfigError(f"{name} must be finite numbers, got {values!r}")
-    return tuple(float(v) for v in listed)
+    return tuple(float(v) for v in items)
 
 
 _IMAGENET = Preprocess(color="rgb", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -393,25 +421,25 @@ _CROP = Preprocess(
 )
 # PaddleOCR reads BGR with OpenCV; it pads text lines with 0 after the arithmetic: pixel 127.5
 _TEXT_LINE = Preprocess(resize="fit-height", color="bgr", mean=(0.5,), std=(0.5,), pad=(127.5,))
-_with = dataclasses.replace
+_replace = dataclasses.replace
 
 PRESETS: dict[str, Preprocess] = {
     "raw": Preprocess(scale=1.0),
     "unit": Preprocess(),
     "grey-half": Preprocess(color="grey", mean=(0.5,), std=(0.5,)),
     # torchvision and timm classifiers
-    "imagenet": _with(_CROP, scale=1 / 255, mean=_IMAGENET.mean, std=_IMAGENET.std),
+    "imagenet": _replace(_CROP, scale=1 / 255, mean=_IMAGENET.mean, std=_IMAGENET.std),
     # Keras' "tf" mode: MobileNet, Inception
-    "minus-one-to-one": _with(_CROP, mean=(127.5,), std=(127.5,)),
-    "imagenet-tf": _with(_CROP, mean=(127.5,), std=(127.5,)),
-    "efficientnet-lite": _with(_CROP, interpolation="cubic", mean=(127.0,), std=(128.0,)),
+    "minus-one-to-one": _replace(_CROP, mean=(127.5,), std=(127.5,)),
+    "imagenet-tf": _replace(_CROP, mean=(127.5,), std=(127.5,)),
+    "efficientnet-lite": _replace(_CROP, interpolation="cubic", mean=(127.0,), std=(128.0,)),
     "yolo": Preprocess(default_size=(640, 640), resize="letterbox", color="rgb", pad=(114.0,)),
-    "picodet": _with(_IMAGENET, default_size=(640, 640), interpolation="cubic"),
-    "ppocr-det": _with(
+    "picodet": _replace(_IMAGENET, default_size=(640, 640), interpolation="cubic"),
+    "ppocr-det": _replace(
         _IMAGENET, default_size=(736, 736), resize="letterbox", anchor="top-left", color="bgr"
     ),
-    "ppocr-rec": _with(_TEXT_LINE, default_size=(48, 320)),
-    "ppocr-cls": _with(_TEXT_LINE, default_size=(48, 192)),
+    "ppocr-rec": _replace(_TEXT_LINE, default_size=(48, 320)),
+    "ppocr-cls": _replace(_TEXT_LINE, default_size=(48, 192)),
 }
 
 
@@ -429,29 +457,31 @@ def find_preset(name: str) -> Preprocess:
     return PRESETS[name]
 
 
-def describe_preprocess(how: Preprocess) -> str:
+def describe_preprocess(preprocess: Preprocess) -> str:
     """Describe preprocessing in one line, for the top of a report; a preset's name comes first."""
-    presets = [name for name, one in PRESETS.items() if _equals_preset(one, how)]
-    size = format_size(how.size) if how.size else ""
-    size += f" in multiples of {how.multiple}" if how.multiple > 1 else ""
+    presets = [name for name, preset in PRESETS.items() if _equals_preset(preset, preprocess)]
     title = f"{presets[0]}: " if presets else ""
-    factor = f"/ {1 / how.scale:g}" if how.scale != 1 else "as they are"
+    size = format_size(preprocess.size) if preprocess.size else ""
+    if preprocess.multiple > 1:
+        size += f" in multiples of {preprocess.multiple}"
+    factor = f"/ {1 / preprocess.scale:g}" if preprocess.scale != 1 else "as they are"
     return (
-        f"{title}{how.color} {size}, {how.resize} ({how.interpolation}), pixels {factor}, mean"
-        f" {_join_numbers(how.mean)}, std {_join_numbers(how.std)}, {how.layout}"
+        f"{title}{preprocess.color} {size}, {preprocess.resize} ({preprocess.interpolation}),"
+        f" pixels {factor}, mean {_join_numbers(preprocess.mean)},"
+        f" std {_join_numbers(preprocess.std)}, {preprocess.layout}"
     )
 
 
-def _equals_preset(preset_how: Preprocess, how: Preprocess) -> bool:
+def _equals_preset(preset: Preprocess, preprocess: Preprocess) -> bool:
     completed = dataclasses.replace(
-        preset_how,
-        size=how.size,
-        multiple=how.multiple,
-        default_size=how.default_size,
-        layout=how.layout,
-        color=preset_how.color or how.color,
+        preset,
+        size=preprocess.size,
+        multiple=preprocess.multiple,
+        default_size=preprocess.default_size,
+        layout=preprocess.layout,
+        color=preset.color or preprocess.color,
     )
-    return completed == how
+    return completed == preprocess
 
 
 def _join_numbers(values: tuple[float, ...]) -> str:

@@ -37,10 +37,10 @@ class Preview:
 class Previews:
     """Previews of chosen samples."""
 
-    def __init__(self, how: Preprocess | None, wanted: Collection[int] = ()) -> None:
+    def __init__(self, preprocess: Preprocess | None, indices: Collection[int] = ()) -> None:
         """Args: how: the feed's preprocessing; wanted: indices of the samples."""
-        self.indices = frozenset(wanted)
-        self._how = how
+        self.indices = frozenset(indices)
+        self._preprocess = preprocess
         self._stored: dict[int, Preview | None] = {}
 
     @property
@@ -53,26 +53,31 @@ class Previews:
         if index not in self.indices or index in self._stored:
             return
         self._stored[index] = None
-        fed = find_image(sample, self._how)
-        if fed is not None:
-            given = _image_before(raw)
-            self._stored[index] = Preview(
-                name=name,
-                input_image=shrink_image(fed),
-                source_image=None if given is None else shrink_image(given),
-                input_size=(fed.shape[0], fed.shape[1]),
-                source_size=None if given is None else (given.shape[0], given.shape[1]),
-            )
+        input_image = find_image(sample, self._preprocess)
+        if input_image is None:
+            return
+        source_image, source_size = _decode_source_image(raw), None
+        if source_image is not None:
+            source_size = source_image.shape[0], source_image.shape[1]
+            source_image = shrink_image(source_image)
+        self._stored[index] = Preview(
+            name=name,
+            input_image=shrink_image(input_image),
+            source_image=source_image,
+            input_size=(input_image.shape[0], input_image.shape[1]),
+            source_size=source_size,
+        )
 
     def in_order(self) -> list[Preview]:
         """Return the previews of samples that are images, in feed order."""
-        return [view for _, view in sorted(self._stored.items()) if view is not None]
+        return [preview for _, preview in sorted(self._stored.items()) if preview is not None]
 
 
-def _image_before(raw: RawSample) -> Array | None:
+def _decode_source_image(raw: RawSample) -> Array | None:
     """Return the image before preprocessing as RGB; None without one."""
+    if raw.decode_source is None:
+        return None
     try:
-        pixels = None if raw.decode_source is None else raw.decode_source()
+        return raw.decode_source()[:, :, ::-1]
     except FeedError:
         return None
-    return None if pixels is None else pixels[:, :, ::-1]

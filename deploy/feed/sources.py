@@ -11,7 +11,6 @@ Samples go to another machine as file bytes (images) or as arrays (all others).
 """
 
 import os
-import struct
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from deploy.errors import FeedError
-from deploy.feed import images
+from deploy.feed import headers, images
 from deploy.feed.decoding import capture_decoder_output, decode_image, opencv
 from deploy.feed.file_list import (
     UNREADABLE,
@@ -31,7 +30,6 @@ from deploy.feed.file_list import (
     bytes_digest,
     sample_digest,
 )
-from deploy.feed.headers import jpeg_segments, read_bit_depth, read_image_size
 from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import INTEGER_DTYPES, Preprocess, Size, describe, with_image_size
 from deploy.files.reading import open_regular_file
@@ -79,11 +77,11 @@ class VideoSource:
 
     labels: tuple[int, ...] | None = None
 
-    def __init__(self, path: Path, spec: TensorSpec, how: Preprocess) -> None:
-        self._path, self._spec, self._how = path, spec, how
+    def __init__(self, path: Path, spec: TensorSpec, preprocess: Preprocess) -> None:
+        self._path, self._spec, self._preprocess = path, spec, preprocess
         self._lock = threading.Lock()
         self._capture = _open_capture(path)
-        self._next = 0
+        self._next_frame = 0
         cv2 = opencv()
         self._count = int(self._capture.get(cv2.CAP_PROP_FRAME_COUNT))
         self.frames_per_second = max(round(self._capture.get(cv2.CAP_PROP_FPS) or 1), 1)
@@ -110,36 +108,38 @@ class VideoSource:
         Raises:
             FeedError: the frame cannot be decoded.
         """
-        pixels = self._frame(index)
-        digest = sample_digest({"": pixels})
+        pixels = self._read_frame(index)
         return RawSample(
-            digest, lambda: {self._spec.name: self._preprocessed(pixels)}, lambda: pixels
+            sample_digest({"": pixels}), lambda: self._preprocess_frame(pixels), lambda: pixels
         )
 
-    def _preprocessed(self, pixels: Array) -> Array:
-        cv2 = opencv()
-        grey = self._how.color == "grey"
-        shown = cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY)[:, :, None] if grey else pixels
-        return preprocess_image(shown, self._how).astype(self._spec.dtype, copy=False)
+    def _preprocess_frame(self, pixels: Array) -> Sample:
+        if self._preprocess.color == "grey":
+            cv2 = opencv()
+            pixels = cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY)[:, :, None]
+        values = preprocess_image(pixels, self._preprocess)
+        return {self._spec.name: values.astype(self._spec.dtype, copy=False)}
 
-    def _frame(self, index: int) -> Array:
+    def _read_frame(self, index: int) -> Array:
+        pixels: Array | None = None
         with self._lock:
-            if index < self._next:
+            if index < self._next_frame:
                 self._capture = _open_capture(self._path)  # captures the decoder's output itself
-                self._next = 0
+                self._next_frame = 0
             with capture_decoder_output() as lines:
-                while self._next < index and self._capture.grab():
-                    self._next += 1
-                there, pixels = self._capture.read() if self._next == index else (False, None)
-                self._next += 1 if there else 0
-        if not there or pixels is None or pixels.dtype != np.uint8:
-            why = f", its decoder says: {lines[-1]}" if lines else ""
+                while self._next_frame < index and self._capture.grab():
+                    self._next_frame += 1
+                if self._next_frame == index:
+                    was_read, pixels = self._capture.read()
+                    if was_read:
+                        self._next_frame += 1
+        if pixels is None or pixels.dtype != np.uint8:
+            reason = f", its decoder says: {lines[-1]}" if lines else ""
             raise FeedError(
                 f"{self.title(index)} cannot be decoded, though the file claims {self._count}"
-                f" frames{why}"
+                f" frames{reason}"
             )
-        frame: Array = pixels
-        return frame
+        return pixels
 
 
 def _open_capture(path: Path) -> Any:
@@ -155,62 +155,42 @@ def _open_capture(path: Path) -> Any:
     return capture
 
 
-_FIRST = 1 << 18  # bytes: enough for an EXIF with a thumbnail and the header after it
-_APP1, _ORIENTATION, _TURNED = 0xE1, 274, range(5, 9)  # orientations that swap the sides
-_MOST_TAGS = 4096
+_HEADER_BYTES = 1 << 18  # enough for an EXIF with a thumbnail and the header after it
 
 
-def decoded_size(picture: ImageFile) -> Size | None:
+def decoded_size(file: ImageFile) -> Size | None:
     """Return (height, width) of an image file as decoded; None if it cannot be decoded."""
     try:
-        with picture.path.open("rb") as file:
-            first = file.read(_FIRST)
-        size, is_rotated = read_image_size(first), _is_rotated(first)
+        with file.path.open("rb") as stream:
+            header = stream.read(_HEADER_BYTES)
+        size, is_rotated = headers.read_image_size(header), headers.is_rotated(header)
         if size is None or is_rotated is None:
-            pixels = decode_image(images.read_image_file(picture), picture.name, grey=True)
+            pixels = decode_image(images.read_image_file(file), file.name, grey=True)
             return pixels.shape[0], pixels.shape[1]
     except (OSError, ValueError, FeedError):
         return None  # reading the sample will report the error
-    return size if is_rotated else (size[1], size[0])
-
-
-def _is_rotated(first: bytes) -> bool | None:
-    """Return whether decoding swaps width and height; None if the first bytes leave it open."""
-    if not first.startswith(b"\xff\xd8"):
-        tiff = first.startswith((b"II", b"MM"))
-        return None if tiff or b"Exif" in first or b"eXIf" in first or b"EXIF" in first else False
-    exif = (body for marker, _, body in jpeg_segments(first) if marker == _APP1)
-    exif_body = next((body[6:] for body in exif if body.startswith(b"Exif\0\0")), b"")
-    try:
-        return bool(exif_body) and _orientation(exif_body) in _TURNED
-    except struct.error:
-        return None
-
-
-def _orientation(tiff: bytes) -> int:
-    """Return the first directory's tag 274; 1 (upright) without it."""
-    order = "<" if tiff.startswith(b"II") else ">"
-    (at,) = struct.unpack_from(f"{order}I", tiff, 4)
-    (count,) = struct.unpack_from(f"{order}H", tiff, at)
-    for place in range(min(count, _MOST_TAGS)):
-        tag, _, _, value = struct.unpack_from(f"{order}HHIH", tiff, at + 2 + 12 * place)
-        if tag == _ORIENTATION:
-            return int(value)
-    return 1
+    width, height = size
+    return (width, height) if is_rotated else (height, width)
 
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Image files for one input."""
+    """Image files for one input.
+
+    Attributes:
+        files: the images.
+        spec: the input.
+        preprocess: resolved.
+        of_16_bits: indices of the images of 16 bits a channel among those decoded so far.
+    """
 
     files: FileList
     spec: TensorSpec
     preprocess: Preprocess
-    of_16_bits: set[int] = field(default_factory=set, init=False)  # indices, of those decoded
+    of_16_bits: set[int] = field(default_factory=set, init=False)
 
     @property
-    def _deep(self) -> bool:
-        """Whether all 16 bits are fed."""
+    def _feeds_16_bits(self) -> bool:
         return self.preprocess.deep and self.spec.dtype != "uint8"
 
     @property
@@ -219,7 +199,7 @@ class ImageSource:
         count = len(self.of_16_bits)
         if not count:
             return ""
-        if self._deep:
+        if self._feeds_16_bits:
             return f"{count} images have 16 bits a channel, so their pixels go from 0 to 65535"
         return (
             f"{count} images have 16 bits a channel and are cut to the upper 8; grey images keep"
@@ -266,56 +246,58 @@ class ImageSource:
         """Return the same as `load` for bytes that were read before."""
         return RawSample(
             bytes_digest(data),
-            lambda: self._decoded(index, data),
+            lambda: self._decode(index, data),
             lambda: decode_image(data, self.files.name(index), grey=False),
         )
 
-    def _decoded(self, index: int, data: bytes) -> dict[str, Array]:
+    def _decode(self, index: int, data: bytes) -> Sample:
         grey = self.preprocess.color == "grey"
-        pixels = decode_image(data, self.files.name(index), grey=grey, deep=self._deep)
-        if read_bit_depth(data) == 16:
+        pixels = decode_image(data, self.files.name(index), grey=grey, deep=self._feeds_16_bits)
+        if headers.read_bit_depth(data) == 16:
             self.of_16_bits.add(index)
-        how = with_image_size(
-            self.preprocess, (pixels.shape[0], pixels.shape[1]), self.title(index)
-        )
-        values = preprocess_image(pixels, how).astype(self.spec.dtype, copy=False)
-        return {self.spec.name: values}
+        size = pixels.shape[0], pixels.shape[1]
+        preprocess = with_image_size(self.preprocess, size, self.title(index))
+        values = preprocess_image(pixels, preprocess)
+        return {self.spec.name: values.astype(self.spec.dtype, copy=False)}
 
 
-def check_present(pictures: Iterable[ImageFile], count: int, where: str) -> None:
+def check_present(files: Iterable[ImageFile], count: int, source_name: str) -> None:
     """Raise if image files are missing.
 
     Raises:
         FeedError: names the first few missing files.
     """
-    missing = [one.name for one in pictures if not os.path.exists(one.path)]
-    if missing:
+    missing_names = [file.name for file in files if not os.path.exists(file.path)]
+    if missing_names:
         raise FeedError(
-            f"every image must exist, {len(missing)} of {count} in"
-            f" {where} do not: {images.summarize_names(missing)}; paths in a list"
+            f"every image must exist, {len(missing_names)} of {count} in {source_name} do not:"
+            f" {images.summarize_names(missing_names)}; paths in a list"
             " are relative to it; correct the paths or links, or skip bad ones (--skip-bad)"
         )
 
 
-def check_dtype(spec: TensorSpec, how: Preprocess) -> None:
+def check_dtype(spec: TensorSpec, preprocess: Preprocess) -> None:
     """Refuse a dtype that images cannot be converted to.
 
     Raises:
         FeedError: the dtype is neither float32 nor float16, nor an integer type fed with raw
             pixels (scale 1, mean 0, std 1).
     """
-    whole = how.scale == 1 and set(how.mean) == {0.0} and set(how.std) == {1.0}
-    pads_whole = all(0 <= p <= 255 and float(p).is_integer() for p in how.pad)
-    if spec.dtype in ("float32", "float16") or (
-        spec.dtype in INTEGER_DTYPES and whole and pads_whole
-    ):
+    if spec.dtype in ("float32", "float16"):
         return
-    remedy = (
-        "use the preset 'raw' (scale 1, no mean, std 1)"
-        if spec.dtype in INTEGER_DTYPES
-        else "feed it arrays from an .npy file"
-    )
+    remedy = "feed it arrays from an .npy file"
+    if spec.dtype in INTEGER_DTYPES:
+        if _keeps_integers(preprocess):
+            return
+        remedy = "use the preset 'raw' (scale 1, no mean, std 1)"
     raise FeedError(f"images become float32 or float16, the input is {describe(spec)}; {remedy}")
+
+
+def _keeps_integers(preprocess: Preprocess) -> bool:
+    """Return whether all pixels of an input are whole numbers of 0 to 255."""
+    if preprocess.scale != 1 or set(preprocess.mean) != {0.0} or set(preprocess.std) != {1.0}:
+        return False
+    return all(0 <= value <= 255 and value.is_integer() for value in preprocess.pad)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,6 +305,7 @@ class RemoteSample:
     """One sample to be sent to another machine.
 
     Attributes:
+        name: of the sample.
         title: its name in messages.
         digest: of the sample as read; 32 bytes.
         content: the bytes of an image file; or arrays by input; or the reason why there are none.
@@ -331,7 +314,7 @@ class RemoteSample:
     name: str
     title: str
     digest: bytes
-    content: bytes | dict[str, Array] | str
+    content: bytes | Sample | str
 
     @property
     def byte_count(self) -> int:
@@ -346,17 +329,24 @@ def read_remote_samples(source: SampleSource, indices: Iterable[int]) -> list[Re
     samples = []
     for index in indices:
         digest: bytes = UNREADABLE
-        held: bytes | dict[str, Array] | str
+        content: bytes | Sample | str
         try:
             if isinstance(source, ImageSource):
-                held = source.read(index)
+                content = source.read(index)
             else:
                 raw = source.load(index)
-                digest, held = raw.digest, raw.decode()
+                digest = raw.digest
+                content = raw.decode()
         except FeedError as error:
-            held = str(error)
-        name, told = source.sample_name(index), source.title(index)
-        samples.append(RemoteSample(name=name, title=told, digest=digest, content=held))
+            content = str(error)
+        samples.append(
+            RemoteSample(
+                name=source.sample_name(index),
+                title=source.title(index),
+                digest=digest,
+                content=content,
+            )
+        )
     return samples
 
 
@@ -366,11 +356,16 @@ class RemoteSource:
     labels: tuple[int, ...] | None = None
 
     def __init__(
-        self, samples: Sequence[RemoteSample], specs: Sequence[TensorSpec], how: Preprocess | None
+        self,
+        samples: Sequence[RemoteSample],
+        specs: Sequence[TensorSpec],
+        preprocess: Preprocess | None,
     ) -> None:
         self._samples = samples
-        named = FileList("", (one.name for one in samples))
-        self._pictures = None if how is None else ImageSource(named, specs[0], how)
+        self._images: ImageSource | None = None
+        if preprocess is not None:
+            files = FileList("", (sample.name for sample in samples))
+            self._images = ImageSource(files, specs[0], preprocess)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -389,17 +384,17 @@ class RemoteSource:
         Raises:
             FeedError: the sending machine could not read it; (when decoding) it is not complete.
         """
-        one = self._samples[index]
-        held = one.content
-        if isinstance(held, bytes):
-            assert self._pictures is not None
-            return self._pictures.raw(index, held)
-        if isinstance(held, dict):
-            return RawSample(one.digest, lambda: dict(held))
-        if one.digest == UNREADABLE:
-            _refuse(held)
-        return RawSample(one.digest, lambda: _refuse(held))
+        sample = self._samples[index]
+        content = sample.content
+        if isinstance(content, bytes):
+            assert self._images is not None
+            return self._images.raw(index, content)
+        if isinstance(content, dict):
+            return RawSample(sample.digest, lambda: dict(content))
+        if sample.digest == UNREADABLE:
+            _refuse(content)
+        return RawSample(sample.digest, lambda: _refuse(content))
 
 
-def _refuse(why: str) -> NoReturn:
-    raise FeedError(why)
+def _refuse(reason: str) -> NoReturn:
+    raise FeedError(reason)

@@ -16,8 +16,8 @@ from pathlib import Path
 from deploy.errors import ExportError
 from deploy.files.guard import refuse_output
 
-_HOUR = 3600.0
-_PATIENCE = 60.0  # seconds; a lock is held while files are renamed, which takes milliseconds
+_STALE_AFTER_S = 3600.0
+_LOCK_TIMEOUT_S = 60.0  # seconds; a lock is held while files are renamed, which takes milliseconds
 
 
 def create_claimed_file(folder: Path, *, prefix: str) -> tuple[int, Path]:
@@ -55,7 +55,7 @@ def is_claimed(path: Path) -> bool:
     except BlockingIOError:
         return True
     except OSError:
-        return time.time() - os.fstat(handle).st_mtime < _HOUR
+        return time.time() - os.fstat(handle).st_mtime < _STALE_AFTER_S
     finally:
         os.close(handle)
     return False
@@ -70,14 +70,14 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        _wait(handle, folder)
+        _wait_for_lock(handle, folder)
         yield
     finally:
         os.close(handle)
 
 
-def _wait(handle: int, folder: Path) -> None:
-    end = time.monotonic() + _PATIENCE
+def _wait_for_lock(handle: int, folder: Path) -> None:
+    end = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

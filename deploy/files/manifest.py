@@ -41,7 +41,7 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-_DIGEST = "engine_sha256"  # key of a note for the sha256 of its file, an engine; as in C++
+_DIGEST_KEY = "engine_sha256"  # key of a note for the sha256 of its file, an engine; as in C++
 
 
 def note_path(path: Path) -> Path:
@@ -58,7 +58,7 @@ def write_with_note(path: Path, data: bytes, made_from: Mapping[str, Any]) -> Pa
         ExportError: the folder is not writable.
     """
     atomic.write_bytes(path, data)
-    note = json.dumps({**made_from, _DIGEST: sha256(data)}, indent=1, sort_keys=True)
+    note = json.dumps({**made_from, _DIGEST_KEY: sha256(data)}, indent=1, sort_keys=True)
     atomic.write_text(note_path(path), note + "\n")
     return path
 
@@ -72,7 +72,7 @@ def read_with_note(path: Path) -> tuple[bytes, dict[str, Any]]:
     data = read_bytes(path, what="a file with a note beside it", error=CacheError, rewritable=True)
     what = f"the note of {path.name}"
     note = read_json(note_path(path), what=what, error=CacheError, rewritable=True)
-    if not isinstance(note, dict) or note.pop(_DIGEST, None) != sha256(data):
+    if not isinstance(note, dict) or note.pop(_DIGEST_KEY, None) != sha256(data):
         raise CacheError(
             f"{path} must be as it was written, but its bytes differ from the sha256 in"
             f" {note_path(path).name}; create it again"
@@ -94,8 +94,8 @@ MANIFEST_NAME = f"{RECORDS}/manifest.json"
 SETTINGS = "calib8.toml"  # the options of a build
 PAGES = ("report.json", "report.md", "report.html")  # reports of a build
 SCHEMA = "calib8-manifest/1"
-_MISSING, _CHANGED = "is missing", "was changed after it was written"
-_OURS = "calib8-"  # prefix of the schema of reports and manifests
+_IS_MISSING, _WAS_CHANGED = "is missing", "was changed after it was written"
+_SCHEMA_PREFIX = "calib8-"  # prefix of the schema of reports and manifests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,31 +131,33 @@ class Manifest:
 
 def external_cache_entry(cache: Path) -> dict[str, str]:
     """Return the entry of `made_from` for a calibration cache outside the build's folder."""
-    return {"path": str(cache.resolve()), "sha256": _digest(cache)}
+    return {"path": str(cache.resolve()), "sha256": _digest_file(cache)}
 
 
 def write_manifest(
-    inside: Path, folder: Path, names: list[str], made_from: Mapping[str, Any]
+    stage_folder: Path, folder: Path, names: list[str], made_from: Mapping[str, Any]
 ) -> Path:
-    """Write the manifest of the files in `inside`, which will be published in `folder`.
+    """Write the manifest of the files in `stage_folder`, which will be published in `folder`.
 
     Raises:
         ExportError: the folder is not writable.
     """
-    files = {name: _digest(inside / name) for name in names}
-    before = _files_in_manifest(folder)
-    gone = {MANIFEST_NAME, *files}  # replaced by this build
-    earlier = {n: d for n, d in before.items() if n not in gone and (folder / n).is_file()}
+    files = {name: _digest_file(stage_folder / name) for name in names}
+    files_before = _files_in_manifest(folder)
+    replaced = {MANIFEST_NAME, *files}  # replaced by this build
+    earlier = {
+        n: d for n, d in files_before.items() if n not in replaced and (folder / n).is_file()
+    }
     document = {"schema": SCHEMA, "made_from": made_from, "files": files, "earlier": earlier}
     text = json.dumps(document, indent=1, sort_keys=True) + "\n"
-    (inside / RECORDS).mkdir(exist_ok=True)
-    return atomic.write_text(inside / MANIFEST_NAME, text)
+    (stage_folder / RECORDS).mkdir(exist_ok=True)
+    return atomic.write_text(stage_folder / MANIFEST_NAME, text)
 
 
 def is_build_name(name: str) -> bool:
     """Whether `name` is that of a file in a build's folder or in its subfolder of records."""
-    plain = name.removeprefix(f"{RECORDS}/")
-    return plain not in ("", "..") and Path(plain).name == plain
+    file_name = name.removeprefix(f"{RECORDS}/")
+    return file_name not in ("", "..") and Path(file_name).name == file_name
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -167,7 +169,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     if not path.exists():  # older builds have it on top
         path = folder / path.name
-    document = _json(path)
+    document = _read_document(path)
     with suppress(CacheError):
         if document.get("schema") == SCHEMA:
             return _convert(document, Manifest)
@@ -184,15 +186,15 @@ def find_changed_files(folder: Path, manifest: Manifest) -> dict[str, str]:
     for name, digest in manifest.files.items():
         path = folder / name
         if not is_build_name(name) or not path.is_file():
-            problems[name] = _MISSING
-        elif _digest(path) != digest:
-            problems[name] = _CHANGED
+            problems[name] = _IS_MISSING
+        elif _digest_file(path) != digest:
+            problems[name] = _WAS_CHANGED
     return problems
 
 
 def cache_changed(path: Path, digest: str) -> bool:
     """Return whether a cache outside the folder was changed; False if it is missing."""
-    return path.is_file() and _digest(path) != digest
+    return path.is_file() and _digest_file(path) != digest
 
 
 def refuse_foreign(folder: Path, names: list[str], *, force: bool | None) -> None:
@@ -209,12 +211,12 @@ def refuse_foreign(folder: Path, names: list[str], *, force: bool | None) -> Non
     existing = [name for name in names if (folder / name).exists()]
     if force or not existing:
         return
-    known = {*_files_in_manifest(folder), *_reported(folder)}
-    foreign = next((name for name in existing if name not in known), None)
-    if foreign is not None:
+    known_names = {*_files_in_manifest(folder), *_names_in_report(folder)}
+    foreign_name = next((name for name in existing if name not in known_names), None)
+    if foreign_name is not None:
         way_out = "remove it" if force is None else "replace it with --force"
         raise ExportError(
-            f"a build must not replace what calib8 did not write, got {folder / foreign}; give"
+            f"a build must not replace what calib8 did not write, got {folder / foreign_name}; give"
             f" another --out, or {way_out}"
         )
 
@@ -233,7 +235,7 @@ MARKS = {
     "shard": rb"PK\x03\x04.{26}shard\.json",
     "timing cache": rb".*\x00",
 }
-_HEAD = 4096  # bytes at either end of a file, where its mark is
+_MARK_BYTES = 4096  # bytes at either end of a file, where its mark is
 
 
 def name_output(path: Path, kind: str, *, force: bool | None = None) -> None:
@@ -255,9 +257,9 @@ def is_marked(path: Path, kind: str) -> bool:
             path, what="an output", error=ExportError, rewritable=True
         ) as file,
     ):
-        ends = file.read(_HEAD)
-        file.seek(max(len(ends), os.fstat(file.fileno()).st_size - _HEAD))
-        ends += file.read(_HEAD)
+        ends = file.read(_MARK_BYTES)
+        file.seek(max(len(ends), os.fstat(file.fileno()).st_size - _MARK_BYTES))
+        ends += file.read(_MARK_BYTES)
         return not ends or re.match(MARKS[kind], ends, re.DOTALL) is not None
     return False
 
@@ -265,8 +267,8 @@ def is_marked(path: Path, kind: str) -> bool:
 def _refuse_unmarked(path: Path, kind: str, force: bool | None) -> None:
     parent = path.absolute().parent
     folder = parent.parent if parent.name == RECORDS else parent
-    built = path.absolute().relative_to(folder).as_posix() in _files_in_manifest(folder)
-    if not force and (built or (path.exists() and not is_marked(path, kind))):
+    is_in_manifest = path.absolute().relative_to(folder).as_posix() in _files_in_manifest(folder)
+    if not force and (is_in_manifest or (path.exists() and not is_marked(path, kind))):
         way_out = "remove it" if force is None else "replace it with --force"
         raise ExportError(
             f"an output may replace only a {kind} that calib8 wrote, and none of a build, got"
@@ -289,10 +291,10 @@ def _files_in_manifest(folder: Path) -> dict[str, str]:
     return {**manifest.earlier, **manifest.files, MANIFEST_NAME: ""}
 
 
-def _reported(folder: Path) -> set[str]:
+def _names_in_report(folder: Path) -> set[str]:
     """Return the file names in the report of a build from before manifests existed."""
-    document = _json(folder / PAGES[0])
-    if not str(document.get("schema")).startswith(_OURS):
+    document = _read_document(folder / PAGES[0])
+    if not str(document.get("schema")).startswith(_SCHEMA_PREFIX):
         return set()
     parts = [document, *_rows(document.get("targets"))]
     rows = [row for part in parts for row in _rows(part.get("files"))]
@@ -302,11 +304,11 @@ def _reported(folder: Path) -> set[str]:
 
 
 def _rows(value: object) -> list[dict[str, Any]]:
-    listed = value if isinstance(value, list) else []
-    return [row for row in listed if isinstance(row, dict)]
+    rows = value if isinstance(value, list) else []
+    return [row for row in rows if isinstance(row, dict)]
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_document(path: Path) -> dict[str, Any]:
     try:
         document = read_json(path, what="what a build is", error=CacheError, rewritable=True)
     except CacheError:
@@ -314,5 +316,5 @@ def _json(path: Path) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def _digest(path: Path) -> str:
+def _digest_file(path: Path) -> str:
     return sha256(read_bytes(path, what="a file of a build", error=CacheError, rewritable=True))

@@ -31,9 +31,8 @@ from deploy.files.reading import read_json
 from deploy.terminal import say_progress
 
 _JOURNAL = "publishing.json"
-_KEPT = f"{atomic.PREFIX}kept"
-_CACHE = (".npz", "", ".json")  # suffixes of a cache's three files; the last is written last
-_GPU = ".gpu.cache"  # suffix of TensorRT's own cache, which has no statistics
+_SAVED_FOLDER = f"{atomic.PREFIX}kept"
+_TENSORRT_CACHE_SUFFIX = ".gpu.cache"  # suffix of TensorRT's own cache, which has no statistics
 
 
 class Stage:
@@ -45,7 +44,7 @@ class Stage:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._inside: Path | None = None
+        self._temporary_folder: Path | None = None
         self._created_folders: list[Path] = []
         self._handle = -1
 
@@ -56,9 +55,9 @@ class Stage:
         Raises:
             ExportError: it cannot be created.
         """
-        if self._inside is None:
-            self._inside = self._create()
-        return self._inside
+        if self._temporary_folder is None:
+            self._temporary_folder = self._create()
+        return self._temporary_folder
 
     @property
     def records(self) -> Path:
@@ -74,13 +73,13 @@ class Stage:
     @property
     def has_files(self) -> bool:
         """Whether any file may have been written."""
-        return self._inside is not None
+        return self._temporary_folder is not None
 
     def published_path(self, path: Path) -> Path:
         """Return the published path of a staged file; any other path unchanged."""
-        if self._inside is None or self._inside not in path.parents:
+        if self._temporary_folder is None or self._temporary_folder not in path.parents:
             return path
-        return self.folder / path.relative_to(self._inside)
+        return self.folder / path.relative_to(self._temporary_folder)
 
     def staged_path(self, path: Path) -> Path | None:
         """Return where a file that will be published as `path` is staged; None if it is not."""
@@ -111,12 +110,12 @@ class Stage:
                     refuse_output(self.folder / name)
                 atomic.write_text(self.temporary_folder / _JOURNAL, json.dumps(names))
                 _move_all(self.temporary_folder, self.folder)
-                for kept in [saved_calibration_path(self.folder / name) for name in names]:
-                    if not atomic.is_real_folder(kept.parent):
+                for saved in [saved_calibration_path(self.folder / name) for name in names]:
+                    if not atomic.is_real_folder(saved.parent):
                         continue
-                    kept.unlink(missing_ok=True)
+                    saved.unlink(missing_ok=True)
                     with suppress(OSError):  # missing, or it holds another model's calibration
-                        kept.parent.rmdir()
+                        saved.parent.rmdir()
         except OSError as error:
             raise ExportError(
                 f"{self.folder} must take the files of the run, got: {error.strerror or error};"
@@ -131,18 +130,18 @@ class Stage:
 
     def discard(self, names: Iterable[str]) -> None:
         """Remove the written files of these names; a complete calibration stays."""
-        kept = {
+        saved_names = {
             name for calibration in _calibrations(self.temporary_folder) for name in calibration
         }
-        for name in set(names).intersection(self.file_names()) - kept:
+        for name in set(names).intersection(self.file_names()) - saved_names:
             (self.temporary_folder / name).unlink()
 
     def close(self) -> None:
         """Remove the temporary folder; keep a complete calibration for the next run."""
-        if self._inside is None:
+        if self._temporary_folder is None:
             return
         with suppress(OSError, ExportError), atomic.lock_folder(self.folder):
-            _finish(self._inside, self.folder)
+            _finish(self._temporary_folder, self.folder)
         os.close(self._handle)
         for folder in self._created_folders:  # folders of a run that wrote nothing
             with suppress(OSError):
@@ -155,13 +154,15 @@ class Stage:
             ]
             self.folder.mkdir(parents=True, exist_ok=True)
             recover(self.folder)
-            self._handle, inside = atomic.create_claimed_folder(self.folder, prefix=atomic.PREFIX)
+            self._handle, temporary_folder = atomic.create_claimed_folder(
+                self.folder, prefix=atomic.PREFIX
+            )
         except OSError as error:
             raise ExportError(
                 f"{self.folder} must be a folder to write to, got: {error.strerror or error}; give"
                 " another --out"
             ) from error
-        return inside
+        return temporary_folder
 
 
 @contextmanager
@@ -172,11 +173,14 @@ def stage_files(folder: Path) -> Iterator[Stage]:
         yield stage
     except Exception:
         raise
-    except BaseException as ended:  # an interrupt: tell the user what is saved
+    except BaseException as interruption:  # an interrupt: tell the user what is saved
         if stage.has_files and any(
             _calibrations(stage.temporary_folder)
         ):  # which outlives a failed run
-            ended.args = (*ended.args, f"the calibration is kept for the next build into {folder}")
+            interruption.args = (
+                *interruption.args,
+                f"the calibration is kept for the next build into {folder}",
+            )
         raise
     finally:
         stage.close()
@@ -188,13 +192,15 @@ def recover(folder: Path) -> None:
     Raises:
         ExportError: another process holds the folder.
     """
-    places = [folder, *(p for p in [folder / RECORDS] if atomic.is_real_folder(p))]
-    if not any(p.name != _KEPT for place in places for p in place.glob(f"{atomic.PREFIX}*")):
+    folders = [folder, *(p for p in [folder / RECORDS] if atomic.is_real_folder(p))]
+    if not any(
+        p.name != _SAVED_FOLDER for parent in folders for p in parent.glob(f"{atomic.PREFIX}*")
+    ):
         return
     with suppress(OSError), atomic.lock_folder(folder):  # a read-only folder stays as it is
-        for place in places:
-            atomic.remove_leftovers(place)
-        for stage in _dead_stages(folder):
+        for parent in folders:
+            atomic.remove_leftovers(parent)
+        for stage in _find_dead_stages(folder):
             _finish(stage, folder)
         for stage in folder.glob(f"{atomic.PREFIX}*"):
             if not atomic.belongs_to_user(stage):
@@ -203,25 +209,25 @@ def recover(folder: Path) -> None:
 
 def has_unfinished_publication(folder: Path) -> bool:
     """Whether a run was killed while it moved its files into this folder; nothing is changed."""
-    return any((stage / _JOURNAL).exists() for stage in _dead_stages(folder))
+    return any((stage / _JOURNAL).exists() for stage in _find_dead_stages(folder))
 
 
 def saved_calibration_path(cache: Path) -> Path:
     """Return where a failed run's calibration for this cache is kept; it may not exist."""
-    return cache.parent / _KEPT / cache.name
+    return cache.parent / _SAVED_FOLDER / cache.name
 
 
 def find_saved_calibration(cache: Path) -> Path | None:
     """Return the calibration that a failed run of this user kept for this cache, if it exists."""
-    kept = saved_calibration_path(cache)
-    return kept if atomic.is_real_folder(kept.parent) and kept.exists() else None
+    saved = saved_calibration_path(cache)
+    return saved if atomic.is_real_folder(saved.parent) and saved.exists() else None
 
 
-def _dead_stages(folder: Path) -> list[Path]:
+def _find_dead_stages(folder: Path) -> list[Path]:
     """Return the stages of runs of this user that ended without cleaning up."""
-    stages = [path for path in folder.glob(f"{atomic.PREFIX}*") if path.name != _KEPT]
-    own = [path for path in stages if atomic.belongs_to_user(path) and path.is_dir()]
-    return sorted(path for path in own if not atomic.is_claimed(path))
+    stages = [path for path in folder.glob(f"{atomic.PREFIX}*") if path.name != _SAVED_FOLDER]
+    own_stages = [path for path in stages if atomic.belongs_to_user(path) and path.is_dir()]
+    return sorted(path for path in own_stages if not atomic.is_claimed(path))
 
 
 def _finish(stage: Path, folder: Path) -> None:
@@ -231,24 +237,24 @@ def _finish(stage: Path, folder: Path) -> None:
     else:
         for names in _calibrations(stage):
             for name in names:
-                kept = saved_calibration_path(folder / name)
-                _make_folder(kept.parent.parent, folder)
-                _make_folder(kept.parent, folder)
-                (stage / name).replace(kept)
+                saved = saved_calibration_path(folder / name)
+                _make_folder(saved.parent.parent, folder)
+                _make_folder(saved.parent, folder)
+                (stage / name).replace(saved)
     shutil.rmtree(stage, ignore_errors=True)
 
 
 def _move_all(stage: Path, folder: Path) -> None:
     """Rename the files in the journal; retry once if the system refuses."""
-    listed = read_json(
+    journal = read_json(
         stage / _JOURNAL,
         what="the list of what a run publishes",
         error=ExportError,
         rewritable=True,
     )
     # no other paths, since anybody may have written the journal
-    listed = listed if isinstance(listed, list) else []
-    names = [name for name in listed if isinstance(name, str) and is_build_name(name)]
+    journal = journal if isinstance(journal, list) else []
+    names = [name for name in journal if isinstance(name, str) and is_build_name(name)]
     try:
         _move(names, stage, folder)
     except OSError:
@@ -261,7 +267,7 @@ def _move(names: Iterable[str], stage: Path, folder: Path) -> None:
         source, target = stage / name, folder / name
         if not atomic.is_real_file(source):  # moved by an earlier run, or a link
             continue
-        if _same_bytes(source, target):
+        if _has_same_bytes(source, target):
             source.unlink()
             continue
         _make_folder(target.parent, folder)
@@ -281,7 +287,7 @@ def _make_folder(path: Path, top: Path) -> None:
         path.mkdir()
 
 
-def _same_bytes(source: Path, target: Path) -> bool:
+def _has_same_bytes(source: Path, target: Path) -> bool:
     """Return whether the file is already there byte for byte; its date then stays."""
     with suppress(OSError):  # another user's, which may be replaced but not read
         same_size = target.is_file() and target.stat().st_size == source.stat().st_size
@@ -290,8 +296,11 @@ def _same_bytes(source: Path, target: Path) -> bool:
 
 
 def _calibrations(stage: Path) -> Iterator[list[str]]:
-    for last in [*stage.glob(f"*{_CACHE[-1]}"), *stage.glob(f"{RECORDS}/*{_CACHE[-1]}")]:
-        stem = last.relative_to(stage).as_posix().removesuffix(_CACHE[-1])
-        names = [f"{stem}{ending}" for ending in (_CACHE[1:] if stem.endswith(_GPU) else _CACHE)]
+    """Yield the names of the files of each complete calibration in a stage."""
+    for sidecar in [*stage.glob("*.json"), *stage.glob(f"{RECORDS}/*.json")]:
+        cache = sidecar.relative_to(stage).as_posix().removesuffix(".json")
+        names = [cache, f"{cache}.json"]
+        if not cache.endswith(_TENSORRT_CACHE_SUFFIX):  # the statistics are moved first
+            names.insert(0, f"{cache}.npz")
         if all(atomic.is_real_file(stage / name) for name in names):
             yield names

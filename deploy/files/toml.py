@@ -15,9 +15,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
-_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*')
-_MOST_DOTS = 64
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_STRING_OR_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*')
+_MAX_DOTS = 64
 
 
 def toml_value(value: str | float | Iterable[str]) -> str:
@@ -31,7 +31,7 @@ def toml_value(value: str | float | Iterable[str]) -> str:
 
 def toml_key(name: str) -> str:
     """Return a key, quoted if needed."""
-    return name if _BARE.fullmatch(name) else toml_value(name)
+    return name if _BARE_KEY.fullmatch(name) else toml_value(name)
 
 
 def read_toml(path: Path, *, what: str, way_out: str) -> dict[str, Any]:
@@ -48,9 +48,9 @@ def read_toml(path: Path, *, what: str, way_out: str) -> dict[str, Any]:
     text = read_text(path, what=what, error=ConfigError, rewritable=True)
     # Python's TOML parser takes minutes for a deeply dotted key, which a string of several lines
     # could hide; calib8 writes no such string
-    plain = _QUOTED.sub("k", text)
-    if '"""' in text or any(line.count(".") > _MOST_DOTS for line in plain.split("\n")):
-        raise ConfigError(f"{path} must be {what}, got keys of over {_MOST_DOTS} dots; {way_out}")
+    without_strings = _STRING_OR_COMMENT.sub("k", text)
+    if '"""' in text or any(line.count(".") > _MAX_DOTS for line in without_strings.split("\n")):
+        raise ConfigError(f"{path} must be {what}, got keys of over {_MAX_DOTS} dots; {way_out}")
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:

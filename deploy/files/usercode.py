@@ -90,27 +90,32 @@ class _Surroundings:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls = 0
+        self._active_calls = 0
         self._folder: str | None = None  # before the first of the calls in progress
-        self._theirs: dict[str | None, str | None] = {}  # that folder -> the one that the code set
+        self._user_folder_by_folder: dict[
+            str | None, str | None
+        ] = {}  # that folder -> the one that the code set
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the working folder and the signal handlers at the end."""
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         with self._lock:
-            if not self._calls:
+            if not self._active_calls:
                 self._folder = _working_folder()
-            self._calls += 1
-            _enter(self._theirs.get(self._folder))
+            self._active_calls += 1
+            _change_folder(self._user_folder_by_folder.get(self._folder))
         try:
             yield
         finally:
             with self._lock:
-                self._calls -= 1
-                if self._folder is not None and (here := _working_folder()) != self._folder:
-                    self._theirs[self._folder] = here
-                    _enter(self._folder)
+                self._active_calls -= 1
+                if (
+                    self._folder is not None
+                    and (current_folder := _working_folder()) != self._folder
+                ):
+                    self._user_folder_by_folder[self._folder] = current_folder
+                    _change_folder(self._folder)
             if threading.current_thread() is threading.main_thread():
                 for number, handler in handlers.items():
                     if handler is not None and signal.getsignal(number) is not handler:
@@ -120,7 +125,7 @@ class _Surroundings:
 _SURROUNDINGS = _Surroundings()
 
 
-def _enter(folder: str | None) -> None:
+def _change_folder(folder: str | None) -> None:
     if folder is not None:
         with suppress(OSError):  # it was removed
             os.chdir(folder)
@@ -141,11 +146,11 @@ def find_user_line(error: BaseException, *, library_folders: tuple[str, ...] = (
         error: the exception.
         library_folders: folders whose frames are not the user's, like this package and libraries.
     """
-    own = (Path(__file__).parents[1], sysconfig.get_path("stdlib"))
-    folders = [f"{folder}{os.sep}" for folder in (*own, *library_folders)]
+    internal_folders = (Path(__file__).parents[1], sysconfig.get_path("stdlib"))
+    folders = [f"{folder}{os.sep}" for folder in (*internal_folders, *library_folders)]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        ours = frame.filename.startswith(("<", *folders))
-        if not ours and not {"importlib", "site-packages"} & set(Path(frame.filename).parts):
+        is_internal = frame.filename.startswith(("<", *folders))
+        if not is_internal and not {"importlib", "site-packages"} & set(Path(frame.filename).parts):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return ""
 

@@ -361,7 +361,9 @@ class GrowingComparison:
         return self._comparison.result()
 
     def _new(self, most: int) -> Iterator[Sample]:
-        for key, sample in self._judges.subset.spread_with_keys(most, without=frozenset(self.keys)):
+        for key, sample in self._judges.subset.spread_with_keys(
+            most, skipped_keys=frozenset(self.keys)
+        ):
             self.keys.append(key)
             yield sample
 
