@@ -224,7 +224,7 @@ def read_explanation(folder: Path) -> Explanation:
             plan = read_plan(plan_path)
         else:
             plan_path = None
-    engines = {e.target: e for e in report.engines if not (e.reference or e.baseline)}
+    engines = {e.target: e for e in report.engines if not e.is_float}
     return Explanation(
         title=report.title,
         report=str(build.path),

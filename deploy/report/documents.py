@@ -103,7 +103,7 @@ def _devices(report: Findings) -> list[str]:
 def _main_figures(report: Findings) -> Iterator[tuple[str, str]]:
     """Yield (value, label): the first engine's main figures, then each target's coverage."""
     for engine in report.engines:
-        if not (engine.reference or engine.baseline):
+        if not engine.is_float:
             yield from _engine_figures(report, engine)
             break
     for target in tables.built_targets(report):

@@ -227,8 +227,12 @@ def _type_by_node(layers: Iterable[EngineLayer]) -> dict[str, str]:
 
 def _count_blocks(blocks: Iterable[EngineLayer]) -> str:
     """Return the kinds of blocks as text: "2 DLA loadables"."""
-    kinds = Counter("DLA loadable" if b.block == "DLA" else f"{b.block} block" for b in blocks)
+    kinds = Counter(map(_block_kind, blocks))
     return " and ".join(count(number, kind) for kind, number in kinds.items())
+
+
+def _block_kind(block: EngineLayer) -> str:
+    return "DLA loadable" if block.block == "DLA" else f"{block.block} block"
 
 
 def _block_nodes(block: EngineLayer, nodes: Sequence[str]) -> Sequence[str]:

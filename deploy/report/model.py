@@ -31,7 +31,7 @@ def find_rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[Engine
     These are the float engines built for the same target, narrowest type first, since one would
     use it instead of int8; else the float model, if it ran on the same kind of device.
     """
-    if engine.reference or engine.baseline or engine.latency is None:
+    if engine.is_float or engine.latency is None:
         return ()
 
     built_for_target, references = [], []
@@ -89,7 +89,7 @@ class Findings:
         Raises:
             ConfigError: there is none.
         """
-        engine_by_name = {e.target: e for e in self.engines if not (e.reference or e.baseline)}
+        engine_by_name = {e.target: e for e in self.engines if not e.is_float}
         engine_by_name |= {engine.label: engine for engine in self.engines}
         if name not in engine_by_name:
             names = ", ".join(engine_by_name) or "none"
@@ -135,7 +135,7 @@ class Findings:
 
     def target_of(self, engine: EngineRow) -> TargetPart | None:
         """Return the target an engine was built for; None for a float engine."""
-        if engine.reference or engine.baseline:
+        if engine.is_float:
             return None
         return next((target for target in self.targets if target.name == engine.target), None)
 

@@ -294,6 +294,11 @@ class EngineRow:
     changed: tuple[ClassRow, ...] = ()
 
     @property
+    def is_float(self) -> bool:
+        """Whether it is the float model, or a float engine built for a target."""
+        return self.reference or self.baseline
+
+    @property
     def p50_ms(self) -> float:
         """The median latency; the engine must have been timed."""
         assert self.latency is not None

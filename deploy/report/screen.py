@@ -82,9 +82,10 @@ def labelled_table(
     if not rows:
         return
 
-    columns = [column for column in (*range(1, len(heads)), 0) if any(row[column] for row in rows)]
-    filled_rows = [[row[column] for column in columns] for row in (heads, *rows)]
-    yield from _with_label(label, align_columns(filled_rows, (len(columns) - 1,)))
+    names, *values = zip(heads, *rows, strict=False)  # columns
+    filled = [column for column in (*values, names) if any(column[1:])]
+    table_rows = list(zip(*filled, strict=True))
+    yield from _with_label(label, align_columns(table_rows, (len(filled) - 1,)))
 
 
 _MAX_NOTES = 8
@@ -159,7 +160,7 @@ def _decisions(report: Findings) -> Iterator[str]:
     yield from _int8_nodes(report)
     yield from _failures(report)
 
-    shipped = [e.path for e in report.engines if e.path and not (e.reference or e.baseline)]
+    shipped = [e.path for e in report.engines if e.path and not e.is_float]
     yield from entries("Ship", shipped)
     yield from entries("Warning", (*_lost_layers(report), *report.all_alerts)[:_MAX_ALERTS])
     notes = figures.count(len(report.warnings), "note")

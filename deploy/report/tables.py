@@ -161,7 +161,7 @@ def common_method(report: Findings) -> str:
 def size_ratio(report: Findings, engine: EngineRow) -> float | None:
     """Return the float model's size over the engine's; None for float engines."""
     reference = report.reference
-    if engine.reference or engine.baseline or reference is None:
+    if engine.is_float or reference is None:
         return None
     if not (reference.size_bytes and engine.size_bytes):
         return None
@@ -183,8 +183,10 @@ def _line(
     label: str, parts: Iterable[Part | None], get: Callable[[Part], str], change: str = ""
 ) -> ComparisonLine:
     """Return a line with a cell per engine, given its part; "-" for an engine without the part."""
-    cells = tuple(figures.NONE if part is None else get(part) for part in parts)
-    return ComparisonLine(label, cells, change)
+    cells = []
+    for part in parts:
+        cells.append(figures.NONE if part is None else get(part))
+    return ComparisonLine(label, tuple(cells), change)
 
 
 def _size(report: Findings) -> Iterator[ComparisonLine]:
