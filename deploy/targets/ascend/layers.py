@@ -42,7 +42,7 @@ ALIASES = {
     "AvgPool2d": ("AveragePool",),
 }
 TENSOR_QUANTIZE_OPS = {"Add": 2, "MaxPool": 1}  # op type of tensor_quantize -> number of its inputs
-_WEIGHT_RANKS = {
+_WEIGHT_RANKS = {  # op type -> dimensions of its weight, as numbers and as text
     "Conv": ((3, 4, 5), "3-D to 5-D"),
     "ConvTranspose": ((4,), "4-D"),
     "Gemm": ((2,), "2-D"),
@@ -60,10 +60,12 @@ class Layer:
     Attributes:
         name: node name, or '<node>:<index>' of an input; the key in configurations and records.
         kind: op type, one of `TYPES`; for an input one of `TENSOR_QUANTIZE_OPS`.
+        input: tensor that is quantized, the first input of a node.
         output: tensor that AscendDequant writes: the node's output, or the bias Add's.
         weight: initializer name, '' for AveragePool.
         bias: initializer name, '' without bias.
         bias_add: name of the Add that holds a MatMul's bias, '' if there is none.
+        group: groups of a convolution.
         rank: spatial rank of a convolution's or pool's kernel, 0 elsewhere.
         trans_b: the Gemm's weight is stored [C_out, C_in].
         channels_in: input channels, over all groups; 0 without weight.

@@ -155,7 +155,7 @@ def make_adaround_steps(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepBuilder:
-    """What the AdaRound steps of all layers share; fields as in `make_adaround_steps`."""
+    """The input that the AdaRound steps of all layers share; fields as in `make_adaround_steps`."""
 
     index: Graph
     config: QuantConfig
