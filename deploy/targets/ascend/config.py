@@ -1,7 +1,7 @@
 """AMCT's quant config JSON: read, written, and resolved for a model; and the default config.
 
-Value ranges and defaults are AMCT's. Settings that AMCT refuses are refused here, before any file is
-written. The text of `write_config` equals AMCT's byte for byte.
+Value ranges and defaults are AMCT's. Settings that AMCT refuses are refused here, before any file
+is written. The text of `write_config` equals AMCT's byte for byte.
 """
 
 import json
