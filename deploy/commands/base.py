@@ -1,4 +1,4 @@
-"""What all commands share: options in sections of `--help`, completion, `--quiet`, `--json`.
+"""Options that all commands share: sections of `--help`, completion, `--quiet`, `--json`.
 
 A `SectionOption` names the section of the help it is listed in; `SectionedCommand` prints the
 sections in the order of a user's work. Completion looks its names up only when a shell asks, so

@@ -45,7 +45,7 @@ def inspect(
     keep_float: tuple[str, ...],
     json_path: Path | None,
 ) -> None:
-    """What would be quantized in a model (.onnx) and why not; or what a cache holds.
+    """Show what would be quantized in a model (.onnx) and why not; or what a cache holds.
 
     \b
     Examples:
