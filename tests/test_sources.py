@@ -17,12 +17,14 @@ import onnx
 import pytest
 
 from deploy.errors import ConfigError, FeedError
+from deploy.feed.arrays import open_iterable
 from deploy.feed.feed import open_feed
 from deploy.feed.file_list import SampleChangedError
 from deploy.feed.paths import RawFiles
 from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.sampling import Choice, spread_evenly
+from deploy.feed.sources import read_remote_samples
 from deploy.files.usercode import wrap_user_errors
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
@@ -183,6 +185,20 @@ def test_a_pattern_of_images_is_the_folder(pictures, cached, tmp_path, run, smal
     assert cached(pictures) == cached(pictures / "*.png")
     words = "calibrate", small_cnn, "--out", tmp_path / "c.cache"
     assert "got none of 0 files" in run.fails(*words, "--images", pictures / "*.gif")
+
+
+def test_coco_images_that_are_no_list_are_refused(tmp_path):
+    path = tmp_path / "coco.json"
+    path.write_text('{"images": 5}')
+    with pytest.raises(FeedError, match="must be COCO annotations"):
+        open_feed(path, [X])
+
+
+def test_a_remote_sample_with_nan_has_the_digest_of_its_values():
+    spec = TensorSpec("x", "float32", ("n", 3))
+    source = open_iterable([np.full((1, 3), np.nan, np.float32)], (spec,))
+    (sample,) = read_remote_samples(source, [0])
+    assert sample.digest == source.load(0).digest and "NaN" in sample.content
 
 
 def test_coco_annotations_name_images(pictures, tmp_path, cached):

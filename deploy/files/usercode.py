@@ -110,10 +110,8 @@ class _Surroundings:
         finally:
             with self._lock:
                 self._active_calls -= 1
-                if (
-                    self._folder is not None
-                    and (current_folder := _working_folder()) != self._folder
-                ):
+                current_folder = _working_folder()
+                if self._folder is not None and current_folder != self._folder:
                     self._user_folder_by_folder[self._folder] = current_folder
                     _change_folder(self._folder)
             if threading.current_thread() is threading.main_thread():
