@@ -86,7 +86,8 @@ def _pad_constant(
 ) -> str:
     """Add a padded copy of a constant for a node; return its name."""
     values: NDArray[Any] = numpy_helper.to_array(graph.initializers[name])
-    widths = [(0, count if axis in axes else 0) for axis in range(values.ndim)]
+    widths = np.zeros((values.ndim, 2), np.int64)  # of what stands before and after each axis
+    widths[list(axes), 1] = count
     tensor = numpy_helper.from_array(np.pad(values, widths, mode), padded_name(name, node.name))
     model.graph.initializer.append(tensor)
     graph.initializers[tensor.name] = tensor

@@ -66,7 +66,13 @@ class _RegionConv:
 
 @dataclass(slots=True)
 class _Region:
-    """Tensors, and Convs by name, that get more channels together."""
+    """What gets more channels together.
+
+    Attributes:
+        channels: number of channels so far.
+        tensors: tensors with these channels.
+        convs: name -> Conv that reads or makes one of them.
+    """
 
     channels: int
     tensors: set[str] = field(default_factory=set)

@@ -32,7 +32,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from deploy.graph.edit import rebuild, replace_nodes
+from deploy.graph.edit import rebuild, rename_reads, replace_nodes
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import averages_beyond_padding, is_global_mean
 from deploy.graph.rewrite import RewriteRule, is_op
@@ -306,7 +306,7 @@ def _copy_output(node: onnx.NodeProto, scope: RewriteScope) -> list[onnx.NodePro
     """Return the DequantizeLinear and the Sum that its float readers read instead."""
     source, copy = node.output[0], f"{node.output[0]}/apart"
     for reader in _float_readers(node, scope):
-        reader.input[:] = [copy if name == source else name for name in reader.input]
+        rename_reads([reader], {source: copy})
     return [node, helper.make_node("Sum", [source], [copy], name=copy)]
 
 

@@ -44,7 +44,13 @@ class EntryUse:
 
 @dataclass(frozen=True, slots=True)
 class TensorCoverage:
-    """One tensor to be quantized: whether the cache has a scale for it, and if not, why."""
+    """One tensor to be quantized.
+
+    Attributes:
+        tensor: its name in the model.
+        has_scale: whether the cache has a scale for it.
+        reason: whose scale it takes, if not its own; without a scale, why there is none.
+    """
 
     tensor: str
     has_scale: bool

@@ -219,10 +219,10 @@ def trtexec_commands(
             commands += _weakly_typed(files, requirements[QDQ], options.rest, float32_nodes)
     commands += _strongly_typed(files, requirements, options.features)
     flags = _common_flags(options, request)
-    return tuple(
-        replace(command, arguments=(*command.arguments, *flags)) if command.arguments else command
-        for command in commands
-    )
+    for index, command in enumerate(commands):
+        if command.arguments:
+            commands[index] = replace(command, arguments=(*command.arguments, *flags))
+    return tuple(commands)
 
 
 def _common_flags(options: TensorrtOptions, request: BuildRequest) -> list[str]:
