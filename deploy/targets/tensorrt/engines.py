@@ -172,8 +172,7 @@ def calibrate_on_gpu(
 ) -> bytes:
     """Calibrate with TensorRT on the GPU, or reuse its cache of the same data."""
     name = f"{request.name}.gpu.cache"
-    shapes = _calibration_shapes(request, settings)
-    batch = _batch_size(request, shapes)
+    shapes, batch = _calibration_batch(request, settings)
     algorithm = str(options.calibrator)
     fingerprint = _gpu_fingerprint(options, request, source, version, batch)
     stored_cache = load_gpu_cache(request.earlier_file(name), fingerprint)
@@ -228,18 +227,16 @@ def calibrator_from_cache(options: TensorrtOptions, cache: bytes) -> Callbacks:
     return calibrator(algorithm, (), batches=1, shapes={}, memory=HostMemory(), known=cache)
 
 
-def _calibration_shapes(
+def _calibration_batch(
     request: BuildRequest, settings: BuilderSettings
-) -> dict[str, tuple[int, ...]]:
-    """Return input -> shape of a calibration batch."""
-    shapes = {name: array.shape for name, array in first_sample(request).items()}
-    return shapes | {name: profile.opt_shape for name, profile in settings.profiles.items()}
-
-
-def _batch_size(request: BuildRequest, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the number of samples in a batch of these shapes."""
+) -> tuple[dict[str, Shape], int]:
+    """Return (input -> shape of a calibration batch, number of samples in it)."""
     sample = first_sample(request)
-    return max(shapes[name][0] // len(array) for name, array in sample.items() if array.ndim)
+    shapes: dict[str, Shape] = {name: array.shape for name, array in sample.items()}
+    for name, profile in settings.profiles.items():
+        shapes[name] = profile.opt_shape
+    batch = max(shapes[name][0] // len(array) for name, array in sample.items() if array.ndim)
+    return shapes, batch
 
 
 def lower_for_tensorrt(model: onnx.ModelProto, version: str) -> tuple[onnx.ModelProto, str]:
@@ -334,7 +331,7 @@ def build_quantized_engine(
     notes = _origin_notes(installed)
     if options.calibrator is not None:
         # on the samples of a partial batch, which TensorRT's calibration leaves out
-        batch = _batch_size(request, _calibration_shapes(request, settings))
+        _, batch = _calibration_batch(request, settings)
         filled = request.subject.filled
         notes = (*notes, *note_left_out(len(request.feed), batch, filled=filled))
     reused_plan = manifest.read_if_made_from(request.earlier_file(path.name), key)
