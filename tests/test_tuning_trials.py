@@ -354,7 +354,8 @@ def test_a_layer_that_loses_next_to_nothing_is_not_float_for_its_noise(power, by
 
 
 def fake_request(model, choices=NO_CHOICES):
-    return SimpleNamespace(model=model, choices=choices, adding=partial(fake_request, model))
+    add_choices = partial(fake_request, model)
+    return SimpleNamespace(model=model, choices=choices, with_added_choices=add_choices)
 
 
 class FakeTarget:
