@@ -31,9 +31,13 @@ if _PROFILE == "fixed":  # constants of the modules loaded so far are drawn too:
     providers.is_local_module_file = lambda path: False
 for _name, _fixed in (("fixed", True), ("random", False)):
     hypothesis.settings.register_profile(
-        _name, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow],
-        derandomize=_fixed, database=None, print_blob=True,
-    )  # fmt: skip
+        _name,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        derandomize=_fixed,
+        database=None,
+        print_blob=True,
+    )
 hypothesis.settings.load_profile(_PROFILE)
 
 
@@ -83,9 +87,15 @@ def save_small_cnn(path: Path) -> Path:
         "logits = Gemm <transB = 1> (f, w4, b4)"
     )
     shapes = {
-        "w1": (8, 3, 3, 4), "b1": 8, "w2": (8, 8, 3, 3), "b2": 8, "w3": (8, 1, 3, 3), "b3": 8,
-        "w4": (10, 512), "b4": 10,
-    }  # fmt: skip
+        "w1": (8, 3, 3, 4),
+        "b1": 8,
+        "w2": (8, 8, 3, 3),
+        "b2": 8,
+        "w3": (8, 1, 3, 3),
+        "b3": 8,
+        "w4": (10, 512),
+        "b4": 10,
+    }
     weights = {n: rng.normal(scale=0.05 if n == "w4" else 0.3, size=s) for n, s in shapes.items()}
     ends = {"x": ["batch", 3, 16, 16]}, {"logits": ["batch", 10]}
     return save_net(make_model(nodes, *ends, as_float32(weights)), path)

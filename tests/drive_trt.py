@@ -128,9 +128,11 @@ def algorithms():
         calib = make(batches(1), 1, name, quantile=0.99, cutoff=0.5)
         builder = Builder(calib)
         found[name] = {
-            "is_trt": isinstance(calib, getattr(trt, base)), "cpp": builder.number(4),
-            "batch_size": builder.number(0), "run": run_all(calib),
-        }  # fmt: skip
+            "is_trt": isinstance(calib, getattr(trt, base)),
+            "cpp": builder.number(4),
+            "batch_size": builder.number(0),
+            "run": run_all(calib),
+        }
         if name == "legacy":
             found[name]["legacy"] = [builder.number(place, ctypes.c_double) for place in (7, 8)]
             found[name]["histogram"] = builder.read(9)
@@ -169,12 +171,15 @@ def small_parts():
     allocator.notify_shape("x", trt.Dims([1, 2]))
     typed, flags = network_flags(typed=True), trt.NetworkDefinitionCreationFlag.__members__
     return {
-        "dims": shape_of(trt.Dims([1, -1, 3])), "times": times, "shape": allocator.shape,
+        "dims": shape_of(trt.Dims([1, -1, 3])),
+        "times": times,
+        "shape": allocator.shape,
         "dtypes": {name: dtype(one) for name, one in trt.DataType.__members__.items()},
-        "log": [kept.errors, kept.lines], "one_logger": process_logger() is logger,
+        "log": [kept.errors, kept.lines],
+        "one_logger": process_logger() is logger,
         "stand_ins": stand_ins(),
         "typed": [name for name, flag in flags.items() if typed >> int(flag) & 1],
-    }  # fmt: skip
+    }
 
 
 def dtype(data_type):
@@ -190,18 +195,22 @@ def calibrations():
     reused, unwritten = make(raising(), 2, known=known), make(batches(1), 1)
     Builder(unwritten).batch("data", "ids")
     return {
-        "whole": run_all(make(batches(3), 3)), "longer_feed": run_all(make(batches(5), 3)),
-        "short": run_all(make(batches(2), 3)), "empty": run_all(make([], 3)),
+        "whole": run_all(make(batches(3), 3)),
+        "longer_feed": run_all(make(batches(5), 3)),
+        "short": run_all(make(batches(2), 3)),
+        "empty": run_all(make([], 3)),
         "raises": run_all(make(raising(), 4)),
         "wrong_shape": run_all(make(batches(3, np.zeros((1, 3, 4, 4), np.float32)), 3)),
         "wrong_dtype": run_all(make(batches(3, np.zeros(SHAPE, np.float64)), 3)),
         "nan": run_all(make(batches(3, np.full(SHAPE, np.nan, np.float32)), 3)),
         "missing_name": run_all(make(batches(3), 3), "data", "mask"),
-        "no_cache_written": outcome(unwritten), "reused": run_all(reused),
-        "reused_taken": reused.taken, "refused": run_all(make([], 1, known=known), refuses=True),
+        "no_cache_written": outcome(unwritten),
+        "reused": run_all(reused),
+        "reused_taken": reused.taken,
+        "refused": run_all(make([], 1, known=known), refuses=True),
         "refused_but_fed": run_all(make(batches(2), 2, known=known), refuses=True),
         "unknown": unknown_algorithm(),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

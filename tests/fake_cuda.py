@@ -249,11 +249,18 @@ def _pagelocked(shape, dtype, order="C", mem_flags=0):
 
 
 _PYCUDA = {
-    "Error": Fault, "init": _start, "Device": _Device, "Stream": _PycudaStream,
-    "Event": _PycudaEvent, "mem_alloc": _Allocation, "memcpy_htod": _to_device,
-    "memcpy_htod_async": _to_device_later, "memcpy_dtoh_async": _to_host_later,
-    "pagelocked_empty": _pagelocked, "get_driver_version": lambda: DRIVER,
-}  # fmt: skip
+    "Error": Fault,
+    "init": _start,
+    "Device": _Device,
+    "Stream": _PycudaStream,
+    "Event": _PycudaEvent,
+    "mem_alloc": _Allocation,
+    "memcpy_htod": _to_device,
+    "memcpy_htod_async": _to_device_later,
+    "memcpy_dtoh_async": _to_host_later,
+    "pagelocked_empty": _pagelocked,
+    "get_driver_version": lambda: DRIVER,
+}
 
 
 # cuda-python
@@ -366,18 +373,26 @@ def launch(graph, stream):
 
 
 _RUNTIME = {
-    "cudaGetErrorString": _text, "cudaGetDeviceCount": lambda: len(GPUS),
-    "cudaGetDeviceProperties": _properties, "cudaSetDevice": _choose, "cudaGetDevice": current,
-    "cudaDriverGetVersion": lambda: DRIVER, "cudaMalloc": allocate,
+    "cudaGetErrorString": _text,
+    "cudaGetDeviceCount": lambda: len(GPUS),
+    "cudaGetDeviceProperties": _properties,
+    "cudaSetDevice": _choose,
+    "cudaGetDevice": current,
+    "cudaDriverGetVersion": lambda: DRIVER,
+    "cudaMalloc": allocate,
     "cudaFree": lambda address: free(int(address)),
-    "cudaMemcpy": lambda *words: _copy(*words, current()), "cudaMemcpyAsync": _copy_later,
-    "cudaHostAlloc": _pin, "cudaFreeHost": _unpin, "cudaStreamCreate": lambda: handle(Stream()),
-    "cudaStreamSynchronize": lambda stream: thing(stream).wait(), "cudaStreamDestroy": _forget,
+    "cudaMemcpy": lambda *words: _copy(*words, current()),
+    "cudaMemcpyAsync": _copy_later,
+    "cudaHostAlloc": _pin,
+    "cudaFreeHost": _unpin,
+    "cudaStreamCreate": lambda: handle(Stream()),
+    "cudaStreamSynchronize": lambda stream: thing(stream).wait(),
+    "cudaStreamDestroy": _forget,
     "cudaEventCreate": lambda: handle(Moment()),
     "cudaEventRecord": lambda event, stream: thing(stream).put(thing(event).mark),
     "cudaEventElapsedTime": lambda first, last: elapsed(thing(first), thing(last)),
     "cudaEventDestroy": _forget,
-}  # fmt: skip
+}
 
 
 def _into(made, number):

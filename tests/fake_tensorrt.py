@@ -110,8 +110,12 @@ NetworkDefinitionCreationFlag = _enum(_FLAGS, *_NETWORK_FLAGS, gone="EXPLICIT_BA
 _KINDS = ((8,), "FLOAT HALF INT8 INT32 BOOL UINT8"), ((8, 6), "FP8"), ((9,), "BF16 INT64")
 DataType = _enum("DataType", *_KINDS, ((10,), "INT4"))
 float32, float16, int8, int32, bool = (
-    DataType.FLOAT, DataType.HALF, DataType.INT8, DataType.INT32, DataType.BOOL,
-)  # fmt: skip
+    DataType.FLOAT,
+    DataType.HALF,
+    DataType.INT8,
+    DataType.INT32,
+    DataType.BOOL,
+)
 if VERSION >= (9,):
     bfloat16, int64 = DataType.BF16, DataType.INT64
 _SOURCES = "CUBLAS CUBLAS_LT CUDNN EDGE_MASK_CONVOLUTIONS JIT_CONVOLUTIONS"
@@ -143,16 +147,46 @@ def init_libnvinfer_plugins(logger, namespace):
 # Networks
 
 _TYPES = {
-    TensorProto.FLOAT: "FLOAT", TensorProto.FLOAT16: "HALF", TensorProto.INT8: "INT8",
-    TensorProto.INT32: "INT32", TensorProto.INT64: "INT64", TensorProto.BOOL: "BOOL",
-    TensorProto.UINT8: "UINT8", TensorProto.BFLOAT16: "BF16", TensorProto.FLOAT8E4M3FN: "FP8",
-}  # fmt: skip
-_BYTES = {"FLOAT": 4, "HALF": 2, "INT8": 1, "INT32": 4, "INT64": 8, "BOOL": 1, "UINT8": 1,
-          "BF16": 2, "FP8": 1}  # fmt: skip
-_WORDS = {"FLOAT": "FP32", "HALF": "FP16", "INT8": "Int8", "INT32": "Int32", "INT64": "Int64",
-          "BOOL": "Bool", "UINT8": "UInt8", "BF16": "BF16", "FP8": "FP8"}  # fmt: skip
-_SHAPES = {"Reshape": (1,), "Expand": (1,), "Tile": (1,), "ConstantOfShape": (0,), "Resize": (3,),
-           "Slice": (1, 2, 3, 4)}  # fmt: skip
+    TensorProto.FLOAT: "FLOAT",
+    TensorProto.FLOAT16: "HALF",
+    TensorProto.INT8: "INT8",
+    TensorProto.INT32: "INT32",
+    TensorProto.INT64: "INT64",
+    TensorProto.BOOL: "BOOL",
+    TensorProto.UINT8: "UINT8",
+    TensorProto.BFLOAT16: "BF16",
+    TensorProto.FLOAT8E4M3FN: "FP8",
+}
+_BYTES = {
+    "FLOAT": 4,
+    "HALF": 2,
+    "INT8": 1,
+    "INT32": 4,
+    "INT64": 8,
+    "BOOL": 1,
+    "UINT8": 1,
+    "BF16": 2,
+    "FP8": 1,
+}
+_WORDS = {
+    "FLOAT": "FP32",
+    "HALF": "FP16",
+    "INT8": "Int8",
+    "INT32": "Int32",
+    "INT64": "Int64",
+    "BOOL": "Bool",
+    "UINT8": "UInt8",
+    "BF16": "BF16",
+    "FP8": "FP8",
+}
+_SHAPES = {
+    "Reshape": (1,),
+    "Expand": (1,),
+    "Tile": (1,),
+    "ConstantOfShape": (0,),
+    "Resize": (3,),
+    "Slice": (1, 2, 3, 4),
+}
 _ON_INT8 = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 
 
@@ -255,12 +289,12 @@ def _unread(model):
     errors = [f"opset {opset} is newer than {newest}"] if opset > newest else []
     return errors + [
         f"In node {place} with name: {node.name} and operator: {node.op_type}"
-        " (checkFallbackPluginImporter): INVALID_NODE: creator && \"Plugin not found, are the"
+        ' (checkFallbackPluginImporter): INVALID_NODE: creator && "Plugin not found, are the'
         ' plugin name, version, and namespace correct?"'
         for place, node in enumerate(model.graph.node)
         if node.domain not in ("", "ai.onnx")
         and not hasattr(ctypes.CDLL(None), f"{node.op_type}PluginCreator")
-    ]  # fmt: skip
+    ]
 
 
 # Building
@@ -291,11 +325,18 @@ class ITimingCache:
 
 class IBuilderConfig:
     __slots__ = (
-        "chosen", "sources", "pools", "profile", "calibration_profile", "timing",
-        "profiling_verbosity", "default_device_type", "DLA_core",
+        "chosen",
+        "sources",
+        "pools",
+        "profile",
+        "calibration_profile",
+        "timing",
+        "profiling_verbosity",
+        "default_device_type",
+        "DLA_core",
         *(("int8_calibrator",) if CALIBRATORS else ()),
         *(_SINCE_8_6 if VERSION >= (8, 6) else ()),
-    )  # fmt: skip
+    )
 
     def __init__(self):
         self.chosen, self.sources, self.pools = {BuilderFlag.TF32}, 0b11111, {}
@@ -453,8 +494,15 @@ def _taken(tensor, address, shape):
     return data.copy().view(_NUMPY[tensor.dtype.name]).reshape(shape)
 
 
-_NUMPY = {"FLOAT": np.float32, "HALF": np.float16, "INT8": np.int8, "INT32": np.int32,
-          "INT64": np.int64, "BOOL": np.bool_, "UINT8": np.uint8}  # fmt: skip
+_NUMPY = {
+    "FLOAT": np.float32,
+    "HALF": np.float16,
+    "INT8": np.int8,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+}
 
 
 def _everything(model):
@@ -503,11 +551,13 @@ def _plan(network, config, scales):
         )
     profile = config.profile or IOptimizationProfile()
     head = {
-        "version": __version__, "gpu": cuda.GPUS[cuda.current()],
+        "version": __version__,
+        "gpu": cuda.GPUS[cuda.current()],
         "inputs": [[t.name, t.shape, t.dtype.name, t.is_shape_tensor] for t in network.inputs],
-        "shapes": profile.shapes, "layers": _layers(network, config, scales),
+        "shapes": profile.shapes,
+        "layers": _layers(network, config, scales),
         "detailed": config.profiling_verbosity == ProfilingVerbosity.DETAILED,
-    }  # fmt: skip
+    }
     return json.dumps(head).encode() + b"\n" + network.model.SerializeToString()
 
 

@@ -59,14 +59,19 @@ def test_per_channel_is_per_tensor_on_each_channel(x, axis, data):
         assert np.array_equal(np.take(whole.dequantize(), i, axis), one.dequantize())
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (([1.0], 0.0, 0, "quint8"), "positive"), (([1.0], float("nan"), 0, "quint8"), "positive"),
-    (([1.0], 0.1, 256, "quint8"), "zero_point of quint8"), (([1.0], 0.1, 0, "quint4"), "one of"),
-    (([float("nan")], 0.1, 0, "quint8"), "NaN has no integer"),
-    (([1.0], 0.1, 1.5, "quint8"), "an integer in 0..255, got [1.5]"),
-    (([1.0], 0.1, None, "quint8"), "an integer in 0..255, got [None]"),
-    (([1.0], 0.1, 2**70, "qint32"), "zero_point of qint32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (([1.0], 0.0, 0, "quint8"), "positive"),
+        (([1.0], float("nan"), 0, "quint8"), "positive"),
+        (([1.0], 0.1, 256, "quint8"), "zero_point of quint8"),
+        (([1.0], 0.1, 0, "quint4"), "one of"),
+        (([float("nan")], 0.1, 0, "quint8"), "NaN has no integer"),
+        (([1.0], 0.1, 1.5, "quint8"), "an integer in 0..255, got [1.5]"),
+        (([1.0], 0.1, None, "quint8"), "an integer in 0..255, got [None]"),
+        (([1.0], 0.1, 2**70, "qint32"), "zero_point of qint32"),
+    ],
+)
 def test_what_has_no_meaning_is_refused(arguments, said):
     with pytest.raises(CalibrationError, match=re.escape(said)):
         quantize_per_tensor(*arguments)

@@ -84,11 +84,18 @@ def test_the_grid_always_holds_zero(numbers, with_offset):
     assert result.clip_min <= 0 <= result.clip_max
 
 
-@pytest.mark.parametrize("wrong", [
-    {"max_percentile": 0.0}, {"min_percentile": 1.1}, {"search_range": (1.3, 0.7)},
-    {"search_range": (0.0, 1.0)}, {"search_range": (0.7, np.inf)},
-    {"search_step": 0.0}, {"search_step": 0.7},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_percentile": 0.0},
+        {"min_percentile": 1.1},
+        {"search_range": (1.3, 0.7)},
+        {"search_range": (0.0, 1.0)},
+        {"search_range": (0.7, np.inf)},
+        {"search_step": 0.0},
+        {"search_step": 0.7},
+    ],
+)
 def test_params_out_of_range(wrong):
     with pytest.raises(CalibrationError, match="IFMR"):
         IfmrParams(**wrong)

@@ -173,10 +173,13 @@ def test_values_that_are_not_finite_squared_are_told(iterations):
     assert len(steps) < 10  # not after all of them
 
 
-@pytest.mark.parametrize("given", [
-    {"strides": [2, 1], "pads": [1, 0, 2, 1], "group": 2},
-    {"strides": [3, 2], "pads": [0, 1, 1, 0], "output_padding": [1, 0], "dilations": [1, 2]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"strides": [2, 1], "pads": [1, 0, 2, 1], "group": 2},
+        {"strides": [3, 2], "pads": [0, 1, 1, 0], "output_padding": [1, 0], "dilations": [1, 2]},
+    ],
+)
 def test_weights_times_patches_are_a_transposed_convolution(given):
     from deploy.graph.bounds import make_window
 
@@ -221,15 +224,23 @@ def model_of(nodes, weights, shape):
     return build_net(nodes, {"x": shape}, {"y": None}, as_float32(weights))
 
 
-@pytest.mark.parametrize(("behind", "kind", "slope"), [
-    ([("Relu", "c", "y")], RELU, None), ([("Sigmoid", "c", "y")], SIGMOID, None),
-    ([("Tanh", "c", "y")], TANH, None), ([("LeakyRelu", "c", "y")], LEAKY, [[0.01]]),
-    ([("LeakyRelu", "c", "y", {"alpha": 0.25})], LEAKY, [[0.25]]),
-    ([("PRelu", "c half", "y")], LEAKY, [[0.5]]),
-    ([("PRelu", "c four", "y")], LEAKY, [[1, 2], [3, 4]]), ([("PRelu", "c grid", "y")], NONE, None),
-    ([("Clip", "c zero six", "y")], RELU6, None), ([("Clip", "c zero half", "y")], NONE, None),
-    ([("Neg", "c", "y")], NONE, None), ([("Relu", "c", "r"), ("Add", "r c", "y")], NONE, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("behind", "kind", "slope"),
+    [
+        ([("Relu", "c", "y")], RELU, None),
+        ([("Sigmoid", "c", "y")], SIGMOID, None),
+        ([("Tanh", "c", "y")], TANH, None),
+        ([("LeakyRelu", "c", "y")], LEAKY, [[0.01]]),
+        ([("LeakyRelu", "c", "y", {"alpha": 0.25})], LEAKY, [[0.25]]),
+        ([("PRelu", "c half", "y")], LEAKY, [[0.5]]),
+        ([("PRelu", "c four", "y")], LEAKY, [[1, 2], [3, 4]]),
+        ([("PRelu", "c grid", "y")], NONE, None),
+        ([("Clip", "c zero six", "y")], RELU6, None),
+        ([("Clip", "c zero half", "y")], NONE, None),
+        ([("Neg", "c", "y")], NONE, None),
+        ([("Relu", "c", "r"), ("Add", "r c", "y")], NONE, None),
+    ],
+)
 def test_the_activation_behind_a_layer_alone_is_part_of_its_loss(behind, kind, slope):
     weights = {"w": np.ones((4, 2, 1, 1)), "zero": 0, "six": 6, "half": 0.5}
     weights |= {"four": np.arange(1, 5).reshape(4, 1, 1), "grid": np.ones((4, 3, 3))}
@@ -255,13 +266,24 @@ def all_kinds(tmp_path_factory):
         ("ConvTranspose", "r2 w3 b3", "c3", "turned", {"strides": [2, 2], "group": 2}),
         ("Relu", "c3", "r3", "relu"),
         ("AveragePool", "r3", "p", "pool", {"kernel_shape": [2, 2], "strides": [2, 2]}),
-        ("Flatten", "p", "f", "flat"), ("Gemm", "f w4 b4", "g", "fc", {"transB": 1}),
-        ("Tanh", "g", "t", "tanh"), ("MatMul", "t w5", "m", "mm"), ("Add", "m b5", "y", "add"),
-    ]  # fmt: skip
+        ("Flatten", "p", "f", "flat"),
+        ("Gemm", "f w4 b4", "g", "fc", {"transB": 1}),
+        ("Tanh", "g", "t", "tanh"),
+        ("MatMul", "t w5", "m", "mm"),
+        ("Add", "m b5", "y", "add"),
+    ]
     shapes = {
-        "w1": (6, 3, 3, 3), "b1": (6,), "w2": (6, 1, 3, 3), "b2": (6,), "w3": (6, 4, 2, 2),
-        "b3": (8,), "w4": (20, 512), "b4": (20,), "w5": (20, 7), "b5": (7,),
-    }  # fmt: skip
+        "w1": (6, 3, 3, 3),
+        "b1": (6,),
+        "w2": (6, 1, 3, 3),
+        "b2": (6,),
+        "w3": (6, 4, 2, 2),
+        "b3": (8,),
+        "w4": (20, 512),
+        "b4": (20,),
+        "w5": (20, 7),
+        "b5": (7,),
+    }
     weights = {k: rng.normal(size=s) / math.sqrt(max(np.prod(s[1:]), 1)) for k, s in shapes.items()}
     weights |= {"zero": np.zeros(()), "six": np.full((), 6.0), "slope": rng.uniform(size=(6, 1, 1))}
     path = tmp_path_factory.mktemp("kinds") / "kinds.onnx"
@@ -425,21 +447,27 @@ def test_repairs_leave_its_layers_as_they_are(built):
     assert (out / name).read_bytes() == (repaired / name).read_bytes()
 
 
-@pytest.mark.parametrize(("layers", "more", "wanted"), [
-    (["pool"], {}, "AveragePool; give that layer arq_quantize"),
-    (LAYERS, {"num_bits": 7}, "rounds weights to 8 bits, got num_bits 7"),
-    (LAYERS, {"num_iteration": 10**7}, "at most 1000000"),
-    (LAYERS, {"channel_wise": True}, "channel_wise"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layers", "more", "wanted"),
+    [
+        (["pool"], {}, "AveragePool; give that layer arq_quantize"),
+        (LAYERS, {"num_bits": 7}, "rounds weights to 8 bits, got num_bits 7"),
+        (LAYERS, {"num_iteration": 10**7}, "at most 1000000"),
+        (LAYERS, {"channel_wise": True}, "channel_wise"),
+    ],
+)
 def test_what_it_cannot_round_is_told_before_any_pass(layers, more, wanted, built, no_pass):
     assert wanted in built(document(layers, **more), suffix=".json", code=1)[0]
 
 
-@pytest.mark.parametrize(("op", "more", "shape", "wanted"), [
-    ("Conv", {}, [2, 3, 3], "a 1-D convolution"),
-    ("ConvTranspose", {"auto_pad": "SAME_UPPER"}, [3, 2, 3, 3], "auto_pad or output_shape"),
-    ("MatMul", {}, [3, 8, 2], "a 3-D weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "more", "shape", "wanted"),
+    [
+        ("Conv", {}, [2, 3, 3], "a 1-D convolution"),
+        ("ConvTranspose", {"auto_pad": "SAME_UPPER"}, [3, 2, 3, 3], "auto_pad or output_shape"),
+        ("MatMul", {}, [3, 8, 2], "a 3-D weight"),
+    ],
+)
 def test_convolutions_that_amct_does_not_round(op, more, shape, wanted, ascend_build, tmp_path):
     weight, sides = np.random.default_rng(0).normal(size=shape), [8] * (len(shape) - 2)
     path, images = tmp_path / "c.onnx", tmp_path / "x.npy"

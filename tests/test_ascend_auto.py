@@ -121,12 +121,16 @@ def uneven(tmp_path_factory):
     weights["w1"] /= SIZES.reshape(8, 1, 1, 1)
     weights["w4"] *= 0.1
     nodes = [
-        ("Conv", "x w1", "d", "dw", {"group": 8}), ("HardSwish", "d", "h"),
-        ("Conv", "h w2 shared", "c2", "one"), ("HardSwish", "c2", "h2"),
+        ("Conv", "x w1", "d", "dw", {"group": 8}),
+        ("HardSwish", "d", "h"),
+        ("Conv", "h w2 shared", "c2", "one"),
+        ("HardSwish", "c2", "h2"),
         ("Conv", "h2 w3 shared", "c3", "two"),
         ("MaxPool", "c3", "p", {"kernel_shape": [2, 2], "strides": [2, 2]}),
-        ("Flatten", "p", "f"), ("MatMul", "f w4", "m", "mat"), ("Add", "b4 m", "y", "add"),
-    ]  # fmt: skip
+        ("Flatten", "p", "f"),
+        ("MatMul", "f w4", "m", "mat"),
+        ("Add", "b4 m", "y", "add"),
+    ]
     path = tmp_path_factory.mktemp("uneven") / "uneven.onnx"
     return save_net(path, nodes, {"x": ["n", 8, 12, 12]}, {"y": ["n", 5]}, weights, opset=14)
 
@@ -232,10 +236,12 @@ def coarse(tmp_path_factory):
     weights = {"w2": rng.uniform(-1, 1, size=(10, 192)) * np.logspace(0, -1.5, 10)[:, None]}
     weights |= {"w1": rng.normal(scale=0.3, size=(3, 3, 1, 1)), "b1": rng.normal(size=3)}
     nodes = [
-        ("Conv", "x w1 b1", "c", "first"), ("HardSwish", "c", "h"),
-        ("AveragePool", "h", "p", "pool", {"kernel_shape": [1, 1]}), ("Flatten", "p", "f"),
+        ("Conv", "x w1 b1", "c", "first"),
+        ("HardSwish", "c", "h"),
+        ("AveragePool", "h", "p", "pool", {"kernel_shape": [1, 1]}),
+        ("Flatten", "p", "f"),
         ("Gemm", "f w2 b2", "y", "fc", {"transB": 1}),
-    ]  # fmt: skip
+    ]
     weights["b2"] = np.zeros(10)
     path = tmp_path_factory.mktemp("coarse") / "coarse.onnx"
     save_net(path, nodes, {"x": ["n", 3, 8, 8]}, {"y": ["n", 10]}, weights, opset=14)

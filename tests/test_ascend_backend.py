@@ -172,10 +172,12 @@ def test_executor_on_random_layers(data):
         dims = (8, 4 // group) if op == "Conv" else (4, 8 // group)
         weights["w"] = rng.normal(size=(*dims, *[size] * rank))
         attributes = {
-            "group": group, "strides": [draw(st.integers(1, 2))] * rank,
+            "group": group,
+            "strides": [draw(st.integers(1, 2))] * rank,
             "pads": [draw(st.integers(0, size - 1))] * (2 * rank),
-            "dilations": [draw(st.integers(1, 2))] * rank, "kernel_shape": [size] * rank,
-        }  # fmt: skip
+            "dilations": [draw(st.integers(1, 2))] * rank,
+            "kernel_shape": [size] * rank,
+        }
     if op not in ("AveragePool", "MatMul") and draw(st.booleans()):
         weights["b"] = rng.normal(size=out)
     nodes = [(op, ["x", *weights], "y", "n", attributes)]
@@ -319,10 +321,14 @@ def test_build_writes_every_file(small_cnn, data, tmp_path):
     assert any("run in integers on 2 samples" in note for note in notes)
 
 
-@pytest.mark.parametrize(("script", "error"), [
-    ('for a in "$@"; do case $a in --output=*) echo om > "${a#--output=}.om";; esac; done', ""),
-    ("echo E40000 no such chip; exit 7", "E40000 no such chip"), ("exit 0", "got nothing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ('for a in "$@"; do case $a in --output=*) echo om > "${a#--output=}.om";; esac; done', ""),
+        ("echo E40000 no such chip; exit 7", "E40000 no such chip"),
+        ("exit 0", "got nothing"),
+    ],
+)
 def test_atc_runs_where_it_is(small_cnn, data, tmp_path, monkeypatch, script, error):
     """A stand-in program named atc: what is tested is how it is called and believed."""
     monkeypatch.setenv("PATH", path_with_atc(tmp_path, script))
@@ -360,9 +366,13 @@ def test_the_atc_script_runs_from_any_folder(small_cnn, data, tmp_path, monkeypa
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("options", "match"), [
-    ({"soc": "P3"}, "Ascend310P3"), ({"atc_flags": ("--dynamic_dims=1",)}, "fixed shapes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"soc": "P3"}, "Ascend310P3"),
+        ({"atc_flags": ("--dynamic_dims=1",)}, "fixed shapes"),
+    ],
+)
 def test_wrong_options_are_refused(options, match):
     with pytest.raises(ConfigError, match=match):
         Ascend(**options)

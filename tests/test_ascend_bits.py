@@ -182,12 +182,15 @@ def override(key, value, inner):
 IN_JSON = {"fc2": {"activation_quant_params": {"num_bits": 16}}, "conv1": {"quant_enable": True}}
 
 
-@pytest.mark.parametrize(("text", "suffix", "who"), [
-    (override("layer_type", "AveragePool", INT16), ".cfg", "AveragePool in layer 'pool'"),
-    (override("layer_type", "Linear", INT16), ".cfg", "MatMul in layer 'fc2'"),
-    (override("layer_name", "fc2", INT16), ".cfg", "MatMul in layer 'fc2'"),
-    (json.dumps({"version": 1, "batch_num": 2, **IN_JSON}), ".json", "MatMul in layer 'fc2'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "suffix", "who"),
+    [
+        (override("layer_type", "AveragePool", INT16), ".cfg", "AveragePool in layer 'pool'"),
+        (override("layer_type", "Linear", INT16), ".cfg", "MatMul in layer 'fc2'"),
+        (override("layer_name", "fc2", INT16), ".cfg", "MatMul in layer 'fc2'"),
+        (json.dumps({"version": 1, "batch_num": 2, **IN_JSON}), ".json", "MatMul in layer 'fc2'"),
+    ],
+)
 def test_sixteen_bits_asked_for_by_name_are_refused(text, suffix, who, built, no_pass):
     said = "16-bit activations are for Conv and ConvTranspose with a 1-D or 2-D kernel, and Gemm"
     assert f"{said}, got {who}" in refused(built, text, suffix)
@@ -270,17 +273,20 @@ def entry(key, **fields):
     return f'record {{ key: "{key}" value {{ {text} }} }}'
 
 
-@pytest.mark.parametrize(("layer", "fields", "said"), [
-    ("fc2", {"act_type": "INT16"}, "act_type INT16 is for Conv and ConvTranspose with"),
-    ("conv1", {"wts_type": "INT4"}, "with 3 input channels and 1 groups in layer 'conv1'"),
-    ("dw", {"wts_type": "INT4"}, "with 16 input channels and 16 groups in layer 'dw'"),
-    ("fc1", {"wts_type": "INT6"}, "wts_type INT6 is for Conv with a 2-D kernel, got Gemm"),
-    ("fc1", {"wts_type": "INT16"}, "wts_type must be one of INT4, INT6, INT7, INT8"),
-    ("fc1", {"dst_type": "INT16"}, "dst_type must be one of INT4, INT8, got 'INT16'"),
-    ("fc1", {"act_type": "INT4", "offset_d": 8}, "offset_d must be in [-8, 7] with 4 bits"),
-    ("fc1", {"fakequant_precision_mode": "FP8"}, "must be FORCE_FP16_QUANT or DEFAULT"),
-    ("fc1", {"scale_d": 1e-12, "act_type": "INT16"}, "1 / scale_d must be in [2^-14, 4.29"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layer", "fields", "said"),
+    [
+        ("fc2", {"act_type": "INT16"}, "act_type INT16 is for Conv and ConvTranspose with"),
+        ("conv1", {"wts_type": "INT4"}, "with 3 input channels and 1 groups in layer 'conv1'"),
+        ("dw", {"wts_type": "INT4"}, "with 16 input channels and 16 groups in layer 'dw'"),
+        ("fc1", {"wts_type": "INT6"}, "wts_type INT6 is for Conv with a 2-D kernel, got Gemm"),
+        ("fc1", {"wts_type": "INT16"}, "wts_type must be one of INT4, INT6, INT7, INT8"),
+        ("fc1", {"dst_type": "INT16"}, "dst_type must be one of INT4, INT8, got 'INT16'"),
+        ("fc1", {"act_type": "INT4", "offset_d": 8}, "offset_d must be in [-8, 7] with 4 bits"),
+        ("fc1", {"fakequant_precision_mode": "FP8"}, "must be FORCE_FP16_QUANT or DEFAULT"),
+        ("fc1", {"scale_d": 1e-12, "act_type": "INT16"}, "1 / scale_d must be in [2^-14, 4.29"),
+    ],
+)
 def test_a_record_that_no_layer_takes_is_one_sentence(layer, fields, said, refusal, tmp_path):
     record = tmp_path / "r.txt"
     record.write_text(entry(layer, **fields))
@@ -378,9 +384,13 @@ def run_both(deploy, fake, x):
     return np.abs(a - b).max(), np.abs(b).max()
 
 
-@pytest.mark.parametrize(("model", "told", "words"), [
-    ("float.onnx", "FLOAT16", "that of float16"), ("float16.onnx", "FLOAT32", "that of float32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "told", "words"),
+    [
+        ("float.onnx", "FLOAT16", "that of float16"),
+        ("float16.onnx", "FLOAT32", "that of float32"),
+    ],
+)
 def test_a_record_of_other_floats_is_refused(model, told, words, refusal, tmp_path):
     text = (WIDTHS / "half" / "record.txt").read_text()
     record = tmp_path / "r.txt"
@@ -394,13 +404,20 @@ def network():
     """float16 in between: operators whose other inputs are float32, bool or whole, and twins."""
     filled = numpy_helper.from_array(np.float16([0.5]))
     nodes = [
-        ("Cast", "x", "h", {"to": F16}), ("Conv", "h w", "c", {"pads": [1] * 4}),
-        ("Relu", "c", "r"), ("Resize", ["r", "", "twice"], "u", {"mode": "nearest"}),
-        ("Greater", "u half", "g"), ("Where", "g u half", "v"), ("Shape", "v", "s"),
-        ("ConstantOfShape", "s", "k", {"value": filled}), ("Add", "v k", "a"),
-        ("Cast", "a", "f", {"to": F32}), ("Softmax", "f", "p", {"axis": 1}),
-        ("Cast", "p", "q", {"to": F16}), ("Mul", "q a", "y"),
-    ]  # fmt: skip
+        ("Cast", "x", "h", {"to": F16}),
+        ("Conv", "h w", "c", {"pads": [1] * 4}),
+        ("Relu", "c", "r"),
+        ("Resize", ["r", "", "twice"], "u", {"mode": "nearest"}),
+        ("Greater", "u half", "g"),
+        ("Where", "g u half", "v"),
+        ("Shape", "v", "s"),
+        ("ConstantOfShape", "s", "k", {"value": filled}),
+        ("Add", "v k", "a"),
+        ("Cast", "a", "f", {"to": F32}),
+        ("Softmax", "f", "p", {"axis": 1}),
+        ("Cast", "p", "q", {"to": F16}),
+        ("Mul", "q a", "y"),
+    ]
     weight = np.random.default_rng(0).normal(scale=0.3, size=(4, 3, 3, 3))
     constants = {"w": np.float16(weight), "half": np.float16(0.5)}
     constants["twice"] = np.float32([1, 1, 2, 2])

@@ -107,11 +107,14 @@ def layer(**changes):
 
 ADA = {"wts_algo": "ada_quantize"}
 BROKEN_JSON = {
-    "empty": ("", "must be JSON"), "list": ("[]", "JSON object"),
-    "truncated": ('{"version": 1, ', "line 1"), "deep": ("[" * 100_000, "JSON"),
+    "empty": ("", "must be JSON"),
+    "list": ("[]", "JSON object"),
+    "truncated": ('{"version": 1, ', "line 1"),
+    "deep": ("[" * 100_000, "JSON"),
     "nan": ('{"version": 1, "batch_num": NaN}', "NaN"),
     "huge number": ('{"version": 1, "batch_num": ' + "9" * 5000 + "}", "JSON"),
-    "repeated key": ('{"version": 1, "version": 1}', "repeated"), "no version": ("{}", "version"),
+    "repeated key": ('{"version": 1, "version": 1}', "repeated"),
+    "no version": ("{}", "version"),
     "version 2": (conf(version=2), "version must be 1"),
     "version text": (conf(version="1"), "type int"),
     "batch_num 0": (conf(batch_num=0), "batch_num must be > 0"),
@@ -149,7 +152,7 @@ BROKEN_JSON = {
     "ada keys": (conf(conv1=layer(wts={"reg_param": 0.1})), "ada_quantize"),
     "ada range": (conf(conv1=layer(wts=ADA | {"beta_range": [2, 20]})), "start > end"),
     "channel_wise Gemm": (conf(fc1=layer(wts={"channel_wise": True})), "channel_wise must be"),
-}  # fmt: skip
+}
 
 OF_TYPE = 'override_layer_types { layer_type: "%s" calibration_config {} }'
 BROKEN_CFG = {
@@ -178,9 +181,11 @@ def record(key, fields="", good=True):
 
 
 BROKEN_RECORD = {
-    "empty": ("", "at least one layer"), "not text": ("{{{", "protobuf text"),
+    "empty": ("", "at least one layer"),
+    "not text": ("{{{", "protobuf text"),
     "unknown key": (record("fc1", "scale_x: 1", False), "did you mean 'scale_"),
-    "no key": ("record { value { scale_d: 1 } }", "key"), "twice": (record("fc1") * 2, "once"),
+    "no key": ("record { value { scale_d: 1 } }", "key"),
+    "twice": (record("fc1") * 2, "once"),
     "unknown layer": (record("fc3"), "did you mean 'fc"),
     "zero scale": (record("fc1", "scale_d: 0"), "scale must be in"),
     "negative": (record("fc1", "scale_d: -1"), "scale must be in"),
@@ -197,7 +202,7 @@ BROKEN_RECORD = {
     "int16": (record("pool", 'scale_d: 1 offset_d: 0 act_type: "INT16"', False), "INT16 is for C"),
     "factor": (record("fc1", "tensor_balance_factor: 0"), "balance"),
     "pool weight": (record("pool"), "AveragePool"),
-}  # fmt: skip
+}
 BROKEN = {
     "json": (lambda text: resolve_config(read_config(text), GRAPH), BROKEN_JSON),
     "cfg": (lambda text: read_simple_config(text, GRAPH), BROKEN_CFG),
@@ -280,9 +285,11 @@ def model_of(nodes, weights):
 
 def test_what_stays_float_says_why():
     nodes = [
-        ("Gemm", "x w", "a", "alpha", {"alpha": 2.0}), ("MatMul", "a w2", "b", "one"),
-        ("MatMul", "b w2", "c", "two"), ("MatMul", "c x", "y", "dynamic"),
-    ]  # fmt: skip
+        ("Gemm", "x w", "a", "alpha", {"alpha": 2.0}),
+        ("MatMul", "a w2", "b", "one"),
+        ("MatMul", "b w2", "c", "two"),
+        ("MatMul", "c x", "y", "dynamic"),
+    ]
     graph = find_layers(model_of(nodes, dict.fromkeys(("w", "w2"), np.ones((4, 4)))))
     assert not graph.layers
     assert "alpha 1" in graph.float_reasons["alpha"] and "shared" in graph.float_reasons["one"]
@@ -322,43 +329,62 @@ def checked(run, tmp_path, text):
     return run("ascend", "check", path)
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    (DVPP, "a sound AIPP configuration"),
-    ("aipp_op { aipp_mode: dynamic max_src_image_size: 6220800 support_rotation: false }", "a"),
-    ("# a record\n\n" + RECORD, "a sound record of 8 layers"),
-    (RECORD + 'prune_record { producer { name: "conv1" attr { name: "axis" i: 1 } } }',
-     "a sound record of 8 layers; calib8 does not deploy the rest: 1 x pruning"),
-    (RECORD + 'record { key: "kv" kv_cache_value { scale: 0.5 offset: 0 } }\n',
-     "8 layers; calib8 does not deploy the rest: 1 x KV cache"),
-    (
-        'record { key: "lstm" value { scale_d: 0.1 offset_d: 0 scale_w: 0.1 offset_w: 0'
-        " scale_h: 0.1 offset_h: 0 scale_r: 0.1 offset_r: 0 } }",
-        "1 x recurrent layer"),
-    ("# all defaults\nbatch_num: 4\n", "a simplified configuration"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (DVPP, "a sound AIPP configuration"),
+        ("aipp_op { aipp_mode: dynamic max_src_image_size: 6220800 support_rotation: false }", "a"),
+        ("# a record\n\n" + RECORD, "a sound record of 8 layers"),
+        (
+            RECORD + 'prune_record { producer { name: "conv1" attr { name: "axis" i: 1 } } }',
+            "a sound record of 8 layers; calib8 does not deploy the rest: 1 x pruning",
+        ),
+        (
+            RECORD + 'record { key: "kv" kv_cache_value { scale: 0.5 offset: 0 } }\n',
+            "8 layers; calib8 does not deploy the rest: 1 x KV cache",
+        ),
+        (
+            'record { key: "lstm" value { scale_d: 0.1 offset_d: 0 scale_w: 0.1 offset_w: 0'
+            " scale_h: 0.1 offset_h: 0 scale_r: 0.1 offset_r: 0 } }",
+            "1 x recurrent layer",
+        ),
+        ("# all defaults\nbatch_num: 4\n", "a simplified configuration"),
+    ],
+)
 def test_what_others_write_is_known(text, said, tmp_path, run):
     code, out, err = checked(run, tmp_path, text)
     assert (code, err) == (0, "") and said in " ".join(out.split())
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    (DVPP.replace("r0c0", "r0c9"), "matrix_r0c9"),
-    ('record { key: "kv" kv_cache_value { scale: 0.5 } }',
-     "scale and offset of a KV cache must be as many, got 1 and 0"),
-    ('record { key: "kv" kv_cache_value { scale: 0 offset: 0 } }', "a scale must be in"),
-    ('record { key: "l" value { scale_h: inf } }', "a scale must be in"),
-    ("# record of nothing\nrecords { }", "no key 'records'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (DVPP.replace("r0c0", "r0c9"), "matrix_r0c9"),
+        (
+            'record { key: "kv" kv_cache_value { scale: 0.5 } }',
+            "scale and offset of a KV cache must be as many, got 1 and 0",
+        ),
+        ('record { key: "kv" kv_cache_value { scale: 0 offset: 0 } }', "a scale must be in"),
+        ('record { key: "l" value { scale_h: inf } }', "a scale must be in"),
+        ("# record of nothing\nrecords { }", "no key 'records'"),
+    ],
+)
 def test_what_is_wrong_in_them_is_told(text, said, tmp_path, run):
     code, _, err = checked(run, tmp_path, text)
     assert code == 1 and said in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("typed", "spelt"), [
-    ("ascend310p3", "Ascend310P3"), ("310P3", "Ascend310P3"), ("ASCEND910B2C", "Ascend910B2C"),
-    ("910proa", "Ascend910ProA"), ("Ascend910_9391", "Ascend910_9391"),
-    ("Ascend999X", "Ascend999X"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("typed", "spelt"),
+    [
+        ("ascend310p3", "Ascend310P3"),
+        ("310P3", "Ascend310P3"),
+        ("ASCEND910B2C", "Ascend910B2C"),
+        ("910proa", "Ascend910ProA"),
+        ("Ascend910_9391", "Ascend910_9391"),
+        ("Ascend999X", "Ascend999X"),
+    ],
+)
 def test_chips_are_spelt_as_atc_does(typed, spelt):
     assert normalize_chip(typed) == spelt
 

@@ -236,16 +236,20 @@ def record_of(key, more="", *, offset=0, scale="1"):
     return f'record {{ key: "{key}" value {{ {fields} }} }}'
 
 
-@pytest.mark.parametrize(("text", "match"), [
-    ("", "at least one layer"), ("\x00\xff", "must"),
-    ('record { key: "Conv_c1" value { scale_w: 1 offset_w: 0 } }', "scale_d"),
-    (record_of("Conv_c1", scale="1e6"), "1 / scale_d"),
-    (record_of("Conv_c1", "scale_w: 1 offset_w: 0"), "8 scale_w"),
-    (record_of("Conv_c1", "tensor_balance_factor: 1 " * 2), "3 DMQ factors"),
-    (record_of("Conv_c1", 'fakequant_precision_mode: "FORCE_FP32"'), "FP16_QUANT or DEFAULT"),
-    ('record { key: "k" kv_cache_value { scale: 1 offset: 0 } }', "got only 1 x KV cache"),
-    ('prune_record { producer { name: "Conv_c1" } }', "got only 1 x pruning"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "at least one layer"),
+        ("\x00\xff", "must"),
+        ('record { key: "Conv_c1" value { scale_w: 1 offset_w: 0 } }', "scale_d"),
+        (record_of("Conv_c1", scale="1e6"), "1 / scale_d"),
+        (record_of("Conv_c1", "scale_w: 1 offset_w: 0"), "8 scale_w"),
+        (record_of("Conv_c1", "tensor_balance_factor: 1 " * 2), "3 DMQ factors"),
+        (record_of("Conv_c1", 'fakequant_precision_mode: "FORCE_FP32"'), "FP16_QUANT or DEFAULT"),
+        ('record { key: "k" kv_cache_value { scale: 1 offset: 0 } }', "got only 1 x KV cache"),
+        ('prune_record { producer { name: "Conv_c1" } }', "got only 1 x pruning"),
+    ],
+)
 def test_a_broken_record_is_one_sentence(text, match, small_cnn, ended, tmp_path):
     record = tmp_path / "r.txt"
     record.write_bytes(text.encode("latin-1"))
@@ -330,9 +334,14 @@ def test_open_shapes_are_given_by_name(ended, done, tmp_path):
     assert "leave one of them out" in ended(*words, "--shape", "x:1x3x5x7", *feed)
 
 
-@pytest.mark.parametrize(("flags", "least", "told"), [
-    ((), 1e-9, True), ((), 1e-3, False), (("--atc-flag=--keep_dtype=wide.cfg",), 1e-9, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "least", "told"),
+    [
+        ((), 1e-9, True),
+        ((), 1e-3, False),
+        (("--atc-flag=--keep_dtype=wide.cfg",), 1e-9, False),
+    ],
+)
 def test_what_float16_makes_0_in_an_om_is_told(flags, least, told, command, tmp_path):
     nodes = [POINTWISE, ("Relu", "c", "r", "r"), ("Add", "r least", "g", "guard")]
     nodes.append(("Log", "g", "y", "log"))
@@ -553,9 +562,16 @@ SHIFTED = (INTEGERS.astype(int) + 128).astype(np.uint8)
 BY_CHANNEL = {"scale": [0.01, 0.02, 0.03, 0.04], "zero": np.zeros(4, np.int8), "axis": 0}
 
 
-@pytest.mark.parametrize("weight", [
-    stored(), stored(SHIFTED, zero=MIDDLE), stored(**BY_CHANNEL), floats,
-], ids=["int8", "uint8 around 128", "a scale a channel", "float with a pair"])  # fmt: skip
+@pytest.mark.parametrize(
+    "weight",
+    [
+        stored(),
+        stored(SHIFTED, zero=MIDDLE),
+        stored(**BY_CHANNEL),
+        floats,
+    ],
+    ids=["int8", "uint8 around 128", "a scale a channel", "float with a pair"],
+)
 def test_weights_keep_their_integers(weight, converted):
     made = converted(two_convs(weight=weight))
     for name in ("sound", "other"):
@@ -574,14 +590,18 @@ UNSIGNED = INTEGERS.view(np.uint8)
 WRONG_AXIS = {"scale": [0.1] * 3, "zero": np.zeros(3, np.int8), "axis": 1}
 
 
-@pytest.mark.parametrize(("made", "reason"), [
-    ({"weight": stored(UNSIGNED, zero=np.uint8(3))}, "zero point"),
-    ({"weight": stored(UNSIGNED, zero=None)}, "zero point"),
-    ({"weight": stored(**WRONG_AXIS)}, "no scale by output channel"),
-    ({"weight": stored(INTEGERS.astype(np.int16), zero=np.int16(0))}, "quantized to int16"),
-    ({"weight": lambda net: net.weights.update(v=FLOATS)}, "weight is not quantized"),
-    ({"zero": np.uint16(30000)}, "quantized to uint16"), ({"scale": 1e-6}, "1 / scale_d"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        ({"weight": stored(UNSIGNED, zero=np.uint8(3))}, "zero point"),
+        ({"weight": stored(UNSIGNED, zero=None)}, "zero point"),
+        ({"weight": stored(**WRONG_AXIS)}, "no scale by output channel"),
+        ({"weight": stored(INTEGERS.astype(np.int16), zero=np.int16(0))}, "quantized to int16"),
+        ({"weight": lambda net: net.weights.update(v=FLOATS)}, "weight is not quantized"),
+        ({"zero": np.uint16(30000)}, "quantized to uint16"),
+        ({"scale": 1e-6}, "1 / scale_d"),
+    ],
+)
 def test_what_cannot_be_taken_over_stays_float_and_is_told(made, reason, converted):
     found = converted(two_convs(**made))
     assert "1 of 2 layers" in found.said
@@ -679,15 +699,22 @@ def codes_as_an_output():
     return made
 
 
-@pytest.mark.parametrize(("made", "match"), [
-    (model([("Relu", "x", "y")], {}, {"x": [1]}), "got none"),
-    (behind_a_pair("Relu", "xd", "y"), "give the float model"),
-    (behind_a_pair("Cast", "xd.q", "y", {"to": 1}), "read by Cast"),
-    (a_scale_a_channel(), "one constant scale"), (codes_as_an_output(), "as an output"),
-    (model([("DequantizeLinear", "x s", "y")], {"s": 1.0}, {"x": (TensorProto.UINT8, [1])}),
-     "must form pairs"),
-    (two_convs(opset=10), "opset 11 or newer"),
-], ids=["none", "no layer", "integers", "a channel", "output", "alone", "old"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        (model([("Relu", "x", "y")], {}, {"x": [1]}), "got none"),
+        (behind_a_pair("Relu", "xd", "y"), "give the float model"),
+        (behind_a_pair("Cast", "xd.q", "y", {"to": 1}), "read by Cast"),
+        (a_scale_a_channel(), "one constant scale"),
+        (codes_as_an_output(), "as an output"),
+        (
+            model([("DequantizeLinear", "x s", "y")], {"s": 1.0}, {"x": (TensorProto.UINT8, [1])}),
+            "must form pairs",
+        ),
+        (two_convs(opset=10), "opset 11 or newer"),
+    ],
+    ids=["none", "no layer", "integers", "a channel", "output", "alone", "old"],
+)
 def test_what_is_no_qdq_model_is_one_sentence(made, match, ended, tmp_path):
     path = save_net(made, tmp_path / "m.onnx")
     assert match in ended("convert", path, "-o", tmp_path / "o")

@@ -188,23 +188,32 @@ def test_the_command_writes_aipp_and_says_how_near_it_is(build_with_aipp, comman
     assert "max_src_image_size: 768" in (tmp_path / "small_cnn_aipp.cfg").read_text()
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (("--csc", "bt709-full"), "csc is for YUV images"), (("--source-size", "20"), "reads HxW"),
-    (("--source-color", "hsv"), "nv12"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--csc", "bt709-full"), "csc is for YUV images"),
+        (("--source-size", "20"), "reads HxW"),
+        (("--source-color", "hsv"), "nv12"),
+    ],
+)
 def test_options_that_mean_nothing_are_refused(words, said, build_with_aipp):
     code, _, err = build_with_aipp(*words)
     assert code != 0 and said in " ".join(err.split())
 
 
-@pytest.mark.parametrize(("changes", "options", "said"), [
-    ({"color": "grey"}, {"color": "bgr"}, "makes grey of grey pictures"),
-    ({}, {"color": "nv12", "size": (33, 48)}, "even sides"),
-    ({}, {"color": "nv12", "size": (30, 48), "dynamic": True}, "does not enlarge"),
-    ({"layout": "nhwc"}, {}, "NCHW"), ({"mean": (-0.5,)}, {}, "0 to 255"),
-    ({"mean": (2.0,)}, {}, "0 to 255"), ({"scale": 1e-9}, {}, "float16|0 to 255"),
-    ({"size": (1, 1)}, {}, "sides"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "options", "said"),
+    [
+        ({"color": "grey"}, {"color": "bgr"}, "makes grey of grey pictures"),
+        ({}, {"color": "nv12", "size": (33, 48)}, "even sides"),
+        ({}, {"color": "nv12", "size": (30, 48), "dynamic": True}, "does not enlarge"),
+        ({"layout": "nhwc"}, {}, "NCHW"),
+        ({"mean": (-0.5,)}, {}, "0 to 255"),
+        ({"mean": (2.0,)}, {}, "0 to 255"),
+        ({"scale": 1e-9}, {}, "float16|0 to 255"),
+        ({"size": (1, 1)}, {}, "sides"),
+    ],
+)
 def test_what_aipp_does_not_do(changes, options, said):
     with pytest.raises(ExportError, match=said):
         aipp.write_aipp(replace(RGB, **changes), AippSource(**options))
@@ -221,19 +230,42 @@ EVEN = (
 )
 
 
-@pytest.mark.parametrize(("changes", "options", "size", "said"), [
-    (YOLO, NV12, (1080, 1920), "DVPP (height x width): resize 1080x1920 to 180x320 (linear), paste"
-     " at row 70, column 0 of 320x320 filled with Y 114, U 128, V 128."),
-    (YOLO, NV12, (1920, 1080), "DVPP (height x width): resize 1920x1080 to 320x180 (linear), paste"
-     " at row 0, column 64 of 320x320 filled with Y 114, U 128, V 128. The calibration resized to"
-     f" 320x180 and pasted at row 0, column 70{EVEN}"),
-    (YOLO, RGB888, (1920, 1080), "The host (height x width): resize 1920x1080 to 320x180 (linear),"
-     " paste at row 0, column 70 of 320x320 filled with rgb 114."),
-    (ODD, NV12, (720, 1280), "DVPP (height x width): resize 720x1280 to 342x606 (linear), crop"
-     " 300x300 at row 20, column 152. It is 300x304 in memory; AIPP crops the upper left 299x299."
-     f" The calibration resized to 341x606 and cropped at row 21, column 153{EVEN}"),
-    ({}, RGB888, (16, 24), "The host (height x width): resize 16x24 to 32x48 (linear)."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "options", "size", "said"),
+    [
+        (
+            YOLO,
+            NV12,
+            (1080, 1920),
+            "DVPP (height x width): resize 1080x1920 to 180x320 (linear), paste"
+            " at row 70, column 0 of 320x320 filled with Y 114, U 128, V 128.",
+        ),
+        (
+            YOLO,
+            NV12,
+            (1920, 1080),
+            "DVPP (height x width): resize 1920x1080 to 320x180 (linear), paste"
+            " at row 0, column 64 of 320x320 filled with Y 114, U 128, V 128. The calibration resized to"
+            f" 320x180 and pasted at row 0, column 70{EVEN}",
+        ),
+        (
+            YOLO,
+            RGB888,
+            (1920, 1080),
+            "The host (height x width): resize 1920x1080 to 320x180 (linear),"
+            " paste at row 0, column 70 of 320x320 filled with rgb 114.",
+        ),
+        (
+            ODD,
+            NV12,
+            (720, 1280),
+            "DVPP (height x width): resize 720x1280 to 342x606 (linear), crop"
+            " 300x300 at row 20, column 152. It is 300x304 in memory; AIPP crops the upper left 299x299."
+            f" The calibration resized to 341x606 and cropped at row 21, column 153{EVEN}",
+        ),
+        ({}, RGB888, (16, 24), "The host (height x width): resize 16x24 to 32x48 (linear)."),
+    ],
+)
 def test_what_dvpp_or_the_host_does_is_said_with_sizes(changes, options, size, said):
     how, given = replace(RGB, **changes), AippSource(size=size, **options)
     made = aipp.write_aipp(how, given)
@@ -252,12 +284,14 @@ def model(tmp_path_factory):
     nodes = [
         ("Conv", "x w1", "c1", "conv1", {"pads": [1] * 4}),
         ("BatchNormalization", ["c1", *(f"n1{k}" for k in "gbmv")], "b1"),
-        ("Relu", "b1", "r1", "relu1"), ("LayerNormalization", "r1 lg", "l1", "norm", {"axis": -1}),
+        ("Relu", "b1", "r1", "relu1"),
+        ("LayerNormalization", "r1 lg", "l1", "norm", {"axis": -1}),
         ("Conv", "l1 w2", "c2", "conv2", {"pads": [1] * 4}),
         ("BatchNormalization", ["c2", *(f"n2{k}" for k in "gbmv")], "b2", "bn2"),
-        ("Flatten", "b2", "f", "flatten"), ("MatMul", "f w3", "m", "fc"),
+        ("Flatten", "b2", "f", "flatten"),
+        ("MatMul", "f w3", "m", "fc"),
         ("Add", "m bias", "y", "plus"),
-    ]  # fmt: skip
+    ]
     shapes = {"w1": (4, 3, 3, 3), "w2": (4, 4, 3, 3), "w3": (256, 10), "lg": 8, "bias": 10}
     shapes |= {f"n{n}{k}": 4 for n in "12" for k in "gbmv"}
     rng = np.random.default_rng(0)

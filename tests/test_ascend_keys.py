@@ -21,12 +21,14 @@ def model(tmp_path_factory):
     rng = np.random.default_rng(0)
     nodes = [
         ("Conv", "x w1", "c1", "conv1", {"pads": [1] * 4}),
-        ("BatchNormalization", "c1 g1 h1 m1 v1", "b1", "bn1"), ("Relu", "b1", "r0", "relu"),
+        ("BatchNormalization", "c1 g1 h1 m1 v1", "b1", "bn1"),
+        ("Relu", "b1", "r0", "relu"),
         ("MaxPool", "r0", "r1", "pool", {"kernel_shape": [1, 1]}),
         ("Conv", "r1 w2", "c2", "conv2", {"pads": [1] * 4}),
-        ("BatchNormalization", "c2 g2 h2 m2 v2", "b2", "bn2"), ("Flatten", "b2", "f", "flat"),
+        ("BatchNormalization", "c2 g2 h2 m2 v2", "b2", "bn2"),
+        ("Flatten", "b2", "f", "flat"),
         ("Gemm", "f w3 b3", "y", "fc", {"transB": 1}),
-    ]  # fmt: skip
+    ]
     shapes = {"w1": (4, 3, 3, 3), "w2": (4, 4, 3, 3), "w3": (5, 256), "b3": 5}
     shapes |= {f"{kind}{n}": 4 for n in "12" for kind in "ghmv"}
     weights = {name: rng.normal(size=shape) for name, shape in shapes.items()}
@@ -79,10 +81,15 @@ OBEYED = {
     "AMCTConfig.skip_layers": ('skip_layers: "conv1"', "conv1", None),
     "AMCTConfig.skip_layer_types": ('skip_layer_types: "Gemm"', "fc", None),
     "AMCTConfig.skip_fusion_layers": (
-        'skip_fusion_layers: "conv1"', "skip_fusion_layers", ["conv1"]),
+        'skip_fusion_layers: "conv1"',
+        "skip_fusion_layers",
+        ["conv1"],
+    ),
     "AMCTConfig.fakequant_precision_mode": (
-        "fakequant_precision_mode: FORCE_FP16_QUANT", "fakequant_precision_mode",
-        "FORCE_FP16_QUANT"),
+        "fakequant_precision_mode: FORCE_FP16_QUANT",
+        "fakequant_precision_mode",
+        "FORCE_FP16_QUANT",
+    ),
     "AMCTConfig.common_config": (common("hfmg_quantize { }"), "fc.a.act_algo", "hfmg"),
     "AMCTConfig.override_layer_types": (override("type", "Gemm"), "fc.a.act_algo", "hfmg"),
     "AMCTConfig.override_layer_configs": (override("name", "conv2"), "conv2.a.act_algo", "hfmg"),
@@ -90,13 +97,21 @@ OBEYED = {
     "TensorQuantize.layer_name": (tensor(""), "tensor_quantize.0.layer_name", "pool"),
     "TensorQuantize.input_index": (tensor(""), "tensor_quantize.0.input_index", 0),
     "TensorQuantize.ifmr_quantize": (
-        tensor("ifmr_quantize { search_step: 0.05 }"), "tensor_quantize.0.a.search_step", 0.05),
+        tensor("ifmr_quantize { search_step: 0.05 }"),
+        "tensor_quantize.0.a.search_step",
+        0.05,
+    ),
     "TensorQuantize.hfmg_quantize": (
-        tensor("hfmg_quantize { }"), "tensor_quantize.0.a.act_algo", "hfmg"),
+        tensor("hfmg_quantize { }"),
+        "tensor_quantize.0.a.act_algo",
+        "hfmg",
+    ),
     "DMQBalancer.migration_strength": (
         override("type", "Conv", "dmq_balancer { migration_strength: 0.3 }"),
-        "conv1.dmq_balancer_param", 0.3),
-}  # fmt: skip
+        "conv1.dmq_balancer_param",
+        0.3,
+    ),
+}
 # message.key: (a configuration, words of the refusal)
 REFUSED = {
     "AMCTConfig.batch_num": ("batch_num: 5", "batch_num batches, 5, got 4"),
@@ -112,25 +127,38 @@ REFUSED = {
     "AMCTConfig.override_layer_configs": ("override_layer_configs { }", "layer_name"),
     "OverrideLayerType.layer_type": (override("type", "LSTM", ""), "LSTM"),
     "OverrideLayerType.calibration_config": (
-        'override_layer_types { layer_type: "Conv" }', "calibration_config"),
+        'override_layer_types { layer_type: "Conv" }',
+        "calibration_config",
+    ),
     "OverrideLayer.layer_name": (override("name", "conv7", ""), "conv7"),
     "OverrideLayer.calibration_config": (
-        'override_layer_configs { layer_name: "conv1" }', "calibration_config"),
+        'override_layer_configs { layer_name: "conv1" }',
+        "calibration_config",
+    ),
     "AMCTConfig.tensor_quantize": ("tensor_quantize: 1", "tensor_quantize"),
     "TensorQuantize.layer_name": ("tensor_quantize { input_index: 0 }", "must hold layer_name"),
     "TensorQuantize.input_index": (
-        'tensor_quantize { layer_name: "pool" }', "must hold input_index"),
+        'tensor_quantize { layer_name: "pool" }',
+        "must hold input_index",
+    ),
     "TensorQuantize.ifmr_quantize": (tensor("ifmr_quantize { search_step: 9 }"), "search_step"),
     "TensorQuantize.hfmg_quantize": (tensor("hfmg_quantize { num_of_bins: 9 }"), "num_of_bins"),
     "DMQBalancer.migration_strength": (
-        common("dmq_balancer { migration_strength: 0.9 }"), "0.2, 0.8"),
-}  # fmt: skip
+        common("dmq_balancer { migration_strength: 0.9 }"),
+        "0.2, 0.8",
+    ),
+}
 for _name in ("arq_quantize", "ada_quantize", "ifmr_quantize", "hfmg_quantize", "dmq_balancer"):
     REFUSED[f"CalibrationConfig.{_name}"] = (common(f"{_name}: 1"), _name)
 # the keys of a search: a value, where the JSON has what; a value that is refused, words of why
 SEARCHES = {
     "ARQuantize.channel_wise": (
-        "false", "conv1.w.channel_wise", False, "true", "leave channel_wise out"),
+        "false",
+        "conv1.w.channel_wise",
+        False,
+        "true",
+        "leave channel_wise out",
+    ),
     "ARQuantize.quant_bits": ("7", "conv1.w.num_bits", 7, "5", "num_bits must be 4, 6, 7 or 8"),
     "ADAquantize.num_iteration": ("7", "fc.w.num_iteration", 7, "-1", "num_iteration"),
     "ADAquantize.reg_param": ("0.1", "fc.w.reg_param", 0.1, "2", "reg_param"),
@@ -148,7 +176,7 @@ SEARCHES = {
     "HFMGQuantize.num_of_bins": ("1024", "fc.a.num_of_bins", 1024, "1000", "num_of_bins"),
     "HFMGQuantize.asymmetric": ("false", "fc.a.asymmetric", False, "3", "asymmetric"),
     "HFMGQuantize.dst_type": ("INT16", "fc.a.num_bits", 16, "INT4", "INT4"),
-}  # fmt: skip
+}
 for _key, (_good, _path, _wanted, _bad, _words) in SEARCHES.items():
     _message, _, _name = _key.partition(".")
     _block = BLOCKS[_message]
@@ -200,27 +228,72 @@ def test_every_key_of_both_forms_has_its_test():
 
 # -- the quant config JSON ---------------------------------------------------------------------
 JSON_REFUSED = {
-    "version": 2, "batch_num": 0, "activation_offset": 1, "joint_quant": True,
-    "weight_offset": True, "do_fusion": "no", "skip_fusion_layers": ["fc"],
-    "fakequant_precision_mode": "FP8", "tensor_quantize": {}, "quant_enable": 1,
-    "dmq_balancer_param": 0.9, "activation_quant_params": 3, "weight_quant_params": [],
-    "a.num_bits": 12, "a.act_algo": "mse", "a.asymmetric": 1, "a.max_percentile": 0.5,
-    "a.min_percentile": 1.5, "a.search_range": [1.3, 0.7], "a.search_step": 1e-7,
-    "a.num_of_bins": 1000, "w.num_bits": 5, "w.wts_algo": "adaround", "w.channel_wise": 0,
-    "w.num_iteration": -1, "w.reg_param": 1, "w.beta_range": [2, 20], "w.warm_start": 0,
-}  # fmt: skip
+    "version": 2,
+    "batch_num": 0,
+    "activation_offset": 1,
+    "joint_quant": True,
+    "weight_offset": True,
+    "do_fusion": "no",
+    "skip_fusion_layers": ["fc"],
+    "fakequant_precision_mode": "FP8",
+    "tensor_quantize": {},
+    "quant_enable": 1,
+    "dmq_balancer_param": 0.9,
+    "activation_quant_params": 3,
+    "weight_quant_params": [],
+    "a.num_bits": 12,
+    "a.act_algo": "mse",
+    "a.asymmetric": 1,
+    "a.max_percentile": 0.5,
+    "a.min_percentile": 1.5,
+    "a.search_range": [1.3, 0.7],
+    "a.search_step": 1e-7,
+    "a.num_of_bins": 1000,
+    "w.num_bits": 5,
+    "w.wts_algo": "adaround",
+    "w.channel_wise": 0,
+    "w.num_iteration": -1,
+    "w.reg_param": 1,
+    "w.beta_range": [2, 20],
+    "w.warm_start": 0,
+}
 JSON_OBEYED = {
-    "version": 1, "batch_num": 2, "activation_offset": False, "do_fusion": False,
-    "fakequant_precision_mode": "FORCE_FP16_QUANT", "skip_fusion_layers": ["conv2"],
+    "version": 1,
+    "batch_num": 2,
+    "activation_offset": False,
+    "do_fusion": False,
+    "fakequant_precision_mode": "FORCE_FP16_QUANT",
+    "skip_fusion_layers": ["conv2"],
     "tensor_quantize": [
-        {"layer_name": "pool", "input_index": 0, "activation_quant_params": {
-            "num_bits": 8, "act_algo": "hfmg", "asymmetric": False, "num_of_bins": 1024}}],
-    "quant_enable": False, "dmq_balancer_param": 0.4, "a.num_bits": 16, "a.act_algo": "ifmr",
-    "a.asymmetric": False, "a.max_percentile": 0.99, "a.min_percentile": 0.98,
-    "a.search_range": [0.8, 1.2], "a.search_step": 0.1, "a.num_of_bins": 1024, "w.num_bits": 6,
-    "w.wts_algo": "arq_quantize", "w.channel_wise": False, "w.num_iteration": 7, "w.reg_param": 0.1,
-    "w.beta_range": [9, 3], "w.warm_start": 0.5,
-}  # fmt: skip
+        {
+            "layer_name": "pool",
+            "input_index": 0,
+            "activation_quant_params": {
+                "num_bits": 8,
+                "act_algo": "hfmg",
+                "asymmetric": False,
+                "num_of_bins": 1024,
+            },
+        }
+    ],
+    "quant_enable": False,
+    "dmq_balancer_param": 0.4,
+    "a.num_bits": 16,
+    "a.act_algo": "ifmr",
+    "a.asymmetric": False,
+    "a.max_percentile": 0.99,
+    "a.min_percentile": 0.98,
+    "a.search_range": [0.8, 1.2],
+    "a.search_step": 0.1,
+    "a.num_of_bins": 1024,
+    "w.num_bits": 6,
+    "w.wts_algo": "arq_quantize",
+    "w.channel_wise": False,
+    "w.num_iteration": 7,
+    "w.reg_param": 0.1,
+    "w.beta_range": [9, 3],
+    "w.warm_start": 0.5,
+}
 
 
 ADAS = {"num_iteration", "reg_param", "beta_range", "warm_start"}

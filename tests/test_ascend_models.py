@@ -174,10 +174,15 @@ def test_all_values_are_kept_only_on_request(default):
         assert streamed.records[name].scale_d == pytest.approx(float(record.scale_d), rel=0.016)
 
 
-@pytest.mark.parametrize(("record", "match"), [
-    ({"scale_d": 1e6}, "1 / scale_d"), ({"scale_d": 1e-6}, "1 / scale_d"),
-    ({"scale_w": [1e-12]}, "int32"), ({"factors": [1.0, 2.0]}, "512 DMQ factors"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("record", "match"),
+    [
+        ({"scale_d": 1e6}, "1 / scale_d"),
+        ({"scale_d": 1e-6}, "1 / scale_d"),
+        ({"scale_w": [1e-12]}, "int32"),
+        ({"factors": [1.0, 2.0]}, "512 DMQ factors"),
+    ],
+)
 def test_hardware_limits(record, match, default):
     fields = {"scale_d": 0.1, "scale_w": [0.01], "factors": [], **record}
     layer = LayerRecord(**{name: np.float32(value) for name, value in fields.items()})
@@ -352,10 +357,14 @@ def text(size, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "size", "least"), [
-    ("ch_PP-OCRv4_det", (160, 192), 60), ("ch_PP-OCRv4_rec", (48, 160), 40),
-    ("ch_ppocr_mobile_v2.0_cls", (48, 192), 50),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "size", "least"),
+    [
+        ("ch_PP-OCRv4_det", (160, 192), 60),
+        ("ch_PP-OCRv4_rec", (48, 160), 40),
+        ("ch_ppocr_mobile_v2.0_cls", (48, 192), 50),
+    ],
+)
 def test_ocr_models(name, size, least):
     file = f"rapidocr_onnxruntime/models/{name}_infer.onnx"
     loaded = load(fetch_model("rapidocr-onnxruntime", "1.4.4", file))

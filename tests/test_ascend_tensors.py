@@ -283,12 +283,19 @@ WRONG = {
     "a number": ([{"layer_name": 3, "input_index": 0}], "layer_name must be of type str"),
     "an unknown key": (
         [{"layer_name": "Add_a", "input_index": 0, "activation": {}}],
-        "unknown key 'activation' in tensor_quantize; did you mean 'activation_quant_params'"),
+        "unknown key 'activation' in tensor_quantize; did you mean 'activation_quant_params'",
+    ),
     "two algorithms": (
-        [{"layer_name": "Add_a", "input_index": 0,
-          "activation_quant_params": {"act_algo": "hfmg", "search_step": 0.1}}],
-        "does not take keys of the other algorithm"),
-}  # fmt: skip
+        [
+            {
+                "layer_name": "Add_a",
+                "input_index": 0,
+                "activation_quant_params": {"act_algo": "hfmg", "search_step": 0.1},
+            }
+        ],
+        "does not take keys of the other algorithm",
+    ),
+}
 
 
 def refused(built, text, said, suffix=".cfg"):
@@ -338,10 +345,13 @@ def test_auto_may_leave_them_in_float(strategy, auto, small_cnn, tmp_path):
 def test_constants_integers_and_biases_are_told(tmp_path, refusal):
     """What an Add is not to have quantized, each with its reason."""
     nodes = [
-        ("MatMul", "x w", "m", "mm"), ("Add", "m b", "a", "bias"), ("Add", "a c", "d", "shift"),
-        ("Cast", "x", "s", "whole", {"to": TensorProto.INT64}), ("Add", "s s", "t", "sizes"),
+        ("MatMul", "x w", "m", "mm"),
+        ("Add", "m b", "a", "bias"),
+        ("Add", "a c", "d", "shift"),
+        ("Cast", "x", "s", "whole", {"to": TensorProto.INT64}),
+        ("Add", "s s", "t", "sizes"),
         ("Relu", "d", "y", "relu"),
-    ]  # fmt: skip
+    ]
     weights = {"w": np.ones((4, 4)), "b": np.ones(4), "c": np.ones((2, 1))}
     ends = {"y": None, "t": (TensorProto.INT64, None)}
     path = save_net(tmp_path / "g.onnx", nodes, {"x": [2, 4]}, ends, weights)
@@ -358,9 +368,12 @@ def test_constants_integers_and_biases_are_told(tmp_path, refusal):
 
 @settings(max_examples=20)
 @given(
-    st.sampled_from(["Add", "MaxPool"]), st.booleans(), st.booleans(), st.booleans(),
+    st.sampled_from(["Add", "MaxPool"]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
     st.integers(0, 2**31),
-)  # fmt: skip
+)
 @example(op="Add", both=False, asymmetric=False, padded=False, seed=532492818)
 def test_integers_and_floats_agree(op, both, asymmetric, padded, seed):
     """The executor's codes are within half a step of the input, and the fake-quant model's own.
@@ -400,11 +413,15 @@ def attention():
     """x [N, heads, tokens, wide]: softmax(q k') v, with a matrix a head for q and v."""
     rng = np.random.default_rng(3)
     nodes = [
-        ("MatMul", "x wq", "q", "query"), ("MatMul", "x wk", "k", "key"),
-        ("Transpose", "k", "kt", "turn", {"perm": [0, 1, 3, 2]}), ("MatMul", "q kt", "s", "scores"),
-        ("Softmax", "s", "p", "soft", {"axis": -1}), ("MatMul", "x wv", "m", "value"),
-        ("Add", "m bv", "v", "value_bias"), ("MatMul", "p v", "y", "context"),
-    ]  # fmt: skip
+        ("MatMul", "x wq", "q", "query"),
+        ("MatMul", "x wk", "k", "key"),
+        ("Transpose", "k", "kt", "turn", {"perm": [0, 1, 3, 2]}),
+        ("MatMul", "q kt", "s", "scores"),
+        ("Softmax", "s", "p", "soft", {"axis": -1}),
+        ("MatMul", "x wv", "m", "value"),
+        ("Add", "m bv", "v", "value_bias"),
+        ("MatMul", "p v", "y", "context"),
+    ]
     a_head, shape = (HEADS, WIDE, WIDE), ["N", HEADS, TOKENS, WIDE]
     shapes = {"wq": a_head, "wk": (WIDE, WIDE), "wv": a_head, "bv": (WIDE,)}
     held = {name: rng.normal(0, 0.4, size) for name, size in shapes.items()}
@@ -482,17 +499,23 @@ def test_a_quant_config_names_them_too_and_keep_float_wins(built_matmul):
     assert config_of(folder)["scores"]["quant_enable"] is False
 
 
-@pytest.mark.parametrize(("name", "inner", "said"), [
-    ("scores", "ifmr_quantize { asymmetric: true }", "of two activations takes symmetric"),
-    ("scores", "dmq_balancer { }", "dmq_balancer_param does not apply"),
-    ("scores", "ifmr_quantize { dst_type: INT16 }",
-     "a MatMul of two activations takes 8-bit activations, got 16 bits"),
-    ("scores", "arq_quantize { channel_wise: true }", "must be false for layer type MatMul"),
-    ("score", "", "does not exist in the model; did you mean 'scores'"),
-    ("soft", "", "of override_layer_configs of type Softmax cannot be quantized"),
-    ("value_bias", "", "cannot be quantized, but for its inputs, by tensor_quantize"),
-    ("value_bias:0", "", "does not exist in the model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "inner", "said"),
+    [
+        ("scores", "ifmr_quantize { asymmetric: true }", "of two activations takes symmetric"),
+        ("scores", "dmq_balancer { }", "dmq_balancer_param does not apply"),
+        (
+            "scores",
+            "ifmr_quantize { dst_type: INT16 }",
+            "a MatMul of two activations takes 8-bit activations, got 16 bits",
+        ),
+        ("scores", "arq_quantize { channel_wise: true }", "must be false for layer type MatMul"),
+        ("score", "", "does not exist in the model; did you mean 'scores'"),
+        ("soft", "", "of override_layer_configs of type Softmax cannot be quantized"),
+        ("value_bias", "", "cannot be quantized, but for its inputs, by tensor_quantize"),
+        ("value_bias:0", "", "does not exist in the model"),
+    ],
+)
 def test_a_matmul_that_does_not_fit_is_told_before_a_pass(name, inner, said, built_matmul, no_pass):
     refused(built_matmul, named(name, inner=inner), said)
 
@@ -546,9 +569,13 @@ def test_dmq_balances_the_rows_of_every_matrix(built_matmul, files):
 
 @settings(max_examples=15)
 @given(
-    st.integers(1, 3), st.integers(1, 5), st.integers(1, 9), st.integers(1, 5), st.booleans(),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.booleans(),
     st.integers(0, 2**31),
-)  # fmt: skip
+)
 def test_integers_and_floats_agree_for_any_shape(heads, rows, inner, columns, computed, seed):
     rng = np.random.default_rng(seed)
     weight = rng.normal(size=(heads, inner, columns)).astype(np.float32)
@@ -567,10 +594,15 @@ def test_integers_and_floats_agree_for_any_shape(heads, rows, inner, columns, co
     assert np.abs(got - feed["x"] @ weight).max() <= error
 
 
-@pytest.mark.parametrize(("op", "shape", "kind", "offered"), [
-    ("MatMul", [1, 4, 4], TensorProto.FLOAT, True), ("MatMul", [4], TensorProto.FLOAT, False),
-    ("MatMul", [1, 4, 4], TensorProto.INT32, False), ("Gemm", [4, 4], TensorProto.FLOAT, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "shape", "kind", "offered"),
+    [
+        ("MatMul", [1, 4, 4], TensorProto.FLOAT, True),
+        ("MatMul", [4], TensorProto.FLOAT, False),
+        ("MatMul", [1, 4, 4], TensorProto.INT32, False),
+        ("Gemm", [4, 4], TensorProto.FLOAT, False),
+    ],
+)
 def test_two_activations_are_offered_where_a_matmul_takes_float_matrices(op, shape, kind, offered):
     inputs = dict.fromkeys("ab", (kind, shape))
     found = find_layers(build_net([(op, "a b", "y", "m")], inputs, {"y": (kind, None)}, opset=17))

@@ -81,8 +81,11 @@ def broken():
     """A command line of the attack on these parts -> its exit code, what it prints, its table."""
     with subprocess.Popen(
         [sys.executable, "-c", BROKEN],
-        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as child:  # fmt: skip
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
 
         def attack(words):
             child.stdin.write(f"{words}\n")
@@ -104,10 +107,16 @@ def test_every_way_to_break_is_found_and_named(broken):
     assert dying[0] == 4 and dying[1] > 0 and dying[3] > 0 and dying[1] + dying[3] == 4
     assert set(table.values()) == {(4, 0, 0, 4)} and len(table) == 6
     for words in (
-        "FAILED fuzz-faulty (4 of this kind): exit code 70", "IndexError", "stderr holds '\\x1b'",
-        "stdout holds '\\u202e'", "no one sentence but 2 lines", "bytes of input needed over 2 GiB",
-        "exit code -14", "the process died: signal 6", "scripts/attack fuzz-dying --seed 3 --case",
-    ):  # fmt: skip
+        "FAILED fuzz-faulty (4 of this kind): exit code 70",
+        "IndexError",
+        "stderr holds '\\x1b'",
+        "stdout holds '\\u202e'",
+        "no one sentence but 2 lines",
+        "bytes of input needed over 2 GiB",
+        "exit code -14",
+        "the process died: signal 6",
+        "scripts/attack fuzz-dying --seed 3 --case",
+    ):
         assert words in said, words
     kept = next(line for line in said.splitlines() if line.startswith("FAILED fuzz-dying"))
     assert Path(kept.split("kept: ")[1].split(";")[0]).read_bytes() == b"die"
@@ -157,23 +166,30 @@ def test_a_build_that_writes_in_place_is_found():
     assert tried == 3 and failed > 0 and done.returncode == 1, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("ended", "word"), [
-    (Ended(0), SURVIVED), (Ended(0, b"a table\n\xc3\xa9\n"), SURVIVED),
-    (Ended(1, b"", b"calib8: error: a rule, what was got\n"), REFUSED),
-    (Ended(1, b"", b"calib8: 1/7 a: 3 s left\ncalib8: error: what was got\n"), REFUSED),
-    (Ended(1, b"", b"calib8: 1/7 a: 1 min 3 s\n"), FAILED),
-    (Ended(1, b"", b"bar |##|\r\ncalib8: error: what was got\n"), FAILED),
-    (Ended(1, b"what differs\n"), REFUSED),
-    (Ended(1, b"", b"calib8: ascend failed: a\ncalib8: tensorrt: doubtful: b\n"), REFUSED),
-    (Ended(1, b"", b"calib8: ascend failed: a\ncalib8: ascend failed: b\n"), FAILED),
-    (Ended(130, b"", b"calib8: interrupted\n"), FAILED),
-    (Ended(70, b"", b"calib8: a fault\n"), FAILED),
-    (Ended(1, b"", b"calib8: ascend failed: a fault of calib8 itself (KeyError)\n"), FAILED),
-    (Ended(1), FAILED), (Ended(-11), FAILED), (Ended(1, b"", b"Error: of another\n"), FAILED),
-    (Ended(1, b"", b"calib8: one\ncalib8: two\n"), FAILED), (Ended(0, b"\x9b1m"), FAILED),
-    (Ended(0, "\u202e".encode()), FAILED),
-    (Ended(1, b"", b"calib8: error: " + b"n" * 9000), FAILED),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ended", "word"),
+    [
+        (Ended(0), SURVIVED),
+        (Ended(0, b"a table\n\xc3\xa9\n"), SURVIVED),
+        (Ended(1, b"", b"calib8: error: a rule, what was got\n"), REFUSED),
+        (Ended(1, b"", b"calib8: 1/7 a: 3 s left\ncalib8: error: what was got\n"), REFUSED),
+        (Ended(1, b"", b"calib8: 1/7 a: 1 min 3 s\n"), FAILED),
+        (Ended(1, b"", b"bar |##|\r\ncalib8: error: what was got\n"), FAILED),
+        (Ended(1, b"what differs\n"), REFUSED),
+        (Ended(1, b"", b"calib8: ascend failed: a\ncalib8: tensorrt: doubtful: b\n"), REFUSED),
+        (Ended(1, b"", b"calib8: ascend failed: a\ncalib8: ascend failed: b\n"), FAILED),
+        (Ended(130, b"", b"calib8: interrupted\n"), FAILED),
+        (Ended(70, b"", b"calib8: a fault\n"), FAILED),
+        (Ended(1, b"", b"calib8: ascend failed: a fault of calib8 itself (KeyError)\n"), FAILED),
+        (Ended(1), FAILED),
+        (Ended(-11), FAILED),
+        (Ended(1, b"", b"Error: of another\n"), FAILED),
+        (Ended(1, b"", b"calib8: one\ncalib8: two\n"), FAILED),
+        (Ended(0, b"\x9b1m"), FAILED),
+        (Ended(0, "\u202e".encode()), FAILED),
+        (Ended(1, b"", b"calib8: error: " + b"n" * 9000), FAILED),
+    ],
+)
 def test_an_end_is_judged_by_what_a_user_sees(ended, word):
     assert judged(ended).word == word
 

@@ -112,10 +112,13 @@ BATCHES = ["0", "1,,2", "two", "-1", "1,65537", ""]
 SHAPES = ["x", "x:", "x:1xtwo", ":1x2", "x:-1"]
 
 
-@pytest.mark.parametrize(("option", "value", "form"), [
-    *(("--batch", value, "such as 1,2,4,8") for value in BATCHES),
-    *(("--shape", value, "name:1x3x224x224") for value in SHAPES),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "value", "form"),
+    [
+        *(("--batch", value, "such as 1,2,4,8") for value in BATCHES),
+        *(("--shape", value, "name:1x3x224x224") for value in SHAPES),
+    ],
+)
 def test_what_is_no_batch_or_shape_is_a_usage_error(run, a, option, value, form):
     code, _, err = run("bench", a, option, value)
     assert code == 2 and form in err
@@ -282,11 +285,16 @@ def test_random_inputs_are_the_same_for_the_same_seed():
     assert not np.array_equal(left[0]["x"], left[1]["x"])
 
 
-@pytest.mark.parametrize(("shapes", "rule"), [
-    ({}, "--shape x:1x3x224x224"), ({"z": (1,)}, "must name an input"),
-    ({"x": (1, 3, 8)}, "got --shape 1x3x8"), ({"x": (1, 4, 8, 8)}, "got --shape 1x4x8x8"),
-    ({"x": (1, 3, 0, 8)}, "got --shape 1x3x0x8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shapes", "rule"),
+    [
+        ({}, "--shape x:1x3x224x224"),
+        ({"z": (1,)}, "must name an input"),
+        ({"x": (1, 3, 8)}, "got --shape 1x3x8"),
+        ({"x": (1, 4, 8, 8)}, "got --shape 1x4x8x8"),
+        ({"x": (1, 3, 0, 8)}, "got --shape 1x3x0x8"),
+    ],
+)
 def test_open_dimensions_need_a_shape_that_fits(shapes, rule):
     spec = TensorSpec("x", "float32", ("n", 3, None, "w"))
     with pytest.raises(ConfigError, match=rule):
@@ -500,10 +508,16 @@ def test_a_spread_over_trtexecs_limit_is_said():
     assert any("unstable" in text for text in measured(Uneven("u")).warnings)
 
 
-@pytest.mark.parametrize(("names", "feeds", "options"), [
-    ("", FEEDS, {}), ("a", [], {}), ("a", FEEDS, {"duration_s": -1}),
-    ("a", FEEDS, {"warmup_ms": float("nan")}), ("a", FEEDS, {"min_iterations": 0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "feeds", "options"),
+    [
+        ("", FEEDS, {}),
+        ("a", [], {}),
+        ("a", FEEDS, {"duration_s": -1}),
+        ("a", FEEDS, {"warmup_ms": float("nan")}),
+        ("a", FEEDS, {"min_iterations": 0}),
+    ],
+)
 def test_nothing_to_measure_is_refused(names, feeds, options):
     with pytest.raises(ConfigError, match="measuring needs"):
         measure({name: Recorder(name) for name in names}, feeds, **options)

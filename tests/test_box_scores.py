@@ -21,12 +21,15 @@ NEAR = (51, 50, 20, 20)
 FAR = (150, 50, 20, 20)
 
 
-@pytest.mark.parametrize(("found", "count"), [
-    pytest.param((*NEAR, 0.3, 0), 1, id="moved a little"),
-    pytest.param((*HERE, 0, 0.9), 0, id="of another class"),
-    pytest.param((*FAR, 0.9, 0), 0, id="elsewhere"),
-    pytest.param((*HERE, 0.1, 0), 0, id="of too low a score"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("found", "count"),
+    [
+        pytest.param((*NEAR, 0.3, 0), 1, id="moved a little"),
+        pytest.param((*HERE, 0, 0.9), 0, id="of another class"),
+        pytest.param((*FAR, 0.9, 0), 0, id="elsewhere"),
+        pytest.param((*HERE, 0.1, 0), 0, id="of too low a score"),
+    ],
+)
 def test_a_box_is_kept_or_lost(found, count):
     assert kept([yolo(table(found))], [yolo(table((*HERE, 0.9, 0)))]) == (count, 1)
 

@@ -35,10 +35,15 @@ PAPER_PX = 710  # A4 without its margins
 def latency(ms):
     samples = tuple(ms * (1 + 0.02 * (i % 9)) for i in range(90))
     return Latency(
-        queries=90, warmup_queries=5, total_host_walltime_s=1, throughput_qps=1e3 / ms,
-        latency=Timing.of(samples), host=Timing.of(samples), samples_ms=samples,
+        queries=90,
+        warmup_queries=5,
+        total_host_walltime_s=1,
+        throughput_qps=1e3 / ms,
+        latency=Timing.of(samples),
+        host=Timing.of(samples),
+        samples_ms=samples,
         warnings=("unstable",),
-    )  # fmt: skip
+    )
 
 
 def accuracy(name):
@@ -46,25 +51,41 @@ def accuracy(name):
     labels = (f"{name}[{at}]" for at in ("0:4", "4:22"))
     parts = tuple(SliceAccuracy(output=name, label=label, **figures) for label in labels)
     return Accuracy(
-        samples=60, outputs=(OutputAccuracy(name=name, **figures),), top1_reference=0.9225,
-        top1_candidate=0.92, top1_agreement=0.99, parts=parts, problems=(f"{name} holds NaN",),
-    )  # fmt: skip
+        samples=60,
+        outputs=(OutputAccuracy(name=name, **figures),),
+        top1_reference=0.9225,
+        top1_candidate=0.92,
+        top1_agreement=0.99,
+        parts=parts,
+        problems=(f"{name} holds NaN",),
+    )
 
 
 FLOAT_ROW = parts.EngineRow(label="FP32", reference=True)
 SEEN = parts.HistogramPart(
-    start=-2.0, width=0.125, counts=tuple(range(64)),
+    start=-2.0,
+    width=0.125,
+    counts=tuple(range(64)),
     others=(parts.RangeRow(method="percentile-99.99", lo=-1.2345, hi=3.4567),) * 5,
-)  # fmt: skip
+)
 
 
 def weight(name, i):
     """A weight of many channels, drawn where it is one of the first."""
     return parts.WeightRow(
-        node=name, op="Conv", channels=1152, scales=1152 if i % 2 else 1, least=1.849e-05,
-        median=0.05246, largest=21.15, ratio=1e6 / (i + 1), used=0.5432, dead=11,
-        worst=(1070, 1074, 1135), strip=(0.001, 0.1, 21.15) * 32 if i < 6 else (),
-    )  # fmt: skip
+        node=name,
+        op="Conv",
+        channels=1152,
+        scales=1152 if i % 2 else 1,
+        least=1.849e-05,
+        median=0.05246,
+        largest=21.15,
+        ratio=1e6 / (i + 1),
+        used=0.5432,
+        dead=11,
+        worst=(1070, 1074, 1135),
+        strip=(0.001, 0.1, 21.15) * 32 if i < 6 else (),
+    )
 
 
 def target(name, words, tensors):
@@ -72,30 +93,48 @@ def target(name, words, tensors):
     known = [None if i % 10 == 9 else math.nan if i == 4 else 60 - i % 50 for i in range(tensors)]
     rows = tuple(
         parts.TensorRow(
-            name=f"{words}.{i % 22}/cv{i % 3}/conv_{i}_output_0", observed_min=-1.5 * i - 1,
-            observed_max=4.25 + i, lo=-1.0, hi=2.0 + i, amax=2.0 + i, method="percentile",
-            clipped=0.001 * (i % 40), sqnr_db=db, histogram=SEEN if i < 5 else None)
+            name=f"{words}.{i % 22}/cv{i % 3}/conv_{i}_output_0",
+            observed_min=-1.5 * i - 1,
+            observed_max=4.25 + i,
+            lo=-1.0,
+            hi=2.0 + i,
+            amax=2.0 + i,
+            method="percentile",
+            clipped=0.001 * (i % 40),
+            sqnr_db=db,
+            histogram=SEEN if i < 5 else None,
+        )
         for i, db in enumerate(known)
-    )  # fmt: skip
+    )
     rest = {"cosine_mean": 0.99, "cosine_min": 0.9, "max_abs_error": 1.0}
     known = [row for row in rows if row.sqnr_db is not None]
     layers = tuple(OutputAccuracy(name=row.name, sqnr_db=row.sqnr_db, **rest) for row in known)
     float_ops = ("Shape", "Unsqueeze", "ConstantOfShape", "Sigmoid", "Resize", "Softmax", "Add")
     nodes = tuple(
         parts.NodeRow(
-            name=f"{words}/node_{i}", op=op if i % 3 else "Conv", reason=f"{op} of {words}",
-            precision="float32" if i % 3 else "int8")
+            name=f"{words}/node_{i}",
+            op=op if i % 3 else "Conv",
+            reason=f"{op} of {words}",
+            precision="float32" if i % 3 else "int8",
+        )
         for i, op in zip(range(tensors), cycle(float_ops))
-    )  # fmt: skip
+    )
     trial = partial(parts.TrialRow, time=0.5)
     tried = tuple(trial(what=f"{words} {i}", sqnr_db=30.0 - i, taken=not i) for i in range(4))
     return parts.TargetPart(
-        name=name, method="percentile", nodes=nodes, tensors=rows, layers=layers,
-        files=(parts.FileRow(role="int8 engine", path=f"out/{words}.onnx", size_bytes=3 << 20),
-               parts.FileRow(role="record", path=f"out/{words}.txt", size_bytes=900)),
+        name=name,
+        method="percentile",
+        nodes=nodes,
+        tensors=rows,
+        layers=layers,
+        files=(
+            parts.FileRow(role="int8 engine", path=f"out/{words}.onnx", size_bytes=3 << 20),
+            parts.FileRow(role="record", path=f"out/{words}.txt", size_bytes=900),
+        ),
         search=parts.SearchPart(reused=False, probes=4, settled=words, tried=tried),
-        weights=tuple(weight(f"{words}/conv_{i}", i) for i in range(tensors // 2)), notes=(words,),
-    )  # fmt: skip
+        weights=tuple(weight(f"{words}/conv_{i}", i) for i in range(tensors // 2)),
+        notes=(words,),
+    )
 
 
 def made(words="/model", *, engines=2, targets=1, tensors=40):
@@ -104,18 +143,26 @@ def made(words="/model", *, engines=2, targets=1, tensors=40):
     rows = [dataclasses.replace(FLOAT_ROW, size_bytes=12 << 20, latency=latency(2.0))]
     rows += [
         parts.EngineRow(
-            label=f"{words} {i}", target=names[i % targets], path="m.onnx", size_bytes=3 << 20,
-            load_ms=3.0, latency=latency(1.0 + 0.1 * i), accuracy=accuracy(words),
-            verdict=Verdict(LEVELS[i % 4], (f"2 of 7 boxes of {words} kept", "1.70x (1.6 to 1.8)")))
+            label=f"{words} {i}",
+            target=names[i % targets],
+            path="m.onnx",
+            size_bytes=3 << 20,
+            load_ms=3.0,
+            latency=latency(1.0 + 0.1 * i),
+            accuracy=accuracy(words),
+            verdict=Verdict(LEVELS[i % 4], (f"2 of 7 boxes of {words} kept", "1.70x (1.6 to 1.8)")),
+        )
         for i in range(engines - 1)
-    ]  # fmt: skip
+    ]
     return Report(
         title=f"calib8: {words} in int8",
         model=parts.ModelPart(path=words, inputs=(f"{words} float32 [1,3,640,640]",)),
         feed=parts.FeedPart(source=words, samples=60, preprocess={"mean": [0.5], words: words}),
-        targets=tuple(target(name, words, tensors) for name in names), engines=tuple(rows),
-        files=(parts.FileRow(role="plan", path="out/m.plan.toml"),), notes=(words, "another"),
-    )  # fmt: skip
+        targets=tuple(target(name, words, tensors) for name in names),
+        engines=tuple(rows),
+        files=(parts.FileRow(role="plan", path="out/m.plan.toml"),),
+        notes=(words, "another"),
+    )
 
 
 def failed():
@@ -125,11 +172,14 @@ def failed():
 
 
 MADE = {
-    "plain": lambda: made(), "long": lambda: made(LONG),
-    "hostile": lambda: made(HOSTILE, engines=5), "many engines": lambda: made(engines=9, targets=3),
-    "failed": failed, "no engines": lambda: dataclasses.replace(made(), engines=()),
+    "plain": lambda: made(),
+    "long": lambda: made(LONG),
+    "hostile": lambda: made(HOSTILE, engines=5),
+    "many engines": lambda: made(engines=9, targets=3),
+    "failed": failed,
+    "no engines": lambda: dataclasses.replace(made(), engines=()),
     "empty": lambda: Report(title="nothing"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -270,8 +320,15 @@ def test_what_one_came_for_is_open_and_the_rest_folded(show):
     heads = "[...document.querySelectorAll('%s h2')].map(h => h.innerText)"
     assert tab.page.evaluate(heads % "section") == ["Engines", "Accuracy", "Worst layers"]
     assert tab.page.evaluate(heads % "details") == [
-        "Histograms (5)", "Notes (5)", "Calibration", "Search (4)", "Nodes", "Tensors (40)",
-        "Weights (20)", "Files (3)"]  # fmt: skip
+        "Histograms (5)",
+        "Notes (5)",
+        "Calibration",
+        "Search (4)",
+        "Nodes",
+        "Tensors (40)",
+        "Weights (20)",
+        "Files (3)",
+    ]
     assert tab.page.evaluate("document.querySelectorAll('main > details[open]').length") == 0
     tab = show(made(tensors=200))  # whose contents open what they lead to
     tab.page.evaluate("document.querySelector('nav a[href=\"#tensors\"]').click()")

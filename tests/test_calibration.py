@@ -163,10 +163,18 @@ def test_memory_of_the_first_run_is_given_back_once(monkeypatch):
     trim_memory()  # where the allocator cannot be told, nothing is given back
 
 
-@pytest.mark.parametrize("array", [
-    np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(6, dtype=">i4").reshape(2, 3).T,
-    np.empty((0, 3), np.float16), np.array(2.5), np.array([True, False]), np.array(["a", "word"]),
-], ids=["float", "big endian, turned", "empty", "one number", "flags", "text"])  # fmt: skip
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.arange(6, dtype=">i4").reshape(2, 3).T,
+        np.empty((0, 3), np.float16),
+        np.array(2.5),
+        np.array([True, False]),
+        np.array(["a", "word"]),
+    ],
+    ids=["float", "big endian, turned", "empty", "one number", "flags", "text"],
+)
 def test_an_array_comes_back_as_it_was(array):
     scratch = TemporaryArrays("test-")
     scratch.add(np.ones(5))
@@ -353,12 +361,19 @@ def test_an_archive_is_unpacked_into_a_file_and_only_where_there_is_room(monkeyp
         open_feed(tmp_path / "x.npz", [spec])
 
 
-@pytest.mark.parametrize("words", [
-    ("build", "--max-loss", "nan"), ("build", "--min-speedup", "nan"),
-    ("bench", "--warm-up", "inf"),
-    ("build", "--duration", "nan"), ("compare", "m", "--min-sqnr", "nan"),
-    ("build", "--threads", 10**9), ("bench", "--threads", 10**9), ("bench", "--seed", -1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("build", "--max-loss", "nan"),
+        ("build", "--min-speedup", "nan"),
+        ("bench", "--warm-up", "inf"),
+        ("build", "--duration", "nan"),
+        ("compare", "m", "--min-sqnr", "nan"),
+        ("build", "--threads", 10**9),
+        ("bench", "--threads", 10**9),
+        ("bench", "--seed", -1),
+    ],
+)
 def test_what_is_no_number_is_a_usage_error(words, run, small_cnn):
     command, *options = words
     code, _, error = run(command, small_cnn, *options)
@@ -410,10 +425,17 @@ def test_what_was_changed_or_parted_since_is_not_believed(tmp_path):
 GOLDEN = Path(__file__).parent / "golden" / "formats" / "0.1.0" / "m.cache.json"
 DECODER = {"decoding": 1, "library": "OpenCV 5.0.0", "jpeg": "ab", "resize": "cd"}
 MADE = Fingerprint(
-    model={"graph": "a", "file": "b", "weights": "c"}, images={"count": 3}, order="d",
-    preprocess={"size": None}, decoder=DECODER, program="calib8", rule="histogram", method="mse",
-    numbers={"frontend": 1}, versions={"calib8": "0.1.0", "onnxruntime": "1.20.0"},
-)  # fmt: skip
+    model={"graph": "a", "file": "b", "weights": "c"},
+    images={"count": 3},
+    order="d",
+    preprocess={"size": None},
+    decoder=DECODER,
+    program="calib8",
+    rule="histogram",
+    method="mse",
+    numbers={"frontend": 1},
+    versions={"calib8": "0.1.0", "onnxruntime": "1.20.0"},
+)
 
 
 def test_both_halves_come_back_as_they_were():
@@ -436,22 +458,27 @@ def test_the_form_of_schema_4_is_read():
     assert "decoder" in replace(made, decoder={**DECODER, "library": "x"}).changes_since(made)
 
 
-@pytest.mark.parametrize(("part", "other", "said"), [
-    ("model", {"graph": "a"}, None),  # any identity suffices
-    ("model", {"graph": "x", "file": "b", "weights": "c"}, None),
-    ("model", {"file": "b", "weights": "x"}, "(weights or graph) changed (its external data)"),
-    ("model", {"file": "b"}, "changed (its external data)"),
-    ("model", {"graph": "x", "file": "y"}, "the model (weights or graph) changed"),
-    ("model", {}, "the model (weights or graph) changed"),
-    ("decoder", {**DECODER, "library": "libjpeg 9"}, None),
-    ("decoder", {**DECODER, "jpeg": "x"}, "the decoder changed (jpeg ab -> x)"),
-    ("decoder", {"decoding": 1, "library": "libjpeg 9"}, "the decoder changed ("),
-    ("decoder", {}, None), ("images", {"count": 4}, "the images changed (count 3 -> 4)"),
-    ("preprocess", {"size": [1, 2]}, "the preprocessing changed (size None -> [1, 2])"),
-    ("rule", "amax", "changed (histogram -> amax)"),
-    ("numbers", {"frontend": 2}, "a version changed (frontend 1 -> 2)"),
-    ("versions", {"calib8": "9"}, None), ("program", TENSORRT, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "other", "said"),
+    [
+        ("model", {"graph": "a"}, None),  # any identity suffices
+        ("model", {"graph": "x", "file": "b", "weights": "c"}, None),
+        ("model", {"file": "b", "weights": "x"}, "(weights or graph) changed (its external data)"),
+        ("model", {"file": "b"}, "changed (its external data)"),
+        ("model", {"graph": "x", "file": "y"}, "the model (weights or graph) changed"),
+        ("model", {}, "the model (weights or graph) changed"),
+        ("decoder", {**DECODER, "library": "libjpeg 9"}, None),
+        ("decoder", {**DECODER, "jpeg": "x"}, "the decoder changed (jpeg ab -> x)"),
+        ("decoder", {"decoding": 1, "library": "libjpeg 9"}, "the decoder changed ("),
+        ("decoder", {}, None),
+        ("images", {"count": 4}, "the images changed (count 3 -> 4)"),
+        ("preprocess", {"size": [1, 2]}, "the preprocessing changed (size None -> [1, 2])"),
+        ("rule", "amax", "changed (histogram -> amax)"),
+        ("numbers", {"frontend": 2}, "a version changed (frontend 1 -> 2)"),
+        ("versions", {"calib8": "9"}, None),
+        ("program", TENSORRT, None),
+    ],
+)
 def test_what_it_was_made_from_is_compared_and_who_made_it_is_not(part, other, said):
     changed = replace(MADE, **{part: other}).changes_since(MADE)
     if said is None:
@@ -526,9 +553,11 @@ def model(tmp_path):
     arrays |= {name: rng.uniform(0.5, 1.5, 4) for name in ("scale", "var")}
     arrays |= {name: rng.normal(0, 0.1, 4) for name in ("shift", "mean")}
     nodes = [
-        ("Conv", "x w1", "c"), ("BatchNormalization", "c scale shift mean var", "b"),
-        ("Relu", "b", "r"), ("Conv", "r w2", "y"),
-    ]  # fmt: skip
+        ("Conv", "x w1", "c"),
+        ("BatchNormalization", "c scale shift mean var", "b"),
+        ("Relu", "b", "r"),
+        ("Conv", "r w2", "y"),
+    ]
     ends = {"x": ["batch", 3, 8, 8]}, {"y": ["batch", 4, 4, 4]}
     return save_net(make_model(nodes, *ends, as_float32(arrays), opset=17), tmp_path / "net.onnx")
 

@@ -290,33 +290,37 @@ def test_a_script_that_never_ends_needs_a_limit(calibrate, rows, tmp_path, monke
 COPY = "cuda.memcpy_htod_async(self.device, self.host[: len(rows)].ravel(), self.stream)"
 
 
-@pytest.mark.parametrize(("old", "new", "told"), [
-    ("self.at += len(rows)", "raise KeyError('no images')", "KeyError: 'no images' at"),
-    ("return [int(self.device)]", "return [int(self.device)] * 2", "one address for each"),
-    ("return [int(self.device)]", "return int(self.device)", "one address for each"),
-    ("return [int(self.device)]", "return ['device']", "got str for the input 'x' in batch 0"),
-    ("return [int(self.device)]", "return [np.zeros(2)]", "got ndarray for the input 'x'"),
-    ("return [int(self.device)]", "return [type('T', (), {'__int__': len})()]", "got T for"),
-    ("return [int(self.device)]", "return [self.host.ctypes.data]", "not freed, got address"),
-    ("return [int(self.device)]", "return [12345]", "got address 0x3039"),
-    ("return [int(self.device)]", "return [int(self.device) + 4]", "got copied"),
-    ("batch * images[0].nbytes", "images[0].nbytes", "must fit its allocation"),
-    (COPY, "pass", "got copied"), ("np.load(os.path.join(here, 'x.npy'))", "None", "NoneType"),
-    ("np.float32", "np.float64", "got float64 in batch 0; convert it with"),
-    ("np.float32", "np.uint8", "got uint8 in batch 0; convert it with"),
-    (COPY, "cuda.memcpy_htod(self.device, self.host[0, 0])", "got copied 1024 bytes"),
-    (COPY, "cuda.memcpy_htod(self.device, self.host[:, ::2])", "contiguous"),
-    (COPY, "cuda.memcpy_htod(12, self.host)", "which is not"),
-    ("return self.batch", "return 0", "must give 1 or more, got 0"),
-    ("return self.batch", "return 3", "got copied"),
-    ("return self.batch", "return 'four'", "must give 1 or more, got 'four'"),
-    ("if not len(rows):", "if True:", "must give samples, got none"),
-    ("return Calibrator(", "return print(", "without get_batch_size"),
-    ("def make_calibrator():", "def make_calibrator(path):", "without arguments"),
-    ("return Calibrator(", "build_engine(None, '')\n    return Calibrator(", "without a GPU"),
-    ("import pycuda.driver as cuda", "import pycuda.elsewhere", "pycuda.elsewhere"),
-    ("import os", "import os, sys; sys.exit(3)", "SystemExit: 3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("self.at += len(rows)", "raise KeyError('no images')", "KeyError: 'no images' at"),
+        ("return [int(self.device)]", "return [int(self.device)] * 2", "one address for each"),
+        ("return [int(self.device)]", "return int(self.device)", "one address for each"),
+        ("return [int(self.device)]", "return ['device']", "got str for the input 'x' in batch 0"),
+        ("return [int(self.device)]", "return [np.zeros(2)]", "got ndarray for the input 'x'"),
+        ("return [int(self.device)]", "return [type('T', (), {'__int__': len})()]", "got T for"),
+        ("return [int(self.device)]", "return [self.host.ctypes.data]", "not freed, got address"),
+        ("return [int(self.device)]", "return [12345]", "got address 0x3039"),
+        ("return [int(self.device)]", "return [int(self.device) + 4]", "got copied"),
+        ("batch * images[0].nbytes", "images[0].nbytes", "must fit its allocation"),
+        (COPY, "pass", "got copied"),
+        ("np.load(os.path.join(here, 'x.npy'))", "None", "NoneType"),
+        ("np.float32", "np.float64", "got float64 in batch 0; convert it with"),
+        ("np.float32", "np.uint8", "got uint8 in batch 0; convert it with"),
+        (COPY, "cuda.memcpy_htod(self.device, self.host[0, 0])", "got copied 1024 bytes"),
+        (COPY, "cuda.memcpy_htod(self.device, self.host[:, ::2])", "contiguous"),
+        (COPY, "cuda.memcpy_htod(12, self.host)", "which is not"),
+        ("return self.batch", "return 0", "must give 1 or more, got 0"),
+        ("return self.batch", "return 3", "got copied"),
+        ("return self.batch", "return 'four'", "must give 1 or more, got 'four'"),
+        ("if not len(rows):", "if True:", "must give samples, got none"),
+        ("return Calibrator(", "return print(", "without get_batch_size"),
+        ("def make_calibrator():", "def make_calibrator(path):", "without arguments"),
+        ("return Calibrator(", "build_engine(None, '')\n    return Calibrator(", "without a GPU"),
+        ("import pycuda.driver as cuda", "import pycuda.elsewhere", "pycuda.elsewhere"),
+        ("import os", "import os, sys; sys.exit(3)", "SystemExit: 3"),
+    ],
+)
 def test_a_broken_script_is_one_sentence(old, new, told, calibrate, tmp_path):
     text = dedent(PYCUDA).replace('"', "'")
     assert old in text
@@ -452,20 +456,36 @@ def test_every_way_to_the_device_gives_the_same(put, tmp_path):
     assert values(of_two(*PUTS[put], tmp_path)) == values(expected_of_two())
 
 
-@pytest.mark.parametrize(("put", "way", "told"), [
-    ("bindings", "_, at = cudart.cudaMalloc(48); cudart.cudaMemcpy(at, 4096, 48, 1)",
-     "must read mapped memory"),
-    ("bindings", "_, at = cudart.cudaMalloc(48); cudart.cudaMemcpy(at, array, 4000, 1)",
-     "read beyond its array, got 4000 bytes of"),
-    ("bindings", "_, at = cudart.cudaMalloc(8); cudart.cudaMemcpyAsync(at, at, 16, 3, 0)",
-     "read beyond its allocation, got 16 bytes of 8"),
-    ("bindings", "at = 0; cudart.cudaMalloc(-1)", "an allocation is a number of bytes"),
-    ("bindings", "self.at = getattr(self, 'at', 0) or cudart.cudaMalloc(9999)[1];"
-     " cudart.cudaFree(self.at); at = self.at", "not freed"),
-    ("driver", "at = 0; cuda.cuLaunchKernel()", "cuda.cuda.cuLaunchKernel is not available"),
-    ("ctypes", "at = 0; lib.cudaBindTexture()", "libcudart.cudaBindTexture is not available"),
-    ("gpuarray", "at = 0; gpuarray.sum(array)", "pycuda.gpuarray.sum is not available"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("put", "way", "told"),
+    [
+        (
+            "bindings",
+            "_, at = cudart.cudaMalloc(48); cudart.cudaMemcpy(at, 4096, 48, 1)",
+            "must read mapped memory",
+        ),
+        (
+            "bindings",
+            "_, at = cudart.cudaMalloc(48); cudart.cudaMemcpy(at, array, 4000, 1)",
+            "read beyond its array, got 4000 bytes of",
+        ),
+        (
+            "bindings",
+            "_, at = cudart.cudaMalloc(8); cudart.cudaMemcpyAsync(at, at, 16, 3, 0)",
+            "read beyond its allocation, got 16 bytes of 8",
+        ),
+        ("bindings", "at = 0; cudart.cudaMalloc(-1)", "an allocation is a number of bytes"),
+        (
+            "bindings",
+            "self.at = getattr(self, 'at', 0) or cudart.cudaMalloc(9999)[1];"
+            " cudart.cudaFree(self.at); at = self.at",
+            "not freed",
+        ),
+        ("driver", "at = 0; cuda.cuLaunchKernel()", "cuda.cuda.cuLaunchKernel is not available"),
+        ("ctypes", "at = 0; lib.cudaBindTexture()", "libcudart.cudaBindTexture is not available"),
+        ("gpuarray", "at = 0; gpuarray.sum(array)", "pycuda.gpuarray.sum is not available"),
+    ],
+)
 def test_wrong_addresses_are_one_sentence(put, way, told, two_inputs, refusal, tmp_path):
     if "mapped memory" in told and not Path("/proc/self/mem").exists():
         pytest.skip("a wrong address is a crash without /proc")
@@ -505,12 +525,15 @@ def test_a_script_starts_again_and_gives_what_it_copied(rows, tmp_path):
         open_feed(script, [TensorSpec("x", "object", ("n", 3, 16, 16))])
 
 
-@pytest.mark.parametrize(("batches", "told"), [
-    ("[images[:4], images[4:6], images[6:10]]", "only the last batch"),
-    ("[images[:2]]", r"must hold 4 samples \(get_batch_size\)"),
-    ("[images[:4].astype(np.float64)]", "must fit its allocation"),
-    ("[images[:4], images[4:6, :2]]", "must hold 4 samples"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("batches", "told"),
+    [
+        ("[images[:4], images[4:6], images[6:10]]", "only the last batch"),
+        ("[images[:2]]", r"must hold 4 samples \(get_batch_size\)"),
+        ("[images[:4].astype(np.float64)]", "must fit its allocation"),
+        ("[images[:4], images[4:6, :2]]", "must hold 4 samples"),
+    ],
+)
 def test_bytes_of_no_known_dtype_are_whole_batches_but_for_the_last(batches, told, rows, tmp_path):
     old = "np.array_split(images[:16], 4) + [images[16:]]"
     assert old in CUDART
@@ -542,23 +565,29 @@ def test_what_was_installed_is_in_its_place_again(calibrate, tmp_path, monkeypat
     assert "cuda.cudart" not in sys.modules
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    ((), "Missing option"),
-    (("--calibrator-script", "old.py:make", "--images", "."), "leave one of them out"),
-    (("--calibrator-script", "old.py"), "file.py:function"),
-    (("--calibrator-script", "elsewhere.py:make"), "elsewhere.py"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "Missing option"),
+        (("--calibrator-script", "old.py:make", "--images", "."), "leave one of them out"),
+        (("--calibrator-script", "old.py"), "file.py:function"),
+        (("--calibrator-script", "elsewhere.py:make"), "elsewhere.py"),
+    ],
+)
 def test_a_feed_is_one_of_two(words, told, small_cnn, run):
     code, _, err = run("calibrate", small_cnn, *words)
     assert code in (1, 2) and told in err
 
 
-@pytest.mark.parametrize("put", [
-    "return torch.from_numpy(array).cuda().data_ptr()",
-    "held = torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device='cuda')"
-    "; held.copy_(torch.from_numpy(array)); setattr(self, name, held); return held.data_ptr()",
-    "return int(torch.as_tensor(array).to('cuda:0').contiguous().data_ptr())",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "put",
+    [
+        "return torch.from_numpy(array).cuda().data_ptr()",
+        "held = torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device='cuda')"
+        "; held.copy_(torch.from_numpy(array)); setattr(self, name, held); return held.data_ptr()",
+        "return int(torch.as_tensor(array).to('cuda:0').contiguous().data_ptr())",
+    ],
+)
 def test_torch_tensors_on_the_gpu_are_on_the_host_and_of_the_inputs_dtype(put, tmp_path):
     pytest.importorskip("torch")
     assert values(of_two("import torch", put, tmp_path)) == values(expected_of_two())

@@ -43,8 +43,11 @@ def started(folder, *words):
     with (folder / f"{words[0]}.log").open("a") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "dask", *map(str, words)],
-            cwd=folder, env=told, stdout=log, stderr=log,
-        )  # fmt: skip
+            cwd=folder,
+            env=told,
+            stdout=log,
+            stderr=log,
+        )
     try:
         yield process
     finally:
@@ -252,10 +255,14 @@ def test_arrays_in_memory_are_sent_and_files_read_there(cluster, equal, small_cn
     assert found.runs == {"folded": 9} and "in 4 pieces" in found.notes[0]
 
 
-@pytest.mark.parametrize(("where", "said"), [
-    ("nowhere", "does not exist"), ("fewer", "got 19 here and 20 at the client"),
-    ("other", "got another file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("nowhere", "does not exist"),
+        ("fewer", "got 19 here and 20 at the client"),
+        ("other", "got another file"),
+    ],
+)
 def test_a_worker_of_other_images_is_named(where, said, refused, pictures, tmp_path, monkeypatch):
     there = tmp_path / where
     if where != "nowhere":
@@ -379,18 +386,32 @@ def test_options_are_checked(given):
         Cluster(address=ELSEWHERE, **given)
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    *((("--scheduler", address), "a scheduler's address is host:port") for address in (
-        "", "nonsense", "http://host:80", "tcp://host", "host:port", "a b:1", "ucx://a:1")),
-    (("--send", "all"), "--send goes with --scheduler"),
-    (("--pieces", 3), "--pieces goes with --scheduler"),
-    (("--retries", 1), "--retries goes with --scheduler"),
-    (("--shard", "1/2", *NOWHERE), "got --shard"),
-    (("--require-cache", *NOWHERE), "got --require-cache"),
-    (("--trust-cache", *NOWHERE), "got --trust-cache"),
-    (("--target", "ascend", *NOWHERE), "got --scheduler"),
-    (("--until-stable", *NOWHERE), "--until-stable"), (("--resume", *NOWHERE), "--resume goes on"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        *(
+            (("--scheduler", address), "a scheduler's address is host:port")
+            for address in (
+                "",
+                "nonsense",
+                "http://host:80",
+                "tcp://host",
+                "host:port",
+                "a b:1",
+                "ucx://a:1",
+            )
+        ),
+        (("--send", "all"), "--send goes with --scheduler"),
+        (("--pieces", 3), "--pieces goes with --scheduler"),
+        (("--retries", 1), "--retries goes with --scheduler"),
+        (("--shard", "1/2", *NOWHERE), "got --shard"),
+        (("--require-cache", *NOWHERE), "got --require-cache"),
+        (("--trust-cache", *NOWHERE), "got --trust-cache"),
+        (("--target", "ascend", *NOWHERE), "got --scheduler"),
+        (("--until-stable", *NOWHERE), "--until-stable"),
+        (("--resume", *NOWHERE), "--resume goes on"),
+    ],
+)
 def test_useless_options_are_refused_first(words, said, run, small_cnn, pictures, tmp_path):
     feed = ("--images", pictures, *words)
     assert said in run.fails("calibrate", small_cnn, *feed, "-o", tmp_path / "x")

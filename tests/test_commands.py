@@ -81,8 +81,16 @@ def test_every_option_stands_in_one_section_in_the_order_of_work(name, run):
             assert re.search(rf"^ +(-\w, )?{param.opts[-1]}\b", part, re.MULTILINE), param.opts
     assert "None]" not in out  # as bounds that an option lacks
     titles = re.findall(r"^([A-Z][\w ]+):$", out, re.MULTILINE)
-    order = ["Model", "Images", "Calibration", "Cache", "Targets",
-             *(f"Target {target}" for target in TARGETS), "Measuring", "General"]  # fmt: skip
+    order = [
+        "Model",
+        "Images",
+        "Calibration",
+        "Cache",
+        "Targets",
+        *(f"Target {target}" for target in TARGETS),
+        "Measuring",
+        "General",
+    ]
     assert [title for title in order if title in titles] == [t for t in titles if t in order]
     assert titles[-1] == "General"
 
@@ -108,22 +116,35 @@ def told(monkeypatch, named_files):
 BUILD = ("build", "m.onnx", "--images", "p")
 
 
-@pytest.mark.parametrize(("words", "target"), [
-    ("", OnnxRuntime()),
-    ("--int8-stem --weight-bits 7", OnnxRuntime(int8_stem=True, weight_bits=7)),
-    ("--target tensorrt --engine-from cache --rest fp32 --workspace 64 --max-batch 4",
-     TensorRT(form="cache", rest="fp32", workspace_mib=64, max_batch=4)),
-    ("--target tensorrt --rest bf16 --cuda-graph --calibrator minmax --parser caffe",
-     TensorRT(rest="bf16", cuda_graph=True, calibrator="minmax", parser="caffe")),
-    ("--target tensorrt --float-behind-concat --pair-behind-deconv",
-     TensorRT(float_behind_concat=True, pair_behind_deconv=True)),
-    ("--target tensorrt --dla", TensorRT(dla=True)),
-    ("--target ascend --soc Ascend310P3 --ascend-config q.cfg --exact-ifmr",
-     Ascend(soc="Ascend310P3", config=Path("q.cfg"), exact=True)),
-    ("--target ascend --aipp --source-color bgr --atc-flag=--log=error --atc-flag=--x=1",
-     Ascend(aipp=True, source_color="bgr", atc_flags=("--log=error", "--x=1"))),
-    ("--target ascend --no-aipp --first-layer-int8", Ascend(first_layer_int8=True)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "target"),
+    [
+        ("", OnnxRuntime()),
+        ("--int8-stem --weight-bits 7", OnnxRuntime(int8_stem=True, weight_bits=7)),
+        (
+            "--target tensorrt --engine-from cache --rest fp32 --workspace 64 --max-batch 4",
+            TensorRT(form="cache", rest="fp32", workspace_mib=64, max_batch=4),
+        ),
+        (
+            "--target tensorrt --rest bf16 --cuda-graph --calibrator minmax --parser caffe",
+            TensorRT(rest="bf16", cuda_graph=True, calibrator="minmax", parser="caffe"),
+        ),
+        (
+            "--target tensorrt --float-behind-concat --pair-behind-deconv",
+            TensorRT(float_behind_concat=True, pair_behind_deconv=True),
+        ),
+        ("--target tensorrt --dla", TensorRT(dla=True)),
+        (
+            "--target ascend --soc Ascend310P3 --ascend-config q.cfg --exact-ifmr",
+            Ascend(soc="Ascend310P3", config=Path("q.cfg"), exact=True),
+        ),
+        (
+            "--target ascend --aipp --source-color bgr --atc-flag=--log=error --atc-flag=--x=1",
+            Ascend(aipp=True, source_color="bgr", atc_flags=("--log=error", "--x=1")),
+        ),
+        ("--target ascend --no-aipp --first-layer-int8", Ascend(first_layer_int8=True)),
+    ],
+)
 def test_the_options_of_a_target_reach_its_fields(words, target, told, run):
     assert run(*BUILD, *words.split())[0] == 0
     (made,) = told["targets"]
@@ -132,9 +153,14 @@ def test_the_options_of_a_target_reach_its_fields(words, target, told, run):
         assert getattr(made, declared.name) == getattr(target, declared.name)
 
 
-@pytest.mark.parametrize("words", [
-    "ascend,tensorrt", "ascend --target tensorrt", "ascend,tensorrt,ascend --target tensorrt",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ascend,tensorrt",
+        "ascend --target tensorrt",
+        "ascend,tensorrt,ascend --target tensorrt",
+    ],
+)
 def test_targets_are_given_by_commas_or_one_by_one(words, told, run):
     assert run(*BUILD, "--target", *words.split())[0] == 0
     assert [target.name for target in told["targets"]] == ["ascend", "tensorrt"]
@@ -173,44 +199,53 @@ def test_the_options_of_build_reach_the_pipeline(told, tmp_path, run):
     assert run(*BUILD)[0] == 1
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    ("--percent 99", "percent"),
-    ("--method mse --batch-size 4", "--batch-size belongs to --method entropy-tensorrt"),
-    ("--method entropy-tensorrt --percent 99", "percent"),
-    ("--soc Ascend310P3", "--soc belongs to --target ascend, got --target onnxruntime"),
-    ("--target tensorrt,ascend --int8-stem --weight-bits 7",
-     "--int8-stem and --weight-bits belong to --target onnxruntime"),
-    ("--target tensorrt --atc-flag=--a=b", "--atc-flag belongs to --target ascend"),
-    ("--target tensorrtt", "'tensorrtt'; did you mean 'tensorrt'?"),
-    ("--target tensorrt,", "got ''"),
-    ("--target ascend --method entropy", "--method must have a target that follows it"),
-    ("--method entropy --trust-cache", "--trust-cache"),
-    ("--refresh --trust-cache", "leave one of them out"),
-    ("--refresh --require-cache", "leave one of them out"),
-    ("--target ascend --source-color bgr", "give --aipp too"),
-    ("--target ascend --source-size 20x20", "give --aipp too"),
-    ("--target ascend --dynamic-aipp", "give --aipp too"),
-    ("--target tensorrt --calibrator minmax --engine-from qdq", "build from the cache"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--percent 99", "percent"),
+        ("--method mse --batch-size 4", "--batch-size belongs to --method entropy-tensorrt"),
+        ("--method entropy-tensorrt --percent 99", "percent"),
+        ("--soc Ascend310P3", "--soc belongs to --target ascend, got --target onnxruntime"),
+        (
+            "--target tensorrt,ascend --int8-stem --weight-bits 7",
+            "--int8-stem and --weight-bits belong to --target onnxruntime",
+        ),
+        ("--target tensorrt --atc-flag=--a=b", "--atc-flag belongs to --target ascend"),
+        ("--target tensorrtt", "'tensorrtt'; did you mean 'tensorrt'?"),
+        ("--target tensorrt,", "got ''"),
+        ("--target ascend --method entropy", "--method must have a target that follows it"),
+        ("--method entropy --trust-cache", "--trust-cache"),
+        ("--refresh --trust-cache", "leave one of them out"),
+        ("--refresh --require-cache", "leave one of them out"),
+        ("--target ascend --source-color bgr", "give --aipp too"),
+        ("--target ascend --source-size 20x20", "give --aipp too"),
+        ("--target ascend --dynamic-aipp", "give --aipp too"),
+        ("--target tensorrt --calibrator minmax --engine-from qdq", "build from the cache"),
+    ],
+)
 def test_an_option_without_a_meaning_is_refused(words, said, told, run):
     code, _, error = run(*BUILD, *words.split())
     assert code == 1 and said in error and not told
     assert error.startswith("calib8: error: ") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("words", "code", "said"), [
-    ("build", 2, "Missing argument 'MODEL'"), ("build m.onnx", 2, "Missing option '--images'"),
-    ("build m.onnx --images p --methud mse", 2, "No such option"),
-    ("build m.onnx --images p --method best", 2, "Invalid value for '--method'"),
-    ("build m.onnx --images p --weight-bits 9", 2, "Invalid value for '--weight-bits'"),
-    ("build m.onnx --images p --target tensorrt --engine-from x", 2, "'--engine-from'"),
-    ("calibrate m.onnx --images p --soc Ascend310P3", 2, "No such option"),
-    ("bench m.onnx --shape x", 2, "must look like"),
-    ("biuld", 2, "No such command 'biuld'; did you mean 'build'?"),
-    ("cache check x --parser onnx --verbose", 1, "--parser and --verbose go with --model"),
-    ("ascend config x -o y --from z --batch-num 2", 1, "--batch-num goes with"),
-    ("ascend config x -o y --from z --symmetric", 1, "--symmetric goes with"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("build", 2, "Missing argument 'MODEL'"),
+        ("build m.onnx", 2, "Missing option '--images'"),
+        ("build m.onnx --images p --methud mse", 2, "No such option"),
+        ("build m.onnx --images p --method best", 2, "Invalid value for '--method'"),
+        ("build m.onnx --images p --weight-bits 9", 2, "Invalid value for '--weight-bits'"),
+        ("build m.onnx --images p --target tensorrt --engine-from x", 2, "'--engine-from'"),
+        ("calibrate m.onnx --images p --soc Ascend310P3", 2, "No such option"),
+        ("bench m.onnx --shape x", 2, "must look like"),
+        ("biuld", 2, "No such command 'biuld'; did you mean 'build'?"),
+        ("cache check x --parser onnx --verbose", 1, "--parser and --verbose go with --model"),
+        ("ascend config x -o y --from z --batch-num 2", 1, "--batch-num goes with"),
+        ("ascend config x -o y --from z --symmetric", 1, "--symmetric goes with"),
+    ],
+)
 @pytest.mark.usefixtures("named_files")
 def test_a_wrong_command_line_is_one_sentence_and_an_exit_code(words, code, said, run):
     got, out, error = run(*words.split())
@@ -224,15 +259,20 @@ def test_a_group_alone_shows_its_help(capsys):
     assert stop.value.code == 2 and "Usage: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("target", "options", "said"), [
-    (OnnxRuntime, {"weight_bits": 6}, "weight_bits of OnnxRuntime is 7 or more, got 6"),
-    (OnnxRuntime, {"weight_bits": 9}, "is 8 or less"), (TensorRT, {"max_batch": 0}, "is 1 or more"),
-    (TensorRT, {"workspace_mib": 0}, "is 1 or more"),
-    (TensorRT, {"calibrator": "x"}, "is one of entropy2, entropy, minmax, legacy"),
-    (Ascend, {"aipp": True, "source_color": "hsv"}, "is one of rgb, bgr, nv12, nv21"),
-    (Gates, {"max_loss": 5}, "a share, 0 to 1, got 5"), (Tuning, {"max_loss": -1}, "got -1"),
-    (Gates, {"min_speedup": float("nan")}, "0 or more, got nan"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("target", "options", "said"),
+    [
+        (OnnxRuntime, {"weight_bits": 6}, "weight_bits of OnnxRuntime is 7 or more, got 6"),
+        (OnnxRuntime, {"weight_bits": 9}, "is 8 or less"),
+        (TensorRT, {"max_batch": 0}, "is 1 or more"),
+        (TensorRT, {"workspace_mib": 0}, "is 1 or more"),
+        (TensorRT, {"calibrator": "x"}, "is one of entropy2, entropy, minmax, legacy"),
+        (Ascend, {"aipp": True, "source_color": "hsv"}, "is one of rgb, bgr, nv12, nv21"),
+        (Gates, {"max_loss": 5}, "a share, 0 to 1, got 5"),
+        (Tuning, {"max_loss": -1}, "got -1"),
+        (Gates, {"min_speedup": float("nan")}, "0 or more, got nan"),
+    ],
+)
 def test_a_value_that_breaks_an_options_rule_is_refused_from_python_too(target, options, said):
     with pytest.raises(ConfigError, match=said):
         target(**options)
@@ -313,10 +353,13 @@ class Toy:
         path = request.folder / f"{request.name}.toy"
         path.write_bytes(request.model.SerializeToString())
         return BuildResult(
-            target=self.name, engine=path, runnable=path, files={"toy": path},
+            target=self.name,
+            engine=path,
+            runnable=path,
+            files={"toy": path},
             decisions=self.plan(request.model).decisions,
             notes=(f"{self.steps} steps, {self.tag}",),
-        )  # fmt: skip
+        )
 
     def describe_sdk(self):
         return "toys"
@@ -359,10 +402,14 @@ def test_a_toy_target_works_from_the_command_line(small_cnn, tmp_path, run):
 
 
 @pytest.mark.usefixtures("toy")
-@pytest.mark.parametrize(("words", "code", "said"), [
-    ("--target onnxruntime --steps 3", 1, "--steps belongs to --target toy"),
-    ("--target toy --steps 0", 2, "'--steps'"), ("--target toyy", 1, "did you mean 'toy'?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("--target onnxruntime --steps 3", 1, "--steps belongs to --target toy"),
+        ("--target toy --steps 0", 2, "'--steps'"),
+        ("--target toyy", 1, "did you mean 'toy'?"),
+    ],
+)
 def test_a_toy_targets_options_are_held_to_their_rules(words, code, said, run):
     got, _, error = run(*BUILD, *words.split())
     assert got == code and said in error
@@ -400,16 +447,24 @@ for words in [], *([name] for name in COMMANDS):
     assert "\\b" not in done.stdout and "\b" not in done.stdout  # click's mark for kept lines
 
 
-@pytest.mark.parametrize(("error", "code", "words"), [
-    (ConfigError("a rule, what was got"), 1, "calib8: error: a rule, what was got\n"),
-    (KeyboardInterrupt(), 130, "calib8: interrupted"), (click.Abort(), 130, "calib8: interrupted"),
-    (click.UsageError("no"), 2, "calib8: error: no\n"),
-    (MemoryError(), 1, "calib8: error: memory did not suffice; use fewer --threads"),
-    (PermissionError(13, "Permission denied", "/x"), 1, "refused /x: Permission denied; fix that"),
-    (BrokenPipeError(), 1, ""),
-    (ModuleNotFoundError("no", name="onnx.helper"), 1, "needs the package onnx, which is not"),
-    (ModuleNotFoundError("no", name="deploy.gone"), 70, "a fault of calib8 itself"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (ConfigError("a rule, what was got"), 1, "calib8: error: a rule, what was got\n"),
+        (KeyboardInterrupt(), 130, "calib8: interrupted"),
+        (click.Abort(), 130, "calib8: interrupted"),
+        (click.UsageError("no"), 2, "calib8: error: no\n"),
+        (MemoryError(), 1, "calib8: error: memory did not suffice; use fewer --threads"),
+        (
+            PermissionError(13, "Permission denied", "/x"),
+            1,
+            "refused /x: Permission denied; fix that",
+        ),
+        (BrokenPipeError(), 1, ""),
+        (ModuleNotFoundError("no", name="onnx.helper"), 1, "needs the package onnx, which is not"),
+        (ModuleNotFoundError("no", name="deploy.gone"), 70, "a fault of calib8 itself"),
+    ],
+)
 def test_failures_are_one_sentence_and_a_code(error, code, words, monkeypatch, capsys):
     def fail(*args, **options):
         raise error
@@ -475,14 +530,21 @@ def completed(*words, begun=""):
     return [item.value for item in shell.get_completions(list(words), begun)]
 
 
-@pytest.mark.parametrize(("option", "begun", "found"), [
-    ("--target", "", ["onnxruntime", "tensorrt", "ascend"]),
-    ("--target", "tensorrt,", ["tensorrt,onnxruntime", "tensorrt,ascend"]),
-    ("--preprocess", "ima", ["imagenet", "imagenet-tf"]),
-    ("--resize", "s", ["stretch", "short-side"]), ("--interpolation", "l", ["linear", "lanczos"]),
-    ("--color", "g", ["grey"]), ("--layout", "nc", ["nchw"]), ("--repair", "b", ["bias"]),
-    ("--method", "per", ["percentile"]), ("--rest", "fp", ["fp16", "fp32"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "begun", "found"),
+    [
+        ("--target", "", ["onnxruntime", "tensorrt", "ascend"]),
+        ("--target", "tensorrt,", ["tensorrt,onnxruntime", "tensorrt,ascend"]),
+        ("--preprocess", "ima", ["imagenet", "imagenet-tf"]),
+        ("--resize", "s", ["stretch", "short-side"]),
+        ("--interpolation", "l", ["linear", "lanczos"]),
+        ("--color", "g", ["grey"]),
+        ("--layout", "nc", ["nchw"]),
+        ("--repair", "b", ["bias"]),
+        ("--method", "per", ["percentile"]),
+        ("--rest", "fp", ["fp16", "fp32"]),
+    ],
+)
 def test_values_of_an_option(option, begun, found):
     assert completed("build", "net.onnx", option, begun=begun) == found
     assert completed(begun="do") == ["doctor"] and "--config" in completed("build", begun="--c")
@@ -516,11 +578,18 @@ def test_a_build_leaves_its_options(built, small_cnn, pictures):
     table = tomllib.loads((built / "calib8.toml").read_text("utf-8"))
     assert table == {
         "build": {
-            "model": str(small_cnn), "images": str(pictures), "rest": "fp32",
-            "target": ["tensorrt,ascend"], "keep-float": ["Conv_c1", "op:Gemm"], "mean": "0.4",
-            "limit": 12, "effort": 0, "duration": 0.0, "accept": True,
+            "model": str(small_cnn),
+            "images": str(pictures),
+            "rest": "fp32",
+            "target": ["tensorrt,ascend"],
+            "keep-float": ["Conv_c1", "op:Gemm"],
+            "mean": "0.4",
+            "limit": 12,
+            "effort": 0,
+            "duration": 0.0,
+            "accept": True,
         }
-    }  # fmt: skip
+    }
 
 
 def test_the_file_repeats_the_same_bytes(built, run):
@@ -544,18 +613,21 @@ def test_what_is_typed_stands_before_the_file(built, run):
     assert "5 samples" in out
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("[build", "must be a TOML file of the options of a command"),
-    ("model = 'm.onnx'", "must have its options under [build], got 'model'"),
-    ("[build]\nimagse = 'p'", "'imagse' in c.toml is no option of build; did you mean"),
-    ("[build]\nforce = true", "'force' in c.toml is no option of build"),
-    ("[build]\naccept = 'yes'", "accept in c.toml must be true or false, got 'yes'"),
-    ("[build]\nimages = ['a', 'b']", "images in c.toml must be a text or number, got"),
-    ("[build]\nkeep-float = [1, true]", "keep-float in c.toml must be texts or numbers"),
-    ("[build]\nlimit = {}", "limit in c.toml must be a text or number, got {}"),
-    ("[build]\nmodel = 'm.onnx'\nimages = 'p'\nlimit = 'few'", "'few' is not a valid integer"),
-    ("[build]\nx" + ".x" * 100 + " = 1", "got keys of over 64 dots"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[build", "must be a TOML file of the options of a command"),
+        ("model = 'm.onnx'", "must have its options under [build], got 'model'"),
+        ("[build]\nimagse = 'p'", "'imagse' in c.toml is no option of build; did you mean"),
+        ("[build]\nforce = true", "'force' in c.toml is no option of build"),
+        ("[build]\naccept = 'yes'", "accept in c.toml must be true or false, got 'yes'"),
+        ("[build]\nimages = ['a', 'b']", "images in c.toml must be a text or number, got"),
+        ("[build]\nkeep-float = [1, true]", "keep-float in c.toml must be texts or numbers"),
+        ("[build]\nlimit = {}", "limit in c.toml must be a text or number, got {}"),
+        ("[build]\nmodel = 'm.onnx'\nimages = 'p'\nlimit = 'few'", "'few' is not a valid integer"),
+        ("[build]\nx" + ".x" * 100 + " = 1", "got keys of over 64 dots"),
+    ],
+)
 def test_a_wrong_file_is_told(text, message, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.toml").write_text(text, "utf-8")
@@ -600,10 +672,14 @@ def test_code_that_another_user_names_needs_trust(whose, run, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("deploy.commands.settings.os.stat", owned)
     for key, value in {
-        "metric": "'m.py:score'", "images": "'l.py:make'", "eval-images": "'l.py:make'",
-        "calibrator-script": "'c.py:make'", "scheduler": "'tcp://x:1'", "plugin": "'a.so'",
+        "metric": "'m.py:score'",
+        "images": "'l.py:make'",
+        "eval-images": "'l.py:make'",
+        "calibrator-script": "'c.py:make'",
+        "scheduler": "'tcp://x:1'",
+        "plugin": "'a.so'",
         "model": "'net.py:make'",
-    }.items():  # fmt: skip
+    }.items():
         config.write_text(f"[build]\n{key} = {value}\n")
         error = run.fails("build", "--config", config)
         assert f"--trust-config, got {key} = {value} in {config}" in error
@@ -616,11 +692,22 @@ def test_code_that_another_user_names_needs_trust(whose, run, tmp_path, monkeypa
 # --- Outputs over what calib8 did not write.
 # Options with a rule of their own, then those that are only read.
 OTHER_PATHS = {
-    "build --out", "build --cache", "calibrate --out", "merge --out", "qat --checkpoint",
-    "ascend auto --out", "ascend convert --out", "ascend deploy --out",
-    "build --labels", "build --config", "explain --model", "cache check --model",
-    "ascend check --model", "ascend config --from", "qat --teacher-weights",
-}  # fmt: skip
+    "build --out",
+    "build --cache",
+    "calibrate --out",
+    "merge --out",
+    "qat --checkpoint",
+    "ascend auto --out",
+    "ascend convert --out",
+    "ascend deploy --out",
+    "build --labels",
+    "build --config",
+    "explain --model",
+    "cache check --model",
+    "ascend check --model",
+    "ascend config --from",
+    "qat --teacher-weights",
+}
 OUTPUTS = [
     (" ".join(words), param.opts[-1], number)
     for words, command in commands()
@@ -662,16 +749,25 @@ def own(small_cnn, pictures, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("words", [
-    "inspect MODEL --json p", "quantize [1,2] --json p", "explain OUT --json p",
-    "report OUT OUT --json p --html q", "compare MODEL OUT/small_cnn.int8.onnx IMAGES --json p",
-    "bench MODEL --duration 0 --warm-up 0 --json p --html q", "calibrate MODEL IMAGES --json p",
-    "build MODEL IMAGES --effort 0 --duration 0 --accept --json p", "ascend config MODEL -o p",
-    "ascend config MODEL -o p.cfg", "cache to-qdq MODEL OUT/small_cnn.tensorrt.cache -o p",
-    "cache from-qdq OUT/small_cnn.tensorrt.qdq.onnx -o p q",
-    "cache relabel OUT/small_cnn.tensorrt.cache --trt-version 10.5.0 -o p",
-    "cache merge OUT/small_cnn.tensorrt.cache -o p",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "inspect MODEL --json p",
+        "quantize [1,2] --json p",
+        "explain OUT --json p",
+        "report OUT OUT --json p --html q",
+        "compare MODEL OUT/small_cnn.int8.onnx IMAGES --json p",
+        "bench MODEL --duration 0 --warm-up 0 --json p --html q",
+        "calibrate MODEL IMAGES --json p",
+        "build MODEL IMAGES --effort 0 --duration 0 --accept --json p",
+        "ascend config MODEL -o p",
+        "ascend config MODEL -o p.cfg",
+        "cache to-qdq MODEL OUT/small_cnn.tensorrt.cache -o p",
+        "cache from-qdq OUT/small_cnn.tensorrt.qdq.onnx -o p q",
+        "cache relabel OUT/small_cnn.tensorrt.cache --trt-version 10.5.0 -o p",
+        "cache merge OUT/small_cnn.tensorrt.cache -o p",
+    ],
+)
 def test_outputs_replace_calib8s_own(words, own, run, small_cnn, pictures, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = words.replace("MODEL", str(small_cnn)).replace("OUT", str(own))
@@ -757,12 +853,19 @@ def test_the_help_of_a_command_with_many_options_shows_a_dozen_and_help_all_the_
         assert all(re.search(rf"^  .*{one.opts[-1]}\b", everything, re.MULTILINE) for one in every)
 
 
-@pytest.mark.parametrize("words", [
-    "build nope.onnx --images p", "build m.onnx --images nope",
-    "calibrate m.onnx --images nope/x.txt", "merge m.onnx nope.shard",
-    "bench m.onnx --against nope.onnx", "compare m.onnx nope.onnx --images p", "explain nope",
-    "ascend deploy m.onnx nope.txt --out o",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "build nope.onnx --images p",
+        "build m.onnx --images nope",
+        "calibrate m.onnx --images nope/x.txt",
+        "merge m.onnx nope.shard",
+        "bench m.onnx --against nope.onnx",
+        "compare m.onnx nope.onnx --images p",
+        "explain nope",
+        "ascend deploy m.onnx nope.txt --out o",
+    ],
+)
 def test_a_path_that_is_not_there_is_told_before_anything_is_imported(words, named_files):
     code = f"""
 import sys; from deploy.cli import main

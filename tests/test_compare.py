@@ -164,8 +164,13 @@ def test_noise_is_told_before_time_and_time_before_what_follows(copied):
     nodes = [dict(zip(keys, (*row[:3], "float32"), strict=True)) for row in FLOATS]
     text = said(copied(lambda report: of(report).update(nodes=nodes)), "--target", "onnxruntime")
     assert "5 of 5 nodes" in text
-    labels = ["by noise    Conv a", "Conv b", "by time     Conv s", "in between  Mul m",
-              "by rule     Relu r"]  # fmt: skip
+    labels = [
+        "by noise    Conv a",
+        "Conv b",
+        "by time     Conv s",
+        "in between  Mul m",
+        "by rule     Relu r",
+    ]
     places = [text.index(label) for label in labels]
     assert places == sorted(places)
 
@@ -193,12 +198,18 @@ TRIED = (
 )
 
 
-@pytest.mark.parametrize(("settled", "place"), [
-    ("all in int8, mse: 20.0 dB in y[0:4]", 0),
-    ("3 of 9 layers in float: 30.0 dB", 1),  # equal words, another method
-    ("3 of 9 layers in float: 35.0 dB in y", 3),  # timed, so not the predicted one
-    ("all in int8: 20.0 dB", None), ("float", None), ("", None), ("all in int8, mse: ?", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settled", "place"),
+    [
+        ("all in int8, mse: 20.0 dB in y[0:4]", 0),
+        ("3 of 9 layers in float: 30.0 dB", 1),  # equal words, another method
+        ("3 of 9 layers in float: 35.0 dB in y", 3),  # timed, so not the predicted one
+        ("all in int8: 20.0 dB", None),
+        ("float", None),
+        ("", None),
+        ("all in int8, mse: ?", None),
+    ],
+)
 def test_what_was_taken_is_found_by_words_and_figure(settled, place):
     plan = plan_file.TargetPlan(choices=NO_CHOICES, settled=settled, tried=TRIED)
     assert plan.taken == place
@@ -323,11 +334,17 @@ def test_channels_that_are_silent_lose_nothing():
     assert all(math.isnan(one.sqnr_db) for one in sums.worst("t"))
 
 
-@pytest.mark.parametrize(("flags", "missing"), [
-    (["--limit", "2"], "--images"), (["--mean", "0.5"], "--images"), (["--skip-bad"], "--images"),
-    (["--threads", "1"], "--images"), (["--model", "m.onnx"], "--images"),
-    (["--all", "--json", "-"], "the text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        (["--limit", "2"], "--images"),
+        (["--mean", "0.5"], "--images"),
+        (["--skip-bad"], "--images"),
+        (["--threads", "1"], "--images"),
+        (["--model", "m.onnx"], "--images"),
+        (["--all", "--json", "-"], "the text"),
+    ],
+)
 def test_options_of_what_is_not_asked_for_are_refused(built, flags, missing):
     sentence = refused(built, *flags)
     assert flags[0] in sentence and missing in sentence
@@ -340,10 +357,20 @@ def test_a_folder_without_a_report_is_refused(tmp_path):
     refused("x" * 5000)
 
 
-@pytest.mark.parametrize("junk", [
-    b"", b"\xff\xfe\x00", b"[" * 100_000, b"[]", b"3", b'{"schema": "calib8-report/1"}',
-    b'{"schema": ["calib8-report/2"]}', b"\x00" * 99, b"1" * 5000,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"",
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b"[]",
+        b"3",
+        b'{"schema": "calib8-report/1"}',
+        b'{"schema": ["calib8-report/2"]}',
+        b"\x00" * 99,
+        b"1" * 5000,
+    ],
+)
 def test_a_broken_report_is_one_sentence(tmp_path, junk):
     (tmp_path / "report.json").write_bytes(junk)
     refused(tmp_path)
@@ -628,8 +655,14 @@ def changed(built_builds, tmp_path):
 def latency(p50):
     names = ("min", "max", "mean", "median", "p50", "p90", "p95", "p99")
     timing = {name: p50 for name in names} | {"cv_percent": 1.0}
-    return {"queries": 9, "warmup_queries": 1, "total_host_walltime_s": 1.0,
-            "throughput_qps": 9.0, "latency": timing, "host": timing}  # fmt: skip
+    return {
+        "queries": 9,
+        "warmup_queries": 1,
+        "total_host_walltime_s": 1.0,
+        "throughput_qps": 9.0,
+        "latency": timing,
+        "host": timing,
+    }
 
 
 def test_one_build_shows_its_screen_again_and_is_read_back_as_written(run, built_builds):

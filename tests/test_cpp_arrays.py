@@ -89,9 +89,14 @@ def agree(cpp, tmp_path):
 def test_a_file_of_samples(agree, tmp_path):
     path = tmp_path / "a.npy"
     for array in (
-        batch(), batch(shape=(5, 1, 3, 4, 5)), batch(shape=(2, 2, 3, 4, 5)),
-        np.asfortranarray(batch()), batch(">f4"), np.asfortranarray(batch(">f4")), batch()[:1],
-    ):  # fmt: skip
+        batch(),
+        batch(shape=(5, 1, 3, 4, 5)),
+        batch(shape=(2, 2, 3, 4, 5)),
+        np.asfortranarray(batch()),
+        batch(">f4"),
+        np.asfortranarray(batch(">f4")),
+        batch()[:1],
+    ):
         np.save(path, array)
         assert agree(path, IMAGE)["manifest"]["kind"] == "arrays"
         agree(path, IMAGE, limit=3)

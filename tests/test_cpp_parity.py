@@ -52,10 +52,14 @@ def answer_of(feed, shapes):
     """What the C++ program answers of this feed; it says nothing of pictures of 16 bits."""
     notes = [note for note in feed.notes if "have 16 bits" not in note]
     return {
-        "shapes": shapes, "size": len(feed),
-        "labels": list(feed.labels) if feed.labels is not None else None, "names": list(feed.names),
-        "skipped": list(feed.skipped), "notes": notes, "manifest": feed.manifest(),
-    }  # fmt: skip
+        "shapes": shapes,
+        "size": len(feed),
+        "labels": list(feed.labels) if feed.labels is not None else None,
+        "names": list(feed.names),
+        "skipped": list(feed.skipped),
+        "notes": notes,
+        "manifest": feed.manifest(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -163,18 +167,26 @@ def test_lists_and_bad_images_are_told_in_the_same_words(cpp, photos, tmp_path):
     good = sorted(p for p in photos.rglob("*") if p.suffix == ".png")[0]
     jpeg = sorted(p for p in photos.rglob("*") if p.suffix == ".jpg")[0]
     for name, data in {
-        "a b.png": good.read_bytes(), "c.jpg": jpeg.read_bytes(),
-        "cut.jpg": jpeg.read_bytes()[:-40], "cut.png": good.read_bytes()[:-40],
+        "a b.png": good.read_bytes(),
+        "c.jpg": jpeg.read_bytes(),
+        "cut.jpg": jpeg.read_bytes()[:-40],
+        "cut.png": good.read_bytes()[:-40],
         "crc.png": good.read_bytes()[:-20] + b"x" + good.read_bytes()[-19:],
-        "empty.png": b"", "text.png": b"hello",
-    }.items():  # fmt: skip
+        "empty.png": b"",
+        "text.png": b"hello",
+    }.items():
         (tmp_path / name).write_bytes(data)
     contents = [
-        b"\xef\xbb\xbfa b.png 3\r\nc.jpg 0\r\n", b"# nothing\n", b"a b.png\nc.jpg 1\n",
-        b"c.jpg dog\n", b"nowhere.png\n  nor here.png 7\n", b"\xff\xfe",
+        b"\xef\xbb\xbfa b.png 3\r\nc.jpg 0\r\n",
+        b"# nothing\n",
+        b"a b.png\nc.jpg 1\n",
+        b"c.jpg dog\n",
+        b"nowhere.png\n  nor here.png 7\n",
+        b"\xff\xfe",
         *(f"{name}\n".encode() for name in ("cut.jpg", "cut.png", "crc.png", "empty.png")),
-        b"text.png\nc.jpg\n", "c.jpg 1\ncaf\xe9.png 2\n".encode(),
-    ]  # fmt: skip
+        b"text.png\nc.jpg\n",
+        "c.jpg 1\ncaf\xe9.png 2\n".encode(),
+    ]
     for index, content in enumerate(contents):
         listing = tmp_path / f"list{index}.txt"
         listing.write_bytes(content)
@@ -209,11 +221,21 @@ def test_presets_and_wrong_options_agree(cpp):
     ours = {name: how.to_json() for name, how in PRESETS.items()}
     assert cpp("presets") == ours
     options = [
-        {"size": [0, 224]}, {"size": [224]}, {"size": "224"}, {"short_side": 20000},
-        {"short_side": 2.5}, {"mean": [0.1, 0.2]}, {"color": "grey", "std": [1, 1, 1]},
-        {"std": [1.0, 0.0, 1.0]}, {"std": [1e-60]}, {"scale": "x"}, {"scale": [1.0]},
-        {"scale": 1e31}, {"mean": [True]}, {"mean": [0.25, 1e-7, 3]},
-    ]  # fmt: skip
+        {"size": [0, 224]},
+        {"size": [224]},
+        {"size": "224"},
+        {"short_side": 20000},
+        {"short_side": 2.5},
+        {"mean": [0.1, 0.2]},
+        {"color": "grey", "std": [1, 1, 1]},
+        {"std": [1.0, 0.0, 1.0]},
+        {"std": [1e-60]},
+        {"scale": "x"},
+        {"scale": [1.0]},
+        {"scale": 1e31},
+        {"mean": [True]},
+        {"mean": [0.25, 1e-7, 3]},
+    ]
     for given in options:
         ours = outcome(lambda given: Preprocess.from_json(given).to_json(), given)
         assert cpp("preprocess", options=given) == ours, given
@@ -286,8 +308,14 @@ def test_entropy_indices_are_identical(cpp, tmp_path):
     assert found == [entropy_index(row) for row in rows]
 
 
-METHODS = [("mse", {}), ("minmax", {}), *(("percentile", {"percent": p}) for p in (99.99, 100, 51)),
-           ("entropy", {}), ("entropy-tensorrt", {}), ("legacy", {})]  # fmt: skip
+METHODS = [
+    ("mse", {}),
+    ("minmax", {}),
+    *(("percentile", {"percent": p}) for p in (99.99, 100, 51)),
+    ("entropy", {}),
+    ("entropy-tensorrt", {}),
+    ("legacy", {}),
+]
 
 
 def scale_of(name, given, batches, base):
@@ -301,13 +329,16 @@ def values_of_all_kinds(count):
     """Tensors of 1 to 3000 values: smooth, one-sided, with heavy tails, on few values, constant."""
     rng = np.random.default_rng(17)
     kinds = [
-        lambda n: rng.standard_normal(n), lambda n: np.maximum(rng.standard_normal(n), 0),
-        lambda n: -np.abs(rng.standard_cauchy(n)), lambda n: rng.integers(-5, 6, n) * 0.1,
-        lambda n: np.round(rng.standard_normal(n) * 4) / 4, lambda n: rng.uniform(-1, 1, n) ** 9,
+        lambda n: rng.standard_normal(n),
+        lambda n: np.maximum(rng.standard_normal(n), 0),
+        lambda n: -np.abs(rng.standard_cauchy(n)),
+        lambda n: rng.integers(-5, 6, n) * 0.1,
+        lambda n: np.round(rng.standard_normal(n) * 4) / 4,
+        lambda n: rng.uniform(-1, 1, n) ** 9,
         lambda n: rng.choice([-1.0, 0.0, 0.5, 127.0, 128.0], n),
         lambda n: np.full(n, rng.choice([-2.5, 0.0, -0.0, 1e-38, 3e38])),
         lambda n: rng.standard_normal(n) * 10.0 ** rng.uniform(-44, 36),
-    ]  # fmt: skip
+    ]
     for index in range(count):
         yield kinds[index % len(kinds)](int(10 ** rng.uniform(0, 3.5))).astype(np.float32)
 
@@ -333,11 +364,13 @@ def python_cache(path, origin):
         return name.encode("utf-8", "surrogateescape").hex()
 
     return {
-        "label": cache.header.label, "algorithm": cache.header.algorithm,
+        "label": cache.header.label,
+        "algorithm": cache.header.algorithm,
         "round_trip": trt_cache.dump(cache) == data,
         "entries": [[coded(e.name), e.bits, e.flaw] for e in cache.entries],
-        "duplicates": [coded(name) for name in cache.duplicates()], "unique": len(cache.scales()),
-    }  # fmt: skip
+        "duplicates": [coded(name) for name in cache.duplicates()],
+        "unique": len(cache.scales()),
+    }
 
 
 def agree_on(cpp, path):
@@ -364,10 +397,33 @@ SAMPLE = (
 ).encode()
 LEGACY = b"03ff00000000000003feffffde7210be9\ndata: 3c008102\n"
 SPLICES = [
-    b"\n", b"\r\n", b": ", b":", b" ", b"0", b"TRT-", b"-", b"\xff", b"\xc3", b"\xe2\x82", b"\0",
-    b"'", b'"', b"\\", b"{", b"3c008912", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\x7f", b"\t",
-    "\u200b\u20ac\U0001f600".encode(), b"record {", b"PK\x03\x04", b"1.5e-3", b"<!DOCTYPE",
-]  # fmt: skip
+    b"\n",
+    b"\r\n",
+    b": ",
+    b":",
+    b" ",
+    b"0",
+    b"TRT-",
+    b"-",
+    b"\xff",
+    b"\xc3",
+    b"\xe2\x82",
+    b"\0",
+    b"'",
+    b'"',
+    b"\\",
+    b"{",
+    b"3c008912",
+    b"\xed\xa0\x80",
+    b"\xf4\x90\x80\x80",
+    b"\x7f",
+    b"\t",
+    "\u200b\u20ac\U0001f600".encode(),
+    b"record {",
+    b"PK\x03\x04",
+    b"1.5e-3",
+    b"<!DOCTYPE",
+]
 
 
 # CALIB8_MUTANTS=100000 tries many more
@@ -441,17 +497,23 @@ def test_changes_of_a_fingerprint_are_told_in_the_same_words(cpp):
     old = halves()
     decoder = old["made_from"]["decoder"]
     for part, value in [
-        ("method", "minmax"), ("model", {"graph": "c" * 64}), ("model", {"file": "c" * 64}),
+        ("method", "minmax"),
+        ("model", {"graph": "c" * 64}),
+        ("model", {"file": "c" * 64}),
         ("model", {"graph": "a" * 64, "file": "c" * 64}),
         ("images", {"count": 4, "skip_bad": True, "sha256": "d" * 64}),
         ("preprocess", {"mean": [0.485, 1e-7], "size": [224, 224], "color": "bgr"}),
-        ("order", "f" * 64), ("preprocess", {}), ("decoder", {}),
+        ("order", "f" * 64),
+        ("preprocess", {}),
+        ("decoder", {}),
         ("decoder", {**decoder, "library": "libjpeg-turbo 2.1.5"}),
-        ("decoder", {**decoder, "png": "3"}), ("versions", {"tensorrt": "10.3.0"}),
+        ("decoder", {**decoder, "png": "3"}),
+        ("versions", {"tensorrt": "10.3.0"}),
         ("decoder", {"decoding": 1, "library": "OpenCV 4.6.0"}),
-        ("numbers", {"frontend": 2, "parser": "it's"}), ("program", "TensorRT"),
+        ("numbers", {"frontend": 2, "parser": "it's"}),
+        ("program", "TensorRT"),
         ("rule", "whole batches of 8"),
-    ]:  # fmt: skip
+    ]:
         now = halves(**{part: value})
         ours = Fingerprint.from_json(now).changes_since(Fingerprint.from_json(old))
         assert cpp("changes", now=now, old=old) == {"changes": ours, "same": True}
@@ -520,17 +582,22 @@ def odd_model():
     value = helper.make_tensor_value_info
     body = helper.make_graph(
         [helper.make_node("Add", ["x", "c"], ["y"], name="inner")],
-        "body", [], [value("y", TensorProto.FLOAT, ["n", 3])], [weights[0]],
-    )  # fmt: skip
+        "body",
+        [],
+        [value("y", TensorProto.FLOAT, ["n", 3])],
+        [weights[0]],
+    )
     odd = helper.make_node("Odd", ["x"], ["z"], domain="my", b=-3, a=1.5, l=[1, -2, 2**40], f=[0.5])
-    odd.attribute.extend([
-        helper.make_attribute("s", "text", doc_string="not counted"),
-        helper.make_attribute("ss", ["a", "b"]),
-        helper.make_attribute("t", typed("", np.ones(3, np.float32))),
-        helper.make_attribute("ts", [weights[1], weights[2]]),
-        helper.make_attribute("tp", helper.make_tensor_type_proto(1, [1, "q", None])),
-        helper.make_attribute("none", [], attr_type=onnx.AttributeProto.INTS),
-    ])  # fmt: skip
+    odd.attribute.extend(
+        [
+            helper.make_attribute("s", "text", doc_string="not counted"),
+            helper.make_attribute("ss", ["a", "b"]),
+            helper.make_attribute("t", typed("", np.ones(3, np.float32))),
+            helper.make_attribute("ts", [weights[1], weights[2]]),
+            helper.make_attribute("tp", helper.make_tensor_type_proto(1, [1, "q", None])),
+            helper.make_attribute("none", [], attr_type=onnx.AttributeProto.INTS),
+        ]
+    )
     branch = helper.make_node("If", ["cond"], ["w"], then_branch=body, else_branch=body)
     nodes = [branch, odd, helper.make_node("Relu", ["z"], ["out"], domain="ai.onnx")]
     inputs = [value("x", TensorProto.FLOAT, ["n", 3, 0]), value("cond", TensorProto.BOOL, None)]

@@ -220,8 +220,15 @@ def test_decoders_print_nothing(theirs, calib8_cache, tmp_path):
     (folder / "cut.pgm").write_bytes(KINDS["pgm 16 bits"][:200])
     (folder / "good.jpg").write_bytes(KINDS["jpeg of another revision"])
     command = [
-        *calib8_cache, "feed", folder, "--input", "x:1x3x8x8", "--skip-bad", "-o", tmp_path / "out",
-    ]  # fmt: skip
+        *calib8_cache,
+        "feed",
+        folder,
+        "--input",
+        "x:1x3x8x8",
+        "--skip-bad",
+        "-o",
+        tmp_path / "out",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["samples"] == 2
@@ -275,9 +282,12 @@ def resizes():
 @pytest.mark.parametrize("kind", ["nearest", "linear", "cubic", "area", "lanczos"])
 def test_resized_pixels_are_those_of_opencv(cpp, tmp_path, kind):
     flags = {
-        "nearest": cv2.INTER_NEAREST, "linear": cv2.INTER_LINEAR, "cubic": cv2.INTER_CUBIC,
-        "area": cv2.INTER_AREA, "lanczos": cv2.INTER_LANCZOS4,
-    }  # fmt: skip
+        "nearest": cv2.INTER_NEAREST,
+        "linear": cv2.INTER_LINEAR,
+        "cubic": cv2.INTER_CUBIC,
+        "area": cv2.INTER_AREA,
+        "lanczos": cv2.INTER_LANCZOS4,
+    }
     for pixels, (height, width) in resizes():
         enlarges = height > pixels.shape[0] or width > pixels.shape[1]
         flag = flags["linear" if kind == "area" and enlarges else kind]

@@ -113,10 +113,16 @@ def test_one_image_is_a_feed_of_one(photos):
     assert len(collect(open_feed(photos / "b.png", [IMAGE]))) == 1
 
 
-@pytest.mark.parametrize(("shape", "dtype", "suffix"), [
-    ((30, 40), np.uint8, ".png"), ((30, 40, 4), np.uint8, ".png"), ((30, 40, 3), np.uint16, ".png"),
-    ((30, 40), np.uint16, ".tiff"), ((1, 1, 3), np.uint8, ".png"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "dtype", "suffix"),
+    [
+        ((30, 40), np.uint8, ".png"),
+        ((30, 40, 4), np.uint8, ".png"),
+        ((30, 40, 3), np.uint16, ".png"),
+        ((30, 40), np.uint16, ".tiff"),
+        ((1, 1, 3), np.uint8, ".png"),
+    ],
+)
 def test_grey_alpha_16_bit_and_tiny_pictures_are_read_as_colour(tmp_path, shape, dtype, suffix):
     data = write_image(tmp_path / f"x{suffix}", 1, shape, dtype)
     if shape == (30, 40, 3):  # the upper byte of 16 bits
@@ -197,14 +203,20 @@ def test_labels_follow_the_images_that_were_not_skipped(photos):
         open_feed(photos / "l.txt", [IMAGE])
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ("", "got no line"), ("# only this\n", "got no line"),
-    ("a.JPG 1\nb.png\n", "1 of 2 without, the first on line 2"),
-    ("a.JPG cat\n", "whole number from 0, got 'cat' on line 1"),
-    ("a.JPG -1\n", "whole number from 0, got '-1'"), ("a.JPG 1.5\n", "whole number"),
-    ("nothere.png\n", r"1 of 1 .*nothere\.png"), ("a\0b\n", "got a file that is none of these"),
-    ("\xff\xfea\0", "got a file that is none of these"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "got no line"),
+        ("# only this\n", "got no line"),
+        ("a.JPG 1\nb.png\n", "1 of 2 without, the first on line 2"),
+        ("a.JPG cat\n", "whole number from 0, got 'cat' on line 1"),
+        ("a.JPG -1\n", "whole number from 0, got '-1'"),
+        ("a.JPG 1.5\n", "whole number"),
+        ("nothere.png\n", r"1 of 1 .*nothere\.png"),
+        ("a\0b\n", "got a file that is none of these"),
+        ("\xff\xfea\0", "got a file that is none of these"),
+    ],
+)
 def test_wrong_list_files_are_told(photos, content, message):
     (photos / "l.txt").write_bytes(content.encode("latin-1"))
     with pytest.raises(FeedError, match=message):
@@ -383,14 +395,18 @@ def test_iterables_give_the_same_samples_however_they_are_cut(chunks):
     assert np.array_equal(values(open_feed(BATCH, [IMAGE])), BATCH)
 
 
-@pytest.mark.parametrize(("value", "message"), [
-    (BATCH.astype(np.int64), r"dtype of the input .*\.astype\('float32'\)"),
-    ((BATCH * 9).astype(np.uint8), "must be preprocessed first"),
-    (BATCH[:, :, :8], "must fit the input 'image'"),
-    (BATCH.transpose(0, 2, 1, 3), "must fit the input 'image'"),
-    (BATCH[:0], "must give samples, got none"), ([None, "a string"], "array of numbers"),
-    ([], "got none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (BATCH.astype(np.int64), r"dtype of the input .*\.astype\('float32'\)"),
+        ((BATCH * 9).astype(np.uint8), "must be preprocessed first"),
+        (BATCH[:, :, :8], "must fit the input 'image'"),
+        (BATCH.transpose(0, 2, 1, 3), "must fit the input 'image'"),
+        (BATCH[:0], "must give samples, got none"),
+        ([None, "a string"], "array of numbers"),
+        ([], "got none"),
+    ],
+)
 def test_wrong_arrays_are_told(value, message):
     with pytest.raises(FeedError, match=message):
         open_feed(value, [IMAGE])

@@ -104,11 +104,16 @@ def stored_weight(model):
     return found
 
 
-@pytest.mark.parametrize(("op", "shape", "attributes", "inside", "scales"), [
-    ("Conv", (4, 6, 3, 3), {}, (1, 2, 3), 4), ("ConvTranspose", (6, 5, 2, 2), {}, (0, 2, 3), 5),
-    ("Gemm", (6, 7), {}, (0,), 7), ("Gemm", (7, 6), {"transB": 1}, (1,), 7),
-    ("MatMul", (6, 7), {}, (0,), 7),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "shape", "attributes", "inside", "scales"),
+    [
+        ("Conv", (4, 6, 3, 3), {}, (1, 2, 3), 4),
+        ("ConvTranspose", (6, 5, 2, 2), {}, (0, 2, 3), 5),
+        ("Gemm", (6, 7), {}, (0,), 7),
+        ("Gemm", (7, 6), {"transB": 1}, (1,), 7),
+        ("MatMul", (6, 7), {}, (0,), 7),
+    ],
+)
 def test_output_channels_are_found_in_every_layout(op, shape, attributes, inside, scales):
     model, weight = net(op, shape, **attributes)
     found = stored_weight(model)
@@ -196,8 +201,13 @@ def test_what_was_tried_stands_side_by_side_with_what_was_built_marked():
     )
     html = block_html(trial_table(tried))
     lengths = re.findall(r'<rect class="(\w+)" width="([\d.]+)" y="2"', html)
-    assert lengths == [("tried", "60.0"), ("kept", "120.0"), ("tried", "120.0"),
-                       ("tried", "0.0"), ("tried", "0.0")]  # fmt: skip
+    assert lengths == [
+        ("tried", "60.0"),
+        ("kept", "120.0"),
+        ("tried", "120.0"),
+        ("tried", "0.0"),
+        ("tried", "0.0"),
+    ]
     times = re.findall(r'<rect class="time" width="([\d.]+)"', html)
     assert times == ["60.0", "60.0", "120.0", "30.0", "30.0"]
     assert "<mse>" not in html and html.count(">yes</td>") == 1
@@ -218,11 +228,15 @@ def sigmoid(t):
     return 1 / (1 + np.exp(-t))
 
 
-@pytest.mark.parametrize(("nodes", "function", "span"), [
-    ("y = Sigmoid (t)", sigmoid, 1), ("y = Tanh (t)", np.tanh, 2),
-    ("s = Sigmoid (t) y = Mul (t, s)", lambda t: t * sigmoid(t), 0.278),
-    ("y = Gelu (t)", lambda t: 0.5 * t * (1 + np.vectorize(math.erf)(t / math.sqrt(2))), 0.170),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("nodes", "function", "span"),
+    [
+        ("y = Sigmoid (t)", sigmoid, 1),
+        ("y = Tanh (t)", np.tanh, 2),
+        ("s = Sigmoid (t) y = Mul (t, s)", lambda t: t * sigmoid(t), 0.278),
+        ("y = Gelu (t)", lambda t: 0.5 * t * (1 + np.vectorize(math.erf)(t / math.sqrt(2))), 0.170),
+    ],
+)
 def test_what_is_lost_beyond_a_bound_is_less_than_half_a_step_of_8_bits(nodes, function, span):
     t = np.linspace(-40, 40, 8001)
     low, high = find_bounds(model(nodes))["t"]
@@ -230,9 +244,16 @@ def test_what_is_lost_beyond_a_bound_is_less_than_half_a_step_of_8_bits(nodes, f
 
 
 NUMBERS = {
-    "three": 3, "zero": 0, "six": 6, "one": 1, "two": 2, "half": 0.5, "down": -2,
-    "root": math.sqrt(2), "shape": 4,
-}  # fmt: skip
+    "three": 3,
+    "zero": 0,
+    "six": 6,
+    "one": 1,
+    "two": 2,
+    "half": 0.5,
+    "down": -2,
+    "root": math.sqrt(2),
+    "shape": 4,
+}
 
 
 def model(nodes):
@@ -244,36 +265,55 @@ def model(nodes):
 ERF_AND_ONE = "d = Div (t, root) e = Erf (d) a = Add (e, one)"
 
 
-@pytest.mark.parametrize(("nodes", "expected"), [
-    ("a = Add (t, three) c = Clip (a, zero, six) m = Mul (t, c) y = Div (m, six)", (-3, None)),
-    ("y = HardSwish (t)", (-3, None)), ("y = Relu (t)", (0, None)),
-    ("y = Clip (t, zero, six)", (0, 6)), ("s = HardSigmoid (t) y = Mul (t, s)", (-2.5, None)),
-    ("y = HardSigmoid <alpha = 0.25> (t)", (-2, 2)), ("y = Sigmoid (t)", (-8, 8)),
-    ("y = Tanh (t)", (-4, 4)), ("s = Sigmoid (t) y = Mul (t, s)", (-10, None)),
-    ("h = Mul (t, half) s = Sigmoid (h) y = Mul (t, s)", (-20, None)),
-    ("s = Sigmoid (t) y = Pow (s, two)", (-8, 8)), ("s = Sigmoid (t) y = Pow (s, one)", (-8, 8)),
-    (f"{ERF_AND_ONE} m = Mul (t, a) y = Mul (m, half)", (-3 * math.sqrt(2), None)),
-    (f"{ERF_AND_ONE} h = Mul (t, half) y = Mul (h, a)", (-3 * math.sqrt(2), None)),
-    ("m = Mul (t, two) a = Add (m, six) y = Sigmoid (a)", (-7, 1)),
-    ("m = Sub (t, three) a = Div (m, down) y = Sigmoid (a)", (-13, 19)),
-    ("r = Relu (t) y = Sigmoid (r)", (0, 8)),
-    ("r = Reshape (t, shape) c = Concat <axis = 0> (r, r) m = Transpose (c) y = Sigmoid (m)",
-     (-8, 8)),
-    ("a, b, c = Split (t) k = Sigmoid (a) l = Tanh (b) y = Concat <axis = 0> (k, l)", (-8, 8)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("a = Add (t, three) c = Clip (a, zero, six) m = Mul (t, c) y = Div (m, six)", (-3, None)),
+        ("y = HardSwish (t)", (-3, None)),
+        ("y = Relu (t)", (0, None)),
+        ("y = Clip (t, zero, six)", (0, 6)),
+        ("s = HardSigmoid (t) y = Mul (t, s)", (-2.5, None)),
+        ("y = HardSigmoid <alpha = 0.25> (t)", (-2, 2)),
+        ("y = Sigmoid (t)", (-8, 8)),
+        ("y = Tanh (t)", (-4, 4)),
+        ("s = Sigmoid (t) y = Mul (t, s)", (-10, None)),
+        ("h = Mul (t, half) s = Sigmoid (h) y = Mul (t, s)", (-20, None)),
+        ("s = Sigmoid (t) y = Pow (s, two)", (-8, 8)),
+        ("s = Sigmoid (t) y = Pow (s, one)", (-8, 8)),
+        (f"{ERF_AND_ONE} m = Mul (t, a) y = Mul (m, half)", (-3 * math.sqrt(2), None)),
+        (f"{ERF_AND_ONE} h = Mul (t, half) y = Mul (h, a)", (-3 * math.sqrt(2), None)),
+        ("m = Mul (t, two) a = Add (m, six) y = Sigmoid (a)", (-7, 1)),
+        ("m = Sub (t, three) a = Div (m, down) y = Sigmoid (a)", (-13, 19)),
+        ("r = Relu (t) y = Sigmoid (r)", (0, 8)),
+        (
+            "r = Reshape (t, shape) c = Concat <axis = 0> (r, r) m = Transpose (c) y = Sigmoid (m)",
+            (-8, 8),
+        ),
+        ("a, b, c = Split (t) k = Sigmoid (a) l = Tanh (b) y = Concat <axis = 0> (k, l)", (-8, 8)),
+    ],
+)
 def test_known_readers(nodes, expected):
     low, high = expected
     bounds = (low, math.inf if high is None else high)
     assert find_bounds(model(nodes))["t"] == pytest.approx(bounds)
 
 
-@pytest.mark.parametrize("nodes", [
-    "s = Sigmoid (t) y = Log (s)", "s = Sigmoid (t) r = Reshape (s, shape) y = Div (x, r)",
-    "s = Sigmoid (t) y = Pow (s, half)", "y = Softmax (t)", "s = Sigmoid (x) y = Mul (t, s)",
-    "a, b = Split (t) y = Sigmoid (a) z = Sin (b)", "y = Reshape (t, shape) s = Sigmoid (y)",
-    "m = AveragePool (t) y = Sigmoid (m)", "r = Relu (t) y = Add (t, r)", "y = Add (t, t)",
-    "y = Neg (t) r = Relu (y)",  # leaves the model
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "s = Sigmoid (t) y = Log (s)",
+        "s = Sigmoid (t) r = Reshape (s, shape) y = Div (x, r)",
+        "s = Sigmoid (t) y = Pow (s, half)",
+        "y = Softmax (t)",
+        "s = Sigmoid (x) y = Mul (t, s)",
+        "a, b = Split (t) y = Sigmoid (a) z = Sin (b)",
+        "y = Reshape (t, shape) s = Sigmoid (y)",
+        "m = AveragePool (t) y = Sigmoid (m)",
+        "r = Relu (t) y = Add (t, r)",
+        "y = Add (t, t)",
+        "y = Neg (t) r = Relu (y)",  # leaves the model
+    ],
+)
 def test_any_other_reader_keeps_every_value(nodes):
     assert not find_bounds(model(nodes)).keys() & {"t", "y"}
 
@@ -341,18 +381,25 @@ def test_a_followed_tensor_keeps_its_bounds():
     assert range_limits("y = Sigmoid (t)", "yt")["t"] == (-math.inf, math.inf, 8)
 
 
-@pytest.mark.parametrize(("nodes", "scores"), [
-    # scores may be scaled and multiplied by scores
-    ("s = Sigmoid (t) y = Mul (s, two)", True),
-    ("s = Sigmoid (t) r = Sigmoid (x) u = Transpose (r) y = Mul (s, u)", True),
-    ("s = Sigmoid (t) y = Mul (s, s)", True), ("s = Sigmoid (t) y = ReduceMax (s)", True),
-    # gates, and what layers read on from, are none
-    ("s = Sigmoid (t) y = Mul (t, s)", False), ("s = Sigmoid (t) y = Mul (s, x)", False),
-    ("s = Sigmoid (t) u = Transpose (s) y = Mul (u, x)", False),
-    ("s = Sigmoid (t) y = Conv (s, w)", False),
-    ("s = Sigmoid (t) n = Neg (s) y = Conv (n, w)", False), ("y = Tanh (t)", False),
-    ("y = Softmax (t)", False), ("m = Mul (t, two) y = Exp (m)", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("nodes", "scores"),
+    [
+        # scores may be scaled and multiplied by scores
+        ("s = Sigmoid (t) y = Mul (s, two)", True),
+        ("s = Sigmoid (t) r = Sigmoid (x) u = Transpose (r) y = Mul (s, u)", True),
+        ("s = Sigmoid (t) y = Mul (s, s)", True),
+        ("s = Sigmoid (t) y = ReduceMax (s)", True),
+        # gates, and what layers read on from, are none
+        ("s = Sigmoid (t) y = Mul (t, s)", False),
+        ("s = Sigmoid (t) y = Mul (s, x)", False),
+        ("s = Sigmoid (t) u = Transpose (s) y = Mul (u, x)", False),
+        ("s = Sigmoid (t) y = Conv (s, w)", False),
+        ("s = Sigmoid (t) n = Neg (s) y = Conv (n, w)", False),
+        ("y = Tanh (t)", False),
+        ("y = Softmax (t)", False),
+        ("m = Mul (t, two) y = Exp (m)", False),
+    ],
+)
 def test_scores_are_followed_and_gates_are_not(nodes, scores):
     found = followed(nodes)
     assert "t" in found if scores else not found
@@ -446,11 +493,22 @@ def test_one_that_agrees_is_among_those_shown_where_there_is_one():
     assert {one.number for one in tally.shown()} <= tally.watched
 
 
-@pytest.mark.parametrize(("score", "count", "threshold"), [
-    (0.9, 20, 0.25), (0.26, 20, 0.25), (0.26, 19, 0.15), (0.24, 20, 0.15), (0.16, 5, 0.15),
-    (0.16, 4, None), (0.14, 5, 0.05), (0.06, 5, 0.05), (0.06, 4, None), (0.04, 20, None),
-    (0, 0, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("score", "count", "threshold"),
+    [
+        (0.9, 20, 0.25),
+        (0.26, 20, 0.25),
+        (0.26, 19, 0.15),
+        (0.24, 20, 0.15),
+        (0.16, 5, 0.15),
+        (0.16, 4, None),
+        (0.14, 5, 0.05),
+        (0.06, 5, 0.05),
+        (0.06, 4, None),
+        (0.04, 20, None),
+        (0, 0, None),
+    ],
+)
 def test_the_threshold_is_the_highest_with_enough_boxes(score, count, threshold):
     seen = scene(*(row(10 * n, score=score) for n in range(count)))
     tally = tallied([(seen, scene(row(0, score=score)))])
@@ -471,8 +529,10 @@ def test_classes_that_change_are_kept_the_surest_first():
         tally.add({}, {"logits": np.array([[own, 1, 0]])}, {"logits": np.array([[1, other, 0]])})
     tally.add({}, {"logits": np.array([[5.0, 1, 0]])}, {"logits": np.array([[5.0, 1, 0]])})
     assert [(one.number, one.reference, one.candidate) for one in tally.shown()] == [
-        (1, (0, 9.0), (1, 2.0)), (0, (0, 5.0), (1, 6.0)), (2, (0, 3.0), (1, 8.0)),
-    ]  # fmt: skip
+        (1, (0, 9.0), (1, 2.0)),
+        (0, (0, 5.0), (1, 6.0)),
+        (2, (0, 3.0), (1, 8.0)),
+    ]
     assert tally.watched == {0, 1, 2}
 
 
@@ -633,12 +693,15 @@ def test_one_odd_channel_of_a_feature_map_is_no_part(rng, place, size):
 FAINT = np.array([1.0, 0.9, 1e-6, 1e-7, 0.8, 1e-6]).reshape(1, 6, 1)
 
 
-@pytest.mark.parametrize("make", [
-    pytest.param(lambda rng: rng.uniform(0, 1, (1, 6, 500)) * FAINT, id="absent classes"),
-    pytest.param(lambda rng: rng.standard_normal((1, 21, 40, 40)) * 5, id="logits"),
-    pytest.param(lambda rng: np.array([[900.0, 800, 700, 0.2, 0.3]]), id="a vector"),
-    pytest.param(lambda rng: np.full((1, 22, 300), np.nan, np.float32), id="nan"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda rng: rng.uniform(0, 1, (1, 6, 500)) * FAINT, id="absent classes"),
+        pytest.param(lambda rng: rng.standard_normal((1, 21, 40, 40)) * 5, id="logits"),
+        pytest.param(lambda rng: np.array([[900.0, 800, 700, 0.2, 0.3]]), id="a vector"),
+        pytest.param(lambda rng: np.full((1, 22, 300), np.nan, np.float32), id="nan"),
+    ],
+)
 def test_values_without_ranges_of_their_own_are_one_part(rng, make):
     assert labels([make(rng) for _ in range(4)]) == ["y"]
 
@@ -675,12 +738,21 @@ def compared(references, candidates, batch, form=None):
 
 
 @pytest.mark.parametrize("how", ["", "logits", "unit", "few"])
-@pytest.mark.parametrize(("value", "gate", "cells"), [
-    ("1 40", "1 40", "1 40"), ("1 40", "1 1 40", "1 40"), ("1 40 1", "1 40", "1 40 1"),
-    ("1 40 4", "1 40", "1 40 1"), ("1 4 40", "1 40", "1 1 40"), ("1 40 4", "1 40 1", "1 40 1"),
-    ("1 2 8 8", "1 1 8 8", "1 1 8 8"), ("1 2 8 8", "1 8 8", "1 1 8 8"),
-    ("1 8 8 2", "1 8 8 1", "1 8 8 1"), ("1 1 32 16", "1 1 8 4", "1 1 8 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "gate", "cells"),
+    [
+        ("1 40", "1 40", "1 40"),
+        ("1 40", "1 1 40", "1 40"),
+        ("1 40 1", "1 40", "1 40 1"),
+        ("1 40 4", "1 40", "1 40 1"),
+        ("1 4 40", "1 40", "1 1 40"),
+        ("1 40 4", "1 40 1", "1 40 1"),
+        ("1 2 8 8", "1 1 8 8", "1 1 8 8"),
+        ("1 2 8 8", "1 8 8", "1 1 8 8"),
+        ("1 8 8 2", "1 8 8 1", "1 8 8 1"),
+        ("1 1 32 16", "1 1 8 4", "1 1 8 4"),
+    ],
+)
 def test_a_value_beside_a_score_of_its_cell_is_judged_where_it_counts(value, gate, cells, how):
     """A pitch where nobody speaks is arbitrary: 14 dB of it said nothing, and kept layers float."""
     value, gate, cells = ([int(side) for side in one.split()] for one in (value, gate, cells))
@@ -705,11 +777,20 @@ def test_a_value_beside_a_score_of_its_cell_is_judged_where_it_counts(value, gat
     assert np.abs(told[closed]).max() < 0.01 and np.abs(told[~closed]).min() > 0.9
 
 
-@pytest.mark.parametrize(("wide", "own", "channels", "sure", "weight"), [
-    (True, False, 1, 0.6, True), (True, False, 1, 0.4, False), (False, False, 1, 0.6, False),
-    (False, False, 1, 0.8, True), (True, True, 1, 0.6, False), (True, True, 1, 0.8, True),
-    (True, False, 2, 0, True), (True, True, 2, 0.6, False), (True, True, 2, 0.8, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wide", "own", "channels", "sure", "weight"),
+    [
+        (True, False, 1, 0.6, True),
+        (True, False, 1, 0.4, False),
+        (False, False, 1, 0.6, False),
+        (False, False, 1, 0.8, True),
+        (True, True, 1, 0.6, False),
+        (True, True, 1, 0.8, True),
+        (True, False, 2, 0, True),
+        (True, True, 2, 0.6, False),
+        (True, True, 2, 0.8, True),
+    ],
+)
 def test_scores_are_fewer_than_values_or_mostly_sure(wide, own, channels, sure, weight):
     """As many that are not sure, or columns of one output, may be deviations."""
     made, steps = np.random.default_rng(0), np.arange(50)

@@ -92,15 +92,25 @@ CASES = {  # a node, the older opset, and what computes the same there, where it
     "equal parts": (net("Split", opset=18, outputs=2, axis=1, num_outputs=2), 17),
     "unequal": (net("Split", opset=18, outputs=3, axis=3, num_outputs=3), 17, "Constant Split"),
     "Pad of some axes": (
-        net("Pad", I64([1, 2, 0, 3]), F(0.5), I64([3, -2]), opset=19), 17, "Constant Pad"),
+        net("Pad", I64([1, 2, 0, 3]), F(0.5), I64([3, -2]), opset=19),
+        17,
+        "Constant Pad",
+    ),
     "Pad": (net("Pad", I64([0, 0, 1, 1] * 2), opset=21), 13),
     "Resize by scales of some axes": (
-        net("Resize", "", F([2, 3]), opset=18, axes=[2, 3]), 17, "Constant Resize"),
+        net("Resize", "", F([2, 3]), opset=18, axes=[2, 3]),
+        17,
+        "Constant Resize",
+    ),
     "Resize to sizes of some axes": (
-        net("Resize", "", "", I64([9, 9]), opset=19, axes=[-1, 2], mode="linear"), 13,
-        "Constant Resize"),
+        net("Resize", "", "", I64([9, 9]), opset=19, axes=[-1, 2], mode="linear"),
+        13,
+        "Constant Resize",
+    ),
     "ScatterElements": (
-        net("ScatterElements", I64([[[[0]]]]), F([[[[1]]]]), opset=18, reduction="add"), 17),
+        net("ScatterElements", I64([[[[0]]]]), F([[[[1]]]]), opset=18, reduction="add"),
+        17,
+    ),
     "Cast": (net("Cast", opset=19, to=TensorProto.INT32, saturate=1), 13),
     "AveragePool": (net("AveragePool", opset=22, kernel_shape=[2, 2], dilations=[1, 1]), 17),
     "Conv": (net("Conv", KERNEL, opset=22), 13),
@@ -113,7 +123,7 @@ CASES = {  # a node, the older opset, and what computes the same there, where it
     "Swish": (net("Swish", opset=24), 17, "Sigmoid Mul"),
     "Gelu": (net("Gelu", opset=20), 17, "Constant Div Erf Constant Add Mul Constant Mul"),
     "CastLike": (net("CastLike", np.int32(1), opset=19), 13, "Cast"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", CASES)
@@ -156,27 +166,37 @@ def test_gelu_by_tanh():
 
 REFUSED = {
     "axes that are computed": (
-        net("ReduceMean", "x", opset=18, kind=TensorProto.INT64, shape=[2]), "axes are not constant"
+        net("ReduceMean", "x", opset=18, kind=TensorProto.INT64, shape=[2]),
+        "axes are not constant",
     ),
     "an attribute that matters": (
         net("Resize", "", F([1, 1, 0.5, 0.5]), opset=18, antialias=1, mode="linear"),
-        "attribute antialias"),
+        "attribute antialias",
+    ),
     "a word that is new": (net("Pad", I64([0] * 8), opset=19, mode="wrap"), "wraps"),
     "dilations": (
-        net("AveragePool", opset=19, kernel_shape=[2, 2], dilations=[2, 2]), "attribute dilations"),
+        net("AveragePool", opset=19, kernel_shape=[2, 2], dilations=[2, 2]),
+        "attribute dilations",
+    ),
     "an operator that is new": (
-        net("BitwiseNot", opset=18, kind=TensorProto.INT32), "no other operators are known"),
+        net("BitwiseNot", opset=18, kind=TensorProto.INT32),
+        "no other operators are known",
+    ),
     "another meaning": (net("DFT", opset=20, shape=[1, 4, 2]), "no other operators are known"),
     "a type that is new": (
-        net("ReduceMax", I64([1]), opset=20, kind=TensorProto.BOOL), "must have a form in opset 17"
+        net("ReduceMax", I64([1]), opset=20, kind=TensorProto.BOOL),
+        "must have a form in opset 17",
     ),
     "the largest of several": (
         net("ScatterElements", I64([[[[0]]]]), F([[[[1]]]]), opset=18, reduction="max"),
-        "its reduction is max or min"),
+        "its reduction is max or min",
+    ),
     "a size that is open": (
-        net("Split", opset=18, outputs=2, shape=["n", 4], num_outputs=2), "not known"),
+        net("Split", opset=18, outputs=2, shape=["n", 4], num_outputs=2),
+        "not known",
+    ),
     "an opset of the future": (net("Relu", opset=26), "between opset 13 and 25, got 26 for 17"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -220,10 +240,12 @@ def test_pads_of_any_axes(pads, axes, mode):
 def test_nodes_of_bodies_are_lowered_too_each_with_its_own_constants():
     def body(axis):
         return helper.make_graph(
-            [make_node("ReduceMean", "x axes", "m", name="inside")], "body", [],
+            [make_node("ReduceMean", "x axes", "m", name="inside")],
+            "body",
+            [],
             [make_value("m", None)],
             [numpy_helper.from_array(I64([axis]), "axes")],
-        )  # fmt: skip
+        )
 
     for yes in (True, False):
         model = net("Relu", opset=18)
@@ -269,12 +291,14 @@ OLD = {
     "Upsample-9": net("Upsample", F([1, 1, 2, 2]), opset=9, mode="nearest"),
     "Upsample-9 linear": net("Upsample", F([1, 1, 1.5, 4]), opset=9, mode="linear"),
     "Clip-6": net("Clip", opset=8, min=-0.5, max=0.5),
-    "Clip-6 above": net("Clip", opset=10, max=0.5), "Dropout-7": net("Dropout", opset=7, ratio=0.4),
+    "Clip-6 above": net("Clip", opset=10, max=0.5),
+    "Dropout-7": net("Dropout", opset=7, ratio=0.4),
     "Dropout-10": net("Dropout", opset=11, ratio=0.4),
     "BatchNormalization-7": net("BatchNormalization", *[F([1, 2, 3, 4])] * 4, opset=7, spatial=1),
     "Pad-2": net("Pad", opset=10, pads=[0, 0, 1, 2] * 2, value=3.0),
     "Slice-1": net("Slice", opset=9, starts=[1, -5], ends=[3, 9999], axes=[1, 3]),
-    "TopK-1": net("TopK", opset=9, outputs=2, k=3), "Softmax-1": net("Softmax", opset=9),
+    "TopK-1": net("TopK", opset=9, outputs=2, k=3),
+    "Softmax-1": net("Softmax", opset=9),
     "Softmax-11 of the last axis": net("Softmax", opset=12, axis=-1),
     "LogSoftmax-11": net("LogSoftmax", opset=11, axis=2),
     "Hardmax-11": net("Hardmax", opset=11, axis=-2),
@@ -285,7 +309,7 @@ OLD = {
     "Split-2 in halves": net("Split", opset=8, outputs=2, axis=1),
     "Squeeze-1": net("Squeeze", opset=10, axes=[0]),
     "Unsqueeze-1": net("Unsqueeze", opset=7, axes=[0, 3]),
-}  # fmt: skip
+}
 
 
 def moved(model, where):
@@ -308,9 +332,15 @@ def moved(model, where):
     return model
 
 
-@pytest.mark.parametrize("where", [
-    "alone", "beside constants that are nodes", "in the domain ai.onnx", "in an If in an If",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "where",
+    [
+        "alone",
+        "beside constants that are nodes",
+        "in the domain ai.onnx",
+        "in an If in an If",
+    ],
+)
 @pytest.mark.parametrize("what", OLD)
 def test_an_old_node_computes_in_opset_13_what_it_computed(what, where):
     model = moved(copy_message(OLD[what]), where)
@@ -460,14 +490,28 @@ RESIZES = {
     "axes from the end": net("Resize", "", F([2, 3]), opset=18, axes=[-1, -2], mode="linear"),
     "one axis": net("Resize", "", F([0.5]), opset=21, axes=[3], mode="linear", antialias=1),
     "a region": net(
-        "Resize", ROI, "", SIZES, opset=19, axes=[2, 3], mode="linear",
-        coordinate_transformation_mode="tf_crop_and_resize"),
+        "Resize",
+        ROI,
+        "",
+        SIZES,
+        opset=19,
+        axes=[2, 3],
+        mode="linear",
+        coordinate_transformation_mode="tf_crop_and_resize",
+    ),
     "the ratio of the sides": net(
-        "Resize", "", "", I64([12, 24]), opset=18, axes=[2, 3],
-        keep_aspect_ratio_policy="not_larger"),
+        "Resize",
+        "",
+        "",
+        I64([12, 24]),
+        opset=18,
+        axes=[2, 3],
+        keep_aspect_ratio_policy="not_larger",
+    ),
     "the ratio of all sides": net(
-        "Resize", "", "", I64([1, 4, 12, 8]), opset=18, keep_aspect_ratio_policy=SMALLER),
-}  # fmt: skip
+        "Resize", "", "", I64([1, 4, 12, 8]), opset=18, keep_aspect_ratio_policy=SMALLER
+    ),
+}
 
 
 @pytest.mark.parametrize("where", ["alone", "in an If in an If"])
@@ -519,9 +563,11 @@ def network(kind) -> onnx.ModelProto:
     """Conv, Relu, Conv, Mul, Sigmoid in float16: all of it, or the inside of a float32 model."""
     whole = kind == "whole"
     inner = [
-        ("Conv", "x w1 b1" if whole else "h w1 b1", "c", {"pads": [1] * 4}), ("Relu", "c", "r"),
-        ("Conv", "r w2 b2", "d", {"pads": [1] * 4}), ("Max", "d floor", "m"),
-    ]  # fmt: skip
+        ("Conv", "x w1 b1" if whole else "h w1 b1", "c", {"pads": [1] * 4}),
+        ("Relu", "c", "r"),
+        ("Conv", "r w2 b2", "d", {"pads": [1] * 4}),
+        ("Max", "d floor", "m"),
+    ]
     if whole:
         nodes = [*inner, ("Sigmoid", "m", "y")]
     else:
@@ -575,9 +621,12 @@ def test_what_is_computed_stays_within_float16(kind):
 
 def test_casts_inside_an_if_compute_in_float32_too():
     branch = helper.make_graph(
-        [make_node("Add", "d one", "z")], "b", [], [make_value("z", None, F16)],
+        [make_node("Add", "d one", "z")],
+        "b",
+        [],
+        [make_value("z", None, F16)],
         [numpy_helper.from_array(np.float16(1), "one")],
-    )  # fmt: skip
+    )
     model = network("whole")
     choice = make_node("If", "yes", "m", then_branch=branch, else_branch=branch)
     model.graph.node[3].CopyFrom(choice)
@@ -732,19 +781,34 @@ def test_a_model_with_nothing_to_quantize_ends_in_one_sentence(tmp_path):
 def attention() -> onnx.ModelProto:
     """One layer of attention over input_ids and attention_mask, int64 as exporters write them."""
     rng = np.random.default_rng(0)
-    held = as_float32({
-        "table": rng.normal(scale=0.5, size=(50, 16)), "wq": rng.normal(size=(16, 16)) / 4,
-        "wk": rng.normal(size=(16, 16)) / 4, "wo": rng.normal(size=(16, 5)) / 4,
-        "s": np.ones(16), "b": np.zeros(16), "one": np.array(1), "far": np.array(-1e4),
-    })  # fmt: skip
+    held = as_float32(
+        {
+            "table": rng.normal(scale=0.5, size=(50, 16)),
+            "wq": rng.normal(size=(16, 16)) / 4,
+            "wk": rng.normal(size=(16, 16)) / 4,
+            "wo": rng.normal(size=(16, 5)) / 4,
+            "s": np.ones(16),
+            "b": np.zeros(16),
+            "one": np.array(1),
+            "far": np.array(-1e4),
+        }
+    )
     nodes = [
-        ("Gather", "table input_ids", "e"), ("LayerNormalization", "e s b", "n"),
-        ("MatMul", "n wq", "q"), ("MatMul", "n wk", "k"),
-        ("Transpose", "k", "t", {"perm": [0, 2, 1]}), ("MatMul", "q t", "a"),
-        ("Cast", "attention_mask", "f", {"to": F32}), ("Sub", "one f", "i"),
-        ("Mul", "i far", "j"), ("Unsqueeze", "j at", "m"), ("Add", "a m", "masked"),
-        ("Softmax", "masked", "p", {"axis": -1}), ("MatMul", "p n", "o"), ("MatMul", "o wo", "y"),
-    ]  # fmt: skip
+        ("Gather", "table input_ids", "e"),
+        ("LayerNormalization", "e s b", "n"),
+        ("MatMul", "n wq", "q"),
+        ("MatMul", "n wk", "k"),
+        ("Transpose", "k", "t", {"perm": [0, 2, 1]}),
+        ("MatMul", "q t", "a"),
+        ("Cast", "attention_mask", "f", {"to": F32}),
+        ("Sub", "one f", "i"),
+        ("Mul", "i far", "j"),
+        ("Unsqueeze", "j at", "m"),
+        ("Add", "a m", "masked"),
+        ("Softmax", "masked", "p", {"axis": -1}),
+        ("MatMul", "p n", "o"),
+        ("MatMul", "o wo", "y"),
+    ]
     inputs = [make_value(n, ["b", 12], TensorProto.INT64) for n in ("input_ids", "attention_mask")]
     constants = held | {"at": np.array([1], np.int64)}
     return make_model(nodes, inputs, {"y": ["b", 12, 5]}, constants, opset=17)
@@ -790,16 +854,22 @@ def test_a_quantized_model_is_one_sentence(run, small_cnn, pictures, command, tm
 CONV = make_node("Conv", "x w", "c", name="conv")
 
 
-@pytest.mark.parametrize(("kind", "axes", "given", "found"), [
-    ("Transpose", (), {"perm": [0, 2, 3, 1]}, (3, 4)),
-    ("Transpose", (), {}, (2, 4)),  # all axes the other way round
-    ("Transpose", (), {"perm": [0, 1]}, None), ("Squeeze", (0,), {}, (0, 3)),
-    ("Squeeze", (-1, 2), {}, (1, 2)), ("Squeeze", (1,), {}, None),  # the channels themselves
-    ("Squeeze", (), {"axes": [2]}, (1, 3)),  # before opset 13
-    ("Squeeze", (), {}, None),  # all of one, whichever they are
-    ("Squeeze", (7,), {}, None), ("Unsqueeze", (0, -1), {}, (2, 6)),
-    ("Unsqueeze", (1,), {}, (2, 5)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "axes", "given", "found"),
+    [
+        ("Transpose", (), {"perm": [0, 2, 3, 1]}, (3, 4)),
+        ("Transpose", (), {}, (2, 4)),  # all axes the other way round
+        ("Transpose", (), {"perm": [0, 1]}, None),
+        ("Squeeze", (0,), {}, (0, 3)),
+        ("Squeeze", (-1, 2), {}, (1, 2)),
+        ("Squeeze", (1,), {}, None),  # the channels themselves
+        ("Squeeze", (), {"axes": [2]}, (1, 3)),  # before opset 13
+        ("Squeeze", (), {}, None),  # all of one, whichever they are
+        ("Squeeze", (7,), {}, None),
+        ("Unsqueeze", (0, -1), {}, (2, 6)),
+        ("Unsqueeze", (1,), {}, (2, 5)),
+    ],
+)
 def test_the_channels_are_where_the_moves_put_them(kind, axes, given, found):
     constants = {"axes": numpy_helper.from_array(np.array(axes, np.int64), "axes")} if axes else {}
     node = make_node(kind, ["c", *constants], "m", **given)
@@ -821,11 +891,16 @@ SIDE_BY_SIDE = [
 ]
 
 
-@pytest.mark.parametrize(("nodes", "bare", "skipped", "left"), [
-    (BEHIND_A_MOVE, (), (), 0), (BEHIND_A_MOVE, ("conv",), (), 1), (SIDE_BY_SIDE, (), (), 0),
-    (SIDE_BY_SIDE, ("other",), (), 1),  # also where but one of them is named
-    (SIDE_BY_SIDE, (), ("conv",), 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("nodes", "bare", "skipped", "left"),
+    [
+        (BEHIND_A_MOVE, (), (), 0),
+        (BEHIND_A_MOVE, ("conv",), (), 1),
+        (SIDE_BY_SIDE, (), (), 0),
+        (SIDE_BY_SIDE, ("other",), (), 1),  # also where but one of them is named
+        (SIDE_BY_SIDE, (), ("conv",), 1),
+    ],
+)
 def test_what_amct_is_to_find_apart_from_its_layers_stays_apart(nodes, bare, skipped, left):
     rng, channels = np.random.default_rng(0), 4 if nodes is BEHIND_A_MOVE else 8
     held = {"w": rng.normal(size=(4, 3, 1, 1)), "k": rng.uniform(1, 2, channels)}
@@ -882,10 +957,13 @@ def model_of(*between, ends="r2"):
     rng = np.random.default_rng(0)
     held = as_float32({name: rng.normal(size=(8, 8, 3, 3)) for name in ("w1", "w2")})
     nodes = [
-        make_node("Conv", "x w1", "c1", "/c1", pads=[1] * 4), make_node("Relu", "c1", "r1", "/r1"),
-        make_node("Conv", "r1 w2", "c2", "/c2", pads=[1] * 4), make_node("Relu", "c2", "r2", "/r2"),
-        *between, choice("c", ends, "y"),
-    ]  # fmt: skip
+        make_node("Conv", "x w1", "c1", "/c1", pads=[1] * 4),
+        make_node("Relu", "c1", "r1", "/r1"),
+        make_node("Conv", "r1 w2", "c2", "/c2", pads=[1] * 4),
+        make_node("Relu", "c2", "r2", "/r2"),
+        *between,
+        choice("c", ends, "y"),
+    ]
     inputs = [make_value("x", [1, 8, 8, 8]), make_value("c", [], TensorProto.BOOL)]
     return make_model(nodes, inputs, {"y": None}, held | {"always": np.array(True)}, opset=17)
 
@@ -933,24 +1011,48 @@ ODD = {  # nodes after y = Conv(r, w2), output beside y, note in the report, wor
     "sequence": ([("SplitToSequence", "y", "s", {"axis": 1})], SEQUENCE, "s (sequence)", "good"),
     "inner sequence": (
         [("SplitToSequence", "y", "q", {"axis": 1}), ("ConcatFromSequence", "q", "s", {"axis": 1})],
-        make_value("s", None), "", "good"),
+        make_value("s", None),
+        "",
+        "good",
+    ),
     "inner text": (
         [("Cast", "y", "q", {"to": TensorProto.STRING}), ("Cast", "q", "s", {"to": F32})],
-        make_value("s", None), "", "good"),
+        make_value("s", None),
+        "",
+        "good",
+    ),
     "inner optional of a sequence": (
-        [("SequenceConstruct", "y y", "q"), ("Optional", "q", "o"),
-         ("OptionalGetElement", "o", "g"), ("ConcatFromSequence", "g", "s", {"axis": 1})],
-        make_value("s", None), "", "good"),
+        [
+            ("SequenceConstruct", "y y", "q"),
+            ("Optional", "q", "o"),
+            ("OptionalGetElement", "o", "g"),
+            ("ConcatFromSequence", "g", "s", {"axis": 1}),
+        ],
+        make_value("s", None),
+        "",
+        "good",
+    ),
     "input": ([], make_value("x", None), "", "good"),
     "empty": ([("Slice", "y zero zero", "s")], make_value("s", None), "", "good"),
-    "random": ([("RandomNormalLike", "y", "n"), ("Add", "y n", "s")], make_value("s", None),
-               "gives another s at each run", "doubtful: the float model itself draws"),
-    "dropout": ([("Dropout", "y half yes", "s")], make_value("s", None),
-                "gives another s at each run", "doubtful: the float model itself draws"),
+    "random": (
+        [("RandomNormalLike", "y", "n"), ("Add", "y n", "s")],
+        make_value("s", None),
+        "gives another s at each run",
+        "doubtful: the float model itself draws",
+    ),
+    "dropout": (
+        [("Dropout", "y half yes", "s")],
+        make_value("s", None),
+        "gives another s at each run",
+        "doubtful: the float model itself draws",
+    ),
     "hardly random": (  # good with these numbers, so good without them
         [("RandomUniformLike", "y", "n", {"high": 0.001}), ("Add", "y n", "s")],
-        make_value("s", None), "gives another s at each run", "good"),
-}  # fmt: skip
+        make_value("s", None),
+        "gives another s at each run",
+        "good",
+    ),
+}
 
 
 @pytest.mark.parametrize("form", ODD)
@@ -966,9 +1068,13 @@ def test_an_output_of_any_kind_is_judged_or_left_out_on_every_target(form, rng, 
     model = make_model(nodes, {"x": [1, 1, 8, 8]}, outputs, tensors, opset=17)
     samples = [{"x": rng.normal(size=(1, 1, 8, 8)).astype(np.float32)} for _ in range(4)]
     report = build(
-        model, samples, targets=["onnxruntime", "tensorrt", "ascend"], out=tmp_path,
-        duration_s=0, tuning=Tuning(effort=0),
-    )  # fmt: skip
+        model,
+        samples,
+        targets=["onnxruntime", "tensorrt", "ascend"],
+        out=tmp_path,
+        duration_s=0,
+        tuning=Tuning(effort=0),
+    )
     assert not report.failed and note in (tmp_path / "report.md").read_text().replace("\\", "")
     verdicts = [engine.verdict.text for engine in report.engines if engine.verdict is not None]
     assert len(verdicts) == 3 and all(word in one for one in verdicts), verdicts

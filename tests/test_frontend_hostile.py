@@ -45,12 +45,15 @@ def small():
     rng = np.random.default_rng(0)
     nodes = [
         make_node("Constant", "", "k", value=constant("v", np.array([0, 1, 0, 1]))),
-        make_node("Concat", "k k", "pads", axis=0), make_node("Pad", "x pads", "padded"),
+        make_node("Concat", "k k", "pads", axis=0),
+        make_node("Pad", "x pads", "padded"),
         make_node("Conv", "padded w", "c", kernel_shape=[3, 3]),
         make_node("BatchNormalization", "c gamma beta mean var", "b"),
-        make_node("Identity", "b", "i"), make_node("GlobalAveragePool", "i", "pooled"),
-        make_node("Flatten", "pooled", "flat"), make_node("Gemm", "flat fc fc_bias", "y", transB=1),
-    ]  # fmt: skip
+        make_node("Identity", "b", "i"),
+        make_node("GlobalAveragePool", "i", "pooled"),
+        make_node("Flatten", "pooled", "flat"),
+        make_node("Gemm", "flat fc fc_bias", "y", transB=1),
+    ]
     shapes = {"w": (4, 3, 3, 3), "fc": (5, 4), "fc_bias": (5,), "gamma": 4, "beta": 4, "mean": 4}
     weights = [constant(n, rng.normal(size=s).astype(np.float32)) for n, s in shapes.items()]
     return model_of(nodes, [*weights, constant("var", np.ones(4, np.float32))])
@@ -71,15 +74,17 @@ def filled(number):
 
 WHOLE = small().SerializeToString()
 FILES = {
-    "empty": (b"", "empty file"), "text": (b"hello, this is a text file\n" * 40, "text file"),
+    "empty": (b"", "empty file"),
+    "text": (b"hello, this is a text file\n" * 40, "text file"),
     "pickle": (pickle.dumps({"a": list(range(99))}), "pickle"),
     "gzip": (gzip.compress(WHOLE), "gzip"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
     "ort": (b"\x00\x01\x00\x00ORTM" + bytes(64), "ORT format"),
     "tflite": (b"\x00\x01\x00\x00TFL3" + bytes(64), "TensorFlow Lite"),
-    "half": (WHOLE[: len(WHOLE) // 2], "truncated"), "zeros": (bytes(512), "parse"),
+    "half": (WHOLE[: len(WHOLE) // 2], "truncated"),
+    "zeros": (bytes(512), "parse"),
     "head only": (WHOLE[:2], "without graph"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -97,9 +102,11 @@ def test_paths_that_are_no_readable_file_and_a_torch_checkpoint(tmp_path):
     with zipfile.ZipFile(tmp_path / "model.pth", "w") as archive:
         archive.writestr("archive/data.pkl", b"x")
     for name, words in (
-        ("missing.onnx", "nothing there"), ("", "folder"), ("pipe.onnx", "device or pipe"),
+        ("missing.onnx", "nothing there"),
+        ("", "folder"),
+        ("pipe.onnx", "device or pipe"),
         ("model.pth", r"torch\.save"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ModelError, match=words):
             load(tmp_path / name)
 
@@ -111,9 +118,13 @@ def quantized(op_type, domain=""):
 
 def with_function():
     body = helper.make_function(
-        "own", "Inner", ["a"], ["b"], [make_node("Twist", "a", "b", domain="odd")],
+        "own",
+        "Inner",
+        ["a"],
+        ["b"],
+        [make_node("Twist", "a", "b", domain="odd")],
         [helper.make_opsetid("", 13), helper.make_opsetid("odd", 1)],
-    )  # fmt: skip
+    )
     model = model_of([make_node("Inner", "x", "y", domain="own")], domains=["own", "odd"])
     model.functions.append(body)
     return model
@@ -147,40 +158,65 @@ UNFIT = {
     "negative size": (conv(NEGATIVE), r"0 or more, got \[-4, 3, 1, 1\] for 'w'"),
     "bfloat16 weight": (conv(BRAIN, BF16), "bfloat16"),
     "bfloat16 input": (
-        relu(inputs=[value("x", 1, dtype=BF16)], outputs=[value("y", 1, dtype=BF16)]), "bfloat16"),
+        relu(inputs=[value("x", 1, dtype=BF16)], outputs=[value("y", 1, dtype=BF16)]),
+        "bfloat16",
+    ),
     "sequence": (
-        model_of([make_node("ConcatFromSequence", "x", "y", axis=0)],
-                 inputs=[helper.make_tensor_sequence_value_info("x", F32, None)]),
-        "must be a tensor"),
+        model_of(
+            [make_node("ConcatFromSequence", "x", "y", axis=0)],
+            inputs=[helper.make_tensor_sequence_value_info("x", F32, None)],
+        ),
+        "must be a tensor",
+    ),
     "axes without scales": (
-        model_of([make_node("Resize", ["x", "", "s"], "y", axes=[2])],
-                 [constant("s", np.float32([2, 2]))], opset=18),
-        "axes"),
+        model_of(
+            [make_node("Resize", ["x", "", "s"], "y", axes=[2])],
+            [constant("s", np.float32([2, 2]))],
+            opset=18,
+        ),
+        "axes",
+    ),
     "a scale of 0 in an old Resize": (
         model_of([make_node("Resize", "x s", "y")], [constant("s", np.float32([1, 0]))], opset=10),
-        "a scale is not above 0"),
+        "a scale is not above 0",
+    ),
     "only a sequence": (
-        model_of([make_node("SplitToSequence", "x", "y", axis=0)],
-                 outputs=[helper.make_tensor_sequence_value_info("y", F32, None)]),
-        r"tensor of numbers, got text, sequences or maps alone \(y\)"),
+        model_of(
+            [make_node("SplitToSequence", "x", "y", axis=0)],
+            outputs=[helper.make_tensor_sequence_value_info("y", F32, None)],
+        ),
+        r"tensor of numbers, got text, sequences or maps alone \(y\)",
+    ),
     "only text": (
-        model_of([make_node("Cast", "x", "y", to=TensorProto.STRING)],
-                 outputs=[make_value("y", None, TensorProto.STRING)]),
-        "tensor of numbers, got text"),
+        model_of(
+            [make_node("Cast", "x", "y", to=TensorProto.STRING)],
+            outputs=[make_value("y", None, TensorProto.STRING)],
+        ),
+        "tensor of numbers, got text",
+    ),
     "output of nothing": (relu(outputs=[value("z", 1)]), "'?z'?"),
     "read of nothing": (model_of([make_node("Relu", "q", "y")]), "q"),
     "made twice": (model_of([make_node("Relu", "x", "y")] * 2), "y"),
     "shapes": (
         model_of([make_node("MatMul", "x w", "y")], [constant("w", np.ones((5, 4), np.float32))]),
-        "Incompatible dimensions"),
+        "Incompatible dimensions",
+    ),
     "kernel above the image": (
-        model_of([make_node("MaxPool", "x", "p", kernel_shape=[99, 99]),
-                  make_node("Slice", "p zero one two", "y")],
-                 [constant("zero", np.int64([0])), constant("one", np.int64([1])),
-                  constant("two", np.int64([2]))]),
-        "a Slice of a tensor of the shape"),
+        model_of(
+            [
+                make_node("MaxPool", "x", "p", kernel_shape=[99, 99]),
+                make_node("Slice", "p zero one two", "y"),
+            ],
+            [
+                constant("zero", np.int64([0])),
+                constant("one", np.int64([1])),
+                constant("two", np.int64([2])),
+            ],
+        ),
+        "a Slice of a tensor of the shape",
+    ),
     "double": (conv(filled(1.0), F64), "onnxruntime must load the model"),  # which has no kernel
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", UNFIT)
@@ -197,9 +233,14 @@ def test_an_infinite_mask_constant_is_fine():
     assert load(model_of([node], [constant("floor", np.float32(-np.inf))])).notes == ()
 
 
-@pytest.mark.parametrize(("stored", "shape"), [
-    (["b", 3, 8, 8], ("b", 3, 8, 8)), ([7], ("n", 3, 8, 8)), ([1, 3, 8, 9], ("n", 3, 8, 8)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stored", "shape"),
+    [
+        (["b", 3, 8, 8], ("b", 3, 8, 8)),
+        ([7], ("n", 3, 8, 8)),
+        ([1, 3, 8, 9], ("n", 3, 8, 8)),
+    ],
+)
 def test_the_shape_of_an_output_is_the_inferred_one_where_the_stored_contradicts(stored, shape):
     assert load(relu(outputs=[value("y", *stored)])).outputs[0].shape == shape
 
@@ -357,14 +398,23 @@ def node(op, reads, made, **given):
 def detector(domain="TRT", *, opset=13, kind=F32, op="EfficientNMS_TRT") -> onnx.ModelProto:
     """Convs, boxes and scores, and TensorRT's own suppression, with a Cast behind it."""
     nodes = [
-        node("Conv", "x w1", "c", pads=[1, 1, 1, 1]), node("Relu", "c", "r"),
-        node("Conv", "r w2", "d", pads=[1, 1, 1, 1]), node("Shape", "r", "s"),
-        node("Split", "d", "boxes raw", axis=1), node("Sigmoid", "raw", "scores"),
+        node("Conv", "x w1", "c", pads=[1, 1, 1, 1]),
+        node("Relu", "c", "r"),
+        node("Conv", "r w2", "d", pads=[1, 1, 1, 1]),
+        node("Shape", "r", "s"),
+        node("Split", "d", "boxes raw", axis=1),
+        node("Sigmoid", "raw", "scores"),
         node("Constant", "", "kinds", value=constant("k", np.int64([80]))),
-        node(op, "boxes scores s w1 kinds", "num out_boxes", domain=domain, iou_threshold=0.5,
-             plugin_version="1"),
+        node(
+            op,
+            "boxes scores s w1 kinds",
+            "num out_boxes",
+            domain=domain,
+            iou_threshold=0.5,
+            plugin_version="1",
+        ),
         node("Cast", "num", "count", to=I64),
-    ]  # fmt: skip
+    ]
     rng, dtype = np.random.default_rng(4), np.float16 if kind == F16 else np.float32
     shapes = {"w1": (8, 3, 3, 3), "w2": (8, 8, 3, 3)}
     weights = {n: rng.normal(scale=0.3, size=shape).astype(dtype) for n, shape in shapes.items()}
@@ -401,9 +451,20 @@ def build(run, pictures, tmp_path):
     def call(model, *words, out="out", code=0):
         path, out = save_net(model, tmp_path / "net.onnx"), tmp_path / out
         found, _, err = run(
-            "build", path, "--images", pictures, "--size", "16x16",
-            "--duration", 0, "--effort", 0, "--out", out, *words,
-        )  # fmt: skip
+            "build",
+            path,
+            "--images",
+            pictures,
+            "--size",
+            "16x16",
+            "--duration",
+            0,
+            "--effort",
+            0,
+            "--out",
+            out,
+            *words,
+        )
         assert found == code, err
         report = out / "report.json"
         return out, json.loads(report.read_text()) if report.exists() else {}, err
@@ -475,8 +536,10 @@ def test_ascend_keeps_it_where_its_tools_read(build):
     for name in ("net_deploy_model.onnx", "net_amct_qdq.onnx"):
         assert kept(out / name, model) == ["EfficientNMS_TRT", "Cast"]
     assert {s.name for s in OrtSession.open(out / "net_fake_quant_model.onnx").outputs} == {
-        "boxes", "scores", "s",
-    }  # fmt: skip
+        "boxes",
+        "scores",
+        "s",
+    }
     assert "EfficientNMS_TRT" in [n["op"] for n in report["targets"][0]["nodes"]]
 
 
@@ -539,9 +602,19 @@ def test_its_cache_is_made_checked_and_turned(run, pictures, tmp_path):
     onnx.save(model, path)
     cache, turned = tmp_path / "net.cache", tmp_path / "turned.onnx"
     said = run.ok(
-        "calibrate", path, "--images", pictures, "--size", "16x16", "--target", "tensorrt",
-        "--method", "entropy-tensorrt", "-o", cache,
-    )  # fmt: skip
+        "calibrate",
+        path,
+        "--images",
+        pictures,
+        "--size",
+        "16x16",
+        "--target",
+        "tensorrt",
+        "--method",
+        "entropy-tensorrt",
+        "-o",
+        cache,
+    )
     assert "Cut before EfficientNMS_TRT ('/Eff" in said
     with cache.open("ab") as file:  # as TensorRT, which has it, would list it
         file.write(b"out_boxes: 3c010a14\n")

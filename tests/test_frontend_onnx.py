@@ -121,11 +121,19 @@ PER_COLUMN = np.random.default_rng(8).uniform(0.5, 2, 8).astype(np.float32)
 
 
 @pytest.mark.parametrize("layer", ["Conv", "ConvTranspose"])
-@pytest.mark.parametrize(("op", "constant", "folds"), [
-    ("Mul", np.float32(0.7), True), ("Mul", PER_CHANNEL, True), ("Div", PER_CHANNEL, True),
-    ("Add", PER_CHANNEL[0], True), ("Sub", np.float32([[0.3]]), True), ("Add", PER_COLUMN, False),
-    ("Mul", PER_CHANNEL[None], False), ("Div", np.float32(0), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "constant", "folds"),
+    [
+        ("Mul", np.float32(0.7), True),
+        ("Mul", PER_CHANNEL, True),
+        ("Div", PER_CHANNEL, True),
+        ("Add", PER_CHANNEL[0], True),
+        ("Sub", np.float32([[0.3]]), True),
+        ("Add", PER_COLUMN, False),
+        ("Mul", PER_CHANNEL[None], False),
+        ("Div", np.float32(0), False),
+    ],
+)
 def test_a_constant_per_channel_folds_and_any_other_stays(layer, op, constant, folds):
     nodes = [make_node(layer, "x w", "c"), make_node(op, "c k", "y")]
     inputs = [make_value("x", ["n", 4, 8, 8])]
@@ -137,9 +145,12 @@ def test_a_constant_per_channel_folds_and_any_other_stays(layer, op, constant, f
 def test_scales_and_shifts_in_a_row_fold_one_after_another():
     bn, parameters = norm("bn", "c", "b", 4)
     nodes = [
-        make_node("Conv", "x w", "c"), bn, make_node("Mul", "two b", "m"),
-        make_node("Add", "m two", "a"), make_node("Sub", "two a", "y"),
-    ]  # fmt: skip
+        make_node("Conv", "x w", "c"),
+        bn,
+        make_node("Mul", "two b", "m"),
+        make_node("Add", "m two", "a"),
+        make_node("Sub", "two a", "y"),
+    ]
     model = model_of(nodes, [floats("w", 4, 3, 3, 3), floats("two", 1), *parameters])
     loaded = check_same(model)
     assert types(loaded.model) == ["Conv", "Sub"]
@@ -154,12 +165,18 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize(("moves", "shape", "folds"), [
-    ("channels last", (4,), True), ("channels last", (1, 1, 1, 4), True),
-    ("channels last", (8, 1, 1), False),  # along another axis
-    ("a side of one taken out", (4, 1), True), ("a side of one taken out", (8,), False),
-    ("put back elsewhere", (4, 1, 1), True), ("turned after that", (4,), True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("moves", "shape", "folds"),
+    [
+        ("channels last", (4,), True),
+        ("channels last", (1, 1, 1, 4), True),
+        ("channels last", (8, 1, 1), False),  # along another axis
+        ("a side of one taken out", (4, 1), True),
+        ("a side of one taken out", (8,), False),
+        ("put back elsewhere", (4, 1, 1), True),
+        ("turned after that", (4,), True),
+    ],
+)
 @pytest.mark.parametrize("op", ["Add", "Mul"])
 def test_what_stands_behind_nodes_that_only_move_values_is_folded_too(moves, shape, folds, op):
     nodes, weights = [make_node("Conv", "x w", "c")], [floats("w", 4, 3, 1, 8)]
@@ -205,13 +222,17 @@ def joined(kinds, *, axis=1, behind="bn", turned=False):
     return model_of([*nodes, make_node("Relu", "a", "y")], weights)
 
 
-@pytest.mark.parametrize(("kinds", "given", "folds"), [
-    (["Conv", "Conv"], {}, True),  # YOLOv5's BottleneckCSP, MixNet
-    (["Conv", "ConvTranspose", "Conv"], {}, True), (["Conv", "Conv"], {"behind": "Mul"}, True),
-    (["Conv", "Conv"], {"behind": "Mul", "turned": True, "axis": -1}, True),
-    (["Conv", "MaxPool"], {}, False),  # the half that has no weights would stay as it was
-    (["Conv", "Conv"], {"axis": 2}, False),  # one below the other: both have all channels
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kinds", "given", "folds"),
+    [
+        (["Conv", "Conv"], {}, True),  # YOLOv5's BottleneckCSP, MixNet
+        (["Conv", "ConvTranspose", "Conv"], {}, True),
+        (["Conv", "Conv"], {"behind": "Mul"}, True),
+        (["Conv", "Conv"], {"behind": "Mul", "turned": True, "axis": -1}, True),
+        (["Conv", "MaxPool"], {}, False),  # the half that has no weights would stay as it was
+        (["Conv", "Conv"], {"axis": 2}, False),  # one below the other: both have all channels
+    ],
+)
 def test_what_stands_behind_layers_side_by_side_is_folded_into_each(kinds, given, folds):
     loaded = check_same(joined(kinds, **given))
     assert bool(set(types(loaded.model)) & {"BatchNormalization", "Mul"}) is not folds
@@ -271,10 +292,14 @@ def test_pads_computed_from_constants_become_one_constant():
     assert "Folded 9 constant nodes." in loaded.notes
 
 
-@pytest.mark.parametrize(("size", "known", "left"), [
-    (1, 1, ["Reshape"]), ("n", "n", ["Shape", "Reshape"]),
-    (0, None, ["Shape", "Reshape"]),  # the exporter did not know it
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "known", "left"),
+    [
+        (1, 1, ["Reshape"]),
+        ("n", "n", ["Shape", "Reshape"]),
+        (0, None, ["Shape", "Reshape"]),  # the exporter did not know it
+    ],
+)
 def test_shape_of_a_static_input_is_a_constant_and_of_a_dynamic_one_is_not(size, known, left):
     nodes = [make_node("Shape", "x", "s"), make_node("Reshape", "x s", "y")]
     loaded = load(model_of(nodes, inputs=[make_value("x", [size, 3, 8, 8])]))
@@ -318,15 +343,18 @@ def test_random_and_huge_constants_stay_nodes():
     assert left[0] == "ConstantOfShape" and "RandomUniform" in left
 
 
-@pytest.mark.parametrize(("nodes", "left"), [
-    ("t = Expand (one, sizes) y = Add (x, t)", ["Expand", "Add"]),
-    ("t = Cast <to = 1> (bytes) y = Add (x, t)", ["Cast", "Add"]),
-    ("v = Expand (one, sizes) y = Conv (x, v)", ["Expand", "Conv"]),
-    ("v = Cast <to = 1> (bytes) y = Conv (x, v)", ["Conv"]),  # int8 is smaller
-    ("v = Mul (w, one) y = Conv (x, v)", ["Conv"]),  # as large as what it replaces
-    ("v = Transpose <perm = [1, 0, 2, 3]> (w) c = Conv (x, v) y = Add (c, w)", ["Conv", "Add"]),
-    ("t = Expand (one, few) y = Add (x, t)", ["Add"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("nodes", "left"),
+    [
+        ("t = Expand (one, sizes) y = Add (x, t)", ["Expand", "Add"]),
+        ("t = Cast <to = 1> (bytes) y = Add (x, t)", ["Cast", "Add"]),
+        ("v = Expand (one, sizes) y = Conv (x, v)", ["Expand", "Conv"]),
+        ("v = Cast <to = 1> (bytes) y = Conv (x, v)", ["Conv"]),  # int8 is smaller
+        ("v = Mul (w, one) y = Conv (x, v)", ["Conv"]),  # as large as what it replaces
+        ("v = Transpose <perm = [1, 0, 2, 3]> (w) c = Conv (x, v) y = Add (c, w)", ["Conv", "Add"]),
+        ("t = Expand (one, few) y = Add (x, t)", ["Add"]),
+    ],
+)
 def test_a_constant_stays_a_node_where_its_value_is_larger(nodes, left):
     weights = [ints("sizes", 32, 32, 3, 3), ints("few", 1, 32, 3, 3), floats("one", 1)]
     weights.append(numpy_helper.from_array(np.ones((32, 32, 3, 3), np.int8), "bytes"))
@@ -341,12 +369,15 @@ def test_a_constant_stays_a_node_where_its_value_is_larger(nodes, left):
 def test_a_cast_to_the_type_that_is_there_goes_and_what_is_behind_it_is_folded():
     f32, i64 = {"to": TensorProto.FLOAT}, {"to": TensorProto.INT64}
     nodes = [
-        make_node("Cast", "x", "x1", **f32), make_node("Conv", "x1 w", "c"),
-        make_node("Cast", "c", "c1", **f32), make_node("Cast", "c1", "c2", **f32),
-        make_node("Mul", "c2 two", "m"), make_node("Cast", "m", "i", **i64),
+        make_node("Cast", "x", "x1", **f32),
+        make_node("Conv", "x1 w", "c"),
+        make_node("Cast", "c", "c1", **f32),
+        make_node("Cast", "c1", "c2", **f32),
+        make_node("Mul", "c2 two", "m"),
+        make_node("Cast", "m", "i", **i64),
         make_node("Cast", "i", "f", **f32),
         make_node("Cast", "f", "y", **f32),  # an output's name stays
-    ]  # fmt: skip
+    ]
     loaded = check_same(model_of(nodes, [floats("w", 4, 3, 1, 1), floats("two", 1)]), 0)
     assert types(loaded.model) == ["Conv", "Cast", "Cast", "Cast"]
     assert "Removed 3 casts to the type that the tensor has." in loaded.notes

@@ -129,12 +129,15 @@ def test_moving_nodes_share_the_scale_of_what_they_move():
     assert [(w.name, w.axis) for w in plan.weights] == [("w", 0), ("g", 1)]
 
 
-@pytest.mark.parametrize(("node", "weights", "reason"), [
-    ("y = Conv(x, x)", {}, "its weights are not constant"),
-    ("y = Gemm <alpha = 2.0> (x, g)", {"g": (8, 3)}, "alpha or beta"),
-    ("y = MatMul(g, x)", {"g": (8, 8)}, "first factor"),
-    ("y = Sin(x)", {}, "Sin is not run in int8 on onnxruntime"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("node", "weights", "reason"),
+    [
+        ("y = Conv(x, x)", {}, "its weights are not constant"),
+        ("y = Gemm <alpha = 2.0> (x, g)", {"g": (8, 3)}, "alpha or beta"),
+        ("y = MatMul(g, x)", {"g": (8, 8)}, "first factor"),
+        ("y = Sin(x)", {}, "Sin is not run in int8 on onnxruntime"),
+    ],
+)
 def test_what_stays_float_says_why(node, weights, reason):
     shape = (8, 8) if "Gemm" in node else (1, 4, 8, 8)
     plan = analyse(make(node, weights, shape=shape), ONNXRUNTIME)
@@ -184,9 +187,13 @@ def model() -> onnx.ModelProto:
         make_node("If", "cond", "y", then_branch=branch, else_branch=branch),
     ]
     graph = helper.make_graph(
-        nodes, "g", [value("x"), make_value("cond", [], TensorProto.BOOL), value("w")],
-        [value("y")], [tensor("w"), tensor("inner"), tensor("idle")], value_info=[value("a")],
-    )  # fmt: skip
+        nodes,
+        "g",
+        [value("x"), make_value("cond", [], TensorProto.BOOL), value("w")],
+        [value("y")],
+        [tensor("w"), tensor("inner"), tensor("idle")],
+        value_info=[value("a")],
+    )
     return helper.make_model(graph)
 
 
@@ -309,8 +316,10 @@ def test_the_quantized_model_is_valid_and_close(calibrated, placement):
 @each_placement
 def test_weights_that_were_stored_before_are_not_rounded_again(calibrated, placement, monkeypatch):
     model, scales, _ = calibrated
-    wider = {name: replace(scales[name], lo=2 * scales[name].lo, hi=2 * scales[name].hi)
-             for name in scales}  # fmt: skip
+    wider = {
+        name: replace(scales[name], lo=2 * scales[name].lo, hi=2 * scales[name].hi)
+        for name in scales
+    }
     plan, known = analyse(model, placement), {}
 
     def once(key, make):
@@ -430,22 +439,32 @@ def conv(source, output):
 C1, RELU, SWISH = conv("x", "c1"), ("Relu", "c1", "r1"), ("HardSwish", "c1", "h")
 SILU = [C1, ("Sigmoid", "c1", "s"), ("Mul", "c1 s", "m"), conv("m", "y")]
 OTHER_GATE = [C1, conv("x", "c2"), ("Sigmoid", "c2", "s"), ("Mul", "c1 s", "m"), conv("m", "y")]
-WRITTEN_OUT = [C1, ("Add", "c1 three", "a"), ("Clip", "a zero six", "b"), ("Mul", "c1 b", "m"),
-               ("Div", "m six", "d"), conv("d", "y")]  # fmt: skip
+WRITTEN_OUT = [
+    C1,
+    ("Add", "c1 three", "a"),
+    ("Clip", "a zero six", "b"),
+    ("Mul", "c1 b", "m"),
+    ("Div", "m six", "d"),
+    conv("d", "y"),
+]
 EXCITE = [C1, conv("c1", "c2"), ("HardSigmoid", "c2", "s"), *OTHER_GATE[3:]]
 
 
-@pytest.mark.parametrize(("nodes", "given", "members"), [
-    ([C1, RELU, conv("r1", "y")], {}, ["c1 r1", "y"]),  # a layer and its tail
-    ([C1, RELU, conv("r1", "y")], {"outputs": "y c1"}, ["c1", "y"]),  # others look behind it
-    ([C1, RELU, conv("r1", "y")], {"target": "ascend"}, ["c1", "y"]),  # float there
-    (SILU, {}, ["c1", "s m", "y"]),  # with its gate, and apart from the layer
-    (OTHER_GATE, {}, ["c1", "c2", "s", "m", "y"]),
-    (EXCITE, {}, ["c1", "c2 s m", "y"]),  # of the layer that makes the gate
-    (WRITTEN_OUT, {}, ["c1 a b m d", "y"]), ([C1, SWISH, conv("h", "y")], {}, ["c1 h", "y"]),
-    ([C1, SWISH, conv("h", "y")], {"outputs": "y c1"}, ["c1", "h", "y"]),
-    ([C1, SWISH, conv("h", "c2"), ("Add", "c1 c2", "y")], {}, ["c1", "h", "c2"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("nodes", "given", "members"),
+    [
+        ([C1, RELU, conv("r1", "y")], {}, ["c1 r1", "y"]),  # a layer and its tail
+        ([C1, RELU, conv("r1", "y")], {"outputs": "y c1"}, ["c1", "y"]),  # others look behind it
+        ([C1, RELU, conv("r1", "y")], {"target": "ascend"}, ["c1", "y"]),  # float there
+        (SILU, {}, ["c1", "s m", "y"]),  # with its gate, and apart from the layer
+        (OTHER_GATE, {}, ["c1", "c2", "s", "m", "y"]),
+        (EXCITE, {}, ["c1", "c2 s m", "y"]),  # of the layer that makes the gate
+        (WRITTEN_OUT, {}, ["c1 a b m d", "y"]),
+        ([C1, SWISH, conv("h", "y")], {}, ["c1 h", "y"]),
+        ([C1, SWISH, conv("h", "y")], {"outputs": "y c1"}, ["c1", "h", "y"]),
+        ([C1, SWISH, conv("h", "c2"), ("Add", "c1 c2", "y")], {}, ["c1", "h", "c2"]),
+    ],
+)
 def test_a_unit_is_a_layer_with_what_it_makes_for_it_alone(nodes, given, members):
     wanted = [tuple(f"/{node}" for node in unit.split()) for unit in members]
     found = units(*nodes, **given)
@@ -456,9 +475,13 @@ def test_a_unit_is_a_layer_with_what_it_makes_for_it_alone(nodes, given, members
 def test_borders_are_edges_inlets_and_outlets():
     assert units(*SILU).edges == (("/c1", "/s", "c1"), ("/s", "/y", "m"))
     found = units(
-        C1, ("Exp", "c1", "e"), conv("e", "c2"), conv("c1", "c3"), ("Add", "c2 c3", "s"),
+        C1,
+        ("Exp", "c1", "e"),
+        conv("e", "c2"),
+        conv("c1", "c3"),
+        ("Add", "c2 c3", "s"),
         conv("s", "y"),
-    )  # fmt: skip
+    )
     edges = {("/c1", "/c3", "c1"), ("/c2", "/s", "c2"), ("/c3", "/s", "c3"), ("/s", "/y", "s")}
     assert set(found.edges) == edges and set(found.inlets) == {("/c1", "x"), ("/c2", "e")}
     assert set(found.outlets) == {("/c1", "c1"), ("/y", "y")}
@@ -480,24 +503,35 @@ NAMES = st.lists(
 
 
 NODES = {
-    "/b/conv": "Conv", "/a/conv": "Conv", "/a/act": "Sigmoid", "conv0": "Conv", "conv[0]": "Gemm",
-    "": "Sigmoid", "op:Conv": "Relu", "@home": "Relu",
-}  # fmt: skip
+    "/b/conv": "Conv",
+    "/a/conv": "Conv",
+    "/a/act": "Sigmoid",
+    "conv0": "Conv",
+    "conv[0]": "Gemm",
+    "": "Sigmoid",
+    "op:Conv": "Relu",
+    "@home": "Relu",
+}
 NET = make_model([(op, "x", "y", {"name": name}) for name, op in NODES.items()], {}, {})
 
 
 @pytest.mark.parametrize(
     ("patterns", "found"),
     [
-        ((), ()), (("/a/act", "/b/conv"), ("/b/conv", "/a/act")),  # the model's order
-        (("/a/*",), ("/a/conv", "/a/act")), (("/a/*", "/*/conv"), ("/b/conv", "/a/conv", "/a/act")),
-        (("/?/act",), ("/a/act",)), (("op:Sigmoid",), ("/a/act",)),
+        ((), ()),
+        (("/a/act", "/b/conv"), ("/b/conv", "/a/act")),  # the model's order
+        (("/a/*",), ("/a/conv", "/a/act")),
+        (("/a/*", "/*/conv"), ("/b/conv", "/a/conv", "/a/act")),
+        (("/?/act",), ("/a/act",)),
+        (("op:Sigmoid",), ("/a/act",)),
         (("op:Sig*", "op:Gemm"), ("/a/act", "conv[0]")),
         (("conv[0]",), ("conv[0]",)),  # a name before its reading as a pattern
-        (("conv[01]",), ("conv0",)), (("conv[[]*",), ("conv[0]",)), (("op:Conv",), ("op:Conv",)),
+        (("conv[01]",), ("conv0",)),
+        (("conv[[]*",), ("conv[0]",)),
+        (("op:Conv",), ("op:Conv",)),
         (("@home",), ("@home",)),
     ],
-)  # fmt: skip
+)
 def test_names_patterns_and_types(patterns, found):
     assert match_nodes(NET, patterns) == found
 
@@ -505,13 +539,17 @@ def test_names_patterns_and_types(patterns, found):
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
-        ("/a/cnov", "did you mean '/a/conv'?"), ("/model.22/*", "inspect --all"),
-        ("op:Sigmoit", "did you mean 'op:Sigmoid'?"), ("OP:Sigmoid", "got 'OP:Sigmoid'"),
-        ("op:conv", "did you mean 'op:Conv'?"), ("", "got ''"),
-        ("@nowhere.txt", "must be a text file"), ("@", "must be a text file"),
+        ("/a/cnov", "did you mean '/a/conv'?"),
+        ("/model.22/*", "inspect --all"),
+        ("op:Sigmoit", "did you mean 'op:Sigmoid'?"),
+        ("OP:Sigmoid", "got 'OP:Sigmoid'"),
+        ("op:conv", "did you mean 'op:Conv'?"),
+        ("", "got ''"),
+        ("@nowhere.txt", "must be a text file"),
+        ("@", "must be a text file"),
         ("@\0", "must be a text file"),
     ],
-)  # fmt: skip
+)
 def test_what_means_nothing_is_an_error(pattern, said):
     with pytest.raises(ConfigError) as caught:
         match_nodes(NET, ["/a/act", pattern])
@@ -582,9 +620,13 @@ def test_a_name_like_one_that_is_added_changes_no_figure(case, tmp_path):
     figures = []
     for model in (plain, given):
         report = build(
-            model, [{"x": one} for one in samples], targets=["onnxruntime", "tensorrt", "ascend"],
-            out=tmp_path / str(len(figures)), duration_s=0, tuning=Tuning(effort=0),
-        )  # fmt: skip
+            model,
+            [{"x": one} for one in samples],
+            targets=["onnxruntime", "tensorrt", "ascend"],
+            out=tmp_path / str(len(figures)),
+            duration_s=0,
+            tuning=Tuning(effort=0),
+        )
         assert not report.failed
         engines = [engine for engine in report.engines if engine.verdict is not None]
         figures.append([engine.accuracy.outputs[0].sqnr_db for engine in engines])

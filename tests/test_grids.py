@@ -78,8 +78,11 @@ def test_weight_scales_per_channel_and_per_tensor():
 @pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
 def test_a_scale_that_is_not_finite_and_positive_is_refused(bad):
     x, scale = np.ones(2, np.float32), np.float32([bad])
-    for made in (lambda: quantize(x, scale, 0, INT8), lambda: quantize_weight(x, scale, None),
-                 lambda: arq_integers(x, scale)):  # fmt: skip
+    for made in (
+        lambda: quantize(x, scale, 0, INT8),
+        lambda: quantize_weight(x, scale, None),
+        lambda: arq_integers(x, scale),
+    ):
         with pytest.raises(CalibrationError, match="scale must be finite and positive"):
             made()
     if bad != 0:  # a threshold of 0 has scale 0
@@ -102,12 +105,16 @@ def scale_of(amax, lo=None, hi=None):
 def test_the_table_names_each_grid_and_its_ends():
     assert all(name == grid.name for name, grid in GRIDS.items())
     assert {name: (grid.bits, grid.qmin, grid.qmax) for name, grid in GRIDS.items()} == {
-        "int4": (4, -8, 7), "int8": (8, -128, 127), "int16": (16, -32768, 32767),
-        "uint8": (8, 0, 255), "uint16": (16, 0, 65535), "fp8": (8, -448, 448),
+        "int4": (4, -8, 7),
+        "int8": (8, -128, 127),
+        "int16": (16, -32768, 32767),
+        "uint8": (8, 0, 255),
+        "uint16": (16, 0, 65535),
+        "fp8": (8, -448, 448),
         "float16": (16, -65504, 65504),
         "bfloat16": (16, -3.3895313892515355e38, 3.3895313892515355e38),
         "float32": (32, -3.4028234663852886e38, 3.4028234663852886e38),
-    }  # fmt: skip
+    }
     assert signed_grid(8) == INT8 and unsigned_grid(8) == UINT8
     assert FLOAT16.qmax == np.finfo("f2").max
 
@@ -124,13 +131,18 @@ def test_integers_are_stored_in_the_smallest_type_that_holds_them(make, sign):
 @pytest.mark.parametrize(
     ("grid", "ends", "scale"),
     [
-        (INT4, (), (3 / 7, 0)), (INT8, (), (3 / 127, 0)), (INT16, (), (3 / 32767, 0)),
-        (FP8, (), (3 / 448, 0)), (FLOAT16, (), (1, 0)), (BFLOAT16, (), (1, 0)),
-        (FLOAT32, (), (1, 0)), (UINT8, (-1.0, 3.0), (4 / 255, 64)),
+        (INT4, (), (3 / 7, 0)),
+        (INT8, (), (3 / 127, 0)),
+        (INT16, (), (3 / 32767, 0)),
+        (FP8, (), (3 / 448, 0)),
+        (FLOAT16, (), (1, 0)),
+        (BFLOAT16, (), (1, 0)),
+        (FLOAT32, (), (1, 0)),
+        (UINT8, (-1.0, 3.0), (4 / 255, 64)),
         (UINT16, (-1.0, 3.0), (4 / 65535, 16384)),
     ],
     ids=lambda v: getattr(v, "name", None),
-)  # fmt: skip
+)
 def test_a_range_has_the_scale_of_its_grid(grid, ends, scale):
     assert scale_of(3.0, *ends).on(grid) == (np.float32(scale[0]), scale[1])
 

@@ -228,11 +228,13 @@ def test_a_page_of_two_hundred_tensors_is_small(made):
     weight = report["targets"][0]["weights"][0] | {"worst": (100, 200, 300)}
     rows = tuple(
         row(
-            name=f"/backbone/stage.{n // 10}/block.{n % 10}/conv/Conv_output_0", sqnr_db=20.0 + n,
-            clipped=0.001, histogram=part if n < report_rows.MAX_HISTOGRAMS else None,
+            name=f"/backbone/stage.{n // 10}/block.{n % 10}/conv/Conv_output_0",
+            sqnr_db=20.0 + n,
+            clipped=0.001,
+            histogram=part if n < report_rows.MAX_HISTOGRAMS else None,
         )
         for n in range(200)
-    )  # fmt: skip
+    )
     strip = tuple(0.1234 + n / 1000 for n in range(96))
     weights = tuple(
         parts.WeightRow(**weight | {"node": row.name, "strip": strip if n < 6 else ()})

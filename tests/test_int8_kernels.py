@@ -73,9 +73,10 @@ BETWEEN = {
     "where": ([("Where", "k d d", "e")], {"k": np.eye(16, dtype=bool)}),
 }
 DENSE = {
-    "one bias a column": (["b1", "b2"], []), "of two axes": (["c1", "c2"], []),
+    "one bias a column": (["b1", "b2"], []),
+    "of two axes": (["c1", "c2"], []),
     "a number": (["one", "one"], ["Add", "Add", "Relu"]),
-}  # fmt: skip
+}
 
 
 def built(nodes, constants, shape, folder, *options, batch="n"):
@@ -158,9 +159,12 @@ def test_a_matmul_with_a_bias_runs_on_integers(name, shape, tmp_path):
     constants = {one: rng.normal(size=size) for one, size in sizes.items()}
     constants["one"] = np.array([0.5])
     nodes = [
-        ("MatMul", "x w1", "m"), ("Add", f"m {biases[0]}", "a"), ("Relu", "a", "r"),
-        ("MatMul", "r w2", "k"), ("Add", f"{biases[1]} k", "y"),
-    ]  # fmt: skip
+        ("MatMul", "x w1", "m"),
+        ("Add", f"m {biases[0]}", "a"),
+        ("Relu", "a", "r"),
+        ("MatMul", "r w2", "k"),
+        ("Add", f"{biases[1]} k", "y"),
+    ]
     engine, x, target = built(nodes, constants, shape[1:], tmp_path, batch=shape[0])
     assert not ran_in_float(kernels(engine, x, tmp_path), target)
     left = [d["op"] for d in target["nodes"] if d["precision"] == "float32"]

@@ -129,8 +129,11 @@ def test_any_form_of_array_is_counted_alike(ways):
     agree(ways, forms)
 
 
-@given(st.lists(st.floats(width=32, allow_nan=False), max_size=60), st.integers(0, 60),
-       st.sampled_from([None, 0.75, 2.0**-90, 1e30]))  # fmt: skip
+@given(
+    st.lists(st.floats(width=32, allow_nan=False), max_size=60),
+    st.integers(0, 60),
+    st.sampled_from([None, 0.75, 2.0**-90, 1e30]),
+)
 @settings(max_examples=80)
 def test_any_values_are_counted_alike(library, values, cut, base):
     x = np.asarray(values, np.float32)

@@ -29,11 +29,12 @@ def model_of(*nodes):
         ("/c1_output_0_nchwc", "/c1"),  # its output's name, and what the optimizer added
         ("/c1_token_19", "/c1"),
         ("/c1/conv/Conv_token_3", "/c1/conv/Conv"),  # the longest of two that fit
-        ("/c1/other/Conv_token_3", "/c1"), ("fused /c1/conv/Conv", "/c1/conv/Conv"),
+        ("/c1/other/Conv_token_3", "/c1"),
+        ("fused /c1/conv/Conv", "/c1/conv/Conv"),
         ("logits", "/fc/Gemm"),
         *((of_none, "") for of_none in ("/c10_token_3", "/c12", "ReorderOutput_token_3", "")),
     ],
-)  # fmt: skip
+)
 def test_a_kernel_belongs_to_the_longest_name_at_its_beginning_in_whole_words(kernel, node):
     outputs = {"/c1": "/c1_output_0", "/c1/conv/Conv": "/c1/conv/y", "/fc/Gemm": "logits"}
     times = attribute_kernels({kernel: 5.0}, model_of(*outputs.items()))
@@ -54,10 +55,13 @@ def test_pairs_and_nodes_without_a_name_take_no_kernel_of_others():
 def turned_model():
     """Conv, Transpose, Relu and back; an Add of what two Convs give."""
     nodes = [
-        ("Conv", "x w", "c", "/c"), ("Transpose", "c", "t", "/t", {"perm": [0, 2, 3, 1]}),
-        ("Relu", "t", "r", "/r"), ("Transpose", "r", "u", "/u", {"perm": [0, 3, 1, 2]}),
-        ("Conv", "u w", "d", "/d"), ("Add", "d u", "y", "/a"),
-    ]  # fmt: skip
+        ("Conv", "x w", "c", "/c"),
+        ("Transpose", "c", "t", "/t", {"perm": [0, 2, 3, 1]}),
+        ("Relu", "t", "r", "/r"),
+        ("Transpose", "r", "u", "/u", {"perm": [0, 3, 1, 2]}),
+        ("Conv", "u w", "d", "/d"),
+        ("Add", "d u", "y", "/a"),
+    ]
     shape, weight = [1, 16, 64, 64], np.random.default_rng(0).normal(size=(16, 16, 1, 1))
     return build_net(nodes, {"x": shape}, {"y": shape}, {"w": weight}, opset=17)
 
@@ -65,11 +69,13 @@ def turned_model():
 @pytest.mark.parametrize(
     ("kernel", "kind", "node"),
     [
-        ("/r_nchwc", "Conv", "/c"), ("r_nchwc", "FusedConv", "/c"), ("/r_token_1", "Relu", "/r"),
+        ("/r_nchwc", "Conv", "/c"),
+        ("r_nchwc", "FusedConv", "/c"),
+        ("/r_token_1", "Relu", "/r"),
         ("/d_nchwc", "Conv", "/d"),
         ("/a_nchwc", "Conv", "/a"),  # either of two
     ],
-)  # fmt: skip
+)
 def test_a_layer_that_took_the_name_of_what_is_behind_it_has_its_own_time(kernel, kind, node):
     layers = [kernel] if "Conv" in kind else []
     times = attribute_kernels({kernel: 5.0}, turned_model(), layers=layers)
@@ -86,13 +92,16 @@ def chain(*kinds):
     return build_net(nodes, {"x": None}, {before: None}, opset=17)
 
 
-@pytest.mark.parametrize(("kinds", "found", "owner"), [
-    (("Conv", "LeakyRelu"), {"t1_nchwc": 5.0}, "/0"),
-    (("Conv", "Add", "Relu"), {"t2_nchwc": 5.0, "b_nchwc": 1.0}, "/0"),
-    (("Conv", "Add", "Relu"), {"t2_nchwc": 5.0}, "/2"),  # of two Convs nobody knows which
-    (("Conv", "Relu", "BatchNormalization"), {"t2_bn_nchwc": 5.0, "t1_nchwc": 1.0}, "/2"),
-    (("Relu", "Conv"), {"t1_nchwc": 5.0}, "/1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kinds", "found", "owner"),
+    [
+        (("Conv", "LeakyRelu"), {"t1_nchwc": 5.0}, "/0"),
+        (("Conv", "Add", "Relu"), {"t2_nchwc": 5.0, "b_nchwc": 1.0}, "/0"),
+        (("Conv", "Add", "Relu"), {"t2_nchwc": 5.0}, "/2"),  # of two Convs nobody knows which
+        (("Conv", "Relu", "BatchNormalization"), {"t2_bn_nchwc": 5.0, "t1_nchwc": 1.0}, "/2"),
+        (("Relu", "Conv"), {"t1_nchwc": 5.0}, "/1"),
+    ],
+)
 def test_what_a_layer_computes_with_others_inside_it_is_its_time(kinds, found, owner):
     model = chain(*kinds)
     times = attribute_kernels(found, model, layers=found)

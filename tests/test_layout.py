@@ -104,10 +104,13 @@ def test_every_module_can_be_imported():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("package", "never", "lazy"), [
-    ("calibrators", SDKS | {"deploy"}, True),  # they stand on numpy
-    ("deploy.commands", SDKS | {"numpy"}, False),  # nothing heavy at their top
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("package", "never", "lazy"),
+    [
+        ("calibrators", SDKS | {"deploy"}, True),  # they stand on numpy
+        ("deploy.commands", SDKS | {"numpy"}, False),  # nothing heavy at their top
+    ],
+)
 def test_a_package_imports_little(package, never, lazy):
     excepted = {"calibrators.histogram": {"cv2"}, "calibrators.tensorrt": SDKS}  # cv2.calcHist
     wrong = {

@@ -66,9 +66,10 @@ def test_openvinos_model_info():
     given = {
         "model_info__mean_values": "123.675 116.28 103.53",
         "model_info__scale_values": "58.395 57.12 57.375",
-        "model_info__resize_type": "fit_to_window_letterbox", "model_info__pad_value": "114",
+        "model_info__resize_type": "fit_to_window_letterbox",
+        "model_info__pad_value": "114",
         "model_info__reverse_input_channels": "True",
-    }  # fmt: skip
+    }
     found = how(carried(**given), ("n", 3, 64, 64))
     assert (found.resize, found.anchor, found.pad) == ("letterbox", "centre", (114.0,))
     assert (found.scale, found.mean[0], found.std[2], found.color) == (1, 123.675, 57.375, "rgb")
@@ -76,8 +77,11 @@ def test_openvinos_model_info():
     assert (bare.resize, bare.color) == ("stretch", "bgr")
     unit = given | {"model_info__intensity_mode": "scale_to_unit"}
     assert how(carried(**unit), ("n", 3, 64, 64)).scale == 1 / 255
-    for name, value in (("resize_type", "crop"), ("embedded_processing", "True"),
-                        ("intensity_mode", "window")):  # fmt: skip
+    for name, value in (
+        ("resize_type", "crop"),
+        ("embedded_processing", "True"),
+        ("intensity_mode", "window"),
+    ):
         assert carried(**given | {f"model_info__{name}": value}).preprocess is None
 
 
@@ -97,8 +101,14 @@ def test_timms_configuration_in_metadata_and_in_its_file(tmp_path):
     assert (usual.short, usual.mean, usual.std) == (256, (0.5,), (0.5, 0.5, 0.5))
     squash = cfg | {"crop_mode": "squash", "crop_pct": 1.0}
     assert how(carried(pretrained_cfg=json.dumps(squash))).resize == "stretch"
-    for strange in ({"crop_mode": "border"}, {"mean": [123.7] * 3}, {"input_size": [3, 9, 8]},
-                    {"crop_pct": 0}, {"interpolation": ["x"]}, {"input_size": None}):  # fmt: skip
+    for strange in (
+        {"crop_mode": "border"},
+        {"mean": [123.7] * 3},
+        {"input_size": [3, 9, 8]},
+        {"crop_pct": 0},
+        {"interpolation": ["x"]},
+        {"input_size": None},
+    ):
         assert carried(pretrained_cfg=json.dumps(cfg | strange)).preprocess is None
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     assert carried(path=tmp_path / "net.onnx") is None
@@ -117,8 +127,11 @@ def square(side):
             ("short-side", (224, 224), 256),
         ),
         (
-            {"size": {"shortest_edge": 224}, "crop_pct": 0.875,
-             "image_processor_type": "ConvNextImageProcessor"},
+            {
+                "size": {"shortest_edge": 224},
+                "crop_pct": 0.875,
+                "image_processor_type": "ConvNextImageProcessor",
+            },
             ("short-side", (224, 224), 256),
         ),
         (
@@ -135,7 +148,7 @@ def square(side):
         ({"size": {"height": [], "width": {}}}, None),
         ({"size": {"shortest_edge": 256}, "image_processor_type": "LevitImageProcessor"}, None),
     ],
-)  # fmt: skip
+)
 def test_hugging_faces_processors(given, wanted, tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(IMAGENET | given))
     said = carried(path=tmp_path / "net.onnx")
@@ -151,8 +164,13 @@ def test_hugging_faces_processors(given, wanted, tmp_path):
 
 def test_hugging_faces_arithmetic_and_the_folder_onnx(tmp_path):
     (tmp_path / "onnx").mkdir()
-    given = {"size": {"height": 8, "width": 8}, "do_normalize": False, "resample": 0,
-             "rescale_factor": 0.5, "do_flip_channel_order": True}  # fmt: skip
+    given = {
+        "size": {"height": 8, "width": 8},
+        "do_normalize": False,
+        "resample": 0,
+        "rescale_factor": 0.5,
+        "do_flip_channel_order": True,
+    }
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
     found = how(carried(path=tmp_path / "onnx" / "model.onnx"))
     assert (found.scale, found.mean, found.std) == (0.5, (0.0,), (1.0,))
@@ -184,10 +202,14 @@ def test_paddledetections_infer_cfg(tmp_path):
     found, preset = how(carried(path=tmp_path / "net.onnx")), PRESETS["picodet"]
     assert (found.size, found.resize, found.interpolation) == ((320, 416), "stretch", "cubic")
     assert (found.mean, found.std, found.scale) == (preset.mean, preset.std, 1 / 255)
-    for old, new in (("keep_ratio: false", "keep_ratio: true"), ("Permute", "PadStride"),
-                     ("interp: 2", "interp: [2, 3]"), ("- 320", "- &a 320"),
-                     ("  keep_ratio: false", "  keep_ratio: !!python/object:os.system"),
-                     ("std: [0.229, ", "std: [[" * 5000)):  # fmt: skip
+    for old, new in (
+        ("keep_ratio: false", "keep_ratio: true"),
+        ("Permute", "PadStride"),
+        ("interp: 2", "interp: [2, 3]"),
+        ("- 320", "- &a 320"),
+        ("  keep_ratio: false", "  keep_ratio: !!python/object:os.system"),
+        ("std: [0.229, ", "std: [[" * 5000),
+    ):
         (tmp_path / "infer_cfg.yml").write_text(INFER_CFG.replace(old, new))
         said = carried(path=tmp_path / "net.onnx")
         assert said.preprocess is None and len(said.reason) < 250, new
@@ -260,8 +282,9 @@ def test_hostile_metadata_is_a_note(text, tmp_path):
         *(YOLO | {key: text} for key in ("author", "task", "imgsz", "version", "channels")),
         *({f"model_info__{key}": text} for key in ("mean_values", "scale_values", "pad_value")),
         *({"mean": "0.5", "std": "0.5"} | {key: text} for key in ("mean", "std", "crop_pct")),
-        {"pretrained_cfg": text}, {"character": text},
-    ]  # fmt: skip
+        {"pretrained_cfg": text},
+        {"character": text},
+    ]
     for name in ("preprocessor_config.json", "config.json", "infer_cfg.yml"):
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
@@ -276,14 +299,38 @@ def test_hostile_metadata_is_a_note(text, tmp_path):
         assert all(len(note) < 500 and note.isprintable() for note in found.notes)
 
 
-@pytest.mark.parametrize("key", ["size", "image_mean", "image_std", "resample", "crop_size",
-                                 "rescale_factor", "do_resize", "crop_pct", "pretrained_cfg",
-                                 "image_processor_type"])  # fmt: skip
+@pytest.mark.parametrize(
+    "key",
+    [
+        "size",
+        "image_mean",
+        "image_std",
+        "resample",
+        "crop_size",
+        "rescale_factor",
+        "do_resize",
+        "crop_pct",
+        "pretrained_cfg",
+        "image_processor_type",
+    ],
+)
 def test_values_of_another_kind_are_a_note(key, tmp_path):
     good = IMAGENET | {"size": {"shortest_edge": 9}, "do_center_crop": True, "crop_size": 8}
     spec = TensorSpec("x", "float32", (1, 3, 8, 8))
-    for value in (None, [], {}, "x", 10**400, -1, 1e300, [[1]], {"height": []},
-                  {"shortest_edge": 0}, True, [None] * 3):  # fmt: skip
+    for value in (
+        None,
+        [],
+        {},
+        "x",
+        10**400,
+        -1,
+        1e300,
+        [[1]],
+        {"height": []},
+        {"shortest_edge": 0},
+        True,
+        [None] * 3,
+    ):
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(good | {key: value}))
         how = resolve_preprocess(None, carried(path=tmp_path / "net.onnx"), spec).preprocess
         assert how.size == (8, 8), value
@@ -349,10 +396,14 @@ def test_arrays_are_fed_as_they_are(yolo):
     [
         ("{0: 'face', 2: 'hand'}", {0: "face", 2: "hand"}),
         ("['face', 'hand']", {0: "face", 1: "hand"}),
-        ("{0: 1, 'a': 'b', 3: ''}", {}), ("__import__('os')", {}), ("(" * 9999, {}), ("3", {}),
-        ("", {}), (f"['{'x' * 70000}']", {}),
+        ("{0: 1, 'a': 'b', 3: ''}", {}),
+        ("__import__('os')", {}),
+        ("(" * 9999, {}),
+        ("3", {}),
+        ("", {}),
+        (f"['{'x' * 70000}']", {}),
     ],
-)  # fmt: skip
+)
 def test_class_names_are_read_where_they_are_plain(text, names):
     model = make_model("y = Relu (x)", {"x": [1]}, {"y": [1]})
     model.metadata_props.add(key="names", value=text)

@@ -146,11 +146,16 @@ def test_a_sample_of_nan_or_of_another_shape_is_never_right():
     assert found.top1_agreement is None
 
 
-@pytest.mark.parametrize(("session", "labels", "rule"), [
-    (SAME, [0] * 29, "one label a sample"), (SAME, [0] * 31, "one label a sample"),
-    (SAME, [0] * 29 + [4], "start at 1"), (SAME, [-1] * 30, "0 to 3"),
-    (IMAGE, [0] * 30, "leave the labels out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("session", "labels", "rule"),
+    [
+        (SAME, [0] * 29, "one label a sample"),
+        (SAME, [0] * 31, "one label a sample"),
+        (SAME, [0] * 29 + [4], "start at 1"),
+        (SAME, [-1] * 30, "0 to 3"),
+        (IMAGE, [0] * 30, "leave the labels out"),
+    ],
+)
 def test_labels_that_do_not_fit_are_refused(session, labels, rule):
     with pytest.raises(FeedError, match=rule):
         compare(session, session, batches(X, 6), labels=labels)
@@ -235,18 +240,24 @@ PRECISIONS = {
     # right at .50 .55 .60 .65 .70
     "an overlap of 0.72": ([(found([[0, 0, 10, 7.2]], [0.9]), ONE)], 0.5, 1),
     "a second box on one object": (
-        [(found([TWO[0], [0, 0, 10, 9.9], TWO[1]], [0.9, 0.8, 0.7]), TWO)], THIRDS, THIRDS,
+        [(found([TWO[0], [0, 0, 10, 9.9], TWO[1]], [0.9, 0.8, 0.7]), TWO)],
+        THIRDS,
+        THIRDS,
     ),
     # class 0: 1; class 1, found elsewhere alone: 0
     "classes and images apart": (
-        [(found(ONE, [0.9]), TWO, [0, 1]), (found(TWO[1:], [0.9], [1]), [])], 0.5, 0.5,
+        [(found(ONE, [0.9]), TWO, [0, 1]), (found(TWO[1:], [0.9], [1]), [])],
+        0.5,
+        0.5,
     ),
     # the first box lies in the crowd
     "a crowd is neither object nor miss": (
-        [(found([[50, 50, 52, 52], *ONE], [0.9, 0.8]), [*ONE, [40, 40, 80, 80]], *CROWDED)], 1, 1,
+        [(found([[50, 50, 52, 52], *ONE], [0.9, 0.8]), [*ONE, [40, 40, 80, 80]], *CROWDED)],
+        1,
+        1,
     ),
     "nothing found": ([(found([], []), ONE)], 0, 0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", PRECISIONS)
@@ -263,9 +274,14 @@ def part(db=40.0, *, cosine=0.999, label="y"):
 
 def task(value, reference=1.0):
     return TaskFigure(
-        task="boxes", figure="boxes kept", value=value, reference=reference, count="9 of 10",
-        words="9 of 10 boxes kept", samples=10,
-    )  # fmt: skip
+        task="boxes",
+        figure="boxes kept",
+        value=value,
+        reference=reference,
+        count="9 of 10",
+        words="9 of 10 boxes kept",
+        samples=10,
+    )
 
 
 def accuracy(*parts, **rest):
@@ -280,18 +296,33 @@ def judged(found=None, *, speed=None, int8=True, min_speedup=None, max_loss=None
     return verdict(accuracy=found, speed=one, int8=int8, gates=gates, **how)
 
 
-@pytest.mark.parametrize(("db", "level"), [
-    (15.0, GOOD), (14.9, DOUBTFUL), (5.0, DOUBTFUL), (4.9, UNUSABLE), (math.nan, UNUSABLE),
-    (math.inf, GOOD), (-math.inf, UNUSABLE),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("db", "level"),
+    [
+        (15.0, GOOD),
+        (14.9, DOUBTFUL),
+        (5.0, DOUBTFUL),
+        (4.9, UNUSABLE),
+        (math.nan, UNUSABLE),
+        (math.inf, GOOD),
+        (-math.inf, UNUSABLE),
+    ],
+)
 def test_an_unknown_task_is_judged_by_its_worst_part(db, level):
     found = judged(accuracy(part(db, label="scores"), part(60)))
     assert found.level == level and "scores" in found.text
 
 
-@pytest.mark.parametrize(("value", "level"), [
-    (0.95, GOOD), (0.949, DOUBTFUL), (0.75, DOUBTFUL), (0.749, UNUSABLE), (math.nan, UNUSABLE),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "level"),
+    [
+        (0.95, GOOD),
+        (0.949, DOUBTFUL),
+        (0.75, DOUBTFUL),
+        (0.749, UNUSABLE),
+        (math.nan, UNUSABLE),
+    ],
+)
 def test_a_task_is_judged_by_what_is_lost_of_it(value, level):
     found = judged(accuracy(part(6), task=task(value)))
     assert found.level == level and "9 of 10 boxes kept" in found.text
@@ -303,38 +334,46 @@ NAN = accuracy(part(math.nan, cosine=math.nan))
 PLACES = accuracy(part(6.5), top1_reference=0.9, top1_candidate=0.9)
 
 
-@pytest.mark.parametrize(("found", "how", "level"), [
-    # a user's figure is judged by what the float model reaches
-    (accuracy(task=task(0.60, reference=0.62)), {}, GOOD),
-    (accuracy(task=task(0.60, reference=0.70)), {}, DOUBTFUL),
-    # a part that is more noise than signal is never good, whatever the task says
-    (accuracy(part(0.0), task=task(1.0)), {}, GOOD),
-    (accuracy(part(-0.1), task=task(1.0)), {}, DOUBTFUL),
-    # what the user allows to be lost decides before the limits: no doubt between them
-    (LABELLED, {"max_loss": 0.01}, GOOD), (LABELLED, {"max_loss": 0.009}, UNUSABLE),
-    (accuracy(task=task(0.99)), {"max_loss": 0.01}, GOOD),
-    (accuracy(task=task(0.99)), {"max_loss": 0.009}, UNUSABLE),
-    (accuracy(part(cosine=0.99)), {"max_loss": 0.01}, GOOD),
-    (accuracy(part(cosine=0.99)), {"max_loss": 0.009}, UNUSABLE),
-    (NAN, {"max_loss": 1.0}, UNUSABLE),
-    # with labels one class may be all that is there
-    (replace(LABELLED, favourite=1.0, top1_candidate=0.9), {}, GOOD),
-    # labels decide before the worst part: of numbers of classes it has no meaning
-    (accuracy(part(6.5)), {}, DOUBTFUL), (PLACES, {}, GOOD),
-    (replace(PLACES, parts=(part(-1.0),)), {}, DOUBTFUL),
-    # speed is judged against FP32 or what the user demands
-    (None, {"speed": 1.06}, GOOD), (None, {"speed": 0.99}, FLOAT),
-    (None, {"speed": 1.5, "min_speedup": 1.5}, GOOD),
-    (None, {"speed": 1.49, "min_speedup": 1.5}, UNUSABLE),
-    (None, {"speed": 0.5, "min_speedup": 0.4}, GOOD), (None, {"min_speedup": 9.0}, DOUBTFUL),
-    (None, {"speed": 1.1, "int8": False, "min_speedup": 1.5}, UNUSABLE),
-    (NAN, {"int8": False}, UNUSABLE),
-    # a model of microseconds is not slower by the runtime's own overhead
-    (None, {"speed": 0.8, "slower_ms": 0.019}, GOOD),
-    (None, {"speed": 0.8, "slower_ms": 0.021}, FLOAT),
-    # two pictures of which both are right prove little
-    (accuracy(samples=4), {}, GOOD), (accuracy(samples=3), {}, DOUBTFUL),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("found", "how", "level"),
+    [
+        # a user's figure is judged by what the float model reaches
+        (accuracy(task=task(0.60, reference=0.62)), {}, GOOD),
+        (accuracy(task=task(0.60, reference=0.70)), {}, DOUBTFUL),
+        # a part that is more noise than signal is never good, whatever the task says
+        (accuracy(part(0.0), task=task(1.0)), {}, GOOD),
+        (accuracy(part(-0.1), task=task(1.0)), {}, DOUBTFUL),
+        # what the user allows to be lost decides before the limits: no doubt between them
+        (LABELLED, {"max_loss": 0.01}, GOOD),
+        (LABELLED, {"max_loss": 0.009}, UNUSABLE),
+        (accuracy(task=task(0.99)), {"max_loss": 0.01}, GOOD),
+        (accuracy(task=task(0.99)), {"max_loss": 0.009}, UNUSABLE),
+        (accuracy(part(cosine=0.99)), {"max_loss": 0.01}, GOOD),
+        (accuracy(part(cosine=0.99)), {"max_loss": 0.009}, UNUSABLE),
+        (NAN, {"max_loss": 1.0}, UNUSABLE),
+        # with labels one class may be all that is there
+        (replace(LABELLED, favourite=1.0, top1_candidate=0.9), {}, GOOD),
+        # labels decide before the worst part: of numbers of classes it has no meaning
+        (accuracy(part(6.5)), {}, DOUBTFUL),
+        (PLACES, {}, GOOD),
+        (replace(PLACES, parts=(part(-1.0),)), {}, DOUBTFUL),
+        # speed is judged against FP32 or what the user demands
+        (None, {"speed": 1.06}, GOOD),
+        (None, {"speed": 0.99}, FLOAT),
+        (None, {"speed": 1.5, "min_speedup": 1.5}, GOOD),
+        (None, {"speed": 1.49, "min_speedup": 1.5}, UNUSABLE),
+        (None, {"speed": 0.5, "min_speedup": 0.4}, GOOD),
+        (None, {"min_speedup": 9.0}, DOUBTFUL),
+        (None, {"speed": 1.1, "int8": False, "min_speedup": 1.5}, UNUSABLE),
+        (NAN, {"int8": False}, UNUSABLE),
+        # a model of microseconds is not slower by the runtime's own overhead
+        (None, {"speed": 0.8, "slower_ms": 0.019}, GOOD),
+        (None, {"speed": 0.8, "slower_ms": 0.021}, FLOAT),
+        # two pictures of which both are right prove little
+        (accuracy(samples=4), {}, GOOD),
+        (accuracy(samples=3), {}, DOUBTFUL),
+    ],
+)
 def test_the_level_of_a_verdict(found, how, level):
     assert judged(found, **how).level == level
 
@@ -345,18 +384,22 @@ def test_labels_decide_before_the_task(lost, level):
     assert found.level == level and f"top-1 {-100 * lost:+.2f} points" in found.text
 
 
-@pytest.mark.parametrize(("right", "classes", "samples", "level"), [
-    (0.0875, 10, 400, UNUSABLE),  # chance is 10 % and its spread 1.5 points
-    (0.145, 10, 400, UNUSABLE),  # three spreads are not surely better than chance
-    (0.146, 10, 400, DOUBTFUL),  # no guess, and still wrong in six of seven
-    (0.49, 10, 400, DOUBTFUL),  # of 92 % with the right mean and std
-    (0.5, 10, 400, GOOD), (0.0875, 10, 19, GOOD),  # too few to tell
-    (0.02, 1000, 400, DOUBTFUL),
-    (0.05, 1000, 20, DOUBTFUL),  # an ImageNet model with the wrong scale
-    (0.0, 1000, 20, UNUSABLE),
-    (0.5, 2, 36, UNUSABLE),  # guessing reaches 75 % once in a thousand times
-    (0.8, 2, 20, GOOD),  # and 83 % of so few, which tell nothing
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("right", "classes", "samples", "level"),
+    [
+        (0.0875, 10, 400, UNUSABLE),  # chance is 10 % and its spread 1.5 points
+        (0.145, 10, 400, UNUSABLE),  # three spreads are not surely better than chance
+        (0.146, 10, 400, DOUBTFUL),  # no guess, and still wrong in six of seven
+        (0.49, 10, 400, DOUBTFUL),  # of 92 % with the right mean and std
+        (0.5, 10, 400, GOOD),
+        (0.0875, 10, 19, GOOD),  # too few to tell
+        (0.02, 1000, 400, DOUBTFUL),
+        (0.05, 1000, 20, DOUBTFUL),  # an ImageNet model with the wrong scale
+        (0.0, 1000, 20, UNUSABLE),
+        (0.5, 2, 36, UNUSABLE),  # guessing reaches 75 % once in a thousand times
+        (0.8, 2, 20, GOOD),  # and 83 % of so few, which tell nothing
+    ],
+)
 def test_a_float_model_that_guesses_was_fed_something_else(right, classes, samples, level):
     found = judged(
         accuracy(samples=samples, top1_reference=right, top1_candidate=right, classes=classes)
@@ -435,11 +478,18 @@ def test_what_is_good_is_told_only_where_nothing_is_worse():
     assert found.level == DOUBTFUL and found.text == "doubtful: nothing was measured of it"
 
 
-@pytest.mark.parametrize(("speed", "level", "said"), [
-    ((1.2, 1.1, 1.3), GOOD, "1.20x (1.10 to 1.30) the speed of FP32"),
-    ((0.99, 0.97, 1.02), FLOAT, "int8 has 0.99x (0.97 to 1.02) the speed of FP32 on this CPU"),
-    ((0.9, 0.8, 1.2), GOOD, "0.90x (0.80 to 1.20) the speed of FP32, which is too noisy to tell"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("speed", "level", "said"),
+    [
+        ((1.2, 1.1, 1.3), GOOD, "1.20x (1.10 to 1.30) the speed of FP32"),
+        ((0.99, 0.97, 1.02), FLOAT, "int8 has 0.99x (0.97 to 1.02) the speed of FP32 on this CPU"),
+        (
+            (0.9, 0.8, 1.2),
+            GOOD,
+            "0.90x (0.80 to 1.20) the speed of FP32, which is too noisy to tell",
+        ),
+    ],
+)
 def test_a_speed_recommends_int8_or_fp32_or_says_that_noise_hides_it(speed, level, said):
     found = judged(speed=speed)
     assert found.level == level and said in found.text
@@ -465,9 +515,15 @@ def compared(change, error, *, shape=(1, 3, 16, 16), cut=0):
     return comparison.result()
 
 
-@pytest.mark.parametrize(("change", "error", "level"), [
-    (0.03, 0.03, DOUBTFUL), (0.03, 0.003, GOOD), (0.5, 0.03, GOOD), (0.1, 0.9, UNUSABLE),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "error", "level"),
+    [
+        (0.03, 0.03, DOUBTFUL),
+        (0.03, 0.003, GOOD),
+        (0.5, 0.03, GOOD),
+        (0.1, 0.9, UNUSABLE),
+    ],
+)
 def test_what_is_left_of_a_small_change_of_the_input_is_judged(change, error, level):
     found = judged(compared(change, error))
     assert found.level == level
@@ -558,19 +614,31 @@ def test_a_session_knows_its_inputs_and_runs(tmp_path):
     assert session.threads == 1
 
 
-@pytest.mark.parametrize(("element", "numpy_name"), [
-    (TensorProto.DOUBLE, "float64"), (TensorProto.FLOAT16, "float16"), (TensorProto.INT8, "int8"),
-    (TensorProto.STRING, "str"), (TensorProto.BOOL, "bool"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("element", "numpy_name"),
+    [
+        (TensorProto.DOUBLE, "float64"),
+        (TensorProto.FLOAT16, "float16"),
+        (TensorProto.INT8, "int8"),
+        (TensorProto.STRING, "str"),
+        (TensorProto.BOOL, "bool"),
+    ],
+)
 def test_element_types_have_numpys_names(element, numpy_name):
     session = OrtSession.open(one_node("Identity", dtype=element).SerializeToString(), threads=1)
     assert session.inputs[0].dtype == session.outputs[0].dtype == numpy_name
 
 
-@pytest.mark.parametrize("feed", [
-    {}, {"z": np.zeros((1, 3), np.float32)}, {"x": np.zeros((1, 3), np.int32)},
-    {"x": np.zeros((1, 4), np.float32)}, {"x": np.zeros(3, np.float32)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "feed",
+    [
+        {},
+        {"z": np.zeros((1, 3), np.float32)},
+        {"x": np.zeros((1, 3), np.int32)},
+        {"x": np.zeros((1, 4), np.float32)},
+        {"x": np.zeros(3, np.float32)},
+    ],
+)
 def test_a_wrong_feed_is_one_sentence(feed):
     session = OrtSession.open(one_node().SerializeToString(), threads=1)
     with pytest.raises(BackendError, match="could not run the model") as caught:

@@ -67,13 +67,22 @@ def test_damaged_statistics_of_fitting_digests_are_made_again(kept, run):
     whole = [path.read_bytes() for path in files]
     inf = npy(np.array([np.inf, np.nan, -np.inf, 1e308]))
     huge = npy(np.array([2**63 - 1, -(2**63)]))
-    fields = [("0.counts.npy", npy(np.zeros(4097, np.int64))), ("0.reals.npy", inf),
-              ("0.wholes.npy", huge)]  # fmt: skip
+    fields = [
+        ("0.counts.npy", npy(np.zeros(4097, np.int64))),
+        ("0.reals.npy", inf),
+        ("0.wholes.npy", huge),
+    ]
     forged = [
-        b"", b"PK\5\6" + bytes(18), stored(), stored(*fields), stored(("0.npy", b"")),
-        stored(("0.counts.npy", npy(np.array(["a"])))), stored(*fields[:2]),
-        stored(*((name, inf) for name, _ in fields)), stored(("0.reals.npy", bytes(1 << 20))),
-    ]  # fmt: skip
+        b"",
+        b"PK\5\6" + bytes(18),
+        stored(),
+        stored(*fields),
+        stored(("0.npy", b"")),
+        stored(("0.counts.npy", npy(np.array(["a"])))),
+        stored(*fields[:2]),
+        stored(*((name, inf) for name, _ in fields)),
+        stored(("0.reals.npy", bytes(1 << 20))),
+    ]
     for data in [*forged, *(mutated(random.Random(n), *whole[2:0:-1]) for n in range(40))]:
         fitting(cache, data)
         out = run.ok(*words)
@@ -82,10 +91,16 @@ def test_damaged_statistics_of_fitting_digests_are_made_again(kept, run):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"observations": [["a", "b", ["c"]]]}, {"observations": [[3, {}, None]] * 9},
-     {"observations": []}, {"fingerprint": []}, {"fingerprint": {"model": {}}}, {"schema": [[]]},
-     {"more": [[[[]]]]}],
-)  # fmt: skip
+    [
+        {"observations": [["a", "b", ["c"]]]},
+        {"observations": [[3, {}, None]] * 9},
+        {"observations": []},
+        {"fingerprint": []},
+        {"fingerprint": {"model": {}}},
+        {"schema": [[]]},
+        {"more": [[[[]]]]},
+    ],
+)
 def test_a_forged_fingerprint_is_no_fault(changes, kept, run):
     cache, words = kept
     fitting(cache, store.sidecars(cache)[1].read_bytes(), **changes)
@@ -94,10 +109,20 @@ def test_a_forged_fingerprint_is_no_fault(changes, kept, run):
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "3", '{"sha256": ["cache", "statistics", "this"]}', "[" * 10**6, "\xff", "",
-             '{"fingerprint": 1, "schema": 3, "sha256": ["cache", "statistics", "this"],'
-             ' "observations": []}', '{"fingerprint":' * 500, "1" * 5000],
-)  # fmt: skip
+    "text",
+    [
+        "[]",
+        "3",
+        '{"sha256": ["cache", "statistics", "this"]}',
+        "[" * 10**6,
+        "\xff",
+        "",
+        '{"fingerprint": 1, "schema": 3, "sha256": ["cache", "statistics", "this"],'
+        ' "observations": []}',
+        '{"fingerprint":' * 500,
+        "1" * 5000,
+    ],
+)
 def test_what_stands_beside_a_cache_is_no_fault(text, kept, run):
     cache, words = kept
     store.sidecars(cache)[0].write_text(text, encoding="latin-1")
@@ -154,9 +179,12 @@ def test_a_folder_that_is_closed_is_a_sentence(small_cnn, pictures, tmp_path, tm
         ["build", small_cnn, *feed, "--eval-images", pictures, "--labels", closed / "l.json"],
         ["build", small_cnn, *feed, "--plan", closed / "p.toml"],
         ["build", small_cnn, *feed, "--metric", f"{closed}/f.py:f"],
-        ["explain", closed], ["verify", closed / "o"], ["inspect", closed / "x.cache"],
-        ["cache", "show", closed / "c"], ["ascend", "check", closed / "r"],
-    ]  # fmt: skip
+        ["explain", closed],
+        ["verify", closed / "o"],
+        ["inspect", closed / "x.cache"],
+        ["cache", "show", closed / "c"],
+        ["ascend", "check", closed / "r"],
+    ]
     apart = (
         "deploy.fx",
         "deploy.standins.torch_on_cpu",
@@ -170,8 +198,10 @@ def test_a_folder_that_is_closed_is_a_sentence(small_cnn, pictures, tmp_path, tm
             folder.chmod(0o755)
     done = subprocess.run(
         [sys.executable, "-c", FROM_CLOSED, str(closed), repr(tries), repr(modules)],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     closed.chmod(0o700)
     if done.returncode == 77:
         pytest.skip("root may not become another user here (CAP_SETUID), and may look anywhere")
@@ -214,8 +244,13 @@ def beside(model, path):
     """The model with its weights in a file beside it."""
     near = path.parent.parent / "near"
     near.mkdir()
-    onnx.save(onnx.load(model), near / path.name, save_as_external_data=True, location="w.bin",
-              size_threshold=0)  # fmt: skip
+    onnx.save(
+        onnx.load(model),
+        near / path.name,
+        save_as_external_data=True,
+        location="w.bin",
+        size_threshold=0,
+    )
     for file in near.iterdir():
         shutil.copy(file, path.parent / file.name)
     return path
@@ -324,14 +359,16 @@ def test_what_is_no_experiment_is_said(run, tmp_path):
         ((VALUES, "--scale", "1,2"), "give --axis, or one of each"),
         ((VALUES, "--axis", "4"), "one of 1 dimensions, got 4"),
         *(((text,), "values are a JSON array of numbers") for text in ("[1, [2]]", "[]", '["a"]')),
-        (("3.5",), "write it as '[3.5]'"), (("-1, 2",), "write it as '[-1, 2]'"),
-        (("-7", "--scale", "1"), "write it as '[-7]'"), (("-1x",), "No such option"),
+        (("3.5",), "write it as '[3.5]'"),
+        (("-1, 2",), "write it as '[-1, 2]'"),
+        (("-7", "--scale", "1"), "write it as '[-7]'"),
+        (("-1x",), "No such option"),
         (("[1e39, 1]",), "1 of 2 values infinite in float32"),
         (("[1, -Infinity]",), "1 of 2 values infinite in float32"),
         (("absent.npy",), "absent.npy must be an .npy file"),
         ((tmp_path / "c.npy",), "must be a sound .npy file"),
         ((VALUES, "-q"), "--quiet goes with --json"),
-    ):  # fmt: skip
+    ):
         code, _, err = run("quantize", *words)
         assert code in (1, 2) and message in err, (words, err)
     with pytest.raises(CalibrationError, match="NaN"):

@@ -26,8 +26,10 @@ def samples():
 
 
 def state(statistics):
-    return {n: (h.counts.tolist(), h.full_range, h.minimum, h.maximum, h.total)
-            for n, h in statistics.items()}  # fmt: skip
+    return {
+        n: (h.counts.tolist(), h.full_range, h.minimum, h.maximum, h.total)
+        for n, h in statistics.items()
+    }
 
 
 def test_threads_and_order_do_not_show(histograms, model, samples):

@@ -99,9 +99,10 @@ def network(group=1, channels=8):
         "w": rng.uniform(0.8, 1.0, size=(16, channels // group, 3, 3)),
     }
     nodes = [
-        ("Conv", "x v", "a", "first", {"pads": [1] * 4}), ("Relu", "a", "b", "relu"),
+        ("Conv", "x v", "a", "first", {"pads": [1] * 4}),
+        ("Relu", "a", "b", "relu"),
         ("Conv", "b w", "y", "last", {"pads": [1] * 4, "group": group}),
-    ]  # fmt: skip
+    ]
     return build_net(nodes, {"x": ["n", 3, 12, 12]}, {"y": ["n", 16, 12, 12]}, held, opset=17)
 
 

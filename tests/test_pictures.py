@@ -134,10 +134,13 @@ def test_short_side_has_its_length_and_the_other_is_not_shorter(height, width, s
 
 @settings(max_examples=60)
 @given(
-    sizes, sizes, st.sampled_from(["stretch", "letterbox", "short-side", "fit-height"]),
+    sizes,
+    sizes,
+    st.sampled_from(["stretch", "letterbox", "short-side", "fit-height"]),
     st.sampled_from(["nearest", "linear", "cubic", "area", "lanczos"]),
-    st.sampled_from(["rgb", "bgr", "grey"]), st.sampled_from(["nchw", "nhwc"]),
-)  # fmt: skip
+    st.sampled_from(["rgb", "bgr", "grey"]),
+    st.sampled_from(["nchw", "nhwc"]),
+)
 def test_every_combination_fills_the_input(source, size, resize, interpolation, color, layout):
     image = noise(*source, 1 if color == "grey" else 3)
     options = {"size": size, "resize": resize, "interpolation": interpolation}
@@ -178,7 +181,8 @@ def test_options_override_a_preset_and_an_unknown_one_names_the_nearest():
     [
         ({"resize": "leterbox"}, "resize must be one of .*did you mean 'letterbox'"),
         ({"interpolation": "bicubic"}, "interpolation must be one of"),
-        ({"color": "gray"}, "color must be one of"), ({"layout": "chw"}, "layout must be one of"),
+        ({"color": "gray"}, "color must be one of"),
+        ({"layout": "chw"}, "layout must be one of"),
         ({"anchor": "left"}, "anchor must be one of"),
         ({"size": (0, 224)}, "size must be whole pixels"),
         ({"size": (224,)}, r"size must be \(height, width\)"),
@@ -186,12 +190,13 @@ def test_options_override_a_preset_and_an_unknown_one_names_the_nearest():
         ({"short_side": True}, "short_side must be whole pixels"),
         ({"mean": (0.1, 0.2)}, "mean must have one value or one per channel"),
         ({"color": "grey", "std": (1, 1, 1)}, "std must have one value .*got 3"),
-        ({"std": (1.0, 0.0, 1.0)}, "above 0"), ({"std": (1e-60,)}, "above 0"),
+        ({"std": (1.0, 0.0, 1.0)}, "above 0"),
+        ({"std": (1e-60,)}, "above 0"),
         ({"scale": float("nan")}, "scale must be finite"),
         ({"mean": ("0.5",)}, "mean must be finite numbers"),
         ({"men": (0.5,)}, "'men' is no preprocessing option.*'mean'"),
     ],
-)  # fmt: skip
+)
 def test_wrong_options_are_told_by_name_and_rule(options, message):
     with pytest.raises(ConfigError, match=message):
         with_options(Preprocess(), options)
@@ -209,20 +214,25 @@ def test_wrong_options_are_told_by_name_and_rule(options, message):
         (None, spec(1, 16), "need an input of 4 dimensions"),
         (Preprocess(mean=(1, 2, 3)), spec(1, 1, 8, 8), "mean must have one value"),
         (
-            Preprocess(resize="short-side", short_side=200), spec(1, 3, 224, 224),
+            Preprocess(resize="short-side", short_side=200),
+            spec(1, 3, 224, 224),
             "short_side must reach the crop of 224x224",
         ),
     ],
-)  # fmt: skip
+)
 def test_options_that_contradict_the_model_are_told(how, target, message):
     kind = ConfigError if how and how.short_side else FeedError
     with pytest.raises(kind, match=message):
         complete_preprocess(how, target)
 
 
-@pytest.mark.parametrize(("scale", "mean", "way_out"), [
-    (1 / 255, (127.5,), "scale 1 .* such as 0.5$"), (1 / 127.5, (103.9, 116.8, 123.7), "0 to 2,"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scale", "mean", "way_out"),
+    [
+        (1 / 255, (127.5,), "scale 1 .* such as 0.5$"),
+        (1 / 127.5, (103.9, 116.8, 123.7), "0 to 2,"),
+    ],
+)
 def test_a_mean_that_no_scaled_pixel_reaches_is_refused(scale, mean, way_out):
     how = Preprocess(scale=scale, mean=mean)
     with pytest.raises(ConfigError, match=f"mean is taken from scaled pixels.*{way_out}"):
@@ -234,15 +244,17 @@ def test_a_mean_that_no_scaled_pixel_reaches_is_refused(scale, mean, way_out):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--mean 127.5 --std 127.5", "give scale 1"), ("--mean 127.5 --std 127.5 --scale 1", None),
+        ("--mean 127.5 --std 127.5", "give scale 1"),
+        ("--mean 127.5 --std 127.5 --scale 1", None),
         ("--short-side 16", "short_side is for resize short-side, got it with resize stretch"),
         ("--resize letterbox --short-side 16", "got it with resize letterbox; give resize short-"),
         ("--pad 114", "pad is for resize letterbox and fit-height, got it with resize stretch"),
         ("--preprocess imagenet --pad 114", "got it with resize short-side; give resize letterbox"),
         ("--preprocess imagenet --short-side 16", None),
-        ("--resize short-side --short-side 16", None), ("--resize letterbox --pad 114", None),
+        ("--resize short-side --short-side 16", None),
+        ("--resize letterbox --pad 114", None),
     ],
-)  # fmt: skip
+)
 def test_options_of_the_command(words, message, small_cnn, pictures, tmp_path, run):
     asked = ("calibrate", small_cnn, "--images", pictures, "--out", tmp_path / "c", *words.split())
     assert message in run.fails(*asked) if message else run.ok(*asked)
@@ -390,7 +402,7 @@ def test_words_are_those_of_the_picture_whoever_decodes_beside_it(capfd):
         ("Warning: unknown JFIF revision number 7.01", False),
         ("libpng warning: iCCP: known incorrect sRGB profile", False),
     ],
-)  # fmt: skip
+)
 def test_which_words_mean_damage(monkeypatch, words, damage):
     monkeypatch.setattr(decoding_module, "call_and_capture", lambda decode: (decode(), [words]))
     with pytest.raises(FeedError, match=words) if damage else nullcontext():
@@ -494,8 +506,9 @@ def test_arrays_are_stretched_and_what_is_no_picture_is_none():
     assert found.tolist() == back.tolist()
 
 
-@pytest.mark.parametrize(("size", "made"), [((640, 320), (160, 80)), ((20, 30), (20, 30)),
-                                            ((1, 4000), (1, 160))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "made"), [((640, 320), (160, 80)), ((20, 30), (20, 30)), ((1, 4000), (1, 160))]
+)
 def test_small_pictures_keep_their_aspect_and_are_not_enlarged(size, made):
     assert pixels.shrink_image(noise(*size)).shape[:2] == made
 
@@ -570,16 +583,19 @@ def test_names_of_pictures_are_escaped(pictures):
     assert "data:" not in to_markdown(report)
 
 
-@pytest.mark.parametrize("how", [
-    {"size": (20, 30), "color": "rgb", "mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4)},
-    {"size": (20, 30), "color": "grey", "interpolation": "area"},
-    {"size": (20, 30), "color": "grey", "scale": 1.0},
-    {"size": (90, 80), "color": "bgr", "interpolation": "area", "layout": "nhwc"},
-    {"size": (32, 32), "color": "rgb", "resize": "letterbox", "pad": (114.0,)},
-    {"size": (48, 32), "color": "rgb", "resize": "letterbox", "anchor": "top-left"},
-    {"size": (24, 24), "color": "rgb", "resize": "short-side", "interpolation": "cubic"},
-    {"size": (24, 64), "color": "bgr", "resize": "fit-height", "pad": (1.0, 2.0, 3.0)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"size": (20, 30), "color": "rgb", "mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4)},
+        {"size": (20, 30), "color": "grey", "interpolation": "area"},
+        {"size": (20, 30), "color": "grey", "scale": 1.0},
+        {"size": (90, 80), "color": "bgr", "interpolation": "area", "layout": "nhwc"},
+        {"size": (32, 32), "color": "rgb", "resize": "letterbox", "pad": (114.0,)},
+        {"size": (48, 32), "color": "rgb", "resize": "letterbox", "anchor": "top-left"},
+        {"size": (24, 24), "color": "rgb", "resize": "short-side", "interpolation": "cubic"},
+        {"size": (24, 64), "color": "bgr", "resize": "fit-height", "pad": (1.0, 2.0, 3.0)},
+    ],
+)
 @pytest.mark.parametrize("shape", [(37, 51), (51, 37)])
 def test_the_program_of_a_build_feeds_what_calibrated(how, shape, tmp_path):
     how = Preprocess(**{"layout": "nchw"} | how)

@@ -185,11 +185,14 @@ def test_a_dead_tensor_is_told_and_its_nodes_stay_float(small_cnn, pictures, tmp
     assert trt_cache.parse(data, origin="cache").scales()["r1"] == 0
 
 
-@pytest.mark.parametrize(("count", "said"), [
-    (1, "r0: it was 0 in every sample; its nodes"),
-    (2, "r0, r1: each was 0 in every sample; their nodes"),
-    (5, "r0, r1, r2 and 2 more: each was 0 in every sample; their nodes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (1, "r0: it was 0 in every sample; its nodes"),
+        (2, "r0, r1: each was 0 in every sample; their nodes"),
+        (5, "r0, r1, r2 and 2 more: each was 0 in every sample; their nodes"),
+    ],
+)
 def test_dead_tensors_are_told_together(tmp_path, count, said):
     dead = [f"r{place}" for place in range(count)]
     nodes = [("Conv", "x w", "c"), *(("Relu", "c", name) for name in dead)]
@@ -257,13 +260,17 @@ def test_a_bad_evaluation_image_is_skipped_with_its_label(build_small, pictures,
     assert report.engines[1].accuracy.top1_reference is not None
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"float_nodes": ["Conv_c22"]}, "did you mean 'Conv_c2'"),
-    ({"float_nodes": "Conv_c22"}, "did you mean 'Conv_c2'"), ({"threads": -1}, "got -1"),
-    ({"targets": ["onnx"]}, "a target is one of"),
-    ({"targets": ["tensorrt", "tensorrt"]}, "'tensorrt' twice"),
-    ({"method": "kl"}, "a method is one of"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"float_nodes": ["Conv_c22"]}, "did you mean 'Conv_c2'"),
+        ({"float_nodes": "Conv_c22"}, "did you mean 'Conv_c2'"),
+        ({"threads": -1}, "got -1"),
+        ({"targets": ["onnx"]}, "a target is one of"),
+        ({"targets": ["tensorrt", "tensorrt"]}, "'tensorrt' twice"),
+        ({"method": "kl"}, "a method is one of"),
+    ],
+)
 def test_words_that_name_nothing_are_told(observe_small, options, said):
     with pytest.raises(ConfigError, match=said):
         observe_small(**options)
@@ -271,8 +278,14 @@ def test_words_that_name_nothing_are_told(observe_small, options, said):
 
 LENET = Path("../shared/golden/tensorrt/lenet")
 INDICES = {
-    "data": 2040, "conv1": 704, "conv2": 962, "fc1": 1153, "ip1": 1155, "ip2": 1289, "prob": 1081,
-}  # fmt: skip
+    "data": 2040,
+    "conv1": 704,
+    "conv2": 962,
+    "fc1": 1153,
+    "ip1": 1155,
+    "ip2": 1289,
+    "prob": 1081,
+}
 
 
 @pytest.mark.skipif(not LENET.exists(), reason="the LeNet triple is not beside this checkout")
@@ -282,9 +295,12 @@ def test_the_whole_line_finds_the_indices_that_tensorrt_found():
     pixels = np.load(LENET / "images.npz")["images"].astype(np.float32) / np.float32(255)
     method = Method.of("entropy-tensorrt", {"batch_size": 50})
     found = calibrate(
-        LENET / "lenet.onnx", pixels[:, None], targets=["tensorrt"], method=method,
+        LENET / "lenet.onnx",
+        pixels[:, None],
+        targets=["tensorrt"],
+        method=method,
         cache=CachePolicy(trt_version="7.2.2"),
-    )  # fmt: skip
+    )
     histograms = {o.tensor: found.ranges.histogram(o) for o in found.searched}
     assert {n: search_bins(h.magnitudes(2048)) for n, h in histograms.items()} == INDICES
 
@@ -367,9 +383,13 @@ def test_another_method_runs_the_model_only_for_another_statistic(run_small, tmp
     assert runs == {"mse": 0, "minmax": 0, "entropy-tensorrt": 42, "legacy": 20}
 
 
-@pytest.mark.parametrize(("target", "method"), [
-    ("ascend", None), *((t, m) for t in ("onnxruntime", "tensorrt") for m in METHODS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("target", "method"),
+    [
+        ("ascend", None),
+        *((t, m) for t in ("onnxruntime", "tensorrt") for m in METHODS),
+    ],
+)
 def test_what_calibrate_keeps_is_what_build_requires(run_small, tmp_path, target, method):
     cache = tmp_path / "c.cache"
     words = ("--target", target, *(("--method", method) if method else ()))
@@ -536,12 +556,16 @@ WEIGHTS = {
     "long": (64, LONG, 1),
 }
 CONSTANTS = {
-    "times": np.arange(LONG)[:, None], "tones": np.linspace(0, 0.1, LONG)[None], "half": 0.5,
-    "zero": 0, "many": 16384, "line": np.linspace(0, 1, 32).reshape(1, 1, 1, 32),
+    "times": np.arange(LONG)[:, None],
+    "tones": np.linspace(0, 0.1, LONG)[None],
+    "half": 0.5,
+    "zero": 0,
+    "many": 16384,
+    "line": np.linspace(0, 1, 32).reshape(1, 1, 1, 32),
     "grid16": np.random.default_rng(0).normal(size=(4, 32, 32)),
     "w16": np.linspace(-1, 1, 1152).reshape(32, 4, 3, 3),
     **{f"b{place}": np.full(32, 4.0**place) for place in range(1, 7)},
-}  # fmt: skip
+}
 NUMBERS = {"one": [1], "sizes": [1, 32, 32, 32], "often": [1, 32, 32, 1]}
 
 

@@ -156,15 +156,22 @@ def test_inner_phases_are_told_in_the_outer_ones_and_cost_them_no_time(plain):
         (Phase(name="a", total=10, start=0, timed=True), 0, "2 s left"),
         (Phase(name="a", total=6, start=0, timed=True), 0, "8 s"),
     ],
-)  # fmt: skip
+)
 def test_time_left_is_told_where_it_is_known(one, done, words):
     one.done = done
     assert one.describe(8.0) == words
 
 
-@pytest.mark.parametrize(("seconds", "words"), [
-    (0.4, "0 s"), (31, "31 s"), (59.7, "1 min 0 s"), (125, "2 min 5 s"), (3790, "1 h 3 min"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.4, "0 s"),
+        (31, "31 s"),
+        (59.7, "1 min 0 s"),
+        (125, "2 min 5 s"),
+        (3790, "1 h 3 min"),
+    ],
+)
 def test_times_are_said_as_a_person_says_them(seconds, words):
     assert terminal.format_seconds(seconds) == words
 
@@ -351,9 +358,19 @@ def test_a_build_tells_of_all_that_it_does(fed, tmp_path, seen, monkeypatch, cap
     parts = [one for one in seen if "/" in one]
     names = ("calibration", "search", "targets", "layers", "accuracy", "latency", "report")
     assert list(dict.fromkeys(parts)) == [f"{i}/7 {name}" for i, name in enumerate(names, 1)]
-    assert {"model", "opening the samples", "observing", "onnxruntime", "ascend", "weights",
-            "trials", "ranges", "observing without the judges", "timing kernels",
-            "loading the engines"} <= set(seen)  # fmt: skip
+    assert {
+        "model",
+        "opening the samples",
+        "observing",
+        "onnxruntime",
+        "ascend",
+        "weights",
+        "trials",
+        "ranges",
+        "observing without the judges",
+        "timing kernels",
+        "loading the engines",
+    } <= set(seen)
     seen.clear()
     assert ended(*words) == 0 and "hashing" in seen and "observing" not in seen
 
@@ -397,9 +414,10 @@ def test_quiet_and_verbose_exclude_each_other(run):
     [
         (("inspect", "m.onnx"), "--json"),
         (("compare", "m.onnx", "n.onnx", "--images", "p"), "--json"),
-        (("explain", "build"), "--json"), (("bench", "m.onnx"), "--json or --html"),
+        (("explain", "build"), "--json"),
+        (("bench", "m.onnx"), "--json or --html"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.usefixtures("named_files")
 def test_quiet_is_refused_where_nothing_is_left_to_tell(words, files, run):
     assert f"--quiet goes with {files}, which was not given" in run.fails(*words, "--quiet")
@@ -465,10 +483,18 @@ HOSTILE = "a\x1b[31m\x07\x9b1m\u202e\u2066\rb\nVerdict  good\x00\u2028c"
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [("plain é 漢", "plain é 漢"), ("\x1b[2J", "\\x1b[2J"), ("a\nb\r", "a\\nb\\r"),
-     ("\u202egnp.x", "\\u202egnp.x"), ("\x9b", "\\x9b"), ("\U000e0041", "\\U000e0041"),
-     (os.fsdecode(b"a\xff"), "a\\xff"), ("\ud800", "\\ud800"), ("\t", "\\t")],
-)  # fmt: skip
+    [
+        ("plain é 漢", "plain é 漢"),
+        ("\x1b[2J", "\\x1b[2J"),
+        ("a\nb\r", "a\\nb\\r"),
+        ("\u202egnp.x", "\\u202egnp.x"),
+        ("\x9b", "\\x9b"),
+        ("\U000e0041", "\\U000e0041"),
+        (os.fsdecode(b"a\xff"), "a\\xff"),
+        ("\ud800", "\\ud800"),
+        ("\t", "\\t"),
+    ],
+)
 def test_what_steers_a_terminal_is_written_out(text, shown):
     assert terminal.visible(text) == shown and shown.isprintable()
 
@@ -592,12 +618,14 @@ def test_pictures_of_kinds_that_are_not_read_are_told(quick, pictures, run, tmp_
     [
         (("build", "m.onnx", "photos/"), "(photos/); images go after --images (`"),
         (("bench", "m.int8.onnx", "m.onnx"), "(m.onnx); a second model goes after --against (`"),
-        (("build", "m.onnx", "--images", "p", "--target", "onnxruntime", "tensorrt"),
-         "(tensorrt); several targets are separated by commas (`"),
+        (
+            ("build", "m.onnx", "--images", "p", "--target", "onnxruntime", "tensorrt"),
+            "(tensorrt); several targets are separated by commas (`",
+        ),
         (("build", "m.onnx", "--images", "p", "more"), "(more) (`calib8 build --help` tells more)"),
         (("verify", "a", "b"), "(b) (`calib8 verify --help` tells more)"),
     ],
-)  # fmt: skip
+)
 def test_an_argument_too_many_is_told_where_it_goes(words, way, run):
     code, _, err = run(*words)
     assert code == 2 and "Got unexpected extra argument" in err and way in err

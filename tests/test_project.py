@@ -49,10 +49,13 @@ def test_every_package_says_what_it_is_and_exports_names_that_are_there():
 @pytest.mark.parametrize(
     "face",
     [
-        "deploy", "deploy.cli", "calib8; dir(calib8)", "calib8.torch; dir(calib8.torch)",
+        "deploy",
+        "deploy.cli",
+        "calib8; dir(calib8)",
+        "calib8.torch; dir(calib8.torch)",
         "calibrators",
     ],
-)  # fmt: skip
+)
 def test_importing_a_package_loads_no_heavy_library(face):
     code = f"import sys; import {face}; print(*(name.split('.')[0] for name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

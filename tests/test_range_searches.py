@@ -68,10 +68,13 @@ def test_percentiles_are_those_of_the_values_within_a_bin(seed):
         assert abs(scale.lo - low) <= max(3 * bin_width, 0.1 * abs(low))
 
 
-@pytest.mark.parametrize(("params", "given", "said"), [
-    *((PercentileParams, {"percent": p}, "percentile") for p in (50, 0, 100.1, math.nan)),
-    *((LpParams, {"power": p}, "a power must be 1 to 16") for p in (0.5, 17, math.nan, "3")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("params", "given", "said"),
+    [
+        *((PercentileParams, {"percent": p}, "percentile") for p in (50, 0, 100.1, math.nan)),
+        *((LpParams, {"power": p}, "a power must be 1 to 16") for p in (0.5, 17, math.nan, "3")),
+    ],
+)
 def test_a_parameter_out_of_range_is_refused(params, given, said):
     with pytest.raises(CalibrationError, match=said):
         params(**given)

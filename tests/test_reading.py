@@ -49,9 +49,15 @@ DEEP = reading.MAX_NESTING + 1
 @pytest.mark.parametrize("read", ["read_bytes", "read_text", "read_json", "refuse_irregular"])
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("nothing", "nothing there"), ("folder", "got a folder"), ("pipe", "a device or pipe"),
-     ("device", "a device or pipe"), ("NUL", "null"), ("long", "name too long")],
-)  # fmt: skip
+    [
+        ("nothing", "nothing there"),
+        ("folder", "got a folder"),
+        ("pipe", "a device or pipe"),
+        ("device", "a device or pipe"),
+        ("NUL", "null"),
+        ("long", "name too long"),
+    ],
+)
 def test_what_is_no_regular_file_is_refused_and_never_waited_for(read, kind, said, tmp_path):
     path = {"device": "/dev/zero", "NUL": "a\0b", "long": "a" * 5000}.get(kind, tmp_path / "x")
     if kind in ("folder", "pipe"):
@@ -110,9 +116,15 @@ def test_text_is_utf_8(data, tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["[" * DEEP + "]" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP, '[{"a":' * DEEP + "}]" * DEEP,
-     "[" * 1_000_000, '["\\"",' * DEEP + "1" + "]" * DEEP, "[1," * DEEP + "[],{}" + "]" * DEEP],
-)  # fmt: skip
+    [
+        "[" * DEEP + "]" * DEEP,
+        '{"a":' * DEEP + "1" + "}" * DEEP,
+        '[{"a":' * DEEP + "}]" * DEEP,
+        "[" * 1_000_000,
+        '["\\"",' * DEEP + "1" + "]" * DEEP,
+        "[1," * DEEP + "[],{}" + "]" * DEEP,
+    ],
+)
 def test_json_that_is_nested_deeper_than_anything_sane_is_refused(text):
     with pytest.raises(ConfigError, match="over 64 nested brackets"):
         reading.from_json(text, rule="it must be", error=ConfigError)
@@ -120,9 +132,16 @@ def test_json_that_is_nested_deeper_than_anything_sane_is_refused(text):
 
 @pytest.mark.parametrize(
     "value",
-    ["[" * 1000, '\\"[' * 1000, [[]] * 1000, {"[": {"{": ["\\", '"[[']}}, 3,
-     {str(i): [{"]": i}] for i in range(1000)}, json.loads("[" * (DEEP - 1) + "]" * (DEEP - 1))],
-)  # fmt: skip
+    [
+        "[" * 1000,
+        '\\"[' * 1000,
+        [[]] * 1000,
+        {"[": {"{": ["\\", '"[[']}},
+        3,
+        {str(i): [{"]": i}] for i in range(1000)},
+        json.loads("[" * (DEEP - 1) + "]" * (DEEP - 1)),
+    ],
+)
 def test_brackets_side_by_side_in_strings_or_as_deep_as_is_allowed_are_read(value):
     assert reading.from_json(json.dumps(value), rule="", error=ConfigError) == value
 
@@ -147,11 +166,14 @@ def of_shape(text):
     return header(b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + text + b",)}\n")
 
 
-@pytest.mark.parametrize("data", [
-    *(of_shape(b"1000000000000, 9") + bytes(99), of_shape(b"-1") + bytes(4)),
-    *(of_shape(b"4") + bytes(8), npy(np.array([print], object))),
-    *(b"\x93NUMPY\x09\x00", b"", b"PK"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(of_shape(b"1000000000000, 9") + bytes(99), of_shape(b"-1") + bytes(4)),
+        *(of_shape(b"4") + bytes(8), npy(np.array([print], object))),
+        *(b"\x93NUMPY\x09\x00", b"", b"PK"),
+    ],
+)
 def test_an_array_is_no_larger_than_its_bytes(data):
     with pytest.raises(ValueError):
         archives.read_array(io.BytesIO(data), len(data))
@@ -163,8 +185,15 @@ def test_a_damaged_header_of_an_array_is_no_fault(text):
         archives.read_array_header(io.BytesIO(header(text.ljust(118) + b"\n")), 1 << 20)
 
 
-@pytest.mark.parametrize("array", [np.arange(6.0).reshape(2, 3), np.asfortranarray(np.eye(3)),
-                                   np.zeros((0, 2), np.int8), np.array(3)])  # fmt: skip
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0).reshape(2, 3),
+        np.asfortranarray(np.eye(3)),
+        np.zeros((0, 2), np.int8),
+        np.array(3),
+    ],
+)
 def test_arrays_are_read_as_they_were_written(array):
     data = npy(array)
     found = archives.read_array(io.BytesIO(data), len(data))
@@ -222,7 +251,7 @@ ELSEWHERE = {
     "deploy.files.staging": "its own files, as it moves them",
     "deploy.standins.memory": "the memory of this very process",
     "deploy.targets.tensorrt.engines": "what was built a moment ago",
-}  # fmt: skip
+}
 DOORS = {"read_bytes", "read_text", "fromfile", "memmap"}
 OPENED = {"np.load", "onnx.load", "torch.load", "open", "os.open", "io.open", "path.open"}
 ENDS = DOORS | {"open", "load"}
@@ -377,10 +406,14 @@ def test_evaluation_images_are_held_to_it_too(small_cnn, photos, pictures, tmp_p
         build(small_cnn, pictures, out=tmp_path / "o", eval_images=photos, **QUICK)
 
 
-@pytest.mark.parametrize(("where", "named"), [
-    ("deploy.tuning.search_samples.observe", {"tuning": Tuning()}),
-    (f"{Ascend.__module__}.Ascend.build", {"targets": ["onnxruntime", "ascend"]}),
-], ids=["the search does not pass over it", "it is no failure of one target"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [
+        ("deploy.tuning.search_samples.observe", {"tuning": Tuning()}),
+        (f"{Ascend.__module__}.Ascend.build", {"targets": ["onnxruntime", "ascend"]}),
+    ],
+    ids=["the search does not pass over it", "it is no failure of one target"],
+)
 def test_a_change_ends_a_build(where, named, small_cnn, pictures, tmp_path, monkeypatch):
     def of_changed(*_, **__):
         raise SampleChangedError("image 11.png changed while calib8 ran; run again")

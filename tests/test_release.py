@@ -39,9 +39,14 @@ CHANGES = (
 
 @pytest.mark.parametrize(
     ("tag", "version", "why"),
-    [("v1.2.0", "1.2.0", ""), ("1.2.0", "1.2.0", "must be v1.2.0"), ("v1.2", "1.2.0", "got v1.2"),
-     ("v1.1.0", "1.1.0", "must tell when"), ("v1.0.0", "1.0.0", "heading '## 1.0.0'")],
-)  # fmt: skip
+    [
+        ("v1.2.0", "1.2.0", ""),
+        ("1.2.0", "1.2.0", "must be v1.2.0"),
+        ("v1.2", "1.2.0", "got v1.2"),
+        ("v1.1.0", "1.1.0", "must tell when"),
+        ("v1.0.0", "1.0.0", "heading '## 1.0.0'"),
+    ],
+)
 def test_a_tag_is_that_of_a_version_whose_changes_are_written(tag, version, why):
     said = release.unready(tag, version, CHANGES)
     assert why in said and bool(why) == bool(said)

@@ -53,11 +53,13 @@ def uneven(folder):
     first, second = (10.0 ** rng.uniform(-1.5, 1.5, (16, 1, 1, 1)) for _ in range(2))
     w1, w2 = rng.normal(0, 0.3, (16, 3, 3, 3)), rng.normal(0, 0.5, (16, 1, 3, 3))
     constants = {
-        "w1": w1 * first, "b1": rng.normal(0, 0.2, 16) * first.ravel(),
-        "w2": w2 * (second / first), "b2": rng.normal(0, 0.2, 16) * second.ravel(),
+        "w1": w1 * first,
+        "b1": rng.normal(0, 0.2, 16) * first.ravel(),
+        "w2": w2 * (second / first),
+        "b2": rng.normal(0, 0.2, 16) * second.ravel(),
         "w3": rng.normal(0, 0.3, (8, 16, 1, 1)) / second.reshape(1, -1, 1, 1),
         "slope": np.full((16, 1, 1), 0.1),
-    }  # fmt: skip
+    }
     nodes = (
         "c1 = Conv <PADS> (x, w1, b1) r1 = Relu(c1) c2 = Conv <group = 16, PADS> (r1, w2, b2)"
         "r2 = PRelu(c2, slope) y = Conv(r2, w3)"
@@ -138,9 +140,11 @@ def said(report, words=""):
 @pytest.mark.parametrize(
     ("make", "name", "gain", "words"),
     [
-        (uneven, "equalize", 5, ()), (lopsided, "bias", 4, ()), (lopsided, "adaround", 3, ()),
+        (uneven, "equalize", 5, ()),
+        (lopsided, "bias", 4, ()),
+        (lopsided, "adaround", 3, ()),
     ],
-)  # fmt: skip
+)
 def test_a_network_gains_by_its_repair_on_every_target(make, name, gain, words, tmp_path, built):
     words = ("--target", ALL, *words)
     before = built(make(tmp_path), *words, out="plain")
@@ -180,9 +184,13 @@ def requests(folder, feed, target):
     def fresh():
         ranges = Ranges(loaded.ranges.observed, loaded.ranges.method, loaded.ranges.range_limits)
         return BuildRequest(
-            subject=loaded.subject, folder=folder, ranges=ranges, feed=loaded.feed, manifest={},
+            subject=loaded.subject,
+            folder=folder,
+            ranges=ranges,
+            feed=loaded.feed,
+            manifest={},
             evaluation_set=make_evaluation_set(loaded.feed, loaded.subject.model, 16),
-        )  # fmt: skip
+        )
 
     return TARGETS[target](), fresh
 
@@ -248,11 +256,14 @@ def test_every_repair_gives_the_same_bytes_again_and_with_any_number_of_threads(
     )
 
 
-@pytest.mark.parametrize(("words", "sentence"), [
-    (("--target", "tensorrt", "--method", "entropy-tensorrt"), "cannot use repaired weights"),
-    (("--target", "tensorrt", "--method", "legacy"), "got repair equalize"),
-    (("--trust-cache",), "a trusted cache holds the ranges of the model as it is"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--target", "tensorrt", "--method", "entropy-tensorrt"), "cannot use repaired weights"),
+        (("--target", "tensorrt", "--method", "legacy"), "got repair equalize"),
+        (("--trust-cache",), "a trusted cache holds the ranges of the model as it is"),
+    ],
+)
 def test_readers_of_the_file_refuse_repairs_before_observing(words, sentence, tmp_path, built):
     assert sentence in built.refused(uneven(tmp_path), *words, "--repair", "equalize")
 
@@ -279,14 +290,18 @@ def test_float_outputs_stay_equal_to_the_last_digits(tmp_path):
         assert np.abs(found - plain).max() <= 2e-6 * np.abs(plain).max()
 
 
-@pytest.mark.parametrize(("nodes", "linked"), [
-    ("b = Relu(a) y = Conv(b, w2)", True),
-    ("b = LeakyRelu <alpha = 0.1> (a) y = Conv(b, w2)", True),
-    ("b = MaxPool <kernel_shape = [2, 2]> (a) y = Conv(b, w2)", True),
-    ("b = Clip(a, low, high) y = Conv(b, w2)", False), ("b = Sigmoid(a) y = Conv(b, w2)", False),
-    ("b = Relu(a) c = Conv(b, w2) y = Add(b, c)", False),  # others read what would be scaled
-    ("b = Conv(a, w2) y = Conv(b, w2)", False),  # one weight for two layers
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("nodes", "linked"),
+    [
+        ("b = Relu(a) y = Conv(b, w2)", True),
+        ("b = LeakyRelu <alpha = 0.1> (a) y = Conv(b, w2)", True),
+        ("b = MaxPool <kernel_shape = [2, 2]> (a) y = Conv(b, w2)", True),
+        ("b = Clip(a, low, high) y = Conv(b, w2)", False),
+        ("b = Sigmoid(a) y = Conv(b, w2)", False),
+        ("b = Relu(a) c = Conv(b, w2) y = Add(b, c)", False),  # others read what would be scaled
+        ("b = Conv(a, w2) y = Conv(b, w2)", False),  # one weight for two layers
+    ],
+)
 def test_only_what_lets_a_factor_through_links_two_layers(nodes, linked, tmp_path):
     w = {"w1": np.ones((4, 3, 1, 1)), "w2": np.ones((4, 4, 1, 1)), "low": 0, "high": 6}
     found = find_layer_links(load(saved(tmp_path, f"a = Conv(x, w1) {nodes}", w)).model)
@@ -388,16 +403,22 @@ def test_a_channel_that_errs_more_on_other_samples_stays_nearest():
 
 
 CONVS = [
-    {"pads": [1, 0, 2, 1], "strides": [2, 1], "dilations": [1, 2]}, {"group": 2},
-    {"auto_pad": "SAME_UPPER", "strides": [2, 2]}, {"auto_pad": "SAME_LOWER", "strides": [2, 3]},
+    {"pads": [1, 0, 2, 1], "strides": [2, 1], "dilations": [1, 2]},
+    {"group": 2},
+    {"auto_pad": "SAME_UPPER", "strides": [2, 2]},
+    {"auto_pad": "SAME_LOWER", "strides": [2, 3]},
     {"auto_pad": "VALID"},
-]  # fmt: skip
+]
 TRANSPOSED = [{}, {"strides": [2, 1], "pads": [1, 0, 0, 1], "output_padding": [1, 0]}, {"group": 2}]
 
 
-@pytest.mark.parametrize(("kind", "given_"), [
-    *(("Conv", one) for one in CONVS), *(("ConvTranspose", one) for one in TRANSPOSED),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "given_"),
+    [
+        *(("Conv", one) for one in CONVS),
+        *(("ConvTranspose", one) for one in TRANSPOSED),
+    ],
+)
 def test_weights_times_patches_are_the_layer(kind, given_):
     rng = np.random.default_rng(7)
     first, second = (4, 6) if kind == "ConvTranspose" else (6, 4)
@@ -480,9 +501,12 @@ def test_a_trial_is_the_same_whatever_was_tried_before_it(tmp_path, feed):
     kept = fresh()
     names = [n.name for n in kept.model.graph.node]
     tried = [
-        Choices(), Choices(float_nodes={names[0]: "tried"}), Choices(method=Method.of("minmax")),
-        Choices(float_nodes={names[0]: "as asked"}, rounded=False), Choices(),
-    ]  # fmt: skip
+        Choices(),
+        Choices(float_nodes={names[0]: "tried"}),
+        Choices(method=Method.of("minmax")),
+        Choices(float_nodes={names[0]: "as asked"}, rounded=False),
+        Choices(),
+    ]
     again = trial_builder(made_for, kept, ("adaround",))
     for one in tried:
         anew = trial_builder(made_for, new := fresh(), ("adaround",))(new.with_choices(one))

@@ -39,9 +39,14 @@ HOSTILE = "\x1b[31m\u202e\udcff<script>alert('x')</script>|`*_[a](b)&\"\n# no he
 def latency_of(samples, **changes):
     timing = Timing.of(samples)
     made = Latency(
-        queries=len(samples), warmup_queries=5, total_host_walltime_s=sum(samples) / 1e3,
-        throughput_qps=1.0, latency=timing, host=timing, samples_ms=samples,
-    )  # fmt: skip
+        queries=len(samples),
+        warmup_queries=5,
+        total_host_walltime_s=sum(samples) / 1e3,
+        throughput_qps=1.0,
+        latency=timing,
+        host=timing,
+        samples_ms=samples,
+    )
     return dataclasses.replace(made, **changes)
 
 
@@ -58,9 +63,15 @@ def errors(name, sqnr_db, cosine=0.9, cosine_min=0.8, largest=1.0):
 
 def tensor(name, sqnr_db=None, lo=-1, hi=1):
     return parts.TensorRow(
-        name=name, observed_min=lo, observed_max=hi, lo=lo, hi=hi, amax=1, method="mse",
+        name=name,
+        observed_min=lo,
+        observed_max=hi,
+        lo=lo,
+        hi=hi,
+        amax=1,
+        method="mse",
         sqnr_db=sqnr_db,
-    )  # fmt: skip
+    )
 
 
 def float_node(name, op, reason, precision="float32"):
@@ -70,26 +81,42 @@ def float_node(name, op, reason, precision="float32"):
 def full(name="logits"):
     output = errors(name, math.inf, 0.9991, 0.98, 0.25)
     accuracy = Accuracy(
-        samples=400, outputs=(output,), top1_reference=0.9225, top1_candidate=0.92,
+        samples=400,
+        outputs=(output,),
+        top1_reference=0.9225,
+        top1_candidate=0.92,
         top1_agreement=0.99,
-    )  # fmt: skip
+    )
     scale = Scale(lo=-1, hi=2, amax=2, observed_min=-1.5, observed_max=4, method="entropy")
     (row,) = parts.tensor_rows({name: scale}, clipped={name: 0.01}, layers=(output,))
     others = (parts.RangeRow(method=name, lo=-1.5, hi=4),)
     seen = parts.HistogramPart(start=-1.5, width=2.75, counts=(3, 1), others=others)
     weights = parts.WeightRow(
-        node=name, op="Conv", channels=2, scales=1, least=0.5, median=1.25, largest=2.0,
-        ratio=4.0, used=0.25, dead=0, worst=(0, 1), strip=(0.5, 2.0),
-    )  # fmt: skip
+        node=name,
+        op="Conv",
+        channels=2,
+        scales=1,
+        least=0.5,
+        median=1.25,
+        largest=2.0,
+        ratio=4.0,
+        used=0.25,
+        dead=0,
+        worst=(0, 1),
+        strip=(0.5, 2.0),
+    )
     trial = parts.TrialRow(what=name, sqnr_db=math.inf, time=0.5, taken=True)
     target = parts.TargetPart(
-        name="onnxruntime", method="entropy", weights=(weights,), layers=(output,),
+        name="onnxruntime",
+        method="entropy",
+        weights=(weights,),
+        layers=(output,),
         nodes=(parts.NodeRow(name="c", op="Conv"), float_node(name, "Softmax", name)),
         tensors=(dataclasses.replace(row, histogram=seen),),
         files=(parts.FileRow(role=name, path=name, size_bytes=1000),),
         search=parts.SearchPart(reused=False, probes=3, settled=name, tried=(trial,)),
         notes=(f"{name} is noted",),
-    )  # fmt: skip
+    )
     group = parts.GroupRow(variant=name, statistic="histogram", tensors=2, reused=False)
     return Report(
         title=f"{name} in int8",
@@ -101,18 +128,27 @@ def full(name="logits"):
         targets=(target,),
         engines=(
             parts.EngineRow(label="FP32", reference=True, size_bytes=4000, latency=latency(2.0)),
-            parts.EngineRow(label=f"int8 {name}", path=name, size_bytes=1000, latency=latency(1.0),
-                            accuracy=accuracy, threads=2, load_ms=3.0),
+            parts.EngineRow(
+                label=f"int8 {name}",
+                path=name,
+                size_bytes=1000,
+                latency=latency(1.0),
+                accuracy=accuracy,
+                threads=2,
+                load_ms=3.0,
+            ),
         ),
         machine=this_machine(),
         files=(parts.FileRow(role="report", path=name), parts.FileRow(role="plan", path=name)),
         seconds={"observe": 1.0},
         work=parts.WorkPart(
-            decodes=500, calibration_runs={name: 100}, reference_runs=400,
+            decodes=500,
+            calibration_runs={name: 100},
+            reference_runs=400,
             engine_runs={"onnxruntime": 400},
         ),
         notes=(name,),
-    )  # fmt: skip
+    )
 
 
 def of_one(**more):
@@ -129,18 +165,22 @@ def of_three():
     add = float_node("a", "Add", "the chip has none")
     targets = (
         parts.TargetPart(
-            name="onnxruntime", method="mse",
+            name="onnxruntime",
+            method="mse",
             nodes=(*(parts.NodeRow(name=f"n{op}", op=op) for op in "VWXYZ"), relu),
             tensors=parts.tensor_rows({"t": ranges["t"]}),
             files=(parts.FileRow(role="int8 engine", path="m.int8.onnx"),),
         ),
         parts.TargetPart(
-            name="ascend", method="ARQ and IFMR", tensors=parts.tensor_rows({"u": ranges["u"]}),
+            name="ascend",
+            method="ARQ and IFMR",
+            tensors=parts.tensor_rows({"u": ranges["u"]}),
             nodes=(parts.NodeRow(name="c", op="Conv"), add, relu),
-            files=(parts.FileRow(role="record", path="m_record.txt"),), notes=("set --soc",),
+            files=(parts.FileRow(role="record", path="m_record.txt"),),
+            notes=("set --soc",),
         ),
         parts.TargetPart(name="tensorrt", error="a cache must be writable, got <none>"),
-    )  # fmt: skip
+    )
     judged = full().engines[1].accuracy
     engines = (
         parts.EngineRow(label="FP32", reference=True, size_bytes=4000),
@@ -204,8 +244,21 @@ def test_an_empty_report_has_every_form():
     assert Page(to_html(report)).words.count("nothing") == 2
 
 
-@pytest.mark.parametrize("part", ["model", "feed", "calibration", "targets", "engines",
-                                  "machine", "files", "seconds", "work", "notes"])  # fmt: skip
+@pytest.mark.parametrize(
+    "part",
+    [
+        "model",
+        "feed",
+        "calibration",
+        "targets",
+        "engines",
+        "machine",
+        "files",
+        "seconds",
+        "work",
+        "notes",
+    ],
+)
 def test_each_part_stands_alone(part):
     report = Report(**{part: getattr(full(), part)})
     for form in (to_screen, to_markdown, to_html):
@@ -277,18 +330,34 @@ def test_the_screen_shows_what_changed():
     ("verdict", "speed", "searched", "said"),
     [
         (Verdict("good", ()), (1.5, 1.4, 1.6), True, "bench m.onnx --against m.onnx --threads 1"),
-        (Verdict("good", ()), (1.5, 0.9, 2), True,
-         "on a quiet machine: calib8 bench m.onnx --against m.onnx"),
-        (Verdict("keep FP32", ()), (0.9, 0.8, 1), True,
-         "on the CPU that will run it: calib8 bench"),
-        (Verdict("unusable", ()), (2, 2, 2), False,
-         "calib8 build --config o/calib8.toml --effort 1"),
-        (Verdict("doubtful", ()), (2, 2, 2), True,
-         "calib8.toml --prefer accuracy --effort 2 --repair all"),
+        (
+            Verdict("good", ()),
+            (1.5, 0.9, 2),
+            True,
+            "on a quiet machine: calib8 bench m.onnx --against m.onnx",
+        ),
+        (
+            Verdict("keep FP32", ()),
+            (0.9, 0.8, 1),
+            True,
+            "on the CPU that will run it: calib8 bench",
+        ),
+        (
+            Verdict("unusable", ()),
+            (2, 2, 2),
+            False,
+            "calib8 build --config o/calib8.toml --effort 1",
+        ),
+        (
+            Verdict("doubtful", ()),
+            (2, 2, 2),
+            True,
+            "calib8.toml --prefer accuracy --effort 2 --repair all",
+        ),
         (Verdict("unusable", (), gated=True), (2, 2, 2), True, "calib8 explain o"),
         (Verdict("unusable", ("the float model is wrong",)), (2, 2, 2), True, ""),
     ],
-)  # fmt: skip
+)
 def test_every_verdict_has_a_next_step(verdict, speed, searched, said):
     report = full("m.onnx")
     (target,), (fp32, int8) = report.targets, report.engines
@@ -367,9 +436,11 @@ def test_what_a_run_cost_is_told_when_asked():
     assert "- 400 reference inferences\n- 400 engine inferences (onnxruntime 400)" in text
     assert "Observed: logits, histogram: 2 tensors, observed anew" in text
     assert to_json(report)["work"] == {
-        "decodes": 500, "calibration_runs": {"logits": 100},
-        "reference_runs": 400, "engine_runs": {"onnxruntime": 400},
-    }  # fmt: skip
+        "decodes": 500,
+        "calibration_runs": {"logits": 100},
+        "reference_runs": 400,
+        "engine_runs": {"onnxruntime": 400},
+    }
     assert "\n## Work\n" in to_markdown(report)
     assert '<details>\n<summary><h2 id="work">Work</h2></summary>' in to_html(report)
 
@@ -520,13 +591,18 @@ def test_a_tensor_of_no_width_has_no_bar(ends):
 @pytest.mark.parametrize(
     ("figure", "value", "text"),
     [
-        (figures.milliseconds, 0.0376, "0.0376 ms"), (figures.milliseconds, 0.5, "0.500 ms"),
-        (figures.milliseconds, 12.34, "12.3 ms"), (figures.milliseconds, 1234.5, "1234 ms"),
-        (figures.milliseconds, None, "-"), (figures.milliseconds, 0.0, "0 ms"),
-        (figures.size, 0, "0 B"), (figures.size, 1000, "1000 B"),
-        (figures.size, 233528, "228 KiB"), (figures.size, 5 << 30, "5 GiB"),
+        (figures.milliseconds, 0.0376, "0.0376 ms"),
+        (figures.milliseconds, 0.5, "0.500 ms"),
+        (figures.milliseconds, 12.34, "12.3 ms"),
+        (figures.milliseconds, 1234.5, "1234 ms"),
+        (figures.milliseconds, None, "-"),
+        (figures.milliseconds, 0.0, "0 ms"),
+        (figures.size, 0, "0 B"),
+        (figures.size, 1000, "1000 B"),
+        (figures.size, 233528, "228 KiB"),
+        (figures.size, 5 << 30, "5 GiB"),
     ],
-)  # fmt: skip
+)
 def test_milliseconds_keep_three_digits_and_sizes_are_in_binary_units(figure, value, text):
     assert figure(value) == text
 
@@ -587,9 +663,17 @@ def test_sections_have_ids_of_their_own_and_a_place_in_the_contents():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "Conv", "a b", "/model.22/cv2.0/cv2.0.1/act/Mul_output_0", "x" * 99, "<b>&amp;\n" * 9,
-     "output0[4:22]", "a very long sentence of short words, of which none must be broken"],
-)  # fmt: skip
+    [
+        "",
+        "Conv",
+        "a b",
+        "/model.22/cv2.0/cv2.0.1/act/Mul_output_0",
+        "x" * 99,
+        "<b>&amp;\n" * 9,
+        "output0[4:22]",
+        "a very long sentence of short words, of which none must be broken",
+    ],
+)
 def test_names_may_be_broken_and_stay_what_they_are(text):
     html = blocks.breakable(text)
     assert unescape(html.replace("<wbr>", "")) == text and "<b>" not in html

@@ -336,7 +336,7 @@ def other_version(tmp_path):
         ("it is of histogram of 'c2' too", None, ("--keep-float", "*c2")),
         ("a version changed (calib8 0.0.1 -> ", other_version, ()),
     ],
-)  # fmt: skip
+)
 def test_a_foreign_checkpoint_tells_what_differs(said, change, more, run, left, words, tmp_path):
     if change:
         change(tmp_path)
@@ -545,11 +545,14 @@ def test_only_the_pictures_of_the_shard_must_be_there(run, shard, small_cnn, pic
     assert "gone.png" in run.fails("calibrate", small_cnn, *words)
 
 
-@pytest.mark.parametrize(("parts", "said"), [
-    ([(2, 4), (3, 4)], ["got 2 of 4; missing: 1/4, 4/4"]),
-    ([(1, 2), (1, 2, "again.shard")], ["got 1/2 twice", "again.shard"]),
-    ([(1, 2), (2, 3)], ["1/2", "2/3"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([(2, 4), (3, 4)], ["got 2 of 4; missing: 1/4, 4/4"]),
+        ([(1, 2), (1, 2, "again.shard")], ["got 1/2 twice", "again.shard"]),
+        ([(1, 2), (2, 3)], ["1/2", "2/3"]),
+    ],
+)
 def test_a_set_of_shards_that_is_not_one_is_named(parts, said, run, shard, small_cnn, tmp_path):
     paths = [shard(number, of, name="".join(name)) for number, of, *name in parts]
     err = run.fails("merge", small_cnn, *paths, "-o", tmp_path / "m.cache")
@@ -560,12 +563,15 @@ def renamed_image(tmp_path):
     (tmp_path / "pictures" / "19.png").rename(tmp_path / "pictures" / "99.png")
 
 
-@pytest.mark.parametrize(("said", "words", "change"), [
-    (r"the images changed \(names\)", (), renamed_image),
-    ("count (20 -> 10|10 -> 20)", ("--limit", 10), None),  # whichever is taken for the first
-    ("the preprocessing changed", ("--preprocess", "imagenet"), None),
-    (r"the model \(weights or graph\) changed", (), other_model),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "words", "change"),
+    [
+        (r"the images changed \(names\)", (), renamed_image),
+        ("count (20 -> 10|10 -> 20)", ("--limit", 10), None),  # whichever is taken for the first
+        ("the preprocessing changed", ("--preprocess", "imagenet"), None),
+        (r"the model \(weights or graph\) changed", (), other_model),
+    ],
+)
 def test_a_foreign_shard_is_named(said, words, change, run, shard, small_cnn, pictures, tmp_path):
     images = shutil.copytree(pictures, tmp_path / "pictures")
     model = shutil.copy(small_cnn, tmp_path / "small_cnn.onnx")
@@ -588,12 +594,15 @@ def test_a_shard_for_other_targets_is_named(run, shard, small_cnn, tmp_path):
     [
         ("1/2 --target ascend", "ifmr histogram.* in one run"),
         ("1/2 --target tensorrt --method entropy-tensorrt", "first batch of.* in one run"),
-        ("3/2", "i from 1 to n"), ("0/2", "i from 1 to n"), ("two", "must read I/N"),
-        ("1/", "must read I/N"), ("-1/2", "must read I/N"),
+        ("3/2", "i from 1 to n"),
+        ("0/2", "i from 1 to n"),
+        ("two", "must read I/N"),
+        ("1/", "must read I/N"),
+        ("-1/2", "must read I/N"),
         ("21/40", "every shard must have a sample, got 40 shards of 20"),
         *((f"1/2 {flag}", flag) for flag in ("--refresh", "--require-cache", "--trust-cache")),
     ],
-)  # fmt: skip
+)
 def test_what_gives_no_shard_is_refused_before_any_run(words, said, run, observed, tmp_path):
     err = run.fails(*observed, *f"--shard={words}".split(), "-o", tmp_path / "s")
     assert re.search(said, err) and not (tmp_path / "s").exists()

@@ -79,10 +79,13 @@ def ran(model: onnx.ModelProto) -> list[bytes]:
 @pytest.mark.parametrize(
     ("inner", "outer", "window", "padded"),
     [
-        (3, 32, 3, "vnni avx2 arm any"), (3, 32, 7, ""), (2, 24, 5, "vnni"), (1, 64, 3, "vnni"),
+        (3, 32, 3, "vnni avx2 arm any"),
+        (3, 32, 7, ""),
+        (2, 24, 5, "vnni"),
+        (1, 64, 3, "vnni"),
         (1, 16, 3, ""),
     ],
-)  # fmt: skip
+)
 def test_a_picture_gets_four_channels_where_its_kernel_is_faster(
     inner, outer, window, padded, tmp_path
 ):
@@ -115,7 +118,7 @@ def test_the_kind_of_cpu_is_what_its_kernels_do(sums, kind, monkeypatch):
         ({"inner": 3, "outer": 8}, ("--int8-stem",)),  # a small layer
         ({"inner": 3, "outer": 32}, ("--keep-float", "stem")),
     ],
-)  # fmt: skip
+)
 def test_others_stay_as_they_are(given, words, tmp_path):
     found = engine(built(net(**given), tmp_path / "net", "--effort", 0, *words))
     assert seen(found) == given["inner"] and counted(found.graph.node, "Pad") == 0
@@ -141,10 +144,16 @@ def test_a_layer_may_be_called_as_what_it_makes(tmp_path):
 @pytest.mark.parametrize(
     ("inner", "outer", "stride", "in_float"),
     [
-        (3, 32, 1, False), (3, 24, 1, False), (3, 16, 1, True), (3, 24, 2, False), (3, 16, 2, True),
-        (1, 32, 1, True), (1, 32, 2, True), (1, 64, 1, False),
+        (3, 32, 1, False),
+        (3, 24, 1, False),
+        (3, 16, 1, True),
+        (3, 24, 2, False),
+        (3, 16, 2, True),
+        (1, 32, 1, True),
+        (1, 32, 2, True),
+        (1, 64, 1, False),
     ],
-)  # fmt: skip
+)
 def test_a_first_conv_of_many_values_is_in_int8(inner, outer, stride, in_float):
     plan = analyse(net(inner, outer, stride=stride), ONNXRUNTIME)
     (reason,) = (one.reason for one in plan.decisions if one.node == "stem")
@@ -207,10 +216,16 @@ def fives(tmp_path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("channels", "wide", "avx2", "squeeze"), [
-    (24, 32, 24, ""), (40, 48, 48, "GlobalAveragePool"), (20, 32, 20, "ReduceMean"),
-    (32, 32, 32, "GlobalAveragePool"), (48, 48, 48, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("channels", "wide", "avx2", "squeeze"),
+    [
+        (24, 32, 24, ""),
+        (40, 48, 48, "GlobalAveragePool"),
+        (20, 32, 20, "ReduceMean"),
+        (32, 32, 32, "GlobalAveragePool"),
+        (48, 48, 48, ""),
+    ],
+)
 def test_the_channels_of_a_slow_layer_are_filled_up_where_that_pays(
     channels, wide, avx2, squeeze, tmp_path, monkeypatch
 ):
@@ -223,13 +238,16 @@ def test_the_channels_of_a_slow_layer_are_filled_up_where_that_pays(
     assert groups(plain) == channels and ran(found) == ran(plain)
 
 
-@pytest.mark.parametrize(("end", "words"), [
-    ("output", []),  # the user reads it
-    ("concat", []),  # channels stand behind others there
-    ("mean", []),  # zeros would count in a mean over channels
-    ("dense", []),  # what reads it would lose more
-    ("project", ["--keep-float", "deep"]),  # float kernels do not mind
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("output", []),  # the user reads it
+        ("concat", []),  # channels stand behind others there
+        ("mean", []),  # zeros would count in a mean over channels
+        ("dense", []),  # what reads it would lose more
+        ("project", ["--keep-float", "deep"]),  # float kernels do not mind
+    ],
+)
 def test_where_it_cannot_be_or_does_not_pay_channels_stay(end, words, tmp_path):
     found = built(inverted(24, end=end), tmp_path / "net", "--effort", "0", *words)
     assert groups(engine(found)) == 24
@@ -285,10 +303,11 @@ def test_compare_and_explain_read_it(fives, tmp_path, run):
 
 SIDE_BY_SIDE = {
     "square": ((16, 12, 2, 2), {"strides": [2, 2]}),
-    "oblong": ((16, 12, 2, 3), {"strides": [2, 3]}), "row": ((16, 12, 1, 4), {"strides": [1, 4]}),
+    "oblong": ((16, 12, 2, 3), {"strides": [2, 3]}),
+    "row": ((16, 12, 1, 4), {"strides": [1, 4]}),
     "one channel": ((16, 1, 2, 2), {"strides": [2, 2], "pads": [0] * 4, "group": 1}),
     "said": ((16, 12, 2, 2), {"strides": [2, 2], "kernel_shape": [2, 2], "dilations": [1, 1]}),
-}  # fmt: skip
+}
 OTHER = {
     "cut off": ((16, 12, 2, 2), {"strides": [2, 2], "pads": [1, 0, 0, 1]}),
     "wider": ((16, 12, 2, 2), {"strides": [2, 2], "output_padding": [1, 1]}),
@@ -299,9 +318,10 @@ OTHER = {
     "in groups": ((16, 6, 2, 2), {"strides": [2, 2], "group": 2}),
     "said how": ((16, 12, 2, 2), {"strides": [2, 2], "auto_pad": "SAME_UPPER"}),
     "of one size": ((16, 12, 2, 2), {"strides": [2, 2], "output_shape": [11, 9]}),
-    "of one pixel": ((16, 12, 1, 1), {}), "of a line": ((16, 12, 2), {"strides": [2]}),
+    "of one pixel": ((16, 12, 1, 1), {}),
+    "of a line": ((16, 12, 2), {"strides": [2]}),
     "of a volume": ((16, 12, 2, 2, 2), {"strides": [2, 2, 2]}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -331,18 +351,21 @@ def network(shape, given, *, relu=True, bias=True, end="Conv", sizes=(6, 5), lop
     rng = np.random.default_rng(3)
     channels, rank = shape[1] * given.get("group", 1), len(shape) - 2
     held = {
-        "v": rng.normal(size=(16, 16, *[3] * rank)), "w": rng.normal(size=shape),
-        "b": rng.normal(size=channels), "u": rng.normal(size=(8, channels, *[1] * rank)),
-    }  # fmt: skip
+        "v": rng.normal(size=(16, 16, *[3] * rank)),
+        "w": rng.normal(size=shape),
+        "b": rng.normal(size=channels),
+        "u": rng.normal(size=(8, channels, *[1] * rank)),
+    }
     if lopsided:
         held["w"] = (rng.integers(-20, 21, shape) + 0.45) / 126  # the steps of a pair
         held["w"][0], held["w"][1] = 1, 0
     nodes = [
-        ("Conv", "x v", "a", {"pads": [1] * 2 * rank}), ("Relu", "a", "t"),
+        ("Conv", "x v", "a", {"pads": [1] * 2 * rank}),
+        ("Relu", "a", "t"),
         ("ConvTranspose", ["t", "w", *["b"] * bias], "c" if relu else "y", {"name": "up", **given}),
         *[("Relu", "c", "y", {"name": "relu"})] * relu,
         (end, ["y", *["u"] * (end == "Conv")], ["out"]),
-    ]  # fmt: skip
+    ]
     return make_model(nodes, {"x": ["n", 16, *sizes]}, {"out": None}, as_float32(held))
 
 
@@ -494,9 +517,13 @@ def test_another_layer_between_pairs_of_a_model_is_called_float(tiled_net, tmp_p
 FLOOR = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
 ASYMMETRIC = {"coordinate_transformation_mode": "asymmetric"}
 REPEATING = [
-    ((2, 2), {}), ((3, 3), {}), ((4, 2), {"coordinate_transformation_mode": "pytorch_half_pixel"}),
-    ((2, 2), ASYMMETRIC), ((1, 3), FLOOR), ((8, 8), FLOOR | {"mode": "nearest"}),
-]  # fmt: skip
+    ((2, 2), {}),
+    ((3, 3), {}),
+    ((4, 2), {"coordinate_transformation_mode": "pytorch_half_pixel"}),
+    ((2, 2), ASYMMETRIC),
+    ((1, 3), FLOOR),
+    ((8, 8), FLOOR | {"mode": "nearest"}),
+]
 STAYING = [
     ((3, 3), ASYMMETRIC),  # the third of three comes from the next
     ((2, 2), {"nearest_mode": "ceil"}),
@@ -514,9 +541,10 @@ def upsampled(tmp_path):
     def build(factors, given, sizes=(6, 5), *, read=False) -> onnx.ModelProto:
         rng = np.random.default_rng(3)
         weights = {
-            "v": rng.normal(size=(16, 8, 3, 3)), "w": rng.normal(size=(16, 16, 3, 3)),
+            "v": rng.normal(size=(16, 8, 3, 3)),
+            "w": rng.normal(size=(16, 16, 3, 3)),
             "scales": np.array([1, 1, *factors]),
-        }  # fmt: skip
+        }
         nodes = [("Conv", "x v", "t", PADS), ("Resize", ["t", "", "scales"], "y", given)]
         nodes.append(("Conv", "y w", ["out"], PADS))
         outputs = dict.fromkeys(("out", "y")[: 1 + read])
@@ -563,9 +591,10 @@ def test_pairs_are_of_one_grid_by_their_numbers_however_stored(scale, left):
         for name, (kind, value) in (floats | {"z": (TensorProto.UINT8, 3)}).items()
     ]
     nodes = [
-        ("DequantizeLinear", "q s z", "t"), ("Resize", ["t", "", "scales"], "y"),
+        ("DequantizeLinear", "q s z", "t"),
+        ("Resize", ["t", "", "scales"], "y"),
         ("QuantizeLinear", "y r z", ["out"]),
-    ]  # fmt: skip
+    ]
     sizes = {"q": [1, 2, 3, 3], "out": [1, 2, 6, 6]}
     ends = [helper.make_tensor_value_info(n, TensorProto.UINT8, s) for n, s in sizes.items()]
     scales = numpy_helper.from_array(np.array([1, 1, 2, 2], np.float32), "scales")

@@ -22,8 +22,16 @@ from tests.models import as_float32, build_net, make_model, parse_nodes, read_ta
 
 INT8 = "net.int8.onnx"
 
-NUMBERS = {"two_and_half": 2.5, "three": 3.0, "zero": 0.0, "six": 6.0, "sixth": 1 / 6, "half": 0.5,
-           "minus": -0.3, "little": 0.004}  # fmt: skip
+NUMBERS = {
+    "two_and_half": 2.5,
+    "three": 3.0,
+    "zero": 0.0,
+    "six": 6.0,
+    "sixth": 1 / 6,
+    "half": 0.5,
+    "minus": -0.3,
+    "little": 0.004,
+}
 PADS = {"pads": [1, 1, 1, 1]}
 SQUEEZE = "HardSigmoid <alpha = 0.2, beta = 0.5>"
 DOWN = "HardSigmoid <alpha = 0.25, beta = -0.25>"
@@ -57,9 +65,11 @@ def network(nodes, *, ends=("Conv", "Conv"), outputs=("out",)) -> onnx.ModelProt
     """x -> Conv -> t -> the nodes -> y -> Conv -> out; an end that is "" is float: Sin."""
     rng = np.random.default_rng(5)
     weights = {
-        "w": rng.normal(scale=0.3, size=(8, 8, 3, 3)), "b": rng.normal(size=8),
-        "v": rng.normal(scale=0.5, size=(8, 8, 1, 1)), **NUMBERS,
-    }  # fmt: skip
+        "w": rng.normal(scale=0.3, size=(8, 8, 3, 3)),
+        "b": rng.normal(size=8),
+        "v": rng.normal(scale=0.5, size=(8, 8, 1, 1)),
+        **NUMBERS,
+    }
     first = ("Conv", "x w b", "t", PADS) if ends[0] else ("Sin", "x", "t")
     last = ("Conv", "y w b", "out", PADS) if ends[1] else ("Sin", "y", "out")
     given = {n: ["n", 8, None, None] for n in outputs}
@@ -126,9 +136,15 @@ def smaller(model: onnx.ModelProto, times: float) -> onnx.ModelProto:
     return model
 
 
-@pytest.mark.parametrize(("times", "kernel"), [
-    (1.0, "Clip"), (0.25, ""), (0.05, "QLinearAdd"),
-], ids=["clipped", "within the clip", "far from its lower end"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("times", "kernel"),
+    [
+        (1.0, "Clip"),
+        (0.25, ""),
+        (0.05, "QLinearAdd"),
+    ],
+    ids=["clipped", "within the clip", "far from its lower end"],
+)
 def test_what_a_gate_reads_depends_on_the_range_of_its_source(times, kernel, tmp_path, kernels):
     model = smaller(network(FORMS["hard swish"]), times)
     engine = built(model, tmp_path, "--effort", "0")
@@ -238,7 +254,7 @@ def test_only_the_ends_of_a_gate_are_observed():
         ("s = HardSigmoid(t) y = Mul(s, s)", ("out",)),
         ("s = HardSigmoid <beta = 0.0> (t) y = Mul(t, s)", ("out",)),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_a_gate_is_left_alone(nodes, outputs, tmp_path):
     model = network(nodes, outputs=outputs)
     assert "y" not in {gate.output for gate in find_gates(Graph(load(model).model))}
@@ -248,11 +264,14 @@ def test_what_is_not_a_gate_is_left_alone(nodes, outputs, tmp_path):
         assert np.abs(want - got).max() < 0.1 * np.abs(want).max()
 
 
-@pytest.mark.parametrize(("nodes", "outputs", "gates"), [
-    (FORMS["div last"], ("out", "m"), [("m", 1.0, 0)]),  # the division is behind the gate
-    ("a = Add(t, three) c = Clip(a, zero, six) d = Div(six, c) y = Mul(t, d)", ("out",), []),
-    ("h = HardSwish(t) a = Add(h, minus) y = Relu(a)", ("out",), [("h", 1 / 6, 0)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("nodes", "outputs", "gates"),
+    [
+        (FORMS["div last"], ("out", "m"), [("m", 1.0, 0)]),  # the division is behind the gate
+        ("a = Add(t, three) c = Clip(a, zero, six) d = Div(six, c) y = Mul(t, d)", ("out",), []),
+        ("h = HardSwish(t) a = Add(h, minus) y = Relu(a)", ("out",), [("h", 1 / 6, 0)]),
+    ],
+)
 def test_a_gate_ends_where_its_formula_does(nodes, outputs, gates):
     found = find_gates(Graph(network(nodes, outputs=outputs)))
     assert [(gate.output, gate.gain, gate.offset) for gate in found] == gates
@@ -267,9 +286,14 @@ def test_gates_of_one_model_share_their_numbers(tmp_path, kernels):
     assert len([t for t in engine.graph.initializer if t.name.startswith("calib8/number/")]) == 3
 
 
-@pytest.mark.parametrize(("op", "value", "kernel"), [
-    ("Add", 3.0, "QLinearAdd"), ("Add", -0.7, "QLinearAdd"), ("Mul", -1.3, "QLinearMul"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "value", "kernel"),
+    [
+        ("Add", 3.0, "QLinearAdd"),
+        ("Add", -0.7, "QLinearAdd"),
+        ("Mul", -1.3, "QLinearMul"),
+    ],
+)
 def test_one_number_between_int8_is_held_exactly_in_int8(op, value, kernel, tmp_path, kernels):
     pool = "p = MaxPool <kernel_shape = [2, 2]> (t)"  # else it is folded into the Conv
     model = network(f"{pool} y = {op}(p, number)")
@@ -355,9 +379,10 @@ def net(*, keepdims: int, axes=(2, 3), opset: int = 17, behind: str = "") -> onn
     rng = np.random.default_rng(7)
     held = {
         "w": rng.normal(scale=0.3, size=(16, 16, 3, 3)),
-        "v": rng.normal(scale=0.5, size=(16, 16, 1, 1)), "g": rng.normal(size=(16, 10)),
+        "v": rng.normal(scale=0.5, size=(16, 16, 1, 1)),
+        "g": rng.normal(size=(16, 10)),
         "b": rng.normal(size=10),
-    }  # fmt: skip
+    }
     where = {"axes": list(axes)} if opset < 18 else {}
     mean = ("ReduceMean", "r" if opset < 18 else "r axes", "m", {"keepdims": keepdims, **where})
     last = "y = Conv <pads = [1, 1, 1, 1]> (p, w)"
@@ -386,10 +411,12 @@ def sqnr(engine: Path, folder: Path) -> float:
 
 
 MEANS = {
-    "squeeze-excite": {"keepdims": 1}, "axes from the end": {"keepdims": 1, "axes": (-1, -2)},
-    "axes in an input": {"keepdims": 1, "opset": 18}, "flat": {"keepdims": 0},
+    "squeeze-excite": {"keepdims": 1},
+    "axes from the end": {"keepdims": 1, "axes": (-1, -2)},
+    "axes in an input": {"keepdims": 1, "opset": 18},
+    "flat": {"keepdims": 0},
     "flat, axes in an input": {"keepdims": 0, "axes": (-2, -1), "opset": 18},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("form", MEANS)
@@ -483,8 +510,11 @@ def network_pad(middle, constants):
 
 SPATIAL = {"p": np.int64([0, 0, 0, 0, 0, 0, 1, 1]), "zero": np.float32(0)}
 CUT = {"one": np.int64([1]), "nine": np.int64([9]), "two": np.int64([2])}
-SKIP = {"p": np.int64([0, 4, 0, 0, 0, 4, 0, 0]), "v": np.ones((8, 16, 1, 1), np.float32) / 8,
-        "u": np.ones((16, 8, 1, 1), np.float32) / 8}  # fmt: skip
+SKIP = {
+    "p": np.int64([0, 4, 0, 0, 0, 4, 0, 0]),
+    "v": np.ones((8, 16, 1, 1), np.float32) / 8,
+    "u": np.ones((16, 8, 1, 1), np.float32) / 8,
+}
 MODELS = {
     "before a conv": ("y = Pad(t, p, zero)", SPATIAL),
     "without a value": ("y = Pad(t, p)", SPATIAL),
@@ -504,10 +534,13 @@ def test_between_int8_it_runs_on_integers(kind, tmp_path, kernels):
     assert 10 * np.log10((want**2).sum() / ((want - got) ** 2).sum()) > 30
 
 
-@pytest.mark.parametrize(("node", "constants"), [
-    ('y = Pad <mode = "reflect"> (t, p)', SPATIAL),
-    ("y = Pad(t, p, one)", {**SPATIAL, "one": np.float32(1)}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("node", "constants"),
+    [
+        ('y = Pad <mode = "reflect"> (t, p)', SPATIAL),
+        ("y = Pad(t, p, one)", {**SPATIAL, "one": np.float32(1)}),
+    ],
+)
 def test_a_pad_with_anything_but_zeros_stays_float(node, constants):
     plan = analyse(load(network_pad(node, constants)).model, ONNXRUNTIME)
     (pad,) = [d for d in plan.decisions if d.op_type == "Pad"]

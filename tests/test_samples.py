@@ -233,14 +233,17 @@ def test_what_stands_out_is_named_as_without(calibrated, arrays, tmp_path):
         assert f"int8 steps: sample {place} of x.npy" in out
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    ("--stable-within 0.1", "give --until-stable too"),
-    ("--until-stable --stable-within 1.5", "over 0 and below 1, got 1.5"),
-    ("--until-stable --shard 1/2", "shard 1/2"),
-    ("--until-stable --target ascend", "defined by the order of all images"),
-    ("--until-stable --target tensorrt --method entropy-tensorrt", "the order of all images"),
-    ("--until-stable --trust-cache", "--trust-cache"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--stable-within 0.1", "give --until-stable too"),
+        ("--until-stable --stable-within 1.5", "over 0 and below 1, got 1.5"),
+        ("--until-stable --shard 1/2", "shard 1/2"),
+        ("--until-stable --target ascend", "defined by the order of all images"),
+        ("--until-stable --target tensorrt --method entropy-tensorrt", "the order of all images"),
+        ("--until-stable --trust-cache", "--trust-cache"),
+    ],
+)
 def test_what_cannot_be_is_refused(words, said, calibrated):
     assert said in calibrated.fails("a.cache", *words.split())
 
@@ -445,9 +448,14 @@ def space_to_depth():
     """YOLOX's first nodes: x sliced into every second row and column, joined, a Conv."""
     held = {
         "w": np.random.default_rng(5).normal(size=(4, 12, 3, 3)).astype(np.float32) * 0.3,
-        "b": np.array([0.4, -0.7, 0.5, -0.3], np.float32) * 255, "end": np.array([2**31]),
-        "two": [2], "rows": [2], "columns": [3], "at0": [0], "at1": [1],
-    }  # fmt: skip
+        "b": np.array([0.4, -0.7, 0.5, -0.3], np.float32) * 255,
+        "end": np.array([2**31]),
+        "two": [2],
+        "rows": [2],
+        "columns": [3],
+        "at0": [0],
+        "at1": [1],
+    }
     nodes, found = [], []
     for column in range(2):
         for row in range(2):
@@ -467,9 +475,13 @@ def test_a_constant_may_stand_before_what_it_scales_or_shifts(reader):
     assert found is not None and found.node == "c"
 
 
-@pytest.mark.parametrize(("op", "reads", "place"), [
-    *(("Relu", name, 11) for name in ("r10", "p01", "j")), *(("Conv", "p00 v", n) for n in (2, 11)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "reads", "place"),
+    [
+        *(("Relu", name, 11) for name in ("r10", "p01", "j")),
+        *(("Conv", "p00 v", n) for n in (2, 11)),
+    ],
+)
 def test_slices_that_something_else_reads_too_are_no_way_to_the_first_conv(op, reads, place):
     net = space_to_depth()
     assert find_first_layer(net, "x") is not None and len(net.graph.node) == 11
@@ -501,10 +513,19 @@ def test_samples_of_one_value_are_told(how):
         assert "alone, such as 0.5" in check_input_samples(samples, how, network())[0]
 
 
-@pytest.mark.parametrize(("rows", "few"), [
-    ([0] * 16, True), ([0], True), ([0, 1, 2], True), ([0, 1, 2, 3] * 4, True),
-    ([*range(4)], False), ([*range(8)] * 4, False), ([0, 1, 2, 3, 0, 1, 2], False), ([], True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "few"),
+    [
+        ([0] * 16, True),
+        ([0], True),
+        ([0, 1, 2], True),
+        ([0, 1, 2, 3] * 4, True),
+        ([*range(4)], False),
+        ([*range(8)] * 4, False),
+        ([0, 1, 2, 3, 0, 1, 2], False),
+        ([], True),
+    ],
+)
 def test_too_few_different_samples_are_doubtful(run, small_cnn, tmp_path, rows, few):
     made = np.random.default_rng(0).normal(size=(8, 3, 16, 16)).astype(np.float32)
     still = made[:1] + 0.01 * made  # a scene of a camera that does not move

@@ -49,8 +49,10 @@ def _share_right(folder, scenes):
         cv2.imwrite(str(folder / "big.png"), cv2.resize(wide, None, fx=2, fy=2))
         said = subprocess.run(
             [sys.executable, folder / "o" / "scenes_run.py", folder / "big.png"],
-            capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         items = [one for one in truth["annotations"] if files[one["image_id"]] == scene.name]
         for line in said.splitlines():
             words, _, box = line.partition(" [")

@@ -43,13 +43,14 @@ def test_a_method_has_its_default_search_and_takes_no_others_parameters():
 @pytest.mark.parametrize(
     ("name", "given", "label", "statistic"),
     [
-        ("mse", {}, "mse", "histogram"), ("percentile", {}, "percentile 99.99", "histogram"),
+        ("mse", {}, "mse", "histogram"),
+        ("percentile", {}, "percentile 99.99", "histogram"),
         ("percentile", {"percent": 99.0}, "percentile 99", "histogram"),
         ("percentile", {"percent": 99.99999}, "percentile 99.99999", "histogram"),
         ("entropy-tensorrt", {}, "entropy-tensorrt", "histogram, first batch of 1"),
         ("entropy-tensorrt", {"batch_size": 8}, "entropy-tensorrt", "histogram, first batch of 8"),
     ],
-)  # fmt: skip
+)
 def test_label_and_statistic_are_those_of_the_fingerprint(name, given, label, statistic):
     method = Method.of(name, given)
     assert (method.label, method.statistic.key) == (label, statistic)
@@ -58,18 +59,21 @@ def test_label_and_statistic_are_those_of_the_fingerprint(name, given, label, st
 OTHERS = "--percent belongs to --method percentile, got --method mse; leave it out"
 
 
-@pytest.mark.parametrize(("name", "given", "told"), [
-    ("percentle", {}, "a method is one of .*did you mean 'percentile'"),
-    ("kl", {}, "a method is one of .*, got 'kl'; the default is mse"),
-    ("mse", {"percent": 99}, OTHERS),
-    ("percentile", {"batch_size": 8}, "--batch-size belongs to --method entropy-tensorrt"),
-    ("percentile", {"percnt": 99}, "belongs to a method, got 'percnt'; did you mean 'percent'"),
-    ("percentile", {"percent": 50}, "over 50 and at most 100, got 50"),
-    ("percentile", {"percent": "99"}, "over 50 and at most 100, got '99'"),
-    ("entropy-tensorrt", {"batch_size": 0}, "1 or more, got 0"),
-    ("entropy-tensorrt", {"batch_size": 1.5}, "1 or more, got 1.5"),
-    ("entropy-tensorrt", {"batch_size": True}, "1 or more, got True"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("percentle", {}, "a method is one of .*did you mean 'percentile'"),
+        ("kl", {}, "a method is one of .*, got 'kl'; the default is mse"),
+        ("mse", {"percent": 99}, OTHERS),
+        ("percentile", {"batch_size": 8}, "--batch-size belongs to --method entropy-tensorrt"),
+        ("percentile", {"percnt": 99}, "belongs to a method, got 'percnt'; did you mean 'percent'"),
+        ("percentile", {"percent": 50}, "over 50 and at most 100, got 50"),
+        ("percentile", {"percent": "99"}, "over 50 and at most 100, got '99'"),
+        ("entropy-tensorrt", {"batch_size": 0}, "1 or more, got 0"),
+        ("entropy-tensorrt", {"batch_size": 1.5}, "1 or more, got 1.5"),
+        ("entropy-tensorrt", {"batch_size": True}, "1 or more, got True"),
+    ],
+)
 def test_words_that_do_not_go_together_are_refused(name, given, told):
     with pytest.raises(ConfigError, match=told):
         Method.of(name, given)

@@ -160,11 +160,14 @@ def test_broken_files_of_arrays_are_told_or_skipped(tmp_path, run, small_cnn):
     run.ok(*words, "--skip-bad")
 
 
-@pytest.mark.parametrize(("size", "spec", "message"), [
-    (100, X, r"complete samples of the input 'x' .*, 3,072 bytes each, got 100 bytes"),
-    (0, X, "got 0 bytes"),
-    (3072, TensorSpec("x", "float32", ("n", 3, "h", 16)), "must state its shape"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "spec", "message"),
+    [
+        (100, X, r"complete samples of the input 'x' .*, 3,072 bytes each, got 100 bytes"),
+        (0, X, "got 0 bytes"),
+        (3072, TensorSpec("x", "float32", ("n", 3, "h", 16)), "must state its shape"),
+    ],
+)
 def test_values_without_a_header_must_fit(size, spec, message, tmp_path):
     (tmp_path / "a.bin").write_bytes(bytes(size))
     with pytest.raises(FeedError, match=message):
@@ -363,13 +366,14 @@ def test_a_loader_of_the_users(kind, tmp_path, cached):
         ("raise ValueError('no disk')", "got ValueError: no disk"),
         ("return None", "must return a feed, got None"),
         ("return 5", "something to iterate over, got int"),
-        ("yield 1 / 0", "got ZeroDivisionError"), ("yield 1 if open('gone') else 2", "'gone' at"),
+        ("yield 1 / 0", "got ZeroDivisionError"),
+        ("yield 1 if open('gone') else 2", "'gone' at"),
         ("raise GeneratorExit", "got GeneratorExit"),
         ("raise BaseException('gone')", "got BaseException: gone"),
         ("raise type('Odd', (Exception,), {'__str__': lambda e: 1 / 0})", "got Odd: an error with"),
         ("return iter([])", "must give samples, got none"),
     ],
-)  # fmt: skip
+)
 def test_a_loader_that_fails_is_one_sentence(body, message, tmp_path, run, small_cnn):
     (tmp_path / "loader.py").write_text(f"def feed():\n    {body}\n")
     words = "calibrate", small_cnn, "--out", tmp_path / "c"
@@ -468,23 +472,26 @@ class FeedDicts:
 LABELS = np.arange(6)
 
 
-@pytest.mark.parametrize(("source", "left"), [
-    pytest.param(BATCH, "", id="an array"),
-    pytest.param(Tensor(BATCH, needs_grad=True), "", id="a tensor"),
-    pytest.param({"x": BATCH}, "", id="stacked by name"),
-    pytest.param([(BATCH[:4], LABELS[:4]), (BATCH[4:], LABELS[4:])], "number 2", id="loader"),
-    pytest.param([[Tensor(one[None])] for one in BATCH], "", id="a loader of one tensor"),
-    pytest.param(({"x": b[None], "y": 1} for b in BATCH), "'y'", id="mappings with a label"),
-    pytest.param([({"x": b[None]}, 1) for b in BATCH], "number 2", id="(mapping, label)"),
-    pytest.param(lambda: iter(BATCH), "", id="a function"),
-    pytest.param(OwnReader(), "", id="get_next"),
-    pytest.param(OwnReader, "", id="a class of readers"),
-    pytest.param(lambda: (yield from BATCH), "", id="a function that yields"),
-    pytest.param(lambda: {"x": BATCH}, "", id="a function that gives a mapping"),
-    pytest.param(Batched(), "number 2", id="a dataset of TensorFlow's"),
-    pytest.param(Rows(), "'label'", id="a dataset of Hugging Face's"),
-    pytest.param(FeedDicts(), "", id="a loader of polygraphy's"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("source", "left"),
+    [
+        pytest.param(BATCH, "", id="an array"),
+        pytest.param(Tensor(BATCH, needs_grad=True), "", id="a tensor"),
+        pytest.param({"x": BATCH}, "", id="stacked by name"),
+        pytest.param([(BATCH[:4], LABELS[:4]), (BATCH[4:], LABELS[4:])], "number 2", id="loader"),
+        pytest.param([[Tensor(one[None])] for one in BATCH], "", id="a loader of one tensor"),
+        pytest.param(({"x": b[None], "y": 1} for b in BATCH), "'y'", id="mappings with a label"),
+        pytest.param([({"x": b[None]}, 1) for b in BATCH], "number 2", id="(mapping, label)"),
+        pytest.param(lambda: iter(BATCH), "", id="a function"),
+        pytest.param(OwnReader(), "", id="get_next"),
+        pytest.param(OwnReader, "", id="a class of readers"),
+        pytest.param(lambda: (yield from BATCH), "", id="a function that yields"),
+        pytest.param(lambda: {"x": BATCH}, "", id="a function that gives a mapping"),
+        pytest.param(Batched(), "number 2", id="a dataset of TensorFlow's"),
+        pytest.param(Rows(), "'label'", id="a dataset of Hugging Face's"),
+        pytest.param(FeedDicts(), "", id="a loader of polygraphy's"),
+    ],
+)
 def test_what_python_hands_over(source, left):
     feed, samples = fed(source)
     same(samples)
@@ -521,15 +528,17 @@ def test_several_inputs_by_their_order():
         (5, "something to iterate over, got int"),
         (None, "something to iterate over, got NoneType"),
         (b"bytes", "something to iterate over, got bytes"),
-        (type("Trt", (), {"get_batch": lambda self, names: None})(),
-         "got the TensorRT calibrator Trt, which gives addresses"),
+        (
+            type("Trt", (), {"get_batch": lambda self, names: None})(),
+            "got the TensorRT calibrator Trt, which gives addresses",
+        ),
         (lambda: 5, "something to iterate over, got int"),
         ([(BATCH, BATCH)], "must distinguish its inputs from its other values"),
         ([{"y": BATCH}], r"must name the inputs \['x'\], got \['y'\]"),
         ([object()], "must be an array of numbers, .* got object"),
         ([()], "must be an array of numbers|must hold the inputs"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_understood_is_named_by_its_type(source, message):
     with pytest.raises(FeedError, match=message):
         fed(source)
@@ -541,13 +550,14 @@ PICTURES = np.random.default_rng(9).integers(0, 256, (5, 16, 16, 3), np.uint8)
 @pytest.mark.parametrize(
     "source",
     [
-        pytest.param(PICTURES, id="stacked"), pytest.param(list(PICTURES), id="listed"),
+        pytest.param(PICTURES, id="stacked"),
+        pytest.param(list(PICTURES), id="listed"),
         pytest.param([(one, 3) for one in PICTURES], id="with a label"),
         pytest.param([{"image": one, "label": 3} for one in PICTURES], id="rows of a dataset"),
         pytest.param(lambda: iter(PICTURES), id="a function"),
         pytest.param([Tensor(one) for one in PICTURES], id="tensors"),
     ],
-)  # fmt: skip
+)
 def test_pictures_in_memory_are_preprocessed_as_files(source, tmp_path):
     for number, one in enumerate(PICTURES):
         cv2.imwrite(str(tmp_path / f"{number}.png"), one[:, :, ::-1])
@@ -597,10 +607,12 @@ def wide(tmp_path):
         ({"size": (None, 32)}, [(16, 32), (32, 32), (76, 32), (16, 32)]),
         ({"size": (None, None)}, [(20, 40), (33, 33), (50, 21), (20, 40)]),
         ({"size": (None, None), "multiple": 16}, [(16, 48), (32, 32), (48, 16), (16, 48)]),
-        ({"size": (10, None), "multiple": 8, "resize": "fit-height"},
-         [(10, 24), (10, 16), (10, 8), (10, 24)]),
+        (
+            {"size": (10, None), "multiple": 8, "resize": "fit-height"},
+            [(10, 24), (10, 16), (10, 8), (10, 24)],
+        ),
     ],
-)  # fmt: skip
+)
 def test_sides_are_each_pictures_own(how, wanted, sizes):
     _, samples = fed(sizes, WIDE, preprocess=how)
     assert [one["x"].shape[2:] for one in samples] == wanted
@@ -622,16 +634,19 @@ def test_sizes_of_their_own_through_the_command(sizes, wide, tmp_path, command):
     command("explain", tmp_path / "a", "--images", sizes)  # as the report says
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("--size 24x* --resize letterbox", "go with resize stretch, or with fit-height"),
-    ("--size native --resize fit-height", "got fit-height to *x*; give another resize"),
-    ("--size 24x24 --multiple 8", "a multiple is for sides that depend on the image, got 8"),
-    ("--multiple 8", "leaves its size open; give a size, such as 224x224, or 224x* or native"),
-    ("--size native --multiple 0", "multiple must be whole pixels, 1 to 16384, got 0"),
-    ("--size 24", "a size reads HxW, such as 224x224, 48x* or native, got '24'"),
-    ("--size 1x* --resize stretch", None),
-    ("--size 820x*", "at most 16384 pixels, got 820x16400 for image 0.png of 2x40"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--size 24x* --resize letterbox", "go with resize stretch, or with fit-height"),
+        ("--size native --resize fit-height", "got fit-height to *x*; give another resize"),
+        ("--size 24x24 --multiple 8", "a multiple is for sides that depend on the image, got 8"),
+        ("--multiple 8", "leaves its size open; give a size, such as 224x224, or 224x* or native"),
+        ("--size native --multiple 0", "multiple must be whole pixels, 1 to 16384, got 0"),
+        ("--size 24", "a size reads HxW, such as 224x224, 48x* or native, got '24'"),
+        ("--size 1x* --resize stretch", None),
+        ("--size 820x*", "at most 16384 pixels, got 820x16400 for image 0.png of 2x40"),
+    ],
+)
 def test_sizes_that_mean_nothing(words, message, sizes, wide, tmp_path, run):
     if "820x*" in words:
         cv2.imwrite(str(sizes / "0.png"), np.zeros((2, 40, 3), np.uint8))
@@ -751,13 +766,16 @@ def test_raw_pictures_are_preprocessed_as_files(tmp_path, small_cnn, command):
     command(*build, tmp_path / "p", "--eval-images", tmp_path / "*.png")
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("--raw-shape 1x3x16x16", "a raw shape and dtype apply to .bin and .raw files, got 00.png"),
-    ("--raw-dtype uint8", "which have their own; leave them out"),
-    ("--raw-dtype complex64", "a raw dtype must be one of float32, float16"),
-    ("--raw-shape 1x3xq", "--raw-shape takes whole numbers, got 'q'"),
-    ("--raw-shape 0x3", "a raw shape must have 1 to 8 sides of 1 or more, got [0, 3]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--raw-shape 1x3x16x16", "a raw shape and dtype apply to .bin and .raw files, got 00.png"),
+        ("--raw-dtype uint8", "which have their own; leave them out"),
+        ("--raw-dtype complex64", "a raw dtype must be one of float32, float16"),
+        ("--raw-shape 1x3xq", "--raw-shape takes whole numbers, got 'q'"),
+        ("--raw-shape 0x3", "a raw shape must have 1 to 8 sides of 1 or more, got [0, 3]"),
+    ],
+)
 def test_a_form_of_raw_files_for_others(words, message, small_cnn, pictures, tmp_path, run):
     feed = "--images", pictures, "--out", tmp_path / "c"
     assert message in run.fails("calibrate", small_cnn, *feed, *words.split())

@@ -243,8 +243,10 @@ print(at, ended)
 def test_a_process_killed_at_any_call_leaves_the_old_files_or_the_next_run_all_new(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(Path.cwd())}, capture_output=True, text=True,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+        capture_output=True,
+        text=True,
+    )
     last, ended = map(int, done.stdout.split())
     assert ended == 0 and last > 16, done.stderr
     states = []
@@ -484,9 +486,13 @@ def model(small_cnn, tmp_path):
     return Path(shutil.copy(small_cnn, tmp_path / "m.onnx"))
 
 
-@pytest.mark.parametrize(("command", "what"), [
-    ("build", "labels"), *((c, what) for c in ("build", "calibrate") for what in PLACES),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        ("build", "labels"),
+        *((c, what) for c in ("build", "calibrate") for what in PLACES),
+    ],
+)
 def test_a_cache_replaces_no_foreign_file(command, what, run, model, pictures, tmp_path):
     photos = shutil.copytree(pictures, tmp_path / "photos")
     known = {"model": model, "photo": next(photos.iterdir()), "below a file": model / "x"}
@@ -597,9 +603,11 @@ def slow(tmp_path):
     """A model and inputs that take tens of seconds."""
     rng = np.random.default_rng(0)
     weights = {
-        "sizes": [1, 1, 4, 4], "w1": rng.normal(0, 0.1, (128, 3, 3, 3)),
-        "w2": rng.normal(0, 0.05, (128, 128, 3, 3)), "w3": rng.normal(0, 0.05, (8, 128, 3, 3)),
-    }  # fmt: skip
+        "sizes": [1, 1, 4, 4],
+        "w1": rng.normal(0, 0.1, (128, 3, 3, 3)),
+        "w2": rng.normal(0, 0.05, (128, 128, 3, 3)),
+        "w3": rng.normal(0, 0.05, (8, 128, 3, 3)),
+    }
     convs = {"a": "r w1", "b": "a w2", "y": "b w3"}
     nodes = [("Conv", reads, out, {"pads": [1, 1, 1, 1]}) for out, reads in convs.items()]
     nodes.insert(0, ("Resize", ["x", "", "sizes"], "r"))

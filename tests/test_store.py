@@ -18,15 +18,28 @@ from deploy.calibration.sample_checks import Outlier
 from deploy.errors import CacheError
 
 STATISTICS = [
-    HistogramOf(), HistogramOf(first=2), AmaxOf(2), IfmrOf(), IfmrOf(samples=3), HfmgOf(nbins=1024),
+    HistogramOf(),
+    HistogramOf(first=2),
+    AmaxOf(2),
+    IfmrOf(),
+    IfmrOf(samples=3),
+    HfmgOf(nbins=1024),
     ChannelMaxOf(axis=1),
-]  # fmt: skip
+]
 FOLDED = Variant("folded", lambda _: None)
 TEXT = b"TRT-8503-EntropyCalibration2\nx: 3c008912\n"
 MARK = Fingerprint(
-    model={"graph": "m"}, images={"count": 2}, order="ab", preprocess={}, decoder={},
-    program="calib8", rule="histogram", method="mse", numbers={"a": 1}, versions={"b": "1"},
-)  # fmt: skip
+    model={"graph": "m"},
+    images={"count": 2},
+    order="ab",
+    preprocess={},
+    decoder={},
+    program="calib8",
+    rule="histogram",
+    method="mse",
+    numbers={"a": 1},
+    versions={"b": "1"},
+)
 VALUES = st.floats(-1e3, 1e3, width=32, allow_subnormal=False)
 BATCHES = st.lists(arrays.arrays(np.float32, (1, 3, 4), elements=VALUES), min_size=1, max_size=4)
 
@@ -147,9 +160,16 @@ def test_arrays_of_another_statistic_are_told(tmp_path, statistic):
         store.load_calibration(tmp_path / "c").observed([observation(statistic)])
 
 
-@pytest.mark.parametrize("wrong", [
-    [], {}, {"schema": 1}, {"schema": 2, "observations": 3}, {"schema": 2, "observations": [[1]]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        {},
+        {"schema": 1},
+        {"schema": 2, "observations": 3},
+        {"schema": 2, "observations": [[1]]},
+    ],
+)
 def test_a_sidecar_of_another_form_is_told(tmp_path, wrong):
     kept(tmp_path / "c", ONE)
     store.sidecars(tmp_path / "c")[0].write_text(json.dumps(wrong))

@@ -118,10 +118,16 @@ def test_detections_are_the_thousand_best_above_the_lowest_score():
     assert Detections.of(boxes, scores, np.arange(1200)).classes.tolist() == [3, 7]
 
 
-@pytest.mark.parametrize(("moved", "seen", "columns", "same"), [
-    (1.9, 1, 20, True), (2.1, 1, 20, False), (2.1, 0.5, 20, True),  # points that are seen
-    (0, 1, 16, True), (0, 1, 15, False),  # masks of more than three quarters
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("moved", "seen", "columns", "same"),
+    [
+        (1.9, 1, 20, True),
+        (2.1, 1, 20, False),
+        (2.1, 0.5, 20, True),  # points that are seen
+        (0, 1, 16, True),
+        (0, 1, 15, False),  # masks of more than three quarters
+    ],
+)
 def test_boxes_are_one_where_points_and_masks_are_alike_too(moved, seen, columns, same):
     def found(moved, columns):
         points = np.array([[[5 + moved, 5, seen], [9, 9, 0.4]]])
@@ -160,13 +166,23 @@ def test_lists_after_suppression_are_boxes_and_only_their_scores_are_compared(la
     assert [part.label for part in form.parts] == [f"out[..., {score}:{score + 1}]"]
 
 
-@pytest.mark.parametrize(("column", "value", "task"), [
-    (5, 0, "boxes"), (5, -1, None), (5, 1.5, None), (5, 70, "boxes"),  # classes are numbers
-    (4, 1.0009, "boxes"), (4, 1.002, None), (4, np.nan, None),  # scores are shares,
-    (slice(4, None, 6), 1, None),  # not all of them whole
-    (slice(2, 4), -1, None), (slice(0, 2), 0, "boxes"),  # the second corner is the higher one
-    (slice(12, None), 0, None), (slice(18, None), 0, "boxes"),  # three rows show the columns
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("column", "value", "task"),
+    [
+        (5, 0, "boxes"),
+        (5, -1, None),
+        (5, 1.5, None),
+        (5, 70, "boxes"),  # classes are numbers
+        (4, 1.0009, "boxes"),
+        (4, 1.002, None),
+        (4, np.nan, None),  # scores are shares,
+        (slice(4, None, 6), 1, None),  # not all of them whole
+        (slice(2, 4), -1, None),
+        (slice(0, 2), 0, "boxes"),  # the second corner is the higher one
+        (slice(12, None), 0, None),
+        (slice(18, None), 0, "boxes"),  # three rows show the columns
+    ],
+)
 def test_a_list_of_boxes_is_known_by_each_of_its_columns(column, value, task):
     outputs = [{"out": ended(0)[None]}]
     outputs[0]["out"].reshape(-1)[column] = value
@@ -177,9 +193,11 @@ def test_three_outputs_of_boxes_scores_and_classes():
     def outputs(number):
         rows = ended(number)[None]
         return {
-            "num": np.array([[10]], np.int32), "boxes": rows[..., :4], "scores": rows[..., 4],
+            "num": np.array([[10]], np.int32),
+            "boxes": rows[..., :4],
+            "scores": rows[..., 4],
             "labels": rows[..., 5].astype(np.int32),
-        }  # fmt: skip
+        }
 
     form, found = figure([outputs(n) for n in range(4)], [outputs(n) for n in range(4)])
     assert found.task == "boxes" and found.value == 1

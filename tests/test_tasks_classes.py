@@ -69,10 +69,15 @@ def test_logits_are_classes_and_other_vectors_are_not():
     assert task_of_four(lambda: made.uniform(0, 1, (1, 196))) is None  # landmarks
 
 
-@pytest.mark.parametrize(("form", "on", "task"), [
-    ((1, 100, 1), 1, "steps"), ((1, 100, 1), 3, "steps"), ((1, 100), 3, "steps"),
-    ((1, 100), 1, "classes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "on", "task"),
+    [
+        ((1, 100, 1), 1, "steps"),
+        ((1, 100, 1), 3, "steps"),
+        ((1, 100), 3, "steps"),
+        ((1, 100), 1, "classes"),
+    ],
+)
 def test_steps_of_a_film_that_are_near_1_are_no_classes(form, on, task):
     """Of a vector a single one may be the class."""
     made = rng()
@@ -187,19 +192,35 @@ def test_features_of_a_picture_are_embeddings_and_scores_of_a_thousand_are_class
     assert same_task(small) != "embeddings"
 
 
-@pytest.mark.parametrize(("vector", "unit"), [
-    (np.full(16, 0.25), True), (np.full(16, 0.25 * 1.009), True),
-    (np.full(16, 0.25 * 1.011), False), (np.full(16, 0.25 * 0.991), True),
-    (np.full(16, 0.25 * 0.989), False), (np.full(4, 0.5), False), (-np.full(5, 0.2**0.5), True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("vector", "unit"),
+    [
+        (np.full(16, 0.25), True),
+        (np.full(16, 0.25 * 1.009), True),
+        (np.full(16, 0.25 * 1.011), False),
+        (np.full(16, 0.25 * 0.991), True),
+        (np.full(16, 0.25 * 0.989), False),
+        (np.full(4, 0.5), False),
+        (-np.full(5, 0.2**0.5), True),
+    ],
+)
 def test_a_vector_of_length_one_is_not_of_a_few_numbers(vector, unit):
     assert of_unit_length(vector) == unit
 
 
-@pytest.mark.parametrize(("size", "least", "most", "features"), [
-    (32, 0, 2, True), (16, 0, 2, False), (72, 0, 2, False), (80, 0, 2, True),
-    (64, -0.375, 2, True), (64, -0.376, 2, False), (64, 0, 1.02, True), (64, 0, 1.01, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "least", "most", "features"),
+    [
+        (32, 0, 2, True),
+        (16, 0, 2, False),
+        (72, 0, 2, False),
+        (80, 0, 2, True),
+        (64, -0.375, 2, True),
+        (64, -0.376, 2, False),
+        (64, 0, 1.02, True),
+        (64, 0, 1.01, False),
+    ],
+)
 def test_features_are_many_none_far_below_zero_and_some_above_one(size, least, most, features):
     rows = [np.linspace(least, high, size)[None] for high in (most, most + 1)]
     assert are_features(rows) == features
@@ -240,9 +261,10 @@ def anything(made):
         "share": lambda shape: made.uniform(0, 1, shape),
         "whole": lambda shape: made.integers(0, 20, shape),
         "flag": lambda shape: made.uniform(0, 1, shape) > 0.5,
-        "nan": lambda shape: np.full(shape, np.nan), "zero": np.zeros,
+        "nan": lambda shape: np.full(shape, np.nan),
+        "zero": np.zeros,
         "large": lambda shape: made.uniform(0, 640, shape),
-    }  # fmt: skip
+    }
     varies = made.random() < 0.2
 
     def one(shape, kind):
@@ -256,11 +278,15 @@ def anything(made):
 
 
 FORMS = {
-    "levels": forms.gated, "maps": lambda n: forms.gated(n, raw=True, maps=True, classes=4),
-    "split": forms.split_yolo, "turned": lambda n: forms.split_yolo(n, "turned", "turned"),
-    "posed": forms.posed, "queries": forms.queries, "text": lambda n: forms.steps([3, 3, 4, 5 + n]),
+    "levels": forms.gated,
+    "maps": lambda n: forms.gated(n, raw=True, maps=True, classes=4),
+    "split": forms.split_yolo,
+    "turned": lambda n: forms.split_yolo(n, "turned", "turned"),
+    "posed": forms.posed,
+    "queries": forms.queries,
+    "text": lambda n: forms.steps([3, 3, 4, 5 + n]),
     "steps": lambda n: {"y": softmax(forms.framed(forms.spoken(n, 6)))[None]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -341,10 +367,19 @@ def said(small_cnn):
     return run_net(small_cnn, ROWS)[0].argmax(axis=1).tolist()
 
 
-@pytest.mark.parametrize(("outputs", "k"), [
-    ("values places", 3), ("places values", 3), ("places", 3), ("values places", 1),
-    ("values places", 2), ("best", 1), ("most best", 1), ("logits values places", 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("outputs", "k"),
+    [
+        ("values places", 3),
+        ("places values", 3),
+        ("places", 3),
+        ("values places", 1),
+        ("values places", 2),
+        ("best", 1),
+        ("most best", 1),
+        ("logits values places", 3),
+    ],
+)
 def test_labels_of_a_model_that_ranks_its_classes(ranking, judged, said, outputs, k):
     wrong = [(label + 1) % 10 if n < 6 else label for n, label in enumerate(said)]
     _, _, found = judged(ranking(outputs, k), wrong)
@@ -400,15 +435,24 @@ def test_a_set_of_the_best_counts_a_fifth_of_its_first():
     assert figure(best, [{"y": one["y"][:, ::-1]} for one in best])[1].value == 0
 
 
-@pytest.mark.parametrize(("task", "shape", "words"), [
-    ("text", (1, 9, 12), "text of 11 symbols, blank 0"), ("labels", (1, 6), "raw scores of 6"),
-    ("segmentation", (1, 4, 9, 9), "4 classes a pixel"), ("masks", (1, 2, 9, 9), "a map of 0 to 1"),
-    ("segmentation", (1, 9, 9, 4), "4 classes a pixel"), ("classes", (1, 6), "6 classes"),
-    ("heatmaps", (1, 3, 9, 9), "3 heat maps"), ("keypoints", (1, 7, 3), "7 key points"),
-    ("keypoints", (1, 8), "4 key points"), ("keypoints", (1, 3, 8), "8 key points"),
-    ("embeddings", (1, 40), "embeddings of 40 numbers"),
-    ("steps", (1, 9, 5), "5 classes a step"), ("steps", (1, 9, 1), "raw scores of steps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("task", "shape", "words"),
+    [
+        ("text", (1, 9, 12), "text of 11 symbols, blank 0"),
+        ("labels", (1, 6), "raw scores of 6"),
+        ("segmentation", (1, 4, 9, 9), "4 classes a pixel"),
+        ("masks", (1, 2, 9, 9), "a map of 0 to 1"),
+        ("segmentation", (1, 9, 9, 4), "4 classes a pixel"),
+        ("classes", (1, 6), "6 classes"),
+        ("heatmaps", (1, 3, 9, 9), "3 heat maps"),
+        ("keypoints", (1, 7, 3), "7 key points"),
+        ("keypoints", (1, 8), "4 key points"),
+        ("keypoints", (1, 3, 8), "8 key points"),
+        ("embeddings", (1, 40), "embeddings of 40 numbers"),
+        ("steps", (1, 9, 5), "5 classes a step"),
+        ("steps", (1, 9, 1), "raw scores of steps"),
+    ],
+)
 def test_a_task_that_is_set_takes_outputs_of_its_shape(task, shape, words):
     made = np.random.default_rng(0)
     outputs = [{"y": made.normal(0, 2, shape).astype(np.float32)} for _ in range(8)]
@@ -472,17 +516,23 @@ def spoiled(end):
     rng = np.random.default_rng(1)
     size = np.where(np.arange(8) == 0, 1000.0, 1.0).reshape(1, 8, 1, 1)
     weights = {
-        "w1": rng.normal(0, 0.3, (8, 3, 3, 3)), "size": size,
-        "w2": rng.normal(0, 0.3, (8, 8, 1, 1)) / size, "w3": rng.normal(0, 0.3, (16, 8, 3, 3)),
+        "w1": rng.normal(0, 0.3, (8, 3, 3, 3)),
+        "size": size,
+        "w2": rng.normal(0, 0.3, (8, 8, 1, 1)) / size,
+        "w3": rng.normal(0, 0.3, (16, 8, 3, 3)),
         "w4": rng.normal(0, 1.0, (1024, 10)),
-    }  # fmt: skip
+    }
     weights["w2"][:, 0] = 0
     ranked, outputs = {
-        "ArgMax": ("raw = ArgMax <axis = 1, keepdims = 0> (logits) class = Cast <to = 6> (raw)",
-                   {"class": TensorProto.INT32}),
-        "TopK": ("values, places = TopK (logits, k)",
-                 {"values": TensorProto.FLOAT, "places": TensorProto.INT64}),
-    }[end]  # fmt: skip
+        "ArgMax": (
+            "raw = ArgMax <axis = 1, keepdims = 0> (logits) class = Cast <to = 6> (raw)",
+            {"class": TensorProto.INT32},
+        ),
+        "TopK": (
+            "values, places = TopK (logits, k)",
+            {"values": TensorProto.FLOAT, "places": TensorProto.INT64},
+        ),
+    }[end]
     nodes = f"""
         a = Conv <pads = [1, 1, 1, 1]> (x, w1) t = Tanh (a) m = Mul (t, size)
         bad = Conv (m, w2) r = Relu (bad)
@@ -569,10 +619,20 @@ def test_labels_of_both_are_counted(count, raw):
     assert figure_labels(rows, [row * np.nan for row in rows])[1].value == 0
 
 
-@pytest.mark.parametrize(("score", "count", "threshold"), [
-    (0.51, 20, 0.5), (0.51, 19, 0.3), (0.49, 20, 0.3), (0.31, 5, 0.3), (0.31, 4, None),
-    (0.29, 5, 0.1), (0.11, 5, 0.1), (0.11, 4, None), (0.09, 20, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("score", "count", "threshold"),
+    [
+        (0.51, 20, 0.5),
+        (0.51, 19, 0.3),
+        (0.49, 20, 0.3),
+        (0.31, 5, 0.3),
+        (0.31, 4, None),
+        (0.29, 5, 0.1),
+        (0.11, 5, 0.1),
+        (0.11, 4, None),
+        (0.09, 20, None),
+    ],
+)
 def test_the_threshold_is_the_highest_with_labels_enough(score, count, threshold):
     row = {"y": np.concatenate([np.full(count, score), np.zeros(4)])[None]}
     tally = Labels("y", count + 4, raw=False).tally()
@@ -731,19 +791,29 @@ def part(output, db, **more):
 )
 def test_what_the_classes_do_not_tell_is_judged_by_its_noise(db, beside, level):
     task = TaskFigure(
-        task="classes", figure="top-1 agreement", value=1.0,
+        task="classes",
+        figure="top-1 agreement",
+        value=1.0,
         words="9 of 9 samples keep FP32's top-1 class",
-        count="9 of 9", samples=9, beside=("box",),
-    )  # fmt: skip
+        count="9 of 9",
+        samples=9,
+        beside=("box",),
+    )
     parts = tuple(sorted([part("face", db), part("box", beside)], key=lambda one: one.sqnr_db))
     found = dict(judge_accuracy(Accuracy(samples=9, outputs=(), parts=parts, task=task), None))
     assert set(found) == {level, GOOD}
     assert level == GOOD or "in the worst part, box" in found[level]
 
 
-@pytest.mark.parametrize(("less", "db", "level"), [
-    (USUAL, 15, GOOD), (USUAL, 14, DOUBTFUL), (USUAL, 3, DOUBTFUL), ("x", 5, GOOD),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("less", "db", "level"),
+    [
+        (USUAL, 15, GOOD),
+        (USUAL, 14, DOUBTFUL),
+        (USUAL, 3, DOUBTFUL),
+        ("x", 5, GOOD),
+    ],
+)
 def test_numbers_say_as_much_with_an_offset_as_without(less, db, level):
     """A third of what varies was lost, and called good since the mean was large."""
     whole = OutputAccuracy(name="age", sqnr_db=30, cosine_mean=1, cosine_min=1, max_abs_error=0)
@@ -782,11 +852,18 @@ def films():
     return frames.astype(np.float32)
 
 
-@pytest.mark.parametrize(("make", "fed", "form", "words"), [
-    (features, pictures, "y: embeddings of 64 numbers", "nearest neighbours as FP32's"),
-    (cuts, films, "y: probabilities of steps or labels, each its own",
-     "960 of 960 probabilities on FP32's side of 0.5, 48 of 48"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "fed", "form", "words"),
+    [
+        (features, pictures, "y: embeddings of 64 numbers", "nearest neighbours as FP32's"),
+        (
+            cuts,
+            films,
+            "y: probabilities of steps or labels, each its own",
+            "960 of 960 probabilities on FP32's side of 0.5, 48 of 48",
+        ),
+    ],
+)
 def test_what_stands_out_is_not_always_a_class(make, fed, form, words, judged_build, tmp_path):
     code, out, found = judged_build(make(tmp_path / "m.onnx"), fed())
     assert code == 0 and found["reading"] == form

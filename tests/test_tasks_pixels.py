@@ -22,9 +22,16 @@ def smooth(classes, number, side=32):
     return (scores - scores.mean(axis=0))[None].astype(np.float32)
 
 
-@pytest.mark.parametrize(("form", "last"), [
-    ("raw", False), ("raw", True), ("shares", False), ("shares", True), ("numbers", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "last"),
+    [
+        ("raw", False),
+        ("raw", True),
+        ("shares", False),
+        ("shares", True),
+        ("numbers", False),
+    ],
+)
 def test_classes_of_pixels(form, last):
     def output(number):
         raw = smooth(5, number)
@@ -154,29 +161,46 @@ MASK = (0.95, 0.3), (0.05, 0.7)
 SMALL = shaded(*MASK, side=(16, 16))
 
 
-@pytest.mark.parametrize(("output", "side", "masks"), [
-    (shaded(*MASK), 64, True), (shaded(*MASK, channels=4), 64, True),
-    (shaded(*MASK, channels=5), 64, False), (shaded(*MASK, channels=4, last=True), 64, True),
-    (SMALL, 64, True), (shaded(*MASK, side=(15, 16)), 64, False),
-    (shaded(*MASK, side=(16, 15)), 64, False), (shaded(*MASK, side=(65, 64)), 64, False),
-    (shaded((0.95, 0.3), (0.5, 0.24), (0.05, 0.46)), 64, True),
-    (shaded((0.95, 0.3), (0.5, 0.26), (0.05, 0.44)), 64, False),
-    (shaded((0.95, 0.3), (0.11, 0.3), (0.05, 0.4)), 64, False),
-    (shaded((0.95, 0.3), (0.89, 0.3), (0.05, 0.4)), 64, False),
-    (shaded((0.31, 0.1), (0.05, 0.9)), 64, True), (shaded((0.29, 0.1), (0.05, 0.9)), 64, False),
-    (shaded((1.14, 0.3), (-0.14, 0.7)), 64, True),
-    (shaded((1.16, 0.3), (0.05, 0.7)), 64, False),
-    (shaded((0.95, 0.3), (-0.16, 0.7)), 64, False),
-    (SMALL, 128, True), (SMALL, 129, False),  # an eighth of the picture
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("output", "side", "masks"),
+    [
+        (shaded(*MASK), 64, True),
+        (shaded(*MASK, channels=4), 64, True),
+        (shaded(*MASK, channels=5), 64, False),
+        (shaded(*MASK, channels=4, last=True), 64, True),
+        (SMALL, 64, True),
+        (shaded(*MASK, side=(15, 16)), 64, False),
+        (shaded(*MASK, side=(16, 15)), 64, False),
+        (shaded(*MASK, side=(65, 64)), 64, False),
+        (shaded((0.95, 0.3), (0.5, 0.24), (0.05, 0.46)), 64, True),
+        (shaded((0.95, 0.3), (0.5, 0.26), (0.05, 0.44)), 64, False),
+        (shaded((0.95, 0.3), (0.11, 0.3), (0.05, 0.4)), 64, False),
+        (shaded((0.95, 0.3), (0.89, 0.3), (0.05, 0.4)), 64, False),
+        (shaded((0.31, 0.1), (0.05, 0.9)), 64, True),
+        (shaded((0.29, 0.1), (0.05, 0.9)), 64, False),
+        (shaded((1.14, 0.3), (-0.14, 0.7)), 64, True),
+        (shaded((1.16, 0.3), (0.05, 0.7)), 64, False),
+        (shaded((0.95, 0.3), (-0.16, 0.7)), 64, False),
+        (SMALL, 128, True),
+        (SMALL, 129, False),  # an eighth of the picture
+    ],
+)
 def test_a_mask_is_near_0_or_1_and_not_much_smaller_than_the_picture(output, side, masks):
     assert (same_task([output] * 2, [fed((side, min(side, 128)))] * 2) == "masks") == masks
 
 
-@pytest.mark.parametrize(("share", "value", "said"), [
-    (0.003, 0.6, "0.5"), (0.0015, 0.6, "0.3"), (0.003, 0.4, "0.3"), (0.0008, 0.4, "0.1"),
-    (0.003, 0.2, "0.1"), (0.0004, 0.2, None), (0.003, 0.09, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("share", "value", "said"),
+    [
+        (0.003, 0.6, "0.5"),
+        (0.0015, 0.6, "0.3"),
+        (0.003, 0.4, "0.3"),
+        (0.0008, 0.4, "0.1"),
+        (0.003, 0.2, "0.1"),
+        (0.0004, 0.2, None),
+        (0.003, 0.09, None),
+    ],
+)
 def test_masks_are_compared_above_the_highest_threshold_with_pixels_enough(share, value, said):
     tally = MaskMaps(("m",)).tally()
     seen = shaded((value, share), (0.0, 1 - share), side=(100, 100))
@@ -185,12 +209,19 @@ def test_masks_are_compared_above_the_highest_threshold_with_pixels_enough(share
     assert (found and found.words) == (said and f"IoU 1.000 of the pixels above {said}")
 
 
-@pytest.mark.parametrize(("shape", "least", "most", "task"), [
-    ((1, 16, 64), 0, 1, "segmentation"), ((1, 15, 64), 0, 1, "indices"),
-    ((1, 1, 64, 64), 0, 1, "segmentation"), ((1, 64, 65), 0, 1, "indices"),
-    ((1, 64, 64), 0, 1023, "segmentation"), ((1, 64, 64), -1, 1, "indices"),
-    ((1, 64, 64), 0, 0, "indices"), ((1, 64, 64), 0, 1024, "indices"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "least", "most", "task"),
+    [
+        ((1, 16, 64), 0, 1, "segmentation"),
+        ((1, 15, 64), 0, 1, "indices"),
+        ((1, 1, 64, 64), 0, 1, "segmentation"),
+        ((1, 64, 65), 0, 1, "indices"),
+        ((1, 64, 64), 0, 1023, "segmentation"),
+        ((1, 64, 64), -1, 1, "indices"),
+        ((1, 64, 64), 0, 0, "indices"),
+        ((1, 64, 64), 0, 1024, "indices"),
+    ],
+)
 def test_pictures_of_class_numbers_are_segmentation(shape, least, most, task):
     numbers = np.full(shape, least, np.int64)
     numbers[..., :8] = most
@@ -230,12 +261,24 @@ def test_peaks_of_heat_maps_within_a_pixel(last):
     assert form.beside == ("offset", "flow")
 
 
-@pytest.mark.parametrize(("how", "heat"), [
-    ({}, True), ({"channels": 3}, False), ({"side": 15}, False), ({"pixels": 13}, False),
-    ({"peak": 0.21}, True), ({"peak": 0.2}, False), ({"peak": 1.5}, True),
-    ({"peak": 1.51}, False), ({"rest": -0.29}, True), ({"rest": -0.31}, False),
-    ({"rest": 0.44}, True), ({"rest": 0.46}, False), ({"peak": np.nan}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "heat"),
+    [
+        ({}, True),
+        ({"channels": 3}, False),
+        ({"side": 15}, False),
+        ({"pixels": 13}, False),
+        ({"peak": 0.21}, True),
+        ({"peak": 0.2}, False),
+        ({"peak": 1.5}, True),
+        ({"peak": 1.51}, False),
+        ({"rest": -0.29}, True),
+        ({"rest": -0.31}, False),
+        ({"rest": 0.44}, True),
+        ({"rest": 0.46}, False),
+        ({"peak": np.nan}, False),
+    ],
+)
 def test_a_heat_map_is_low_but_for_a_narrow_peak(how, heat):
     assert (same_task([peaked(**how)] * 2) == "heat maps") == heat
 
@@ -261,9 +304,10 @@ TWO_CONVS = """
 def changing(change, nodes, shapes, **weights):
     rng = np.random.default_rng(2)
     weights |= {
-        "w1": 0.3 * rng.normal(size=(8, 3, 3, 3)), "w2": change * rng.normal(size=(3, 8, 3, 3)),
+        "w1": 0.3 * rng.normal(size=(8, 3, 3, 3)),
+        "w2": change * rng.normal(size=(3, 8, 3, 3)),
         "w3": np.eye(3)[:, :, None, None],
-    }  # fmt: skip
+    }
     ends = ({name: shape} for name, shape in zip("xy", shapes, strict=True))
     return make_model(nodes, *ends, as_float32(weights))
 
@@ -276,10 +320,12 @@ def denoiser():
     rng = np.random.default_rng(1)
     size = np.where(np.arange(8) == 0, 1000.0, 1.0).reshape(1, 8, 1, 1)
     weights = {
-        "w1": rng.normal(0, 0.3, (8, 3, 3, 3)), "size": size,
-        "w2": rng.normal(0, 0.3, (8, 8, 1, 1)) / size, "w3": rng.normal(0, 0.1, (8, 8, 3, 3)),
+        "w1": rng.normal(0, 0.3, (8, 3, 3, 3)),
+        "size": size,
+        "w2": rng.normal(0, 0.3, (8, 8, 1, 1)) / size,
+        "w3": rng.normal(0, 0.1, (8, 8, 3, 3)),
         "w4": rng.normal(0, 0.004, (3, 8, 3, 3)),
-    }  # fmt: skip
+    }
     weights["w2"][:, 0] = 0
     nodes = """
         a = Conv <pads = [1, 1, 1, 1]> (x, w1) t = Tanh (a) m = Mul (t, size)

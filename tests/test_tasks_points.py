@@ -237,10 +237,16 @@ def test_points_count_where_there_is_an_object(raw, unit):
     assert (once.presence is None) == raw
 
 
-@pytest.mark.parametrize(("pictures", "places", "hands", "presence"), [
-    (0.6, 0.2, (0.95, 0.95), "p0"), (0.6, 0.5, (0.95, 0.95), None), (0.4, 0.2, (0.95, 0.95), None),
-    (0.4, 1, (0.95, 0.7), "p0"), (0.4, 1, (0.7, 0.7), None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pictures", "places", "hands", "presence"),
+    [
+        (0.6, 0.2, (0.95, 0.95), "p0"),
+        (0.6, 0.5, (0.95, 0.95), None),
+        (0.4, 0.2, (0.95, 0.95), None),
+        (0.4, 1, (0.95, 0.7), "p0"),
+        (0.4, 1, (0.7, 0.7), None),
+    ],
+)
 def test_one_of_several_flags_tells_whether_there_is_an_object(pictures, places, hands, presence):
     """As of hands: presence, and whether it is a left one, which is sure where there is one.
 
@@ -303,23 +309,39 @@ def between(count, low, high, flat=False):
     return {"y": np.float32(places).reshape(1, *((-1,) if flat else (count, 2)))}
 
 
-@pytest.mark.parametrize(("output", "points"), [
-    (between(4, 0.2, 0.7), True), (between(3, 0.2, 0.7), False),
-    (between(600, 0.2, 0.7), True), (between(601, 0.2, 0.7), False),
-    (between(8, 0.2, 0.7, flat=True), True), (between(7, 0.2, 0.7, flat=True), False),
-    (between(50, 0.05, 0.26), True), (between(50, 0.04, 0.25), False),  # in the mean 0.15
-    (between(50, 0.74, 0.95), True), (between(50, 0.75, 0.96), False),  # and 0.85
-    (between(50, 0.48, 0.52), True), (between(50, 0.485, 0.515), False),  # 0.01 apart
-    (between(50, -0.3, 1.3), True), (between(50, -0.4, 1.4), False),  # and 0.5
-    (between(50, 0.05, 1.45), True), (between(50, 0.05, 1.6), False),  # half a side beyond
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("output", "points"),
+    [
+        (between(4, 0.2, 0.7), True),
+        (between(3, 0.2, 0.7), False),
+        (between(600, 0.2, 0.7), True),
+        (between(601, 0.2, 0.7), False),
+        (between(8, 0.2, 0.7, flat=True), True),
+        (between(7, 0.2, 0.7, flat=True), False),
+        (between(50, 0.05, 0.26), True),
+        (between(50, 0.04, 0.25), False),  # in the mean 0.15
+        (between(50, 0.74, 0.95), True),
+        (between(50, 0.75, 0.96), False),  # and 0.85
+        (between(50, 0.48, 0.52), True),
+        (between(50, 0.485, 0.515), False),  # 0.01 apart
+        (between(50, -0.3, 1.3), True),
+        (between(50, -0.4, 1.4), False),  # and 0.5
+        (between(50, 0.05, 1.45), True),
+        (between(50, 0.05, 1.6), False),  # half a side beyond
+    ],
+)
 def test_points_are_places_in_and_around_the_picture(output, points):
     assert (task_of([output] * 2, PICTURE) == "key points") == points
 
 
-@pytest.mark.parametrize(("sure", "far", "count"), [
-    (0.21, 0.029, "48 of 48"), (0.21, 0.031, "47 of 48"), (0.19, 0.031, "46 of 46"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sure", "far", "count"),
+    [
+        (0.21, 0.029, "48 of 48"),
+        (0.21, 0.031, "47 of 48"),
+        (0.19, 0.031, "46 of 46"),
+    ],
+)
 def test_a_point_is_near_within_three_percent_where_fp32_is_sure_of_it(sure, far, count):
     own = output(0, unit=1, more=1, flat=False)
     own["y"][..., 2] = 0.9
@@ -334,9 +356,10 @@ def screen(folder, outputs="y"):
     """What a build of 24 points prints; beside another output they are numbers about 0."""
     rng = np.random.default_rng(0)
     held = {
-        "w": rng.normal(0, 0.3, (16, 3, 3, 3)), "v": rng.normal(0, 0.1, (2 * MESH, 16)),
+        "w": rng.normal(0, 0.3, (16, 3, 3, 3)),
+        "v": rng.normal(0, 0.1, (2 * MESH, 16)),
         "b": line(1).reshape(-1) - (SIDE / 2 if "z" in outputs else 0),
-    }  # fmt: skip
+    }
     nodes = """
         c = Conv <pads = [1, 1, 1, 1]> (x, w) r = Relu (c) g = GlobalAveragePool (r)
         f = Flatten (g) y = Gemm <transB = 1> (f, v, b)
@@ -460,18 +483,46 @@ def saved_faces(path):
 
 
 @pytest.mark.parametrize("glare", [1.0, 1000.0])
-@pytest.mark.parametrize(("save", "pictures", "total", "form", "said"), [
-    (saved, pictures_of_points, 64, "columns, rows: columns and rows of 4 key points",
-     "key points of FP32 within 2 pixels"),
-    (saved_posed, partial(pictures_of_cells, channels=4, objects=2, apart=4), 32,
-     "y: boxes by centre and 1 classes, 2 key points an anchor", "boxes of FP32 kept"),
-    (saved_turned, pictures_of_cells, 64, "scores: scores of anchors, boxes by corners",
-     "boxes of FP32 kept"),
-    (saved_faces, pictures_of_cells, 64, "scores: scores of anchors, boxes by offset",
-     "boxes of FP32 kept"),
-    (saved_selected, pictures_of_cells, 64, "rows: class numbers or indices",
-     "indices of FP32 kept"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("save", "pictures", "total", "form", "said"),
+    [
+        (
+            saved,
+            pictures_of_points,
+            64,
+            "columns, rows: columns and rows of 4 key points",
+            "key points of FP32 within 2 pixels",
+        ),
+        (
+            saved_posed,
+            partial(pictures_of_cells, channels=4, objects=2, apart=4),
+            32,
+            "y: boxes by centre and 1 classes, 2 key points an anchor",
+            "boxes of FP32 kept",
+        ),
+        (
+            saved_turned,
+            pictures_of_cells,
+            64,
+            "scores: scores of anchors, boxes by corners",
+            "boxes of FP32 kept",
+        ),
+        (
+            saved_faces,
+            pictures_of_cells,
+            64,
+            "scores: scores of anchors, boxes by offset",
+            "boxes of FP32 kept",
+        ),
+        (
+            saved_selected,
+            pictures_of_cells,
+            64,
+            "rows: class numbers or indices",
+            "indices of FP32 kept",
+        ),
+    ],
+)
 def test_a_build_counts_kept_ones(save, pictures, total, form, said, judged_build, tmp_path, glare):
     code, out, told = judged_build(save(tmp_path / "m.onnx"), pictures(glare))
     task = told["task"]
@@ -525,9 +576,18 @@ def test_peaks_are_objects_of_the_sizes_beside_them(raw, classes):
     assert np.abs(boxes - [x - wide, y - tall, x + wide, y + tall]).max(axis=1).min() < 1e-3
 
 
-@pytest.mark.parametrize(("stride", "boxes"), [
-    (1, False), (2, True), (3, False), (4, True), (8, True), (9, False), (16, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stride", "boxes"),
+    [
+        (1, False),
+        (2, True),
+        (3, False),
+        (4, True),
+        (8, True),
+        (9, False),
+        (16, False),
+    ],
+)
 def test_cells_are_of_two_four_or_eight_pixels(stride, boxes):
     size = (GRID_CELLS[0] * stride, GRID_CELLS[1] * stride)
     assert (task_of([outputs_centres(n) for n in range(4)], size) == "boxes") == boxes

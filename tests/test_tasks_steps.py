@@ -62,10 +62,12 @@ def test_slots_of_a_number_plate_keep_their_repeats():
 
 SPELLED = {
     "shares": lambda scores: softmax(scores)[None],
-    "logarithms": lambda scores: np.log(softmax(scores))[None], "raw": lambda scores: scores[None],
-    "turned": lambda scores: softmax(scores).T[None], "raw turned": lambda scores: scores.T[None],
+    "logarithms": lambda scores: np.log(softmax(scores))[None],
+    "raw": lambda scores: scores[None],
+    "turned": lambda scores: softmax(scores).T[None],
+    "raw turned": lambda scores: scores.T[None],
     "steps first": lambda scores: softmax(scores)[:, None],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("how", SPELLED)
@@ -107,20 +109,25 @@ def test_long_stretches_without_the_first_class_are_no_text(classes):
     for run, task in (3, "text"), (4, "steps"):  # of one symbol
         best = np.repeat([0, 3, 0, 4, 5] * 4, run)
         assert same_task([{"y": framed(best, classes)[None]}] * 4) == task
-    sure = [{"kind": np.zeros((1, 40), int) + n, "sure": softmax(framed([0, 1] * 20)).max(1)[None]}
-            for n in range(4)]  # fmt: skip
+    sure = [
+        {"kind": np.zeros((1, 40), int) + n, "sure": softmax(framed([0, 1] * 20)).max(1)[None]}
+        for n in range(4)
+    ]
     sure[0]["sure"][0, :9] = 0.4
     assert same_task(sure) == "indices"  # sure says nothing by its side of 0.5
 
 
-@pytest.mark.parametrize(("inputs", "task"), [
-    ({"images": np.zeros((1, 3, 160, 224), np.float32)}, "text"),
-    ({"ids": np.arange(8)[None], "mask": np.ones((1, 8), np.int64)}, "steps"),
-    ({"letters": np.ones((1, 8, 5), np.int32)}, "steps"),
-    ({"ids": np.arange(11)[None]}, "steps"),  # some words are two tokens
-    ({"vectors": np.ones((1, 8, 50), np.float32)}, "steps"),
-    ({"sound": np.zeros((1, 80, 8)), "length": np.array([80])}, "text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("inputs", "task"),
+    [
+        ({"images": np.zeros((1, 3, 160, 224), np.float32)}, "text"),
+        ({"ids": np.arange(8)[None], "mask": np.ones((1, 8), np.int64)}, "steps"),
+        ({"letters": np.ones((1, 8, 5), np.int32)}, "steps"),
+        ({"ids": np.arange(11)[None]}, "steps"),  # some words are two tokens
+        ({"vectors": np.ones((1, 8, 50), np.float32)}, "steps"),
+        ({"sound": np.zeros((1, 80, 8)), "length": np.array([80])}, "text"),
+    ],
+)
 def test_a_class_for_each_token_that_was_fed_is_no_text(inputs, task):
     tags = [{"y": softmax(framed([0, 0, 3, 0, 0, 4, 4, 0], 17))[None]}] * 4
     assert same_task(tags, [inputs] * 4) == task
@@ -137,10 +144,13 @@ def test_what_is_carried_to_the_next_call_is_no_reason_against_steps():
 SOUND = [{"sound": np.zeros((1, 800), np.float32)}] * 4
 
 
-@pytest.mark.parametrize(("raw", "shape"), [
-    *((False, shape) for shape in [(1, 50), (1, 50, 1), (1, 1, 50), (50,), (1, 25, 2)]),
-    *((True, shape) for shape in [(1, 50), (1, 50, 1), (50,), (1, 12)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("raw", "shape"),
+    [
+        *((False, shape) for shape in [(1, 50), (1, 50, 1), (1, 1, 50), (50,), (1, 25, 2)]),
+        *((True, shape) for shape in [(1, 50), (1, 50, 1), (50,), (1, 12)]),
+    ],
+)
 def test_values_of_steps_are_compared_by_their_side(shape, raw):
     count, made = int(np.prod(shape)), rng()
     high, low, other = (4.0, -6.0, -3) if raw else (0.97, 0.02, 0.4)
@@ -259,16 +269,19 @@ OUTLIER = np.where(np.arange(384) == 7, 40, 0)
 
 
 @pytest.mark.parametrize("inputs", [None, SOUND])
-@pytest.mark.parametrize("make", [
-    lambda made: made.standard_normal((1, 40, 384)),
-    lambda made: made.standard_normal((1, 40, 384)) + OUTLIER,
-    lambda made: made.standard_normal((1, 40, 12)) * 2,
-    lambda made: made.standard_normal((1, 17, 2)) * 50,  # places
-    lambda made: made.standard_normal((1, 24, 3)) * 50,
-    lambda made: np.cumsum(made.standard_normal((1, 400, 2)), 1),
-    lambda made: made.uniform(-80, 10, (1, 100, 80)),  # decibels
-    lambda made: made.uniform(0, 1, (1, 50)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda made: made.standard_normal((1, 40, 384)),
+        lambda made: made.standard_normal((1, 40, 384)) + OUTLIER,
+        lambda made: made.standard_normal((1, 40, 12)) * 2,
+        lambda made: made.standard_normal((1, 17, 2)) * 50,  # places
+        lambda made: made.standard_normal((1, 24, 3)) * 50,
+        lambda made: np.cumsum(made.standard_normal((1, 400, 2)), 1),
+        lambda made: made.uniform(-80, 10, (1, 100, 80)),  # decibels
+        lambda made: made.uniform(0, 1, (1, 50)),
+    ],
+)
 def test_features_and_regressions_are_no_steps(make, inputs):
     made = rng()
     assert same_task([{"y": make(made).astype(np.float32)} for _ in range(4)], inputs) is None
@@ -486,12 +499,22 @@ def of(*counts):
     return np.concatenate([np.full(count, value) for value, count in counts])
 
 
-@pytest.mark.parametrize(("values", "are"), [
-    ([1, 0], True), ([0.91, 0.09], True), ([0.9, 0.05], False), ([0.95, 0.1], False),
-    ([0.95, 0.95], False), ([0.05, 0.05], False),
-    ([0.97, 0.4, 0.02, 0.99], True), ([1.1, 0], False), ([1, -0.1], False),
-    ([0.95, 0.05, 0.4, 0.6] * 4, True), ([0.95, 0.05, 0.4, 0.6] * 3, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "are"),
+    [
+        ([1, 0], True),
+        ([0.91, 0.09], True),
+        ([0.9, 0.05], False),
+        ([0.95, 0.1], False),
+        ([0.95, 0.95], False),
+        ([0.05, 0.05], False),
+        ([0.97, 0.4, 0.02, 0.99], True),
+        ([1.1, 0], False),
+        ([1, -0.1], False),
+        ([0.95, 0.05, 0.4, 0.6] * 4, True),
+        ([0.95, 0.05, 0.4, 0.6] * 3, False),
+    ],
+)
 def test_one_value_a_sample_is_a_probability_where_both_sides_are_seen(values, are):
     for shape in (1, 1), (1,):
         assert shares.are_switches([np.full(shape, value) for value in values]) == are
@@ -509,36 +532,59 @@ def test_a_logit_a_sample_is_on_a_side_of_0():
     assert same_task(angles) is None
 
 
-@pytest.mark.parametrize(("values", "are"), [
-    (of((0.95, 2), (0.05, 6)), True), (of((0.95, 2), (0.05, 5)), False),  # eight steps
-    (of((0.9, 30), (0.89, 24), (0.05, 46)), True),
-    (of((0.9, 30), (0.5, 25), (0.05, 45)), False),
-    (of((0.95, 10), (0.5, 9), (0.1, 81)), True), (of((0.95, 10), (0.11, 10), (0, 80)), False),
-    (of((0.95, 8)), False), (of((0.95, 7), (0.45, 1)), True),
-    (of((1.1, 2), (0.05, 6)), False), (of((0.95, 2), (-0.1, 6)), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "are"),
+    [
+        (of((0.95, 2), (0.05, 6)), True),
+        (of((0.95, 2), (0.05, 5)), False),  # eight steps
+        (of((0.9, 30), (0.89, 24), (0.05, 46)), True),
+        (of((0.9, 30), (0.5, 25), (0.05, 45)), False),
+        (of((0.95, 10), (0.5, 9), (0.1, 81)), True),
+        (of((0.95, 10), (0.11, 10), (0, 80)), False),
+        (of((0.95, 8)), False),
+        (of((0.95, 7), (0.45, 1)), True),
+        (of((1.1, 2), (0.05, 6)), False),
+        (of((0.95, 2), (-0.1, 6)), False),
+    ],
+)
 def test_values_of_steps_are_probabilities_where_few_are_between(values, are):
     assert shares.are_tracks([values.reshape(1, -1)]) == are
 
 
-@pytest.mark.parametrize(("values", "are"), [
-    (of((9, 2), (-9, 6)), True), (of((9, 2), (-9, 5)), False), (of((9, 1), (-9, 7)), False),
-    (of((9, 7), (-9, 1)), False), (of((40, 2), (-9, 6)), True), (of((41, 2), (-9, 6)), False),
-    (of((9, 2), (0, 6)), False), (of((9, 2), (0, 5), (-1, 1)), True),
-    (of((3.1, 2), (6.9, 2), (-3.1, 2), (-6.9, 2)), True),  # 10 apart, each side by 1.9
-    (of((3, 2), (7, 2), (-3, 2), (-7, 2)), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "are"),
+    [
+        (of((9, 2), (-9, 6)), True),
+        (of((9, 2), (-9, 5)), False),
+        (of((9, 1), (-9, 7)), False),
+        (of((9, 7), (-9, 1)), False),
+        (of((40, 2), (-9, 6)), True),
+        (of((41, 2), (-9, 6)), False),
+        (of((9, 2), (0, 6)), False),
+        (of((9, 2), (0, 5), (-1, 1)), True),
+        (of((3.1, 2), (6.9, 2), (-3.1, 2), (-6.9, 2)), True),  # 10 apart, each side by 1.9
+        (of((3, 2), (7, 2), (-3, 2), (-7, 2)), False),
+    ],
+)
 def test_values_of_steps_are_raw_scores_where_the_two_sides_of_0_are_apart(values, are):
     assert shares.are_raw_tracks([values.reshape(1, -1)]) == are
 
 
-@pytest.mark.parametrize(("values", "are"), [
-    (of((0.9, 19), (0.1, 61)), True), (of((0.9, 20), (0.1, 60)), False),
-    (of((0.1, 80)), False), (of((0.9, 1), (0.1, 79)), True),
-    (of((0.9, 9), (0.4, 3), (0.1, 68)), True), (of((0.9, 9), (0.4, 4), (0.1, 67)), False),
-    (of((0.9, 9), (0.3, 36), (0.1, 35)), True), (of((0.9, 9), (0.1, 61)), False),
-    (of((1.1, 9), (0.1, 71)), False), (of((0.9, 9), (-0.1, 71)), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "are"),
+    [
+        (of((0.9, 19), (0.1, 61)), True),
+        (of((0.9, 20), (0.1, 60)), False),
+        (of((0.1, 80)), False),
+        (of((0.9, 1), (0.1, 79)), True),
+        (of((0.9, 9), (0.4, 3), (0.1, 68)), True),
+        (of((0.9, 9), (0.4, 4), (0.1, 67)), False),
+        (of((0.9, 9), (0.3, 36), (0.1, 35)), True),
+        (of((0.9, 9), (0.1, 61)), False),
+        (of((1.1, 9), (0.1, 71)), False),
+        (of((0.9, 9), (-0.1, 71)), False),
+    ],
+)
 def test_decisions_are_a_few_probabilities_above_a_half_in_several_outputs(values, are):
     output = [values.reshape(1, -1, 10)]  # 8 steps, or 7
     assert shares.are_decisions([output, output]) == are and not shares.are_decisions([output])
@@ -551,14 +597,22 @@ def scored(apart, mean=0.0, steps=8):
     return np.stack([sides * apart + mean * means, mean * means - sides * apart], axis=1)[None]
 
 
-@pytest.mark.parametrize(("scores", "alone", "beside"), [
-    (scored(0.7), 2, True), (scored(0.69), None, True),  # 0.80 of a Softmax
-    (scored(0.21), None, True), (scored(0.2), None, False),  # 0.60
-    (scored(4, 0.9), 2, True), (scored(4, 1.1), None, True),  # a quarter
-    (scored(4, 1.9), None, True), (scored(4, 2.1), None, False),  # a half
-    (scored(4, steps=4), 2, True), (scored(4)[:, :3], None, False),
-    (scored(4)[:, ::2], None, False),  # one class alone
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scores", "alone", "beside"),
+    [
+        (scored(0.7), 2, True),
+        (scored(0.69), None, True),  # 0.80 of a Softmax
+        (scored(0.21), None, True),
+        (scored(0.2), None, False),  # 0.60
+        (scored(4, 0.9), 2, True),
+        (scored(4, 1.1), None, True),  # a quarter
+        (scored(4, 1.9), None, True),
+        (scored(4, 2.1), None, False),  # a half
+        (scored(4, steps=4), 2, True),
+        (scored(4)[:, :3], None, False),
+        (scored(4)[:, ::2], None, False),  # one class alone
+    ],
+)
 def test_raw_scores_of_steps_are_classes_where_they_are_sure_and_about_0(scores, alone, beside):
     assert shares.find_class_axis([scores], raw=True) == alone
     assert shares.are_heads([[scores], [scores]]) == beside
@@ -656,10 +710,13 @@ def frames_echoes(path):
     return save_net(model, path), made.normal(size=(24, INPUTS, LONG))
 
 
-@pytest.mark.parametrize(("model", "form", "said"), [
-    (table, "probabilities: 4 classes", "samples keep FP32's top-1 class"),
-    (frames_echoes, "probs: 4 classes a step", "steps of FP32's class"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "form", "said"),
+    [
+        (table, "probabilities: 4 classes", "samples keep FP32's top-1 class"),
+        (frames_echoes, "probs: 4 classes a step", "steps of FP32's class"),
+    ],
+)
 def test_classes_decide_where_they_are_said_twice(model, form, said, judged_build, tmp_path):
     path, rows = model(tmp_path / "m.onnx")
     _, out, told = judged_build(path, np.float32(rows))
@@ -678,13 +735,16 @@ def form_of(outputs, picture=False):
 
 
 @pytest.mark.parametrize("picture", [False, True])
-@pytest.mark.parametrize("said", [
-    lambda raw: {"label": raw.argmax(1), "p": softmax(raw, -1)},
-    lambda raw: {"p": softmax(raw, -1), "label": raw.argmax(1)[:, None]},
-    lambda raw: {"raw": raw, "p": softmax(raw, -1)},
-    lambda raw: {"p": np.log(softmax(raw, -1)), "raw": raw},
-    lambda raw: {"p": softmax(raw, -1), "raw": raw, "label": raw.argmax(1)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "said",
+    [
+        lambda raw: {"label": raw.argmax(1), "p": softmax(raw, -1)},
+        lambda raw: {"p": softmax(raw, -1), "label": raw.argmax(1)[:, None]},
+        lambda raw: {"raw": raw, "p": softmax(raw, -1)},
+        lambda raw: {"p": np.log(softmax(raw, -1)), "raw": raw},
+        lambda raw: {"p": softmax(raw, -1), "raw": raw, "label": raw.argmax(1)},
+    ],
+)
 def test_one_of_them_is_the_task_and_the_rest_is_not_beside_it(said, picture):
     form = form_of([said(raw) for raw in drawn(4, 1, 12)], picture)
     assert form.task is not None and form.task.name == "classes"

@@ -396,13 +396,17 @@ class Returned:
         (lambda net, x: {"logits": net.own(x)}, PIXELS[:1], "x", "batch"),
         (lambda net, x: Returned(net.own(x)), loader(PIXELS, CLASSES), "x", "batch"),
         (lambda net, x: net.own(x.reshape(4, 3, 16, 16)), loader(PIXELS), "x", 4),
-        (lambda net, x, y, z=None: net.own(x * y), loader(PIXELS, PIXELS > 0, CLASSES), "x y",
-         "batch"),
+        (
+            lambda net, x, y, z=None: net.own(x * y),
+            loader(PIXELS, PIXELS > 0, CLASSES),
+            "x y",
+            "batch",
+        ),
         (lambda net, x, labels=None: net.own(x), [{"labels": CLASSES, "x": PIXELS}], "x", "batch"),
         (lambda net, item: net.own(item["x"]), [({"x": PIXELS, "label": CLASSES},)], "x", "batch"),
     ],
     ids=["samples", "iterator", "dataset", "dict", "class", "fixed", "several", "names", "keys"],
-)  # fmt: skip
+)
 def test_the_first_item_of_a_loader_gives_the_inputs(forward, data, inputs, batch):
     net = nn.DataParallel(module(forward, own=InMemory().eval()))
     loaded, images = open_module(net, data)
@@ -432,19 +436,35 @@ def branching(net, x):
         (InMemory(), DataLoader([]), FeedError, "must give samples, got none from a DataLoader"),
         (InMemory(), broken, FeedError, "OSError: no disk at .*: raise OSError"),
         (InMemory(), [("a.png", 1)], FeedError, "must be an array of numbers.*, got str"),
-        (module(lambda net, x, mask: x * mask), loader(PIXELS), FeedError,
-         "inputs of forward, x, mask, got 1; yield a tuple"),
+        (
+            module(lambda net, x, mask: x * mask),
+            loader(PIXELS),
+            FeedError,
+            "inputs of forward, x, mask, got 1; yield a tuple",
+        ),
         (InMemory(), [{"labels": CLASSES}], FeedError, "the inputs of forward, x, got none; yield"),
-        (InMemory(), loader(PIXELS[:, :2]), ModelError,
-         r"run for inputs \[\(4, 2, 16, 16\)\].* at .*test_torch_commands.py:[0-9]+: return"),
+        (
+            InMemory(),
+            loader(PIXELS[:, :2]),
+            ModelError,
+            r"run for inputs \[\(4, 2, 16, 16\)\].* at .*test_torch_commands.py:[0-9]+: return",
+        ),
         (InMemory(), [{"image": PIXELS}], ModelError, "is given a dict of image in it: name its"),
-        (module(branching, own=InMemory()), [PIXELS], ModelError,
-         r"follow the model, got GuardOnData.* at .*test_torch_commands.py:[0-9]+: return net.own"),
+        (
+            module(branching, own=InMemory()),
+            [PIXELS],
+            ModelError,
+            r"follow the model, got GuardOnData.* at .*test_torch_commands.py:[0-9]+: return net.own",
+        ),
         (lambda: torch.jit.script(nn.ReLU()), [PIXELS], ModelError, "is TorchScript; give"),
-        (lambda: torch.export.export(nn.ReLU(), (PIXELS,)), [PIXELS], ModelError,
-         "must be a torch.nn.Module, got ExportedProgram; give the module that the program was"),
+        (
+            lambda: torch.export.export(nn.ReLU(), (PIXELS,)),
+            [PIXELS],
+            ModelError,
+            "must be a torch.nn.Module, got ExportedProgram; give the module that the program was",
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_module_that_cannot_be_exported_is_refused_in_a_sentence(net, data, error, said):
     net = net if isinstance(net, nn.Module) else net()

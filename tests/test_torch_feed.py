@@ -129,8 +129,9 @@ def test_an_input_has_a_shape_a_dtype_and_values_that_fit():
     assert parse_input("ids=1x128:int64") == ((1, 128), "int64", "ids")
     for wrong, said in (
         ("1x2:int46", "got '1x2:int46'; did you mean 'int64'"),
-        ("1x2:", "an input is like 1x3x224x224"), ("=1x2", "got '=1x2'"),
-    ):  # fmt: skip
+        ("1x2:", "an input is like 1x3x224x224"),
+        ("=1x2", "got '=1x2'"),
+    ):
         with pytest.raises(ConfigError, match=said):
             parse_input(wrong)
     shapes, dtypes = [(2, 50)] * 5, [None, "int64", "uint8", "bool", "float16"]
@@ -165,17 +166,19 @@ def test_a_sample_is_read_by_names_by_numbers_or_alone(nets, tmp_path, refusal):
     ids, mask = np.array([[4, 0], [1, 3], [2, 2]]), np.ones((3, 2), np.float32)
     path = tmp_path / "s.npz"
     for write, arrays, named in (
-        (np.savez, (), {"mask": mask, "ids": ids}), (np.savez_compressed, (ids, mask), {}),
-    ):  # fmt: skip
+        (np.savez, (), {"mask": mask, "ids": ids}),
+        (np.savez_compressed, (ids, mask), {}),
+    ):
         write(path, *arrays, **named)
         read = model_inputs.read_sample(path, model)
         assert np.array_equal(read[0], ids) and np.array_equal(read[1], mask)
     assert "(3, 2, 3)" in run_command("trace", f"{nets}:plain_words", "--sample", path)
     np.save(tmp_path / "x.npy", np.zeros((2, 3, 8, 8), np.float32))
     for command, *words in (
-        ("profile", "--runs", 1, "--warm-up", 0), ("fuse", "--bench"),
+        ("profile", "--runs", 1, "--warm-up", 0),
+        ("fuse", "--bench"),
         ("export", "-o", tmp_path / "o.onnx"),
-    ):  # fmt: skip
+    ):
         run_command(command, f"{nets}:conv", "--sample", tmp_path / "x.npy", *words)
     np.savez(path, words=ids, other=mask)
     with pytest.raises(FeedError, match=r"\(ids, mask\), .*got words, other; .*arr_0, arr_1"):
@@ -218,13 +221,15 @@ def test_checkpoints_hold_their_weights_somewhere_and_under_prefixes(tmp_path):
 
     path = tmp_path / "w.pt"
     for kept in (
-        {"state_dict": state, "epoch": 3}, {"model": under("module."), "optimizer": {"state": {}}},
-        {"checkpoint": 1, "model": {"state_dict": under("_orig_mod.module.")}}, under("net."),
+        {"state_dict": state, "epoch": 3},
+        {"model": under("module."), "optimizer": {"state": {}}},
+        {"checkpoint": 1, "model": {"state_dict": under("_orig_mod.module.")}},
+        under("net."),
         {"checkpoint": {"weights": state}, "optimizer": {"state": {0: {"step": state["0.bias"]}}}},
         {"ema": under("module."), "epoch": 3},
         {"state_dict": {**under("model."), "criterion.weight": torch.ones(3)}},
         {**under("module."), "n_averaged": torch.ones(1)},
-    ):  # fmt: skip
+    ):
         torch.save(kept, path)
         nn.init.zeros_(model[0].weight)
         load_weights(model, path)
@@ -234,9 +239,11 @@ def test_checkpoints_hold_their_weights_somewhere_and_under_prefixes(tmp_path):
         ({"params": state, "params_ema": state}, "several under 'params' and 'params_ema'"),
         (under("student.") | under("teacher."), "this model's weights"),
         ({"state_dict": state, "args": Namespace()}, "an object of argparse.Namespace"),
-        (model, "an object of torch.nn.modules"), ({}, "got nothing"),
-        (under("a.") | state, "this model's weights"), ([1], "got list"),
-    ):  # fmt: skip
+        (model, "an object of torch.nn.modules"),
+        ({}, "got nothing"),
+        (under("a.") | state, "this model's weights"),
+        ([1], "got list"),
+    ):
         torch.save(kept, path)
         with pytest.raises(ModelError, match=said):
             load_weights(model, path)
@@ -348,10 +355,12 @@ OPEN = ("--input", "scale=1", "--input", "image=1x3x8x8")
 def test_every_command_takes_inputs_by_name(nets, command, tmp_path, name, inputs):
     spec, out = f"{nets}:{name}", tmp_path / "n.onnx"
     for word, *more in (
-        ("trace",), ("trace", "--code"), ("profile", "--runs", 1, "--warm-up", 0),
+        ("trace",),
+        ("trace", "--code"),
+        ("profile", "--runs", 1, "--warm-up", 0),
         ("fuse", "-o", tmp_path / "n.pt2"),
         ("export", "--qdq", "--mode", "weight-only", "--int8-stem", "-o", out),
-    ):  # fmt: skip
+    ):
         said = command(word, spec, *inputs, *more)
         assert ("a dict of image_rgb, scale" in said) is (name == "pair")
 
@@ -360,14 +369,22 @@ def test_every_command_takes_inputs_by_name(nets, command, tmp_path, name, input
 @pytest.mark.parametrize(
     ("name", "inputs", "named", "given"),
     [
-        ("words", ("--input", "2x6:int64", "--input", "mask=2x6"), ["ids", "mask"],
-         ["scores", "pooled_mean", "pooled_all_0"]),
-        ("words", ("--input", "kinds=2x6:int64", "--input", "ids=2x6:int64"), ["ids", "kinds"],
-         ["scores", "pooled_mean", "pooled_all_0"]),
+        (
+            "words",
+            ("--input", "2x6:int64", "--input", "mask=2x6"),
+            ["ids", "mask"],
+            ["scores", "pooled_mean", "pooled_all_0"],
+        ),
+        (
+            "words",
+            ("--input", "kinds=2x6:int64", "--input", "ids=2x6:int64"),
+            ["ids", "kinds"],
+            ["scores", "pooled_mean", "pooled_all_0"],
+        ),
         ("pair", PAIR, ["image_rgb", "scale"], ["image", "total"]),
         ("open_ended", OPEN, ["scale", "image"], ["image_out", "total"]),  # an input's name too
     ],
-)  # fmt: skip
+)
 def test_an_exported_model_keeps_its_inputs_and_outputs(nets, tmp_path, name, inputs, named, given):
     out = tmp_path / "n.onnx"
     run_command("export", f"{nets}:{name}", *inputs, "-o", out)
@@ -423,9 +440,10 @@ def test_named_inputs_are_calibrated_and_built(nets, command, tmp_path):
         ("words", ["ids", "ids"], "got ids twice"),
         ("words", ["ids", None], "before those with one, got ids, no name"),
         ("words", [None, None, None, None, "x"], "are the first arguments"),
-        ("one", ["image"], r"forward\(x\)"), ("pair", ["batch", "scale"], "the keys of a dict"),
+        ("one", ["image"], r"forward\(x\)"),
+        ("pair", ["batch", "scale"], "the keys of a dict"),
     ],
-)  # fmt: skip
+)
 def test_names_that_fit_nothing_are_refused(nets, refusal, name, names, said):
     with pytest.raises(ConfigError, match=said):
         model_inputs.accept_named_inputs(load_module(f"{nets}:{name}"), names)

@@ -199,8 +199,12 @@ def test_every_spelling_of_a_norm_is_folded(example):
     model = torch_shapes.norms()
     folded, report = fold_batch_norms(model, [example])
     assert report.counts() == {
-        "Conv+BN": 9, "Branches": 3, "BN+Conv": 1, "ConvTranspose+BN": 1, "Linear+BN": 1,
-    }  # fmt: skip
+        "Conv+BN": 9,
+        "Branches": 3,
+        "BN+Conv": 1,
+        "ConvTranspose+BN": 1,
+        "Linear+BN": 1,
+    }
     assert report.norms_left == 0 and not any(is_norm(m) for m in folded.modules())
     x = torch.randn(4, 3, 32, 32)
     wanted = model(x)
@@ -233,10 +237,14 @@ def test_constants_that_change_what_is_read_again_are_left_alone():
     assert report.fused == [] and largest_difference(folded(x), model(x)) < 1e-6
 
 
-@pytest.mark.parametrize("second", [
-    nn.Conv2d(4, 4, 3, padding=0),  # another size
-    nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 4, 5, padding=2, dilation=1, stride=2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "second",
+    [
+        nn.Conv2d(4, 4, 3, padding=0),  # another size
+        nn.Conv2d(4, 4, 1, groups=2),
+        nn.Conv2d(4, 4, 5, padding=2, dilation=1, stride=2),
+    ],
+)
 def test_branches_that_do_not_fit_are_left_alone(second):
     def two(self, x):
         wide, narrow = self.first(x), self.second(x)
@@ -304,8 +312,9 @@ def test_a_traced_model_is_the_model_and_prints_its_code(run, command):
 def test_the_table_shows_six_opcodes_and_no_address():
     six = module(
         lambda self, x: torch.topk(self.linear(x + self.scale).clamp(min=0.0), 2)[0],
-        scale=nn.Parameter(torch.ones(3)), linear=nn.Linear(3, 3),
-    )  # fmt: skip
+        scale=nn.Parameter(torch.ones(3)),
+        linear=nn.Linear(3, 3),
+    )
     assert format_graph(trace(six)) == SIX_OPCODES
 
 
@@ -342,7 +351,7 @@ def test_every_spelling_of_add_is_replaced():
         (lambda self, x: torch.add(x, x), "mul", "has no mul"),
         (lambda self, x: torch.add(x, x), "conv", "an operation is one of"),
     ],
-)  # fmt: skip
+)
 def test_an_operation_that_cannot_be_replaced_is_named(forward, op, said):
     with pytest.raises((ModelError, ConfigError), match=said):
         replace_op(trace(module(forward)), op, torch.mul)
@@ -436,10 +445,11 @@ def test_only_a_submodule_is_traced_and_leaves_must_exist():
     [
         ("def make():\n    return 3\n", "must return a torch.nn.Module, got int"),
         ("def make():\n    raise ValueError('bad luck')\n", r"bad luck at .*net\.py:2"),
-        ("def make(:\n", "SyntaxError"), ("import sys\nsys.exit(3)\n", "SystemExit"),
+        ("def make(:\n", "SyntaxError"),
+        ("import sys\nsys.exit(3)\n", "SystemExit"),
         ("made = 1\n", "no function 'make'"),
     ],
-)  # fmt: skip
+)
 def test_a_broken_users_file_is_one_sentence(tmp_path, text, said):
     source = tmp_path / "net.py"
     source.write_text(text)
@@ -482,16 +492,22 @@ def test_weights_are_loaded_without_running_code(tmp_path):
     ("pattern", "shape", "layers"),
     [
         ("Conv+BN", (2, 3, 8, 8), [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)]),
-        ("Conv+BN+ReLU", (2, 3, 8, 8),
-         [nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()]),
+        (
+            "Conv+BN+ReLU",
+            (2, 3, 8, 8),
+            [nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()],
+        ),
         ("Conv+ReLU", (2, 3, 8), [nn.Conv1d(3, 4, 3), nn.ReLU()]),
         ("Linear+ReLU", (2, 3), [nn.Linear(3, 4), nn.ReLU()]),
         ("BN+ReLU", (2, 3, 4, 4, 4), [nn.BatchNorm3d(3), nn.ReLU()]),
         ("Linear+BN", (2, 3), [nn.Linear(3, 4), nn.BatchNorm1d(4)]),
-        ("ConvTranspose+BN", (2, 4, 5, 5),
-         [nn.ConvTranspose2d(4, 6, 3, 2, groups=2), nn.BatchNorm2d(6)]),
+        (
+            "ConvTranspose+BN",
+            (2, 4, 5, 5),
+            [nn.ConvTranspose2d(4, 6, 3, 2, groups=2), nn.BatchNorm2d(6)],
+        ),
     ],
-)  # fmt: skip
+)
 def test_each_pattern_fuses_to_one_module_with_the_same_output(pattern, shape, layers):
     model = with_statistics(nn.Sequential(*layers))
     fused, report = fuse(model)
@@ -521,17 +537,21 @@ def test_what_cannot_be_folded_is_left_alone_with_its_reason():
 
     norms = {name: nn.BatchNorm2d(3) for name in ("bn1", "bn2", "bn3")}
     model = module(
-        odd, two_users=nn.Conv2d(3, 3, 1), twice=nn.Conv2d(3, 3, 1), **norms,
+        odd,
+        two_users=nn.Conv2d(3, 3, 1),
+        twice=nn.Conv2d(3, 3, 1),
+        **norms,
         plain=nn.Conv2d(3, 3, 3, padding=1),
         no_statistics=nn.BatchNorm2d(3, track_running_stats=False),
-    )  # fmt: skip
+    )
     folded, report = fold_batch_norms(model)
     assert report.fused == []
     assert dict(report.skipped) == {
-        "bn1": "the output of two_users has 2 users", "bn2": "twice is called at several places",
+        "bn1": "the output of two_users has 2 users",
+        "bn2": "twice is called at several places",
         "bn3": "twice is called at several places",
         "no_statistics": "it keeps no running statistics",
-    }  # fmt: skip
+    }
     x = torch.randn(2, 3, 4, 4)
     assert torch.equal(folded(x), model(x))
 

@@ -63,9 +63,14 @@ def accuracy(model):
 def small():
     torch.manual_seed(0)
     features = nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
-    )  # fmt: skip
+        nn.Conv2d(1, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+    )
     parts = {"features": features, "head": nn.Linear(16 * 16, 4)}
     model = module(lambda self, x: self.head(torch.flatten(self.features(x), 1)), **parts).train()
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
@@ -79,9 +84,12 @@ def small():
 
 def task_of(model, **options):
     settings = {
-        "inputs": [torch.zeros(2, 1, 8, 8)], "batches": blobs,
-        "loss": nn.functional.cross_entropy, "evaluate": accuracy, "epochs": 2,
-    }  # fmt: skip
+        "inputs": [torch.zeros(2, 1, 8, 8)],
+        "batches": blobs,
+        "loss": nn.functional.cross_entropy,
+        "evaluate": accuracy,
+        "epochs": 2,
+    }
     return Task(model=model, **(settings | options))
 
 
@@ -153,13 +161,19 @@ def test_a_checkpoint_that_does_not_fit_is_refused(small, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"loss": lambda output, label: output.sum() * float("nan")}, errors.CalibrationError,
-         "must stay finite, got nan in epoch 1"),
-        ({"batches": lambda epoch: [], "calibration": lambda: [torch.zeros(1, 1, 8, 8)]},
-         errors.FeedError, "none in epoch 1"),
+        (
+            {"loss": lambda output, label: output.sum() * float("nan")},
+            errors.CalibrationError,
+            "must stay finite, got nan in epoch 1",
+        ),
+        (
+            {"batches": lambda epoch: [], "calibration": lambda: [torch.zeros(1, 1, 8, 8)]},
+            errors.FeedError,
+            "none in epoch 1",
+        ),
         ({"batches": lambda epoch: []}, errors.FeedError, "at least one batch"),
     ],
-)  # fmt: skip
+)
 def test_a_loss_that_is_no_number_and_empty_epochs_are_said(small, options, error, said):
     with pytest.raises(error, match=said):
         train(task_of(small, **options))
@@ -205,8 +219,9 @@ def test_a_teacher_of_another_form_needs_pairs_of_layers(small):
     wide = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.MaxPool2d(2)).eval()
     prepared = prepare(small, [torch.zeros(2, 1, 8, 8)])
     x = torch.randn(2, 1, 8, 8)
-    distiller = Distiller(prepared, nn.Sequential(wide, nn.Flatten(), nn.Linear(256, 4)),
-                          [("features.4", "0.1")])  # fmt: skip
+    distiller = Distiller(
+        prepared, nn.Sequential(wide, nn.Flatten(), nn.Linear(256, 4)), [("features.4", "0.1")]
+    )
     assert float(distiller.loss((x,), prepared(x)).detach()) > 0
     with pytest.raises(errors.ConfigError, match="teacher has no module 'nowhere'"):
         Distiller(prepared, wide, [("features.4", "nowhere")])
@@ -303,10 +318,13 @@ def demo(**options):
     pixels = [cv2.imread(str(path), cv2.IMREAD_GRAYSCALE) for path in paths]
     x, model = fashion.normalized(np.stack(pixels)[:, None]), fashion.make()
     settings = {
-        "inputs": [x[:2]], "loss": lambda output, label: output.sum() * 0, "epochs": 1,
+        "inputs": [x[:2]],
+        "loss": lambda output, label: output.sum() * 0,
+        "epochs": 1,
         "batches": lambda epoch: fashion.shuffled(x, torch.zeros(len(x)), epoch, size=25),
-        "calibration": lambda: [x], "teacher": model,
-    }  # fmt: skip
+        "calibration": lambda: [x],
+        "teacher": model,
+    }
     return Task(model=model, **(settings | options))
 
 
@@ -401,9 +419,13 @@ def test_the_gradient_is_that_of_differences_with_the_rounding_held(ends, zero):
     differences = (smooth(scale + step) - smooth(scale - step)) / (2 * step)
     positive = above if above >= (ends[1] - ends[0]) // 2 else -below
     found = gradients(
-        torch.from_numpy(x).float(), torch.tensor(scale), zero, ends,
-        torch.from_numpy(grad).float(), 1,
-    )[2]  # fmt: skip
+        torch.from_numpy(x).float(),
+        torch.tensor(scale),
+        zero,
+        ends,
+        torch.from_numpy(grad).float(),
+        1,
+    )[2]
     assert float(found) * math.sqrt(positive) == pytest.approx(differences, rel=1e-3)
 
 
@@ -441,9 +463,12 @@ def test_learned_scales_reach_a_lower_loss_than_fixed_ones_of_least_error(bits):
         model[0].weight.copy_(torch.tensor([[1.0] * 7 + [0.0]]))
         model[0].bias.zero_()
     settings = {
-        "inputs": [torch.zeros(2, 8)], "batches": outliers, "loss": nn.functional.mse_loss,
-        "evaluate": None, "epochs": 6,
-    }  # fmt: skip
+        "inputs": [torch.zeros(2, 8)],
+        "batches": outliers,
+        "loss": nn.functional.mse_loss,
+        "evaluate": None,
+        "epochs": 6,
+    }
     kept, learned = (
         train(task_of(model, ranges=ranges, **settings), bits=bits)
         for ranges in ("kept", "learned")
@@ -456,9 +481,11 @@ def net():
     torch.manual_seed(0)
     return module(
         lambda self, x: self.head(torch.flatten(self.side(self.norm(self.conv(x)).relu()), 1)),
-        conv=nn.Conv2d(1, 6, 3, padding=1, bias=False), norm=nn.BatchNorm2d(6),
-        side=nn.ConvTranspose2d(6, 4, 1), head=nn.Linear(4 * 64, 3),
-    )  # fmt: skip
+        conv=nn.Conv2d(1, 6, 3, padding=1, bias=False),
+        norm=nn.BatchNorm2d(6),
+        side=nn.ConvTranspose2d(6, 4, 1),
+        head=nn.Linear(4 * 64, 3),
+    )
 
 
 def pictures(epoch):
@@ -544,8 +571,10 @@ def test_a_scale_is_never_negative_nor_lost():
     for scale, old in zip(scales.values(), before, strict=True):
         assert torch.equal(scale.detach(), old / 2)
     name, first = next(iter(scales.items()))
-    for lost, said in ((math.nan, f"got nan of {name}; train slower"),
-                       (0, "must stay a positive number, got 0 of")):  # fmt: skip
+    for lost, said in (
+        (math.nan, f"got nan of {name}; train slower"),
+        (0, "must stay a positive number, got 0 of"),
+    ):
         with torch.no_grad():
             first.fill_(lost)
         with pytest.raises(errors.CalibrationError, match=said):

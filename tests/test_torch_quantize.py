@@ -110,8 +110,11 @@ def sites(prepared):
 def test_scales_are_shared_as_the_target_shares_them():
     branches = module(
         lambda self, x: self.out(self.pool(torch.cat([self.a(x), self.b(x) * 0.5], 1))),
-        a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(3, 4, 1), pool=nn.MaxPool2d(2), out=nn.Conv2d(8, 2, 1),
-    )  # fmt: skip
+        a=nn.Conv2d(3, 4, 1),
+        b=nn.Conv2d(3, 4, 1),
+        pool=nn.MaxPool2d(2),
+        out=nn.Conv2d(8, 2, 1),
+    )
 
     def groups(**options):
         prepared = prepare(branches, [x], **options)
@@ -139,8 +142,10 @@ def test_a_shared_range_is_that_of_all_its_tensors():
     torch.manual_seed(0)
     model = module(
         lambda self, x, y: self.out(both(self, x, y)),
-        a=nn.Conv2d(3, 3, 1), b=nn.Conv2d(3, 3, 1), out=nn.Conv2d(6, 2, 1),
-    )  # fmt: skip
+        a=nn.Conv2d(3, 3, 1),
+        b=nn.Conv2d(3, 3, 1),
+        out=nn.Conv2d(6, 2, 1),
+    )
     batches = [(torch.randn(2, 3, 4, 4), 50 * torch.randn(2, 3, 4, 4)) for _ in range(4)]
     prepared = calibrated(model, batches, method="minmax", target=STEM, share=["concat"])
     shared = observers_of(prepared)["a"]
@@ -264,9 +269,11 @@ def test_nan_no_data_dead_tensors_and_wrong_names_are_said(resnet, batches):
     assert isinstance(prepared.get_submodule("conv1"), nn.Conv2d)
     assert "x" not in observers_of(prepared)
     for options, said in (
-        ({"skip": ["nope"]}, "got nope"), ({"mode": "magic"}, "a mode is one of"),
-        ({"target": "tpu"}, "a target is one of"), ({"bits": 16}, "bits are 2 to 8"),
-    ):  # fmt: skip
+        ({"skip": ["nope"]}, "got nope"),
+        ({"mode": "magic"}, "a mode is one of"),
+        ({"target": "tpu"}, "a target is one of"),
+        ({"bits": 16}, "bits are 2 to 8"),
+    ):
         with pytest.raises(ConfigError, match=said):
             prepare(resnet, batches[0], **options)
 
@@ -286,9 +293,13 @@ def test_each_mode_has_its_size_and_error(resnet, batches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "operator"), [
-    ("weight-only", "DequantizeLinear"), ("dynamic", "DynamicQuantizeLinear"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "operator"),
+    [
+        ("weight-only", "DequantizeLinear"),
+        ("dynamic", "DynamicQuantizeLinear"),
+    ],
+)
 def test_modes_export_and_agree(mode, operator):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)).eval()
     batches = [(torch.randn(4, 3, 8, 8),)]
@@ -442,10 +453,13 @@ def test_norms_trained_with_their_layer_fold_exactly():
 @pytest.mark.slow
 def test_grouped_and_transposed_layers():
     model = nn.Sequential(
-        nn.Conv2d(4, 8, 3, padding=1, groups=4, padding_mode="reflect"), nn.ReLU(),
+        nn.Conv2d(4, 8, 3, padding=1, groups=4, padding_mode="reflect"),
+        nn.ReLU(),
         nn.ConvTranspose2d(8, 6, 3, stride=2, output_padding=1),
-        nn.ConvTranspose2d(6, 4, 3, groups=2), nn.Flatten(), nn.Linear(4 * 20 * 20, 5),
-    ).eval()  # fmt: skip
+        nn.ConvTranspose2d(6, 4, 3, groups=2),
+        nn.Flatten(),
+        nn.Linear(4 * 20 * 20, 5),
+    ).eval()
     x = torch.randn(2, 4, 8, 8)
     converted = convert(calibrated(model, [(x,)], target="tensorrt"))
     assert converted.get_submodule("2").weight_scale.shape == (6,)
@@ -520,10 +534,16 @@ def test_a_model_written_for_eager_mode_quantization_works_as_it_stands():
         return self.dequant(self.cat.cat([self.add.add(left, right), right], dim=1))
 
     model = module(
-        eager, quant=ao.QuantStub(), dequant=ao.DeQuantStub(), conv=nn.Conv2d(3, 4, 1),
-        bn=nn.BatchNorm2d(4), relu=nn.ReLU(), side=nn.Conv2d(3, 4, 1), add=FloatFunctional(),
+        eager,
+        quant=ao.QuantStub(),
+        dequant=ao.DeQuantStub(),
+        conv=nn.Conv2d(3, 4, 1),
+        bn=nn.BatchNorm2d(4),
+        relu=nn.ReLU(),
+        side=nn.Conv2d(3, 4, 1),
+        add=FloatFunctional(),
         cat=FloatFunctional(),
-    )  # fmt: skip
+    )
     x = torch.randn(2, 3, 8, 8)
     prepared = calibrated(model, [(x,)], target=STEM)
     assert len({id(q) for q in observers_of(prepared).values()}) == 3  # cat shares one of its
@@ -551,12 +571,15 @@ def test_fixed_scales_mean_what_the_numpy_core_means(target):
 @pytest.mark.parametrize(
     ("layer", "depthwise"),
     [
-        (nn.Conv2d(4, 6, 3), False), (nn.Conv2d(5, 6, (1, 2)), False),
-        (nn.Conv1d(8, 6, 3, groups=2), False), (nn.Conv2d(6, 6, 3, groups=6), True),
-        (nn.ConvTranspose2d(4, 6, 2), False), (nn.Linear(7, 6), False),
+        (nn.Conv2d(4, 6, 3), False),
+        (nn.Conv2d(5, 6, (1, 2)), False),
+        (nn.Conv1d(8, 6, 3, groups=2), False),
+        (nn.Conv2d(6, 6, 3, groups=6), True),
+        (nn.ConvTranspose2d(4, 6, 2), False),
+        (nn.Linear(7, 6), False),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_scales_are_those_of_a_build(layer, depthwise):
     weight = layer.weight.detach()
     turned = isinstance(layer, nn.ConvTranspose2d)
@@ -586,9 +609,14 @@ def test_a_learned_scale_does_not_fall_below():
 def heavy():
     torch.manual_seed(1)
     net = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5),
-    )  # fmt: skip
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+    )
     for layer in (net[2], net[6]):
         nn.init.uniform_(layer.weight, 0.8, 1.0)
     return net
@@ -598,10 +626,12 @@ def heavy():
 @pytest.mark.parametrize(
     ("words", "fits"),
     [
-        ((), True), (("--mode", "dynamic"), True),
-        (("--mode", "weight-only"), False), (("--target", "tensorrt"), False),
+        ((), True),
+        (("--mode", "dynamic"), True),
+        (("--mode", "weight-only"), False),
+        (("--target", "tensorrt"), False),
     ],
-)  # fmt: skip
+)
 def test_an_exported_model_fits(words, fits, command, tmp_path):
     np.save(tmp_path / "x.npy", np.random.default_rng(2).normal(size=(6, 3, 8, 8)).astype("f4"))
     out = tmp_path / "net.onnx"

@@ -49,9 +49,13 @@ def whole(shape, below=4):
 
 def net(draw=whole):
     return nn.Sequential(
-        layer(nn.Conv2d(4, 8, 3), 1, draw), nn.ReLU(), layer(nn.Conv2d(8, 4, 3), 2, draw),
-        nn.ReLU(), nn.Flatten(), layer(nn.Linear(64, 5), 3, draw),
-    ).eval()  # fmt: skip
+        layer(nn.Conv2d(4, 8, 3), 1, draw),
+        nn.ReLU(),
+        layer(nn.Conv2d(8, 4, 3), 2, draw),
+        nn.ReLU(),
+        nn.Flatten(),
+        layer(nn.Linear(64, 5), 3, draw),
+    ).eval()
 
 
 def real():
@@ -72,9 +76,10 @@ def gated():
 
 
 GIVEN = {
-    "percentile": ("--percent", "99.5"), "lp": ("--power", "2.4"),
+    "percentile": ("--percent", "99.5"),
+    "lp": ("--power", "2.4"),
     "entropy-tensorrt": ("--batch-size", "4"),
-}  # fmt: skip
+}
 
 
 def images(count=17):

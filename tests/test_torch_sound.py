@@ -170,13 +170,14 @@ def task_of(model, **options):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ("weights", "another float weights;"), ("teacher", "another teacher;"),
+        ("weights", "another float weights;"),
+        ("teacher", "another teacher;"),
         ({"optimizer": partial(torch.optim.SGD, lr=0.5)}, "another optimizer;"),
         ({"clip_gradient": 2.0}, "another limit of gradients;"),
         ({"distil_weight": 2.0}, "another distillation;"),
         ({"skip": ["3"]}, "another form of the model;"),
     ],
-)  # fmt: skip
+)
 def test_a_checkpoint_of_another_training_is_refused(tmp_path, changed, said):
     path, model, options = tmp_path / "qat.pt", net(), {}
     train(task_of(model), checkpoint=path)
@@ -361,10 +362,16 @@ def tokens():
         x = self.bn(x.flatten(0, 1)).reshape_as(x)
         return self.head(self.drop(self.last(F.hardswish(x).mean(1))))
 
-    return with_statistics(module(
-        forward, linear=nn.Linear(6, 8, bias=False), bn=nn.BatchNorm1d(8), last=nn.BatchNorm1d(8),
-        drop=nn.Dropout(0.5), head=nn.Linear(8, 3),
-    ))  # fmt: skip
+    return with_statistics(
+        module(
+            forward,
+            linear=nn.Linear(6, 8, bias=False),
+            bn=nn.BatchNorm1d(8),
+            last=nn.BatchNorm1d(8),
+            drop=nn.Dropout(0.5),
+            head=nn.Linear(8, 3),
+        )
+    )
 
 
 def face():
@@ -375,11 +382,19 @@ def face():
         y = self.flat(torch.flatten(self.point(x), 1))
         return self.features(self.fc(torch.flatten(self.drop(self.bn(x)), 1))) + y
 
-    return with_statistics(module(
-        forward, conv=nn.Conv2d(6, 4, 2), act=nn.PReLU(4), bn=nn.BatchNorm2d(4),
-        drop=nn.Dropout(0.4), fc=nn.Linear(36, 8), features=nn.BatchNorm1d(8),
-        point=nn.Conv2d(4, 8, 3), flat=nn.BatchNorm1d(8),
-    ))  # fmt: skip
+    return with_statistics(
+        module(
+            forward,
+            conv=nn.Conv2d(6, 4, 2),
+            act=nn.PReLU(4),
+            bn=nn.BatchNorm2d(4),
+            drop=nn.Dropout(0.4),
+            fc=nn.Linear(36, 8),
+            features=nn.BatchNorm1d(8),
+            point=nn.Conv2d(4, 8, 3),
+            flat=nn.BatchNorm1d(8),
+        )
+    )
 
 
 def pair():
@@ -427,9 +442,10 @@ def test_norms_that_stay_say_why():
     model, x = moved(), torch.randn(3, 16, 6)
     found, report = fold_batch_norms(model, [x])
     assert report.norms_left == 3 and dict(report.skipped) == {
-        "bn": "a view after linear moves its channels", "one": "twice is called at several places",
+        "bn": "a view after linear moves its channels",
+        "one": "twice is called at several places",
         "two": "twice is called at several places",
-    }  # fmt: skip
+    }
     for ours, theirs in zip(found(x), model(x), strict=True):
         assert torch.equal(ours, theirs)
     torch.manual_seed(0)
@@ -495,15 +511,20 @@ def of_program():
     return program().module()
 
 
-@pytest.mark.parametrize(("name", "said"), [
-    ("mixed", "Sequential must run for inputs [(2, 8)], got RuntimeError: mat1 and mat2 must"),
-    ("program", "got ExportedProgram; give the module that the program was exported from"),
-    ("of_program", "a module with an eval mode; give the module that the program was exported"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mixed", "Sequential must run for inputs [(2, 8)], got RuntimeError: mat1 and mat2 must"),
+        ("program", "got ExportedProgram; give the module that the program was exported from"),
+        ("of_program", "a module with an eval mode; give the module that the program was exported"),
+    ],
+)
 def test_what_is_no_model_is_named(tmp_path, name, said, refusal):
     words = (f"{__file__}:{name}", "--input", "2x8")
-    for more in (("fuse", *words), ("export", *words, "-o", tmp_path / "n.onnx", "--qdq",
-                                    "--mode", "weight-only")):  # fmt: skip
+    for more in (
+        ("fuse", *words),
+        ("export", *words, "-o", tmp_path / "n.onnx", "--qdq", "--mode", "weight-only"),
+    ):
         assert said in refusal(*more)
 
 

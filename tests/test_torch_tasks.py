@@ -84,10 +84,12 @@ def pair():
         return [({"scale": s, "image.rgb": x}, y) for x, s, y in samples(epoch)]
 
     return task_of(
-        Pair(), batches, lambda model: share((model(b)["logits"], y) for b, y in batches(7)),
+        Pair(),
+        batches,
+        lambda model: share((model(b)["logits"], y) for b, y in batches(7)),
         loss=lambda out, y: nn.functional.cross_entropy(out["logits"], y),
         calibration=lambda: [b for b, _ in batches(0)],
-    )  # fmt: skip
+    )
 
 
 def words():
@@ -150,10 +152,13 @@ def test_samples_by_name_and_in_tuples_train_resume_and_export(run, tmp_path, mo
     assert broken.read_bytes() == whole.read_bytes()
 
 
-@pytest.mark.parametrize(("name", "said"), [
-    ("more", "has the names of its inputs, image, scale, got scale, image, label; leave other"),
-    ("nested", "tensors, or one dict of tensors, got tuple; give each"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("more", "has the names of its inputs, image, scale, got scale, image, label; leave other"),
+        ("nested", "tensors, or one dict of tensors, got tuple; give each"),
+    ],
+)
 def test_samples_with_other_names_than_the_inputs_are_refused(refusal, tmp_path, name, said):
     assert said in refusal("qat", f"{__file__}:{name}", "--int8-stem", "-o", tmp_path / "n.onnx")
 

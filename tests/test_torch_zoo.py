@@ -26,8 +26,15 @@ torch.set_num_threads(1)
 SHAPE = ("--input", "2x3x32x32")
 
 NETWORKS = (
-    "residual", "mobile", "detector", "attention", "pooled", "joined", "parameters", "causal",
-)  # fmt: skip
+    "residual",
+    "mobile",
+    "detector",
+    "attention",
+    "pooled",
+    "joined",
+    "parameters",
+    "causal",
+)
 
 NETS = Path(__file__).parent / "torch_placed.py"
 
@@ -40,8 +47,10 @@ MEAN = "ReduceMean"  # over a picture, which `build` writes as a GlobalAveragePo
 PAIRS = {"QuantizeLinear", "DequantizeLinear"}
 
 WRITTEN = {
-    "onnxruntime": ".int8.onnx", "tensorrt": ".tensorrt.qdq.onnx", "ascend": "_amct_qdq.onnx",
-}  # fmt: skip
+    "onnxruntime": ".int8.onnx",
+    "tensorrt": ".tensorrt.qdq.onnx",
+    "ascend": "_amct_qdq.onnx",
+}
 
 
 @pytest.fixture(scope="module")
@@ -159,10 +168,12 @@ def test_export_quantizes_what_build_quantizes(command, built, tmp_path, images,
 @pytest.mark.parametrize(
     ("net", "target", "option"),
     [
-        ("mobile", "onnxruntime", "--int8-stem"), ("pooled", "tensorrt", "--pair-behind-deconv"),
-        ("pooled", "tensorrt", "--dla"), ("joined", "tensorrt", "--float-behind-concat"),
+        ("mobile", "onnxruntime", "--int8-stem"),
+        ("pooled", "tensorrt", "--pair-behind-deconv"),
+        ("pooled", "tensorrt", "--dla"),
+        ("joined", "tensorrt", "--float-behind-concat"),
     ],
-)  # fmt: skip
+)
 def test_export_takes_options_that_place(command, built, tmp_path, images, net, target, option):
     (theirs,) = built(net, option).glob(f"*{WRITTEN[target]}")
     ours = tmp_path / "ours.onnx"
@@ -182,10 +193,12 @@ def test_what_the_graph_has_no_tensor_or_layer_for_stays_float():
         return self.out(x.reshape(-1, 4, 8) @ self.weight)
 
     whole = module(
-        forward, inside=torch.nn.Linear(8, 8), out=torch.nn.Linear(8, 4),
+        forward,
+        inside=torch.nn.Linear(8, 8),
+        out=torch.nn.Linear(8, 4),
         weight=torch.nn.Parameter(torch.eye(8)[None]),
         places=torch.nn.Parameter(torch.zeros(4, 8)),
-    )  # fmt: skip
+    )
     x = torch.randn(2, 4, 8)
     prepared = prepare(whole, [x], target="tensorrt")
     quants = {n.args[0].name: n for n in prepared.graph.nodes if str(n.target).startswith("quant_")}
@@ -246,9 +259,13 @@ def test_the_commands_build_them(command, images, tmp_path, name, convs):
 def test_a_bias_after_a_tensor_of_next_to_nothing_is_kept(target):
     torch.manual_seed(0)
     model = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 4, 1), torch.nn.ReLU(), torch.nn.Conv2d(4, 5, 1),
-        torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(5, 3),
-    ).eval()  # fmt: skip
+        torch.nn.Conv2d(3, 4, 1),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(4, 5, 1),
+        torch.nn.AdaptiveAvgPool2d(1),
+        torch.nn.Flatten(),
+        torch.nn.Linear(5, 3),
+    ).eval()
     with torch.no_grad():
         for parameter in model[0].parameters():
             parameter.mul_(1e-9)

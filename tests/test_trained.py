@@ -29,9 +29,10 @@ def made(small_cnn, data, tmp_path_factory):
     """The Q/DQ models that calib8 makes of a float one, one a target."""
     out = tmp_path_factory.mktemp("made")
     files = {
-        "onnxruntime": "small_cnn.int8.onnx", "tensorrt": "small_cnn.tensorrt.qdq.onnx",
+        "onnxruntime": "small_cnn.int8.onnx",
+        "tensorrt": "small_cnn.tensorrt.qdq.onnx",
         "ascend": "small_cnn_amct_qdq.onnx",
-    }  # fmt: skip
+    }
     words = ("--images", data, "--out", out, "--duration", 0, "--effort", 0, *ALL)
     run_command("build", small_cnn, *words)
     return {target: out / file for target, file in files.items()}
@@ -223,12 +224,20 @@ def test_in_python_a_model_in_memory_is_built_alike(made, data, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ("--method", "minmax"), ("--cache", "c.cache"), ("--require-cache",), ("--trust-cache",),
-        ("--refresh",), ("--resume",), ("--keep-float", "op:Conv"), ("--effort", "2"),
-        ("--plan", __file__), ("--repair", "bias"), ("--until-stable",),
+        ("--method", "minmax"),
+        ("--cache", "c.cache"),
+        ("--require-cache",),
+        ("--trust-cache",),
+        ("--refresh",),
+        ("--resume",),
+        ("--keep-float", "op:Conv"),
+        ("--effort", "2"),
+        ("--plan", __file__),
+        ("--repair", "bias"),
+        ("--until-stable",),
         ("--scheduler", "host:8786"),
     ],
-)  # fmt: skip
+)
 def test_options_of_a_calibration_are_refused(refused, made, words):
     said = refused(made["onnxruntime"], *words)
     assert words[0] in said and "is quantized already" in said
@@ -243,13 +252,18 @@ def test_a_calibrators_script_is_refused(refused, made, tmp_path):
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("onnxruntime", ("--int8-stem",)), ("onnxruntime", ("--weight-bits", "7")),
-        ("onnxruntime", ("--dynamic-matmul",)), ("tensorrt", ("--precision", "fp8")),
-        ("tensorrt", ("--calibrator", "entropy2")), ("tensorrt", ("--float-behind-concat",)),
-        ("tensorrt", ("--pair-behind-deconv",)), ("ascend", ("--exact-ifmr",)),
-        ("ascend", ("--amct-batch", "2")), ("ascend", ("--ascend-config", __file__)),
+        ("onnxruntime", ("--int8-stem",)),
+        ("onnxruntime", ("--weight-bits", "7")),
+        ("onnxruntime", ("--dynamic-matmul",)),
+        ("tensorrt", ("--precision", "fp8")),
+        ("tensorrt", ("--calibrator", "entropy2")),
+        ("tensorrt", ("--float-behind-concat",)),
+        ("tensorrt", ("--pair-behind-deconv",)),
+        ("ascend", ("--exact-ifmr",)),
+        ("ascend", ("--amct-batch", "2")),
+        ("ascend", ("--ascend-config", __file__)),
     ],
-)  # fmt: skip
+)
 def test_options_of_a_target_that_quantize_are_refused(refused, made, target, words):
     said = refused(made["onnxruntime"], "--target", target, *words)
     assert words[0] in said and "decides how" in said and "quantized already" in said
@@ -538,13 +552,16 @@ def spoiled(kind):
     [
         ("scale 0", "a scale is not above 0 and finite"),
         ("NaN", "a scale is not above 0 and finite"),
-        ("below 0", "a scale is not above 0 and finite"), ("a channel", "it has a scale a channel"),
+        ("below 0", "a scale is not above 0 and finite"),
+        ("a channel", "it has a scale a channel"),
         ("alone", "no DequantizeLinear reads it"),
         ("other", "the QuantizeLinear before it has another scale or zero point"),
-        ("16 bits", "it is quantized to uint16"), ("computed", "its scale is computed"),
-        ("int4", "it is quantized to int4"), ("fp8", "it is quantized to float8"),
+        ("16 bits", "it is quantized to uint16"),
+        ("computed", "its scale is computed"),
+        ("int4", "it is quantized to int4"),
+        ("fp8", "it is quantized to float8"),
     ],
-)  # fmt: skip
+)
 def test_a_pair_that_no_target_has_is_one_sentence(refused, kind, told):
     said = refused(spoiled(kind), *ALL)
     assert told in said and "quantize it again" in said

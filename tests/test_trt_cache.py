@@ -75,8 +75,10 @@ def test_scales_survive_the_text(entries, version, algorithm):
 @settings(max_examples=60)
 @given(
     st.lists(st.tuples(names, st.integers(0, 2**32 - 1)), min_size=1, max_size=6),
-    st.sampled_from(["\n", "\r\n"]), st.booleans(), st.booleans(),
-)  # fmt: skip
+    st.sampled_from(["\n", "\r\n"]),
+    st.booleans(),
+    st.booleans(),
+)
 def test_odd_but_readable_text_round_trips(entries, end, final, upper):
     lines = [f"{name}: {bits:{'08X' if upper else '08x'}}" for name, bits in entries]
     text = end.join(["TRT-8503-EntropyCalibration2", *lines]) + (end if final else "")
@@ -112,7 +114,8 @@ def test_every_truncation_is_refused_or_ends_at_a_whole_entry():
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (b"", "is empty"), (b"TRT-8503-EntropyCalibration2\n", "cut off"),
+        (b"", "is empty"),
+        (b"TRT-8503-EntropyCalibration2\n", "cut off"),
         (b"TRT-8503-Ent", "damaged first line|cut off|starts with a line"),
         (b"data: 3c008912\n", "no header"),
         (b"TRT-8503-EntropyCalibration2\ndata 3c008912\n", "line 2"),
@@ -120,14 +123,19 @@ def test_every_truncation_is_refused_or_ends_at_a_whole_entry():
         (b"TRT-8503-EntropyCalibration2\ndata: 0.0079\n", "line 2"),
         (b"TRT-8503-EntropyCalibration2\ndata: 3c008912\n\n", "line 3"),
         (b"TRT-8503-EntropyCalibration2\n: 3c008912\n", "line 2"),
-        (b"\xef\xbb\xbf" + SMALL, "byte order mark"), (SMALL.decode().encode("utf-16"), "UTF-16"),
-        (b"\x80\x04\x95\x00\x00", "pickle"), (b"\x93NUMPY\x01\x00", "numpy"),
+        (b"\xef\xbb\xbf" + SMALL, "byte order mark"),
+        (SMALL.decode().encode("utf-16"), "UTF-16"),
+        (b"\x80\x04\x95\x00\x00", "pickle"),
+        (b"\x93NUMPY\x01\x00", "numpy"),
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
-        (b"<!DOCTYPE html><html>", "web page"), (b'record {\n  key: "conv1"\n', "AMCT"),
-        (b"ptrt\x00\x00\x00\x00", "engine"), (b"\x00" * 300, "binary"),
-        (b"conv1 1.5\n", "onnxruntime"), (b"hello\n", "no known calibration tool"),
+        (b"<!DOCTYPE html><html>", "web page"),
+        (b'record {\n  key: "conv1"\n', "AMCT"),
+        (b"ptrt\x00\x00\x00\x00", "engine"),
+        (b"\x00" * 300, "binary"),
+        (b"conv1 1.5\n", "onnxruntime"),
+        (b"hello\n", "no known calibration tool"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_cache_is_refused_with_its_likely_origin(data, told):
     with pytest.raises(CacheError, match=told) as caught:
         parse(data, origin="some.cache")
@@ -160,10 +168,17 @@ def test_flaws_duplicates_legacy_headers_and_other_files():
 @pytest.mark.parametrize(
     ("version", "label"),
     [
-        ("5.1.0", 5100), ("7.2.2", 7202), ("8.5.3", 8503), ("8.5.3.1", 8503), ("8.5.10", 8510),
-        ("9.2.0", 9200), ("10.0.1", 100001), ("10.3.0", 100300), ("10.14.1", 101401),
+        ("5.1.0", 5100),
+        ("7.2.2", 7202),
+        ("8.5.3", 8503),
+        ("8.5.3.1", 8503),
+        ("8.5.10", 8510),
+        ("9.2.0", 9200),
+        ("10.0.1", 100001),
+        ("10.3.0", 100300),
+        ("10.14.1", 101401),
     ],
-)  # fmt: skip
+)
 def test_version_labels(version, label):
     assert trt_cache.version_label(version) == label
     assert trt_cache.label_to_version(label) == ".".join(version.split(".")[:3])
@@ -178,11 +193,13 @@ def test_what_is_no_version_is_refused(version):
 @pytest.mark.parametrize(
     ("scales", "told"),
     [
-        ({}, "at least one"), ({"a": np.float32("nan")}, "zero or more"),
-        ({"a\nb": np.float32(1)}, "line break"), ({"a": np.float32(-1)}, "zero or more"),
+        ({}, "at least one"),
+        ({"a": np.float32("nan")}, "zero or more"),
+        ({"a\nb": np.float32(1)}, "line break"),
+        ({"a": np.float32(-1)}, "zero or more"),
         ({"": np.float32(1)}, "not empty"),
     ],
-)  # fmt: skip
+)
 def test_scales_that_no_cache_can_hold_are_refused(scales, told):
     with pytest.raises(CacheError, match=told):
         from_scales(scales, version="8.5.3")
@@ -231,10 +248,11 @@ def test_a_fitting_cache_is_reused_and_a_stale_one_is_not(calibrate, tmp_path):
     ("method", "header"),
     [
         ("entropy-tensorrt", "TRT-100300-EntropyCalibration2"),
-        ("entropy", "TRT-100300-EntropyCalibration2"), ("minmax", "TRT-100300-MinMaxCalibration"),
+        ("entropy", "TRT-100300-EntropyCalibration2"),
+        ("minmax", "TRT-100300-MinMaxCalibration"),
         ("legacy", "03ff00000000000003feffffde7210be9"),
     ],
-)  # fmt: skip
+)
 def test_calibrators_have_their_own_headers(calibrate, tmp_path, method, header):
     calibrate("--method", method)
     assert (tmp_path / "m.cache").read_text().splitlines()[0] == header
@@ -308,12 +326,17 @@ def test_broken_caches_end_in_one_sentence(data, run, small_cnn, tmp_path):
     broken, out = tmp_path / "broken.cache", tmp_path / "out"
     broken.write_bytes(data)
     for words in (
-        ("show", broken), ("check", broken), ("diff", broken, broken), ("merge", broken, "-o", out),
+        ("show", broken),
+        ("check", broken),
+        ("diff", broken, broken),
+        ("merge", broken, "-o", out),
         ("relabel", broken, "--trt-version", "8.5.3", "-o", out),
-        ("to-qdq", small_cnn, broken, "-o", out), ("show", tmp_path / "missing"),
-        ("show", tmp_path), ("from-qdq", broken, "-o", out, out),
+        ("to-qdq", small_cnn, broken, "-o", out),
+        ("show", tmp_path / "missing"),
+        ("show", tmp_path),
+        ("from-qdq", broken, "-o", out, out),
         ("from-qdq", small_cnn, "-o", out, out),
-    ):  # fmt: skip
+    ):
         error = run.fails("cache", *words)
         assert error.startswith("calib8: error: ") and error.count("\n") == 1
         assert not out.exists()

@@ -156,10 +156,14 @@ FEED = list(samples())
 OWN_OF_2 = Method.of("entropy-tensorrt", {"batch_size": 2})
 
 
-@pytest.mark.parametrize(("method", "feeds", "threads"), [
-    pytest.param(Method.of("entropy"), [FEED, FEED[::-1]], [1, 2], marks=pytest.mark.slow),
-    (OWN_OF_2, [FEED], [1, 2, 3]),
-], ids=["entropy", "TensorRT's own"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "feeds", "threads"),
+    [
+        pytest.param(Method.of("entropy"), [FEED, FEED[::-1]], [1, 2], marks=pytest.mark.slow),
+        (OWN_OF_2, [FEED], [1, 2, 3]),
+    ],
+    ids=["entropy", "TensorRT's own"],
+)
 def test_caches_do_not_depend_on_threads_nor_entropys_on_order(tmp_path, method, feeds, threads):
     texts = {
         dump(made_of(residual(), feed, tmp_path, "8.5.3", method, count).cache)
@@ -188,8 +192,9 @@ def vgg16():
     attributes = {
         "Conv": {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]},
         "MaxPool": {"kernel_shape": [2, 2], "strides": [2, 2]},
-        "AveragePool": {"kernel_shape": [1, 1]}, "Gemm": {"transB": 1},
-    }  # fmt: skip
+        "AveragePool": {"kernel_shape": [1, 1]},
+        "Gemm": {"transB": 1},
+    }
     names = ["input.1", *map(str, range(33, 71))]
     texts, weights = [], {}
     for op, source, out in zip(ops, names[:-1], names[1:], strict=True):

@@ -114,10 +114,12 @@ def test_flags_of_trtexec_are_for_lines_and_engine_alike(tensorrt, build, failin
     lines = (tmp_path / "out/small_cnn_trtexec.sh").read_text().splitlines()
     assert all(" ".join(flags_given) in line for line in lines if "exec trtexec" in line)
     for flag, why in [
-        ("--int8", "calib8 itself sets"), ("verbose", "must begin with --"),
-        ("--foo=1", "none of --refit"), ("--sparsity=force", "the value 'force'"),
+        ("--int8", "calib8 itself sets"),
+        ("verbose", "must begin with --"),
+        ("--foo=1", "none of --refit"),
+        ("--sparsity=force", "the value 'force'"),
         ("--builderOptimizationLevel=high", "invalid literal"),
-    ]:  # fmt: skip
+    ]:
         assert why in failing(f"--trtexec-flag={flag}")
     assert "calib8 itself sets" in failing("--trtexec-flag=--timingCacheFile=t")
     tensorrt(EIGHT)
@@ -140,11 +142,14 @@ def test_timings_are_in_the_file_that_is_named(tensorrt, build, tmp_path):
     assert script.count(f"'--timingCacheFile={path}'") == script.count("exec trtexec") > 2
 
 
-@pytest.mark.parametrize(("version", "cores", "why"), [
-    (TEN, 2, "a typed engine for DLA needs TensorRT 11.4.1 or newer, got 10.13.0.35"),
-    ("11.4.1.5", 0, "an engine for DLA needs a DLA core, and this machine has none"),
-    ("11.4.1.5", 2, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("version", "cores", "why"),
+    [
+        (TEN, 2, "a typed engine for DLA needs TensorRT 11.4.1 or newer, got 10.13.0.35"),
+        ("11.4.1.5", 0, "an engine for DLA needs a DLA core, and this machine has none"),
+        ("11.4.1.5", 2, ""),
+    ],
+)
 def test_an_engine_for_dla_needs_a_core_and_a_version(
     tensorrt, build, command, tmp_path, monkeypatch, version, cores, why
 ):

@@ -62,8 +62,11 @@ def test_caches_are_held_against_each_other_entry_by_entry(capsys):
     same = held("entropy2", scales(dead=0, constant_output=1), scales(dead=0))
     assert same.scales.startswith("12 of 12 equal, median 0.0000%") and not same.wrong
     assert "constant_output" in capsys.readouterr().out
-    strange = held("minmax", scales(), from_scales({"made up": np.float32(1), "t0": np.float32(1)},
-                                                   version="8.5.3"))  # fmt: skip
+    strange = held(
+        "minmax",
+        scales(),
+        from_scales({"made up": np.float32(1), "t0": np.float32(1)}, version="8.5.3"),
+    )
     assert strange.wrong == ["1 of our names are not TensorRT's: ['made up']"]
     with pytest.raises(BackendError, match="no name is in both"):
         held("minmax", scales(), from_scales({"a": np.float32(1)}, version="8.5.3"))
@@ -93,9 +96,10 @@ def test_every_row_is_a_try_of_its_own(tensorrt, version, tmp_path, monkeypatch,
     fp8 = "FP8 typed by trtexec: BackendError: trtexec ended with 1: no fp8 here"
     off = "entropy2: the median scale is 3.4"
     wrong = {
-        8: [off], 10: [fp8, f"entropy2: {gemm}", off, f"legacy: {gemm}"],
+        8: [off],
+        10: [fp8, f"entropy2: {gemm}", off, f"legacy: {gemm}"],
         11: ["FP16: ExportError: no float16", fp8],
-    }[major]  # fmt: skip
+    }[major]
     if major == 11:  # where FP16 needs a model of its own
 
         def fails(*_):

@@ -162,10 +162,13 @@ def test_what_needs_float32_keeps_it_and_is_cast_once(rest):
     onnx.checker.check_model(made, full_check=True)
 
 
-@pytest.mark.parametrize("text", [
-    "MatMul x w -> a | Exp a -> a/fp32 | Softmax a/fp32 -> y",
-    "MatMul x w -> y | Softmax y -> y/fp16",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "MatMul x w -> a | Exp a -> a/fp32 | Softmax a/fp32 -> y",
+        "MatMul x w -> y | Softmax y -> y/fp16",
+    ],
+)
 def test_a_tensor_that_is_called_like_an_added_one_is_another(text):
     model = net(text, {"w": np.eye(4)})
     made, _ = narrow_float_part(model, "fp16", {})
@@ -696,11 +699,15 @@ def test_repairs_see_the_grid_and_each_can_be_tried(run, wide_net, images, tmp_p
 SEARCHES = ["entropy", "entropy-tensorrt", "legacy"]
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    *((("--method", name), f"got {name}, which is TensorRT's for int8") for name in SEARCHES),
-    (("--engine-from", "cache"), "are for int8, got --engine-from"),
-    (("--calibrator", "entropy2"), "are for int8, got --calibrator"),
-], ids=lambda words: words[1] if isinstance(words, tuple) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        *((("--method", name), f"got {name}, which is TensorRT's for int8") for name in SEARCHES),
+        (("--engine-from", "cache"), "are for int8, got --engine-from"),
+        (("--calibrator", "entropy2"), "are for int8, got --calibrator"),
+    ],
+    ids=lambda words: words[1] if isinstance(words, tuple) else "",
+)
 def test_what_is_for_int8_is_refused_beside_fp8(refusal, wide_net, images, tmp_path, words, told):
     assert told in refusal(*command(wide_net, images, tmp_path / "out", *words))
     assert not (tmp_path / "out").exists()

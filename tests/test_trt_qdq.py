@@ -218,16 +218,21 @@ def test_a_smallest_qdq_model_and_a_cache_of_none_of_its_tensors():
 EIGHTS = {"w": np.ones((2, 3), np.int8), "ws": np.ones(5), "wz": np.zeros(5, np.int8)}
 
 
-@pytest.mark.parametrize(("model", "told"), [
-    (qdq_model(zero=np.uint8(3)), "uint8 with zero-point 3"),
-    (qdq_model(zero=np.int8(5)), "zero-point 5"),
-    (qdq_model(scale=[0.1, 0.2, 0.3], zero=np.zeros(3, np.int8)), "one a channel"),
-    (qdq_model(second=0.2), "must be equal"), (qdq_model(scale=0.0), "above 0 and finite"),
-    (qdq_model(scale=np.nan), "above 0 and finite"),
-    (qdq_model(text=INTEGER, w=np.ones((3, 3), np.int8)), "integer operator QLinearMatMul"),
-    (qdq_model(text=LONE), "follows its QuantizeLinear"),
-    (qdq_model(text=WEIGHT, **EIGHTS), "fit its axis"), (residual(), "plain already"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (qdq_model(zero=np.uint8(3)), "uint8 with zero-point 3"),
+        (qdq_model(zero=np.int8(5)), "zero-point 5"),
+        (qdq_model(scale=[0.1, 0.2, 0.3], zero=np.zeros(3, np.int8)), "one a channel"),
+        (qdq_model(second=0.2), "must be equal"),
+        (qdq_model(scale=0.0), "above 0 and finite"),
+        (qdq_model(scale=np.nan), "above 0 and finite"),
+        (qdq_model(text=INTEGER, w=np.ones((3, 3), np.int8)), "integer operator QLinearMatMul"),
+        (qdq_model(text=LONE), "follows its QuantizeLinear"),
+        (qdq_model(text=WEIGHT, **EIGHTS), "fit its axis"),
+        (residual(), "plain already"),
+    ],
+)
 def test_what_a_cache_cannot_say_is_refused(model, told):
     with pytest.raises(Calib8Error, match=told):
         from_qdq(model)
@@ -309,10 +314,11 @@ BOTTLENECK = f"{BLOCK} | {silu('c', 'cs')} | Add as cs -> sum"
 @pytest.mark.parametrize(
     "after",
     [
-        "Conv sum w -> y", "MaxPool sum -> p | Conv p w -> y",
+        "Conv sum w -> y",
+        "MaxPool sum -> p | Conv p w -> y",
         "GlobalAveragePool sum -> p | Flatten p -> f | Gemm f g -> y",
     ],
-)  # fmt: skip
+)
 def test_a_residual_add_behind_silu_gets_a_pair_on_its_skip_branch_alone(after, tmp_path):
     why, pairs = placed(net(f"{BOTTLENECK} | {after}", tmp_path))
     assert why["sum"] == "" and "cs" not in pairs
@@ -370,11 +376,13 @@ GEMM = "Flatten p -> f | Gemm f g -> y"
 @pytest.mark.parametrize(
     ("pool", "attributes"),
     [
-        ("GlobalAveragePool", {}), ("AveragePool", {"kernel_shape": [8, 8]}),
-        ("MaxPool", {"kernel_shape": [8, 8]}), ("ReduceMean", {"axes": [2, 3]}),
+        ("GlobalAveragePool", {}),
+        ("AveragePool", {"kernel_shape": [8, 8]}),
+        ("MaxPool", {"kernel_shape": [8, 8]}),
+        ("ReduceMean", {"axes": [2, 3]}),
         ("ReduceMean", {"axes": [-1, -2]}),
     ],
-)  # fmt: skip
+)
 def test_a_pool_between_int8_nodes_reads_and_writes_int8(pool, attributes, tmp_path):
     why, pairs = placed(net(f"{STEM} | {pool} as -> p | {GEMM}", tmp_path, p=attributes))
     assert why["p"] == "" and pairs["as"] == ("p",) and pairs["f"] == ("y",)
@@ -419,8 +427,14 @@ def test_a_transposed_convolution_can_have_a_pair_before_its_activation(tmp_path
     rng = np.random.default_rng(0)
     samples = [{"x": rng.normal(size=(1, 4, 8, 8)).astype(np.float32)} for _ in range(4)]
     target = TensorRT(pair_behind_deconv=True, rest="fp32")
-    build(model, samples, out=tmp_path / "out", targets=[target], duration_s=0,
-          tuning=Tuning(effort=0))  # fmt: skip
+    build(
+        model,
+        samples,
+        out=tmp_path / "out",
+        targets=[target],
+        duration_s=0,
+        tuning=Tuning(effort=0),
+    )
     (written,) = (tmp_path / "out").glob("*.qdq.onnx")
     readers = {name: n.op_type for n in onnx.load(written).graph.node for name in n.input}
     assert readers["d"] == "QuantizeLinear" and readers["d/dequantized"] == "Relu"
@@ -432,8 +446,14 @@ def test_a_transposed_convolution_can_have_a_pair_before_its_activation(tmp_path
 def test_for_dla_every_tensor_has_a_pair_with_the_scale_of_the_cache(tmp_path):
     path = tmp_path / "m.onnx"
     onnx.save(residual(), path)
-    build(path, [FEED], out=tmp_path / "out", targets=[TensorRT(dla=True)], duration_s=0,
-          tuning=Tuning(effort=0))  # fmt: skip
+    build(
+        path,
+        [FEED],
+        out=tmp_path / "out",
+        targets=[TensorRT(dla=True)],
+        duration_s=0,
+        tuning=Tuning(effort=0),
+    )
     stem = tmp_path / "out" / "m.tensorrt"
     cache = parse(stem.with_suffix(".tensorrt.cache").read_bytes(), origin="").scales()
     exact = OrtSession.open(path).run(FEED)["y"]
@@ -466,8 +486,13 @@ def test_for_dla_every_tensor_has_a_pair_with_the_scale_of_the_cache(tmp_path):
                 assert held[weight.input[1]].shape == (4,) and weight.attribute[0].i == 0
         found = OrtSession.open(written, int8_kernels=False).run(FEED)["y"]
         assert np.abs(found - exact).max() < 0.06 * np.abs(exact).max()
-    build(stem.with_suffix(".tensorrt.qdq.onnx"), [FEED], out=tmp_path / "again", duration_s=0,
-          targets=[TensorRT(dla=True)])  # fmt: skip
+    build(
+        stem.with_suffix(".tensorrt.qdq.onnx"),
+        [FEED],
+        out=tmp_path / "again",
+        duration_s=0,
+        targets=[TensorRT(dla=True)],
+    )
     (again,) = (tmp_path / "again").glob("*.typed.onnx")
     reads = {n.input[0] for n in onnx.load(again).graph.node if n.op_type == "QuantizeLinear"}
     assert {name.removesuffix("/float") for name in reads} >= set(pairs)
@@ -481,12 +506,16 @@ def test_for_dla_every_tensor_has_a_pair_with_the_scale_of_the_cache(tmp_path):
         ("Reshape a shape -> r | Relu r -> y", {}, "DLA runs it on tensors [N, C, H, W] only"),
         ("Concat a a -> y", {"y": {"axis": 2}}, "DLA concatenates channels only"),
         ("Resize a _ _ sizes -> y", {"y": {"mode": "cubic"}}, "DLA has no cubic Resize"),
-        ("ConvTranspose a t -> y", {"y": {"pads": [1, 1, 0, 0]}},
-         "DLA runs a ConvTranspose without groups, dilations and pads only"),
-        ("Tanh a -> h | Mul h two -> y", {}, ""), ("Max a x -> y", {}, ""),
+        (
+            "ConvTranspose a t -> y",
+            {"y": {"pads": [1, 1, 0, 0]}},
+            "DLA runs a ConvTranspose without groups, dilations and pads only",
+        ),
+        ("Tanh a -> h | Mul h two -> y", {}, ""),
+        ("Max a x -> y", {}, ""),
         ("ConvTranspose a t -> y", {}, ""),
     ],
-)  # fmt: skip
+)
 def test_what_dla_cannot_run_stays_float(text, attributes, why, tmp_path):
     model = net(f"Conv x w -> a | {text}", tmp_path, **attributes)
     reasons, pairs = placed(model, TensorRT(dla=True).placement)
@@ -497,11 +526,13 @@ def test_what_dla_cannot_run_stays_float(text, attributes, why, tmp_path):
 @pytest.mark.parametrize(
     ("options", "got"),
     [
-        ({"precision": "fp8"}, "--precision fp8"), ({"form": "cache"}, "--engine-from cache"),
-        ({"rest": "bf16"}, "--rest bf16"), ({"calibrator": "minmax"}, "--calibrator"),
+        ({"precision": "fp8"}, "--precision fp8"),
+        ({"form": "cache"}, "--engine-from cache"),
+        ({"rest": "bf16"}, "--rest bf16"),
+        ({"calibrator": "minmax"}, "--calibrator"),
         ({"float_behind_concat": True}, "--float-behind-concat"),
     ],
-)  # fmt: skip
+)
 def test_options_that_do_not_go_with_dla_are_refused(options, got):
     with pytest.raises(ConfigError, match=f"got {got} with --dla; leave one of them out"):
         TensorRT(dla=True, **options)
@@ -602,12 +633,21 @@ def test_without_the_option_the_pairs_alone_are_written(efficient, run, command,
 
 
 CONSTANTS = {
-    "two": np.float32(2), "zero": np.float32(0), "six": np.float32(6), "half": np.float32(-0.5),
-    "seven": np.float32(7), "row": np.array([1, -5, 2, 3], np.float32), "shape": np.array([1, -1]),
-    "pads": np.array([0, 0, 1, 1, 0, 0, 1, 1]), "halves": np.array([2, 2]),
-    "sizes": np.array([1, 4, 8, 8]), "w": np.ones((4, 4, 1, 1), np.float32),
-    "ends": np.array([2]), "axis": np.array([1]), "starts": np.array([0]),
-}  # fmt: skip
+    "two": np.float32(2),
+    "zero": np.float32(0),
+    "six": np.float32(6),
+    "half": np.float32(-0.5),
+    "seven": np.float32(7),
+    "row": np.array([1, -5, 2, 3], np.float32),
+    "shape": np.array([1, -1]),
+    "pads": np.array([0, 0, 1, 1, 0, 0, 1, 1]),
+    "halves": np.array([2, 2]),
+    "sizes": np.array([1, 4, 8, 8]),
+    "w": np.ones((4, 4, 1, 1), np.float32),
+    "ends": np.array([2]),
+    "axis": np.array([1]),
+    "starts": np.array([0]),
+}
 
 TABLE = [  # nodes, ranges that are known, tensor, its range, how sure
     ([node("Reshape", "x shape", "y")], "x=4", "y", 4, "equal"),
@@ -655,15 +695,25 @@ TABLE = [  # nodes, ranges that are known, tensor, its range, how sure
     ([node("Sigmoid", "x", "s"), node("Mul", "x s", "y")], "x=9", "y", 9, "bound"),
     ([node("HardSwish", "x", "y")], "y=4", "x", 4.375, "bound"),
     ([node("HardSwish", "x", "y")], "x=4", "y", 4, "bound"),
-    ([node("HardSigmoid", "x", "s", alpha=1 / 6), node("Mul", "x s", "y")],
-     "y=4", "x", 4.375, "bound"),
-    ([node("Conv", "x w", "c"), node("Sigmoid", "x", "s"), node("Mul", "c s", "y")],
-     "y=4", "c", 4, "guess"),
+    (
+        [node("HardSigmoid", "x", "s", alpha=1 / 6), node("Mul", "x s", "y")],
+        "y=4",
+        "x",
+        4.375,
+        "bound",
+    ),
+    (
+        [node("Conv", "x w", "c"), node("Sigmoid", "x", "s"), node("Mul", "c s", "y")],
+        "y=4",
+        "c",
+        4,
+        "guess",
+    ),
     ([node("Relu", "x", "y"), node("Exp", "x", "z")], "y=4", "x", 4, "guess"),
     ([node("Relu", "x", "y"), node("Clip", "x zero six", "z")], "y=4 z=5", "x", 5, "bound"),
     ([node("Exp", "x", "y")], "x=4", "y", None, ""),
     ([node("Conv", "x w", "y")], "x=4", "y", None, ""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

@@ -123,15 +123,18 @@ def test_tensorrt_reads_the_bytes_of_the_feed_or_a_known_cache(seen):
 @pytest.mark.parametrize(
     ("case", "told"),
     [
-        ("short", "got 2 of 3"), ("empty", "got 0 of 3"),
+        ("short", "got 2 of 3"),
+        ("empty", "got 0 of 3"),
         ("raises", "OSError: the disk with the images went away"),
         ("wrong_shape", "OPT shape [2, 3, 4, 4] only, got [1, 3, 4, 4] in batch 1"),
         ("wrong_dtype", "got float64 for 'data' in batch 1"),
-        ("nan", "NaN or Inf in 'data' of batch 1"), ("missing_name", "without 'mask'"),
-        ("no_cache_written", "wrote no cache"), ("refused", "must take the known cache"),
+        ("nan", "NaN or Inf in 'data' of batch 1"),
+        ("missing_name", "without 'mask'"),
+        ("no_cache_written", "wrote no cache"),
+        ("refused", "must take the known cache"),
         ("unknown", "got 'kl'"),
     ],
-)  # fmt: skip
+)
 def test_what_tensorrt_would_swallow_is_raised(seen, case, told):
     assert told in seen[case]
 

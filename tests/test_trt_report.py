@@ -211,12 +211,15 @@ def test_speed_is_held_against_tensorrt_and_stages_stand_in_every_form(tensorrt,
     assert (latency["h2d"]["median"], latency["enqueue"]["median"]) == (0.3, 0.125)
 
 
-@pytest.mark.parametrize(("asked", "options", "code", "said"), [
-    (1.5, (), 0, "1.67x (1.67 to 1.67) the speed of TensorRT FP16, at least 1.5x is wanted"),
-    (2, (), 3, "1.67x (1.67 to 1.67) the speed of TensorRT FP16, at least 2x is wanted"),
-    (2, ("--baselines", "fp32"), 0, "3.00x (3.00 to 3.00) the speed of TensorRT FP32, "),
-    (2, ("--baselines", "none"), 0, "its speed, 2x that of a float engine on its device at"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "options", "code", "said"),
+    [
+        (1.5, (), 0, "1.67x (1.67 to 1.67) the speed of TensorRT FP16, at least 1.5x is wanted"),
+        (2, (), 3, "1.67x (1.67 to 1.67) the speed of TensorRT FP16, at least 2x is wanted"),
+        (2, ("--baselines", "fp32"), 0, "3.00x (3.00 to 3.00) the speed of TensorRT FP32, "),
+        (2, ("--baselines", "none"), 0, "its speed, 2x that of a float engine on its device at"),
+    ],
+)
 def test_a_demanded_speed_is_over_float16_of_its_gpu(tensorrt, build, asked, options, code, said):
     tensorrt(TEN)
     made = build("--min-speedup", asked, "--max-loss", 1, *options)
@@ -312,8 +315,10 @@ def test_the_plan_stands_beside_what_the_engine_runs(tensorrt, build, version):
     ran = made.rows["int8"]["ran"]
     assert (ran["planned"], ran["precisions"]["int8"]) == (9, 4)
     assert {row["node"]: row["ran"] for row in ran["lost"]} == {
-        "Add_a": "float16", "Relu_r2": "float16", "MaxPool_p": "float16",
-    }  # fmt: skip
+        "Add_a": "float16",
+        "Relu_r2": "float16",
+        "MaxPool_p": "float16",
+    }
     assert "planned" not in made.rows["TensorRT FP16"]["ran"]
     words = f"6 of 9 planned nodes in int8; {ran['reformats']} reformats"
     assert all(words in page for page in (made.said, made.md, made.html))
@@ -322,8 +327,9 @@ def test_the_plan_stands_beside_what_the_engine_runs(tensorrt, build, version):
     assert "<td>Add_a</td><td>Add</td><td>int8</td><td>float16</td>" in cells
     assert line(made, "Quantized layers")[1:4] == [
         f"0 of {made.rows['TensorRT FP32']['ran']['layers']}",
-        f"0 of {made.rows['TensorRT FP16']['ran']['layers']}", f"4 of {ran['layers']}",
-    ]  # fmt: skip
+        f"0 of {made.rows['TensorRT FP16']['ran']['layers']}",
+        f"4 of {ran['layers']}",
+    ]
     assert line(made, "Reformats")[3] == str(ran["reformats"]) != "0"
 
 
@@ -344,29 +350,67 @@ def layer(name, kind, form, **more):
 
 
 def test_the_inspectors_words_are_read():
-    layers = parse_layers(json.dumps({"Layers": [
-        layer("w + Q_1 + /a/Conv + /b/Add", "CaskConvolution",
-              "Thirty-two wide channel vectorized row major Int8 format"),
-        layer("c || d + e", "CaskConvolution", "Channel major FP16 format where channel % 8 == 0."),
-        layer("PWN(PWN(s), m)", "PointWiseV2", "Row major linear BFloat16 format"),
-        layer("__myl_Fc", "fusion", "Half", Metadata="[ONNX Layer: g[0]/MatMul][ONNX Layer: h]"),
-        layer("i", "gemm", "FP8", Metadata="[ONNX Layer: i]\u001e[ONNX Layer: j]"),
-        layer("Reformatting CopyNode for x", "Reformat", "Row major linear FP32", Metadata=""),
-        layer("n", "NoOp", "Float"), layer("k", "Constant", ""),
-        layer("u", "Shuffle", "Row major linear UInt8 format"),
-        layer("t", "gemm", "") | {"Inputs": [{"Format": "Row major", "Datatype": "Int8"}]},
-        layer("p", "PluginV2", "Unknown"),
-        layer("{ForeignNode[/a/Conv.../b/Add + r]}", "DLA", "Int8"),
-        layer("{ForeignNode[c]}", "DLA", ""),
-        layer("{ForeignNode[d...f]}", "Myelin", "Half", Metadata="[ONNX Layer: d][ONNX Layer: f]"),
-    ], "Bindings": ["x"]}))  # fmt: skip
+    layers = parse_layers(
+        json.dumps(
+            {
+                "Layers": [
+                    layer(
+                        "w + Q_1 + /a/Conv + /b/Add",
+                        "CaskConvolution",
+                        "Thirty-two wide channel vectorized row major Int8 format",
+                    ),
+                    layer(
+                        "c || d + e",
+                        "CaskConvolution",
+                        "Channel major FP16 format where channel % 8 == 0.",
+                    ),
+                    layer("PWN(PWN(s), m)", "PointWiseV2", "Row major linear BFloat16 format"),
+                    layer(
+                        "__myl_Fc",
+                        "fusion",
+                        "Half",
+                        Metadata="[ONNX Layer: g[0]/MatMul][ONNX Layer: h]",
+                    ),
+                    layer("i", "gemm", "FP8", Metadata="[ONNX Layer: i]\u001e[ONNX Layer: j]"),
+                    layer(
+                        "Reformatting CopyNode for x",
+                        "Reformat",
+                        "Row major linear FP32",
+                        Metadata="",
+                    ),
+                    layer("n", "NoOp", "Float"),
+                    layer("k", "Constant", ""),
+                    layer("u", "Shuffle", "Row major linear UInt8 format"),
+                    layer("t", "gemm", "")
+                    | {"Inputs": [{"Format": "Row major", "Datatype": "Int8"}]},
+                    layer("p", "PluginV2", "Unknown"),
+                    layer("{ForeignNode[/a/Conv.../b/Add + r]}", "DLA", "Int8"),
+                    layer("{ForeignNode[c]}", "DLA", ""),
+                    layer(
+                        "{ForeignNode[d...f]}",
+                        "Myelin",
+                        "Half",
+                        Metadata="[ONNX Layer: d][ONNX Layer: f]",
+                    ),
+                ],
+                "Bindings": ["x"],
+            }
+        )
+    )
     assert [(one.precision, one.nodes, one.reformat) for one in layers] == [
-        ("int8", ("w", "Q_1", "/a/Conv", "/b/Add"), False), ("float16", ("c", "d", "e"), False),
-        ("bfloat16", ("s", "m"), False), ("float16", ("g[0]/MatMul", "h"), False),
-        ("fp8", ("i", "j"), False), ("float32", ("Reformatting CopyNode for x",), True),
-        ("uint8", ("u",), False), ("int8", ("t",), False), ("", ("p",), False),
-        ("", (), False), ("", ("c",), False), ("", ("d", "f"), False),
-    ]  # fmt: skip
+        ("int8", ("w", "Q_1", "/a/Conv", "/b/Add"), False),
+        ("float16", ("c", "d", "e"), False),
+        ("bfloat16", ("s", "m"), False),
+        ("float16", ("g[0]/MatMul", "h"), False),
+        ("fp8", ("i", "j"), False),
+        ("float32", ("Reformatting CopyNode for x",), True),
+        ("uint8", ("u",), False),
+        ("int8", ("t",), False),
+        ("", ("p",), False),
+        ("", (), False),
+        ("", ("c",), False),
+        ("", ("d", "f"), False),
+    ]
     blocks = [(one.block, one.ends) for one in layers[-3:]]
     assert blocks == [("DLA", ("/a/Conv", "r")), ("DLA", None), ("Myelin", None)]
     assert {parse_layers(one) for one in ('{"Layers": ["a", "b"]}', "no JSON", "[]")} == {()}

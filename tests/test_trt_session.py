@@ -129,10 +129,15 @@ def test_scalars_go_in_and_out(machine, tmp_path):
 
 
 KINDS = {
-    "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16,
-    "float8": TensorProto.FLOAT8E4M3FN, "int8": TensorProto.INT8, "uint8": TensorProto.UINT8,
-    "int32": TensorProto.INT32, "int64": TensorProto.INT64, "bool": TensorProto.BOOL,
-}  # fmt: skip
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+    "float8": TensorProto.FLOAT8E4M3FN,
+    "int8": TensorProto.INT8,
+    "uint8": TensorProto.UINT8,
+    "int32": TensorProto.INT32,
+    "int64": TensorProto.INT64,
+    "bool": TensorProto.BOOL,
+}
 
 
 @pytest.mark.parametrize("dtype", KINDS)

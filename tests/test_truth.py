@@ -150,14 +150,23 @@ def test_a_task_that_is_set_holds_for_the_search_and_the_verdict(
     assert report.engines[1].accuracy.task is None
 
 
-@pytest.mark.parametrize(("task", "rule"), [
-    ("cats", "a task is one of boxes, text, segmentation, masks, heatmaps, keypoints, labels,"
-             " classes, embeddings, steps, indices, none, got 'cats'"),
-    ("boxes", "the task boxes needs [N, A, 4] or wider beside scores [N, A, C], got logits"),
-    ("text", "the task text needs [N, T, C] scores of 11 symbols or more, got logits [1, 10]; set"
-             " another, or none to compare values"),
-    ("indices", "the task indices needs int32 or int64 outputs, got logits [1, 10]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("task", "rule"),
+    [
+        (
+            "cats",
+            "a task is one of boxes, text, segmentation, masks, heatmaps, keypoints, labels,"
+            " classes, embeddings, steps, indices, none, got 'cats'",
+        ),
+        ("boxes", "the task boxes needs [N, A, 4] or wider beside scores [N, A, C], got logits"),
+        (
+            "text",
+            "the task text needs [N, T, C] scores of 11 symbols or more, got logits [1, 10]; set"
+            " another, or none to compare values",
+        ),
+        ("indices", "the task indices needs int32 or int64 outputs, got logits [1, 10]"),
+    ],
+)
 def test_a_task_that_does_not_fit_is_refused_in_one_sentence(refused, small_cnn, task, rule):
     assert rule in refused(small_cnn, "--task", task)
 
@@ -198,9 +207,10 @@ def test_what_a_metric_does_to_its_arrays_is_no_other_engines_matter(build, smal
         ("own.py:word", "must return a finite number, got 'well'"),
         ("own.py:silent", "must return a finite number, got nan"),
         ("own.py:scor", "has no function 'scor'; it has broken, score, silent, word"),
-        ("gone.py:score", "nothing there"), ("own.py", "given as file.py:function"),
+        ("gone.py:score", "nothing there"),
+        ("own.py", "given as file.py:function"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_metric_is_one_sentence(refused, small_cnn, score, name, rule):
     assert rule in refused(small_cnn, *SMALL, "--metric", score.parent / name)
 
@@ -210,14 +220,17 @@ class Unread(float):
         raise OSError("no disk")
 
 
-@pytest.mark.parametrize(("value", "rule"), [
-    ("1", "must return a finite number, got '1' from"),
-    (10**400, "must return a finite number, got 1000"),
-    ([10**5000], "metric .* must run without error, got ValueError"),  # Python prints no such
-    (np.ones(2), "must return a finite number, got array"),
-    (None, "must return a finite number, got None"),
-    (Unread(1), "metric .* must run without error, got OSError: no disk"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        ("1", "must return a finite number, got '1' from"),
+        (10**400, "must return a finite number, got 1000"),
+        ([10**5000], "metric .* must run without error, got ValueError"),  # Python prints no such
+        (np.ones(2), "must return a finite number, got array"),
+        (None, "must return a finite number, got None"),
+        (Unread(1), "metric .* must run without error, got OSError: no disk"),
+    ],
+)
 def test_a_metric_gives_a_number(value, rule):
     tally = MetricTally(metric_of(lambda fp32, int8, label: value), labels=None)
     with pytest.raises(ConfigError, match=rule):
@@ -286,15 +299,18 @@ def test_a_coco_json_gives_both_precisions(accuracy, detector, labelled, annotat
     assert worse["precision"]["reference_50"] < found["reference_50"]
 
 
-@pytest.mark.parametrize(("broken", "why"), [
-    ({"bbox": [1, 2, -3, 4]}, "a bbox of '00.png' that is no x, y, width and height"),
-    ({"bbox": [1, 2, float("nan"), 4]}, "a bbox of '00.png'"),
-    ({"bbox": [1, 2, float("inf"), 4]}, "a bbox of '00.png'"),
-    ({"bbox": [1, 2, 0, -0.5]}, "a bbox of '00.png'"),
-    ({"category_id": 5}, "a category_id that no category has, 5"),
-    ({"image_id": 99}, "an image_id that no image has, 99"),
-    ({}, "'00.png' is several images there"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        ({"bbox": [1, 2, -3, 4]}, "a bbox of '00.png' that is no x, y, width and height"),
+        ({"bbox": [1, 2, float("nan"), 4]}, "a bbox of '00.png'"),
+        ({"bbox": [1, 2, float("inf"), 4]}, "a bbox of '00.png'"),
+        ({"bbox": [1, 2, 0, -0.5]}, "a bbox of '00.png'"),
+        ({"category_id": 5}, "a category_id that no category has, 5"),
+        ({"image_id": 99}, "an image_id that no image has, 99"),
+        ({}, "'00.png' is several images there"),
+    ],
+)
 def test_objects_that_cannot_be_are_refused(broken, why, refused, detector, labelled, annotations):
     """Counted as they stand they would lower the precision of both models in silence."""
     data = json.loads(annotations.read_text())
@@ -329,10 +345,11 @@ def test_annotations_of_others_are_refused(refused, detector, small_cnn, labelle
     known = {"annotations": [a for a in data["annotations"] if a["image_id"] != 19]}
     more = {"categories": [*data["categories"], {"id": 900, "name": "c"}]}
     for change, why in [
-        (fewer, "COCO json"), (fewer | known, "'19.png' is not"),
+        (fewer, "COCO json"),
+        (fewer | known, "'19.png' is not"),
         (known | more, "3 categories and 2 classes (y: boxes by centre"),
         (known | more, "list all that it learned as categories, or leave the labels out"),
-    ]:  # fmt: skip
+    ]:
         annotations.write_text(json.dumps(data | change))
         assert why in refused(detector, *labelled)
     for text in ("[1, 2", "[]", '{"images": [{}], "annotations": [], "categories": []}', "7"):

@@ -50,15 +50,22 @@ def spoiled(folder, *, late=False):
     rng = np.random.default_rng(1)
     size = np.where(np.arange(8) == 0, 1000.0, 1.0).reshape(1, 8, 1, 1)
     constants = {
-        "w1": rng.normal(0, 0.3, (8, 3, 3, 3)), "size": size,
+        "w1": rng.normal(0, 0.3, (8, 3, 3, 3)),
+        "size": size,
         "w2": rng.normal(0, 0.3, (8, 8, 1, 1)) / size,
-        "w3": rng.normal(0, 0.2, (16, 8, 3, 3)), "w4": rng.normal(0, 0.1, (8, 16, 3, 3)),
-    }  # fmt: skip
+        "w3": rng.normal(0, 0.2, (16, 8, 3, 3)),
+        "w4": rng.normal(0, 0.1, (8, 16, 3, 3)),
+    }
     nodes = [
-        ("Conv", "x w1", "stem", SAME), ("Tanh", "stem", "t", {}), ("Mul", "t size", "m", {}),
-        ("Conv", "m w2", "bad", {}), ("Relu", "bad", "r2", {}),
-        ("Conv", "r2 w3", "mid", SAME), ("Relu", "mid", "r3", {}), ("Conv", "r3 w4", "y", SAME),
-    ]  # fmt: skip
+        ("Conv", "x w1", "stem", SAME),
+        ("Tanh", "stem", "t", {}),
+        ("Mul", "t size", "m", {}),
+        ("Conv", "m w2", "bad", {}),
+        ("Relu", "bad", "r2", {}),
+        ("Conv", "r2 w3", "mid", SAME),
+        ("Relu", "mid", "r3", {}),
+        ("Conv", "r3 w4", "y", SAME),
+    ]
     if not late:
         return saved(folder, "spoiled", nodes, constants)
     constants |= {"v": rng.normal(0, 0.2, (8, 3, 3, 3)), "w": rng.normal(0, 0.2, (3, 8, 3, 3))}
@@ -71,13 +78,17 @@ def sound(folder):
     """Three layers that int8 does not hurt."""
     rng = np.random.default_rng(2)
     constants = {
-        "w1": rng.normal(0, 0.3, (8, 3, 4, 4)), "w2": rng.normal(0, 0.2, (8, 8, 3, 3)),
+        "w1": rng.normal(0, 0.3, (8, 3, 4, 4)),
+        "w2": rng.normal(0, 0.2, (8, 8, 3, 3)),
         "w3": rng.normal(0, 0.2, (8, 8, 3, 3)),
-    }  # fmt: skip
+    }
     nodes = [
-        ("Conv", "x w1", "a", {}), ("Relu", "a", "ra", {}), ("Conv", "ra w2", "b", SAME),
-        ("Relu", "b", "rb", {}), ("Conv", "rb w3", "y", SAME),
-    ]  # fmt: skip
+        ("Conv", "x w1", "a", {}),
+        ("Relu", "a", "ra", {}),
+        ("Conv", "ra w2", "b", SAME),
+        ("Relu", "b", "rb", {}),
+        ("Conv", "rb w3", "y", SAME),
+    ]
     return saved(folder, "sound", nodes, constants)
 
 
@@ -324,24 +335,30 @@ def test_a_layer_that_a_user_takes_out_of_the_plan_runs_in_int8(default, model, 
     assert built.precision("onnxruntime")["/bad/Conv"] != "float32"
 
 
-@pytest.mark.parametrize(("old", "new", "words"), [
-    ("float = []", 'float = ["/nowhere/*"]', "must be in the model, got '/nowhere/*'"),
-    ('"/bad/Conv" =', '"/nowhere/Conv" =', "got '/nowhere/Conv'"),
-    ('"/bad/Conv" =', '"/bad\\nConv" =', "a plan must name nodes of the model"),
-    ("[onnxruntime.methods]", '[onnxruntime.methods]\nr9 = "mse"', "name tensors of the model"),
-    ("settled =", "setled =", "[onnxruntime] of a plan has no 'setled'"),
-    ("[onnxruntime]", "[onnxruntime", "must be a TOML file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("float = []", 'float = ["/nowhere/*"]', "must be in the model, got '/nowhere/*'"),
+        ('"/bad/Conv" =', '"/nowhere/Conv" =', "got '/nowhere/Conv'"),
+        ('"/bad/Conv" =', '"/bad\\nConv" =', "a plan must name nodes of the model"),
+        ("[onnxruntime.methods]", '[onnxruntime.methods]\nr9 = "mse"', "name tensors of the model"),
+        ("settled =", "setled =", "[onnxruntime] of a plan has no 'setled'"),
+        ("[onnxruntime]", "[onnxruntime", "must be a TOML file"),
+    ],
+)
 def test_an_edit_that_cannot_be_obeyed_is_refused(old, new, words, default, model, build, tmp_path):
     refused = build(model, "--plan", edited(default, tmp_path / "p", old, new))
     assert refused.code == 1 and words in refused.error
     assert refused.error.startswith("calib8: error: ") and refused.error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("old", "new", "said"), [
-    ("\n[tensorrt.float]", 'method = "minmax"\n[tensorrt.float]', "minmax"),
-    ("[tensorrt.methods]", '[tensorrt.methods]\nr2 = "minmax"', "mse (minmax for 1 tensor)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("\n[tensorrt.float]", 'method = "minmax"\n[tensorrt.float]', "minmax"),
+        ("[tensorrt.methods]", '[tensorrt.methods]\nr2 = "minmax"', "mse (minmax for 1 tensor)"),
+    ],
+)
 def test_methods_of_the_plan_find_the_ranges(old, new, said, default, model, build, tmp_path):
     text = (default.out / "calib8/spoiled.plan.toml").read_text()
     one = tmp_path / "one.plan.toml"
@@ -414,9 +431,13 @@ def test_a_method_that_was_asked_for_stands(default, model, build):
 def latency(ms):
     timing = Timing.of([ms] * 4)
     return Latency(
-        queries=4, warmup_queries=1, total_host_walltime_s=1, throughput_qps=1, latency=timing,
+        queries=4,
+        warmup_queries=1,
+        total_host_walltime_s=1,
+        throughput_qps=1,
+        latency=timing,
         host=timing,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -537,11 +558,14 @@ def test_what_time_settled_is_built_again_whatever_the_clock_says(timed):
     assert timed().files == timed(int8=SLOW_B).files
 
 
-@pytest.mark.parametrize(("times", "runs", "best"), [
-    ([5.0] * 12, 4, 5.0),  # nothing to wait for
-    ([9.0, 9.0, 8.0, 9.0, 5.0, 5.05, 5.05, 4.95, 3.0], 8, 4.95),  # 5 to 4.95 is noise
-    ([8.0 - number for number in range(8)], 8, 1.0),  # never calm: at most 8
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("times", "runs", "best"),
+    [
+        ([5.0] * 12, 4, 5.0),  # nothing to wait for
+        ([9.0, 9.0, 8.0, 9.0, 5.0, 5.05, 5.05, 4.95, 3.0], 8, 4.95),  # 5 to 4.95 is noise
+        ([8.0 - number for number in range(8)], 8, 1.0),  # never calm: at most 8
+    ],
+)
 def test_splits_are_timed_until_the_machine_is_calm(times, runs, best, monkeypatch):
     left = iter(times)
     monkeypatch.setattr(clocks, "quickest_ms", lambda *_, **__: next(left))
@@ -549,10 +573,14 @@ def test_splits_are_timed_until_the_machine_is_calm(times, runs, best, monkeypat
     assert found.ms == best and len(list(left)) == len(times) - runs
 
 
-@pytest.mark.parametrize(("int8", "float32", "faster"), [
-    ([8.0] * 4, [10.0] * 4, True), ([9.9] * 4, [10.0] * 4, False),  # no more than clocks differ by
-    ([8.0, 9.9] * 2, [10.0] * 4, False),  # nor than the same model's times differ by
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("int8", "float32", "faster"),
+    [
+        ([8.0] * 4, [10.0] * 4, True),
+        ([9.9] * 4, [10.0] * 4, False),  # no more than clocks differ by
+        ([8.0, 9.9] * 2, [10.0] * 4, False),  # nor than the same model's times differ by
+    ],
+)
 def test_int8_is_faster_by_more_than_times_spread(int8, float32, faster, monkeypatch):
     left = iter([ms for pair in zip(int8, float32, strict=True) for ms in pair])
     monkeypatch.setattr(clocks, "quickest_ms", lambda *_, **__: next(left))

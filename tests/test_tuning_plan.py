@@ -34,27 +34,51 @@ from tests.models import make_model, make_node
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 STRANGE = st.sampled_from(
-    ['"', "\\", "'", "\n", "\r\n", "\t", "\x00", "\x7f", "\x85", "\u2028", "a.b", "a b", "", "ü/层",
-     "#", "[x]", "= 1", '"""', "\U0001f600", "\ufeff"]
-)  # fmt: skip
+    [
+        '"',
+        "\\",
+        "'",
+        "\n",
+        "\r\n",
+        "\t",
+        "\x00",
+        "\x7f",
+        "\x85",
+        "\u2028",
+        "a.b",
+        "a b",
+        "",
+        "ü/层",
+        "#",
+        "[x]",
+        "= 1",
+        '"""',
+        "\U0001f600",
+        "\ufeff",
+    ]
+)
 NAME = TEXT | STRANGE
 METHOD = st.sampled_from(["mse", "minmax", "percentile", "entropy"]).map(Method.of)
 NUMBER = st.floats(allow_nan=False) | st.integers(-5, 5).map(float)
 TARGET = st.builds(
     TargetPlan,
     choices=st.builds(
-        Choices, float_nodes=st.dictionaries(NAME, NAME, max_size=3), method=st.none() | METHOD,
+        Choices,
+        float_nodes=st.dictionaries(NAME, NAME, max_size=3),
+        method=st.none() | METHOD,
         methods=st.dictionaries(NAME, METHOD, max_size=3),
     ),
     made_from=NAME,
     settled=NAME,
     tried=st.lists(st.dictionaries(NAME, NAME | NUMBER, max_size=3), max_size=2).map(tuple),
-)  # fmt: skip
+)
 OWN = ("schema", "model", "float")  # keys of the file, which no target is named after
 PLAN = st.builds(
-    PlanFile, model=NAME, float_nodes=st.lists(NAME, max_size=3).map(tuple),
+    PlanFile,
+    model=NAME,
+    float_nodes=st.lists(NAME, max_size=3).map(tuple),
     targets=st.dictionaries(NAME.filter(lambda name: name not in OWN), TARGET, max_size=2),
-)  # fmt: skip
+)
 
 GOOD = f"""schema = "{SCHEMA}"
 model = "abc"
@@ -100,7 +124,8 @@ def test_a_plan_written_by_hand_is_read_and_written_again(path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "must begin with schema"), ("float = [", "must be a TOML file"),
+        ("", "must begin with schema"),
+        ("float = [", "must be a TOML file"),
         (GOOD.replace("plan/1", "plan/9"), "calib8-plan/9"),
         (GOOD.replace('"calib8-plan/1"', "1"), "must begin with schema"),
         (GOOD.replace('model = "abc"', "model = 3"), "Expected `str`, got `int` - at `$.model`"),
@@ -116,12 +141,13 @@ def test_a_plan_written_by_hand_is_read_and_written_again(path):
         (GOOD.split("[[")[0] + "tried = 5\n", "`array`, got `int` - at `$.tried`"),
         (GOOD.split("\n[")[0] + "\nascend = 1\n", "must be the plan of a target, got"),
         (b"\xff\xfe" + GOOD.encode("utf-16-le"), "must be a TOML file"),
-        (b"\x00" * 40, "must be a TOML file"), ("x = " + "[" * 100_000, "must be a TOML file"),
+        (b"\x00" * 40, "must be a TOML file"),
+        ("x = " + "[" * 100_000, "must be a TOML file"),
         (".".join("a" * 50_000) + " = 1", "keys of over 64 dots"),
         ('"a.b" . ' + " . ".join("a" * 50_000) + ' = "c"', "keys of over 64 dots"),
         (GOOD + GOOD, "must be a TOML file"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_plan_is_refused_in_one_sentence(path, text, words):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=re.escape(words)) as refusal:
@@ -243,9 +269,11 @@ def test_groups_that_matter_little_are_not_halved():
 
 @settings(max_examples=60)
 @given(
-    st.integers(0, 40), st.integers(1, 12), st.integers(0, 30),
+    st.integers(0, 40),
+    st.integers(1, 12),
+    st.integers(0, 30),
     st.dictionaries(st.sampled_from(LAYERS), st.floats(0, 10), max_size=6),
-)  # fmt: skip
+)
 def test_no_more_is_tried_than_allowed_and_each_layer_stands_once(count, groups, most, noisy):
     result, tried = found(noisy, layers=LAYERS[:count], groups=groups, most=most)
     assert len(tried) <= max(most, groups)
@@ -332,9 +360,11 @@ def test_a_unit_that_takes_next_to_no_time_does_not_change_sides_for_it(monkeypa
         ({"x/Q": 0.3}, 0.2, 0.5 / 1024),  # 16 x 8 x 8 values of x
         ({"x/Q": 0.3, "a/Q": 0.7}, 0.0, 1 / 2048),
         ({"x/Q": 0.3, "a/Q": 0.0}, 0.0, 0.3 / 1024),  # folded away: turns nothing
-        ({"x/Q": 90.0}, 0.0, 1.0e-3), ({"x/Q": 0.001}, 0.0, 0.1e-3), ({}, 5.0, 0.1e-3),
+        ({"x/Q": 90.0}, 0.0, 1.0e-3),
+        ({"x/Q": 0.001}, 0.0, 0.1e-3),
+        ({}, 5.0, 0.1e-3),
     ],
-)  # fmt: skip
+)
 def test_turning_costs_by_the_value_within_limits(monkeypatch, priced, pairs, rest, rate):
     found = timed(monkeypatch, priced, int8=(1, 1, 1), floats=(9, 9, 9), rest=rest, pairs=pairs)
     assert found.turning["x"] - found.turning["y"] == pytest.approx(512 * rate)  # of 1024 and 512
@@ -375,9 +405,12 @@ def test_counted_prices_are_products_seven_tenths_of_them_in_int8_and_turning_is
 
 
 ROW = Units(
-    members={name: (name,) for name in "abc"}, edges=(("a", "b", "t"), ("b", "c", "u")),
-    inlets=(("a", "x"),), outlets=(("c", "y"),), layers=("a", "b", "c"),
-)  # fmt: skip
+    members={name: (name,) for name in "abc"},
+    edges=(("a", "b", "t"), ("b", "c", "u")),
+    inlets=(("a", "x"),),
+    outlets=(("c", "y"),),
+    layers=("a", "b", "c"),
+)
 
 
 def row(turning=1.0, **units):

@@ -447,9 +447,11 @@ def test_a_search_is_not_deceived_by_samples_that_a_sigmoid_is_sure_of(tmp_path)
     made = np.random.default_rng(8)
     first, second = made.normal(0, 0.3, (32, 64)), np.abs(made.normal(0, 0.2, (64, 1)))
     nodes = [
-        make_node("Gemm", "x first", "a"), make_node("Relu", "a", "r"),
-        make_node("Gemm", "r second less", "s"), make_node("Sigmoid", "s", "y"),
-    ]  # fmt: skip
+        make_node("Gemm", "x first", "a"),
+        make_node("Relu", "a", "r"),
+        make_node("Gemm", "r second less", "s"),
+        make_node("Sigmoid", "s", "y"),
+    ]
     weights = as_float32({"first": first, "second": second, "less": [-8.0]})
     model = make_model(nodes, {"x": [1, 32]}, {"y": [1, 1]}, weights, opset=17)
     loud = np.where(np.arange(48) % 6 == 1, 1.0, 20.0)[:, None]
@@ -519,10 +521,13 @@ def test_a_layer_that_cannot_be_tried_alone_is_not_blamed(build_failing):
     assert f" of {probes} trials could not be run; the first: {WHY}" in note
 
 
-@pytest.mark.parametrize(("where", "refused"), [
-    (probe, lambda model: len(layers_in_int8(model)) == 1),  # those tried whole have more
-    (float_activations, lambda model: True),  # the float model that tells what goes in
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "refused"),
+    [
+        (probe, lambda model: len(layers_in_int8(model)) == 1),  # those tried whole have more
+        (float_activations, lambda model: True),  # the float model that tells what goes in
+    ],
+)
 def test_if_no_layer_can_be_tried_alone_the_search_goes_on(where, refused, build_failing):
     built = build_failing(refused, "--accept", where=where)
     assert nameless(built) == []
@@ -679,9 +684,11 @@ def chain(shape=(1, 4)):
     """x -> a -> b -> c -> y, and a is added once more before y."""
     weights = np.random.default_rng(2).normal(size=(3, 4, 4)).astype(np.float32)
     nodes = [
-        make_node("MatMul", "x w0", "a", name="A"), make_node("MatMul", "a w1", "b", name="B"),
-        make_node("MatMul", "b w2", "c", name="C"), make_node("Add", "c a", "y", name="D"),
-    ]  # fmt: skip
+        make_node("MatMul", "x w0", "a", name="A"),
+        make_node("MatMul", "a w1", "b", name="B"),
+        make_node("MatMul", "b w2", "c", name="C"),
+        make_node("Add", "c a", "y", name="D"),
+    ]
     constants = {f"w{place}": weight for place, weight in enumerate(weights)}
     return make_model(nodes, {"x": shape}, {"y": shape}, constants, opset=17)
 

@@ -130,13 +130,15 @@ def test_a_tutorial_shows_no_command_that_is_not_run(name):
 
 @pytest.mark.parametrize(
     ("shown", "said", "same"),
-    [("Load  2.6 ms   SQNR 37.4 dB", "Load 19.25 ms SQNR 37.9 dB", True),
-     ("1.06 times as fast, 79.6 KiB", "0.9 times as fast, 80 KiB", True),
-     ("SQNR  37.4 dB", "SQNR  13.1 dB", False),
-     ("an error: ... 2 of 3", "an error: 0.5 or 2 of 3", True),
-     ("25 of 27 nodes", "24 of 27 nodes", False),
-     ("good: 0.25 points", "unusable: 0.25 points", False)],
-)  # fmt: skip
+    [
+        ("Load  2.6 ms   SQNR 37.4 dB", "Load 19.25 ms SQNR 37.9 dB", True),
+        ("1.06 times as fast, 79.6 KiB", "0.9 times as fast, 80 KiB", True),
+        ("SQNR  37.4 dB", "SQNR  13.1 dB", False),
+        ("an error: ... 2 of 3", "an error: 0.5 or 2 of 3", True),
+        ("25 of 27 nodes", "24 of 27 nodes", False),
+        ("good: 0.25 points", "unusable: 0.25 points", False),
+    ],
+)
 def test_a_line_is_compared_but_for_what_is_measured(shown, said, same):
     assert alike(shown, said) is same
 

@@ -38,17 +38,22 @@ def guessing(folder, *, outlier, wide, margin=6.0):
     rng = np.random.default_rng(3)
     size = np.where(np.arange(16) == 0, outlier, 1.0).reshape(1, 16, 1, 1)
     constants = {
-        "w1": rng.normal(0, 0.3, (16, 3, 3, 3)), "size": size,
+        "w1": rng.normal(0, 0.3, (16, 3, 3, 3)),
+        "size": size,
         "w2": rng.normal(0, 0.1, (wide, 16, 3, 3)) / size,
         "w3": rng.normal(0, 0.02, (10, wide, 12, 12)),
         "b3": np.where(np.arange(10) < 5, margin, -margin),
-    }  # fmt: skip
+    }
     same = {"pads": [1, 1, 1, 1]}
     nodes = [
-        ("Conv", "x w1", "stem", same), ("Tanh", "stem", "t", {}), ("Mul", "t size", "m", {}),
-        ("Conv", "m w2", "wide", same), ("Relu", "wide", "r", {}),
-        ("Conv", "r w3 b3", "s", {}), ("Flatten", "s", "y", {}),
-    ]  # fmt: skip
+        ("Conv", "x w1", "stem", same),
+        ("Tanh", "stem", "t", {}),
+        ("Mul", "t size", "m", {}),
+        ("Conv", "m w2", "wide", same),
+        ("Relu", "wide", "r", {}),
+        ("Conv", "r w3 b3", "s", {}),
+        ("Flatten", "s", "y", {}),
+    ]
     return saved(folder, "guessing", nodes, constants)
 
 
@@ -130,9 +135,13 @@ def test_what_was_tried_is_told_once(default, surer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("net", "first", "targets", "was"), [
-    ("model", "default", ALL, "unusable"), ("narrow", "surer", GRIDS, "doubtful"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("net", "first", "targets", "was"),
+    [
+        ("model", "default", ALL, "unusable"),
+        ("narrow", "surer", GRIDS, "doubtful"),
+    ],
+)
 def test_a_second_build_obeys_plan(net, first, targets, was, build, request, monkeypatch, tmp_path):
     net, first = map(request.getfixturevalue, (net, first))
     monkeypatch.setattr(search_samples, "GrowingComparison", None)  # whoever calls it fails
@@ -305,9 +314,14 @@ def test_values_beside_a_task_that_is_kept_are_judged_too(monkeypatch):
     )
     age = OutputAccuracy(name="age", sqnr_db=16, cosine_mean=1, cosine_min=1, max_abs_error=9)
     part = SliceAccuracy(
-        label="age", output="age", sqnr_db=6, cosine_mean=1, cosine_min=1, max_abs_error=9,
+        label="age",
+        output="age",
+        sqnr_db=6,
+        cosine_mean=1,
+        cosine_min=1,
+        max_abs_error=9,
         less=USUAL,
-    )  # fmt: skip
+    )
     figures = Accuracy(samples=9, outputs=(age,), parts=(part,), task=figure)
     monkeypatch.setattr(search_samples.VerdictPredictor, "_judged", lambda *_: [figures])
     judge = search_samples.VerdictPredictor(
@@ -317,18 +331,31 @@ def test_values_beside_a_task_that_is_kept_are_judged_too(monkeypatch):
     assert not found.good and found.doubtful == "6.0 dB in the worst part, age"
 
 
-@pytest.mark.parametrize(("found", "lost", "noise", "good"), [
-    (13, 0, 0.075, False), (13, 0, 0.06, True), (13, 1 / 13, 0.06, False), (200, 0, 0.075, True),
-    (200, 0.04, 0.08, True), (None, 0, 0.075, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("found", "lost", "noise", "good"),
+    [
+        (13, 0, 0.075, False),
+        (13, 0, 0.06, True),
+        (13, 1 / 13, 0.06, False),
+        (200, 0, 0.075, True),
+        (200, 0.04, 0.08, True),
+        (None, 0, 0.075, True),
+    ],
+)
 def test_a_few_boxes_that_are_kept_show_no_loss_but_the_noise_does(
     found, lost, noise, good, monkeypatch
 ):
     """Of 13 boxes all were kept, and of 86 in other photos 91 %."""
     figure = TaskFigure(
-        task="boxes", figure="", value=1 - lost, count="", words=f"all of {found} boxes",
-        samples=51, found=found, form="",
-    )  # fmt: skip
+        task="boxes",
+        figure="",
+        value=1 - lost,
+        count="",
+        words=f"all of {found} boxes",
+        samples=51,
+        found=found,
+        form="",
+    )
     figures = Accuracy(samples=51, outputs=(), task=figure)
     monkeypatch.setattr(search_samples.VerdictPredictor, "_judged", lambda *_: [figures])
     judge = search_samples.VerdictPredictor(
@@ -340,10 +367,15 @@ def test_a_few_boxes_that_are_kept_show_no_loss_but_the_noise_does(
         assert expected.doubtful == "all of 13 boxes, too few to show what int8 loses"
 
 
-@pytest.mark.parametrize(("fuller", "first", "built"), [
-    ({}, {}, "fuller"), ({"doubtful": "9 dB"}, {}, "first"), ({"unusable": "3 dB"}, {}, "first"),
-    ({"doubtful": "9 dB"}, {"doubtful": "12 dB"}, "first"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fuller", "first", "built"),
+    [
+        ({}, {}, "fuller"),
+        ({"doubtful": "9 dB"}, {}, "first"),
+        ({"unusable": "3 dB"}, {}, "first"),
+        ({"doubtful": "9 dB"}, {"doubtful": "12 dB"}, "first"),
+    ],
+)
 def test_half_in_int8_is_preferred_if_it_is_good(fuller, first, built):
     given = {"fuller": fuller, "first": first}
     found = {name: search_samples.ExpectedVerdict(**one) for name, one in given.items()}
@@ -370,9 +402,10 @@ def test_where_no_split_is_usable_the_quietest_is_built(quietest, built):
     assert (chosen.trial, chosen.unusable) == (built, "3 dB")
 
 
-@pytest.mark.parametrize("time, lost, built", [
-    (0.8, 0.06, "quiet"), (0.95, 0.06, "loud"), (0.8, 0.22, "loud"), (0.95, 0.04, "quiet")
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "time, lost, built",
+    [(0.8, 0.06, "quiet"), (0.95, 0.06, "loud"), (0.8, 0.22, "loud"), (0.95, 0.04, "quiet")],
+)
 def test_of_two_doubtful_splits_the_cheaper_one_is_built(time, lost, built):
     """With more weight on noise: what keeps a third of int8's gain and loses less of the task."""
     loud, quiet = SimpleNamespace(time=0.7), SimpleNamespace(time=time)
@@ -385,11 +418,17 @@ def test_of_two_doubtful_splits_the_cheaper_one_is_built(time, lost, built):
         return search_samples.ExpectedVerdict(doubtful=doubtful, lost=loss)
 
     search = SimpleNamespace(
-        weight=2.5, prices=SimpleNamespace(measured=True), best_without_float=loud, trials=[],
-        likely=lambda _: [loud if search.weight < 5 else quiet], can_refine=lambda: True,
-        faster=lambda *_: None, quieter=lambda *_, **__: None, time_of=lambda _: 0.7,
+        weight=2.5,
+        prices=SimpleNamespace(measured=True),
+        best_without_float=loud,
+        trials=[],
+        likely=lambda _: [loud if search.weight < 5 else quiet],
+        can_refine=lambda: True,
+        faster=lambda *_: None,
+        quieter=lambda *_, **__: None,
+        time_of=lambda _: 0.7,
         quiet_down=lambda: setattr(search, "weight", 10.0),
-    )  # fmt: skip
+    )
     for one in (loud, quiet):
         one.in_float, one.noise = "", SimpleNamespace(worst=0.1)
     chooser = SplitChooser(
@@ -409,19 +448,25 @@ def test_of_two_good_splits_noise_counts_no_more_than_usual(wins):
     )
     listed, found = ([loud, slow], quick) if wins == "quick" else ([loud, known, slow], None)
     search = SimpleNamespace(
-        weight=3.75, prices=SimpleNamespace(measured=True), best_without_float=loud, trials=listed,
+        weight=3.75,
+        prices=SimpleNamespace(measured=True),
+        best_without_float=loud,
+        trials=listed,
         likely=lambda n: listed[:n] if search.weight < 5 else [loud, slow],
-        faster=lambda *_: found, can_refine=lambda: True,
-    )  # fmt: skip
+        faster=lambda *_: found,
+        can_refine=lambda: True,
+    )
     search.quiet_down = lambda: setattr(search, "weight", 15.0)
 
     def choose(trials):
         return min(trials, key=lambda one: np.log(one.time) + search.weight * one.loss), []
 
     chooser = SplitChooser(
-        search=search, choose=choose, can_go_on=lambda: True,
+        search=search,
+        choose=choose,
+        can_go_on=lambda: True,
         judge=lambda one: search_samples.ExpectedVerdict(doubtful="2 new" * (one is loud)),
-    )  # fmt: skip
+    )
     assert chooser.run().trial is (quick if wins == "quick" else known)
 
 
@@ -436,12 +481,15 @@ def listing(tmp_path_factory):
     spread = np.array([1, 1, 1, 1, 4, 4]).reshape(6, 1, 1, 1)
     rows, columns = (one.reshape(-1)[:ANCHORS] for one in np.mgrid[0:5, 0:5] * 6.0)
     floats = {
-        "w0": made.normal(size=(8, 3, 3, 3)) * 0.3, "size": size,
-        "w1": made.normal(size=(3, 8, 1, 1)) * 0.5 / size, "least": np.float32(0.3),
-        "w2": made.normal(size=(6, 3, 8, 8)) * spread * 0.12, "b2": [0, 0, 0, 0, -2, -2],
+        "w0": made.normal(size=(8, 3, 3, 3)) * 0.3,
+        "size": size,
+        "w1": made.normal(size=(3, 8, 1, 1)) * 0.5 / size,
+        "least": np.float32(0.3),
+        "w2": made.normal(size=(6, 3, 8, 8)) * spread * 0.12,
+        "b2": [0, 0, 0, 0, -2, -2],
         "w3": made.normal(size=(6, 3, 16, 16)) * spread * 0.06,
         "places": np.stack([columns, rows, columns + 9, rows + 9])[None],
-    }  # fmt: skip
+    }
     floats["w1"][:, 0] = 0
     wholes = {"flat": [1, 6, -1], "cut": [4, 2], "zero": [0], "both": [0, 1]}
     nodes = parse_nodes(
@@ -499,13 +547,19 @@ def stream(large) -> onnx.ModelProto:
     """Blocks that read the first half of the channels and add to all; y reads the rest."""
     rng = np.random.default_rng(4)
     size = np.where(np.arange(8) < 4, large, 1.0).reshape(1, 8, 1, 1)
-    held = {"w0": rng.normal(0, 0.3, (8, 3, 3, 3)), "size": size, "back": 1 / size,
-            "wy": rng.normal(0, 0.3, (4, 8, 1, 1))}  # fmt: skip
+    held = {
+        "w0": rng.normal(0, 0.3, (8, 3, 3, 3)),
+        "size": size,
+        "back": 1 / size,
+        "wy": rng.normal(0, 0.3, (4, 8, 1, 1)),
+    }
     same = "Conv <pads = [1, 1, 1, 1]>"
     nodes = f"c = {same}(x, w0) t = Tanh(c) s0 = Mul(t, size)"
     for n in range(BLOCKS):
-        held |= {f"u{n}": rng.normal(0, 0.3, (16, 4, 3, 3)) / large,
-                 f"v{n}": rng.normal(0, 0.1, (8, 16, 3, 3)) * size.reshape(8, 1, 1, 1)}  # fmt: skip
+        held |= {
+            f"u{n}": rng.normal(0, 0.3, (16, 4, 3, 3)) / large,
+            f"v{n}": rng.normal(0, 0.1, (8, 16, 3, 3)) * size.reshape(8, 1, 1, 1),
+        }
         nodes += (
             f"h{n} = Slice(s{n}, zero, four, one) a{n} = {same}(h{n}, u{n}) r{n} = Relu(a{n})"
             f"b{n} = {same}(r{n}, v{n}) s{n + 1} = Add(s{n}, b{n})"

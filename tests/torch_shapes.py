@@ -107,9 +107,15 @@ class BatchNormAct2d(nn.BatchNorm2d):
 
     def forward(self, x):
         x = F.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias,
-            self.training, self.momentum, self.eps,
-        )  # fmt: skip
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            self.momentum,
+            self.eps,
+        )
         return self.act(self.drop(x))
 
 
@@ -239,12 +245,24 @@ class Ssd(nn.Module):
 def spellings():
     """Every spelling of a norm after, before and beside a layer."""
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, 2, bias=False), BatchNormAct2d(8), Inverted(8), RepVGG(8), RepVGG(8, 2),
-        nn.Conv2d(8, 8, 1), FrozenBatchNorm2d(8), nn.ReLU(),
-        nn.BatchNorm2d(8), nn.Conv2d(8, 6, 2, groups=2),
-        nn.ConvTranspose2d(6, 6, 2, groups=3), nn.SyncBatchNorm(6), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5), nn.BatchNorm1d(5),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 3, 2, bias=False),
+        BatchNormAct2d(8),
+        Inverted(8),
+        RepVGG(8),
+        RepVGG(8, 2),
+        nn.Conv2d(8, 8, 1),
+        FrozenBatchNorm2d(8),
+        nn.ReLU(),
+        nn.BatchNorm2d(8),
+        nn.Conv2d(8, 6, 2, groups=2),
+        nn.ConvTranspose2d(6, 6, 2, groups=3),
+        nn.SyncBatchNorm(6),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 5),
+        nn.BatchNorm1d(5),
+    )
 
 
 def make(kind):

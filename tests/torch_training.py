@@ -19,8 +19,9 @@ def net():
 def part():
     return module(
         lambda self, x: torch.relu(self.norm(self.conv(x))) + x,
-        conv=nn.Conv2d(3, 3, 3, padding=1), norm=nn.BatchNorm2d(3),
-    )  # fmt: skip
+        conv=nn.Conv2d(3, 3, 3, padding=1),
+        norm=nn.BatchNorm2d(3),
+    )
 
 
 def parts():
@@ -39,9 +40,12 @@ def batches(epoch, channels=1):
 
 def task(epochs, model=net, channels=1):
     return Task(
-        model=model(), inputs=[torch.zeros(2, channels, 8, 8)], epochs=epochs,
-        batches=partial(batches, channels=channels), loss=nn.functional.cross_entropy,
-    )  # fmt: skip
+        model=model(),
+        inputs=[torch.zeros(2, channels, 8, 8)],
+        epochs=epochs,
+        batches=partial(batches, channels=channels),
+        loss=nn.functional.cross_entropy,
+    )
 
 
 once, twice, of_parts = partial(task, 1), partial(task, 2), partial(task, 1, parts, 3)
@@ -74,6 +78,9 @@ def detection():
         if isinstance(one, ConvAct):
             nn.init.kaiming_normal_(one.conv.weight)  # so that values stay as large as they are
     return Task(
-        model=model.eval(), inputs=[torch.zeros(2, 3, 32, 32)], batches=boxes,
-        loss=nn.functional.mse_loss, epochs=4,
-    )  # fmt: skip
+        model=model.eval(),
+        inputs=[torch.zeros(2, 3, 32, 32)],
+        batches=boxes,
+        loss=nn.functional.mse_loss,
+        epochs=4,
+    )
