@@ -199,10 +199,11 @@ def refusal(run):
 
 
 @pytest.fixture
-def wording(request, tmp_path):
+def wording(request, tmp_path, tmp_path_factory):
     """Check messages against tests/golden/wording.json: `wording.check(error.value)`."""
     name = f"{request.node.path.name}::{request.node.name}"
-    golden = Wording(name, {str(tmp_path): "<tmp>"})
+    folders = {str(tmp_path): "<tmp>", str(tmp_path_factory.getbasetemp()): "<session>"}
+    golden = Wording(name, folders)
     yield golden
     golden.finish()
 

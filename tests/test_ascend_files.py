@@ -245,8 +245,8 @@ EVEN = (
             NV12,
             (1920, 1080),
             "DVPP (height x width): resize 1920x1080 to 320x180 (linear), paste"
-            " at row 0, column 64 of 320x320 filled with Y 114, U 128, V 128. The calibration resized to"
-            f" 320x180 and pasted at row 0, column 70{EVEN}",
+            " at row 0, column 64 of 320x320 filled with Y 114, U 128, V 128. The calibration"
+            f" resized to 320x180 and pasted at row 0, column 70{EVEN}",
         ),
         (
             YOLO,
@@ -260,8 +260,8 @@ EVEN = (
             NV12,
             (720, 1280),
             "DVPP (height x width): resize 720x1280 to 342x606 (linear), crop"
-            " 300x300 at row 20, column 152. It is 300x304 in memory; AIPP crops the upper left 299x299."
-            f" The calibration resized to 341x606 and cropped at row 21, column 153{EVEN}",
+            " 300x300 at row 20, column 152. It is 300x304 in memory; AIPP crops the upper left"
+            f" 299x299. The calibration resized to 341x606 and cropped at row 21, column 153{EVEN}",
         ),
         ({}, RGB888, (16, 24), "The host (height x width): resize 16x24 to 32x48 (linear)."),
     ],

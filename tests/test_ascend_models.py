@@ -144,7 +144,7 @@ def test_fake_quant_runs_as_amcts(case):
 
 
 # -- what cannot be done is said
-def test_what_a_calibration_needs_of_its_batches(default):
+def test_what_a_calibration_needs_of_its_batches(default, wording):
     model, graph = default
     config = default_config(graph, batch_num=3)
     with pytest.raises(FeedError, match="3, got 2"):
@@ -156,8 +156,9 @@ def test_what_a_calibration_needs_of_its_batches(default):
     with pytest.raises(CalibrationError, match=r"'conv1'.*NaN"):
         calibrate_amct(model, graph, [batch], config)
     batch = {"input.1": np.zeros((1, 2), np.float32)}
-    with pytest.raises(BackendError, match="could not run a sample"):
+    with pytest.raises(BackendError) as refusal:
         calibrate_amct(model, graph, [batch], config)
+    wording.check(refusal.value)
     batch = {"input.1": np.zeros((2, 3, 32, 32), np.float32)}
     found = calibrate_amct(model, graph, [batch], config)
     assert found.zero_layers == ("conv1",)

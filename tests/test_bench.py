@@ -88,22 +88,24 @@ def test_images_are_stacked_to_a_batch_in_turn(told, a, held, shapes_run):
     assert shapes_run == [(1, 3), (8, 3)]
 
 
-def test_a_batch_that_the_model_does_not_take_is_refused(refused, a, tmp_path):
+def test_a_batch_that_the_model_does_not_take_is_refused(refused, a, tmp_path, wording):
     fixed = saved(tmp_path / "fixed.onnx", shape=(1, 3))
     said = refused(fixed, "--batch", "1,2")
     assert "first dimension" in said and "got [1, 3] for 'x'" in said
     assert "got [1, 3] for 'x'" in refused(a, "--against", fixed, "--batch", "1")
     nodes = "s = Constant <value_ints = [1, 3]> () y = Reshape (x, s)"
     model = saved(tmp_path / "b.onnx", nodes)
-    assert "with a batch of 2: " in refused(model, "--batch", "1,2")
+    wording.check(refused(model, "--batch", "1,2"))
 
 
-def test_images_of_several_sizes_or_shapes_with_a_batch_are_no_batch(refused, told, tmp_path):
+def test_images_of_several_sizes_or_shapes_with_a_batch_are_no_batch(
+    refused, told, tmp_path, wording
+):
     (folder := tmp_path / "rows").mkdir()
     for width in (3, 4):
         np.save(folder / f"{width}.npy", np.zeros((1, width), np.float32))
     model = saved(tmp_path / "a.onnx", shape=("n", "w"))
-    assert "must have one size" in refused(model, "--images", folder, "--batch", "2")
+    wording.check(refused(model, "--images", folder, "--batch", "2"))
     assert "write 1 there" in refused(model, "--batch", "2", "--shape", "x:4x5")
     assert told(model, "--batch", "2", "--shape", "x:1x5")[0][0]["sweep"][0]["batch"] == 2
 
@@ -225,18 +227,18 @@ def test_open_shapes_are_those_that_the_build_calibrated_with(told, built, tmp_p
     assert shapes_run[-1] == (1, 3, 8, 9) and "as the build" not in out
 
 
-def test_a_manifest_that_tells_no_shape_that_fits_is_passed_over(refused, built):
+def test_a_manifest_that_tells_no_shape_that_fits_is_passed_over(refused, built, wording):
     path = built.parent / "calib8/manifest.json"
     document = json.loads(path.read_text())
     assert document["made_from"]["shapes"] == {"x": [1, 3, 12, 20]}
     stranger = built.with_name("other.onnx")  # which no build made
     stranger.write_bytes(built.read_bytes())
-    assert "give it, e.g. --shape" in refused(stranger)
+    wording.check(refused(stranger))
     broken = [[1, 3, 0, 8], [1, 4, 8, 8], [True, 3, 8, 8], [1, 3, 8], 5]
     for shapes in (None, [], *({"x": dims} for dims in broken)):
         document["made_from"]["shapes"] = shapes
         path.write_text(json.dumps(document))
-        assert "give it, e.g. --shape" in refused(built)
+        wording.check(refused(built))
 
 
 def test_streams_of_onnx_models_share_the_cores(run, a, monkeypatch):
@@ -295,13 +297,14 @@ def test_random_inputs_are_the_same_for_the_same_seed():
         ({"x": (1, 3, 0, 8)}, "got --shape 1x3x0x8"),
     ],
 )
-def test_open_dimensions_need_a_shape_that_fits(shapes, rule):
+def test_open_dimensions_need_a_shape_that_fits(shapes, rule, wording):
     spec = TensorSpec("x", "float32", ("n", 3, None, "w"))
     with pytest.raises(ConfigError, match=rule):
         random_feeds([spec], shapes=shapes)
     assert random_feeds([spec], shapes={"x": (2, 3, 8, 9)})[0]["x"].shape == (2, 3, 8, 9)
-    with pytest.raises(ConfigError, match="must be of numbers"):
+    with pytest.raises(ConfigError) as refusal:
         random_feeds([TensorSpec("s", "str", (1,))])
+    wording.check(refusal.value)
 
 
 def test_the_size_of_a_model_counts_its_external_data(a):
@@ -344,11 +347,11 @@ def test_images_are_what_is_run_and_tell_how_far_two_models_are_apart(told, tmp_
     assert second["accuracy"]["why"] == "no task, as set by --task"
 
 
-def test_options_that_images_leave_no_room_for_are_refused(refused, a, held):
-    assert "--seed shapes random inputs" in refused(a, "--images", held, "--seed", 1)
-    assert "--limit goes with --images" in refused(a, "--limit", 1)
-    assert "judged on --images, against another" in refused(a, "--images", held, "--task", "steps")
-    assert "--size goes with --images" in refused(a, "--size", "4x4")
+def test_options_that_images_leave_no_room_for_are_refused(refused, a, held, wording):
+    wording.check(refused(a, "--images", held, "--seed", 1))
+    wording.check(refused(a, "--limit", 1))
+    wording.check(refused(a, "--images", held, "--task", "steps"))
+    wording.check(refused(a, "--size", "4x4"))
 
 
 def test_openvino_is_measured_beside_onnx_runtime(told, tmp_path, held, openvino):
@@ -360,13 +363,13 @@ def test_openvino_is_measured_beside_onnx_runtime(told, tmp_path, held, openvino
     assert told(*words)[0][1].get("accuracy") is None
 
 
-def test_what_openvino_does_not_run_is_refused(refused, a, tmp_path, openvino):
+def test_what_openvino_does_not_run_is_refused(refused, a, tmp_path, openvino, wording):
     words = ("--runtime", "openvino")
     b, bad = saved(tmp_path / "b.onnx", "y = Neg (x)"), saved(tmp_path / "c.onnx", "y = Cosh (x)")
     assert "take one engine" in refused(a, "--against", b, *words)
     (tmp_path / "a.plan").touch()
-    assert "OpenVINO reads ONNX models" in refused(tmp_path / "a.plan", *words)
-    assert "Operation Cosh is not supported" in refused(bad, *words)
+    wording.check(refused(tmp_path / "a.plan", *words))
+    wording.check(refused(bad, *words))
 
 
 def test_the_real_openvino_computes_the_same(tmp_path, held):

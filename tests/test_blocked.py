@@ -128,11 +128,12 @@ def test_of_a_tensor_that_both_kinds_read_both_are_right(ordinary):
     assert state(*given, threads=2) == ordinary(state, *given, threads=2)
 
 
-def test_nan_is_told_with_its_tensor():
+def test_nan_is_told_with_its_tensor(wording):
     model, tensors = network((16,))
     bad = [{"x": np.full((1, 3, 9, 7), np.nan, np.float32)}]
-    with pytest.raises(CalibrationError, match=r"tensor conv0 of sample 0: .*NaN"):
+    with pytest.raises(CalibrationError) as refusal:
         state(model, tensors, bad, HistogramOf())
+    wording.check(refusal.value)
 
 
 @pytest.mark.parametrize("error", [BackendError("no"), OSError("disk full")])

@@ -347,7 +347,9 @@ def test_the_memory_of_a_container_counts(monkeypatch, tmp_path):
     assert machine.memory_bytes() == 12345
 
 
-def test_an_archive_is_unpacked_into_a_file_and_only_where_there_is_room(monkeypatch, tmp_path):
+def test_an_archive_is_unpacked_into_a_file_and_only_where_there_is_room(
+    monkeypatch, tmp_path, wording
+):
     values = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
     np.savez_compressed(tmp_path / "x.npz", x=values)
     spec = TensorSpec("x", "float32", (None, 4))
@@ -357,8 +359,9 @@ def test_an_archive_is_unpacked_into_a_file_and_only_where_there_is_room(monkeyp
         assert np.array_equal(np.concatenate([sample["x"] for sample in samples]), values)
     free = SimpleNamespace(free=90)
     monkeypatch.setattr("deploy.feed.array_files.shutil.disk_usage", lambda path: free)
-    with pytest.raises(FeedError, match=r"of room in .* to be unpacked, got 90 B"):
+    with pytest.raises(FeedError) as refusal:
         open_feed(tmp_path / "x.npz", [spec])
+    wording.check(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -381,10 +384,10 @@ def test_what_is_no_number_is_a_usage_error(words, run, small_cnn):
 
 
 @pytest.mark.parametrize("batch", [10**20, 10**9])
-def test_inputs_that_no_memory_holds_are_not_made_up(batch, run, small_cnn, memory):
+def test_inputs_that_no_memory_holds_are_not_made_up(batch, run, small_cnn, memory, wording):
     memory(8 << 30)
     words = ("--shape", f"x:{batch}x3x16x16", "--duration", 0)
-    assert "must fit into the memory" in run.fails("bench", small_cnn, *words)
+    wording.check(run.fails("bench", small_cnn, *words))
 
 
 MADE_FROM = {"model": "a", "batch": 8, "shape": (1, 3)}
@@ -406,20 +409,22 @@ def test_a_file_made_from_something_else_does_not_fit(tmp_path, change):
     assert manifest.read_with_note(path) == (b"data", {"model": "a", "batch": 8, "shape": [1, 3]})
 
 
-def test_what_was_changed_or_parted_since_is_not_believed(tmp_path):
+def test_what_was_changed_or_parted_since_is_not_believed(tmp_path, wording):
     path = tmp_path / "m"
     assert manifest.read_if_made_from(path, MADE_FROM) is None
     manifest.write_with_note(path, b"data", MADE_FROM)
     path.write_bytes(b"more data")
-    with pytest.raises(CacheError, match="as it was written"):
+    with pytest.raises(CacheError) as refusal:
         manifest.read_with_note(path)
+    wording.check(refusal.value)
     for note in ("{", "[]", "{}", "\udcff"):
         manifest.note_path(path).write_bytes(note.encode("utf-8", "surrogateescape"))
         assert manifest.read_if_made_from(path, MADE_FROM) is None
     manifest.write_with_note(path, b"data", MADE_FROM)
     manifest.note_path(path).unlink()
-    with pytest.raises(CacheError, match="must be the note of m, got nothing there"):
+    with pytest.raises(CacheError) as refusal:
         manifest.read_with_note(path)
+    wording.check(refusal.value)
 
 
 GOLDEN = Path(__file__).parent / "golden" / "formats" / "0.1.0" / "m.cache.json"
@@ -438,15 +443,16 @@ MADE = Fingerprint(
 )
 
 
-def test_both_halves_come_back_as_they_were():
+def test_both_halves_come_back_as_they_were(wording):
     held = json.loads(json.dumps(MADE.to_json()))
     assert set(held) == {"made_from", "made_by"} and held["made_by"]["method"] == "mse"
     assert Fingerprint.from_json(held) == MADE
     for half, parts in held.items():
         for part in parts:
             broken = {**held, half: {key: parts[key] for key in parts if key != part}}
-            with pytest.raises(CacheError, match="a fingerprint needs the parts model, images"):
+            with pytest.raises(CacheError) as refusal:
                 Fingerprint.from_json(broken)
+            wording.check(refusal.value)
 
 
 def test_the_form_of_schema_4_is_read():
@@ -527,14 +533,17 @@ def test_another_runtime_is_told_and_takes_nothing_anew(calibrate_small, tmp_pat
     assert side.read_bytes() == before  # what made it is kept
 
 
-def test_a_cache_of_tensorrt_is_named_and_taken_where_it_is_trusted(calibrate_small, tmp_path):
+def test_a_cache_of_tensorrt_is_named_and_taken_where_it_is_trusted(
+    calibrate_small, tmp_path, wording
+):
     cache = shutil.copy(GOLDEN.parent / "m.cache", tmp_path / "m.cache")
     by = {"method": "EntropyCalibration2", "versions": {"tensorrt": "8.6.1"}}
     made = replace(MADE, program=TENSORRT, **by)
     store.sidecars(cache)[0].write_bytes(store.make_text_only_json(cache.read_bytes(), made))
     assert store.read_cache_text(cache) == (cache.read_bytes(), made)
-    with pytest.raises(CacheError, match=r"was made by TensorRT 8\.6\.1 by Entropy"):
+    with pytest.raises(CacheError) as refusal:
         store.load_calibration(cache)
+    wording.check(refusal.value)
     found = calibrate_small(cache=CachePolicy(path=cache, trust=True))
     assert "trusted as it is" in found.reason
     assert store.read_cache_text(cache)[1] == made
@@ -594,12 +603,13 @@ def test_a_second_build_runs_the_users_file_with_the_same_figures(model, tmp_pat
     assert other["sqnr_db"] == pytest.approx(one["sqnr_db"], abs=1e-3)
 
 
-def test_a_model_that_is_not_the_users_file_is_refused(model, tmp_path):
+def test_a_model_that_is_not_the_users_file_is_refused(model, tmp_path, wording):
     loaded = frontends.load(model)
     for tensor in loaded.model.graph.initializer:  # as if folding had gone wrong
         tensor.CopyFrom(numpy_helper.from_array(1.5 * numpy_helper.to_array(tensor), tensor.name))
-    with pytest.raises(ModelError, match="must compute what the given one does"):
+    with pytest.raises(ModelError) as refusal:
         built(loaded, images(20), tmp_path / "o")
+    wording.check(refusal.value)
 
 
 class Counting:

@@ -305,7 +305,7 @@ def test_a_damaged_picture_and_too_many_pieces_are_told(cluster, refused, pictur
 
 
 @pytest.mark.parametrize("words", [b"", b"HTTP/1.0 400 Bad Request\r\n\r\n"])
-def test_somebody_else_there_is_a_sentence(words, monkeypatch, small_cnn, pictures):
+def test_somebody_else_there_is_a_sentence(words, monkeypatch, small_cnn, pictures, wording):
     monkeypatch.setattr(clusters, "CONNECT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -316,8 +316,9 @@ def test_somebody_else_there_is_a_sentence(words, monkeypatch, small_cnn, pictur
                 time.sleep(0.4)
 
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(BackendError, match=r"must answer at 127\.0\.0\.1:\d+ within"):
+        with pytest.raises(BackendError) as refusal:
             calibrate(small_cnn, pictures, scheduler=f"127.0.0.1:{server.getsockname()[1]}")
+        wording.check(refusal.value)
 
 
 @pytest.mark.slow
@@ -361,16 +362,18 @@ def fake(monkeypatch):
     return lambda *there: clusters.ClusterRun(Fake(*there), None, Cluster(address=ELSEWHERE), None)
 
 
-def test_no_worker_or_all_of_them_lost_is_a_sentence(fake):
-    with pytest.raises(BackendError, match=r"must have a worker, got none.*dask worker tcp"):
+def test_no_worker_or_all_of_them_lost_is_a_sentence(fake, wording):
+    with pytest.raises(BackendError) as refusal:
         fake({}).wait_for_workers()
+    wording.check(refusal.value)
     run = fake({"tcp://a": 1}, {})
     assert run._poll_workers()
     run._threads_by_worker = {"tcp://a": 1}
-    with pytest.raises(BackendError, match="must have a worker"):
+    with pytest.raises(BackendError) as refusal:
         for _ in range(100):
             run._poll_workers()
             time.sleep(0.01)
+    wording.check(refusal.value)
     assert run.lost_workers == ["tcp://a"]
 
 
@@ -439,17 +442,19 @@ def test_a_cache_that_fits_needs_no_scheduler(small_cnn, pictures, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_piece_of_another_calibration_is_refused(small_cnn, pictures):
+def test_a_piece_of_another_calibration_is_refused(small_cnn, pictures, wording):
     loaded, nothing = load(small_cnn), ObservedStatistics({})
     feed = open_feed(str(pictures), loaded.inputs)
     share = feed.get_share((1, 2))
     part = feed.open_share(share)
     part.manifest()
     gathering = clusters.ShardMerger((), feed, loaded.identities)
-    with pytest.raises(BackendError, match=r"worker bob .*the model"):
+    with pytest.raises(BackendError) as refusal:
         gathering.add(share, "bob", make_shard(part, {"graph": "x"}, Peaks(), nothing))
+    wording.check(refusal.value)
     data = make_shard(part, loaded.identities, Peaks(), nothing)
-    with pytest.raises(BackendError, match=r"worker bob .*another piece than 2/2"):
+    with pytest.raises(BackendError) as refusal:
         gathering.add(feed.get_share((2, 2)), "bob", data)
+    wording.check(refusal.value)
     gathering.add(share, "bob", data)
     assert feed.decodes == 10

@@ -278,15 +278,16 @@ def test_a_value_that_breaks_an_options_rule_is_refused_from_python_too(target, 
         target(**options)
 
 
-def test_text_from_python_is_a_path_or_a_target_as_on_the_command_line(small_cnn):
+def test_text_from_python_is_a_path_or_a_target_as_on_the_command_line(small_cnn, wording):
     assert Ascend(config="x.cfg").config == Path("x.cfg")  # type: ignore[arg-type]
     assert TensorRT(plugins=("a.so",)).plugins == (Path("a.so"),)  # type: ignore[arg-type]
     assert CachePolicy(path="a.cache").path == Path("a.cache")  # type: ignore[arg-type]
     assert [one.name for one in make_targets("tensorrt")] == ["tensorrt"]
     assert parse_repairs("bias") == ("bias",)
     for words in ({"engine": onnx.ModelProto()}, {"engine": small_cnn, "against": 3}):
-        with pytest.raises(ConfigError, match=r"is a file, got an object of class (Model|int)"):
+        with pytest.raises(ConfigError) as refusal:
             calib8.bench(**words)
+        wording.check(refusal.value)
     images = np.zeros((4, 3, 16, 16), np.float32)
     with pytest.raises(FeedError, match="got 3 labels for 4"):  # of an array too
         calib8.build(small_cnn, images, eval_images=images, labels=np.arange(3))
@@ -309,11 +310,11 @@ def test_keep_float_takes_patterns_in_every_command(small_cnn, pictures, tmp_pat
     assert "'Convx*'" in run.fails("calibrate", small_cnn, *images, *cache)
 
 
-def test_options_that_this_input_has_no_use_for_are_refused(small_cnn, tmp_path, run):
+def test_options_that_this_input_has_no_use_for_are_refused(small_cnn, tmp_path, run, wording):
     cache = tmp_path / "m.cache"
     cache.write_bytes(b"TRT-8503-EntropyCalibration2\nx: 3c008912\n")
     assert run("inspect", cache)[0] == 0
-    assert "go with a model" in run.fails("inspect", cache, "--target", "ascend", "--all")
+    wording.check(run.fails("inspect", cache, "--target", "ascend", "--all"))
     words = ("bench", small_cnn, "--duration", "0", "--warm-up", "0", "--seed", "3")
     assert "2 streams at once" in run.ok(*words, "--streams", "2")
     assert ".engine, .plan" in run.fails(*words, "--cuda-graph")
@@ -415,14 +416,14 @@ def test_a_toy_targets_options_are_held_to_their_rules(words, code, said, run):
     assert got == code and said in error
 
 
-def test_one_flag_of_two_options_is_refused(toy, monkeypatch, run):
+def test_one_flag_of_two_options_is_refused(toy, monkeypatch, run, wording):
     @dataclass(frozen=True, kw_only=True)
     class Clash(Toy):
         soc: str | None = option(None, help="A chip.")
         limits: list[int] = field(default_factory=list)
 
     monkeypatch.setitem(TARGETS, "toy", Clash)
-    assert "--soc in Target ascend and in Target toy" in run.fails(*BUILD)
+    wording.check(run.fails(*BUILD))
 
 
 ROOT = Path(__file__).parent.parent
@@ -781,18 +782,18 @@ def test_outputs_replace_calib8s_own(words, own, run, small_cnn, pictures, tmp_p
 
 
 def test_an_output_is_no_other_output_and_no_file_of_a_build(
-    own, run, small_cnn, pictures, tmp_path, monkeypatch
+    own, run, small_cnn, pictures, tmp_path, monkeypatch, wording
 ):
     monkeypatch.chdir(tmp_path)
     build = ("build", small_cnn, "--images", pictures, "--out", "o", *QUICK, "--force", "--json")
     for name in ("small_cnn.int8.onnx", "report.json", "calib8/small_cnn.cache.json"):
-        assert "path of its own" in run.fails(*build, f"o/{name}")
+        wording.check(run.fails(*build, f"o/{name}"))
     Path("c.toml").write_text("[build]\njson = 'mine'\n")
     Path("mine").write_text("precious")
     assert "got mine;" in run.fails(*build[:-1], "--config", "c.toml")
-    assert "path of its own" in run.fails("bench", small_cnn, "--json", "p", "--html", "./p")
+    wording.check(run.fails("bench", small_cnn, "--json", "p", "--html", "./p"))
     for name in ("report.json", "calib8/manifest.json", f"../{own.name}/report.json"):
-        assert "none of a build" in run.fails("inspect", small_cnn, "--json", own / name)
+        wording.check(run.fails("inspect", small_cnn, "--json", own / name))
     assert run.ok("verify", own) and sorted(os.listdir()) == ["c.toml", "mine"]
 
 

@@ -145,7 +145,7 @@ def test_exif_orientation_is_applied(tmp_path):
     assert sample[0, 0, 18:].min() > 0.9
 
 
-def test_uint8_and_float16_inputs(photos):
+def test_uint8_and_float16_inputs(photos, wording):
     (raw, *_) = collected(photos, images_of(1, 3, 16, 20), preprocess=RAW)
     for dtype in ("uint8", "int32"):  # pixels as they are, whatever else is asked
         spec = images_of(1, 3, 16, 20, dtype=dtype)
@@ -155,8 +155,9 @@ def test_uint8_and_float16_inputs(photos):
             assert found["image"].dtype == dtype and (found["image"] == raw).all()
             told = f"pixels as they are, for {dtype} (preset 'raw')"
             assert any(told in note for note in feed.notes) == (asked is None)
-        with pytest.raises(FeedError, match="use the preset 'raw'"):
+        with pytest.raises(FeedError) as refusal:
             open_feed(photos, [spec], preprocess=find_preset("imagenet"))
+        wording.check(refusal.value)
     half = images_of(1, 3, 16, 20, dtype="float16")
     assert collected(photos, half)[0].dtype == np.float16
     with pytest.raises(FeedError, match="int64"):
@@ -223,7 +224,7 @@ def test_wrong_list_files_are_told(photos, content, message):
         open_feed(photos / "l.txt", [IMAGE])
 
 
-def test_wrong_sources_are_told(tmp_path, photos):
+def test_wrong_sources_are_told(tmp_path, photos, wording):
     empty = tmp_path / "empty"
     empty.mkdir()
     two = [IMAGE, TensorSpec("state", "float32", (1, 4))]
@@ -237,25 +238,28 @@ def test_wrong_sources_are_told(tmp_path, photos):
     ):
         with pytest.raises(FeedError, match=message):
             open_feed(source, specs)
-    with pytest.raises(ConfigError, match="limit must be 1 or more"):
+    with pytest.raises(ConfigError) as refusal:
         open_feed(photos, [IMAGE], limit=0)
+    wording.check(refusal.value)
     (empty / "x.png").write_bytes(b"x")
     with pytest.raises(FeedError, match="all 1 were skipped"):
         collect(open_feed(empty, [IMAGE], skip_bad=True))
 
 
-def test_pipes_and_devices_are_told_and_never_waited_for(tmp_path):
+def test_pipes_and_devices_are_told_and_never_waited_for(tmp_path, wording):
     write_image(tmp_path / "a.png")
     os.mkfifo(tmp_path / "pipe.png")
-    with pytest.raises(FeedError, match=r"image pipe\.png cannot be read: it is no regular file"):
+    with pytest.raises(FeedError) as refusal:
         collect(open_feed(tmp_path, [IMAGE]))
+    wording.check(refusal.value)
     with pytest.raises(FeedError, match="no regular file"):
         open_feed(tmp_path, [IMAGE]).manifest()
     assert len(collected(tmp_path, skip_bad=True)) == 1
     os.mkfifo(tmp_path / "list.txt")
     for source in (tmp_path / "list.txt", "/dev/zero"):
-        with pytest.raises(FeedError, match="got a device or pipe"):
+        with pytest.raises(FeedError) as refusal:
             open_feed(source, [IMAGE])
+        wording.check(refusal.value)
 
 
 def test_a_file_name_that_is_no_utf8_is_shown_and_fed(tmp_path):
@@ -470,7 +474,7 @@ def test_color_images_of_16_bits_are_cut_and_that_is_said(suffix, tmp_path):
     assert "1 images have 16 bits a channel and are cut" in feed.notes[-1]
 
 
-def test_a_list_may_name_a_file_per_input(tmp_path):
+def test_a_list_may_name_a_file_per_input(tmp_path, wording):
     specs = [TensorSpec(name, "float32", (None, 3)) for name in ("a", "b")]
     rows = np.arange(18, dtype=np.float32).reshape(3, 2, 1, 3)
     for number, (a, b) in enumerate(rows):
@@ -479,64 +483,72 @@ def test_a_list_may_name_a_file_per_input(tmp_path):
     (tmp_path / "list.txt").write_text("".join(f"a{n}.npy b{n}.npy\n" for n in range(3)))
     samples = collect(open_feed(tmp_path / "list.txt", specs))
     assert all(np.array_equal(s["b"], rows[n, 1]) for n, s in enumerate(samples))
-    with pytest.raises(FeedError, match=r"one for each of \['a'\], got 2"):
+    with pytest.raises(FeedError) as refusal:
         open_feed(tmp_path / "list.txt", specs[:1])
+    wording.check(refusal.value)
 
 
-def test_a_loader_with_one_function_needs_no_name(tmp_path):
+def test_a_loader_with_one_function_needs_no_name(tmp_path, wording):
     file = tmp_path / "loader.py"
     code = "import numpy as np\ndef load(rows=5):\n    yield np.ones((rows, 3, 16, 20), 'f4')\n"
     file.write_text(code)
     assert len(open_feed(str(file), [IMAGE])) == 5
     file.write_text(file.read_text() + "def other():\n    pass\n")
-    with pytest.raises(ConfigError, match=r"as loader.py:function, got .* it has load, other"):
+    with pytest.raises(ConfigError) as refusal:
         open_feed(str(file), [IMAGE])
+    wording.check(refusal.value)
     file.write_text("(")
-    with pytest.raises(FeedError, match=r"loader.py must run without error, got SyntaxError"):
+    with pytest.raises(FeedError) as refusal:
         open_feed(str(file), [IMAGE])
+    wording.check(refusal.value)
 
 
-def test_integers_are_converted_unless_one_does_not_fit():
+def test_integers_are_converted_unless_one_does_not_fit(wording):
     spec = TensorSpec("ids", "int32", (None, 3))
     rows = np.array([[1, 2, 3], [4, 5, 1 << 40]])
     (sample,) = collect(open_feed(rows[:1], [spec]))
     assert sample["ids"].dtype == np.int32 and sample["ids"].tolist() == [[1, 2, 3]]
-    with pytest.raises(FeedError, match="integers must fit the input"):
+    with pytest.raises(FeedError) as refusal:
         collect(open_feed(rows, [spec]))
+    wording.check(refusal.value)
 
 
 @pytest.mark.parametrize("most", [1, 3, 5])
 @pytest.mark.parametrize("stride", [None, 2])
-def test_what_may_never_end_is_read_to_its_limit(most, stride, monkeypatch):
+def test_what_may_never_end_is_read_to_its_limit(most, stride, monkeypatch, wording):
     def endless():
         while True:
             yield BATCH[:2]
 
     monkeypatch.setattr("deploy.feed.arrays.MAX_SAMPLES", 30)
-    with pytest.raises(FeedError, match="must end, got 32 samples and no end; set a maximum"):
+    with pytest.raises(FeedError) as refusal:
         open_feed(endless, [IMAGE])
+    wording.check(refusal.value)
     feed = open_feed(endless(), [IMAGE], limit=Choice(limit=most, every=stride))
     rows = np.tile(BATCH[:2], (5, 1, 1, 1))[:: stride or 1][:most]
     assert np.array_equal(values(feed), rows)
     assert len(open_feed([BATCH] * 7, [IMAGE])) == 35  # a list ends
 
 
-def test_nan_is_told_by_sample_and_input_or_skipped():
+def test_nan_is_told_by_sample_and_input_or_skipped(wording):
     bad = BATCH.copy()
     bad[3, 0, 0, :2] = np.nan, np.inf
-    with pytest.raises(FeedError, match=r"sample 3 of .* holds 2 NaN or Inf .*'image'"):
+    with pytest.raises(FeedError) as refusal:
         collect(open_feed(bad, [IMAGE]))
+    wording.check(refusal.value)
     feed = open_feed(bad, [IMAGE], skip_bad=True)
     assert np.array_equal(values(feed), np.delete(BATCH, 3, 0))
     assert len(feed) == 4
 
 
-def test_preprocessing_of_arrays_is_refused(tmp_path):
-    with pytest.raises(FeedError, match="must be an image to be preprocessed, uint8"):
+def test_preprocessing_of_arrays_is_refused(tmp_path, wording):
+    with pytest.raises(FeedError) as refusal:
         open_feed(BATCH, [IMAGE], preprocess=find_preset("imagenet"))
+    wording.check(refusal.value)
     np.save(tmp_path / "a.npy", BATCH)
-    with pytest.raises(ConfigError, match="files of arrays are fed as they are"):
+    with pytest.raises(ConfigError) as refusal:
         open_feed(tmp_path / "a.npy", [IMAGE], preprocess=find_preset("imagenet"))
+    wording.check(refusal.value)
 
 
 def test_arrays_that_hold_objects_or_do_not_agree_are_told(tmp_path):
@@ -568,15 +580,16 @@ def test_several_workers_share_one_stream_and_miss_nothing():
     assert sorted(seen) == list(range(200))
 
 
-def test_an_exception_crosses_over_after_the_good_samples():
+def test_an_exception_crosses_over_after_the_good_samples(wording):
     def produce():
         yield from (1, 2)
         raise FeedError("image x is bad")
 
     stream = SampleStream(produce())
     assert [next(stream), next(stream)] == [1, 2]
-    with pytest.raises(FeedError, match="image x is bad"):
+    with pytest.raises(FeedError) as refusal:
         next(stream)
+    wording.check(refusal.value)
     assert list(stream) == []
     stream.close()
 

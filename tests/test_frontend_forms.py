@@ -464,7 +464,7 @@ def optimized(path, level, last):
 
 
 @pytest.mark.parametrize("level", ["ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"])
-def test_a_model_that_onnxruntime_optimized_is_named_as_one(level, tmp_path):
+def test_a_model_that_onnxruntime_optimized_is_named_as_one(level, tmp_path, wording):
     samples = [{"x": np.random.default_rng(3).normal(size=(1, 16, 8, 8)).astype(F)}] * 4
     given = optimized(tmp_path / "net.onnx", level, "y = MatMul(f, k)")
     (note,) = [n for n in load(given).notes if n.startswith("Optimized by ONNX Runtime: ")]
@@ -476,8 +476,9 @@ def test_a_model_that_onnxruntime_optimized_is_named_as_one(level, tmp_path):
     said = "must know every operator, got a model that ONNX Runtime optimized"
     assert [said in error for error in errors] == [False, True, True] and not errors[0]
     nothing = optimized(tmp_path / "none.onnx", level, "y = Sigmoid(f)")
-    with pytest.raises(ModelError, match=r"one that ONNX Runtime optimized \(2 .* as exported$"):
+    with pytest.raises(ModelError) as refusal:
         load(nothing)
+    wording.check(refusal.value)
 
 
 OPEN = ("n", 4, "h", "w")
@@ -769,12 +770,13 @@ def test_subgraphs_and_recurrent_layers_stay_float(file):
     assert {spec.dtype for spec in loaded.inputs} == {"float32", "int64"}
 
 
-def test_a_model_with_nothing_to_quantize_ends_in_one_sentence(tmp_path):
+def test_a_model_with_nothing_to_quantize_ends_in_one_sentence(tmp_path, wording):
     path = fetch_model("silero-vad", "6.2.3", "silero_vad/data/silero_vad.onnx")
     sample = as_float32({"input": np.zeros((1, 512)), "state": np.zeros((2, 1, 128))})
     sample["sr"] = np.array(16000, np.int64)
-    with pytest.raises(ModelError, match="at least one node of the model must be able to run"):
+    with pytest.raises(ModelError) as refusal:
         build(path, [sample], out=tmp_path)
+    wording.check(refusal.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -1126,7 +1128,7 @@ def test_values_of_a_concat_that_doubles_are_not_propagated(run, tmp_path):
     run.ok("inspect", save_net(model, tmp_path / "net.onnx"))
 
 
-def test_a_step_of_cleaning_that_changes_the_model_is_an_error(rng, tmp_path, monkeypatch):
+def test_a_step_of_cleaning_that_changes_the_model_is_an_error(rng, tmp_path, monkeypatch, wording):
     """onnx's converter once dropped how an old Resize rounds, and every file was 21 dB off."""
     nodes = [("Conv", "x w", "c"), ("LeakyRelu", "c", "r", {"alpha": 0.5}), ("Conv", "r v", "y")]
     shapes = {"w": (4, 1, 3, 3), "v": (4, 4, 1, 1)}
@@ -1143,8 +1145,9 @@ def test_a_step_of_cleaning_that_changes_the_model_is_an_error(rng, tmp_path, mo
         return whole(model, *words)
 
     monkeypatch.setattr(onnx_file, "lift_opset", lossy)
-    with pytest.raises(ModelError, match="must compute what the given one does"):
+    with pytest.raises(ModelError) as refusal:
         build(path, samples, out=tmp_path / "p", **named)
+    wording.check(refusal.value)
     assert not (tmp_path / "p" / "a.tensorrt.onnx").exists()
 
 
@@ -1178,7 +1181,7 @@ def test_a_sparse_constant_is_dense_beside_the_model_and_in_the_digest(tmp_path,
     ((4, 1, 1), [[0, 0, 0], [3, 0, 0]], [3, 0, 0, 7]), ((4, 1, 1), [1, 2], [0, 3, 7, 0]),
     ((4, 1, 1), [0, 4], None), ((4, 1, 1), [-1, 0], None), ((1 << 20, 1 << 20), [0, 1], None),
 ])  # fmt: skip
-def test_a_sparse_value_is_written_densely_or_refused(shape, indices, value):
+def test_a_sparse_value_is_written_densely_or_refused(shape, indices, value, wording):
     values = numpy_helper.from_array(np.array([3, 7], np.float32), "k")
     sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(np.array(indices)), shape)
     nodes = [("Constant", "", "k", {"sparse_value": sparse}), ("Conv", "x w", "c")]
@@ -1186,8 +1189,9 @@ def test_a_sparse_value_is_written_densely_or_refused(shape, indices, value):
     weights = as_float32({"w": np.ones((4, 1, 3, 3))})
     model = make_model(nodes, {"x": [1, 1, 8, 8]}, {"y": None}, weights)
     if value is None:
-        with pytest.raises(ModelError, match=r"constant .* must have indices|valid ONNX"):
+        with pytest.raises(ModelError) as refusal:
             load(model)
+        wording.check(refusal.value)
     else:
         (dense,) = (t for t in load(model).model.graph.initializer if t.name == "k")
         assert numpy_helper.to_array(dense).ravel().tolist() == value

@@ -260,26 +260,29 @@ def test_external_data_beside_the_model_is_read(tmp_path):
     assert load(external(tmp_path)).digest == load(small()).digest
 
 
-def test_external_data_that_is_missing_or_truncated(tmp_path):
+def test_external_data_that_is_missing_or_truncated(tmp_path, wording):
     path = external(tmp_path)
     (tmp_path / "w.bin").write_bytes((tmp_path / "w.bin").read_bytes()[:-4])
-    with pytest.raises(ModelError, match="must lie within its file"):
+    with pytest.raises(ModelError) as refusal:
         load(path)
+    wording.check(refusal.value)
     (tmp_path / "w.bin").unlink()
-    with pytest.raises(ModelError, match=r"w\.bin must be .* nothing there"):
+    with pytest.raises(ModelError) as refusal:
         load(path)
+    wording.check(refusal.value)
 
 
 @pytest.mark.parametrize(
     "location", ["../secret.bin", "/etc/hostname", "a/../../secret.bin", "", ".", "link.bin", "\0"]
 )
-def test_external_data_outside_the_folder_is_not_opened(tmp_path, location):
+def test_external_data_outside_the_folder_is_not_opened(tmp_path, location, wording):
     folder = tmp_path / "model"
     folder.mkdir()
     (tmp_path / "secret.bin").write_bytes(bytes(4096))
     (folder / "link.bin").symlink_to(tmp_path / "secret.bin")
-    with pytest.raises(ModelError, match="must lie in the model's folder"):
+    with pytest.raises(ModelError) as refusal:
         load(external(folder, location))
+    wording.check(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -295,9 +298,10 @@ def test_external_data_where_no_tensor_belongs_comes_from_the_folder(tmp_path, l
 
 
 @pytest.mark.parametrize("entries", [{"offset": "-4"}, {"length": "x"}, {"offset": "9" * 30}])
-def test_external_data_with_impossible_numbers(tmp_path, entries):
-    with pytest.raises(ModelError, match="must lie within its file"):
+def test_external_data_with_impossible_numbers(tmp_path, entries, wording):
+    with pytest.raises(ModelError) as refusal:
         load(external(tmp_path, **entries))
+    wording.check(refusal.value)
 
 
 def test_a_model_over_2_gb_is_refused_with_the_reason(tmp_path, monkeypatch):
@@ -582,7 +586,7 @@ def test_what_stands_behind_is_lowered_or_not_lifted_and_that_is_said(build):
     assert any("ReduceMax of opset 13" in n for n in report["targets"][0]["notes"])
 
 
-def test_what_stands_behind_is_lifted_too(build):
+def test_what_stands_behind_is_lifted_too(build, wording):
     model = detector(opset=11)
     with_node(model, "Squeeze", "out_boxes", "flat", axes=[0])
     out, _, _ = build(model, "--target", "tensorrt")
@@ -593,8 +597,9 @@ def test_what_stands_behind_is_lifted_too(build):
     (made,) = [n for n in written.graph.node if axes in n.output]
     assert numpy_helper.to_array(made.attribute[0].t).tolist() == [0]
     with_node(model, "Softmax", "out_boxes", "soft", axis="last")
-    with pytest.raises(ModelError, match=r"got Softmax .* it is no valid node"):
+    with pytest.raises(ModelError) as refusal:
         load(model)
+    wording.check(refusal.value)
 
 
 def test_its_cache_is_made_checked_and_turned(run, pictures, tmp_path):
@@ -691,20 +696,22 @@ def test_inputs_that_only_a_plugin_reads_are_not_fed(build):
     assert [s.name for s in load(model).inputs] == ["x"]
 
 
-def test_a_plugin_that_comes_first_leaves_nothing_to_calibrate():
+def test_a_plugin_that_comes_first_leaves_nothing_to_calibrate(wording):
     model = detector()
     model.graph.node.insert(0, node("Decode", "x", "image", domain="mine"))
     model.graph.node[1].input[0] = "image"
-    with pytest.raises(ModelError, match=r"got Decode of the domain 'mine' .* no node before it"):
+    with pytest.raises(ModelError) as refusal:
         load(model)
+    wording.check(refusal.value)
 
 
-def test_what_stands_behind_is_not_put_into_an_opset_where_it_is_something_else():
+def test_what_stands_behind_is_not_put_into_an_opset_where_it_is_something_else(wording):
     model = detector(opset=17)
     model.graph.node.append(node("Split", "out_boxes", "a b"))
     loaded = load(model)
     newer = onnx.ModelProto()
     newer.CopyFrom(loaded.model)
     newer.opset_import[0].version = 19
-    with pytest.raises(ExportError, match="got Split of opset 17, which opset 19 has in another"):
+    with pytest.raises(ExportError) as refusal:
         loaded.with_cut_off(newer)
+    wording.check(refusal.value)

@@ -60,7 +60,7 @@ def test_a_clip_range_that_is_not_finite_or_reversed_is_refused(bad):
         affine_params(*bad)
 
 
-def test_weight_scales_per_channel_and_per_tensor():
+def test_weight_scales_per_channel_and_per_tensor(wording):
     weight = np.array([[1.0, -2.0], [0.0, 0.0], [127.0, 3.0]], np.float32)
     assert weight_scales(weight, 0).tolist() == [np.float32(2 / 127), 1.0, 1.0]
     assert weight_scales(weight, None).tolist() == [1.0]
@@ -69,25 +69,29 @@ def test_weight_scales_per_channel_and_per_tensor():
     for bad in (np.nan, 1e300):  # beyond float32
         with pytest.raises(CalibrationError, match="1 NaN or Inf"):
             weight_scales(np.array([[1.0, bad]]), 0)
-    with pytest.raises(CalibrationError, match="one of 2 dimensions, got 2"):
+    with pytest.raises(CalibrationError) as refusal:
         weight_scales(weight, 2)
-    with pytest.raises(CalibrationError, match="symmetric grid, got uint8"):
+    wording.check(refusal.value)
+    with pytest.raises(CalibrationError) as refusal:
         weight_scales(np.ones((1, 1), np.float32), 0, grid=UINT8)
+    wording.check(refusal.value)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
-def test_a_scale_that_is_not_finite_and_positive_is_refused(bad):
+def test_a_scale_that_is_not_finite_and_positive_is_refused(bad, wording):
     x, scale = np.ones(2, np.float32), np.float32([bad])
     for made in (
         lambda: quantize(x, scale, 0, INT8),
         lambda: quantize_weight(x, scale, None),
         lambda: arq_integers(x, scale),
     ):
-        with pytest.raises(CalibrationError, match="scale must be finite and positive"):
+        with pytest.raises(CalibrationError) as refusal:
             made()
+        wording.check(refusal.value)
     if bad != 0:  # a threshold of 0 has scale 0
-        with pytest.raises(CalibrationError, match="threshold must be finite and not negative"):
+        with pytest.raises(CalibrationError) as refusal:
             symmetric_scale(bad)
+        wording.check(refusal.value)
 
 
 # -- other grids ------------------------------------------------------------------------------
@@ -273,16 +277,18 @@ def test_a_float_is_rounded_to_the_nearest_even_code(dtype, most):
     np.testing.assert_array_equal(to_device(values, dtype), expected)
 
 
-def test_numbers_are_narrowed_where_they_fit():
+def test_numbers_are_narrowed_where_they_fit(wording):
     wide = np.int64([[1, -2], [2**31 - 1, 0]])
     narrow = to_device(wide.T, "int32")
     assert narrow.dtype == np.int32 and narrow.flags.c_contiguous
     np.testing.assert_array_equal(narrow, wide.T)
     assert to_device(narrow, "int64").dtype == np.int64
-    with pytest.raises(ValueError, match=r"int32 from -2147483648 to 2147483647, got 2147483648"):
+    with pytest.raises(ValueError) as refusal:
         to_device(wide + 1, "int32")
-    with pytest.raises(ValueError, match="float16 up to 65504, got 70000"):
+    wording.check(refusal.value)
+    with pytest.raises(ValueError) as refusal:
         to_device(np.float32([1, 7e4]), "float16")
+    wording.check(refusal.value)
     with pytest.raises(ValueError, match="int32, got float32"):
         to_device(np.float32([1]), "int32")
     assert to_device(np.zeros(0, np.int64), "int32").size == 0

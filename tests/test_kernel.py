@@ -151,11 +151,12 @@ def test_threads_count_beside_each_other(ways, monkeypatch):
 
 
 @pytest.mark.parametrize("broken", [1e-300, -1.0, float("nan"), float("inf")])
-def test_a_range_that_no_histogram_has_is_refused(ways, broken):
+def test_a_range_that_no_histogram_has_is_refused(ways, broken, wording):
     seen = Histogram()
     seen.full_range = broken
-    with pytest.raises(CalibrationError, match="range is 0 or at least"):
+    with pytest.raises(CalibrationError) as raised:
         seen.observe(np.zeros(9, np.float32))
+    wording.check(raised.value)
     state, counts = kernel.HistogramState(full_range=broken), np.zeros(2 * BINS + 1, np.int64)
     values, scratch = np.full(9, 0.5, np.float32), ctypes.create_string_buffer(kernel.SCRATCH)
     given = (ctypes.byref(state), counts.ctypes.data, values.ctypes.data, 9, scratch)
@@ -294,16 +295,18 @@ def test_memory_that_is_used_again_is_looked_up_once(way):
     HistogramGroup([]).observe(LocatedArrays([]))
 
 
-def test_what_is_refused_has_its_place_and_what_came_before_is_counted(way):
+def test_what_is_refused_has_its_place_and_what_came_before_is_counted(way, wording):
     beside = [Histogram() for _ in range(3)]
     values = [np.ones(9, np.float32), np.float32([1, np.nan, np.nan]), np.ones(9, np.float32)]
-    with pytest.raises(ArrayRefused, match=r"values must be numbers, got 2 NaN$") as refused:
+    with pytest.raises(ArrayRefused) as refused:
         HistogramGroup(beside).observe(LocatedArrays(values))
+    wording.check(refused.value)
     assert refused.value.place == 1 and [h.total for h in beside] == [9, 0, 0]
     beside[2].full_range = 1e-300
     values[1] = values[0]
-    with pytest.raises(ArrayRefused, match="range is 0 or at least") as refused:
+    with pytest.raises(ArrayRefused) as refused:
         HistogramGroup(beside).observe(LocatedArrays(values))
+    wording.check(refused.value)
     assert refused.value.place == 2 and isinstance(refused.value, CalibrationError)
     assert not beside[2].counts.any()
 

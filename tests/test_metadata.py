@@ -197,7 +197,7 @@ label_list:
 """
 
 
-def test_paddledetections_infer_cfg(tmp_path):
+def test_paddledetections_infer_cfg(tmp_path, wording):
     (tmp_path / "infer_cfg.yml").write_text(INFER_CFG)
     found, preset = how(carried(path=tmp_path / "net.onnx")), PRESETS["picodet"]
     assert (found.size, found.resize, found.interpolation) == ((320, 416), "stretch", "cubic")
@@ -214,8 +214,9 @@ def test_paddledetections_infer_cfg(tmp_path):
         said = carried(path=tmp_path / "net.onnx")
         assert said.preprocess is None and len(said.reason) < 250, new
     assert parse_operators("a: 1\n") == []
-    with pytest.raises(ConfigError, match="as PaddleDetection writes it"):
+    with pytest.raises(ConfigError) as refusal:
         parse_operators("Preprocess:\n  type: x\n")
+    wording.check(refusal.value)
 
 
 def test_characters_of_a_recogniser_are_not_names_of_classes():
@@ -228,7 +229,7 @@ def test_characters_of_a_recogniser_are_not_names_of_classes():
     assert carried(character="\n".join(["text", "title", "figure"] * 9)) is None
 
 
-def test_what_is_asked_stands_before_what_is_carried():
+def test_what_is_asked_stands_before_what_is_carried(wording):
     spec = TensorSpec("x", "float32", OPEN)
     said = carried(**YOLO)
     plain = resolve_preprocess(None, said, spec)
@@ -250,8 +251,9 @@ def test_what_is_asked_stands_before_what_is_carried():
     same = Preprocess(size=(320, 320), resize="letterbox", pad=(114,), scale=1, std=(255,))
     assert resolve_preprocess(same, said, spec).notes == ()  # however it is written
     assert resolve_preprocess("imagenet", said, spec).preprocess == other.preprocess
-    with pytest.raises(ConfigError, match=r"or options by name .*, got int"):
+    with pytest.raises(ConfigError) as refusal:
         resolve_preprocess(5, None, spec)
+    wording.check(refusal.value)
     bare = resolve_preprocess({}, None, TensorSpec("x", "float32", (1, 3, 8, 8)))
     assert bare.notes[0].startswith("no preprocessing was given")
 

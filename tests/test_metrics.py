@@ -170,15 +170,18 @@ def test_pairs_of_tensors_by_other_names():
     assert found.name == "y" and found.sqnr_db == pytest.approx(10 * np.log10(4))
 
 
-def test_other_outputs_and_no_samples_are_refused():
+def test_other_outputs_and_no_samples_are_refused(wording):
     with pytest.raises(ConfigError, match="same outputs"):
         compare(SAME, Scored(lambda x: x, ("z",)), batches(X, 6))
-    with pytest.raises(FeedError, match="at least one sample"):
+    with pytest.raises(FeedError) as refusal:
         compare(SAME, SAME, [])
-    with pytest.raises(ConfigError, match="at least one pair"):
+    wording.check(refusal.value)
+    with pytest.raises(ConfigError) as refusal:
         TensorComparison({})
-    with pytest.raises(FeedError, match="at least one sample"):
+    wording.check(refusal.value)
+    with pytest.raises(FeedError) as refusal:
         TensorComparison({"y": "z"}).result()
+    wording.check(refusal.value)
 
 
 @pytest.mark.slow
@@ -639,24 +642,27 @@ def test_element_types_have_numpys_names(element, numpy_name):
         {"x": np.zeros(3, np.float32)},
     ],
 )
-def test_a_wrong_feed_is_one_sentence(feed):
+def test_a_wrong_feed_is_one_sentence(feed, wording):
     session = OrtSession.open(one_node().SerializeToString(), threads=1)
-    with pytest.raises(BackendError, match="could not run the model") as caught:
+    with pytest.raises(BackendError) as caught:
         session.run(feed)
+    wording.check(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_files_it_cannot_load_and_no_threads_are_one_sentence(tmp_path, capfd):
+def test_files_it_cannot_load_and_no_threads_are_one_sentence(tmp_path, capfd, wording):
     (tmp_path / "text.onnx").write_text("not a model")
     (tmp_path / "empty.onnx").write_bytes(b"")
     onnx.save(one_node("NoSuchOperator"), tmp_path / "custom.onnx")
     for name in ("text.onnx", "empty.onnx", "custom.onnx", "missing.onnx", "."):
-        with pytest.raises(BackendError, match="must be a model") as caught:
+        with pytest.raises(BackendError) as caught:
             OrtSession.open(tmp_path / name, threads=1)
+        wording.check(caught.value)
         assert "\n" not in str(caught.value)
     assert capfd.readouterr().err == ""
-    with pytest.raises(BackendError, match="threads must be 1 or more"):
+    with pytest.raises(BackendError) as refusal:
         OrtSession.open(one_node().SerializeToString(), threads=0)
+    wording.check(refusal.value)
 
 
 def two_branches(outputs):

@@ -132,12 +132,12 @@ def test_what_stands_beside_a_cache_is_no_fault(text, kept, run):
 
 @pytest.mark.parametrize("name", ["c", "c.json", "c.npz"])
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
-def test_a_pipe_in_place_of_a_cache_is_not_waited_for(name, kind, kept, run):
+def test_a_pipe_in_place_of_a_cache_is_not_waited_for(name, kind, kept, run, wording):
     cache, words = kept
     path = cache.parent / name
     path.unlink()
     os.mkfifo(path) if kind == "pipe" else path.mkdir()
-    assert "must be a file to write to" in run.fails(*words)
+    wording.check(run.fails(*words))
     assert run("inspect", cache)[0] == (0 if name != "c" else 1)
     run.fails(*words, "--require-cache")
 
@@ -276,11 +276,14 @@ def test_a_path_that_is_no_utf_8_is_built_for_every_target(weights, small_cnn, x
     run.ok("compare", model, engine, *feed)
 
 
-def test_weights_beside_such_a_path_are_no_others(small_cnn, folder, tmp_path, monkeypatch):
+def test_weights_beside_such_a_path_are_no_others(
+    small_cnn, folder, tmp_path, monkeypatch, wording
+):
     model = beside(small_cnn, folder / "m.onnx")
     monkeypatch.chdir(tmp_path / "near")  # which has a file of the same name
-    with pytest.raises(BackendError, match="must have a path in UTF-8"):
+    with pytest.raises(BackendError) as refusal:
         OrtSession.open(model)
+    wording.check(refusal.value)
 
 
 @pytest.mark.slow

@@ -58,14 +58,17 @@ def test_the_first_batch_sets_tensorrts_range(histograms, model, samples):
     assert statistics["x"].total == sum(s["x"].size for s in samples)
 
 
-def test_samples_that_cannot_be_observed_are_told(histograms, model, samples):
+def test_samples_that_cannot_be_observed_are_told(histograms, model, samples, wording):
     bad = [*samples[:2], {"x": np.full((1, 3, 16, 16), np.nan, np.float32)}]
-    with pytest.raises(CalibrationError, match=r"tensor x of sample 2: .*NaN"):
+    with pytest.raises(CalibrationError) as refusal:
         histograms(model, ["x"], bad, threads=1)
-    with pytest.raises(BackendError, match="could not run a sample"):
+    wording.check(refusal.value)
+    with pytest.raises(BackendError) as refusal:
         histograms(model, ["x"], [{"x": np.zeros((1, 3, 4), np.float32)}])
-    with pytest.raises(FeedError, match="at least one sample"):
+    wording.check(refusal.value)
+    with pytest.raises(FeedError) as refusal:
         histograms(model, ["x"], [])
+    wording.check(refusal.value)
 
 
 def test_an_exception_of_the_feed_comes_through_and_no_thread_stays(histograms, model, samples):

@@ -169,11 +169,12 @@ def test_without_any_option_the_model_decides_and_the_note_says_so():
     assert (how.color, how.size, how.layout) == ("rgb", (224, 200), "nhwc")
 
 
-def test_options_override_a_preset_and_an_unknown_one_names_the_nearest():
+def test_options_override_a_preset_and_an_unknown_one_names_the_nearest(wording):
     how = with_options(PRESETS["imagenet"], {"size": (192, 192), "color": "bgr", "mean": None})
     assert (how.size, how.color, how.mean) == ((192, 192), "bgr", PRESETS["imagenet"].mean)
-    with pytest.raises(ConfigError, match="did you mean 'imagenet'"):
+    with pytest.raises(ConfigError) as refusal:
         preprocess.find_preset("imagnet")
+    wording.check(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -329,17 +330,21 @@ def test_flat_pictures_whose_code_is_zeros_are_whole():
         assert decode_image(data, "it.jpg", grey=False).shape == flat.shape
 
 
-def test_a_png_with_sound_checksums_and_a_jpeg_with_an_end_marker_are_told(tmp_path, capfd):
+def test_a_png_with_sound_checksums_and_a_jpeg_with_an_end_marker_are_told(
+    tmp_path, capfd, wording
+):
     at = PNG.index(b"IDAT")
     length = int.from_bytes(PNG[at - 4 : at], "big")
     pixels = zlib.decompress(PNG[at + 4 : at + 4 + length]) if PNG.count(b"IDAT") == 1 else b""
     header = chunk(b"IHDR", (600).to_bytes(4, "big") + (400).to_bytes(4, "big") + b"\x08\2\0\0\0")
     filters = b"\x09" + (pixels or bytes(1801 * 400))[1:]
     made = PNG[:8] + header + chunk(b"IDAT", zlib.compress(filters)) + chunk(b"IEND", b"")
-    with pytest.raises(FeedError, match=r"it\.png cannot be decoded .*libpng error: bad adaptive"):
+    with pytest.raises(FeedError) as refusal:
         fed(tmp_path, made, ".png")
-    with pytest.raises(FeedError, match=r"Corrupt JPEG data: premature end of data segment"):
+    wording.check(refusal.value)
+    with pytest.raises(FeedError) as refusal:
         fed(tmp_path / "cut", JPEG[: len(JPEG) // 2] + b"\xff\xd9")
+    wording.check(refusal.value)
     assert capfd.readouterr().err == ""
 
 
@@ -439,12 +444,13 @@ def test_a_small_file_of_a_vast_picture_is_refused_before_it_is_decoded(tmp_path
         decode_image(vast, "it.png", grey=False)
 
 
-def test_a_vast_file_is_refused_before_it_is_read(tmp_path):
+def test_a_vast_file_is_refused_before_it_is_read(tmp_path, wording):
     with (tmp_path / "it.png").open("wb") as file:
         file.truncate(50 << 30)
     (tmp_path / "good.png").write_bytes(PNG)
-    with pytest.raises(FeedError, match=r"image it\.png must be of at most 1 GB, got 50\.0 GB"):
+    with pytest.raises(FeedError) as refusal:
         open_feed(tmp_path, [IMAGE]).manifest()
+    wording.check(refusal.value)
     feed = open_feed(tmp_path, [IMAGE], skip_bad=True)
     with feed.samples() as samples:
         assert len(list(samples)) == 1

@@ -298,25 +298,28 @@ def test_the_help_of_the_face_is_two_screens_that_name_everything():
         assert names_of(getattr(calib8, part)) - {"Task", "TrialInputs"} <= listed, part
 
 
-def test_a_python_object_that_is_no_model_is_refused_in_a_sentence(pictures):
+def test_a_python_object_that_is_no_model_is_refused_in_a_sentence(pictures, wording):
     class Net:
         graph = None  # as a traced module has
 
     for take in (calib8.load, calib8.inspect, lambda net: calib8.build(net, pictures)):
-        with pytest.raises(calib8.ModelError, match=r"object of class Net; calib8\.torch\.ex"):
+        with pytest.raises(calib8.ModelError) as refusal:
             take(Net())
+        wording.check(refusal.value)
 
 
-def test_values_are_quantized_by_a_search_or_by_scales():
+def test_values_are_quantized_by_a_search_or_by_scales(wording):
     searched = calib8.quantize([-1.0, 0.0, 1.0, 2.0], method="minmax", dtype="qint8")
     assert searched.quantized.stored.tolist()[-1] == 127 and "SQNR" in repr(searched)
     given = calib8.quantize([[0.5, 1.0], [2.0, 4.0]], scales=[0.5, 1], axis=0, dtype="qint8")
     assert given.quantized.stored.tolist() == [[1, 2], [2, 4]]
     for words in ({"scales": [1.0], "method": "mse"}, {"zero_points": [3]}):
-        with pytest.raises(calib8.ConfigError, match=r"leave one out|give --scale too"):
+        with pytest.raises(calib8.ConfigError) as refusal:
             calib8.quantize([1.0], **words)
-    with pytest.raises(calib8.ConfigError, match="array of finite real numbers, got: "):
+        wording.check(refusal.value)
+    with pytest.raises(calib8.ConfigError) as refusal:
         calib8.quantize(["text"])
+    wording.check(refusal.value)
 
 
 @pytest.mark.slow

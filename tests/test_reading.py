@@ -58,35 +58,42 @@ DEEP = reading.MAX_NESTING + 1
         ("long", "name too long"),
     ],
 )
-def test_what_is_no_regular_file_is_refused_and_never_waited_for(read, kind, said, tmp_path):
+def test_what_is_no_regular_file_is_refused_and_never_waited_for(
+    read, kind, said, tmp_path, wording
+):
     path = {"device": "/dev/zero", "NUL": "a\0b", "long": "a" * 5000}.get(kind, tmp_path / "x")
     if kind in ("folder", "pipe"):
         (os.mkdir if kind == "folder" else os.mkfifo)(path)
-    with pytest.raises(ConfigError, match="must be a plan") as caught:
+    with pytest.raises(ConfigError) as caught:
         getattr(reading, read)(path, **PLAN)
+    if kind != "long":  # its name is the message
+        wording.check(caught.value)
     assert said in str(caught.value).lower()
 
 
-def test_a_file_is_read_within_its_budget_whatever_it_claims(tmp_path):
+def test_a_file_is_read_within_its_budget_whatever_it_claims(tmp_path, wording):
     path = tmp_path / "x"
     path.write_bytes(b"12345")
     assert reading.read_bytes(path, **PLAN, max_bytes=5) == b"12345"
-    with pytest.raises(ConfigError, match="a plan of at most 4 B, got 5 B"):
+    with pytest.raises(ConfigError) as refusal:
         reading.read_bytes(path, **PLAN, max_bytes=4)
+    wording.check(refusal.value)
     with path.open("wb") as sparse:
         sparse.truncate(1 << 40)
-    with pytest.raises(ConfigError, match="of at most 64 MiB, got 1024 GiB"):
+    with pytest.raises(ConfigError) as refusal:
         reading.read_text(path, **PLAN)
+    wording.check(refusal.value)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
-def test_a_file_that_tells_no_size_keeps_to_its_budget_too():
+def test_a_file_that_tells_no_size_keeps_to_its_budget_too(wording):
     assert b"Name" in reading.read_bytes("/proc/self/status", **PLAN)
-    with pytest.raises(ConfigError, match="of at most 3 B"):
+    with pytest.raises(ConfigError) as refusal:
         reading.read_bytes("/proc/self/status", **PLAN, max_bytes=3)
+    wording.check(refusal.value)
 
 
-def test_what_was_read_is_an_input_unless_it_is_the_runs_own(tmp_path):
+def test_what_was_read_is_an_input_unless_it_is_the_runs_own(tmp_path, wording):
     path, cache = tmp_path / "x", tmp_path / "cache"
     path.write_text("{}")
     cache.write_text("{}")
@@ -94,8 +101,9 @@ def test_what_was_read_is_an_input_unless_it_is_the_runs_own(tmp_path):
         reading.read_json(path, **PLAN)
         reading.read_json(cache, **PLAN, rewritable=True)
         guard.refuse_output(cache)
-        with pytest.raises(ExportError, match="must not be an input"):
+        with pytest.raises(ExportError) as refusal:
             guard.refuse_output(path)
+        wording.check(refusal.value)
 
 
 def test_an_error_of_the_disk_while_reading_is_a_sentence(tmp_path):
@@ -106,10 +114,11 @@ def test_an_error_of_the_disk_while_reading_is_a_sentence(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"\xff\xfe", b"\xed\xa0\x80"])
-def test_text_is_utf_8(data, tmp_path):
+def test_text_is_utf_8(data, tmp_path, wording):
     (tmp_path / "x").write_bytes(data)
-    with pytest.raises(ConfigError, match="a plan in UTF-8"):
+    with pytest.raises(ConfigError) as refusal:
         reading.read_text(tmp_path / "x", **PLAN)
+    wording.check(refusal.value)
     (tmp_path / "x").write_bytes(b"\xef\xbb\xbfa")
     assert reading.read_text(tmp_path / "x", **PLAN) == "a"
 
@@ -147,9 +156,10 @@ def test_brackets_side_by_side_in_strings_or_as_deep_as_is_allowed_are_read(valu
 
 
 @pytest.mark.parametrize("text", ["", "{", "]" * 1000, "1" * 5000, "nul", '"\\', "[1 2]"])
-def test_what_is_no_json_is_one_sentence(text):
-    with pytest.raises(ConfigError, match="it must be, got invalid JSON"):
+def test_what_is_no_json_is_one_sentence(text, wording):
+    with pytest.raises(ConfigError) as refusal:
         reading.from_json(text, rule="it must be", error=ConfigError)
+    wording.check(refusal.value)
 
 
 def npy(array):
@@ -201,7 +211,7 @@ def test_arrays_are_read_as_they_were_written(array):
     assert archives.read_array_header(io.BytesIO(data), len(data))[0] == array.shape
 
 
-def test_a_bomb_is_refused_before_it_is_unpacked(monkeypatch):
+def test_a_bomb_is_refused_before_it_is_unpacked(monkeypatch, wording):
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
         for number in range(3):
@@ -209,8 +219,9 @@ def test_a_bomb_is_refused_before_it_is_unpacked(monkeypatch):
     file.seek(0)
     assert len(file.getvalue()) < 10_000
     check = functools.partial(archives.check_archive, file, "x", what="arrays", error=FeedError)
-    with pytest.raises(FeedError, match=r"x must be arrays of .* got 3 and 3 MiB"):
+    with pytest.raises(FeedError) as refusal:
         check(max_bytes=3 << 20 - 1)
+    wording.check(refusal.value)
     with pytest.raises(FeedError, match="at most 2 entries"):
         check(max_entries=2)
     check()
@@ -424,7 +435,7 @@ def test_a_change_ends_a_build(where, named, small_cnn, pictures, tmp_path, monk
     assert not list((tmp_path / "o").glob("*.onnx"))
 
 
-def test_arrays_are_copied_and_held_to_it(small_cnn):
+def test_arrays_are_copied_and_held_to_it(small_cnn, wording):
     rows = [row.copy() for row in ROWS[:12]]
     feed = open_feed(rows, [IMAGE])
     (first,) = feed.first_samples(1)
@@ -432,8 +443,9 @@ def test_arrays_are_copied_and_held_to_it(small_cnn):
     assert np.array_equal(first["x"][0], ROWS[0])
     read_whole(feed)
     rows[11][...] = 0
-    with pytest.raises(FeedError, match="sample 11 of the iterable changed while calib8 ran"):
+    with pytest.raises(FeedError) as refusal:
         read_whole(feed)
+    wording.check(refusal.value)
 
 
 @pytest.fixture
@@ -540,31 +552,36 @@ def replaced(path: Path) -> None:
     assert (path.read_bytes() == graph) == there
 
 
-def test_a_model_replaced_while_it_is_built_is_told(model, pictures, tmp_path, monkeypatch):
+def test_a_model_replaced_while_it_is_built_is_told(
+    model, pictures, tmp_path, monkeypatch, wording
+):
     between(monkeypatch, "deploy.pipeline.build_run.build_targets", lambda: replaced(model))
-    with pytest.raises(ModelError, match=r"m\.onnx changed while calib8 ran.*run again"):
+    with pytest.raises(ModelError) as refusal:
         build(model, pictures, out=tmp_path / "o", **QUICK)
+    wording.check(refusal.value)
 
 
-def test_a_model_replaced_before_it_is_read_unfolded_is_told(model, pictures, monkeypatch):
+def test_a_model_replaced_before_it_is_read_unfolded_is_told(model, pictures, monkeypatch, wording):
     between(
         monkeypatch,
         "deploy.pipeline.calibration_setup._collect_observations",
         lambda: replaced(model),
     )
-    with pytest.raises(ModelError, match="changed while calib8 ran"):
+    with pytest.raises(ModelError) as refusal:
         calibrate(model, pictures, preprocess=UNIT, targets=["tensorrt"], method="legacy")
+    wording.check(refusal.value)
 
 
-def test_the_graph_that_names_a_cache_is_the_one_that_was_loaded(small_cnn, tmp_path):
+def test_the_graph_that_names_a_cache_is_the_one_that_was_loaded(small_cnn, tmp_path, wording):
     path = Path(shutil.copy(small_cnn, tmp_path / "m.onnx"))
     before, after = (
         CalibrationSubject(loaded=load(path), user_model=path, samples=1) for _ in range(2)
     )
     assert len(before.original.graph.node) == len(onnx.load(path).graph.node)
     replaced(path)
-    with pytest.raises(ModelError, match="changed while calib8 ran"):
+    with pytest.raises(ModelError) as refusal:
         _ = after.original
+    wording.check(refusal.value)
 
 
 def test_the_float_model_is_the_file_with_all_its_weights(model, pictures, tmp_path):
@@ -619,7 +636,7 @@ def test_digests_are_combined_in_their_order_and_sorted():
     assert digest_names(iter(listed)) == hashlib.sha256(text).hexdigest()
 
 
-def test_of_many_inputs_none_is_written_and_a_lost_one_is_none(tmp_path):
+def test_of_many_inputs_none_is_written_and_a_lost_one_is_none(tmp_path, wording):
     paths = [tmp_path / f"{number}.png" for number in range(5)]
     for path in paths[:4]:
         path.write_bytes(b"x")
@@ -629,8 +646,9 @@ def test_of_many_inputs_none_is_written_and_a_lost_one_is_none(tmp_path):
             guard.add_input_files(5, paths.__getitem__)
         link.hardlink_to(paths[2])
         for path in (paths[0], paths[3], link):
-            with pytest.raises(ExportError, match="must not be an input"):
+            with pytest.raises(ExportError) as refusal:
                 guard.refuse_output(path)
+            wording.check(refusal.value)
         guard.refuse_output(paths[4])
         moved.hardlink_to(paths[1])
         paths[1].unlink()

@@ -215,15 +215,17 @@ def test_a_search_tries_rounded_weights_and_a_layer_in_float_keeps_its_own(targe
     assert apart[1] < 0.7 * apart[0]
 
 
-def test_repairs_are_tried_in_one_order_and_a_wrong_name_has_a_way_out(tmp_path, built):
+def test_repairs_are_tried_in_one_order_and_a_wrong_name_has_a_way_out(tmp_path, built, wording):
     for words in (["bias,equalize"], ["equalize", "bias"]):
         assert parse_repairs(words) == ("equalize", "bias")
     assert parse_repairs(["all"]) == tuple(REPAIRS)
     assert parse_repairs([]) == parse_repairs(["none"]) == ()
-    with pytest.raises(ConfigError, match="none must be the only repair, got bias, none"):
+    with pytest.raises(ConfigError) as refusal:
         parse_repairs(["bias,none"])
-    with pytest.raises(ConfigError, match="did you mean 'equalize'"):
+    wording.check(refusal.value)
+    with pytest.raises(ConfigError) as refusal:
         parse_repairs(["equalise"])
+    wording.check(refusal.value)
     error = built.refused(uneven(tmp_path), "--repair", "bios")
     assert "a repair is one of" in error and "did you mean 'bias'?" in error
 
@@ -321,11 +323,12 @@ def test_equal_factors_make_the_two_ranges_equal(pairs):
     np.testing.assert_allclose(first / factors, second * factors, rtol=1e-9)
 
 
-def test_factors_of_channels_that_are_zero_are_one_and_unsound_ranges_are_refused():
+def test_factors_of_channels_that_are_zero_are_one_and_unsound_ranges_are_refused(wording):
     assert equal_factors(np.array([0.0, 4]), np.array([1.0, 1])).tolist() == [1, 2]
     for bad in (np.array([-1.0]), np.array([np.nan]), np.array([1.0, 2])):
-        with pytest.raises(CalibrationError, match="ranges of channels must be finite"):
+        with pytest.raises(CalibrationError) as refusal:
             equal_factors(bad, np.array([1.0]))
+        wording.check(refusal.value)
 
 
 @calm
@@ -358,10 +361,11 @@ def test_a_fifth_of_the_mean_diagonal_holds_weights_at_their_nearest(weight, las
     assert found.sum() == last
 
 
-def test_unsound_weights_are_refused():
+def test_unsound_weights_are_refused(wording):
     fixed = np.zeros((1, 1, 2), bool)
-    with pytest.raises(CalibrationError, match=r"need products \[G, K, K\]"):
+    with pytest.raises(CalibrationError) as refusal:
         round_by_output(np.ones((1, 1, 2)), np.ones((1, 3, 3)), fixed=fixed)
+    wording.check(refusal.value)
     with pytest.raises(CalibrationError, match="must be finite"):
         round_by_output(np.full((1, 1, 2), np.nan), np.ones((1, 2, 2)), fixed=fixed)
 

@@ -466,7 +466,7 @@ def test_a_prompt_shows_the_screen_and_a_notebook_the_page_in_a_frame_of_its_own
     assert held["srcdoc"] == to_html(full(HOSTILE)) and held["sandbox"] == ""
 
 
-def test_an_engine_is_found_by_its_target_or_its_label():
+def test_an_engine_is_found_by_its_target_or_its_label(wording):
     rows = [
         parts.EngineRow(label="FP32", reference=True),
         parts.EngineRow(label="FP16", target="tensorrt", baseline=True),
@@ -475,8 +475,9 @@ def test_an_engine_is_found_by_its_target_or_its_label():
     report = Report(engines=tuple(rows))
     assert [report.engine(name) for name in ("FP32", "FP16", "int8")] == rows
     assert report.engine("tensorrt") is rows[2]
-    with pytest.raises(ConfigError, match="one of tensorrt, FP32, FP16, int8, got 'ascend'"):
+    with pytest.raises(ConfigError) as refusal:
         report.engine("ascend")
+    wording.check(refusal.value)
 
 
 def test_showing_a_report_never_fails():

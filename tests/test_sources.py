@@ -129,7 +129,7 @@ def test_labels_inside_npz_files(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["npz", "a folder an input"])
-def test_several_inputs_in_a_folder(form, tmp_path):
+def test_several_inputs_in_a_folder(form, tmp_path, wording):
     for name in ("x", "state"):
         (tmp_path / name).mkdir()
     for number, (x, state) in enumerate(zip(BATCH[:, None], STATES[:, None], strict=True)):
@@ -144,15 +144,17 @@ def test_several_inputs_in_a_folder(form, tmp_path):
     assert np.array_equal(np.concatenate([one["state"] for one in samples]), STATES)
     if form != "npz":
         (folder / "state" / "5.npy").unlink()
-        with pytest.raises(FeedError, match=r"files of the same names, got 1 missing in state"):
+        with pytest.raises(FeedError) as raised:
             fed(folder, X, STATE)
+        wording.check(raised.value)
 
 
-def test_broken_files_of_arrays_are_told_or_skipped(tmp_path, run, small_cnn):
+def test_broken_files_of_arrays_are_told_or_skipped(tmp_path, run, small_cnn, wording):
     folder = folder_of_arrays(tmp_path, "npy")
     (folder / "3.npy").write_bytes(b"\x93NUMPY no")
-    with pytest.raises(FeedError, match=r"3\.npy cannot be read as plain numpy arrays"):
+    with pytest.raises(FeedError) as raised:
         fed(folder)
+    wording.check(raised.value)
     feed, samples = fed(folder, skip_bad=True)
     assert len(samples) == 5 and "3.npy" in feed.notes[0]
     words = "calibrate", small_cnn, "--images", folder, "--out", tmp_path / "c.cache"
@@ -174,27 +176,29 @@ def test_values_without_a_header_must_fit(size, spec, message, tmp_path):
         fed(tmp_path / "a.bin", spec)
 
 
-def test_images_and_arrays_together(tmp_path, pictures):
+def test_images_and_arrays_together(tmp_path, pictures, wording):
     folder = folder_of_arrays(tmp_path, "npy")
     shutil.copy(pictures / "00.png", folder)
     feed, samples = fed(folder)
     assert len(samples) == 1
     assert "6 files of arrays among the images of arrays are not fed" in feed.notes
-    with pytest.raises(FeedError, match=r"images or of arrays, got 6 of 7 with arrays"):
+    with pytest.raises(FeedError) as raised:
         fed(sorted(folder.iterdir()))
+    wording.check(raised.value)
 
 
-def test_a_pattern_of_images_is_the_folder(pictures, cached, tmp_path, run, small_cnn):
+def test_a_pattern_of_images_is_the_folder(pictures, cached, tmp_path, run, small_cnn, wording):
     assert cached(pictures) == cached(pictures / "*.png")
     words = "calibrate", small_cnn, "--out", tmp_path / "c.cache"
-    assert "got none of 0 files" in run.fails(*words, "--images", pictures / "*.gif")
+    wording.check(run.fails(*words, "--images", pictures / "*.gif"))
 
 
-def test_coco_images_that_are_no_list_are_refused(tmp_path):
+def test_coco_images_that_are_no_list_are_refused(tmp_path, wording):
     path = tmp_path / "coco.json"
     path.write_text('{"images": 5}')
-    with pytest.raises(FeedError, match="must be COCO annotations"):
+    with pytest.raises(FeedError) as raised:
         open_feed(path, [X])
+    wording.check(raised.value)
 
 
 def test_a_remote_sample_with_nan_has_the_digest_of_its_values():
@@ -204,15 +208,16 @@ def test_a_remote_sample_with_nan_has_the_digest_of_its_values():
     assert sample.digest == source.load(0).digest and "NaN" in sample.content
 
 
-def test_coco_annotations_name_images(pictures, tmp_path, cached):
+def test_coco_annotations_name_images(pictures, tmp_path, cached, wording):
     shutil.copytree(pictures, tmp_path / "images")
     listed = [{"id": n, "file_name": f"{n:02}.png"} for n in range(20)]
     (tmp_path / "set.json").write_text(json.dumps({"images": listed, "annotations": []}))
     assert fed(tmp_path / "set.json")[0].names == fed(pictures)[0].names
     cached(tmp_path / "set.json")
     (tmp_path / "other.json").write_text("[1, 2]")
-    with pytest.raises(FeedError, match="must be COCO annotations with `images`"):
+    with pytest.raises(FeedError) as raised:
         fed(tmp_path / "other.json")
+    wording.check(raised.value)
 
 
 def test_labels_without_evaluation_images_are_refused_or_told(pictures, tmp_path, build):
@@ -293,7 +298,7 @@ def test_labels_by_folder(pictures, tmp_path, build):
     assert "one folder per class" in build.fails(*words, "--eval-images", pictures)
 
 
-def test_a_video_is_fed_frame_by_frame(tmp_path, command, small_cnn):
+def test_a_video_is_fed_frame_by_frame(tmp_path, command, small_cnn, wording):
     path = tmp_path / "clip.avi"
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"MJPG"), 5, (32, 32))
     for number in range(23):
@@ -313,25 +318,27 @@ def test_a_video_is_fed_frame_by_frame(tmp_path, command, small_cnn):
     assert "every 2nd of 23 samples is used" in command(*words, "--stride", 2)
     for line in ("clip.avi\nclip.avi\n", "clip.avi 3\n"):
         (tmp_path / "list.txt").write_text(line)
-        with pytest.raises(FeedError, match="a video is fed alone and without a label"):
+        with pytest.raises(FeedError) as raised:
             fed(tmp_path / "list.txt")
+        wording.check(raised.value)
     _, picture = cv2.imencode(".png", np.zeros((32, 32, 3), np.uint8))
     (tmp_path / "broken1.mp4").write_bytes(picture.tobytes())  # no frame of the other file
     (tmp_path / "broken%d.mp4").write_bytes(b"no video")
-    with pytest.raises(FeedError, match=r"broken%d\.mp4 cannot be read by this OpenCV"):
+    with pytest.raises(FeedError) as raised:
         fed(tmp_path / "broken%d.mp4")
+    wording.check(raised.value)
     assert len(fed(path.rename(tmp_path / "clip\udcff.avi"), preprocess=UNIT)[1]) == 5
 
 
-def test_a_lot_by_its_seed_and_every_so_manieth(pictures, tmp_path, run, small_cnn):
+def test_a_lot_by_its_seed_and_every_so_manieth(pictures, tmp_path, run, small_cnn, wording):
     drawn = [open_feed(pictures, [X], limit=Choice(sample=6, seed=s)).names for s in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) == 6
     assert list(drawn[0]) == sorted(drawn[0])
     words = "calibrate", small_cnn, "--images", pictures, "--out", tmp_path / "a.cache", "--force"
     out = run.ok(*words, "--sample", 6, "--sample-seed", 1)
     assert "6 of 20 samples are used, drawn by lot (seed 1)" in out
-    assert "--sample-seed is of --sample" in run.fails(*words, "--sample-seed", 1)
-    assert "got limit 3 and sample 3" in run.fails(*words, "--sample", 3, "--limit", 3)
+    wording.check(run.fails(*words, "--sample-seed", 1))
+    wording.check(run.fails(*words, "--sample", 3, "--limit", 3))
     feed = open_feed(pictures, [X], limit=Choice(every=3))
     assert feed.names == tuple(f"{n:02}.png" for n in range(0, 20, 3))
     assert "every 3rd of 20 samples is used" in feed.notes
@@ -500,12 +507,13 @@ def test_what_python_hands_over(source, left):
     assert (f"as no input has it: {left}" in said[0]) if left else not said
 
 
-def test_arrays_of_different_widths_from_python():
+def test_arrays_of_different_widths_from_python(wording):
     given = [BATCH[:2, :, :, :width] for width in (5, 16, 9)]
     _, samples = fed(given, TensorSpec("x", "float32", ("n", 3, 16, "w")))
     assert [one["x"].shape[3] for one in samples] == [5, 5, 16, 16, 9, 9]
-    with pytest.raises(FeedError, match=r"one shape, .*; export the model with an open batch"):
+    with pytest.raises(FeedError) as raised:
         fed(given[1:], TensorSpec("x", "float32", (4, 3, 16, "w")))
+    wording.check(raised.value)
 
 
 def test_lists_of_numbers_are_arrays_and_name_their_dtype():
@@ -568,9 +576,10 @@ def test_pictures_in_memory_are_preprocessed_as_files(source, tmp_path):
     assert feed.manifest()["preprocess"] == feed.preprocess.to_json()
 
 
-def test_pictures_in_memory_of_wrong_channels_are_told():
-    with pytest.raises(FeedError, match=r"1 or 3 channels, last.*transpose\(1, 2, 0\)"):
+def test_pictures_in_memory_of_wrong_channels_are_told(wording):
+    with pytest.raises(FeedError) as raised:
         fed([PICTURES[0].transpose(2, 0, 1)], preprocess=UNIT)
+    wording.check(raised.value)
 
 
 WIDE = TensorSpec("x", "float32", ("batch", 3, "h", "w"))
@@ -664,14 +673,17 @@ def with_sides(path, goal, sides, ends=("input", "output")):
     return save_net(model, goal)
 
 
-def test_sizes_that_an_input_of_one_known_side_is_advised_are_taken(sizes, wide, tmp_path, run):
+def test_sizes_that_an_input_of_one_known_side_is_advised_are_taken(
+    sizes, wide, tmp_path, run, wording
+):
     tall = with_sides(wide, tmp_path / "tall.onnx", (24, "w"), ["input"])
     words = "calibrate", tall, "--images", sizes, "--out", tmp_path / "c.cache"
     assert "24x224, or 24x*" in run.fails(*words)
     for advised in ("24x224", "24x*"):
         run.ok(*words, "--size", advised, "--refresh")
-    with pytest.raises(FeedError, match=r"the size must fit the input .*, got 16x\*"):
+    with pytest.raises(FeedError) as raised:
         fed(sizes, X, preprocess={"size": (16, None)})
+    wording.check(raised.value)
 
 
 def test_another_size_than_declared_is_advised_a_way_that_works(sizes, wide, tmp_path, run):
@@ -729,20 +741,23 @@ def test_raw_files_of_an_open_input(tmp_path, wide, run, cached):
     assert "--raw-shape" in run.fails(*words)
 
 
-def test_raw_files_of_fewer_bits_are_widened_and_of_others_refused(tmp_path):
+def test_raw_files_of_fewer_bits_are_widened_and_of_others_refused(tmp_path, wording):
     folder = raw_folder(tmp_path, BATCH.astype("<f2"))
     _, samples = fed(RawFiles(folder, dtype="float16"))
     same(samples, BATCH.astype("<f2").astype(np.float32))
     raw_folder(tmp_path, BATCH.astype("<i8"))
-    with pytest.raises(FeedError, match=r"must have the dtype of the input 'x' .*, got int64"):
+    with pytest.raises(FeedError) as raised:
         fed(RawFiles(folder, dtype="int64"))
-    with pytest.raises(FeedError, match=r"complete samples of the input 'x' float32 .*--raw-dtype"):
+    wording.check(raised.value)
+    with pytest.raises(FeedError) as raised:
         fed(RawFiles(folder, shape=(3, 16, 17)), WIDE)
-    with pytest.raises(FeedError, match=r"must fit the input 'x' .*, got float32 \[1, 3, 16, 8\]"):
+    wording.check(raised.value)
+    with pytest.raises(FeedError) as raised:
         fed(RawFiles(folder, shape=(3, 16, 8)))
+    wording.check(raised.value)
 
 
-def test_raw_pictures_are_preprocessed_as_files(tmp_path, small_cnn, command):
+def test_raw_pictures_are_preprocessed_as_files(tmp_path, small_cnn, command, wording):
     for number, one in enumerate(PICTURES):
         cv2.imwrite(str(tmp_path / f"{number}.png"), one[:, :, ::-1])
     _, files = fed(tmp_path, preprocess=UNIT)
@@ -753,8 +768,9 @@ def test_raw_pictures_are_preprocessed_as_files(tmp_path, small_cnn, command):
         assert feed.manifest()["preprocess"] == feed.preprocess.to_json()
     grey = RawFiles(folder, shape=(48, 16), dtype="uint8")
     assert fed(grey)[1][0]["x"].shape == (1, 3, 16, 16)  # by default as other images
-    with pytest.raises(FeedError, match=r"raw pictures must be of the shape HxWx3, .* got 3x16x16"):
+    with pytest.raises(FeedError) as raised:
         fed(RawFiles(folder, shape=(3, 16, 16), dtype="uint8"))
+    wording.check(raised.value)
     raw = "--images", folder, "--raw-shape", "16x16x3", "--raw-dtype", "uint8"
     out, build = tmp_path / "o", ("build", small_cnn, *raw, *QUICK, "--out")
     said = command(*build, out, "--preprocess", "unit", "--eval-images", folder)
@@ -782,9 +798,11 @@ def test_a_form_of_raw_files_for_others(words, message, small_cnn, pictures, tmp
     assert "goes with --images" in run.fails("bench", small_cnn, *words.split())
 
 
-def test_a_form_of_raw_files_is_of_one_input_and_of_no_preprocessing(tmp_path):
+def test_a_form_of_raw_files_is_of_one_input_and_of_no_preprocessing(tmp_path, wording):
     folder = raw_folder(tmp_path, BATCH)
-    with pytest.raises(ConfigError, match="of one input, the model has 2"):
+    with pytest.raises(ConfigError) as raised:
         fed(RawFiles(folder, dtype="float32"), X, STATE)
-    with pytest.raises(ConfigError, match="--raw-dtype uint8 says that they are"):
+    wording.check(raised.value)
+    with pytest.raises(ConfigError) as raised:
         fed(RawFiles(folder, dtype="float32"), preprocess=UNIT)
+    wording.check(raised.value)

@@ -90,15 +90,16 @@ def kept(path: Path, observations) -> None:
 
 
 @pytest.mark.parametrize("part", ["fingerprint", "observations", "sha256"])
-def test_a_change_of_the_json_itself_is_told(part, tmp_path):
+def test_a_change_of_the_json_itself_is_told(part, tmp_path, wording):
     kept(tmp_path / "c", ONE)
     side = store.sidecars(tmp_path / "c")[0]
     document = json.loads(side.read_text())
     parts = {"fingerprint": {"method": "minmax"}, "observations": [], "sha256": {"this": "0" * 64}}
     document[part] = parts[part] and document[part] | parts[part]
     side.write_text(json.dumps(document))
-    with pytest.raises(CacheError, match="was changed after it was written"):
+    with pytest.raises(CacheError) as refusal:
         store.load_calibration(tmp_path / "c")
+    wording.check(refusal.value)
 
 
 def test_each_observation_is_judged_by_itself(tmp_path):
@@ -149,15 +150,16 @@ def test_values_that_are_kept_whole_are_not_stored(tmp_path):
 
 
 @pytest.mark.parametrize("statistic", STATISTICS, ids=lambda s: s.key)
-def test_arrays_of_another_statistic_are_told(tmp_path, statistic):
+def test_arrays_of_another_statistic_are_told(tmp_path, statistic, wording):
     other = HfmgOf(nbins=2048) if not isinstance(statistic, HfmgOf) else HistogramOf()
     kept(tmp_path / "c", [observation(other)])
     side = store.sidecars(tmp_path / "c")[0]
     document = json.loads(side.read_text())
     document["observations"] = [["folded", "x", statistic.key]]
     side.write_bytes(store.seal_json(document))
-    with pytest.raises(CacheError, match="does not hold statistics"):
+    with pytest.raises(CacheError) as refusal:
         store.load_calibration(tmp_path / "c").observed([observation(statistic)])
+    wording.check(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -170,8 +172,9 @@ def test_arrays_of_another_statistic_are_told(tmp_path, statistic):
         {"schema": 2, "observations": [[1]]},
     ],
 )
-def test_a_sidecar_of_another_form_is_told(tmp_path, wrong):
+def test_a_sidecar_of_another_form_is_told(tmp_path, wrong, wording):
     kept(tmp_path / "c", ONE)
     store.sidecars(tmp_path / "c")[0].write_text(json.dumps(wrong))
-    with pytest.raises(CacheError, match="not a fingerprint that this version"):
+    with pytest.raises(CacheError) as refusal:
         store.load_calibration(tmp_path / "c")
+    wording.check(refusal.value)

@@ -88,20 +88,20 @@ def test_a_model_has_one_digest_and_inspect_and_calibrate_take_it(tmp_path, comm
 
 
 @pytest.mark.slow
-def test_what_is_missing_or_wrong_is_said(tmp_path, refusal):
-    with pytest.raises(ConfigError, match="needs the shape of its input: --input"):
+def test_what_is_missing_or_wrong_is_said(tmp_path, refusal, wording):
+    with pytest.raises(ConfigError) as raised:
         load(SMALL)
+    wording.check(raised.value)
     with pytest.raises(ConfigError, match=r"file\.py:factory"):
         load(str(HERE / "resnet18.py"))
     (tmp_path / "model.onnx").touch()
-    assert "are for a model given as file.py:factory" in refusal(
-        "inspect", tmp_path / "model.onnx", "--input", "1x3"
-    )
+    wording.check(refusal("inspect", tmp_path / "model.onnx", "--input", "1x3"))
     for text in ("", "3x", "0x3", "axb", "1X3", "1x-3", "1x3 "):
         with pytest.raises(ConfigError, match="like 1x3x224x224"):
             parse_shape(text)
-    with pytest.raises(ModelError, match="must be able to follow"):
+    with pytest.raises(ModelError) as raised:
         export_torch(SMALL, [(1, 4, 64, 64)])
+    wording.check(raised.value)
     (tmp_path / "broken.py").write_text(
         "from torch import nn\ndef make():\n    return nn.Linear(3, 2, device='meta')\n"
     )
@@ -167,7 +167,7 @@ def test_export_calibrates_on_raw_files(weights, tmp_path):
     assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
 
 
-def test_export_refuses_what_it_would_ignore(tmp_path, refusal):
+def test_export_refuses_what_it_would_ignore(tmp_path, refusal, wording):
     for words, said in (
         (("--keep-float", "0", "--mode", "static"), "--mode and --keep-float go with --qdq"),
         (("--size", "8x8"), "--size goes with --qdq"),
@@ -181,7 +181,7 @@ def test_export_refuses_what_it_would_ignore(tmp_path, refusal):
     shown = CliRunner().invoke(cli, ["fuse", GIVEN[0], "--device", "cpu"])
     assert "--device goes with --input or --sample" in str(shown.exception)
     teacher = ("--teacher-weights", "w.pt", "-o", "x.onnx")
-    assert "--teacher-weights goes with --teacher" in refusal("qat", f"{TRAINING}:twice", *teacher)
+    wording.check(refusal("qat", f"{TRAINING}:twice", *teacher))
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ PARTS = (f"{TRAINING}:parts", "--input", "2x3x8x8")
 
 
 @pytest.mark.slow
-def test_a_fused_model_is_written_and_agrees(tmp_path, refusal):
+def test_a_fused_model_is_written_and_agrees(tmp_path, refusal, wording):
     words = ("fuse", *PARTS, "--leaf", "parts.1")
     shown = run_command(*words, "-o", tmp_path / "f.onnx")
     assert "Conv+BN+ReLU: 1 fused" in shown and "in batches of 2 and 3" in shown
@@ -220,11 +220,11 @@ def test_a_fused_model_is_written_and_agrees(tmp_path, refusal):
         (("--device", "meta", "--bench"), "needs values, and the meta device holds none"),
     ):
         assert said in refusal(*words, *wrong)
-    assert "--out runs the model" in refusal("fuse", PARTS[0], "-o", "f.onnx")
+    wording.check(refusal("fuse", PARTS[0], "-o", "f.onnx"))
     assert "--device goes with" in refusal("fuse", PARTS[0], "--device", "meta")
 
 
-def test_a_profile_as_json_and_as_a_page(tmp_path, refusal):
+def test_a_profile_as_json_and_as_a_page(tmp_path, refusal, wording):
     page = tmp_path / "p.html"
     words = ("profile", *PARTS, "--runs", 2, "--warm-up", 0)
     found = json.loads(run_command(*words, "--json", "-", "--html", page))
@@ -239,19 +239,21 @@ def test_a_profile_as_json_and_as_a_page(tmp_path, refusal):
     assert "style=" not in text and "onclick" not in text
     assert "2 runs on cpu, of inputs 2x3x8x8:float32" in text
     assert "total" in run_command(*words) and run_command(*words, "--quiet", "--html", page) == ""
-    assert "--quiet goes with --json or --html" in refusal(*words, "-q")
+    wording.check(refusal(*words, "-q"))
 
 
-def test_a_device_is_known_and_the_meta_device_computes_nothing(tmp_path, refusal):
+def test_a_device_is_known_and_the_meta_device_computes_nothing(tmp_path, refusal, wording):
     assert find_device("cpu").type == "cpu" and find_device("meta").type == "meta"
-    with pytest.raises(ConfigError, match="a device is cpu, cuda, cuda:1 or meta, got 'gpu'"):
+    with pytest.raises(ConfigError) as raised:
         find_device("gpu")
+    wording.check(raised.value)
     if not torch.cuda.is_available():
-        with pytest.raises(SdkMissingError, match="torch has no cuda here"):
+        with pytest.raises(SdkMissingError) as raised:
             find_device("cuda")
+        wording.check(raised.value)
     meta = ("--device", "meta")
     for words in (("export", *PARTS), ("qat", f"{TRAINING}:of_parts")):
-        assert "the meta device holds none" in refusal(*words, *meta, "-o", tmp_path / "o.onnx")
+        wording.check(refusal(*words, *meta, "-o", tmp_path / "o.onnx"))
     shown = run_command("profile", *PARTS, *meta, "--runs", 1, "--warm-up", 0)
     assert "nothing was computed on the meta device" in shown and "parts_0_conv" in shown
     assert "(2, 2)" in run_command("trace", *PARTS, *meta)
@@ -454,7 +456,8 @@ def branching(net, x):
             module(branching, own=InMemory()),
             [PIXELS],
             ModelError,
-            r"follow the model, got GuardOnData.* at .*test_torch_commands.py:[0-9]+: return net.own",
+            r"follow the model, got GuardOnData.* at .*test_torch_commands.py:[0-9]+:"
+            " return net.own",
         ),
         (lambda: torch.jit.script(nn.ReLU()), [PIXELS], ModelError, "is TorchScript; give"),
         (
@@ -466,18 +469,19 @@ def branching(net, x):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_module_that_cannot_be_exported_is_refused_in_a_sentence(net, data, error, said):
+def test_a_module_that_cannot_be_exported_is_refused_in_a_sentence(net, data, error, said, wording):
     net = net if isinstance(net, nn.Module) else net()
     for take in (calib8.inspect, calib8.calibrate, lambda *both: calib8.compare(both[0], *both)):
         with pytest.raises(error, match=said) as refused:
             take(net, data)
         assert "\n" not in str(refused.value)
-    with pytest.raises(ConfigError, match="as its forward takes them, got preprocessing; leave"):
+    with pytest.raises(ConfigError) as raised:
         calib8.build(net, data, preprocess="imagenet")
+    wording.check(raised.value)
 
 
 @pytest.mark.slow
-def test_the_functions_of_torch_take_a_module_in_memory():
+def test_the_functions_of_torch_take_a_module_in_memory(wording):
     torch.manual_seed(0)
     net, x = InMemory().eval(), torch.randn(4, 3, 16, 16)
     assert calib8.torch.trace(net).graph and calib8.torch.profile(net, x, runs=1).parameters
@@ -489,7 +493,8 @@ def test_the_functions_of_torch_take_a_module_in_memory():
     prepared = calib8.torch.prepare(net, data, target="tensorrt")
     assert calib8.torch.calibrate(prepared, data) == 2
     assert calib8.torch.profile(net, DataLoader([{"x": PIXELS[0]}]), runs=1).parameters
-    with pytest.raises(FeedError, match="in order, got a loader of image; give them as a list"):
+    with pytest.raises(FeedError) as raised:
         calib8.torch.fuse(net, DataLoader([{"image": PIXELS[0]}]))
+    wording.check(raised.value)
     exported = calib8.torch.export(calib8.torch.convert(prepared), x)
     assert "QuantizeLinear" in {node.op_type for node in exported.graph.node}

@@ -145,7 +145,7 @@ def test_an_input_has_a_shape_a_dtype_and_values_that_fit():
 
 
 @pytest.mark.slow
-def test_ids_and_several_inputs_go_through_every_command(nets, tmp_path):
+def test_ids_and_several_inputs_go_through_every_command(nets, tmp_path, wording):
     spec = f"{nets}:plain_words"
     inputs = ("--input", "2x6:int64", "--input", "2x6")
     assert "(2, 6, 3)" in run_command("trace", spec, *inputs)
@@ -157,11 +157,12 @@ def test_ids_and_several_inputs_go_through_every_command(nets, tmp_path):
     quantized = run_command("export", spec, *inputs, "--qdq", "--mode", "dynamic", "-o", out)
     assert "1 of 2 layers" in quantized and "words (Embedding)" in quantized
     assert "ids" in str(open_torch(spec, [(2, 6), (2, 6)], dtypes=["int64", None]).inputs)
-    with pytest.raises(ModelError, match="must be able to follow"):
+    with pytest.raises(ModelError) as raised:
         open_torch(spec, [(2, 6), (2, 6)])
+    wording.check(raised.value)
 
 
-def test_a_sample_is_read_by_names_by_numbers_or_alone(nets, tmp_path, refusal):
+def test_a_sample_is_read_by_names_by_numbers_or_alone(nets, tmp_path, refusal, wording):
     model = load_module(f"{nets}:plain_words")
     ids, mask = np.array([[4, 0], [1, 3], [2, 2]]), np.ones((3, 2), np.float32)
     path = tmp_path / "s.npz"
@@ -181,16 +182,18 @@ def test_a_sample_is_read_by_names_by_numbers_or_alone(nets, tmp_path, refusal):
     ):
         run_command(command, f"{nets}:conv", "--sample", tmp_path / "x.npy", *words)
     np.savez(path, words=ids, other=mask)
-    with pytest.raises(FeedError, match=r"\(ids, mask\), .*got words, other; .*arr_0, arr_1"):
+    with pytest.raises(FeedError) as raised:
         model_inputs.read_sample(path, model)
+    wording.check(raised.value)
     np.save(tmp_path / "o.npy", np.array([{}]), allow_pickle=True)
     np.save(tmp_path / "c.npy", np.array(["text"]))
     (tmp_path / "b.npz").write_bytes(b"PK")
     for name in ("o.npy", "c.npy", "b.npz", "absent.npy"):
         with pytest.raises(FeedError, match=name):
             model_inputs.read_sample(tmp_path / name, model)
-    with pytest.raises(ConfigError, match=r"an \.npy or \.npz file"):
+    with pytest.raises(ConfigError) as raised:
         model_inputs.read_sample(tmp_path / "x.pt", model)
+    wording.check(raised.value)
     assert "got both" in refusal("trace", f"{nets}:conv", "--input", "1x3x8x8", "--sample", path)
 
 
@@ -249,15 +252,17 @@ def test_checkpoints_hold_their_weights_somewhere_and_under_prefixes(tmp_path):
             load_weights(model, path)
 
 
-def test_files_that_torch_save_did_not_write_are_named(tmp_path, recwarn):
+def test_files_that_torch_save_did_not_write_are_named(tmp_path, recwarn, wording):
     model = nn.Linear(2, 2)
     torch.jit.script(model).save(tmp_path / "s.pt")
     (tmp_path / "t.pt").write_text("hello")
     recwarn.clear()  # torch's own, of scripting
-    with pytest.raises(ModelError, match=r"got TorchScript, which torch\.jit\.load reads; save"):
+    with pytest.raises(ModelError) as raised:
         load_weights(model, tmp_path / "s.pt")
-    with pytest.raises(ModelError, match=r"got what torch\.save did not write; save"):
+    wording.check(raised.value)
+    with pytest.raises(ModelError) as raised:
         load_weights(model, tmp_path / "t.pt")
+    wording.check(raised.value)
     assert not recwarn.list
 
 
@@ -310,7 +315,7 @@ def packages(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_models_by_name(packages, tmp_path):
+def test_models_by_name(packages, tmp_path, wording):
     made = {
         spec: load_module(spec).out_features
         for spec in ("timm:tiny", "torchvision:ssd", "ultralytics:yolov8n.yaml")
@@ -323,24 +328,28 @@ def test_models_by_name(packages, tmp_path):
     loaded = open_torch("ultralytics:yolov8n.yaml", [(1, 3)])
     assert loaded.name == "ultralytics-yolov8n" and "random" in " ".join(loaded.notes)
     assert "Gemm" in run_command("inspect", "timm:tiny", "--input", "1x3")
-    with pytest.raises(ConfigError, match="needs the shape of its input"):
+    with pytest.raises(ConfigError) as raised:
         load("timm:tiny")
-    with pytest.raises(ModelError, match="timm must be able to make 'huge', got KeyError"):
+    wording.check(raised.value)
+    with pytest.raises(ModelError) as raised:
         load_module("timm:huge")
+    wording.check(raised.value)
     with pytest.raises(ConfigError, match=r"such as ultralytics:yolov8n\.yaml"):
         load_module("ultralytics:yolov8n.pt")
 
 
-def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch):
+def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch, wording):
     monkeypatch.setattr("deploy.fx.source.find_spec", lambda name: None)
-    with pytest.raises(SdkMissingError, match="not installed: pip install timm"):
+    with pytest.raises(SdkMissingError) as raised:
         load_module("timm:resnet18")
+    wording.check(raised.value)
     (tmp_path / "ultralytics.py").write_text("raise RuntimeError('operator nms does not exist')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.undo()
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(SdkMissingError, match="cannot be imported here: RuntimeError: operator"):
+    with pytest.raises(SdkMissingError) as raised:
         load_module("ultralytics:yolov8n.yaml")
+    wording.check(raised.value)
     assert set(_MAKERS) == set(MODEL_LIBRARIES)
     assert not is_torch_spec("timm:") and not is_torch_spec("other:name")
 
@@ -407,7 +416,7 @@ def test_what_an_exported_model_is_fed_by_name(nets, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sample_gives_keywords_and_the_keys_of_a_dict(nets, tmp_path):
+def test_a_sample_gives_keywords_and_the_keys_of_a_dict(nets, tmp_path, wording):
     path, spec = tmp_path / "s.npz", f"{nets}:words"
     ids, mask = torch.tensor([[4, 0, 1], [1, 3, 2]]), torch.ones(2, 3)
     np.savez(path, mask=mask.numpy(), ids=ids.numpy())
@@ -419,8 +428,9 @@ def test_a_sample_gives_keywords_and_the_keys_of_a_dict(nets, tmp_path):
     said = run_command("export", f"{nets}:pair", "--sample", path, "-o", tmp_path / "o.onnx")
     assert "a dict of" in said
     np.savez(path, mask=mask.numpy())
-    with pytest.raises(FeedError, match=r"s.npz does .* forward\(ids, kinds=None, mask="):
+    with pytest.raises(FeedError) as raised:
         model_inputs.read_sample(path, load_module(spec))
+    wording.check(raised.value)
 
 
 @pytest.mark.slow

@@ -112,18 +112,18 @@ def test_8_bits_keep_the_accuracy_on_every_grid(small, target):
 
 
 @pytest.mark.slow
-def test_ranges_stay_while_training_unless_they_are_to_follow(small):
+def test_ranges_stay_while_training_unless_they_are_to_follow(small, wording):
     start, end, followed = (
         train(task_of(small, epochs=epochs, ranges=ranges), bits=3).converted
         for epochs, ranges in ((0, "kept"), (2, "kept"), (2, "follow"))
     )
     assert scale_table(start) == scale_table(end) != scale_table(followed)
-    with pytest.raises(
-        errors.ConfigError, match="one of kept, follow, learned, got 'mse'; what finds"
-    ):
+    with pytest.raises(errors.ConfigError) as raised:
         train(task_of(small, ranges="mse"))
-    with pytest.raises(errors.ConfigError, match=r"a method is one of minmax, .* got 'best'"):
+    wording.check(raised.value)
+    with pytest.raises(errors.ConfigError) as raised:
         train(task_of(small, method="best"))
+    wording.check(raised.value)
 
 
 @pytest.mark.slow
@@ -139,21 +139,25 @@ def test_only_a_submodule_is_trained_and_norms_fold_into_the_export(small):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_does_not_fit_is_refused(small, tmp_path):
+def test_a_checkpoint_that_does_not_fit_is_refused(small, tmp_path, wording):
     path, one = tmp_path / "qat.pt", task_of(small, epochs=1)
     train(one, checkpoint=path)
-    with pytest.raises(errors.CacheError, match="is of another form of the model, target;"):
+    with pytest.raises(errors.CacheError) as raised:
         train(one, target="tensorrt", checkpoint=path)
+    wording.check(raised.value)
     whole = path.read_bytes()
     for broken in (b"", b"not a checkpoint", whole[: len(whole) // 2]):
         path.write_bytes(broken)
-        with pytest.raises(errors.CacheError, match="remove it to start anew"):
+        with pytest.raises(errors.CacheError) as raised:
             train(one, checkpoint=path)
+        wording.check(raised.value)
     torch.save({"epoch": 1}, path)
-    with pytest.raises(errors.CacheError, match="must be a checkpoint"):
+    with pytest.raises(errors.CacheError) as raised:
         train(one, checkpoint=path)
-    with pytest.raises(errors.ExportError, match="a folder that can be written to"):
+    wording.check(raised.value)
+    with pytest.raises(errors.ExportError) as raised:
         train(one, checkpoint=path / "below")
+    wording.check(raised.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["qat.pt"]
 
 
@@ -214,7 +218,7 @@ def test_distillation_brings_the_student_to_its_teacher(small):
     assert distance(train(with_teacher, bits=2).prepared) < 0.8 * before
 
 
-def test_a_teacher_of_another_form_needs_pairs_of_layers(small):
+def test_a_teacher_of_another_form_needs_pairs_of_layers(small, wording):
     torch.manual_seed(1)
     wide = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.MaxPool2d(2)).eval()
     prepared = prepare(small, [torch.zeros(2, 1, 8, 8)])
@@ -223,8 +227,9 @@ def test_a_teacher_of_another_form_needs_pairs_of_layers(small):
         prepared, nn.Sequential(wide, nn.Flatten(), nn.Linear(256, 4)), [("features.4", "0.1")]
     )
     assert float(distiller.loss((x,), prepared(x)).detach()) > 0
-    with pytest.raises(errors.ConfigError, match="teacher has no module 'nowhere'"):
+    with pytest.raises(errors.ConfigError) as raised:
         Distiller(prepared, wide, [("features.4", "nowhere")])
+    wording.check(raised.value)
     other = Distiller(prepared, nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
     with pytest.raises(errors.ModelError, match="equal shapes"):
         other.loss((x,), prepared(x))
@@ -270,20 +275,20 @@ def test_the_export_command_in_float_and_quantized(tmp_path, run, command, refus
 
 
 @pytest.mark.slow
-def test_the_exporter_never_falls_back_in_silence():
+def test_the_exporter_never_falls_back_in_silence(wording):
     def branch(self, x):
         return x * 2 if x.sum() > 0 else x - 1
 
-    with pytest.raises(errors.ModelError, match=r"test_torch_qat\.py:\d+: return x \* 2 if"):
+    with pytest.raises(errors.ModelError) as raised:
         to_onnx(module(branch), [torch.ones(2, 3)])
+    wording.check(raised.value)
     fixed = module(lambda self, x: x.reshape(2, 3) * 2)
     with pytest.raises(errors.ModelError, match="--static-batch"):
         to_onnx(fixed, [torch.ones(2, 3)])
     assert to_onnx(fixed, [torch.ones(2, 3)], dynamic_batch=False).graph.node
-    with pytest.raises(
-        errors.ExportError, match="cannot be written at opset 17: torch's exporter kept"
-    ):
+    with pytest.raises(errors.ExportError) as raised:
         to_onnx(nn.Sequential(nn.AdaptiveAvgPool2d(1)), [torch.ones(2, 3, 4, 4)], opset=17)
+    wording.check(raised.value)
 
 
 def fashion_module():
@@ -504,7 +509,7 @@ def picture_task(**options):
 @pytest.mark.parametrize(
     "options", [{}, {"amp": True}, {"norms": "train"}, {"norms": "train", "ranges": "kept"}]
 )
-def test_resuming_ends_as_the_unbroken_training_does(options, tmp_path):
+def test_resuming_ends_as_the_unbroken_training_does(options, tmp_path, wording):
     class Stop(Exception):
         pass
 
@@ -528,10 +533,12 @@ def test_resuming_ends_as_the_unbroken_training_does(options, tmp_path):
     for name, value in whole.converted.state_dict().items():
         assert torch.equal(value, resumed.converted.state_dict()[name]), name
     other = "learned" if "ranges" in options else "kept"
-    with pytest.raises(errors.CacheError, match="is of another form of the model, kind of ranges;"):
+    with pytest.raises(errors.CacheError) as raised:
         trained(path, ranges=other)
-    with pytest.raises(errors.CacheError, match="is of another method of ranges;"):
+    wording.check(raised.value)
+    with pytest.raises(errors.CacheError) as raised:
         trained(path, method="minmax")
+    wording.check(raised.value)
 
 
 @pytest.mark.slow

@@ -253,18 +253,22 @@ def test_fewer_bits_clip_before_the_8_bit_operator():
 
 
 @pytest.mark.slow
-def test_nan_no_data_dead_tensors_and_wrong_names_are_said(resnet, batches):
+def test_nan_no_data_dead_tensors_and_wrong_names_are_said(resnet, batches, wording):
     prepared = prepare(resnet, batches[0])
-    with pytest.raises(FeedError, match="at least one batch"):
+    with pytest.raises(FeedError) as refusal:
         calibrate(prepared, [])
-    with pytest.raises(CalibrationError, match="none went through x"):
+    wording.check(refusal.value)
+    with pytest.raises(CalibrationError) as refusal:
         convert(prepared)
-    with pytest.raises(CalibrationError, match="NaN or Inf in x"):
+    wording.check(refusal.value)
+    with pytest.raises(CalibrationError) as refusal:
         calibrate(prepared, [torch.full((1, 3, 64, 64), torch.nan)])
+    wording.check(refusal.value)
     with pytest.raises(ExportError, match="converted before export"):
         to_onnx(prepared, batches[0])
-    with pytest.raises(ModelError, match=r"must run for inputs \[\(1, 4, 64, 64\)\]"):
+    with pytest.raises(ModelError) as refusal:
         prepare(resnet, [torch.zeros(1, 4, 64, 64)])
+    wording.check(refusal.value)
     prepared = prepare(resnet, batches[0], skip=["conv1"])
     assert isinstance(prepared.get_submodule("conv1"), nn.Conv2d)
     assert "x" not in observers_of(prepared)

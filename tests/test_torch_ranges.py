@@ -200,14 +200,15 @@ def test_real_values_differ_by_float_rounding_alone(folder):
         assert [s for s, _ in ours] == pytest.approx([s for s, _ in theirs], rel=0.011)
 
 
-def test_the_default_is_that_of_build_for_every_target():
+def test_the_default_is_that_of_build_for_every_target(wording):
     for name, target in TARGETS.items():
         assert bool(target.own_method) == isinstance(search_for(name), IfmrSearch)
     own = search_params(LayerConfig(activation=ActivationParams(asymmetric=True)))
     assert own == IfmrParams(with_offset=True) and search_for("onnxruntime").label == "mse"
     assert search_for("ascend", "percentile 99.5").label == "percentile 99.5"
-    with pytest.raises(ConfigError, match=r"a method is one of minmax, .*, got 'ema'"):
+    with pytest.raises(ConfigError) as raised:
         search_for("onnxruntime", "ema")
+    wording.check(raised.value)
 
 
 @pytest.mark.slow
@@ -246,7 +247,7 @@ def test_the_size_of_batches_changes_nothing_in_amcts_search_and_inputs_count_al
 
 
 @pytest.mark.slow
-def test_a_first_batch_wants_whole_batches():
+def test_a_first_batch_wants_whole_batches(wording):
     x, search = torch.from_numpy(images(9)), search_for("onnxruntime", "entropy-tensorrt 4")
     tables = []
     for count in (8, 9):  # the ninth fills none
@@ -254,35 +255,40 @@ def test_a_first_batch_wants_whole_batches():
         assert calibrate(prepared, [x[:count]], search=search) == 8
         tables.append(scale_table(prepared))
     assert tables[0] == tables[1]
-    with pytest.raises(FeedError, match="got 3 samples for batches of 4"):
+    with pytest.raises(FeedError) as raised:
         calibrate(prepared, [x[:3]], search=search)
+    wording.check(raised.value)
 
     fixed = module(lambda self, x: self.layer(x.reshape(2, 64)), layer=nn.Linear(64, 2))
     prepared = prepare(fixed, [x[:2, :1]])
-    with pytest.raises(ModelError, match=r"runs for a batch of 1, .* take another method"):
+    with pytest.raises(ModelError) as raised:
         calibrate(prepared, [x[:2, :1]], search=search_for("tensorrt", "entropy-tensorrt"))
+    wording.check(raised.value)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "ascend"])
-def test_tensors_without_sound_data_are_named(target):
+def test_tensors_without_sound_data_are_named(target, wording):
     x, search = torch.from_numpy(images(4)), search_for(target)
     for wrong in (float("inf"), float("nan")):
         bad = x.clone()
         bad[3, 1, 2, 3] = wrong
         prepared = prepare(net(), [x[:2]], target=target)
-        with pytest.raises(CalibrationError, match="got NaN or Inf in input"):
+        with pytest.raises(CalibrationError) as raised:
             calibrate(prepared, [x, bad], search=search)
+        wording.check(raised.value)
 
     layers = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}
     overflows = module(lambda self, x: self.b(torch.relu(self.a(x)).exp()), **layers)
     prepared = prepare(overflows, [torch.ones(2, 3)], target=target)
-    with pytest.raises(CalibrationError, match="got NaN or Inf in exp"):
+    with pytest.raises(CalibrationError) as raised:
         calibrate(prepared, [1e4 * torch.eye(3), -1e4 * torch.eye(3)], search=search)
+    wording.check(raised.value)
     prepared = prepare(net(), [x[:2]], target=target)
     prepared.add_module("idle", FakeQuant(UINT8, "idle"))
-    with pytest.raises(CalibrationError, match="needs data, and none went through idle"):
+    with pytest.raises(CalibrationError) as raised:
         calibrate(prepared, [x], search=search)
+    wording.check(raised.value)
     prepared = prepare(net(), [x[:2]], target=target)
     calibrate(prepared, [torch.zeros(2, 4, 8, 8), torch.zeros(0, 4, 8, 8)], search=search)
     lowest = -128 if target == "ascend" else 0
@@ -302,7 +308,7 @@ def test_a_range_on_a_grid_is_that_of_calibrators():
 
 
 @pytest.mark.slow
-def test_fewer_bits_are_searched_on_their_own_grid():
+def test_fewer_bits_are_searched_on_their_own_grid(wording):
     x = torch.from_numpy(images(8))
     for target in ("onnxruntime", "tensorrt"):
         widths = []
@@ -312,8 +318,9 @@ def test_fewer_bits_are_searched_on_their_own_grid():
             widths.append(scale_table(prepared)[0][1] * 2**bits)
         assert widths[0] > 1.1 * widths[1] > 1.2 * widths[2]  # coarser steps are worth clipping for
     prepared = prepare(net(), [x[:2]], bits=4)
-    with pytest.raises(ConfigError, match="entropy is defined for 8 bits, got 4; take mse"):
+    with pytest.raises(ConfigError) as raised:
         calibrate(prepared, [x], search=search_for("onnxruntime", "entropy"))
+    wording.check(raised.value)
 
 
 def test_export_refuses_a_method_that_would_change_nothing(run, refusal):

@@ -51,7 +51,7 @@ def net():
     return with_statistics(nn.Sequential(*layers))
 
 
-def test_hooks_of_layers_and_leaves_are_part_of_the_graph():
+def test_hooks_of_layers_and_leaves_are_part_of_the_graph(wording):
     model = net()
     model[0].register_forward_hook(lambda module, inputs, output: output * 2)
     one_more = lambda module, inputs, named: ((inputs[0] + 1,), named)  # noqa: E731
@@ -60,8 +60,9 @@ def test_hooks_of_layers_and_leaves_are_part_of_the_graph():
     for made in (trace(model), prepare(model, [X]), fuse(model)[0]):
         assert torch.allclose(made(X), wanted, atol=1e-5)
     assert torch.equal(model(X), wanted) and model[0]._forward_hooks  # the user's keeps its own
-    with pytest.raises(ModelError, match="must not have a forward hook, got one"):
+    with pytest.raises(ModelError) as raised:
         QatLayer(model[0], WeightQuant(0))
+    wording.check(raised.value)
 
     part = module(lambda self, x: x.clamp(min=0))
     part.register_forward_hook(lambda module, inputs, output: output * 2)
@@ -94,15 +95,16 @@ def test_weights_that_are_computed_are_taken_as_they_are_now(kind):
     assert measure_coverage(converted, model).quantized == ("0", "3")
 
 
-def test_computed_weights_are_said_and_models_that_cannot_be_copied():
+def test_computed_weights_are_said_and_models_that_cannot_be_copied(wording):
     model = net()
     parametrizations.weight_norm(model[0])
     lines = []
     train(task_of(model, epochs=0), report=lines.append)
     assert any(line.startswith("0.weight is computed from other tensors") for line in lines)
     model.lock = __import__("threading").Lock()
-    with pytest.raises(ModelError, match="must be copied before it is changed, got TypeError"):
+    with pytest.raises(ModelError) as raised:
         prepare(model, [X])
+    wording.check(raised.value)
 
 
 def wrapped():
@@ -137,13 +139,14 @@ def test_a_part_that_runs_several_times_has_one_range_for_all_its_runs():
     assert (float(seen.scale), int(seen.zero_point)) == wide
 
 
-def test_what_a_pass_must_not_change_is_checked_by_more_than_a_tolerance():
+def test_what_a_pass_must_not_change_is_checked_by_more_than_a_tolerance(wording):
     model, same = net(), plain_copy(net())
     assert check_same_outputs(model, same, [X], "copying") == 0
     with torch.no_grad():
         same[3].bias += 1e-2
-    with pytest.raises(ModelError, match="copying must not change what the model computes"):
+    with pytest.raises(ModelError) as raised:
         check_same_outputs(model, same, [X], "copying")
+    wording.check(raised.value)
 
     def cancels(self, x):  # float32 leaves only noise of it
         big = x + 1e4
@@ -228,15 +231,18 @@ def attends():
 
 
 @pytest.mark.slow
-def test_what_stays_float_is_said_and_nothing_in_int8_is_refused(tmp_path, command, refusal):
+def test_what_stays_float_is_said_and_nothing_in_int8_is_refused(
+    tmp_path, command, refusal, wording
+):
     words = ("export", f"{__file__}:attends", "--input", "2x4x8", "--qdq", "--mode", "weight-only")
     shown = command(*words, "--leaf", "attend", "-o", tmp_path / "q.onnx")
     assert "int8: 1 of 3 layers with weights, 0 activations; in float: attend" in shown
     kept = ("--leaf", "attend", "--keep-float", "head", "-o", tmp_path / "none.onnx")
-    assert "must have layers in int8, and none of 3" in refusal(*words, *kept)
+    wording.check(refusal(*words, *kept))
     assert not (tmp_path / "none.onnx").exists()
-    with pytest.raises(ExportError, match="there are no weights"):
+    with pytest.raises(ExportError) as raised:
         refuse_unquantized(measure_coverage(nn.ReLU(), nn.ReLU()))
+    wording.check(raised.value)
 
 
 def tiny(factor):
@@ -247,7 +253,7 @@ def tiny(factor):
     return model
 
 
-def test_an_export_is_checked_by_outputs_of_any_size_and_two_batches():
+def test_an_export_is_checked_by_outputs_of_any_size_and_two_batches(wording):
     torch.manual_seed(0)
     model = tiny(1e-6)
     exported = to_onnx(model, [X])
@@ -256,8 +262,9 @@ def test_an_export_is_checked_by_outputs_of_any_size_and_two_batches():
     assert [len(x) for x in with_more_samples([X[:1]])] == [3]
     with torch.no_grad():
         model[2].weight *= 1.01
-    with pytest.raises(ExportError, match="must compute what torch computes"):
+    with pytest.raises(ExportError) as raised:
         check_float_export(exported, model, [X])
+    wording.check(raised.value)
     for tensor in exported.graph.initializer:  # a file whose batch only looks open
         if tensor.dims == [2] and tensor.data_type == 7:
             tensor.CopyFrom(onnx.numpy_helper.from_array(np.array([2, 144]), tensor.name))
@@ -279,13 +286,15 @@ def test_outputs_that_do_not_depend_on_the_input_prove_nothing(tmp_path, command
     assert "proves nothing" in command("inspect", *given)
 
 
-def test_weights_that_are_nan_and_inputs_that_are_no_tensors_are_refused():
+def test_weights_that_are_nan_and_inputs_that_are_no_tensors_are_refused(wording):
     assert len(export(tiny(1), [X.numpy()]).graph.input) == 1
-    with pytest.raises(FeedError, match="are tensors, in the order"):
+    with pytest.raises(FeedError) as raised:
         export(tiny(1), [{"x": X}])
+    wording.check(raised.value)
     for opened in (partial(export, inputs=[X]), partial(calib8.build, images=[X])):
-        with pytest.raises(ModelError, match=r"got NaN in '2\.weight'.*valid checkpoint"):
+        with pytest.raises(ModelError) as raised:
             opened(tiny(float("nan")))
+        wording.check(raised.value)
     logarithm = module(lambda self, x: self.c(x).log(), c=nn.Conv2d(3, 4, 3))  # NaN in outputs
     assert capture(logarithm.eval(), [X])(X).isnan().any()
 

@@ -101,7 +101,7 @@ def test_a_build_allows_what_was_asked_for_and_calibrates_in_float32(fake):
     assert flags(fake.config) == {"INT8"}
 
 
-def test_no_addresses_end_the_batches_of_the_profiles_shape(fake):
+def test_no_addresses_end_the_batches_of_the_profiles_shape(fake, wording):
     fake.does = calibrates
 
     def made(**shapes):
@@ -110,16 +110,20 @@ def test_no_addresses_end_the_batches_of_the_profiles_shape(fake):
         return builder.calibrate(MODEL, BuilderSettings(), callbacks)
 
     assert made(x=(3,)) == CACHE
-    with pytest.raises(CalibrationError, match=r"OPT shape \[1, 3\] only, got \[3\] in batch 0"):
+    with pytest.raises(CalibrationError) as refusal:
         made(x=(1, 3))
-    with pytest.raises(CalibrationError, match=r"shapes must hold every .* \['y'\] without 'x'"):
+    wording.check(refusal.value)
+    with pytest.raises(CalibrationError) as refusal:
         made(y=(3,))
+    wording.check(refusal.value)
     arrays = Callbacks([np.zeros(3)], batches=1, shapes={"x": (3,)}, memory=HostMemory())
     assert arrays.get_batch(["x"]) == []
-    with pytest.raises(CalibrationError, match="must be a dict of input name -> array, got ndarr"):
+    with pytest.raises(CalibrationError) as refusal:
         arrays.check()
-    with pytest.raises(CalibrationError, match=r"must be in 0\.\.1, got 99\.9 and 1"):
+    wording.check(refusal.value)
+    with pytest.raises(CalibrationError) as refusal:
         calibrator("legacy", (), batches=1, shapes={}, memory=HostMemory(), quantile=99.9)
+    wording.check(refusal.value)
     # TensorRT asks until the list is empty; what went wrong is raised by `check`.
     callbacks = fed()
     taken = [len(callbacks.get_batch(["x"])) for _ in range(3)]
@@ -127,7 +131,7 @@ def test_no_addresses_end_the_batches_of_the_profiles_shape(fake):
     assert fed().get_batch(["another"]) == []
 
 
-def test_stand_ins_of_libraries_are_left_out(fake, monkeypatch):
+def test_stand_ins_of_libraries_are_left_out(fake, monkeypatch, wording):
     monkeypatch.setattr(builder, "stand_ins", lambda: ())  # whatever this environment has
     build_engine(MODEL, BuilderSettings())
     assert fake.config.sources == 0b11111
@@ -135,8 +139,9 @@ def test_stand_ins_of_libraries_are_left_out(fake, monkeypatch):
     build_engine(MODEL, BuilderSettings())
     assert fake.config.sources == 0b11010
     fake.trt.STORY.sources = False
-    with pytest.raises(BackendError, match="CUDNN, whose libraries are empty"):
+    with pytest.raises(BackendError) as refusal:
         builder._disable_tactics(fake.config, ("CUDNN",))
+    wording.check(refusal.value)
 
 
 def test_a_library_is_a_stand_in_by_its_mark_alone(tmp_path, monkeypatch):
@@ -157,7 +162,7 @@ def test_a_library_is_a_stand_in_by_its_mark_alone(tmp_path, monkeypatch):
     del loaded
 
 
-def test_a_build_that_fails_before_calibrating_gives_tensorrts_words(fake):
+def test_a_build_that_fails_before_calibrating_gives_tensorrts_words(fake, wording):
     def gives_up(config, log):
         says(log, "Network has dynamic inputs", "no profile")
 
@@ -173,20 +178,23 @@ def test_a_build_that_fails_before_calibrating_gives_tensorrts_words(fake):
         return False
 
     fake.reads = cannot
-    with pytest.raises(BackendError, match=r"cannot read net\.onnx: Failed to parse ONNX model"):
+    with pytest.raises(BackendError) as refusal:
         build_engine(MODEL, BuilderSettings())
+    wording.check(refusal.value)
 
 
-def test_what_fails_while_calibrating_says_how_far_it_came(fake):
+def test_what_fails_while_calibrating_says_how_far_it_came(fake, wording):
     def stops(config, log):
         config.int8_calibrator.get_batch(["x"])
         says(log, "out of memory")
 
     fake.does = stops
-    with pytest.raises(BackendError, match=r"net\.onnx: out of memory; .*got 1 of 2"):
+    with pytest.raises(BackendError) as refusal:
         build_engine(MODEL, BuilderSettings(), calibrator=fed())
-    with pytest.raises(BackendError, match=r"out of memory; .*refused it"):
+    wording.check(refusal.value)
+    with pytest.raises(BackendError) as refusal:
         build_engine(MODEL, BuilderSettings(), calibrator=fed(0, known=CACHE))
+    wording.check(refusal.value)
 
     def stumbles(config, log):
         config.int8_calibrator.get_batch(["another"])
@@ -201,8 +209,9 @@ def test_what_fails_while_calibrating_says_how_far_it_came(fake):
         return calibrates(config, log) or b""
 
     fake.does = short
-    with pytest.raises(CalibrationError, match=r"got 1 of 2; .*; TensorRT said: skipped a tensor"):
+    with pytest.raises(CalibrationError) as refusal:
         build_engine(MODEL, BuilderSettings(), calibrator=fed(1))
+    wording.check(refusal.value)
     assert build_engine(MODEL, BuilderSettings(), calibrator=fed()).cache == CACHE
 
 
@@ -220,7 +229,7 @@ def test_every_build_has_the_same_logger_and_its_own_words(fake):
     assert all_along.errors == []
 
 
-def test_a_batch_is_read_in_the_networks_own_types(fake):
+def test_a_batch_is_read_in_the_networks_own_types(fake, wording):
     def first(array, dtype):
         live = Callbacks([{"x": array}], batches=1, shapes={"x": array.shape}, memory=HostMemory())
         live.expect({"x": dtype})
@@ -234,8 +243,9 @@ def test_a_batch_is_read_in_the_networks_own_types(fake):
     assert first(np.array([3, 4], np.int32), "int64").tolist() == [3, 4]
     assert first(np.float32([1.5]), "float16").tolist() == [1.5]  # float32, as Polygraphy gives
     assert first(np.float16([1.5]), "bfloat16").tolist() == [1.5]
-    with pytest.raises(CalibrationError, match=r"'x' as int32 .*, got 4294967296 in batch 0"):
+    with pytest.raises(CalibrationError) as refusal:
         first(np.array([1 << 32]), "int32")
+    wording.check(refusal.value)
     assert first(np.float32([1e5]), "float16").tolist() == [1e5]
 
 

@@ -142,15 +142,16 @@ def test_what_is_no_cache_is_refused_with_its_likely_origin(data, told):
     assert "some.cache" in str(caught.value)
 
 
-def test_flaws_duplicates_legacy_headers_and_other_files():
+def test_flaws_duplicates_legacy_headers_and_other_files(wording):
     text = b"TRT-8503-EntropyCalibration2\na: 0\nb: 7f800000\nc: ffc00000\nd: bf800000\na: 0\n"
     cache = parse(text, origin="memory")
     assert cache.flaws() == {"a": "zero", "b": "inf", "c": "NaN", "d": "negative"}
     assert cache.duplicates() == ["a"] and dump(cache) == text
     assert cache.scales()["b"] == np.inf
     cache = parse(b"TRT-8503-EntropyCalibration2\na: 1\na: 2\n", origin="memory")
-    with pytest.raises(CacheError, match="one tensor has one scale"):
+    with pytest.raises(CacheError) as refusal:
         cache.scales()
+    wording.check(refusal.value)
     cache = parse(b"03ff00000000000003feffffde7210be9\ndata: 3c008102\n", origin="memory")
     assert (cache.header.cutoff, cache.header.quantile) == (1.0, 0.999999)
     assert cache.header.label is None and cache.header.algorithm == LEGACY

@@ -277,25 +277,28 @@ def test_yolov8n_has_the_names_that_tensorrt_10_14_wrote(stem):
     assert pools and all(scales[t.name] == scales[str(t.shares)] for t in pools)
 
 
-def test_the_rest_is_left_out_and_said():
+def test_the_rest_is_left_out_and_said(wording):
     samples = [{"x": np.full((1, 2), i), "k": np.float32(7)} for i in range(7)]
     batches = list(full_batches(iter(samples), 3))
     assert [batch["x"][:, 0].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]]
     assert batches[0]["k"] == 7
     assert (count_in_full_batches(7, 3), count_in_full_batches(6, 3)) == (6, 6)
     assert note_left_out(6, 3) == () and "the last 1 of 7 samples" in note_left_out(7, 3)[0]
-    with pytest.raises(ConfigError, match="got 2 samples for batches of 3"):
+    with pytest.raises(ConfigError) as raised:
         count_in_full_batches(2, 3)
+    wording.check(raised.value)
     assert count_in_full_batches(3, 1, filled=1) == 2
     assert count_in_full_batches(5, 2, filled=1) == 4
     assert "the last 1 of 3 samples" in note_left_out(3, 1, filled=1)[0]
-    with pytest.raises(ConfigError, match="got 0 samples for batches of 1"):
+    with pytest.raises(ConfigError) as raised:
         count_in_full_batches(1, 1, filled=1)
+    wording.check(raised.value)
     samples = [{"x": np.zeros((1, width), np.float32)} for width in (2, 2, 3, 4)]
     batches = full_batches(iter(samples), 2)
     assert next(batches)["x"].shape == (2, 2)
-    with pytest.raises(ConfigError, match=r"one shape, got samples of \(1, 3\) and \(1, 4\)"):
+    with pytest.raises(ConfigError) as raised:
         next(batches)
+    wording.check(raised.value)
     assert len({HistogramOf(8).key, HistogramOf(8, 16).key, HistogramOf(8, 24).key}) == 3
 
 

@@ -219,13 +219,16 @@ def test_a_profile_is_of_the_engines_layers(tensorrt, build, command, tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_gpu_is_chosen_for_building_and_running(tensorrt, build, command, refusal, tmp_path):
+def test_a_gpu_is_chosen_for_building_and_running(
+    tensorrt, build, command, refusal, tmp_path, wording
+):
     trt = tensorrt(TEN, "cuda-python")
     assert any("on Fake L4" in note for note in build("--device", 1))
     assert trt.STORY.devices == [1] and set(trt.STORY.runs) <= {1}
     measure = bench(tmp_path)
     command(*measure, "--device", 1, "--streams", 2)
-    assert set(trt.STORY.runs) == {1} and "incompatible device: Fake L4" in refusal(*measure)
+    wording.check(refusal(*measure))
+    assert set(trt.STORY.runs) == {1}
     assert any("on Fake H200" in note for note in build()) and trt.STORY.devices == [1, 0]
     assert any("built before" in note for note in build())
 
@@ -239,7 +242,9 @@ def test_without_a_gpu_the_lines_say_on_which_to_build(tensorrt, build, tmp_path
 
 
 @pytest.mark.slow
-def test_plugins_are_part_of_an_engine(tensorrt, build, run, refusal, failing, tmp_path, library):
+def test_plugins_are_part_of_an_engine(
+    tensorrt, build, run, refusal, failing, tmp_path, library, wording
+):
     trt = tensorrt(TEN)
     build("--plugin", library)
     assert hasattr(ctypes.CDLL(None), "FancyPluginCreator")
@@ -253,7 +258,7 @@ def test_plugins_are_part_of_an_engine(tensorrt, build, run, refusal, failing, t
     assert run(*measure, library)[0] == 0
     broken = tmp_path / "broken.so"
     broken.write_text("no library")
-    assert "must load with TensorRT 10.13.0.35" in refusal(*measure, broken)
+    wording.check(refusal(*measure, broken))
     assert "none.so" in failing("--plugin", tmp_path / "none.so")
 
 

@@ -227,14 +227,15 @@ def test_whole_numbers_moves_and_subgraphs_are_left_as_they_are():
 
 
 def test_a_model_that_cannot_be_lifted_says_so_and_is_built_without(
-    tmp_path, small_cnn, pictures, monkeypatch
+    tmp_path, small_cnn, pictures, monkeypatch, wording
 ):
     broken = net("Odd x -> t | Relu t -> y", {}, t={"domain": "mine"})
     with pytest.raises(ExportError, match="onnx says"):  # the domain has no version
         narrow_float_part(broken, "fp16", {})
     broken.opset_import.append(helper.make_opsetid("mine", 1))
-    with pytest.raises(ExportError, match="types of its tensors, got none of 't'"):
+    with pytest.raises(ExportError) as raised:
         narrow_float_part(broken, "fp16", {})
+    wording.check(raised.value)
 
     def refused(*words):
         raise ExportError("it must be liftable, got this; export it again")
@@ -607,7 +608,7 @@ def test_the_report_says_fp8_its_figures_and_the_lines_for_those_who_can(
 
 
 def test_a_float_rest_has_one_file_and_inspect_tells_what_would_be_in_fp8(
-    run, wide_net, images, tmp_path, refusal, small_cnn, pictures
+    run, wide_net, images, tmp_path, refusal, small_cnn, pictures, wording
 ):
     code, out, _ = run(*command(wide_net, images, tmp_path, *FAST, "--rest", "fp32"))
     assert code == 0 and not (tmp_path / "net.tensorrt.typed.onnx").exists()
@@ -618,11 +619,11 @@ def test_a_float_rest_has_one_file_and_inspect_tells_what_would_be_in_fp8(
     assert code == 0 and "7 fp8" in out and "fp8       4 Conv" not in out
     assert "too few channels (3) to be faster in fp8" in out
     words = command(small_cnn, pictures, tmp_path / "out", "--size", "16x16")
-    assert "must be able to run in fp8, got none in small_cnn" in refusal(*words)
+    wording.check(refusal(*words))
 
 
 def test_a_cache_gives_the_same_model_and_there_is_no_way_back(
-    run, narrow, wide_net, tmp_path, refusal
+    run, narrow, wide_net, tmp_path, refusal, wording
 ):
     made = tmp_path / "made.onnx"
     words = ("to-qdq", wide_net, narrow / "calib8/net.cache", "-o", made, "--precision", "fp8")
@@ -640,8 +641,9 @@ def test_a_cache_gives_the_same_model_and_there_is_no_way_back(
     err = refusal("cache", "from-qdq", narrow / "net.tensorrt.qdq.onnx", "-o", *files)
     assert "a cache is for" in err and "float8" in err
     model = onnx.load(narrow / "net.tensorrt.qdq.onnx")
-    with pytest.raises(ExportError, match="no cache of an fp8 model"):
+    with pytest.raises(ExportError) as raised:
         from_qdq(model)
+    wording.check(raised.value)
 
 
 @pytest.mark.slow
@@ -713,15 +715,17 @@ def test_what_is_for_int8_is_refused_beside_fp8(refusal, wide_net, images, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_plans_of_int8_and_models_of_old_opsets_are_refused(wide_net, images, tmp_path):
+def test_plans_of_int8_and_models_of_old_opsets_are_refused(wide_net, images, tmp_path, wording):
     text = 'schema = "calib8-plan/1"\n[tensorrt]\n[tensorrt.methods]\nr1 = "entropy"\n'
     (tmp_path / "p.toml").write_text(text, "utf-8")
-    with pytest.raises(ConfigError, match="got entropy, which is TensorRT's for int8"):
+    with pytest.raises(ConfigError) as raised:
         built(wide_net, images, tmp_path / "out", precision="fp8", plan=tmp_path / "p.toml")
+    wording.check(raised.value)
     model = wide()
     model.graph.node.append(helper.make_node("DFT", ["y"], ["z"], "/dft", axis=1))
-    with pytest.raises(ExportError, match=r"opset 13 is brought to 22, got DFT '/dft'"):
+    with pytest.raises(ExportError) as raised:
         at_opset(model, 22)
+    wording.check(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -205,14 +205,15 @@ def qdq_model(scale=0.1, zero=ZERO, second=None, text=f"{PAIR} | Relu d -> y", *
     return build_net(nodes, {"x": [1, 3]}, {"y": [1, 3]}, held)
 
 
-def test_a_smallest_qdq_model_and_a_cache_of_none_of_its_tensors():
+def test_a_smallest_qdq_model_and_a_cache_of_none_of_its_tensors(wording):
     plain = from_qdq(qdq_model())
     assert plain.scales == {"x": np.float32(0.1)}
     assert [node.op_type for node in plain.model.graph.node] == ["Relu"]
     assert list(plain.model.graph.node[0].input) == ["x"]
     foreign = from_scales({"elsewhere": np.float32(1)}, version="8.5.3")
-    with pytest.raises(CacheError, match="none can be used"):
+    with pytest.raises(CacheError) as raised:
         cache_to_qdq(residual(), foreign)
+    wording.check(raised.value)
 
 
 EIGHTS = {"w": np.ones((2, 3), np.int8), "ws": np.ones(5), "wz": np.zeros(5, np.int8)}
@@ -403,7 +404,7 @@ def test_a_pool_is_float_between_float_nodes_and_beside_them(tmp_path):
     assert why["p"] == "it is the mean over other axes than a picture's"
 
 
-def test_what_reads_a_concat_of_float_tensors_stays_float_where_that_is_asked(tmp_path):
+def test_what_reads_a_concat_of_float_tensors_stays_float_where_that_is_asked(tmp_path, wording):
     asked = TensorRT(float_behind_concat=True).placement
     text = "Conv x w -> a | Conv a w -> b | Concat a b -> cat | Conv cat w2 -> y"
     why, _ = placed(net(text, tmp_path), asked)
@@ -414,10 +415,12 @@ def test_what_reads_a_concat_of_float_tensors_stays_float_where_that_is_asked(tm
     assert why["y"] == "it reads a Concat whose inputs are not all int8" and set(pairs) == {"x"}
     assert placed(model)[0]["y"] == ""
     for word in ("float_behind_concat", "pair_behind_deconv"):
-        with pytest.raises(ConfigError, match="placed in the Q/DQ model, got engine form cache"):
+        with pytest.raises(ConfigError) as raised:
             TensorRT(form="cache", **{word: True})
-    with pytest.raises(ConfigError, match="no pair in fp8"):
+        wording.check(raised.value)
+    with pytest.raises(ConfigError) as raised:
         TensorRT(precision="fp8", pair_behind_deconv=True)
+    wording.check(raised.value)
 
 
 def test_a_transposed_convolution_can_have_a_pair_before_its_activation(tmp_path):
@@ -621,7 +624,9 @@ def test_the_demo_gets_every_scale_but_its_logits(run, tmp_path):
     assert equal >= 0.7 * len(dla)
 
 
-def test_without_the_option_the_pairs_alone_are_written(efficient, run, command, refusal, tmp_path):
+def test_without_the_option_the_pairs_alone_are_written(
+    efficient, run, command, refusal, tmp_path, wording
+):
     _, pairs, _, _ = there_and_back(run, efficient, efficient.with_name("x.npy"), tmp_path)
     assert {"x", "a1", "pool", "scaled", "sum"} <= set(pairs) and "c1" not in pairs
     words = ("cache", "from-qdq", tmp_path / "q.onnx", "-o", tmp_path / "p", tmp_path / "c")
@@ -629,7 +634,7 @@ def test_without_the_option_the_pairs_alone_are_written(efficient, run, command,
     code, said, _ = run(*words, "--dla", "--no-guesses")
     assert code == 0 and "guesses" not in said
     assert all(f" {name}" in said.splitlines()[-1] for name in ("c1", "c2", "a2", "logits"))
-    assert "--no-guesses goes with --dla" in refusal(*words, "--no-guesses")
+    wording.check(refusal(*words, "--no-guesses"))
 
 
 CONSTANTS = {

@@ -56,13 +56,14 @@ def agrees(session, *batches):
         np.testing.assert_array_equal(session.run({"x": x})["y"], np.maximum(x, 0))
 
 
-def test_a_run_and_a_graph_give_what_the_network_gives(machine, tmp_path):
+def test_a_run_and_a_graph_give_what_the_network_gives(machine, tmp_path, wording):
     session = opened(relu(tmp_path), WIDE)
     agrees(session, 2, 4, 1)
     times = session.device_times()
     assert min(times.h2d_ms, times.compute_ms, times.d2h_ms, times.enqueue_ms) >= 0
-    with pytest.raises(BackendError, match=r"within the engine's profile, got \[5, 3\] for 'x': S"):
+    with pytest.raises(BackendError) as refusal:
         session.run({"x": np.zeros((5, 3), np.float32)})
+    wording.check(refusal.value)
     with pytest.raises(BackendError, match="none for 'x'"):
         session.run({"z": np.zeros((1, 3), np.float32)})
     agrees(session, 1)
@@ -81,7 +82,7 @@ def test_memory_is_given_back(machine, tmp_path):
     assert cuda.allocated() == 0
 
 
-def test_an_output_may_have_a_shape_that_depends_on_values(machine, tmp_path):
+def test_an_output_may_have_a_shape_that_depends_on_values(machine, tmp_path, wording):
     ends = {"where": (TensorProto.INT64, [2, None]), "y": ["n", 3]}
     model = saved(tmp_path, "NonZero x -> where | Relu x -> y", {"x": ["n", 3]}, ends)
     session = opened(model, WIDE)
@@ -93,8 +94,9 @@ def test_an_output_may_have_a_shape_that_depends_on_values(machine, tmp_path):
         np.testing.assert_array_equal(made["where"], np.nonzero(x))
         np.testing.assert_array_equal(made["y"], x)
     session = opened(model, WIDE, cuda_graph=True)
-    with pytest.raises(BackendError, match="output 'where' depends on values; run without"):
+    with pytest.raises(BackendError) as refusal:
         session.run({"x": x})
+    wording.check(refusal.value)
 
 
 def test_memory_that_an_allocator_cannot_get_is_told(machine, tmp_path, monkeypatch):
@@ -153,14 +155,15 @@ def test_every_type_of_whole_bytes_goes_in_and_out(tensorrt, tmp_path, dtype):
     np.testing.assert_array_equal(made, x)
 
 
-def test_a_type_of_half_bytes_is_refused(tensorrt):
+def test_a_type_of_half_bytes_is_refused(tensorrt, wording):
     trt = tensorrt(TEN)
-    with pytest.raises(BackendError, match="whole bytes, got INT4"):
+    with pytest.raises(BackendError) as refusal:
         dtype_of(trt.DataType.INT4)
+    wording.check(refusal.value)
 
 
 @pytest.mark.parametrize("version", [EIGHT, TEN])
-def test_whole_numbers_are_fed_in_the_networks_own_type(tensorrt, tmp_path, version):
+def test_whole_numbers_are_fed_in_the_networks_own_type(tensorrt, tmp_path, version, wording):
     tensorrt(version)
     whole = (TensorProto.INT64, [2])
     session = opened(saved(tmp_path, "Identity x -> y", {"x": whole}, {"y": whole}))
@@ -168,13 +171,15 @@ def test_whole_numbers_are_fed_in_the_networks_own_type(tensorrt, tmp_path, vers
     for dtype in (np.int64, np.int32, np.uint8):
         np.testing.assert_array_equal(session.run({"x": np.array([3, 4], dtype)})["y"], [3, 4])
     if version == EIGHT:
-        with pytest.raises(BackendError, match=r"reads 'x' as int32 .*, got 4294967296"):
+        with pytest.raises(BackendError) as refusal:
             session.run({"x": np.array([1 << 32, 0])})
-    with pytest.raises(BackendError, match=r"reads 'x' as int.*, got float32"):
+        wording.check(refusal.value)
+    with pytest.raises(BackendError) as refusal:
         session.run({"x": np.zeros(2, np.float32)})
+    wording.check(refusal.value)
 
 
-def test_an_engine_runs_on_the_gpu_that_is_asked_for(machine, tmp_path):
+def test_an_engine_runs_on_the_gpu_that_is_asked_for(machine, tmp_path, wording):
     model, path = relu(tmp_path), tmp_path / "m.engine"
     path.write_bytes(build_engine(model, WIDE, cuda=open_gpu(1)).plan)
     x = np.ones((1, 3), np.float32)
@@ -182,10 +187,12 @@ def test_an_engine_runs_on_the_gpu_that_is_asked_for(machine, tmp_path):
     assert TensorrtSession.open(path, device=1).run({"x": x})["y"].sum() == 3
     assert machine.STORY.devices == [1] == machine.STORY.runs
     assert sys.modules["fake_cuda"].current() == 0
-    with pytest.raises(BackendError, match=r"on Fake H200 sm_90: .*incompatible device: Fake L4"):
+    with pytest.raises(BackendError) as refusal:
         TensorrtSession.open(path)
-    with pytest.raises(ConfigError, match=r"one of the 2 GPUs .* from 0, got 2"):
+    wording.check(refusal.value)
+    with pytest.raises(ConfigError) as refusal:
         TensorrtSession.open(path, device=2)
+    wording.check(refusal.value)
 
 
 def test_memory_of_a_calibrator_and_of_nothing(machine):
@@ -208,7 +215,7 @@ def test_memory_of_a_calibrator_and_of_nothing(machine):
         device.between_ms(device.event(), device.event())
 
 
-def test_bindings_that_are_missing_or_do_not_start(tensorrt, monkeypatch, tmp_path):
+def test_bindings_that_are_missing_or_do_not_start(tensorrt, monkeypatch, tmp_path, wording):
     tensorrt(TEN, "pycuda")
     cuda = sys.modules["fake_cuda"]
     broken = cuda.cuda_python()
@@ -218,13 +225,15 @@ def test_bindings_that_are_missing_or_do_not_start(tensorrt, monkeypatch, tmp_pa
         monkeypatch.setitem(sys.modules, name, module)
     assert type(open_gpu()).__name__ == "_Pycuda"
     tensorrt(TEN, "")
-    with pytest.raises(SdkMissingError, match=r"cuda-python: .*; pycuda: .*: pip install cuda-py"):
+    with pytest.raises(SdkMissingError) as refusal:
         open_gpu()
+    wording.check(refusal.value)
     for binding in BINDINGS:
         tensorrt(TEN, binding)
         sys.modules["fake_cuda"].GPUS.clear()
-        with pytest.raises(SdkMissingError, match="no CUDA-capable device is detected"):
+        with pytest.raises(SdkMissingError) as refusal:
             open_gpu()
+        wording.check(refusal.value)
 
 
 def session():

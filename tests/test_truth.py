@@ -237,7 +237,7 @@ def test_a_metric_gives_a_number(value, rule):
         tally.add({}, {}, {})
 
 
-def test_a_metric_takes_one_label_a_sample():
+def test_a_metric_takes_one_label_a_sample(wording):
     def right(fp32, int8, label):
         return label == int8["y"][0, 0]
 
@@ -247,8 +247,9 @@ def test_a_metric_takes_one_label_a_sample():
         tally.add({}, outputs[0], one)
     found = tally.result()
     assert (found.value, found.reference, found.samples) == (2 / 3, 1 / 3, 3)
-    with pytest.raises(FeedError, match="got 3 labels for 4 samples or more"):
+    with pytest.raises(FeedError) as refusal:
         tally.add({}, outputs[0], outputs[3])
+    wording.check(refusal.value)
 
 
 @pytest.fixture
@@ -321,7 +322,7 @@ def test_objects_that_cannot_be_are_refused(broken, why, refused, detector, labe
     assert why in refused(detector, *labelled)
 
 
-def test_a_box_of_no_size_in_a_picture_of_a_pixel_is_an_object(tmp_path):
+def test_a_box_of_no_size_in_a_picture_of_a_pixel_is_an_object(tmp_path, wording):
     def read(**sides):
         image = {"id": 7, "file_name": "a/0.png", "width": 1, "height": 1} | sides
         box = {"image_id": 7, "bbox": [1, 2, 0, 0], "category_id": 3, "iscrowd": 1}
@@ -332,14 +333,17 @@ def test_a_box_of_no_size_in_a_picture_of_a_pixel_is_an_object(tmp_path):
     found = read()
     assert found.boxes.tolist() == [[1, 2, 1, 2]] and found.size == (1, 1)
     for side in ("width", "height"):
-        with pytest.raises(FeedError, match=r"a width or height of '0\.png' below 1"):
+        with pytest.raises(FeedError) as refusal:
             read(**{side: 0})
+        wording.check(refusal.value)
 
 
 @pytest.mark.slow
-def test_annotations_of_others_are_refused(refused, detector, small_cnn, labelled, annotations):
+def test_annotations_of_others_are_refused(
+    refused, detector, small_cnn, labelled, annotations, wording
+):
     assert "give --eval-images" in refused(detector, "--labels", annotations)
-    assert "whose boxes can be read" in refused(small_cnn, *SMALL, *labelled)
+    wording.check(refused(small_cnn, *SMALL, *labelled))
     data = json.loads(annotations.read_text())
     fewer = {"images": data["images"][:-1]}
     known = {"annotations": [a for a in data["annotations"] if a["image_id"] != 19]}
@@ -379,16 +383,18 @@ def test_boxes_are_scaled_to_other_pictures(build, detector, pictures, annotatio
     assert precisions[1] == pytest.approx(precisions[0], abs=0.1) and precisions[1] > 0.3
 
 
-def test_pictures_of_another_shape_are_refused(refused, detector, pictures, annotations, tmp_path):
+def test_pictures_of_another_shape_are_refused(
+    refused, detector, pictures, annotations, tmp_path, wording
+):
     words = (detector, "--labels", annotations, "--eval-images")
     cut = resaved(pictures, tmp_path / "cut", lambda one: one[:, :9])
-    assert "of 9x18 and 20x18 in the COCO json; give the images that were" in refused(*words, cut)
+    wording.check(refused(*words, cut))
     said = refused(*words, resaved(pictures, tmp_path / "turned", np.rot90))
     assert "of 18x20 and 20x18 in the COCO json; save it as it is displayed" in said
     data = json.loads(annotations.read_text())
     data["images"][0]["width"] = 0
     annotations.write_text(json.dumps(data))
-    assert "a width or height of '00.png' below 1" in refused(*words, pictures)
+    wording.check(refused(*words, pictures))
 
 
 @pytest.mark.parametrize("order", [b"II", b"MM"])
