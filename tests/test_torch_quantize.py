@@ -593,7 +593,7 @@ def test_scales_are_those_of_a_build(layer, depthwise):
         rows = weight.transpose(0, 1) if turned else weight
         expected = full if depthwise else pair_scales(rows.numpy(), full.numpy())
         assert np.allclose(fitted, expected, rtol=1e-7) and fitted.shape == full.shape
-    assert weight_quantizer(layer, 0, 7, fits_pairs=True).least is None
+    assert weight_quantizer(layer, 0, 7, fits_pairs=True).minimum_scales is None
 
 
 def test_a_learned_scale_does_not_fall_below():

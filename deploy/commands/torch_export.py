@@ -5,7 +5,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,10 +21,12 @@ from deploy.commands.image_options import (
 from deploy.commands.model_options import one_target, torch_inputs, torch_model, torch_options
 from deploy.errors import ConfigError
 from deploy.files.manifest import write_model
-from deploy.graph.index import match_patterns
 from deploy.method import Method
 from deploy.targets import TARGETS, Target
 from deploy.terminal import say, say_lines
+
+if TYPE_CHECKING:
+    from deploy.fx.checked_export import QuantizedExport
 
 QDQ = "Quantization"  # section of options that need --qdq
 
@@ -96,79 +98,56 @@ def export(
     all_modes: bool,
     method: Method,
     method_flags: tuple[str, ...],
-    **words: str | None,
+    **image_options: str | None,
 ) -> None:
     """Export MODEL (file.py:factory or timm:NAME), check it against torch, say how they agree."""
-    from deploy.fx import export as exports
-    from deploy.fx.coverage import measure_coverage, refuse_unquantized
-    from deploy.fx.device import find_device, move_tensors, refuse_meta
-    from deploy.fx.fuse import norms_in_float
-    from deploy.fx.int8_layers import find_weighted_layers
-    from deploy.fx.lift import argument_names
+    from deploy.fx.checked_export import export_float, export_quantized
+    from deploy.fx.device import find_device, refuse_meta
     from deploy.fx.model_inputs import convert_to_float32
-    from deploy.fx.modes import (
-        compare_modes,
-        format_modes,
-        format_scales,
-        measure_mode,
-        quantize_model,
-    )
-    from deploy.fx.range_search import search_for
-    from deploy.fx.task import read_batches
-    from deploy.fx.trace import submodule
 
     if not shapes and not sample:
         raise ConfigError("export runs the model and needs its --input shape, or a --sample")
     if not qdq:
-        placing = [f"Target {name}" for name in TARGETS]
-        alone = (QDQ, base.IMAGES, base.CALIBRATION, *placing)
-        base.refuse_without("--qdq", [flag for part in alone for flag in base.given_flags_in(part)])
+        target_sections = [f"Target {name}" for name in TARGETS]
+        qdq_flags = []
+        for section in (QDQ, base.IMAGES, base.CALIBRATION, *target_sections):
+            qdq_flags += base.given_flags_in(section)
+        base.refuse_without("--qdq", qdq_flags)
     elif not images:
         base.refuse_without("--images", base.given_flags_in(base.IMAGES))
     if mode != "static":
         base.refuse_without("--mode static", list(method_flags))
-    place = find_device(device)
-    refuse_meta(place, "an exported model")
+    refuse_meta(find_device(device), "an exported model")
+
     module = torch_model(model, weights, device)
-    if sentence := convert_to_float32(module):
-        say(sentence)
-    inputs = tuple(
-        x.float() if x.is_floating_point() else x for x in torch_inputs(module, shapes, sample)
-    )
+    if note := convert_to_float32(module):
+        say(note)
+    inputs = torch_inputs(module, shapes, sample)
+    dynamic_batch = not static_batch
     if not qdq:
-        exported = exports.to_onnx(module, inputs, opset=opset, dynamic_batch=not static_batch)
-        say(str(exports.check_float_export(exported, module, inputs)))
+        exported, agreement = export_float(module, inputs, opset=opset, dynamic_batch=dynamic_batch)
+        say(str(agreement))
     else:
-        if mode == "static" and not images:
-            raise ConfigError("static ranges come from data: give --images, or another --mode")
-        source = take_source(words, images or "")
-        how = parse_preprocess(words)
-        names = argument_names(module, len(inputs))
-        batches = read_batches(source, inputs, names, how, limit) if images else [inputs]
-        batches = move_tensors(batches, place)
-        part = submodule(module, only) if only else module
-        kept = {"leaves": leaves, "skip": match_patterns(find_weighted_layers(part), skip)}
-        search = search_for(target, method if method_flags else None)
-        converted = quantize_model(
-            module, inputs, batches, mode=mode, target=target, only=only, search=search, **kept
+        source = take_source(image_options, images or "")
+        result = export_quantized(
+            module,
+            inputs,
+            source if images else None,
+            target=target,
+            mode=mode,
+            method=method if method_flags else None,
+            preprocess=parse_preprocess(image_options),
+            limit=limit,
+            leaves=leaves,
+            skip=skip,
+            only=only,
+            opset=opset,
+            dynamic_batch=dynamic_batch,
+            all_modes=all_modes,
         )
-        covered = measure_coverage(converted, module)
-        refuse_unquantized(covered)
-        exported = exports.to_onnx(converted, inputs, opset=opset, dynamic_batch=not static_batch)
-        say(str(covered))
-        if mode == "static":
-            say(f"ranges by {search.label}")
-        runs_here = target.runs_here
-        say(str(exports.compare_with_torch(exported, converted, batches, kernels=runs_here)))
-        if left := norms_in_float(converted):
-            say(left)
-        if all_modes:
-            results = compare_modes(module, inputs, batches, target=target, search=search)
-        else:
-            results = [measure_mode(mode, module, converted, batches)]
-        say_lines(format_modes(results))
-        if scales:
-            say_lines(format_scales(converted))
+        search_note = f"ranges by {result.search_label}" if result.search_label else ""
+        _say_quantized(result, search_note, scales)
+        exported = result.model
     write_model(out, exported)
     say(f"{out}: opset {opset}, {out.stat().st_size} bytes")
 
@@ -233,66 +212,68 @@ def qat(
 
     --method with its parameters, --ranges and --epochs override those of the task.
     """  # noqa: D301 (click reads the backspace)
-    from deploy.fx import export as exports
-    from deploy.fx.convert import float_form
-    from deploy.fx.coverage import measure_coverage, refuse_unquantized
-    from deploy.fx.device import CPU, find_device, move_tensors, refuse_meta
-    from deploy.fx.fuse import norms_in_float
-    from deploy.fx.model_inputs import dict_input_note
-    from deploy.fx.modes import format_modes, format_scales, measure_mode
-    from deploy.fx.qat import Task, first_batches, train
+    from deploy.fx.checked_export import export_trained
+    from deploy.fx.device import find_device, refuse_meta
     from deploy.fx.source import call_factory, load_module, wrap_user_errors
-    from deploy.fx.task import order_inputs
+    from deploy.fx.task import Task
 
     if teacher is None:
         base.refuse_without("--teacher", base.given_flags("teacher_weights"))
-    place = find_device(device)
-    refuse_meta(place, "a training")
+    torch_device = find_device(device)
+    refuse_meta(torch_device, "a training")
     task = call_factory(script)
     if not isinstance(task, Task):
         raise ConfigError(f"{script} must return a calib8.torch.Task, got {type(task).__name__}")
-    typed: dict[str, Any] = {
-        "method": method if method_flags else None,
-        "ranges": ranges,
-        "amp": amp or None,
-        "epochs": epochs,
-        "teacher": None if teacher is None else load_module(teacher, teacher_weights),
-        "distil": [_pair(text) for text in distil] or None,
-    }
-    task = replace(task, **{name: value for name, value in typed.items() if value is not None})
-    task = order_inputs(task)
-    if note := dict_input_note(task.model):
-        say(note)
+    if method_flags:
+        task = replace(task, method=method)
+    if ranges is not None:
+        task = replace(task, ranges=ranges)
+    if amp:
+        task = replace(task, amp=True)
+    if epochs is not None:
+        task = replace(task, epochs=epochs)
+    if teacher is not None:
+        task = replace(task, teacher=load_module(teacher, teacher_weights))
+    if distil:
+        task = replace(task, distil=[_split_pair(pair) for pair in distil])
+
     with wrap_user_errors(script):
-        trained = train(
+        result = export_trained(
             task,
             target=target,
             bits=bits,
             checkpoint=checkpoint,
-            device=place if base.given_flags("device") else None,
+            device=torch_device if base.given_flags("device") else None,
             report=say,
         )
-        batches = first_batches(task)
-    covered = measure_coverage(trained.converted, task.model, [*(task.convert or {}).values()])
-    refuse_unquantized(covered)
-    say(str(covered))
-    if trained.score_after is not None:
-        say(f"after training ({bits} bits): {trained.score_after:.4f}")
-    exported = exports.to_onnx(trained.converted, move_tensors(list(task.inputs), CPU))
-    runs_here = target.runs_here
-    say(str(exports.compare_with_torch(exported, trained.converted, batches, kernels=runs_here)))
-    if left := norms_in_float(trained.converted):
-        say(left)
-    result = measure_mode("qat", float_form(trained.prepared), trained.converted, batches)
-    say_lines(format_modes([result]))
-    say("error and SQNR are of the trained model: its int8 form against its own weights in float")
-    if scales:
-        say_lines(format_scales(trained.converted))
-    write_model(out, exported)
+    score = result.training.score_after if result.training else None
+    score_note = "" if score is None else f"after training ({bits} bits): {score:.4f}"
+    _say_quantized(result, score_note, scales)
+    write_model(out, result.model)
     say(f"{out}: {out.stat().st_size} bytes")
 
 
-def _pair(text: str) -> tuple[str, str]:
-    """`student=teacher`, or one name for both."""
+def _say_quantized(result: "QuantizedExport", note: str, scales: bool) -> None:
+    from deploy.fx.fuse import norms_in_float
+    from deploy.fx.modes import format_modes, format_scales
+
+    say(str(result.coverage))
+    if note:
+        say(note)
+    say(str(result.agreement))
+    if norms := norms_in_float(result.module):
+        say(norms)
+    say_lines(format_modes(result.modes))
+    if result.training is not None:
+        say(
+            "error and SQNR are of the trained model: its int8 form against its own weights in"
+            " float"
+        )
+    if scales:
+        say_lines(format_scales(result.module))
+
+
+def _split_pair(text: str) -> tuple[str, str]:
+    """Split `student=teacher`; a text without = is the name of both."""
     student, equals, teacher = text.partition("=")
     return student, teacher if equals else student

@@ -31,8 +31,13 @@ def merge_branches(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
 
     Return (name of the remaining layer, name of the one merged into it) for each.
     """
-    nodes = (node for node in list(graph_module.graph.nodes) if not _drop_zero(node))
-    merged = [names for node in nodes if (names := _merge(graph_module, node)) is not None]
+    merged = []
+    for node in list(graph_module.graph.nodes):
+        if _drop_zero(node):
+            continue
+        names = _merge(graph_module, node)
+        if names is not None:
+            merged.append(names)
     graph_module.graph.eliminate_dead_code()
     return merged
 
@@ -49,83 +54,101 @@ def _drop_zero(node: fx.Node) -> bool:
 
 
 def _merge(graph_module: fx.GraphModule, node: fx.Node) -> tuple[str, str] | None:
-    sign = 1 if is_op(node, "add") else -1 if is_op(node, "sub") else 0
-    if not sign or node.kwargs or len(node.all_input_nodes) != 2 or len(node.args) != 2:
+    """Merge the two branches of an addition or subtraction; return their names, or None."""
+    is_sum = is_op(node, "add")
+    if not is_sum and not is_op(node, "sub"):
         return None
-    sides = [_branch(graph_module, side) for side in node.args]
-    left, right = sides
-    if left is None or right is None or node.args[0].args[0] is not node.args[1].args[0]:  # type: ignore[union-attr]
+    if node.kwargs or len(node.all_input_nodes) != 2 or len(node.args) != 2:
         return None
-    keeper, other, first = _larger(left, right)
-    if keeper is None or not _fits(keeper, other):
+    first_call, second_call = node.all_input_nodes
+    first = _find_branch(graph_module, first_call)
+    second = _find_branch(graph_module, second_call)
+    if first is None or second is None or first_call.args[0] is not second_call.args[0]:
         return None
-    layer = _sum(keeper, other, 1 if first else sign, sign if first else 1)
-    kept, taken = node.args if first else node.args[::-1]
-    replace_submodule(graph_module, str(kept.target), layer)  # type: ignore[union-attr]
-    node.replace_all_uses_with(kept)  # type: ignore[arg-type]
+
+    first_sign, second_sign = 1, 1 if is_sum else -1
+    if _kernel_size(first) >= _kernel_size(second):
+        larger, smaller = first, second
+        larger_call, smaller_call = first_call, second_call
+        larger_sign, smaller_sign = first_sign, second_sign
+    else:
+        larger, smaller = second, first
+        larger_call, smaller_call = second_call, first_call
+        larger_sign, smaller_sign = second_sign, first_sign
+    if not isinstance(larger, nn.Conv2d) or not _fits(larger, smaller):
+        return None
+
+    layer = _sum_layers(larger, smaller, larger_sign, smaller_sign)
+    replace_submodule(graph_module, str(larger_call.target), layer)
+    node.replace_all_uses_with(larger_call)
     graph_module.graph.erase_node(node)
-    return str(kept.target), str(taken.target)  # type: ignore[union-attr]
+    return str(larger_call.target), str(smaller_call.target)
 
 
-def _branch(graph_module: fx.GraphModule, side: Any) -> Any:
+def _find_branch(graph_module: fx.GraphModule, call: fx.Node) -> Any:
     """Return the module of a branch that can be merged, or None."""
-    if not isinstance(side, fx.Node) or side.op != "call_module" or len(side.users) > 1:
+    if call.op != "call_module" or len(call.users) > 1:
         return None
-    calls = [n for n in graph_module.graph.nodes if n.op == "call_module"]
-    if sum(n.target == side.target for n in calls) > 1:
+    targets = [node.target for node in graph_module.graph.nodes if node.op == "call_module"]
+    if targets.count(call.target) > 1:
         return None
-    module = graph_module.get_submodule(str(side.target))
-    plain = type(module) is nn.Conv2d and module.padding_mode == "zeros"
-    if plain and not isinstance(module.padding, str):
-        return module
-    return module if is_norm(module) and getattr(module, "running_var", 0) is not None else None
+    module = graph_module.get_submodule(str(call.target))
+    if type(module) is nn.Conv2d:
+        is_zero_padded = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        return module if is_zero_padded else None
+    has_statistics = getattr(module, "running_var", 0) is not None
+    return module if is_norm(module) and has_statistics else None
 
 
-def _larger(left: Any, right: Any) -> tuple[Any, Any, bool]:
-    """Return (branch to keep, the other, whether the first is kept); (None, ...) for two norms."""
-    sizes = [m.kernel_size if isinstance(m, nn.Conv2d) else (0, 0) for m in (left, right)]
-    first = sizes[0] >= sizes[1]
-    keeper, other = (left, right) if first else (right, left)
-    return (keeper if isinstance(keeper, nn.Conv2d) else None), other, first
+def _kernel_size(module: Any) -> tuple[int, ...]:
+    return module.kernel_size if isinstance(module, nn.Conv2d) else (0, 0)
 
 
-def _fits(keeper: nn.Conv2d, other: Any) -> bool:
-    if not isinstance(other, nn.Conv2d):
-        channels = norm_factors(other)[0].numel()
-        same = keeper.in_channels == keeper.out_channels == channels
-        return same and keeper.stride == (1, 1) and _is_inside(keeper, (1, 1), (0, 0))
-    equal = ("in_channels", "out_channels", "stride", "groups")
-    if any(getattr(keeper, name) != getattr(other, name) for name in equal):
+def _fits(larger: nn.Conv2d, smaller: Any) -> bool:
+    """Return whether a branch can be added to the kernel of the larger one."""
+    if not isinstance(smaller, nn.Conv2d):
+        channels = norm_factors(smaller)[0].numel()
+        if not larger.in_channels == larger.out_channels == channels:
+            return False
+        return larger.stride == (1, 1) and _is_centered(larger, (1, 1), (0, 0))
+    for name in ("in_channels", "out_channels", "stride", "groups"):
+        if getattr(larger, name) != getattr(smaller, name):
+            return False
+    return smaller.dilation == (1, 1) and _is_centered(larger, smaller.kernel_size, smaller.padding)
+
+
+def _is_centered(larger: nn.Conv2d, kernel_size: Any, padding: Any) -> bool:
+    """Return whether a kernel of this size and padding lies in the center of the larger one."""
+    if larger.dilation != (1, 1):
         return False
-    return other.dilation == (1, 1) and _is_inside(keeper, other.kernel_size, other.padding)
+    paddings: Any = larger.padding
+    for axis in (0, 1):
+        offset = paddings[axis] - padding[axis]
+        if offset < 0 or kernel_size[axis] + 2 * offset != larger.kernel_size[axis]:
+            return False
+    return True
 
 
-def _is_inside(keeper: nn.Conv2d, size: Any, padding: Any) -> bool:
-    """Return whether a kernel of this size and padding lies in the center of the keeper's."""
-    offsets = [p - q for p, q in zip(keeper.padding, padding, strict=True)]
-    dims = zip(size, offsets, keeper.kernel_size, strict=True)
-    return keeper.dilation == (1, 1) and all(o >= 0 and s + 2 * o == k for s, o, k in dims)
-
-
-def _sum(keeper: nn.Conv2d, other: Any, sign: int, others_sign: int) -> nn.Conv2d:
-    layer = copy.deepcopy(keeper)
-    weight, bias = _weight_and_bias(keeper, keeper)
-    added, shift = _weight_and_bias(other, keeper)
-    rows, columns = ((k - m) // 2 for k, m in zip(keeper.kernel_size, added.shape[2:], strict=True))
-    added = functional.pad(added, (columns, columns, rows, rows))
-    layer.weight = nn.Parameter(sign * weight + others_sign * added)
-    layer.bias = nn.Parameter(sign * bias + others_sign * shift)
+def _sum_layers(larger: nn.Conv2d, smaller: Any, larger_sign: int, smaller_sign: int) -> nn.Conv2d:
+    weight, bias = _weight_and_bias(larger, larger)
+    added_weight, added_bias = _weight_and_bias(smaller, larger)
+    rows = (weight.shape[2] - added_weight.shape[2]) // 2
+    columns = (weight.shape[3] - added_weight.shape[3]) // 2
+    added_weight = functional.pad(added_weight, (columns, columns, rows, rows))
+    layer = copy.deepcopy(larger)
+    layer.weight = nn.Parameter(larger_sign * weight + smaller_sign * added_weight)
+    layer.bias = nn.Parameter(larger_sign * bias + smaller_sign * added_bias)
     return layer
 
 
-def _weight_and_bias(module: Any, keeper: nn.Conv2d) -> tuple[torch.Tensor, torch.Tensor]:
+def _weight_and_bias(module: Any, larger: nn.Conv2d) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weight [C_out, C_in / groups, h, w] and bias [C_out] of a branch."""
     if isinstance(module, nn.Conv2d):
         weight = module.weight.detach()
-        bias = module.bias.detach() if module.bias is not None else weight.new_zeros(len(weight))
+        bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach()
         return weight, bias
     factor, shift = norm_factors(module)
-    width = keeper.in_channels // keeper.groups
+    width = larger.in_channels // larger.groups
     columns = torch.arange(len(factor), device=factor.device) % width
     weight = torch.zeros(len(factor), width, 1, 1, dtype=factor.dtype, device=factor.device)
     weight[range(len(factor)), columns, 0, 0] = factor

@@ -8,7 +8,6 @@ over modules that symbolic tracing would give (`deploy.fx.lift`).
 """
 
 import copy
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,18 +19,25 @@ from torch.utils import _pytree as pytree
 from deploy.errors import FeedError, ModelError, first_line
 from deploy.fx.capture_errors import explain_capture_failure
 from deploy.fx.device import device_of, fixed_seed, quiet
-from deploy.fx.lift import _placeholders, _positional, argument_names, lift_program
-from deploy.fx.model_inputs import first_item, match_arguments, split_item
+from deploy.fx.lift import input_placeholders, lift_program
+from deploy.fx.model_inputs import (
+    argument_names,
+    first_item,
+    match_arguments,
+    positional_parameters,
+    split_item,
+    takes_any_number,
+)
 from deploy.fx.plain_copy import plain_copy, unwrap
 from deploy.fx.source import user_code_line
 from deploy.fx.trace import trace
 from deploy.terminal import phase
 
-TOLERANCE = 1e-4  # relative to the largest output
+CAPTURE_TOLERANCE = 1e-4  # relative to the largest output
 
 
 def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
-    """Return a batch as the arguments of a forward, of a loader the inputs in its first item.
+    """Return a batch as the arguments of a forward; for a loader, the inputs in its first item.
 
     Arrays become tensors.
 
@@ -44,14 +50,15 @@ def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
         return tuple(torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in batch)
     if model is None or isinstance(batch, torch.Tensor | Mapping):
         return (batch,)
-    own = unwrap(model)
-    tensors, names = split_item(own, first_item(batch)[0])
+
+    model = unwrap(model)
+    tensors, names = split_item(model, first_item(batch)[0])
     if not names:
         return tuple(tensors)
-    ordered, into = match_arguments(own, names)
-    if into is not None or ordered != argument_names(own, len(names)):
+    ordered, dict_argument = match_arguments(model, names)
+    if dict_argument is not None or ordered != argument_names(model, len(names)):
         raise FeedError(
-            f"example inputs are the first arguments of {type(own).__name__}'s forward, in order,"
+            f"example inputs are the first arguments of {type(model).__name__}'s forward, in order,"
             f" got a loader of {', '.join(names)}; give them as a list of tensors"
         )
     return tuple(tensors[names.index(name)] for name in ordered)
@@ -59,9 +66,10 @@ def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
 
 def select_arguments(batch: Any, model: nn.Module) -> tuple[Any, ...]:
     """Return a batch as arguments, without the values after the last one that forward takes."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    takes_all = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    return as_inputs(batch)[: None if takes_all else len(_positional(model))]
+    arguments = as_inputs(batch)
+    if takes_any_number(model):
+        return arguments
+    return arguments[: len(positional_parameters(model))]
 
 
 def graph_of(
@@ -83,19 +91,18 @@ def graph_of(
         return copy.deepcopy(model)
     if leaves or inputs is None:
         return trace(plain_copy(model), leaves=leaves)
+
     inputs = as_inputs(inputs, model)
     try:
         return capture(model, inputs)
-    except ModelError:
+    except ModelError as capture_error:
         try:
             traced = trace(plain_copy(model))
         except ModelError:
-            pass
-        else:
-            if device_of(model).type != "meta":
-                run_model(plain_copy(model).eval(), inputs)  # raises ModelError if it does not run
-            return traced
-        raise
+            raise capture_error from capture_error.__cause__
+    if device_of(model).type != "meta":
+        run_model(plain_copy(model).eval(), inputs)  # raises ModelError if it does not run
+    return traced
 
 
 @phase("capturing the model")
@@ -111,27 +118,30 @@ def capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     Raises:
         ModelError: torch.export cannot follow the model, or its graph gives other values.
     """
-    own = plain_copy(model)
-    modes = {module: module.training for module in own.modules()}
-    own.eval()
-    captured = _capture(own, inputs)
-    if device_of(own).type != "meta":  # meta tensors have no values to compare
-        check_capture(captured, plain_copy(model).eval(), inputs)  # export may have changed `own`
+    copied = plain_copy(model)
+    training_by_module = {module: module.training for module in copied.modules()}
+    copied.eval()
+    captured = _export_and_lift(copied, inputs)
+    if device_of(copied).type != "meta":  # meta tensors have no values to compare
+        # another copy, as the export may have changed this one
+        check_capture(captured, plain_copy(model).eval(), inputs)
+
     for module in captured.modules():
-        module.training = modes.get(module, model.training)
+        module.training = training_by_module.get(module, model.training)
     return captured
 
 
 def check_capture(captured: nn.Module, model: nn.Module, inputs: Sequence[Any]) -> None:
     """Raise `ModelError` if `captured` gives other outputs than `model`."""
-    expected, got = (
-        [x for x in pytree.tree_leaves(run_model(own, inputs)) if isinstance(x, torch.Tensor)]
-        for own in (model, captured)
-    )
-    for value, reference in zip(got, expected, strict=True):
+    references = tensor_leaves(run_model(model, inputs))
+    for value, reference in zip(
+        tensor_leaves(run_model(captured, inputs)), references, strict=True
+    ):
         finite = reference.double().nan_to_num(0.0, 0.0, 0.0)
-        bound = TOLERANCE * float(finite.abs().max()) if reference.numel() else 0.0
-        if not torch.allclose(value.double(), reference.double(), 0.0, bound, equal_nan=True):
+        max_difference = CAPTURE_TOLERANCE * float(finite.abs().max()) if finite.numel() else 0.0
+        if not torch.allclose(
+            value.double(), reference.double(), 0.0, max_difference, equal_nan=True
+        ):
             raise ModelError(
                 f"a captured model must compute what {type(model).__name__} does, and does not:"
                 " its forward keeps something from one call to the next, or changes its input"
@@ -148,41 +158,55 @@ def run_model(model: nn.Module, inputs: Sequence[Any]) -> Any:
         with fixed_seed(), torch.no_grad():
             return model(*copy.deepcopy(list(inputs)))
     except Exception as error:  # torch.export accepts some models that do not run
-        shapes = [tuple(x.shape) for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+        shapes = [tuple(tensor.shape) for tensor in tensor_leaves(inputs)]
+        line = user_code_line(error)
         raise ModelError(
             f"{type(model).__name__} must run for inputs {shapes}, got {type(error).__name__}:"
-            f" {first_line(error)}" + (f" at {where}" if (where := user_code_line(error)) else "")
+            f" {first_line(error)}" + (f" at {line}" if line else "")
         ) from error
 
 
-def _capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
+def _export_and_lift(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     """Capture with a dynamic batch, else with a fixed one; report the first failure."""
-    widened = pytree.tree_map(repeat_single_sample, tuple(inputs))
+    dynamic_error: Exception | None = None
+    repeated = pytree.tree_map(repeat_single_sample, tuple(inputs))
     try:
-        program = _export(model, widened, torch.export.Dim.AUTO)
-        if _is_batch_dynamic(program, inputs, widened):
+        program = _export(model, repeated, is_batch_dynamic=True)
+        if _has_dynamic_batch(program, inputs, repeated):
             return lift_program(program, model, inputs)
     except Exception as error:  # anything from torch.export or the user's model
-        first: Exception | None = error
-    else:
-        first = None
+        dynamic_error = error
+
     try:
-        return lift_program(_export(model, tuple(inputs), None), model, inputs)
+        program = _export(model, tuple(inputs), is_batch_dynamic=False)
+        return lift_program(program, model, inputs)
     except Exception as error:
-        raise ModelError(explain_capture_failure(first or error, model)) from error
+        raise ModelError(explain_capture_failure(dynamic_error or error, model)) from error
 
 
-def _export(model: nn.Module, inputs: tuple[Any, ...], batch: Any) -> torch.export.ExportedProgram:
-    shapes = None
-    if batch is not None:
-        shapes = pytree.tree_map(lambda leaf: {0: batch} if has_batch(leaf) else None, inputs)
-        named = len(_positional(model))
-        if len(inputs) > named:  # torch.export expects those of `*args` in one tuple
-            shapes = (*shapes[:named], shapes[named:])
+def _export(
+    model: nn.Module, inputs: tuple[Any, ...], *, is_batch_dynamic: bool
+) -> torch.export.ExportedProgram:
+    shapes = dynamic_shapes(inputs) if is_batch_dynamic else None
+    named_count = len(positional_parameters(model))
+    if shapes is not None and len(inputs) > named_count:
+        # torch.export expects those of `*args` in one tuple
+        shapes = (*shapes[:named_count], shapes[named_count:])
     # copies, because the same tensor twice would become one input
-    own = pytree.tree_map_only(torch.Tensor, torch.clone, inputs)
+    copies = pytree.tree_map_only(torch.Tensor, torch.clone, inputs)
     with quiet(), torch.enable_grad():  # without grad, attention becomes one fused kernel
-        return torch.export.export(model, own, dynamic_shapes=shapes, strict=False)
+        return torch.export.export(model, copies, dynamic_shapes=shapes, strict=False)
+
+
+def dynamic_shapes(inputs: tuple[Any, ...]) -> Any:
+    """Return the `dynamic_shapes` of torch.export for inputs whose first dimension is the batch."""
+    batch = torch.export.Dim.AUTO
+    return pytree.tree_map(lambda leaf: {0: batch} if has_batch(leaf) else None, inputs)
+
+
+def tensor_leaves(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers, in order."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def has_batch(leaf: Any) -> bool:
@@ -195,15 +219,13 @@ def repeat_single_sample(leaf: Any) -> Any:
     return torch.cat([leaf, leaf]) if has_batch(leaf) and leaf.shape[0] == 1 else leaf
 
 
-def _is_batch_dynamic(program: Any, inputs: Sequence[Any], widened: Any) -> bool:
-    """Return whether every input whose batch was widened has a dynamic batch."""
-    signature = program.graph_signature
-    state = {*signature.inputs_to_parameters, *signature.inputs_to_buffers}
-    state |= {*signature.inputs_to_lifted_tensor_constants}
-    nodes = [n for n in _placeholders(program.graph) if n.name not in state]
-    for node, given, wide in zip(
-        nodes, pytree.tree_leaves(tuple(inputs)), pytree.tree_leaves(widened), strict=True
-    ):
-        if wide is not given and not isinstance(node.meta["val"].shape[0], torch.SymInt):
+def _has_dynamic_batch(program: Any, inputs: Sequence[Any], repeated: Any) -> bool:
+    """Return whether every input whose single sample was repeated has a dynamic batch."""
+    leaves = pytree.tree_leaves(tuple(inputs))
+    repeated_leaves = pytree.tree_leaves(repeated)
+    nodes = input_placeholders(program)
+    for node, leaf, repeated_leaf in zip(nodes, leaves, repeated_leaves, strict=True):
+        is_repeated = repeated_leaf is not leaf
+        if is_repeated and not isinstance(node.meta["val"].shape[0], torch.SymInt):
             return False
     return True

@@ -5,6 +5,7 @@ agree to 1/1000000.
 """
 
 import copy
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,18 +18,20 @@ from deploy.errors import ModelError
 from deploy.fx.device import fixed_seed
 from deploy.terminal import phase
 
+_WARM_UP_RUNS, _TIMED_RUNS, _TIMING_ROUNDS = 10, 20, 3
+
 
 def mean_seconds(model: nn.Module, inputs: Sequence[torch.Tensor]) -> float:
-    """Return the mean wall-clock seconds of 20 runs of `model`, after 10 untimed ones."""
+    """Return the mean wall-clock seconds of a run of `model`, after some untimed runs."""
     with torch.no_grad():
-        for _ in range(10):
+        for _ in range(_WARM_UP_RUNS):
             model(*inputs)
-        _wait_for_device()
+        wait_for_device()
         started = time.perf_counter()
-        for _ in range(20):
+        for _ in range(_TIMED_RUNS):
             model(*inputs)
-        _wait_for_device()
-    return (time.perf_counter() - started) / 20
+        wait_for_device()
+    return (time.perf_counter() - started) / _TIMED_RUNS
 
 
 @phase("timing")
@@ -37,12 +40,15 @@ def compare_speed(before: nn.Module, after: nn.Module, inputs: Sequence[torch.Te
 
     They are timed alternately, and the best round of each counts, so that other load affects both.
     """
-    turns = [(mean_seconds(before, inputs), mean_seconds(after, inputs)) for _ in range(3)]
-    slow, fast = (min(times) for times in zip(*turns, strict=True))
+    seconds_before = seconds_after = math.inf
+    for _ in range(_TIMING_ROUNDS):
+        seconds_before = min(seconds_before, mean_seconds(before, inputs))
+        seconds_after = min(seconds_after, mean_seconds(after, inputs))
     with torch.no_grad():
         difference = largest_difference(before(*inputs), after(*inputs))
     return (
-        f"before {slow * 1e3:.2f} ms, after {fast * 1e3:.2f} ms: {slow / fast:.2f}x;"
+        f"before {seconds_before * 1e3:.2f} ms, after {seconds_after * 1e3:.2f} ms:"
+        f" {seconds_before / seconds_after:.2f}x;"
         f" largest difference of the outputs {difference:.3g}"
     )
 
@@ -58,7 +64,8 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
     return []
 
 
-def _wait_for_device() -> None:
+def wait_for_device() -> None:
+    """Wait until the GPU, if there is one, has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -70,42 +77,47 @@ FLOAT64_TOLERANCE = 1e-6  # of the largest output, in float64
 
 
 def check_same_outputs(
-    before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor], what: str
+    before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor], change: str
 ) -> float:
     """Return the largest difference of the outputs of two forms of a model, in eval mode.
 
-    `what`: the rewriting, such as "folding BatchNorm".
+    `change`: the rewriting, such as "folding BatchNorm".
 
     Raises:
         ModelError: they differ by more than rounding errors.
     """
-    worst, largest = _compare_outputs(before, after, inputs)
-    if not worst <= FLOAT32_TOLERANCE * largest and not _same_in_float64(before, after, inputs):
+    difference, magnitude = _compare_outputs(before, after, inputs)
+    is_near = difference <= FLOAT32_TOLERANCE * magnitude
+    if not is_near and not _is_same_in_float64(before, after, inputs):
         raise ModelError(
-            f"{what} must not change what the model computes, and changes its outputs by up to"
-            f" {worst:.3g} (largest output {largest:.3g}); check whether the model's forward"
+            f"{change} must not change what the model computes, and changes its outputs by up to"
+            f" {difference:.3g} (largest output {magnitude:.3g}); check whether the model's forward"
             " depends on more than its inputs, and if not, report it"
         )
-    return worst
+    return difference
 
 
-def largest_difference(left: Any, right: Any) -> float:
+def largest_difference(first: Any, second: Any) -> float:
     """Return the largest absolute difference of two outputs: tensors, or containers of them.
 
     Equal infinities and two NaN count as 0.
     """
     differences = [torch.zeros(1, dtype=torch.float64)]
-    for one, other in zip(tensors_of(left), tensors_of(right), strict=True):
-        a, b = one.detach().cpu().double(), other.detach().cpu().double()
-        equal = (a == b) | (a.isnan() & b.isnan())
-        differences.append((a - b).abs()[~equal])
+    for first_tensor, second_tensor in zip(tensors_of(first), tensors_of(second), strict=True):
+        a, b = first_tensor.detach().cpu().double(), second_tensor.detach().cpu().double()
+        is_equal = (a == b) | (a.isnan() & b.isnan())
+        differences.append((a - b).abs()[~is_equal])
     return float(torch.cat(differences).max())
 
 
 def largest_magnitude(output: Any) -> float:
     """Return the largest finite absolute value of an output's tensors; 0 if there is none."""
-    values = [tensor.detach().double().nan_to_num(0, 0, 0).abs() for tensor in tensors_of(output)]
-    return max((float(value.max()) for value in values if value.numel()), default=0.0)
+    magnitude = 0.0
+    for tensor in tensors_of(output):
+        finite = tensor.detach().double().nan_to_num(0, 0, 0).abs()
+        if finite.numel():
+            magnitude = max(magnitude, float(finite.max()))
+    return magnitude
 
 
 def _compare_outputs(
@@ -113,8 +125,9 @@ def _compare_outputs(
 ) -> tuple[float, float]:
     """Run both; return (largest difference, largest output)."""
     with eval_mode(before), eval_mode(after), torch.no_grad():
-        expected, got = _run(before, inputs), _run(after, inputs)
-    return largest_difference(expected, got), largest_magnitude(expected)
+        expected = _run(before, inputs)
+        output = _run(after, inputs)
+    return largest_difference(expected, output), largest_magnitude(expected)
 
 
 def _run(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
@@ -123,24 +136,33 @@ def _run(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
         return model(*inputs)
 
 
-def _same_in_float64(before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor]) -> bool:
+def floats_to_float64(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the inputs with floating-point tensors in float64."""
+    return [x.double() if x.is_floating_point() else x for x in inputs]
+
+
+def _is_same_in_float64(
+    before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor]
+) -> bool:
     """Return whether both agree in float64; False if one cannot run in float64."""
-    doubled = [x.double() if x.is_floating_point() else x for x in inputs]
     try:
-        forms = [copy.deepcopy(model).double() for model in (before, after)]
-        worst, largest = _compare_outputs(forms[0], forms[1], doubled)
+        difference, magnitude = _compare_outputs(
+            copy.deepcopy(before).double(),
+            copy.deepcopy(after).double(),
+            floats_to_float64(inputs),
+        )
     except Exception:  # a forward with a fixed dtype may raise anything
         return False
-    return worst <= FLOAT64_TOLERANCE * largest
+    return difference <= FLOAT64_TOLERANCE * magnitude
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Set eval mode inside the `with` block; restore each module's mode afterwards."""
-    training = [module for module in model.modules() if module.training]
+    modules_in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        for module in training:
+        for module in modules_in_training:
             module.training = True

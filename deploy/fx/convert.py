@@ -5,7 +5,7 @@ has the range of its input, a TensorRT pool that of its input, and tensors that 
 widest of the group. Such source tensors are observed by a `RangeMonitor` module::
 
     relu --.-- quant --> maxpool -- quant --> conv       quant: the range of relu
-           '-- Watch
+           '-- RangeMonitor
 
 Calibration (`calibrate`) runs batches through the model and records what reaches each quantizer or
 `RangeMonitor`, as float32 on the CPU. Most statistics do not depend on the order and take whole
@@ -46,6 +46,7 @@ class RangeMonitor(nn.Module):
     """Identity module whose input is observed; its output has no readers.
 
     Attributes:
+        name: name of the observed tensor.
         reach: range beyond which all readers saturate; None if they do not.
     """
 
@@ -59,31 +60,34 @@ class RangeMonitor(nn.Module):
         return x
 
 
-def insert_monitors(graph_module: fx.GraphModule, quant: FakeQuant, sources: Sources) -> None:
+def insert_monitors(graph_module: fx.GraphModule, quantizer: FakeQuant, sources: Sources) -> None:
     """Insert a `RangeMonitor` on each of `sources`; the quantizer takes its range from them."""
-    quant.monitors = []
+    quantizer.monitors = []
     for number, (node, reach) in enumerate(sources):
         monitor = RangeMonitor(node.name, reach)
-        name = f"watch_{quant.name}_{number}"
+        name = f"watch_{quantizer.name}_{number}"
         graph_module.add_submodule(name, monitor)
         insert_call(graph_module, node, name)
-        quant.monitors.append(monitor)
+        quantizer.monitors.append(monitor)
 
 
 def insert_call(graph_module: fx.GraphModule, tensor: fx.Node, module: str) -> fx.Node:
     """Insert a call of a module right after the tensor that it reads."""
-    after = tensor
+    position = tensor
     if tensor.op == "placeholder":  # all placeholders must come first
-        after = [node for node in graph_module.graph.nodes if node.op == "placeholder"][-1]
-    with graph_module.graph.inserting_after(after):
+        position = [node for node in graph_module.graph.nodes if node.op == "placeholder"][-1]
+    with graph_module.graph.inserting_after(position):
         return graph_module.graph.call_module(module, (tensor,))
 
 
 def widest_reach(reaches: Iterable[RangeLimits | None]) -> RangeLimits | None:
     """Return the smallest reach that contains all; None if one is None or there are none."""
-    listed = list(reaches)
-    bounded = [one for one in listed if one is not None]
-    if not bounded or len(bounded) < len(listed):
+    bounded = []
+    for reach in reaches:
+        if reach is None:
+            return None
+        bounded.append(reach)
+    if not bounded:
         return None
     floors, ceilings, followed = zip(*bounded, strict=True)
     return RangeLimits(min(floors), max(ceilings), max(followed))
@@ -95,8 +99,11 @@ CustomClasses = Mapping[type[nn.Module], type[nn.Module]]
 
 def scale_table(model: nn.Module) -> list[tuple[str, float, int]]:
     """Return (tensor, scale, zero_point) of each quantized activation, prepared or converted."""
-    quants = [m for m in model.modules() if isinstance(m, FakeQuant | FixedQuant)]
-    return [(q.name, float(q.scale), int(q.zero_point)) for q in quants]
+    rows = []
+    for module in model.modules():
+        if isinstance(module, FakeQuant | FixedQuant):
+            rows.append((module.name, float(module.scale), int(module.zero_point)))
+    return rows
 
 
 def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Module:
@@ -109,47 +116,57 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
         CalibrationError: a tensor has no range, or a weight is not finite.
     """
     converted = copy.deepcopy(prepared).eval()
-    fixed: dict[nn.Module, nn.Module] = {}
+    replacements: dict[nn.Module, nn.Module] = {}  # a shared module is converted once
     for name, module in list(converted.named_modules(remove_duplicate=False)):
-        new = fixed.get(module) or _converted(module, name, custom or {})
-        if new is not None and name:
-            fixed[module] = new
-            if not _inside_replaced(name, converted, module):
-                replace_submodule(converted, name, new)
-    for part in converted.modules():
-        if isinstance(part, fx.GraphModule):
-            for node in list(part.graph.nodes):
-                if isinstance(called_module(part, node), RangeMonitor):
-                    part.graph.erase_node(node)
-            part.delete_all_unused_submodules()
-            part.recompile()
-            # round each bias to multiples of input times weight scale, for ONNX Runtime's integers
-            for node in part.graph.nodes:
-                layer = called_module(part, node)
-                if not isinstance(layer, IntLayer) or not called_once(part, node):
-                    continue
-                source = node.args[0]
-                while isinstance(source, fx.Node) and _is_zero_pad(part, source):
-                    source = source.all_input_nodes[0]  # a zero is exact on every grid
-                quant = called_module(part, source)
-                if isinstance(quant, FixedQuant):
-                    layer.round_bias(quant.scale)
+        replacement = replacements.get(module) or _convert_module(module, name, custom or {})
+        if replacement is None or not name:
+            continue
+        replacements[module] = replacement
+        if not _is_inside_replaced(name, converted, module):
+            replace_submodule(converted, name, replacement)
+
+    for module in converted.modules():
+        if isinstance(module, fx.GraphModule):
+            _remove_monitors(module)
+            _round_biases(module)
     return converted
 
 
-def _converted(module: nn.Module, name: str, custom: CustomClasses) -> nn.Module | None:
-    for kind, quantized in custom.items():
-        if type(module) is kind:
-            target: Any = quantized
-            build = getattr(target, "from_observed", None) or target.from_float
-            return build(module).eval()
+def _convert_module(module: nn.Module, name: str, custom: CustomClasses) -> nn.Module | None:
+    """Return the quantized form of a module; None if it stays."""
+    quantized_class: Any = custom.get(type(module))
+    if quantized_class is not None:
+        build = getattr(quantized_class, "from_observed", None) or quantized_class.from_float
+        return build(module).eval()
     if isinstance(module, FakeQuant):
-        scale, zero = module.scale_and_zero()
-        return FixedQuant(module.grid, module.name, scale, zero)
+        scale, zero_point = module.scale_and_zero()
+        return FixedQuant(module.grid, module.name, scale, zero_point)
     if not isinstance(module, QatLayer):
         return None
-    int8 = isinstance(module.weight_quant, WeightQuant)
-    return IntLayer(module, name) if int8 else folded_layer(module)
+    is_quantized = isinstance(module.weight_quant, WeightQuant)
+    return IntLayer(module, name) if is_quantized else folded_layer(module)
+
+
+def _remove_monitors(graph_module: fx.GraphModule) -> None:
+    for node in list(graph_module.graph.nodes):
+        if isinstance(called_module(graph_module, node), RangeMonitor):
+            graph_module.graph.erase_node(node)
+    graph_module.delete_all_unused_submodules()
+    graph_module.recompile()
+
+
+def _round_biases(graph_module: fx.GraphModule) -> None:
+    """Round biases to multiples of input times weight scale, for ONNX Runtime's integers."""
+    for node in graph_module.graph.nodes:
+        layer = called_module(graph_module, node)
+        if not isinstance(layer, IntLayer) or not called_once(graph_module, node):
+            continue
+        source = node.args[0]
+        while isinstance(source, fx.Node) and _is_zero_pad(graph_module, source):
+            source = source.all_input_nodes[0]  # a zero is exact on every grid
+        quantizer = called_module(graph_module, source)
+        if isinstance(quantizer, FixedQuant):
+            layer.round_bias(quantizer.scale)
 
 
 def _is_zero_pad(graph_module: fx.GraphModule, node: fx.Node) -> bool:
@@ -161,7 +178,7 @@ def _is_zero_pad(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     return isinstance(module, _PADDING) and not module.value
 
 
-def _inside_replaced(name: str, model: nn.Module, module: nn.Module) -> bool:
+def _is_inside_replaced(name: str, model: nn.Module, module: nn.Module) -> bool:
     """Return whether a parent was replaced already, so that the name no longer finds `module`."""
     try:
         return model.get_submodule(name) is not module
@@ -169,7 +186,7 @@ def _inside_replaced(name: str, model: nn.Module, module: nn.Module) -> bool:
         return True
 
 
-Recorders = dict[nn.Module, Recorder]  # by FakeQuant or Watch
+Recorders = dict[nn.Module, Recorder]  # by FakeQuant or RangeMonitor
 
 
 def record_statistics(
@@ -189,12 +206,13 @@ def record_statistics(
     """
     lead = statistic.lead
     if lead is None:
-        return _record_pass(model, batches, lambda quant: statistic.recorder(None))
-    size = lead.samples or 1
-    samples = _in_whole_batches(chain.from_iterable(map(_samples, batches)), size)
-    first = list(islice(samples, size))
+        return _record_pass(model, batches, lambda module: statistic.recorder(None))
+
+    lead_size = lead.samples or 1
+    samples = _in_full_batches(chain.from_iterable(map(_samples, batches)), lead_size)
+    lead_samples = list(islice(samples, lead_size))
     try:
-        leads, _ = _record_pass(model, first, lambda quant: lead.recorder(None))
+        lead_recorders, _ = _record_pass(model, lead_samples, lambda module: lead.recorder(None))
     except Calib8Error:
         raise
     except Exception as error:  # whatever a user's model raises
@@ -203,44 +221,55 @@ def record_statistics(
             f" got: {first_line(error)}; take another method"
         ) from error
     return _record_pass(
-        model, chain(first, samples), lambda quant: statistic.recorder(leads.get(quant))
+        model,
+        chain(lead_samples, samples),
+        lambda module: statistic.recorder(lead_recorders.get(module)),
     )
 
 
 def _record_pass(
-    model: nn.Module, batches: Iterable[Any], make: Callable[[nn.Module], Recorder]
+    model: nn.Module,
+    batches: Iterable[Any],
+    create_recorder: Callable[[nn.Module], Recorder],
 ) -> tuple[Recorders, int]:
+    """Record all batches; return (recorders, number of runs)."""
     recorders: Recorders = {}
-    monitors = (RangeMonitor, FakeQuant)
-    found = [module for module in model.modules() if isinstance(module, monitors)]
-    observed_modules = [one for one in found if isinstance(one, RangeMonitor) or not one.monitors]
-    hook = partial(_record, recorders, make)
-    hooks = [module.register_forward_pre_hook(hook) for module in observed_modules]
-    count, device = 0, device_of(model)
+    hook = partial(_record, recorders, create_recorder)
+    handles = []
+    for module in model.modules():
+        takes_own_range = isinstance(module, FakeQuant) and not module.monitors
+        if takes_own_range or isinstance(module, RangeMonitor):
+            handles.append(module.register_forward_pre_hook(hook))
+
+    run_count = 0
+    device = device_of(model)
     total = len(batches) if isinstance(batches, Sized) else None
     try:
         with phase("calibration", total, "batches") as step, torch.no_grad():
             for batch in batches:
                 model(*move_tensors(select_arguments(batch, model), device))
-                count += 1
+                run_count += 1
                 step()
     finally:
-        for handle in hooks:
+        for handle in handles:
             handle.remove()
-    return recorders, count
+    return recorders, run_count
 
 
 def _record(
-    recorders: Recorders, make: Callable[[nn.Module], Recorder], quant: nn.Module, inputs: Any
+    recorders: Recorders,
+    create_recorder: Callable[[nn.Module], Recorder],
+    module: nn.Module,
+    inputs: Any,
 ) -> None:
-    assert isinstance(quant, FakeQuant | RangeMonitor)
+    assert isinstance(module, FakeQuant | RangeMonitor)
     values = inputs[0].detach().float()
     if not bool(torch.isfinite(values).all()):
-        raise CalibrationError(f"calibration needs finite values, got NaN or Inf in {quant.name}")
+        raise CalibrationError(f"calibration needs finite values, got NaN or Inf in {module.name}")
     if values.numel():
-        if quant not in recorders:
-            recorders[quant] = make(quant)
-        recorders[quant].observe(values.cpu().numpy())
+        if module not in recorders:
+            recorders[module] = create_recorder(module)
+        recorders[module].observe(values.cpu().numpy())
 
 
 def _samples(batch: Any) -> Iterator[tuple[Any, ...]]:
@@ -256,19 +285,16 @@ def _sample(index: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[index : index + 1] if tensor.ndim else tensor
 
 
-def _in_whole_batches(samples: Iterable[Any], size: int) -> Iterator[Any]:
+def _in_full_batches(samples: Iterable[Any], size: int) -> Iterator[Any]:
     """Yield the samples without those of a partial last batch."""
-    pending: list[Any] = []
-    count = 0
-    for sample in samples:
-        pending.append(sample)
-        if len(pending) == size:
-            yield from pending
-            count += 1
-            pending = []
-    if not count:
+    iterator = iter(samples)
+    has_full_batch = False
+    while len(batch := list(islice(iterator, size))) == size:
+        has_full_batch = True
+        yield from batch
+    if not has_full_batch:
         raise FeedError(
-            f"TensorRT calibrates in whole batches, got {len(pending)} samples for batches of"
+            f"TensorRT calibrates in whole batches, got {len(batch)} samples for batches of"
             f" {size}; give more of them or a smaller batch"
         )
 
@@ -306,32 +332,34 @@ def calibrate(
         FeedError: no batch.
         CalibrationError: NaN or Inf in a tensor, or no data reached a tensor.
     """
-    quants = [module for module in prepared.modules() if isinstance(module, FakeQuant)]
-    for quant in quants:
-        search.check(quant.grid)
+    quantizers = [module for module in prepared.modules() if isinstance(module, FakeQuant)]
+    for quantizer in quantizers:
+        search.check(quantizer.grid)
     set_phase(prepared, observe=False, quantize=False, weights=search.rounded_weights)
-    training = prepared.training
+    was_training = prepared.training
     prepared.eval()
-    recorders, count = record_statistics(prepared, batches, search.statistic)
-    if not count:
+    recorders, run_count = record_statistics(prepared, batches, search.statistic)
+    if not run_count:
         raise FeedError("calibration needs at least one batch, got none")
-    prepared.train(training)
-    with phase("ranges", len(quants), "tensors") as step:
-        for quant in quants:
-            quant.set_range(*_range(quant, recorders, search))
+    prepared.train(was_training)
+    with phase("ranges", len(quantizers), "tensors") as step:
+        for quantizer in quantizers:
+            quantizer.set_range(*_find_range(quantizer, recorders, search))
             step()
     set_phase(prepared, observe=False, quantize=True)
-    return count
+    return run_count
 
 
-def _range(quant: FakeQuant, recorders: Recorders, search: ActivationSearch) -> ScaleAndZero:
-    """Return (scale, zero_point) of a quantizer, from its own tensor or from its watches."""
+def _find_range(
+    quantizer: FakeQuant, recorders: Recorders, search: ActivationSearch
+) -> ScaleAndZero:
+    """Return (scale, zero_point) of a quantizer, from its own tensor or from its monitors."""
     ranges = []
-    for source in quant.monitors or [quant]:
+    for source in quantizer.monitors or [quantizer]:
         if source not in recorders:
-            raise no_range_error(quant.name)
-        ranges.append(search.find_scale(recorders[source], quant.grid, source.reach))
-    return widest_range(ranges, quant.grid)
+            raise no_range_error(quantizer.name)
+        ranges.append(search.find_scale(recorders[source], quantizer.grid, source.reach))
+    return widest_range(ranges, quantizer.grid)
 
 
 def float_form(prepared: nn.Module) -> nn.Module:

@@ -11,26 +11,27 @@ from deploy.fx.int8_layers import IntLayer
 from deploy.fx.plain_copy import tensor_of
 
 FLOAT_REASONS = "why in float"  # key in GraphModule.meta: layer -> why it stays in float
-
-
-_MAX_NAMED = 8  # layers in a message
-
-
+_MAX_LISTED_LAYERS = 8  # in a message
 # substrings of the names of functions whose operands are weights
 _PRODUCTS = ("linear", "matmul", "mm", "conv", "einsum", "embedding", "attention", "bilinear")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCoverage:
-    """Quantized and float layers of a converted model."""
+    """Quantized and float layers of a converted model.
 
-    quantized: tuple[str, ...]  # qualified names of layers with int8 weights
-    # (qualified name, class) of layers with float weights of two or more dimensions, and of
-    # parameters that a product reads without a layer. Parameters that are only added or scaled by,
-    # such as position embeddings, do not count as weights
+    Attributes:
+        quantized: qualified names of layers with int8 weights.
+        float_layers: (qualified name, class) of layers with float weights of two or more
+            dimensions, and of parameters that a product reads without a layer. Parameters that are
+            only added or scaled by, such as position embeddings, do not count as weights.
+        activations: number of quantized activations.
+        reasons: qualified name of a layer in float -> why, as in a build.
+    """
+
+    quantized: tuple[str, ...]
     float_layers: tuple[tuple[str, str], ...]
     activations: int
-    # qualified name of a layer in float -> why, as in a build
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -43,84 +44,103 @@ class LayerCoverage:
 
     def list_float_layers(self) -> str:
         """List the first layers in float, with their reasons."""
-        first = ", ".join(
-            self._describe(name, kind) for name, kind in self.float_layers[:_MAX_NAMED]
-        )
-        more = len(self.float_layers) - _MAX_NAMED
-        return f"{first} and {more} more" if more > 0 else first
-
-    def _describe(self, name: str, kind: str) -> str:
-        reason = self.reasons.get(name)
-        return f"{name} ({kind})" if reason is None else f"{name} ({kind}: {reason})"
+        described = []
+        for name, kind in self.float_layers[:_MAX_LISTED_LAYERS]:
+            reason = f": {self.reasons[name]}" if name in self.reasons else ""
+            described.append(f"{name} ({kind}{reason})")
+        unlisted_count = len(self.float_layers) - _MAX_LISTED_LAYERS
+        more = f" and {unlisted_count} more" if unlisted_count > 0 else ""
+        return ", ".join(described) + more
 
 
 def measure_coverage(
-    converted: nn.Module, model: nn.Module, own: Sequence[type[nn.Module]] = ()
+    converted: nn.Module, model: nn.Module, quantized_classes: Sequence[type[nn.Module]] = ()
 ) -> LayerCoverage:
     """Return which layers of a converted model have int8 weights.
 
-    `converted`: result of `deploy.fx.convert.convert`. `model`: the user's model, for class names
-    that the graph has lost.
+    Args:
+        converted: result of `deploy.fx.convert.convert`.
+        model: the user's model, for class names that the graph has lost.
+        quantized_classes: the user's classes with int8 weights.
     """
-    kinds = {name: type(module) for name, module in model.named_modules()}
-    quantized, left, inside = list[str](), list[tuple[str, str]](), tuple[str, ...]()
-    activations, reasons = 0, dict[str, str]()
-    factors = dict[int, bool]()  # id of a tensor that a graph reads directly -> is it a weight
-    for part in converted.modules():
-        if isinstance(part, fx.GraphModule):
-            constants = _constants(part.graph)
-            for node in part.graph.nodes:
-                if node.op == "get_attr":
-                    tensor = id(tensor_of(part, node.target))
-                    factors[tensor] = factors.get(tensor, False) or _is_factor(node, constants)
+    class_by_name = {name: type(module) for name, module in model.named_modules()}
+    is_factor_by_id = _find_factors(converted)
+    quantized: list[str] = []
+    float_layers: list[tuple[str, str]] = []
+    reasons: dict[str, str] = {}
+    activations = 0
     for name, module in converted.named_modules():
         if isinstance(module, fx.GraphModule):
-            part_reasons = module.meta.get(FLOAT_REASONS, {})
-            reasons |= {f"{name}.{k}" if name else k: why for k, why in part_reasons.items()}
-        activations += isinstance(module, FixedQuant | DynamicQuant)
-        if inside and name.startswith(inside):
+            prefix = f"{name}." if name else ""
+            for layer, reason in module.meta.get(FLOAT_REASONS, {}).items():
+                reasons[prefix + layer] = reason
+        if isinstance(module, FixedQuant | DynamicQuant):
+            activations += 1
+        if any(name.startswith(f"{layer}.") for layer in quantized):
             continue
-        if isinstance(module, (IntLayer, *own)):
+        if isinstance(module, (IntLayer, *quantized_classes)):
             quantized.append(name)
-            inside = (*inside, f"{name}.")
         else:
-            left += _in_float(name, kinds.get(name, type(module)), module, factors)
-    return LayerCoverage(tuple(quantized), tuple(left), activations, reasons)
+            kind = class_by_name.get(name, type(module))
+            float_layers += _find_float_weights(name, kind, module, is_factor_by_id)
+    return LayerCoverage(tuple(quantized), tuple(float_layers), activations, reasons)
 
 
-def _in_float(
-    name: str, kind: type[nn.Module], module: nn.Module, factors: Mapping[int, bool]
+def _find_factors(converted: nn.Module) -> dict[int, bool]:
+    """Return id of each tensor that a graph reads directly -> whether it is a factor."""
+    is_factor_by_id: dict[int, bool] = {}
+    for module in converted.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        constants = _find_constants(module.graph)
+        for node in module.graph.nodes:
+            if node.op == "get_attr":
+                key = id(tensor_of(module, node.target))
+                is_factor_by_id[key] = is_factor_by_id.get(key) or _is_factor(node, constants)
+    return is_factor_by_id
+
+
+def _find_float_weights(
+    name: str, kind: type[nn.Module], module: nn.Module, is_factor_by_id: Mapping[int, bool]
 ) -> list[tuple[str, str]]:
     """List a layer with float weights; or its parameters, if the graph reads them directly."""
-    weights = [
-        (own, parameter)
-        for own, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() > 1 and factors.get(id(parameter), True)
-    ]
-    if not weights:
+    weight_names = []
+    has_layer_weights = kind.__module__.startswith("torch.nn.")
+    for parameter_name, parameter in module.named_parameters(recurse=False):
+        if parameter.dim() > 1 and is_factor_by_id.get(id(parameter), True):
+            weight_names.append(parameter_name)
+            has_layer_weights |= id(parameter) not in is_factor_by_id
+    if not weight_names:
         return []
-    if kind.__module__.startswith("torch.nn.") or any(id(p) not in factors for _, p in weights):
+    if has_layer_weights:
         return [(name or "the model itself", kind.__name__)]
-    return [(f"{name}.{own}".lstrip("."), "Parameter") for own, _ in weights]
+    return [(f"{name}.{weight}".lstrip("."), "Parameter") for weight in weight_names]
 
 
-def _constants(graph: fx.Graph) -> set[fx.Node]:
+def _find_constants(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that are computed from parameters and buffers only."""
-    constants = set[fx.Node]()
+    constants: set[fx.Node] = set()
     for node in graph.nodes:
-        calls = node.op in ("call_function", "call_method") and node.all_input_nodes
-        if node.op == "get_attr" or (calls and constants.issuperset(node.all_input_nodes)):
+        sources = node.all_input_nodes
+        is_computed = _is_call(node) and sources and constants.issuperset(sources)
+        if node.op == "get_attr" or is_computed:
             constants.add(node)
     return constants
 
 
 def _is_factor(node: fx.Node, constants: set[fx.Node]) -> bool:
     """Return whether a parameter, or something computed from parameters only, is multiplied."""
-    calls = [user for user in node.users if user.op in ("call_function", "call_method")]
-    names = [str(getattr(user.target, "__name__", user.target)) for user in calls]
-    if any(product in name for product in _PRODUCTS for name in names):
-        return True
-    return any(_is_factor(user, constants) for user in calls if user in constants)
+    for user in filter(_is_call, node.users):
+        name = str(getattr(user.target, "__name__", user.target))
+        if any(product in name for product in _PRODUCTS):
+            return True
+        if user in constants and _is_factor(user, constants):
+            return True
+    return False
+
+
+def _is_call(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method")
 
 
 def refuse_unquantized(coverage: LayerCoverage) -> None:

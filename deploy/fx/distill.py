@@ -21,29 +21,32 @@ from deploy.fx.comparison import tensors_of
 from deploy.fx.fuse import CONVS, fold_batch_norms
 from deploy.fx.int8_layers import QatLayer
 
-_TEMPERATURE = 4.0
+_TEMPERATURE = 4.0  # T of the formulas
 
 
 def channel_wise_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """Return the channel-wise loss of [N, C, ...] maps of equal shape: a scalar, 0 if equal."""
-    rows = student.shape[0] * student.shape[1], -1
-    return logit_loss(student.reshape(rows), teacher.reshape(rows))
+    map_count = student.shape[0] * student.shape[1]
+    return logit_loss(student.reshape(map_count, -1), teacher.reshape(map_count, -1))
 
 
 def logit_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """Return the loss of [N, C] logits: T^2 times the mean KL divergence of the classes."""
-    ours = functional.log_softmax(student / _TEMPERATURE, dim=1)
-    theirs = functional.log_softmax(teacher / _TEMPERATURE, dim=1)
-    divergence = functional.kl_div(ours, theirs, reduction="batchmean", log_target=True)
+    student_log = functional.log_softmax(student / _TEMPERATURE, dim=1)
+    teacher_log = functional.log_softmax(teacher / _TEMPERATURE, dim=1)
+    divergence = functional.kl_div(student_log, teacher_log, reduction="batchmean", log_target=True)
     return divergence * _TEMPERATURE**2
 
 
 class Distiller:
     """Runs the teacher on the student's inputs and computes the distillation loss.
 
-    `teacher`: a float model; its norms are folded, so that layers of equal name compare. `layers`:
-    (student's module, teacher's module) pairs to compare; by default the student's last convolution
-    and the teacher's layer of that name.
+    Args:
+        student: the prepared model.
+        teacher: a float model; its norms are folded, so that layers of equal name compare.
+        layers: (student's module, teacher's module) pairs to compare; by default the student's last
+            convolution and the teacher's layer of that name.
+        inputs: example inputs to capture the teacher with; None to trace it symbolically.
 
     Raises:
         ConfigError: one of the models has no such layer.
@@ -60,15 +63,12 @@ class Distiller:
     ):
         self.teacher = fold_batch_norms(teacher.eval(), inputs)[0].requires_grad_(False)
         self.pairs = list(layers) or _last_convolution(student, self.teacher)
-        self._maps: dict[tuple[str, str], torch.Tensor] = {}
-        self._hooks = [
-            hook
-            for ours, theirs in self.pairs
-            for hook in (
-                self._record("student", student, ours),
-                self._record("teacher", self.teacher, theirs),
-            )
-        ]
+        self._student_maps: dict[str, torch.Tensor] = {}
+        self._teacher_maps: dict[str, torch.Tensor] = {}
+        self._hooks: list[Any] = []
+        for student_layer, teacher_layer in self.pairs:
+            self._record("student", student, student_layer, self._student_maps)
+            self._record("teacher", self.teacher, teacher_layer, self._teacher_maps)
 
     def loss(self, inputs: tuple[Any, ...], output: Any) -> torch.Tensor:
         """Return the loss of the student's last forward, which returned `output`.
@@ -77,17 +77,21 @@ class Distiller:
             ModelError: maps or logits have different shapes.
         """
         with torch.no_grad():
-            expected = self.teacher(*inputs)
-        pairs = [(self._maps["student", a], self._maps["teacher", b]) for a, b in self.pairs]
+            teacher_output = self.teacher(*inputs)
+        student_values = [self._student_maps[name] for name, _ in self.pairs]
+        teacher_values = [self._teacher_maps[name] for _, name in self.pairs]
+        student_values += tensors_of(output)
+        teacher_values += tensors_of(teacher_output)
+
         total = torch.zeros(())
-        for ours, theirs in [*pairs, *zip(tensors_of(output), tensors_of(expected), strict=True)]:
-            if ours.shape != theirs.shape:
+        for student, teacher in zip(student_values, teacher_values, strict=True):
+            if student.shape != teacher.shape:
                 raise ModelError(
-                    f"student and teacher must give equal shapes, got {tuple(ours.shape)} and"
-                    f" {tuple(theirs.shape)}; choose other layers"
+                    f"student and teacher must give equal shapes, got {tuple(student.shape)} and"
+                    f" {tuple(teacher.shape)}; choose other layers"
                 )
-            measure = logit_loss if ours.dim() == 2 else channel_wise_loss
-            total = total + measure(ours, theirs)
+            loss_of = logit_loss if student.dim() == 2 else channel_wise_loss
+            total = total + loss_of(student, teacher)
         return total
 
     def close(self) -> None:
@@ -95,21 +99,25 @@ class Distiller:
         for hook in self._hooks:
             hook.remove()
 
-    def _record(self, whose: str, model: nn.Module, name: str) -> Any:
+    def _record(
+        self, role: str, model: nn.Module, name: str, maps: dict[str, torch.Tensor]
+    ) -> None:
+        """Store the output of a module in `maps` in each forward."""
         if name not in dict(model.named_modules()):
-            raise ConfigError(f"the {whose} has no module {name!r} to distil")
+            raise ConfigError(f"the {role} has no module {name!r} to distil")
 
-        def keep(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
-            self._maps[whose, name] = output
+        def store(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+            maps[name] = output
 
-        return model.get_submodule(name).register_forward_hook(keep)
+        self._hooks.append(model.get_submodule(name).register_forward_hook(store))
 
 
 def _last_convolution(student: nn.Module, teacher: nn.Module) -> list[tuple[str, str]]:
-    theirs = dict(teacher.named_modules())
-    names = [
-        name
-        for name, module in student.named_modules()
-        if isinstance(module, QatLayer) and isinstance(module.layer, CONVS) and name in theirs
-    ]
-    return [(names[-1], names[-1])] if names else []
+    """Return the student's last quantized convolution that the teacher has too, as a pair."""
+    teacher_names = {name for name, _ in teacher.named_modules()}
+    pairs = []
+    for name, module in student.named_modules():
+        is_convolution = isinstance(module, QatLayer) and isinstance(module.layer, CONVS)
+        if is_convolution and name in teacher_names:
+            pairs.append((name, name))
+    return pairs[-1:]

@@ -22,7 +22,12 @@ from torch.utils import _pytree as pytree
 from deploy.errors import BackendError, ExportError, ModelError, first_line
 from deploy.fx.capture import repeat_single_sample
 from deploy.fx.capture_errors import failing_line, root_cause
-from deploy.fx.comparison import largest_difference, largest_magnitude, tensors_of
+from deploy.fx.comparison import (
+    floats_to_float64,
+    largest_difference,
+    largest_magnitude,
+    tensors_of,
+)
 from deploy.fx.device import quiet
 from deploy.fx.fakequant import ExportedModule, FakeQuant, FixedQuant
 from deploy.graph.edit import copy_message, drop_unread, rename_tensors
@@ -45,10 +50,10 @@ def clean_exported(model: onnx.ModelProto) -> onnx.ModelProto:
         holder.ClearField("doc_string")
     for value in (*graph.input, *graph.output):
         del value.metadata_props[:]
-    index = Graph(result)
+    graph_index = Graph(result)
     for node in graph.node:
-        mean = node.op_type == "ReduceMean" and is_global_mean(index, node)
-        if mean and attributes(node).get("keepdims", 1):
+        is_pool = node.op_type == "ReduceMean" and is_global_mean(graph_index, node)
+        if is_pool and attributes(node).get("keepdims", 1):
             node.op_type = "GlobalAveragePool"
             del node.input[1:]
             del node.attribute[:]
@@ -63,27 +68,30 @@ def name_outputs(model: onnx.ModelProto, program: ExportedProgram | None) -> Non
     """
     if program is None or program.call_spec.out_spec is None:
         return
-    arguments = [
-        spec.arg
-        for spec in program.graph_signature.output_specs
-        if spec.kind is OutputKind.USER_OUTPUT  # others are buffers that forward changes
-    ]
-    leaves = zip(_paths(program.call_spec.out_spec), arguments, strict=True)
-    paths = [path for path, argument in leaves if isinstance(argument, TensorArgument)]
+    paths = _tensor_paths(program)
     outputs = [value.name for value in model.graph.output]
     if len(paths) != len(outputs) or len({*outputs}) != len(outputs):
         return  # a tensor that is returned twice has one name
-    taken = {value.name for value in model.graph.input} | {*outputs}
-    new: dict[str, str] = {}
+    used_names = {value.name for value in model.graph.input} | {*outputs}
+    new_names: dict[str, str] = {}
     for name, path in zip(outputs, paths, strict=True):
         if any(isinstance(key, pytree.MappingKey | pytree.GetAttrKey) for key in path):
-            new[name] = _unique_name("_".join(map(_key_name, path)), taken)
-    _rename(model.graph, new)
+            new_names[name] = _unique_name("_".join(map(_key_name, path)), used_names)
+    _rename_outputs(model.graph, new_names)
 
 
-def _paths(spec: Any) -> list[Sequence[Any]]:
+def _tensor_paths(program: ExportedProgram) -> list[Sequence[Any]]:
+    """Return the path of keys to each tensor in what forward returns."""
+    spec: Any = program.call_spec.out_spec
     numbered = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    return [path for path, _ in pytree.tree_flatten_with_path(numbered)[0]]
+    leaf_paths = iter(pytree.tree_flatten_with_path(numbered)[0])
+    paths = []
+    for output in program.graph_signature.output_specs:
+        if output.kind is OutputKind.USER_OUTPUT:  # others are buffers that forward changes
+            path, _ = next(leaf_paths)
+            if isinstance(output.arg, TensorArgument):
+                paths.append(path)
+    return paths
 
 
 def _key_name(key: Any) -> str:
@@ -92,18 +100,18 @@ def _key_name(key: Any) -> str:
     return str(key.name if isinstance(key, pytree.GetAttrKey) else key.idx)
 
 
-def _unique_name(name: str, taken: set[str]) -> str:
-    while name in taken:
+def _unique_name(name: str, used_names: set[str]) -> str:
+    while name in used_names:
         name += "_out"
-    taken.add(name)
+    used_names.add(name)
     return name
 
 
-def _rename(graph: onnx.GraphProto, new: dict[str, str]) -> None:
-    """Rename values everywhere; inner values whose name is needed get "_inner"."""
-    inner = {name for node in graph.node for name in node.output} - {*new}
-    displaced = {name: f"{name}_inner" for name in inner & {*new.values()}}
-    rename_values(graph, {**new, **displaced})
+def _rename_outputs(graph: onnx.GraphProto, new_names: dict[str, str]) -> None:
+    """Rename outputs; inner values whose name is needed get "_inner"."""
+    values = {name for node in graph.node for name in node.output}
+    displaced = (values - {*new_names}) & {*new_names.values()}
+    rename_values(graph, {**new_names, **{name: f"{name}_inner" for name in displaced}})
 
 
 def rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
@@ -115,7 +123,7 @@ def rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
 
 OPSET = 18
 FLOAT_TOLERANCE = 1e-4  # relative to the largest output: only the order of sums differs
-ROUNDING = 16  # times the model's float32 error, if that is more
+ROUNDING_FACTOR = 16  # times the model's float32 error, if that is more
 FIXED_BATCH = "export it with a fixed batch (calib8 export --static-batch) and go on from the file"
 CONSTANT_OUTPUT = "the outputs do not depend on the input, so this proves nothing; load --weights"
 
@@ -143,41 +151,50 @@ def to_onnx(
     if any(isinstance(module, FakeQuant) for module in model.modules()):
         raise ExportError("a prepared model must be converted before export: convert(prepared)")
     # copies, because the same tensor twice would become one input
-    inputs = [repeat_single_sample(x) if dynamic_batch else x for x in map(torch.clone, inputs)]
-    batch = torch.export.Dim("batch")
-    shapes = tuple({0: batch} for _ in inputs) if dynamic_batch else None
+    copies = [torch.clone(tensor) for tensor in inputs]
+    shapes = None
+    if dynamic_batch:
+        copies = [repeat_single_sample(tensor) for tensor in copies]
+        batch = torch.export.Dim("batch")
+        shapes = tuple({0: batch} for _ in copies)
     try:
-        program = run_exporter(_exportable(model), tuple(inputs), shapes, opset)
+        program = run_exporter(_exportable_copy(model), tuple(copies), shapes, opset)
     except Exception as error:  # torch.export and the exporter share no error class
         raise ModelError(explain_export_failure(error, dynamic_batch)) from error
-    written = program.model_proto
-    name_outputs(written, program.exported_program)
-    got = {entry.domain: entry.version for entry in written.opset_import}.get("", 0)
-    if got != opset:
+
+    exported = program.model_proto
+    name_outputs(exported, program.exported_program)
+    version_by_domain = {entry.domain: entry.version for entry in exported.opset_import}
+    written_opset = version_by_domain.get("", 0)
+    if written_opset != opset:
         raise ExportError(
-            f"this model cannot be written at opset {opset}: torch's exporter kept {got};"
-            f" ask for {got}, or use operators that opset {opset} has"
+            f"this model cannot be written at opset {opset}: torch's exporter kept {written_opset};"
+            f" ask for {written_opset}, or use operators that opset {opset} has"
         )
     if dynamic_batch:
-        for value in written.graph.input:
-            first = value.type.tensor_type.shape.dim[0]
-            if not first.dim_param:
-                raise ModelError(
-                    f"the batch must stay open, and the model fixes it to {first.dim_value} in"
-                    f" {value.name!r}; {FIXED_BATCH}, or take the batch from the input's shape"
-                )
-    return clean_exported(written)
+        _check_dynamic_batch(exported)
+    return clean_exported(exported)
+
+
+def _check_dynamic_batch(exported: onnx.ModelProto) -> None:
+    for value in exported.graph.input:
+        batch = value.type.tensor_type.shape.dim[0]
+        if not batch.dim_param:
+            raise ModelError(
+                f"the batch must stay open, and the model fixes it to {batch.dim_value} in"
+                f" {value.name!r}; {FIXED_BATCH}, or take the batch from the input's shape"
+            )
 
 
 def run_exporter(
     model: nn.Module, inputs: tuple[Any, ...], shapes: Any, opset: int, *, optimize: bool = True
 ) -> Any:
-    """Return the program that torch's exporter makes, which tells nothing; any error is its own.
+    """Return the program of torch's exporter, run silently; errors are the exporter's own.
 
-    `model` is a copy: what it returns beside tensors, such as a size, is None from here on, as the
-    exporter fails at it.
+    `model` is a copy: values other than tensors that it returns, such as a size, are None from here
+    on, as the exporter fails at them.
     """
-    model.register_forward_hook(lambda _, __, returned: _tensors_only(returned))
+    model.register_forward_hook(lambda _module, _inputs, returned: _tensors_only(returned))
     with quiet():
         return torch.onnx.export(
             model,
@@ -193,18 +210,28 @@ def run_exporter(
 
 @dataclass(frozen=True, slots=True)
 class ExportAgreement:
-    """Comparison of an ONNX model's outputs with those of the torch model it was exported from."""
+    """Comparison of an ONNX model's outputs with those of the torch model it was exported from.
+
+    Attributes:
+        samples: number of samples.
+        max_difference: largest absolute difference of any output value.
+        max_output: largest absolute value of the torch model's outputs.
+        argmax: fraction of the last output's rows with the same arg-max along dimension 1.
+        codes: max_difference in steps of the last quantized tensor; None for a float model or
+            several outputs.
+        batches: batch sizes.
+        depends_on_input: whether an output depends on the input; if not, agreement proves nothing.
+        rows: rows of `argmax`; 0 or the number of samples if each sample has one.
+    """
 
     samples: int
-    max_difference: float  # largest absolute difference of any output value
-    max_output: float  # largest absolute value of the torch model's outputs
-    argmax: float  # fraction of the last output's rows with the same arg-max along dimension 1
-    # max_difference in steps of the last quantized tensor; None for a float model or several
-    # outputs
+    max_difference: float
+    max_output: float
+    argmax: float
     codes: float | None
     batches: tuple[int, ...] = ()
-    depends_on_input: bool = True  # whether an output does; if not, agreement proves nothing
-    rows: int = 0  # rows of `argmax`; 0 or the number of samples if each sample has one
+    depends_on_input: bool = True
+    rows: int = 0
 
     @property
     def warning(self) -> str | None:
@@ -215,8 +242,8 @@ class ExportAgreement:
         codes = f", {self.codes:.2f} steps of the last scale" if self.codes is not None else ""
         sizes = f" in batches of {' and '.join(map(str, self.batches))}" if self.batches else ""
         warning = f"; {self.warning}" if self.warning else ""
-        dense = self.rows not in (0, self.samples)
-        rows = f" of {self.rows} positions in the last output" if dense else ""
+        is_dense = self.rows not in (0, self.samples)
+        rows = f" of {self.rows} positions in the last output" if is_dense else ""
         return (
             f"onnxruntime against torch on {self.samples} samples{sizes}: same arg-max"
             f" {100 * self.argmax:.2f}%{rows}, largest difference {self.max_difference:.3g}{codes}"
@@ -244,36 +271,52 @@ def compare_with_torch(
             saturate them.
     """
     session = OrtSession.open(exported, threads=1, optimize=optimized, int8_kernels=kernels)
-    names = [spec.name for spec in session.inputs]
-    worst = largest = 0.0
-    same = samples = rows = outputs = 0
-    varied: dict[bool, bool] = {}  # batch has several samples -> an output varies
+    input_names = [spec.name for spec in session.inputs]
+    max_difference = max_output = 0.0
+    same_rows = rows = samples = output_count = 0
+    varies_between_samples: list[bool] = []
+    varies_in_sample: list[bool] = []
     for batch in batches:
-        feed = {n: x.detach().cpu().numpy() for n, x in zip(names, batch, strict=True)}
-        theirs = [torch.from_numpy(np.array(value)) for value in session.run(feed).values()]
+        arrays = [tensor.detach().cpu().numpy() for tensor in batch]
+        onnx_arrays = session.run(dict(zip(input_names, arrays, strict=True))).values()
+        onnx_outputs = [torch.from_numpy(np.array(array)) for array in onnx_arrays]
         with torch.no_grad():
-            ours = tensors_of(model(*batch))
-        for left, right in zip(ours, theirs, strict=True):
-            if left.shape != right.shape:
-                raise ExportError(
-                    "an exported model must give torch's shapes for any batch, got"
-                    f" {tuple(right.shape)} in place of {tuple(left.shape)}; {FIXED_BATCH}"
-                )
-            worst = max(worst, largest_difference(left, right))
-        largest = max(largest, largest_magnitude(ours))
-        several = len(batch[0]) > 1 if batch[0].ndim else False
-        varied[several] = varied.get(several, False) or any(map(_varies, ours))
-        hits = _same_argmax(ours[-1].cpu().numpy(), theirs[-1].numpy())
-        same, rows, outputs = same + int(hits.sum()), rows + len(hits), len(ours)
-        samples += len(batch[0]) if batch[0].ndim else 1
-    quants = [module for module in model.modules() if isinstance(module, FixedQuant)]
-    step = float(quants[-1].scale) if quants else 0.0
-    codes = worst / step if step and outputs == 1 else None
-    sizes = tuple(sorted({len(batch[0]) for batch in batches if batch[0].ndim}))
-    depends_on_input = varied.get(True, varied.get(False, False))
+            torch_outputs = tensors_of(model(*batch))
+        _check_shapes(torch_outputs, onnx_outputs)
+        max_difference = max(max_difference, largest_difference(torch_outputs, onnx_outputs))
+        max_output = max(max_output, largest_magnitude(torch_outputs))
+
+        batch_size = len(batch[0]) if batch[0].ndim else 1
+        varies = varies_between_samples if batch_size > 1 else varies_in_sample
+        varies += map(_varies, torch_outputs)
+        is_same = _same_argmax(torch_outputs[-1].cpu().numpy(), onnx_outputs[-1].numpy())
+        same_rows += int(is_same.sum())
+        rows += len(is_same)
+        samples += batch_size
+        output_count = len(torch_outputs)
+
+    quantizers = [module for module in model.modules() if isinstance(module, FixedQuant)]
+    step = float(quantizers[-1].scale) if quantizers else 0.0
     return ExportAgreement(
-        samples, worst, largest, same / max(rows, 1), codes, sizes, depends_on_input, rows
+        samples=samples,
+        max_difference=max_difference,
+        max_output=max_output,
+        argmax=same_rows / max(rows, 1),
+        codes=max_difference / step if step and output_count == 1 else None,
+        batches=tuple(sorted({len(batch[0]) for batch in batches if batch[0].ndim})),
+        depends_on_input=any(varies_between_samples or varies_in_sample),
+        rows=rows,
     )
+
+
+def _check_shapes(torch_outputs: list[torch.Tensor], onnx_outputs: list[torch.Tensor]) -> None:
+    for torch_output, onnx_output in zip(torch_outputs, onnx_outputs, strict=True):
+        if torch_output.shape != onnx_output.shape:
+            raise ExportError(
+                "an exported model must give torch's shapes for any batch, got"
+                f" {tuple(onnx_output.shape)} in place of {tuple(torch_output.shape)};"
+                f" {FIXED_BATCH}"
+            )
 
 
 def check_float_export(
@@ -281,15 +324,14 @@ def check_float_export(
 ) -> ExportAgreement:
     """Check a float export with `compare_with_torch`, a dynamic batch with two batch sizes.
 
-    Outputs may differ by `FLOAT_TOLERANCE` of the largest, or by `ROUNDING` times the model's own
-    float32 error, measured against float64.
+    Outputs may differ by `FLOAT_TOLERANCE` of the largest, or by `ROUNDING_FACTOR` times the
+    model's own float32 error, measured against float64.
 
     Raises:
         ExportError: they differ by more, or the file does not run with another batch size.
     """
     batches = [tuple(inputs)]
-    shapes = [value.type.tensor_type.shape.dim for value in exported.graph.input]
-    if all(dims and dims[0].dim_param for dims in shapes):
+    if _has_dynamic_batch(exported):
         batches.append(with_more_samples(inputs))
     try:
         agreement = compare_with_torch(exported, model, batches)
@@ -302,13 +344,22 @@ def check_float_export(
         ) from error
     allowed = FLOAT_TOLERANCE * agreement.max_output
     if not agreement.max_difference <= allowed:
-        allowed = max(allowed, ROUNDING * max(_float32_error(model, batch) for batch in batches))
+        rounding = max(_float32_error(model, batch) for batch in batches)
+        allowed = max(allowed, ROUNDING_FACTOR * rounding)
     if not agreement.max_difference <= allowed:
         raise ExportError(
             f"an exported model must compute what torch computes, got: {agreement}; report it with"
             " the model, or rewrite what computes otherwise there"
         )
     return agreement
+
+
+def _has_dynamic_batch(exported: onnx.ModelProto) -> bool:
+    for value in exported.graph.input:
+        dims = value.type.tensor_type.shape.dim
+        if not dims or not dims[0].dim_param:
+            return False
+    return True
 
 
 def with_more_samples(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -319,13 +370,13 @@ def with_more_samples(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...
 
 def _float32_error(model: nn.Module, inputs: Sequence[torch.Tensor]) -> float:
     """Return the largest difference from a run in float64; 0 if the model cannot run in it."""
-    doubled = [x.double() if x.is_floating_point() else x for x in inputs]
     try:
         with torch.no_grad():
-            exact, ours = copy.deepcopy(model).double()(*doubled), model(*inputs)
+            exact_output = copy.deepcopy(model).double()(*floats_to_float64(inputs))
+            output = model(*inputs)
     except Exception:  # a forward with a fixed dtype may raise anything
         return 0.0
-    return largest_difference(ours, exact)
+    return largest_difference(output, exact_output)
 
 
 def _varies(output: torch.Tensor) -> bool:
@@ -335,7 +386,7 @@ def _varies(output: torch.Tensor) -> bool:
     return bool((output != output.reshape(-1)[:1]).any())
 
 
-def _exportable(model: nn.Module) -> nn.Module:
+def _exportable_copy(model: nn.Module) -> nn.Module:
     """Return a copy of `model` whose quantizers emit ONNX operators."""
     exportable = copy.deepcopy(model).eval()
     for module in exportable.modules():
@@ -350,22 +401,26 @@ def _tensors_only(returned: Any) -> Any:
 
 def explain_export_failure(error: Exception, dynamic_batch: bool) -> str:
     """Return one sentence on why torch.export or the exporter failed, with the user's line."""
-    root = root_cause(error)
-    where = failing_line(root) or failing_line(error)
-    on_data = "DataDependent" in type(root).__name__
-    fixed_batch = f"{FIXED_BATCH}, or " if dynamic_batch and not on_data else ""
-    lines = [line.strip() for line in str(root).splitlines() if line.strip()]
-    # the second line too if the first is a heading
-    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_line(root)
+    cause = root_cause(error)
+    kind = type(cause).__name__
+    line = failing_line(cause) or failing_line(error)
+    location = f" at {line}" if line else ""
+    remedy = "rewrite what depends on data"
+    if dynamic_batch and "DataDependent" not in kind:
+        remedy = f"{FIXED_BATCH}, or {remedy}"
+
+    message = first_line(cause)
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    if lines and lines[0].endswith(":"):  # a heading: the second line too
+        message = " ".join(lines[:2])
     return (
-        f"torch.export must be able to follow the model, got {type(root).__name__}:"
-        f" {text[:300]}" + (f" at {where}" if where else "") + f"; {fixed_batch}rewrite what"
-        " depends on data"
+        f"torch.export must be able to follow the model, got {kind}: {message[:300]}{location};"
+        f" {remedy}"
     )
 
 
-def _same_argmax(left: NDArray[Any], right: NDArray[Any]) -> NDArray[np.bool_]:
+def _same_argmax(expected: NDArray[Any], output: NDArray[Any]) -> NDArray[np.bool_]:
     """Compare the arg-max of [N, C, ...] for each sample, or each position of a dense output."""
-    if left.ndim < 2:
-        return np.asarray(left.argmax() == right.argmax()).reshape(1)
-    return np.asarray(left.argmax(1) == right.argmax(1)).reshape(-1)
+    if expected.ndim < 2:
+        return np.asarray(expected.argmax() == output.argmax()).reshape(1)
+    return np.asarray(expected.argmax(1) == output.argmax(1)).reshape(-1)

@@ -45,7 +45,7 @@ def lsq_round(
     x: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor,
-    ends: tuple[float, float],
+    limits: tuple[float, float],
     *,
     shared: int,
 ) -> torch.Tensor:
@@ -55,10 +55,10 @@ def lsq_round(
         x: real values.
         scale: one step, or one per channel in a shape that broadcasts to that of x.
         zero: zero point, scalar.
-        ends: qmin and qmax.
+        limits: qmin and qmax.
         shared: number of values that share a step.
     """
-    result: torch.Tensor = _LsqRound.apply(x.float(), scale, zero, ends, shared)
+    result: torch.Tensor = _LsqRound.apply(x.float(), scale, zero, limits, shared)
     return result
 
 
@@ -69,12 +69,13 @@ class _LsqRound(torch.autograd.Function):
         x: torch.Tensor,
         scale: torch.Tensor,
         zero: torch.Tensor,
-        ends: tuple[float, float],
+        limits: tuple[float, float],
         shared: int,
     ) -> torch.Tensor:
-        low, high = (end - zero.to(x.dtype) for end in ends)
-        wider = torch.where(high >= (ends[1] - ends[0]) // 2, high, -low)
-        ctx.save_for_backward(x, scale, low, high, torch.rsqrt(shared * wider))
+        low, high = (limit - zero.to(x.dtype) for limit in limits)
+        is_mostly_positive = high >= (limits[1] - limits[0]) // 2
+        larger = torch.where(is_mostly_positive, high, -low)
+        ctx.save_for_backward(x, scale, low, high, torch.rsqrt(shared * larger))
         return torch.round(x / scale).clamp(low, high) * scale
 
     @staticmethod
@@ -82,10 +83,10 @@ class _LsqRound(torch.autograd.Function):
         x, scale, low, high, factor = ctx.saved_tensors
         (grad,) = grads
         v = x / scale
-        under, over = v <= low, v >= high
-        slope = torch.where(under, low, torch.where(over, high, torch.round(v) - v))
-        to_scale = (grad * slope).sum_to_size(scale.shape) * factor
-        return grad.masked_fill(under | over, 0.0), to_scale, None, None, None
+        is_below, is_above = v <= low, v >= high
+        slope = torch.where(is_below, low, torch.where(is_above, high, torch.round(v) - v))
+        scale_grad = (grad * slope).sum_to_size(scale.shape) * factor
+        return grad.masked_fill(is_below | is_above, 0.0), scale_grad, None, None, None
 
 
 def no_range_error(name: str) -> CalibrationError:
@@ -99,9 +100,25 @@ def no_range_error(name: str) -> CalibrationError:
 class FakeQuant(nn.Module):
     """Fake quantizer of an activation.
 
-    `momentum`: weight of a new batch in the moving average of min and max with `observe`; 1 takes
-    the extremes of all batches. `reach`: range beyond which the readers saturate
-    (`deploy.graph.bounds`), a limit of the clip range; None for no limit.
+    Attributes:
+        grid: grid of the integers.
+        name: name of the tensor.
+        momentum: weight of a new batch in the moving average of min and max with `observe`; 1
+            takes the extremes of all batches.
+        reach: range beyond which the readers saturate (`deploy.graph.bounds`), a limit of the clip
+            range; None for no limit.
+        monitors: sources of the range; none for its own input.
+        observe: whether a forward updates the moving averages.
+        enabled: whether a forward rounds.
+        calls_per_batch: number of tensors that share this range.
+        has_range: whether a range was set; if it was loaded, `seen` > 0 instead.
+        calls: calls in the present batch.
+        pending: extremes of the present batch.
+        lo: lower end of the range.
+        hi: upper end of the range.
+        scale: float32, the real value of a step.
+        zero_point: int32, the integer that stands for 0.0.
+        seen: number of batches in the moving averages.
     """
 
     lo: torch.Tensor
@@ -116,27 +133,28 @@ class FakeQuant(nn.Module):
         self.name = name
         self.momentum = momentum
         self.reach: RangeLimits | None = None
-        self.monitors: list[nn.Module] = []  # sources of the range; none for its own input
+        self.monitors: list[nn.Module] = []
         self.observe = False
         self.enabled = False
-        self.calls_per_batch = 1  # calls per batch: tensors that share this range
-        self.has_range = False  # whether there is a range; `seen` > 0 if it was loaded
+        self.calls_per_batch = 1
+        self.has_range = False
         self.calls = 0
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.register_buffer("lo", torch.zeros(()))
         self.register_buffer("hi", torch.zeros(()))
-        self.register_buffer("scale", torch.ones(()))  # float32, the real value of a step
-        self.register_buffer("zero_point", torch.zeros((), dtype=torch.int32))  # integer of 0
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("zero_point", torch.zeros((), dtype=torch.int32))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
-    def set_range(self, scale: np.float32, zero: int) -> None:
+    def set_range(self, scale: np.float32, zero_point: int) -> None:
         """Set scale and zero point; moving averages start from them."""
-        lo, hi = ((end - zero) * float(scale) for end in (self.grid.qmin, self.grid.qmax))
+        lo = (self.grid.qmin - zero_point) * float(scale)
+        hi = (self.grid.qmax - zero_point) * float(scale)
         with torch.no_grad():
             self.lo.fill_(-hi if self.grid.symmetric else lo)
             self.hi.fill_(hi)
             self.scale.fill_(float(scale))
-            self.zero_point.fill_(zero)
+            self.zero_point.fill_(zero_point)
             self.seen.clamp_(min=1)
         self.has_range = True
 
@@ -174,11 +192,14 @@ class FakeQuant(nn.Module):
                 f"calibration needs finite values, got NaN or Inf in {self.name}"
             )
         if self.reach is not None:
-            lo, hi = (end.clamp(self.reach.floor, self.reach.ceiling) for end in (lo, hi))
+            lo = lo.clamp(self.reach.floor, self.reach.ceiling)
+            hi = hi.clamp(self.reach.floor, self.reach.ceiling)
         if self.pending is not None:
-            lo, hi = torch.minimum(lo, self.pending[0]), torch.maximum(hi, self.pending[1])
+            lo = torch.minimum(lo, self.pending[0])
+            hi = torch.maximum(hi, self.pending[1])
         self.pending = (lo, hi)
         self.calls += 1
+
         if not int(self.seen):
             self.lo.copy_(lo)
             self.hi.copy_(hi)
@@ -187,9 +208,9 @@ class FakeQuant(nn.Module):
         if self.calls == self.calls_per_batch:
             self.seen += 1
             self.start_batch()
-        scale, zero = scale_on_grid(float(self.lo), float(self.hi), self.grid)
+        scale, zero_point = scale_on_grid(float(self.lo), float(self.hi), self.grid)
         self.scale.fill_(float(scale))
-        self.zero_point.fill_(zero)
+        self.zero_point.fill_(zero_point)
 
     def start_batch(self) -> None:
         """Start a new batch, also after one that was interrupted."""
@@ -211,13 +232,16 @@ class FakeQuant(nn.Module):
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """Round x to the grid of the present range."""
-        scale, zero = self.scale_and_zero()
-        ends = self.grid.qmin, self.grid.qmax
+        scale, zero_point = self.scale_and_zero()
+        limits = self.grid.qmin, self.grid.qmax
         if scale.requires_grad:
             shared = x[0].numel() if x.dim() > 1 else x.numel()
-            return lsq_round(x, scale, zero, ends, shared=shared)
+            return lsq_round(x, scale, zero_point, limits, shared=shared)
         # float32: bfloat16 (torch.autocast) has fewer significant bits than the grid
-        return torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, *ends)
+        return torch.fake_quantize_per_tensor_affine(x.float(), scale, zero_point, *limits)
+
+
+UINT8_MAX = UINT8.qmax
 
 
 class ExportedModule(nn.Module):
@@ -248,21 +272,33 @@ class DynamicQuant(ExportedModule):
         lo, hi = lo.clamp(max=0), hi.clamp(min=0)
         scale = (hi - lo) / UINT8_MAX
         scale = torch.where(scale > 0, scale, 1.0)
-        zero = torch.round(-lo / scale).clamp(0, UINT8_MAX)
-        return (torch.clamp(torch.round(x / scale) + zero, 0, UINT8_MAX) - zero) * scale
+        zero_point = torch.round(-lo / scale).clamp(0, UINT8_MAX)
+        integers = torch.clamp(torch.round(x / scale) + zero_point, 0, UINT8_MAX)
+        return (integers - zero_point) * scale
 
     def symbolic(self, x: torch.Tensor) -> torch.Tensor:
         """Emit the ONNX form; only inside an export, where nothing is computed."""
-        q, scale, zero = torch.onnx.ops.symbolic_multi_out(
+        quantized, scale, zero_point = torch.onnx.ops.symbolic_multi_out(
             "DynamicQuantizeLinear",
             (x,),
             dtypes=(torch.uint8, torch.float32, torch.uint8),
             shapes=(x.shape, (), ()),
             version=18,
         )
-        return torch.onnx.ops.symbolic(
-            "DequantizeLinear", (q, scale, zero), dtype=x.dtype, shape=x.shape, version=18
-        )
+        return _dequantize(quantized, scale, zero_point, x)
+
+
+def _dequantize(
+    quantized: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    """Emit DequantizeLinear; its output is like x."""
+    return torch.onnx.ops.symbolic(
+        "DequantizeLinear",
+        (quantized, scale, zero_point),
+        dtype=x.dtype,
+        shape=x.shape,
+        version=18,
+    )
 
 
 class FixedQuant(ExportedModule):
@@ -270,48 +306,52 @@ class FixedQuant(ExportedModule):
 
     It divides by the scale as ONNX QuantizeLinear does, unlike torch's fake quantization, which
     multiplies by 1 / scale: so the integers equal those of a runtime.
+
+    Attributes:
+        grid: grid of the integers.
+        name: name of the tensor.
+        clip_limits: real values of qmin and qmax, set when an export starts.
+        scale: float32, the real value of a step.
+        zero_point: the integer that stands for 0.0, in the grid's dtype.
     """
 
     scale: torch.Tensor
     zero_point: torch.Tensor
 
-    def __init__(self, grid: Grid, name: str, scale: torch.Tensor, zero: torch.Tensor):
+    def __init__(self, grid: Grid, name: str, scale: torch.Tensor, zero_point: torch.Tensor):
         super().__init__()
+        dtype = getattr(torch, grid.dtype)
         self.grid = grid
         self.name = name
-        self.ends = (0.0, 0.0)
+        self.clip_limits = (0.0, 0.0)
         self.register_buffer("scale", scale.detach().float().clone())
-        self.register_buffer("zero_point", zero.detach().to(getattr(torch, grid.dtype)).clone())
+        self.register_buffer("zero_point", zero_point.detach().to(dtype).clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Round x to the grid, in real units; same shape and dtype."""
         if self.exporting:
             return self.symbolic(x)
-        zero = self.zero_point.to(x.dtype)
-        steps = torch.round(x / self.scale) + zero
-        return (steps.clamp(self.grid.qmin, self.grid.qmax) - zero) * self.scale
+        zero_point = self.zero_point.to(x.dtype)
+        integers = torch.round(x / self.scale) + zero_point
+        return (integers.clamp(self.grid.qmin, self.grid.qmax) - zero_point) * self.scale
 
     def start_export(self) -> None:
-        """See `ExportedModule`; the ends must be constants by then."""
+        """See `ExportedModule`; the clip limits must be constants by then."""
         super().start_export()
-        scale, zero = float(self.scale), int(self.zero_point)
-        self.ends = ((self.grid.qmin - zero) * scale, (self.grid.qmax - zero) * scale)
+        scale, zero_point = float(self.scale), int(self.zero_point)
+        low = (self.grid.qmin - zero_point) * scale
+        high = (self.grid.qmax - zero_point) * scale
+        self.clip_limits = (low, high)
 
     def symbolic(self, x: torch.Tensor) -> torch.Tensor:
         """Emit the ONNX form; only inside an export, where nothing is computed."""
         if self.grid.bits < 8:  # the 8-bit operator does not clip at fewer bits: Clip first
-            x = torch.clamp(x, *self.ends)
-        constants = (self.scale, self.zero_point)
-        q = torch.onnx.ops.symbolic(
+            x = torch.clamp(x, *self.clip_limits)
+        quantized = torch.onnx.ops.symbolic(
             "QuantizeLinear",
-            (x, *constants),
+            (x, self.scale, self.zero_point),
             dtype=self.zero_point.dtype,
             shape=x.shape,
             version=18,
         )
-        return torch.onnx.ops.symbolic(
-            "DequantizeLinear", (q, *constants), dtype=x.dtype, shape=x.shape, version=18
-        )
-
-
-UINT8_MAX = UINT8.qmax
+        return _dequantize(quantized, self.scale, self.zero_point, x)

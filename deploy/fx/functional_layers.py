@@ -23,21 +23,18 @@ from deploy.fx.norms import (
 from deploy.fx.operations import refresh
 from deploy.fx.plain_copy import tensor_of
 
-CONVS: dict[Any, tuple[type[nn.Module], str]] = {
+# function -> (module, suffix of its name)
+_LAYERS: dict[Any, tuple[type[nn.Module], str]] = {
     torch.conv1d: (nn.Conv1d, "conv"),
     torch.conv2d: (nn.Conv2d, "conv"),
     torch.conv3d: (nn.Conv3d, "conv"),
     functional.linear: (nn.Linear, "linear"),
 }
-
-
-PRODUCTS = frozenset({torch.matmul, operator.matmul})
-
-
-_CONV_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-
-
+_PRODUCTS = frozenset({torch.matmul, operator.matmul})
+_LINEAR_ARGUMENTS = ("input", "weight", "bias")
+_CONV_ARGUMENTS = (*_LINEAR_ARGUMENTS, "stride", "padding", "dilation", "groups")
 _CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+_NORM_TENSORS = ("weight", "bias", *STATISTICS)
 
 
 def functions_to_modules(graph_module: fx.GraphModule) -> int:
@@ -46,143 +43,158 @@ def functions_to_modules(graph_module: fx.GraphModule) -> int:
     Not changed: calls with a computed weight, with a weight that is used elsewhere with other
     options, and norms that use the statistics of the batch.
     """
-    made: dict[str, dict[str, Any]] = {}
+    rewriter = _Rewriter(graph_module)
     for node in list(graph_module.graph.nodes):
-        if node.op == "call_function" and node.target in CONVS:
-            _to_module(graph_module, node, made)
+        if node.op == "call_function" and node.target in _LAYERS:
+            rewriter.replace_layer(node)
         elif _is_product(graph_module, node):
-            source, weight = node.all_input_nodes
-            options = {"weight": weight.target, "bias": None, "transposed": True}
-            _call(graph_module, node, source, nn.Linear, _name(weight, "linear"), options, made)
+            rewriter.replace_product(node)
         elif batch_norm_arguments(node) is not None:
-            _to_norm(graph_module, node, made)
+            rewriter.replace_norm(node)
     graph_module.graph.eliminate_dead_code()
-    # parameters that only the new modules use would be stored twice
-    read = {node.target for node in graph_module.graph.nodes if node.op == "get_attr"}
-    called = {node.target for node in graph_module.graph.nodes if node.op == "call_module"}
-    keys = ("weight", "bias", *STATISTICS)
-    moved = {options.get(key) for options in made.values() for key in keys}
-    for name in moved - read - {None}:
-        owner, _, attribute = str(name).rpartition(".")
-        if owner not in called:
-            delattr(graph_module.get_submodule(owner), attribute)
+    rewriter.delete_moved_tensors()
     refresh(graph_module)
-    return len(made)
+    return len(rewriter.options_by_name)
 
 
-def _to_module(
-    graph_module: fx.GraphModule, node: fx.Node, made: dict[str, dict[str, Any]]
-) -> None:
-    options = _arguments(node)
-    source, weight, bias = (options.pop(key) for key in ("input", "weight", "bias"))
-    if not _is_parameter(weight) or not (bias is None or _is_parameter(bias)):
-        return
-    kind, suffix = CONVS[node.target]
-    options |= {"weight": weight.target, "bias": bias and bias.target}
-    _call(graph_module, node, source, kind, _name(weight, suffix), options, made)
+class _Rewriter:
+    """Replaces calls of functions by calls of modules that it adds.
+
+    Attributes:
+        options_by_name: name of each new module -> its options, tensors by their names.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule):
+        self.graph_module = graph_module
+        self.options_by_name: dict[str, dict[str, Any]] = {}
+
+    def replace_layer(self, node: fx.Node) -> None:
+        """Replace a functional convolution or linear, if its weight is no computed one."""
+        options = _layer_arguments(node)
+        source, weight, bias = options.pop("input"), options["weight"], options["bias"]
+        if not _is_parameter(weight) or not (bias is None or _is_parameter(bias)):
+            return
+        kind, suffix = _LAYERS[node.target]
+        options["weight"] = weight.target
+        options["bias"] = bias and bias.target
+        self._replace(node, source, kind, _module_name(weight, suffix), options)
+
+    def replace_product(self, node: fx.Node) -> None:
+        """Replace x @ weight."""
+        source, weight = node.all_input_nodes
+        options = {"weight": weight.target, "bias": None, "transposed": True}
+        self._replace(node, source, nn.Linear, _module_name(weight, "linear"), options)
+
+    def replace_norm(self, node: fx.Node) -> None:
+        """Replace a functional BatchNorm, unless it uses the statistics of the batch."""
+        options = batch_norm_arguments(node)
+        assert options is not None
+        uses_batch_statistics = options.pop("training") and not self.graph_module.training
+        tensors = [options[key] for key in _NORM_TENSORS if options[key] is not None]
+        mean = options["running_mean"]
+        if uses_batch_statistics or mean is None or not all(map(_is_parameter, tensors)):
+            return
+        if not isinstance(options["momentum"], float):
+            return
+        source = options.pop("input")
+        for key in _NORM_TENSORS:
+            options[key] = options[key] and options[key].target
+        self._replace(node, source, ChannelNorm, _module_name(mean, "norm"), options)
+
+    def _replace(
+        self,
+        node: fx.Node,
+        source: fx.Node,
+        kind: type[nn.Module],
+        name: str,
+        options: dict[str, Any],
+    ) -> None:
+        """Replace `node` by a call of the module `name`, unless another module has this name."""
+        if kind is nn.Linear and self._is_name_used(name, options):
+            name = f"{options['weight']}_{name.rpartition('.')[2]}"
+        if self._is_name_used(name, options):
+            return
+        if name not in self.options_by_name:
+            self.graph_module.add_submodule(name, self._create_module(kind, options))
+            self.options_by_name[name] = options
+        with self.graph_module.graph.inserting_before(node):
+            call = self.graph_module.graph.call_module(name, (source,))
+        call.meta.update(node.meta)
+        node.replace_all_uses_with(call)
+        self.graph_module.graph.erase_node(node)
+
+    def _is_name_used(self, name: str, options: dict[str, Any]) -> bool:
+        """Return whether a new module with other options, or one of the user's, has this name."""
+        if name in self.options_by_name:
+            return self.options_by_name[name] != options
+        return name in dict(self.graph_module.named_modules())
+
+    def _tensor(self, name: Any) -> Any:
+        return tensor_of(self.graph_module, name) if name else None
+
+    def _create_module(self, kind: Any, options: dict[str, Any]) -> nn.Module:
+        is_training = self.graph_module.training
+        if kind is ChannelNorm:
+            tensors = {key: self._tensor(options[key]) for key in _NORM_TENSORS}
+            return create_channel_norm(tensors, options).train(is_training)
+
+        weight, bias = self._tensor(options["weight"]), self._tensor(options["bias"])
+        if options.get("transposed"):
+            is_trained = isinstance(weight, nn.Parameter) and weight.requires_grad
+            weight = nn.Parameter(weight.detach().t().contiguous(), is_trained)
+        sizes = [weight.shape[1], weight.shape[0]]
+        hyperparameters = {}
+        if kind is not nn.Linear:
+            sizes = [weight.shape[1] * options["groups"], weight.shape[0], tuple(weight.shape[2:])]
+            for key in ("stride", "padding", "dilation", "groups"):
+                value = options[key]
+                # torch.fx's immutable lists become tuples, which the modules take
+                hyperparameters[key] = tuple(value) if isinstance(value, list) else value
+        module = kind(*sizes, bias=bias is not None, device="meta", **hyperparameters)
+        module.register_parameter("weight", as_parameter(weight))
+        if bias is not None:
+            module.register_parameter("bias", as_parameter(bias))
+        return module.train(is_training)
+
+    def delete_moved_tensors(self) -> None:
+        """Delete parameters that only the new modules use, which would be stored twice."""
+        nodes = self.graph_module.graph.nodes
+        read_tensors = {node.target for node in nodes if node.op == "get_attr"}
+        called_modules = {node.target for node in nodes if node.op == "call_module"}
+        moved = set()
+        for options in self.options_by_name.values():
+            moved |= {options.get(key) for key in _NORM_TENSORS}
+        for name in moved - read_tensors - {None}:
+            owner, _, attribute = str(name).rpartition(".")
+            if owner not in called_modules:
+                delattr(self.graph_module.get_submodule(owner), attribute)
 
 
 def _is_product(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether a node multiplies a tensor by a matrix parameter."""
-    matmul = node.target in PRODUCTS or (node.op == "call_method" and node.target == "matmul")
-    if not matmul or len(node.args) != 2 or not _is_parameter(node.args[1]):
+    is_matmul = node.target in _PRODUCTS or (node.op == "call_method" and node.target == "matmul")
+    if not is_matmul or len(node.args) != 2:
         return False
-    matrix = tensor_of(graph_module, str(node.all_input_nodes[-1].target))
-    return matrix.dim() == 2 and matrix.is_floating_point() and not _is_parameter(node.args[0])
+    if not _is_parameter(node.args[1]) or _is_parameter(node.args[0]):
+        return False
+    matrix = tensor_of(graph_module, node.all_input_nodes[-1].target)
+    return matrix.dim() == 2 and matrix.is_floating_point()
 
 
-def _to_norm(graph_module: fx.GraphModule, node: fx.Node, made: dict[str, dict[str, Any]]) -> None:
-    options = batch_norm_arguments(node)
-    assert options is not None
-    tensors = {key: options[key] for key in ("weight", "bias", *STATISTICS)}
-    mean = tensors["running_mean"]
-    by_batch = options.pop("training") and not graph_module.training
-    if by_batch or not all(value is None or _is_parameter(value) for value in tensors.values()):
-        return
-    if not isinstance(mean, fx.Node) or not isinstance(options["momentum"], float):
-        return
-    source = options.pop("input")
-    options |= {key: value and value.target for key, value in tensors.items()}
-    _call(graph_module, node, source, ChannelNorm, _name(mean, "norm"), options, made)
-
-
-def _name(tensor: fx.Node, suffix: str) -> str:
+def _module_name(tensor: fx.Node, suffix: str) -> str:
     owner, _, _ = str(tensor.target).rpartition(".")
     return f"{owner}.{suffix}" if owner else suffix
 
 
-def _call(
-    graph_module: fx.GraphModule,
-    node: fx.Node,
-    source: fx.Node,
-    kind: type[nn.Module],
-    name: str,
-    options: dict[str, Any],
-    made: dict[str, dict[str, Any]],
-) -> None:
-    """Replace `node` by a call of the module `name`, unless the name is used by another module."""
-    if kind is nn.Linear and _is_used(graph_module, name, options, made):
-        name = f"{options['weight']}_{name.rpartition('.')[2]}"
-    if _is_used(graph_module, name, options, made):
-        return
-    if name not in made:
-        graph_module.add_submodule(name, _module(graph_module, kind, options))
-        made[name] = options
-    with graph_module.graph.inserting_before(node):
-        call = graph_module.graph.call_module(name, (source,))
-    call.meta.update(node.meta)
-    node.replace_all_uses_with(call)
-    graph_module.graph.erase_node(node)
-
-
-def _is_used(
-    graph_module: fx.GraphModule,
-    name: str,
-    options: dict[str, Any],
-    made: dict[str, dict[str, Any]],
-) -> bool:
-    """Return whether a new module with other options, or one of the user's, has this name."""
-    if name in made:
-        return made[name] != options
-    return name in dict(graph_module.named_modules())
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
+def _layer_arguments(node: fx.Node) -> dict[str, Any]:
     if node.target is functional.linear:
-        return {"bias": None, **_by_name(("input", "weight", "bias"), node)}
-    return {**_CONV_DEFAULTS, **_by_name(_CONV_ARGUMENTS, node)}
+        return {"bias": None, **_arguments_by_name(_LINEAR_ARGUMENTS, node)}
+    return {**_CONV_DEFAULTS, **_arguments_by_name(_CONV_ARGUMENTS, node)}
 
 
-def _by_name(names: tuple[str, ...], node: fx.Node) -> dict[str, Any]:
+def _arguments_by_name(names: tuple[str, ...], node: fx.Node) -> dict[str, Any]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def _is_parameter(value: object) -> bool:
     return isinstance(value, fx.Node) and value.op == "get_attr"
-
-
-def _module(graph_module: fx.GraphModule, kind: Any, options: dict[str, Any]) -> nn.Module:
-    if kind is ChannelNorm:
-        tensors = {
-            key: tensor_of(graph_module, options[key]) if options[key] else None
-            for key in ("weight", "bias", *STATISTICS)
-        }
-        return create_channel_norm(tensors, options).train(graph_module.training)
-    weight = tensor_of(graph_module, options["weight"])
-    bias = tensor_of(graph_module, options["bias"]) if options["bias"] else None
-    has_bias = bias is not None
-    if options.get("transposed"):
-        is_trained = isinstance(weight, nn.Parameter) and weight.requires_grad
-        weight = nn.Parameter(weight.detach().t().contiguous(), is_trained)
-    if kind is nn.Linear:
-        module = kind(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
-    else:
-        groups = options["groups"]
-        sizes = (weight.shape[1] * groups, weight.shape[0], tuple(weight.shape[2:]))
-        hyper = {key: options[key] for key in ("stride", "padding", "dilation", "groups")}
-        # torch.fx's immutable lists become tuples, which the modules take
-        hyper = {key: tuple(v) if isinstance(v, list) else v for key, v in hyper.items()}
-        module = kind(*sizes, bias=has_bias, device="meta", **hyper)
-    module.register_parameter("weight", as_parameter(weight))
-    module.register_parameter("bias", as_parameter(bias) if bias is not None else None)
-    return module.train(graph_module.training)

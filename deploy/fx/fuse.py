@@ -57,7 +57,13 @@ UNFOLDED_NORMS = "why norms stay"  # key in GraphModule.meta: norm -> why it was
 
 @dataclass(slots=True)
 class FuseReport:
-    """Fusions as (pattern, module names), skipped ones as (module, reason), count of norms left."""
+    """Report of `fuse`.
+
+    Attributes:
+        fused: (pattern, module names) of each fusion.
+        skipped: (module, reason) of each norm or ReLU that was not fused.
+        norms_left: number of norms left in the graph.
+    """
 
     fused: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
@@ -121,7 +127,7 @@ def fold_batch_norms(
     fold_into_previous(graph_module, _norms(graph_module), report)
     report.fused += [("Branches", names) for names in merge_branches(graph_module)]
     for node in _norms(graph_module):
-        _fold_ahead(graph_module, node, report)
+        _fold_into_reader(graph_module, node, report)
     _clean(graph_module)
     report.norms_left = len({node.target for node in _norms(graph_module)})
     report.skipped = list(dict.fromkeys(report.skipped))  # a shared norm has several calls
@@ -136,7 +142,7 @@ def fold_into_previous(
     removed: set[fx.Node] = set()
     for node in norms:
         if node not in removed and reason_not_foldable(graph_module, node) is None:
-            removed |= _fold(graph_module, node, report)
+            removed |= _fold_into_layer(graph_module, node, report)
 
 
 def layers_to_modules(graph_module: fx.GraphModule) -> None:
@@ -146,28 +152,35 @@ def layers_to_modules(graph_module: fx.GraphModule) -> None:
 
 
 def fold_frozen(graph_module: fx.GraphModule) -> None:
-    """Fold the norms with constant factors, which training does not change; in place."""
-    norms = _norms(graph_module)
-    frozen = [n for n in norms if isinstance(called_module(graph_module, n), FrozenNorm)]
+    """Fold, in place, norms whose factors are constants that training does not change."""
+    frozen = []
+    for node in _norms(graph_module):
+        if isinstance(called_module(graph_module, node), FrozenNorm):
+            frozen.append(node)
     fold_into_previous(graph_module, frozen, FuseReport())
+
+
+_MAX_LISTED_NORMS = 3  # in a message
 
 
 def norms_in_float(model: nn.Module) -> str:
     """Return one sentence on the norms left in a prepared or converted model, or ""."""
-    left = list(dict.fromkeys(_norms_with_reasons(model)))
-    if not left:
+    norms = list(dict.fromkeys(_norms_with_reasons(model)))
+    if not norms:
         return ""
-    more = f", and {len(left) - 3} more" if len(left) > 3 else ""
-    return f"BatchNorm left in float: {len(left)}: {', '.join(left[:3])}{more}"
+    listed = ", ".join(norms[:_MAX_LISTED_NORMS])
+    unlisted_count = len(norms) - _MAX_LISTED_NORMS
+    more = f", and {unlisted_count} more" if unlisted_count > 0 else ""
+    return f"BatchNorm left in float: {len(norms)}: {listed}{more}"
 
 
 def _norms_with_reasons(model: nn.Module) -> Iterator[str]:
-    for part in model.modules():
-        if isinstance(part, fx.GraphModule):
-            reasons = part.meta.get(UNFOLDED_NORMS, {})  # from before quantizers were inserted
-            for node in _norms(part):
-                why = reasons.get(str(node.target)) or reason_not_foldable(part, node)
-                yield f"{node.target} ({why or 'its layer stays in float'})"
+    for module in model.modules():
+        if isinstance(module, fx.GraphModule):
+            reasons = module.meta.get(UNFOLDED_NORMS, {})  # from before quantizers were inserted
+            for node in _norms(module):
+                reason = reasons.get(str(node.target)) or reason_not_foldable(module, node)
+                yield f"{node.target} ({reason or 'its layer stays in float'})"
 
 
 def fuse_for_export(model: nn.Module, inputs: Sequence[Any] | None = None) -> nn.Module:
@@ -202,37 +215,41 @@ def is_relu(graph_module: fx.GraphModule, node: fx.Node) -> bool:
 
 def reason_not_foldable(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     """Return why the BatchNorm at `norm` cannot fold into the layer before it; None if it can."""
-    reason = _why_not(graph_module, norm)
-    if reason is not None:
-        return reason
-    layer = path_to_layer(graph_module, norm)[-1]
-    several = f"{layer.target} is called at several places"
-    return None if _norms_of_all_calls(graph_module, norm) else several
+    reason = _reason_at_call(graph_module, norm)
+    if reason is None and not _norms_of_all_calls(graph_module, norm):
+        layer = path_to_layer(graph_module, norm)[-1]
+        return f"{layer.target} is called at several places"
+    return reason
 
 
-def _why_not(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
+def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     """As `reason_not_foldable`, for one call of a layer."""
-    path, module = path_to_layer(graph_module, norm), called_module(graph_module, norm)
-    layer = path[-1]
-    before = called_module(graph_module, layer)
-    if not isinstance(before, FOLDABLE) or not isinstance(layer, fx.Node):
+    path = path_to_layer(graph_module, norm)
+    layer_call = path[-1]
+    layer = called_module(graph_module, layer_call)
+    if not isinstance(layer, FOLDABLE):
         return NO_LAYER_BEFORE
     for node in reversed(path):
-        if len(readers := readers_of(node)) > 1:
-            name = node.target if node is layer else node.name
-            return f"the output of {name} has {len(readers)} users"
+        reader_count = len(readers_of(node))
+        if reader_count > 1:
+            name = node.target if node is layer_call else node.name
+            return f"the output of {name} has {reader_count} users"
+
+    module = called_module(graph_module, norm)
     if not _has_factors(module):
         return "it keeps no running statistics"
     if has_view(graph_module, path):
-        fits = keeps_channels(before, path, norm_factors(module)[0].numel())
-        return None if fits else f"a view after {layer.target} moves its channels"
-    if isinstance(before, nn.Linear) and not _is_flat(layer, module):
+        channels = norm_factors(module)[0].numel()
+        is_kept = keeps_channels(layer, path, channels)
+        return None if is_kept else f"a view after {layer_call.target} moves its channels"
+    if isinstance(layer, nn.Linear) and not _is_flat(layer_call, module):
         return "only BatchNorm1d folds into Linear"
     return None
 
 
-def _calls(graph_module: fx.GraphModule, layer: fx.Node) -> list[fx.Node]:
-    module = called_module(graph_module, layer)
+def _calls(graph_module: fx.GraphModule, layer_call: fx.Node) -> list[fx.Node]:
+    """Return all calls of the module that a node calls."""
+    module = called_module(graph_module, layer_call)
     return [n for n in graph_module.graph.nodes if called_module(graph_module, n) is module]
 
 
@@ -242,9 +259,14 @@ def _norms_of_all_calls(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.
     if len(calls) == 1:
         return [norm]
     norms = [n for n in _norms(graph_module) if path_to_layer(graph_module, n)[-1] in calls]
-    same = len({node.target for node in norms}) == 1 == len({node.target for node in calls})
-    fit = same and all(_why_not(graph_module, node) is None for node in norms)
-    return norms if fit and len(norms) == len(calls) else []
+    norm_names = {node.target for node in norms}
+    layer_names = {node.target for node in calls}
+    if len(norm_names) != 1 or len(layer_names) != 1 or len(norms) != len(calls):
+        return []
+    for node in norms:
+        if _reason_at_call(graph_module, node) is not None:
+            return []
+    return norms
 
 
 def _norms(graph_module: fx.GraphModule) -> list[fx.Node]:
@@ -261,13 +283,16 @@ def _is_flat(layer: fx.Node, norm: nn.Module | None) -> bool:
     return rank == 2 if rank is not None else isinstance(norm, nn.BatchNorm1d)
 
 
-def _fold(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport) -> set[fx.Node]:
+def _fold_into_layer(
+    graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport
+) -> set[fx.Node]:
     """Fold a norm and its other calls after the same layer; return the removed nodes."""
-    layer, norms = path_to_layer(graph_module, norm)[-1], _norms_of_all_calls(graph_module, norm)
-    before, module = called_module(graph_module, layer), called_module(graph_module, norm)
-    assert before is not None and module is not None
-    replace_submodule(graph_module, str(layer.target), _folded(before, module))
-    report.fused.append((f"{_kind(before)}+BN", (str(layer.target), str(norm.target))))
+    layer_call = path_to_layer(graph_module, norm)[-1]
+    norms = _norms_of_all_calls(graph_module, norm)
+    layer, module = called_module(graph_module, layer_call), called_module(graph_module, norm)
+    assert layer is not None and module is not None
+    replace_submodule(graph_module, str(layer_call.target), _scaled_by_norm(layer, module))
+    report.fused.append((f"{_kind(layer)}+BN", (str(layer_call.target), str(norm.target))))
     for node in norms:
         _remove(node)
     return set(norms)
@@ -278,32 +303,33 @@ def _remove(node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def _fold_ahead(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport) -> None:
+def _fold_into_reader(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport) -> None:
     """Fold a norm into the layer that is its only reader, or report why not."""
-    reason = reason_not_foldable(graph_module, norm)
     path = path_to_reader(graph_module, norm)
-    layer, module = path[-1] if path else None, called_module(graph_module, norm)
-    if layer is None or not (times := _inputs_per_channel(graph_module, norm, path)):
-        reader = (
-            f", and {_reader(graph_module, path)} after it" if reason == NO_LAYER_BEFORE else ""
-        )
-        report.skipped.append((str(norm.target), f"{reason}{reader}"))
+    repeats = _inputs_per_channel(graph_module, norm, path) if path else 0
+    if not repeats:
+        reason = reason_not_foldable(graph_module, norm)
+        if reason == NO_LAYER_BEFORE:
+            reason = f"{reason}, and {_describe_reader(graph_module, path)} after it"
+        report.skipped.append((str(norm.target), str(reason)))
         return
-    after = called_module(graph_module, layer)
-    assert after is not None
-    replace_submodule(graph_module, str(layer.target), _folded_ahead(after, module, times))
-    report.fused.append((f"BN+{_kind(after)}", (str(layer.target), str(norm.target))))
+
+    layer_name = str(path[-1].target)
+    layer, module = called_module(graph_module, path[-1]), called_module(graph_module, norm)
+    assert layer is not None
+    replace_submodule(graph_module, layer_name, _fed_by_norm(layer, module, repeats))
+    report.fused.append((f"BN+{_kind(layer)}", (layer_name, str(norm.target))))
     _remove(norm)
 
 
-def _reader(graph_module: fx.GraphModule, path: list[fx.Node]) -> str:
+def _describe_reader(graph_module: fx.GraphModule, path: list[fx.Node]) -> str:
     """Describe the reader of a norm into which it cannot fold."""
     if not path:
         return "several readers"
-    after = called_module(graph_module, path[-1])
-    if isinstance(after, CONVS):
-        return "a Conv that pads with zeros" if _pads(after) else "a Conv with other inputs"
-    return str(path[-1].name) if after is None else type(after).__name__
+    reader = called_module(graph_module, path[-1])
+    if isinstance(reader, CONVS):
+        return "a Conv that pads with zeros" if _pads(reader) else "a Conv with other inputs"
+    return str(path[-1].name) if reader is None else type(reader).__name__
 
 
 def _inputs_per_channel(graph_module: fx.GraphModule, norm: fx.Node, path: list[fx.Node]) -> int:
@@ -312,42 +338,47 @@ def _inputs_per_channel(graph_module: fx.GraphModule, norm: fx.Node, path: list[
     0 if the norm cannot fold into the layer, for example a convolution with zero padding: the
     padded zeros are not normalized.
     """
-    layer, module = path[-1], called_module(graph_module, norm)
-    after: Any = called_module(graph_module, layer)
-    if not _has_factors(module) or not called_once(graph_module, layer):
+    layer_call = path[-1]
+    module: Any = called_module(graph_module, norm)
+    layer: Any = called_module(graph_module, layer_call)
+    if not _has_factors(module) or not called_once(graph_module, layer_call):
         return 0
     if has_view(graph_module, path):
-        return inputs_per_channel(after, norm, norm_factors(module)[0].numel()) or 0
-    if isinstance(after, nn.Linear):
-        return int(_is_flat(layer, module))
-    return int(isinstance(after, CONVS) and not _pads(after))
+        return inputs_per_channel(layer, norm, norm_factors(module)[0].numel())
+    if isinstance(layer, nn.Linear):
+        is_foldable = _is_flat(layer_call, module)
+    else:
+        is_foldable = isinstance(layer, CONVS) and not _pads(layer)
+    return 1 if is_foldable else 0
 
 
 def _pads(conv: Any) -> bool:
     return conv.padding != "valid" and (isinstance(conv.padding, str) or any(conv.padding))
 
 
-def _folded_ahead(layer: Any, norm: Any, times: int) -> Any:
-    """Return a copy of `layer` computing layer(norm(x)); x has each channel `times` in a row."""
+def _fed_by_norm(layer: Any, norm: Any, repeats: int) -> Any:
+    """Return a copy of `layer` computing layer(norm(x)); x has each channel `repeats` in a row."""
     layer = copy.deepcopy(layer)
-    factor, shift = (values.repeat_interleave(times) for values in norm_factors(norm))
     weight = layer.weight.detach()
     groups = getattr(layer, "groups", 1)
-    by_group = [values.reshape(groups, 1, -1) for values in (factor, shift)]
+    factor, shift = norm_factors(norm)
+    factor = factor.repeat_interleave(repeats).reshape(groups, 1, -1)
+    shift = shift.repeat_interleave(repeats).reshape(groups, 1, -1)
+
     rows = weight.reshape(groups, len(weight) // groups, weight.shape[1], -1)
-    added = (rows.sum(3) * by_group[1]).sum(2).reshape(-1)
-    bias = layer.bias.detach() if layer.bias is not None else torch.zeros_like(added)
-    scaled = (rows * by_group[0].unsqueeze(-1)).reshape(weight.shape)
+    added_bias = (rows.sum(3) * shift).sum(2).reshape(-1)
+    bias = torch.zeros_like(added_bias) if layer.bias is None else layer.bias.detach()
+    scaled = (rows * factor.unsqueeze(-1)).reshape(weight.shape)
     layer.register_parameter("weight", nn.Parameter(scaled))
-    layer.register_parameter("bias", nn.Parameter(bias + added))
+    layer.register_parameter("bias", nn.Parameter(bias + added_bias))
     return layer
 
 
-def _folded(layer: Any, norm: nn.Module) -> Any:
+def _scaled_by_norm(layer: Any, norm: nn.Module) -> Any:
     """Return a copy of `layer` that computes norm(layer(x))."""
     layer = copy.deepcopy(layer)
     factor, shift = norm_factors(norm)
-    bias = layer.bias.detach() if layer.bias is not None else torch.zeros_like(shift)
+    bias = torch.zeros_like(shift) if layer.bias is None else layer.bias.detach()
     weight = scale_outputs(layer, layer.weight.detach(), factor)
     layer.register_parameter("weight", nn.Parameter(weight))
     layer.register_parameter("bias", nn.Parameter(bias * factor + shift))
@@ -366,27 +397,30 @@ def scale_outputs(layer: Any, weight: torch.Tensor, factor: torch.Tensor) -> tor
 
 def _fuse_relu(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) -> set[fx.Node]:
     """Fuse a ReLU and those after the layer's other calls; return the removed nodes."""
-    layer = relu.args[0]
-    before = called_module(graph_module, layer)
-    if (
-        before is None
-        or not (isinstance(before, FOLDABLE) or is_norm(before))
-        or not isinstance(layer, fx.Node)
-    ):
+    layer_call = relu.args[0]
+    layer = called_module(graph_module, layer_call)
+    is_fusable = isinstance(layer, FOLDABLE) or is_norm(layer)
+    if layer is None or not is_fusable or not isinstance(layer_call, fx.Node):
         return set()
-    name, calls = str(layer.target), _calls(graph_module, layer)
-    relus = {user for call in calls for user in call.users if is_relu(graph_module, user)}
-    alone = all(len(call.users) == 1 and str(call.target) == name for call in calls)
-    if not alone or len(relus) < len(calls):
+
+    name = str(layer_call.target)
+    calls = _calls(graph_module, layer_call)
+    relus: set[fx.Node] = set()
+    for call in calls:
+        relus |= {user for user in call.users if is_relu(graph_module, user)}
+    has_other_name = any(str(call.target) != name for call in calls)
+    has_other_user = any(len(call.users) != 1 for call in calls)
+    if has_other_name or has_other_user or len(relus) < len(calls):
         report.skipped.append((relu.name, f"{name} has another user or call"))
         return set()
-    replace_submodule(graph_module, name, LayerWithRelu(before))
-    folded = [i for i, (_, names) in enumerate(report.fused) if names[0] == name]
-    if folded:
-        pattern, names = report.fused[folded[0]]
-        report.fused[folded[0]] = (f"{pattern}+ReLU", (*names, relu.name))
+
+    replace_submodule(graph_module, name, LayerWithRelu(layer))
+    for index, (pattern, names) in enumerate(report.fused):
+        if names[0] == name:
+            report.fused[index] = (f"{pattern}+ReLU", (*names, relu.name))
+            break
     else:
-        report.fused.append((f"{_kind(before)}+ReLU", (name, relu.name)))
+        report.fused.append((f"{_kind(layer)}+ReLU", (name, relu.name)))
     for node in relus:
         _remove(node)
     return relus

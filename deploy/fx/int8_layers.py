@@ -34,16 +34,16 @@ def minimum_scales(
     rows = weight.transpose(0, 1) if transposed else weight
     step = pair_stride(rows.shape)
     flat = rows.detach().float().movedim(1, -1).flatten(1)
-    wide = functional.pad(flat, (0, 2))
-    left, right = wide[:, 0:-2:step], wide[:, 1:-1:step]
-    one_sign = (left > 0) == (right > 0)
-    left, right = left.abs(), right.abs()
-    both = (left + right).clamp(max=torch.finfo(torch.float32).max)
-    sums = torch.where(one_sign, both, torch.maximum(left, right))
-    return sums.amax(1) / (PAIR_LIMIT - PAIR_ROUNDING)
+    padded = functional.pad(flat, (0, 2))
+    first, second = padded[:, 0:-2:step], padded[:, 1:-1:step]
+    have_same_sign = (first > 0) == (second > 0)
+    first, second = first.abs(), second.abs()
+    sums = (first + second).clamp(max=torch.finfo(torch.float32).max)
+    largest = torch.where(have_same_sign, sums, torch.maximum(first, second))
+    return largest.amax(1) / (PAIR_LIMIT - PAIR_ROUNDING)
 
 
-_BIAS = 2**30  # largest bias integer: near 2^31, runtimes that divide in float32 overflow
+_MAX_BIAS = 2**30  # largest bias integer: near 2^31, runtimes that divide in float32 overflow
 
 
 WEIGHTED = (*CONVS, *TRANSPOSED, nn.Linear)
@@ -51,8 +51,11 @@ WEIGHTED = (*CONVS, *TRANSPOSED, nn.Linear)
 
 def find_weighted_layers(model: nn.Module) -> list[tuple[str, str]]:
     """List (qualified name, class name) of every layer whose weight can be quantized."""
-    layers = ((name, m) for name, m in model.named_modules() if isinstance(m, WEIGHTED))
-    return [(name, type(module).__name__) for name, module in layers]
+    layers = []
+    for name, module in model.named_modules():
+        if isinstance(module, WEIGHTED):
+            layers.append((name, type(module).__name__))
+    return layers
 
 
 def apply_layer(
@@ -62,9 +65,8 @@ def apply_layer(
     if isinstance(layer, nn.Linear):
         return functional.linear(x, weight, bias)
     if isinstance(layer, TRANSPOSED):
-        dims = len(layer.kernel_size)
-        function = getattr(functional, f"conv_transpose{dims}d")
-        return function(
+        conv_transpose = getattr(functional, f"conv_transpose{len(layer.kernel_size)}d")
+        return conv_transpose(
             x,
             weight,
             bias,
@@ -82,9 +84,11 @@ def channel_axis(layer: nn.Module, per_channel: bool = True) -> int | None:
 
     A grouped ConvTranspose always has one scale.
     """
-    if not per_channel or (isinstance(layer, TRANSPOSED) and layer.groups > 1):
+    if not per_channel:
         return None
-    return 1 if isinstance(layer, TRANSPOSED) else 0
+    if isinstance(layer, TRANSPOSED):
+        return None if layer.groups > 1 else 1
+    return 0
 
 
 class WeightQuant(nn.Module):
@@ -93,17 +97,17 @@ class WeightQuant(nn.Module):
     Args:
         axis: channel axis, or None for one scale.
         bits: 2 to 8; integers are +-(2^(bits-1) - 1).
-        least: weight -> lower limits [C_out] of its scales, or None.
+        minimum_scales: weight -> lower limits [C_out] of its scales, or None.
     """
 
     def __init__(
         self,
         axis: int | None,
         bits: int = 8,
-        least: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
+        minimum_scales: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
     ):
         super().__init__()
-        self.least = least
+        self.minimum_scales = minimum_scales
         self.axis = axis
         self.limit = 2 ** (bits - 1) - 1
         self.enabled = False
@@ -119,15 +123,17 @@ class WeightQuant(nn.Module):
         """Return the scales, [C] or [1] float32; 1 for a channel of zeros."""
         if self.scale is not None:
             return self._apply_limits(self.scale, weight).detach().clone()
-        reduced = [i for i in range(weight.dim()) if i != self.axis]
-        steps = weight.detach().double().abs().amax(reduced).reshape(-1) / self.limit
+        reduced_axes = [axis for axis in range(weight.dim()) if axis != self.axis]
+        steps = weight.detach().double().abs().amax(reduced_axes).reshape(-1) / self.limit
         return self._apply_limits(torch.where(steps > 0, steps, 1.0).float(), weight)
 
     def _apply_limits(self, scales: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        least = None if self.least is None else self.least(weight)
-        if least is None:
+        minimum = None if self.minimum_scales is None else self.minimum_scales(weight)
+        if minimum is None:
             return scales
-        return torch.maximum(scales, least if self.axis is not None else least.amax(0, True))
+        if self.axis is None:
+            minimum = minimum.amax(0, keepdim=True)
+        return torch.maximum(scales, minimum)
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight, or if enabled the rounded weight."""
@@ -146,11 +152,20 @@ class WeightQuant(nn.Module):
         )
 
     def _round_learned(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        shape = [-1 if i == self.axis else 1 for i in range(weight.dim())]
-        zero = torch.zeros((), dtype=torch.int32, device=weight.device)
-        shared = weight.numel() // scale.numel()
-        ends = -self.limit, self.limit
-        return lsq_round(weight, scale.reshape(shape), zero, ends, shared=shared)
+        return lsq_round(
+            weight,
+            _align(scale, self.axis, weight.dim()),
+            torch.zeros((), dtype=torch.int32, device=weight.device),
+            (-self.limit, self.limit),
+            shared=weight.numel() // scale.numel(),
+        )
+
+
+def _align(scale: torch.Tensor, axis: int | None, dims: int) -> torch.Tensor:
+    """Reshape scales, [C] or [1], so that they broadcast to a weight of `dims` dimensions."""
+    shape = [1] * dims
+    shape[axis or 0] = -1
+    return scale.reshape(shape)
 
 
 def weight_quantizer(
@@ -164,17 +179,21 @@ def weight_quantizer(
         bits: 2 to 8.
         fits_pairs: limit the scales so that no CPU saturates (possible with 8 bits only).
     """
-    transposed, groups = isinstance(layer, TRANSPOSED), int(getattr(layer, "groups", 1))
-    least = (
-        partial(minimum_scales, transposed=transposed, groups=groups)
-        if fits_pairs and bits == 8
-        else None
-    )
-    return WeightQuant(axis, bits, least)
+    if not fits_pairs or bits != 8:
+        return WeightQuant(axis, bits)
+    transposed = isinstance(layer, TRANSPOSED)
+    groups = int(getattr(layer, "groups", 1))
+    limits = partial(minimum_scales, transposed=transposed, groups=groups)
+    return WeightQuant(axis, bits, limits)
 
 
 class QatLayer(nn.Module):
-    """A Conv, ConvTranspose or Linear that computes with its fake-quantized weight."""
+    """A Conv, ConvTranspose or Linear that computes with its fake-quantized weight.
+
+    Attributes:
+        layer: the float layer.
+        weight_quant: fake quantizer of its weight; Identity if the layer stays in float.
+    """
 
     def __init__(self, layer: nn.Module, weight_quant: WeightQuant):
         super().__init__()
@@ -203,6 +222,10 @@ class QatConvBn(QatLayer):
 
     When frozen, and in eval mode: y = conv(x, round(w * g)) + b'. Source: R. Krishnamoorthi, 2018,
     "Quantizing deep convolutional networks", section 3.2.2.
+
+    Attributes:
+        norm: its BatchNorm.
+        frozen: whether the statistics of the norm are fixed.
     """
 
     def __init__(self, layer: nn.Module, norm: nn.Module, weight_quant: WeightQuant):
@@ -235,17 +258,25 @@ class QatConvBn(QatLayer):
 def folded_layer(trained: QatLayer) -> nn.Module:
     """Return the float layer with the weight and bias that will be exported."""
     layer = copy.copy(trained.layer)
-    weight, bias = (None if t is None else t.detach() for t in trained.folded())
-    own = {"weight": weight, "bias": bias}
-    layer._parameters = {k: None if t is None else nn.Parameter(t) for k, t in own.items()}
+    weight, bias = trained.folded()
+    layer._parameters = {
+        "weight": nn.Parameter(weight.detach()),
+        "bias": None if bias is None else nn.Parameter(bias.detach()),
+    }
     return layer
 
 
 class IntLayer(ExportedModule):
-    """A layer with an int8 weight, exported as integers."""
+    """A layer with an int8 weight, exported as integers.
 
-    weight_int: torch.Tensor  # int8, the shape of the layer's weight
-    weight_scale: torch.Tensor  # float32 [C] or [1]
+    Attributes:
+        weight_int: int8, the shape of the layer's weight.
+        weight_scale: float32 [C] or [1].
+        bias: float32 [C_out], or None.
+    """
+
+    weight_int: torch.Tensor
+    weight_scale: torch.Tensor
     bias: torch.Tensor | None
 
     def __init__(self, trained: QatLayer, name: str):
@@ -256,6 +287,7 @@ class IntLayer(ExportedModule):
             raise CalibrationError(f"a weight must be finite, got NaN or Inf in {name}")
         quant = trained.weight_quant
         self.axis = quant.axis
+        self.layer_dims = weight.dim()
         self.layer = copy.copy(trained.layer)
         self.layer._parameters = dict.fromkeys(trained.layer._parameters)
         self.register_buffer("weight_scale", quant.scales(weight))
@@ -264,10 +296,11 @@ class IntLayer(ExportedModule):
 
     def _integers(self, quant: WeightQuant, weight: torch.Tensor) -> torch.Tensor:
         """Return the integers with which the fake-quantized layer computed."""
-        enabled, quant.enabled = quant.enabled, True
-        fake = quant(weight)
-        quant.enabled = enabled
-        return torch.round(fake / self._broadcast(self.weight_scale, weight.dim())).to(torch.int8)
+        was_enabled = quant.enabled
+        quant.enabled = True
+        rounded = quant(weight)
+        quant.enabled = was_enabled
+        return torch.round(rounded / self._aligned(self.weight_scale)).to(torch.int8)
 
     def round_bias(self, input_scale: torch.Tensor) -> None:
         """Round the bias to multiples of input scale times weight scale, as runtimes store it.
@@ -277,34 +310,35 @@ class IntLayer(ExportedModule):
         """
         if self.bias is None:
             return
-        scale, dims = self.weight_scale, self.weight_int.dim()
-        needed = self.bias.abs().double() / (input_scale * _BIAS)  # channels may share a scale
-        wide = torch.maximum(scale.double(), needed.reshape(-1, scale.numel()).amax(0)).to(scale)
-        ratio = self._broadcast(scale.double() / wide.double(), dims)
+        scale = self.weight_scale
+        minimum = self.bias.abs().double() / (input_scale * _MAX_BIAS)
+        minimum = minimum.reshape(-1, scale.numel()).amax(0)  # channels may share a scale
+        widened = torch.maximum(scale.double(), minimum).to(scale)
+        ratio = self._aligned(scale.double() / widened.double())
         self.weight_int.copy_(torch.round(self.weight_int * ratio))
-        self.weight_scale.copy_(wide)
-        step = input_scale * wide.repeat(len(self.bias) // wide.numel())
+        self.weight_scale.copy_(widened)
+        step = input_scale * widened.repeat(len(self.bias) // widened.numel())
         self.bias.copy_(torch.round(self.bias / step) * step)
 
     def weight(self) -> torch.Tensor:
         """Return the weight in real units, float32."""
         if self.exporting:
             return self.symbolic()
-        scale = self._broadcast(self.weight_scale, self.weight_int.dim())
+        scale = self._aligned(self.weight_scale)
         return self.weight_int.to(scale.dtype) * scale
 
     def symbolic(self) -> torch.Tensor:
         """Emit the ONNX form: an int8 constant and DequantizeLinear; only inside an export."""
+        scale = self.weight_scale
+        attributes: dict[str, Any] = {}
         if self.axis is None:
-            scale = self.weight_scale.reshape(())
-            zero = torch.zeros((), dtype=torch.int8, device=scale.device)
-            attributes: dict[str, Any] = {}
+            scale = scale.reshape(())
         else:
-            scale, attributes = self.weight_scale, {"axis": self.axis}
-            zero = torch.zeros(scale.shape, dtype=torch.int8, device=scale.device)
+            attributes["axis"] = self.axis
+        zero_point = torch.zeros(scale.shape, dtype=torch.int8, device=scale.device)
         return torch.onnx.ops.symbolic(
             "DequantizeLinear",
-            (self.weight_int, scale, zero),
+            (self.weight_int, scale, zero_point),
             attributes,
             dtype=scale.dtype,
             shape=self.weight_int.shape,
@@ -315,6 +349,5 @@ class IntLayer(ExportedModule):
         """Return the layer's output, computed in float from the integers."""
         return apply_layer(self.layer, x, self.weight(), self.bias)
 
-    def _broadcast(self, scale: torch.Tensor, dims: int) -> torch.Tensor:
-        shape = [-1 if i == self.axis else 1 for i in range(dims)]
-        return scale.reshape(shape if self.axis is not None else [1] * dims)
+    def _aligned(self, scale: torch.Tensor) -> torch.Tensor:
+        return _align(scale, self.axis, self.layer_dims)

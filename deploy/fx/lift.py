@@ -11,10 +11,9 @@ replaces a layer later would not run them. ATen operators in the tables below be
 function with the same arguments; all others stay ATen calls.
 """
 
-import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -25,62 +24,45 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from deploy.errors import ModelError
+from deploy.fx.model_inputs import argument_names
 from deploy.fx.norms import sizes_of
 from deploy.fx.plain_copy import tensor_of
 
+# ATen operators that become the torch function of the same name
 _ARITHMETIC = ("add", "sub", "mul", "div", "neg", "clamp", "matmul", "bmm", "mean", "softmax")
-
-
 _SHAPES = ("flatten", "reshape", "squeeze", "unsqueeze", "transpose", "permute", "select")
-
-
 _PARTS = ("cat", "stack", "chunk", "split")
+_CONVS = ("conv1d", "conv2d", "conv3d")
+_TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_OTHERS = ("relu", "sigmoid", "tanh", "batch_norm")
+_TORCH = (*_ARITHMETIC, *_SHAPES, *_PARTS, *_CONVS, *_TRANSPOSED, *_OTHERS)
 
-
-_CONVS = tuple(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3))
-
-
-_TORCH = (*_ARITHMETIC, *_SHAPES, *_PARTS, *_CONVS, "relu", "sigmoid", "tanh", "batch_norm")
-
-
+# those that become the function of torch.nn.functional
 _ACTIVATIONS = (
     "silu", "gelu", "hardswish", "hardsigmoid", "hardtanh", "relu6", "leaky_relu", "elu",
 )  # fmt: skip
-
-
 _POOLS = ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d")
-
-
-_OTHERS = ("linear", "pad", "dropout", "scaled_dot_product_attention")
-
-
-_FUNCTIONAL = (*_ACTIVATIONS, *_POOLS, *_OTHERS)
-
+_CALLS = ("linear", "pad", "dropout", "scaled_dot_product_attention")
+_FUNCTIONAL = (*_ACTIVATIONS, *_POOLS, *_CALLS)
 
 _METHODS = ("view", "expand", "contiguous")
-
-
 _IN_PLACE: dict[str, Callable[..., Any]] = {
     "relu_": torch.relu_,
     "add_": operator.iadd,
     "sub_": operator.isub,
     "mul_": operator.imul,
 }
-
-
 FUNCTIONS: dict[str, Callable[..., Any]] = (
     {name: getattr(torch, name) for name in _TORCH}
     | {name: getattr(functional, name) for name in _FUNCTIONAL}
     | {"lift_fresh_copy": torch.clone, "split_with_sizes": torch.split}
 )
-
-
 _CHECKS = ("_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range_for_size")
 
 
 def add_call(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     """Add to `graph` a node that computes what `node` of an exported program does."""
-    name = _name(node.target)
+    name = _aten_name(node.target)
     if name == "sym_size":
         return graph.call_method("size", args)
     if name in _METHODS:
@@ -89,10 +71,11 @@ def add_call(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
         return graph.call_function(FUNCTIONS[name], args, kwargs)
     if name in _IN_PLACE and node.users and not kwargs:  # torch.fx would drop an unused one
         return graph.call_function(_IN_PLACE[name], args)
-    return graph.call_function(node.target, args, kwargs)
+    target: Any = node.target
+    return graph.call_function(target, args, kwargs)
 
 
-def _name(target: Any) -> str:
+def _aten_name(target: Any) -> str:
     """Return "add" for `aten.add.Tensor`, "" for anything but an ATen operator."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return ""
@@ -100,20 +83,10 @@ def _name(target: Any) -> str:
 
 
 _LAYERS = ("activation", "conv", "dropout", "flatten", "linear", "padding", "pooling", "upsampling")
-
-
 _NORMS = ("batchnorm", "instancenorm", "normalization")
-
-
 _SHUFFLES = ("channelshuffle", "pixelshuffle")
-
-
 _LAYER_MODULES = {f"torch.nn.modules.{name}" for name in (*_LAYERS, *_NORMS, *_SHUFFLES)}
-
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
@@ -132,7 +105,7 @@ def lift_program(
     lifter.add_inputs(inputs)
     lifter.add_nodes(program.graph.nodes)
     lifter.add_outputs()
-    lifted = fx.GraphModule(lifter.owned, lifter.graph, type(model).__name__)
+    lifted = fx.GraphModule(lifter.modules_and_tensors, lifter.graph, type(model).__name__)
     lifted.graph.eliminate_dead_code()
     lifted.delete_all_unused_submodules()
     lifted.graph.lint()
@@ -141,42 +114,56 @@ def lift_program(
     return lifted
 
 
+def input_placeholders(program: ExportedProgram) -> list[fx.Node]:
+    """Return the placeholders of the inputs, without those of parameters, buffers and constants."""
+    signature = program.graph_signature
+    state = {
+        *signature.inputs_to_parameters,
+        *signature.inputs_to_buffers,
+        *signature.inputs_to_lifted_tensor_constants,
+    }
+    return [node for node in _placeholders(program.graph) if node.name not in state]
+
+
 class _Lifter:
-    """Writes the lifted graph; `new` maps each node of the program to its node or value there."""
+    """Writes the lifted graph.
+
+    Attributes:
+        modules_and_tensors: those that the graph uses, by qualified name.
+        lifted: node of the program -> its node or value in the lifted graph.
+    """
 
     def __init__(self, program: ExportedProgram, model: nn.Module):
         self.program = program
         self.model = model
         self.graph = fx.Graph()
-        self.owned: dict[str, Any] = {}  # modules and tensors that the graph uses, by name
-        self.new: dict[fx.Node, Any] = {}
+        self.modules_and_tensors: dict[str, Any] = {}
+        self.lifted: dict[fx.Node, Any] = {}
         signature = program.graph_signature
-        self.tensors = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-        self.constants = signature.inputs_to_lifted_tensor_constants
+        self._name_by_placeholder = {
+            **signature.inputs_to_parameters,
+            **signature.inputs_to_buffers,
+        }
+        self._constant_by_placeholder = signature.inputs_to_lifted_tensor_constants
 
     def add_inputs(self, inputs: Sequence[Any]) -> None:
         """Add a placeholder per argument, and unpack the containers."""
-        state = {**self.tensors, **self.constants}
-        placeholders = [n for n in _placeholders(self.program.graph) if n.name not in state]
         names = argument_names(self.model, len(inputs))
         arguments = [self.graph.placeholder(name) for name in names]
         leaves, _ = pytree.tree_flatten_with_path(tuple(inputs))
-        for node, (path, _) in zip(placeholders, leaves, strict=True):
-            self.new[node] = self._unpack(arguments[path[0].idx], path[1:])
+        for node, (path, _) in zip(input_placeholders(self.program), leaves, strict=True):
+            position: Any = path[0]
+            self.lifted[node] = self._unpack(arguments[position.idx], path[1:])
 
     def add_nodes(self, nodes: Iterable[fx.Node]) -> None:
         """Add the calls; those of one layer become one `call_module`."""
         functions = (node for node in nodes if node.op == "call_function")
-        calls = [node for node in functions if _name(node.target) not in _CHECKS]
-        for name, group in groupby(calls, self._layer_of):
-            layer_nodes = list(group)
-            source = self._single_input(name, layer_nodes) if name is not None else None
-            if source is None:
-                for node in layer_nodes:
+        calls = [node for node in functions if _aten_name(node.target) not in _CHECKS]
+        for layer_call, group in groupby(calls, self._layer_call_of):
+            call_nodes = list(group)
+            if layer_call is None or not self._add_layer(layer_call.partition("@")[0], call_nodes):
+                for node in call_nodes:
                     self._add_node(node)
-            else:
-                assert name is not None
-                self._add_layer(name.partition("@")[0], source, layer_nodes)
 
     def add_outputs(self) -> None:
         values = fx.node.map_arg(self.program.graph.output_node().args[0], self._value)
@@ -192,28 +179,33 @@ class _Lifter:
             ) from error
 
     def _unpack(self, value: fx.Node, path: Sequence[Any]) -> fx.Node:
+        """Add the calls that take a leaf out of a container."""
         for key in path:
-            function = getattr if isinstance(key, pytree.GetAttrKey) else operator.getitem
-            step = getattr(key, "name", None) or getattr(key, "key", getattr(key, "idx", None))
-            value = self.graph.call_function(function, (value, step))
+            if isinstance(key, pytree.GetAttrKey):
+                value = self.graph.call_function(getattr, (value, key.name))
+            else:
+                index = key.key if isinstance(key, pytree.MappingKey) else key.idx
+                value = self.graph.call_function(operator.getitem, (value, index))
         return value
 
     def _value(self, node: fx.Node) -> Any:
-        """Return the new node or value of `node`; a parameter is added where it is first used."""
-        if node not in self.new:
-            self.new[node] = self._tensor(node)
-        return self.new[node]
+        """Return the lifted node or value; a parameter is added where it is first used."""
+        if node not in self.lifted:
+            self.lifted[node] = self._add_tensor(node)
+        return self.lifted[node]
 
-    def _tensor(self, node: fx.Node) -> fx.Node:
-        name = self.tensors.get(node.name)
+    def _add_tensor(self, node: fx.Node) -> fx.Node:
+        name = self._name_by_placeholder.get(node.name)
         if name is not None:
-            self.owned[name] = tensor_of(self.model, name)
+            self.modules_and_tensors[name] = tensor_of(self.model, name)
         else:
-            name = f"_tensor_constant{len([n for n in self.owned if n.startswith('_tensor')])}"
-            self.owned[name] = self.program.constants[self.constants[node.name]].detach().clone()
+            tensor_names = [n for n in self.modules_and_tensors if n.startswith("_tensor")]
+            name = f"_tensor_constant{len(tensor_names)}"
+            constant = self.program.constants[self._constant_by_placeholder[node.name]]
+            self.modules_and_tensors[name] = constant.detach().clone()
         return self.graph.get_attr(name)
 
-    def _layer_of(self, node: fx.Node) -> str | None:
+    def _layer_call_of(self, node: fx.Node) -> str | None:
         """Return "<layer>@<call>" of the layer call that `node` is part of, or None."""
         for key, (name, _) in node.meta.get("nn_module_stack", {}).items():
             path = re.sub(r"@[0-9]+", "", name)
@@ -225,56 +217,66 @@ class _Lifter:
                 return f"{path}@{key}"
         return None
 
-    def _single_input(self, name: str, nodes: list[fx.Node]) -> fx.Node | None:
-        """Return the input tensor of a layer call with one input and one output, else None."""
-        own = {id(t) for t in _tensors(self.model.get_submodule(name.partition("@")[0]))}
-        outside = {
-            n for node in nodes for n in node.all_input_nodes if n not in nodes and _is_tensor(n)
-        }
-        inputs = {n for n in outside if id(self._attribute_of(n)) not in own}
-        outputs = {node for node in nodes if any(user not in nodes for user in node.users)}
-        return inputs.pop() if len(inputs) == 1 and len(outputs) == 1 else None
+    def _add_layer(self, name: str, nodes: list[fx.Node]) -> bool:
+        """Add the nodes of a layer call as one node; False if it has several inputs or outputs."""
+        layer = self.model.get_submodule(name)
+        layer_tensors = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
+        call_nodes = set(nodes)
+        inputs: set[fx.Node] = set()
+        for node in nodes:
+            for source in node.all_input_nodes:
+                is_outside = source not in call_nodes and _is_tensor(source)
+                if is_outside and id(self._attribute_of(source)) not in layer_tensors:
+                    inputs.add(source)
+        outputs = [node for node in nodes if not node.users.keys() <= call_nodes]
+        if len(inputs) != 1 or len(outputs) != 1:
+            return False
+
+        self.modules_and_tensors[name] = layer
+        call = self.graph.call_module(name, (self._value(inputs.pop()),))
+        self._set(outputs[0], call)
+        return True
 
     def _attribute_of(self, node: fx.Node) -> Any:
-        name = self.tensors.get(node.name) if node.op == "placeholder" else None
-        return tensor_of(self.model, name) if name is not None else None
-
-    def _add_layer(self, name: str, source: fx.Node, nodes: list[fx.Node]) -> None:
-        self.owned[name] = self.model.get_submodule(name)
-        call = self.graph.call_module(name, (self._value(source),))
-        (output,) = (node for node in nodes if any(user not in nodes for user in node.users))
-        self._set(output, call)
+        """Return the parameter or buffer of a placeholder, None for any other node."""
+        name = self._name_by_placeholder.get(node.name) if node.op == "placeholder" else None
+        return None if name is None else tensor_of(self.model, name)
 
     def _add_node(self, node: fx.Node) -> None:
         if getattr(node.target, "__name__", "") in _REGIONS:
             self._add_region(node)
             return
-        if node.target is operator.getitem and isinstance(self._value(node.args[0]), tuple):  # type: ignore[arg-type]
-            self.new[node] = self._value(node.args[0])[node.args[1]]  # type: ignore[arg-type]
+        args: Any = node.args
+        if node.target is operator.getitem and isinstance(self._value(args[0]), tuple):
+            self.lifted[node] = self._value(args[0])[args[1]]
             return
         if node.target is torch.ops.aten.item.default:
-            constant = self._constant(node)
+            constant = self._constant_value(node)
             if constant is not None:
-                self.new[node] = constant
+                self.lifted[node] = constant
                 return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
         self._set(node, add_call(self.graph, node, args, kwargs))
 
-    def _constant(self, node: fx.Node) -> Any:
+    def _constant_value(self, node: fx.Node) -> Any:
         """Return the value of a node computed only from the model's constants, or None."""
         if node.op == "placeholder":
-            name = self.constants.get(node.name)
+            name = self._constant_by_placeholder.get(node.name)
             return None if name is None else self.program.constants[name]
         if node.op != "call_function" or not node.all_input_nodes:
             return None
-        values = {n: self._constant(n) for n in node.all_input_nodes}
-        if any(value is None for value in values.values()):
-            return None
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        value_by_source = {}
+        for source in node.all_input_nodes:
+            value = self._constant_value(source)
+            if value is None:
+                return None
+            value_by_source[source] = value
+        target: Any = node.target
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_by_source.__getitem__)
+        return target(*args, **kwargs)
 
     def _set(self, node: fx.Node, call: fx.Node) -> None:
-        self.new[node] = call
+        self.lifted[node] = call
         call.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
         if _is_tensor(node):
             call.meta["rank"] = node.meta["val"].dim()
@@ -282,13 +284,14 @@ class _Lifter:
 
     def _add_region(self, node: fx.Node) -> None:
         """Inline a region under `torch.no_grad()` or autocast."""
-        is_graph = [isinstance(arg, fx.Node) and arg.op == "get_attr" for arg in node.args]
-        index = is_graph.index(True)
-        region = getattr(self.program.graph_module, str(node.args[index].target))  # type: ignore[union-attr]
-        for inner, outer in zip(_placeholders(region.graph), node.args[index + 1 :], strict=True):
-            self.new[inner] = self._value(outer) if isinstance(outer, fx.Node) else outer
+        args: list[Any] = list(node.args)
+        while not _is_attribute(args[0]):  # options of the region
+            args.pop(0)
+        region = getattr(self.program.graph_module, str(args[0].target))
+        for placeholder, value in zip(_placeholders(region.graph), args[1:], strict=True):
+            self.lifted[placeholder] = self._value(value) if isinstance(value, fx.Node) else value
         self.add_nodes(region.graph.nodes)
-        self.new[node] = tuple(map(self._value, region.graph.output_node().args[0]))
+        self.lifted[node] = tuple(map(self._value, region.graph.output_node().args[0]))
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -305,24 +308,9 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
-def argument_names(model: nn.Module, count: int) -> list[str]:
-    """Return names of the first `count` arguments of forward, `args_0`... for `*args`."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    plain = [p.name for p in _positional(model)]
-    variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-    return (plain + [f"{variadic}_{i}" for i in range(count)])[:count]
-
-
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def _positional(model: nn.Module) -> list[inspect.Parameter]:
-    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(model.forward).parameters.values()
-    return [p for p in parameters if p.kind in plain]
+def _is_attribute(value: object) -> bool:
+    return isinstance(value, fx.Node) and value.op == "get_attr"

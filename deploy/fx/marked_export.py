@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from deploy.errors import ModelError
 from deploy.frontends.onnx_file import clean_model
-from deploy.fx.capture import has_batch, repeat_single_sample
+from deploy.fx.capture import dynamic_shapes, repeat_single_sample, tensor_leaves
 from deploy.fx.device import quiet
 from deploy.fx.export import (
     OPSET,
@@ -36,19 +36,22 @@ from deploy.graph.index import Graph
 from deploy.terminal import phase
 
 NODE_PREFIX = "fx/"  # prefix of node names in the ONNX model
-
-
-DOMAIN, MARKER = "calib8", "Named"
+MARKER_DOMAIN, MARKER = "calib8", "Named"
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedGraph:
-    """The cleaned ONNX model of a graph, with its correspondence to the graph."""
+    """The cleaned ONNX model of a graph, with its correspondence to the graph.
+
+    Attributes:
+        model: the cleaned float model.
+        tensors: graph node -> its ONNX tensor, if the model has it.
+        graph_nodes: name of an ONNX node -> the graph nodes that it implements, wholly or in part.
+    """
 
     model: onnx.ModelProto
-    tensors: Mapping[fx.Node, str]  # graph node -> ONNX tensor, if the model has it
-    # ONNX node -> the graph nodes that it implements, wholly or in part
-    homes: Mapping[str, frozenset[fx.Node]] = field(repr=False)
+    tensors: Mapping[fx.Node, str]
+    graph_nodes: Mapping[str, frozenset[fx.Node]] = field(repr=False)
 
     def nodes_of(self, tensor: str) -> list[fx.Node]:
         """Return the graph nodes of a tensor, in the graph's order; equal tensors have several."""
@@ -69,87 +72,112 @@ def export_named(
     Raises:
         ModelError: torch.export cannot follow the graph.
     """
-    own = _in_float(graph_module)
-    for node in own.graph.nodes:
-        if node.op == "call_module" and is_opaque(node):
-            name = f"stand_in_{node.name}"
-            own.add_submodule(name, OpaqueStandIn(node.meta.get("tensor_meta"), _batch(node)))
-            node.target = name
-    own.delete_all_unused_submodules()
-    placeholders = [node for node in own.graph.nodes if node.op == "placeholder"]
-    for node in list(own.graph.nodes):
-        if node.op in ("output", "get_attr") or not is_float(node):
-            continue
-        with own.graph.inserting_after(placeholders[-1] if node.op == "placeholder" else node):
-            marker = own.graph.call_function(emit_marker, (node, node.name))
-        node.replace_all_uses_with(marker, delete_user_cb=lambda user, one=marker: user is not one)
-    own.recompile()
-    program = _export(own, pytree.tree_map(_on_cpu, tuple(inputs)))
-    same = _remove_markers(program.model)
+    marked = _float_copy(graph_module)
+    _replace_opaque_calls(marked, is_opaque)
+    _insert_markers(marked)
+    program = _run_exporter(marked, pytree.tree_map(_to_float_on_cpu, tuple(inputs)))
+
+    named_by_duplicate = _remove_markers(program.model)
     with quiet():
         program.optimize()
     model: onnx.ModelProto = program.model_proto
     _name_split_outputs(model, graph_module)
-    model = clean_model(clean_exported(model))
-    return _indexed(model, graph_module, same)
+    return _match_nodes(clean_model(clean_exported(model)), graph_module, named_by_duplicate)
 
 
-def _in_float(graph_module: fx.GraphModule) -> fx.GraphModule:
+def _float_copy(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Return a float32 copy on the CPU in eval mode, without weight quantizers."""
-    own = copy.deepcopy(graph_module).eval()
-    if any(p.device.type == "meta" for p in (*own.parameters(), *own.buffers())):
-        own = own.to_empty(device="cpu")
-        for tensor in (*own.parameters(), *own.buffers()):
+    copied = copy.deepcopy(graph_module).eval()
+    if any(tensor.is_meta for tensor in (*copied.parameters(), *copied.buffers())):
+        copied = copied.to_empty(device="cpu")
+        for tensor in (*copied.parameters(), *copied.buffers()):
             tensor.data.copy_(torch.ones_like(tensor))
-    own = own.cpu().float()
-    for name, module in list(own.named_modules()):
+
+    copied = copied.cpu().float()
+    for name, module in list(copied.named_modules()):
         if isinstance(module, QatLayer):
-            replace_submodule(own, name, folded_layer(module))
-    return own
+            replace_submodule(copied, name, folded_layer(module))
+    return copied
 
 
-def _on_cpu(leaf: Any) -> Any:
+def _replace_opaque_calls(marked: fx.GraphModule, is_opaque: Callable[[fx.Node], bool]) -> None:
+    for node in marked.graph.nodes:
+        if node.op == "call_module" and is_opaque(node):
+            name = f"stand_in_{node.name}"
+            stand_in = OpaqueStandIn(node.meta.get("tensor_meta"), _batch_size(node))
+            marked.add_submodule(name, stand_in)
+            node.target = name
+    marked.delete_all_unused_submodules()
+
+
+def _insert_markers(marked: fx.GraphModule) -> None:
+    """Insert a marker after each float tensor; its readers read the marker's output."""
+    placeholders = [node for node in marked.graph.nodes if node.op == "placeholder"]
+    for node in list(marked.graph.nodes):
+        if node.op in ("output", "get_attr") or not is_float(node):
+            continue
+        # all placeholders must come first
+        position = placeholders[-1] if node.op == "placeholder" else node
+        with marked.graph.inserting_after(position):
+            marker = marked.graph.call_function(emit_marker, (node, node.name))
+        node.replace_all_uses_with(marker)
+        marker.update_arg(0, node)
+    marked.recompile()
+
+
+def _to_float_on_cpu(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    leaf = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.cpu()
-    return repeat_single_sample(leaf.float() if leaf.is_floating_point() else leaf)
+    tensor = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.cpu()
+    if tensor.is_floating_point():
+        tensor = tensor.float()
+    return repeat_single_sample(tensor)
 
 
 class OpaqueStandIn(nn.Module):
     """Replaces an opaque module for the export: outputs of the same shapes, nothing to quantize.
 
-    `batch`: first dimension of its first input; outputs with this first dimension follow it.
+    `batch_size`: first dimension of its first input; outputs with this first dimension follow it.
     """
 
-    def __init__(self, outputs: Any, batch: int | None):
+    def __init__(self, outputs: Any, batch_size: int | None):
         super().__init__()
         self.outputs = outputs
-        self.batch = batch
+        self.batch_size = batch_size
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return cumulative sums of the inputs, expanded to the output shapes."""
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        total = torch.stack([torch.cumsum(x.float().flatten(), 0).sum() for x in tensors]).sum()
+        tensors = tensor_leaves((args, kwargs))
+        sums = [torch.cumsum(tensor.float().flatten(), 0).sum() for tensor in tensors]
+        total = torch.stack(sums).sum()
 
-        def one(meta: Any) -> Any:
+        def expand_total(meta: Any) -> Any:
             if not isinstance(meta, TensorMetadata) or not meta.shape:
                 return total
-            first = tensors[0].shape[0] if meta.shape[0] == self.batch else meta.shape[0]
-            return torch.cumsum(total.expand(first, *meta.shape[1:]), -1).to(meta.dtype)
+            follows_batch = meta.shape[0] == self.batch_size
+            size = tensors[0].shape[0] if follows_batch else meta.shape[0]
+            return torch.cumsum(total.expand(size, *meta.shape[1:]), -1).to(meta.dtype)
 
-        return pytree.tree_map(one, self.outputs, is_leaf=lambda m: isinstance(m, TensorMetadata))
+        return pytree.tree_map(expand_total, self.outputs, is_leaf=_is_tensor_metadata)
 
 
-def _batch(node: fx.Node) -> int | None:
-    metas = [source.meta.get("tensor_meta") for source in node.all_input_nodes]
-    shapes = [meta.shape for meta in metas if isinstance(meta, TensorMetadata)]
-    return shapes[0][0] if shapes and shapes[0] else None
+def _is_tensor_metadata(value: object) -> bool:
+    return isinstance(value, TensorMetadata)
+
+
+def _batch_size(node: fx.Node) -> int | None:
+    """Return the first dimension of the first tensor that a node reads, or None."""
+    for source in node.all_input_nodes:
+        meta = source.meta.get("tensor_meta")
+        if isinstance(meta, TensorMetadata):
+            return meta.shape[0] if meta.shape else None
+    return None
 
 
 def emit_marker(x: torch.Tensor, name: str) -> torch.Tensor:
     """Emit the marker operator with the name of a node; only inside an export."""
     return torch.onnx.ops.symbolic(
-        f"{DOMAIN}::{MARKER}", (x,), {"name": name}, dtype=x.dtype, shape=x.shape, version=1
+        f"{MARKER_DOMAIN}::{MARKER}", (x,), {"name": name}, dtype=x.dtype, shape=x.shape, version=1
     )
 
 
@@ -159,79 +187,79 @@ def is_float(node: fx.Node) -> bool:
     return isinstance(meta, TensorMetadata) and bool(meta.dtype.is_floating_point)
 
 
-def _export(own: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
+def _run_exporter(marked: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
     """Return the exporter's program, not optimized, with a dynamic batch if possible."""
-    batch = torch.export.Dim.AUTO
-    shapes = pytree.tree_map(lambda leaf: {0: batch} if has_batch(leaf) else None, inputs)
-    first: Exception | None = None
-    for dynamic in (shapes, None):
+    try:
+        return run_exporter(marked, inputs, dynamic_shapes(inputs), OPSET, optimize=False)
+    except Exception as dynamic_error:  # torch.export and the exporter share no error class
         try:
-            return run_exporter(own, inputs, dynamic, OPSET, optimize=False)
-        except Exception as error:  # torch.export and the exporter share no error class
-            first = first or error
-    assert first is not None
-    raise ModelError(explain_export_failure(first, dynamic_batch=False)) from first
+            return run_exporter(marked, inputs, None, OPSET, optimize=False)
+        except Exception:
+            message = explain_export_failure(dynamic_error, dynamic_batch=False)
+            raise ModelError(message) from dynamic_error
 
 
 def _remove_markers(model: Any) -> dict[str, str]:
     """Name each marked tensor after its first node; return node -> the node with its name."""
-    first: dict[int, tuple[Any, str]] = {}
-    same = {}
+    first_name: dict[Any, str] = {}  # marked value -> name of its first node
+    named_by_duplicate = {}
     for node in list(model.graph):
-        if node.domain != DOMAIN or node.op_type != MARKER:
+        if node.domain != MARKER_DOMAIN or node.op_type != MARKER:
             continue
         (source,), (marked,) = node.inputs, node.outputs
         name = node.attributes["name"].as_string()
-        _, same[name] = first.setdefault(id(source), (source, name))
+        named_by_duplicate[name] = first_name.setdefault(source, name)
         marked.replace_all_uses_with(source, replace_graph_outputs=True)
         model.graph.remove(node, safe=True)
-    for value, name in first.values():
+
+    for value, name in first_name.items():
         value.name = f"{NODE_PREFIX}{name}"
-    model.opset_imports.pop(DOMAIN, None)
-    return same
+    model.opset_imports.pop(MARKER_DOMAIN, None)
+    return named_by_duplicate
 
 
 def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) -> None:
     """Name the outputs of each Split, into which `chunk` was optimized, after the getitem nodes."""
     graph = Graph(model)
-    renamed = {}
+    new_names: dict[str, str] = {}
     for node in graph_module.graph.nodes:
         if node.op != "call_function" or node.target not in (torch.chunk, torch.split):
             continue
-        source = f"{NODE_PREFIX}{node.args[0].name}"
-        splits = [n for n in graph.readers.get(source, []) if n.op_type == "Split"]
-        parts = {user.args[1]: user for user in node.users}
-        for split in splits:
-            for index, name in enumerate(split.output):
-                if index in parts and not name.startswith(NODE_PREFIX) and name not in renamed:
-                    renamed[name] = f"{NODE_PREFIX}{parts[index].name}"
-    rename_values(model.graph, renamed)
+        item_by_index = {user.args[1]: user for user in node.users}
+        for reader in graph.readers.get(f"{NODE_PREFIX}{node.args[0].name}", []):
+            if reader.op_type != "Split":
+                continue
+            for index, name in enumerate(reader.output):
+                is_named = name.startswith(NODE_PREFIX) or name in new_names
+                if index in item_by_index and not is_named:
+                    new_names[name] = f"{NODE_PREFIX}{item_by_index[index].name}"
+    rename_values(model.graph, new_names)
 
 
-def _indexed(
-    model: onnx.ModelProto, graph_module: fx.GraphModule, same: Mapping[str, str]
+def _match_nodes(
+    model: onnx.ModelProto, graph_module: fx.GraphModule, named_by_duplicate: Mapping[str, str]
 ) -> ExportedGraph:
+    """Return the model with the tensors and ONNX nodes of the graph's nodes."""
     graph = Graph(model)
     present = {*graph.inputs, *graph.producer}
-    by_name = {node.name: node for node in graph_module.graph.nodes}
-    tensors = {}
-    for name, node in by_name.items():
-        for tensor in (f"{NODE_PREFIX}{name}", f"{NODE_PREFIX}{same.get(name, name)}"):
-            if tensor in present:
-                tensors[node] = tensor
+    tensors: dict[fx.Node, str] = {}
+    node_by_tensor: dict[str, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        node_by_tensor[f"{NODE_PREFIX}{node.name}"] = node
+        for name in (node.name, named_by_duplicate.get(node.name, node.name)):
+            if f"{NODE_PREFIX}{name}" in present:
+                tensors[node] = f"{NODE_PREFIX}{name}"
                 break
-    homes: dict[str, frozenset[fx.Node]] = {}
-    for node in reversed(graph.nodes):
+
+    nodes_by_onnx_node: dict[str, frozenset[fx.Node]] = {}
+    for onnx_node in reversed(graph.nodes):
         graph_nodes: set[fx.Node] = set()
-        for name in node.output:
-            own = (
-                by_name.get(name.removeprefix(NODE_PREFIX))
-                if name.startswith(NODE_PREFIX)
-                else None
-            )
-            if own is not None:
-                graph_nodes.add(own)
-            else:  # inside a graph node, or the second name of a tensor that is an output twice
-                graph_nodes.update(*(homes[reader.name] for reader in graph.readers.get(name, [])))
-        homes[node.name] = frozenset(graph_nodes)
-    return ExportedGraph(model, tensors, homes)
+        for output in onnx_node.output:
+            if output in node_by_tensor:
+                graph_nodes.add(node_by_tensor[output])
+                continue
+            # inside a graph node, or the second name of a tensor that is an output twice
+            for reader in graph.readers.get(output, []):
+                graph_nodes |= nodes_by_onnx_node[reader.name]
+        nodes_by_onnx_node[onnx_node.name] = frozenset(graph_nodes)
+    return ExportedGraph(model, tensors, nodes_by_onnx_node)

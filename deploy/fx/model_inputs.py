@@ -11,11 +11,11 @@ forward takes keywords or a dict accept that: the model gets a new class with su
 import inspect
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from inspect import Parameter
-from itertools import chain
+from itertools import chain, zip_longest
 from keyword import iskeyword
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ from deploy.files.archives import check_archive, read_array
 from deploy.files.reading import open_regular_file
 from deploy.tensors import Array
 
-_PLAIN = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-_NONE = Parameter.empty  # the default of an argument without one
+_NO_DEFAULT = Parameter.empty
 _TENSORS = (torch.Tensor, "torch.Tensor", "Tensor")  # annotations of an argument that is no dict
 
 
@@ -51,20 +51,21 @@ def accept_named_inputs(model: nn.Module, names: Sequence[str | None]) -> list[i
     """
     if not any(names):
         return list(range(len(names)))
-    plain = [p.name for p in _parameters(model) if p.kind in _PLAIN]
-    count = next(i for i, name in enumerate(names) if name is not None)
-    if None in names[count:] or len(plain) < count:
+    positional = [parameter.name for parameter in positional_parameters(model)]
+    unnamed_count = next(i for i, name in enumerate(names) if name is not None)
+    if None in names[unnamed_count:] or len(positional) < unnamed_count:
         raise ConfigError(
             "inputs without a name are the first arguments of forward, in order and before those"
             f" with one, got {', '.join(name or 'no name' for name in names)} for"
-            f" forward({', '.join(plain)})"
+            f" forward({', '.join(positional)})"
         )
-    complete = [*plain[:count], *(name for name in names if name is not None)]
-    if twice := sorted({name for name in complete if complete.count(name) > 1}):
-        raise ConfigError(f"input names must be unique, got {', '.join(twice)} twice")
-    ordered, into = match_arguments(model, complete)
+    complete = [*positional[:unnamed_count], *filter(None, names)]
+    if duplicates := sorted({name for name in complete if complete.count(name) > 1}):
+        raise ConfigError(f"input names must be unique, got {', '.join(duplicates)} twice")
+
+    ordered, dict_argument = match_arguments(model, complete)
     if ordered != _argument_names(model):  # arguments with defaults may be left out
-        model.__class__ = make_named_class(type(model), ordered, into=into)
+        model.__class__ = make_named_class(type(model), ordered, dict_argument=dict_argument)
     return [complete.index(name) for name in ordered]
 
 
@@ -74,9 +75,12 @@ def match_arguments(model: nn.Module, names: Sequence[str]) -> tuple[list[str], 
     Raises:
         ConfigError: the forward does not take a name, or one is missing.
     """
-    known = _argument_names(model)
-    ordered = sorted(names, key=lambda name: known.index(name) if name in known else len(known))
-    return ordered, None if ordered == known else _dict_argument(model, ordered)
+    arguments = _argument_names(model)
+    position = {name: index for index, name in enumerate(arguments)}
+    ordered = sorted(names, key=lambda name: position.get(name, len(arguments)))
+    if ordered == arguments:
+        return ordered, None
+    return ordered, _find_dict_argument(model, ordered)
 
 
 def input_names(model: nn.Module) -> tuple[str, ...] | None:
@@ -86,65 +90,96 @@ def input_names(model: nn.Module) -> tuple[str, ...] | None:
 
 def dict_input_note(model: nn.Module) -> str | None:
     """Return a note if `accept_named_inputs` passes the inputs in a dict, else None."""
-    into = getattr(type(model), "_calib8_dict", None)
-    if into is None:
+    dict_argument = getattr(type(model), "_calib8_dict", None)
+    if dict_argument is None:
         return None
     keys = ", ".join(input_names(model) or ())
-    return f"forward takes one argument, {into}, and is given a dict of {keys} in it"
+    return f"forward takes one argument, {dict_argument}, and is given a dict of {keys} in it"
 
 
-def _dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
+def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
     """Return the single argument that takes `names` as a dict; None if they are keywords."""
     parameters = _parameters(model)
-    fixed = [p for p in parameters if p.kind in (*_PLAIN, Parameter.KEYWORD_ONLY)]
-    needed = [p for p in fixed if p.default is Parameter.empty]
-    known = [p.name for p in fixed if p.kind in _NAMED]
-    others = [name for name in names if name not in known]
-    open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
-    if {p.name for p in needed} <= set(names) and (open_ended or not others):
+    fixed = [p for p in parameters if p.kind in (*_POSITIONAL, Parameter.KEYWORD_ONLY)]
+    required = [p for p in fixed if p.default is _NO_DEFAULT]
+    keywords = [p.name for p in fixed if p.kind in _NAMED]
+    unknown = [name for name in names if name not in keywords]
+
+    takes_any_name = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
+    has_required = {p.name for p in required} <= set(names)
+    if has_required and (takes_any_name or not unknown):
         return None
-    alone = needed or fixed
-    if len(alone) == 1 and len(others) == len(names) and alone[0].annotation not in _TENSORS:
-        return alone[0].name
-    taken = ", ".join(str(parameter).partition(":")[0] for parameter in parameters)
-    hints = [hint for name in others if (hint := did_you_mean(name, known))]
+
+    candidates = required or fixed
+    are_all_unknown = len(unknown) == len(names)
+    if len(candidates) == 1 and are_all_unknown and candidates[0].annotation not in _TENSORS:
+        return candidates[0].name
+
+    signature = ", ".join(str(parameter).partition(":")[0] for parameter in parameters)
+    hints = filter(None, (did_you_mean(name, keywords) for name in unknown))
+    hint = next(hints, None)
     raise ConfigError(
-        f"inputs are named as the arguments of the model's forward({taken}), with all that have no"
-        f" default, or as the keys of a dict that is the only one, got {', '.join(names)}"
-        + (f"; {hints[0]}" if hints else "")
+        f"inputs are named as the arguments of the model's forward({signature}), with all that have"
+        f" no default, or as the keys of a dict that is the only one, got {', '.join(names)}"
+        + (f"; {hint}" if hint else "")
     )
 
 
 def make_named_class(
-    kind: type[nn.Module], names: Sequence[str], *, into: str | None
+    kind: type[nn.Module], names: Sequence[str], *, dict_argument: str | None
 ) -> type[nn.Module]:
     """Return a subclass of the same name whose forward takes a tensor for each name, in order.
 
-    `into`, if not None, is the argument of the original forward that takes them as a dict.
+    `dict_argument`, if not None, is the argument of the original forward that takes them as a dict.
     """
 
     def forward(self: nn.Module, *tensors: torch.Tensor) -> Any:
-        named = dict(zip(names, tensors, strict=True))
-        return kind.forward(self, named) if into else kind.forward(self, **named)
+        tensor_by_name = dict(zip(names, tensors, strict=True))
+        if dict_argument:
+            return kind.forward(self, tensor_by_name)
+        return kind.forward(self, **tensor_by_name)
 
-    arguments = [_identifier(name) for name in names]
-    taken = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *arguments)]
-    forward.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
-    own = {"_calib8_inputs": tuple(arguments), "_calib8_dict": into}
-    inside = {"forward": forward, "__module__": kind.__module__, **own}
-    return type(kind.__name__, (kind,), inside)
+    arguments = [_to_identifier(name) for name in names]
+    forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *arguments)]
+    )
+    attributes = {
+        "forward": forward,
+        "__module__": kind.__module__,
+        "_calib8_inputs": tuple(arguments),
+        "_calib8_dict": dict_argument,
+    }
+    return type(kind.__name__, (kind,), attributes)
 
 
-def _identifier(name: str) -> str:
+def _to_identifier(name: str) -> str:
     """Turn a dict key into a valid argument name."""
     plain = re.sub(r"\W", "_", name)
-    valid = plain.isidentifier() and not iskeyword(plain) and plain != "self"
-    return plain if valid else f"input_{plain}"
+    is_valid = plain.isidentifier() and not iskeyword(plain) and plain != "self"
+    return plain if is_valid else f"input_{plain}"
+
+
+def argument_names(model: nn.Module, count: int) -> list[str]:
+    """Return names of the first `count` arguments of forward, `args_0`... for `*args`."""
+    names = [parameter.name for parameter in positional_parameters(model)]
+    variadic = [p.name for p in _parameters(model) if p.kind is Parameter.VAR_POSITIONAL]
+    prefix = variadic[0] if variadic else "args"
+    return (names + [f"{prefix}_{index}" for index in range(count)])[:count]
+
+
+def positional_parameters(model: nn.Module) -> list[Parameter]:
+    """Return the parameters of forward that can be passed by position, without `*args`."""
+    return [parameter for parameter in _parameters(model) if parameter.kind in _POSITIONAL]
+
+
+def takes_any_number(model: nn.Module) -> bool:
+    """Return whether forward has `*args`."""
+    return any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in _parameters(model))
 
 
 def _argument_names(model: nn.Module) -> list[str]:
     """Return the arguments of forward that can be passed by name."""
-    return [p.name for p in _parameters(model) if p.kind in _NAMED]
+    return [parameter.name for parameter in _parameters(model) if parameter.kind in _NAMED]
 
 
 def _parameters(model: nn.Module) -> list[Parameter]:
@@ -159,7 +194,7 @@ def return_dict(model: nn.Module, output: object) -> None:
     if not is_dataclass(output) or isinstance(output, Mapping):
         return
     kind = type(model)
-    names = [one.name for one in fields(output) if getattr(output, one.name) is not None]
+    names = [entry.name for entry in fields(output) if getattr(output, entry.name) is not None]
 
     @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -182,8 +217,8 @@ def first_item(source: Any) -> tuple[Any, Any]:
         return source, source
     iterator = iter(iterate_items(source)[0])
     is_read_once = isinstance(source, Iterator) or hasattr(source, "get_next")
-    for first in iterator:
-        return first, chain([first], iterator) if is_read_once else source
+    for item in iterator:
+        return item, chain([item], iterator) if is_read_once else source
     raise FeedError(
         f"the calibration data must give samples, got none from a {type(source).__name__}"
     )
@@ -194,49 +229,66 @@ def split_item(model: nn.Module, item: Any) -> tuple[list[torch.Tensor], list[st
 
     ::
 
-        tensor                    the first input
-        (tensor, ...)             the inputs that have no default, in order; labels follow them
-        {name: tensor}            the arguments of forward, without labels that have a default; or,
-        ({name: tensor}, ...)     if it names none, the keys of a dict that forward takes, without
-                                  labels
+        item                                          inputs
+        tensor                                        the first argument of forward
+        (tensor, ...)                                 the arguments without a default, in order;
+                                                      values after them are labels
+        {name: tensor} or ({name: tensor}, ...)       the entries named as arguments of forward
+        the same, with no entry named so              all entries, keys of a dict for forward
+
+    Labels in a dict are left out, unless forward has an argument of that name without a default.
+    Whether a dict has all arguments that forward needs is checked by `match_arguments`.
 
     Raises:
         FeedError: it has too few, or something else than arrays.
     """
-    where, names = "the first item of the calibration data", list[str]()
-    value = item[0] if _is_series(item) and item and isinstance(item[0], Mapping) else item
-    parameters = {p.name: p for p in _parameters(model)}
-    needed = [p.name for p in parameters.values() if p.kind in _PLAIN and p.default is _NONE]
-    if isinstance(value, Mapping):
-        arrays = {str(name): one for name, one in value.items() if hasattr(one, "__array__")}
-        idle = {n for n in _LABELS if n in parameters and parameters[n].default is not _NONE}
-        taken = [name for name in arrays if name in parameters and name not in idle]
-        names = taken or [name for name in arrays if name not in _LABELS]
+    if _is_series(item) and item and isinstance(item[0], Mapping):
+        item = item[0]  # labels follow the dict
+    required = [p.name for p in positional_parameters(model) if p.default is _NO_DEFAULT]
+    names: list[str] = []
+    if isinstance(item, Mapping):
+        arrays = {str(name): value for name, value in item.items() if hasattr(value, "__array__")}
+        names = _names_of_inputs(model, arrays)
         values = [arrays[name] for name in names]
     else:
-        values = list(value) if _is_series(value) else [value]
-    if not values or (not names and len(values) < len(needed)):
+        values = list(item) if _is_series(item) else [item]
+
+    item_name = "the first item of the calibration data"
+    is_short = not names and len(values) < len(required)
+    if not values or is_short:
+        arguments = required or [parameter.name for parameter in _parameters(model)]
         raise FeedError(
-            f"{where} must hold the inputs of forward, {', '.join(needed or parameters)}, got"
+            f"{item_name} must hold the inputs of forward, {', '.join(arguments)}, got"
             f" {len(values) or 'none'}; yield a tuple of them, or a dict by these names"
         )
-    takes_all = bool(names) or any(p.kind is Parameter.VAR_POSITIONAL for p in parameters.values())
-    values = values if takes_all else values[: len(needed) or 1]
-    return [_tensor(one, where) for one in values], names
+    if not names and not takes_any_number(model):
+        values = values[: len(required) or 1]
+    return [_to_tensor(value, item_name) for value in values], names
+
+
+def _names_of_inputs(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return which entries of a dict are inputs, see `split_item`."""
+    default_by_name = {parameter.name: parameter.default for parameter in _parameters(model)}
+    arguments = []
+    for name in names:
+        is_optional_label = name in _LABELS and default_by_name.get(name) is not _NO_DEFAULT
+        if name in default_by_name and not is_optional_label:
+            arguments.append(name)
+    return arguments or [name for name in names if name not in _LABELS]
 
 
 def _is_series(item: Any) -> bool:
     return isinstance(item, tuple | list)
 
 
-def _tensor(value: Any, where: str) -> torch.Tensor:
+def _to_tensor(value: Any, item_name: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
-    return torch.from_numpy(np.array(as_array(value, where)))
+    return torch.from_numpy(np.array(as_array(value, item_name)))
 
 
-_MOST_ARRAYS = 64
-_MOST_BYTES = 4 << 30
+_MAX_ARRAYS = 64
+_MAX_BYTES = 4 << 30
 _NUMBERED = re.compile(r"arr_(\d+)")  # as numpy.savez calls arrays without names
 
 
@@ -254,25 +306,28 @@ def example_inputs(
     `dtypes`: torch dtype name of each input; None or missing for `floating`.
     """
     generator = torch.Generator().manual_seed(0)
-    names = [*dtypes, *[None] * (len(shapes) - len(dtypes))]
-    kinds = [floating if name is None else getattr(torch, name) for name in names]
-    return tuple(
-        _random(tuple(shape), kind, generator) for shape, kind in zip(shapes, kinds, strict=True)
-    )
+    tensors = []
+    for shape, name in zip_longest(shapes, dtypes):
+        dtype = floating if name is None else getattr(torch, name)
+        tensors.append(_random_tensor(tuple(shape), dtype, generator))
+    return tuple(tensors)
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def _random_tensor(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
     if dtype.is_floating_point:
         return torch.randn(*shape, generator=generator).to(dtype)
-    high = 256 if dtype == torch.uint8 else 2
-    return torch.randint(0, high, shape, generator=generator).to(dtype)
+    limit = 256 if dtype == torch.uint8 else 2
+    return torch.randint(0, limit, shape, generator=generator).to(dtype)
 
 
 def floating_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype of the first floating parameter or buffer; float32 if there is none."""
-    tensors = (*model.parameters(), *model.buffers())
-    dtypes = (tensor.dtype for tensor in tensors if tensor.is_floating_point())
-    return next(dtypes, torch.float32)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            return tensor.dtype
+    return torch.float32
 
 
 def convert_to_float32(model: nn.Module) -> str | None:
@@ -287,6 +342,11 @@ def convert_to_float32(model: nn.Module) -> str | None:
     loss = ", which rounds its weights" if dtype == torch.float64 else ""
     name = str(dtype).removeprefix("torch.")
     return f"the model computes in {name} and is converted to float32{loss}"
+
+
+def floats_to_float32(inputs: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the inputs with floating-point tensors in float32; integers stay as they are."""
+    return tuple(x.float() if x.is_floating_point() else x for x in inputs)
 
 
 def read_sample(path: Path, model: nn.Module) -> tuple[torch.Tensor, ...]:
@@ -304,44 +364,44 @@ def read_sample(path: Path, model: nn.Module) -> tuple[torch.Tensor, ...]:
             f"a sample is an .npy or .npz file, got {path}; write it with numpy.savez"
         )
     arrays = _read_arrays(path)
-    ordered = [arrays[name] for name in _in_order(arrays, model, path)]
+    ordered = [arrays[name] for name in _order_names(list(arrays), model, path)]
     try:
         return tuple(torch.from_numpy(np.array(array)) for array in ordered)
     except TypeError as error:
-        kinds = ", ".join(sorted({str(array.dtype) for array in ordered}))
-        raise FeedError(f"{path} must hold numbers that torch has, got {kinds}") from error
+        dtypes = ", ".join(sorted({str(array.dtype) for array in ordered}))
+        raise FeedError(f"{path} must hold numbers that torch has, got {dtypes}") from error
 
 
 def _read_arrays(path: Path) -> dict[str, Array]:
     """Return the arrays of a file by name; the array of an .npy file has the name ""."""
-    with open_regular_file(path, what="a sample", error=FeedError, max_bytes=_MOST_BYTES) as file:
+    what = "a sample"
+    with open_regular_file(path, what=what, error=FeedError, max_bytes=_MAX_BYTES) as file:
         try:
             if path.suffix.lower() == ".npy":
-                return {"": read_array(file, _MOST_BYTES)}
-            budget = {"max_entries": _MOST_ARRAYS, "max_bytes": _MOST_BYTES}
-            check_archive(file, path, what="a sample", error=FeedError, **budget)
+                return {"": read_array(file, _MAX_BYTES)}
+            limits = {"max_entries": _MAX_ARRAYS, "max_bytes": _MAX_BYTES}
+            check_archive(file, path, what=what, error=FeedError, **limits)
+            arrays = {}
             with zipfile.ZipFile(file) as archive:
-                arrays = {}
                 for info in archive.infolist():
                     with archive.open(info) as stream:
-                        arrays[info.filename.removesuffix(".npy")] = read_array(
-                            stream, info.file_size
-                        )
-                return arrays
+                        name = info.filename.removesuffix(".npy")
+                        arrays[name] = read_array(stream, info.file_size)
+            return arrays
         except (ValueError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
             raise FeedError(f"{path} must be a sound file of arrays, got: {error}") from error
 
 
-def _in_order(arrays: Mapping[str, Array], model: nn.Module, path: Path) -> list[str]:
+def _order_names(names: list[str], model: nn.Module, path: Path) -> list[str]:
     """Return the names of the arrays in the order of the model's inputs."""
-    numbers = {int(match[1]): name for name in arrays if (match := _NUMBERED.fullmatch(name))}
-    if sorted(numbers) == list(range(len(arrays))):
-        return [numbers[number] for number in sorted(numbers)]
-    names = list(arrays)
+    name_by_number = {int(match[1]): name for name in names if (match := _NUMBERED.fullmatch(name))}
+    if sorted(name_by_number) == list(range(len(names))):
+        return [name_by_number[number] for number in range(len(names))]
     try:
-        return [names[i] for i in accept_named_inputs(model, [name or None for name in names])]
+        order = accept_named_inputs(model, [name or None for name in names])
     except ConfigError as error:
         raise FeedError(
             f"{path} does not fit the model: {error}; write it with numpy.savez under these names,"
             " or as arr_0, arr_1, ... in their order"
         ) from error
+    return [names[index] for index in order]

@@ -31,14 +31,21 @@ from deploy.targets import Target
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """One mode's size and error against the float model."""
+    """One mode's size and error against the float model.
 
-    mode: str  # its name; "float" for the model itself
-    size: int  # bytes of weights and constants
-    ratio: float  # bytes of the float model divided by `size`
-    max_error: float  # largest absolute difference of any output value
-    # signal-to-quantization-noise ratio of the outputs in dB; inf if they are equal, NaN if all
-    # outputs are 0
+    Attributes:
+        mode: its name; "float" for the model itself.
+        size: bytes of weights and constants.
+        ratio: bytes of the float model divided by `size`.
+        max_error: largest absolute difference of any output value.
+        sqnr_db: signal-to-quantization-noise ratio of the outputs in dB; inf if they are equal,
+            NaN if all outputs are 0.
+    """
+
+    mode: str
+    size: int
+    ratio: float
+    max_error: float
     sqnr_db: float
 
 
@@ -66,16 +73,15 @@ def quantize_model(
         options: as for `prepare`.
     """
     options |= {"target": target, "mode": mode}
-    prepared: nn.Module
     if only is None:
-        prepared = prepare(model, inputs, **options)
+        prepared: nn.Module = prepare(model, inputs, **options)
     else:
         prepared = prepare_only(model, only, inputs, **options)
     if mode != "dynamic":  # dynamic quantizers are always on
         check_same_outputs(model, prepared, inputs, "tracing and folding BatchNorm")
     if mode == "static":
-        chosen = search_for(target) if search is None else search
-        calibrate(prepared, [tuple(batch) for batch in batches], search=chosen)
+        inputs_of_runs = [tuple(batch) for batch in batches]
+        calibrate(prepared, inputs_of_runs, search=search or search_for(target))
     else:
         set_phase(prepared, observe=False, quantize=True)
     return convert(prepared)
@@ -89,19 +95,19 @@ def measure_mode(
     For a trained model pass its own float form (`float_form`): a comparison with the model before
     training would measure what was learned.
     """
-    signal = noise = worst = 0.0
+    signal = noise = max_error = 0.0
     with torch.no_grad():
         for batch in batches:
-            pairs = zip(tensors_of(model(*batch)), tensors_of(converted(*batch)), strict=True)
-            for expected, got in pairs:
-                difference = (expected - got).double()
-                signal += float(expected.double().square().sum())
+            outputs, references = tensors_of(converted(*batch)), tensors_of(model(*batch))
+            for output, reference in zip(outputs, references, strict=True):
+                difference = (reference - output).double()
+                signal += float(reference.double().square().sum())
                 noise += float(difference.square().sum())
-                worst = max(worst, float(difference.abs().max()))
+                max_error = max(max_error, float(difference.abs().max()))
     size = stored_bytes(converted)
     ratio = used_bytes(model, batches[0]) / max(size, 1)
     quality = sqnr_db(signal, noise) if signal or noise else math.nan
-    return ModeResult(mode, size, ratio, worst, quality)
+    return ModeResult(mode, size, ratio, max_error, quality)
 
 
 def compare_modes(
@@ -136,33 +142,35 @@ def format_scales(model: nn.Module) -> str:
     return format_columns([("tensor", "scale", "zero_point"), *rows])
 
 
-class _ReadTensors(TorchFunctionMode):
+class _TensorRecorder(TorchFunctionMode):
     """Records the ids of all tensors that are passed to torch functions."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.read: set[int] = set()
+        self.tensor_ids: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.read |= {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        self.tensor_ids |= {id(leaf) for leaf in tree_leaves((args, kwargs))}
         return func(*args, **(kwargs or {}))
 
 
 def used_bytes(model: nn.Module, batch: Sequence[torch.Tensor]) -> int:
     """As `stored_bytes`, without modules that a run does not read, such as heads for training."""
-    with torch.no_grad(), _ReadTensors() as recorded:
+    with torch.no_grad(), _TensorRecorder() as recorder:
         model(*batch)
-    tensors = {
-        id(tensor): tensor
-        for module in model.modules()
-        for own in [[*module.parameters(recurse=False), *module.buffers(recurse=False)]]
-        if any(id(tensor) in recorded.read for tensor in own)
-        for tensor in own
-    }
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    used: list[torch.Tensor] = []
+    for module in model.modules():
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if any(id(tensor) in recorder.tensor_ids for tensor in tensors):
+            used += tensors
+    return _count_bytes(used)
 
 
 def stored_bytes(model: nn.Module) -> int:
     """Return the bytes of all parameters and buffers, each counted once."""
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    return _count_bytes([*model.parameters(), *model.buffers()])
+
+
+def _count_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    tensor_by_id = {id(tensor): tensor for tensor in tensors}
+    return sum(tensor.nbytes for tensor in tensor_by_id.values())

@@ -16,6 +16,7 @@ channels (`path_to_layer`, `path_to_reader`)::
 """
 
 from collections.abc import Mapping
+from itertools import count
 from math import prod
 from typing import Any
 
@@ -27,19 +28,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from deploy.fx.operations import SPELLINGS, is_op
 from deploy.fx.plain_copy import tensor_of
 
-_LIKE = (torch.ops.aten.reshape_as.default, torch.ops.aten.view_as.default)
-
-
-_VIEWS = (torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, *_LIKE)
-
-
+_VIEWS_LIKE = (torch.ops.aten.reshape_as.default, torch.ops.aten.view_as.default)
+_VIEWS = (torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, *_VIEWS_LIKE)
+_VIEW_METHODS = (
+    "flatten", "reshape", "view", "squeeze", "unsqueeze", "reshape_as", "view_as",
+)  # fmt: skip
+# their second argument gives only the size
 _LIKE_METHODS = ("reshape_as", "view_as", "expand_as")
-
-
-_VIEW_METHODS = ("flatten", "reshape", "view", "squeeze", "unsqueeze", *_LIKE_METHODS[:2])
-
-
-_IDLE = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+_IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
 def path_to_layer(graph_module: fx.GraphModule, norm: fx.Node) -> list[Any]:
@@ -52,7 +48,8 @@ def path_to_layer(graph_module: fx.GraphModule, norm: fx.Node) -> list[Any]:
 
 def path_to_reader(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.Node]:
     """As `path_to_layer`, downstream; empty if a tensor on the path has not exactly one reader."""
-    path, readers = list[fx.Node](), readers_of(norm)
+    path: list[fx.Node] = []
+    readers = readers_of(norm)
     while len(readers) == 1:
         path += readers
         if not _is_transparent(graph_module, path[-1]):
@@ -67,48 +64,54 @@ def readers_of(node: fx.Node) -> list[fx.Node]:
 
 
 def _reads_size(user: fx.Node, node: fx.Node) -> bool:
-    if user.op == "call_method" and user.target in ("size", "dim"):
-        return True
-    like = user.target in (_LIKE if user.op == "call_function" else _LIKE_METHODS)
-    if like and user.op != "call_module":
+    if user.op == "call_method":
+        if user.target in _LIKE_METHODS:
+            return user.args[0] is not node
+        return user.target in ("size", "dim")
+    if user.op == "call_function" and user.target in _VIEWS_LIKE:
         return user.args[0] is not node
     return user.target is getattr and user.args[1:] == ("shape",)
 
 
-def has_view(graph_module: fx.GraphModule, way: list[Any]) -> bool:
-    """Return whether there is a view on the path `way`."""
-    return any(_is_view(graph_module, node) for node in way[:-1])
+def has_view(graph_module: fx.GraphModule, path: list[Any]) -> bool:
+    """Return whether there is a view on a path, its last node left out."""
+    return any(_is_view(graph_module, node) for node in path[:-1])
 
 
-def keeps_channels(layer: Any, way: list[Any], channels: int) -> bool:
+def keeps_channels(layer: Any, path: list[Any], channels: int) -> bool:
     """Return whether dimension 1 of a view [M, C] of a layer's output is the layer's channels."""
-    if way[0].meta.get("rank") != 2:
+    if path[0].meta.get("rank") != 2:
         return False
     if isinstance(layer, nn.Linear):
         return layer.out_features == channels
-    sizes = way[-1].meta.get("sizes")
+    sizes = path[-1].meta.get("sizes")
     return sizes is not None and layer.out_channels == channels == prod(sizes[1:])
 
 
-def inputs_per_channel(layer: Any, norm: fx.Node, channels: int) -> int | None:
-    """Return how many consecutive inputs of a Linear belong to one channel of the norm, or None."""
+def inputs_per_channel(layer: Any, norm: fx.Node, channels: int) -> int:
+    """Return how many consecutive inputs of a Linear belong to one channel of the norm.
+
+    0 if the inputs are not those of the norm's channels.
+    """
     sizes = norm.meta.get("sizes")
     if not isinstance(layer, nn.Linear) or sizes is None or sizes[1] != channels:
-        return None
-    return layer.in_features // channels if layer.in_features == prod(sizes[1:]) else None
+        return 0
+    return layer.in_features // channels if layer.in_features == prod(sizes[1:]) else 0
 
 
 def sizes_of(value: torch.Tensor) -> tuple[int, ...] | None:
     """Return the sizes of an exported value, the batch as 0; None if another size is dynamic."""
-    rest = value.shape[1:]
-    return (0, *rest) if value.dim() and all(isinstance(size, int) for size in rest) else None
+    sizes = value.shape[1:]
+    if not value.dim() or not all(isinstance(size, int) for size in sizes):
+        return None
+    return (0, *sizes)
 
 
 def _is_transparent(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether folding may pass a node: a view, or dropout in eval mode."""
     if node.op == "call_module":
         module = graph_module.get_submodule(str(node.target))
-        return isinstance(module, (*_IDLE, nn.Flatten))
+        return isinstance(module, (*_IDENTITIES, nn.Flatten))
     if node.target is functional.dropout:
         training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
         return training is False
@@ -118,15 +121,16 @@ def _is_transparent(graph_module: fx.GraphModule, node: fx.Node) -> bool:
 def _is_view(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
         return isinstance(graph_module.get_submodule(str(node.target)), nn.Flatten)
-    return node.target in (_VIEWS if node.op == "call_function" else _VIEW_METHODS) and (
-        node.op in ("call_function", "call_method")
-    )
+    if node.op == "call_function":
+        return node.target in _VIEWS
+    return node.op == "call_method" and node.target in _VIEW_METHODS
 
 
 TORCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-_ORDERS: dict[Any, tuple[str, ...]] = {
+# function -> its tensors, in the order of its arguments; the options follow
+_TENSORS: dict[Any, tuple[str, ...]] = {
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var"),
     functional.batch_norm: ("input", "running_mean", "running_var", "weight", "bias"),
 }
@@ -138,7 +142,7 @@ _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")
 Constants = Mapping[fx.Node, Any]
 
 
-_REST = ("training", "momentum", "eps")
+_OPTIONS = ("training", "momentum", "eps")
 
 
 _DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
@@ -200,9 +204,9 @@ def trained_factors(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def batch_norm_arguments(node: fx.Node) -> dict[str, Any] | None:
     """Return the arguments of a call of F.batch_norm by name; None for any other node."""
-    if node.op != "call_function" or node.target not in _ORDERS:
+    if node.op != "call_function" or node.target not in _TENSORS:
         return None
-    names = (*_ORDERS[node.target], *_REST)
+    names = (*_TENSORS[node.target], *_OPTIONS)
     return {**_DEFAULTS, **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
@@ -228,31 +232,40 @@ def as_parameter(tensor: torch.Tensor) -> nn.Parameter:
 
 def freeze_affines(graph_module: fx.GraphModule) -> int:
     """Replace each x * factor + shift with per-channel constants by a `FrozenNorm`; count them."""
-    count, constants = 0, _constants(graph_module)
+    constants = _evaluate_constants(graph_module)
+    frozen_count = 0
     for node in list(graph_module.graph.nodes):
-        affine = _affine(constants, node)
+        affine = _find_affine(constants, node)
         if affine is None:
             continue
         source, norm = affine
-        name = f"frozen_norm_{count}"
+        name = _unused_name(graph_module, "frozen_norm")
         graph_module.add_submodule(name, norm)
         with graph_module.graph.inserting_before(node):
             call = graph_module.graph.call_module(name, (source,))
         node.replace_all_uses_with(call)
-        count += 1
-    if count:
+        frozen_count += 1
+    if frozen_count:
         graph_module.graph.eliminate_dead_code()
-    return count
+    return frozen_count
 
 
-def _affine(constants: Constants, add: fx.Node) -> tuple[fx.Node, FrozenNorm] | None:
-    product, shift = _with_constant(constants, add, "add")
+def _unused_name(graph_module: fx.GraphModule, prefix: str) -> str:
+    """Return the first of `<prefix>_0`, `<prefix>_1`, ... that the module has not."""
+    numbered = (f"{prefix}_{number}" for number in count())
+    return next(name for name in numbered if not hasattr(graph_module, name))
+
+
+def _find_affine(constants: Constants, addition: fx.Node) -> tuple[fx.Node, FrozenNorm] | None:
+    """Return (x, norm) if an addition computes x * factor + shift, else None."""
+    product, shift = _with_constant(constants, addition, "add")
     if product is None or len(product.users) > 1:
         return None
     source, factor = _with_constant(constants, product, "mul")
     if source is None or factor.shape != shift.shape:
         return None
-    if product.target in SPELLINGS["mul"][1] and len(source.users) > 1:
+    _, in_place_products = SPELLINGS["mul"]
+    if product.target in in_place_products and len(source.users) > 1:
         return None  # multiplied in place, and read elsewhere
     return source, FrozenNorm(factor.reshape(-1).clone(), shift.reshape(-1).clone())
 
@@ -261,12 +274,11 @@ def _with_constant(constants: Constants, node: fx.Node, op: str) -> tuple[Any, A
     """Return (tensor, per-channel constant) of an addition or product, in either order."""
     if not is_op(node, op) or node.kwargs or len(node.args) != 2:
         return None, None
-    for tensor, other in (node.args, node.args[::-1]):
-        if not isinstance(tensor, fx.Node) or not isinstance(other, fx.Node):
-            continue
-        constant = constants.get(other)
-        if isinstance(constant, torch.Tensor) and _is_per_channel(constant):
-            return tensor, constant
+    for tensor, factor in (node.args, node.args[::-1]):
+        if isinstance(tensor, fx.Node) and isinstance(factor, fx.Node):
+            constant = constants.get(factor)
+            if isinstance(constant, torch.Tensor) and _is_per_channel(constant):
+                return tensor, constant
     return None, None
 
 
@@ -276,25 +288,27 @@ def _is_per_channel(constant: torch.Tensor) -> bool:
     return len(shape) in (3, 4) and tuple(shape[-2:]) == (1, 1) and shape.numel() == shape[-3]
 
 
-def _constants(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
+def _evaluate_constants(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
     """Compute all nodes that depend on buffers only; return node -> value."""
-    known: dict[fx.Node, Any] = {}
+    values: dict[fx.Node, Any] = {}
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
             value = tensor_of(graph_module, node.target)
             if not isinstance(value, nn.Parameter):
-                known[node] = value
-        elif _is_pure_call(node) and all(source in known for source in node.all_input_nodes):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-            is_method = node.op == "call_method"
-            function = getattr(args[0], str(node.target)) if is_method else node.target
-            known[node] = function(*args[is_method:], **kwargs)
-    return known
+                values[node] = value
+        elif _is_pure_call(node) and values.keys() >= set(node.all_input_nodes):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            if node.op == "call_method":
+                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                values[node] = node.target(*args, **kwargs)
+    return values
 
 
 def _is_pure_call(node: fx.Node) -> bool:
     """Return whether a node computes something from other nodes, not in place."""
+    if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
+        return False
     name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
-    calls = node.op in ("call_function", "call_method") and bool(node.all_input_nodes)
-    return calls and not in_place
+    has_in_place_name = name.endswith("_") and not name.endswith("__")
+    return not has_in_place_name and name not in _IN_PLACE

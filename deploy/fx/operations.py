@@ -31,17 +31,21 @@ SPELLINGS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
 
 def is_op(node: fx.Node, name: str) -> bool:
     """Return whether `node` is the operation `name` of `SPELLINGS`, in any spelling."""
-    plain, in_place = SPELLINGS[name]
-    return node.op in ("call_function", "call_method") and node.target in plain + in_place
+    spellings, in_place = SPELLINGS[name]
+    return _is_call(node) and node.target in spellings + in_place
 
 
-def replace_op(graph_module: fx.GraphModule, name: str, new: Callable[..., Any]) -> int:
-    """Replace every `name` (operator, torch function, method) by a call of `new`; return how many.
+def _is_call(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method")
+
+
+def replace_op(graph_module: fx.GraphModule, name: str, function: Callable[..., Any]) -> int:
+    """Replace every `name` (operator, torch function, method) by a call; return how many.
 
     Raises:
         ConfigError: `name` is not in `SPELLINGS`, or the graph has no such node.
-        ModelError: a node has options that `new` may not take (add's alpha), or works in place on
-            an input that has other readers.
+        ModelError: a node has options that `function` may not take (add's alpha), or works in
+            place on an input that has other readers.
     """
     if name not in SPELLINGS:
         raise ConfigError(f"an operation is one of {', '.join(SPELLINGS)}, got {name!r}")
@@ -51,7 +55,7 @@ def replace_op(graph_module: fx.GraphModule, name: str, new: Callable[..., Any])
     for node in nodes:
         _check_replaceable(node, name)
         with graph_module.graph.inserting_after(node):
-            replacement = graph_module.graph.call_function(new, node.args, dict(node.kwargs))
+            replacement = graph_module.graph.call_function(function, node.args, dict(node.kwargs))
         node.replace_all_uses_with(replacement)
         graph_module.graph.erase_node(node)
     refresh(graph_module)
@@ -81,9 +85,9 @@ def normalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     In-place operations are not changed, since the input may have other readers.
     """
     for node in graph_module.graph.nodes:
-        for plain, _ in SPELLINGS.values():
-            if node.op in ("call_function", "call_method") and node.target in plain:
-                node.op, node.target = "call_function", plain[0]
+        for spellings, _ in SPELLINGS.values():
+            if _is_call(node) and node.target in spellings:
+                node.op, node.target = "call_function", spellings[0]
     refresh(graph_module)
     return graph_module
 
@@ -102,13 +106,17 @@ def propagate_shapes(
         with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
             ShapeProp(graph_module).propagate(*inputs)
     except Exception as error:  # whatever a user's model raises
-        taken = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)
+        described = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)
         cause = error.__cause__ or error  # torch.fx wraps what the model raised
-        raise ModelError(f"the model must run for inputs {taken}, got: {first_line(cause)}") from (
-            cause
-        )
-    metas = {node.name: node.meta.get("tensor_meta") for node in graph_module.graph.nodes}
-    return {name: tuple(meta.shape) for name, meta in metas.items() if hasattr(meta, "shape")}
+        message = f"the model must run for inputs {described}, got: {first_line(cause)}"
+        raise ModelError(message) from cause
+
+    shapes = {}
+    for node in graph_module.graph.nodes:
+        meta = node.meta.get("tensor_meta")
+        if hasattr(meta, "shape"):
+            shapes[node.name] = tuple(meta.shape)
+    return shapes
 
 
 def _check_replaceable(node: fx.Node, name: str) -> None:
@@ -116,12 +124,12 @@ def _check_replaceable(node: fx.Node, name: str) -> None:
     if options:
         raise ModelError(f"{name} at {node.name} has options that differ: {', '.join(options)}")
     source = node.args[0] if node.args else None
-    in_place = node.target in SPELLINGS[name][1]
-    if in_place and isinstance(source, fx.Node) and len(source.users) > 1:
+    _, in_place = SPELLINGS[name]
+    if node.target in in_place and isinstance(source, fx.Node) and len(source.users) > 1:
         raise ModelError(f"in-place {name} at {node.name} changes {source.name}, used elsewhere")
 
 
 def refresh(graph_module: fx.GraphModule) -> None:
-    """Check an edited graph, and make the module's code anew."""
+    """Check an edited graph, and regenerate the module's code."""
     graph_module.graph.lint()
     graph_module.recompile()

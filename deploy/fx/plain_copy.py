@@ -15,7 +15,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from deploy.errors import ModelError, first_line
 
-_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_PARALLEL_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 _WEIGHT_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
@@ -30,13 +30,14 @@ def plain_copy(model: nn.Module) -> nn.Module:
     model = unwrap(model)
     refuse_nan(model)
     # detach weights that hooks compute, as a grad_fn cannot be deep-copied
-    hooks = [(module, hook) for module in model.modules() for hook in _weight_hooks(module)]
-    names = [(module, _tensor_name(hook)) for module, hook in hooks]
-    computed = [(module, name, getattr(module, name)) for module, name in names]
+    computed: list[tuple[nn.Module, str, torch.Tensor]] = []
+    for module in model.modules():
+        for name in map(_tensor_name, _weight_hooks(module)):
+            computed.append((module, name, getattr(module, name)))
     for module, name, value in computed:
         setattr(module, name, value.detach())
     try:
-        own = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
     except Exception as error:  # a user's module may hold anything
         raise ModelError(
             f"a model must be copied before it is changed, got {type(error).__name__}:"
@@ -45,13 +46,15 @@ def plain_copy(model: nn.Module) -> nn.Module:
     finally:
         for module, name, value in computed:
             setattr(module, name, value)
-    for name, module in list(own.named_modules()):
-        if name and unwrap(module, name) is not module:
-            replace_submodule(own, name, unwrap(module, name))
-    for module in own.modules():
+
+    for name, module in list(copied.named_modules()):
+        unwrapped = unwrap(module, name) if name else module
+        if unwrapped is not module:
+            replace_submodule(copied, name, unwrapped)
+    for module in copied.modules():
         module._compiled_call_impl = None
         _compute_once(module)
-    return own
+    return copied
 
 
 def unwrap(model: nn.Module, name: str = "the model") -> nn.Module:
@@ -60,8 +63,8 @@ def unwrap(model: nn.Module, name: str = "the model") -> nn.Module:
     Raises:
         ModelError: the model is TorchScript, or no module.
     """
-    while (inner := _wrapped(model)) is not None:
-        model = inner
+    while (wrapped := _wrapped_model(model)) is not None:
+        model = wrapped
     if not isinstance(model, nn.Module):
         raise ModelError(f"{name} must be a torch.nn.Module, got {_kind_and_hint(model)}")
     if isinstance(model, torch.jit.ScriptModule):
@@ -74,15 +77,16 @@ def unwrap(model: nn.Module, name: str = "the model") -> nn.Module:
 
 def computed_weights(model: nn.Module) -> list[str]:
     """List the tensors that are computed from others in every forward."""
-    return [
-        f"{name}.{tensor}" if name else tensor
-        for name, module in model.named_modules()
-        for tensor in _computed_tensors(module)
-    ]
+    names = []
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        names += [prefix + tensor for tensor in _computed_tensors(module)]
+    return names
 
 
-def _wrapped(model: Any) -> nn.Module | None:
-    if isinstance(model, _PARALLEL):
+def _wrapped_model(model: Any) -> nn.Module | None:
+    """Return the model inside a wrapper; None if the model is no wrapper."""
+    if isinstance(model, _PARALLEL_WRAPPERS):
         return model.module
     # by class name, because importing the compiler takes seconds
     return model._orig_mod if type(model).__name__ == "OptimizedModule" else None
@@ -112,21 +116,28 @@ def _compute_once(module: nn.Module) -> None:
         else:
             prune.remove(module, _tensor_name(hook))
     if parametrize.is_parametrized(module):
-        # as torch's `remove_parametrizations`, without changing the class that copies share
-        computed: Any = module.parametrizations
-        computed.eval()  # a spectral norm in train mode updates itself with each access
-        values = {tensor: getattr(module, tensor).detach().clone() for tensor in computed}
-        trained = {t: any(p.requires_grad for p in computed[t].parameters()) for t in computed}
-        del module._modules["parametrizations"]
-        module.__class__ = type(module).__bases__[0]
-        for tensor, value in values.items():
-            module.register_parameter(tensor, nn.Parameter(value, requires_grad=trained[tensor]))
+        _remove_parametrizations(module)
 
 
-def replace_submodule(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Replace the submodule `name` by `new`."""
+def _remove_parametrizations(module: nn.Module) -> None:
+    """As torch's `remove_parametrizations`, without changing the class that copies share."""
+    parametrizations: Any = module.parametrizations
+    parametrizations.eval()  # a spectral norm in train mode updates itself with each access
+    parameters: dict[str, nn.Parameter] = {}
+    for name, parametrization in parametrizations.items():
+        value = getattr(module, name).detach().clone()
+        is_trained = any(parameter.requires_grad for parameter in parametrization.parameters())
+        parameters[name] = nn.Parameter(value, requires_grad=is_trained)
+    del module._modules["parametrizations"]
+    module.__class__ = type(module).__bases__[0]
+    for name, parameter in parameters.items():
+        module.register_parameter(name, parameter)
+
+
+def replace_submodule(model: nn.Module, name: str, replacement: nn.Module) -> None:
+    """Replace the submodule `name`."""
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, new)
+    setattr(model.get_submodule(parent), child, replacement)
 
 
 def tensor_of(model: nn.Module, name: object) -> Any:

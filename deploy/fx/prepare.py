@@ -51,15 +51,17 @@ from deploy.fx.int8_layers import (
     QatLayer,
     WeightQuant,
     channel_axis,
+    find_weighted_layers,
     weight_quantizer,
 )
 from deploy.fx.lift import is_layer
-from deploy.fx.norms import FrozenNorm, is_norm
+from deploy.fx.norms import is_norm
 from deploy.fx.operations import propagate_shapes, refresh
 from deploy.fx.plain_copy import plain_copy, replace_submodule
+from deploy.fx.range_search import resolve_target
 from deploy.fx.target_placement import GraphPlacement, QuantizationSite, place_quantizers
 from deploy.fx.trace import submodule
-from deploy.targets import Target, find_target
+from deploy.targets import Target
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
 
@@ -83,17 +85,11 @@ def decompose_calls(graph_module: fx.GraphModule) -> None:
     """Decompose, in place, the calls inside of which a runtime may run something in int8."""
     for node in list(graph_module.graph.nodes):
         _pad_before(graph_module, node)
-        function = _decomposition(graph_module, node)
-        if function is not None:
-            _replace(node, function)
+        if node.target in SILUS or isinstance(called_module(graph_module, node), nn.SiLU):
+            _replace_call(node, _silu)
+        elif node.target is ATTENTION and _is_decomposable(node):
+            _replace_call(node, _attention)
     refresh(graph_module)
-
-
-def _decomposition(graph_module: fx.GraphModule, node: fx.Node) -> Callable[..., Any] | None:
-    """Return a function that decomposes a node, or None."""
-    if node.target in SILUS or isinstance(called_module(graph_module, node), nn.SiLU):
-        return _silu
-    return _attention if node.target is ATTENTION and _is_plain(node) else None
 
 
 def _pad_before(graph_module: fx.GraphModule, node: fx.Node) -> None:
@@ -102,30 +98,39 @@ def _pad_before(graph_module: fx.GraphModule, node: fx.Node) -> None:
     layer: Any = module.layer if isinstance(module, QatLayer) else module
     if not isinstance(layer, CONVS) or layer.padding_mode == "zeros":
         return
-    widths, mode = layer._reversed_padding_repeated_twice, layer.padding_mode
     for call in graph_module.graph.nodes:
-        if called_module(graph_module, call) is module:
-            with graph_module.graph.inserting_before(call):
-                options = {"mode": mode}
-                padded = graph_module.graph.call_function(
-                    functional.pad, (call.args[0], widths), options
-                )
-            call.replace_input_with(call.args[0], padded)
-    bare = copy.copy(layer)
-    bare.padding, bare.padding_mode = (0,) * len(layer.kernel_size), "zeros"
+        if called_module(graph_module, call) is not module:
+            continue
+        with graph_module.graph.inserting_before(call):
+            padded = graph_module.graph.call_function(
+                functional.pad,
+                (call.args[0], layer._reversed_padding_repeated_twice),
+                {"mode": str(layer.padding_mode)},
+            )
+        call.replace_input_with(call.args[0], padded)
+
+    unpadded = copy.copy(layer)
+    unpadded.padding = (0,) * len(layer.kernel_size)
+    unpadded.padding_mode = "zeros"
     if isinstance(module, QatLayer):
-        module.layer = bare
+        module.layer = unpadded
     else:
-        replace_submodule(graph_module, str(node.target), bare)
+        replace_submodule(graph_module, str(node.target), unpadded)
 
 
-def _replace(node: fx.Node, function: Callable[..., Any]) -> None:
+def _replace_call(node: fx.Node, function: Callable[..., Any]) -> None:
+    """Replace a call by the operations of `function`, which takes the same arguments."""
     tracer = GraphAppendingTracer(node.graph)
-    kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
+
+    def to_proxy(source: fx.Node) -> Any:
+        return fx.Proxy(source, tracer)
+
+    options = {key: value for key, value in node.kwargs.items() if key != "inplace"}
     with node.graph.inserting_before(node):
-        args, kwargs = fx.node.map_arg((node.args, kwargs), lambda one: fx.Proxy(one, tracer))
+        args, kwargs = fx.node.map_arg((node.args, options), to_proxy)
         result = function(*args, **kwargs)
-    result.node.meta |= {key: node.meta[key] for key in ("rank",) if key in node.meta}
+    if "rank" in node.meta:
+        result.node.meta["rank"] = node.meta["rank"]
     node.replace_all_uses_with(result.node)
     node.graph.erase_node(node)
 
@@ -134,13 +139,15 @@ def _silu(x: Any, inplace: bool = False) -> Any:
     return x * torch.sigmoid(x)
 
 
-def _is_plain(node: fx.Node) -> bool:
+def _is_decomposable(attention: fx.Node) -> bool:
     """Return whether an attention has known shapes, no dropout and no grouped queries."""
     names = ("query", "key", "value", "attn_mask", "dropout_p")
-    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    unsupported = (arguments.get("dropout_p"), arguments.get("enable_gqa"))
-    known = all(isinstance(_shape(arguments[name]), torch.Size) for name in ("query", "key"))
-    return known and not any(unsupported)
+    arguments: dict[str, Any] = {**dict(zip(names, attention.args, strict=False))}
+    arguments |= attention.kwargs
+    if arguments.get("dropout_p") or arguments.get("enable_gqa"):
+        return False
+    query_shape, key_shape = _shape(arguments["query"]), _shape(arguments["key"])
+    return isinstance(query_shape, torch.Size) and isinstance(key_shape, torch.Size)
 
 
 def _attention(
@@ -155,21 +162,25 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     """Decompose as torch's exporter does: query and key are scaled before the product."""
-    shape, mask = _shape(query.node), None if attn_mask is None else attn_mask.node
-    factor = math.sqrt(1 / math.sqrt(shape[-1]) if scale is None else scale)
+    query_shape = _shape(query.node)
+    if scale is None:
+        scale = 1 / math.sqrt(query_shape[-1])
+    factor = math.sqrt(scale)
     products = torch.matmul(query * factor, key.transpose(-2, -1) * factor)
-    if mask is not None:
-        boolean = mask.meta["tensor_meta"].dtype is torch.bool
-        bias = torch.where(attn_mask, 0.0, -math.inf) if boolean else attn_mask
+    if attn_mask is not None:
+        bias = attn_mask
+        if attn_mask.node.meta["tensor_meta"].dtype is torch.bool:
+            bias = torch.where(attn_mask, 0.0, -math.inf)
         products = products + bias
     if is_causal:
-        sizes = shape[-2], _shape(key.node)[-2]
+        sizes = query_shape[-2], _shape(key.node)[-2]
         products = products + query.new_full(sizes, -math.inf).triu(1)
     return torch.matmul(torch.softmax(products, -1), value)
 
 
-def _shape(node: Any) -> Any:
-    return getattr(node.meta.get("tensor_meta"), "shape", None) if node is not None else None
+def _shape(node: fx.Node) -> Any:
+    """Return the shape of a node's tensor; None if it outputs no tensor."""
+    return getattr(node.meta.get("tensor_meta"), "shape", None)
 
 
 MODES = ("static", "dynamic", "weight-only")
@@ -179,7 +190,13 @@ NORM_NOT_ADJACENT = (
 
 
 class CustomConfig:
-    """Stands in for torch's QConfig as `float_module.qconfig` in a custom module's `from_float`."""
+    """Stands in for torch's QConfig as `float_module.qconfig` in a custom module's `from_float`.
+
+    Attributes:
+        grid: grid of the activations.
+        name: qualified name of the module.
+        bits: of activations and weights.
+    """
 
     def __init__(self, grid: Grid, name: str, bits: int):
         self.grid = grid
@@ -232,53 +249,53 @@ def prepare(
         ModelError: the model cannot be traced or run.
     """
     _check_options(mode, norms, momentum, bits)
-    custom, inputs = custom or {}, as_inputs(inputs, model)
-    chosen = resolve_target(target)
-    graph_module = _graph(model, inputs, [*leaves, *custom], norms)
+    custom = custom or {}
+    inputs = as_inputs(inputs, model)
+    opaque = [*leaves, *custom]
+    graph_module = _graph_for_norms(model, inputs, opaque, norms)
     _check_skip(graph_module, skip)
     if norms == "train":
         _merge_norms(graph_module, bits, skip)
-    _run_once(graph_module, inputs)
-    is_opaque = partial(_is_opaque, graph_module, [*leaves, *custom])
+
+    _set_shapes(graph_module, inputs)
     decompose_calls(graph_module)
-    _run_once(graph_module, inputs)
-    placed = place_quantizers(
-        graph_module, inputs, chosen, skip=skip, share=share, is_opaque=is_opaque
+    _set_shapes(graph_module, inputs)
+    placement = place_quantizers(
+        graph_module,
+        inputs,
+        resolve_target(target),
+        skip=skip,
+        share=share,
+        is_opaque=partial(_is_opaque, graph_module, opaque),
     )
     if mode == "static":
-        grid = grid_with_bits(placed.grid, bits)
-        observers = _insert_observers(graph_module, placed.sites, grid, momentum)
-        _set_sources(graph_module, placed, observers)
+        grid = grid_with_bits(placement.grid, bits)
+        observers = _insert_observers(graph_module, placement.sites, grid, momentum)
+        _set_sources(graph_module, placement, observers)
         _swap_custom(graph_module, custom, grid, bits, momentum, observers)
     elif mode == "dynamic":
-        _insert_dynamic(graph_module, placed.weights)
-    if mode == "weight-only":  # float products cannot saturate
-        placed = replace(placed, fits_pairs=False)
-    _wrap_weights(graph_module, placed, bits, linear_only=mode == "dynamic")
-    graph_module.meta[FLOAT_REASONS] = dict(placed.reasons)
+        _insert_dynamic(graph_module, placement.weights)
+    else:  # float products cannot saturate
+        placement = replace(placement, fits_pairs=False)
+    _wrap_weights(graph_module, placement, bits, linear_only=mode == "dynamic")
+
+    graph_module.meta[FLOAT_REASONS] = dict(placement.reasons)
     graph_module.delete_all_unused_submodules()
     refresh(graph_module)
     return graph_module.to(device_of(graph_module))
 
 
-def resolve_target(target: str | Target) -> Target:
-    """Return the target of this name with default options; a target object is returned unchanged.
-
-    Raises:
-        ConfigError: there is no target of this name.
-    """
-    return find_target(target)() if isinstance(target, str) else target
-
-
 def _is_opaque(
     graph_module: fx.GraphModule, leaves: Sequence[str | type[nn.Module]], node: fx.Node
 ) -> bool:
-    """Whether a `call_module` node stays one node: a leaf or an unknown module."""
+    """Return whether a `call_module` node stays one node: a leaf or an unknown module."""
     module = called_module(graph_module, node)
     assert module is not None
     names = (str(node.target), type(module).__name__, type(module))
-    known = is_layer(module) or is_norm(module) or isinstance(module, (QatLayer, FrozenNorm))
-    return not known or any(leaf in names for leaf in leaves)
+    if any(leaf in names for leaf in leaves):
+        return True
+    is_quantizable = is_layer(module) or isinstance(module, QatLayer)
+    return not is_quantizable and not is_norm(module)
 
 
 def prepare_only(
@@ -298,7 +315,7 @@ def prepare_only(
     model = plain_copy(model)
     part = submodule(model, name)
     calls: list[tuple[Any, ...]] = []
-    hook = part.register_forward_pre_hook(lambda _, args: calls.append(args))
+    hook = part.register_forward_pre_hook(lambda _module, args: calls.append(args))
     with torch.no_grad():
         model(*inputs)
     hook.remove()
@@ -322,9 +339,10 @@ def _check_options(mode: str, norms: str, momentum: float, bits: int) -> None:
     grid_with_bits(INT8, bits)
 
 
-def _graph(
+def _graph_for_norms(
     model: nn.Module, inputs: Sequence[Any], leaves: list[Any], norms: str
 ) -> fx.GraphModule:
+    """Return a graph with its norms folded, or as modules to be trained."""
     graph_module = graph_of(model, inputs, leaves=leaves)
     if norms == "fold":
         return fold_batch_norms(graph_module)[0]
@@ -334,7 +352,7 @@ def _graph(
 
 
 def _check_skip(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
-    layers = [name for name, m in graph_module.named_modules() if isinstance(m, WEIGHTED)]
+    layers = [name for name, _ in find_weighted_layers(graph_module)]
     missing = sorted(set(skip) - set(layers))
     if missing:
         raise ConfigError(
@@ -343,53 +361,52 @@ def _check_skip(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
         )
 
 
-def _run_once(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
+def _set_shapes(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
     """Set the shapes of all nodes, in eval mode so that norm statistics do not change."""
-    try:
-        with eval_mode(graph_module):
-            propagate_shapes(graph_module, *inputs)
-    except Exception as error:  # whatever a user's model raises
-        shapes = [tuple(x.shape) for x in inputs]
-        cause = error.__cause__ or error  # torch.fx wraps what the model raised
-        first = str(cause).strip().splitlines() or [type(cause).__name__]
-        raise ModelError(f"the model must run for inputs {shapes}, got: {first[0]}") from error
+    with eval_mode(graph_module):
+        propagate_shapes(graph_module, *inputs)
 
 
 def _insert_observers(
     graph_module: fx.GraphModule, sites: Sequence[QuantizationSite], grid: Grid, momentum: float
 ) -> dict[fx.Node, FakeQuant]:
-    groups: dict[str, str] = {}
+    """Insert a fake quantizer at each site, one for all sites of a group."""
+    name_by_group: dict[str, str] = {}
     observers: dict[fx.Node, FakeQuant] = {}
     for site in sites:
-        name = groups.get(site.group)
-        if name is None:
-            name = groups[site.group] = f"quant_{site.tensor.name}"
-            quant = FakeQuant(grid, site.tensor.name, momentum=momentum)
-            graph_module.add_submodule(name, quant)
+        if site.group in name_by_group:
+            name = name_by_group[site.group]
+            quantizer = getattr(graph_module, name)
+            quantizer.calls_per_batch += 1
         else:
-            getattr(graph_module, name).calls_per_batch += 1
-        observers[site.tensor] = getattr(graph_module, name)
+            name = name_by_group[site.group] = f"quant_{site.tensor.name}"
+            quantizer = FakeQuant(grid, site.tensor.name, momentum=momentum)
+            graph_module.add_submodule(name, quantizer)
+        observers[site.tensor] = quantizer
         _insert(graph_module, site.tensor, site.readers, name)
     return observers
 
 
 def _set_sources(
-    graph_module: fx.GraphModule, placed: GraphPlacement, observers: Mapping[fx.Node, FakeQuant]
+    graph_module: fx.GraphModule, placement: GraphPlacement, observers: Mapping[fx.Node, FakeQuant]
 ) -> None:
     """Give each quantizer the range sources and reach that a build uses for its tensor."""
-    members: dict[str, list[fx.Node]] = {}
-    for site in placed.sites:
-        members.setdefault(site.group, []).append(site.tensor)
-    for group, tensors in members.items():
-        quant, sources = observers[tensors[0]], placed.sources[group]
-        quant.reach = widest_reach(reach for _, reach in sources)
+    tensors_by_group: dict[str, list[fx.Node]] = {}
+    for site in placement.sites:
+        tensors_by_group.setdefault(site.group, []).append(site.tensor)
+
+    for group, tensors in tensors_by_group.items():
+        quantizer = observers[tensors[0]]
+        sources = placement.sources[group]
+        quantizer.reach = widest_reach(reach for _, reach in sources)
         if sources and [node for node, _ in sources] != tensors:
-            insert_monitors(graph_module, quant, sources)
+            insert_monitors(graph_module, quantizer, sources)
 
 
 def _insert(
     graph_module: fx.GraphModule, tensor: fx.Node, readers: set[fx.Node] | None, module: str
 ) -> None:
+    """Insert a call of a module between a tensor and its readers; None for all readers."""
     quantized = insert_call(graph_module, tensor, module)
     for reader in list(tensor.users):
         if reader is not quantized and (readers is None or reader in readers):
@@ -397,6 +414,7 @@ def _insert(
 
 
 def _insert_dynamic(graph_module: fx.GraphModule, weights: Mapping[str, bool]) -> None:
+    """Insert a dynamic quantizer before each Linear with a quantized weight."""
     for node in list(graph_module.graph.nodes):
         module = called_module(graph_module, node)
         if isinstance(module, nn.Linear) and str(node.target) in weights:
@@ -418,60 +436,64 @@ def _swap_custom(
     """Replace each custom float module by its observed class, with an observer of its output."""
     for node in list(graph_module.graph.nodes):
         module: Any = called_module(graph_module, node)
-        observed: Any = custom.get(type(module))
-        if observed is None:
+        observed_class: Any = custom.get(type(module))
+        if observed_class is None:
             continue
         name = str(node.target)
         module.qconfig = CustomConfig(grid, name, bits)
-        new = observed.from_float(module)
-        if not hasattr(new, "activation_post_process"):
+        observed = observed_class.from_float(module)
+        if not hasattr(observed, "activation_post_process"):
             if node not in observers:
                 site = QuantizationSite(node, None, "")
                 observers |= _insert_observers(graph_module, [site], grid, momentum)
-            new.activation_post_process = observers[node]
-        replace_submodule(graph_module, name, new)
+            observed.activation_post_process = observers[node]
+        replace_submodule(graph_module, name, observed)
 
 
 def _wrap_weights(
-    graph_module: fx.GraphModule, placed: GraphPlacement, bits: int, *, linear_only: bool
+    graph_module: fx.GraphModule, placement: GraphPlacement, bits: int, *, linear_only: bool
 ) -> None:
     """Insert weight quantizers; a layer that stays float but was merged with its norm has none."""
-    weights, fits = placed.weights, placed.fits_pairs
-    called = (str(n.target) for n in graph_module.graph.nodes if n.op == "call_module")
-    for name in dict.fromkeys(called):
-        module = graph_module.get_submodule(name)
-        plain = isinstance(module, (nn.Linear,) if linear_only else WEIGHTED)
-        if isinstance(module, QatLayer) and name in weights:
-            axis = channel_axis(module.layer, weights[name])
-            module.weight_quant = weight_quantizer(module.layer, axis, bits, fits_pairs=fits)
-        elif isinstance(module, QatLayer):
-            module.weight_quant = nn.Identity()
-        elif plain and name in weights:
-            axis = channel_axis(module, weights[name])
-            quant = weight_quantizer(module, axis, bits, fits_pairs=fits)
-            replace_submodule(graph_module, name, QatLayer(module, quant))
+    kinds = (nn.Linear,) if linear_only else WEIGHTED
+    calls = [node for node in graph_module.graph.nodes if node.op == "call_module"]
+    for name in dict.fromkeys(str(node.target) for node in calls):
+        module: Any = graph_module.get_submodule(name)
+        merged = module if isinstance(module, QatLayer) else None
+        if name not in placement.weights:
+            if merged is not None:
+                merged.weight_quant = nn.Identity()
+            continue
+        if merged is None and not isinstance(module, kinds):
+            continue
+
+        layer = module if merged is None else merged.layer
+        axis = channel_axis(layer, placement.weights[name])
+        quantizer = weight_quantizer(layer, axis, bits, fits_pairs=placement.fits_pairs)
+        if merged is None:
+            replace_submodule(graph_module, name, QatLayer(layer, quantizer))
+        else:
+            merged.weight_quant = quantizer
 
 
 def _merge_norms(graph_module: fx.GraphModule, bits: int, skip: Sequence[str]) -> None:
     """Merge each BatchNorm with the layer before it, to train them as one."""
-    left: dict[str, str] = {}
+    reason_by_norm: dict[str, str] = {}
     for node in list(graph_module.graph.nodes):
         norm = called_module(graph_module, node)
         if norm is None or not is_norm(norm):
             continue
         layer: Any = node.args[0]
-        before = called_module(graph_module, layer)
+        module = called_module(graph_module, layer)
         reason = reason_not_foldable(graph_module, node)
-        if reason is None and (
-            not isinstance(before, FOLDABLE) or not called_once(graph_module, layer)
-        ):
-            reason = NORM_NOT_ADJACENT
+        if reason is None:
+            is_adjacent = isinstance(module, FOLDABLE) and called_once(graph_module, layer)
+            reason = None if is_adjacent else NORM_NOT_ADJACENT
         if reason is not None:
-            left[str(node.target)] = reason
-        elif before is not None and str(layer.target) not in skip:
-            merged = QatConvBn(before, norm, WeightQuant(channel_axis(before), bits))
-            replace_submodule(graph_module, str(layer.target), merged.train(before.training))
+            reason_by_norm[str(node.target)] = reason
+        elif module is not None and str(layer.target) not in skip:
+            merged = QatConvBn(module, norm, WeightQuant(channel_axis(module), bits))
+            replace_submodule(graph_module, str(layer.target), merged.train(module.training))
             node.replace_all_uses_with(layer)
             graph_module.graph.erase_node(node)
-    graph_module.meta[UNFOLDED_NORMS] = left
+    graph_module.meta[UNFOLDED_NORMS] = reason_by_norm
     graph_module.recompile()

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from deploy.fx.capture import as_inputs, graph_of
-from deploy.fx.comparison import _wait_for_device
+from deploy.fx.comparison import wait_for_device
 from deploy.fx.fuse import called_module
 from deploy.fx.graph_text import format_columns, target_name
 from deploy.fx.plain_copy import tensor_of
@@ -32,22 +32,32 @@ FLOPS_NOTE = (
 )
 
 
-_CALLS = re.compile(r"@[0-9]+")  # torch.export numbers the calls of a module
+_CALL_NUMBER = re.compile(r"@[0-9]+")  # torch.export numbers the calls of a module
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """Cost of one node of the graph."""
+    """Cost of one node of the graph.
 
-    # opcode, name, target: as in the table of `calib8 trace`
+    Attributes:
+        opcode: as in the table of `calib8 trace`.
+        name: as in that table.
+        target: as in that table.
+        module: qualified name of the module that it belongs to; "" for the model itself.
+        seconds: mean of the timed runs.
+        percent: share of the entire run.
+        flops: floating-point operations, two per multiply-accumulate.
+        parameters: number of parameters that it uses; shared ones count for the first node.
+    """
+
     opcode: str
     name: str
     target: str
-    module: str  # qualified name of the module that it belongs to; "" for the model itself
-    seconds: float  # mean of the timed runs
-    percent: float  # share of the entire run
-    flops: int  # floating-point operations, two per multiply-accumulate
-    parameters: int  # number of parameters that it uses; shared ones count for the first node
+    module: str
+    seconds: float
+    percent: float
+    flops: int
+    parameters: int
 
     @property
     def macs(self) -> int:
@@ -57,7 +67,12 @@ class NodeCost:
 
 @dataclass(frozen=True, slots=True)
 class GraphProfile:
-    """Costs of the nodes, in the graph's order, and the mean time of a run in seconds."""
+    """Costs of a model.
+
+    Attributes:
+        nodes: costs of the nodes, in the graph's order.
+        seconds: mean time of a run.
+    """
 
     nodes: tuple[NodeCost, ...]
     seconds: float
@@ -79,19 +94,22 @@ class GraphProfile:
 
     def to_json(self) -> dict[str, object]:
         """Return totals and nodes as plain JSON types."""
-        totals = {"seconds": self.seconds, "flops": self.flops, "macs": self.macs}
-        nodes = [{**asdict(node), "macs": node.macs} for node in self.nodes]
-        return {"schema": SCHEMA, **totals, "parameters": self.parameters, "nodes": nodes}
+        return {
+            "schema": SCHEMA,
+            "seconds": self.seconds,
+            "flops": self.flops,
+            "macs": self.macs,
+            "parameters": self.parameters,
+            "nodes": [{**asdict(node), "macs": node.macs} for node in self.nodes],
+        }
 
     def table(self) -> str:
         """Format the nodes, slowest first, and a line of totals."""
         heading = ("Op type", "Op", "Average runtime (s)", "Pct", "MFLOPs", "MMACs", "Parameters")
-        slowest = sorted(self.nodes, key=lambda node: -node.seconds)
-        rows = [heading, *(_row(node) for node in slowest)]
-        percent = f"{sum(node.percent for node in self.nodes):.2f}"
-        parameters = str(self.parameters)
-        total = (f"{self.seconds:.6f}", percent, _mega(self.flops), _mega(self.macs), parameters)
-        return format_columns([*rows, ("total", "", *total)])
+        slowest_first = sorted(self.nodes, key=lambda node: -node.seconds)
+        percent = sum(node.percent for node in self.nodes)
+        total = NodeCost("total", "", "", "", self.seconds, percent, self.flops, self.parameters)
+        return format_columns([heading, *map(_row, [*slowest_first, total])])
 
 
 class TimingInterpreter(fx.Interpreter):
@@ -105,7 +123,7 @@ class TimingInterpreter(fx.Interpreter):
         """Run one node and add its wall-clock time."""
         started = time.perf_counter()
         result = super().run_node(n)
-        _wait_for_device()
+        wait_for_device()
         self.seconds[n.name] = self.seconds.get(n.name, 0.0) + time.perf_counter() - started
         return result
 
@@ -150,45 +168,54 @@ def profile(
             timing.run(*inputs)
         total = (time.perf_counter() - started) / runs
     flops = count_flops(graph_module, inputs)
-    counts = _parameters(graph_module)
-    nodes = [
-        _cost(node, timing.seconds[node.name] / runs, total, flops[node.name], counts.get(node, 0))
-        for node in graph_module.graph.nodes
-    ]
+    parameters = _count_parameters(graph_module)
+    nodes = []
+    for node in graph_module.graph.nodes:
+        seconds = timing.seconds[node.name] / runs
+        cost = NodeCost(
+            opcode=node.op,
+            name=node.name,
+            target=target_name(node.target),
+            module=owner_of(node),
+            seconds=seconds,
+            percent=100 * seconds / total if total else 0.0,
+            flops=flops[node.name],
+            parameters=parameters[node],
+        )
+        nodes.append(cost)
     return GraphProfile(tuple(nodes), total)
 
 
 def count_flops(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
     """Return node name -> FLOPs for inputs of these shapes; nothing is computed."""
-    on_meta, meta = copy.deepcopy(graph_module).to("meta"), torch.device("meta")
+    meta_device = torch.device("meta")
+    on_meta = copy.deepcopy(graph_module).to(meta_device)
     for node in on_meta.graph.nodes:  # captured nodes name the device of tensors they create
-        arguments = (node.args, node.kwargs)
-        node.args, node.kwargs = pytree.tree_map_only(torch.device, lambda _: meta, arguments)
+        node.args, node.kwargs = pytree.tree_map_only(
+            torch.device, lambda _device: meta_device, (node.args, node.kwargs)
+        )
     counter = FlopInterpreter(on_meta)
     with torch.no_grad():
-        counter.run(*(tensor.to("meta") for tensor in inputs))
+        counter.run(*(tensor.to(meta_device) for tensor in inputs))
     return counter.flops
 
 
-def _parameters(graph_module: fx.GraphModule) -> dict[fx.Node, int]:
+def _count_parameters(graph_module: fx.GraphModule) -> dict[fx.Node, int]:
     """Return node -> number of parameters that it uses and no node before it does."""
-    counted, counts = set[int](), dict[fx.Node, int]()
+    counted: set[int] = set()
+    counts: dict[fx.Node, int] = {}
     for node in graph_module.graph.nodes:
+        parameters: list[nn.Parameter] = []
         module = called_module(graph_module, node)
-        read = list(module.parameters()) if module is not None else []
-        if node.op == "get_attr":
+        if module is not None:
+            parameters += module.parameters()
+        elif node.op == "get_attr":
             value = tensor_of(graph_module, node.target)
-            read = [value] if isinstance(value, nn.Parameter) else []
-        counts[node] = sum(p.numel() for p in read if id(p) not in counted)
-        counted |= {id(p) for p in read}
+            if isinstance(value, nn.Parameter):
+                parameters.append(value)
+        counts[node] = sum(p.numel() for p in parameters if id(p) not in counted)
+        counted |= {id(parameter) for parameter in parameters}
     return counts
-
-
-def _cost(node: fx.Node, seconds: float, total: float, flops: int, parameters: int) -> NodeCost:
-    percent = 100 * seconds / total if total else 0.0
-    target = target_name(node.target)
-    owner = owner_of(node)
-    return NodeCost(node.op, node.name, target, owner, seconds, percent, flops, parameters)
 
 
 def owner_of(node: fx.Node) -> str:
@@ -197,13 +224,20 @@ def owner_of(node: fx.Node) -> str:
         return str(node.target)
     stack = node.meta.get("nn_module_stack") or {}
     path = str([*stack.values()][-1][0]) if stack else ""
-    return _CALLS.sub("", path.removeprefix("L['self']").lstrip("."))
+    return _CALL_NUMBER.sub("", path.removeprefix("L['self']").lstrip("."))
 
 
 def _row(node: NodeCost) -> tuple[str, ...]:
-    numbers = (f"{node.seconds:.6f}", f"{node.percent:.2f}", _mega(node.flops), _mega(node.macs))
-    return (node.opcode, node.name, *numbers, str(node.parameters))
+    return (
+        node.opcode,
+        node.name,
+        f"{node.seconds:.6f}",
+        f"{node.percent:.2f}",
+        _millions(node.flops),
+        _millions(node.macs),
+        str(node.parameters),
+    )
 
 
-def _mega(count: int) -> str:
+def _millions(count: int) -> str:
     return f"{count / 1e6:.3f}"

@@ -23,7 +23,6 @@ from torch import nn
 
 from deploy.errors import CalibrationError, ConfigError, FeedError
 from deploy.files.guard import refuse_unwritable
-from deploy.fx import qat_checkpoint
 from deploy.fx.capture import as_inputs
 from deploy.fx.comparison import check_same_outputs
 from deploy.fx.convert import calibrate, convert, freeze_norms, set_phase
@@ -32,8 +31,9 @@ from deploy.fx.distill import Distiller
 from deploy.fx.fakequant import FakeQuant
 from deploy.fx.int8_layers import QatLayer
 from deploy.fx.plain_copy import computed_weights, plain_copy
-from deploy.fx.prepare import prepare, prepare_only, resolve_target
-from deploy.fx.range_search import search_for
+from deploy.fx.prepare import prepare, prepare_only
+from deploy.fx.qat_checkpoint import load_checkpoint, save_checkpoint, training_fingerprint
+from deploy.fx.range_search import resolve_target, search_for
 from deploy.fx.task import RANGES, order_inputs
 from deploy.fx.task import Task as Task
 from deploy.targets import Target
@@ -63,15 +63,15 @@ def copy_scales(scales: Scales) -> list[torch.Tensor]:
     return [scale.detach().clone() for scale in scales.values()]
 
 
-def clamp_scales(scales: Scales, before: list[torch.Tensor]) -> None:
+def clamp_scales(scales: Scales, previous_scales: list[torch.Tensor]) -> None:
     """Clamp scales after an optimizer step to at least half of their previous value.
 
     Raises:
         CalibrationError: a scale is not finite or not positive.
     """
     with torch.no_grad():
-        for (name, scale), old in zip(scales.items(), before, strict=True):
-            scale.copy_(torch.maximum(scale, old / 2))
+        for (name, scale), previous in zip(scales.items(), previous_scales, strict=True):
+            scale.copy_(torch.maximum(scale, previous / 2))
             if not bool((torch.isfinite(scale) & (scale > 0)).all()):
                 raise CalibrationError(
                     f"a learned scale must stay a positive number, got {scale.min():g} of {name};"
@@ -84,15 +84,20 @@ class TrainingResult:
     """Result of `train`.
 
     Both models take tensors in order, also if the task's inputs are a dict.
+
+    Attributes:
+        prepared: the trained model with its fake quantizers.
+        converted: its int8 form, for export.
+        losses: mean loss of each epoch.
+        score_before: result of `evaluate` after calibration and before training (PTQ), or None.
+        score_after: result of `evaluate` for `converted`, or None.
     """
 
     prepared: nn.Module
-    converted: nn.Module  # its int8 form, for export
+    converted: nn.Module
     losses: tuple[float, ...]
-    score_before: (
-        float | None
-    )  # result of `evaluate` after calibration and before training (PTQ), or None
-    score_after: float | None  # result of `evaluate` for `converted`, or None
+    score_before: float | None
+    score_after: float | None
 
 
 def train(
@@ -124,60 +129,68 @@ def train(
     task = order_inputs(task)
     for name in computed_weights(task.model):
         report(f"{name} is computed from other tensors in the model; it is trained directly")
-    task = _on_device(task, device)
-    chosen = resolve_target(target)
-    prepared = _prepared(task, chosen, bits)
-    batches = task.calibration or (lambda: _first_inputs(task))
+    task = _move_task(task, device)
+    target = resolve_target(target)
+    prepared = _prepare_task(task, target, bits)
+
     search = search_for(target, task.method)
-    calibrate(prepared, batches(), search=search)
+    batches = task.calibration() if task.calibration else _first_inputs(task)
+    calibrate(prepared, batches, search=search)
     report(f"ranges by {search.label}, {task.ranges}")
-    start = _evaluate(task, prepared)
-    if start is not None:
-        report(f"before training (PTQ, {bits} bits): {start:.4f}")
-    learned = learn_scales(prepared) if task.ranges == "learned" else {}
+    score_before = _evaluate(task, prepared)
+    if score_before is not None:
+        report(f"before training (PTQ, {bits} bits): {score_before:.4f}")
+
+    scales = learn_scales(prepared) if task.ranges == "learned" else {}
     optimizer = task.optimizer([p for p in prepared.parameters() if p.requires_grad])
-    rates = [group["lr"] for group in optimizer.param_groups]
-    settings = {
-        "target": (chosen.name, changed_options(chosen)),
-        "number of bits": bits,
-        "number of epochs": task.epochs,
-        "handling of norms": task.norms,
-        "kind of ranges": task.ranges,
-        "method of ranges": search.label,
-        "distillation": (list(task.distil), task.distil_weight),
-        "limit of gradients": task.clip_gradient,
-        "precision": task.amp,
-    }
-    mark = qat_checkpoint.training_fingerprint(  # without the data
-        task.model, prepared, optimizer, teacher=task.teacher, settings=settings
+    initial_rates = [group["lr"] for group in optimizer.param_groups]
+    fingerprints = training_fingerprint(  # without the data
+        task.model,
+        prepared,
+        optimizer,
+        teacher=task.teacher,
+        settings={
+            "target": (target.name, changed_options(target)),
+            "number of bits": bits,
+            "number of epochs": task.epochs,
+            "handling of norms": task.norms,
+            "kind of ranges": task.ranges,
+            "method of ranges": search.label,
+            "distillation": (list(task.distil), task.distil_weight),
+            "limit of gradients": task.clip_gradient,
+            "precision": task.amp,
+        },
     )
-    first, losses = 0, list[float]()
+    first_epoch = 0
+    losses: list[float] = []
     if checkpoint is not None:
         refuse_unwritable(checkpoint)
         if checkpoint.exists():
-            first, losses = qat_checkpoint.load_checkpoint(checkpoint, mark, prepared, optimizer)
-            report(f"going on after epoch {first} of {checkpoint}")
+            first_epoch, losses = load_checkpoint(checkpoint, fingerprints, prepared, optimizer)
+            report(f"going on after epoch {first_epoch} of {checkpoint}")
+
     distiller = None
     if task.teacher is not None:
         distiller = Distiller(prepared, task.teacher, task.distil, inputs=task.inputs)
     try:
-        with phase("training", task.epochs - first, "epochs") as step:
-            for epoch in range(first, task.epochs):
-                _begin_epoch(epoch, task, prepared, optimizer, rates)
-                losses.append(_run_epoch(task, epoch, prepared, optimizer, distiller, learned))
+        with phase("training", task.epochs - first_epoch, "epochs") as step:
+            for epoch in range(first_epoch, task.epochs):
+                _begin_epoch(epoch, task, prepared, optimizer, initial_rates)
+                losses.append(_run_epoch(task, epoch, prepared, optimizer, distiller, scales))
                 report(f"epoch {epoch + 1}/{task.epochs}: loss {losses[-1]:.4f}")
                 if checkpoint is not None:
-                    qat_checkpoint.save_checkpoint(
-                        checkpoint, mark, epoch + 1, prepared, optimizer, losses
+                    save_checkpoint(
+                        checkpoint, fingerprints, epoch + 1, prepared, optimizer, losses
                     )
                 step()
     finally:
         if distiller is not None:
             distiller.close()
+
     set_phase(prepared.eval(), observe=False, quantize=True)
     converted = convert(prepared, task.convert)
-    end = _evaluate(task, converted)
-    return TrainingResult(prepared.cpu(), converted.cpu(), tuple(losses), start, end)
+    score_after = _evaluate(task, converted)
+    return TrainingResult(prepared.cpu(), converted.cpu(), tuple(losses), score_before, score_after)
 
 
 def first_batches(task: Task) -> list[tuple[Any, ...]]:
@@ -185,21 +198,22 @@ def first_batches(task: Task) -> list[tuple[Any, ...]]:
 
     `task`: with tensors in order (`deploy.fx.task.order_inputs`).
     """
-    return [move_tensors(as_inputs(x), CPU) for x in _first_inputs(task)]
+    return [move_tensors(as_inputs(inputs), CPU) for inputs in _first_inputs(task)]
 
 
-def _on_device(task: Task, device: torch.device | None) -> Task:
-    """Return the task with copies of its models and its inputs on a device."""
+def _move_task(task: Task, device: torch.device | None) -> Task:
+    """Return the task with copies of its models and its inputs on a device.
+
+    `device`: None for that of the model, which is not copied then.
+    """
+    inputs = move_tensors(list(task.inputs), device or device_of(task.model))
     if device is None:
-        return replace(task, inputs=move_tensors(list(task.inputs), device_of(task.model)))
+        return replace(task, inputs=inputs)
     teacher = None if task.teacher is None else plain_copy(task.teacher).to(device)
-    model = plain_copy(task.model).to(device)
-    return replace(
-        task, model=model, teacher=teacher, inputs=move_tensors(list(task.inputs), device)
-    )
+    return replace(task, model=plain_copy(task.model).to(device), teacher=teacher, inputs=inputs)
 
 
-def _prepared(task: Task, target: Target, bits: int) -> nn.Module:
+def _prepare_task(task: Task, target: Target, bits: int) -> nn.Module:
     if task.ranges not in RANGES:
         raise ConfigError(
             f"ranges of a training are one of {', '.join(RANGES)}, got {task.ranges!r};"
@@ -217,26 +231,26 @@ def _prepared(task: Task, target: Target, bits: int) -> nn.Module:
         "share": task.share,
         "custom": task.custom,
     }
-    prepared: nn.Module
-    if task.only is not None:
-        prepared = prepare_only(model, task.only, task.inputs, **options)
+    if task.only is None:
+        prepared: nn.Module = prepare(model, task.inputs, **options)
     else:
-        prepared = prepare(model, task.inputs, **options)
+        prepared = prepare_only(model, task.only, task.inputs, **options)
     if not task.custom:  # observed classes of the user's may compute anything
         check_same_outputs(model, prepared, task.inputs, "tracing and folding BatchNorm")
     return prepared
 
 
 def _first_inputs(task: Task) -> Iterable[Any]:
-    return (inputs for inputs, _ in islice(iter(task.batches_of(0)), task.calibration_batches))
+    return (inputs for inputs, _ in islice(task.batches_of(0), task.calibration_batches))
 
 
 def _evaluate(task: Task, model: nn.Module) -> float | None:
     if task.evaluate is None:
         return None
-    on_cpu = device_of(model).type == "cpu"
+    if device_of(model).type != "cpu":
+        model = DeviceAdapter(model)
     with torch.no_grad():
-        return float(task.evaluate(model.eval() if on_cpu else DeviceAdapter(model).eval()))
+        return float(task.evaluate(model.eval()))
 
 
 def _begin_epoch(
@@ -244,18 +258,18 @@ def _begin_epoch(
     task: Task,
     prepared: nn.Module,
     optimizer: torch.optim.Optimizer,
-    rates: Sequence[float],
+    initial_rates: Sequence[float],
 ) -> None:
     """Set the phase and learning rates of an epoch from its number alone, for exact resuming."""
     epochs = task.epochs
     prepared.train()
-    following = task.ranges == "follow" and epoch < (epochs + 1) // 2
-    set_phase(prepared, observe=following, quantize=True)
+    follows_data = task.ranges == "follow" and epoch < (epochs + 1) // 2
+    set_phase(prepared, observe=follows_data, quantize=True)
     if epoch >= epochs - epochs // 3:
         freeze_norms(prepared)
     cosine = 0.5 * (1 + math.cos(math.pi * epoch / max(epochs, 1)))
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate * (0.01 + 0.99 * cosine)
+    for group, initial_rate in zip(optimizer.param_groups, initial_rates, strict=True):
+        group["lr"] = initial_rate * (0.01 + 0.99 * cosine)
 
 
 def _run_epoch(
@@ -264,9 +278,10 @@ def _run_epoch(
     prepared: nn.Module,
     optimizer: torch.optim.Optimizer,
     distiller: Distiller | None,
-    learned: Scales,
+    scales: Scales,
 ) -> float:
-    total, count = 0.0, 0
+    """Train one epoch; return its mean loss."""
+    losses = []
     device = device_of(prepared)
     for inputs, labels in task.batches_of(epoch):
         arguments = move_tensors(as_inputs(inputs), device)
@@ -275,18 +290,17 @@ def _run_epoch(
             loss = task.loss(output, move_tensors(labels, device))
             if distiller is not None:
                 loss = loss + task.distil_weight * distiller.loss(arguments, output)
-        value = float(loss.detach())
-        if not math.isfinite(value):
+        losses.append(float(loss.detach()))
+        if not math.isfinite(losses[-1]):
             raise CalibrationError(
-                f"the loss must stay finite, got {value} in epoch {epoch + 1}; train slower"
+                f"the loss must stay finite, got {losses[-1]} in epoch {epoch + 1}; train slower"
             )
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(prepared.parameters(), task.clip_gradient)
-        before = copy_scales(learned)
+        previous_scales = copy_scales(scales)
         optimizer.step()
-        clamp_scales(learned, before)
-        total, count = total + value, count + 1
-    if not count:
+        clamp_scales(scales, previous_scales)
+    if not losses:
         raise FeedError(f"an epoch needs at least one batch, got none in epoch {epoch + 1}")
-    return total / count
+    return sum(losses) / len(losses)

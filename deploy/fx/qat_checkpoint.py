@@ -14,7 +14,7 @@ from deploy.files.atomic import write_bytes
 from deploy.fx import device
 from deploy.fx.weights import read_tensors
 
-_KEYS = {"format", "marks", "epoch", "model", "optimizer", "rng", "losses"}
+_CHECKPOINT_KEYS = {"format", "marks", "epoch", "model", "optimizer", "rng", "losses"}
 
 
 _FORMAT = "calib8-qat-3"
@@ -33,20 +33,19 @@ def training_fingerprint(
 ) -> Fingerprints:
     """Return the fingerprint of a training: name of each part -> sha256 (hex).
 
-    The values of the float models are hashed, and the optimizer's class and options. Of the
-    prepared model only names and shapes are: its ranges may be rounded differently on another
-    machine.
+    It covers the values of the float models, the optimizer's class and options, and the settings,
+    but only names and shapes of the prepared model: its ranges may be rounded differently on
+    another machine.
     """
     shapes = [(name, list(value.shape)) for name, value in prepared.state_dict().items()]
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+    groups = []
+    for group in optimizer.param_groups:
+        groups.append({key: value for key, value in group.items() if key != "params"})
     parts: dict[str, object] = {
         "form of the model": shapes,
-        "float weights": _values(model),
+        "float weights": _hash_values(model),
         "optimizer": (type(optimizer).__name__, groups),
-        "teacher": None if teacher is None else _values(teacher),
+        "teacher": None if teacher is None else _hash_values(teacher),
     }
     parts |= settings
     return {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in parts.items()}
@@ -54,7 +53,7 @@ def training_fingerprint(
 
 def save_checkpoint(
     path: Path,
-    mark: Fingerprints,
+    fingerprints: Fingerprints,
     epoch: int,
     prepared: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -63,7 +62,7 @@ def save_checkpoint(
     """Write a checkpoint: weights, ranges, optimizer state, random state, losses."""
     state = {
         "format": _FORMAT,
-        "marks": mark,
+        "marks": fingerprints,
         "epoch": epoch,
         "model": dict(prepared.state_dict()),
         "optimizer": optimizer.state_dict(),
@@ -76,7 +75,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: Path, mark: Fingerprints, prepared: nn.Module, optimizer: torch.optim.Optimizer
+    path: Path, fingerprints: Fingerprints, prepared: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[int, list[float]]:
     """Load a checkpoint into model and optimizer; return (next epoch, losses so far).
 
@@ -87,11 +86,11 @@ def load_checkpoint(
         state: Any = read_tensors(path)
     except ModelError as error:
         raise CacheError(f"{error}; remove it to start anew") from error
-    if not isinstance(state, dict) or set(state) != _KEYS or state["format"] != _FORMAT:
+    if not isinstance(state, dict) or set(state) != _CHECKPOINT_KEYS or state["format"] != _FORMAT:
         raise CacheError(
             f"{path} must be a checkpoint of this calib8's qat; remove it to start anew"
         )
-    _refuse_others(path, mark, state["marks"])
+    _refuse_other_training(path, fingerprints, state["marks"])
     try:
         prepared.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -101,18 +100,18 @@ def load_checkpoint(
         raise CacheError(f"{path} is damaged; remove it to start anew") from error
 
 
-def _refuse_others(path: Path, mark: Fingerprints, stored: Any) -> None:
-    if stored == mark:
+def _refuse_other_training(path: Path, fingerprints: Fingerprints, stored: Any) -> None:
+    if stored == fingerprints:
         return
     stored = stored if isinstance(stored, dict) else {}
-    other = [name for name, value in mark.items() if stored.get(name) != value]
+    changed = [name for name, value in fingerprints.items() if stored.get(name) != value]
     raise CacheError(
-        f"{path} must be of this training, and is of another {', '.join(other) or 'one'};"
+        f"{path} must be of this training, and is of another {', '.join(changed) or 'one'};"
         " give another --checkpoint, or remove it to start anew"
     )
 
 
-def _values(model: nn.Module) -> str:
+def _hash_values(model: nn.Module) -> str:
     """Return the sha256 (hex) of the names and values of a model's state, on any device."""
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():

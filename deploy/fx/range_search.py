@@ -31,11 +31,17 @@ ScaleAndZero = tuple[np.float32, int]  # (scale, zero_point)
 
 @dataclass(frozen=True, slots=True)
 class MethodSearch:
-    """A search of `calibrators.searches.SEARCHES`."""
+    """A search of `calibrators.searches.SEARCHES`.
+
+    Attributes:
+        method: the search and its parameters.
+        bounded: whether ranges are clipped to where their readers saturate.
+        rounded_weights: whether weights are rounded while data is recorded; not, as in `build`.
+    """
 
     method: Method
-    bounded: bool = True  # whether ranges are clipped to where their readers saturate
-    rounded_weights: ClassVar[bool] = False  # as in `build`
+    bounded: bool = True
+    rounded_weights: ClassVar[bool] = False
 
     @property
     def label(self) -> str:
@@ -62,20 +68,29 @@ class MethodSearch:
         assert isinstance(recorder, Histogram)
         if recorder.amax == 0:
             return scale_on_grid(0.0, 0.0, grid)
-        kinds = {"symmetric": grid} if grid.symmetric else {"affine": grid}
-        search = self.method.search(**kinds)
+        if grid.symmetric:
+            search = self.method.search(symmetric=grid)
+        else:
+            search = self.method.search(affine=grid)
         clip = search_scale(recorder, search, reach if self.bounded else None)
-        ends = (-clip.amax, clip.amax) if grid.symmetric else (clip.lo, clip.hi)
-        return scale_on_grid(*ends, grid)
+        if grid.symmetric:
+            return scale_on_grid(-clip.amax, clip.amax, grid)
+        return scale_on_grid(clip.lo, clip.hi, grid)
 
 
 @dataclass(frozen=True, slots=True)
 class IfmrSearch:
-    """AMCT's IFMR search of activation ranges, with AMCT's defaults."""
+    """AMCT's IFMR search of activation ranges, with AMCT's defaults.
+
+    Attributes:
+        rounded_weights: whether weights are rounded while data is recorded.
+        label: name of the search.
+        statistic: its statistic, of constant memory.
+    """
 
     rounded_weights: ClassVar[bool] = True  # AMCT rounds the weights before it calibrates
     label: ClassVar[str] = "AMCT's IFMR"
-    statistic: ClassVar[Statistic] = IfmrOf()  # of constant memory
+    statistic: ClassVar[Statistic] = IfmrOf()
 
     def check(self, grid: Grid) -> None:
         """Accept any grid."""
@@ -96,6 +111,15 @@ ActivationSearch = MethodSearch | IfmrSearch
 DEFAULT_SEARCH: ActivationSearch = MethodSearch(Method.of())
 
 
+def resolve_target(target: str | Target) -> Target:
+    """Return the target of this name with default options; a target object is returned unchanged.
+
+    Raises:
+        ConfigError: there is no target of this name.
+    """
+    return find_target(target)() if isinstance(target, str) else target
+
+
 def search_for(target: str | Target, method: Method | str | None = None) -> ActivationSearch:
     """Return the range search for a target.
 
@@ -106,11 +130,11 @@ def search_for(target: str | Target, method: Method | str | None = None) -> Acti
     Raises:
         ConfigError: there is no such target or method.
     """
-    chosen = find_target(target) if isinstance(target, str) else target
+    target = resolve_target(target)
     if method is None:
-        return IfmrSearch() if chosen.own_method else DEFAULT_SEARCH
+        return IfmrSearch() if target.own_method else DEFAULT_SEARCH
     requested = Method.from_label(method) if isinstance(method, str) else method
-    as_tensorrt = chosen.name == "tensorrt" and requested.name in UNFOLDED_METHODS
+    as_tensorrt = target.name == "tensorrt" and requested.name in UNFOLDED_METHODS
     return MethodSearch(requested, bounded=not as_tensorrt)
 
 

@@ -28,45 +28,52 @@ from deploy.graph.index import Graph
 from deploy.graph.plan import FLOAT_BY_USER, Plan
 from deploy.targets import Target
 
+# kind of `share` -> ONNX operators whose inputs and output share a scale
 SHARED_SCALE_OPS = {
     "add": frozenset({"Add"}),
     "concat": frozenset({"Concat"}),
     "pool": frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean"}),
     "keep": frozenset({"MaxPool", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"}),
 }
-
-
 INSIDE_CALL = "a tensor inside it would be quantized, but it is a single call in PyTorch"
-
-
 NO_LAYER = "its weight does not belong to a layer: write it as a Conv or Linear of torch.nn"
-
-
-_ROUNDS = 16  # each round keeps more nodes in float
+_MAX_PLANS = 16  # each new plan keeps more nodes in float
 
 
 @dataclass(slots=True)
 class QuantizationSite:
-    """A quantized tensor."""
+    """A quantized tensor.
+
+    Attributes:
+        tensor: the node that outputs it.
+        readers: nodes that read it quantized; None for all.
+        group: sites of the same group share a scale.
+    """
 
     tensor: fx.Node
-    readers: set[fx.Node] | None  # nodes that read it quantized; None for all
-    group: str  # sites of the same group share a scale
+    readers: set[fx.Node] | None
+    group: str
 
 
 @dataclass(frozen=True, slots=True)
 class GraphPlacement:
-    """A target's quantization plan for a graph."""
+    """A target's quantization plan for a graph.
+
+    Attributes:
+        grid: grid of the activations.
+        sites: quantized tensors, in the graph's order.
+        sources: group -> the tensors whose ranges determine its scale, each with its reach.
+        weights: qualified name of a layer -> whether its weight has a scale per channel.
+        reasons: qualified name of a layer in float -> why.
+        fits_pairs: whether weight scales are limited so that no CPU saturates.
+    """
 
     grid: Grid
-    sites: tuple[QuantizationSite, ...]  # quantized tensors, in the graph's order
-    # group -> the tensors whose ranges determine its scale, each with its reach
+    sites: tuple[QuantizationSite, ...]
     sources: Mapping[str, Sources]
-    # qualified name of a layer -> whether its weight has a scale per channel
     weights: Mapping[str, bool]
-    # qualified name of a layer in float -> why
     reasons: Mapping[str, str] = field(default_factory=dict)
-    fits_pairs: bool = False  # whether weight scales are limited so that no CPU saturates
+    fits_pairs: bool = False
 
 
 def place_quantizers(
@@ -80,9 +87,14 @@ def place_quantizers(
 ) -> GraphPlacement:
     """Return a target's quantization plan for a graph with known shapes (`propagate_shapes`).
 
-    `graph_module`: the graph, with norms folded or merged with their layers. `share`: kinds of
-    operators whose inputs and output share a scale, in addition to those of the target: add,
-    concat, pool, keep. `is_opaque`: tells whether a call of a module is opaque and stays in float.
+    Args:
+        graph_module: the graph, with norms folded or merged with their layers.
+        inputs: example inputs.
+        target: the target whose plan is used.
+        skip: qualified names of layers to leave in float.
+        share: kinds of operators whose inputs and output share a scale, in addition to those of
+            the target: add, concat, pool, keep.
+        is_opaque: tells whether a call of a module is opaque and stays in float.
 
     Raises:
         ConfigError: `share` has an unknown kind.
@@ -93,138 +105,169 @@ def place_quantizers(
             f"scales can be shared around {', '.join(SHARED_SCALE_OPS)}, got {unknown}"
         )
     exported = export_named(graph_module, inputs, is_opaque=is_opaque)
-    kept = {
-        node: FLOAT_BY_USER
-        for node, homes in exported.homes.items()
-        if any(name in skip for name in _layers(graph_module, exported, homes))
+    mapper = _PlanMapper(graph_module, exported)
+    reason_by_float_node = {
+        node: FLOAT_BY_USER for node in exported.graph_nodes if mapper.has_layer(node, skip)
     }
-    for _ in range(_ROUNDS):  # until every node in int8 has a tensor or layer in the graph
-        plan = target.plan(exported.model, kept)
-        unmapped = dict(_unmapped(graph_module, exported, plan))
-        if not unmapped.keys() - kept.keys():
+    for _ in range(_MAX_PLANS):  # until every node in int8 has a tensor or layer in the graph
+        plan = target.plan(exported.model, reason_by_float_node)
+        unmapped = dict(mapper.find_unmapped(plan))
+        if not unmapped.keys() - reason_by_float_node.keys():
             break
-        kept |= unmapped
-    groups = _groups(exported.model, plan, share)
+        reason_by_float_node |= unmapped
 
-    def layers(node: str) -> Iterator[str]:
-        return _layers(graph_module, exported, exported.homes[node])
-
-    heavy = [d for d in plan.decisions if d.reason and d.op_type in plan.placement.heavy]
+    groups = _find_groups(exported.model, plan, share)
     return GraphPlacement(
         grid=plan.placement.grid,
-        sites=_sites(graph_module, exported, plan, groups),
-        sources=_sources(exported, plan, groups),
-        weights={name: w.axis is not None for w in plan.weights for name in layers(w.node)},
-        reasons={n: d.reason.replace(NODE_PREFIX, "") for d in heavy for n in layers(d.node)},
+        sites=mapper.map_sites(plan, groups),
+        sources=_find_sources(exported, plan, groups),
+        weights=mapper.map_weights(plan),
+        reasons=mapper.map_reasons(plan),
         fits_pairs=plan.placement.fits_pairs,
     )
 
 
-def _unmapped(
-    graph_module: fx.GraphModule, exported: ExportedGraph, plan: Plan
-) -> Iterator[tuple[str, str]]:
-    """Yield (ONNX node, reason) for quantized nodes that the graph cannot express."""
-    graph = Graph(exported.model)
-    mapped = set(exported.tensors.values())
-    int8 = set(plan.int8_nodes)
-    for pair in plan.pairs:
-        if pair.tensor not in mapped:
-            producer = graph.producer.get(pair.tensor)
-            producers = [] if producer is None else [producer]
-            nodes = [*graph.readers.get(pair.tensor, []), *producers]
-            yield from ((node.name, INSIDE_CALL) for node in nodes if node.name in int8)
-    for weight in plan.weights:
-        if not any(True for _ in _layers(graph_module, exported, exported.homes[weight.node])):
-            yield weight.node, NO_LAYER
+class _PlanMapper:
+    """Maps plans of the exported ONNX model to the graph."""
+
+    def __init__(self, graph_module: fx.GraphModule, exported: ExportedGraph):
+        self.graph_module = graph_module
+        self.exported = exported
+
+    def find_layers(self, onnx_node: str) -> Iterator[str]:
+        """Yield the names of the layers whose weights an ONNX node uses."""
+        return self._layers_of(self.exported.graph_nodes[onnx_node])
+
+    def has_layer(self, onnx_node: str, names: Sequence[str]) -> bool:
+        """Return whether an ONNX node uses the weights of one of the named layers."""
+        return any(name in names for name in self.find_layers(onnx_node))
+
+    def _layers_of(self, nodes: Iterable[fx.Node]) -> Iterator[str]:
+        """Yield the layers of graph nodes, upstream of nodes that are no layer.
+
+        The ONNX model may have a factor after a layer folded into the weights; then the layer's own
+        output tensor is missing.
+        """
+        tensors = self.exported.tensors
+        for node in nodes:
+            if isinstance(called_module(self.graph_module, node), (*WEIGHTED, QatLayer)):
+                yield str(node.target)
+                continue
+            sources = filter(is_float, node.all_input_nodes)
+            yield from self._layers_of([source for source in sources if source not in tensors])
+
+    def find_unmapped(self, plan: Plan) -> Iterator[tuple[str, str]]:
+        """Yield (ONNX node, reason) for quantized nodes that the graph cannot express."""
+        graph = Graph(self.exported.model)
+        mapped_tensors = set(self.exported.tensors.values())
+        int8_nodes = set(plan.int8_nodes)
+        for pair in plan.pairs:
+            if pair.tensor in mapped_tensors:
+                continue
+            nodes = list(graph.readers.get(pair.tensor, []))
+            if pair.tensor in graph.producer:
+                nodes.append(graph.producer[pair.tensor])
+            for node in nodes:
+                if node.name in int8_nodes:
+                    yield node.name, INSIDE_CALL
+
+        for weight in plan.weights:
+            if next(self.find_layers(weight.node), None) is None:
+                yield weight.node, NO_LAYER
+
+    def map_weights(self, plan: Plan) -> dict[str, bool]:
+        """Return name of a quantized layer -> whether its weight has a scale per channel."""
+        is_per_channel: dict[str, bool] = {}
+        for weight in plan.weights:
+            layers = self.find_layers(weight.node)
+            is_per_channel |= dict.fromkeys(layers, weight.axis is not None)
+        return is_per_channel
+
+    def map_reasons(self, plan: Plan) -> dict[str, str]:
+        """Return name of a layer in float -> why."""
+        reasons: dict[str, str] = {}
+        for decision in plan.decisions:
+            if decision.reason and decision.op_type in plan.placement.heavy:
+                reason = decision.reason.replace(NODE_PREFIX, "")
+                reasons |= dict.fromkeys(self.find_layers(decision.node), reason)
+        return reasons
+
+    def map_sites(self, plan: Plan, groups: Mapping[str, str]) -> tuple[QuantizationSite, ...]:
+        """Return the quantized tensors of the graph, in its order."""
+        sites: dict[fx.Node, QuantizationSite] = {}
+        for pair in plan.pairs:
+            group = groups[pair.tensor]
+            if pair.consumers is None:
+                node = self.exported.nodes_of(pair.tensor)[0]
+                sites[node] = QuantizationSite(node, None, group)
+                continue
+            for consumer in pair.consumers:
+                for graph_node in self.exported.graph_nodes[consumer]:
+                    for node, reader in self._find_edges(pair.tensor, graph_node):
+                        site = sites.setdefault(node, QuantizationSite(node, set(), group))
+                        if site.readers is not None:
+                            site.readers.add(reader)
+        return tuple(sites[node] for node in self.graph_module.graph.nodes if node in sites)
+
+    def _find_edges(self, tensor: str, reader: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Yield (node, reader) where a graph node reads an ONNX tensor.
+
+        The search passes through graph nodes that the ONNX model does not have. A node that only
+        the reader reads, such as padding that became part of its convolution, is quantized before
+        it.
+        """
+        tensors = self.exported.tensors
+        for source in reader.all_input_nodes:
+            if not is_float(source) and not _has_several_outputs(source):
+                continue  # a size
+            if source not in tensors:
+                upstream_edges = list(self._find_edges(tensor, source))
+                is_shared = is_float(source) and len(source.users) > 1
+                yield from [(source, reader)] if upstream_edges and is_shared else upstream_edges
+            elif tensors[source] == tensor:
+                same_tensor = [n for n in source.all_input_nodes if tensors.get(n) == tensor]
+                if same_tensor and len(source.users) == 1:
+                    yield same_tensor[0], source
+                else:
+                    yield source, reader
 
 
-def _layers(
-    graph_module: fx.GraphModule, exported: ExportedGraph, homes: Iterable[fx.Node]
-) -> Iterator[str]:
-    """Yield the names of the layers whose weights an ONNX node uses.
-
-    The ONNX model may have a factor after a layer folded into the weights; then the layer's own
-    output tensor is missing.
-    """
-    for home in homes:
-        if isinstance(called_module(graph_module, home), (*WEIGHTED, QatLayer)):
-            yield str(home.target)
-            continue
-        missing = [n for n in home.all_input_nodes if is_float(n) and n not in exported.tensors]
-        yield from _layers(graph_module, exported, missing)
+def _has_several_outputs(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("tensor_meta"), tuple | list)
 
 
-def _groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[str, str]:
+def _find_groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[str, str]:
     """Return quantized tensor -> name of its group."""
     groups = {pair.tensor: plan.scale_owners.get(pair.tensor, pair.tensor) for pair in plan.pairs}
-    sharing = {op_type for kind in share for op_type in SHARED_SCALE_OPS[kind]}
+    sharing_ops = set[str]().union(*(SHARED_SCALE_OPS[kind] for kind in share))
     graph = Graph(model)
     for node in graph.nodes:
-        if node.op_type in sharing:
-            tensors = [*node.input, node.output[0], graph.tail(node)]
-            merged = [groups[tensor] for tensor in tensors if tensor in groups]
-            groups = {t: merged[0] if own in merged else own for t, own in groups.items()}
+        if node.op_type not in sharing_ops:
+            continue
+        tensors = [*node.input, node.output[0], graph.tail(node)]
+        merged = [groups[tensor] for tensor in tensors if tensor in groups]
+        for tensor, group in groups.items():
+            if group in merged:
+                groups[tensor] = merged[0]
     return groups
 
 
-def _sources(exported: ExportedGraph, plan: Plan, groups: Mapping[str, str]) -> dict[str, Sources]:
+def _find_sources(
+    exported: ExportedGraph, plan: Plan, groups: Mapping[str, str]
+) -> dict[str, Sources]:
     """Return group -> (node, reach) of the tensors that determine its range, as in `build`."""
-    known = find_range_limits(exported.model)
-    names_of: dict[str, dict[str, None]] = {}
+    reach_by_tensor = find_range_limits(exported.model)
+    tensors_by_group: dict[str, dict[str, None]] = {}
     for tensor, group in groups.items():
         owner = plan.scale_owners.get(tensor, tensor)
-        names_of.setdefault(group, {}).update(
-            dict.fromkeys(plan.range_sources.get(owner, (owner,)))
-        )
-    return {
-        group: [(node, known.get(name)) for name in names for node in exported.nodes_of(name)[:1]]
-        for group, names in names_of.items()
-    }
+        source_tensors = dict.fromkeys(plan.range_sources.get(owner, (owner,)))
+        tensors_by_group.setdefault(group, {}).update(source_tensors)
 
-
-def _sites(
-    graph_module: fx.GraphModule, exported: ExportedGraph, plan: Plan, groups: Mapping[str, str]
-) -> tuple[QuantizationSite, ...]:
-    order = {node: index for index, node in enumerate(graph_module.graph.nodes)}
-    sites: dict[fx.Node, QuantizationSite] = {}
-    for pair in plan.pairs:
-        group = groups[pair.tensor]
-        if pair.consumers is None:
-            node = exported.nodes_of(pair.tensor)[0]
-            sites[node] = QuantizationSite(node, None, group)
-            continue
-        for node, reader in _edges(exported, pair.tensor, pair.consumers):
-            site = sites.setdefault(node, QuantizationSite(node, set(), group))
-            if site.readers is not None:
-                site.readers.add(reader)
-    return tuple(sorted(sites.values(), key=lambda site: order[site.tensor]))
-
-
-def _edges(
-    exported: ExportedGraph, tensor: str, consumers: Iterable[str]
-) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield (node, reader) where the consumers of an ONNX tensor read it in the graph."""
-    for consumer in consumers:
-        for home in exported.homes[consumer]:
-            yield from _edges_to(exported, tensor, home)
-
-
-def _edges_to(
-    exported: ExportedGraph, tensor: str, reader: fx.Node
-) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """As `_edges`, for one reader, through graph nodes that the ONNX model does not have.
-
-    A node that only the reader reads, such as padding that became part of its convolution, is
-    quantized before it.
-    """
-    for source in reader.all_input_nodes:
-        if not is_float(source) and not isinstance(source.meta.get("tensor_meta"), tuple | list):
-            continue  # a size
-        source_tensor = exported.tensors.get(source)
-        if source_tensor is None:
-            upstream = list(_edges_to(exported, tensor, source))
-            shared = is_float(source) and len(source.users) > 1
-            yield from [(source, reader)] if upstream and shared else upstream
-        elif source_tensor == tensor:
-            first = [n for n in source.all_input_nodes if exported.tensors.get(n) == tensor]
-            yield (first[0], source) if first and len(source.users) == 1 else (source, reader)
+    sources: dict[str, Sources] = {}
+    for group, tensors in tensors_by_group.items():
+        reached_nodes = []
+        for tensor in tensors:
+            for node in exported.nodes_of(tensor)[:1]:  # a tensor may have no node
+                reached_nodes.append((node, reach_by_tensor.get(tensor)))
+        sources[group] = reached_nodes
+    return sources

@@ -58,16 +58,20 @@ class Task:
         distil: (student's, teacher's) modules whose maps are compared.
         distil_weight: weight of the distillation loss.
         clip_gradient: maximum norm of all gradients together.
-        leaves, skip, share, custom, norms: as for `deploy.fx.prepare.prepare`.
+        leaves: modules to keep as one node and in float, by name, class name or class.
+        skip: names of layers to leave in float.
+        share: kinds of operators whose inputs and output share a scale: add, concat, pool, keep.
+        custom: float class -> observed class with `from_float`.
+        convert: observed class -> quantized class, as for `deploy.fx.convert.convert`.
+        norms: "fold" BatchNorms first, or "train" them with their layers.
+        only: submodule to quantize; the rest is trained with it, in float.
         method: range search of the calibration, as in `build`, with its parameters
             ("percentile 99.9"); None for the default of `build` for the target.
         ranges: "kept", fixed after calibration; "follow", moving averages of minimum and maximum
             during half of the epochs; or "learned", scales of activations and weights trained by
             gradient (`deploy.fx.fakequant`).
-        only: submodule to quantize; the rest is trained with it, in float.
         amp: use torch.autocast with bfloat16 for forward and loss; ranges, weights and the
             exported model stay float32.
-        convert: observed class -> quantized class, as for `deploy.fx.convert.convert`.
     """
 
     model: nn.Module
@@ -111,35 +115,43 @@ def order_inputs(task: Task) -> Task:
     called like the task's.
     """
     inputs = list(task.inputs)
-    if all(isinstance(one, torch.Tensor) for one in inputs):
+    if all(isinstance(value, torch.Tensor) for value in inputs):
         return task
     if len(inputs) != 1 or not isinstance(inputs[0], Mapping):
-        kinds = ", ".join(type(one).__name__ for one in inputs)
+        kinds = ", ".join(type(value).__name__ for value in inputs)
         raise ConfigError(
             f"the inputs of a task are tensors, or one dict of tensors, got {kinds}; give each"
             " tensor its own key, and build other containers in the model's forward"
         )
+
     arguments = ForwardArguments.match(task.model, inputs[0])
-    samples, evaluate = task.calibration, task.evaluate
-    return replace(
+    ordered = replace(
         task,
         model=arguments.adapt(task.model),
-        teacher=None if task.teacher is None else arguments.adapt(task.teacher),
         inputs=list(arguments.tensors(inputs[0])),
         batches=lambda epoch: arguments.order_batches(task.batches_of(epoch)),
-        calibration=samples and (lambda: (arguments.tensors(*as_inputs(x)) for x in samples())),
-        evaluate=evaluate and (lambda model: evaluate(NamedInputsModel(model, arguments).eval())),
     )
+    if task.teacher is not None:
+        ordered.teacher = arguments.adapt(task.teacher)
+    if (calibration := task.calibration) is not None:
+        ordered.calibration = lambda: (arguments.tensors(*as_inputs(x)) for x in calibration())
+    if (evaluate := task.evaluate) is not None:
+        ordered.evaluate = lambda model: evaluate(NamedInputsModel(model, arguments).eval())
+    return ordered
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardArguments:
-    """Named arguments of a forward."""
+    """Named arguments of a forward.
 
-    names: tuple[str, ...]  # of its tensors, in order
-    dict_argument: (
-        str | None
-    )  # the argument that takes a dict of them; None if they are separate arguments
+    Attributes:
+        names: of its tensors, in order.
+        dict_argument: the argument that takes a dict of them; None if they are separate arguments.
+        signature: of the forward.
+    """
+
+    names: tuple[str, ...]
+    dict_argument: str | None
     signature: inspect.Signature
 
     @classmethod
@@ -150,8 +162,8 @@ class ForwardArguments:
             ConfigError: the forward does not take them.
         """
         model = unwrap(model)
-        ordered, into = match_arguments(model, list(names))
-        return cls(tuple(ordered), into, inspect.signature(model.forward))
+        ordered, dict_argument = match_arguments(model, list(names))
+        return cls(tuple(ordered), dict_argument, inspect.signature(model.forward))
 
     def adapt(self, model: nn.Module) -> nn.Module:
         """Return a copy that takes the tensors in this order and shares the modules of `model`.
@@ -160,10 +172,10 @@ class ForwardArguments:
             ConfigError: its forward has other names.
         """
         model = unwrap(model)
-        _, into = match_arguments(model, self.names)
-        own = copy.copy(model)
-        own.__class__ = make_named_class(type(model), self.names, into=into)
-        return own
+        _, dict_argument = match_arguments(model, self.names)
+        adapted = copy.copy(model)
+        adapted.__class__ = make_named_class(type(model), self.names, dict_argument=dict_argument)
+        return adapted
 
     def tensors(self, *args: Any, **kwargs: Any) -> Tensors:
         """Return the tensors of one call, in order.
@@ -171,20 +183,20 @@ class ForwardArguments:
         Raises:
             FeedError: the call has other names.
         """
-        values = self._by_name(args, kwargs)
-        if values.keys() != set(self.names):
+        value_by_name = self._bind(args, kwargs)
+        if value_by_name.keys() != set(self.names):
             raise FeedError(
                 f"each batch of a task has the names of its inputs, {', '.join(self.names)}, got"
-                f" {', '.join(map(str, values)) or 'nothing'}; leave other names out of the batch,"
-                " or add them to the inputs"
+                f" {', '.join(map(str, value_by_name)) or 'nothing'}; leave other names out of the"
+                " batch, or add them to the inputs"
             )
-        return tuple(values[name] for name in self.names)
+        return tuple(value_by_name[name] for name in self.names)
 
-    def order_batches(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Tensors, Any]]:
+    def order_batches(self, batches: Batches) -> Iterator[tuple[Tensors, Any]]:
         """Yield (tensors in order, labels) for batches of (samples, labels)."""
         return ((self.tensors(*as_inputs(samples)), labels) for samples, labels in batches)
 
-    def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of a call by name, without arguments equal to their default."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
             return dict(args[0])
@@ -194,14 +206,15 @@ class ForwardArguments:
             raise FeedError(
                 f"a model is called as its forward{self.signature} says, got: {error}"
             ) from error
-        values: dict[str, Any] = {}
+
+        value_by_name: dict[str, Any] = {}
         for name, value in bound.items():
             parameter = self.signature.parameters[name]
             if parameter.kind is inspect.Parameter.VAR_KEYWORD or name == self.dict_argument:
-                values |= value
+                value_by_name |= value
             elif value is not parameter.default:
-                values[name] = value
-        return values
+                value_by_name[name] = value
+        return value_by_name
 
 
 class NamedInputsModel(nn.Module):
@@ -223,19 +236,22 @@ def read_batches(
     names: Sequence[str],
     preprocess: PreprocessRequest = None,
     limit: Limit = None,
-) -> list[tuple[torch.Tensor, ...]]:
+) -> list[Tensors]:
     """Read batches of the size of the example inputs, all into memory.
 
     `images`: a folder, list, image, .npy or .npz file. `names`: of the inputs, as in an .npz file.
     """
-    specs = [
-        TensorSpec(name, str(x.dtype).removeprefix("torch."), (None, *x.shape[1:]))
-        for name, x in zip(names, inputs, strict=True)
-    ]
+    specs = []
+    for name, example in zip(names, inputs, strict=True):
+        dtype = str(example.dtype).removeprefix("torch.")
+        specs.append(TensorSpec(name, dtype, (None, *example.shape[1:])))
+
     feed = open_feed(images, specs, preprocess=preprocess, limit=limit)
-    samples = [
-        tuple(torch.from_numpy(np.array(s[spec.name])) for spec in specs) for s in feed.samples()
-    ]
-    size = len(inputs[0])
-    groups = [samples[i : i + size] for i in range(0, len(samples), size)]
-    return [tuple(torch.cat(parts) for parts in zip(*group, strict=True)) for group in groups]
+    samples = list(feed.samples())
+    batch_size = len(inputs[0])
+    batches = []
+    for start in range(0, len(samples), batch_size):
+        batch = samples[start : start + batch_size]
+        arrays = (np.concatenate([sample[name] for sample in batch]) for name in names)
+        batches.append(tuple(map(torch.from_numpy, arrays)))
+    return batches

@@ -30,48 +30,53 @@ STATE_DICT_KEYS = (
 )
 
 
-_DEPTH = 3  # of nested checkpoints
+_MAX_DEPTH = 3  # of nested checkpoints
 
 
-def find_state_dict(read: Any, path: Path) -> Mapping[str, torch.Tensor]:
-    """Find the state dict in a loaded file: the file itself, under a key, or the only one in it.
+def find_state_dict(content: Any, path: Path) -> Mapping[str, torch.Tensor]:
+    """Find the state dict in the content of a file: itself, or the only one in it.
 
-    Keys of `STATE_DICT_KEYS` come first.
+    If one of `STATE_DICT_KEYS` is there, only what is under it is searched.
 
     Raises:
         ModelError: there is none, or several; the message lists the keys.
     """
-    if not isinstance(read, dict):
+    if not isinstance(content, dict):
         raise ModelError(
-            f"{path} must hold a state dict, got {type(read).__name__}; save model.state_dict()"
+            f"{path} must hold a state dict, got {type(content).__name__}; save model.state_dict()"
         )
-    states = list(_states(read))
+    states = list(_find_states(content))
     if len(states) == 1:
         return states[0][1]
     if states:
-        names = " and ".join(repr(name) for name, _ in states[:8])
+        keys = " and ".join(repr(name) for name, _ in states[:8])
         raise ModelError(
-            f"{path} must hold one state dict, got several under {names}; save only the one to load"
+            f"{path} must hold one state dict, got several under {keys}; save only the one to load"
         )
-    names = ", ".join(map(repr, list(read)[:8])) or "nothing"
+    keys = ", ".join(map(repr, list(content)[:8])) or "nothing"
     raise ModelError(
         f"{path} must hold a state dict, itself or under one of"
-        f" {', '.join(STATE_DICT_KEYS)}, got {names}; save model.state_dict()"
+        f" {', '.join(STATE_DICT_KEYS)}, got {keys}; save model.state_dict()"
     )
 
 
-def _states(
-    checkpoint: Mapping[Any, Any], name: str = "", depth: int = _DEPTH
+def _find_states(
+    checkpoint: Mapping[Any, Any], path: str = "", depth: int = _MAX_DEPTH
 ) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
-    """Yield (path, state dict) in a checkpoint; if it has a preferred key, only below that."""
+    """Yield (path of keys, state dict) in a checkpoint."""
     if _is_state(checkpoint):
-        yield name, checkpoint
+        yield path, checkpoint
         return
-    parts = {key: part for key, part in checkpoint.items() if isinstance(part, dict) and depth}
-    preferred = next((key for key in STATE_DICT_KEYS if key in parts), None)
-    for key in parts if preferred is None else (preferred,):
+    if not depth:
+        return
+    parts = {key: value for key, value in checkpoint.items() if isinstance(value, dict)}
+    for key in STATE_DICT_KEYS:
+        if key in parts:
+            parts = {key: parts[key]}
+            break
+    for key, part in parts.items():
         if isinstance(key, str):  # the keys of optimizer states are integers
-            yield from _states(parts[key], f"{name}.{key}" if name else key, depth - 1)
+            yield from _find_states(part, f"{path}.{key}" if path else key, depth - 1)
 
 
 def strip_prefix(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, torch.Tensor]:
@@ -80,42 +85,54 @@ def strip_prefix(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping
     DataParallel adds `module.`, torch.compile `_orig_mod.`, a training module the name of its
     attribute, possibly along with other tensors.
     """
-    wanted = set(model.state_dict())
-    while state and set(state) != wanted:
-        first = {name.partition(".")[0] for name in state}
-        if len(first) != 1 or not all("." in name for name in state):
+    model_names = set(model.state_dict())
+    while state and set(state) != model_names:
+        prefixes = {_first_part(name) for name in state}
+        if len(prefixes) != 1 or not all("." in name for name in state):
             break
-        if all(name.partition(".")[0] in first for name in wanted):
+        if prefixes.issuperset(map(_first_part, model_names)):
             break  # the model's own names have this prefix
         state = {name.partition(".")[2]: value for name, value in state.items()}
-    return state if set(state) == wanted else _under_prefix(state, wanted) or state
+    if set(state) == model_names:
+        return state
+    return _entries_under_prefix(state, model_names) or state
 
 
-def _under_prefix(
-    state: Mapping[str, torch.Tensor], wanted: set[str]
+def _first_part(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _entries_under_prefix(
+    state: Mapping[str, torch.Tensor], model_names: set[str]
 ) -> Mapping[str, torch.Tensor]:
-    """Return the entries under the only prefix with exactly the wanted names, else {}.
+    """Return the entries under the only prefix with exactly the model's names, else {}.
 
     Other entries are for example the weights of a loss, or the step count of averaged weights.
     """
-    first = min(wanted, default="")
-    prefixes = [name.removesuffix(first) for name in state if name.endswith(f".{first}")]
-    parts = [
-        {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
-        for prefix in prefixes
-    ]
-    complete = [part for part in parts if set(part) == wanted]
-    return complete[0] if len(complete) == 1 and not wanted <= set(state) else {}
+    if model_names <= set(state):
+        return {}
+    first_name = min(model_names, default="")
+    candidates = []
+    for name in state:
+        if name.endswith(f".{first_name}"):
+            prefix = name.removesuffix(first_name)
+            entries = {n.removeprefix(prefix): state[n] for n in state if n.startswith(prefix)}
+            if set(entries) == model_names:
+                candidates.append(entries)
+    return candidates[0] if len(candidates) == 1 else {}
 
 
 def _is_state(value: Mapping[Any, Any]) -> bool:
     """Return whether `value` maps names to tensors; `_extra_state` entries may be anything."""
-    if not value or not all(isinstance(name, str) for name in value):
-        return False
-    tensors = [isinstance(item, torch.Tensor) for item in value.values()]
-    return any(tensors) and all(
-        tensor or name.endswith("_extra_state") for tensor, name in zip(tensors, value, strict=True)
-    )
+    has_tensor = False
+    for name, item in value.items():
+        if not isinstance(name, str):
+            return False
+        if isinstance(item, torch.Tensor):
+            has_tensor = True
+        elif not name.endswith("_extra_state"):
+            return False
+    return has_tensor
 
 
 _PICKLED_CLASS = re.compile(r"(?:GLOBAL|class|type) ([A-Za-z_][\w]*\.[\w.]*\w)")
@@ -128,8 +145,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
         ModelError: the file has more than plain tensors, or names or shapes differ.
         SdkMissingError: safetensors is needed and not installed.
     """
-    read = read_safetensors if path.suffix == ".safetensors" else read_tensors
-    state = strip_prefix(find_state_dict(read(path), path), model)
+    content = read_safetensors(path) if path.suffix == ".safetensors" else read_tensors(path)
+    state = strip_prefix(find_state_dict(content, path), model)
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:
@@ -138,7 +155,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def read_tensors(path: Path) -> Any:
-    """Load a file of `torch.save` that has only tensors and plain containers, a run's own.
+    """Load a file of `torch.save` that has only tensors and plain containers.
 
     Raises:
         ModelError: the file is missing, broken, or would run code when unpickled.
@@ -158,7 +175,7 @@ def read_tensors(path: Path) -> Any:
     except Exception as error:  # torch raises several classes for a broken or unsafe file
         raise ModelError(
             f"{path} must be a file of tensors that torch.load(weights_only=True) accepts,"
-            f" got {_describe(error)}; save model.state_dict()"
+            f" got {_describe_failure(error)}; save model.state_dict()"
         ) from error
 
 
@@ -185,14 +202,14 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
             raise ModelError(f"{path} must be {what}, got: {text}; save it again") from error
 
 
-def _describe(error: Exception) -> str:
+def _describe_failure(error: Exception) -> str:
     """Summarize torch's message, which mostly explains the options of torch.load."""
     text = str(error)
     if "TorchScript" in text:
         return "TorchScript, which torch.jit.load reads"
     if match := _PICKLED_CLASS.search(text):
         return f"an object of {match[1]}, which only unpickling could make"
-    first = (text.strip().splitlines() or [""])[0]
     if isinstance(error, pickle.UnpicklingError | KeyError):
         return "what torch.save did not write"
-    return f"{type(error).__name__}: {first[:200]}"
+    message = (text.strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {message[:200]}"
