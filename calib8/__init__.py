@@ -19,7 +19,8 @@ A model is a file, an `onnx.ModelProto`, or a PyTorch module with a DataLoader a
     doctor()                  what is installed here, and what is missing
     quantize(values)          scale, zero point, integers and error of an array
 
-    calib8.torch     trace, fuse, profile, prepare, calibrate, convert, qat, export
+    calib8.torch     trace, fuse, profile, prepare, calibrate, convert, qat, export,
+                     export_float, export_quantized, export_trained
     calib8.ascend    deploy, convert, check: Ascend's own files
     calib8.cache     read, dump, diff, merge, relabel, check, to_qdq, from_qdq: TensorRT's caches
 

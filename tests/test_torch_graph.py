@@ -24,7 +24,7 @@ from deploy.fx.comparison import largest_difference
 from deploy.fx.export import compare_with_torch, to_onnx
 from deploy.fx.fuse import fold_batch_norms, fuse
 from deploy.fx.graph_text import format_graph, graph_source
-from deploy.fx.norms import is_norm
+from deploy.fx.norms import freeze_affines, is_norm
 from deploy.fx.operations import propagate_shapes, replace_op, replace_pattern
 from deploy.fx.profile import count_flops, profile
 from deploy.fx.source import load_module, user_code_line
@@ -223,6 +223,21 @@ def test_norms_fold_where_they_are_plain_and_in_eval_mode(wording):
     with pytest.raises(ModelError) as raised:
         fuse(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train())
     wording.check(raised.value)
+
+
+def test_freeze_affines_keeps_a_module_that_has_the_name_of_a_new_norm():
+    def affine(self, x):
+        return self.frozen_norm_0(x) * self.factor + self.shift
+
+    constants = {name: nn.Buffer(torch.rand(4, 1, 1)) for name in ("factor", "shift")}
+    model = module(affine, frozen_norm_0=nn.Conv2d(3, 4, 1), **constants)
+    traced = trace(model)
+    x = torch.randn(2, 3, 4, 4)
+    expected = model(x)
+    assert freeze_affines(traced) == 1
+    traced.recompile()
+    assert largest_difference(traced(x), expected) < 1e-6
+    assert isinstance(traced.frozen_norm_0, nn.Conv2d)
 
 
 def test_constants_that_change_what_is_read_again_are_left_alone():
