@@ -15,15 +15,15 @@ _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent
 
 def explain_capture_failure(error: BaseException, model: nn.Module) -> str:
     """Return one sentence on a failure: module, file and line, torch's message, and a remedy."""
-    root = root_cause(error)
-    name = innermost_module(error, model) or innermost_module(root, model)
+    cause = root_cause(error)
+    name = innermost_module(error, model) or innermost_module(cause, model)
     module = type(model.get_submodule(name)).__name__ + (f" ({name})" if name else "")
-    where = failing_line(root) or failing_line(error)
-    message = " ".join(str(root).split()).partition(" (unhinted")[0][:160]
+    line = failing_line(cause) or failing_line(error)
+    message = " ".join(str(cause).split()).partition(" (unhinted")[0][:160]
     return (
         f"torch.export must be able to follow the model, and cannot follow {module}"
-        + (f" at {where}" if where else "")
-        + f" ({type(root).__name__}: {message}); {_remedy(root, name)}"
+        + (f" at {line}" if line else "")
+        + f" ({type(cause).__name__}: {message}); {_remedy(cause, name)}"
     )
 
 

@@ -35,20 +35,20 @@ def mean_seconds(model: nn.Module, inputs: Sequence[torch.Tensor]) -> float:
 
 
 @phase("timing")
-def compare_speed(before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor]) -> str:
+def compare_speed(original: nn.Module, rewritten: nn.Module, inputs: Sequence[torch.Tensor]) -> str:
     """Compare two models; return one sentence with mean times, ratio and largest difference.
 
     They are timed alternately, and the best round of each counts, so that other load affects both.
     """
-    seconds_before = seconds_after = math.inf
+    original_seconds = rewritten_seconds = math.inf
     for _ in range(_TIMING_ROUNDS):
-        seconds_before = min(seconds_before, mean_seconds(before, inputs))
-        seconds_after = min(seconds_after, mean_seconds(after, inputs))
+        original_seconds = min(original_seconds, mean_seconds(original, inputs))
+        rewritten_seconds = min(rewritten_seconds, mean_seconds(rewritten, inputs))
     with torch.no_grad():
-        difference = largest_difference(before(*inputs), after(*inputs))
+        difference = largest_difference(original(*inputs), rewritten(*inputs))
     return (
-        f"before {seconds_before * 1e3:.2f} ms, after {seconds_after * 1e3:.2f} ms:"
-        f" {seconds_before / seconds_after:.2f}x;"
+        f"before {original_seconds * 1e3:.2f} ms, after {rewritten_seconds * 1e3:.2f} ms:"
+        f" {original_seconds / rewritten_seconds:.2f}x;"
         f" largest difference of the outputs {difference:.3g}"
     )
 
@@ -77,7 +77,7 @@ FLOAT64_TOLERANCE = 1e-6  # of the largest output, in float64
 
 
 def check_same_outputs(
-    before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor], change: str
+    original: nn.Module, rewritten: nn.Module, inputs: Sequence[torch.Tensor], change: str
 ) -> float:
     """Return the largest difference of the outputs of two forms of a model, in eval mode.
 
@@ -86,9 +86,9 @@ def check_same_outputs(
     Raises:
         ModelError: they differ by more than rounding errors.
     """
-    difference, magnitude = _compare_outputs(before, after, inputs)
+    difference, magnitude = _compare_outputs(original, rewritten, inputs)
     is_near = difference <= FLOAT32_TOLERANCE * magnitude
-    if not is_near and not _is_same_in_float64(before, after, inputs):
+    if not is_near and not _is_same_in_float64(original, rewritten, inputs):
         raise ModelError(
             f"{change} must not change what the model computes, and changes its outputs by up to"
             f" {difference:.3g} (largest output {magnitude:.3g}); check whether the model's forward"
@@ -121,12 +121,12 @@ def largest_magnitude(output: Any) -> float:
 
 
 def _compare_outputs(
-    before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor]
+    original: nn.Module, rewritten: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> tuple[float, float]:
     """Run both; return (largest difference, largest output)."""
-    with eval_mode(before), eval_mode(after), torch.no_grad():
-        expected = _run(before, inputs)
-        output = _run(after, inputs)
+    with eval_mode(original), eval_mode(rewritten), torch.no_grad():
+        expected = _run(original, inputs)
+        output = _run(rewritten, inputs)
     return largest_difference(expected, output), largest_magnitude(expected)
 
 
@@ -142,13 +142,13 @@ def floats_to_float64(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _is_same_in_float64(
-    before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor]
+    original: nn.Module, rewritten: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> bool:
     """Return whether both agree in float64; False if one cannot run in float64."""
     try:
         difference, magnitude = _compare_outputs(
-            copy.deepcopy(before).double(),
-            copy.deepcopy(after).double(),
+            copy.deepcopy(original).double(),
+            copy.deepcopy(rewritten).double(),
             floats_to_float64(inputs),
         )
     except Exception:  # a forward with a fixed dtype may raise anything

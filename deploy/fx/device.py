@@ -89,7 +89,7 @@ class DeviceAdapter(nn.Module):
 @contextmanager
 def quiet() -> Iterator[None]:
     """Hide this thread's logging, warnings and stderr inside the `with` block."""
-    before = logging.root.manager.disable
+    disabled_level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # torch's loggers have handlers and levels of their own
     try:
         with warnings.catch_warnings(), redirect_stderr(_ThreadStderr()):
@@ -97,7 +97,7 @@ def quiet() -> Iterator[None]:
                 warnings.simplefilter("ignore", kind)
             yield
     finally:
-        logging.disable(before)
+        logging.disable(disabled_level)
 
 
 class _ThreadStderr:
@@ -118,7 +118,7 @@ State = dict[str, Any]
 
 def random_state() -> State:
     """Return the random state of torch (CPU and every GPU), numpy and Python."""
-    version, words, gauss = random.getstate()
+    version, python_words, gauss = random.getstate()
     name, key, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (a user's own)
     return {
         "torch": torch.get_rng_state(),
@@ -130,7 +130,7 @@ def random_state() -> State:
             has_gauss,
             cached,
         ],
-        "python": [version, torch.tensor(words), gauss],
+        "python": [version, torch.tensor(python_words), gauss],
     }
 
 
@@ -155,5 +155,5 @@ def restore_random_state(saved: State) -> None:
     name, key, position, has_gauss, cached = saved["numpy"]
     numpy_words = key.numpy().astype(np.uint32)
     np.random.set_state((name, numpy_words, position, has_gauss, cached))  # noqa: NPY002
-    version, words, gauss = saved["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
+    version, python_words, gauss = saved["python"]
+    random.setstate((version, tuple(python_words.tolist()), gauss))

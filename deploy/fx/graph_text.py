@@ -47,8 +47,8 @@ def target_name(target: Any) -> str:
 
 def format_columns(rows: Sequence[Sequence[str]]) -> str:
     """Format rows of text in aligned columns, with a rule under the first row, the heading."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(v.ljust(w) for v, w in zip(row, widths, strict=True)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return join_visible(line.rstrip() for line in lines) + "\n"
 
@@ -58,9 +58,10 @@ def _text(value: Any) -> str:
     if isinstance(value, fx.Node):
         return f"%{value.name}"
     if isinstance(value, tuple):
-        return "(" + ", ".join(map(_text, value)) + ("," if len(value) == 1 else "") + ")"
+        comma = "," if len(value) == 1 else ""
+        return f"({', '.join(map(_text, value))}{comma})"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, slice):

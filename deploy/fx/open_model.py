@@ -36,6 +36,7 @@ from deploy.fx.model_inputs import (
     dict_input_note,
     example_inputs,
     first_item,
+    floats_to_float32,
     return_dict,
     split_item,
 )
@@ -66,15 +67,19 @@ def export(
         ExportError: a prepared model, another opset, or outputs that differ from torch's.
         FeedError: inputs that are no tensors.
     """
-    own = plain_copy(model).eval()
-    inputs = as_inputs(inputs, own)
-    convert_to_float32(own)
-    if other := [type(x).__name__ for x in inputs if not isinstance(x, torch.Tensor)]:
-        raise FeedError(
-            f"example inputs are tensors, in the order of forward's arguments, got {other[0]}; give"
-            " [x, ...], or a loader"
-        )
-    return _export_checked(own, _as_float32(inputs), opset=opset, dynamic_batch=dynamic_batch)[0]
+    copied = plain_copy(model).eval()
+    inputs = as_inputs(inputs, copied)
+    convert_to_float32(copied)
+    for value in inputs:
+        if not isinstance(value, torch.Tensor):
+            raise FeedError(
+                "example inputs are tensors, in the order of forward's arguments, got"
+                f" {type(value).__name__}; give [x, ...], or a loader"
+            )
+    exported, _ = _export_checked(
+        copied, floats_to_float32(inputs), opset=opset, dynamic_batch=dynamic_batch
+    )
+    return exported
 
 
 def _export_checked(
@@ -100,10 +105,6 @@ def _export_checked(
 
 def _is_converted(model: nn.Module) -> bool:
     return any(isinstance(module, ExportedModule) for module in model.modules())
-
-
-def _as_float32(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return tuple(x.float() if x.is_floating_point() else x for x in inputs)
 
 
 @phase("exporting the PyTorch model")
@@ -132,51 +133,56 @@ def open_module(
             f" {'none' if images is None else 'files'}; give one after the module, or the model"
             " that calib8.torch.export(module, [example_input]) makes"
         )
-    own = plain_copy(model).eval().cpu()
+    copied = plain_copy(model).eval().cpu()
     item, images = first_item(images)
-    tensors, names = split_item(own, item)
-    order = accept_named_inputs(own, names or [None] * len(tensors))
-    messages = [convert_to_float32(own), dict_input_note(own)]
-    given = _as_float32([tensors[i] for i in order])
-    inputs, output = _runnable_inputs(own, given)
-    return_dict(own, output)
+    tensors, names = split_item(copied, item)
+    order = accept_named_inputs(copied, names or [None] * len(tensors))
+    messages = [convert_to_float32(copied), dict_input_note(copied)]
+    item_inputs = floats_to_float32(tensors[index] for index in order)
+    inputs, output = _runnable_inputs(copied, item_inputs)
+    return_dict(copied, output)
     try:
-        exported, message = _export_checked(own, inputs)
+        exported, message = _export_checked(copied, inputs)
     except (ModelError, ExportError):
-        inputs = given if given[0].ndim == inputs[0].ndim else inputs
-        exported, message = _export_checked(own, inputs, dynamic_batch=False)
+        if item_inputs[0].ndim == inputs[0].ndim:
+            inputs = item_inputs  # the batch of the item, not a small one
+        exported, message = _export_checked(copied, inputs, dynamic_batch=False)
         messages.append(
             f"the model fixes its batch, here to the {len(inputs[0])} of the first item"
         )
-    if _is_converted(own):
+    if _is_converted(copied):
         return exported, images
-    return _loaded(exported, type(own).__name__, [*messages, message]), images
+    return _load_model(exported, type(copied).__name__, [*messages, message]), images
 
 
-_DIMENSIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+_DIMENSIONS: dict[type, int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 
 
 def _runnable_inputs(
-    model: nn.Module, given: tuple[torch.Tensor, ...]
+    model: nn.Module, item_inputs: tuple[torch.Tensor, ...]
 ) -> tuple[tuple[torch.Tensor, ...], Any]:
     """Return the inputs with a small batch, and the model's output for them.
 
     They are a batch, or a single sample: a convolution takes both, so its dimensions decide.
     """
-    few = tuple(x[:2] if x.ndim else x for x in given)
-    one = tuple(x[None] for x in given)
-    convolved = {_DIMENSIONS.get(type(module)) for module in model.modules()}
-    is_sample = given[0].ndim - 1 in convolved
-    first: ModelError | None = None
-    for inputs in (one, few, given) if is_sample else (few, given, one):
+    small_batch = tuple(x[:2] if x.ndim else x for x in item_inputs)
+    batch_of_one = tuple(x[None] for x in item_inputs)
+    convolved_dims = {_DIMENSIONS.get(type(module)) for module in model.modules()}
+    candidates = [small_batch, item_inputs, batch_of_one]
+    if item_inputs[0].ndim - 1 in convolved_dims:  # a single sample
+        candidates = [batch_of_one, small_batch, item_inputs]
+
+    reported: ModelError | None = None  # that of the item itself, if it was tried
+    for inputs in candidates:
         try:
             return inputs, run_model(model, inputs)
         except ModelError as error:
-            first = error if first is None or inputs is given else first
-    assert first is not None
+            if reported is None or inputs is item_inputs:
+                reported = error
+    assert reported is not None
     if (note := dict_input_note(model)) is None:
-        raise first
-    raise ModelError(f"{first}; {note}: name its keys as the arguments of forward") from first
+        raise reported
+    raise ModelError(f"{reported}; {note}: name its keys as the arguments of forward") from reported
 
 
 @phase("exporting the PyTorch model")
@@ -216,7 +222,9 @@ def export_torch(
         dict_input_note(model),
     ]
     examples = example_inputs(inputs, dtypes)
-    exported, message = _export_checked(model, _as_float32([examples[i] for i in order]))
+    exported, message = _export_checked(
+        model, floats_to_float32(examples[index] for index in order)
+    )
     messages.append(message)
     if notes is not None:
         notes += [message for message in messages if message]
@@ -235,11 +243,11 @@ def open_torch(
     file, _, factory = spec.rpartition(":")
     notes = list[str]()
     exported = export_torch(spec, inputs, dtypes=dtypes, names=names, weights=weights, notes=notes)
-    loaded = _loaded(exported, f"{Path(file).name}:{factory}", notes)
+    loaded = _load_model(exported, f"{Path(file).name}:{factory}", notes)
     return replace(loaded, name=f"{Path(file).stem}-{Path(factory).stem}")
 
 
-def _loaded(exported: onnx.ModelProto, source: str, notes: Sequence[str | None]) -> LoadedModel:
+def _load_model(exported: onnx.ModelProto, source: str, notes: Sequence[str | None]) -> LoadedModel:
     loaded = load_onnx(exported, True)
     origin = f"Exported by torch from {source} and checked against it."
     sentences = (f"{note[0].upper()}{note[1:]}." for note in notes if note)
@@ -279,24 +287,26 @@ def write_fused(
         with quiet():
             program = torch.export.export(fused, repeated, dynamic_shapes=shapes)
     except Exception as error:  # torch.export has no error class of its own
-        where = user_code_line(error)
+        line = user_code_line(error)
         raise ModelError(
             f"torch.export must be able to follow the model, got {type(error).__name__}:"
-            f" {first_line(error)}" + (f" at {where}" if where else "") + "; write .onnx with a"
+            f" {first_line(error)}" + (f" at {line}" if line else "") + "; write .onnx with a"
             " batch that the model does not fix, or rewrite what depends on data"
         ) from error
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # has paths of this machine
     with torch.no_grad():
-        expected, got = model(*inputs), program.module()(*inputs)
-    largest = largest_difference(expected, got)
-    if not largest <= FLOAT32_TOLERANCE * largest_magnitude(expected):
+        expected = model(*inputs)
+        output = program.module()(*inputs)
+    difference = largest_difference(expected, output)
+    magnitude = largest_magnitude(expected)
+    if not difference <= FLOAT32_TOLERANCE * magnitude:
         raise ExportError(
             "an exported model must compute what torch computes, got a largest difference of"
-            f" {largest:.3g} (largest output {largest_magnitude(expected):.3g}); report it with"
+            f" {difference:.3g} (largest output {magnitude:.3g}); report it with"
             " the model"
         )
     data = io.BytesIO()
     torch.export.save(program, data, extra_files={"calib8": __version__})
     write_bytes(path, data.getvalue())
-    return f"the program against the model: largest difference {largest:.3g}"
+    return f"the program against the model: largest difference {difference:.3g}"

@@ -43,14 +43,14 @@ def global_wrap(*functions: Function) -> Iterator[None]:
     saved: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for function in functions:
-            recorded = _recording(function)
-            for names, name in list(_uses(function)):
-                saved.append((names, name, function))
-                names[name] = recorded
+            recorder = _recording(function)
+            for namespace, name in list(_find_uses(function)):
+                saved.append((namespace, name, function))
+                namespace[name] = recorder
         yield
     finally:
-        for names, name, function in reversed(saved):
-            names[name] = function
+        for namespace, name, function in reversed(saved):
+            namespace[name] = function
 
 
 def find_function(name: str) -> Function:
@@ -67,15 +67,18 @@ def find_function(name: str) -> Function:
     return function  # type: ignore[no-any-return]
 
 
-def _uses(function: Function) -> Iterator[tuple[dict[str, Any], str]]:
+def _find_uses(function: Function) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield (namespace, name) of each global of a loaded module that is the function."""
     for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None)
-        # torch.fx itself needs the real function to trace with
-        if not isinstance(names, dict) or str(names.get("__name__", "")).startswith("torch.fx"):
+        namespace = getattr(module, "__dict__", None)
+        if not isinstance(namespace, dict):
             continue
-        for name, value in list(names.items()):
+        # torch.fx itself needs the real function to trace with
+        if str(namespace.get("__name__", "")).startswith("torch.fx"):
+            continue
+        for name, value in list(namespace.items()):
             if value is function:
-                yield names, name
+                yield namespace, name
 
 
 def _recording(function: Function) -> Function:
@@ -148,8 +151,8 @@ class LeafTracer(fx.Tracer):
         )
 
     def _is_chosen(self, m: nn.Module, name: str) -> bool:
-        named = name in self.texts or type(m).__name__ in self.texts
-        return named or isinstance(m, self.classes)
+        is_named = name in self.texts or type(m).__name__ in self.texts
+        return is_named or isinstance(m, self.classes)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Record which module is being traced, for the message of a failure."""
@@ -183,11 +186,11 @@ def trace(
     model = unwrap(model)
     classes = tuple(leaf for leaf in leaves if isinstance(leaf, type))
     texts = frozenset(leaf for leaf in leaves if isinstance(leaf, str))
-    known = set()
+    present = set()
     for name, module in model.named_modules():
-        known |= {name, type(module).__name__}
-        known |= {kind.__name__ for kind in classes if isinstance(module, kind)}
-    missing = sorted((texts | {kind.__name__ for kind in classes}) - known)
+        present |= {name, type(module).__name__}
+        present |= {kind.__name__ for kind in classes if isinstance(module, kind)}
+    missing = sorted((texts | {kind.__name__ for kind in classes}) - present)
     if missing:
         raise ConfigError(
             f"a leaf must name a module or a class of the model, got {', '.join(missing)};"
@@ -220,19 +223,17 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
 
 def _explain(error: Exception, model: nn.Module, tracer: LeafTracer) -> str:
     name, kind = tracer.path[-1] if tracer.path else ("", type(model).__name__)
-    where = failing_line(error) or "an unknown line"
-    remedies = (
-        [f"keep it whole and in float with --leaf {quote(name)} or --leaf {kind}"] if name else []
-    )
-    remedies += [
-        "trace only a traceable submodule with --only SUBMODULE",
-        _rewrite_hint(str(error)),
-    ]
+    line = failing_line(error) or "an unknown line"
+    remedies = []
+    if name:
+        remedies.append(f"keep it whole and in float with --leaf {quote(name)} or --leaf {kind}")
+    remedies.append("trace only a traceable submodule with --only SUBMODULE")
+    remedies.append(_rewrite_hint(str(error)))
     if "iterated" in str(error):
         remedies.append("fuse with --input, profile, export and qat follow it by torch.export")
     return (
         f"a traced model's control flow and shapes must not depend on data, but {kind}"
-        f" ({name or 'the model itself'}) does at {where} ({_reason(error)}). Ways out: "
+        f" ({name or 'the model itself'}) does at {line} ({_reason(error)}). Ways out: "
         + "; ".join(f"({i}) {remedy}" for i, remedy in enumerate(remedies, 1))
     )
 
