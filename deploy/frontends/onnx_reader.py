@@ -71,7 +71,7 @@ def parse_model(data: bytes, shown: str) -> onnx.ModelProto:
     """Parse the bytes of an ONNX model; `shown` is its name in messages."""
     from google.protobuf.message import DecodeError
 
-    _refuse_others(data, shown)
+    _refuse_other_formats(data, shown)
     try:
         model = onnx.ModelProto()
         model.ParseFromString(data)
@@ -106,7 +106,7 @@ def model_bytes(path: Path) -> bytes:
     return read_bytes(path, what="an ONNX file", error=ModelError, max_bytes=MESSAGE_LIMIT)
 
 
-def _refuse_others(data: bytes, shown: str) -> None:
+def _refuse_other_formats(data: bytes, shown: str) -> None:
     if not data:
         raise ModelError(f"{shown} must be an ONNX model, got an empty file; copy it again")
     for start, magic, kind, remedy in _SIGNS:
@@ -128,9 +128,11 @@ def _external_tensors(message: Any) -> Iterator[onnx.TensorProto]:
             yield message
         return
     for field, value in message.ListFields():
-        if field.message_type is not None:
-            for part in value if hasattr(value, "append") else (value,):
-                yield from _external_tensors(part)
+        if field.message_type is None:
+            continue
+        messages = value if hasattr(value, "append") else [value]
+        for inner in messages:
+            yield from _external_tensors(inner)
 
 
 def _read_external(model: onnx.ModelProto, path: Path) -> str:
@@ -144,8 +146,10 @@ def _read_external(model: onnx.ModelProto, path: Path) -> str:
     """
     tensors = list(_external_tensors(model))
     entries = [{pair.key: pair.value for pair in tensor.external_data} for tensor in tensors]
-    named = [(tensor.name, entry) for tensor, entry in zip(tensors, entries, strict=True)]
-    total = model.ByteSize() + sum(_slice_of(path, *one)[2] for one in named)
+    total = model.ByteSize()
+    for tensor, entry in zip(tensors, entries, strict=True):
+        _, _, length = _find_slice(path, tensor.name, entry)
+        total += length
     if total > MESSAGE_LIMIT:
         raise ModelError(
             f"{path} with its external data must be below 2 GB, got {total / 2**30:.1f} GB; calib8"
@@ -153,7 +157,7 @@ def _read_external(model: onnx.ModelProto, path: Path) -> str:
         )
     pieces: dict[tuple[bytes, int, int], bytes] = {}
     for tensor, entry in zip(tensors, entries, strict=True):
-        file, offset, length = _slice_of(path, tensor.name, entry)
+        file, offset, length = _find_slice(path, tensor.name, entry)  # may have changed meanwhile
         with _open_external(file, tensor.name) as stream:
             stream.seek(offset)
             data = stream.read(length)
@@ -179,7 +183,7 @@ def _open_external(file: Path, name: str) -> AbstractContextManager[IO[bytes]]:
     return open_regular_file(file, what=what, error=ModelError)
 
 
-def _slice_of(path: Path, name: str, entry: dict[str, str]) -> tuple[Path, int, int]:
+def _find_slice(path: Path, name: str, entry: dict[str, str]) -> tuple[Path, int, int]:
     """Return (file, offset, length) of one tensor's external data."""
     location = entry.get("location", "")
     try:

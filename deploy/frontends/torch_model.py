@@ -59,14 +59,14 @@ def parse_input(text: str) -> InputRequest:
     Raises:
         ConfigError: no shape, or no dtype of `DTYPES`.
     """
-    name, equals, rest = text.rpartition("=")
-    shape, colon, dtype = rest.partition(":")
+    name, equals, shape_and_dtype = text.rpartition("=")
+    shape, colon, dtype = shape_and_dtype.partition(":")
     if (equals and not name) or (colon and dtype not in DTYPES):
-        near = did_you_mean(dtype, DTYPES)
-        near = f"; {near}" if near else ""
+        suggestion = did_you_mean(dtype, DTYPES)
+        suggestion = f"; {suggestion}" if suggestion else ""
         raise ConfigError(
             "an input is like 1x3x224x224, 1x128:int64 or mask=1x128, of a dtype of"
-            f" {', '.join(DTYPES)}, got {text!r}{near}"
+            f" {', '.join(DTYPES)}, got {text!r}{suggestion}"
         )
     return InputRequest(parse_shape(shape), dtype or None, name or None)
 

@@ -233,9 +233,9 @@ class Graph:
         sources: set[str] = set()
         if not self.captured:
             return frozenset(sources)
-        reached = set(self.captured)
+        inner_reads = set(self.captured)
         for node in reversed(self.nodes):
-            is_reached = not reached.isdisjoint(node.output)
+            is_reached = not inner_reads.isdisjoint(node.output)
             if node.op_type in _MOVING and is_reached:
                 sources.add(str(node.input[0]))
             elif not has_no_subgraph(node):
@@ -243,7 +243,7 @@ class Graph:
                 has_nested_subgraph = not all(map(has_no_subgraph, inner_nodes))
                 if has_nested_subgraph or (inner_nodes and is_reached):
                     sources |= set(iter_reads(node)) - set(node.input)
-            reached |= sources
+            inner_reads |= sources
         return frozenset(sources)
 
     @cached_property
@@ -388,10 +388,10 @@ def pad_with_zeros(values: NDArray[Any], sizes: Sequence[int]) -> NDArray[Any]:
     return np.pad(values, pads)
 
 
-def strip_padded_channels(name: str, values: Array, like: Array) -> Array:
-    """Drop padded channels of tensor `name`: values [N, C + k, ...] -> the C channels of `like`."""
-    if name.endswith(PADDED_SUFFIX) and values.ndim == like.ndim > 1:
-        return values[:, : like.shape[1]]
+def strip_padded_channels(name: str, values: Array, unpadded: Array) -> Array:
+    """Drop padded channels of tensor `name`: values [N, C + k, ...] -> the C of `unpadded`."""
+    if name.endswith(PADDED_SUFFIX) and values.ndim == unpadded.ndim > 1:
+        return values[:, : unpadded.shape[1]]
     return values
 
 
