@@ -89,7 +89,10 @@ def ask_feed(cpp, out, source, *specs, **options):
     """What the C++ library answers of a feed, whose samples it writes to a file."""
     spec = [{"name": s.name, "dtype": s.dtype, "shape": s.shape} for s in specs]
     given = dict.fromkeys(("preset", "options", "limit", "threads")) | {"skip_bad": False} | options
-    return cpp("feed", source=str(source), spec=spec, out=str(out), **given)
+    answer = cpp("feed", source=str(source), spec=spec, out=str(out), **given)
+    # C++ names its own option in front of that of the command line.
+    text = json.dumps(answer).replace("FeedOptions::skip_bad, --skip-bad", "--skip-bad")
+    return json.loads(text)
 
 
 def samples_of(feed, name="image"):

@@ -13,7 +13,7 @@ class Arguments {
  public:
   // `--name value`, `--name=value`, or a flag of `flags` alone; "-o" is short for "--out".
   // Throws ConfigError on an option that is not in `options` or `flags`, or without its value.
-  Arguments(const std::vector<std::string>& words, const std::set<std::string>& options,
+  Arguments(const std::vector<std::string>& argument_list, const std::set<std::string>& options,
             const std::set<std::string>& flags);
 
   const std::vector<std::string>& positional() const { return positional_; }
@@ -23,8 +23,8 @@ class Arguments {
   std::string required(const std::string& name) const;               // throws ConfigError
   // The only positional words; throws ConfigError unless there are as many as `names`.
   void expect(const std::vector<std::string>& names) const;
-  // A whole number from `least`; throws ConfigError.
-  std::optional<int> number(const std::string& name, int least) const;
+  // A whole number from `min_value`; throws ConfigError.
+  std::optional<int> number(const std::string& name, int min_value) const;
   // A number from 0, with or without decimals; throws ConfigError.
   std::optional<double> decimal(const std::string& name) const;
 

@@ -51,13 +51,13 @@ constexpr const char* kHelp =
     "  --json FILE           the report, in the form of Python's calib8\n"
     "  --duration S          seconds of measuring (default 3); 0: ten runs, not warmed up\n";
 
-struct Plan {
+struct Job {
   std::string model;
   std::string images;
   std::string engine;
   std::string cache;
   std::optional<int> device;
-  std::set<std::string> given;  // what was said of calibrating
+  std::set<std::string> calibration_options;  // those given that concern calibration only
   trt::CalibrateAndBuildOptions options;
   trt::MeasureOptions measure;
   std::string json;
@@ -71,24 +71,24 @@ Size parse_size(const std::string& text) {
   return {std::stoi(parsed.dims[0]), std::stoi(parsed.dims[1])};
 }
 
-trt::Rest parse_rest([[maybe_unused]] const std::string& text) {
+trt::FloatType parse_float_type([[maybe_unused]] const std::string& text) {
 #if NV_TENSORRT_MAJOR >= 11
   throw ConfigError("--rest is for TensorRT until 10, " + trt::version() +
                     " takes the types of the model's own nodes; leave it out");
 #else
-  if (text == "fp16") return trt::Rest::kFp16;
-  if (text == "bf16") return trt::Rest::kBf16;
-  if (text == "fp32") return trt::Rest::kFp32;
+  if (text == "fp16") return trt::FloatType::kFp16;
+  if (text == "bf16") return trt::FloatType::kBf16;
+  if (text == "fp32") return trt::FloatType::kFp32;
   throw ConfigError("--rest must be fp16, bf16 or fp32, got '" + text + "'");
 #endif
 }
 
-// "image:1x3x224x224", of one input, into its shapes.
-void parse_shapes(const Arguments& arguments, const char* option, trt::Shape trt::Shapes::*place,
+// Reads "image:1x3x224x224" into that input's shapes.
+void parse_shapes(const Arguments& arguments, const char* option, trt::Shape trt::Shapes::*member,
                   std::map<std::string, trt::Shapes>& shapes) {
   for (const std::string& text : arguments.all(option)) {
     const apps::InputText parsed = apps::parse_input(text);
-    trt::Shape& shape = shapes[parsed.name].*place;
+    trt::Shape& shape = shapes[parsed.name].*member;
     shape.clear();
     for (const std::string& dim : parsed.dims) {
       if (dim.find_first_not_of("0123456789") != std::string::npos) {
@@ -102,19 +102,19 @@ void parse_shapes(const Arguments& arguments, const char* option, trt::Shape trt
   }
 }
 
-// As trtexec has it: shapes that were not given are the best ones.
-std::map<std::string, trt::Shapes> shapes_of(const Arguments& arguments) {
+// As in trtexec, a minimum or maximum that is not given equals the optimum.
+std::map<std::string, trt::Shapes> parse_all_shapes(const Arguments& arguments) {
   std::map<std::string, trt::Shapes> shapes;
   parse_shapes(arguments, "min-shapes", &trt::Shapes::min, shapes);
   parse_shapes(arguments, "opt-shapes", &trt::Shapes::opt, shapes);
   parse_shapes(arguments, "max-shapes", &trt::Shapes::max, shapes);
-  for (auto& [name, given] : shapes) {
-    if (given.opt.empty()) {
+  for (auto& [name, input_shapes] : shapes) {
+    if (input_shapes.opt.empty()) {
       throw ConfigError("an input needs the shape to tune and calibrate for, got none for '" +
                         name + "'; give --opt-shapes");
     }
-    if (given.min.empty()) given.min = given.opt;
-    if (given.max.empty()) given.max = given.opt;
+    if (input_shapes.min.empty()) input_shapes.min = input_shapes.opt;
+    if (input_shapes.max.empty()) input_shapes.max = input_shapes.opt;
   }
   return shapes;
 }
@@ -122,9 +122,9 @@ std::map<std::string, trt::Shapes> shapes_of(const Arguments& arguments) {
 trt::BuildOptions build_options(const Arguments& arguments) {
   trt::BuildOptions build;
   build.batch = arguments.number("batch", 1);
-  if (const auto rest = arguments.option("rest")) build.rest = parse_rest(*rest);
+  if (const auto rest = arguments.option("rest")) build.float_type = parse_float_type(*rest);
   if (const auto size = arguments.option("size")) build.size = parse_size(*size);
-  build.shapes = shapes_of(arguments);
+  build.shapes = parse_all_shapes(arguments);
   const auto mib = static_cast<std::size_t>(arguments.number("workspace", 1).value_or(0));
   build.workspace_bytes = mib << 20U;
   build.timing_cache = arguments.option("timing-cache").value_or("");
@@ -133,17 +133,17 @@ trt::BuildOptions build_options(const Arguments& arguments) {
   return build;
 }
 
-// Those of the words that count only where TensorRT calibrates.
-std::set<std::string> calibration_words(const Arguments& arguments) {
-  std::set<std::string> given;
-  if (arguments.positional().size() > 1) given.insert("IMAGES");
+// The names of the given options and arguments that have an effect only where TensorRT calibrates.
+std::set<std::string> calibration_options_of(const Arguments& arguments) {
+  std::set<std::string> names;
+  if (arguments.positional().size() > 1) names.insert("IMAGES");
   for (const char* name : {"preprocess", "options", "limit", "threads", "cache", "calibrator"}) {
-    if (arguments.option(name)) given.insert(std::string("--") + name);
+    if (arguments.option(name)) names.insert(std::string("--") + name);
   }
   for (const char* name : {"skip-bad", "require-cache", "trust-cache"}) {
-    if (arguments.flag(name)) given.insert(std::string("--") + name);
+    if (arguments.flag(name)) names.insert(std::string("--") + name);
   }
-  return given;
+  return names;
 }
 
 const std::set<std::string> kOptions{
@@ -152,91 +152,92 @@ const std::set<std::string> kOptions{
     "plugin",     "dla",     "timing-cache", "device",     "json",       "duration"};
 const std::set<std::string> kFlags{"skip-bad", "require-cache", "trust-cache", "rebuild"};
 
-Plan plan_of(const std::vector<std::string>& words) {
+Job parse_job(const std::vector<std::string>& words) {
   const Arguments arguments(words, kOptions, kFlags);
-  const std::vector<std::string>& given = arguments.positional();
-  if (given.empty() || given.size() > 2) arguments.expect({"MODEL.onnx", "[IMAGES]"});
-  Plan plan;
-  plan.model = given[0];
-  if (given.size() > 1) plan.images = given[1];
-  plan.engine = arguments.option("out").value_or(plan.model + ".engine");
-  plan.cache = arguments.option("cache").value_or(plan.model + ".cache");
-  plan.given = calibration_words(arguments);
-  plan.device = arguments.number("device", 0);
-  plan.options.feed = apps::feed_options(arguments);
-  plan.options.build = build_options(arguments);
-  plan.options.calibrator = arguments.option("calibrator").value_or("");
-  plan.options.require_cache = arguments.flag("require-cache");
-  plan.options.trust_cache = arguments.flag("trust-cache");
-  plan.options.engine = plan.engine;
-  plan.options.rebuild = arguments.flag("rebuild");
-  plan.measure.duration_s = arguments.decimal("duration").value_or(3);
-  if (plan.measure.duration_s == 0) plan.measure.warmup_ms = 0;
-  plan.json = arguments.option("json").value_or("");
-  return plan;
+  const std::vector<std::string>& positional = arguments.positional();
+  if (positional.empty() || positional.size() > 2) arguments.expect({"MODEL.onnx", "[IMAGES]"});
+  Job job;
+  job.model = positional[0];
+  if (positional.size() > 1) job.images = positional[1];
+  job.engine = arguments.option("out").value_or(job.model + ".engine");
+  job.cache = arguments.option("cache").value_or(job.model + ".cache");
+  job.calibration_options = calibration_options_of(arguments);
+  job.device = arguments.number("device", 0);
+  job.options.feed = apps::feed_options(arguments);
+  job.options.build = build_options(arguments);
+  job.options.calibrator = arguments.option("calibrator").value_or("");
+  job.options.require_cache = arguments.flag("require-cache");
+  job.options.trust_cache = arguments.flag("trust-cache");
+  job.options.engine = job.engine;
+  job.options.rebuild = arguments.flag("rebuild");
+  job.measure.duration_s = arguments.decimal("duration").value_or(3);
+  if (job.measure.duration_s == 0) job.measure.warmup_ms = 0;
+  job.json = arguments.option("json").value_or("");
+  return job;
 }
 
-Json calibration_of(const Plan& plan, const trt::Built& built) {
-  return {{"method", *built.method},
-          {"reused", built.reused},
-          {"reason", built.reason},
-          {"cache", plan.cache}};
+Json calibration_of(const Job& job, const trt::BuildResult& result) {
+  return {{"method", *result.method},
+          {"reused", result.reused},
+          {"reason", result.reason},
+          {"cache", job.cache}};
 }
 
-Json feed_of(const Plan& plan, const Feed& feed) {
+Json feed_of(const Job& job, const Feed& feed) {
   const Json manifest = Json::parse(feed.manifest());
-  return {{"source", plan.images},
+  return {{"source", job.images},
           {"samples", feed.count()},
           {"preprocess", manifest["preprocess"]},
           {"skipped", feed.skipped()},
           {"digest", manifest["sha256"]}};
 }
 
-Json report_of(const Plan& plan, const trt::Built& built, const trt::Runner& runner,
+Json report_of(const Job& job, const trt::BuildResult& result, const trt::Runner& runner,
                const Latency& latency) {
   const auto size = [](const std::string& path) { return std::filesystem::file_size(path); };
   Json inputs = Json::array();
-  for (const TensorSpec& one : built.inputs) inputs.push_back(one.describe());
+  for (const TensorSpec& spec : result.inputs) inputs.push_back(spec.describe());
   Json report{
       {"schema", "calib8-report/2"},
-      {"title", "calib8-build " + plan.model},
-      {"model", {{"path", plan.model}, {"size_bytes", size(plan.model)}, {"inputs", inputs}}}};
-  if (built.feed) report["feed"] = feed_of(plan, *built.feed);
-  if (built.method) report["calibration"] = calibration_of(plan, built);
+      {"title", "calib8-build " + job.model},
+      {"model", {{"path", job.model}, {"size_bytes", size(job.model)}, {"inputs", inputs}}}};
+  if (result.feed) report["feed"] = feed_of(job, *result.feed);
+  if (result.method) report["calibration"] = calibration_of(job, result);
   report["engines"] = Json::array({{{"label", "int8"},
                                     {"target", "tensorrt"},
-                                    {"path", plan.engine},
-                                    {"size_bytes", size(plan.engine)},
+                                    {"path", job.engine},
+                                    {"size_bytes", size(job.engine)},
                                     {"load_ms", runner.load_ms()},
                                     {"latency", Json::parse(latency.to_json())}}});
-  Json files = Json::array({{{"role", "engine"}, {"path", plan.engine}}});
-  if (built.method) files.push_back({{"role", "cache"}, {"path", plan.cache}});
+  Json files = Json::array({{{"role", "engine"}, {"path", job.engine}}});
+  if (result.method) files.push_back({{"role", "cache"}, {"path", job.cache}});
   report["files"] = files;
-  report["notes"] = built.notes;
+  report["notes"] = result.notes;
   return report;
 }
 
-// What counts only where TensorRT calibrates had no effect on a model with Q/DQ nodes.
-std::string without_effect(const Plan& plan) {
-  std::string unused;
-  for (const std::string& word : plan.given) unused += (unused.empty() ? "" : ", ") + word;
+// The note for a model with Q/DQ nodes: options of the calibration had no effect.
+std::string calibration_note(const Job& job) {
+  std::string option_list;
+  for (const std::string& option : job.calibration_options)
+    option_list += (option_list.empty() ? "" : ", ") + option;
   return "int8 by the model's own Q/DQ nodes, not calibrated here" +
-         (unused.empty() ? "" : "; without effect: " + unused);
+         (option_list.empty() ? "" : "; without effect: " + option_list);
 }
 
-void run(const Plan& plan) {
-  if (plan.device) trt::use_device(*plan.device);
+void run(const Job& job) {
+  if (job.device) trt::use_device(*job.device);
   trt::Logger logger;
-  trt::Built built =
-      trt::calibrate_and_build(plan.model, plan.images, plan.cache, plan.options, logger);
-  if (!built.method) built.notes.insert(built.notes.begin(), without_effect(plan));
-  trt::Runner runner(built.engine, logger);
-  const Latency latency = runner.measure(plan.measure);
-  const Json report = report_of(plan, built, runner, latency);
-  if (!plan.json.empty()) files::write(plan.json, report.dump(1) + "\n");
-  if (built.method) std::cout << plan.cache << ": " << built.reason << "\n";
-  for (const std::string& note : built.notes) std::cout << "note: " << note << "\n";
-  std::cout << plan.engine << ": " << built.engine.size() << " bytes, latency p50 "
+  trt::BuildResult result =
+      trt::calibrate_and_build(job.model, job.images, job.cache, job.options, logger);
+  if (!result.method) result.notes.insert(result.notes.begin(), calibration_note(job));
+  trt::Runner runner(result.engine, logger);
+  const Latency latency = runner.measure(job.measure);
+  const Json report = report_of(job, result, runner, latency);
+  if (!job.json.empty()) files::write(job.json, report.dump(1) + "\n");
+  if (result.method) std::cout << job.cache << ": " << result.reason << "\n";
+  for (const std::string& note : result.notes) std::cout << "note: " << note << "\n";
+  std::cout << job.engine << ": " << result.engine.size() << " bytes, latency p50 "
             << latency.latency.p50 << " ms, p99 " << latency.latency.p99 << " ms, "
             << latency.throughput_qps << " inferences a second\n";
 }
@@ -250,7 +251,7 @@ int main(int argc, char** argv) {
     return words.empty() ? 2 : 0;
   }
   try {
-    run(plan_of(words));
+    run(parse_job(words));
     return 0;
   } catch (const std::exception& error) {
     std::cerr << "calib8-build: " << error.what() << "\n";

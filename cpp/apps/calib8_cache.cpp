@@ -18,7 +18,7 @@ namespace {
 using namespace calib8;
 using apps::Arguments;
 using Json = nlohmann::ordered_json;
-using Words = std::vector<std::string>;
+using ArgumentList = std::vector<std::string>;
 
 constexpr const char* kHelp =
     "usage: calib8-cache COMMAND ...\n"
@@ -40,8 +40,8 @@ void print(const Json& json) {
   std::cout << json.dump(2, ' ', false, Json::error_handler_t::replace) << "\n";
 }
 
-int show(const Words& words) {
-  const Arguments arguments(words, {}, {});
+int show(const ArgumentList& argument_list) {
+  const Arguments arguments(argument_list, {}, {});
   arguments.expect({"CACHE"});
   const CalibrationCache cache = read_cache(arguments.positional()[0]);
   Json entries = Json::array();
@@ -61,35 +61,36 @@ int show(const Words& words) {
   return 0;
 }
 
-int diff(const Words& words) {
-  const Arguments arguments(words, {}, {});
+int diff(const ArgumentList& argument_list) {
+  const Arguments arguments(argument_list, {}, {});
   arguments.expect({"CACHE", "OTHER"});
-  std::map<std::string, std::pair<Json, Json>> both;
+  std::map<std::string, std::pair<Json, Json>> scales_by_name;
   for (const auto& [name, scale] : read_cache(arguments.positional()[0]).scales()) {
-    both[name].first = scale;
+    scales_by_name[name].first = scale;
   }
   for (const auto& [name, scale] : read_cache(arguments.positional()[1]).scales()) {
-    both[name].second = scale;
+    scales_by_name[name].second = scale;
   }
   Json rows = Json::array();
-  for (const auto& [name, scales] : both) {
+  for (const auto& [name, scales] : scales_by_name) {
     if (scales.first == scales.second) continue;
     rows.push_back({{"name", name}, {"scale", scales.first}, {"other", scales.second}});
   }
-  print({{"tensors", both.size()}, {"differ", rows}});
+  print({{"tensors", scales_by_name.size()}, {"differ", rows}});
   return rows.empty() ? 0 : 1;
 }
 
-int relabel_file(const Words& words) {
-  const Arguments arguments(words, {"version", "algorithm", "out"}, {});
+int relabel_file(const ArgumentList& argument_list) {
+  const Arguments arguments(argument_list, {"version", "algorithm", "out"}, {});
   arguments.expect({"CACHE"});
   const CalibrationCache cache = read_cache(arguments.positional()[0]);
-  const auto changed = relabel(cache, arguments.required("version"), arguments.option("algorithm"));
-  files::write(arguments.required("out"), changed.dump());
+  const auto relabelled =
+      relabel(cache, arguments.required("version"), arguments.option("algorithm"));
+  files::write(arguments.required("out"), relabelled.dump());
   return 0;
 }
 
-std::vector<float> floats(const std::string& path) {
+std::vector<float> read_floats(const std::string& path) {
   const std::string bytes = files::read(path);
   if (bytes.empty() || bytes.size() % sizeof(float) != 0) {
     throw FeedError(path + " must hold raw float32 values, got " + std::to_string(bytes.size()) +
@@ -103,38 +104,38 @@ std::vector<float> floats(const std::string& path) {
 using Tensors = std::vector<std::pair<std::string, Histogram>>;
 
 // The histogram of this name, started by its first batch.
-Histogram& tensor_of(Tensors& tensors, const std::string& name, const std::vector<float>& first,
-                     const Search& search) {
+Histogram& find_or_start_histogram(Tensors& tensors, const std::string& name,
+                                   const std::vector<float>& first, const Search& search) {
   for (auto& [known, histogram] : tensors) {
     if (known == name) return histogram;
   }
   return tensors.emplace_back(name, search.start(first.data(), first.size())).second;
 }
 
-Search search_of(const Arguments& arguments) {
+Search parse_search(const Arguments& arguments) {
   const std::string method = arguments.option("method").value_or("mse");
   const auto percent = arguments.option("percent");
   if (!percent) return Search(method);
   if (method != "percentile") {
     throw ConfigError("--percent is for --method percentile, got '" + method + "'; leave it out");
   }
-  std::size_t read = 0;
-  double share = 0;
+  std::size_t parsed_characters = 0;
+  double value = 0;
   try {
-    share = std::stod(*percent, &read);
+    value = std::stod(*percent, &parsed_characters);
   } catch (const std::exception&) {
-    read = std::string::npos;
+    parsed_characters = std::string::npos;
   }
-  if (read != percent->size()) {
+  if (parsed_characters != percent->size()) {
     throw ConfigError("--percent must be a number, got '" + *percent + "'");
   }
-  return Search(method, share);
+  return Search(method, value);
 }
 
-int calibrate(const Words& words) {
-  const Arguments arguments(words, {"tensor", "version", "out", "method", "percent"}, {});
+int calibrate(const ArgumentList& argument_list) {
+  const Arguments arguments(argument_list, {"tensor", "version", "out", "method", "percent"}, {});
   arguments.expect({});
-  const Search search = search_of(arguments);
+  const Search search = parse_search(arguments);
   Tensors tensors;
   for (const std::string& text : arguments.all("tensor")) {
     const std::size_t equals = text.rfind('=');
@@ -142,8 +143,8 @@ int calibrate(const Words& words) {
       throw ConfigError("--tensor must read NAME=FILE.f32, got '" + text + "'");
     }
     const std::string name = text.substr(0, equals);
-    const std::vector<float> values = floats(text.substr(equals + 1));
-    Histogram& histogram = tensor_of(tensors, name, values, search);
+    const std::vector<float> values = read_floats(text.substr(equals + 1));
+    Histogram& histogram = find_or_start_histogram(tensors, name, values, search);
     histogram.observe(values.data(), values.size());
   }
   NamedScales scales;
@@ -155,49 +156,51 @@ int calibrate(const Words& words) {
   return 0;
 }
 
-int feed(const Words& words) {
+int feed(const ArgumentList& argument_list) {
   std::set<std::string> options = apps::kFeedOptions;
   options.insert("out");
-  const Arguments arguments(words, options, {"skip-bad"});
+  const Arguments arguments(argument_list, options, {"skip-bad"});
   arguments.expect({"IMAGES"});
-  const Feed opened(arguments.positional()[0], apps::specs_of(arguments),
-                    apps::feed_options(arguments));
+  const Feed calibration_feed(arguments.positional()[0], apps::specs_of(arguments),
+                              apps::feed_options(arguments));
   std::string bytes;
-  const auto stream = opened.samples();
+  const auto stream = calibration_feed.samples();
   while (const std::optional<Sample> sample = stream->next()) {
     for (const Tensor& tensor : *sample) bytes.append(tensor.bytes.data(), tensor.bytes.size());
   }
   files::write(arguments.required("out"), bytes);
-  print({{"samples", opened.size()},
-         {"notes", opened.notes()},
-         {"manifest", Json::parse(opened.manifest())}});
+  print({{"samples", calibration_feed.size()},
+         {"notes", calibration_feed.notes()},
+         {"manifest", Json::parse(calibration_feed.manifest())}});
   return 0;
 }
 
-int run(const std::string& command, const Words& words) {
-  static const std::map<std::string, int (*)(const Words&)> kCommands{{"show", show},
-                                                                      {"diff", diff},
-                                                                      {"relabel", relabel_file},
-                                                                      {"calibrate", calibrate},
-                                                                      {"feed", feed}};
-  const auto found = kCommands.find(command);
-  if (found == kCommands.end()) {
+int run(const std::string& command, const ArgumentList& argument_list) {
+  static const std::map<std::string, int (*)(const ArgumentList&)> kCommands{
+      {"show", show},
+      {"diff", diff},
+      {"relabel", relabel_file},
+      {"calibrate", calibrate},
+      {"feed", feed}};
+  const auto entry = kCommands.find(command);
+  if (entry == kCommands.end()) {
     throw ConfigError("'" + command + "' is no command; see calib8-cache --help");
   }
-  return found->second(words);
+  return entry->second(argument_list);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  const Words words(argv + 1, argv + argc);
-  const bool help = words.empty() || std::find(words.begin(), words.end(), "--help") != words.end();
+  const ArgumentList argument_list(argv + 1, argv + argc);
+  const bool help = argument_list.empty() || std::find(argument_list.begin(), argument_list.end(),
+                                                       "--help") != argument_list.end();
   if (help) {
     std::cout << kHelp << "\nOptions of feed:\n" << apps::kFeedHelp;
-    return words.empty() ? 2 : 0;
+    return argument_list.empty() ? 2 : 0;
   }
   try {
-    return run(words.front(), {words.begin() + 1, words.end()});
+    return run(argument_list.front(), {argument_list.begin() + 1, argument_list.end()});
   } catch (const std::exception& error) {
     std::cerr << "calib8-cache: " << error.what() << "\n";
     return 2;

@@ -47,8 +47,8 @@ std::vector<TensorSpec> specs_of(const Arguments& arguments) {
     const InputText input = parse_input(text);
     TensorSpec spec{input.name, dtype, {}};
     for (const std::string& dim : input.dims) {
-      const bool number = dim.find_first_not_of("0123456789") == std::string::npos;
-      spec.shape.push_back(number ? Dim(std::stoi(dim)) : Dim(dim));
+      const bool is_number = dim.find_first_not_of("0123456789") == std::string::npos;
+      spec.shape.push_back(is_number ? Dim(std::stoi(dim)) : Dim(dim));
     }
     specs.push_back(std::move(spec));
   }

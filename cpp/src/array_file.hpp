@@ -14,21 +14,21 @@
 
 namespace calib8 {
 
-// A regular file that is read in places, by any number of threads.
-class PlacedFile {
+// A regular file that is read at offsets, by any number of threads.
+class RandomAccessFile {
  public:
   // Throws FeedError: it cannot be opened, or is no regular file.
-  explicit PlacedFile(const std::filesystem::path& path);
-  // An empty one without a name.
-  PlacedFile();
-  PlacedFile(const PlacedFile&) = delete;
-  PlacedFile& operator=(const PlacedFile&) = delete;
-  ~PlacedFile();
+  explicit RandomAccessFile(const std::filesystem::path& path);
+  // An empty temporary file without a name.
+  RandomAccessFile();
+  RandomAccessFile(const RandomAccessFile&) = delete;
+  RandomAccessFile& operator=(const RandomAccessFile&) = delete;
+  ~RandomAccessFile();
 
   std::uint64_t size() const;
   // Throws FeedError where the file ends before, or cannot be read.
-  void read(std::uint64_t at, char* out, std::size_t size) const;
-  std::string read(std::uint64_t at, std::size_t size) const;
+  void read(std::uint64_t offset, char* out, std::size_t size) const;
+  std::string read(std::uint64_t offset, std::size_t size) const;
   void append(std::string_view data);
 
  private:
@@ -39,36 +39,37 @@ class PlacedFile {
 // An array in a file; its values are read when they are asked for.
 class StoredArray {
  public:
-  // From `at` on in the file.
-  StoredArray(std::shared_ptr<const PlacedFile> file, npy::Header header, std::uint64_t at)
-      : file_(std::move(file)), header_(std::move(header)), at_(at) {}
+  // The values begin at `offset` in the file.
+  StoredArray(std::shared_ptr<const RandomAccessFile> file, npy::Header header,
+              std::uint64_t offset)
+      : file_(std::move(file)), header_(std::move(header)), offset_(offset) {}
 
   const npy::Header& header() const { return header_; }
-  // Values in C order and this machine's byte order, of one place along the first axis or of all.
+  // Values in C order and this machine's byte order, of one index along the first axis, or all of them.
   // Throws FeedError: the file cannot be read any more.
-  std::vector<char> place(std::uint64_t index) const;
-  std::vector<char> whole() const;
+  std::vector<char> slice(std::uint64_t index) const;
+  std::vector<char> all_values() const;
 
  private:
-  std::vector<char> values(std::uint64_t from, std::uint64_t size) const;
-  // A file in Fortran's order, put into C's once.
-  const std::vector<char>& turned() const;
+  std::vector<char> values(std::uint64_t begin, std::uint64_t size) const;
+  // The values of an array in Fortran's order, put into C order once.
+  const std::vector<char>& in_c_order() const;
 
-  struct Turned {
+  struct COrderValues {
     std::once_flag once;
     std::vector<char> values;
   };
 
-  std::shared_ptr<const PlacedFile> file_;
+  std::shared_ptr<const RandomAccessFile> file_;
   npy::Header header_;
-  std::uint64_t at_;
-  std::shared_ptr<Turned> turned_ = std::make_shared<Turned>();
+  std::uint64_t offset_;
+  std::shared_ptr<COrderValues> c_order_ = std::make_shared<COrderValues>();
 };
 
 using Arrays = std::map<std::string, StoredArray>;
 
-// What a file holds.
-struct Held {
+// The arrays of one file, and their labels where it has any.
+struct FileArrays {
   Arrays arrays;  // by input
   std::optional<std::vector<int>> labels;
 };
@@ -78,6 +79,6 @@ bool is_arrays(const std::filesystem::path& path);
 
 // The arrays of a file by input. Throws FeedError: it is damaged, holds objects, or does not have
 // the inputs.
-Held read_arrays(const std::filesystem::path& path, const std::vector<TensorSpec>& specs);
+FileArrays read_arrays(const std::filesystem::path& path, const std::vector<TensorSpec>& specs);
 
 }  // namespace calib8

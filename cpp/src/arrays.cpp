@@ -9,7 +9,7 @@
 #include "calib8/digest.hpp"
 #include "calib8/errors.hpp"
 #include "calib8/text.hpp"
-#include "seen.hpp"
+#include "sample_digests.hpp"
 
 namespace calib8 {
 namespace {
@@ -31,54 +31,58 @@ std::string transpose_hint(const std::vector<std::int64_t>& dims, const TensorSp
       fits = spec.shape[k].size.value_or(dims[order[k]]) == dims[order[k]];
     }
     if (!fits) continue;
-    std::string words;
+    std::string axis_list;
     for (const std::size_t axis : order)
-      words += (words.empty() ? "" : ", ") + std::to_string(axis);
-    return "; turn it with .transpose(" + words + ")";
+      axis_list += (axis_list.empty() ? "" : ", ") + std::to_string(axis);
+    return "; turn it with .transpose(" + axis_list + ")";
   }
   return "; give one array of this shape per sample, or a batch of them";
 }
 
 void check_array(const npy::Header& header, const TensorSpec& spec, const Specs& specs,
-                 const std::string& where) {
+                 const std::string& file_name) {
   if (header.kind == 0 || header.dtype != spec.dtype) {
-    const bool pixels = header.dtype == "uint8";
-    throw FeedError(where + " must have the dtype of the input " + spec.describe() + ", got " +
-                    text::shown(header.describe()) + "; convert it with .astype('" + spec.dtype +
-                    "')" + (pixels ? "; pixels of 0..255 must be preprocessed first" : ""));
+    const bool is_uint8 = header.dtype == "uint8";
+    throw FeedError(file_name + " must have the dtype of the input " + spec.describe() + ", got " +
+                    text::printable(header.describe()) + "; convert it with .astype('" +
+                    spec.dtype + "')" +
+                    (is_uint8 ? "; pixels of 0..255 must be preprocessed first" : ""));
   }
   const std::size_t rank = spec.shape.size();
   const bool stacked = header.shape.size() == rank + 1;
   const std::vector<std::int64_t> dims(header.shape.begin() + (stacked ? 1 : 0),
                                        header.shape.end());
   bool fits = dims.size() == rank;
-  for (std::size_t at = 0; fits && at < rank; ++at) {
-    const bool counts = at == 0 && !stacked && is_batch(spec, specs);
-    fits = counts || spec.shape[at].size.value_or(dims[at]) == dims[at];
+  for (std::size_t axis = 0; fits && axis < rank; ++axis) {
+    const bool is_batch_axis = axis == 0 && !stacked && is_batch(spec, specs);
+    fits = is_batch_axis || spec.shape[axis].size.value_or(dims[axis]) == dims[axis];
   }
   if (fits) return;
-  throw FeedError(where + " must fit the input " + spec.describe() + ", got " + header.describe() +
-                  transpose_hint(dims, spec));
+  throw FeedError(file_name + " must fit the input " + spec.describe() + ", got " +
+                  header.describe() + transpose_hint(dims, spec));
 }
 
-// How many samples a file holds. Throws FeedError: a dtype, rank or dimension that is not the
+// The number of samples in a file. Throws FeedError: a dtype, rank or dimension that is not the
 // input's, or counts that differ.
-std::size_t rows(const Arrays& arrays, const Specs& specs, const std::string& where) {
+std::size_t count_rows(const Arrays& arrays, const Specs& specs, const std::string& file_name) {
   std::vector<std::pair<std::string, std::int64_t>> counts;
   for (const TensorSpec& spec : specs) {
     const npy::Header& header = arrays.at(spec.name).header();
-    check_array(header, spec, specs, where);
+    check_array(header, spec, specs, file_name);
     if (header.shape.size() > spec.shape.size() || is_batch(spec, specs)) {
       counts.emplace_back(spec.name, header.shape.front());
     }
   }
-  const auto differs = [&counts](const auto& one) { return one.second != counts.front().second; };
-  if (std::any_of(counts.begin(), counts.end(), differs)) {
-    std::string listed;
+  const auto differs_from_first = [&counts](const auto& one) {
+    return one.second != counts.front().second;
+  };
+  if (std::any_of(counts.begin(), counts.end(), differs_from_first)) {
+    std::string count_list;
     for (const auto& [name, count] : counts) {
-      listed += (listed.empty() ? "" : ", ") + name + ": " + std::to_string(count);
+      count_list += (count_list.empty() ? "" : ", ") + name + ": " + std::to_string(count);
     }
-    throw FeedError("all inputs of " + where + " must have equally many samples, got " + listed);
+    throw FeedError("all inputs of " + file_name + " must have equally many samples, got " +
+                    count_list);
   }
   return counts.empty() ? 1 : static_cast<std::size_t>(counts.front().second);
 }
@@ -92,10 +96,10 @@ Tensor tensor_of(const StoredArray& array, const TensorSpec& spec, std::size_t r
   } else if (is_batch(spec, specs)) {
     tensor.shape.front() = 1;
   } else {
-    tensor.bytes = array.whole();
+    tensor.bytes = array.all_values();
     return tensor;
   }
-  tensor.bytes = array.place(row);
+  tensor.bytes = array.slice(row);
   return tensor;
 }
 
@@ -103,194 +107,203 @@ Tensor tensor_of(const StoredArray& array, const TensorSpec& spec, std::size_t r
 std::string digest_of(const Sample& sample) {
   Sha256 digest;
   for (const Tensor& tensor : sample) {
-    std::string head = tensor.name;
-    head += '\0' + npy::descr_of(tensor.dtype);
-    head += '\0' + npy::shown(tensor.shape);
-    head += '\0';
-    digest.update(head).update({tensor.bytes.data(), tensor.bytes.size()});
+    std::string header = tensor.name;
+    header += '\0' + npy::descr_of(tensor.dtype);
+    header += '\0' + npy::format_shape(tensor.shape);
+    header += '\0';
+    digest.update(header).update({tensor.bytes.data(), tensor.bytes.size()});
   }
   return digest.bytes();
 }
 
-// Of float16, float32 or float64: what has all bits of the exponent set.
+// Count the float16, float32 or float64 values that are NaN or infinite: all bits of the exponent are set.
 template <class Bits>
-std::size_t not_finite(const std::vector<char>& bytes, Bits exponent) {
-  std::size_t bad = 0;
-  for (std::size_t at = 0; at + sizeof(Bits) <= bytes.size(); at += sizeof(Bits)) {
+std::size_t count_not_finite(const std::vector<char>& bytes, Bits exponent) {
+  std::size_t count = 0;
+  for (std::size_t offset = 0; offset + sizeof(Bits) <= bytes.size(); offset += sizeof(Bits)) {
     Bits bits = 0;
-    std::memcpy(&bits, bytes.data() + at, sizeof bits);
-    if ((bits & exponent) == exponent) ++bad;
+    std::memcpy(&bits, bytes.data() + offset, sizeof bits);
+    if ((bits & exponent) == exponent) ++count;
   }
-  return bad;
+  return count;
 }
 
-void check_finite(const Tensor& tensor, const std::string& where) {
-  std::size_t bad = 0;
-  if (tensor.dtype == "float16") bad = not_finite<std::uint16_t>(tensor.bytes, 0x7C00);
-  if (tensor.dtype == "float32") bad = not_finite<std::uint32_t>(tensor.bytes, 0x7F800000);
-  if (tensor.dtype == "float64") bad = not_finite<std::uint64_t>(tensor.bytes, 0x7FFULL << 52U);
-  if (bad == 0) return;
-  throw FeedError(where + " holds " + std::to_string(bad) + " NaN or Inf values for the input " +
-                  text::repr(tensor.name));
+void require_finite(const Tensor& tensor, const std::string& file_name) {
+  std::size_t bad_count = 0;
+  if (tensor.dtype == "float16") bad_count = count_not_finite<std::uint16_t>(tensor.bytes, 0x7C00);
+  if (tensor.dtype == "float32")
+    bad_count = count_not_finite<std::uint32_t>(tensor.bytes, 0x7F800000);
+  if (tensor.dtype == "float64")
+    bad_count = count_not_finite<std::uint64_t>(tensor.bytes, 0x7FFULL << 52U);
+  if (bad_count == 0) return;
+  throw FeedError(file_name + " holds " + std::to_string(bad_count) +
+                  " NaN or Inf values for the input " + text::repr(tensor.name));
 }
 
-// A file of all inputs ("" -> file), or one file an input.
-using Part = std::map<std::string, fs::path>;
+// One file with all inputs ("" -> file), or one file an input (input -> file).
+using FilesByInput = std::map<std::string, fs::path>;
 
-std::shared_ptr<const Held> held_of(const Part& part, const Specs& specs) {
-  const auto only = part.find("");
-  if (only != part.end()) return std::make_shared<Held>(read_arrays(only->second, specs));
-  auto held = std::make_shared<Held>();
+std::shared_ptr<const FileArrays> read_file_arrays(const FilesByInput& files, const Specs& specs) {
+  const auto single_file = files.find("");
+  if (single_file != files.end())
+    return std::make_shared<FileArrays>(read_arrays(single_file->second, specs));
+  auto file_arrays = std::make_shared<FileArrays>();
   for (const TensorSpec& spec : specs) {
-    Held one = read_arrays(part.at(spec.name), {spec});
-    held->arrays.merge(one.arrays);
+    FileArrays input_arrays = read_arrays(files.at(spec.name), {spec});
+    file_arrays->arrays.merge(input_arrays.arrays);
   }
-  return held;
+  return file_arrays;
 }
 
-std::string files_of(const Part& part, const Specs& specs) {
-  if (part.count("") > 0) return text::shown(part.at("").filename().string());
-  std::string words;
+std::string describe_files(const FilesByInput& files, const Specs& specs) {
+  if (files.count("") > 0) return text::printable(files.at("").filename().string());
+  std::string name_list;
   for (const TensorSpec& spec : specs) {
-    words += words.empty() ? "" : " and ";
-    words += text::shown(part.at(spec.name).filename().string());
+    name_list += name_list.empty() ? "" : " and ";
+    name_list += text::printable(files.at(spec.name).filename().string());
   }
-  return words;
+  return name_list;
 }
 
-// Where the values of an input are in the temporary file of what a function gave.
-struct Place {
-  std::uint64_t at;
+// Where the values of one input lie in the temporary file with the samples of a function.
+struct StoredValues {
+  std::uint64_t offset;
   std::vector<std::int64_t> shape;
 };
 
 class ArraySource final : public Source {
  public:
   Specs specs;
-  std::shared_ptr<PlacedFile> store;      // null where there are parts
-  std::vector<std::vector<Place>> items;  // in the store, each with its inputs in order
-  std::vector<Part> parts;
-  std::vector<std::size_t> ends;  // of each file, the samples up to its last
+  std::shared_ptr<RandomAccessFile> store;       // null where the samples are in files
+  std::vector<std::vector<StoredValues>> items;  // in the store; one entry an input, in order
+  std::vector<FilesByInput> file_groups;
+  std::vector<std::size_t> ends;  // for each file, the number of samples up to its last one
   std::string title;
-  std::vector<std::string> called;  // of each file; empty where there is one alone
-  std::vector<int> labels;          // empty where there are none
-  bool cut = false;                 // whether more than the store has may have come
+  std::vector<std::string> file_names;  // one a file; empty where there is only one file
+  std::vector<int> labels;              // empty where there are none
+  bool is_limited = false;              // whether the limit ended the reading
 
   std::size_t size() const override { return ends.empty() ? 0 : ends.back(); }
 
   std::string name(std::size_t index) const override {
-    if (called.empty()) return "sample " + std::to_string(index) + " of " + title;
-    const auto [where, row] = place(index);
-    const std::size_t count = ends[where] - (index - row);
-    return count == 1 ? called[where] : "sample " + std::to_string(row) + " of " + called[where];
+    if (file_names.empty()) return "sample " + std::to_string(index) + " of " + title;
+    const auto [file_index, row] = locate(index);
+    const std::size_t count = ends[file_index] - (index - row);
+    return count == 1 ? file_names[file_index]
+                      : "sample " + std::to_string(row) + " of " + file_names[file_index];
   }
 
-  std::string told(std::size_t index) const override { return name(index); }
+  std::string description(std::size_t index) const override { return name(index); }
 
   std::optional<int> label(std::size_t index) const override {
     return labels.empty() ? std::nullopt : std::optional<int>(labels[index]);
   }
 
   Raw load(std::size_t index) const override {
-    const auto [where, row] = place(index);
-    const std::shared_ptr<const Held> held = opened(where);
+    const auto [file_index, row] = locate(index);
+    const std::shared_ptr<const FileArrays> file_arrays = open_file(file_index);
     auto sample = std::make_shared<Sample>();
     for (const TensorSpec& spec : specs) {
-      sample->push_back(tensor_of(held->arrays.at(spec.name), spec, row, specs));
+      sample->push_back(tensor_of(file_arrays->arrays.at(spec.name), spec, row, specs));
     }
     return {digest_of(*sample), [sample, name = name(index)] {
-              for (const Tensor& tensor : *sample) check_finite(tensor, name);
+              for (const Tensor& tensor : *sample) require_finite(tensor, name);
               return std::move(*sample);
             }};
   }
 
   std::vector<std::string> notes() const override {
     if (!store) return {};
-    return {title + " was read once into a temporary file (" + (cut ? "the first " : "") +
+    return {title + " was read once into a temporary file (" + (is_limited ? "the first " : "") +
             std::to_string(size()) + " samples)"};
   }
 
-  // The file that was opened last stays open: its samples are read one after the other.
-  void keep(std::size_t where, std::shared_ptr<const Held> held) const {
+  // Keeps the file that was opened last open: its samples are read one after the other.
+  void cache_file(std::size_t file_index, std::shared_ptr<const FileArrays> file_arrays) const {
     const std::lock_guard lock(mutex_);
-    last_ = where;
-    held_ = std::move(held);
+    last_file_ = file_index;
+    last_arrays_ = std::move(file_arrays);
   }
 
  private:
-  std::pair<std::size_t, std::size_t> place(std::size_t index) const {
+  std::pair<std::size_t, std::size_t> locate(std::size_t index) const {
     const auto end = std::upper_bound(ends.begin(), ends.end(), index);
-    const auto where = static_cast<std::size_t>(end - ends.begin());
-    return {where, index - (where > 0 ? ends[where - 1] : 0)};
+    const auto file_index = static_cast<std::size_t>(end - ends.begin());
+    return {file_index, index - (file_index > 0 ? ends[file_index - 1] : 0)};
   }
 
-  std::shared_ptr<const Held> stored(std::size_t where) const {
-    auto held = std::make_shared<Held>();
+  std::shared_ptr<const FileArrays> open_stored_item(std::size_t file_index) const {
+    auto file_arrays = std::make_shared<FileArrays>();
     for (std::size_t k = 0; k < specs.size(); ++k) {
-      const Place& place = items[where][k];
-      npy::Header header = npy::of(specs[k].dtype, place.shape, UINT64_MAX);
-      held->arrays.emplace(specs[k].name, StoredArray(store, std::move(header), place.at));
+      const StoredValues& values = items[file_index][k];
+      npy::Header header = npy::of(specs[k].dtype, values.shape, UINT64_MAX);
+      file_arrays->arrays.emplace(specs[k].name,
+                                  StoredArray(store, std::move(header), values.offset));
     }
-    return held;
+    return file_arrays;
   }
 
-  std::shared_ptr<const Held> opened(std::size_t where) const {
-    if (store) return stored(where);
+  std::shared_ptr<const FileArrays> open_file(std::size_t file_index) const {
+    if (store) return open_stored_item(file_index);
     {
       const std::lock_guard lock(mutex_);
-      if (held_ && last_ == where) return held_;
+      if (last_arrays_ && last_file_ == file_index) return last_arrays_;
     }
-    const std::shared_ptr<const Held> held = held_of(parts[where], specs);
-    const std::size_t count = ends[where] - (where > 0 ? ends[where - 1] : 0);
-    if (rows(held->arrays, specs, called[where]) < count) {
-      throw Changed(called[where] + " changed while calib8 ran; do not change it during a run");
+    const std::shared_ptr<const FileArrays> file_arrays =
+        read_file_arrays(file_groups[file_index], specs);
+    const std::size_t count = ends[file_index] - (file_index > 0 ? ends[file_index - 1] : 0);
+    if (count_rows(file_arrays->arrays, specs, file_names[file_index]) < count) {
+      throw SampleChanged(file_names[file_index] +
+                          " changed while calib8 ran; do not change it during a run");
     }
-    keep(where, held);
-    return held;
+    cache_file(file_index, file_arrays);
+    return file_arrays;
   }
 
   mutable std::mutex mutex_;
-  mutable std::size_t last_ = 0;
-  mutable std::shared_ptr<const Held> held_;
+  mutable std::size_t last_file_ = 0;
+  mutable std::shared_ptr<const FileArrays> last_arrays_;
 };
 
-void check_labels(const Held& held, std::size_t count, const std::string& where) {
-  if (!held.labels || held.labels->size() == count) return;
-  throw FeedError(where + " must have one label per sample, got " +
-                  std::to_string(held.labels->size()) + " for " + std::to_string(count));
+void check_labels(const FileArrays& file_arrays, std::size_t count, const std::string& file_name) {
+  if (!file_arrays.labels || file_arrays.labels->size() == count) return;
+  throw FeedError(file_name + " must have one label per sample, got " +
+                  std::to_string(file_arrays.labels->size()) + " for " + std::to_string(count));
 }
 
-// The file's samples are counted into the source. Throws FeedError: it does not fit.
-std::shared_ptr<const Held> count_in(ArraySource& source, const Part& part) {
-  const std::shared_ptr<const Held> held = held_of(part, source.specs);
-  const std::string where = files_of(part, source.specs);
-  const std::size_t count = rows(held->arrays, source.specs, where);
-  check_labels(*held, count, where);
-  source.parts.push_back(part);
+// Adds the file's samples to the source. Throws FeedError: it does not fit the inputs.
+std::shared_ptr<const FileArrays> add_file(ArraySource& source, const FilesByInput& files) {
+  const std::shared_ptr<const FileArrays> file_arrays = read_file_arrays(files, source.specs);
+  const std::string file_name = describe_files(files, source.specs);
+  const std::size_t count = count_rows(file_arrays->arrays, source.specs, file_name);
+  check_labels(*file_arrays, count, file_name);
+  source.file_groups.push_back(files);
   source.ends.push_back(source.size() + count);
-  if (held->labels) {
-    source.labels.insert(source.labels.end(), held->labels->begin(), held->labels->end());
+  if (file_arrays->labels) {
+    source.labels.insert(source.labels.end(), file_arrays->labels->begin(),
+                         file_arrays->labels->end());
   }
-  return held;
+  return file_arrays;
 }
 
 void require_samples(const ArraySource& source) {
   if (source.size() == 0) throw FeedError(source.title + " must hold samples, got none");
 }
 
-std::unique_ptr<ArraySource> sourced(const std::vector<Part>& parts,
-                                     const std::vector<std::string>& called, const Specs& specs,
-                                     const std::string& title, bool skip_bad) {
+std::unique_ptr<ArraySource> make_source(const std::vector<FilesByInput>& file_groups,
+                                         const std::vector<std::string>& file_names,
+                                         const Specs& specs, const std::string& title,
+                                         bool skip_bad) {
   auto source = std::make_unique<ArraySource>();
   source->specs = specs;
   source->title = title;
-  for (const std::string& one : called) source->called.push_back(text::shown(one));
-  for (const Part& part : parts) {
+  for (const std::string& name : file_names) source->file_names.push_back(text::printable(name));
+  for (const FilesByInput& files : file_groups) {
     try {
-      count_in(*source, part);
+      add_file(*source, files);
     } catch (const FeedError&) {
       if (!skip_bad) throw;
-      source->parts.push_back(part);  // it says so again when it is its turn
+      source->file_groups.push_back(files);  // loading it throws the same error when it is its turn
       source->ends.push_back(source->size() + 1);
     }
   }
@@ -300,122 +313,126 @@ std::unique_ptr<ArraySource> sourced(const std::vector<Part>& parts,
 }
 
 // One folder an input; files of one name are one item.
-std::unique_ptr<Source> side_by_side(const std::vector<images::Picture>& files, const Specs& specs,
-                                     const std::string& title, bool skip_bad) {
-  std::map<std::string, Part> inside;  // name without suffix -> input -> file
-  for (const images::Picture& one : files) {
-    const std::size_t slash = one.name.find('/');
-    const fs::path rest = fs::path(one.name.substr(slash + 1));
-    inside[(rest.parent_path() / rest.stem()).string()][one.name.substr(0, slash)] = one.path;
+std::unique_ptr<Source> join_input_folders(const std::vector<images::Picture>& files,
+                                           const Specs& specs, const std::string& title,
+                                           bool skip_bad) {
+  std::map<std::string, FilesByInput> files_by_stem;  // name without suffix -> input -> file
+  for (const images::Picture& file : files) {
+    const std::size_t slash = file.name.find('/');
+    const fs::path path_below = fs::path(file.name.substr(slash + 1));
+    files_by_stem[(path_below.parent_path() / path_below.stem()).string()]
+                 [file.name.substr(0, slash)] = file.path;
   }
-  std::vector<Part> parts;
+  std::vector<FilesByInput> file_groups;
   std::vector<std::string> stems;
   for (const TensorSpec& spec : specs) {
     std::vector<std::string> missing;
-    for (const auto& [stem, part] : inside) {
-      if (part.count(spec.name) == 0) missing.push_back(stem);
+    for (const auto& [stem, input_files] : files_by_stem) {
+      if (input_files.count(spec.name) == 0) missing.push_back(stem);
     }
     if (missing.empty()) continue;
     throw FeedError("every input's folder in " + title +
                     " must have files of the same names, got " + std::to_string(missing.size()) +
-                    " missing in " + text::shown(spec.name) + ", the first " +
-                    text::shown(missing.front()) + "; add them");
+                    " missing in " + text::printable(spec.name) + ", the first " +
+                    text::printable(missing.front()) + "; add them");
   }
-  for (const auto& [stem, part] : inside) {
+  for (const auto& [stem, input_files] : files_by_stem) {
     stems.push_back(stem);
-    parts.push_back(part);
+    file_groups.push_back(input_files);
   }
-  return sourced(parts, stems, specs, title, skip_bad);
+  return make_source(file_groups, stems, specs, title, skip_bad);
 }
 
-// The tensor of each input. Throws FeedError: others are there.
-std::vector<const Tensor*> by_input(const Sample& sample, const Specs& specs,
-                                    const std::string& where) {
+// The tensor of each input. Throws FeedError: the sample has other tensors.
+std::vector<const Tensor*> match_inputs(const Sample& sample, const Specs& specs,
+                                        const std::string& file_name) {
   if (specs.size() == 1 && sample.size() == 1) return {&sample.front()};
-  std::vector<const Tensor*> found;
-  std::vector<std::string> wanted;
-  std::vector<std::string> got;
+  std::vector<const Tensor*> tensors;
+  std::vector<std::string> input_names;
+  std::vector<std::string> tensor_names;
   for (const TensorSpec& spec : specs) {
-    const auto named = [&spec](const Tensor& tensor) { return tensor.name == spec.name; };
-    const auto one = std::find_if(sample.begin(), sample.end(), named);
-    if (one != sample.end()) found.push_back(&*one);
-    wanted.push_back(spec.name);
+    const auto has_input_name = [&spec](const Tensor& tensor) { return tensor.name == spec.name; };
+    const auto match = std::find_if(sample.begin(), sample.end(), has_input_name);
+    if (match != sample.end()) tensors.push_back(&*match);
+    input_names.push_back(spec.name);
   }
-  if (found.size() == specs.size() && sample.size() == specs.size()) return found;
-  for (const Tensor& tensor : sample) got.push_back(tensor.name);
-  std::sort(got.begin(), got.end());
-  throw FeedError(where + " must name the inputs " + text::repr(wanted) + ", got " +
-                  text::repr(got) + "; name its arrays as the model does");
+  if (tensors.size() == specs.size() && sample.size() == specs.size()) return tensors;
+  for (const Tensor& tensor : sample) tensor_names.push_back(tensor.name);
+  std::sort(tensor_names.begin(), tensor_names.end());
+  throw FeedError(file_name + " must name the inputs " + text::repr(input_names) + ", got " +
+                  text::repr(tensor_names) + "; name its arrays as the model does");
 }
 
 // Throws FeedError: the tensor has more or fewer bytes than its shape says.
-npy::Header header_of(const Tensor& tensor, const std::string& where) {
+npy::Header header_of(const Tensor& tensor, const std::string& file_name) {
   const std::uint64_t size = tensor.bytes.size();
   try {
     npy::Header header = npy::of(tensor.dtype, tensor.shape, size);
     if (header.kind == 0 || header.bytes == size) return header;
   } catch (const npy::Broken&) {  // too few
   }
-  throw FeedError(where + " must hold as many bytes as its shape says, got " +
-                  std::to_string(size) + " for " + tensor.dtype + " " + npy::shown(tensor.shape) +
-                  "; fill Tensor::bytes");
+  throw FeedError(file_name + " must hold as many bytes as its shape says, got " +
+                  std::to_string(size) + " for " + tensor.dtype + " " +
+                  npy::format_shape(tensor.shape) + "; fill Tensor::bytes");
 }
 
 // 100,000
-std::string grouped(std::size_t number) {
+std::string with_thousands(std::size_t number) {
   std::string digits = std::to_string(number);
-  for (std::size_t at = digits.size(); at > 3; at -= 3) digits.insert(at - 3, ",");
+  for (std::size_t position = digits.size(); position > 3; position -= 3)
+    digits.insert(position - 3, ",");
   return digits;
 }
 
-constexpr std::size_t kMostSamples = 100'000;  // of a function without a limit
+constexpr std::size_t kMaxSamples = 100'000;  // of a function without a limit
 
 // Appends what a function gave to the source. Throws FeedError: it does not fit the inputs.
-std::size_t keep_item(ArraySource& source, const Sample& sample) {
+std::size_t append_item(ArraySource& source, const Sample& sample) {
   const Specs& specs = source.specs;
-  const std::string where = "item " + std::to_string(source.items.size()) + " of " + source.title;
-  const std::vector<const Tensor*> tensors = by_input(sample, specs, where);
-  std::uint64_t at = source.store->size();
+  const std::string file_name =
+      "item " + std::to_string(source.items.size()) + " of " + source.title;
+  const std::vector<const Tensor*> tensors = match_inputs(sample, specs, file_name);
+  std::uint64_t offset = source.store->size();
   Arrays arrays;
-  std::vector<Place> places;
+  std::vector<StoredValues> stored_values;
   for (std::size_t k = 0; k < specs.size(); ++k) {
-    npy::Header header = header_of(*tensors[k], where);
+    npy::Header header = header_of(*tensors[k], file_name);
     if (header.shape.size() + 1 == specs[k].shape.size()) {
       header.shape.insert(header.shape.begin(), 1);
     }
-    places.push_back({at, header.shape});
-    arrays.emplace(specs[k].name, StoredArray(source.store, std::move(header), at));
-    at += tensors[k]->bytes.size();
+    stored_values.push_back({offset, header.shape});
+    arrays.emplace(specs[k].name, StoredArray(source.store, std::move(header), offset));
+    offset += tensors[k]->bytes.size();
   }
-  const std::size_t count = rows(arrays, specs, where);
-  if (count == 0) throw FeedError(where + " must hold samples, got none");
+  const std::size_t count = count_rows(arrays, specs, file_name);
+  if (count == 0) throw FeedError(file_name + " must hold samples, got none");
   for (const Tensor* tensor : tensors) {
     source.store->append({tensor->bytes.data(), tensor->bytes.size()});
   }
-  source.items.push_back(std::move(places));
+  source.items.push_back(std::move(stored_values));
   return count;
 }
 
 }  // namespace
 
-std::unique_ptr<Source> array_function(const NextSample& next, const Specs& specs,
-                                       const std::optional<std::size_t>& limit) {
+std::unique_ptr<Source> read_function(const NextSample& next, const Specs& specs,
+                                      const std::optional<std::size_t>& limit) {
   auto source = std::make_unique<ArraySource>();
   source->specs = specs;
   source->title = "the function";
-  source->store = std::make_shared<PlacedFile>();
+  source->store = std::make_shared<RandomAccessFile>();
   while (!limit || source->size() < *limit) {
     const std::optional<Sample> sample = next();
     if (!sample) break;
-    const std::size_t total = source->size() + keep_item(*source, *sample);
+    const std::size_t total = source->size() + append_item(*source, *sample);
     source->ends.push_back(std::min(total, limit.value_or(total)));
-    if (limit || total <= kMostSamples) continue;
-    throw FeedError(source->title + " must end, got " + grouped(total) +
+    if (limit || total <= kMaxSamples) continue;
+    throw FeedError(source->title + " must end, got " + with_thousands(total) +
                     " samples and no end; set a maximum number of samples (FeedOptions::limit), and"
                     " the first ones are used");
   }
   if (source->size() == 0) throw FeedError(source->title + " must give samples, got none");
-  source->cut = source->size() == limit;
+  source->is_limited = source->size() == limit;
   return source;
 }
 
@@ -433,21 +450,21 @@ std::int64_t fixed_batch(const Specs& specs) {
 std::unique_ptr<Source> array_file(const fs::path& path, const Specs& specs) {
   auto source = std::make_unique<ArraySource>();
   source->specs = specs;
-  source->title = text::shown(path.filename().string());
-  source->keep(0, count_in(*source, {{"", path}}));
+  source->title = text::printable(path.filename().string());
+  source->cache_file(0, add_file(*source, {{"", path}}));
   require_samples(*source);
   return source;
 }
 
 std::unique_ptr<Source> array_files(const std::vector<images::Picture>& files, const Specs& specs,
                                     const std::string& title, bool skip_bad) {
-  std::vector<Part> parts;
+  std::vector<FilesByInput> file_groups;
   std::vector<std::string> names;
-  for (const images::Picture& one : files) {
-    parts.push_back({{"", one.path}});
-    names.push_back(one.name);
+  for (const images::Picture& file : files) {
+    file_groups.push_back({{"", file.path}});
+    names.push_back(file.name);
   }
-  std::unique_ptr<ArraySource> source = sourced(parts, names, specs, title, skip_bad);
+  std::unique_ptr<ArraySource> source = make_source(file_groups, names, specs, title, skip_bad);
   if (!files.front().label) return source;
   source->labels.clear();  // the list's are those of all samples of a file
   for (std::size_t k = 0; k < files.size(); ++k) {
@@ -458,14 +475,15 @@ std::unique_ptr<Source> array_files(const std::vector<images::Picture>& files, c
 
 std::unique_ptr<Source> array_folder(const std::vector<images::Picture>& files, const Specs& specs,
                                      const std::string& title, bool skip_bad) {
-  std::set<std::string> tops;
-  std::set<std::string> inputs;
-  for (const images::Picture& one : files) {
-    const std::size_t slash = one.name.find('/');
-    if (slash != std::string::npos) tops.insert(one.name.substr(0, slash));
+  std::set<std::string> top_folders;
+  std::set<std::string> input_names;
+  for (const images::Picture& file : files) {
+    const std::size_t slash = file.name.find('/');
+    if (slash != std::string::npos) top_folders.insert(file.name.substr(0, slash));
   }
-  for (const TensorSpec& spec : specs) inputs.insert(spec.name);
-  if (specs.size() > 1 && tops == inputs) return side_by_side(files, specs, title, skip_bad);
+  for (const TensorSpec& spec : specs) input_names.insert(spec.name);
+  if (specs.size() > 1 && top_folders == input_names)
+    return join_input_folders(files, specs, title, skip_bad);
   return array_files(files, specs, title, skip_bad);
 }
 

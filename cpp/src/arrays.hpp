@@ -29,7 +29,7 @@ std::unique_ptr<Source> array_folder(const std::vector<images::Picture>& files, 
 
 // Samples that a function gives, the first `limit` of them, read once into a temporary file. Throws
 // FeedError: one that does not fit the inputs, none, or no end of them; and what the function throws.
-std::unique_ptr<Source> array_function(const NextSample& next, const Specs& specs,
-                                       const std::optional<std::size_t>& limit);
+std::unique_ptr<Source> read_function(const NextSample& next, const Specs& specs,
+                                      const std::optional<std::size_t>& limit);
 
 }  // namespace calib8

@@ -74,7 +74,7 @@ std::optional<Header> parse_header(std::string_view text) {
   return header ? header : legacy_header(text);
 }
 
-Header new_header(const CacheOptions& options) {
+Header make_header(const CacheOptions& options) {
   const int label = version_label(options.version);
   std::string text = "TRT-" + std::to_string(label) + "-" + options.algorithm;
   if (options.algorithm == kLegacy) {
@@ -91,26 +91,27 @@ Header new_header(const CacheOptions& options) {
 
 Entry parse_entry(const Line& line, std::size_t number, const std::string& origin) {
   const std::size_t colon = line.text.rfind(": ");
-  const bool split = colon != std::string_view::npos && colon > 0;
-  const std::string_view digits = split ? line.text.substr(colon + 2) : std::string_view{};
-  const bool whole = split && scan::hex(digits);
-  const auto place = [&] { return "line " + std::to_string(number); };
-  const auto shown = [&] { return text::repr(text::head(line.text, 60)); };
+  const bool has_colon = colon != std::string_view::npos && colon > 0;
+  const std::string_view digits = has_colon ? line.text.substr(colon + 2) : std::string_view{};
+  const bool is_valid = has_colon && scan::hex(digits);
+  const auto line_name = [&] { return "line " + std::to_string(number); };
+  const auto quoted_line = [&] { return text::repr(text::head(line.text, 60)); };
   // Without its newline a last line may have lost digits: "3d8" reads as a number all the same.
-  const bool ended = line.end.find('\n') != std::string_view::npos;
-  if (!ended && !(whole && (digits.size() == 8 || digits == "0"))) {
+  const bool has_newline = line.end.find('\n') != std::string_view::npos;
+  if (!has_newline && !(is_valid && (digits.size() == 8 || digits == "0"))) {
     throw CacheError("the last line of a calibration cache ends in a newline; " + origin +
-                     " stops in the midst of " + place() + " (" + shown() +
+                     " stops in the midst of " + line_name() + " (" + quoted_line() +
                      "), so it was cut off; write it again");
   }
-  if (!whole) {
-    throw CacheError("a cache line reads 'name: hex' with 1 to 8 hex digits; " + place() + " of " +
-                     origin + " is " + shown() + "; remove that line or calibrate again");
+  if (!is_valid) {
+    throw CacheError("a cache line reads 'name: hex' with 1 to 8 hex digits; " + line_name() +
+                     " of " + origin + " is " + quoted_line() +
+                     "; remove that line or calibrate again");
   }
   return {std::string(line.text.substr(0, colon)), std::string(digits), std::string(line.end)};
 }
 
-Entry new_entry(const std::string& name, float scale) {
+Entry make_entry(const std::string& name, float scale) {
   if (name.empty() || name.find_first_of("\r\n") != std::string::npos) {
     throw CacheError(
         "a cache holds one line a tensor, so a name has no line break and is not empty, got " +
@@ -157,19 +158,19 @@ std::vector<std::string> CalibrationCache::duplicates() const {
 }
 
 NamedScales CalibrationCache::scales() const {
-  std::map<std::string_view, std::uint32_t> seen;
-  NamedScales found;
+  std::map<std::string_view, std::uint32_t> bits_by_name;
+  NamedScales scales;
   for (const Entry& entry : entries) {
-    const auto [known, fresh] = seen.emplace(entry.name, entry.bits());
-    if (fresh) {
-      found.emplace_back(entry.name, entry.scale());
-    } else if (known->second != entry.bits()) {
+    const auto [entry_bits, is_new] = bits_by_name.emplace(entry.name, entry.bits());
+    if (is_new) {
+      scales.emplace_back(entry.name, entry.scale());
+    } else if (entry_bits->second != entry.bits()) {
       throw CacheError("one tensor has one scale, got " + text::repr(entry.name) + " with " +
-                       number::hex(known->second) + " and " + number::hex(entry.bits()) +
+                       number::hex(entry_bits->second) + " and " + number::hex(entry.bits()) +
                        "; remove the wrong line");
     }
   }
-  return found;
+  return scales;
 }
 
 std::string CalibrationCache::dump() const {
@@ -200,7 +201,7 @@ CalibrationCache parse_cache(std::string_view data, const std::string& origin) {
 
 CalibrationCache read_cache(const std::filesystem::path& path) {
   try {
-    return parse_cache(files::read(path, files::kMostText), path.string());
+    return parse_cache(files::read(path, files::kMaxTextBytes), path.string());
   } catch (const FeedError& error) {
     throw CacheError(error.what());
   }
@@ -209,8 +210,8 @@ CalibrationCache read_cache(const std::filesystem::path& path) {
 CalibrationCache cache_from_scales(const NamedScales& scales, const CacheOptions& options) {
   if (scales.empty()) throw CacheError("a calibration cache needs at least one scale, got none");
   CalibrationCache cache;
-  for (const auto& [name, scale] : scales) cache.entries.push_back(new_entry(name, scale));
-  cache.header = new_header(options);
+  for (const auto& [name, scale] : scales) cache.entries.push_back(make_entry(name, scale));
+  cache.header = make_header(options);
   return cache;
 }
 
@@ -225,31 +226,31 @@ CalibrationCache relabel(const CalibrationCache& cache, const std::string& versi
   options.algorithm = algorithm.value_or(cache.header.algorithm);
   options.quantile = cache.header.quantile.value_or(options.quantile);
   options.cutoff = cache.header.cutoff.value_or(options.cutoff);
-  CalibrationCache changed = cache;
-  changed.header = new_header(options);
-  changed.header.end = cache.header.end;
-  return changed;
+  CalibrationCache relabelled = cache;
+  relabelled.header = make_header(options);
+  relabelled.header.end = cache.header.end;
+  return relabelled;
 }
 
 int version_label(const std::string& version) {
   const std::string_view text = text::strip(version);
-  std::vector<int> parts;
-  bool sound = true;
-  for (std::size_t at = 0; at <= text.size();) {
-    const std::size_t dot = std::min(text.find('.', at), text.size());
-    const std::string_view part = text.substr(at, dot - at);
-    const std::size_t most = parts.size() < 3 ? 2 : std::string_view::npos;
-    sound = sound && parts.size() < 4 && scan::digits(part, 1, most);
-    parts.push_back(sound && parts.size() < 3 ? std::stoi(std::string(part)) : 0);
-    at = dot + 1;
+  std::vector<int> numbers;
+  bool is_valid = true;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t dot = std::min(text.find('.', begin), text.size());
+    const std::string_view part_text = text.substr(begin, dot - begin);
+    const std::size_t max_digits = numbers.size() < 3 ? 2 : std::string_view::npos;
+    is_valid = is_valid && numbers.size() < 4 && scan::digits(part_text, 1, max_digits);
+    numbers.push_back(is_valid && numbers.size() < 3 ? std::stoi(std::string(part_text)) : 0);
+    begin = dot + 1;
   }
-  if (!sound || parts.size() < 3) {
+  if (!is_valid || numbers.size() < 3) {
     throw CacheError("a TensorRT version reads X.Y.Z, such as 8.5.3, got " + text::repr(version));
   }
-  if (parts[0] < 10 && parts[1] > 9) {
+  if (numbers[0] < 10 && numbers[1] > 9) {
     throw CacheError("TensorRT below 10 has one-digit minor versions, got " + text::repr(version));
   }
-  return parts[0] * (parts[0] < 10 ? 1000 : 10000) + parts[1] * 100 + parts[2];
+  return numbers[0] * (numbers[0] < 10 ? 1000 : 10000) + numbers[1] * 100 + numbers[2];
 }
 
 std::string label_to_version(int label) {

@@ -38,7 +38,7 @@ constexpr std::array<Magic, 13> kMagic{{
     {"\x1f\x8b"sv, "is gzip-compressed; unpack it first"},
 }};
 
-bool unprintable(std::string_view data) {
+bool is_binary(std::string_view data) {
   for (const char c : data) {
     const auto byte = static_cast<unsigned char>(c);
     if (byte <= 0x08 || (byte >= 0x0E && byte <= 0x1F)) return true;
@@ -71,71 +71,73 @@ bool starts_with(std::string_view text, std::string_view prefix) {
 }
 
 // "name value" with a decimal number at the end.
-bool ort_line(std::string_view line) {
+bool is_onnxruntime_line(std::string_view line) {
   const std::size_t space = line.rfind(' ');
   if (space == std::string_view::npos || space < 1 || scan::space(line.front())) return false;
   std::string_view number = line.substr(space + 1);
-  const auto digits = [&number] {
+  const auto skip_digits = [&number] {
     std::size_t count = 0;
     for (; !number.empty() && scan::digit(number.front()); ++count) number.remove_prefix(1);
     return count;
   };
-  const auto sign = [&number] {
+  const auto skip_sign = [&number] {
     if (!number.empty() && (number.front() == '+' || number.front() == '-')) {
       number.remove_prefix(1);
     }
   };
-  sign();
-  std::size_t count = digits();
+  skip_sign();
+  std::size_t count = skip_digits();
   if (!number.empty() && number.front() == '.') {
     number.remove_prefix(1);
-    const std::size_t fraction = digits();
+    const std::size_t fraction = skip_digits();
     if (count == 0 && fraction == 0) return false;
     count += fraction;
   }
   if (count == 0) return false;
   if (!number.empty() && (number.front() == 'e' || number.front() == 'E')) {
     number.remove_prefix(1);
-    sign();
-    if (digits() == 0) return false;
+    skip_sign();
+    if (skip_digits() == 0) return false;
   }
   return number.empty();
 }
 
-std::string shown(std::string_view first) { return text::repr_replaced(first.substr(0, 60)); }
+std::string quote_start(std::string_view line) { return text::repr_replaced(line.substr(0, 60)); }
 
 // `record {`, with white space anywhere around.
-bool record(std::string_view data) {
-  std::string_view rest = left_strip(data);
-  if (!starts_with(rest, "record")) return false;
-  rest = left_strip(rest.substr(6));
-  return !rest.empty() && rest.front() == '{';
+bool is_amct_record(std::string_view data) {
+  std::string_view remaining_text = left_strip(data);
+  if (!starts_with(remaining_text, "record")) return false;
+  remaining_text = left_strip(remaining_text.substr(6));
+  return !remaining_text.empty() && remaining_text.front() == '{';
 }
 
 std::string text_origin(std::string_view data) {
-  std::string_view first = data.substr(0, data.find('\n'));
-  while (!first.empty() && first.back() == '\r') first.remove_suffix(1);
+  std::string_view first_line = data.substr(0, data.find('\n'));
+  while (!first_line.empty() && first_line.back() == '\r') first_line.remove_suffix(1);
   const std::string_view start = left_strip(data);
   if (!start.empty() && (start.front() == '{' || start.front() == '[')) {
     return "is JSON (onnxruntime's calibration.json, or a table of another tool), which TensorRT"
            " itself cannot read";
   }
-  const std::string page = text::lower(start.substr(0, 5));
-  if (page == "<!doc" || page == "<html") return "is a web page; download the raw file instead";
-  if (record(data)) return "looks like a quantization record of Ascend's AMCT";
-  const std::size_t colon = first.rfind(": ");
-  if (colon != std::string_view::npos && colon > 0 && scan::hex(first.substr(colon + 2))) {
-    return "has entries but no header (it begins with " + shown(first) + "); put the header back";
+  const std::string page_start = text::lower(start.substr(0, 5));
+  if (page_start == "<!doc" || page_start == "<html")
+    return "is a web page; download the raw file instead";
+  if (is_amct_record(data)) return "looks like a quantization record of Ascend's AMCT";
+  const std::size_t colon = first_line.rfind(": ");
+  if (colon != std::string_view::npos && colon > 0 && scan::hex(first_line.substr(colon + 2))) {
+    return "has entries but no header (it begins with " + quote_start(first_line) +
+           "); put the header back";
   }
-  if (ort_line(first)) {
+  if (is_onnxruntime_line(first_line)) {
     return "looks like onnxruntime's own calibration table (name and range, in decimal), which"
            " bears the same file name but is another format; calibrate again with"
            " --target tensorrt";
   }
-  if (starts_with(first, "TRT-") || starts_with("TRT-", first)) {
-    return "has the damaged first line " + shown(first) + "; write it again";
+  if (starts_with(first_line, "TRT-") || starts_with("TRT-", first_line)) {
+    return "has the damaged first line " + quote_start(first_line) + "; write it again";
   }
-  return "begins with " + shown(first) + ", which no known calibration tool writes";
+  return "begins with " + quote_start(first_line) + ", which no known calibration tool writes";
 }
 
 }  // namespace
@@ -144,7 +146,7 @@ std::string likely_origin(std::string_view data) {
   for (const Magic& magic : kMagic) {
     if (starts_with(data, magic.bytes)) return std::string(magic.clause);
   }
-  return unprintable(data.substr(0, 4096)) ? binary_origin(data) : text_origin(data);
+  return is_binary(data.substr(0, 4096)) ? binary_origin(data) : text_origin(data);
 }
 
 }  // namespace calib8

@@ -11,16 +11,16 @@
 #include "calib8/images.hpp"
 #include "calib8/text.hpp"
 #include "jpeg.hpp"
-#include "overheard.hpp"
+#include "stderr_capture.hpp"
 
 namespace calib8::images {
 namespace {
 
-constexpr std::int64_t kLargestPicture = std::int64_t{1} << 28U;  // pixels: 768 MB when decoded
+constexpr std::int64_t kMaxPixels = std::int64_t{1} << 28U;  // pixels: 768 MB when decoded
 
 // One thread, no messages of OpenCV on stderr, and none of Intel's IPP, with which pixels would
 // depend on how OpenCV was built.
-void settle_opencv() {
+void configure_opencv() {
   static const bool kOnce = [] {
     cv::setNumThreads(1);
     cv::utils::logging::setLogLevel(cv::utils::logging::LOG_LEVEL_SILENT);
@@ -31,71 +31,73 @@ void settle_opencv() {
 }
 
 struct Decoded {
-  cv::Mat mat;                    // empty where it is no picture
-  std::vector<std::string> said;  // by the decoder, a line each
+  cv::Mat mat;                             // empty where it is no picture
+  std::vector<std::string> decoder_lines;  // what the decoder printed
   bool too_large = false;
 };
 
-Decoded decoded(std::string_view data, int flags) {
-  Decoded made;
-  if (data.empty() || data.size() > std::numeric_limits<int>::max()) return made;
-  settle_opencv();
+Decoded decode_with_opencv(std::string_view data, int flags) {
+  Decoded picture;
+  if (data.empty() || data.size() > std::numeric_limits<int>::max()) return picture;
+  configure_opencv();
   // OpenCV takes no const matrix header; imdecode only reads.
   auto* bytes = const_cast<char*>(data.data());
   const cv::Mat raw(1, static_cast<int>(data.size()), CV_8UC1, bytes);
-  const Overheard ear;
+  const StderrCapture capture;
   try {
-    made.mat = cv::imdecode(raw, flags);
-    made.too_large = static_cast<std::int64_t>(made.mat.total()) > kLargestPicture;
+    picture.mat = cv::imdecode(raw, flags);
+    picture.too_large = static_cast<std::int64_t>(picture.mat.total()) > kMaxPixels;
   } catch (const cv::Exception& error) {  // OpenCV's own limit is of 2^30 pixels
-    made.too_large = error.err.find("CV_IO_MAX_IMAGE") != std::string::npos;
+    picture.too_large = error.err.find("CV_IO_MAX_IMAGE") != std::string::npos;
   } catch (const std::bad_alloc&) {
   }
-  made.said = ear.lines();
-  return made;
+  picture.decoder_lines = capture.lines();
+  return picture;
 }
 
 // What libjpeg says of pixels; of a profile, a revision or a colour transform it says other things.
-bool is_damage(const std::string& words) {
-  const auto has = [&](const char* part) { return words.find(part) != std::string::npos; };
-  const std::size_t corrupt = words.find("Corrupt JPEG data");
+bool is_damage(const std::string& line) {
+  const auto has = [&](const char* part) { return line.find(part) != std::string::npos; };
+  const std::size_t corrupt = line.find("Corrupt JPEG data");
   const bool profile =
-      corrupt != std::string::npos && words.compare(corrupt + 17, 9, ": bad ICC") == 0;
+      corrupt != std::string::npos && line.compare(corrupt + 17, 9, ": bad ICC") == 0;
   return (corrupt != std::string::npos && !profile) || has("Premature end of JPEG") ||
          has("Inconsistent progression");
 }
 
-[[noreturn]] void refuse(std::string_view data, const std::string& name, const std::string& why) {
-  throw FeedError("image " + text::shown(name) + " cannot be decoded (" +
-                  std::to_string(data.size()) + " bytes, " + why + ")");
+[[noreturn]] void refuse(std::string_view data, const std::string& name,
+                         const std::string& reason) {
+  throw FeedError("image " + text::printable(name) + " cannot be decoded (" +
+                  std::to_string(data.size()) + " bytes, " + reason + ")");
 }
 
 }  // namespace
 
-Pixels decode(std::string_view data, const std::string& name, bool grey, bool deep) {
-  const std::string found = jpeg::fault(data);
-  if (!found.empty()) refuse(data, name, found);
+Pixels decode(std::string_view data, const std::string& name, bool grey, bool keep_depth) {
+  const std::string fault = jpeg::fault(data);
+  if (!fault.empty()) refuse(data, name, fault);
   const int flags =
-      (grey ? cv::IMREAD_GRAYSCALE : cv::IMREAD_COLOR) | (deep ? cv::IMREAD_ANYDEPTH : 0);
-  const Decoded made = decoded(data, flags);
-  const cv::Mat& mat = made.mat;
-  if (made.too_large) {
+      (grey ? cv::IMREAD_GRAYSCALE : cv::IMREAD_COLOR) | (keep_depth ? cv::IMREAD_ANYDEPTH : 0);
+  const Decoded picture = decode_with_opencv(data, flags);
+  const cv::Mat& mat = picture.mat;
+  if (picture.too_large) {
     throw FeedError(
-        "image " + text::shown(name) + " must have at most 268,435,456 pixels" +
+        "image " + text::printable(name) + " must have at most 268,435,456 pixels" +
         (mat.empty() ? "" : ", got " + std::to_string(mat.cols) + "x" + std::to_string(mat.rows)) +
         "; give a smaller copy of it");
   }
-  for (const std::string& words : made.said) {
-    if (!is_damage(words)) continue;
-    throw FeedError("image " + text::shown(name) + " is damaged (" + std::to_string(data.size()) +
-                    " bytes), its decoder says: " + words);
+  for (const std::string& line : picture.decoder_lines) {
+    if (!is_damage(line)) continue;
+    throw FeedError("image " + text::printable(name) + " is damaged (" +
+                    std::to_string(data.size()) + " bytes), its decoder says: " + line);
   }
   if (mat.empty()) {
     refuse(data, name,
-           "damaged or of an unknown format" + (made.said.empty() ? "" : ": " + made.said.back()));
+           "damaged or of an unknown format" +
+               (picture.decoder_lines.empty() ? "" : ": " + picture.decoder_lines.back()));
   }
   if (mat.depth() != CV_8U) {
-    throw FeedError("image " + text::shown(name) +
+    throw FeedError("image " + text::printable(name) +
                     " has more than 8 bits a pixel, which only calib8 for Python feeds; "
                     "calibrate there, or give pictures of 8 bits");
   }

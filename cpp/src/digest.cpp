@@ -50,7 +50,7 @@ std::string Sha256::hex() {
   return text;
 }
 
-std::string combined(const std::vector<std::string>& digests) {
+std::string combine_digests(const std::vector<std::string>& digests) {
   Sha256 digest;
   for (const std::string& one : digests) digest.update(one);
   return digest.hex();

@@ -12,7 +12,7 @@ namespace calib8::entropy {
 namespace {
 
 // Each level's sum spread evenly over those of its bins that are not empty.
-std::vector<double> spread(const std::vector<double>& h, std::size_t i) {
+std::vector<double> spread_levels(const std::vector<double>& h, std::size_t i) {
   std::vector<double> sums(kLevels, 0.0);
   std::vector<double> occupied(kLevels, 0.0);
   for (std::size_t j = 0; j < i; ++j) {
@@ -33,7 +33,7 @@ double xlogx(double x) { return x > 0 ? x * std::log(x) : 0.0; }
 
 // Sums of the first k values, [n + 1].
 template <typename Of>
-std::vector<double> prefix(const std::vector<double>& h, Of of) {
+std::vector<double> prefix_sums(const std::vector<double>& h, Of of) {
   std::vector<double> sums(1, 0.0);
   sums.reserve(h.size() + 1);
   for (const double count : h) sums.push_back(sums.back() + of(count));
@@ -44,17 +44,17 @@ std::vector<double> prefix(const std::vector<double>& h, Of of) {
 // bins of a level, S the kept and A all counts,
 // A * KL = sum h ln h - sum s ln(s / n) + last-bin correction + A ln(S / A).
 std::vector<double> divergences(const std::vector<double>& h) {
-  const auto sums = prefix(h, [](double count) { return count; });
-  const auto occupied = prefix(h, [](double count) { return count > 0 ? 1.0 : 0.0; });
-  const auto logs = prefix(h, xlogx);
-  const double all = sums.back();
-  std::vector<double> found;
-  found.reserve(kBins - kLevels + 1);
+  const auto sums = prefix_sums(h, [](double count) { return count; });
+  const auto occupied = prefix_sums(h, [](double count) { return count > 0 ? 1.0 : 0.0; });
+  const auto logs = prefix_sums(h, xlogx);
+  const double total = sums.back();
+  std::vector<double> result;
+  result.reserve(kBins - kLevels + 1);
   for (std::size_t i = kLevels; i <= kBins; ++i) {
-    const double last = h[i - 1];
-    const double outliers = all - sums[i];
-    if (!(sums[i] > 0) || (!(last > 0) && outliers > 0)) {
-      found.push_back(std::numeric_limits<double>::infinity());
+    const double last_bin = h[i - 1];
+    const double outliers = total - sums[i];
+    if (!(sums[i] > 0) || (!(last_bin > 0) && outliers > 0)) {
+      result.push_back(std::numeric_limits<double>::infinity());
       continue;
     }
     double cross = 0;
@@ -69,26 +69,27 @@ std::vector<double> divergences(const std::vector<double>& h) {
       }
       start = end;
     }
-    found.push_back((logs[i] - xlogx(last) + xlogx(last + outliers) - cross - outliers * log_mean +
-                     all * std::log(sums[i] / all)) /
-                    all);
+    result.push_back((logs[i] - xlogx(last_bin) + xlogx(last_bin + outliers) - cross -
+                      outliers * log_mean + total * std::log(sums[i] / total)) /
+                     total);
   }
-  return found;
+  return result;
 }
 
 }  // namespace
 
-double divergence(const std::vector<double>& h, int kept) {
-  if (h.size() != kBins || kept < kLevels || kept > kBins) {
+double divergence(const std::vector<double>& h, int kept_bins) {
+  if (h.size() != kBins || kept_bins < kLevels || kept_bins > kBins) {
     throw CalibrationError("a divergence is of " + std::to_string(kLevels) + " to " +
                            std::to_string(kBins) + " bins kept of " + std::to_string(kBins) +
-                           ", got " + std::to_string(kept) + " of " + std::to_string(h.size()));
+                           ", got " + std::to_string(kept_bins) + " of " +
+                           std::to_string(h.size()));
   }
-  const auto i = static_cast<std::size_t>(kept);
-  const auto split = h.begin() + kept;
+  const auto i = static_cast<std::size_t>(kept_bins);
+  const auto split = h.begin() + kept_bins;
   std::vector<double> p(h.begin(), split);
   p.back() += std::accumulate(split, h.end(), 0.0);  // whole numbers: exact in any order
-  const std::vector<double> q = spread(h, i);
+  const std::vector<double> q = spread_levels(h, i);
   const double p_sum = pairwise::sum(p);
   const double q_sum = pairwise::sum(q);
   if (!(q_sum > 0)) return std::numeric_limits<double>::infinity();
@@ -113,12 +114,13 @@ int search(const std::vector<std::int64_t>& histogram) {
   std::vector<double> h(histogram.begin(), histogram.end());
   h[0] = 0;
   if (std::all_of(h.begin(), h.end(), [](double count) { return !(count > 0); })) return kBins;
-  const std::vector<double> rough = divergences(h);
-  const double close = *std::min_element(rough.begin(), rough.end()) + kTolerance;
+  const std::vector<double> approximate = divergences(h);
+  const double max_candidate =
+      *std::min_element(approximate.begin(), approximate.end()) + kTolerance;
   double best = std::numeric_limits<double>::infinity();
   int winner = kBins;
   for (int i = kLevels; i <= kBins; ++i) {
-    if (!(rough[static_cast<std::size_t>(i - kLevels)] <= close)) continue;
+    if (!(approximate[static_cast<std::size_t>(i - kLevels)] <= max_candidate)) continue;
     const double kl = divergence(h, i);  // summed term by term, so that equal ones compare equal
     if (kl <= best) {
       best = kl;
@@ -132,14 +134,14 @@ double threshold(int i, double full_range) { return (i + 0.5) * full_range / kBi
 
 Scale scale(const Histogram& histogram) {
   const double amax = threshold(search(histogram.magnitudes(kBins)), histogram.full_range());
-  Scale found{std::max(histogram.minimum(), -amax),
-              std::min(histogram.maximum(), amax),
-              amax,
-              histogram.minimum(),
-              histogram.maximum(),
-              histogram.base() ? "entropy-tensorrt" : "entropy"};
-  found.check();
-  return found;
+  Scale result{std::max(histogram.minimum(), -amax),
+               std::min(histogram.maximum(), amax),
+               amax,
+               histogram.minimum(),
+               histogram.maximum(),
+               histogram.base() ? "entropy-tensorrt" : "entropy"};
+  result.check();
+  return result;
 }
 
 }  // namespace calib8::entropy

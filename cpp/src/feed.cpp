@@ -8,7 +8,6 @@
 #include <set>
 #include <system_error>
 
-#include "ahead.hpp"
 #include "array_file.hpp"
 #include "arrays.hpp"
 #include "calib8/digest.hpp"
@@ -17,9 +16,10 @@
 #include "calib8/text.hpp"
 #include "json_text.hpp"
 #include "machine.hpp"
-#include "seen.hpp"
+#include "prefetch.hpp"
+#include "sample_digests.hpp"
+#include "sampling.hpp"
 #include "source.hpp"
-#include "strewn.hpp"
 
 namespace calib8 {
 namespace {
@@ -27,15 +27,16 @@ namespace {
 namespace fs = std::filesystem;
 using images::Picture;
 
-constexpr int kMostThreads = 1024;
+constexpr int kMaxThreads = 1024;
 
 // The first few.
-std::string summary(const std::vector<std::string>& names) {
-  std::string list;
+std::string list_first_names(const std::vector<std::string>& names) {
+  std::string listed_names;
   for (std::size_t k = 0; k < std::min<std::size_t>(5, names.size()); ++k) {
-    list += (list.empty() ? "" : ", ") + names[k];
+    listed_names += (listed_names.empty() ? "" : ", ") + names[k];
   }
-  return list + (names.size() > 5 ? " and " + std::to_string(names.size() - 5) + " more" : "");
+  return listed_names +
+         (names.size() > 5 ? " and " + std::to_string(names.size() - 5) + " more" : "");
 }
 
 // Pictures, or files of arrays.
@@ -46,60 +47,62 @@ struct Files {
   std::vector<std::string> notes;
 };
 
-Files in_folder(const fs::path& folder) {
-  const fs::path last = folder.filename().empty() ? folder.parent_path() : folder;
-  const std::string name = last.filename().string();
-  Files found{images::find(folder, is_arrays), text::shown(name), true, {}};
+Files list_folder(const fs::path& folder) {
+  const fs::path folder_path = folder.filename().empty() ? folder.parent_path() : folder;
+  const std::string name = folder_path.filename().string();
+  Files listing{images::find(folder, is_arrays), text::printable(name), true, {}};
   std::vector<Picture> pictures;
-  for (const Picture& one : found.files) {
-    if (images::is_image(one.path)) pictures.push_back(one);
+  for (const Picture& file : listing.files) {
+    if (images::is_image(file.path)) pictures.push_back(file);
   }
-  const std::size_t left = found.files.size() - pictures.size();
-  if (pictures.empty() || left == 0) return found;
-  found.files = std::move(pictures);
-  found.notes.push_back(std::to_string(left) + " files of arrays among the images of " +
-                        found.title + " are not fed");
-  return found;
+  const std::size_t array_count = listing.files.size() - pictures.size();
+  if (pictures.empty() || array_count == 0) return listing;
+  listing.files = std::move(pictures);
+  listing.notes.push_back(std::to_string(array_count) + " files of arrays among the images of " +
+                          listing.title + " are not fed");
+  return listing;
 }
 
-Files files_of(const fs::path& path) {
+Files list_files(const fs::path& path) {
   std::error_code failed;
-  if (fs::is_directory(path, failed)) return in_folder(path);
+  if (fs::is_directory(path, failed)) return list_folder(path);
   if (!fs::exists(path, failed)) {
-    throw FeedError(text::shown(path.string()) +
+    throw FeedError(text::printable(path.string()) +
                     " does not exist; give a folder of images or arrays, a list file, or a file");
   }
   const std::string name = path.filename().string();
   if (images::is_image(path) || is_arrays(path)) {
-    return {{{path, name, std::nullopt}}, text::shown(name), false, {}};
+    return {{{path, name, std::nullopt}}, text::printable(name), false, {}};
   }
-  return {images::read_list(path), text::shown(path.string()), false, {}};
+  return {images::read_list(path), text::printable(path.string()), false, {}};
 }
 
 // Throws FeedError: some hold arrays, some are pictures.
-bool hold_arrays(const Files& given) {
-  std::vector<std::string> held;
-  for (const Picture& one : given.files) {
-    if (is_arrays(one.path)) held.push_back(text::shown(one.name));
+bool are_all_arrays(const Files& listing) {
+  std::vector<std::string> array_names;
+  for (const Picture& file : listing.files) {
+    if (is_arrays(file.path)) array_names.push_back(text::printable(file.name));
   }
-  if (held.empty() || held.size() == given.files.size()) return !held.empty();
-  throw FeedError(given.title + " must be of images or of arrays, got " +
-                  std::to_string(held.size()) + " of " + std::to_string(given.files.size()) +
-                  " with arrays: " + summary(held) + "; leave one kind out");
+  if (array_names.empty() || array_names.size() == listing.files.size())
+    return !array_names.empty();
+  throw FeedError(listing.title + " must be of images or of arrays, got " +
+                  std::to_string(array_names.size()) + " of " +
+                  std::to_string(listing.files.size()) +
+                  " with arrays: " + list_first_names(array_names) + "; leave one kind out");
 }
 
-void check_present(const std::vector<Picture>& pictures, const std::string& title) {
+void check_files_exist(const std::vector<Picture>& pictures, const std::string& title) {
   std::vector<std::string> missing;
   std::error_code failed;
   for (const Picture& picture : pictures) {
-    if (!fs::exists(picture.path, failed)) missing.push_back(text::shown(picture.name));
+    if (!fs::exists(picture.path, failed)) missing.push_back(text::printable(picture.name));
   }
   if (missing.empty()) return;
   throw FeedError("every image must exist, " + std::to_string(missing.size()) + " of " +
                   std::to_string(pictures.size()) + " in " + title +
-                  " do not: " + summary(missing) +
+                  " do not: " + list_first_names(missing) +
                   "; paths in a list are relative to it; correct the paths or links, or skip bad"
-                  " ones (--skip-bad)");
+                  " ones (FeedOptions::skip_bad, --skip-bad)");
 }
 
 void check_limit(const std::optional<std::size_t>& limit) {
@@ -108,94 +111,98 @@ void check_limit(const std::optional<std::size_t>& limit) {
   }
 }
 
-std::vector<std::size_t> choose(std::size_t count, const std::optional<std::size_t>& limit,
-                                std::vector<std::string>& notes) {
+std::vector<std::size_t> choose_samples(std::size_t count, const std::optional<std::size_t>& limit,
+                                        std::vector<std::string>& notes) {
   check_limit(limit);
-  const std::size_t most = std::min(limit.value_or(count), count);
-  if (most < count) {
-    notes.push_back(std::to_string(most) + " of " + std::to_string(count) +
+  const std::size_t sample_count = std::min(limit.value_or(count), count);
+  if (sample_count < count) {
+    notes.push_back(std::to_string(sample_count) + " of " + std::to_string(count) +
                     " samples are used, spread evenly over all");
   }
-  return some(count, most);
+  return sample_indices(count, sample_count);
 }
 
 // The batch that the inputs fix, else the one that is asked for.
-int batch_of(const Specs& specs, const FeedOptions& options) {
-  const auto open = [](const TensorSpec& spec) {
+int resolve_batch(const Specs& specs, const FeedOptions& options) {
+  const auto has_open_batch = [](const TensorSpec& spec) {
     return !spec.shape.empty() && !spec.shape.front().size;
   };
-  const bool asked = options.batch && std::any_of(specs.begin(), specs.end(), open);
-  const std::int64_t own = asked ? *options.batch : fixed_batch(specs);
-  const auto fits = [own](const TensorSpec& spec) {
-    return spec.shape.empty() || spec.shape.front().size.value_or(own) >= 1;
+  const bool is_requested =
+      options.batch && std::any_of(specs.begin(), specs.end(), has_open_batch);
+  const std::int64_t batch = is_requested ? *options.batch : fixed_batch(specs);
+  const auto fits_batch = [batch](const TensorSpec& spec) {
+    return spec.shape.empty() || spec.shape.front().size.value_or(batch) >= 1;
   };
-  const bool counted = own >= 1 && own <= std::numeric_limits<int>::max() &&
-                       std::all_of(specs.begin(), specs.end(), fits);
-  if (!counted || (options.batch && *options.batch != own)) {
+  const bool is_valid = batch >= 1 && batch <= std::numeric_limits<int>::max() &&
+                        std::all_of(specs.begin(), specs.end(), fits_batch);
+  if (!is_valid || (options.batch && *options.batch != batch)) {
     throw ConfigError("the batch must fit the input " + specs.front().describe() + ", got " +
-                      std::to_string(options.batch ? *options.batch : own) +
+                      std::to_string(options.batch ? *options.batch : batch) +
                       "; leave it out to take the model's own");
   }
-  return static_cast<int>(own);
+  return static_cast<int>(batch);
 }
 
-std::size_t threads_of(const FeedOptions& options) {
+std::size_t resolve_threads(const FeedOptions& options) {
   const int threads = options.threads.value_or(default_threads());
-  if (threads < 1 || threads > kMostThreads) {
-    throw ConfigError("threads must be 1 to " + std::to_string(kMostThreads) + ", got " +
+  if (threads < 1 || threads > kMaxThreads) {
+    throw ConfigError("threads must be 1 to " + std::to_string(kMaxThreads) + ", got " +
                       std::to_string(threads) + "; leave them out for one a core, at most 4");
   }
   return static_cast<std::size_t>(threads);
 }
 
-std::string no_whole_batch(std::size_t count, int batch) {
+std::string no_whole_batch_message(std::size_t count, int batch) {
   return "TensorRT calibrates in whole batches, got " + std::to_string(count) +
          " samples for batches of " + std::to_string(batch) +
          "; give more images or a smaller batch";
 }
 
 // (1, 3), or (1,): as Python shows a shape.
-std::string tuple_of(const std::vector<std::int64_t>& shape) {
-  const std::string sides = npy::shown(shape);
+std::string format_tuple(const std::vector<std::int64_t>& shape) {
+  const std::string sides = npy::format_shape(shape);
   return "(" + sides.substr(1, sides.size() - 2) + (shape.size() == 1 ? ",)" : ")");
 }
 
 // Throws FeedError: samples of one batch are of several shapes.
 void check_shapes(const std::vector<Sample>& group, std::size_t input) {
   std::set<std::vector<std::int64_t>> shapes;
-  for (const Sample& one : group) shapes.insert(one[input].shape);
+  for (const Sample& sample : group) shapes.insert(sample[input].shape);
   if (shapes.size() == 1) return;
-  std::string listed;
-  for (const auto& shape : shapes) listed += (listed.empty() ? "" : ", ") + tuple_of(shape);
-  throw FeedError("samples of one batch must have one shape, got [" + listed + "] for " +
+  std::string shape_list;
+  for (const auto& shape : shapes)
+    shape_list += (shape_list.empty() ? "" : ", ") + format_tuple(shape);
+  throw FeedError("samples of one batch must have one shape, got [" + shape_list + "] for " +
                   text::repr(group.front()[input].name) +
                   "; export the model with an open batch, or give all one size");
 }
 
 // Samples of batch 1 as one.
-Sample join(const std::vector<Sample>& group) {
-  Sample joined = group.front();
-  for (std::size_t input = 0; input < joined.size(); ++input) {
+Sample join_samples(const std::vector<Sample>& group) {
+  Sample batch = group.front();
+  for (std::size_t input = 0; input < batch.size(); ++input) {
     check_shapes(group, input);
-    Tensor& tensor = joined[input];
+    Tensor& tensor = batch[input];
     for (std::size_t k = 1; k < group.size() && !tensor.shape.empty(); ++k) {
-      const std::vector<char>& next = group[k][input].bytes;
+      const std::vector<char>& sample_bytes = group[k][input].bytes;
       tensor.shape.front() += group[k][input].shape.front();
-      tensor.bytes.insert(tensor.bytes.end(), next.begin(), next.end());
+      tensor.bytes.insert(tensor.bytes.end(), sample_bytes.begin(), sample_bytes.end());
     }
   }
-  return joined;
+  return batch;
 }
 
 class ImageSource final : public Source {
  public:
-  ImageSource(std::vector<Picture> pictures, TensorSpec spec, Preprocess how)
-      : pictures_(std::move(pictures)), spec_(std::move(spec)), how_(std::move(how)) {}
+  ImageSource(std::vector<Picture> pictures, TensorSpec spec, Preprocess preprocess)
+      : pictures_(std::move(pictures)),
+        spec_(std::move(spec)),
+        preprocess_(std::move(preprocess)) {}
 
   std::size_t size() const override { return pictures_.size(); }
   std::string name(std::size_t index) const override { return pictures_[index].name; }
-  std::string told(std::size_t index) const override {
-    return "image " + text::shown(pictures_[index].name);
+  std::string description(std::size_t index) const override {
+    return "image " + text::printable(pictures_[index].name);
   }
   std::optional<int> label(std::size_t index) const override { return pictures_[index].label; }
 
@@ -207,31 +214,31 @@ class ImageSource final : public Source {
 
  private:
   Sample decoded(const std::string& data, std::size_t index) const {
-    const bool planes = how_.layout != Layout::kNhwc;
-    const std::int64_t channels = how_.channels();
-    const Size size = *how_.size;
+    const bool planes = preprocess_.layout != Layout::kNhwc;
+    const std::int64_t channels = preprocess_.channels();
+    const Size size = *preprocess_.size;
     std::vector<std::int64_t> shape{1, size.height, size.width, channels};
     if (planes) shape = {1, channels, size.height, size.width};
-    const bool grey = how_.color == Color::kGrey;
+    const bool grey = preprocess_.color == Color::kGrey;
     const bool deep =
-        grey && std::abs(how_.scale * 255 - 1) > 1e-3;  // as in Python: all bits count
+        grey && std::abs(preprocess_.scale * 255 - 1) > 1e-3;  // as in Python: all bits count
     const Pixels pixels = images::decode(data, pictures_[index].name, grey, deep);
-    return {Tensor::of(spec_.name, std::move(shape), apply(pixels, how_))};
+    return {Tensor::of(spec_.name, std::move(shape), apply(pixels, preprocess_))};
   }
 
   std::vector<Picture> pictures_;
   TensorSpec spec_;
-  Preprocess how_;
+  Preprocess preprocess_;
 };
 
 }  // namespace
 
 struct Feed::State {
-  using Decoded = Ahead<std::optional<Sample>>;
+  using Decoded = Prefetcher<std::optional<Sample>>;
 
   std::unique_ptr<const Source> source;
-  std::vector<std::size_t> chosen;  // of the source's samples
-  std::optional<Preprocess> how;    // none: of arrays
+  std::vector<std::size_t> chosen;       // of the source's samples
+  std::optional<Preprocess> preprocess;  // none: of arrays
   std::vector<std::string> inputs;
   int batch = 1;
   std::size_t threads = 1;
@@ -239,7 +246,7 @@ struct Feed::State {
   std::vector<std::string> notes;
   mutable std::mutex mutex;
   std::map<std::size_t, std::string> skipped;
-  Seen seen;
+  SampleDigests first_digests;
 
   State(const Specs& specs, const FeedOptions& options) : skip_bad(options.skip_bad) {
     if (specs.empty()) {
@@ -248,12 +255,12 @@ struct Feed::State {
     for (const TensorSpec& spec : specs) inputs.push_back(spec.name);
   }
 
-  void feed_arrays(std::unique_ptr<const Source> arrays, const Specs& specs,
-                   const FeedOptions& options) {
+  void use_arrays(std::unique_ptr<const Source> arrays, const Specs& specs,
+                  const FeedOptions& options) {
     source = std::move(arrays);
     notes = source->notes();
-    batch = batch_of(specs, options);
-    chosen = choose(source->size(), options.limit, notes);
+    batch = resolve_batch(specs, options);
+    chosen = choose_samples(source->size(), options.limit, notes);
   }
 
   std::size_t count() const {
@@ -268,15 +275,15 @@ struct Feed::State {
 
   // A sample's bytes, which are those that were first seen.
   Raw load(std::size_t index) {
-    const std::string name = source->told(chosen[index]);
+    const std::string name = source->description(chosen[index]);
     try {
       Raw raw = source->load(chosen[index]);
-      seen.note(index, raw.digest, name);
+      first_digests.record(index, raw.digest, name);
       return raw;
-    } catch (const Changed&) {
+    } catch (const SampleChanged&) {
       throw;
     } catch (const FeedError&) {
-      seen.note(index, Sha256().bytes(), name);
+      first_digests.record(index, Sha256().bytes(), name);
       throw;
     }
   }
@@ -291,13 +298,13 @@ struct Feed::State {
   std::vector<std::string> digests() {
     std::vector<std::string> all;
     for (std::size_t index = 0; index < chosen.size(); ++index) {
-      if (!seen.has(index)) hash(index);
-      all.push_back(seen.of(index));
+      if (!first_digests.has(index)) record_digest(index);
+      all.push_back(first_digests.at(index));
     }
     return all;
   }
 
-  void hash(std::size_t index) {
+  void record_digest(std::size_t index) {
     try {
       load(index);
     } catch (const FeedError&) {
@@ -306,15 +313,16 @@ struct Feed::State {
   }
 
   // The next sample, or nothing where it is bad and bad ones are skipped.
-  std::optional<Sample> good(std::size_t index, Decoded& decoded) {
+  std::optional<Sample> take_good_sample(std::size_t index, Decoded& decoded) {
     try {
       return decoded.take();
-    } catch (const Changed&) {
+    } catch (const SampleChanged&) {
       throw;
     } catch (const FeedError& error) {
       if (!skip_bad) {
         throw FeedError(std::string(error.what()) + "; " + std::to_string(chosen.size()) +
-                        " were to be fed: correct or remove it, or skip bad ones (--skip-bad)");
+                        " were to be fed: correct or remove it, or skip bad ones"
+                        " (FeedOptions::skip_bad, --skip-bad)");
       }
       const std::lock_guard lock(mutex);
       skipped[index] = error.what();
@@ -322,18 +330,18 @@ struct Feed::State {
     }
   }
 
-  void produce(const Stream<Sample>::Put& put, bool whole) {
+  void produce(const Stream<Sample>::Put& put, bool whole_batches_only) {
     std::vector<Sample> group;
-    std::vector<Sample> first;
-    const auto wanted = static_cast<std::size_t>(batch);
+    std::vector<Sample> first_samples;
+    const auto batch_size = static_cast<std::size_t>(batch);
     Decoded decoded([this](std::size_t index) { return read(index); }, chosen.size(), threads);
     for (std::size_t index = 0; index < chosen.size(); ++index) {
-      std::optional<Sample> one = good(index, decoded);
-      if (!one) continue;
-      if (batch > 1 && first.size() < wanted) first.push_back(*one);
-      group.push_back(std::move(*one));
-      if (group.size() < wanted) continue;
-      if (!put(join(group))) return;
+      std::optional<Sample> sample = take_good_sample(index, decoded);
+      if (!sample) continue;
+      if (batch > 1 && first_samples.size() < batch_size) first_samples.push_back(*sample);
+      group.push_back(std::move(*sample));
+      if (group.size() < batch_size) continue;
+      if (!put(join_samples(group))) return;
       group.clear();
     }
     if (count() == 0) {
@@ -341,45 +349,48 @@ struct Feed::State {
       throw FeedError("at least one sample must be good, all " + std::to_string(chosen.size()) +
                       " were skipped: " + skipped.begin()->second);
     }
-    if (whole && count() < wanted) throw FeedError(no_whole_batch(count(), batch));
-    if (group.empty() || whole) return;
-    for (std::size_t k = 0; group.size() < wanted; ++k) group.push_back(first[k % first.size()]);
-    put(join(group));
+    if (whole_batches_only && count() < batch_size)
+      throw FeedError(no_whole_batch_message(count(), batch));
+    if (group.empty() || whole_batches_only) return;
+    for (std::size_t k = 0; group.size() < batch_size; ++k)
+      group.push_back(first_samples[k % first_samples.size()]);
+    put(join_samples(group));
   }
 };
 
 namespace {
 
-std::unique_ptr<Source> arrays_of(const Files& given, const Specs& specs,
-                                  const FeedOptions& options) {
+std::unique_ptr<Source> open_arrays(const Files& listing, const Specs& specs,
+                                    const FeedOptions& options) {
   if (options.preprocess) {
     throw ConfigError(
         "files of arrays are fed as they are, got preprocessing for them; leave it out, or feed"
         " images");
   }
-  if (given.folder) return array_folder(given.files, specs, given.title, options.skip_bad);
-  if (given.files.size() == 1 && !given.files.front().label) {
-    return array_file(given.files.front().path, specs);
+  if (listing.folder) return array_folder(listing.files, specs, listing.title, options.skip_bad);
+  if (listing.files.size() == 1 && !listing.files.front().label) {
+    return array_file(listing.files.front().path, specs);
   }
-  return array_files(given.files, specs, given.title, options.skip_bad);
+  return array_files(listing.files, specs, listing.title, options.skip_bad);
 }
 
-Resolved resolved_for(const Specs& specs, const FeedOptions& options) {
+Resolved resolve_preprocess(const Specs& specs, const FeedOptions& options) {
   if (specs.size() != 1) {
-    std::string all;
-    for (const TensorSpec& spec : specs) all += (all.empty() ? "" : ", ") + spec.describe();
+    std::string input_list;
+    for (const TensorSpec& spec : specs)
+      input_list += (input_list.empty() ? "" : ", ") + spec.describe();
     throw FeedError("images feed one input, the model has " + std::to_string(specs.size()) + ": " +
-                    all + "; give a folder of .npz files with one array an input");
+                    input_list + "; give a folder of .npz files with one array an input");
   }
-  Resolved found = resolve(options.preprocess, specs.front());
-  if (specs.front().dtype == "float32") return found;
+  Resolved resolved = resolve(options.preprocess, specs.front());
+  if (specs.front().dtype == "float32") return resolved;
   throw FeedError("images become float32, the input is " + specs.front().describe() +
                   "; feed it arrays from an .npy file");
 }
 
 }  // namespace
 
-bool holds_arrays(const fs::path& source) { return hold_arrays(files_of(source)); }
+bool holds_arrays(const fs::path& source) { return are_all_arrays(list_files(source)); }
 
 Tensor Tensor::of(std::string name, std::vector<std::int64_t> shape,
                   const std::vector<float>& values) {
@@ -408,33 +419,33 @@ Feed::Feed(const NextSample& next, const Specs& specs, const FeedOptions& option
     throw ConfigError(
         "samples of a function are fed as they are, got preprocessing for them; leave it out");
   }
-  state_->feed_arrays(array_function(next, specs, options.limit), specs, options);
+  state_->use_arrays(read_function(next, specs, options.limit), specs, options);
 }
 
 Feed::Feed(const fs::path& source, const Specs& specs, const FeedOptions& options)
     : state_(std::make_shared<State>(specs, options)) {
   State& state = *state_;
-  Files given = files_of(source);
-  state.notes = given.notes;
-  const std::size_t threads = threads_of(options);
-  if (hold_arrays(given)) {
-    state.feed_arrays(arrays_of(given, specs, options), specs, options);
+  Files listing = list_files(source);
+  state.notes = listing.notes;
+  const std::size_t threads = resolve_threads(options);
+  if (are_all_arrays(listing)) {
+    state.use_arrays(open_arrays(listing, specs, options), specs, options);
     return;
   }
   (void)images::decoder_version();  // throws where this calib8 decodes none
-  Resolved resolved = resolved_for(specs, options);
+  Resolved resolved = resolve_preprocess(specs, options);
   state.notes.insert(state.notes.end(), resolved.notes.begin(), resolved.notes.end());
-  state.batch = batch_of(specs, options);
-  state.chosen = choose(given.files.size(), options.limit, state.notes);
+  state.batch = resolve_batch(specs, options);
+  state.chosen = choose_samples(listing.files.size(), options.limit, state.notes);
   if (!options.skip_bad) {
-    std::vector<Picture> own;
-    for (const std::size_t index : state.chosen) own.push_back(given.files[index]);
-    check_present(own, given.title);
+    std::vector<Picture> chosen_files;
+    for (const std::size_t index : state.chosen) chosen_files.push_back(listing.files[index]);
+    check_files_exist(chosen_files, listing.title);
   }
   state.threads = threads;  // arrays are not decoded: one thread reads them, in the file's order
-  state.how = resolved.how;
-  state.source =
-      std::make_unique<ImageSource>(std::move(given.files), specs.front(), std::move(resolved.how));
+  state.preprocess = resolved.preprocess;
+  state.source = std::make_unique<ImageSource>(std::move(listing.files), specs.front(),
+                                               std::move(resolved.preprocess));
 }
 
 std::unique_ptr<Stream<Sample>> Feed::samples() const {
@@ -446,12 +457,12 @@ std::unique_ptr<Stream<Sample>> Feed::samples() const {
 
 Feed Feed::whole_batches() const {
   if (count() < static_cast<std::size_t>(batch())) {
-    throw ConfigError(no_whole_batch(count(), batch()));
+    throw ConfigError(no_whole_batch_message(count(), batch()));
   }
-  Feed whole;
-  whole.state_ = state_;
-  whole.whole_ = true;
-  return whole;
+  Feed batches;
+  batches.state_ = state_;
+  batches.whole_ = true;
+  return batches;
 }
 
 std::size_t Feed::count() const { return state_->count(); }
@@ -463,7 +474,7 @@ std::size_t Feed::size() const {
 
 int Feed::batch() const { return state_->batch; }
 
-const std::optional<Preprocess>& Feed::preprocess() const { return state_->how; }
+const std::optional<Preprocess>& Feed::preprocess() const { return state_->preprocess; }
 
 const std::vector<std::string>& Feed::inputs() const { return state_->inputs; }
 
@@ -494,29 +505,32 @@ std::vector<std::string> Feed::skipped() const {
 
 std::vector<std::string> Feed::notes() const {
   std::vector<std::string> notes = state_->notes;
-  const std::vector<std::string> bad = skipped();
-  if (!bad.empty()) {
-    std::string list = std::to_string(bad.size()) + " skipped: ";
-    for (std::size_t k = 0; k < std::min<std::size_t>(3, bad.size()); ++k) {
-      list += (k > 0 ? "; " : "") + bad[k];
+  const std::vector<std::string> skip_reasons = skipped();
+  if (!skip_reasons.empty()) {
+    std::string note = std::to_string(skip_reasons.size()) + " skipped: ";
+    for (std::size_t k = 0; k < std::min<std::size_t>(3, skip_reasons.size()); ++k) {
+      note += (k > 0 ? "; " : "") + skip_reasons[k];
     }
-    if (bad.size() > 3) list += " (and " + std::to_string(bad.size() - 3) + " more)";
-    notes.push_back(list);
+    if (skip_reasons.size() > 3)
+      note += " (and " + std::to_string(skip_reasons.size() - 3) + " more)";
+    notes.push_back(note);
   }
-  const std::size_t held = size() * static_cast<std::size_t>(state_->batch);
-  if (whole_ && held < count()) {
+  const std::size_t fed_count = size() * static_cast<std::size_t>(state_->batch);
+  if (whole_ && fed_count < count()) {
     notes.push_back("TensorRT calibrates in whole batches, of " + std::to_string(state_->batch) +
-                    " samples here: the last " + std::to_string(count() - held) + " of " +
+                    " samples here: the last " + std::to_string(count() - fed_count) + " of " +
                     std::to_string(count()) + " samples fill none and were left out");
-  } else if (!whole_ && held > count()) {
-    const std::size_t filler = held - count();
-    std::string some = filler > 1 ? "first " + std::to_string(filler) + " samples" : "first sample";
-    if (filler > count()) {
-      some = count() > 1 ? std::to_string(count()) + " samples that there are" : "only sample";
+  } else if (!whole_ && fed_count > count()) {
+    const std::size_t filler_count = fed_count - count();
+    std::string filler_samples =
+        filler_count > 1 ? "first " + std::to_string(filler_count) + " samples" : "first sample";
+    if (filler_count > count()) {
+      filler_samples =
+          count() > 1 ? std::to_string(count()) + " samples that there are" : "only sample";
     }
     notes.push_back("the model's batch is " + std::to_string(state_->batch) +
-                    ": the last one was filled with the " + some + " again" +
-                    (filler > count() ? " and again" : ""));
+                    ": the last one was filled with the " + filler_samples + " again" +
+                    (filler_count > count() ? " and again" : ""));
   }
   return notes;
 }
@@ -524,14 +538,15 @@ std::vector<std::string> Feed::notes() const {
 std::string Feed::manifest() const {
   std::vector<std::string> digests = state_->digests();
   json_text::Json json;
-  json["kind"] = state_->how ? "images" : "arrays";
+  json["kind"] = state_->preprocess ? "images" : "arrays";
   json["count"] = state_->chosen.size();
   json["batch"] = state_->batch;
   json["skip_bad"] = state_->skip_bad;
-  json["ordered_sha256"] = combined(digests);
+  json["ordered_sha256"] = combine_digests(digests);
   if (state_->batch == 1) std::sort(digests.begin(), digests.end());
-  json["sha256"] = combined(digests);
-  json["preprocess"] = state_->how ? json_text::parse(state_->how->to_json()) : json_text::Json();
+  json["sha256"] = combine_digests(digests);
+  json["preprocess"] =
+      state_->preprocess ? json_text::parse(state_->preprocess->to_json()) : json_text::Json();
   return json.dump();
 }
 

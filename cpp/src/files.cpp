@@ -16,7 +16,7 @@
 namespace calib8::files {
 namespace {
 
-std::string reason(int code) { return std::generic_category().message(code); }
+std::string error_text(int code) { return std::generic_category().message(code); }
 
 // A file descriptor that closes itself.
 class Descriptor {
@@ -34,15 +34,15 @@ class Descriptor {
 };
 
 // A file that is removed again unless it was renamed.
-class Leftover {
+class TemporaryFile {
  public:
-  explicit Leftover(std::string path) : path_(std::move(path)) {}
-  Leftover(const Leftover&) = delete;
-  Leftover& operator=(const Leftover&) = delete;
-  ~Leftover() {
+  explicit TemporaryFile(std::string path) : path_(std::move(path)) {}
+  TemporaryFile(const TemporaryFile&) = delete;
+  TemporaryFile& operator=(const TemporaryFile&) = delete;
+  ~TemporaryFile() {
     if (!path_.empty()) ::unlink(path_.c_str());
   }
-  void keep() { path_.clear(); }
+  void release() { path_.clear(); }
 
  private:
   std::string path_;
@@ -64,62 +64,63 @@ mode_t current_umask() {
   return mask;
 }
 
-[[noreturn]] void unreadable(const std::filesystem::path& path, const std::string& why) {
-  throw FeedError(text::shown(path.string()) + " cannot be read: " + why);
+[[noreturn]] void refuse_to_read(const std::filesystem::path& path, const std::string& reason) {
+  throw FeedError(text::printable(path.string()) + " cannot be read: " + reason);
 }
 
 // Looked at before and after it is opened: to open a pipe is to wait for it, a device has no end.
 void require_regular(const std::filesystem::path& path, int failed, const struct ::stat& state) {
-  if (failed != 0) unreadable(path, reason(errno));
-  if (!S_ISREG(state.st_mode)) unreadable(path, "it is no regular file");
+  if (failed != 0) refuse_to_read(path, error_text(errno));
+  if (!S_ISREG(state.st_mode)) refuse_to_read(path, "it is no regular file");
 }
 
-[[noreturn]] void refuse(const std::filesystem::path& path, int code) {
-  throw ExportError(path.string() + " must be writable, got: " + reason(code) +
-                    "; give another --out");
+[[noreturn]] void refuse_to_write(const std::filesystem::path& path, int code) {
+  throw ExportError(path.string() + " must be writable, got: " + error_text(code) +
+                    "; give another path");
 }
 
 }  // namespace
 
-std::string read(const std::filesystem::path& path, std::uintmax_t most) {
+std::string read(const std::filesystem::path& path, std::uintmax_t max_bytes) {
   struct ::stat state {};
   require_regular(path, ::stat(path.c_str(), &state), state);
   const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  if (file.get() < 0) unreadable(path, reason(errno));
+  if (file.get() < 0) refuse_to_read(path, error_text(errno));
   require_regular(path, ::fstat(file.get(), &state), state);
   std::string data;
-  if (static_cast<std::uintmax_t>(state.st_size) <= most) {
+  if (static_cast<std::uintmax_t>(state.st_size) <= max_bytes) {
     data.reserve(static_cast<std::size_t>(state.st_size));
   }
   std::vector<char> buffer(std::size_t{1} << 16U);
   for (;;) {
-    if (std::max<std::uintmax_t>(data.size(), static_cast<std::uintmax_t>(state.st_size)) > most) {
-      unreadable(path,
-                 "it is of over " + std::to_string(most >> 20U) + " MB, too large for its kind");
+    if (std::max<std::uintmax_t>(data.size(), static_cast<std::uintmax_t>(state.st_size)) >
+        max_bytes) {
+      refuse_to_read(path, "it is of over " + std::to_string(max_bytes >> 20U) +
+                               " MB, too large for its kind");
     }
-    const ssize_t got = ::read(file.get(), buffer.data(), buffer.size());
-    if (got == 0) return data;
-    if (got > 0) {
-      data.append(buffer.data(), static_cast<std::size_t>(got));
+    const ssize_t read_bytes = ::read(file.get(), buffer.data(), buffer.size());
+    if (read_bytes == 0) return data;
+    if (read_bytes > 0) {
+      data.append(buffer.data(), static_cast<std::size_t>(read_bytes));
     } else if (errno != EINTR) {
-      unreadable(path, reason(errno));
+      refuse_to_read(path, error_text(errno));
     }
   }
 }
 
 void write(const std::filesystem::path& path, std::string_view data) {
   const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
-  std::error_code failed;
-  std::filesystem::create_directories(folder, failed);
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
   std::string name = (folder / (".calib8-XXXXXX-" + path.filename().string())).string();
   const auto suffix = static_cast<int>(path.filename().string().size() + 1);
   const Descriptor file(::mkstemps(name.data(), suffix));
-  if (file.get() < 0) refuse(path, errno);
-  Leftover leftover(name);
-  const bool written = write_all(file.get(), data) && ::fsync(file.get()) == 0 &&
-                       ::fchmod(file.get(), 0666U & ~current_umask()) == 0;
-  if (!written || ::rename(name.c_str(), path.c_str()) != 0) refuse(path, errno);
-  leftover.keep();
+  if (file.get() < 0) refuse_to_write(path, errno);
+  TemporaryFile temporary(name);
+  const bool is_written = write_all(file.get(), data) && ::fsync(file.get()) == 0 &&
+                          ::fchmod(file.get(), 0666U & ~current_umask()) == 0;
+  if (!is_written || ::rename(name.c_str(), path.c_str()) != 0) refuse_to_write(path, errno);
+  temporary.release();
 }
 
 }  // namespace calib8::files

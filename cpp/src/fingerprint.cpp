@@ -5,10 +5,10 @@
 #include <system_error>
 #include <vector>
 
+#include "calib8/decoder_probe.hpp"
 #include "calib8/digest.hpp"
 #include "calib8/errors.hpp"
 #include "calib8/files.hpp"
-#include "calib8/probe.hpp"
 #include "calib8/text.hpp"
 #include "json_text.hpp"
 
@@ -18,7 +18,7 @@ namespace {
 using json_text::Json;
 using json_text::parse;
 
-struct Part {
+struct FingerprintPart {
   const char* key;
   const char* noun;  // "" for what is only told
   std::string Fingerprint::*value;
@@ -29,7 +29,7 @@ struct Part {
 constexpr const char* kModel = "the model (weights or graph)";
 
 // All but the model, in the order in which changes are told.
-constexpr std::array<Part, 9> kParts{
+constexpr std::array<FingerprintPart, 9> kParts{
     {{"images", "the images", &Fingerprint::images, true, false},
      {"order", "the order of the images", &Fingerprint::order, false, false},
      {"preprocess", "the preprocessing", &Fingerprint::preprocess, true, false},
@@ -40,7 +40,7 @@ constexpr std::array<Part, 9> kParts{
      {"program", "", &Fingerprint::program, false, true},
      {"versions", "", &Fingerprint::versions, true, true}}};
 
-Json value_of(const Fingerprint& fingerprint, const Part& part) {
+Json value_of(const Fingerprint& fingerprint, const FingerprintPart& part) {
   const std::string& text = fingerprint.*part.value;
   if (!part.table) return Json(text);
   Json table = parse(text);
@@ -51,103 +51,104 @@ Json value_of(const Fingerprint& fingerprint, const Part& part) {
   return table;
 }
 
-Json field(const Json& table, const std::string& key) {
+Json value_or_null(const Json& table, const std::string& key) {
   return table.contains(key) ? table[key] : Json();
 }
 
 // Whether two values are equal whatever the order of their keys.
-bool equal(const Json& a, const Json& b) { return nlohmann::json(a) == nlohmann::json(b); }
+bool are_equal(const Json& a, const Json& b) { return nlohmann::json(a) == nlohmann::json(b); }
 
 // The fields that differ, short; digests are only said to differ.
-std::string difference(const Json& before, const Json& now) {
+std::string describe_difference(const Json& before, const Json& now) {
   if (before.is_string()) {
-    const auto old = before.get<std::string>();
-    return old.size() == 64 ? "" : old + " -> " + now.get<std::string>();
+    const auto old_value = before.get<std::string>();
+    return old_value.size() == 64 ? "" : old_value + " -> " + now.get<std::string>();
   }
   std::set<std::string> keys;
   for (const auto& [key, value] : before.items()) keys.insert(key);
   for (const auto& [key, value] : now.items()) keys.insert(key);
-  std::string words;
+  std::string text;
   for (const std::string& key : keys) {
-    const Json old = field(before, key);
-    const Json fresh = field(now, key);
-    if (equal(old, fresh)) continue;
-    const std::string from = json_text::str(old);
-    const std::string to = json_text::str(fresh);
-    words += words.empty() ? "" : ", ";
-    words += key + (from.size() <= 40 && to.size() <= 40 ? " " + from + " -> " + to : "");
+    const Json old_value = value_or_null(before, key);
+    const Json new_value = value_or_null(now, key);
+    if (are_equal(old_value, new_value)) continue;
+    const std::string from = json_text::str(old_value);
+    const std::string to = json_text::str(new_value);
+    text += text.empty() ? "" : ", ";
+    text += key + (from.size() <= 40 && to.size() <= 40 ? " " + from + " -> " + to : "");
   }
-  return words;
+  return text;
 }
 
-constexpr const char* kLibrary = "library";  // of the decoder: its name, which only tells
+constexpr const char* kLibraryKey = "library";  // of the decoder: its name, which only tells
 
 // Whether two decoders make the same of pictures: by what they made of some, or by name.
 bool same_decoder(const Json& before, const Json& now) {
   if (before.empty() || now.empty()) return true;  // of arrays, and the images say so
-  std::size_t common = 0;
+  std::size_t common_keys = 0;
   for (const auto& [key, value] : before.items()) {
-    if (key == kLibrary || !now.contains(key)) continue;
-    if (!equal(value, now[key])) return false;
-    ++common;
+    if (key == kLibraryKey || !now.contains(key)) continue;
+    if (!are_equal(value, now[key])) return false;
+    ++common_keys;
   }
-  return common > 1 || equal(field(before, kLibrary), field(now, kLibrary));
+  return common_keys > 1 ||
+         are_equal(value_or_null(before, kLibraryKey), value_or_null(now, kLibraryKey));
 }
 
 constexpr int kSchema = 5;  // SCHEMA of deploy/calibration/store.py
-constexpr int kOldest = 4;
-constexpr std::size_t kDigits = 64;
+constexpr int kOldestSchema = 4;
+constexpr std::size_t kSha256Digits = 64;
 
 // The model's identities as a table without those that are not known.
-Json model_of(const ModelIdentity& model) {
-  Json found = Json::object();
-  if (!model.graph.empty()) found["graph"] = model.graph;
-  if (!model.file.empty()) found["file"] = model.file;
-  if (!model.weights.empty()) found["weights"] = model.weights;
-  return found;
+Json identity_json(const ModelIdentity& model) {
+  Json json = Json::object();
+  if (!model.graph.empty()) json["graph"] = model.graph;
+  if (!model.file.empty()) json["file"] = model.file;
+  if (!model.weights.empty()) json["weights"] = model.weights;
+  return json;
 }
 
-[[noreturn]] void lacking() {
+[[noreturn]] void refuse_incomplete() {
   throw CacheError(
       "a fingerprint needs the parts model, images, order, preprocess, decoder of what"
       " it was made from and program, rule, method, numbers, versions of who made it");
 }
 
 std::string text_of(const Json& table, const char* key) {
-  const Json value = field(table, key);
-  if (!value.is_string()) lacking();
+  const Json value = value_or_null(table, key);
+  if (!value.is_string()) refuse_incomplete();
   return value.get<std::string>();
 }
 
-ModelIdentity identity_in(const Json& model) {
-  if (!model.is_object()) lacking();
+ModelIdentity read_identity(const Json& model) {
+  if (!model.is_object()) refuse_incomplete();
   for (const auto& [key, value] : model.items()) {
-    if (!value.is_string()) lacking();
+    if (!value.is_string()) refuse_incomplete();
   }
-  const auto known = [&model](const char* key) {
+  const auto value_or_empty = [&model](const char* key) {
     return model.contains(key) ? model[key].get<std::string>() : std::string();
   };
-  return {known("graph"), known("file"), known("weights")};
+  return {value_or_empty("graph"), value_or_empty("file"), value_or_empty("weights")};
 }
 
 // The parts of schema 4, of which Python's was the only writer, as those of today.
-Json halves_of(const Json& old) {
-  const std::array<const char*, 7> parts{"images",     "method", "model",   "order",
-                                         "preprocess", "rule",   "versions"};
-  bool known = old.is_object() && old.size() == parts.size();
-  for (const char* part : parts) known = known && old.contains(part);
-  if (!known || !old["versions"].is_object()) lacking();
+Json convert_schema_4(const Json& old) {
+  const std::array<const char*, 7> keys{"images",     "method", "model",   "order",
+                                        "preprocess", "rule",   "versions"};
+  bool is_schema_4 = old.is_object() && old.size() == keys.size();
+  for (const char* expected_key : keys) is_schema_4 = is_schema_4 && old.contains(expected_key);
+  if (!is_schema_4 || !old["versions"].is_object()) refuse_incomplete();
   Json decoder = Json::object();
   Json numbers = Json::object();
   Json versions = Json::object();
   for (const auto& [key, value] : old["versions"].items()) {
     if (key == "opencv") {
-      decoder[kLibrary] = "OpenCV " + json_text::str(value);
+      decoder[kLibraryKey] = "OpenCV " + json_text::str(value);
     } else if (key == "decoding") {
       decoder[key] = value;
     } else {
-      const bool number = key == "frontend" || key == "searches" || key == "statistics";
-      (number ? numbers : versions)[key] = value;
+      const bool is_arithmetic = key == "frontend" || key == "searches" || key == "statistics";
+      (is_arithmetic ? numbers : versions)[key] = value;
     }
   }
   return {{"made_from",
@@ -164,49 +165,52 @@ Json halves_of(const Json& old) {
             {"versions", versions}}}};
 }
 
-std::string seal(const std::string& digest) { return "\"this\": \"" + digest + "\""; }
+std::string seal_field(const std::string& digest) { return "\"this\": \"" + digest + "\""; }
 
 // The document's text, with the sha256 of itself as it is without those digits.
-std::string sealed(Json document) {
+std::string seal_document(Json document) {
   document["sha256"]["this"] = "";
   std::string text = document.dump(1) + "\n";
   const std::string digest = Sha256().update(text).hex();
-  const std::string empty = seal("");
-  return text.replace(text.find(empty), empty.size(), seal(digest));
+  const std::string empty = seal_field("");
+  return text.replace(text.find(empty), empty.size(), seal_field(digest));
 }
 
 // Whether the document is as it was written; of schema 4 that is Python's to judge.
-bool whole(const std::string& text, const Json& document) {
-  if (document["schema"] == kOldest) return true;
-  const Json digest = field(document["sha256"], "this");
-  if (!digest.is_string() || digest.get<std::string>().size() != kDigits) return false;
-  const std::string own = seal(digest.get<std::string>());
-  const std::size_t at = text.find(own);
-  if (at == std::string::npos || text.find(own, at + 1) != std::string::npos) return false;
+bool is_unchanged(const std::string& text, const Json& document) {
+  if (document["schema"] == kOldestSchema) return true;
+  const Json digest = value_or_null(document["sha256"], "this");
+  if (!digest.is_string() || digest.get<std::string>().size() != kSha256Digits) return false;
+  const std::string sealed = seal_field(digest.get<std::string>());
+  const std::size_t position = text.find(sealed);
+  if (position == std::string::npos || text.find(sealed, position + 1) != std::string::npos)
+    return false;
   std::string without = text;
-  without.replace(at, own.size(), seal(""));
+  without.replace(position, sealed.size(), seal_field(""));
   return Sha256().update(without).hex() == digest.get<std::string>();
 }
 
-Json document_of(const std::string& text, const std::filesystem::path& beside) {
+Json parse_document(const std::string& text, const std::filesystem::path& sidecar_path) {
   const Json document = parse(text);
-  const Json schema = document.is_object() ? field(document, "schema") : Json();
-  const bool sound = (schema == kSchema || schema == kOldest) && document.contains("fingerprint") &&
-                     field(document, "sha256").is_object();
-  if (!sound) {
-    throw CacheError(beside.string() + " is not a fingerprint that this version of calib8 reads");
+  const Json schema = document.is_object() ? value_or_null(document, "schema") : Json();
+  const bool is_valid = (schema == kSchema || schema == kOldestSchema) &&
+                        document.contains("fingerprint") &&
+                        value_or_null(document, "sha256").is_object();
+  if (!is_valid) {
+    throw CacheError(sidecar_path.string() +
+                     " is not a fingerprint that this version of calib8 reads");
   }
-  if (!whole(text, document)) {
-    throw CacheError(beside.string() + " was changed after it was written");
+  if (!is_unchanged(text, document)) {
+    throw CacheError(sidecar_path.string() + " was changed after it was written");
   }
   return document;
 }
 
-Float32Layers float32_layers_in(const Json& document) {
+Float32Layers read_float32_layers(const Json& document) {
   Float32Layers layers;
-  const Json listed = field(document, "float32_layers");
-  if (!listed.is_object()) return layers;
-  for (const auto& [node, tensor] : listed.items()) {
+  const Json table = value_or_null(document, "float32_layers");
+  if (!table.is_object()) return layers;
+  for (const auto& [node, tensor] : table.items()) {
     if (tensor.is_string()) layers[node] = tensor.get<std::string>();
   }
   return layers;
@@ -215,70 +219,74 @@ Float32Layers float32_layers_in(const Json& document) {
 }  // namespace
 
 std::string Fingerprint::to_json() const {
-  Json from{{"model", model_of(model)}};
-  Json by = Json::object();
-  for (const Part& part : kParts) (part.made_by ? by : from)[part.key] = value_of(*this, part);
-  return Json{{"made_from", from}, {"made_by", by}}.dump(-1, ' ', false,
-                                                         Json::error_handler_t::replace);
+  Json from_table{{"model", identity_json(model)}};
+  Json by_table = Json::object();
+  for (const FingerprintPart& part : kParts)
+    (part.made_by ? by_table : from_table)[part.key] = value_of(*this, part);
+  return Json{{"made_from", from_table}, {"made_by", by_table}}.dump(
+      -1, ' ', false, Json::error_handler_t::replace);
 }
 
 Fingerprint Fingerprint::from_json(const std::string& json) {
-  const Json given = parse(json);
-  if (!given.is_object()) lacking();
-  const Json data = given.contains("made_from") ? given : halves_of(given);
-  const Json from = field(data, "made_from");
-  const Json by = field(data, "made_by");
-  if (!from.is_object() || !by.is_object() || from.size() + by.size() != kParts.size() + 1)
-    lacking();
-  Fingerprint made;
-  made.model = identity_in(field(from, "model"));
-  for (const Part& part : kParts) {
-    const Json& half = part.made_by ? by : from;
-    if (part.table && !field(half, part.key).is_object()) lacking();
-    made.*part.value = part.table ? half[part.key].dump() : text_of(half, part.key);
+  const Json parsed = parse(json);
+  if (!parsed.is_object()) refuse_incomplete();
+  const Json data = parsed.contains("made_from") ? parsed : convert_schema_4(parsed);
+  const Json from_table = value_or_null(data, "made_from");
+  const Json by_table = value_or_null(data, "made_by");
+  if (!from_table.is_object() || !by_table.is_object() ||
+      from_table.size() + by_table.size() != kParts.size() + 1)
+    refuse_incomplete();
+  Fingerprint fingerprint;
+  fingerprint.model = read_identity(value_or_null(from_table, "model"));
+  for (const FingerprintPart& part : kParts) {
+    const Json& half = part.made_by ? by_table : from_table;
+    if (part.table && !value_or_null(half, part.key).is_object()) refuse_incomplete();
+    fingerprint.*part.value = part.table ? half[part.key].dump() : text_of(half, part.key);
   }
-  return made;
+  return fingerprint;
 }
 
 std::map<std::string, std::string> Fingerprint::changes_since(const Fingerprint& old) const {
-  std::map<std::string, std::string> changed;
+  std::map<std::string, std::string> changes;
   if (!same_model(old.model, model)) {
-    const bool beside = !old.model.file.empty() && old.model.file == model.file;
-    changed["model"] = std::string(kModel) + " changed" + (beside ? " (its external data)" : "");
+    const bool is_same_file = !old.model.file.empty() && old.model.file == model.file;
+    changes["model"] =
+        std::string(kModel) + " changed" + (is_same_file ? " (its external data)" : "");
   }
-  for (const Part& part : kParts) {
+  for (const FingerprintPart& part : kParts) {
     const Json before = value_of(old, part);
     const Json now = value_of(*this, part);
-    const bool decoder = part.value == &Fingerprint::decoder;
-    if (*part.noun == 0 || (decoder ? same_decoder(before, now) : equal(before, now))) continue;
-    const std::string detail = difference(before, now);
-    changed[part.key] =
+    const bool is_decoder = part.value == &Fingerprint::decoder;
+    if (*part.noun == 0 || (is_decoder ? same_decoder(before, now) : are_equal(before, now)))
+      continue;
+    const std::string detail = describe_difference(before, now);
+    changes[part.key] =
         std::string(part.noun) + " changed" + (detail.empty() ? "" : " (" + detail + ")");
   }
-  return changed;
+  return changes;
 }
 
-std::string Fingerprint::by() const {
-  const Json known = parse(versions);
+std::string Fingerprint::maker() const {
+  const Json version_table = parse(versions);
   const char* key = program == kMadeByTensorrt ? "tensorrt" : "calib8";
-  const Json version = known.is_object() ? field(known, key) : Json();
+  const Json version = version_table.is_object() ? value_or_null(version_table, key) : Json();
   return program + (version.is_null() ? "" : " " + json_text::str(version)) + " by " + method;
 }
 
 void set_feed(Fingerprint& fingerprint, const std::string& manifest) {
   Json images = parse(manifest);
-  const bool arrays = images.is_object() && field(images, "preprocess").is_null();
-  if (!images.is_object() || !(arrays || images["preprocess"].is_object()) ||
-      !field(images, "ordered_sha256").is_string()) {
+  const bool has_arrays = images.is_object() && value_or_null(images, "preprocess").is_null();
+  if (!images.is_object() || !(has_arrays || images["preprocess"].is_object()) ||
+      !value_or_null(images, "ordered_sha256").is_string()) {
     throw FeedError("a fingerprint is made of a feed's manifest, got " +
                     text::repr(text::head(manifest, 60)) + "; give Feed::manifest()");
   }
-  fingerprint.preprocess = arrays ? "{}" : images["preprocess"].dump();
+  fingerprint.preprocess = has_arrays ? "{}" : images["preprocess"].dump();
   fingerprint.order = images["ordered_sha256"].get<std::string>();
   images.erase("preprocess");
   images.erase("ordered_sha256");
   fingerprint.images = images.dump();
-  fingerprint.decoder = arrays ? "{}" : decoder();
+  fingerprint.decoder = has_arrays ? "{}" : probe_decoder();
 }
 
 std::filesystem::path sidecar(const std::filesystem::path& cache) {
@@ -287,7 +295,7 @@ std::filesystem::path sidecar(const std::filesystem::path& cache) {
 
 void save_calibration(const std::filesystem::path& cache, std::string_view text,
                       const Fingerprint& fingerprint) {
-  if (model_of(fingerprint.model).empty() || fingerprint.method.empty() ||
+  if (identity_json(fingerprint.model).empty() || fingerprint.method.empty() ||
       parse(fingerprint.versions).empty()) {
     throw CacheError(
         "a fingerprint must tell the model, the method and a version, got one"
@@ -300,53 +308,54 @@ void save_calibration(const std::filesystem::path& cache, std::string_view text,
   document["outliers"] = Json::array();
   document["sha256"] = {{"cache", Sha256().update(text).hex()}, {"statistics", ""}};
   files::write(cache, text);
-  files::write(sidecar(cache), sealed(document));
+  files::write(sidecar(cache), seal_document(document));
 }
 
-Kept read_kept(const std::filesystem::path& cache) {
+StoredCache read_stored_cache(const std::filesystem::path& cache) {
   std::error_code failed;
-  const std::filesystem::path beside = sidecar(cache);
+  const std::filesystem::path sidecar_path = sidecar(cache);
   if (!std::filesystem::exists(cache, failed)) {
     throw CacheError(cache.string() + " does not exist yet");
   }
-  if (!std::filesystem::exists(beside, failed)) {
+  if (!std::filesystem::exists(sidecar_path, failed)) {
     throw CacheError(cache.string() +
                      " has no fingerprint beside it, so nothing tells what it was made from");
   }
   try {
-    const Json document = document_of(files::read(beside, files::kMostText), beside);
-    Kept kept{files::read(cache, files::kMostText), {}, float32_layers_in(document)};
-    if (field(document["sha256"], "cache") != Sha256().update(kept.text).hex()) {
-      throw CacheError(cache.string() + " was changed after " + beside.filename().string() +
+    const Json document =
+        parse_document(files::read(sidecar_path, files::kMaxTextBytes), sidecar_path);
+    StoredCache stored{files::read(cache, files::kMaxTextBytes), {}, read_float32_layers(document)};
+    if (value_or_null(document["sha256"], "cache") != Sha256().update(stored.text).hex()) {
+      throw CacheError(cache.string() + " was changed after " + sidecar_path.filename().string() +
                        " was written");
     }
-    kept.fingerprint = Fingerprint::from_json(document["fingerprint"].dump());
-    return kept;
+    stored.fingerprint = Fingerprint::from_json(document["fingerprint"].dump());
+    return stored;
   } catch (const FeedError& error) {
     throw CacheError(error.what());
   }
 }
 
-std::string unfit(const Kept& kept, const Fingerprint& now) {
-  const Fingerprint& old = kept.fingerprint;
+std::string describe_mismatch(const StoredCache& stored, const Fingerprint& now) {
+  const Fingerprint& old = stored.fingerprint;
   const std::map<std::string, std::string> changed = now.changes_since(old);
-  std::vector<std::string> compared{"model"};
+  std::vector<std::string> compared_parts{"model"};
   if (!parse(now.images).empty()) {
-    compared.insert(compared.end(), {"images", "preprocess", "decoder"});
-    if (old.rule != "histogram") compared.emplace_back("order");
+    compared_parts.insert(compared_parts.end(), {"images", "preprocess", "decoder"});
+    if (old.rule != "histogram") compared_parts.emplace_back("order");
   }
   std::string sentence;
-  for (const std::string& part : compared) {
-    const auto found = changed.find(part);
-    if (found != changed.end()) sentence += (sentence.empty() ? "" : "; ") + found->second;
+  for (const std::string& part : compared_parts) {
+    const auto change = changed.find(part);
+    if (change != changed.end()) sentence += (sentence.empty() ? "" : "; ") + change->second;
   }
   return sentence;
 }
 
-std::optional<std::string> unfit(const std::filesystem::path& cache,
-                                 const Fingerprint& fingerprint) {
+std::optional<std::string> describe_mismatch(const std::filesystem::path& cache,
+                                             const Fingerprint& fingerprint) {
   try {
-    const std::string changes = unfit(read_kept(cache), fingerprint);
+    const std::string changes = describe_mismatch(read_stored_cache(cache), fingerprint);
     return changes.empty() ? std::nullopt : std::optional<std::string>(changes);
   } catch (const CacheError& error) {
     return error.what();

@@ -12,6 +12,6 @@ struct Placed {
 };
 
 // uint8 picture -> uint8 picture at its place's size, and its corner in the input.
-Placed fit(const Pixels& pixels, const Preprocess& how);
+Placed fit(const Pixels& pixels, const Preprocess& preprocess);
 
 }  // namespace calib8::geometry

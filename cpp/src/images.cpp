@@ -17,74 +17,78 @@ namespace fs = std::filesystem;
 
 constexpr std::array<std::string_view, 11> kSuffixes{
     ".bmp", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"};
-constexpr std::uintmax_t kLargestList = std::uintmax_t{256} << 20U;
-constexpr std::uintmax_t kLargestFile = std::uintmax_t{1} << 30U;  // of a picture
+constexpr std::uintmax_t kMaxListBytes = std::uintmax_t{256} << 20U;
+constexpr std::uintmax_t kMaxFileBytes = std::uintmax_t{1} << 30U;  // of a picture
 
-[[noreturn]] void not_a_list(const fs::path& path) {
-  throw FeedError(text::shown(path.string()) +
+[[noreturn]] void refuse_list(const fs::path& path) {
+  throw FeedError(text::printable(path.string()) +
                   " must be a folder of images, a UTF-8 list of them, an image, an .npy or an"
                   " .npz file, got a file that is none of these; check the path");
 }
 
-bool hidden(const fs::path& path) { return path.filename().string().front() == '.'; }
+bool is_hidden(const fs::path& path) { return path.filename().string().front() == '.'; }
 
 bool is_file(const fs::path& path) {
-  std::error_code failed;
-  return path.string().find('\0') == std::string::npos && fs::is_regular_file(path, failed);
+  std::error_code error;
+  return path.string().find('\0') == std::string::npos && fs::is_regular_file(path, error);
 }
 
-std::vector<std::string> walk(const fs::path& folder, bool (*others)(const fs::path&)) {
-  std::vector<std::string> found;
+std::vector<std::string> list_names(const fs::path& folder,
+                                    bool (*is_accepted_too)(const fs::path&)) {
+  std::vector<std::string> names;
   try {
     auto entry = fs::recursive_directory_iterator(folder);
     for (; entry != fs::recursive_directory_iterator(); ++entry) {
       const bool directory = entry->is_directory();
-      if (hidden(entry->path())) {
+      if (is_hidden(entry->path())) {
         if (directory) entry.disable_recursion_pending();
-      } else if (!directory && (is_image(entry->path()) || others(entry->path()))) {
-        found.push_back(entry->path().lexically_relative(folder).generic_string());
+      } else if (!directory && (is_image(entry->path()) || is_accepted_too(entry->path()))) {
+        names.push_back(entry->path().lexically_relative(folder).generic_string());
       }
     }
   } catch (const fs::filesystem_error& error) {
-    throw FeedError("folder " + text::shown(error.path1().string()) +
+    throw FeedError("folder " + text::printable(error.path1().string()) +
                     " cannot be read: " + error.code().message() + "; make it readable");
   }
-  std::sort(found.begin(), found.end());
-  return found;
+  std::sort(names.begin(), names.end());
+  return names;
 }
 
-std::string list_text(const fs::path& path) {
-  std::error_code failed;
-  if (fs::exists(path, failed) && !is_file(path)) not_a_list(path);
-  const std::uintmax_t size = fs::file_size(path, failed);
-  if (!failed && size > kLargestList) {
-    throw FeedError(text::shown(path.string()) + " is over 256 MB: not a list of images");
+std::string read_list_text(const fs::path& path) {
+  std::error_code error;
+  if (fs::exists(path, error) && !is_file(path)) refuse_list(path);
+  const std::uintmax_t size = fs::file_size(path, error);
+  if (!error && size > kMaxListBytes) {
+    throw FeedError(text::printable(path.string()) + " is over 256 MB: not a list of images");
   }
   std::string data = files::read(path);
   if (data.rfind("\xEF\xBB\xBF", 0) == 0) data.erase(0, 3);
-  if (!text::valid(data) || data.find('\0') != std::string::npos) not_a_list(path);
+  if (!text::is_utf8(data) || data.find('\0') != std::string::npos) refuse_list(path);
   return data;
 }
 
-Picture parse_line(const fs::path& listing, std::size_t number, std::string_view line) {
+Picture parse_line(const fs::path& listing, std::size_t line_number, std::string_view line) {
   const fs::path folder = listing.parent_path();
-  const std::string whole(line);
-  const auto [before, token] = text::split_last(line);
-  if (token.empty() || is_file(folder / whole)) return {folder / whole, whole, std::nullopt};
-  const std::string name(before);
-  if (scan::digits(token, 1, 9)) return {folder / name, name, std::stoi(std::string(token))};
+  const std::string entire_line(line);
+  const auto [path_text, last_word] = text::split_last(line);
+  if (last_word.empty() || is_file(folder / entire_line))
+    return {folder / entire_line, entire_line, std::nullopt};
+  const std::string name(path_text);
+  if (scan::digits(last_word, 1, 9))
+    return {folder / name, name, std::stoi(std::string(last_word))};
   if (is_file(folder / name)) {
-    throw FeedError("a label must be a whole number from 0, got " + text::repr(token) +
-                    " on line " + std::to_string(number) + " of " + text::shown(listing.string()) +
+    throw FeedError("a label must be a whole number from 0, got " + text::repr(last_word) +
+                    " on line " + std::to_string(line_number) + " of " +
+                    text::printable(listing.string()) +
                     "; number the classes in the order of the model's outputs");
   }
-  return {folder / whole, whole, std::nullopt};
+  return {folder / entire_line, entire_line, std::nullopt};
 }
 
 void check_labels(const fs::path& path, const std::vector<std::size_t>& unlabelled,
                   std::size_t count) {
   if (unlabelled.empty() || unlabelled.size() == count) return;
-  throw FeedError("every line of " + text::shown(path.string()) +
+  throw FeedError("every line of " + text::printable(path.string()) +
                   " or none must have a label, got " + std::to_string(unlabelled.size()) + " of " +
                   std::to_string(count) + " without, the first on line " +
                   std::to_string(unlabelled.front()) + "; add them or remove all labels");
@@ -97,32 +101,32 @@ bool is_image(const fs::path& path) {
   return std::find(kSuffixes.begin(), kSuffixes.end(), suffix) != kSuffixes.end();
 }
 
-std::vector<Picture> find(const fs::path& folder, bool (*others)(const fs::path&)) {
-  std::vector<Picture> found;
-  for (std::string& name : walk(folder, others)) {
-    found.push_back({folder / name, name, std::nullopt});
+std::vector<Picture> find(const fs::path& folder, bool (*is_accepted_too)(const fs::path&)) {
+  std::vector<Picture> pictures;
+  for (std::string& name : list_names(folder, is_accepted_too)) {
+    pictures.push_back({folder / name, name, std::nullopt});
   }
-  if (!found.empty()) return found;
-  throw FeedError(text::shown(folder.string()) +
+  if (!pictures.empty()) return pictures;
+  throw FeedError(text::printable(folder.string()) +
                   " must hold images (such as .jpg, .png) or arrays (.npy, .npz, .bin, .raw), got"
                   " none; give another folder or a list file");
 }
 
 std::vector<Picture> read_list(const fs::path& path) {
-  const std::string data = list_text(path);
+  const std::string data = read_list_text(path);
   std::vector<Picture> pictures;
   std::vector<std::size_t> unlabelled;
-  std::string_view rest = data;
-  for (std::size_t number = 1; !rest.empty(); ++number) {
-    const std::size_t newline = std::min(rest.find('\n'), rest.size());
-    const std::string_view line = text::strip(rest.substr(0, newline));
-    rest.remove_prefix(std::min(newline + 1, rest.size()));
+  std::string_view remaining_text = data;
+  for (std::size_t line_number = 1; !remaining_text.empty(); ++line_number) {
+    const std::size_t newline = std::min(remaining_text.find('\n'), remaining_text.size());
+    const std::string_view line = text::strip(remaining_text.substr(0, newline));
+    remaining_text.remove_prefix(std::min(newline + 1, remaining_text.size()));
     if (line.empty() || line.front() == '#') continue;
-    pictures.push_back(parse_line(path, number, line));
-    if (!pictures.back().label) unlabelled.push_back(number);
+    pictures.push_back(parse_line(path, line_number, line));
+    if (!pictures.back().label) unlabelled.push_back(line_number);
   }
   if (pictures.empty()) {
-    throw FeedError(text::shown(path.string()) +
+    throw FeedError(text::printable(path.string()) +
                     " must list images, got no line; write one path per line");
   }
   check_labels(path, unlabelled, pictures.size());
@@ -132,21 +136,21 @@ std::vector<Picture> read_list(const fs::path& path) {
 std::string read(const Picture& picture) {
   std::error_code failed;
   const std::uintmax_t size = is_file(picture.path) ? fs::file_size(picture.path, failed) : 0;
-  if (!failed && size > kLargestFile) {
+  if (!failed && size > kMaxFileBytes) {
     char got[32];
     std::snprintf(got, sizeof got, "%.1f", static_cast<double>(size) / 0x1p30);
-    throw FeedError("image " + text::shown(picture.name) + " must be of at most 1 GB, got " + got +
-                    " GB");
+    throw FeedError("image " + text::printable(picture.name) + " must be of at most 1 GB, got " +
+                    got + " GB");
   }
   std::string data;
   try {
     data = files::read(picture.path);
   } catch (const FeedError& error) {
     const std::string message = error.what();
-    throw FeedError("image " + text::shown(picture.name) +
+    throw FeedError("image " + text::printable(picture.name) +
                     message.substr(message.rfind(" cannot be read: ")));
   }
-  if (data.empty()) throw FeedError("image " + text::shown(picture.name) + " is an empty file");
+  if (data.empty()) throw FeedError("image " + text::printable(picture.name) + " is an empty file");
   return data;
 }
 

@@ -44,24 +44,25 @@ Types constant_types(const std::vector<wire::Field>& graph) {
 
 bool has_typed_pair(const std::vector<wire::Field>& graph) {
   const Types types = constant_types(graph);
-  const auto type_of = [&types](const std::vector<std::string_view>& inputs, std::size_t place) {
-    const auto found = place < inputs.size() ? types.find(inputs[place]) : types.end();
-    return found == types.end() ? 0 : found->second;
+  const auto type_of = [&types](const std::vector<std::string_view>& inputs, std::size_t index) {
+    const auto type = index < inputs.size() ? types.find(inputs[index]) : types.end();
+    return type == types.end() ? 0 : type->second;
   };
-  bool quantizes = false;  // weights alone need no type: TensorRT may still calibrate the rest
-  bool typed = false;
+  bool quantizes_activations =
+      false;  // weights alone need no type: TensorRT may still calibrate the rest
+  bool has_typed_node = false;
   for (const std::string_view bytes : wire::all(graph, 1)) {
     const std::vector<wire::Field> node = wire::fields(bytes);
     const std::string_view operation = wire::text(node, 4);
-    quantizes = quantizes || operation == "QuantizeLinear";
+    quantizes_activations = quantizes_activations || operation == "QuantizeLinear";
     if (operation != "QuantizeLinear" && operation != "DequantizeLinear") continue;
     const std::vector<std::string_view> inputs = wire::all(node, 1);
     const std::uint64_t scale = type_of(inputs, 1);
     const std::uint64_t zero = type_of(inputs, 2);
     // half, bfloat16; the four of float8
-    typed = typed || scale == 10 || scale == 16 || (zero >= 17 && zero <= 20);
+    has_typed_node = has_typed_node || scale == 10 || scale == 16 || (zero >= 17 && zero <= 20);
   }
-  return quantizes && typed;
+  return quantizes_activations && has_typed_node;
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 namespace calib8::json_text {
 namespace {
 
-std::string joined(const Json& value) {
+std::string join_entries(const Json& value) {
   std::string out;
   for (const auto& [key, entry] : value.items()) {
     out += out.empty() ? "" : ", ";
@@ -15,9 +15,9 @@ std::string joined(const Json& value) {
   return out;
 }
 
-constexpr int kMostNesting = 64;
+constexpr int kMaxNesting = 64;
 
-bool nested(std::string_view text) {
+bool is_nested_too_deep(std::string_view text) {
   int depth = 0;
   bool quoted = false;
   for (std::size_t k = 0; k < text.size(); ++k) {
@@ -25,7 +25,7 @@ bool nested(std::string_view text) {
     if (c == '"') quoted = !quoted;
     if (quoted && c == '\\') ++k;
     if (quoted) continue;
-    if ((c == '[' || c == '{') && ++depth > kMostNesting) return true;
+    if ((c == '[' || c == '{') && ++depth > kMaxNesting) return true;
     if (c == ']' || c == '}') --depth;
   }
   return false;
@@ -34,7 +34,7 @@ bool nested(std::string_view text) {
 }  // namespace
 
 Json parse(std::string_view text) {
-  if (nested(text)) return Json(Json::value_t::discarded);
+  if (is_nested_too_deep(text)) return Json(Json::value_t::discarded);
   return Json::parse(text, nullptr, /*allow_exceptions=*/false);
 }
 
@@ -43,8 +43,8 @@ std::string repr(const Json& value) {
   if (value.is_number_float()) return number::repr(value.get<double>());
   if (value.is_boolean()) return value.get<bool>() ? "True" : "False";
   if (value.is_null()) return "None";
-  if (value.is_array()) return "[" + joined(value) + "]";
-  return value.is_object() ? "{" + joined(value) + "}" : value.dump();
+  if (value.is_array()) return "[" + join_entries(value) + "]";
+  return value.is_object() ? "{" + join_entries(value) + "}" : value.dump();
 }
 
 std::string str(const Json& value) {

@@ -13,34 +13,35 @@ namespace {
 
 using json_text::Json;
 constexpr double kUnstablePercent = 2.5;  // trtexec's limit for the coefficient of variance
-constexpr std::size_t kFew =
+constexpr std::size_t kMinIterations =
     20;  // iterations under which even the 95th percentile is the slowest of them
 
-std::vector<double> stage(const std::vector<DeviceTimes>& device, double DeviceTimes::*member) {
+std::vector<double> stage_times(const std::vector<DeviceTimes>& device,
+                                double DeviceTimes::*member) {
   std::vector<double> samples;
   for (const DeviceTimes& times : device) samples.push_back(times.*member);
   return samples;
 }
 
 // The warnings of trtexec, on the same conditions, and one of too short a time.
-std::vector<std::string> warnings_of(const Latency& found) {
+std::vector<std::string> make_warnings(const Latency& latency) {
   std::vector<std::string> warnings;
-  if (found.queries < kFew) {
-    warnings.emplace_back("measured over only " + std::to_string(found.queries) + " iteration" +
-                          (found.queries == 1 ? "" : "s") +
+  if (latency.queries < kMinIterations) {
+    warnings.emplace_back("measured over only " + std::to_string(latency.queries) + " iteration" +
+                          (latency.queries == 1 ? "" : "s") +
                           ", so p95 and p99 are the slowest one; measure for longer");
   }
-  if (found.latency.cv_percent > kUnstablePercent) {
+  if (latency.latency.cv_percent > kUnstablePercent) {
     warnings.emplace_back("unstable latency, its coefficient of variance is over 2.5 %");
   }
-  if (found.enqueue.median > 0.8 * found.gpu_compute.median) {
+  if (latency.enqueue.median > 0.8 * latency.gpu_compute.median) {
     warnings.emplace_back(
         "the host's enqueue time is over 0.8 of the compute time: a CUDA graph may help");
   }
-  if (found.h2d.median >= found.gpu_compute.median) {
+  if (latency.h2d.median >= latency.gpu_compute.median) {
     warnings.emplace_back("copying (h2d) takes as long as computing or longer");
   }
-  if (found.d2h.median >= found.gpu_compute.median) {
+  if (latency.d2h.median >= latency.gpu_compute.median) {
     warnings.emplace_back("copying (d2h) takes as long as computing or longer");
   }
   return warnings;
@@ -91,19 +92,19 @@ Latency Latency::of(const std::vector<double>& host_ms, const std::vector<Device
                     std::size_t warmup_queries) {
   std::vector<double> samples;
   for (const DeviceTimes& times : device) samples.push_back(times.latency_ms());
-  Latency found;
-  found.latency = Timing::of(samples);
-  found.host = Timing::of(host_ms);
-  found.enqueue = Timing::of(stage(device, &DeviceTimes::enqueue_ms));
-  found.h2d = Timing::of(stage(device, &DeviceTimes::h2d_ms));
-  found.gpu_compute = Timing::of(stage(device, &DeviceTimes::compute_ms));
-  found.d2h = Timing::of(stage(device, &DeviceTimes::d2h_ms));
-  found.queries = samples.size();
-  found.warmup_queries = warmup_queries;
-  found.total_host_walltime_s = std::accumulate(host_ms.begin(), host_ms.end(), 0.0) / 1e3;
-  found.throughput_qps = static_cast<double>(found.queries) / found.total_host_walltime_s;
-  found.warnings = warnings_of(found);
-  return found;
+  Latency result;
+  result.latency = Timing::of(samples);
+  result.host = Timing::of(host_ms);
+  result.enqueue = Timing::of(stage_times(device, &DeviceTimes::enqueue_ms));
+  result.h2d = Timing::of(stage_times(device, &DeviceTimes::h2d_ms));
+  result.gpu_compute = Timing::of(stage_times(device, &DeviceTimes::compute_ms));
+  result.d2h = Timing::of(stage_times(device, &DeviceTimes::d2h_ms));
+  result.queries = samples.size();
+  result.warmup_queries = warmup_queries;
+  result.total_host_walltime_s = std::accumulate(host_ms.begin(), host_ms.end(), 0.0) / 1e3;
+  result.throughput_qps = static_cast<double>(result.queries) / result.total_host_walltime_s;
+  result.warnings = make_warnings(result);
+  return result;
 }
 
 std::string Latency::to_json() const {

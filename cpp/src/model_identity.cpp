@@ -21,7 +21,7 @@ namespace fs = std::filesystem;
 using wire::Field;
 using Fields = std::vector<Field>;
 
-constexpr int kDeepest = 100;  // messages in messages, as protobuf itself reads
+constexpr int kMaxDepth = 100;  // messages in messages, as protobuf itself reads
 constexpr std::size_t kChunk = std::size_t{1} << 20U;
 
 std::string little_endian(std::uint64_t value) {
@@ -31,7 +31,7 @@ std::string little_endian(std::uint64_t value) {
 }
 
 // The message's fields by their numbers, packed numbers by themselves, as protobuf writes it again.
-std::string canonical(Fields fields) {
+std::string canonical_message(Fields fields) {
   std::stable_sort(fields.begin(), fields.end(),
                    [](const Field& a, const Field& b) { return a.number < b.number; });
   std::string out;
@@ -42,7 +42,7 @@ std::string canonical(Fields fields) {
 // Which fields of a type's messages are messages again: (message, field) -> message.
 enum class Kind { kType, kTensor, kShape, kDim, kSequence, kMap, kOptional, kPlain };
 
-Kind inner(Kind kind, std::uint32_t number) {
+Kind inner_kind(Kind kind, std::uint32_t number) {
   if (kind == Kind::kType) {
     if (number == 1 || number == 8) return Kind::kTensor;
     if (number == 4 || number == 9) return Kind::kSequence;
@@ -55,22 +55,22 @@ Kind inner(Kind kind, std::uint32_t number) {
 }
 
 // A TypeProto as protobuf writes it again.
-std::string type_again(std::string_view message, Kind kind = Kind::kType, int depth = 0) {
-  if (depth > kDeepest) throw wire::Broken();
+std::string canonical_type(std::string_view message, Kind kind = Kind::kType, int depth = 0) {
+  if (depth > kMaxDepth) throw wire::Broken();
   Fields fields = wire::fields(message);
-  std::vector<std::string> held;
-  held.reserve(fields.size());  // the fields look into it
+  std::vector<std::string> inner_messages;
+  inner_messages.reserve(fields.size());  // the fields look into it
   for (Field& field : fields) {
-    const Kind below = inner(kind, field.number);
-    if (below == Kind::kPlain || !field.is_bytes()) continue;
-    held.push_back(type_again(field.bytes, below, depth + 1));
-    field.bytes = held.back();
+    const Kind field_kind = inner_kind(kind, field.number);
+    if (field_kind == Kind::kPlain || !field.is_bytes()) continue;
+    inner_messages.push_back(canonical_type(field.bytes, field_kind, depth + 1));
+    field.bytes = inner_messages.back();
   }
-  return canonical(fields);
+  return canonical_message(fields);
 }
 
 // Bytes of a value of an element type; 0 where the digest is not defined for it.
-std::size_t value_bytes(std::uint64_t type) {
+std::size_t bytes_per_value(std::uint64_t type) {
   switch (type) {
     case 2:
     case 3:
@@ -98,29 +98,29 @@ std::size_t value_bytes(std::uint64_t type) {
 std::string typed_bytes(const Fields& tensor, std::uint64_t type) {
   if (type == 1) return wire::fixed(tensor, 4, 4);
   if (type == 11) return wire::fixed(tensor, 10, 8);
-  const std::uint32_t place = type == 7 ? 7U : type == 12 || type == 13 ? 11U : 5U;
+  const std::uint32_t field_number = type == 7 ? 7U : type == 12 || type == 13 ? 11U : 5U;
   std::string bytes;
-  for (const std::uint64_t value : wire::varints(tensor, place)) {
-    bytes += little_endian(value).substr(0, value_bytes(type));
+  for (const std::uint64_t value : wire::varints(tensor, field_number)) {
+    bytes += little_endian(value).substr(0, bytes_per_value(type));
   }
   return bytes;
 }
 
-struct Place {
+struct DataRange {
   std::string location;
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
 
-  bool operator<(const Place& other) const {
+  bool operator<(const DataRange& other) const {
     return std::tie(location, offset, length) <
            std::tie(other.location, other.offset, other.length);
   }
 };
 
 // A tree of lists, texts and bytes as one stream: [count] before a list, <size> before bytes.
-class Walk {
+class ModelDigest {
  public:
-  explicit Walk(fs::path folder) : folder_(std::move(folder)) {}
+  explicit ModelDigest(fs::path folder) : folder_(std::move(folder)) {}
 
   void model(const Fields& fields) {
     const auto functions = wire::all(fields, 25);
@@ -140,14 +140,14 @@ class Walk {
     }
   }
 
-  std::string graph_digest() { return known_ ? state_.hex() : ""; }
+  std::string graph_digest() { return is_defined_ ? state_.hex() : ""; }
 
   std::string weights_digest() const {
-    if (pieces_.empty()) return "";
+    if (external_digests_.empty()) return "";
     Sha256 state;
-    for (const auto& [place, digest] : pieces_) {
-      state.update(place.location + '\0' + little_endian(place.offset) +
-                   little_endian(place.length) + digest);
+    for (const auto& [range, digest] : external_digests_) {
+      state.update(range.location + '\0' + little_endian(range.offset) +
+                   little_endian(range.length) + digest);
     }
     return state.hex();
   }
@@ -158,9 +158,9 @@ class Walk {
     state_.update("<" + std::to_string(bytes.size()) + ">");
     state_.update(bytes);
   }
-  void texts(const std::vector<std::string_view>& all) {
-    list(all.size());
-    for (const std::string_view one : all) text(one);
+  void texts(const std::vector<std::string_view>& texts) {
+    list(texts.size());
+    for (const std::string_view text_bytes : texts) text(text_bytes);
   }
 
   void opsets(const Fields& model) {
@@ -175,7 +175,7 @@ class Walk {
   }
 
   void graph(std::string_view message) {
-    if (++depth_ > kDeepest) throw wire::Broken();
+    if (++depth_ > kMaxDepth) throw wire::Broken();
     const Fields fields = wire::fields(message);
     std::vector<std::pair<std::string_view, Fields>> weights;
     for (const std::string_view bytes : wire::all(fields, 5)) {
@@ -185,15 +185,15 @@ class Walk {
     const auto by_name = [](const auto& a, const auto& b) { return a.first < b.first; };
     std::stable_sort(weights.begin(), weights.end(), by_name);
     list(5);
-    std::vector<Fields> fed;
+    std::vector<Fields> inputs;
     for (const std::string_view bytes : wire::all(fields, 11)) {
       Fields value = wire::fields(bytes);
       const std::pair<std::string_view, Fields> name{wire::text(value, 1), {}};
       if (!std::binary_search(weights.begin(), weights.end(), name, by_name)) {
-        fed.push_back(std::move(value));
+        inputs.push_back(std::move(value));
       }
     }
-    values(fed);
+    values(inputs);
     std::vector<Fields> outputs;
     for (const std::string_view bytes : wire::all(fields, 12))
       outputs.push_back(wire::fields(bytes));
@@ -202,22 +202,22 @@ class Walk {
     list(weights.size());
     for (const auto& [name, tensor] : weights) this->tensor(tensor);
     list(0);
-    if (wire::has(fields, 15)) known_ = false;  // sparse
+    if (wire::has(fields, 15)) is_defined_ = false;  // sparse
     --depth_;
   }
 
-  void values(const std::vector<Fields>& all) {
-    list(all.size());
-    for (const Fields& value : all) {
+  void values(const std::vector<Fields>& value_infos) {
+    list(value_infos.size());
+    for (const Fields& value : value_infos) {
       list(2);
       text(wire::text(value, 1));
-      text(type_again(wire::text(value, 2)));
+      text(canonical_type(wire::text(value, 2)));
     }
   }
 
-  void nodes(const std::vector<std::string_view>& all) {
-    list(all.size());
-    for (const std::string_view bytes : all) node(wire::fields(bytes));
+  void nodes(const std::vector<std::string_view>& messages) {
+    list(messages.size());
+    for (const std::string_view bytes : messages) node(wire::fields(bytes));
   }
 
   void node(const Fields& node) {
@@ -261,42 +261,42 @@ class Walk {
 
   // An attribute of numbers, texts and types as protobuf writes it again, its doc_string empty.
   std::string plain(const Fields& attribute) {
-    Fields again{{13, 2, 0, {}}};
+    Fields fields{{13, 2, 0, {}}};
     std::vector<std::string> types;
     types.reserve(attribute.size());
     for (Field field : attribute) {
-      const bool packed = (field.number == 7 || field.number == 8) && field.is_bytes();
-      if (field.number == 13 || packed) continue;
+      const bool is_packed = (field.number == 7 || field.number == 8) && field.is_bytes();
+      if (field.number == 13 || is_packed) continue;
       if (field.number == 14 || field.number == 15) {
-        types.push_back(type_again(field.bytes));
+        types.push_back(canonical_type(field.bytes));
         field.bytes = types.back();
       }
-      if (field.number == 22 || field.number == 23) known_ = false;  // sparse
-      again.push_back(field);
+      if (field.number == 22 || field.number == 23) is_defined_ = false;  // sparse
+      fields.push_back(field);
     }
-    unpack(attribute, again);
-    return canonical(again);
+    unpack(attribute, fields);
+    return canonical_message(fields);
   }
 
-  static void unpack(const Fields& attribute, Fields& again) {
+  static void unpack(const Fields& attribute, Fields& fields) {
     for (const Field& field : attribute) {
       if (!field.is_bytes() || (field.number != 7 && field.number != 8)) continue;
       if (field.number == 8) {
         for (const std::uint64_t value : wire::varints({field}, 8))
-          again.push_back({8, 0, value, {}});
+          fields.push_back({8, 0, value, {}});
         continue;
       }
-      for (std::size_t at = 0; at + 4 <= field.bytes.size(); at += 4) {
-        again.push_back({7, 5, 0, field.bytes.substr(at, 4)});
+      for (std::size_t offset = 0; offset + 4 <= field.bytes.size(); offset += 4) {
+        fields.push_back({7, 5, 0, field.bytes.substr(offset, 4)});
       }
     }
   }
 
   void tensor(const Fields& tensor) {
     const std::uint64_t type = wire::number(tensor, 2);
-    const std::size_t size = value_bytes(type);
+    const std::size_t size = bytes_per_value(type);
     const std::vector<std::uint64_t> dims = wire::varints(tensor, 1);
-    if (size == 0) known_ = false;
+    if (size == 0) is_defined_ = false;
     list(4);
     text(wire::text(tensor, 8));
     text(std::to_string(type));
@@ -309,34 +309,35 @@ class Walk {
 
   void external(const Fields& tensor) {
     const std::string name(wire::text(tensor, 8));
-    std::map<std::string, std::string> entry;
+    std::map<std::string, std::string> entries;
     for (const std::string_view bytes : wire::all(tensor, 13)) {
       const Fields pair = wire::fields(bytes);
-      entry[std::string(wire::text(pair, 1))] = wire::text(pair, 2);
+      entries[std::string(wire::text(pair, 1))] = wire::text(pair, 2);
     }
-    const fs::path file = file_of(name, entry["location"]);
-    std::error_code failed;
-    const std::uint64_t whole = fs::file_size(file, failed);
-    const auto offset = count(entry, "offset", 0);
-    const auto length =
-        !offset || *offset > whole ? std::nullopt : count(entry, "length", whole - *offset);
-    if (!length || *length > whole - *offset) {
+    const fs::path file = find_external_file(name, entries["location"]);
+    std::error_code error;
+    const std::uint64_t file_bytes = fs::file_size(file, error);
+    const auto offset = count(entries, "offset", 0);
+    const auto length = !offset || *offset > file_bytes
+                            ? std::nullopt
+                            : count(entries, "length", file_bytes - *offset);
+    if (!length || *length > file_bytes - *offset) {
       throw CacheError("external data of " + text::repr(name) + " must lie within its file " +
-                       text::shown(file.string()) + " of " + std::to_string(whole) +
+                       text::printable(file.string()) + " of " + std::to_string(file_bytes) +
                        " bytes; copy the file again, it may be truncated");
     }
     state_.update("<" + std::to_string(*length) + ">");
-    pieces_[{entry["location"], *offset, *length}] = piece(file, *offset, *length);
+    external_digests_[{entries["location"], *offset, *length}] = hash_range(file, *offset, *length);
   }
 
-  fs::path file_of(const std::string& name, const std::string& location) const {
-    std::error_code failed;
-    const fs::path folder = fs::canonical(folder_, failed);
-    const fs::path file = fs::canonical(folder / location, failed);
-    const fs::path below = failed ? fs::path() : file.lexically_relative(folder);
-    const bool inside = !below.empty() && *below.begin() != ".." && below != ".";
-    if (location.empty() || fs::path(location).is_absolute() || !inside ||
-        !fs::is_regular_file(file, failed)) {
+  fs::path find_external_file(const std::string& name, const std::string& location) const {
+    std::error_code error;
+    const fs::path folder = fs::canonical(folder_, error);
+    const fs::path file = fs::canonical(folder / location, error);
+    const fs::path relative = error ? fs::path() : file.lexically_relative(folder);
+    const bool is_inside = !relative.empty() && *relative.begin() != ".." && relative != ".";
+    if (location.empty() || fs::path(location).is_absolute() || !is_inside ||
+        !fs::is_regular_file(file, error)) {
       throw CacheError("external data of " + text::repr(name) +
                        " must be a file in the model's folder, got " + text::repr(location) +
                        "; put the file itself beside the model");
@@ -345,10 +346,10 @@ class Walk {
   }
 
   static std::optional<std::uint64_t> count(const std::map<std::string, std::string>& entry,
-                                            const std::string& key, std::uint64_t usual) {
-    const auto found = entry.find(key);
-    if (found == entry.end()) return usual;
-    const std::string& digits = found->second;
+                                            const std::string& key, std::uint64_t default_value) {
+    const auto entry_found = entry.find(key);
+    if (entry_found == entry.end()) return default_value;
+    const std::string& digits = entry_found->second;
     if (digits.empty() || digits.size() > 18 ||
         digits.find_first_not_of("0123456789") != std::string::npos) {
       return std::nullopt;
@@ -357,51 +358,51 @@ class Walk {
   }
 
   // Hashes the bytes into the tree; gives their own sha256.
-  std::string piece(const fs::path& file, std::uint64_t offset, std::uint64_t length) {
+  std::string hash_range(const fs::path& file, std::uint64_t offset, std::uint64_t length) {
     std::ifstream stream(file, std::ios::binary);
     stream.seekg(static_cast<std::streamoff>(offset));
     std::string chunk(std::min<std::uint64_t>(kChunk, length), '\0');
-    Sha256 own;
+    Sha256 range_digest;
     while (length > 0) {
       const auto size = static_cast<std::size_t>(std::min<std::uint64_t>(chunk.size(), length));
       if (!stream.read(chunk.data(), static_cast<std::streamsize>(size))) {
-        throw FeedError(text::shown(file.string()) + " cannot be read whole");
+        throw FeedError(text::printable(file.string()) + " cannot be read whole");
       }
       const std::string_view bytes(chunk.data(), size);
       state_.update(bytes);
-      own.update(bytes);
+      range_digest.update(bytes);
       length -= size;
     }
-    return own.bytes();
+    return range_digest.bytes();
   }
 
   fs::path folder_;
   Sha256 state_;
-  std::map<Place, std::string> pieces_;
+  std::map<DataRange, std::string> external_digests_;
   int depth_ = 0;
-  bool known_ = true;
+  bool is_defined_ = true;
 };
 
 }  // namespace
 
-bool same_model(const ModelIdentity& one, const ModelIdentity& other) {
-  if (!one.graph.empty() && one.graph == other.graph) return true;
-  return !one.file.empty() && one.file == other.file && one.weights == other.weights;
+bool same_model(const ModelIdentity& model, const ModelIdentity& other) {
+  if (!model.graph.empty() && model.graph == other.graph) return true;
+  return !model.file.empty() && model.file == other.file && model.weights == other.weights;
 }
 
 ModelIdentity identity_of(const fs::path& onnx) {
   const std::string data = files::read(onnx);
-  ModelIdentity found;
-  found.file = Sha256().update(data).hex();
+  ModelIdentity identity;
+  identity.file = Sha256().update(data).hex();
   try {
-    Walk walk(onnx.has_parent_path() ? onnx.parent_path() : ".");
-    walk.model(wire::fields(data));
-    found.weights = walk.weights_digest();
-    found.graph = walk.graph_digest();
+    ModelDigest digest(onnx.has_parent_path() ? onnx.parent_path() : ".");
+    digest.model(wire::fields(data));
+    identity.weights = digest.weights_digest();
+    identity.graph = digest.graph_digest();
   } catch (const wire::Broken&) {
-    return found;  // what is no ONNX has neither, and TensorRT says what it makes of it
+    return identity;  // what is no ONNX has neither, and TensorRT says what it makes of it
   }
-  return found;
+  return identity;
 }
 
 }  // namespace calib8

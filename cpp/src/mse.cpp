@@ -16,12 +16,12 @@ using Ratios = std::array<double, 120>;
 
 // 1.00, 0.99 ... 0.21, then 0.200, 0.195 ... 0.005.
 Ratios ratios() {
-  Ratios found{};
-  for (std::size_t k = 0; k < found.size(); ++k) {
+  Ratios result{};
+  for (std::size_t k = 0; k < result.size(); ++k) {
     const auto step = static_cast<double>(k);
-    found[k] = (k < 80 ? 100.0 - step : 20.0 - (step - 80.0) * 0.5) / 100.0;
+    result[k] = (k < 80 ? 100.0 - step : 20.0 - (step - 80.0) * 0.5) / 100.0;
   }
-  return found;
+  return result;
 }
 
 // Half to even, of numbers far below 2^51: in vectors on every CPU, which std::nearbyint is not.
@@ -57,24 +57,24 @@ double error(const Bins& bins, Range range, double steps, std::vector<double>& t
   const std::size_t size = terms.size();
   for (std::size_t k = 0; k < size; ++k) {
     const double clipped = std::min(std::max(centre[k], range.low), range.high);
-    const double lost = rounded(clipped / scale) * scale - centre[k];
-    term[k] = lost * lost * count[k];
+    const double difference = rounded(clipped / scale) * scale - centre[k];
+    term[k] = difference * difference * count[k];
   }
   return pairwise::sum(terms);
 }
 
 // The first of the ranges with the least error.
 template <typename RangeOf>
-Range least(const Bins& bins, double steps, RangeOf range_of) {
+Range least_error_range(const Bins& bins, double steps, RangeOf range_of) {
   std::vector<double> terms(bins.centres.size());
-  const Ratios tried = ratios();
-  Range best = range_of(tried[0]);
+  const Ratios candidates = ratios();
+  Range best = range_of(candidates[0]);
   double smallest = error(bins, best, steps, terms);
-  for (std::size_t k = 1; k < tried.size(); ++k) {
-    const Range range = range_of(tried[k]);
-    const double found = error(bins, range, steps, terms);
-    if (found < smallest) {
-      smallest = found;
+  for (std::size_t k = 1; k < candidates.size(); ++k) {
+    const Range range = range_of(candidates[k]);
+    const double candidate_error = error(bins, range, steps, terms);
+    if (candidate_error < smallest) {
+      smallest = candidate_error;
       best = range;
     }
   }
@@ -91,10 +91,10 @@ double symmetric(const Histogram& histogram) {
   }
   const double amax = histogram.amax();
   if (bins.centres.empty()) return amax;
-  return least(bins, kInt8Steps,
-               [&](double ratio) {
-                 return Range{-(amax * ratio), amax * ratio};
-               })
+  return least_error_range(bins, kInt8Steps,
+                           [&](double ratio) {
+                             return Range{-(amax * ratio), amax * ratio};
+                           })
       .high;
 }
 
@@ -107,16 +107,16 @@ Range affine(const Histogram& histogram) {
   }
   const double bottom = std::min(histogram.minimum(), 0.0);
   const double top = std::max(histogram.maximum(), 0.0);
-  Range found{bottom, top};
-  if (bins.centres.empty()) return found;
-  const bool high_first = found.high >= -found.low;
+  Range range{bottom, top};
+  if (bins.centres.empty()) return range;
+  const bool high_first = range.high >= -range.low;
   for (int turn = 0; turn < 4; ++turn) {
-    const bool high = (turn % 2 == 0) == high_first;
-    found = least(bins, kUint8Steps, [&](double ratio) {
-      return high ? Range{found.low, top * ratio} : Range{bottom * ratio, found.high};
+    const bool moves_high = (turn % 2 == 0) == high_first;
+    range = least_error_range(bins, kUint8Steps, [&](double ratio) {
+      return moves_high ? Range{range.low, top * ratio} : Range{bottom * ratio, range.high};
     });
   }
-  return found;
+  return range;
 }
 
 }  // namespace
@@ -124,9 +124,9 @@ Range affine(const Histogram& histogram) {
 Scale scale(const Histogram& histogram) {
   const double amax = symmetric(histogram);
   const Range range = affine(histogram);
-  Scale found{range.low, range.high, amax, histogram.minimum(), histogram.maximum(), "mse"};
-  found.check();
-  return found;
+  Scale result{range.low, range.high, amax, histogram.minimum(), histogram.maximum(), "mse"};
+  result.check();
+  return result;
 }
 
 }  // namespace calib8::mse

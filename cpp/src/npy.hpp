@@ -32,9 +32,10 @@ struct Header {
   std::string describe() const;  // ">f4 [8, 3]"
 };
 
-inline constexpr std::size_t kLongest = 12 + 10000;  // bytes before the values, as numpy has it
+inline constexpr std::size_t kMaxHeaderBytes =
+    12 + 10000;  // bytes before the values, as numpy has it
 
-// Of the file's first bytes, up to kLongest of them, of a file of `size` bytes. Throws Broken.
+// Of the file's first bytes, up to kMaxHeaderBytes of them, of a file of `size` bytes. Throws Broken.
 Header parse(std::string_view head, std::uint64_t size);
 
 // Of values of this dtype and shape that have `size` bytes. Throws Broken: they are fewer.
@@ -44,6 +45,6 @@ Header of(const std::string& dtype, const std::vector<std::int64_t>& shape, std:
 std::string descr_of(const std::string& dtype);
 
 // [8, 3]
-std::string shown(const std::vector<std::int64_t>& shape);
+std::string format_shape(const std::vector<std::int64_t>& shape);
 
 }  // namespace calib8::npy

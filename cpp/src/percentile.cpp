@@ -12,7 +12,7 @@ namespace {
 constexpr double kLegacyQuantile = 0.999999;
 
 // The value at a quantile of the signed values.
-double edge(const Histogram& histogram, double share) {
+double value_at_quantile(const Histogram& histogram, double share) {
   const double position = quantile(histogram.signed_counts(), share);
   const std::vector<double> edges = histogram.edges();
   const auto below = static_cast<std::size_t>(position);
@@ -33,12 +33,12 @@ double quantile(const std::vector<std::int64_t>& counts, double share) {
   sums.reserve(counts.size() + 1);
   for (const std::int64_t count : counts) sums.push_back(sums.back() + count);
   const double rank = share * static_cast<double>(sums.back());
-  const auto reached = std::find_if(
+  const auto first_reached = std::find_if(
       sums.begin(), sums.end(), [&](std::int64_t sum) { return static_cast<double>(sum) >= rank; });
-  if (reached == sums.begin()) return 0.0;
-  const auto before = static_cast<double>(reached[-1]);
-  const auto inside = static_cast<double>(reached[0] - reached[-1]);
-  return static_cast<double>(reached - sums.begin() - 1) + (rank - before) / inside;
+  if (first_reached == sums.begin()) return 0.0;
+  const auto sum_before = static_cast<double>(first_reached[-1]);
+  const auto bin_count = static_cast<double>(first_reached[0] - first_reached[-1]);
+  return static_cast<double>(first_reached - sums.begin() - 1) + (rank - sum_before) / bin_count;
 }
 
 void check(double percent) {
@@ -50,24 +50,28 @@ void check(double percent) {
 
 Scale scale(const Histogram& histogram, double percent) {
   check(percent);
-  const double keep = percent / 100;
-  const double amax = quantile(histogram.magnitudes(Histogram::kBins), keep) *
+  const double share = percent / 100;
+  const double amax = quantile(histogram.magnitudes(Histogram::kBins), share) *
                       histogram.full_range() / static_cast<double>(Histogram::kBins);
-  const double least = histogram.minimum();
-  const double most = histogram.maximum();
-  const double low = least < 0 ? std::max(least, std::min(edge(histogram, 1 - keep), 0.0)) : least;
-  const double high = most > 0 ? std::min(most, std::max(edge(histogram, keep), 0.0)) : most;
-  Scale found{std::min(low, most),  // values that share one bin: its quantiles may lie beyond them
-              std::max(high, least), std::min(amax, histogram.amax()), least, most,
-              method_of(percent)};
-  found.check();
-  return found;
+  const double minimum = histogram.minimum();
+  const double maximum = histogram.maximum();
+  const double low = minimum < 0
+                         ? std::max(minimum, std::min(value_at_quantile(histogram, 1 - share), 0.0))
+                         : minimum;
+  const double high =
+      maximum > 0 ? std::min(maximum, std::max(value_at_quantile(histogram, share), 0.0)) : maximum;
+  Scale result{
+      std::min(low, maximum),  // values that share one bin: its quantiles may lie beyond them
+      std::max(high, minimum), std::min(amax, histogram.amax()), minimum, maximum,
+      method_of(percent)};
+  result.check();
+  return result;
 }
 
 Scale legacy(const Histogram& histogram) {
-  Scale found = scale(histogram, kLegacyQuantile * 100);
-  found.method = "legacy";
-  return found;
+  Scale result = scale(histogram, kLegacyQuantile * 100);
+  result.method = "legacy";
+  return result;
 }
 
 }  // namespace calib8::percentiles

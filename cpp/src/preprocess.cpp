@@ -14,13 +14,13 @@ namespace {
 
 using json_text::Json;
 using json_text::repr;
-constexpr int kLargestSide = 16384;
+constexpr int kMaxSide = 16384;
 
-int side(const std::string& name, const Json& value) {
-  const bool whole = value.is_number_integer() && value >= 1 && value <= kLargestSide;
-  if (!whole) {
-    throw ConfigError(name + " must be whole pixels, 1 to " + std::to_string(kLargestSide) +
-                      ", got " + repr(value));
+int checked_side(const std::string& name, const Json& value) {
+  const bool is_valid = value.is_number_integer() && value >= 1 && value <= kMaxSide;
+  if (!is_valid) {
+    throw ConfigError(name + " must be whole pixels, 1 to " + std::to_string(kMaxSide) + ", got " +
+                      repr(value));
   }
   return value.get<int>();
 }
@@ -29,15 +29,15 @@ Size size_from(const std::string& name, const Json& value) {
   if (!value.is_array() || value.size() != 2) {
     throw ConfigError(name + " must be (height, width), got " + repr(value));
   }
-  return {side(name, value[0]), side(name, value[1])};
+  return {checked_side(name, value[0]), checked_side(name, value[1])};
 }
 
 std::vector<double> numbers_from(const std::string& name, const Json& value) {
-  const Json listed = value.is_array() ? value : Json::array({value});
+  const Json list = value.is_array() ? value : Json::array({value});
   std::vector<double> numbers;
-  for (const Json& entry : listed) {
-    const bool finite = entry.is_number() && std::fabs(entry.get<double>()) <= 1e30;
-    if (!finite) throw ConfigError(name + " must be finite numbers, got " + repr(value));
+  for (const Json& entry : list) {
+    const bool is_finite = entry.is_number() && std::fabs(entry.get<double>()) <= 1e30;
+    if (!is_finite) throw ConfigError(name + " must be finite numbers, got " + repr(value));
     numbers.push_back(entry.get<double>());
   }
   return numbers;
@@ -55,43 +55,43 @@ auto name_from(const Table& table, const std::string& option, const Json& value)
   return names::find(table, option, name, repr(value));
 }
 
-void check_channels(const Preprocess& how, const std::string& name,
+void check_channels(const Preprocess& preprocess, const std::string& name,
                     const std::vector<double>& values) {
-  const std::size_t most = static_cast<std::size_t>(how.channels());
-  if (values.size() == 1 || values.size() == most) return;
-  const std::string color = how.color ? names::of(names::kColor, *how.color) : "rgb";
+  const std::size_t channel_count = static_cast<std::size_t>(preprocess.channels());
+  if (values.size() == 1 || values.size() == channel_count) return;
+  const std::string color = preprocess.color ? names::of(names::kColor, *preprocess.color) : "rgb";
   throw ConfigError(name + " must have one value or one per channel of " + color + ", got " +
                     std::to_string(values.size()) + " values; give 1" +
-                    (most > 1 ? " or " + std::to_string(most) : ""));
+                    (channel_count > 1 ? " or " + std::to_string(channel_count) : ""));
 }
 
-void check_side(const std::string& name, int value) { side(name, Json(value)); }
+void check_side(const std::string& name, int value) { checked_side(name, Json(value)); }
 
-void set(Preprocess& how, const std::string& field, const Json& value) {
+void set_field(Preprocess& preprocess, const std::string& field, const Json& value) {
   if (field == "size") {
-    how.size = size_from(field, value);
+    preprocess.size = size_from(field, value);
   } else if (field == "default_size") {
-    how.default_size = size_from(field, value);
+    preprocess.default_size = size_from(field, value);
   } else if (field == "resize") {
-    how.resize = name_from(names::kResize, field, value);
+    preprocess.resize = name_from(names::kResize, field, value);
   } else if (field == "short_side") {
-    how.short_side = side(field, value);
+    preprocess.short_side = checked_side(field, value);
   } else if (field == "interpolation") {
-    how.interpolation = name_from(names::kInterpolation, field, value);
+    preprocess.interpolation = name_from(names::kInterpolation, field, value);
   } else if (field == "color") {
-    how.color = name_from(names::kColor, field, value);
+    preprocess.color = name_from(names::kColor, field, value);
   } else if (field == "scale") {
-    how.scale = number_from(field, value);
+    preprocess.scale = number_from(field, value);
   } else if (field == "mean") {
-    how.mean = numbers_from(field, value);
+    preprocess.mean = numbers_from(field, value);
   } else if (field == "std") {
-    how.std = numbers_from(field, value);
+    preprocess.std = numbers_from(field, value);
   } else if (field == "pad") {
-    how.pad = numbers_from(field, value);
+    preprocess.pad = numbers_from(field, value);
   } else if (field == "anchor") {
-    how.anchor = name_from(names::kAnchor, field, value);
+    preprocess.anchor = name_from(names::kAnchor, field, value);
   } else if (field == "layout") {
-    how.layout = name_from(names::kLayout, field, value);
+    preprocess.layout = name_from(names::kLayout, field, value);
   }
 }
 
@@ -101,11 +101,11 @@ constexpr std::array<std::string_view, 12> kFields{
 
 void check_field(const std::string& field) {
   if (std::find(kFields.begin(), kFields.end(), field) != kFields.end()) return;
-  std::string all;
-  for (const std::string_view known : kFields) {
-    all += (all.empty() ? "" : ", ") + std::string(known);
+  std::string field_list;
+  for (const std::string_view field_name : kFields) {
+    field_list += (field_list.empty() ? "" : ", ") + std::string(field_name);
   }
-  throw ConfigError(text::repr(field) + " is no preprocessing option; there are " + all);
+  throw ConfigError(text::repr(field) + " is no preprocessing option; there are " + field_list);
 }
 
 Json size_json(const std::optional<Size>& size) {
@@ -130,10 +130,10 @@ int Preprocess::short_length() const {
 }
 
 void Preprocess::check() const {
-  for (const auto& [name, given] : {std::pair("size", size), {"default_size", default_size}}) {
-    if (!given) continue;
-    check_side(name, given->height);
-    check_side(name, given->width);
+  for (const auto& [name, given_size] : {std::pair("size", size), {"default_size", default_size}}) {
+    if (!given_size) continue;
+    check_side(name, given_size->height);
+    check_side(name, given_size->width);
   }
   if (short_side) check_side("short_side", *short_side);
   numbers_from("scale", Json(scale));
@@ -141,8 +141,8 @@ void Preprocess::check() const {
     numbers_from(name, Json(*values));
     check_channels(*this, name, *values);
   }
-  const auto positive = [](double value) { return static_cast<float>(value) > 0; };
-  if (!std::all_of(std.begin(), std.end(), positive) || !positive(scale)) {
+  const auto is_positive = [](double value) { return static_cast<float>(value) > 0; };
+  if (!std::all_of(std.begin(), std.end(), is_positive) || !is_positive(scale)) {
     throw ConfigError("scale and std must be above 0, got scale=" + number::repr(scale) +
                       " std=" + repr(Json(std)) + "; std is what the scaled pixel is divided by");
   }
@@ -172,12 +172,12 @@ Preprocess Preprocess::from_json(const std::string& json) {
                       std::string(data.is_discarded() ? "no JSON" : data.type_name()));
   }
   for (const auto& [field, value] : data.items()) check_field(field);
-  Preprocess how;
+  Preprocess preprocess;
   for (const auto& [field, value] : data.items()) {
-    if (!value.is_null()) set(how, field, value);
+    if (!value.is_null()) set_field(preprocess, field, value);
   }
-  how.check();
-  return how;
+  preprocess.check();
+  return preprocess;
 }
 
 }  // namespace calib8

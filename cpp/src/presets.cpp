@@ -8,85 +8,85 @@
 namespace calib8 {
 namespace {
 
-using Named = std::pair<std::string, Preprocess>;
+using NamedPreprocess = std::pair<std::string, Preprocess>;
 
 Preprocess crop() {
-  Preprocess how;
-  how.default_size = Size{224, 224};
-  how.resize = Resize::kShortSide;
-  how.interpolation = Interpolation::kArea;
-  how.color = Color::kRgb;
-  how.scale = 1.0;
-  return how;
+  Preprocess preprocess;
+  preprocess.default_size = Size{224, 224};
+  preprocess.resize = Resize::kShortSide;
+  preprocess.interpolation = Interpolation::kArea;
+  preprocess.color = Color::kRgb;
+  preprocess.scale = 1.0;
+  return preprocess;
 }
 
-Preprocess imagenet_units(Preprocess how) {
-  how.scale = 1.0 / 255;
-  how.mean = {0.485, 0.456, 0.406};
-  how.std = {0.229, 0.224, 0.225};
-  return how;
+Preprocess imagenet_units(Preprocess preprocess) {
+  preprocess.scale = 1.0 / 255;
+  preprocess.mean = {0.485, 0.456, 0.406};
+  preprocess.std = {0.229, 0.224, 0.225};
+  return preprocess;
 }
 
 // PaddleOCR reads with OpenCV and keeps BGR; it pads text lines with 0 after the arithmetic,
 // which is pixel 127.5.
 Preprocess text_line(int width) {
-  Preprocess how;
-  how.default_size = Size{48, width};
-  how.resize = Resize::kFitHeight;
-  how.color = Color::kBgr;
-  how.mean = how.std = {0.5};
-  how.pad = {127.5};
-  return how;
+  Preprocess preprocess;
+  preprocess.default_size = Size{48, width};
+  preprocess.resize = Resize::kFitHeight;
+  preprocess.color = Color::kBgr;
+  preprocess.mean = preprocess.std = {0.5};
+  preprocess.pad = {127.5};
+  return preprocess;
 }
 
 Preprocess centred(double mean, double std, Interpolation interpolation) {
-  Preprocess how = crop();
-  how.mean = {mean};
-  how.std = {std};
-  how.interpolation = interpolation;
-  return how;
+  Preprocess preprocess = crop();
+  preprocess.mean = {mean};
+  preprocess.std = {std};
+  preprocess.interpolation = interpolation;
+  return preprocess;
 }
 
 Preprocess grey_half() {
-  Preprocess how;
-  how.color = Color::kGrey;
-  how.mean = how.std = {0.5};
-  return how;
+  Preprocess preprocess;
+  preprocess.color = Color::kGrey;
+  preprocess.mean = preprocess.std = {0.5};
+  return preprocess;
 }
 
 Preprocess picodet() {
-  Preprocess how = imagenet_units({});
-  how.color = Color::kRgb;
-  how.default_size = Size{640, 640};
-  how.interpolation = Interpolation::kCubic;
-  return how;
+  Preprocess preprocess = imagenet_units({});
+  preprocess.color = Color::kRgb;
+  preprocess.default_size = Size{640, 640};
+  preprocess.interpolation = Interpolation::kCubic;
+  return preprocess;
 }
 
 Preprocess ppocr_det() {
-  Preprocess how = imagenet_units({});
-  how.color = Color::kBgr;
-  how.default_size = Size{736, 736};
-  how.resize = Resize::kLetterbox;
-  how.anchor = Anchor::kTopLeft;
-  return how;
+  Preprocess preprocess = imagenet_units({});
+  preprocess.color = Color::kBgr;
+  preprocess.default_size = Size{736, 736};
+  preprocess.resize = Resize::kLetterbox;
+  preprocess.anchor = Anchor::kTopLeft;
+  return preprocess;
 }
 
 Preprocess yolo() {
-  Preprocess how;
-  how.default_size = Size{640, 640};
-  how.resize = Resize::kLetterbox;
-  how.color = Color::kRgb;
-  how.pad = {114.0};
-  return how;
+  Preprocess preprocess;
+  preprocess.default_size = Size{640, 640};
+  preprocess.resize = Resize::kLetterbox;
+  preprocess.color = Color::kRgb;
+  preprocess.pad = {114.0};
+  return preprocess;
 }
 
 Preprocess raw() {
-  Preprocess how;
-  how.scale = 1.0;
-  return how;
+  Preprocess preprocess;
+  preprocess.scale = 1.0;
+  return preprocess;
 }
 
-std::vector<Named> table() {
+std::vector<NamedPreprocess> make_presets() {
   const Preprocess tf = centred(127.5, 127.5, Interpolation::kArea);
   return {{"efficientnet-lite", centred(127.0, 128.0, Interpolation::kCubic)},
           {"grey-half", grey_half()},
@@ -104,18 +104,19 @@ std::vector<Named> table() {
 
 }  // namespace
 
-const std::vector<Named>& presets() {
-  static const std::vector<Named> kPresets = table();
+const std::vector<NamedPreprocess>& presets() {
+  static const std::vector<NamedPreprocess> kPresets = make_presets();
   return kPresets;
 }
 
 const Preprocess& preset(const std::string& name) {
-  const auto named = [&name](const Named& entry) { return entry.first == name; };
-  const auto found = std::find_if(presets().begin(), presets().end(), named);
+  const auto has_name = [&name](const NamedPreprocess& entry) { return entry.first == name; };
+  const auto found = std::find_if(presets().begin(), presets().end(), has_name);
   if (found != presets().end()) return found->second;
-  std::string all;
-  for (const Named& entry : presets()) all += (all.empty() ? "" : ", ") + entry.first;
-  throw ConfigError(text::repr(name) + " is no preset; there are " + all);
+  std::string name_list;
+  for (const NamedPreprocess& entry : presets())
+    name_list += (name_list.empty() ? "" : ", ") + entry.first;
+  throw ConfigError(text::repr(name) + " is no preset; there are " + name_list);
 }
 
 }  // namespace calib8

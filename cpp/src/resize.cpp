@@ -7,7 +7,7 @@
 namespace calib8 {
 namespace {
 
-std::vector<int> nearest_of(int from, int to) {
+std::vector<int> nearest_indices(int from, int to) {
   const double scale = resizing::scale(from, to);
   std::vector<int> index(static_cast<std::size_t>(to));
   for (int k = 0; k < to; ++k) {
@@ -17,10 +17,10 @@ std::vector<int> nearest_of(int from, int to) {
   return index;
 }
 
-Pixels nearest(const Pixels& from, Size size) {
+Pixels resize_nearest(const Pixels& from, Size size) {
   Pixels out(size.height, size.width, from.channels);
-  const std::vector<int> columns = nearest_of(from.width, size.width);
-  const std::vector<int> rows = nearest_of(from.height, size.height);
+  const std::vector<int> columns = nearest_indices(from.width, size.width);
+  const std::vector<int> rows = nearest_indices(from.height, size.height);
   for (int y = 0; y < size.height; ++y) {
     const std::uint8_t* source = from.row(rows[static_cast<std::size_t>(y)]);
     std::uint8_t* to = out.row(y);
@@ -30,7 +30,7 @@ Pixels nearest(const Pixels& from, Size size) {
 }
 
 // Linear to exactly half the size is the mean of four, which area computes.
-bool halves(const Pixels& from, Size size) {
+bool is_exact_half(const Pixels& from, Size size) {
   return from.height == 2 * size.height && from.width == 2 * size.width;
 }
 
@@ -38,10 +38,10 @@ bool halves(const Pixels& from, Size size) {
 
 Pixels resize(const Pixels& from, Size size, Interpolation kind) {
   switch (kind) {
-    case Interpolation::kNearest: return nearest(from, size);
+    case Interpolation::kNearest: return resize_nearest(from, size);
     case Interpolation::kArea: return resizing::area(from, size);
     case Interpolation::kLinear:
-      if (halves(from, size)) return resizing::area(from, size);
+      if (is_exact_half(from, size)) return resizing::area(from, size);
       break;
     case Interpolation::kCubic:
     case Interpolation::kLanczos: break;

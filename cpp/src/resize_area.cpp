@@ -18,9 +18,9 @@ struct Share {
 
 constexpr double kSliver = 1e-3;  // of a pixel; less is left out
 
-std::vector<Share> shares(int from, int to) {
+std::vector<Share> make_shares(int from, int to) {
   const double step = scale(from, to);
-  std::vector<Share> made;
+  std::vector<Share> shares;
   for (int k = 0; k < to; ++k) {
     const double begin = k * step;
     const double end = begin + step;
@@ -28,21 +28,21 @@ std::vector<Share> shares(int from, int to) {
     const int last = std::min(static_cast<int>(std::floor(end)), from - 1);
     const int first = std::min(static_cast<int>(std::ceil(begin)), last);
     if (first - begin > kSliver) {
-      made.push_back({first - 1, k, static_cast<float>((first - begin) / covered)});
+      shares.push_back({first - 1, k, static_cast<float>((first - begin) / covered)});
     }
-    for (int at = first; at < last; ++at) {
-      made.push_back({at, k, static_cast<float>(1.0 / covered)});
+    for (int pixel = first; pixel < last; ++pixel) {
+      shares.push_back({pixel, k, static_cast<float>(1.0 / covered)});
     }
     if (end - last > kSliver) {
       const double part = std::min(std::min(end - last, 1.0), covered);
-      made.push_back({last, k, static_cast<float>(part / covered)});
+      shares.push_back({last, k, static_cast<float>(part / covered)});
     }
   }
-  return made;
+  return shares;
 }
 
-void gather(const std::uint8_t* row, const std::vector<Share>& columns, int channels,
-            std::vector<float>& out) {
+void sum_columns(const std::uint8_t* row, const std::vector<Share>& columns, int channels,
+                 std::vector<float>& out) {
   std::fill(out.begin(), out.end(), 0.0F);
   for (const Share& share : columns) {
     const std::uint8_t* from = row + share.from * channels;
@@ -51,64 +51,68 @@ void gather(const std::uint8_t* row, const std::vector<Share>& columns, int chan
   }
 }
 
-Pixels by_shares(const Pixels& from, Size size) {
+Pixels resize_by_shares(const Pixels& from, Size size) {
   Pixels out(size.height, size.width, from.channels);
-  const std::vector<Share> columns = shares(from.width, size.width);
+  const std::vector<Share> columns = make_shares(from.width, size.width);
   std::vector<float> row(out.row_bytes());
   std::vector<float> sum(out.row_bytes());
-  int line = 0;
-  const auto settle = [&out, &sum](int y) {
+  int row_index = 0;
+  const auto store_row = [&out, &sum](int y) {
     std::transform(sum.begin(), sum.end(), out.row(y), rounded);
     std::fill(sum.begin(), sum.end(), 0.0F);
   };
-  for (const Share& share : shares(from.height, size.height)) {
-    gather(from.row(share.from), columns, from.channels, row);
-    if (share.to != line) {
-      settle(line);
-      line = share.to;
+  for (const Share& share : make_shares(from.height, size.height)) {
+    sum_columns(from.row(share.from), columns, from.channels, row);
+    if (share.to != row_index) {
+      store_row(row_index);
+      row_index = share.to;
     }
     for (std::size_t k = 0; k < sum.size(); ++k) sum[k] += share.part * row[k];
   }
-  settle(line);
+  store_row(row_index);
   return out;
 }
 
 // Of 2 x 2 the mean with halves up, of other whole blocks a float with halves to even.
-std::uint8_t mean(int sum, int high, int wide) {
-  if (high == 2 && wide == 2) return static_cast<std::uint8_t>((sum + 2) >> 2);
-  return rounded(static_cast<float>(sum) * (1.0F / static_cast<float>(high * wide)));
+std::uint8_t block_mean(int sum, int block_height, int block_width) {
+  if (block_height == 2 && block_width == 2) return static_cast<std::uint8_t>((sum + 2) >> 2);
+  return rounded(static_cast<float>(sum) * (1.0F / static_cast<float>(block_height * block_width)));
 }
 
-Pixels by_blocks(const Pixels& from, Size size, int high, int wide) {
+Pixels resize_by_blocks(const Pixels& from, Size size, int block_height, int block_width) {
   Pixels out(size.height, size.width, from.channels);
   const int channels = from.channels;
   std::vector<int> sum(out.row_bytes());
   for (int y = 0; y < size.height; ++y) {
     std::fill(sum.begin(), sum.end(), 0);
-    for (int k = 0; k < high; ++k) {
-      const std::uint8_t* source = from.row(y * high + k);
+    for (int k = 0; k < block_height; ++k) {
+      const std::uint8_t* source = from.row(y * block_height + k);
       for (int x = 0; x < size.width * channels; ++x) {
-        const std::uint8_t* first = source + x / channels * wide * channels + x % channels;
-        for (int j = 0; j < wide; ++j) sum[static_cast<std::size_t>(x)] += first[j * channels];
+        const std::uint8_t* first = source + x / channels * block_width * channels + x % channels;
+        for (int j = 0; j < block_width; ++j)
+          sum[static_cast<std::size_t>(x)] += first[j * channels];
       }
     }
-    std::transform(sum.begin(), sum.end(), out.row(y), [=](int s) { return mean(s, high, wide); });
+    std::transform(sum.begin(), sum.end(), out.row(y),
+                   [=](int s) { return block_mean(s, block_height, block_width); });
   }
   return out;
 }
 
 // The whole number that a scale is, to the last bit; else 0.
-int whole(double scale) {
-  const auto near = static_cast<int>(std::nearbyint(scale));
-  return std::fabs(scale - near) < DBL_EPSILON ? near : 0;
+int integer_factor(double scale) {
+  const auto nearest = static_cast<int>(std::nearbyint(scale));
+  return std::fabs(scale - nearest) < DBL_EPSILON ? nearest : 0;
 }
 
 }  // namespace
 
 Pixels area(const Pixels& from, Size size) {
-  const int high = whole(scale(from.height, size.height));
-  const int wide = whole(scale(from.width, size.width));
-  return high > 0 && wide > 0 ? by_blocks(from, size, high, wide) : by_shares(from, size);
+  const int block_height = integer_factor(scale(from.height, size.height));
+  const int block_width = integer_factor(scale(from.width, size.width));
+  return block_height > 0 && block_width > 0
+             ? resize_by_blocks(from, size, block_height, block_width)
+             : resize_by_shares(from, size);
 }
 
 }  // namespace calib8::resizing

@@ -13,11 +13,11 @@ constexpr double kInt8Max = 127.0;
 }  // namespace
 
 void Scale::check() const {
-  bool sound = lo <= hi && amax >= 0;
+  bool is_valid = lo <= hi && amax >= 0;
   for (const double value : {lo, hi, amax, observed_min, observed_max}) {
-    sound = sound && std::isfinite(value);
+    is_valid = is_valid && std::isfinite(value);
   }
-  if (!sound) {
+  if (!is_valid) {
     throw CalibrationError(
         "a scale needs finite lo <= hi and amax >= 0, got lo=" + number::repr(lo) +
         " hi=" + number::repr(hi) + " amax=" + number::repr(amax));

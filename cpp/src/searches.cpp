@@ -10,13 +10,13 @@ namespace calib8 {
 namespace {
 
 Scale minmax(const Histogram& histogram) {
-  Scale found{histogram.minimum(), histogram.maximum(), histogram.amax(),
-              histogram.minimum(), histogram.maximum(), "minmax"};
-  found.check();
-  return found;
+  Scale result{histogram.minimum(), histogram.maximum(), histogram.amax(),
+               histogram.minimum(), histogram.maximum(), "minmax"};
+  result.check();
+  return result;
 }
 
-std::string listed(const std::vector<std::string>& names) {
+std::string join_names(const std::vector<std::string>& names) {
   std::string text;
   for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
   return text;
@@ -32,7 +32,7 @@ const std::vector<std::string>& Search::names() {
 
 Search::Search(std::string name, double percent) : name_(std::move(name)), percent_(percent) {
   if (std::find(names().begin(), names().end(), name_) == names().end()) {
-    throw ConfigError("a search is one of " + listed(names()) + ", got '" + name_ + "'");
+    throw ConfigError("a search is one of " + join_names(names()) + ", got '" + name_ + "'");
   }
   if (name_ == "percentile") percentiles::check(percent_);
 }

@@ -26,9 +26,9 @@ class Source {
   virtual std::size_t size() const = 0;
   virtual std::string name(std::size_t index) const = 0;
   // The same; in the middle of a sentence.
-  virtual std::string told(std::size_t index) const = 0;
+  virtual std::string description(std::size_t index) const = 0;
   virtual std::optional<int> label(std::size_t index) const = 0;
-  // By any number of threads. Throws FeedError: it cannot be read; Changed: it is another one now.
+  // By any number of threads. Throws FeedError: it cannot be read; SampleChanged: it is another one now.
   virtual Raw load(std::size_t index) const = 0;
   virtual std::vector<std::string> notes() const { return {}; }
 };

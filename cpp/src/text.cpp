@@ -12,14 +12,14 @@ struct Character {
   bool valid;
 };
 
-bool continues(std::string_view bytes, std::size_t at) {
-  return at < bytes.size() && (static_cast<unsigned char>(bytes[at]) & 0xC0U) == 0x80U;
+bool continues(std::string_view bytes, std::size_t index) {
+  return index < bytes.size() && (static_cast<unsigned char>(bytes[index]) & 0xC0U) == 0x80U;
 }
 
 // One character by the UTF-8 table of RFC 3629 (no overlong forms, no surrogates).
-Character decode(std::string_view bytes, std::size_t at) {
+Character decode(std::string_view bytes, std::size_t index) {
   const auto byte = [&](std::size_t k) -> char32_t {
-    return static_cast<unsigned char>(bytes[at + k]);
+    return static_cast<unsigned char>(bytes[index + k]);
   };
   const char32_t first = byte(0);
   if (first < 0x80) return {first, 1, true};
@@ -27,7 +27,7 @@ Character decode(std::string_view bytes, std::size_t at) {
   if (first < 0xC2 || first > 0xF4) return {first, 1, false};
   char32_t code = first & (0x7FU >> size);
   for (std::size_t k = 1; k < size; ++k) {
-    if (!continues(bytes, at + k)) return {first, 1, false};
+    if (!continues(bytes, index + k)) return {first, 1, false};
     code = (code << 6U) | (byte(k) & 0x3FU);
   }
   const bool overlong = (size == 3 && code < 0x800) || (size == 4 && code < 0x10000);
@@ -36,16 +36,16 @@ Character decode(std::string_view bytes, std::size_t at) {
 }
 
 // Bytes that Python's decoder replaces by one U+FFFD: the longest start of a character.
-std::size_t replaced_size(std::string_view bytes, std::size_t at) {
-  const auto first = static_cast<unsigned char>(bytes[at]);
+std::size_t replaced_size(std::string_view bytes, std::size_t index) {
+  const auto first = static_cast<unsigned char>(bytes[index]);
   if (first < 0xC2 || first > 0xF4) return 1;
-  const std::size_t wanted = first >= 0xF0 ? 4 : first >= 0xE0 ? 3 : 2;
+  const std::size_t full_size = first >= 0xF0 ? 4 : first >= 0xE0 ? 3 : 2;
   std::size_t size = 1;
-  while (size < wanted && continues(bytes, at + size)) {
-    const auto next = static_cast<unsigned char>(bytes[at + size]);
-    const bool low = (first == 0xE0 && next < 0xA0) || (first == 0xF0 && next < 0x90);
-    const bool high = (first == 0xED && next > 0x9F) || (first == 0xF4 && next > 0x8F);
-    if (size == 1 && (low || high)) return 1;
+  while (size < full_size && continues(bytes, index + size)) {
+    const auto next = static_cast<unsigned char>(bytes[index + size]);
+    const bool is_too_low = (first == 0xE0 && next < 0xA0) || (first == 0xF0 && next < 0x90);
+    const bool is_too_high = (first == 0xED && next > 0x9F) || (first == 0xF4 && next > 0x8F);
+    if (size == 1 && (is_too_low || is_too_high)) return 1;
     ++size;
   }
   return size;
@@ -53,38 +53,40 @@ std::size_t replaced_size(std::string_view bytes, std::size_t at) {
 
 // The ranges that Python does not call printable: no letters, or none assigned in any version of
 // Unicode; those that some version assigned are left to the reader.
-bool printable(char32_t code) {
+bool is_printable(char32_t code) {
   if (code < 0x20 || code == 0x7F || (code >= 0x80 && code <= 0xA0) || code == 0xAD) return false;
   if (code >= 0x2000 && code <= 0x200F) return false;
   if (code >= 0x2028 && code <= 0x202F) return false;
   if (code >= 0x205F && code <= 0x206F) return false;
-  const bool own = code >= 0xE000 && code <= 0xF8FF;  // private
-  const bool never = (code >= 0xFDD0 && code <= 0xFDEF) || (code & 0xFFFEU) == 0xFFFE;
-  const bool selector = code >= 0xE0100 && code <= 0xE01EF;
-  return code != 0x3000 && code != 0xFEFF && !own && !never && (code < 0x323B0 || selector);
+  const bool is_private = code >= 0xE000 && code <= 0xF8FF;  // private
+  const bool is_noncharacter = (code >= 0xFDD0 && code <= 0xFDEF) || (code & 0xFFFEU) == 0xFFFE;
+  const bool is_selector = code >= 0xE0100 && code <= 0xE01EF;
+  return code != 0x3000 && code != 0xFEFF && !is_private && !is_noncharacter &&
+         (code < 0x323B0 || is_selector);
 }
 
 // What Python's str.isspace() says.
-bool space(const Character& c) {
+bool is_space(const Character& c) {
   if (!c.valid) return false;
-  const bool control = (c.code >= 0x09 && c.code <= 0x0D) || (c.code >= 0x1C && c.code <= 0x1F);
-  const bool wide = c.code >= 0x2000 && c.code <= 0x200A;
-  constexpr std::u32string_view kOthers = U" \u00A0\u1680\u2028\u2029\u202F\u205F\u3000";
-  return control || wide || c.code == 0x85 || kOthers.find(c.code) != std::u32string_view::npos;
+  const bool is_control = (c.code >= 0x09 && c.code <= 0x0D) || (c.code >= 0x1C && c.code <= 0x1F);
+  const bool is_typographic = c.code >= 0x2000 && c.code <= 0x200A;
+  constexpr std::u32string_view kOtherSpaces = U" \u00A0\u1680\u2028\u2029\u202F\u205F\u3000";
+  return is_control || is_typographic || c.code == 0x85 ||
+         kOtherSpaces.find(c.code) != std::u32string_view::npos;
 }
 
 // Where the last character begins; a byte that is no UTF-8 is one.
 std::size_t last_begin(std::string_view text) {
-  std::size_t at = text.size() - 1;
-  while (at > 0 && text.size() - at < 4 && continues(text, at)) --at;
-  return at + decode(text, at).size == text.size() ? at : text.size() - 1;
+  std::size_t index = text.size() - 1;
+  while (index > 0 && text.size() - index < 4 && continues(text, index)) --index;
+  return index + decode(text, index).size == text.size() ? index : text.size() - 1;
 }
 
 std::string_view strip_end(std::string_view text) {
   while (!text.empty()) {
-    const std::size_t at = last_begin(text);
-    if (!space(decode(text, at))) break;
-    text = text.substr(0, at);
+    const std::size_t begin = last_begin(text);
+    if (!is_space(decode(text, begin))) break;
+    text = text.substr(0, begin);
   }
   return text;
 }
@@ -100,20 +102,20 @@ std::string escape(char32_t code) {
   return buffer;
 }
 
-std::string quoted(std::string_view bytes, bool replace) {
+std::string quoted(std::string_view bytes, bool replace_invalid) {
   const bool has_single = bytes.find('\'') != std::string_view::npos;
   const char quote = has_single && bytes.find('"') == std::string_view::npos ? '"' : '\'';
   std::string out(1, quote);
-  for (std::size_t at = 0; at < bytes.size();) {
-    const Character c = decode(bytes, at);
+  for (std::size_t index = 0; index < bytes.size();) {
+    const Character c = decode(bytes, index);
     if (!c.valid) {
-      out += replace ? std::string("\xEF\xBF\xBD") : escape(0xDC00 + c.code);
-      at += replace ? replaced_size(bytes, at) : 1;
+      out += replace_invalid ? std::string("\xEF\xBF\xBD") : escape(0xDC00 + c.code);
+      index += replace_invalid ? replaced_size(bytes, index) : 1;
       continue;
     }
     if (c.code == U'\\' || c.code == static_cast<char32_t>(quote)) out += '\\';
-    out += printable(c.code) ? std::string(bytes.substr(at, c.size)) : escape(c.code);
-    at += c.size;
+    out += is_printable(c.code) ? std::string(bytes.substr(index, c.size)) : escape(c.code);
+    index += c.size;
   }
   return out + quote;
 }
@@ -125,18 +127,18 @@ std::string repr(std::string_view bytes) { return quoted(bytes, false); }
 std::string repr_replaced(std::string_view bytes) { return quoted(bytes, true); }
 
 std::string_view head(std::string_view bytes, std::size_t count) {
-  std::size_t at = 0;
-  for (; count > 0 && at < bytes.size(); --count) at += decode(bytes, at).size;
-  return bytes.substr(0, at);
+  std::size_t end = 0;
+  for (; count > 0 && end < bytes.size(); --count) end += decode(bytes, end).size;
+  return bytes.substr(0, end);
 }
 
-std::string shown(std::string_view name) {
+std::string printable(std::string_view name) {
   std::string out;
-  for (std::size_t at = 0; at < name.size();) {
-    const Character c = decode(name, at);
-    const bool plain = c.valid && printable(c.code);
-    out += plain ? std::string(name.substr(at, c.size)) : escape(c.code);
-    at += c.size;
+  for (std::size_t index = 0; index < name.size();) {
+    const Character c = decode(name, index);
+    const bool is_plain = c.valid && is_printable(c.code);
+    out += is_plain ? std::string(name.substr(index, c.size)) : escape(c.code);
+    index += c.size;
   }
   return out;
 }
@@ -147,11 +149,11 @@ std::string repr(const std::vector<std::string>& list) {
   return out + "]";
 }
 
-bool valid(std::string_view bytes) {
-  for (std::size_t at = 0; at < bytes.size();) {
-    const Character c = decode(bytes, at);
+bool is_utf8(std::string_view bytes) {
+  for (std::size_t index = 0; index < bytes.size();) {
+    const Character c = decode(bytes, index);
     if (!c.valid) return false;
-    at += c.size;
+    index += c.size;
   }
   return true;
 }
@@ -167,17 +169,17 @@ std::string lower(std::string_view text) {
 std::string_view strip(std::string_view text) {
   while (!text.empty()) {
     const Character first = decode(text, 0);
-    if (!space(first)) break;
+    if (!is_space(first)) break;
     text.remove_prefix(first.size);
   }
   return strip_end(text);
 }
 
 std::pair<std::string_view, std::string_view> split_last(std::string_view text) {
-  for (std::size_t at = text.size(); at > 0;) {
-    const std::size_t end = at;
-    at = last_begin(text.substr(0, at));
-    if (space(decode(text, at))) return {strip_end(text.substr(0, at)), text.substr(end)};
+  for (std::size_t begin = text.size(); begin > 0;) {
+    const std::size_t end = begin;
+    begin = last_begin(text.substr(0, begin));
+    if (is_space(decode(text, begin))) return {strip_end(text.substr(0, begin)), text.substr(end)};
   }
   return {text, {}};
 }

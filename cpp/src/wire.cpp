@@ -3,41 +3,41 @@
 namespace calib8::wire {
 namespace {
 
-[[noreturn]] void broken() { throw Broken(); }
+[[noreturn]] void refuse() { throw Broken(); }
 
-std::uint64_t varint(std::string_view& rest) {
+std::uint64_t varint(std::string_view& message) {
   std::uint64_t value = 0;
   for (unsigned shift = 0; shift < 64; shift += 7) {
-    if (rest.empty()) broken();
-    const auto byte = static_cast<unsigned char>(rest.front());
-    rest.remove_prefix(1);
+    if (message.empty()) refuse();
+    const auto byte = static_cast<unsigned char>(message.front());
+    message.remove_prefix(1);
     value |= static_cast<std::uint64_t>(byte & 0x7FU) << shift;
     if (byte < 0x80U) return value;
   }
-  broken();
+  refuse();
 }
 
-std::string_view taken(std::string_view& rest, std::uint64_t size) {
-  if (size > rest.size()) broken();
-  const std::string_view bytes = rest.substr(0, size);
-  rest.remove_prefix(size);
+std::string_view take_bytes(std::string_view& message, std::uint64_t size) {
+  if (size > message.size()) refuse();
+  const std::string_view bytes = message.substr(0, size);
+  message.remove_prefix(size);
   return bytes;
 }
 
-Field next(std::string_view& rest) {
+Field next(std::string_view& message) {
   Field field;
-  const std::uint64_t tag = varint(rest);
+  const std::uint64_t tag = varint(message);
   field.number = static_cast<std::uint32_t>(tag >> 3U);
   field.type = tag & 7U;
-  if (field.number == 0 || (tag >> 3U) > 0x1FFFFFFFU) broken();
+  if (field.number == 0 || (tag >> 3U) > 0x1FFFFFFFU) refuse();
   if (field.type == 0) {
-    field.value = varint(rest);
+    field.value = varint(message);
   } else if (field.type == 1 || field.type == 5) {
-    field.bytes = taken(rest, field.type == 1 ? 8 : 4);
+    field.bytes = take_bytes(message, field.type == 1 ? 8 : 4);
   } else if (field.type == 2) {
-    field.bytes = taken(rest, varint(rest));
+    field.bytes = take_bytes(message, varint(message));
   } else {
-    broken();  // groups, which ONNX has none of
+    refuse();  // groups, which ONNX has none of
   }
   return field;
 }
@@ -50,31 +50,31 @@ Broken::Broken()
           " again") {}
 
 std::vector<Field> fields(std::string_view message) {
-  std::vector<Field> found;
-  while (!message.empty()) found.push_back(next(message));
-  return found;
+  std::vector<Field> result;
+  while (!message.empty()) result.push_back(next(message));
+  return result;
 }
 
 std::vector<std::string_view> all(const std::vector<Field>& fields, std::uint32_t number) {
-  std::vector<std::string_view> found;
+  std::vector<std::string_view> result;
   for (const Field& field : fields) {
     if (field.number != number) continue;
-    if (!field.is_bytes()) broken();
-    found.push_back(field.bytes);
+    if (!field.is_bytes()) refuse();
+    result.push_back(field.bytes);
   }
-  return found;
+  return result;
 }
 
 std::string_view text(const std::vector<Field>& fields, std::uint32_t number) {
-  const std::vector<std::string_view> found = all(fields, number);
-  return found.empty() ? std::string_view{} : found.back();
+  const std::vector<std::string_view> values = all(fields, number);
+  return values.empty() ? std::string_view{} : values.back();
 }
 
 std::uint64_t number(const std::vector<Field>& fields, std::uint32_t number) {
   std::uint64_t value = 0;
   for (const Field& field : fields) {
     if (field.number != number) continue;
-    if (field.type != 0) broken();
+    if (field.type != 0) refuse();
     value = field.value;
   }
   return value;
@@ -88,21 +88,21 @@ bool has(const std::vector<Field>& fields, std::uint32_t number) {
 }
 
 std::vector<std::uint64_t> varints(const std::vector<Field>& fields, std::uint32_t number) {
-  std::vector<std::uint64_t> found;
+  std::vector<std::uint64_t> values;
   for (const Field& field : fields) {
     if (field.number != number) continue;
-    if (field.type == 0) found.push_back(field.value);
+    if (field.type == 0) values.push_back(field.value);
     std::string_view packed = field.bytes;
-    while (!packed.empty()) found.push_back(varint(packed));
+    while (!packed.empty()) values.push_back(varint(packed));
   }
-  return found;
+  return values;
 }
 
 std::string fixed(const std::vector<Field>& fields, std::uint32_t number, std::size_t size) {
   std::string bytes;
   for (const Field& field : fields) {
     if (field.number != number) continue;
-    if (field.type == 0 || field.bytes.size() % size != 0) broken();
+    if (field.type == 0 || field.bytes.size() % size != 0) refuse();
     bytes += field.bytes;
   }
   return bytes;

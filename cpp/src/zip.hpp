@@ -25,10 +25,10 @@ struct Entry {
 };
 
 // Reads `size` bytes from an offset on; all of them, or throws.
-using ReadAt = std::function<std::string(std::uint64_t at, std::size_t size)>;
+using ReadAt = std::function<std::string(std::uint64_t offset, std::size_t size)>;
 
-// The entries of a file of `size` bytes, at most `most` of them. Throws Broken: damaged, or
+// The entries of a file of `size` bytes, at most `max_entries` of them. Throws Broken: damaged, or
 // compressed.
-std::vector<Entry> entries(const ReadAt& read, std::uint64_t size, std::size_t most);
+std::vector<Entry> entries(const ReadAt& read, std::uint64_t size, std::size_t max_entries);
 
 }  // namespace calib8::zip

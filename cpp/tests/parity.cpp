@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "calib8/cache.hpp"
+#include "calib8/decoder_probe.hpp"
 #include "calib8/entropy.hpp"
 #include "calib8/errors.hpp"
 #include "calib8/feed.hpp"
@@ -17,7 +18,6 @@
 #include "calib8/images.hpp"
 #include "calib8/latency.hpp"
 #include "calib8/pixels.hpp"
-#include "calib8/probe.hpp"
 #include "calib8/searches.hpp"
 
 namespace {
@@ -310,10 +310,11 @@ Json identity(const Json& ask) {
 
 // What stands beside a cache, and whether it fits.
 Json kept(const Json& ask) {
-  const Kept found = read_kept(ask["path"].get<std::string>());
-  Json out{{"by", found.fingerprint.by()}, {"text", found.text}};
+  const StoredCache found = read_stored_cache(ask["path"].get<std::string>());
+  Json out{{"by", found.fingerprint.maker()}, {"text", found.text}};
   if (!found.float32_layers.empty()) out["float32_layers"] = found.float32_layers;
-  if (ask.contains("now")) out["unfit"] = unfit(found, Fingerprint::from_json(ask["now"].dump()));
+  if (ask.contains("now"))
+    out["unfit"] = describe_mismatch(found, Fingerprint::from_json(ask["now"].dump()));
   return out;
 }
 
@@ -342,7 +343,7 @@ Json answer(const Json& ask) {
   if (op == "changes") return changes(ask);
   if (op == "identity") return identity(ask);
   if (op == "typed") return {{"typed", is_typed(ask["path"].get<std::string>())}};
-  if (op == "decoder") return Json::parse(decoder());
+  if (op == "decoder") return Json::parse(probe_decoder());
   if (op == "kept") return kept(ask);
   if (op == "save") return save(ask);
   throw std::invalid_argument("no such question: " + op);

@@ -112,11 +112,11 @@ TEST_CASE("a fingerprint is made of a manifest, and kept whole or not at all") {
 TEST_CASE("JSON of brackets in brackets is no JSON, however it comes") {
   const Folder folder;
   save_calibration(folder / "a.cache", kCache, fingerprint());
-  CHECK_FALSE(unfit(folder / "a.cache", fingerprint()));
+  CHECK_FALSE(describe_mismatch(folder / "a.cache", fingerprint()));
   const std::string deep = brackets(200000) + std::string(200000, ']');
   for (const std::string& text : {deep, "{\"schema\": 2, \"fingerprint\": " + deep + "}"}) {
     folder.write("a.cache.json", text);
-    CHECK(unfit(folder / "a.cache", fingerprint())->find("is not a fingerprint") !=
+    CHECK(describe_mismatch(folder / "a.cache", fingerprint())->find("is not a fingerprint") !=
           std::string::npos);
   }
   CHECK_THROWS_AS(Preprocess::from_json(deep), ConfigError);
@@ -139,10 +139,10 @@ TEST_CASE("a pipe, a device or a folder is no file, and is not waited for") {
   save_calibration(folder / "a.cache", kCache, fingerprint());
   std::filesystem::remove(folder / "a.cache");
   REQUIRE(::mkfifo((folder / "a.cache").c_str(), 0600) == 0);
-  CHECK(unfit(folder / "a.cache", fingerprint())->find(kPipe) != std::string::npos);
+  CHECK(describe_mismatch(folder / "a.cache", fingerprint())->find(kPipe) != std::string::npos);
   std::filesystem::remove(folder / "a.cache.json");
   REQUIRE(::mkfifo((folder / "a.cache.json").c_str(), 0600) == 0);
-  CHECK(unfit(folder / "a.cache", fingerprint())->find(kPipe) != std::string::npos);
+  CHECK(describe_mismatch(folder / "a.cache", fingerprint())->find(kPipe) != std::string::npos);
 }
 
 TEST_CASE("a file is read up to a size alone") {

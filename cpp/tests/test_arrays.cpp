@@ -3,7 +3,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "calib8/as_read.hpp"
+#include "calib8/binding_values.hpp"
 #include "calib8/calibration_job.hpp"
 #include "calib8/errors.hpp"
 #include "calib8/fingerprint.hpp"
@@ -68,7 +68,8 @@ TEST_CASE("a fingerprint of arrays knows no preprocessing and no decoder") {
 
 TEST_CASE("values are read as TensorRT reads them, or refused") {
   // 1, -2, the smallest and the largest number
-  const std::vector<char> bytes = as_read(halves({0x3C00, 0xC000, 0x0001, 0x7BFF}), "float16");
+  const std::vector<char> bytes =
+      binding_values(halves({0x3C00, 0xC000, 0x0001, 0x7BFF}), "float16");
   float values[4];
   REQUIRE(bytes.size() == sizeof values);
   std::memcpy(values, bytes.data(), sizeof values);
@@ -77,11 +78,11 @@ TEST_CASE("values are read as TensorRT reads them, or refused") {
   CHECK(values[2] == 0x1p-24F);
   CHECK(values[3] == 65504);
   Tensor ids{"ids", "int64", {1}, std::vector<char>(8, '\0')};
-  CHECK(as_read(ids, "int32") == std::vector<char>(4, '\0'));
-  CHECK(as_read(ids, "int64") == ids.bytes);
+  CHECK(binding_values(ids, "int32") == std::vector<char>(4, '\0'));
+  CHECK(binding_values(ids, "int64") == ids.bytes);
   ids.bytes[4] = 1;
-  CHECK_THROWS_WITH(as_read(ids, "int32"), Catch::Contains("does not hold 4294967296"));
-  CHECK_THROWS_WITH(as_read(ids, "float32"), Catch::Contains("as float32, got int64"));
+  CHECK_THROWS_WITH(binding_values(ids, "int32"), Catch::Contains("does not hold 4294967296"));
+  CHECK_THROWS_WITH(binding_values(ids, "float32"), Catch::Contains("as float32, got int64"));
 }
 
 TEST_CASE("a file that becomes another one while it is read is told") {

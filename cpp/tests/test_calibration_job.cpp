@@ -180,7 +180,7 @@ TEST_CASE("a calibration that stops early or writes nothing is told") {
   const char* name = "image";
   void* binding = nullptr;
   while (silent.next(&binding, &name, 1)) continue;
-  CHECK(silent.begun());
+  CHECK(silent.has_started());
   CHECK_THROWS_WITH(silent.check(), Catch::Contains("wrote no calibration cache"));
 }
 
@@ -197,30 +197,30 @@ TEST_CASE("a cache is used again only while its fingerprint fits") {
   CHECK_THROWS_WITH(save_calibration(cache, kCache, now),
                     Catch::Contains("and a version, got one"));
   now.versions = R"({"tensorrt": "8.6.1"})";
-  CHECK(unfit(cache, now)->find("does not exist yet") != std::string::npos);
+  CHECK(describe_mismatch(cache, now)->find("does not exist yet") != std::string::npos);
   folder.write("out/model.cache", kCache);
-  CHECK(unfit(cache, now)->find("has no fingerprint beside it") != std::string::npos);
+  CHECK(describe_mismatch(cache, now)->find("has no fingerprint beside it") != std::string::npos);
   save_calibration(cache, kCache, now);
-  CHECK_FALSE(unfit(cache, now));
-  CHECK(read_kept(cache).fingerprint.by() == "TensorRT 8.6.1 by EntropyCalibration2");
+  CHECK_FALSE(describe_mismatch(cache, now));
+  CHECK(read_stored_cache(cache).fingerprint.maker() == "TensorRT 8.6.1 by EntropyCalibration2");
   Fingerprint other = now;
   other.versions = R"({"tensorrt": "10.3.0"})";  // told, not compared
-  CHECK_FALSE(unfit(cache, other));
+  CHECK_FALSE(describe_mismatch(cache, other));
   other.model.file = std::string(64, 'b');
   other.order = std::string(64, 'c');
-  CHECK(unfit(cache, other) ==
+  CHECK(describe_mismatch(cache, other) ==
         "the model (weights or graph) changed; the order of the images changed");
   Fingerprint alone;  // without images the model alone is compared
   alone.model = now.model;
-  CHECK_FALSE(unfit(cache, alone));
+  CHECK_FALSE(describe_mismatch(cache, alone));
   folder.write("out/model.cache", kCache + "x: 1\n");
-  CHECK(unfit(cache, now)->find("was changed after model.cache.json was written") !=
+  CHECK(describe_mismatch(cache, now)->find("was changed after model.cache.json was written") !=
         std::string::npos);
   save_calibration(cache, kCache, now);
   folder.write("out/model.cache.json", "{\"schema\": 5");
-  CHECK(unfit(cache, now)->find("is not a fingerprint") != std::string::npos);
+  CHECK(describe_mismatch(cache, now)->find("is not a fingerprint") != std::string::npos);
   folder.write("out/model.cache.json", std::string(200000, '['));
-  CHECK(unfit(cache, now)->find("is not a fingerprint") != std::string::npos);
+  CHECK(describe_mismatch(cache, now)->find("is not a fingerprint") != std::string::npos);
 }
 
 TEST_CASE("percentiles leave out the slowest, as trtexec does") {

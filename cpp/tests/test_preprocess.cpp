@@ -68,11 +68,11 @@ TEST_CASE("presets survive JSON and resolve against a model") {
     INFO(name);
     CHECK(Preprocess::from_json(how.to_json()).to_json() == how.to_json());
     const Resolved resolved = resolve(how, spec({"n", how.channels(), 64, 96}));
-    CHECK(resolved.how.size == Size{64, 96});
+    CHECK(resolved.preprocess.size == Size{64, 96});
     CHECK(resolved.notes.empty());
   }
-  CHECK(resolve(preset("imagenet"), spec({1, 3, "h", "w"})).how.size == Size{224, 224});
-  CHECK(resolve({}, spec({1, 28, 28, 1})).how.layout == Layout::kNhwc);
+  CHECK(resolve(preset("imagenet"), spec({1, 3, "h", "w"})).preprocess.size == Size{224, 224});
+  CHECK(resolve({}, spec({1, 28, 28, 1})).preprocess.layout == Layout::kNhwc);
   CHECK_THROWS_AS(preset("imagnet"), ConfigError);
 }
 

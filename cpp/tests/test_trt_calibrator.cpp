@@ -137,7 +137,7 @@ TEST_CASE("an engine is calibrated and built with samples of a function") {
     options.samples = std::move(samples);
     return trt::calibrate_and_build(folder / "m.onnx", images, folder / "m.cache", options, logger);
   };
-  const trt::Built first = built(frames(5));
+  const trt::BuildResult first = built(frames(5));
   CHECK_FALSE(first.reused);
   CHECK(first.feed->size() == 2);
   CHECK(first.notes.back().find("the last 1 of 5 samples fill none") != std::string::npos);

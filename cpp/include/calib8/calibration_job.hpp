@@ -26,14 +26,14 @@ class CalibrationJob {
   // Copies an input's values to where TensorRT reads them; gives that address. May throw.
   using Upload = std::function<void*(const Tensor&)>;
   // Takes the new cache as soon as TensorRT has it, which is long before the engine is. May throw.
-  using Keep = std::function<void(const std::string&)>;
+  using StoreCache = std::function<void(const std::string&)>;
 
-  // `known` is the text of a cache that fits: TensorRT then gets no batches. Without one it
+  // `known_cache` is the text of a cache that fits: TensorRT then gets no batches. Without one it
   // calibrates with the feed's whole batches; throws ConfigError where the feed has none.
-  CalibrationJob(const Feed& feed, Upload upload, std::optional<std::string> known,
-                 Keep keep = nullptr);
+  CalibrationJob(const Feed& feed, Upload upload, std::optional<std::string> known_cache,
+                 StoreCache store_cache = nullptr);
   // With the text of a cache that fits, and nothing to calibrate with.
-  explicit CalibrationJob(std::string known);
+  explicit CalibrationJob(std::string known_cache);
 
   // The bodies of getBatch, readCalibrationCache and writeCalibrationCache.
   bool next(void* bindings[], const char* const names[], std::int32_t count) noexcept;
@@ -41,14 +41,14 @@ class CalibrationJob {
   void write(const void* data, std::size_t length) noexcept;
 
   // After the build: the cache in force, known or new. Throws what a callback threw, or
-  // CalibrationError: what trouble() says.
+  // CalibrationError: what problem() says.
   std::string check() const;
   // Throws what a callback threw, if one did.
   void rethrow() const;
   // What went wrong between TensorRT and this job, in one sentence; "" if nothing.
-  std::string trouble() const;
+  std::string problem() const;
   // Whether TensorRT asked for a batch.
-  bool begun() const { return asked_ > 0; }
+  bool has_started() const { return request_count_ > 0; }
 
   int batch() const { return feed_ ? feed_->batch() : 1; }
 
@@ -58,14 +58,14 @@ class CalibrationJob {
 
   std::optional<Feed> feed_;  // none where the cache is known and no feed was given
   Upload upload_;
-  Keep keep_;
-  std::optional<std::string> known_;
-  std::optional<std::string> written_;
+  StoreCache store_cache_;
+  std::optional<std::string> known_cache_;
+  std::optional<std::string> new_cache_;
   std::unique_ptr<Stream<Sample>> stream_;
   std::exception_ptr error_;
-  std::size_t asked_ = 0;
-  std::size_t taken_ = 0;
-  bool ended_ = false;
+  std::size_t request_count_ = 0;
+  std::size_t batch_count_ = 0;
+  bool is_finished_ = false;
 };
 
 }  // namespace calib8

@@ -29,7 +29,7 @@ class Sha256 {
 };
 
 // sha256 (64 digits) over digests in their order.
-std::string combined(const std::vector<std::string>& digests);
+std::string combine_digests(const std::vector<std::string>& digests);
 
 }  // namespace calib8
 CALIB8_EXPORT_END

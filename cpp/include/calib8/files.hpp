@@ -11,12 +11,12 @@
 CALIB8_EXPORT_BEGIN
 namespace calib8::files {
 
-inline constexpr std::uintmax_t kMostBytes = std::uintmax_t{16} << 30U;  // of any file
-inline constexpr std::uintmax_t kMostText = std::uintmax_t{64} << 20U;   // of one that is text
+inline constexpr std::uintmax_t kMaxBytes = std::uintmax_t{16} << 30U;      // limit for any file
+inline constexpr std::uintmax_t kMaxTextBytes = std::uintmax_t{64} << 20U;  // limit for a text file
 
 // All bytes of a regular file. Throws FeedError: missing, unreadable, a pipe or a device, or of over
-// `most` bytes.
-std::string read(const std::filesystem::path& path, std::uintmax_t most = kMostBytes);
+// `max_bytes` bytes.
+std::string read(const std::filesystem::path& path, std::uintmax_t max_bytes = kMaxBytes);
 
 // Writes by a temporary file in the same folder, fsync and one rename, so that a crash at any
 // moment leaves the old bytes or the new ones. Throws ExportError.

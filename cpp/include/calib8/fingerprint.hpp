@@ -27,7 +27,8 @@ struct Fingerprint {
   std::string images = "{}";      // {"count", "sha256", ...} of the feed; "{}" of no images
   std::string order;              // sha256 of the images' digests in their order
   std::string preprocess = "{}";  // the preprocessing, field by field
-  std::string decoder = "{}";     // what made samples of files: decoder() of calib8/probe.hpp
+  std::string decoder =
+      "{}";  // what made samples of files: probe_decoder() of calib8/decoder_probe.hpp
   std::string program = std::string(kMadeByTensorrt);
   std::string rule;             // how batches decide the range; "histogram": in any order
   std::string method;           // search; a calibrator of TensorRT as a cache's first line has it
@@ -43,7 +44,7 @@ struct Fingerprint {
   std::map<std::string, std::string> changes_since(const Fingerprint& old) const;
 
   // Who made it: "calib8 0.1.0 by mse", "TensorRT 8.6.1 by EntropyCalibration2".
-  std::string by() const;
+  std::string maker() const;
 };
 
 // Splits a feed's manifest into the images, order and preprocess parts, and tells the decoder.
@@ -62,22 +63,22 @@ void save_calibration(const std::filesystem::path& cache, std::string_view text,
 using Float32Layers = std::map<std::string, std::string>;
 
 // A cache with what stands beside it.
-struct Kept {
+struct StoredCache {
   std::string text;
   Fingerprint fingerprint;
   Float32Layers float32_layers;  // by a build of Python's calib8 with --rest fp16; else empty
 };
 
 // Throws CacheError: a file is missing or broken, or not of the same writing as the other.
-Kept read_kept(const std::filesystem::path& cache);
+StoredCache read_stored_cache(const std::filesystem::path& cache);
 
 // Why what is kept does not fit, part by part; "" where it does. Compared is what it was made from, as
 // far as `now` says it (without images the model alone), and the images' order where it shows.
-std::string unfit(const Kept& kept, const Fingerprint& now);
+std::string describe_mismatch(const StoredCache& kept, const Fingerprint& now);
 
 // Why the file there cannot be used again; nothing where it can.
-std::optional<std::string> unfit(const std::filesystem::path& cache,
-                                 const Fingerprint& fingerprint);
+std::optional<std::string> describe_mismatch(const std::filesystem::path& cache,
+                                             const Fingerprint& fingerprint);
 
 }  // namespace calib8
 CALIB8_EXPORT_END

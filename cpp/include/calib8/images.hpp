@@ -27,11 +27,11 @@ struct Picture {
 // Whether the suffix, in any case, is one that is read as a picture.
 bool is_image(const std::filesystem::path& path);
 
-// All pictures below a folder, and what `others` names too, sorted by the bytes of their relative
+// All pictures below a folder, and the files that `is_accepted_too` accepts, sorted by the bytes of their relative
 // path; hidden ones are passed over, links to folders are not followed. Throws FeedError: there is
 // none.
 std::vector<Picture> find(const std::filesystem::path& folder,
-                          bool (*others)(const std::filesystem::path&));
+                          bool (*is_accepted_too)(const std::filesystem::path&));
 
 // A list file: one "path" or "path label" a line, paths relative to the list's folder; UTF-8 with
 // or without a byte order mark, LF or CRLF, `#` comments, paths with spaces.
@@ -42,9 +42,9 @@ std::vector<Picture> read_list(const std::filesystem::path& path);
 std::string read(const Picture& picture);
 
 // File bytes -> uint8 BGR, or one channel. Throws FeedError: no whole picture of a kind that OpenCV
-// reads, over 2^28 pixels, or, where all bits count (`deep`), more than 8 a pixel; ConfigError: this
+// reads, over 2^28 pixels, or, where all bits count (`keep_depth`), more than 8 a pixel; ConfigError: this
 // calib8 was built without OpenCV.
-Pixels decode(std::string_view data, const std::string& name, bool grey, bool deep = false);
+Pixels decode(std::string_view data, const std::string& name, bool grey, bool keep_depth = false);
 
 // What decodes, with its version, such as "OpenCV 4.6.0": the pixels of a picture may change with
 // it. Throws ConfigError: this calib8 was built without OpenCV.

@@ -39,9 +39,9 @@ struct Pixels {
   }
 };
 
-// uint8 [H, W, C] -> C * h * w floats. `how` must be resolved.
+// uint8 [H, W, C] -> C * h * w floats. `preprocess` must be resolved.
 // Throws ConfigError: it has no size; FeedError: other channels than it says, or too little data.
-std::vector<float> apply(const Pixels& pixels, const Preprocess& how);
+std::vector<float> apply(const Pixels& pixels, const Preprocess& preprocess);
 
 // (h, w) with the short side made `length`, the long one scaled alike and rounded down.
 Size short_side_size(Size size, int length);

@@ -81,13 +81,13 @@ const Preprocess& preset(const std::string& name);
 const std::vector<std::pair<std::string, Preprocess>>& presets();
 
 struct Resolved {
-  Preprocess how;  // size, color and layout all set
+  Preprocess preprocess;  // size, color and layout all set
   std::vector<std::string> notes;
 };
 
-// What was asked, completed from the model's input. Throws FeedError: the input is no picture, or
-// contradicts what was asked.
-Resolved resolve(const std::optional<Preprocess>& asked, const TensorSpec& spec);
+// The requested preprocessing, completed from the model's input. Throws FeedError: the input is no picture, or
+// contradicts the request.
+Resolved resolve(const std::optional<Preprocess>& requested, const TensorSpec& spec);
 
 }  // namespace calib8
 CALIB8_EXPORT_END

@@ -22,13 +22,13 @@ std::string repr_replaced(std::string_view bytes);
 std::string_view head(std::string_view bytes, std::size_t count);
 
 // A file name fit for a message: one line, printable whatever its bytes.
-std::string shown(std::string_view name);
+std::string printable(std::string_view name);
 
 // repr of a list of strings: ['a', 'b'].
 std::string repr(const std::vector<std::string>& list);
 
 // Whether all bytes are UTF-8.
-bool valid(std::string_view bytes);
+bool is_utf8(std::string_view bytes);
 
 // ASCII lower case.
 std::string lower(std::string_view text);

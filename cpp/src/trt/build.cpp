@@ -25,8 +25,8 @@ constexpr std::pair<std::string_view, std::string_view> kCalibrators[] = {
 
 #if NV_TENSORRT_MAJOR < 11
 
-// A cache that is to be built from, or why there is none.
-struct Verdict {
+// The cache to build from, or the reason why none is used.
+struct CacheDecision {
   std::optional<std::string> text;
   std::string method;
   std::string reason;
@@ -36,228 +36,236 @@ struct Verdict {
 
 int major_of(int label) { return std::stoi(label_to_version(label)); }
 
-// TensorRT ignores a cache of another version or calibrator without a word. Its ranges are another
-// release's of the same major version too, whose parser names tensors alike: that is only told.
-Verdict labelled(const fs::path& path, std::string text, const std::string& calibrator,
-                 bool trusted) {
+// Accepts the cache if its first line fits. TensorRT itself ignores a cache of another version or
+// calibrator without a message. A cache of another release of the same major version is used, with a
+// note, since the parsers of both name the tensors alike.
+CacheDecision check_label(const fs::path& path, std::string text, const std::string& calibrator,
+                          bool is_trusted) {
   const CalibrationCache cache = parse_cache(text, path.string());
   const Header& header = cache.header;
-  Verdict verdict{std::nullopt, header.algorithm, "", {}};
-  const auto known = [&header](const auto& one) { return one.second == header.algorithm; };
-  if (std::none_of(std::begin(kCalibrators), std::end(kCalibrators), known) ||
+  CacheDecision decision{std::nullopt, header.algorithm, "", {}};
+  const auto is_algorithm_of = [&header](const auto& one) {
+    return one.second == header.algorithm;
+  };
+  if (std::none_of(std::begin(kCalibrators), std::end(kCalibrators), is_algorithm_of) ||
       (!calibrator.empty() && calibrator != header.algorithm)) {
-    verdict.reason = path.string() + " begins with " + header.text + ", not with a calibrator " +
-                     (calibrator.empty() ? "of TensorRT's" : calibrator);
-    return verdict;
+    decision.reason = path.string() + " begins with " + header.text + ", not with a calibrator " +
+                      (calibrator.empty() ? "of TensorRT's" : calibrator);
+    return decision;
   }
-  const int here = version_label(version());
-  if (header.label && *header.label != here) {
-    if (!trusted && major_of(*header.label) != major_of(here)) {
-      verdict.reason = path.string() + " is for TensorRT " + label_to_version(*header.label) +
-                       ", whose names of tensors are not those of " + version();
-      return verdict;
+  const int current_label = version_label(version());
+  if (header.label && *header.label != current_label) {
+    if (!is_trusted && major_of(*header.label) != major_of(current_label)) {
+      decision.reason = path.string() + " is for TensorRT " + label_to_version(*header.label) +
+                        ", whose names of tensors are not those of " + version();
+      return decision;
     }
-    verdict.notes.push_back(path.string() + " is labelled for TensorRT " +
-                            label_to_version(*header.label) + " and is used by " + version());
+    decision.notes.push_back(path.string() + " is labelled for TensorRT " +
+                             label_to_version(*header.label) + " and is used by " + version());
     text = relabel(cache, version()).dump();
   }
-  verdict.text = std::move(text);
-  return verdict;
+  decision.text = std::move(text);
+  return decision;
 }
 
-Verdict trusted(const fs::path& path, const std::vector<TensorSpec>& inputs,
-                const std::string& calibrator) {
-  Verdict verdict = labelled(path, files::read(path), calibrator, true);
-  if (!verdict.text)
-    throw CacheError(verdict.reason + "; name its own, or leave --calibrator out");
-  const CalibrationCache cache = parse_cache(*verdict.text, path.string());
-  const auto named = [&cache](const TensorSpec& input) {
+CacheDecision decide_trusted(const fs::path& path, const std::vector<TensorSpec>& inputs,
+                             const std::string& calibrator) {
+  CacheDecision decision = check_label(path, files::read(path), calibrator, true);
+  if (!decision.text)
+    throw CacheError(decision.reason + "; name its own calibrator, or none (--calibrator)");
+  const CalibrationCache cache = parse_cache(*decision.text, path.string());
+  const auto has_scale = [&cache](const TensorSpec& input) {
     return std::any_of(cache.entries.begin(), cache.entries.end(),
                        [&input](const Entry& entry) { return entry.name == input.name; });
   };
-  if (std::none_of(inputs.begin(), inputs.end(), named)) {
+  if (std::none_of(inputs.begin(), inputs.end(), has_scale)) {
     throw CacheError("a trusted cache must know the model's tensors, " + path.string() +
                      " has no scale for its input " + text::repr(inputs.front().name) +
                      "; it is another model's");
   }
-  verdict.reason = path.string() + " is trusted as it is";
+  decision.reason = path.string() + " is trusted as it is";
   try {
-    verdict.float32 = read_kept(path).float32_layers;
-  } catch (const CacheError&) {  // nothing, or nothing of this cache, stands beside it
+    decision.float32 = read_stored_cache(path).float32_layers;
+  } catch (const CacheError&) {
+    // No note belongs to this cache, so it lists no layers.
   }
-  return verdict;
+  return decision;
 }
 
-Verdict judged(const fs::path& path, const Fingerprint& now, const std::string& calibrator) {
+CacheDecision decide_by_fingerprint(const fs::path& path, const Fingerprint& now,
+                                    const std::string& calibrator) {
   try {
-    Kept kept = read_kept(path);
-    Verdict verdict;
-    verdict.reason = unfit(kept, now);
-    if (!verdict.reason.empty()) return verdict;
-    const std::string by = kept.fingerprint.by();
-    verdict = labelled(path, std::move(kept.text), calibrator, false);
-    verdict.float32 = std::move(kept.float32_layers);
-    if (verdict.text) {
-      const bool seen = now.images != Fingerprint().images;
-      verdict.reason = "the cache fits the " +
-                       std::string(seen ? "model and the images" : "model") + "; it was made by " +
-                       by;
+    StoredCache stored = read_stored_cache(path);
+    CacheDecision decision;
+    decision.reason = describe_mismatch(stored, now);
+    if (!decision.reason.empty()) return decision;
+    const std::string maker = stored.fingerprint.maker();
+    decision = check_label(path, std::move(stored.text), calibrator, false);
+    decision.float32 = std::move(stored.float32_layers);
+    if (decision.text) {
+      const bool has_images = now.images != Fingerprint().images;
+      decision.reason = "the cache fits the " +
+                        std::string(has_images ? "model and the images" : "model") +
+                        "; it was made by " + maker;
     }
-    return verdict;
+    return decision;
   } catch (const CacheError& error) {
     return {std::nullopt, "", error.what(), {}};
   }
 }
 
 template <class Calibrator>
-std::string calibrated(Builder& builder, const CalibratorOptions& options,
-                       const Float32Layers& float32) {
+std::string run_calibrator(Builder& builder, const CalibratorOptions& options,
+                           const Float32Layers& float32) {
   Calibrator calibrator(options);
   return options.cache ? builder.build(calibrator, float32) : builder.calibrate(calibrator);
 }
 
-// The cache, where the options know none, else the engine that is built by it.
-std::string by_method(const std::string& method, Builder& builder, const CalibratorOptions& options,
-                      const Float32Layers& float32 = {}) {
-  if (method == kEntropy) return calibrated<Int8EntropyCalibrator>(builder, options, float32);
-  if (method == kMinMax) return calibrated<Int8MinMaxCalibrator>(builder, options, float32);
-  if (method == kLegacy) return calibrated<Int8LegacyCalibrator>(builder, options, float32);
-  return calibrated<Int8EntropyCalibrator2>(builder, options, float32);
+// Returns the engine if the options hold a cache; else calibrates and returns the new cache.
+std::string calibrate_or_build(const std::string& method, Builder& builder,
+                               const CalibratorOptions& options,
+                               const Float32Layers& float32 = {}) {
+  if (method == kEntropy) return run_calibrator<Int8EntropyCalibrator>(builder, options, float32);
+  if (method == kMinMax) return run_calibrator<Int8MinMaxCalibrator>(builder, options, float32);
+  if (method == kLegacy) return run_calibrator<Int8LegacyCalibrator>(builder, options, float32);
+  return run_calibrator<Int8EntropyCalibrator2>(builder, options, float32);
 }
 
 // "2 nodes run in float32, since their values overflow float16: a, b"
-std::string note_of(const Float32Layers& float32) {
-  std::string names;
+std::string float32_note(const Float32Layers& float32) {
+  std::string name_list;
   std::size_t count = 0;
   for (const auto& [node, tensor] : float32) {
-    if (++count <= 5) names += (names.empty() ? "" : ", ") + node;
+    if (++count <= 5) name_list += (name_list.empty() ? "" : ", ") + node;
   }
-  if (count > 5) names += " and " + std::to_string(count - 5) + " more";
+  if (count > 5) name_list += " and " + std::to_string(count - 5) + " more";
   return std::to_string(float32.size()) +
          (float32.size() == 1 ? " node runs in float32, since its"
                               : " nodes run in float32, since their") +
-         " values overflow float16: " + names;
+         " values overflow float16: " + name_list;
 }
 
 #endif
 
-class Line {
+class BuildJob {
  public:
-  Line(const fs::path& model, const fs::path& images, const fs::path& cache,
-       const CalibrateAndBuildOptions& options, Logger& logger)
+  BuildJob(const fs::path& model, const fs::path& images, const fs::path& cache,
+           const CalibrateAndBuildOptions& options, Logger& logger)
       : model_(model),
         images_(images),
         cache_(cache),
         options_(options),
         builder_(model, logger, options.build) {
-    built_.inputs = builder_.inputs();
+    result_.inputs = builder_.inputs();
   }
 
-  Built run() {
+  BuildResult run() {
     if (builder_.has_qdq()) {
 #if NV_TENSORRT_MAJOR < 11
-      if (builder_.typed()) {
-        built_.notes.push_back(
+      if (builder_.is_strongly_typed()) {
+        result_.notes.push_back(
             "the network is strongly typed: each layer runs in the type that the model gives it,"
-            " and --rest has no effect");
+            " and BuildOptions::float_type (--rest) has no effect");
       }
 #endif
-      built_.engine = engine({}, [this] { return builder_.build(); });
+      result_.engine = find_or_build_engine({}, [this] { return builder_.build(); });
     } else {
-      implicit();
+      build_with_cache();
     }
-    return std::move(built_);
+    return std::move(result_);
   }
 
  private:
-  const ModelIdentity& identity() {
+  const ModelIdentity& model_identity() {
     if (identity_.file.empty()) identity_ = identity_of(model_);
     return identity_;
   }
 
-  // All that an engine depends on.
-  std::string made_from(const std::string& cache, const Float32Layers& float32) {
-    const ModelIdentity& known = identity();
+  // Everything that the engine depends on, as JSON.
+  std::string engine_source(const std::string& cache, const Float32Layers& float32) {
+    const ModelIdentity& identity = model_identity();
     const auto digest = [](const std::string& text) {
       return text.empty() ? std::string() : Sha256().update(text).hex();
     };
-    Json from{{"tensorrt", version()},         {"gpu", gpu_name()},
-              {"model_sha256", known.file},    {"weights_sha256", known.weights},
+    Json json{{"tensorrt", version()},         {"gpu", gpu_name()},
+              {"model_sha256", identity.file}, {"weights_sha256", identity.weights},
               {"cache_sha256", digest(cache)}, {"settings", Json::parse(builder_.settings())}};
-    if (!float32.empty()) from["float32_layers"] = float32;
-    return from.dump();
+    if (!float32.empty()) json["float32_layers"] = float32;
+    return json.dump();
   }
 
   template <class Build>
-  std::string noted(Build build) {
-    std::string fresh = build();
-    if (!builder_.note().empty()) built_.notes.push_back(builder_.note());
-    return fresh;
+  std::string build_and_note(Build build) {
+    std::string engine = build();
+    if (!builder_.note().empty()) result_.notes.push_back(builder_.note());
+    return engine;
   }
 
   template <class Build>
-  std::string engine(const std::string& cache, Build build, const Float32Layers& float32 = {}) {
-    if (options_.engine.empty()) return noted(build);
-    const std::string from = made_from(cache, float32);
+  std::string find_or_build_engine(const std::string& cache, Build build,
+                                   const Float32Layers& float32 = {}) {
+    if (options_.engine.empty()) return build_and_note(build);
+    const std::string source = engine_source(cache, float32);
     if (!options_.rebuild) {
-      if (auto known = fitting_engine(options_.engine, from)) {
-        built_.engine_reused = true;
-        built_.notes.push_back(
+      if (auto stored_engine = load_matching_engine(options_.engine, source)) {
+        result_.engine_reused = true;
+        result_.notes.push_back(
             "the engine was built before from the same model, cache and settings,"
             " on the same GPU");
-        return *known;
+        return *stored_engine;
       }
     }
-    std::string fresh = noted(build);
-    keep_engine(options_.engine, fresh, from);
-    return fresh;
+    std::string engine = build_and_note(build);
+    save_engine(options_.engine, engine, source);
+    return engine;
   }
 
 #if NV_TENSORRT_MAJOR < 11
 
-  void implicit() {
-    asked_ = options_.calibrator.empty() ? "" : calibrator_named(options_.calibrator);
-    Fingerprint now = fingerprint();
-    std::error_code failed;
-    if (!options_.trust_cache && fs::exists(cache_, failed)) set_images(now);
-    Verdict verdict =
-        options_.trust_cache ? trusted(cache_, built_.inputs, asked_) : judged(cache_, now, asked_);
-    built_.reason = verdict.reason;
-    built_.reused = verdict.text.has_value();
-    if (!verdict.text) refuse_unfit(verdict.reason);
-    built_.method = verdict.text ? verdict.method : now.method;
-    const std::string text = verdict.text ? *verdict.text : fresh(now);
-    built_.notes.insert(built_.notes.end(), verdict.notes.begin(), verdict.notes.end());
+  void build_with_cache() {
+    algorithm_ = options_.calibrator.empty() ? "" : calibrator_algorithm(options_.calibrator);
+    Fingerprint now = make_fingerprint();
+    std::error_code error;
+    if (!options_.trust_cache && fs::exists(cache_, error)) add_images(now);
+    CacheDecision decision = options_.trust_cache
+                                 ? decide_trusted(cache_, result_.inputs, algorithm_)
+                                 : decide_by_fingerprint(cache_, now, algorithm_);
+    result_.reason = decision.reason;
+    result_.reused = decision.text.has_value();
+    if (!decision.text) refuse_mismatch(decision.reason);
+    result_.method = decision.text ? decision.method : now.method;
+    const std::string text = decision.text ? *decision.text : calibrate(now);
+    result_.notes.insert(result_.notes.end(), decision.notes.begin(), decision.notes.end());
     Float32Layers float32;
-    if (verdict.text && options_.build.rest == Rest::kFp16) float32 = verdict.float32;
-    if (!float32.empty()) built_.notes.push_back(note_of(float32));
+    if (decision.text && options_.build.float_type == FloatType::kFp16) float32 = decision.float32;
+    if (!float32.empty()) result_.notes.push_back(float32_note(float32));
     const auto build = [&] {
-      CalibratorOptions known = calibrating();
-      known.cache = text;
+      CalibratorOptions options = calibrator_options();
+      options.cache = text;
       const Header header = parse_cache(text, cache_.string()).header;
-      known.quantile = header.quantile.value_or(known.quantile);
-      known.regression_cutoff = header.cutoff.value_or(known.regression_cutoff);
-      return by_method(*built_.method, builder_, known, float32);
+      options.quantile = header.quantile.value_or(options.quantile);
+      options.regression_cutoff = header.cutoff.value_or(options.regression_cutoff);
+      return calibrate_or_build(*result_.method, builder_, options, float32);
     };
-    built_.engine = engine(text, build, float32);
-    if (built_.feed) {
-      for (const std::string& note : built_.feed->notes()) built_.notes.push_back(note);
+    result_.engine = find_or_build_engine(text, build, float32);
+    if (result_.feed) {
+      for (const std::string& note : result_.feed->notes()) result_.notes.push_back(note);
     }
   }
 
-  CalibratorOptions calibrating() const {
+  CalibratorOptions calibrator_options() const {
     CalibratorOptions options;
-    options.feed = built_.feed;
-    for (const TensorSpec& input : built_.inputs) options.dtypes[input.name] = input.dtype;
+    options.feed = result_.feed;
+    for (const TensorSpec& input : result_.inputs) options.dtypes[input.name] = input.dtype;
     return options;
   }
 
-  // What a calibration would be made from here, by the calibrator that was asked for; but for the
-  // images, which are read once where there is nothing to compare them with.
-  Fingerprint fingerprint() {
+  // The fingerprint of a calibration with these options, without the images: those are read only if
+  // there is a cache to compare them with.
+  Fingerprint make_fingerprint() {
     Fingerprint now;
-    now.model = identity();
-    now.method = asked_.empty() ? std::string(kEntropy2) : asked_;
+    now.model = model_identity();
+    now.method = algorithm_.empty() ? std::string(kEntropy2) : algorithm_;
     now.versions = Json{{"tensorrt", version()}, {"calib8", CALIB8_VERSION}}.dump();
     if (images_.empty() && !options_.samples) return now;
     if (options_.samples && !images_.empty()) {
@@ -265,39 +273,40 @@ class Line {
           "a calibration has images or a function that gives samples, got both with " +
           images_.string() + "; give one");
     }
-    const Feed feed = options_.samples ? Feed(options_.samples, samples_of(), options_.feed)
-                                       : Feed(images_, samples_of(), options_.feed);
-    built_.feed = std::make_shared<Feed>(feed.whole_batches());
-    now.rule = "whole batches of " + std::to_string(built_.feed->batch());
+    const Feed feed = options_.samples ? Feed(options_.samples, sample_specs(), options_.feed)
+                                       : Feed(images_, sample_specs(), options_.feed);
+    result_.feed = std::make_shared<Feed>(feed.whole_batches());
+    now.rule = "whole batches of " + std::to_string(result_.feed->batch());
     return now;
   }
 
-  // The inputs as samples have them: of images float32, whatever the network's own float is; of arrays
-  // the model's own types, which TensorRT may have narrowed.
-  std::vector<TensorSpec> samples_of() const {
-    std::vector<TensorSpec> specs = built_.inputs;
-    const bool arrays = options_.samples || holds_arrays(images_);
-    const std::map<std::string, std::string> own =
-        arrays ? input_types(model_) : std::map<std::string, std::string>();
+  // The inputs with the types of the samples: float32 for images, whatever float the network has; for
+  // arrays the types of the model, which TensorRT may have narrowed.
+  std::vector<TensorSpec> sample_specs() const {
+    std::vector<TensorSpec> specs = result_.inputs;
+    const bool has_arrays = options_.samples || holds_arrays(images_);
+    const std::map<std::string, std::string> model_types =
+        has_arrays ? input_types(model_) : std::map<std::string, std::string>();
     for (TensorSpec& spec : specs) {
-      const auto found = own.find(spec.name);
-      const bool narrowed = found != own.end() && found->second == "int64";
-      if (arrays && narrowed && spec.dtype == "int32") spec.dtype = "int64";
-      if (!arrays && (spec.dtype == "float16" || spec.dtype == "bfloat16")) spec.dtype = "float32";
+      const auto entry = model_types.find(spec.name);
+      const bool is_narrowed = entry != model_types.end() && entry->second == "int64";
+      if (has_arrays && is_narrowed && spec.dtype == "int32") spec.dtype = "int64";
+      if (!has_arrays && (spec.dtype == "float16" || spec.dtype == "bfloat16"))
+        spec.dtype = "float32";
     }
     return specs;
   }
 
-  void set_images(Fingerprint& now) const {
-    if (built_.feed) set_feed(now, built_.feed->manifest());
+  void add_images(Fingerprint& now) const {
+    if (result_.feed) set_feed(now, result_.feed->manifest());
   }
 
-  void refuse_unfit(const std::string& reason) const {
+  void refuse_mismatch(const std::string& reason) const {
     if (options_.require_cache) {
-      throw CacheError("the cache must fit (--require-cache), but " + reason +
-                       "; leave --require-cache out to calibrate anew");
+      throw CacheError("the cache must fit (require_cache, --require-cache), but " + reason +
+                       "; leave that option out to calibrate again");
     }
-    if (!built_.feed) {
+    if (!result_.feed) {
       throw CacheError(
           "a model without Q/DQ nodes is calibrated with images, got none, and no cache"
           " in their place: " +
@@ -307,22 +316,22 @@ class Line {
     }
   }
 
-  std::string fresh(const Fingerprint& now) {
-    CalibratorOptions options = calibrating();
-    // at once, not after the hours that an engine may take
-    options.keep = [&](const std::string& text) {
-      Fingerprint made = now;
-      set_images(made);  // by now all of them were read
-      save_calibration(cache_, text, made);
+  std::string calibrate(const Fingerprint& now) {
+    CalibratorOptions options = calibrator_options();
+    // Stored at once: building the engine afterwards may take hours, and may fail.
+    options.store_cache = [&](const std::string& text) {
+      Fingerprint complete = now;
+      add_images(complete);  // the calibration has read all of them
+      save_calibration(cache_, text, complete);
     };
-    return by_method(now.method, builder_, options);
+    return calibrate_or_build(now.method, builder_, options);
   }
 
-  std::string asked_;
+  std::string algorithm_;
 
 #else
 
-  [[noreturn]] void implicit() const {
+  [[noreturn]] void build_with_cache() const {
     throw ConfigError("TensorRT " + version() +
                       " has no calibrators and takes int8 from Q/DQ nodes, " + model_.string() +
                       " has none; make them with Python's calib8 build --target"
@@ -337,24 +346,25 @@ class Line {
   CalibrateAndBuildOptions options_;
   Builder builder_;
   ModelIdentity identity_;
-  Built built_;
+  BuildResult result_;
 };
 
 }  // namespace
 
-std::string calibrator_named(const std::string& name) {
-  for (const auto& [word, algorithm] : kCalibrators) {
-    if (name == word || name == algorithm) return std::string(algorithm);
+std::string calibrator_algorithm(const std::string& name) {
+  for (const auto& [short_name, algorithm] : kCalibrators) {
+    if (name == short_name || name == algorithm) return std::string(algorithm);
   }
   throw ConfigError(
-      "--calibrator must be one of entropy2, entropy, minmax, legacy, or such as"
-      " EntropyCalibration2, got " +
+      "the calibrator (--calibrator) must be one of entropy2, entropy, minmax, legacy, or the name"
+      " in a cache's first line, such as EntropyCalibration2, got " +
       text::repr(name));
 }
 
-Built calibrate_and_build(const fs::path& model, const fs::path& images, const fs::path& cache,
-                          const CalibrateAndBuildOptions& options, Logger& logger) {
-  return Line(model, images, cache, options, logger).run();
+BuildResult calibrate_and_build(const fs::path& model, const fs::path& images,
+                                const fs::path& cache, const CalibrateAndBuildOptions& options,
+                                Logger& logger) {
+  return BuildJob(model, images, cache, options, logger).run();
 }
 
 }  // namespace calib8::trt

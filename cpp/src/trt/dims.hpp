@@ -8,7 +8,7 @@
 namespace calib8::trt {
 
 // Whether a dimension is still to be given, or depends on the data.
-inline bool has_open(const nvinfer1::Dims& dims) {
+inline bool has_open_dimension(const nvinfer1::Dims& dims) {
   for (std::int32_t k = 0; k < dims.nbDims; ++k) {
     if (dims.d[k] < 0) return true;
   }

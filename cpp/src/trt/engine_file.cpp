@@ -13,38 +13,40 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr const char* kDigest = "engine_sha256";
+constexpr const char* kDigestKey = "engine_sha256";
 
-std::filesystem::path note_of(const std::filesystem::path& path) { return path.string() + ".json"; }
+std::filesystem::path note_path(const std::filesystem::path& path) {
+  return path.string() + ".json";
+}
 
-std::string text_of(const std::string& engine, const std::string& made_from) {
-  Json note = Json::parse(made_from);
-  note[kDigest] = Sha256().update(engine).hex();
+std::string note_text(const std::string& engine, const std::string& source) {
+  Json note = Json::parse(source);
+  note[kDigestKey] = Sha256().update(engine).hex();
   return note.dump(1) + "\n";
 }
 
 }  // namespace
 
-std::optional<std::string> fitting_engine(const std::filesystem::path& path,
-                                          const std::string& made_from) {
-  std::error_code failed;
-  if (!std::filesystem::is_regular_file(path, failed) ||
-      !std::filesystem::is_regular_file(note_of(path), failed)) {
+std::optional<std::string> load_matching_engine(const std::filesystem::path& path,
+                                                const std::string& source) {
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(path, error) ||
+      !std::filesystem::is_regular_file(note_path(path), error)) {
     return std::nullopt;
   }
   try {
     std::string engine = files::read(path);
-    if (files::read(note_of(path)) == text_of(engine, made_from)) return engine;
+    if (files::read(note_path(path)) == note_text(engine, source)) return engine;
   } catch (const Error&) {
     return std::nullopt;  // what cannot be read is built
   }
   return std::nullopt;
 }
 
-void keep_engine(const std::filesystem::path& path, const std::string& engine,
-                 const std::string& made_from) {
+void save_engine(const std::filesystem::path& path, const std::string& engine,
+                 const std::string& source) {
   files::write(path, engine);
-  files::write(note_of(path), text_of(engine, made_from));
+  files::write(note_path(path), note_text(engine, source));
 }
 
 std::string gpu_name() {

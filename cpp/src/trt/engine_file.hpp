@@ -8,12 +8,12 @@
 namespace calib8::trt {
 
 // The engine there where it was built from exactly this (a JSON object) and is whole.
-std::optional<std::string> fitting_engine(const std::filesystem::path& path,
-                                          const std::string& made_from);
+std::optional<std::string> load_matching_engine(const std::filesystem::path& path,
+                                                const std::string& source);
 
 // Writes the engine, then its note. Throws ExportError.
-void keep_engine(const std::filesystem::path& path, const std::string& engine,
-                 const std::string& made_from);
+void save_engine(const std::filesystem::path& path, const std::string& engine,
+                 const std::string& source);
 
 // Name of the GPU that is in use. Throws BackendError.
 std::string gpu_name();

@@ -12,7 +12,7 @@ namespace calib8::trt {
 namespace {
 
 // Opened by name and not linked: it is 30 MB, and needs cuBLAS and cuDNN with some versions.
-std::string load(Logger& logger) {
+std::string load_tensorrt_plugins(Logger& logger) {
   const std::string library = "libnvinfer_plugin.so." + std::to_string(NV_TENSORRT_MAJOR);
   void* handle = ::dlopen(library.c_str(), RTLD_LAZY);
   if (handle == nullptr) return std::string("; TensorRT's plugins are not loaded: ") + ::dlerror();
@@ -25,16 +25,16 @@ std::string load(Logger& logger) {
 }  // namespace
 
 void load_library(const std::string& path) {
-  std::error_code failed;
-  const std::string file = std::filesystem::absolute(path, failed).string();  // no search by name
+  std::error_code error;
+  const std::string file = std::filesystem::absolute(path, error).string();  // no search by name
   if (::dlopen(file.c_str(), RTLD_NOW | RTLD_GLOBAL) != nullptr) return;
-  const char* const why = ::dlerror();
+  const char* const reason = ::dlerror();
   throw ConfigError("a plugin library must load beside this TensorRT, got " +
-                    std::string(why == nullptr ? path : why) + "; build it for this version");
+                    std::string(reason == nullptr ? path : reason) + "; build it for this version");
 }
 
 std::string load_plugins(Logger& logger) {
-  static const std::string missing = load(logger);
+  static const std::string missing = load_tensorrt_plugins(logger);
   return missing;
 }
 

@@ -9,8 +9,8 @@
 #include "calib8/text.hpp"
 #include "calib8/trt/cuda.hpp"
 #include "dims.hpp"
-#include "made_up.hpp"
 #include "plugins.hpp"
+#include "random_values.hpp"
 
 namespace calib8::trt {
 namespace {
@@ -21,7 +21,7 @@ double ms_since(Clock::time_point start) {
   return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
 }
 
-std::size_t bytes_of(nvinfer1::DataType type) {
+std::size_t value_size(nvinfer1::DataType type) {
   using nvinfer1::DataType;
   if (type == DataType::kFLOAT || type == DataType::kINT32) return 4;
   if (type == DataType::kHALF) return 2;
@@ -54,7 +54,7 @@ struct Binding : nvinfer1::IOutputAllocator {
   }
 
   std::string name;
-  bool input = false;
+  bool is_input = false;
   std::size_t value_bytes = 0;
   std::size_t bytes = 0;
   HostBuffer host;
@@ -76,8 +76,8 @@ struct Runner::State {
     load_ms = ms_since(start);
   }
 
-  [[noreturn]] void refuse(const std::string& what, const std::string& more = "") const {
-    throw BackendError("TensorRT " + what + ": " + logger.last_error() + more);
+  [[noreturn]] void refuse(const std::string& action, const std::string& addition = "") const {
+    throw BackendError("TensorRT " + action + ": " + logger.last_error() + addition);
   }
 
   void bind(const char* name) {
@@ -89,18 +89,18 @@ struct Runner::State {
     bindings.push_back(std::make_unique<Binding>());
     Binding& binding = *bindings.back();
     binding.name = name;
-    binding.input = engine->getTensorIOMode(name) == nvinfer1::TensorIOMode::kINPUT;
-    binding.value_bytes = bytes_of(engine->getTensorDataType(name));
-    if (binding.input) set_shape(name);
+    binding.is_input = engine->getTensorIOMode(name) == nvinfer1::TensorIOMode::kINPUT;
+    binding.value_bytes = value_size(engine->getTensorDataType(name));
+    if (binding.is_input) set_shape(name);
     const nvinfer1::Dims dims = context->getTensorShape(name);
-    if (has_open(dims)) {
+    if (has_open_dimension(dims)) {
       if (!context->setOutputAllocator(name, &binding))
         refuse("refused to allocate " + binding.name);
       return;
     }
     binding.bytes = volume(dims) * binding.value_bytes;
     void* const host = binding.host.reserve(binding.bytes);
-    if (binding.input) make_up(host, binding.bytes, engine->getTensorDataType(name), random);
+    if (binding.is_input) fill_random(host, binding.bytes, engine->getTensorDataType(name), random);
     if (!context->setTensorAddress(name, binding.device.reserve(binding.bytes))) {
       refuse("refused the buffer of " + text::repr(name));
     }
@@ -108,19 +108,20 @@ struct Runner::State {
 
   // An open dimension takes the first profile's OPT shape.
   void set_shape(const char* name) const {
-    if (!has_open(engine->getTensorShape(name))) return;
-    const nvinfer1::Dims best =
+    if (!has_open_dimension(engine->getTensorShape(name))) return;
+    const nvinfer1::Dims opt_shape =
         engine->getProfileShape(name, 0, nvinfer1::OptProfileSelector::kOPT);
-    if (!context->setInputShape(name, best)) refuse("refused the shape of " + text::repr(name));
+    if (!context->setInputShape(name, opt_shape))
+      refuse("refused the shape of " + text::repr(name));
   }
 
   void copy(bool inputs) const {
     for (const auto& binding : bindings) {
-      if (binding->input != inputs) continue;
-      void* from = inputs ? binding->host.get() : binding->device.get();
-      void* to = inputs ? binding->device.get() : binding->host.get();
+      if (binding->is_input != inputs) continue;
+      void* source = inputs ? binding->host.get() : binding->device.get();
+      void* target = inputs ? binding->device.get() : binding->host.get();
       const cudaMemcpyKind kind = inputs ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
-      check(cudaMemcpyAsync(to, from, binding->bytes, kind, stream.get()),
+      check(cudaMemcpyAsync(target, source, binding->bytes, kind, stream.get()),
             "copy " + text::repr(binding->name));
     }
   }
@@ -180,9 +181,9 @@ Latency Runner::measure(const MeasureOptions& options) {
   std::vector<DeviceTimes> device;
   for (const Clock::time_point start = Clock::now();
        device.size() < options.min_iterations || ms_since(start) < options.duration_s * 1e3;) {
-    const Clock::time_point begin = Clock::now();
+    const Clock::time_point iteration_start = Clock::now();
     device.push_back(run());
-    host_ms.push_back(ms_since(begin));
+    host_ms.push_back(ms_since(iteration_start));
   }
   return Latency::of(host_ms, device, warmup);
 }

@@ -184,7 +184,7 @@ def test_every_calibrator_of_tensorrt(folder, calibrator, word):
     assert other.calibrated == 5
     reason = folder.report()["calibration"]["reason"]
     assert reason.endswith("not with a calibrator EntropyCalibration2")
-    assert "--calibrator must be one of" in folder.build("--calibrator", "mse").refused()
+    assert "calibrator) must be one of" in folder.build("--calibrator", "mse").refused()
 
 
 @calibrating
@@ -234,7 +234,7 @@ def test_a_trusted_cache_is_never_written(folder):
     assert folder.built("--trust-cache").calibrated == 0
     assert "is trusted as it is" in folder.report()["calibration"]["reason"]
     said = folder.build("--trust-cache", "--calibrator", "minmax").refused()
-    assert said.endswith("name its own, or leave --calibrator out")
+    assert said.endswith("name its own calibrator, or none (--calibrator)")
     assert folder.build("--trust-cache", "--rebuild", fake="fail-engine").code == 2
     folder.model("input other float32 1 1 28 28\n" + SCORES)
     said = folder.build("--trust-cache").refused()
@@ -516,7 +516,7 @@ def test_shapes_of_every_input_make_one_profile(folder):
         "'mask' float32 [4, 4]",
     ]
     said = folder.build(*words, "--batch", "4", images=False).refused()
-    assert "shapes and --batch or --size say the same thing, got both for 'image'" in said
+    assert "(--batch, --size) say the same thing, got both for 'image'" in said
     said = folder.build(*words[:2], "--max-shapes", "image:3x1x56x56", images=False).refused()
     assert "the least first and none above the largest, got 4x1x28x28, 4x1x28x28 and 3x1" in said
 
@@ -1000,14 +1000,17 @@ def test_a_model_that_is_none_and_a_gpu_that_is_none_are_told(folder):
     [
         (
             ["--batch", "2"],
-            "the model fixes dimension 0 of its input 'image' to 1, got 2 by --batch",
+            "dimension 0 of its input 'image' to 1, got 2 by BuildOptions::batch (--batch)",
         ),
-        (["--size", "28x32"], "fixes dimension 3 of its input 'image' to 28, got 32 by --size"),
+        (
+            ["--size", "28x32"],
+            "dimension 3 of its input 'image' to 28, got 32 by BuildOptions::size",
+        ),
         (["--opt-shapes", "image:1x1xN"], "must read NAME:DIMS with numbers"),
         (["--max-shapes", "image:1x1x28x28"], "got none for 'image'; give --opt-shapes"),
         (["--opt-shapes", "x:1x1x28x28"], "shapes are for inputs of the model, got 'x' beside"),
         (["--opt-shapes", "image:2x1x28x28"], "shapes must fit the input 'image' 1x1x28x28"),
-        (["--dla", "2"], "--dla must name one of this machine's 2 DLA cores, from 0, got 2"),
+        (["--dla", "2"], "(--dla) must name one of this machine's 2 DLA cores, from 0, got 2"),
         (["--workspace", "0"], "--workspace must be a whole number from 1, got '0'"),
         (["--plugin", "none.so"], "a plugin library must load beside this TensorRT, got "),
         (["--input", "image:1x1x28x28"], "--input is no option"),

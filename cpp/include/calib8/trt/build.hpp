@@ -31,14 +31,14 @@ struct CalibrateAndBuildOptions {
   std::string calibrator;
   bool require_cache = false;  // fail where the cache does not fit
   bool trust_cache = false;  // use it as it is, whatever it was made from; it is never written then
-  // Kept here with a note of what it was built from (ENGINE.json), and used again while that fits; "":
+  // StoredCache here with a note of what it was built from (ENGINE.json), and used again while that fits; "":
   // the engine is given back alone.
   std::filesystem::path engine;
   bool rebuild = false;  // build even where the engine there fits
 };
 
 // What came of it.
-struct Built {
+struct BuildResult {
   std::string engine;  // serialized
   bool engine_reused = false;
   std::vector<TensorSpec> inputs;  // as the network has them
@@ -52,16 +52,17 @@ struct Built {
 
 // Not thread-safe for one cache or engine file; calls with other files and loggers may run in parallel.
 // The images, or arrays (calib8/feed.hpp tells which), are a folder, a list file or one file; empty where
-// there are none. The cache's note may list layers that run in float32 (Kept::float32_layers). The cache is written as
+// there are none. The cache's note may list layers that run in float32 (StoredCache::float32_layers). The cache is written as
 // soon as TensorRT has it, long before the engine is: a build that fails behind it has lost nothing.
 // Throws ConfigError, FeedError, CacheError (it must fit and does not), CalibrationError, ExportError,
 // BackendError; what `options.samples` throws.
-Built calibrate_and_build(const std::filesystem::path& model, const std::filesystem::path& images,
-                          const std::filesystem::path& cache,
-                          const CalibrateAndBuildOptions& options, Logger& logger);
+BuildResult calibrate_and_build(const std::filesystem::path& model,
+                                const std::filesystem::path& images,
+                                const std::filesystem::path& cache,
+                                const CalibrateAndBuildOptions& options, Logger& logger);
 
 // The calibrator's name as a cache's first line has it, of that or of entropy2, entropy, minmax, legacy.
 // Throws ConfigError: there is none.
-std::string calibrator_named(const std::string& name);
+std::string calibrator_algorithm(const std::string& name);
 
 }  // namespace calib8::trt

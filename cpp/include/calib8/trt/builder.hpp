@@ -18,7 +18,7 @@
 namespace calib8::trt {
 
 // What does not run in int8, until TensorRT 10; 11, and typed models in 10, have the model's own types. kBf16 is from 10 on.
-enum class Rest { kFp32, kFp16, kBf16 };
+enum class FloatType { kFp32, kFp16, kBf16 };
 
 using Shape = std::vector<std::int64_t>;
 
@@ -33,7 +33,7 @@ struct BuildOptions {
   std::optional<int> batch;              // for an input whose batch is open; none: 1
   Size size{0, 0};                       // for an input whose height and width are open
   std::map<std::string, Shapes> shapes;  // input -> its shapes, where it leaves dimensions open
-  Rest rest = Rest::kFp16;
+  FloatType float_type = FloatType::kFp16;
   std::size_t workspace_bytes = 0;   // 0: TensorRT's own limit, all of the GPU's memory
   std::string timing_cache;          // a file of tactic timings to use and to add to; "": none
   std::optional<int> dla;            // the core to run on, with the GPU for what it cannot
@@ -61,9 +61,9 @@ class Builder {
   bool has_qdq() const;
 
   // Whether the network is strongly typed: each layer runs in the type that the model gives it, and
-  // BuildOptions::rest has no effect. Always from TensorRT 11 on; until 9 never; in 10 where
+  // BuildOptions::float_type has no effect. Always from TensorRT 11 on; until 9 never; in 10 where
   // is_typed() of calib8/model_identity.hpp says so.
-  bool typed() const;
+  bool is_strongly_typed() const;
 
 #if NV_TENSORRT_MAJOR < 11
   // Has TensorRT calibrate, and gives its cache. It runs the network in float32 alone (fp16 and
@@ -71,16 +71,16 @@ class Builder {
   // Throws what a callback threw, CalibrationError, or BackendError with TensorRT's words.
   template <class Base>
   std::string calibrate(Calibrator<Base>& calibrator) {
-    built_by(calibrator, calibrator.job(), true, {});
+    build_with(calibrator, calibrator.job(), true, {});
     return calibrator.check();
   }
 
-  // Builds an int8 engine by the cache that the calibrator has. With Rest::kFp16 the layers of
-  // `float32`, which the cache's note lists (Kept::float32_layers), compute and output float32: their
+  // Builds an int8 engine by the cache that the calibrator has. With FloatType::kFp16 the layers of
+  // `float32`, which the cache's note lists (StoredCache::float32_layers), compute and output float32: their
   // values overflow float16. Throws as calibrate() does.
   template <class Base>
   std::string build(Calibrator<Base>& calibrator, const Float32Layers& float32 = {}) {
-    return built_by(calibrator, calibrator.job(), false, float32);
+    return build_with(calibrator, calibrator.job(), false, float32);
   }
 #endif
   // Builds what the model says: int8 where it holds Q/DQ nodes, else float.
@@ -93,8 +93,8 @@ class Builder {
 #if NV_TENSORRT_MAJOR < 11
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-  std::string built_by(nvinfer1::IInt8Calibrator& calibrator, const CalibrationJob& job,
-                       bool float32_alone, const Float32Layers& float32);
+  std::string build_with(nvinfer1::IInt8Calibrator& calibrator, const CalibrationJob& job,
+                         bool float32_alone, const Float32Layers& float32);
 #pragma GCC diagnostic pop
 #endif
 

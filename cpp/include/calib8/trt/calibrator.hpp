@@ -19,7 +19,7 @@
 #include <optional>
 #include <string>
 
-#include "calib8/as_read.hpp"
+#include "calib8/binding_values.hpp"
 #include "calib8/calibration_job.hpp"
 #include "calib8/errors.hpp"
 #include "calib8/trt/cuda.hpp"
@@ -34,7 +34,7 @@ struct CalibratorOptions {
   std::shared_ptr<const Feed> feed;  // batches of the shape that TensorRT calibrates with; none
                                      // is needed where there is a cache
   std::optional<std::string> cache = {};  // the text of a cache that fits; none: calibrate
-  CalibrationJob::Keep keep = nullptr;    // takes a new cache before the engine is built
+  CalibrationJob::StoreCache store_cache = nullptr;  // takes a new cache before the engine is built
   // Of the network's inputs, where they are others than the feed's (numpy's names): int32 for the
   // int64 of a model, until TensorRT 10.
   std::map<std::string, std::string> dtypes = {};
@@ -51,7 +51,7 @@ class Calibrator : public Base {
                  ? CalibrationJob(*options.cache)
                  : CalibrationJob(
                        given(options.feed), [this](const Tensor& tensor) { return upload(tensor); },
-                       options.cache, options.keep)),
+                       options.cache, options.store_cache)),
         dtypes_(options.dtypes) {}
   // TensorRT and the job hold its address.
   Calibrator(Calibrator&&) = delete;
@@ -86,7 +86,7 @@ class Calibrator : public Base {
   void* upload(const Tensor& tensor) {
     const auto own = dtypes_.find(tensor.name);
     const std::vector<char> values =
-        as_read(tensor, own == dtypes_.end() ? tensor.dtype : own->second);
+        binding_values(tensor, own == dtypes_.end() ? tensor.dtype : own->second);
     void* memory = buffers_[tensor.name].reserve(values.size());
     trt::check(cudaMemcpy(memory, values.data(), values.size(), cudaMemcpyHostToDevice),
                "copy a calibration batch to the GPU");

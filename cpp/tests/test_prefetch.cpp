@@ -3,11 +3,11 @@
 #include <stdexcept>
 #include <string>
 
-#include "ahead.hpp"
 #include "catch.hpp"
 #include "machine.hpp"
+#include "prefetch.hpp"
 
-using calib8::Ahead;
+using calib8::Prefetcher;
 
 namespace {
 
@@ -33,8 +33,8 @@ TEST_CASE("what several threads make is taken in order, round after round") {
           ++made;
           return std::to_string(index);
         };
-        Ahead<std::string> ahead(work, count, threads);
-        for (std::size_t k = 0; k < count; ++k) REQUIRE(ahead.take() == std::to_string(k));
+        Prefetcher<std::string> prefetcher(work, count, threads);
+        for (std::size_t k = 0; k < count; ++k) REQUIRE(prefetcher.take() == std::to_string(k));
       }
       REQUIRE(made == count);
     }
@@ -43,19 +43,19 @@ TEST_CASE("what several threads make is taken in order, round after round") {
 
 TEST_CASE("work is done by as many threads as were asked for, beside each other") {
   std::atomic<int> inside{0};
-  Ahead<bool> ahead(
+  Prefetcher<bool> prefetcher(
       [&inside](std::size_t) {
         ++inside;
         return eventually([&inside] { return inside >= 3; });
       },
       3, 3);
-  for (int k = 0; k < 3; ++k) CHECK(ahead.take());
+  for (int k = 0; k < 3; ++k) CHECK(prefetcher.take());
 }
 
 TEST_CASE("the first error in order is met first, and later ones wait for their turn") {
   for (int round = 0; round < 50; ++round) {
     std::atomic<bool> failed{false};
-    Ahead<int> ahead(
+    Prefetcher<int> prefetcher(
         [&failed](std::size_t index) {
           if (index == 3) {
             failed = true;
@@ -68,34 +68,34 @@ TEST_CASE("the first error in order is met first, and later ones wait for their 
           return static_cast<int>(index);
         },
         8, 4);
-    CHECK(ahead.take() == 0);
-    CHECK(ahead.take() == 1);
-    CHECK_THROWS_WITH(ahead.take(), "2");
-    CHECK_THROWS_WITH(ahead.take(), "3");
-    for (int k = 4; k < 8; ++k) CHECK(ahead.take() == k);
+    CHECK(prefetcher.take() == 0);
+    CHECK(prefetcher.take() == 1);
+    CHECK_THROWS_WITH(prefetcher.take(), "2");
+    CHECK_THROWS_WITH(prefetcher.take(), "3");
+    for (int k = 4; k < 8; ++k) CHECK(prefetcher.take() == k);
   }
 }
 
 TEST_CASE("two results a thread are made ahead and no more, and leaving early ends the threads") {
   std::atomic<std::size_t> made{0};
   {
-    Ahead<std::size_t> ahead([&made](std::size_t) { return ++made; }, 1000000, 3);
+    Prefetcher<std::size_t> prefetcher([&made](std::size_t) { return ++made; }, 1000000, 3);
     REQUIRE(eventually([&made] { return made == 6; }));
-    for (int k = 0; k < 4; ++k) ahead.take();
+    for (int k = 0; k < 4; ++k) prefetcher.take();
     REQUIRE(eventually([&made] { return made == 10; }));
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   CHECK(made == 10);
   for (int round = 0; round < 200; ++round) {
-    const Ahead<std::size_t> left([&made](std::size_t) { return ++made; }, 1000000, 4);
+    const Prefetcher<std::size_t> left([&made](std::size_t) { return ++made; }, 1000000, 4);
   }
   CHECK(made <= 10 + 200 * 8);
 }
 
 TEST_CASE("one thread works as it is asked to") {
   std::size_t made = 0;  // by this thread alone
-  Ahead<std::size_t> ahead([&made](std::size_t) { return ++made; }, 10, 1);
-  CHECK(ahead.take() == 1);
+  Prefetcher<std::size_t> prefetcher([&made](std::size_t) { return ++made; }, 10, 1);
+  CHECK(prefetcher.take() == 1);
   CHECK(made == 1);
 }
 

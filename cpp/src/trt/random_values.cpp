@@ -1,4 +1,4 @@
-#include "made_up.hpp"
+#include "random_values.hpp"
 
 #include <cstdint>
 #include <cstring>
@@ -7,20 +7,21 @@ namespace calib8::trt {
 namespace {
 
 template <class Value>
-void fill(void* memory, std::size_t bytes, Random& random, Value (*of)(std::uint64_t bits)) {
+void fill(void* memory, std::size_t bytes, Random& random,
+          Value (*value_from)(std::uint64_t bits)) {
   auto* out = static_cast<char*>(memory);
-  for (std::size_t at = 0; at + sizeof(Value) <= bytes; at += sizeof(Value)) {
-    const Value value = of(random());
-    std::memcpy(out + at, &value, sizeof value);
+  for (std::size_t offset = 0; offset + sizeof(Value) <= bytes; offset += sizeof(Value)) {
+    const Value value = value_from(random());
+    std::memcpy(out + offset, &value, sizeof value);
   }
 }
 
 // -1 to 1 in steps that 11 bits tell apart, as many as float16 has there.
-float coarse(std::uint64_t bits) {
+float coarse_float(std::uint64_t bits) {
   return static_cast<float>(static_cast<std::int64_t>(bits >> 53U) - 1024) / 1024.0F;
 }
 
-float fine(std::uint64_t bits) {
+float fine_float(std::uint64_t bits) {
   return static_cast<float>(static_cast<std::int64_t>(bits >> 40U) - (1 << 23U)) / 0x1p23F;
 }
 
@@ -31,8 +32,8 @@ std::uint32_t bits_of(float value) {
 }
 
 // Exact: none of the coarse values has more bits, or is below float16's normal ones.
-std::uint16_t half(std::uint64_t random) {
-  const std::uint32_t bits = bits_of(coarse(random));
+std::uint16_t coarse_half(std::uint64_t random) {
+  const std::uint32_t bits = bits_of(coarse_float(random));
   const std::uint32_t sign = (bits >> 16U) & 0x8000U;
   if ((bits & 0x7FFFFFFFU) == 0) return static_cast<std::uint16_t>(sign);
   const std::uint32_t exponent = ((bits >> 23U) & 0xFFU) - 112;  // of bias 127, now of bias 15
@@ -48,17 +49,17 @@ std::uint8_t any_byte(std::uint64_t bits) { return static_cast<std::uint8_t>(bit
 
 }  // namespace
 
-void make_up(void* memory, std::size_t bytes, nvinfer1::DataType type, Random& random) {
+void fill_random(void* memory, std::size_t bytes, nvinfer1::DataType type, Random& random) {
   using nvinfer1::DataType;
-  if (type == DataType::kFLOAT) return fill<float>(memory, bytes, random, fine);
-  if (type == DataType::kHALF) return fill<std::uint16_t>(memory, bytes, random, half);
+  if (type == DataType::kFLOAT) return fill<float>(memory, bytes, random, fine_float);
+  if (type == DataType::kHALF) return fill<std::uint16_t>(memory, bytes, random, coarse_half);
   if (type == DataType::kINT32) return fill(memory, bytes, random, zero_or_one<std::int32_t>);
   if (type == DataType::kBOOL) return fill(memory, bytes, random, zero_or_one<std::uint8_t>);
 #if NV_TENSORRT_MAJOR >= 10
   if (type == DataType::kINT64) return fill(memory, bytes, random, zero_or_one<std::int64_t>);
   if (type == DataType::kBF16) {
     return fill<std::uint16_t>(memory, bytes, random, [](std::uint64_t bits) {
-      return static_cast<std::uint16_t>(bits_of(coarse(bits)) >> 16U);
+      return static_cast<std::uint16_t>(bits_of(coarse_float(bits)) >> 16U);
     });
   }
 #endif

@@ -10,7 +10,7 @@ CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 // {"decoding", "library", and a digest of what a small picture of each form becomes} as JSON.
-std::string decoder();
+std::string probe_decoder();
 
 }  // namespace calib8
 CALIB8_EXPORT_END

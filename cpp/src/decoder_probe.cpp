@@ -1,4 +1,4 @@
-#include "calib8/probe.hpp"
+#include "calib8/decoder_probe.hpp"
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
@@ -12,16 +12,16 @@
 namespace calib8 {
 namespace {
 
-constexpr int kDecoding = 1;  // DECODING of deploy/calibration/fingerprint.py
-constexpr std::size_t kShort = 16;
+constexpr int kDecodingVersion = 1;  // DECODING of deploy/calibration/fingerprint.py
+constexpr std::size_t kDigestDigits = 16;
 
-struct Form {
+struct TestPicture {
   const char* name;
   std::string_view digits;
 };
 
 // JPEG of 21x18 with halved colours, turned by EXIF; PNG with 16 bits and alpha; WebP with losses.
-constexpr Form kPictures[] = {
+constexpr TestPicture kTestPictures[] = {
     {"jpeg",
      "ffd8ffe100224578696600004d4d002a00000008000101120003000000010006000000000000ffe00010"
      "4a46494600010100000100010000ffdb0043000d090a0b0a080d0b0a0b0e0e0d0f13201513121213271c"
@@ -48,17 +48,17 @@ constexpr Form kPictures[] = {
      "43d4d6be22bbad7c9c7d78c750134d78244010196d9bc865b6700777df19003e8950198032651d048873"
      "a0900000"}};
 
-struct Case {
+struct ResizeCase {
   Interpolation interpolation;
   Size size;
 };
 
-constexpr Case kResizes[] = {{Interpolation::kLinear, {11, 9}},
-                             {Interpolation::kLinear, {40, 31}},
-                             {Interpolation::kArea, {11, 9}},
-                             {Interpolation::kCubic, {11, 9}}};
+constexpr ResizeCase kResizeCases[] = {{Interpolation::kLinear, {11, 9}},
+                                       {Interpolation::kLinear, {40, 31}},
+                                       {Interpolation::kArea, {11, 9}},
+                                       {Interpolation::kCubic, {11, 9}}};
 
-std::string bytes_of(std::string_view digits) {
+std::string from_hex(std::string_view digits) {
   std::string bytes;
   for (std::size_t k = 0; k + 1 < digits.size(); k += 2) {
     bytes += static_cast<char>(std::stoi(std::string(digits.substr(k, 2)), nullptr, 16));
@@ -66,13 +66,13 @@ std::string bytes_of(std::string_view digits) {
   return bytes;
 }
 
-std::string shape(int height, int width) {
+std::string format_size(int height, int width) {
   return std::to_string(height) + "x" + std::to_string(width) + " ";
 }
 
-std::string decoded(const Form& form) {
-  const Pixels pixels = images::decode(bytes_of(form.digits), form.name, false);
-  return shape(pixels.height, pixels.width) +
+std::string decode_picture(const TestPicture& picture) {
+  const Pixels pixels = images::decode(from_hex(picture.digits), picture.name, false);
+  return format_size(pixels.height, pixels.width) +
          std::string(reinterpret_cast<const char*>(pixels.data.data()), pixels.data.size());
 }
 
@@ -88,41 +88,42 @@ Pixels pattern() {
   return pixels;
 }
 
-std::string resized(const Case& one) {
-  Preprocess how;
-  how.size = one.size;
-  how.interpolation = one.interpolation;
-  how.color = Color::kBgr;
-  how.layout = Layout::kNhwc;
-  const std::vector<float> values = apply(pattern(), how);
-  return shape(one.size.height, one.size.width) +
+std::string resize_pattern(const ResizeCase& resize_case) {
+  Preprocess preprocess;
+  preprocess.size = resize_case.size;
+  preprocess.interpolation = resize_case.interpolation;
+  preprocess.color = Color::kBgr;
+  preprocess.layout = Layout::kNhwc;
+  const std::vector<float> values = apply(pattern(), preprocess);
+  return format_size(resize_case.size.height, resize_case.size.width) +
          std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float));
 }
 
-std::string digest(const std::string& bytes) {
-  return Sha256().update(bytes).hex().substr(0, kShort);
+std::string short_digest(const std::string& bytes) {
+  return Sha256().update(bytes).hex().substr(0, kDigestDigits);
 }
 
-std::string probed() {
-  nlohmann::ordered_json found{{"decoding", kDecoding}, {"library", images::decoder_version()}};
-  for (const Form& form : kPictures) {
+std::string run_probe() {
+  nlohmann::ordered_json report{{"decoding", kDecodingVersion},
+                                {"library", images::decoder_version()}};
+  for (const TestPicture& picture : kTestPictures) {
     try {
-      found[form.name] = digest(decoded(form));
+      report[picture.name] = short_digest(decode_picture(picture));
     } catch (const FeedError&) {
       continue;  // this build does not read it
     }
   }
-  std::string all;
-  for (const Case& one : kResizes) all += resized(one);
-  found["resize"] = digest(all);
-  return found.dump();
+  std::string resized_bytes;
+  for (const ResizeCase& resize_case : kResizeCases) resized_bytes += resize_pattern(resize_case);
+  report["resize"] = short_digest(resized_bytes);
+  return report.dump();
 }
 
 }  // namespace
 
-std::string decoder() {
-  static const std::string found = probed();
-  return found;
+std::string probe_decoder() {
+  static const std::string report = run_probe();
+  return report;
 }
 
 }  // namespace calib8

@@ -12,7 +12,7 @@ CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 // `dtype` is the network's own (numpy's name). Throws CalibrationError: a value that it does not hold.
-std::vector<char> as_read(const Tensor& tensor, const std::string& dtype);
+std::vector<char> binding_values(const Tensor& tensor, const std::string& dtype);
 
 }  // namespace calib8
 CALIB8_EXPORT_END
