@@ -12,9 +12,9 @@ import onnx
 from task_scores import worst_part_db
 from trial import Trial
 
+from calib8 import calibrate
 from deploy.calibration.reference_outputs import make_evaluation_set
 from deploy.method import Choices, Method
-from deploy.pipeline import calibrate
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime.target import OnnxRuntime

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from calib8 import build
 from calibrators.tensorrt import CLASSES
 from deploy.calibration.trt_cache import CalibrationCache
 from deploy.errors import BackendError, SdkMissingError, first_line
@@ -33,7 +34,6 @@ from deploy.frontends import load
 from deploy.method import Method
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.latency import measure
-from deploy.pipeline import build
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
 from deploy.targets.tensorrt.builder import BuilderSettings, build_engine

@@ -58,9 +58,9 @@ if TYPE_CHECKING:
     from deploy.feed.sampling import Choice as Choice
     from deploy.frontends import load as load
     from deploy.method import Method as Method
-    from deploy.pipeline import build as build
-    from deploy.pipeline import calibrate as calibrate
-    from deploy.pipeline import merge as merge
+    from deploy.pipeline.build import build as build
+    from deploy.pipeline.calibration_setup import calibrate as calibrate
+    from deploy.pipeline.calibration_setup import merge as merge
     from deploy.report import Report as Report
     from deploy.report.verdict import Gates as Gates
     from deploy.targets import TARGETS as TARGETS
@@ -75,9 +75,9 @@ _IMPORT_PATHS = {  # in the order of a user's work
     "__version__": "deploy.version:__version__",
     "load": "deploy.frontends:load",
     "inspect": "deploy.analysis.inspection:inspect",
-    "calibrate": "deploy.pipeline:calibrate",
-    "merge": "deploy.pipeline:merge",
-    "build": "deploy.pipeline:build",
+    "calibrate": "deploy.pipeline.calibration_setup:calibrate",
+    "merge": "deploy.pipeline.calibration_setup:merge",
+    "build": "deploy.pipeline.build:build",
     "bench": "deploy.analysis.benchmark:bench",
     "Preprocess": "deploy.feed.preprocess:Preprocess",
     "RawFiles": "deploy.feed.paths:RawFiles",

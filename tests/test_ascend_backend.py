@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import numpy_helper
 
+from calib8 import build
 from deploy.errors import Calib8Error, ConfigError, ModelError, SdkMissingError
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import load
-from deploy.pipeline import build
 from deploy.pipeline.ascend_auto import FINAL, HISTORY, RANKING
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import Ascend

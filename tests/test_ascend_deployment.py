@@ -36,7 +36,7 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def built(small_cnn, data, tmp_path_factory):
     """A build of every target without a search."""
-    from deploy.pipeline import build
+    from calib8 import build
     from deploy.tuning.search_options import Tuning
 
     out = tmp_path_factory.mktemp("built")

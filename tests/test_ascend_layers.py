@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.pipeline import build
+from calib8 import build
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.config import read_config
 from deploy.targets.ascend.layers import SHARED, find_layers, name_nodes

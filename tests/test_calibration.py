@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, numpy_helper
 
+from calib8 import calibrate
 from calibrators.grids import affine_params
 from calibrators.statistics import HistogramOf
 from deploy import frontends, machine, pipeline
@@ -39,7 +40,6 @@ from deploy.files import manifest
 from deploy.files.archives import read_array
 from deploy.frontends import load
 from deploy.machine import trim_memory
-from deploy.pipeline import calibrate
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.onnxruntime.uint8_gates import fit_input_shift, fit_output_offset
 from deploy.tensors import TensorSpec

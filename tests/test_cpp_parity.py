@@ -15,6 +15,7 @@ import onnx
 import pytest
 from onnx.numpy_helper import from_array
 
+from calib8 import calibrate
 from calibrators.entropy import entropy
 from calibrators.entropy import search_bins as entropy_index
 from calibrators.histogram import Histogram
@@ -28,7 +29,6 @@ from deploy.frontends.base import model_digest
 from deploy.frontends.checks import check_fields
 from deploy.frontends.onnx_reader import read_model_and_stamp
 from deploy.metrics.latency import DeviceTimes, measure
-from deploy.pipeline import calibrate
 from deploy.tensors import TensorSpec
 
 pytestmark = pytest.mark.slow

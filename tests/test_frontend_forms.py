@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
+from calib8 import build
 from deploy.errors import ExportError, ModelError
 from deploy.frontends import load, onnx_file
 from deploy.frontends.affine import MovedLayer
@@ -24,7 +25,6 @@ from deploy.graph.index import all_nodes
 from deploy.graph.lowering import lower_opset
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
 from deploy.graph.plan import analyse
-from deploy.pipeline import build
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.preparation import unfuse_batchnorms
 from deploy.tuning.search_options import Tuning

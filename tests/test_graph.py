@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
+from calib8 import build
 from calibrators.percentile import minmax
 from calibrators.scales import Scale
 from deploy.errors import ConfigError, ExportError, ModelError
@@ -21,7 +22,6 @@ from deploy.graph.edit import _find_stem, rename_added
 from deploy.graph.index import CachedGraph, Graph, attributes, match_nodes, match_patterns
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
 from deploy.graph.plan import ModelAnalysis, Plan, analyse, never_negative
-from deploy.pipeline import build
 from deploy.targets import TARGETS
 from deploy.targets.onnxruntime import qdq
 from deploy.targets.onnxruntime.qdq import write_qdq

@@ -168,7 +168,7 @@ def test_a_real_profile_gives_every_layer_its_time(small_cnn):
 
 
 def test_a_real_profile_of_an_int8_model_counts_pairs_and_layers_apart(small_cnn, tmp_path):
-    from deploy.pipeline import build
+    from calib8 import build
     from deploy.tuning.search_options import Tuning
 
     feed = [np.ones((1, 3, 16, 16), np.float32) * step for step in (1, 2)]

@@ -11,6 +11,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from calib8 import build, calibrate
 from calibrators.searches import SEARCHES
 from deploy.calibration import trt_cache
 from deploy.calibration.ranges import read_foreign_ranges
@@ -20,7 +21,6 @@ from deploy.calibration.store import load_calibration, sidecars
 from deploy.errors import CacheError, ConfigError
 from deploy.feed.preprocess import Preprocess
 from deploy.method import Method
-from deploy.pipeline import build, calibrate
 from deploy.tuning.search_options import Tuning
 from deploy.tuning.search_samples import GrowingComparison
 from tests.models import build_net, make_model, parse_nodes, save_fixed_batch, save_net

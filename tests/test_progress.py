@@ -20,11 +20,11 @@ import numpy as np
 import onnx
 import pytest
 
+from calib8 import calibrate
 from deploy import terminal
 from deploy.calibration.sample_checks import Outlier
 from deploy.cli import main
 from deploy.errors import Calib8Error
-from deploy.pipeline import calibrate
 from deploy.terminal import Phase, phase, show_progress
 from tests.models import make_node, read_markdown, save_net
 
@@ -307,7 +307,7 @@ def test_an_interrupt_is_one_sentence(quick, screen, at_once, monkeypatch):
 
 def test_an_interrupt_tells_that_the_calibration_is_kept(quick, monkeypatch, capfd):
     with monkeypatch.context() as patched:
-        patched.setattr("deploy.pipeline.build_run.build_targets", interrupted)
+        patched.setattr("deploy.pipeline.build.build_targets", interrupted)
         assert ended(*quick) == 130
     last = capfd.readouterr().err.splitlines()[-1]
     kept = f"the calibration is kept for the next build into {quick[-1]}"

@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from calib8 import build, calibrate
 from deploy.calibration import fingerprint, one_pass
 from deploy.calibration.observation import CalibrationSubject
 from deploy.calibration.reuse import CachePolicy
@@ -36,7 +37,6 @@ from deploy.feed.preprocess import Preprocess
 from deploy.feed.sampling import digest_names
 from deploy.files import archives, guard, reading
 from deploy.frontends import load
-from deploy.pipeline import build, calibrate
 from deploy.targets.ascend.target import Ascend
 from deploy.tensors import TensorSpec
 from deploy.tuning.search_options import Tuning
@@ -412,7 +412,7 @@ def test_evaluation_images_are_held_to_it_too(small_cnn, photos, pictures, tmp_p
     opened = lambda *a, **k: feeds.append(open_feed(*a, **k)) or feeds[-1]  # noqa: E731
     monkeypatch.setattr("deploy.feed.feed.open_feed", opened)
     swapping = lambda: (feeds[0].manifest(), swap(photos))  # noqa: E731
-    between(monkeypatch, "deploy.pipeline.build_run.search_targets", swapping)
+    between(monkeypatch, "deploy.pipeline.build.search_targets", swapping)
     with pytest.raises(FeedError, match=CHANGED):
         build(small_cnn, pictures, out=tmp_path / "o", eval_images=photos, **QUICK)
 
@@ -555,7 +555,7 @@ def replaced(path: Path) -> None:
 def test_a_model_replaced_while_it_is_built_is_told(
     model, pictures, tmp_path, monkeypatch, wording
 ):
-    between(monkeypatch, "deploy.pipeline.build_run.build_targets", lambda: replaced(model))
+    between(monkeypatch, "deploy.pipeline.build.build_targets", lambda: replaced(model))
     with pytest.raises(ModelError) as refusal:
         build(model, pictures, out=tmp_path / "o", **QUICK)
     wording.check(refusal.value)

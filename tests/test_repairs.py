@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from calib8 import calibrate
 from calibrators.amct.arq import arq, arq_integers
 from calibrators.errors import CalibrationError
 from calibrators.grids import quantize_weight, weight_scales
@@ -20,7 +21,6 @@ from deploy.calibration.reference_outputs import make_evaluation_set
 from deploy.errors import ConfigError
 from deploy.frontends import load
 from deploy.method import Choices, Method
-from deploy.pipeline import calibrate
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TARGETS
 from deploy.targets.base import BuildRequest

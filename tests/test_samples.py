@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, numpy_helper
 
 import calib8
+from calib8 import calibrate
 from calibrators.scales import Scale
 from calibrators.statistics import HistogramOf
 from deploy.calibration import sample_checks, store
@@ -27,7 +28,6 @@ from deploy.errors import CacheError, ConfigError
 from deploy.feed.feed import open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.sampling import Choice, next_check, sampling_order, to_sampling_order
-from deploy.pipeline import calibrate
 from deploy.targets import find_target
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, make_model, make_node, make_value, read_markdown, save_net

@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 import pytest
 
+from calib8 import build, calibrate
 from deploy import cli, signals
 from deploy.calibration import store
 from deploy.calibration.store import cache_files, sidecars
@@ -25,7 +26,6 @@ from deploy.feed.preprocess import Preprocess
 from deploy.files import atomic, manifest, staging
 from deploy.files.guard import add_input_file, guard_inputs, refuse_output
 from deploy.files.staging import recover, stage_files
-from deploy.pipeline import build, calibrate
 from deploy.pipeline.evaluate import InnerTensors
 from deploy.targets import TARGETS
 from deploy.targets.onnxruntime.target import OnnxRuntime

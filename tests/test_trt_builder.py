@@ -17,6 +17,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from calib8 import build
 from calibrators.errors import CalibrationError
 from calibrators.tensorrt import Callbacks, HostMemory, calibrator
 from deploy.calibration import store
@@ -27,7 +28,6 @@ from deploy.errors import BackendError, ConfigError, SdkMissingError
 from deploy.files import manifest
 from deploy.frontends import load
 from deploy.method import Method
-from deploy.pipeline import build
 from deploy.targets.shape_ranges import ShapeRange
 from deploy.targets.tensorrt import builder, engines, missing_scales, sdk
 from deploy.targets.tensorrt.builder import BuilderSettings, build_engine

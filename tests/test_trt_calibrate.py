@@ -10,6 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto
 
+from calib8 import calibrate
 from calibrators.histogram import Histogram
 from calibrators.statistics import HistogramOf
 from deploy.calibration.observation import count_in_full_batches, full_batches, note_left_out
@@ -18,7 +19,6 @@ from deploy.calibration.trt_cache import CalibrationCache, dump, parse
 from deploy.errors import ConfigError
 from deploy.frontends import load
 from deploy.method import Method
-from deploy.pipeline import calibrate
 from deploy.targets.tensorrt import cache_contents
 from deploy.targets.tensorrt.cache_contents import cache_tensors, likely_parser
 from tests.models import save_fixed_batch

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
+from calib8 import build
 from calibrators.grids import FP8, fake_quantize, fp8_codes, round_to_grid, symmetric_scale
 from calibrators.histogram import Histogram
 from calibrators.mse import range_errors
@@ -27,7 +28,6 @@ from deploy.graph.index import Graph
 from deploy.graph.placement import TENSORRT_FP8
 from deploy.graph.plan import analyse
 from deploy.method import Method
-from deploy.pipeline import build
 from deploy.pipeline.evaluate import open_single_thread
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TensorRT

@@ -11,13 +11,13 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from calib8 import build, calibrate
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.trt_cache import from_scales, parse
 from deploy.errors import CacheError, Calib8Error, ConfigError
 from deploy.frontends import load
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
 from deploy.graph.plan import analyse
-from deploy.pipeline import build, calibrate
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TensorRT
 from deploy.targets.tensorrt.cache_contents import trt_tensors

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import numpy_helper
 
+from calib8 import calibrate
 from deploy import pipeline
 from deploy.calibration import one_pass
 from deploy.calibration.reference_outputs import make_evaluation_set
@@ -26,7 +27,6 @@ from deploy.frontends import load
 from deploy.method import NO_CHOICES, Choices, Method
 from deploy.metrics.levels import DOUBTFUL, UNUSABLE
 from deploy.metrics.output_form import derive_form
-from deploy.pipeline import calibrate
 from deploy.runtimes.ort import BoundSession, OrtSession
 from deploy.targets import TARGETS
 from deploy.targets.base import BuildRequest

@@ -229,8 +229,9 @@ def auto(
     """Leave layers of MODEL in float, as few as hold the budget; write them, and how it went."""
     from deploy.calibration.reuse import CachePolicy
     from deploy.files.manifest import RECORDS
-    from deploy.pipeline import ascend_auto, calibrate_with
+    from deploy.pipeline import ascend_auto
     from deploy.pipeline.build_options import CalibrationOptions
+    from deploy.pipeline.calibration_setup import calibrate_with
 
     target = ascend_auto.AscendAutoTarget(
         config=ascend_config,

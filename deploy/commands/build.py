@@ -129,7 +129,7 @@ def build(
       calib8 build model.onnx --images photos/ --quiet --json - | jq .engines
     """  # noqa: D301 (click reads the backspace)
     from deploy.feed.evaluation import read_labels
-    from deploy.pipeline import build_with
+    from deploy.pipeline.build import build_with
     from deploy.pipeline.build_options import BuildOptions
     from deploy.report import to_json, to_markdown, to_screen
     from deploy.report.screen import serious_findings

@@ -79,7 +79,7 @@ def calibrate(
     from deploy.calibration.shards import write_shard
     from deploy.feed.sampling import to_choice
     from deploy.files.manifest import name_output
-    from deploy.pipeline import calibrate_with
+    from deploy.pipeline.calibration_setup import calibrate_with
 
     calibration.refuse_ignored(targets)
     dataset, method = feed_of(images, calibration, targets)
@@ -157,7 +157,7 @@ def merge(
     of the shards. Neither the images nor another run of the model are needed. Targets and nodes in
     float are those of the shards.
     """  # noqa: D301 (click reads the backspace)
-    from deploy.pipeline import merge_with
+    from deploy.pipeline.calibration_setup import merge_with
 
     calibration.refuse_ignored(targets)
     if calibration.cache.trust:

@@ -8,11 +8,6 @@
           -> targets (files, build, session) -> metrics -> report
 
 `calibrate` observes, searches the ranges and stores them in a cache (`calibration_setup.py`);
-`build` goes all the way (`build_run.py`, read this first). `calibrate_with`, `merge_with` and
+`build` goes all the way (`build.py`, read this first). `calibrate_with`, `merge_with` and
 `build_with` take the same options as one value each; the command line uses these.
 """
-
-from deploy.pipeline.build_run import build, build_with
-from deploy.pipeline.calibration_setup import calibrate, calibrate_with, merge, merge_with
-
-__all__ = ["build", "build_with", "calibrate", "calibrate_with", "merge", "merge_with"]

@@ -47,7 +47,7 @@ def _caches(folder: Path) -> list[bytes]:
 
 def _built(folder: Path) -> Path:
     """A build of every target with a search; made once, whoever needs it first."""
-    from deploy.pipeline import build
+    from calib8 import build
 
     shared = folder.parents[1]
     with (shared / "built.lock").open("w") as lock:
@@ -185,8 +185,8 @@ def _judged(sidecar: str) -> Callable[[Path], Callable[[Path], Callable[[], obje
     """A cache whose fingerprint or statistics are the changed file, asked for what it holds."""
 
     def opened(folder: Path) -> Callable[[Path], Callable[[], object]]:
+        from calib8 import calibrate
         from deploy.calibration import reuse, store
-        from deploy.pipeline import calibrate
 
         subject, cache = made(folder / "own"), folder / "own" / "m.cache"
         for path in store.cache_files(_built(folder) / "calib8" / "m.cache"):
@@ -208,9 +208,9 @@ def _judged(sidecar: str) -> Callable[[Path], Callable[[Path], Callable[[], obje
 
 def _sharded(folder: Path) -> Callable[[Path], Callable[[], object]]:
     """A shard, changed in earnest or in passing, merged."""
+    from calib8 import calibrate
     from deploy.calibration.sample_checks import Peaks
     from deploy.calibration.shards import ShardSet
-    from deploy.pipeline import calibrate
 
     subject = made(folder / "own")
     whole = calibrate(subject.model, subject.pictures(0), limit=4, threads=1)
@@ -225,8 +225,8 @@ def _sharded(folder: Path) -> Callable[[Path], Callable[[], object]]:
 
 def _resumed(folder: Path) -> Callable[[Path], Callable[[], object]]:
     """A checkpoint, changed in earnest or in passing, gone on from."""
+    from calib8 import calibrate
     from deploy.frontends import load
-    from deploy.pipeline import calibrate
 
     subject = made(folder / "own")
     loaded, place = load(subject.model), folder / "own" / "begun"
@@ -242,8 +242,8 @@ def _resumed(folder: Path) -> Callable[[Path], Callable[[], object]]:
 
 def _checkpoints(folder: Path) -> list[bytes]:
     """What a run leaves that was ended after two of four samples."""
+    from calib8 import calibrate
     from deploy.calibration import checkpoint
-    from deploy.pipeline import calibrate
 
     class Ended(BaseException):
         pass
@@ -264,9 +264,9 @@ def _checkpoints(folder: Path) -> list[bytes]:
 
 
 def _shards(folder: Path) -> list[bytes]:
+    from calib8 import calibrate
     from deploy.calibration.shards import write_shard
     from deploy.feed.sampling import Choice
-    from deploy.pipeline import calibrate
 
     subject = made(folder / "seeded")
     path = folder / "one.shard"

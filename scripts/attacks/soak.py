@@ -49,7 +49,7 @@ def _start(folder: Path, count: int) -> Case:
 
 def _feed(subject: Subject, count: int) -> None:
     """The command's place is taken by a calibration on a generator of arrays."""
-    from deploy.pipeline import calibrate
+    from calib8 import calibrate
 
     def arrays() -> Iterator[np.ndarray]:
         rng = np.random.default_rng(0)
