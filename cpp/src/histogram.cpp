@@ -16,15 +16,17 @@ constexpr auto kCells = static_cast<std::size_t>(2 * kBins + 1);
 
 static_assert(Histogram::kBins == CALIB8_BINS && kCells == CALIB8_CELLS);
 
-std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index + kBins); }
+std::size_t cell_of(std::int64_t index) { return static_cast<std::size_t>(index + kBins); }
 
 // This thread's tables, zero between two calls of the kernel.
-void* scratch() {
+void* thread_scratch() {
   thread_local std::vector<std::uint64_t> tables(CALIB8_SCRATCH / sizeof(std::uint64_t), 0);
   return tables.data();
 }
 
-std::string shown(const std::optional<double>& base) { return base ? number::repr(*base) : "None"; }
+std::string format_base(const std::optional<double>& base) {
+  return base ? number::repr(*base) : "None";
+}
 
 }  // namespace
 
@@ -50,24 +52,25 @@ double Histogram::amax() const {
 }
 
 void Histogram::observe(const float* values, std::size_t count) {
-  static const int quickest = calib8_kernel_ways() - 1;
-  calib8_seen seen{base_.value_or(0.0), full_range_, minimum_, maximum_, 0.0, total_, infinite_};
-  const std::int64_t nan =
-      calib8_observe(quickest, &seen, counts_.data(), values, count, scratch());
-  full_range_ = seen.full_range;
-  minimum_ = seen.minimum;
-  maximum_ = seen.maximum;
-  total_ = seen.total;
-  infinite_ = seen.infinite;
-  if (nan > 0) {
-    throw CalibrationError("values must be numbers, got " + std::to_string(nan) + " NaN");
+  static const int fastest = calib8_kernel_ways() - 1;
+  calib8_histogram_state state{
+      base_.value_or(0.0), full_range_, minimum_, maximum_, 0.0, total_, infinite_};
+  const std::int64_t nan_count =
+      calib8_observe(fastest, &state, counts_.data(), values, count, thread_scratch());
+  full_range_ = state.full_range;
+  minimum_ = state.minimum;
+  maximum_ = state.maximum;
+  total_ = state.total;
+  infinite_ = state.infinite;
+  if (nan_count > 0) {
+    throw CalibrationError("values must be numbers, got " + std::to_string(nan_count) + " NaN");
   }
 }
 
 void Histogram::merge(const Histogram& other) {
   if (base_ != other.base_) {
-    throw CalibrationError("histograms merge only with equal bases, got " + shown(base_) + " and " +
-                           shown(other.base_));
+    throw CalibrationError("histograms merge only with equal bases, got " + format_base(base_) +
+                           " and " + format_base(other.base_));
   }
   widen_to(other.full_range_);
   Counts counts = other.counts_;
@@ -107,7 +110,7 @@ std::vector<std::int64_t> Histogram::magnitudes(std::int64_t bins) const {
   Counts folded(static_cast<std::size_t>(bins), 0);
   const std::int64_t width = kBins / bins;
   for (std::int64_t k = -kBins + 1; k < kBins; ++k) {
-    folded[static_cast<std::size_t>((k < 0 ? -k : k) / width)] += counts[at(k)];
+    folded[static_cast<std::size_t>((k < 0 ? -k : k) / width)] += counts[cell_of(k)];
   }
   return folded;
 }

@@ -93,7 +93,7 @@ TEST_CASE("every way of the kernel counts the same") {
       CAPTURE(size, calib8_kernel_way(way));
       std::vector<std::int64_t> counts(CALIB8_CELLS, 0);
       std::vector<std::uint64_t> scratch(CALIB8_SCRATCH / 8, 0);
-      calib8_seen seen{0, 0, INFINITY, -INFINITY, 0, 0, 0};
+      calib8_histogram_state seen{0, 0, INFINITY, -INFINITY, 0, 0, 0};
       const std::vector<float> exact(values.begin(), values.begin() + static_cast<long>(size));
       CHECK(calib8_observe(way, &seen, counts.data(), exact.data(), size, scratch.data()) == 0);
       CHECK(counts == wanted.counts());
@@ -109,9 +109,9 @@ TEST_CASE("several histograms in one call are those of a call each") {
   const std::vector<std::vector<float>> values = {noise(5000, 4, 2.0F), {}, noise(3, 5, 1.0F)};
   std::vector<std::vector<std::int64_t>> counts(3, std::vector<std::int64_t>(CALIB8_CELLS, 0));
   std::vector<std::uint64_t> scratch(CALIB8_SCRATCH / 8, 0);
-  const calib8_seen empty{0, 0, INFINITY, -INFINITY, 0, 0, 0};
-  std::vector<calib8_seen> seen(3, empty);
-  std::vector<calib8_seen*> states;
+  const calib8_histogram_state empty{0, 0, INFINITY, -INFINITY, 0, 0, 0};
+  std::vector<calib8_histogram_state> seen(3, empty);
+  std::vector<calib8_histogram_state*> states;
   std::vector<std::int64_t*> tables;
   std::vector<const float*> from;
   std::vector<std::size_t> sizes;

@@ -2,7 +2,7 @@
  *
  *   values --> least, greatest, index trunc(x * BINS / R) --> indices other than 0 --> raise
  *                    |
- *                    '- beyond R, NaN, Inf: the chunk is looked at as a whole, and counted anew
+ *                    '- beyond R, NaN, Inf: the range of the chunk is found, then it is counted again
  *
  *   table 0   table 1   ...             counters of 16 bits, raised in turns, so that equal
  *      |         |       |              indices do not wait for each other
@@ -10,11 +10,11 @@
  *                        |
  *                     counts            and what was not raised is bin 0
  *
- * Values that stand side by side are often equal. So eight places of a block that are far from each
- * other are gone through at once, and two tables are enough; but for many zeros, which are equal
- * wherever they are, and for whole chunks, which two tables do not hold.
+ * Neighbouring values are often equal. So a block is split into eight parts whose indices are raised
+ * in turns ("spread"); two tables are then enough. Four tables, raised in order, serve data with many
+ * zeros, which are equal in every part, and full chunks, whose counts two tables cannot hold.
  *
- * No value is lost: a chunk raises no counter of a table more often than 16 bits can tell. */
+ * No value is lost: a chunk raises no counter of a table above 16 bits. */
 #include "count.h"
 
 #include <float.h>
@@ -27,12 +27,12 @@
 
 #if defined(__GNUC__)
 #define INLINE static inline __attribute__((always_inline))
-#define SOON(at) __builtin_prefetch(at, 0, 1)
-#define SOON_WRITTEN(at) __builtin_prefetch(at, 1, 1)
+#define PREFETCH(address) __builtin_prefetch(address, 0, 1)
+#define PREFETCH_TO_WRITE(address) __builtin_prefetch(address, 1, 1)
 #else
 #define INLINE static inline
-#define SOON(at) (void)(at)
-#define SOON_WRITTEN(at) (void)(at)
+#define PREFETCH(address) (void)(address)
+#define PREFETCH_TO_WRITE(address) (void)(address)
 #endif
 
 #if defined(__GNUC__) && defined(__x86_64__)
@@ -46,41 +46,43 @@
 enum {
   CHUNK = 1 << 17, /* values whose range is found before they are counted; as in Python */
   BLOCK = 1 << 12,
-  FEW = 1 << 11, /* values that are not worth the folding of tables */
-  SPARE = 16,    /* places behind the indices of a block: a vector is stored as a whole */
+  MAX_DIRECT_VALUES = 1 << 11, /* so few are counted without tables, whose folding costs more */
+  VECTOR_SLACK =
+      16, /* unused entries after the indices of a block: a vector is always stored in full */
   TABLES = 4,
-  FAR_TABLES = 2,
-  FAR_MOST = CHUNK - 128, /* values that these hold, though every block may have an odd one */
-  COUNTS = 8,             /* in a line of a cache */
-  FLOATS = 16,            /* in a line of a cache */
-  AT_ONCE = 16,           /* indices, one after the other */
-  FAR = 8,                /* places of a block */
-  STRIDE = 8256 /* counters from table to table: their equal bins lie in other lines of a cache */
+  SPREAD_TABLES = 2,
+  MAX_SPREAD_VALUES = CHUNK - 128, /* values that these hold, even if every block has a remainder */
+  COUNTS_PER_LINE = 8,             /* in a cache line */
+  FLOATS_PER_LINE = 16,            /* in a cache line */
+  UNROLL = 16,                     /* indices raised in one step */
+  SPREAD_PARTS = 8,                /* parts of a block */
+  STRIDE =
+      8256 /* counters from table to table: equal bins of two tables lie in different cache lines */
 };
 
 _Static_assert(TABLES* STRIDE * sizeof(uint16_t) == CALIB8_SCRATCH, "the tables fill the scratch");
 _Static_assert(STRIDE >= CALIB8_CELLS, "a table holds every bin");
 _Static_assert(CHUNK / TABLES <= UINT16_MAX, "a chunk overflows no counter");
-_Static_assert(FAR_MOST / FAR_TABLES + CHUNK / BLOCK <= UINT16_MAX,
+_Static_assert(MAX_SPREAD_VALUES / SPREAD_TABLES + CHUNK / BLOCK <= UINT16_MAX,
                "nor does a smaller one of two");
 
-/* What a block or a chunk holds. */
+/* The range of the values of a block or a chunk. */
 struct extremes {
-  float low, high; /* of all values; nothing is meant by them where there is a NaN */
-  int nan;         /* whether there is one */
+  float low, high; /* of all values; undefined if there is a NaN */
+  int nan;         /* whether there is a NaN */
 };
 
-/* One way of counting. */
-struct way {
+/* One implementation of the counting. */
+struct method {
   const char* name;
-  int zeros; /* whether `index` gives those that are 0 */
+  int indexes_zeros; /* whether `index` also returns indices that are 0 */
   /* Extremes of up to BLOCK values. */
-  struct extremes (*look)(const float* x, size_t n);
-  /* The same, and indices to `out`, but for those that are 0 or not. Gives how many there are.
-   * Where |x| * scale is beyond BINS the indices mean nothing. */
-  size_t (*index)(const float* x, size_t n, float scale, int32_t* out, struct extremes* seen);
-  /* Adds the bins `from` to `to` of all tables, or of those that are far, and clears them. */
-  void (*fold)(uint16_t* tables, int far, int64_t* counts, size_t from, size_t to);
+  struct extremes (*find_extremes)(const float* x, size_t n);
+  /* The same, and writes the indices to `out`, those that are 0 only with `indexes_zeros`. Returns the
+   * number of indices. They are undefined if some |x| * scale exceeds BINS. */
+  size_t (*index)(const float* x, size_t n, float scale, int32_t* out, struct extremes* extremes);
+  /* Adds the bins `from` to `to` of all tables, or of the spread ones, to `counts`; clears them. */
+  void (*fold)(uint16_t* tables, int is_spread, int64_t* counts, size_t from, size_t to);
 };
 
 /* ---- in plain C, which compilers make vectors of -------------------------------------------- */
@@ -92,42 +94,42 @@ INLINE int32_t key_of(float x) {
   return bits ^ ((bits >> 31) & INT32_MAX);
 }
 
-INLINE float of_key(int32_t key) {
+INLINE float float_of_key(int32_t key) {
   const int32_t bits = key ^ ((key >> 31) & INT32_MAX);
   float x;
   memcpy(&x, &bits, sizeof x);
   return x;
 }
 
-INLINE struct extremes of_keys(int32_t low, int32_t high) {
+INLINE struct extremes extremes_of_keys(int32_t low, int32_t high) {
   const int nan = low < key_of(-INFINITY) || high > key_of(INFINITY);
-  return (struct extremes){of_key(low), of_key(high), nan};
+  return (struct extremes){float_of_key(low), float_of_key(high), nan};
 }
 
-INLINE struct extremes look(const float* x, size_t n) {
+INLINE struct extremes find_extremes(const float* x, size_t n) {
   int32_t low = INT32_MAX, high = INT32_MIN;
   for (size_t k = 0; k < n; ++k) {
     const int32_t key = key_of(x[k]);
     low = key < low ? key : low;
     high = key > high ? key : high;
   }
-  return of_keys(low, high);
+  return extremes_of_keys(low, high);
 }
 
 INLINE size_t index_all(const float* x, size_t n, float scale, int32_t* out,
-                        struct extremes* seen) {
+                        struct extremes* extremes) {
   const float end = CALIB8_BINS; /* no larger number is cast */
   int32_t low = INT32_MAX, high = INT32_MIN;
   for (size_t k = 0; k < n; ++k) {
     const int32_t key = key_of(x[k]);
     low = key < low ? key : low;
     high = key > high ? key : high;
-    float place = x[k] * scale;
-    place = place < end ? place : end; /* NaN is not less */
-    place = place > -end ? place : -end;
-    out[k] = (int32_t)place;
+    float position = x[k] * scale;
+    position = position < end ? position : end; /* NaN is not less */
+    position = position > -end ? position : -end;
+    out[k] = (int32_t)position;
   }
-  *seen = of_keys(low, high);
+  *extremes = extremes_of_keys(low, high);
   return n;
 }
 
@@ -146,79 +148,84 @@ INLINE void fold_of(uint16_t* tables, size_t number, int64_t* counts, size_t fro
   clear(tables, number, from, to);
 }
 
-INLINE void fold_all(uint16_t* tables, int far, int64_t* counts, size_t from, size_t to) {
-  if (far)
-    fold_of(tables, FAR_TABLES, counts, from, to);
+INLINE void fold_all(uint16_t* tables, int is_spread, int64_t* counts, size_t from, size_t to) {
+  if (is_spread)
+    fold_of(tables, SPREAD_TABLES, counts, from, to);
   else
     fold_of(tables, TABLES, counts, from, to);
 }
 
-static struct extremes look_plain(const float* x, size_t n) { return look(x, n); }
+static struct extremes find_extremes_plain(const float* x, size_t n) { return find_extremes(x, n); }
 
 static size_t index_plain(const float* x, size_t n, float scale, int32_t* out,
-                          struct extremes* seen) {
-  return index_all(x, n, scale, out, seen);
+                          struct extremes* extremes) {
+  return index_all(x, n, scale, out, extremes);
 }
 
-static void fold_plain(uint16_t* tables, int far, int64_t* counts, size_t from, size_t to) {
-  fold_all(tables, far, counts, from, to);
+static void fold_plain(uint16_t* tables, int is_spread, int64_t* counts, size_t from, size_t to) {
+  fold_all(tables, is_spread, counts, from, to);
 }
 
 #if X86
 
-FOR("avx2") static struct extremes look_avx2(const float* x, size_t n) { return look(x, n); }
-
-FOR("avx2")
-static size_t index_avx2(const float* x, size_t n, float scale, int32_t* out,
-                         struct extremes* seen) {
-  return index_all(x, n, scale, out, seen);
+FOR("avx2") static struct extremes find_extremes_avx2(const float* x, size_t n) {
+  return find_extremes(x, n);
 }
 
 FOR("avx2")
-static void fold_avx2(uint16_t* tables, int far, int64_t* counts, size_t from, size_t to) {
-  fold_all(tables, far, counts, from, to);
+static size_t index_avx2(const float* x, size_t n, float scale, int32_t* out,
+                         struct extremes* extremes) {
+  return index_all(x, n, scale, out, extremes);
+}
+
+FOR("avx2")
+static void fold_avx2(uint16_t* tables, int is_spread, int64_t* counts, size_t from, size_t to) {
+  fold_all(tables, is_spread, counts, from, to);
 }
 
 /* ---- AVX-512, which can leave out the zeros ------------------------------------------------- */
 
-struct wide {
+struct vector_extremes {
   __m512 low, high;
   __mmask16 nan;
 };
 
-/* Up to 16 values, those of the mask; gives where the next index goes. */
+/* Handles up to 16 values, those of the mask. Returns where the next index goes. */
 FOR("avx512f,avx512bw,popcnt")
-INLINE int32_t* step(const float* x, __mmask16 there, __m512 by, int32_t* out, struct wide* seen) {
-  const __m512 v = _mm512_maskz_loadu_ps(there, x);
-  seen->low = _mm512_mask_min_ps(seen->low, there, v, seen->low); /* NaN gives the second */
-  seen->high = _mm512_mask_max_ps(seen->high, there, v, seen->high);
-  seen->nan |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-  const __m512i bins = _mm512_cvttps_epi32(_mm512_mul_ps(v, by));
-  const __mmask16 kept = _mm512_test_epi32_mask(bins, bins);
-  _mm512_storeu_si512(out, _mm512_maskz_compress_epi32(kept, bins));
-  return out + _mm_popcnt_u32(kept);
+INLINE int32_t* step(const float* x, __mmask16 mask, __m512 scales, int32_t* out,
+                     struct vector_extremes* vectors) {
+  const __m512 v = _mm512_maskz_loadu_ps(mask, x);
+  vectors->low = _mm512_mask_min_ps(vectors->low, mask, v, vectors->low); /* NaN gives the second */
+  vectors->high = _mm512_mask_max_ps(vectors->high, mask, v, vectors->high);
+  vectors->nan |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  const __m512i bins = _mm512_cvttps_epi32(_mm512_mul_ps(v, scales));
+  const __mmask16 nonzero = _mm512_test_epi32_mask(bins, bins);
+  _mm512_storeu_si512(out, _mm512_maskz_compress_epi32(nonzero, bins));
+  return out + _mm_popcnt_u32(nonzero);
 }
 
 FOR("avx512f,avx512bw,popcnt")
 static size_t index_avx512(const float* x, size_t n, float scale, int32_t* out,
-                           struct extremes* seen) {
-  const __m512 by = _mm512_set1_ps(scale);
-  struct wide wide = {_mm512_set1_ps(INFINITY), _mm512_set1_ps(-INFINITY), 0};
-  int32_t* next = out;
+                           struct extremes* extremes) {
+  const __m512 scales = _mm512_set1_ps(scale);
+  struct vector_extremes vectors = {_mm512_set1_ps(INFINITY), _mm512_set1_ps(-INFINITY), 0};
+  int32_t* next_index = out;
   size_t k = 0;
-  for (; k + 16 <= n; k += 16) next = step(x + k, 0xFFFF, by, next, &wide);
-  next = step(x + k, (__mmask16)((1U << (n - k)) - 1U), by, next, &wide);
-  *seen = (struct extremes){_mm512_reduce_min_ps(wide.low), _mm512_reduce_max_ps(wide.high),
-                            wide.nan != 0};
-  return (size_t)(next - out);
+  for (; k + 16 <= n; k += 16) next_index = step(x + k, 0xFFFF, scales, next_index, &vectors);
+  next_index = step(x + k, (__mmask16)((1U << (n - k)) - 1U), scales, next_index, &vectors);
+  *extremes = (struct extremes){_mm512_reduce_min_ps(vectors.low),
+                                _mm512_reduce_max_ps(vectors.high), vectors.nan != 0};
+  return (size_t)(next_index - out);
 }
 
 FOR("avx512f,avx512bw")
-static struct extremes look_avx512(const float* x, size_t n) { return look(x, n); }
+static struct extremes find_extremes_avx512(const float* x, size_t n) {
+  return find_extremes(x, n);
+}
 
 FOR("avx512f,avx512bw")
-static void fold_avx512(uint16_t* tables, int far, int64_t* counts, size_t from, size_t to) {
-  fold_all(tables, far, counts, from, to);
+static void fold_avx512(uint16_t* tables, int is_spread, int64_t* counts, size_t from, size_t to) {
+  fold_all(tables, is_spread, counts, from, to);
 }
 
 #endif
@@ -229,11 +236,11 @@ static void fold_avx512(uint16_t* tables, int far, int64_t* counts, size_t from,
 #define PLAIN "plain"
 #endif
 
-static const struct way WAYS[] = {
-    {PLAIN, 1, look_plain, index_plain, fold_plain},
+static const struct method METHODS[] = {
+    {PLAIN, 1, find_extremes_plain, index_plain, fold_plain},
 #if X86
-    {"avx2", 1, look_avx2, index_avx2, fold_avx2},
-    {"avx512", 0, look_avx512, index_avx512, fold_avx512},
+    {"avx2", 1, find_extremes_avx2, index_avx2, fold_avx2},
+    {"avx512", 0, find_extremes_avx512, index_avx512, fold_avx512},
 #endif
 };
 
@@ -243,39 +250,40 @@ int calib8_kernel_ways(void) {
 #if X86
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2")) return 1;
-  const int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                   __builtin_cpu_supports("popcnt");
-  return wide ? 3 : 2;
+  const int has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                         __builtin_cpu_supports("popcnt");
+  return has_avx512 ? 3 : 2;
 #else
   return 1;
 #endif
 }
 
-const char* calib8_kernel_way(int way) {
-  return way >= 0 && way < (int)(sizeof WAYS / sizeof *WAYS) ? WAYS[way].name : NULL;
+const char* calib8_kernel_way(int method) {
+  return method >= 0 && method < (int)(sizeof METHODS / sizeof *METHODS) ? METHODS[method].name
+                                                                         : NULL;
 }
 
 /* ---- the range ------------------------------------------------------------------------------ */
 
 double calib8_range_for(double amax) {
   int exponent = 0;
-  const double least = amax > CALIB8_SMALLEST_RANGE ? amax : CALIB8_SMALLEST_RANGE;
-  const double mantissa = frexp(least, &exponent);
+  const double bounded = amax > CALIB8_SMALLEST_RANGE ? amax : CALIB8_SMALLEST_RANGE;
+  const double mantissa = frexp(bounded, &exponent);
   return ldexp(1.0, mantissa == 0.5 ? exponent - 1 : exponent);
 }
 
 void calib8_halve(int64_t* counts) {
-  int64_t* up = counts + CALIB8_BINS; /* index k goes to trunc(k / 2) */
-  up[0] += up[1] + up[-1];
+  int64_t* centre = counts + CALIB8_BINS; /* index k goes to trunc(k / 2) */
+  centre[0] += centre[1] + centre[-1];
   for (ptrdiff_t k = 1; k < CALIB8_BINS / 2; ++k) {
-    up[k] = up[2 * k] + up[2 * k + 1];
-    up[-k] = up[-2 * k] + up[-2 * k - 1];
+    centre[k] = centre[2 * k] + centre[2 * k + 1];
+    centre[-k] = centre[-2 * k] + centre[-2 * k - 1];
   }
-  up[CALIB8_BINS / 2] = up[CALIB8_BINS];
-  up[-CALIB8_BINS / 2] = up[-CALIB8_BINS];
-  const size_t rest = CALIB8_BINS / 2 * sizeof *counts;
-  memset(up + CALIB8_BINS / 2 + 1, 0, rest);
-  memset(counts, 0, rest);
+  centre[CALIB8_BINS / 2] = centre[CALIB8_BINS];
+  centre[-CALIB8_BINS / 2] = centre[-CALIB8_BINS];
+  const size_t cleared_bytes = CALIB8_BINS / 2 * sizeof *counts;
+  memset(centre + CALIB8_BINS / 2 + 1, 0, cleared_bytes);
+  memset(counts, 0, cleared_bytes);
 }
 
 void calib8_close(int64_t* counts) {
@@ -284,45 +292,46 @@ void calib8_close(int64_t* counts) {
   counts[0] = counts[CALIB8_CELLS - 1] = 0;
 }
 
-static void widen(struct calib8_seen* seen, int64_t* counts, double amax) {
-  if (amax <= seen->full_range) return;
+static void widen(struct calib8_histogram_state* state, int64_t* counts, double amax) {
+  if (amax <= state->full_range) return;
   double target = calib8_range_for(amax);
-  if (seen->base > 0) {
-    target = seen->full_range > 0 ? seen->full_range : seen->base;
+  if (state->base > 0) {
+    target = state->full_range > 0 ? state->full_range : state->base;
     while (target < amax) target *= 2;
   }
-  if (seen->full_range <= 0) seen->full_range = target;
-  for (; seen->full_range < target; seen->full_range *= 2) calib8_halve(counts);
+  if (state->full_range <= 0) state->full_range = target;
+  for (; state->full_range < target; state->full_range *= 2) calib8_halve(counts);
 }
 
 /* ---- a chunk -------------------------------------------------------------------------------- */
 
-static double amax_of(const struct extremes* seen) {
-  const double low = fabs((double)seen->low), high = fabs((double)seen->high);
+static double amax_of(const struct extremes* extremes) {
+  const double low = fabs((double)extremes->low), high = fabs((double)extremes->high);
   return low > high ? low : high;
 }
 
-static int within(const struct extremes* seen, double range) {
-  return !seen->nan && amax_of(seen) <= range;
+static int is_within(const struct extremes* extremes, double range) {
+  return !extremes->nan && amax_of(extremes) <= range;
 }
 
-static void join(struct extremes* whole, const struct extremes* part) {
-  whole->low = part->low < whole->low ? part->low : whole->low;
-  whole->high = part->high > whole->high ? part->high : whole->high;
-  whole->nan |= part->nan;
+static void merge_extremes(struct extremes* total, const struct extremes* block) {
+  total->low = block->low < total->low ? block->low : total->low;
+  total->high = block->high > total->high ? block->high : total->high;
+  total->nan |= block->nan;
 }
 
-static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+static size_t smaller_size(size_t a, size_t b) { return a < b ? a : b; }
 
-static const struct extremes NOTHING = {INFINITY, -INFINITY, 0};
+static const struct extremes NO_VALUES = {INFINITY, -INFINITY, 0};
 
-static struct extremes look_at(const struct way* way, const float* x, size_t n) {
-  struct extremes whole = NOTHING;
-  for (size_t at = 0; at < n; at += BLOCK) {
-    const struct extremes part = way->look(x + at, smaller(n - at, BLOCK));
-    join(&whole, &part);
+static struct extremes find_chunk_extremes(const struct method* method, const float* x, size_t n) {
+  struct extremes total = NO_VALUES;
+  for (size_t offset = 0; offset < n; offset += BLOCK) {
+    const struct extremes block =
+        method->find_extremes(x + offset, smaller_size(n - offset, BLOCK));
+    merge_extremes(&total, &block);
   }
-  return whole;
+  return total;
 }
 
 static float scale_of(double full_range) { return (float)(CALIB8_BINS / full_range); }
@@ -331,15 +340,15 @@ static size_t cell_of(float x, float scale) {
   return (size_t)((ptrdiff_t)(x * scale) + CALIB8_BINS); /* the cast truncates */
 }
 
-/* Raises the counters of the indices; meanwhile the values behind `next` come nearer, two lines of a
- * cache for sixteen indices, since zeros may have none. */
-static void raise_near(uint16_t* tables, const int32_t* index, size_t n, const float* next) {
+/* Raises the counters of the indices. Meanwhile prefetches the values at `next`, two cache lines for
+ * sixteen indices, since zeros may have no index. */
+static void raise_in_order(uint16_t* tables, const int32_t* index, size_t n, const float* next) {
   uint16_t* zero = tables + CALIB8_BINS;
   size_t k = 0;
-  for (; k + AT_ONCE <= n; k += AT_ONCE) {
-    SOON(next + 2 * k);
-    SOON(next + 2 * k + FLOATS);
-    for (size_t t = 0; t < AT_ONCE; ++t) {
+  for (; k + UNROLL <= n; k += UNROLL) {
+    PREFETCH(next + 2 * k);
+    PREFETCH(next + 2 * k + FLOATS_PER_LINE);
+    for (size_t t = 0; t < UNROLL; ++t) {
       uint16_t* counter = zero + t % TABLES * STRIDE + index[k + t];
       *counter = (uint16_t)(*counter + 1);
     }
@@ -350,74 +359,79 @@ static void raise_near(uint16_t* tables, const int32_t* index, size_t n, const f
   }
 }
 
-/* The same from eight places at once. */
-static void raise_far(uint16_t* tables, const int32_t* index, size_t n, const float* next) {
+/* The same, with the indices of eight parts of the block in turns. */
+static void raise_spread(uint16_t* tables, const int32_t* index, size_t n, const float* next) {
   uint16_t* zero = tables + CALIB8_BINS;
-  const size_t part = n / FAR;
-  for (size_t k = 0; k < part; ++k) {
-    SOON(next + FLOATS * k);
-    for (size_t t = 0; t < FAR; ++t) {
-      uint16_t* counter = zero + t % FAR_TABLES * STRIDE + index[t * part + k];
+  const size_t part_size = n / SPREAD_PARTS;
+  for (size_t k = 0; k < part_size; ++k) {
+    PREFETCH(next + FLOATS_PER_LINE * k);
+    for (size_t t = 0; t < SPREAD_PARTS; ++t) {
+      uint16_t* counter = zero + t % SPREAD_TABLES * STRIDE + index[t * part_size + k];
       *counter = (uint16_t)(*counter + 1);
     }
   }
-  for (size_t k = FAR * part; k < n; ++k) {
-    uint16_t* counter = zero + k % FAR_TABLES * STRIDE + index[k];
+  for (size_t k = SPREAD_PARTS * part_size; k < n; ++k) {
+    uint16_t* counter = zero + k % SPREAD_TABLES * STRIDE + index[k];
     *counter = (uint16_t)(*counter + 1);
   }
 }
 
-/* Counts values by tables that are folded at the end. Gives whether all lay in the range; where one
- * does not, nothing is counted. */
-static int tally_many(const struct way* way, int far, double full_range, int64_t* counts,
-                      const float* x, size_t n, uint16_t* tables, struct extremes* seen) {
+/* Counts values in tables that are folded at the end. Returns whether all values lie in the range; if
+ * one does not, nothing is counted. */
+static int count_by_tables(const struct method* method, int is_spread, double full_range,
+                           int64_t* counts, const float* x, size_t n, uint16_t* tables,
+                           struct extremes* extremes) {
   const float scale = scale_of(full_range);
-  int32_t index[BLOCK + SPARE];
+  int32_t index[BLOCK + VECTOR_SLACK];
   size_t raised = 0;
-  int inside = 1;
-  *seen = NOTHING;
-  for (size_t at = 0; at < n && inside; at += BLOCK) {
-    struct extremes part;
-    const size_t found = way->index(x + at, smaller(n - at, BLOCK), scale, index, &part);
-    inside = within(&part, full_range);
-    if (inside) {
-      (far ? raise_far : raise_near)(tables, index, found, x + smaller(at + BLOCK, n));
-      raised += found;
-      join(seen, &part);
+  int is_inside = 1;
+  *extremes = NO_VALUES;
+  for (size_t offset = 0; offset < n && is_inside; offset += BLOCK) {
+    struct extremes block;
+    const size_t index_count =
+        method->index(x + offset, smaller_size(n - offset, BLOCK), scale, index, &block);
+    is_inside = is_within(&block, full_range);
+    if (is_inside) {
+      (is_spread ? raise_spread : raise_in_order)(tables, index, index_count,
+                                                  x + smaller_size(offset + BLOCK, n));
+      raised += index_count;
+      merge_extremes(extremes, &block);
     }
   }
   if (raised > 0) {
-    const size_t from = cell_of(seen->low, scale), to = cell_of(seen->high, scale);
-    if (inside)
-      way->fold(tables, far, counts, from, to);
+    const size_t from = cell_of(extremes->low, scale), to = cell_of(extremes->high, scale);
+    if (is_inside)
+      method->fold(tables, is_spread, counts, from, to);
     else
       clear(tables, TABLES, from, to);
   }
-  if (inside) counts[CALIB8_BINS] += (int64_t)(n - raised);
-  return inside;
+  if (is_inside) counts[CALIB8_BINS] += (int64_t)(n - raised);
+  return is_inside;
 }
 
-/* The same of at most FEW values. */
-static int tally_few(const struct way* way, double full_range, int64_t* counts, const float* x,
-                     size_t n, struct extremes* seen) {
-  int32_t index[FEW + SPARE];
-  const size_t found = way->index(x, n, scale_of(full_range), index, seen);
-  if (!within(seen, full_range)) return 0;
-  for (size_t k = 0; k < found; ++k) counts[CALIB8_BINS + index[k]] += 1;
-  counts[CALIB8_BINS] += (int64_t)(n - found);
+/* The same, without tables, for at most MAX_DIRECT_VALUES values. */
+static int count_directly(const struct method* method, double full_range, int64_t* counts,
+                          const float* x, size_t n, struct extremes* extremes) {
+  int32_t index[MAX_DIRECT_VALUES + VECTOR_SLACK];
+  const size_t index_count = method->index(x, n, scale_of(full_range), index, extremes);
+  if (!is_within(extremes, full_range)) return 0;
+  for (size_t k = 0; k < index_count; ++k) counts[CALIB8_BINS + index[k]] += 1;
+  counts[CALIB8_BINS] += (int64_t)(n - index_count);
   return 1;
 }
 
-static int tally(const struct way* way, const struct calib8_seen* before, int64_t* counts,
-                 const float* x, size_t n, uint16_t* tables, struct extremes* seen) {
-  const double range = before->full_range;
-  const int zeros = way->zeros && before->minimum >= 0; /* most likely many: behind a Relu */
-  const int far = n <= FAR_MOST && !zeros;
-  if (n <= FEW) return tally_few(way, range, counts, x, n, seen);
-  return tally_many(way, far, range, counts, x, n, tables, seen);
+static int count_in_range(const struct method* method, const struct calib8_histogram_state* state,
+                          int64_t* counts, const float* x, size_t n, uint16_t* tables,
+                          struct extremes* extremes) {
+  const double range = state->full_range;
+  const int has_many_zeros =
+      method->indexes_zeros && state->minimum >= 0; /* likely the output of a Relu */
+  const int is_spread = n <= MAX_SPREAD_VALUES && !has_many_zeros;
+  if (n <= MAX_DIRECT_VALUES) return count_directly(method, range, counts, x, n, extremes);
+  return count_by_tables(method, is_spread, range, counts, x, n, tables, extremes);
 }
 
-/* Counts the finite ones of values of which some are infinite. */
+/* Counts the finite values of a chunk that has infinite ones. */
 static void count_finite(double full_range, int64_t* counts, const float* x, size_t n) {
   const float scale = scale_of(full_range);
   for (size_t k = 0; k < n; ++k) {
@@ -425,95 +439,100 @@ static void count_finite(double full_range, int64_t* counts, const float* x, siz
   }
 }
 
-/* Values that are no numbers, counted; the extremes of the finite ones. */
-static struct extremes look_closely(const float* x, size_t n, int64_t* nan, int64_t* infinite) {
-  struct extremes finite = NOTHING;
+/* Adds the number of NaN and infinite values to `nan` and `infinite`. Returns the extremes of the
+ * finite values. */
+static struct extremes count_nonfinite(const float* x, size_t n, int64_t* nan, int64_t* infinite) {
+  struct extremes finite = NO_VALUES;
   for (size_t k = 0; k < n; ++k) {
     if (isnan(x[k])) {
       *nan += 1;
     } else if (isinf(x[k])) {
       *infinite += 1;
     } else {
-      const struct extremes one = {x[k], x[k], 0};
-      join(&finite, &one);
+      const struct extremes value = {x[k], x[k], 0};
+      merge_extremes(&finite, &value);
     }
   }
   return finite;
 }
 
-static void note(struct calib8_seen* seen, const struct extremes* found, int64_t finite) {
-  /* + 0: of two zeros that are equal, the one without a sign */
-  const double low = (double)found->low + 0.0, high = (double)found->high + 0.0;
-  const double amax = amax_of(found);
-  seen->minimum = low < seen->minimum ? low : seen->minimum;
-  seen->maximum = high > seen->maximum ? high : seen->maximum;
-  seen->latest = amax > seen->latest ? amax : seen->latest;
-  seen->total += finite;
+static void update_state(struct calib8_histogram_state* state, const struct extremes* extremes,
+                         int64_t finite) {
+  /* + 0 turns -0 into 0 */
+  const double low = (double)extremes->low + 0.0, high = (double)extremes->high + 0.0;
+  const double amax = amax_of(extremes);
+  state->minimum = low < state->minimum ? low : state->minimum;
+  state->maximum = high > state->maximum ? high : state->maximum;
+  state->latest = amax > state->latest ? amax : state->latest;
+  state->total += finite;
 }
 
-/* Where many histograms take turns, each one's counts have gone far away: those that will be added to
- * come nearer while the values are looked at. */
-static void fetch_counts(const struct calib8_seen* seen, const int64_t* counts) {
-  const double range = seen->full_range;
-  if (!(range > 0 && seen->minimum >= -range && seen->maximum <= range)) return; /* none yet */
+/* Prefetches the counts that will be raised: where many histograms take turns, they have left the
+ * cache. */
+static void fetch_counts(const struct calib8_histogram_state* state, const int64_t* counts) {
+  const double range = state->full_range;
+  if (!(range > 0 && state->minimum >= -range && state->maximum <= range))
+    return; /* nothing was counted yet */
   const float scale = scale_of(range);
-  const size_t end = cell_of((float)seen->maximum, scale);
-  for (size_t k = cell_of((float)seen->minimum, scale); k <= end; k += COUNTS) {
-    SOON_WRITTEN(counts + k);
+  const size_t end = cell_of((float)state->maximum, scale);
+  for (size_t k = cell_of((float)state->minimum, scale); k <= end; k += COUNTS_PER_LINE) {
+    PREFETCH_TO_WRITE(counts + k);
   }
 }
 
-/* One chunk. Most of them lie in the range that is known: that is tried first. */
-static int64_t observe_chunk(const struct way* way, struct calib8_seen* seen, int64_t* counts,
-                             const float* x, size_t n, uint16_t* tables) {
-  struct extremes found;
+/* Counts one chunk. Most chunks lie in the current range, so that is tried first. */
+static int64_t observe_chunk(const struct method* method, struct calib8_histogram_state* state,
+                             int64_t* counts, const float* x, size_t n, uint16_t* tables) {
+  struct extremes extremes;
   int64_t nan = 0, infinite = 0;
-  if (n > FEW) fetch_counts(seen, counts);
-  if (!(seen->full_range > 0 && tally(way, seen, counts, x, n, tables, &found))) {
-    found = look_at(way, x, n);
-    if (!within(&found, FLT_MAX)) found = look_closely(x, n, &nan, &infinite);
+  if (n > MAX_DIRECT_VALUES) fetch_counts(state, counts);
+  if (!(state->full_range > 0 && count_in_range(method, state, counts, x, n, tables, &extremes))) {
+    extremes = find_chunk_extremes(method, x, n);
+    if (!is_within(&extremes, FLT_MAX)) extremes = count_nonfinite(x, n, &nan, &infinite);
     if (nan > 0) return nan;
-    seen->infinite += infinite;
+    state->infinite += infinite;
     if ((int64_t)n == infinite) return 0;
-    widen(seen, counts, amax_of(&found));
-    if (seen->full_range <= 0)
+    widen(state, counts, amax_of(&extremes));
+    if (state->full_range <= 0)
       counts[CALIB8_BINS] += (int64_t)n - infinite;
     else if (infinite > 0)
-      count_finite(seen->full_range, counts, x, n);
+      count_finite(state->full_range, counts, x, n);
     else
-      tally(way, seen, counts, x, n, tables, &found);
+      count_in_range(method, state, counts, x, n, tables, &extremes);
   }
-  note(seen, &found, (int64_t)n - infinite);
-  if (seen->base > 0) calib8_close(counts);
+  update_state(state, &extremes, (int64_t)n - infinite);
+  if (state->base > 0) calib8_close(counts);
   return 0;
 }
 
-/* Whether no index can lie beyond the bins. */
-static int sound(double full_range) {
+/* Whether no index can exceed the bins. */
+static int is_valid_range(double full_range) {
   return full_range == 0 || (full_range >= CALIB8_SMALLEST_RANGE && full_range <= DBL_MAX);
 }
 
-int64_t calib8_observe(int way, struct calib8_seen* seen, int64_t* counts, const float* values,
-                       size_t count, void* scratch) {
-  const int ways = calib8_kernel_ways();
-  if (way < 0 || way >= ways || !sound(seen->full_range)) return -1;
-  const struct way* chosen = &WAYS[way];
-  seen->latest = 0;
-  for (size_t at = 0; at < count; at += CHUNK) {
-    const size_t size = smaller(count - at, CHUNK);
-    const int64_t nan = observe_chunk(chosen, seen, counts, values + at, size, scratch);
+int64_t calib8_observe(int method, struct calib8_histogram_state* state, int64_t* counts,
+                       const float* values, size_t count, void* scratch) {
+  const int method_count = calib8_kernel_ways();
+  if (method < 0 || method >= method_count || !is_valid_range(state->full_range)) return -1;
+  const struct method* implementation = &METHODS[method];
+  state->latest = 0;
+  for (size_t offset = 0; offset < count; offset += CHUNK) {
+    const size_t size = smaller_size(count - offset, CHUNK);
+    const int64_t nan =
+        observe_chunk(implementation, state, counts, values + offset, size, scratch);
     if (nan > 0) return nan;
   }
   return 0;
 }
 
-int64_t calib8_observe_each(int way, size_t number, struct calib8_seen* const* seen,
+int64_t calib8_observe_each(int method, size_t number, struct calib8_histogram_state* const* states,
                             int64_t* const* counts, const float* const* values, const size_t* sizes,
                             void* scratch, size_t* done) {
   for (*done = 0; *done < number; ++*done) {
     const size_t k = *done;
-    const int64_t odd = calib8_observe(way, seen[k], counts[k], values[k], sizes[k], scratch);
-    if (odd != 0) return odd;
+    const int64_t result =
+        calib8_observe(method, states[k], counts[k], values[k], sizes[k], scratch);
+    if (result != 0) return result;
   }
   return 0;
 }
