@@ -1,6 +1,7 @@
 """The first run on an NVIDIA GPU: builds, checks and times what users get, as a table for the docs.
 
-    python -m benchmarks.gpu_check [--model MODEL --images PATH] [--only ROW,...] [--out FOLDER]
+    python -m benchmarks.gpu_check [--model MODEL --images PATH] [--preprocess PRESET]
+                                   [--mean X] [--std X] [--only ROW,...] [--out FOLDER]
 
 Rows: TensorRT's FP32 and FP16; what `calib8 build` makes (int8 and FP8 typed; up to TensorRT 10 by
 the cache), also by `trtexec` from the script of the build, where it is on the PATH; and, up to 10,
@@ -28,6 +29,7 @@ from calibrators.tensorrt import CLASSES
 from deploy.calibration.trt_cache import CalibrationCache
 from deploy.errors import BackendError, SdkMissingError, first_line
 from deploy.feed.feed import open_feed
+from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import Feed
 from deploy.files import atomic
 from deploy.frontends import load
@@ -68,6 +70,7 @@ class Case:
 
     path: Path
     images: str
+    preprocess: PreprocessRequest
     batch: int
     out: Path
     feed: Feed
@@ -95,6 +98,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", type=Path, default=FASHION / "fashion.onnx")
     parser.add_argument("--images", default=str(FASHION / "calib"))
+    parser.add_argument("--preprocess", help="a preset, as of calib8 build")
+    parser.add_argument("--mean", type=float, default=0.5, help="of the demo's classifier: 0.5")
+    parser.add_argument("--std", type=float, default=0.5, help="of the demo's classifier: 0.5")
     parser.add_argument("--batch-size", type=int, default=10)
     parser.add_argument("--limit", type=int)
     parser.add_argument("--only", default="", help="names of rows, with commas between them")
@@ -107,10 +113,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 77
     inputs = load(given.model, fold_batchnorm=False).inputs
     batch = inputs[0].shape[0] if isinstance(inputs[0].shape[0], int) else given.batch_size
-    whole = open_feed(given.images, inputs, limit=given.limit).count // batch * batch
-    feed = open_feed(given.images, inputs, limit=whole)  # whole batches, as TensorRT calibrates
-    title = f"{describe_device(here, open_gpu(0)).description}; {given.model.name}, {whole} images"
-    case = Case(given.model, given.images, batch, given.out, feed, title)
+    preprocess: PreprocessRequest = given.preprocess
+    if preprocess is None:
+        preprocess = {"mean": (given.mean,), "std": (given.std,)}
+    images_given = open_feed(given.images, inputs, preprocess=preprocess, limit=given.limit).count
+    image_count = images_given // batch * batch  # whole batches, as TensorRT calibrates
+    feed = open_feed(given.images, inputs, preprocess=preprocess, limit=image_count)
+    device = describe_device(here, open_gpu(0)).description
+    title = f"{device}; {given.model.name}, {image_count} images"
+    case = Case(given.model, given.images, preprocess, batch, given.out, feed, title)
     making = makers(case, here)
     only = given.only.split(",") if given.only else making
     if unknown := {*only} - {*making}:
@@ -195,7 +206,7 @@ def _built(case: Case, target: TensorRT, method: Method | None, finding: Finding
     """Return the engine of `calib8 build`."""
     folder, how = case.out / finding.name, {"limit": case.feed.count, "method": method}
     how |= {"targets": [target], "duration_s": 0, "tuning": Tuning(effort=0)}
-    report = build(case.path, case.images, out=folder, **how)
+    report = build(case.path, case.images, preprocess=case.preprocess, out=folder, **how)
     print(*(n for n in report.targets[0].notes if n.startswith("TensorRT has no scale")), sep="\n")
     if not (engine := folder / f"{case.path.stem}.engine").exists():
         raise BackendError(report.targets[0].error or "; ".join(report.targets[0].notes))
