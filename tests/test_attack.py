@@ -102,10 +102,15 @@ def broken():
 def test_every_way_to_break_is_found_and_named(broken):
     code, said, table = broken("--seed 3")
     assert code == 1
-    assert table.pop("fuzz-sound") == (4, 4, 0, 0) and table.pop("fuzz-refusing") == (4, 0, 4, 0)
+    assert table.pop("fuzz-sound") == (4, 4, 0, 0)
+    assert table.pop("fuzz-refusing") == (4, 0, 4, 0)
     dying = table.pop("fuzz-dying")  # a process that dies is replaced; no case is lost
-    assert dying[0] == 4 and dying[1] > 0 and dying[3] > 0 and dying[1] + dying[3] == 4
-    assert set(table.values()) == {(4, 0, 0, 4)} and len(table) == 6
+    assert dying[0] == 4
+    assert dying[1] > 0
+    assert dying[3] > 0
+    assert dying[1] + dying[3] == 4
+    assert set(table.values()) == {(4, 0, 0, 4)}
+    assert len(table) == 6
     for words in (
         "FAILED fuzz-faulty (4 of this kind): exit code 70",
         "IndexError",
@@ -127,9 +132,11 @@ def test_a_case_is_the_same_alone(broken):
     _, said, _ = broken("fuzz-dying --seed 5 --workers 1")
     case = next(line for line in said.splitlines() if line.startswith("FAILED")).rpartition(" ")[2]
     code, _, table = broken(f"fuzz-dying --seed 5 --case {case}")
-    assert table == {"fuzz-dying": (1, 0, 0, 1)} and code == 1
+    assert table == {"fuzz-dying": (1, 0, 0, 1)}
+    assert code == 1
     code, _, table = broken("fuzz-sound")
-    assert table == {"fuzz-sound": (4, 4, 0, 0)} and code == 0
+    assert table == {"fuzz-sound": (4, 4, 0, 0)}
+    assert code == 0
     code, _, _ = broken("nothing")
     assert "a part must be one of" in code
 
@@ -163,7 +170,9 @@ sys.exit(__main__.main(["faults-disk"], parts=parts))
 def test_a_build_that_writes_in_place_is_found():
     done = subprocess.run([sys.executable, "-c", TORN], cwd=ROOT, capture_output=True, text=True)
     tried, _, _, failed = table_of(done.stdout)["faults-disk"]
-    assert tried == 3 and failed > 0 and done.returncode == 1, done.stdout + done.stderr
+    assert tried == 3, done.stdout + done.stderr
+    assert failed > 0, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -196,13 +205,15 @@ def test_an_end_is_judged_by_what_a_user_sees(ended, word):
 
 @pytest.mark.slow
 def test_changes_come_from_the_seed_alone_and_use_every_way(tmp_path):
-    data, other = bytes(range(256)), b'{"a": 1.5}'
+    data = bytes(range(256))
+    other = b'{"a": 1.5}'
 
     def some(seed):
         return [mutated(random.Random(f"{seed}/{n}"), data, other) for n in range(300)]
 
     assert some(1) == some(1) != some(2)
-    assert len(set(some(1))) > 250 and any(token in one for one in some(1) for token in TOKENS[:9])
+    assert len(set(some(1))) > 250
+    assert any(token in one for one in some(1) for token in TOKENS[:9])
     seeds = forms(tmp_path)
 
     def models(seed):

@@ -91,7 +91,8 @@ def test_images_are_stacked_to_a_batch_in_turn(told, a, held, shapes_run):
 def test_a_batch_that_the_model_does_not_take_is_refused(refused, a, tmp_path, wording):
     fixed = saved(tmp_path / "fixed.onnx", shape=(1, 3))
     said = refused(fixed, "--batch", "1,2")
-    assert "first dimension" in said and "got [1, 3] for 'x'" in said
+    assert "first dimension" in said
+    assert "got [1, 3] for 'x'" in said
     assert "got [1, 3] for 'x'" in refused(a, "--against", fixed, "--batch", "1")
     nodes = "s = Constant <value_ints = [1, 3]> () y = Reshape (x, s)"
     model = saved(tmp_path / "b.onnx", nodes)
@@ -123,7 +124,8 @@ SHAPES = ["x", "x:", "x:1xtwo", ":1x2", "x:-1"]
 )
 def test_what_is_no_batch_or_shape_is_a_usage_error(run, a, option, value, form):
     code, _, err = run("bench", a, option, value)
-    assert code == 2 and form in err
+    assert code == 2
+    assert form in err
 
 
 def swept(label, *rates):
@@ -142,17 +144,24 @@ class Still:
 
 def test_every_form_has_the_batches_and_marks_the_best_of_each():
     report = Report(engines=(swept("a<b", 100, 300, 200), swept("c", 50, 60, 70)))
-    screen, page, text = to_screen(report), to_html(report), to_markdown(report)
+    screen = to_screen(report)
+    page = to_html(report)
+    text = to_markdown(report)
     for form in (screen, page, text):
         assert form.count("best: ") == 2
-    assert "## Batches" in text and "Batches</h2>" in page
+    assert "## Batches" in text
+    assert "Batches</h2>" in page
     (figure,) = re.findall(r"<svg[^>]*><title>Throughput by batch.*?</svg>", page, re.DOTALL)
-    assert figure.count("<circle") == 6 and figure.count('r="6"') == 2
-    assert "a&lt;b, batch 2: 300 /s" in figure and "a<b" not in figure
+    assert figure.count("<circle") == 6
+    assert figure.count('r="6"') == 2
+    assert "a&lt;b, batch 2: 300 /s" in figure
+    assert "a<b" not in figure
     names = [float(y) for y in re.findall(r'<text class="name[^>]* y="([\d.]+)"', figure)]
-    assert len(names) == 2 and names[1] - names[0] >= 15  # none over another
+    assert len(names) == 2
+    assert names[1] - names[0] >= 15  # none over another
     page = to_html(Report(engines=(swept("a", 100),)))  # one batch alone is not drawn
-    assert "Throughput by batch" not in page and "best: " in page
+    assert "Throughput by batch" not in page
+    assert "best: " in page
 
 
 def test_a_profile_tells_every_kernel_the_slowest_first(told, small_cnn):
@@ -166,7 +175,8 @@ def test_a_profile_tells_every_kernel_the_slowest_first(told, small_cnn):
 def test_a_profile_of_two_models_is_by_kind(told, a, tmp_path):
     _, out = told(saved(tmp_path / "b.onnx", "y = Neg (x)"), "--against", a, "--profile")
     assert re.search(r"^Kernels +a.onnx +b.onnx +kind$", out, re.MULTILINE)
-    assert re.search(r"ms in 1 +-  Relu$", out, re.M) and re.search(r"- .*ms in 1  Neg$", out, re.M)
+    assert re.search(r"ms in 1 +-  Relu$", out, re.M)
+    assert re.search(r"- .*ms in 1  Neg$", out, re.M)
 
 
 def test_a_body_is_told_and_what_runs_it_is_not_told_twice(told, tmp_path):
@@ -177,7 +187,8 @@ def test_a_body_is_told_and_what_runs_it_is_not_told_twice(told, tmp_path):
     """
     kernels = told(saved(tmp_path / "a.onnx", nodes), "--profile")[0][0]["kernels"]
     kinds = {kernel["kind"] for kernel in kernels}
-    assert "If" not in kinds and kinds & {"Relu", "Neg"}
+    assert "If" not in kinds
+    assert kinds & {"Relu", "Neg"}
 
 
 def test_a_kernel_takes_the_p50_of_its_runs_times_how_often_it_runs():
@@ -200,9 +211,11 @@ def test_kernels_without_a_kind_are_told_one_by_one():
     kernels = tuple(KernelTime(name=f"k{n}", kind="", ms=12.0 - n) for n in range(12))
     rows = tuple(EngineRow(label=label, kernels=kernels) for label in ("a", "b"))
     screen = to_screen(Report(engines=rows))
-    assert screen.count("k0") == 2 and "2 more kernels of 3.8 %" in screen
+    assert screen.count("k0") == 2
+    assert "2 more kernels of 3.8 %" in screen
     page = to_html(Report(engines=rows))
-    assert len(re.findall(r"<td[^>]*>k11</td>", page)) == 2 and "by kind" not in page
+    assert len(re.findall(r"<td[^>]*>k11</td>", page)) == 2
+    assert "by kind" not in page
     assert "\n### b\n" in to_markdown(Report(engines=rows))
 
 
@@ -220,11 +233,13 @@ def built(tmp_path):
 
 def test_open_shapes_are_those_that_the_build_calibrated_with(told, built, tmp_path, shapes_run):
     _, out = told(built, "--against", tmp_path / "net.onnx")
-    assert shapes_run[-1] == (1, 3, 12, 20) and "1x3x12x20" in " ".join(out.split())
+    assert shapes_run[-1] == (1, 3, 12, 20)
+    assert "1x3x12x20" in " ".join(out.split())
     told(tmp_path / "net.onnx", "--against", built, "--batch", "2")
     assert shapes_run[-1] == (2, 3, 12, 20)
     _, out = told(built, "--shape", "x:1x3x8x9")  # what is given stands before it
-    assert shapes_run[-1] == (1, 3, 8, 9) and "as the build" not in out
+    assert shapes_run[-1] == (1, 3, 8, 9)
+    assert "as the build" not in out
 
 
 def test_a_manifest_that_tells_no_shape_that_fits_is_passed_over(refused, built, wording):
@@ -261,9 +276,12 @@ def test_two_models_side_by_side(a, tmp_path):
     b = saved(tmp_path / "b.onnx", "y = Neg (x)")
     first, second = bench(b, against=a, threads=1, warmup_ms=0, duration_s=0).engines
     assert (first.label, second.label) == ("a.onnx", "b.onnx")
-    assert first.reference and not second.reference
+    assert first.reference
+    assert not second.reference
     assert first.latency.queries == second.latency.queries == 10
-    assert first.size_bytes == a.stat().st_size and first.threads == 1 and first.load_ms > 0
+    assert first.size_bytes == a.stat().st_size
+    assert first.threads == 1
+    assert first.load_ms > 0
 
 
 def test_models_of_one_name_in_two_folders_keep_apart(a, tmp_path):
@@ -280,8 +298,10 @@ def test_models_of_one_name_in_two_folders_keep_apart(a, tmp_path):
 def test_random_inputs_are_the_same_for_the_same_seed():
     specs = [TensorSpec("x", "float16", ("n", 3)), TensorSpec("i", "int64", (2,))]
     left, right, other = (random_feeds(specs, seed=seed) for seed in (1, 1, 2))
-    assert left[0]["x"].shape == (1, 3) and left[0]["x"].dtype == np.float16
-    assert set(left[0]["i"].tolist()) <= {0, 1} and left[0]["i"].dtype == np.int64
+    assert left[0]["x"].shape == (1, 3)
+    assert left[0]["x"].dtype == np.float16
+    assert set(left[0]["i"].tolist()) <= {0, 1}
+    assert left[0]["i"].dtype == np.int64
     assert all(np.array_equal(p["x"], q["x"]) for p, q in zip(left, right, strict=True))
     assert not np.array_equal(left[0]["x"], other[0]["x"])
     assert not np.array_equal(left[0]["x"], left[1]["x"])
@@ -318,7 +338,8 @@ def test_the_command_prints_and_writes_json_and_html(told, tmp_path):
     a, b = (saved(tmp_path / f"{name}.onnx", shape=("n", 3, "h")) for name in "ab")
     words = ("--shape", "x:1x3x5", "--html", tmp_path / "r.html")
     (_, second), out = told(b, "--against", a, *words)
-    assert "Latency p50" in out and "Machine" in out
+    assert "Latency p50" in out
+    assert "Machine" in out
     assert second["latency"]["queries"] == 10
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
 
@@ -358,7 +379,8 @@ def test_openvino_is_measured_beside_onnx_runtime(told, tmp_path, held, openvino
     words = (two_outputs(tmp_path / "a.onnx"), "--runtime", "openvino")
     (first, second), _ = told(*words, "--images", held)
     assert (first["label"], second["label"]) == ("a.onnx in ONNX Runtime", "a.onnx in OpenVINO")
-    assert first["reference"] and first["latency"]["queries"] == second["latency"]["queries"]
+    assert first["reference"]
+    assert first["latency"]["queries"] == second["latency"]["queries"]
     assert [o["sqnr_db"] for o in second["accuracy"]["outputs"]] == ["inf", "inf"]
     assert told(*words)[0][1].get("accuracy") is None
 
@@ -388,7 +410,9 @@ class Recorder:
     inputs = outputs = (TensorSpec("x", "float32", (1,)),)
 
     def __init__(self, name, log=None, seconds=0.0):
-        self.name, self.log, self.seconds = name, [] if log is None else log, seconds
+        self.name = name
+        self.log = [] if log is None else log
+        self.seconds = seconds
 
     def run(self, feed):
         self.log.append((self.name, float(feed["x"][0])))
@@ -429,10 +453,12 @@ def test_sessions_run_in_turning_order_on_the_same_inputs():
     assert "".join(name for name, _ in runs) == "ab" + "abbaabba"  # warm-up, then four rounds
     assert [value for _, value in runs[2:]] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert list(found) == ["a", "b"]
-    assert found["a"].queries == 4 and found["a"].warmup_queries == 1
+    assert found["a"].queries == 4
+    assert found["a"].warmup_queries == 1
     assert len(found["a"].samples_ms) == 4
     alone = Recorder("a")  # is timed in every run
-    assert measured(alone, min_iterations=4).queries == 4 and len(alone.log) == 1 + 4
+    assert measured(alone, min_iterations=4).queries == 4
+    assert len(alone.log) == 1 + 4
 
 
 @pytest.mark.parametrize(("names", "runs"), [("ab", 2), ("a", 1)])
@@ -443,12 +469,14 @@ def test_what_is_told_to_be_left_is_what_the_least_number_of_runs_takes(names, r
     sessions = {name: Recorder(name, [], seconds=0.01) for name in names}
     measure(sessions, FEEDS, warmup_ms=0, duration_s=0, min_iterations=5)
     assert [what for what, _ in told] == ["latency", "latency"]
-    assert told[0][1] == 0 and told[1][1] >= 5 * runs * len(names) * 0.01
+    assert told[0][1] == 0
+    assert told[1][1] >= 5 * runs * len(names) * 0.01
 
 
 def test_a_run_waits_for_no_other_sessions_threads(monkeypatch):
     entries = []
-    options, name = onnxruntime.SessionOptions, "add_session_config_entry"
+    options = onnxruntime.SessionOptions
+    name = "add_session_config_entry"
     add = getattr(options, name)
     monkeypatch.setattr(options, name, lambda own, *pair: entries.append(pair) or add(own, *pair))
     OrtSession.open(make_model([("Relu", "x", "y")], {"x": [1]}, {"y": [1]}, opset=17))
@@ -458,7 +486,8 @@ def test_a_run_waits_for_no_other_sessions_threads(monkeypatch):
 def test_runs_and_loading_are_stopped_until_they_may_continue(monkeypatch):
     model = make_model([("Relu", "x", "y")], {"x": [1]}, {"y": [1]}, opset=17)
     feed = {"x": np.ones(1, np.float32)}
-    session, load = OrtSession.open(model), onnxruntime.InferenceSession
+    session = OrtSession.open(model)
+    load = onnxruntime.InferenceSession
     bound = session.bind_outputs({"y": ((1,), np.dtype(np.float32))})
     monkeypatch.setattr(
         onnxruntime, "InferenceSession", lambda *a, **k: (ort.stop_runs(math.inf), load(*a, **k))
@@ -492,14 +521,17 @@ def test_a_device_session_is_timed_by_its_device(monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: next(ticks))
     monkeypatch.setattr("deploy.metrics.latency.time", clock)
     found = measured(Device("gpu"))
-    assert found.latency.mean == 7.0 and found.gpu_compute.median == 4.0
+    assert found.latency.mean == 7.0
+    assert found.gpu_compute.median == 4.0
     assert found.host.mean == pytest.approx(1)
     assert any("CUDA graph" in text for text in found.warnings)
     data = found.to_json(samples=True)
-    assert data["h2d"]["mean"] == 1.0 and data["samples_ms"] == [7.0] * 10
+    assert data["h2d"]["mean"] == 1.0
+    assert data["samples_ms"] == [7.0] * 10
     assert "samples_ms" not in found.to_json()
     found = measured(Recorder("cpu"))
-    assert found.gpu_compute is None and "gpu_compute" not in found.to_json()
+    assert found.gpu_compute is None
+    assert "gpu_compute" not in found.to_json()
 
 
 def test_a_spread_over_trtexecs_limit_is_said():

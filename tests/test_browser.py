@@ -207,7 +207,8 @@ def unfold(tab):
 
 def sound(tab, path):
     """What every page must be at every width, folded and open."""
-    assert tab.errors == [] and tab.requests == [path.resolve().as_uri()]
+    assert tab.errors == []
+    assert tab.requests == [path.resolve().as_uri()]
     for _ in range(2):
         assert tab.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
         assert tab.page.evaluate(WORDS_BROKEN) == []
@@ -265,7 +266,8 @@ def test_the_pages_of_a_build_and_of_bench_fit_too(tab, run, tmp_path):
     words = "--images", fashion / "calib.txt", "--limit", 20, "--mean", "0.5", "--std", "0.5"
     targets = "--target", "onnxruntime,tensorrt,ascend", "--effort", 0, "--duration", 0
     run.ok("build", fashion / "fashion.onnx", *words, *targets, "--out", tmp_path / "o")
-    engine, bench = tmp_path / "o" / "fashion.int8.onnx", tmp_path / "bench.html"
+    engine = tmp_path / "o" / "fashion.int8.onnx"
+    bench = tmp_path / "bench.html"
     against = "--against", fashion / "fashion.onnx", "--duration", 0, "--warm-up", 0
     run.ok("bench", engine, *against, "--html", bench)
     both = tmp_path / "both.html"
@@ -283,10 +285,12 @@ def test_letters_of_the_chart_can_be_read_and_do_not_overlap(show):
     ticks = "[...document.querySelectorAll('svg .tick:not(.name)')]"
     places = f"{ticks}.map(t => t.getBoundingClientRect()).filter(b => b.width)"
     boxes = tab.page.evaluate(f"{places}.map(b => [b.left, b.right, b.height])")
-    assert len(boxes) >= 3 and all(height >= 12 for _, _, height in boxes)
+    assert len(boxes) >= 3
+    assert all(height >= 12 for _, _, height in boxes)
     assert all(left[1] < right[0] for left, right in pairwise(boxes))
     legend = tab.page.evaluate("document.querySelector('.legend').innerText")
-    assert "A FP32 p50 2.16 ms" in legend and "D /model 2 p50 1.30 ms" in legend
+    assert "A FP32 p50 2.16 ms" in legend
+    assert "D /model 2 p50 1.30 ms" in legend
 
 
 def test_the_verdict_comes_first_and_has_its_colour(show):
@@ -351,15 +355,18 @@ def test_tables_stand_worst_first_and_are_sorted_by_their_heads(show):
     tab = show(made())
     unfold(tab)
     before = tab.page.evaluate(COLUMN % 2)
-    assert before[0] == "NaN" and before[-4:] == ["-"] * 4
+    assert before[0] == "NaN"
+    assert before[-4:] == ["-"] * 4
     known = [float(text.split()[0]) for text in before[1:-4]]
-    assert known == sorted(known) and len(known) == 35
+    assert known == sorted(known)
+    assert len(known) == 35
     seen = []
     for order in ("ascending", "descending", None):
         tab.page.evaluate(HEAD % 5 + ".firstChild.click()")  # the largest value
         assert tab.page.evaluate(HEAD % 5 + ".getAttribute('aria-sort')") == order
         seen.append([float(text) for text in tab.page.evaluate(COLUMN % 5)])
-    assert seen[0] == sorted(seen[0]) and seen[1] == seen[0][::-1]
+    assert seen[0] == sorted(seen[0])
+    assert seen[1] == seen[0][::-1]
     assert tab.page.evaluate(COLUMN % 2) == before  # the third time undoes it
     for order in (1, -1):
         tab.page.evaluate(HEAD % 2 + ".firstChild.click()")
@@ -379,7 +386,8 @@ def test_names_and_sizes_are_sorted_as_people_read_them(show):
     names = [
         re.search(r"conv_(\d+)", name)[1] for name in tab.page.evaluate(COLUMN % 0) if ".1/" in name
     ]
-    assert names == ["1"] and tab.page.evaluate(COLUMN % 0)[2].startswith("/model.2/")
+    assert names == ["1"]
+    assert tab.page.evaluate(COLUMN % 0)[2].startswith("/model.2/")
 
 
 def test_a_table_is_sorted_and_filtered_from_the_keyboard(show):
@@ -389,17 +397,17 @@ def test_a_table_is_sorted_and_filtered_from_the_keyboard(show):
     tab.page.keyboard.insert_text("CV1 conv_1")
     names = f"{SHOWN}.map(r => r.cells[0].innerText)"
     shown = tab.page.evaluate(names)
-    assert len(shown) == 5 and all("cv1" in name and "conv_1" in name for name in shown)
+    assert len(shown) == 5
+    assert all("cv1" in name and "conv_1" in name for name in shown)
     assert tab.page.evaluate("document.activeElement.nextSibling.innerText") == "5 of 40 rows"
     tab.page.keyboard.press("Tab")
     assert tab.page.evaluate("document.activeElement.innerText") == "tensor"
     outline = tab.page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
     tab.page.keyboard.press("Enter")
-    assert (
-        outline == "solid"
-        and tab.page.evaluate(HEAD % 0 + ".getAttribute('aria-sort')") == "ascending"
-    )
-    assert sorted(tab.page.evaluate(names)) == sorted(shown) and tab.errors == []
+    assert outline == "solid"
+    assert tab.page.evaluate(HEAD % 0 + ".getAttribute('aria-sort')") == "ascending"
+    assert sorted(tab.page.evaluate(names)) == sorted(shown)
+    assert tab.errors == []
 
 
 def test_without_script_the_page_is_whole(show):
@@ -417,13 +425,15 @@ def test_without_script_the_page_is_whole(show):
 
 def test_names_run_nothing_and_no_other_script_would(show, tab, tmp_path):
     show(made(HOSTILE))
-    assert tab.page.evaluate("typeof bad") == "undefined" and tab.errors == []
+    assert tab.page.evaluate("typeof bad") == "undefined"
+    assert tab.errors == []
     path = tmp_path / "changed.html"
     other = "<script>var bad = 1</script><p onclick='bad = 1' style='color: red'>x</p></main>"
     path.write_text(to_html(made()).replace("</main>", other), encoding="utf-8")
     tab.show(path, width=1280)
     tab.page.evaluate("document.querySelector('p[onclick]').click()")
-    assert tab.page.evaluate("typeof bad") == "undefined" and len(tab.errors) >= 2
+    assert tab.page.evaluate("typeof bad") == "undefined"
+    assert len(tab.errors) >= 2
 
 
 def printed_page(tab):

@@ -68,7 +68,9 @@ def same(found, wanted):
 
 
 def test_samples_of_one_shape_lie_in_the_same_memory_from_the_second_on():
-    session, places, lasting = opened(PLAIN), [], []
+    session = opened(PLAIN)
+    places = []
+    lasting = []
     runs = BufferedSession(session)
     for sample in samples(4, 4, 4, 5, 5, 5, 4, 4):
         values = runs.run(sample)
@@ -78,7 +80,8 @@ def test_samples_of_one_shape_lie_in_the_same_memory_from_the_second_on():
             assert all(x.ctypes.data % 64 == 0 for x in values.values())
             places.append(values["y"].ctypes.data)
     assert lasting == [False, True, True, False, True, True, False, True]
-    assert places[0] == places[1] and places[2] == places[3]
+    assert places[0] == places[1]
+    assert places[2] == places[3]
 
 
 def test_an_output_whose_shape_follows_from_values_is_given_all_the_same():
@@ -93,7 +96,8 @@ def test_an_output_whose_shape_follows_from_values_is_given_all_the_same():
 
 def test_larger_outputs_are_let_go(monkeypatch):
     monkeypatch.setattr(taps, "MOST_BYTES", 100)
-    runs, lasting = BufferedSession(opened(PLAIN)), []
+    runs = BufferedSession(opened(PLAIN))
+    lasting = []
     for sample in samples(2, 2, 9, 9, 9):
         runs.run(sample)
         lasting.append(runs.reuses_buffers)
@@ -117,14 +121,16 @@ def test_a_bad_sample_is_told_as_by_an_ordinary_run_and_the_next_is_run():
 
 
 def test_of_the_samples_at_most_the_last_is_held():
-    runs, held = BufferedSession(opened(PLAIN)), []
+    runs = BufferedSession(opened(PLAIN))
+    held = []
     for _ in range(5):
         (sample,) = samples(4)
         held.append(weakref.ref(sample["x"]))
         runs.run(sample)
     del sample
     gc.collect()
-    assert runs.reuses_buffers and [one() for one in held[:4]] == [None] * 4
+    assert runs.reuses_buffers
+    assert [one() for one in held[:4]] == [None] * 4
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -181,7 +187,8 @@ def test_an_array_comes_back_as_it_was(array):
     place = scratch.add(array)
     scratch.add(np.zeros(7))
     found = scratch.get(place)
-    assert found.dtype == array.dtype and found.shape == array.shape
+    assert found.dtype == array.dtype
+    assert found.shape == array.shape
     assert found.tolist() == array.tolist()
     found[...] = found  # it may be written to
 
@@ -205,7 +212,8 @@ class _Garbage:
 @pytest.fixture
 def restless():
     """Garbage is collected wherever a few objects are made, and threads change all the time."""
-    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+    thresholds = gc.get_threshold()
+    interval = sys.getswitchinterval()
     gc.set_threshold(20)
     sys.setswitchinterval(1e-6)
     yield
@@ -215,7 +223,9 @@ def restless():
 
 def readers(folder):
     """Ways to read an array that threads use at once."""
-    row, file, spool = np.zeros((1, 10), np.float32), io.BytesIO(), SampleCache(range(1))
+    row = np.zeros((1, 10), np.float32)
+    file = io.BytesIO()
+    spool = SampleCache(range(1))
     np.save(file, row)
     np.save(folder / "x.npy", row)
     spool.add(0, {"x": row})
@@ -261,7 +271,8 @@ def test_integers_of_a_shifted_tensor_are_its_own_from_a_lower_zero_point(ends, 
     half = float(scale) / 2 + 1e-6
     assert got.zero * float(got.scale) >= min(low, zero * float(scale)) - 2 * half
     assert (255 - got.zero) * float(got.scale) >= high - 3 * half
-    assert scale <= got.scale * (1 + 1e-6) and got.scale <= scale * 4 / 3 * (1 + 1e-6)
+    assert scale <= got.scale * (1 + 1e-6)
+    assert got.scale <= scale * 4 / 3 * (1 + 1e-6)
 
 
 @given(RANGES, st.floats(-10, 10))
@@ -295,7 +306,9 @@ def memory(monkeypatch):
 def test_tensors_that_no_memory_holds_are_refused_first(memory, run, fed, tmp_path):
     memory(20_000)
     err = run.fails("build", *fed, "--out", tmp_path / "o")
-    assert "memory, got" in err and "19.5 KiB" in err and "with 2,048 values" in err
+    assert "memory, got" in err
+    assert "19.5 KiB" in err
+    assert "with 2,048 values" in err
     assert not (tmp_path / "o").exists() or not list((tmp_path / "o").iterdir())
     memory(1 << 30)
     assert run("calibrate", *fed, "-o", tmp_path / "c")[0] == 0
@@ -380,7 +393,8 @@ def test_an_archive_is_unpacked_into_a_file_and_only_where_there_is_room(
 def test_what_is_no_number_is_a_usage_error(words, run, small_cnn):
     command, *options = words
     code, _, error = run(command, small_cnn, *options)
-    assert code == 2 and ("no finite number" in error or "is not in the range" in error)
+    assert code == 2
+    assert "no finite number" in error or "is not in the range" in error
 
 
 @pytest.mark.parametrize("batch", [10**20, 10**9])
@@ -445,7 +459,8 @@ MADE = Fingerprint(
 
 def test_both_halves_come_back_as_they_were(wording):
     held = json.loads(json.dumps(MADE.to_json()))
-    assert set(held) == {"made_from", "made_by"} and held["made_by"]["method"] == "mse"
+    assert set(held) == {"made_from", "made_by"}
+    assert held["made_by"]["method"] == "mse"
     assert Fingerprint.from_json(held) == MADE
     for half, parts in held.items():
         for part in parts:
@@ -457,7 +472,8 @@ def test_both_halves_come_back_as_they_were(wording):
 
 def test_the_form_of_schema_4_is_read():
     made = Fingerprint.from_json(json.loads(GOLDEN.read_bytes())["fingerprint"])
-    assert set(made.model) == {"graph"} and made.by == "calib8 by mse"
+    assert set(made.model) == {"graph"}
+    assert made.by == "calib8 by mse"
     assert made.decoder == {"decoding": 1, "library": "OpenCV 5.0.0"}
     assert made.numbers == {"frontend": 1, "searches": 1, "statistics": 2}
     assert not replace(made, decoder=DECODER).changes_since(made)
@@ -490,7 +506,8 @@ def test_what_it_was_made_from_is_compared_and_who_made_it_is_not(part, other, s
     if said is None:
         assert not changed
     else:
-        assert list(changed) == [part] and said in changed[part]
+        assert list(changed) == [part]
+        assert said in changed[part]
 
 
 def test_a_digest_that_changed_is_not_shown():
@@ -499,17 +516,22 @@ def test_a_digest_that_changed_is_not_shown():
 
 
 def test_a_model_is_known_by_its_graph_and_by_its_files(small_cnn, tmp_path):
-    path, beside = tmp_path / "m.onnx", {"location": "w.bin", "size_threshold": 0}
+    path = tmp_path / "m.onnx"
+    beside = {"location": "w.bin", "size_threshold": 0}
     onnx.save(onnx.load(small_cnn), path, save_as_external_data=True, **beside)
-    whole, apart = load(small_cnn).identities, load(path).identities
-    assert set(whole) == {"graph", "file"} and set(apart) == {"graph", "file", "weights"}
-    assert whole["graph"] == apart["graph"] and whole["file"] != apart["file"]
+    whole = load(small_cnn).identities
+    apart = load(path).identities
+    assert set(whole) == {"graph", "file"}
+    assert set(apart) == {"graph", "file", "weights"}
+    assert whole["graph"] == apart["graph"]
+    assert whole["file"] != apart["file"]
     data = bytearray((tmp_path / "w.bin").read_bytes())
     data[5] ^= 1
     (tmp_path / "w.bin").write_bytes(data)
     other = load(path).identities
     assert other["file"] == apart["file"]
-    assert other["weights"] != apart["weights"] and other["graph"] != whole["graph"]
+    assert other["weights"] != apart["weights"]
+    assert other["graph"] != whole["graph"]
 
 
 def test_the_cache_of_a_repaired_model_is_not_that_of_its_file(fed, small_cnn, tmp_path, run):
@@ -529,7 +551,8 @@ def test_another_runtime_is_told_and_takes_nothing_anew(calibrate_small, tmp_pat
     side.write_bytes(store.seal_json(document))
     before = side.read_bytes()
     again = calibrate_small(cache=cache)
-    assert again.reused and again.reason.endswith("; it was made with onnxruntime 1.2.3")
+    assert again.reused
+    assert again.reason.endswith("; it was made with onnxruntime 1.2.3")
     assert side.read_bytes() == before  # what made it is kept
 
 
@@ -588,7 +611,8 @@ def test_a_build_runs_each_model_once_over_each_image_and_says_how_many_judged(m
     work, notes, accuracy = built(model, images(140), tmp_path / "o")
     assert sum(work["calibration_runs"].values()) == 140
     assert work["reference_runs"] == 1 + 4  # the file itself once, inner tensors of four
-    assert work["engine_runs"] == {"onnxruntime": 100} and accuracy["samples"] == 100
+    assert work["engine_runs"] == {"onnxruntime": 100}
+    assert accuracy["samples"] == 100
     (note,) = (n for n in notes if "accuracy was measured" in n)
     assert "inner tensors on 4 of these" in note
 
@@ -597,7 +621,8 @@ def test_a_second_build_runs_the_users_file_with_the_same_figures(model, tmp_pat
     x = images(30)
     first, _, figures = built(model, x, tmp_path / "o")
     again, _, same = built(model, x, tmp_path / "o")
-    assert first["reference_runs"] == 5 and again["reference_runs"] == 30
+    assert first["reference_runs"] == 5
+    assert again["reference_runs"] == 30
     assert "calibration_runs" not in again
     (one,), (other,) = figures["outputs"], same["outputs"]
     assert other["sqnr_db"] == pytest.approx(one["sqnr_db"], abs=1e-3)
@@ -629,25 +654,31 @@ def _doubling():
 
 
 def test_a_sample_is_run_once_and_only_its_outputs_are_kept():
-    session, x = Counting(), {"x": np.ones((1, 4), np.float32)}
+    session = Counting()
+    x = {"x": np.ones((1, 4), np.float32)}
     outputs = reference_outputs.ReferenceOutputs(lambda: session, ["y"], {3, 5})
     outputs.add(3, {"y": x["x"], "inner": x["x"]})
-    assert list(outputs.get(3, x)) == ["y"] and session.runs == outputs.runs == 0
+    assert list(outputs.get(3, x)) == ["y"]
+    assert session.runs == outputs.runs == 0
     assert [list(outputs.get(5, x)["y"][0]) for _ in range(2)] == [[2] * 4] * 2
-    assert session.runs == outputs.runs == 1 and 5 in outputs
+    assert session.runs == outputs.runs == 1
+    assert 5 in outputs
     for _ in range(2):
         outputs.get(7, x)  # of no sample that is to be kept
-    assert session.runs == 3 and 7 not in outputs
+    assert session.runs == 3
+    assert 7 not in outputs
 
 
 def test_outputs_too_large_to_be_kept_are_made_again(monkeypatch):
     monkeypatch.setattr(reference_outputs, "MOST_BYTES", 100)
-    session, x = Counting(), {"x": np.ones((4, 4), np.float32)}
+    session = Counting()
+    x = {"x": np.ones((4, 4), np.float32)}
     outputs = reference_outputs.ReferenceOutputs(lambda: session, ["y"], range(9))
     for key in range(9):
         outputs.get(key, x)
     assert [key in outputs for key in range(9)] == [True] + 8 * [False]  # 64 bytes each
-    assert np.array_equal(outputs.get(8, x)["y"], 2 * x["x"]) and session.runs == 10
+    assert np.array_equal(outputs.get(8, x)["y"], 2 * x["x"])
+    assert session.runs == 10
 
 
 def test_models_are_alike_but_for_what_float_rounds():
@@ -663,10 +694,13 @@ def test_the_samples_that_judge_are_spread_over_the_feed_and_keep_their_keys():
     rows = [np.full((1, 4), at, np.float32) for at in range(250)]
     part = EvaluationSubset(open_feed(rows, loaded.inputs), 100)
     seen = [int(sample["x"][0, 0]) for sample in part.samples()]
-    assert len(seen) == len(part) == part.count == 100 and seen[0] < 5 and seen[-1] >= 245
+    assert len(seen) == len(part) == part.count == 100
+    assert seen[0] < 5
+    assert seen[-1] >= 245
     assert [part.sample_key(number) for number in range(1, 101)] == list(part.keys) == seen
     few = [(key, int(sample["x"][0, 0])) for key, sample in part.spread_with_keys(7)]
-    assert [key for key, _ in few] == [at for _, at in few] and {at for _, at in few} <= set(seen)
+    assert [key for key, _ in few] == [at for _, at in few]
+    assert {at for _, at in few} <= set(seen)
 
 
 def test_of_bad_samples_none_judges_and_the_others_keep_what_was_said(tmp_path):
@@ -683,4 +717,5 @@ def test_of_bad_samples_none_judges_and_the_others_keep_what_was_said(tmp_path):
         (sample["x"][0, 0], said["y"][0, 0]) for sample, said in judges.samples_with_outputs(12)
     ]
     assert heard == [(at, 2 * at) for at in range(12) if at != 3]
-    assert judges.outputs.runs == 0 and len(judges.subset.names) == 11
+    assert judges.outputs.runs == 0
+    assert len(judges.subset.names) == 11

@@ -154,7 +154,9 @@ def equal(cluster, run, small_cnn, pictures, tmp_path):
 def test_a_cluster_writes_the_bytes_of_one_run(send, cluster, equal):
     words = ("--target", "onnxruntime,tensorrt", "--trt-version", "8.6.1")
     out = equal(words, ("--send", send))
-    assert "of 20 images" in out and "observed in" in out and cluster.address in out
+    assert "of 20 images" in out
+    assert "observed in" in out
+    assert cluster.address in out
     assert len(cluster.samples()) == 20
 
 
@@ -197,7 +199,8 @@ def test_an_interrupt_ends_the_pieces_on_the_workers(cluster, small_cnn, picture
     until(lambda: len(cluster.samples()) > 4, "the first samples")
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=300)
-    assert process.returncode == 130 and "Traceback" not in said, said
+    assert process.returncode == 130, said
+    assert "Traceback" not in said, said
     assert said.splitlines()[-1].startswith("calib8: interrupted")
     assert [path.name for path in tmp_path.iterdir()] == ["list.txt"]
     with distributed.Client(cluster.address, set_as_default=False) as client:
@@ -252,7 +255,8 @@ def test_arrays_in_memory_are_sent_and_files_read_there(cluster, equal, small_cn
     sent = Cluster(address=cluster.address, send="images", pieces=4)
     found = calibrate(small_cnn, arrays, cache=tmp_path / "sent.cache", scheduler=sent)
     assert contents(tmp_path / "sent.cache") == contents(tmp_path / "one.cache")
-    assert found.runs == {"folded": 9} and "in 4 pieces" in found.notes[0]
+    assert found.runs == {"folded": 9}
+    assert "in 4 pieces" in found.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -273,7 +277,9 @@ def test_a_worker_of_other_images_is_named(where, said, refused, pictures, tmp_p
         shutil.copy(pictures / "01.png", there / "00.png")
     monkeypatch.setattr(cluster_jobs, "shared_paths", lambda images: str(there))
     err = refused("--pieces", 2)
-    assert said in err and "the worker " in err and "--send images" in err
+    assert said in err
+    assert "the worker " in err
+    assert "--send images" in err
     assert "alice" in err or "bob" in err
 
 
@@ -281,7 +287,9 @@ def test_a_worker_with_another_model_is_named(refused, detector, monkeypatch):
     for there, said in ((detector, "got another one"), ("/nowhere.onnx", "got nothing there")):
         monkeypatch.setattr(cluster_jobs, "_shared_model_path", lambda *_, there=there: str(there))
         err = refused()
-        assert said in err and "the worker " in err and "--send model" in err
+        assert said in err
+        assert "the worker " in err
+        assert "--send model" in err
 
 
 def test_a_worker_of_other_version_is_named(refused, monkeypatch):
@@ -289,17 +297,20 @@ def test_a_worker_of_other_version_is_named(refused, monkeypatch):
     other = here | {"onnxruntime": "1.0"}
     monkeypatch.setattr(cluster_jobs, "collect_versions", lambda kind: other)
     err = refused()
-    assert "the worker tcp://" in err and f"onnxruntime {here['onnxruntime']} (1.0 at" in err
+    assert "the worker tcp://" in err
+    assert f"onnxruntime {here['onnxruntime']} (1.0 at" in err
     monkeypatch.setattr(cluster_jobs, "collect_versions", lambda kind: here | {"calib8": "9.9"})
     err = refused()
-    assert "the scheduler has calib8" in err and "9.9 at the client" in err
+    assert "the scheduler has calib8" in err
+    assert "9.9 at the client" in err
 
 
 def test_a_damaged_picture_and_too_many_pieces_are_told(cluster, refused, pictures, tmp_path):
     folder = shutil.copytree(pictures, tmp_path / "bad")
     (folder / "14.png").write_bytes(b"no picture")
     err = refused(images=folder)
-    assert "the worker " in err and "14.png" in err
+    assert "the worker " in err
+    assert "14.png" in err
     assert not [line for line in cluster.samples() if "14.png" in line]
     assert "got 21 shards of 20" in refused("--pieces", 21)
 
@@ -335,7 +346,8 @@ def test_noise_there_is_one_line_until_the_process_ends(small_cnn, pictures):
         words.append(f"127.0.0.1:{server.getsockname()[1]}")
         done = subprocess.run([sys.executable, "-m", "deploy", *words], capture_output=True)
         said[0].close()
-    assert done.returncode == 1 and done.stderr.count(b"\n") == 1
+    assert done.returncode == 1
+    assert done.stderr.count(b"\n") == 1
     assert b"a dask scheduler must answer at" in done.stderr
 
 
@@ -443,7 +455,8 @@ def test_a_cache_that_fits_needs_no_scheduler(small_cnn, pictures, tmp_path):
 
 @pytest.mark.slow
 def test_a_piece_of_another_calibration_is_refused(small_cnn, pictures, wording):
-    loaded, nothing = load(small_cnn), ObservedStatistics({})
+    loaded = load(small_cnn)
+    nothing = ObservedStatistics({})
     feed = open_feed(str(pictures), loaded.inputs)
     share = feed.get_share((1, 2))
     part = feed.open_share(share)

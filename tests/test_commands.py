@@ -56,7 +56,9 @@ def test_the_help_names_every_preset_and_shows_numbers_by_a_letter(run):
 
     assert re.split(", | or ", PRESET_NAMES) == list(PRESETS)
     said = run("build", "--help-all")[1]
-    assert "ppocr-rec" in said and "--limit N " in said and "--power X " in said
+    assert "ppocr-rec" in said
+    assert "--limit N " in said
+    assert "--power X " in said
     assert not re.search(r"INTEGER|FLOAT|<=None", said)
 
 
@@ -148,7 +150,8 @@ BUILD = ("build", "m.onnx", "--images", "p")
 def test_the_options_of_a_target_reach_its_fields(words, target, told, run):
     assert run(*BUILD, *words.split())[0] == 0
     (made,) = told["targets"]
-    assert type(made) is type(target) and declared_options(int) == ()
+    assert type(made) is type(target)
+    assert declared_options(int) == ()
     for declared in declared_options(type(target)):
         assert getattr(made, declared.name) == getattr(target, declared.name)
 
@@ -177,24 +180,32 @@ def test_the_options_of_build_reach_the_pipeline(told, tmp_path, run):
     )
     assert run(*BUILD, *words.split(), "--labels", labels)[0] == 0
     assert told["method"].label == "percentile 99.9"
-    assert told["float_nodes"] == ("a", "/b*") and told["verbose"] is True
+    assert told["float_nodes"] == ("a", "/b*")
+    assert told["verbose"] is True
     policy = told["cache"]
-    assert policy.path == Path("c") and policy.require and policy.trt_version == "10.3.0"
+    assert policy.path == Path("c")
+    assert policy.require
+    assert policy.trt_version == "10.3.0"
     assert (told["evaluation"].source, told["labels"], told["duration_s"]) == ("e", (3, 1), 0)
-    assert told["limit"] == Choice(limit=9) and told["skip_bad"]
+    assert told["limit"] == Choice(limit=9)
+    assert told["skip_bad"]
     assert (told["threads"], told["out"]) == (1, Path("o"))
     assert told["preprocess"] == {  # without a preset, the rest is what the model carries
         **{"size": (8, 9), "resize": "letterbox", "interpolation": "area", "color": "bgr"},
         **{"scale": 1 / 255, "mean": (0.5,), "std": (0.25, 0.5, 1), "pad": (7,), "layout": "nhwc"},
     }
     run(*BUILD, "--preprocess", "imagenet", "--short-side", "300", "--refresh")
-    assert told["preprocess"].short_side == 300 and told["cache"].refresh
+    assert told["preprocess"].short_side == 300
+    assert told["cache"].refresh
     run(*BUILD, "--trust-cache", "--for", "avx2", "--prefer", "size")
-    assert told["cache"].trust and told["method"] is None and not told["verbose"]
+    assert told["cache"].trust
+    assert told["method"] is None
+    assert not told["verbose"]
     tuning = told["tuning"]
     assert (tuning.cpu, tuning.prefer, told["duration_s"]) == ("avx2", "size", None)
     words = ("--target", "ascend,onnxruntime", "--method", "entropy")  # which one of them follows
-    assert run(*BUILD, *words)[0] == 0 and told["method"].name == "entropy"
+    assert run(*BUILD, *words)[0] == 0
+    assert told["method"].name == "entropy"
     told["fails"] = True  # a target
     assert run(*BUILD)[0] == 1
 
@@ -225,8 +236,11 @@ def test_the_options_of_build_reach_the_pipeline(told, tmp_path, run):
 )
 def test_an_option_without_a_meaning_is_refused(words, said, told, run):
     code, _, error = run(*BUILD, *words.split())
-    assert code == 1 and said in error and not told
-    assert error.startswith("calib8: error: ") and error.count("\n") == 1
+    assert code == 1
+    assert said in error
+    assert not told
+    assert error.startswith("calib8: error: ")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -249,14 +263,18 @@ def test_an_option_without_a_meaning_is_refused(words, said, told, run):
 @pytest.mark.usefixtures("named_files")
 def test_a_wrong_command_line_is_one_sentence_and_an_exit_code(words, code, said, run):
     got, out, error = run(*words.split())
-    assert got == code and said in error and not out
-    assert error.startswith("calib8: error: ") and error.count("\n") == 1
+    assert got == code
+    assert said in error
+    assert not out
+    assert error.startswith("calib8: error: ")
+    assert error.count("\n") == 1
 
 
 def test_a_group_alone_shows_its_help(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["ascend"])
-    assert stop.value.code == 2 and "Usage: " in capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "Usage: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -299,7 +317,8 @@ def test_keep_float_takes_patterns_in_every_command(small_cnn, pictures, tmp_pat
     _, out, _ = run("inspect", small_cnn, "--all", "--target", "onnxruntime,tensorrt", *words)
     kept = {line.split()[2] for line in out.splitlines() if "as asked" in line}
     assert kept == {"Conv_c1", "Conv_c2", "Gemm_logits"}
-    assert "on onnxruntime" in out and "on tensorrt" in out
+    assert "on onnxruntime" in out
+    assert "on tensorrt" in out
     images = ("--images", pictures, "--size", "16x16", "--limit", "4")
     run.ok("build", small_cnn, *images, "--out", tmp_path, "--duration", "0", *words)
     made = onnx.load(tmp_path / "small_cnn.int8.onnx").graph
@@ -398,8 +417,10 @@ def test_a_toy_target_works_from_the_command_line(small_cnn, tmp_path, run):
     assert "observations" in run.ok("calibrate", small_cnn, *feed, "-o", tmp_path / "t.cache")
     Toy.opened.clear()
     code, out, error = run("bench", tmp_path / "small_cnn.toy", "--duration", "0", "--no-turbo")
-    assert code == 0 and "small_cnn.toy" in out, error
-    assert Toy.opened and not Toy.opened[0].turbo
+    assert code == 0, error
+    assert "small_cnn.toy" in out, error
+    assert Toy.opened
+    assert not Toy.opened[0].turbo
 
 
 @pytest.mark.usefixtures("toy")
@@ -413,7 +434,8 @@ def test_a_toy_target_works_from_the_command_line(small_cnn, tmp_path, run):
 )
 def test_a_toy_targets_options_are_held_to_their_rules(words, code, said, run):
     got, _, error = run(*BUILD, *words.split())
-    assert got == code and said in error
+    assert got == code
+    assert said in error
 
 
 def test_one_flag_of_two_options_is_refused(toy, monkeypatch, run, wording):
@@ -442,10 +464,12 @@ for words in [], *([name] for name in COMMANDS):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for name, (_, summary) in COMMANDS.items():
-        assert f"  {name} " in done.stdout and summary.split()[0] in done.stdout
+        assert f"  {name} " in done.stdout
+        assert summary.split()[0] in done.stdout
         assert f"Usage: calib8 {name} " in done.stdout
         assert cli.get_command(click.Context(cli), name).help
-    assert "\\b" not in done.stdout and "\b" not in done.stdout  # click's mark for kept lines
+    assert "\\b" not in done.stdout
+    assert "\b" not in done.stdout  # click's mark for kept lines
 
 
 @pytest.mark.parametrize(
@@ -482,7 +506,8 @@ def test_a_full_screen_is_one_sentence():
     with Path("/dev/full").open("w") as full:
         words = [sys.executable, "-m", "deploy", "--help"]
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
     assert "No space left on device" in done.stderr
 
 
@@ -502,7 +527,8 @@ def documented():
 
 def unknown(line):
     """Words of a command line that name no command or option."""
-    words, command = line.split()[1:], cli
+    words = line.split()[1:]
+    command = cli
     while isinstance(command, click.Group):
         context = click.Context(command)
         if not words or words[0] not in command.list_commands(context):
@@ -523,7 +549,8 @@ def test_documented_commands_and_options_exist():
 def test_inspect_judges_a_model_by_every_target(small_cnn, target, run):
     said = run.ok("inspect", small_cnn, "--target", target, "--all")
     word = "uint8" if target == "onnxruntime" else "int8 "
-    assert "tensors need a scale" in said and f"{word} Conv" in said
+    assert "tensors need a scale" in said
+    assert f"{word} Conv" in said
 
 
 def completed(*words, begun=""):
@@ -548,7 +575,8 @@ def completed(*words, begun=""):
 )
 def test_values_of_an_option(option, begun, found):
     assert completed("build", "net.onnx", option, begun=begun) == found
-    assert completed(begun="do") == ["doctor"] and "--config" in completed("build", begun="--c")
+    assert completed(begun="do") == ["doctor"]
+    assert "--config" in completed("build", begun="--c")
 
 
 def test_the_script_of_a_shell(monkeypatch, run):
@@ -598,14 +626,16 @@ def test_the_file_repeats_the_same_bytes(built, run):
     run.ok("build", "--config", "o/calib8.toml", "--out", "again", "--threads", 3)
     assert files_of(built.parent / "again") == before
     out = run.ok("build", "--config", "o/calib8.toml")  # over itself
-    assert files_of(built) == before and "reused" in out
+    assert files_of(built) == before
+    assert "reused" in out
     assert run("verify", "o")[0] == 0
 
 
 def test_what_is_typed_stands_before_the_file(built, run):
     words = ("--config", "o/calib8.toml", "--out", "p", "--target", "onnxruntime", "--limit", 5)
     error = run.fails("build", *words)
-    assert "--rest" in error and "tensorrt" in error  # an option of a target left out
+    assert "--rest" in error
+    assert "tensorrt" in error  # an option of a target left out
     file = built / "calib8.toml"
     file.write_text(file.read_text("utf-8").replace('rest = "fp32"\n', ""), "utf-8")
     out = run.ok("build", *words)
@@ -633,7 +663,8 @@ def test_a_wrong_file_is_told(text, message, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.toml").write_text(text, "utf-8")
     code, _, err = run("build", "--config", "c.toml")
-    assert code in (1, 2) and message in err.replace("\n", " ")
+    assert code in (1, 2)
+    assert message in err.replace("\n", " ")
     assert "none.toml" in run.fails("build", "--config", "none.toml")
 
 
@@ -645,7 +676,8 @@ def test_a_file_of_ones_own_builds_as_build_does(run, small_cnn, pictures, tmp_p
     )
     run.ok("build", "--config", "mine.toml")
     table = tomllib.loads((tmp_path / "build" / "calib8.toml").read_text("utf-8"))["build"]
-    assert table["keep-float"] == ["Conv_c1"] and "threads" not in table
+    assert table["keep-float"] == ["Conv_c1"]
+    assert "threads" not in table
 
 
 def test_a_name_that_is_no_text_is_left_to_be_typed(run, small_cnn, pictures, tmp_path):
@@ -655,14 +687,16 @@ def test_a_name_that_is_no_text_is_left_to_be_typed(run, small_cnn, pictures, tm
     file = tmp_path / "o" / "calib8.toml"
     assert "# images" in file.read_text("utf-8")
     code, _, err = run("build", "--config", file)
-    assert code == 2 and "'--images'" in err
+    assert code == 2
+    assert "'--images'" in err
     assert run("build", "--config", file, "--images", folder)[0] == 0
 
 
 @pytest.mark.parametrize("whose", ["theirs/c.toml", "theirs"])
 def test_code_that_another_user_names_needs_trust(whose, run, tmp_path, monkeypatch):
     """Also for root, who may read every file."""
-    config, stat = tmp_path / "theirs" / "c.toml", os.stat
+    config = tmp_path / "theirs" / "c.toml"
+    stat = os.stat
     config.parent.mkdir()
 
     def owned(path, *words, **more):
@@ -725,13 +759,15 @@ def test_every_path_is_read_or_has_a_rule_of_what_it_replaces():
         for param in command.params
         if isinstance(param, click.Option) and type(param.type) is click.Path
     }
-    assert paths == OTHER_PATHS and len(OUTPUTS) > 20
+    assert paths == OTHER_PATHS
+    assert len(OUTPUTS) > 20
 
 
 @pytest.mark.parametrize(("words", "flag", "number"), OUTPUTS)
 def test_an_output_never_replaces_a_text_of_the_users(words, flag, number, run, tmp_path):
     """Refused while the words are parsed: the rest of the command is not even there."""
-    mine, files = tmp_path / "mine", [tmp_path / "a", tmp_path / "b"]
+    mine = tmp_path / "mine"
+    files = [tmp_path / "a", tmp_path / "b"]
     mine.write_text("precious\n")
     files[number] = mine
     given = files if words == "cache from-qdq" else [mine]
@@ -794,12 +830,14 @@ def test_an_output_is_no_other_output_and_no_file_of_a_build(
     wording.check(run.fails("bench", small_cnn, "--json", "p", "--html", "./p"))
     for name in ("report.json", "calib8/manifest.json", f"../{own.name}/report.json"):
         wording.check(run.fails("inspect", small_cnn, "--json", own / name))
-    assert run.ok("verify", own) and sorted(os.listdir()) == ["c.toml", "mine"]
+    assert run.ok("verify", own)
+    assert sorted(os.listdir()) == ["c.toml", "mine"]
 
 
 def found(run):
     code, out, err = run("doctor", "--json")
-    assert code == 0 and not err
+    assert code == 0
+    assert not err
     return {one["what"]: one for one in json.loads(out)}
 
 
@@ -808,15 +846,18 @@ def test_a_machine_without_sdks_is_told_what_to_install(run, monkeypatch):
     lines = {line.split()[1]: line for line in run.ok("doctor").splitlines()}
     rows = {"calib8", "counting", "packages", "CPU", "torch", "distributed", "openvino"}
     assert set(lines) == {*rows, *TARGETS}
-    assert lines["onnxruntime"].startswith("+") and "ONNX Runtime 1." in lines["onnxruntime"]
-    assert lines["tensorrt"].startswith("-") and "pip install" in lines["tensorrt"]
+    assert lines["onnxruntime"].startswith("+")
+    assert "ONNX Runtime 1." in lines["onnxruntime"]
+    assert lines["tensorrt"].startswith("-")
+    assert "pip install" in lines["tensorrt"]
     assert "`atc`" in lines["ascend"]
 
 
 def test_tensorrt_and_its_gpu_are_named(run, tensorrt):
     tensorrt("10.13.0.35")
     here = found(run)["tensorrt"]
-    assert here["there"] and "TensorRT 10.13.0.35 on " in here["words"]
+    assert here["there"]
+    assert "TensorRT 10.13.0.35 on " in here["words"]
 
 
 def test_atc_is_named(run, monkeypatch, tmp_path):
@@ -829,7 +870,8 @@ def test_atc_is_named(run, monkeypatch, tmp_path):
 def test_a_cpu_without_int8_is_told(run, monkeypatch):
     monkeypatch.setattr(environment, "this_machine", lambda: replace(this_machine(), int8=()))
     cpu = found(run)["CPU"]
-    assert not cpu["there"] and "may saturate" in cpu["words"]
+    assert not cpu["there"]
+    assert "may saturate" in cpu["words"]
 
 
 def test_a_missing_package_says_what_it_is_for(run, monkeypatch):
@@ -848,7 +890,8 @@ def test_the_help_of_a_command_with_many_options_shows_a_dozen_and_help_all_the_
         if not common:
             continue
         short, everything = run.ok(*words, "--help"), run.ok(*words, "--help-all")
-        assert 8 <= len(common) <= 12 and short.endswith(f"lists all {len(every) + 2} options.\n")
+        assert 8 <= len(common) <= 12
+        assert short.endswith(f"lists all {len(every) + 2} options.\n")
         listed = short.partition("\nOptions:\n")[2]
         assert re.findall(r"^  (?:-\w, )?(--[\w-]+)", listed, re.MULTILINE) == common
         assert all(re.search(rf"^  .*{one.opts[-1]}\b", everything, re.MULTILINE) for one in every)
@@ -874,8 +917,10 @@ try: main({words.split()})
 except SystemExit as stop: print(stop.code, *{{"numpy", "onnx", "cv2"}} & sys.modules.keys())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "1\n" and "got nothing there; check the path\n" in done.stderr
-    assert "error: nope" in done.stderr and done.stderr.count("\n") == 1
+    assert done.stdout == "1\n"
+    assert "got nothing there; check the path\n" in done.stderr
+    assert "error: nope" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_pattern_a_loader_and_a_torch_model_are_no_paths_to_look_for():
@@ -886,4 +931,5 @@ def test_a_pattern_a_loader_and_a_torch_model_are_no_paths_to_look_for():
 @pytest.mark.parametrize("words", ["cache shwo", "ascend atuo"])
 def test_a_command_of_a_group_is_suggested_once(words, run):
     code, _, error = run(*words.split())
-    assert code == 2 and error.count("did you mean") == 1
+    assert code == 2
+    assert error.count("did you mean") == 1

@@ -43,9 +43,11 @@ def told(*words):
 def refused(*words, by=explained):
     """The one sentence of a command that refuses."""
     result = by(*words)
-    assert result.exit_code == 1 and isinstance(result.exception, Calib8Error), result.exception
+    assert result.exit_code == 1, result.exception
+    assert isinstance(result.exception, Calib8Error), result.exception
     sentence = str(result.exception)
-    assert sentence and "\n" not in sentence
+    assert sentence
+    assert "\n" not in sentence
     return sentence
 
 
@@ -93,14 +95,16 @@ def of(report, name="onnxruntime"):
 
 @pytest.mark.slow
 def test_a_build_is_explained_from_its_verdict_to_its_ranges(built):
-    text, report = said(built), report_of(built)
+    text = said(built)
+    report = report_of(built)
     for name in ("onnxruntime", "tensorrt"):
         engine = next(e for e in report["engines"] if e["target"] == name and not e["reference"])
         block = text[text.index(f"\n{name}: {engine['verdict']['level']}") :]
         places = [block.index(f"\n{label} ") for label in ("Why", "Parts", "Float", "Tried")]
         assert places == sorted(places)
         assert all(trial["what"] in block for trial in of(report, name)["search"]["tried"])
-    assert "small_cnn.plan.toml" in text and "Images " not in text
+    assert "small_cnn.plan.toml" in text
+    assert "Images " not in text
 
 
 def test_json_is_what_the_report_says(built, tmp_path):
@@ -108,7 +112,8 @@ def test_json_is_what_the_report_says(built, tmp_path):
     found = json.loads((tmp_path / "why.json").read_text())
     assert found == json.loads(said(built, "--json", "-"))
     report = report_of(built)
-    assert found["schema"] == "calib8-explanation/1" and len(found["targets"]) == 2
+    assert found["schema"] == "calib8-explanation/1"
+    assert len(found["targets"]) == 2
     assert found["targets"][0]["name"] == "onnxruntime"
     for target in found["targets"]:
         own = of(report, target["name"])
@@ -116,15 +121,18 @@ def test_json_is_what_the_report_says(built, tmp_path):
         assert sorted(n for group in target["kept"] for n in group["nodes"]) == sorted(floats)
         assert target["nodes"] == len(own["nodes"])
         layers = [layer["sqnr_db"] for layer in target["layers"]]
-        assert layers == sorted(layers) and len(layers) == len(own.get("layers", []))
+        assert layers == sorted(layers)
+        assert len(layers) == len(own.get("layers", []))
         assert target["settled"] == own["search"]["settled"]
         clipped = [row["share"] for row in target["clipped"]]
-        assert clipped == sorted(clipped, reverse=True) and all(0 < share <= 1 for share in clipped)
+        assert clipped == sorted(clipped, reverse=True)
+        assert all(0 < share <= 1 for share in clipped)
 
 
 def test_one_target_alone_is_told_of(built, wording):
     text = said(built, "--target", "tensorrt")
-    assert "\ntensorrt: " in text and "\nonnxruntime: " not in text
+    assert "\ntensorrt: " in text
+    assert "\nonnxruntime: " not in text
     wording.check(refused(built, "--target", "tensorr"))
 
 
@@ -136,7 +144,9 @@ def rows(label, count):
 def test_ten_rows_are_told_and_all_where_asked(copied):
     out = copied(lambda report: of(report).update(layers=rows("layer", 14)))
     text = said(out, "--target", "onnxruntime")
-    assert "layer13" in text and "layer04" in text and "layer03" not in text
+    assert "layer13" in text
+    assert "layer04" in text
+    assert "layer03" not in text
     assert "4 more; --all" in text
     everything = said(out, "--target", "onnxruntime", "--all")
     assert "--all" not in everything
@@ -184,10 +194,12 @@ def test_reasons_are_known_by_the_words_of_the_search(reason, expected):
 def test_what_was_taken_is_marked_in_what_was_tried(built):
     plan = plan_file.read_plan(built / "calib8/small_cnn.plan.toml")
     for target in report_of(built)["targets"]:
-        tried, settled = target["search"]["tried"], target["search"]["settled"]
+        tried = target["search"]["tried"]
+        settled = target["search"]["settled"]
         (row,) = (row for row in tried if row["taken"])
         own = plan.targets[target["name"]]
-        assert own.tried[own.taken]["what"] == row["what"] and row["what"] in settled
+        assert own.tried[own.taken]["what"] == row["what"]
+        assert row["what"] in settled
 
 
 TRIED = (
@@ -217,7 +229,8 @@ def test_what_was_taken_is_found_by_words_and_figure(settled, place):
 
 def test_what_was_tried_is_in_the_plan_where_the_report_lacks_it(copied):
     (target, _) = told(copied(lambda report: of(report).pop("search")))
-    assert target["tried"] and target["settled"]
+    assert target["tried"]
+    assert target["settled"]
 
 
 # what images tell
@@ -233,16 +246,19 @@ def held(tmp_path_factory):
 
 def test_images_tell_which_of_them_and_which_channels_lose_most(built, held):
     text = said(built, "--images", held)
-    assert "image, the worst of 6" in text and "channel" in text
+    assert "image, the worst of 6" in text
+    assert "channel" in text
     for target in told(built, "--images", held):
         one = target["held"]
-        assert one["samples"] == 6 and len(one["images"]) == 5
+        assert one["samples"] == 6
+        assert len(one["images"]) == 5
         figures = [image["sqnr_db"] for image in one["images"]]
         assert figures == sorted(figures)
         assert {image["name"] for image in one["images"]} <= {f"{i}.png" for i in range(6)}
         tensors = list(dict.fromkeys(c["tensor"] for c in one["channels"]))
         worst = [layer["name"] for layer in target["layers"]]
-        assert tensors == worst[: len(tensors)] and 1 <= len(tensors) <= 5
+        assert tensors == worst[: len(tensors)]
+        assert 1 <= len(tensors) <= 5
 
 
 def test_the_number_of_threads_changes_nothing(built, held):
@@ -271,7 +287,9 @@ def test_the_number_of_images_is_the_users_and_bad_ones_can_be_left_out(built, h
     (folder / "0.png").write_bytes(b"no picture")
     assert "0.png" in refused(built, "--images", folder)
     text = said(built, "--images", folder, "--skip-bad")
-    assert "the worst of 5" in text and "0.png" not in text and "5.png" in text
+    assert "the worst of 5" in text
+    assert "0.png" not in text
+    assert "5.png" in text
 
 
 def test_files_are_found_in_a_folder_that_was_moved(copied, held, small_cnn):
@@ -347,7 +365,8 @@ def test_channels_that_are_silent_lose_nothing():
 )
 def test_options_of_what_is_not_asked_for_are_refused(built, flags, missing):
     sentence = refused(built, *flags)
-    assert flags[0] in sentence and missing in sentence
+    assert flags[0] in sentence
+    assert missing in sentence
 
 
 # what anybody may have written
@@ -407,23 +426,29 @@ def test_values_that_no_reader_looks_at_are_not_clipped(small_cnn, pictures, tmp
     rows = of(report_of(tmp_path), "tensorrt")["tensors"]
     assert all(t["lo"] == -t["amax"] and t["hi"] == t["amax"] for t in rows)
     cut = [t for t in rows if t["lo"] > t["observed_min"]]
-    assert cut and all(tensor["clipped"] == 0 for tensor in cut)
+    assert cut
+    assert all(tensor["clipped"] == 0 for tensor in cut)
     text = said(tmp_path)  # nor was anything searched
-    assert "Clipped" not in text and "Tried" not in text and "Plan          none" in text
+    assert "Clipped" not in text
+    assert "Tried" not in text
+    assert "Plan          none" in text
 
 
 def test_the_report_has_what_was_tried_and_where_it_is_kept(built):
     report = report_of(built)
     (plan,) = [file for file in report["files"] if file["role"] == "plan"]
     assert plan["size_bytes"] == (built / "calib8/small_cnn.plan.toml").stat().st_size
-    page, text = (built / "report.html").read_text(), (built / "report.md").read_text()
+    page = (built / "report.html").read_text()
+    text = (built / "report.md").read_text()
     assert '<a href="calib8/small_cnn.plan.toml">calib8/small_cnn.plan.toml</a>' in page
     assert "[calib8/small\\_cnn.plan.toml](calib8/small_cnn.plan.toml)" in text
     page = re.sub(r' data-head="[^"]*"|<wbr>', "", page)
     for name in ("onnxruntime", "tensorrt"):
-        assert f">Search for {name} (" in page and f"## Search for {name}" in text
+        assert f">Search for {name} (" in page
+        assert f"## Search for {name}" in text
         for trial in of(report, name)["search"]["tried"]:
-            assert f"<td>{trial['what']}</td>" in page and f"| {trial['what']} |" in text
+            assert f"<td>{trial['what']}</td>" in page
+            assert f"| {trial['what']} |" in text
     assert page.count("<td>yes</td>") == text.count("| yes |") >= 1
 
 
@@ -486,13 +511,15 @@ def test_the_first_tensor_that_parts_is_told_by_its_node(tmp_path, a, images, fo
     assert said.index("outputs") < said.index("  y  (Neg Neg_y)")
     told = found(a, b)
     assert [row["tensor"] for row in told["layers"]] == ["a", "b", "c"]
-    assert json.loads((tmp_path / "found.json").read_text()) == told and told["looked"] == [4, 4]
+    assert json.loads((tmp_path / "found.json").read_text()) == told
+    assert told["looked"] == [4, 4]
 
 
 def test_models_that_agree_are_said_not_to_part(tmp_path, a, images, found):
     b = save(tmp_path / "b.onnx")
     told = found(a, b)
-    assert told["parts_at"] is None and told["samples"] == 6
+    assert told["parts_at"] is None
+    assert told["samples"] == 6
     assert all(row["sqnr_db"] == "inf" for row in told["layers"] + told["outputs"])
     assert "do not part" in screen_of(a, b, "--images", images)
 
@@ -509,7 +536,8 @@ def test_of_a_quantized_tensor_the_value_counts_that_is_read(tmp_path, a, found,
     ]
     b = save(tmp_path / "b.onnx", nodes, s=np.float32(0.1), z=np.uint8(128))
     first = found(a, b)["layers"][0]
-    assert first["tensor"] == "a" and 15 < first["sqnr_db"] < 60
+    assert first["tensor"] == "a"
+    assert 15 < first["sqnr_db"] < 60
     back = found(b, a)["layers"][0]
     assert (back["operator"], back["node"]) == ("Relu", f"Relu_{made}")
 
@@ -518,7 +546,9 @@ def test_the_limit_and_the_number_of_images_are_the_users(tmp_path, a, found):
     b = save(tmp_path / "b.onnx", factor=1.01)
     assert found(a, b)["parts_at"] is None
     told = found(a, b, "--min-sqnr", 50, "--limit", 2)
-    assert told["parts_at"] == "b" and told["samples"] == 2 and told["min_sqnr_db"] == 50
+    assert told["parts_at"] == "b"
+    assert told["samples"] == 2
+    assert told["min_sqnr_db"] == 50
     assert found(a, save(b, factor=np.nan))["parts_at"] == "b"
 
 
@@ -541,7 +571,8 @@ def test_outputs_that_one_model_gives_alone_are_told(tmp_path, a, images):
     """Without them nobody knows whether the models part."""
     b = save(tmp_path / "b.onnx", CHAIN.replace("y = Neg", "z = Abs"), out="z")
     said = screen_of(a, b, "--images", images)
-    assert "not compared: 'y'" in said and "not compared: 'z'" in said
+    assert "not compared: 'y'" in said
+    assert "not compared: 'z'" in said
     assert "not compared" not in screen_of(a, a, "--images", images)
 
 
@@ -568,12 +599,14 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(tmp_path, a, refusal):
 @pytest.mark.slow
 def test_the_node_is_found_where_another_runtime_parts(tmp_path, a, images, found, openvino):
     told = found(a, *IN_OPENVINO)
-    assert told["parts_at"] == "c" and told["cut"]
+    assert told["parts_at"] == "c"
+    assert told["cut"]
     assert told["looked"][0] < told["looked"][1] == 4
     words = (a, "--images", images, *IN_OPENVINO, "--every")
     assert "4 of 4" in screen_of(*words, "--json", tmp_path / "found.json")
     every = json.loads((tmp_path / "found.json").read_text())
-    assert every["looked"] == [4, 4] and every["layers"][1]["sqnr_db"] == "inf"
+    assert every["looked"] == [4, 4]
+    assert every["layers"][1]["sqnr_db"] == "inf"
 
 
 @pytest.mark.slow
@@ -587,7 +620,8 @@ def test_runtimes_whose_outputs_agree_are_not_cut(tmp_path, found, openvino):
     for name in ("x", "file"):  # a name that numpy's savez takes for its own
         model = save(tmp_path / f"{name}.onnx", f"a = Relu ({name}) y = Neg (a)", x=name)
         told = found(model, *IN_OPENVINO)
-        assert told["parts_at"] is None and told["looked"] == [1, 2]
+        assert told["parts_at"] is None
+        assert told["looked"] == [1, 2]
 
 
 @pytest.mark.slow
@@ -596,7 +630,8 @@ def test_a_runtime_that_crashes_on_a_cut_is_a_note(tmp_path, found, openvino):
     told = found(model, *IN_OPENVINO, "--every")
     assert told["parts_at"] == "b"
     _, note = told["notes"]
-    assert "'a' could not be compared" in note and "status 11" in note
+    assert "'a' could not be compared" in note
+    assert "status 11" in note
 
 
 def test_a_runtime_that_refuses_the_model_says_why(tmp_path, refusal, openvino):
@@ -681,7 +716,8 @@ def test_builds_stand_side_by_side(run, built_builds, changed):
     out = run.ok("report", a, b, fast)
     lines = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith("/")}
     assert lines[str(a)][1:3] == ["onnxruntime", "doubtful"]
-    assert lines[str(a)][-2:] == ["minmax", "0"] and lines[str(b)][-2:] == ["mse", "0"]
+    assert lines[str(a)][-2:] == ["minmax", "0"]
+    assert lines[str(b)][-2:] == ["mse", "0"]
     assert lines[str(b)][-5:-2] == ["10", "of", "10"]
     assert lines[str(fast)][3:6] == ["2.00x", "1.50", "ms"]
     assert f"{b}, onnxruntime: doubtful: " in " ".join(out.split())
@@ -696,9 +732,12 @@ def test_what_builds_differ_in_is_told(run, built_builds, changed):
     (other / "calib8.toml").write_text(settings + 'mean = "0.5"\n')
     code, out, _ = run("report", a, other)
     said = " ".join(out.split())
-    assert code == 0 and f"mean: - ({a}); 0.5 ({other})" in said
-    assert f"accept: True ({a}); - ({other})" in said and "method:" not in said
-    assert f"machine: {read_stored_build(a).report.machine.cpu}" in said and "Z80, " in said
+    assert code == 0
+    assert f"mean: - ({a}); 0.5 ({other})" in said
+    assert f"accept: True ({a}); - ({other})" in said
+    assert "method:" not in said
+    assert f"machine: {read_stored_build(a).report.machine.cpu}" in said
+    assert "Z80, " in said
     assert "measured on different machines: compare speed-ups, not milliseconds" in said
     (other / "calib8.toml").unlink()  # as of a build from Python
     assert f"accept: True ({a}); - ({other})" in " ".join(run("report", a, other)[1].split())
@@ -708,13 +747,17 @@ def test_a_comparison_is_a_page_and_json_too(run, built_builds, tmp_path):
     a, b = built_builds
     page, file = tmp_path / "both.html", tmp_path / "both.json"
     run.ok("report", a, b, "--html", page, "--json", file)
-    text, held = page.read_text(), json.loads(file.read_text())
-    assert text.count('class="verdict doubtful"') == 2 and text.count("<script>") == 1
+    text = page.read_text()
+    held = json.loads(file.read_text())
+    assert text.count('class="verdict doubtful"') == 2
+    assert text.count("<script>") == 1
     assert str(a) in text.replace("<wbr>", "")
-    assert held["schema"] == "calib8-builds/1" and held["names"] == [str(a), str(b)]
+    assert held["schema"] == "calib8-builds/1"
+    assert held["names"] == [str(a), str(b)]
     assert [one["method"] for one in held["engines"]] == ["minmax", "mse"]
     first = held["engines"][0]
-    assert first["verdict"]["level"] == "doubtful" and first["effort"] == "0"
+    assert first["verdict"]["level"] == "doubtful"
+    assert first["effort"] == "0"
     assert json.loads(run.ok("report", a, b, "--json", "-")) == held
     said = run.fails("report", a, "--html", page)
     assert "--html goes with a second folder, which was not given" in said
@@ -724,7 +767,8 @@ def test_a_target_that_failed_is_a_line(run, built_builds, changed):
     a, _ = built_builds
     other = changed("targets", 0, "error", "a chip must be there, got none")
     out = run.ok("report", a, other)
-    assert "failed" in out and "a chip must be there, got none" in " ".join(out.split())
+    assert "failed" in out
+    assert "a chip must be there, got none" in " ".join(out.split())
     held = report_of(other)
     held["engines"] = held["engines"][:1]
     said = " ".join(run.ok("report", a, store_report(other, held)).split())
@@ -754,7 +798,10 @@ WRONG = [
 @pytest.mark.parametrize(("place", "said"), WRONG)
 def test_a_damaged_report_is_refused_in_a_sentence(run, built_builds, changed, place, said):
     code, out, err = run("report", next(iter(built_builds)), changed(*place))
-    assert code == 1 and out == "" and said in err and "build again" in err
+    assert code == 1
+    assert out == ""
+    assert said in err
+    assert "build again" in err
 
 
 def test_what_is_no_build_is_refused(run, built_builds, tmp_path, wording):
@@ -774,5 +821,6 @@ def test_what_is_no_build_is_refused(run, built_builds, tmp_path, wording):
 def test_names_of_a_report_do_not_steer_the_terminal(run, built_builds, changed, tmp_path):
     folder = changed("targets", 0, "method", "\x1b[31m<script>bad\n")
     out = run.ok("report", next(iter(built_builds)), folder, "--html", tmp_path / "x.html")
-    assert "\x1b" not in out and "\\x1b[31m<script>bad\\n" in out
+    assert "\x1b" not in out
+    assert "\\x1b[31m<script>bad\\n" in out
     assert (tmp_path / "x.html").read_text().count("<script>") == 1

@@ -94,7 +94,8 @@ def test_an_upward_import_breaks_the_contracts(tmp_path):
     with (tmp_path / "deploy" / "feed" / "feed.py").open("a") as file:
         file.write("\n\ndef lazy():\n    from deploy.pipeline import build\n")
     result = check_imports(tmp_path)
-    assert result.returncode == 1 and "deploy.feed.feed -> deploy.pipeline" in result.stdout
+    assert result.returncode == 1
+    assert "deploy.feed.feed -> deploy.pipeline" in result.stdout
 
 
 @pytest.mark.slow
@@ -183,7 +184,8 @@ def test_every_search_has_its_row():
         if re.match(r"\w+: Histogram(,|$)", ast.unparse(one.args))
     }
     # the entropy search stands twice, once for each of its statistics
-    assert searching == set(SEARCHES) - {"entropy-tensorrt"} and DEFAULT_METHOD in SEARCHES
+    assert searching == set(SEARCHES) - {"entropy-tensorrt"}
+    assert DEFAULT_METHOD in SEARCHES
 
 
 def test_the_table_of_searches_is_read_without_what_they_compute_with():

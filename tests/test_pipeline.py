@@ -70,10 +70,12 @@ def test_threads_leave_every_byte_as_it_is(observe_small, tmp_path):
 
 def test_a_fitting_cache_is_reused_and_not_touched(observe_small, calibrated):
     first, cache = calibrated
-    assert not first.reused and "does not exist yet" in first.reason
+    assert not first.reused
+    assert "does not exist yet" in first.reason
     before = files(cache)
     second = observe_small(cache=cache)
-    assert second.reused and files(cache) == before
+    assert second.reused
+    assert files(cache) == before
     assert second.range_set.scales == first.range_set.scales
 
 
@@ -83,7 +85,8 @@ def test_another_method_does_not_run_the_model(observe_small, calibrated, tmp_pa
     observe_small(method="entropy", cache=fresh)
     request.getfixturevalue("no_pass")
     again = observe_small(method="entropy", cache=cache)
-    assert "the model was not run" in again.reason and files(cache) == files(fresh)
+    assert "the model was not run" in again.reason
+    assert files(cache) == files(fresh)
 
 
 def test_one_weight_one_image_or_the_mean_makes_it_stale(small_cnn, pictures, calibrated, tmp_path):
@@ -125,13 +128,16 @@ def test_the_cache_can_be_required_refreshed_and_trusted(observe_small, calibrat
     with pytest.raises(CacheError, match="--force"):
         observe_small(cache=cache)
     alone = observe_small(cache=CachePolicy(path=cache, force=True))
-    assert not alone.reused and "no fingerprint" in alone.reason
+    assert not alone.reused
+    assert "no fingerprint" in alone.reason
     for sidecar in sidecars(cache):
         sidecar.unlink()
     trusted = observe_small(cache=CachePolicy(path=cache, trust=True))
-    assert trusted.reused and trusted.ranges.trusted is not None
+    assert trusted.reused
+    assert trusted.ranges.trusted is not None
     scales = trusted.range_set.scales
-    assert scales["r1"].lo == 0 and scales["c2"].lo < 0  # a Relu's output cannot be negative
+    assert scales["r1"].lo == 0
+    assert scales["c2"].lo < 0  # a Relu's output cannot be negative
     assert not any(sidecar.exists() for sidecar in sidecars(cache))
 
 
@@ -141,7 +147,8 @@ def test_infinite_scale_of_foreign_cache_is_infinite(tmp_path):
     scales = {"finite": np.float32(0.5), "infinite": np.float32(np.inf)}
     path.write_bytes(trt_cache.dump(trt_cache.from_scales(scales, version="8.6.1")))
     ranges = read_foreign_ranges(path, ("finite", "infinite"), frozenset())
-    assert ranges.symmetric == scales and ranges.scales.keys() == {"finite"}
+    assert ranges.symmetric == scales
+    assert ranges.scales.keys() == {"finite"}
 
 
 def test_tensors_that_a_trusted_cache_lacks_are_float(build_small, calibrated, tmp_path):
@@ -151,7 +158,8 @@ def test_tensors_that_a_trusted_cache_lacks_are_float(build_small, calibrated, t
     short.write_bytes(b"".join(line for line in text if not line.startswith(b"c2")))
     report = build_small(cache=CachePolicy(path=short, trust=True))
     reasons = {n.name: n.reason for n in report.targets[0].nodes if not n.quantized}
-    assert "c2" in reasons["Conv_c2"] and "short.cache" in reasons["Conv_c2"]
+    assert "c2" in reasons["Conv_c2"]
+    assert "short.cache" in reasons["Conv_c2"]
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -165,7 +173,8 @@ def test_a_damaged_cache_is_told_and_made_anew(observe_small, calibrated, which,
     damaged = {"cut": data[: len(data) // 3], "flipped": data, "empty": b""}
     path.write_bytes(damaged.get(damage, b'{"a": [1, 2]}'))
     result = observe_small(method="minmax", cache=cache)
-    assert not result.reused and result.reason
+    assert not result.reused
+    assert result.reason
     assert load_calibration(cache).fingerprint.method == "minmax"
     observe_small(cache=cache)
     assert files(cache) == good
@@ -197,7 +206,8 @@ def test_dead_tensors_are_told_together(tmp_path, count, said):
     dead = [f"r{place}" for place in range(count)]
     nodes = [("Conv", "x w", "c"), *(("Relu", "c", name) for name in dead)]
     nodes.append(("Sum", ["x", *dead], "y"))
-    shape, weight = [1, 1, 4, 4], -np.ones((1, 1, 1, 1), np.float32)
+    shape = [1, 1, 4, 4]
+    weight = -np.ones((1, 1, 1, 1), np.float32)
     model = make_model(nodes, {"x": shape}, {"y": shape}, {"w": weight})
     x = np.random.default_rng(0).uniform(1, 2, (4, 1, 4, 4))
     out = build_net(model, x, tmp_path, "--target", "tensorrt", "--effort", 0, "--accept")
@@ -208,7 +218,8 @@ def test_dead_tensors_are_told_together(tmp_path, count, said):
 def test_targets_built_in_turn_share_one_cache(observe_small, tmp_path):
     calls = ["onnxruntime", "tensorrt", "onnxruntime", "tensorrt"]
     found = [observe_small(targets=[target], cache=tmp_path / "m.cache") for target in calls]
-    assert [f.reused for f in found] == [False, False, True, True] and "lacks" in found[1].reason
+    assert [f.reused for f in found] == [False, False, True, True]
+    assert "lacks" in found[1].reason
 
 
 def test_arrays_and_dicts_are_a_feed_too(small_cnn, tmp_path):
@@ -231,12 +242,14 @@ def test_a_fixed_batch_judges_every_image_once(small_cnn, tmp_path):
         build(model, arrays, **words, out=tmp_path / name).engines[1].accuracy
         for name, model in models.items()
     )
-    assert one.samples == other.samples == 10 and one.top1_reference == other.top1_reference
+    assert one.samples == other.samples == 10
+    assert one.top1_reference == other.top1_reference
     assert one.top1_agreement == pytest.approx(other.top1_agreement, abs=0.11)
     complete = arrays[:8].reshape(2, 4, 3, 16, 16)
     report = build(models["fixed"], complete, duration_s=0, out=tmp_path / "complete")
     assert report.engines[1].accuracy.samples == 8
-    model, feed = onnx.load(models["fixed"]), calibrate(models["fixed"], complete).feed
+    model = onnx.load(models["fixed"])
+    feed = calibrate(models["fixed"], complete).feed
     searched = GrowingComparison([model], make_evaluation_set(feed, model, 9), kernels=False)
     assert searched.on(9, threads=1).samples == 8
 
@@ -343,7 +356,8 @@ def test_images_are_decoded_once_and_a_second_build_observes_nothing(run_small, 
     assert set(report(tmp_path / "o")["work"]["engine_runs"].values()) == {19}
     said = run_small("build", *words, "--verbose")
     again = work(tmp_path / "o")
-    assert again["calibration"] == 0 and again["reference"] == 19
+    assert again["calibration"] == 0
+    assert again["reference"] == 19
     # a few calibration pictures, for shapes, integer checks and the rounding of weights
     assert again["decodes"] <= 20 + 19
     assert "no calibration inference" in said or "0 calibration" in said
@@ -354,7 +368,8 @@ def test_pictures_that_calibrate_and_judge_are_decoded_once_too(run_small, tmp_p
     said = run_small("build", "--target", ALL, "--out", tmp_path, "--verbose")
     # the float model spoke while it was observed: its file is asked once, its layers four times
     assert work(tmp_path) == {"decodes": 20, "calibration": 40, "reference": 1 + 4}
-    assert "40 calibration inferences" in said and "5 reference inferences" in said
+    assert "40 calibration inferences" in said
+    assert "5 reference inferences" in said
     said = run_small("calibrate", "-o", tmp_path / "c", "--verbose")
     assert "decoded 20 images, ran 20 inferences" in said
 
@@ -368,7 +383,8 @@ def test_an_added_target_observes_only_its_own(run_small, tmp_path):
         seen[targets] = report(out)["work"].get("calibration_runs", {})
     assert seen["onnxruntime"] == {"folded": 20}
     (variant,) = seen["onnxruntime,ascend"]
-    assert "ARQ" in variant and seen["onnxruntime,ascend"][variant] == 20
+    assert "ARQ" in variant
+    assert seen["onnxruntime,ascend"][variant] == 20
     assert seen["tensorrt"] == {"folded": 20}  # its cache lists tensors that the others do not
     assert seen[ALL] == {}
 
@@ -397,7 +413,8 @@ def test_what_calibrate_keeps_is_what_build_requires(run_small, tmp_path, target
     kept = files(cache)
     built = ("--cache", cache, "--require-cache", "--out", tmp_path / "o", "--effort", 0)
     assert "cache reused" in run_small("build", *words, *built)
-    assert work(tmp_path / "o")["calibration"] == 0 and files(cache) == kept
+    assert work(tmp_path / "o")["calibration"] == 0
+    assert files(cache) == kept
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
@@ -432,10 +449,12 @@ def test_nodes_stay_float_on_every_target_and_the_report_says_what_each_used(run
             assert (node["precision"], node["reason"]) == ("float32", "kept float as asked")
         assert nodes["Conv_c2"]["precision"] != "float32"
     config = json.loads((tmp_path / "small_cnn_config.json").read_text())
-    assert not config["Conv_c3"]["quant_enable"] and config["Conv_c2"]["quant_enable"]
+    assert not config["Conv_c3"]["quant_enable"]
+    assert config["Conv_c2"]["quant_enable"]
     quantized = onnx.load(tmp_path / "small_cnn.tensorrt.qdq.onnx")
     fed = {node.name: node.input[0] for node in quantized.graph.node}
-    assert fed["Conv_c3"] == "r2" and fed["Conv_c2"] != "r1"
+    assert fed["Conv_c3"] == "r2"
+    assert fed["Conv_c2"] != "r1"
     notes = " ".join(note for target in targets.values() for note in target.get("notes", ()))
     assert "--layerPrecisions=Conv_c3:fp16,Gemm_logits:fp16 --precisionConstraints=obey" in notes
     assert "--int8 --fp16" in (tmp_path / "small_cnn_trtexec.sh").read_text()
@@ -457,15 +476,18 @@ def test_a_target_that_fails_is_a_row_and_the_others_are_built(run_small, tmp_pa
     words = ("--ascend-config", tmp_path / "bad.cfg", "--out", tmp_path / "o")
     assert "nowhere" in run_small("build", "--target", ALL, *words, code=1)
     found = {target["name"]: target for target in report(tmp_path / "o")["targets"]}
-    assert "nowhere" in found["ascend"]["error"] and "files" not in found["ascend"]
+    assert "nowhere" in found["ascend"]["error"]
+    assert "files" not in found["ascend"]
     assert (tmp_path / "o" / "small_cnn.int8.onnx").exists()
     assert (tmp_path / "o" / "small_cnn.tensorrt.cache").exists()
     said = run_small("build", "--target", "ascend", *words, "--out", tmp_path, code=1)
-    assert said.startswith("calib8: error: ") and "nowhere" in said  # nothing is left to report
+    assert said.startswith("calib8: error: ")
+    assert "nowhere" in said  # nothing is left to report
 
 
 def test_a_cache_is_written_for_ascend_alone_too(run_small, tmp_path):
-    words, cache = ("--target", "ascend"), tmp_path / "a.cache"
+    words = ("--target", "ascend")
+    cache = tmp_path / "a.cache"
     assert "searched by" not in run_small("calibrate", *words, "-o", cache)
     assert cache.read_text().startswith("TRT-100300-MinMaxCalibration\n")
     words = (*words, "--trust-cache", "--cache", cache, "--out", tmp_path)
@@ -486,7 +508,9 @@ def test_the_report_says_which_options_a_target_was_given(run_small, tmp_path):
     words = "--target onnxruntime,tensorrt --int8-stem --rest fp32 --max-batch 4 --effort 0"
     run_small("build", *words.split(), "--keep-float", "Conv_c2", "--out", tmp_path)
     script = (tmp_path / "small_cnn_trtexec.sh").read_text()
-    assert "--int8 " in script and "--fp16" not in script and "Conv_c2:fp32" in script
+    assert "--int8 " in script
+    assert "--fp16" not in script
+    assert "Conv_c2:fp32" in script
     found = {target["name"]: target.get("options") for target in report(tmp_path)["targets"]}
     assert found["onnxruntime"] == {"--int8-stem": ""}
     assert found["tensorrt"] == {"--rest": "fp32", "--max-batch": "4"}
@@ -496,13 +520,15 @@ def test_the_report_says_which_options_a_target_was_given(run_small, tmp_path):
 
 @pytest.mark.slow
 def test_a_cache_does_not_grow_with_every_configuration_that_is_tried(run_small, tmp_path):
-    out, names = tmp_path / "o", ["Conv_c1", "Conv_c2", "Conv_c3", "Gemm_logits"]
+    out = tmp_path / "o"
+    names = ["Conv_c1", "Conv_c2", "Conv_c3", "Gemm_logits"]
     words = ("--target", "onnxruntime,ascend", "--out", out, "--effort", 0)
     for kept in [(), *[(n,) for n in names], *[(names[0], n) for n in names[1:]]]:
         run_small("build", *words, *(w for n in kept for w in ("--keep-float", n)))
     keys = json.loads((out / "calib8/small_cnn.cache.json").read_text())["observations"]
     variants = {variant for variant, _, _ in keys}
-    assert "folded" in variants and len(variants) <= 6
+    assert "folded" in variants
+    assert len(variants) <= 6
 
 
 @pytest.mark.slow
@@ -526,7 +552,8 @@ def test_ranges_of_a_trusted_cache_are_said_to_be_its_own(run_small, tmp_path):
         sidecar.unlink()
     words = ("--trust-cache", "--cache", cache, "--target", "onnxruntime,tensorrt", "--out", out)
     said = run_small("build", *words)
-    assert "mse" not in said and "cache reused" in said
+    assert "mse" not in said
+    assert "cache reused" in said
     assert {target["method"] for target in report(out)["targets"]} == {"the trusted cache"}
     assert (out / "small_cnn.tensorrt.cache").exists()
     assert not (out / "small_cnn.tensorrt.cache.json").exists()  # nobody knows of what
@@ -571,7 +598,8 @@ NUMBERS = {"one": [1], "sizes": [1, 32, 32, 32], "often": [1, 32, 32, 1]}
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_int8_file_is_larger_than_the_model(kind, tmp_path):
-    rng, nodes = np.random.default_rng(3), parse_nodes(KINDS[kind])
+    rng = np.random.default_rng(3)
+    nodes = parse_nodes(KINDS[kind])
     held = CONSTANTS | {name: rng.normal(0, 0.1, shape) for name, shape in WEIGHTS.items()}
     held = {k: (np.float16 if "16" in k else np.float32)(v) for k, v in held.items()}
     held |= {k: np.int64(NUMBERS[k]) for k in NUMBERS}

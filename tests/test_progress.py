@@ -188,7 +188,8 @@ def ticking(monkeypatch):
 
 
 def test_a_single_long_call_is_told_of_and_the_thread_ends_with_it(monkeypatch, ticking):
-    heard, said = threading.Event(), []
+    heard = threading.Event()
+    said = []
 
     def told(line, *, err):
         if not line.startswith("calib8: working: "):  # before the phase began
@@ -197,8 +198,10 @@ def test_a_single_long_call_is_told_of_and_the_thread_ends_with_it(monkeypatch, 
 
     monkeypatch.setattr("deploy.terminal.say", told)
     with show_progress(), phase("a call"):
-        assert len(tellers()) == 1 and heard.wait(300)
-    assert not tellers() and LINE.fullmatch(said[0])
+        assert len(tellers()) == 1
+        assert heard.wait(300)
+    assert not tellers()
+    assert LINE.fullmatch(said[0])
     assert said[0].startswith("calib8: a call: ")
 
 
@@ -207,7 +210,8 @@ def test_an_error_ends_it_and_takes_the_line_away(error, screen, at_once):
     shown = screen()
     with pytest.raises(error), show_progress(), phase("a call"):
         raise error
-    assert not tellers() and shown().endswith("a call: 0 s\r\x1b[K")
+    assert not tellers()
+    assert shown().endswith("a call: 0 s\r\x1b[K")
 
 
 def test_nobody_reading_stderr_stops_the_telling_alone(monkeypatch, ticking):
@@ -246,7 +250,9 @@ def test_python_is_silent_unless_asked(small_cnn, pictures, capfd, at_once):
     assert capfd.readouterr() == ("", "")
     calibrate(small_cnn, images, progress=True)
     out, err = capfd.readouterr()
-    assert "calib8: calibration: observing" in err and out == "" and not tellers()
+    assert "calib8: calibration: observing" in err
+    assert out == ""
+    assert not tellers()
 
 
 def test_a_terminal_gets_one_line_that_goes_away(fed, tmp_path, screen, at_once, capfd):
@@ -254,7 +260,8 @@ def test_a_terminal_gets_one_line_that_goes_away(fed, tmp_path, screen, at_once,
     assert ended("calibrate", *fed, "-o", tmp_path / "c") == 0
     drawn = shown()
     lines = drawn.split("\r\x1b[K")
-    assert lines[0] == lines[-1] == "" and "\n" not in drawn
+    assert lines[0] == lines[-1] == ""
+    assert "\n" not in drawn
     assert any(line.startswith("calibration: observing") for line in lines)
     assert all(line.isprintable() and len(line) < 60 for line in lines)
     assert "written in" in capfd.readouterr().out
@@ -288,7 +295,8 @@ def test_a_dumb_terminal_gets_plain_lines(screen, at_once, monkeypatch):
 def test_a_pipe_gets_plain_lines(quick, capfd, at_once):
     assert ended(*quick) == 0
     lines = capfd.readouterr().err.splitlines()
-    assert lines and all(LINE.fullmatch(line) for line in lines), lines
+    assert lines, lines
+    assert all(LINE.fullmatch(line) for line in lines), lines
     assert any(line.startswith("calib8: 3/5 layers: ") for line in lines)
 
 
@@ -311,7 +319,8 @@ def test_an_interrupt_tells_that_the_calibration_is_kept(quick, monkeypatch, cap
         assert ended(*quick) == 130
     last = capfd.readouterr().err.splitlines()[-1]
     kept = f"the calibration is kept for the next build into {quick[-1]}"
-    assert last.endswith(f"left behind; {kept}") and ended(*quick) == 0
+    assert last.endswith(f"left behind; {kept}")
+    assert ended(*quick) == 0
     assert "cache reused" in capfd.readouterr().out
 
 
@@ -338,11 +347,13 @@ def test_other_commands_tell_of_all_that_they_do(fed, quick, tmp_path, seen, cap
     assert {"loading", "accuracy", "latency", "streams"} <= set(seen)
     assert ended("bench", copy, *short, "--batch", "1,2", "--profile") == 0
     assert {"batch 1", "batch 2", "kernels"} <= set(seen)
-    assert ended("compare", small_cnn, copy, *feed) == 0 and "comparing" in seen
+    assert ended("compare", small_cnn, copy, *feed) == 0
+    assert "comparing" in seen
     auto = ("ascend", "auto", *fed, "--out", tmp_path / "auto")
     assert ended(*auto, "--strategy", "binary-search") == 0
     assert {"model", "calibration", "ranking the layers", "4 layers in int8"} <= set(seen)
-    assert ended(*auto) == 0 and {"running the float model", "trying layers"} <= set(seen)
+    assert ended(*auto) == 0
+    assert {"running the float model", "trying layers"} <= set(seen)
     assert ended(*quick, "--target", "onnxruntime,tensorrt") == 0
     seen.clear()
     assert ended("explain", tmp_path / "out", *feed[:2]) == 0
@@ -372,17 +383,22 @@ def test_a_build_tells_of_all_that_it_does(fed, tmp_path, seen, monkeypatch, cap
         "loading the engines",
     } <= set(seen)
     seen.clear()
-    assert ended(*words) == 0 and "hashing" in seen and "observing" not in seen
+    assert ended(*words) == 0
+    assert "hashing" in seen
+    assert "observing" not in seen
 
 
 def test_quiet_builds_in_silence(fed, quick, tmp_path, capfd, at_once):
-    assert ended(*quick, "--quiet") == 0 and capfd.readouterr() == ("", "")
+    assert ended(*quick, "--quiet") == 0
+    assert capfd.readouterr() == ("", "")
     assert (tmp_path / "out" / "report.json").exists()
     assert "quiet" not in (tmp_path / "out" / "calib8.toml").read_text("utf-8")
     assert ended("calibrate", *fed, "-o", tmp_path / "c", "-q") == 0
-    assert capfd.readouterr() == ("", "") and (tmp_path / "c").exists()
+    assert capfd.readouterr() == ("", "")
+    assert (tmp_path / "c").exists()
     assert ended("ascend", "auto", *fed, "--out", tmp_path / "auto", "--quiet") == 0
-    assert capfd.readouterr() == ("", "") and list((tmp_path / "auto").glob("*.json"))
+    assert capfd.readouterr() == ("", "")
+    assert list((tmp_path / "auto").glob("*.json"))
 
 
 def test_warnings_are_said_all_the_same(fed, tmp_path, run, monkeypatch):
@@ -397,16 +413,19 @@ def test_warnings_are_said_all_the_same(fed, tmp_path, run, monkeypatch):
 def test_what_is_grave_is_said_all_the_same(quick, tmp_path, run):
     words = (*quick, "--duration", 0.001, "--min-speedup", 1e9, "--quiet")
     code, out, err = run(*words)
-    assert (code, out) == (3, "") and err.startswith("calib8: int8: unusable: ")
+    assert (code, out) == (3, "")
+    assert err.startswith("calib8: int8: unusable: ")
     code, out, err = run(*words, "--images", tmp_path / "none")
-    assert (code, out) == (1, "") and err.startswith("calib8: error: ")
+    assert (code, out) == (1, "")
+    assert err.startswith("calib8: error: ")
 
 
 @pytest.mark.usefixtures("named_files")
 def test_quiet_and_verbose_exclude_each_other(run):
     for command in ("build", "calibrate"):
         code, out, err = run(command, "m.onnx", "--images", "p", "-q", "-v")
-        assert (code, out) == (2, "") and "--quiet and --verbose" in err
+        assert (code, out) == (2, "")
+        assert "--quiet and --verbose" in err
 
 
 @pytest.mark.parametrize(
@@ -446,12 +465,16 @@ def test_json_of_other_commands(small_cnn, fed, run, tmp_path, monkeypatch):
     )
     assert [one["target"] for one in found] == ["onnxruntime", "ascend"]
     assert {"name", "op", "precision", "reason"} <= set(found[0]["nodes"][0])
-    assert found[0]["inputs"][0]["name"] == "x" and not list(tmp_path.iterdir())
+    assert found[0]["inputs"][0]["name"] == "x"
+    assert not list(tmp_path.iterdir())
     code, out, err = run("calibrate", *fed, "-o", tmp_path / "c", "--json", "-")
     found = json.loads(out)
-    assert (code, err) == (0, "") and found["images"]["count"] == 4 and not found["reused"]
+    assert (code, err) == (0, "")
+    assert found["images"]["count"] == 4
+    assert not found["reused"]
     lowest, highest = found["ranges"]["r1"]
-    assert lowest == 0 < highest and found["targets"] == {"onnxruntime": len(found["ranges"])}
+    assert lowest == 0 < highest
+    assert found["targets"] == {"onnxruntime": len(found["ranges"])}
 
 
 @pytest.mark.slow
@@ -475,7 +498,8 @@ def test_letters_that_stderr_cannot_show_are_no_fault(monkeypatch):
         step()
         terminal._REPORTER.get().print_due()
     held.flush()
-    assert b"|####" in held.buffer.getvalue() and b"\\u" not in held.buffer.getvalue()
+    assert b"|####" in held.buffer.getvalue()
+    assert b"\\u" not in held.buffer.getvalue()
 
 
 HOSTILE = "a\x1b[31m\x07\x9b1m\u202e\u2066\rb\nVerdict  good\x00\u2028c"
@@ -496,12 +520,14 @@ HOSTILE = "a\x1b[31m\x07\x9b1m\u202e\u2066\rb\nVerdict  good\x00\u2028c"
     ],
 )
 def test_what_steers_a_terminal_is_written_out(text, shown):
-    assert terminal.visible(text) == shown and shown.isprintable()
+    assert terminal.visible(text) == shown
+    assert shown.isprintable()
 
 
 def test_a_long_message_keeps_its_beginning_and_its_end():
     """The beginning says what is wrong, the end what to do."""
-    first, last = "a" * 3100, "b" * 900
+    first = "a" * 3100
+    last = "b" * 900
     assert str(Calib8Error(first + last)) == first + last
     assert str(Calib8Error(f"{first}?{last}")) == f"{first} ... {last}"
 
@@ -512,7 +538,8 @@ def test_a_line_is_one_line_and_lines_end_once(capsys):
     terminal.say_lines(terminal.join_visible(["d\ne", "f"]))
     terminal.say_lines("g\x1b\n\nh\n")
     out, err = capsys.readouterr()
-    assert out == "a\\nb\nd\\ne\nf\ng\\x1b\n\nh\n" and err == "c\n"
+    assert out == "a\\nb\nd\\ne\nf\ng\\x1b\n\nh\n"
+    assert err == "c\n"
 
 
 def test_what_an_encoding_cannot_hold_is_written_out(monkeypatch):
@@ -557,7 +584,8 @@ def said(run):
 @pytest.fixture
 def hostile(small_cnn, tmp_path):
     """The model with a tensor and nodes of a hostile name, in a file of one."""
-    model, tensor = onnx.load(small_cnn), HOSTILE.replace("\x00", "")
+    model = onnx.load(small_cnn)
+    tensor = HOSTILE.replace("\x00", "")
     for node in model.graph.node:
         node.input[:] = [tensor if name == "r2" else name for name in node.input]
         node.output[:] = [tensor if name == "r2" else name for name in node.output]
@@ -566,11 +594,13 @@ def hostile(small_cnn, tmp_path):
 
 
 def test_names_in_a_model_steer_no_command(hostile, fed, said, tmp_path):
-    out, feed = tmp_path / f"o{HOSTILE[:5]}", fed[1:]
+    out = tmp_path / f"o{HOSTILE[:5]}"
+    feed = fed[1:]
     words = ("--target", "onnxruntime,ascend", "--duration", 0, "--effort", 0, "--accept")
     assert said("build", hostile, *feed, *words, "--out", out, "--verbose")[0] == 0
     engine = next(out.glob("*.int8.onnx"))
-    assert said("inspect", hostile, "--all")[0] == 0 and said("explain", out, "--all")[0] == 0
+    assert said("inspect", hostile, "--all")[0] == 0
+    assert said("explain", out, "--all")[0] == 0
     assert said("compare", hostile, engine, *feed)[0] == 0
     assert said("bench", hostile, "--against", engine, "--duration", 0, "--warm-up", 0)[0] == 0
     assert said("ascend", "config", hostile, "-o", out / "q.json")[0] == 0
@@ -585,7 +615,8 @@ def test_names_in_a_cache_steer_no_command(small_cnn, said, tmp_path):
         (tmp_path / f"{number}.cache").write_text(text, newline="")
     a, b = tmp_path / "0.cache", tmp_path / "1.cache"
     assert "\\x1b[31m" in said("cache", "show", a)[1]
-    assert "\\x1b[31m" in said("cache", "diff", a, b)[1] and "\\x1b[31m" in said("inspect", a)[1]
+    assert "\\x1b[31m" in said("cache", "diff", a, b)[1]
+    assert "\\x1b[31m" in said("inspect", a)[1]
     said("cache", "check", a, "--model", small_cnn, "--verbose")
     assert "\\x1b[31m" in said("cache", "merge", a, b, "-o", tmp_path / "c")[2]
 
@@ -628,12 +659,15 @@ def test_pictures_of_kinds_that_are_not_read_are_told(quick, pictures, run, tmp_
 )
 def test_an_argument_too_many_is_told_where_it_goes(words, way, run):
     code, _, err = run(*words)
-    assert code == 2 and "Got unexpected extra argument" in err and way in err
+    assert code == 2
+    assert "Got unexpected extra argument" in err
+    assert way in err
 
 
 def test_a_pattern_that_the_shell_has_expanded_is_told_to_be_quoted(pictures, run):
     code, _, err = run("build", "m.onnx", "--images", *sorted(pictures.glob("*.png"))[:3])
-    assert code == 2 and "'photos/*.jpg'" in err
+    assert code == 2
+    assert "'photos/*.jpg'" in err
 
 
 def test_a_model_for_atc_alone_is_told_what_runs_in_its_place(small_cnn, run, pictures, tmp_path):
@@ -643,7 +677,8 @@ def test_a_model_for_atc_alone_is_told_what_runs_in_its_place(small_cnn, run, pi
     onnx.save(model, path := tmp_path / "net_deploy_model.onnx")
     for command in (("build", path, "--images", pictures), ("inspect", path), ("bench", path)):
         err = run.fails(*command)
-        assert "its fake-quant model" in err and "only Ascend's atc reads" in err
+        assert "its fake-quant model" in err
+        assert "only Ascend's atc reads" in err
 
 
 def test_the_time_left_only_falls():

@@ -67,7 +67,8 @@ def test_a_recipe_is_one_new_file_and_changes_in_one_table():
     assert [patch.stem for patch in RECIPES] == ["search", "target"]
     for patch in RECIPES:
         text = patch.read_text()
-        assert text.count("\n--- /dev/null") == 1 and text.count("\n--- a/") == 1
+        assert text.count("\n--- /dev/null") == 1
+        assert text.count("\n--- a/") == 1
         assert not [line for line in text.splitlines() if line[:1] == "-" and line[:3] != "---"]
 
 
@@ -79,9 +80,11 @@ def test_the_command_line_offers_what_the_recipes_add(tree):
 
 def test_the_toy_target_is_built_with_the_toy_search(built):
     engine = json.loads((built / "fashion.toy").read_text())
-    assert engine["label"] == "greeting" and len(engine["scales"]) > 10
+    assert engine["label"] == "greeting"
+    assert len(engine["scales"]) > 10
     report = (built / "report.json").read_text()
-    assert '"ksigma 4"' in report and "fashion.toy" in report
+    assert '"ksigma 4"' in report
+    assert "fashion.toy" in report
     (toy,) = [one for one in json.loads(report)["engines"] if one.get("target") == "toy"]
     assert toy["accuracy"]["samples"] == 20
     assert toy["accuracy"]["outputs"][0]["cosine_mean"] > 0.9

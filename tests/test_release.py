@@ -29,7 +29,8 @@ def setup():
 def test_the_version_is_the_packages_and_stands_in_the_changelog():
     assert release.version() == calib8.__version__
     heading, text = release.notes((ROOT / "CHANGELOG.md").read_text("utf-8"), calib8.__version__)
-    assert heading.startswith(calib8.__version__) and text
+    assert heading.startswith(calib8.__version__)
+    assert text
 
 
 CHANGES = (
@@ -49,7 +50,8 @@ CHANGES = (
 )
 def test_a_tag_is_that_of_a_version_whose_changes_are_written(tag, version, why):
     said = release.unready(tag, version, CHANGES)
-    assert why in said and bool(why) == bool(said)
+    assert why in said
+    assert bool(why) == bool(said)
 
 
 def test_the_notes_of_a_release_are_its_part_of_the_changelog():
@@ -63,7 +65,8 @@ def test_the_links_of_the_page_are_those_of_the_repository_that_releases():
     parser = configparser.ConfigParser()
     parser.read_string(release.linked(text, "https://host/some/one"))
     rows = dict(line.split(" = ") for line in parser["metadata"]["project_urls"].split("\n")[1:])
-    assert rows["Source"] == "https://host/some/one" and len(rows) == 4
+    assert rows["Source"] == "https://host/some/one"
+    assert len(rows) == 4
     assert all(url.startswith("https://host/some/one") for url in rows.values())
     assert parser["metadata"]["name"] == "calib8"
 
@@ -112,7 +115,8 @@ def test_the_scripts_refuse_a_tag_of_another_version(tmp_path):
     words = ["bash", str(ROOT / "scripts" / "release"), str(tmp_path / "dist")]
     told = {**os.environ, "GITHUB_REF_NAME": "v99.0.0"}
     done = subprocess.run(words, env=told, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "the tag must be v" in done.stderr
+    assert done.returncode == 1
+    assert "the tag must be v" in done.stderr
     assert not (tmp_path / "dist").exists()
 
 
@@ -128,7 +132,8 @@ def test_the_page_names_extras_commands_and_options_that_there_are(setup):
     assert setup["metadata"]["long_description"] == f"file: {PAGE.name}"
     assert not re.findall(r"!\[|\]\((?!https://)|<img", text)  # which mean nothing elsewhere
     extras = re.findall(r"calib8\[(\w+)\]", text)
-    assert extras and set(extras) <= set(setup["options.extras_require"])
+    assert extras
+    assert set(extras) <= set(setup["options.extras_require"])
     lines = re.findall(r"^calib8 (\w+)(.*)$", text, re.MULTILINE)
     assert len(lines) >= 4
     for name, words in lines:
@@ -139,7 +144,8 @@ def test_the_page_names_extras_commands_and_options_that_there_are(setup):
 
 def jobs():
     """Job -> its lines."""
-    found, name = {}, ""
+    found = {}
+    name = ""
     for line in FLOW.read_text("utf-8").partition("\njobs:\n")[2].splitlines():
         head = re.fullmatch(r"  (\w+):", line)
         name = head[1] if head else name
@@ -149,9 +155,11 @@ def jobs():
 
 def test_the_workflow_is_yaml_of_known_jobs():
     text = FLOW.read_text("utf-8")
-    assert "\t" not in text and list(jobs()) == ["check", "build", "attach", "publish"]
+    assert "\t" not in text
+    assert list(jobs()) == ["check", "build", "attach", "publish"]
     read = pytest.importorskip("yaml", reason="PyYAML is not installed").safe_load(text)
-    assert list(read["jobs"]) == list(jobs()) and read[True] == {"push": {"tags": ["v*"]}}
+    assert list(read["jobs"]) == list(jobs())
+    assert read[True] == {"push": {"tags": ["v*"]}}
 
 
 def test_the_workflow_calls_what_there_is():
@@ -160,10 +168,12 @@ def test_the_workflow_calls_what_there_is():
     assert {".ci/run", "scripts/release", "scripts/release_check"} <= set(called)
     for name in called:
         path = ROOT / name
-        assert path.is_file() and (path.suffix == ".py" or os.access(path, os.X_OK)), name
+        assert path.is_file(), name
+        assert path.suffix == ".py" or os.access(path, os.X_OK), name
     for flow in FLOWS:  # every action is pinned to a major version
         used = re.findall(r"uses: (\S+)", flow.read_text("utf-8"))
-        assert used and all(re.search(r"@(release/)?v\d+$", action) for action in used), flow
+        assert used, flow
+        assert all(re.search(r"@(release/)?v\d+$", action) for action in used), flow
 
 
 def test_a_job_may_do_what_it_needs_and_no_more():
@@ -172,6 +182,7 @@ def test_a_job_may_do_what_it_needs_and_no_more():
     writes = re.compile(r"^      ([\w-]+): write$", re.MULTILINE)
     rights = {name: writes.findall(body) for name, body in jobs().items()}
     assert rights == {"check": [], "build": [], "attach": ["contents"], "publish": ["id-token"]}
-    assert "environment: pypi" in jobs()["publish"] and "secrets." not in text
+    assert "environment: pypi" in jobs()["publish"]
+    assert "secrets." not in text
     needs = [re.findall(r"needs: (\w+)", body) for body in jobs().values()]
     assert needs == [[], ["check"], ["build"], ["attach"]]  # each waits for the one before it

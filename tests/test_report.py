@@ -199,7 +199,10 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.attributes, self.words, self.open = [], [], [], []
+        self.tags = []
+        self.attributes = []
+        self.words = []
+        self.open = []
         self.broken = False  # the words before end where a line may be broken
         self.feed(text)
         assert not self.open
@@ -240,7 +243,8 @@ def test_json_has_a_schema_and_only_json_types():
 def test_an_empty_report_has_every_form():
     report = Report(title="nothing")
     assert to_json(report) == {"schema": "calib8-report/2", "title": "nothing"}
-    assert to_screen(report) == "nothing\n" and to_markdown(report) == "# nothing\n"
+    assert to_screen(report) == "nothing\n"
+    assert to_markdown(report) == "# nothing\n"
     assert Page(to_html(report)).words.count("nothing") == 2
 
 
@@ -275,16 +279,21 @@ def test_the_page_is_whole_and_fetches_nothing():
     assert not [k for k, _ in page.attributes if k in ("src", "style") or k.startswith("on")]
     links = {value for key, value in page.attributes if key == "href"}
     ids = [value for key, value in page.attributes if key == "id"]
-    assert len(ids) == len(set(ids)) and {f"#{one}" for one in ids} < links
+    assert len(ids) == len(set(ids))
+    assert {f"#{one}" for one in ids} < links
     beside = links - {f"#{one}" for one in ids}
-    assert beside and all(re.fullmatch(r"[\w.%~-]+", link) for link in beside)  # files beside it
-    assert "url(" not in text and "@import" not in text and "http:" not in text
+    assert beside
+    assert all(re.fullmatch(r"[\w.%~-]+", link) for link in beside)  # files beside it
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "http:" not in text
     assert page.tags.count("svg") == 6  # latency in two parts, range, histogram, weight, trial
 
 
 def test_hostile_names_stay_words_and_do_not_steer_the_terminal():
     page = Page(to_html(full(HOSTILE)))
-    assert page.tags.count("script") == 1 and page.words.count(SCRIPT) == 1
+    assert page.tags.count("script") == 1
+    assert page.words.count(SCRIPT) == 1
     written = "\n".join(map(visible, HOSTILE.split("\n")))
     assert sum(written in words for words in page.words) >= 8
     text = to_markdown(full(HOSTILE))
@@ -302,7 +311,8 @@ def test_many_rows_and_names_are_folded():
     tensors = tuple(tensor(f"t{i}") for i in range(41))
     page = Page(to_html(of_one(nodes=nodes, tensors=tensors)))
     assert page.tags.count("details") == 3  # both sections, and the cell of names
-    assert "Tensors (41)" in page.words and "16" in page.words  # rows that are not printed
+    assert "Tensors (41)" in page.words
+    assert "16" in page.words  # rows that are not printed
     assert "n0, n1, n2, n3, n4, n5, n6, n7, n8" in page.words
 
 
@@ -313,15 +323,19 @@ def test_markdown_tables_have_as_many_cells_in_every_row():
             tables[-1].append(len(re.findall(r"(?<!\\)\|", line)))
         elif tables[-1]:
             tables.append([])
-    assert len(tables) > 5 and all(len(set(cells)) <= 1 for cells in tables)
+    assert len(tables) > 5
+    assert all(len(set(cells)) <= 1 for cells in tables)
 
 
 def test_the_screen_shows_what_changed():
     fp32, int8 = full().engines
     engines = fp32, dataclasses.replace(with_speed((fp32, int8), int8), verdict=Verdict("good", ()))
     text = to_screen(dataclasses.replace(full(), engines=engines))
-    assert "2.00x (2.00 to 2.00)" in text and "4.00x smaller" in text and "-0.25 points" in text
-    assert len(text.splitlines()) <= 16 and "Ship          logits" in text
+    assert "2.00x (2.00 to 2.00)" in text
+    assert "4.00x smaller" in text
+    assert "-0.25 points" in text
+    assert len(text.splitlines()) <= 16
+    assert "Ship          logits" in text
     assert "Next          calib8 bench logits --threads 1" in text  # the model was in memory
     assert "entropy, calibrated anew in 1.5 s: logits" in to_markdown(full())
 
@@ -368,7 +382,8 @@ def test_every_verdict_has_a_next_step(verdict, speed, searched, said):
     target = target if searched else dataclasses.replace(target, search=None)
     report = dataclasses.replace(report, targets=(target,), engines=(fp32, row), files=files)
     (step,) = [*next_steps(report)] or [""]
-    assert said in step and bool(said) == bool(step)
+    assert said in step
+    assert bool(said) == bool(step)
 
 
 @pytest.mark.parametrize(
@@ -379,32 +394,43 @@ def test_a_file_that_grew_is_larger(size, said):
     reference, *engines = full().engines
     grown = (reference, *(dataclasses.replace(e, size_bytes=size) for e in engines))
     report = dataclasses.replace(full(), engines=grown)
-    screen, page = to_screen(report), to_html(report)
-    assert said in screen and said[6:] in page
+    screen = to_screen(report)
+    page = to_html(report)
+    assert said in screen
+    assert said[6:] in page
     others = {"larger", "smaller"} - {said[6:]}
     assert not any(word in screen or f"{word} on disk" in page for word in others)
 
 
 def test_every_form_tells_of_every_target():
     report = of_three()
-    text, markdown, page = to_screen(report), to_markdown(report), to_html(report)
+    text = to_screen(report)
+    markdown = to_markdown(report)
+    page = to_html(report)
     assert "| onnxruntime | 5 of 6 nodes int8 | V 1, W 1, X 1, Y 1, Z 1 | mse |" in markdown
     assert "| ascend | 1 of 3 nodes int8 | Conv 1 | ARQ and IFMR |" in markdown
     assert "Calibration: calibrated anew" in markdown
-    assert "the chip has none" in markdown and "ascend: set --soc" in markdown
+    assert "the chip has none" in markdown
+    assert "ascend: set --soc" in markdown
     assert len(text.splitlines()) <= 24
     assert [file.role for file in report.written] == ["int8 engine", "record"]
     ort, ascend = markdown.split("## Tensors of onnxruntime")[1].split("## Tensors of ascend")
-    assert "| t |" in ort and "mse" in ort and "IFMR" not in ort
-    assert "| u |" in ascend and "IFMR" in ascend and "mse" not in ascend.split("##")[0]
-    assert "Tensors of onnxruntime (1)" in page and "Tensors of ascend (1)" in page
+    assert "| t |" in ort
+    assert "mse" in ort
+    assert "IFMR" not in ort
+    assert "| u |" in ascend
+    assert "IFMR" in ascend
+    assert "mse" not in ascend.split("##")[0]
+    assert "Tensors of onnxruntime (1)" in page
+    assert "Tensors of ascend (1)" in page
     names = [t.get("tensors", [{}])[0].get("name") for t in to_json(report)["targets"]]
     assert names == ["t", "u", None]
 
 
 def test_a_target_that_failed_is_a_row_with_its_sentence():
     report = of_three()
-    assert report.failed and not full().failed
+    assert report.failed
+    assert not full().failed
     said = "tensorrt: a cache must be writable, got <none>"
     assert f"Failed        {said}" in to_screen(report)
     (size,) = [line for line in to_screen(report).splitlines() if line.startswith("Size")]
@@ -425,7 +451,8 @@ def test_precisions_are_told_apart():
     assert [node.quantized for node in nodes] == [True, True, True, False]
     text = to_markdown(of_one(nodes=nodes))
     assert "| 2 of 4 nodes int8, 1 int16 | Conv 2, Gemm 1 |" in text
-    assert "| Softmax | s | no kernel |" in text and "3 / 4" in to_html(of_one(nodes=nodes))
+    assert "| Softmax | s | no kernel |" in text
+    assert "3 / 4" in to_html(of_one(nodes=nodes))
 
 
 def test_what_a_run_cost_is_told_when_asked():
@@ -463,7 +490,8 @@ def test_a_prompt_shows_the_screen_and_a_notebook_the_page_in_a_frame_of_its_own
     page = Page(full(HOSTILE)._repr_html_())
     assert page.tags == ["iframe"]
     held = dict(page.attributes)
-    assert held["srcdoc"] == to_html(full(HOSTILE)) and held["sandbox"] == ""
+    assert held["srcdoc"] == to_html(full(HOSTILE))
+    assert held["sandbox"] == ""
 
 
 def test_an_engine_is_found_by_its_target_or_its_label(wording):
@@ -482,7 +510,8 @@ def test_an_engine_is_found_by_its_target_or_its_label(wording):
 
 def test_showing_a_report_never_fails():
     broken = Report(title="broken", engines=(None,))
-    assert "Report" in repr(broken) and broken._repr_html_().startswith("<pre>&lt;")
+    assert "Report" in repr(broken)
+    assert broken._repr_html_().startswith("<pre>&lt;")
 
 
 class Narrow(OnnxRuntime):
@@ -517,12 +546,17 @@ def test_a_build_tells_what_each_target_really_used(small_cnn, pictures, tmp_pat
     targets = [Narrow(name="narrow"), Elsewhere(name="elsewhere"), Broken(name="broken")]
     report = build(small_cnn, pictures, targets=targets, out=tmp_path, duration_s=0)
     narrow, elsewhere, broken = report.targets
-    assert report.failed and broken.error and not broken.files and not broken.nodes
-    assert narrow.method == "halving" and len(narrow.tensors) == 2
+    assert report.failed
+    assert broken.error
+    assert not broken.files
+    assert not broken.nodes
+    assert narrow.method == "halving"
+    assert len(narrow.tensors) == 2
     assert {row.method for row in narrow.tensors} == {"half"}
     assert all(0 < row.clipped < 1 for row in narrow.tensors)  # of the statistics, at these ranges
     assert [row.clipped for row in elsewhere.tensors] == [None, None]
-    assert narrow.layers and not broken.layers
+    assert narrow.layers
+    assert not broken.layers
     assert report.calibration.method == ""  # mse was the default, and no target used it
     written = json.loads((tmp_path / "report.json").read_text())
     assert [target["name"] for target in written["targets"]] == ["narrow", "elsewhere", "broken"]
@@ -538,7 +572,8 @@ def test_a_gpu_engine_is_not_held_against_the_cpu():
     engines = (before, dataclasses.replace(after, latency=on_gpu))
     for form in (to_screen, to_html):
         text = form(dataclasses.replace(report, engines=engines))
-        assert "2.00x" not in text and "faster" not in text
+        assert "2.00x" not in text
+        assert "faster" not in text
 
 
 def test_the_worst_of_several_engines_is_named():
@@ -577,7 +612,8 @@ def test_a_speed_has_the_interval_of_ten_stretches_of_time():
 
 def test_the_latency_figure_counts_what_it_leaves_out():
     text = latency_figure(full().engines)
-    assert "2 slower iterations not drawn" in text and text.count("<path") == 2
+    assert "2 slower iterations not drawn" in text
+    assert text.count("<path") == 2
     assert latency_figure([parts.EngineRow(label="unmeasured")]) == ""
     assert "NaN" not in latency_figure([parts.EngineRow(label="one", latency=latency_of((1.0,)))])
 
@@ -649,7 +685,8 @@ def test_float_nodes_stand_by_what_they_cost():
     ]
     groups = float_groups(of_one(nodes=tuple(rows)).targets)
     assert [group.names[0] for group in groups] == ["d", "c", "m", "r0", "s0", "u0"]
-    assert groups[-1].reason == "a tensor of it is not float32" and len(groups[-1].names) == 5
+    assert groups[-1].reason == "a tensor of it is not float32"
+    assert len(groups[-1].names) == 5
 
 
 def test_sections_have_ids_of_their_own_and_a_place_in_the_contents():
@@ -677,7 +714,8 @@ def test_sections_have_ids_of_their_own_and_a_place_in_the_contents():
 )
 def test_names_may_be_broken_and_stay_what_they_are(text):
     html = blocks.breakable(text)
-    assert unescape(html.replace("<wbr>", "")) == text and "<b>" not in html
+    assert unescape(html.replace("<wbr>", "")) == text
+    assert "<b>" not in html
     assert max(map(len, [unescape(run) for run in re.split(r"<wbr>| ", html)])) <= 22
     if max(map(len, text.split(" "))) <= 20:
         assert "<wbr>" not in html  # ConstantOfShape stays in one piece
@@ -689,7 +727,8 @@ def test_the_policy_names_the_script_and_the_style_as_they_stand():
         assert re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL) == [text]
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{tag}-src 'sha256-{digest}'" in POLICY
-    assert POLICY.startswith("default-src 'none';") and "unsafe" not in POLICY
+    assert POLICY.startswith("default-src 'none';")
+    assert "unsafe" not in POLICY
     assert f'content="{POLICY}"' in page
 
 
@@ -713,7 +752,8 @@ def test_the_p50_is_the_figure_of_speed():
     )
     assert "2.00x" in to_screen(Report(engines=rows))
     figure = latency_figure(rows)
-    assert "FP32 <b>p50 2.00 ms</b>" in figure and "q <b>p50 1.00 ms</b>" in figure
+    assert "FP32 <b>p50 2.00 ms</b>" in figure
+    assert "q <b>p50 1.00 ms</b>" in figure
     assert "1.70" not in to_html(Report(engines=rows))
 
 
@@ -721,7 +761,9 @@ def test_many_engines_have_letters_of_their_own():
     one = latency_of(tuple(1.0 + 0.01 * i for i in range(20)))
     figure = latency_figure([parts.EngineRow(label=f"e{i}", latency=one) for i in range(28)])
     letters = re.findall(r'<i class="c\d">(\w+)</i>', figure)
-    assert len(set(letters)) == 28 and letters[:2] == ["A", "B"] and letters[-1] == "BB"
+    assert len(set(letters)) == 28
+    assert letters[:2] == ["A", "B"]
+    assert letters[-1] == "BB"
 
 
 def test_precision_that_int8_wins_has_its_gain():

@@ -101,8 +101,11 @@ def ended_at(sample, send, patched):
 
     Gives the numbers of those that ran.
     """
-    ran, count, over = [], itertools.count(1), threading.Event()
-    run, finish = VariantRunner.run, _OrderedRun.finish
+    ran = []
+    count = itertools.count(1)
+    over = threading.Event()
+    run = VariantRunner.run
+    finish = _OrderedRun.finish
 
     def heard(self, *words):
         place = next(count)
@@ -192,10 +195,12 @@ def test_a_killed_run_goes_on_to_the_same_bytes(way, run, killed, small_cnn, fol
     assert run(*words, "-o", whole, "--threads", 2)[0] == 0
     go_on = (*words, "-o", cache, "--threads", threads)
     killed(3, *go_on)
-    assert not cache.exists() and checkpoint_path(cache).exists()
+    assert not cache.exists()
+    assert checkpoint_path(cache).exists()
     killed(11, *go_on, "--resume")  # and once more
     assert shards.load_shard(checkpoint_path(cache)).counted >= 11
-    assert run(*go_on, "--resume")[0] == 0 and contents(cache) == contents(whole)
+    assert run(*go_on, "--resume")[0] == 0
+    assert contents(cache) == contents(whole)
     assert not checkpoint_path(cache).exists()
 
 
@@ -218,7 +223,8 @@ def test_a_shard_goes_on_and_its_checkpoint_is_no_shard(run, killed, small_cnn, 
     killed(2, *words, tmp_path / "m.shard")
     left = checkpoint_path(tmp_path / "m.shard")
     err = run.fails("merge", small_cnn, left, "-o", tmp_path / "m.cache")
-    assert "m.shard.checkpoint" in err and "--resume" in err
+    assert "m.shard.checkpoint" in err
+    assert "--resume" in err
     err = run.fails(*words, tmp_path / "m.shard", "--resume", "--shard", "1/3")
     assert "the shard changed (2/3 -> 1/3)" in err
     assert run(*words, tmp_path / "m.shard", "--resume")[0] == 0
@@ -234,7 +240,8 @@ def test_a_signal_says_how_to_go_on(number, code, threads, run, interrupted, sma
     np.save(tmp_path / "x.npy", many)
     words = ("calibrate", small_cnn, "--images", tmp_path / "x.npy", "-q", "--threads", threads)
     ended, (said,), ran = interrupted(7, number, *words, "-o", tmp_path / "m.cache")
-    assert ended == code and ran < 7 + threads
+    assert ended == code
+    assert ran < 7 + threads
     counted = shards.load_shard(checkpoint_path(tmp_path / "m.cache")).counted
     assert counted == ran  # all that were begun are counted
     left = f"; {counted:,} of 500 samples are kept in {checkpoint_path(tmp_path / 'm.cache')}"
@@ -247,7 +254,8 @@ def test_a_signal_says_how_to_go_on(number, code, threads, run, interrupted, sma
 def test_in_a_batch_the_last_whole_one_is_kept(run, often, interrupted, words, tmp_path):
     more = in_files(WAYS["hfmg"][1:], tmp_path)
     code, (said,), _ = interrupted(7, signal.SIGINT, *words, *more, "--threads", 1, "-q")
-    assert code == 130 and "4 of 20 samples are kept" in said
+    assert code == 130
+    assert "4 of 20 samples are kept" in said
 
 
 def test_what_no_checkpoint_holds_is_said(run, often, interrupted, words, tmp_path):
@@ -255,8 +263,10 @@ def test_what_no_checkpoint_holds_is_said(run, often, interrupted, words, tmp_pa
     more = ("--target", "ascend", "--exact-ifmr", "-q", "--ascend-config", text)
     words = (*words, *in_files(more, tmp_path))
     code, (said,), _ = interrupted(2, signal.SIGINT, *words)
-    assert code == 130 and "starts over, since no checkpoint holds 'all values" in said
-    assert not checkpoint_path(tmp_path / "m.cache").exists() and run(*words, "--resume")[0] == 0
+    assert code == 130
+    assert "starts over, since no checkpoint holds 'all values" in said
+    assert not checkpoint_path(tmp_path / "m.cache").exists()
+    assert run(*words, "--resume")[0] == 0
 
 
 def test_a_build_goes_on(run, killed, small_cnn, folder, tmp_path):
@@ -270,7 +280,8 @@ def test_a_build_goes_on(run, killed, small_cnn, folder, tmp_path):
     names = {path.relative_to(out).as_posix() for path in out.rglob("*.*")}
     assert names == {path.relative_to(whole).as_posix() for path in whole.rglob("*.*")}
     same = [name for name in names if not name.startswith(told)]
-    assert same and all((out / n).read_bytes() == (whole / n).read_bytes() for n in same)
+    assert same
+    assert all((out / n).read_bytes() == (whole / n).read_bytes() for n in same)
     assert "resume" not in (out / "calib8.toml").read_text()
     assert "went on from" in (out / "report.md").read_text()
 
@@ -342,8 +353,10 @@ def test_a_foreign_checkpoint_tells_what_differs(said, change, more, run, left, 
         change(tmp_path)
     before = left.read_bytes()
     err = run.fails(*words, *more, "--resume")
-    assert said in err and "leave --resume out to begin anew" in err
-    assert left.read_bytes() == before and not (tmp_path / "m.cache").exists()
+    assert said in err
+    assert "leave --resume out to begin anew" in err
+    assert left.read_bytes() == before
+    assert not (tmp_path / "m.cache").exists()
 
 
 def test_another_search_of_the_same_histograms_goes_on(run, left, words, tmp_path):
@@ -358,13 +371,17 @@ def test_a_new_run_names_the_checkpoint_and_spares_it(run, killed, interrupted, 
     left = checkpoint_path(tmp_path / "m.cache")
     before = left.read_bytes()
     said = killed(9, *words, "--limit", 12)  # of another run, which has as many
-    assert said.startswith(f"calib8: note: {left} holds 9 samples") and "--resume" in said
+    assert said.startswith(f"calib8: note: {left} holds 9 samples")
+    assert "--resume" in said
     assert left.read_bytes() != before
     before = left.read_bytes()
     code, (note, said), _ = interrupted(2, signal.SIGINT, *words)
-    assert code == 130 and "note" in note and said.endswith("nothing half-written was left behind")
+    assert code == 130
+    assert "note" in note
+    assert said.endswith("nothing half-written was left behind")
     assert left.read_bytes() == before  # with fewer samples it replaced nothing
-    assert run(*words)[0] == 0 and not left.exists()
+    assert run(*words)[0] == 0
+    assert not left.exists()
 
 
 def test_without_a_checkpoint_the_run_begins_anew_and_says_so(run, words, tmp_path):
@@ -375,18 +392,21 @@ def test_without_a_checkpoint_the_run_begins_anew_and_says_so(run, words, tmp_pa
 
 def test_a_run_that_went_on_tells_of_no_halves(run, state, left, words, tmp_path):
     told = tmp_path / "found.json"
-    assert run(*words, "--resume", "--json", told)[0] == 0 and not left.exists()
+    assert run(*words, "--resume", "--json", told)[0] == 0
+    assert not left.exists()
     found = json.loads(told.read_text())
     assert found["agreement"] is None
     assert any("how far two halves" in note for note in found["notes"])
     left.write_bytes(state)  # as if killed just before it was removed
-    assert "reused" in run.ok(*words, "--resume") and not left.exists()
+    assert "reused" in run.ok(*words, "--resume")
+    assert not left.exists()
 
 
 @pytest.mark.parametrize("flag", ["--require-cache", "--trust-cache", "--until-stable"])
 def test_what_never_observes_all_does_not_go_on(flag, run, words):
     err = run.fails(*words, "--resume", flag)
-    assert flag in err and "--resume" in err
+    assert flag in err
+    assert "--resume" in err
 
 
 BROKEN_CHECKPOINTS = {
@@ -406,14 +426,17 @@ def test_a_broken_checkpoint_is_a_sentence(change, run, left, words, tmp_path):
     change(left)
     before = left.read_bytes()
     err = run.fails(*words, "--resume")
-    assert str(left) in err and "remove it" in err
-    assert left.read_bytes() == before and not (tmp_path / "m.cache").exists()
+    assert str(left) in err
+    assert "remove it" in err
+    assert left.read_bytes() == before
+    assert not (tmp_path / "m.cache").exists()
 
 
 def test_what_calib8_did_not_write_is_not_replaced(run, words, tmp_path):
     notes = checkpoint_path(tmp_path / "m.cache")
     notes.write_text("mine")
-    assert "--force" in run.fails(*words) and notes.read_text() == "mine"
+    assert "--force" in run.fails(*words)
+    assert notes.read_text() == "mine"
     assert run(*words, "--force")[0] == 0
     notes.mkdir()
     assert "a folder" in run.fails(*words, "--refresh")
@@ -429,7 +452,8 @@ def test_a_disk_that_takes_no_checkpoint_ends_no_run(run, often, words, tmp_path
 
 def test_a_run_over_few_samples_keeps_no_checkpoint(interrupted, words, tmp_path):
     code, (said,), _ = interrupted(5, signal.SIGINT, *words, "--until-stable", "-q")
-    assert code == 130 and said.endswith("left behind")
+    assert code == 130
+    assert said.endswith("left behind")
     assert not checkpoint_path(tmp_path / "m.cache").exists()
 
 
@@ -506,7 +530,8 @@ def test_shards_in_any_order_give_the_bytes_of_one_run(run, shard, observed, sma
     run(*observed, *TARGETS, "-o", whole)
     for order in itertools.permutations([shard(number, 3, *TARGETS) for number in (1, 2, 3)]):
         out = run.ok("merge", small_cnn, *order, *TARGETS, "-o", merged, "--refresh")
-        assert "of 20 images" in out and contents(merged) == contents(whole)
+        assert "of 20 images" in out
+        assert contents(merged) == contents(whole)
     words = ("merge", small_cnn, *order, *TARGETS, "-o", order[0], "--force")
     assert f"must not be an input, got {order[0]}" in run.fails(*words)
 
@@ -534,7 +559,8 @@ def test_a_skipped_picture_is_skipped_in_its_shard(run, shard, small_cnn, pictur
     parts = [shard(number, 3, "--skip-bad", images=folder) for number in (1, 2, 3)]
     out = run.ok("merge", small_cnn, *parts, "-o", tmp_path / "m.cache")
     assert contents(tmp_path / "m.cache") == contents(tmp_path / "w.cache")
-    assert "of 19 images" in out and "1 skipped" in out
+    assert "of 19 images" in out
+    assert "1 skipped" in out
 
 
 def test_only_the_pictures_of_the_shard_must_be_there(run, shard, small_cnn, pictures, tmp_path):
@@ -556,7 +582,8 @@ def test_only_the_pictures_of_the_shard_must_be_there(run, shard, small_cnn, pic
 def test_a_set_of_shards_that_is_not_one_is_named(parts, said, run, shard, small_cnn, tmp_path):
     paths = [shard(number, of, name="".join(name)) for number, of, *name in parts]
     err = run.fails("merge", small_cnn, *paths, "-o", tmp_path / "m.cache")
-    assert all(words in err for words in said) and not (tmp_path / "m.cache").exists()
+    assert all(words in err for words in said)
+    assert not (tmp_path / "m.cache").exists()
 
 
 def renamed_image(tmp_path):
@@ -579,13 +606,15 @@ def test_a_foreign_shard_is_named(said, words, change, run, shard, small_cnn, pi
         change(tmp_path)
     foreign = shard(2, 2, *words, model=model, images=images, name="foreign.shard")
     err = run.fails("merge", small_cnn, shard(1, 2), foreign, "-o", tmp_path / "m.cache")
-    assert "foreign.shard" in err and re.search(said, err), err
+    assert "foreign.shard" in err, err
+    assert re.search(said, err), err
 
 
 def test_a_shard_for_other_targets_is_named(run, shard, small_cnn, tmp_path):
     parts = [shard(number, 2, "--keep-float", "Conv_c1") for number in (1, 2)]
     err = run.fails("merge", small_cnn, *parts, "-o", tmp_path / "m.cache")
-    assert "1-2.shard lacks" in err and "merge for the targets" in err
+    assert "1-2.shard lacks" in err
+    assert "merge for the targets" in err
     run.ok("merge", small_cnn, *parts, "--keep-float", "Conv_c1", "-o", tmp_path / "m.cache")
 
 
@@ -605,7 +634,8 @@ def test_a_shard_for_other_targets_is_named(run, shard, small_cnn, tmp_path):
 )
 def test_what_gives_no_shard_is_refused_before_any_run(words, said, run, observed, tmp_path):
     err = run.fails(*observed, *f"--shard={words}".split(), "-o", tmp_path / "s")
-    assert re.search(said, err) and not (tmp_path / "s").exists()
+    assert re.search(said, err)
+    assert not (tmp_path / "s").exists()
 
 
 def test_merging_and_trusting_exclude_each_other(run, shard, small_cnn, tmp_path):
@@ -628,7 +658,8 @@ def test_a_shard_replaces_a_shard_and_nothing_else(run, shard, observed, tmp_pat
     wording.check(run.fails(*words))
     assert notes.read_text() == "mine"
     wording.check(run.fails(*words[:-1], notes / "a"))
-    assert run(*words, "--force")[0] == 0 and notes.read_bytes() == first
+    assert run(*words, "--force")[0] == 0
+    assert notes.read_bytes() == first
 
 
 def test_a_shard_is_called_after_its_model(run, observed, tmp_path, monkeypatch):
@@ -697,5 +728,6 @@ def test_from_python_shards(small_cnn, pictures, tmp_path, count):
     merged = merge(small_cnn, paths)
     whole = calibrate(small_cnn, pictures)
     assert merged.range_set.scales == whole.range_set.scales
-    assert not merged.runs and merged.feed.manifest() == whole.feed.manifest()
+    assert not merged.runs
+    assert merged.feed.manifest() == whole.feed.manifest()
     assert HistogramOf().key in {key[2] for key in merged.ranges.observed}

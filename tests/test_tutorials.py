@@ -39,12 +39,14 @@ PAGES = [
 
 def steps(text: str) -> Iterator[tuple[str, list[str]]]:
     """(command, the lines shown below it) of a console block."""
-    command, shown = "", []
+    command = ""
+    shown = []
     for line in text.replace("\\\n", "").splitlines():
         if line.startswith("$ "):
             if command:
                 yield command, shown
-            command, shown = line[2:], []
+            command = line[2:]
+            shown = []
         else:
             shown.append(line)
     yield command, shown
@@ -93,7 +95,8 @@ def follow(text: str, run) -> None:
     code, asked = 0, True
     for command, shown in steps(text):
         if command == "echo $?":
-            said, asked = [str(code)], True
+            said = [str(code)]
+            asked = True
         else:
             assert asked or code == 0, f"exit code {code} before: {command}"
             code, said = called(command, run)
