@@ -38,14 +38,15 @@ def search_bins(histogram: NDArray[np.int64]) -> int:
     h[0] = 0.0
     if not h.any():  # all values are in bin 0, or there are none
         return BINS
-    rough = _divergences(h)
-    close = np.flatnonzero(rough <= rough.min() + _TOLERANCE) + LEVELS
-    best, winner = np.inf, BINS
-    for i in close:  # exact sums, so that equal divergences compare equal
+
+    approximate = _divergences(h)
+    candidates = np.flatnonzero(approximate <= approximate.min() + _TOLERANCE) + LEVELS
+    min_kl, bin_count = np.inf, BINS
+    for i in candidates:  # exact sums, so that equal divergences compare equal
         kl = divergence(h, int(i))
-        if kl <= best:
-            best, winner = kl, int(i)
-    return winner
+        if kl <= min_kl:
+            min_kl, bin_count = kl, int(i)
+    return bin_count
 
 
 def threshold(i: int, full_range: float) -> float:
@@ -60,13 +61,13 @@ def divergence(h: NDArray[np.float64], i: int) -> float:
     level = np.arange(i) * LEVELS // i
     occupied = h[:i] > 0
     sums = np.bincount(level, weights=h[:i], minlength=LEVELS)
-    bins = np.bincount(level, weights=occupied, minlength=LEVELS)
-    q = np.where(occupied, (sums / np.maximum(bins, 1))[level], 0.0)
+    bin_counts = np.bincount(level, weights=occupied, minlength=LEVELS)
+    q = np.where(occupied, (sums / np.maximum(bin_counts, 1))[level], 0.0)
     if q.sum() == 0 or np.any((p > 0) & (q == 0)):
         return float(np.inf)
     p, q = p / p.sum(), q / q.sum()
-    inside = p > 0
-    return float((p[inside] * np.log(p[inside] / q[inside])).sum())
+    is_positive = p > 0
+    return float((p[is_positive] * np.log(p[is_positive] / q[is_positive])).sum())
 
 
 def _divergences(h: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -76,38 +77,40 @@ def _divergences(h: NDArray[np.float64]) -> NDArray[np.float64]:
     A * KL = sum h ln h - sum s ln(s / n) + last-bin correction + A ln(S / A).
     """
     i = np.arange(LEVELS, BINS + 1)
-    sums, occupied = _prefix(h), _prefix(h > 0)
-    cross = np.take(_crosses(sums, occupied), _levels()).sum(axis=1)
-    start = _starts()[:, -2]
-    last_mean = (sums[i] - sums[start]) / np.maximum(occupied[i] - occupied[start], 1)
-    kept, everything = sums[i], h.sum()
-    last, outliers = h[i - 1], everything - sums[i]
+    sums, occupied = _prefix_sums(h), _prefix_sums(h > 0)
+    level_terms = np.take(_level_terms(sums, occupied), _level_term_index()).sum(axis=1)
+    last_level_start = _level_starts()[:, -2]
+    last_level_bins = np.maximum(occupied[i] - occupied[last_level_start], 1)
+    last_mean = (sums[i] - sums[last_level_start]) / last_level_bins
+    counts_inside, total = sums[i], h.sum()
+    last_count, outliers = h[i - 1], total - sums[i]
     with np.errstate(divide="ignore", invalid="ignore"):
         kl = (
-            _prefix(_xlogx(h))[i]
-            - _xlogx(last)
-            + _xlogx(last + outliers)
-            - cross
+            _prefix_sums(_xlogx(h))[i]
+            - _xlogx(last_count)
+            + _xlogx(last_count + outliers)
+            - level_terms
             - outliers * np.log(np.where(last_mean > 0, last_mean, 1.0))
-            + everything * np.log(kept / everything)
-        ) / everything
-    impossible = (kept == 0) | ((last == 0) & (outliers > 0))
-    return np.where(impossible, np.inf, kl)
+            + total * np.log(counts_inside / total)
+        ) / total
+    is_infinite = (counts_inside == 0) | ((last_count == 0) & (outliers > 0))
+    return np.where(is_infinite, np.inf, kl)
 
 
-def _crosses(sums: NDArray[np.float64], occupied: NDArray[np.float64]) -> NDArray[np.float64]:
+def _level_terms(sums: NDArray[np.float64], occupied: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return s ln(s / n) of the 1 to 16 bins from each bin on, from prefix sums: [16 * 2049].
 
     Every level of every i is one of these, and most are shared by many i.
     """
-    ends = np.minimum(np.arange(BINS + 1) + np.arange(1, BINS // LEVELS + 1)[:, None], BINS)
-    held = sums[ends] - sums
-    mean = held / np.maximum(occupied[ends] - occupied, 1)
-    return np.asarray(held * np.log(np.where(mean > 0, mean, 1.0))).ravel()
+    widths = np.arange(1, BINS // LEVELS + 1)[:, None]
+    ends = np.minimum(np.arange(BINS + 1) + widths, BINS)
+    level_sums = sums[ends] - sums
+    mean = level_sums / np.maximum(occupied[ends] - occupied, 1)
+    return np.asarray(level_sums * np.log(np.where(mean > 0, mean, 1.0))).ravel()
 
 
 @cache
-def _starts() -> NDArray[np.intp]:
+def _level_starts() -> NDArray[np.intp]:
     """Return the first bin of each level of each i, then i itself: [1921, 129]."""
     # level l holds the bins j with floor(j * 128 / i) == l, which start at ceil(l * i / 128)
     i = np.arange(LEVELS, BINS + 1)
@@ -115,12 +118,13 @@ def _starts() -> NDArray[np.intp]:
 
 
 @cache
-def _levels() -> NDArray[np.intp]:
-    """Return the index into `_crosses` of each level of each i: [1921, 128]."""
-    return np.asarray((np.diff(_starts(), axis=1) - 1) * (BINS + 1) + _starts()[:, :-1])
+def _level_term_index() -> NDArray[np.intp]:
+    """Return the index into `_level_terms` of each level of each i: [1921, 128]."""
+    return np.asarray((np.diff(_level_starts(), axis=1) - 1) * (BINS + 1) + _level_starts()[:, :-1])
 
 
-def _prefix(x: NDArray[np.generic]) -> NDArray[np.float64]:
+def _prefix_sums(x: NDArray[np.generic]) -> NDArray[np.float64]:
+    """Return the sums of the elements before each index and of all elements."""
     return np.concatenate([[0.0], np.cumsum(x, dtype=np.float64)])
 
 

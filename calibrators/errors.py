@@ -1,7 +1,7 @@
 """Errors of `calibrators`; `deploy.errors` shows the full class tree."""
 
-_LONGEST = 4000  # characters of a message, which may quote a file
-_END = 900  # characters retained at the end, which holds the advice
+_MAX_LENGTH = 4000  # characters of a message, which may quote a file
+_END_LENGTH = 900  # characters retained at the end, which holds the advice
 
 
 class Calib8Error(Exception):
@@ -21,5 +21,7 @@ class CalibrationError(Calib8Error):
 
 
 def shortened(text: str) -> str:
-    """Return a text, or its beginning and end if it is longer than `_LONGEST` characters."""
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - _END]} ... {text[-_END:]}"
+    """Return a text, or its beginning and end if it is longer than `_MAX_LENGTH` characters."""
+    if len(text) <= _MAX_LENGTH:
+        return text
+    return f"{text[: _MAX_LENGTH - _END_LENGTH]} ... {text[-_END_LENGTH:]}"

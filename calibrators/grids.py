@@ -47,7 +47,7 @@ Sources: ONNX operator spec, QuantizeLinear and DequantizeLinear; PyTorch's docu
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -56,25 +56,38 @@ from calibrators.errors import CalibrationError
 
 Float32Array = NDArray[np.float32]
 StoredArray = NDArray[np.number[Any]]
+Value = TypeVar("Value", bound=np.generic)
+
 # torch's name -> numpy type. All integers of the type are used.
 DTYPES: dict[str, type[np.integer]] = {"quint8": np.uint8, "qint8": np.int8, "qint32": np.int32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The values that a target stores for a quantized tensor."""
+    """The values that a target stores for a quantized tensor.
+
+    Attributes:
+        name: name of the grid, a key of `GRIDS` or of `signed_grid` and `unsigned_grid`.
+        bits: bits per stored value.
+        qmin, qmax: lowest and highest stored value.
+        symmetric: whether the zero_point is always 0.
+        kind: "integer", or "float" if the steps grow with the value.
+        dtype: numpy type of the stored values in memory; it may be wider than `bits`.
+        mantissa: explicit mantissa bits of a float.
+        least_exponent: exponent of a float's smallest normal number.
+        scaled: whether a clip range sets the scale; wide floats store real values.
+    """
 
     name: str
-    bits: int  # bits per stored value
-    # qmin, qmax: lowest and highest stored value
+    bits: int
     qmin: float
     qmax: float
-    symmetric: bool  # whether the zero_point is always 0
-    kind: Literal["integer", "float"]  # "integer", or "float" if the steps grow with the value
-    dtype: str  # numpy type of the stored values in memory; it may be wider than `bits`
-    mantissa: int = 0  # explicit mantissa bits of a float
-    least_exponent: int = 0  # exponent of a float's smallest normal number
-    scaled: bool = True  # whether a clip range sets the scale; wide floats store real values
+    symmetric: bool
+    kind: Literal["integer", "float"]
+    dtype: str
+    mantissa: int = 0
+    least_exponent: int = 0
+    scaled: bool = True
 
     @property
     def steps(self) -> float:
@@ -105,21 +118,22 @@ def unsigned_grid(bits: int) -> Grid:
 
 def _integer_grid(bits: int, *, signed: bool) -> Grid:
     if not 2 <= bits <= 16:
-        words = "a signed" if signed else "an unsigned"
-        raise CalibrationError(f"{words} integer grid has 2 to 16 bits, got {bits}")
-    name, lowest = ("int", -(2 ** (bits - 1))) if signed else ("uint", 0)
+        article_and_sign = "a signed" if signed else "an unsigned"
+        raise CalibrationError(f"{article_and_sign} integer grid has 2 to 16 bits, got {bits}")
+    name = "int" if signed else "uint"
+    qmin = -(2 ** (bits - 1)) if signed else 0
     return Grid(
         name=f"{name}{bits}",
         bits=bits,
-        qmin=lowest,
-        qmax=lowest + 2**bits - 1,
+        qmin=qmin,
+        qmax=qmin + 2**bits - 1,
         symmetric=signed,
         kind="integer",
-        dtype=f"{name}{8 if bits <= 8 else 16}",
+        dtype=f"{name}8" if bits <= 8 else f"{name}16",
     )
 
 
-def _floating(
+def _float_grid(
     name: str, bits: int, qmax: float, mantissa: int, least_exponent: int, dtype: str, scaled: bool
 ) -> Grid:
     return Grid(
@@ -138,10 +152,10 @@ def _floating(
 
 INT4, INT8, INT16 = signed_grid(4), signed_grid(8), signed_grid(16)
 UINT8, UINT16 = unsigned_grid(8), unsigned_grid(16)
-FP8 = _floating("fp8", 8, 448.0, 3, -6, "float32", scaled=True)
-FLOAT16 = _floating("float16", 16, (2 - 2.0**-10) * 2.0**15, 10, -14, "float16", scaled=False)
-BFLOAT16 = _floating("bfloat16", 16, (2 - 2.0**-7) * 2.0**127, 7, -126, "float32", scaled=False)
-FLOAT32 = _floating("float32", 32, (2 - 2.0**-23) * 2.0**127, 23, -126, "float32", scaled=False)
+FP8 = _float_grid("fp8", 8, 448.0, 3, -6, "float32", scaled=True)
+FLOAT16 = _float_grid("float16", 16, (2 - 2.0**-10) * 2.0**15, 10, -14, "float16", scaled=False)
+BFLOAT16 = _float_grid("bfloat16", 16, (2 - 2.0**-7) * 2.0**127, 7, -126, "float32", scaled=False)
+FLOAT32 = _float_grid("float32", 32, (2 - 2.0**-23) * 2.0**127, 23, -126, "float32", scaled=False)
 
 GRIDS: dict[str, Grid] = {
     grid.name: grid for grid in (INT4, INT8, INT16, UINT8, UINT16, FP8, FLOAT16, BFLOAT16, FLOAT32)
@@ -159,7 +173,9 @@ def symmetric_scale(amax: float, grid: Grid = INT8) -> np.float32:
     """
     if not 0 <= amax < np.inf:
         raise CalibrationError(f"a threshold must be finite and not negative, got {amax}")
-    return np.float32(float(amax) / grid.qmax) if grid.scaled else np.float32(1.0)
+    if not grid.scaled:
+        return np.float32(1.0)
+    return np.float32(float(amax) / grid.qmax)
 
 
 def affine_params(lo: float, hi: float, grid: Grid = UINT8) -> tuple[np.float32, int]:
@@ -271,11 +287,13 @@ def weight_scales(
             f"a weight must be finite and not empty, got shape {list(weight.shape)}"
             f" with {int((~finite).sum())} NaN or Inf values"
         )
-    own = None if axis is None else checked_axis(axis, weight.ndim)
-    others = tuple(a for a in range(weight.ndim) if a != own)
-    amax = np.abs(weight.astype(np.float64)).max(axis=others).reshape(-1)
-    scales = (amax / grid.qmax).astype(np.float32) if grid.scaled else np.zeros_like(amax)
-    return np.where(scales > 0, scales, np.float32(1.0)).astype(np.float32)
+    channel_axis = None if axis is None else checked_axis(axis, weight.ndim)
+    reduced_axes = tuple(a for a in range(weight.ndim) if a != channel_axis)
+    amax = np.abs(weight.astype(np.float64)).max(axis=reduced_axes).reshape(-1)
+    if not grid.scaled:
+        return np.ones(amax.shape, np.float32)
+    scales = (amax / grid.qmax).astype(np.float32)
+    return np.where(scales > 0, scales, np.float32(1.0))
 
 
 def quantize_weight(
@@ -293,22 +311,27 @@ def quantize_weight(
         CalibrationError: a scale is not finite and positive.
     """
     check_scale(scales)
-    shape = [1] * weight.ndim
-    if axis is not None:
-        shape[axis] = -1
-    steps = round_to_grid(np.asarray(weight, np.float32) / scales.reshape(shape), grid)
+    scale = _broadcast(scales, weight.ndim, axis)
+    steps = round_to_grid(np.asarray(weight, np.float32) / scale, grid)
     q: StoredArray = np.clip(steps, -grid.qmax, grid.qmax).astype(grid.dtype)
     return q
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedTensor:
-    """Stored integers with their scale and zero point."""
+    """Stored integers with their scale and zero point.
 
-    stored: NDArray[np.integer]  # uint8, int8 or int32, of any shape
-    scale: NDArray[np.float32]  # float32 [1], or [C] along `axis`
-    zero_point: NDArray[np.int64]  # int64 [1], or [C] along `axis`
-    axis: int | None = None  # the channel axis; None for per-tensor quantization
+    Attributes:
+        stored: uint8, int8 or int32, of any shape.
+        scale: float32 [1], or [C] along `axis`.
+        zero_point: int64 [1], or [C] along `axis`.
+        axis: the channel axis; None for per-tensor quantization.
+    """
+
+    stored: NDArray[np.integer]
+    scale: NDArray[np.float32]
+    zero_point: NDArray[np.int64]
+    axis: int | None = None
 
     def int_repr(self) -> NDArray[np.integer]:
         """Return a copy of the stored integers."""
@@ -316,14 +339,13 @@ class QuantizedTensor:
 
     def distance_from_zero_point(self) -> NDArray[np.int64]:
         """Return q - zero_point, int64."""
-        zero: NDArray[np.int64] = self._along(self.zero_point)
-        distance: NDArray[np.int64] = self.stored.astype(np.int64) - zero
-        return distance
+        zero_point = _broadcast(self.zero_point, self.stored.ndim, self.axis)
+        return np.asarray(self.stored.astype(np.int64) - zero_point, np.int64)
 
     def dequantize(self) -> NDArray[np.float32]:
         """Return the real values (q - zero_point) * scale, float32 of the same shape."""
         steps = self.distance_from_zero_point().astype(np.float32)
-        return np.asarray(steps * self._along(self.scale), np.float32)
+        return np.asarray(steps * _broadcast(self.scale, self.stored.ndim, self.axis), np.float32)
 
     def representable(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return the least and greatest representable real value: two float32 [1] or [C]."""
@@ -331,9 +353,6 @@ class QuantizedTensor:
         low = (limits.min - self.zero_point).astype(np.float32) * self.scale
         high = (limits.max - self.zero_point).astype(np.float32) * self.scale
         return low, high
-
-    def _along(self, parameter: NDArray) -> NDArray:  # type: ignore[type-arg]
-        return _along(parameter, self.stored.ndim, self.axis)
 
 
 def quantize_per_tensor(
@@ -379,26 +398,31 @@ def _quantize(
     scale = np.asarray(scales, np.float32)
     check_scale(scale)
     limits = np.iinfo(DTYPES[dtype])
-    given = np.asarray(zero_points, np.float64)  # exact for every integer of the dtypes
-    if not ((given == np.rint(given)) & (given >= limits.min) & (given <= limits.max)).all():
+    exact_zero_points = np.asarray(zero_points, np.float64)  # exact for every integer of the dtypes
+    is_integer = exact_zero_points == np.rint(exact_zero_points)
+    is_in_range = (exact_zero_points >= limits.min) & (exact_zero_points <= limits.max)
+    if not (is_integer & is_in_range).all():
         raise CalibrationError(
             f"a zero_point of {dtype} must be an integer in {limits.min}..{limits.max},"
             f" got {list(zero_points)}"
         )
-    zero = given.astype(np.int64)
     if np.isnan(real).any():
         raise CalibrationError(f"NaN has no integer, got {int(np.isnan(real).sum())} of them")
+
     # float64 is exact for every int32, float32 is not
     with np.errstate(over="ignore"):  # an overflow is inf, which saturates
-        steps = np.rint(real / _along(scale, real.ndim, axis)).astype(np.float64)
-    stored = np.clip(steps + _along(zero, real.ndim, axis), limits.min, limits.max)
-    return QuantizedTensor(stored.astype(DTYPES[dtype]), scale, zero, axis)
+        steps = np.rint(real / _broadcast(scale, real.ndim, axis)).astype(np.float64)
+    steps += _broadcast(exact_zero_points, real.ndim, axis)
+    stored = np.clip(steps, limits.min, limits.max).astype(DTYPES[dtype])
+    return QuantizedTensor(stored, scale, exact_zero_points.astype(np.int64), axis)
 
 
-def _along(parameter: NDArray, ndim: int, axis: int | None) -> NDArray:  # type: ignore[type-arg]
-    if axis is None:
-        return parameter.reshape([1] * ndim)
-    return parameter.reshape([-1 if i == axis else 1 for i in range(ndim)])
+def _broadcast(parameter: NDArray[Value], ndim: int, axis: int | None) -> NDArray[Value]:
+    """Return parameters [1], or [C] along `axis`, in a shape that broadcasts over the tensor."""
+    shape = [1] * ndim
+    if axis is not None:
+        shape[axis] = -1
+    return parameter.reshape(shape)
 
 
 def checked_axis(axis: int, ndim: int) -> int:
@@ -415,6 +439,6 @@ def checked_axis(axis: int, ndim: int) -> int:
 def check_scale(scale: NDArray[np.float32] | np.float32) -> None:
     """Raise CalibrationError if a scale is not finite and positive."""
     values = np.ravel(scale)
-    bad = values[~((values > 0) & (values < np.inf))]
-    if bad.size:
-        raise CalibrationError(f"a scale must be finite and positive, got {bad[:3].tolist()}")
+    invalid = values[~((values > 0) & (values < np.inf))]
+    if invalid.size:
+        raise CalibrationError(f"a scale must be finite and positive, got {invalid[:3].tolist()}")

@@ -45,55 +45,58 @@ from calibrators.errors import CalibrationError
 from calibrators.kernel import SCRATCH, HistogramState, kernel
 
 BINS = 4096  # bins per side: two for each of TensorRT's 2048
-_CHUNK = 1 << 17  # values binned at a time, so that they fit in a core's cache
-_SMALLEST_RANGE = 2.0**-100  # below this, BINS / R could overflow float32
-_SPREAD = 64
-_SPREAD_INDEX = np.tile(np.arange(BINS, BINS + _SPREAD, dtype=np.uint16), _CHUNK // _SPREAD)
+_CHUNK_SIZE = 1 << 17  # values binned at a time, so that they fit in a core's cache
+_MIN_RANGE = 2.0**-100  # below this, BINS / R could overflow float32
+_ZERO_COUNTERS = 64  # counters that share the zeros of a Relu, see `_count_magnitudes`
+_ZERO_INDEX = np.tile(
+    np.arange(BINS, BINS + _ZERO_COUNTERS, dtype=np.uint16), _CHUNK_SIZE // _ZERO_COUNTERS
+)
 
 
 def range_for(amax: float) -> float:
     """Return the smallest power of two >= amax, in real units: the order-independent range."""
-    mantissa, exponent = math.frexp(max(amax, _SMALLEST_RANGE))
-    return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)
+    mantissa, exponent = math.frexp(max(amax, _MIN_RANGE))
+    is_power_of_two = mantissa == 0.5
+    return math.ldexp(1.0, exponent - 1 if is_power_of_two else exponent)
 
 
-def _tally_magnitudes(x: NDArray[np.float32], full_range: float) -> NDArray[np.int64]:
-    """Return the counts for x >= 0, without the shift: [BINS + 1] int64.
+def _count_magnitudes(x: NDArray[np.float32], full_range: float) -> NDArray[np.int64]:
+    """Return the counts for x >= 0, from bin 0 on: [BINS + 1] int64.
 
     A Relu's output has many zeros, and incrementing the same counter repeatedly stalls the CPU. So
-    zeros, which wrap to 65535 when 1 is subtracted from every index, are spread over `_SPREAD`
-    counters after the others and summed at the end.
+    zeros, which wrap to 65535 when 1 is subtracted from every index, are spread over
+    `_ZERO_COUNTERS` counters after the others and summed at the end.
     """
-    index = _index(x, full_range)
+    index = _bin_index(x, full_range)
     index -= np.uint16(1)
-    np.minimum(index, _SPREAD_INDEX[: x.size], out=index)
-    counts = _counts(index, BINS + _SPREAD)
+    np.minimum(index, _ZERO_INDEX[: x.size], out=index)
+    counts = _count_index(index, BINS + _ZERO_COUNTERS)
     return np.concatenate([counts[BINS:].sum(keepdims=True), counts[:BINS]])
 
 
-def _index(x: NDArray[np.float32], full_range: float) -> NDArray[np.uint16]:
-    """Return trunc(x * BINS / full_range) in two's complement; a view of this thread's scratch."""
-    real, index = _scratch.real[: x.size], _scratch.index[: x.size]
+def _bin_index(x: NDArray[np.float32], full_range: float) -> NDArray[np.uint16]:
+    """Return trunc(x * BINS / full_range) in two's complement; a view of this thread's buffer."""
+    real, index = _buffers.real[: x.size], _buffers.index[: x.size]
     np.multiply(x, np.float32(BINS / full_range), out=real)
     np.copyto(index.view(np.int16), real, casting="unsafe")  # a C cast truncates towards zero
     return index
 
 
-def _counts(index: NDArray[np.uint16], bins: int) -> NDArray[np.int64]:
+def _count_index(index: NDArray[np.uint16], bins: int) -> NDArray[np.int64]:
     histogram = cv2.calcHist([index[None]], [0], None, [bins], [0, bins])
     return histogram.reshape(-1).astype(np.int64)
 
 
-class _Scratch(threading.local):
+class _ThreadBuffers(threading.local):
     """Buffers of one thread, so that chunks need no allocation (and no page faults)."""
 
     def __init__(self) -> None:
-        self.real = np.empty(_CHUNK, np.float32)
-        self.index = np.empty(_CHUNK, np.uint16)
+        self.real = np.empty(_CHUNK_SIZE, np.float32)
+        self.index = np.empty(_CHUNK_SIZE, np.uint16)
         self.tables = ctypes.create_string_buffer(SCRATCH)
 
 
-_scratch = _Scratch()
+_buffers = _ThreadBuffers()
 
 
 def as_kernel_array(x: NDArray[np.floating]) -> NDArray[np.float32]:
@@ -111,12 +114,12 @@ def array_address(array: NDArray[np.generic]) -> int:
 
 def thread_tables() -> ctypes.Array[ctypes.c_char]:
     """Return this thread's tables for the kernel; they are zero between its calls."""
-    return _scratch.tables
+    return _buffers.tables
 
 
-def nan_error(nan: int) -> CalibrationError:
+def make_nan_error(nan_count: int) -> CalibrationError:
     """Return the error for values that contain NaN."""
-    return CalibrationError(f"values must be numbers, got {nan} NaN")
+    return CalibrationError(f"values must be numbers, got {nan_count} NaN")
 
 
 def close_range(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -133,12 +136,11 @@ def halve_resolution(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     merged = np.zeros_like(counts)
     half = BINS // 2
     # index k goes to trunc(k / 2): -1, 0 and 1 meet in 0; 2 and 3 in 1; ...; BINS in BINS / 2
-    up = counts[BINS + 2 : 2 * BINS].reshape(-1, 2).sum(axis=1)
-    down = counts[1 : BINS - 1].reshape(-1, 2).sum(axis=1)
-    merged[BINS + 1 : BINS + half] = up
-    merged[BINS - half + 1 : BINS] = down
-    merged[BINS + half], merged[BINS - half] = counts[-1], counts[0]
     merged[BINS] = counts[BINS - 1 : BINS + 2].sum()
+    merged[BINS + 1 : BINS + half] = counts[BINS + 2 : 2 * BINS].reshape(-1, 2).sum(axis=1)
+    merged[BINS - half + 1 : BINS] = counts[1 : BINS - 1].reshape(-1, 2).sum(axis=1)
+    merged[BINS + half] = counts[-1]
+    merged[BINS - half] = counts[0]
     return merged
 
 
@@ -159,7 +161,7 @@ class Histogram(HistogramState):
             raise CalibrationError(f"a histogram's base range must be finite and >= 0, got {base}")
         kernel()  # reports an invalid CALIB8_COUNTING before any value is counted
         super().__init__(minimum=math.inf, maximum=-math.inf)
-        self._base = max(base, _SMALLEST_RANGE) if base else 0.0
+        self._base = max(base, _MIN_RANGE) if base else 0.0
         self._counts = np.zeros(2 * BINS + 1, np.int64)
 
     @property
@@ -183,113 +185,122 @@ class Histogram(HistogramState):
         Raises:
             CalibrationError: `x` holds NaN, or the range is invalid.
         """
-        self.refuse_unsound()
+        self.check_range()
         flat = as_kernel_array(x).reshape(-1)
-        counter = kernel()
-        if counter is not None:
-            nan = counter.observe(
-                counter.way,
-                ctypes.byref(self),
-                array_address(self.counts),
-                array_address(flat),
-                flat.size,
-                thread_tables(),
-            )
-            if nan:
-                raise nan_error(nan)
+        counting_kernel = kernel()
+        if counting_kernel is None:
+            self.latest = 0.0
+            for chunk in np.split(flat, range(_CHUNK_SIZE, flat.size, _CHUNK_SIZE)):
+                self._observe_chunk(chunk)
             return
-        self.latest = 0.0
-        for chunk in np.split(flat, range(_CHUNK, flat.size, _CHUNK)):
-            self._observe(chunk)
 
-    def refuse_unsound(self) -> None:
+        nan_count = counting_kernel.observe(
+            counting_kernel.instruction_set,
+            ctypes.byref(self),
+            array_address(self.counts),
+            array_address(flat),
+            flat.size,
+            thread_tables(),
+        )
+        if nan_count:
+            raise make_nan_error(nan_count)
+
+    def check_range(self) -> None:
         """Check that the range is valid, as a stored histogram may not be.
 
         Raises:
             CalibrationError: it is not.
         """
-        if self.full_range and not _SMALLEST_RANGE <= self.full_range < math.inf:
+        if self.full_range and not _MIN_RANGE <= self.full_range < math.inf:
             raise CalibrationError(
-                f"a histogram's range is 0 or at least {_SMALLEST_RANGE}, got {self.full_range}"
+                f"a histogram's range is 0 or at least {_MIN_RANGE}, got {self.full_range}"
             )
 
-    def _observe(self, chunk: NDArray[np.float32]) -> None:
+    def _observe_chunk(self, chunk: NDArray[np.float32]) -> None:
         """Count one chunk, which fits in a core's cache: extremes, range, counts."""
         if chunk.size == 0:
             return
         # + 0.0 turns -0.0 into 0.0, so that the order of both does not matter
         low, high = float(chunk.min()) + 0.0, float(chunk.max()) + 0.0
         if math.isnan(low):
-            raise nan_error(int(np.isnan(chunk).sum()))
+            raise make_nan_error(int(np.isnan(chunk).sum()))
         if math.isinf(low) or math.isinf(high):
             finite = chunk[np.isfinite(chunk)]
             self.infinite += chunk.size - finite.size
-            self._observe(finite)
+            self._observe_chunk(finite)
             return
+
         amax = max(abs(low), abs(high))
         self.latest = max(self.latest, amax)
         self._widen(amax)
         self.minimum, self.maximum = min(self.minimum, low), max(self.maximum, high)
         self.total += chunk.size
-        if not self.full_range:
+
+        if not self.full_range:  # only zeros so far
             self.counts[BINS] += chunk.size
         elif low >= 0:
-            self.counts[BINS:] += _tally_magnitudes(chunk, self.full_range)
+            self.counts[BINS:] += _count_magnitudes(chunk, self.full_range)
         else:
-            index = _index(chunk, self.full_range)
+            index = _bin_index(chunk, self.full_range)
             index += np.uint16(BINS)
-            self.counts[:] += _counts(index, 2 * BINS + 1)
+            self.counts[:] += _count_index(index, 2 * BINS + 1)
         if self.base is not None:  # TensorRT counts |x| == R one bin lower from the start
             self.counts[:] = close_range(self.counts)
 
-    def merge(self, other: Histogram) -> None:
-        """Add the counts of `other`, which stays unchanged; exact, in any order.
+    def merge(self, histogram: Histogram) -> None:
+        """Add the counts of `histogram`, which stays unchanged; exact, in any order.
 
         Raises:
             CalibrationError: the two follow different range rules.
         """
-        if self.base != other.base:
+        if self.base != histogram.base:
             raise CalibrationError(
-                f"histograms merge only with equal bases, got {self.base} and {other.base}"
+                f"histograms merge only with equal bases, got {self.base} and {histogram.base}"
             )
-        self._widen_to(other.full_range)
-        counts, full_range = other.counts, other.full_range
+        self._widen_to(histogram.full_range)
+        counts, full_range = histogram.counts, histogram.full_range
         while full_range and full_range < self.full_range:
             counts, full_range = halve_resolution(counts), full_range * 2
         self.counts[:] += counts
-        self.minimum = min(self.minimum, other.minimum)
-        self.maximum = max(self.maximum, other.maximum)
-        self.total += other.total
-        self.infinite += other.infinite
+        self.minimum = min(self.minimum, histogram.minimum)
+        self.maximum = max(self.maximum, histogram.maximum)
+        self.total += histogram.total
+        self.infinite += histogram.infinite
 
-    def without(self, other: Histogram) -> Histogram:
-        """Return the histogram without the values of `other`, a subset of these.
+    def without(self, subset: Histogram) -> Histogram:
+        """Return the histogram without the values of `subset`, a subset of these.
 
-        An extreme that `other` shares is known only to a bin afterwards. Counts never fall below 0,
-        even if the two binned a value differently, as after another optimization of the model.
+        An extreme that `subset` shares is known only to a bin afterwards. Counts never fall below
+        0, even if the two binned a value differently, as after another optimization of the model.
 
         Raises:
             CalibrationError: a range follows TensorRT's rule.
         """
-        if self.base is not None or other.base is not None:
+        if self.base is not None or subset.base is not None:
             raise CalibrationError("values are taken from a histogram of no order, got one of some")
-        taken = Histogram()
-        taken._widen_to(self.full_range)
-        taken.merge(other)
-        left = self.clamped(-math.inf, math.inf)
-        left._widen_to(taken.full_range)
-        left.counts[:] = np.maximum(left.counts - taken.counts, 0)
-        left.total = int(left.counts.sum())
-        left.infinite = max(self.infinite - other.infinite, 0)
-        held = np.flatnonzero(left.counts) - BINS
-        if not held.size:
+        # both on the wider of the two ranges
+        removed = Histogram()
+        removed._widen_to(self.full_range)
+        removed.merge(subset)
+        remaining = self.clamped(-math.inf, math.inf)  # a copy
+        remaining._widen_to(removed.full_range)
+
+        remaining.counts[:] = np.maximum(remaining.counts - removed.counts, 0)
+        remaining.total = int(remaining.counts.sum())
+        remaining.infinite = max(self.infinite - subset.infinite, 0)
+        occupied = np.flatnonzero(remaining.counts) - BINS
+        if not occupied.size:
             return Histogram()
-        width, low, high = left.full_range / BINS, int(held[0]), int(held[-1])
-        if other.minimum <= self.minimum:
-            left.minimum = max(self.minimum, (low if low > 0 else low - 1) * width)
-        if other.maximum >= self.maximum:
-            left.maximum = min(self.maximum, (high if high < 0 else high + 1) * width)
-        return left
+
+        width = remaining.full_range / BINS
+        low, high = int(occupied[0]), int(occupied[-1])
+        if subset.minimum <= self.minimum:
+            outer_edge = low if low > 0 else low - 1
+            remaining.minimum = max(self.minimum, outer_edge * width)
+        if subset.maximum >= self.maximum:
+            outer_edge = high if high < 0 else high + 1
+            remaining.maximum = min(self.maximum, outer_edge * width)
+        return remaining
 
     def to_arrays(self) -> dict[str, NDArray[np.generic]]:
         """Return plain 1-D arrays for `calibrators.statistics.HistogramOf.restore`."""
@@ -311,19 +322,24 @@ class Histogram(HistogramState):
         clamped.full_range = self.full_range
         clamped.minimum, clamped.maximum = self.minimum, self.maximum
         clamped.total, clamped.infinite = self.total, self.infinite
-        beyond = floor > self.full_range or ceiling < -self.full_range  # so any range does
-        if self.total == 0 or beyond or (floor <= self.minimum and self.maximum <= ceiling):
+        has_no_value_inside = floor > self.full_range or ceiling < -self.full_range
+        changes_nothing = floor <= self.minimum and self.maximum <= ceiling
+        if self.total == 0 or has_no_value_inside or changes_nothing:
             return clamped
+
         clamped.minimum = min(max(self.minimum, floor), ceiling)
         clamped.maximum = max(min(self.maximum, ceiling), floor)
-        low, high = (
-            min(max(math.trunc(v * BINS / self.full_range), -BINS), BINS) + BINS
-            for v in (clamped.minimum, clamped.maximum)
-        )
+        low = self._count_position(clamped.minimum)
+        high = self._count_position(clamped.maximum)
         clamped.counts[low] += clamped.counts[:low].sum()
         clamped.counts[high] += clamped.counts[high + 1 :].sum()
         clamped.counts[:low] = clamped.counts[high + 1 :] = 0
         return clamped
+
+    def _count_position(self, value: float) -> int:
+        """Return the index into `counts` of a real value; that of the last bin beyond the range."""
+        index = math.trunc(value * BINS / self.full_range)
+        return min(max(index, -BINS), BINS) + BINS
 
     def magnitudes(self, bins: int) -> NDArray[np.int64]:
         """Return the histogram of |x| over [0, R], [bins] int64; `bins` must divide BINS."""
@@ -342,13 +358,15 @@ class Histogram(HistogramState):
         return close_range(self.counts)[1:-1]
 
     def _widen(self, amax: float) -> None:
+        """Double the range until it covers `amax`."""
         if amax <= self.full_range:
             return
-        target = range_for(amax)
-        if self.base is not None:
-            target = self.full_range or self.base
-            while target < amax:
-                target *= 2
+        if self.base is None:
+            self._widen_to(range_for(amax))
+            return
+        target = self.full_range or self.base
+        while target < amax:
+            target *= 2
         self._widen_to(target)
 
     def _widen_to(self, target: float) -> None:
@@ -360,27 +378,36 @@ class Histogram(HistogramState):
 
 
 class ArrayRefused(CalibrationError):
-    """An array cannot be counted; those before it were counted."""
+    """An array cannot be counted; those before it were counted.
 
-    def __init__(self, message: str, place: int) -> None:
+    Attributes:
+        index: index of the array in the group.
+    """
+
+    def __init__(self, message: str, index: int) -> None:
         super().__init__(message)
-        self.place = place
+        self.index = index
 
 
 class LocatedArrays:
-    """Arrays and their addresses, for values that arrive repeatedly in the same memory."""
+    """Arrays and their addresses, for values that arrive repeatedly in the same memory.
+
+    Attributes:
+        arrays: the arrays as the kernel reads them.
+        rows: addresses of two tables with one entry per array: address, number of values.
+    """
 
     def __init__(self, arrays: Iterable[NDArray[np.floating]]) -> None:
         self.arrays = [as_kernel_array(x) for x in arrays]
-        self._rows = np.array(
-            [[array_address(x) for x in self.arrays], [x.size for x in self.arrays]], np.uintp
-        )
-        self.rows = [array_address(row) for row in self._rows]
+        addresses = [array_address(x) for x in self.arrays]
+        sizes = [x.size for x in self.arrays]
+        self._tables = np.array([addresses, sizes], np.uintp)
+        self.rows = [array_address(table) for table in self._tables]
 
-    def put(self, place: int, x: NDArray[np.floating]) -> None:
+    def put(self, index: int, x: NDArray[np.floating]) -> None:
         """Replace the array at an index."""
-        self.arrays[place] = as_kernel_array(x)
-        self._rows[:, place] = array_address(self.arrays[place]), x.size
+        self.arrays[index] = as_kernel_array(x)
+        self._tables[:, index] = array_address(self.arrays[index]), x.size
 
 
 class HistogramGroup:
@@ -388,41 +415,44 @@ class HistogramGroup:
 
     def __init__(self, histograms: Sequence[Histogram]) -> None:
         self.histograms = tuple(histograms)
-        addresses = [[ctypes.addressof(h), array_address(h.counts)] for h in self.histograms]
-        self._addresses = np.array(addresses, np.uintp).reshape(-1, 2).T.copy()
-        self._rows = [array_address(row) for row in self._addresses]
-        self._done = ctypes.c_size_t()
+        states = [ctypes.addressof(histogram) for histogram in self.histograms]
+        counts = [array_address(histogram.counts) for histogram in self.histograms]
+        self._tables = np.array([states, counts], np.uintp)
+        self._rows = [array_address(table) for table in self._tables]
+        self._counted_arrays = ctypes.c_size_t()
 
     def observe(self, located: LocatedArrays) -> None:
         """Count each array in its histogram, as `Histogram.observe`.
 
         Raises:
-            Refused: `Histogram.observe` refuses an array.
+            ArrayRefused: `Histogram.observe` refuses an array.
         """
-        counter = kernel()
-        if counter is not None:
-            done = self._done
-            nan = counter.observe_each(
-                counter.way,
-                len(self.histograms),
-                *self._rows,
-                *located.rows,
-                thread_tables(),
-                ctypes.byref(done),
-            )
-            if nan:
-                with _named(done.value):
-                    self.histograms[done.value].refuse_unsound()
-                    raise nan_error(nan)
+        counting_kernel = kernel()
+        if counting_kernel is None:
+            for index, x in enumerate(located.arrays):
+                with _naming_array(index):
+                    self.histograms[index].observe(x)
             return
-        for place, (one, x) in enumerate(zip(self.histograms, located.arrays, strict=True)):
-            with _named(place):
-                one.observe(x)
+
+        nan_count = counting_kernel.observe_each(
+            counting_kernel.instruction_set,
+            len(self.histograms),
+            *self._rows,
+            *located.rows,
+            thread_tables(),
+            ctypes.byref(self._counted_arrays),
+        )
+        if nan_count:
+            index = self._counted_arrays.value  # of the refused array
+            with _naming_array(index):
+                self.histograms[index].check_range()
+                raise make_nan_error(nan_count)
 
 
 @contextmanager
-def _named(place: int) -> Iterator[None]:
+def _naming_array(index: int) -> Iterator[None]:
+    """Raise a CalibrationError of the block as `ArrayRefused`."""
     try:
         yield
     except CalibrationError as error:
-        raise ArrayRefused(str(error), place) from error
+        raise ArrayRefused(str(error), index) from error

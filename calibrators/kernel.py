@@ -21,11 +21,11 @@ from calibrators.errors import CalibrationError
 KERNEL_VARIABLE = "CALIB8_COUNTING"
 LIBRARY = Path(__file__).with_name("_count.so")
 SCRATCH = 66048  # bytes, as in count.h
-_FORM = 3  # interface version of count.h; a library with another version is not used
+_INTERFACE_VERSION = 3  # interface version of count.h; a library with another version is not used
 
 
 class HistogramState(ctypes.Structure):
-    """State of a histogram except its counts; layout as in count.h."""
+    """State of a histogram except its counts, which are a separate array; layout as in count.h."""
 
     _base: float
     full_range: float
@@ -48,12 +48,20 @@ class HistogramState(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class CountingKernel:
-    """A loaded library with one of its instruction sets."""
+    """A loaded library with one of its instruction sets.
 
-    observe: Callable[..., int]  # `calib8_observe`; releases the GIL
-    observe_each: Callable[..., int]  # `calib8_observe_each`; releases the GIL
-    round_rows: Callable[..., int]  # `calib8_round`
-    way: int  # number of the instruction set
+    Attributes:
+        observe: `calib8_observe`; releases the GIL.
+        observe_each: `calib8_observe_each`; releases the GIL.
+        round_rows: `calib8_round`.
+        instruction_set: number of the instruction set, an argument of the counting functions.
+        name: name of the instruction set.
+    """
+
+    observe: Callable[..., int]
+    observe_each: Callable[..., int]
+    round_rows: Callable[..., int]
+    instruction_set: int
     name: str
 
 
@@ -63,29 +71,35 @@ def load_kernels(library: Path) -> tuple[CountingKernel, ...]:
     Raises:
         OSError: there is no such library, or it is for another platform or version.
     """
-    loaded = ctypes.CDLL(str(library))
+    functions = ctypes.CDLL(str(library))
     try:
-        form = loaded.calib8_kernel_form()
-        way_of = loaded.calib8_kernel_way
-        observe, observe_each = loaded.calib8_observe, loaded.calib8_observe_each
-        round_rows = loaded.calib8_round
-        ways = loaded.calib8_kernel_ways()
+        version = functions.calib8_kernel_form()
+        name_instruction_set = functions.calib8_kernel_way
+        observe = functions.calib8_observe
+        observe_each = functions.calib8_observe_each
+        round_rows = functions.calib8_round
+        instruction_set_count = functions.calib8_kernel_ways()
     except AttributeError as error:
         raise OSError(f"{library.name} is not the counting kernel") from error
-    if form != _FORM:
-        raise OSError(f"{library.name} must have form {_FORM}, got {form}; install calib8 again")
-    way_of.restype = ctypes.c_char_p
+    if version != _INTERFACE_VERSION:
+        raise OSError(
+            f"{library.name} must have form {_INTERFACE_VERSION}, got {version};"
+            " install calib8 again"
+        )
+
+    integer, size, real = ctypes.c_int, ctypes.c_size_t, ctypes.c_double
     pointer = ctypes.c_void_p
-    observe.argtypes = (ctypes.c_int, pointer, pointer, pointer, ctypes.c_size_t, pointer)
-    observe_each.argtypes = (ctypes.c_int, ctypes.c_size_t, *[pointer] * 6)
-    observe.restype = observe_each.restype = ctypes.c_int64
-    size, real = ctypes.c_size_t, ctypes.c_double
-    round_rows.argtypes = (size, size, ctypes.c_int, *[pointer] * 5, real, pointer)
-    round_rows.restype = ctypes.c_int64
-    return tuple(
-        CountingKernel(observe, observe_each, round_rows, way, way_of(way).decode())
-        for way in range(ways)
-    )
+    observe.argtypes = (integer, pointer, pointer, pointer, size, pointer)
+    observe_each.argtypes = (integer, size, *[pointer] * 6)
+    round_rows.argtypes = (size, size, integer, *[pointer] * 5, real, pointer)
+    observe.restype = observe_each.restype = round_rows.restype = ctypes.c_int64
+    name_instruction_set.restype = ctypes.c_char_p
+
+    kernels = []
+    for index in range(instruction_set_count):
+        name = name_instruction_set(index).decode()
+        kernels.append(CountingKernel(observe, observe_each, round_rows, index, name))
+    return tuple(kernels)
 
 
 @cache
@@ -95,18 +109,19 @@ def kernel() -> CountingKernel | None:
     Raises:
         CalibrationError: `CALIB8_COUNTING` has an unknown value, or "c" without a kernel.
     """
-    wanted = os.environ.get(KERNEL_VARIABLE, "")
-    if wanted not in ("", "c", "opencv"):
-        raise CalibrationError(f"{KERNEL_VARIABLE} must be c, opencv or unset, got {wanted!r}")
-    if wanted == "opencv":
+    requested = os.environ.get(KERNEL_VARIABLE, "")
+    if requested not in ("", "c", "opencv"):
+        raise CalibrationError(f"{KERNEL_VARIABLE} must be c, opencv or unset, got {requested!r}")
+    if requested == "opencv":
         return None
-    available, why = _here()
-    if available is None and wanted == "c":
+
+    library_kernel, reason = _load_own_kernel()
+    if library_kernel is None and requested == "c":
         raise CalibrationError(
-            f"{KERNEL_VARIABLE}=c needs the C kernel, which {why}; install calib8 where there is a"
-            " C compiler, or unset it"
+            f"{KERNEL_VARIABLE}=c needs the C kernel, which {reason}; install calib8 where there is"
+            " a C compiler, or unset it"
         )
-    return available
+    return library_kernel
 
 
 def describe_kernel() -> str:
@@ -115,16 +130,15 @@ def describe_kernel() -> str:
     Raises:
         CalibrationError: as `kernel`.
     """
-    used = kernel()
-    if used is not None:
-        return f"C kernel ({used.name})"
+    if (counting_kernel := kernel()) is not None:
+        return f"C kernel ({counting_kernel.name})"
     if os.environ.get(KERNEL_VARIABLE):
         return f"numpy and OpenCV ({KERNEL_VARIABLE}=opencv)"
-    return f"numpy and OpenCV (the C kernel {_here()[1]})"
+    return f"numpy and OpenCV (the C kernel {_load_own_kernel()[1]})"
 
 
 @cache
-def _here() -> tuple[CountingKernel | None, str]:
+def _load_own_kernel() -> tuple[CountingKernel | None, str]:
     """Return (kernel, ""), or (None, why there is none)."""
     if not LIBRARY.exists():
         return None, "is not built here"

@@ -40,7 +40,9 @@ section 4.1; the search is that of `calibrators.mse`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,29 +53,35 @@ from calibrators.scales import Scale
 
 FloatArray = NDArray[np.float64]
 
-TOLERANCE = 1e-11  # of the sum of squares; closer candidates are summed over bins
-_RAMPS_TOGETHER = 40  # ranges per block, whose levels fit in a core's cache
+TOLERANCE = 1e-11  # of the sum of squares; candidates closer to the best are summed over bins
+_RANGES_PER_BLOCK = 40  # ranges per block, whose levels fit in a core's cache
 _RATIOS = np.concatenate([np.arange(100, 20, -1), np.arange(20, 0, -0.5)]) / 100
-_TOGETHER = 1 << 15  # bins per block of ranges, which fit in a core's cache
+_BINS_PER_BLOCK = 1 << 15  # bins per block of ranges, which fit in a core's cache
 _QUICK_BITS = 8  # with these a step is a thousand times the float32 rounding error of the end
 _QUICK_TOLERANCE = 1e-3  # of the least error, per power: many times the float32 error of a sum
-_QUICK_LEAST = 1e-30  # smaller errors are near the float32 minimum
+_MIN_QUICK_ERROR = 1e-30  # smaller errors are near the float32 minimum
 
 
 @dataclass(frozen=True, slots=True)
 class Ramps:
-    """G on both sides of 0, for one tensor."""
+    """G on both sides of 0, for one tensor.
 
-    heights: FloatArray  # [2 * (B + 1)] G at -1/2, 1/2, 3/2, ... bins; values above 0 first
-    slopes: FloatArray  # [2 * (B + 1)] decrease of G from there to the next bin
-    squares: float  # sum of counts * c^2
+    Attributes:
+        heights: [2 * (B + 1)] G at -1/2, 1/2, 3/2, ... bins; values above 0 first.
+        slopes: [2 * (B + 1)] decrease of G from there to the next bin.
+        squares: sum of counts * c^2.
+    """
+
+    heights: FloatArray
+    slopes: FloatArray
+    squares: float
 
     @classmethod
     def of(cls, above: NDArray[np.int64], below: NDArray[np.int64]) -> Ramps:
-        """Args: above, below: [B] counts of bins whose centres are 1/2, 3/2, ... bins from 0."""
-        both = np.zeros((2, above.size + 1), np.int64)
-        both[0, :-1], both[1, :-1] = above, below
-        slopes = _reverse_cumsum(both)
+        """Return G for [B] counts of bins above and below 0, centred at 1/2, 3/2, ... bins."""
+        counts = np.zeros((2, above.size + 1), np.int64)
+        counts[0, :-1], counts[1, :-1] = above, below
+        slopes = _reverse_cumsum(counts)
         centres = np.arange(above.size) + 0.5
         squares = float(((above + below) * (centres * centres)).sum())
         heights = _reverse_cumsum(slopes).ravel().astype(np.float64)
@@ -89,29 +97,32 @@ class Ramps:
         """
         if not self.slopes[self.slopes.size // 2]:  # no value is below 0
             lowest = np.zeros_like(lowest)
-        sums = [
-            self._sums(
-                steps[at : at + _RAMPS_TOGETHER], lowest[at : at + _RAMPS_TOGETHER], highest[at:]
-            )
-            for at in range(0, steps.size, _RAMPS_TOGETHER)
-        ]
+        sums = []
+        for block in _blocks(steps.size, _RANGES_PER_BLOCK):
+            sums.append(self._sums(steps[block], lowest[block], highest[block]))
         return np.asarray(self.squares - 2 * steps * np.concatenate(sums), np.float64)
 
     def _sums(self, steps: FloatArray, lowest: FloatArray, highest: FloatArray) -> FloatArray:
         """Return the sums of G over all midpoints of each range, [k]."""
-        side = self.heights.size // 2
-        levels = (highest[: steps.size] - lowest)[:, None]
+        side_size = self.heights.size // 2
+        levels = (highest - lowest)[:, None]
         index = np.arange(int(levels.max(initial=0)))
         midpoint = (index + (lowest + 0.5)[:, None]) * steps[:, None]
         position = np.abs(midpoint) + 0.5
-        np.minimum(position, side - 1, out=position)  # beyond the last bin G is 0
+        np.minimum(position, side_size - 1, out=position)  # beyond the last bin G is 0
         knot = position.astype(np.int64)
         position -= knot
-        knot[midpoint < 0] += side
+        knot[midpoint < 0] += side_size
         g = self.heights[knot]
         g -= self.slopes[knot] * position
         g *= index < levels
         return np.asarray(g.sum(axis=1), np.float64)
+
+
+def _blocks(count: int, size: int) -> Iterator[slice]:
+    """Yield slices of at most `size` elements that cover `count` elements in order."""
+    for start in range(0, count, size):
+        yield slice(start, start + size)
 
 
 def _reverse_cumsum(rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -165,15 +176,14 @@ def range_errors(
 
     0 is assumed to be a stored value, as on every grid.
     """
-    some = max(_TOGETHER // max(centres.size, 1), 1)
-    parts = [
-        _errors(centres, counts, lows[at : at + some], highs[at : at + some], grid, power)
-        for at in range(0, lows.size, some)
-    ]
-    return np.concatenate(parts)
+    block_size = max(_BINS_PER_BLOCK // max(centres.size, 1), 1)
+    errors = []
+    for block in _blocks(lows.size, block_size):
+        errors.append(_block_errors(centres, counts, lows[block], highs[block], grid, power))
+    return np.concatenate(errors)
 
 
-def _errors(
+def _block_errors(
     centres: FloatArray,
     counts: NDArray[np.int64],
     lows: FloatArray,
@@ -198,15 +208,20 @@ def _steps(lows: FloatArray, highs: FloatArray, grid: Grid) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bins:
-    """Input of a range search: the occupied bins, the grid and the power of the error."""
+    """Input of a range search: the occupied bins, the grid and the power of the error.
 
-    # centres, counts: [B] centres in real units and counts of the occupied bins
+    Attributes:
+        centres, counts: [B] centres in real units and counts of the occupied bins.
+        ramps: the bins for the fast squared error; None for another grid or power.
+        width: width of a bin, in real units.
+    """
+
     centres: FloatArray
     counts: NDArray[np.int64]
     grid: Grid
     power: float
-    ramps: Ramps | None  # the bins for the fast squared error; None for another grid or power
-    width: float  # width of a bin, in real units
+    ramps: Ramps | None
+    width: float
 
     @classmethod
     def of(
@@ -221,17 +236,17 @@ class _Bins:
 
         `counts`: [BINS] of |x|, or [2 * BINS - 1] of x.
         """
-        inside = (counts > 0) & (np.abs(centres) > 0)
+        is_used = (counts > 0) & (np.abs(centres) > 0)
         ramps = None
-        if power == 2 and grid.kind == "integer" and grid.bits <= _QUICK_BITS:
+        if power == 2 and _is_quick(grid):
             above, below = counts[-BINS:].copy(), np.zeros(BINS, np.int64)
             if counts.size > BINS:
                 below[1:] = counts[BINS - 2 :: -1]
                 above[0] = 0
             ramps = Ramps.of(above, below)
         return cls(
-            centres=centres[inside],
-            counts=counts[inside],
+            centres=centres[is_used],
+            counts=counts[is_used],
             grid=grid,
             power=power,
             ramps=ramps,
@@ -242,51 +257,61 @@ class _Bins:
         """Return the index of the [K] range with the least error; the first on ties."""
         if (lows == lows[0]).all() and (highs == highs[0]).all():
             return 0
-        near = self._near(lows, highs)
-        if near.size == 1:
-            return int(near[0])
-        tried = range_errors(
-            self.centres, self.counts, lows[near], highs[near], self.grid, self.power
-        )
-        return int(near[np.argmin(tried)])
+        candidates = self._candidates(lows, highs)
+        if candidates.size == 1:
+            return int(candidates[0])
+        lows, highs = lows[candidates], highs[candidates]
+        errors = range_errors(self.centres, self.counts, lows, highs, self.grid, self.power)
+        return int(candidates[np.argmin(errors)])
 
-    def _near(self, lows: FloatArray, highs: FloatArray) -> NDArray[np.intp]:
+    def _candidates(self, lows: FloatArray, highs: FloatArray) -> NDArray[np.intp]:
         """Return the indices of the ranges that may be best."""
         if self.ramps is None:
-            return self._near_in_float32(lows, highs)
+            return self._candidates_in_float32(lows, highs)
         steps = _steps(lows, highs, self.grid)
-        lowest, highest = (np.rint(ends / steps) for ends in (lows, highs))
+        lowest, highest = np.rint(lows / steps), np.rint(highs / steps)
         sums = self.ramps.errors(steps / self.width, lowest, highest)
         return np.flatnonzero(sums <= sums.min() + TOLERANCE * self.ramps.squares)
 
-    def _near_in_float32(self, lows: FloatArray, highs: FloatArray) -> NDArray[np.intp]:
+    def _candidates_in_float32(self, lows: FloatArray, highs: FloatArray) -> NDArray[np.intp]:
         """Return the indices of the ranges with nearly the least error in float32.
 
         Ranges must shrink with their index. For float and wide integer grids return all indices.
         """
-        if self.grid.kind != "integer" or self.grid.bits > _QUICK_BITS:
+        if not _is_quick(self.grid):
             return np.arange(lows.size)
-        near = 1 + _QUICK_TOLERANCE * self.power
+        tolerance = 1 + _QUICK_TOLERANCE * self.power
         unit = max(float(highs.max()), -float(lows.min())) or 1.0  # powers must fit float32
         centres = (self.centres / unit).astype(np.float32)
         counts = (self.counts / self.counts.sum()).astype(np.float32)
+
         steps = _steps(lows, highs, self.grid)
-        levels = [np.rint(ends / steps).astype(np.float32) for ends in (lows, highs)]
-        outer = [(lows - steps / 2) / unit, (highs + steps / 2) / unit]
         widths = (steps / unit).astype(np.float32)
-        some = max(_TOGETHER // max(centres.size, 1), 1)
-        blocks: list[FloatArray] = []
-        least = np.inf
-        for at in range(0, lows.size, some):
-            if _clipped(centres, counts, outer[0][at], outer[1][at], self.power) > near * least:
+        lowest = np.rint(lows / steps).astype(np.float32)
+        highest = np.rint(highs / steps).astype(np.float32)
+        # values between these bounds may be at most half a step from a level
+        lower_bounds, upper_bounds = (lows - steps / 2) / unit, (highs + steps / 2) / unit
+
+        block_size = max(_BINS_PER_BLOCK // max(centres.size, 1), 1)
+        block_errors: list[FloatArray] = []
+        min_error = np.inf
+        for block in _blocks(lows.size, block_size):
+            low, high = lower_bounds[block.start], upper_bounds[block.start]
+            if _clipping_error(centres, counts, low, high, self.power) > tolerance * min_error:
                 break  # shorter ranges clip even more
-            width, lowest, highest = (part[at : at + some] for part in (widths, *levels))
-            blocks.append(_quick_errors(centres, counts, width, lowest, highest, self.power))
-            least = min(least, float(blocks[-1].min()))
-        sums = np.concatenate(blocks)
-        if least < _QUICK_LEAST:  # high powers of small errors lose precision
+            errors = _quick_errors(
+                centres, counts, widths[block], lowest[block], highest[block], self.power
+            )
+            block_errors.append(errors)
+            min_error = min(min_error, float(errors.min()))
+        if min_error < _MIN_QUICK_ERROR:  # high powers of small errors lose precision
             return np.arange(lows.size)
-        return np.flatnonzero(sums <= near * least)
+        return np.flatnonzero(np.concatenate(block_errors) <= tolerance * min_error)
+
+
+def _is_quick(grid: Grid) -> bool:
+    """Whether the quick errors hold on a grid: an integer grid of few bits."""
+    return grid.kind == "integer" and grid.bits <= _QUICK_BITS
 
 
 def _quick_errors(
@@ -297,7 +322,7 @@ def _quick_errors(
     highest: NDArray[np.float32],
     power: float,
 ) -> FloatArray:
-    """Return `_errors` in float32, with given levels at both ends of the ranges."""
+    """Return `_block_errors` in float32, with given levels at both ends of the ranges."""
     error = centres[None, :] * (1 / steps)[:, None]
     np.rint(error, out=error)
     np.clip(error, lowest[:, None], highest[:, None], out=error)
@@ -313,13 +338,13 @@ def _quick_errors(
     return np.asarray(weight.sum(axis=1, dtype=np.float64))
 
 
-def _clipped(
+def _clipping_error(
     centres: NDArray[np.float32], counts: NDArray[np.float32], low: float, high: float, power: float
 ) -> float:
     """Return the error of the values beyond two bounds; `centres` ascend."""
     below, above = np.searchsorted(centres, (low, high))
-    beyond = np.concatenate([low - centres[:below], centres[above:] - high])
-    weight = np.power(beyond, power)
+    distances = np.concatenate([low - centres[:below], centres[above:] - high])
+    weight = np.power(distances, power)
     weight *= np.concatenate([counts[:below], counts[above:]])
     return float(weight.sum(dtype=np.float64))
 
@@ -328,8 +353,10 @@ def _symmetric(histogram: Histogram, grid: Grid, power: float) -> float:
     counts = histogram.magnitudes(BINS)
     centres = (np.arange(BINS) + 0.5) * histogram.full_range / BINS
     bins = _Bins.of(histogram, centres, counts, grid, power)
+    if not bins.counts.size:
+        return histogram.amax
     highs = histogram.amax * _RATIOS
-    return float(highs[bins.best(-highs, highs)]) if bins.counts.size else histogram.amax
+    return float(highs[bins.best(-highs, highs)])
 
 
 def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, float]:
@@ -339,15 +366,22 @@ def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, floa
     if not bins.counts.size:
         return low, high
     lows, highs = low * _RATIOS, high * _RATIOS
-    known: dict[tuple[str, float], float] = {}  # the second round often repeats the first
-    for side in ("high", "low", "high", "low") if high >= -low else ("low", "high") * 2:
-        other, ends = (low, highs) if side == "high" else (high, lows)
-        if (side, other) not in known:
-            fixed = np.full(_RATIOS.size, other)
-            best = bins.best(fixed, ends) if side == "high" else bins.best(ends, fixed)
-            known[side, other] = float(ends[best])
-        if side == "high":
-            high = known[side, other]
-        else:
-            low = known[side, other]
+
+    @cache  # the second round often repeats the first
+    def best_low(high: float) -> float:
+        return float(lows[bins.best(lows, np.full(_RATIOS.size, high))])
+
+    @cache
+    def best_high(low: float) -> float:
+        return float(highs[bins.best(np.full(_RATIOS.size, low), highs)])
+
+    # each end twice, first the one further from 0
+    starts_with_high = high >= -low
+    if starts_with_high:
+        high = best_high(low)
+    low = best_low(high)
+    high = best_high(low)
+    low = best_low(high)
+    if not starts_with_high:
+        high = best_high(low)
     return low, high

@@ -40,8 +40,8 @@ from calibrators.histogram import BINS, Histogram
 from calibrators.scales import Scale
 
 QUANTILE = 0.999999
-_RANK = 100  # the tail holds at most this many values,
-_SHARE = 100  # and at most 1 / 100 of all values
+_MAX_TAIL_VALUES = 100  # values that the upper tail holds at most
+_MIN_VALUES_PER_TAIL_VALUE = 100  # the tail holds at most 1 / 100 of all values
 
 
 def percentile(histogram: Histogram, *, percent: float) -> Scale:
@@ -50,17 +50,20 @@ def percentile(histogram: Histogram, *, percent: float) -> Scale:
     Values count as evenly spread within a bin. `searches.PercentileParams` checks that 50 < percent
     <= 100.
     """
-    keep = percent / 100
-    amax = quantile(histogram.magnitudes(BINS), keep) * histogram.full_range / BINS
-    least, most = histogram.minimum, histogram.maximum
-    low = max(least, min(_edge(histogram, 1 - keep), 0.0)) if least < 0 else least
-    high = min(most, max(_edge(histogram, keep), 0.0)) if most > 0 else most
+    share = percent / 100
+    amax = quantile(histogram.magnitudes(BINS), share) * histogram.full_range / BINS
+    minimum, maximum = histogram.minimum, histogram.maximum
+    lo, hi = minimum, maximum
+    if minimum < 0:
+        lo = max(minimum, min(_real_quantile(histogram, 1 - share), 0.0))
+    if maximum > 0:
+        hi = min(maximum, max(_real_quantile(histogram, share), 0.0))
     return Scale(
-        lo=min(low, most),  # if all values share a bin, its quantiles may lie beyond them
-        hi=max(high, least),
+        lo=min(lo, maximum),  # if all values share a bin, its quantiles may lie beyond them
+        hi=max(hi, minimum),
         amax=min(amax, histogram.amax),
-        observed_min=histogram.minimum,
-        observed_max=histogram.maximum,
+        observed_min=minimum,
+        observed_max=maximum,
         method=f"percentile-{percent:g}",
     )
 
@@ -72,11 +75,12 @@ def quantile(counts: NDArray[np.int64], share: float) -> float:
     above = int(np.searchsorted(cumulative, rank, side="left"))
     if above == 0:
         return 0.0
-    inside = cumulative[above] - cumulative[above - 1]
-    return above - 1 + float(rank - cumulative[above - 1]) / float(inside)
+    bin_count = cumulative[above] - cumulative[above - 1]
+    return above - 1 + float(rank - cumulative[above - 1]) / float(bin_count)
 
 
-def _edge(histogram: Histogram, share: float) -> float:
+def _real_quantile(histogram: Histogram, share: float) -> float:
+    """Return a quantile of the values, in real units."""
     position = quantile(histogram.signed(), share)
     edges = histogram.edges()
     below = int(position)
@@ -98,19 +102,20 @@ def legacy(histogram: Histogram) -> Scale:
     return replace(percentile(histogram, percent=QUANTILE * 100), method="legacy")
 
 
-def extend_by_tail(scale: Scale, histogram: Histogram, most: float) -> Scale:
+def extend_by_tail(scale: Scale, histogram: Histogram, limit: float) -> Scale:
     """Return the scale with the upper end of its affine range extended by the tail.
 
-    `most`: limit of the extension, in real units; observed values up to it are not clipped.
+    `limit`: limit of the extension, in real units; observed values up to it are not clipped.
     """
-    return replace(scale, hi=max(scale.hi, min(histogram.maximum + tail_length(histogram), most)))
+    extended = min(histogram.maximum + tail_length(histogram), limit)
+    return replace(scale, hi=max(scale.hi, extended))
 
 
 def tail_length(histogram: Histogram) -> float:
     """Return the length of the upper tail in real units, to a bin; 0 with too few values."""
-    rank = min(_RANK, histogram.total // _SHARE)
+    rank = min(_MAX_TAIL_VALUES, histogram.total // _MIN_VALUES_PER_TAIL_VALUE)
     if rank < 2:
         return 0.0
-    above = np.cumsum(histogram.signed()[::-1])
-    begins = histogram.edges()[::-1][int(np.searchsorted(above, rank))]
-    return max(histogram.maximum - float(begins), 0.0)
+    counts_above = np.cumsum(histogram.signed()[::-1])
+    tail_start = histogram.edges()[::-1][int(np.searchsorted(counts_above, rank))]
+    return max(histogram.maximum - float(tail_start), 0.0)

@@ -26,7 +26,6 @@ the stride skips it.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -37,12 +36,12 @@ from calibrators.grids import INT8, Float32Array, Grid, round_to_grid
 from calibrators.kernel import kernel
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
-_TILE = 64  # products of 64 x 64 x 64: for larger ones BLAS uses threads, which changes the sums
+_BLOCK_SIZE = 64  # BLAS uses threads for larger products than 64^3, which changes the sums
 # Damping, as a share of H's mean diagonal, against overfitting to few inputs. On other inputs of
 # YOLOv8n and EfficientNet-Lite0 0.2 leaves 0.28 and 0.50 of the squared error, 0.01 0.30 and 0.55.
-_DAMP = 0.2
-IntArray = NDArray[np.int64]
+_DAMPING = 0.2
 
 
 def gram(inputs: NDArray[np.floating]) -> FloatArray:
@@ -68,30 +67,35 @@ def block_products(
     groups, rows, inner = left.shape
     columns = right.shape[2]
     total = np.zeros((groups, rows, columns))
-    step = max(_TILE, _TILE**3 // (min(rows, _TILE) * min(columns, _TILE)))
-    for a in range(0, rows, _TILE):
-        strip = slice(a if mirrored else 0, None)
-        for k in range(0, inner, step):  # so that the strip of sums stays in cache
-            depth = slice(k, k + step)
-            block = left[:, a : a + _TILE, depth]
-            _add_blocks(total[:, a : a + _TILE, strip], block, right[:, depth, strip])
-    for a in range(0, rows, _TILE) if mirrored else ():
-        above = total[:, a : a + _TILE, a + _TILE :]
-        total[:, a + _TILE :, a : a + _TILE] = above.swapaxes(1, 2)
+    # a matrix of few rows or columns is multiplied in longer blocks, of as many products
+    block_area = min(rows, _BLOCK_SIZE) * min(columns, _BLOCK_SIZE)
+    depth_step = max(_BLOCK_SIZE, _BLOCK_SIZE**3 // block_area)
+    for start in range(0, rows, _BLOCK_SIZE):
+        block_rows = slice(start, start + _BLOCK_SIZE)
+        strip = slice(start if mirrored else 0, None)
+        for k in range(0, inner, depth_step):  # so that the strip of sums stays in cache
+            depth = slice(k, k + depth_step)
+            block = left[:, block_rows, depth]
+            _add_blocks(total[:, block_rows, strip], block, right[:, depth, strip])
+    if mirrored:
+        for start in range(0, rows, _BLOCK_SIZE):
+            end = start + _BLOCK_SIZE
+            above = total[:, start:end, end:]
+            total[:, end:, start:end] = above.swapaxes(1, 2)
     return total
 
 
 def _add_blocks(strip: FloatArray, block: NDArray[Any], right: NDArray[Any]) -> None:
     """Add the products of a block and all blocks of `right`, all full blocks in one call."""
     groups, inner, columns = right.shape
-    count = columns // _TILE
-    full = count * _TILE
+    count = columns // _BLOCK_SIZE
+    full_columns = count * _BLOCK_SIZE
     if count:
-        tiles = right[:, :, :full].reshape(groups, inner, count, _TILE).swapaxes(1, 2)
-        sums = strip[:, :, :full].reshape(*strip.shape[:2], count, _TILE)  # a view
-        sums += (block[:, None] @ tiles).swapaxes(1, 2)
-    if full < columns:
-        strip[:, :, full:] += block @ right[:, :, full:]
+        tiles = right[:, :, :full_columns].reshape(groups, inner, count, _BLOCK_SIZE)
+        sums = strip[:, :, :full_columns].reshape(*strip.shape[:2], count, _BLOCK_SIZE)  # a view
+        sums += (block[:, None] @ tiles.swapaxes(1, 2)).swapaxes(1, 2)
+    if full_columns < columns:
+        strip[:, :, full_columns:] += block @ right[:, :, full_columns:]
 
 
 def round_by_output(
@@ -121,14 +125,13 @@ def round_by_output(
         )
     if not (np.isfinite(steps).all() and np.isfinite(products).all()):
         raise CalibrationError("weights and products must be finite, got NaN or Inf")
-    damp = _DAMP * np.einsum("gkk->gk", products).mean(axis=1)
-    integers, low, high = (
-        np.ascontiguousarray(round_to_grid(steps, grid, to), np.float64)
-        for to in (np.rint, np.floor, np.ceil)
-    )
+    damping = _DAMPING * np.einsum("gkk->gk", products).mean(axis=1)
+    integers = np.ascontiguousarray(round_to_grid(steps, grid), np.float64)
+    low = np.ascontiguousarray(round_to_grid(steps, grid, np.floor), np.float64)
+    high = np.ascontiguousarray(round_to_grid(steps, grid, np.ceil), np.float64)
     error = integers - steps
-    slope = np.ascontiguousarray(block_products(error, products) + damp[:, None, None] * error)
-    _sweep(sweeps, (low, high), integers, slope, products, damp, fixed)
+    slope = np.ascontiguousarray(block_products(error, products) + damping[:, None, None] * error)
+    _sweep(sweeps, (low, high), integers, slope, products, damping, fixed)
     return integers
 
 
@@ -138,145 +141,162 @@ def _sweep(
     integers: FloatArray,
     slope: FloatArray,
     products: FloatArray,
-    damp: FloatArray,
+    damping: FloatArray,
     fixed: NDArray[np.bool_],
 ) -> None:
-    """Visit every weight, in place, until none changes. `slope` is (q - w) (H + damp).
+    """Visit every weight, in place, until none changes. `slope` is (q - w) (H + damping).
 
     All arrays but `products` and `fixed` are C-contiguous. The C kernel takes a group at a time.
     """
     low, high = ends
     _, rows, columns = integers.shape
-    in_c = kernel()
-    if in_c is not None:
-        own = np.ascontiguousarray(products, np.float64)
-        held = np.ascontiguousarray(fixed).view(np.uint8)
-        for g, damped in enumerate(damp):
-            arrays = (low[g], high[g], integers[g], slope[g], own[g])
-            addresses = (array.ctypes.data for array in arrays)
-            mask = held[g].ctypes.data
-            in_c.round_rows(rows, columns, sweeps, *addresses, float(damped), mask)
+    c_kernel = kernel()
+    if c_kernel is not None:
+        products = np.ascontiguousarray(products, np.float64)
+        fixed_bytes = np.ascontiguousarray(fixed).view(np.uint8)
+        for g, group_damping in enumerate(damping):
+            arrays = (low[g], high[g], integers[g], slope[g], products[g])
+            addresses = [array.ctypes.data for array in arrays]
+            mask = fixed_bytes[g].ctypes.data
+            c_kernel.round_rows(rows, columns, sweeps, *addresses, float(group_damping), mask)
         return
+
     for _ in range(sweeps):
-        moved = False
+        has_changed = False
         for k in range(columns):
-            other = low[:, :, k] + high[:, :, k] - integers[:, :, k]
-            step = other - integers[:, :, k]
-            change = 2 * step * slope[:, :, k] + step * step * (products[:, k, k] + damp)[:, None]
-            group, row = np.nonzero((change < 0) & ~fixed[:, :, k])
+            opposite = low[:, :, k] + high[:, :, k] - integers[:, :, k]
+            step = opposite - integers[:, :, k]
+            curvature = (products[:, k, k] + damping)[:, None]
+            error_change = 2 * step * slope[:, :, k] + step * step * curvature
+            group, row = np.nonzero((error_change < 0) & ~fixed[:, :, k])
             if not group.size:
                 continue
-            by = step[group, row]
-            integers[group, row, k] = other[group, row]
-            slope[group, row] += by[:, None] * products[group, k]
-            slope[group, row, k] += by * damp[group]
-            moved = True
-        if not moved:
+            weight_step = step[group, row]
+            integers[group, row, k] = opposite[group, row]
+            slope[group, row] += weight_step[:, None] * products[group, k]
+            slope[group, row, k] += weight_step * damping[group]
+            has_changed = True
+        if not has_changed:
             break
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvWindow:
-    """Window of a convolution; each tuple has one value per axis."""
+    """Window of a convolution; each tuple has one value per axis.
 
-    # kernel, strides, dilations: as in ONNX
+    Attributes:
+        kernel, strides, dilations, group: as in ONNX.
+        pads: at the start of every axis, then at the end of every axis; unused if `auto_pad` is
+            set.
+        auto_pad: as in ONNX.
+        transposed: whether it is a ConvTranspose, which needs explicit pads.
+        output_padding: of a ConvTranspose; empty for none.
+    """
+
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
     dilations: tuple[int, ...]
-    # at the start of every axis, then at the end of every axis; unused if `auto` is set
     pads: tuple[int, ...]
-    auto: str = "NOTSET"
+    auto_pad: str = "NOTSET"
     group: int = 1
-    transposed: bool = False  # whether it is a ConvTranspose, which needs explicit pads
-    more: tuple[int, ...] = ()  # output_padding of a ConvTranspose
+    transposed: bool = False
+    output_padding: tuple[int, ...] = ()
 
     @property
     def spans(self) -> list[int]:
         """Extent of the window along each axis, dilation included."""
         return [d * (k - 1) + 1 for d, k in zip(self.dilations, self.kernel, strict=True)]
 
-    def around(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    def paddings(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """Return the (start, end) padding of each axis for an input of these sizes."""
         rank = len(self.kernel)
-        if self.auto in ("SAME_UPPER", "SAME_LOWER"):
+        if self.auto_pad in ("SAME_UPPER", "SAME_LOWER"):
             return [
-                _same(size, span, stride, upper=self.auto == "SAME_UPPER")
+                _same_padding(size, span, stride, upper=self.auto_pad == "SAME_UPPER")
                 for size, span, stride in zip(sizes, self.spans, self.strides, strict=True)
             ]
-        if self.auto == "VALID":
+        if self.auto_pad == "VALID":
             return [(0, 0)] * rank
         return list(zip(self.pads[:rank], self.pads[rank:], strict=True))
 
-    def outputs(self, sizes: Sequence[int]) -> list[int]:
+    def output_sizes(self, sizes: Sequence[int]) -> list[int]:
         """Return the output sizes for an input of these sizes."""
-        pads, out = self.around(sizes), []
-        for axis, (size, span, stride) in enumerate(
-            zip(sizes, self.spans, self.strides, strict=True)
-        ):
+        output_padding = self.output_padding or (0,) * len(sizes)
+        paddings, spans = self.paddings(sizes), self.spans
+        output_sizes = []
+        for axis, size in enumerate(sizes):
+            stride, padding = self.strides[axis], sum(paddings[axis])
             if self.transposed:
-                more = self.more[axis] if self.more else 0
-                out.append(stride * (size - 1) + more + span - sum(pads[axis]))
+                output_size = stride * (size - 1) + output_padding[axis] + spans[axis] - padding
             else:
-                out.append(max((size + sum(pads[axis]) - span) // stride + 1, 0))
-        return out
+                output_size = max((size + padding - spans[axis]) // stride + 1, 0)
+            output_sizes.append(output_size)
+        return output_sizes
 
 
-def sample_positions(number: int, count: int, most: int) -> IntArray:
-    """Return at most `most` of `count` positions, sampled uniformly with `number` as the seed."""
-    if count <= most:
+def sample_positions(seed: int, count: int, max_count: int) -> IntArray:
+    """Return at most `max_count` of `count` positions, sampled uniformly."""
+    if count <= max_count:
         return np.arange(count, dtype=np.int64)
-    drawn = np.random.default_rng(number).choice(count, most, replace=False)
-    return np.sort(drawn).astype(np.int64)
+    positions = np.random.default_rng(seed).choice(count, max_count, replace=False)
+    return np.sort(positions).astype(np.int64)
 
 
 def extract_patches(
-    value: NDArray[Any], window: ConvWindow | None, number: int, most: int
+    value: NDArray[Any], window: ConvWindow | None, seed: int, max_count: int
 ) -> Float32Array:
-    """Return at most `most` patches of one input, float32 [groups, K, P].
+    """Return at most `max_count` patches of one input, float32 [groups, K, P].
 
     `value`: the input, [N, C, ...] of a convolution, [..., K] of a matrix product. `window`: window
-    of a convolution; None for a matrix product.
+    of a convolution; None for a matrix product. `seed`: of the sampled positions.
     """
     if window is None:
         rows = np.asarray(value, np.float32).reshape(-1, value.shape[-1])
-        return np.ascontiguousarray(rows[sample_positions(number, len(rows), most)].T)[None]
-    shape = (len(value), *window.outputs(value.shape[2:]))
-    chosen = sample_positions(number, math.prod(shape), most)
-    batch, *spots = np.unravel_index(chosen, shape)
-    pads = window.around(value.shape[2:])
+        return np.ascontiguousarray(rows[sample_positions(seed, len(rows), max_count)].T)[None]
+
+    sizes = value.shape[2:]
+    paddings = window.paddings(sizes)
+    shape = (len(value), *window.output_sizes(sizes))
+    positions = sample_positions(seed, math.prod(shape), max_count)
+    batch, *output_positions = np.unravel_index(positions, shape)
     taps = []
-    for offsets in product(*(range(k) for k in window.kernel)):
-        at = [
-            _reached(window, axis, spot, pads[axis][0], offsets[axis])
-            for axis, spot in enumerate(spots)
-        ]
-        taps.append(_values(value, batch, at))
+    for tap in np.ndindex(window.kernel):
+        input_positions = []
+        for axis, axis_positions in enumerate(output_positions):
+            start = tap[axis] * window.dilations[axis] - paddings[axis][0]
+            input_positions.append(_tap_positions(window, axis, axis_positions, start))
+        taps.append(_read_values(value, batch, input_positions))
     rows = np.stack(taps, axis=2)  # [P, C, taps]
-    return np.ascontiguousarray(rows.reshape(len(chosen), window.group, -1).transpose(1, 2, 0))
+    return np.ascontiguousarray(rows.reshape(len(positions), window.group, -1).transpose(1, 2, 0))
 
 
-def _same(size: int, span: int, stride: int, *, upper: bool) -> tuple[int, int]:
+def _same_padding(size: int, span: int, stride: int, *, upper: bool) -> tuple[int, int]:
     total = max((-(-size // stride) - 1) * stride + span - size, 0)
-    less = total // 2
-    return (less, total - less) if upper else (total - less, less)
+    small, large = total // 2, total - total // 2
+    return (small, large) if upper else (large, small)
 
 
-def _reached(window: ConvWindow, axis: int, spot: IntArray, before: int, tap: int) -> IntArray:
-    """Return where a tap reads on one axis for these output positions; -1 if it reads nothing."""
-    stride, moved = window.strides[axis], tap * window.dilations[axis]
+def _tap_positions(window: ConvWindow, axis: int, positions: IntArray, start: int) -> IntArray:
+    """Return where a tap reads on one axis for these output positions; -1 if it reads nothing.
+
+    `start`: position of the tap in the window, less the padding.
+    """
+    stride = window.strides[axis]
     if not window.transposed:
-        return spot * stride - before + moved
-    at = spot + before - moved
-    return np.where(at % stride == 0, at // stride, -1)
+        return positions * stride + start
+    strided = positions - start
+    return np.where(strided % stride == 0, strided // stride, -1)
 
 
-def _values(value: NDArray[Any], batch: IntArray, at: Sequence[IntArray]) -> Float32Array:
+def _read_values(
+    value: NDArray[Any], batch: IntArray, positions: Sequence[IntArray]
+) -> Float32Array:
     """Return the values of all channels at these positions, float32 [P, C]; 0 outside the input."""
-    ends = value.shape[2:]
-    inside = np.ones(len(batch), bool)
-    for place, end in zip(at, ends, strict=True):
-        inside &= (place >= 0) & (place < end)
-    near = [np.clip(place, 0, end - 1) for place, end in zip(at, ends, strict=True)]
-    values = np.asarray(np.moveaxis(value, 1, -1)[(batch, *near)], np.float32)
-    values[~inside] = 0
+    is_inside = np.ones(len(batch), bool)
+    clipped_positions = []
+    for axis_positions, size in zip(positions, value.shape[2:], strict=True):
+        is_inside &= (axis_positions >= 0) & (axis_positions < size)
+        clipped_positions.append(np.clip(axis_positions, 0, size - 1))
+    values = np.asarray(np.moveaxis(value, 1, -1)[(batch, *clipped_positions)], np.float32)
+    values[~is_inside] = 0
     return values

@@ -16,20 +16,26 @@ from calibrators.grids import Grid, affine_params, symmetric_scale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """The clip range of one activation tensor, in real units."""
+    """The clip range of one activation tensor, in real units.
 
-    # lo, hi: clip range for an affine grid; lo <= hi, both finite
+    Attributes:
+        lo, hi: clip range for an affine grid; lo <= hi, both finite.
+        amax: threshold for a symmetric grid, >= 0; 0 for a tensor that is always zero.
+        observed_min, observed_max: extremes of the data, unclipped.
+        method: name of the search.
+    """
+
     lo: float
     hi: float
-    amax: float  # threshold for a symmetric grid, >= 0; 0 for a tensor that is always zero
-    # observed_min, observed_max: extremes of the data, unclipped
+    amax: float
     observed_min: float
     observed_max: float
     method: str
 
     def __post_init__(self) -> None:
         numbers = (self.lo, self.hi, self.amax, self.observed_min, self.observed_max)
-        if not all(math.isfinite(v) for v in numbers) or self.lo > self.hi or self.amax < 0:
+        are_finite = all(math.isfinite(number) for number in numbers)
+        if not are_finite or self.lo > self.hi or self.amax < 0:
             raise CalibrationError(
                 "a scale needs finite lo <= hi and amax >= 0,"
                 f" got lo={self.lo} hi={self.hi} amax={self.amax}"

@@ -58,14 +58,16 @@ class Params:
 
 def _short(value: object) -> str:
     """Format a value: 99.99 and 99 as usually written, 99.99999 with all its digits."""
-    short = f"{value:g}" if isinstance(value, float) else str(value)
-    return short if not isinstance(value, float) or float(short) == value else repr(value)
+    if not isinstance(value, float):
+        return str(value)
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
 
 
 P = TypeVar("P", bound=Params)
 
 
-def _as_a_histogram(params: Params) -> HistogramOf:
+def _order_free_histogram(params: Params) -> HistogramOf:
     """Return the order-independent histogram, which most searches read."""
     from calibrators.statistics import HistogramOf
 
@@ -74,24 +76,32 @@ def _as_a_histogram(params: Params) -> HistogramOf:
 
 @dataclass(frozen=True, slots=True)
 class RangeSearch(Generic[P]):
-    """A method to choose a clip range."""
+    """A method to choose a clip range.
 
-    # (statistics of one tensor, parameters) -> its clip range; with `by_grid` also of two grids
+    Attributes:
+        function: (statistics of one tensor, parameters) -> its clip range; with `by_grid` also of
+            two grids.
+        params: class of the parameters.
+        help: predicate of a sentence whose subject is the method's name.
+        statistic: parameters -> statistic to record of every tensor.
+        by_grid: whether the symmetric grid of the threshold and the affine grid of the range
+            matter (None for int8 and uint8).
+        integer: whether the method is defined for int8 only.
+    """
+
     function: Callable[..., Scale]
     params: type[P]
-    help: str  # predicate of a sentence whose subject is the method's name
-    # parameters -> statistic to record of every tensor
-    statistic: Callable[[P], HistogramOf] = _as_a_histogram
-    # whether the symmetric grid of the threshold and the affine grid of the range matter (None for
-    # int8 and uint8)
+    help: str
+    statistic: Callable[[P], HistogramOf] = _order_free_histogram
     by_grid: bool = False
-    integer: bool = False  # whether the method is defined for int8 only
+    integer: bool = False
 
 
-def _imported(module: str, name: str, *given: str) -> Callable[..., Scale]:
+def _import_search(module: str, name: str, *parameter_names: str) -> Callable[..., Scale]:
     """Return a search by a function that is imported on first use.
 
-    `given`: parameters that the function takes. With `by_grid` it takes the two grids, too.
+    `parameter_names`: of the parameters that the function takes. With `by_grid` it takes the two
+    grids, too.
     """
 
     def search(histogram: Histogram, params: Params, *grids: Grid | None) -> Scale:
@@ -101,11 +111,11 @@ def _imported(module: str, name: str, *given: str) -> Callable[..., Scale]:
                 f" {histogram.infinite} infinite ones"
             )
         function = getattr(import_module(f"calibrators.{module}"), name)
-        taken = {parameter: getattr(params, parameter) for parameter in given}
+        arguments = {parameter: getattr(params, parameter) for parameter in parameter_names}
         for key, grid in zip(("symmetric", "affine"), grids, strict=False):
             if grid is not None:
-                taken[key] = grid
-        scale: Scale = function(histogram, **taken)
+                arguments[key] = grid
+        scale: Scale = function(histogram, **arguments)
         return scale
 
     return search
@@ -115,11 +125,13 @@ def _imported(module: str, name: str, *given: str) -> Callable[..., Scale]:
 class PercentileParams(Params):
     """Parameters of the percentile search.
 
+    Attributes:
+        percent: share of the values to keep, 50 < percent <= 100.
+
     Raises:
         CalibrationError: percent is not a number or out of range.
     """
 
-    # share of the values to keep, 50 < percent <= 100
     percent: float = field(
         default=DEFAULT_PERCENT, metadata={"help": "Share of the values to keep, in percent."}
     )
@@ -135,11 +147,13 @@ class PercentileParams(Params):
 class LpParams(Params):
     """Parameters of the Lp search.
 
+    Attributes:
+        power: p of |error|^p, 1 <= power <= 16.
+
     Raises:
         CalibrationError: power is not a number or out of range.
     """
 
-    # p of |error|^p, 1 <= power <= 16
     power: float = field(
         default=DEFAULT_POWER,
         metadata={"help": "Power of the error: the greater, the more a clipped value weighs."},
@@ -154,11 +168,13 @@ class LpParams(Params):
 class EntropyTensorrtParams(Params):
     """Parameters of the entropy search on TensorRT's histogram.
 
+    Attributes:
+        batch_size: images in TensorRT's calibration batch, 1 or more.
+
     Raises:
         CalibrationError: batch_size is not an int or below 1.
     """
 
-    # images in TensorRT's calibration batch, 1 or more
     batch_size: int = field(
         default=1, metadata={"help": "Images in the first batch, whose maximum starts the range."}
     )
@@ -173,46 +189,46 @@ class EntropyTensorrtParams(Params):
         return ""
 
 
-def _of_the_first_batch(params: EntropyTensorrtParams) -> HistogramOf:
+def _first_batch_histogram(params: EntropyTensorrtParams) -> HistogramOf:
     from calibrators.statistics import HistogramOf
 
-    return HistogramOf(first=params.batch_size)
+    return HistogramOf(first_batch=params.batch_size)
 
 
 SEARCHES: dict[str, RangeSearch[Any]] = {
-    "minmax": RangeSearch(_imported("percentile", "minmax"), Params, "keeps everything"),
+    "minmax": RangeSearch(_import_search("percentile", "minmax"), Params, "keeps everything"),
     "entropy": RangeSearch(
-        _imported("entropy", "entropy"),
+        _import_search("entropy", "entropy"),
         Params,
         "takes the least KL divergence, as TensorRT does",
         integer=True,
     ),
     "percentile": RangeSearch(
-        _imported("percentile", "percentile", "percent"),
+        _import_search("percentile", "percentile", "percent"),
         PercentileParams,
         "leaves out a share of the values",
     ),
     "mse": RangeSearch(
-        _imported("mse", "mse"),
+        _import_search("mse", "mse"),
         Params,
         "takes the least squared error of the quantized values",
         by_grid=True,
     ),
     "lp": RangeSearch(
-        _imported("mse", "lp", "power"),
+        _import_search("mse", "lp", "power"),
         LpParams,
         "takes the least error to a higher power: clips less than mse",
         by_grid=True,
     ),
     "entropy-tensorrt": RangeSearch(
-        _imported("entropy", "entropy"),
+        _import_search("entropy", "entropy"),
         EntropyTensorrtParams,
         "is entropy on TensorRT's own histogram, whose range starts with the first batch",
-        _of_the_first_batch,
+        _first_batch_histogram,
         integer=True,
     ),
     "legacy": RangeSearch(
-        _imported("percentile", "legacy"),
+        _import_search("percentile", "legacy"),
         Params,
         "is TensorRT's legacy calibrator without its regression",
         integer=True,
@@ -222,7 +238,11 @@ SEARCHES: dict[str, RangeSearch[Any]] = {
 
 def parameters() -> dict[str, Field[Any]]:
     """Return parameter name -> field, over all searches."""
-    return {f.name: f for row in reversed(SEARCHES.values()) for f in fields(row.params)}
+    field_by_name: dict[str, Field[Any]] = {}
+    for search in reversed(SEARCHES.values()):
+        for parameter in fields(search.params):
+            field_by_name[parameter.name] = parameter
+    return field_by_name
 
 
 def searches_with(parameter: str) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ samples, before it can start.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -58,7 +59,7 @@ class HasExtremes(Protocol):
 class BatchRecorder(Protocol):
     """A recorder that joins samples to batches."""
 
-    together: int  # samples per batch; `to_arrays` is complete only after a full batch
+    samples_per_batch: int  # `to_arrays` is complete only after a full batch
 
     def end(self) -> None:
         """Record the waiting samples as the last batch, which may be smaller.
@@ -100,33 +101,38 @@ class Statistic(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HistogramOf:
-    """A `Histogram`: order-independent, or by TensorRT's rule, whose first batch sets the range."""
+    """A `Histogram`: order-independent, or by TensorRT's rule, whose first batch sets the range.
 
-    first: int = 0  # number of samples in that batch; 0 for the order-independent range
-    most: int = 0  # number of samples to record, those in full batches; 0 for all
+    Attributes:
+        first_batch: number of samples in that batch; 0 for the order-independent range.
+        max_samples: number of samples to record, those in full batches; 0 for all.
+    """
+
+    first_batch: int = 0
+    max_samples: int = 0
 
     @property
     def key(self) -> str:
         """Rule and parameters."""
-        if not self.first:
+        if not self.first_batch:
             return "histogram"
-        only = f" of {self.most} samples" if self.most else ""
-        return f"histogram{only}, first batch of {self.first}"
+        limit_text = f" of {self.max_samples} samples" if self.max_samples else ""
+        return f"histogram{limit_text}, first batch of {self.first_batch}"
 
     @property
     def ordered(self) -> bool:
         """True for TensorRT's rule."""
-        return bool(self.first)
+        return bool(self.first_batch)
 
     @property
     def samples(self) -> int | None:
         """Samples in full batches; None for all."""
-        return self.most or None
+        return self.max_samples or None
 
     @property
     def lead(self) -> Statistic | None:
         """Largest |x| of the first batch, for TensorRT's rule."""
-        return AmaxOf(self.first) if self.first else None
+        return AmaxOf(self.first_batch) if self.first_batch else None
 
     def recorder(self, lead: Recorder | None) -> Histogram:
         """Return an empty histogram; an infinite first batch sets no range."""
@@ -136,13 +142,13 @@ class HistogramOf:
 
     def restore(self, arrays: Arrays) -> Histogram:
         """Return a stored histogram."""
-        reals, ints = read_numbers(arrays, 4, 2)
+        reals, integers = read_numbers(arrays, 4, 2)
         histogram = Histogram(base=reals[0])
         histogram.full_range, histogram.minimum, histogram.maximum = reals[1:]
-        histogram.total, histogram.infinite = ints
+        histogram.total, histogram.infinite = integers
         counts = np.asarray(arrays["counts"], np.int64)
-        sound = counts.shape == histogram.counts.shape and counts.min() >= 0
-        if not sound or counts.sum() != histogram.total:
+        are_counts = counts.shape == histogram.counts.shape and counts.min() >= 0
+        if not are_counts or counts.sum() != histogram.total:
             raise CalibrationError("stored counts must add up to their total and do not")
         histogram.counts[:] = counts
         return histogram
@@ -173,7 +179,11 @@ class AmaxOf:
 
 
 class Amax:
-    """Recorder of the largest |x| in real units; infinite if a value is."""
+    """Recorder of the largest |x|.
+
+    Attributes:
+        amax: largest |x| so far, in real units; infinite if a value is.
+    """
 
     def __init__(self) -> None:
         self.amax = 0.0
@@ -194,13 +204,13 @@ def read_numbers(arrays: Arrays, reals: int, wholes: int) -> tuple[list[float], 
         CalibrationError: an array is missing or of another length.
     """
     empty = np.zeros(0)
-    first, second = arrays.get("reals", empty), arrays.get("wholes", empty)
-    if first.shape != (reals,) or second.shape != (wholes,):
+    floats, integers = arrays.get("reals", empty), arrays.get("wholes", empty)
+    if floats.shape != (reals,) or integers.shape != (wholes,):
         raise CalibrationError(
-            f"stored statistics need {reals} reals and {wholes} wholes, got {first.shape} and"
-            f" {second.shape}"
+            f"stored statistics need {reals} reals and {wholes} wholes, got {floats.shape} and"
+            f" {integers.shape}"
         )
-    return [float(v) for v in first], [int(v) for v in second]
+    return floats.astype(float).tolist(), integers.astype(int).tolist()
 
 
 def find_trouble(histogram: Histogram) -> str | None:
@@ -215,19 +225,19 @@ def find_trouble(histogram: Histogram) -> str | None:
 
 
 def search_scale(
-    histogram: Histogram, search: Any, reach: tuple[float, float, float] | None = None
+    histogram: Histogram,
+    search: Callable[[Histogram], Scale],
+    reach: tuple[float, float, float] | None = None,
 ) -> Scale:
-    """Search the clip range of a tensor that has no `find_trouble`.
+    """Search the clip range of a tensor without trouble (see `find_trouble`).
 
-    `search`: histogram -> range. `reach`: (floor, ceiling, followed) in real units: clamp the
-    values to the first two, then extend the range for rare large values up to the third
+    `search`: histogram -> range. `reach`: (floor, ceiling, limit) in real units: clamp the values
+    to the first two, then extend the range for rare large values up to the third
     (`calibrators.percentile`).
     """
-    scale: Scale
     if reach is None:
-        scale = search(histogram)
-        return scale
-    floor, ceiling, followed = reach
+        return search(histogram)
+    floor, ceiling, limit = reach
     scale = search(histogram.clamped(floor, ceiling))
     scale = replace(scale, observed_min=histogram.minimum, observed_max=histogram.maximum)
-    return extend_by_tail(scale, histogram, followed)
+    return extend_by_tail(scale, histogram, limit)

@@ -72,29 +72,33 @@ def to_device(array: Array, dtype: str) -> Array:
     if dtype == "float8":
         steps = round_to_grid(np.asarray(array, np.float32, order="C"), FP8)
         return fp8_codes(np.clip(steps, FP8.qmin, FP8.qmax), FP8)
-    wanted = np.dtype(dtype)
-    if array.dtype == wanted:
+    target_type = np.dtype(dtype)
+    if array.dtype == target_type:
         return np.asarray(array, order="C")
-    if wanted.kind in "iu" and array.dtype.kind in "iu":
-        limits = np.iinfo(wanted)
+    if target_type.kind in "iu" and array.dtype.kind in "iu":
+        limits = np.iinfo(target_type)
         for value in (array.min(initial=0), array.max(initial=0)):
             if not limits.min <= value <= limits.max:
                 raise ValueError(f"{dtype} from {limits.min} to {limits.max}, got {value}")
-    elif not np.can_cast(array.dtype, wanted, "same_kind"):
+    elif not np.can_cast(array.dtype, target_type, "same_kind"):
         raise ValueError(f"{dtype}, got {array.dtype}")
     with np.errstate(over="ignore"):
-        made = np.asarray(array, wanted, order="C")
-    if wanted.kind == "f" and np.any(lost := np.isinf(made) & np.isfinite(array)):
-        raise ValueError(f"{dtype} up to {np.finfo(wanted).max:g}, got {array[lost].flat[0]:g}")
-    return made
+        converted = np.asarray(array, target_type, order="C")
+    if target_type.kind == "f":
+        overflows = array[np.isinf(converted) & np.isfinite(array)]
+        if overflows.size:
+            limit = np.finfo(target_type).max
+            raise ValueError(f"{dtype} up to {limit:g}, got {overflows.flat[0]:g}")
+    return converted
 
 
 def from_device(bits: Array, dtype: str) -> Array:
     """Convert an array from the device format of `dtype` (inverse of `to_device`) to a copy."""
     if dtype == "bfloat16":
-        wide: Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return wide
-    return _float8()[bits] if dtype == "float8" else bits.copy()
+        return np.asarray((bits.astype(np.uint32) << np.uint32(16)).view(np.float32))
+    if dtype == "float8":
+        return _float8()[bits]
+    return bits.copy()
 
 
 def _to_bfloat16(values: Array) -> Array:
@@ -149,9 +153,17 @@ class Callbacks:
         feed: batches, input name -> array.
         batches: number of batches of the feed.
         shapes: input name -> shape that TensorRT calibrates with (the profile's OPT shape).
-        memory: buffers from which TensorRT reads the batches; of this calibrator alone.
-        known: bytes of a cache that fits, or None to calibrate.
+        memory: buffers from which TensorRT reads the batches; of this calibrator only.
+        cache: bytes of a cache that fits, or None to calibrate.
         keep: called with a new cache as soon as TensorRT writes it, long before the engine is done.
+
+    Attributes:
+        shapes: as the argument.
+        batches: as the argument.
+        requests: number of times that TensorRT asked for a batch.
+        batches_taken: number of batches that it got.
+        written: bytes of the cache that TensorRT wrote; None before.
+        error: first exception of a callback; None if there is none.
     """
 
     def __init__(
@@ -161,18 +173,18 @@ class Callbacks:
         batches: int,
         shapes: Mapping[str, Sequence[int]],
         memory: DeviceMemory,
-        known: bytes | None = None,
+        cache: bytes | None = None,
         keep: Callable[[bytes], object] | None = None,
     ) -> None:
         self._feed: Iterator[Mapping[str, Array]] = iter(feed)
         self._memory = memory
-        self._known = known
+        self._cache = cache
         self._keep = keep
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._types: dict[str, str] = {}
-        self.promised = batches
-        self.asked = 0
-        self.taken = 0
+        self.batches = batches
+        self.requests = 0
+        self.batches_taken = 0
         self.written: bytes | None = None
         self.error: BaseException | None = None
 
@@ -186,7 +198,7 @@ class Callbacks:
 
     def get_batch(self, names: list[str]) -> list[int]:
         """Return the addresses of the next batch in order of `names`; [] at the end or on error."""
-        self.asked += 1
+        self.requests += 1
         try:
             return self._next_addresses(names)
         except BaseException as error:  # TensorRT would swallow it; `check` raises it
@@ -195,7 +207,7 @@ class Callbacks:
 
     def read_calibration_cache(self) -> Any:
         """Return the known cache, or None to calibrate. TensorRT calls this more than once."""
-        return self._known
+        return self._cache
 
     def write_calibration_cache(self, cache: Any) -> None:
         """Store a copy: TensorRT frees the memory after the call."""
@@ -215,74 +227,78 @@ class Callbacks:
         """
         if self.error is not None:
             raise self.error
-        wrong = self.trouble()
-        if wrong:
-            raise CalibrationError(wrong)
-        return self.written or self._known or b""
+        if trouble := self.trouble():
+            raise CalibrationError(trouble)
+        return self.written or self._cache or b""
 
     def trouble(self) -> str:
         """Return what went wrong during calibration, in one sentence; "" if nothing did."""
-        if self._known is not None and self.taken == 0:
-            return _REFUSED if self.asked else ""
-        if self.taken != self.promised:
+        if self._cache is not None and self.batches_taken == 0:
+            return _REFUSED if self.requests else ""
+        if self.batches_taken != self.batches:
             return (
-                f"TensorRT must see every batch, got {self.taken} of {self.promised};"
+                f"TensorRT must see every batch, got {self.batches_taken} of {self.batches};"
                 " its scales are not usable"
             )
-        return "" if self.written else f"TensorRT took {self.taken} batches but wrote no cache"
+        if not self.written:
+            return f"TensorRT took {self.batches_taken} batches but wrote no cache"
+        return ""
 
     def _next_addresses(self, names: list[str]) -> list[int]:
-        batch = next(self._feed, None) if self.taken < self.promised else None
+        if self.batches_taken == self.batches:
+            return []
+        batch = next(self._feed, None)
         if batch is None:
             return []
-        addresses = [self._memory.put(name, self._checked(name, batch)) for name in names]
-        self.taken += 1
+        addresses = [self._memory.put(name, self._checked_array(name, batch)) for name in names]
+        self.batches_taken += 1
         return addresses
 
-    def _checked(self, name: str, batch: Mapping[str, Array]) -> Array:
+    def _checked_array(self, name: str, batch: Mapping[str, Array]) -> Array:
+        """Return an input's array as TensorRT reads it."""
         if not isinstance(batch, Mapping):
             raise CalibrationError(
                 f"a batch must be a dict of input name -> array, got {type(batch).__name__} as"
-                f" batch {self.taken}"
+                f" batch {self.batches_taken}"
             )
-        for what, held in ((f"batch {self.taken}", batch), ("shapes", self.shapes)):
-            if name not in held:
+        for source, names in ((f"batch {self.batches_taken}", batch), ("shapes", self.shapes)):
+            if name not in names:
                 raise CalibrationError(
-                    f"{what} must hold every network input, got {sorted(held)} without {name!r}"
+                    f"{source} must hold every network input, got {sorted(names)} without {name!r}"
                 )
         array = np.asarray(batch[name], order="C")
-        wanted = self.shapes[name]
-        if array.shape != wanted:
+        shape = self.shapes[name]
+        if array.shape != shape:
             raise CalibrationError(
-                f"TensorRT calibrates {name!r} with the profile's OPT shape {list(wanted)} only,"
-                f" got {list(array.shape)} in batch {self.taken}; give both the same shape"
+                f"TensorRT calibrates {name!r} with the profile's OPT shape {list(shape)} only,"
+                f" got {list(array.shape)} in batch {self.batches_taken}; give both the same shape"
             )
-        read = self._read(name, array)
+        converted = self._convert_input(name, array)
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise CalibrationError(
                 f"a calibration batch must be finite, got NaN or Inf in {name!r} of batch"
-                f" {self.taken}"
+                f" {self.batches_taken}"
             )
-        return read
+        return converted
 
-    def _read(self, name: str, array: Array) -> Array:
+    def _convert_input(self, name: str, array: Array) -> Array:
         """Convert an array to the type that TensorRT calibrates with.
 
-        That is float32 for every float input, also narrower ones, and the input's type for
+        It is float32 for every float input, also narrower ones, and the input's type for
         integers. Source: Polygraphy's calibrator, which supplies float inputs as float32 only.
         """
-        plain = "int32" if array.dtype == np.int32 else "float32"
-        own = self._types.get(name, plain)
-        if name not in self._types and array.dtype != plain:
+        default_type = "int32" if array.dtype == np.int32 else "float32"
+        input_type = self._types.get(name, default_type)
+        if name not in self._types and array.dtype != default_type:
             raise CalibrationError(
                 f"TensorRT reads calibration batches as float32 (indices as int32), got"
-                f" {array.dtype} for {name!r} in batch {self.taken}"
+                f" {array.dtype} for {name!r} in batch {self.batches_taken}"
             )
         try:
-            return to_device(array, "float32" if "float" in own else own)
+            return to_device(array, "float32" if "float" in input_type else input_type)
         except ValueError as error:
             raise CalibrationError(
-                f"TensorRT reads {name!r} as {error} in batch {self.taken}"
+                f"TensorRT reads {name!r} as {error} in batch {self.batches_taken}"
             ) from None
 
 
@@ -293,7 +309,7 @@ def calibrator(
     batches: int,
     shapes: Mapping[str, Sequence[int]],
     memory: DeviceMemory,
-    known: bytes | None = None,
+    cache: bytes | None = None,
     keep: Callable[[bytes], object] | None = None,
     quantile: float = 0.999999,
     cutoff: float = 1.0,
@@ -340,5 +356,5 @@ def calibrator(
             return None
 
     return (Legacy if algorithm == "legacy" else Calibrator)(
-        feed, batches=batches, shapes=shapes, memory=memory, known=known, keep=keep
+        feed, batches=batches, shapes=shapes, memory=memory, known=cache, keep=keep
     )

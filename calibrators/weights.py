@@ -45,7 +45,7 @@ from calibrators.grids import INT16, UINT8
 
 FloatArray = NDArray[np.float64]
 
-_MOST = 1e4  # larger factors would lose float32 precision and gain no int8 steps
+_MAX_FACTOR = 1e4  # larger factors would lose float32 precision and gain no int8 steps
 PAIR_LIMIT = INT16.qmax // UINT8.qmax  # largest sum of a pair, in steps: 128
 PAIR_ROUNDING = 2  # largest gain of a pair by rounding, in steps
 
@@ -60,15 +60,15 @@ def equal_factors(first: FloatArray, second: FloatArray) -> FloatArray:
         CalibrationError: ranges of different lengths, negative or not finite.
     """
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
-    sound = a.shape == b.shape and np.isfinite(a + b).all() and (a >= 0).all() and (b >= 0).all()
-    if not sound:
+    are_finite = a.shape == b.shape and np.isfinite(a + b).all()
+    if not (are_finite and (a >= 0).all() and (b >= 0).all()):
         raise CalibrationError(
             "ranges of channels must be finite, not negative and of one length, got shapes"
             f" {list(a.shape)} and {list(b.shape)}"
         )
-    both = (a > 0) & (b > 0)
-    factors = np.where(both, a, 1.0) ** 0.5 / np.where(both, b, 1.0) ** 0.5
-    return np.clip(factors, 1 / _MOST, _MOST)
+    is_nonzero = (a > 0) & (b > 0)
+    factors = np.where(is_nonzero, a, 1.0) ** 0.5 / np.where(is_nonzero, b, 1.0) ** 0.5
+    return np.clip(factors, 1 / _MAX_FACTOR, _MAX_FACTOR)
 
 
 def shrunk_mean(differences: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -79,10 +79,10 @@ def shrunk_mean(differences: NDArray[np.float64]) -> NDArray[np.float64]:
     mean = differences.mean(axis=0)
     if len(differences) < 2:
         return np.asarray(mean, np.float64)
-    doubt = differences.var(axis=0, ddof=1) / len(differences)
+    variance_of_mean = differences.var(axis=0, ddof=1) / len(differences)
     square = mean * mean
     with np.errstate(invalid="ignore"):
-        share = np.where(square > 0, square / (square + doubt), 0.0)
+        share = np.where(square > 0, square / (square + variance_of_mean), 0.0)
     return np.asarray(mean * share, np.float64)
 
 
@@ -100,11 +100,11 @@ def pair_scales(rows: NDArray[np.floating], scales: NDArray[np.float32]) -> NDAr
     `rows`: weight in real units, [C_out, C_in of a group, ...]. `scales`: its scales, float32
     [C_out], or [1] per tensor.
     """
-    largest = pair_sums(rows).max(axis=1, initial=0.0)
+    largest_sums = pair_sums(rows).max(axis=1, initial=0.0)
     if scales.size == 1:
-        largest = largest.max(keepdims=True)
-    least = (largest / (PAIR_LIMIT - PAIR_ROUNDING)).astype(np.float32)
-    return np.asarray(np.maximum(scales, least), np.float32)
+        largest_sums = largest_sums.max(keepdims=True)
+    min_scales = (largest_sums / (PAIR_LIMIT - PAIR_ROUNDING)).astype(np.float32)
+    return np.asarray(np.maximum(scales, min_scales), np.float32)
 
 
 def pair_sums(rows: NDArray[np.generic]) -> NDArray[np.float32]:
@@ -112,15 +112,14 @@ def pair_sums(rows: NDArray[np.generic]) -> NDArray[np.float32]:
 
     `rows`: [C_out, C_in of a group, ...], in real units or in steps.
     """
-    wide = np.pad(_flat(rows), ((0, 0), (0, 2))).astype(np.float32)  # 0 after the last weight
-    step = pair_stride(rows.shape)
-    first, second = slice(0, wide.shape[1] - 2, step), slice(1, wide.shape[1] - 1, step)
-    one_sign = (wide[:, first] > 0) == (wide[:, second] > 0)
-    np.abs(wide, out=wide)
-    left, right = wide[:, first], wide[:, second]
+    padded = np.pad(_flatten(rows), ((0, 0), (0, 2))).astype(np.float32)  # 0 after the last weight
+    stride = pair_stride(rows.shape)
+    a, b = padded[:, :-2:stride], padded[:, 1:-1:stride]  # views of both weights of each pair
+    has_equal_sign = (a > 0) == (b > 0)
+    np.abs(padded, out=padded)  # now a and b are the sizes
     with np.errstate(over="ignore"):  # sums of weights near 1e38 are capped
-        both = np.minimum(left + right, np.finfo(np.float32).max)
-    return np.where(one_sign, both, np.maximum(left, right))
+        sums = np.minimum(a + b, np.finfo(np.float32).max)
+    return np.where(has_equal_sign, sums, np.maximum(a, b))
 
 
 def pair_stride(shape: Sequence[int]) -> int:
@@ -137,15 +136,15 @@ def tight_pair_mask(steps: NDArray[np.floating]) -> NDArray[np.bool_]:
         bool of the shape of `steps`. If these weights are rounded to nearest, the largest pair of
         a channel stays the largest.
     """
-    tight = pair_sums(steps) > PAIR_LIMIT - 2 * PAIR_ROUNDING
-    width, step = _flat(steps).shape[1], pair_stride(steps.shape)
-    held = np.zeros((len(steps), width + 2), np.bool_)
-    held[:, 0:width:step] = tight
-    held[:, 1 : width + 1 : step] |= tight
-    flat = held[:, :width].reshape(len(steps), *steps.shape[2:], steps.shape[1])
-    return np.ascontiguousarray(np.moveaxis(flat, -1, 1))
+    is_tight = pair_sums(steps) > PAIR_LIMIT - 2 * PAIR_ROUNDING
+    width, stride = _flatten(steps).shape[1], pair_stride(steps.shape)
+    is_in_tight_pair = np.zeros((len(steps), width + 2), np.bool_)
+    is_in_tight_pair[:, 0:width:stride] = is_tight
+    is_in_tight_pair[:, 1 : width + 1 : stride] |= is_tight
+    mask = is_in_tight_pair[:, :width].reshape(len(steps), *steps.shape[2:], steps.shape[1])
+    return np.ascontiguousarray(np.moveaxis(mask, -1, 1))
 
 
-def _flat(rows: NDArray[np.generic]) -> NDArray[np.generic]:
+def _flatten(rows: NDArray[np.generic]) -> NDArray[np.generic]:
     """Flatten [C_out, C_in, ...] to [C_out, values], position by position, channel by channel."""
     return np.moveaxis(rows, 1, -1).reshape(len(rows), -1)

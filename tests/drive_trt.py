@@ -114,7 +114,7 @@ def bytes_seen():
         for name, address in zip(("ids", "data"), builder.batch("ids", "data"), strict=True):
             if ctypes.string_at(address, batch[name].nbytes) != batch[name].tobytes():
                 return False
-    return builder.batch("ids", "data") is None and calib.taken == 3
+    return builder.batch("ids", "data") is None and calib.batches_taken == 3
 
 
 def raising():
@@ -192,7 +192,7 @@ def dtype(data_type):
 def calibrations():
     """The outcome of each calibration, that of the feeds and builders that go wrong among them."""
     known = b"TRT-8503-EntropyCalibration2\nknown: 3c008912\n"
-    reused, unwritten = make(raising(), 2, known=known), make(batches(1), 1)
+    reused, unwritten = make(raising(), 2, cache=known), make(batches(1), 1)
     Builder(unwritten).batch("data", "ids")
     return {
         "whole": run_all(make(batches(3), 3)),
@@ -206,9 +206,9 @@ def calibrations():
         "missing_name": run_all(make(batches(3), 3), "data", "mask"),
         "no_cache_written": outcome(unwritten),
         "reused": run_all(reused),
-        "reused_taken": reused.taken,
-        "refused": run_all(make([], 1, known=known), refuses=True),
-        "refused_but_fed": run_all(make(batches(2), 2, known=known), refuses=True),
+        "reused_taken": reused.batches_taken,
+        "refused": run_all(make([], 1, cache=known), refuses=True),
+        "refused_but_fed": run_all(make(batches(2), 2, cache=known), refuses=True),
         "unknown": unknown_algorithm(),
     }
 

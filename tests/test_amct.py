@@ -9,7 +9,14 @@ from calibrators.amct import arq
 from calibrators.amct import hfmg as hfmg_module
 from calibrators.amct import ifmr as ifmr_module
 from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, candidate_runs, hfmg, redistribute
-from calibrators.amct.ifmr import KEPT, IfmrHistogram, IfmrParams, ifmr, ifmr_streaming, ratios
+from calibrators.amct.ifmr import (
+    MAX_STORED_VALUES,
+    IfmrHistogram,
+    IfmrParams,
+    ifmr,
+    ifmr_streaming,
+    ratios,
+)
 from calibrators.errors import CalibrationError
 
 KINDS = {
@@ -37,7 +44,7 @@ def direct(x, params):
     data = np.sort(x, axis=None)
     lo = ifmr_module.kth_value(data, params.min_percentile, smallest=True)
     hi = ifmr_module.kth_value(data, params.max_percentile, smallest=False)
-    candidates = ifmr_module.candidates_of(np.float32(hi), np.float32(lo), params)
+    candidates = ifmr_module.make_candidates(np.float32(hi), np.float32(lo), params)
     return np.array([ifmr_module.loss32(data, candidates, i) for i in range(candidates.hi.size)])
 
 
@@ -56,7 +63,7 @@ def test_sorted_losses_choose_as_the_direct_ones(kind, with_offset, bits):
 def test_losses_are_the_same_a_few_stairs_at_a_time(stairs, monkeypatch):
     x, params = drawn("laplace", 20_000, seed=3), IfmrParams()
     whole = ifmr(x, params).losses
-    monkeypatch.setattr(ifmr_module, "_STEPS", stairs * 255)
+    monkeypatch.setattr(ifmr_module, "_MAX_STEPS", stairs * 255)
     assert ifmr(x, params).losses.tolist() == whole.tolist()
 
 
@@ -108,7 +115,7 @@ def test_few_values_stream_exactly_and_none_are_refused():
     with pytest.raises(CalibrationError, match="1 NaN or Inf"):
         histogram.observe(np.array([1.0, np.inf], np.float32))
     assert histogram.total == 0
-    x = drawn("heavy", KEPT, seed=8)
+    x = drawn("heavy", MAX_STORED_VALUES, seed=8)
     exact, streamed = ifmr(x), ifmr_streaming(streamed_of(np.array_split(x, 5)))
     assert (exact.scale, exact.offset) == (streamed.scale, streamed.offset)
     x = drawn("heavy", 160_000, seed=6)
@@ -120,7 +127,9 @@ def test_few_values_stream_exactly_and_none_are_refused():
 @settings(max_examples=15)
 @given(st.integers(1, 9), st.integers(0, 99))
 def test_batches_leave_no_trace(parts, seed):
-    x = np.random.default_rng(seed).normal(size=KEPT + 5000).astype(np.float32) * (seed + 1)
+    x = np.random.default_rng(seed).normal(size=MAX_STORED_VALUES + 5000).astype(np.float32) * (
+        seed + 1
+    )
     whole, split = streamed_of([x]), streamed_of(np.array_split(x[::-1], parts))
     np.testing.assert_array_equal(whole.counts, split.counts)
     np.testing.assert_array_equal(whole.sums, split.sums)
@@ -172,7 +181,7 @@ def test_respreading_loses_no_count(counts, below, above):
 def test_samples_that_make_a_batch_are_the_batch(together):
     """Held until it is whole, and the last one as small as it is."""
     x = np.float32(drawn("laplace", (5, 400), seed=4) * np.arange(1, 6)[:, None])
-    joined, plain = HfmgHistogram(1024, together=together), HfmgHistogram(1024)
+    joined, plain = HfmgHistogram(1024, samples_per_batch=together), HfmgHistogram(1024)
     for sample in x:
         joined.observe(sample)
     scale = hfmg(joined).scale  # ends the last batch

@@ -30,7 +30,7 @@ from tests.vendor_models import build_net
 GOLDEN = np.load(Path(__file__).parent / "golden" / "amct" / "adaround.npz")
 PARAMS = amct.AdaParams(num_iteration=300, reg_param=0.02, beta_range=(12.0, 3.0), warm_start=0.3)
 CONV = ConvWindow(kernel=(3, 3), strides=(2, 2), dilations=(1, 1), pads=(1, 1, 1, 1), group=2)
-TURNED = replace(CONV, transposed=True, more=(1, 1))
+TURNED = replace(CONV, transposed=True, output_padding=(1, 1))
 
 
 def golden(case, name):
@@ -47,16 +47,16 @@ def problem_of(case, window, activation):
     rows = golden_rows(case, window)
     groups = window.group if window else 1
     shape = (groups, len(rows) // groups, rows[0].size)
-    most = {"samples": 99, "most": 999}
+    most = {"samples": 99, "max_positions": 999}
     params = {"shape": shape, "scales": len(rows) if window else 1, "params": PARAMS}
     inputs = RoundedWeightsOf(window=window, **most, **params).recorder(None)
-    targets = TargetsOf(last=window is None, **most).recorder(None)
+    targets = TargetsOf(channels_last=window is None, **most).recorder(None)
     for x, y in zip(golden(case, "x"), golden(case, "outputs"), strict=True):
         inputs.observe(x[None])
         targets.observe(y[None])
     scale = np.broadcast_to(golden(case, "scale"), len(rows)).reshape(groups, -1, 1)
-    values = {"weight": rows.reshape(shape), "scale": scale, "inputs": inputs.taken()}
-    values["targets"] = targets.taken().reshape(-1, *shape[:2])
+    values = {"weight": rows.reshape(shape), "scale": scale, "inputs": inputs.take_patches()}
+    values["targets"] = targets.take_outputs().reshape(-1, *shape[:2])
     values["bias"] = golden(case, "bias").reshape(shape[:2])
     return amct.AdaProblem(**values, activation=activation, share=targets.share)
 
@@ -116,7 +116,7 @@ def test_the_slope_is_that_of_the_loss(kind):
     activation = amct.AdaActivation(kind, np.float32(rng.uniform(size=(groups, rows))))
     problem = amct.AdaProblem(**as_float32(values), activation=activation, share=0.5)
     tiles = amct.Tiles.of(problem.weight, problem.scale, problem.bias, problem.inputs)
-    wanted = tiles.wanted(problem.targets, problem.activation)
+    wanted = tiles.activate_targets(problem.targets, problem.activation)
     low, alpha = amct.initial_alpha(tiles.weight, tiles.scale)
     places = tiles.draw(np.random.default_rng(0))
     up, rise = amct.alpha_heights(alpha)
@@ -200,18 +200,18 @@ def test_weights_times_patches_are_a_transposed_convolution(given):
     ("shape", "last", "share"), [((2, 3, 5), True, 0.6), ((2, 5), True, 1), ((2, 3, 5), False, 1)]
 )
 def test_the_loss_of_tokens_is_a_mean_over_axis_1_as_amcts(shape, last, share):
-    targets = TargetsOf(samples=1, most=9, last=last).recorder(None)
+    targets = TargetsOf(samples=1, max_positions=9, channels_last=last).recorder(None)
     targets.observe(np.zeros(shape, np.float32))
     assert targets.share == share
 
 
 def test_what_a_store_gives_back(wording):
     how = {"window": None, "shape": (1, 2, 3), "scales": 2, "params": amct.AdaParams()}
-    statistic = RoundedWeightsOf(samples=1, most=9, **how)
+    statistic = RoundedWeightsOf(samples=1, max_positions=9, **how)
     recorder = statistic.recorder(None)
     assert recorder.to_arrays() == {}  # nothing is found yet
     integers = np.arange(-3, 3, dtype=np.int8).reshape(1, 2, 3)
-    recorder.keep(integers, np.float32([1, 2]), (3.0, 2.0))
+    recorder.set_result(integers, np.float32([1, 2]), (3.0, 2.0))
     again = statistic.restore(recorder.to_arrays())
     np.testing.assert_array_equal(again.integers, integers)
     assert again.scale.tolist() == [1, 2] and again.errors == (3.0, 2.0)

@@ -9,7 +9,7 @@ import pytest
 
 from calib8 import build
 from calibrators.amct.hfmg import HfmgHistogram
-from calibrators.amct.ifmr import KEPT, IfmrHistogram
+from calibrators.amct.ifmr import MAX_STORED_VALUES, IfmrHistogram
 from calibrators.histogram import Histogram
 from calibrators.statistics import Amax
 from deploy.calibration import trt_cache
@@ -54,8 +54,8 @@ def test_every_value_is_in_its_bar(shift):
 @pytest.mark.parametrize("recorder", [Histogram, IfmrHistogram])
 def test_values_at_the_end_of_the_range_are_in_the_last_bar(recorder):
     ends = np.array([-4.0, 4.0], np.float32)  # powers of two: bins of their own
-    part = histogram_part(seen(recorder(), np.tile(ends, KEPT)))
-    assert part.counts[0] == part.counts[-1] == KEPT == sum(part.counts) / 2
+    part = histogram_part(seen(recorder(), np.tile(ends, MAX_STORED_VALUES)))
+    assert part.counts[0] == part.counts[-1] == MAX_STORED_VALUES == sum(part.counts) / 2
     assert edges(part)[0] <= -4 and edges(part)[-1] >= 4 and len(part.counts) <= MAX_BARS
 
 

@@ -47,10 +47,10 @@ def ways(library):
 @pytest.fixture(autouse=True)
 def forgetful():
     """What was chosen elsewhere is chosen anew here, and what is chosen here is elsewhere."""
-    for cached in (kernel.kernel, kernel._here):
+    for cached in (kernel.kernel, kernel._load_own_kernel):
         cached.cache_clear()
     yield
-    for cached in (kernel.kernel, kernel._here):
+    for cached in (kernel.kernel, kernel._load_own_kernel):
         cached.cache_clear()
 
 
@@ -160,7 +160,11 @@ def test_a_range_that_no_histogram_has_is_refused(ways, broken, wording):
     state, counts = kernel.HistogramState(full_range=broken), np.zeros(2 * BINS + 1, np.int64)
     values, scratch = np.full(9, 0.5, np.float32), ctypes.create_string_buffer(kernel.SCRATCH)
     given = (ctypes.byref(state), counts.ctypes.data, values.ctypes.data, 9, scratch)
-    for way in (*(w.way for w in ways), -1, len(ways)):  # nor does the kernel write beyond it
+    for way in (
+        *(w.instruction_set for w in ways),
+        -1,
+        len(ways),
+    ):  # nor does the kernel write beyond it
         assert ways[0].observe(way, *given) == -1 and not counts.any()
 
 
@@ -188,7 +192,7 @@ def test_the_kernel_counts_where_it_is_here_unless_told(beside, ways, monkeypatc
     assert said() == f"counting: C kernel ({ways[-1].name})"
     monkeypatch.setenv(kernel.KERNEL_VARIABLE, "fortran")
     assert "must be c, opencv or unset, got 'fortran'" in said()
-    kernel._here.cache_clear()
+    kernel._load_own_kernel.cache_clear()
     monkeypatch.delenv(kernel.KERNEL_VARIABLE)
     beside.unlink()
     assert said() == "counting: numpy and OpenCV (the C kernel is not built here)"
@@ -222,7 +226,7 @@ def test_another_library_is_not_used(beside, tmp_path, text):
 def test_what_is_written_here_is_what_the_header_has():
     header = SOURCE.with_name("count.h").read_text()
     assert f"#define CALIB8_SCRATCH {kernel.SCRATCH} " in header
-    assert f"#define CALIB8_KERNEL_FORM {kernel._FORM} " in header
+    assert f"#define CALIB8_KERNEL_FORM {kernel._INTERFACE_VERSION} " in header
     assert f"#define CALIB8_BINS {histogram.BINS} " in header
 
 
@@ -301,13 +305,13 @@ def test_what_is_refused_has_its_place_and_what_came_before_is_counted(way, word
     with pytest.raises(ArrayRefused) as refused:
         HistogramGroup(beside).observe(LocatedArrays(values))
     wording.check(refused.value)
-    assert refused.value.place == 1 and [h.total for h in beside] == [9, 0, 0]
+    assert refused.value.index == 1 and [h.total for h in beside] == [9, 0, 0]
     beside[2].full_range = 1e-300
     values[1] = values[0]
     with pytest.raises(ArrayRefused) as refused:
         HistogramGroup(beside).observe(LocatedArrays(values))
     wording.check(refused.value)
-    assert refused.value.place == 2 and isinstance(refused.value, CalibrationError)
+    assert refused.value.index == 2 and isinstance(refused.value, CalibrationError)
     assert not beside[2].counts.any()
 
 

@@ -153,7 +153,7 @@ def test_bins_are_added_up_for_few_ranges_alone(added, monkeypatch):
     h = observed(np.random.default_rng(3).normal(size=5000))
     mse(h)
     assert sum(added) < 10
-    monkeypatch.setattr(_Bins, "_near", lambda self, lows, highs: np.arange(lows.size))
+    monkeypatch.setattr(_Bins, "_candidates", lambda self, lows, highs: np.arange(lows.size))
     mse(h)
     assert sum(added) >= 3 * _RATIOS.size
 

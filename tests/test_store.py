@@ -19,7 +19,7 @@ from deploy.errors import CacheError
 
 STATISTICS = [
     HistogramOf(),
-    HistogramOf(first=2),
+    HistogramOf(first_batch=2),
     AmaxOf(2),
     IfmrOf(),
     IfmrOf(samples=3),
@@ -73,7 +73,7 @@ def test_every_statistic_comes_back_as_it_was(statistic, batches):
 def test_many_values_come_back_as_counts():
     rng = np.random.default_rng(2)
     recorder = recorded(IfmrOf(), [rng.standard_normal((1, 70_000)).astype(np.float32)])
-    assert recorder.kept is None and same(IfmrOf().restore(recorder.to_arrays()), recorder)
+    assert recorder.stored_values is None and same(IfmrOf().restore(recorder.to_arrays()), recorder)
 
 
 def observation(statistic, tensor="x", variant=FOLDED):
@@ -107,7 +107,7 @@ def test_each_observation_is_judged_by_itself(tmp_path):
     other = Variant("other", lambda _: None)
     here = [observation(HistogramOf()), observation(IfmrOf(), "y", other)]
     kept(path, here)
-    more = [*here, observation(HistogramOf(), "z"), observation(HistogramOf(first=2))]
+    more = [*here, observation(HistogramOf(), "z"), observation(HistogramOf(first_batch=2))]
     verdict = check_cache(CachePolicy(path=path), lambda _: MARK, more)
     assert set(verdict.observed) == {o.key for o in here}
     assert verdict.missing == tuple(more[2:]) and "lacks 2 observations" in verdict.reason

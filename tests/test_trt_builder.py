@@ -73,7 +73,7 @@ MODEL = Path("net.onnx")
 
 def fed(count=2, promised=2, known=None):
     feed = [{"x": np.zeros(3, np.float32)}] * count
-    return Callbacks(feed, batches=promised, shapes={"x": (3,)}, memory=HostMemory(), known=known)
+    return Callbacks(feed, batches=promised, shapes={"x": (3,)}, memory=HostMemory(), cache=known)
 
 
 def says(log, *errors):

@@ -374,7 +374,10 @@ def test_tensorrt_gets_the_same_batches(tensorrt, command, refusal, small_cnn, l
         return " ".join(report["targets"][0]["notes"]), cache.read_bytes()
 
     said, cache = built(20)
-    assert "the last 4 of 20 samples" in said and trt.STORY.configs[0].int8_calibrator.taken == 2
+    assert (
+        "the last 4 of 20 samples" in said
+        and trt.STORY.configs[0].int8_calibrator.batches_taken == 2
+    )
     said, fewer = built(16)
     assert "fill none" not in said and cache == fewer
     err = refusal(*words, "--images", listed(6), "--out", tmp_path / "few")

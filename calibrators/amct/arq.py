@@ -47,13 +47,15 @@ from numpy.typing import NDArray
 from calibrators.errors import CalibrationError
 from calibrators.grids import Float32Array, check_scale, checked_axis
 
-FLT_EPSILON = np.float32(2.0**-23)
 IntArray = NDArray[np.int32]
-_BINS, _CUTS = 512, 20
-_EMPTY = 0.0001  # count of an empty bin
-_MOST = 1e35  # twice 512 times this is near the float32 maximum
 FloatArray = NDArray[np.float64]
 Value = TypeVar("Value", bound=np.generic)
+
+FLT_EPSILON = np.float32(2.0**-23)
+_HISTOGRAM_BINS = 512
+_MAX_CUTS = 20  # cuts that the search of a KL scale tries, from 0 bins a side
+_EMPTY_BIN_COUNT = 0.0001  # count of an empty bin
+_MAX_WEIGHT = 1e35  # twice 512 times this is near the float32 maximum
 
 
 def ascend_range(bits: int) -> tuple[int, int]:
@@ -104,11 +106,12 @@ def ascend_scale_offset(
             raw = np.maximum(np.abs(hi), np.abs(lo)) / denominator
             offset = np.zeros_like(raw)
         scale = ascend_guard(np.asarray(raw, np.float32))
-        sound = np.isfinite(scale) & np.isfinite(np.float32(1) / scale) & np.isfinite(offset)
-    if not sound.all():
+        is_valid = np.isfinite(scale) & np.isfinite(np.float32(1) / scale) & np.isfinite(offset)
+
+    if not is_valid.all():
         raise CalibrationError(
             "an Ascend scale and its inverse must be finite and not zero,"
-            f" got scale {np.ravel(scale)[~np.ravel(sound)][:3]} for a range up to"
+            f" got scale {np.ravel(scale)[~np.ravel(is_valid)][:3]} for a range up to"
             f" {np.ravel(np.maximum(np.abs(hi), np.abs(lo))).max()}; leave this layer in float"
         )
     return scale, np.rint(offset).astype(np.int32)
@@ -198,7 +201,7 @@ def channels_first(weight: NDArray[Value], group: int) -> NDArray[Value]:
     return np.swapaxes(split, 1, 2).reshape(group * c_out, c_in // group, *kernel)
 
 
-def check_values(x: NDArray[np.generic], what: str) -> Float32Array:
+def check_values(x: NDArray[np.generic], role: str) -> Float32Array:
     """Return `x` as float32, refusing what AMCT refuses.
 
     Raises:
@@ -207,14 +210,15 @@ def check_values(x: NDArray[np.generic], what: str) -> Float32Array:
     x = np.asarray(x)
     if x.dtype not in (np.float32, np.float16):
         raise CalibrationError(
-            f"AMCT quantizes a float32 or float16 {what}, got {x.dtype}; cast it first"
+            f"AMCT quantizes a float32 or float16 {role}, got {x.dtype}; cast it first"
         )
     if x.size == 0:
-        raise CalibrationError(f"the {what} to be quantized must not be empty, got {x.shape}")
+        raise CalibrationError(f"the {role} to be quantized must not be empty, got {x.shape}")
     if not (np.isfinite(x.min()) and np.isfinite(x.max())):  # NaN shows in both
-        bad = int((~np.isfinite(x)).sum())
+        invalid_count = int((~np.isfinite(x)).sum())
         raise CalibrationError(
-            f"the {what} to be quantized must be finite, got {bad} NaN or Inf values of {x.size}"
+            f"the {role} to be quantized must be finite, got {invalid_count} NaN or Inf values of"
+            f" {x.size}"
         )
     return x.astype(np.float32, copy=False)
 
@@ -226,9 +230,9 @@ def channel_max(x: NDArray[np.floating], axis: int) -> Float32Array:
         CalibrationError: wrong dtype, empty, NaN or Inf, or no such axis.
     """
     data = np.abs(check_values(x, "tensor"))
-    own = checked_axis(axis, data.ndim)
-    others = tuple(a for a in range(data.ndim) if a != own)
-    return np.asarray(data.max(axis=others), np.float32)
+    channel_axis = checked_axis(axis, data.ndim)
+    reduced_axes = tuple(a for a in range(data.ndim) if a != channel_axis)
+    return np.asarray(data.max(axis=reduced_axes), np.float32)
 
 
 def weight_channel_max(weight: NDArray[np.floating], group: int = 1) -> Float32Array:
@@ -256,17 +260,17 @@ def balance_factors(
     """
     if not 0.2 <= strength <= 0.8:
         raise CalibrationError(f"the DMQ migration strength must be in [0.2, 0.8], got {strength}")
-    act, wts = np.asarray(act_max, np.float32), np.asarray(weight_max, np.float32)
-    no_act, no_wts = act < FLT_EPSILON, wts < FLT_EPSILON
-    one = np.float32(1)
+    activation, weight = np.asarray(act_max, np.float32), np.asarray(weight_max, np.float32)
+    has_no_activation, has_no_weight = activation < FLT_EPSILON, weight < FLT_EPSILON
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # replaced or refused below
-        factor = act ** np.float32(strength) / wts ** np.float32(1 - strength)
-        factor = np.where(no_act | no_wts, one, factor)
-        from_weight = (wts * factor).max() / wts
-        from_act = act / (act / factor).max()
-    factor = np.where(no_act & ~no_wts, from_weight, factor)
-    factor = np.where(no_wts & ~no_act, from_act, factor).astype(np.float32)
-    if not ((factor > FLT_EPSILON) & (factor < one / FLT_EPSILON)).all():
+        factor = activation ** np.float32(strength) / weight ** np.float32(1 - strength)
+        factor = np.where(has_no_activation | has_no_weight, np.float32(1), factor)
+        from_weight = (weight * factor).max() / weight
+        from_activation = activation / (activation / factor).max()
+    factor = np.where(has_no_activation & ~has_no_weight, from_weight, factor)
+    factor = np.where(has_no_weight & ~has_no_activation, from_activation, factor)
+    factor = factor.astype(np.float32)
+    if not ((factor > FLT_EPSILON) & (factor < np.float32(1) / FLT_EPSILON)).all():
         raise CalibrationError(
             "DMQ factors must be within float32's epsilon and its inverse, got"
             f" {factor.min()} to {factor.max()}; leave dmq_balancer off for this layer"
@@ -274,8 +278,8 @@ def balance_factors(
     return factor
 
 
-_LOW, _HIGH = ascend_range(8)
-_LEVELS = _HIGH - _LOW  # number of steps between the codes
+_MIN_CODE, _MAX_CODE = ascend_range(8)
+_LEVELS = _MAX_CODE - _MIN_CODE  # number of steps between the codes
 
 
 def kl_scale(weight: NDArray[np.floating], *, channel_wise: bool = True) -> Float32Array:
@@ -285,64 +289,66 @@ def kl_scale(weight: NDArray[np.floating], *, channel_wise: bool = True) -> Floa
         CalibrationError: wrong dtype, NaN or Inf, no elements, or values near float32's maximum.
     """
     rows = check_values(weight, "weight").reshape(weight.shape[0] if channel_wise else 1, -1)
-    most = np.abs(rows).max(axis=1)
-    if most.max() > _MOST:
+    amax = np.abs(rows).max(axis=1)
+    if amax.max() > _MAX_WEIGHT:
         raise CalibrationError(
-            f"weights that AdaRound rounds must be at most {_MOST:.1g}, got {most.max():.3g}"
+            f"weights that AdaRound rounds must be at most {_MAX_WEIGHT:.1g}, got {amax.max():.3g}"
         )
     scales = np.ones(len(rows), np.float32)  # a channel of zeros has scale 1
-    held = most > 0
-    if held.any():
-        scales[held] = _scales(_histograms(rows[held], most[held]), most[held])
+    is_nonzero = amax > 0
+    if is_nonzero.any():
+        rows, amax = rows[is_nonzero], amax[is_nonzero]
+        scales[is_nonzero] = _best_scales(_histograms(rows, amax), amax)
     return ascend_guard(scales)
 
 
-def _histograms(rows: Float32Array, most: Float32Array) -> FloatArray:
-    """Return the counts over [-most, most] of every row, [C, 512], as in torch.histc."""
-    end = most[:, None]
-    bins = ((rows + end) * np.float32(_BINS) / (end + end)).astype(np.int64)
-    bins = np.minimum(bins, _BINS - 1) + _BINS * np.arange(len(rows))[:, None]
-    counts = np.bincount(bins.reshape(-1), minlength=_BINS * len(rows))
-    return counts.reshape(len(rows), _BINS).astype(np.float64)
+def _histograms(rows: Float32Array, amax: Float32Array) -> FloatArray:
+    """Return the counts over [-amax, amax] of every row, [C, 512], as in torch.histc."""
+    end = amax[:, None]
+    bins = ((rows + end) * np.float32(_HISTOGRAM_BINS) / (end + end)).astype(np.int64)
+    bins = np.minimum(bins, _HISTOGRAM_BINS - 1)
+    bins += _HISTOGRAM_BINS * np.arange(len(rows))[:, None]  # all rows are counted at once
+    counts = np.bincount(bins.reshape(-1), minlength=_HISTOGRAM_BINS * len(rows))
+    return counts.reshape(len(rows), _HISTOGRAM_BINS).astype(np.float64)
 
 
-def _scales(counts: FloatArray, most: Float32Array) -> Float32Array:
+def _best_scales(counts: FloatArray, amax: Float32Array) -> Float32Array:
     """Return the scales of least divergence, with the smallest cut on ties."""
-    width = (most + most) / np.float32(_BINS)
+    width = (amax + amax) / np.float32(_HISTOGRAM_BINS)
     best = np.full(len(counts), np.inf)
     scales = np.ones(len(counts), np.float32)
-    for cut in range(_CUTS):
-        divergence = _divergence(*_levelled(counts, cut))
-        better = divergence < best
-        best[better] = divergence[better]
-        scale = (most - np.float32(cut) * width) / np.float32(-_LOW)
-        scales[better] = scale[better]
+    for cut in range(_MAX_CUTS):
+        divergence = _divergence(*_cut_and_level(counts, cut))
+        is_better = divergence < best
+        best[is_better] = divergence[is_better]
+        scale = (amax - np.float32(cut) * width) / np.float32(-_MIN_CODE)
+        scales[is_better] = scale[is_better]
     return scales
 
 
-def _levelled(counts: FloatArray, cut: int) -> tuple[FloatArray, FloatArray]:
+def _cut_and_level(counts: FloatArray, cut: int) -> tuple[FloatArray, FloatArray]:
     """Return (p, q) of a cut: the remaining counts, and their approximation by 255 levels."""
-    p = counts[:, cut : _BINS - cut].copy()
+    p = counts[:, cut : _HISTOGRAM_BINS - cut].copy()
     p[:, 0] += counts[:, :cut].sum(axis=1)
-    p[:, -1] += counts[:, _BINS - cut :].sum(axis=1)
-    wide = p.shape[1] / _LEVELS
-    starts = np.ceil(np.arange(_LEVELS) * wide).astype(np.int64)
+    p[:, -1] += counts[:, _HISTOGRAM_BINS - cut :].sum(axis=1)
+    bins_per_level = p.shape[1] / _LEVELS
+    starts = np.ceil(np.arange(_LEVELS) * bins_per_level).astype(np.int64)
     sums = np.add.reduceat(p, starts, axis=1)
-    filled = np.add.reduceat((p != 0).astype(np.float64), starts, axis=1)
+    occupied = np.add.reduceat((p != 0).astype(np.float64), starts, axis=1)
     level = np.repeat(np.arange(_LEVELS), np.diff(starts, append=p.shape[1]))
-    means = sums / np.maximum(filled, 1)
+    means = sums / np.maximum(occupied, 1)
     return p, np.where(p != 0, means[:, level], 0.0)
 
 
 def _divergence(p: FloatArray, q: FloatArray) -> FloatArray:
     """Return KL(p, q) of every row, with a small count in empty bins."""
-    p, q = _filled(p), _filled(q)
+    p, q = _fill_empty_bins(p), _fill_empty_bins(q)
     p, q = p / p.sum(axis=1, keepdims=True), q / q.sum(axis=1, keepdims=True)
     return np.asarray((p * np.log(p / q)).sum(axis=1))
 
 
-def _filled(counts: FloatArray) -> FloatArray:
-    empty = counts == 0
-    none = empty.sum(axis=1, keepdims=True)
-    more = _EMPTY * none / (counts.shape[1] - none)
-    return np.where(empty, _EMPTY, counts + more)
+def _fill_empty_bins(counts: FloatArray) -> FloatArray:
+    is_empty = counts == 0
+    empty_bins = is_empty.sum(axis=1, keepdims=True)
+    correction = _EMPTY_BIN_COUNT * empty_bins / (counts.shape[1] - empty_bins)
+    return np.where(is_empty, _EMPTY_BIN_COUNT, counts + correction)

@@ -37,18 +37,23 @@ Float64Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfmgParams:
-    """Parameters of the search, with AMCT's defaults."""
+    """Parameters of the search, with AMCT's defaults.
 
-    bits: int = 8  # 4, 8 or 16
-    with_offset: bool = True  # whether the grid is affine, else symmetric
+    Attributes:
+        bits: width of the grid: 4, 8 or 16.
+        with_offset: whether the grid is affine, else symmetric.
+    """
+
+    bits: int = 8
+    with_offset: bool = True
 
 
 class HfmgHistogram:
     """AMCT's histogram of one tensor over its calibration batches.
 
-    `together`: samples per batch; those of an incomplete batch are held.
-
     Attributes:
+        nbins: number of bins.
+        samples_per_batch: samples per batch; those of an incomplete batch wait for the others.
         counts: [nbins] int32; None before the first batch.
         lo, hi: range in real units, float32.
 
@@ -56,11 +61,11 @@ class HfmgHistogram:
         CalibrationError: another number of bins than in `NBINS`.
     """
 
-    def __init__(self, nbins: int = 4096, *, together: int = 1) -> None:
+    def __init__(self, nbins: int = 4096, *, samples_per_batch: int = 1) -> None:
         if nbins not in NBINS:
             raise CalibrationError(f"HFMG needs {list(NBINS)} bins, got {nbins}")
         self.nbins = nbins
-        self.together = together
+        self.samples_per_batch = samples_per_batch
         self._waiting: list[Float32Array] = []
         self.counts: NDArray[np.int32] | None = None
         self.lo = self.hi = np.float32(0)
@@ -72,15 +77,15 @@ class HfmgHistogram:
             CalibrationError: wrong dtype, empty, NaN or Inf.
         """
         data = check_values(x, "activation").reshape(-1)
-        if self.together == 1:
+        if self.samples_per_batch == 1:
             self._add(data)
             return
         self._waiting.append(data.copy())
-        if len(self._waiting) == self.together:
+        if len(self._waiting) == self.samples_per_batch:
             self.end()
 
     def end(self) -> None:
-        """Count the held samples as a batch; the last one may be smaller, as in AMCT.
+        """Count the waiting samples as a batch; the last batch may be smaller, as in AMCT.
 
         Raises:
             CalibrationError: the range does not fit float32.
@@ -93,14 +98,15 @@ class HfmgHistogram:
         """Count one batch on its range, joined with the range of the earlier batches."""
         lo, hi = np.float32(data.min()), np.float32(data.max())
         if self.counts is None:
-            self.counts, self.lo, self.hi = histc(data, self.nbins, lo, hi), lo, hi
+            self.counts = histc(data, self.nbins, lo, hi)
+            self.lo, self.hi = lo, hi
             return
-        low, high = min(lo, self.lo), max(hi, self.hi)
-        old = self.counts
-        if not (_close(low, self.lo) and _close(high, self.hi)):
-            old = redistribute(old, (self.lo, self.hi), (low, high))
-        self.counts = (old + histc(data, self.nbins, low, high)).astype(np.int32)
-        self.lo, self.hi = low, high
+        lo, hi = min(lo, self.lo), max(hi, self.hi)
+        earlier = self.counts
+        if not (_is_close(lo, self.lo) and _is_close(hi, self.hi)):
+            earlier = redistribute(earlier, (self.lo, self.hi), (lo, hi))
+        self.counts = (earlier + histc(data, self.nbins, lo, hi)).astype(np.int32)
+        self.lo, self.hi = lo, hi
 
     @property
     def extremes(self) -> tuple[float, float]:
@@ -108,7 +114,7 @@ class HfmgHistogram:
         return float(self.lo), float(self.hi)
 
     @property
-    def dead(self) -> bool:
+    def is_zero(self) -> bool:
         """Whether every value was zero."""
         return bool(self.lo == self.hi == 0)
 
@@ -129,6 +135,7 @@ def histc(data: Float32Array, nbins: int, lo: np.float32, hi: np.float32) -> NDA
             f"the range of an activation must fit float32, got [{lo}, {hi}];"
             " leave this layer in float"
         )
+
     index = np.minimum(position.astype(np.int32), nbins - 1)
     return np.bincount(index, minlength=nbins).astype(np.int32)
 
@@ -143,42 +150,47 @@ def redistribute(
     A bin that crosses an edge is split in two by length, with the first share truncated.
     """
     n = counts.size
-    lo, width = float(new[0]), (float(new[1]) - float(new[0])) / n
-    old_width = (float(old[1]) - float(old[0])) / n
-    lower = float(old[0]) + old_width * np.arange(n)
+    old_lo, lo = float(old[0]), float(new[0])
+    old_width = (float(old[1]) - old_lo) / n
+    width = (float(new[1]) - lo) / n
+
+    # the new bins of both ends of each old bin
+    lower = old_lo + old_width * np.arange(n)
     upper = lower + old_width
-    first = np.clip((lower - lo) // width, 0, n - 1).astype(np.int64)
-    second = np.clip((upper - lo) // width, 0, n - 1).astype(np.int64)
+    lower_bin = np.clip((lower - lo) // width, 0, n - 1).astype(np.int64)
+    upper_bin = np.clip((upper - lo) // width, 0, n - 1).astype(np.int64)
+
     with np.errstate(divide="ignore", invalid="ignore"):
-        share = (lo + (first + 1) * width - lower) / old_width
-    inside = first == second
-    to_first = np.where(inside, counts, (counts * np.where(inside, 1.0, share)).astype(np.int64))
-    out = np.zeros(n, np.int64)
-    np.add.at(out, first, to_first)
-    np.add.at(out, second, counts - to_first)
-    return out.astype(np.int32)
+        share = (lo + (lower_bin + 1) * width - lower) / old_width
+    share = np.where(lower_bin == upper_bin, 1.0, share)
+    lower_counts = (counts * share).astype(np.int64)
+    redistributed = np.zeros(n, np.int64)
+    np.add.at(redistributed, lower_bin, lower_counts)
+    np.add.at(redistributed, upper_bin, counts - lower_counts)
+    return redistributed.astype(np.int32)
 
 
 def candidate_runs(counts: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return the candidate runs of bins, [K, 2] (left, right) inclusive, from the outside in."""
     n = counts.size
-    before = [0, *np.cumsum(counts, dtype=np.int64).tolist()]
-    step = max(math.ceil(before[-1] / 100000), 1)
-    left, right, narrowest = 0, n - 1, math.ceil(n / 4)
+    cumulative = [0, *np.cumsum(counts, dtype=np.int64).tolist()]
+    step = max(math.ceil(cumulative[-1] / 100000), 1)
+    left, right = 0, n - 1
+    min_distance = math.ceil(n / 4)  # between the ends of a run
     runs = []
-    while right - left > narrowest:
-        a = min(bisect_left(before, before[left] + step), right)
-        b = max(bisect_right(before, before[right + 1] - step) - 2, a)
-        if right - b >= a - left:
-            right = b
+    while right - left > min_distance:
+        next_left = min(bisect_left(cumulative, cumulative[left] + step), right)
+        next_right = max(bisect_right(cumulative, cumulative[right + 1] - step) - 2, next_left)
+        if right - next_right >= next_left - left:
+            right = next_right
         else:
-            left = a
+            left = next_left
         runs.append((left, right))
     return np.array(runs, np.int64).reshape(-1, 2)
 
 
 def hfmg(histogram: HfmgHistogram, params: HfmgParams | None = None) -> AscendScale:
-    """Return scale and offset from the histogram of all batches; held samples are the last one.
+    """Return scale and offset from the histogram of all batches; waiting samples are the last one.
 
     Raises:
         CalibrationError: no batch was observed, or a scale is not finite.
@@ -188,14 +200,15 @@ def hfmg(histogram: HfmgHistogram, params: HfmgParams | None = None) -> AscendSc
     if histogram.counts is None:
         raise CalibrationError("HFMG needs at least one calibration batch, got none")
     counts, lo, hi = histogram.counts, histogram.lo, histogram.hi
-    runs = candidate_runs(counts)
     width = np.float32(np.float32(hi - lo) / np.float32(counts.size))
+    runs = candidate_runs(counts)
     losses = _losses(counts, runs, width, params.bits)
+
     best = int(np.argmin(losses))
-    left, right = (np.float32(v) for v in runs[best])
-    clip_lo, clip_hi = lo + left * width, lo + (right + np.float32(1)) * width
+    left, right = runs[best].astype(np.float32)
+    run_lo, run_hi = lo + left * width, lo + (right + np.float32(1)) * width
     scale, offset = ascend_scale_offset(
-        np.asarray(clip_hi), np.asarray(clip_lo), with_offset=params.with_offset, bits=params.bits
+        np.asarray(run_hi), np.asarray(run_lo), with_offset=params.with_offset, bits=params.bits
     )
     clip_min, clip_max = ascend_clip_range(np.float32(scale), int(offset), params.bits)
     return AscendScale(
@@ -213,13 +226,16 @@ def _losses(
 ) -> Float64Array:
     """Return the L2 loss of each run: AMCT's float32 value if it may be best, else float64."""
     span = float(width) * counts.size
-    if bits > 8 or span**3 * float(counts.sum()) > 1e36 * max(float(width), 1e-30):
+    may_overflow = span**3 * float(counts.sum()) > 1e36 * max(float(width), 1e-30)
+    if bits > 8 or may_overflow:
         return np.array([_loss32(counts, left, right, width, bits) for left, right in runs])
+
     losses: Float64Array = _fast_losses(counts, runs, bits) * float(width) ** 2
     steps = width * (runs[:, 1] - runs[:, 0] + 1).astype(np.float32) / np.float32(2**bits)
     losses[steps < FLT_EPSILON] = 0.0
-    close = np.flatnonzero(losses <= losses.min() * (1 + _MARGIN))
-    losses[close] = [_loss32(counts, left, right, width, bits) for left, right in runs[close]]
+    for index in np.flatnonzero(losses <= losses.min() * (1 + _MARGIN)):
+        left, right = runs[index]
+        losses[index] = _loss32(counts, left, right, width, bits)
     return losses
 
 
@@ -230,23 +246,29 @@ def _fast_losses(counts: NDArray[np.int32], runs: NDArray[np.int64], bits: int) 
     loss is ``integral (x - c)^2 - 2 d sum_k G(t_k)``, where G is the integral of the cumulative
     count. G is quadratic within a bin, so a table and one look-up per boundary give it.
     """
-    n = counts.size
-    number = np.concatenate(([0.0], np.cumsum(counts, dtype=np.float64)))
-    area = np.concatenate(([0.0], np.cumsum(number[:-1] + counts / 2)))
-    middle = np.arange(n) + 0.5
-    total, first = number[-1], float(np.dot(counts, middle))
-    second = float(np.dot(counts, middle**2 + 1 / 12))
-    start, codes = runs[:, 0].astype(np.float64), 2**bits
+    cumulative = np.concatenate(([0.0], np.cumsum(counts, dtype=np.float64)))
+    area = np.concatenate(([0.0], np.cumsum(cumulative[:-1] + counts / 2)))
+    half = counts / 2.0
+
+    middle = np.arange(counts.size) + 0.5
+    total = cumulative[-1]
+    first_moment = float(np.dot(counts, middle))
+    second_moment = float(np.dot(counts, middle**2 + 1 / 12))
+
+    codes = 2**bits
+    start = runs[:, 0].astype(np.float64)
     spacing = (runs[:, 1] - runs[:, 0] + 1) / codes
     centre = runs[:, 1] + 1 - spacing / 2
-    grown = np.empty(len(runs))
-    half = counts / 2.0
-    for part in np.array_split(np.arange(len(runs)), max(1, len(runs) // 64)):
-        at = start[part, None] + spacing[part, None] * np.arange(1, codes)
-        bin_ = at.astype(np.int32)
-        at -= bin_
-        grown[part] = ((half[bin_] * at + number[bin_]) * at + area[bin_]).sum(axis=1)
-    losses: Float64Array = second - 2 * centre * first + centre**2 * total - 2 * spacing * grown
+    boundary_sums = np.empty(len(runs))  # sum_k G(t_k)
+    for block in np.array_split(np.arange(len(runs)), max(1, len(runs) // 64)):
+        position = start[block, None] + spacing[block, None] * np.arange(1, codes)
+        bin_ = position.astype(np.int32)
+        position -= bin_
+        g = (half[bin_] * position + cumulative[bin_]) * position + area[bin_]
+        boundary_sums[block] = g.sum(axis=1)
+    losses: Float64Array = (
+        second_moment - 2 * centre * first_moment + centre**2 * total - 2 * spacing * boundary_sums
+    )
     return losses
 
 
@@ -254,7 +276,6 @@ def _loss32(
     counts: NDArray[np.int32], left: int, right: int, width: np.float32, bits: int
 ) -> np.float32:
     """Return AMCT's loss of one run: float32, bin by bin, each over the codes it overlaps."""
-    one, half = np.float32(1), np.float32(0.5)
     step = np.float32(width * np.float32(right - left + 1) / np.float32(2**bits))
     if step < FLT_EPSILON:
         return np.float32(0)
@@ -262,16 +283,21 @@ def _loss32(
         density = counts.astype(np.float32) / width
         begin = np.arange(-left, counts.size - left).astype(np.float32) * width
         end = np.arange(1 - left, counts.size + 1 - left).astype(np.float32) * width
-        first = np.clip(np.floor(begin / step), 0, 2**bits - 1).astype(np.float32)
-        last = np.clip(np.floor(end / step), 0, 2**bits - 1).astype(np.float32)
-        centre, middle = first * step + step * half, step * half
-        from_left = begin - centre
-        same = first == last
-        until = np.where(same, end - centre, middle)
-        loss = _cubes(from_left, until, density)
-        more = (last - first - one) * _cubes(-middle, middle, density)
-        more += _cubes(-middle, end - last * step - middle, density)
-        return np.float32(np.sum(loss + np.where(same, np.float32(0), more), dtype=np.float32))
+        # first and last code that each bin overlaps
+        begin_code = np.clip(np.floor(begin / step), 0, 2**bits - 1).astype(np.float32)
+        end_code = np.clip(np.floor(end / step), 0, 2**bits - 1).astype(np.float32)
+        has_one_code = begin_code == end_code
+
+        half_step = step * np.float32(0.5)
+        centre = begin_code * step + half_step
+        begin_code_end = np.where(has_one_code, end - centre, half_step)
+        loss = _cubes(begin - centre, begin_code_end, density)
+        later_loss = (end_code - begin_code - np.float32(1)) * _cubes(
+            -half_step, half_step, density
+        )
+        later_loss += _cubes(-half_step, end - end_code * step - half_step, density)
+        later_loss = np.where(has_one_code, np.float32(0), later_loss)
+        return np.float32(np.sum(loss + later_loss, dtype=np.float32))
 
 
 def _cubes(
@@ -282,5 +308,5 @@ def _cubes(
     return np.asarray(cubes, np.float32)
 
 
-def _close(a: np.float32, b: np.float32) -> bool:
+def _is_close(a: np.float32, b: np.float32) -> bool:
     return math.isclose(float(a), float(b), abs_tol=float(FLT_EPSILON))

@@ -43,39 +43,44 @@ from calibrators.grids import Float32Array
 from calibrators.histogram import range_for
 from calibrators.statistics import Arrays
 
-_MARGIN = 1e-4  # bound of the float32 rounding error of AMCT's loss
-_SMALL = 4096  # with fewer values, every candidate is evaluated directly
-_CHUNK = 1 << 16
-_STEPS = 1 << 19  # largest total number of steps per block of candidates
-_DENSE = 1 << 20  # up to this size a table by position is faster than sorting positions
-
-
 Float64Array = NDArray[np.float64]
-_STREAM_CHUNK = 1 << 18  # several values per bin, since each chunk adds all bins once
-KEPT = 1 << 16  # largest number of values that streaming stores unbinned
+
+MAX_STORED_VALUES = 1 << 16  # largest number of values that streaming stores unbinned
 FINE_BINS = 1 << 15  # bins per side of the streaming histogram
+_MARGIN = 1e-4  # bound of the float32 rounding error of AMCT's loss
+_MIN_SORTED_SIZE = 4096  # with fewer values, every candidate is evaluated directly
+_SUM_CHUNK = 1 << 16  # values converted to float64 at a time
+_MAX_STEPS = 1 << 19  # largest total number of steps per block of candidates
+_MAX_TABLE_SIZE = 1 << 20  # up to this size a table by position is faster than sorting positions
+_COUNT_CHUNK = 1 << 18  # several values per bin, since each chunk adds all bins once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IfmrParams:
-    """Parameters of the search, with AMCT's defaults."""
+    """Parameters of the search, with AMCT's defaults.
 
-    # max_percentile, min_percentile: share of the data inside the initial range, (0, 1]
-    # (configurations allow (0.5, 1])
+    Attributes:
+        max_percentile, min_percentile: share of the data inside the initial range, (0, 1];
+            configurations allow (0.5, 1].
+        search_range: (start, end) of the ratios, 0 < start < end; the end is a candidate only by
+            rounding, as with the defaults.
+        search_step: step between ratios, 0 < step <= end - start.
+        bits: width of the grid: 4, 8 or 16.
+        with_offset: whether the grid is affine, else symmetric.
+    """
+
     max_percentile: float = 0.999999
     min_percentile: float = 0.999999
-    # (start, end) of the ratios, 0 < start < end; the end is a candidate only by rounding, as with
-    # the defaults
     search_range: tuple[float, float] = (0.7, 1.3)
-    search_step: float = 0.01  # step between ratios, 0 < step <= end - start
-    bits: int = 8  # 4, 8 or 16
-    with_offset: bool = False  # whether the grid is affine, else symmetric
+    search_step: float = 0.01
+    bits: int = 8
+    with_offset: bool = False
 
     def __post_init__(self) -> None:
-        start, end = self.search_range
         percentiles = (self.max_percentile, self.min_percentile)
         if not all(0 < p <= 1 for p in percentiles):
             raise CalibrationError(f"IFMR percentiles must be in (0, 1], got {percentiles}")
+        start, end = self.search_range
         if not (0 < start < end < math.inf and 0 < self.search_step <= end - start):
             raise CalibrationError(
                 "IFMR needs finite 0 < start < end and 0 < step <= end - start,"
@@ -125,15 +130,16 @@ def ifmr(x: NDArray[np.floating], params: IfmrParams | None = None) -> AscendSca
     data = np.sort(check_values(x, "activation"), axis=None)
     lo = kth_value(data, params.min_percentile, smallest=True)
     hi = kth_value(data, params.max_percentile, smallest=False)
-    candidates = candidates_of(np.float32(hi), np.float32(lo), params)
-    # AMCT's float32 loss may overflow, underflow or be mostly rounding error
-    extreme = max(abs(float(data[0])), abs(float(data[-1])))
-    plain = extreme > 1e-12 and extreme * extreme * data.size < 1e37
-    if data.size < _SMALL or params.bits > 8 or not plain:
-        losses = np.array([loss32(data, candidates, i) for i in range(candidates.hi.size)])
+    candidates = make_candidates(np.float32(hi), np.float32(lo), params)
+
+    # otherwise AMCT's float32 loss may overflow, underflow or be mostly rounding error
+    amax = max(abs(float(data[0])), abs(float(data[-1])))
+    is_float32_exact_enough = amax > 1e-12 and amax * amax * data.size < 1e37
+    if data.size >= _MIN_SORTED_SIZE and params.bits <= 8 and is_float32_exact_enough:
+        losses = _refine_losses(data, candidates, _sorted_losses(data, candidates))
     else:
-        losses = _refined(data, candidates, _sorted_losses(data, candidates))
-    return result_of(candidates, losses, lo, params)
+        losses = np.array([loss32(data, candidates, i) for i in range(candidates.hi.size)])
+    return best_scale(candidates, losses, lo, params)
 
 
 def ratios(params: IfmrParams) -> Float32Array:
@@ -145,21 +151,29 @@ def ratios(params: IfmrParams) -> Float32Array:
     start, end = params.search_range
     step = params.search_step
     index = np.arange(int(np.ceil((end - start) / step)))
-    vector = index - index % 8
-    base = (start + step * vector).astype(np.float32).astype(np.float64)
-    runs = base + (index - vector) * step
-    vectorized = index < index.size - index.size % 16
-    return np.where(vectorized, runs, start + step * index).astype(np.float32)
+    run_start = index - index % 8
+    base = (start + step * run_start).astype(np.float32).astype(np.float64)
+    vectorized = base + (index - run_start) * step
+    is_vectorized = index < index.size - index.size % 16
+    return np.where(is_vectorized, vectorized, start + step * index).astype(np.float32)
 
 
 def kth_value(data: Float32Array, percentile: float, *, smallest: bool) -> float:
     """Return the bound of `percentile` of the sorted data, moved to 0 if it lies beyond."""
-    size = data.size
-    k = 1 if 1 - percentile < FLT_EPSILON else max(size - int(percentile * size), 1)
-    return min(0.0, float(data[k - 1])) if smallest else max(0.0, float(data[size - k]))
+    k = _rank(percentile, data.size)
+    if smallest:
+        return min(0.0, float(data[k - 1]))
+    return max(0.0, float(data[data.size - k]))
 
 
-def candidates_of(hi: np.float32, lo: np.float32, params: IfmrParams) -> Candidates:
+def _rank(percentile: float, size: int) -> int:
+    """Return k for the bound of a percentile: it is the k-th smallest or largest of the data."""
+    if 1 - percentile < FLT_EPSILON:
+        return 1
+    return max(size - int(percentile * size), 1)
+
+
+def make_candidates(hi: np.float32, lo: np.float32, params: IfmrParams) -> Candidates:
     """Return the candidate ranges around [lo, hi].
 
     Raises:
@@ -167,21 +181,21 @@ def candidates_of(hi: np.float32, lo: np.float32, params: IfmrParams) -> Candida
     """
     with np.errstate(over="ignore"):
         if params.with_offset:
-            tops = ratios(params) * hi
-            scales = (tops - lo) / np.float32(2**params.bits - 1)
-            bottoms = np.full_like(tops, lo)
+            highs = ratios(params) * hi
+            lows = np.full_like(highs, lo)
+            scales = (highs - lo) / np.float32(2**params.bits - 1)
         else:
-            tops = ratios(params) * np.maximum(np.abs(hi), np.abs(lo))
-            codes = ascend_denominator(np.asarray(hi), np.asarray(lo), params.bits)
-            scales = tops / np.float32(codes)
-            bottoms = -tops
+            highs = ratios(params) * np.maximum(np.abs(hi), np.abs(lo))
+            lows = -highs
+            denominator = ascend_denominator(np.asarray(hi), np.asarray(lo), params.bits)
+            scales = highs / np.float32(denominator)
     scales = ascend_guard(scales)
     if not (np.isfinite(scales) & np.isfinite(np.float32(1) / scales)).all():
         raise CalibrationError(
             f"an Ascend scale must be finite, but the range [{lo}, {hi}] overflows float32"
             " within the search; leave this layer in float"
         )
-    return Candidates(bottoms, tops, scales)
+    return Candidates(lows, highs, scales)
 
 
 def loss32(data: Float32Array, candidates: Candidates, i: int) -> np.float32:
@@ -195,35 +209,37 @@ def loss32(data: Float32Array, candidates: Candidates, i: int) -> np.float32:
 def _sorted_losses(data: Float32Array, candidates: Candidates) -> Float64Array:
     """Return the MSE of every candidate from sorted data, float64."""
     squares = total = 0.0
-    for start in range(0, data.size, _CHUNK):
-        chunk = data[start : start + _CHUNK].astype(np.float64)
+    for start in range(0, data.size, _SUM_CHUNK):
+        chunk = data[start : start + _SUM_CHUNK].astype(np.float64)
         squares += float(np.einsum("i,i->", chunk, chunk))  # dot would use BLAS threads
         total += float(chunk.sum())
 
-    def below(cuts: Float64Array) -> tuple[Float64Array, Float64Array]:
-        under = np.searchsorted(data, cuts.astype(np.float32))
-        marks, place = _distinct(under, data.size)
-        parts = np.add.reduceat(data, marks[:-1], dtype=np.float64)
-        sums = np.concatenate(([0.0], np.cumsum(parts)))
-        return under.astype(np.float64), sums[place]
+    def count_below(boundaries: Float64Array) -> tuple[Float64Array, Float64Array]:
+        positions = np.searchsorted(data, boundaries.astype(np.float32))
+        cuts, cut_index = _distinct_cuts(positions, data.size)
+        part_sums = np.add.reduceat(data, cuts[:-1], dtype=np.float64)
+        sums = np.concatenate(([0.0], np.cumsum(part_sums)))
+        return positions.astype(np.float64), sums[cut_index]
 
-    return staircase_losses(below, float(data.size), total, squares, candidates)
+    return staircase_losses(count_below, float(data.size), total, squares, candidates)
 
 
-def _distinct(under: NDArray[np.intp], size: int) -> tuple[NDArray[np.intp], NDArray[np.integer]]:
-    """Return the sorted distinct positions of 0, `size` and `under`; and the index of `under`."""
-    if size > _DENSE:
-        marks = np.unique(np.concatenate(([0], under, [size])))
-        return marks, np.searchsorted(marks, under)
+def _distinct_cuts(
+    positions: NDArray[np.intp], size: int
+) -> tuple[NDArray[np.intp], NDArray[np.integer]]:
+    """Return the sorted distinct values of 0, `size` and `positions`; and the positions' index."""
+    if size > _MAX_TABLE_SIZE:
+        cuts = np.unique(np.concatenate(([0], positions, [size])))
+        return cuts, np.searchsorted(cuts, positions)
     table = np.zeros(size + 1, np.int32)
-    table[[0, size]] = table[under] = 1
-    marks = np.flatnonzero(table)
-    table[marks] = np.arange(marks.size)
-    return marks, table[under]
+    table[[0, size]] = table[positions] = 1
+    cuts = np.flatnonzero(table)
+    table[cuts] = np.arange(cuts.size)
+    return cuts, table[positions]
 
 
 def staircase_losses(
-    below: Callable[[Float64Array], tuple[Float64Array, Float64Array]],
+    count_below: Callable[[Float64Array], tuple[Float64Array, Float64Array]],
     count: float,
     total: float,
     squares: float,
@@ -231,46 +247,61 @@ def staircase_losses(
 ) -> Float64Array:
     """Return the mean over x of (s q(x) - x)^2 for every candidate, with q a staircase.
 
-    Expanded, the mean needs only ``sum q x`` and ``sum q^2``, which grow by known amounts at each
-    boundary of codes. `below` returns the number and the sum of the data below each boundary.
+    Expanded, the mean needs only ``sum q x`` and ``sum q^2``, which grow at each boundary of codes.
+
+    Args:
+        count_below: boundaries -> the number and the sum of the data below each.
+        count: number of the data.
+        total: sum of the data.
+        squares: sum of the squares of the data.
+        candidates: clip ranges and scales.
     """
     scale = candidates.scale.astype(np.float64)
-    first = np.rint(candidates.lo / candidates.scale).astype(np.int64)
-    last = np.rint(candidates.hi / candidates.scale).astype(np.int64)
-    last = np.maximum(last, first + 1)  # an empty staircase gets one step above all its data
-    steps = last - first
-    at_once = max(_STEPS // int(steps.max()), 1)
-    if steps.size > at_once:  # for 16 bits, a few candidates at a time, to bound memory
-        parts = [candidates.part(k, k + at_once) for k in range(0, steps.size, at_once)]
-        return np.concatenate([staircase_losses(below, count, total, squares, p) for p in parts])
+    lowest = np.rint(candidates.lo / candidates.scale).astype(np.int64)
+    highest = np.rint(candidates.hi / candidates.scale).astype(np.int64)
+    highest = np.maximum(highest, lowest + 1)  # an empty staircase gets one step above its data
+    steps = highest - lowest
+
+    block_size = max(_MAX_STEPS // int(steps.max()), 1)
+    if steps.size > block_size:  # for 16 bits, a few candidates at a time, to bound memory
+        losses = []
+        for start in range(0, steps.size, block_size):
+            block = candidates.part(start, start + block_size)
+            losses.append(staircase_losses(count_below, count, total, squares, block))
+        return np.concatenate(losses)
+
     starts = np.concatenate(([0], np.cumsum(steps)[:-1]))
-    code = (np.arange(steps.sum()) - np.repeat(starts - first, steps)).astype(np.float64)
-    number, weight = below((code + 0.5) * np.repeat(scale, steps))
-    sum_qx = last * total - np.add.reduceat(weight, starts)
-    sum_qq = np.square(last.astype(np.float64)) * count
-    sum_qq -= np.add.reduceat((2.0 * code + 1.0) * number, starts)
-    losses: Float64Array = (squares - 2 * scale * sum_qx + scale * scale * sum_qq) / count
-    return losses
+    code = (np.arange(steps.sum()) - np.repeat(starts - lowest, steps)).astype(np.float64)
+    counts_below, sums_below = count_below((code + 0.5) * np.repeat(scale, steps))
+    sum_qx = highest * total - np.add.reduceat(sums_below, starts)
+    sum_qq = np.square(highest.astype(np.float64)) * count
+    sum_qq -= np.add.reduceat((2.0 * code + 1.0) * counts_below, starts)
+    return np.asarray((squares - 2 * scale * sum_qx + scale * scale * sum_qq) / count, np.float64)
 
 
-def _refined(data: Float32Array, candidates: Candidates, losses: Float64Array) -> Float64Array:
+def _refine_losses(
+    data: Float32Array, candidates: Candidates, losses: Float64Array
+) -> Float64Array:
     """Replace the losses within rounding of the best by AMCT's float32 values."""
-    close = np.flatnonzero(losses <= losses.min() * (1 + _MARGIN) + 1e-30)
-    if close.size < 2:
+    candidate_indices = np.flatnonzero(losses <= losses.min() * (1 + _MARGIN) + 1e-30)
+    if candidate_indices.size < 2:
         return losses
     refined = losses.copy()
-    refined[close] = [loss32(data, candidates, int(i)) for i in close]
+    for index in candidate_indices:
+        refined[index] = loss32(data, candidates, int(index))
     return refined
 
 
-def result_of(
+def best_scale(
     candidates: Candidates, losses: Float64Array, lo: float, params: IfmrParams
 ) -> AscendScale:
     """Return scale, offset and clip range of the candidate with the least loss."""
     best = int(np.argmin(losses))
     scale = np.float32(candidates.scale[best])
     qmin, _ = ascend_range(params.bits)
-    offset = qmin - int(np.rint(np.float32(lo) / scale)) if params.with_offset else 0
+    offset = 0
+    if params.with_offset:
+        offset = qmin - int(np.rint(np.float32(lo) / scale))
     clip_min, clip_max = ascend_clip_range(scale, offset, params.bits)
     return AscendScale(
         scale=scale,
@@ -289,6 +320,7 @@ class IfmrHistogram:
     int8 step covers at least 128 of them. Batches and their order do not matter.
 
     Attributes:
+        total: number of values.
         minimum, maximum: extremes in real units (inf, -inf while empty).
         full_range: R in real units; 0 before counting, or while there are only zeros.
         counts: [2 * FINE_BINS + 1] int64; empty while the data are stored.
@@ -302,12 +334,14 @@ class IfmrHistogram:
         self.full_range = 0.0
         self.counts: NDArray[np.int64] = np.zeros(0, np.int64)
         self.sums: Float64Array = np.zeros(0)
-        self._kept: list[Float32Array] = []
+        self._chunks: list[Float32Array] = []
 
     @property
-    def kept(self) -> Float32Array | None:
-        """All the data while there are at most `KEPT` values, else None."""
-        return None if self.counts.size else np.concatenate([*self._kept, np.zeros(0, np.float32)])
+    def stored_values(self) -> Float32Array | None:
+        """All the data while there are at most `MAX_STORED_VALUES` values, else None."""
+        return (
+            None if self.counts.size else np.concatenate([*self._chunks, np.zeros(0, np.float32)])
+        )
 
     def observe(self, x: NDArray[np.floating]) -> None:
         """Add one batch of any shape, float32 or float16; a refused one changes nothing.
@@ -319,16 +353,20 @@ class IfmrHistogram:
         self.total += data.size
         self.minimum = min(self.minimum, float(data.min()))
         self.maximum = max(self.maximum, float(data.max()))
-        if not self.counts.size and self.total <= KEPT:
-            self._kept.append(data.copy())
-            return
         if not self.counts.size:
-            self.counts = np.zeros(2 * FINE_BINS + 1, np.int64)
-            self.sums = np.zeros(2 * FINE_BINS + 1)
+            if self.total <= MAX_STORED_VALUES:
+                self._chunks.append(data.copy())
+                return
+            self.start_counting()
         self._widen(max(abs(self.minimum), abs(self.maximum)))
-        for part in (*self._kept, data):
-            self._count(part)
-        self._kept.clear()
+        for chunk in (*self._chunks, data):
+            self._count(chunk)
+        self._chunks.clear()
+
+    def start_counting(self) -> None:
+        """Set all counts and sums to 0."""
+        self.counts = np.zeros(2 * FINE_BINS + 1, np.int64)
+        self.sums = np.zeros(2 * FINE_BINS + 1)
 
     @property
     def extremes(self) -> tuple[float, float]:
@@ -336,16 +374,16 @@ class IfmrHistogram:
         return self.minimum, self.maximum
 
     @property
-    def dead(self) -> bool:
+    def is_zero(self) -> bool:
         """Whether every value was zero."""
         return self.minimum == self.maximum == 0
 
     def to_arrays(self) -> Arrays:
         """Return plain 1-D arrays for `calibrators.amct.recorders.IfmrOf.restore`."""
-        kept = self.kept
+        stored_values = self.stored_values
         occupied = np.flatnonzero(self.counts)
         return {
-            "kept": np.zeros(0, np.float32) if kept is None else kept,
+            "kept": np.zeros(0, np.float32) if stored_values is None else stored_values,
             "bins": occupied.astype(np.int32),
             "counts": self.counts[occupied],
             "sums": self.sums[occupied],
@@ -353,15 +391,16 @@ class IfmrHistogram:
             "wholes": np.array([self.total], np.int64),
         }
 
-    def keep(self, data: Float32Array) -> None:
+    def set_values(self, data: Float32Array) -> None:
         """Set the stored data."""
-        self._kept = [data]
+        self._chunks = [data]
 
     def _widen(self, amax: float) -> None:
-        wanted = range_for(amax)
+        """Double the range until it covers `amax`."""
+        target = range_for(amax)
         index = np.arange(-FINE_BINS, FINE_BINS + 1)
-        self.full_range = self.full_range or wanted
-        while self.full_range < wanted:
+        self.full_range = self.full_range or target
+        while self.full_range < target:
             merged = np.trunc(index / 2).astype(np.int64) + FINE_BINS
             self.counts = np.bincount(merged, self.counts, index.size).astype(np.int64)
             self.sums = np.bincount(merged, self.sums, index.size).astype(np.float64)
@@ -370,11 +409,11 @@ class IfmrHistogram:
 
     def _count(self, data: Float32Array) -> None:
         scale = np.float32(FINE_BINS / self.full_range)
-        for part in np.split(data, range(_STREAM_CHUNK, data.size, _STREAM_CHUNK)):
-            index = (part * scale).astype(np.intp)  # the type that bincount needs no copy of
+        for chunk in np.split(data, range(_COUNT_CHUNK, data.size, _COUNT_CHUNK)):
+            index = (chunk * scale).astype(np.intp)  # the type that bincount needs no copy of
             index += FINE_BINS
             self.counts += np.bincount(index, minlength=self.counts.size)
-            self.sums += np.bincount(index, part, self.counts.size)
+            self.sums += np.bincount(index, chunk, self.counts.size)
         self.sums[FINE_BINS] = 0.0
 
 
@@ -390,20 +429,23 @@ def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -
     params = params or IfmrParams()
     if histogram.total == 0:
         raise CalibrationError("the activation to be quantized must not be empty, got no batch")
-    kept = histogram.kept
-    if kept is not None:
-        return ifmr(kept, params)
-    spread = _Spread.of(histogram)
-    lo = min(0.0, spread.kth(params.min_percentile, histogram.minimum, smallest=True))
-    hi = max(0.0, spread.kth(params.max_percentile, histogram.maximum, smallest=False))
-    candidates = candidates_of(np.float32(hi), np.float32(lo), params)
-    total, squares = float(spread.sums[-1]), spread.squares
-    losses = staircase_losses(spread.below, float(histogram.total), total, squares, candidates)
-    return result_of(candidates, losses, float(np.float32(lo)), params)
+    stored_values = histogram.stored_values
+    if stored_values is not None:
+        return ifmr(stored_values, params)
+
+    density = _Density.from_histogram(histogram)
+    lo = min(0.0, density.kth_value(params.min_percentile, histogram.minimum, smallest=True))
+    hi = max(0.0, density.kth_value(params.max_percentile, histogram.maximum, smallest=False))
+    candidates = make_candidates(np.float32(hi), np.float32(lo), params)
+    total = float(density.sums[-1])
+    losses = staircase_losses(
+        density.count_below, float(histogram.total), total, density.squares, candidates
+    )
+    return best_scale(candidates, losses, float(np.float32(lo)), params)
 
 
 @dataclass(frozen=True, slots=True)
-class _Spread:
+class _Density:
     """A histogram as a density: the data of bin b are spread evenly over [lows[b], highs[b]]."""
 
     edges: Float64Array  # [B + 1] edges of the bins
@@ -415,35 +457,40 @@ class _Spread:
     squares: float  # sum of the squares of all data
 
     @classmethod
-    def of(cls, histogram: IfmrHistogram) -> _Spread:
+    def from_histogram(cls, histogram: IfmrHistogram) -> _Density:
         width = (histogram.full_range or 1.0) / FINE_BINS
-        up = width * np.arange(1, FINE_BINS + 1)
-        edges = np.concatenate((-up[-1:], -up[::-1], up, up[-1:]))
+        positive_edges = width * np.arange(1, FINE_BINS + 1)
+        edges = np.concatenate(
+            (-positive_edges[-1:], -positive_edges[::-1], positive_edges, positive_edges[-1:])
+        )
+
         counts = histogram.counts.astype(np.float64)
         middle = (edges[1:] + edges[:-1]) / 2  # 0 for the bin around 0, which holds ReLU zeros
         mean = np.where(counts > 0, histogram.sums / np.maximum(counts, 1.0), middle)
         mean = np.clip(mean, edges[:-1], edges[1:])
         half = np.minimum(mean - edges[:-1], edges[1:] - mean)
         half[FINE_BINS] = 0.0
+
         numbers = np.concatenate(([0.0], np.cumsum(counts)))
         sums = np.concatenate(([0.0], np.cumsum(counts * mean)))
         squares = float((counts * (mean**2 + half**2 / 3)).sum())
         return cls(edges, mean - half, mean + half, numbers, sums, squares)
 
-    def below(self, cuts: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """Return number and sum of the data below each cut."""
-        bin_ = np.clip(np.searchsorted(self.edges, cuts, "right") - 1, 0, self.lows.size - 1)
+    def count_below(self, boundaries: Float64Array) -> tuple[Float64Array, Float64Array]:
+        """Return number and sum of the data below each boundary."""
+        bin_ = np.searchsorted(self.edges, boundaries, "right") - 1
+        bin_ = np.clip(bin_, 0, self.lows.size - 1)
         low, high = self.lows[bin_], self.highs[bin_]
-        inside = np.clip(cuts, low, high)
+        clipped = np.clip(boundaries, low, high)
         span = np.where(high > low, high - low, 1.0)
-        share = np.where(cuts >= high, 1.0, (inside - low) / span)
-        share = share * (self.numbers[bin_ + 1] - self.numbers[bin_])
-        return self.numbers[bin_] + share, self.sums[bin_] + share * (low + inside) / 2
+        share = np.where(boundaries >= high, 1.0, (clipped - low) / span)
+        number = share * (self.numbers[bin_ + 1] - self.numbers[bin_])
+        return self.numbers[bin_] + number, self.sums[bin_] + number * (low + clipped) / 2
 
-    def kth(self, percentile: float, extreme: float, *, smallest: bool) -> float:
+    def kth_value(self, percentile: float, extreme: float, *, smallest: bool) -> float:
         """Return the k-th smallest or largest value: exact for k = 1, else interpolated."""
         size = int(self.numbers[-1])
-        k = 1 if 1 - percentile < FLT_EPSILON else max(size - int(percentile * size), 1)
+        k = _rank(percentile, size)
         if k == 1:
             return extreme
         rank = k if smallest else size - k

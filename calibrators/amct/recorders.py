@@ -52,20 +52,21 @@ class IfmrOf(_Ordered):
 
     def restore(self, arrays: Arrays) -> IfmrHistogram:
         """Return a stored histogram."""
-        made = IfmrHistogram()
-        (made.minimum, made.maximum, made.full_range), (made.total,) = read_numbers(arrays, 3, 1)
-        kept, bins = arrays["kept"], arrays["bins"]
-        if kept.size:
-            made.keep(np.array(kept, np.float32))
+        recorder = IfmrHistogram()
+        reals, (recorder.total,) = read_numbers(arrays, 3, 1)
+        recorder.minimum, recorder.maximum, recorder.full_range = reals
+        stored_values, bins = arrays["kept"], arrays["bins"]
+        if stored_values.size:
+            recorder.set_values(np.array(stored_values, np.float32))
         elif bins.size:
-            made.counts = np.zeros(2 * FINE_BINS + 1, np.int64)
-            made.sums = np.zeros(2 * FINE_BINS + 1)
+            recorder.start_counting()
             if bins.min() < 0 or bins.max() > 2 * FINE_BINS:
                 raise CalibrationError("stored bins must lie within the histogram and do not")
-            made.counts[bins], made.sums[bins] = arrays["counts"], arrays["sums"]
-        if kept.size + int(made.counts.sum()) != made.total:
+            recorder.counts[bins] = arrays["counts"]
+            recorder.sums[bins] = arrays["sums"]
+        if stored_values.size + int(recorder.counts.sum()) != recorder.total:
             raise CalibrationError("stored counts must add up to their total and do not")
-        return made
+        return recorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,31 +91,34 @@ class AllValues:
     """Recorder of all values of a tensor."""
 
     def __init__(self) -> None:
-        self._kept: list[Float32Array] = []
+        self._chunks: list[Float32Array] = []
 
     def observe(self, x: NDArray[np.floating]) -> None:
         """Add a batch."""
-        self._kept.append(np.array(x, copy=True).reshape(-1))
+        self._chunks.append(np.array(x, copy=True).reshape(-1))
 
     @property
     def nbytes(self) -> int:
         """Memory of the values, in bytes."""
-        return sum(part.nbytes for part in self._kept)
+        return sum(chunk.nbytes for chunk in self._chunks)
 
     @property
     def extremes(self) -> tuple[float, float]:
         """Least and greatest value, in real units."""
-        least = min((float(part.min()) for part in self._kept), default=math.inf)
-        return least, max((float(part.max()) for part in self._kept), default=-math.inf)
+        values = self._values()
+        return float(values.min(initial=math.inf)), float(values.max(initial=-math.inf))
 
     @property
-    def dead(self) -> bool:
+    def is_zero(self) -> bool:
         """Whether every value was zero."""
-        return not any(part.any() for part in self._kept)
+        return not any(chunk.any() for chunk in self._chunks)
 
     def search(self, params: IfmrParams) -> AscendScale:
         """Run AMCT's search."""
-        return ifmr(np.concatenate([*self._kept, np.zeros(0, np.float32)]), params)
+        return ifmr(self._values(), params)
+
+    def _values(self) -> Float32Array:
+        return np.concatenate([*self._chunks, np.zeros(0, np.float32)])
 
     def to_arrays(self) -> Arrays:
         """Return {}: see `AllValuesOf.restore`."""
@@ -126,27 +130,29 @@ class HfmgOf(_Ordered):
     """An `HfmgHistogram`."""
 
     nbins: int = 4096  # 1024, 2048, 4096 or 8192
-    together: int = 1  # samples per batch
+    samples_per_batch: int = 1  # samples per batch
 
     @property
     def key(self) -> str:
         """Name with bins and batches."""
-        joined = f", {self.together} samples a batch" if self.together > 1 else ""
-        return self._key(f"hfmg histogram of {self.nbins} bins{joined}")
+        name = f"hfmg histogram of {self.nbins} bins"
+        if self.samples_per_batch > 1:
+            name += f", {self.samples_per_batch} samples a batch"
+        return self._key(name)
 
     def recorder(self, lead: Recorder | None) -> HfmgHistogram:
         """Return an empty histogram."""
-        return HfmgHistogram(self.nbins, together=self.together)
+        return HfmgHistogram(self.nbins, samples_per_batch=self.samples_per_batch)
 
     def restore(self, arrays: Arrays) -> HfmgHistogram:
         """Return a stored histogram."""
-        made = HfmgHistogram(self.nbins, together=self.together)
+        recorder = HfmgHistogram(self.nbins, samples_per_batch=self.samples_per_batch)
         (lo, hi), _ = read_numbers(arrays, 2, 0)
         counts = np.array(arrays["counts"], np.int32)
         if counts.shape != (self.nbins,) or counts.min() < 0:
             raise CalibrationError(f"a stored histogram must have {self.nbins} counts of 0 or more")
-        made.counts, made.lo, made.hi = counts, np.float32(lo), np.float32(hi)
-        return made
+        recorder.counts, recorder.lo, recorder.hi = counts, np.float32(lo), np.float32(hi)
+        return recorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,9 +173,9 @@ class ChannelMaxOf(_Ordered):
 
     def restore(self, arrays: Arrays) -> ChannelMax:
         """Return a stored recorder."""
-        made = ChannelMax(self.axis)
-        made.values = np.array(arrays["values"], np.float32)
-        return made
+        recorder = ChannelMax(self.axis)
+        recorder.values = np.array(arrays["values"], np.float32)
+        return recorder
 
 
 class ChannelMax:
@@ -190,31 +196,32 @@ class ChannelMax:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Places(_Ordered):
+class _SampledPositions(_Ordered):
     """Base of the statistics at sampled positions."""
 
     samples: int  # whose number decides the positions
-    most: int  # largest number of positions per sample
+    max_positions: int  # largest number of positions per sample
 
     @property
-    def _where(self) -> str:
-        return f"up to {self.most} places of the first {self.samples} batches"
+    def _positions(self) -> str:
+        return f"up to {self.max_positions} places of the first {self.samples} batches"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetsOf(_Places):
+class TargetsOf(_SampledPositions):
     """Outputs of the float layer at sampled positions; never stored."""
 
-    last: bool  # whether the output channels are the last axis, else the second
+    channels_last: bool  # whether the output channels are the last axis, else the second
 
     @property
     def key(self) -> str:
         """Name with the positions and the channel axis."""
-        return f"outputs at {self._where}{', channels last' if self.last else ''}"
+        layout = ", channels last" if self.channels_last else ""
+        return f"outputs at {self._positions}{layout}"
 
     def recorder(self, lead: Recorder | None) -> Targets:
         """Return an empty recorder."""
-        return Targets(self.most, last=self.last)
+        return Targets(self.max_positions, channels_last=self.channels_last)
 
     def restore(self, arrays: Arrays) -> Targets:
         """Raise CalibrationError: the values are too many for a cache."""
@@ -222,27 +229,36 @@ class TargetsOf(_Places):
 
 
 class Targets:
-    """Recorder of a layer's outputs at sampled positions."""
+    """Recorder of a layer's outputs at sampled positions.
 
-    def __init__(self, most: int, *, last: bool) -> None:
-        self.share = 1.0  # AMCT always sums the squares along axis 1, then averages
-        self._most, self._last, self._number = most, last, 0
-        self._kept: list[Float32Array] = []
+    Attributes:
+        share: factor of the output's error; AMCT always sums the squares along axis 1, then
+            averages, so that it is not 1 where the channels are another axis.
+    """
+
+    def __init__(self, max_positions: int, *, channels_last: bool) -> None:
+        self.share = 1.0
+        self._max_positions = max_positions
+        self._channels_last = channels_last
+        self._sample_number = 0
+        self._chunks: list[Float32Array] = []
 
     def observe(self, x: NDArray[np.floating]) -> None:
         """Add sampled positions of a sample, [N, C, ...] or [..., C]."""
         value = check_values(x, "output of a layer that AdaRound rounds")
-        self._number += 1
-        if self._last and value.ndim > 2:
+        self._sample_number += 1
+        if self._channels_last and value.ndim > 2:
             self.share = value.shape[1] / value.shape[-1]
-        wide = value if self._last else np.moveaxis(value, 1, -1)
-        rows = wide.reshape(-1, wide.shape[-1])
-        self._kept.append(rows[sample_positions(self._number, len(rows), self._most)].copy())
+        if not self._channels_last:
+            value = np.moveaxis(value, 1, -1)
+        rows = value.reshape(-1, value.shape[-1])
+        positions = sample_positions(self._sample_number, len(rows), self._max_positions)
+        self._chunks.append(rows[positions].copy())
 
-    def taken(self) -> Float32Array:
+    def take_outputs(self) -> Float32Array:
         """Return all outputs, [P, C], and drop them here."""
-        kept, self._kept = self._kept, []
-        return np.concatenate(kept)
+        chunks, self._chunks = self._chunks, []
+        return np.concatenate(chunks)
 
     def to_arrays(self) -> Arrays:
         """Return {}: see `TargetsOf.restore`."""
@@ -250,7 +266,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedWeightsOf(_Places):
+class RoundedWeightsOf(_SampledPositions):
     """A layer's inputs at sampled positions, then its rounded weights."""
 
     window: ConvWindow | None  # window of a convolution; None for a matrix product
@@ -263,15 +279,15 @@ class RoundedWeightsOf(_Places):
     def key(self) -> str:
         """Name with the positions and the parameters."""
         params = self.params
-        first, last = params.beta_range
+        first_beta, last_beta = params.beta_range
         return (
-            f"AdaRound by {self._where}, {params.num_iteration} iterations, reg_param"
-            f" {params.reg_param}, beta {first} to {last}, warm_start {params.warm_start}"
+            f"AdaRound by {self._positions}, {params.num_iteration} iterations, reg_param"
+            f" {params.reg_param}, beta {first_beta} to {last_beta}, warm_start {params.warm_start}"
         )
 
     def recorder(self, lead: Recorder | None) -> RoundedWeights:
         """Return an empty recorder."""
-        return RoundedWeights(self.window, self.most)
+        return RoundedWeights(self.window, self.max_positions)
 
     def restore(self, arrays: Arrays) -> RoundedWeights:
         """Return stored integers.
@@ -279,14 +295,14 @@ class RoundedWeightsOf(_Places):
         Raises:
             CalibrationError: another number of integers or scales.
         """
-        made = RoundedWeights(None, 0)
+        recorder = RoundedWeights(None, 0)
         errors, _ = read_numbers(arrays, 2, 0)
         integers, scale = arrays["integers"], arrays["scale"]
         if integers.shape != (np.prod(self.shape),) or scale.shape != (self.scales,):
             raise CalibrationError("stored integers must be as many as the weights and are not")
         weights = np.array(integers, np.int8).reshape(self.shape)
-        made.keep(weights, np.array(scale, np.float32), (errors[0], errors[1]))
-        return made
+        recorder.set_result(weights, np.array(scale, np.float32), (errors[0], errors[1]))
+        return recorder
 
 
 class RoundedWeights:
@@ -298,25 +314,28 @@ class RoundedWeights:
         errors: mean squared error of the output with nearest rounding and with these integers.
     """
 
-    def __init__(self, window: ConvWindow | None, most: int) -> None:
+    def __init__(self, window: ConvWindow | None, max_positions: int) -> None:
         self.integers: NDArray[np.int8] | None = None
         self.scale: Float32Array = np.zeros(0, np.float32)
         self.errors = (0.0, 0.0)
-        self._window, self._most, self._number = window, most, 0
-        self._kept: list[Float32Array] = []
+        self._window = window
+        self._max_positions = max_positions
+        self._sample_number = 0
+        self._chunks: list[Float32Array] = []
 
     def observe(self, x: NDArray[np.floating]) -> None:
         """Add the patches at sampled positions of a sample."""
         value = check_values(x, "input of a layer that AdaRound rounds")
-        self._number += 1
-        self._kept.append(extract_patches(value, self._window, self._number, self._most))
+        self._sample_number += 1
+        patches = extract_patches(value, self._window, self._sample_number, self._max_positions)
+        self._chunks.append(patches)
 
-    def taken(self) -> Float32Array:
+    def take_patches(self) -> Float32Array:
         """Return all patches, [P, G, K], and drop them here."""
-        kept, self._kept = self._kept, []
-        return np.ascontiguousarray(np.concatenate(kept, axis=2).transpose(2, 0, 1))
+        chunks, self._chunks = self._chunks, []
+        return np.ascontiguousarray(np.concatenate(chunks, axis=2).transpose(2, 0, 1))
 
-    def keep(
+    def set_result(
         self, integers: NDArray[np.int8], scale: Float32Array, errors: tuple[float, float]
     ) -> None:
         """Set the result."""

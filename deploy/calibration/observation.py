@@ -279,12 +279,12 @@ class CalibrationSubject:
             ConfigError: the samples fill no batch.
         """
         statistic = self.method.statistic  # its batches are counted in images
-        if not statistic.first:
+        if not statistic.first_batch:
             return statistic
-        first_samples = -(-statistic.first // self.batch)
+        first_samples = -(-statistic.first_batch // self.batch)
         used = count_in_full_batches(self.samples, first_samples, filled=self.filled)
         limit = used if used < self.samples else 0
-        return replace(statistic, first=first_samples, most=limit)
+        return replace(statistic, first_batch=first_samples, max_samples=limit)
 
     @cached_property
     def range_limits(self) -> dict[str, RangeLimits]:

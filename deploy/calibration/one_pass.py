@@ -169,7 +169,7 @@ class _PassState:
     def has_open_batch(self, number: int) -> bool:
         """Whether a recorder that takes several samples at once has some, but not all of them."""
         return any(
-            number % recorder.together
+            number % recorder.samples_per_batch
             for recorder in self._ordered.values()
             if isinstance(recorder, BatchRecorder)
         )

@@ -359,7 +359,7 @@ class VariantRecorders:
         try:
             self._histograms.observe(located)
         except ArrayRefused as error:
-            raise name_tensor_and_sample(error, self._counted[error.place], number) from error
+            raise name_tensor_and_sample(error, self._counted[error.index], number) from error
 
     def record_uncounted(self, number: int, values: Mapping[str, Array]) -> list[Waiting]:
         """Record the other order-free statistics; return the values that must wait their turn."""

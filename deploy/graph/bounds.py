@@ -433,8 +433,8 @@ def make_window(
         strides=integers("strides", [1] * rank),
         dilations=integers("dilations", [1] * rank),
         pads=integers("pads", [0] * 2 * rank),
-        auto=attrs.get("auto_pad", b"NOTSET").decode(),
+        auto_pad=attrs.get("auto_pad", b"NOTSET").decode(),
         group=int(attrs.get("group", 1)),
         transposed=transposed,
-        more=integers("output_padding", []),
+        output_padding=integers("output_padding", []),
     )

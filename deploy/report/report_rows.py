@@ -56,7 +56,7 @@ def histogram_part(recorder: Recorder) -> HistogramPart | None:
     if isinstance(recorder, HfmgHistogram) and recorder.counts is not None:
         return _even_histogram(recorder.counts, float(recorder.lo), float(recorder.hi))
     if isinstance(recorder, IfmrHistogram):
-        stored_values = recorder.kept
+        stored_values = recorder.stored_values
         if stored_values is None:
             return _mirrored_histogram(recorder.counts, recorder.full_range)
         return _histogram_of_values(stored_values)

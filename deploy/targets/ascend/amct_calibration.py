@@ -294,7 +294,7 @@ class RecordPlan:
             recorder = input_recorder(observed.recorder(observation))
             recorders[observation.key] = recorder
             ranges[observation.tensor] = clip_range(record, recorder, self._entries[name])
-            if recorder.dead:
+            if recorder.is_zero:
                 zero_layers.append(name)
             if is_rounded_to_zero(record, recorder):
                 underflow_layers.append(name)
@@ -462,7 +462,7 @@ class RecordPlan:
         samples = self.used_samples if self.used_samples < self.samples else None
         if entry.activation.act_algo == "hfmg":
             bins = entry.activation.num_of_bins
-            return HfmgOf(nbins=bins, samples=samples, together=self.samples_per_batch)
+            return HfmgOf(nbins=bins, samples=samples, samples_per_batch=self.samples_per_batch)
         return AllValuesOf(samples=samples) if self.exact else IfmrOf(samples=samples)
 
 

@@ -180,7 +180,9 @@ class _StepBuilder:
         targets = Observation(
             self._variant("float", layer.name, output, (), earlier_inputs),
             output,
-            TargetsOf(samples=self.samples, most=sample_positions, last=is_matrix),
+            TargetsOf(
+                samples=self.samples, max_positions=sample_positions, channels_last=is_matrix
+            ),
             layer.name,
         )
 
@@ -197,7 +199,7 @@ class _StepBuilder:
             f"{layer.name}.mul.output0" if is_balanced else layer.input,
             RoundedWeightsOf(
                 samples=self.samples,
-                most=sample_positions,
+                max_positions=sample_positions,
                 window=window,
                 shape=shape,
                 scales=rows.shape[0] if weight.channel_wise else 1,
@@ -284,7 +286,7 @@ def round_layer(
     with phase(f"AdaRound {progress}", iterations, "steps") as count_step:
         integers = join_blocks(problem, _search_blocks(problem, step.params, count_step))
     nearest_error = output_error(problem, round_to_nearest(problem))
-    rounded.keep(integers, scale, (nearest_error, output_error(problem, integers)))
+    rounded.set_result(integers, scale, (nearest_error, output_error(problem, integers)))
     return rounded
 
 
@@ -298,11 +300,11 @@ def _problem(
     """Return the search problem of a layer; `weight` is [G, M, K], `scale` [G * M] or [1]."""
     groups, rows, _ = weight.shape
     scales = np.asarray(np.broadcast_to(scale, groups * rows), np.float32)
-    outputs = targets.taken()
+    outputs = targets.take_outputs()
     return AdaProblem(
         weight=weight,
         scale=scales.reshape(groups, rows, 1),
-        inputs=rounded.taken(),
+        inputs=rounded.take_patches(),
         targets=outputs.reshape(len(outputs), groups, rows),
         bias=step.bias,
         activation=step.activation,

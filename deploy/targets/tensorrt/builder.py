@@ -137,7 +137,7 @@ def build_engine(
         if calibrator.error is not None:
             raise calibrator.error
         # without a plan and a request for a batch, TensorRT failed before it calibrated
-        if plan is not None or calibrator.asked > 0:
+        if plan is not None or calibrator.requests > 0:
             calibration_trouble = calibrator.trouble()
     if plan is None:
         ending = f"; {calibration_trouble}" if calibration_trouble else ""

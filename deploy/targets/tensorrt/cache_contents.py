@@ -392,8 +392,10 @@ def cache_notes(
     parsed = subject.original or subject.model
     if (parser or likely_parser(parsed, reading_version(subject))) == CAFFE:
         notes.append("Tensors are named as TensorRT's Caffe parser names them.")
-    if subject.statistic.first:
-        notes.extend(note_left_out(subject.samples, subject.statistic.first, filled=subject.filled))
+    if subject.statistic.first_batch:
+        notes.extend(
+            note_left_out(subject.samples, subject.statistic.first_batch, filled=subject.filled)
+        )
     infinite = [name for name, trouble in ranges.unusable.items() if trouble.is_infinite]
     if infinite:
         notes.append(

@@ -224,7 +224,7 @@ def _gpu_fingerprint(
 def calibrator_from_cache(options: TensorrtOptions, cache: bytes) -> Callbacks:
     """Return a calibrator with a cache and no data; it reports if TensorRT refuses the cache."""
     algorithm = options.calibrator or "entropy2"
-    return calibrator(algorithm, (), batches=1, shapes={}, memory=HostMemory(), known=cache)
+    return calibrator(algorithm, (), batches=1, shapes={}, memory=HostMemory(), cache=cache)
 
 
 def _calibration_batch(
