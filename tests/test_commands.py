@@ -47,7 +47,7 @@ def build_call(monkeypatch, named_files):
             recorded.update({field.name: getattr(value, field.name) for field in fields(value)})
         return SimpleNamespace(failed=recorded.get("fails", False), unusable=False)
 
-    monkeypatch.setattr("deploy.pipeline.build_with", record)
+    monkeypatch.setattr("deploy.pipeline.build.build_with", record)
 
     def show_screen(report):
         recorded["verbose"] = False
