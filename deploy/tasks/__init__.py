@@ -109,7 +109,7 @@ def judge_of(metric: str | Function | None, task: str | None) -> Metric | None:
     return None if metric is None and task is None else replace(own, task=task or "")
 
 
-def recognise_task(seen: FirstSamples, task: str = "") -> EvaluationTask | None:
+def recognise_task(samples: FirstSamples, task: str = "") -> EvaluationTask | None:
     """Return the task of the outputs; None if no recogniser is certain, or of over 64 outputs.
 
     Outputs that repeat others are left out. If no task fits the rest, states for the next call are
@@ -118,17 +118,17 @@ def recognise_task(seen: FirstSamples, task: str = "") -> EvaluationTask | None:
     Raises:
         ConfigError: the outputs do not fit the user's task.
     """
-    if not seen.outputs or task in NO_TASK or (not task and len(seen.names) > _MOST_OUTPUTS):
+    if not samples.outputs or task in NO_TASK or (not task and len(samples.names) > _MOST_OUTPUTS):
         return None
     rows = [TASKS[task]] if task else [row for name, row in TASKS.items() if name != "indices"]
-    distinct = evaluation_task.drop_outputs(seen, evaluation_task.find_logits(seen))
+    distinct = evaluation_task.drop_outputs(samples, evaluation_task.find_logits(samples))
     found = _by_best_class(distinct, rows)
-    if found is None and (states_out := evaluation_task.find_states(seen)):
+    if found is None and (states_out := evaluation_task.find_states(samples)):
         found = _by_best_class(evaluation_task.drop_outputs(distinct, states_out), rows)
     if not task:
         return found or labels.find_integers(distinct)
     if (found := found or _fitted(rows[0], distinct)) is None:
-        got = ", ".join(f"{name} {[*seen.outputs[0][name].shape]}" for name in seen.every[:4])
+        got = ", ".join(f"{name} {[*samples.outputs[0][name].shape]}" for name in samples.every[:4])
         raise ConfigError(
             f"the task {task} needs {rows[0].wants}, got {got}; set another, or none to compare"
             " values"
@@ -136,13 +136,13 @@ def recognise_task(seen: FirstSamples, task: str = "") -> EvaluationTask | None:
     return found
 
 
-def _fitted(row: TaskRow, seen: FirstSamples) -> EvaluationTask | None:
+def _fitted(row: TaskRow, samples: FirstSamples) -> EvaluationTask | None:
     """Return the task of the largest output that fits; of classes, of all that do."""
     if row is TASKS["boxes"]:
-        return boxes.fit_boxes(seen)
+        return boxes.fit_boxes(samples)
     fitted = []
-    for name in sorted(seen.names, key=lambda name: -seen.outputs[0][name].size):
-        values = seen.arrays(name)
+    for name in sorted(samples.names, key=lambda name: -samples.outputs[0][name].size):
+        values = samples.arrays(name)
         if all(map(is_floating, values)):
             raw = any(one.min() < 0 or one.max() > 1 for one in values)
             fits = values[0].ndim in row.ranks and row.make(name, values[0].shape, raw)
@@ -154,12 +154,12 @@ def _fitted(row: TaskRow, seen: FirstSamples) -> EvaluationTask | None:
     return fitted[0] if fitted else None
 
 
-def _by_best_class(seen: FirstSamples, rows: Iterable[TaskRow]) -> EvaluationTask | None:
+def _by_best_class(samples: FirstSamples, rows: Iterable[TaskRow]) -> EvaluationTask | None:
     """Try the scores without their ArgMax outputs, then all outputs, then the ArgMax alone."""
-    best = evaluation_task.find_argmax_outputs(seen)
+    best = evaluation_task.find_argmax_outputs(samples)
     drops = (best, (), set(best.values())) if best else ((),)
     for dropped in drops:
-        left = evaluation_task.drop_outputs(seen, dropped)
+        left = evaluation_task.drop_outputs(samples, dropped)
         for find in (find for row in rows for find in row.finders):
             if (task := find(left)) is not None:
                 return task

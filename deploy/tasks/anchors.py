@@ -31,6 +31,7 @@ If boxes cannot be decoded, a detection is matched by its anchor and class.
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -58,51 +59,68 @@ from deploy.tasks.slices import OutputSlice
 from deploy.tasks.yolo import STRIDES, AnchorGrid, find_box_coding, find_grids, to_corners
 from deploy.tensors import Array
 
-_LARGEST = 1 << 16  # cells of a level, at most
+_MAX_CELLS = 1 << 16  # cells of a level, at most
 
 
-def arrange_anchors(outputs: Outputs, *, maps: bool, turned: frozenset[str]) -> dict[str, Array]:
+def arrange_anchors(
+    outputs: Outputs, *, are_maps: bool, transposed: frozenset[str]
+) -> dict[str, Array]:
     """Bring all outputs into the layout of one row per anchor."""
-    rows = _unrolled(outputs) if maps else dict(outputs)
-    transposed = {
-        name: rows[name].swapaxes(1, 2) if rows[name].ndim == 3 else rows[name][..., None]
-        for name in turned
-        if rows[name].ndim in (2, 3)
-    }
-    return {**rows, **transposed}
+    rows = _flatten_maps(outputs) if are_maps else dict(outputs)
+    for name in transposed:
+        if rows[name].ndim == 3:
+            rows[name] = rows[name].swapaxes(1, 2)
+        elif rows[name].ndim == 2:
+            rows[name] = rows[name][..., None]
+    return rows
 
 
-def find_transposed(seen: FirstSamples) -> frozenset[str]:
+def find_transposed(samples: FirstSamples) -> frozenset[str]:
     """Return outputs [1, C, A] that accompany boxes [1, A, 4] or [1, 4, A], and [1, A] of those."""
-    shapes = {name: seen.outputs[0][name].shape for name in seen.names}
-    flat = {name: shape for name, shape in shapes.items() if len(shape) == 3 and shape[0] == 1}
-    lengths = {max(shape) for shape in flat.values() if 4 in shape[1:]}
-    sides = {side for shape in flat.values() for side in (shape[1], max(shape))}
-    rows = sides if len(flat) * 2 == len(shapes) else set()
-    scores = (n for n, shape in shapes.items() if len(shape) == 2 and {*shape} - {1} <= rows)
-    turned = (n for n, (_, high, last) in flat.items() if last in lengths and high < last)
-    return frozenset((*turned, *scores))
+    shapes = {name: samples.outputs[0][name].shape for name in samples.names}
+    tables = {name: shape for name, shape in shapes.items() if len(shape) == 3 and shape[0] == 1}
+    box_counts = {max(shape) for shape in tables.values() if 4 in shape[1:]}
+    transposed = set()
+    table_sides = set()
+    for name, (_, rows, columns) in tables.items():
+        table_sides |= {rows, max(1, rows, columns)}
+        if columns in box_counts and rows < columns:
+            transposed.add(name)
+
+    # scores [1, A] belong to boxes if there are as many outputs of both kinds
+    if len(tables) * 2 != len(shapes):
+        table_sides = set()
+    for name, shape in shapes.items():
+        if len(shape) == 2 and {*shape} - {1} <= table_sides:
+            transposed.add(name)
+    return frozenset(transposed)
 
 
-def are_cells(seen: FirstSamples) -> bool:
+def are_cells(samples: FirstSamples) -> bool:
     """Whether all maps have the size of the picture over a stride, in every sample."""
-    return all(
-        size is not None
-        and value.shape[2:] in [(-(-size[0] // s), -(-size[1] // s)) for s in STRIDES]
-        for one, size in zip(seen.outputs, map(image_size, seen.inputs), strict=True)
-        for value in one.values()
-        if value.ndim == 4
-    )
+    for inputs, outputs in zip(samples.inputs, samples.outputs, strict=True):
+        size = image_size(inputs)
+        for value in outputs.values():
+            if value.ndim == 4 and (size is None or not _has_stride(value.shape[2:], size)):
+                return False
+    return True
 
 
-def _unrolled(outputs: Outputs) -> dict[str, Array]:
+def _has_stride(map_size: tuple[int, ...], size: tuple[int, int]) -> bool:
+    """Whether a map has the size of the picture over a stride."""
+    high, wide = size
+    return map_size in [(-(-high // stride), -(-wide // stride)) for stride in STRIDES]
+
+
+def _flatten_maps(outputs: Outputs) -> dict[str, Array]:
     """Reshape maps [1, C, H, W] of limited size to [1, H W, C]; others stay unchanged."""
-    return {
-        name: value.reshape(*value.shape[:2], value.shape[2] * value.shape[3]).transpose(0, 2, 1)
-        if value.ndim == 4 and len(value) == 1 and value.shape[2] * value.shape[3] <= _LARGEST
-        else value
-        for name, value in outputs.items()
-    }
+    rows = {}
+    for name, value in outputs.items():
+        if value.ndim == 4 and len(value) == 1 and math.prod(value.shape[2:]) <= _MAX_CELLS:
+            columns = value.reshape(1, value.shape[1], math.prod(value.shape[2:]))
+            value = columns.transpose(0, 2, 1)
+        rows[name] = value
+    return rows
 
 
 def to_table(value: Array) -> Floats | None:
@@ -114,26 +132,28 @@ def to_table(value: Array) -> Floats | None:
     return value.reshape(value.shape[-2:]).astype(np.float64)
 
 
-_ANCHORS = 10  # of all levels, at least
-_MAPS = 4  # outputs of two levels, at least
-_QUERIES = 1000  # of a DETR, at most
-_BINS = 4  # of a distribution, at least
-_WINS = 0.8  # share of anchors won by the background, at least
-_IDLE = 0.1  # best probability of an anchor without an object, at most
-_BELOW = 0.9  # share of anchors without an object (best logit below 0), at least
+_MIN_ANCHORS = 10  # of all levels, at least
+_MIN_MAPS = 4  # outputs of two levels, at least
+_MAX_QUERIES = 1000  # of a DETR, at most
+_MIN_BINS = 4  # of a distribution, at least
+_BACKGROUND_SHARE = 0.8  # share of anchors won by the background, at least
+_MAX_EMPTY_SCORE = 0.1  # best probability of an anchor without an object, at most
+_EMPTY_SHARE = 0.9  # share of anchors without an object (best logit below 0), at least
 _OFFSET = "offset"  # coding of a centre and a size in pixels, relative to an anchor
-_FIRING = 1e-3  # share of anchors that see an object, at most
-_TOGETHER = 0.3  # correlation of two corners of the boxes, at least
-_PIXELS = 4  # of a box's sides, at least, where columns may be logits of a distribution
-_WIDEST = 64  # numbers of a box with its key points, at most
+_DETECTION_SHARE = 1e-3  # share of anchors that see an object, at most
+_MIN_CORNER_CORRELATION = 0.3  # of two corners of the boxes, at least
+_MIN_BOX_PIXELS = 4  # of a box's sides, at least, where columns may be logits of a distribution
+_MAX_POINT_COLUMNS = 64  # numbers of a box with its key points, at most
 
 
 @dataclass(frozen=True, slots=True)
 class LevelOutputs:
     """Outputs of one level.
 
-    `scores` and `boxes` are names; `grid` is set if boxes are distributions; `gate` is the output
-    that multiplies the scores, or "".
+    Attributes:
+        scores, boxes: names of the outputs.
+        grid: set if boxes are distributions.
+        gate: output that multiplies the scores, or "".
     """
 
     scores: str
@@ -142,19 +162,33 @@ class LevelOutputs:
     gate: str = ""
 
 
+LevelTables = tuple[Floats, Floats]  # (scores, boxes) of one level, [A, C] and [A, 4 ...]
+
+
 @dataclass(frozen=True, slots=True)
 class AnchorDecoder:
-    """Decoder of separate scores and boxes."""
+    """Decoder of separate scores and boxes.
 
-    levels: tuple[LevelOutputs, ...]  # one pair per level
-    activation: str  # missing activation of the scores: "", "sigmoid" or "softmax"
-    background: int | None  # class of the background; None without
-    # "corners", "centre", "distribution", "offset", or "" if boxes cannot be decoded
+    Attributes:
+        levels: one pair of outputs per level.
+        activation: missing activation of the scores: "", "sigmoid" or "softmax".
+        background: class of the background; None without.
+        coding: "corners", "centre", "distribution", "offset", or "" if boxes cannot be decoded.
+        classes: number of classes without the background.
+        maps: whether the outputs are maps, one cell per anchor.
+        transposed: outputs whose last dimension is the anchors.
+        gate_raw: whether the gates are logits.
+        parts: slices of each output.
+    """
+
+    levels: tuple[LevelOutputs, ...]
+    activation: str
+    background: int | None
     coding: str
-    classes: int  # number of classes without the background
-    maps: bool = False  # whether the outputs are maps, one cell per anchor
-    turned: frozenset[str] = frozenset()  # outputs whose last dimension is the anchors
-    gate_raw: bool = False  # whether the gates are logits
+    classes: int
+    maps: bool = False
+    transposed: frozenset[str] = frozenset()
+    gate_raw: bool = False
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
 
     @property
@@ -165,243 +199,381 @@ class AnchorDecoder:
     @property
     def form(self) -> str:
         """How the outputs are interpreted."""
-        names = ", ".join(pair.scores for pair in self.levels)
+        names = ", ".join(level.scores for level in self.levels)
         boxes = {"": "boxes matched by anchor", "centre": "boxes by centre"}
         coding = boxes.get(self.coding, f"boxes by {self.coding}")
         return f"{names}: {self.activation or 'scores'} of anchors, {coding}"
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
         """Return the boxes of one sample, of all levels."""
-        outputs = arrange_anchors(outputs, maps=self.maps, turned=self.turned)
-        scores = [to_table(outputs[pair.scores]) for pair in self.levels]
-        boxes = [to_table(outputs[pair.boxes]) for pair in self.levels]
-        columns = self.classes + (self.background is not None)
-        tables = [
-            (a, b)
-            for a, b in zip(scores, boxes, strict=True)
-            if _paired(a, b, columns, bins=self.placed)
-        ]
-        if len(tables) != len(self.levels):
+        outputs = arrange_anchors(outputs, are_maps=self.maps, transposed=self.transposed)
+        tables = self._level_tables(outputs)
+        if tables is None:
             return None
-        shares = _shares(np.concatenate([a for a, _ in tables if a is not None]), self)
-        if self.levels[0].gate:
-            gates = _gates(self.levels, outputs, raw=self.gate_raw)
-            if gates is None or gates.shape != (len(shares), 1):
-                return None
-            shares = shares * gates
+        probabilities = self._probabilities(tables, outputs)
+        if probabilities is None:
+            return None
+
         if self.coding == _OFFSET:
-            table = np.concatenate([rows for _, rows in tables if rows is not None])
-            points = table[:, 4:].reshape(len(table), -1, 2)
-            anchors = np.arange(len(table), dtype=np.int64)
+            rows = np.concatenate([boxes for _, boxes in tables])
+            points = rows[:, 4:].reshape(len(rows), -1, 2)
+            anchors = np.arange(len(rows), dtype=np.int64)
             # each anchor is a class of its own
-            return Detections.of(to_corners(table[:, :4]), shares[:, 0], anchors, points)
+            return Detections.of(to_corners(rows[:, :4]), probabilities[:, 0], anchors, points)
         if not self.coding:
-            return detections_by_anchor(shares)
-        size = image_size(inputs)
-        likely = shares.max(axis=1) > LOWEST  # few: the others are not decoded
-        places, start = [], 0
-        for pair, (_, rows) in zip(self.levels, tables, strict=True):
-            assert rows is not None
-            if pair.grid is not None and (size is None or pair.grid.count(size) != len(rows)):
+            return detections_by_anchor(probabilities)
+
+        is_likely = probabilities.max(axis=1) > LOWEST  # few: the others are not decoded
+        corners = self._decode_boxes(tables, is_likely, image_size(inputs))
+        if corners is None:
+            return None
+        return detections_by_score(corners, probabilities[is_likely])
+
+    def _level_tables(self, outputs: Outputs) -> list[LevelTables] | None:
+        """Return the tables of all levels; None if one has another shape than expected."""
+        columns = self.classes
+        if self.background is not None:
+            columns += 1
+        tables = []
+        for level in self.levels:
+            scores, boxes = to_table(outputs[level.scores]), to_table(outputs[level.boxes])
+            if scores is None or boxes is None or not boxes.shape[1]:
                 return None
-            indices = np.flatnonzero(likely[start : start + len(rows)])
-            places.append(_corners(rows, indices, self.coding, pair.grid, size))
+            if self.placed and boxes.shape[1] % 4 != 0:
+                return None
+            if len(scores) != len(boxes) or scores.shape[1] != columns:
+                return None
+            tables.append((scores, boxes))
+        return tables
+
+    def _probabilities(self, tables: Sequence[LevelTables], outputs: Outputs) -> Floats | None:
+        """Return the probabilities [A, classes] of all levels; None if their gates do not fit."""
+        rows = activate(np.concatenate([scores for scores, _ in tables]), self.activation)
+        if self.background is not None:
+            rows = np.delete(rows, self.background, axis=1)
+        if not self.levels[0].gate:
+            return rows
+
+        gates = []
+        for level in self.levels:
+            gate = to_table(outputs[level.gate])
+            if gate is None:
+                return None
+            gates.append(gate)
+        factors = activate(np.concatenate(gates), "sigmoid" if self.gate_raw else "")
+        if factors.shape != (len(rows), 1):
+            return None
+        return rows * factors
+
+    def _decode_boxes(
+        self,
+        tables: Sequence[LevelTables],
+        is_likely: NDArray[np.bool_],
+        size: tuple[int, int] | None,
+    ) -> Floats | None:
+        """Return the corners of the likely anchors' boxes; None if a grid does not fit."""
+        corners, start = [], 0
+        for level, (_, rows) in zip(self.levels, tables, strict=True):
+            if level.grid is not None and (size is None or level.grid.count(size) != len(rows)):
+                return None
+            indices = np.flatnonzero(is_likely[start : start + len(rows)])
+            corners.append(_corners(rows, indices, self.coding, level.grid, size))
             start += len(rows)
-        return detections_by_score(np.concatenate(places), shares[likely])
+        return np.concatenate(corners)
 
 
-def find_anchors(seen: FirstSamples) -> AnchorDecoder | None:
+def find_anchors(samples: FirstSamples) -> AnchorDecoder | None:
     """Recognise outputs where every level has scores and boxes."""
-    maps = sum(seen.outputs[0][name].ndim == 4 for name in seen.names) >= _MAPS
-    cells = maps and are_cells(seen)
-    turned = find_transposed(seen)
-    given = seen.outputs
-    seen = FirstSamples(
-        seen.inputs, [arrange_anchors(one, maps=maps, turned=turned) for one in seen.outputs]
-    )
-    groups: dict[int, list[str]] = {}
-    for name in seen.names:
-        tables = [to_table(value) for value in seen.arrays(name)]
-        columns = {None if one is None else one.shape[1] for one in tables}
-        if tables[0] is not None and len(tables[0]) > 1 and len(columns) == 1:
-            groups.setdefault(len(tables[0]), []).append(name)
-    pairs = [_pair(names, seen) for names in groups.values()]
-    levels = tuple(pair for pair in pairs if pair is not None)
-    if len(levels) != len(pairs) or sum(groups) < _ANCHORS:
+    are_maps = sum(samples.outputs[0][name].ndim == 4 for name in samples.names) >= _MIN_MAPS
+    transposed = find_transposed(samples)
+    rows = _arrange_samples(samples, are_maps=are_maps, transposed=transposed)
+
+    names_by_count = _group_by_anchors(rows)
+    levels = []
+    for names in names_by_count.values():
+        level = _pair_outputs(names, rows)
+        if level is None:
+            return None
+        levels.append(level)
+    gates = [level.gate for level in levels if level.gate]
+    has_gates_of_some_levels = bool(gates) and len(gates) != len(levels)
+    if sum(names_by_count) < _MIN_ANCHORS or has_gates_of_some_levels:
         return None
-    gated = [name for pair in levels if (name := pair.gate)]
-    if gated and len(gated) != len(levels):
+
+    scoring = _find_activation([_stack(level.scores, rows) for level in levels])
+    coding = _find_coding(levels, rows)
+    if scoring is None or coding is None:
         return None
-    activation = _activation([_stacked(pair.scores, seen) for pair in levels])
-    coding = _coding([_stacked(pair.boxes, seen) for pair in levels], levels, seen)
-    if activation is None or coding is None:
-        return None
-    if maps and coding != "distribution" and not (cells and activation[1] is None):
-        return None
-    count = seen.outputs[0][levels[0].scores].shape[-1] - (activation[1] is not None)
-    coding = "" if maps and coding != "distribution" else coding
-    raw = not all(are_shares(_stacked(name, seen)) for name in gated)
+    activation, background = scoring
+    if are_maps and coding != "distribution":  # boxes that cannot be decoded
+        if background is not None or not are_cells(samples):
+            return None
+        coding = ""
+
+    class_count = rows.outputs[0][levels[0].scores].shape[-1]
+    if background is not None:
+        class_count -= 1
+    # the columns of the classes, without the background; 0, 0 for all
+    start, stop = 0, 0
+    if background is not None:
+        start = 1 if background == 0 else 0
+        stop = start + class_count
+    are_raw_gates = not all(are_shares(_stack(name, rows)) for name in gates)
     parts: dict[str, tuple[OutputSlice, ...]] = {}
-    start, stop = {None: (0, 0), 0: (1, count + 1)}.get(activation[1], (0, count))
-    for names, pair in zip(groups.values(), levels, strict=True):
-        kinds = OutputSlice(output=pair.scores, start=start, stop=stop, activation=activation[0])
-        gate = OutputSlice(output=pair.gate, activation="sigmoid" if raw else "")
-        own = {}  # output -> its mean score, slice: one of them may be arbitrary without an object
-        for one in (kinds, gate) if pair.gate else (kinds,):
-            axis = 1 if maps or one.output in turned else -1
-            one = replace(one, axis=None if given[0][one.output].ndim == axis + 1 else axis)
-            own[one.output] = np.mean([one.best_scores(row).mean() for row in given]), one
-        at = min(own.values(), key=lambda each: each[0])[1]
-        parts |= {n: (OutputSlice(output=n, at=None if n in own else at),) for n in names}
-    return AnchorDecoder(levels, *activation, coding, count, maps, turned, raw, parts)
+    for names, level in zip(names_by_count.values(), levels, strict=True):
+        slices = [OutputSlice(output=level.scores, start=start, stop=stop, activation=activation)]
+        if level.gate:
+            slices.append(
+                OutputSlice(output=level.gate, activation="sigmoid" if are_raw_gates else "")
+            )
+        columns_second = transposed | frozenset(names) if are_maps else transposed
+        parts |= _slice_level(names, slices, columns_second, samples)
+    return AnchorDecoder(
+        levels=tuple(levels),
+        activation=activation,
+        background=background,
+        coding=coding,
+        classes=class_count,
+        maps=are_maps,
+        transposed=transposed,
+        gate_raw=are_raw_gates,
+        parts=parts,
+    )
 
 
-def fit_anchors(seen: FirstSamples) -> AnchorDecoder | None:
+def _arrange_samples(
+    samples: FirstSamples, *, are_maps: bool, transposed: frozenset[str]
+) -> FirstSamples:
+    """Return the samples with outputs of one row per anchor."""
+    outputs = []
+    for sample in samples.outputs:
+        outputs.append(arrange_anchors(sample, are_maps=are_maps, transposed=transposed))
+    return FirstSamples(samples.inputs, outputs)
+
+
+def _group_by_anchors(samples: FirstSamples) -> dict[int, list[str]]:
+    """Return number of anchors -> outputs that have a row for each in every sample."""
+    names_by_count: dict[int, list[str]] = {}
+    for name in samples.names:
+        tables = [to_table(value) for value in samples.arrays(name)]
+        columns = {None if table is None else table.shape[1] for table in tables}
+        if tables[0] is not None and len(tables[0]) > 1 and len(columns) == 1:
+            names_by_count.setdefault(len(tables[0]), []).append(name)
+    return names_by_count
+
+
+def _slice_level(
+    names: Sequence[str],
+    scores: Sequence[OutputSlice],
+    columns_second: frozenset[str],
+    samples: FirstSamples,
+) -> dict[str, tuple[OutputSlice, ...]]:
+    """Return the slices of a level's outputs; boxes are weighted by the scores of their anchors.
+
+    `scores`: slices of the scores and the gate, if there is one. The one with the lower mean is the
+    weight, since the other may be arbitrary without an object. `columns_second`: outputs whose
+    columns are the second dimension.
+    """
+    mean_score, weight = math.inf, scores[0]
+    for part in scores:
+        axis = 1 if part.output in columns_second else -1
+        has_axis = samples.outputs[0][part.output].ndim != axis + 1
+        part = replace(part, axis=axis if has_axis else None)
+        mean = float(np.mean([part.best_scores(outputs).mean() for outputs in samples.outputs]))
+        if mean < mean_score:
+            mean_score, weight = mean, part
+    score_names = [part.output for part in scores]
+    slices: dict[str, tuple[OutputSlice, ...]] = {}
+    for name in names:
+        at = None if name in score_names else weight
+        slices[name] = (OutputSlice(output=name, at=at),)
+    return slices
+
+
+def fit_anchors(samples: FirstSamples) -> AnchorDecoder | None:
     """Return boxes matched by anchor of two outputs with equally many rows; None without such."""
-    turned = find_transposed(seen)
-    tables = [arrange_anchors(one, maps=False, turned=turned) for one in seen.outputs]
-    rows = FirstSamples(seen.inputs, tables)
-    sides = {n: one.shape for n in rows.names if (one := to_table(tables[0][n])) is not None}
-    shares = {name: are_shares(_stacked(name, rows)) for name in sides}
-    for boxes, scores in itertools.permutations(sorted(sides, key=lambda name: shares[name]), 2):
-        if sides[boxes][0] == sides[scores][0] and sides[boxes][1] >= 4:
-            activation, count = "" if shares[scores] else "sigmoid", sides[scores][1]
-            levels = (LevelOutputs(scores, boxes),)
-            return AnchorDecoder(levels, activation, None, "", count, turned=turned)
+    transposed = find_transposed(samples)
+    rows = _arrange_samples(samples, are_maps=False, transposed=transposed)
+    shapes = {}
+    for name in rows.names:
+        table = to_table(rows.outputs[0][name])
+        if table is not None:
+            shapes[name] = table.shape
+    has_shares = {name: are_shares(_stack(name, rows)) for name in shapes}
+    names = sorted(shapes, key=lambda name: has_shares[name])
+    for boxes, scores in itertools.permutations(names, 2):
+        if shapes[boxes][0] == shapes[scores][0] and shapes[boxes][1] >= 4:
+            return AnchorDecoder(
+                levels=(LevelOutputs(scores, boxes),),
+                activation="" if has_shares[scores] else "sigmoid",
+                background=None,
+                coding="",
+                classes=shapes[scores][1],
+                transposed=transposed,
+            )
     return None
 
 
-def _gates(levels: Sequence[LevelOutputs], outputs: Outputs, *, raw: bool) -> Floats | None:
-    """Return the factors of all anchors' scores, [A, 1]; None if a level has no fitting output."""
-    columns = [to_table(outputs[pair.gate]) for pair in levels]
-    gates = [one for one in columns if one is not None]
-    activation = "sigmoid" if raw else ""
-    return None if len(gates) != len(columns) else activate(np.concatenate(gates), activation)
+def _stack(name: str, samples: FirstSamples) -> Floats:
+    """Return the rows of an output, of all samples."""
+    tables = [to_table(value) for value in samples.arrays(name)]
+    return np.concatenate([table for table in tables if table is not None])
 
 
-def _stacked(name: str, seen: FirstSamples) -> Floats:
-    tables = [to_table(value) for value in seen.arrays(name)]
-    return np.concatenate([one for one in tables if one is not None])
-
-
-def _paired(scores: Floats | None, boxes: Floats | None, columns: int, *, bins: bool) -> bool:
-    if scores is None or boxes is None:
-        return False
-    four = boxes.shape[1] > 0 and (boxes.shape[1] % 4 == 0 or not bins)
-    return four and len(scores) == len(boxes) and scores.shape[1] == columns
-
-
-def _pair(names: Sequence[str], seen: FirstSamples) -> LevelOutputs | None:
+def _pair_outputs(names: Sequence[str], samples: FirstSamples) -> LevelOutputs | None:
     """Choose one output of boxes and one of scores among outputs with equally many anchors."""
-    shapes = {name: seen.outputs[0][name].shape for name in names}
-    four = [name for name in names if shapes[name][-1] == 4]
-    boxes = [name for name in four if not sums_to_one(_stacked(name, seen)).all()]
-    grid = None
-    if len(boxes) > 1:  # one may be the scores of four classes
-        boxes = [name for name in boxes if not _are_scores(_stacked(name, seen))]
-    if not boxes:
-        size = seen.picture_size
-        boxes = [n for n in names if shapes[n][-1] % 4 == 0 and shapes[n][-1] >= 4 * _BINS]
-        fitting = [] if size is None else list(find_grids(shapes[names[0]][-2], size, 1))
-        grid = next((one for one in fitting if one.anchors == 1), None)
-        boxes = [name for name in boxes if not are_shares(_stacked(name, seen))]
-        points = _with_points(names, seen)
-        tables = [_stacked(name, seen) for name in sorted(names, key=lambda name: name in points)]
-        if grid is None or not boxes or (points and _least_size(*tables[::-1]) > _PIXELS):
-            grid, boxes = None, points
+    boxes, grid = _find_boxes(names, samples)
     if len(boxes) != 1:
         return None
-    others = [name for name in names if name != boxes[0]]
-    scores = [name for name in others if are_shares(_stacked(name, seen))]
-    scores = scores or [name for name in others if shapes[name][-1] == 2] or others
-    if len(scores) == 2:
-        gates = [name for name in scores if shapes[name][-1] == 1][-1:]
-        kinds = [name for name in scores if name not in gates]
-        return LevelOutputs(kinds[0], boxes[0], grid, gates[0]) if gates else None
-    return LevelOutputs(scores[0], boxes[0], grid) if len(scores) == 1 else None
+    columns = {name: samples.outputs[0][name].shape[-1] for name in names}
+    candidates = [name for name in names if name != boxes[0]]
+    scores = [name for name in candidates if are_shares(_stack(name, samples))]
+    if not scores:
+        scores = [name for name in candidates if columns[name] == 2] or candidates
+    if len(scores) == 1:
+        return LevelOutputs(scores[0], boxes[0], grid)
+
+    gates = [name for name in scores if columns[name] == 1]
+    if len(scores) != 2 or not gates:
+        return None
+    gate = gates[-1]
+    (class_scores,) = [name for name in scores if name != gate]
+    return LevelOutputs(class_scores, boxes[0], grid, gate)
 
 
-def _with_points(names: Sequence[str], seen: FirstSamples) -> list[str]:
+def _find_boxes(names: Sequence[str], samples: FirstSamples) -> tuple[list[str], AnchorGrid | None]:
+    """Return the outputs that may be boxes, and their grid if they are distributions."""
+    columns = {name: samples.outputs[0][name].shape[-1] for name in names}
+    boxes = []
+    for name in names:
+        if columns[name] == 4 and not sums_to_one(_stack(name, samples)).all():
+            boxes.append(name)
+    if len(boxes) > 1:  # one may be the scores of four classes
+        boxes = [name for name in boxes if not _are_scores(_stack(name, samples))]
+    if boxes:
+        return boxes, None
+
+    boxes_with_points = _find_boxes_with_points(names, samples)
+    size = samples.picture_size
+    if size is None:
+        return boxes_with_points, None
+    grid = _find_cell_grid(samples.outputs[0][names[0]].shape[-2], size)
+    distributions = []
+    for name in names:
+        has_bins = columns[name] % 4 == 0 and columns[name] >= 4 * _MIN_BINS
+        if has_bins and not are_shares(_stack(name, samples)):
+            distributions.append(name)
+    if grid is None or not distributions:
+        return boxes_with_points, None
+
+    if boxes_with_points:  # logits of a distribution give no sizes in pixels
+        (scores,) = [name for name in names if name not in boxes_with_points]
+        rows = _stack(boxes_with_points[0], samples)
+        if _min_box_size(rows, _stack(scores, samples)) > _MIN_BOX_PIXELS:
+            return boxes_with_points, None
+    return distributions, grid
+
+
+def _find_cell_grid(count: int, size: tuple[int, int]) -> AnchorGrid | None:
+    """Return the grid of one anchor per cell that has so many anchors, of one level."""
+    return next((grid for grid in find_grids(count, size, 1) if grid.anchors == 1), None)
+
+
+def _find_boxes_with_points(names: Sequence[str], samples: FirstSamples) -> list[str]:
     """Return the output of boxes with key points, if the only other one is a score per anchor."""
-    sizes = {name: seen.outputs[0][name].shape[-1] for name in names}
-    wide = [name for name, size in sizes.items() if 4 < size <= _WIDEST and not size % 2]
-    others = [name for name in names if name not in wide]
-    pictures = all(image_size(fed) is not None for fed in seen.inputs)
-    if not pictures or len(wide) != 1 or [sizes[name] for name in others] != [1]:
+    columns = {name: samples.outputs[0][name].shape[-1] for name in names}
+    boxes = [name for name in names if 4 < columns[name] <= _MAX_POINT_COLUMNS]
+    boxes = [name for name in boxes if columns[name] % 2 == 0]
+    scores = [name for name in names if name not in boxes]
+    if len(boxes) != 1 or len(scores) != 1 or columns[scores[0]] != 1:
         return []
-    scores = _stacked(others[0], seen)
-    return wide if (are_shares(scores) or scores.min() < 0) and _detects_little(scores) else []
+    if any(image_size(inputs) is None for inputs in samples.inputs):
+        return []
+    rows = _stack(scores[0], samples)
+    are_scores = are_shares(rows) or rows.min() < 0
+    return boxes if are_scores and _detects_little(rows) else []
 
 
 def _detects_little(rows: Floats) -> bool:
     """Whether nearly all rows, probabilities or logits, detect nothing."""
     best = rows.max(axis=1)
-    return bool(
-        np.mean(best < _IDLE) >= _BELOW and (are_shares(rows) or np.mean(best < 0) >= _BELOW)
-    )
+    if np.mean(best < _MAX_EMPTY_SCORE) < _EMPTY_SHARE:
+        return False
+    return are_shares(rows) or bool(np.mean(best < 0) >= _EMPTY_SHARE)
 
 
 def _are_scores(rows: Floats) -> bool:
     """Whether rows are scores of classes, or logits of a Softmax that is sure of its background."""
-    sure = activate(rows, "softmax").max(axis=1).mean() > _WINS
-    return _detects_little(rows) or bool(sure and _activation([rows]))
+    if _detects_little(rows):
+        return True
+    mean_best = activate(rows, "softmax").max(axis=1).mean()
+    return bool(mean_best > _BACKGROUND_SHARE and _find_activation([rows]))
 
 
-def _activation(levels: list[Floats]) -> tuple[str, int | None] | None:
+def _find_activation(levels: list[Floats]) -> tuple[str, int | None] | None:
     """Return (missing activation, class of the background); None if the values fit neither."""
     if len({rows.shape[1] for rows in levels}) != 1:
         return None
     rows = np.concatenate(levels)
     if not np.isfinite(rows).all():
         return None
+
     last = rows.shape[1] - 1
     wins = np.bincount(rows.argmax(axis=1), minlength=last + 1)
-    background = int(wins.argmax()) if wins.max() >= _WINS * wins.sum() and last else None
-    background = background if background in (0, last) else None
+    winner = int(wins.argmax())
+    is_background = last > 0 and winner in (0, last)
+    if wins.max() < _BACKGROUND_SHARE * wins.sum():
+        is_background = False
     if are_shares(rows):
-        sums_to_1 = last > 0 and sums_to_one(rows).all()
-        return ("", None) if not sums_to_1 else None if background is None else ("", background)
-    if np.mean(rows.max(axis=1) < 0) >= _BELOW:
+        if last == 0 or not sums_to_one(rows).all():
+            return "", None
+        return ("", winner) if is_background else None
+    if np.mean(rows.max(axis=1) < 0) >= _EMPTY_SHARE:
         return "sigmoid", None
-    return None if background is None else ("softmax", background)
+    return ("softmax", winner) if is_background else None
 
 
-def _coding(levels: list[Floats], pairs: Sequence[LevelOutputs], seen: FirstSamples) -> str | None:
-    if any(pair.grid is not None for pair in pairs):
-        return "distribution" if all(pair.grid is not None for pair in pairs) else None
-    rows = np.concatenate(levels)
+def _find_coding(levels: Sequence[LevelOutputs], samples: FirstSamples) -> str | None:
+    """Return the coding of the boxes, as in `AnchorDecoder`; None if they are no boxes."""
+    with_grid = [level for level in levels if level.grid is not None]
+    if with_grid:
+        return "distribution" if len(with_grid) == len(levels) else None
+    rows = np.concatenate([_stack(level.boxes, samples) for level in levels])
     if not np.isfinite(rows).all():
         return None
+
     if rows.shape[1] != 4:  # boxes and key points
-        scores = np.concatenate([_stacked(pair.scores, seen) for pair in pairs])
-        return _OFFSET if _least_size(rows, scores) > 1 and scores.shape[1] == 1 else ""
+        scores = np.concatenate([_stack(level.scores, samples) for level in levels])
+        has_sizes = _min_box_size(rows, scores) > 1
+        return _OFFSET if has_sizes and scores.shape[1] == 1 else ""
+
     # corners move together, offsets from an anchor and sizes do not
-    together = all(correlate(rows[:, k], rows[:, k + 2]) > _TOGETHER for k in (0, 1))
-    if together and np.mean(np.all(rows[:, 2:] >= rows[:, :2], axis=1)) > 0.99:
+    correlations = [correlate(rows[:, k], rows[:, k + 2]) for k in (0, 1)]
+    are_ordered = np.mean(np.all(rows[:, 2:] >= rows[:, :2], axis=1)) > 0.99
+    if min(correlations) > _MIN_CORNER_CORRELATION and are_ordered:
         return "corners"
-    inside = rows.min() >= -0.05 and rows.max() <= 1.05
-    if len(pairs) == 1 and inside and len(rows) <= 4 * _QUERIES:
+    if len(levels) > 1:
+        return ""
+    are_relative = rows.min() >= -0.05 and rows.max() <= 1.05
+    if are_relative and len(rows) <= 4 * _MAX_QUERIES:
         return "centre"
-    return "centre" if len(pairs) == 1 and _at_anchors(rows, seen) else ""
+    return "centre" if _are_at_anchors(rows, samples) else ""
 
 
-def _least_size(boxes: Floats, scores: Floats) -> float:
+def _min_box_size(boxes: Floats, scores: Floats) -> float:
     """Return the least width or height of the boxes [A, 4 + 2 K] with the highest scores."""
-    return float(boxes[scores[:, 0] >= np.quantile(scores[:, 0], 1 - _FIRING), 2:4].min())
+    min_score = np.quantile(scores[:, 0], 1 - _DETECTION_SHARE)
+    return float(boxes[scores[:, 0] >= min_score, 2:4].min())
 
 
-def _at_anchors(rows: Floats, seen: FirstSamples) -> bool:
+def _are_at_anchors(rows: Floats, samples: FirstSamples) -> bool:
     """Whether the boxes of all samples are centred at the anchors of a grid."""
-    size = seen.picture_size
-    fitting = [] if size is None else find_grids(len(rows) // len(seen.inputs), size)
-    repeated = [size] * len(seen.inputs) if size is not None else []
-    return any(find_box_coding(rows.T, repeated, grid) == "centre" for grid in fitting)
-
-
-def _shares(rows: Floats, how: AnchorDecoder) -> Floats:
-    """Return probabilities without the background's."""
-    rows = activate(rows, how.activation)
-    return rows if how.background is None else np.delete(rows, how.background, axis=1)
+    size = samples.picture_size
+    if size is None:
+        return False
+    sizes = [size] * len(samples.inputs)
+    grids = find_grids(len(rows) // len(samples.inputs), size)
+    return any(find_box_coding(rows.T, sizes, grid) == "centre" for grid in grids)
 
 
 def _corners(
@@ -424,29 +596,36 @@ def decode_distances(
 ) -> Floats:
     """Decode corners of some rows of distributions [A, 4 (m + 1)], a row per cell of the grid."""
     rows = rows[indices]
-    cells, strides = (one[indices] for one in grid.cells(size))
+    cells, strides = grid.cells(size)
     bins = rows.reshape(len(rows), 4, rows.shape[1] // 4)
     with np.errstate(invalid="ignore"):
         distance = activate(bins, "softmax") @ np.arange(bins.shape[2])  # left, top, right, bottom
-    centre = cells + 0.5
+    centre = cells[indices] + 0.5
     corners = np.concatenate([centre - distance[:, :2], centre + distance[:, 2:]], axis=1)
-    return corners * strides[:, None]
+    return corners * strides[indices, None]
 
 
-_QUERY_COUNTS = (100, 1000)  # of a DETR, at least and at most
-_QUIET = 0.1  # median over rows of the best probability, at most
-_OUTSIDE = 0.1  # distance that a query's box may leave the picture, relative to it
-_NEARLY_ALL = 0.95
+_MIN_QUERIES = 100  # of a DETR, at least
+_MAX_MEDIAN_SCORE = 0.1  # median over rows of the best probability, at most
+_MAX_OUTSIDE = 0.1  # distance that a query's box may leave the picture, relative to it
+_MIN_INSIDE_SHARE = 0.95  # share of queries whose box lies in the picture, at least
 
 
 @dataclass(frozen=True, slots=True)
 class SingleTensorDecoder:
-    """Decoder of scores and boxes in one tensor."""
+    """Decoder of scores and boxes in one tensor.
+
+    Attributes:
+        output: name of the output.
+        classes: number of classes.
+        rows: number of columns of a row.
+        grid: of anchors whose boxes are distributions; None for queries, whose boxes come first.
+        parts: slices of the output.
+    """
 
     output: str
     classes: int
-    rows: int  # number of columns of a row
-    # of anchors whose boxes are distributions; None for queries, whose boxes come first
+    rows: int
     grid: AnchorGrid | None
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     placed: ClassVar[bool] = True
@@ -471,53 +650,64 @@ class SingleTensorDecoder:
         return detections_by_score(boxes, rows[indices, : self.classes])
 
 
-def find_single_tensor(seen: FirstSamples) -> SingleTensorDecoder | None:
+def find_single_tensor(samples: FirstSamples) -> SingleTensorDecoder | None:
     """Recognise a single output that holds scores and boxes."""
-    if len(seen.names) != 1:
+    if len(samples.names) != 1 or samples.picture_size is None:
         return None
-    (name,) = seen.names
-    tables = [to_table(value) for value in seen.arrays(name)]
-    finite = [one for one in tables if one is not None and np.isfinite(one).all()]
-    if len(finite) != len(tables) or len({one.shape for one in finite}) != 1:
+    (name,) = samples.names
+    tables = []
+    for value in samples.arrays(name):
+        table = to_table(value)
+        if table is None or not np.isfinite(table).all():
+            return None
+        tables.append(table)
+    if len({table.shape for table in tables}) != 1:
         return None
-    size = seen.picture_size
-    return None if size is None else _queries(name, finite) or _cells(name, finite, size)
+    return _find_queries(name, tables) or _find_cells(name, tables, samples.picture_size)
 
 
-def _queries(name: str, samples: list[Floats]) -> SingleTensorDecoder | None:
+def _find_queries(name: str, samples: list[Floats]) -> SingleTensorDecoder | None:
     count, columns = samples[0].shape
-    if not _QUERY_COUNTS[0] <= count <= _QUERY_COUNTS[1] or columns < 5:
+    if not _MIN_QUERIES <= count <= _MAX_QUERIES or columns < 5:
         return None
     rows = np.concatenate(samples)
     if not (are_shares(rows) and _rarely_detect(rows[:, 4:])):
         return None
     if sums_to_one(rows).all():  # a sequence's classes per step
         return None
-    places = to_corners(rows[:, :4])
-    inside = (places > -_OUTSIDE).all(axis=1) & (places < 1 + _OUTSIDE).all(axis=1)
-    spread = rows[:, :2].std(axis=0).min() > _OUTSIDE and rows[:, 2:4].min() > 0
-    fits, parts = spread and np.mean(inside) >= _NEARLY_ALL, _parts(name, 4, columns)
-    return SingleTensorDecoder(name, columns - 4, columns, None, parts) if fits else None
+
+    corners = to_corners(rows[:, :4])
+    is_inside = (corners > -_MAX_OUTSIDE).all(axis=1) & (corners < 1 + _MAX_OUTSIDE).all(axis=1)
+    are_spread = rows[:, :2].std(axis=0).min() > _MAX_OUTSIDE and rows[:, 2:4].min() > 0
+    if not are_spread or np.mean(is_inside) < _MIN_INSIDE_SHARE:
+        return None
+    return SingleTensorDecoder(name, columns - 4, columns, None, _split_rows(name, 4, columns))
 
 
-def _cells(name: str, samples: list[Floats], size: tuple[int, int]) -> SingleTensorDecoder | None:
+def _find_cells(
+    name: str, samples: list[Floats], size: tuple[int, int]
+) -> SingleTensorDecoder | None:
     count, columns = samples[0].shape
-    grid = next((one for one in find_grids(count, size) if one.anchors == 1), None)
+    grid = next((grid for grid in find_grids(count, size) if grid.anchors == 1), None)
     rows = np.concatenate(samples)
-    shares = (rows.min(axis=0) >= -1e-3) & (rows.max(axis=0) <= 1 + 1e-3)
-    classes = int(np.cumprod(shares).sum())
-    bins, left = divmod(columns - classes, 4)
-    if grid is None or not classes or left or bins < _BINS or shares[classes:].any():
+    has_shares = (rows.min(axis=0) >= -1e-3) & (rows.max(axis=0) <= 1 + 1e-3)
+    classes = int(np.cumprod(has_shares).sum())  # the columns up to the first other one
+    bins, remainder = divmod(columns - classes, 4)
+    if grid is None or not classes or remainder or bins < _MIN_BINS:
         return None
-    if not _rarely_detect(rows[:, :classes]) or rows[:, classes:].min() >= 0:
+    if has_shares[classes:].any() or rows[:, classes:].min() >= 0:
         return None
-    return SingleTensorDecoder(name, classes, columns, grid, _parts(name, classes, columns))
+    if not _rarely_detect(rows[:, :classes]):
+        return None
+    parts = _split_rows(name, classes, columns)
+    return SingleTensorDecoder(name, classes, columns, grid, parts)
 
 
 def _rarely_detect(scores: Floats) -> bool:
-    return bool(np.median(scores.max(axis=1)) < _QUIET)
+    return bool(np.median(scores.max(axis=1)) < _MAX_MEDIAN_SCORE)
 
 
-def _parts(name: str, border: int, columns: int) -> dict[str, tuple[OutputSlice, ...]]:
-    spans = ((0, border), (border, columns))
-    return {name: tuple(OutputSlice(output=name, axis=-1, start=a, stop=b) for a, b in spans)}
+def _split_rows(name: str, border: int, columns: int) -> dict[str, tuple[OutputSlice, ...]]:
+    """Return the two slices of an output's rows, up to a column and from there on."""
+    before = OutputSlice(output=name, axis=-1, start=0, stop=border)
+    return {name: (before, OutputSlice(output=name, axis=-1, start=border, stop=columns))}

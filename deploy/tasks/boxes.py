@@ -79,39 +79,43 @@ class EndToEndDecoder:
         return Detections.of(boxes, rows[:, score], numbers.round().astype(np.int64))
 
 
-def find_end_to_end(seen: FirstSamples) -> EndToEndDecoder | None:
+def find_end_to_end(samples: FirstSamples) -> EndToEndDecoder | None:
     """Recognise a list in one, two or three outputs."""
-    if (several := _find_several(seen)) is not None:
+    if (several := _find_several(samples)) is not None:
         return several
-    for name in seen.every:
-        rows = [_joined([value]) for value in seen.arrays(name)]
+    for name in samples.every:
+        rows = [_joined([value]) for value in samples.arrays(name)]
         columns = _columns(rows)
-        five = seen.outputs[0][name].shape[-1:] == (5,)  # then scores, of several boxes, must fall
+        five = samples.outputs[0][name].shape[-1:] == (
+            5,
+        )  # then scores, of several boxes, must fall
         falling = all(len(r) > 1 and (np.diff(r[:, 4]) <= 0).all() for r in rows if r is not None)
         if columns is not None and (falling or not five):
-            return EndToEndDecoder((name,), columns, {name: _scores(name, columns[1], seen)})
+            return EndToEndDecoder((name,), columns, {name: _scores(name, columns[1], samples)})
     return None
 
 
-def _find_several(seen: FirstSamples) -> EndToEndDecoder | None:
+def _find_several(samples: FirstSamples) -> EndToEndDecoder | None:
     """Recognise boxes with scores [.., K, 5] and classes, or boxes [.., K, 4], scores, classes."""
-    first = seen.outputs[0]
-    flat = [name for name in seen.every if max(first[name].shape, default=0)]
+    first = samples.outputs[0]
+    flat = [name for name in samples.every if max(first[name].shape, default=0)]
     for width, rest in ((5, 1), (4, 2)):
-        heads = [name for name in seen.every if first[name].shape[-1:] == (width,)]
+        heads = [name for name in samples.every if first[name].shape[-1:] == (width,)]
         for names in ((head, *more) for head in heads for more in permutations(flat, rest)):
-            if _fits([_joined([one[name] for name in names]) for one in seen.outputs], (0, 4, 5)):
+            if _fits(
+                [_joined([one[name] for name in names]) for one in samples.outputs], (0, 4, 5)
+            ):
                 score = names[-2]
-                varies = len({one[score].shape for one in seen.outputs}) > 1
+                varies = len({one[score].shape for one in samples.outputs}) > 1
                 whole = () if varies else (OutputSlice(output=score),)
-                own = _scores(score, 4, seen) if rest == 1 else whole
+                own = _scores(score, 4, samples) if rest == 1 else whole
                 parts = {**dict.fromkeys(names, ()), score: own}
                 return EndToEndDecoder(names, (0, 4, 5), parts)
     return None
 
 
-def _scores(name: str, column: int, seen: FirstSamples) -> tuple[OutputSlice, ...]:
-    shapes = {one.shape for one in seen.arrays(name)}
+def _scores(name: str, column: int, samples: FirstSamples) -> tuple[OutputSlice, ...]:
+    shapes = {one.shape for one in samples.arrays(name)}
     fixed = len(shapes) == 1 and len(next(iter(shapes))) > 2
     return (OutputSlice(output=name, axis=-1, start=column, stop=column + 1),) if fixed else ()
 
@@ -264,22 +268,22 @@ class BoxDetection(EvaluationTask):
         return self.decoder.form
 
 
-def fit_boxes(seen: FirstSamples) -> BoxDetection | None:
+def fit_boxes(samples: FirstSamples) -> BoxDetection | None:
     """Return boxes of outputs that need not be a detector's for certain."""
-    decoder = anchors.fit_anchors(seen)
+    decoder = anchors.fit_anchors(samples)
     return None if decoder is None else BoxDetection(decoder)
 
 
-def find_boxes(seen: FirstSamples) -> BoxDetection | None:
+def find_boxes(samples: FirstSamples) -> BoxDetection | None:
     """Recognise outputs that hold boxes in a known form.
 
     Inputs of text or sound are excluded: the scores of a token or frame may be four numbers, too.
     """
-    fed = [value for one in seen.inputs for value in one.values()]
+    fed = [value for one in samples.inputs for value in one.values()]
     if fed and max(value.ndim for value in fed) < _PICTURE:
         return None
     for decoder in DECODERS:
-        recognised = decoder(seen)
+        recognised = decoder(samples)
         if recognised is not None:
             return BoxDetection(recognised, parts=recognised.parts)
     return None

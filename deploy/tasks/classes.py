@@ -278,23 +278,23 @@ class Classes(EvaluationTask):
         return f"{', '.join(self.outputs)}: {' and '.join(counts)} classes"
 
 
-def find_classes(seen: FirstSamples) -> Classes | None:
+def find_classes(samples: FirstSamples) -> Classes | None:
     """Recognise outputs of one score vector per sample; with probabilities others may exist."""
-    vectors = {name: seen.arrays(name) for name in seen.names}
+    vectors = {name: samples.arrays(name) for name in samples.names}
     scored = [name for name, values in vectors.items() if _scores(values, alone=len(vectors) == 1)]
     probabilities = [
         name for name in scored if all(map(are_probabilities_or_logs, _rows(vectors[name])))
     ]
     if probabilities or len(scored) < len(vectors):  # then other vectors may be mere numbers
         scored = probabilities
-    raw = seen.of_pictures
+    raw = samples.of_pictures
     scored = [name for name in scored if find_order(vectors[name], raw=raw) is None]
     others = tuple(name for name in vectors if name not in scored)
     if not scored or not all(_are_numbers(vectors[name]) for name in others):
         return None
-    if not seen.of_pictures and (others or any(map(_are_steps, vectors.values()))):
+    if not samples.of_pictures and (others or any(map(_are_steps, vectors.values()))):
         return None
-    if seen.of_pictures and any(are_features(vectors[name]) for name in scored):
+    if samples.of_pictures and any(are_features(vectors[name]) for name in scored):
         return None
     return Classes(tuple(scored), tuple(vectors[name][0].size for name in scored))
 

@@ -73,23 +73,25 @@ class Embeddings(EvaluationTask):
     tally_type = _EmbeddingTally
 
 
-def find_embeddings(seen: FirstSamples) -> Embeddings | None:
+def find_embeddings(first_samples: FirstSamples) -> Embeddings | None:
     """Recognise one output of vectors; other outputs may be vectors of tokens."""
-    first = seen.outputs[0]
-    floating = [name for name in seen.names if np.issubdtype(first[name].dtype, np.floating)]
+    first = first_samples.outputs[0]
+    floating = [
+        name for name in first_samples.names if np.issubdtype(first[name].dtype, np.floating)
+    ]
     names = [name for name in floating if first[name].ndim != 3]
     if len(names) != 1:
         return None
     (name,) = names
     if any(first[other].shape[2] != first[name].size for other in floating if other != name):
         return None
-    samples = seen.arrays(name)
+    samples = first_samples.arrays(name)
     if not all(map(_is_vector, samples)) or len({one.size for one in samples}) != 1:
         return None
     vectors = [one.astype(np.float64).reshape(-1) for one in samples]
     if _are_points(vectors):
         return None
-    features = seen.of_pictures and are_features(samples)
+    features = first_samples.of_pictures and are_features(samples)
     if features or all(map(of_unit_length, vectors)) or all(map(_about_zero, vectors)):
         return Embeddings(name, samples[0].size)
     return None

@@ -288,28 +288,28 @@ _PICTURE = 4  # dimensions of a picture
 _CHANNELS = (1, 3, 4)
 
 
-def find_states(seen: FirstSamples) -> dict[str, str]:
+def find_states(samples: FirstSamples) -> dict[str, str]:
     """Return state outputs -> their inputs; none if there are no other outputs or inputs."""
     states: dict[str, str] = {}
-    for name in seen.names:
-        source = next(_sources(name, seen, set(states.values())), None)
+    for name in samples.names:
+        source = next(_sources(name, samples, set(states.values())), None)
         if source is not None:
             states[name] = source
-    inputs = {name for fed in seen.inputs for name in fed}
-    only_states = len(states) == len(seen.every) or len(states) == len(inputs)
+    inputs = {name for fed in samples.inputs for name in fed}
+    only_states = len(states) == len(samples.every) or len(states) == len(inputs)
     return {} if only_states else states
 
 
-def drop_outputs(seen: FirstSamples, states: Collection[str]) -> FirstSamples:
+def drop_outputs(samples: FirstSamples, states: Collection[str]) -> FirstSamples:
     """Return the samples without these outputs."""
-    rows = [{name: one[name] for name in one if name not in states} for one in seen.outputs]
-    return FirstSamples(seen.inputs, rows)
+    rows = [{name: one[name] for name in one if name not in states} for one in samples.outputs]
+    return FirstSamples(samples.inputs, rows)
 
 
-def _sources(name: str, seen: FirstSamples, taken: set[str]) -> Iterator[str]:
+def _sources(name: str, samples: FirstSamples, taken: set[str]) -> Iterator[str]:
     """Yield inputs with the output's shape and type in every sample; no scalars, no pictures."""
-    for source in seen.inputs[0] if seen.inputs else ():
-        pairs = zip(seen.arrays(name), seen.inputs, strict=False)
+    for source in samples.inputs[0] if samples.inputs else ():
+        pairs = zip(samples.arrays(name), samples.inputs, strict=False)
         if source not in taken and all(_takes(fed.get(source), value) for value, fed in pairs):
             yield source
 
@@ -324,25 +324,25 @@ def _takes(fed: Array | None, value: Array) -> bool:
 _CLOSE = 1e-4  # tolerance between two computations of a probability in float16 or float32
 
 
-def find_logits(seen: FirstSamples) -> frozenset[str]:
+def find_logits(samples: FirstSamples) -> frozenset[str]:
     """Return outputs of raw scores whose Softmax, LogSoftmax or Sigmoid is another output.
 
     The other one of each pair is used: its values are known to be probabilities.
     """
-    names = [name for name in seen.names if all(map(is_floating, seen.arrays(name)))]
+    names = [name for name in samples.names if all(map(is_floating, samples.arrays(name)))]
     logits: set[str] = set()
     for raw in names:
         others = (name for name in names if name != raw and name not in logits)
-        if any(_is_activated(seen.arrays(raw), seen.arrays(name)) for name in others):
+        if any(_is_activated(samples.arrays(raw), samples.arrays(name)) for name in others):
             logits.add(raw)
     return frozenset(logits)
 
 
-def find_argmax_outputs(seen: FirstSamples) -> dict[str, str]:
+def find_argmax_outputs(samples: FirstSamples) -> dict[str, str]:
     """Return ArgMax output -> the output of its scores."""
-    arrays = {name: seen.arrays(name) for name in seen.names}
-    floats = [name for name in seen.names if all(map(is_floating, arrays[name]))]
-    whole = [n for n in seen.names if all(np.issubdtype(v.dtype, np.integer) for v in arrays[n])]
+    arrays = {name: samples.arrays(name) for name in samples.names}
+    floats = [name for name in samples.names if all(map(is_floating, arrays[name]))]
+    whole = [n for n in samples.names if all(np.issubdtype(v.dtype, np.integer) for v in arrays[n])]
     pairs = ((n, own) for n in whole for own in reversed(floats))  # the first of several stays
     return {n: own for n, own in pairs if _are_argmax(arrays[n], arrays[own])}
 

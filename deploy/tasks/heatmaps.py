@@ -63,18 +63,18 @@ class HeatMaps(EvaluationTask):
     tally_type = _HeatTally
 
 
-def find_heatmaps(seen: FirstSamples) -> HeatMaps | None:
+def find_heatmaps(samples: FirstSamples) -> HeatMaps | None:
     """Recognise heat maps if exactly one output holds such.
 
     Other outputs of the same cells, such as offsets, count where a map is high.
     """
-    found = [task for name in seen.names if (task := _heat_of(name, seen))]
+    found = [task for name in samples.names if (task := _heat_of(name, samples))]
     if len(found) != 1:
         return None
     (heat,) = found
-    axis, first = -1 if heat.last else 1, seen.outputs[0]
+    axis, first = -1 if heat.last else 1, samples.outputs[0]
     at, cells = OutputSlice(output=heat.output, axis=axis), first[heat.output].size // heat.count
-    beside = (name for name in seen.names if name != heat.output and first[name].ndim == _MAP)
+    beside = (name for name in samples.names if name != heat.output and first[name].ndim == _MAP)
     parts = {
         name: (OutputSlice(output=name, at=at),)
         for name in beside
@@ -83,11 +83,13 @@ def find_heatmaps(seen: FirstSamples) -> HeatMaps | None:
     return replace(heat, parts=parts)
 
 
-def _heat_of(name: str, seen: FirstSamples) -> HeatMaps | None:
+def _heat_of(name: str, samples: FirstSamples) -> HeatMaps | None:
     """Return an output's heat maps; with channels last if these have the picture's aspect."""
-    size, fitting = image_size(seen.inputs[0]), []
+    size, fitting = image_size(samples.inputs[0]), []
     for last in (False, True):
-        maps = [segmentation.to_channels_first(one) if last else one for one in seen.arrays(name)]
+        maps = [
+            segmentation.to_channels_first(one) if last else one for one in samples.arrays(name)
+        ]
         if _is_heat(maps):
             high, wide = maps[0].shape[2:]
             alike = size is not None and high * size[1] == wide * size[0]
@@ -170,10 +172,10 @@ class CenterDecoder:
         return Detections.of(boxes * (size[0] / cells[0]), scores, kinds)
 
 
-def find_centers(seen: FirstSamples) -> CenterDecoder | None:
+def find_centers(samples: FirstSamples) -> CenterDecoder | None:
     """Recognise maps on the same cells of which exactly one holds centres."""
-    maps = {name: [_map(value) for value in seen.arrays(name)] for name in seen.every}
-    if len(maps) < 2 or not _same_cells(list(maps.values()), seen):
+    maps = {name: [_map(value) for value in samples.arrays(name)] for name in samples.every}
+    if len(maps) < 2 or not _same_cells(list(maps.values()), samples):
         return None
     floats = {n: [one for one in maps[n] if one is not None] for n in maps}
     heats = [(n, raw) for n in maps for raw in (False, True) if _is_center_heat(floats[n], raw=raw)]
@@ -181,9 +183,9 @@ def find_centers(seen: FirstSamples) -> CenterDecoder | None:
         return None
     heat, raw = heats[0]
     beside = tuple(name for name in maps if name != heat)
-    if not any(len(floats[name][0]) == 2 for name in beside) or _are_classes(beside, seen):
+    if not any(len(floats[name][0]) == 2 for name in beside) or _are_classes(beside, samples):
         return None
-    sizes, unit = _sizes({n: floats[n] for n in beside}, floats[heat], seen, raw=raw)
+    sizes, unit = _sizes({n: floats[n] for n in beside}, floats[heat], samples, raw=raw)
     at = OutputSlice(output=heat, axis=1, activation="sigmoid" if raw else "")
     parts = {heat: (OutputSlice(output=heat),)}
     parts |= {name: (OutputSlice(output=name, at=at),) for name in beside}
@@ -211,9 +213,9 @@ def _map(value: Array) -> Floats | None:
     return value[0].astype(np.float64) if min(value.shape) else None
 
 
-def _same_cells(maps: Sequence[Sequence[Floats | None]], seen: FirstSamples) -> bool:
+def _same_cells(maps: Sequence[Sequence[Floats | None]], samples: FirstSamples) -> bool:
     """Whether all maps of a sample have one size, that of the picture over a stride."""
-    for sample, fed in zip(zip(*maps, strict=True), seen.inputs, strict=True):
+    for sample, fed in zip(zip(*maps, strict=True), samples.inputs, strict=True):
         sides = {None if one is None else one.shape[1:] for one in sample}
         size, cells = image_size(fed), next(iter(sides))
         if len(sides) != 1 or size is None or cells is None or min(cells) < _CENTER_SIDE:
@@ -236,16 +238,16 @@ def _is_center_heat(samples: Sequence[Floats], *, raw: bool) -> bool:
     return max(tops) > _SEEN
 
 
-def _are_classes(names: Sequence[str], seen: FirstSamples) -> bool:
+def _are_classes(names: Sequence[str], samples: FirstSamples) -> bool:
     """Whether one of the outputs is a segmentation, as in panoptic models."""
-    others = [{name: one[name] for name in names} for one in seen.outputs]
-    return segmentation.find_segmentation(FirstSamples(seen.inputs, others)) is not None
+    others = [{name: one[name] for name in names} for one in samples.outputs]
+    return segmentation.find_segmentation(FirstSamples(samples.inputs, others)) is not None
 
 
 def _sizes(
     beside: Mapping[str, Sequence[Floats]],
     heats: Sequence[Floats],
-    seen: FirstSamples,
+    first_samples: FirstSamples,
     *,
     raw: bool,
 ) -> tuple[str, float]:
@@ -265,7 +267,7 @@ def _sizes(
     name, values = next(iter(by_name.items()))
     cells = [one.shape[:0:-1] for one in heats]  # width, height
     in_cells = all((values.max(axis=1) <= own).all() for own in cells)
-    size = image_size(seen.inputs[0])
+    size = image_size(first_samples.inputs[0])
     assert size is not None
     return name, 1.0 if in_cells else heats[0].shape[1] / size[0]
 

@@ -115,40 +115,44 @@ class Points(EvaluationTask):
     tally_type = _PointTally
 
 
-def find_keypoints(seen: FirstSamples) -> Points | None:
+def find_keypoints(samples: FirstSamples) -> Points | None:
     """Recognise outputs of points in the input's picture."""
-    sizes = [size for fed in seen.inputs if (size := image_size(fed)) is not None]
-    if not sizes or len(sizes) != len(seen.outputs):
+    sizes = [size for fed in samples.inputs if (size := image_size(fed)) is not None]
+    if not sizes or len(sizes) != len(samples.outputs):
         return None
-    flat = {n for n in seen.names if all(v.size == max(v.shape, default=1) for v in seen.arrays(n))}
-    layouts = [OutputSlice(output=n) for n in seen.names]
+    flat = {
+        n
+        for n in samples.names
+        if all(v.size == max(v.shape, default=1) for v in samples.arrays(n))
+    }
+    layouts = [OutputSlice(output=n) for n in samples.names]
     layouts += [OutputSlice(output=n, width=k) for n in flat for k in _NUMBERS]
-    visible = find_scores({one: [*map(one.of, seen.arrays(one.output))] for one in layouts})
+    visible = find_scores({one: [*map(one.of, samples.arrays(one.output))] for one in layouts})
     beside = {one.output: one for one in reversed(visible)}
     scores = {one.output for one in visible.values()}
-    flags = _flags(seen)
-    alone = len(seen.names) == len(flags) + 1
+    flags = _flags(samples)
+    alone = len(samples.names) == len(flags) + 1
     points: dict[str, int] = {}
-    for name in (name for name in seen.names if name not in scores):
+    for name in (name for name in samples.names if name not in scores):
         width = beside[name].width if name in beside else 0
-        if numbers := _numbers(seen.arrays(name), sizes, width, alone=alone):
+        if numbers := _numbers(samples.arrays(name), sizes, width, alone=alone):
             points[name] = numbers
     if not points:
         return None
-    flag = _presence(flags, [*points], seen)
+    flag = _presence(flags, [*points], samples)
     parts: dict[str, tuple[OutputSlice, ...]] = {one.output: () for one in flags}
     for name, numbers in points.items():
         at = visible[beside[name]] if name in beside else flag
-        parts |= _parts(name, seen.arrays(name), numbers, at)
-    count = sum(seen.arrays(name)[0].size // numbers for name, numbers in points.items())
+        parts |= _parts(name, samples.arrays(name), numbers, at)
+    count = sum(samples.arrays(name)[0].size // numbers for name, numbers in points.items())
     return Points(points, flags, count, flag, parts=parts)
 
 
-def _flags(seen: FirstSamples) -> tuple[OutputSlice, ...]:
+def _flags(first_samples: FirstSamples) -> tuple[OutputSlice, ...]:
     """Return outputs of one probability, or of one logit in two groups, as probabilities."""
     flags = []
-    for name in seen.names:
-        samples = seen.arrays(name)
+    for name in first_samples.names:
+        samples = first_samples.arrays(name)
         if not all(map(is_floating, samples)):
             continue
         raw = len(samples) >= _ENOUGH and are_switches(samples, raw=True)
@@ -158,7 +162,7 @@ def _flags(seen: FirstSamples) -> tuple[OutputSlice, ...]:
 
 
 def _presence(
-    flags: Sequence[OutputSlice], points: Sequence[str], seen: FirstSamples
+    flags: Sequence[OutputSlice], points: Sequence[str], samples: FirstSamples
 ) -> OutputSlice | None:
     """Return the flag that says whether there are points; None if that is not certain.
 
@@ -167,9 +171,9 @@ def _presence(
     """
     if len(flags) == 1:
         return flags[0]
-    pictures = [next(v for v in fed.values() if v.ndim == _PICTURE) for fed in seen.inputs]
-    places = [np.concatenate([one[n].reshape(-1) for n in points]) for one in seen.outputs]
-    shares = np.array([[one.best_scores(v).item() for one in flags] for v in seen.outputs])
+    pictures = [next(v for v in fed.values() if v.ndim == _PICTURE) for fed in samples.inputs]
+    places = [np.concatenate([one[n].reshape(-1) for n in points]) for one in samples.outputs]
+    shares = np.array([[one.best_scores(v).item() for one in flags] for v in samples.outputs])
     found = []
     for number, flag in enumerate(flags):
         on = shares[:, number] > 0.5
@@ -363,16 +367,18 @@ class SimccPoints(EvaluationTask):
     tally_type = _AxisTally
 
 
-def find_simcc(seen: FirstSamples) -> SimccPoints | None:
+def find_simcc(samples: FirstSamples) -> SimccPoints | None:
     """Recognise two outputs whose lengths are multiples of the picture's width and height."""
-    if len(seen.names) != 2:
+    if len(samples.names) != 2:
         return None
-    one, other = seen.names
+    one, other = samples.names
     for names in ((one, other), (other, one)):
-        fine = {_fine(fed, out, names) for fed, out in zip(seen.inputs, seen.outputs, strict=True)}
+        fine = {
+            _fine(fed, out, names) for fed, out in zip(samples.inputs, samples.outputs, strict=True)
+        }
         steps = next(iter(fine))
-        if len(fine) == 1 and steps is not None and all(_peaked(n, seen) for n in names):
-            return SimccPoints(names, seen.arrays(names[0])[0].shape[1], steps)
+        if len(fine) == 1 and steps is not None and all(_peaked(n, samples) for n in names):
+            return SimccPoints(names, samples.arrays(names[0])[0].shape[1], steps)
     return None
 
 
@@ -387,9 +393,9 @@ def _fine(fed: Outputs, outputs: Outputs, names: tuple[str, str]) -> float | Non
     return fine if 1 <= fine <= _FINEST and high.shape[2] == fine * size[0] else None
 
 
-def _peaked(name: str, seen: FirstSamples) -> bool:
+def _peaked(name: str, first_samples: FirstSamples) -> bool:
     """Whether most points have one narrow peak."""
-    samples = seen.arrays(name)
+    samples = first_samples.arrays(name)
     if not all(map(is_floating, samples)):
         return False
     rows = np.concatenate([_above_median(one) for one in samples])

@@ -91,18 +91,20 @@ class Labels(EvaluationTask):
         return f"{self.output}: {raw} of {self.count} labels, each its own"
 
 
-def find_labels(seen: FirstSamples) -> Labels | None:
+def find_labels(first_samples: FirstSamples) -> Labels | None:
     """Recognise labels if the only output is such a vector."""
-    if len(seen.names) != 1:
+    if len(first_samples.names) != 1:
         return None
-    (name,) = seen.names
-    samples = seen.arrays(name)
+    (name,) = first_samples.names
+    samples = first_samples.arrays(name)
     rows = [row for one in samples if (row := _vector(one)) is not None]
     if len(rows) != len(samples) or len({row.size for row in rows}) != 1 or are_sorted(rows):
         return None
-    if not seen.of_pictures and (are_tracks(samples) or are_raw_tracks(samples)):  # may be steps
+    if not first_samples.of_pictures and (
+        are_tracks(samples) or are_raw_tracks(samples)
+    ):  # may be steps
         return None
-    if find_order(samples, raw=seen.of_pictures) is not None:  # an age or an angle
+    if find_order(samples, raw=first_samples.of_pictures) is not None:  # an age or an angle
         return None
     raw = min(float(row.min()) for row in rows) < 0
     return Labels(name, rows[0].size, raw) if _are_labels(rows, raw=raw) else None
@@ -180,17 +182,17 @@ class Ranked(EvaluationTask):
         return f"{self.output}: {best}"
 
 
-def find_ranked(seen: FirstSamples) -> Ranked | None:
+def find_ranked(samples: FirstSamples) -> Ranked | None:
     """Recognise TopK's outputs, or one class, with or without its score."""
-    names = seen.names
+    names = samples.names
     places = (
-        {find_indices(one, names[0], 1) for one in seen.outputs} if len(names) == 2 else {*names}
+        {find_indices(one, names[0], 1) for one in samples.outputs} if len(names) == 2 else {*names}
     )
     name = places.pop() if len(places) == 1 else None
-    if name is None or not all(_is_one(one) or are_indices(one, 1) for one in seen.arrays(name)):
+    if name is None or not all(_is_one(one) or are_indices(one, 1) for one in samples.arrays(name)):
         return None
     others = {other: (OutputSlice(output=other),) for other in names if other != name}
-    return Ranked(name, seen.arrays(name)[0].size, parts={name: (), **others})
+    return Ranked(name, samples.arrays(name)[0].size, parts={name: (), **others})
 
 
 def _is_one(value: Array) -> bool:
@@ -242,16 +244,16 @@ class Indices(EvaluationTask):
     tally_type = _IndexTally
 
 
-def find_integers(seen: FirstSamples) -> Indices | None:
+def find_integers(samples: FirstSamples) -> Indices | None:
     """Recognise integers from 0 on; beside other outputs they must differ from sample to sample."""
-    whole = {name: seen.arrays(name) for name in seen.every}
+    whole = {name: samples.arrays(name) for name in samples.every}
     whole = {name: values for name, values in whole.items() if all(map(_are_whole, values))}
     outputs = {
         # of several shapes, or [n, 3] as NonMaxSuppression gives image, class and box
         name: len({one.shape for one in values}) > 1
         or all(one.ndim == 2 and one.shape[1] == 3 and len(one) != 1 for one in values)
         for name, values in whole.items()
-        if len(whole) == len(seen.every) or len({one.tobytes() for one in values}) > 1
+        if len(whole) == len(samples.every) or len({one.tobytes() for one in values}) > 1
     }
     return Indices(outputs, parts=dict.fromkeys(outputs, ())) if outputs else None
 

@@ -99,20 +99,20 @@ class Pixels(EvaluationTask):
     tally_type = _PixelTally
 
 
-def find_segmentation(seen: FirstSamples) -> Pixels | None:
+def find_segmentation(first_samples: FirstSamples) -> Pixels | None:
     """Recognise the first output that holds a class per pixel."""
-    alone = len(seen.names) == 1
-    for name in seen.names:
-        samples = seen.arrays(name)
-        if all(map(_is_numbers, samples)) and all(map(_fits, samples, seen.inputs)):
+    alone = len(first_samples.names) == 1
+    for name in first_samples.names:
+        samples = first_samples.arrays(name)
+        if all(map(_is_numbers, samples)) and all(map(_fits, samples, first_samples.inputs)):
             count = int(max(one.max() for one in samples)) + 1
             fewest = 3 if samples[0].dtype.kind == "f" else 2  # floats of 0 and 1 may be a picture
             if fewest <= count <= _MOST:
                 return Pixels(name, count, parts={name: ()})
         for last in (False, True):
             maps = [*map(to_channels_first, samples)] if last else samples
-            are_classes = _are_classes(maps, seen.inputs) and (alone or _several(maps))
-            if are_classes and (not last or all(map(_fits, maps, seen.inputs))):
+            are_classes = _are_classes(maps, first_samples.inputs) and (alone or _several(maps))
+            if are_classes and (not last or all(map(_fits, maps, first_samples.inputs))):
                 return Pixels(name, maps[0].shape[1], last=last)
     return None
 
@@ -228,19 +228,19 @@ class MaskMaps(EvaluationTask):
         return f"{', '.join(self.outputs)}: {'maps' if several else 'a map'} of 0 to 1"
 
 
-def find_masks(seen: FirstSamples) -> MaskMaps | None:
+def find_masks(first_samples: FirstSamples) -> MaskMaps | None:
     """Recognise outputs of masks, all of one shape."""
-    sizes = [image_size(inputs) for inputs in seen.inputs]
+    sizes = [image_size(inputs) for inputs in first_samples.inputs]
     names = []
-    for name in seen.names:
-        samples = seen.arrays(name)
+    for name in first_samples.names:
+        samples = first_samples.arrays(name)
         if all(_is_map(one, size) for one, size in zip(samples, sizes, strict=True)):
             between = [np.mean((one > 0.1) & (one < 0.9)) for one in samples]
             high = max(float(one.max()) for one in samples) >= _HIGH
-            pictures = all(map(_is_picture, samples, seen.inputs))
+            pictures = all(map(_is_picture, samples, first_samples.inputs))
             if np.mean(between) < _BETWEEN and high and not pictures:
                 names.append(name)
-    shapes = {seen.outputs[0][name].shape for name in names}
+    shapes = {first_samples.outputs[0][name].shape for name in names}
     return MaskMaps(tuple(names)) if len(shapes) == 1 else None
 
 

@@ -133,49 +133,53 @@ class Steps(EvaluationTask):
         return "scores on FP32's side of 0" if self.raw else "probabilities on FP32's side of 0.5"
 
 
-def find_steps(seen: FirstSamples) -> Steps | None:
+def find_steps(samples: FirstSamples) -> Steps | None:
     """Recognise one output of steps, or several of the same steps."""
-    floating = [n for n in seen.names if all(map(is_floating, seen.arrays(n)))]
-    states = find_states(seen)
+    floating = [n for n in samples.names if all(map(is_floating, samples.arrays(n)))]
+    states = find_states(samples)
     non_states = [name for name in floating if name not in states]
-    if not seen.of_pictures and are_decisions([seen.arrays(name) for name in floating]):
+    if not samples.of_pictures and are_decisions([samples.arrays(name) for name in floating]):
         return Steps(tuple(floating), (2,) * len(floating), None)
-    if not seen.of_pictures and are_heads([seen.arrays(name) for name in non_states]):
+    if not samples.of_pictures and are_heads([samples.arrays(name) for name in non_states]):
         return Steps(
-            tuple(non_states), tuple(seen.arrays(name)[0].shape[2] for name in non_states), 2
+            tuple(non_states), tuple(samples.arrays(name)[0].shape[2] for name in non_states), 2
         )
     for raw in (False, True):
-        switches = tuple(n for n in non_states if are_switches(seen.arrays(n), raw=raw))
+        switches = tuple(n for n in non_states if are_switches(samples.arrays(n), raw=raw))
         numbers = tuple(name for name in non_states if name not in switches)
-        others = [one for name in numbers for one in seen.arrays(name)]
+        others = [one for name in numbers for one in samples.arrays(name)]
         if switches and all(one.size == max(one.shape, default=1) for one in others):
             return Steps(switches, (2,) * len(switches), None, raw)
-    tasks = [task for name in floating if (task := _read(name, seen, alone=len(floating) == 1))]
-    if not tasks and (symbols := _find_symbols(seen)):  # runs of one class are too long for text
+    tasks = [task for name in floating if (task := _read(name, samples, alone=len(floating) == 1))]
+    if not tasks and (symbols := _find_symbols(samples)):  # runs of one class are too long for text
         text = symbols[0]
-        if seen.outputs[0][text.output].ndim == 3:
+        if samples.outputs[0][text.output].ndim == 3:
             return Steps((text.output,), (text.symbols,), 1 if text.first else 2)
-    return None if len(tasks) != 1 or _has_companion(tasks[0], floating, seen) else tasks[0]
+    return None if len(tasks) != 1 or _has_companion(tasks[0], floating, samples) else tasks[0]
 
 
-def _read(name: str, seen: FirstSamples, *, alone: bool) -> Steps | None:
-    samples = seen.arrays(name)
+def _read(name: str, first_samples: FirstSamples, *, alone: bool) -> Steps | None:
+    samples = first_samples.arrays(name)
     axis = find_class_axis(samples, raw=alone)
     if axis is not None:
         return Steps((name,), (samples[0].shape[axis],), axis)
     flat = all(max(one.shape, default=0) == one.size for one in samples)
     # beside a class number for each step it is how sure that one is
-    others = (seen.outputs[0][other].size for other in seen.names if other != name)
+    others = (
+        first_samples.outputs[0][other].size for other in first_samples.names if other != name
+    )
     alone = alone and samples[0].size not in others
-    tracks = alone and (flat or not seen.of_pictures) and are_tracks(samples)  # others may be masks
-    raw = alone and not seen.of_pictures and are_raw_tracks(samples)
+    tracks = (
+        alone and (flat or not first_samples.of_pictures) and are_tracks(samples)
+    )  # others may be masks
+    raw = alone and not first_samples.of_pictures and are_raw_tracks(samples)
     return Steps((name,), (2,), None, raw) if tracks or raw else None
 
 
-def _has_companion(task: Steps, names: Sequence[str], seen: FirstSamples) -> bool:
+def _has_companion(task: Steps, names: Sequence[str], samples: FirstSamples) -> bool:
     """Whether another output has as many steps, such as places of what is found at each."""
-    counts = [step_classes(one, task, 0).size for one in seen.arrays(task.outputs[0])]
-    others = (seen.arrays(name) for name in names if name not in task.outputs)
+    counts = [step_classes(one, task, 0).size for one in samples.arrays(task.outputs[0])]
+    others = (samples.arrays(name) for name in names if name not in task.outputs)
     return any(
         all(one.ndim <= 3 and n in one.shape for one, n in zip(values, counts, strict=True))
         for values in others
@@ -261,23 +265,23 @@ class Text(EvaluationTask):
         return f"{self.output}: text of {self.symbols - 1} symbols, blank {self.blank}{slots}"
 
 
-def find_text(seen: FirstSamples) -> Text | None:
+def find_text(samples: FirstSamples) -> Text | None:
     """Recognise text if the only output is such a sequence."""
-    text, longest = _find_symbols(seen) or (None, 0)
+    text, longest = _find_symbols(samples) or (None, 0)
     return text if longest <= _LONGEST else None
 
 
-def _find_symbols(seen: FirstSamples) -> tuple[Text, float] | None:
+def _find_symbols(samples: FirstSamples) -> tuple[Text, float] | None:
     """Return the text, and the mean length of runs of one symbol, if steps have a blank."""
-    if len(seen.names) != 1:
+    if len(samples.names) != 1:
         return None
-    orders = (False, True) if seen.of_pictures else (False,)
-    return next(filter(None, (_read_symbols(seen, first=first) for first in orders)), None)
+    orders = (False, True) if samples.of_pictures else (False,)
+    return next(filter(None, (_read_symbols(samples, first=first) for first in orders)), None)
 
 
-def _read_symbols(seen: FirstSamples, *, first: bool) -> tuple[Text, float] | None:
-    (name,) = seen.names
-    steps = [_steps(value, first=first) for value in seen.arrays(name)]
+def _read_symbols(samples: FirstSamples, *, first: bool) -> tuple[Text, float] | None:
+    (name,) = samples.names
+    steps = [_steps(value, first=first) for value in samples.arrays(name)]
     valid = [one for one in steps if one is not None]
     if len(valid) != len(steps) or len({one.shape[1] for one in valid}) != 1:
         return None
@@ -289,7 +293,7 @@ def _read_symbols(seen: FirstSamples, *, first: bool) -> tuple[Text, float] | No
         return None
     away, longest = _symbol_runs(valid, blank)
     few = np.count_nonzero(counts) < 2 or away > _AWAY
-    if few or _are_tokens(seen) or _has_input_per_step(valid, seen):
+    if few or _are_tokens(samples) or _has_input_per_step(valid, samples):
         return None
     merged = not all(_ends(one, blank) for one in valid)
     return Text(name, symbols, blank, merged, first), longest
@@ -324,16 +328,16 @@ def _symbol_runs(samples: Sequence[Array], blank: int) -> tuple[float, float]:
     return symbol.sum() / max(spans, 1), symbol.sum() / max(runs, 1)
 
 
-def _are_tokens(seen: FirstSamples) -> bool:
+def _are_tokens(samples: FirstSamples) -> bool:
     """Whether token ids are an input: CTC reads pictures and sound."""
     return any(
         one.dtype in (np.int32, np.int64) and one.ndim <= 3 and one.size >= _TOKENS
-        for fed in seen.inputs
+        for fed in samples.inputs
         for one in fed.values()
     )
 
 
-def _has_input_per_step(samples: Sequence[Array], seen: FirstSamples) -> bool:
+def _has_input_per_step(samples: Sequence[Array], first_samples: FirstSamples) -> bool:
     """Whether there is an input vector per step, or a signal as long as a row of symbols.
 
     CTC has fewer steps than its input, and no symbol for each of its values.
@@ -343,7 +347,7 @@ def _has_input_per_step(samples: Sequence[Array], seen: FirstSamples) -> bool:
             one.ndim == 3 and (one.shape[:2] == (1, len(steps)) or one.shape[2] == steps.shape[1])
             for one in fed.values()
         )
-        for steps, fed in zip(samples, seen.inputs, strict=True)
+        for steps, fed in zip(samples, first_samples.inputs, strict=True)
     )
 
 

@@ -177,22 +177,22 @@ class DenseDecoder:
         return detections_by_score(places, scores, points.astype(np.float64))
 
 
-def find_yolo(seen: FirstSamples) -> DenseDecoder | None:
+def find_yolo(samples: FirstSamples) -> DenseDecoder | None:
     """Recognise such a tensor if exactly one output is one."""
-    candidates = [dense for name in seen.names if (dense := _dense(name, seen)) is not None]
+    candidates = [dense for name in samples.names if (dense := _dense(name, samples)) is not None]
     if len(candidates) != 1:
         return None
     rest = 0 if candidates[0].point else candidates[0].rows - 4 - candidates[0].scores
-    maps = [name for name in seen.names if rest and _are_maps(name, rest, seen)]
+    maps = [name for name in samples.names if rest and _are_maps(name, rest, samples)]
     return replace(candidates[0], maps=maps[0]) if len(maps) == 1 else candidates[0]
 
 
-def _are_maps(name: str, count: int, seen: FirstSamples) -> bool:
+def _are_maps(name: str, count: int, samples: FirstSamples) -> bool:
     """Whether an output holds `count` prototype maps of masks, in every sample."""
     rows = np.zeros((1, count))
     return all(
         value.shape[1:2] == (count,) and make_masks(rows, value, image_size(fed)) is not None
-        for value, fed in zip(seen.arrays(name), seen.inputs, strict=True)
+        for value, fed in zip(samples.arrays(name), samples.inputs, strict=True)
     )
 
 
@@ -202,10 +202,10 @@ def to_corners(boxes: Floats) -> Floats:
     return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
 
 
-def _dense(name: str, seen: FirstSamples) -> DenseDecoder | None:
+def _dense(name: str, first_samples: FirstSamples) -> DenseDecoder | None:
     for axis in (1, -1):
-        samples = [_oriented(value, axis) for value in seen.arrays(name)]
-        sizes = [image_size(inputs) for inputs in seen.inputs]
+        samples = [_oriented(value, axis) for value in first_samples.arrays(name)]
+        sizes = [image_size(inputs) for inputs in first_samples.inputs]
         rows = [one.astype(np.float64) for one in samples if one is not None]
         known_sizes = [size for size in sizes if size is not None]
         if len(rows) != len(samples) or len(known_sizes) != len(samples) or not rows:
@@ -367,23 +367,23 @@ class LevelMapDecoder:
         return detections_by_anchor(scores[:, 1:] * scores[:, :1])
 
 
-def find_yolo_maps(seen: FirstSamples) -> LevelMapDecoder | None:
+def find_yolo_maps(samples: FirstSamples) -> LevelMapDecoder | None:
     """Recognise levels if every output is one."""
-    if len(seen.names) < _LEVELS or len(seen.names) != len(seen.every):
+    if len(samples.names) < _LEVELS or len(samples.names) != len(samples.every):
         return None
-    sizes = [*map(image_size, seen.inputs)]
+    sizes = [*map(image_size, samples.inputs)]
     fits = [  # cells of a stride
         size is not None and value.shape[2:4] in _cells(size)
-        for name in seen.names
-        for value, size in zip(seen.arrays(name), sizes, strict=True)
+        for name in samples.names
+        for value, size in zip(samples.arrays(name), sizes, strict=True)
     ]
-    rows = [_anchors(value) for name in seen.names for value in seen.arrays(name)]
+    rows = [_anchors(value) for name in samples.names for value in samples.arrays(name)]
     levels = [one for one in rows if one is not None]
     if not all(fits) or len(levels) != len(rows) or len({one.shape[1] for one in levels}) != 1:
         return None
     for raw in (True, False):
         if all(_detects_little(one, raw=raw) for one in levels):
-            return LevelMapDecoder(tuple(seen.names), levels[0].shape[1] - 5, raw)
+            return LevelMapDecoder(tuple(samples.names), levels[0].shape[1] - 5, raw)
     return None
 
 
