@@ -122,7 +122,8 @@ std::map<std::string, trt::Shapes> parse_all_shapes(const Arguments& arguments) 
 trt::BuildOptions build_options(const Arguments& arguments) {
   trt::BuildOptions build;
   build.batch = arguments.number("batch", 1);
-  if (const auto rest = arguments.option("rest")) build.float_type = parse_float_type(*rest);
+  if (const auto float_type = arguments.option("rest"))
+    build.float_type = parse_float_type(*float_type);
   if (const auto size = arguments.option("size")) build.size = parse_size(*size);
   build.shapes = parse_all_shapes(arguments);
   const auto mib = static_cast<std::size_t>(arguments.number("workspace", 1).value_or(0));
@@ -152,8 +153,8 @@ const std::set<std::string> kOptions{
     "plugin",     "dla",     "timing-cache", "device",     "json",       "duration"};
 const std::set<std::string> kFlags{"skip-bad", "require-cache", "trust-cache", "rebuild"};
 
-Job parse_job(const std::vector<std::string>& words) {
-  const Arguments arguments(words, kOptions, kFlags);
+Job parse_job(const std::vector<std::string>& argument_list) {
+  const Arguments arguments(argument_list, kOptions, kFlags);
   const std::vector<std::string>& positional = arguments.positional();
   if (positional.empty() || positional.size() > 2) arguments.expect({"MODEL.onnx", "[IMAGES]"});
   Job job;
@@ -245,13 +246,14 @@ void run(const Job& job) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::vector<std::string> words(argv + 1, argv + argc);
-  if (words.empty() || std::find(words.begin(), words.end(), "--help") != words.end()) {
+  const std::vector<std::string> argument_list(argv + 1, argv + argc);
+  if (argument_list.empty() ||
+      std::find(argument_list.begin(), argument_list.end(), "--help") != argument_list.end()) {
     std::cout << kHelp << apps::kFeedHelp;
-    return words.empty() ? 2 : 0;
+    return argument_list.empty() ? 2 : 0;
   }
   try {
-    run(parse_job(words));
+    run(parse_job(argument_list));
     return 0;
   } catch (const std::exception& error) {
     std::cerr << "calib8-build: " << error.what() << "\n";

@@ -105,11 +105,11 @@ using Tensors = std::vector<std::pair<std::string, Histogram>>;
 
 // The histogram of this name, started by its first batch.
 Histogram& find_or_start_histogram(Tensors& tensors, const std::string& name,
-                                   const std::vector<float>& first, const Search& search) {
-  for (auto& [known, histogram] : tensors) {
-    if (known == name) return histogram;
+                                   const std::vector<float>& first_batch, const Search& search) {
+  for (auto& [existing_name, histogram] : tensors) {
+    if (existing_name == name) return histogram;
   }
-  return tensors.emplace_back(name, search.start(first.data(), first.size())).second;
+  return tensors.emplace_back(name, search.start(first_batch.data(), first_batch.size())).second;
 }
 
 Search parse_search(const Arguments& arguments) {

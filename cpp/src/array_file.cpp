@@ -68,8 +68,8 @@ std::string without_suffix(const std::string& name) {
 
 Arrays load_npz(const fs::path& path) {
   const auto file = std::make_shared<const RandomAccessFile>(path);
-  const zip::ReadAt read_at = [&file](std::uint64_t at, std::size_t size) {
-    return file->read(at, size);
+  const zip::ReadAt read_at = [&file](std::uint64_t offset, std::size_t size) {
+    return file->read(offset, size);
   };
   Arrays arrays;
   for (const zip::Entry& entry : zip::entries(read_at, file->size(), kMaxArrays)) {

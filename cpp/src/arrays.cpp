@@ -236,7 +236,7 @@ class ArraySource final : public Source {
     auto file_arrays = std::make_shared<FileArrays>();
     for (std::size_t k = 0; k < specs.size(); ++k) {
       const StoredValues& values = items[file_index][k];
-      npy::Header header = npy::of(specs[k].dtype, values.shape, UINT64_MAX);
+      npy::Header header = npy::make_header(specs[k].dtype, values.shape, UINT64_MAX);
       file_arrays->arrays.emplace(specs[k].name,
                                   StoredArray(store, std::move(header), values.offset));
     }
@@ -367,7 +367,7 @@ std::vector<const Tensor*> match_inputs(const Sample& sample, const Specs& specs
 npy::Header header_of(const Tensor& tensor, const std::string& file_name) {
   const std::uint64_t size = tensor.bytes.size();
   try {
-    npy::Header header = npy::of(tensor.dtype, tensor.shape, size);
+    npy::Header header = npy::make_header(tensor.dtype, tensor.shape, size);
     if (header.kind == 0 || header.bytes == size) return header;
   } catch (const npy::Broken&) {  // too few
   }

@@ -41,9 +41,9 @@ std::optional<Header> labelled_header(std::string_view text) {
   const std::string_view label = text.substr(4, dash - 4);
   const std::string_view algorithm = text.substr(dash + 1);
   std::size_t letters = 0;
-  while (letters < algorithm.size() && scan::letter(algorithm[letters])) ++letters;
-  const bool number = scan::digits(algorithm.substr(letters), 0, std::string_view::npos);
-  if (!scan::digits(label, 4, 6) || letters == 0 || !number) return std::nullopt;
+  while (letters < algorithm.size() && scan::is_letter(algorithm[letters])) ++letters;
+  const bool number = scan::are_digits(algorithm.substr(letters), 0, std::string_view::npos);
+  if (!scan::are_digits(label, 4, 6) || letters == 0 || !number) return std::nullopt;
   Header header;
   header.text = text;
   header.label = std::stoi(std::string(label));
@@ -59,7 +59,7 @@ double float64(std::string_view digits) {
 std::optional<Header> legacy_header(std::string_view text) {
   if (text.size() != 33 || text.front() != '0') return std::nullopt;
   for (const char c : text) {
-    if (!scan::digit(c) && !(c >= 'a' && c <= 'f')) return std::nullopt;
+    if (!scan::is_digit(c) && !(c >= 'a' && c <= 'f')) return std::nullopt;
   }
   Header header;
   header.text = text;
@@ -93,7 +93,7 @@ Entry parse_entry(const Line& line, std::size_t number, const std::string& origi
   const std::size_t colon = line.text.rfind(": ");
   const bool has_colon = colon != std::string_view::npos && colon > 0;
   const std::string_view digits = has_colon ? line.text.substr(colon + 2) : std::string_view{};
-  const bool is_valid = has_colon && scan::hex(digits);
+  const bool is_valid = has_colon && scan::is_hex(digits);
   const auto line_name = [&] { return "line " + std::to_string(number); };
   const auto quoted_line = [&] { return text::repr(text::head(line.text, 60)); };
   // Without its newline a last line may have lost digits: "3d8" reads as a number all the same.
@@ -128,7 +128,7 @@ Entry make_entry(const std::string& name, float scale) {
 }  // namespace
 
 std::uint32_t Entry::bits() const {
-  if (!scan::hex(digits)) {
+  if (!scan::is_hex(digits)) {
     throw CacheError("a scale is 1 to 8 hex digits, got " + text::repr(digits) + " for " +
                      text::repr(name) + "; write it again");
   }
@@ -240,7 +240,7 @@ int version_label(const std::string& version) {
     const std::size_t dot = std::min(text.find('.', begin), text.size());
     const std::string_view part_text = text.substr(begin, dot - begin);
     const std::size_t max_digits = numbers.size() < 3 ? 2 : std::string_view::npos;
-    is_valid = is_valid && numbers.size() < 4 && scan::digits(part_text, 1, max_digits);
+    is_valid = is_valid && numbers.size() < 4 && scan::are_digits(part_text, 1, max_digits);
     numbers.push_back(is_valid && numbers.size() < 3 ? std::stoi(std::string(part_text)) : 0);
     begin = dot + 1;
   }

@@ -73,11 +73,12 @@ bool starts_with(std::string_view text, std::string_view prefix) {
 // "name value" with a decimal number at the end.
 bool is_onnxruntime_line(std::string_view line) {
   const std::size_t space = line.rfind(' ');
-  if (space == std::string_view::npos || space < 1 || scan::space(line.front())) return false;
+  if (space == std::string_view::npos || space < 1 || scan::is_white_space(line.front()))
+    return false;
   std::string_view number = line.substr(space + 1);
   const auto skip_digits = [&number] {
     std::size_t count = 0;
-    for (; !number.empty() && scan::digit(number.front()); ++count) number.remove_prefix(1);
+    for (; !number.empty() && scan::is_digit(number.front()); ++count) number.remove_prefix(1);
     return count;
   };
   const auto skip_sign = [&number] {
@@ -125,7 +126,7 @@ std::string text_origin(std::string_view data) {
     return "is a web page; download the raw file instead";
   if (is_amct_record(data)) return "looks like a quantization record of Ascend's AMCT";
   const std::size_t colon = first_line.rfind(": ");
-  if (colon != std::string_view::npos && colon > 0 && scan::hex(first_line.substr(colon + 2))) {
+  if (colon != std::string_view::npos && colon > 0 && scan::is_hex(first_line.substr(colon + 2))) {
     return "has entries but no header (it begins with " + quote_start(first_line) +
            "); put the header back";
   }

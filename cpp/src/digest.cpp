@@ -51,9 +51,9 @@ std::string Sha256::hex() {
 }
 
 std::string combine_digests(const std::vector<std::string>& digests) {
-  Sha256 digest;
-  for (const std::string& one : digests) digest.update(one);
-  return digest.hex();
+  Sha256 combined;
+  for (const std::string& part : digests) combined.update(part);
+  return combined.hex();
 }
 
 }  // namespace calib8

@@ -64,9 +64,9 @@ Files list_folder(const fs::path& folder) {
 }
 
 Files list_files(const fs::path& path) {
-  std::error_code failed;
-  if (fs::is_directory(path, failed)) return list_folder(path);
-  if (!fs::exists(path, failed)) {
+  std::error_code error;
+  if (fs::is_directory(path, error)) return list_folder(path);
+  if (!fs::exists(path, error)) {
     throw FeedError(text::printable(path.string()) +
                     " does not exist; give a folder of images or arrays, a list file, or a file");
   }
@@ -93,9 +93,9 @@ bool are_all_arrays(const Files& listing) {
 
 void check_files_exist(const std::vector<Picture>& pictures, const std::string& title) {
   std::vector<std::string> missing;
-  std::error_code failed;
+  std::error_code error;
   for (const Picture& picture : pictures) {
-    if (!fs::exists(picture.path, failed)) missing.push_back(text::printable(picture.name));
+    if (!fs::exists(picture.path, error)) missing.push_back(text::printable(picture.name));
   }
   if (missing.empty()) return;
   throw FeedError("every image must exist, " + std::to_string(missing.size()) + " of " +
@@ -330,7 +330,7 @@ struct Feed::State {
     }
   }
 
-  void produce(const Stream<Sample>::Put& put, bool whole_batches_only) {
+  void produce(const Stream<Sample>::Put& put, bool complete_batches_only) {
     std::vector<Sample> group;
     std::vector<Sample> first_samples;
     const auto batch_size = static_cast<std::size_t>(batch);
@@ -349,9 +349,9 @@ struct Feed::State {
       throw FeedError("at least one sample must be good, all " + std::to_string(chosen.size()) +
                       " were skipped: " + skipped.begin()->second);
     }
-    if (whole_batches_only && count() < batch_size)
+    if (complete_batches_only && count() < batch_size)
       throw FeedError(no_whole_batch_message(count(), batch));
-    if (group.empty() || whole_batches_only) return;
+    if (group.empty() || complete_batches_only) return;
     for (std::size_t k = 0; group.size() < batch_size; ++k)
       group.push_back(first_samples[k % first_samples.size()]);
     put(join_samples(group));
@@ -450,8 +450,8 @@ Feed::Feed(const fs::path& source, const Specs& specs, const FeedOptions& option
 
 std::unique_ptr<Stream<Sample>> Feed::samples() const {
   return std::make_unique<Stream<Sample>>(
-      [state = state_, whole = whole_](const Stream<Sample>::Put& put) {
-        state->produce(put, whole);
+      [state = state_, complete_only = complete_batches_only_](const Stream<Sample>::Put& put) {
+        state->produce(put, complete_only);
       });
 }
 
@@ -461,7 +461,7 @@ Feed Feed::whole_batches() const {
   }
   Feed batches;
   batches.state_ = state_;
-  batches.whole_ = true;
+  batches.complete_batches_only_ = true;
   return batches;
 }
 
@@ -469,7 +469,7 @@ std::size_t Feed::count() const { return state_->count(); }
 
 std::size_t Feed::size() const {
   const auto batch = static_cast<std::size_t>(state_->batch);
-  return (count() + (whole_ ? 0 : batch - 1)) / batch;
+  return (count() + (complete_batches_only_ ? 0 : batch - 1)) / batch;
 }
 
 int Feed::batch() const { return state_->batch; }
@@ -516,11 +516,11 @@ std::vector<std::string> Feed::notes() const {
     notes.push_back(note);
   }
   const std::size_t fed_count = size() * static_cast<std::size_t>(state_->batch);
-  if (whole_ && fed_count < count()) {
+  if (complete_batches_only_ && fed_count < count()) {
     notes.push_back("TensorRT calibrates in whole batches, of " + std::to_string(state_->batch) +
                     " samples here: the last " + std::to_string(count() - fed_count) + " of " +
                     std::to_string(count()) + " samples fill none and were left out");
-  } else if (!whole_ && fed_count > count()) {
+  } else if (!complete_batches_only_ && fed_count > count()) {
     const std::size_t filler_count = fed_count - count();
     std::string filler_samples =
         filler_count > 1 ? "first " + std::to_string(filler_count) + " samples" : "first sample";

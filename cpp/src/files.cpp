@@ -69,8 +69,8 @@ mode_t current_umask() {
 }
 
 // Looked at before and after it is opened: to open a pipe is to wait for it, a device has no end.
-void require_regular(const std::filesystem::path& path, int failed, const struct ::stat& state) {
-  if (failed != 0) refuse_to_read(path, error_text(errno));
+void require_regular(const std::filesystem::path& path, int error, const struct ::stat& state) {
+  if (error != 0) refuse_to_read(path, error_text(errno));
   if (!S_ISREG(state.st_mode)) refuse_to_read(path, "it is no regular file");
 }
 

@@ -20,15 +20,16 @@ using json_text::parse;
 
 struct FingerprintPart {
   const char* key;
-  const char* noun;  // "" for what is only told
+  const char* noun;  // "" for a part that is reported, not compared
   std::string Fingerprint::*value;
   bool table;
   bool made_by;
 };
 
+constexpr std::size_t kSha256Digits = 64;
 constexpr const char* kModel = "the model (weights or graph)";
 
-// All but the model, in the order in which changes are told.
+// All parts but the model, in the order of the messages.
 constexpr std::array<FingerprintPart, 9> kParts{
     {{"images", "the images", &Fingerprint::images, true, false},
      {"order", "the order of the images", &Fingerprint::order, false, false},
@@ -58,48 +59,54 @@ Json value_or_null(const Json& table, const std::string& key) {
 // Whether two values are equal whatever the order of their keys.
 bool are_equal(const Json& a, const Json& b) { return nlohmann::json(a) == nlohmann::json(b); }
 
-// The fields that differ, short; digests are only said to differ.
-std::string describe_difference(const Json& before, const Json& now) {
-  if (before.is_string()) {
-    const auto old_value = before.get<std::string>();
-    return old_value.size() == 64 ? "" : old_value + " -> " + now.get<std::string>();
+// The fields that differ, with short values; digests are named without their values.
+std::string describe_difference(const Json& old_part, const Json& new_part) {
+  if (old_part.is_string()) {
+    const auto old_text = old_part.get<std::string>();
+    const bool is_digest = old_text.size() == kSha256Digits;
+    return is_digest ? "" : old_text + " -> " + new_part.get<std::string>();
   }
+
   std::set<std::string> keys;
-  for (const auto& [key, value] : before.items()) keys.insert(key);
-  for (const auto& [key, value] : now.items()) keys.insert(key);
+  for (const auto& [key, value] : old_part.items()) keys.insert(key);
+  for (const auto& [key, value] : new_part.items()) keys.insert(key);
   std::string text;
   for (const std::string& key : keys) {
-    const Json old_value = value_or_null(before, key);
-    const Json new_value = value_or_null(now, key);
+    const Json old_value = value_or_null(old_part, key);
+    const Json new_value = value_or_null(new_part, key);
     if (are_equal(old_value, new_value)) continue;
+
     const std::string from = json_text::str(old_value);
     const std::string to = json_text::str(new_value);
+    const bool is_short = from.size() <= 40 && to.size() <= 40;
     text += text.empty() ? "" : ", ";
-    text += key + (from.size() <= 40 && to.size() <= 40 ? " " + from + " -> " + to : "");
+    text += key;
+    if (is_short) text += " " + from + " -> " + to;
   }
   return text;
 }
 
-constexpr const char* kLibraryKey = "library";  // of the decoder: its name, which only tells
+constexpr const char* kLibraryKey =
+    "library";  // the decoder's name, used only where no digests can be compared
 
-// Whether two decoders make the same of pictures: by what they made of some, or by name.
-bool same_decoder(const Json& before, const Json& now) {
-  if (before.empty() || now.empty()) return true;  // of arrays, and the images say so
+// Whether two decoders give equal pixels, by their digests of test pictures, else by name.
+bool same_decoder(const Json& old_value, const Json& now) {
+  if (old_value.empty() || now.empty())
+    return true;  // a feed of arrays, which the images part compares
   std::size_t common_keys = 0;
-  for (const auto& [key, value] : before.items()) {
+  for (const auto& [key, value] : old_value.items()) {
     if (key == kLibraryKey || !now.contains(key)) continue;
     if (!are_equal(value, now[key])) return false;
     ++common_keys;
   }
   return common_keys > 1 ||
-         are_equal(value_or_null(before, kLibraryKey), value_or_null(now, kLibraryKey));
+         are_equal(value_or_null(old_value, kLibraryKey), value_or_null(now, kLibraryKey));
 }
 
 constexpr int kSchema = 5;  // SCHEMA of deploy/calibration/store.py
 constexpr int kOldestSchema = 4;
-constexpr std::size_t kSha256Digits = 64;
 
-// The model's identities as a table without those that are not known.
+// The model's known digests as a table.
 Json identity_json(const ModelIdentity& model) {
   Json json = Json::object();
   if (!model.graph.empty()) json["graph"] = model.graph;
@@ -131,7 +138,7 @@ ModelIdentity read_identity(const Json& model) {
   return {value_or_empty("graph"), value_or_empty("file"), value_or_empty("weights")};
 }
 
-// The parts of schema 4, of which Python's was the only writer, as those of today.
+// Convert the parts of schema 4, which only Python wrote, to those of today.
 Json convert_schema_4(const Json& old) {
   const std::array<const char*, 7> keys{"images",     "method", "model",   "order",
                                         "preprocess", "rule",   "versions"};
@@ -167,7 +174,7 @@ Json convert_schema_4(const Json& old) {
 
 std::string seal_field(const std::string& digest) { return "\"this\": \"" + digest + "\""; }
 
-// The document's text, with the sha256 of itself as it is without those digits.
+// The document's text with its own sha256, which is taken with those digits empty.
 std::string seal_document(Json document) {
   document["sha256"]["this"] = "";
   std::string text = document.dump(1) + "\n";
@@ -176,7 +183,7 @@ std::string seal_document(Json document) {
   return text.replace(text.find(empty), empty.size(), seal_field(digest));
 }
 
-// Whether the document is as it was written; of schema 4 that is Python's to judge.
+// Whether the document is unchanged since it was written; for schema 4 only Python checks that.
 bool is_unchanged(const std::string& text, const Json& document) {
   if (document["schema"] == kOldestSchema) return true;
   const Json digest = value_or_null(document["sha256"], "this");
@@ -254,12 +261,12 @@ std::map<std::string, std::string> Fingerprint::changes_since(const Fingerprint&
         std::string(kModel) + " changed" + (is_same_file ? " (its external data)" : "");
   }
   for (const FingerprintPart& part : kParts) {
-    const Json before = value_of(old, part);
+    const Json old_value = value_of(old, part);
     const Json now = value_of(*this, part);
     const bool is_decoder = part.value == &Fingerprint::decoder;
-    if (*part.noun == 0 || (is_decoder ? same_decoder(before, now) : are_equal(before, now)))
+    if (*part.noun == 0 || (is_decoder ? same_decoder(old_value, now) : are_equal(old_value, now)))
       continue;
-    const std::string detail = describe_difference(before, now);
+    const std::string detail = describe_difference(old_value, now);
     changes[part.key] =
         std::string(part.noun) + " changed" + (detail.empty() ? "" : " (" + detail + ")");
   }

@@ -74,7 +74,7 @@ Picture parse_line(const fs::path& listing, std::size_t line_number, std::string
   if (last_word.empty() || is_file(folder / entire_line))
     return {folder / entire_line, entire_line, std::nullopt};
   const std::string name(path_text);
-  if (scan::digits(last_word, 1, 9))
+  if (scan::are_digits(last_word, 1, 9))
     return {folder / name, name, std::stoi(std::string(last_word))};
   if (is_file(folder / name)) {
     throw FeedError("a label must be a whole number from 0, got " + text::repr(last_word) +

@@ -385,9 +385,9 @@ class ModelDigest {
 
 }  // namespace
 
-bool same_model(const ModelIdentity& model, const ModelIdentity& other) {
-  if (!model.graph.empty() && model.graph == other.graph) return true;
-  return !model.file.empty() && model.file == other.file && model.weights == other.weights;
+bool same_model(const ModelIdentity& first, const ModelIdentity& second) {
+  if (!first.graph.empty() && first.graph == second.graph) return true;
+  return !first.file.empty() && first.file == second.file && first.weights == second.weights;
 }
 
 ModelIdentity identity_of(const fs::path& onnx) {

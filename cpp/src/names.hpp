@@ -30,23 +30,23 @@ inline constexpr Table<Anchor, 2> kAnchor{
     {{"centre", Anchor::kCentre}, {"top-left", Anchor::kTopLeft}}};
 
 template <class Value, std::size_t N>
-std::string of(const Table<Value, N>& table, Value value) {
+std::string name_of(const Table<Value, N>& table, Value value) {
   for (const auto& [name, candidate] : table) {
     if (candidate == value) return std::string(name);
   }
   return {};
 }
 
-// Throws ConfigError on a name that is not in the table; `shown` is how the message shows it.
+// Throws ConfigError on a name that is not in the table; `quoted_name` is how the message shows it.
 template <class Value, std::size_t N>
 Value find(const Table<Value, N>& table, const std::string& option, const std::string& name,
-           const std::string& shown) {
-  std::string all;
+           const std::string& quoted_name) {
+  std::string name_list;
   for (const auto& [candidate, value] : table) {
     if (candidate == name) return value;
-    all += (all.empty() ? "" : ", ") + std::string(candidate);
+    name_list += (name_list.empty() ? "" : ", ") + std::string(candidate);
   }
-  throw ConfigError(option + " must be one of " + all + ", got " + shown);
+  throw ConfigError(option + " must be one of " + name_list + ", got " + quoted_name);
 }
 
 }  // namespace calib8::names

@@ -201,7 +201,8 @@ Header parse(std::string_view head, std::uint64_t size) {
   return header;
 }
 
-Header of(const std::string& dtype, const std::vector<std::int64_t>& shape, std::uint64_t size) {
+Header make_header(const std::string& dtype, const std::vector<std::int64_t>& shape,
+                   std::uint64_t size) {
   Header header;
   set_dtype(header, descr_of(dtype));
   header.shape = shape;

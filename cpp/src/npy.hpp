@@ -39,7 +39,8 @@ inline constexpr std::size_t kMaxHeaderBytes =
 Header parse(std::string_view head, std::uint64_t size);
 
 // Of values of this dtype and shape that have `size` bytes. Throws Broken: they are fewer.
-Header of(const std::string& dtype, const std::vector<std::int64_t>& shape, std::uint64_t size);
+Header make_header(const std::string& dtype, const std::vector<std::int64_t>& shape,
+                   std::uint64_t size);
 
 // "<f4" of float32 as this machine holds it: numpy's dtype.str.
 std::string descr_of(const std::string& dtype);

@@ -59,7 +59,8 @@ void check_channels(const Preprocess& preprocess, const std::string& name,
                     const std::vector<double>& values) {
   const std::size_t channel_count = static_cast<std::size_t>(preprocess.channels());
   if (values.size() == 1 || values.size() == channel_count) return;
-  const std::string color = preprocess.color ? names::of(names::kColor, *preprocess.color) : "rgb";
+  const std::string color =
+      preprocess.color ? names::name_of(names::kColor, *preprocess.color) : "rgb";
   throw ConfigError(name + " must have one value or one per channel of " + color + ", got " +
                     std::to_string(values.size()) + " values; give 1" +
                     (channel_count > 1 ? " or " + std::to_string(channel_count) : ""));
@@ -114,7 +115,7 @@ Json size_json(const std::optional<Size>& size) {
 
 template <class Table, class Value>
 Json name_json(const Table& table, const std::optional<Value>& value) {
-  return value ? Json(names::of(table, *value)) : Json();
+  return value ? Json(names::name_of(table, *value)) : Json();
 }
 
 }  // namespace
@@ -152,15 +153,15 @@ std::string Preprocess::to_json() const {
   Json json;
   json["size"] = size_json(size);
   json["default_size"] = size_json(default_size);
-  json["resize"] = names::of(names::kResize, resize);
+  json["resize"] = names::name_of(names::kResize, resize);
   json["short_side"] = short_side ? Json(*short_side) : Json();
-  json["interpolation"] = names::of(names::kInterpolation, interpolation);
+  json["interpolation"] = names::name_of(names::kInterpolation, interpolation);
   json["color"] = name_json(names::kColor, color);
   json["scale"] = scale;
   json["mean"] = mean;
   json["std"] = std;
   json["pad"] = pad;
-  json["anchor"] = names::of(names::kAnchor, anchor);
+  json["anchor"] = names::name_of(names::kAnchor, anchor);
   json["layout"] = name_json(names::kLayout, layout);
   return json.dump();
 }

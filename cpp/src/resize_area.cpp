@@ -24,18 +24,19 @@ std::vector<Share> make_shares(int from, int to) {
   for (int k = 0; k < to; ++k) {
     const double begin = k * step;
     const double end = begin + step;
-    const double covered = std::min(step, from - begin);
-    const int last = std::min(static_cast<int>(std::floor(end)), from - 1);
-    const int first = std::min(static_cast<int>(std::ceil(begin)), last);
-    if (first - begin > kSliver) {
-      shares.push_back({first - 1, k, static_cast<float>((first - begin) / covered)});
+    const double covered_length = std::min(step, from - begin);
+    const int last_pixel = std::min(static_cast<int>(std::floor(end)), from - 1);
+    const int first_pixel = std::min(static_cast<int>(std::ceil(begin)), last_pixel);
+    if (first_pixel - begin > kSliver) {
+      shares.push_back(
+          {first_pixel - 1, k, static_cast<float>((first_pixel - begin) / covered_length)});
     }
-    for (int pixel = first; pixel < last; ++pixel) {
-      shares.push_back({pixel, k, static_cast<float>(1.0 / covered)});
+    for (int pixel = first_pixel; pixel < last_pixel; ++pixel) {
+      shares.push_back({pixel, k, static_cast<float>(1.0 / covered_length)});
     }
-    if (end - last > kSliver) {
-      const double part = std::min(std::min(end - last, 1.0), covered);
-      shares.push_back({last, k, static_cast<float>(part / covered)});
+    if (end - last_pixel > kSliver) {
+      const double covered_part = std::min(std::min(end - last_pixel, 1.0), covered_length);
+      shares.push_back({last_pixel, k, static_cast<float>(covered_part / covered_length)});
     }
   }
   return shares;

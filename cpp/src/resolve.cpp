@@ -76,7 +76,7 @@ void check_mean(const Preprocess& preprocess) {
 
 void check_color(const Preprocess& preprocess, const Dim& channels, const TensorSpec& spec) {
   if (channels.size.value_or(preprocess.channels()) == preprocess.channels()) return;
-  throw FeedError(names::of(names::kColor, *preprocess.color) + " images have " +
+  throw FeedError(names::name_of(names::kColor, *preprocess.color) + " images have " +
                   std::to_string(preprocess.channels()) + " channels, the input is " +
                   spec.describe() + " with " + std::to_string(*channels.size) + " in " +
                   layout_name(*preprocess.layout) +
@@ -117,7 +117,7 @@ Resolved resolve(const std::optional<Preprocess>& requested, const TensorSpec& s
   if (requested) return {preprocess, {}};
   return {
       preprocess,
-      {"no preprocessing was given: " + names::of(names::kColor, *preprocess.color) +
+      {"no preprocessing was given: " + names::name_of(names::kColor, *preprocess.color) +
        " images stretched to " + format_size(*preprocess.size) + ", pixels / 255 (preset 'unit')"}};
 }
 

@@ -1,5 +1,5 @@
-// An input's values as TensorRT reads them to calibrate: floats as float32, whatever the network's own
-// float is; whole numbers in the network's type. As calibrators/tensorrt.py has it for Python.
+// An input's values as TensorRT reads them during calibration: floats as float32, whatever float type the
+// network has; integers in the network's type. The same rules as calibrators/tensorrt.py.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@
 CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
-// `dtype` is the network's own (numpy's name). Throws CalibrationError: a value that it does not hold.
+// `dtype` is the type of the network's input (numpy's name). Throws CalibrationError: a value does not fit it.
 std::vector<char> binding_values(const Tensor& tensor, const std::string& dtype);
 
 }  // namespace calib8

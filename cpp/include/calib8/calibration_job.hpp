@@ -1,10 +1,10 @@
-// What every TensorRT calibrator does when TensorRT calls, without TensorRT; as
-// calibrators/tensorrt.py does it for Python.
+// The body of a calibrator's callbacks, independent of TensorRT; calibrators/tensorrt.py is the same for
+// Python.
 //
 //   feed --samples--> next() --upload--> device buffer --address--> TensorRT
 //
-// TensorRT runs with exceptions off: whatever goes wrong in a callback is kept, the callback says
-// "no more data", and check() throws it once the build is over.
+// TensorRT accepts no exceptions: an error in a callback is stored, the callback reports "no more
+// data", and check() throws the error after the build.
 #pragma once
 
 #include <cstddef>
@@ -23,16 +23,16 @@ namespace calib8 {
 
 class CalibrationJob {
  public:
-  // Copies an input's values to where TensorRT reads them; gives that address. May throw.
+  // Copies an input's values to memory that TensorRT reads and returns its address. May throw.
   using Upload = std::function<void*(const Tensor&)>;
-  // Takes the new cache as soon as TensorRT has it, which is long before the engine is. May throw.
+  // Receives the new cache as soon as TensorRT has written it, long before the engine is built. May throw.
   using StoreCache = std::function<void(const std::string&)>;
 
-  // `known_cache` is the text of a cache that fits: TensorRT then gets no batches. Without one it
-  // calibrates with the feed's whole batches; throws ConfigError where the feed has none.
+  // `known_cache` is the text of a cache that fits: TensorRT then gets no batches. Without it TensorRT
+  // calibrates with the feed's complete batches. Throws ConfigError: the feed has none.
   CalibrationJob(const Feed& feed, Upload upload, std::optional<std::string> known_cache,
                  StoreCache store_cache = nullptr);
-  // With the text of a cache that fits, and nothing to calibrate with.
+  // With the text of a cache that fits, and no calibration data.
   explicit CalibrationJob(std::string known_cache);
 
   // The bodies of getBatch, readCalibrationCache and writeCalibrationCache.
@@ -40,12 +40,12 @@ class CalibrationJob {
   const void* read(std::size_t& length) noexcept;
   void write(const void* data, std::size_t length) noexcept;
 
-  // After the build: the cache in force, known or new. Throws what a callback threw, or
-  // CalibrationError: what problem() says.
+  // After the build: the cache that was used, known or new. Throws the error of a callback, or
+  // CalibrationError with the text of problem().
   std::string check() const;
-  // Throws what a callback threw, if one did.
+  // Throws the error of a callback, if there was one.
   void rethrow() const;
-  // What went wrong between TensorRT and this job, in one sentence; "" if nothing.
+  // A sentence on what TensorRT did wrong, such as too few batches; "" if nothing.
   std::string problem() const;
   // Whether TensorRT asked for a batch.
   bool has_started() const { return request_count_ > 0; }
@@ -56,7 +56,7 @@ class CalibrationJob {
   bool next_address(void* bindings[], const char* const names[], std::int32_t count);
   void check_names(const char* const names[], std::int32_t count) const;
 
-  std::optional<Feed> feed_;  // none where the cache is known and no feed was given
+  std::optional<Feed> feed_;  // none if the job has a known cache and no feed
   Upload upload_;
   StoreCache store_cache_;
   std::optional<std::string> known_cache_;

@@ -1,5 +1,5 @@
-// What the decoder makes of pictures, so that another library, or version, that gives the same pixels
-// is known to be the same decoder; deploy/feed/pixels.py.
+// Digests of what the image decoder makes of small test pictures: another library or version with the
+// same digests counts as the same decoder; deploy/feed/pixels.py.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
-// {"decoding", "library", and a digest of what a small picture of each form becomes} as JSON.
+// {"decoding", "library", and one digest for the small test picture of each format} as JSON.
 std::string probe_decoder();
 
 }  // namespace calib8

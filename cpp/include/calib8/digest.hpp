@@ -28,7 +28,7 @@ class Sha256 {
   std::unique_ptr<State> state_;
 };
 
-// sha256 (64 digits) over digests in their order.
+// The sha256 (64 digits) of the digests in their order.
 std::string combine_digests(const std::vector<std::string>& digests);
 
 }  // namespace calib8

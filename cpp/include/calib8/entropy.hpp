@@ -8,12 +8,12 @@
 //       bin j belongs to level floor(j * 128 / i)
 //
 //   P = kept bins + outliers in the last one        what the data looks like, clipped
-//   Q = each level's raw sum, spread evenly over    what 128 integers can say of it
+//   Q = each level's raw sum, spread evenly over    what 128 integers can represent of it
 //       those of its bins that are not empty
 //
 // The smallest KL(P || Q) wins, the last i among equals; threshold T = (i + 0.5) * R / 2048.
 // Source: S. Migacz, "8-bit Inference with TensorRT", GTC 2017; the details as in
-// calibrators/entropy.py, whose sums are made in the same order here.
+// calibrators/entropy.py; the order of the sums is the same here.
 #pragma once
 
 #include <cstdint>

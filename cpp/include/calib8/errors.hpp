@@ -1,9 +1,9 @@
-// The error tree, as deploy/errors.py has it. Every message is: the rule, what was got, the way out.
+// The error classes, as in deploy/errors.py. Every message states the rule, the value, and the remedy.
 //
 //   Error (std::runtime_error)
-//   |-- CalibrationError   statistics or a search gave no sound scale
+//   |-- CalibrationError   statistics or a search gave no usable scale
 //   |-- FeedError          images that cannot be fed to the model
-//   |-- CacheError         a cache that is broken, foreign or stale
+//   |-- CacheError         a cache that is damaged, of another tool, or out of date
 //   |-- ConfigError        options that contradict the rules
 //   |-- ExportError        a file that cannot be written
 //   `-- BackendError       a runtime refused to build or to run

@@ -1,5 +1,5 @@
-// What a shared libcalib8 shows: what its headers declare between these two, and nothing else of it.
-// For a whole header at once, so that nothing of it is forgotten.
+// A shared libcalib8 exports the declarations between these two macros and nothing else. They enclose
+// a complete header, so that no declaration is forgotten.
 #pragma once
 
 #if defined(__GNUC__)  // clang too

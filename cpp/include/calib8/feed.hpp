@@ -1,9 +1,9 @@
-// What a model is fed: images or arrays, one sample at a time, decoded beside the inference;
+// Calibration data: images or arrays, one sample at a time, decoded while the model runs;
 // deploy/feed/feed.py. Sources: a folder, a list file ("path" or "path label") or one file, of images
-// (where calib8 was built with OpenCV) or of arrays: .npy, .npz with one array an input (not
-// compressed), .bin and .raw without a header. Of several inputs a folder may also have one folder an
-// input, whose files go together by name. Or a function of the program, which gives the samples that
-// it made in memory:
+// (if calib8 was built with OpenCV) or of arrays: .npy, .npz with one array an input (not compressed),
+// .bin and .raw without a header. For a model with several inputs a folder may also hold one folder an
+// input, whose files are matched by name. Or a function of the program that returns samples from
+// memory:
 //
 //   const calib8::Feed feed([&]() -> std::optional<calib8::Sample> {
 //     if (k == frames.size()) return std::nullopt;
@@ -34,11 +34,11 @@ struct Tensor {
   std::vector<std::int64_t> shape;  // first dimension the batch, where the input has one
   std::vector<char> bytes;
 
-  // One of float32.
+  // Makes a float32 tensor.
   static Tensor of(std::string name, std::vector<std::int64_t> shape,
                    const std::vector<float>& values);
 
-  // The values of float32. Throws ConfigError: they are of another dtype.
+  // The float32 values. Throws ConfigError: the tensor has another dtype.
   const float* floats() const;
 };
 
@@ -50,20 +50,20 @@ using Sample = std::vector<Tensor>;
 using NextSample = std::function<std::optional<Sample>()>;
 
 struct FeedOptions {
-  std::optional<Preprocess> preprocess;  // none: taken from the input, and said in the notes; or
-                                         // arrays are fed, which are fed as they are
-  bool skip_bad = false;                 // go on without unreadable images and NaN
-  std::optional<std::size_t> limit;      // at most so many, spread evenly over all; of a function,
-                                         // the first ones
-  std::optional<int> batch;              // none: what the input fixes, or 1
-  std::optional<int> threads;            // that decode; none: one a core, at most 4
+  std::optional<Preprocess> preprocess;  // none: derived from the input, with a note; arrays are
+                                         // never preprocessed
+  bool skip_bad = false;                 // skip unreadable images and samples with NaN
+  std::optional<std::size_t> limit;      // at most so many samples, spread evenly over all; from a
+                                         // function, the first ones
+  std::optional<int> batch;              // none: the batch that the input fixes, or 1
+  std::optional<int> threads;            // decoding threads; none: one a core, at most 4
 };
 
-// Whether a source is of arrays, not of images. Throws FeedError: it is neither, or both.
+// Whether a source holds arrays, not images. Throws FeedError: it holds neither, or both.
 bool holds_arrays(const std::filesystem::path& source);
 
-// A copy is of the same feed. Thread-safe: any number of threads may read one feed, each from its own
-// samples() stream.
+// A copy shares the data of the original. Thread-safe: any number of threads may read one feed, each
+// from its own samples() stream.
 class Feed {
  public:
   // Throws FeedError: nothing to feed, or it does not fit the inputs; ConfigError: wrong options, or
@@ -77,36 +77,36 @@ class Feed {
   Feed(const NextSample& next, const std::vector<TensorSpec>& specs, const FeedOptions& options);
   Feed(const NextSample& next, const TensorSpec& spec, const FeedOptions& options);
 
-  // A stream of samples in the feed's order, the same by any number of threads; of which each has
-  // at most two pictures ahead. It outlives the feed safely.
-  // next() throws FeedError on a bad sample, unless skip_bad; or where all were bad; or where a
-  // file is no longer what it was when it was first read.
+  // A stream of samples in the feed's order, which does not depend on the number of threads. Each thread
+  // decodes at most two images ahead. The stream may outlive the feed.
+  // next() throws FeedError if a sample is bad and skip_bad is not set, if all samples are bad, or if a
+  // file has changed since it was first read.
   std::unique_ptr<Stream<Sample>> samples() const;
 
-  // The same images for a calibration: an incomplete last batch is left out, as TensorRT has it.
-  // Throws ConfigError: there is no whole batch.
+  // The same samples in complete batches only, as TensorRT requires: an incomplete last batch is left
+  // out. Throws ConfigError: there is no complete batch.
   Feed whole_batches() const;
 
-  std::size_t size() const;   // samples the stream gives; known bad ones are not counted
-  std::size_t count() const;  // images or rows fed; known bad ones are not counted
+  std::size_t size() const;   // batches of the stream; samples known to be bad are not counted
+  std::size_t count() const;  // images or rows; those known to be bad are not counted
   int batch() const;
-  const std::optional<Preprocess>& preprocess() const;  // none: of arrays
+  const std::optional<Preprocess>& preprocess() const;  // none for arrays
   const std::vector<std::string>& inputs() const;       // names
   std::optional<std::vector<int>> labels() const;  // one per image or row without the skipped ones
-  std::vector<std::string> names() const;          // the same images or rows
-  std::vector<std::string> skipped() const;        // why each bad one was left out
-  std::vector<std::string> notes() const;          // how the feed was read, in sentences
+  std::vector<std::string> names() const;          // of the same images or rows
+  std::vector<std::string> skipped() const;        // the reason for each skipped one
+  std::vector<std::string> notes() const;          // sentences on how the feed was read
 
-  // What was fed, as JSON, equal to Python's: of the files' bytes (or the arrays') as they were first
-  // read, so that it is of what was decoded. What no pass has read yet is read now; a picture that is skipped
-  // counts by its bytes. Throws FeedError: a file cannot be read, unless skip_bad.
+  // The digest and options of the data as JSON, equal to Python's. It covers the bytes as they were first
+  // read, which are those that were decoded. Samples that no pass has read yet are read now; a skipped
+  // image counts by its bytes. Throws FeedError: a file cannot be read, unless skip_bad is set.
   std::string manifest() const;
 
  private:
   struct State;
   Feed() = default;
   std::shared_ptr<State> state_;
-  bool whole_ = false;
+  bool complete_batches_only_ = false;
 };
 
 }  // namespace calib8

@@ -1,4 +1,4 @@
-// Whole files, read and written so that no reader ever sees half of one.
+// Reads and writes complete files; a reader never sees a partly written one.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@
 CALIB8_EXPORT_BEGIN
 namespace calib8::files {
 
-inline constexpr std::uintmax_t kMaxBytes = std::uintmax_t{16} << 30U;      // limit for any file
-inline constexpr std::uintmax_t kMaxTextBytes = std::uintmax_t{64} << 20U;  // limit for a text file
+inline constexpr std::uintmax_t kMaxBytes = std::uintmax_t{16} << 30U;      // for any file
+inline constexpr std::uintmax_t kMaxTextBytes = std::uintmax_t{64} << 20U;  // for a text file
 
-// All bytes of a regular file. Throws FeedError: missing, unreadable, a pipe or a device, or of over
+// All bytes of a regular file. Throws FeedError: missing, unreadable, a pipe or a device, or larger than
 // `max_bytes` bytes.
 std::string read(const std::filesystem::path& path, std::uintmax_t max_bytes = kMaxBytes);
 
-// Writes by a temporary file in the same folder, fsync and one rename, so that a crash at any
-// moment leaves the old bytes or the new ones. Throws ExportError.
+// Writes a temporary file in the same folder, calls fsync, and renames it once, so that a crash at any
+// moment leaves either the old bytes or the new ones. Throws ExportError.
 void write(const std::filesystem::path& path, std::string_view data);
 
 }  // namespace calib8::files

@@ -8,7 +8,7 @@
 //                    values alone, whatever their order, batches or threads.
 //   Histogram(base)  R starts at `base`, TensorRT's rule with the first batch's largest |x|.
 //
-// The same counts, to the last one, as calibrators/histogram.py.
+// The counts equal those of calibrators/histogram.py.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ namespace calib8 {
 // Not thread-safe: one thread at a time changes a histogram; give each thread its own and merge() them.
 class Histogram {
  public:
-  static constexpr std::int64_t kBins = 4096;  // a side; twice TensorRT's 2048
+  static constexpr std::int64_t kBins = 4096;  // per side; twice TensorRT's 2048
 
   Histogram();
   // Throws CalibrationError unless base is finite and >= 0; 0 is the order-independent rule.
@@ -35,7 +35,7 @@ class Histogram {
   // Throws CalibrationError on a NaN.
   void observe(const float* values, std::size_t count);
 
-  // Adds what `other` saw; exact, in any order. Throws CalibrationError on unequal bases.
+  // Adds the values of `other`; exact, in any order. Throws CalibrationError on unequal bases.
   void merge(const Histogram& other);
 
   // Counts of |x| over [0, R] in `bins` bins. Throws CalibrationError unless `bins` divides kBins.
@@ -49,10 +49,12 @@ class Histogram {
 
   // [2 * kBins + 1] signed counts, index kBins is bin 0.
   const std::vector<std::int64_t>& counts() const { return counts_; }
-  double full_range() const { return full_range_; }  // R in real units; 0 while only zeros seen
-  double minimum() const { return minimum_; }        // inf while empty
-  double maximum() const { return maximum_; }        // -inf while empty
-  double amax() const;                               // largest |x|; 0 while empty
+  double full_range() const {
+    return full_range_;
+  }                                            // R in real units; 0 while there are only zeros
+  double minimum() const { return minimum_; }  // inf while empty
+  double maximum() const { return maximum_; }  // -inf while empty
+  double amax() const;                         // largest |x|; 0 while empty
   std::int64_t total() const { return total_; }
   std::int64_t infinite() const { return infinite_; }
   std::optional<double> base() const { return base_; }

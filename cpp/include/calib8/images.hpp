@@ -1,4 +1,4 @@
-// Pictures on disk: finding them, reading a list of them, decoding one; deploy/feed/images.py, decoding.py.
+// Finds images on disk, reads lists of them and decodes them; deploy/feed/images.py, decoding.py.
 //
 // Decoding is OpenCV's imdecode of the whole file: 8 bits per channel (16-bit pictures keep their
 // upper byte), alpha dropped, grey repeated to three channels where colour is asked for, EXIF
@@ -17,19 +17,18 @@
 CALIB8_EXPORT_BEGIN
 namespace calib8::images {
 
-// A file, the name it goes by in messages and digests, and its label if the list has one.
+// A file, its name in messages and digests, and its label if the list has one.
 struct Picture {
   std::filesystem::path path;
   std::string name;
   std::optional<int> label;
 };
 
-// Whether the suffix, in any case, is one that is read as a picture.
+// Whether the suffix, in any case, is that of an image format.
 bool is_image(const std::filesystem::path& path);
 
 // All pictures below a folder, and the files that `is_accepted_too` accepts, sorted by the bytes of their relative
-// path; hidden ones are passed over, links to folders are not followed. Throws FeedError: there is
-// none.
+// path; hidden ones are skipped, links to folders are not followed. Throws FeedError: there is none.
 std::vector<Picture> find(const std::filesystem::path& folder,
                           bool (*is_accepted_too)(const std::filesystem::path&));
 
@@ -38,16 +37,15 @@ std::vector<Picture> find(const std::filesystem::path& folder,
 // Throws FeedError: not a text file, no line, or labels that are missing or no whole numbers.
 std::vector<Picture> read_list(const std::filesystem::path& path);
 
-// The whole file. Throws FeedError: it is missing, unreadable or empty.
+// The bytes of the file. Throws FeedError: it is missing, unreadable or empty.
 std::string read(const Picture& picture);
 
-// File bytes -> uint8 BGR, or one channel. Throws FeedError: no whole picture of a kind that OpenCV
+// File bytes -> uint8 BGR, or one channel. Throws FeedError: not a complete picture in a format that OpenCV
 // reads, over 2^28 pixels, or, where all bits count (`keep_depth`), more than 8 a pixel; ConfigError: this
 // calib8 was built without OpenCV.
 Pixels decode(std::string_view data, const std::string& name, bool grey, bool keep_depth = false);
 
-// What decodes, with its version, such as "OpenCV 4.6.0": the pixels of a picture may change with
-// it. Throws ConfigError: this calib8 was built without OpenCV.
+// The decoder with its version, such as "OpenCV 4.6.0": the pixels of an image may depend on it. Throws ConfigError: this calib8 was built without OpenCV.
 std::string decoder_version();
 
 }  // namespace calib8::images

@@ -1,4 +1,4 @@
-// How long one inference takes, in trtexec's metrics; the same JSON as deploy/metrics/latency.py.
+// The time of one inference, in trtexec's metrics; the same JSON as deploy/metrics/latency.py.
 #pragma once
 
 #include <cstddef>
@@ -23,11 +23,11 @@ struct Timing {
   double p99 = 0;
   double cv_percent = 0;
 
-  // Throws ConfigError where there is no sample.
+  // Throws ConfigError: there is no sample.
   static Timing of(std::vector<double> samples_ms);
 };
 
-// Percentile as trtexec's, of ascending samples: floor((1 - p) * n) slowest are left out.
+// A percentile of ascending samples as in trtexec: the floor((1 - p) * n) slowest are left out.
 // Throws ConfigError: no sample, or a percent above 100.
 double percentile(const std::vector<double>& ordered_ms, std::size_t percent);
 
@@ -53,7 +53,7 @@ struct Latency {
   Timing d2h;
   std::vector<std::string> warnings;
 
-  // Throws ConfigError where there is no sample.
+  // Throws ConfigError: there is no sample.
   static Latency of(const std::vector<double>& host_ms, const std::vector<DeviceTimes>& device,
                     std::size_t warmup_queries);
   std::string to_json() const;

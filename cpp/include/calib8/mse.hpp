@@ -1,8 +1,8 @@
 // MSE calibration: the clip range with the least squared error between x and its stored value.
 //
-// Symmetric: thresholds amax * r are tried for a falling r. Affine: first the end that lies further
-// from 0 is lowered, then the other, each against the other's best, twice over. The error comes
-// from the histogram: a bin's values stand at its centre. As calibrators/mse.py, for int8 and uint8.
+// Symmetric: tries thresholds amax * r for a falling r. Affine: first lowers the end that lies further
+// from 0, then the other, each with the best value of the other, twice in turn. The error comes
+// from the histogram: a bin's values count at its centre. As calibrators/mse.py, for int8 and uint8.
 #pragma once
 
 #include "calib8/export.hpp"

@@ -1,5 +1,5 @@
 // Percentile calibration: clip the tails that hold less than a given share of the values; as
-// calibrators/percentile.py and calibrators/percentile.py.
+// in calibrators/percentile.py.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +17,11 @@ constexpr double kPercent = 99.99;
 // Throws CalibrationError unless 50 < percent <= 100.
 void check(double percent);
 
-// Statistics of one tensor -> the range that holds `percent` of its values. The symmetric threshold is the percentile of |x|; the affine range cuts each side at its own.
+// Statistics of one tensor -> the range that holds `percent` of its values. The symmetric threshold is the percentile of |x|; the affine range cuts each side at its own percentile.
 // Throws CalibrationError on another percent or an empty histogram.
 Scale scale(const Histogram& histogram, double percent = kPercent);
 
-// The quantile that the header of TensorRT's legacy table states, without its regression.
+// The clip range at the quantile in the header of TensorRT's legacy table, without its regression.
 Scale legacy(const Histogram& histogram);
 
 // Counts -> position of the quantile `share` in 0..size, in bins, linear within a bin.

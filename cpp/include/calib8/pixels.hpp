@@ -4,7 +4,7 @@
 // 2. y = ((float(pixel) * scale) - mean) / std: three separate float roundings, no fused
 //    multiply-add; scale, mean and std are rounded to float first;
 // 3. the border of a letterbox is the pad value taken through the same arithmetic;
-// 4. channels in the order asked for, then NCHW or NHWC.
+// 4. channels in the requested order, then NCHW or NHWC.
 //
 // The same steps as deploy/feed/pixels.py, so that a batch is byte-equal.
 #pragma once
@@ -40,7 +40,7 @@ struct Pixels {
 };
 
 // uint8 [H, W, C] -> C * h * w floats. `preprocess` must be resolved.
-// Throws ConfigError: it has no size; FeedError: other channels than it says, or too little data.
+// Throws ConfigError: it has no size; FeedError: other channels than `preprocess` states, or too little data.
 std::vector<float> apply(const Pixels& pixels, const Preprocess& preprocess);
 
 // (h, w) with the short side made `length`, the long one scaled alike and rounded down.

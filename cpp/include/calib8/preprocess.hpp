@@ -1,5 +1,5 @@
-// How a picture becomes a model's input: options, presets, and what the model itself decides.
-// Field by field deploy/feed/preprocess.py; the JSON is the same in both languages.
+// Preprocessing of images: options, presets, and defaults derived from the model's input.
+// The fields are those of deploy/feed/preprocess.py; the JSON is the same in both languages.
 #pragma once
 
 #include <array>
@@ -52,7 +52,7 @@ enum class Anchor { kCentre, kTopLeft };
 
 struct Preprocess {
   std::optional<Size> size;          // pixels; none: the model's own
-  std::optional<Size> default_size;  // where the model leaves its size open
+  std::optional<Size> default_size;  // used if the model leaves its size open
   Resize resize = Resize::kStretch;
   std::optional<int> short_side;  // pixels; none: the longer side of `size` times 8/7
   Interpolation interpolation = Interpolation::kLinear;
@@ -64,13 +64,13 @@ struct Preprocess {
   Anchor anchor = Anchor::kCentre;
   std::optional<Layout> layout;
 
-  // Throws ConfigError on a value that breaks a rule.
+  // Throws ConfigError: a value is invalid.
   void check() const;
   int channels() const;  // 1 or 3
   int short_length() const;
 
   std::string to_json() const;
-  // Throws ConfigError: no JSON, an unknown field, or a value that breaks a rule.
+  // Throws ConfigError: not JSON, an unknown field, or an invalid value.
   static Preprocess from_json(const std::string& json);
 };
 
@@ -85,7 +85,7 @@ struct Resolved {
   std::vector<std::string> notes;
 };
 
-// The requested preprocessing, completed from the model's input. Throws FeedError: the input is no picture, or
+// The requested preprocessing, completed from the model's input. Throws FeedError: the input is not an image, or
 // contradicts the request.
 Resolved resolve(const std::optional<Preprocess>& requested, const TensorSpec& spec);
 

@@ -1,4 +1,4 @@
-// What a calibration found for one activation tensor, and the int8 grid's arithmetic.
+// The clip range of one activation tensor and its scale on the int8 grid.
 #pragma once
 
 #include <string>

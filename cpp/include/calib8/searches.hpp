@@ -1,13 +1,13 @@
-// The searches by their names, which are those of calibrators/searches.py.
+// The threshold searches by name; the names are those of calibrators/searches.py.
 //
 //   mse               the least squared error of the quantized values; the default
-//   minmax            keeps everything
-//   percentile        leaves out a share of the values
+//   minmax            clips nothing
+//   percentile        clips a share of the values
 //   entropy           the least KL divergence, as TensorRT does
 //   entropy-tensorrt  the same on TensorRT's own histogram, whose range starts with the first batch
 //   legacy            TensorRT's legacy calibrator without its regression
 //
-// Python's `lp` is not among them: its powers differ in the last bit from one libm to another.
+// Python's `lp` is not available: its powers differ in the last bit from one libm to another.
 #pragma once
 
 #include <string>
@@ -23,7 +23,7 @@ namespace calib8 {
 
 class Search {
  public:
-  // `percent` is for "percentile" alone. Throws ConfigError on an unknown name, CalibrationError on a
+  // `percent` is for "percentile" alone. Throws ConfigError: an unknown name; CalibrationError: a
   // percent that is not over 50 and at most 100.
   explicit Search(std::string name = "mse", double percent = percentiles::kPercent);
 

@@ -2,8 +2,8 @@
 //
 //   producer thread --put--> [ bounded queue ] --next--> worker, worker, ...
 //
-// The order is the producer's, an exception of the producer is thrown in the consumer that meets
-// it, and the destructor stops and joins the thread.
+// The order is the producer's. An exception of the producer is thrown in one consumer. The destructor
+// stops and joins the thread.
 #pragma once
 
 #include <condition_variable>
@@ -24,7 +24,7 @@ namespace calib8 {
 template <class T>
 class Stream {
  public:
-  // Gives one item to the queue; false when the stream is being closed.
+  // Puts one item into the queue. Returns false when the stream is being closed.
   using Put = std::function<bool(T)>;
 
   explicit Stream(std::function<void(const Put&)> produce, std::size_t depth = 4)
@@ -91,7 +91,7 @@ class Stream {
   std::size_t depth_;
   bool done_ = false;
   bool stop_ = false;
-  std::thread thread_;  // the last member: it starts when all others stand
+  std::thread thread_;  // the last member: it starts after all others are initialised
 };
 
 }  // namespace calib8

@@ -1,4 +1,4 @@
-// Text as Python shows it, so that messages of both languages agree.
+// Text formatted as in Python, so that messages of both languages agree.
 #pragma once
 
 #include <string>
@@ -12,16 +12,16 @@ CALIB8_EXPORT_BEGIN
 namespace calib8::text {
 
 // A string in quotes with escapes, as Python's repr of the bytes read as UTF-8 with
-// "surrogateescape": a byte that is no UTF-8 shows as \udcXX.
+// "surrogateescape": a byte that is not UTF-8 becomes \udcXX.
 std::string repr(std::string_view bytes);
 
-// As `repr`, with bytes that are no UTF-8 replaced by U+FFFD.
+// As `repr`, with bytes that are not UTF-8 replaced by U+FFFD.
 std::string repr_replaced(std::string_view bytes);
 
-// The first `count` characters (a byte that is no UTF-8 counts as one).
+// The first `count` characters (a byte that is not UTF-8 counts as one).
 std::string_view head(std::string_view bytes, std::size_t count);
 
-// A file name fit for a message: one line, printable whatever its bytes.
+// A file name for a message: one line, unprintable characters escaped.
 std::string printable(std::string_view name);
 
 // repr of a list of strings: ['a', 'b'].
@@ -33,10 +33,10 @@ bool is_utf8(std::string_view bytes);
 // ASCII lower case.
 std::string lower(std::string_view text);
 
-// Without white space, Unicode's as Python has it, at both ends.
+// Strip white space (Unicode's, as Python defines it) from both ends.
 std::string_view strip(std::string_view text);
 
-// A stripped text before its last white space and after it; the second is empty where there is none.
+// Split a stripped text at its last white space; the second part is empty if there is none.
 std::pair<std::string_view, std::string_view> split_last(std::string_view text);
 
 }  // namespace calib8::text

@@ -17,12 +17,13 @@
 
 namespace calib8::trt {
 
-// What does not run in int8, until TensorRT 10; 11, and typed models in 10, have the model's own types. kBf16 is from 10 on.
+// The type of layers that do not run in int8, for TensorRT up to 10. Version 11, and version 10 for typed
+// models, use the types of the model. kBf16 needs version 10.
 enum class FloatType { kFp32, kFp16, kBf16 };
 
 using Shape = std::vector<std::int64_t>;
 
-// The least and largest shapes of an input, and the one to tune and calibrate for.
+// The smallest and largest shape of an input, and the one to tune and calibrate for.
 struct Shapes {
   Shape min;
   Shape opt;
@@ -30,31 +31,30 @@ struct Shapes {
 };
 
 struct BuildOptions {
-  std::optional<int> batch;              // for an input whose batch is open; none: 1
-  Size size{0, 0};                       // for an input whose height and width are open
-  std::map<std::string, Shapes> shapes;  // input -> its shapes, where it leaves dimensions open
+  std::optional<int> batch;              // for an input with an open batch; none: 1
+  Size size{0, 0};                       // for an input with open height and width
+  std::map<std::string, Shapes> shapes;  // input -> its shapes, for open dimensions
   FloatType float_type = FloatType::kFp16;
-  std::size_t workspace_bytes = 0;   // 0: TensorRT's own limit, all of the GPU's memory
-  std::string timing_cache;          // a file of tactic timings to use and to add to; "": none
-  std::optional<int> dla;            // the core to run on, with the GPU for what it cannot
-  std::vector<std::string> plugins;  // libraries of plugins, loaded before the model is read
+  std::size_t workspace_bytes = 0;  // 0: TensorRT's default, all of the GPU's memory
+  std::string timing_cache;         // a file of tactic timings, read and extended; "": none
+  std::optional<int> dla;           // the DLA core to run on; layers that it cannot run use the GPU
+  std::vector<std::string> plugins;  // plugin libraries, loaded before the model is read
 };
 
 // Not thread-safe: one thread at a time uses a builder; several builders may work in several threads.
 class Builder {
  public:
-  // Parses the model, with TensorRT's plugins and the options' own loaded. Throws BackendError with
-  // the parser's own words; ConfigError: a library that does not load, or options that this version
-  // does not have.
+  // Loads TensorRT's plugins and those of the options, then parses the model. Throws BackendError with the
+  // parser's message; ConfigError: a library does not load, or this version lacks an option.
   Builder(const std::filesystem::path& onnx, Logger& logger, BuildOptions options);
   ~Builder();
   Builder(Builder&&) noexcept;
 
-  // The model's inputs as the network has them, their open dimensions set by the options where they
-  // say so. Throws ConfigError: the options contradict what the model fixes.
+  // The inputs of the network, with open dimensions set by the options. Throws ConfigError: the options
+  // contradict the model.
   std::vector<TensorSpec> inputs() const;
 
-  // The options, all that an engine depends on, as a JSON object.
+  // All options that the engine depends on, as a JSON object.
   std::string settings() const;
 
   // Whether the model holds QuantizeLinear nodes, which need no calibration.
@@ -66,27 +66,27 @@ class Builder {
   bool is_strongly_typed() const;
 
 #if NV_TENSORRT_MAJOR < 11
-  // Has TensorRT calibrate, and gives its cache. It runs the network in float32 alone (fp16 and
-  // TF32 would move the values that it sees), so what it builds on the way is thrown away.
-  // Throws what a callback threw, CalibrationError, or BackendError with TensorRT's words.
+  // Calibrates with TensorRT and returns its cache. The network runs in float32 only (fp16 and TF32 would
+  // change the observed values), so the engine that TensorRT builds on the way is discarded.
+  // Throws the error of a callback, CalibrationError, or BackendError with TensorRT's message.
   template <class Base>
   std::string calibrate(Calibrator<Base>& calibrator) {
     build_with(calibrator, calibrator.job(), true, {});
     return calibrator.check();
   }
 
-  // Builds an int8 engine by the cache that the calibrator has. With FloatType::kFp16 the layers of
-  // `float32`, which the cache's note lists (StoredCache::float32_layers), compute and output float32: their
+  // Builds an int8 engine with the calibrator's cache. With FloatType::kFp16 the layers of
+  // `float32`, listed in the cache's note (StoredCache::float32_layers), compute and output float32: their
   // values overflow float16. Throws as calibrate() does.
   template <class Base>
   std::string build(Calibrator<Base>& calibrator, const Float32Layers& float32 = {}) {
     return build_with(calibrator, calibrator.job(), false, float32);
   }
 #endif
-  // Builds what the model says: int8 where it holds Q/DQ nodes, else float.
+  // Builds without a calibrator: int8 where the model has Q/DQ nodes, else float.
   std::string build();
 
-  // "" or, after a build, that TensorRT refused the file of timings, which then stays as it was.
+  // "", or after a build a sentence that TensorRT refused the timing cache, which is then unchanged.
   std::string note() const;
 
  private:
@@ -102,7 +102,7 @@ class Builder {
   std::unique_ptr<State> state_;
 };
 
-// "8.6.1": the TensorRT library that runs, which a cache's first line must name.
+// The version of the loaded TensorRT library, "8.6.1", which a cache's first line must name.
 std::string version();
 
 }  // namespace calib8::trt

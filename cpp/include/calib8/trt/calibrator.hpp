@@ -31,18 +31,19 @@
 namespace calib8::trt {
 
 struct CalibratorOptions {
-  std::shared_ptr<const Feed> feed;  // batches of the shape that TensorRT calibrates with; none
-                                     // is needed where there is a cache
+  std::shared_ptr<const Feed> feed;       // batches of the shape that TensorRT calibrates with; not
+                                          // needed with a cache
   std::optional<std::string> cache = {};  // the text of a cache that fits; none: calibrate
-  CalibrationJob::StoreCache store_cache = nullptr;  // takes a new cache before the engine is built
-  // Of the network's inputs, where they are others than the feed's (numpy's names): int32 for the
-  // int64 of a model, until TensorRT 10.
+  CalibrationJob::StoreCache store_cache =
+      nullptr;  // receives a new cache before the engine is built
+  // Input -> the network's type (numpy's name) if it differs from the feed's: int32 for a model's int64
+  // before TensorRT 10.
   std::map<std::string, std::string> dtypes = {};
-  double quantile = 0.999999;  // of the legacy calibrator only
+  double quantile = 0.999999;  // for the legacy calibrator only
   double regression_cutoff = 1.0;
 };
 
-// What the four calibrators share. `Base` is TensorRT's interface.
+// The base of the four calibrators. `Base` is TensorRT's interface.
 template <class Base>
 class Calibrator : public Base {
  public:
@@ -50,8 +51,9 @@ class Calibrator : public Base {
       : job_(options.cache && !options.feed
                  ? CalibrationJob(*options.cache)
                  : CalibrationJob(
-                       given(options.feed), [this](const Tensor& tensor) { return upload(tensor); },
-                       options.cache, options.store_cache)),
+                       require_feed(options.feed),
+                       [this](const Tensor& tensor) { return upload(tensor); }, options.cache,
+                       options.store_cache)),
         dtypes_(options.dtypes) {}
   // TensorRT and the job hold its address.
   Calibrator(Calibrator&&) = delete;
@@ -73,27 +75,27 @@ class Calibrator : public Base {
     job_.write(data, length);
   }
 
-  // After the build: the cache in force. Throws what a callback threw, or CalibrationError.
+  // After the build: the cache that was used. Throws the error of a callback, or CalibrationError.
   std::string check() const { return job_.check(); }
   const CalibrationJob& job() const { return job_; }
 
  private:
-  static const Feed& given(const std::shared_ptr<const Feed>& feed) {
+  static const Feed& require_feed(const std::shared_ptr<const Feed>& feed) {
     if (feed) return *feed;
     throw ConfigError("a calibrator needs a feed, got none; give CalibratorOptions::feed");
   }
 
   void* upload(const Tensor& tensor) {
-    const auto own = dtypes_.find(tensor.name);
-    const std::vector<char> values =
-        binding_values(tensor, own == dtypes_.end() ? tensor.dtype : own->second);
+    const auto network_dtype = dtypes_.find(tensor.name);
+    const std::vector<char> values = binding_values(
+        tensor, network_dtype == dtypes_.end() ? tensor.dtype : network_dtype->second);
     void* memory = buffers_[tensor.name].reserve(values.size());
     trt::check(cudaMemcpy(memory, values.data(), values.size(), cudaMemcpyHostToDevice),
                "copy a calibration batch to the GPU");
     return memory;
   }
 
-  std::map<std::string, DeviceBuffer> buffers_;  // of each input its own
+  std::map<std::string, DeviceBuffer> buffers_;  // one an input
   CalibrationJob job_;
   std::map<std::string, std::string> dtypes_;
 };

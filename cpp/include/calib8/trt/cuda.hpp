@@ -1,4 +1,4 @@
-// CUDA's memory, streams and events, freed by themselves.
+// CUDA memory, streams and events that free themselves.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,12 +18,12 @@ inline void check(cudaError_t code, const std::string& action) {
   }
 }
 
-// Makes the GPU of this number, from 0, the one of this thread.
+// Selects the GPU (numbered from 0) for this thread.
 inline void use_device(int number) {
   check(cudaSetDevice(number), "use GPU " + std::to_string(number));
 }
 
-// Where a buffer lies: on the GPU, or in host memory that copies to it go from without a detour.
+// The kind of a buffer's memory: on the GPU, or pinned host memory, which is copied to the GPU directly.
 struct OnDevice {
   static constexpr const char* kWhere = " bytes on the GPU";
   static cudaError_t reserve(void** memory, std::size_t bytes) { return cudaMalloc(memory, bytes); }
@@ -37,18 +37,18 @@ struct Pinned {
   void operator()(void* memory) const { cudaFreeHost(memory); }
 };
 
-// Memory that grows where it must.
+// Memory that grows on demand.
 template <class Where>
 class Buffer {
  public:
-  // At least `bytes` bytes; what was there is lost where it grows.
+  // Reserves at least `bytes` bytes; the contents are lost if the memory grows.
   void* reserve(std::size_t bytes) {
     if (bytes > size_ || !memory_) {
       memory_.reset();
-      void* fresh = nullptr;
-      check(Where::reserve(&fresh, bytes > 0 ? bytes : 1),
+      void* allocated = nullptr;
+      check(Where::reserve(&allocated, bytes > 0 ? bytes : 1),
             "reserve " + std::to_string(bytes) + Where::kWhere);
-      memory_.reset(fresh);
+      memory_.reset(allocated);
       size_ = bytes;
     }
     return memory_.get();
@@ -67,9 +67,9 @@ using HostBuffer = Buffer<Pinned>;
 class CudaStream {
  public:
   CudaStream() {
-    cudaStream_t fresh = nullptr;
-    check(cudaStreamCreate(&fresh), "make a stream");
-    stream_.reset(fresh);
+    cudaStream_t created = nullptr;
+    check(cudaStreamCreate(&created), "make a stream");
+    stream_.reset(created);
   }
   cudaStream_t get() const { return stream_.get(); }
   void wait() const { check(cudaStreamSynchronize(stream_.get()), "finish the work"); }
@@ -84,9 +84,9 @@ class CudaStream {
 class CudaEvent {
  public:
   CudaEvent() {
-    cudaEvent_t fresh = nullptr;
-    check(cudaEventCreate(&fresh), "make an event");
-    event_.reset(fresh);
+    cudaEvent_t created = nullptr;
+    check(cudaEventCreate(&created), "make an event");
+    event_.reset(created);
   }
   void record(const CudaStream& stream) const {
     check(cudaEventRecord(event_.get(), stream.get()), "record an event");

@@ -1,4 +1,4 @@
-// TensorRT's log: warnings and errors to stderr, the last of the worst kept for messages.
+// TensorRT's log: prints warnings and errors to stderr and stores the last of the most severe ones.
 #pragma once
 
 #include <NvInfer.h>
@@ -11,16 +11,16 @@ namespace calib8::trt {
 
 class Logger : public nvinfer1::ILogger {
  public:
-  explicit Logger(Severity least = Severity::kWARNING) : least_(least) {}
+  explicit Logger(Severity min_severity = Severity::kWARNING) : min_severity_(min_severity) {}
 
   void log(Severity severity, nvinfer1::AsciiChar const* message) noexcept override {
     try {
       const std::lock_guard lock(mutex_);
-      if (severity <= Severity::kWARNING && (severity <= worst_ || words_.empty())) {
-        worst_ = severity;
-        words_ = message;
+      if (severity <= Severity::kWARNING && (severity <= worst_severity_ || message_.empty())) {
+        worst_severity_ = severity;
+        message_ = message;
       }
-      if (severity <= least_) std::cerr << "TensorRT: " << message << "\n";
+      if (severity <= min_severity_) std::cerr << "TensorRT: " << message << "\n";
     } catch (...) {
       return;  // TensorRT takes no exception, and a line of log is worth none
     }
@@ -29,14 +29,14 @@ class Logger : public nvinfer1::ILogger {
   // The last error (where there is none, the last warning), or a sentence that there was none.
   std::string last_error() const {
     const std::lock_guard lock(mutex_);
-    return words_.empty() ? "TensorRT logged no error" : words_;
+    return message_.empty() ? "TensorRT logged no error" : message_;
   }
 
  private:
-  Severity least_;
+  Severity min_severity_;
   mutable std::mutex mutex_;
-  Severity worst_ = Severity::kVERBOSE;
-  std::string words_;
+  Severity worst_severity_ = Severity::kVERBOSE;
+  std::string message_;
 };
 
 }  // namespace calib8::trt
