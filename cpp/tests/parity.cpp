@@ -81,7 +81,7 @@ Json write_cache(const Json& ask) {
   return {{"text", cache_from_scales(scales, options).dump()}};
 }
 
-Json relabelled(const Json& ask) {
+Json relabel_cache(const Json& ask) {
   const CalibrationCache parsed = parse_cache(ask["text"].get<std::string>(), "x");
   std::optional<std::string> algorithm;
   if (!ask["algorithm"].is_null()) algorithm = ask["algorithm"].get<std::string>();
@@ -90,23 +90,23 @@ Json relabelled(const Json& ask) {
 
 // Batches of float32 -> counts and the entropy scale.
 Json histogram(const Json& ask) {
-  Histogram seen = ask["base"].is_null() ? Histogram() : Histogram(ask["base"].get<double>());
+  Histogram statistics = ask["base"].is_null() ? Histogram() : Histogram(ask["base"].get<double>());
   for (const Json& path : ask["batches"]) {
     const std::vector<float> values = array_of<float>(path.get<std::string>());
-    seen.observe(values.data(), values.size());
+    statistics.observe(values.data(), values.size());
   }
-  return {{"counts", seen.counts()},
-          {"full_range", seen.full_range()},
-          {"total", seen.total()},
-          {"infinite", seen.infinite()},
-          {"scale", scale_json(entropy::scale(seen))}};
+  return {{"counts", statistics.counts()},
+          {"full_range", statistics.full_range()},
+          {"total", statistics.total()},
+          {"infinite", statistics.infinite()},
+          {"scale", scale_json(entropy::scale(statistics))}};
 }
 
 // Rows of float32, each of its own length -> the scales of every search.
 Json scales(const Json& ask) {
   const auto values = array_of<float>(ask["path"].get<std::string>());
   const auto percents = ask["percents"].get<std::vector<double>>();
-  Json found = Json::array();
+  Json result = Json::array();
   const float* next = values.data();
   for (const Json& size : ask["sizes"]) {
     Json row = Json::array();
@@ -116,15 +116,15 @@ Json scales(const Json& ask) {
       for (const double percent :
            by_share ? percents : std::vector<double>{percentiles::kPercent}) {
         const Search search(name, percent);
-        Histogram seen = search.start(next, count);
-        seen.observe(next, count);
-        row.push_back(scale_json(search.scale(seen)));
+        Histogram statistics = search.start(next, count);
+        statistics.observe(next, count);
+        row.push_back(scale_json(search.scale(statistics)));
       }
     }
-    found.push_back(row);
+    result.push_back(row);
     next += count;
   }
-  return {{"found", found}};
+  return {{"found", result}};
 }
 
 double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
@@ -134,29 +134,29 @@ double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC
 Json cost(const Json& ask) {
   static const auto values = array_of<float>(ask["path"].get<std::string>());
   const auto size = ask["size"].get<std::size_t>();
-  static std::vector<Histogram> seen(values.size() / size);
+  static std::vector<Histogram> histograms(values.size() / size);
   double start = cpu_seconds();
-  for (std::size_t row = 0; row < seen.size(); ++row) {
-    seen[row].observe(values.data() + row * size, size);
+  for (std::size_t row = 0; row < histograms.size(); ++row) {
+    histograms[row].observe(values.data() + row * size, size);
   }
-  Json found{{"count", cpu_seconds() - start}};
+  Json seconds{{"count", cpu_seconds() - start}};
   for (const Json& name : ask["searches"]) {
     const Search search(name.get<std::string>());
     start = cpu_seconds();
-    for (const Histogram& histogram : seen) (void)search.scale(histogram);
-    found[name.get<std::string>()] = cpu_seconds() - start;
+    for (const Histogram& histogram : histograms) (void)search.scale(histogram);
+    seconds[name.get<std::string>()] = cpu_seconds() - start;
   }
-  return found;
+  return seconds;
 }
 
 Json search(const Json& ask) {
-  Json found = Json::array();
+  Json thresholds = Json::array();
   const auto counts = array_of<std::int64_t>(ask["path"].get<std::string>());
   for (std::size_t k = 0; k + entropy::kBins <= counts.size(); k += entropy::kBins) {
     const auto begin = counts.begin() + static_cast<std::ptrdiff_t>(k);
-    found.push_back(entropy::search({begin, begin + entropy::kBins}));
+    thresholds.push_back(entropy::search({begin, begin + entropy::kBins}));
   }
-  return {{"found", found}};
+  return {{"found", thresholds}};
 }
 
 TensorSpec spec_of(const Json& ask) {
@@ -174,13 +174,13 @@ TensorSpec spec_of(const Json& ask) {
 std::vector<TensorSpec> specs_of(const Json& ask) {
   if (!ask.is_array()) return {spec_of(ask)};
   std::vector<TensorSpec> specs;
-  for (const Json& one : ask) specs.push_back(spec_of(one));
+  for (const Json& spec : ask) specs.push_back(spec_of(spec));
   return specs;
 }
 
 // The scales of every search over the float32 values of all samples, by input.
 Json scales_of(const Feed& feed) {
-  std::map<std::string, std::map<std::string, Histogram>> seen;
+  std::map<std::string, std::map<std::string, Histogram>> histograms;
   const auto stream = feed.samples();
   while (const std::optional<Sample> sample = stream->next()) {
     for (const Tensor& tensor : *sample) {
@@ -188,17 +188,19 @@ Json scales_of(const Feed& feed) {
       const std::size_t count = tensor.bytes.size() / sizeof(float);
       for (const std::string& name : Search::names()) {
         const Histogram empty = Search(name).start(tensor.floats(), count);
-        seen[tensor.name].try_emplace(name, empty).first->second.observe(tensor.floats(), count);
+        histograms[tensor.name]
+            .try_emplace(name, empty)
+            .first->second.observe(tensor.floats(), count);
       }
     }
   }
-  Json found = Json::object();
-  for (const auto& [tensor, histograms] : seen) {
-    for (const auto& [name, histogram] : histograms) {
-      found[tensor][name] = scale_json(Search(name).scale(histogram));
+  Json result = Json::object();
+  for (const auto& [tensor, by_search] : histograms) {
+    for (const auto& [name, histogram] : by_search) {
+      result[tensor][name] = scale_json(Search(name).scale(histogram));
     }
   }
-  return found;
+  return result;
 }
 
 // The samples of files as a function gives them.
@@ -237,15 +239,15 @@ Json feed(const Json& ask) {
     }
   }
   const auto labels = opened.labels();
-  Json found{{"shapes", shapes},
-             {"size", opened.size()},
-             {"labels", labels ? Json(*labels) : Json()},
-             {"names", opened.names()},
-             {"skipped", opened.skipped()},
-             {"notes", opened.notes()},
-             {"manifest", Json::parse(opened.manifest())}};
-  if (ask.value("scales", false)) found["scales"] = scales_of(opened);
-  return found;
+  Json result{{"shapes", shapes},
+              {"size", opened.size()},
+              {"labels", labels ? Json(*labels) : Json()},
+              {"names", opened.names()},
+              {"skipped", opened.skipped()},
+              {"notes", opened.notes()},
+              {"manifest", Json::parse(opened.manifest())}};
+  if (ask.value("scales", false)) result["scales"] = scales_of(opened);
+  return result;
 }
 
 void write_raw(const Json& ask, const void* data, std::size_t size) {
@@ -262,7 +264,7 @@ Json decode(const Json& ask) {
   return {{"shape", {pixels.height, pixels.width, pixels.channels}}};
 }
 
-Json applied(const Json& ask) {
+Json apply_preprocess(const Json& ask) {
   const auto shape = ask["shape"].get<std::array<int, 3>>();
   Pixels pixels(shape[0], shape[1], shape[2]);
   pixels.data = array_of<std::uint8_t>(ask["path"].get<std::string>());
@@ -272,16 +274,16 @@ Json applied(const Json& ask) {
 }
 
 Json list(const Json& ask) {
-  Json found = Json::array();
-  for (const images::Picture& one : images::read_list(ask["path"].get<std::string>())) {
-    found.push_back({one.name, one.label ? Json(*one.label) : Json()});
+  Json result = Json::array();
+  for (const images::Picture& picture : images::read_list(ask["path"].get<std::string>())) {
+    result.push_back({picture.name, picture.label ? Json(*picture.label) : Json()});
   }
-  return {{"pictures", found}};
+  return {{"pictures", result}};
 }
 
 Json presets_json(const Json& /*ask*/) {
   Json all = Json::object();
-  for (const auto& [name, how] : presets()) all[name] = Json::parse(how.to_json());
+  for (const auto& [name, preprocess] : presets()) all[name] = Json::parse(preprocess.to_json());
   return all;
 }
 
@@ -304,17 +306,17 @@ Json changes(const Json& ask) {
 }
 
 Json identity(const Json& ask) {
-  const ModelIdentity found = identity_of(ask["path"].get<std::string>());
-  return {{"graph", found.graph}, {"file", found.file}, {"weights", found.weights}};
+  const ModelIdentity identity = identity_of(ask["path"].get<std::string>());
+  return {{"graph", identity.graph}, {"file", identity.file}, {"weights", identity.weights}};
 }
 
 // What stands beside a cache, and whether it fits.
-Json kept(const Json& ask) {
-  const StoredCache found = read_stored_cache(ask["path"].get<std::string>());
-  Json out{{"by", found.fingerprint.maker()}, {"text", found.text}};
-  if (!found.float32_layers.empty()) out["float32_layers"] = found.float32_layers;
+Json stored_cache(const Json& ask) {
+  const StoredCache stored = read_stored_cache(ask["path"].get<std::string>());
+  Json out{{"by", stored.fingerprint.maker()}, {"text", stored.text}};
+  if (!stored.float32_layers.empty()) out["float32_layers"] = stored.float32_layers;
   if (ask.contains("now"))
-    out["unfit"] = describe_mismatch(found, Fingerprint::from_json(ask["now"].dump()));
+    out["unfit"] = describe_mismatch(stored, Fingerprint::from_json(ask["now"].dump()));
   return out;
 }
 
@@ -328,14 +330,14 @@ Json answer(const Json& ask) {
   const std::string op = ask["op"].get<std::string>();
   if (op == "cache") return cache(ask);
   if (op == "write") return write_cache(ask);
-  if (op == "relabel") return relabelled(ask);
+  if (op == "relabel") return relabel_cache(ask);
   if (op == "histogram") return histogram(ask);
   if (op == "cost") return cost(ask);
   if (op == "search") return search(ask);
   if (op == "scales") return scales(ask);
   if (op == "feed") return feed(ask);
   if (op == "decode") return decode(ask);
-  if (op == "apply") return applied(ask);
+  if (op == "apply") return apply_preprocess(ask);
   if (op == "list") return list(ask);
   if (op == "presets") return presets_json(ask);
   if (op == "preprocess") return preprocess(ask);
@@ -344,7 +346,7 @@ Json answer(const Json& ask) {
   if (op == "identity") return identity(ask);
   if (op == "typed") return {{"typed", is_typed(ask["path"].get<std::string>())}};
   if (op == "decoder") return Json::parse(probe_decoder());
-  if (op == "kept") return kept(ask);
+  if (op == "kept") return stored_cache(ask);
   if (op == "save") return save(ask);
   throw std::invalid_argument("no such question: " + op);
 }

@@ -24,11 +24,11 @@ const std::string kCache = "TRT-8601-EntropyCalibration2\nimage: 3c008912\n";
 const std::string kPipe = " cannot be read: it is no regular file";
 
 Fingerprint fingerprint() {
-  Fingerprint made;
-  made.model.graph = std::string(64, 'a');
-  made.method = "MinMaxCalibration";
-  made.versions = R"({"tensorrt": "8.6.1"})";
-  return made;
+  Fingerprint edited;
+  edited.model.graph = std::string(64, 'a');
+  edited.method = "MinMaxCalibration";
+  edited.versions = R"({"tensorrt": "8.6.1"})";
+  return edited;
 }
 
 std::string brackets(std::size_t count) { return std::string(count, '['); }
@@ -92,21 +92,21 @@ TEST_CASE("a scale of other digits than hex is told") {
 
 TEST_CASE("a fingerprint is made of a manifest, and kept whole or not at all") {
   const Folder folder;
-  Fingerprint made = fingerprint();
+  Fingerprint edited = fingerprint();
   for (const char* manifest : {"garbage", "", "[]", "{}", "{\"preprocess\": 1}"}) {
-    CHECK_THROWS_AS(set_feed(made, manifest), FeedError);
+    CHECK_THROWS_AS(set_feed(edited, manifest), FeedError);
   }
-  CHECK_THROWS_AS(set_feed(made, brackets(200000)), FeedError);
+  CHECK_THROWS_AS(set_feed(edited, brackets(200000)), FeedError);
   for (std::string Fingerprint::*part :
        {&Fingerprint::images, &Fingerprint::preprocess, &Fingerprint::versions}) {
-    made = fingerprint();
-    made.*part = "";
-    CHECK_THROWS_AS(save_calibration(folder / "a.cache", kCache, made), CacheError);
+    edited = fingerprint();
+    edited.*part = "";
+    CHECK_THROWS_AS(save_calibration(folder / "a.cache", kCache, edited), CacheError);
     CHECK_FALSE(std::filesystem::exists(folder / "a.cache"));
   }
-  made = fingerprint();
-  made.method = "\xff";  // no UTF-8
-  CHECK_NOTHROW(made.to_json());
+  edited = fingerprint();
+  edited.method = "\xff";  // no UTF-8
+  CHECK_NOTHROW(edited.to_json());
 }
 
 TEST_CASE("JSON of brackets in brackets is no JSON, however it comes") {

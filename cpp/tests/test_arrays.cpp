@@ -33,11 +33,11 @@ Tensor halves(const std::vector<std::uint16_t>& bits) {
 TEST_CASE("every input has its address, in the order in which TensorRT asks") {
   const Folder folder;
   fill(folder);
-  std::vector<Tensor> seen;
+  std::vector<Tensor> calls;
   std::vector<char> device(100);
   const auto upload = [&](const Tensor& tensor) {
-    seen.push_back(tensor);
-    return static_cast<void*>(device.data() + seen.size());
+    calls.push_back(tensor);
+    return static_cast<void*>(device.data() + calls.size());
   };
   CalibrationJob job(Feed(folder.path(), kSpecs, {}), upload, std::nullopt);
   const char* names[] = {"ids", "x"};
@@ -45,9 +45,9 @@ TEST_CASE("every input has its address, in the order in which TensorRT asks") {
   REQUIRE(job.next(bindings, names, 2));
   CHECK(bindings[0] == device.data() + 1);
   CHECK(bindings[1] == device.data() + 2);
-  CHECK(seen[0].name == "ids");
-  CHECK(seen[1].floats()[1] == 2);
-  CHECK_THROWS_AS(seen[0].floats(), ConfigError);
+  CHECK(calls[0].name == "ids");
+  CHECK(calls[1].floats()[1] == 2);
+  CHECK_THROWS_AS(calls[0].floats(), ConfigError);
   REQUIRE(job.next(bindings, names, 2));
   CHECK_FALSE(job.next(bindings, names, 2));
   CalibrationJob other(Feed(folder.path(), kSpecs, {}), upload, std::nullopt);
@@ -60,10 +60,10 @@ TEST_CASE("a fingerprint of arrays knows no preprocessing and no decoder") {
   fill(folder);
   const Feed feed(folder.path(), kSpecs, {});
   CHECK_FALSE(feed.preprocess());
-  Fingerprint made;
-  set_feed(made, feed.manifest());
-  CHECK(made.preprocess == "{}");
-  CHECK(made.decoder == "{}");
+  Fingerprint array_fingerprint;
+  set_feed(array_fingerprint, feed.manifest());
+  CHECK(array_fingerprint.preprocess == "{}");
+  CHECK(array_fingerprint.decoder == "{}");
 }
 
 TEST_CASE("values are read as TensorRT reads them, or refused") {
@@ -131,11 +131,11 @@ TEST_CASE("a function's samples are those of the same arrays in files") {
   CHECK(feed.notes() ==
         std::vector<std::string>{"the function was read once into a temporary file (2 samples)"});
   const auto stream = feed.samples();
-  for (const Sample& wanted : samples) {
+  for (const Sample& expected : samples) {
     const std::optional<Sample> sample = stream->next();
     REQUIRE(sample);
-    CHECK((*sample)[0].bytes == wanted[1].bytes);
-    CHECK((*sample)[1].bytes == wanted[0].bytes);
+    CHECK((*sample)[0].bytes == expected[1].bytes);
+    CHECK((*sample)[1].bytes == expected[0].bytes);
   }
   CHECK_FALSE(stream->next());
   CHECK(feed.names().back() == "sample 1 of the function");
@@ -151,11 +151,13 @@ TEST_CASE("a function gives single samples, batches, and what one input is calle
   FeedOptions options;
   options.limit = 3;
   options.batch = 2;
-  const Feed few(giving({{Tensor::of("x", {4, 2}, {1, 2, 3, 4, 5, 6, 7, 8})}}), spec, options);
-  CHECK(few.size() == 2);
-  CHECK(few.notes()[0] == "the function was read once into a temporary file (the first 3 samples)");
-  CHECK(few.whole_batches().size() == 1);
-  const auto stream = few.samples();
+  const Feed short_feed(giving({{Tensor::of("x", {4, 2}, {1, 2, 3, 4, 5, 6, 7, 8})}}), spec,
+                        options);
+  CHECK(short_feed.size() == 2);
+  CHECK(short_feed.notes()[0] ==
+        "the function was read once into a temporary file (the first 3 samples)");
+  CHECK(short_feed.whole_batches().size() == 1);
+  const auto stream = short_feed.samples();
   const std::optional<Sample> sample = stream->next();
   REQUIRE(sample);
   CHECK(sample->front().shape == std::vector<std::int64_t>{2, 2});
@@ -187,14 +189,14 @@ TEST_CASE("what a function gives wrong is told, and what it throws comes out as 
   wrong[1] = Tensor::of("x", {0, 2}, {});
   wrong[0] = {"ids", "int64", {0, 1}, {}};
   CHECK(refused({wrong}) == "item 0 of the function must hold samples, got none");
-  const std::vector<Sample> bad{pair(1, 2), pair(std::nanf(""), 3), pair(3, 4)};
-  CHECK_THAT(refused(bad),
+  const std::vector<Sample> bad_feed{pair(1, 2), pair(std::nanf(""), 3), pair(3, 4)};
+  CHECK_THAT(refused(bad_feed),
              Catch::StartsWith("sample 1 of the function holds 1 NaN or Inf values for the input"));
   FeedOptions options;
   options.skip_bad = true;
-  CHECK(refused(bad, options).empty());
+  CHECK(refused(bad_feed, options).empty());
   options.preprocess = Preprocess();
-  CHECK_THAT(refused(bad, options), Catch::Contains("are fed as they are, got preprocessing"));
+  CHECK_THAT(refused(bad_feed, options), Catch::Contains("are fed as they are, got preprocessing"));
   CHECK_THROWS_AS(Feed(NextSample(), kSpecs, {}), ConfigError);
   const auto throwing = []() -> std::optional<Sample> { throw std::out_of_range("mine"); };
   CHECK_THROWS_AS(Feed(throwing, kSpecs, {}), std::out_of_range);

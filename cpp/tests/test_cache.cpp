@@ -72,17 +72,17 @@ TEST_CASE("real caches come back byte for byte, and their namesake is told apart
 
 TEST_CASE("the golden caches hold what expected.json says") {
   const fs::path folder = fs::path(CALIB8_REPOSITORY) / "tests" / "golden" / "caches";
-  const auto expected = nlohmann::json::parse(files::read(folder / "expected.json"));
-  REQUIRE(expected.size() >= 4);
-  for (const auto& [name, wanted] : expected.items()) {
+  const auto golden = nlohmann::json::parse(files::read(folder / "expected.json"));
+  REQUIRE(golden.size() >= 4);
+  for (const auto& [name, expected] : golden.items()) {
     INFO(name);
     const CalibrationCache cache = read_cache(folder / name);
-    CHECK(
-        (wanted["label"].is_null() ? !cache.header.label : cache.header.label == wanted["label"]));
-    CHECK(cache.header.algorithm == wanted["algorithm"].get<std::string>());
+    CHECK((expected["label"].is_null() ? !cache.header.label
+                                       : cache.header.label == expected["label"]));
+    CHECK(cache.header.algorithm == expected["algorithm"].get<std::string>());
     auto entries = nlohmann::json::array();
     for (const Entry& entry : cache.entries) entries.push_back({hex(entry.name), entry.bits()});
-    CHECK(entries == wanted["entries"]);
+    CHECK(entries == expected["entries"]);
   }
 }
 

@@ -103,22 +103,22 @@ TEST_CASE("a new cache is kept at once, and is there for a second build") {
   for (int k = 0; k < 4; ++k)
     folder.sample(std::to_string(k) + ".npy", 0.1F * static_cast<float>(k));
   Engine engine;
-  std::string kept;
-  const auto keep = [&kept](const std::string& cache) { kept = cache; };
+  std::string stored_text;
+  const auto keep = [&stored_text](const std::string& cache) { stored_text = cache; };
   CalibrationJob job(feed_of(folder), engine.upload(), std::nullopt, keep);
   engine.calibrate(job, "image");
-  CHECK(kept == kCache);
+  CHECK(stored_text == kCache);
   std::size_t length = 0;
   const void* again = job.read(length);
   CHECK(std::string(static_cast<const char*>(again), length) == kCache);
-  kept.clear();
+  stored_text.clear();
   CalibrationJob early(feed_of(folder), engine.upload(), std::nullopt, keep);
   engine.calibrate(early, "image", 1);
-  CHECK(kept.empty());
+  CHECK(stored_text.empty());
   const auto full = [](const std::string&) { throw ExportError("no space left"); };
-  CalibrationJob unkept(feed_of(folder), engine.upload(), std::nullopt, full);
-  engine.calibrate(unkept, "image");
-  CHECK_THROWS_WITH(unkept.check(), "no space left");
+  CalibrationJob not_stored(feed_of(folder), engine.upload(), std::nullopt, full);
+  engine.calibrate(not_stored, "image");
+  CHECK_THROWS_WITH(not_stored.check(), "no space left");
 }
 
 TEST_CASE("a known cache that TensorRT refuses is told, and no batch is given in its place") {

@@ -15,7 +15,7 @@ namespace {
 
 const TensorSpec kSpec{"image", "float32", {"n", 3, 16, 20}};
 
-std::vector<Sample> all(const Feed& feed) {
+std::vector<Sample> read_all(const Feed& feed) {
   std::vector<Sample> samples;
   const auto stream = feed.samples();
   while (std::optional<Sample> sample = stream->next()) samples.push_back(std::move(*sample));
@@ -24,8 +24,8 @@ std::vector<Sample> all(const Feed& feed) {
 
 // Threads of this process.
 std::ptrdiff_t running() {
-  const std::filesystem::directory_iterator all("/proc/self/task");
-  return std::distance(begin(all), end(all));
+  const std::filesystem::directory_iterator tasks("/proc/self/task");
+  return std::distance(begin(tasks), end(tasks));
 }
 
 }  // namespace
@@ -39,11 +39,11 @@ TEST_CASE("a folder is read recursively, sorted, any case, hidden files passed o
   folder.write("notes.md", "x");
   const Feed feed(folder.path(), kSpec, {});
   CHECK(feed.names() == std::vector<std::string>{"a.JPG", "b.png", "e f.Png", "sub/c.bmp"});
-  const std::vector<Sample> samples = all(feed);
+  const std::vector<Sample> samples = read_all(feed);
   REQUIRE(samples.size() == 4);
   CHECK(samples[1].front().shape == std::vector<std::int64_t>{1, 3, 16, 20});
   CHECK(samples[1].front().floats()[0] == static_cast<float>(50) * static_cast<float>(1.0 / 255));
-  CHECK(all(feed)[1].front().bytes == samples[1].front().bytes);
+  CHECK(read_all(feed)[1].front().bytes == samples[1].front().bytes);
   CHECK_FALSE(feed.labels());
   CHECK(feed.manifest() == Feed(folder.path(), kSpec, {}).manifest());
 }
@@ -54,12 +54,12 @@ TEST_CASE("a list with labels, and a bad image skipped or told") {
   folder.write("bad.png", data.substr(0, data.size() - 20));
   folder.write("list.txt", "\xEF\xBB\xBF# c\r\na b.png 3\r\nbad.png 1\r\n");
   const Feed strict(folder / "list.txt", kSpec, {});
-  CHECK_THROWS_WITH(all(strict), Catch::Contains("image bad.png cannot be decoded") &&
-                                     Catch::Contains("--skip-bad"));
+  CHECK_THROWS_WITH(read_all(strict), Catch::Contains("image bad.png cannot be decoded") &&
+                                          Catch::Contains("--skip-bad"));
   FeedOptions options;
   options.skip_bad = true;
   const Feed feed(folder / "list.txt", kSpec, options);
-  CHECK(all(feed).size() == 1);
+  CHECK(read_all(feed).size() == 1);
   CHECK(feed.labels() == std::vector<int>{3});
   CHECK(feed.size() == 1);
   CHECK(feed.notes().back() == "1 skipped: image bad.png cannot be decoded (" +
@@ -71,7 +71,7 @@ TEST_CASE("a fixed batch is filled with the first samples") {
   const Folder folder;
   for (int k = 0; k < 3; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, 10 * k);
   const Feed feed(folder.path(), {"image", "float32", {2, 3, 16, 20}}, {});
-  const std::vector<Sample> samples = all(feed);
+  const std::vector<Sample> samples = read_all(feed);
   REQUIRE(samples.size() == 2);
   CHECK(feed.size() == 2);
   CHECK(samples[1].front().shape.front() == 2);
@@ -80,7 +80,7 @@ TEST_CASE("a fixed batch is filled with the first samples") {
   CHECK(feed.notes().back().find("filled with the first sample again") != std::string::npos);
   FeedOptions options;
   options.batch = 3;
-  CHECK(all(Feed(folder.path(), kSpec, options)).size() == 1);
+  CHECK(read_all(Feed(folder.path(), kSpec, options)).size() == 1);
   CHECK_THROWS_AS(Feed(folder.path(), {"image", "float32", {2, 3, 16, 20}}, options), ConfigError);
 }
 
@@ -88,7 +88,7 @@ TEST_CASE("pipes are told and never waited for") {
   const Folder folder;
   REQUIRE(::mkfifo((folder / "pipe.png").c_str(), 0600) == 0);
   REQUIRE(::mkfifo((folder / "list.txt").c_str(), 0600) == 0);
-  CHECK_THROWS_WITH(all(Feed(folder.path(), kSpec, {})), Catch::Contains("no regular file"));
+  CHECK_THROWS_WITH(read_all(Feed(folder.path(), kSpec, {})), Catch::Contains("no regular file"));
   CHECK_THROWS_WITH(Feed(folder / "list.txt", kSpec, {}), Catch::Contains("none of these"));
 }
 
@@ -101,16 +101,16 @@ TEST_CASE("the manifest is of what was decoded, and a picture that changes is to
   const Feed before(folder.path(), kSpec, options);
   const std::string manifest = before.manifest();
   const Feed feed(folder.path(), kSpec, options);
-  CHECK(all(feed).size() == 3);
+  CHECK(read_all(feed).size() == 3);
   for (const char* name : {"1.png", "bad.png"}) std::filesystem::remove(folder / name);
   CHECK(feed.manifest() == manifest);  // nothing is read again
   CHECK(feed.manifest() == manifest);
   folder.picture("1.png", 16, 20, 200);
   for (const Feed& known : {before, feed}) {
-    CHECK_THROWS_WITH(all(known), Catch::Contains("image 1.png changed while calib8 ran"));
+    CHECK_THROWS_WITH(read_all(known), Catch::Contains("image 1.png changed while calib8 ran"));
   }
   folder.picture("1.png", 16, 20, 40);
-  CHECK(all(feed).size() == 3);  // the bad one is known
+  CHECK(read_all(feed).size() == 3);  // the bad one is known
   CHECK(feed.skipped().size() == 1);
 }
 
@@ -128,7 +128,7 @@ TEST_CASE("wrong sources are told") {
   folder.write("l.txt", "bad.png\n");
   FeedOptions options;
   options.skip_bad = true;
-  CHECK_THROWS_WITH(all(Feed(folder / "l.txt", kSpec, options)),
+  CHECK_THROWS_WITH(read_all(Feed(folder / "l.txt", kSpec, options)),
                     Catch::Contains("all 1 were skipped"));
   options.limit = 0;
   CHECK_THROWS_AS(Feed(folder / "l.txt", kSpec, options), ConfigError);
@@ -154,15 +154,15 @@ TEST_CASE("samples, notes and errors do not depend on the number of threads") {
   options.skip_bad = true;
   options.threads = 1;
   const Feed one(folder.path(), kSpec, options);
-  const std::vector<Sample> wanted = all(one);
+  const std::vector<Sample> expected = read_all(one);
   for (int round = 0; round < 20; ++round) {
     options.threads = 1 + round % 7;
     const Feed feed(folder.path(), kSpec, options);
     for (int pass = 0; pass < 2; ++pass) {
-      const std::vector<Sample> samples = all(feed);
-      REQUIRE(samples.size() == wanted.size());
-      for (std::size_t k = 0; k < wanted.size(); ++k)
-        CHECK(samples[k].front().bytes == wanted[k].front().bytes);
+      const std::vector<Sample> samples = read_all(feed);
+      REQUIRE(samples.size() == expected.size());
+      for (std::size_t k = 0; k < expected.size(); ++k)
+        CHECK(samples[k].front().bytes == expected[k].front().bytes);
       CHECK(feed.notes() == one.notes());
       CHECK(feed.skipped() == one.skipped());
       CHECK(feed.manifest() == one.manifest());
@@ -170,7 +170,7 @@ TEST_CASE("samples, notes and errors do not depend on the number of threads") {
     FeedOptions strict = options;
     strict.skip_bad = false;
     const Feed failing(folder.path(), kSpec, strict);
-    CHECK_THROWS_WITH(all(failing), Catch::StartsWith("image 11.png cannot be decoded"));
+    CHECK_THROWS_WITH(read_all(failing), Catch::StartsWith("image 11.png cannot be decoded"));
   }
 }
 
@@ -192,7 +192,7 @@ TEST_CASE("pictures are decoded by so many threads, and a stream may be left whi
     const auto stream = feed.samples();
     for (int k = 0; k < round % 4; ++k) REQUIRE(stream->next());
   }
-  CHECK(all(feed).size() == 40);
+  CHECK(read_all(feed).size() == 40);
 }
 
 TEST_CASE("leaving a stream early, and a feed that goes before its stream") {

@@ -30,20 +30,21 @@ Histogram of(const std::vector<float>& values) {
 
 TEST_CASE("counts do not depend on order, batches or merges") {
   std::vector<float> values = noise(300000, 1, 3.0F);
-  const Histogram whole = of(values);
-  CHECK(whole.total() == 300000);
-  CHECK(std::accumulate(whole.counts().begin(), whole.counts().end(), std::int64_t{0}) == 300000);
-  Histogram parts;
-  for (std::size_t at = 0; at < values.size(); at += 7001) {
-    parts.observe(values.data() + at, std::min<std::size_t>(7001, values.size() - at));
+  const Histogram complete = of(values);
+  CHECK(complete.total() == 300000);
+  CHECK(std::accumulate(complete.counts().begin(), complete.counts().end(), std::int64_t{0}) ==
+        300000);
+  Histogram pieces;
+  for (std::size_t offset = 0; offset < values.size(); offset += 7001) {
+    pieces.observe(values.data() + offset, std::min<std::size_t>(7001, values.size() - offset));
   }
-  CHECK(parts.counts() == whole.counts());
+  CHECK(pieces.counts() == complete.counts());
   std::sort(values.begin(), values.end(), [](float a, float b) { return a > b; });
-  CHECK(of(values).counts() == whole.counts());
+  CHECK(of(values).counts() == complete.counts());
   Histogram merged = of({values.begin(), values.begin() + 1000});
   merged.merge(of({values.begin() + 1000, values.end()}));
-  CHECK(merged.counts() == whole.counts());
-  CHECK(merged.full_range() == whole.full_range());
+  CHECK(merged.counts() == complete.counts());
+  CHECK(merged.full_range() == complete.full_range());
 }
 
 TEST_CASE("the range is a power of two, or doubles from TensorRT's base") {
@@ -88,17 +89,17 @@ TEST_CASE("every way of the kernel counts the same") {
   values[70000] = 900.0F;  // the range grows within a chunk
   for (const std::size_t size : {std::size_t{1}, std::size_t{17}, std::size_t{2048},
                                  std::size_t{2049}, std::size_t{8195}, values.size()}) {
-    const Histogram wanted = of({values.begin(), values.begin() + static_cast<long>(size)});
-    for (int way = 0; way < calib8_kernel_ways(); ++way) {
-      CAPTURE(size, calib8_kernel_way(way));
+    const Histogram expected = of({values.begin(), values.begin() + static_cast<long>(size)});
+    for (int method = 0; method < calib8_kernel_ways(); ++method) {
+      CAPTURE(size, calib8_kernel_way(method));
       std::vector<std::int64_t> counts(CALIB8_CELLS, 0);
       std::vector<std::uint64_t> scratch(CALIB8_SCRATCH / 8, 0);
-      calib8_histogram_state seen{0, 0, INFINITY, -INFINITY, 0, 0, 0};
+      calib8_histogram_state state{0, 0, INFINITY, -INFINITY, 0, 0, 0};
       const std::vector<float> exact(values.begin(), values.begin() + static_cast<long>(size));
-      CHECK(calib8_observe(way, &seen, counts.data(), exact.data(), size, scratch.data()) == 0);
-      CHECK(counts == wanted.counts());
-      CHECK(seen.total == wanted.total());
-      CHECK(seen.full_range == wanted.full_range());
+      CHECK(calib8_observe(method, &state, counts.data(), exact.data(), size, scratch.data()) == 0);
+      CHECK(counts == expected.counts());
+      CHECK(state.total == expected.total());
+      CHECK(state.full_range == expected.full_range());
       CHECK(scratch == std::vector<std::uint64_t>(scratch.size(), 0));
     }
   }
@@ -110,13 +111,13 @@ TEST_CASE("several histograms in one call are those of a call each") {
   std::vector<std::vector<std::int64_t>> counts(3, std::vector<std::int64_t>(CALIB8_CELLS, 0));
   std::vector<std::uint64_t> scratch(CALIB8_SCRATCH / 8, 0);
   const calib8_histogram_state empty{0, 0, INFINITY, -INFINITY, 0, 0, 0};
-  std::vector<calib8_histogram_state> seen(3, empty);
+  std::vector<calib8_histogram_state> state(3, empty);
   std::vector<calib8_histogram_state*> states;
   std::vector<std::int64_t*> tables;
   std::vector<const float*> from;
   std::vector<std::size_t> sizes;
   for (std::size_t k = 0; k < 3; ++k) {
-    states.push_back(&seen[k]);
+    states.push_back(&state[k]);
     tables.push_back(counts[k].data());
     from.push_back(values[k].data());
     sizes.push_back(values[k].size());
@@ -129,9 +130,9 @@ TEST_CASE("several histograms in one call are those of a call each") {
   CHECK(call() == 0);
   CHECK(done == 3);
   for (std::size_t k = 0; k < 3; ++k) {
-    const Histogram wanted = of(values[k]);
-    CHECK(counts[k] == wanted.counts());
-    CHECK(seen[k].total == wanted.total());
+    const Histogram expected = of(values[k]);
+    CHECK(counts[k] == expected.counts());
+    CHECK(state[k].total == expected.total());
   }
   const std::vector<float> odd = {1.0F, NAN, NAN};
   from[2] = odd.data();

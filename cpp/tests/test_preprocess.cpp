@@ -13,47 +13,47 @@ namespace {
 TensorSpec spec(std::vector<Dim> shape) { return {"image", "float32", std::move(shape)}; }
 
 Preprocess ready(Size size) {
-  Preprocess how;
-  how.size = size;
-  how.color = Color::kRgb;
-  how.layout = Layout::kNchw;
-  return how;
+  Preprocess preprocess;
+  preprocess.size = size;
+  preprocess.color = Color::kRgb;
+  preprocess.layout = Layout::kNchw;
+  return preprocess;
 }
 
 }  // namespace
 
 TEST_CASE("the arithmetic is three separate float roundings, channels in their order") {
-  Preprocess how = ready({1, 2});
-  how.mean = {0.485, 0.456, 0.406};
-  how.std = {0.229, 0.224, 0.225};
+  Preprocess preprocess = ready({1, 2});
+  preprocess.mean = {0.485, 0.456, 0.406};
+  preprocess.std = {0.229, 0.224, 0.225};
   Pixels pixels(1, 2, 3);
   pixels.data = {1, 2, 3, 101, 102, 103};
-  const std::vector<float> planes = apply(pixels, how);
-  const auto value = [&how](int pixel, std::size_t channel) {
+  const std::vector<float> planes = apply(pixels, preprocess);
+  const auto value = [&preprocess](int pixel, std::size_t channel) {
     volatile float y = static_cast<float>(pixel) * static_cast<float>(1.0 / 255);
-    y = y - static_cast<float>(how.mean[channel]);
-    return y / static_cast<float>(how.std[channel]);
+    y = y - static_cast<float>(preprocess.mean[channel]);
+    return y / static_cast<float>(preprocess.std[channel]);
   };
   CHECK(planes == std::vector<float>{value(3, 0), value(103, 0), value(2, 1), value(102, 1),
                                      value(1, 2), value(101, 2)});
-  how.layout = Layout::kNhwc;
-  how.color = Color::kBgr;
-  CHECK(apply(pixels, how)[3] == value(101, 0));
+  preprocess.layout = Layout::kNhwc;
+  preprocess.color = Color::kBgr;
+  CHECK(apply(pixels, preprocess)[3] == value(101, 0));
 }
 
 TEST_CASE("letterbox pads through the same arithmetic") {
-  Preprocess how = ready({8, 8});
-  how.resize = Resize::kLetterbox;
-  how.scale = 1.0;
-  how.pad = {114.0};
+  Preprocess preprocess = ready({8, 8});
+  preprocess.resize = Resize::kLetterbox;
+  preprocess.scale = 1.0;
+  preprocess.pad = {114.0};
   Pixels wide(4, 8, 3);
   std::fill(wide.data.begin(), wide.data.end(), std::uint8_t{9});
-  const std::vector<float> centred = apply(wide, how);
+  const std::vector<float> centred = apply(wide, preprocess);
   CHECK(centred[0] == 114.0F);
   CHECK(centred[2 * 8] == 9.0F);
   CHECK(centred[6 * 8] == 114.0F);
-  how.anchor = Anchor::kTopLeft;
-  CHECK(apply(wide, how)[0] == 9.0F);
+  preprocess.anchor = Anchor::kTopLeft;
+  CHECK(apply(wide, preprocess)[0] == 9.0F);
 }
 
 TEST_CASE("sizes of letterbox and short side") {
@@ -64,10 +64,10 @@ TEST_CASE("sizes of letterbox and short side") {
 }
 
 TEST_CASE("presets survive JSON and resolve against a model") {
-  for (const auto& [name, how] : presets()) {
+  for (const auto& [name, preprocess] : presets()) {
     INFO(name);
-    CHECK(Preprocess::from_json(how.to_json()).to_json() == how.to_json());
-    const Resolved resolved = resolve(how, spec({"n", how.channels(), 64, 96}));
+    CHECK(Preprocess::from_json(preprocess.to_json()).to_json() == preprocess.to_json());
+    const Resolved resolved = resolve(preprocess, spec({"n", preprocess.channels(), 64, 96}));
     CHECK(resolved.preprocess.size == Size{64, 96});
     CHECK(resolved.notes.empty());
   }
@@ -92,9 +92,9 @@ TEST_CASE("wrong options are told by name and rule") {
 }
 
 TEST_CASE("options that contradict the model are told") {
-  const auto refused = [](const std::optional<Preprocess>& how, std::vector<Dim> shape,
+  const auto refused = [](const std::optional<Preprocess>& preprocess, std::vector<Dim> shape,
                           const std::string& words) {
-    CHECK_THROWS_WITH(resolve(how, spec(std::move(shape))), Catch::Contains(words));
+    CHECK_THROWS_WITH(resolve(preprocess, spec(std::move(shape))), Catch::Contains(words));
   };
   refused({}, {1, 16}, "need an input of 4 dimensions");
   refused({}, {1, 4, 8, 8}, "rgb images have 3 channels");

@@ -10,9 +10,9 @@ using calib8::Stream;
 
 namespace {
 
-void count_to(const Stream<int>::Put& put, int end, std::atomic<int>* made = nullptr) {
+void count_to(const Stream<int>::Put& put, int end, std::atomic<int>* produced = nullptr) {
   for (int k = 0; k < end; ++k) {
-    if (made != nullptr) made->store(k + 1);
+    if (produced != nullptr) produced->store(k + 1);
     if (!put(k)) return;
   }
 }
@@ -22,19 +22,19 @@ void count_to(const Stream<int>::Put& put, int end, std::atomic<int>* made = nul
 TEST_CASE("several workers share one stream and miss nothing") {
   Stream<int> stream([](const auto& put) { count_to(put, 2000); });
   std::mutex mutex;
-  std::multiset<int> seen;
+  std::multiset<int> consumed;
   std::vector<std::thread> workers;
   for (int k = 0; k < 4; ++k) {
     workers.emplace_back([&] {
       while (const std::optional<int> item = stream.next()) {
         const std::lock_guard lock(mutex);
-        seen.insert(*item);
+        consumed.insert(*item);
       }
     });
   }
   for (std::thread& worker : workers) worker.join();
-  CHECK(seen.size() == 2000);
-  CHECK(std::set<int>(seen.begin(), seen.end()).size() == 2000);
+  CHECK(consumed.size() == 2000);
+  CHECK(std::set<int>(consumed.begin(), consumed.end()).size() == 2000);
 }
 
 TEST_CASE("an exception crosses over after the good items, once") {
@@ -54,14 +54,14 @@ TEST_CASE("a queue of no depth holds one") {
 }
 
 TEST_CASE("leaving early joins the thread, and the queue is bounded") {
-  std::atomic<int> made{0};
+  std::atomic<int> produced{0};
   {
-    Stream<int> stream([&made](const auto& put) { count_to(put, 1000000, &made); }, 3);
+    Stream<int> stream([&produced](const auto& put) { count_to(put, 1000000, &produced); }, 3);
     CHECK(stream.next() == 0);
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    CHECK(made <= 6);
+    CHECK(produced <= 6);
     stream.close();
     CHECK_FALSE(stream.next());
   }
-  CHECK(made <= 6);
+  CHECK(produced <= 6);
 }
