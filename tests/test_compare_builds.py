@@ -132,7 +132,7 @@ def test_build_comparison_has_html_and_json(run, two_builds, tmp_path):
     assert "--html goes with a second folder, which was not given" in error
 
 
-def test_failed_target_is_a_line(run, two_builds, changed_report):
+def test_target_error_is_a_line(run, two_builds, changed_report):
     model_a, _ = two_builds
     other_build = changed_report("targets", 0, "error", "a chip must be there, got none")
     out = run.ok("report", model_a, other_build)

@@ -38,7 +38,7 @@ HOSTILE = "\x1b[31m\u202e\udcff<script>alert('x')</script>|`*_[a](b)&\"\n# no he
 
 def latency_of(samples, **changes):
     timing = Timing.of(samples)
-    made = Latency(
+    result = Latency(
         queries=len(samples),
         warmup_queries=5,
         total_host_walltime_s=sum(samples) / 1e3,
@@ -47,7 +47,7 @@ def latency_of(samples, **changes):
         host=timing,
         samples_ms=samples,
     )
-    return dataclasses.replace(made, **changes)
+    return dataclasses.replace(result, **changes)
 
 
 def latency(ms):
@@ -78,7 +78,7 @@ def float_node(name, op, reason, precision="float32"):
     return parts.NodeRow(name=name, op=op, precision=precision, reason=reason)
 
 
-def full(name="logits"):
+def full_report(name="logits"):
     output = errors(name, math.inf, 0.9991, 0.98, 0.25)
     accuracy = Accuracy(
         samples=400,
@@ -89,8 +89,8 @@ def full(name="logits"):
     )
     scale = Scale(lo=-1, hi=2, amax=2, observed_min=-1.5, observed_max=4, method="entropy")
     (row,) = parts.tensor_rows({name: scale}, clipped={name: 0.01}, layers=(output,))
-    others = (parts.RangeRow(method=name, lo=-1.5, hi=4),)
-    seen = parts.HistogramPart(start=-1.5, width=2.75, counts=(3, 1), others=others)
+    other_ranges = (parts.RangeRow(method=name, lo=-1.5, hi=4),)
+    histogram = parts.HistogramPart(start=-1.5, width=2.75, counts=(3, 1), others=other_ranges)
     weights = parts.WeightRow(
         node=name,
         op="Conv",
@@ -112,7 +112,7 @@ def full(name="logits"):
         weights=(weights,),
         layers=(output,),
         nodes=(parts.NodeRow(name="c", op="Conv"), float_node(name, "Softmax", name)),
-        tensors=(dataclasses.replace(row, histogram=seen),),
+        tensors=(dataclasses.replace(row, histogram=histogram),),
         files=(parts.FileRow(role=name, path=name, size_bytes=1000),),
         search=parts.SearchPart(reused=False, probes=3, settled=name, tried=(trial,)),
         notes=(f"{name} is noted",),
@@ -151,11 +151,11 @@ def full(name="logits"):
     )
 
 
-def of_one(**more):
-    return Report(targets=(parts.TargetPart(name="onnxruntime", **more),))
+def target_report(**fields):
+    return Report(targets=(parts.TargetPart(name="onnxruntime", **fields),))
 
 
-def of_three():
+def three_target_report():
     """Two targets that differ in method and coverage, and one that failed."""
     ranges = {
         name: Scale(lo=-1, hi=2, amax=2, observed_min=-1, observed_max=amax, method=method)
@@ -181,11 +181,13 @@ def of_three():
         ),
         parts.TargetPart(name="tensorrt", error="a cache must be writable, got <none>"),
     )
-    judged = full().engines[1].accuracy
+    accuracy = full_report().engines[1].accuracy
     engines = (
         parts.EngineRow(label="FP32", reference=True, size_bytes=4000),
-        parts.EngineRow(label="onnxruntime", path="m.int8.onnx", size_bytes=1000, accuracy=judged),
-        parts.EngineRow(label="ascend", target="ascend", accuracy=judged),
+        parts.EngineRow(
+            label="onnxruntime", path="m.int8.onnx", size_bytes=1000, accuracy=accuracy
+        ),
+        parts.EngineRow(label="ascend", target="ascend", accuracy=accuracy),
         parts.EngineRow(label="tensorrt", target="tensorrt"),
     )
     mse = parts.CalibrationPart(method="mse")
@@ -201,7 +203,7 @@ class Page(HTMLParser):
         super().__init__()
         self.tags = []
         self.attributes = []
-        self.words = []
+        self.texts = []
         self.open = []
         self.broken = False  # the words before end where a line may be broken
         self.feed(text)
@@ -223,11 +225,11 @@ class Page(HTMLParser):
         self.broken = False
 
     def handle_data(self, data):
-        self.words[-1:] = [self.words[-1] + data] if self.broken else [*self.words[-1:], data]
+        self.texts[-1:] = [self.texts[-1] + data] if self.broken else [*self.texts[-1:], data]
 
 
-def test_json_has_a_schema_and_only_json_types():
-    data = to_json(full())
+def test_json_has_schema_and_plain_types():
+    data = to_json(full_report())
     text = json.dumps(data, allow_nan=False)
     assert data["schema"] == "calib8-report/2"
     assert json.loads(text)["engines"][1]["accuracy"]["outputs"][0]["sqnr_db"] == "inf"
@@ -240,12 +242,12 @@ def test_json_has_a_schema_and_only_json_types():
     assert json.loads(json.dumps(plain)) == plain == {"mean": 0.5, "at": "a/b"}
 
 
-def test_an_empty_report_has_every_form():
+def test_empty_report_has_every_form():
     report = Report(title="nothing")
     assert to_json(report) == {"schema": "calib8-report/2", "title": "nothing"}
     assert to_screen(report) == "nothing\n"
     assert to_markdown(report) == "# nothing\n"
-    assert Page(to_html(report)).words.count("nothing") == 2
+    assert Page(to_html(report)).texts.count("nothing") == 2
 
 
 @pytest.mark.parametrize(
@@ -263,16 +265,16 @@ def test_an_empty_report_has_every_form():
         "notes",
     ],
 )
-def test_each_part_stands_alone(part):
-    report = Report(**{part: getattr(full(), part)})
+def test_every_part_can_stand_alone(part):
+    report = Report(**{part: getattr(full_report(), part)})
     for form in (to_screen, to_markdown, to_html):
         assert form(report)
     Page(to_html(report))
     json.dumps(to_json(report), allow_nan=False)
 
 
-def test_the_page_is_whole_and_fetches_nothing():
-    text = to_html(full())
+def test_html_page_fetches_nothing():
+    text = to_html(full_report())
     page = Page(text)
     assert not {"link", "img", "iframe", "object"} & set(page.tags)
     assert page.tags.count("script") == 1
@@ -280,45 +282,45 @@ def test_the_page_is_whole_and_fetches_nothing():
     links = {value for key, value in page.attributes if key == "href"}
     ids = [value for key, value in page.attributes if key == "id"]
     assert len(ids) == len(set(ids))
-    assert {f"#{one}" for one in ids} < links
-    beside = links - {f"#{one}" for one in ids}
-    assert beside
-    assert all(re.fullmatch(r"[\w.%~-]+", link) for link in beside)  # files beside it
+    assert {f"#{anchor}" for anchor in ids} < links
+    file_links = links - {f"#{anchor}" for anchor in ids}
+    assert file_links
+    assert all(re.fullmatch(r"[\w.%~-]+", link) for link in file_links)  # files beside it
     assert "url(" not in text
     assert "@import" not in text
     assert "http:" not in text
     assert page.tags.count("svg") == 6  # latency in two parts, range, histogram, weight, trial
 
 
-def test_hostile_names_stay_words_and_do_not_steer_the_terminal():
-    page = Page(to_html(full(HOSTILE)))
+def test_hostile_names_stay_text():
+    page = Page(to_html(full_report(HOSTILE)))
     assert page.tags.count("script") == 1
-    assert page.words.count(SCRIPT) == 1
+    assert page.texts.count(SCRIPT) == 1
     written = "\n".join(map(visible, HOSTILE.split("\n")))
-    assert sum(written in words for words in page.words) >= 8
-    text = to_markdown(full(HOSTILE))
-    assert not re.search(r"^# no heading", text, re.MULTILINE)
-    assert not [line for line in text.splitlines() if line[:1] == "|" and "<script>" in line]
-    assert "\x1b" not in to_screen(full(HOSTILE))
+    assert sum(written in text for text in page.texts) >= 8
+    markdown = to_markdown(full_report(HOSTILE))
+    assert not re.search(r"^# no heading", markdown, re.MULTILINE)
+    assert not [line for line in markdown.splitlines() if line[:1] == "|" and "<script>" in line]
+    assert "\x1b" not in to_screen(full_report(HOSTILE))
     for form in (to_html, to_markdown):
-        assert all(line.isprintable() for line in form(full(HOSTILE)).split("\n"))
+        assert all(line.isprintable() for line in form(full_report(HOSTILE)).split("\n"))
     for form in (to_screen, to_markdown, to_html, lambda report: json.dumps(to_json(report))):
-        form(full(HOSTILE)).encode("utf-8")
+        form(full_report(HOSTILE)).encode("utf-8")
 
 
-def test_many_rows_and_names_are_folded():
+def test_long_sections_are_folded():
     nodes = tuple(float_node(f"n{i}", "Op", "r") for i in range(9))
     tensors = tuple(tensor(f"t{i}") for i in range(41))
-    page = Page(to_html(of_one(nodes=nodes, tensors=tensors)))
+    page = Page(to_html(target_report(nodes=nodes, tensors=tensors)))
     assert page.tags.count("details") == 3  # both sections, and the cell of names
-    assert "Tensors (41)" in page.words
-    assert "16" in page.words  # rows that are not printed
-    assert "n0, n1, n2, n3, n4, n5, n6, n7, n8" in page.words
+    assert "Tensors (41)" in page.texts
+    assert "16" in page.texts  # rows that are not printed
+    assert "n0, n1, n2, n3, n4, n5, n6, n7, n8" in page.texts
 
 
-def test_markdown_tables_have_as_many_cells_in_every_row():
+def test_markdown_rows_have_equal_cell_counts():
     tables: list[list[int]] = [[]]
-    for line in to_markdown(full(HOSTILE)).splitlines():
+    for line in to_markdown(full_report(HOSTILE)).splitlines():
         if line.startswith("| "):
             tables[-1].append(len(re.findall(r"(?<!\\)\|", line)))
         elif tables[-1]:
@@ -327,21 +329,21 @@ def test_markdown_tables_have_as_many_cells_in_every_row():
     assert all(len(set(cells)) <= 1 for cells in tables)
 
 
-def test_the_screen_shows_what_changed():
-    fp32, int8 = full().engines
+def test_screen_shows_speed_size_and_accuracy():
+    fp32, int8 = full_report().engines
     engines = fp32, dataclasses.replace(with_speed((fp32, int8), int8), verdict=Verdict("good", ()))
-    text = to_screen(dataclasses.replace(full(), engines=engines))
+    text = to_screen(dataclasses.replace(full_report(), engines=engines))
     assert "2.00x (2.00 to 2.00)" in text
     assert "4.00x smaller" in text
     assert "-0.25 points" in text
     assert len(text.splitlines()) <= 16
     assert "Ship          logits" in text
     assert "Next          calib8 bench logits --threads 1" in text  # the model was in memory
-    assert "entropy, calibrated anew in 1.5 s: logits" in to_markdown(full())
+    assert "entropy, calibrated anew in 1.5 s: logits" in to_markdown(full_report())
 
 
 @pytest.mark.parametrize(
-    ("verdict", "speed", "searched", "said"),
+    ("verdict", "speed", "has_search", "message"),
     [
         (Verdict("good", ()), (1.5, 1.4, 1.6), True, "bench m.onnx --against m.onnx --threads 1"),
         (
@@ -372,38 +374,38 @@ def test_the_screen_shows_what_changed():
         (Verdict("unusable", ("the float model is wrong",)), (2, 2, 2), True, ""),
     ],
 )
-def test_every_verdict_has_a_next_step(verdict, speed, searched, said):
-    report = full("m.onnx")
+def test_every_verdict_has_a_next_step(verdict, speed, has_search, message):
+    report = full_report("m.onnx")
     (target,), (fp32, int8) = report.targets, report.engines
     ratio, low, high = speed
     row = dataclasses.replace(int8, verdict=verdict, speed=SpeedUp(ratio=ratio, low=low, high=high))
     paths = {"report": "o/report.html", "options": "o/calib8.toml"}
     files = tuple(parts.FileRow(role=role, path=path) for role, path in paths.items())
-    target = target if searched else dataclasses.replace(target, search=None)
+    target = target if has_search else dataclasses.replace(target, search=None)
     report = dataclasses.replace(report, targets=(target,), engines=(fp32, row), files=files)
     (step,) = [*next_steps(report)] or [""]
-    assert said in step
-    assert bool(said) == bool(step)
+    assert message in step
+    assert bool(message) == bool(step)
 
 
 @pytest.mark.parametrize(
-    ("size", "said"), [(5000, "1.25x larger"), (4001, ""), (2000, "2.00x smaller")]
+    ("size", "message"), [(5000, "1.25x larger"), (4001, ""), (2000, "2.00x smaller")]
 )
-def test_a_file_that_grew_is_larger(size, said):
+def test_size_change_is_larger_or_smaller(size, message):
     """As of weights that a layer in float reads too."""
-    reference, *engines = full().engines
-    grown = (reference, *(dataclasses.replace(e, size_bytes=size) for e in engines))
-    report = dataclasses.replace(full(), engines=grown)
+    reference, *engines = full_report().engines
+    engines = (reference, *(dataclasses.replace(e, size_bytes=size) for e in engines))
+    report = dataclasses.replace(full_report(), engines=engines)
     screen = to_screen(report)
     page = to_html(report)
-    assert said in screen
-    assert said[6:] in page
-    others = {"larger", "smaller"} - {said[6:]}
-    assert not any(word in screen or f"{word} on disk" in page for word in others)
+    assert message in screen
+    assert message[6:] in page
+    other_words = {"larger", "smaller"} - {message[6:]}
+    assert not any(word in screen or f"{word} on disk" in page for word in other_words)
 
 
-def test_every_form_tells_of_every_target():
-    report = of_three()
+def test_every_form_shows_every_target():
+    report = three_target_report()
     text = to_screen(report)
     markdown = to_markdown(report)
     page = to_html(report)
@@ -427,36 +429,36 @@ def test_every_form_tells_of_every_target():
     assert names == ["t", "u", None]
 
 
-def test_a_target_that_failed_is_a_row_with_its_sentence():
-    report = of_three()
+def test_failed_target_is_a_row_with_error():
+    report = three_target_report()
     assert report.failed
-    assert not full().failed
-    said = "tensorrt: a cache must be writable, got <none>"
-    assert f"Failed        {said}" in to_screen(report)
+    assert not full_report().failed
+    message = "tensorrt: a cache must be writable, got <none>"
+    assert f"Failed        {message}" in to_screen(report)
     (size,) = [line for line in to_screen(report).splitlines() if line.startswith("Size")]
     assert size.split()[-4:-2] == ["-", "failed"]
     assert "tensorrt failed: a cache must be writable, got &lt;none&gt;" in to_markdown(report)
     page = Page(to_html(report))
     assert ("class", "troubles") in page.attributes
-    assert "tensorrt failed: a cache must be writable, got <none>" in page.words
-    assert to_json(report)["targets"][2]["error"] == said.partition(": ")[2]
+    assert "tensorrt failed: a cache must be writable, got <none>" in page.texts
+    assert to_json(report)["targets"][2]["error"] == message.partition(": ")[2]
 
 
-def test_precisions_are_told_apart():
+def test_precisions_are_counted_separately():
     nodes = (
         *(parts.NodeRow(name=f"c{i}", op="Conv") for i in range(2)),
         parts.NodeRow(name="g", op="Gemm", precision="int16"),
         float_node("s", "Softmax", "no kernel", "float16"),
     )
     assert [node.quantized for node in nodes] == [True, True, True, False]
-    text = to_markdown(of_one(nodes=nodes))
+    text = to_markdown(target_report(nodes=nodes))
     assert "| 2 of 4 nodes int8, 1 int16 | Conv 2, Gemm 1 |" in text
     assert "| Softmax | s | no kernel |" in text
-    assert "3 / 4" in to_html(of_one(nodes=nodes))
+    assert "3 / 4" in to_html(target_report(nodes=nodes))
 
 
-def test_what_a_run_cost_is_told_when_asked():
-    report = full()
+def test_work_of_a_build_is_reported():
+    report = full_report()
     assert "Work" not in to_screen(report)
     text = to_markdown(report)
     assert "- 500 images decoded\n- 100 calibration inferences (logits 100)\n" in text
@@ -472,7 +474,7 @@ def test_what_a_run_cost_is_told_when_asked():
     assert '<details>\n<summary><h2 id="work">Work</h2></summary>' in to_html(report)
 
 
-def test_a_cache_that_was_reused_in_part_says_so():
+def test_partly_reused_cache_is_reported():
     groups = tuple(
         parts.GroupRow(variant=v, statistic="histogram", tensors=1, reused=v == "folded")
         for v in ("folded", "unfolded")
@@ -484,17 +486,17 @@ def test_a_cache_that_was_reused_in_part_says_so():
     assert "unfolded, histogram: 1 tensor, observed anew" in text
 
 
-def test_a_prompt_shows_the_screen_and_a_notebook_the_page_in_a_frame_of_its_own():
-    assert repr(full()) == to_screen(full()).rstrip("\n")
-    assert len(repr(full(HOSTILE)).splitlines()) < 60
-    page = Page(full(HOSTILE)._repr_html_())
+def test_repr_is_screen_and_notebook_iframe():
+    assert repr(full_report()) == to_screen(full_report()).rstrip("\n")
+    assert len(repr(full_report(HOSTILE)).splitlines()) < 60
+    page = Page(full_report(HOSTILE)._repr_html_())
     assert page.tags == ["iframe"]
-    held = dict(page.attributes)
-    assert held["srcdoc"] == to_html(full(HOSTILE))
-    assert held["sandbox"] == ""
+    iframe = dict(page.attributes)
+    assert iframe["srcdoc"] == to_html(full_report(HOSTILE))
+    assert iframe["sandbox"] == ""
 
 
-def test_an_engine_is_found_by_its_target_or_its_label(wording):
+def test_engine_is_found_by_target_or_label(wording):
     rows = [
         parts.EngineRow(label="FP32", reference=True),
         parts.EngineRow(label="FP16", target="tensorrt", baseline=True),
@@ -508,13 +510,13 @@ def test_an_engine_is_found_by_its_target_or_its_label(wording):
     wording.check(refusal.value)
 
 
-def test_showing_a_report_never_fails():
+def test_repr_of_broken_report_never_fails():
     broken = Report(title="broken", engines=(None,))
     assert "Report" in repr(broken)
     assert broken._repr_html_().startswith("<pre>&lt;")
 
 
-class Narrow(OnnxRuntime):
+class HalvedRanges(OnnxRuntime):
     """ONNX Runtime under another name, which says that its files hold two halved ranges."""
 
     def build(self, request):
@@ -523,7 +525,7 @@ class Narrow(OnnxRuntime):
         return dataclasses.replace(super().build(request), method="halving", ranges=kept)
 
 
-class Elsewhere(Narrow):
+class UnseenRanges(HalvedRanges):
     """Ranges of values that were not seen."""
 
     def build(self, request):
@@ -535,50 +537,54 @@ class Elsewhere(Narrow):
         return dataclasses.replace(found, ranges=moved)
 
 
-class Broken(OnnxRuntime):
+class FailingTarget(OnnxRuntime):
     def build(self, request):
         why = "a chip must be there, got none"
         return BuildResult(target=self.name, engine=None, runnable=None, files={}, error=why)
 
 
 @pytest.mark.slow
-def test_a_build_tells_what_each_target_really_used(small_cnn, pictures, tmp_path):
-    targets = [Narrow(name="narrow"), Elsewhere(name="elsewhere"), Broken(name="broken")]
+def test_report_shows_ranges_targets_really_used(small_cnn, pictures, tmp_path):
+    targets = [
+        HalvedRanges(name="narrow"),
+        UnseenRanges(name="elsewhere"),
+        FailingTarget(name="broken"),
+    ]
     report = build(small_cnn, pictures, targets=targets, out=tmp_path, duration_s=0)
-    narrow, elsewhere, broken = report.targets
+    halved, unseen, failing = report.targets
     assert report.failed
-    assert broken.error
-    assert not broken.files
-    assert not broken.nodes
-    assert narrow.method == "halving"
-    assert len(narrow.tensors) == 2
-    assert {row.method for row in narrow.tensors} == {"half"}
-    assert all(0 < row.clipped < 1 for row in narrow.tensors)  # of the statistics, at these ranges
-    assert [row.clipped for row in elsewhere.tensors] == [None, None]
-    assert narrow.layers
-    assert not broken.layers
+    assert failing.error
+    assert not failing.files
+    assert not failing.nodes
+    assert halved.method == "halving"
+    assert len(halved.tensors) == 2
+    assert {row.method for row in halved.tensors} == {"half"}
+    assert all(0 < row.clipped < 1 for row in halved.tensors)  # of the statistics, at these ranges
+    assert [row.clipped for row in unseen.tensors] == [None, None]
+    assert halved.layers
+    assert not failing.layers
     assert report.calibration.method == ""  # mse was the default, and no target used it
-    written = json.loads((tmp_path / "report.json").read_text())
-    assert [target["name"] for target in written["targets"]] == ["narrow", "elsewhere", "broken"]
+    document = json.loads((tmp_path / "report.json").read_text())
+    assert [target["name"] for target in document["targets"]] == ["narrow", "elsewhere", "broken"]
     assert "halving, calibrated anew" in to_markdown(report)
     assert "Failed        broken: a chip must be there, got none" in repr(report)
 
 
-def test_a_gpu_engine_is_not_held_against_the_cpu():
-    report = full("m")
-    before, after = report.engines
+def test_gpu_engine_has_no_cpu_speedup():
+    report = full_report("m")
+    reference, engine = report.engines
     assert "2.00x" in to_html(report)
     on_gpu = dataclasses.replace(latency(1.0), gpu_compute=latency(1.0).latency)
-    engines = (before, dataclasses.replace(after, latency=on_gpu))
+    engines = (reference, dataclasses.replace(engine, latency=on_gpu))
     for form in (to_screen, to_html):
         text = form(dataclasses.replace(report, engines=engines))
         assert "2.00x" not in text
         assert "faster" not in text
 
 
-def test_the_worst_of_several_engines_is_named():
+def test_worst_of_several_engines_is_named():
     def accuracy(share):
-        return dataclasses.replace(full().engines[1].accuracy, top1_candidate=share)
+        return dataclasses.replace(full_report().engines[1].accuracy, top1_candidate=share)
 
     engines = (
         parts.EngineRow(label="FP32", reference=True),
@@ -587,18 +593,18 @@ def test_the_worst_of_several_engines_is_named():
     assert "worst -2.25 points" in to_screen(Report(engines=engines))
 
 
-def test_warnings_are_said_once_and_tell_of_accuracy_without_an_engine():
-    report = Report(notes=("same", "same"), engines=full().engines)
+def test_warnings_are_unique_and_name_engines():
+    report = Report(notes=("same", "same"), engines=full_report().engines)
     assert report.warnings == ("same", "FP32, int8 logits: unstable")
-    judged = full().engines[1].accuracy
+    accuracy = full_report().engines[1].accuracy
     engines = [
-        parts.EngineRow(label=s, accuracy=judged, path=p) for s, p in (("a", "a.om"), ("b", None))
+        parts.EngineRow(label=s, accuracy=accuracy, path=p) for s, p in (("a", "a.om"), ("b", None))
     ]
-    (said,) = Report(engines=tuple(engines)).warnings
-    assert said.startswith("b: not run on its device")
+    (warning,) = Report(engines=tuple(engines)).warnings
+    assert warning.startswith("b: not run on its device")
 
 
-def test_a_speed_has_the_interval_of_ten_stretches_of_time():
+def test_speedup_interval_comes_from_ten_stretches():
     """Without the outermost of them; the fastest runs widen it where p50 compares waiting."""
     fp32 = latency_of((2.0,) * 100)
     steady = speed_up(fp32, latency_of(tuple([1.0] * 90 + [4.0] * 10)))
@@ -610,8 +616,8 @@ def test_a_speed_has_the_interval_of_ten_stretches_of_time():
     assert speed_up(fp32, latency_of((1.0, 3.0) * 50)).is_noisy
 
 
-def test_the_latency_figure_counts_what_it_leaves_out():
-    text = latency_figure(full().engines)
+def test_latency_figure_counts_undrawn_iterations():
+    text = latency_figure(full_report().engines)
     assert "2 slower iterations not drawn" in text
     assert text.count("<path") == 2
     assert latency_figure([parts.EngineRow(label="unmeasured")]) == ""
@@ -619,10 +625,10 @@ def test_the_latency_figure_counts_what_it_leaves_out():
 
 
 @pytest.mark.parametrize("ends", [(0.0, 0.0), (math.nan, 1.0), (-math.inf, 1.0)])
-def test_a_tensor_of_no_width_has_no_bar(ends):
+def test_range_bar_needs_a_finite_width(ends):
     row = dataclasses.replace(tensor("dead", None, *ends), lo=0, hi=0, amax=0)
     assert range_bar(row) == ""
-    to_html(of_one(tensors=(row,)))
+    to_html(target_report(tensors=(row,)))
 
 
 @pytest.mark.parametrize(
@@ -640,41 +646,41 @@ def test_a_tensor_of_no_width_has_no_bar(ends):
         (figures.size, 5 << 30, "5 GiB"),
     ],
 )
-def test_milliseconds_keep_three_digits_and_sizes_are_in_binary_units(figure, value, text):
+def test_milliseconds_and_sizes_are_formatted(figure, value, text):
     assert figure(value) == text
 
 
 @pytest.mark.parametrize("values", [(math.nan, 30.0), (30.0, math.nan)])
-def test_nan_of_one_output_is_not_hidden_by_another(values):
+def test_nan_of_one_output_stays_visible(values):
     outputs = tuple(errors(str(v), v, v, v, v) for v in values)
     engine = parts.EngineRow(label="int8", accuracy=Accuracy(samples=1, outputs=outputs))
     assert to_screen(Report(engines=(engine,))).count("NaN") == 3
 
 
-def test_the_worst_come_first_and_the_unknown_last():
-    known = {"a": 30.0, "b": None, "c": math.nan, "d": 9.5, "e": math.inf, "f": 9.5}
-    rows = tuple(tensor(name, sqnr_db) for name, sqnr_db in known.items())
+def test_tensors_are_listed_worst_first():
+    sqnr_by_name = {"a": 30.0, "b": None, "c": math.nan, "d": 9.5, "e": math.inf, "f": 9.5}
+    rows = tuple(tensor(name, sqnr_db) for name, sqnr_db in sqnr_by_name.items())
     assert [row.name for row in worst_first(rows)] == list("cdfaeb")
     assert [row.name for row in worst_rows(rows, 5)] == list("cdfa")
     assert [row.name for row in worst_rows(rows, 2)] == list("cd")
-    report = of_one(tensors=rows)
+    report = target_report(tensors=rows)
     assert re.findall(r'<td data-head="tensor">(.)</td>', to_html(report)) == list("cdfaeb")
     assert re.findall(r"^\| (.) \|", to_markdown(report), re.MULTILINE) == list("cdfaeb")
     (target,) = to_json(report)["targets"]
     assert [row["name"] for row in target["tensors"]] == list("abcdef")  # the model's order
 
 
-def test_worst_layers_of_several_targets_are_told_apart():
+def test_worst_layers_name_their_target():
     layers = tuple(errors(f"l{i}", float(i)) for i in range(20))
     targets = tuple(parts.TargetPart(name=name, layers=layers) for name in ("x", "y"))
-    for count, most in ((1, 10), (2, 5)):
+    for count, row_limit in ((1, 10), (2, 5)):
         page = to_html(Report(targets=targets[:count]))
         (shown,) = re.findall(r'id="worst-layers".*?</section>', page, re.DOTALL)
-        assert shown.count("<tr>") == 1 + count * most
+        assert shown.count("<tr>") == 1 + count * row_limit
         assert ('data-head="on">y<' in shown) == (count == 2)
 
 
-def test_float_nodes_stand_by_what_they_cost():
+def test_float_nodes_are_grouped_by_cost():
     rows = [
         *(float_node(f"s{i}", "Shape", "Shape is not run in int8 on x") for i in range(9)),
         *(float_node(f"u{i}", "Add", f"/a/b_{i} is not float32") for i in range(5)),
@@ -683,13 +689,13 @@ def test_float_nodes_stand_by_what_they_cost():
         float_node("c", "Conv", "alone in int8 it leaves 30.0 dB of y"),
         float_node("d", "Conv", "alone in int8 it leaves 12.5 dB of y"),
     ]
-    groups = float_groups(of_one(nodes=tuple(rows)).targets)
+    groups = float_groups(target_report(nodes=tuple(rows)).targets)
     assert [group.names[0] for group in groups] == ["d", "c", "m", "r0", "s0", "u0"]
     assert groups[-1].reason == "a tensor of it is not float32"
     assert len(groups[-1].names) == 5
 
 
-def test_sections_have_ids_of_their_own_and_a_place_in_the_contents():
+def test_sections_have_unique_ids_and_links():
     titles = ("Tensors of a", "Tensors  of <a>", "...", "!", "Notes")
     sections = [blocks.Section(title, (blocks.Drawing("<p>x</p>"),), rows=3) for title in titles]
     ids = re.findall(r'<h2 id="(.+?)"', "".join(blocks.sections_html(sections)))
@@ -712,7 +718,7 @@ def test_sections_have_ids_of_their_own_and_a_place_in_the_contents():
         "a very long sentence of short words, of which none must be broken",
     ],
 )
-def test_names_may_be_broken_and_stay_what_they_are(text):
+def test_breakable_names_keep_their_text(text):
     html = blocks.breakable(text)
     assert unescape(html.replace("<wbr>", "")) == text
     assert "<b>" not in html
@@ -721,7 +727,7 @@ def test_names_may_be_broken_and_stay_what_they_are(text):
         assert "<wbr>" not in html  # ConstantOfShape stays in one piece
 
 
-def test_the_policy_names_the_script_and_the_style_as_they_stand():
+def test_content_policy_names_script_and_style():
     page = to_html(Report(title="x"))
     for tag, text in (("script", SCRIPT), ("style", STYLE)):
         assert re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL) == [text]
@@ -732,23 +738,23 @@ def test_the_policy_names_the_script_and_the_style_as_they_stand():
     assert f'content="{POLICY}"' in page
 
 
-def test_long_tables_say_what_paper_lacks():
-    few, many = (
-        to_html(of_one(tensors=tuple(tensor(f"t{i}", 1.0) for i in range(rows))))
+def test_long_tables_count_unprinted_rows():
+    short_page, long_page = (
+        to_html(target_report(tensors=tuple(tensor(f"t{i}", 1.0) for i in range(rows))))
         for rows in (blocks.PRINTED, blocks.PRINTED + 1)
     )
-    assert "not printed" not in few
-    assert '<p class="unprinted">and <span>1</span> more rows' in many
+    assert "not printed" not in short_page
+    assert '<p class="unprinted">and <span>1</span> more rows' in long_page
 
 
-def test_the_p50_is_the_figure_of_speed():
+def test_speed_is_compared_by_p50():
     samples = (1.0, 1.0, 1.0, 3.0)  # median 1, as trtexec counts the p50; and of two in the middle
     timing = dataclasses.replace(Timing.of(samples), median=1.7)
-    one = latency_of(samples, latency=timing, host=timing)
-    slow = dataclasses.replace(one, latency=dataclasses.replace(timing, p50=2.0, median=9.0))
+    fast = latency_of(samples, latency=timing, host=timing)
+    slow = dataclasses.replace(fast, latency=dataclasses.replace(timing, p50=2.0, median=9.0))
     rows = (
         parts.EngineRow(label="FP32", reference=True, latency=slow),
-        parts.EngineRow(label="q", latency=one),
+        parts.EngineRow(label="q", latency=fast),
     )
     assert "2.00x" in to_screen(Report(engines=rows))
     figure = latency_figure(rows)
@@ -757,16 +763,16 @@ def test_the_p50_is_the_figure_of_speed():
     assert "1.70" not in to_html(Report(engines=rows))
 
 
-def test_many_engines_have_letters_of_their_own():
-    one = latency_of(tuple(1.0 + 0.01 * i for i in range(20)))
-    figure = latency_figure([parts.EngineRow(label=f"e{i}", latency=one) for i in range(28)])
+def test_many_engines_have_unique_letters():
+    measured = latency_of(tuple(1.0 + 0.01 * i for i in range(20)))
+    figure = latency_figure([parts.EngineRow(label=f"e{i}", latency=measured) for i in range(28)])
     letters = re.findall(r'<i class="c\d">(\w+)</i>', figure)
     assert len(set(letters)) == 28
     assert letters[:2] == ["A", "B"]
     assert letters[-1] == "BB"
 
 
-def test_precision_that_int8_wins_has_its_gain():
+def test_precision_gain_of_int8_is_positive():
     precision = MeanPrecision(
         reference=0.4, candidate=0.41, reference_50=0.6, candidate_50=0.59, objects=9
     )

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,131 +36,137 @@ from deploy.feed.parallel import _OrderedRun
 from deploy.feed.sampling import Choice, create_share
 from tests.models import save_fixed_batch, save_net
 
-HFMG = "batch_num: 3\ncommon_config { hfmg_quantize { num_of_bins: 1024 } }\n"
-DMQ = "batch_num: 16\ncommon_config { ifmr_quantize {} dmq_balancer { migration_strength: 0.5 } }\n"
-TRT = ("--target", "tensorrt", "--method", "entropy-tensorrt", "--batch-size")
-WAYS = {  # threads and words
+HFMG_CONFIG = "batch_num: 3\ncommon_config { hfmg_quantize { num_of_bins: 1024 } }\n"
+DMQ_CONFIG = (
+    "batch_num: 16\ncommon_config { ifmr_quantize {} dmq_balancer { migration_strength: 0.5 } }\n"
+)
+TENSORRT_OPTIONS = ("--target", "tensorrt", "--method", "entropy-tensorrt", "--batch-size")
+RUN_OPTIONS = {  # name -> (threads, *options)
     "histograms": (3, "--target", "onnxruntime,tensorrt", "--trt-version", "8.6.1"),
-    "first batch": (2, *TRT, 3),
+    "first batch": (2, *TENSORRT_OPTIONS, 3),
     "ifmr": (3, "--target", "ascend,onnxruntime"),
-    "hfmg": (2, "--target", "ascend", "--amct-batch", 4, "--ascend-config", HFMG),
-    "dmq": (1, "--target", "ascend", "--ascend-config", DMQ),
+    "hfmg": (2, "--target", "ascend", "--amct-batch", 4, "--ascend-config", HFMG_CONFIG),
+    "dmq": (1, "--target", "ascend", "--ascend-config", DMQ_CONFIG),
     "bad ones": (3, "--skip-bad"),
 }
 
 
-class Killed(BaseException):
+class KilledError(BaseException):
     """The process is gone."""
 
 
 @pytest.fixture(scope="module")
-def odd(pictures, tmp_path_factory):
-    """20 pictures, of which one outshines the others."""
-    made = shutil.copytree(pictures, tmp_path_factory.mktemp("odd") / "pictures")
-    for path in made.iterdir():
+def odd_pictures(pictures, tmp_path_factory):
+    """20 pictures, 05.png far brighter than the rest."""
+    folder = shutil.copytree(pictures, tmp_path_factory.mktemp("odd") / "pictures")
+    for path in folder.iterdir():
         cv2.imwrite(str(path), cv2.imread(str(path)) // 12)
-    cv2.imwrite(str(made / "05.png"), np.full((18, 20, 3), 255, np.uint8))
-    return made
+    cv2.imwrite(str(folder / "05.png"), np.full((18, 20, 3), 255, np.uint8))
+    return folder
 
 
 @pytest.fixture
-def folder(odd, tmp_path):
-    """A copy of them."""
-    return shutil.copytree(odd, tmp_path / "pictures")
+def folder(odd_pictures, tmp_path):
+    """A copy of the odd pictures that a test may change."""
+    return shutil.copytree(odd_pictures, tmp_path / "pictures")
 
 
 @pytest.fixture
-def often(monkeypatch):
+def frequent_checkpoints(monkeypatch):
     """A checkpoint between any two samples."""
     monkeypatch.setattr(checkpoint, "MIN_INTERVAL_S", 0)
     monkeypatch.setattr(checkpoint, "INTERVAL_RATIO", 0)
 
 
 @pytest.fixture
-def killed(run, often, monkeypatch, capfd):
-    """(samples, words) -> a run that is gone when the checkpoint of so many is written."""
+def run_until_killed(run, frequent_checkpoints, monkeypatch, capfd):
+    """(samples, *arguments) -> stderr of a run that dies once a checkpoint has so many samples."""
 
-    def call(samples, *words):
-        keep = Checkpoint.save
+    def call(samples, *arguments):
+        save = Checkpoint.save
 
-        def kept(self, number, observed):
-            keep(self, number, observed)
+        def save_and_kill(self, number, observed):
+            save(self, number, observed)
             if number >= samples:
-                raise Killed
+                raise KilledError
 
         with monkeypatch.context() as patched:
-            patched.setattr(Checkpoint, "save", kept)
-            with pytest.raises(Killed):
-                run(*words)
+            patched.setattr(Checkpoint, "save", save_and_kill)
+            with pytest.raises(KilledError):
+                run(*arguments)
         return capfd.readouterr().err
 
     return call
 
 
-def ended_at(sample, send, patched):
-    """A signal is sent while that sample is inferred; it and later ones wait until none is drawn.
+def signal_at_sample(sample, send, patched):
+    """Send a signal while a sample is inferred; this and later ones wait until none is drawn.
 
-    Gives the numbers of those that ran.
+    Returns a list that gets the numbers of the samples that ran.
     """
-    ran = []
+    run_numbers = []
     count = itertools.count(1)
-    over = threading.Event()
+    is_finished = threading.Event()
     run = VariantRunner.run
     finish = _OrderedRun.finish
 
-    def heard(self, *words):
-        place = next(count)
-        ran.append(place)
-        if place == sample:
+    def run_and_signal(self, *args):
+        number = next(count)
+        run_numbers.append(number)
+        if number == sample:
             send()
-        assert place < sample or over.wait(300)
-        return run(self, *words)
+        assert number < sample or is_finished.wait(300)
+        return run(self, *args)
 
-    def finished(self):
+    def finish_and_release(self):
         finish(self)
-        over.set()
+        is_finished.set()
 
     patched.setattr(signals, "GRACE_S", 300)  # for which an inference that was begun may last
-    patched.setattr(VariantRunner, "run", heard)
-    patched.setattr(_OrderedRun, "finish", finished)
-    return ran
+    patched.setattr(VariantRunner, "run", run_and_signal)
+    patched.setattr(_OrderedRun, "finish", finish_and_release)
+    return run_numbers
 
 
 @pytest.fixture
-def interrupted(monkeypatch, capfd):
-    """(sample, signal, words) -> a run that the signal reaches while that sample is inferred."""
+def run_until_signal(monkeypatch, capfd):
+    """(sample, signal, *arguments) -> exit code, lines of stderr and samples run.
 
-    def call(sample, number, *words):
+    The signal comes while that sample is inferred.
+    """
+
+    def call(sample, number, *arguments):
         gc.disable()  # hypothesis has a callback there, in which what a signal raises is lost
         try:
-            with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
-                ran = ended_at(sample, lambda: os.kill(os.getpid(), number), patched)
-                main([str(word) for word in words])
+            with monkeypatch.context() as patched, pytest.raises(SystemExit) as stop:
+                send = partial(os.kill, os.getpid(), number)
+                run_numbers = signal_at_sample(sample, send, patched)
+                main([str(argument) for argument in arguments])
         finally:
             gc.enable()
-        said = [line for line in capfd.readouterr().err.splitlines() if line]  # click ends a ^C's
-        return ended.value.code, said, len(ran)
+        lines = [line for line in capfd.readouterr().err.splitlines() if line]  # click ends a ^C's
+        return stop.value.code, lines, len(run_numbers)
 
     return call
 
 
 @pytest.fixture(scope="module")
-def state(small_cnn, odd, tmp_path_factory):
+def checkpoint_bytes(small_cnn, odd_pictures, tmp_path_factory):
     """The checkpoint of a calibration that was ended after some samples."""
     path = tmp_path_factory.mktemp("state") / "c"
     with pytest.MonkeyPatch.context() as patched:
         # to the thread of a worker; the main one acts on it
-        ended_at(5, lambda: signal.raise_signal(signal.SIGINT), patched)
+        signal_at_sample(5, partial(signal.raise_signal, signal.SIGINT), patched)
         with pytest.raises(KeyboardInterrupt, match="--resume goes on from there"):
-            calibrate(small_cnn, odd, checkpoint=path, threads=2)
+            calibrate(small_cnn, odd_pictures, checkpoint=path, threads=2)
     return path.read_bytes()
 
 
 @pytest.fixture
-def left(state, tmp_path):
-    """It, beside the cache of `words`."""
+def saved_checkpoint(checkpoint_bytes, tmp_path):
+    """The path of that checkpoint, beside the cache of `calibrate_arguments`."""
     path = checkpoint_path(tmp_path / "m.cache")
-    path.write_bytes(state)
+    path.write_bytes(checkpoint_bytes)
     return path
 
 
@@ -167,142 +174,176 @@ def contents(cache):
     return [path.read_bytes() for path in cache_files(cache)]
 
 
-def in_files(words, folder):
-    """A configuration among the words as a file of it."""
+def with_config_file(arguments, folder):
+    """Return the arguments with the text of a configuration replaced by a file of it."""
     path = folder / "a.cfg"
-    return [path if "batch_num" in str(word) and path.write_text(word) else word for word in words]
+    replaced = []
+    for argument in arguments:
+        is_config = "batch_num" in str(argument)
+        if is_config:
+            path.write_text(argument)
+        replaced.append(path if is_config else argument)
+    return replaced
 
 
 @pytest.fixture
-def words(small_cnn, folder, tmp_path):
-    """Of a calibration of a copy of the model that writes m.cache in its folder."""
+def calibrate_arguments(small_cnn, folder, tmp_path):
+    """The command line of a calibration of a copy of the model into m.cache beside it."""
     model = shutil.copy(small_cnn, tmp_path / "small_cnn.onnx")
     return ("calibrate", model, "--images", folder, "-o", tmp_path / "m.cache", "--threads", 2)
 
 
-def spoil(folder):
+def break_three_pictures(folder):
     for name in ("00", "09", "19"):
         (folder / f"{name}.png").write_bytes(b"no picture")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_killed_run_goes_on_to_the_same_bytes(way, run, killed, small_cnn, folder, tmp_path):
-    threads, *more = WAYS[way]
-    if way == "bad ones":
-        spoil(folder)
-    words = ["calibrate", small_cnn, "--images", folder, *in_files(more, tmp_path), "-q"]
-    whole, cache = tmp_path / "whole.cache", tmp_path / "m.cache"
-    assert run(*words, "-o", whole, "--threads", 2)[0] == 0
-    go_on = (*words, "-o", cache, "--threads", threads)
-    killed(3, *go_on)
+@pytest.mark.parametrize("name", RUN_OPTIONS)
+def test_resumed_run_gives_the_same_bytes(name, run, run_until_killed, small_cnn, folder, tmp_path):
+    threads, *options = RUN_OPTIONS[name]
+    if name == "bad ones":
+        break_three_pictures(folder)
+    options = with_config_file(options, tmp_path)
+    arguments = ["calibrate", small_cnn, "--images", folder, *options, "-q"]
+    whole_cache, cache = tmp_path / "whole.cache", tmp_path / "m.cache"
+    assert run(*arguments, "-o", whole_cache, "--threads", 2)[0] == 0
+    resume_arguments = (*arguments, "-o", cache, "--threads", threads)
+    run_until_killed(3, *resume_arguments)
     assert not cache.exists()
     assert checkpoint_path(cache).exists()
-    killed(11, *go_on, "--resume")  # and once more
+    run_until_killed(11, *resume_arguments, "--resume")  # and once more
     assert shards.load_shard(checkpoint_path(cache)).counted >= 11
-    assert run(*go_on, "--resume")[0] == 0
-    assert contents(cache) == contents(whole)
+    assert run(*resume_arguments, "--resume")[0] == 0
+    assert contents(cache) == contents(whole_cache)
     assert not checkpoint_path(cache).exists()
 
 
 @pytest.mark.parametrize("samples", [1, 4, 5])
-def test_a_fixed_batch_and_a_filled_one_go_on(samples, run, killed, small_cnn, pictures, tmp_path):
+def test_fixed_and_padded_batches_resume(
+    samples, run, run_until_killed, small_cnn, pictures, tmp_path
+):
     folder = shutil.copytree(pictures, tmp_path / "pictures")
     model = save_fixed_batch(small_cnn, tmp_path / "four.onnx")
-    spoil(folder)  # 17 are left: 4 batches, and one picture with three of the first ones
-    words = ("calibrate", model, "--images", folder, "--skip-bad", "-q", "-o")
-    assert run(*words, tmp_path / "whole.cache")[0] == 0
-    killed(samples, *words, tmp_path / "m.cache")
-    assert run(*words, tmp_path / "m.cache", "--resume")[0] == 0
+    break_three_pictures(
+        folder
+    )  # 17 are left: 4 batches, and one picture with three of the first ones
+    arguments = ("calibrate", model, "--images", folder, "--skip-bad", "-q", "-o")
+    assert run(*arguments, tmp_path / "whole.cache")[0] == 0
+    run_until_killed(samples, *arguments, tmp_path / "m.cache")
+    assert run(*arguments, tmp_path / "m.cache", "--resume")[0] == 0
     assert contents(tmp_path / "m.cache") == contents(tmp_path / "whole.cache")
 
 
-def test_a_shard_goes_on_and_its_checkpoint_is_no_shard(run, killed, small_cnn, folder, tmp_path):
-    spoil(folder)
-    words = ("calibrate", small_cnn, "--images", folder, "--shard", "2/3", "--skip-bad", "-q", "-o")
-    assert run(*words, tmp_path / "whole.shard")[0] == 0
-    killed(2, *words, tmp_path / "m.shard")
-    left = checkpoint_path(tmp_path / "m.shard")
-    err = run.fails("merge", small_cnn, left, "-o", tmp_path / "m.cache")
+def test_shard_resumes_from_its_checkpoint(run, run_until_killed, small_cnn, folder, tmp_path):
+    break_three_pictures(folder)
+    arguments = (
+        "calibrate",
+        small_cnn,
+        "--images",
+        folder,
+        "--shard",
+        "2/3",
+        "--skip-bad",
+        "-q",
+        "-o",
+    )
+    assert run(*arguments, tmp_path / "whole.shard")[0] == 0
+    run_until_killed(2, *arguments, tmp_path / "m.shard")
+    checkpoint_file = checkpoint_path(tmp_path / "m.shard")
+    err = run.fails("merge", small_cnn, checkpoint_file, "-o", tmp_path / "m.cache")
     assert "m.shard.checkpoint" in err
     assert "--resume" in err
-    err = run.fails(*words, tmp_path / "m.shard", "--resume", "--shard", "1/3")
+    err = run.fails(*arguments, tmp_path / "m.shard", "--resume", "--shard", "1/3")
     assert "the shard changed (2/3 -> 1/3)" in err
-    assert run(*words, tmp_path / "m.shard", "--resume")[0] == 0
+    assert run(*arguments, tmp_path / "m.shard", "--resume")[0] == 0
     assert (tmp_path / "m.shard").read_bytes() == (tmp_path / "whole.shard").read_bytes()
-    assert not left.exists()
+    assert not checkpoint_file.exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_signal_says_how_to_go_on(number, code, threads, run, interrupted, small_cnn, tmp_path):
-    many = np.random.default_rng(0).normal(size=(500, 3, 16, 16)).astype(np.float32)
-    np.save(tmp_path / "x.npy", many)
-    words = ("calibrate", small_cnn, "--images", tmp_path / "x.npy", "-q", "--threads", threads)
-    ended, (said,), ran = interrupted(7, number, *words, "-o", tmp_path / "m.cache")
-    assert ended == code
-    assert ran < 7 + threads
+def test_signal_names_checkpoint_and_resume(
+    number, code, threads, run, run_until_signal, small_cnn, tmp_path
+):
+    samples = np.random.default_rng(0).normal(size=(500, 3, 16, 16)).astype(np.float32)
+    np.save(tmp_path / "x.npy", samples)
+    arguments = ("calibrate", small_cnn, "--images", tmp_path / "x.npy", "-q", "--threads", threads)
+    exit_code, (message,), run_count = run_until_signal(
+        7, number, *arguments, "-o", tmp_path / "m.cache"
+    )
+    assert exit_code == code
+    assert run_count < 7 + threads
     counted = shards.load_shard(checkpoint_path(tmp_path / "m.cache")).counted
-    assert counted == ran  # all that were begun are counted
-    left = f"; {counted:,} of 500 samples are kept in {checkpoint_path(tmp_path / 'm.cache')}"
-    assert said.endswith(f"{left}: --resume goes on from there")
-    assert run(*words, "-o", tmp_path / "m.cache", "--resume")[0] == 0
-    assert run(*words, "-o", tmp_path / "whole.cache")[0] == 0
+    assert counted == run_count  # all that were begun are counted
+    kept_note = f"; {counted:,} of 500 samples are kept in {checkpoint_path(tmp_path / 'm.cache')}"
+    assert message.endswith(f"{kept_note}: --resume goes on from there")
+    assert run(*arguments, "-o", tmp_path / "m.cache", "--resume")[0] == 0
+    assert run(*arguments, "-o", tmp_path / "whole.cache")[0] == 0
     assert contents(tmp_path / "m.cache") == contents(tmp_path / "whole.cache")
 
 
-def test_in_a_batch_the_last_whole_one_is_kept(run, often, interrupted, words, tmp_path):
-    more = in_files(WAYS["hfmg"][1:], tmp_path)
-    code, (said,), _ = interrupted(7, signal.SIGINT, *words, *more, "--threads", 1, "-q")
+def test_checkpoint_keeps_whole_batches_only(
+    run, frequent_checkpoints, run_until_signal, calibrate_arguments, tmp_path
+):
+    options = with_config_file(RUN_OPTIONS["hfmg"][1:], tmp_path)
+    code, (message,), _ = run_until_signal(
+        7, signal.SIGINT, *calibrate_arguments, *options, "--threads", 1, "-q"
+    )
     assert code == 130
-    assert "4 of 20 samples are kept" in said
+    assert "4 of 20 samples are kept" in message
 
 
-def test_what_no_checkpoint_holds_is_said(run, often, interrupted, words, tmp_path):
-    text = HFMG.replace("hfmg_quantize { num_of_bins: 1024 }", "ifmr_quantize { }")
-    more = ("--target", "ascend", "--exact-ifmr", "-q", "--ascend-config", text)
-    words = (*words, *in_files(more, tmp_path))
-    code, (said,), _ = interrupted(2, signal.SIGINT, *words)
+def test_unstorable_statistics_are_named_when_interrupted(
+    run, frequent_checkpoints, run_until_signal, calibrate_arguments, tmp_path
+):
+    text = HFMG_CONFIG.replace("hfmg_quantize { num_of_bins: 1024 }", "ifmr_quantize { }")
+    options = ("--target", "ascend", "--exact-ifmr", "-q", "--ascend-config", text)
+    calibrate_arguments = (*calibrate_arguments, *with_config_file(options, tmp_path))
+    code, (message,), _ = run_until_signal(2, signal.SIGINT, *calibrate_arguments)
     assert code == 130
-    assert "starts over, since no checkpoint holds 'all values" in said
+    assert "starts over, since no checkpoint holds 'all values" in message
     assert not checkpoint_path(tmp_path / "m.cache").exists()
-    assert run(*words, "--resume")[0] == 0
+    assert run(*calibrate_arguments, "--resume")[0] == 0
 
 
-def test_a_build_goes_on(run, killed, small_cnn, folder, tmp_path):
-    out, whole = tmp_path / "out", tmp_path / "whole"
-    words = ("build", small_cnn, "--images", folder, "--effort", 0, "--duration", 0, "-q", "--out")
-    assert run(*words, whole)[0] == 0
-    killed(5, *words, out)
+def test_killed_build_continues_from_checkpoint(run, run_until_killed, small_cnn, folder, tmp_path):
+    out, whole_folder = tmp_path / "out", tmp_path / "whole"
+    quick = ("--effort", 0, "--duration", 0, "-q")
+    arguments = ("build", small_cnn, "--images", folder, *quick, "--out")
+    assert run(*arguments, whole_folder)[0] == 0
+    run_until_killed(5, *arguments, out)
     assert [path.name for path in out.rglob("*.*")] == ["small_cnn.cache.checkpoint"]
-    assert run(*words, out, "--resume")[0] == 0
-    told = ("report.", "calib8/manifest.json", "calib8.toml")
+    assert run(*arguments, out, "--resume")[0] == 0
+    timed = ("report.", "calib8/manifest.json", "calib8.toml")
     names = {path.relative_to(out).as_posix() for path in out.rglob("*.*")}
-    assert names == {path.relative_to(whole).as_posix() for path in whole.rglob("*.*")}
-    same = [name for name in names if not name.startswith(told)]
-    assert same
-    assert all((out / n).read_bytes() == (whole / n).read_bytes() for n in same)
+    assert names == {
+        path.relative_to(whole_folder).as_posix() for path in whole_folder.rglob("*.*")
+    }
+    comparable = [name for name in names if not name.startswith(timed)]
+    assert comparable
+    assert all((out / n).read_bytes() == (whole_folder / n).read_bytes() for n in comparable)
     assert "resume" not in (out / "calib8.toml").read_text()
     assert "went on from" in (out / "report.md").read_text()
 
 
-def other_model(tmp_path):
+def change_model(tmp_path):
     model = onnx.load(tmp_path / "small_cnn.onnx")
     values = onnx.numpy_helper.to_array(model.graph.initializer[0]) * 2
     model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(values, "w1"))
     return save_net(model, tmp_path / "small_cnn.onnx")
 
 
-def other_image(tmp_path):
+def change_image(tmp_path):
     cv2.imwrite(str(tmp_path / "pictures" / "01.png"), np.zeros((18, 20, 3), np.uint8))
 
 
-def an_image_more(tmp_path):
+def add_image(tmp_path):
     shutil.copy(tmp_path / "pictures" / "01.png", tmp_path / "pictures" / "20.png")
 
 
-def rezipped(change):
-    """What changes the members of a shard or checkpoint."""
+def changed_members(change):
+    """Return a function that changes the members of a shard or checkpoint."""
 
     def call(path):
         with zipfile.ZipFile(path) as archive:
@@ -315,8 +356,8 @@ def rezipped(change):
     return call
 
 
-def rewritten(change, stamp=True):
-    """What changes its document, in earnest: with the digest that belongs to it."""
+def changed_document(change, stamp=True):
+    """Return a function that changes the document of a shard; with `stamp`, its digest fits."""
 
     def in_members(members):
         document = json.loads(members["shard.json"])
@@ -325,86 +366,96 @@ def rewritten(change, stamp=True):
             document["sha256"] = shards._digest(document)
         members["shard.json"] = json.dumps(document).encode()
 
-    return rezipped(in_members)
+    return changed_members(in_members)
 
 
-def other_version(tmp_path):
+def change_version(tmp_path):
     def older(document):
         document["made_from"]["made_by"]["numbers"].update(calib8="0.0.1")
 
-    rewritten(older)(checkpoint_path(tmp_path / "m.cache"))
+    changed_document(older)(checkpoint_path(tmp_path / "m.cache"))
 
 
 @pytest.mark.parametrize(
-    ("said", "change", "more"),
+    ("message", "change", "options"),
     [
-        ("the model (weights or graph) changed", other_model, ()),
-        ("got another image 01.png", other_image, ()),
-        ("the images changed (count 20 -> 21", an_image_more, ()),
+        ("the model (weights or graph) changed", change_model, ()),
+        ("got another image 01.png", change_image, ()),
+        ("the images changed (count 20 -> 21", add_image, ()),
         ("the preprocessing changed", None, ("--preprocess", "imagenet")),
         ("skip_bad False -> True", None, ("--skip-bad",)),
-        ("the method changed (it lacks histogram, first batch of 2", None, (*TRT, 2)),
+        ("the method changed (it lacks histogram, first batch of 2", None, (*TENSORRT_OPTIONS, 2)),
         ("it is of histogram of 'c2' too", None, ("--keep-float", "*c2")),
-        ("a version changed (calib8 0.0.1 -> ", other_version, ()),
+        ("a version changed (calib8 0.0.1 -> ", change_version, ()),
     ],
 )
-def test_a_foreign_checkpoint_tells_what_differs(said, change, more, run, left, words, tmp_path):
+def test_foreign_checkpoint_names_the_difference(
+    message, change, options, run, saved_checkpoint, calibrate_arguments, tmp_path
+):
     if change:
         change(tmp_path)
-    before = left.read_bytes()
-    err = run.fails(*words, *more, "--resume")
-    assert said in err
+    old_bytes = saved_checkpoint.read_bytes()
+    err = run.fails(*calibrate_arguments, *options, "--resume")
+    assert message in err
     assert "leave --resume out to begin anew" in err
-    assert left.read_bytes() == before
+    assert saved_checkpoint.read_bytes() == old_bytes
     assert not (tmp_path / "m.cache").exists()
 
 
-def test_another_search_of_the_same_histograms_goes_on(run, left, words, tmp_path):
-    assert run(*words, "--method", "entropy", "--resume")[0] == 0
+def test_another_search_resumes_the_histograms(
+    run, saved_checkpoint, calibrate_arguments, tmp_path
+):
+    assert run(*calibrate_arguments, "--method", "entropy", "--resume")[0] == 0
     cache = contents(tmp_path / "m.cache")
-    assert run(*words, "--method", "entropy", "--refresh")[0] == 0
+    assert run(*calibrate_arguments, "--method", "entropy", "--refresh")[0] == 0
     assert contents(tmp_path / "m.cache") == cache
 
 
-def test_a_new_run_names_the_checkpoint_and_spares_it(run, killed, interrupted, words, tmp_path):
-    killed(9, *words)
-    left = checkpoint_path(tmp_path / "m.cache")
-    before = left.read_bytes()
-    said = killed(9, *words, "--limit", 12)  # of another run, which has as many
-    assert said.startswith(f"calib8: note: {left} holds 9 samples")
-    assert "--resume" in said
-    assert left.read_bytes() != before
-    before = left.read_bytes()
-    code, (note, said), _ = interrupted(2, signal.SIGINT, *words)
+def test_new_run_keeps_the_larger_checkpoint(
+    run, run_until_killed, run_until_signal, calibrate_arguments, tmp_path
+):
+    run_until_killed(9, *calibrate_arguments)
+    checkpoint_file = checkpoint_path(tmp_path / "m.cache")
+    old_bytes = checkpoint_file.read_bytes()
+    message = run_until_killed(
+        9, *calibrate_arguments, "--limit", 12
+    )  # of another run, which has as many
+    assert message.startswith(f"calib8: note: {checkpoint_file} holds 9 samples")
+    assert "--resume" in message
+    assert checkpoint_file.read_bytes() != old_bytes
+    old_bytes = checkpoint_file.read_bytes()
+    code, (note, message), _ = run_until_signal(2, signal.SIGINT, *calibrate_arguments)
     assert code == 130
     assert "note" in note
-    assert said.endswith("nothing half-written was left behind")
-    assert left.read_bytes() == before  # with fewer samples it replaced nothing
-    assert run(*words)[0] == 0
-    assert not left.exists()
+    assert message.endswith("nothing half-written was left behind")
+    assert checkpoint_file.read_bytes() == old_bytes  # with fewer samples it replaced nothing
+    assert run(*calibrate_arguments)[0] == 0
+    assert not checkpoint_file.exists()
 
 
-def test_without_a_checkpoint_the_run_begins_anew_and_says_so(run, words, tmp_path):
-    assert run(*words, "--resume", "-q", "--json", tmp_path / "found.json")[0] == 0
+def test_resume_without_checkpoint_starts_over(run, calibrate_arguments, tmp_path):
+    assert run(*calibrate_arguments, "--resume", "-q", "--json", tmp_path / "found.json")[0] == 0
     notes = json.loads((tmp_path / "found.json").read_text())["notes"]
-    assert any("m.cache.checkpoint is not there to go on from" in one for one in notes)
+    assert any("m.cache.checkpoint is not there to go on from" in note for note in notes)
 
 
-def test_a_run_that_went_on_tells_of_no_halves(run, state, left, words, tmp_path):
-    told = tmp_path / "found.json"
-    assert run(*words, "--resume", "--json", told)[0] == 0
-    assert not left.exists()
-    found = json.loads(told.read_text())
-    assert found["agreement"] is None
-    assert any("how far two halves" in note for note in found["notes"])
-    left.write_bytes(state)  # as if killed just before it was removed
-    assert "reused" in run.ok(*words, "--resume")
-    assert not left.exists()
+def test_resumed_run_compares_no_halves(
+    run, checkpoint_bytes, saved_checkpoint, calibrate_arguments, tmp_path
+):
+    report_path = tmp_path / "found.json"
+    assert run(*calibrate_arguments, "--resume", "--json", report_path)[0] == 0
+    assert not saved_checkpoint.exists()
+    result = json.loads(report_path.read_text())
+    assert result["agreement"] is None
+    assert any("how far two halves" in note for note in result["notes"])
+    saved_checkpoint.write_bytes(checkpoint_bytes)  # as if killed just before it was removed
+    assert "reused" in run.ok(*calibrate_arguments, "--resume")
+    assert not saved_checkpoint.exists()
 
 
 @pytest.mark.parametrize("flag", ["--require-cache", "--trust-cache", "--until-stable"])
-def test_what_never_observes_all_does_not_go_on(flag, run, words):
-    err = run.fails(*words, "--resume", flag)
+def test_resume_excludes_partial_observation(flag, run, calibrate_arguments):
+    err = run.fails(*calibrate_arguments, "--resume", flag)
     assert flag in err
     assert "--resume" in err
 
@@ -412,147 +463,157 @@ def test_what_never_observes_all_does_not_go_on(flag, run, words):
 BROKEN_CHECKPOINTS = {
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-100]),
     "no archive": lambda path: path.write_bytes(b"my notes"),
-    "complete shard": rewritten(lambda document: document.pop("counted")),
-    "too many": rewritten(lambda document: document.update(counted=20)),
-    "too few": rewritten(lambda document: document.update(counted=document["counted"] - 1)),
-    "skipped elsewhere": rewritten(lambda document: document["skipped"].update({"19": "why"})),
-    "peaks elsewhere": rewritten(lambda document: document["peaks"][0][3].append([1.0, 19])),
-    "other schema": rewritten(lambda document: document.update(schema="calib8-shard/9")),
+    "complete shard": changed_document(lambda document: document.pop("counted")),
+    "too many": changed_document(lambda document: document.update(counted=20)),
+    "too few": changed_document(lambda document: document.update(counted=document["counted"] - 1)),
+    "skipped elsewhere": changed_document(
+        lambda document: document["skipped"].update({"19": "why"})
+    ),
+    "peaks elsewhere": changed_document(lambda document: document["peaks"][0][3].append([1.0, 19])),
+    "other schema": changed_document(lambda document: document.update(schema="calib8-shard/9")),
 }
 
 
 @pytest.mark.parametrize("change", BROKEN_CHECKPOINTS.values(), ids=BROKEN_CHECKPOINTS)
-def test_a_broken_checkpoint_is_a_sentence(change, run, left, words, tmp_path):
-    change(left)
-    before = left.read_bytes()
-    err = run.fails(*words, "--resume")
-    assert str(left) in err
+def test_broken_checkpoint_is_refused(change, run, saved_checkpoint, calibrate_arguments, tmp_path):
+    change(saved_checkpoint)
+    old_bytes = saved_checkpoint.read_bytes()
+    err = run.fails(*calibrate_arguments, "--resume")
+    assert str(saved_checkpoint) in err
     assert "remove it" in err
-    assert left.read_bytes() == before
+    assert saved_checkpoint.read_bytes() == old_bytes
     assert not (tmp_path / "m.cache").exists()
 
 
-def test_what_calib8_did_not_write_is_not_replaced(run, words, tmp_path):
+def test_foreign_file_at_checkpoint_is_kept(run, calibrate_arguments, tmp_path):
     notes = checkpoint_path(tmp_path / "m.cache")
     notes.write_text("mine")
-    assert "--force" in run.fails(*words)
+    assert "--force" in run.fails(*calibrate_arguments)
     assert notes.read_text() == "mine"
-    assert run(*words, "--force")[0] == 0
+    assert run(*calibrate_arguments, "--force")[0] == 0
     notes.mkdir()
-    assert "a folder" in run.fails(*words, "--refresh")
+    assert "a folder" in run.fails(*calibrate_arguments, "--refresh")
 
 
-def test_a_disk_that_takes_no_checkpoint_ends_no_run(run, often, words, tmp_path, monkeypatch):
+def test_full_disk_only_skips_checkpoints(
+    run, frequent_checkpoints, calibrate_arguments, tmp_path, monkeypatch
+):
     def full(path, data):
         raise ExportError(f"{path} must be writable, got: No space left on device")
 
     monkeypatch.setattr(checkpoint, "atomic", SimpleNamespace(write_bytes=full))
-    assert run.ok(*words).count("no checkpoint could be kept: ") == 1
+    assert run.ok(*calibrate_arguments).count("no checkpoint could be kept: ") == 1
 
 
-def test_a_run_over_few_samples_keeps_no_checkpoint(interrupted, words, tmp_path):
-    code, (said,), _ = interrupted(5, signal.SIGINT, *words, "--until-stable", "-q")
+def test_until_stable_keeps_no_checkpoint(run_until_signal, calibrate_arguments, tmp_path):
+    code, (message,), _ = run_until_signal(
+        5, signal.SIGINT, *calibrate_arguments, "--until-stable", "-q"
+    )
     assert code == 130
-    assert said.endswith("left behind")
+    assert message.endswith("left behind")
     assert not checkpoint_path(tmp_path / "m.cache").exists()
 
 
-def test_from_python(small_cnn, folder, state, tmp_path):
+def test_python_calibration_resumes(small_cnn, folder, checkpoint_bytes, tmp_path):
     with pytest.raises(ConfigError, match="got neither"):
         calibrate(small_cnn, folder, resume=True)
-    (tmp_path / "here").write_bytes(state)
-    found = calibrate(small_cnn, folder, checkpoint=tmp_path / "here", resume=True)
-    assert found.checkpoint == tmp_path / "here"  # to be removed by who keeps what was found
-    assert found.range_set.scales == calibrate(small_cnn, folder).range_set.scales
+    (tmp_path / "here").write_bytes(checkpoint_bytes)
+    result = calibrate(small_cnn, folder, checkpoint=tmp_path / "here", resume=True)
+    assert result.checkpoint == tmp_path / "here"  # to be removed by who keeps what was found
+    assert result.range_set.scales == calibrate(small_cnn, folder).range_set.scales
 
 
-_CHILD = """
+# Runs a command line (arguments 2 and on) and kills itself before the flush that argument 1 counts.
+KILLED_AT_FLUSH = """
 import os, signal, sys
 from deploy.calibration import checkpoint
 from deploy.cli import main
 
 checkpoint.MIN_INTERVAL_S = checkpoint.INTERVAL_RATIO = 0
-left, plain = int(sys.argv[1]), os.fsync
+remaining_flushes = int(sys.argv[1])
+flush = os.fsync
 
-def counted(handle):
-    global left
-    left -= 1
-    if not left:
+def flush_or_die(handle):
+    global remaining_flushes
+    remaining_flushes -= 1
+    if not remaining_flushes:
         os.kill(os.getpid(), signal.SIGKILL)
-    plain(handle)
+    flush(handle)
 
-os.fsync = counted
+os.fsync = flush_or_die
 main(sys.argv[2:])
 """
 
 
 @pytest.mark.slow
-def test_kill_9_at_any_write(run, small_cnn, tmp_path):
+def test_sigkill_while_writing_loses_nothing(run, small_cnn, tmp_path):
     rng = np.random.default_rng(0)
     np.save(tmp_path / "x.npy", rng.normal(size=(40, 3, 16, 16)).astype(np.float32))
-    words = ("calibrate", small_cnn, "--images", tmp_path / "x.npy", "-q", "-o")
-    go_on = [*map(str, (*words, tmp_path / "m.cache")), "--resume"]
+    arguments = ("calibrate", small_cnn, "--images", tmp_path / "x.npy", "-q", "-o")
+    resume_arguments = [*map(str, (*arguments, tmp_path / "m.cache")), "--resume"]
     for writes in (8, 9):  # a file is flushed, and then the names in its folder
-        command = [sys.executable, "-c", _CHILD, str(writes), *go_on]
-        ended = subprocess.run(command, cwd=Path(__file__).parent.parent)
-        assert ended.returncode == -signal.SIGKILL
+        command = [sys.executable, "-c", KILLED_AT_FLUSH, str(writes), *resume_arguments]
+        process = subprocess.run(command, cwd=Path(__file__).parent.parent)
+        assert process.returncode == -signal.SIGKILL
         assert checkpoint_path(tmp_path / "m.cache").exists()
-    assert run(*words, tmp_path / "m.cache", "--resume")[0] == 0
-    assert run(*words, tmp_path / "whole.cache")[0] == 0
+    assert run(*arguments, tmp_path / "m.cache", "--resume")[0] == 0
+    assert run(*arguments, tmp_path / "whole.cache")[0] == 0
     assert contents(tmp_path / "m.cache") == contents(tmp_path / "whole.cache")
 
 
-TARGETS = ("--target", "onnxruntime,tensorrt", "--trt-version", "8.6.1")
+TARGET_OPTIONS = ("--target", "onnxruntime,tensorrt", "--trt-version", "8.6.1")
 
 
 @pytest.fixture
-def observed(small_cnn, pictures):
-    """The words of a calibration."""
+def calibrate_base(small_cnn, pictures):
+    """The command line of a calibration, without options."""
     return ("calibrate", small_cnn, "--images", pictures)
 
 
 @pytest.fixture
 def shard(run, small_cnn, pictures, tmp_path):
-    """(number, of, *words) -> the file of a shard."""
+    """(number, count, *options) -> the file of shard number/count."""
 
-    def made(number, of, *words, model=small_cnn, images=pictures, name=""):
-        path = tmp_path / (name or f"{number}-{of}.shard")
-        words = ("--shard", f"{number}/{of}", "-o", path, *words)
-        run.ok("calibrate", model, "--images", images, *words)
+    def make(number, count, *options, model=small_cnn, images=pictures, name=""):
+        path = tmp_path / (name or f"{number}-{count}.shard")
+        options = ("--shard", f"{number}/{count}", "-o", path, *options)
+        run.ok("calibrate", model, "--images", images, *options)
         return path
 
-    return made
+    return make
 
 
 @pytest.mark.slow
-def test_shards_in_any_order_give_the_bytes_of_one_run(run, shard, observed, small_cnn, tmp_path):
-    whole, merged = tmp_path / "whole.cache", tmp_path / "merged.cache"
-    run(*observed, *TARGETS, "-o", whole)
-    for order in itertools.permutations([shard(number, 3, *TARGETS) for number in (1, 2, 3)]):
-        out = run.ok("merge", small_cnn, *order, *TARGETS, "-o", merged, "--refresh")
+def test_merged_shards_equal_a_whole_run(run, shard, calibrate_base, small_cnn, tmp_path):
+    whole_cache, merged = tmp_path / "whole.cache", tmp_path / "merged.cache"
+    run(*calibrate_base, *TARGET_OPTIONS, "-o", whole_cache)
+    for order in itertools.permutations(
+        [shard(number, 3, *TARGET_OPTIONS) for number in (1, 2, 3)]
+    ):
+        out = run.ok("merge", small_cnn, *order, *TARGET_OPTIONS, "-o", merged, "--refresh")
         assert "of 20 images" in out
-        assert contents(merged) == contents(whole)
-    words = ("merge", small_cnn, *order, *TARGETS, "-o", order[0], "--force")
-    assert f"must not be an input, got {order[0]}" in run.fails(*words)
+        assert contents(merged) == contents(whole_cache)
+    arguments = ("merge", small_cnn, *order, *TARGET_OPTIONS, "-o", order[0], "--force")
+    assert f"must not be an input, got {order[0]}" in run.fails(*arguments)
 
 
-def test_build_uses_a_merged_cache_without_observing(run, shard, observed, small_cnn, tmp_path):
+def test_build_reuses_a_merged_cache(run, shard, calibrate_base, small_cnn, tmp_path):
     run("merge", small_cnn, *[shard(number, 2) for number in (1, 2)], "-o", tmp_path / "m.cache")
-    words = ("--require-cache", "--effort", 0, "--duration", 0, "--out", tmp_path / "out")
-    run.ok("build", *observed[1:], "--cache", tmp_path / "m.cache", *words)
+    options = ("--require-cache", "--effort", 0, "--duration", 0, "--out", tmp_path / "out")
+    run.ok("build", *calibrate_base[1:], "--cache", tmp_path / "m.cache", *options)
 
 
-def test_outliers_are_told_of_shards_as_of_one_run(run, shard, small_cnn, odd, tmp_path):
-    words = ("--limit", 18)
-    run("calibrate", small_cnn, "--images", odd, *words, "-o", tmp_path / "w.cache")
+def test_merged_shards_find_the_same_outliers(run, shard, small_cnn, odd_pictures, tmp_path):
+    options = ("--limit", 18)
+    run("calibrate", small_cnn, "--images", odd_pictures, *options, "-o", tmp_path / "w.cache")
     assert json.loads((tmp_path / "w.cache.json").read_text())["outliers"]
-    parts = [shard(number, 4, *words, images=odd) for number in (3, 1, 4, 2)]
+    parts = [shard(number, 4, *options, images=odd_pictures) for number in (3, 1, 4, 2)]
     out = run.ok("merge", small_cnn, *parts, "-o", tmp_path / "m.cache")
     assert contents(tmp_path / "m.cache") == contents(tmp_path / "w.cache")
     assert "stands far above the others" in out
 
 
-def test_a_skipped_picture_is_skipped_in_its_shard(run, shard, small_cnn, pictures, tmp_path):
+def test_bad_picture_is_skipped_in_shard(run, shard, small_cnn, pictures, tmp_path):
     folder = shutil.copytree(pictures, tmp_path / "bad")
     (folder / "04.png").write_bytes(b"no picture")
     run("calibrate", small_cnn, "--images", folder, "--skip-bad", "-o", tmp_path / "w.cache")
@@ -563,54 +624,56 @@ def test_a_skipped_picture_is_skipped_in_its_shard(run, shard, small_cnn, pictur
     assert "1 skipped" in out
 
 
-def test_only_the_pictures_of_the_shard_must_be_there(run, shard, small_cnn, pictures, tmp_path):
-    listed = tmp_path / "list.txt"
-    listed.write_text("".join(f"{path}\n" for path in sorted(pictures.iterdir())) + "gone.png\n")
-    shard(2, 3, images=listed)  # gone.png is the 21st, of 3/3
-    words = ("--images", listed, "--shard", "3/3", "-o", tmp_path / "3.shard")
-    assert "gone.png" in run.fails("calibrate", small_cnn, *words)
+def test_shard_needs_only_its_own_pictures(run, shard, small_cnn, pictures, tmp_path):
+    listing = tmp_path / "list.txt"
+    listing.write_text("".join(f"{path}\n" for path in sorted(pictures.iterdir())) + "gone.png\n")
+    shard(2, 3, images=listing)  # gone.png is the 21st, of 3/3
+    options = ("--images", listing, "--shard", "3/3", "-o", tmp_path / "3.shard")
+    assert "gone.png" in run.fails("calibrate", small_cnn, *options)
 
 
 @pytest.mark.parametrize(
-    ("parts", "said"),
+    ("parts", "named_parts"),
     [
         ([(2, 4), (3, 4)], ["got 2 of 4; missing: 1/4, 4/4"]),
         ([(1, 2), (1, 2, "again.shard")], ["got 1/2 twice", "again.shard"]),
         ([(1, 2), (2, 3)], ["1/2", "2/3"]),
     ],
 )
-def test_a_set_of_shards_that_is_not_one_is_named(parts, said, run, shard, small_cnn, tmp_path):
-    paths = [shard(number, of, name="".join(name)) for number, of, *name in parts]
+def test_incomplete_shard_set_is_refused(parts, named_parts, run, shard, small_cnn, tmp_path):
+    paths = [shard(number, count, name="".join(name)) for number, count, *name in parts]
     err = run.fails("merge", small_cnn, *paths, "-o", tmp_path / "m.cache")
-    assert all(words in err for words in said)
+    assert all(part in err for part in named_parts)
     assert not (tmp_path / "m.cache").exists()
 
 
-def renamed_image(tmp_path):
+def rename_image(tmp_path):
     (tmp_path / "pictures" / "19.png").rename(tmp_path / "pictures" / "99.png")
 
 
 @pytest.mark.parametrize(
-    ("said", "words", "change"),
+    ("pattern", "options", "change"),
     [
-        (r"the images changed \(names\)", (), renamed_image),
+        (r"the images changed \(names\)", (), rename_image),
         ("count (20 -> 10|10 -> 20)", ("--limit", 10), None),  # whichever is taken for the first
         ("the preprocessing changed", ("--preprocess", "imagenet"), None),
-        (r"the model \(weights or graph\) changed", (), other_model),
+        (r"the model \(weights or graph\) changed", (), change_model),
     ],
 )
-def test_a_foreign_shard_is_named(said, words, change, run, shard, small_cnn, pictures, tmp_path):
+def test_foreign_shard_is_refused(
+    pattern, options, change, run, shard, small_cnn, pictures, tmp_path
+):
     images = shutil.copytree(pictures, tmp_path / "pictures")
     model = shutil.copy(small_cnn, tmp_path / "small_cnn.onnx")
     if change:
         change(tmp_path)
-    foreign = shard(2, 2, *words, model=model, images=images, name="foreign.shard")
+    foreign = shard(2, 2, *options, model=model, images=images, name="foreign.shard")
     err = run.fails("merge", small_cnn, shard(1, 2), foreign, "-o", tmp_path / "m.cache")
     assert "foreign.shard" in err, err
-    assert re.search(said, err), err
+    assert re.search(pattern, err), err
 
 
-def test_a_shard_for_other_targets_is_named(run, shard, small_cnn, tmp_path):
+def test_shard_for_other_targets_is_refused(run, shard, small_cnn, tmp_path):
     parts = [shard(number, 2, "--keep-float", "Conv_c1") for number in (1, 2)]
     err = run.fails("merge", small_cnn, *parts, "-o", tmp_path / "m.cache")
     assert "1-2.shard lacks" in err
@@ -619,7 +682,7 @@ def test_a_shard_for_other_targets_is_named(run, shard, small_cnn, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("shard_option", "pattern"),
     [
         ("1/2 --target ascend", "ifmr histogram.* in one run"),
         ("1/2 --target tensorrt --method entropy-tensorrt", "first batch of.* in one run"),
@@ -632,55 +695,57 @@ def test_a_shard_for_other_targets_is_named(run, shard, small_cnn, tmp_path):
         *((f"1/2 {flag}", flag) for flag in ("--refresh", "--require-cache", "--trust-cache")),
     ],
 )
-def test_what_gives_no_shard_is_refused_before_any_run(words, said, run, observed, tmp_path):
-    err = run.fails(*observed, *f"--shard={words}".split(), "-o", tmp_path / "s")
-    assert re.search(said, err)
+def test_impossible_shard_is_refused_first(shard_option, pattern, run, calibrate_base, tmp_path):
+    err = run.fails(*calibrate_base, *f"--shard={shard_option}".split(), "-o", tmp_path / "s")
+    assert re.search(pattern, err)
     assert not (tmp_path / "s").exists()
 
 
-def test_merging_and_trusting_exclude_each_other(run, shard, small_cnn, tmp_path):
-    words = ("--trust-cache", "-o", tmp_path / "m")
-    assert "--trust-cache" in run.fails("merge", small_cnn, shard(1, 1), *words)
+def test_merge_excludes_trust_cache(run, shard, small_cnn, tmp_path):
+    options = ("--trust-cache", "-o", tmp_path / "m")
+    assert "--trust-cache" in run.fails("merge", small_cnn, shard(1, 1), *options)
 
 
-def test_a_model_with_a_fixed_batch_has_no_shards(run, small_cnn, pictures, tmp_path):
+def test_fixed_batch_model_has_no_shards(run, small_cnn, pictures, tmp_path):
     model = save_fixed_batch(small_cnn, tmp_path / "four.onnx")
-    words = ("--images", pictures, "--shard", "1/2", "-o", tmp_path / "s")
-    assert "fixed batch of 4" in run.fails("calibrate", model, *words)
+    options = ("--images", pictures, "--shard", "1/2", "-o", tmp_path / "s")
+    assert "fixed batch of 4" in run.fails("calibrate", model, *options)
 
 
-def test_a_shard_replaces_a_shard_and_nothing_else(run, shard, observed, tmp_path, wording):
-    first = shard(1, 2).read_bytes()
-    assert shard(1, 2).read_bytes() == first  # over itself, the same bytes
+def test_shard_replaces_only_a_shard(run, shard, calibrate_base, tmp_path, wording):
+    first_shard = shard(1, 2).read_bytes()
+    assert shard(1, 2).read_bytes() == first_shard  # over itself, the same bytes
     notes = tmp_path / "notes.txt"
     notes.write_text("mine")
-    words = (*observed, "--shard", "1/2", "-o", notes)
-    wording.check(run.fails(*words))
+    arguments = (*calibrate_base, "--shard", "1/2", "-o", notes)
+    wording.check(run.fails(*arguments))
     assert notes.read_text() == "mine"
-    wording.check(run.fails(*words[:-1], notes / "a"))
-    assert run(*words, "--force")[0] == 0
-    assert notes.read_bytes() == first
+    wording.check(run.fails(*arguments[:-1], notes / "a"))
+    assert run(*arguments, "--force")[0] == 0
+    assert notes.read_bytes() == first_shard
 
 
-def test_a_shard_is_called_after_its_model(run, observed, tmp_path, monkeypatch):
+def test_shard_is_named_after_its_model(run, calibrate_base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run(*observed, "--shard", "2/3")[0] == 0
+    assert run(*calibrate_base, "--shard", "2/3")[0] == 0
     assert (tmp_path / "small_cnn.2-of-3.shard").exists()
 
 
 BROKEN_SHARDS = {
-    "more samples": rewritten(lambda d: d.update(digests=2 * d["digests"]), stamp=False),
-    "no statistics": rezipped(lambda members: members.pop("statistics.npz")),
-    "more statistics": rezipped(lambda m: m.update({"statistics.npz": m["statistics.npz"] + b" "})),
-    "no json": rezipped(lambda members: members.update({"shard.json": b"[" * 100_000})),
-    "peaks of others": rewritten(lambda d: d["peaks"][0][3].append([1.0, 99])),
-    "other peaks": rewritten(lambda d: d["peaks"].append([{}, [], "x"])),
-    "no kind": rewritten(lambda d: d["made_from"]["made_from"]["images"].pop("kind")),
+    "more samples": changed_document(lambda d: d.update(digests=2 * d["digests"]), stamp=False),
+    "no statistics": changed_members(lambda members: members.pop("statistics.npz")),
+    "more statistics": changed_members(
+        lambda m: m.update({"statistics.npz": m["statistics.npz"] + b" "})
+    ),
+    "no json": changed_members(lambda members: members.update({"shard.json": b"[" * 100_000})),
+    "peaks of others": changed_document(lambda d: d["peaks"][0][3].append([1.0, 99])),
+    "other peaks": changed_document(lambda d: d["peaks"].append([{}, [], "x"])),
+    "no kind": changed_document(lambda d: d["made_from"]["made_from"]["images"].pop("kind")),
 }
 
 
 @pytest.mark.parametrize("change", BROKEN_SHARDS.values(), ids=BROKEN_SHARDS)
-def test_a_broken_shard_is_a_sentence(change, run, shard, small_cnn, tmp_path):
+def test_broken_shard_is_refused(change, run, shard, small_cnn, tmp_path):
     path = shard(1, 1)
     change(path)
     assert str(path) in run.fails("merge", small_cnn, path, "-o", tmp_path / "m.cache")
@@ -688,46 +753,49 @@ def test_a_broken_shard_is_a_sentence(change, run, shard, small_cnn, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def sound_shard(small_cnn, pictures, tmp_path_factory):
+def intact_shard(small_cnn, pictures, tmp_path_factory):
     path = tmp_path_factory.mktemp("changed") / "one.shard"
     write_shard(calibrate(small_cnn, pictures, limit=Choice(limit=2, shard=(1, 2))), path)
     return path, path.read_bytes(), shards.load_shard(path)
 
 
 @settings(max_examples=200)
-@given(data=st.binary(max_size=400), place=st.integers(0, 10**6))
-def test_no_change_of_a_shard_passes(data, place, sound_shard):
-    path, whole, sound = sound_shard
-    at = place % len(whole)
-    path.write_bytes(whole[:at] + data + whole[at + len(data) :])
+@given(data=st.binary(max_size=400), position=st.integers(0, 10**6))
+def test_changed_shard_bytes_never_load(data, position, intact_shard):
+    path, intact_bytes, intact = intact_shard
+    offset = position % len(intact_bytes)
+    path.write_bytes(intact_bytes[:offset] + data + intact_bytes[offset + len(data) :])
     try:
-        found = shards.load_shard(path)
+        loaded = shards.load_shard(path)
     except CacheError:
         return
     for part in ("share", "made_from", "digests"):
-        assert getattr(found, part) == getattr(sound, part)
+        assert getattr(loaded, part) == getattr(intact, part)
 
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 5))
-def test_shards_share_the_choice_out(count, of, every):
-    places, _ = Choice(every=every).choose(count)
-    if of > len(places):
+def test_shards_partition_the_chosen_samples(count, shard_count, every):
+    positions, _ = Choice(every=every).choose(count)
+    if shard_count > len(positions):
         return
-    shares = [create_share((number, of), len(places), "") for number in range(1, of + 1)]
-    assert sorted([place for share in shares for place in share.positions]) == list(
-        range(len(places))
+    shares = [
+        create_share((number, shard_count), len(positions), "")
+        for number in range(1, shard_count + 1)
+    ]
+    assert sorted([position for share in shares for position in share.positions]) == list(
+        range(len(positions))
     )
     assert max(len(s.positions) for s in shares) - min(len(s.positions) for s in shares) <= 1
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_from_python_shards(small_cnn, pictures, tmp_path, count):
+def test_python_merge_equals_a_whole_run(small_cnn, pictures, tmp_path, count):
     paths = [tmp_path / f"{number}.shard" for number in range(count)]
     for number, path in enumerate(paths, 1):
         write_shard(calibrate(small_cnn, pictures, limit=Choice(shard=(number, count))), path)
     merged = merge(small_cnn, paths)
-    whole = calibrate(small_cnn, pictures)
-    assert merged.range_set.scales == whole.range_set.scales
+    whole_cache = calibrate(small_cnn, pictures)
+    assert merged.range_set.scales == whole_cache.range_set.scales
     assert not merged.runs
-    assert merged.feed.manifest() == whole.feed.manifest()
+    assert merged.feed.manifest() == whole_cache.feed.manifest()
     assert HistogramOf().key in {key[2] for key in merged.ranges.observed}
