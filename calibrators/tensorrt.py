@@ -356,5 +356,5 @@ def calibrator(
             return None
 
     return (Legacy if algorithm == "legacy" else Calibrator)(
-        feed, batches=batches, shapes=shapes, memory=memory, known=cache, keep=keep
+        feed, batches=batches, shapes=shapes, memory=memory, cache=cache, keep=keep
     )
