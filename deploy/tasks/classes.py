@@ -3,8 +3,9 @@
 `find_classes` recognises scores [N, C] per sample. Probabilities (rows that sum to 1) and their
 logarithms are certain, also beside other numbers, which are judged as without a task. Logits are
 accepted if the best one stands out as no direction of an embedding does; or if there are few, they
-exceed a Tanh's range, and their mean hardly changes from sample to sample. Very few (`_ANGLES`) may
-be angles of a pose: there one must stand off from the rest, or move against it. Several outputs of
+exceed a Tanh's range, and their mean hardly changes from sample to sample. Very few
+(`_MAX_ANGLES`) may be angles of a pose: there one must stand off from the rest, or move against it.
+Several outputs of
 few logits each, such as the characters of a licence plate, must all be confident of their class.
 
 The first half of the file recognises outputs that hold classes per step, for sequence tasks.
@@ -39,21 +40,22 @@ from deploy.tasks.rows import (
 from deploy.tasks.slices import split_output
 from deploy.tensors import Array
 
-_STEPS = 4  # steps per sample, at least
-_LONG = 8  # steps of probabilities, at least: fewer are labels
-_FEW = 32  # embeddings have at least as many numbers
-_SURE_STEPS = 0.8  # mean probability of the best class of few logits, at least
-_RATHER = 0.6  # the same of several outputs whose mean hardly changes
-_STEADY_STEPS = 0.25  # deviation of a step's mean logit, relative to that of its logits, at most
-_HEADS = 0.5  # the same of several outputs, which must all hold such scores
-_CLEAR = 0.9  # share of steps that look like scores, at least
-_USUAL = 0.75  # share of steps in one class, at most: more may be a large dimension of a feature
-_DECIDED = 0.75  # share of single probabilities near 0 or 1, at least
-_MANY, _HALF = 16, 0.5  # the same of so many or more: a share of an even spread is seldom so high
-_BOTH = 2  # single logits on each side of 0, at least
-_BETWEEN = 0.25  # share of probabilities between 0.1 and 0.9, at most
-_UNDECIDED = 0.05  # share of probabilities between 0.3 and 0.7, at most, in several outputs
-_ON = 0.25  # share of them above 0.5, at most
+_MIN_STEPS = 4  # steps per sample, at least
+_MIN_PROBABILITY_STEPS = 8  # steps of probabilities, at least: fewer are labels
+_MIN_EMBEDDING_SIZE = 32  # embeddings have at least as many numbers
+_MIN_STEP_CONFIDENCE = 0.8  # mean probability of the best class of few logits, at least
+_MIN_HEAD_CONFIDENCE = 0.6  # the same of several outputs whose mean hardly changes
+_MAX_STEP_DRIFT = 0.25  # deviation of a step's mean logit, relative to that of its logits, at most
+_MAX_HEAD_DRIFT = 0.5  # the same of several outputs, which must all hold such scores
+_MIN_SCORE_STEPS = 0.9  # share of steps that look like scores, at least
+_MAX_CLASS_SHARE = 0.75  # of steps, at most: more may be a large dimension of a feature
+_MIN_DECIDED = 0.75  # share of single probabilities near 0 or 1, at least
+# the same of so many samples or more: a share of an even spread is seldom so high
+_MANY_SAMPLES, _MIN_DECIDED_OF_MANY = 16, 0.5
+_MIN_PER_SIDE = 2  # single logits on each side of 0, at least
+_MAX_BETWEEN = 0.25  # share of probabilities between 0.1 and 0.9, at most
+_MAX_UNDECIDED = 0.05  # share of probabilities between 0.3 and 0.7, at most, in several outputs
+_MAX_ON = 0.25  # share of them above 0.5, at most
 
 
 def find_class_axis(samples: Sequence[Array], *, raw: bool) -> int | None:
@@ -61,8 +63,11 @@ def find_class_axis(samples: Sequence[Array], *, raw: bool) -> int | None:
 
     `samples`: of one output, with a batch of 1. `raw`: accept logits, too.
     """
-    for fits in (_all_shares, _all_raw) if raw else (_all_shares,):
-        axes = [axis for axis in (1, 2) if _fits(samples, axis, fits)]
+    checks = [_are_all_probabilities]
+    if raw:
+        checks.append(_are_logits_of_classes)
+    for check in checks:
+        axes = [axis for axis in (1, 2) if _fit_steps(samples, axis, check)]
         if axes:
             return axes[0] if len(axes) == 1 else None
     return None
@@ -71,114 +76,150 @@ def find_class_axis(samples: Sequence[Array], *, raw: bool) -> int | None:
 def are_heads(outputs: Sequence[Sequence[Array]]) -> bool:
     """Whether several outputs are [1, T, C] scores of classes of the same steps.
 
-    Such as diacritics of a letter, one kind per output, as probabilities or logits. Since each
-    output must be confident, the mean of logits may vary more than that of a single output.
+    An example is diacritics of a letter, one kind per output, as probabilities or logits. Since
+    each output must be confident, the mean of logits may vary more than that of a single output.
     """
-    sure = (_fits(own, 2, _all_shares) or _fits(own, 2, _all_sure) for own in outputs)
-    return _have_same_steps(outputs, 1) and all(sure)
+    if not _have_same_steps(outputs, 1):
+        return False
+    for samples in outputs:
+        are_probabilities = _fit_steps(samples, 2, _are_all_probabilities)
+        if not are_probabilities and not _fit_steps(samples, 2, _are_logits_of_head):
+            return False
+    return True
 
 
-def _have_same_steps(outputs: Sequence[Sequence[Array]], least: int) -> bool:
-    """Whether several outputs are [1, T, C] of as many steps T, `least` or more."""
-    rows = [{(one.ndim, *one.shape[:2]) for one in sample} for sample in zip(*outputs, strict=True)]
-    same = (len(row) == 1 and (3, 1, least) <= min(row) < (3, 2) for row in rows)
-    return len(outputs) > 1 and all(same)
+def _have_same_steps(outputs: Sequence[Sequence[Array]], min_steps: int) -> bool:
+    """Whether several outputs are [1, T, C] of as many steps T, `min_steps` or more."""
+    if len(outputs) < 2:
+        return False
+    for sample in zip(*outputs, strict=True):
+        if any(value.ndim != 3 or len(value) != 1 for value in sample):
+            return False
+        step_counts = {value.shape[1] for value in sample}
+        if len(step_counts) != 1 or min(step_counts) < min_steps:
+            return False
+    return True
 
 
 def to_steps(value: Array, axis: int) -> Array | None:
     """Return [1, T, C], [T, 1, C] or [1, C, T] as [T, C]; None for other shapes."""
-    if value.ndim != 3 or not value.size or 1 not in value.shape[: 2 if axis == 2 else 1]:
+    if value.ndim != 3 or not value.size:
         return None
-    return value[0].T if axis == 1 else value.reshape(-1, value.shape[2])
+    if axis == 1:
+        return value[0].T if value.shape[0] == 1 else None
+    return value.reshape(-1, value.shape[2]) if 1 in value.shape[:2] else None
 
 
 def are_tracks(samples: Sequence[Array]) -> bool:
     """Whether each value is an independent probability: near 0 or 1, and not always near 1."""
-    if any(one.size < _LONG or one.size != np.prod(one.shape[-2:]) for one in samples):
+    for value in samples:
+        if value.size < _MIN_PROBABILITY_STEPS or value.size != np.prod(value.shape[-2:]):
+            return False
+    values = _join_values(samples)
+    high = float(np.mean(values >= 0.9))
+    between = float(np.mean((values > 0.1) & (values < 0.9)))
+    if not _are_in_unit_range(values) or values.min() >= 0.5:
         return False
-    values = np.concatenate([one.reshape(-1) for one in samples]).astype(np.float64)
-    high, between = float(np.mean(values >= 0.9)), float(np.mean((values > 0.1) & (values < 0.9)))
-    within = values.min() >= -1e-6 and values.max() <= 1 + 1e-6
-    return bool(within and between < min(_BETWEEN, high) and values.min() < 0.5)
+    return between < min(_MAX_BETWEEN, high)
+
+
+def _join_values(samples: Sequence[Array]) -> Floats:
+    """Return the values of all samples in one vector."""
+    return np.concatenate([value.reshape(-1) for value in samples]).astype(np.float64)
+
+
+def _are_in_unit_range(values: Floats) -> bool:
+    """Whether all values lie from 0 to 1 but for rounding."""
+    return bool(values.min() >= -1e-6 and values.max() <= 1 + 1e-6)
 
 
 def are_switches(samples: Sequence[Array], *, raw: bool = False) -> bool:
     """Whether each sample's single value is a probability, mostly near 0 or 1, on both sides.
 
-    Of `raw` values, whether they are logits in two groups, one on each side of 0.
+    With `raw`, whether the values are logits in two groups, one on each side of 0.
     """
-    if any(one.size != 1 or not one.ndim for one in samples):
+    if any(value.size != 1 or not value.ndim for value in samples):
         return False
-    values = np.concatenate([one.reshape(-1) for one in samples]).astype(np.float64)
+    values = _join_values(samples)
     if raw:
-        return are_two_sided(values, _BOTH)
-    high, low = values > 0.9, values < 0.1
-    within = values.min() >= -1e-6 and values.max() <= 1 + 1e-6
-    least = _DECIDED if len(samples) < _MANY else _HALF
-    return bool(within and (high | low).mean() >= least and high.any() and low.any())
+        return are_two_sided(values, _MIN_PER_SIDE)
+    is_high, is_low = values > 0.9, values < 0.1
+    if not _are_in_unit_range(values) or not is_high.any() or not is_low.any():
+        return False
+    min_decided = _MIN_DECIDED if len(samples) < _MANY_SAMPLES else _MIN_DECIDED_OF_MANY
+    return bool((is_high | is_low).mean() >= min_decided)
 
 
 def are_decisions(outputs: Sequence[Sequence[Array]]) -> bool:
     """Whether several outputs are [1, T, K] probabilities of the same steps, few above 0.5.
 
-    Such as notes and their onsets, whose probabilities in silence may be well above 0.
+    An example is notes and their onsets, whose probabilities in silence may be well above 0.
     """
-    return _have_same_steps(outputs, _LONG) and all(map(_decide, outputs))
+    if not _have_same_steps(outputs, _MIN_PROBABILITY_STEPS):
+        return False
+    return all(_decide(samples) for samples in outputs)
 
 
 def _decide(samples: Sequence[Array]) -> bool:
-    values = np.concatenate([one.reshape(-1) for one in samples])
-    within = values.min() >= -1e-6 and values.max() <= 1 + 1e-6
+    """Whether an output's values are decided probabilities, few of them above 0.5."""
+    values = np.concatenate([value.reshape(-1) for value in samples])
     undecided = np.mean((values > 0.3) & (values < 0.7))
-    return bool(within and undecided < _UNDECIDED and 0 < np.mean(values > 0.5) < _ON)
+    if not _are_in_unit_range(values) or undecided >= _MAX_UNDECIDED:
+        return False
+    return bool(0 < np.mean(values > 0.5) < _MAX_ON)
 
 
 def are_raw_tracks(samples: Sequence[Array]) -> bool:
     """Whether each value is a logit of a step: some on each side of 0, and far from it."""
-    if any(one.size < _LONG or one.size != max(one.shape) for one in samples):
-        return False
-    values = np.concatenate([one.reshape(-1) for one in samples]).astype(np.float64)
-    return are_two_sided(values, 2 * len(samples))
+    for value in samples:
+        if value.size < _MIN_PROBABILITY_STEPS or value.size != max(value.shape):
+            return False
+    return are_two_sided(_join_values(samples), 2 * len(samples))
 
 
-def _fits(samples: Sequence[Array], axis: int, fits: Callable[[Sequence[Floats]], bool]) -> bool:
-    laid_out_samples = [to_steps(one, axis) for one in samples]
-    steps = [one.astype(np.float64) for one in laid_out_samples if one is not None]
-    if len(steps) != len(laid_out_samples) or len({one.shape[1] for one in steps}) != 1:
-        return False
-    if any(len(one) < _STEPS or one.shape[1] < 2 for one in steps):
-        return False
-    return fits(steps)
+def _fit_steps(
+    samples: Sequence[Array], axis: int, check: Callable[[Sequence[Floats]], bool]
+) -> bool:
+    """Whether all samples are enough steps of as many classes along `axis`, and pass the check."""
+    all_steps = []
+    for value in samples:
+        steps = to_steps(value, axis)
+        if steps is None or len(steps) < _MIN_STEPS or steps.shape[1] < 2:
+            return False
+        all_steps.append(steps.astype(np.float64))
+    class_counts = {steps.shape[1] for steps in all_steps}
+    return len(class_counts) == 1 and check(all_steps)
 
 
-def _all_shares(samples: Sequence[Floats]) -> bool:
+def _are_all_probabilities(samples: Sequence[Floats]) -> bool:
     return all(map(are_probabilities_or_logs, samples))
 
 
-def _all_raw(samples: Sequence[Floats]) -> bool:
+def _are_logits_of_classes(samples: Sequence[Floats]) -> bool:
     """Whether steps are logits of classes, not features or regression values."""
     steps = np.concatenate(samples)
     counts = np.bincount(steps.argmax(axis=1))
-    if np.count_nonzero(counts) < 2 or not _steps_about_zero(steps):
+    if np.count_nonzero(counts) < 2 or not _are_steps_about_zero(steps):
         return False
-    if steps.shape[1] < _FEW:
-        return mean_best_probability(steps) > _SURE_STEPS
-    clear = float(np.mean(_stand_out(steps)))
-    return bool(clear > _CLEAR and counts.max() < _USUAL * counts.sum())
+    if steps.shape[1] < _MIN_EMBEDDING_SIZE:
+        return mean_best_probability(steps) > _MIN_STEP_CONFIDENCE
+    if counts.max() >= _MAX_CLASS_SHARE * counts.sum():
+        return False
+    return float(np.mean(_stand_out(steps))) > _MIN_SCORE_STEPS
 
 
-def _all_sure(samples: Sequence[Floats]) -> bool:
-    """Whether steps are logits of a Softmax.
+def _are_logits_of_head(samples: Sequence[Floats]) -> bool:
+    """Whether steps are logits of a Softmax, one of several outputs.
 
     Their mean hardly changes, or it changes little and steps are confident of their class.
     """
     steps = np.concatenate(samples)
-    several = np.count_nonzero(np.bincount(steps.argmax(axis=1))) > 1
-    sure = mean_best_probability(steps)
-    steady = (sure > _SURE_STEPS and _steps_about_zero(steps, _HEADS)) or (
-        sure > _RATHER and _steps_about_zero(steps)
-    )
-    return bool(several and steady)
+    if np.count_nonzero(np.bincount(steps.argmax(axis=1))) < 2:
+        return False
+    confidence = mean_best_probability(steps)
+    if confidence > _MIN_STEP_CONFIDENCE and _are_steps_about_zero(steps, _MAX_HEAD_DRIFT):
+        return True
+    return confidence > _MIN_HEAD_CONFIDENCE and _are_steps_about_zero(steps)
 
 
 def mean_best_probability(steps: Floats) -> float:
@@ -186,31 +227,33 @@ def mean_best_probability(steps: Floats) -> float:
     return float(np.mean(activate(steps, "softmax").max(axis=1)))
 
 
-def _steps_about_zero(steps: Floats, steady: float = _STEADY_STEPS) -> bool:
+def _are_steps_about_zero(steps: Floats, max_drift: float = _MAX_STEP_DRIFT) -> bool:
     """Whether steps differ in their logits, not in their mean.
 
-    Training moves one logit up and others down; a spectrum rises with its loudness as a whole.
+    Training moves one logit up and others down; a spectrum rises as one with its loudness.
     """
-    signs = (steps.min(axis=1) < 0) & (steps.max(axis=1) > 0)
+    has_both_signs = (steps.min(axis=1) < 0) & (steps.max(axis=1) > 0)
+    if has_both_signs.mean() <= _MIN_SCORE_STEPS:
+        return False
     spread = float(np.mean(steps.std(axis=1)))
-    return bool(signs.mean() > _CLEAR and steps.mean(axis=1).std() < steady * spread)
+    return bool(steps.mean(axis=1).std() < max_drift * spread)
 
 
 def _stand_out(steps: Floats) -> NDArray[np.bool_]:
-    """Where the best exceeds the expected maximum of normal numbers, and the worst's distance."""
+    """Return where the best exceeds the expected maximum of normal numbers, and the worst."""
     mean = steps.mean(axis=1)
     high, low = steps.max(axis=1) - mean, mean - steps.min(axis=1)
     expected = math.sqrt(2 * math.log(steps.shape[1])) * steps.std(axis=1)
     return np.asarray((high > 1.15 * expected) & (high > 1.2 * low))
 
 
-_BOUND = 1.05  # range of a Tanh, with rounding
-_STEADY = 0.5  # deviation of the mean of few logits, relative to that of the logits, at most
-_ANGLES = 6  # numbers of a pose: angles, a rotation, a direction
-_TOGETHER = 0.5  # variance of their mean, relative to that of independent numbers, at most
-_OFF = 1.5  # lead of the best, relative to the range of the others, at least
-_SURE = 0.5  # mean probability of the best class, of few logits in several outputs, at least
-_LEAST = 1e-12  # another class is a difference, even if both scores are equal
+_MAX_TANH = 1.05  # range of a Tanh, with rounding
+_MAX_LOGIT_DRIFT = 0.5  # deviation of few logits' mean, relative to that of the logits, at most
+_MAX_ANGLES = 6  # numbers of a pose: angles, a rotation, a direction
+_MAX_COMMON_MOTION = 0.5  # variance of their mean, relative to independent numbers, at most
+_MIN_LEAD = 1.5  # lead of the best, relative to the range of the others, at least
+_MIN_CONFIDENCE = 0.5  # mean probability of the best of few logits in several outputs, at least
+_MIN_DIFFERENCE = 1e-12  # another class is a difference, even if both scores are equal
 
 
 @dataclass(slots=True)
@@ -218,35 +261,40 @@ class _ClassTally(TaskTally["Classes"]):
     """Counts samples with equal classes."""
 
     compared: int = 0
-    first: int = 0
-    five: int = 0
+    top1_matches: int = 0
+    top5_matches: int = 0
     examples: ExampleSelection[ClassExample] = field(default_factory=ExampleSelection)
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name in self.task.outputs:
-            left = np.asarray(reference[name], np.float64).reshape(-1)
-            right = np.asarray(candidate[name], np.float64).reshape(-1)
+            reference_scores = np.asarray(reference[name], np.float64).reshape(-1)
+            scores = np.asarray(candidate[name], np.float64).reshape(-1)
             self.compared += 1
-            if left.shape != right.shape or not np.isfinite(left + right).all():
+            if reference_scores.shape != scores.shape:
                 continue
-            wanted = int(left.argmax())
-            ranked = np.argsort(-right, kind="stable")[:5]
-            self.first += int(ranked[0] == wanted)
-            self.five += int(wanted in ranked)
-            self._offer(name, left, right, int(ranked[0]))
+            if not np.isfinite(reference_scores + scores).all():
+                continue
 
-    def _offer(self, name: str, left: Array, right: Array, other: int) -> None:
+            reference_class = int(reference_scores.argmax())
+            best_classes = np.argsort(-scores, kind="stable")[:5].tolist()
+            if reference_class in best_classes:
+                self.top5_matches += 1
+            if reference_class == best_classes[0]:
+                self.top1_matches += 1
+                continue
+            self._offer_example(name, reference_scores, scores)
+
+    def _offer_example(self, name: str, reference_scores: Array, scores: Array) -> None:
         """Offer a sample whose class changes; it differs by FP32's margin."""
-        own = int(left.argmax())
-        if other != own:
-            example = ClassExample(
-                number=self.samples - 1,
-                output=name,
-                reference=(own, float(left[own])),
-                candidate=(other, float(right[other])),
-            )
-            sure = float(left[own] - left[other])
-            self.examples.offer(example, differs=max(sure, _LEAST), says=0)
+        reference_class, changed_class = int(reference_scores.argmax()), int(scores.argmax())
+        example = ClassExample(
+            number=self.samples - 1,
+            output=name,
+            reference=(reference_class, float(reference_scores[reference_class])),
+            candidate=(changed_class, float(scores[changed_class])),
+        )
+        margin = float(reference_scores[reference_class] - reference_scores[changed_class])
+        self.examples.offer(example, differs=max(margin, _MIN_DIFFERENCE), says=0)
 
     @property
     def watched(self) -> frozenset[int]:
@@ -258,13 +306,20 @@ class _ClassTally(TaskTally["Classes"]):
         return self.examples.result()
 
     def result(self) -> TaskFigure | None:
-        among = f"{self.five} among the best five" if max(self.task.counts) > 10 else ""
-        return self.top1(self.first, self.compared, among)
+        top5_text = ""
+        if max(self.task.counts) > 10:
+            top5_text = f"{self.top5_matches} among the best five"
+        return self.top1(self.top1_matches, self.compared, top5_text)
 
 
 @dataclass(frozen=True, slots=True)
 class Classes(EvaluationTask):
-    """Classification in one output or several heads."""
+    """Classification in one output or several heads.
+
+    Attributes:
+        outputs: names of the outputs.
+        counts: number of classes of each.
+    """
 
     outputs: tuple[str, ...]
     counts: tuple[int, ...]
@@ -281,85 +336,92 @@ class Classes(EvaluationTask):
 def find_classes(samples: FirstSamples) -> Classes | None:
     """Recognise outputs of one score vector per sample; with probabilities others may exist."""
     vectors = {name: samples.arrays(name) for name in samples.names}
-    scored = [name for name, values in vectors.items() if _scores(values, alone=len(vectors) == 1)]
-    probabilities = [
-        name for name in scored if all(map(are_probabilities_or_logs, _rows(vectors[name])))
-    ]
-    if probabilities or len(scored) < len(vectors):  # then other vectors may be mere numbers
-        scored = probabilities
-    raw = samples.of_pictures
-    scored = [name for name in scored if find_order(vectors[name], raw=raw) is None]
-    others = tuple(name for name in vectors if name not in scored)
-    if not scored or not all(_are_numbers(vectors[name]) for name in others):
+    is_single = len(vectors) == 1
+    scores = [name for name in vectors if _are_scores(vectors[name], is_single=is_single)]
+    probabilities = [name for name in scores if _are_all_probabilities(_rows(vectors[name]))]
+    if probabilities or len(scores) < len(vectors):  # then other vectors may be mere numbers
+        scores = probabilities
+    of_pictures = samples.of_pictures
+    scores = [name for name in scores if find_order(vectors[name], raw=of_pictures) is None]
+    numbers = [name for name in vectors if name not in scores]
+    if not scores or not all(_are_numbers(vectors[name]) for name in numbers):
         return None
-    if not samples.of_pictures and (others or any(map(_are_steps, vectors.values()))):
+
+    if of_pictures:
+        if any(are_features(vectors[name]) for name in scores):
+            return None
+    elif numbers or any(_may_be_steps(vector) for vector in vectors.values()):
         return None
-    if samples.of_pictures and any(are_features(vectors[name]) for name in scored):
-        return None
-    return Classes(tuple(scored), tuple(vectors[name][0].size for name in scored))
+    return Classes(tuple(scores), tuple(vectors[name][0].size for name in scores))
 
 
-def _are_steps(samples: Sequence[Array]) -> bool:
+def _may_be_steps(samples: Sequence[Array]) -> bool:
     """Whether they may be steps: logits, or probabilities that do not sum to 1."""
-    if all(map(are_probabilities_or_logs, _rows(samples))):
+    if _are_all_probabilities(_rows(samples)):
         return False
-    several = any(one.ndim == 3 or np.count_nonzero(one > 0.5) > 1 for one in samples)
-    return are_raw_tracks(samples) or (several and are_tracks(samples))
+    if are_raw_tracks(samples):
+        return True
+    has_several = any(value.ndim == 3 or np.count_nonzero(value > 0.5) > 1 for value in samples)
+    return has_several and are_tracks(samples)
 
 
 def _are_numbers(samples: Sequence[Array]) -> bool:
     """Whether each sample has one vector (or scalar) of finite numbers."""
-    return all(one.size == max(one.shape, default=1) and is_floating(one) for one in samples)
+    return all(
+        value.size == max(value.shape, default=1) and is_floating(value) for value in samples
+    )
 
 
 def _rows(samples: Sequence[Array]) -> list[Floats]:
-    return [np.asarray(one, np.float64).reshape(-1) for one in samples if _is_vector(one)]
+    """Return the samples that are vectors."""
+    return [np.asarray(value, np.float64).reshape(-1) for value in samples if _is_vector(value)]
 
 
-def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
-    rows = _rows(samples)
-    if not rows or len(rows) != len(samples) or not all(np.isfinite(r).all() for r in rows):
+def _are_scores(samples: Sequence[Array], *, is_single: bool) -> bool:
+    """Whether an output holds scores of classes; `is_single`: whether it is the only output."""
+    vectors = _rows(samples)
+    if not vectors or len(vectors) != len(samples) or len({len(row) for row in vectors}) != 1:
         return False
-    if any(len(row) != len(rows[0]) for row in rows):
+    rows = np.stack(vectors)
+    if not np.isfinite(rows).all() or are_sorted(vectors):
         return False
-    if are_sorted(rows):
-        return False
-    if all(map(are_probabilities_or_logs, rows)):
+    if _are_all_probabilities(vectors):
         return True
-    if len(rows[0]) < _FEW:  # a few numbers of one sign may be a place or a size
-        if len(split_output("", samples)) > 1:  # a place and a turn
-            return False
-        return _about_zero(np.stack(rows)) and (
-            alone or mean_best_probability(np.stack(rows)) > _SURE
-        )
-    return bool(_stand_out(np.stack(rows)).all()) and not all(map(of_unit_length, rows))
+    if len(vectors[0]) >= _MIN_EMBEDDING_SIZE:
+        return bool(_stand_out(rows).all()) and not all(map(of_unit_length, vectors))
+    # a few numbers of one sign may be a position or a size, or a position and a rotation
+    if len(split_output("", samples)) > 1 or not _are_few_logits(rows):
+        return False
+    return is_single or mean_best_probability(rows) > _MIN_CONFIDENCE
 
 
-def _about_zero(rows: Floats) -> bool:
+def _are_few_logits(rows: Floats) -> bool:
     """Whether few logits differ among themselves, not in their mean, and leave [-1, 1]."""
+    if not rows.min() < 0 < rows.max() or np.abs(rows).max() <= _MAX_TANH:
+        return False
     spread = float(rows.std(axis=1).mean())
-    wide = rows.min() < 0 < rows.max() and np.abs(rows).max() > _BOUND
-    steady = rows.mean(axis=1).std() < _STEADY * spread
-    sure = rows.shape[1] > _ANGLES or _move_against(rows) or _one_wins(rows)
-    return bool(wide and steady and sure)
+    if rows.mean(axis=1).std() >= _MAX_LOGIT_DRIFT * spread:
+        return False
+    return rows.shape[1] > _MAX_ANGLES or _move_against(rows) or _has_clear_best(rows)
 
 
 def _move_against(rows: Floats) -> bool:
     """Whether some of the numbers fall while others rise, over the samples."""
-    moved = rows - rows.mean(axis=0)
-    independent = float(moved.var(axis=1).mean()) / (rows.shape[1] - 1)
-    return bool(moved.mean(axis=1).var() < _TOGETHER * independent)
+    changes = rows - rows.mean(axis=0)
+    independent = float(changes.var(axis=1).mean()) / (rows.shape[1] - 1)
+    return bool(changes.mean(axis=1).var() < _MAX_COMMON_MOTION * independent)
 
 
-def _one_wins(rows: Floats) -> bool:
-    """Whether on average one number stands off from the rest, as that of a confident class."""
+def _has_clear_best(rows: Floats) -> bool:
+    """Whether on average one number stands off from the others, as that of a confident class."""
     if rows.shape[1] < 3:
         return False
     ranked = np.sort(rows, axis=1).mean(axis=0)
-    return bool(ranked[-1] - ranked[-2] > _OFF * (ranked[-2] - ranked[0]))
+    return bool(ranked[-1] - ranked[-2] > _MIN_LEAD * (ranked[-2] - ranked[0]))
 
 
 def _is_vector(value: Array) -> bool:
     """Whether it is [1, C] or [1, C, 1, 1] of floating-point numbers."""
-    floating = np.issubdtype(value.dtype, np.floating)
-    return floating and value.ndim >= 2 and value.shape[1] >= 2 and value.size == value.shape[1]
+    if value.ndim < 2 or value.shape[1] < 2 or value.size != value.shape[1]:
+        return False
+    return np.issubdtype(value.dtype, np.floating)

@@ -28,14 +28,15 @@ from deploy.tasks.evaluation_task import (
 from deploy.tasks.rows import Outputs, are_probabilities, image_size, sums_to_one
 from deploy.tensors import Array
 
-_SIDE = 16  # pixels of a side, at least
-_SMALLER = 4  # scale of the input to the logits, at most
-_SMOOTH = 0.9  # share of neighbours of one class, at least
-_STEADY = 0.5  # deviation of a pixel's mean logit, relative to that of its logits, at most
-_ABOVE = 0.75  # share of pixels whose best logit is above 0, at least
-_RARE = 1e-3  # share of pixels up to which a class is left out of mIoU, if two exceed it
-_FEW = 16  # pixels of a class, at least, if fewer than two exceed it
-_MOST = 1024  # classes
+_MIN_SIDE = 16  # pixels of a side, at least
+_MAX_SCALE = 4  # scale of the input to the logits, at most
+_MIN_EQUAL_NEIGHBOURS = 0.9  # share of neighbours of one class, at least
+_MAX_LOGIT_DRIFT = 0.5  # deviation of a pixel's mean logit, relative to its logits, at most
+_MIN_POSITIVE_PIXELS = 0.75  # share of pixels whose best logit is above 0, at least
+_MAX_RARE_SHARE = 1e-3  # of pixels, up to which a class is left out of mIoU, if two exceed it
+_MIN_CLASS_PIXELS = 16  # pixels of a class, at least, if fewer than two exceed it
+_MIN_CLASS_SHARE = 0.002  # share of a picture's pixels from which a class counts as recognised
+_MAX_CLASSES = 1024
 
 
 @dataclass(slots=True)
@@ -48,25 +49,28 @@ class _PixelTally(TaskTally["Pixels"]):
         self.counts = np.zeros((self.task.classes, self.task.classes + 1), np.int64)
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        left = self._classes(reference[self.task.output])
-        right = self._classes(candidate[self.task.output])
-        if right.shape != left.shape:
-            right = np.full_like(left, self.task.classes)
-        valid = left < self.task.classes
-        place = left[valid] * (self.task.classes + 1) + right[valid]
-        self.counts += np.bincount(place, minlength=self.counts.size).reshape(self.counts.shape)
+        reference_classes = self._classes(reference[self.task.output])
+        classes = self._classes(candidate[self.task.output])
+        if classes.shape != reference_classes.shape:
+            classes = np.full_like(reference_classes, self.task.classes)
+        is_valid = reference_classes < self.task.classes
+        cell = reference_classes[is_valid] * (self.task.classes + 1) + classes[is_valid]
+        self.counts += np.bincount(cell, minlength=self.counts.size).reshape(self.counts.shape)
 
     def _classes(self, value: Array) -> NDArray[np.int64]:
-        none = self.task.classes
+        """Return the class of each pixel; the number of classes stands for none."""
+        no_class = self.task.classes
         if value.dtype.kind in "iu" or value.ndim == 3 or value.shape[1:2] == (1,):
             numbers = np.nan_to_num(value.reshape(-1), nan=-1).astype(np.int64)
-            return np.where((numbers < 0) | (numbers > none), none, numbers)
-        value = to_channels_first(value) if self.task.last else value
-        if value.ndim != 4 or value.shape[1] != none:
+            return np.where((numbers < 0) | (numbers > no_class), no_class, numbers)
+
+        if self.task.last:
+            value = to_channels_first(value)
+        if value.ndim != 4 or value.shape[1] != no_class:
             return np.zeros(0, np.int64)
-        best = np.asarray(value.argmax(axis=1), np.int64)
-        best[np.isnan(value).any(axis=1)] = none
-        return best.reshape(-1)
+        classes = np.asarray(value.argmax(axis=1), np.int64)
+        classes[np.isnan(value).any(axis=1)] = no_class
+        return classes.reshape(-1)
 
     def result(self) -> TaskFigure | None:
         """Return the mean IoU of FP32's classes, with the share of equal pixels as text.
@@ -74,26 +78,37 @@ class _PixelTally(TaskTally["Pixels"]):
         None if FP32 sees fewer than two: agreement on background alone means nothing.
         """
         total = int(self.counts.sum())
-        both = np.diagonal(self.counts).astype(np.float64)
+        equal = np.diagonal(self.counts).astype(np.float64)
         reference, candidate = self.counts.sum(axis=1), self.counts.sum(axis=0)[:-1]
-        counted = reference > _RARE * total
-        if counted.sum() < 2:
-            counted = reference >= _FEW
-        if counted.sum() < 2:
+        is_counted = reference > _MAX_RARE_SHARE * total
+        if is_counted.sum() < 2:
+            is_counted = reference >= _MIN_CLASS_PIXELS
+        if is_counted.sum() < 2:
             return None
-        ious = both[counted] / (reference + candidate - both)[counted]
-        mean, equal = ious.mean(), 100 * both.sum() / total
-        words = f"mIoU {mean:.3f} of {int(counted.sum())} classes, {equal:.1f} % of pixels of"
-        return self.figure("mIoU with FP32", float(mean), f"{mean:.3f}", f"{words} FP32's class")
+
+        ious = equal[is_counted] / (reference + candidate - equal)[is_counted]
+        mean = ious.mean()
+        equal_percent = 100 * equal.sum() / total
+        text = (
+            f"mIoU {mean:.3f} of {ious.size} classes, {equal_percent:.1f} % of pixels of"
+            " FP32's class"
+        )
+        return self.figure("mIoU with FP32", float(mean), f"{mean:.3f}", text)
 
 
 @dataclass(frozen=True, slots=True)
 class Pixels(EvaluationTask):
-    """A class per pixel, in one output."""
+    """A class per pixel, in one output.
+
+    Attributes:
+        output: name of the output.
+        classes: number of classes.
+        last: whether classes are the last dimension.
+    """
 
     output: str
     classes: int
-    last: bool = False  # whether classes are the last dimension
+    last: bool = False
     name = "segmentation"
     reads = "{0.classes} classes a pixel"
     tally_type = _PixelTally
@@ -101,19 +116,22 @@ class Pixels(EvaluationTask):
 
 def find_segmentation(first_samples: FirstSamples) -> Pixels | None:
     """Recognise the first output that holds a class per pixel."""
-    alone = len(first_samples.names) == 1
+    is_single = len(first_samples.names) == 1
     for name in first_samples.names:
         samples = first_samples.arrays(name)
-        if all(map(_is_numbers, samples)) and all(map(_fits, samples, first_samples.inputs)):
-            count = int(max(one.max() for one in samples)) + 1
-            fewest = 3 if samples[0].dtype.kind == "f" else 2  # floats of 0 and 1 may be a picture
-            if fewest <= count <= _MOST:
+        if all(map(_are_class_numbers, samples)) and _fit_pictures(samples, first_samples.inputs):
+            count = int(max(value.max() for value in samples)) + 1
+            # floats of 0 and 1 may be a picture
+            min_count = 3 if samples[0].dtype.kind == "f" else 2
+            if min_count <= count <= _MAX_CLASSES:
                 return Pixels(name, count, parts={name: ()})
-        for last in (False, True):
-            maps = [*map(to_channels_first, samples)] if last else samples
-            are_classes = _are_classes(maps, first_samples.inputs) and (alone or _several(maps))
-            if are_classes and (not last or all(map(_fits, maps, first_samples.inputs))):
-                return Pixels(name, maps[0].shape[1], last=last)
+
+        if _are_classes(samples, first_samples.inputs, is_single=is_single):
+            return Pixels(name, samples[0].shape[1])
+        maps = [to_channels_first(value) for value in samples]
+        are_classes = _are_classes(maps, first_samples.inputs, is_single=is_single)
+        if are_classes and _fit_pictures(maps, first_samples.inputs):
+            return Pixels(name, maps[0].shape[1], last=True)
     return None
 
 
@@ -122,69 +140,93 @@ def to_channels_first(value: Array) -> Array:
     return np.moveaxis(value, 3, 1) if value.ndim == 4 else value
 
 
-def _are_classes(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
-    if not all(map(_is_scores, samples)) or len({one.shape[1] for one in samples}) != 1:
+def _are_classes(samples: Sequence[Array], inputs: Sequence[Outputs], *, is_single: bool) -> bool:
+    """Whether [1, C, H, W] are scores of classes; `is_single`: whether of the only output."""
+    if not all(map(_are_score_maps, samples)) or len({value.shape[1] for value in samples}) != 1:
         return False
-    return all(are_probabilities(one, 1) for one in samples) or _are_logits(samples, inputs)
+    are_all_probabilities = all(are_probabilities(value, 1) for value in samples)
+    if not are_all_probabilities and not _are_logits(samples, inputs):
+        return False
+    return is_single or _has_several_classes(samples)
 
 
-def _is_numbers(value: Array) -> bool:
+def _are_class_numbers(value: Array) -> bool:
     """Whether it is class numbers [1, H, W] or [1, 1, H, W], of integers or cast to floats."""
-    flat = value.ndim == 3 or (value.ndim == 4 and value.shape[1] == 1)
-    if not flat or min(value.shape[-2:]) < _SIDE or value.dtype.kind not in "iuf":
+    is_map = value.ndim == 3 or (value.ndim == 4 and value.shape[1] == 1)
+    if not is_map or min(value.shape[-2:]) < _MIN_SIDE or value.dtype.kind not in "iuf":
         return False
-    return bool(value.min() >= 0 and (value.dtype.kind != "f" or (value == np.rint(value)).all()))
+    if not (value >= 0).all():
+        return False
+    return value.dtype.kind != "f" or bool((value == np.rint(value)).all())
 
 
-def _is_scores(value: Array) -> bool:
-    floating = np.issubdtype(value.dtype, np.floating)
-    fits = floating and value.ndim == 4 and 2 <= value.shape[1] <= _MOST
-    return bool(fits and min(value.shape[2:]) >= _SIDE and np.isfinite(value).all())
+def _are_score_maps(value: Array) -> bool:
+    """Whether it is finite floating-point numbers [N, C, H, W] of several large channels."""
+    if value.ndim != 4 or not np.issubdtype(value.dtype, np.floating):
+        return False
+    if not 2 <= value.shape[1] <= _MAX_CLASSES or min(value.shape[2:]) < _MIN_SIDE:
+        return False
+    return bool(np.isfinite(value).all())
 
 
-def _several(samples: Sequence[Array]) -> bool:
+def _has_several_classes(samples: Sequence[Array]) -> bool:
     """Whether different pixels have different best classes."""
-    best = [one.argmax(axis=1) for one in samples]
-    return len({int(one.min()) for one in best} | {int(one.max()) for one in best}) > 1
+    first_class = int(samples[0][:, :, 0, 0].argmax())
+    return any((value.argmax(axis=1) != first_class).any() for value in samples)
 
 
-def _fits(value: Array, fed: Outputs) -> bool:
-    """Whether the output is as large as the input picture, or not much smaller."""
-    size = image_size(fed)
-    if size is None or value.shape[0] != 1:
-        return False
-    return all(s <= own <= _SMALLER * s for s, own in zip(value.shape[-2:], size, strict=True))
+def _fit_pictures(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
+    """Whether the output is as large as the input picture, or not much smaller, in each sample."""
+    for value, sample_inputs in zip(samples, inputs, strict=True):
+        size = image_size(sample_inputs)
+        if size is None or value.shape[0] != 1:
+            return False
+        if not _has_scale(value.shape[-2:], size, _MAX_SCALE):
+            return False
+    return True
+
+
+def _has_scale(sides: Sequence[int], size: tuple[int, int], max_scale: int) -> bool:
+    """Whether the picture is as large as the sides of a map, or at most `max_scale` times so."""
+    return all(
+        side <= picture_side <= max_scale * side
+        for side, picture_side in zip(sides, size, strict=True)
+    )
 
 
 def _are_logits(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
-    classes: set[int] = set()
-    if not all(map(_fits, samples, inputs)):
+    """Whether they are logits of classes that neighbouring pixels share."""
+    if not _fit_pictures(samples, inputs):
         return False
+    classes: set[int] = set()
     for value in samples:
         if np.mean(value < 0) < 0.2 or np.abs(value).max() < 1.5:  # a picture or probabilities
             return False
-        if not _about_zero(value[0]):
+        if not _are_about_zero(value[0]):
             return False
         best = value[0].argmax(axis=0)
-        if min(np.mean(best[1:] == best[:-1]), np.mean(best[:, 1:] == best[:, :-1])) < _SMOOTH:
+        equal_rows, equal_columns = best[1:] == best[:-1], best[:, 1:] == best[:, :-1]
+        if min(np.mean(equal_rows), np.mean(equal_columns)) < _MIN_EQUAL_NEIGHBOURS:
             return False
-        classes |= set(np.flatnonzero(np.bincount(best.ravel()) > 0.002 * best.size).tolist())
+        class_pixels = np.bincount(best.ravel())
+        classes |= {*np.flatnonzero(class_pixels > _MIN_CLASS_SHARE * best.size).tolist()}
     return len(classes) > 1
 
 
-def _about_zero(scores: Array) -> bool:
-    """Whether pixels differ in their logits, not in their mean, and each has one above 0."""
+def _are_about_zero(scores: Array) -> bool:
+    """Whether pixels differ in their logits, not in their mean, and most have one above 0."""
     mean, spread = scores.mean(axis=0, dtype=np.float64), scores.std(axis=0, dtype=np.float64)
-    above = np.mean(scores.max(axis=0) > 0)
-    return bool(mean.std() < _STEADY * spread.mean() and above >= _ABOVE)
+    positive_pixels = np.mean(scores.max(axis=0) > 0)
+    is_steady = mean.std() < _MAX_LOGIT_DRIFT * spread.mean()
+    return bool(is_steady and positive_pixels >= _MIN_POSITIVE_PIXELS)
 
 
-_CHANNELS = 4  # at most
-_MASK_SMALLER = 8  # scale of the input to the masks, at most
-_BETWEEN = 0.25  # share of values between 0.1 and 0.9, at most
-_HIGH = 0.3  # the largest value, at least
-_ALIKE = 0.9  # correlation with the input picture, at most
-_BEYOND = 0.15  # distance to [0, 1] of values without a final Sigmoid, at most
+_MAX_CHANNELS = 4  # masks of an output, at most
+_MAX_MASK_SCALE = 8  # scale of the input to the masks, at most
+_MAX_BETWEEN = 0.25  # share of values between 0.1 and 0.9, at most
+_MIN_PEAK = 0.3  # the largest value, at least
+_MAX_PICTURE_CORRELATION = 0.9  # correlation with the input picture, at most
+_MAX_OUTSIDE = 0.15  # distance to [0, 1] of values without a final Sigmoid, at most
 _THRESHOLDS = ((0.5, 2e-3), (0.3, 1e-3), (0.1, 5e-4))  # threshold, share of pixels required
 
 
@@ -197,25 +239,34 @@ class _MaskTally(ThresholdTally["MaskMaps"]):
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name, threshold in product(self.task.outputs, self.counts):
-            one, other = reference[name] > threshold, candidate[name] > threshold
-            both = int((one & other).sum()) if one.shape == other.shape else 0
-            self.count(threshold, int(one.sum()), int(other.sum()), both)
-            self.pixels += one.size if threshold == _THRESHOLDS[0][0] else 0
+            reference_mask = reference[name] > threshold
+            candidate_mask = candidate[name] > threshold
+            common_pixels = 0
+            if reference_mask.shape == candidate_mask.shape:
+                common_pixels = int((reference_mask & candidate_mask).sum())
+            counts = int(reference_mask.sum()), int(candidate_mask.sum()), common_pixels
+            self.count(threshold, *counts)
+            if threshold == _THRESHOLDS[0][0]:
+                self.pixels += reference_mask.size
 
     def result(self) -> TaskFigure | None:
         """Return the IoU at the highest threshold with enough FP32 pixels."""
         for threshold, share in _THRESHOLDS:
-            reference, candidate, both = self.counts[threshold]
+            reference, candidate, common = self.counts[threshold]
             if reference > share * self.pixels:
-                iou = both / (reference + candidate - both)
-                words = f"IoU {iou:.3f} of the pixels above {threshold:g}"
-                return self.figure("IoU with FP32", iou, f"{iou:.3f}", words)
+                iou = common / (reference + candidate - common)
+                text = f"IoU {iou:.3f} of the pixels above {threshold:g}"
+                return self.figure("IoU with FP32", iou, f"{iou:.3f}", text)
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class MaskMaps(EvaluationTask):
-    """One or a few masks, in one output or several."""
+    """One or a few masks, in one output or several.
+
+    Attributes:
+        outputs: names of the outputs.
+    """
 
     outputs: tuple[str, ...]
     name = "masks"
@@ -224,8 +275,8 @@ class MaskMaps(EvaluationTask):
     @property
     def form(self) -> str:
         """How the outputs are interpreted."""
-        several = len(self.outputs) > 1
-        return f"{', '.join(self.outputs)}: {'maps' if several else 'a map'} of 0 to 1"
+        kind = "maps" if len(self.outputs) > 1 else "a map"
+        return f"{', '.join(self.outputs)}: {kind} of 0 to 1"
 
 
 def find_masks(first_samples: FirstSamples) -> MaskMaps | None:
@@ -234,35 +285,38 @@ def find_masks(first_samples: FirstSamples) -> MaskMaps | None:
     names = []
     for name in first_samples.names:
         samples = first_samples.arrays(name)
-        if all(_is_map(one, size) for one, size in zip(samples, sizes, strict=True)):
-            between = [np.mean((one > 0.1) & (one < 0.9)) for one in samples]
-            high = max(float(one.max()) for one in samples) >= _HIGH
-            pictures = all(map(_is_picture, samples, first_samples.inputs))
-            if np.mean(between) < _BETWEEN and high and not pictures:
-                names.append(name)
+        if not all(map(_is_mask_map, samples, sizes)):
+            continue
+        if all(map(_is_picture, samples, first_samples.inputs)):
+            continue
+        between = [np.mean((value > 0.1) & (value < 0.9)) for value in samples]
+        peak = max(float(value.max()) for value in samples)
+        if np.mean(between) < _MAX_BETWEEN and peak >= _MIN_PEAK:
+            names.append(name)
     shapes = {first_samples.outputs[0][name].shape for name in names}
     return MaskMaps(tuple(names)) if len(shapes) == 1 else None
 
 
-def _is_map(value: Array, size: tuple[int, int] | None) -> bool:
+def _is_mask_map(value: Array, size: tuple[int, int] | None) -> bool:
+    """Whether it is values of about 0 to 1 in a few channels, for a picture of this size."""
     if size is None or value.ndim != 4 or not np.issubdtype(value.dtype, np.floating):
         return False
-    channels_first = value.shape[1] <= _CHANNELS
-    if not channels_first and value.shape[3] > _CHANNELS:
+    has_channels_first = value.shape[1] <= _MAX_CHANNELS
+    if not has_channels_first and value.shape[3] > _MAX_CHANNELS:
         return False
-    sides = value.shape[2:] if channels_first else value.shape[1:3]
-    fits = (s <= side <= _MASK_SMALLER * s for s, side in zip(sides, size, strict=True))
-    if channels_first and value.shape[1] > 1 and sums_to_one(value, 1).all():
+    sides = value.shape[2:] if has_channels_first else value.shape[1:3]
+    if min(sides) < _MIN_SIDE or not _has_scale(sides, size, _MAX_MASK_SCALE):
         return False
-    low, high = float(value.min()), float(value.max())
-    return min(sides) >= _SIDE and all(fits) and low >= -_BEYOND and high <= 1 + _BEYOND
+    if has_channels_first and value.shape[1] > 1 and sums_to_one(value, 1).all():
+        return False
+    return bool(value.min() >= -_MAX_OUTSIDE and value.max() <= 1 + _MAX_OUTSIDE)
 
 
-def _is_picture(value: Array, fed: Outputs) -> bool:
+def _is_picture(value: Array, inputs: Outputs) -> bool:
     """Whether an output correlates with the input picture."""
-    for picture in fed.values():
+    for picture in inputs.values():
         if picture.shape == value.shape and picture.std() > 0 and value.std() > 0:
-            along = np.corrcoef(picture.reshape(-1).astype(np.float64), value.reshape(-1))
-            if float(along[0, 1]) > _ALIKE:
+            correlations = np.corrcoef(picture.reshape(-1).astype(np.float64), value.reshape(-1))
+            if float(correlations[0, 1]) > _MAX_PICTURE_CORRELATION:
                 return True
     return False
