@@ -1,114 +1,104 @@
-"""Latencies of models, and bench."""
+"""The command bench: batches, kernels, shapes, streams and two models."""
 
-import itertools
 import json
-import math
 import re
-import time
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from onnx import numpy_helper
 
 from deploy.analysis.benchmark import bench, model_size
-from deploy.errors import BackendError, ConfigError
+from deploy.errors import ConfigError
 from deploy.metrics.bench_inputs import random_feeds
 from deploy.metrics.kernels import KernelTime, time_kernels
-from deploy.metrics.latency import FEW, DeviceTimes, Timing, measure, percentile
+from deploy.metrics.latency import FEW, measure
 from deploy.report import Report, to_html, to_markdown, to_screen
 from deploy.report.parts import BatchRow, EngineRow
-from deploy.runtimes import ort
-from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, build_net, make_model, save_net
 
-QUICK = ("--duration", 0, "--warm-up", 0, "--threads", 1)
+QUICK_OPTIONS = ("--duration", 0, "--warm-up", 0, "--threads", 1)
 
 
-def saved(path, nodes="y = Relu (x)", *, shape=("n", 3), x="x", outputs="y"):
+def save_model(path, nodes="y = Relu (x)", *, shape=("n", 3), x="x", outputs="y"):
     shapes = {x: shape}, dict.fromkeys(outputs, shape)
     return save_net(make_model(nodes, *shapes, opset=17, ir=9), path)
 
 
 @pytest.fixture
-def a(tmp_path):
-    return saved(tmp_path / "a.onnx")
+def model_a(tmp_path):
+    return save_model(tmp_path / "a.onnx")
 
 
 @pytest.fixture
-def told(run, tmp_path):
-    """(words of bench) -> its engines as JSON, and the screen."""
+def bench_json(run, tmp_path):
+    """(*arguments of bench) -> its engines as JSON, and what it prints."""
 
-    def call(*words):
-        out = run.ok("bench", *words, *QUICK, "--json", tmp_path / "r.json")
+    def call(*arguments):
+        out = run.ok("bench", *arguments, *QUICK_OPTIONS, "--json", tmp_path / "r.json")
         return json.loads((tmp_path / "r.json").read_text())["engines"], out
 
     return call
 
 
 @pytest.fixture
-def refused(run):
-    return lambda *words: run.fails("bench", *words, *QUICK)
+def refusal_of(run):
+    return lambda *arguments: run.fails("bench", *arguments, *QUICK_OPTIONS)
 
 
 @pytest.fixture
-def shapes_run(monkeypatch):
+def measured_shapes(monkeypatch):
     """Shapes of x in the first feed of everything that was measured."""
-    seen = []
+    shapes = []
 
-    def watched(sessions, feeds, **rest):
-        seen.append(feeds[0]["x"].shape)
-        return measure(sessions, feeds, **rest)
+    def measure_and_record(sessions, feeds, **options):
+        shapes.append(feeds[0]["x"].shape)
+        return measure(sessions, feeds, **options)
 
-    monkeypatch.setattr("deploy.analysis.benchmark.measure", watched)
-    return seen
+    monkeypatch.setattr("deploy.analysis.benchmark.measure", measure_and_record)
+    return shapes
 
 
-def test_each_batch_is_measured_and_the_smallest_is_the_headline(told, a, tmp_path, shapes_run):
-    engines, out = told(saved(tmp_path / "b.onnx"), "--against", a, "--batch", "4,1,2,4")
+def test_every_batch_is_measured(bench_json, model_a, tmp_path, measured_shapes):
+    engines, out = bench_json(
+        save_model(tmp_path / "b.onnx"), "--against", model_a, "--batch", "4,1,2,4"
+    )
     assert [[row["batch"] for row in engine["sweep"]] for engine in engines] == [[1, 2, 4]] * 2
-    assert shapes_run == [(1, 3), (2, 3), (4, 3)]
-    first = engines[0]
-    assert first["latency"] == first["sweep"][0]["latency"]
-    for row in first["sweep"]:
+    assert measured_shapes == [(1, 3), (2, 3), (4, 3)]
+    first_engine = engines[0]
+    assert first_engine["latency"] == first_engine["sweep"][0]["latency"]
+    for row in first_engine["sweep"]:
         assert row["items_qps"] == pytest.approx(1e3 * row["batch"] / row["latency"]["host"]["p50"])
     assert re.search(r"^Batch +1 +1$", out, re.MULTILINE)
     assert re.search(r"^Batches +a.onnx( +b.onnx +batch$|  b.onnx)", out, re.MULTILINE)
     assert out.count("best: ") == 2
 
 
-def test_images_are_stacked_to_a_batch_in_turn(told, a, held, shapes_run):
-    told(a, "--images", held, "--batch", "1,8")
-    assert shapes_run == [(1, 3), (8, 3)]
+def test_images_are_stacked_to_batches(bench_json, model_a, sample_file, measured_shapes):
+    bench_json(model_a, "--images", sample_file, "--batch", "1,8")
+    assert measured_shapes == [(1, 3), (8, 3)]
 
 
-def test_a_batch_that_the_model_does_not_take_is_refused(refused, a, tmp_path, wording):
-    fixed = saved(tmp_path / "fixed.onnx", shape=(1, 3))
-    said = refused(fixed, "--batch", "1,2")
-    assert "first dimension" in said
-    assert "got [1, 3] for 'x'" in said
-    assert "got [1, 3] for 'x'" in refused(a, "--against", fixed, "--batch", "1")
+def test_batch_of_fixed_model_is_refused(refusal_of, model_a, tmp_path, wording):
+    fixed = save_model(tmp_path / "fixed.onnx", shape=(1, 3))
+    message = refusal_of(fixed, "--batch", "1,2")
+    assert "first dimension" in message
+    assert "got [1, 3] for 'x'" in message
+    assert "got [1, 3] for 'x'" in refusal_of(model_a, "--against", fixed, "--batch", "1")
     nodes = "s = Constant <value_ints = [1, 3]> () y = Reshape (x, s)"
-    model = saved(tmp_path / "b.onnx", nodes)
-    wording.check(refused(model, "--batch", "1,2"))
+    model = save_model(tmp_path / "b.onnx", nodes)
+    wording.check(refusal_of(model, "--batch", "1,2"))
 
 
-def test_images_of_several_sizes_or_shapes_with_a_batch_are_no_batch(
-    refused, told, tmp_path, wording
-):
+def test_images_of_several_sizes_cannot_batch(refusal_of, bench_json, tmp_path, wording):
     (folder := tmp_path / "rows").mkdir()
     for width in (3, 4):
         np.save(folder / f"{width}.npy", np.zeros((1, width), np.float32))
-    model = saved(tmp_path / "a.onnx", shape=("n", "w"))
-    wording.check(refused(model, "--images", folder, "--batch", "2"))
-    assert "write 1 there" in refused(model, "--batch", "2", "--shape", "x:4x5")
-    assert told(model, "--batch", "2", "--shape", "x:1x5")[0][0]["sweep"][0]["batch"] == 2
+    model = save_model(tmp_path / "a.onnx", shape=("n", "w"))
+    wording.check(refusal_of(model, "--images", folder, "--batch", "2"))
+    assert "write 1 there" in refusal_of(model, "--batch", "2", "--shape", "x:4x5")
+    assert bench_json(model, "--batch", "2", "--shape", "x:1x5")[0][0]["sweep"][0]["batch"] == 2
 
 
 BATCHES = ["0", "1,,2", "two", "-1", "1,65537", ""]
@@ -122,19 +112,19 @@ SHAPES = ["x", "x:", "x:1xtwo", ":1x2", "x:-1"]
         *(("--shape", value, "name:1x3x224x224") for value in SHAPES),
     ],
 )
-def test_what_is_no_batch_or_shape_is_a_usage_error(run, a, option, value, form):
-    code, _, err = run("bench", a, option, value)
+def test_wrong_batch_or_shape_is_refused(run, model_a, option, value, form):
+    code, _, err = run("bench", model_a, option, value)
     assert code == 2
     assert form in err
 
 
-def swept(label, *rates):
-    found = measure({"x": Still()}, [{}], warmup_ms=0, duration_s=0)["x"]
-    rows = [BatchRow(batch=2**n, items_qps=r, latency=found) for n, r in enumerate(rates)]
+def swept_row(label, *rates):
+    latency = measure({"x": IdleSession()}, [{}], warmup_ms=0, duration_s=0)["x"]
+    rows = [BatchRow(batch=2**n, items_qps=r, latency=latency) for n, r in enumerate(rates)]
     return EngineRow(label=label, latency=rows[0].latency, sweep=tuple(rows))
 
 
-class Still:
+class IdleSession:
     inputs = outputs = ()
     threads = 1
 
@@ -142,8 +132,8 @@ class Still:
         return {}
 
 
-def test_every_form_has_the_batches_and_marks_the_best_of_each():
-    report = Report(engines=(swept("a<b", 100, 300, 200), swept("c", 50, 60, 70)))
+def test_every_report_marks_the_best_batch():
+    report = Report(engines=(swept_row("a<b", 100, 300, 200), swept_row("c", 50, 60, 70)))
     screen = to_screen(report)
     page = to_html(report)
     text = to_markdown(report)
@@ -159,55 +149,59 @@ def test_every_form_has_the_batches_and_marks_the_best_of_each():
     names = [float(y) for y in re.findall(r'<text class="name[^>]* y="([\d.]+)"', figure)]
     assert len(names) == 2
     assert names[1] - names[0] >= 15  # none over another
-    page = to_html(Report(engines=(swept("a", 100),)))  # one batch alone is not drawn
+    page = to_html(Report(engines=(swept_row("a", 100),)))  # one batch alone is not drawn
     assert "Throughput by batch" not in page
     assert "best: " in page
 
 
-def test_a_profile_tells_every_kernel_the_slowest_first(told, small_cnn):
-    (engine,), out = told(small_cnn, "--profile")
+def test_profile_lists_slowest_kernels_first(bench_json, small_cnn):
+    (engine,), out = bench_json(small_cnn, "--profile")
     times = [kernel["ms"] for kernel in engine["kernels"]]
     assert times == sorted(times, reverse=True)
     assert {"Conv", "Gemm", "MaxPool"} <= {kernel["kind"] for kernel in engine["kernels"]}
     assert re.search(r"^Kernels +time +share +kind +kernel$", out, re.M)
 
 
-def test_a_profile_of_two_models_is_by_kind(told, a, tmp_path):
-    _, out = told(saved(tmp_path / "b.onnx", "y = Neg (x)"), "--against", a, "--profile")
+def test_profile_of_two_models_groups_kinds(bench_json, model_a, tmp_path):
+    _, out = bench_json(
+        save_model(tmp_path / "b.onnx", "y = Neg (x)"), "--against", model_a, "--profile"
+    )
     assert re.search(r"^Kernels +a.onnx +b.onnx +kind$", out, re.MULTILINE)
     assert re.search(r"ms in 1 +-  Relu$", out, re.M)
     assert re.search(r"- .*ms in 1  Neg$", out, re.M)
 
 
-def test_a_body_is_told_and_what_runs_it_is_not_told_twice(told, tmp_path):
+def test_profile_counts_branches_only_once(bench_json, tmp_path):
     nodes = """
         s = ReduceSum <keepdims = 0> (x) c = Cast <to = 9> (s)
         y = If <then_branch = relu () => (float[n, 3] o) { o = Relu (x) },
                 else_branch = neg () => (float[n, 3] o) { o = Neg (x) }> (c)
     """
-    kernels = told(saved(tmp_path / "a.onnx", nodes), "--profile")[0][0]["kernels"]
+    kernels = bench_json(save_model(tmp_path / "a.onnx", nodes), "--profile")[0][0]["kernels"]
     kinds = {kernel["kind"] for kernel in kernels}
     assert "If" not in kinds
     assert kinds & {"Relu", "Neg"}
 
 
-def test_a_kernel_takes_the_p50_of_its_runs_times_how_often_it_runs():
-    class Told(Still):
+def test_kernel_time_is_p50_times_runs():
+    class LayeredSession(IdleSession):
         def layer_times(self, feeds, runs):
             for run in range(runs):
-                early = 100 if run < 2 else run
-                yield "once", "A", early
-                yield from [("twice", "B", early / 2)] * 2
+                ms = 100 if run < 2 else run
+                yield "once", "A", ms
+                yield from [("twice", "B", ms / 2)] * 2
 
-    found = time_kernels("x", Told(), [{}], again=Told, duration_ms=0, p50_ms=1)
-    assert [(k.name, k.kind, k.ms) for k in found] == [("once", "A", 6.0), ("twice", "B", 6.0)]
-
-
-def test_a_runtime_without_kernel_times_is_refused_first(refused, a, openvino):
-    assert "leave --profile out" in refused(a, "--runtime", "openvino", "--profile")
+    kernels = time_kernels(
+        "x", LayeredSession(), [{}], again=LayeredSession, duration_ms=0, p50_ms=1
+    )
+    assert [(k.name, k.kind, k.ms) for k in kernels] == [("once", "A", 6.0), ("twice", "B", 6.0)]
 
 
-def test_kernels_without_a_kind_are_told_one_by_one():
+def test_profile_needs_a_profiling_runtime(refusal_of, model_a, openvino):
+    assert "leave --profile out" in refusal_of(model_a, "--runtime", "openvino", "--profile")
+
+
+def test_kernels_without_kind_are_listed_singly():
     kernels = tuple(KernelTime(name=f"k{n}", kind="", ms=12.0 - n) for n in range(12))
     rows = tuple(EngineRow(label=label, kernels=kernels) for label in ("a", "b"))
     screen = to_screen(Report(engines=rows))
@@ -220,7 +214,7 @@ def test_kernels_without_a_kind_are_told_one_by_one():
 
 
 @pytest.fixture
-def built(tmp_path):
+def int8_engine(tmp_path):
     """A build of a model whose height and width are open, calibrated at 12x20."""
     rng = np.random.default_rng(0)
     weights = {name: rng.normal(0, 0.3, (4, n, 3, 3)) for name, n in (("w", 3), ("v", 4))}
@@ -231,80 +225,82 @@ def built(tmp_path):
     return out / "net.int8.onnx"
 
 
-def test_open_shapes_are_those_that_the_build_calibrated_with(told, built, tmp_path, shapes_run):
-    _, out = told(built, "--against", tmp_path / "net.onnx")
-    assert shapes_run[-1] == (1, 3, 12, 20)
+def test_open_shapes_come_from_the_build(bench_json, int8_engine, tmp_path, measured_shapes):
+    _, out = bench_json(int8_engine, "--against", tmp_path / "net.onnx")
+    assert measured_shapes[-1] == (1, 3, 12, 20)
     assert "1x3x12x20" in " ".join(out.split())
-    told(tmp_path / "net.onnx", "--against", built, "--batch", "2")
-    assert shapes_run[-1] == (2, 3, 12, 20)
-    _, out = told(built, "--shape", "x:1x3x8x9")  # what is given stands before it
-    assert shapes_run[-1] == (1, 3, 8, 9)
+    bench_json(tmp_path / "net.onnx", "--against", int8_engine, "--batch", "2")
+    assert measured_shapes[-1] == (2, 3, 12, 20)
+    _, out = bench_json(int8_engine, "--shape", "x:1x3x8x9")  # what is given stands before it
+    assert measured_shapes[-1] == (1, 3, 8, 9)
     assert "as the build" not in out
 
 
-def test_a_manifest_that_tells_no_shape_that_fits_is_passed_over(refused, built, wording):
-    path = built.parent / "calib8/manifest.json"
+def test_manifest_without_matching_shape_is_ignored(refusal_of, int8_engine, wording):
+    path = int8_engine.parent / "calib8/manifest.json"
     document = json.loads(path.read_text())
     assert document["made_from"]["shapes"] == {"x": [1, 3, 12, 20]}
-    stranger = built.with_name("other.onnx")  # which no build made
-    stranger.write_bytes(built.read_bytes())
-    wording.check(refused(stranger))
+    foreign_engine = int8_engine.with_name("other.onnx")  # which no build made
+    foreign_engine.write_bytes(int8_engine.read_bytes())
+    wording.check(refusal_of(foreign_engine))
     broken = [[1, 3, 0, 8], [1, 4, 8, 8], [True, 3, 8, 8], [1, 3, 8], 5]
     for shapes in (None, [], *({"x": dims} for dims in broken)):
         document["made_from"]["shapes"] = shapes
         path.write_text(json.dumps(document))
-        wording.check(refused(built))
+        wording.check(refusal_of(int8_engine))
 
 
-def test_streams_of_onnx_models_share_the_cores(run, a, monkeypatch):
+def test_streams_share_the_cores(run, model_a, monkeypatch):
     monkeypatch.setattr("deploy.analysis.benchmark.usable_cores", lambda: 6)
-    words = ("bench", a, "--streams", 3, "--duration", 0, "--warm-up", 0)
-    assert "3 streams at once, 2 threads" in run(*words)[1]
-    assert "3 streams at once, 1 thread" in run(*words, "--threads", 1)[1]
+    options = ("bench", model_a, "--streams", 3, "--duration", 0, "--warm-up", 0)
+    assert "3 streams at once, 2 threads" in run(*options)[1]
+    assert "3 streams at once, 1 thread" in run(*options, "--threads", 1)[1]
 
 
-def test_a_measurement_that_was_too_short_says_so(told, a):
-    assert "10 iterations, so p95" in told(a)[1]
+def test_short_measurement_warns_and_omits_percentiles(bench_json, model_a):
+    assert "10 iterations, so p95" in bench_json(model_a)[1]
     for runs, shown in ((FEW - 1, []), (FEW, ["p95"]), (99, ["p95"]), (100, ["p95", "p99"])):
-        found = measure({"x": Still()}, [{}], warmup_ms=0, duration_s=0, min_iterations=runs)["x"]
-        assert any("iterations, so p95" in text for text in found.warnings) == (runs < FEW)
-        table = to_markdown(Report(engines=(EngineRow(label="x", latency=found),)))
+        latency = measure(
+            {"x": IdleSession()}, [{}], warmup_ms=0, duration_s=0, min_iterations=runs
+        )["x"]
+        assert any("iterations, so p95" in text for text in latency.warnings) == (runs < FEW)
+        table = to_markdown(Report(engines=(EngineRow(label="x", latency=latency),)))
         assert re.findall(r"Latency (p9[59])", table) == shown
 
 
-def test_two_models_side_by_side(a, tmp_path):
-    b = saved(tmp_path / "b.onnx", "y = Neg (x)")
-    first, second = bench(b, against=a, threads=1, warmup_ms=0, duration_s=0).engines
+def test_two_models_are_measured_together(model_a, tmp_path):
+    model_b = save_model(tmp_path / "b.onnx", "y = Neg (x)")
+    first, second = bench(model_b, against=model_a, threads=1, warmup_ms=0, duration_s=0).engines
     assert (first.label, second.label) == ("a.onnx", "b.onnx")
     assert first.reference
     assert not second.reference
     assert first.latency.queries == second.latency.queries == 10
-    assert first.size_bytes == a.stat().st_size
+    assert first.size_bytes == model_a.stat().st_size
     assert first.threads == 1
     assert first.load_ms > 0
 
 
-def test_models_of_one_name_in_two_folders_keep_apart(a, tmp_path):
+def test_models_of_equal_name_show_paths(model_a, tmp_path):
     (tmp_path / "other").mkdir()
-    b = saved(tmp_path / "other" / "a.onnx")
-    report = bench(b, against=a, threads=1, warmup_ms=0, duration_s=0)
-    assert [engine.label for engine in report.engines] == [str(a), str(b)]
+    model_b = save_model(tmp_path / "other" / "a.onnx")
+    report = bench(model_b, against=model_a, threads=1, warmup_ms=0, duration_s=0)
+    assert [engine.label for engine in report.engines] == [str(model_a), str(model_b)]
     with pytest.raises(ConfigError, match="another model"):
-        bench(a, against=a)
+        bench(model_a, against=model_a)
     with pytest.raises(ConfigError, match="same inputs"):
-        bench(a, against=saved(tmp_path / "b.onnx", "y = Relu (z)", x="z"), threads=1)
+        bench(model_a, against=save_model(tmp_path / "b.onnx", "y = Relu (z)", x="z"), threads=1)
 
 
-def test_random_inputs_are_the_same_for_the_same_seed():
+def test_random_inputs_follow_the_seed():
     specs = [TensorSpec("x", "float16", ("n", 3)), TensorSpec("i", "int64", (2,))]
-    left, right, other = (random_feeds(specs, seed=seed) for seed in (1, 1, 2))
-    assert left[0]["x"].shape == (1, 3)
-    assert left[0]["x"].dtype == np.float16
-    assert set(left[0]["i"].tolist()) <= {0, 1}
-    assert left[0]["i"].dtype == np.int64
-    assert all(np.array_equal(p["x"], q["x"]) for p, q in zip(left, right, strict=True))
-    assert not np.array_equal(left[0]["x"], other[0]["x"])
-    assert not np.array_equal(left[0]["x"], left[1]["x"])
+    first_feeds, same_feeds, other_feeds = (random_feeds(specs, seed=seed) for seed in (1, 1, 2))
+    assert first_feeds[0]["x"].shape == (1, 3)
+    assert first_feeds[0]["x"].dtype == np.float16
+    assert set(first_feeds[0]["i"].tolist()) <= {0, 1}
+    assert first_feeds[0]["i"].dtype == np.int64
+    assert all(np.array_equal(p["x"], q["x"]) for p, q in zip(first_feeds, same_feeds, strict=True))
+    assert not np.array_equal(first_feeds[0]["x"], other_feeds[0]["x"])
+    assert not np.array_equal(first_feeds[0]["x"], first_feeds[1]["x"])
 
 
 @pytest.mark.parametrize(
@@ -317,7 +313,7 @@ def test_random_inputs_are_the_same_for_the_same_seed():
         ({"x": (1, 3, 0, 8)}, "got --shape 1x3x0x8"),
     ],
 )
-def test_open_dimensions_need_a_shape_that_fits(shapes, rule, wording):
+def test_open_dimensions_need_a_matching_shape(shapes, rule, wording):
     spec = TensorSpec("x", "float32", ("n", 3, None, "w"))
     with pytest.raises(ConfigError, match=rule):
         random_feeds([spec], shapes=shapes)
@@ -327,17 +323,17 @@ def test_open_dimensions_need_a_shape_that_fits(shapes, rule, wording):
     wording.check(refusal.value)
 
 
-def test_the_size_of_a_model_counts_its_external_data(a):
-    model = onnx.load(a)
+def test_model_size_counts_external_data(model_a):
+    model = onnx.load(model_a)
     model.graph.initializer.append(numpy_helper.from_array(np.zeros(1000, np.float32), "w"))
-    onnx.save(model, a, save_as_external_data=True, location="m.data", size_threshold=0)
-    assert model_size(a) == a.stat().st_size + 4000
+    onnx.save(model, model_a, save_as_external_data=True, location="m.data", size_threshold=0)
+    assert model_size(model_a) == model_a.stat().st_size + 4000
 
 
-def test_the_command_prints_and_writes_json_and_html(told, tmp_path):
-    a, b = (saved(tmp_path / f"{name}.onnx", shape=("n", 3, "h")) for name in "ab")
-    words = ("--shape", "x:1x3x5", "--html", tmp_path / "r.html")
-    (_, second), out = told(b, "--against", a, *words)
+def test_bench_writes_screen_json_and_html(bench_json, tmp_path):
+    model_a, model_b = (save_model(tmp_path / f"{name}.onnx", shape=("n", 3, "h")) for name in "ab")
+    options = ("--shape", "x:1x3x5", "--html", tmp_path / "r.html")
+    (_, second), out = bench_json(model_b, "--against", model_a, *options)
     assert "Latency p50" in out
     assert "Machine" in out
     assert second["latency"]["queries"] == 10
@@ -345,214 +341,64 @@ def test_the_command_prints_and_writes_json_and_html(told, tmp_path):
 
 
 def two_outputs(path, op="Neg"):
-    return saved(path, f"y = Abs (x) z = {op} (y)", outputs="yz")
+    return save_model(path, f"y = Abs (x) z = {op} (y)", outputs="yz")
 
 
 @pytest.fixture
-def held(tmp_path):
+def sample_file(tmp_path):
     path = tmp_path / "held.npz"
     np.savez(path, x=np.random.default_rng(0).normal(0, 1, (6, 3)).astype(np.float32))
     return path
 
 
-def test_images_are_what_is_run_and_tell_how_far_two_models_are_apart(told, tmp_path, held):
-    a, b = two_outputs(tmp_path / "a.onnx"), two_outputs(tmp_path / "b.onnx", op="Relu")
-    (first, second), out = told(b, "--against", a, "--images", held, "--limit", 4)
+def test_images_compare_outputs_of_two_models(bench_json, tmp_path, sample_file):
+    model_a, model_b = two_outputs(tmp_path / "a.onnx"), two_outputs(tmp_path / "b.onnx", op="Relu")
+    (first, second), out = bench_json(
+        model_b, "--against", model_a, "--images", sample_file, "--limit", 4
+    )
     assert "accuracy" not in first
     assert second["accuracy"]["samples"] == 4
     sqnr = [output["sqnr_db"] for output in second["accuracy"]["outputs"]]
     assert sqnr == ["inf", pytest.approx(-6.02, 1e-3)]
     assert "output 'z': -6.0 dB" in " ".join(out.split())
-    assert "SQNR" not in told(a, "--images", held)[1]  # one model is timed alone
-    (_, second), _ = told(b, "--against", a, "--images", held, "--task", "none")
+    assert "SQNR" not in bench_json(model_a, "--images", sample_file)[1]  # one model is timed alone
+    (_, second), _ = bench_json(
+        model_b, "--against", model_a, "--images", sample_file, "--task", "none"
+    )
     assert second["accuracy"]["why"] == "no task, as set by --task"
 
 
-def test_options_that_images_leave_no_room_for_are_refused(refused, a, held, wording):
-    wording.check(refused(a, "--images", held, "--seed", 1))
-    wording.check(refused(a, "--limit", 1))
-    wording.check(refused(a, "--images", held, "--task", "steps"))
-    wording.check(refused(a, "--size", "4x4"))
+def test_options_against_images_are_refused(refusal_of, model_a, sample_file, wording):
+    wording.check(refusal_of(model_a, "--images", sample_file, "--seed", 1))
+    wording.check(refusal_of(model_a, "--limit", 1))
+    wording.check(refusal_of(model_a, "--images", sample_file, "--task", "steps"))
+    wording.check(refusal_of(model_a, "--size", "4x4"))
 
 
-def test_openvino_is_measured_beside_onnx_runtime(told, tmp_path, held, openvino):
-    words = (two_outputs(tmp_path / "a.onnx"), "--runtime", "openvino")
-    (first, second), _ = told(*words, "--images", held)
+def test_openvino_is_measured_beside_onnxruntime(bench_json, tmp_path, sample_file, openvino):
+    options = (two_outputs(tmp_path / "a.onnx"), "--runtime", "openvino")
+    (first, second), _ = bench_json(*options, "--images", sample_file)
     assert (first["label"], second["label"]) == ("a.onnx in ONNX Runtime", "a.onnx in OpenVINO")
     assert first["reference"]
     assert first["latency"]["queries"] == second["latency"]["queries"]
     assert [o["sqnr_db"] for o in second["accuracy"]["outputs"]] == ["inf", "inf"]
-    assert told(*words)[0][1].get("accuracy") is None
+    assert bench_json(*options)[0][1].get("accuracy") is None
 
 
-def test_what_openvino_does_not_run_is_refused(refused, a, tmp_path, openvino, wording):
-    words = ("--runtime", "openvino")
-    b, bad = saved(tmp_path / "b.onnx", "y = Neg (x)"), saved(tmp_path / "c.onnx", "y = Cosh (x)")
-    assert "take one engine" in refused(a, "--against", b, *words)
+def test_openvino_refuses_other_engines(refusal_of, model_a, tmp_path, openvino, wording):
+    options = ("--runtime", "openvino")
+    model_b, bad = (
+        save_model(tmp_path / "b.onnx", "y = Neg (x)"),
+        save_model(tmp_path / "c.onnx", "y = Cosh (x)"),
+    )
+    assert "take one engine" in refusal_of(model_a, "--against", model_b, *options)
     (tmp_path / "a.plan").touch()
-    wording.check(refused(tmp_path / "a.plan", *words))
-    wording.check(refused(bad, *words))
+    wording.check(refusal_of(tmp_path / "a.plan", *options))
+    wording.check(refusal_of(bad, *options))
 
 
-def test_the_real_openvino_computes_the_same(tmp_path, held):
+def test_real_openvino_computes_the_same(tmp_path, sample_file):
     pytest.importorskip("openvino", reason="OpenVINO is not installed")
     model = two_outputs(tmp_path / "a.onnx")
-    report = bench(model, runtime="openvino", images=held, duration_s=0, threads=1)
+    report = bench(model, runtime="openvino", images=sample_file, duration_s=0, threads=1)
     assert all(o.sqnr_db > 100 for o in report.engines[1].accuracy.outputs)
-
-
-FEEDS = [{"x": np.zeros(1, np.float32)}, {"x": np.ones(1, np.float32)}]
-
-
-class Recorder:
-    """A session that only writes down who ran with what."""
-
-    inputs = outputs = (TensorSpec("x", "float32", (1,)),)
-
-    def __init__(self, name, log=None, seconds=0.0):
-        self.name = name
-        self.log = [] if log is None else log
-        self.seconds = seconds
-
-    def run(self, feed):
-        self.log.append((self.name, float(feed["x"][0])))
-        time.sleep(self.seconds)
-        return dict(feed)
-
-
-def measured(session, **how):
-    return measure({session.name: session}, FEEDS, warmup_ms=0, duration_s=0, **how)[session.name]
-
-
-class Device(Recorder):
-    def device_times(self):
-        return DeviceTimes(h2d_ms=1.0, compute_ms=4.0, d2h_ms=2.0, enqueue_ms=3.5)
-
-
-@pytest.mark.parametrize(("n", "percent", "index"), [
-    (10, 90, 8), (10, 99, 9), (100, 99, 98), (1, 99, 0), (1000, 95, 949), (11, 50, 5), (4, 50, 1),
-])  # fmt: skip
-def test_a_percentile_leaves_out_the_floor_of_the_slowest(n, percent, index):
-    assert percentile(np.arange(n, dtype=np.float64), percent) == index
-
-
-@given(st.lists(st.floats(0.001, 1e4), min_size=1, max_size=60))
-def test_percentiles_rise_between_the_extremes(samples):
-    t = Timing.of(samples)
-    assert t.min <= t.p50 <= t.p90 <= t.p95 <= t.p99 <= t.max
-    assert t.min <= t.median <= t.max
-    assert t.mean == pytest.approx(np.mean(samples))
-
-
-def test_sessions_run_in_turning_order_on_the_same_inputs():
-    log = []
-    sessions = {name: Recorder(name, log) for name in "ab"}
-    found = measure(sessions, FEEDS, warmup_ms=0, duration_s=0, min_iterations=4)
-    runs = log[1::2]  # behind one that is not timed, of the same session and input
-    assert log[::2] == runs
-    assert "".join(name for name, _ in runs) == "ab" + "abbaabba"  # warm-up, then four rounds
-    assert [value for _, value in runs[2:]] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert list(found) == ["a", "b"]
-    assert found["a"].queries == 4
-    assert found["a"].warmup_queries == 1
-    assert len(found["a"].samples_ms) == 4
-    alone = Recorder("a")  # is timed in every run
-    assert measured(alone, min_iterations=4).queries == 4
-    assert len(alone.log) == 1 + 4
-
-
-@pytest.mark.parametrize(("names", "runs"), [("ab", 2), ("a", 1)])
-def test_what_is_told_to_be_left_is_what_the_least_number_of_runs_takes(names, runs, monkeypatch):
-    told = []
-    phase = "deploy.metrics.latency.timed_phase"
-    monkeypatch.setattr(phase, lambda *given: told.append(given) or nullcontext())
-    sessions = {name: Recorder(name, [], seconds=0.01) for name in names}
-    measure(sessions, FEEDS, warmup_ms=0, duration_s=0, min_iterations=5)
-    assert [what for what, _ in told] == ["latency", "latency"]
-    assert told[0][1] == 0
-    assert told[1][1] >= 5 * runs * len(names) * 0.01
-
-
-def test_a_run_waits_for_no_other_sessions_threads(monkeypatch):
-    entries = []
-    options = onnxruntime.SessionOptions
-    name = "add_session_config_entry"
-    add = getattr(options, name)
-    monkeypatch.setattr(options, name, lambda own, *pair: entries.append(pair) or add(own, *pair))
-    OrtSession.open(make_model([("Relu", "x", "y")], {"x": [1]}, {"y": [1]}, opset=17))
-    assert ("session.force_spinning_stop", "1") in entries
-
-
-def test_runs_and_loading_are_stopped_until_they_may_continue(monkeypatch):
-    model = make_model([("Relu", "x", "y")], {"x": [1]}, {"y": [1]}, opset=17)
-    feed = {"x": np.ones(1, np.float32)}
-    session = OrtSession.open(model)
-    load = onnxruntime.InferenceSession
-    bound = session.bind_outputs({"y": ((1,), np.dtype(np.float32))})
-    monkeypatch.setattr(
-        onnxruntime, "InferenceSession", lambda *a, **k: (ort.stop_runs(math.inf), load(*a, **k))
-    )
-    try:
-        for work in (OrtSession.open, lambda _: session.run(feed), lambda _: bound.run(feed)):
-            with pytest.raises(KeyboardInterrupt):
-                work(model)
-    finally:
-        ort.continue_runs()
-    session.run(feed)
-    assert not ort.stop_runs(-math.inf)  # a signal before that
-    ort.abandon_runs()
-    with pytest.raises(BackendError, match="terminate"):
-        bound.run(feed)
-    monkeypatch.undo()
-    OrtSession.open(model).run(feed)
-
-
-def test_throughput_is_queries_over_a_sessions_own_time():
-    sessions = {"slow": Recorder("slow", seconds=0.004), "fast": Recorder("fast")}
-    slow = measure(sessions, FEEDS, warmup_ms=0, duration_s=0)["slow"]
-    assert slow.queries == 10
-    assert slow.throughput_qps == pytest.approx(10 / slow.total_host_walltime_s)
-    assert slow.total_host_walltime_s == pytest.approx(sum(slow.samples_ms) / 1e3)
-    assert slow.latency.min >= 4
-
-
-def test_a_device_session_is_timed_by_its_device(monkeypatch):
-    ticks = (n / 1000 for n in itertools.count())  # each look at the clock is a millisecond later
-    clock = SimpleNamespace(perf_counter=lambda: next(ticks))
-    monkeypatch.setattr("deploy.metrics.latency.time", clock)
-    found = measured(Device("gpu"))
-    assert found.latency.mean == 7.0
-    assert found.gpu_compute.median == 4.0
-    assert found.host.mean == pytest.approx(1)
-    assert any("CUDA graph" in text for text in found.warnings)
-    data = found.to_json(samples=True)
-    assert data["h2d"]["mean"] == 1.0
-    assert data["samples_ms"] == [7.0] * 10
-    assert "samples_ms" not in found.to_json()
-    found = measured(Recorder("cpu"))
-    assert found.gpu_compute is None
-    assert "gpu_compute" not in found.to_json()
-
-
-def test_a_spread_over_trtexecs_limit_is_said():
-    class Uneven(Device):
-        def device_times(self):
-            ms = 10.0 if len(self.log) % 2 else 1.0
-            return DeviceTimes(h2d_ms=0, compute_ms=ms, d2h_ms=0, enqueue_ms=0)
-
-    assert any("unstable" in text for text in measured(Uneven("u")).warnings)
-
-
-@pytest.mark.parametrize(
-    ("names", "feeds", "options"),
-    [
-        ("", FEEDS, {}),
-        ("a", [], {}),
-        ("a", FEEDS, {"duration_s": -1}),
-        ("a", FEEDS, {"warmup_ms": float("nan")}),
-        ("a", FEEDS, {"min_iterations": 0}),
-    ],
-)
-def test_nothing_to_measure_is_refused(names, feeds, options):
-    with pytest.raises(ConfigError, match="measuring needs"):
-        measure({name: Recorder(name) for name in names}, feeds, **options)
