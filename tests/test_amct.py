@@ -51,7 +51,7 @@ def direct(x, params):
 @pytest.mark.parametrize("with_offset", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_sorted_losses_choose_as_the_direct_ones(kind, with_offset, bits):
+def test_sorted_losses_choose_like_direct_ones(kind, with_offset, bits):
     params = IfmrParams(with_offset=with_offset, bits=bits)
     x = drawn(kind, 20_000, seed=3)
     result, losses = ifmr(x, params), direct(x, params)
@@ -60,7 +60,7 @@ def test_sorted_losses_choose_as_the_direct_ones(kind, with_offset, bits):
 
 
 @pytest.mark.parametrize("stairs", [1, 7, 30])
-def test_losses_are_the_same_a_few_stairs_at_a_time(stairs, monkeypatch):
+def test_losses_are_equal_in_small_blocks(stairs, monkeypatch):
     x, params = drawn("laplace", 20_000, seed=3), IfmrParams()
     whole = ifmr(x, params).losses
     monkeypatch.setattr(ifmr_module, "_MAX_STEPS", stairs * 255)
@@ -108,7 +108,7 @@ def test_params_out_of_range(wrong):
         IfmrParams(**wrong)
 
 
-def test_few_values_stream_exactly_and_none_are_refused():
+def test_few_values_stream_exactly():
     with pytest.raises(CalibrationError, match="not be empty"):
         ifmr_streaming(IfmrHistogram())
     histogram = IfmrHistogram()
@@ -178,7 +178,7 @@ def test_respreading_loses_no_count(counts, below, above):
 
 
 @pytest.mark.parametrize("together", [2, 3, 5])
-def test_samples_that_make_a_batch_are_the_batch(together):
+def test_samples_forming_a_batch_are_used(together):
     """Held until it is whole, and the last one as small as it is."""
     x = np.float32(drawn("laplace", (5, 400), seed=4) * np.arange(1, 6)[:, None])
     joined, plain = HfmgHistogram(1024, samples_per_batch=together), HfmgHistogram(1024)

@@ -90,13 +90,13 @@ def test_the_scales_are_amcts(case):
     np.testing.assert_array_equal(found, golden(case, "scale"))
 
 
-def test_a_channel_of_zeros_has_scale_one_and_what_overflows_is_told():
+def test_zero_channel_has_scale_one():
     assert kl_scale(np.zeros((2, 3), np.float32)).tolist() == [1, 1]
     with pytest.raises(CalibrationError, match="at most"):
         kl_scale(np.full((1, 3), 3e38, np.float32))
 
 
-def test_the_places_of_an_iteration_are_all_or_drawn():
+def test_iteration_positions_are_all_or_drawn():
     rng = np.random.default_rng(0)
     for places, drawn in ((6, False), (100_000, True)):
         shapes = ((1, 2, 3), (1, 2, 1), (1, 2), (places, 1, 3))  # weight, scale, bias, inputs
@@ -106,7 +106,7 @@ def test_the_places_of_an_iteration_are_all_or_drawn():
 
 
 @pytest.mark.parametrize("kind", [NONE, RELU, SIGMOID, TANH, LEAKY, RELU6])
-def test_the_slope_is_that_of_the_loss(kind):
+def test_slope_is_the_derivative_of_loss(kind):
     rng = np.random.default_rng(4)
     groups, rows, width, count = 2, 3, 70, 96
     shapes = {"weight": (groups, rows, width), "inputs": (count, groups, width)}
@@ -146,7 +146,7 @@ def test_the_exponent_falls_by_a_cosine():
     assert [amct.beta_of(params, at) for at in (20, 60, 100)] == pytest.approx([20, 11, 2])
 
 
-def test_the_error_falls_from_that_of_the_nearest_codes():
+def test_adaround_reduces_the_nearest_error():
     problem = problem_of("conv", *CASES["conv"])
     found = adaround(problem, amct.AdaParams(num_iteration=0))
     np.testing.assert_array_equal(found, amct.round_to_nearest(problem))
@@ -163,7 +163,7 @@ def test_the_error_falls_from_that_of_the_nearest_codes():
 
 
 @pytest.mark.parametrize("iterations", [1, PARAMS.num_iteration])
-def test_values_that_are_not_finite_squared_are_told(iterations):
+def test_overflowing_squares_are_refused(iterations):
     given = problem_of("conv", *CASES["conv"])
     huge = replace(given, targets=given.targets * np.float32(1e30), activation=amct.AdaActivation())
     steps = []
@@ -180,7 +180,7 @@ def test_values_that_are_not_finite_squared_are_told(iterations):
         {"strides": [3, 2], "pads": [0, 1, 1, 0], "output_padding": [1, 0], "dilations": [1, 2]},
     ],
 )
-def test_weights_times_patches_are_a_transposed_convolution(given):
+def test_patch_products_equal_transposed_convolution(given):
     from deploy.graph.bounds import make_window
 
     rng = np.random.default_rng(0)
@@ -199,13 +199,13 @@ def test_weights_times_patches_are_a_transposed_convolution(given):
 @pytest.mark.parametrize(
     ("shape", "last", "share"), [((2, 3, 5), True, 0.6), ((2, 5), True, 1), ((2, 3, 5), False, 1)]
 )
-def test_the_loss_of_tokens_is_a_mean_over_axis_1_as_amcts(shape, last, share):
+def test_token_loss_averages_axis_1(shape, last, share):
     targets = TargetsOf(samples=1, max_positions=9, channels_last=last).recorder(None)
     targets.observe(np.zeros(shape, np.float32))
     assert targets.share == share
 
 
-def test_what_a_store_gives_back(wording):
+def test_rounded_weights_are_restored_from_store(wording):
     how = {"window": None, "shape": (1, 2, 3), "scales": 2, "params": amct.AdaParams()}
     statistic = RoundedWeightsOf(samples=1, max_positions=9, **how)
     recorder = statistic.recorder(None)
@@ -242,7 +242,7 @@ def model_of(nodes, weights, shape):
         ([("Relu", "c", "r"), ("Add", "r c", "y")], NONE, None),
     ],
 )
-def test_the_activation_behind_a_layer_alone_is_part_of_its_loss(behind, kind, slope):
+def test_sole_following_activation_enters_the_loss(behind, kind, slope):
     weights = {"w": np.ones((4, 2, 1, 1)), "zero": 0, "six": 6, "half": 0.5}
     weights |= {"four": np.arange(1, 5).reshape(4, 1, 1), "grid": np.ones((4, 3, 3))}
     nodes = [("Conv", "x w", "c", "conv", {"group": 2}), *behind]
@@ -323,7 +323,7 @@ def integers(out):
 
 
 @pytest.mark.slow
-def test_every_kind_of_layer_is_rounded_nearer_to_the_float_model(all_kinds, built):
+def test_adaround_reduces_error_of_all_kinds(all_kinds, built):
     _, arq = built(ARQ, out="arq")
     said, out = built(ada(2000), out="ada")
     assert "AdaRound rounded the weights of 5 layers" in said and "first 48 samples" in said
@@ -355,7 +355,7 @@ def test_the_rounding_is_in_every_file(all_kinds, built):
 
 
 @pytest.mark.slow
-def test_a_record_alone_does_not_hold_the_rounding(all_kinds, built, command, tmp_path, refusal):
+def test_record_alone_lacks_the_rounding(all_kinds, built, command, tmp_path, refusal):
     _, out = built(ada(100, "dmq_balancer { }"), out="ada")
     record, modified = out / "kinds_record.txt", out / "kinds_modified_model.onnx"
     said = command("ascend", "deploy", all_kinds, record, "-o", tmp_path / "a")
@@ -378,7 +378,7 @@ def document(layers=LAYERS, **weight):
 
 
 @pytest.mark.slow
-def test_both_forms_threads_and_the_cache_give_the_same_bytes(built, monkeypatch):
+def test_forms_threads_and_cache_agree(built, monkeypatch):
     _, one = built(ada(60), out="one")
     said, two = built(document(num_iteration=60), "--threads", 1, suffix=".json", out="two")
     assert "calibrated anew" in said
@@ -396,7 +396,7 @@ def test_both_forms_threads_and_the_cache_give_the_same_bytes(built, monkeypatch
 
 
 @pytest.mark.slow
-def test_layers_that_do_not_ask_stay_as_arq_has_them(built):
+def test_other_layers_keep_their_arq_weights(built):
     _, arq = built(ARQ, out="arq")
     fc = "calibration_config { ada_quantize { num_iteration: 100 } }"
     said, out = built(f'{ARQ} override_layer_configs {{ layer_name: "fc" {fc} }}', out="ada")
@@ -406,7 +406,7 @@ def test_layers_that_do_not_ask_stay_as_arq_has_them(built):
 
 
 @pytest.mark.slow
-def test_the_layers_are_rounded_one_after_the_other(all_kinds, built, monkeypatch):
+def test_layers_are_rounded_in_order(all_kinds, built, monkeypatch):
     """The inputs of a layer are those behind the rounded layers before it, as in AMCT."""
     from deploy.targets.ascend import weight_rounding
 
@@ -439,7 +439,7 @@ def test_auto_takes_such_a_configuration(all_kinds, command, tmp_path):
 
 
 @pytest.mark.slow
-def test_repairs_leave_its_layers_as_they_are(built):
+def test_repairs_keep_adaround_layers(built):
     _, out = built(ada(200), out="ada")
     again, repaired = built(ada(200), "--repair", "bias,adaround", out="more")
     assert "rounding by output error: nothing to repair" in again
@@ -457,7 +457,7 @@ def test_repairs_leave_its_layers_as_they_are(built):
         (LAYERS, {"channel_wise": True}, "channel_wise"),
     ],
 )
-def test_what_it_cannot_round_is_told_before_any_pass(layers, more, wanted, built, no_pass):
+def test_unroundable_layers_are_refused_before_observing(layers, more, wanted, built, no_pass):
     assert wanted in built(document(layers, **more), suffix=".json", code=1)[0]
 
 
@@ -479,7 +479,7 @@ def test_convolutions_that_amct_does_not_round(op, more, shape, wanted, ascend_b
     assert wanted in ascend_build(path, images, text, suffix=".json", code=1)[0]
 
 
-def test_an_error_in_a_block_ends_the_others():
+def test_block_error_ends_other_blocks():
     from deploy.targets.ascend.weight_rounding import _search_blocks
 
     problem, calls = problem_of("matrix", *CASES["matrix"]), []
@@ -494,7 +494,7 @@ def test_an_error_in_a_block_ends_the_others():
     assert len(calls) < 10_000
 
 
-def test_the_integers_of_a_record_are_taken_as_they_are():
+def test_record_integers_are_used_unchanged():
     model = model_of([("Gemm", "x w", "y", "g")], {"w": np.eye(3)}, [1, 3])
     codes = np.arange(9, dtype=np.int8).reshape(1, 3, 3)
     record = LayerRecord(

@@ -72,7 +72,7 @@ def test_the_command_says_what_it_chose(auto_small, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_config_it_leaves_builds_such_a_model(auto_small, command, small_cnn, data, tmp_path):
+def test_final_config_rebuilds_the_model(auto_small, command, small_cnn, data, tmp_path):
     auto_small(tmp_path / "a", "--max-loss", "0.00008")
     words = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", tmp_path / "b")
     config = ("--ascend-config", tmp_path / "a" / FINAL)
@@ -89,14 +89,14 @@ def test_the_config_it_leaves_builds_such_a_model(auto_small, command, small_cnn
         assert after[name].scale_d == pytest.approx(one.scale_d, rel=0.02)
 
 
-def test_a_configuration_of_the_user_s_is_the_only_search(auto_small, tmp_path):
+def test_user_configuration_is_the_only_search(auto_small, tmp_path):
     (tmp_path / "my.cfg").write_text("batch_num: 4\ncommon_config { hfmg_quantize { } }\n")
     auto_small(tmp_path / "o", "--ascend-config", tmp_path / "my.cfg", "--max-loss", "0.5")
     enabled = settled(tmp_path / "o").enabled()
     assert {one.activation.act_algo for one in enabled.values()} == {"hfmg"}
 
 
-def test_a_config_names_the_search_of_every_layer(small_cnn):
+def test_config_names_every_layer_search(small_cnn):
     config = default_config(find_layers(name_nodes(load(small_cnn).model)))
     first, second, *_ = config.layers
     made = searches.apply_searches(config, {first: "hfmg", second: "nothing clipped"})
@@ -158,7 +158,7 @@ def parts(uneven, images):
     return model, graph, found, samples
 
 
-def test_a_depthwise_layer_of_uneven_channels_is_balanced(parts):
+def test_uneven_depthwise_layer_is_balanced(parts):
     model, graph, records, samples = parts
     chosen = searches.find_best_searches(model, graph, records, samples[:4], threads=2)
     assert list(chosen) == list(graph.layers)
@@ -192,14 +192,14 @@ def test_repairs_read_balanced_layers(parts):
     assert balanced == set(records["dmq 0.5"])
 
 
-def test_dmq_must_halve_the_error_as_it_costs_an_operator():
+def test_dmq_must_halve_the_error():
     assert searches.choose_search({"as configured": 1.0, "hfmg": 0.9, "dmq 0.5": 0.5}) == "hfmg"
     assert searches.choose_search({"as configured": 1.0, "hfmg": 0.9, "dmq 0.5": 0.44}) == "dmq 0.5"
     assert searches.choose_search({"as configured": 1.0, "hfmg": 1.0}) == "as configured"
 
 
 @pytest.mark.slow
-def test_the_command_balances_and_corrects_before_float(auto, command, uneven, images, tmp_path):
+def test_command_repairs_before_choosing_float(auto, command, uneven, images, tmp_path):
     """The corrected model and the record are what was judged."""
     said = auto(uneven, images, tmp_path, "--max-loss", "1e-4")
     assert "4 layers in int8, 0 in float" in said
@@ -217,7 +217,7 @@ def test_the_command_balances_and_corrects_before_float(auto, command, uneven, i
 
 
 @pytest.mark.slow
-def test_a_budget_that_holds_needs_no_dmq_and_a_batch_is_dmqs(auto, uneven, images, tmp_path):
+def test_dmq_runs_only_beyond_the_budget(auto, uneven, images, tmp_path):
     said = auto(uneven, images, tmp_path, "--max-loss", "0.5")
     assert "corrected" not in said and "DMQ" not in said
     assert not (tmp_path / "uneven_corrected.onnx").exists()
@@ -271,7 +271,7 @@ def outputs(path, images):
 
 
 @pytest.mark.slow
-def test_repairs_and_other_searches_come_before_float(auto_coarse, coarse, command, tmp_path):
+def test_repairs_and_searches_precede_float(auto_coarse, coarse, command, tmp_path):
     """The repaired model and the record give the same files again."""
     said, out = auto_coarse("repaired", REPAIRED)
     assert "3 layers in int8, 0 in float." in said and len(losses_of(out)) == 2
@@ -303,7 +303,7 @@ def test_threads_change_no_byte(auto_coarse):
 
 
 @pytest.mark.slow
-def test_a_layer_in_float_keeps_its_own_constants(auto_coarse, coarse):
+def test_float_layer_keeps_its_constants(auto_coarse, coarse):
     said, out = auto_coarse("o", 4e-5)
     assert "2 layers in int8, 1 in float." in said
     kept = settled(out).enabled()
@@ -316,14 +316,14 @@ def test_a_layer_in_float_keeps_its_own_constants(auto_coarse, coarse):
     np.testing.assert_array_equal(*biases)
 
 
-def test_weights_are_the_user_s_where_the_configuration_is(auto_coarse, tmp_path):
+def test_user_configuration_keeps_user_weights(auto_coarse, tmp_path):
     (tmp_path / "my.cfg").write_text("batch_num: 8\n")
     said, _ = auto_coarse("o", 4e-5, "--ascend-config", tmp_path / "my.cfg")
     assert "weight rounding" not in said
 
 
 @pytest.mark.parametrize("needed", range(5))
-def test_the_shortest_prefix_of_amcts_ranking_is_float(needed, auto_small, tmp_path, monkeypatch):
+def test_shortest_ranking_prefix_is_float(needed, auto_small, tmp_path, monkeypatch):
     asked = []
 
     def holds(search, trial):
@@ -339,7 +339,7 @@ def test_the_shortest_prefix_of_amcts_ranking_is_float(needed, auto_small, tmp_p
     assert len(asked) == len(set(asked)) <= 4
 
 
-def test_labels_are_what_may_be_lost_where_there_are_some(auto_small, small_cnn, data, tmp_path):
+def test_labels_define_the_allowed_loss(auto_small, small_cnn, data, tmp_path):
     x = np.load(data)
     classes = run_net(small_cnn, x)[0].argmax(axis=1)
     for number, image in enumerate(x):
@@ -352,7 +352,7 @@ def test_labels_are_what_may_be_lost_where_there_are_some(auto_small, small_cnn,
     assert "4 layers in int8: loss 0.00000, held" in said
 
 
-def test_threads_that_share_a_plan_get_all_weights(parts, monkeypatch):
+def test_threads_sharing_plans_get_all_weights(parts, monkeypatch):
     model, graph, _, samples = parts
     config = default_config(graph, batch_num=len(samples))
     plan = RecordPlan(model=model, graph=graph, config=config, base="float", samples=len(samples))

@@ -71,7 +71,7 @@ def small(small_cnn):
 
 # -- executor
 @pytest.mark.parametrize("case", NAMES)
-def test_amcts_deploy_models_compute_what_its_fake_quant_models_do(case):
+def test_amct_deploy_and_fake_quant_agree(case):
     arrays = np.load(CASES / case / "io.npz")
     deploy = onnx.load(CASES / case / "res_deploy_model.onnx")
     got = run_integers(deploy, {"input": arrays["in0"]})
@@ -90,7 +90,7 @@ def test_executor_equals_fake_quant(small):
     assert found.amct_cosine > 0.999 and "within" in found.sentence()
 
 
-def test_results_that_overflow_alike_are_the_same():
+def test_equally_overflowing_results_are_equal():
     ends, weight = ({"x": [1, 2]}, {"y": [1, 2]}), np.float32([[3e38, 1], [3e38, 1]])
     model = build_net([("MatMul", "x w", "y", "mm")], *ends, {"w": weight})
     record = LayerRecord(scale_d=np.float32(1), offset_d=0, scale_w=np.float32([3e38 / 127]))
@@ -128,7 +128,7 @@ def test_executor_convolution_is_exact_integer_arithmetic():
     np.testing.assert_array_equal(got.reshape(-1), wanted)
 
 
-def test_executor_grouped_conv_transpose_and_matmul_bias(rng):
+def test_executor_runs_grouped_conv_transpose(rng):
     shapes = {"w": (4, 2, 3, 3), "b": 4, "m": (5, 7), "c": 7}
     weights = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     nodes = [
@@ -205,7 +205,7 @@ def test_executor_refuses_a_broken_deploy_model(small, damage):
         to_integer_model(made)
 
 
-def test_qdq_model_is_near_the_fake_quant_model(small):
+def test_qdq_model_matches_fake_quant_model(small):
     model, layers = small
     made = amct_qdq_model(model, layers)
     onnx.checker.check_model(made)
@@ -242,7 +242,7 @@ def test_aipp_computes_the_preprocessing(rng, color):
     np.testing.assert_allclose(aipp_of(how, pixels), (channels / 255 - mean) / std, atol=3e-3)
 
 
-def test_aipp_crops_the_centre_and_tells_the_host():
+def test_aipp_center_crop_is_described():
     how = Preprocess(size=(224, 224), color="rgb", layout="nchw", resize="short-side")
     made = write_aipp(how, AippSource(size=(256, 320)))
     fields = parse_text("InsertNewOps", made.text, "aipp").aipp_op[0]
@@ -350,7 +350,7 @@ def path_with_atc(folder, script):
     return f"{tool.parent}{os.pathsep}{os.environ['PATH']}"
 
 
-def test_the_atc_script_runs_from_any_folder(small_cnn, data, tmp_path, monkeypatch):
+def test_atc_script_runs_from_any_folder(small_cnn, data, tmp_path, monkeypatch):
     """A stand-in program named atc, which finds the model where it is called."""
     find = 'for a in "$@"; do case $a in --model=*|--op_file=*) ls "${a#*=}" || exit 3;; esac; done'
     environment = {**os.environ, "PATH": path_with_atc(tmp_path, find)}
@@ -448,7 +448,7 @@ def test_auto_command(small_cnn, data, tmp_path, run, command, refusal, wording)
 
 
 @pytest.mark.parametrize(("bright", "code"), [(4, 0), (0, 1)])
-def test_a_second_stage_that_gets_no_rows(bright, code, run, tmp_path):
+def test_second_stage_accepts_zero_rows(bright, code, run, tmp_path):
     """A sample without rows adds no value; where no sample has any, Ascend's row alone fails."""
     nodes = parse_nodes(
         "p = Conv(x, w) r = Relu(p) m = ReduceMax <axes = [1, 2, 3], keepdims = 0> (x)"

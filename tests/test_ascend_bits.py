@@ -120,7 +120,7 @@ def test_files_from_amcts_record_are_amcts(case, command, tmp_path):
     assert out.endswith(f"7 layers in {grids.get(case, 'int8')}")
 
 
-def test_a_records_widths_come_back_byte_for_byte(built, command, tmp_path):
+def test_record_widths_round_trip_exactly(built, command, tmp_path):
     _, _, out = built(CASES["w4"])
     again = tmp_path / "again"
     command("ascend", "deploy", FLOAT, out / "float_record.txt", "-o", again)
@@ -129,7 +129,7 @@ def test_a_records_widths_come_back_byte_for_byte(built, command, tmp_path):
 
 
 # -- what goes back to 8 bits, and is told
-def test_weights_are_of_8_bits_in_layers_that_take_no_fewer(built):
+def test_layers_without_4_bits_keep_8(built):
     _, said, out = built(CASES["w4"])
     assert "The weights of 2 layers (conv1, dw) have 8 bits, not 4: only layers" in said
     assert "Weights of 4 layers (conv2, up, fc1, ...) are of 4 bits" in said
@@ -143,7 +143,7 @@ def test_weights_are_of_8_bits_in_layers_that_take_no_fewer(built):
 
 
 @pytest.mark.parametrize("case", ["a16", "a16h"])
-def test_sixteen_bits_in_common_are_for_whom_they_fit(case, built):
+def test_common_16_bits_reach_suitable_layers(case, built):
     _, said, out = built(CASES[case])
     assert "The activations of 2 layers (fc2, pool) have 8 bits, not 16" in said
     assert "of 16 bits, which atc takes for Nano chips (Ascend035) alone" in said
@@ -154,7 +154,7 @@ def test_sixteen_bits_in_common_are_for_whom_they_fit(case, built):
     assert made == {"pool.input.quantize", "fc2.input.quantize"}
 
 
-def test_other_commands_tell_it_too(run, command, tmp_path):
+def test_other_commands_report_wide_layers(run, command, tmp_path):
     config = tmp_path / "my.cfg"
     config.write_text(CASES["w4"])
     sentence = "The weights of 2 layers (conv1, dw) have 8 bits, not 4"
@@ -191,12 +191,12 @@ IN_JSON = {"fc2": {"activation_quant_params": {"num_bits": 16}}, "conv1": {"quan
         (json.dumps({"version": 1, "batch_num": 2, **IN_JSON}), ".json", "MatMul in layer 'fc2'"),
     ],
 )
-def test_sixteen_bits_asked_for_by_name_are_refused(text, suffix, who, built, no_pass):
+def test_unsuitable_named_16_bits_are_refused(text, suffix, who, built, no_pass):
     said = "16-bit activations are for Conv and ConvTranspose with a 1-D or 2-D kernel, and Gemm"
     assert f"{said}, got {who}" in refused(built, text, suffix)
 
 
-def test_3d_convolutions_take_4_bit_weights_and_no_16_bit_inputs(tmp_path, built, request, rng):
+def test_3d_convolution_takes_4_bit_weights(tmp_path, built, request, rng):
     """A Conv with a 3-D kernel and two input channels."""
     nodes = [("Reshape", "x to", "v", "shape"), ("Conv", "v w", "y", "deep")]
     constants = {"w": rng.normal(size=(4, 2, 1, 3, 3)), "to": np.array([1, 2, 3, 4, 8])}
@@ -212,7 +212,7 @@ def test_3d_convolutions_take_4_bit_weights_and_no_16_bit_inputs(tmp_path, built
     assert "got Conv in layer 'deep'" in said
 
 
-def test_four_bits_of_a_matmul_with_matrices_for_a_batch(command, rng, tmp_path):
+def test_batched_matmul_takes_four_bits(command, rng, tmp_path):
     """Its weight [2, 6, 5] is packed along the 6 input channels, behind an Add with a Cast too."""
     constants = {"w": rng.normal(size=(2, 6, 5)), "b": rng.normal(size=5)}
     nodes = [("MatMul", "x w", "m", "mm"), ("Add", "m b", "y", "add")]
@@ -247,7 +247,7 @@ PRECISIONS = {
 
 
 @pytest.mark.parametrize("value", PRECISIONS)
-def test_scales_of_nano_are_amcts_to_the_bit(value):
+def test_nano_scales_equal_amct(value):
     held = ascend_half(np.float32(value)), ascend_s19(np.float32([value]))[0]
     assert tuple(int(one.view(np.uint32)) for one in held) == PRECISIONS[value]
 
@@ -287,7 +287,7 @@ def entry(key, **fields):
         ("fc1", {"scale_d": 1e-12, "act_type": "INT16"}, "1 / scale_d must be in [2^-14, 4.29"),
     ],
 )
-def test_a_record_that_no_layer_takes_is_one_sentence(layer, fields, said, refusal, tmp_path):
+def test_record_without_matching_layer_is_refused(layer, fields, said, refusal, tmp_path):
     record = tmp_path / "r.txt"
     record.write_text(entry(layer, **fields))
     err = refusal("ascend", "deploy", FLOAT, record, "-o", tmp_path / "o")
@@ -345,7 +345,7 @@ def dtypes(path):
     return {n.name: helper.get_node_attr_value(n, "dtype") for n in nodes}
 
 
-def test_a_record_of_amct_gives_its_files(files):
+def test_amct_record_gives_its_files(files):
     """Integers and scales equal; conv1's bias was folded by AMCT there, here by the exporter."""
     told, deploy, fake = files(("ascend", "deploy"), HALF, WIDTHS / "half" / "record.txt")
     assert "7 layers (conv1, conv2, dw, ...) read and give float16, as in the file" in told
@@ -391,7 +391,7 @@ def run_both(deploy, fake, x):
         ("float16.onnx", "FLOAT32", "that of float32"),
     ],
 )
-def test_a_record_of_other_floats_is_refused(model, told, words, refusal, tmp_path):
+def test_record_of_other_floats_is_refused(model, told, words, refusal, tmp_path):
     text = (WIDTHS / "half" / "record.txt").read_text()
     record = tmp_path / "r.txt"
     record.write_text(text.replace("value {", f'value {{ op_data_type: "{told}"', 1))
@@ -425,7 +425,7 @@ def network():
     return make_model(nodes, ends[:1], ends[1:], constants)
 
 
-def test_float16_types_come_back_by_their_names():
+def test_float16_types_are_restored_by_name():
     model = network()
     loaded = load(model)
     halves = find_float16_tensors(CalibrationSubject(loaded=loaded, samples=1, user_model=model))
@@ -460,7 +460,7 @@ def test_a_mixed_model_is_built(text, most, files, tmp_path):
         assert nodes["Add_a"].input[0] == back.output[0]
 
 
-def test_a_cast_at_the_end_may_be_named_after_what_it_reads(files, tmp_path):
+def test_final_cast_may_share_input_name(files, tmp_path):
     """As onnxconverter_common names it with keep_io_types: the fake-quant model did not load."""
     model = onnx.load(HALF)
     (end,) = model.graph.output

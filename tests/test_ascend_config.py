@@ -44,7 +44,7 @@ def test_files_are_amcts_byte_for_byte(case):
     check_record(records, GRAPH)
 
 
-def test_four_bits_and_incomplete_records_are_refused():
+def test_incomplete_and_4_bit_records_fail():
     config = resolve_config(read_config(conf(conv1=layer(act={"num_bits": 4}))), GRAPH)
     with pytest.raises(ConfigError, match="write JSON"):
         write_simple_config(config)
@@ -53,7 +53,7 @@ def test_four_bits_and_incomplete_records_are_refused():
         check_record(read_record(text), GRAPH)
 
 
-def test_what_a_configuration_leaves_out_is_amcts_default():
+def test_missing_keys_have_amct_defaults():
     ifmr = {"max_percentile": 0.999999, "min_percentile": 0.999999, "search_step": 0.01}
     ifmr["search_range"] = (0.7, 1.3)
     ada = {"num_iteration": 10000, "reg_param": 0.01, "beta_range": (20.0, 2.0)}
@@ -213,7 +213,7 @@ BROKEN = {
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind, (_, cases) in BROKEN.items() for name in cases]
 )
-def test_what_is_broken_is_told_in_one_sentence(kind, name):
+def test_broken_configuration_is_refused(kind, name):
     read, cases = BROKEN[kind]
     with pytest.raises(ConfigError, match=cases[name][1]) as error:
         read(cases[name][0])
@@ -283,7 +283,7 @@ def model_of(nodes, weights):
     return build_net(nodes, {"x": [1, 4]}, {"y": None}, weights)
 
 
-def test_what_stays_float_says_why():
+def test_float_layers_have_reasons():
     nodes = [
         ("Gemm", "x w", "a", "alpha", {"alpha": 2.0}),
         ("MatMul", "a w2", "b", "one"),
@@ -299,7 +299,7 @@ def test_what_stays_float_says_why():
 
 
 @pytest.mark.parametrize(("shape", "taken"), [([4], True), ([1, 4], True), ([1], False)])
-def test_a_gemms_bias_has_one_value_a_channel(shape, taken):
+def test_gemm_bias_has_values_per_channel(shape, taken):
     weights = {"w": np.ones((4, 4)), "b": np.ones(shape)}
     graph = find_layers(model_of([("Gemm", "x w b", "y", "g")], weights))
     assert ("g" in graph.layers) is taken
@@ -351,7 +351,7 @@ def checked(run, tmp_path, text):
         ("# all defaults\nbatch_num: 4\n", "a simplified configuration"),
     ],
 )
-def test_what_others_write_is_known(text, said, tmp_path, run):
+def test_foreign_spellings_are_known(text, said, tmp_path, run):
     code, out, err = checked(run, tmp_path, text)
     assert (code, err) == (0, "") and said in " ".join(out.split())
 
@@ -369,7 +369,7 @@ def test_what_others_write_is_known(text, said, tmp_path, run):
         ("# record of nothing\nrecords { }", "no key 'records'"),
     ],
 )
-def test_what_is_wrong_in_them_is_told(text, said, tmp_path, run):
+def test_wrong_configuration_entries_are_refused(text, said, tmp_path, run):
     code, _, err = checked(run, tmp_path, text)
     assert code == 1 and said in err and err.count("\n") == 1
 
@@ -390,7 +390,7 @@ def test_chips_are_spelt_as_atc_does(typed, spelt):
 
 
 @pytest.mark.parametrize("typed", ["AscendXYZ", "Ascend", "", "310P3; rm -rf", "31", "３１０"])
-def test_what_is_no_chip_is_refused(typed):
+def test_unknown_chip_is_refused(typed):
     with pytest.raises(ConfigError, match="Ascend310P3"):
         normalize_chip(typed)
 

@@ -115,7 +115,7 @@ FORMS = [(case, "config.json") for case in NAMES]
 
 
 @pytest.mark.parametrize(("case", "form"), [*FORMS, ("small_mixed", "simple.cfg")])
-def test_a_configuration_alone_is_an_order(case, form, command, tmp_path):
+def test_configuration_alone_determines_the_build(case, form, command, tmp_path):
     """The search switched layers off that the configuration enables, and rounded weights anew."""
     path = save_net(float_model(case), tmp_path / "m.onnx")
     arrays = np.load(CASES / case / "io.npz")
@@ -159,7 +159,7 @@ def same_array(a, b):
     assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
-def test_a_configuration_says_which_form_the_record_is_of(done, ended, tmp_path):
+def test_configuration_selects_the_record_form(done, ended, tmp_path):
     path = save_net(float_model("small_mixed"), tmp_path / "m.onnx")
     case, out = CASES / "small_mixed", tmp_path / "out"
     words = ("deploy", path, case / "record.txt", "-o", out)
@@ -172,7 +172,7 @@ def test_a_configuration_says_which_form_the_record_is_of(done, ended, tmp_path)
 
 
 # -- deploy: calib8's own, and edited
-def test_a_builds_record_gives_its_files_again(small_cnn, built, done, tmp_path):
+def test_build_record_reproduces_its_files(small_cnn, built, done, tmp_path):
     stem = small_cnn.stem
     said = done("deploy", small_cnn, built / f"{stem}_record.txt", "-o", tmp_path, "--threads", "1")
     assert "nothing was calibrated" in said and "made-up samples" in said
@@ -185,7 +185,7 @@ def test_a_builds_record_gives_its_files_again(small_cnn, built, done, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "do_fusion: false", 'skip_fusion_layers: "conv"'])
-def test_fusion_follows_the_configuration_and_the_record(text, ascend_build, done, rng, tmp_path):
+def test_fusion_follows_configuration_and_record(text, ascend_build, done, rng, tmp_path):
     """A BatchNormalization is left where either says so; the record gives the files again."""
     weights = {"w": rng.normal(size=(4, 3, 1, 1)), "s": rng.uniform(2, 3, 4)}
     weights |= {"b": rng.normal(size=4), "m": rng.normal(size=4), "v": rng.uniform(4, 9, 4)}
@@ -208,7 +208,7 @@ def test_fusion_follows_the_configuration_and_the_record(text, ascend_build, don
         assert "skip_fusion: true" in (tmp_path / "s" / "bn_record.txt").read_text()
 
 
-def test_an_edited_record_changes_its_layer_alone(small_cnn, built, done, data, tmp_path):
+def test_edited_record_changes_only_its_layer(small_cnn, built, done, data, tmp_path):
     stem = small_cnn.stem
     text = (built / f"{stem}_record.txt").read_text()
     first, second, *_ = records = list(read_record(text))
@@ -250,14 +250,14 @@ def record_of(key, more="", *, offset=0, scale="1"):
         ('prune_record { producer { name: "Conv_c1" } }', "got only 1 x pruning"),
     ],
 )
-def test_a_broken_record_is_one_sentence(text, match, small_cnn, ended, tmp_path):
+def test_broken_record_is_refused(text, match, small_cnn, ended, tmp_path):
     record = tmp_path / "r.txt"
     record.write_bytes(text.encode("latin-1"))
     assert match in ended("deploy", small_cnn, record, "-o", tmp_path / "o")
     assert not (tmp_path / "o").exists()
 
 
-def test_what_the_record_holds_beside_layers_is_told(small_cnn, built, done, tmp_path):
+def test_undeployed_record_entries_are_reported(small_cnn, built, done, tmp_path):
     record = tmp_path / "r.txt"
     more = 'prune_record { producer { name: "Conv_c1" } }'
     record.write_text((built / f"{small_cnn.stem}_record.txt").read_text() + more)
@@ -284,7 +284,7 @@ def test_a_tensorrt_cache_gives_symmetric_scales(small_cnn, built, done, data, t
     assert found["Conv_c2"].scale_w.size == 8 and found["Gemm_logits"].scale_w.size == 1
 
 
-def test_scales_come_from_one_file_that_fits(small_cnn, built, ended, tmp_path):
+def test_scales_come_from_one_matching_file(small_cnn, built, ended, tmp_path):
     record = built / f"{small_cnn.stem}_record.txt"
     cache = built / "calib8" / f"{small_cnn.stem}.cache"
     out = ("-o", tmp_path / "o")
@@ -302,7 +302,7 @@ def test_scales_come_from_one_file_that_fits(small_cnn, built, ended, tmp_path):
 
 
 # -- what both commands share
-def test_ascends_options_and_pictures(small_cnn, built, pictures, done, ended, tmp_path):
+def test_ascend_options_apply_to_pictures(small_cnn, built, pictures, done, ended, tmp_path):
     record = built / f"{small_cnn.stem}_record.txt"
     words = ("deploy", small_cnn, record, "-o", tmp_path / "o")
     assert "give --images" in ended(*words, "--aipp")
@@ -342,7 +342,7 @@ def test_open_shapes_are_given_by_name(ended, done, tmp_path):
         (("--atc-flag=--keep_dtype=wide.cfg",), 1e-9, False),
     ],
 )
-def test_what_float16_makes_0_in_an_om_is_told(flags, least, told, command, tmp_path):
+def test_float16_underflow_in_om_is_reported(flags, least, told, command, tmp_path):
     nodes = [POINTWISE, ("Relu", "c", "r", "r"), ("Add", "r least", "g", "guard")]
     nodes.append(("Log", "g", "y", "log"))
     net = model(nodes, ONES | {"least": least}, {"x": [1, 3, 5, 7]})
@@ -356,7 +356,7 @@ def test_what_float16_makes_0_in_an_om_is_told(flags, least, told, command, tmp_
     assert ("give --atc-flag=--keep_dtype=FILE" in notes) == told
 
 
-def test_atc_is_told_no_shape_of_a_scalar(done, tmp_path):
+def test_atc_gets_no_scalar_shape(done, tmp_path):
     net = model([POINTWISE, ("Max", "c least", "y", "m")], ONES, {"least": [], "x": [1, 3, 5, 7]})
     record = tmp_path / "r.txt"
     record.write_text(record_of("c", offset=3, scale="0.1"))
@@ -365,7 +365,7 @@ def test_atc_is_told_no_shape_of_a_scalar(done, tmp_path):
     assert "--input_shape=x:1,3,5,7" in words
 
 
-def test_nothing_foreign_and_no_input_is_written_over(small_cnn, built, ended, done, tmp_path):
+def test_foreign_files_and_inputs_are_protected(small_cnn, built, ended, done, tmp_path):
     record = tmp_path / f"{small_cnn.stem}_record.txt"
     shutil.copyfile(built / record.name, record)
     mine = tmp_path / f"{small_cnn.stem}_deploy_model.onnx"
@@ -379,7 +379,7 @@ def test_nothing_foreign_and_no_input_is_written_over(small_cnn, built, ended, d
     assert mine.read_bytes() == (built / mine.name).read_bytes()
 
 
-def test_what_was_found_as_json_and_nothing_else(small_cnn, built, run, tmp_path):
+def test_json_output_is_complete_and_alone(small_cnn, built, run, tmp_path):
     record = built / f"{small_cnn.stem}_record.txt"
     words = ("deploy", small_cnn, record, "-o", tmp_path / "d")
     code, out, _ = run("ascend", *words, "--json", "-")
@@ -429,7 +429,7 @@ FED = ("--images", FASHION / "eval.txt", "--mean", 0.5, "--std", 0.5)
 
 
 @pytest.mark.slow
-def test_onnxruntimes_model_decides_the_same_on_the_npu(ort_fashion, done, tmp_path):
+def test_onnxruntime_model_keeps_its_decisions(ort_fashion, done, tmp_path):
     said = done("convert", ort_fashion, "-o", tmp_path / "o", *FED)
     accuracy = accuracy_of(tmp_path / "o")
     assert accuracy["samples"] == 400 and accuracy["top1_agreement"] >= 0.999
@@ -450,7 +450,7 @@ def test_onnxruntimes_model_decides_the_same_on_the_npu(ort_fashion, done, tmp_p
     assert ran_types(given).count("Conv") == 11
 
 
-def test_without_rounding_the_relus_that_were_taken_out_come_back(ort_fashion, done, tmp_path):
+def test_removed_relus_return_without_rounding(ort_fashion, done, tmp_path):
     words = ("-o", tmp_path / "o", *FED, "--limit", 40)
     said = done("convert", ort_fashion, "--no-keep-rounding", *words)
     ops = ran_types(onnx.load(tmp_path / "o" / "ort_deploy_model.onnx"))
@@ -459,7 +459,7 @@ def test_without_rounding_the_relus_that_were_taken_out_come_back(ort_fashion, d
 
 
 @pytest.mark.parametrize("ending", [".int8.onnx", ".tensorrt.qdq.onnx", "_amct_qdq.onnx"])
-def test_calib8s_own_models(ending, small_cnn, built, data, done, tmp_path):
+def test_calib8_models_are_converted(ending, small_cnn, built, data, done, tmp_path):
     path = built / f"{small_cnn.stem}{ending}"
     done("convert", path, "-o", tmp_path / "o", "--images", data)
     assert accuracy_of(tmp_path / "o")["outputs"][0]["sqnr_db"] > 35
@@ -602,7 +602,7 @@ WRONG_AXIS = {"scale": [0.1] * 3, "zero": np.zeros(3, np.int8), "axis": 1}
         ({"scale": 1e-6}, "1 / scale_d"),
     ],
 )
-def test_what_cannot_be_taken_over_stays_float_and_is_told(made, reason, converted):
+def test_unconvertible_layers_stay_float(made, reason, converted):
     found = converted(two_convs(**made))
     assert "1 of 2 layers" in found.said
     assert re.search(rf"\| other \| [^|]*{re.escape(reason)}", found.told)
@@ -626,7 +626,7 @@ def test_matrices_get_one_scale(converted, rng):
     assert made.apart < 0.02
 
 
-def test_a_bias_at_the_end_of_int32_leaves_room_for_the_sums(converted):
+def test_extreme_bias_leaves_room_for_sums(converted):
     """As quantizers write a channel whose weights are next to nothing."""
     net, scales = Pairs(scale=0.01), np.float32([0.02, 1e-9, 0.02, 0.02])
     net.int8(INTEGERS, "w", **BY_CHANNEL | {"scale": scales})
@@ -654,7 +654,7 @@ def ran_types(made):
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16])
-def test_a_relu_that_the_quantizer_took_out_holds_for_float_readers(kind, converted):
+def test_removed_relu_applies_to_float_readers(kind, converted):
     """Conv, its pair from 0 on, then a float Sub that sees no negative value, with or without."""
     net = Pairs(c=np.float32([1.0]))
     net.int8(INTEGERS, "w", zero=ZERO)
@@ -668,7 +668,7 @@ def test_a_relu_that_the_quantizer_took_out_holds_for_float_readers(kind, conver
         assert made.apart < limit and "read through a pair: 1." in made.said
 
 
-def test_pairs_before_a_pool_and_on_the_output_leave_no_trace(converted, rng):
+def test_pairs_around_pool_and_output_vanish(converted, rng):
     """MaxPool and Flatten hand codes on; the output keeps its name without an Identity."""
     net = Pairs()
     net.add("MaxPool", "xd", "p", "pool", {"kernel_shape": [2, 2]})
@@ -715,13 +715,13 @@ def codes_as_an_output():
     ],
     ids=["none", "no layer", "integers", "a channel", "output", "alone", "old"],
 )
-def test_what_is_no_qdq_model_is_one_sentence(made, match, ended, tmp_path):
+def test_invalid_qdq_model_is_refused(made, match, ended, tmp_path):
     path = save_net(made, tmp_path / "m.onnx")
     assert match in ended("convert", path, "-o", tmp_path / "o")
     assert not (tmp_path / "o").exists()
 
 
-def test_no_file_and_no_model(ended, tmp_path):
+def test_missing_and_broken_models_are_refused(ended, tmp_path):
     (tmp_path / "m.onnx").write_bytes(b"\x08\x00no")
     for path in ("m.onnx", "absent.onnx"):
         ended("convert", tmp_path / path, "-o", tmp_path / "o")

@@ -52,7 +52,7 @@ def prepared(pixels, how):
 
 
 @pytest.mark.parametrize("standard", STANDARDS)
-def test_the_factors_are_those_of_the_documents(standard):
+def test_csc_factors_follow_the_documents(standard):
     rows, bias = DOCUMENTED[standard]
     assert aipp.csc_matrix(standard, "rgb") == (tuple(rows), (bias, 128, 128))
     assert aipp.csc_matrix(standard, "bgr")[0] == tuple(rows[::-1])
@@ -73,9 +73,9 @@ def test_yuv_is_that_of_opencv():
 @pytest.mark.parametrize("standard", STANDARDS)
 @pytest.mark.parametrize("color", ["rgb", "bgr", "grey"])
 @pytest.mark.parametrize("source", COLORS)
-def test_the_om_gets_what_the_calibration_got(source, color, standard):
+def test_om_receives_the_calibration_input(source, color, standard):
     if (source, color) == ("bgr", "grey"):
-        return  # refused: test_what_aipp_does_not_do
+        return  # refused: test_unsupported_aipp_options_are_refused
     norms = {"mean": (0.4,), "std": (0.3,)} if color == "grey" else IMAGENET
     how = replace(RGB, color=color, **norms)
     given = AippSource(color=source, standard=standard)
@@ -95,11 +95,11 @@ def test_the_om_gets_what_the_calibration_got(source, color, standard):
 @pytest.mark.parametrize("resize", RESIZES)
 @pytest.mark.parametrize("source", COLORS)
 @pytest.mark.parametrize("color", ["rgb", "bgr", "grey"])
-def test_the_host_and_aipp_together_feed_what_calibrated(color, source, resize, size):
+def test_host_and_aipp_reproduce_calibration_inputs(color, source, resize, size):
     how = replace(RGB, color=color, resize=resize, mean=(0.4,), std=(0.3,))
     how = replace(how, short_side=40) if resize == "short-side" else how
     if (source, color) == ("bgr", "grey"):
-        return  # refused: test_what_aipp_does_not_do
+        return  # refused: test_unsupported_aipp_options_are_refused
     made = aipp.write_aipp(how, given := AippSource(color=source, size=size))
     light, tint = picture(80, 120)[..., :1] // 2, cv2.resize(picture()[:4, :6], (120, 80)) // 2
     bgr = cv2.resize((light + tint)[..., ::-1], (size or (80, 120))[::-1])
@@ -121,7 +121,7 @@ def test_the_host_and_aipp_together_feed_what_calibrated(color, source, resize, 
     assert far.mean() <= 2 if given.is_yuv else far.max() <= 2
 
 
-def test_a_frame_is_cropped_at_even_places_and_a_wrong_standard_is_seen():
+def test_frame_is_cropped_at_even_offsets():
     source = AippSource(color="nv12", size=(38, 54), standard="bt709-full")
     made = aipp.write_aipp(replace(RGB, resize="short-side", short_side=40), source)
     assert (made.parameters.load_start_pos_h, made.parameters.load_start_pos_w) == (2, 2)
@@ -140,7 +140,7 @@ def test_a_frame_is_cropped_at_even_places_and_a_wrong_standard_is_seen():
     assert right is not None and wrong is not None and wrong > 2 * right
 
 
-def test_dynamic_aipp_leaves_the_values_to_the_host_and_arrays_have_none():
+def test_dynamic_aipp_leaves_values_to_host():
     source = AippSource(color="nv12", size=(64, 64), dynamic=True)
     made = aipp.write_aipp(replace(RGB, **IMAGENET), source)
     (op,) = parse_text("InsertNewOps", made.text, "it").aipp_op
@@ -169,7 +169,7 @@ def build_with_aipp(run, small_cnn, pictures, tmp_path):
     return partial(run, "build", small_cnn, "--images", pictures, *quick, "--aipp")
 
 
-def test_the_command_writes_aipp_and_says_how_near_it_is(build_with_aipp, command, tmp_path):
+def test_command_writes_aipp_and_its_deviation(build_with_aipp, command, tmp_path):
     words = ("--source-color", "nv21", "--csc", "bt709-full", "--source-size", "20x24")
     words += ("--resize", "short-side", "--short-side", 20)
     code, _, err = build_with_aipp(*words, "--first-layer-int8")
@@ -214,7 +214,7 @@ def test_options_that_mean_nothing_are_refused(words, said, build_with_aipp):
         ({"size": (1, 1)}, {}, "sides"),
     ],
 )
-def test_what_aipp_does_not_do(changes, options, said):
+def test_unsupported_aipp_options_are_refused(changes, options, said):
     with pytest.raises(ExportError, match=said):
         aipp.write_aipp(replace(RGB, **changes), AippSource(**options))
 
@@ -266,7 +266,7 @@ EVEN = (
         ({}, RGB888, (16, 24), "The host (height x width): resize 16x24 to 32x48 (linear)."),
     ],
 )
-def test_what_dvpp_or_the_host_does_is_said_with_sizes(changes, options, size, said):
+def test_host_resizing_is_described_with_sizes(changes, options, size, said):
     how, given = replace(RGB, **changes), AippSource(size=size, **options)
     made = aipp.write_aipp(how, given)
     assert made.host_notes[0] == said and (
@@ -324,7 +324,7 @@ def folder(model, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("cann", "opset", "ir"), [("5.0", 13, 7), ("7.0", 18, 8), ("8.2", 18, 8)])
-def test_models_are_written_for_the_cann_that_is_named(cann, opset, ir, model, folder, tmp_path):
+def test_models_follow_the_named_cann(cann, opset, ir, model, folder, tmp_path):
     build(model, tmp_path, "--cann", cann)
     for ending in ("deploy_model", "amct_qdq"):
         made = onnx.load(tmp_path / f"net_{ending}.onnx")
@@ -343,7 +343,7 @@ def test_models_are_written_for_the_cann_that_is_named(cann, opset, ir, model, f
     assert (tmp_path / record).read_text() == (folder / record).read_text()
 
 
-def test_nothing_of_the_exporter_leaves_with_the_files(model, folder):
+def test_files_carry_no_exporter_metadata(model, folder):
     assert SECRET.encode() in model.read_bytes()
     for path in folder.glob("net_*"):
         assert SECRET.encode() not in path.read_bytes(), path.name
@@ -364,7 +364,7 @@ def value(entry, key):
     return found
 
 
-def test_the_mapping_tells_what_every_node_stands_for(folder):
+def test_mapping_names_the_source_of_nodes(folder):
     known = entries(folder / "net_quant.json")
     told = {name: value(entry, "original_op_names") for name, entry in known.items()}
     originals = {name: one["list"].get("s", []) for name, one in told.items()}
@@ -387,7 +387,7 @@ def test_the_mapping_tells_what_every_node_stands_for(folder):
     assert {edge.rpartition(":")[0] for e in known.values() for edge in e["input"]} <= set(known)
 
 
-def test_the_readme_names_every_file_and_command(folder, model, tmp_path):
+def test_readme_names_every_file_and_command(folder, model, tmp_path):
     text = (folder / "net_README.txt").read_text()
     for words in ("sh net_atc.sh", "ais_bench --model net.om", "-om net.om -q net_quant.json"):
         assert words in text

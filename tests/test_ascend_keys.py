@@ -194,7 +194,7 @@ def at(config, path):
 
 
 @pytest.mark.parametrize("key", OBEYED)
-def test_a_key_of_the_simplified_form_is_obeyed(key, built):
+def test_simplified_key_is_obeyed(key, built):
     text, path, wanted = OBEYED[key]
     config = built(text, ".cfg")[1]
     if wanted is None:  # the layer stays float, whichever way the configuration says so
@@ -206,12 +206,12 @@ def test_a_key_of_the_simplified_form_is_obeyed(key, built):
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_a_wrong_value_of_the_simplified_form_is_told_before_any_pass(key, built, no_pass):
+def test_wrong_simplified_value_is_refused_early(key, built, no_pass):
     text, said = REFUSED[key]
     refused(built, text, ".cfg", said)
 
 
-def test_every_key_of_both_forms_has_its_test():
+def test_every_configuration_key_has_a_test():
     keys = {
         f"{name}.{field.name}"
         for name in CONFIGS
@@ -315,13 +315,13 @@ def document(key, value):
 
 
 @pytest.mark.parametrize("key", JSON_OBEYED)
-def test_a_key_of_the_quant_config_is_obeyed(key, built):
+def test_quant_config_key_is_obeyed(key, built):
     config = built(document(key, JSON_OBEYED[key]), ".json")[1]
     assert at(config, key if key in GLOBAL else f"conv1.{key}") == JSON_OBEYED[key]
 
 
 @pytest.mark.parametrize("key", JSON_REFUSED)
-def test_a_wrong_value_of_the_quant_config_is_told_before_any_pass(key, built, no_pass):
+def test_wrong_config_value_is_refused_early(key, built, no_pass):
     name = key.rpartition(".")[2]
     said = {"num_bits": "bits"}.get(name, name)
     refused(built, document(key, JSON_REFUSED[key]), ".json", said)

@@ -71,7 +71,7 @@ def loss(model, made):
 
 
 @pytest.mark.parametrize("effort", [0, 1])
-def test_every_layer_of_one_weight_is_in_int8(pictures_built, effort):
+def test_layers_sharing_a_weight_are_int8(pictures_built, effort):
     """AMCT refuses all of them; two pictures through one network were no model for Ascend."""
     model = two_pictures()
     out, made = pictures_built(model, effort=effort)
@@ -95,7 +95,7 @@ def test_every_layer_of_one_weight_is_in_int8(pictures_built, effort):
 
 
 @pytest.mark.parametrize("which", ["net.onnx", "o/net_modified_model.onnx"])
-def test_a_record_makes_the_same_models_again_of_either(pictures_built, command, tmp_path, which):
+def test_record_reproduces_models_of_both_forms(pictures_built, command, tmp_path, which):
     _, made = pictures_built(two_pictures())
     record = made("_record.txt")
     command("ascend", "deploy", tmp_path / which, record, "--out", tmp_path / "again")
@@ -112,13 +112,13 @@ def weights_of(model):
     return {node: held[name] for node, name in read.items() if name in held}
 
 
-def test_what_reads_the_weight_and_is_no_layer_reads_it_in_float(pictures_built):
+def test_other_weight_readers_get_float_values(pictures_built):
     model = two_pictures(tied=True)
     _, made = pictures_built(model)
     assert loss(model, made) < 1e-3
 
 
-def test_a_plan_knows_shared_weights_and_copies_that_are_too_large_are_not_made(monkeypatch):
+def test_shared_weights_avoid_large_copies(monkeypatch):
     model = name_nodes(two_pictures())
     own, graph = prepare_model(model)
     held = {tensor.name for tensor in model.graph.initializer}
@@ -132,7 +132,7 @@ def test_a_plan_knows_shared_weights_and_copies_that_are_too_large_are_not_made(
     assert {graph.float_reasons[f"{word}/conv"] for word in ("left", "right")} == {SHARED}
 
 
-def test_a_trained_model_of_pairs_keeps_layers_of_one_weight(pictures_built, command, tmp_path):
+def test_qdq_model_keeps_shared_weight_layers(pictures_built, command, tmp_path):
     _, made = pictures_built(two_pictures(), target="tensorrt")
     command("ascend", "convert", made(".tensorrt.qdq.onnx"), "--out", tmp_path / "again")
     (made,) = (tmp_path / "again").glob("*_deploy_model.onnx")
@@ -179,7 +179,7 @@ def scales(record):
 
 
 @pytest.mark.parametrize("config", [HFMG, DMQ])
-def test_four_images_are_the_batch_of_a_model_that_fixes_four(config, made, small_cnn, fixed):
+def test_fixed_batch_uses_four_images(config, made, small_cnn, fixed):
     text = "batch_num: 2\n" + config
     joined, _, said = made(small_cnn, 8, "--amct-batch", 4, config=text)
     same, _, _ = made(fixed, 8, config=text)
@@ -215,7 +215,7 @@ def test_a_last_batch_may_be_smaller(made, small_cnn):
     assert scales(threads) == scales(partial)
 
 
-def test_a_model_with_a_batch_takes_whole_ones(made, fixed):
+def test_fixed_batch_model_takes_full_batches(made, fixed):
     _, _, err = made(fixed, 8, "--amct-batch", 6)
     assert "the model's batch size, 4, got 6" in err
     _, config, said = made(fixed, 8, "--amct-batch", 8)
@@ -241,7 +241,7 @@ def branch(text, output):
 
 
 @pytest.mark.parametrize("reader", ["output", "branch"])
-def test_a_weight_that_an_output_or_a_branch_reads_too_stays_as_it_is(reader, tmp_path):
+def test_weight_read_by_outputs_stays_unchanged(reader, tmp_path):
     rng = np.random.default_rng(0)
     weights = {"w": rng.normal(0, 0.3, (4, 1, 3, 3)), "k": rng.normal(0, 0.3, (4, 4, 1, 1))}
     weights = {**as_float32(weights), "yes": np.array(True)}

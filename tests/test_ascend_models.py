@@ -144,7 +144,7 @@ def test_fake_quant_runs_as_amcts(case):
 
 
 # -- what cannot be done is said
-def test_what_a_calibration_needs_of_its_batches(default, wording):
+def test_calibration_refuses_unsuitable_batches(default, wording):
     model, graph = default
     config = default_config(graph, batch_num=3)
     with pytest.raises(FeedError, match="3, got 2"):
@@ -165,7 +165,7 @@ def test_what_a_calibration_needs_of_its_batches(default, wording):
     assert (found.records["conv1"].scale_d, found.records["conv1"].offset_d) == (1, -128)
 
 
-def test_all_values_are_kept_only_on_request(default):
+def test_exact_values_are_kept_on_request(default):
     model, graph = default
     config = config_of("small_default", graph)
     exact = calibrate_amct(model, graph, inputs("small_default"), config, exact=True)
@@ -191,7 +191,7 @@ def test_hardware_limits(record, match, default):
         quantize_layers(*default, {"fc1": layer})
 
 
-def test_sums_beyond_int32_are_told_and_packing_round_trips():
+def test_int32_overflow_is_refused():
     nodes, weights = [("MatMul", "x w", "y", "wide")], {"w": np.ones((70_000, 1))}
     model = build_net(nodes, {"x": [1, 70_000]}, {"y": [1, 1]}, weights)
     record = LayerRecord(scale_d=np.float32(1), scale_w=np.float32([1 / 127]))
@@ -204,7 +204,7 @@ def test_sums_beyond_int32_are_told_and_packing_round_trips():
     )
 
 
-def test_a_tensor_two_layers_read_is_quantized_once_and_outputs_keep_their_names():
+def test_shared_tensor_is_quantized_once():
     weights = {k: np.random.default_rng(1).normal(size=(4, 4)) for k in "ab"}
     nodes = [("Gemm", f"x {k} c", end, k) for k, end in (("a", "y"), ("b", "h"))]
     nodes.append(("Add", "y h", "z", "add"))

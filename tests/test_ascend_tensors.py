@@ -85,7 +85,7 @@ def same_bytes(one, other, stem, *endings):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
-def test_the_inputs_named_are_quantized_and_their_nodes_are_float(kept):
+def test_named_inputs_of_floats_are_int8(kept):
     said, folder = kept("inputs")
     assert "4 of 10 nodes int8" in said and "within 0 of the fake-quant model" in said
     why = "it computes in float; by tensor_quantize its input is moved in int8"
@@ -111,7 +111,7 @@ def test_the_inputs_named_are_quantized_and_their_nodes_are_float(kept):
     assert nodes["MaxPool_p"].input[0] == "r3"
 
 
-def test_readers_that_agree_on_the_scale_share_one_ascendquant(built):
+def test_equal_scales_share_one_ascendquant(built):
     """Conv_c2 and the Add read r1 and are searched alike; with another search each has its own."""
     for inner, nodes in (("", 4), ("hfmg_quantize { }", 5)):
         _, folder = built("batch_num: 6\n" + tensor("Add_a", 1, inner), out=f"o{nodes}")
@@ -119,7 +119,7 @@ def test_readers_that_agree_on_the_scale_share_one_ascendquant(built):
         assert sum(node.op_type == "AscendQuant" for node in made) == nodes
 
 
-def test_the_scales_are_those_of_the_searches(small_cnn, built):
+def test_input_scales_equal_their_searches(small_cnn, built):
     """On the values of the model whose weights are fake-quantized, as layers are searched."""
     first = tensor("Add_a", 0, "ifmr_quantize { search_range_start: 0.9 max_percentile: 0.99 }")
     second = tensor("MaxPool_p", 0, "hfmg_quantize { num_of_bins: 1024 asymmetric: false }")
@@ -144,7 +144,7 @@ def test_the_scales_are_those_of_the_searches(small_cnn, built):
     assert by_hfmg.offset == 0
 
 
-def test_both_configurations_say_the_same(built, run, small_cnn, tmp_path):
+def test_both_configuration_forms_are_equal(built, run, small_cnn, tmp_path):
     """cfg -> build -> its JSON, in AMCT's place and order -> build: the same bytes."""
     _, folder = built(BOTH + "common_config { ifmr_quantize { asymmetric: false } }")
     text = (folder / "small_cnn_config.json").read_text()
@@ -165,7 +165,7 @@ def test_both_configurations_say_the_same(built, run, small_cnn, tmp_path):
     same_bytes(folder, third, "small_cnn", "config.json")
 
 
-def test_layers_may_be_skipped_and_nodes_kept_in_float(built):
+def test_inputs_stay_quantized_without_layers(built):
     """Inputs alone are enough to quantize; the executor and the check take such a model too."""
     said, folder = built(BOTH + 'skip_layer_types: "Conv" skip_layers: "Gemm_logits"')
     assert "0 of 10 nodes int8" in said and "within 0 of the fake-quant model" in said
@@ -176,7 +176,7 @@ def test_layers_may_be_skipped_and_nodes_kept_in_float(built):
     assert "Add_a:1" not in records and "MaxPool_p:0" in records
 
 
-def test_a_cache_of_the_layers_serves_them_too(built, tmp_path):
+def test_layer_cache_serves_quantized_inputs(built, tmp_path):
     """Inputs that no layer reads are observed in addition, in the same form of the model."""
     cache = ("--cache", tmp_path / "kept.cache")
     built("batch_num: 6", *cache)
@@ -187,7 +187,7 @@ def test_a_cache_of_the_layers_serves_them_too(built, tmp_path):
 
 
 @pytest.mark.parametrize("attribute", ["scale", "dtype"])
-def test_a_deploy_model_without_the_scale_of_its_antiquant_is_not_run(kept, attribute):
+def test_antiquant_without_scale_is_refused(kept, attribute):
     model = onnx.load(kept("inputs")[1] / "small_cnn_deploy_model.onnx")
     (back,) = (node for node in model.graph.node if node.name == "Add_a.1.anti_quant")
     kept = [one for one in back.attribute if one.name != attribute]
@@ -216,7 +216,7 @@ def sound(command, folder, model, layers, inputs, again):
     return {op["name"]: op for op in mapping["graph"][0]["op"]}
 
 
-def test_check_deploy_and_the_mapping_follow(kept, command, small_cnn, tmp_path):
+def test_input_files_check_and_deploy(kept, command, small_cnn, tmp_path):
     inputs = (" and 2 inputs of tensor_quantize", ", 2 inputs moved in int8")
     ops = sound(command, kept("inputs")[1], small_cnn, 4, inputs, tmp_path / "again")
     assert ops["Add_a"]["input"] == ["Conv_c2.dequant:0", "Add_a.1.anti_quant:0"]
@@ -224,7 +224,7 @@ def test_check_deploy_and_the_mapping_follow(kept, command, small_cnn, tmp_path)
     assert ops["Add_a.1.anti_quant"]["attr"][0]["value"]["list"] == {}
 
 
-def test_an_input_taken_out_of_the_record_is_not_deployed(kept, command, small_cnn, tmp_path):
+def test_input_removed_from_record_stays_float(kept, command, small_cnn, tmp_path):
     _, folder = kept("inputs")
     text = (folder / "small_cnn_record.txt").read_text()
     before, mark, _ = text.partition('record {\n  key: "MaxPool_p:0"')
@@ -250,7 +250,7 @@ EDITS = {  # what stands behind a key of the record, and what takes its place
 
 
 @pytest.mark.parametrize("key", EDITS)
-def test_a_wrong_record_of_inputs_is_refused(key, kept, small_cnn, files, refusal, tmp_path):
+def test_wrong_input_record_is_refused(key, kept, small_cnn, files, refusal, tmp_path):
     place, old, new, said = EDITS[key]
     name, model = ("matmuls", files) if place == "scores" else ("inputs", small_cnn)
     _, folder = kept(name)
@@ -305,7 +305,7 @@ def refused(built, text, said, suffix=".cfg"):
 
 
 @pytest.mark.parametrize("key", WRONG)
-def test_what_does_not_fit_is_told_before_any_pass(key, built, no_pass):
+def test_unsuitable_inputs_are_refused_before_observing(key, built, no_pass):
     value, said = WRONG[key]
     if isinstance(value, str):
         refused(built, value, said)
@@ -329,7 +329,7 @@ def auto(command, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["gain", "binary-search"])
-def test_auto_may_leave_them_in_float(strategy, auto, small_cnn, tmp_path):
+def test_auto_may_keep_inputs_float(strategy, auto, small_cnn, tmp_path):
     """What it leaves in float is neither in the record nor in the final configuration."""
     np.save(tmp_path / "images.npy", DATA)
     _, found = auto(small_cnn, tmp_path / "images.npy", BOTH, strategy)
@@ -342,7 +342,7 @@ def test_auto_may_leave_them_in_float(strategy, auto, small_cnn, tmp_path):
     assert 0 < len(records) < 6
 
 
-def test_constants_integers_and_biases_are_told(tmp_path, refusal):
+def test_unquantizable_add_inputs_are_refused(tmp_path, refusal):
     """What an Add is not to have quantized, each with its reason."""
     nodes = [
         ("MatMul", "x w", "m", "mm"),
@@ -449,7 +449,7 @@ def named(*names, inner=""):
     return "batch_num: 4\n" + "".join(layers)
 
 
-def test_two_activations_are_float_unless_they_are_named(kept):
+def test_unnamed_activation_matmuls_are_float(kept):
     said, folder = kept("plain")
     assert "3 of 8 nodes int8 | MatMul 3 |" in said
     assert "neither factor is a constant: int8 only where a configuration names it" in said
@@ -458,7 +458,7 @@ def test_two_activations_are_float_unless_they_are_named(kept):
     assert set(default_config(find_layers(attention())).layers) == {"query", "key", "value"}
 
 
-def test_two_activations_are_quantized_where_they_are_named(kept):
+def test_named_activation_matmuls_are_int8(kept):
     """Both factors symmetric; the second's scale stands in the record where a weight's would."""
     said, folder = kept("matmuls")
     assert "5 of 8 nodes int8 | MatMul 5 |" in said and "within 0 of the fake-quant model" in said
@@ -478,7 +478,7 @@ def test_two_activations_are_quantized_where_they_are_named(kept):
         assert helper.get_node_attr_value(quant, "offset") == 0
 
 
-def test_the_scales_are_those_that_a_search_of_each_factor_gives(built_matmul, files):
+def test_matmul_factors_have_searched_scales(built_matmul, files):
     """HFMG with its own bins, as the configuration says, on both factors."""
     _, folder = built_matmul(named("scores", inner="hfmg_quantize { num_of_bins: 1024 }"))
     record = records_of(folder)["scores"]
@@ -489,7 +489,7 @@ def test_the_scales_are_those_that_a_search_of_each_factor_gives(built_matmul, f
         assert 0.3 * most < 127 * scale < 1.1 * most
 
 
-def test_a_quant_config_names_them_too_and_keep_float_wins(built_matmul):
+def test_keep_float_overrides_named_matmuls(built_matmul):
     layers = {name: {"quant_enable": True} for name in ("query", "scores")}
     text = json.dumps({"version": 1, "batch_num": 4, **layers})
     said, _ = built_matmul(text, suffix=".json")
@@ -516,11 +516,11 @@ def test_a_quant_config_names_them_too_and_keep_float_wins(built_matmul):
         ("value_bias:0", "", "does not exist in the model"),
     ],
 )
-def test_a_matmul_that_does_not_fit_is_told_before_a_pass(name, inner, said, built_matmul, no_pass):
+def test_unsuitable_matmul_is_refused_before_observing(name, inner, said, built_matmul, no_pass):
     refused(built_matmul, named(name, inner=inner), said)
 
 
-def test_common_settings_do_not_stand_in_the_way(built_matmul):
+def test_common_settings_skip_activation_matmuls(built_matmul):
     """What common_config says of offsets and balancing is for layers that take it."""
     common = "common_config { ifmr_quantize { asymmetric: true } dmq_balancer { } }"
     said, folder = built_matmul(named("scores") + common)
@@ -533,12 +533,12 @@ def test_common_settings_do_not_stand_in_the_way(built_matmul):
     assert found["asymmetric"] is False and found["search_step"] == 0.1
 
 
-def test_check_deploy_and_the_mapping_follow_matmuls(kept, command, files, tmp_path):
+def test_matmul_files_check_and_deploy(kept, command, files, tmp_path):
     ops = sound(command, kept("matmuls")[1], files, 5, ("", ""), tmp_path / "again")
     assert ops["scores"]["attr"][0]["value"]["list"]["s"] == ["scores"]
 
 
-def test_a_weight_of_3_dimensions_has_one_scale_and_keeps_its_layout(kept, files):
+def test_three_dimensional_weight_has_one_scale(kept, files):
     _, folder = kept("plain")
     records = records_of(folder)
     weights = {t.name: numpy_helper.to_array(t) for t in attention().graph.initializer}
@@ -557,7 +557,7 @@ def test_a_weight_of_3_dimensions_has_one_scale_and_keeps_its_layout(kept, files
     assert nodes_of(folder / "net_deploy_model.onnx")["value.dequant"].input[0] == "value_output0"
 
 
-def test_dmq_balances_the_rows_of_every_matrix(built_matmul, files):
+def test_dmq_balances_rows_of_matrices(built_matmul, files):
     balanced = "layer_type: 'MatMul' calibration_config { dmq_balancer { } }"
     _, folder = built_matmul(f"batch_num: 4 override_layer_types {{ {balanced} }}")
     factors = records_of(folder)["query"].factors
@@ -576,7 +576,7 @@ def test_dmq_balances_the_rows_of_every_matrix(built_matmul, files):
     st.booleans(),
     st.integers(0, 2**31),
 )
-def test_integers_and_floats_agree_for_any_shape(heads, rows, inner, columns, computed, seed):
+def test_matmul_integers_agree_with_floats(heads, rows, inner, columns, computed, seed):
     rng = np.random.default_rng(seed)
     weight = rng.normal(size=(heads, inner, columns)).astype(np.float32)
     inputs = {"x": [2, heads, rows, inner]} | ({"w": [*weight.shape]} if computed else {})
@@ -603,13 +603,13 @@ def test_integers_and_floats_agree_for_any_shape(heads, rows, inner, columns, co
         ("Gemm", [4, 4], TensorProto.FLOAT, False),
     ],
 )
-def test_two_activations_are_offered_where_a_matmul_takes_float_matrices(op, shape, kind, offered):
+def test_float_matrix_matmul_is_optional(op, shape, kind, offered):
     inputs = dict.fromkeys("ab", (kind, shape))
     found = find_layers(build_net([(op, "a b", "y", "m")], inputs, {"y": (kind, None)}, opset=17))
     assert list(found.optional_layers) == ["m"] * offered and "m" in found.float_reasons
 
 
-def test_a_matmul_of_a_vector_stays_float():
+def test_vector_matmul_stays_float():
     values, weights = {"x": [4]}, {"w": np.ones((4, 3), np.float32)}
     model = build_net([("MatMul", "x w", "y", "m")], values, {"y": [3]}, weights, opset=17)
     assert find_layers(model).float_reasons == {
@@ -631,7 +631,7 @@ def test_a_configuration_says_what_is_float(files, run, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["gain", "binary-search"])
-def test_auto_weighs_them_like_other_layers(strategy, auto, files, tmp_path):
+def test_auto_ranks_activation_matmuls_with_layers(strategy, auto, files, tmp_path):
     text = named("scores", "context")
     said, found = auto(files, files.with_suffix(".npy"), text, strategy)
     assert "5 layers in int8" in said

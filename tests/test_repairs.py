@@ -145,7 +145,7 @@ def said(report, words=""):
         (lopsided, "adaround", 3, ()),
     ],
 )
-def test_a_network_gains_by_its_repair_on_every_target(make, name, gain, words, tmp_path, built):
+def test_repair_improves_every_target(make, name, gain, words, tmp_path, built):
     words = ("--target", ALL, *words)
     before = built(make(tmp_path), *words, out="plain")
     after = built(make(tmp_path), *words, "--repair", name, out="repaired")
@@ -157,7 +157,7 @@ def test_a_network_gains_by_its_repair_on_every_target(make, name, gain, words, 
 
 
 @pytest.mark.slow
-def test_inputs_that_float32_cannot_square_are_rounded_to_nearest_and_searched(tmp_path, built):
+def test_huge_inputs_are_rounded_to_nearest(tmp_path, built):
     """As of values of 1e30: their products are not finite."""
     x = np.abs(np.random.default_rng(6).normal(size=(20, 3, 12, 12))).astype(np.float32)
     np.save(tmp_path / "huge.npy", x * 1e30)
@@ -168,7 +168,7 @@ def test_inputs_that_float32_cannot_square_are_rounded_to_nearest_and_searched(t
 
 
 @pytest.mark.slow
-def test_rounding_is_tried_where_there_is_a_search_unless_refused(tmp_path, built):
+def test_search_tries_rounding_unless_refused(tmp_path, built):
     model, words = lopsided(tmp_path), REPAIRS["adaround"].words
     searched = ("--effort", 1)
     assert said(built(model, *searched), words) and not said(built(model), words)
@@ -196,7 +196,7 @@ def requests(folder, feed, target):
 
 
 @pytest.mark.parametrize("target", ALL.split(","))
-def test_a_search_tries_rounded_weights_and_a_layer_in_float_keeps_its_own(target, tmp_path, feed):
+def test_search_tries_rounding_without_float_layers(target, tmp_path, feed):
     made_for, fresh = requests(tmp_path, feed, target)
     request = fresh()
     trial = trial_builder(made_for, request, ("adaround",))
@@ -215,7 +215,7 @@ def test_a_search_tries_rounded_weights_and_a_layer_in_float_keeps_its_own(targe
     assert apart[1] < 0.7 * apart[0]
 
 
-def test_repairs_are_tried_in_one_order_and_a_wrong_name_has_a_way_out(tmp_path, built, wording):
+def test_repairs_have_fixed_order_and_names(tmp_path, built, wording):
     for words in (["bias,equalize"], ["equalize", "bias"]):
         assert parse_repairs(words) == ("equalize", "bias")
     assert parse_repairs(["all"]) == tuple(REPAIRS)
@@ -231,7 +231,7 @@ def test_repairs_are_tried_in_one_order_and_a_wrong_name_has_a_way_out(tmp_path,
 
 
 @pytest.mark.slow
-def test_what_does_not_help_is_not_kept_and_the_files_are_those_of_a_plain_build(tmp_path, built):
+def test_useless_repairs_leave_a_plain_build(tmp_path, built):
     built(uneven(tmp_path), "--target", "tensorrt", "--repair", "equalize", out="equal")
     model = tmp_path / "equal" / "uneven.tensorrt.onnx"  # which has no more to gain
     built(model, "--target", ALL, out="plain")
@@ -241,7 +241,7 @@ def test_what_does_not_help_is_not_kept_and_the_files_are_those_of_a_plain_build
 
 
 @pytest.mark.slow
-def test_a_calibration_of_a_repaired_model_is_not_taken_for_one_of_the_plain_model(tmp_path, built):
+def test_repaired_calibration_is_not_reused_plain(tmp_path, built):
     model, words = uneven(tmp_path), ("--target", ALL, "--repair", "equalize,bias")
     built(model, *words)
     assert built(model, *words, "--require-cache")["calibration"]["reused"]
@@ -249,7 +249,7 @@ def test_a_calibration_of_a_repaired_model_is_not_taken_for_one_of_the_plain_mod
 
 
 @pytest.mark.slow
-def test_every_repair_gives_the_same_bytes_again_and_with_any_number_of_threads(tmp_path, built):
+def test_repairs_are_equal_for_any_threads(tmp_path, built):
     model, words = uneven(tmp_path), ("--target", ALL, "--repair", "all")
     built(model, *words, "--threads", 1, out="one")
     built(model, *words, "--threads", 3, out="three")
@@ -266,11 +266,11 @@ def test_every_repair_gives_the_same_bytes_again_and_with_any_number_of_threads(
         (("--trust-cache",), "a trusted cache holds the ranges of the model as it is"),
     ],
 )
-def test_readers_of_the_file_refuse_repairs_before_observing(words, sentence, tmp_path, built):
+def test_file_readers_refuse_repairs_before_observing(words, sentence, tmp_path, built):
     assert sentence in built.refused(uneven(tmp_path), *words, "--repair", "equalize")
 
 
-def test_a_gemm_without_bias_gets_one_on_every_target(tmp_path, built):
+def test_gemm_gets_a_bias_everywhere(tmp_path, built):
     whole = np.random.default_rng(8).integers(-20, 21, (8, 3)) + 0.45
     whole[:, 0] = 127
     nodes = "p = GlobalAveragePool(x) f = Flatten(p) y = Gemm <transB = 1> (f, w)"
@@ -280,7 +280,7 @@ def test_a_gemm_without_bias_gets_one_on_every_target(tmp_path, built):
     assert len(kept) >= 2, said(report)
 
 
-def test_float_outputs_stay_equal_to_the_last_digits(tmp_path):
+def test_repairs_keep_float_outputs(tmp_path):
     loaded = load(uneven(tmp_path))
     shape = (2, *loaded.inputs[0].shape[1:])
     x = np.random.default_rng(9).normal(size=shape).astype(np.float32)
@@ -304,7 +304,7 @@ def test_float_outputs_stay_equal_to_the_last_digits(tmp_path):
         ("b = Conv(a, w2) y = Conv(b, w2)", False),  # one weight for two layers
     ],
 )
-def test_only_what_lets_a_factor_through_links_two_layers(nodes, linked, tmp_path):
+def test_scale_transparent_nodes_link_two_layers(nodes, linked, tmp_path):
     w = {"w1": np.ones((4, 3, 1, 1)), "w2": np.ones((4, 4, 1, 1)), "low": 0, "high": 6}
     found = find_layer_links(load(saved(tmp_path, f"a = Conv(x, w1) {nodes}", w)).model)
     ends = [(link.first.name, link.second.name) for link in found]
@@ -317,13 +317,13 @@ calm = settings(max_examples=30)
 
 @calm
 @given(st.lists(st.tuples(positive, positive), min_size=1, max_size=8))
-def test_equal_factors_make_the_two_ranges_equal(pairs):
+def test_factors_equalize_both_ranges(pairs):
     first, second = np.array(pairs).T
     factors = equal_factors(first, second)
     np.testing.assert_allclose(first / factors, second * factors, rtol=1e-9)
 
 
-def test_factors_of_channels_that_are_zero_are_one_and_unsound_ranges_are_refused(wording):
+def test_zero_channels_have_factor_one(wording):
     assert equal_factors(np.array([0.0, 4]), np.array([1.0, 1])).tolist() == [1, 2]
     for bad in (np.array([-1.0]), np.array([np.nan]), np.array([1.0, 2])):
         with pytest.raises(CalibrationError) as refusal:
@@ -333,7 +333,7 @@ def test_factors_of_channels_that_are_zero_are_one_and_unsound_ranges_are_refuse
 
 @calm
 @given(seeds, st.integers(1, 3), st.integers(1, 5), st.integers(2, 24))
-def test_rounding_by_output_is_never_worse_than_nearest_and_takes_a_neighbour(seed, g, c, k):
+def test_output_rounding_never_exceeds_nearest_error(seed, g, c, k):
     rng = np.random.default_rng(seed)
     steps, x = rng.normal(0, 20, (g, c, k)), rng.uniform(0, 1, (g, k, 200))
     fixed = rng.random((g, c, k)) < 0.2
@@ -346,7 +346,7 @@ def test_rounding_by_output_is_never_worse_than_nearest_and_takes_a_neighbour(se
     assert (after <= before + 1e-9).all()
 
 
-def test_rounding_by_output_wins_where_errors_add_up():
+def test_output_rounding_wins_for_correlated_inputs():
     steps = np.full((1, 1, 40), 3.4)
     x = np.random.default_rng(0).uniform(0.5, 1, (1, 40, 500))
     found = round_by_output(steps, gram(x), fixed=np.zeros(steps.shape, bool))
@@ -354,7 +354,7 @@ def test_rounding_by_output_wins_where_errors_add_up():
 
 
 @pytest.mark.parametrize(("weight", "last"), [(0.265, 0), (0.28, 1)])
-def test_a_fifth_of_the_mean_diagonal_holds_weights_at_their_nearest(weight, last):
+def test_damping_holds_weights_at_nearest(weight, last):
     """Of two that one input reads, one goes up where 4 w - 1 is more than 0.2 (1 - 2 w)."""
     steps = np.full((1, 1, 2), weight)
     found = round_by_output(steps, np.ones((1, 2, 2)), fixed=np.zeros(steps.shape, bool))
@@ -386,7 +386,7 @@ def lone(weight, kind, **given_):
     return layer
 
 
-def test_a_channel_that_errs_more_on_other_samples_stays_nearest():
+def test_overfitted_channel_is_rounded_to_nearest():
     """What was rounded for patches of one kind is worse on patches of another: taken back."""
     rng = np.random.default_rng(6)
     weight = np.concatenate([np.full((2, 24), 3.4), rng.normal(0, 20, (2, 24))]).astype(np.float32)
@@ -438,7 +438,7 @@ def test_weights_times_patches_are_the_layer(kind, given_):
 
 
 @pytest.mark.parametrize(("given_", "gains"), [("", True), (', auto_pad = "SAME_UPPER"', False)])
-def test_a_transposed_layer_is_rounded_where_its_pads_are_given(given_, gains, tmp_path, built):
+def test_transposed_layer_with_pads_is_rounded(given_, gains, tmp_path, built):
     rng = np.random.default_rng(9)
     w = rng.integers(-20, 21, (3, 8, 2, 2)) + 0.45
     w[0, :, 0, 0] = 127
@@ -454,7 +454,7 @@ def test_a_transposed_layer_is_rounded_where_its_pads_are_given(given_, gains, t
 @calm
 @example(seed=45, kind="Conv", turned=False)  # a value reaches the extreme of the other sign
 @given(seeds, st.sampled_from(["Conv", "Gemm", "MatMul"]), st.booleans())
-def test_targets_write_the_integers_that_were_chosen(seed, kind, turned):
+def test_targets_write_the_chosen_integers(seed, kind, turned):
     rng = np.random.default_rng(seed)
     weight = rng.normal(size=(5, 2, 3, 3) if kind == "Conv" else (5, 18)).astype(np.float32)
     given_ = {"group": 1} if kind == "Conv" else {"transB": 1}
@@ -485,14 +485,14 @@ def test_targets_write_the_integers_that_were_chosen(seed, kind, turned):
         assert np.abs(codes - weight / own.reshape(-1, 1, 1, 1)).max() < 1 + 1e-4
 
 
-def test_a_mean_that_samples_do_not_agree_on_is_not_trusted():
+def test_inconsistent_mean_is_not_trusted():
     differences = np.stack([np.full(50, 0.3), np.random.default_rng(1).normal(0, 1, 50)], axis=1)
     steady, noise = shrunk_mean(differences)
     assert steady == pytest.approx(0.3) and abs(noise) < 0.5 * abs(differences[:, 1].mean())
     assert shrunk_mean(np.zeros((3, 2))).tolist() == [0, 0]
 
 
-def test_where_a_target_wants_more_samples_than_judge_onnxruntime_stands_in(tmp_path, built):
+def test_onnxruntime_substitutes_for_large_batches(tmp_path, built):
     config = tmp_path / "amct.cfg"
     config.write_text("batch_num : 20\n")
     words = ("--target", "ascend", "--ascend-config", config, "--repair", "equalize")
@@ -500,7 +500,7 @@ def test_where_a_target_wants_more_samples_than_judge_onnxruntime_stands_in(tmp_
     assert any(note.endswith(", kept") for note in notes)
 
 
-def test_a_trial_is_the_same_whatever_was_tried_before_it(tmp_path, feed):
+def test_trials_do_not_depend_on_order(tmp_path, feed):
     made_for, fresh = requests(tmp_path, feed, "onnxruntime")
     kept = fresh()
     names = [n.name for n in kept.model.graph.node]
@@ -518,7 +518,7 @@ def test_a_trial_is_the_same_whatever_was_tried_before_it(tmp_path, feed):
 
 
 @pytest.mark.parametrize("shape", [(1, 200, 130), (3, 64, 257), (2, 9, 70), (1, 130, 1)])
-def test_products_are_sums_of_blocks_each_in_its_place(shape):
+def test_block_products_sum_to_the_matrix(shape):
     groups, rows, inner = shape
     rng = np.random.default_rng(3)
     whole = rng.integers(-9, 9, shape).astype(np.float32)

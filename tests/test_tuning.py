@@ -179,7 +179,7 @@ def sqnr(model, path, feed):
 
 
 @pytest.mark.parametrize("target", RUNS)
-def test_the_layer_that_spoils_the_output_is_kept_float_and_no_other(target, default):
+def test_only_the_spoiling_layer_is_float(target, default):
     assert default.code == 0
     assert {name for name in default.float_of(target) if name.endswith("/Conv")} == {"/bad/Conv"}
     why = default.plan.targets[target].choices.float_nodes["/bad/Conv"]
@@ -191,7 +191,7 @@ def test_the_layer_that_spoils_the_output_is_kept_float_and_no_other(target, def
     assert row["search"]["settled"].startswith("1 of ")
 
 
-def test_among_samples_of_several_sizes_too_the_layer_that_spoils_the_output_is_found(tmp_path):
+def test_spoiling_layer_is_found_across_sizes(tmp_path):
     rng = np.random.default_rng(0)
     (tmp_path / "feed").mkdir()
     for number in range(8):
@@ -205,7 +205,7 @@ def test_among_samples_of_several_sizes_too_the_layer_that_spoils_the_output_is_
 
 
 @pytest.mark.parametrize("target", RUNS)
-def test_the_files_are_far_better_than_without_a_search(target, default, plain, model, feed):
+def test_search_improves_the_files(target, default, plain, model, feed):
     assert plain.code == 3  # unusable
     before, after = (sqnr(model, one.out / RUNS[target], feed) for one in (plain, default))
     assert after > 25 and after > before + 15
@@ -223,14 +223,14 @@ def test_the_qdq_models_follow_the_plan(target, default, plain):
             assert ("DequantizeLinear" not in sources) == floats, name
 
 
-def test_the_line_for_trtexec_names_the_layer(default, plain):
+def test_trtexec_line_names_the_layer(default, plain):
     for one, named in ((default, True), (plain, False)):
         (row,) = (row for row in one.report["targets"] if row["name"] == "tensorrt")
         (line,) = (note for note in row["notes"] if "--calib=" in note)
         assert ("--layerPrecisions=/bad/Conv:fp16" in line) == named and "/mid/Conv" not in line
 
 
-def test_the_record_and_the_models_of_ascend_have_no_entry_for_the_layer(default, plain):
+def test_ascend_files_omit_the_float_layer(default, plain):
     for one, kept in ((default, True), (plain, False)):
         record = (one.out / "spoiled_record.txt").read_text()
         assert ('"/bad/Conv"' not in record) == kept and '"/mid/Conv"' in record
@@ -245,7 +245,7 @@ def no_trials(monkeypatch):
     monkeypatch.setattr(probe.Prober, "noises", lambda *_: pytest.fail("a trial"))
 
 
-def test_a_second_build_obeys_the_plan_without_a_trial(default, model, feed, no_trials, tmp_path):
+def test_rebuild_obeys_plan_without_trials(default, model, feed, no_trials, tmp_path):
     before = default.files
     words = ("--images", feed, "--target", ALL, "--duration", 0)
     again = ran(model, *words, out=shutil.copytree(default.out, tmp_path / "o"))
@@ -254,7 +254,7 @@ def test_a_second_build_obeys_the_plan_without_a_trial(default, model, feed, no_
     assert all(row["search"]["reused"] for row in again.report["targets"])
 
 
-def test_a_search_that_fails_is_said_and_leaves_the_plan_that_was_there(model, build, monkeypatch):
+def test_failing_search_keeps_the_earlier_plan(model, build, monkeypatch):
     kept = (build(model).out / "calib8/spoiled.plan.toml").read_bytes()
 
     def fails(*_):
@@ -269,14 +269,14 @@ def test_a_search_that_fails_is_said_and_leaves_the_plan_that_was_there(model, b
 
 
 @pytest.mark.parametrize("words", [("--target", ALL), ("--target", "ascend", "--limit", 4)])
-def test_a_named_plan_is_obeyed_for_other_images_too(words, default, model, build, no_trials):
+def test_named_plan_applies_to_other_images(words, default, model, build, no_trials):
     other = build(model, *words, "--plan", default.out / "calib8/spoiled.plan.toml")
     assert other.code == 0 and other.float_of("ascend") == {"/bad/Conv"}
     assert "--limit" in words or other.files == default.files
 
 
 @pytest.mark.slow
-def test_a_plan_of_another_model_is_refused_when_named_else_passed_over(default, build, tmp_path):
+def test_foreign_plan_is_refused_when_named(default, build, tmp_path):
     plan, other = default.out / "calib8/spoiled.plan.toml", sound(tmp_path)
     refused = build(other, "--plan", plan)
     assert refused.code == 1 and "a plan must be the model's" in refused.error
@@ -299,7 +299,7 @@ def edited(default, folder, old, new):
     return path
 
 
-def test_a_plan_that_says_nothing_of_a_target_is_told(default, model, build, tmp_path):
+def test_plan_without_target_is_reported(default, model, build, tmp_path):
     text = (default.out / "calib8/spoiled.plan.toml").read_text()
     path = tmp_path / "typo.plan.toml"
     path.write_text(text.replace("[onnxruntime", "[onnxruntimes"))
@@ -313,7 +313,7 @@ def test_a_plan_that_says_nothing_of_a_target_is_told(default, model, build, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
-def test_nodes_added_to_the_plan_are_float_on_every_target(named, default, model, build, tmp_path):
+def test_plan_nodes_are_float_everywhere(named, default, model, build, tmp_path):
     path = edited(default, tmp_path / "o", "float = []", 'float = ["/mid/*"]')
     words = ("--plan", path) if named else ()
     built = build(model, "--target", ALL, *words)
@@ -326,7 +326,7 @@ def test_nodes_added_to_the_plan_are_float_on_every_target(named, default, model
     assert '"/mid/Conv"' not in (built.out / "spoiled_record.txt").read_text()
 
 
-def test_a_layer_that_a_user_takes_out_of_the_plan_runs_in_int8(default, model, build, tmp_path):
+def test_layer_removed_from_plan_is_int8(default, model, build, tmp_path):
     path = edited(default, tmp_path / "p", '"/bad/Conv" =', '"/stem/Conv" =')
     built = build(model, "--target", "tensorrt", "--plan", path, "--accept")
     # the first table is ONNX Runtime's, so TensorRT's own is as it was
@@ -346,7 +346,7 @@ def test_a_layer_that_a_user_takes_out_of_the_plan_runs_in_int8(default, model, 
         ("[onnxruntime]", "[onnxruntime", "must be a TOML file"),
     ],
 )
-def test_an_edit_that_cannot_be_obeyed_is_refused(old, new, words, default, model, build, tmp_path):
+def test_invalid_plan_edit_is_refused(old, new, words, default, model, build, tmp_path):
     refused = build(model, "--plan", edited(default, tmp_path / "p", old, new))
     assert refused.code == 1 and words in refused.error
     assert refused.error.startswith("calib8: error: ") and refused.error.count("\n") == 1
@@ -359,7 +359,7 @@ def test_an_edit_that_cannot_be_obeyed_is_refused(old, new, words, default, mode
         ("[tensorrt.methods]", '[tensorrt.methods]\nr2 = "minmax"', "mse (minmax for 1 tensor)"),
     ],
 )
-def test_methods_of_the_plan_find_the_ranges(old, new, said, default, model, build, tmp_path):
+def test_plan_methods_determine_ranges(old, new, said, default, model, build, tmp_path):
     text = (default.out / "calib8/spoiled.plan.toml").read_text()
     one = tmp_path / "one.plan.toml"
     one.write_text("".join(line for line in text.splitlines(True) if "method = " not in line))
@@ -372,7 +372,7 @@ def test_methods_of_the_plan_find_the_ranges(old, new, said, default, model, bui
 
 
 @pytest.mark.parametrize("value", ["inf", "nan", "true", "[1]"])
-def test_strange_figures_in_a_plan_do_not_stop_the_report(value, default, model, build, tmp_path):
+def test_report_tolerates_strange_plan_values(value, default, model, build, tmp_path):
     path = edited(default, tmp_path / "p", "sqnr_db = ", f"sqnr_db = {value} # ")
     assert build(model, "--plan", path).code == 0
 
@@ -397,25 +397,25 @@ def test_other_images_are_searched_again(model, build):
 
 
 @pytest.mark.slow
-def test_the_plan_keeps_what_it_says_of_other_targets(model, build):
+def test_plan_keeps_entries_of_other_targets(model, build):
     build(model, "--target", "tensorrt")
     assert set(build(model, "--target", "ascend").plan.targets) == {"tensorrt", "ascend"}
 
 
-def test_no_effort_leaves_all_in_int8_and_no_plan(plain):
+def test_zero_effort_is_int8_without_plan(plain):
     assert not list(plain.out.glob("calib8/*.plan.toml"))
     assert all("search" not in row for row in plain.report["targets"])
     assert all(plain.precision(target)["/bad/Conv"] != "float32" for target in RUNS)
 
 
 @pytest.mark.slow
-def test_the_plan_depends_on_no_number_of_threads(default, model, build):
+def test_plan_is_equal_for_any_threads(default, model, build):
     one = build(model, "--target", ALL, "--threads", 1)
     three = build(model, "--target", ALL, "--threads", 3, out="three")
     assert one.files == three.files == default.files
 
 
-def test_a_method_that_was_asked_for_stands(default, model, build):
+def test_requested_method_is_kept(default, model, build):
     assert any("minmax" in str(row["what"]) for row in default.plan.targets["tensorrt"].tried)
     built = build(model, "--target", "tensorrt", "--method", "mse")
     found = built.plan.targets["tensorrt"]
@@ -490,7 +490,7 @@ def timed(clock, build, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_layer_that_int8_makes_slower_stays_float_on_onnx_runtime_alone(timed):
+def test_slower_layer_is_float_on_onnxruntime(timed):
     built = timed("--target", ALL, int8=SLOW_B)
     assert "/b/Conv" in built.float_of("onnxruntime")
     assert "/a/Conv" not in built.float_of("onnxruntime")
@@ -517,9 +517,7 @@ def test_kernel_times_decide_where_they_can(floats, int8, models, duration, kept
 
 
 @pytest.mark.parametrize("words", [(), ("--min-speedup", 2, "--accept")])
-def test_a_model_that_int8_makes_slower_is_int8_all_the_same_with_the_advice_to_keep_fp32(
-    timed, words
-):
+def test_slower_int8_is_built_with_advice(timed, words):
     slow = dict.fromkeys(MODELS, 30.0) | {"float": 10.0, "FP32": 10.0, "onnxruntime": 10.6}
     built = timed(*words, models=slow, int8=SLOW_B)
     assert (built.out / "sound.int8.onnx").exists() and not built.float_of("onnxruntime")
@@ -528,13 +526,13 @@ def test_a_model_that_int8_makes_slower_is_int8_all_the_same_with_the_advice_to_
     assert said in " ".join(built.said.split())
 
 
-def test_what_is_not_timed_is_the_same_whatever_the_clock_says(timed):
+def test_untimed_build_ignores_the_clock(timed):
     """Where int8 is not clearly faster than the same model differs, no time decides."""
     calm = timed(models=dict.fromkeys(MODELS, 10.0), int8=SLOW_B).files
     assert timed("--refresh", models=dict.fromkeys(MODELS, 30.0), int8=FAST).files == calm
 
 
-def test_a_plan_of_another_cpu_is_searched_anew(timed, monkeypatch):
+def test_plan_of_another_cpu_is_ignored(timed, monkeypatch):
     assert timed(int8=SLOW_B).plan.targets["onnxruntime"].timed_on
     monkeypatch.setattr("deploy.tuning.tune._this_cpu", lambda: "another")
     again = timed()
@@ -548,13 +546,13 @@ def test_nothing_is_timed_for_another_cpu(cpu, timed):
     assert not built.float_of("onnxruntime") and not built.plan.targets["onnxruntime"].timed_on
 
 
-def test_a_clock_is_believed_if_int8_takes_less_than_its_prices(timed, monkeypatch):
+def test_measured_int8_time_overrides_prices(timed, monkeypatch):
     monkeypatch.setattr(prices, "_LEAST_US", 1.0)  # of turning each value: 10 times what int8 wins
     monkeypatch.setattr(prices, "_MOST_US", 1.0)
     assert not timed(models=MODELS | {"found": 5.0, "all in int8": 2.0}).float_of("onnxruntime")
 
 
-def test_what_time_settled_is_built_again_whatever_the_clock_says(timed):
+def test_timed_decisions_are_kept_on_rebuild(timed):
     assert timed().files == timed(int8=SLOW_B).files
 
 
@@ -566,7 +564,7 @@ def test_what_time_settled_is_built_again_whatever_the_clock_says(timed):
         ([8.0 - number for number in range(8)], 8, 1.0),  # never calm: at most 8
     ],
 )
-def test_splits_are_timed_until_the_machine_is_calm(times, runs, best, monkeypatch):
+def test_splits_are_timed_until_stable(times, runs, best, monkeypatch):
     left = iter(times)
     monkeypatch.setattr(clocks, "quickest_ms", lambda *_, **__: next(left))
     (found,) = clocks.time_models([onnx.ModelProto()], [{}], threads=1)
@@ -581,14 +579,14 @@ def test_splits_are_timed_until_the_machine_is_calm(times, runs, best, monkeypat
         ([8.0, 9.9] * 2, [10.0] * 4, False),  # nor than the same model's times differ by
     ],
 )
-def test_int8_is_faster_by_more_than_times_spread(int8, float32, faster, monkeypatch):
+def test_int8_is_faster_beyond_the_spread(int8, float32, faster, monkeypatch):
     left = iter([ms for pair in zip(int8, float32, strict=True) for ms in pair])
     monkeypatch.setattr(clocks, "quickest_ms", lambda *_, **__: next(left))
     models = onnx.ModelProto(), onnx.ModelProto()
     assert split_choice.int8_is_faster(*models, [{}], threads=1) == faster
 
 
-def test_ctrl_c_in_the_search_builds_the_best_so_far(build, tmp_path, monkeypatch):
+def test_interrupted_search_builds_the_best_split(build, tmp_path, monkeypatch):
     def interrupted(prober, choices, noises=probe.Prober.noises):
         if prober.tried > 3:
             raise KeyboardInterrupt
@@ -606,7 +604,7 @@ def test_ctrl_c_in_the_search_builds_the_best_so_far(build, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.5, 8), (1.75, 5), (4.0, 2), (100.0, 2)])
-def test_slow_models_are_not_waited_for_on_a_machine_never_calm(seconds, rounds, monkeypatch):
+def test_slow_models_limit_the_timing_rounds(seconds, rounds, monkeypatch):
     now, took = [0.0], []
 
     def quickest(model, feeds, *, threads):
@@ -624,7 +622,7 @@ def test_slow_models_are_not_waited_for_on_a_machine_never_calm(seconds, rounds,
 
 
 @pytest.mark.slow
-def test_a_loss_or_speed_that_is_not_allowed_exits_with_3_unless_accepted(clock, build, tmp_path):
+def test_disallowed_loss_or_speed_fails_build(clock, build, tmp_path):
     model = sound(tmp_path)
     words = ("--effort", 0)
     assert build(model, *words).code == 0
@@ -641,7 +639,7 @@ def test_a_loss_or_speed_that_is_not_allowed_exits_with_3_unless_accepted(clock,
 
 
 @pytest.mark.slow
-def test_the_search_keeps_more_in_float_where_less_may_be_lost(build, tmp_path):
+def test_stricter_max_loss_keeps_more_float(build, tmp_path):
     model = sound(tmp_path)
     assert not build(model).float_of("onnxruntime")
     strict = build(model, "--max-loss", 0.0001, out="strict")
@@ -678,7 +676,7 @@ def own(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_loss_that_may_be_is_held_by_the_figure_of_ones_own(build, tmp_path, own):
+def test_max_loss_applies_to_user_metric(build, tmp_path, own):
     """By the outputs' form this limit keeps layers in float, see the test before."""
     words = (sound(tmp_path), "--max-loss", 0.0001, "--metric")
     blind = build(*words, own("blind"), out="blind")
@@ -687,7 +685,7 @@ def test_a_loss_that_may_be_is_held_by_the_figure_of_ones_own(build, tmp_path, o
     assert strict.code == 3 and strict.float_of("onnxruntime")  # a layer is int8 all the same
 
 
-def test_a_failing_figure_is_told_before_anything_is_tried(build, tmp_path, own, feed, no_trials):
+def test_failing_metric_is_refused_before_trials(build, tmp_path, own, feed, no_trials):
     """With labels too, of which the search knows none, and for a model of a fixed batch."""
     (tmp_path / "labels.txt").write_text("1\n" * 8)
     labelled = ("--eval-images", feed, "--labels", tmp_path / "labels.txt")
@@ -697,19 +695,19 @@ def test_a_failing_figure_is_told_before_anything_is_tried(build, tmp_path, own,
         assert broken.code == 1 and "no such column" in broken.error and "(1, " in broken.error
 
 
-def test_a_figure_of_ones_own_that_fails_beside_int8_does_not_pass_for_a_loss(build, tmp_path, own):
+def test_metric_failing_on_int8_is_refused(build, tmp_path, own):
     found = build(sound(tmp_path), "--max-loss", 0.1, "--metric", own("delicate"), out="o")
     assert found.code == 1 and "a metric must return a finite number, got 'bad'" in found.error
 
 
-def test_a_figure_of_ones_own_that_fails_on_noise_alone_does_not_end_the_search(model, build, own):
+def test_metric_failing_on_noise_continues_search(model, build, own):
     found = build(model, "--max-loss", 0.1, "--metric", own("noisy"))
     assert found.code == 0, found.error
     assert "/bad/Conv" in found.float_of("onnxruntime")
 
 
 @pytest.mark.slow
-def test_the_demo_is_good_and_the_same_with_wrong_preprocessing_is_not(tmp_path):
+def test_wrong_preprocessing_makes_the_demo_unusable(tmp_path):
     model, words = FASHION / "fashion.onnx", ["--duration", 0]
     for flag, name, count in (("--images", "calib", 24), ("--eval-images", "eval", 120)):
         lines = (FASHION / f"{name}.txt").read_text().splitlines()[:count]

@@ -103,12 +103,12 @@ def path(tmp_path_factory):
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(plan=PLAN)
-def test_what_is_written_is_read_again(path, plan):
+def test_written_plan_is_read_again(path, plan):
     write_plan(path, plan)
     assert read_plan(path) == plan
 
 
-def test_a_plan_written_by_hand_is_read_and_written_again(path):
+def test_handwritten_plan_round_trips(path):
     path.write_text(GOOD, encoding="utf-8-sig")  # as an editor on Windows leaves it
     plan = read_plan(path)
     own = plan.targets["onnxruntime"]
@@ -148,7 +148,7 @@ def test_a_plan_written_by_hand_is_read_and_written_again(path):
         (GOOD + GOOD, "must be a TOML file"),
     ],
 )
-def test_what_is_no_plan_is_refused_in_one_sentence(path, text, words):
+def test_invalid_plan_is_refused(path, text, words):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=re.escape(words)) as refusal:
         read_plan(path)
@@ -158,14 +158,14 @@ def test_what_is_no_plan_is_refused_in_one_sentence(path, text, words):
 @pytest.mark.parametrize(
     "value", ["4", "[1]", "true", "{ a = 1 }", "1979-05-27", "inf", "nan", "1" + "0" * 400]
 )
-def test_values_of_other_kinds_among_what_was_tried_hurt_nobody(path, value):
+def test_tried_entries_tolerate_other_types(path, value):
     path.write_text(GOOD.replace("sqnr_db = 4.4", f"sqnr_db = {value}"))
     write_plan(path, read_plan(path))
     (tried,) = read_plan(path).targets["onnxruntime"].tried
     assert tried["what"] == "all in int8" and (value != "4" or tried["sqnr_db"] == 4.0)
 
 
-def test_a_plan_that_is_not_there_and_a_folder_are_refused(tmp_path, wording):
+def test_missing_plan_and_folder_are_refused(tmp_path, wording):
     for place in (tmp_path / "no.toml", tmp_path):
         with pytest.raises(ConfigError) as raised:
             read_plan(place)
@@ -201,7 +201,7 @@ def splits(prices, follows):
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(problems())
-def test_no_split_is_cheaper_and_of_equals_it_is_the_one_with_least_in_float(problem):
+def test_cheapest_split_has_the_fewest_floats(problem):
     prices, between, follows = problem
     costs = {split: cost(prices, between, split) for split in splits(prices, follows)}
     least = min(costs.values())
@@ -209,25 +209,25 @@ def test_no_split_is_cheaper_and_of_equals_it_is_the_one_with_least_in_float(pro
     assert cheapest_split(prices, between, follows) == frozenset.intersection(*best)
 
 
-def test_equal_prices_stay_in_int8_and_nothing_is_split_into_nothing():
+def test_equal_prices_stay_in_int8():
     assert cheapest_split({"a": (3.0, 3.0), "b": (0.0, 0.0)}, [("a", "b", 1.0)]) == frozenset()
     assert cheapest_split({}, []) == frozenset()
 
 
-def test_a_unit_that_follows_goes_float_with_its_maker_and_its_maker_without_it():
+def test_following_unit_is_float_with_producer():
     prices = {"conv": (9.0, 1.0), "add": (1.0, 2.0)}
     assert cheapest_split(prices, []) == {"conv"}
     assert cheapest_split(prices, [], [("add", "conv")]) == {"conv", "add"}
     assert cheapest_split({"conv": (1.0, 2.0), "add": (9.0, 1.0)}, [], [("add", "conv")]) == {"add"}
 
 
-def test_turning_keeps_a_unit_on_the_side_of_its_neighbours():
+def test_conversion_keeps_units_with_neighbours():
     prices = {"a": (0.0, 9.0), "b": (3.0, 1.0), "c": (0.0, 9.0)}
     assert cheapest_split(prices, []) == {"b"}
     assert cheapest_split(prices, [("a", "b", 1.5), ("b", "c", 1.5)]) == frozenset()
 
 
-def test_a_chain_of_thousands_of_units_is_split_exactly():
+def test_long_chain_is_split_exactly():
     prices = {place: (0.0, 1.0) if place % 100 else (150.0, 0.0) for place in range(3000)}
     between = [(place, place + 1, 0.25) for place in range(2999)]
     assert cheapest_split(prices, between) == frozenset(range(0, 3000, 100))
@@ -253,14 +253,14 @@ def found(noisy, *, layers=LAYERS, most=28, groups=8):
 
 
 @pytest.mark.parametrize("place", [0, 21, 63])
-def test_a_noisy_layer_is_found_alone_by_halving_its_group(place):
+def test_halving_finds_the_noisy_layer(place):
     result, tried = found(dict.fromkeys(LAYERS, 1e-4) | {LAYERS[place]: 0.5})
     assert result.groups[LAYERS[place],].parts["y"][0] == 0.5
     assert len(tried) == 8 + 2 * 3  # 8 layers a group are halved three times
     assert max(result.shares, key=result.shares.__getitem__) == LAYERS[place]
 
 
-def test_groups_that_matter_little_are_not_halved():
+def test_negligible_groups_are_not_halved():
     _, tried = found({LAYERS[0]: 1.0, LAYERS[1]: 1.0, LAYERS[63]: 0.0009})
     halved = {layer for group in tried[8:] for layer in group}
     assert LAYERS[0] in halved and LAYERS[63] not in halved
@@ -275,14 +275,14 @@ def test_groups_that_matter_little_are_not_halved():
     st.integers(0, 30),
     st.dictionaries(st.sampled_from(LAYERS), st.floats(0, 10), max_size=6),
 )
-def test_no_more_is_tried_than_allowed_and_each_layer_stands_once(count, groups, most, noisy):
+def test_search_respects_its_limit_of_trials(count, groups, most, noisy):
     result, tried = found(noisy, layers=LAYERS[:count], groups=groups, most=most)
     assert len(tried) <= max(most, groups)
     assert [layer for group in result.groups for layer in group] == LAYERS[:count]
     assert set(result.groups) <= set(tried)
 
 
-def test_what_is_left_in_int8_adds_up_part_by_part():
+def test_remaining_int8_noise_adds_by_part():
     result = Sensitivity({("a", "b"): noise(y=0.4, z=0.01), ("c",): noise(y=0.3)})
 
     def left(*units):
@@ -296,7 +296,7 @@ def test_what_is_left_in_int8_adds_up_part_by_part():
     assert shares["a"] == shares["b"] and shares["c"] == pytest.approx(1.5 * shares["a"])
 
 
-def test_the_sum_is_scaled_to_what_was_seen_to_be_lost():
+def test_noise_sum_matches_measured_loss():
     groups = {("a",): noise(y=0.01), ("b",): noise(y=0.03)}
     found = Sensitivity(groups)
     seen = found.scaled(frozenset(), noise(y=0.01))  # together a quarter of the sum
@@ -343,13 +343,13 @@ def timed(monkeypatch, chain, *, int8, floats, rest=0.0, pairs=()):
     return measure_prices(model, model, ours, units, [SAMPLE])
 
 
-def test_int8_slower_by_less_than_a_fifth_counts_as_fast_as_float(monkeypatch, priced):
+def test_slightly_slower_int8_counts_as_equal(monkeypatch, priced):
     found = timed(monkeypatch, priced, int8=(119, 121, 50), floats=(100, 100, 100))
     assert found.units == {"/a": (100, 100), "/b": (121, 100), "/y": (50, 100)}
     assert found.measured
 
 
-def test_a_unit_that_takes_next_to_no_time_does_not_change_sides_for_it(monkeypatch, priced):
+def test_negligible_time_moves_no_unit(monkeypatch, priced):
     found = timed(monkeypatch, priced, int8=(1.9, 2.2, 500), floats=(1, 1, 998))
     assert found.units["/a"] == (1, 1)  # less than a thousandth of 1000 us
     assert found.units["/b"] == (2.2, 1)
@@ -366,18 +366,18 @@ def test_a_unit_that_takes_next_to_no_time_does_not_change_sides_for_it(monkeypa
         ({}, 5.0, 0.1e-3),
     ],
 )
-def test_turning_costs_by_the_value_within_limits(monkeypatch, priced, pairs, rest, rate):
+def test_conversion_cost_is_bounded(monkeypatch, priced, pairs, rest, rate):
     found = timed(monkeypatch, priced, int8=(1, 1, 1), floats=(9, 9, 9), rest=rest, pairs=pairs)
     assert found.turning["x"] - found.turning["y"] == pytest.approx(512 * rate)  # of 1024 and 512
     assert len({found.turning[name] for name in "xab"}) == 1
 
 
-def test_turning_costs_two_of_the_least_kernels_however_few_the_values(monkeypatch, priced):
+def test_conversion_costs_at_least_two_kernels(monkeypatch, priced):
     found = timed(monkeypatch, priced, int8=(3, 5, 4), floats=(9, 9, 9))
     assert found.turning["y"] == pytest.approx(2 * 3 + 512 * 0.1e-3)
 
 
-def test_kernels_are_timed_as_each_side_is_written(monkeypatch, priced):
+def test_kernels_are_timed_per_side(monkeypatch, priced):
     ran = []
 
     def times(model, feeds, *, made_from, runs, seconds):
@@ -390,7 +390,7 @@ def test_kernels_are_timed_as_each_side_is_written(monkeypatch, priced):
     assert ran == 2 * [(float32, priced[0]), (int8, priced[0])]
 
 
-def test_counted_prices_are_products_seven_tenths_of_them_in_int8_and_turning_is_free(priced):
+def test_counted_prices_are_products_without_conversion(priced):
     model, units = priced
     found = count_prices(model, units, SAMPLE)
     assert found.units == {
@@ -419,7 +419,7 @@ def row(turning=1.0, **units):
     return Prices(units=sides, turning=dict.fromkeys("xtuy", turning), outside=5.0, measured=True)
 
 
-def test_the_price_of_a_split_counts_every_border_once():
+def test_split_price_counts_borders_once():
     found = row()
     assert found.total(ROW, frozenset()) == 5 + 3 + 2  # in and out
     assert found.total(ROW, frozenset("b")) == 5 + 12 + 4
@@ -428,7 +428,7 @@ def test_the_price_of_a_split_counts_every_border_once():
     assert found.total(both, frozenset("bc")) == 5 + 21 + 1  # two readers, one pair
 
 
-def test_the_cheapest_split_weighs_time_turning_and_noise():
+def test_cheapest_split_weighs_time_and_noise():
     assert cheapest_float_units(row(), ROW, {}, weight=0) == frozenset()
     assert cheapest_float_units(row(b=(13.0, 10.0)), ROW, {}, weight=0) == {"b"}  # wins 3, turns 2
     assert cheapest_float_units(row(turning=2.0, b=(13.0, 10.0)), ROW, {}, weight=0) == frozenset()
@@ -439,7 +439,7 @@ def test_the_cheapest_split_weighs_time_turning_and_noise():
     assert cheapest_float_units(dear, ROW, {}, weight=0) == frozenset("abc")  # in and out count too
 
 
-def test_what_only_passes_int8_on_is_float_behind_a_float_layer():
+def test_pass_through_nodes_follow_float_layer():
     noisy, glue = {"a": 100.0}, replace(ROW, layers=("a", "c"))
     assert cheapest_float_units(row(turning=0.0), ROW, noisy, weight=1) == {"a"}
     assert cheapest_float_units(row(turning=0.0), glue, noisy, weight=1) == {"a", "b"}

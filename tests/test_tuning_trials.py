@@ -68,7 +68,7 @@ def request_for(model, tmp_path):
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
-def test_what_the_judges_alone_show_is_in_no_range_of_the_search(target, request_for):
+def test_search_ranges_exclude_evaluation_samples(target, request_for):
     made_for, request = request_for(target, images(20, loud=(3, 7)))
     judges = [sample for at, sample in enumerate(request.feed.first_samples(20)) if at in (3, 7)]
     search = search_samples.with_held_out_ranges(made_for, request, judges)
@@ -82,7 +82,7 @@ def test_what_the_judges_alone_show_is_in_no_range_of_the_search(target, request
 
 
 @pytest.mark.parametrize(("target", "runs"), [("onnxruntime", 3), ("tensorrt", 3), ("ascend", 17)])
-def test_where_it_can_be_the_judges_alone_are_run_again(target, runs, request_for, monkeypatch):
+def test_only_evaluation_samples_are_run_again(target, runs, request_for, monkeypatch):
     made_for, request = request_for(target, images(20))
     ran = []
     for way in (OrtSession, BoundSession):
@@ -93,7 +93,7 @@ def test_where_it_can_be_the_judges_alone_are_run_again(target, runs, request_fo
 
 
 @pytest.mark.parametrize("count", [search_samples.MANY + 10, 3])
-def test_of_many_samples_a_few_make_no_difference_and_none_may_be_left(count, request_for):
+def test_ranges_stay_for_extreme_sample_counts(count, request_for):
     made_for, request = request_for("onnxruntime", images(count))
     assert (
         search_samples.with_held_out_ranges(made_for, request, request.feed.first_samples(3))
@@ -101,7 +101,7 @@ def test_of_many_samples_a_few_make_no_difference_and_none_may_be_left(count, re
     )
 
 
-def test_a_configuration_that_wants_every_sample_keeps_its_ranges(request_for, tmp_path):
+def test_full_batch_configuration_keeps_its_ranges(request_for, tmp_path):
     config = tmp_path / "all.cfg"
     config.write_text("batch_num: 20\n")
     _, request = request_for("ascend", images(20))
@@ -118,7 +118,7 @@ def build(model, x, out, *words):
 
 
 @pytest.mark.slow
-def test_what_clips_is_chosen_where_it_wins_on_samples_that_gave_no_range(tmp_path):
+def test_clipping_is_judged_on_unseen_samples(tmp_path):
     """Rare values that matter: squares of noise. That do not: of a channel of weights near 0."""
     rng = np.random.default_rng(0)
     weights = {"w1": rng.normal(0, 0.3, (8, 3, 3, 3)), "w2": rng.normal(0, 0.2, (4, 8, 3, 3))}
@@ -136,7 +136,7 @@ def test_what_clips_is_chosen_where_it_wins_on_samples_that_gave_no_range(tmp_pa
     assert methods == ["minmax", "percentile 99.99"]  # by 1.5 and 4 dB on other samples
 
 
-def test_ascend_obeys_a_plan_that_wants_nothing_clipped_and_its_config_says_so(model, tmp_path):
+def test_ascend_plan_sets_unclipped_search_ranges(model, tmp_path):
     x = images(20) ** 3  # of long tails, which AMCT's search clips
     out, words = tmp_path / "o", ("--target", "ascend", "--repair", "none", "--accept")
     plan = tmp_path / "net.plan.toml"
@@ -158,7 +158,7 @@ def test_ascend_obeys_a_plan_that_wants_nothing_clipped_and_its_config_says_so(m
     assert plain != every and plain != first
 
 
-def test_ascend_refuses_a_method_that_amct_does_not_have(model, tmp_path):
+def test_ascend_refuses_methods_unknown_to_amct(model, tmp_path):
     plan = tmp_path / "net.plan.toml"
     plan.write_text('schema = "calib8-plan/1"\n[ascend]\nmethod = "entropy"\n')
     refused = build(model, images(8), tmp_path / "o", "--target", "ascend", "--plan", plan)
@@ -166,7 +166,7 @@ def test_ascend_refuses_a_method_that_amct_does_not_have(model, tmp_path):
     assert "takes the method minmax or none, got 'entropy'" in refused.error
 
 
-def test_a_search_for_ascend_tries_no_clipping_unless_a_configuration_says_how(model, tmp_path):
+def test_ascend_search_tries_minmax_without_configuration(model, tmp_path):
     config = tmp_path / "own.cfg"
     config.write_text("batch_num: 20\n")
     x = images(20)
@@ -176,7 +176,7 @@ def test_a_search_for_ascend_tries_no_clipping_unless_a_configuration_says_how(m
         assert ("all in int8, minmax" in (out / "calib8/net.plan.toml").read_text()) == tried
 
 
-def test_a_search_asks_once_what_a_target_demands(small_cnn, pictures, tmp_path, monkeypatch):
+def test_search_asks_target_demands_once(small_cnn, pictures, tmp_path, monkeypatch):
     asked, demand = [], OnnxRuntime.demand
     monkeypatch.setattr(OnnxRuntime, "demand", lambda *a: asked.append(1) or demand(*a))
     report = pipeline.build(small_cnn, pictures, out=tmp_path, duration_s=0)
@@ -203,7 +203,7 @@ def chosen(count, most, *, loud=()):
     return [int(sample["x"][0, 0]) for sample, _ in heard]
 
 
-def test_samples_in_which_the_model_says_most_are_looked_at_and_others_from_all_over():
+def test_loud_and_spread_samples_are_selected():
     loud = set(range(11, 19))
     places = chosen(40, 8, loud=loud)
     assert len(loud & set(places)) >= 4 and len(places) == 8 and places == sorted(places)
@@ -211,7 +211,7 @@ def test_samples_in_which_the_model_says_most_are_looked_at_and_others_from_all_
     assert min(quiet) < 10 and max(quiet) >= 30
 
 
-def test_a_mean_is_that_of_more_samples_than_show_the_form():
+def test_mean_uses_more_samples_than_form():
     """Of samples in order the first four have a mean of their own: all deviate to one side."""
     ages = [np.full((1, 6), at + 100, np.float32) for at in range(48)]
     judges = SimpleNamespace(
@@ -225,7 +225,7 @@ def test_a_mean_is_that_of_more_samples_than_show_the_form():
 
 
 @pytest.mark.parametrize("values, enough", [(1, 5_000_000), (1_228_800, 4), (6_000_000, 0)])
-def test_of_large_samples_fewer_are_enough(values, enough):
+def test_large_samples_reduce_the_count(values, enough):
     sample = {"x": np.zeros(values - 1, np.int8), "size": np.zeros(1)}
     judges = SimpleNamespace(samples_with_outputs=lambda most: iter([(sample, {})]))
     assert search_samples.enough_samples(judges) == enough
@@ -234,7 +234,7 @@ def test_of_large_samples_fewer_are_enough(values, enough):
 @pytest.mark.parametrize(
     "side, numbers, count", [(8, 16, 32), (1024, 16, 21), (9000, 16, 4), (8, 17, 4)]
 )
-def test_a_few_numbers_show_their_form_in_as_many_samples_as_memory_holds(side, numbers, count):
+def test_form_samples_follow_size_and_memory(side, numbers, count):
     for batch in 1, 2:
         pictures = np.broadcast_to(np.float32(0), (batch, 3, side, side))
         rows, flag = {"y": np.zeros((batch, numbers))}, {"z": np.zeros((batch, 1))}
@@ -243,7 +243,7 @@ def test_a_few_numbers_show_their_form_in_as_many_samples_as_memory_holds(side, 
         assert beside == max(count, 32 if side == 8 else count)  # one value beside many
 
 
-def test_the_loudest_samples_are_those_of_every_part_together():
+def test_strongest_samples_consider_all_parts():
     outputs = [{"y": np.full((1, 4), size, np.float32)} for size in (1, 5, np.inf, 2, 4)]
     form = derive_form([outputs[0]], inputs=[{"x": np.ones((1, 4), np.float32)}])
     assert probe.strongest_samples(form, outputs, 2) == [1, 4]
@@ -251,7 +251,7 @@ def test_the_loudest_samples_are_those_of_every_part_together():
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (1, 4, 1, 1)])
-def test_of_shares_the_samples_tell_most_that_are_least_sure(shape):
+def test_uncertain_shares_are_the_strongest_samples(shape):
     sure = np.array([1.0, 0, 0, 0])
     shares = [(1 - k) * sure + k / 4 for k in (0.0, 0.9, 0.3, 0.01, 0.6)]
     outputs = [{"y": one.reshape(shape).astype(np.float32)} for one in shares]
@@ -266,7 +266,7 @@ def test_of_shares_the_samples_tell_most_that_are_least_sure(shape):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1,), (1, 1, 1, 1)])
-def test_of_one_probability_the_samples_tell_most_that_are_least_sure(shape):
+def test_uncertain_probabilities_are_the_strongest_samples(shape):
     outputs = [{"y": np.full(shape, p, np.float32)} for p in (1.0, 0.55, 0.0, 0.99, 0.3)]
     form = derive_form(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
     assert probe.strongest_samples(form, outputs, 2) == [1, 4]
@@ -279,12 +279,12 @@ def test_of_one_probability_the_samples_tell_most_that_are_least_sure(shape):
 @pytest.mark.slow
 @settings(max_examples=25)
 @given(st.integers(1, 120), st.integers(1, 9))
-def test_no_more_are_taken_than_asked_and_each_once(count, most):
+def test_selection_is_bounded_and_unique(count, most):
     places = chosen(count, most)
     assert len(places) == len(set(places)) == min(count, most) and places == sorted(places)
 
 
-def test_of_a_long_feed_only_some_are_run_and_they_reach_to_its_end():
+def test_long_feed_is_sampled_throughout():
     feed = open_feed([np.full((1, 4), at, np.float32) for at in range(500)], doubling().inputs)
     spread = [int(sample["x"][0, 0]) for sample in feed.spread_samples(search_samples.CANDIDATES)]
     assert len(spread) == search_samples.CANDIDATES and spread == sorted(spread)
@@ -295,7 +295,7 @@ def noise(**powers):
     return probe.Noise({part: np.array(found, np.float64) for part, found in powers.items()})
 
 
-def test_every_sample_counts_alike_in_what_a_part_loses_and_noises_add_up_by_part():
+def test_noises_average_and_add_by_part():
     assert noise(a=[0.0, 1e6]).worst == pytest.approx(0.5)
     assert noise(a=[0.0, 0.0]).worst == 0.0 and probe.Noise({}).worst == 0.0
     assert noise(a=[0.1, 0.1]).worst == pytest.approx(1 - math.exp(-math.sqrt(0.1)))
@@ -306,7 +306,7 @@ def test_every_sample_counts_alike_in_what_a_part_loses_and_noises_add_up_by_par
     assert total.parts["b"] == pytest.approx([0.2, 0.2]) and total.mean < total.worst
 
 
-def test_what_is_lost_is_held_against_what_is_said_and_not_against_the_number_of_samples():
+def test_noise_is_relative_to_signal_shares():
     powers = np.array([0.01, 0.0, 0.01, 0.0])
     alike, half = probe.Noise({"a": powers}), probe.Noise({"a": powers}, {"a": 0.5})
     assert half.worst == pytest.approx(2 * alike.worst)
@@ -316,7 +316,7 @@ def test_what_is_lost_is_held_against_what_is_said_and_not_against_the_number_of
     assert probe.Noise({"a": np.full(4, 1e6)}, {"a": 0.5}).worst == 1.0
 
 
-def test_a_sample_that_says_half_as_much_as_the_usual_one_counts_whole():
+def test_half_loud_sample_counts_fully():
     outputs = [{"y": np.full((1, 4), value, np.float32)} for value in (9.0, 9.0, 0.0, 0.0)]
     form = derive_form(outputs)
     usual = probe.mean_powers(form, outputs)  # that of 4.5
@@ -329,7 +329,7 @@ def test_a_sample_that_says_half_as_much_as_the_usual_one_counts_whole():
         assert probe.signal_shares(form, one, usual) == pytest.approx([share])
 
 
-def test_a_sample_that_says_little_is_measured_by_the_usual_one():
+def test_quiet_sample_is_measured_against_mean():
     loud, silent = (np.full((1, 4), value, np.float32) for value in (8.0, 0.02))
     form = derive_form([{"y": loud}, {"y": silent}])
     (usual,) = probe.mean_powers(form, [{"y": loud}, {"y": silent}])
@@ -343,7 +343,7 @@ def test_a_sample_that_says_little_is_measured_by_the_usual_one():
 
 
 @pytest.mark.parametrize("power, by_noise", [(1e-12, False), (1e-3, True)])
-def test_a_layer_that_loses_next_to_nothing_is_not_float_for_its_noise(power, by_noise):
+def test_negligible_noise_is_no_float_reason(power, by_noise):
     """As of a policy whose moves, in the samples that were looked at, are at a Tanh's ends."""
     found = Sensitivity({("one",): noise(a=[power]), ("other",): noise(a=[power])})
     units = SimpleNamespace(members={"one": ["/one"], "other": ["/other"]})
@@ -382,7 +382,7 @@ def doubled(*values):
     return [({"x": row}, {"y": 2 * row}) for row in rows]
 
 
-def test_each_choice_is_tried_once_and_one_that_cannot_be_built_is_no_choice():
+def test_choices_are_tried_once_unless_unbuildable():
     target, request = FakeTarget(), fake_request(doubling().model)
     prober = probe.Prober(target.trial, request, doubled(1), runs_here=True, threads=2)
     broken, off = Choices(float_nodes={"/y": "why"}), Choices(method=Method.of("minmax"))
@@ -397,7 +397,7 @@ def test_each_choice_is_tried_once_and_one_that_cannot_be_built_is_no_choice():
 
 
 @pytest.mark.parametrize("factor, temperatures", [(1.0, {"y": (4.0, -1)}), (0.2, {})])
-def test_a_softmax_that_is_certain_shows_the_noise_of_its_logits(factor, temperatures):
+def test_certain_softmax_shows_logit_noise(factor, temperatures):
     """Half of the logits changes the certain outputs by 37 dB only."""
     nodes = [make_node("MatMul", "x w", "z"), make_node("Softmax", "z", "y", axis=2)]
     whole, half = (
@@ -415,7 +415,7 @@ def test_a_softmax_that_is_certain_shows_the_noise_of_its_logits(factor, tempera
     assert again == pytest.approx(outputs["y"], rel=1e-6)
 
 
-def test_what_is_tried_alone_is_run_on_the_loudest_samples_and_kept_apart():
+def test_single_layer_trials_use_loudest_samples():
     target, request = FakeTarget(), fake_request(doubling().model)
     prober = probe.Prober(
         target.trial, request, doubled(1, -3, 2), runs_here=True, threads=1, few=2
@@ -434,7 +434,7 @@ def test_what_is_tried_alone_is_run_on_the_loudest_samples_and_kept_apart():
     assert alone.parts["y"][0] == 0 < alone.parts["y"][1]
 
 
-def test_what_is_timed_is_of_one_shape_that_of_the_middle_size():
+def test_timing_uses_the_median_shape():
     samples = [{"x": np.zeros((1, size)), "n": np.zeros(1)} for size in (3, 90, 40, 41, 40)]
     timed = search_samples.same_shape_samples(samples)
     assert [one["x"].shape for one in timed] == [(1, 40), (1, 40)]
@@ -442,7 +442,7 @@ def test_what_is_timed_is_of_one_shape_that_of_the_middle_size():
     assert search_samples.same_shape_samples(same) == same
 
 
-def test_a_search_is_not_deceived_by_samples_that_a_sigmoid_is_sure_of(tmp_path):
+def test_search_weighs_samples_of_saturated_sigmoids(tmp_path):
     """Five in six lie where it is flat: there, nothing of what int8 changes before it is heard."""
     made = np.random.default_rng(8)
     first, second = made.normal(0, 0.3, (32, 64)), np.abs(made.normal(0, 0.2, (64, 1)))
@@ -510,7 +510,7 @@ def nameless(built):
     return [reason for reason in (*said, *rows) if reason.endswith("dB of ")]
 
 
-def test_a_layer_that_cannot_be_tried_alone_is_not_blamed(build_failing):
+def test_untestable_layer_is_not_blamed(build_failing):
     built = build_failing(lambda model: layers_in_int8(model) == {"/mid/Conv"})
     assert nameless(built) == []
     layers = {name for name in built.float_of("onnxruntime") if name.endswith("/Conv")}
@@ -528,7 +528,7 @@ def test_a_layer_that_cannot_be_tried_alone_is_not_blamed(build_failing):
         (float_activations, lambda model: True),  # the float model that tells what goes in
     ],
 )
-def test_if_no_layer_can_be_tried_alone_the_search_goes_on(where, refused, build_failing):
+def test_search_continues_without_single_layer_trials(where, refused, build_failing):
     built = build_failing(refused, "--accept", where=where)
     assert nameless(built) == []
     (note,) = notes(built)
@@ -538,7 +538,7 @@ def test_if_no_layer_can_be_tried_alone_the_search_goes_on(where, refused, build
 
 
 @pytest.mark.slow
-def test_a_method_whose_whole_trial_cannot_be_run_is_not_chosen(build_failing):
+def test_method_without_runnable_trial_is_rejected(build_failing):
     wanted = build_failing(lambda model: False, "--threads", 1)
     assert notes(wanted) == []  # without a failure nothing is said of one
     assert "failed =" not in (wanted.out / "calib8/spoiled.plan.toml").read_text()
@@ -549,7 +549,7 @@ def test_a_method_whose_whole_trial_cannot_be_run_is_not_chosen(build_failing):
     assert names[0][1] not in names[1] and names[0][0] in names[1]
 
 
-def test_if_nothing_runs_in_int8_the_report_says_why_nothing_was_searched(build_failing):
+def test_report_explains_a_skipped_search(build_failing):
     built = build_failing(layers_in_int8, "--accept")
     (note,) = [n for n in built.report["targets"][0]["notes"] if "nothing was searched" in n]
     assert "with all in int8" in note and WHY in note and "--keep-float" in note
@@ -558,7 +558,7 @@ def test_if_nothing_runs_in_int8_the_report_says_why_nothing_was_searched(build_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("duration", [0, 0.01])
-def test_a_layer_that_cannot_be_run_in_int8_stays_float(duration, build_failing, monkeypatch):
+def test_unrunnable_int8_layer_stays_float(duration, build_failing, monkeypatch):
     monkeypatch.setattr(tune, "measure_prices", Mock(side_effect=BackendError(WHY)))
     words = ("--accept", "--duration", duration)
     built = build_failing(lambda model: "/mid/Conv" in layers_in_int8(model), *words)
@@ -658,7 +658,7 @@ def test_a_search_costs_five_calibrations(target, search_deep, runs, never_usabl
 
 
 @pytest.mark.parametrize("products, more", [(1e9, 1), (4e7, 2), (1.0, 4)])
-def test_a_small_model_has_a_larger_budget(products, more):
+def test_small_model_has_a_larger_budget(products, more):
     asked = []
     budget = SearchBudget.of(5, 60, lambda: asked.append(1) or products)
     assert budget.holds(500) and not asked  # counted where it matters alone
@@ -666,7 +666,7 @@ def test_a_small_model_has_a_larger_budget(products, more):
 
 
 @pytest.mark.slow
-def test_no_split_is_judged_where_all_is_spent(search_deep, runs, never_usable, monkeypatch):
+def test_spent_budget_stops_split_comparison(search_deep, runs, never_usable, monkeypatch):
     """Of four calibrations the trials take two thirds, the judging of the first choice one."""
     monkeypatch.setitem(EFFORTS, 1, replace(EFFORTS[1], calibrations=4))
     monkeypatch.setattr(search_options, "_PRODUCTS", 0)  # as of a large model
@@ -717,14 +717,14 @@ def kept():
     return FloatActivations(chain(), [["B"], ["C"]], list(zip(SAMPLES, said, strict=True)))
 
 
-def test_what_is_read_behind_a_change_and_made_before_it_is_its_border():
+def test_border_tensors_cross_the_change():
     assert border_tensors(chain(), ["C"]) == ["b", "a"]
     assert border_tensors(chain(), ["B"]) == ["a"]
     assert border_tensors(chain(), ["A"]) == []  # the model's own input is no border
 
 
 @pytest.mark.parametrize("changed, left", [("B", 4), ("C", 3), ("A", 5)])
-def test_the_part_behind_a_change_gives_what_the_whole_gives(kept, changed, left):
+def test_downstream_model_equals_the_full_model(kept, changed, left):
     trial = rounded(chain(), changed)
     short = downstream_model(trial, kept.same(trial), kept.values)
     assert len(short.graph.node) == left
@@ -734,7 +734,7 @@ def test_the_part_behind_a_change_gives_what_the_whole_gives(kept, changed, left
         np.testing.assert_allclose(run_on(short, own), run_on(trial, sample), rtol=1e-5, atol=1e-6)
 
 
-def test_a_node_is_the_same_only_with_the_same_constants_and_words(kept):
+def test_same_nodes_need_equal_constants(kept):
     short = downstream_model(chain(), kept.same(chain()), kept.values)
     assert [node.name for node in short.graph.node] == ["C", "D"]  # where nothing changed
     trial = rounded(chain(), "C")
@@ -743,13 +743,13 @@ def test_a_node_is_the_same_only_with_the_same_constants_and_words(kept):
     assert "a" in kept.same(trial) and "b" not in kept.same(trial)
 
 
-def test_only_so_much_is_kept(monkeypatch):
+def test_kept_activations_are_bounded(monkeypatch):
     monkeypatch.setattr(float_activations, "_MOST_BYTES", 4 * 4 * len(SAMPLES))
     kept = FloatActivations(chain(), [["B"], ["C"]], [(sample, {}) for sample in SAMPLES])
     assert [list(values) for values in kept.values] == [["a"], ["a"]]
 
 
-def test_samples_of_several_sizes_are_all_run_from_what_is_known():
+def test_cached_activations_serve_all_sample_sizes():
     samples = [{"x": np.full((1, steps, 4), steps, np.float32)} for steps in (3, 5, 3)]
     model = chain([1, "T", 4])
     kept = FloatActivations(model, [["B"]], [(sample, {}) for sample in samples])

@@ -119,7 +119,7 @@ def default(model, feed, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_layer_that_makes_the_engine_unusable_is_kept_float(target, default):
+def test_layer_making_engine_unusable_is_float(target, default):
     assert default.code == 0, default.said
     assert level(default, target) in ("good", "doubtful")
     _, kept = chosen(default, target)
@@ -127,7 +127,7 @@ def test_the_layer_that_makes_the_engine_unusable_is_kept_float(target, default)
 
 
 @pytest.mark.slow
-def test_what_was_tried_is_told_once(default, surer):
+def test_tried_splits_are_told_once(default, surer):
     for row in (*default.report["targets"], *surer.report["targets"]):
         tried = [one["what"] for one in row["search"]["tried"]]
         assert len(tried) == len(set(tried)) > 2
@@ -151,13 +151,13 @@ def test_a_second_build_obeys_plan(net, first, targets, was, build, request, mon
     assert f"would be {was}" in (again.out / "report.md").read_text()
 
 
-def test_without_a_search_nothing_is_judged_beforehand(model, build):
+def test_build_without_search_judges_nothing(model, build):
     built = build(model, "--effort", 0)
     assert built.code == 3 and level(built) == "unusable"
 
 
 @pytest.mark.slow
-def test_a_plan_that_is_given_is_obeyed_though_it_is_unusable(default, model, build, tmp_path):
+def test_unusable_named_plan_is_obeyed(default, model, build, tmp_path):
     text = (default.out / "calib8/guessing.plan.toml").read_text()
     plan = tmp_path / "own.plan.toml"
     plan.write_text("\n".join(line for line in text.splitlines() if '"/wide/Conv"' not in line))
@@ -167,13 +167,13 @@ def test_a_plan_that_is_given_is_obeyed_though_it_is_unusable(default, model, bu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", GRIDS.split(","))
-def test_a_limit_of_loss_holds_on_the_samples_that_judge(target, narrow, build):
+def test_max_loss_holds_on_evaluation_samples(target, narrow, build):
     built = build(narrow, "--target", target, "--max-loss", 0.1)
     assert built.code == 0 and level(built, target) == "good"
     assert "/wide/Conv" in chosen(built, target)[1]
 
 
-def test_a_float_model_that_says_no_numbers_is_told_and_not_searched_for(model, build, tmp_path):
+def test_nonfinite_float_model_is_not_searched(model, build, tmp_path):
     broken = onnx.load(model)
     broken.graph.node.append(make_node("Sqrt", "y", "z", name="/z/Sqrt"))
     broken.graph.output[0].name = "z"
@@ -199,7 +199,7 @@ def hopeless(tmp_path_factory, feed):
 
 
 @pytest.mark.parametrize("target", GRIDS.split(","))
-def test_the_only_layer_is_int8_whatever_it_loses(target, hopeless):
+def test_only_layer_is_always_int8(target, hopeless):
     """The verdict advises against it, and the files are there all the same."""
     hopeless, _ = hopeless
     assert level(hopeless, target) in ("unusable", "doubtful")
@@ -216,21 +216,21 @@ def surer(narrow, feed, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", GRIDS.split(","))
-def test_a_doubtful_engine_gives_way_to_a_good_one_that_is_worth_it(target, surer, narrow, build):
+def test_good_engine_replaces_a_doubtful_one(target, surer, narrow, build):
     assert level(build(narrow, "--target", target, "--effort", 0), target) == "doubtful"
     assert level(surer, target) == "good" and "/wide/Conv" in chosen(surer, target)[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "kept"), [("tensorrt", 33), ("ascend", 31)])
-def test_the_report_and_the_plan_say_what_was_doubtful(target, kept, surer):
+def test_report_and_plan_tell_doubts(target, kept, surer):
     why = f"{kept} of 40 samples keep FP32's top-1 class"
     assert chosen(surer, target)[0].doubtful == why
     assert f"would be doubtful, {why}; so" in " ".join(told(surer, target)["notes"])
 
 
 @pytest.mark.slow
-def test_a_doubtful_engine_stays_where_less_noise_costs_more_than_it_wins(build, tmp_path):
+def test_doubtful_engine_stays_if_improvement_costs(build, tmp_path):
     """One class in ten is another one; to win it back takes a third of the time more."""
     built = build(guessing(tmp_path, outlier=40.0, wide=16), "--target", "tensorrt")
     assert built.code == 0 and level(built, "tensorrt") == "doubtful"
@@ -255,7 +255,7 @@ def near(request, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_figure_of_ones_own_judges_the_choice_too(narrow, build, near, tmp_path):
+def test_user_metric_judges_the_choice(narrow, build, near, tmp_path):
     plain = build(narrow, "--metric", near, "--effort", 0, out=tmp_path / "plain")
     found = build(narrow, "--metric", near)
     assert plain.code == 3 and found.code == 0, found.said
@@ -264,7 +264,7 @@ def test_a_figure_of_ones_own_judges_the_choice_too(narrow, build, near, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_figure_that_changed_is_judged_anew(narrow, build, near):
+def test_changed_metric_is_judged_again(narrow, build, near):
     before, again = (chosen(build(narrow, "--metric", near))[0].made_from for _ in range(2))
     assert again == before
     own = Path(near.rpartition(":")[0])
@@ -274,7 +274,7 @@ def test_a_figure_that_changed_is_judged_anew(narrow, build, near):
 
 
 @pytest.mark.slow
-def test_with_labels_a_figure_judges_only_what_was_built(narrow, feed, build, near, tmp_path):
+def test_labelled_metric_judges_only_built_engines(narrow, feed, build, near, tmp_path):
     """The samples of the search have none, and what a figure says of these is another thing."""
     labels = tmp_path / "labels.txt"
     labels.write_text("3\n" * 40)
@@ -288,7 +288,7 @@ def test_with_labels_a_figure_judges_only_what_was_built(narrow, feed, build, ne
 @pytest.mark.parametrize(
     ("few", "asked"), [(0.0, 1), (0.02, 1), (0.04, 2), (0.1, 2), (0.3, 2), (0.6, 1)]
 )
-def test_samples_are_asked_until_more_would_hardly_say_anything_else(few, asked, monkeypatch):
+def test_sampling_stops_when_result_is_stable(few, asked, monkeypatch):
     given = []
 
     def judged(self, model):
@@ -308,7 +308,7 @@ def test_samples_are_asked_until_more_would_hardly_say_anything_else(few, asked,
     assert len(given) == asked and found.lost.words == given[-1]
 
 
-def test_values_beside_a_task_that_is_kept_are_judged_too(monkeypatch):
+def test_other_task_outputs_are_judged(monkeypatch):
     figure = TaskFigure(
         task="steps", figure="", value=1, count="", words="", samples=9, form="", beside=("age",)
     )
@@ -342,9 +342,7 @@ def test_values_beside_a_task_that_is_kept_are_judged_too(monkeypatch):
         (None, 0, 0.075, True),
     ],
 )
-def test_a_few_boxes_that_are_kept_show_no_loss_but_the_noise_does(
-    found, lost, noise, good, monkeypatch
-):
+def test_noise_shows_loss_hidden_by_boxes(found, lost, noise, good, monkeypatch):
     """Of 13 boxes all were kept, and of 86 in other photos 91 %."""
     figure = TaskFigure(
         task="boxes",
@@ -376,7 +374,7 @@ def test_a_few_boxes_that_are_kept_show_no_loss_but_the_noise_does(
         ({"doubtful": "9 dB"}, {"doubtful": "12 dB"}, "first"),
     ],
 )
-def test_half_in_int8_is_preferred_if_it_is_good(fuller, first, built):
+def test_good_half_int8_split_is_preferred(fuller, first, built):
     given = {"fuller": fuller, "first": first}
     found = {name: search_samples.ExpectedVerdict(**one) for name, one in given.items()}
     prices = SimpleNamespace(measured=False)
@@ -392,7 +390,7 @@ def test_half_in_int8_is_preferred_if_it_is_good(fuller, first, built):
 
 
 @pytest.mark.parametrize(("quietest", "built"), [(None, "first"), ("quietest", "quietest")])
-def test_where_no_split_is_usable_the_quietest_is_built(quietest, built):
+def test_quietest_split_is_built_if_unusable(quietest, built):
     search = SimpleNamespace(quieter=lambda *_: None, quietest=lambda _: quietest)
     chooser = SplitChooser(
         search=search, choose=lambda trials: (trials[0], []), judge=None, can_go_on=lambda: True
@@ -406,7 +404,7 @@ def test_where_no_split_is_usable_the_quietest_is_built(quietest, built):
     "time, lost, built",
     [(0.8, 0.06, "quiet"), (0.95, 0.06, "loud"), (0.8, 0.22, "loud"), (0.95, 0.04, "quiet")],
 )
-def test_of_two_doubtful_splits_the_cheaper_one_is_built(time, lost, built):
+def test_cheaper_of_two_doubtful_splits_wins(time, lost, built):
     """With more weight on noise: what keeps a third of int8's gain and loses less of the task."""
     loud, quiet = SimpleNamespace(time=0.7), SimpleNamespace(time=time)
     shares = {0.7: 0.23, time: lost}
@@ -438,7 +436,7 @@ def test_of_two_doubtful_splits_the_cheaper_one_is_built(time, lost, built):
 
 
 @pytest.mark.parametrize("wins", ["quick", "known"])
-def test_of_two_good_splits_noise_counts_no_more_than_usual(wins):
+def test_good_splits_are_compared_by_price(wins):
     """More weight on noise finds a good split; it must not keep a faster good one from winning."""
     costs = {"loud": (0.63, 0.07), "slow": (0.92, 0.025), "quick": (0.64, 0.092)}
     costs["known"] = (0.7, 0.06)  # from before
@@ -513,7 +511,7 @@ def listing(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_layer_that_loses_what_is_found_is_kept_float(target, listing, run, tmp_path):
+def test_layer_losing_detections_is_float(target, listing, run, tmp_path):
     words = ("--images", listing.with_suffix(".npy"), "--duration", 0, "--target", target)
     found = {}
     for effort in (0, 1):
@@ -530,7 +528,7 @@ def test_the_layer_that_loses_what_is_found_is_kept_float(target, listing, run, 
 
 
 @pytest.mark.slow
-def test_a_figure_of_ones_own_tells_what_a_list_loses(listing, run, tmp_path):
+def test_user_metric_measures_a_list_output(listing, run, tmp_path):
     """It is content with anything, so nothing is kept in float for its sake."""
     (tmp_path / "own.py").write_text("def content(fp32, int8, label):\n    return 1.0\n")
     words = ("--images", listing.with_suffix(".npy"), "--duration", 0, "--out", tmp_path / "o")
@@ -571,7 +569,7 @@ def stream(large) -> onnx.ModelProto:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("large", [LARGE, 1.0])
-def test_the_adds_that_spoil_a_model_are_float_and_not_the_layers_beside_them(run, tmp_path, large):
+def test_spoiling_adds_alone_are_float(run, tmp_path, large):
     """Nobody tried an Add: each layer beside it was blamed, and float did not help."""
     model = stream(large)
     path = save_net(model, tmp_path / "stream.onnx")
