@@ -13,37 +13,37 @@ from pathlib import Path
 from deploy.calibration import cluster_jobs
 
 FOLDER = Path(os.environ["CALIB8_TEST"])
-# dask loads this file twice
-_real = getattr(cluster_jobs, "_unwatched", cluster_jobs._until_stopped)
-cluster_jobs._unwatched = _real
-_name = ""
+# dask loads this file twice: the second time, the function is already replaced
+_run_samples = getattr(cluster_jobs, "_unwatched", cluster_jobs._until_stopped)
+cluster_jobs._unwatched = _run_samples
+_worker_name = ""
 
 
 def dask_setup(worker):
-    global _name
-    _name = worker.name
+    global _worker_name
+    _worker_name = worker.name
 
 
-def _claimed(word):
-    """Whether this is the worker to do it: the one that takes the file away."""
+def _claims(order):
+    """Whether this worker carries out an order: the one that takes its file away."""
     try:
-        (FOLDER / word).unlink()
+        (FOLDER / order).unlink()
     except FileNotFoundError:
         return False
     return True
 
 
-def watched(samples, key):
-    for number, sample in enumerate(_real(samples, key)):
+def record_samples(samples, key):
+    for number, sample in enumerate(_run_samples(samples, key)):
         with (FOLDER / "samples").open("a") as file:
-            file.write(f"{_name} {key}\n")
-        if number == 1 and _claimed("die"):
+            file.write(f"{_worker_name} {key}\n")
+        if number == 1 and _claims("die"):
             os.kill(os.getpid(), signal.SIGKILL)
-        if _claimed("fail"):
+        if _claims("fail"):
             raise OSError("the share does not answer")
         if (FOLDER / "slow").exists():
             time.sleep(0.25)
         yield sample
 
 
-cluster_jobs._until_stopped = watched
+cluster_jobs._until_stopped = record_samples

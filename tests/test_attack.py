@@ -17,7 +17,7 @@ from scripts.attacks.outcome import FAILED, REFUSED, SURVIVED, Ended, judged
 ROOT = Path(__file__).parents[1]
 
 # Parts of our own, each with one fault that must be found, or none; a command line each line.
-BROKEN = """
+FAULTY_PARTS = """
 import contextlib, io, json, os, sys, time
 from dataclasses import replace
 from pathlib import Path
@@ -71,27 +71,27 @@ for line in sys.stdin:
 """
 
 
-def table_of(said):
-    rows = [line.split() for line in said.splitlines()]
+def parse_table(output):
+    rows = [line.split() for line in output.splitlines()]
     return {row[0]: tuple(map(int, row[1:5])) for row in rows if len(row) == 6 and row[1].isdigit()}
 
 
 @pytest.fixture(scope="module")
-def broken():
+def attack_faulty_parts():
     """A command line of the attack on these parts -> its exit code, what it prints, its table."""
     with subprocess.Popen(
-        [sys.executable, "-c", BROKEN],
+        [sys.executable, "-c", FAULTY_PARTS],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     ) as child:
 
-        def attack(words):
-            child.stdin.write(f"{words}\n")
+        def attack(arguments):
+            child.stdin.write(f"{arguments}\n")
             child.stdin.flush()
-            code, said = json.loads(child.stdout.readline())
-            return code, said, table_of(said)
+            code, output = json.loads(child.stdout.readline())
+            return code, output, parse_table(output)
 
         yield attack
         child.stdin.close()
@@ -99,8 +99,8 @@ def broken():
 
 
 @pytest.mark.slow
-def test_every_way_to_break_is_found_and_named(broken):
-    code, said, table = broken("--seed 3")
+def test_every_fault_is_found_and_named(attack_faulty_parts):
+    code, output, table = attack_faulty_parts("--seed 3")
     assert code == 1
     assert table.pop("fuzz-sound") == (4, 4, 0, 0)
     assert table.pop("fuzz-refusing") == (4, 0, 4, 0)
@@ -111,7 +111,7 @@ def test_every_way_to_break_is_found_and_named(broken):
     assert dying[1] + dying[3] == 4
     assert set(table.values()) == {(4, 0, 0, 4)}
     assert len(table) == 6
-    for words in (
+    for finding in (
         "FAILED fuzz-faulty (4 of this kind): exit code 70",
         "IndexError",
         "stderr holds '\\x1b'",
@@ -122,26 +122,30 @@ def test_every_way_to_break_is_found_and_named(broken):
         "the process died: signal 6",
         "scripts/attack fuzz-dying --seed 3 --case",
     ):
-        assert words in said, words
-    kept = next(line for line in said.splitlines() if line.startswith("FAILED fuzz-dying"))
-    assert Path(kept.split("kept: ")[1].split(";")[0]).read_bytes() == b"die"
+        assert finding in output, finding
+    failure_line = next(
+        line for line in output.splitlines() if line.startswith("FAILED fuzz-dying")
+    )
+    assert Path(failure_line.split("kept: ")[1].split(";")[0]).read_bytes() == b"die"
 
 
 @pytest.mark.slow
-def test_a_case_is_the_same_alone(broken):
-    _, said, _ = broken("fuzz-dying --seed 5 --workers 1")
-    case = next(line for line in said.splitlines() if line.startswith("FAILED")).rpartition(" ")[2]
-    code, _, table = broken(f"fuzz-dying --seed 5 --case {case}")
+def test_single_case_repeats_its_failure(attack_faulty_parts):
+    _, output, _ = attack_faulty_parts("fuzz-dying --seed 5 --workers 1")
+    case = next(line for line in output.splitlines() if line.startswith("FAILED")).rpartition(" ")[
+        2
+    ]
+    code, _, table = attack_faulty_parts(f"fuzz-dying --seed 5 --case {case}")
     assert table == {"fuzz-dying": (1, 0, 0, 1)}
     assert code == 1
-    code, _, table = broken("fuzz-sound")
+    code, _, table = attack_faulty_parts("fuzz-sound")
     assert table == {"fuzz-sound": (4, 4, 0, 0)}
     assert code == 0
-    code, _, _ = broken("nothing")
+    code, _, _ = attack_faulty_parts("nothing")
     assert "a part must be one of" in code
 
 
-TORN = """
+UNSAFE_WRITES = """
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -167,12 +171,14 @@ sys.exit(__main__.main(["faults-disk"], parts=parts))
 
 
 @pytest.mark.slow
-def test_a_build_that_writes_in_place_is_found():
-    done = subprocess.run([sys.executable, "-c", TORN], cwd=ROOT, capture_output=True, text=True)
-    tried, _, _, failed = table_of(done.stdout)["faults-disk"]
-    assert tried == 3, done.stdout + done.stderr
-    assert failed > 0, done.stdout + done.stderr
-    assert done.returncode == 1, done.stdout + done.stderr
+def test_build_writing_in_place_is_found():
+    process = subprocess.run(
+        [sys.executable, "-c", UNSAFE_WRITES], cwd=ROOT, capture_output=True, text=True
+    )
+    tried_cases, _, _, failed_cases = parse_table(process.stdout)["faults-disk"]
+    assert tried_cases == 3, process.stdout + process.stderr
+    assert failed_cases > 0, process.stdout + process.stderr
+    assert process.returncode == 1, process.stdout + process.stderr
 
 
 @pytest.mark.parametrize(
@@ -199,32 +205,34 @@ def test_a_build_that_writes_in_place_is_found():
         (Ended(1, b"", b"calib8: error: " + b"n" * 9000), FAILED),
     ],
 )
-def test_an_end_is_judged_by_what_a_user_sees(ended, word):
+def test_outcome_follows_from_visible_output(ended, word):
     assert judged(ended).word == word
 
 
 @pytest.mark.slow
-def test_changes_come_from_the_seed_alone_and_use_every_way(tmp_path):
+def test_mutations_follow_the_seed(tmp_path):
     data = bytes(range(256))
-    other = b'{"a": 1.5}'
+    other_data = b'{"a": 1.5}'
 
-    def some(seed):
-        return [mutated(random.Random(f"{seed}/{n}"), data, other) for n in range(300)]
+    def mutants_of(seed):
+        return [mutated(random.Random(f"{seed}/{n}"), data, other_data) for n in range(300)]
 
-    assert some(1) == some(1) != some(2)
-    assert len(set(some(1))) > 250
-    assert any(token in one for one in some(1) for token in TOKENS[:9])
+    assert mutants_of(1) == mutants_of(1) != mutants_of(2)
+    assert len(set(mutants_of(1))) > 250
+    assert any(token in mutant for mutant in mutants_of(1) for token in TOKENS[:9])
     seeds = forms(tmp_path)
 
-    def models(seed):
+    def models_of(seed):
         numbers = (random.Random(f"{seed}/{n}") for n in range(100))
         return [changed_fields(rng, rng.choice(seeds), rng.choice(seeds)) for rng in numbers]
 
-    assert models(1) == models(1) != models(2)
-    assert len(set(models(1)) - set(seeds)) > 80
-    for model in models(1):
+    assert models_of(1) == models_of(1) != models_of(2)
+    assert len(set(models_of(1)) - set(seeds)) > 80
+    for model in models_of(1):
         onnx.ModelProto.FromString(model)
     for change in CHANGES:
-        changed = {change(random.Random(n), json.dumps([1, 2.5]).encode(), other) for n in range(9)}
+        changed = {
+            change(random.Random(n), json.dumps([1, 2.5]).encode(), other_data) for n in range(9)
+        }
         assert len(changed) > 1, change
         assert change(random.Random(0), b"", b"") is not None

@@ -48,7 +48,7 @@ def latency(ms):
 
 def accuracy(name):
     figures = {"sqnr_db": 12.5, "cosine_mean": 0.99, "cosine_min": 0.9, "max_abs_error": 200.9}
-    labels = (f"{name}[{at}]" for at in ("0:4", "4:22"))
+    labels = (f"{name}[{part_range}]" for part_range in ("0:4", "4:22"))
     parts = tuple(SliceAccuracy(output=name, label=label, **figures) for label in labels)
     return Accuracy(
         samples=60,
@@ -62,7 +62,7 @@ def accuracy(name):
 
 
 FLOAT_ROW = parts.EngineRow(label="FP32", reference=True)
-SEEN = parts.HistogramPart(
+HISTOGRAM = parts.HistogramPart(
     start=-2.0,
     width=0.125,
     counts=tuple(range(64)),
@@ -70,7 +70,7 @@ SEEN = parts.HistogramPart(
 )
 
 
-def weight(name, i):
+def weight_row(name, i):
     """A weight of many channels, drawn where it is one of the first."""
     return parts.WeightRow(
         node=name,
@@ -88,12 +88,14 @@ def weight(name, i):
     )
 
 
-def target(name, words, tensors):
+def target_part(name, text, tensors):
     """A target of so many tensors; one in 10 without an SQNR, one NaN."""
-    known = [None if i % 10 == 9 else math.nan if i == 4 else 60 - i % 50 for i in range(tensors)]
+    sqnr_values = [
+        None if i % 10 == 9 else math.nan if i == 4 else 60 - i % 50 for i in range(tensors)
+    ]
     rows = tuple(
         parts.TensorRow(
-            name=f"{words}.{i % 22}/cv{i % 3}/conv_{i}_output_0",
+            name=f"{text}.{i % 22}/cv{i % 3}/conv_{i}_output_0",
             observed_min=-1.5 * i - 1,
             observed_max=4.25 + i,
             lo=-1.0,
@@ -102,25 +104,27 @@ def target(name, words, tensors):
             method="percentile",
             clipped=0.001 * (i % 40),
             sqnr_db=db,
-            histogram=SEEN if i < 5 else None,
+            histogram=HISTOGRAM if i < 5 else None,
         )
-        for i, db in enumerate(known)
+        for i, db in enumerate(sqnr_values)
     )
-    rest = {"cosine_mean": 0.99, "cosine_min": 0.9, "max_abs_error": 1.0}
-    known = [row for row in rows if row.sqnr_db is not None]
-    layers = tuple(OutputAccuracy(name=row.name, sqnr_db=row.sqnr_db, **rest) for row in known)
+    figures = {"cosine_mean": 0.99, "cosine_min": 0.9, "max_abs_error": 1.0}
+    sqnr_values = [row for row in rows if row.sqnr_db is not None]
+    layers = tuple(
+        OutputAccuracy(name=row.name, sqnr_db=row.sqnr_db, **figures) for row in sqnr_values
+    )
     float_ops = ("Shape", "Unsqueeze", "ConstantOfShape", "Sigmoid", "Resize", "Softmax", "Add")
     nodes = tuple(
         parts.NodeRow(
-            name=f"{words}/node_{i}",
+            name=f"{text}/node_{i}",
             op=op if i % 3 else "Conv",
-            reason=f"{op} of {words}",
+            reason=f"{op} of {text}",
             precision="float32" if i % 3 else "int8",
         )
         for i, op in zip(range(tensors), cycle(float_ops))
     )
     trial = partial(parts.TrialRow, time=0.5)
-    tried = tuple(trial(what=f"{words} {i}", sqnr_db=30.0 - i, taken=not i) for i in range(4))
+    trials = tuple(trial(what=f"{text} {i}", sqnr_db=30.0 - i, taken=not i) for i in range(4))
     return parts.TargetPart(
         name=name,
         method="percentile",
@@ -128,56 +132,56 @@ def target(name, words, tensors):
         tensors=rows,
         layers=layers,
         files=(
-            parts.FileRow(role="int8 engine", path=f"out/{words}.onnx", size_bytes=3 << 20),
-            parts.FileRow(role="record", path=f"out/{words}.txt", size_bytes=900),
+            parts.FileRow(role="int8 engine", path=f"out/{text}.onnx", size_bytes=3 << 20),
+            parts.FileRow(role="record", path=f"out/{text}.txt", size_bytes=900),
         ),
-        search=parts.SearchPart(reused=False, probes=4, settled=words, tried=tried),
-        weights=tuple(weight(f"{words}/conv_{i}", i) for i in range(tensors // 2)),
-        notes=(words,),
+        search=parts.SearchPart(reused=False, probes=4, settled=text, tried=trials),
+        weights=tuple(weight_row(f"{text}/conv_{i}", i) for i in range(tensors // 2)),
+        notes=(text,),
     )
 
 
-def made(words="/model", *, engines=2, targets=1, tensors=40):
+def make_report(text="/model", *, engines=2, targets=1, tensors=40):
     """A report of everything, in which these words stand wherever a name may."""
     names = [f"t{i}" if targets > 1 else "onnxruntime" for i in range(targets)]
     rows = [dataclasses.replace(FLOAT_ROW, size_bytes=12 << 20, latency=latency(2.0))]
     rows += [
         parts.EngineRow(
-            label=f"{words} {i}",
+            label=f"{text} {i}",
             target=names[i % targets],
             path="m.onnx",
             size_bytes=3 << 20,
             load_ms=3.0,
             latency=latency(1.0 + 0.1 * i),
-            accuracy=accuracy(words),
-            verdict=Verdict(LEVELS[i % 4], (f"2 of 7 boxes of {words} kept", "1.70x (1.6 to 1.8)")),
+            accuracy=accuracy(text),
+            verdict=Verdict(LEVELS[i % 4], (f"2 of 7 boxes of {text} kept", "1.70x (1.6 to 1.8)")),
         )
         for i in range(engines - 1)
     ]
     return Report(
-        title=f"calib8: {words} in int8",
-        model=parts.ModelPart(path=words, inputs=(f"{words} float32 [1,3,640,640]",)),
-        feed=parts.FeedPart(source=words, samples=60, preprocess={"mean": [0.5], words: words}),
-        targets=tuple(target(name, words, tensors) for name in names),
+        title=f"calib8: {text} in int8",
+        model=parts.ModelPart(path=text, inputs=(f"{text} float32 [1,3,640,640]",)),
+        feed=parts.FeedPart(source=text, samples=60, preprocess={"mean": [0.5], text: text}),
+        targets=tuple(target_part(name, text, tensors) for name in names),
         engines=tuple(rows),
         files=(parts.FileRow(role="plan", path="out/m.plan.toml"),),
-        notes=(words, "another"),
+        notes=(text, "another"),
     )
 
 
-def failed():
+def failed_report():
     targets = (parts.TargetPart(name="tensorrt", error="a cache must be writable, got none"),)
     rows = (FLOAT_ROW, parts.EngineRow(label="tensorrt", target="tensorrt"))
-    return dataclasses.replace(made(), targets=targets, engines=rows)
+    return dataclasses.replace(make_report(), targets=targets, engines=rows)
 
 
-MADE = {
-    "plain": lambda: made(),
-    "long": lambda: made(LONG),
-    "hostile": lambda: made(HOSTILE, engines=5),
-    "many engines": lambda: made(engines=9, targets=3),
-    "failed": failed,
-    "no engines": lambda: dataclasses.replace(made(), engines=()),
+REPORT_BY_CASE = {
+    "plain": lambda: make_report(),
+    "long": lambda: make_report(LONG),
+    "hostile": lambda: make_report(HOSTILE, engines=5),
+    "many engines": lambda: make_report(engines=9, targets=3),
+    "failed": failed_report,
+    "no engines": lambda: dataclasses.replace(make_report(), engines=()),
     "empty": lambda: Report(title="nothing"),
 }
 
@@ -205,19 +209,19 @@ def unfold(tab):
     tab.page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
 
 
-def sound(tab, path):
+def check_page(tab, path):
     """What every page must be at every width, folded and open."""
     assert tab.errors == []
     assert tab.requests == [path.resolve().as_uri()]
     for _ in range(2):
         assert tab.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
-        assert tab.page.evaluate(WORDS_BROKEN) == []
+        assert tab.page.evaluate(OVERFULL_CELLS) == []
         unfold(tab)
     assert tab.page.evaluate("document.querySelectorAll('script').length") == 1
 
 
 # Cells with more lines than words of six letters would take.
-WORDS_BROKEN = """
+OVERFULL_CELLS = """
 [...document.querySelectorAll("td, th")].map(cell => {
   const range = document.createRange();
   range.selectNodeContents(cell);
@@ -236,23 +240,23 @@ NUMBER_LINES = """
 """
 
 # How far tables are wider than their places.
-OVER = "[...document.querySelectorAll('.scroll')].map(s => s.scrollWidth - s.clientWidth)"
+TABLE_OVERFLOW = "[...document.querySelectorAll('.scroll')].map(s => s.scrollWidth - s.clientWidth)"
 
 
 @pytest.mark.parametrize("width", [400, 1280])
-@pytest.mark.parametrize("kind", [*MADE, "dark"])
-def test_a_page_fits_its_window(show, tmp_path, kind, width):
-    shown = MADE["plain" if kind == "dark" else kind]()
-    sound(show(shown, width=width, dark=kind == "dark"), tmp_path / "report.html")
+@pytest.mark.parametrize("case", [*REPORT_BY_CASE, "dark"])
+def test_page_fits_its_window(show, tmp_path, case, width):
+    shown = REPORT_BY_CASE["plain" if case == "dark" else case]()
+    check_page(show(shown, width=width, dark=case == "dark"), tmp_path / "report.html")
 
 
-@pytest.mark.parametrize("kind", ["plain", "long", "many engines"])
-def test_no_table_is_pushed_aside(show, kind):
-    tab = show(MADE[kind]())
+@pytest.mark.parametrize("case", ["plain", "long", "many engines"])
+def test_no_table_overflows(show, case):
+    tab = show(REPORT_BY_CASE[case]())
     unfold(tab)
-    assert max(tab.page.evaluate(OVER)) <= 0
+    assert max(tab.page.evaluate(TABLE_OVERFLOW)) <= 0
     assert set(tab.page.evaluate(NUMBER_LINES)) == {1}
-    tab = show(MADE[kind](), width=400)
+    tab = show(REPORT_BY_CASE[case](), width=400)
     unfold(tab)
     cells = "[...document.querySelectorAll('td')].filter(c => c.offsetParent)"
     assert (
@@ -261,41 +265,41 @@ def test_no_table_is_pushed_aside(show, kind):
     assert tab.page.evaluate(f"{cells}.length") > 500
 
 
-def test_the_pages_of_a_build_and_of_bench_fit_too(tab, run, tmp_path):
+def test_pages_of_build_and_bench_fit(tab, run, tmp_path):
     fashion = ROOT / "datasets" / "fashion"
-    words = "--images", fashion / "calib.txt", "--limit", 20, "--mean", "0.5", "--std", "0.5"
+    images = "--images", fashion / "calib.txt", "--limit", 20, "--mean", "0.5", "--std", "0.5"
     targets = "--target", "onnxruntime,tensorrt,ascend", "--effort", 0, "--duration", 0
-    run.ok("build", fashion / "fashion.onnx", *words, *targets, "--out", tmp_path / "o")
+    run.ok("build", fashion / "fashion.onnx", *images, *targets, "--out", tmp_path / "o")
     engine = tmp_path / "o" / "fashion.int8.onnx"
     bench = tmp_path / "bench.html"
     against = "--against", fashion / "fashion.onnx", "--duration", 0, "--warm-up", 0
     run.ok("bench", engine, *against, "--html", bench)
-    both = tmp_path / "both.html"
-    run.ok("report", tmp_path / "o", tmp_path / "o" / "report.json", "--html", both)
-    for path in (tmp_path / "o" / "report.html", bench, both):
+    comparison_page = tmp_path / "both.html"
+    run.ok("report", tmp_path / "o", tmp_path / "o" / "report.json", "--html", comparison_page)
+    for path in (tmp_path / "o" / "report.html", bench, comparison_page):
         for width in (400, 1280):
             tab.show(path, width=width)
             assert tab.page.evaluate("document.querySelectorAll('h2').length") >= 1
-            assert max(tab.page.evaluate(OVER)) <= 0
-            sound(tab, path)
+            assert max(tab.page.evaluate(TABLE_OVERFLOW)) <= 0
+            check_page(tab, path)
 
 
-def test_letters_of_the_chart_can_be_read_and_do_not_overlap(show):
-    tab = show(made(engines=4), width=400)
+def test_chart_labels_are_readable(show):
+    tab = show(make_report(engines=4), width=400)
     ticks = "[...document.querySelectorAll('svg .tick:not(.name)')]"
-    places = f"{ticks}.map(t => t.getBoundingClientRect()).filter(b => b.width)"
-    boxes = tab.page.evaluate(f"{places}.map(b => [b.left, b.right, b.height])")
+    rectangles = f"{ticks}.map(t => t.getBoundingClientRect()).filter(b => b.width)"
+    boxes = tab.page.evaluate(f"{rectangles}.map(b => [b.left, b.right, b.height])")
     assert len(boxes) >= 3
     assert all(height >= 12 for _, _, height in boxes)
-    assert all(left[1] < right[0] for left, right in pairwise(boxes))
+    assert all(unprinted[1] < right[0] for unprinted, right in pairwise(boxes))
     legend = tab.page.evaluate("document.querySelector('.legend').innerText")
     assert "A FP32 p50 2.16 ms" in legend
     assert "D /model 2 p50 1.30 ms" in legend
 
 
-def test_the_verdict_comes_first_and_has_its_colour(show):
+def test_verdict_comes_first_in_its_colour(show):
     for dark in (False, True):
-        tab = show(made(engines=5), width=400, dark=dark)
+        tab = show(make_report(engines=5), width=400, dark=dark)
         assert (
             tab.page.evaluate("document.querySelector('h1').nextElementSibling.className")
             == "verdicts"
@@ -319,8 +323,8 @@ def luminance(colour):
     return sum(w * s for w, s in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-def test_what_one_came_for_is_open_and_the_rest_folded(show):
-    tab = show(made())
+def test_main_sections_open_others_folded(show):
+    tab = show(make_report())
     heads = "[...document.querySelectorAll('%s h2')].map(h => h.innerText)"
     assert tab.page.evaluate(heads % "section") == ["Engines", "Accuracy", "Worst layers"]
     assert tab.page.evaluate(heads % "details") == [
@@ -334,7 +338,7 @@ def test_what_one_came_for_is_open_and_the_rest_folded(show):
         "Files (3)",
     ]
     assert tab.page.evaluate("document.querySelectorAll('main > details[open]').length") == 0
-    tab = show(made(tensors=200))  # whose contents open what they lead to
+    tab = show(make_report(tensors=200))  # whose contents open what they lead to
     tab.page.evaluate("document.querySelector('nav a[href=\"#tensors\"]').click()")
     tab.page.evaluate("new Promise(done => setTimeout(done, 50))")
     assert tab.page.evaluate(f"{TENSORS}.open")
@@ -351,23 +355,23 @@ COLUMN = f"{ROWS}.map(row => row.cells[%d].textContent)"
 HEAD = f"{TENSORS}.querySelectorAll('th')[%d]"
 
 
-def test_tables_stand_worst_first_and_are_sorted_by_their_heads(show):
-    tab = show(made())
+def test_table_heads_sort_the_rows(show):
+    tab = show(make_report())
     unfold(tab)
-    before = tab.page.evaluate(COLUMN % 2)
-    assert before[0] == "NaN"
-    assert before[-4:] == ["-"] * 4
-    known = [float(text.split()[0]) for text in before[1:-4]]
-    assert known == sorted(known)
-    assert len(known) == 35
-    seen = []
+    unsorted = tab.page.evaluate(COLUMN % 2)
+    assert unsorted[0] == "NaN"
+    assert unsorted[-4:] == ["-"] * 4
+    values = [float(text.split()[0]) for text in unsorted[1:-4]]
+    assert values == sorted(values)
+    assert len(values) == 35
+    columns = []
     for order in ("ascending", "descending", None):
         tab.page.evaluate(HEAD % 5 + ".firstChild.click()")  # the largest value
         assert tab.page.evaluate(HEAD % 5 + ".getAttribute('aria-sort')") == order
-        seen.append([float(text) for text in tab.page.evaluate(COLUMN % 5)])
-    assert seen[0] == sorted(seen[0])
-    assert seen[1] == seen[0][::-1]
-    assert tab.page.evaluate(COLUMN % 2) == before  # the third time undoes it
+        columns.append([float(text) for text in tab.page.evaluate(COLUMN % 5)])
+    assert columns[0] == sorted(columns[0])
+    assert columns[1] == columns[0][::-1]
+    assert tab.page.evaluate(COLUMN % 2) == unsorted  # the third time undoes it
     for order in (1, -1):
         tab.page.evaluate(HEAD % 2 + ".firstChild.click()")
         assert tab.page.evaluate(COLUMN % 2)[-4:] == ["-"] * 4  # the unknown last, both ways
@@ -375,8 +379,8 @@ def test_tables_stand_worst_first_and_are_sorted_by_their_heads(show):
     assert tab.page.evaluate(HEAD % 1 + ".firstChild.tagName || ''") == ""  # drawings have no order
 
 
-def test_names_and_sizes_are_sorted_as_people_read_them(show):
-    tab = show(made(tensors=12))
+def test_names_and_sizes_sort_naturally(show):
+    tab = show(make_report(tensors=12))
     unfold(tab)
     table = "document.querySelector('#files').closest('details').querySelector('table')"
     tab.page.evaluate(f"{table}.querySelectorAll('th button')[2].click()")
@@ -390,8 +394,8 @@ def test_names_and_sizes_are_sorted_as_people_read_them(show):
     assert tab.page.evaluate(COLUMN % 0)[2].startswith("/model.2/")
 
 
-def test_a_table_is_sorted_and_filtered_from_the_keyboard(show):
-    tab = show(made())
+def test_tables_work_from_the_keyboard(show):
+    tab = show(make_report())
     unfold(tab)
     tab.page.evaluate(f"{TENSORS}.querySelector('input').focus()")
     tab.page.keyboard.insert_text("CV1 conv_1")
@@ -410,26 +414,28 @@ def test_a_table_is_sorted_and_filtered_from_the_keyboard(show):
     assert tab.errors == []
 
 
-def test_without_script_the_page_is_whole(show):
-    tab = show(made())
-    before = tab.page.evaluate("document.querySelectorAll('td').length")
+def test_page_is_complete_without_script(show):
+    tab = show(make_report())
+    cell_count = tab.page.evaluate("document.querySelectorAll('td').length")
     devtools = tab.page.context.new_cdp_session(tab.page)
     devtools.send("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
-        tab = show(made())
-        assert tab.page.evaluate("document.querySelectorAll('td').length") == before
+        tab = show(make_report())
+        assert tab.page.evaluate("document.querySelectorAll('td').length") == cell_count
         assert tab.page.evaluate("document.querySelectorAll('button, input').length") == 0
     finally:
         devtools.detach()
 
 
-def test_names_run_nothing_and_no_other_script_would(show, tab, tmp_path):
-    show(made(HOSTILE))
+def test_foreign_scripts_never_run(show, tab, tmp_path):
+    show(make_report(HOSTILE))
     assert tab.page.evaluate("typeof bad") == "undefined"
     assert tab.errors == []
     path = tmp_path / "changed.html"
-    other = "<script>var bad = 1</script><p onclick='bad = 1' style='color: red'>x</p></main>"
-    path.write_text(to_html(made()).replace("</main>", other), encoding="utf-8")
+    foreign_html = (
+        "<script>var bad = 1</script><p onclick='bad = 1' style='color: red'>x</p></main>"
+    )
+    path.write_text(to_html(make_report()).replace("</main>", foreign_html), encoding="utf-8")
     tab.show(path, width=1280)
     tab.page.evaluate("document.querySelector('p[onclick]').click()")
     assert tab.page.evaluate("typeof bad") == "undefined"
@@ -444,8 +450,8 @@ def paper_pages(pdf):
     return len(re.findall(rb"/Type\s*/Page\b", pdf))
 
 
-def test_two_hundred_tensors_are_printed_on_four_pages(show):
-    tab = show(made("/model.22/cv2", tensors=200), dark=True)
+def test_200_tensors_print_on_four_pages(show):
+    tab = show(make_report("/model.22/cv2", tensors=200), dark=True)
     assert paper_pages(printed_page(tab)) <= 2
     tab.page.evaluate(
         "document.querySelectorAll('main > details').forEach(d => { d.open = true; })"
@@ -455,8 +461,8 @@ def test_two_hundred_tensors_are_printed_on_four_pages(show):
     assert b"/MediaBox [0 0 594" in pdf  # A4
 
 
-def test_paper_keeps_every_column_and_says_what_it_leaves_out(show):
-    tab = show(made("/model.22/cv2", tensors=200), width=PAPER_PX, dark=True)
+def test_print_keeps_columns_and_counts_rows(show):
+    tab = show(make_report("/model.22/cv2", tensors=200), width=PAPER_PX, dark=True)
     tab.page.emulate_media(media="print", color_scheme="dark")
     unfold(tab)
     table = f"{TENSORS}.querySelector('table')"
@@ -464,11 +470,11 @@ def test_paper_keeps_every_column_and_says_what_it_leaves_out(show):
     assert tab.page.evaluate(f"[...{table}.querySelectorAll('th')].every(h => h.offsetWidth > 10)")
     assert tab.page.evaluate(f"{SHOWN}.length") == PRINTED
     assert tab.page.evaluate(f"{SHOWN}[0].cells[2].innerText") == "NaN"
-    left = f"{table}.parentElement.nextElementSibling.innerText"
-    assert tab.page.evaluate(left) == f"and {200 - PRINTED} more rows, not printed"
+    unprinted = f"{table}.parentElement.nextElementSibling.innerText"
+    assert tab.page.evaluate(unprinted) == f"and {200 - PRINTED} more rows, not printed"
     tab.page.evaluate(f"{TENSORS}.querySelector('input').value = 'conv_1'")
     tab.page.evaluate(f"{TENSORS}.querySelector('input').dispatchEvent(new Event('input'))")
-    assert tab.page.evaluate(left) == f"and {111 - PRINTED} more rows, not printed"
+    assert tab.page.evaluate(unprinted) == f"and {111 - PRINTED} more rows, not printed"
     assert tab.page.evaluate(f"{SHOWN}.length") == PRINTED
     assert (
         tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"

@@ -27,7 +27,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory) -> Path:
+def patched_tree(tmp_path_factory) -> Path:
     """A copy of the packages with the recipes applied."""
     copy = tmp_path_factory.mktemp("recipes") / "calib8"
     for name in ("calib8", "deploy", "calibrators"):
@@ -39,31 +39,33 @@ def tree(tmp_path_factory) -> Path:
 
 
 FEED = (DATA / "fashion.onnx", "--images", DATA / "calib.txt")
-UNIT = (*FEED, "--limit", 20, "--mean", 0.5, "--std", 0.5, "--target", "toy")
-KSIGMA = ("--method", "ksigma", "--sigma", 4)
+TOY_OPTIONS = (*FEED, "--limit", 20, "--mean", 0.5, "--std", 0.5, "--target", "toy")
+KSIGMA_OPTIONS = ("--method", "ksigma", "--sigma", 4)
 
 
 @pytest.fixture(scope="module")
-def built(tree) -> Path:
+def toy_build(patched_tree) -> Path:
     """The demo, built for the toy target with the toy search."""
-    words = ("--effort", 0, "--duration", 0, "--out", "out", "--toy-label", "greeting")
-    calib8(tree, "build", *UNIT, *KSIGMA, *words)
-    return tree / "out"
+    arguments = ("--effort", 0, "--duration", 0, "--out", "out", "--toy-label", "greeting")
+    calib8(patched_tree, "build", *TOY_OPTIONS, *KSIGMA_OPTIONS, *arguments)
+    return patched_tree / "out"
 
 
-def calib8(tree: Path, *words: object) -> str:
-    return run([sys.executable, "-m", "deploy", *map(str, words)], tree)
+def calib8(patched_tree: Path, *arguments: object) -> str:
+    return run([sys.executable, "-m", "deploy", *map(str, arguments)], patched_tree)
 
 
 def run(command: list[str], folder: Path) -> str:
-    around = {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # a repository there is none of ours
-    environment = {**os.environ, "PYTHONPATH": str(folder), **around}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{command}:\n{done.stdout}{done.stderr}"
-    return done.stdout
+    git_limits = {
+        "GIT_CEILING_DIRECTORIES": str(folder.parent)
+    }  # a repository there is none of ours
+    environment = {**os.environ, "PYTHONPATH": str(folder), **git_limits}
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, f"{command}:\n{process.stdout}{process.stderr}"
+    return process.stdout
 
 
-def test_a_recipe_is_one_new_file_and_changes_in_one_table():
+def test_recipe_adds_one_file_and_row():
     assert [patch.stem for patch in RECIPES] == ["search", "target"]
     for patch in RECIPES:
         text = patch.read_text()
@@ -72,39 +74,41 @@ def test_a_recipe_is_one_new_file_and_changes_in_one_table():
         assert not [line for line in text.splitlines() if line[:1] == "-" and line[:3] != "---"]
 
 
-def test_the_command_line_offers_what_the_recipes_add(tree):
-    text = calib8(tree, "build", "--help-all")
+def test_help_shows_the_added_options(patched_tree):
+    text = calib8(patched_tree, "build", "--help-all")
     for word in ("toy", "--toy-label", "ksigma", "--sigma"):
         assert word in text
 
 
-def test_the_toy_target_is_built_with_the_toy_search(built):
-    engine = json.loads((built / "fashion.toy").read_text())
+def test_toy_target_builds_with_toy_search(toy_build):
+    engine = json.loads((toy_build / "fashion.toy").read_text())
     assert engine["label"] == "greeting"
     assert len(engine["scales"]) > 10
-    report = (built / "report.json").read_text()
+    report = (toy_build / "report.json").read_text()
     assert '"ksigma 4"' in report
     assert "fashion.toy" in report
-    (toy,) = [one for one in json.loads(report)["engines"] if one.get("target") == "toy"]
+    (toy,) = [row for row in json.loads(report)["engines"] if row.get("target") == "toy"]
     assert toy["accuracy"]["samples"] == 20
     assert toy["accuracy"]["outputs"][0]["cosine_mean"] > 0.9
 
 
-def test_a_second_build_reuses_what_the_first_observed(tree, built):
-    cache = ("--require-cache", "-o", built / "calib8/fashion.cache")
-    calib8(tree, "calibrate", *UNIT, *KSIGMA, *cache)
+def test_second_build_reuses_the_cache(patched_tree, toy_build):
+    cache = ("--require-cache", "-o", toy_build / "calib8/fashion.cache")
+    calib8(patched_tree, "calibrate", *TOY_OPTIONS, *KSIGMA_OPTIONS, *cache)
 
 
-def test_the_toy_engine_is_benched_like_any_other(tree, built):
-    assert "fashion.toy" in calib8(tree, "bench", built / "fashion.toy", "--duration", 0.1)
+def test_toy_engine_can_be_benched(patched_tree, toy_build):
+    assert "fashion.toy" in calib8(
+        patched_tree, "bench", toy_build / "fashion.toy", "--duration", 0.1
+    )
 
 
-def test_the_parameter_of_the_toy_search_is_refused_elsewhere(tree):
+def test_toy_parameter_is_refused_elsewhere(patched_tree):
     with pytest.raises(AssertionError, match="--sigma"):
-        calib8(tree, "build", *FEED, "--method", "mse", "--sigma", 4)
+        calib8(patched_tree, "build", *FEED, "--method", "mse", "--sigma", 4)
 
 
-def test_imports_keep_to_the_contracts_with_the_additions(tree):
-    known = house.modules(tree)
-    assert set(known) - set(house.modules(ROOT)) == {"calibrators.ksigma", "deploy.targets.toy"}
-    assert check_imports(tree).returncode == 0
+def test_added_modules_keep_import_contracts(patched_tree):
+    modules = house.modules(patched_tree)
+    assert set(modules) - set(house.modules(ROOT)) == {"calibrators.ksigma", "deploy.targets.toy"}
+    assert check_imports(patched_tree).returncode == 0

@@ -1,0 +1,110 @@
+"""The site: a page of every command and name, links, menu, tables and home."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+import calib8
+from calibrators.searches import SEARCHES
+from deploy.cli import COMMANDS, cli
+from deploy.feed.preprocess import PRESETS
+from deploy.targets import TARGETS
+from deploy.targets.options import declared_options
+from deploy.tuning.search_options import DEFAULT_EFFORT, EFFORTS
+from scripts import site_pages
+from tests.test_tutorials import TUTORIALS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_documented_efforts_match_the_search():
+    page = (ROOT / "docs" / "accuracy.md").read_text("utf-8")
+    for number, effort in EFFORTS.items():
+        row = f"{effort.samples} | {effort.alone} | {effort.whole} |"
+        assert re.search(rf"^\| {number}( \(default\))? \| {re.escape(row)}", page, re.MULTILINE)
+    assert f"| {DEFAULT_EFFORT} (default) |" in page
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    return site_pages.pages()
+
+
+def commands_below(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
+    """Yield (its name on the command line, command) for a command and all below it."""
+    yield path, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            yield from commands_below(command.get_command(context, name), f"{path} {name}")
+
+
+def test_every_command_page_lists_its_options(pages):
+    for name in COMMANDS:
+        page = pages[f"reference/cli/{name}.md"]
+        assert f"({name}.md)" in pages["reference/cli/index.md"]
+        top_command = cli.get_command(click.Context(cli), name)
+        for path, command in commands_below(top_command, f"calib8 {name}"):
+            assert re.search(rf"^#+ {path}$", page, re.MULTILINE)
+            for param in command.params:
+                if isinstance(param, click.Option) and not param.hidden:
+                    row = rf"^`.*{re.escape(param.opts[-1])}\b.*`$"
+                    assert re.search(row, page, re.MULTILINE), (path, param.opts)
+
+
+def test_every_public_name_has_its_entry(pages):
+    page = pages["reference/api.md"]
+    for name in public_names_of(calib8):
+        value = getattr(calib8, name)
+        assert not callable(value) or f"::: {value.__module__}.{name}" in page, name
+
+
+def test_changelog_links_to_pages(pages):
+    page = pages["changelog.md"]
+    assert page.startswith("# Changelog")
+    assert "[feeds.md](feeds.md)" in page
+    assert "`docs/" not in page
+
+
+def test_menu_has_every_page_once(pages):
+    """`mkdocs build --strict` says so too, where mkdocs is."""
+    menu = re.findall(r"^ +- .*?([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    docs = ROOT / "docs"
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")} | set(pages)
+    commands = {f"reference/cli/{name}.md" for name in COMMANDS}  # put there by the hook
+    assert sorted(menu) == sorted(pages - commands)
+
+
+def test_documented_tables_are_complete():
+    pages = {page.stem: page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md")}
+    flags = [option.flag for option in declared_options(TARGETS["onnxruntime"])]
+    tables = {"preprocessing": PRESETS, "methods": SEARCHES, "onnxruntime": flags}
+    for page, names in tables.items():
+        rows = [line for line in pages[page].splitlines() if line.startswith("| `")]
+        missing = [name for name in names if not any(f"`{name}" in row for row in rows)]
+        assert not missing, f"docs/**/{page}.md has no row of {missing}"
+
+
+def test_home_page_links_every_tutorial():
+    home = (ROOT / "docs" / "index.md").read_text("utf-8")
+    (commands,) = re.findall(r"^```sh\n(.*?)^```", home, re.DOTALL | re.MULTILINE)
+    assert len(commands.splitlines()) == 3
+    links = re.findall(r"^- \*\*\[.+?\]\((.+?)\)\*\*$", home, re.MULTILINE)
+    assert sorted(links) == sorted(f"tutorials/{name}.md" for name in TUTORIALS)
+
+
+def test_links_between_pages_exist(pages):
+    docs = ROOT / "docs"
+    for page in [*docs.rglob("*.md"), ROOT / "README.md"]:
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", page.read_text("utf-8")):
+            end = (page.parent / link).resolve()
+            assert end.exists() or str(end.relative_to(docs)) in pages, f"{page}: {link}"
+
+
+def public_names_of(module) -> set[str]:
+    return {name for name in dir(module) if not name.startswith("__")}
