@@ -44,7 +44,7 @@ from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array
 
 STRIDES = (4, 8, 16, 32, 64, 128)
-_MOST_ANCHORS = 9  # per cell
+_MAX_ANCHORS_PER_CELL = 9  # per cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ class AnchorGrid:
 
     def cells(self, size: tuple[int, int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return each anchor's cell [A, 2] as (column, row), and its stride in pixels [A]."""
-        places, strides = [], []
+        positions, strides = [], []
         for stride in self.strides:
             height, width = self.sides(size, stride)
             rows, columns = np.divmod(np.arange(height * width), max(width, 1))
-            one = np.stack([columns, rows], axis=1).astype(np.float64)
-            places.append(np.tile(one, (self.anchors, 1)))
-            strides.append(np.full(len(one) * self.anchors, float(stride)))
-        return np.concatenate(places), np.concatenate(strides)
+            level_cells = np.stack([columns, rows], axis=1).astype(np.float64)
+            positions.append(np.tile(level_cells, (self.anchors, 1)))
+            strides.append(np.full(len(level_cells) * self.anchors, float(stride)))
+        return np.concatenate(positions), np.concatenate(strides)
 
 
 def find_grids(
@@ -86,42 +86,59 @@ def find_grids(
     more.
     """
     lengths = range(2, len(STRIDES) + 1) if levels is None else (levels,)
-    runs = [
-        STRIDES[start : start + length]
-        for length in lengths
-        for start in range(len(STRIDES) - length + 1)
-    ]
-    by_shape: dict[tuple[tuple[int, ...], int], AnchorGrid] = {}
+    stride_runs = []
+    for length in lengths:
+        for start in range(len(STRIDES) - length + 1):
+            stride_runs.append(STRIDES[start : start + length])
+
+    grid_by_shape: dict[tuple[tuple[int, ...], int], AnchorGrid] = {}
     for up in (False, True):
-        for strides in runs:
+        for strides in stride_runs:
             cells = AnchorGrid(strides, 1, up).count(size)
-            if cells and anchors % cells == 0 and anchors // cells <= _MOST_ANCHORS:
-                by_shape.setdefault(
-                    (strides, anchors // cells), AnchorGrid(strides, anchors // cells, up)
-                )
-    yield from sorted(by_shape.values(), key=lambda grid: grid.anchors)
+            if not cells or anchors % cells:
+                continue
+            anchors_per_cell = anchors // cells
+            if anchors_per_cell <= _MAX_ANCHORS_PER_CELL:
+                grid = AnchorGrid(strides, anchors_per_cell, up)
+                grid_by_shape.setdefault((strides, anchors_per_cell), grid)
+    yield from sorted(grid_by_shape.values(), key=lambda grid: grid.anchors)
 
 
-_NEARLY_ALL = 0.99
-_AT_ANCHORS = 0.8  # correlation of a box's place with its anchor's, at least
-_IDLE = 0.1  # mean best class of all anchors, at most, unless an objectness suppresses boxes
-_QUIET = 0.02  # mean scores, at most, that do not show an objectness
+_MIN_AGREEMENT = 0.99  # share of boxes that fit a coding, at least
+_MIN_ANCHOR_CORRELATION = 0.8  # correlation of a box's place with its anchor's, at least
+_MAX_IDLE_SCORE = (
+    0.1  # mean best class of all anchors, at most, unless an objectness suppresses boxes
+)
+_MAX_QUIET_SCORE = 0.02  # mean scores, at most, that do not show an objectness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseDecoder:
-    """Decoder of one tensor of all anchors."""
+    """Decoder of one tensor of all anchors.
+
+    Attributes:
+        output: name of the output.
+        axis: dimension of its rows, 1 or -1.
+        coding: "centre" cx cy w h, "corners" x1 y1 x2 y2, or "cell" (YOLOX).
+        objectness: whether row 4 multiplies all classes.
+        scores: number of rows of scores from row 4 on, objectness included.
+        rows: number of rows.
+        grid: the anchors.
+        point: rows per key point, 2 or 3, which come last; 0 without.
+        maps: output of the masks' prototypes; "" without.
+        rotated: whether the last row is an angle.
+    """
 
     output: str
-    axis: int  # dimension of its rows, 1 or -1
-    coding: str  # "centre" cx cy w h, "corners" x1 y1 x2 y2, or "cell" (YOLOX)
-    objectness: bool  # whether row 4 multiplies all classes
-    scores: int  # number of rows of scores from row 4 on, objectness included
+    axis: int
+    coding: str
+    objectness: bool
+    scores: int
     rows: int
     grid: AnchorGrid
-    point: int = 0  # rows per key point, 2 or 3, which come last; 0 without
-    maps: str = ""  # output of the masks' prototypes; "" without
-    turned: bool = False  # whether the last row is an angle
+    point: int = 0
+    maps: str = ""
+    rotated: bool = False
     placed: ClassVar[bool] = True
 
     @property
@@ -132,68 +149,91 @@ class DenseDecoder:
     @property
     def form(self) -> str:
         """How the output is interpreted."""
-        words = {"centre": "boxes by centre", "corners": "boxes by corners", "cell": "raw boxes"}
+        box_texts = {
+            "centre": "boxes by centre",
+            "corners": "boxes by corners",
+            "cell": "raw boxes",
+        }
         objectness = ", objectness" if self.objectness else ""
-        points = (self.rows - 4 - self.scores) // self.point if self.point else 0
-        extra = f", {points} key points" if points else ", a mask" if self.maps else ""
-        extra = ", an angle" if self.turned else extra
+        extra = ""
+        if self.rotated:
+            extra = ", an angle"
+        elif self.point and self._extra_rows >= self.point:
+            extra = f", {self._extra_rows // self.point} key points"
+        elif self.maps:
+            extra = ", a mask"
         scores = f"{objectness} and {self.classes} classes"
-        return f"{self.output}: {words[self.coding]}{scores}{extra} an anchor"
+        return f"{self.output}: {box_texts[self.coding]}{scores}{extra} an anchor"
+
+    @property
+    def _extra_rows(self) -> int:
+        """Number of rows after boxes and scores."""
+        return self.rows - 4 - self.scores
 
     @property
     def parts(self) -> Mapping[str, tuple[OutputSlice, ...]]:
         """Boxes, scores, and the rows after them."""
-        spans = itertools.pairwise((0, 4, 4 + self.scores, self.rows))
-        one = OutputSlice(output=self.output, axis=self.axis)
-        return {self.output: tuple(replace(one, start=a, stop=b) for a, b in spans if b > a)}
+        slices = []
+        for start, stop in itertools.pairwise((0, 4, 4 + self.scores, self.rows)):
+            if stop > start:
+                part = OutputSlice(output=self.output, axis=self.axis, start=start, stop=stop)
+                slices.append(part)
+        return {self.output: tuple(slices)}
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
         """Return all boxes of one sample."""
-        rows = _oriented(outputs.get(self.output), self.axis)
+        rows = _to_rows(outputs.get(self.output), self.axis)
         if rows is None or len(rows) != self.rows:
             return None
         scores = rows[4 : 4 + self.scores]
         if self.objectness and self.scores > 1:
             scores = scores[1:] * scores[:1]
         likely = np.flatnonzero(scores.max(axis=0) > LOWEST)  # few: the others are not decoded
-        places, scores = (one[:, likely].T.astype(np.float64) for one in (rows[:4], scores))
+        scores = scores[:, likely].T.astype(np.float64)
+        boxes = rows[:4, likely].T.astype(np.float64)
+        extra_rows = rows[4 + self.scores :, likely]
+
+        size = image_size(inputs)
         if self.coding == "cell":
-            size = image_size(inputs)
             if size is None or self.grid.count(size) != rows.shape[1]:
                 return None
-            places = _out_of_cells(places, *(one[likely] for one in self.grid.cells(size)))
-        rest = rows[4 + self.scores :, likely]
-        if self.turned:
-            return detections_by_score(
-                to_corners(places), scores, rotate_boxes(places, rest[0].astype(np.float64))
-            )
-        places = places if self.coding == "corners" else to_corners(places)
+            cells, strides = self.grid.cells(size)
+            boxes = _decode_cells(boxes, cells[likely], strides[likely])
+        corners = boxes if self.coding == "corners" else to_corners(boxes)
+
+        if self.rotated:
+            rotated_boxes = rotate_boxes(boxes, extra_rows[0].astype(np.float64))
+            return detections_by_score(corners, scores, rotated_boxes)
         if self.maps:
-            masks = make_masks(rest.T, outputs.get(self.maps), image_size(inputs))
-            return None if masks is None else detections_by_score(places, scores, masks=masks)
+            masks = make_masks(extra_rows.T, outputs.get(self.maps), size)
+            return None if masks is None else detections_by_score(corners, scores, masks=masks)
         if not self.point:
-            return detections_by_score(places, scores)
-        points = rest.T.reshape(len(likely), len(rest) // self.point, self.point)
-        return detections_by_score(places, scores, points.astype(np.float64))
+            return detections_by_score(corners, scores)
+        points = extra_rows.T.reshape(len(likely), len(extra_rows) // self.point, self.point)
+        return detections_by_score(corners, scores, points.astype(np.float64))
 
 
 def find_yolo(samples: FirstSamples) -> DenseDecoder | None:
     """Recognise such a tensor if exactly one output is one."""
-    candidates = [dense for name in samples.names if (dense := _dense(name, samples)) is not None]
+    decoders = [_find_dense(name, samples) for name in samples.names]
+    candidates = [decoder for decoder in decoders if decoder is not None]
     if len(candidates) != 1:
         return None
-    rest = 0 if candidates[0].point else candidates[0].rows - 4 - candidates[0].scores
-    maps = [name for name in samples.names if rest and _are_maps(name, rest, samples)]
-    return replace(candidates[0], maps=maps[0]) if len(maps) == 1 else candidates[0]
+    (decoder,) = candidates
+    mask_rows = decoder.rows - 4 - decoder.scores
+    if decoder.point or not mask_rows:
+        return decoder
+    maps = [name for name in samples.names if _are_maps(name, mask_rows, samples)]
+    return replace(decoder, maps=maps[0]) if len(maps) == 1 else decoder
 
 
 def _are_maps(name: str, count: int, samples: FirstSamples) -> bool:
     """Whether an output holds `count` prototype maps of masks, in every sample."""
     rows = np.zeros((1, count))
-    return all(
-        value.shape[1:2] == (count,) and make_masks(rows, value, image_size(fed)) is not None
-        for value, fed in zip(samples.arrays(name), samples.inputs, strict=True)
-    )
+    for value, inputs in zip(samples.arrays(name), samples.inputs, strict=True):
+        if value.shape[1:2] != (count,) or make_masks(rows, value, image_size(inputs)) is None:
+            return False
+    return True
 
 
 def to_corners(boxes: Floats) -> Floats:
@@ -202,23 +242,26 @@ def to_corners(boxes: Floats) -> Floats:
     return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
 
 
-def _dense(name: str, first_samples: FirstSamples) -> DenseDecoder | None:
+def _find_dense(name: str, samples: FirstSamples) -> DenseDecoder | None:
+    """Recognise an output whose rows are of either dimension."""
+    sizes = [size for inputs in samples.inputs if (size := image_size(inputs)) is not None]
+    values = samples.arrays(name)
+    if len(sizes) != len(values):
+        return None
     for axis in (1, -1):
-        samples = [_oriented(value, axis) for value in first_samples.arrays(name)]
-        sizes = [image_size(inputs) for inputs in first_samples.inputs]
-        rows = [one.astype(np.float64) for one in samples if one is not None]
-        known_sizes = [size for size in sizes if size is not None]
-        if len(rows) != len(samples) or len(known_sizes) != len(samples) or not rows:
+        oriented = [_to_rows(value, axis) for value in values]
+        rows = [
+            sample_rows.astype(np.float64) for sample_rows in oriented if sample_rows is not None
+        ]
+        if len(rows) != len(values) or len({len(sample_rows) for sample_rows in rows}) != 1:
             continue
-        if any(len(one) != len(rows[0]) for one in rows):
-            continue
-        dense = _read(name, axis, rows, known_sizes)
-        if dense is not None:
-            return dense
+        decoder = _read_rows(name, axis, rows, sizes)
+        if decoder is not None:
+            return decoder
     return None
 
 
-def _oriented(value: Array | None, axis: int) -> Array | None:
+def _to_rows(value: Array | None, axis: int) -> Array | None:
     """Return [1, R, A] or [1, A, R] as [R, A]; None for other shapes or too few rows for boxes."""
     if value is None or value.ndim != 3 or len(value) != 1:
         return None
@@ -228,22 +271,24 @@ def _oriented(value: Array | None, axis: int) -> Array | None:
     return rows if len(rows) >= 5 and rows.shape[1] >= 2 * len(rows) else None
 
 
-def _read(
+def _read_rows(
     name: str, axis: int, rows: list[Floats], sizes: list[tuple[int, int]]
 ) -> DenseDecoder | None:
-    low = np.min([one.min(axis=1) for one in rows], axis=0)
-    high = np.max([one.max(axis=1) for one in rows], axis=0)
-    share = (low >= -1e-3) & (high <= 1 + 1e-3)
-    scores = int(np.cumprod(share[4:]).sum())  # rows of probabilities from row 4 on
+    """Recognise boxes, scores and extra rows, [R, A] of each sample."""
+    low = np.min([sample_rows.min(axis=1) for sample_rows in rows], axis=0)
+    high = np.max([sample_rows.max(axis=1) for sample_rows in rows], axis=0)
+    are_shares = (low >= -1e-3) & (high <= 1 + 1e-3)
+    scores = int(np.cumprod(are_shares[4:]).sum())  # rows of probabilities from row 4 on
     if not scores:
         return None
     objectness = _has_objectness(rows, scores, axis)
     for grid in find_grids(rows[0].shape[1], sizes[0]):
-        if any(grid.count(size) != one.shape[1] for one, size in zip(rows, sizes, strict=True)):
+        anchor_counts = [grid.count(size) for size in sizes]
+        if anchor_counts != [sample_rows.shape[1] for sample_rows in rows]:
             continue
         coding = _coding(rows, sizes, grid, objectness)
         if coding is not None:
-            rest = np.concatenate([one[4 + scores :] for one in rows], axis=1)
+            extra_rows = np.concatenate([sample_rows[4 + scores :] for sample_rows in rows], axis=1)
             return DenseDecoder(
                 output=name,
                 axis=axis,
@@ -252,31 +297,35 @@ def _read(
                 scores=scores,
                 rows=len(rows[0]),
                 grid=grid,
-                point=0 if coding == "cell" else _point(rest, sizes, grid),
-                turned=coding == "centre" and len(rest) == 1 and are_angles(rest),
+                point=0 if coding == "cell" else _point_length(extra_rows, sizes, grid),
+                rotated=coding == "centre" and len(extra_rows) == 1 and are_angles(extra_rows),
             )
     return None
 
 
-def _point(rest: Floats, sizes: list[tuple[int, int]], grid: AnchorGrid) -> int:
+def _point_length(rows: Floats, sizes: list[tuple[int, int]], grid: AnchorGrid) -> int:
     """Return the rows per key point if all points lie at their anchors; else 0."""
     for length in (3, 2):
-        if not len(rest) or len(rest) % length:
+        if not len(rows) or len(rows) % length:
             continue
-        points = rest.reshape(-1, length, rest.shape[1])
-        visible = points[:, 2:]
-        shares = bool(((visible >= -1e-3) & (visible <= 1 + 1e-3)).all())
-        if shares and all(_lie_at_anchors(one[:2], sizes, grid) for one in points):
+        points = rows.reshape(-1, length, rows.shape[1])
+        visibility = points[:, 2:]
+        are_probabilities = bool(((visibility >= -1e-3) & (visibility <= 1 + 1e-3)).all())
+        if are_probabilities and all(_lie_at_anchors(point[:2], sizes, grid) for point in points):
             return length
     return 0
 
 
-def _lie_at_anchors(places: Floats, sizes: Sequence[tuple[int, int]], grid: AnchorGrid) -> bool:
+def _lie_at_anchors(positions: Floats, sizes: Sequence[tuple[int, int]], grid: AnchorGrid) -> bool:
     """Whether x and y [2, A] of all samples correlate with their anchors'."""
-    cells = [grid.cells(size) for size in sizes]
-    centres = np.concatenate([(c + 0.5) * s[:, None] for c, s in cells]).T
-    along = (correlate(one, other) for one, other in zip(places, centres, strict=True))
-    return min(along) > _AT_ANCHORS
+    sample_centres = []
+    for size in sizes:
+        cells, strides = grid.cells(size)
+        sample_centres.append((cells + 0.5) * strides[:, None])
+    centres = np.concatenate(sample_centres).T
+    x, y = positions
+    correlations = correlate(x, centres[0]), correlate(y, centres[1])
+    return min(correlations) > _MIN_ANCHOR_CORRELATION
 
 
 def _has_objectness(rows: list[Floats], scores: int, axis: int) -> bool:
@@ -286,11 +335,13 @@ def _has_objectness(rows: list[Floats], scores: int, axis: int) -> bool:
     """
     if scores < 2:
         return False
-    classes = float(np.mean([one[5 : 4 + scores].max(axis=0).mean() for one in rows]))
-    row_4 = float(np.mean([one[4].mean() for one in rows]))
-    if classes > _IDLE and row_4 < classes:
+    best_class = float(
+        np.mean([sample_rows[5 : 4 + scores].max(axis=0).mean() for sample_rows in rows])
+    )
+    objectness = float(np.mean([sample_rows[4].mean() for sample_rows in rows]))
+    if best_class > _MAX_IDLE_SCORE and objectness < best_class:
         return True
-    return axis == -1 and max(classes, row_4) > _QUIET
+    return axis == -1 and max(best_class, objectness) > _MAX_QUIET_SCORE
 
 
 def find_box_coding(
@@ -302,51 +353,63 @@ def find_box_coding(
     """
     if not _lie_at_anchors(boxes[:2], sizes, grid):
         return ""
-    if _lie_at_anchors(boxes[2:], sizes, grid) and _mostly(np.all(boxes[2:] > boxes[:2], axis=0)):
+    are_ordered = _holds_mostly(np.all(boxes[2:] > boxes[:2], axis=0))
+    if are_ordered and _lie_at_anchors(boxes[2:], sizes, grid):
         return "corners"
-    return "centre" if _mostly(np.all(boxes[2:] >= 0, axis=0)) else None
+    return "centre" if _holds_mostly(np.all(boxes[2:] >= 0, axis=0)) else None
 
 
 def _coding(
     rows: list[Floats], sizes: list[tuple[int, int]], grid: AnchorGrid, objectness: bool
 ) -> str | None:
     """Return the coding of rows 0 to 3; None if they do not lie at their anchors."""
-    boxes = np.concatenate([one[:4] for one in rows], axis=1)
+    boxes = np.concatenate([sample_rows[:4] for sample_rows in rows], axis=1)
     coding = find_box_coding(boxes, sizes, grid)
     if coding != "":
         return coding
-    if not objectness or grid.anchors != 1 or np.mean([one[4].mean() for one in rows]) > _IDLE:
+    if (
+        not objectness
+        or grid.anchors != 1
+        or np.mean([sample_rows[4].mean() for sample_rows in rows]) > _MAX_IDLE_SCORE
+    ):
         return None
     # logarithms of sizes have both signs, relative and pixel sizes one; letters may all be taller
     # than their cells, so that one dimension suffices
     if boxes[2:].min() >= 0:
         return None
-    small = np.abs(boxes[:2]).max(axis=0) < 16
-    return "cell" if _mostly(small & (boxes[2:].max(axis=0) < 8)) else None
+    is_small = np.abs(boxes[:2]).max(axis=0) < 16
+    return "cell" if _holds_mostly(is_small & (boxes[2:].max(axis=0) < 8)) else None
 
 
-def _mostly(true: Array) -> bool:
-    return bool(np.mean(true) >= _NEARLY_ALL)
+def _holds_mostly(condition: Array) -> bool:
+    return bool(np.mean(condition) >= _MIN_AGREEMENT)
 
 
-def _out_of_cells(boxes: Floats, cells: Floats, stride: Floats) -> Floats:
+def _decode_cells(boxes: Floats, cells: Floats, stride: Floats) -> Floats:
     """Convert YOLOX's raw boxes to cx cy w h in pixels."""
     sizes = np.exp(np.minimum(boxes[:, 2:], 20))
     return np.concatenate([boxes[:, :2] + cells, sizes], axis=1) * stride[:, None]
 
 
-_ANCHORS = 3  # per cell, if the shape does not show it
-_LEVELS = 2  # at least
-_NOTHING = 0.05  # mean objectness, at most
+_ANCHORS_PER_CELL = 3  # per cell, if the shape does not show it
+_MIN_LEVELS = 2  # at least
+_MAX_EMPTY_OBJECTNESS = 0.05  # mean objectness, at most
 
 
 @dataclass(frozen=True, slots=True)
 class LevelMapDecoder:
-    """Decoder of one map per level."""
+    """Decoder of one map per level.
+
+    Attributes:
+        levels: names of the outputs.
+        classes: number of classes.
+        raw: whether they hold logits, before the Sigmoid.
+        parts: slices of each output.
+    """
 
     levels: tuple[str, ...]
     classes: int
-    raw: bool  # whether they hold logits, before the Sigmoid
+    raw: bool
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     placed: ClassVar[bool] = False
 
@@ -358,50 +421,52 @@ class LevelMapDecoder:
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
         """Return the anchors of one sample with a detection."""
-        rows = [_anchors(outputs[name]) for name in self.levels]
-        fitting = [one for one in rows if one is not None and one.shape[1] == 5 + self.classes]
-        if len(fitting) != len(rows):
-            return None
-        scores = np.concatenate(fitting)[:, 4:]
-        scores = to_shares(scores, raw=self.raw)
+        level_scores = []
+        for name in self.levels:
+            rows = _to_anchors(outputs[name])
+            if rows is None or rows.shape[1] != 5 + self.classes:
+                return None
+            level_scores.append(rows[:, 4:])
+        scores = to_shares(np.concatenate(level_scores), raw=self.raw)
         return detections_by_anchor(scores[:, 1:] * scores[:, :1])
 
 
 def find_yolo_maps(samples: FirstSamples) -> LevelMapDecoder | None:
     """Recognise levels if every output is one."""
-    if len(samples.names) < _LEVELS or len(samples.names) != len(samples.every):
+    if len(samples.names) < _MIN_LEVELS or len(samples.names) != len(samples.every):
         return None
-    sizes = [*map(image_size, samples.inputs)]
-    fits = [  # cells of a stride
-        size is not None and value.shape[2:4] in _cells(size)
-        for name in samples.names
-        for value, size in zip(samples.arrays(name), sizes, strict=True)
-    ]
-    rows = [_anchors(value) for name in samples.names for value in samples.arrays(name)]
-    levels = [one for one in rows if one is not None]
-    if not all(fits) or len(levels) != len(rows) or len({one.shape[1] for one in levels}) != 1:
+    levels = []
+    for inputs, outputs in zip(samples.inputs, samples.outputs, strict=True):
+        size = image_size(inputs)
+        for name in samples.names:
+            rows = _to_anchors(outputs[name])
+            if size is None or outputs[name].shape[2:4] not in _map_sizes(size) or rows is None:
+                return None
+            levels.append(rows)
+    if len({rows.shape[1] for rows in levels}) != 1:
         return None
     for raw in (True, False):
-        if all(_detects_little(one, raw=raw) for one in levels):
+        if all(_detects_little(rows, raw=raw) for rows in levels):
             return LevelMapDecoder(tuple(samples.names), levels[0].shape[1] - 5, raw)
     return None
 
 
-def _cells(size: tuple[int, int]) -> Sequence[tuple[int, int]]:
+def _map_sizes(size: tuple[int, int]) -> Sequence[tuple[int, int]]:
+    """Return the sizes of a level's cells, by stride."""
     height, width = size
     return [(-(-height // stride), -(-width // stride)) for stride in STRIDES[1:]]
 
 
-def _anchors(value: Array) -> Floats | None:
+def _to_anchors(value: Array) -> Floats | None:
     """Return a level as [anchors, 5 + C]; None for other shapes."""
     if value.ndim not in (4, 5) or len(value) != 1 or not np.issubdtype(value.dtype, np.floating):
         return None
     if value.ndim == 5:
         rows = value.reshape(-1, value.shape[4])
-    elif value.shape[1] % _ANCHORS:
+    elif value.shape[1] % _ANCHORS_PER_CELL:
         return None
     else:
-        by_anchor = value.reshape(_ANCHORS, value.shape[1] // _ANCHORS, -1)
+        by_anchor = value.reshape(_ANCHORS_PER_CELL, value.shape[1] // _ANCHORS_PER_CELL, -1)
         rows = by_anchor.transpose(0, 2, 1).reshape(-1, by_anchor.shape[1])
     return rows.astype(np.float64) if rows.shape[1] >= 6 else None
 
@@ -411,7 +476,9 @@ def _detects_little(rows: Floats, *, raw: bool) -> bool:
     if not np.isfinite(rows).all():
         return False
     if not raw:
-        return bool(rows.min() >= 0 and rows.max() <= 1 and rows[:, 4].mean() < _NOTHING)
-    limit = float(np.log(_NOTHING))
+        return bool(
+            rows.min() >= 0 and rows.max() <= 1 and rows[:, 4].mean() < _MAX_EMPTY_OBJECTNESS
+        )
+    limit = float(np.log(_MAX_EMPTY_OBJECTNESS))
     box_median = float(np.median(rows[:, :4]))  # box logits are centred at 0
     return bool(rows[:, 4].mean() < limit < box_median and rows[:, 4].min() < -1)
