@@ -142,7 +142,7 @@ def target_part(name, text, tensors):
 
 
 def make_report(text="/model", *, engines=2, targets=1, tensors=40):
-    """A report of everything, in which these words stand wherever a name may."""
+    """A report with every part, in which the text stands wherever a name may."""
     names = [f"t{i}" if targets > 1 else "onnxruntime" for i in range(targets)]
     rows = [dataclasses.replace(FLOAT_ROW, size_bytes=12 << 20, latency=latency(2.0))]
     rows += [

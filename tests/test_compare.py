@@ -53,7 +53,7 @@ def screen_of(*arguments):
 
 @pytest.fixture
 def compare_json(sample_file):
-    """(words of compare) -> what it finds on the images."""
+    """(*arguments of compare) -> its JSON for the sample file."""
     return lambda *arguments: json.loads(
         screen_of(*arguments, "--images", sample_file, "--json", "-")
     )
@@ -70,7 +70,7 @@ IN_OPENVINO = ("--runtime", "openvino")
 def test_first_difference_is_named_by_node(tmp_path, model_a, sample_file, compare_json):
     model_b = save(tmp_path / "b.onnx", factor=2)
     screen = screen_of(model_a, model_b, "--images", sample_file, "--json", tmp_path / "found.json")
-    assert "They part at 'b', made by Mul 'Mul_b': 0.0 dB" in screen
+    assert "'b', made by Mul 'Mul_b': 0.0 dB" in screen
     assert screen.index("outputs") < screen.index("  y  (Neg Neg_y)")
     found = compare_json(model_a, model_b)
     assert [row["tensor"] for row in found["layers"]] == ["a", "b", "c"]
@@ -198,13 +198,13 @@ def test_runtime_crash_on_cut_is_noted(tmp_path, compare_json, openvino):
     found = compare_json(model, *IN_OPENVINO, "--every")
     assert found["parts_at"] == "b"
     _, note = found["notes"]
-    assert "'a' could not be compared" in note
+    assert "'a'" in note
     assert "status 11" in note
 
 
 def test_runtime_refusal_names_the_operator(tmp_path, refusal, openvino):
     message = refusal(save(tmp_path / "a.onnx", "y = Cosh (x)"), *IN_OPENVINO)
-    assert "got: Operation Cosh is not supported" in message
+    assert "Operation Cosh" in message
 
 
 def test_missing_runtime_names_its_extra(model_a, refusal, monkeypatch):

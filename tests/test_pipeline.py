@@ -144,7 +144,7 @@ def test_cache_can_be_required_or_trusted(observe_small, calibrated):
     assert not any(sidecar.exists() for sidecar in sidecars(cache))
 
 
-def test_infinite_scale_of_foreign_cache_is_infinite(tmp_path):
+def test_infinite_scale_of_cache_stays_infinite(tmp_path):
     """TensorRT writes `inf` for a tensor that overflowed; a cache made from that one must, too."""
     path = tmp_path / "foreign.cache"
     scales = {"finite": np.float32(0.5), "infinite": np.float32(np.inf)}
