@@ -18,6 +18,7 @@ of W x H pixels: the likelihood of each column and each row, in steps of 1 / r p
 are the same before and after a Softmax.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,25 +39,25 @@ from deploy.tasks.rows import (
 from deploy.tasks.slices import OutputSlice, find_scores
 from deploy.tensors import Array
 
-_FEWEST, _MOST = 4, 600  # points
-_FLAT = 8  # points of a flat output, at least
+_MIN_POINTS, _MAX_POINTS = 4, 600
+_MIN_FLAT_POINTS = 8  # points of a flat output, at least
 _NUMBERS = (2, 3, 4, 5)  # numbers per point
-_IN_ORDER = 0.6  # correlation of coordinates with those of the points before, at least
-_APART = 0.2  # the same of known numbers per point, above that of any neighbours, at least
-_ALIKE = 0.1  # loss of correlation accepted for fewer numbers per point
-_INSIDE = 0.15, 0.85  # range of the mean coordinate, relative to the picture's side
-_AROUND = 0.5  # distance that some points may lie outside the picture, relative to its side
-_SPREAD = 0.01, 0.5  # range of the standard deviation of a sample's coordinates, relative
-_SHARES = 1.5  # largest relative coordinate
-_ENDS = 0.02  # values so near 0 or 1 are probabilities
-_DECIDED = 0.75  # share of scores near 0 or 1, at least
-_SURE = 0.2  # confidence of a point that is present
-_ENOUGH = 8  # samples whose logits are two groups, at least
-_STILL = 0.25  # spread of points without an object, relative to those of objects, at most
-_UNSURE = 0.25  # share of sure flags without an object, at most; half of those with one
-_PICTURE = 4  # dimensions of a picture
-_SHOWN = 1000  # values of a sample that show how it varies
-_NEAR = 0.03  # distance of matching points, at most, relative to the extent of a sample's points
+_MIN_ORDER = 0.6  # correlation of coordinates with those of the previous points, at least
+_MIN_ORDER_LEAD = 0.2  # the same of known numbers per point, above that of any neighbours, at least
+_MAX_ORDER_LOSS = 0.1  # loss of correlation accepted for fewer numbers per point
+_MEAN_RANGE = 0.15, 0.85  # range of the mean coordinate, relative to the picture's side
+_MAX_OUTSIDE = 0.5  # distance that some points may lie outside the picture, relative to its side
+_DEVIATION_RANGE = 0.01, 0.5  # of the standard deviation of a sample's coordinates, relative
+_MAX_RELATIVE = 1.5  # largest relative coordinate
+_END_WIDTH = 0.02  # values so near 0 or 1 are probabilities
+_MIN_DECIDED = 0.75  # share of scores near 0 or 1, at least
+_MIN_CONFIDENCE = 0.2  # confidence of a point that is present
+_MIN_LOGIT_SAMPLES = 8  # samples whose logits are two groups, at least
+_MAX_IDLE_SPREAD = 0.25  # spread of points without an object, relative to those of objects, at most
+_MAX_IDLE_SURE = 0.25  # share of sure flags without an object, at most; half of those with one
+_PICTURE_RANK = 4  # dimensions of a picture
+_SPREAD_VALUES = 1000  # values of a sample that show how it varies
+_MATCH_DISTANCE = 0.03  # of matching points, at most, relative to the extent of a sample's points
 
 
 @dataclass(slots=True)
@@ -64,52 +65,72 @@ class _PointTally(TaskTally["Points"]):
     """Counts points near FP32's, relative to the extent of each sample's points."""
 
     points: int = 0
-    kept: int = 0
+    matches: int = 0
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        both, there = (reference, candidate), self.task.presence
-        if there is not None and not any(_is_on(there, one) for one in both):
+        presence = self.task.presence
+        if presence is not None and not (
+            _is_on(presence, reference) or _is_on(presence, candidate)
+        ):
             return
-        own, others = ([_is_on(flag, one) for flag in self.task.flags] for one in both)
+        reference_flags = [_is_on(flag, reference) for flag in self.task.flags]
+        candidate_flags = [_is_on(flag, candidate) for flag in self.task.flags]
         for name, numbers in self.task.outputs.items():
-            count, near = self._near(name, numbers, reference, candidate)
+            count, matches = self._match_points(name, numbers, reference, candidate)
             self.points += count
-            self.kept += near if own == others else 0
+            if reference_flags == candidate_flags:
+                self.matches += matches
 
-    def _near(self, name: str, numbers: int, own: Outputs, other: Outputs) -> tuple[int, int]:
+    def _match_points(
+        self, name: str, numbers: int, reference: Outputs, candidate: Outputs
+    ) -> tuple[int, int]:
         """Return the number of FP32's present points, and of the candidate's near them."""
-        left = _to_points(own[name]).reshape(-1, numbers).astype(np.float64)
-        present = self._scores(name, len(left), own) > _SURE
-        if other[name].shape != own[name].shape or not np.isfinite(other[name]).all():
-            return int(present.sum()), 0
-        right = _to_points(other[name]).reshape(left.shape).astype(np.float64)
-        places = left[:, :2]
-        # a few do not show how large the object is
-        spanned = places[present] if present.sum() >= _FEWEST else places
-        extent = float(np.ptp(spanned, axis=0).max())
-        distance = np.linalg.norm(places - right[:, :2], axis=1)
-        also = self._scores(name, len(left), other) > _SURE / 2
-        return int(present.sum()), int((present & also & (distance <= _NEAR * extent)).sum())
+        reference_points = _to_points(reference[name]).reshape(-1, numbers).astype(np.float64)
+        count = len(reference_points)
+        is_present = self._confidences(name, count, reference) > _MIN_CONFIDENCE
+        present_count = int(is_present.sum())
+        has_equal_shape = candidate[name].shape == reference[name].shape
+        if not has_equal_shape or not np.isfinite(candidate[name]).all():
+            return present_count, 0
 
-    def _scores(self, name: str, count: int, outputs: Outputs) -> Floats:
-        """Return the confidence of each point, 1 for all without one a point."""
-        at = next((one.at for one in self.task.parts.get(name, ())), None)
-        scores = np.ones(count) if at is None else at.best_scores(outputs).reshape(-1)
-        return scores if scores.size == count else np.ones(count)
+        points = _to_points(candidate[name]).reshape(count, numbers).astype(np.float64)
+        positions = reference_points[:, :2]
+        distance = np.linalg.norm(positions - points[:, :2], axis=1)
+        # a few points do not show how large the object is
+        extent_points = positions[is_present] if present_count >= _MIN_POINTS else positions
+        extent = float(np.ptp(extent_points, axis=0).max())
+        is_match = is_present & (distance <= _MATCH_DISTANCE * extent)
+        is_match &= self._confidences(name, count, candidate) > _MIN_CONFIDENCE / 2
+        return present_count, int(is_match.sum())
+
+    def _confidences(self, name: str, count: int, outputs: Outputs) -> Floats:
+        """Return the confidence of each point; 1 for all if there is not one for each point."""
+        scores = next((part.at for part in self.task.parts.get(name, ())), None)
+        if scores is None:
+            return np.ones(count)
+        confidences = scores.best_scores(outputs).reshape(-1)
+        return confidences if confidences.size == count else np.ones(count)
 
     def result(self) -> TaskFigure | None:
-        within = f"within {100 * _NEAR:g} % of their extent"
-        return self.figure_of_kept("key points", self.kept, self.points, within)
+        condition = f"within {100 * _MATCH_DISTANCE:g} % of their extent"
+        return self.figure_of_kept("key points", self.matches, self.points, condition)
 
 
 @dataclass(frozen=True, slots=True)
 class Points(EvaluationTask):
-    """Key points as coordinates."""
+    """Key points as coordinates.
 
-    outputs: Mapping[str, int]  # output of points -> numbers per point
-    flags: tuple[OutputSlice, ...]  # outputs of one probability, or its logit
+    Attributes:
+        outputs: output of points -> numbers per point.
+        flags: outputs of one probability, or its logit.
+        count: number of points of all outputs.
+        presence: the flag that says whether there are points.
+    """
+
+    outputs: Mapping[str, int]
+    flags: tuple[OutputSlice, ...]
     count: int
-    presence: OutputSlice | None = None  # the flag that says whether there are points
+    presence: OutputSlice | None = None
     name = "key points"
     reads = "{0.count} key points"
     tally_type = _PointTally
@@ -117,51 +138,65 @@ class Points(EvaluationTask):
 
 def find_keypoints(samples: FirstSamples) -> Points | None:
     """Recognise outputs of points in the input's picture."""
-    sizes = [size for fed in samples.inputs if (size := image_size(fed)) is not None]
+    sizes = [size for inputs in samples.inputs if (size := image_size(inputs)) is not None]
     if not sizes or len(sizes) != len(samples.outputs):
         return None
-    flat = {
-        n
-        for n in samples.names
-        if all(v.size == max(v.shape, default=1) for v in samples.arrays(n))
-    }
-    layouts = [OutputSlice(output=n) for n in samples.names]
-    layouts += [OutputSlice(output=n, width=k) for n in flat for k in _NUMBERS]
-    visible = find_scores({one: [*map(one.of, samples.arrays(one.output))] for one in layouts})
-    beside = {one.output: one for one in reversed(visible)}
-    scores = {one.output for one in visible.values()}
-    flags = _flags(samples)
-    alone = len(samples.names) == len(flags) + 1
+
+    scores_by_layout = _find_point_scores(samples)
+    layout_by_output = {layout.output: layout for layout in reversed(scores_by_layout)}
+    score_outputs = {scores.output for scores in scores_by_layout.values()}
+    flags = _find_flags(samples)
+    has_flags_only = len(samples.names) == len(flags) + 1  # beside the points
     points: dict[str, int] = {}
-    for name in (name for name in samples.names if name not in scores):
-        width = beside[name].width if name in beside else 0
-        if numbers := _numbers(samples.arrays(name), sizes, width, alone=alone):
+    for name in samples.names:
+        if name in score_outputs:
+            continue
+        width = layout_by_output[name].width if name in layout_by_output else 0
+        if numbers := _find_numbers(samples.arrays(name), sizes, width, has_flags_only):
             points[name] = numbers
     if not points:
         return None
-    flag = _presence(flags, [*points], samples)
-    parts: dict[str, tuple[OutputSlice, ...]] = {one.output: () for one in flags}
+
+    presence = _find_presence(flags, [*points], samples)
+    parts: dict[str, tuple[OutputSlice, ...]] = {flag.output: () for flag in flags}
+    count = 0
     for name, numbers in points.items():
-        at = visible[beside[name]] if name in beside else flag
-        parts |= _parts(name, samples.arrays(name), numbers, at)
-    count = sum(samples.arrays(name)[0].size // numbers for name, numbers in points.items())
-    return Points(points, flags, count, flag, parts=parts)
+        scores = presence
+        if name in layout_by_output:
+            scores = scores_by_layout[layout_by_output[name]]
+        values = samples.arrays(name)
+        parts |= _slice_points(name, values, numbers, scores)
+        count += values[0].size // numbers
+    return Points(points, flags, count, presence, parts=parts)
 
 
-def _flags(first_samples: FirstSamples) -> tuple[OutputSlice, ...]:
+def _find_point_scores(samples: FirstSamples) -> dict[OutputSlice, OutputSlice]:
+    """Return layouts of outputs -> scores of their points in another output."""
+    layouts = [OutputSlice(output=name) for name in samples.names]
+    for name in samples.names:
+        if all(value.size == max(value.shape, default=1) for value in samples.arrays(name)):
+            layouts += [OutputSlice(output=name, width=numbers) for numbers in _NUMBERS]
+    values = {}
+    for layout in layouts:
+        values[layout] = [layout.of(value) for value in samples.arrays(layout.output)]
+    return find_scores(values)
+
+
+def _find_flags(first_samples: FirstSamples) -> tuple[OutputSlice, ...]:
     """Return outputs of one probability, or of one logit in two groups, as probabilities."""
     flags = []
     for name in first_samples.names:
         samples = first_samples.arrays(name)
         if not all(map(is_floating, samples)):
             continue
-        raw = len(samples) >= _ENOUGH and are_switches(samples, raw=True)
-        if raw or all(map(_is_share, samples)):
-            flags.append(OutputSlice(output=name, activation="sigmoid" if raw else ""))
+        if len(samples) >= _MIN_LOGIT_SAMPLES and are_switches(samples, raw=True):
+            flags.append(OutputSlice(output=name, activation="sigmoid"))
+        elif all(map(_is_share, samples)):
+            flags.append(OutputSlice(output=name))
     return tuple(flags)
 
 
-def _presence(
+def _find_presence(
     flags: Sequence[OutputSlice], points: Sequence[str], samples: FirstSamples
 ) -> OutputSlice | None:
     """Return the flag that says whether there are points; None if that is not certain.
@@ -171,110 +206,142 @@ def _presence(
     """
     if len(flags) == 1:
         return flags[0]
-    pictures = [next(v for v in fed.values() if v.ndim == _PICTURE) for fed in samples.inputs]
-    places = [np.concatenate([one[n].reshape(-1) for n in points]) for one in samples.outputs]
-    shares = np.array([[one.best_scores(v).item() for one in flags] for v in samples.outputs])
-    found = []
-    for number, flag in enumerate(flags):
-        on = shares[:, number] > 0.5
-        if min(np.sum(on), np.sum(~on)) < _FEWEST:
+    pictures, positions, flag_rows = [], [], []
+    for inputs, outputs in zip(samples.inputs, samples.outputs, strict=True):
+        pictures.append(next(v for v in inputs.values() if v.ndim == _PICTURE_RANK))
+        positions.append(np.concatenate([outputs[name].reshape(-1) for name in points]))
+        flag_rows.append([flag.best_scores(outputs).item() for flag in flags])
+    probabilities = np.array(flag_rows)
+
+    presences = []
+    for index, flag in enumerate(flags):
+        is_on = probabilities[:, index] > 0.5
+        if min(np.sum(is_on), np.sum(~is_on)) < _MIN_POINTS:
             continue
-        others = np.abs(np.delete(shares, number, axis=1) - 0.5) > 0.4
-        unsure = (others[~on].mean(axis=0) <= _UNSURE).all()
-        still = _spread(places, on) < _STILL < _spread(pictures, on) / 2
-        if still or (unsure and (others[on].mean(axis=0) >= 2 * _UNSURE).all()):
-            found.append(flag)
-    return found[0] if len(found) == 1 else None
+        are_sure = np.abs(np.delete(probabilities, index, axis=1) - 0.5) > 0.4
+        are_unsure_without = (are_sure[~is_on].mean(axis=0) <= _MAX_IDLE_SURE).all()
+        are_sure_with = (are_sure[is_on].mean(axis=0) >= 2 * _MAX_IDLE_SURE).all()
+        picture_spread = _relative_spread(pictures, is_on)
+        are_still = _relative_spread(positions, is_on) < _MAX_IDLE_SPREAD < picture_spread / 2
+        if are_still or (are_unsure_without and are_sure_with):
+            presences.append(flag)
+    return presences[0] if len(presences) == 1 else None
 
 
-def _spread(samples: Sequence[Array], on: NDArray[np.bool_]) -> float:
+def _relative_spread(samples: Sequence[Array], is_on: NDArray[np.bool_]) -> float:
     """Return the spread of samples where a flag is low, relative to that where it is high."""
-    if len({one.shape for one in samples}) > 1:
+    if len({value.shape for value in samples}) > 1:
         return 1.0
-    rows = np.stack([one.reshape(-1)[:: one.size // _SHOWN + 1] for one in samples])
-    low, high = (np.std(rows[which], axis=0, dtype=np.float64).mean() for which in (~on, on))
+    rows = np.stack([value.reshape(-1)[:: value.size // _SPREAD_VALUES + 1] for value in samples])
+    low = np.std(rows[~is_on], axis=0, dtype=np.float64).mean()
+    high = np.std(rows[is_on], axis=0, dtype=np.float64).mean()
     return float(low / max(high, 1e-30))
 
 
-def _parts(
+def _slice_points(
     name: str, samples: Sequence[Array], numbers: int, at: OutputSlice | None
 ) -> dict[str, tuple[OutputSlice, ...]]:
     """Return the slices of points that scores weight: the last of their numbers, or `at`."""
-    turned = is_turned(samples[0].shape)
-    flat = not turned and samples[0].shape[-1] != numbers
-    every = OutputSlice(output=name, axis=1 if turned else -1, width=numbers if flat else 0)
-    activation = _last_are_scores(_rows(samples, numbers), flat=flat)
+    transposed = is_turned(samples[0].shape)
+    is_flat = not transposed and samples[0].shape[-1] != numbers
+    complete = OutputSlice(
+        output=name, axis=1 if transposed else -1, width=numbers if is_flat else 0
+    )
+    activation = _find_last_activation(_rows(samples, numbers), is_flat=is_flat)
     if activation is None:
-        return {} if at is None else {name: (replace(every, at=at),)}
-    scores = replace(every, start=numbers - 1, stop=numbers, activation=activation)
+        return {} if at is None else {name: (replace(complete, at=at),)}
+    scores = replace(complete, start=numbers - 1, stop=numbers, activation=activation)
     stop = min(numbers - 1, 3)
-    return {
-        name: (replace(every, stop=stop, at=scores), replace(scores, start=stop, activation=""))
-    }
+    coordinates = replace(complete, stop=stop, at=scores)
+    return {name: (coordinates, replace(scores, start=stop, activation=""))}
 
 
-def _last_are_scores(rows: Floats, *, flat: bool) -> str | None:
+def _find_last_activation(rows: Floats, *, is_flat: bool) -> str | None:
     """Return the missing activation if the last number of points is a score, else None.
 
     The last of three may be a depth, of four a box's height, of more an angle: so logits are two
     groups, or in a flat output the fifth number; four or five shares are mostly near 0 or 1.
     """
     numbers, last = rows.shape[2], rows[:, :, -1].reshape(-1)
-    unit = bool(last.min() >= 0 and 0 < last.max() <= 1)
-    shares = to_shares(last, raw=not unit)
-    decided = np.mean((shares < 0.1) | (shares > 0.9)) >= _DECIDED
-    fifth = flat and numbers == _NUMBERS[-1] and decided and last.min() < 0 < last.max()
-    fits = numbers == 3 or decided if unit else fifth or are_two_sided(last, 1)
-    return ("" if unit else "sigmoid") if numbers > 2 and fits else None
+    if numbers < 3:
+        return None
+    are_shares = bool(last.min() >= 0 and 0 < last.max() <= 1)
+    shares = to_shares(last, raw=not are_shares)
+    are_decided = np.mean((shares < 0.1) | (shares > 0.9)) >= _MIN_DECIDED
+    if are_shares:
+        return "" if numbers == 3 or are_decided else None
+    if are_two_sided(last, 1):
+        return "sigmoid"
+    are_fifth = is_flat and numbers == _NUMBERS[-1]
+    return "sigmoid" if are_fifth and are_decided and last.min() < 0 < last.max() else None
 
 
-def _numbers(
-    samples: Sequence[Array], sizes: Sequence[tuple[int, int]], width: int, *, alone: bool
+def _find_numbers(
+    samples: Sequence[Array],
+    sizes: Sequence[tuple[int, int]],
+    width: int,
+    has_flags_only: bool,
 ) -> int | None:
     """Return the numbers per point; None if the output is no points.
 
-    `width`: these numbers, if other outputs' scores show them; else 0. `alone`: whether all other
-    outputs are flags.
+    `width`: these numbers, if scores in another output show them; else 0. `has_flags_only`: whether
+    all other outputs are flags.
     """
-    turned, samples = is_turned(samples[0].shape), [*map(_to_points, samples)]
-    first = samples[0]
-    long = [side for side in first.shape if side != 1]
-    if any(one.shape != first.shape or not is_floating(one) for one in samples):
+    transposed = is_turned(samples[0].shape)
+    samples = [_to_points(value) for value in samples]
+    shape = samples[0].shape
+    if any(value.shape != shape or not is_floating(value) for value in samples):
         return None
-    if first.ndim < 2 or first.shape[0] != 1 or len({*sizes}) != 1:
+    if len(shape) < 2 or shape[0] != 1 or len({*sizes}) != 1:
         return None
-    flat, numbers = len(long) == 1, first.shape[-1]
-    if flat:
-        numbers = _of_flat(samples, width)
-    if len(long) > 2 or numbers not in _NUMBERS:
+    long_sides = [side for side in shape if side != 1]
+    is_flat = len(long_sides) == 1
+    numbers = _find_flat_numbers(samples, width) if is_flat else shape[-1]
+    if len(long_sides) > 2 or numbers not in _NUMBERS:
         return None
+
     rows = _rows(samples, numbers)
-    fits = (
-        flat or numbers < 4 or _last_are_scores(rows, flat=False) is not None
-    )  # four may be a box
-    in_order = flat or _of_flat(samples, numbers if turned else 0) == numbers
-    fits = fits and (not turned or (alone and in_order))  # else channels of cells, or of steps
-    return numbers if fits and _lie_inside(rows, sizes[0], flat=flat, in_order=in_order) else None
+    in_order = True
+    if not is_flat:
+        if numbers >= 4 and _find_last_activation(rows, is_flat=False) is None:
+            return None  # four may be a box
+        in_order = _find_flat_numbers(samples, numbers if transposed else 0) == numbers
+    if transposed and not (has_flags_only and in_order):
+        return None  # channels of cells, or of steps
+    min_points = _MIN_FLAT_POINTS if is_flat else _MIN_POINTS
+    if not min_points <= rows.shape[1] <= _MAX_POINTS:
+        return None
+    return numbers if _lie_inside(rows, sizes[0], in_order=in_order) else None
 
 
-def _of_flat(samples: Sequence[Array], width: int) -> int:
+def _find_flat_numbers(samples: Sequence[Array], width: int) -> int:
     """Return the least numbers per point at which a flat output is in order; 0 without."""
-    vectors = [one.reshape(-1).astype(np.float64) for one in samples]
-    length, counts = vectors[0].size, (width,) if width else _NUMBERS
-    fitting = [n for n in counts if length % n == 0 and length >= n * _FLAT]
+    vectors = [value.reshape(-1).astype(np.float64) for value in samples]
+    length = vectors[0].size
+    widths: tuple[int, ...] = (width,) if width else _NUMBERS
+    candidates = [n for n in widths if length % n == 0 and length >= n * _MIN_FLAT_POINTS]
     step = width or 1
-    if not fitting or all((one[step:] <= one[:-step]).all() for one in vectors):  # sorted scores
+    are_sorted_scores = all((vector[step:] <= vector[:-step]).all() for vector in vectors)
+    if not candidates or are_sorted_scores:
         return 0
-    order = {n: float(np.mean([correlate(v[n:], v[:-n]) for v in vectors])) for n in fitting}
+
+    order = {n: _autocorrelation(vectors, n) for n in candidates}
     best = max(order.values())
-    numbers = next(n for n in fitting if order[n] >= best - _ALIKE)
-    next_to = np.mean([correlate(v[1:], v[:-1]) for v in vectors])  # x and y are not alike
-    return numbers if best > (next_to + _APART if width else _IN_ORDER) else 0
+    min_order = _autocorrelation(vectors, 1) + _MIN_ORDER_LEAD if width else _MIN_ORDER
+    if not best > min_order:
+        return 0
+    return next(n for n in candidates if order[n] >= best - _MAX_ORDER_LOSS)
+
+
+def _autocorrelation(vectors: Sequence[Floats], step: int) -> float:
+    """Return the mean correlation of the numbers with those `step` later."""
+    return float(np.mean([correlate(vector[step:], vector[:-step]) for vector in vectors]))
 
 
 def _rows(samples: Sequence[Array], numbers: int) -> Floats:
     """Return the samples as [samples, K, numbers]."""
-    return np.stack([_to_points(one).reshape(-1, numbers).astype(np.float64) for one in samples])
+    rows = [_to_points(value).reshape(-1, numbers) for value in samples]
+    return np.stack(rows).astype(np.float64)
 
 
 def _to_points(value: Array) -> Array:
@@ -284,36 +351,40 @@ def _to_points(value: Array) -> Array:
 
 def is_turned(shape: Sequence[int]) -> bool:
     """Whether it is [N, p, K], with a row for each of a point's numbers."""
-    return len(shape) == 3 and shape[1] in _NUMBERS and shape[2] >= _FLAT
+    return len(shape) == 3 and shape[1] in _NUMBERS and shape[2] >= _MIN_FLAT_POINTS
 
 
-def _lie_inside(rows: Floats, size: tuple[int, int], *, flat: bool, in_order: bool) -> bool:
+def _lie_inside(rows: Floats, size: tuple[int, int], *, in_order: bool) -> bool:
     """Whether the first two numbers of each point are coordinates in the picture.
 
     They are in pixels, or relative to its side: 0 to 1 or, if `in_order`, -1 to 1.
     """
-    places = rows[:, :, :2]
-    if not (_FLAT if flat else _FEWEST) <= places.shape[1] <= _MOST:
-        return False
-    if np.abs(places).max() > _SHARES:
-        return _are_central(places / max(size))
-    if np.ptp(rows.sum(axis=2)) < _ENDS:
+    positions = rows[:, :, :2]
+    if np.abs(positions).max() > _MAX_RELATIVE:
+        return _are_central(positions / max(size))
+    if np.ptp(rows.sum(axis=2)) < _END_WIDTH:
         return False  # class probabilities
-    for one in [places, (places + 1) / 2] if in_order else [places]:
-        are_probabilities = np.mean((one < _ENDS) | (one > 1 - _ENDS)) > 0.25
-        if _are_central(one) and not are_probabilities:
-            return True
-    return False
+    return _are_relative(positions) or (in_order and _are_relative((positions + 1) / 2))
 
 
-def _are_central(places: Floats) -> bool:
+def _are_relative(positions: Floats) -> bool:
+    """Whether coordinates of 0 to 1 lie in the picture and are no probabilities."""
+    is_end = (positions < _END_WIDTH) | (positions > 1 - _END_WIDTH)
+    return bool(np.mean(is_end) <= 0.25) and _are_central(positions)
+
+
+def _are_central(positions: Floats) -> bool:
     """Whether relative coordinates lie about the middle of the picture."""
-    inside = np.mean((places > -_AROUND) & (places < 1 + _AROUND)) > 0.99
-    middles, spread = places.mean(axis=(0, 1)), places.std(axis=1).mean(axis=0)
-    low, high = _INSIDE
-    least, most = _SPREAD
-    central = (middles > low).all() and (middles < high).all()
-    return bool(inside and central and (spread > least).all() and (spread < most).all())
+    is_inside = (positions > -_MAX_OUTSIDE) & (positions < 1 + _MAX_OUTSIDE)
+    if np.mean(is_inside) <= 0.99:
+        return False
+    means, deviations = positions.mean(axis=(0, 1)), positions.std(axis=1).mean(axis=0)
+    return _are_between(means, _MEAN_RANGE) and _are_between(deviations, _DEVIATION_RANGE)
+
+
+def _are_between(values: Floats, limits: tuple[float, float]) -> bool:
+    low, high = limits
+    return bool(((values > low) & (values < high)).all())
 
 
 def _is_share(value: Array) -> bool:
@@ -324,11 +395,10 @@ def _is_on(flag: OutputSlice, outputs: Outputs) -> bool:
     return bool(np.all(flag.best_scores(outputs) > 0.5))
 
 
-_POINTS = 4  # at least
-_FINEST = 4  # steps per pixel, at most
-_NARROW = 0.1  # share of a row's steps above half of its peak, at most
-_THERE = 0.25  # peak of a point that is present, relative to the sample's highest, at least
-_NEAR_BINS = 2  # distance of matching points in pixels, at most
+_MAX_STEPS_PER_PIXEL = 4
+_MAX_PEAK_WIDTH = 0.1  # share of a row's steps above half of its peak, at most
+_MIN_PEAK = 0.25  # peak of a point that is present, relative to the sample's highest, at least
+_MATCH_PIXELS = 2  # distance of matching points in pixels, at most
 
 
 @dataclass(slots=True)
@@ -336,32 +406,38 @@ class _AxisTally(TaskTally["SimccPoints"]):
     """Counts points at the same place, within two pixels."""
 
     points: int = 0
-    kept: int = 0
+    matches: int = 0
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        left, right = ([one[name] for name in self.task.outputs] for one in (reference, candidate))
-        peaks = sum(_above_median(one).max(axis=1) for one in left)
-        present = peaks > _THERE * np.max(peaks)
-        self.points += int(present.sum())
-        for own, other in zip(left, right, strict=True):
-            if own.shape != other.shape or not np.isfinite(other).all():
+        peaks = sum(_above_median(reference[name]).max(axis=1) for name in self.task.outputs)
+        is_match = peaks > _MIN_PEAK * np.max(peaks)
+        self.points += int(is_match.sum())
+        for name in self.task.outputs:
+            scores = candidate[name]
+            if scores.shape != reference[name].shape or not np.isfinite(scores).all():
                 return
-            distance = np.abs(own[0].argmax(axis=1) - other[0].argmax(axis=1))
-            present = present & (distance <= _NEAR_BINS * self.task.fine)
-        self.kept += int(present.sum())
+            distance = np.abs(reference[name][0].argmax(axis=1) - scores[0].argmax(axis=1))
+            is_match = is_match & (distance <= _MATCH_PIXELS * self.task.steps_per_pixel)
+        self.matches += int(is_match.sum())
 
     def result(self) -> TaskFigure | None:
-        within = f"within {_NEAR_BINS} pixels"
-        return self.figure_of_kept("key points", self.kept, self.points, within)
+        condition = f"within {_MATCH_PIXELS} pixels"
+        return self.figure_of_kept("key points", self.matches, self.points, condition)
 
 
 @dataclass(frozen=True, slots=True)
 class SimccPoints(EvaluationTask):
-    """Key points as distributions over columns and rows."""
+    """Key points as distributions over columns and rows.
 
-    outputs: tuple[str, str]  # of the columns, and of the rows
+    Attributes:
+        outputs: of the columns, and of the rows.
+        count: number of points.
+        steps_per_pixel: steps of a distribution per pixel.
+    """
+
+    outputs: tuple[str, str]
     count: int
-    fine: float  # steps per pixel
+    steps_per_pixel: float
     name = "key points"
     reads = "columns and rows of {0.count} key points"
     tally_type = _AxisTally
@@ -371,36 +447,40 @@ def find_simcc(samples: FirstSamples) -> SimccPoints | None:
     """Recognise two outputs whose lengths are multiples of the picture's width and height."""
     if len(samples.names) != 2:
         return None
-    one, other = samples.names
-    for names in ((one, other), (other, one)):
-        fine = {
-            _fine(fed, out, names) for fed, out in zip(samples.inputs, samples.outputs, strict=True)
-        }
-        steps = next(iter(fine))
-        if len(fine) == 1 and steps is not None and all(_peaked(n, samples) for n in names):
-            return SimccPoints(names, samples.arrays(names[0])[0].shape[1], steps)
+    for columns, rows in itertools.permutations(samples.names):
+        step_counts = set()
+        for inputs, outputs in zip(samples.inputs, samples.outputs, strict=True):
+            step_counts.add(_steps_per_pixel(image_size(inputs), outputs[columns], outputs[rows]))
+        steps = next(iter(step_counts))
+        if len(step_counts) != 1 or steps is None:
+            continue
+        if _has_peaks(samples.arrays(columns)) and _has_peaks(samples.arrays(rows)):
+            return SimccPoints((columns, rows), samples.arrays(columns)[0].shape[1], steps)
     return None
 
 
-def _fine(fed: Outputs, outputs: Outputs, names: tuple[str, str]) -> float | None:
+def _steps_per_pixel(size: tuple[int, int] | None, columns: Array, rows: Array) -> float | None:
     """Return the steps per pixel, equal on both axes; None if shapes do not fit the picture."""
-    size = image_size(fed)
-    wide, high = (outputs[name] for name in names)
-    flat = wide.ndim == high.ndim == 3 and wide.shape[:2] == high.shape[:2]
-    if size is None or not flat or len(wide) != 1 or wide.shape[1] < _POINTS:
+    are_distributions = columns.ndim == rows.ndim == 3 and columns.shape[:2] == rows.shape[:2]
+    if size is None or not are_distributions:
         return None
-    fine = wide.shape[2] / size[1]
-    return fine if 1 <= fine <= _FINEST and high.shape[2] == fine * size[0] else None
+    if len(columns) != 1 or columns.shape[1] < _MIN_POINTS:
+        return None
+    steps = columns.shape[2] / size[1]
+    if rows.shape[2] != steps * size[0]:
+        return None
+    return steps if 1 <= steps <= _MAX_STEPS_PER_PIXEL else None
 
 
-def _peaked(name: str, first_samples: FirstSamples) -> bool:
+def _has_peaks(samples: Sequence[Array]) -> bool:
     """Whether most points have one narrow peak."""
-    samples = first_samples.arrays(name)
     if not all(map(is_floating, samples)):
         return False
-    rows = np.concatenate([_above_median(one) for one in samples])
+    rows = np.concatenate([_above_median(value) for value in samples])
     half = rows.max(axis=1, keepdims=True) / 2
-    return bool(half.min() > 0 and np.mean(np.mean(rows > half, axis=1) < _NARROW) > 0.5)
+    if not half.min() > 0:
+        return False
+    return bool(np.mean(np.mean(rows > half, axis=1) < _MAX_PEAK_WIDTH) > 0.5)
 
 
 def _above_median(value: Array) -> Floats:
