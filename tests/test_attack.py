@@ -16,60 +16,6 @@ from scripts.attacks.outcome import FAILED, REFUSED, SURVIVED, Ended, judged
 
 ROOT = Path(__file__).parents[1]
 
-# Parts of our own, each with one fault that must be found, or none; a command line each line.
-FAULTY_PARTS = """
-import contextlib, io, json, os, sys, time
-from dataclasses import replace
-from pathlib import Path
-import click
-from deploy.errors import FeedError
-from scripts.attacks.__main__ import main
-from scripts.attacks.fuzz import Reader
-
-def raises(path):
-    raise IndexError("a fault")
-
-def refuses(path):
-    raise FeedError("a rule, what was got, the way out")
-
-def speaks(path):
-    os.write(2, b"calib8: error: \\x1b[2J\\n")  # past the printer
-    sys.exit(1)
-
-def chatters(path):
-    os.write(2, b"libjpeg: premature end\\n")
-    raise FeedError("a rule, what was got, the way out")
-
-def eats(path):
-    bytearray(8 << 30)
-
-def dies(path):
-    if b"die" in path.read_bytes():
-        os.abort()
-
-READERS = {
-    "sound": lambda path: None, "refusing": refuses, "faulty": raises, "speaking": speaks,
-    "printing": lambda path: click.echo("name: \\u202e"), "chattering": chatters, "eating": eats,
-    "endless": lambda path: time.sleep(600), "dying": dies,
-}
-parts = {
-    f"fuzz-{name}": replace(Reader(
-        name=name, suffix=".txt", cases=40, seeds=lambda folder: [b"die"],
-        limit_s=0.2 if name == "endless" else 60,
-        open=lambda folder, read=read: lambda path: lambda: read(path),
-        mutate=lambda rng, data, other: rng.choice((data, b"live")),
-    ).part, limit_s=180)
-    for name, read in READERS.items()
-}
-for line in sys.stdin:
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        try:
-            code = main(line.split(), parts=parts)
-        except SystemExit as stop:
-            code = stop.code
-    print(json.dumps([code, said.getvalue()]), flush=True)
-"""
-
 
 def parse_table(output):
     rows = [line.split() for line in output.splitlines()]
@@ -80,7 +26,7 @@ def parse_table(output):
 def attack_faulty_parts():
     """A command line of the attack on these parts -> its exit code, what it prints, its table."""
     with subprocess.Popen(
-        [sys.executable, "-c", FAULTY_PARTS],
+        [sys.executable, "-m", "tests.faulty_attack_parts"],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -406,15 +406,11 @@ def test_flag_of_two_options_is_refused(toy_target, monkeypatch, run, wording):
         (KeyboardInterrupt(), 130, "calib8: interrupted"),
         (click.Abort(), 130, "calib8: interrupted"),
         (click.UsageError("no"), 2, "calib8: error: no\n"),
-        (MemoryError(), 1, "calib8: error: memory did not suffice; use fewer --threads"),
-        (
-            PermissionError(13, "Permission denied", "/x"),
-            1,
-            "refused /x: Permission denied; fix that",
-        ),
+        (MemoryError(), 1, "--threads"),
+        (PermissionError(13, "Permission denied", "/x"), 1, "/x: Permission denied;"),
         (BrokenPipeError(), 1, ""),
-        (ModuleNotFoundError("no", name="onnx.helper"), 1, "needs the package onnx, which is not"),
-        (ModuleNotFoundError("no", name="deploy.gone"), 70, "a fault of calib8 itself"),
+        (ModuleNotFoundError("no", name="onnx.helper"), 1, "package onnx,"),
+        (ModuleNotFoundError("no", name="deploy.gone"), 70, "fault of calib8"),
     ],
 )
 def test_failure_is_one_line_with_code(error, code, message, monkeypatch, capsys):

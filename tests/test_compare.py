@@ -72,18 +72,18 @@ def test_first_difference_is_named_by_node(tmp_path, model_a, sample_file, compa
     screen = screen_of(model_a, model_b, "--images", sample_file, "--json", tmp_path / "found.json")
     assert "'b', made by Mul 'Mul_b': 0.0 dB" in screen
     assert screen.index("outputs") < screen.index("  y  (Neg Neg_y)")
-    found = compare_json(model_a, model_b)
-    assert [row["tensor"] for row in found["layers"]] == ["a", "b", "c"]
-    assert json.loads((tmp_path / "found.json").read_text()) == found
-    assert found["looked"] == [4, 4]
+    comparison = compare_json(model_a, model_b)
+    assert [row["tensor"] for row in comparison["layers"]] == ["a", "b", "c"]
+    assert json.loads((tmp_path / "found.json").read_text()) == comparison
+    assert comparison["looked"] == [4, 4]
 
 
 def test_equal_models_have_no_difference(tmp_path, model_a, sample_file, compare_json):
     model_b = save(tmp_path / "b.onnx")
-    found = compare_json(model_a, model_b)
-    assert found["parts_at"] is None
-    assert found["samples"] == 6
-    assert all(row["sqnr_db"] == "inf" for row in found["layers"] + found["outputs"])
+    comparison = compare_json(model_a, model_b)
+    assert comparison["parts_at"] is None
+    assert comparison["samples"] == 6
+    assert all(row["sqnr_db"] == "inf" for row in comparison["layers"] + comparison["outputs"])
     assert "do not part" in screen_of(model_a, model_b, "--images", sample_file)
 
 
@@ -110,10 +110,10 @@ def test_quantized_tensor_compares_as_read(tmp_path, model_a, compare_json, floa
 def test_compare_takes_min_sqnr_and_limit(tmp_path, model_a, compare_json):
     model_b = save(tmp_path / "b.onnx", factor=1.01)
     assert compare_json(model_a, model_b)["parts_at"] is None
-    found = compare_json(model_a, model_b, "--min-sqnr", 50, "--limit", 2)
-    assert found["parts_at"] == "b"
-    assert found["samples"] == 2
-    assert found["min_sqnr_db"] == 50
+    comparison = compare_json(model_a, model_b, "--min-sqnr", 50, "--limit", 2)
+    assert comparison["parts_at"] == "b"
+    assert comparison["samples"] == 2
+    assert comparison["min_sqnr_db"] == 50
     assert compare_json(model_a, save(model_b, factor=np.nan))["parts_at"] == "b"
 
 
@@ -123,9 +123,9 @@ def test_empty_or_constant_tensor_never_differs(tmp_path, compare_json):
     for number in range(2):
         nodes = f"{CHAIN} nothing = Slice (a, from, to) k = Constant <value_float = {number}.0> ()"
         models.append(save(tmp_path / f"{number}.onnx", nodes, **empty_slice))
-    found = compare_json(*models)
-    assert found["parts_at"] is None
-    assert [row["tensor"] for row in found["layers"]] == ["a", "b", "c"]
+    comparison = compare_json(*models)
+    assert comparison["parts_at"] is None
+    assert [row["tensor"] for row in comparison["layers"]] == ["a", "b", "c"]
     model = onnx.load(models[0])
     model.graph.output.append(model.graph.input[0])  # an output that is an input is a row
     onnx.save(model, models[0])
@@ -166,10 +166,10 @@ def test_incomparable_models_are_refused(tmp_path, model_a, refusal):
 def test_difference_between_runtimes_is_located(
     tmp_path, model_a, sample_file, compare_json, openvino
 ):
-    found = compare_json(model_a, *IN_OPENVINO)
-    assert found["parts_at"] == "c"
-    assert found["cut"]
-    assert found["looked"][0] < found["looked"][1] == 4
+    comparison = compare_json(model_a, *IN_OPENVINO)
+    assert comparison["parts_at"] == "c"
+    assert comparison["cut"]
+    assert comparison["looked"][0] < comparison["looked"][1] == 4
     arguments = (model_a, "--images", sample_file, *IN_OPENVINO, "--every")
     assert "4 of 4" in screen_of(*arguments, "--json", tmp_path / "found.json")
     all_tensors = json.loads((tmp_path / "found.json").read_text())
@@ -187,17 +187,17 @@ def test_closed_open_dimensions_are_noted(model_a, compare_json, openvino):
 def test_agreeing_runtimes_are_not_cut(tmp_path, compare_json, openvino):
     for name in ("x", "file"):  # a name that numpy's savez takes for its own
         model = save(tmp_path / f"{name}.onnx", f"a = Relu ({name}) y = Neg (a)", x=name)
-        found = compare_json(model, *IN_OPENVINO)
-        assert found["parts_at"] is None
-        assert found["looked"] == [1, 2]
+        comparison = compare_json(model, *IN_OPENVINO)
+        assert comparison["parts_at"] is None
+        assert comparison["looked"] == [1, 2]
 
 
 @pytest.mark.slow
 def test_runtime_crash_on_cut_is_noted(tmp_path, compare_json, openvino):
     model = save(tmp_path / "a.onnx", "a = Erf (x) b = Add (a, a) y = Neg (b)")
-    found = compare_json(model, *IN_OPENVINO, "--every")
-    assert found["parts_at"] == "b"
-    _, note = found["notes"]
+    comparison = compare_json(model, *IN_OPENVINO, "--every")
+    assert comparison["parts_at"] == "b"
+    _, note = comparison["notes"]
     assert "'a'" in note
     assert "status 11" in note
 

@@ -12,8 +12,8 @@ TABLE_HEADS = ("| From", "| What is read")
 def default_test_file(row: int) -> str:
     """The file whose tests a row names where it names none: of its table."""
     heads = [line for line in ROWS[: row + 1] if line.startswith(TABLE_HEADS)]
-    match = re.search(r"tests/(\w+\.py)", heads[-1])
-    return match[1] if match else "test_sources.py"
+    named_file = re.search(r"tests/(\w+\.py)", heads[-1])
+    return named_file[1] if named_file else "test_sources.py"
 
 
 def test_every_source_names_existing_tests():
