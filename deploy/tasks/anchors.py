@@ -20,21 +20,12 @@ boxes [A, 4 + 2 K]      offsets of boxes and their key points from anchors that 
 ======================  ========================================================================
 
 If boxes cannot be decoded, a detection is matched by its anchor and class.
-
-`SingleTensorDecoder`: scores and boxes in one tensor [N, A, R].
-
-========================  ======================================================================
-[N, Q, 4 + C]             centre and size of a few queries, relative to the picture, and a
-                          probability per class: RT-DETR (Zhao et al. 2023), complete export
-[N, A, C + 4 (m + 1)]     a probability per class, and distributions as above: NanoDet
-========================  ======================================================================
 """
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,8 +125,8 @@ def to_table(value: Array) -> Floats | None:
 
 _MIN_ANCHORS = 10  # of all levels, at least
 _MIN_MAPS = 4  # outputs of two levels, at least
-_MAX_QUERIES = 1000  # of a DETR, at most
-_MIN_BINS = 4  # of a distribution, at least
+MAX_QUERIES = 1000  # of a DETR, at most
+MIN_BINS = 4  # of a distribution, at least
 _BACKGROUND_SHARE = 0.8  # share of anchors won by the background, at least
 _MAX_EMPTY_SCORE = 0.1  # best probability of an anchor without an object, at most
 _EMPTY_SHARE = 0.9  # share of anchors without an object (best logit below 0), at least
@@ -460,7 +451,7 @@ def _find_boxes(names: Sequence[str], samples: FirstSamples) -> tuple[list[str],
     grid = _find_cell_grid(samples.outputs[0][names[0]].shape[-2], size)
     distributions = []
     for name in names:
-        has_bins = columns[name] % 4 == 0 and columns[name] >= 4 * _MIN_BINS
+        has_bins = columns[name] % 4 == 0 and columns[name] >= 4 * MIN_BINS
         if has_bins and not are_shares(_stack(name, samples)):
             distributions.append(name)
     if grid is None or not distributions:
@@ -555,7 +546,7 @@ def _find_coding(levels: Sequence[LevelOutputs], samples: FirstSamples) -> str |
     if len(levels) > 1:
         return ""
     are_relative = rows.min() >= -0.05 and rows.max() <= 1.05
-    if are_relative and len(rows) <= 4 * _MAX_QUERIES:
+    if are_relative and len(rows) <= 4 * MAX_QUERIES:
         return "centre"
     return "centre" if _are_at_anchors(rows, samples) else ""
 
@@ -603,111 +594,3 @@ def decode_distances(
     centre = cells[indices] + 0.5
     corners = np.concatenate([centre - distance[:, :2], centre + distance[:, 2:]], axis=1)
     return corners * strides[indices, None]
-
-
-_MIN_QUERIES = 100  # of a DETR, at least
-_MAX_MEDIAN_SCORE = 0.1  # median over rows of the best probability, at most
-_MAX_OUTSIDE = 0.1  # distance that a query's box may leave the picture, relative to it
-_MIN_INSIDE_SHARE = 0.95  # share of queries whose box lies in the picture, at least
-
-
-@dataclass(frozen=True, slots=True)
-class SingleTensorDecoder:
-    """Decoder of scores and boxes in one tensor.
-
-    Attributes:
-        output: name of the output.
-        classes: number of classes.
-        rows: number of columns of a row.
-        grid: of anchors whose boxes are distributions; None for queries, whose boxes come first.
-        parts: slices of the output.
-    """
-
-    output: str
-    classes: int
-    rows: int
-    grid: AnchorGrid | None
-    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-    placed: ClassVar[bool] = True
-
-    @property
-    def form(self) -> str:
-        """How the output is interpreted."""
-        coding = "centre" if self.grid is None else "distribution"
-        return f"{self.output}: {self.classes} classes and boxes by {coding} in a row"
-
-    def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
-        """Return the boxes of one sample."""
-        rows, size = to_table(outputs[self.output]), image_size(inputs)
-        if rows is None or rows.shape[1] != self.rows:
-            return None
-        if self.grid is None:
-            return detections_by_score(to_corners(rows[:, :4]), rows[:, 4:])
-        if size is None or self.grid.count(size) != len(rows):
-            return None
-        indices = np.flatnonzero(rows[:, : self.classes].max(axis=1) > LOWEST)
-        boxes = decode_distances(rows[:, self.classes :], indices, self.grid, size)
-        return detections_by_score(boxes, rows[indices, : self.classes])
-
-
-def find_single_tensor(samples: FirstSamples) -> SingleTensorDecoder | None:
-    """Recognise a single output that holds scores and boxes."""
-    if len(samples.names) != 1 or samples.picture_size is None:
-        return None
-    (name,) = samples.names
-    tables = []
-    for value in samples.arrays(name):
-        table = to_table(value)
-        if table is None or not np.isfinite(table).all():
-            return None
-        tables.append(table)
-    if len({table.shape for table in tables}) != 1:
-        return None
-    return _find_queries(name, tables) or _find_cells(name, tables, samples.picture_size)
-
-
-def _find_queries(name: str, samples: list[Floats]) -> SingleTensorDecoder | None:
-    count, columns = samples[0].shape
-    if not _MIN_QUERIES <= count <= _MAX_QUERIES or columns < 5:
-        return None
-    rows = np.concatenate(samples)
-    if not (are_shares(rows) and _rarely_detect(rows[:, 4:])):
-        return None
-    if sums_to_one(rows).all():  # a sequence's classes per step
-        return None
-
-    corners = to_corners(rows[:, :4])
-    is_inside = (corners > -_MAX_OUTSIDE).all(axis=1) & (corners < 1 + _MAX_OUTSIDE).all(axis=1)
-    are_spread = rows[:, :2].std(axis=0).min() > _MAX_OUTSIDE and rows[:, 2:4].min() > 0
-    if not are_spread or np.mean(is_inside) < _MIN_INSIDE_SHARE:
-        return None
-    return SingleTensorDecoder(name, columns - 4, columns, None, _split_rows(name, 4, columns))
-
-
-def _find_cells(
-    name: str, samples: list[Floats], size: tuple[int, int]
-) -> SingleTensorDecoder | None:
-    count, columns = samples[0].shape
-    grid = next((grid for grid in find_grids(count, size) if grid.anchors == 1), None)
-    rows = np.concatenate(samples)
-    has_shares = (rows.min(axis=0) >= -1e-3) & (rows.max(axis=0) <= 1 + 1e-3)
-    classes = int(np.cumprod(has_shares).sum())  # the columns up to the first other one
-    bins, remainder = divmod(columns - classes, 4)
-    if grid is None or not classes or remainder or bins < _MIN_BINS:
-        return None
-    if has_shares[classes:].any() or rows[:, classes:].min() >= 0:
-        return None
-    if not _rarely_detect(rows[:, :classes]):
-        return None
-    parts = _split_rows(name, classes, columns)
-    return SingleTensorDecoder(name, classes, columns, grid, parts)
-
-
-def _rarely_detect(scores: Floats) -> bool:
-    return bool(np.median(scores.max(axis=1)) < _MAX_MEDIAN_SCORE)
-
-
-def _split_rows(name: str, border: int, columns: int) -> dict[str, tuple[OutputSlice, ...]]:
-    """Return the two slices of an output's rows, up to a column and from there on."""
-    before = OutputSlice(output=name, axis=-1, start=0, stop=border)
-    return {name: (before, OutputSlice(output=name, axis=-1, start=border, stop=columns))}

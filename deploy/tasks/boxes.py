@@ -20,7 +20,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from deploy.tasks import anchors, heatmaps, yolo
+from deploy.tasks import anchors, heatmaps, single_tensor, yolo
 from deploy.tasks.detections import (
     NOTHING,
     Detections,
@@ -201,7 +201,7 @@ DECODERS: tuple[Callable[[FirstSamples], Decoder | None], ...] = (
     anchors.find_anchors,
     yolo.find_yolo_maps,
     heatmaps.find_centers,
-    anchors.find_single_tensor,
+    single_tensor.find_single_tensor,
 )
 
 
