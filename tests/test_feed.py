@@ -37,7 +37,7 @@ IMAGE = TensorSpec("image", "float32", ("n", 3, 16, 20))
 RAW = find_preset("raw")
 
 
-def images_of(*shape, dtype="float32"):
+def image_spec(*shape, dtype="float32"):
     return TensorSpec("image", dtype, shape)
 
 
@@ -50,12 +50,12 @@ def write_image(path, seed=0, shape=(30, 40, 3), dtype=np.uint8):
 
 @pytest.fixture
 def photos(tmp_path):
-    folder = tmp_path / "photos"
+    png_folder = tmp_path / "photos"
     for index, name in enumerate(["b.png", "a.JPG", "sub/c.jpeg", "sub/deep/d.bmp", "e f.Png"]):
-        write_image(folder / name, index)
-    (folder / "notes.md").write_text("not an image")
-    (folder / ".hidden.png").write_bytes(b"")
-    return folder
+        write_image(png_folder / name, index)
+    (png_folder / "notes.md").write_text("not an image")
+    (png_folder / ".hidden.png").write_bytes(b"")
+    return png_folder
 
 
 def collect(feed):
@@ -63,38 +63,41 @@ def collect(feed):
         return list(stream)
 
 
-def collected(source, spec=IMAGE, **options):
+def collect_images(source, spec=IMAGE, **options):
     """The arrays of a feed of one input."""
     return [sample[spec.name] for sample in collect(open_feed(source, [spec], **options))]
 
 
-def threads():
+def feed_threads():
     return [t for t in threading.enumerate() if t.name.startswith("calib8-feed")]
 
 
-def test_a_folder_is_read_recursively_sorted_and_any_case(photos):
+def test_folder_is_read_recursively_and_sorted(photos):
     feed = open_feed(photos, [IMAGE])
     assert feed.names == ("a.JPG", "b.png", "e f.Png", "sub/c.jpeg", "sub/deep/d.bmp")
     assert len(feed) == 5
-    samples, again = ([s["image"] for s in collect(feed)] for _ in range(2))
+    samples, second_samples = ([s["image"] for s in collect(feed)] for _ in range(2))
     assert [(s.shape, s.dtype) for s in samples] == [((1, 3, 16, 20), np.float32)] * 5
-    assert [s.tobytes() for s in again] == [s.tobytes() for s in samples]
+    assert [s.tobytes() for s in second_samples] == [s.tobytes() for s in samples]
     assert feed.labels is None
     assert "preset 'unit'" in feed.notes[0]
 
 
-def test_pixels_are_those_of_the_file_whichever_thread_decodes(tmp_path):
+def test_decoded_pixels_are_same_in_threads(tmp_path):
     """Intel's IPP rounds otherwise, and is switched off for one thread at a time."""
     data = write_image(tmp_path / "a" / "x.png", 3, (16, 20, 3))
-    (sample,) = collected(tmp_path / "a", preprocess=RAW)
+    (sample,) = collect_images(tmp_path / "a", preprocess=RAW)
     assert np.array_equal(sample[0].transpose(1, 2, 0)[:, :, ::-1], data)
     write_image(tmp_path / "b" / "x.png", 5, (200, 300, 3))
-    given = (tmp_path / "b", images_of(1, 3, 64, 97))
-    runs = [collected(*given, preprocess=find_preset("efficientnet-lite")) for _ in range(3)]
+    source_and_spec = (tmp_path / "b", image_spec(1, 3, 64, 97))
+    runs = [
+        collect_images(*source_and_spec, preprocess=find_preset("efficientnet-lite"))
+        for _ in range(3)
+    ]
     assert len({r[0].tobytes() for r in runs}) == 1
 
 
-def test_a_list_file_with_labels_spaces_comments_bom_and_crlf(photos):
+def test_list_file_with_labels_and_comments(photos):
     listing = photos / "list.txt"
     lines = ["# a comment", "e f.Png 3", "", "  sub/c.jpeg\t0  ", f"{photos / 'b.png'} 12"]
     listing.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
@@ -109,7 +112,7 @@ def test_a_list_file_with_labels_spaces_comments_bom_and_crlf(photos):
     assert (feed.names, feed.labels) == (("shot 1",), None)
 
 
-def test_one_image_is_a_feed_of_one(photos):
+def test_single_image_is_a_feed(photos):
     assert len(collect(open_feed(photos / "b.png", [IMAGE]))) == 1
 
 
@@ -123,12 +126,12 @@ def test_one_image_is_a_feed_of_one(photos):
         ((1, 1, 3), np.uint8, ".png"),
     ],
 )
-def test_grey_alpha_16_bit_and_tiny_pictures_are_read_as_colour(tmp_path, shape, dtype, suffix):
+def test_unusual_images_are_read_as_colour(tmp_path, shape, dtype, suffix):
     data = write_image(tmp_path / f"x{suffix}", 1, shape, dtype)
     if shape == (30, 40, 3):  # the upper byte of 16 bits
-        (sample,) = collected(tmp_path, images_of(1, 3, 30, 40), preprocess=RAW)
+        (sample,) = collect_images(tmp_path, image_spec(1, 3, 30, 40), preprocess=RAW)
         assert np.abs(sample[0].transpose(1, 2, 0)[:, :, ::-1] - data / 256).max() <= 1
-    (sample,) = collected(tmp_path)
+    (sample,) = collect_images(tmp_path)
     assert sample.shape == (1, 3, 16, 20)
 
 
@@ -140,31 +143,31 @@ def test_exif_orientation_is_applied(tmp_path):
     exif = b"Exif\0\0MM\0*\0\0\0\x08\0\x01" + rotated
     segment = b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif
     (tmp_path / "x.jpg").write_bytes(encoded[:2] + segment + encoded[2:])
-    (sample,) = collected(tmp_path, images_of(1, 3, 32, 16))
+    (sample,) = collect_images(tmp_path, image_spec(1, 3, 32, 16))
     assert sample[0, 0, :14].max() < 0.1
     assert sample[0, 0, 18:].min() > 0.9
 
 
-def test_uint8_and_float16_inputs(photos, wording):
-    (raw, *_) = collected(photos, images_of(1, 3, 16, 20), preprocess=RAW)
+def test_image_is_converted_to_input_dtype(photos, wording):
+    (raw, *_) = collect_images(photos, image_spec(1, 3, 16, 20), preprocess=RAW)
     for dtype in ("uint8", "int32"):  # pixels as they are, whatever else is asked
-        spec = images_of(1, 3, 16, 20, dtype=dtype)
-        for asked in (None, RAW, {"interpolation": "linear"}):
-            feed = open_feed(photos, [spec], preprocess=asked)
-            (found, *_) = collect(feed)
-            assert found["image"].dtype == dtype and (found["image"] == raw).all()
-            told = f"pixels as they are, for {dtype} (preset 'raw')"
-            assert any(told in note for note in feed.notes) == (asked is None)
+        spec = image_spec(1, 3, 16, 20, dtype=dtype)
+        for preprocess in (None, RAW, {"interpolation": "linear"}):
+            feed = open_feed(photos, [spec], preprocess=preprocess)
+            (sample, *_) = collect(feed)
+            assert sample["image"].dtype == dtype and (sample["image"] == raw).all()
+            expected_note = f"pixels as they are, for {dtype} (preset 'raw')"
+            assert any(expected_note in note for note in feed.notes) == (preprocess is None)
         with pytest.raises(FeedError) as refusal:
             open_feed(photos, [spec], preprocess=find_preset("imagenet"))
         wording.check(refusal.value)
-    half = images_of(1, 3, 16, 20, dtype="float16")
-    assert collected(photos, half)[0].dtype == np.float16
+    half = image_spec(1, 3, 16, 20, dtype="float16")
+    assert collect_images(photos, half)[0].dtype == np.float16
     with pytest.raises(FeedError, match="int64"):
-        open_feed(photos, [images_of(1, 3, 16, 20, dtype="int64")])
+        open_feed(photos, [image_spec(1, 3, 16, 20, dtype="int64")])
 
 
-def test_broken_images_are_told_by_name_or_skipped_and_stderr_stays_quiet(photos, capfd):
+def test_broken_images_are_named_or_skipped(photos, capfd):
     good, jpeg = ((photos / name).read_bytes() for name in ("b.png", "a.JPG"))
     half = len(good) // 2
     flipped = good[:half] + bytes([good[half] ^ 0xFF]) + good[half + 1 :]
@@ -182,18 +185,18 @@ def test_broken_images_are_told_by_name_or_skipped_and_stderr_stays_quiet(photos
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_was_skipped_is_told_in_the_order_of_the_images(photos):
+def test_skipped_images_are_listed_in_order(photos):
     feed = open_feed(photos, [IMAGE], skip_bad=True)
     names = sampling.digest_names(feed.names)
     for number in (2, 1):  # as two machines found it, the second one first
         share = sampling.create_share((number, 2), 5, names)
-        digests = [f"{place:064x}" for place in share.positions]
-        bad = share.positions[0]
-        feed.merge_remote_pass(share, digests, {bad: f"bad {bad}"})
+        digests = [f"{position:064x}" for position in share.positions]
+        bad_position = share.positions[0]
+        feed.merge_remote_pass(share, digests, {bad_position: f"bad {bad_position}"})
     assert feed.notes[-1] == "2 skipped: bad 0; bad 1"
 
 
-def test_labels_follow_the_images_that_were_not_skipped(photos):
+def test_labels_follow_images_not_skipped(photos):
     (photos / "bad.png").write_bytes(b"x")
     (photos / "l.txt").write_text("a.JPG 1\nbad.png 2\ngone.png 4\nb.png 3\n")
     feed = open_feed(photos / "l.txt", [IMAGE], skip_bad=True)
@@ -218,22 +221,22 @@ def test_labels_follow_the_images_that_were_not_skipped(photos):
         ("\xff\xfea\0", "got a file that is none of these"),
     ],
 )
-def test_wrong_list_files_are_told(photos, content, message):
+def test_wrong_list_file_is_refused(photos, content, message):
     (photos / "l.txt").write_bytes(content.encode("latin-1"))
     with pytest.raises(FeedError, match=message):
         open_feed(photos / "l.txt", [IMAGE])
 
 
-def test_wrong_sources_are_told(tmp_path, photos, wording):
+def test_wrong_source_is_refused(tmp_path, photos, wording):
     empty = tmp_path / "empty"
     empty.mkdir()
-    two = [IMAGE, TensorSpec("state", "float32", (1, 4))]
-    many = [IMAGE, *(TensorSpec(f"w{n}", "float32", (n, 4)) for n in range(29))]
+    two_specs = [IMAGE, TensorSpec("state", "float32", (1, 4))]
+    many_specs = [IMAGE, *(TensorSpec(f"w{n}", "float32", (n, 4)) for n in range(29))]
     for source, specs, message in (
         (tmp_path / "nowhere", [IMAGE], "does not exist"),
         (empty, [IMAGE], r"must hold images .*got none"),
-        (photos, two, r"images feed one input, the model has 2.*\.npz"),
-        (photos, many, r"the model has 30: .*'w3' .* and 25 more; give"),
+        (photos, two_specs, r"images feed one input, the model has 2.*\.npz"),
+        (photos, many_specs, r"the model has 30: .*'w3' .* and 25 more; give"),
         (photos, [], "must have an input"),
     ):
         with pytest.raises(FeedError, match=message):
@@ -246,7 +249,7 @@ def test_wrong_sources_are_told(tmp_path, photos, wording):
         collect(open_feed(empty, [IMAGE], skip_bad=True))
 
 
-def test_pipes_and_devices_are_told_and_never_waited_for(tmp_path, wording):
+def test_pipes_and_devices_are_refused(tmp_path, wording):
     write_image(tmp_path / "a.png")
     os.mkfifo(tmp_path / "pipe.png")
     with pytest.raises(FeedError) as refusal:
@@ -254,7 +257,7 @@ def test_pipes_and_devices_are_told_and_never_waited_for(tmp_path, wording):
     wording.check(refusal.value)
     with pytest.raises(FeedError, match="no regular file"):
         open_feed(tmp_path, [IMAGE]).manifest()
-    assert len(collected(tmp_path, skip_bad=True)) == 1
+    assert len(collect_images(tmp_path, skip_bad=True)) == 1
     os.mkfifo(tmp_path / "list.txt")
     for source in (tmp_path / "list.txt", "/dev/zero"):
         with pytest.raises(FeedError) as refusal:
@@ -262,60 +265,60 @@ def test_pipes_and_devices_are_told_and_never_waited_for(tmp_path, wording):
         wording.check(refusal.value)
 
 
-def test_a_file_name_that_is_no_utf8_is_shown_and_fed(tmp_path):
+def test_file_name_without_utf8_is_fed(tmp_path):
     write_image(tmp_path / "x.png")
-    odd = (tmp_path / "x.png").rename(tmp_path / os.fsdecode(b"\xff\n.png"))
+    odd_path = (tmp_path / "x.png").rename(tmp_path / os.fsdecode(b"\xff\n.png"))
     feed = open_feed(tmp_path, [IMAGE])
     assert len(collect(feed)) == 1
     feed.manifest()
-    odd.write_bytes(b"x")
+    odd_path.write_bytes(b"x")
     with pytest.raises(FeedError, match=r"\\xff\\n\.png"):
         collect(open_feed(tmp_path, [IMAGE]))
 
 
-def test_a_limit_is_spread_over_the_folder(photos):
+def test_limit_is_spread_over_folder(photos):
     feed = open_feed(photos, [IMAGE], limit=2)
     assert feed.names == ("a.JPG", "e f.Png")
     assert "2 of 5" in feed.notes[-1]
     assert len(collect(feed)) == 2
 
 
-def test_a_fixed_batch_is_filled_with_the_first_samples(photos):
-    feed = open_feed(photos, [images_of(4, 3, 16, 20)])
-    batches, single = [s["image"] for s in collect(feed)], collected(photos)
+def test_fixed_batch_is_filled_with_first_samples(photos):
+    feed = open_feed(photos, [image_spec(4, 3, 16, 20)])
+    batches, single = [s["image"] for s in collect(feed)], collect_images(photos)
     assert len(feed) == len(batches) == 2
     assert np.array_equal(batches[0], np.concatenate(single[:4]))
     assert np.array_equal(batches[1], np.concatenate([single[4], *single[:3]]))
     assert "first 3 samples" in feed.notes[-1]
-    (batch,) = collected(photos, images_of(12, 3, 16, 20))
+    (batch,) = collect_images(photos, image_spec(12, 3, 16, 20))
     assert np.array_equal(batch[10:], np.concatenate(single[:2]))
-    pairs = collected(BATCH, images_of(2, 3, 16, 20))
+    pairs = collect_images(BATCH, image_spec(2, 3, 16, 20))
     assert [pair.shape[0] for pair in pairs] == [2, 2, 2]
     assert np.array_equal(np.concatenate(pairs), np.concatenate([BATCH, BATCH[:1]]))
     complete = BATCH[:4].reshape(2, 2, 3, 16, 20)
-    assert np.array_equal(collected(complete, images_of(2, 3, 16, 20)), complete)
+    assert np.array_equal(collect_images(complete, image_spec(2, 3, 16, 20)), complete)
     rows = BATCH[0, 0]
-    assert np.array_equal(collected(rows, TensorSpec("image", "float32", (20,))), rows)
+    assert np.array_equal(collect_images(rows, TensorSpec("image", "float32", (20,))), rows)
 
 
 @pytest.mark.parametrize("suffix", ["npy", "bin"])
-def test_files_of_a_model_without_a_batch_dimension_are_one_sample_each(suffix, tmp_path):
-    for number, one in enumerate(BATCH):
+def test_input_without_batch_reads_sample_files(suffix, tmp_path):
+    for number, array in enumerate(BATCH):
         path = tmp_path / f"{number}.{suffix}"
-        np.save(path, one) if suffix == "npy" else one.tofile(path)
+        np.save(path, array) if suffix == "npy" else array.tofile(path)
     feed = open_feed(tmp_path, [TensorSpec("image", "float32", (3, 16, 20))], limit=2)
-    kept = [BATCH[int(name.partition(".")[0])] for name in feed.names]
-    assert np.array_equal([sample["image"] for sample in collect(feed)], kept)
+    expected_arrays = [BATCH[int(name.partition(".")[0])] for name in feed.names]
+    assert np.array_equal([sample["image"] for sample in collect(feed)], expected_arrays)
 
 
-def test_the_manifest_follows_the_bytes_the_order_and_the_options(photos):
+def test_manifest_follows_bytes_order_and_options(photos):
     def manifest(source=photos, spec=IMAGE, **options):
         return open_feed(source, [spec], **options).manifest()
 
-    def moved(found):
+    def is_reordered(changed_manifest):
         """Whether it is of the same images in another order."""
-        orders = [one["ordered_sha256"] for one in (found, base)]
-        return found["sha256"] == base["sha256"] and orders[0] != orders[1]
+        orders = [images["ordered_sha256"] for images in (changed_manifest, base)]
+        return changed_manifest["sha256"] == base["sha256"] and orders[0] != orders[1]
 
     base = manifest()
     assert base == manifest()
@@ -331,42 +334,47 @@ def test_the_manifest_follows_the_bytes_the_order_and_the_options(photos):
     (photos / "b.png").rename(photos / "b2.png")
     assert manifest() == base
     (photos / "b2.png").rename(photos / "z.png")
-    assert moved(manifest())
+    assert is_reordered(manifest())
     (photos / "z.png").rename(photos / "b.png")
     names = open_feed(photos, [IMAGE]).names
     listing = photos.parent / "list.txt"
     listing.write_text("".join(f"{photos.name}/{name}\n" for name in names[::-1]))
-    assert moved(manifest(listing))
-    there, back = (manifest(one, images_of(2, 3, 16, 20))["sha256"] for one in (photos, listing))
-    assert there != back  # the order tells which stand together
+    assert is_reordered(manifest(listing))
+    listed_order, reversed_order = (
+        manifest(images, image_spec(2, 3, 16, 20))["sha256"] for images in (photos, listing)
+    )
+    assert listed_order != reversed_order  # the order tells which stand together
 
 
 BATCH = np.random.default_rng(0).standard_normal((5, 3, 16, 20)).astype(np.float32)
 
 
-def values(feed):
+def collect_values(feed):
     return np.concatenate([s["image"] for s in collect(feed)])
 
 
 @pytest.mark.parametrize("form", ["npy", "npz", "compressed", "fortran", "stacked", "labelled"])
-def test_array_files(tmp_path, form):
+def test_array_file_forms_give_same_samples(tmp_path, form):
     path = tmp_path / ("x.npy" if form in ("npy", "fortran", "stacked") else "x.npz")
     if path.suffix == ".npy":
-        made = {"fortran": np.asfortranarray(BATCH), "stacked": BATCH[:, None]}
-        np.save(path, made.get(form, BATCH))
+        array_by_form = {"fortran": np.asfortranarray(BATCH), "stacked": BATCH[:, None]}
+        np.save(path, array_by_form.get(form, BATCH))
     elif form == "compressed":
         np.savez_compressed(path, image=BATCH)
     else:
-        held = {"npz": {"anything": BATCH}, "labelled": {"image": BATCH, "labels": np.arange(5)}}
-        np.savez(path, **held[form])
+        arrays_by_form = {
+            "npz": {"anything": BATCH},
+            "labelled": {"image": BATCH, "labels": np.arange(5)},
+        }
+        np.savez(path, **arrays_by_form[form])
     feed = open_feed(path, [IMAGE])
-    assert np.array_equal(values(feed), BATCH)
+    assert np.array_equal(collect_values(feed), BATCH)
     assert feed.labels == ((0, 1, 2, 3, 4) if form == "labelled" else None)
     assert any("compressed" in n for n in feed.notes) == (form == "compressed")
     assert feed.manifest()["sha256"] == open_feed([BATCH], [IMAGE]).manifest()["sha256"]
 
 
-def test_several_inputs_by_name_with_a_state_and_a_scalar(tmp_path):
+def test_named_inputs_with_state_and_scalar(tmp_path):
     forms = {"x": ("float32", (None, 8)), "state": ("float32", (2, "n", 4)), "rate": ("int64", ())}
     specs = [TensorSpec(name, *form) for name, form in forms.items()]
     x = np.arange(24, dtype=np.float32).reshape(3, 8)
@@ -376,27 +384,29 @@ def test_several_inputs_by_name_with_a_state_and_a_scalar(tmp_path):
     assert [s["x"].shape for s in samples] == [(1, 8)] * 3
     assert all(s["state"].shape == (2, 1, 4) and s["rate"].shape == () for s in samples)
     items = [{"x": x[i], "state": state, "rate": 16000} for i in range(3)]
-    again = collect(open_feed(items, specs))
-    assert all(np.array_equal(a[k], b[k]) for a, b in zip(samples, again, strict=True) for k in a)
+    item_samples = collect(open_feed(items, specs))
+    assert all(
+        np.array_equal(a[k], b[k]) for a, b in zip(samples, item_samples, strict=True) for k in a
+    )
     np.savez(tmp_path / "y.npz", x=x, state=np.stack([state] * 3), rate=np.full(3, 16000))
     assert len(collect(open_feed(tmp_path / "y.npz", specs))) == 3
 
 
 @pytest.mark.parametrize("chunks", [[5], [1, 4], [2, 2, 1]])
-def test_iterables_give_the_same_samples_however_they_are_cut(chunks):
+def test_iterables_give_same_samples_in_chunks(chunks):
     parts = np.split(BATCH, np.cumsum(chunks)[:-1])
     listed = open_feed(parts, [IMAGE])
     named = open_feed([{"image": p} for p in parts], [IMAGE])
     spooled = open_feed((p for p in parts), [IMAGE])
     for feed in (listed, named, spooled):
-        assert np.array_equal(values(feed), BATCH)
-        assert np.array_equal(values(feed), BATCH)
+        assert np.array_equal(collect_values(feed), BATCH)
+        assert np.array_equal(collect_values(feed), BATCH)
         assert feed.manifest()["sha256"] == listed.manifest()["sha256"]
         assert len(feed) == 5
     assert listed.notes == ()
     assert "temporary file" in spooled.notes[0]
-    assert np.array_equal(values(open_feed(list(BATCH), [IMAGE])), BATCH)
-    assert np.array_equal(values(open_feed(BATCH, [IMAGE])), BATCH)
+    assert np.array_equal(collect_values(open_feed(list(BATCH), [IMAGE])), BATCH)
+    assert np.array_equal(collect_values(open_feed(BATCH, [IMAGE])), BATCH)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +421,7 @@ def test_iterables_give_the_same_samples_however_they_are_cut(chunks):
         ([], "got none"),
     ],
 )
-def test_wrong_arrays_are_told(value, message):
+def test_wrong_array_is_refused(value, message):
     with pytest.raises(FeedError, match=message):
         open_feed(value, [IMAGE])
 
@@ -426,46 +436,50 @@ class Indexed:
         return BATCH[index], index
 
 
-@pytest.mark.parametrize("way", ["file", "folder", "raw", "list", "dataset"])
+@pytest.mark.parametrize("source_kind", ["file", "folder", "raw", "list", "dataset"])
 @pytest.mark.parametrize("form", ["double", "half", "turned", "as it is"])
-def test_arrays_are_converted_where_that_is_unambiguous(way, form, tmp_path):
+def test_unambiguous_arrays_are_converted(source_kind, form, tmp_path):
     dtype = {"double": np.float64, "half": np.float16}.get(form, np.float32)
-    held = BATCH.transpose(0, 2, 3, 1) if form == "turned" else BATCH.astype(dtype)
-    want = BATCH.astype(dtype).astype(np.float32)
-    source = {"list": list(held), "dataset": Indexed()}.get(way, tmp_path / "held" / "x.npy")
-    if way == "dataset":
-        want = BATCH
-    elif way in ("file", "folder"):
+    stored = BATCH.transpose(0, 2, 3, 1) if form == "turned" else BATCH.astype(dtype)
+    expected = BATCH.astype(dtype).astype(np.float32)
+    source = {"list": list(stored), "dataset": Indexed()}.get(
+        source_kind, tmp_path / "held" / "x.npy"
+    )
+    if source_kind == "dataset":
+        expected = BATCH
+    elif source_kind in ("file", "folder"):
         source.parent.mkdir()
-        np.save(source, held)
-        source = source.parent if way == "folder" else source
-    elif way == "raw":
-        (tmp_path / "x.raw").write_bytes(held.tobytes())
-        source = RawFiles(tmp_path / "x.raw", shape=held.shape[1:], dtype=held.dtype.name)
+        np.save(source, stored)
+        source = source.parent if source_kind == "folder" else source
+    elif source_kind == "raw":
+        (tmp_path / "x.raw").write_bytes(stored.tobytes())
+        source = RawFiles(tmp_path / "x.raw", shape=stored.shape[1:], dtype=stored.dtype.name)
     feed = open_feed(source, [IMAGE])
-    assert np.array_equal(values(feed), want)
+    assert np.array_equal(collect_values(feed), expected)
     notes = sum("are converted" in note or "are turned" in note for note in feed.notes)
-    assert notes == (form != "as it is" and way != "dataset")
-    if way != "raw":
-        assert feed.manifest()["sha256"] == open_feed(want, [IMAGE]).manifest()["sha256"]
+    assert notes == (form != "as it is" and source_kind != "dataset")
+    if source_kind != "raw":
+        assert feed.manifest()["sha256"] == open_feed(expected, [IMAGE]).manifest()["sha256"]
 
 
 @pytest.mark.parametrize("suffix", ["png", "tiff", "pgm"])
 @pytest.mark.parametrize("scale", [1.0, 1 / 65535, 1 / 255])
-def test_grey_images_of_16_bits_keep_them_unless_they_are_divided_by_255(scale, suffix, tmp_path):
+def test_16_bit_grey_images_keep_depth(scale, suffix, tmp_path):
     pixels = np.random.default_rng(3).integers(7000, 8200, (16, 20), np.uint16)
     cv2.imwrite(str(tmp_path / f"x.{suffix}"), pixels)
     grey = Preprocess(scale=scale, color="grey")
-    feed = open_feed(tmp_path, [images_of("n", 1, 16, 20)], preprocess=grey)
+    feed = open_feed(tmp_path, [image_spec("n", 1, 16, 20)], preprocess=grey)
     (batch,) = collect(feed)
-    held = pixels if scale != 1 / 255 else pixels >> 8
-    assert np.array_equal(batch["image"][0, 0], held.astype(np.float32) * np.float32(scale))
-    said = "go from 0 to 65535" if scale != 1 / 255 else "cut to the upper 8"
-    assert any(said in note for note in feed.notes)
+    expected_pixels = pixels if scale != 1 / 255 else pixels >> 8
+    assert np.array_equal(
+        batch["image"][0, 0], expected_pixels.astype(np.float32) * np.float32(scale)
+    )
+    expected_note = "go from 0 to 65535" if scale != 1 / 255 else "cut to the upper 8"
+    assert any(expected_note in note for note in feed.notes)
 
 
 @pytest.mark.parametrize("suffix", ["png", "tiff", "ppm"])
-def test_color_images_of_16_bits_are_cut_and_that_is_said(suffix, tmp_path):
+def test_16_bit_colour_images_are_cut(suffix, tmp_path):
     pixels = np.random.default_rng(3).integers(0, 65535, (16, 20, 3), np.uint16)
     cv2.imwrite(str(tmp_path / f"x.{suffix}"), pixels)
     feed = open_feed(tmp_path, [IMAGE], preprocess=Preprocess(scale=1.0, color="bgr"))
@@ -474,7 +488,7 @@ def test_color_images_of_16_bits_are_cut_and_that_is_said(suffix, tmp_path):
     assert "1 images have 16 bits a channel and are cut" in feed.notes[-1]
 
 
-def test_a_list_may_name_a_file_per_input(tmp_path, wording):
+def test_list_may_name_file_per_input(tmp_path, wording):
     specs = [TensorSpec(name, "float32", (None, 3)) for name in ("a", "b")]
     rows = np.arange(18, dtype=np.float32).reshape(3, 2, 1, 3)
     for number, (a, b) in enumerate(rows):
@@ -488,7 +502,7 @@ def test_a_list_may_name_a_file_per_input(tmp_path, wording):
     wording.check(refusal.value)
 
 
-def test_a_loader_with_one_function_needs_no_name(tmp_path, wording):
+def test_loader_with_single_function_needs_no_name(tmp_path, wording):
     file = tmp_path / "loader.py"
     code = "import numpy as np\ndef load(rows=5):\n    yield np.ones((rows, 3, 16, 20), 'f4')\n"
     file.write_text(code)
@@ -503,7 +517,7 @@ def test_a_loader_with_one_function_needs_no_name(tmp_path, wording):
     wording.check(refusal.value)
 
 
-def test_integers_are_converted_unless_one_does_not_fit(wording):
+def test_integers_are_converted_when_they_fit(wording):
     spec = TensorSpec("ids", "int32", (None, 3))
     rows = np.array([[1, 2, 3], [4, 5, 1 << 40]])
     (sample,) = collect(open_feed(rows[:1], [spec]))
@@ -513,9 +527,9 @@ def test_integers_are_converted_unless_one_does_not_fit(wording):
     wording.check(refusal.value)
 
 
-@pytest.mark.parametrize("most", [1, 3, 5])
+@pytest.mark.parametrize("limit", [1, 3, 5])
 @pytest.mark.parametrize("stride", [None, 2])
-def test_what_may_never_end_is_read_to_its_limit(most, stride, monkeypatch, wording):
+def test_endless_iterable_needs_a_limit(limit, stride, monkeypatch, wording):
     def endless():
         while True:
             yield BATCH[:2]
@@ -524,20 +538,20 @@ def test_what_may_never_end_is_read_to_its_limit(most, stride, monkeypatch, word
     with pytest.raises(FeedError) as refusal:
         open_feed(endless, [IMAGE])
     wording.check(refusal.value)
-    feed = open_feed(endless(), [IMAGE], limit=Choice(limit=most, every=stride))
-    rows = np.tile(BATCH[:2], (5, 1, 1, 1))[:: stride or 1][:most]
-    assert np.array_equal(values(feed), rows)
+    feed = open_feed(endless(), [IMAGE], limit=Choice(limit=limit, every=stride))
+    rows = np.tile(BATCH[:2], (5, 1, 1, 1))[:: stride or 1][:limit]
+    assert np.array_equal(collect_values(feed), rows)
     assert len(open_feed([BATCH] * 7, [IMAGE])) == 35  # a list ends
 
 
-def test_nan_is_told_by_sample_and_input_or_skipped(wording):
+def test_nan_sample_is_named_or_skipped(wording):
     bad = BATCH.copy()
     bad[3, 0, 0, :2] = np.nan, np.inf
     with pytest.raises(FeedError) as refusal:
         collect(open_feed(bad, [IMAGE]))
     wording.check(refusal.value)
     feed = open_feed(bad, [IMAGE], skip_bad=True)
-    assert np.array_equal(values(feed), np.delete(BATCH, 3, 0))
+    assert np.array_equal(collect_values(feed), np.delete(BATCH, 3, 0))
     assert len(feed) == 4
 
 
@@ -551,36 +565,36 @@ def test_preprocessing_of_arrays_is_refused(tmp_path, wording):
     wording.check(refusal.value)
 
 
-def test_arrays_that_hold_objects_or_do_not_agree_are_told(tmp_path):
+def test_inconsistent_array_files_are_refused(tmp_path):
     np.save(tmp_path / "o.npy", np.array([{}], object), allow_pickle=True)
     np.savez(tmp_path / "o.npz", image=np.array([{}], object))
     np.savez(tmp_path / "l.npz", image=BATCH, labels=np.arange(4))
     np.savez(tmp_path / "n.npz", image=BATCH, z=np.zeros((4, 2), np.float32))
     np.savez(tmp_path / "m.npz", image=BATCH)
-    both = [IMAGE, TensorSpec("z", "float32", (1, 2))]
+    two_specs = [IMAGE, TensorSpec("z", "float32", (1, 2))]
     for name, specs, message in (
         ("o.npy", [IMAGE], "cannot be read as plain numpy arrays"),
         ("o.npz", [IMAGE], "cannot be read as plain numpy arrays"),
         ("l.npz", [IMAGE], "one label per sample, got 4 for 5"),
-        ("n.npz", both, "equally many samples, got image: 5, z: 4"),
-        ("m.npz", both, r"exactly the inputs \['image', 'z'\], got \['image'\]"),
+        ("n.npz", two_specs, "equally many samples, got image: 5, z: 4"),
+        ("m.npz", two_specs, r"exactly the inputs \['image', 'z'\], got \['image'\]"),
     ):
         with pytest.raises(FeedError, match=message):
             open_feed(tmp_path / name, specs)
 
 
-def test_several_workers_share_one_stream_and_miss_nothing():
+def test_workers_share_stream_without_loss():
     feed = open_feed([np.full((1, 3, 16, 20), i, np.float32) for i in range(200)], [IMAGE])
 
     def work(stream):
         return [int(sample["image"][0, 0, 0, 0]) for sample in stream]
 
     with feed.samples() as stream, ThreadPoolExecutor(4) as pool:
-        seen = [number for part in pool.map(work, [stream] * 4) for number in part]
-    assert sorted(seen) == list(range(200))
+        numbers = [number for part in pool.map(work, [stream] * 4) for number in part]
+    assert sorted(numbers) == list(range(200))
 
 
-def test_an_exception_crosses_over_after_the_good_samples(wording):
+def test_stream_error_follows_good_samples(wording):
     def produce():
         yield from (1, 2)
         raise FeedError("image x is bad")
@@ -594,51 +608,53 @@ def test_an_exception_crosses_over_after_the_good_samples(wording):
     stream.close()
 
 
-def test_leaving_early_ends_the_thread_and_the_queue_is_bounded():
-    made = []
-    with SampleStream(made.append(i) or i for i in range(10_000)) as stream:
+def test_closed_stream_ends_thread():
+    produced = []
+    with SampleStream(produced.append(i) or i for i in range(10_000)) as stream:
         assert next(stream) == 0
         time.sleep(0.2)
-        assert len(made) <= 6
-    assert not threads()
+        assert len(produced) <= 6
+    assert not feed_threads()
     stream.close()
     assert list(stream) == []
 
 
-def test_a_dropped_stream_ends_its_thread_and_does_not_wait_for_it():
+def test_dropped_stream_ends_thread_without_waiting():
     """The garbage collector may drop it while a thread is started, which ends no other thread."""
-    passed, begun, gate = [], threading.Event(), threading.Event()
+    gate_results, has_begun, gate = [], threading.Event(), threading.Event()
 
     def produce():
         yield 0
-        begun.set()
-        passed.append(gate.wait(300))
+        has_begun.set()
+        gate_results.append(gate.wait(300))
         yield from range(10_000)
 
     stream = SampleStream(produce())
     next(stream)
-    begun.wait(300)
+    has_begun.wait(300)
     del stream
     gc.collect()
-    assert not passed
+    assert not gate_results
     gate.set()
-    for thread in threads():
+    for thread in feed_threads():
         thread.join(300)
-    assert not threads()
+    assert not feed_threads()
 
 
-def test_a_second_pass_over_remembered_samples_decodes_nothing(pictures, small_cnn):
+def test_cached_samples_are_not_decoded_again(pictures, small_cnn):
     specs = load(small_cnn).inputs
-    fresh, kept = (open_feed(pictures, specs, preprocess=Preprocess(size=(16, 16))) for _ in "ab")
-    kept.cache_samples(20)
-    wanted = [sample["x"] for sample in fresh.samples()]
+    plain_feed, caching_feed = (
+        open_feed(pictures, specs, preprocess=Preprocess(size=(16, 16))) for _ in "ab"
+    )
+    caching_feed.cache_samples(20)
+    expected = [sample["x"] for sample in plain_feed.samples()]
     for _ in range(2):
-        arrays = [sample["x"] for sample in kept.samples()]
-        assert all(np.array_equal(a, b) for a, b in zip(arrays, wanted, strict=True))
-    assert fresh.decodes == 20 and kept.decodes == 20
+        arrays = [sample["x"] for sample in caching_feed.samples()]
+        assert all(np.array_equal(a, b) for a, b in zip(arrays, expected, strict=True))
+    assert plain_feed.decodes == 20 and caching_feed.decodes == 20
 
 
-def test_a_full_disk_ends_the_keeping_alone(monkeypatch):
+def test_full_disk_ends_only_sample_cache(monkeypatch):
     cache = sample_reader.SampleCache(range(4))
     cache.add(0, {"x": np.ones(3)})
     with monkeypatch.context() as patched:
@@ -650,11 +666,14 @@ def test_a_full_disk_ends_the_keeping_alone(monkeypatch):
     assert np.array_equal(cache.get(0)["x"], np.ones(3))
 
 
-def test_a_disk_that_takes_no_byte_is_no_noise_at_the_end(capfd):
+def test_full_disk_prints_nothing_at_exit(capfd):
     """What Python holds back for the file is not tried again where the cache goes."""
-    before, most = signal.getsignal(signal.SIGXFSZ), resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler_before, limits = (
+        signal.getsignal(signal.SIGXFSZ),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, most[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
         cache = sample_reader.SampleCache(range(2))
         cache.add(0, {"x": np.ones(3)})
@@ -662,54 +681,56 @@ def test_a_disk_that_takes_no_byte_is_no_noise_at_the_end(capfd):
         del cache
         gc.collect()
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, most)
-        signal.signal(signal.SIGXFSZ, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler_before)
     assert not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("order", ["C", "F", "strided"])
 @pytest.mark.parametrize("dtype", ["<f4", ">f4"])
-@pytest.mark.parametrize("way", ["npy", "npz", "compressed", "list", "generator"])
-def test_arrays_mean_what_they_say_in_any_byte_order_and_layout(way, dtype, order, tmp_path):
+@pytest.mark.parametrize("source_kind", ["npy", "npz", "compressed", "list", "generator"])
+def test_arrays_of_any_byte_order_and_layout(source_kind, dtype, order, tmp_path):
     x = np.arange(3 * 2 * 4, dtype=np.float32).reshape(3, 2, 4) * 0.37
-    made = x.astype(dtype)
+    stored = x.astype(dtype)
     if order == "strided":
-        made = np.repeat(made, 2, axis=2)[:, :, ::2]
-    made = np.asfortranarray(made) if order == "F" else made
-    source = tmp_path / ("x.npy" if way == "npy" else "x.npz")
-    if way == "npy":
-        np.save(source, made)
-    elif way in ("npz", "compressed"):
-        (np.savez if way == "npz" else np.savez_compressed)(source, x=made)
+        stored = np.repeat(stored, 2, axis=2)[:, :, ::2]
+    stored = np.asfortranarray(stored) if order == "F" else stored
+    source = tmp_path / ("x.npy" if source_kind == "npy" else "x.npz")
+    if source_kind == "npy":
+        np.save(source, stored)
+    elif source_kind in ("npz", "compressed"):
+        (np.savez if source_kind == "npz" else np.savez_compressed)(source, x=stored)
     else:
-        source = [made] if way == "list" else (one for one in (made[:1], made[1:]))
-    got = collected(source, TensorSpec("x", "float32", ("batch", 2, 4)))
-    assert all(one.dtype.isnative and one.flags.c_contiguous for one in got)
-    np.testing.assert_array_equal(np.concatenate(got), x)
+        source = (
+            [stored] if source_kind == "list" else (array for array in (stored[:1], stored[1:]))
+        )
+    arrays = collect_images(source, TensorSpec("x", "float32", ("batch", 2, 4)))
+    assert all(array.dtype.isnative and array.flags.c_contiguous for array in arrays)
+    np.testing.assert_array_equal(np.concatenate(arrays), x)
 
 
 INPUT = (TensorSpec("x", "float32", (1, 3, 16, 16)),)
 
 
 @pytest.fixture
-def folder(tmp_path):
-    made = np.random.default_rng(2)
+def png_folder(tmp_path):
+    rng = np.random.default_rng(2)
     for number in range(24):
-        pixels = made.integers(0, 256, (16 + number, 20, 3), dtype=np.uint8)
+        pixels = rng.integers(0, 256, (16 + number, 20, 3), dtype=np.uint8)
         cv2.imwrite(str(tmp_path / f"{number:02}.png"), pixels)
     return tmp_path
 
 
-def decoders(monkeypatch, count):
+def set_decoder_threads(monkeypatch, count):
     monkeypatch.setattr(sample_reader, "worker_threads", lambda: count)
 
 
-def decoded(folder, **options):
-    feed = open_feed(folder, INPUT, **options)
+def open_and_collect(png_folder, **options):
+    feed = open_feed(png_folder, INPUT, **options)
     return feed, [sample["x"] for sample in collect(feed)]
 
 
-def test_results_come_in_the_items_order_and_few_are_ahead():
+def test_prefetch_keeps_order_and_bound():
     begun, gate = [], threading.Event()
 
     def work(item):
@@ -727,93 +748,95 @@ def test_results_come_in_the_items_order_and_few_are_ahead():
     assert list(prefetch(items(), work, threads=4)) == [(n, n * 10) for n in range(20)]
 
 
-def test_leaving_early_ends_the_threads_and_does_not_wait_for_them():
-    before, passed = threading.enumerate(), []
+def test_closed_prefetch_ends_threads_without_waiting():
+    threads_before, gate_results = threading.enumerate(), []
     begun, gate = threading.Barrier(3), threading.Event()
 
     def work(item):
         if item:
             begun.wait(300)
-            passed.append(gate.wait(300))
+            gate_results.append(gate.wait(300))
 
-    made = prefetch(range(1000), work, threads=3)
-    assert next(made) == (0, None)
+    prefetched = prefetch(range(1000), work, threads=3)
+    assert next(prefetched) == (0, None)
     begun.wait(300)
-    made.close()
-    assert not passed
+    prefetched.close()
+    assert not gate_results
     gate.set()
-    for thread in set(threading.enumerate()) - {*before}:
+    for thread in set(threading.enumerate()) - {*threads_before}:
         thread.join(300)
-    assert len(passed) == 2 and set(threading.enumerate()) <= {*before}
+    assert len(gate_results) == 2 and set(threading.enumerate()) <= {*threads_before}
 
 
-def test_threads_that_meet_are_needed(monkeypatch, folder):
-    decoders(monkeypatch, 3)
-    meeting, fetched = threading.Barrier(3), sample_reader._read_sample
+def test_images_are_decoded_in_parallel(monkeypatch, png_folder):
+    set_decoder_threads(monkeypatch, 3)
+    meeting, read_sample = threading.Barrier(3), sample_reader._read_sample
 
-    def met(source, index):
+    def read_after_meeting(source, index):
         meeting.wait(300)  # nobody goes on before three are there
-        return fetched(source, index)
+        return read_sample(source, index)
 
-    monkeypatch.setattr(sample_reader, "_read_sample", met)
-    assert len(decoded(folder)[1]) == 24
+    monkeypatch.setattr(sample_reader, "_read_sample", read_after_meeting)
+    assert len(open_and_collect(png_folder)[1]) == 24
 
 
-def test_any_number_of_threads_gives_the_same(monkeypatch, folder):
-    (folder / "05.png").write_bytes(b"no picture")
-    found = []
+def test_samples_do_not_depend_on_threads(monkeypatch, png_folder):
+    (png_folder / "05.png").write_bytes(b"no picture")
+    outcomes = []
     for count in (1, 2, 4):
-        decoders(monkeypatch, count)
-        feed, arrays = decoded(folder, skip_bad=True)
-        found.append((feed.manifest(), feed.notes, feed.decodes, [a.tobytes() for a in arrays]))
-    assert found[0] == found[1] == found[2] and found[0][2] == 23
+        set_decoder_threads(monkeypatch, count)
+        feed, arrays = open_and_collect(png_folder, skip_bad=True)
+        outcomes.append((feed.manifest(), feed.notes, feed.decodes, [a.tobytes() for a in arrays]))
+    assert outcomes[0] == outcomes[1] == outcomes[2] and outcomes[0][2] == 23
 
 
-def test_a_bad_or_changed_picture_is_told_in_its_turn(monkeypatch, folder):
-    decoders(monkeypatch, 4)
-    feed = open_feed(folder, INPUT, skip_bad=True)
+def test_bad_or_changed_image_is_named(monkeypatch, png_folder):
+    set_decoder_threads(monkeypatch, 4)
+    feed = open_feed(png_folder, INPUT, skip_bad=True)
     feed.manifest()
-    (folder / "20.png").write_bytes(b"no picture")
+    (png_folder / "20.png").write_bytes(b"no picture")
     with pytest.raises(SampleChangedError, match=r"20\.png"):
         collect(feed)
     for name in ("07.png", "06.png"):
-        (folder / name).write_bytes(b"no picture")
+        (png_folder / name).write_bytes(b"no picture")
     with pytest.raises(FeedError, match=r"06\.png"):
-        decoded(folder)
+        open_and_collect(png_folder)
 
 
 @pytest.mark.slow
 @given(st.integers(0, 3000))
 @example(10**6)
-def test_every_place_comes_once(count):
-    places = np.arange(count)
-    assert np.array_equal(np.sort(sampling_order(count)), places)
-    assert count > 3000 or np.array_equal(sorted(sampling.to_sampling_order(range(count))), places)
+def test_sampling_order_is_a_permutation(count):
+    positions = np.arange(count)
+    assert np.array_equal(np.sort(sampling_order(count)), positions)
+    assert count > 3000 or np.array_equal(
+        sorted(sampling.to_sampling_order(range(count))), positions
+    )
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000))
-def test_some_are_from_all_over_and_hold_the_fewer(count, most):
-    found = spread_evenly(range(count), most)
-    assert len(found) == min(count, most) and found == sorted(found)
-    assert np.diff([0, *found, count]).max() <= 4 * count / len(found) + 1
-    assert set(spread_evenly(range(count), most // 2)) <= set(found)
+def test_spread_is_even_and_nested(count, limit):
+    positions = spread_evenly(range(count), limit)
+    assert len(positions) == min(count, limit) and positions == sorted(positions)
+    assert np.diff([0, *positions, count]).max() <= 4 * count / len(positions) + 1
+    assert set(spread_evenly(range(count), limit // 2)) <= set(positions)
 
 
 @given(st.integers(2, 9), st.sampled_from([16, 48, 64, 100]), st.sampled_from([2, 3, 4, 8]))
-def test_what_comes_round_in_a_feed_is_met_in_all_its_kinds(period, many, times):
-    taken = np.array(spread_evenly(range(times * many), many))
-    kinds = np.bincount(taken % period, minlength=period)
-    assert many < 8 * period or kinds.min() >= many / period / 4
+def test_spread_meets_every_phase_of_period(period, limit, factor):
+    positions = np.array(spread_evenly(range(factor * limit), limit))
+    count_by_phase = np.bincount(positions % period, minlength=period)
+    assert limit < 8 * period or count_by_phase.min() >= limit / period / 4
 
 
 @given(st.integers(0, 10**6))
-def test_neighbours_are_of_different_halves(number):
+def test_neighbours_are_in_different_halves(number):
     assert alternate_halves(number) in (number, number ^ 1)
     assert alternate_halves(number) ^ alternate_halves(number ^ 1) == 1
 
 
 @pytest.fixture
-def taking_turns(tmp_path):
+def alternating_samples(tmp_path):
     """200 samples, one quiet and one eight times as loud in turns; their model tells which."""
     x = np.random.default_rng(1).uniform(0.5, 1, size=(200, 1, 8, 8)).astype(np.float32)
     x[1::2] *= 8
@@ -827,17 +850,23 @@ def taking_turns(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("words", [(), ("--limit", 50), ("--until-stable",)])
-def test_both_classes_judge_and_fewer_samples_have_both(words, run, taking_turns):
+@pytest.mark.parametrize("options", [(), ("--limit", 50), ("--until-stable",)])
+def test_alternating_classes_are_both_sampled(options, run, alternating_samples):
     """By powers of two through 200, and by fours, every sample was a quiet one."""
-    words += ("--method", "minmax") if words else ()
-    feed = ("--images", taking_turns / "x.npy", "--effort", 0, "--duration", 0)
-    out = run.ok("build", taking_turns / "net.onnx", *feed, "--out", taking_turns, *words)
-    if words:
-        held = onnx.load(taking_turns / "net.int8.onnx").graph.initializer
-        (scale,) = [numpy_helper.to_array(one) for one in held if one.name == "x/scale"]
+    options += ("--method", "minmax") if options else ()
+    feed = ("--images", alternating_samples / "x.npy", "--effort", 0, "--duration", 0)
+    out = run.ok(
+        "build", alternating_samples / "net.onnx", *feed, "--out", alternating_samples, *options
+    )
+    if options:
+        initializers = onnx.load(alternating_samples / "net.int8.onnx").graph.initializer
+        (scale,) = [
+            numpy_helper.to_array(initializer)
+            for initializer in initializers
+            if initializer.name == "x/scale"
+        ]
         assert 255 * scale > 7
     else:
         assert "gives one class" not in out and "Verdict       good" in out
-        report = json.loads((taking_turns / "report.json").read_text())
+        report = json.loads((alternating_samples / "report.json").read_text())
         assert report["engines"][1]["accuracy"]["samples"] == 100
