@@ -38,81 +38,81 @@ UNIT = Preprocess(scale=1 / 255)
 QUICK = ("--effort", 0, "--duration", 0, "--accept")
 
 
-def fed(source, *specs, **options):
+def collect_feed(source, *specs, **options):
     feed = open_feed(source, specs or (X,), **options)
     with feed.samples() as stream:
         return feed, list(stream)
 
 
-def same(samples, batch=BATCH):
-    assert np.array_equal(np.concatenate([one["x"] for one in samples]), batch)
+def assert_samples_equal(samples, batch=BATCH):
+    assert np.array_equal(np.concatenate([sample["x"] for sample in samples]), batch)
 
 
-def folder_of_arrays(tmp_path, kind):
+def make_array_folder(tmp_path, kind):
     folder = tmp_path / "arrays"
     folder.mkdir()
-    for number, one in enumerate(BATCH):
+    for number, array in enumerate(BATCH):
         path = folder / f"{number}.{kind}"
         if kind == "npy":
-            np.save(path, one[None])
+            np.save(path, array[None])
         elif kind == "npz":
-            np.savez(path, x=one[None])
+            np.savez(path, x=array[None])
         else:
-            one.astype("<f4").tofile(path)
+            array.astype("<f4").tofile(path)
     return folder
 
 
 @pytest.fixture
-def cached(run, small_cnn, tmp_path):
+def make_cache(run, small_cnn, tmp_path):
     """(images, *words) -> the bytes of a new cache that `calib8 calibrate` makes of them."""
     numbers = itertools.count()
 
-    def call(images, *words, model=small_cnn):
+    def calibrate(images, *options, model=small_cnn):
         path = tmp_path / f"made{next(numbers)}.cache"
-        run.ok("calibrate", model, "--images", images, "--out", path, *words)
+        run.ok("calibrate", model, "--images", images, "--out", path, *options)
         return path.read_bytes()
 
-    return call
+    return calibrate
 
 
 @pytest.fixture
 def build(command, refusal, small_cnn, tmp_path):
     """(*words) -> what a quick build of small_cnn reports, on one line; `fails`: its refusal."""
-    words = ("build", small_cnn, "--out", tmp_path / "o", *QUICK)
+    arguments = ("build", small_cnn, "--out", tmp_path / "o", *QUICK)
 
-    def call(*more):
-        command(*words, *more)
+    def run_build(*options):
+        command(*arguments, *options)
         return read_markdown(tmp_path / "o")
 
-    call.fails = functools.partial(refusal, *words)
-    return call
+    run_build.fails = functools.partial(refusal, *arguments)
+    return run_build
 
 
 @pytest.mark.parametrize("kind", ["npy", "npz", "bin", "raw"])
 @pytest.mark.parametrize("form", ["folder", "list", "pattern", "paths"])
-def test_files_of_arrays_feed_as_one_stacked_file(kind, form, tmp_path, cached):
-    folder, listed = folder_of_arrays(tmp_path, kind), tmp_path / "list.txt"
-    listed.write_text("".join(f"arrays/{number}.{kind}\n" for number in range(6)))
+def test_array_files_equal_stacked_file(kind, form, tmp_path, make_cache):
+    folder, list_file = make_array_folder(tmp_path, kind), tmp_path / "list.txt"
+    list_file.write_text("".join(f"arrays/{number}.{kind}\n" for number in range(6)))
     pattern = tmp_path / "*" / f"?.{kind}"
-    forms = {"folder": folder, "list": listed, "pattern": pattern, "paths": None}
+    forms = {"folder": folder, "list": list_file, "pattern": pattern, "paths": None}
     source = forms[form] or sorted(folder.iterdir())
     for end in ("", ".json", ".npz") if form == "folder" else ():  # what a build into it leaves
         (folder / f"m.cache{end}").touch()
-    feed, samples = fed(source)
-    same(samples)
+    feed, samples = collect_feed(source)
+    assert_samples_equal(samples)
     np.save(tmp_path / "stacked.npy", BATCH)
-    whole = open_feed(tmp_path / "stacked.npy", [X]).manifest()
-    assert feed.manifest() == whole  # so that a calibration of the one serves the other
+    stacked_manifest = open_feed(tmp_path / "stacked.npy", [X]).manifest()
+    assert feed.manifest() == stacked_manifest  # so that a calibration of the one serves the other
     if form != "paths":
-        assert cached(source) == cached(tmp_path / "stacked.npy")
+        assert make_cache(source) == make_cache(tmp_path / "stacked.npy")
 
 
-def test_a_list_of_stacked_files_with_labels_and_a_change_meanwhile(tmp_path):
+def test_list_of_stacked_files_with_labels(tmp_path):
     np.save(tmp_path / "a.npy", BATCH[:4])
     np.save(tmp_path / "b.npy", BATCH[4:])
     (tmp_path / "list.txt").write_text("a.npy 7\nb.npy 2\n")
-    feed, samples = fed(tmp_path / "list.txt")
-    same(samples)
+    feed, samples = collect_feed(tmp_path / "list.txt")
+    assert_samples_equal(samples)
     assert feed.labels == (7, 7, 7, 7, 2, 2) and feed.names[0] == "sample 0 of a.npy"
     feed = open_feed([tmp_path / "a.npy", tmp_path / "b.npy"], [X])
     np.save(tmp_path / "a.npy", BATCH[:2])
@@ -121,45 +121,46 @@ def test_a_list_of_stacked_files_with_labels_and_a_change_meanwhile(tmp_path):
         list(stream)
 
 
-def test_labels_inside_npz_files(tmp_path):
+def test_labels_are_read_from_npz_files(tmp_path):
     (tmp_path / "arrays").mkdir()
-    for number, one in enumerate(BATCH):
-        np.savez(tmp_path / "arrays" / f"{number}.npz", x=one[None], labels=np.array([number]))
-    assert fed(tmp_path / "arrays")[0].labels == tuple(range(6))
+    for number, array in enumerate(BATCH):
+        np.savez(tmp_path / "arrays" / f"{number}.npz", x=array[None], labels=np.array([number]))
+    assert collect_feed(tmp_path / "arrays")[0].labels == tuple(range(6))
 
 
 @pytest.mark.parametrize("form", ["npz", "a folder an input"])
-def test_several_inputs_in_a_folder(form, tmp_path, wording):
+def test_folder_feeds_several_inputs(form, tmp_path, wording):
+    inputs_folder = tmp_path / "inputs"  # the message has its name
     for name in ("x", "state"):
-        (tmp_path / name).mkdir()
+        (inputs_folder / name).mkdir(parents=True)
     for number, (x, state) in enumerate(zip(BATCH[:, None], STATES[:, None], strict=True)):
         if form == "npz":
-            np.savez(tmp_path / "x" / f"{number}.npz", x=x, state=state)
+            np.savez(inputs_folder / "x" / f"{number}.npz", x=x, state=state)
         else:
-            np.save(tmp_path / "x" / f"{number}.npy", x)
-            np.save(tmp_path / "state" / f"{number}.npy", state)
-    folder = tmp_path / "x" if form == "npz" else tmp_path
-    _, samples = fed(folder, X, STATE)
-    same(samples)
-    assert np.array_equal(np.concatenate([one["state"] for one in samples]), STATES)
+            np.save(inputs_folder / "x" / f"{number}.npy", x)
+            np.save(inputs_folder / "state" / f"{number}.npy", state)
+    folder = inputs_folder / "x" if form == "npz" else inputs_folder
+    _, samples = collect_feed(folder, X, STATE)
+    assert_samples_equal(samples)
+    assert np.array_equal(np.concatenate([sample["state"] for sample in samples]), STATES)
     if form != "npz":
         (folder / "state" / "5.npy").unlink()
         with pytest.raises(FeedError) as raised:
-            fed(folder, X, STATE)
+            collect_feed(folder, X, STATE)
         wording.check(raised.value)
 
 
-def test_broken_files_of_arrays_are_told_or_skipped(tmp_path, run, small_cnn, wording):
-    folder = folder_of_arrays(tmp_path, "npy")
+def test_broken_array_files_are_named_or_skipped(tmp_path, run, small_cnn, wording):
+    folder = make_array_folder(tmp_path, "npy")
     (folder / "3.npy").write_bytes(b"\x93NUMPY no")
     with pytest.raises(FeedError) as raised:
-        fed(folder)
+        collect_feed(folder)
     wording.check(raised.value)
-    feed, samples = fed(folder, skip_bad=True)
+    feed, samples = collect_feed(folder, skip_bad=True)
     assert len(samples) == 5 and "3.npy" in feed.notes[0]
-    words = "calibrate", small_cnn, "--images", folder, "--out", tmp_path / "c.cache"
-    assert "3.npy" in run.fails(*words)
-    run.ok(*words, "--skip-bad")
+    arguments = "calibrate", small_cnn, "--images", folder, "--out", tmp_path / "c.cache"
+    assert "3.npy" in run.fails(*arguments)
+    run.ok(*arguments, "--skip-bad")
 
 
 @pytest.mark.parametrize(
@@ -170,30 +171,30 @@ def test_broken_files_of_arrays_are_told_or_skipped(tmp_path, run, small_cnn, wo
         (3072, TensorSpec("x", "float32", ("n", 3, "h", 16)), "must state its shape"),
     ],
 )
-def test_values_without_a_header_must_fit(size, spec, message, tmp_path):
+def test_raw_bytes_must_fit_input(size, spec, message, tmp_path):
     (tmp_path / "a.bin").write_bytes(bytes(size))
     with pytest.raises(FeedError, match=message):
-        fed(tmp_path / "a.bin", spec)
+        collect_feed(tmp_path / "a.bin", spec)
 
 
-def test_images_and_arrays_together(tmp_path, pictures, wording):
-    folder = folder_of_arrays(tmp_path, "npy")
+def test_arrays_among_images_are_not_fed(tmp_path, pictures, wording):
+    folder = make_array_folder(tmp_path, "npy")
     shutil.copy(pictures / "00.png", folder)
-    feed, samples = fed(folder)
+    feed, samples = collect_feed(folder)
     assert len(samples) == 1
     assert "6 files of arrays among the images of arrays are not fed" in feed.notes
     with pytest.raises(FeedError) as raised:
-        fed(sorted(folder.iterdir()))
+        collect_feed(sorted(folder.iterdir()))
     wording.check(raised.value)
 
 
-def test_a_pattern_of_images_is_the_folder(pictures, cached, tmp_path, run, small_cnn, wording):
-    assert cached(pictures) == cached(pictures / "*.png")
-    words = "calibrate", small_cnn, "--out", tmp_path / "c.cache"
-    wording.check(run.fails(*words, "--images", pictures / "*.gif"))
+def test_image_pattern_equals_folder(pictures, make_cache, tmp_path, run, small_cnn, wording):
+    assert make_cache(pictures) == make_cache(pictures / "*.png")
+    arguments = "calibrate", small_cnn, "--out", tmp_path / "c.cache"
+    wording.check(run.fails(*arguments, "--images", pictures / "*.gif"))
 
 
-def test_coco_images_that_are_no_list_are_refused(tmp_path, wording):
+def test_coco_images_must_be_a_list(tmp_path, wording):
     path = tmp_path / "coco.json"
     path.write_text('{"images": 5}')
     with pytest.raises(FeedError) as raised:
@@ -201,144 +202,162 @@ def test_coco_images_that_are_no_list_are_refused(tmp_path, wording):
     wording.check(raised.value)
 
 
-def test_a_remote_sample_with_nan_has_the_digest_of_its_values():
+def test_remote_nan_sample_keeps_its_digest():
     spec = TensorSpec("x", "float32", ("n", 3))
     source = open_iterable([np.full((1, 3), np.nan, np.float32)], (spec,))
     (sample,) = read_remote_samples(source, [0])
     assert sample.digest == source.load(0).digest and "NaN" in sample.content
 
 
-def test_coco_annotations_name_images(pictures, tmp_path, cached, wording):
+def test_coco_annotations_name_images(pictures, tmp_path, make_cache, wording):
     shutil.copytree(pictures, tmp_path / "images")
-    listed = [{"id": n, "file_name": f"{n:02}.png"} for n in range(20)]
-    (tmp_path / "set.json").write_text(json.dumps({"images": listed, "annotations": []}))
-    assert fed(tmp_path / "set.json")[0].names == fed(pictures)[0].names
-    cached(tmp_path / "set.json")
+    entries = [{"id": n, "file_name": f"{n:02}.png"} for n in range(20)]
+    (tmp_path / "set.json").write_text(json.dumps({"images": entries, "annotations": []}))
+    assert collect_feed(tmp_path / "set.json")[0].names == collect_feed(pictures)[0].names
+    make_cache(tmp_path / "set.json")
     (tmp_path / "other.json").write_text("[1, 2]")
     with pytest.raises(FeedError) as raised:
-        fed(tmp_path / "other.json")
+        collect_feed(tmp_path / "other.json")
     wording.check(raised.value)
 
 
-def test_labels_without_evaluation_images_are_refused_or_told(pictures, tmp_path, build):
+def test_labels_without_evaluation_images_are_reported(pictures, tmp_path, build):
     """Nobody is to take the figures for those of labels that were never looked at."""
-    labels, listed = tmp_path / "labels.txt", tmp_path / "list.txt"
+    labels, list_file = tmp_path / "labels.txt", tmp_path / "list.txt"
     labels.write_text("1\n" * 20)
-    listed.write_text("".join(f"{path} 1\n" for path in sorted(pictures.iterdir())))
+    list_file.write_text("".join(f"{path} 1\n" for path in sorted(pictures.iterdir())))
     assert "got none; give --eval-images" in build.fails("--images", pictures, "--labels", labels)
-    assert "are not used; --eval-images" in build("--images", listed)
-    assert "are not used" not in build("--images", pictures, "--eval-images", listed)
+    assert "are not used; --eval-images" in build("--images", list_file)
+    assert "are not used" not in build("--images", pictures, "--eval-images", list_file)
 
 
-def test_labels_stay_with_their_images_if_a_bad_one_is_left_out(pictures, tmp_path, run, small_cnn):
+def test_labels_follow_images_after_skipping(pictures, tmp_path, run, small_cnn):
     """Each image's own label is its best class; one off, and next to none would be right."""
     session = OrtSession.open(small_cnn, threads=1)
-    how = Preprocess(size=(16, 16), color="rgb", layout="nchw")
-    read = [cv2.imread(str(path)) for path in sorted(pictures.iterdir())]
-    best = [int(session.run({"x": preprocess_image(p, how)})["logits"].argmax()) for p in read]
+    preprocess = Preprocess(size=(16, 16), color="rgb", layout="nchw")
+    pictures_read = [cv2.imread(str(path)) for path in sorted(pictures.iterdir())]
+    best_classes = [
+        int(session.run({"x": preprocess_image(p, preprocess)})["logits"].argmax())
+        for p in pictures_read
+    ]
     shutil.copytree(pictures, tmp_path / "val")
     (tmp_path / "val" / "03.png").write_text("broken")
     labels = tmp_path / "labels.txt"
-    labels.write_text("".join(f"{one}\n" for one in [*best[:3], (best[3] + 1) % 10, *best[4:]]))
-    words = ("build", small_cnn, "--images", pictures, "--eval-images", tmp_path / "val")
-    words += (*QUICK, "--labels", labels, "--skip-bad", "--out")
-    out = run.ok(*words, tmp_path / "o")
+    labels.write_text(
+        "".join(
+            f"{label}\n"
+            for label in [*best_classes[:3], (best_classes[3] + 1) % 10, *best_classes[4:]]
+        )
+    )
+    arguments = ("build", small_cnn, "--images", pictures, "--eval-images", tmp_path / "val")
+    arguments += (*QUICK, "--labels", labels, "--skip-bad", "--out")
+    out = run.ok(*arguments, tmp_path / "o")
     (line,) = [line for line in out.splitlines() if line.startswith("Top-1  ")]
     assert line.split()[1] == "100.00"
     for count in (19, 21):
         labels.write_text("1\n" * count)
-        assert f"got {count} labels for 20" in run.fails(*words, tmp_path / "no")
+        assert f"got {count} labels for 20" in run.fails(*arguments, tmp_path / "no")
         assert not (tmp_path / "no").exists()  # before anything is run
 
 
-def test_evaluation_images_that_calibrated_too_are_told(pictures, tmp_path, build):
-    others, alone = tmp_path / "others", tmp_path / "alone"
-    others.mkdir()
+def test_evaluation_images_used_twice_are_reported(pictures, tmp_path, build):
+    shared_folder, separate_folder = tmp_path / "others", tmp_path / "alone"
+    shared_folder.mkdir()
     for number, path in enumerate(sorted(pictures.iterdir())):
-        cv2.imwrite(str(others / f"renamed{number}.png"), 255 - cv2.imread(str(path)))
+        cv2.imwrite(str(shared_folder / f"renamed{number}.png"), 255 - cv2.imread(str(path)))
         if number < 7:
-            shutil.copy(path, others / f"renamed{number}.png")
-    few = sum(place < 7 for place in spread_evenly(range(20), 10))
-    for limit, count in (((), 7), (("--limit", 10), few)):
-        out = build("--images", pictures, "--eval-images", others, *limit)
+            shutil.copy(path, shared_folder / f"renamed{number}.png")
+    shared_count = sum(position < 7 for position in spread_evenly(range(20), 10))
+    for limit, count in (((), 7), (("--limit", 10), shared_count)):
+        out = build("--images", pictures, "--eval-images", shared_folder, *limit)
         assert f"{count} of the 20 evaluation images calibrated too" in out
-    alone.mkdir()
-    cv2.imwrite(str(alone / "a.png"), np.full((9, 9, 3), 99, np.uint8))
-    assert "calibrated too" not in build("--images", pictures, "--eval-images", alone)
+    separate_folder.mkdir()
+    cv2.imwrite(str(separate_folder / "a.png"), np.full((9, 9, 3), 99, np.uint8))
+    assert "calibrated too" not in build("--images", pictures, "--eval-images", separate_folder)
 
 
-def test_copies_of_images_are_told(pictures, tmp_path, build):
+def test_image_copies_are_reported(pictures, tmp_path, build):
     train, val = shutil.copytree(pictures, tmp_path / "train"), tmp_path / "val"
-    words = ("--images", train, "--eval-images", val)
+    arguments = ("--images", train, "--eval-images", val)
     val.mkdir()
     for number, path in enumerate(sorted(train.iterdir())[:5]):
         shutil.copy(path, val / f"{number}.png")
-    assert "once more" not in build(*words)
-    first, *others = sorted(train.iterdir())
-    shutil.copy(first, train / "again.png")
-    assert "1 of the 21 images is a copy" in build(*words)
-    for number, path in enumerate(others[:2]):
+    assert "once more" not in build(*arguments)
+    original, *other_paths = sorted(train.iterdir())
+    shutil.copy(original, train / "again.png")
+    assert "1 of the 21 images is a copy" in build(*arguments)
+    for number, path in enumerate(other_paths[:2]):
         shutil.copy(path, train / f"again{number}.png")
         shutil.copy(path, val / f"again{number}.png")
-    out = build(*words)
+    out = build(*arguments)
     assert "3 of the 23 images are copies" in out and "2 of the 7 images are copies" in out
     assert "7 of the 7 evaluation images" in out  # and not 5
 
 
-def test_labels_by_folder(pictures, tmp_path, build):
+def test_folders_are_labels(pictures, tmp_path, build):
     for number, path in enumerate(sorted(pictures.iterdir())):
         (tmp_path / "val" / ["cat", "dog", "owl"][number % 3]).mkdir(parents=True, exist_ok=True)
         shutil.copy(path, tmp_path / "val" / ["cat", "dog", "owl"][number % 3])
     feed = open_feed(tmp_path / "val", [X], labels_by_folder=True)
     assert feed.labels == (0,) * 7 + (1,) * 7 + (2,) * 6
     assert "labels by folder: 3 classes, 0 is cat" in feed.notes
-    words = "--images", pictures, "--labels", "folders"
-    assert re.search(r"\| Top-1 \| \d", build(*words, "--eval-images", tmp_path / "val"))
-    assert "evaluation images, got none" in build.fails(*words)
-    assert "one folder per class" in build.fails(*words, "--eval-images", pictures)
+    arguments = "--images", pictures, "--labels", "folders"
+    assert re.search(r"\| Top-1 \| \d", build(*arguments, "--eval-images", tmp_path / "val"))
+    assert "evaluation images, got none" in build.fails(*arguments)
+    assert "one folder per class" in build.fails(*arguments, "--eval-images", pictures)
 
 
-def test_a_video_is_fed_frame_by_frame(tmp_path, command, small_cnn, wording):
+def test_video_is_fed_by_frames(tmp_path, command, small_cnn, wording):
     path = tmp_path / "clip.avi"
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"MJPG"), 5, (32, 32))
     for number in range(23):
         writer.write(np.full((32, 32, 3), number * 10, np.uint8))
     writer.release()
-    feed, samples = fed(path, preprocess=UNIT)
+    feed, samples = collect_feed(path, preprocess=UNIT)
     assert feed.names == tuple(f"clip.avi#{number}" for number in (0, 5, 10, 15, 20))
-    shades = [float(one["x"].mean()) * 255 for one in samples]
+    shades = [float(sample["x"].mean()) * 255 for sample in samples]
     assert np.allclose(shades, [0, 50, 100, 150, 200], atol=4)
-    with feed.samples() as again:  # from the start once more
-        assert [float(one["x"].mean()) * 255 for one in again] == shades
-    twice = f"build {small_cnn} --images {path} --out {tmp_path / 'b'} --effort 0 --duration 0"
-    command(*twice.split())
+    with feed.samples() as second_stream:  # from the start once more
+        assert [float(sample["x"].mean()) * 255 for sample in second_stream] == shades
+    build_arguments = (
+        f"build {small_cnn} --images {path} --out {tmp_path / 'b'} --effort 0 --duration 0"
+    )
+    command(*build_arguments.split())
     # in a process whose stderr is no test's
-    subprocess.run([sys.executable, "-m", "deploy", *twice.split()], check=True)
-    words = "calibrate", small_cnn, "--images", path, "--out", tmp_path / "a.cache"
-    assert "every 2nd of 23 samples is used" in command(*words, "--stride", 2)
+    subprocess.run([sys.executable, "-m", "deploy", *build_arguments.split()], check=True)
+    arguments = "calibrate", small_cnn, "--images", path, "--out", tmp_path / "a.cache"
+    assert "every 2nd of 23 samples is used" in command(*arguments, "--stride", 2)
     for line in ("clip.avi\nclip.avi\n", "clip.avi 3\n"):
         (tmp_path / "list.txt").write_text(line)
         with pytest.raises(FeedError) as raised:
-            fed(tmp_path / "list.txt")
+            collect_feed(tmp_path / "list.txt")
         wording.check(raised.value)
     _, picture = cv2.imencode(".png", np.zeros((32, 32, 3), np.uint8))
     (tmp_path / "broken1.mp4").write_bytes(picture.tobytes())  # no frame of the other file
     (tmp_path / "broken%d.mp4").write_bytes(b"no video")
     with pytest.raises(FeedError) as raised:
-        fed(tmp_path / "broken%d.mp4")
+        collect_feed(tmp_path / "broken%d.mp4")
     wording.check(raised.value)
-    assert len(fed(path.rename(tmp_path / "clip\udcff.avi"), preprocess=UNIT)[1]) == 5
+    assert len(collect_feed(path.rename(tmp_path / "clip\udcff.avi"), preprocess=UNIT)[1]) == 5
 
 
-def test_a_lot_by_its_seed_and_every_so_manieth(pictures, tmp_path, run, small_cnn, wording):
+def test_random_sample_and_stride_choose_images(pictures, tmp_path, run, small_cnn, wording):
     drawn = [open_feed(pictures, [X], limit=Choice(sample=6, seed=s)).names for s in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) == 6
     assert list(drawn[0]) == sorted(drawn[0])
-    words = "calibrate", small_cnn, "--images", pictures, "--out", tmp_path / "a.cache", "--force"
-    out = run.ok(*words, "--sample", 6, "--sample-seed", 1)
+    arguments = (
+        "calibrate",
+        small_cnn,
+        "--images",
+        pictures,
+        "--out",
+        tmp_path / "a.cache",
+        "--force",
+    )
+    out = run.ok(*arguments, "--sample", 6, "--sample-seed", 1)
     assert "6 of 20 samples are used, drawn by lot (seed 1)" in out
-    wording.check(run.fails(*words, "--sample-seed", 1))
-    wording.check(run.fails(*words, "--sample", 3, "--limit", 3))
+    wording.check(run.fails(*arguments, "--sample-seed", 1))
+    wording.check(run.fails(*arguments, "--sample", 3, "--limit", 3))
     feed = open_feed(pictures, [X], limit=Choice(every=3))
     assert feed.names == tuple(f"{n:02}.png" for n in range(0, 20, 3))
     assert "every 3rd of 20 samples is used" in feed.notes
@@ -350,21 +369,21 @@ LOADERS = {
     "mapping": "def feed():\n    return {'x': data}",
     "reader": (
         "class Reader:\n"
-        "    def __init__(self):\n        self.left = list(data)\n"
+        "    def __init__(self):\n        self.remaining = list(data)\n"
         "    def get_next(self):\n"
-        "        return {'x': self.left.pop(0)[None]} if self.left else None\n"
+        "        return {'x': self.remaining.pop(0)[None]} if self.remaining else None\n"
         "def feed():\n    return Reader()"
     ),
 }
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_loader_of_the_users(kind, tmp_path, cached):
+def test_user_loader_equals_stacked_file(kind, tmp_path, make_cache):
     np.save(tmp_path / "stacked.npy", BATCH)
     script = tmp_path / "loader.py"
     data = f"import numpy as np\ndata = np.load({str(tmp_path / 'stacked.npy')!r})\n"
     script.write_text(data + LOADERS[kind] + "\n")
-    assert cached(f"{script}:feed") == cached(tmp_path / "stacked.npy")
+    assert make_cache(f"{script}:feed") == make_cache(tmp_path / "stacked.npy")
 
 
 @pytest.mark.parametrize(
@@ -381,16 +400,14 @@ def test_a_loader_of_the_users(kind, tmp_path, cached):
         ("return iter([])", "must give samples, got none"),
     ],
 )
-def test_a_loader_that_fails_is_one_sentence(body, message, tmp_path, run, small_cnn):
+def test_failing_loader_is_reported(body, message, tmp_path, run, small_cnn):
     (tmp_path / "loader.py").write_text(f"def feed():\n    {body}\n")
-    words = "calibrate", small_cnn, "--out", tmp_path / "c"
-    assert message in run.fails(*words, "--images", f"{tmp_path}/loader.py:feed")
+    arguments = "calibrate", small_cnn, "--out", tmp_path / "c"
+    assert message in run.fails(*arguments, "--images", f"{tmp_path}/loader.py:feed")
 
 
 @pytest.mark.parametrize("body", ["change()\n    return data", "yield data\n    change()"])
-def test_what_a_loader_changes_for_the_process_is_restored(
-    body, tmp_path, run, small_cnn, monkeypatch
-):
+def test_process_state_is_restored_after_loader(body, tmp_path, run, small_cnn, monkeypatch):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "here").touch()
     (tmp_path / "loader.py").write_text(
@@ -405,10 +422,10 @@ def test_what_a_loader_changes_for_the_process_is_restored(
         f"def feed():\n    {body}\n"
     )
     monkeypatch.chdir(tmp_path)
-    before = signal.getsignal(signal.SIGINT), np.geterr()
-    words = ("--images", "loader.py:feed", "--duration", 0, "--effort", 0)
-    assert run("build", small_cnn, *words)[0] in (0, 3)
-    assert (signal.getsignal(signal.SIGINT), np.geterr()) == before
+    state_before = signal.getsignal(signal.SIGINT), np.geterr()
+    arguments = ("--images", "loader.py:feed", "--duration", 0, "--effort", 0)
+    assert run("build", small_cnn, *arguments)[0] in (0, 3)
+    assert (signal.getsignal(signal.SIGINT), np.geterr()) == state_before
     assert {path.name for path in tmp_path.iterdir()} >= {"build", "there", "loader.py"}
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["here"]
     monkeypatch.chdir(tmp_path / "build")  # another program, which knows nothing of that folder
@@ -436,10 +453,10 @@ class Tensor:
 
 class OwnReader:
     def __init__(self):
-        self.left = list(BATCH)
+        self.remaining = list(BATCH)
 
     def get_next(self):
-        return {"x": self.left.pop(0)[None]} if self.left else None
+        return {"x": self.remaining.pop(0)[None]} if self.remaining else None
 
 
 class Batched:
@@ -480,13 +497,13 @@ LABELS = np.arange(6)
 
 
 @pytest.mark.parametrize(
-    ("source", "left"),
+    ("source", "unused"),
     [
         pytest.param(BATCH, "", id="an array"),
         pytest.param(Tensor(BATCH, needs_grad=True), "", id="a tensor"),
         pytest.param({"x": BATCH}, "", id="stacked by name"),
         pytest.param([(BATCH[:4], LABELS[:4]), (BATCH[4:], LABELS[4:])], "number 2", id="loader"),
-        pytest.param([[Tensor(one[None])] for one in BATCH], "", id="a loader of one tensor"),
+        pytest.param([[Tensor(row[None])] for row in BATCH], "", id="a loader of one tensor"),
         pytest.param(({"x": b[None], "y": 1} for b in BATCH), "'y'", id="mappings with a label"),
         pytest.param([({"x": b[None]}, 1) for b in BATCH], "number 2", id="(mapping, label)"),
         pytest.param(lambda: iter(BATCH), "", id="a function"),
@@ -499,34 +516,34 @@ LABELS = np.arange(6)
         pytest.param(FeedDicts(), "", id="a loader of polygraphy's"),
     ],
 )
-def test_what_python_hands_over(source, left):
-    feed, samples = fed(source)
-    same(samples)
+def test_python_sources_give_same_samples(source, unused):
+    feed, samples = collect_feed(source)
+    assert_samples_equal(samples)
     assert not any(note.startswith("no preprocessing") for note in feed.notes)
-    said = [note for note in feed.notes if note.startswith("left out of the items")]
-    assert (f"as no input has it: {left}" in said[0]) if left else not said
+    unused_notes = [note for note in feed.notes if note.startswith("left out of the items")]
+    assert (f"as no input has it: {unused}" in unused_notes[0]) if unused else not unused_notes
 
 
-def test_arrays_of_different_widths_from_python(wording):
-    given = [BATCH[:2, :, :, :width] for width in (5, 16, 9)]
-    _, samples = fed(given, TensorSpec("x", "float32", ("n", 3, 16, "w")))
-    assert [one["x"].shape[3] for one in samples] == [5, 5, 16, 16, 9, 9]
+def test_python_arrays_of_different_widths(wording):
+    arrays = [BATCH[:2, :, :, :width] for width in (5, 16, 9)]
+    _, samples = collect_feed(arrays, TensorSpec("x", "float32", ("n", 3, 16, "w")))
+    assert [sample["x"].shape[3] for sample in samples] == [5, 5, 16, 16, 9, 9]
     with pytest.raises(FeedError) as raised:
-        fed(given[1:], TensorSpec("x", "float32", (4, 3, 16, "w")))
+        collect_feed(arrays[1:], TensorSpec("x", "float32", (4, 3, 16, "w")))
     wording.check(raised.value)
 
 
-def test_lists_of_numbers_are_arrays_and_name_their_dtype():
-    _, samples = fed([[0.5, 1.0, 1.5, 2.0]], TensorSpec("x", "float64", ("n", 4)))
+def test_lists_of_numbers_are_arrays():
+    _, samples = collect_feed([[0.5, 1.0, 1.5, 2.0]], TensorSpec("x", "float64", ("n", 4)))
     assert samples[0]["x"].tolist() == [[0.5, 1.0, 1.5, 2.0]]
-    _, samples = fed([{"x": one.tolist(), "label": 3} for one in BATCH])
+    _, samples = collect_feed([{"x": array.tolist(), "label": 3} for array in BATCH])
     assert np.array_equal(samples[0]["x"][0], BATCH[0])
 
 
-def test_several_inputs_by_their_order():
-    feed, samples = fed([(BATCH, STATES, LABELS)], X, STATE)
-    same(samples)
-    assert np.array_equal(np.concatenate([one["state"] for one in samples]), STATES)
+def test_inputs_are_assigned_by_order():
+    feed, samples = collect_feed([(BATCH, STATES, LABELS)], X, STATE)
+    assert_samples_equal(samples)
+    assert np.array_equal(np.concatenate([sample["state"] for sample in samples]), STATES)
     assert any("number 3" in note for note in feed.notes)
 
 
@@ -547,9 +564,9 @@ def test_several_inputs_by_their_order():
         ([()], "must be an array of numbers|must hold the inputs"),
     ],
 )
-def test_what_is_not_understood_is_named_by_its_type(source, message):
+def test_unknown_source_is_named_by_type(source, message):
     with pytest.raises(FeedError, match=message):
-        fed(source)
+        collect_feed(source)
 
 
 PICTURES = np.random.default_rng(9).integers(0, 256, (5, 16, 16, 3), np.uint8)
@@ -560,25 +577,27 @@ PICTURES = np.random.default_rng(9).integers(0, 256, (5, 16, 16, 3), np.uint8)
     [
         pytest.param(PICTURES, id="stacked"),
         pytest.param(list(PICTURES), id="listed"),
-        pytest.param([(one, 3) for one in PICTURES], id="with a label"),
-        pytest.param([{"image": one, "label": 3} for one in PICTURES], id="rows of a dataset"),
+        pytest.param([(picture, 3) for picture in PICTURES], id="with a label"),
+        pytest.param(
+            [{"image": picture, "label": 3} for picture in PICTURES], id="rows of a dataset"
+        ),
         pytest.param(lambda: iter(PICTURES), id="a function"),
-        pytest.param([Tensor(one) for one in PICTURES], id="tensors"),
+        pytest.param([Tensor(picture) for picture in PICTURES], id="tensors"),
     ],
 )
-def test_pictures_in_memory_are_preprocessed_as_files(source, tmp_path):
-    for number, one in enumerate(PICTURES):
-        cv2.imwrite(str(tmp_path / f"{number}.png"), one[:, :, ::-1])
-    how = Preprocess(scale=1 / 255, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
-    _, files = fed(tmp_path, preprocess=how)
-    feed, samples = fed(source, preprocess=how)
-    same(samples, np.concatenate([one["x"] for one in files]))
+def test_pictures_in_memory_equal_files(source, tmp_path):
+    for number, picture in enumerate(PICTURES):
+        cv2.imwrite(str(tmp_path / f"{number}.png"), picture[:, :, ::-1])
+    preprocess = Preprocess(scale=1 / 255, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
+    _, files = collect_feed(tmp_path, preprocess=preprocess)
+    feed, samples = collect_feed(source, preprocess=preprocess)
+    assert_samples_equal(samples, np.concatenate([picture["x"] for picture in files]))
     assert feed.manifest()["preprocess"] == feed.preprocess.to_json()
 
 
-def test_pictures_in_memory_of_wrong_channels_are_told(wording):
+def test_pictures_with_wrong_channels_are_refused(wording):
     with pytest.raises(FeedError) as raised:
-        fed([PICTURES[0].transpose(2, 0, 1)], preprocess=UNIT)
+        collect_feed([PICTURES[0].transpose(2, 0, 1)], preprocess=UNIT)
     wording.check(raised.value)
 
 
@@ -586,7 +605,7 @@ WIDE = TensorSpec("x", "float32", ("batch", 3, "h", "w"))
 
 
 @pytest.fixture
-def sizes(tmp_path):
+def sized_pictures(tmp_path):
     """Pictures of different sizes: 20x40, 33x33, 50x21, 20x40 (height by width)."""
     folder = tmp_path / "sizes"
     folder.mkdir()
@@ -597,7 +616,7 @@ def sizes(tmp_path):
 
 
 @pytest.fixture
-def wide(tmp_path):
+def wide_net(tmp_path):
     """A small network whose input is of any height and width."""
     weights = np.random.default_rng(5).normal(size=(8, 8, 3, 3)).astype(np.float32)
     weights = {"w": weights[:, :3], "v": weights}
@@ -609,7 +628,7 @@ def wide(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("how", "wanted"),
+    ("options", "expected"),
     [
         ({"size": (48, None)}, [(48, 96), (48, 48), (48, 20), (48, 96)]),
         ({"size": (48, None), "multiple": 32}, [(48, 96), (48, 64), (48, 32), (48, 96)]),
@@ -622,29 +641,29 @@ def wide(tmp_path):
         ),
     ],
 )
-def test_sides_are_each_pictures_own(how, wanted, sizes):
-    _, samples = fed(sizes, WIDE, preprocess=how)
-    assert [one["x"].shape[2:] for one in samples] == wanted
-    if how.get("resize"):  # what is over is padded, not stretched
+def test_open_sides_follow_each_picture(options, expected, sized_pictures):
+    _, samples = collect_feed(sized_pictures, WIDE, preprocess=options)
+    assert [sample["x"].shape[2:] for sample in samples] == expected
+    if options.get("resize"):  # what is over is padded, not stretched
         assert (samples[0]["x"][:, :, :, 20:] == 0).all() and samples[0]["x"][..., :20].any()
 
 
-def test_sizes_of_their_own_through_the_command(sizes, wide, tmp_path, command):
-    words = ("build", wide, "--images", sizes, *QUICK, "--size")
-    for name, more in (("a", ()), ("b", ("--threads", 1))):
-        out = command(*words, "native", "--multiple", 8, "--out", tmp_path / name, *more)
+def test_commands_take_open_sizes(sized_pictures, wide_net, tmp_path, command):
+    arguments = ("build", wide_net, "--images", sized_pictures, *QUICK, "--size")
+    for name, options in (("a", ()), ("b", ("--threads", 1))):
+        out = command(*arguments, "native", "--multiple", 8, "--out", tmp_path / name, *options)
         assert "rgb *x* in multiples of 8, stretch" in out
-    first, second = (tmp_path / name / "wide.int8.onnx" for name in "ab")
-    assert first.read_bytes() == second.read_bytes()
-    out = command(*words, "24X*", "--out", tmp_path / "a")
+    engine, single_thread_engine = (tmp_path / name / "wide.int8.onnx" for name in "ab")
+    assert engine.read_bytes() == single_thread_engine.read_bytes()
+    out = command(*arguments, "24X*", "--out", tmp_path / "a")
     assert "rgb 24x*, stretch" in out and "(multiple 8" in out
-    command("compare", wide, first, "--images", sizes, "--size", "*x32")
-    command("bench", first, "--duration", 0, "--images", sizes, "--size", "native")
-    command("explain", tmp_path / "a", "--images", sizes)  # as the report says
+    command("compare", wide_net, engine, "--images", sized_pictures, "--size", "*x32")
+    command("bench", engine, "--duration", 0, "--images", sized_pictures, "--size", "native")
+    command("explain", tmp_path / "a", "--images", sized_pictures)  # as the report says
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         ("--size 24x* --resize letterbox", "go with resize stretch, or with fit-height"),
         ("--size native --resize fit-height", "got fit-height to *x*; give another resize"),
@@ -656,134 +675,161 @@ def test_sizes_of_their_own_through_the_command(sizes, wide, tmp_path, command):
         ("--size 820x*", "at most 16384 pixels, got 820x16400 for image 0.png of 2x40"),
     ],
 )
-def test_sizes_that_mean_nothing(words, message, sizes, wide, tmp_path, run):
-    if "820x*" in words:
-        cv2.imwrite(str(sizes / "0.png"), np.zeros((2, 40, 3), np.uint8))
-    asked = ("calibrate", wide, "--images", sizes, "--out", tmp_path / "c.cache", *words.split())
-    assert message in run.fails(*asked) if message else run(*asked)[0] == 0
+def test_meaningless_sizes_are_refused(options, message, sized_pictures, wide_net, tmp_path, run):
+    if "820x*" in options:
+        cv2.imwrite(str(sized_pictures / "0.png"), np.zeros((2, 40, 3), np.uint8))
+    arguments = (
+        "calibrate",
+        wide_net,
+        "--images",
+        sized_pictures,
+        "--out",
+        tmp_path / "c.cache",
+        *options.split(),
+    )
+    assert message in run.fails(*arguments) if message else run(*arguments)[0] == 0
 
 
-def with_sides(path, goal, sides, ends=("input", "output")):
+def save_with_sides(path, target_path, sides, lists=("input", "output")):
     """Give the inputs and outputs of a model these sides: numbers, or names of open ones."""
     model = onnx.load(path)
-    for value in [one for end in ends for one in getattr(model.graph, end)]:
-        for side, wanted in zip(value.type.tensor_type.shape.dim[2:4], sides, strict=True):
-            setattr(side, "dim_param" if isinstance(wanted, str) else "dim_value", wanted)
+    for value in [value_info for end in lists for value_info in getattr(model.graph, end)]:
+        for side, side_value in zip(value.type.tensor_type.shape.dim[2:4], sides, strict=True):
+            setattr(side, "dim_param" if isinstance(side_value, str) else "dim_value", side_value)
     del model.graph.value_info[:]
-    return save_net(model, goal)
+    return save_net(model, target_path)
 
 
-def test_sizes_that_an_input_of_one_known_side_is_advised_are_taken(
-    sizes, wide, tmp_path, run, wording
-):
-    tall = with_sides(wide, tmp_path / "tall.onnx", (24, "w"), ["input"])
-    words = "calibrate", tall, "--images", sizes, "--out", tmp_path / "c.cache"
-    assert "24x224, or 24x*" in run.fails(*words)
+def test_advised_sizes_are_accepted(sized_pictures, wide_net, tmp_path, run, wording):
+    tall = save_with_sides(wide_net, tmp_path / "tall.onnx", (24, "w"), ["input"])
+    arguments = "calibrate", tall, "--images", sized_pictures, "--out", tmp_path / "c.cache"
+    assert "24x224, or 24x*" in run.fails(*arguments)
     for advised in ("24x224", "24x*"):
-        run.ok(*words, "--size", advised, "--refresh")
+        run.ok(*arguments, "--size", advised, "--refresh")
     with pytest.raises(FeedError) as raised:
-        fed(sizes, X, preprocess={"size": (16, None)})
+        collect_feed(sized_pictures, X, preprocess={"size": (16, None)})
     wording.check(raised.value)
 
 
-def test_another_size_than_declared_is_advised_a_way_that_works(sizes, wide, tmp_path, run):
-    path = with_sides(wide, tmp_path / "small.onnx", (24, 24))
-    words = ("build", path, "--images", sizes, "--out", tmp_path / "o", *QUICK, "--size", "32x40")
-    err = run.fails(*words)
+def test_size_unlike_model_is_advised(sized_pictures, wide_net, tmp_path, run):
+    path = save_with_sides(wide_net, tmp_path / "small.onnx", (24, 24))
+    arguments = (
+        "build",
+        path,
+        "--images",
+        sized_pictures,
+        "--out",
+        tmp_path / "o",
+        *QUICK,
+        "--size",
+        "32x40",
+    )
+    err = run.fails(*arguments)
     assert "got 32x40" in err and "(dim_param)" in err
-    with_sides(path, path, ("h", "w"))  # as docs/feeds.md opens them
-    run.ok(*words)
+    save_with_sides(path, path, ("h", "w"))  # as docs/feeds.md opens them
+    run.ok(*arguments)
 
 
-def test_nan_in_files_is_told_with_one_way_out(wide, tmp_path, run):
+def test_nan_in_file_is_reported(wide_net, tmp_path, run):
     array = np.zeros((4, 3, 8, 16), np.float32)
     array[2, 0, 0, 0] = np.nan
     np.save(tmp_path / "x.npy", array)
-    words = ("calibrate", wide, "--images", tmp_path / "x.npy", "--out", tmp_path / "c.cache")
-    assert run.fails(*words).endswith(
+    arguments = (
+        "calibrate",
+        wide_net,
+        "--images",
+        tmp_path / "x.npy",
+        "--out",
+        tmp_path / "c.cache",
+    )
+    assert run.fails(*arguments).endswith(
         "sample 2 of x.npy holds 1 NaN or Inf values for the input 'x'; 4 were to be fed: correct"
         " or remove it, or skip bad ones (--skip-bad)\n"
     )
-    run.ok(*words, "--skip-bad")
+    run.ok(*arguments, "--skip-bad")
 
 
-def test_arrays_of_different_sizes_in_files(tmp_path, wide, cached, rng):
+def test_array_files_of_different_sizes(tmp_path, wide_net, make_cache, rng):
     folder = tmp_path / "arrays"
     folder.mkdir()
     for number, width in enumerate((16, 24, 40)):
         np.save(folder / f"{number}.npy", rng.normal(size=(2, 3, 8, width)).astype(np.float32))
-    _, samples = fed(folder, WIDE)
-    assert [one["x"].shape for one in samples] == [(1, 3, 8, w) for w in (16, 16, 24, 24, 40, 40)]
-    both = "--target", "onnxruntime,ascend", "--threads"
-    assert cached(folder, *both, 1, model=wide) == cached(folder, *both, 2, model=wide)
-    each = "--target", "tensorrt", "--method", "entropy-tensorrt", "--batch-size", 2
-    cached(folder, *each, model=wide)  # each batch is of one shape
+    _, samples = collect_feed(folder, WIDE)
+    assert [sample["x"].shape for sample in samples] == [
+        (1, 3, 8, w) for w in (16, 16, 24, 24, 40, 40)
+    ]
+    two_targets = "--target", "onnxruntime,ascend", "--threads"
+    assert make_cache(folder, *two_targets, 1, model=wide_net) == make_cache(
+        folder, *two_targets, 2, model=wide_net
+    )
+    tensorrt_options = "--target", "tensorrt", "--method", "entropy-tensorrt", "--batch-size", 2
+    make_cache(folder, *tensorrt_options, model=wide_net)  # each batch is of one shape
 
 
-def raw_folder(tmp_path, arrays, suffix="bin"):
+def make_raw_folder(tmp_path, arrays, suffix="bin"):
     folder = tmp_path / "raw"
     folder.mkdir(exist_ok=True)
-    for number, one in enumerate(arrays):
-        np.ascontiguousarray(one).tofile(folder / f"{number}.{suffix}")
+    for number, array in enumerate(arrays):
+        np.ascontiguousarray(array).tofile(folder / f"{number}.{suffix}")
     return folder
 
 
-def test_raw_files_of_an_open_input(tmp_path, wide, run, cached):
+def test_raw_shape_fills_open_input(tmp_path, wide_net, run, make_cache):
     batch = np.random.default_rng(6).normal(size=(4, 3, 8, 12)).astype("<f4")
-    folder = raw_folder(tmp_path, batch)
+    folder = make_raw_folder(tmp_path, batch)
     np.save(tmp_path / "stacked.npy", batch)
-    made = cached(tmp_path / "stacked.npy", model=wide)
+    stacked_cache = make_cache(tmp_path / "stacked.npy", model=wide_net)
     for shape in ("1x3x8x12", "3x8x12"):
-        assert cached(folder, "--raw-shape", shape, model=wide) == made
+        assert make_cache(folder, "--raw-shape", shape, model=wide_net) == stacked_cache
     stacked = open_feed(tmp_path / "stacked.npy", [WIDE]).manifest()
     assert open_feed(RawFiles(folder, shape=(1, 3, 8, 12)), [WIDE]).manifest() == stacked
-    words = "calibrate", wide, "--out", tmp_path / "d.cache", "--images", folder
-    assert "--raw-shape" in run.fails(*words)
+    arguments = "calibrate", wide_net, "--out", tmp_path / "d.cache", "--images", folder
+    assert "--raw-shape" in run.fails(*arguments)
 
 
-def test_raw_files_of_fewer_bits_are_widened_and_of_others_refused(tmp_path, wording):
-    folder = raw_folder(tmp_path, BATCH.astype("<f2"))
-    _, samples = fed(RawFiles(folder, dtype="float16"))
-    same(samples, BATCH.astype("<f2").astype(np.float32))
-    raw_folder(tmp_path, BATCH.astype("<i8"))
+def test_raw_float16_is_widened_others_refused(tmp_path, wording):
+    folder = make_raw_folder(tmp_path, BATCH.astype("<f2"))
+    _, samples = collect_feed(RawFiles(folder, dtype="float16"))
+    assert_samples_equal(samples, BATCH.astype("<f2").astype(np.float32))
+    make_raw_folder(tmp_path, BATCH.astype("<i8"))
     with pytest.raises(FeedError) as raised:
-        fed(RawFiles(folder, dtype="int64"))
+        collect_feed(RawFiles(folder, dtype="int64"))
     wording.check(raised.value)
     with pytest.raises(FeedError) as raised:
-        fed(RawFiles(folder, shape=(3, 16, 17)), WIDE)
+        collect_feed(RawFiles(folder, shape=(3, 16, 17)), WIDE)
     wording.check(raised.value)
     with pytest.raises(FeedError) as raised:
-        fed(RawFiles(folder, shape=(3, 16, 8)))
+        collect_feed(RawFiles(folder, shape=(3, 16, 8)))
     wording.check(raised.value)
 
 
-def test_raw_pictures_are_preprocessed_as_files(tmp_path, small_cnn, command, wording):
-    for number, one in enumerate(PICTURES):
-        cv2.imwrite(str(tmp_path / f"{number}.png"), one[:, :, ::-1])
-    _, files = fed(tmp_path, preprocess=UNIT)
-    folder = raw_folder(tmp_path, PICTURES, "raw")
+def test_raw_pictures_equal_image_files(tmp_path, small_cnn, command, wording):
+    for number, picture in enumerate(PICTURES):
+        cv2.imwrite(str(tmp_path / f"{number}.png"), picture[:, :, ::-1])
+    _, files = collect_feed(tmp_path, preprocess=UNIT)
+    folder = make_raw_folder(tmp_path, PICTURES, "raw")
     for shape in ((16, 16, 3), (1, 16, 16, 3)):
-        feed, samples = fed(RawFiles(folder, shape=shape, dtype="uint8"), preprocess=UNIT)
-        same(samples, np.concatenate([one["x"] for one in files]))
+        feed, samples = collect_feed(RawFiles(folder, shape=shape, dtype="uint8"), preprocess=UNIT)
+        assert_samples_equal(samples, np.concatenate([picture["x"] for picture in files]))
         assert feed.manifest()["preprocess"] == feed.preprocess.to_json()
     grey = RawFiles(folder, shape=(48, 16), dtype="uint8")
-    assert fed(grey)[1][0]["x"].shape == (1, 3, 16, 16)  # by default as other images
+    assert collect_feed(grey)[1][0]["x"].shape == (1, 3, 16, 16)  # by default as other images
     with pytest.raises(FeedError) as raised:
-        fed(RawFiles(folder, shape=(3, 16, 16), dtype="uint8"))
+        collect_feed(RawFiles(folder, shape=(3, 16, 16), dtype="uint8"))
     wording.check(raised.value)
     raw = "--images", folder, "--raw-shape", "16x16x3", "--raw-dtype", "uint8"
     out, build = tmp_path / "o", ("build", small_cnn, *raw, *QUICK, "--out")
-    said = command(*build, out, "--preprocess", "unit", "--eval-images", folder)
-    assert "unit: rgb 16x16" in said
+    output = command(*build, out, "--preprocess", "unit", "--eval-images", folder)
+    assert "unit: rgb 16x16" in output
     engine = out / "small_cnn.int8.onnx"
-    for words in (("compare", small_cnn, engine), ("bench", engine, "--duration", 0)):
-        command(*words, *raw)
+    for command_arguments in (("compare", small_cnn, engine), ("bench", engine, "--duration", 0)):
+        command(*command_arguments, *raw)
     command("explain", out, *raw)
     command(*build, tmp_path / "p", "--eval-images", tmp_path / "*.png")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         ("--raw-shape 1x3x16x16", "a raw shape and dtype apply to .bin and .raw files, got 00.png"),
         ("--raw-dtype uint8", "which have their own; leave them out"),
@@ -792,17 +838,17 @@ def test_raw_pictures_are_preprocessed_as_files(tmp_path, small_cnn, command, wo
         ("--raw-shape 0x3", "a raw shape must have 1 to 8 sides of 1 or more, got [0, 3]"),
     ],
 )
-def test_a_form_of_raw_files_for_others(words, message, small_cnn, pictures, tmp_path, run):
-    feed = "--images", pictures, "--out", tmp_path / "c"
-    assert message in run.fails("calibrate", small_cnn, *feed, *words.split())
-    assert "goes with --images" in run.fails("bench", small_cnn, *words.split())
+def test_raw_options_need_raw_files(options, message, small_cnn, pictures, tmp_path, run):
+    feed_arguments = "--images", pictures, "--out", tmp_path / "c"
+    assert message in run.fails("calibrate", small_cnn, *feed_arguments, *options.split())
+    assert "goes with --images" in run.fails("bench", small_cnn, *options.split())
 
 
-def test_a_form_of_raw_files_is_of_one_input_and_of_no_preprocessing(tmp_path, wording):
-    folder = raw_folder(tmp_path, BATCH)
+def test_raw_options_need_single_plain_input(tmp_path, wording):
+    folder = make_raw_folder(tmp_path, BATCH)
     with pytest.raises(ConfigError) as raised:
-        fed(RawFiles(folder, dtype="float32"), X, STATE)
+        collect_feed(RawFiles(folder, dtype="float32"), X, STATE)
     wording.check(raised.value)
     with pytest.raises(ConfigError) as raised:
-        fed(RawFiles(folder, dtype="float32"), preprocess=UNIT)
+        collect_feed(RawFiles(folder, dtype="float32"), preprocess=UNIT)
     wording.check(raised.value)
